@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks import record
 from penstock.cli.doctor import examine
-from penstock.trace.answer import answer_to
+from penstock.trace.analysis import analyse_files
 from penstock.tune.doctor.diagnosis import diagnose
 from penstock.tune.doctor.run_facts import facts_of
 
@@ -31,7 +31,7 @@ def judged(folder: Path) -> dict[str, Any]:
     """What is said of one recording."""
     evidence = examine([folder])
     verdict = diagnose(evidence)
-    answer = answer_to([folder])
+    answer = analyse_files([folder])
     run = facts_of(folder)[0].run
     assert run is not None, "the folder of a run has its configuration"
     others = max(1, len(evidence.ranks) - 1)

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from penstock.report.curves import Check, checks_figure
+from penstock.report.curves import ProjectionCheck, checks_figure
 from penstock.report.export import write_images
 from penstock.report.figure import Figure
 
@@ -29,9 +29,9 @@ def figures(rows: list[dict[str, Any]]) -> list[Figure]:
     """Both pictures, of the cases that were measured and projected."""
     found = [row for row in rows if row.get("errors")]
 
-    def checks(measured: str, projected: str, unit: float) -> list[Check]:
+    def checks(measured: str, projected: str, unit: float) -> list[ProjectionCheck]:
         return [
-            Check(
+            ProjectionCheck(
                 name=row["name"],
                 group=f"run {row['chosen']}",
                 measured=row["figures"][measured] / unit,

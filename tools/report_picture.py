@@ -13,7 +13,7 @@ from pathlib import Path
 from penstock.report.export import find_browser
 from penstock.report.frame import document
 from penstock.report.run_evidence import gather
-from penstock.report.run_page import part_html, parts_of
+from penstock.report.run_page import section_html, sections_of
 
 RECORDED = Path("tests/tune/data/recorded/all-to-all.tar.xz")
 PICTURE = Path("docs/pictures/report.png")
@@ -29,10 +29,10 @@ def main() -> None:
         with tarfile.open(RECORDED) as archive:
             archive.extractall(folder, filter="data")
         (run,) = (path for path in Path(folder).iterdir() if path.is_dir())
-        parts = [part for part in parts_of(gather(run, plans=False)) if part.name in SHOWN]
+        parts = [part for part in sections_of(gather(run, plans=False)) if part.name in SHOWN]
         figures = [figure for part in parts for figure in part.figures]
         page = Path(folder) / "page.html"
-        body = f"<main>{''.join(map(part_html, parts))}</main>"
+        body = f"<main>{''.join(map(section_html, parts))}</main>"
         page.write_text(document("report", body, figures), encoding="utf-8")
         height = sum(figure.height for figure in figures) + FRAME * len(parts)
         command = [find_browser(), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}/profile"]

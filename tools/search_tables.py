@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from penstock.report.curves import Axes, Curve, curves_figure
+from penstock.report.curves import Curve, CurveAxes, curves_figure
 from penstock.report.export import write_images
 from penstock.report.figure import Figure
 
@@ -50,7 +50,7 @@ def figure(rows: list[dict[str, Any]]) -> Figure:
         Curve(name="DeepSeek-V3, devices", xs=[x for x, _ in by_devices], ys=[y for _, y in by_devices]),
         Curve(name="DeepSeek-V3 on 256 devices, layers", xs=[x for x, _ in by_layers], ys=[y for _, y in by_layers]),
     ]
-    axes = Axes(x="devices, or layers", y="seconds of the whole process")
+    axes = CurveAxes(x="devices, or layers", y="seconds of the whole process")
     return curves_figure("search-cost", "How long a search takes", "MI300X, every layout looked at", axes, curves)
 
 

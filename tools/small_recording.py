@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config.load import RUN_FILE
-from penstock.trace.answer import answer_to
+from penstock.trace.analysis import analyse_files
 from penstock.trace.events import NONE
 from penstock.trace.launches import WAITS
 from penstock.trace.load import PROFILE, read_text, trace_files
@@ -186,7 +186,7 @@ def differences(whole: Path, small: Path) -> list[str]:
 def judged(folder: Path) -> tuple[Evidence, Diagnosis]:
     """What the doctor says of the folder of a run without a plan, which the traces do not change."""
     facts, missing = facts_of(folder)
-    evidence = evidence_of(answer_to([folder]), facts, missing)
+    evidence = evidence_of(analyse_files([folder]), facts, missing)
     return evidence, diagnose(evidence)
 
 

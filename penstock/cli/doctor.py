@@ -22,8 +22,8 @@ from penstock.cli.output import print_next, print_table
 from penstock.cli.trace import print_host_tables
 from penstock.cli.verbs import load_by_name
 from penstock.config.load import RUN_FILE
-from penstock.trace.answer import answer_to
-from penstock.trace.host_table import HostTable
+from penstock.trace.analysis import analyse_files
+from penstock.trace.host_work import HostTable
 from penstock.tune.doctor.diagnosis import (
     Diagnosis,
     EvidenceLine,
@@ -113,7 +113,7 @@ def examine(paths: list[Path], *, on: str | None = None, step: int | None = None
         facts, missing = facts_of_plan(path)
         evidence = Evidence(source="none", ranks=(), facts=facts, missing=missing)
     elif on is None:
-        return evidence_of(answer_to(paths, step=step), RunFacts())
+        return evidence_of(analyse_files(paths, step=step), RunFacts())
     else:
         raise TraceError(
             "--on is for the folder of a run, of which it makes a plan",
@@ -136,7 +136,7 @@ def _of_run(folder: Path, step: int | None) -> Evidence:
     """Of the folder of a run, with its traces if it has any."""
     facts, missing = facts_of(folder)
     try:
-        return evidence_of(answer_to([folder], step=step), facts, missing)
+        return evidence_of(analyse_files([folder], step=step), facts, missing)
     except TraceError as error:
         if step is not None:
             raise

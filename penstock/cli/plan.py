@@ -51,11 +51,11 @@ from penstock.plan.project import Assumptions, advice_for, project
 from penstock.plan.projection import Plan, Projection, Refusal, plan_json
 from penstock.plan.search import SearchRequest, search
 from penstock.plan.what_if import Planner, answer_to, compare, scale, sweep
+from penstock.report.curves import scaling_pictures, sweep_pictures
 from penstock.report.export import find_browser, write_image
 from penstock.report.figure import Figure
+from penstock.report.frame import plotly_script
 from penstock.report.page import write_page
-from penstock.report.plotly_script import plotly_script
-from penstock.report.what_ifs import scaling_pictures, sweep_pictures
 
 Target = Annotated[str | None, typer.Argument(metavar="TARGET", help="A preset, a TOML file, or a run folder.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Overrides.")]

@@ -24,14 +24,14 @@ from penstock.base.numbers import bytes_text, shortened
 from penstock.base.spans import Span
 from penstock.cli.output import print_next, print_table
 from penstock.cli.verbs import Verb, group_of, load_by_name
-from penstock.trace.answer import Answer, RankAnswer, answer_json, answer_to
+from penstock.trace.analysis import RankAnalysis, TraceAnalysis, analyse_files, analysis_json
 from penstock.trace.collectives import bandwidths
-from penstock.trace.host_table import HostRow, HostTable, host_table
-from penstock.trace.launches import Wait
-from penstock.trace.memory import Memory, MemoryRow
-from penstock.trace.named_work import shape_text
+from penstock.trace.compare import shape_text
+from penstock.trace.host_work import HostRow, HostTable, host_table
+from penstock.trace.launches import HostWait
+from penstock.trace.memory import AllocatorHistory, MemoryRow
 from penstock.trace.phases import Phase
-from penstock.trace.timeline import Timeline
+from penstock.trace.timeline import TimeBreakdown
 
 READ, READ_ALL = "PATH", "PATHS"
 """Stand for the verb where none is named: the second if nothing but paths and flags follow."""
@@ -91,7 +91,7 @@ def read(paths: Paths, as_json: Json = False, rank: Rank = None, step: Step = No
     Two more verbs: penstock trace diff A B, and penstock trace replay PATH --op NAME.
     """
     try:
-        answer = answer_to(paths, step=step, rank=rank)
+        answer = analyse_files(paths, step=step, rank=rank)
     except TraceError as error:
         if "holds no trace" in error.what and (paths[0] / RUN_FILE).is_file():
             command = load_by_name("penstock.tune.doctor.run_facts", "recording_command")(paths[0])
@@ -99,7 +99,7 @@ def read(paths: Paths, as_json: Json = False, rank: Rank = None, step: Step = No
         raise
     if as_json:
         host = {"host": [host_table(one).as_json() for one in answer.ranks]} if answer.is_host else {}
-        print(json.dumps(answer_json(answer) | host, allow_nan=False))
+        print(json.dumps(analysis_json(answer) | host, allow_nan=False))
     else:
         print_answer(answer, by_layer=layers)
         print_next("doctor", *paths)
@@ -125,7 +125,7 @@ def ms(time_us: float) -> str:
     return f"{time_us / 1e3:,.3f}"
 
 
-def print_answer(answer: Answer, *, by_layer: bool) -> None:
+def print_answer(answer: TraceAnalysis, *, by_layer: bool) -> None:
     """Print all tables.
 
     Args:
@@ -186,7 +186,7 @@ def _host_rows(rows: Sequence[HostRow], most: int, names: Callable[[HostRow], tu
     return _cut(texts, most, lambda more: (f"{more} more", *blank, f"{calls:,.0f}", ms(own_us), f"{share:.1%}"))
 
 
-def _of(answer: Answer, first: RankAnswer) -> str:
+def _of(answer: TraceAnalysis, first: RankAnalysis) -> str:
     return "" if len(answer.loaded) == 1 else f" of rank {first.rank}"
 
 
@@ -200,7 +200,7 @@ def _cut(rows: Sequence[Sequence[str]], most: int, last: Callable[[int], Sequenc
     return [*rows[:most], last(len(rows) - most)] if len(rows) > most else list(rows)
 
 
-def _timelines(ranks: Sequence[RankAnswer]) -> None:
+def _timelines(ranks: Sequence[RankAnalysis]) -> None:
     _head("time on the device, ms; linked: only what was launched inside the recording")
     rows = []
     for one in ranks:
@@ -223,7 +223,7 @@ def _timelines(ranks: Sequence[RankAnswer]) -> None:
     print_table(head, rows, ("exposed copies", "copies", "busy", "communication"))
 
 
-def _spent(one: Timeline) -> tuple[str, ...]:
+def _spent(one: TimeBreakdown) -> tuple[str, ...]:
     def share(time_us: float) -> str:
         return f"{ms(time_us)} ({time_us / one.total_us:.1%})" if one.total_us else ms(time_us)
 
@@ -239,7 +239,7 @@ def _spent(one: Timeline) -> tuple[str, ...]:
     )
 
 
-def _steps(first: RankAnswer) -> None:
+def _steps(first: RankAnalysis) -> None:
     if not first.steps:
         return
     _head(f"steps of rank {first.rank}, ms on the device")
@@ -248,11 +248,11 @@ def _steps(first: RankAnswer) -> None:
     print_table(head, _cut(rows, STEPS, lambda left: (f"{left} more", *[""] * 5)))
 
 
-def _of_step(one: Timeline) -> tuple[float, ...]:
+def _of_step(one: TimeBreakdown) -> tuple[float, ...]:
     return (one.total_us, one.compute_us, one.exposed_communication_us, one.exposed_memcpy_us, one.idle_us)
 
 
-def _phases(first: RankAnswer, *, by_layer: bool, of: str) -> None:
+def _phases(first: RankAnalysis, *, by_layer: bool, of: str) -> None:
     found = first.phases.rows(by_layer=by_layer)
     _head(f"phases{of}; exposed: device time that nothing before it in the order compute, communication, copies fills")
     rows = [_phase(one) for one in found]
@@ -280,7 +280,7 @@ def _phase(one: Phase) -> tuple[str, ...]:
     return (one.name, layer, one.pass_, ms(one.kernel_us), ms(one.exposed_us), f"{one.share:.1%}", f"{one.count:,}")
 
 
-def _communication(answer: Answer) -> None:
+def _communication(answer: TraceAnalysis) -> None:
     collectives = answer.collectives
     if not len(collectives.calls):
         return
@@ -299,7 +299,7 @@ def _communication(answer: Answer) -> None:
     _unmatched(answer)
 
 
-def _bandwidths(answer: Answer) -> None:
+def _bandwidths(answer: TraceAnalysis) -> None:
     told = sorted(bandwidths(answer.collectives), key=lambda one: -one.pure_us * one.count)
     if not told:
         return
@@ -319,7 +319,7 @@ def _bandwidths(answer: Answer) -> None:
     print_table(("name", "ranks", "count", "bytes", "pure ms", "GB/s", "bus GB/s"), _cut(rows, ROWS, _more(7)))
 
 
-def _unmatched(answer: Answer) -> None:
+def _unmatched(answer: TraceAnalysis) -> None:
     calls, unmatched = answer.collectives.calls, answer.collectives.unmatched
     if not unmatched:
         print("unmatched: none")
@@ -342,7 +342,7 @@ def _more(columns: int) -> Callable[[int], Sequence[str]]:
     return lambda left: (f"{left} more", *[""] * (columns - 1))
 
 
-def _experts(answer: Answer) -> None:
+def _experts(answer: TraceAnalysis) -> None:
     load = answer.experts
     rows_text = None if load.max_over_mean is None else f"{load.max_over_mean:.2f} in {load.unit} ({load.source})"
     time_text = None if load.kernel_max_over_mean is None else f"{load.kernel_max_over_mean:.2f} in time of products"
@@ -357,7 +357,7 @@ def _experts(answer: Answer) -> None:
             print(f"{one.layers[layer]:.2f} times the mean, the most of all layers")
 
 
-def _launches(first: RankAnswer, of: str) -> None:
+def _launches(first: RankAnalysis, of: str) -> None:
     one = first.launches
     gaps, queue = one.gaps, one.queue
     _head(f"launches{of}")
@@ -375,7 +375,7 @@ def _launches(first: RankAnswer, of: str) -> None:
         print_table(("the host waits in", "times", "ms", "from"), _cut(_waits(one.waits), WAITS, _more(4)))
 
 
-def _waits(waits: Sequence[Wait]) -> list[tuple[str, ...]]:
+def _waits(waits: Sequence[HostWait]) -> list[tuple[str, ...]]:
     """A row for each call, span and pair of operators around it; layers and steps added up."""
     times: dict[tuple[str, str], tuple[int, float]] = {}
     for one in waits:
@@ -388,7 +388,7 @@ def _waits(waits: Sequence[Wait]) -> list[tuple[str, ...]]:
     return [(call, f"{count:,}", ms(us), where) for (call, where), (count, us) in longest]
 
 
-def _roofline(first: RankAnswer, of: str) -> None:
+def _roofline(first: RankAnalysis, of: str) -> None:
     found = first.roofline
     if not found.rows:
         return
@@ -426,7 +426,7 @@ def _short(text: str) -> str:
 ROWS = 16
 
 
-def print_memory(memory: Memory, of: str) -> None:
+def print_memory(memory: AllocatorHistory, of: str) -> None:
     """Print the tables of one device.
 
     Args:

@@ -11,18 +11,17 @@ import typer
 from penstock.base.errors import TraceError
 from penstock.base.numbers import counted, shortened
 from penstock.cli.output import print_next, print_table
-from penstock.trace.compare import CLOSING, Comparison, Row, Verdict, compare
+from penstock.trace.compare import CLOSING, ChangeKind, ComparedRow, TraceComparison, compare, named_events
 from penstock.trace.events import Trace
 from penstock.trace.load import load_ranks
-from penstock.trace.named_work import work_of
 
 LONGEST_NAME = 60
 
 _TITLES = {
-    Verdict.SLOWER: "slower",
-    Verdict.NEW: "new in B",
-    Verdict.FASTER: "faster",
-    Verdict.GONE: "gone from A",
+    ChangeKind.SLOWER: "slower",
+    ChangeKind.NEW: "new in B",
+    ChangeKind.FASTER: "faster",
+    ChangeKind.GONE: "gone from A",
 }
 
 
@@ -34,7 +33,7 @@ def diff(
     as_json: Annotated[bool, typer.Option("--json", help="Print every row as JSON.")] = False,
 ) -> None:
     """Compare two traces of one rank: matched by span, then by operator and shape; medians over steps."""
-    work_a, work_b = (work_of(one_rank(path, rank)) for path in (a, b))
+    work_a, work_b = (named_events(one_rank(path, rank)) for path in (a, b))
     compared = compare(work_a, work_b)
     if as_json:
         print(json.dumps(as_tree(compared)))
@@ -55,7 +54,7 @@ def one_rank(path: Path, rank: int | None) -> Trace:
     return traces[next(iter(traces)) if rank is None else rank]
 
 
-def as_tree(compared: Comparison) -> dict[str, Any]:
+def as_tree(compared: TraceComparison) -> dict[str, Any]:
     """A comparison as JSON has it. The `change_us` of all rows add up to that of the whole, exactly."""
     return {
         "a": {"total_us": compared.a_us, "steps": compared.a_steps, "outside_steps_us": compared.a_outside_us},
@@ -66,7 +65,7 @@ def as_tree(compared: Comparison) -> dict[str, Any]:
     }
 
 
-def _row_tree(row: Row) -> dict[str, Any]:
+def _row_tree(row: ComparedRow) -> dict[str, Any]:
     return {
         **row.key._asdict(),
         "verdict": row.verdict.value,
@@ -77,7 +76,7 @@ def _row_tree(row: Row) -> dict[str, Any]:
     }
 
 
-def _print(compared: Comparison, top: int) -> None:
+def _print(compared: TraceComparison, top: int) -> None:
     print(_headline(compared))
     if not compared.by_span:
         print("the traces share no phase: matched by operator and shape only")
@@ -94,7 +93,7 @@ def _print(compared: Comparison, top: int) -> None:
     _print_rows([row for row in compared.rows if row.key in CLOSING], steps)
 
 
-def _headline(compared: Comparison) -> str:
+def _headline(compared: TraceComparison) -> str:
     """`A 12.345 ms, B 11.000 ms for a step (median of 3 and 3): -1.345 ms, -10.9 %`."""
     what = "in all"
     if compared.a_steps:
@@ -106,7 +105,7 @@ def _headline(compared: Comparison) -> str:
     )
 
 
-def _print_rows(rows: Sequence[Row], steps: bool) -> None:
+def _print_rows(rows: Sequence[ComparedRow], steps: bool) -> None:
     """A star marks what differs in every step, so that it is no noise of the steps."""
     print_table(
         ("change us", "A us", "B us", "events", "phase", "operator", "shape"),

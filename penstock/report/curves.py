@@ -1,13 +1,21 @@
-"""Curves over a size that is swept, scaling over devices, and what was measured beside what was projected."""
+"""Curves over a size that is swept, scaling over devices, and what was measured beside what was projected.
 
-from collections.abc import Sequence
+Pictures of what-ifs: one layout on more devices, and one run with several values of one thing.
+
+What was asked and answered comes from penstock/plan/what_if.py; a question that has no answer leaves a gap.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, floor, log10
 from statistics import median
 from typing import Any
 
+from penstock.base.numbers import gigabytes, rounded, time_text
+from penstock.plan.projection import Projection
+from penstock.plan.what_if import SweepPoint
 from penstock.report.colours import LIMIT, SERIES
-from penstock.report.figure import Figure, rounded
+from penstock.report.figure import Figure
 
 BANDS = (0.05, 0.10)
 """Errors that are drawn around the line of no error."""
@@ -31,7 +39,7 @@ class Curve:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Axes:
+class CurveAxes:
     """What a picture of curves has on its axes.
 
     Attributes:
@@ -47,7 +55,7 @@ class Axes:
     is_y_log: bool = False
 
 
-def curves_figure(name: str, title: str, caption: str, axes: Axes, curves: Sequence[Curve]) -> Figure:
+def curves_figure(name: str, title: str, caption: str, axes: CurveAxes, curves: Sequence[Curve]) -> Figure:
     """Curves of a sweep: context length, micro-batch, expert parallelism by dispatcher.
 
     Args:
@@ -103,7 +111,7 @@ def scaling_figure(
         scalings: weak, strong, or both.
         unit: of the speed.
     """
-    axes = Axes(x="devices", y=unit)
+    axes = CurveAxes(x="devices", y=unit)
     data: list[dict[str, Any]] = []
     for place, scaling in enumerate(scalings):
         colour = SERIES[place % len(SERIES)]
@@ -123,7 +131,7 @@ def scaling_figure(
     return Figure(name=name, title=title, caption=caption, data=data, layout=layout, height=460)
 
 
-def _x_axis(axes: Axes, xs: Sequence[float]) -> dict[str, Any]:
+def _x_axis(axes: CurveAxes, xs: Sequence[float]) -> dict[str, Any]:
     """The lower axis, with ticks where there are points."""
     ticks = sorted(set(xs))
     axis: dict[str, Any] = {"title": {"text": axes.x}, "tickformat": ","}
@@ -139,7 +147,7 @@ def _template(x: str, y: str, shape: str = ":,.4~g") -> str:
     return f"<b>%{{fullData.name}}</b><br>{x}: %{{x:,}}<br>{y}: %{{y{shape}}}%{{text}}<extra></extra>"
 
 
-def _line(curve: Curve, colour: str, axes: Axes) -> dict[str, Any]:
+def _line(curve: Curve, colour: str, axes: CurveAxes) -> dict[str, Any]:
     """A curve as a trace."""
     return {
         "type": "scatter",
@@ -155,7 +163,7 @@ def _line(curve: Curve, colour: str, axes: Axes) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Check:
+class ProjectionCheck:
     """A run that was projected and measured.
 
     Attributes:
@@ -176,7 +184,7 @@ class Check:
         return self.projected / self.measured - 1
 
 
-def checks_figure(name: str, title: str, unit: str, checks: Sequence[Check]) -> Figure:
+def checks_figure(name: str, title: str, unit: str, checks: Sequence[ProjectionCheck]) -> Figure:
     """Projected over measured, and below it the error, with the bands of 5 % and 10 %.
 
     Args:
@@ -240,7 +248,7 @@ def _lines_of_no_error(low: float, high: float) -> list[dict[str, Any]]:
     return [line | {"y": [low, high]}, line | {"y": [0, 0], "yaxis": "y2"}]
 
 
-def _points(checks: Sequence[Check], unit: str, colour: str) -> list[dict[str, Any]]:
+def _points(checks: Sequence[ProjectionCheck], unit: str, colour: str) -> list[dict[str, Any]]:
     """Runs of one group, in both panels."""
     hover = (
         "<b>%{customdata[0]}</b><br>projected %{customdata[2]:.4~g} "
@@ -258,3 +266,79 @@ def _points(checks: Sequence[Check], unit: str, colour: str) -> list[dict[str, A
     above = points | {"y": [rounded(check.projected) for check in checks]}
     below = points | {"y": [rounded(check.error) for check in checks], "yaxis": "y2", "showlegend": False}
     return [above, below]
+
+
+# ------------------------------------------------------------------------------------------------------------- what ifs
+
+
+def scaling_pictures(kinds: Mapping[str, Sequence[SweepPoint]], base: Projection) -> list[Figure]:
+    """Speed and efficiency over devices.
+
+    Args:
+        kinds: points of `strong` and of `weak` scaling, as `penstock.plan.what_if.scale` gives them.
+        base: whose layout it is.
+    """
+    scalings = [
+        Scaling(
+            name=kind,
+            devices=[int(point.asked["devices"]) for point in points],
+            tokens_per_second_per_device=[_speed(point) for point in points],
+        )
+        for kind, points in kinds.items()
+    ]
+    caption = f"{base.run.name} on {base.cluster.hardware.name}, {base.layout}. Projected."
+    return [scaling_figure("scaling", "Scaling", caption, scalings, base.cluster.speed_unit)]
+
+
+def sweep_pictures(points: Sequence[SweepPoint], base: Projection) -> list[Figure]:
+    """Speed, and memory of the fullest rank, over what is swept; a curve for each dispatcher where they are asked for.
+
+    Args:
+        points: as `penstock.plan.what_if.sweep` gives them; none for values that are no numbers.
+        base: from which the runs differ.
+    """
+    name = next((name for point in points for name in point.asked if name != "dispatcher"), "")
+    if not points or not all(point.asked[name].isdecimal() for point in points):
+        return []
+    groups: dict[str, list[SweepPoint]] = {}
+    for point in points:
+        groups.setdefault(point.asked.get("dispatcher", base.layout.dispatcher), []).append(point)
+    label = name.rpartition(".")[2].replace("_", " ")
+    caption = f"{base.run.name} on {base.cluster.devices:,} x {base.cluster.hardware.name}, {base.layout}. Projected."
+    speeds = [_curve(group, name, dispatcher, "speed") for dispatcher, group in groups.items()]
+    memories = [_curve(group, name, dispatcher, "memory") for dispatcher, group in groups.items()]
+    return [
+        curves_figure(
+            "sweep-speed", f"Speed over {label}", caption, CurveAxes(x=label, y=base.cluster.speed_unit), speeds
+        ),
+        curves_figure(
+            "sweep-memory",
+            f"Memory over {label}",
+            caption,
+            CurveAxes(x=label, y="memory of the fullest rank (GB)"),
+            memories,
+        ),
+    ]
+
+
+def _speed(point: SweepPoint) -> float | None:
+    """Tokens per second of a device, or nothing."""
+    return point.answer.time.tokens_per_second_per_device if isinstance(point.answer, Projection) else None
+
+
+def _curve(points: Sequence[SweepPoint], name: str, dispatcher: str, what: str) -> Curve:
+    """Answers as one curve."""
+    ys: list[float | None] = []
+    for point in points:
+        memory = point.answer.memory.total / 1e9 if isinstance(point.answer, Projection) else None
+        ys.append(_speed(point) if what == "speed" else memory)
+    xs, notes = [float(point.asked[name]) for point in points], [_note(point) for point in points]
+    return Curve(name=dispatcher, xs=xs, ys=ys, notes=notes)
+
+
+def _note(point: SweepPoint) -> str:
+    """What is written beside a point on hover."""
+    one = point.answer
+    if not isinstance(one, Projection):
+        return one.rule
+    return f"step {time_text(one.time.step_seconds)}, {gigabytes(one.memory.total)}{'' if one.fits else ': too much'}"

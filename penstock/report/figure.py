@@ -102,63 +102,6 @@ THEMES: dict[str, dict[str, Any]] = {
 """What a picture does not say itself."""
 
 
-def rounded(value: float, digits: int = 6) -> float:
-    """A number with so many significant digits: more are never seen, and make a page large."""
-    return float(f"{value:.{digits}g}")
-
-
 def plotly_json(figure: Figure) -> dict[str, Any]:
     """The picture as Plotly reads it."""
     return {"data": list(figure.data), "layout": {**figure.layout, "height": figure.height}}
-
-
-def three_digits(value: float) -> str:
-    """A number with at least three digits: `28.0`, `326`, `8,421`."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:#.3g}"
-
-
-TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "\u00b5s"))
-"""Seconds, and how they are written."""
-
-
-def time_unit(span: float) -> tuple[float, str]:
-    """The unit in which a time is at least 1; of shorter ones the smallest.
-
-    Args:
-        span: the longest time, in seconds.
-
-    Returns:
-        Seconds of the unit, and its name.
-    """
-    return next((unit for unit in TIME_UNITS if span >= unit[0]), TIME_UNITS[-1])
-
-
-def time_text(seconds: float) -> str:
-    """A time with three digits: `1.24 s`, `38.2 ms`."""
-    size, name = time_unit(seconds)
-    return f"{three_digits(seconds / size)} {name}"
-
-
-def share_text(share: float) -> str:
-    """A share with one decimal: `28.3%`; a small one is not written as nothing."""
-    return "<0.1%" if 0 < share < 0.0005 else f"{share:.1%}"
-
-
-def bytes_text(size: float) -> str:
-    """Bytes in the unit in which they are at least 1: `14.9 MB`, `45.7 GB`."""
-    unit, name = next((one for one in BYTE_UNITS if size >= one[0]), (1.0, "B"))
-    return f"{three_digits(size / unit)} {name}"
-
-
-BYTE_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
-"""Bytes, and how they are written."""
-
-
-def counted(number: int, thing: str) -> str:
-    """`1 step`, `2 steps`."""
-    return f"{number:,} {thing}{'' if number == 1 else 's'}"
-
-
-def gigabytes(size: float) -> str:
-    """Bytes in units of 1e9."""
-    return f"{size / 1e9:.1f} GB"

@@ -4,11 +4,19 @@
     traces of any program ->  what the traces say; there is neither a plan nor a metric then
 
 Nothing here is an error but a file that is damaged: what is not there is a line in `lacks`, which stands in the page
-where the picture would be. Traces of a CPU are read as if it were the device (penstock/trace/host_work.py). The doctor
+where the picture would be. Traces of a CPU are read as if it were the device (penstock/trace/load.py). The doctor
 does not judge these, because its walls are those of devices.
+
+Which recorded step is drawn, and on what clock: what the pictures of traces agree on.
+
+The last step that all ranks have recorded is drawn: the first one of a recording is often slower. Each rank's times are
+taken back to the common clock that ends of collectives tell (penstock/trace/matching.py). Ranks that nothing joins with
+the others begin where their own step does, and `StepClock.words` says so; processes on the CPUs of one machine share a
+clock, so theirs is left as it is.
 """
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +26,8 @@ from penstock.config.run import Run
 from penstock.plan.hardware import Cluster
 from penstock.plan.project import project
 from penstock.plan.projection import Projection
-from penstock.trace.answer import Answer, RankAnswer, answer_of, read_traces
+from penstock.trace.analysis import RankAnalysis, TraceAnalysis, analyse_traces
+from penstock.trace.load import read_traces
 from penstock.tune.doctor.diagnosis import Diagnosis, cpu_sentence, diagnose
 from penstock.tune.doctor.evidence import Evidence, RunFacts
 from penstock.tune.doctor.from_trace import evidence_of
@@ -39,7 +48,7 @@ LAYERS = 400
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lacks:
+class MissingReasons:
     """Why something is not there, in one line each, without a full stop; empty where it is.
 
     Attributes:
@@ -75,11 +84,11 @@ class RunEvidence:
     judged: Evidence
     lines: tuple[Mapping[str, Any], ...] = ()
     starts: tuple[Mapping[str, Any], ...] = ()
-    answer: Answer | None = None
+    answer: TraceAnalysis | None = None
     is_host: bool = False
     projection: Projection | None = None
     verdict: Diagnosis | None = None
-    lacks: Lacks = field(default_factory=Lacks)
+    lacks: MissingReasons = field(default_factory=MissingReasons)
 
     @property
     def facts(self) -> RunFacts:
@@ -97,7 +106,7 @@ class RunEvidence:
         return self.path.absolute().name
 
     @property
-    def ranks(self) -> tuple[RankAnswer, ...]:
+    def ranks(self) -> tuple[RankAnalysis, ...]:
         """Those with a trace."""
         return () if self.answer is None else self.answer.ranks
 
@@ -160,7 +169,7 @@ def _judged_by(facts: RunFacts) -> Evidence:
     return Evidence(source="none", ranks=(), facts=facts)
 
 
-_NO_RUN = Lacks(steps="these are traces, not the folder of a run, so there are no metrics")
+_NO_RUN = MissingReasons(steps="these are traces, not the folder of a run, so there are no metrics")
 
 
 def _of_run(path: Path) -> RunEvidence:
@@ -168,7 +177,11 @@ def _of_run(path: Path) -> RunEvidence:
     facts, missing = facts_of(path, lines)
     starts = tuple(json_lines(path / STARTS))
     return RunEvidence(
-        path=path, judged=_judged_by(facts), lines=tuple(lines), starts=starts, lacks=Lacks(steps="; ".join(missing))
+        path=path,
+        judged=_judged_by(facts),
+        lines=tuple(lines),
+        starts=starts,
+        lacks=MissingReasons(steps="; ".join(missing)),
     )
 
 
@@ -181,7 +194,7 @@ def _with_traces(found: RunEvidence) -> RunEvidence:
             lack = f"no step was traced; record some steps: {recording_command(found.path)}"
             return replace(found, lacks=replace(found.lacks, trace=lack))
         raise
-    return replace(found, answer=answer_of(traces, is_host=is_host), is_host=is_host)
+    return replace(found, answer=analyse_traces(traces, is_host=is_host), is_host=is_host)
 
 
 def _judged(found: RunEvidence) -> Evidence:
@@ -216,3 +229,71 @@ def _verdict(evidence: Evidence, found: RunEvidence) -> tuple[Diagnosis | None, 
         if found.is_host:
             return None, cpu_sentence(evidence)
         return None, f"no verdict: {found.lacks.trace}; and without a plan there is nothing else to judge by"
+
+
+# ------------------------------------------------------------------------------------------------------------ run steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepClock:
+    """The times of a drawn step.
+
+    Attributes:
+        windows_us: of each rank, start and end of the step on the device, by the clock of its file.
+        zero_us: of each rank, where the axis begins, by the same clock.
+        words: how the clocks were aligned.
+    """
+
+    windows_us: Mapping[int, tuple[float, float]]
+    zero_us: Mapping[int, float]
+    words: str
+
+
+def last_step(ranks: Sequence[RankAnalysis]) -> int | None:
+    """The number of the last step in which all of these ranks did something, or None."""
+    numbers = [{step.number for step in one.steps if step.timeline.events} for one in ranks]
+    return max(set.intersection(*numbers), default=None) if numbers else None
+
+
+def step_name(one: RankAnalysis, number: int | None) -> str | None:
+    """The name of the region of a step, or None without steps."""
+    return next((step.name for step in one.steps if step.number == number), None)
+
+
+def window_us(one: RankAnalysis, number: int | None) -> tuple[float, float]:
+    """Start and end of a step on the device; of all that was recorded without steps."""
+    for step in one.steps:
+        if step.number == number:
+            return step.window_us
+    gpu = one.trace.gpu
+    return float(gpu.start_us[0]), float(gpu.end_us.max())
+
+
+def clock_of(evidence: RunEvidence, ranks: Sequence[RankAnalysis]) -> StepClock:
+    """The clock on which some ranks are drawn.
+
+    Args:
+        evidence: of the run.
+        ranks: with a trace.
+    """
+    assert evidence.answer is not None, "ranks have traces"
+    number = last_step(ranks)
+    windows = {one.rank: window_us(one, number) for one in ranks}
+    clocks, order = evidence.answer.collectives.meetings.clocks, evidence.answer.collectives.calls.ranks
+    ahead = {rank: float(clocks.ahead_us[place]) for place, rank in enumerate(order)}
+    island = {rank: 0 if evidence.is_host else int(clocks.island[place]) for place, rank in enumerate(order)}
+    main = Counter(island[rank] for rank in windows).most_common(1)[0][0]
+    together = [rank for rank in windows if island[rank] == main]
+    begin = min(windows[rank][0] - ahead[rank] for rank in together)
+    zero = {rank: begin + ahead[rank] if rank in together else windows[rank][0] for rank in windows}
+    words = ""
+    if len(windows) > 1 and evidence.is_host:
+        words = "Times are those of the machine's own clock."
+    elif len(together) > 1:
+        moved = max(abs(ahead[rank]) for rank in together)
+        words = "By the ends of collectives the clocks of all ranks agree."
+        if moved >= 1:
+            words = f"Clocks are aligned by the ends of collectives, the furthest by {moved:,.0f} \u00b5s."
+    if len(together) < len(windows):
+        words += f" Nothing joins the clocks of {len(windows) - len(together)} ranks: each begins at its own start."
+    return StepClock(windows_us=windows, zero_us=zero, words=words.strip())

@@ -1,17 +1,363 @@
-"""The timeline of a run: passes planned and measured on one axis; without a pipeline what each rank did in a step."""
+"""The timeline of a run: one lane per rank over a recorded step.
 
+With a pipeline, the planned and the measured passes share one axis. A measured pass lasts from the first kernel that
+its span launched to the end of the last one. Messages between stages are left out, because a receive waits for its
+sender; a gap between passes is therefore waiting, as in the plan. Spans of a pair are nested, and a kernel belongs to
+the innermost span that was open at its launch.
+
+Without a pipeline, lanes are coloured by phase. Kernels that compute are in the upper half of a lane, communication and
+copies in the lower half; without communication a lane has one part. Neighbouring kernels of one phase are one box. If
+there are still too many boxes for a page, the step is cut into equal slots, each coloured by the group that took most
+of it; `PhaseLanes.slot_us` is their width.
+"""
+
+import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+import numpy as np
+
+from penstock.base.numbers import three_digits
+from penstock.layout.actions import Kind
 from penstock.plan.projection import Projection
-from penstock.report.figure import Figure, three_digits
-from penstock.report.run_evidence import RunEvidence, sentence
-from penstock.report.run_lanes import measured_phases
-from penstock.report.run_memory import place_name
-from penstock.report.run_passes import has_passes, measured_passes
-from penstock.report.run_steps import clock_of, last_step
-from penstock.report.timeline import Timeline, planned, shares_of, timeline_figure
-from penstock.trace.answer import RankAnswer
+from penstock.report.colours import KERNELS, kernel_group
+from penstock.report.figure import Figure
+from penstock.report.run_evidence import RunEvidence, StepClock, clock_of, last_step, sentence
+from penstock.report.run_metrics import place_name
+from penstock.report.timeline import (
+    Interval,
+    PipelinePass,
+    Timeline,
+    TimelineLane,
+    activation_shares,
+    pass_interval,
+    planned,
+    timeline_figure,
+)
+from penstock.trace.analysis import RankAnalysis
+from penstock.trace.calls import CollectiveCalls, SyncKind
+from penstock.trace.events import NONE, Flags, Floats, GpuKind, HostKind, Integers, Trace
+from penstock.trace.intervals import union
+from penstock.trace.kernel_names import Category
+from penstock.trace.phases import PASSES, WAITING
+from penstock.trace.tree import CATEGORIES, nest
+
+PASS = re.compile(
+    r"(?P<what>forward|backward|input gradient|weight gradient) of stage (?P<stage>\d+)"
+    r", micro-batch (?P<micro_batch>\d+)"
+)
+"""Names of spans, as penstock/base/spans.py has them."""
+
+KINDS: Mapping[str, Kind] = {
+    "forward": Kind.FORWARD,
+    "backward": Kind.BACKWARD,
+    "input gradient": Kind.INPUT,
+    "weight gradient": Kind.WEIGHT,
+}
+
+_ALLOCATES = "aten::empty"
+"""Operators of a CPU that begin a receive, before there is anything to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Measured:
+    """A pass of one rank, on the clock of its file."""
+
+    what: PipelinePass
+    start_us: float
+    end_us: float
+    is_within: bool
+
+
+def has_passes(one: RankAnalysis) -> bool:
+    """Whether a trace has spans of a pipeline."""
+    return any(PASS.fullmatch(name) for name in one.trace.names)
+
+
+def measured_passes(
+    evidence: RunEvidence, ranks: Sequence[RankAnalysis], clock: StepClock, places: Mapping[int, int]
+) -> Timeline:
+    """The timeline of a recorded step.
+
+    Args:
+        evidence: of the run.
+        ranks: to draw.
+        clock: of them.
+        places: of ranks on the pipeline.
+    """
+    step = last_step(ranks)
+    assert evidence.answer is not None, "ranks have traces"
+    calls = evidence.answer.collectives.calls
+    found = {one.rank: _passes(one, calls, step) for one in ranks}
+    starts = [each[0].start_us - clock.zero_us[rank] for rank, each in found.items() if each]
+    begin = min(starts, default=0.0)
+    lanes = []
+    for rank, passes in found.items():
+        stages = sorted({one.what.stage for one in passes})
+        intervals = [_interval(one, clock.zero_us[rank] + begin, stages) for one in passes]
+        lanes.append(TimelineLane(name=f"rank {rank}", intervals=intervals, place=places.get(rank, rank)))
+    return Timeline(name="measured", lanes=lanes)
+
+
+def _interval(one: _Measured, zero_us: float, stages: Sequence[int]) -> Interval:
+    times = ((one.start_us - zero_us) / 1e6, (one.end_us - zero_us) / 1e6)
+    chunk = stages.index(one.what.stage)
+    return pass_interval(one.what, times, (chunk, len(stages)), is_pair=one.is_within)
+
+
+def _passes(one: RankAnalysis, calls: CollectiveCalls, step: int | None) -> list[_Measured]:
+    """Every pass of a step, by start."""
+    trace = one.trace
+    span = _spans(trace)
+    row = np.where(_is_work(one, calls), span.of(_asked(trace)), NONE)
+    in_step = one.phases.placement.step
+    wanted = next((found.start_us for found in one.steps if found.number == step), None)
+    if wanted is not None:
+        row = np.where(np.append(trace.host.start_us, np.nan)[in_step] == wanted, row, NONE)
+    hulls: dict[PipelinePass, list[float]] = {}
+    within: defaultdict[PipelinePass, bool] = defaultdict(bool)
+    for number in np.unique(row[row != NONE]).tolist():
+        mine = row == number
+        what = span.passes[number]
+        hull = hulls.setdefault(what, [np.inf, -np.inf])
+        hull[0] = min(hull[0], float(trace.gpu.start_us[mine].min()))
+        hull[1] = max(hull[1], float(trace.gpu.end_us[mine].max()))
+        within[what] |= number in span.paired
+    found = [_Measured(what=what, start_us=a, end_us=b, is_within=within[what]) for what, (a, b) in hulls.items()]
+    return sorted(found, key=lambda each: each.start_us)
+
+
+def _asked(trace: Trace) -> Floats:
+    """When each event of the device was asked for; nan where that is not known."""
+    gpu = trace.gpu
+    return np.append(trace.host.start_us, np.nan)[np.where(gpu.is_linked, gpu.launch, len(trace.host))]
+
+
+def _is_work(one: RankAnalysis, calls: CollectiveCalls) -> Flags:
+    """Events of the device but for messages between stages, and what prepares them."""
+    gpu, phases, placement = one.trace.gpu, one.phases, one.phases.placement
+    is_work = placement.collective != CATEGORIES.index(Category.POINT_TO_POINT)
+    messages = [number for number, name in enumerate(phases.names) if name.startswith(Category.POINT_TO_POINT)]
+    is_work[phases.event[np.isin(phases.name_id, messages)]] = False
+    is_own = calls.rank == calls.ranks.index(one.rank)
+    is_work[calls.gpu_row[is_own & (calls.way == SyncKind.PAIR)]] = False
+    prepares = np.array([name.startswith(_ALLOCATES) for name in one.trace.names], dtype=bool)
+    return is_work & ~prepares[gpu.name_id]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Spans:
+    """Spans of passes.
+
+    Attributes:
+        passes: by row of the host.
+        paired: rows that lie within another, or have another within.
+        rows: of the host, by start.
+        parent: of each row of the host the span around it, or NONE.
+        end_us: of each row of the host.
+        start_us: of `rows`.
+    """
+
+    passes: Mapping[int, PipelinePass]
+    paired: frozenset[int]
+    rows: Integers
+    parent: Integers
+    end_us: Floats
+    start_us: Floats
+
+    def of(self, asked_us: Floats) -> Integers:
+        """The innermost span that was open at each time, or NONE."""
+        if not len(self.rows):
+            return np.full(len(asked_us), NONE)
+        found = np.searchsorted(self.start_us, asked_us, side="right") - 1
+        row = np.where((found >= 0) & ~np.isnan(asked_us), self.rows[np.maximum(found, 0)], NONE)
+        while (closed := (row != NONE) & ~(asked_us < self.end_us[row])).any():
+            row = np.where(closed, self.parent[row], row)
+        return row
+
+
+def _spans(trace: Trace) -> _Spans:
+    """The spans of passes, nested."""
+    host = trace.host
+    named = {number: match for number, name in enumerate(trace.names) if (match := PASS.fullmatch(name))}
+    is_pass = np.isin(host.name_id, list(named)) & (host.kind == HostKind.SPAN)
+    rows = np.flatnonzero(is_pass)
+    tree = nest(host, rows)
+    inner = [row for row in rows.tolist() if tree.parent[row] != NONE]
+    return _Spans(
+        passes={row: _pass_of(named[int(host.name_id[row])]) for row in rows.tolist()},
+        paired=frozenset(inner) | {int(tree.parent[row]) for row in inner},
+        rows=rows,
+        parent=tree.parent,
+        end_us=host.end_us,
+        start_us=host.start_us[rows],
+    )
+
+
+def _pass_of(match: re.Match[str]) -> PipelinePass:
+    return PipelinePass(kind=KINDS[match["what"]], stage=int(match["stage"]), micro_batch=int(match["micro_batch"]))
+
+
+# ------------------------------------------------------------------------------------------------------------ run lanes
+
+BOXES = 10_000
+"""Of all lanes together."""
+
+TOUCHING_US = 2.0
+"""Kernels of one phase that are less than this apart are one box."""
+
+FINER = (16, 8, 4, 2, 1)
+"""Slots for each box that a lane may have: many slots are alike, so the finest that fits is taken."""
+
+LAYERS = 4096
+"""More than any model has."""
+
+_GROUPS = tuple(KERNELS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseLanes:
+    """A step in phases.
+
+    Attributes:
+        timeline: of it.
+        slot_us: width of the slots that some lanes had to be cut into; 0 if every box is exact.
+        has_halves: what is sent and copied has a half of its own.
+    """
+
+    timeline: Timeline
+    slot_us: float
+    has_halves: bool
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Boxes:
+    """Boxes of one half of a lane: times in microseconds from zero, and what each is."""
+
+    start_us: Floats
+    end_us: Floats
+    what: Sequence[tuple[str, str]]
+
+
+def measured_phases(ranks: Sequence[RankAnalysis], clock: StepClock, boxes: int = BOXES) -> PhaseLanes:
+    """The lanes of some ranks over a step.
+
+    Args:
+        ranks: with a trace.
+        clock: of them.
+        boxes: at most, of all lanes together.
+    """
+    sends = any((one.trace.gpu.kind == GpuKind.COMMUNICATION)[_in_window(one, clock)].any() for one in ranks)
+    each = max(10, boxes // (len(ranks) * (2 if sends else 1)))
+    slots, lanes = 0.0, []
+    for one in ranks:
+        intervals: list[Interval] = []
+        for is_sent in (False, True) if sends else (False,):
+            found, slot_us = _half(one, clock, (_is_sent(one) == is_sent) if sends else None, each)
+            part = (0.0, 1.0) if not sends else (0.0, 0.46) if is_sent else (0.5, 1.0)
+            slots = max(slots, slot_us)
+            intervals += _intervals(found, part)
+        lanes.append(TimelineLane(name=f"rank {one.rank}", intervals=sorted(intervals, key=lambda box: box.start)))
+    timeline = Timeline(name="measured", lanes=lanes, ground="idle", has_edges=False)
+    return PhaseLanes(timeline=timeline, slot_us=slots, has_halves=sends)
+
+
+def _is_sent(one: RankAnalysis) -> Flags:
+    """Events that do not compute."""
+    return ~np.isin(one.trace.gpu.kind, [GpuKind.COMPUTE, GpuKind.SET])
+
+
+def _in_window(one: RankAnalysis, clock: StepClock) -> Flags:
+    """Events that begin in the step."""
+    start, end = clock.windows_us[one.rank]
+    begun: Flags = (one.trace.gpu.start_us >= start) & (one.trace.gpu.start_us < end)
+    return begun
+
+
+def _half(one: RankAnalysis, clock: StepClock, chosen: Flags | None, most: int) -> tuple[_Boxes, float]:
+    """Boxes of the chosen events of a rank in the step, and the width of their slots."""
+    phases = one.phases
+    wanted = _in_window(one, clock) & (True if chosen is None else chosen)
+    entry = np.flatnonzero(wanted[phases.event])
+    start, end = _times(one)
+    entry = entry[np.argsort(start[entry], kind="stable")]
+    zero = clock.zero_us[one.rank]
+    start, end = start[entry] - zero, end[entry] - zero
+    key = (phases.name_id[entry] * len(PASSES) + phases.pass_id[entry]) * LAYERS + phases.layer[entry] + 1
+    exact = _merged(start, end, key)
+    if len(exact[0]) <= most:
+        return _Boxes(start_us=exact[0], end_us=exact[1], what=[_words(one, int(code)) for code in exact[2]]), 0.0
+    window = clock.windows_us[one.rank]
+    groups = np.array([_GROUPS.index(kernel_group(name)) for name in phases.names])[phases.name_id[entry]]
+    for finer in FINER:
+        slotted = _slotted(start, end, groups, np.linspace(window[0] - zero, window[1] - zero, finer * most + 1))
+        if len(slotted.what) <= most:
+            break
+    return slotted, (window[1] - window[0]) / (finer * most)
+
+
+def _times(one: RankAnalysis) -> tuple[Floats, Floats]:
+    """Start and end of every entry: an event that waits for other ranks does so first, and is two of them."""
+    phases, gpu = one.phases, one.trace.gpu
+    waits = np.array([name.endswith(WAITING) for name in phases.names], dtype=bool)[phases.name_id]
+    split = waits & (np.bincount(phases.event, minlength=len(gpu))[phases.event] > 1)
+    waited = np.bincount(phases.event[split], phases.kernel_us[split], len(gpu))
+    start = gpu.start_us[phases.event] + np.where(split, 0.0, waited[phases.event])
+    return start, start + phases.kernel_us
+
+
+def _merged(start: Floats, end: Floats, key: Integers) -> tuple[Floats, Floats, Integers]:
+    """Neighbours of one key that touch, as one."""
+    if not len(start):
+        return start, end, key
+    reached = np.maximum.accumulate(end)
+    begins = np.ones(len(start), dtype=bool)
+    begins[1:] = (key[1:] != key[:-1]) | (start[1:] > reached[:-1] + TOUCHING_US)
+    at = np.flatnonzero(begins)
+    return start[at], np.maximum.reduceat(end, at), key[at]
+
+
+def _slotted(start: Floats, end: Floats, group: Integers, edges: Floats) -> _Boxes:
+    """Slots between edges, by what took most of each; neighbours are one. Less than half of a slot is left as idle."""
+    kinds = np.unique(group)
+    covered = [union(start[group == one], end[group == one]).covered_us(edges[:-1], edges[1:]) for one in kinds]
+    busy = union(start, end).covered_us(edges[:-1], edges[1:]) >= (edges[1] - edges[0]) / 2
+    of_slot = np.where(busy, kinds[np.stack(covered).argmax(axis=0)], NONE)
+    begins = np.ones(len(of_slot), dtype=bool)
+    begins[1:] = of_slot[1:] != of_slot[:-1]
+    at = np.flatnonzero(begins)
+    ends = np.append(at[1:], len(of_slot))
+    kept = of_slot[at] != NONE
+    names = [_GROUPS[one] for one in of_slot[at][kept]]
+    what = [(name, f"mostly {name}") for name in names]
+    return _Boxes(start_us=edges[at][kept], end_us=edges[ends][kept], what=what)
+
+
+def _words(one: RankAnalysis, code: int) -> tuple[str, str]:
+    """Group and name of an entry."""
+    rest, layer = divmod(code, LAYERS)
+    name, pass_ = divmod(rest, len(PASSES))
+    phase = one.phases.names[name]
+    words = [phase, *([PASSES[pass_]] if PASSES[pass_] else []), *([f"layer {layer - 1}"] if layer else [])]
+    return kernel_group(phase), ", ".join(words)
+
+
+def _intervals(boxes: _Boxes, part: tuple[float, float]) -> list[Interval]:
+    return [
+        Interval(
+            start=start / 1e6,
+            end=end / 1e6,
+            name=words,
+            colour=KERNELS[group],
+            group=group,
+            part=part,
+        )
+        for start, end, (group, words) in zip(boxes.start_us.tolist(), boxes.end_us.tolist(), boxes.what, strict=True)
+    ]
+
+
+# --------------------------------------------------------------------------------------------------------- run timeline
 
 LANES = 64
 """Of one picture at most."""
@@ -36,7 +382,7 @@ def _planned(projection: Projection | None) -> Timeline | None:
     """The plan's passes, if the run has a pipeline."""
     if projection is None or projection.time.schedule is None or projection.time.playback is None:
         return None
-    found = planned(projection.time.schedule, projection.time.playback, shares_of(projection))
+    found = planned(projection.time.schedule, projection.time.playback, activation_shares(projection))
     lanes = [replace(lane, name=place_name(projection, place)) for place, lane in enumerate(found.lanes)]
     return replace(found, lanes=lanes, gaps="bubble")
 
@@ -79,8 +425,8 @@ def _kept(recorded: Sequence[int], count: int, most: int) -> list[int]:
 
 
 def _of_places(
-    ranks: Sequence[RankAnswer], places: Mapping[int, int], kept: Sequence[int], most: int
-) -> list[RankAnswer]:
+    ranks: Sequence[RankAnalysis], places: Mapping[int, int], kept: Sequence[int], most: int
+) -> list[RankAnalysis]:
     """Equally many ranks of each place that is drawn."""
     each = max(1, most // max(1, len(kept)))
     chosen = []
@@ -99,7 +445,7 @@ def _spread(numbers: range, most: int) -> list[int]:
     return sorted({round(at * (len(numbers) - 1) / max(1, most - 1)) for at in range(most)})
 
 
-def _telling(evidence: RunEvidence) -> list[RankAnswer]:
+def _telling(evidence: RunEvidence) -> list[RankAnalysis]:
     """All ranks; or of too many those that others waited for most, and evenly many of the rest."""
     late = [one.rank for one in evidence.answer.collectives.stragglers()] if evidence.answer is not None else []
     first = [one for one in evidence.ranks if one.rank in late[:LATE]]

@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from penstock.base.numbers import rounded, three_digits, time_unit
 from penstock.plan.memory import RankMemory
 from penstock.plan.projection import Layout, Projection, RankTime
 from penstock.plan.what_if import components, slowest
 from penstock.report.colours import LIMIT, MEMORY_PARTS, TIME_PARTS, part_colours
-from penstock.report.figure import Figure, rounded, three_digits, time_unit
+from penstock.report.figure import Figure
 
 SMALL = 0.004
 """Parts that are below this share of the longest bar everywhere are drawn as one: `other`."""

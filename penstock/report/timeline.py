@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from penstock.base.numbers import BYTE_UNITS, rounded, time_text, time_unit
 from penstock.layout.actions import Action, Kind, Schedule
 from penstock.layout.clock import Playback
 from penstock.plan.projection import Projection
 from penstock.report.colours import HELD, HUES, IDLE, KERNELS, ink_on, shade
-from penstock.report.figure import BYTE_UNITS, Figure, rounded, time_text, time_unit
+from penstock.report.figure import Figure
 
 BOX_POINTS = 6
 
@@ -61,7 +62,7 @@ class Interval:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lane:
+class TimelineLane:
     """What one rank does.
 
     Attributes:
@@ -91,7 +92,7 @@ class Timeline:
     """
 
     name: str
-    lanes: Sequence[Lane]
+    lanes: Sequence[TimelineLane]
     held_unit: str = "micro-batches"
     gaps: str = "idle"
     ground: str = "waiting"
@@ -104,7 +105,7 @@ class Timeline:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shares:
+class ActivationShares:
     """What stages hold of a micro-batch, as `layout.clock.Costs` says it.
 
     Attributes:
@@ -118,17 +119,17 @@ class Shares:
     unit: str = "micro-batches"
 
 
-WHOLE_MICRO_BATCHES = Shares()
+WHOLE_MICRO_BATCHES = ActivationShares()
 
 
-def shares_of(projection: Projection) -> Shares:
+def activation_shares(projection: Projection) -> ActivationShares:
     """What stages hold of a micro-batch, in the unit in which the most is at least 1."""
     most = max(projection.time.kept_bytes, default=0)
     size, unit = next((one for one in BYTE_UNITS if most >= one[0]), (1.0, "B"))
-    return Shares(activation=tuple(kept / size for kept in projection.time.kept_bytes), unit=unit)
+    return ActivationShares(activation=tuple(kept / size for kept in projection.time.kept_bytes), unit=unit)
 
 
-def planned(schedule: Schedule, playback: Playback, shares: Shares = WHOLE_MICRO_BATCHES) -> Timeline:
+def planned(schedule: Schedule, playback: Playback, shares: ActivationShares = WHOLE_MICRO_BATCHES) -> Timeline:
     """The timeline of a schedule that the clock has played.
 
     Args:
@@ -154,7 +155,7 @@ def planned(schedule: Schedule, playback: Playback, shares: Shares = WHOLE_MICRO
         # A forward holds from its start on; what a backward frees is free at its end.
         held[event.rank].append((event.start if kind is Kind.FORWARD else event.end, change))
     lanes = [
-        Lane(name=f"rank {rank}", intervals=tuple(intervals[rank]), held=_summed(held[rank]))
+        TimelineLane(name=f"rank {rank}", intervals=tuple(intervals[rank]), held=_summed(held[rank]))
         for rank in range(schedule.ranks)
     ]
     return Timeline(name="planned", lanes=lanes, held_unit=shares.unit)
@@ -163,12 +164,12 @@ def planned(schedule: Schedule, playback: Playback, shares: Shares = WHOLE_MICRO
 def _interval(schedule: Schedule, rank: int, action: Action, times: tuple[float, float], is_pair: bool) -> Interval:
     """A pass as an interval."""
     stages = schedule.stages_of(rank)
-    what = Pass(kind=action.kind, stage=action.stage, micro_batch=action.micro_batch)
+    what = PipelinePass(kind=action.kind, stage=action.stage, micro_batch=action.micro_batch)
     return pass_interval(what, times, (stages.index(action.stage), len(stages)), is_pair=is_pair)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pass:
+class PipelinePass:
     """What a rank of a pipeline does, planned or measured."""
 
     kind: Kind
@@ -176,7 +177,7 @@ class Pass:
     micro_batch: int
 
 
-def pass_interval(what: Pass, times: tuple[float, float], chunk: tuple[int, int], *, is_pair: bool) -> Interval:
+def pass_interval(what: PipelinePass, times: tuple[float, float], chunk: tuple[int, int], *, is_pair: bool) -> Interval:
     """A pass as an interval.
 
     Args:
@@ -257,7 +258,7 @@ class _Row:
 
     name: str
     place: int
-    lane: Lane
+    lane: TimelineLane
     span: float
     gaps: str
 
@@ -304,7 +305,7 @@ def _idle_share(timeline: Timeline) -> float:
     return 1 - sum(_covered(lane) for lane in timeline.lanes) / whole if whole else 0.0
 
 
-def _covered(lane: Lane) -> float:
+def _covered(lane: TimelineLane) -> float:
     """Time in which a lane has any interval."""
     until = covered = 0.0
     for one in sorted(lane.intervals, key=lambda interval: interval.start):

@@ -1,12 +1,12 @@
-"""Every kernel that talked to other ranks, of all ranks in one table, with what the profiler wrote down about it.
+"""One table of the communication kernels of all ranks, with the metadata that the profiler recorded.
 
-A collective says who it is (group, number, sizes) in the `args` of its kernel; if not there, in those of the
-`record_param_comms` that launched it, found by `External id` or, where a tool left that out, by who was running on the
-launching thread at that moment. Kernels of other libraries, replayed graphs and old profilers say nothing: their
-group is NONE and `matching` goes by order and time.
+The `args` of a kernel hold the collective's group, sequence number and sizes. If they do not, the `record_param_comms`
+that launched the kernel does; it is found by `External id`, or as the operator that was open on the launching thread at
+that moment. Kernels of other libraries, graph replays and old profilers record nothing: their group is NONE, and
+`matching` uses order and time.
 
-What a kernel's end means is told by its `Way`. Ranks leave an all-reduce together, so its ends are a common event on
-all clocks. A broadcast's root leaves early, and kernels that write into other devices' memory leave when they like.
+The `SyncKind` of a kernel says what its end means. Ranks leave an all-reduce together, so its end is one moment on all
+clocks. The root of a broadcast leaves early, and kernels that write into other devices' memory do not wait at all.
 """
 
 import re
@@ -21,10 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.trace.events import NONE, Floats, GpuEvents, GpuKind, HostEvents, Integers, Trace
-from penstock.trace.kinds import function_of, library_of
+from penstock.trace.kernel_names import function_of, library_of
 
 
-class Way(IntEnum):
+class SyncKind(IntEnum):
     """How ranks wait for each other in a kernel.
 
     `TOGETHER` nobody leaves before the last has come, and all leave at once; `UNEVEN` the same, but who has less to
@@ -43,11 +43,11 @@ class Way(IntEnum):
     @property
     def is_met(self) -> bool:
         """All ranks of the group are inside at one moment."""
-        return self <= Way.UNEVEN
+        return self <= SyncKind.UNEVEN
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class ProcessGroup:
     """A process group.
 
     Attributes:
@@ -62,7 +62,7 @@ class Group:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Calls:
+class CollectiveCalls:
     """Columns, one row for each kernel; rows of a rank stand together and are sorted by start.
 
     Attributes:
@@ -86,7 +86,7 @@ class Calls:
     """
 
     ranks: tuple[int, ...]
-    groups: tuple[Group, ...]
+    groups: tuple[ProcessGroup, ...]
     names: tuple[str, ...]
     rank: Integers
     start_us: Floats
@@ -120,7 +120,7 @@ class Calls:
         return replace(self, **{name: one[rows] for name, one in vars(self).items() if isinstance(one, np.ndarray)})
 
 
-def calls_of(traces: Mapping[int, Trace]) -> Calls:
+def calls_of(traces: Mapping[int, Trace]) -> CollectiveCalls:
     """The table of all ranks.
 
     Args:
@@ -166,26 +166,26 @@ _BYTES = {"byte": 1, "char": 1, "bool": 1, "half": 2, "bfloat16": 2, "short": 2,
     "complexdouble": 16,
 }
 
-_WAYS: tuple[tuple[Way, str], ...] = (
-    (Way.UNEVEN, r"all_?to_?all_?v|sendrecv|generic"),
-    (Way.TOGETHER, r"all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|barrier"),
-    (Way.PAIR, r"send|recv|p2p"),
-    (Way.ROOTED, r"broadcast|reduce|gather|scatter"),
+_WAYS: tuple[tuple[SyncKind, str], ...] = (
+    (SyncKind.UNEVEN, r"all_?to_?all_?v|sendrecv|generic"),
+    (SyncKind.TOGETHER, r"all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|barrier"),
+    (SyncKind.PAIR, r"send|recv|p2p"),
+    (SyncKind.ROOTED, r"broadcast|reduce|gather|scatter"),
 )
 _ALONE = ("push_rows_kernel", "return_rows_kernel")
 
 
 @lru_cache(maxsize=4096)
-def _way(name: str) -> Way:
-    return next((way for way, pattern in _WAYS if re.search(pattern, name, re.IGNORECASE)), Way.UNEVEN)
+def _way(name: str) -> SyncKind:
+    return next((way for way, pattern in _WAYS if re.search(pattern, name, re.IGNORECASE)), SyncKind.UNEVEN)
 
 
-def _way_of_kernel(kernel: str) -> Way:
+def _way_of_kernel(kernel: str) -> SyncKind:
     """Of a kernel that does not say which collective it is part of."""
     function = function_of(kernel)
     if function in _ALONE:
-        return Way.ALONE
-    return _way(function) if library_of(kernel) == "nccl" else Way.DEVICE
+        return SyncKind.ALONE
+    return _way(function) if library_of(kernel) == "nccl" else SyncKind.DEVICE
 
 
 class _Table:
@@ -193,7 +193,7 @@ class _Table:
 
     def __init__(self) -> None:
         self.parts: list[dict[str, NDArray[Any]]] = []
-        self.groups: dict[tuple[str, bytes, int, int], Group] = {}
+        self.groups: dict[tuple[str, bytes, int, int], ProcessGroup] = {}
         self.numbers: dict[tuple[str, bytes, int, int], int] = {}
         self.names: dict[str, int] = {}
 
@@ -224,11 +224,11 @@ class _Table:
             }
         )
 
-    def calls(self, ranks: tuple[int, ...]) -> Calls:
+    def calls(self, ranks: tuple[int, ...]) -> CollectiveCalls:
         """The table of all that was added."""
         columns = {name: np.concatenate([part[name] for part in self.parts]) for name in self.parts[0]}
         columns["way"] = columns["way"].astype(np.int8)
-        return Calls(ranks=ranks, groups=tuple(self.groups.values()), names=tuple(self.names), **columns)
+        return CollectiveCalls(ranks=ranks, groups=tuple(self.groups.values()), names=tuple(self.names), **columns)
 
     def _of_kernels(self, kernels: GpuEvents) -> tuple[Integers, Integers]:
         """Way and name of each kernel, going by its own name; every name is looked at once."""
@@ -258,7 +258,7 @@ class _Table:
             members: Sequence[int] = _integers(about.ranks)
             if not members and about.first >= 0 and about.stride > 0 and about.size <= _MOST_RANKS:
                 members = range(about.first, about.first + about.size * about.stride, about.stride)
-            self.groups[key] = Group(name=about.group, members=tuple(members), size=about.size or len(members))
+            self.groups[key] = ProcessGroup(name=about.group, members=tuple(members), size=about.size or len(members))
         return self.numbers[key]
 
 
@@ -266,7 +266,7 @@ def _column(numbers: Iterable[int]) -> Integers:
     return np.fromiter(numbers, dtype=np.int64)
 
 
-def is_message(text: bytes) -> bool:
+def is_point_to_point(text: bytes) -> bool:
     """Whether the `args` of a kernel say that it brings something from one rank to another, as a pipeline does.
 
     NCCL's kernel has the same name for that and for an all-to-all.

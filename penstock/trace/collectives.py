@@ -10,7 +10,7 @@ That holds for an uneven all-to-all as well: the last to arrive counts, not the 
 write into other devices' memory have no common end; there, waiting is the lesser of that and what their time exceeds
 the shortest by. Ranks that are not there may have come later still, so with traces of some ranks only, waiting is a
 lower bound and `pure` an upper one. One rank alone cannot tell them apart, and a broadcast's ranks do not all wait:
-nan. What was not matched (`matching.Unmatched`) has neither number.
+nan. What was not matched (`matching.UnmatchedCollective`) has neither number.
 
 Bytes are divided by pure time, so a late rank does not make a link look slow.
 """
@@ -20,9 +20,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.trace.calls import Calls, Way, calls_of
+from penstock.trace.calls import CollectiveCalls, SyncKind, calls_of
 from penstock.trace.events import NONE, Flags, Floats, Integers, Trace
-from penstock.trace.matching import Meetings, Unmatched, meet
+from penstock.trace.matching import MatchedCollectives, UnmatchedCollective, match_collectives
 
 LAST_US = 1.0
 """Nobody is last if nobody waits longer than this, or than twice what the clocks are known to: it may be chance."""
@@ -69,7 +69,7 @@ class Bandwidth:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Uneven:
+class ExchangeImbalance:
     """All-to-alls of one group: how unequal ranks' parts are, as a mean over them.
 
     Attributes:
@@ -90,7 +90,7 @@ class Uneven:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Collectives:
+class CollectiveTimes:
     """What was matched, timed.
 
     Attributes:
@@ -100,18 +100,18 @@ class Collectives:
         last: [meeting], index into the ranks, or NONE if nobody waited.
     """
 
-    meetings: Meetings
+    meetings: MatchedCollectives
     pure_us: Floats
     wait_us: Floats
     last: Integers
 
     @property
-    def calls(self) -> Calls:
+    def calls(self) -> CollectiveCalls:
         """The kernels of all ranks."""
         return self.meetings.calls
 
     @property
-    def unmatched(self) -> tuple[Unmatched, ...]:
+    def unmatched(self) -> tuple[UnmatchedCollective, ...]:
         """Kernels of which no time but their own is known."""
         return self.meetings.unmatched
 
@@ -148,16 +148,16 @@ class Collectives:
         return dict(zip(self.calls.ranks, sums, strict=True))
 
 
-def collectives_of(traces: Mapping[int, Trace]) -> Collectives:
+def collectives_of(traces: Mapping[int, Trace]) -> CollectiveTimes:
     """Match and time the communication of some ranks.
 
     Args:
         traces: by rank.
     """
-    return timed(meet(calls_of(traces)))
+    return timed(match_collectives(calls_of(traces)))
 
 
-def timed(meetings: Meetings) -> Collectives:
+def timed(meetings: MatchedCollectives) -> CollectiveTimes:
     """Split the time of every meeting into pure and waiting."""
     calls, met, clocks = meetings.calls, meetings.met, meetings.clocks
     present = met != NONE
@@ -166,39 +166,39 @@ def timed(meetings: Meetings) -> Collectives:
     spent_us = np.where(present, calls.duration_us[met], np.inf)
     pure_us = spent_us.min(axis=1, initial=np.inf)
     behind_us = start_us.max(axis=1, initial=-np.inf)[:, None] - start_us
-    most_us = np.where((way == Way.DEVICE)[:, None], spent_us - pure_us[:, None], spent_us)
+    most_us = np.where((way == SyncKind.DEVICE)[:, None], spent_us - pure_us[:, None], spent_us)
     wait_us = np.where(present, np.clip(np.minimum(behind_us, most_us), 0.0, None), np.nan)
-    wait_us[way == Way.ALONE] *= 0.0
+    wait_us[way == SyncKind.ALONE] *= 0.0
     known = _known(calls, met, way)
     wait_us[~(known & clocks.is_joined(present))] = np.nan
     longest_us = np.nan_to_num(wait_us).max(axis=1, initial=0.0)
     doubt_us = 2 * np.where(present, clocks.spread_us, 0.0).max(axis=1, initial=0.0)
     last = np.where(longest_us > np.maximum(LAST_US, doubt_us), start_us.argmax(axis=1), NONE)
-    return Collectives(meetings=meetings, pure_us=np.where(known, pure_us, np.nan), wait_us=wait_us, last=last)
+    return CollectiveTimes(meetings=meetings, pure_us=np.where(known, pure_us, np.nan), wait_us=wait_us, last=last)
 
 
-def _known(calls: Calls, met: Integers, way: Integers) -> Flags:
+def _known(calls: CollectiveCalls, met: Integers, way: Integers) -> Flags:
     """Of which meetings the time can be told apart: all ranks wait in it, and more than one is there or none lacks."""
     present = (met != NONE).sum(axis=1)
-    enough: Flags = (present > 1) | (group_sizes(calls, met) == 1) | (way == Way.ALONE)
-    return enough & (way != Way.ROOTED)
+    enough: Flags = (present > 1) | (group_sizes(calls, met) == 1) | (way == SyncKind.ALONE)
+    return enough & (way != SyncKind.ROOTED)
 
 
-def group_sizes(calls: Calls, met: Integers) -> Integers:
+def group_sizes(calls: CollectiveCalls, met: Integers) -> Integers:
     """Ranks of the group of each meeting, those without a trace too; 0 if unknown."""
     sizes = np.array([group.size for group in calls.groups] + [0])
     return sizes[calls.group[any_row(met)]]
 
 
 def any_row(met: Integers) -> Integers:
-    """A row of `Calls` for each meeting."""
+    """A row of `CollectiveCalls` for each meeting."""
     return met.max(axis=1, initial=NONE)
 
 
 # ------------------------------------------------------------------------------------------------------------- bytes
 
 
-def message_bytes(collectives: Collectives) -> Floats:
+def message_bytes(collectives: CollectiveTimes) -> Floats:
     """Bytes of each meeting: what is gathered or scattered in all, else what the busiest rank sends or gets."""
     calls, met = collectives.calls, collectives.meetings.met
     larger = np.fmax(calls.sent_bytes, calls.received_bytes)[met]
@@ -212,11 +212,11 @@ def _bus_factor(name: str, ranks: int) -> float:
     return (ranks - 1) / ranks if is_shared else 1.0
 
 
-def bandwidths(collectives: Collectives) -> tuple[Bandwidth, ...]:
+def bandwidths(collectives: CollectiveTimes) -> tuple[Bandwidth, ...]:
     """By name, ranks and size, where pure time and bytes are known."""
     calls, met = collectives.calls, collectives.meetings.met
     sizes, pure_us, row = message_bytes(collectives), collectives.pure_us, any_row(met)
-    told = np.isfinite(sizes) & (sizes > 0) & np.isfinite(pure_us) & (pure_us > 0) & (calls.way[row] <= Way.UNEVEN)
+    told = np.isfinite(sizes) & (sizes > 0) & np.isfinite(pure_us) & (pure_us > 0) & (calls.way[row] <= SyncKind.UNEVEN)
     powers = np.ceil(np.log2(np.where(told, sizes, 1.0))).astype(np.int64)
     keys = np.stack([calls.name_id[row], group_sizes(calls, met), powers])
     found = []
@@ -237,7 +237,7 @@ def bandwidths(collectives: Collectives) -> tuple[Bandwidth, ...]:
     return tuple(found)
 
 
-def unevenness(collectives: Collectives) -> tuple[Uneven, ...]:
+def exchange_imbalances(collectives: CollectiveTimes) -> tuple[ExchangeImbalance, ...]:
     """All-to-alls whose bytes are known on all ranks, by group and name."""
     calls, met = collectives.calls, collectives.meetings.met
     row = any_row(met)
@@ -253,7 +253,7 @@ def unevenness(collectives: Collectives) -> tuple[Uneven, ...]:
         busier = np.where((received.max(axis=1) > sent.max(axis=1))[:, None], received, sent)
         fullest = int(np.bincount(members[busier.argmax(axis=1)]).argmax())
         found.append(
-            Uneven(
+            ExchangeImbalance(
                 group=calls.groups[group].name if group != NONE else "",
                 name=calls.names[name],
                 count=len(rows),

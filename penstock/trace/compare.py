@@ -1,4 +1,9 @@
-"""What changed between two traces: GPU time by span, operator and shape, in sums that close.
+"""The GPU's events of one trace under names that another trace can share: phase and pass, operator, shape.
+
+An event without an operator goes by the name of its kernel's function. Layers are not told apart: what one layer gains
+and the next loses is noise to who compares, and shapes tell layers of different kinds apart.
+
+What changed between two traces: GPU time by span, operator and shape, in sums that close.
 
 The time of a step is what its events on the GPU took, less what ran at once, plus what was idle:
 
@@ -22,11 +27,88 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from penstock.trace.events import NONE, Floats, Integers
-from penstock.trace.named_work import Key, Work
+from penstock.trace.events import NONE, Floats, Integers, Trace
+from penstock.trace.kernel_names import function_of
+from penstock.trace.operators import calls_made
+from penstock.trace.phases import PASSES, find_phases, grouped
+
+
+class EventKey(NamedTuple):
+    """What events are matched by; `shape` and `span` may be empty."""
+
+    span: str
+    operator: str
+    shape: str
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class NamedEvents:
+    """Events of one trace; a column has a row for each.
+
+    Attributes:
+        keys: names, of which several may be equal.
+        key_of: index into `keys`.
+        start_us: when the event started.
+        duration_us: how long it ran.
+        step_of: which step it belongs to, from 0 in order of time; NONE if to none.
+        steps: how many there are, 0 if the trace marks none.
+    """
+
+    keys: Sequence[EventKey]
+    key_of: Integers
+    start_us: Floats
+    duration_us: Floats
+    step_of: Integers
+    steps: int
+
+
+def named_events(trace: Trace) -> NamedEvents:
+    """Name the events of a trace."""
+    phases = find_phases(trace)
+    made = calls_made(trace, phases.placement)
+    kernel = np.where(made.call_of == NONE, trace.gpu.name_id, NONE)
+    groups, key_of = grouped(phases.name_id, phases.pass_id, made.call_of, kernel)
+    keys = []
+    for phase, pass_, call, name in groups:
+        span = f"{phases.names[phase]} {PASSES[pass_]}".strip()
+        if call == NONE:
+            keys.append(EventKey(span, function_of(trace.names[name]), ""))
+        else:
+            keys.append(EventKey(span, made.calls[call].name, shape_text(made.calls[call].shapes)))
+    steps, step_of = np.unique(phases.placement.step, return_inverse=True)
+    has_strays = bool(len(steps)) and int(steps[0]) == NONE
+    return NamedEvents(
+        keys=keys,
+        key_of=key_of,
+        start_us=trace.gpu.start_us,
+        duration_us=trace.gpu.duration_us,
+        step_of=step_of.reshape(-1).astype(np.int64) - has_strays,
+        steps=len(steps) - has_strays,
+    )
+
+
+def shape_text(shapes: Sequence[Any]) -> str:
+    """Sizes of tensors: `888x2880 2880x640`, lists in brackets; what has no dims is left out.
+
+    Args:
+        shapes: sizes of each argument, a list of sizes for a list of tensors.
+    """
+    return " ".join(filter(None, map(_size_text, shapes)))
+
+
+def _size_text(size: Any) -> str:
+    if not isinstance(size, Sequence) or isinstance(size, str) or not size:
+        return ""
+    if isinstance(size[0], Sequence):
+        return f"[{shape_text(size)}]"
+    return "x".join(map(str, size))
+
+
+# -------------------------------------------------------------------------------------------------------------- compare
 
 GRID_US = 2.0**-20
 """Times are multiples of this, so that float64 adds them without error."""
@@ -35,15 +117,15 @@ SPREAD = 0.5
 """A shape belongs to a row of its own if more than this share of the steps has it."""
 
 
-IDLE = Key("", "(idle)", "")
-OVERLAP = Key("", "(overlap)", "")
-UNEVEN = Key("", "(uneven)", "")
+IDLE = EventKey("", "(idle)", "")
+OVERLAP = EventKey("", "(overlap)", "")
+UNEVEN = EventKey("", "(uneven)", "")
 """Rows that are not events: nothing ran, several ran at once, and what medians leave over."""
 
 CLOSING = (OVERLAP, IDLE, UNEVEN)
 
 
-class Verdict(StrEnum):
+class ChangeKind(StrEnum):
     """What became of a row."""
 
     FASTER = "faster"
@@ -54,7 +136,7 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cost:
+class RowTime:
     """What a row took in a typical step of one trace.
 
     Attributes:
@@ -70,17 +152,17 @@ class Cost:
     events: float = 0.0
 
 
-ABSENT = Cost()
+ABSENT = RowTime()
 """Of a row that the trace does not have: this very object."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class ComparedRow:
     """One line of a comparison."""
 
-    key: Key
-    a: Cost
-    b: Cost
+    key: EventKey
+    a: RowTime
+    b: RowTime
 
     @property
     def change_us(self) -> float:
@@ -88,15 +170,15 @@ class Row:
         return self.b.time_us - self.a.time_us
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> ChangeKind:
         """By presence first, by time second; rows that are not events are never new or gone."""
         if self.key not in CLOSING and self.a is ABSENT:
-            return Verdict.NEW
+            return ChangeKind.NEW
         if self.key not in CLOSING and self.b is ABSENT:
-            return Verdict.GONE
+            return ChangeKind.GONE
         if not self.change_us:
-            return Verdict.SAME
-        return Verdict.FASTER if self.change_us < 0 else Verdict.SLOWER
+            return ChangeKind.SAME
+        return ChangeKind.FASTER if self.change_us < 0 else ChangeKind.SLOWER
 
     @property
     def is_clear(self) -> bool:
@@ -105,7 +187,7 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class TraceComparison:
     """Two traces side by side.
 
     Attributes:
@@ -126,7 +208,7 @@ class Comparison:
     a_outside_us: float
     b_outside_us: float
     by_span: bool
-    rows: tuple[Row, ...]
+    rows: tuple[ComparedRow, ...]
 
     @property
     def change_us(self) -> float:
@@ -134,7 +216,7 @@ class Comparison:
         return self.b_us - self.a_us
 
 
-def compare(a: Work, b: Work) -> Comparison:
+def compare(a: NamedEvents, b: NamedEvents) -> TraceComparison:
     """Say what changed from A to B.
 
     Args:
@@ -147,16 +229,16 @@ def compare(a: Work, b: Work) -> Comparison:
     pools = _pools([side.present() for side in sides])
     costs_a, costs_b = (side.costs(pools) for side in sides)
     rows = [
-        Row(key=key, a=costs_a.get(key, ABSENT), b=costs_b.get(key, ABSENT))
+        ComparedRow(key=key, a=costs_a.get(key, ABSENT), b=costs_b.get(key, ABSENT))
         for key in dict.fromkeys([*costs_a, *costs_b])
     ]
     totals = [float(np.median(side.steps_us)) if len(side.steps_us) else 0.0 for side in sides]
     uneven = [
-        Cost(time_us=total - sum(cost.time_us for cost in costs.values()))
+        RowTime(time_us=total - sum(cost.time_us for cost in costs.values()))
         for total, costs in zip(totals, (costs_a, costs_b), strict=True)
     ]
-    rows.append(Row(key=UNEVEN, a=uneven[0], b=uneven[1]))
-    return Comparison(
+    rows.append(ComparedRow(key=UNEVEN, a=uneven[0], b=uneven[1]))
+    return TraceComparison(
         a_us=totals[0],
         b_us=totals[1],
         a_steps=a.steps if by_step else 0,
@@ -182,7 +264,7 @@ class _Side:
         outside_us: sum of the events of no step.
     """
 
-    keys: tuple[Key, ...]
+    keys: tuple[EventKey, ...]
     pairs: Integers
     cells_us: Floats
     cells_events: Floats
@@ -191,7 +273,7 @@ class _Side:
     outside_us: float
 
     @classmethod
-    def of(cls, work: Work, *, by_span: bool, by_step: bool) -> "_Side":
+    def of(cls, work: NamedEvents, *, by_span: bool, by_step: bool) -> "_Side":
         keys, common = _distinct(work.keys, by_span=by_span)
         count = len(work.start_us)
         step_of = work.step_of if by_step else np.zeros(count, dtype=np.int64)
@@ -212,7 +294,7 @@ class _Side:
             outside_us=float(duration_us[~inside].sum()),
         )
 
-    def present(self) -> dict[Key, int]:
+    def present(self) -> dict[EventKey, int]:
         """In how many steps each key stands; 0 says in few of them, so it comes and goes."""
         steps = len(self.steps_us)
         rows, counts = np.unique(self.pairs // max(steps, 1), return_counts=True)
@@ -220,11 +302,11 @@ class _Side:
             self.keys[row]: int(count if count > SPREAD * steps else 0) for row, count in zip(rows, counts, strict=True)
         }
 
-    def costs(self, pools: Mapping[Key, Key]) -> dict[Key, Cost]:
+    def costs(self, pools: Mapping[EventKey, EventKey]) -> dict[EventKey, RowTime]:
         """Cost of each row, overlap and idle among them."""
         steps = len(self.steps_us)
         used = np.unique(self.pairs // max(steps, 1)).tolist()
-        index: dict[Key, int] = {}
+        index: dict[EventKey, int] = {}
         row_of = np.zeros(len(self.keys), dtype=np.int64)
         for row in used:
             row_of[row] = index.setdefault(pools.get(self.keys[row], self.keys[row]), len(index))
@@ -246,9 +328,9 @@ def _summed(place: Integers, values: Floats, size: int) -> Floats:
     return np.bincount(place, weights=values, minlength=size).astype(np.float64)
 
 
-def _distinct(keys: Sequence[Key], *, by_span: bool) -> tuple[tuple[Key, ...], Integers]:
+def _distinct(keys: Sequence[EventKey], *, by_span: bool) -> tuple[tuple[EventKey, ...], Integers]:
     """Distinct keys, and the index among them of each one given."""
-    index: dict[Key, int] = {}
+    index: dict[EventKey, int] = {}
     found = [index.setdefault(key if by_span else key._replace(span=""), len(index)) for key in keys]
     return tuple(index), np.array(found, dtype=np.int64)
 
@@ -280,28 +362,28 @@ def _busy_until(start_us: Floats, end_us: Floats, edges_us: Floats) -> Floats:
     return np.where(last < 0, 0.0, before[last] + within)
 
 
-def _costs(keys: Sequence[Key], times: Floats, events: Floats) -> dict[Key, Cost]:
+def _costs(keys: Sequence[EventKey], times: Floats, events: Floats) -> dict[EventKey, RowTime]:
     """Cost of each key from its times and numbers of events by step."""
     if not times.size:
         return {}
     columns = (np.median(times, axis=1), times.min(axis=1), times.max(axis=1), np.median(events, axis=1))
     return {
-        key: Cost(time_us=time, least_us=least, most_us=most, events=number)
+        key: RowTime(time_us=time, least_us=least, most_us=most, events=number)
         for key, time, least, most, number in zip(keys, *(column.tolist() for column in columns), strict=True)
     }
 
 
-def _pools(present: Sequence[Mapping[Key, int]]) -> dict[Key, Key]:
+def _pools(present: Sequence[Mapping[EventKey, int]]) -> dict[EventKey, EventKey]:
     """Keys that are counted under another: shapes of one operator that have no steady partner.
 
     Args:
         present: for each trace, in how many steps each key stands, 0 if in few.
     """
-    shapes: dict[Key, tuple[dict[str, int], dict[str, int]]] = defaultdict(lambda: ({}, {}))
+    shapes: dict[EventKey, tuple[dict[str, int], dict[str, int]]] = defaultdict(lambda: ({}, {}))
     for side, keys in enumerate(present):
         for key, steps in keys.items():
             shapes[key._replace(shape="")][side][key.shape] = steps
-    pools: dict[Key, Key] = {}
+    pools: dict[EventKey, EventKey] = {}
     for key, sides in shapes.items():
         pooled = {shape for side in sides for shape, steps in side.items() if not steps}
         lonely = [sides[0].keys() - sides[1].keys(), sides[1].keys() - sides[0].keys()]

@@ -2,21 +2,35 @@
 
 Profilers have written numbers that are not JSON (`inf`, `nan`) and bytes that are not UTF-8 into names. A text that
 does not parse is therefore mended once before it is refused.
+
+Parsed events, made into the columns of a `Trace`.
+
+1. Events are sorted out by category. Functions of Python are most of a file recorded with stacks, and left out unless
+   asked for.
+2. For those that stay, the numbers of `args` that join events are decoded, and nothing else.
+3. Every event on the GPU finds the call that started it: by `correlation`; by the arrow (`ac2g`) between both where an
+   event has no correlation, as some tools leave it out.
 """
 
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
 
 from penstock.base.errors import TraceError
-from penstock.trace.events import NONE
+from penstock.trace.events import NONE, ArgsColumn, GpuEvents, HostEvents, HostKind, Integers, Thread, Trace
+from penstock.trace.kernel_names import kind_of
 
 _NO_TEXT = msgspec.Raw()
 
 
-class Event(msgspec.Struct, gc=False):
+class ChromeEvent(msgspec.Struct, gc=False):
     """An event as Chrome's format has it: phase, category, process, thread, microseconds."""
 
     ph: str = ""
@@ -33,7 +47,7 @@ class Event(msgspec.Struct, gc=False):
 class TraceFile(msgspec.Struct):
     """Events and what torch.profiler writes beside them."""
 
-    traceEvents: list[Event]  # noqa: N815  (keys of the file)
+    traceEvents: list[ChromeEvent]  # noqa: N815  (keys of the file)
     deviceProperties: msgspec.Raw = _NO_TEXT  # noqa: N815
     distributedInfo: msgspec.Raw = _NO_TEXT  # noqa: N815
     schemaVersion: msgspec.Raw = _NO_TEXT  # noqa: N815
@@ -50,7 +64,7 @@ class TraceFile(msgspec.Struct):
     penstock: msgspec.Raw = _NO_TEXT
 
 
-class Joins(msgspec.Struct, gc=False):
+class JoinKeys(msgspec.Struct, gc=False):
     """The numbers of `args` that join events to each other; `external_once` is how old profilers spelled it."""
 
     correlation: int = NONE
@@ -62,9 +76,9 @@ class Joins(msgspec.Struct, gc=False):
 
 
 _FILE = msgspec.json.Decoder(TraceFile)
-_LIST = msgspec.json.Decoder(list[Event])
-_JOINS = msgspec.json.Decoder(Joins, strict=False)
-_NOTHING = Joins()
+_LIST = msgspec.json.Decoder(list[ChromeEvent])
+_JOINS = msgspec.json.Decoder(JoinKeys, strict=False)
+_NOTHING = JoinKeys()
 _UNNUMBER = re.compile(rb"(:\s*)[-+]?(?:infinity|inf|nan)\b", re.IGNORECASE)
 
 
@@ -89,7 +103,7 @@ def parse(text: bytes, path: Path) -> TraceFile:
             ) from error
 
 
-def joins_of(events: Iterable[Event], path: Path) -> list[Joins]:
+def joins_of(events: Iterable[ChromeEvent], path: Path) -> list[JoinKeys]:
     """What joins each of these events to others.
 
     Raises:
@@ -119,3 +133,260 @@ def _parsed(text: bytes, start: bytes) -> TraceFile:
 def _mended(text: bytes) -> bytes:
     """The text with null for numbers that are none, and with a mark for bytes that are no UTF-8."""
     return _UNNUMBER.sub(rb"\1null", text).decode(errors="replace").encode()
+
+
+# -------------------------------------------------------------------------------------------------------------- columns
+
+_GPU = ("kernel", "gpu_memcpy", "gpu_memset", "Kernel", "Memcpy", "Memset")
+"""Categories of events on a GPU, also as they were called once."""
+
+_HOST = {
+    "cpu_op": HostKind.OPERATOR,
+    "Operator": HostKind.OPERATOR,
+    "user_annotation": HostKind.SPAN,
+    "cuda_runtime": HostKind.RUNTIME,
+    "cuda_driver": HostKind.RUNTIME,
+    "hip_runtime": HostKind.RUNTIME,
+    "hip_driver": HostKind.RUNTIME,
+    "Runtime": HostKind.RUNTIME,
+    "python_function": HostKind.PYTHON,
+    "cuda_sync": HostKind.SYNC,
+    "overhead": HostKind.OVERHEAD,
+    "cpu_instant_event": HostKind.INSTANT,
+}
+
+_HEADER = (
+    "schemaVersion",
+    "traceName",
+    "baseTimeNanoseconds",
+    "record_shapes",
+    "with_stack",
+    "with_flops",
+    "profile_memory",
+    "cuda_runtime_version",
+    "cuda_driver_version",
+    "hip_runtime_version",
+    "hip_driver_version",
+    "penstock",
+)
+
+_TIMED = ("X", "i", "I")
+_ARROW = "ac2g"
+_HALF = 2**63
+_FOREVER_US = 1e17
+"""More than three thousand years: no clock shows it."""
+
+
+Place = tuple[int | str, int | str]
+"""Process and thread, or device and stream."""
+
+
+def columns_of(file: TraceFile, path: Path, *, python_functions: bool, gpu_required: bool) -> Trace:
+    """The trace that parsed events make. Empties the list of events, because it holds most of the memory.
+
+    Raises:
+        TraceError: a number or the `args` of an event are damaged, or there is no event on a GPU.
+    """
+    events = _sorted_out(file.traceEvents, python_functions=python_functions)
+    if gpu_required and not events.gpu:
+        raise _no_gpu(file, path)
+    file.traceEvents.clear()
+    names: dict[str, int] = {}
+    places: dict[Place, int] = {}
+    notes: list[str] = []
+    try:
+        host = _host(events.host, names, places, path, notes)
+        gpu = _gpu(events.gpu, names, path, notes)
+        gpu = replace(gpu, launch=launches(gpu.correlation, host))
+        gpu = replace(gpu, launch=_launches_by_arrow(events.arrows, gpu, host, places))
+        if len(devices := np.unique(gpu.device)) > 1:
+            notes.append(f"events of {len(devices)} devices in one file are taken as of one")
+        distributed = _mapping(value_of(file.distributedInfo))
+        return Trace(
+            path=path,
+            rank=_whole_or_none(distributed.get("rank")),
+            world=_whole_or_none(distributed.get("world_size")),
+            gpu=replace(gpu, names=tuple(names)),
+            host=replace(host, names=tuple(names)),
+            threads=_threads(events.threads, places),
+            devices=_devices(value_of(file.deviceProperties)),
+            distributed=distributed,
+            header={key: value for key in _HEADER if (value := value_of(getattr(file, key))) is not None},
+            notes=tuple(notes),
+        )
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise TraceError(f"{path} is damaged: {reason(error)}", fix="record it again") from error
+
+
+def launches(correlation: Integers, host: HostEvents) -> Integers:
+    """For each correlation the row of the first call of the runtime that has the same, or NONE."""
+    calls = np.flatnonzero((host.kind == HostKind.RUNTIME) & (host.correlation > 0))
+    calls = calls[np.argsort(host.correlation[calls], kind="stable")]
+    return _looked_up(correlation, host.correlation[calls], calls)
+
+
+def _looked_up(wanted: Integers, keys: Integers, values: Integers) -> Integers:
+    """For each wanted key the first value that stands at it, or NONE. Keys are sorted."""
+    if not len(keys):
+        return np.full(len(wanted), NONE, dtype=np.int64)
+    at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+    return np.where(keys[at] == wanted, values[at], NONE)
+
+
+@dataclass(frozen=True)
+class _Sorted:
+    """Events by what is made of them."""
+
+    gpu: list[ChromeEvent]
+    host: list[ChromeEvent]
+    arrows: list[ChromeEvent]
+    threads: list[ChromeEvent]
+
+
+def _sorted_out(events: Sequence[ChromeEvent], *, python_functions: bool) -> _Sorted:
+    found = _Sorted([], [], [], [])
+    side = dict.fromkeys(_GPU, found.gpu) | {
+        name: found.host for name, kind in _HOST.items() if python_functions or kind is not HostKind.PYTHON
+    }
+    for event in events:
+        kept = side.get(event.cat or "")
+        if kept is not None and event.ph in _TIMED:
+            kept.append(event)
+        elif event.cat == _ARROW:
+            found.arrows.append(event)
+        elif event.name == "thread_name" and event.ph == "M":
+            found.threads.append(event)
+    return found
+
+
+def _gpu(events: list[ChromeEvent], names: dict[str, int], path: Path, notes: list[str]) -> GpuEvents:
+    joins = joins_of(events, path)
+    kinds = {key: kind_of(*key) for key in {(event.cat or "", event.name) for event in events}}
+    common = _common(events, joins, names, path, notes)
+    table = GpuEvents(
+        **common,
+        kind=np.fromiter((kinds[event.cat or "", event.name] for event in events), np.int8, len(events)),
+        device=_integers([_whole(join.device, event.pid) for event, join in zip(events, joins, strict=True)]),
+        stream=_integers([_whole(join.stream, event.tid) for event, join in zip(events, joins, strict=True)]),
+        launch=np.full(len(events), NONE, dtype=np.int64),
+    )
+    return table.take(np.argsort(table.start_us, kind="stable"))
+
+
+def _host(
+    events: list[ChromeEvent], names: dict[str, int], places: dict[Place, int], path: Path, notes: list[str]
+) -> HostEvents:
+    joins = joins_of(events, path)
+    common = _common(events, joins, names, path, notes)
+    table = HostEvents(
+        **common,
+        kind=np.fromiter((_HOST[event.cat or ""] for event in events), np.int8, len(events)),
+        thread=_codes(((event.pid, event.tid) for event in events), places, len(events)),
+        sequence=_integers([join.sequence for join in joins]),
+    )
+    return table.take(np.lexsort((-table.duration_us, table.start_us)))
+
+
+def _common(
+    events: list[ChromeEvent], joins: list[JoinKeys], names: dict[str, int], path: Path, notes: list[str]
+) -> dict[str, Any]:
+    """The columns that both tables have."""
+    start_us = np.array([event.ts for event in events], dtype=np.float64)
+    duration_us = np.array([event.dur for event in events], dtype=np.float64)
+    if not (sound := (np.abs(start_us) < _FOREVER_US) & ~(np.abs(duration_us) >= _FOREVER_US)).all():
+        name = events[int(np.argmin(sound))].name[:80]
+        raise TraceError(f"{path} is damaged: event {name!r} has no start, or a time that cannot be")
+    if (odd := int((duration_us < 0).sum())) > 0:
+        notes.append(f"{odd} events end before they start; they count as having no duration")
+    return {
+        "names": (),
+        "name_id": _codes(map(attrgetter("name"), events), names, len(events)),
+        "start_us": start_us,
+        "duration_us": np.maximum(np.nan_to_num(duration_us), 0.0),
+        "correlation": _integers([join.correlation for join in joins]),
+        "external_id": _integers(
+            [join.external_once if join.external == NONE else join.external for join in joins],
+        ),
+        "raw": _texts([event.args for event in events]),
+    }
+
+
+def _texts(pieces: list[msgspec.Raw]) -> ArgsColumn:
+    """What the parser skipped, joined; bytes that are no UTF-8, which it does not look for, get a mark."""
+    whole = b"".join(pieces)
+    lengths = map(len, (memoryview(piece) for piece in pieces))
+    if not whole.isascii():
+        parts = [bytes(piece).decode(errors="replace").encode() for piece in pieces]
+        whole, lengths = b"".join(parts), map(len, parts)
+    end = np.cumsum(np.fromiter(lengths, np.int64, len(pieces)))
+    return ArgsColumn(whole, np.append(0, end)[:-1], end)
+
+
+def _codes(values: Iterable[Hashable], codes: dict[Any, int], count: int) -> Integers:
+    """For each value its number in `codes`; a value that is not there yet gets the next one."""
+    return np.fromiter((codes.setdefault(value, len(codes)) for value in values), np.int64, count)
+
+
+def _integers(values: list[int]) -> Integers:
+    """A column; numbers of 64 bits without a sign (NONE is written so by some) wrap around."""
+    try:
+        return np.array(values, dtype=np.int64)
+    except OverflowError:
+        return np.array([(value + _HALF) % (2 * _HALF) - _HALF for value in values], dtype=np.int64)
+
+
+def _whole(*values: object) -> int:
+    """The first of these that is a whole number, or NONE."""
+    return next((value for value in values if isinstance(value, int)), NONE)
+
+
+def _whole_or_none(value: object) -> int | None:
+    return value if isinstance(value, int) else None
+
+
+def _mapping(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _launches_by_arrow(
+    arrows: Sequence[ChromeEvent], gpu: GpuEvents, host: HostEvents, places: Mapping[Place, int]
+) -> Integers:
+    """`gpu.launch`, with the calls that arrows lead from for events that have no correlation.
+
+    An arrow has a number and two ends: `s` is where and when a call begins, `f` where and when what it started begins.
+    """
+    lost = np.flatnonzero((gpu.correlation <= 0) & (gpu.launch == NONE))
+    if not len(lost):
+        return gpu.launch
+    heads = {(event.pid, event.tid, event.ts): event.id for event in arrows if event.ph == "f"}
+    tails = {event.id: (places.get((event.pid, event.tid)), event.ts) for event in arrows if event.ph == "s"}
+    calls = np.flatnonzero(host.kind == HostKind.RUNTIME)
+    rows = {(int(host.thread[row]), float(host.start_us[row])): int(row) for row in calls}
+    launch = gpu.launch.copy()
+    for row in lost:
+        head = heads.get((int(gpu.device[row]), int(gpu.stream[row]), float(gpu.start_us[row])))
+        launch[row] = rows.get(tails.get(head), NONE)  # type: ignore[arg-type]
+    return launch
+
+
+def _devices(properties: object) -> tuple[dict[str, Any], ...]:
+    """Properties of devices that have a number and a name."""
+    each = [_mapping(one) for one in properties] if isinstance(properties, list) else []
+    return tuple(one for one in each if isinstance(one.get("id"), int) and isinstance(one.get("name"), str))
+
+
+def _threads(named: Sequence[ChromeEvent], places: Mapping[Place, int]) -> tuple[Thread, ...]:
+    names = {(event.pid, event.tid): _mapping(value_of(event.args)).get("name") for event in named}
+    return tuple(Thread(process=pid, number=tid, name=str(names.get((pid, tid), tid))) for pid, tid in places)
+
+
+def _no_gpu(file: TraceFile, path: Path) -> TraceError:
+    """Says what is there instead, because that tells what went wrong."""
+    found = Counter(event.cat for event in file.traceEvents if event.cat)
+    if not found.keys() & _HOST.keys():
+        here = ", ".join(repr(name[:40]) for name, _ in found.most_common(4)) or "no categories"
+        return TraceError(f"{path} is no trace of torch.profiler", got=f"{len(file.traceEvents)} events with {here}")
+    return TraceError(
+        f"{path} has no event on a GPU, only {sum(found.values())} of the host",
+        fix="profile a run on a GPU, with the activity CUDA",
+    )

@@ -74,7 +74,7 @@ class Thread:
 
 
 @dataclass(frozen=True, eq=False)
-class Texts:
+class ArgsColumn:
     """A column of texts: pieces of one text that all tables share, so that the file itself need not stay in memory.
 
     Attributes:
@@ -93,9 +93,9 @@ class Texts:
     def __getitem__(self, row: int) -> bytes:
         return self.whole[self.start[row] : self.end[row]]
 
-    def take(self, rows: Flags | Integers | slice) -> "Texts":
+    def take(self, rows: Flags | Integers | slice) -> "ArgsColumn":
         """Only these rows."""
-        return Texts(self.whole, self.start[rows], self.end[rows])
+        return ArgsColumn(self.whole, self.start[rows], self.end[rows])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -118,7 +118,7 @@ class Events:
     duration_us: Floats
     correlation: Integers
     external_id: Integers
-    raw: Texts
+    raw: ArgsColumn
 
     def __len__(self) -> int:
         return len(self.start_us)

@@ -1,7 +1,7 @@
-"""What a CPU did in a step, as a table: own time by operator and by phase.
+"""The work of a CPU in a step, as a table: own time by operator and by phase.
 
-The trace is one that `on_host` (penstock/trace/host_work.py) has made: own time of an operator is the time in which it
-is the innermost of its thread. All figures are of one step, the mean of the recorded ones.
+The trace was made by `on_host` (penstock/trace/load.py): the own time of an operator is the time in which it is the
+innermost operator of its thread. All figures are per step, the mean of the recorded steps.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.trace.answer import RankAnswer
+from penstock.trace.analysis import RankAnalysis
 from penstock.trace.events import NONE, Integers
 from penstock.trace.phases import PASSES, grouped
 
@@ -74,7 +74,7 @@ class HostTable:
         return table
 
 
-def host_table(one: RankAnswer) -> HostTable:
+def host_table(one: RankAnalysis) -> HostTable:
     """The table of one rank.
 
     Args:

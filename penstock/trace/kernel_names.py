@@ -1,22 +1,31 @@
-"""What a kernel or an operator does, told by its name: two tables of patterns, as data.
+"""Categories of kernels and operators by name: patterns as data.
 
-A name tells where in the model it stands (`route_kernel`, `flash_fwd_kernel`, `aten::_fused_adamw_`), or only what it
-does to numbers (`nvjet_*` multiplies matrices, wherever). `TELLING` holds the former, `GENERAL` the latter. The first
-pattern that is found wins; patterns are searched without regard to case, in kernels and operators alike.
+Some names say which part of the model they belong to (`route_kernel`, `flash_fwd_kernel`, `aten::_fused_adamw_`):
+`SPECIFIC_PATTERNS`. Others only say which operation they are (`nvjet_*` is a matrix product): `GENERIC_PATTERNS`. The
+first pattern that matches wins; matching ignores case and is the same for kernels and operators. For a kernel,
+`penstock.trace.phases` uses the span around its launch, then the specific category of its own name, then that of the
+operators around the launch from the inside out, then the generic category of both. Other names are `Category.OTHER`.
 
-`penstock.trace.phases` asks, for a kernel: a span around its launch, then `telling` of its own name, then `telling` of
-the operators around the launch from the inside out, then `general` of both. A name of neither table is `Part.OTHER`,
-and how much time that is stands in every report.
+Communication kernels are known by name too. Only the name of the function counts; template arguments and parameters are
+cut off, because a block-level reduction can name a type after an all-reduce. Communication is:
+
+- NCCL and RCCL in all spellings of their history, MSCCL, Gloo's and vendors' own,
+- DeepEP, MORI, NVSHMEM, rocSHMEM: kernels that write into other devices' memory themselves,
+- PyTorch's symmetric memory and multimem kernels, custom all-reduces of inference engines, user buffers,
+- Penstock's own: rows pushed, taken and returned through symmetric memory, sums over ranks, and waits for flags.
+
+Counting the rows of each destination (`deep_ep::layout`) stays on the device and is compute. Copies to another device
+are copies, as in other tools.
 """
 
 import re
 from enum import StrEnum
 from functools import lru_cache
 
-from penstock.trace.kinds import function_of
+from penstock.trace.events import GpuKind
 
 
-class Part(StrEnum):
+class Category(StrEnum):
     """What is done, in words that stand in tables."""
 
     EMBED = "embed"
@@ -58,131 +67,152 @@ class Part(StrEnum):
     OTHER = "other"
 
 
-MATRICES = "float8_matrices_kernel"
+FLOAT8_GEMM = "float8_matrices_kernel"
 """Products of dense matrices in 8 bits, and gradients of experts' weights: what stands around it tells them apart."""
 
 COLLECTIVES = frozenset(
     {
-        Part.ALL_TO_ALL,
-        Part.ALL_REDUCE,
-        Part.ALL_GATHER,
-        Part.REDUCE_SCATTER,
-        Part.BROADCAST,
-        Part.POINT_TO_POINT,
-        Part.COLLECTIVE,
+        Category.ALL_TO_ALL,
+        Category.ALL_REDUCE,
+        Category.ALL_GATHER,
+        Category.REDUCE_SCATTER,
+        Category.BROADCAST,
+        Category.POINT_TO_POINT,
+        Category.COLLECTIVE,
     }
 )
 
-TELLING: tuple[tuple[Part, str], ...] = (
+SPECIFIC_PATTERNS: tuple[tuple[Category, str], ...] = (
     # Our own kernels (penstock/kernels) and autograd functions.
-    (Part.WAIT, r"^(wait|hold)_kernel$"),
-    (Part.DISPATCH, r"^(push_rows|take_rows)_kernel$|^_Dispatch(Backward)?$"),
-    (Part.COMBINE, r"^(return_rows|sum_ranks)_kernel$|^_Combine(Backward)?$"),
-    (Part.INDEX, r"^(tile_table|count|scan|place|count_arrivals|place_arrivals)_kernel$"),
+    (Category.WAIT, r"^(wait|hold)_kernel$"),
+    (Category.DISPATCH, r"^(push_rows|take_rows)_kernel$|^_Dispatch(Backward)?$"),
+    (Category.COMBINE, r"^(return_rows|sum_ranks)_kernel$|^_Combine(Backward)?$"),
+    (Category.INDEX, r"^(tile_table|count|scan|place|count_arrivals|place_arrivals)_kernel$"),
     (
-        Part.PERMUTE,
+        Category.PERMUTE,
         r"^(spread|sum_rows|gather_rows|gather_columns)_kernel$|^_(Permute|Unpermute|Reorder|PickKept|Spread|CollectPadded)",
     ),
-    (Part.ROUTE, r"^(route|route_backward|sum_parts|balance_loss)_kernel$|^_(Route|LinearInParts)(Backward)?$"),
-    (Part.GROUPED_WEIGHTS, r"^(weights|weight_gradient)_kernel$"),
-    (Part.GROUPED, r"^(float8_|expert_)?rows_kernel$|^_(GroupedGemm|(Float8)?ExpertFfn)(Backward)?$"),
-    (Part.ACTIVATION, r"^swiglu(_backward)?(_float8)?_kernel$|^_Swiglu"),
-    (Part.QUANTIZE, r"^(quantize|measure|group_tiles|norm_quantize|pack_rows|unpack_rows|transpose)_kernel$"),
-    (Part.EXPERTS, r"^bias_(parts|sums)_kernel$"),
-    (Part.NORM, r"^rms_norm_(backward_)?kernel$|^sum_table_kernel$|^_RmsNorm|^_Float8Norm(Backward)?$"),
     (
-        Part.ATTENTION,
+        Category.ROUTE,
+        r"^(route|route_backward|sum_parts|balance_loss)_kernel$|^_(Route|LinearInParts)(Backward)?$",
+    ),
+    (Category.GROUPED_WEIGHTS, r"^(weights|weight_gradient)_kernel$"),
+    (Category.GROUPED, r"^(float8_|expert_)?rows_kernel$|^_(GroupedGemm|(Float8)?ExpertFfn)(Backward)?$"),
+    (Category.ACTIVATION, r"^swiglu(_backward)?(_float8)?_kernel$|^_Swiglu"),
+    (Category.QUANTIZE, r"^(quantize|measure|group_tiles|norm_quantize|pack_rows|unpack_rows|transpose)_kernel$"),
+    (Category.EXPERTS, r"^bias_(parts|sums)_kernel$"),
+    (
+        Category.NORM,
+        r"^rms_norm_(backward_)?kernel$|^sum_table_kernel$|^_RmsNorm|^_Float8Norm(Backward)?$",
+    ),
+    (
+        Category.ATTENTION,
         r"^(mla|latent)_heads_(backward_)?kernel$|^shared_key_backward_kernel$|^_(Mla|Latent)Heads(Backward)?$",
     ),
-    (Part.POSITIONS, r"^rotate_kernel$|^_Rotate"),
-    (Part.LOSS, r"^linear_cross_entropy_kernel$|^scale_kernel$|^_LinearCrossEntropy"),
-    (Part.EMBED, r"^_LookUpInto"),
+    (Category.POSITIONS, r"^rotate_kernel$|^_Rotate"),
+    (Category.LOSS, r"^linear_cross_entropy_kernel$|^scale_kernel$|^_LinearCrossEntropy"),
+    (Category.EMBED, r"^_LookUpInto"),
     # Dispatch and combine of others.
-    (Part.WAIT, r"deep_ep::.*(notify|barrier)|DeepEP.*notify"),
-    (Part.DISPATCH, r"deep_ep::.*dispatch|hybrid_ep.*dispatch|EpDispatch|moe_?a2a.*dispatch|uccl::.*dispatch"),
-    (Part.COMBINE, r"deep_ep::.*combine|hybrid_ep.*combine|EpCombine|moe_?a2a.*combine|uccl::.*combine"),
+    (Category.WAIT, r"deep_ep::.*(notify|barrier)|DeepEP.*notify"),
     (
-        Part.INDEX,
+        Category.DISPATCH,
+        r"deep_ep::.*dispatch|hybrid_ep.*dispatch|EpDispatch|moe_?a2a.*dispatch|uccl::.*dispatch",
+    ),
+    (Category.COMBINE, r"deep_ep::.*combine|hybrid_ep.*combine|EpCombine|moe_?a2a.*combine|uccl::.*combine"),
+    (
+        Category.INDEX,
         r"deep_ep::layout|get_dispatch_layout|moe_align_block_size|moe::dev::routing::.*(Offsets|Histogram)Kernel",
     ),
     # Mixtures of experts of other libraries.
-    (Part.ROUTE, r"moe::dev::routing|topk_gating|moe_fused_gate|grouped_topk|fused_topk|sbtopk|gatherTopK|moe_router"),
-    (Part.INDEX, r"routing(Indices|Renormalize|Deep)|sort_chunks|compute_problem_sizes|expandInput|expert_?map"),
-    (Part.COMBINE, r"moe::dev::finalize|finalizeMoe|moe_sum|unpermute_and_sum|moe_finalize"),
-    (Part.PERMUTE, r"(un)?permute_(kernel|tokens|bwd|with_mask)|moe_permute|moe_unpermute|_permute_|sort_chunks_by"),
     (
-        Part.GROUPED,
+        Category.ROUTE,
+        r"moe::dev::routing|topk_gating|moe_fused_gate|grouped_topk|fused_topk|sbtopk|gatherTopK|moe_router",
+    ),
+    (
+        Category.INDEX,
+        r"routing(Indices|Renormalize|Deep)|sort_chunks|compute_problem_sizes|expandInput|expert_?map",
+    ),
+    (Category.COMBINE, r"moe::dev::finalize|finalizeMoe|moe_sum|unpermute_and_sum|moe_finalize"),
+    (
+        Category.PERMUTE,
+        r"(un)?permute_(kernel|tokens|bwd|with_mask)|moe_permute|moe_unpermute|_permute_|sort_chunks_by",
+    ),
+    (
+        Category.GROUPED,
         r"^bmm_\w*dynBatch|GroupedGemm|grouped_gemm|grouped_mm|gmm\b|m_grouped|GemmUniversalMode.*Grouped|group_gemm"
         r"|fused_moe_kernel|_GroupedLinear|moe_gemm|MoeFCGemm|GroupProblemShape",
     ),
-    (Part.EXPERTS, r"moe_forward|fused_moe|fused_experts|moe::|MoeRunner|mixture_of_experts"),
+    (Category.EXPERTS, r"moe_forward|fused_moe|fused_experts|moe::|MoeRunner|mixture_of_experts"),
     # Attention.
-    (Part.CACHE, r"reshape_and_cache|concat_and_cache|kv_cache|copy_page_indices|paged_kv"),
+    (Category.CACHE, r"reshape_and_cache|concat_and_cache|kv_cache|copy_page_indices|paged_kv"),
     (
-        Part.ATTENTION,
+        Category.ATTENTION,
         r"sdpa|(?<!cache_)flash(?!infer.*norm)|fmha|(?<!rope_)attention|cudnn.*(fort|mha|compute_dot_do_o|convert_dq)|flex_att|mla_"
         r"|paged|_attn_|attn_fwd|attn_bwd|aiter::.*fa_|splitkv|ScaledDotProduct",
     ),
-    (Part.POSITIONS, r"rotary|rope(?!rty)|apply_rope"),
+    (Category.POSITIONS, r"rotary|rope(?!rty)|apply_rope"),
     # What stands around the layers.
     (
-        Part.LOSS,
+        Category.LOSS,
         r"cross_?entropy|nll_loss|NllLoss|mse_loss|mse_(backward_)?(cuda_)?kernel|MseLoss|log_?softmax|LogSoftmax",
     ),
-    (Part.ACCUMULATE, r"AccumulateGrad"),
-    (Part.CLIP, r"LpNormFunctor|lpnorm_cleanup|_foreach_norm|clip_grad"),
+    (Category.ACCUMULATE, r"AccumulateGrad"),
+    (Category.CLIP, r"LpNormFunctor|lpnorm_cleanup|_foreach_norm|clip_grad"),
     (
-        Part.OPTIMIZER,
+        Category.OPTIMIZER,
         r"FusedAdam|FusedSgd|_fused_(adam|sgd)|adamw?_kernel|Optimizer\.(step|zero_grad)|multi_tensor_(adam|apply)|_foreach_"
         r"|muon|newton_schulz|rowwise_adagrad",
     ),
     (
-        Part.NORM,
+        Category.NORM,
         r"(batch|layer|group|rms|instance)_?norm|GammaBeta|RowwiseMoments|SubTensorOpWith(Cast|Scalar)|bn_(fw|bw)"
         r"|BatchNorm|LayerNorm|rmsnorm|MIOpenBatchNorm",
     ),
-    (Part.EMBED, r"embedding|embedding_bag|EmbeddingBackward|split_embedding|pooled_embs"),
+    (Category.EMBED, r"embedding|embedding_bag|EmbeddingBackward|split_embedding|pooled_embs"),
     (
-        Part.CONVOLUTION,
+        Category.CONVOLUTION,
         r"conv(?!ert)|igemm_(fwd|bwd|wrw)|implicit_?gemm|winograd|bwd_weight|miopen.*(Winograd|Im2Col)|batched_transpose"
         r"|transpose_(CNHW2NCHW|NCHW2CNHW)|cudnn.*(dgrad|wgrad|fprop)|Im2d2Col|naive_conv",
     ),
-    (Part.POOLING, r"(max|avg|average)_?pool|pool2d"),
-    (Part.ACTIVATION, r"silu|swiglu|gelu|relu|act_and_mul|threshold|Sigmoid|swish|glu\b"),
+    (Category.POOLING, r"(max|avg|average)_?pool|pool2d"),
+    (Category.ACTIVATION, r"silu|swiglu|gelu|relu|act_and_mul|threshold|Sigmoid|swish|glu\b"),
 )
 
-GENERAL: tuple[tuple[Part, str], ...] = (
-    (Part.ALL_TO_ALL, r"all_?to_?all|nccl.*SendRecv|exchangeSplit"),
-    (Part.ALL_REDUCE, r"all_?reduce|cross_device_reduce|lamport"),
-    (Part.REDUCE_SCATTER, r"reduce_?scatter"),
-    (Part.ALL_GATHER, r"all_?gather"),
-    (Part.BROADCAST, r"nccl.*broadcast|c10d::broadcast"),
-    (Part.POINT_TO_POINT, r"c10d::(send|recv)|nccl:(send|recv)|put_signal|wait_signal"),
-    (Part.COLLECTIVE, r"nccl|rccl|nvshmem|rocshmem|mori::|record_param_comms|c10d::"),
-    (Part.QUANTIZE, r"quant|scaled_fp8|hfp8|FP8rowwise|mxfp|to_mx|amax_"),
+GENERIC_PATTERNS: tuple[tuple[Category, str], ...] = (
+    (Category.ALL_TO_ALL, r"all_?to_?all|nccl.*SendRecv|exchangeSplit"),
+    (Category.ALL_REDUCE, r"all_?reduce|cross_device_reduce|lamport"),
+    (Category.REDUCE_SCATTER, r"reduce_?scatter"),
+    (Category.ALL_GATHER, r"all_?gather"),
+    (Category.BROADCAST, r"nccl.*broadcast|c10d::broadcast"),
+    (Category.POINT_TO_POINT, r"c10d::(send|recv)|nccl:(send|recv)|put_signal|wait_signal"),
+    (Category.COLLECTIVE, r"nccl|rccl|nvshmem|rocshmem|mori::|record_param_comms|c10d::"),
+    (Category.QUANTIZE, r"quant|scaled_fp8|hfp8|FP8rowwise|mxfp|to_mx|amax_"),
     (
-        Part.PRODUCTS,
+        Category.PRODUCTS,
         r"(?<!fb)gemm|nvjet|cutlass|Cijk_|splitK|cublas|aten::(addmm|mm|bmm|baddbmm|matmul|linear|_scaled_mm|addmv|mv|dot)\b"
         r"|matmul|wgmma|hipblaslt|AddmmBackward|MmBackward|BmmBackward|tensorop|gemv|dot_kernel|^_LinearInto"
-        rf"|^{MATRICES}$|^_(Linear|Network)(Backward)?$",
+        rf"|^{FLOAT8_GEMM}$|^_(Linear|Network)(Backward)?$",
     ),
     (
-        Part.SORT,
+        Category.SORT,
         r"sort|topk|cub::.*(Scan|Select|Unique|Histogram)|prefix_sum|cumsum|kernelHistogram|bincount|ReduceByKey",
     ),
     (
-        Part.LOOK_UP,
+        Category.LOOK_UP,
         r"gather|scatter|index(Select|Func|_select|_add|_put|ing_backward|_elementwise|_kernel|_copy)|aten::index"
         r"|take_along|permute_2D|permute_indices|linearize_index|bounds_check|nonzero|masked_(select|scatter)",
     ),
-    (Part.COPY, r"^Memcpy|copy|CatArray|aten::(cat|clone|contiguous|to|_to_copy|stack)\b|transpose|cat_kernel"),
-    (Part.FILL, r"^Memset|FillFunctor|fill|zero_|arange|distribution|rand|bernoulli|philox"),
     (
-        Part.REDUCTION,
+        Category.COPY,
+        r"^Memcpy|copy|CatArray|aten::(cat|clone|contiguous|to|_to_copy|stack)\b|transpose|cat_kernel",
+    ),
+    (Category.FILL, r"^Memset|FillFunctor|fill|zero_|arange|distribution|rand|bernoulli|philox"),
+    (
+        Category.REDUCTION,
         r"reduce|softmax|aten::(sum|mean|max|min|norm|linalg_vector_norm|amax|argmax|any|all)\b|norm_kernel",
     ),
     (
-        Part.ELEMENTWISE,
+        Category.ELEMENTWISE,
         r"^add_three_kernel$|^_(AddThree|FanOut)(Backward)?$"
         r"|elementwise|triton_(poi|red|per)|pointwise|_assert_async|where|clamp|dropout|masked_fill|tri[ul]_"
         r"|aten::(add|mul|sub|div|neg|pow|sqrt|exp|sigmoid|tanh|clamp|eq|ne|lt|gt)_?\b|nan_to_num|AddBackward|MulBackward",
@@ -193,15 +223,15 @@ GENERAL: tuple[tuple[Part, str], ...] = (
 _BACKWARD = re.compile(r"backward|bwd|bprop|dgrad|wgrad|_wrw_|_grad\b")
 
 
-def _compiled(table: tuple[tuple[Part, str], ...]) -> tuple[tuple[Part, re.Pattern[str]], ...]:
+def _compiled(table: tuple[tuple[Category, str], ...]) -> tuple[tuple[Category, re.Pattern[str]], ...]:
     """Patterns in small letters, for texts in small letters: several times as fast as to look at both."""
     return tuple((part, re.compile(pattern.lower())) for part, pattern in table)
 
 
-_TELLING, _GENERAL = _compiled(TELLING), _compiled(GENERAL)
+_TELLING, _GENERAL = _compiled(SPECIFIC_PATTERNS), _compiled(GENERIC_PATTERNS)
 
 
-def _first(table: tuple[tuple[Part, re.Pattern[str]], ...], text: str) -> Part | None:
+def _first(table: tuple[tuple[Category, re.Pattern[str]], ...], text: str) -> Category | None:
     return next((part for part, pattern in table if pattern.search(text)), None)
 
 
@@ -214,13 +244,13 @@ def _essence(name: str) -> str:
 
 
 @lru_cache(maxsize=65536)
-def telling(name: str) -> Part | None:
+def specific_category(name: str) -> Category | None:
     """Where in the model a kernel or operator stands, or None if the name does not say."""
     return _first(_TELLING, _essence(name))
 
 
 @lru_cache(maxsize=65536)
-def general(name: str) -> Part | None:
+def generic_category(name: str) -> Category | None:
     """What a kernel or operator does to numbers, or None if nothing is known of it."""
     return _first(_GENERAL, _essence(name))
 
@@ -229,3 +259,60 @@ def general(name: str) -> Part | None:
 def is_gradient(name: str) -> bool:
     """Whether a kernel or operator computes gradients, whatever of, as far as its name says."""
     return _BACKWARD.search(name.lower()) is not None
+
+
+# ---------------------------------------------------------------------------------------------------------------- kinds
+
+OWN = "penstock"
+"""The library of our own kernels."""
+
+_LIBRARIES: tuple[tuple[str, str], ...] = (
+    ("nccl", r"^(?:\w+::)*(?:nccl|rccl|mscclpp|msccl|hccl|oneccl)|nccldevkernel|ncclkernel|ncclsym|mscclkernel"),
+    ("deep_ep", r"deep_ep(?!::layout|6layout)|hybrid_ep|uccl::"),
+    ("mori", r"mori::|ep(?:dispatch|combine)\w*kernel"),
+    ("nvshmem", r"nvshmem|rocshmem|roc_shmem|pplx"),
+    (OWN, r"^(?:push_rows|take_rows|return_rows|sum_ranks|wait|hold|signal)_kernel$"),
+    (
+        "symmetric",
+        r"multimem|symmetric_memory|symm_mem|(?:one|two)_?shot_all_?reduce"
+        r"|(?:put|wait)_signal_kernel|exchangesplitandoffset|alltoallv",
+    ),
+    ("userbuffers", r"userbuffers"),
+    ("custom", r"cross_device_reduce|lamport|(?<!block)(?<!warp)(?<!block_)(?<!warp_)all_?reduce"),
+    ("custom", r"all_?gather|reduce_?scatter|all_?to_?all|moe_?a2a"),
+)
+"""Names of libraries, and what is found in the names of their functions in small letters."""
+
+_LONGEST = 256
+"""Letters of a name that are looked at: mangled names go on for thousands with the arguments of their templates."""
+
+_PATTERNS = tuple((library, re.compile(pattern)) for library, pattern in _LIBRARIES)
+
+
+def function_of(kernel: str) -> str:
+    """The name of a kernel's function, with its namespaces, without return type, template and parameters.
+
+    `void at::native::(anonymous namespace)::sum<float>(float*)` is `at::native::sum`.
+    """
+    bare = kernel.replace("(anonymous namespace)::", "").removeprefix("void ")
+    if bare.startswith("std::enable_if"):
+        bare = bare.partition("::type ")[2]
+    return re.split(r"[<(]", bare, maxsplit=1)[0][:_LONGEST].strip()
+
+
+@lru_cache(maxsize=65536)
+def library_of(kernel: str) -> str | None:
+    """The library through which a kernel talks to other ranks, or None if it does not."""
+    function = function_of(kernel).lower()
+    if function.startswith("at::native::"):
+        return None
+    return next((library for library, pattern in _PATTERNS if pattern.search(function)), None)
+
+
+def kind_of(category: str, name: str) -> GpuKind:
+    """What an event on a GPU is, by the category (`kernel`, `gpu_memcpy`, once `Memcpy`) and name in the file."""
+    if category.lower().endswith("memcpy"):
+        return GpuKind.COPY
+    if category.lower().endswith("memset"):
+        return GpuKind.SET
+    return GpuKind.COMPUTE if library_of(name) is None else GpuKind.COMMUNICATION

@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.trace.events import NONE, Flags, GpuKind, HostKind, Integers, Trace
 from penstock.trace.intervals import Intervals, union
-from penstock.trace.tree import Tree, nest
+from penstock.trace.tree import HostTree, nest
 
 SHORT_US = 10.0
 """Kernels below this take about as long to launch as to run."""
@@ -36,7 +36,7 @@ _NAMED = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gap:
+class DeviceGap:
     """A time without work on the device.
 
     Attributes:
@@ -57,7 +57,7 @@ class Gap:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gaps:
+class DeviceGaps:
     """All gaps of a trace.
 
     Attributes:
@@ -78,11 +78,11 @@ class Gaps:
     devices_us: float
     unknown_us: float
     max_us: float
-    longest: tuple[Gap, ...]
+    longest: tuple[DeviceGap, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wait:
+class HostWait:
     """Calls of one kind from one place that let the host wait.
 
     Attributes:
@@ -101,7 +101,7 @@ class Wait:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Queue:
+class LaunchQueue:
     """Work that was launched and had not begun.
 
     Attributes:
@@ -118,7 +118,7 @@ class Queue:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launches:
+class LaunchSummary:
     """How the host drove the device.
 
     Attributes:
@@ -133,12 +133,12 @@ class Launches:
     short_count: int
     short_us: float
     kernel_count: int
-    gaps: Gaps
-    waits: tuple[Wait, ...]
-    queue: Queue | None
+    gaps: DeviceGaps
+    waits: tuple[HostWait, ...]
+    queue: LaunchQueue | None
 
 
-def find_launches(trace: Trace, within: tuple[float, float] | None = None) -> Launches:
+def find_launches(trace: Trace, within: tuple[float, float] | None = None) -> LaunchSummary:
     """Look at launches, gaps and waits of one rank.
 
     Args:
@@ -147,7 +147,7 @@ def find_launches(trace: Trace, within: tuple[float, float] | None = None) -> La
     """
     kernels = trace.gpu.duration_us[trace.gpu.is_kernel]
     is_short = kernels < SHORT_US
-    return Launches(
+    return LaunchSummary(
         short_count=int(is_short.sum()),
         short_us=float(kernels[is_short].sum()),
         kernel_count=len(kernels),
@@ -157,7 +157,7 @@ def find_launches(trace: Trace, within: tuple[float, float] | None = None) -> La
     )
 
 
-def _gaps(trace: Trace) -> Gaps:
+def _gaps(trace: Trace) -> DeviceGaps:
     gpu = trace.gpu
     gaps, launch, is_hosts = _gaps_of(trace)
     lengths, is_known = gaps.end_us - gaps.start_us, launch != NONE
@@ -166,7 +166,7 @@ def _gaps(trace: Trace) -> Gaps:
     before = by_end[np.searchsorted(gpu.end_us[by_end], gaps.start_us[order], side="right") - 1]
     tree = _tree(trace, launch[order][is_known[order]])
     longest = tuple(
-        Gap(
+        DeviceGap(
             start_us=float(gaps.start_us[one]),
             duration_us=float(lengths[one]),
             is_hosts=bool(is_hosts[one]) if is_known[one] else None,
@@ -176,7 +176,7 @@ def _gaps(trace: Trace) -> Gaps:
         )
         for one, last in zip(order.tolist(), before.tolist(), strict=True)
     )
-    return Gaps(
+    return DeviceGaps(
         count=int((lengths > GAP_US).sum()),
         long_count=int((lengths > LONG_GAP_US).sum()),
         total_us=float(lengths.sum()),
@@ -242,7 +242,7 @@ def waiting_calls(trace: Trace) -> Integers:
     return rows[np.argsort(host.start_us[rows], kind="stable")]
 
 
-def _waits(trace: Trace, within: tuple[float, float] | None) -> tuple[Wait, ...]:
+def _waits(trace: Trace, within: tuple[float, float] | None) -> tuple[HostWait, ...]:
     host, rows = trace.host, waiting_calls(trace)
     if within is not None:
         rows = rows[(host.start_us[rows] >= within[0]) & (host.start_us[rows] < within[1])]
@@ -251,13 +251,13 @@ def _waits(trace: Trace, within: tuple[float, float] | None) -> tuple[Wait, ...]
     for row in rows.tolist():
         places.setdefault((host.name(row), _around(trace, tree, row)), []).append(float(host.duration_us[row]))
     found = [
-        Wait(call=call, where=where, count=len(times), total_us=sum(times), max_us=max(times))
+        HostWait(call=call, where=where, count=len(times), total_us=sum(times), max_us=max(times))
         for (call, where), times in places.items()
     ]
     return tuple(sorted(found, key=lambda wait: (-wait.total_us, wait.call, wait.where)))
 
 
-def _tree(trace: Trace, rows: Integers) -> Tree:
+def _tree(trace: Trace, rows: Integers) -> HostTree:
     """What is around these calls, functions of Python too, if they were loaded."""
     host = trace.host
     is_node: Flags = np.isin(host.kind, [HostKind.OPERATOR, HostKind.SPAN, HostKind.PYTHON])
@@ -265,13 +265,13 @@ def _tree(trace: Trace, rows: Integers) -> Tree:
     return nest(host, np.flatnonzero(is_node))
 
 
-def _around(trace: Trace, tree: Tree, row: int) -> tuple[str, ...]:
+def _around(trace: Trace, tree: HostTree, row: int) -> tuple[str, ...]:
     """Names around a call, from the outside in, without the profiler's steps."""
     names = [trace.host.name(one) for one in tree.above(row)[1:]]
     return tuple(name for name in reversed(names) if not name.startswith("ProfilerStep#"))
 
 
-def _queue(trace: Trace) -> Queue | None:
+def _queue(trace: Trace) -> LaunchQueue | None:
     gpu, host = trace.gpu, trace.host
     rows = np.flatnonzero(gpu.is_linked)
     if not len(rows):
@@ -284,7 +284,7 @@ def _queue(trace: Trace) -> Queue | None:
     order = np.argsort(times, kind="stable")
     depth, lasts = np.cumsum(steps[order])[:-1], np.diff(times[order])
     total = float(lasts.sum())
-    return Queue(
+    return LaunchQueue(
         mean=float((depth * lasts).sum() / total) if total else 0.0,
         max=int(depth.max(initial=0)),
         empty_share=float(lasts[depth == 0].sum() / total) if total else 0.0,

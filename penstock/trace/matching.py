@@ -1,4 +1,19 @@
-"""Which kernels of different ranks were one collective.
+"""How far the clocks of ranks are apart, told by moments that they share.
+
+Ranks leave an all-reduce, all-gather, reduce-scatter or all-to-all together. So the end of each is one moment, seen
+on as many clocks as there are ranks, and
+
+    ahead of rank r = median over collectives of (its end - the median of all ranks' ends)
+
+The median forgives the few that ended unevenly; what is within its own error counts as nothing, because the clocks of
+one host are one clock. Groups of the same ranks give one such list each; lists are joined at the ranks that they share,
+those of many strict collectives first. Ranks that no chain of groups joins stay on islands: their times cannot be
+compared, and nothing here pretends so.
+
+Simpler than following drift: over the seconds of a trace, clocks of one machine room part by less than a kernel's
+launch.
+
+Which kernels of different ranks were one collective.
 
 1. By number: PyTorch counts the collectives of a group, and the count is in the trace. Same group, same number, same
    name is the same collective.
@@ -20,10 +35,120 @@ taken.
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
-from penstock.trace.calls import Calls, Way
-from penstock.trace.clocks import Clocks, clocks_of
+from penstock.trace.calls import CollectiveCalls, SyncKind
 from penstock.trace.events import NONE, Flags, Floats, Integers
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ClockOffsets:
+    """What must be taken off each rank's times.
+
+    Attributes:
+        ahead_us: of each rank, against the median clock of its island.
+        island: that each rank is on; only ranks of one island can be compared.
+        shared: moments that each rank's clock was told by.
+        spread_us: half of these moments lie within this of what `ahead_us` says; 0 if there are none.
+    """
+
+    ahead_us: Floats
+    island: Integers
+    shared: Integers
+    spread_us: Floats
+
+    def start_us(self, calls: CollectiveCalls) -> Floats:
+        """Starts on the common clock."""
+        return calls.start_us - self.ahead_us[calls.rank]
+
+    def end_us(self, calls: CollectiveCalls) -> Floats:
+        """Ends on the common clock."""
+        return calls.end_us - self.ahead_us[calls.rank]
+
+    def is_joined(self, present: Flags) -> Flags:
+        """Whether all ranks that are present in each row stand on one island."""
+        highest = np.where(present, self.island, NONE).max(axis=1, initial=NONE)
+        lowest = np.where(present, self.island, len(self.island)).min(axis=1, initial=len(self.island))
+        joined: Flags = highest == lowest
+        return joined
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Circle:
+    """What one set of ranks says of each other's clocks."""
+
+    members: Integers
+    ahead_us: Floats
+    moments: int
+    is_strict: bool
+
+
+def align_clocks(calls: CollectiveCalls, met: Integers) -> ClockOffsets:
+    """Clocks of all ranks.
+
+    Args:
+        calls: the kernels.
+        met: rows of `calls` that met, a column for each rank; NONE if it took no part.
+    """
+    ranks = len(calls.ranks)
+    ahead_us, island = np.zeros(ranks), np.arange(ranks)
+    met = _telling(calls, met)
+    circles = _circles(calls, met)
+    for circle in sorted(circles, key=lambda one: (one.is_strict, one.moments), reverse=True):
+        first, *others = circle.members
+        for other, apart in zip(others, circle.ahead_us[1:] - circle.ahead_us[0], strict=True):
+            if island[other] != island[first]:
+                moved = island == island[other]
+                ahead_us[moved] += ahead_us[first] + apart - ahead_us[other]
+                island[moved] = island[first]
+    for one in np.unique(island):
+        ahead_us[island == one] -= np.median(ahead_us[island == one])
+    shared, spread_us = _spread(calls, met, ahead_us)
+    ahead_us[np.abs(ahead_us) <= spread_us / np.sqrt(np.maximum(shared, 1))] = 0.0
+    return ClockOffsets(ahead_us=ahead_us, island=island, shared=shared, spread_us=spread_us)
+
+
+def _telling(calls: CollectiveCalls, met: Integers) -> Integers:
+    """Meetings of at least two ranks whose ends are one moment."""
+    present = met != NONE
+    way = np.where(present, calls.way[met], SyncKind.TOGETHER).max(axis=1, initial=SyncKind.TOGETHER)
+    return met[(present.sum(axis=1) > 1) & (way <= SyncKind.UNEVEN)]
+
+
+def _circles(calls: CollectiveCalls, met: Integers) -> list[_Circle]:
+    """One for each set of ranks that met, by its strict collectives if it has any."""
+    present = met != NONE
+    circles = []
+    packed: NDArray[np.uint8] = np.packbits(present, axis=1)
+    _, first, kinds = np.unique(packed, axis=0, return_index=True, return_inverse=True)
+    for kind, example in enumerate(first):
+        members = np.flatnonzero(present[example])
+        rows = met[kinds.reshape(-1) == kind][:, members]
+        is_strict = calls.way[rows[:, 0]] == SyncKind.TOGETHER
+        if is_strict.any():
+            rows = rows[is_strict]
+        ends = calls.end_us[rows]
+        ahead = np.median(ends - np.median(ends, axis=1, keepdims=True), axis=0)
+        circles.append(_Circle(members=members, ahead_us=ahead, moments=len(rows), is_strict=bool(is_strict.any())))
+    return circles
+
+
+def _spread(calls: CollectiveCalls, met: Integers, ahead_us: Floats) -> tuple[Integers, Floats]:
+    """How many moments each rank shared, and how far from the common one its ends lie, in strict ones if it has any."""
+    present = met != NONE
+    shared, spread = present.sum(axis=0), np.zeros(len(ahead_us))
+    if not len(met):
+        return shared, spread
+    ends = np.where(present, calls.end_us[met] - ahead_us, np.nan)
+    away = np.abs(ends - np.nanmedian(ends, axis=1, keepdims=True))
+    is_strict = np.where(present, calls.way[met], SyncKind.TOGETHER).max(axis=1) == SyncKind.TOGETHER
+    for rank in np.flatnonzero(shared):
+        strict = is_strict & present[:, rank]
+        spread[rank] = np.median(away[strict if strict.any() else present[:, rank], rank])
+    return shared, spread
+
+
+# ------------------------------------------------------------------------------------------------------------- matching
 
 RUN = 3
 """Neighbours in a row that must end together before a shift of the order is believed."""
@@ -42,14 +167,14 @@ _SHIFTS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unmatched:
+class UnmatchedCollective:
     """Kernels that should have been one collective and are not shown to be.
 
     Attributes:
         group: of the collective; "" if it does not say.
         seq: its number in the group, or its place among the rank's kernels that have no number.
         why: what is missing or does not fit.
-        rows: of `Calls`.
+        rows: of `CollectiveCalls`.
         missing: ranks that lack it.
     """
 
@@ -62,8 +187,8 @@ class Unmatched:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Meetings:
-    """Collectives that all ranks of their group were found in; kernels of `Way.PAIR` are in none.
+class MatchedCollectives:
+    """Collectives that all ranks of their group were found in; kernels of `SyncKind.PAIR` are in none.
 
     Attributes:
         calls: the kernels.
@@ -73,11 +198,11 @@ class Meetings:
         unmatched: what was not found on all ranks.
     """
 
-    calls: Calls
+    calls: CollectiveCalls
     met: Integers
     seq: Integers
-    clocks: Clocks
-    unmatched: tuple[Unmatched, ...]
+    clocks: ClockOffsets
+    unmatched: tuple[UnmatchedCollective, ...]
 
     def __len__(self) -> int:
         return len(self.met)
@@ -89,7 +214,7 @@ class _Found:
 
     rows: list[Integers] = field(default_factory=list)
     seq: list[Integers] = field(default_factory=list)
-    unmatched: list[Unmatched] = field(default_factory=list)
+    unmatched: list[UnmatchedCollective] = field(default_factory=list)
 
     def add(self, met: Integers, seqs: Integers) -> None:
         self.rows.append(met)
@@ -102,18 +227,18 @@ class _Found:
         return np.concatenate([np.empty(0, dtype=np.int64), *self.seq])
 
 
-def meet(calls: Calls) -> Meetings:
+def match_collectives(calls: CollectiveCalls) -> MatchedCollectives:
     """Match the kernels of all ranks."""
     found, ranks = _Found(), len(calls.ranks)
-    open_to_all = calls.way != Way.PAIR
+    open_to_all = calls.way != SyncKind.PAIR
     is_numbered = open_to_all & (calls.group != NONE) & (calls.seq != NONE)
     _by_number(calls, np.flatnonzero(is_numbered), found)
-    clocks = clocks_of(calls, found.met(ranks))
+    clocks = align_clocks(calls, found.met(ranks))
     for rows in sorted(_series(calls, np.flatnonzero(open_to_all & ~is_numbered)), key=len, reverse=True):
         _by_order(calls, rows, clocks, found)
         if len(np.unique(clocks.island)) > 1:
-            clocks = clocks_of(calls, found.met(ranks))
-    clocks = clocks_of(calls, found.met(ranks))
+            clocks = align_clocks(calls, found.met(ranks))
+    clocks = align_clocks(calls, found.met(ranks))
     met, seqs = found.met(ranks), found.numbers()
     together = _are_together(calls, met, clocks)
     for rows, seq in zip(met[~together], seqs[~together], strict=True):
@@ -122,12 +247,16 @@ def meet(calls: Calls) -> Meetings:
     met, seqs = met[together], seqs[together]
     order = np.argsort(calls.start_us[met.max(axis=1, initial=0)], kind="stable")
     found.unmatched.sort(key=lambda one: float(calls.start_us[one.rows[0]]))
-    return Meetings(calls=calls, met=met[order], seq=seqs[order], clocks=clocks, unmatched=tuple(found.unmatched))
+    return MatchedCollectives(
+        calls=calls, met=met[order], seq=seqs[order], clocks=clocks, unmatched=tuple(found.unmatched)
+    )
 
 
-def _unmatched(calls: Calls, seq: int, rows: tuple[int, ...], missing: tuple[int, ...], why: str) -> Unmatched:
+def _unmatched(
+    calls: CollectiveCalls, seq: int, rows: tuple[int, ...], missing: tuple[int, ...], why: str
+) -> UnmatchedCollective:
     group = calls.group[rows[0]]
-    return Unmatched(
+    return UnmatchedCollective(
         group="" if group == NONE else calls.groups[group].name,
         seq=seq,
         name=calls.name(rows[0]),
@@ -137,7 +266,7 @@ def _unmatched(calls: Calls, seq: int, rows: tuple[int, ...], missing: tuple[int
     )
 
 
-def _expected(calls: Calls, rows: Integers) -> Flags:
+def _expected(calls: CollectiveCalls, rows: Integers) -> Flags:
     """For each group, which of our ranks should take part."""
     table = np.zeros((len(calls.groups), len(calls.ranks)), dtype=bool)
     table[calls.group[rows], calls.rank[rows]] = True
@@ -147,7 +276,7 @@ def _expected(calls: Calls, rows: Integers) -> Flags:
     return table
 
 
-def _by_number(calls: Calls, rows: Integers, found: _Found) -> None:
+def _by_number(calls: CollectiveCalls, rows: Integers, found: _Found) -> None:
     """Meetings of kernels that say their number. A number that a rank has twice counts by occurrence."""
     if not len(rows):
         return
@@ -176,7 +305,7 @@ def _by_number(calls: Calls, rows: Integers, found: _Found) -> None:
         found.unmatched.append(_unmatched(calls, int(seqs[one]), present, missing, why))
 
 
-def _recorded(calls: Calls, rows: Integers) -> dict[tuple[int, int], tuple[int, int]]:
+def _recorded(calls: CollectiveCalls, rows: Integers) -> dict[tuple[int, int], tuple[int, int]]:
     """Least and greatest number that each rank has of each group; rows are sorted by group and number."""
     bounds: dict[tuple[int, int], tuple[int, int]] = {}
     for group, rank, seq in zip(calls.group[rows], calls.rank[rows], calls.seq[rows], strict=True):
@@ -185,7 +314,9 @@ def _recorded(calls: Calls, rows: Integers) -> dict[tuple[int, int], tuple[int, 
     return bounds
 
 
-def _absence(calls: Calls, recorded: dict[tuple[int, int], tuple[int, int]], group: int, seq: int, rank: int) -> str:
+def _absence(
+    calls: CollectiveCalls, recorded: dict[tuple[int, int], tuple[int, int]], group: int, seq: int, rank: int
+) -> str:
     """Why a rank lacks a collective, as far as its own numbers tell."""
     name = f"rank {calls.ranks[rank]}"
     if (group, rank) not in recorded:
@@ -214,7 +345,7 @@ def _occurrence(*columns: Integers) -> Integers:
 # -------------------------------------------------------------------------------------------------- by order and time
 
 
-def _series(calls: Calls, rows: Integers) -> list[Integers]:
+def _series(calls: CollectiveCalls, rows: Integers) -> list[Integers]:
     """Kernels without number, in lists whose order should be the same on all ranks.
 
     Those of a group make a list; of a library without groups those of a name; of NCCL those of a stream, if all ranks
@@ -222,7 +353,7 @@ def _series(calls: Calls, rows: Integers) -> list[Integers]:
     """
     labels = np.zeros((3, len(rows)), dtype=np.int64)
     labels[0] = calls.group[rows]
-    is_device = calls.way[rows] >= Way.DEVICE
+    is_device = calls.way[rows] >= SyncKind.DEVICE
     labels[1] = np.where(is_device, calls.name_id[rows], NONE)
     bare = (calls.group[rows] == NONE) & ~is_device
     streams = [set(calls.stream[rows[bare & (calls.rank[rows] == rank)]].tolist()) for rank in range(len(calls.ranks))]
@@ -232,7 +363,7 @@ def _series(calls: Calls, rows: Integers) -> list[Integers]:
     return [rows[kind.reshape(-1) == one] for one in range(int(kind.max(initial=NONE)) + 1)]
 
 
-def _by_order(calls: Calls, rows: Integers, clocks: Clocks, found: _Found) -> None:
+def _by_order(calls: CollectiveCalls, rows: Integers, clocks: ClockOffsets, found: _Found) -> None:
     """Meetings of one series."""
     ranks = len(calls.ranks)
     own = [rows[calls.rank[rows] == rank] for rank in range(ranks)]
@@ -254,21 +385,23 @@ def _by_order(calls: Calls, rows: Integers, clocks: Clocks, found: _Found) -> No
         _list_the_rest(calls, own, met[whole], taking_part, found)
 
 
-def _places(calls: Calls, rows: Integers) -> Integers:
+def _places(calls: CollectiveCalls, rows: Integers) -> Integers:
     """Place of these rows among all kernels of their rank that have neither number nor own series."""
     if not len(rows):
         return rows
     first = rows[0]
     alike = (calls.rank == calls.rank[first]) & (calls.group == calls.group[first]) & (calls.seq == NONE)
-    if calls.way[first] >= Way.DEVICE:
+    if calls.way[first] >= SyncKind.DEVICE:
         alike &= calls.name_id == calls.name_id[first]
     else:
-        alike &= calls.way < Way.DEVICE
+        alike &= calls.way < SyncKind.DEVICE
     places: Integers = np.searchsorted(np.flatnonzero(alike), rows)
     return places
 
 
-def _list_the_rest(calls: Calls, own: list[Integers], met: Integers, taking_part: Flags, found: _Found) -> None:
+def _list_the_rest(
+    calls: CollectiveCalls, own: list[Integers], met: Integers, taking_part: Flags, found: _Found
+) -> None:
     """What is in no meeting of the series, by place in it: kernels of the same place are one entry."""
     matched = set(met.reshape(-1).tolist())
     left: dict[int, list[int]] = {}
@@ -286,11 +419,11 @@ def _list_the_rest(calls: Calls, own: list[Integers], met: Integers, taking_part
         found.unmatched.append(_unmatched(calls, place, tuple(present), missing, why))
 
 
-def _pairs(calls: Calls, lead: Integers, other: Integers, clocks: Clocks) -> tuple[Integers, Integers]:
+def _pairs(calls: CollectiveCalls, lead: Integers, other: Integers, clocks: ClockOffsets) -> tuple[Integers, Integers]:
     """Places in `lead` and `other` that are the same collective."""
     if not len(other):
         return other, other
-    is_device = calls.way[lead[0]] >= Way.DEVICE
+    is_device = calls.way[lead[0]] >= SyncKind.DEVICE
     in_order = np.arange(len(lead))
     if is_device and clocks.island[calls.rank[lead[0]]] != clocks.island[calls.rank[other[0]]]:
         return (in_order, in_order) if len(lead) == len(other) else (lead[:0], lead[:0])
@@ -311,7 +444,7 @@ def _pairs(calls: Calls, lead: Integers, other: Integers, clocks: Clocks) -> tup
     return partner[found[believed]], found[believed]
 
 
-def _are_in_step(calls: Calls, lead: Integers, other: Integers, clocks: Clocks) -> bool:
+def _are_in_step(calls: CollectiveCalls, lead: Integers, other: Integers, clocks: ClockOffsets) -> bool:
     """Whether two ranks of a group have the same collectives in the same order, and met in nearly all."""
     if len(lead) != len(other) or calls.group[lead[0]] == NONE or (calls.name_id[lead] != calls.name_id[other]).any():
         return False
@@ -334,7 +467,7 @@ def _nearest(times_us: Floats, wanted_us: Floats) -> Integers:
     return order[np.where(nearer_before, before, after)]
 
 
-def _apart(calls: Calls, lead: Integers, other: Integers, clocks: Clocks) -> float:
+def _apart(calls: CollectiveCalls, lead: Integers, other: Integers, clocks: ClockOffsets) -> float:
     """How far the other rank's clock is ahead: known, or the difference of ends that most pairs of one shift share."""
     first, second = calls.rank[lead[0]], calls.rank[other[0]]
     if clocks.island[first] == clocks.island[second]:
@@ -352,11 +485,11 @@ def _apart(calls: Calls, lead: Integers, other: Integers, clocks: Clocks) -> flo
     return best
 
 
-def _are_together(calls: Calls, met: Integers, clocks: Clocks) -> Flags:
+def _are_together(calls: CollectiveCalls, met: Integers, clocks: ClockOffsets) -> Flags:
     """Whether a moment exists at which all ranks of each meeting were inside; where that need not be, True."""
     present = met != NONE
     latest = np.where(present, clocks.start_us(calls)[met], -np.inf).max(axis=1, initial=-np.inf)
     earliest = np.where(present, clocks.end_us(calls)[met], np.inf).min(axis=1, initial=np.inf)
     way = np.where(present, calls.way[met], NONE).max(axis=1, initial=NONE)
-    together: Flags = (latest <= earliest + TOLERANCE_US) | (way > Way.UNEVEN) | ~clocks.is_joined(present)
+    together: Flags = (latest <= earliest + TOLERANCE_US) | (way > SyncKind.UNEVEN) | ~clocks.is_joined(present)
     return together

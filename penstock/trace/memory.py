@@ -25,7 +25,7 @@ import numpy as np
 
 from penstock.trace.events import NONE, Flags, Floats, HostKind, Integers, Trace
 from penstock.trace.phases import PASSES, Phases, find_phases, grouped
-from penstock.trace.timeline import Step
+from penstock.trace.timeline import RecordedStep
 from penstock.trace.tree import as_launches, build_tree, place
 
 COMPONENTS = ("before", "activations", "gradients", "optimizer", "kept", "temporary")
@@ -41,7 +41,7 @@ _FORWARD, _BACKWARD, _RECOMPUTE, _UPDATE = (
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Blocks:
+class AllocatedBlocks:
     """What was handed out while it was recorded.
 
     Attributes:
@@ -85,7 +85,7 @@ class MemoryRow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Peak:
+class MemoryPeak:
     """The fullest moment.
 
     Attributes:
@@ -110,7 +110,7 @@ class Peak:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Memory:
+class AllocatorHistory:
     """What the allocator of one device did; arrays have one entry for each change.
 
     Attributes:
@@ -130,7 +130,7 @@ class Memory:
     reserved: Integers
     changed: Integers
     phases: Phases
-    blocks: Blocks | None
+    blocks: AllocatedBlocks | None
     spans: tuple[str, ...]
 
     @property
@@ -139,14 +139,14 @@ class Memory:
         return int(self.allocated.argmax())
 
     @property
-    def peak(self) -> Peak:
+    def peak(self) -> MemoryPeak:
         """The fullest moment."""
         return self.at(self.peak_row, self.spans)
 
-    def at(self, row: int, spans: tuple[str, ...] = ()) -> Peak:
+    def at(self, row: int, spans: tuple[str, ...] = ()) -> MemoryPeak:
         """The moment after a change."""
         layer = int(self.phases.layer[row])
-        return Peak(
+        return MemoryPeak(
             time_us=float(self.time_us[row]),
             allocated_bytes=int(self.allocated[row]),
             reserved_bytes=int(self.reserved[row]),
@@ -224,7 +224,7 @@ class _Args(msgspec.Struct, gc=False):
 _DECODER = msgspec.json.Decoder(_Args)
 
 
-def find_memory(trace: Trace) -> tuple[Memory, ...]:
+def find_memory(trace: Trace) -> tuple[AllocatorHistory, ...]:
     """What each GPU's allocator held over the trace; empty if memory was not recorded."""
     host = trace.host
     rows = np.flatnonzero((host.kind == HostKind.INSTANT) & host.called("[memory]"))
@@ -239,7 +239,7 @@ def find_memory(trace: Trace) -> tuple[Memory, ...]:
     return tuple(_memory(trace, device, found) for device, found in sorted(changes.items()))
 
 
-def _memory(trace: Trace, device: int, found: Sequence[tuple[int, _Args]]) -> Memory:
+def _memory(trace: Trace, device: int, found: Sequence[tuple[int, _Args]]) -> AllocatorHistory:
     rows = np.array([row for row, _ in found])
     allocated = np.array([args.allocated for _, args in found], dtype=np.int64)
     changed = np.array([args.changed or 0 for _, args in found], dtype=np.int64)
@@ -249,7 +249,7 @@ def _memory(trace: Trace, device: int, found: Sequence[tuple[int, _Args]]) -> Me
     has_blocks = all(args.address is not None and args.changed is not None for _, args in found)
     addresses = np.array([args.address or 0 for _, args in found], dtype=np.int64)
     around = tree.above(int(rows[allocated.argmax()]))[:0:-1]
-    return Memory(
+    return AllocatorHistory(
         device=device,
         time_us=trace.host.start_us[rows],
         allocated=allocated,
@@ -261,7 +261,7 @@ def _memory(trace: Trace, device: int, found: Sequence[tuple[int, _Args]]) -> Me
     )
 
 
-def _blocks(addresses: Integers, changed: Integers, phases: Phases) -> Blocks:
+def _blocks(addresses: Integers, changed: Integers, phases: Phases) -> AllocatedBlocks:
     """Each block from the change that hands it out to the next one at its address, if that takes it back."""
     order = np.lexsort((np.arange(len(changed)), addresses))
     is_next = np.append(addresses[order][1:] == addresses[order][:-1], False)
@@ -270,7 +270,7 @@ def _blocks(addresses: Integers, changed: Integers, phases: Phases) -> Blocks:
     is_born = changed[order] > 0
     born = order[is_born]
     died = np.where(is_taken, after, NONE)[is_born]
-    return Blocks(size=changed[born], born=born, died=died, component=_components(born, died, phases.pass_id))
+    return AllocatedBlocks(size=changed[born], born=born, died=died, component=_components(born, died, phases.pass_id))
 
 
 def _components(born: Integers, died: Integers, pass_id: Integers) -> Integers:
@@ -300,7 +300,7 @@ def _components(born: Integers, died: Integers, pass_id: Integers) -> Integers:
 # -------------------------------------------------------------------------------------------------------------- JSON
 
 
-def memory_json(memory: Memory, steps: Sequence[Step]) -> dict[str, Any]:
+def memory_json(memory: AllocatorHistory, steps: Sequence[RecordedStep]) -> dict[str, Any]:
     """A device's memory as plain values."""
     return {
         "device": memory.device,
@@ -314,11 +314,11 @@ def memory_json(memory: Memory, steps: Sequence[Step]) -> dict[str, Any]:
     }
 
 
-def _peak_json(peak: Peak) -> dict[str, Any]:
+def _peak_json(peak: MemoryPeak) -> dict[str, Any]:
     return _spoken(vars(peak)) | {"components": dict(peak.components) or None, "spans": list(peak.spans)}
 
 
-def _step_json(memory: Memory, step: Step) -> dict[str, Any]:
+def _step_json(memory: AllocatorHistory, step: RecordedStep) -> dict[str, Any]:
     """What the host's part of a step begins and ends with, and its fullest moment; null without a change in it."""
     low, high = np.searchsorted(memory.time_us, [step.start_us, step.start_us + step.duration_us]).tolist()
     told: dict[str, Any] = {"name": step.name, "number": step.number, "begin_bytes": None, "end_bytes": None}

@@ -4,16 +4,23 @@ A call is an operator with the shapes and types of its arguments, and with the p
 work (a causal mask, the stride of a convolution). Thousands of events are a few hundred different calls, so what is
 computed of a call (penstock.trace.roofline) is computed once. Calls are told apart by their text in the file; only one
 of each is decoded.
+
+All time on the device as leaves of one tree: step, pipeline action, layer, phase, pass, operator, shapes, kernel.
+
+Flames, tables of any depth and comparisons add up the same leaves, so their sums agree. A level that an event does not
+have is empty or None: an event without a launch in the trace has neither step nor operator.
 """
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 from penstock.trace.events import NONE, Integers, Trace
+from penstock.trace.kernel_names import function_of
+from penstock.trace.phases import PASSES, Phases, grouped
 from penstock.trace.tree import Placement
 
 WITH_ARGUMENTS = re.compile(r"attention|conv(?!ert)|aten::(sum|mean|cat|softmax|_softmax|_log_softmax)")
@@ -23,7 +30,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class OperatorCall:
     """An operator on shapes.
 
     Attributes:
@@ -38,7 +45,7 @@ class Call:
     shapes: tuple[Any, ...]
     types: tuple[str, ...]
     plain: tuple[str, ...] = ()
-    made_by: "Call | None" = None
+    made_by: "OperatorCall | None" = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,7 +58,7 @@ class CallTable:
         row_of: row in `Trace.host` of the operator, for each row of `Trace.gpu`, or NONE.
     """
 
-    calls: tuple[Call, ...]
+    calls: tuple[OperatorCall, ...]
     call_of: Integers
     row_of: Integers
 
@@ -75,7 +82,7 @@ def calls_made(trace: Trace, placement: Placement) -> CallTable:
     makers = np.full(len(rows), NONE)
     makers[event.reshape(-1)] = placement.maker
     known: dict[_Key, int] = {}
-    calls: list[Call] = []
+    calls: list[OperatorCall] = []
 
     def index_of(row: int, maker: int) -> int:
         if row == NONE:
@@ -88,7 +95,7 @@ def calls_made(trace: Trace, placement: Placement) -> CallTable:
         if key not in known:
             known[key] = len(calls)
             calls.append(
-                Call(
+                OperatorCall(
                     name=name,
                     shapes=_frozen(_value(key[1])),
                     types=tuple(str(one) for one in _value(key[2])),
@@ -120,3 +127,83 @@ def _value(text: bytes) -> list[Any]:
 def _frozen(value: Any) -> Any:
     """Lists as tuples."""
     return tuple(_frozen(one) for one in value) if isinstance(value, list) else value
+
+
+# ------------------------------------------------------------------------------------------------------------ hierarchy
+
+
+class Leaf(NamedTuple):
+    """Kernels of one name from calls of one operator on the same shapes, at one place.
+
+    Attributes:
+        step: name of the step, or empty.
+        action: of the pipeline, or empty.
+        layer: its number, or None.
+        phase: as in `penstock.trace.phases`.
+        pass_: the same.
+        operator: the innermost one, or empty.
+        shapes: of its arguments.
+        kernel: name of its function.
+        events: how many.
+        kernel_us: their durations added.
+        exposed_us: busy time of the device that is charged to them.
+    """
+
+    step: str
+    action: str
+    layer: int | None
+    phase: str
+    pass_: str
+    operator: str
+    shapes: tuple[Any, ...]
+    kernel: str
+    events: int
+    kernel_us: float
+    exposed_us: float
+
+
+def hierarchy(trace: Trace, phases: Phases, calls: CallTable | None = None) -> list[Leaf]:
+    """The leaves, longest first.
+
+    Args:
+        trace: of one rank.
+        phases: of that trace.
+        calls: of that trace, if they are there already.
+    """
+    placement = phases.placement
+    calls = calls_made(trace, placement) if calls is None else calls
+    event = phases.event
+    groups, group = grouped(
+        placement.step[event],
+        _by_name(trace, placement.action)[event],
+        phases.layer,
+        phases.name_id * len(PASSES) + phases.pass_id,
+        calls.call_of[event],
+        trace.gpu.name_id[event],
+    )
+    counts = np.bincount(group, minlength=len(groups)).tolist()
+    kernel_us = np.bincount(group, phases.kernel_us, len(groups)).tolist()
+    exposed_us = np.bincount(group, phases.exposed_us, len(groups)).tolist()
+    leaves = []
+    for one, (step, action, layer, named, call, kernel) in enumerate(groups):
+        leaves.append(
+            Leaf(
+                step="" if step == NONE else trace.host.name(step),
+                action="" if action == NONE else trace.names[action],
+                layer=None if layer == NONE else layer,
+                phase=phases.names[named // len(PASSES)],
+                pass_=PASSES[named % len(PASSES)],
+                operator="" if call == NONE else calls.calls[call].name,
+                shapes=() if call == NONE else calls.calls[call].shapes,
+                kernel=function_of(trace.names[kernel]),
+                events=counts[one],
+                kernel_us=kernel_us[one],
+                exposed_us=exposed_us[one],
+            )
+        )
+    return sorted(leaves, key=lambda leaf: -leaf.kernel_us)
+
+
+def _by_name(trace: Trace, rows: Integers) -> Integers:
+    """Rows of the host as indices of their names."""
+    return np.where(rows == NONE, NONE, np.append(trace.host.name_id, NONE)[rows])

@@ -1,4 +1,4 @@
-"""The time of a trace by phase, layer and pass; `penstock.trace.hierarchy` goes on to operators, shapes and kernels.
+"""The time of a trace by phase, layer and pass; `penstock.trace.operators` goes on to operators, shapes and kernels.
 
 A phase is named by the span around the launch. Inside the spans of a mixture of experts the kernel says more: indices,
 permutation, activation, products forward and both gradients, waiting. Quantization is a phase of its own wherever it
@@ -19,12 +19,19 @@ from typing import Any
 import numpy as np
 
 from penstock.base.spans import Span
-from penstock.trace.calls import is_message
+from penstock.trace.calls import is_point_to_point
 from penstock.trace.events import NONE, Flags, Floats, GpuKind, Integers, Trace
+from penstock.trace.graph_replays import GraphReplays, infer_replays
 from penstock.trace.intervals import union
-from penstock.trace.kernel_names import COLLECTIVES, MATRICES, Part, general, is_gradient, telling
-from penstock.trace.replayed import Replays, infer_replays
-from penstock.trace.tree import PARTS, SPANS, Placement, place
+from penstock.trace.kernel_names import (
+    COLLECTIVES,
+    FLOAT8_GEMM,
+    Category,
+    generic_category,
+    is_gradient,
+    specific_category,
+)
+from penstock.trace.tree import CATEGORIES, SPANS, Placement, place
 
 PASSES = ("", "forward", "backward", "recompute", "update")
 """Of a training step. Empty: not known, because the launch is not in the trace and the name does not say."""
@@ -35,14 +42,25 @@ EXPERTS = frozenset({Span.ROUTE, Span.DISPATCH, Span.EXPERTS, Span.COMBINE})
 UPDATES = frozenset({Span.ZERO, Span.REDUCE, Span.CLIP, Span.READ, Span.OPTIMIZER, Span.BALANCE})
 """Spans and phases of the update, which is no pass through the model."""
 
-SPOKEN = {Span.SORT: Part.INDEX.value}
+SPOKEN = {Span.SORT: Category.INDEX.value}
 """Spans whose phase has another name, because a sort may be anything."""
 
-PRODUCTS = frozenset({Part.GROUPED, Part.GROUPED_WEIGHTS})
+PRODUCTS = frozenset({Category.GROUPED, Category.GROUPED_WEIGHTS})
 WAITING = " waiting"
 
-_NAMED = {Part.POSITIONS: Part.ATTENTION.value, Part.CACHE: Part.ATTENTION.value}
-_WITHIN = frozenset({Part.INDEX, Part.PERMUTE, Part.ACTIVATION, Part.ROUTE, Part.QUANTIZE})
+_NAMED = {
+    Category.POSITIONS: Category.ATTENTION.value,
+    Category.CACHE: Category.ATTENTION.value,
+}
+_WITHIN = frozenset(
+    {
+        Category.INDEX,
+        Category.PERMUTE,
+        Category.ACTIVATION,
+        Category.ROUTE,
+        Category.QUANTIZE,
+    }
+)
 _PRIORITY = {GpuKind.COMPUTE: 0, GpuKind.SET: 0, GpuKind.COMMUNICATION: 1, GpuKind.COPY: 2}
 
 
@@ -99,15 +117,15 @@ class Phases:
     kernel_us: Floats
     exposed_us: Floats
     placement: Placement
-    replays: Replays | None
+    replays: GraphReplays | None
 
     @property
     def other_share(self) -> float:
         """Of all time on the device, what nothing names."""
         total = self.kernel_us.sum()
-        if Part.OTHER.value not in self.names or not total:
+        if Category.OTHER.value not in self.names or not total:
             return 0.0
-        return float(self.kernel_us[self.name_id == self.names.index(Part.OTHER.value)].sum() / total)
+        return float(self.kernel_us[self.name_id == self.names.index(Category.OTHER.value)].sum() / total)
 
     def rows(self, *, by_layer: bool = True) -> list[Phase]:
         """The table, longest first; layers added up unless `by_layer`."""
@@ -227,8 +245,8 @@ def _name_all(trace: Trace, placement: Placement) -> tuple[tuple[str, ...], Inte
     said = np.where(talks, placement.collective, placement.part)
     asked = talks & (placement.span == NONE) & _exchanging(trace)[gpu.name_id]
     for row in np.flatnonzero(asked).tolist():
-        if is_message(gpu.raw[row]):
-            said[row] = PARTS.index(Part.POINT_TO_POINT)
+        if is_point_to_point(gpu.raw[row]):
+            said[row] = CATEGORIES.index(Category.POINT_TO_POINT)
     kinds, kind = grouped(gpu.name_id, talks.astype(np.int64), operator, placement.span, said, ran)
     names: list[str] = []
     found = []
@@ -238,7 +256,7 @@ def _name_all(trace: Trace, placement: Placement) -> tuple[tuple[str, ...], Inte
             is_communication=bool(kind_of),
             operator="" if operator_name == NONE else trace.names[operator_name],
             span=None if span == NONE else SPANS[span],
-            part=None if part == NONE else PARTS[part],
+            part=None if part == NONE else CATEGORIES[part],
             ran=("forward", "backward", "recompute", "")[how],
         )
         phase, pass_ = _name(event)
@@ -250,7 +268,11 @@ def _name_all(trace: Trace, placement: Placement) -> tuple[tuple[str, ...], Inte
 
 def _exchanging(trace: Trace) -> Flags:
     """For each name whether it is that of a kernel that may be an all-to-all."""
-    return np.fromiter((general(name) is Part.ALL_TO_ALL for name in trace.names), dtype=bool, count=len(trace.names))
+    return np.fromiter(
+        (generic_category(name) is Category.ALL_TO_ALL for name in trace.names),
+        dtype=bool,
+        count=len(trace.names),
+    )
 
 
 def _exchanges(names: list[str], name_id: Integers, pass_id: Integers) -> tuple[tuple[str, ...], Integers, Integers]:
@@ -259,7 +281,7 @@ def _exchanges(names: list[str], name_id: Integers, pass_id: Integers) -> tuple[
     In backward it is the other way round: gradients reach the experts through the combine.
     """
     products = np.array([one.startswith(Span.EXPERTS) for one in names], dtype=bool)[name_id]
-    exchange = name_id == (names.index(Part.ALL_TO_ALL) if Part.ALL_TO_ALL in names else NONE)
+    exchange = name_id == (names.index(Category.ALL_TO_ALL) if Category.ALL_TO_ALL in names else NONE)
     if not exchange.any() or not products.any():
         return tuple(names), name_id, pass_id
     marks = np.flatnonzero(products | exchange)
@@ -279,7 +301,7 @@ class _Event:
     is_communication: bool
     operator: str
     span: Span | None
-    part: Part | None
+    part: Category | None
     ran: str
 
 
@@ -293,60 +315,60 @@ def _name(event: _Event) -> tuple[str, str]:
     return name, "update" if is_update and pass_ in ("", "forward") else pass_
 
 
-def _does(event: _Event, own: Part | None) -> Part:
+def _does(event: _Event, own: Category | None) -> Category:
     """What the event does, by its kernel first and then by what stands around it."""
-    does = own or general(event.kernel) or general(event.operator) or Part.OTHER
-    if event.is_communication and event.part is Part.POINT_TO_POINT:
+    does = own or generic_category(event.kernel) or generic_category(event.operator) or Category.OTHER
+    if event.is_communication and event.part is Category.POINT_TO_POINT:
         return event.part
-    if event.is_communication and does in {Part.COLLECTIVE, Part.OTHER}:
-        return event.part or Part.COLLECTIVE
+    if event.is_communication and does in {Category.COLLECTIVE, Category.OTHER}:
+        return event.part or Category.COLLECTIVE
     return does
 
 
-def _pass(event: _Event, own: Part | None) -> str:
+def _pass(event: _Event, own: Category | None) -> str:
     """The pass that the tree found, unless names say that it is a gradient."""
     if event.ran not in ("", "forward"):
         return event.ran
-    is_named = own is Part.GROUPED_WEIGHTS or is_gradient(event.kernel) or is_gradient(event.operator)
+    is_named = own is Category.GROUPED_WEIGHTS or is_gradient(event.kernel) or is_gradient(event.operator)
     return "backward" if is_named else event.ran
 
 
-def _phase(event: _Event, own: Part | None, does: Part, pass_: str) -> str:
+def _phase(event: _Event, own: Category | None, does: Category, pass_: str) -> str:
     """The phase: by the span, where there is one and the kernel is not told apart in it."""
     if event.span is None:
         named = does if event.is_communication else own or event.part or does
         return _experts(named, pass_) if named in PRODUCTS else _NAMED.get(named, named.value)
     if event.span in EXPERTS:
         return _inside_experts(event.span, own, does, pass_)
-    is_message = event.is_communication and does in COLLECTIVES
-    if is_message or (own is Part.QUANTIZE and event.span != Span.NORM):
+    is_point_to_point = event.is_communication and does in COLLECTIVES
+    if is_point_to_point or (own is Category.QUANTIZE and event.span != Span.NORM):
         return does.value
     return SPOKEN.get(event.span, event.span.value)
 
 
-def _own(event: _Event) -> Part | None:
+def _own(event: _Event) -> Category | None:
     """The part that a kernel's name tells; the span decides where several parts have one kernel."""
-    own = telling(event.kernel)
-    if event.kernel == MATRICES and (event.span is Span.EXPERTS or event.part is Part.GROUPED):
-        return Part.GROUPED_WEIGHTS
+    own = specific_category(event.kernel)
+    if event.kernel == FLOAT8_GEMM and (event.span is Span.EXPERTS or event.part is Category.GROUPED):
+        return Category.GROUPED_WEIGHTS
     return own
 
 
-def _inside_experts(span: Span, own: Part | None, does: Part, pass_: str) -> str:
+def _inside_experts(span: Span, own: Category | None, does: Category, pass_: str) -> str:
     """The phase of a kernel under a span of a mixture of experts."""
-    if own is Part.WAIT:
+    if own is Category.WAIT:
         return span.value + WAITING
     if own in _WITHIN:
         return own.value
-    if does is Part.LOOK_UP and span is not Span.ROUTE:
-        return Part.PERMUTE.value
-    if span is Span.EXPERTS and does in PRODUCTS | {Part.PRODUCTS}:
+    if does is Category.LOOK_UP and span is not Span.ROUTE:
+        return Category.PERMUTE.value
+    if span is Span.EXPERTS and does in PRODUCTS | {Category.PRODUCTS}:
         return _experts(does, pass_)
     return span.value
 
 
-def _experts(part: Part, pass_: str) -> str:
+def _experts(part: Category, pass_: str) -> str:
     """Products of experts: forward, or which gradient."""
-    if part is Part.GROUPED_WEIGHTS:
+    if part is Category.GROUPED_WEIGHTS:
         return "experts weight gradient"
-    return "experts input gradient" if pass_ == "backward" and part is Part.GROUPED else Span.EXPERTS.value
+    return "experts input gradient" if pass_ == "backward" and part is Category.GROUPED else Span.EXPERTS.value

@@ -25,8 +25,8 @@ import msgspec
 import numpy as np
 
 from penstock.base.errors import TraceError, asked, nearest
+from penstock.trace.compare import shape_text
 from penstock.trace.events import NONE, HostEvents, HostKind, Trace
-from penstock.trace.named_work import shape_text
 from penstock.trace.recorded_call import Argument, TensorArgument, grouped_size, recorded_arguments
 from penstock.trace.tree import build_tree
 

@@ -15,15 +15,15 @@ import numpy as np
 
 from penstock.base.devices import Chip, chip_named
 from penstock.trace.events import NONE, GpuKind, Trace
-from penstock.trace.operators import Call, calls_made
+from penstock.trace.operators import OperatorCall, calls_made
 from penstock.trace.tree import Placement, place
-from penstock.trace.work import Work, work_of
+from penstock.trace.work import CallWork, work_of
 
 Bound = Literal["compute", "memory"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class RooflineRow:
     """All calls of an operator on the same shapes.
 
     Attributes:
@@ -67,7 +67,7 @@ class Roofline:
         modelled_share: of the time, what has a model of its work.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[RooflineRow, ...]
     chip: Chip | None
     modelled_share: float
 
@@ -116,11 +116,13 @@ def _chip(trace: Trace) -> Chip | None:
     return None if trace.device_name is None else chip_named(trace.device_name)
 
 
-def _row(call: Call, kernel_us: float, count: int, work: Work | None, chip: Chip | None, total_us: float) -> Row:
+def _row(
+    call: OperatorCall, kernel_us: float, count: int, work: CallWork | None, chip: Chip | None, total_us: float
+) -> RooflineRow:
     seconds = kernel_us * 1e-6
     roof = None if work is None or chip is None else _roof(work, chip)
     known = work is not None and seconds > 0
-    return Row(
+    return RooflineRow(
         operator=call.name,
         shapes=call.shapes,
         types=call.types,
@@ -137,7 +139,7 @@ def _row(call: Call, kernel_us: float, count: int, work: Work | None, chip: Chip
     )
 
 
-def _roof(work: Work, chip: Chip) -> tuple[float, Bound]:
+def _roof(work: CallWork, chip: Chip) -> tuple[float, Bound]:
     """Seconds that one call needs at least, and because of what. An unknown peak counts as that of bfloat16."""
     peak = {"fp8": chip.fp8, "fp32": chip.fp32, "bf16": chip.bf16}[work.dtype] or chip.bf16
     computing, moving = work.flops / peak, work.bytes / chip.memory

@@ -32,7 +32,7 @@ _OWN_STEP = re.compile(rf"{Span.STEP}(?:[ #:](\d+))?")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timeline:
+class TimeBreakdown:
     """How a stretch of time was spent, in microseconds; what each word means says the module's docstring."""
 
     total_us: float
@@ -47,7 +47,7 @@ class Timeline:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class RecordedStep:
     """One step of a training run.
 
     Attributes:
@@ -64,39 +64,39 @@ class Step:
     start_us: float
     duration_us: float
     window_us: tuple[float, float]
-    timeline: Timeline
+    timeline: TimeBreakdown
 
 
 @dataclass(frozen=True, kw_only=True)
-class Busy:
+class BusyIntervals:
     """When a device computed, communicated and copied."""
 
     compute: Intervals
     communication: Intervals
     copies: Intervals
 
-    def within(self, start_us: float, end_us: float) -> "Busy":
+    def within(self, start_us: float, end_us: float) -> "BusyIntervals":
         """The part between two times."""
         parts = (part.within(start_us, end_us) for part in (self.compute, self.communication, self.copies))
         compute, communication, copies = parts
-        return Busy(compute=compute, communication=communication, copies=copies)
+        return BusyIntervals(compute=compute, communication=communication, copies=copies)
 
 
-def busy_of(events: GpuEvents) -> Busy:
+def busy_of(events: GpuEvents) -> BusyIntervals:
     """When events of a GPU computed, communicated and copied."""
 
     def when(*kinds: GpuKind) -> Intervals:
         rows = np.isin(events.kind, kinds)
         return union(events.start_us[rows], events.end_us[rows])
 
-    return Busy(
+    return BusyIntervals(
         compute=when(GpuKind.COMPUTE, GpuKind.SET),
         communication=when(GpuKind.COMMUNICATION),
         copies=when(GpuKind.COPY),
     )
 
 
-def timeline_of(events: GpuEvents) -> Timeline:
+def timeline_of(events: GpuEvents) -> TimeBreakdown:
     """The timeline of these events, from the first to the last; all zeros without any."""
     if not len(events):
         return _spent(busy_of(events), 0.0, 0)
@@ -104,12 +104,12 @@ def timeline_of(events: GpuEvents) -> Timeline:
     return _spent(busy_of(events), total_us, len(events))
 
 
-def timelines(trace: Trace) -> dict[str, Timeline]:
+def timelines(trace: Trace) -> dict[str, TimeBreakdown]:
     """`all`: of every event on the GPU. `linked`: of those whose launch is in the trace."""
     return {"all": timeline_of(trace.gpu), "linked": timeline_of(trace.gpu.take(trace.gpu.is_linked))}
 
 
-def steps_of(trace: Trace) -> tuple[Step, ...]:
+def steps_of(trace: Trace) -> tuple[RecordedStep, ...]:
     """The steps of a trace in their order; none if it has no regions for them."""
     regions = step_spans(trace)
     linked = trace.gpu.take(trace.gpu.is_linked)
@@ -117,7 +117,7 @@ def steps_of(trace: Trace) -> tuple[Step, ...]:
     busy = busy_of(linked)
     windows = _windows(regions, linked, launched_us)
     return tuple(
-        Step(
+        RecordedStep(
             name=regions.name(row),
             number=_number(regions.name(row), row),
             start_us=float(regions.start_us[row]),
@@ -152,10 +152,10 @@ def _windows(regions: HostEvents, linked: GpuEvents, launched_us: Floats) -> lis
     return list(pairwise(bounds.tolist()))
 
 
-def _spent(busy: Busy, total_us: float, events: int) -> Timeline:
+def _spent(busy: BusyIntervals, total_us: float, events: int) -> TimeBreakdown:
     working = busy.compute | busy.communication
     busy_us = (working | busy.copies).length_us
-    return Timeline(
+    return TimeBreakdown(
         total_us=total_us,
         busy_us=busy_us,
         compute_us=busy.compute.length_us,

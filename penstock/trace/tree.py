@@ -12,9 +12,21 @@ that is one level higher. All of that is sorting; there is no stack and no loop 
 - step and pipeline action, by time: they cover the threads of autograd as well.
 
 An event whose launch is not in the trace has none of these; its name must do (penstock.trace.kernel_names).
+
+Which function of ours a dense product in 8 bits belongs to, although it was launched outside of it.
+
+penstock.models.float8_linear puts products behind the autograd function whose output they write, and the first one of a
+network before it, so no operator with shapes stands around their launches in forward. Their order tells:
+
+    _Float8Linear, product                              the product behind it
+    product, _Float8Network, activation, product        that before it, and what is behind it up to the product
+
+On a thread, under one parent, a product that the function before it did not take is the first of the network behind it.
+Inside experts, and in backward, what was launched has a function for a parent, and none beside it.
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -22,14 +34,13 @@ import numpy as np
 
 from penstock.base.spans import Span
 from penstock.trace.events import NONE, Flags, Floats, GpuEvents, GpuKind, HostEvents, HostKind, Integers, Trace
-from penstock.trace.float8_products import with_float8_products
-from penstock.trace.kernel_names import COLLECTIVES, Part, general, telling
+from penstock.trace.kernel_names import COLLECTIVES, FLOAT8_GEMM, Category, generic_category, specific_category
 
 NODE = "autograd::engine::evaluate_function: "
 """What the name of a node of the backward graph begins with."""
 
 SPANS = tuple(Span)
-PARTS = tuple(Part)
+CATEGORIES = tuple(Category)
 FRAMES = frozenset({Span.STEP, Span.FORWARD, Span.BACKWARD, Span.RECOMPUTE, Span.REPLAY, Span.MTP})
 """Spans around many phases. A kernel that has no other span is named by what it does."""
 
@@ -48,7 +59,7 @@ ROUNDING_US = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Tree:
+class HostTree:
     """What the host did, nested. Arrays have one entry for each row of `Trace.host`.
 
     Attributes:
@@ -83,7 +94,7 @@ class Placement:
         maker: in backward, row of the forward operator that made the node, or NONE.
         span: index into `SPANS` of the innermost span that names a phase, or NONE.
         layer: its number, or NONE.
-        part: index into `PARTS`: what the operators around it say that it is, or NONE.
+        part: index into `CATEGORIES`: what the operators around it say that it is, or NONE.
         collective: the same of those that say which collective they call.
         action: row in `Trace.host` of the pipeline action, or NONE.
         step: row in `Trace.host` of the step, or NONE.
@@ -91,7 +102,7 @@ class Placement:
             open that computes gradients only (autograd adds gradients up between nodes).
         is_recomputed: whether it ran forward again, inside a node.
         is_replayed: whether it is one of many that a captured graph started at once.
-        is_inferred: whether what stands here of such an event was not seen but inferred (penstock.trace.replayed).
+        is_inferred: whether what stands here of such an event was not seen but inferred (penstock.trace.graph_replays).
     """
 
     operator: Integers
@@ -108,7 +119,7 @@ class Placement:
     is_inferred: Flags
 
 
-def build_tree(trace: Trace) -> Tree:
+def build_tree(trace: Trace) -> HostTree:
     """Nest operators, spans and those calls of the runtime that started something."""
     host = trace.host
     is_node = (host.kind == HostKind.OPERATOR) | (host.kind == HostKind.SPAN)
@@ -116,7 +127,7 @@ def build_tree(trace: Trace) -> Tree:
     return nest(host, np.flatnonzero(is_node))
 
 
-def nest(host: HostEvents, rows: Integers) -> Tree:
+def nest(host: HostEvents, rows: Integers) -> HostTree:
     """Nest these rows of the host's events, each thread by itself."""
     parent, depth = np.full(len(host), NONE), np.zeros(len(host), dtype=np.int64)
     by_thread = rows[np.argsort(host.thread[rows], kind="stable")]
@@ -125,7 +136,7 @@ def nest(host: HostEvents, rows: Integers) -> Tree:
         depth[mine], parent[mine] = _nested(host, mine)
     by_depth = rows[np.argsort(depth[rows], kind="stable")]
     sizes = np.bincount(depth[rows], minlength=1)
-    return Tree(parent=parent, levels=tuple(np.split(by_depth, np.cumsum(sizes)[:-1])))
+    return HostTree(parent=parent, levels=tuple(np.split(by_depth, np.cumsum(sizes)[:-1])))
 
 
 def _nested(host: HostEvents, rows: Integers) -> tuple[Integers, Integers]:
@@ -154,7 +165,7 @@ def _depths(above: Integers) -> Integers:
     return depth
 
 
-def place(trace: Trace, tree: Tree | None = None) -> Placement:
+def place(trace: Trace, tree: HostTree | None = None) -> Placement:
     """Ask the tree about every event of the GPU."""
     tree = build_tree(trace) if tree is None else tree
     host, gpu = trace.host, trace.gpu
@@ -201,7 +212,7 @@ class _Facts:
     collective: Integers
 
 
-def _facts(trace: Trace, tree: Tree) -> _Facts:
+def _facts(trace: Trace, tree: HostTree) -> _Facts:
     host, names = trace.host, trace.names
     row, is_operator, is_span = np.arange(len(host)), host.kind == HostKind.OPERATOR, host.kind == HostKind.SPAN
     is_node = is_operator & _of_names(trace, lambda name: name.startswith(NODE))[host.name_id]
@@ -243,14 +254,14 @@ def _said_by(name: str) -> tuple[int, int, int, int]:
     """Span, layer, part and collective that the name of an operator or span tells, NONE for what it does not."""
     span = SPANS.index(Span(name)) if name in SPANS and name not in FRAMES else NONE
     layer = LAYER.search(name)
-    part = telling(name.removeprefix(NODE))
-    does = general(name)
-    calls = does is not None and does in COLLECTIVES and does is not Part.COLLECTIVE
+    part = specific_category(name.removeprefix(NODE))
+    does = generic_category(name)
+    calls = does is not None and does in COLLECTIVES and does is not Category.COLLECTIVE
     return (
         span,
         NONE if layer is None else int(layer[1]),
-        NONE if part is None else PARTS.index(part),
-        PARTS.index(does) if calls and does is not None else NONE,
+        NONE if part is None else CATEGORIES.index(part),
+        CATEGORIES.index(does) if calls and does is not None else NONE,
     )
 
 
@@ -331,3 +342,54 @@ def as_launches(trace: Trace, rows: Integers) -> Trace:
         launch=rows,
     )
     return replace(trace, gpu=events)
+
+
+# ------------------------------------------------------------------------------------------------------ float8 products
+
+LINEAR, NETWORK = "_Float8Linear", "_Float8Network"
+_ACTIVATION = "swiglu_float8_kernel"
+
+
+def with_float8_products(trace: Trace, parent: Integers, operator: Integers) -> Integers:
+    """The operators of GPU events, where those of dense products in 8 bits are the functions that asked for them.
+
+    Args:
+        trace: of one rank.
+        parent: for each row of `Trace.host`, the row of what stands around it, or NONE.
+        operator: for each row of `Trace.gpu`, the row of the innermost operator, or NONE.
+    """
+    host, gpu = trace.host, trace.gpu
+    asked = np.flatnonzero(gpu.called(FLOAT8_GEMM, _ACTIVATION) & gpu.is_linked)
+    functions = np.flatnonzero(host.called(LINEAR, NETWORK) & (host.kind == HostKind.OPERATOR))
+    if not len(asked) or not len(functions):
+        return operator
+    found = operator.copy()
+    by_place: dict[tuple[int, int], list[tuple[float, int, int]]] = defaultdict(list)
+    for row in functions.tolist():
+        by_place[int(host.thread[row]), int(parent[row])].append((float(host.start_us[row]), row, NONE))
+    for event in asked.tolist():
+        row = int(gpu.launch[event])
+        by_place[int(host.thread[row]), int(parent[row])].append((float(host.start_us[row]), row, event))
+    for met in by_place.values():
+        for event, function in _claims(trace, sorted(met)):
+            found[event] = function
+    return found
+
+
+def _claims(trace: Trace, met: list[tuple[float, int, int]]) -> list[tuple[int, int]]:
+    """Events and their functions, from both in the order of time: start, row of the host, and event or NONE."""
+    claims, before = list[tuple[int, int]](), NONE
+    function, is_open = NONE, False
+    for _, row, event in met:
+        if event == NONE:
+            is_network = trace.host.name(row) == NETWORK
+            if is_network and before != NONE:
+                claims.append((before, row))
+            function, is_open, before = row, True, NONE
+        elif trace.gpu.name(event) == FLOAT8_GEMM:
+            if is_open:
+                claims.append((event, function))
+            before, is_open = (NONE if is_open else event), False
+        elif is_open and trace.host.name(function) == NETWORK:
+            claims.append((event, function))
+    return claims

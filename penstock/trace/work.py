@@ -1,4 +1,11 @@
-"""How much an operator computes and moves, from the shapes and types of its arguments.
+"""Arguments of a call as models of work read them: tensors with a shape and the bytes of a number.
+
+The work of our functions that multiply in 8 bits; `penstock.trace.work` has all others.
+
+Operands are quantized before a product or inside its function, and results are written in 16 bits. Quantization moves
+bytes that are no part of this: what it costs shows as a share of the roof that is not reached.
+
+How much an operator computes and moves, from the shapes and types of its arguments.
 
 FLOPs count a multiplication and an addition as two. Bytes are what must be read and written at least once. Models stand
 in tables by name: products of matrices, grouped products, attention, convolution, and the rest by what they read and
@@ -10,17 +17,133 @@ whose type the profiler does not write, are float32 where they are updated and 1
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from penstock.trace import float8_work
-from penstock.trace.operators import Call
-from penstock.trace.work_arguments import Found, Model, Tensor, UnknownShapeError, need, optional, tensor_at
+from penstock.trace.operators import OperatorCall
+
+BYTES: Mapping[str, int] = {
+    "double": 8,
+    "long int": 8,
+    "long": 8,
+    "float": 4,
+    "int": 4,
+    "c10::BFloat16": 2,
+    "c10::Half": 2,
+    "short": 2,
+    "bool": 1,
+    "unsigned char": 1,
+    "signed char": 1,
+    "char": 1,
+    "c10::Float8_e4m3fn": 1,
+    "c10::Float8_e4m3fnuz": 1,
+    "c10::Float8_e5m2": 1,
+    "c10::Float8_e5m2fnuz": 1,
+    "c10::Float8_e8m0fnu": 1,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class CallTensor:
+    """An argument: its shape and the bytes of an element."""
+
+    shape: tuple[int, ...]
+    width: int
+
+    @property
+    def numel(self) -> int:
+        """Numbers in it."""
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Its size."""
+        return self.numel * self.width
+
+
+class UnknownShapeError(Exception):
+    """An argument is missing or has no shape; no model says how much work a call is."""
+
+
+Found = tuple[float, float]
+"""FLOPs and bytes."""
+
+Model = Callable[[OperatorCall, list[CallTensor | None], float], Found]
+"""From a call, its arguments, and the share of rows of experts that held tokens."""
+
+
+def tensor_at(call: OperatorCall, index: int) -> CallTensor | None:
+    """An argument, if it is a tensor."""
+    width = BYTES.get(call.types[index] if index < len(call.types) else "")
+    shape = call.shapes[index]
+    if width is None or not isinstance(shape, (list, tuple)) or any(not isinstance(size, int) for size in shape):
+        return None
+    return CallTensor(shape=tuple(shape), width=width)
+
+
+def need(tensors: list[CallTensor | None], index: int, dims: int = 0) -> CallTensor:
+    """An argument that must be a tensor with at least so many dims."""
+    one = tensors[index]
+    if one is None or len(one.shape) < dims:
+        raise UnknownShapeError
+    return one
+
+
+def optional(tensors: list[CallTensor | None], index: int) -> CallTensor | None:
+    """An argument, or None if there is none or it is no tensor."""
+    return tensors[index] if index < len(tensors) else None
+
+
+# ---------------------------------------------------------------------------------------------------------- float8 work
+
+
+def _float8_linear(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> Found:
+    """A dense product: x_D, w_FD."""
+    x, w = need(tensors, 0, 2), need(tensors, 1, 2)
+    rows = x.numel // max(x.shape[-1], 1)
+    _refuse_others(call, most=4)
+    return 2 * rows * w.numel, x.numel + w.numel + rows * w.shape[0] * x.width
+
+
+def _float8_networks(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> Found:
+    """Both products of experts, whose arguments are those of 16 bits, or of a dense network: x_TD, gate_up, down."""
+    x, gate_up, down = (need(tensors, one, 2) for one in range(3))
+    is_dense = call.name == "_Float8Network"
+    if is_dense:
+        _refuse_others(call, most=5)
+    index = None if is_dense else optional(tensors, 5) or optional(tensors, 4)
+    rows = (1 if is_dense else used_rows) * (index.shape[0] if index is not None and index.shape else x.shape[0])
+    wide, hidden, narrow = gate_up.shape[-2], gate_up.shape[-1], down.shape[-1]
+    moved = gate_up.numel + down.numel + rows * (hidden + narrow + (wide + hidden) * x.width)
+    return 2 * rows * hidden * (wide + narrow), moved
+
+
+def _latent_heads_backward(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> Found:
+    """Gradients of queries, keys and values, read in 16 bits and written in 8, twice; a rotation has few FLOPs."""
+    given = [need(tensors, place, 4) for place in range(3)]
+    return sum(one.numel for one in given), 2 * sum(one.bytes for one in given)
+
+
+def _refuse_others(call: OperatorCall, *, most: int) -> None:
+    """Functions of the same name in other libraries have more arguments; of ours, objects are not recorded."""
+    if len(call.shapes) > most:
+        raise UnknownShapeError
+
+
+_FLOAT8_FORWARD: Mapping[str, Model] = {
+    "_Float8ExpertFfn": _float8_networks,
+    "_Float8Linear": _float8_linear,
+    "_Float8Network": _float8_networks,
+}
+"""By the name of the autograd function; the backward of each has twice its work."""
+
+
+# ----------------------------------------------------------------------------------------------------------------- work
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallWork:
     """What one call has to do. `dtype` is the type whose peak counts."""
 
     flops: float
@@ -28,7 +151,7 @@ class Work:
     dtype: Literal["bf16", "fp8", "fp32"]
 
 
-def work_of(call: Call, *, used_rows: float = 1.0) -> Work | None:
+def work_of(call: OperatorCall, *, used_rows: float = 1.0) -> CallWork | None:
     """The work of a call, or None if there is no model of it or its arguments are not recorded.
 
     Args:
@@ -43,11 +166,11 @@ def work_of(call: Call, *, used_rows: float = 1.0) -> Work | None:
         flops, moved = model(call, tensors, used_rows)
     except (UnknownShapeError, IndexError):
         return None
-    dtype = "fp8" if call.name.removesuffix("Backward") in float8_work.FORWARD else _dtype(tensors)
-    return Work(flops=float(flops), bytes=float(moved), dtype=dtype)
+    dtype = "fp8" if call.name.removesuffix("Backward") in _FLOAT8_FORWARD else _dtype(tensors)
+    return CallWork(flops=float(flops), bytes=float(moved), dtype=dtype)
 
 
-def _dtype(tensors: list[Tensor | None]) -> Literal["bf16", "fp8", "fp32"]:
+def _dtype(tensors: list[CallTensor | None]) -> Literal["bf16", "fp8", "fp32"]:
     """The narrowest type of the matrices: a sum that products are added to is wider than what is multiplied."""
     width = min((one.width for one in tensors if one is not None and len(one.shape) > 1), default=2)
     return "fp8" if width == 1 else "bf16" if width == 2 else "fp32"
@@ -56,7 +179,7 @@ def _dtype(tensors: list[Tensor | None]) -> Literal["bf16", "fp8", "fp32"]:
 def _product(first: int) -> Model:
     """A product of the arguments `first` and the next, of matrices or batches of them; one before is added."""
 
-    def model(call: Call, tensors: list[Tensor | None], used_rows: float) -> Found:
+    def model(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> Found:
         a, b = need(tensors, first, 2), need(tensors, first + 1, 2)
         batch, (rows, depth), columns = math.prod(a.shape[:-2]), a.shape[-2:], b.shape[-1]
         added = tensors[0] if first else None
@@ -67,7 +190,7 @@ def _product(first: int) -> Model:
     return model
 
 
-def _grouped(call: Call, tensors: list[Tensor | None], used_rows: float) -> Found:
+def _grouped(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> Found:
     """`aten::_grouped_mm`: rows of a 2D argument, or the depth of two, are cut into groups."""
     a, b = need(tensors, 0, 2), need(tensors, 1, 2)
     ends = optional(tensors, 2)
@@ -79,14 +202,14 @@ def _grouped(call: Call, tensors: list[Tensor | None], used_rows: float) -> Foun
     return used_rows * 2 * rows * depth * columns, a.bytes + b.bytes + 2 * written
 
 
-def _grouped_gemm(call: Call, tensors: list[Tensor | None], used_rows: float) -> Found:
+def _grouped_gemm(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> Found:
     """Our grouped product: x_RD, w_eFD, counts_e, index_R."""
     x, w, index = need(tensors, 0, 2), need(tensors, 1, 3), optional(tensors, 3)
     rows = used_rows * (index.shape[0] if index is not None and index.shape else x.shape[0])
     return 2 * rows * w.shape[1] * w.shape[2], w.bytes + rows * (w.shape[1] + w.shape[2]) * x.width
 
 
-def _expert_ffn(call: Call, tensors: list[Tensor | None], used_rows: float) -> Found:
+def _expert_ffn(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> Found:
     """Both products of our experts: x_ND, gate_up_eFD, down_eDF, counts_e, weights_R, index_R."""
     x, gate_up, down = need(tensors, 0, 2), need(tensors, 1, 3), need(tensors, 2, 3)
     index = optional(tensors, 5) or optional(tensors, 4)
@@ -96,7 +219,7 @@ def _expert_ffn(call: Call, tensors: list[Tensor | None], used_rows: float) -> F
     return flops, gate_up.bytes + down.bytes + rows * (2 * hidden + wide + narrow) * x.width
 
 
-def _twice_the_forward(call: Call, tensors: list[Tensor | None], used_rows: float) -> Found:
+def _twice_the_forward(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> Found:
     """Both gradients of products: twice the FLOPs and bytes of what made the node."""
     made = None if call.made_by is None else work_of(call.made_by, used_rows=used_rows)
     if made is None:
@@ -122,7 +245,7 @@ _ATTENTION: Mapping[str, tuple[int, int, bool]] = {
 before positions in the shapes."""
 
 
-def _attention(call: Call, tensors: list[Tensor | None], used_rows: float) -> Found:
+def _attention(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> Found:
     """Two products forward, five backward; half of each if causal (FlashAttention-2, arXiv 2307.08691)."""
     first, causal, heads_first = _ATTENTION[call.name]
     q, k, v = (need(tensors, first + one, 4) for one in range(3))
@@ -140,7 +263,7 @@ def _attention(call: Call, tensors: list[Tensor | None], used_rows: float) -> Fo
 def _convolution(plain: int) -> Model:
     """Forward; padding, stride and dilation stand among the arguments from `plain` on, then the groups."""
 
-    def model(call: Call, tensors: list[Tensor | None], used_rows: float) -> Found:
+    def model(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> Found:
         x, w = need(tensors, 0, 3), need(tensors, 1, 3)
         padding, stride, dilation = (_numbers(call, plain + one, len(x.shape) - 2) for one in range(3))
         extents = zip(x.shape[2:], w.shape[2:], padding, stride, dilation, strict=True)
@@ -151,7 +274,7 @@ def _convolution(plain: int) -> Model:
     return model
 
 
-def _convolution_backward(call: Call, tensors: list[Tensor | None], used_rows: float) -> Found:
+def _convolution_backward(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> Found:
     """Gradients of the input and of the weights, those of both that the mask asks for."""
     dy, x, w = (need(tensors, one, 3) for one in range(3))
     mask = call.plain[10] if len(call.plain) > 10 else "[True, True"
@@ -160,7 +283,7 @@ def _convolution_backward(call: Call, tensors: list[Tensor | None], used_rows: f
     return sum(asked) * 2 * dy.numel * math.prod(w.shape[1:]), moved
 
 
-def _numbers(call: Call, index: int, count: int) -> list[int]:
+def _numbers(call: OperatorCall, index: int, count: int) -> list[int]:
     found = [int(one) for one in re.findall(r"-?\d+", call.plain[index])]
     if len(found) not in (1, count):
         raise UnknownShapeError
@@ -170,14 +293,14 @@ def _numbers(call: Call, index: int, count: int) -> list[int]:
 def _streaming(reads: float, writes: float, flops: float) -> Model:
     """So many times its first argument read and written, with so many FLOPs for each of its elements."""
 
-    def model(call: Call, tensors: list[Tensor | None], used_rows: float) -> Found:
+    def model(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> Found:
         x = need(tensors, 0)
         return flops * x.numel, (reads + writes) * x.bytes
 
     return model
 
 
-def _everything(call: Call, tensors: list[Tensor | None], used_rows: float) -> Found:
+def _everything(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> Found:
     """All tensors are read once, and one of the size of the largest is written, or of the first if it is in place."""
     known = [one for one in tensors if one is not None]
     if not known:
@@ -187,14 +310,14 @@ def _everything(call: Call, tensors: list[Tensor | None], used_rows: float) -> F
     return written.numel, sum(one.bytes for one in known) + written.bytes
 
 
-def _copying(call: Call, tensors: list[Tensor | None], used_rows: float) -> Found:
+def _copying(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> Found:
     return 0.0, need(tensors, 0).bytes + need(tensors, 1).bytes
 
 
 def _rows_looked_up(of: int, by: int) -> Model:
     """Rows of one argument at the places of another: each is read and written once."""
 
-    def model(call: Call, tensors: list[Tensor | None], used_rows: float) -> Found:
+    def model(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> Found:
         source, index = need(tensors, of, 1), need(tensors, by)
         per_index = 1 if len(index.shape) == len(source.shape) else source.shape[-1]
         return 0.0, 2 * index.numel * per_index * source.width + index.bytes
@@ -205,7 +328,7 @@ def _rows_looked_up(of: int, by: int) -> Model:
 def _lists(reads: tuple[int, ...], writes: int, flops: float) -> Model:
     """Over lists of tensors: which are read, and how many of the size of the first are written."""
 
-    def model(call: Call, tensors: list[Tensor | None], used_rows: float) -> Found:
+    def model(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> Found:
         sizes = [_list_numel(one) for one in call.shapes]
         if not sizes or not sizes[0]:
             raise UnknownShapeError
@@ -220,21 +343,21 @@ def _list_numel(shapes: Any) -> int:
     return sum(math.prod(one) for one in shapes if isinstance(one, tuple))
 
 
-def _concatenation(call: Call, tensors: list[Tensor | None], used_rows: float) -> Found:
+def _concatenation(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> Found:
     numel = _list_numel(call.shapes[0])
     if not numel:
         raise UnknownShapeError
     return 0.0, 4 * numel
 
 
-def _loss(call: Call, tensors: list[Tensor | None], used_rows: float) -> Found:
+def _loss(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> Found:
     """Of logits that are read once, and their gradients written over them; the products are calls of their own."""
     x, head = need(tensors, 0, 2), need(tensors, 1, 2)
     logits = x.shape[0] * head.shape[0]
     return 5 * logits, 2 * logits * x.width
 
 
-def _unpermute(call: Call, tensors: list[Tensor | None], used_rows: float) -> Found:
+def _unpermute(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> Found:
     """Rows read once and summed where they belong: y_RD, weights_TK, places_TK."""
     y, places = need(tensors, 0, 2), need(tensors, 2, 2)
     return 2 * places.numel * y.shape[1], (places.numel + places.shape[0]) * y.shape[1] * y.width
@@ -253,8 +376,8 @@ _MODELS: Mapping[str, Model] = {
     "_GroupedGemmBackward": _twice_the_forward,
     "_ExpertFfn": _expert_ffn,
     "_ExpertFfnBackward": _twice_the_forward,
-    **float8_work.FORWARD,
-    **{f"{name}Backward": _twice_the_forward for name in float8_work.FORWARD},
+    **_FLOAT8_FORWARD,
+    **{f"{name}Backward": _twice_the_forward for name in _FLOAT8_FORWARD},
     **dict.fromkeys(_ATTENTION, _attention),
     "aten::miopen_convolution": _convolution(3),
     "aten::cudnn_convolution": _convolution(2),
@@ -271,7 +394,7 @@ _MODELS: Mapping[str, Model] = {
     "_SwigluBackward": _streaming(3, 2, 10),
     "_MlaHeads": _everything,
     "_MlaHeadsBackward": _everything,
-    "_LatentHeadsBackward": float8_work.LATENT_HEADS_BACKWARD,
+    "_LatentHeadsBackward": _latent_heads_backward,
     "_Unpermute": _unpermute,
     "_LinearCrossEntropy": _loss,
     "_Route": _everything,

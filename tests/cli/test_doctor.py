@@ -12,7 +12,7 @@ from penstock.config.load import RUN_FILE, dump_toml, load_run
 from penstock.plan.hardware_file import load_hardware, write_hardware
 from penstock.report.run_evidence import gather
 from penstock.report.run_page import run_page
-from penstock.trace.answer import answer_to
+from penstock.trace.analysis import analyse_files
 from penstock.tune.doctor.diagnosis import ms_text
 from penstock.tune.doctor.run_facts import recording_command
 from tests.report.made_runs import host_folder
@@ -157,7 +157,7 @@ def test_text_json_and_page_say_the_same_gain_and_step(tmp_path: Path, capsys: p
     spent = f"imes are of the traces, per step: {verdict['total_us'] / 1e3:,.2f} ms, the mean of 2 steps and of ranks"
     assert row.split()[0] == ms_text(first["gain_us"])
     assert spent in text
-    total_us = answer_to([folder]).ranks[0].timelines["all"].total_us
+    total_us = analyse_files([folder]).ranks[0].timelines["all"].total_us
     assert verdict["total_us"] == pytest.approx(total_us / 2, rel=0.1)
     page = run_page(gather(folder, plans=False))
     assert f"<td>{ms_text(first['gain_us'])} ms</td>" in page

@@ -7,8 +7,14 @@ import pytest
 
 from penstock.plan.projection import Plan, Refusal
 from penstock.plan.what_if import SweepPoint
-from penstock.report.curves import Check, Scaling, checks_figure, scaling_figure
-from penstock.report.what_ifs import scaling_pictures, sweep_pictures
+from penstock.report.curves import (
+    ProjectionCheck,
+    Scaling,
+    checks_figure,
+    scaling_figure,
+    scaling_pictures,
+    sweep_pictures,
+)
 
 REFUSED = Refusal(layout={}, rule="experts-divide", reason="64 experts do not divide among 48 ranks")
 
@@ -30,13 +36,13 @@ def test_scaling_has_speed_above_efficiency() -> None:
 
 def test_the_caption_counts_what_lies_within_the_bands() -> None:
     projected = (103.0, 95.1, 109.0, 120.0)
-    checks = [Check(name=f"run {value}", group="all", measured=100.0, projected=value) for value in projected]
+    checks = [ProjectionCheck(name=f"run {value}", group="all", measured=100.0, projected=value) for value in projected]
     caption = checks_figure("c", "C", "GB", checks).caption
     assert caption == "4 runs: 2 within 5%, 3 within 10%; median error 7.0%, largest 20.0%."
 
 
 def test_an_error_has_its_sign() -> None:
-    assert Check(name="a", group="g", measured=2.0, projected=1.0).error == pytest.approx(-0.5)
+    assert ProjectionCheck(name="a", group="g", measured=2.0, projected=1.0).error == pytest.approx(-0.5)
 
 
 def test_a_point_without_an_answer_is_a_gap(plan: Plan) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.base.errors import PicturesError
 from penstock.plan.projection import Plan
-from penstock.report.curves import Axes, Curve, curves_figure
+from penstock.report.curves import Curve, CurveAxes, curves_figure
 from penstock.report.export import write_image, write_images
 from penstock.report.page import plan_figures
 
@@ -60,7 +60,7 @@ def test_a_png_has_as_many_pixels_as_asked_for(browser: str, plan: Plan, tmp_pat
 @pytest.mark.slow
 def test_pictures_of_what_ifs_are_among_the_files(browser: str, plan: Plan, tmp_path: Path) -> None:
     curve = Curve(name="</div>", xs=[1, 2], ys=[1.0, None])
-    more = [curves_figure("sweep", "A <sweep>", 'of "x"', Axes(x="x", y="y"), [curve])]
+    more = [curves_figure("sweep", "A <sweep>", 'of "x"', CurveAxes(x="x", y="y"), [curve])]
     paths = write_image(replace(plan, candidates=()), tmp_path / "what if.svg", more=more)
     assert [path.name for path in paths] == ["what if-sweep.svg"] == [path.name for path in tmp_path.iterdir()]
     assert "A <sweep>" in "".join(ElementTree.parse(paths[0]).getroot().itertext())

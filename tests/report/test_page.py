@@ -14,11 +14,18 @@ from penstock.config.load import load_run
 from penstock.layout.schedules import schedule
 from penstock.plan.asked_layout import field_label
 from penstock.plan.projection import Layout, Plan, Refusal
-from penstock.report import plotly_script
-from penstock.report.curves import Axes, Check, Curve, Scaling, checks_figure, curves_figure, scaling_figure
+from penstock.report import frame
+from penstock.report.curves import (
+    Curve,
+    CurveAxes,
+    ProjectionCheck,
+    Scaling,
+    checks_figure,
+    curves_figure,
+    scaling_figure,
+)
 from penstock.report.figure import THEMES, Figure, plotly_json
-from penstock.report.page import page, plan_figures, write_page
-from penstock.report.tables import candidates_table
+from penstock.report.page import candidates_table, page, plan_figures, write_page
 from tests.report.looking import looked_at
 from tests.report.plans import with_schedule
 
@@ -50,10 +57,10 @@ def what_ifs() -> list[Figure]:
     """One of each picture that a plan does not have by itself."""
     scaling = Scaling(name="weak", devices=[8, 16], tokens_per_second_per_device=[10.0, 9.0])
     curve = Curve(name="a", xs=[1, 2, 4], ys=[1.0, None, 2.0], notes=["x", "y", "z"])
-    check = Check(name="run", group="all", measured=10.0, projected=11.0)
+    check = ProjectionCheck(name="run", group="all", measured=10.0, projected=11.0)
     return [
         scaling_figure("scaling", "Scaling", "", [scaling]),
-        curves_figure("curves", "Curves", "", Axes(x="x", y="y"), [curve]),
+        curves_figure("curves", "Curves", "", CurveAxes(x="x", y="y"), [curve]),
         checks_figure("checks", "Checks", "GB", [check]),
     ]
 
@@ -138,7 +145,7 @@ def test_a_name_cannot_end_a_script(plan: Plan) -> None:
     text = page(replace(plan, model="</script><b>"))
     assert "<b></h1>" not in text and "</script><b>" not in text
     curve = Curve(name="</script>", xs=[1], ys=[1])
-    assert page(plan, more=[curves_figure("c", "C", "", Axes(x="x", y="y"), [curve])]).count("</script>") == 3
+    assert page(plan, more=[curves_figure("c", "C", "", CurveAxes(x="x", y="y"), [curve])]).count("</script>") == 3
 
 
 def test_a_plan_without_candidates_has_a_page(plan: Plan) -> None:
@@ -157,7 +164,7 @@ def test_without_plotly_the_error_says_what_to_install(plan: Plan, monkeypatch: 
     def nothing(name: str) -> ModuleSpec | None:
         return None
 
-    monkeypatch.setattr(plotly_script, "find_spec", nothing)
+    monkeypatch.setattr(frame, "find_spec", nothing)
     with pytest.raises(PicturesError, match=r"fix: pip install plotly"):
         page(plan)
 

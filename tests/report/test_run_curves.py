@@ -9,8 +9,16 @@ from hypothesis import strategies as st
 from penstock.config.load import load_run
 from penstock.plan.projection import Projection
 from penstock.report.figure import Figure
-from penstock.report.run_curves import gradient_figure, loss_figure, speed_figure, step_figure, usual_of
-from penstock.report.thin import curve, extremes, thinned
+from penstock.report.run_metrics import (
+    curve,
+    extremes,
+    gradient_figure,
+    loss_figure,
+    speed_figure,
+    step_figure,
+    thinned,
+    usual_of,
+)
 from tests.report.made_runs import PHASES, metrics_line
 from tests.report.plans import projection
 

@@ -11,8 +11,7 @@ from plotly.graph_objects import Figure as CheckedFigure
 from penstock.report.figure import THEMES, plotly_json
 from penstock.report.frame import asset
 from penstock.report.run_evidence import RunEvidence, gather
-from penstock.report.run_page import PARTS, parts_of, run_page, write_run_page
-from penstock.report.run_tables import summary
+from penstock.report.run_page import SECTIONS, run_page, sections_of, summary, write_run_page
 from tests.report.looking import channels, contrast, looked_at
 from tests.report.made_runs import host_folder, metrics_line, piped_folder, run_folder, traced_folder
 from tests.trace.synthetic import Job, make
@@ -96,7 +95,7 @@ def test_plotly_knows_every_word_of_every_picture(tmp_path: Path, traced: RunEvi
         gather(piped_folder(tmp_path / "piped"), on="2xH200"),
         gather(host_folder(tmp_path / "host")),
     ):
-        for figure in (one for part in parts_of(found) for one in part.figures):
+        for figure in (one for part in sections_of(found) for one in part.figures):
             picture = json.loads(json.dumps(plotly_json(figure), allow_nan=False))
             for theme in THEMES.values():
                 CheckedFigure({"data": picture["data"], "layout": picture["layout"] | {"template": {"layout": theme}}})
@@ -104,8 +103,8 @@ def test_plotly_knows_every_word_of_every_picture(tmp_path: Path, traced: RunEvi
 
 def test_the_page_has_ten_parts_and_a_way_to_each_that_has_content(traced: RunEvidence) -> None:
     text = run_page(traced)
-    assert len(PARTS) == 10
-    full = [part.name for part in parts_of(traced) if part.figures or part.cards]
+    assert len(SECTIONS) == 10
+    full = [part.name for part in sections_of(traced) if part.figures or part.cards]
     assert re.findall(r'class="part" id="part-(\w+)"', text) == [*full, "missing"]
     assert re.findall(r'<a href="#(part-\w+)"', text) == re.findall(r'class="part" id="(part-\w+)"', text)
 
@@ -124,7 +123,7 @@ def test_the_same_run_gives_the_same_page(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_it_is_drawn_without_a_complaint(light: dict[str, Any], traced: RunEvidence) -> None:
     assert light["errors"] == []
-    names = [figure.name for part in parts_of(traced) for figure in part.figures]
+    names = [figure.name for part in sections_of(traced) for figure in part.figures]
     assert [name for name, _ in light["paper"]] == names
     assert {"loss", "gradient", "speed", "step", "memory", "timeline", "flame", "waiting", "bytes", "experts"} <= set(
         names

@@ -9,12 +9,18 @@ import pytest
 
 from penstock.report.figure import Figure
 from penstock.report.run_evidence import RunEvidence, gather
-from penstock.report.run_experts import expert_pictures, load_figure, rank_figure
-from penstock.report.run_flame import flame_figure
-from penstock.report.run_memory import PLACES, memory_figure, memory_over_time
-from penstock.report.run_ranks import RANKS, bytes_figure, rank_pictures, waiting_figure
-from penstock.report.run_roofline import roofline_figure
-from penstock.trace.answer import answer_of
+from penstock.report.run_metrics import PLACES, memory_figure, memory_over_time
+from penstock.report.run_operators import flame_figure, roofline_figure
+from penstock.report.run_ranks import (
+    RANKS,
+    bytes_figure,
+    expert_pictures,
+    load_figure,
+    rank_figure,
+    rank_pictures,
+    waiting_figure,
+)
+from penstock.trace.analysis import analyse_traces
 from penstock.trace.load import load_ranks
 from tests.report.made_runs import exchanging, host_folder, metrics_line, piped_folder, run_folder, traced_folder
 from tests.trace.synthetic import Job, make
@@ -141,7 +147,7 @@ def test_bytes_are_those_of_the_parts(tmp_path: Path) -> None:
     job = Job(ranks=3, steps=1, layers=1, seed=5)
     made = make(job)
     traces = load_ranks(made.write(tmp_path))
-    figure = bytes_figure(answer_of(traces).collectives, traces)
+    figure = bytes_figure(analyse_traces(traces).collectives, traces)
     assert figure is not None
     received = np.array(figure.data[0]["z"]).sum(axis=0) * 1e6
     (rows,) = made.truth.rows[0]
@@ -152,7 +158,7 @@ def test_bytes_are_those_of_the_parts(tmp_path: Path) -> None:
 
 def test_equal_parts_are_divided(tmp_path: Path) -> None:
     traces = load_ranks(make(Job(ranks=2, steps=1, layers=1, is_even=True)).write(tmp_path))
-    figure = bytes_figure(answer_of(traces).collectives, traces)
+    figure = bytes_figure(analyse_traces(traces).collectives, traces)
     assert figure is not None
     assert len({value for row in figure.data[0]["z"] for value in row}) == 1
 

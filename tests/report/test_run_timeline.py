@@ -4,11 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.report.run_evidence import RunEvidence, gather
-from penstock.report.run_lanes import measured_phases
-from penstock.report.run_passes import measured_passes
-from penstock.report.run_steps import clock_of, last_step
-from penstock.report.run_timeline import LANES, timeline_pictures
+from penstock.report.run_evidence import RunEvidence, clock_of, gather, last_step
+from penstock.report.run_timeline import LANES, measured_passes, measured_phases, timeline_pictures
 from tests.report.made_runs import exchanging, host_folder, host_trace, pass_name, piped, piped_folder, run_folder
 from tests.trace.synthetic import Job, make
 from tests.trace.tiny import event, kernel, launch, trace_of, write

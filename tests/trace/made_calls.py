@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.trace.calls import Calls, Group, Way
+from penstock.trace.calls import CollectiveCalls, ProcessGroup, SyncKind
 from penstock.trace.events import NONE
 
 
@@ -17,20 +17,20 @@ class Call(NamedTuple):
     group: tuple[int, ...] | None = None
     seq: int = NONE
     name: str = "allreduce"
-    way: Way = Way.TOGETHER
+    way: SyncKind = SyncKind.TOGETHER
     stream: int = 16
 
 
-def table(*calls: Call) -> Calls:
+def table(*calls: Call) -> CollectiveCalls:
     """Columns of these kernels. All groups have one name, as groups of disjoint ranks may."""
     rows = sorted(calls, key=lambda one: (one.rank, one.start_us))
     ranks = tuple(sorted({one.rank for one in rows}))
     groups = sorted({one.group for one in rows if one.group is not None})
     names = sorted({one.name for one in rows})
     unknown = np.full(len(rows), np.nan)
-    return Calls(
+    return CollectiveCalls(
         ranks=ranks,
-        groups=tuple(Group(name="g", members=members, size=len(members)) for members in groups),
+        groups=tuple(ProcessGroup(name="g", members=members, size=len(members)) for members in groups),
         names=tuple(names),
         rank=np.array([ranks.index(one.rank) for one in rows]),
         start_us=np.array([one.start_us for one in rows]),

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.trace.calls import Calls, Way, calls_of
+from penstock.trace.calls import CollectiveCalls, SyncKind, calls_of
 from penstock.trace.events import NONE
 from penstock.trace.load import decode_trace
 
@@ -25,7 +25,7 @@ SAID = {
 }
 
 
-def calls_with(args: dict[str, Any], kernel: str = "ncclDevKernel_SendRecv(ncclDevKernelArgs)") -> Calls:
+def calls_with(args: dict[str, Any], kernel: str = "ncclDevKernel_SendRecv(ncclDevKernelArgs)") -> CollectiveCalls:
     """The table of one kernel with these args."""
     event = {"ph": "X", "cat": "kernel", "name": kernel, "ts": 10.0, "dur": 5.0, "pid": 0, "tid": 7}
     text = json.dumps({"traceEvents": [event | {"args": {"stream": 7, "device": 0} | args}]})
@@ -34,7 +34,7 @@ def calls_with(args: dict[str, Any], kernel: str = "ncclDevKernel_SendRecv(ncclD
 
 def test_group_number_sizes_and_rows_are_read() -> None:
     calls = calls_with(SAID)
-    assert (calls.name(0), calls.seq[0], calls.way[0]) == ("all_to_allv", 17, Way.UNEVEN)
+    assert (calls.name(0), calls.seq[0], calls.way[0]) == ("all_to_allv", 17, SyncKind.UNEVEN)
     assert (calls.groups[0].name, calls.groups[0].members, calls.groups[0].size) == ("3", (0, 2, 4), 3)
     assert (calls.sent_bytes[0], calls.received_bytes[0]) == (1200.0, 1800.0)
     assert (calls.sent_rows[0], calls.received_rows[0]) == (6, 9)
@@ -70,21 +70,21 @@ def test_args_of_other_types_say_nothing(damage: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("kernel", "way"),
     [
-        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgs)", Way.TOGETHER),
-        ("ncclKernel_AllGather_RING_LL_Sum_int8_t(ncclDevComm*)", Way.TOGETHER),
-        ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgs)", Way.TOGETHER),
-        ("ncclDevKernel_SendRecv(ncclDevKernelArgs)", Way.UNEVEN),
-        ("ncclDevKernel_Generic(ncclDevKernelArgs)", Way.UNEVEN),
-        ("ncclDevKernel_Broadcast_RING_LL(ncclDevKernelArgs)", Way.ROOTED),
-        ("push_rows_kernel", Way.ALONE),
-        ("return_rows_kernel", Way.ALONE),
-        ("wait_kernel", Way.DEVICE),
-        ("sum_ranks_kernel", Way.DEVICE),
-        ("void deep_ep::intranode::combine<__nv_bfloat16, 8, 768, 4096>(void*)", Way.DEVICE),
-        ("void (anonymous namespace)::multimem_all_reduce_kernel<c10::BFloat16, 16>(c10::BFloat16*)", Way.DEVICE),
+        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgs)", SyncKind.TOGETHER),
+        ("ncclKernel_AllGather_RING_LL_Sum_int8_t(ncclDevComm*)", SyncKind.TOGETHER),
+        ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgs)", SyncKind.TOGETHER),
+        ("ncclDevKernel_SendRecv(ncclDevKernelArgs)", SyncKind.UNEVEN),
+        ("ncclDevKernel_Generic(ncclDevKernelArgs)", SyncKind.UNEVEN),
+        ("ncclDevKernel_Broadcast_RING_LL(ncclDevKernelArgs)", SyncKind.ROOTED),
+        ("push_rows_kernel", SyncKind.ALONE),
+        ("return_rows_kernel", SyncKind.ALONE),
+        ("wait_kernel", SyncKind.DEVICE),
+        ("sum_ranks_kernel", SyncKind.DEVICE),
+        ("void deep_ep::intranode::combine<__nv_bfloat16, 8, 768, 4096>(void*)", SyncKind.DEVICE),
+        ("void (anonymous namespace)::multimem_all_reduce_kernel<c10::BFloat16, 16>(c10::BFloat16*)", SyncKind.DEVICE),
     ],
 )
-def test_a_kernel_that_says_nothing_is_known_by_its_name(kernel: str, way: Way) -> None:
+def test_a_kernel_that_says_nothing_is_known_by_its_name(kernel: str, way: SyncKind) -> None:
     calls = calls_with({}, kernel)
     assert calls.way[0] == way
     assert calls.group[0] == NONE
@@ -93,17 +93,17 @@ def test_a_kernel_that_says_nothing_is_known_by_its_name(kernel: str, way: Way) 
 @pytest.mark.parametrize(
     ("name", "way"),
     [
-        ("allreduce_coalesced", Way.TOGETHER),
-        ("_allgather_base", Way.TOGETHER),
-        ("_reduce_scatter_base", Way.TOGETHER),
-        ("all_to_all", Way.TOGETHER),
-        ("all_to_allv", Way.UNEVEN),
-        ("broadcast", Way.ROOTED),
-        ("reduce", Way.ROOTED),
-        ("gather", Way.ROOTED),
-        ("send", Way.PAIR),
-        ("recv", Way.PAIR),
+        ("allreduce_coalesced", SyncKind.TOGETHER),
+        ("_allgather_base", SyncKind.TOGETHER),
+        ("_reduce_scatter_base", SyncKind.TOGETHER),
+        ("all_to_all", SyncKind.TOGETHER),
+        ("all_to_allv", SyncKind.UNEVEN),
+        ("broadcast", SyncKind.ROOTED),
+        ("reduce", SyncKind.ROOTED),
+        ("gather", SyncKind.ROOTED),
+        ("send", SyncKind.PAIR),
+        ("recv", SyncKind.PAIR),
     ],
 )
-def test_what_a_collective_is_called_tells_who_waits(name: str, way: Way) -> None:
+def test_what_a_collective_is_called_tells_who_waits(name: str, way: SyncKind) -> None:
     assert calls_with(SAID | {"Collective name": name}).way[0] == way

@@ -5,21 +5,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.trace.calls import Way
-from penstock.trace.clocks import Clocks
+from penstock.trace.calls import SyncKind
 from penstock.trace.events import NONE
-from penstock.trace.matching import meet
+from penstock.trace.matching import ClockOffsets, match_collectives
 from tests.trace.made_calls import Call, table
 
 
-def clocks_after(groups: list[tuple[int, ...]], ahead_us: list[float], *, meetings: int = 3) -> Clocks:
+def clocks_after(groups: list[tuple[int, ...]], ahead_us: list[float], *, meetings: int = 3) -> ClockOffsets:
     """Clocks of ranks that are so far ahead, after some collectives in each of these groups."""
     calls = []
     for number, group in enumerate(groups):
         for seq in range(meetings):
             end = 1000.0 * (seq * len(groups) + number) + 500.0
             calls += [Call(r, end - 100.0 - r + ahead_us[r], end + ahead_us[r], group, seq) for r in group]
-    return meet(table(*calls)).clocks
+    return match_collectives(table(*calls)).clocks
 
 
 @given(st.lists(st.integers(-(10**9), 10**9), min_size=4, max_size=4))
@@ -45,7 +44,7 @@ def test_ranks_that_nothing_joins_stay_apart() -> None:
 def test_a_few_uneven_ends_move_no_clock() -> None:
     calls = [Call(rank, 1000.0 * i, 1000.0 * i + 90.0, (0, 1, 2), i) for i in range(9) for rank in range(3)]
     odd = [Call(rank, 20_000.0, 20_090.0 + 33.0 * rank, (0, 1, 2), 9) for rank in range(3)]
-    clocks = meet(table(*calls, *odd)).clocks
+    clocks = match_collectives(table(*calls, *odd)).clocks
     assert clocks.ahead_us == pytest.approx([0.0, 0.0, 0.0])
     assert clocks.spread_us == pytest.approx([0.0, 0.0, 0.0])
     assert clocks.shared.tolist() == [10, 10, 10]
@@ -58,7 +57,7 @@ def test_ends_that_scatter_more_than_clocks_differ_move_no_clock() -> None:
         for i, late in enumerate(late_us)
         for rank in (0, 1)
     ]
-    clocks = meet(table(*calls)).clocks
+    clocks = match_collectives(table(*calls)).clocks
     assert clocks.ahead_us.tolist() == [0.0, 0.0]
     assert (clocks.spread_us > 10.0).all()
 
@@ -66,23 +65,23 @@ def test_ends_that_scatter_more_than_clocks_differ_move_no_clock() -> None:
 def test_strict_collectives_are_believed_before_uneven_ones() -> None:
     strict = [Call(rank, 10.0, 100.0 + 7.0 * rank, (0, 1), 0) for rank in (0, 1)]
     uneven = [
-        Call(rank, 200.0 * i, 200.0 * i + 99.0 + 30.0 * rank, (0, 1), i, "all_to_allv", Way.UNEVEN)
+        Call(rank, 200.0 * i, 200.0 * i + 99.0 + 30.0 * rank, (0, 1), i, "all_to_allv", SyncKind.UNEVEN)
         for i in range(1, 8)
         for rank in (0, 1)
     ]
-    ahead_us = meet(table(*strict, *uneven)).clocks.ahead_us
+    ahead_us = match_collectives(table(*strict, *uneven)).clocks.ahead_us
     assert ahead_us[1] - ahead_us[0] == pytest.approx(7.0)
 
 
-@pytest.mark.parametrize("way", [Way.DEVICE, Way.ALONE, Way.ROOTED])
-def test_kernels_whose_ends_mean_nothing_tell_no_clock(way: Way) -> None:
+@pytest.mark.parametrize("way", [SyncKind.DEVICE, SyncKind.ALONE, SyncKind.ROOTED])
+def test_kernels_whose_ends_mean_nothing_tell_no_clock(way: SyncKind) -> None:
     calls = [Call(rank, 5.0, 100.0 + rank, (0, 1), 0, "kernel", way) for rank in (0, 1)]
-    clocks = meet(table(*calls)).clocks
+    clocks = match_collectives(table(*calls)).clocks
     assert clocks.shared.tolist() == [0, 0]
     assert clocks.island[0] != clocks.island[1]
 
 
 def test_a_meeting_of_one_rank_alone_tells_no_clock() -> None:
-    meetings = meet(table(Call(0, 0.0, 5.0, (0,), 0), Call(1, 0.0, 9.0, (1,), 0)))
+    meetings = match_collectives(table(Call(0, 0.0, 5.0, (0,), 0), Call(1, 0.0, 9.0, (1,), 0)))
     assert (meetings.met != NONE).sum(axis=1).tolist() == [1, 1]
     assert meetings.clocks.ahead_us.tolist() == [0.0, 0.0]

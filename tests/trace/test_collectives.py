@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.trace.calls import Way
-from penstock.trace.collectives import Collectives, bandwidths, collectives_of, timed, unevenness
+from penstock.trace.calls import SyncKind
+from penstock.trace.collectives import CollectiveTimes, bandwidths, collectives_of, exchange_imbalances, timed
 from penstock.trace.events import NONE, Trace
 from penstock.trace.load import decode_trace
-from penstock.trace.matching import meet
+from penstock.trace.matching import match_collectives
 from tests.examples import examples
 from tests.trace.made_calls import Call, table
 from tests.trace.synthetic import Traces, make
@@ -40,15 +40,15 @@ def loaded(traces: Traces) -> dict[int, Trace]:
     return {rank: decode_trace(text, path=Path(f"rank{rank}")) for rank, text in enumerate(texts)}
 
 
-def found_in(job: Job) -> tuple[Collectives, Traces]:
+def found_in(job: Job) -> tuple[CollectiveTimes, Traces]:
     traces = make(job)
     return collectives_of(loaded(traces)), traces
 
 
-def waits(collectives: Collectives, meetings: tuple[Meeting, ...]) -> tuple[np.ndarray, np.ndarray]:
+def waits(collectives: CollectiveTimes, meetings: tuple[Meeting, ...]) -> tuple[np.ndarray, np.ndarray]:
     """Pure time and waits, found and true, of the collectives that wait, in the order of their starts."""
     calls, met = collectives.calls, collectives.meetings.met
-    waiting = calls.way[met[:, 0]] != Way.ALONE
+    waiting = calls.way[met[:, 0]] != SyncKind.ALONE
     found = np.column_stack([collectives.pure_us, collectives.wait_us])[waiting]
     return found, np.array([(one.pure_us, *one.wait_us) for one in meetings])
 
@@ -163,9 +163,11 @@ def test_one_rank_alone_cannot_tell_waiting_from_transfer() -> None:
 def test_kernels_without_numbers_match_only_where_their_ends_agree() -> None:
     ends = [(100.0, 110.0), (900.0, 4_000.0), (6_000.0, 5_990.0), (8_000.0, 12_000.0), (20_000.0, 20_004.0)]
     calls = [
-        Call(rank, end - 80.0, end, name="SendRecv", way=Way.UNEVEN) for both in ends for rank, end in enumerate(both)
+        Call(rank, end - 80.0, end, name="SendRecv", way=SyncKind.UNEVEN)
+        for both in ends
+        for rank, end in enumerate(both)
     ]
-    collectives = timed(meet(table(*calls)))
+    collectives = timed(match_collectives(table(*calls)))
     assert sorted(collectives.meetings.seq) == [0, 2, 4]
     assert [one.seq for one in collectives.unmatched] == [1, 3]
     assert {one.why for one in collectives.unmatched} == {"no number, and kernels of this place do not end together"}
@@ -176,11 +178,13 @@ def test_a_group_in_step_needs_no_common_ends_but_who_was_gone_before_another_ca
 
     def call(rank: int, place: int, late: float = 0.0) -> Call:
         start, lasts = 1000.0 * place + 5.0 * rank, 400.0 + 30.0 * ((7 * place + 5 * rank) % 9)
-        return Call(rank, start + late, start + max(lasts, late + 10.0), (0, 1), NONE, "all_to_allv", Way.UNEVEN)
+        return Call(rank, start + late, start + max(lasts, late + 10.0), (0, 1), NONE, "all_to_allv", SyncKind.UNEVEN)
 
-    even = meet(table(*(call(rank, place) for place in range(20) for rank in (0, 1))))
+    even = match_collectives(table(*(call(rank, place) for place in range(20) for rank in (0, 1))))
     assert len(even) == 20 and even.unmatched == ()
-    late = meet(table(*(call(rank, place, 900.0 * (rank + place == 10)) for place in range(20) for rank in (0, 1))))
+    late = match_collectives(
+        table(*(call(rank, place, 900.0 * (rank + place == 10)) for place in range(20) for rank in (0, 1)))
+    )
     assert [(one.seq, one.why) for one in late.unmatched] == [
         (place, "its ranks were not inside at one moment") for place in (9, 10)
     ]
@@ -189,11 +193,11 @@ def test_a_group_in_step_needs_no_common_ends_but_who_was_gone_before_another_ca
 def test_a_kernel_that_waits_for_flags_waited_no_longer_than_it_took_beyond_the_shortest() -> None:
     shared = [Call(rank, 100.0 * i, 100.0 * i + 50.0, (0, 1), i) for i in range(3) for rank in (0, 1)]
     take = [
-        Call(0, 400.0, 440.0, None, NONE, "take", Way.DEVICE),
-        Call(1, 500.0, 530.0, None, NONE, "take", Way.DEVICE),
+        Call(0, 400.0, 440.0, None, NONE, "take", SyncKind.DEVICE),
+        Call(1, 500.0, 530.0, None, NONE, "take", SyncKind.DEVICE),
     ]
-    push = [Call(rank, 300.0 + rank, 350.0, None, NONE, "push", Way.ALONE) for rank in (0, 1)]
-    collectives = timed(meet(table(*shared, *take, *push)))
+    push = [Call(rank, 300.0 + rank, 350.0, None, NONE, "push", SyncKind.ALONE) for rank in (0, 1)]
+    collectives = timed(match_collectives(table(*shared, *take, *push)))
     assert collectives.wait_us[-1] == pytest.approx([10.0, 0.0])
     assert collectives.wait_us[-2] == pytest.approx([0.0, 0.0])
     assert collectives.last.tolist() == [NONE, NONE, NONE, NONE, 1]
@@ -220,19 +224,19 @@ def test_a_kernel_without_id_is_asked_for_at_whoever_launched_it() -> None:
 
 def test_a_single_pair_out_of_order_that_ends_together_is_not_believed_but_three_in_a_row_are() -> None:
     def kernels(rank: int, ends: list[float]) -> list[Call]:
-        return [Call(rank, end - 90.0, end, name="SendRecv", way=Way.UNEVEN) for end in ends]
+        return [Call(rank, end - 90.0, end, name="SendRecv", way=SyncKind.UNEVEN) for end in ends]
 
     ends = [1000.0, 2300.0, 3900.0, 5100.0, 7700.0]
-    once = meet(table(*kernels(0, [1000.0, 2300.0]), *kernels(1, [2300.0, 5000.0])))
+    once = match_collectives(table(*kernels(0, [1000.0, 2300.0]), *kernels(1, [2300.0, 5000.0])))
     assert len(once) == 0 and len(once.unmatched) == 2
-    shifted = meet(table(*kernels(0, ends), *kernels(1, ends[1:])))
+    shifted = match_collectives(table(*kernels(0, ends), *kernels(1, ends[1:])))
     assert len(shifted) == 4
     assert [(one.seq, one.missing) for one in shifted.unmatched] == [(0, (1,))]
 
 
 def test_the_same_number_of_other_ranks_with_a_group_of_the_same_name_is_another_collective() -> None:
     calls = [Call(rank, 10.0 * rank, 100.0, group, 5) for group in ((0, 1), (2, 3)) for rank in group]
-    meetings = meet(table(*calls))
+    meetings = match_collectives(table(*calls))
     assert len(meetings) == 2 and meetings.unmatched == ()
     assert ((meetings.met != NONE).sum(axis=1) == 2).all()
 
@@ -240,21 +244,23 @@ def test_the_same_number_of_other_ranks_with_a_group_of_the_same_name_is_another
 def test_ranks_that_were_not_inside_at_one_moment_did_not_meet_whatever_their_numbers_say() -> None:
     right = [Call(rank, 1000.0 * i, 1000.0 * i + 50.0, (0, 1), i) for i in range(1, 6) for rank in (0, 1)]
     wrong = [Call(0, 7000.0, 7050.0, (0, 1), 9), Call(1, 8000.0, 8050.0, (0, 1), 9)]
-    meetings = meet(table(*right, *wrong))
+    meetings = match_collectives(table(*right, *wrong))
     assert len(meetings) == 5
     assert [(one.seq, one.why) for one in meetings.unmatched] == [(9, "its ranks were not inside at one moment")]
 
 
 def test_a_number_under_two_names_is_not_one_collective() -> None:
-    meetings = meet(table(Call(0, 0.0, 9.0, (0, 1), 3, "allreduce"), Call(1, 0.0, 9.0, (0, 1), 3, "barrier")))
+    meetings = match_collectives(
+        table(Call(0, 0.0, 9.0, (0, 1), 3, "allreduce"), Call(1, 0.0, 9.0, (0, 1), 3, "barrier"))
+    )
     assert len(meetings) == 0
     assert [one.why for one in meetings.unmatched] == ["its ranks call it by different names"]
 
 
 def test_a_broadcast_has_no_wait_and_a_send_meets_nobody() -> None:
-    calls = [Call(rank, 5.0 * rank, 60.0, (0, 1), 1, "broadcast", Way.ROOTED) for rank in (0, 1)]
-    pair = [Call(rank, 70.0, 80.0, (0, 1), 2, name, Way.PAIR) for rank, name in ((0, "send"), (1, "recv"))]
-    collectives = timed(meet(table(*calls, *pair)))
+    calls = [Call(rank, 5.0 * rank, 60.0, (0, 1), 1, "broadcast", SyncKind.ROOTED) for rank in (0, 1)]
+    pair = [Call(rank, 70.0, 80.0, (0, 1), 2, name, SyncKind.PAIR) for rank, name in ((0, "send"), (1, "recv"))]
+    collectives = timed(match_collectives(table(*calls, *pair)))
     assert len(collectives.meetings) == 1 and collectives.unmatched == ()
     assert np.isnan(collectives.wait_us).all() and collectives.stragglers() == ()
 
@@ -272,12 +278,12 @@ def test_bandwidth_counts_transfer_and_no_waiting() -> None:
 
 def test_bytes_of_an_uneven_all_to_all_name_the_fullest_rank() -> None:
     collectives, traces = found_in(Job(hot_rank=2))
-    (exchange,) = unevenness(collectives)
+    (exchange,) = exchange_imbalances(collectives)
     rows = np.array(traces.truth.rows).reshape(-1, 4)
     at_experts = (rows.max(axis=1) / rows.mean(axis=1)).mean()
     assert exchange.fullest_rank == 2
     assert (exchange.received_max_over_mean + exchange.sent_max_over_mean) / 2 == pytest.approx((1 + at_experts) / 2)
-    assert unevenness(found_in(Job(is_even=True))[0])[0].fullest_rank is None
+    assert exchange_imbalances(found_in(Job(is_even=True))[0])[0].fullest_rank is None
 
 
 def test_traces_without_communication_have_no_collectives() -> None:
@@ -285,4 +291,4 @@ def test_traces_without_communication_have_no_collectives() -> None:
     silent = {rank: replace(trace, gpu=trace.gpu.take(trace.gpu.kind == 0)) for rank, trace in traces.items()}
     collectives = collectives_of(silent)
     assert len(collectives.meetings) == 0 and collectives.unmatched == ()
-    assert bandwidths(collectives) == () and unevenness(collectives) == ()
+    assert bandwidths(collectives) == () and exchange_imbalances(collectives) == ()

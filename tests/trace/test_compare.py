@@ -10,22 +10,33 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.trace.compare import IDLE, OVERLAP, UNEVEN, Comparison, Row, Verdict, compare
+from penstock.trace.compare import (
+    IDLE,
+    OVERLAP,
+    UNEVEN,
+    ChangeKind,
+    ComparedRow,
+    EventKey,
+    NamedEvents,
+    TraceComparison,
+    compare,
+    named_events,
+    shape_text,
+)
 from penstock.trace.events import NONE
 from penstock.trace.load import load_ranks
-from penstock.trace.named_work import Key, Work, shape_text, work_of
 from tests.trace.synthetic import Job, make
 
-Event = tuple[Key, float, float, int]
+Event = tuple[EventKey, float, float, int]
 
-EXPERTS = Key("experts forward", "aten::_grouped_mm", "96x64 4x64x32")
-NORM = Key("norm forward", "aten::rms_norm", "128x64")
+EXPERTS = EventKey("experts forward", "aten::_grouped_mm", "96x64 4x64x32")
+NORM = EventKey("norm forward", "aten::rms_norm", "128x64")
 
 
-def work(events: Sequence[Event], steps: int = 0) -> Work:
+def work(events: Sequence[Event], steps: int = 0) -> NamedEvents:
     """A trace from (key, start, duration, step)."""
     keys = sorted({event[0] for event in events})
-    return Work(
+    return NamedEvents(
         keys=keys,
         key_of=np.array([keys.index(event[0]) for event in events], dtype=np.int64),
         start_us=np.array([event[1] for event in events], dtype=np.float64),
@@ -35,11 +46,11 @@ def work(events: Sequence[Event], steps: int = 0) -> Work:
     )
 
 
-def row_of(found: Comparison, key: Key) -> Row:
+def row_of(found: TraceComparison, key: EventKey) -> ComparedRow:
     return next(row for row in found.rows if row.key == key)
 
 
-def assert_closes(found: Comparison) -> None:
+def assert_closes(found: TraceComparison) -> None:
     """Rows add up to the total without any rounding, whatever the order."""
     assert sum(Fraction(row.change_us) for row in found.rows) == Fraction(found.change_us)
     assert sum(row.change_us for row in reversed(found.rows)) == found.change_us
@@ -47,7 +58,9 @@ def assert_closes(found: Comparison) -> None:
     assert sum(Fraction(row.b.time_us) for row in found.rows) == Fraction(found.b_us)
 
 
-keys = st.builds(Key, st.sampled_from(["", "experts", "norm"]), st.sampled_from("fgh"), st.sampled_from(["", "8", "9"]))
+keys = st.builds(
+    EventKey, st.sampled_from(["", "experts", "norm"]), st.sampled_from("fgh"), st.sampled_from(["", "8", "9"])
+)
 events = st.lists(st.tuples(keys, st.floats(0, 1e6), st.floats(0, 1e4), st.integers(NONE, 3)), max_size=40)
 
 
@@ -62,20 +75,20 @@ def test_changes_of_rows_add_up_to_the_change_of_the_total_exactly(
 def test_a_trace_against_itself_is_exactly_zero(a: list[Event], has_steps: bool) -> None:
     found = compare(work(a, 4 * has_steps), work(a, 4 * has_steps))
     assert found.change_us == 0
-    assert {row.verdict for row in found.rows} == {Verdict.SAME}
+    assert {row.verdict for row in found.rows} == {ChangeKind.SAME}
     assert all(row.a == row.b for row in found.rows)
 
 
 def test_rows_are_faster_slower_new_and_gone() -> None:
-    new, gone = Key("clip", "aten::norm", "5"), Key("loss forward", "aten::exp", "")
+    new, gone = EventKey("clip", "aten::norm", "5"), EventKey("loss forward", "aten::exp", "")
     a = work([(EXPERTS, 0, 30, NONE), (NORM, 30, 10, NONE), (gone, 40, 5, NONE)])
     b = work([(EXPERTS, 100, 20, NONE), (NORM, 120, 14, NONE), (new, 134, 7, NONE)])
     found = compare(a, b)
     verdicts = {row.key: (row.verdict, row.change_us) for row in found.rows}
-    assert verdicts[EXPERTS] == (Verdict.FASTER, -10)
-    assert verdicts[NORM] == (Verdict.SLOWER, 4)
-    assert verdicts[new] == (Verdict.NEW, 7)
-    assert verdicts[gone] == (Verdict.GONE, -5)
+    assert verdicts[EXPERTS] == (ChangeKind.FASTER, -10)
+    assert verdicts[NORM] == (ChangeKind.SLOWER, 4)
+    assert verdicts[new] == (ChangeKind.NEW, 7)
+    assert verdicts[gone] == (ChangeKind.GONE, -5)
     assert [row.key for row in found.rows[:4]] == [EXPERTS, new, gone, NORM]
 
 
@@ -86,7 +99,7 @@ def test_idle_time_and_overlap_have_rows_of_their_own() -> None:
     assert (found.a_us, found.b_us) == (60, 75)
     assert (row_of(found, OVERLAP).a.time_us, row_of(found, OVERLAP).b.time_us) == (-20, 0)
     assert (row_of(found, IDLE).a.time_us, row_of(found, IDLE).b.time_us) == (10, 5)
-    assert row_of(found, NORM).verdict is Verdict.SAME
+    assert row_of(found, NORM).verdict is ChangeKind.SAME
 
 
 def test_a_row_is_the_median_over_steps_and_the_rest_is_named() -> None:
@@ -129,12 +142,12 @@ def test_whole_traces_are_compared_if_one_has_no_steps() -> None:
 def test_shapes_of_one_operator_that_have_no_partner_are_one_row() -> None:
     a_shape, b_shape = EXPERTS._replace(shape="90x64"), EXPERTS._replace(shape="99x64")
     found = compare(work([(EXPERTS, 0, 5, 0), (a_shape, 5, 10, 0)]), work([(EXPERTS, 0, 5, 0), (b_shape, 5, 12, 0)]))
-    assert row_of(found, EXPERTS).verdict is Verdict.SAME
+    assert row_of(found, EXPERTS).verdict is ChangeKind.SAME
     assert row_of(found, EXPERTS._replace(shape="90x64 -> 99x64")).change_us == 2
 
 
 def test_shapes_that_come_and_go_between_steps_are_one_row() -> None:
-    def steps(time: float) -> Work:
+    def steps(time: float) -> NamedEvents:
         uneven = [(EXPERTS._replace(shape=f"{90 + step}x64"), 50.0 * step, time, step) for step in range(4)]
         return work(uneven, 4)
 
@@ -146,7 +159,7 @@ def test_shapes_that_come_and_go_between_steps_are_one_row() -> None:
 def test_a_shape_without_partner_is_new_if_the_other_trace_has_none_to_spare() -> None:
     more = EXPERTS._replace(shape="7x64")
     found = compare(work([(EXPERTS, 0, 5, NONE)]), work([(EXPERTS, 0, 5, NONE), (more, 5, 3, NONE)]))
-    assert row_of(found, more).verdict is Verdict.NEW
+    assert row_of(found, more).verdict is ChangeKind.NEW
 
 
 def test_spans_are_not_compared_if_the_traces_share_none() -> None:
@@ -169,7 +182,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def test_slower_attention_is_found_in_a_training_step(jobs: tuple[Path, Path]) -> None:
-    a, b = (work_of(load_ranks(folder)[1]) for folder in jobs)
+    a, b = (named_events(load_ranks(folder)[1]) for folder in jobs)
     found = compare(a, b)
     assert_closes(found)
     assert (found.a_steps, found.b_steps) == (3, 3)
@@ -181,7 +194,7 @@ def test_slower_attention_is_found_in_a_training_step(jobs: tuple[Path, Path]) -
 
 
 def test_who_waits_for_a_slow_rank_spends_more_in_collectives(jobs: tuple[Path, Path]) -> None:
-    a, b = (work_of(load_ranks(folder)[0]) for folder in jobs)
+    a, b = (named_events(load_ranks(folder)[0]) for folder in jobs)
     found = compare(a, b)
     assert_closes(found)
     worst = max(found.rows, key=lambda row: row.change_us)
@@ -190,10 +203,10 @@ def test_who_waits_for_a_slow_rank_spends_more_in_collectives(jobs: tuple[Path, 
 
 def test_a_large_trace_is_compared_within_a_second() -> None:
     random = np.random.default_rng(5)
-    count, names = 132_000, [Key(f"phase {one % 7}", f"operator {one % 90}", f"{one}x64") for one in range(2000)]
+    count, names = 132_000, [EventKey(f"phase {one % 7}", f"operator {one % 90}", f"{one}x64") for one in range(2000)]
 
-    def large() -> Work:
-        return Work(
+    def large() -> NamedEvents:
+        return NamedEvents(
             keys=names,
             key_of=random.integers(0, len(names), count),
             start_us=np.sort(random.uniform(0, 1e6, count)),

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.base.errors import TraceError
 from penstock.cli.trace import print_answer
-from penstock.trace.answer import answer_json, answer_of
+from penstock.trace.analysis import analyse_traces, analysis_json
 from penstock.trace.load import decode_trace
 from penstock.trace.replay import replay_script
 from tests.trace.mutation import STRANGE, places
@@ -51,8 +51,8 @@ def test_damaged_arguments_never_end_in_a_traceback(name: str, capsys: pytest.Ca
         refusal = ""
         try:
             trace = decode_trace(damaged(BASES[name], seed))
-            answer = answer_of({0: trace})
-            json.dumps(answer_json(answer), allow_nan=False)
+            answer = analyse_traces({0: trace})
+            json.dumps(analysis_json(answer), allow_nan=False)
             print_answer(answer, by_layer=True)
             readable += 1
             if name == "counts":

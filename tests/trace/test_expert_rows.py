@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from penstock.base.spans import Span
-from penstock.trace.answer import answer_json, answer_of
+from penstock.trace.analysis import analyse_traces, analysis_json
 from penstock.trace.calls import calls_of
 from penstock.trace.events import Trace
-from penstock.trace.expert_rows import UsedRows, products_of, used_rows
+from penstock.trace.experts import UsedRows, grouped_products, used_rows
 from penstock.trace.load import decode_trace, load_ranks
 from penstock.trace.phases import find_phases
 from tests.trace.synthetic import make
@@ -138,7 +138,7 @@ def test_a_trace_without_grouped_products_has_none() -> None:
 
 def test_the_roofline_counts_rows_that_held_tokens() -> None:
     job = Job(bound=2.0, is_even=True)
-    told = answer_json(answer_of(traces_of(job)))["ranks"]["1"]
+    told = analysis_json(analyse_traces(traces_of(job)))["ranks"]["1"]
     assert told["grouped_rows"] == {"share": pytest.approx(0.5), "source": "all-to-all"}
     grouped = [row for row in told["roofline"] if row["operator"] == "aten::_grouped_mm"]
     slots = 1536 * 4
@@ -151,7 +151,7 @@ def test_our_own_products_count_the_rows_that_they_pick() -> None:
         shapes([BF16, BF16, BF16, "int", "float", LONG], [[6, 8], [3, 16, 8], [3, 8, 8], [3], [12], [12]]),
     )
     trace = decode_trace(text_of(trace_of(event("cpu_op", call[0], 0, 9, **call[1]), kernel("a", 0, 9, correlation=1))))
-    assert products_of(trace).rows.tolist() == [12]
+    assert grouped_products(trace).rows.tolist() == [12]
 
 
 # ------------------------------------------------------------------------------------------------------------- replay

@@ -20,12 +20,12 @@ from penstock.models.float8_linear import Float8Weight, float8_linear, float8_sw
 from penstock.moe.dispatch.payload import WireFormat
 from penstock.trace.calls import calls_of
 from penstock.trace.events import NONE, Trace
-from penstock.trace.expert_rows import PACKED_ITEM, packed_row_bytes, products_of, received_rows
-from penstock.trace.kernel_names import MATRICES, Part, general, telling
+from penstock.trace.experts import PACKED_ITEM, grouped_products, packed_row_bytes, received_rows
+from penstock.trace.kernel_names import FLOAT8_GEMM, Category, generic_category, specific_category
 from penstock.trace.load import decode_trace
-from penstock.trace.operators import Call
+from penstock.trace.operators import OperatorCall
 from penstock.trace.phases import find_phases
-from penstock.trace.roofline import Roofline, Row, roofline
+from penstock.trace.roofline import Roofline, RooflineRow, roofline
 from penstock.trace.tree import place
 from penstock.trace.work import work_of
 from tests.trace.test_phases import named
@@ -49,10 +49,10 @@ def float8_kernels() -> Iterator[str]:
 
 
 def test_every_kernel_of_8_bits_has_a_part_of_its_own() -> None:
-    parts = {name: telling(name) for name in float8_kernels()}
+    parts = {name: specific_category(name) for name in float8_kernels()}
     assert len(parts) >= 12
-    assert [name for name, part in parts.items() if part is None] == [MATRICES]
-    assert general(MATRICES) is Part.PRODUCTS
+    assert [name for name, part in parts.items() if part is None] == [FLOAT8_GEMM]
+    assert generic_category(FLOAT8_GEMM) is Category.PRODUCTS
 
 
 @pytest.mark.parametrize(
@@ -69,13 +69,13 @@ def test_every_kernel_of_8_bits_has_a_part_of_its_own() -> None:
         (Span.ATTENTION, "quantize_kernel", "quantize"),
         (Span.ATTENTION, "latent_heads_backward_kernel", "attention"),
         (None, "shared_key_backward_kernel", "attention"),
-        (Span.ATTENTION, MATRICES, "attention"),
+        (Span.ATTENTION, FLOAT8_GEMM, "attention"),
         (Span.DENSE, "swiglu_float8_kernel", "dense"),
-        (Span.SHARED, MATRICES, "shared"),
+        (Span.SHARED, FLOAT8_GEMM, "shared"),
         (None, "norm_quantize_kernel", "quantize"),
         (None, "transpose_kernel", "quantize"),
         (None, "swiglu_backward_float8_kernel", "activation"),
-        (None, MATRICES, "matrix products"),
+        (None, FLOAT8_GEMM, "matrix products"),
     ],
 )
 def test_quantization_is_a_phase_and_products_are_where_their_span_says(
@@ -92,7 +92,7 @@ def test_weights_quantized_behind_the_optimizer_are_of_the_update() -> None:
 @pytest.mark.parametrize("around", [span(Span.EXPERTS, 190, 70), span("other", 190, 70)])
 def test_a_product_of_matrices_among_experts_is_their_weight_gradient(around: dict[str, Any]) -> None:
     node = operator(NODE + "_Float8ExpertFfnBackward", 200, 50, **{"Sequence number": 8, "Fwd thread id": 1})
-    trace = decoded(around, node, *started(205, 1, "float8_rows_kernel"), *started(220, 2, MATRICES))
+    trace = decoded(around, node, *started(205, 1, "float8_rows_kernel"), *started(220, 2, FLOAT8_GEMM))
     assert named(trace) == [("experts input gradient", "backward"), ("experts weight gradient", "backward")]
 
 
@@ -116,27 +116,27 @@ def step() -> Trace:
     """A linear layer, a network and a linear layer that quantizes for itself; the first one's backward."""
     forward = [
         linear(0, sequence=4),
-        *started(10, 1, MATRICES, lasts=20),
-        *started(50, 2, MATRICES, lasts=30),
+        *started(10, 1, FLOAT8_GEMM, lasts=20),
+        *started(50, 2, FLOAT8_GEMM, lasts=30),
         network(60),
         *started(70, 3, "swiglu_float8_kernel", lasts=5),
-        *started(100, 4, MATRICES, lasts=15),
+        *started(100, 4, FLOAT8_GEMM, lasts=15),
         *started(150, 5, "quantize_kernel"),
         linear(160),
-        *started(170, 6, MATRICES, lasts=20),
+        *started(170, 6, FLOAT8_GEMM, lasts=20),
     ]
     numbers = {"Sequence number": 4, "Fwd thread id": 1}
     backward = [
         operator(NODE + "_Float8LinearBackward", 300, 90, **numbers),
         operator("_Float8LinearBackward", 301, 88, **numbers, **shapes([BF16], [[64, 512]])),
         *started(310, 7, "quantize_kernel", lasts=10),
-        *started(330, 8, MATRICES, lasts=20),
-        *started(350, 9, MATRICES, lasts=20),
+        *started(330, 8, FLOAT8_GEMM, lasts=20),
+        *started(350, 9, FLOAT8_GEMM, lasts=20),
     ]
     return decoded(*forward, *backward)
 
 
-def row_of(found: Roofline, name: str) -> Row:
+def row_of(found: Roofline, name: str) -> RooflineRow:
     (row,) = (row for row in found.rows if row.operator == name)
     return row
 
@@ -157,16 +157,16 @@ def test_products_belong_to_the_functions_that_asked_for_them() -> None:
 
 
 def test_products_of_other_threads_or_regions_are_nobodys() -> None:
-    elsewhere = started(10, 1, MATRICES)
+    elsewhere = started(10, 1, FLOAT8_GEMM)
     elsewhere[0]["tid"] = 99
-    trace = decoded(linear(0), *elsewhere, span("other", 20, 30), *started(25, 2, MATRICES))
+    trace = decoded(linear(0), *elsewhere, span("other", 20, 30), *started(25, 2, FLOAT8_GEMM))
     assert names_at(trace, place(trace).operator) == [None, None]
 
 
 def test_products_of_a_captured_pass_belong_to_the_functions_of_the_eager_pass() -> None:
-    eager = [one for at in range(16) for one in (linear(100 * at), *started(100 * at + 10, at + 1, MATRICES, 20))]
+    eager = [one for at in range(16) for one in (linear(100 * at), *started(100 * at + 10, at + 1, FLOAT8_GEMM, 20))]
     graph = event("cuda_runtime", "cudaGraphLaunch", 5000, 5, correlation=99)
-    captured = [kernel(MATRICES, 6000 + 30 * at, 20, correlation=99) for at in range(16)]
+    captured = [kernel(FLOAT8_GEMM, 6000 + 30 * at, 20, correlation=99) for at in range(16)]
     trace = decoded(*eager, graph, *captured)
     row = row_of(roofline(trace, find_phases(trace).placement), "_Float8Linear")
     assert (row.count, row.inferred, row.kernel_us) == (32, True, pytest.approx(640))
@@ -187,7 +187,7 @@ def test_dense_products_reach_a_share_of_the_peak_of_8_bits() -> None:
 
 
 def test_experts_in_8_bits_compute_as_much_as_in_16_and_move_less() -> None:
-    small = Call(name="_Float8ExpertFfn", shapes=EXPERTS.shapes, types=EXPERTS.types)
+    small = OperatorCall(name="_Float8ExpertFfn", shapes=EXPERTS.shapes, types=EXPERTS.types)
     backward = call("_Float8ExpertFfnBackward", *tensors((16, 8)), made_by=small)
     assert work(small).flops == work(EXPERTS).flops
     assert work(small, used_rows=0.5).flops == work(EXPERTS).flops / 2
@@ -259,7 +259,7 @@ def test_rows_that_came_in_8_bits_are_counted_with_their_scales(
     header = {"penstock": {"config": {"float8": {"dispatch": dispatch}}}}
     trace = decode_trace(text_of(content | header))
     calls = calls_of({0: trace})
-    assert received_rows(trace, calls, np.array([0]), products_of(trace)) == pytest.approx([rows], nan_ok=True)
+    assert received_rows(trace, calls, np.array([0]), grouped_products(trace)) == pytest.approx([rows], nan_ok=True)
 
 
 def profiled() -> Trace:
@@ -287,7 +287,7 @@ def test_what_a_profile_holds_of_our_functions_is_what_models_of_their_work_read
     for name in ("_Float8ExpertFfn", "_Float8Linear", "_Float8Network"):
         args = host.args(int(np.flatnonzero(host.called(name))[0]))
         dims = tuple(tuple(one) for one in args["Input Dims"])
-        assert work(Call(name=name, shapes=dims, types=tuple(args["Input type"]))).flops > 0
+        assert work(OperatorCall(name=name, shapes=dims, types=tuple(args["Input type"]))).flops > 0
 
 
 def test_phases_of_a_step_in_8_bits_leave_nothing_unnamed() -> None:

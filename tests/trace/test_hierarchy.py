@@ -3,8 +3,8 @@
 import pytest
 
 from penstock.base.spans import Span
-from penstock.trace.hierarchy import hierarchy
 from penstock.trace.load import decode_trace
+from penstock.trace.operators import hierarchy
 from penstock.trace.phases import find_phases
 from tests.trace.test_tree import decoded, operator, span, started
 from tests.trace.tiny import text_of, tiny

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.trace.answer import answer_to
-from penstock.trace.host_table import HostTable, host_table
+from penstock.trace.analysis import analyse_files
+from penstock.trace.host_work import HostTable, host_table
 from tests.trace.tiny import event, text_of, trace_of
 
 
@@ -25,7 +25,7 @@ def _step(number: int, begin: float, product_us: float) -> list[dict[str, object
 def table(tmp_path: Path) -> HostTable:
     path = tmp_path / "rank-0.json"
     path.write_bytes(text_of(trace_of(*_step(3, 0, 20), *_step(4, 100, 40))))
-    answer = answer_to([path])
+    answer = analyse_files([path])
     assert answer.is_host
     return host_table(answer.ranks[0])
 

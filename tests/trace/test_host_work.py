@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 
-from penstock.trace.answer import answer_of
+from penstock.trace.analysis import analyse_traces
 from penstock.trace.events import GpuKind, Trace
-from penstock.trace.host_work import on_host
-from penstock.trace.load import decode_trace
+from penstock.trace.load import decode_trace, on_host
 from tests.report.made_runs import host_trace
 from tests.trace.tiny import event, text_of, trace_of
 
@@ -41,7 +40,7 @@ def test_messages_of_gloo_are_communication() -> None:
 
 
 def test_phases_and_steps_are_found_as_on_a_device() -> None:
-    (one,) = answer_of({0: on_host(read(host_trace()))}).ranks
+    (one,) = analyse_traces({0: on_host(read(host_trace()))}).ranks
     rows = {(row.name, row.layer, row.pass_): row.kernel_us for row in one.phases.rows()}
     assert rows["attention", 1, "forward"] == 200
     assert rows["optimizer", None, "update"] == 100
@@ -59,7 +58,7 @@ def test_threads_work_at_the_same_time() -> None:
     other = event("cpu_op", "aten::b", 20, 30) | {"tid": 5}
     trace = on_host(read(trace_of(event("cpu_op", "aten::a", 0, 100), other)))
     assert stretches(trace) == [("aten::a", 0, 100), ("aten::b", 20, 50)]
-    assert answer_of({0: trace}).ranks[0].timelines["all"].busy_us == 100
+    assert analyse_traces({0: trace}).ranks[0].timelines["all"].busy_us == 100
 
 
 def test_a_trace_with_a_device_is_not_asked() -> None:

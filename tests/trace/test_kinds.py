@@ -7,7 +7,7 @@ import pytest
 
 import penstock.kernels
 from penstock.trace.events import GpuKind
-from penstock.trace.kinds import OWN, function_of, kind_of, library_of
+from penstock.trace.kernel_names import OWN, function_of, kind_of, library_of
 
 COMMUNICATION = {
     "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "nccl",

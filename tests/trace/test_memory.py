@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.trace.memory import Memory, find_memory, memory_json
+from penstock.trace.memory import AllocatorHistory, find_memory, memory_json
 from penstock.trace.timeline import steps_of
 from tests.trace.test_tree import decoded, operator, span
 from tests.trace.tiny import TIME_US, kernel
@@ -24,7 +24,7 @@ def change(at: float, size: int, held: int, *, address: int | None = 64, device:
     return {"ph": "i", "cat": "cpu_instant_event", "name": "[memory]", **times, "args": args}
 
 
-def memory_of(*events: dict[str, Any]) -> Memory:
+def memory_of(*events: dict[str, Any]) -> AllocatorHistory:
     (memory,) = find_memory(decoded(kernel("a", 0, 10, correlation=1), *events))
     return memory
 

@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 
 from penstock.base.spans import Span
 from penstock.trace.events import Trace
-from penstock.trace.kernel_names import GENERAL, TELLING, Part, general, is_gradient, telling
+from penstock.trace.kernel_names import (
+    GENERIC_PATTERNS,
+    SPECIFIC_PATTERNS,
+    Category,
+    generic_category,
+    is_gradient,
+    specific_category,
+)
 from penstock.trace.load import decode_trace
 from penstock.trace.phases import Phases, charge, find_phases
 from penstock.trace.timeline import timeline_of
@@ -131,7 +138,7 @@ def test_what_nothing_names_is_other_and_its_share_is_said() -> None:
     ],
 )
 def test_kernels_of_libraries_are_known_by_name(name: str, part: str) -> None:
-    assert (telling(name) or general(name) or Part.OTHER).value == part
+    assert (specific_category(name) or generic_category(name) or Category.OTHER).value == part
 
 
 def test_exposed_time_is_charged_to_compute_before_communication_before_copies() -> None:
@@ -177,12 +184,12 @@ def test_exposed_times_add_up_to_what_the_timeline_says(made: list[tuple[str, in
     assert charged[talks].sum() == pytest.approx(expected.exposed_communication_us, abs=1e-6)
 
 
-@pytest.mark.parametrize("pattern", [pattern for _, pattern in (*TELLING, *GENERAL)])
+@pytest.mark.parametrize("pattern", [pattern for _, pattern in (*SPECIFIC_PATTERNS, *GENERIC_PATTERNS)])
 def test_a_pattern_means_the_same_in_small_letters(pattern: str) -> None:
     assert not re.search(r"\\[A-Z]|\[[^\]]*[A-Z]", pattern), "escapes and ranges would become others"
 
 
 def test_names_are_searched_without_regard_to_case() -> None:
-    assert telling("FLASH_fwd_kernel") is telling("flash_fwd_kernel") is Part.ATTENTION
-    assert general("Memset (Device)") is general("memset (device)") is Part.FILL
+    assert specific_category("FLASH_fwd_kernel") is specific_category("flash_fwd_kernel") is Category.ATTENTION
+    assert generic_category("Memset (Device)") is generic_category("memset (device)") is Category.FILL
     assert is_gradient("SomethingBackward0") and is_gradient("flash_BWD_dq") and not is_gradient("forward")

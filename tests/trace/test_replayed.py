@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from penstock.trace.events import NONE, Trace
+from penstock.trace.graph_replays import aligned, infer_replays
 from penstock.trace.phases import find_phases
-from penstock.trace.replayed import aligned, infer_replays
 from penstock.trace.tree import SPANS, Placement, place
 from tests.trace.synthetic_graph import ADD, GEMM, Recording, Step
 from tests.trace.tiny import event, kernel

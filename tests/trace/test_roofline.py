@@ -9,24 +9,26 @@ import penstock.plan
 from penstock.base.devices import CHIPS
 from penstock.plan.hardware import Hardware
 from penstock.plan.hardware_file import read_hardware
-from penstock.trace.operators import Call
+from penstock.trace.operators import OperatorCall
 from penstock.trace.roofline import roofline
-from penstock.trace.work import Work, work_of
+from penstock.trace.work import CallWork, work_of
 from tests.trace.test_tree import NODE, decoded, operator, started
 
 BF16, FLOAT, LONG = "c10::BFloat16", "float", "long int"
 
 
-def call(name: str, *arguments: tuple[Any, str], plain: tuple[str, ...] = (), made_by: Call | None = None) -> Call:
+def call(
+    name: str, *arguments: tuple[Any, str], plain: tuple[str, ...] = (), made_by: OperatorCall | None = None
+) -> OperatorCall:
     shapes, types = tuple(one[0] for one in arguments), tuple(one[1] for one in arguments)
-    return Call(name=name, shapes=shapes, types=types, plain=plain, made_by=made_by)
+    return OperatorCall(name=name, shapes=shapes, types=types, plain=plain, made_by=made_by)
 
 
 def tensors(*shapes: tuple[int, ...]) -> tuple[tuple[Any, str], ...]:
     return tuple((shape, BF16) for shape in shapes)
 
 
-def work(one: Call, **options: float) -> Work:
+def work(one: OperatorCall, **options: float) -> CallWork:
     found = work_of(one, **options)
     assert found is not None, "no model"
     return found
@@ -63,7 +65,7 @@ EXPERTS = call("_ExpertFfn", *tensors((16, 8), (4, 12, 8), (4, 8, 6)), ((4,), LO
         ),
     ],
 )
-def test_products_count_two_flops_for_each_multiplication(one: Call, flops: float) -> None:
+def test_products_count_two_flops_for_each_multiplication(one: OperatorCall, flops: float) -> None:
     assert work(one).flops == pytest.approx(flops, rel=1e-4)
 
 
@@ -96,7 +98,7 @@ def test_the_optimizer_reads_four_tensors_of_a_parameter_and_writes_three() -> N
 @pytest.mark.parametrize(
     "one", [call("vllm::moe_forward", *tensors((888, 3072))), call("aten::mm"), call("aten::mm", ((), ""), ((), ""))]
 )
-def test_an_operator_without_a_model_or_shapes_has_no_work(one: Call) -> None:
+def test_an_operator_without_a_model_or_shapes_has_no_work(one: OperatorCall) -> None:
     assert work_of(one) is None
 
 

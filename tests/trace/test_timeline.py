@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.trace.events import GpuKind, Trace
 from penstock.trace.load import decode_trace, load_ranks, load_trace
-from penstock.trace.timeline import Timeline, steps_of, timeline_of, timelines
+from penstock.trace.timeline import TimeBreakdown, steps_of, timeline_of, timelines
 from tests.trace.tiny import event, kernel, launch, text_of, tiny, trace_of
 
 DATA = Path(__file__).parent / "data"
@@ -36,7 +36,7 @@ def decoded(*events: dict[str, object]) -> Trace:
     return decode_trace(text_of(trace_of(*events)))
 
 
-def spent(timeline: Timeline) -> tuple[float, ...]:
+def spent(timeline: TimeBreakdown) -> tuple[float, ...]:
     return tuple(round(value, 3) for value in astuple(timeline)[:-1])
 
 

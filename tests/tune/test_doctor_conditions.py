@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.trace.answer import Answer, answer_to
+from penstock.trace.analysis import TraceAnalysis, analyse_files
 from penstock.tune.doctor.diagnosis import Diagnosis, diagnose
 from penstock.tune.doctor.evidence import STANDS, Evidence, RunFacts
 from penstock.tune.doctor.from_trace import evidence_of
@@ -43,7 +43,7 @@ class Case:
 
     name: str
     truth: Truth
-    answer: Answer
+    answer: TraceAnalysis
     evidence: Evidence
     verdict: Diagnosis
 
@@ -51,7 +51,7 @@ class Case:
 @pytest.fixture(scope="module", params=CONDITIONS, ids=lambda name: name.replace(" ", "-"))
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     traces = make(CONDITIONS[request.param])
-    answer = answer_to([traces.write(tmp_path_factory.mktemp("ranks"))])
+    answer = analyse_files([traces.write(tmp_path_factory.mktemp("ranks"))])
     evidence = evidence_of(answer, RunFacts())
     return Case(name=request.param, truth=traces.truth, answer=answer, evidence=evidence, verdict=diagnose(evidence))
 
@@ -95,5 +95,5 @@ def test_a_rank_that_is_slow_at_everything_is_not_taken_for_one_with_hot_experts
     both = replace(V2_LITE, slow_rank=1, slow=1.2, slows_all=True, hot_rank=1, hot=2.0)
     for job, cause in ((replace(both, hot=1.0), "compute"), (both, "experts")):
         folder = make(job).write(tmp_path / cause)
-        (late,) = evidence_of(answer_to([folder]), RunFacts()).late
+        (late,) = evidence_of(analyse_files([folder]), RunFacts()).late
         assert (late.rank, late.cause) == (1, cause)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from penstock.config.fit import grid_of, micro_batches
-from penstock.trace.answer import Answer, answer_to
-from penstock.trace.calls import Way
+from penstock.trace.analysis import TraceAnalysis, analyse_files
+from penstock.trace.calls import SyncKind
 from penstock.trace.events import NONE
 from penstock.tune.doctor.diagnosis import Diagnosis, diagnose
 from penstock.tune.doctor.evidence import Evidence
@@ -52,7 +52,7 @@ class Case:
     """A recording and what was found in it."""
 
     name: str
-    answer: Answer
+    answer: TraceAnalysis
     evidence: Evidence
     verdict: Diagnosis
 
@@ -72,7 +72,7 @@ class Case:
 @pytest.fixture(scope="module", params=WALLS)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     folder = unpack(DATA / f"{request.param}.tar.xz", tmp_path_factory.mktemp("recorded"))
-    answer = answer_to([folder])
+    answer = analyse_files([folder])
     evidence = evidence_of(answer, *facts_of(folder))
     return Case(name=request.param, answer=answer, evidence=evidence, verdict=diagnose(evidence))
 
@@ -148,7 +148,7 @@ def test_who_is_named_waited_for_adds_up_to_what_ranks_waited(case: Case) -> Non
 def test_a_rank_is_last_only_in_collectives_that_wait(case: Case) -> None:
     collectives = case.answer.collectives
     late = collectives.meetings.met[collectives.last != NONE]
-    assert (collectives.calls.way[late.max(axis=1)] < Way.ALONE).all()
+    assert (collectives.calls.way[late.max(axis=1)] < SyncKind.ALONE).all()
 
 
 def test_a_small_recording_made_smaller_again_is_the_same_to_the_byte(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from penstock.config.load import load_run
-from penstock.trace.answer import answer_to
+from penstock.trace.analysis import analyse_files
 from penstock.tune.doctor.diagnosis import Diagnosis, diagnose
 from penstock.tune.doctor.evidence import Evidence, RunFacts
 from penstock.tune.doctor.from_trace import evidence_of, kind_of
@@ -13,7 +13,7 @@ from tests.trace.synthetic import Job, Traces, _Run, make
 
 
 def examined(traces: Traces, folder: Path) -> tuple[Evidence, Diagnosis]:
-    evidence = evidence_of(answer_to([traces.write(folder)]), RunFacts())
+    evidence = evidence_of(analyse_files([traces.write(folder)]), RunFacts())
     return evidence, diagnose(evidence)
 
 
@@ -128,7 +128,7 @@ def test_computing_is_told_by_phase_and_adds_up(tmp_path: Path) -> None:
 
 def test_a_step_that_is_judged_alone_is_one_step(tmp_path: Path) -> None:
     folder = make(Job(stall_us=1_300.0)).write(tmp_path)
-    whole, one = (evidence_of(answer_to([folder], step=step), RunFacts()) for step in (None, 5))
+    whole, one = (evidence_of(analyse_files([folder], step=step), RunFacts()) for step in (None, 5))
     assert (whole.steps, one.steps) == (2, 1)
     assert whole.launches is not None and one.launches is not None
     assert 0 < one.launches.synchronizations < whole.launches.synchronizations
@@ -160,7 +160,7 @@ def test_tokens_that_no_library_of_collectives_sends_are_communication(
 
 def test_one_rank_cannot_tell_waiting_from_transfer(tmp_path: Path) -> None:
     folder = make(Job(hot_rank=1)).write(tmp_path)
-    evidence = evidence_of(answer_to([folder / "rank0_trace.json.gz"]), RunFacts())
+    evidence = evidence_of(analyse_files([folder / "rank0_trace.json.gz"]), RunFacts())
     verdict = diagnose(evidence)
     assert all(one.wait_us is None for one in evidence.ranks)
     assert verdict.times.waiting_us == 0

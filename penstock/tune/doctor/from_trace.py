@@ -22,12 +22,12 @@ from penstock.base.errors import ConfigError
 from penstock.config.run import Run
 from penstock.config.schema import fields_of
 from penstock.config.tree import build, settle
-from penstock.trace.answer import Answer, RankAnswer
-from penstock.trace.calls import Calls, Way
+from penstock.trace.analysis import RankAnalysis, TraceAnalysis
+from penstock.trace.calls import CollectiveCalls, SyncKind
 from penstock.trace.collectives import any_row
 from penstock.trace.events import NONE, Flags, Floats, GpuKind, HostKind, Integers, Trace
-from penstock.trace.host_table import host_table
-from penstock.trace.kinds import OWN, library_of
+from penstock.trace.host_work import host_table
+from penstock.trace.kernel_names import OWN, library_of
 from penstock.trace.launches import idle_behind_waits
 from penstock.trace.phases import EXPERTS as EXPERT_SPANS
 from penstock.trace.phases import PASSES
@@ -70,7 +70,7 @@ _KINDS: tuple[tuple[str, str], ...] = (
 """Parts of names of collectives and kernels; the first match counts."""
 
 
-def evidence_of(answer: Answer, facts: RunFacts, missing: Sequence[str] = ()) -> Evidence:
+def evidence_of(answer: TraceAnalysis, facts: RunFacts, missing: Sequence[str] = ()) -> Evidence:
     """Evidence from the analysis of traces.
 
     Args:
@@ -102,7 +102,7 @@ def evidence_of(answer: Answer, facts: RunFacts, missing: Sequence[str] = ()) ->
     )
 
 
-def _facts(answer: Answer, facts: RunFacts) -> RunFacts:
+def _facts(answer: TraceAnalysis, facts: RunFacts) -> RunFacts:
     """Facts completed with device, ranks and memory of the traces."""
     trace = answer.ranks[0].trace
     device = trace.device_name
@@ -130,14 +130,14 @@ def _run(trace: Trace) -> Run | None:
         return None
 
 
-def _world(answer: Answer) -> int:
+def _world(answer: TraceAnalysis) -> int:
     """Number of ranks of the run by the traces; 0 if they do not tell."""
     groups = [group.size for group in answer.collectives.calls.groups]
     told = [one.trace.world for one in answer.ranks if one.trace.world is not None]
     return max([*groups, *told], default=0)
 
 
-def _costs(one: RankAnswer, calls: Calls, totals: Mapping[int, tuple[float, float]]) -> RankCosts:
+def _costs(one: RankAnalysis, calls: CollectiveCalls, totals: Mapping[int, tuple[float, float]]) -> RankCosts:
     timeline = one.timelines["all"]
     pure_us, wait_us = totals.get(one.rank, (None, None))
     is_expert_span = np.array([name in EXPERT_SPANS for name in one.trace.names], dtype=bool)
@@ -161,7 +161,7 @@ def _costs(one: RankAnswer, calls: Calls, totals: Mapping[int, tuple[float, floa
     )
 
 
-def _launches(ranks: Sequence[RankAnswer]) -> KernelLaunches:
+def _launches(ranks: Sequence[RankAnalysis]) -> KernelLaunches:
     """Sums over all ranks."""
     return KernelLaunches(
         kernels=sum(one.launches.kernel_count for one in ranks),
@@ -171,7 +171,7 @@ def _launches(ranks: Sequence[RankAnswer]) -> KernelLaunches:
     )
 
 
-def _waited(one: RankAnswer) -> int:
+def _waited(one: RankAnalysis) -> int:
     """Number of waits of the host; a copy and the call that waits for it are one wait, the recorder's own are none."""
     times: dict[tuple[str, ...], int] = {}
     for wait in one.launches.waits:
@@ -180,7 +180,7 @@ def _waited(one: RankAnswer) -> int:
     return sum(times.values())
 
 
-def _computing(one: RankAnswer) -> dict[str, float]:
+def _computing(one: RankAnalysis) -> dict[str, float]:
     """Exposed computing by phase, without recomputation."""
     phases = one.phases
     computes = np.isin(one.trace.gpu.kind[phases.event], [GpuKind.COMPUTE, GpuKind.SET])
@@ -193,7 +193,7 @@ def _computing(one: RankAnswer) -> dict[str, float]:
     return found
 
 
-def _by_kind(one: RankAnswer, calls: Calls) -> dict[str, float]:
+def _by_kind(one: RankAnalysis, calls: CollectiveCalls) -> dict[str, float]:
     """Exposed communication by kind."""
     exposed_us = np.bincount(one.phases.event, one.phases.exposed_us, len(one.trace.gpu))
     found: dict[str, float] = {}
@@ -215,7 +215,7 @@ def kind_of(collective: str, kernel: str) -> str:
     return next((kind for text in texts for part, kind in _KINDS if part in text), "without a name")
 
 
-def _missing(answer: Answer) -> list[str]:
+def _missing(answer: TraceAnalysis) -> list[str]:
     """Information that the traces do not have."""
     told = []
     world, loaded = _world(answer), len(answer.loaded)
@@ -238,7 +238,7 @@ def _missing(answer: Answer) -> list[str]:
     return told
 
 
-def late_ranks(answer: Answer) -> tuple[LateRank, ...]:
+def late_ranks(answer: TraceAnalysis) -> tuple[LateRank, ...]:
     """Late ranks and their causes, the most expensive first; waiting is of the whole recording."""
     collectives = answer.collectives
     if len(collectives.meetings) < MATCHED * (len(collectives.meetings) + len(collectives.unmatched)):
@@ -263,7 +263,7 @@ class _Between:
     Attributes:
         idle_MR: time without device work.
         busy_MR: time with device work.
-        before: for each rank in the order of `Answer.ranks`, the collective that follows each entry of its phases;
+        before: for each rank in the order of `TraceAnalysis.ranks`, the collective after each entry of its phases;
             NONE for an entry after the last collective or concurrent with one.
     """
 
@@ -272,10 +272,10 @@ class _Between:
     before: tuple[Integers, ...]
 
 
-def _between(answer: Answer) -> _Between:
+def _between(answer: TraceAnalysis) -> _Between:
     calls, rows_MR = answer.collectives.calls, answer.collectives.meetings.met
     idle_MR, busy_MR = np.full(rows_MR.shape, np.nan), np.full(rows_MR.shape, np.nan)
-    waits_M = calls.way[any_row(rows_MR)] != Way.ALONE
+    waits_M = calls.way[any_row(rows_MR)] != SyncKind.ALONE
     first_us, before = _first_work(answer), []
     for one in answer.ranks:
         number = calls.ranks.index(one.rank)
@@ -295,7 +295,7 @@ def _between(answer: Answer) -> _Between:
     return _Between(idle_MR=idle_MR, busy_MR=busy_MR, before=tuple(before))
 
 
-def _first_work(answer: Answer) -> dict[int, float]:
+def _first_work(answer: TraceAnalysis) -> dict[int, float]:
     """By rank and on its clock, the first device work of any rank whose clock can be compared with it."""
     calls, clocks = answer.collectives.calls, answer.collectives.meetings.clocks
     number = {one.rank: calls.ranks.index(one.rank) for one in answer.ranks}
@@ -307,7 +307,7 @@ def _first_work(answer: Answer) -> dict[int, float]:
     }
 
 
-def _collective_after(one: RankAnswer, met: Integers, begins_us: Floats, starts_us: Floats) -> Integers:
+def _collective_after(one: RankAnalysis, met: Integers, begins_us: Floats, starts_us: Floats) -> Integers:
     """For each entry of a rank's phases, the collective that follows its middle, if it is between two."""
     gpu = one.trace.gpu
     middle_us = (gpu.start_us + gpu.duration_us / 2)[one.phases.event]
@@ -319,7 +319,7 @@ def _collective_after(one: RankAnswer, met: Integers, begins_us: Floats, starts_
     return meeting
 
 
-def _by_cause(answer: Answer, between: _Between, rank: int) -> Iterator[LateRank]:
+def _by_cause(answer: TraceAnalysis, between: _Between, rank: int) -> Iterator[LateRank]:
     """The cost of a rank's host, and the cost of its work."""
     collectives = answer.collectives
     number = collectives.calls.ranks.index(rank)
@@ -351,7 +351,7 @@ def _is_host(between: _Between, mine: Integers, number: int) -> tuple[Flags, Flo
     return by_host, idle
 
 
-def _with_work(late: LateRank, answer: Answer, times: dict[int, dict[str, float]]) -> LateRank:
+def _with_work(late: LateRank, answer: TraceAnalysis, times: dict[int, dict[str, float]]) -> LateRank:
     """Find the cause in the work that took longer than on the median rank.
 
     The experts of a generally slow rank are slow too, so they are the cause only if they exceed that slowness.
@@ -387,7 +387,7 @@ def _longer_text(mine_us: float, usual_us: float) -> str:
     return f"{(mine_us - usual_us) / 1e3:.2f} ms per step longer than on the median rank{ratio}"
 
 
-def _idle_text(answer: Answer, rank: int, idle_us: Floats) -> str:
+def _idle_text(answer: TraceAnalysis, rank: int, idle_us: Floats) -> str:
     """The additional idle time, and its possible origin: one stall, or slow launches."""
     text = f"its device was idle {idle_us.sum() / 1e3:.2f} ms per step longer than others' before it came"
     if idle_us.max() > HALF * idle_us.sum():
@@ -405,7 +405,7 @@ def _launch_us(trace: Trace) -> float:
     return float(np.median(trace.host.duration_us[launches])) if len(launches) else float("nan")
 
 
-def _slowness(answer: Answer, rank: int) -> float:
+def _slowness(answer: TraceAnalysis, rank: int) -> float:
     """Factor by which a rank is slower in work that does not depend on expert rows, in the whole trace; at least 1."""
     mine, others = _usual({one.rank: _computed_by_phase(one) for one in answer.ranks}, rank)
     usual_us = _sum(others, of_experts=False)
@@ -422,7 +422,7 @@ def _sum(times: dict[str, float], *, of_experts: bool) -> float:
     return sum(us for name, us in times.items() if (name in AROUND_EXPERTS) == of_experts)
 
 
-def _computed(answer: Answer, between: _Between, meetings: Integers) -> dict[int, dict[str, float]]:
+def _computed(answer: TraceAnalysis, between: _Between, meetings: Integers) -> dict[int, dict[str, float]]:
     """Computing before some collectives, by rank and phase.
 
     Only ranks that took part in most of these collectives count, and of these collectives the ones that they share.
@@ -438,7 +438,7 @@ def _computed(answer: Answer, between: _Between, meetings: Integers) -> dict[int
     }
 
 
-def _computed_by_phase(one: RankAnswer, chosen: Flags | None = None) -> dict[str, float]:
+def _computed_by_phase(one: RankAnalysis, chosen: Flags | None = None) -> dict[str, float]:
     """Exposed time of all, or of chosen, entries of a rank's phases; without communication, which contains waiting."""
     computes = one.trace.gpu.kind[one.phases.event] != GpuKind.COMMUNICATION
     if chosen is not None:

@@ -16,24 +16,22 @@ from typing import Any
 import numpy as np
 
 from penstock.base.errors import TraceError
-from penstock.trace.calls import Calls, Way
-from penstock.trace.collectives import Collectives, bandwidths, collectives_of, unevenness
+from penstock.trace.calls import CollectiveCalls, SyncKind
+from penstock.trace.collectives import CollectiveTimes, bandwidths, collectives_of, exchange_imbalances
 from penstock.trace.events import NONE, Floats, Trace
-from penstock.trace.expert_rows import UsedRows, used_rows
-from penstock.trace.experts import ExpertLoad, RecordedLoad, expert_load, recorded_loads
-from penstock.trace.host_work import on_host
-from penstock.trace.launches import Launches, find_launches
-from penstock.trace.load import load_ranks
-from penstock.trace.matching import Unmatched
-from penstock.trace.memory import Memory, find_memory, memory_json
+from penstock.trace.experts import ExpertLoad, RecordedLoad, UsedRows, expert_load, recorded_loads, used_rows
+from penstock.trace.launches import LaunchSummary, find_launches
+from penstock.trace.load import read_traces
+from penstock.trace.matching import UnmatchedCollective
+from penstock.trace.memory import AllocatorHistory, find_memory, memory_json
 from penstock.trace.phases import Phases, find_phases
 from penstock.trace.roofline import Roofline, roofline
-from penstock.trace.timeline import Step, Timeline, steps_of, timelines
+from penstock.trace.timeline import RecordedStep, TimeBreakdown, steps_of, timelines
 from penstock.trace.tree import place
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class RankAnswer:
+class RankAnalysis:
     """What is said of one rank.
 
     Attributes:
@@ -50,17 +48,17 @@ class RankAnswer:
 
     rank: int
     trace: Trace
-    timelines: Mapping[str, Timeline]
-    steps: tuple[Step, ...]
+    timelines: Mapping[str, TimeBreakdown]
+    steps: tuple[RecordedStep, ...]
     phases: Phases
     used_rows: UsedRows | None
     roofline: Roofline
-    launches: Launches
-    memory: tuple[Memory, ...]
+    launches: LaunchSummary
+    memory: tuple[AllocatorHistory, ...]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Answer:
+class TraceAnalysis:
     """What is said of all traces.
 
     Attributes:
@@ -69,12 +67,12 @@ class Answer:
         collectives: of all loaded ranks.
         experts: how evenly those of all loaded ranks are loaded.
         recorded: what the run's metrics say of that, of the steps in the traces.
-        is_host: the traces are of a CPU, whose operators stand where kernels would (penstock/trace/host_work.py).
+        is_host: the traces are of a CPU, whose operators stand where kernels would (penstock/trace/load.py).
     """
 
-    ranks: tuple[RankAnswer, ...]
+    ranks: tuple[RankAnalysis, ...]
     loaded: tuple[int, ...]
-    collectives: Collectives
+    collectives: CollectiveTimes
     experts: ExpertLoad
     recorded: tuple[RecordedLoad, ...] = ()
     is_host: bool = False
@@ -90,7 +88,7 @@ class Answer:
         return 1 / max(1, self.steps)
 
 
-def answer_to(paths: Sequence[Path], *, step: int | None = None, rank: int | None = None) -> Answer:
+def analyse_files(paths: Sequence[Path], *, step: int | None = None, rank: int | None = None) -> TraceAnalysis:
     """Read traces and say everything.
 
     Args:
@@ -106,46 +104,27 @@ def answer_to(paths: Sequence[Path], *, step: int | None = None, rank: int | Non
         raise TraceError(f"no trace is of rank {rank}", allowed=", ".join(map(str, traces)))
     if step is not None:
         traces = {one: _only_step(trace, step) for one, trace in traces.items()}
-    answer = answer_of(traces, rank=rank, step=step, is_host=is_host)
+    answer = analyse_traces(traces, rank=rank, step=step, is_host=is_host)
     seen = {one.number for found in answer.ranks for one in found.steps}
     recorded = [one for path in paths for one in recorded_loads(path) if one.step in seen]
     return replace(answer, recorded=tuple(recorded))
 
 
-def read_traces(paths: Path | Sequence[Path]) -> tuple[dict[int, Trace], bool]:
-    """Traces by rank, and whether they are of a CPU: then operators stand where kernels would.
-
-    Args:
-        paths: files, folders, the folder of a run.
-
-    Raises:
-        TraceError: a file cannot be read, or holds no event.
-    """
-    traces = load_ranks(paths, gpu_required=False)
-    with_device = {rank: trace for rank, trace in traces.items() if len(trace.gpu)}
-    if with_device:
-        return (with_device if len(with_device) == len(traces) else load_ranks(paths)), False
-    found = {rank: on_host(trace) for rank, trace in traces.items()}
-    if not all(len(trace.gpu) for trace in found.values()):
-        load_ranks(paths)  # says which file holds nothing, and what it holds instead
-    return found, True
-
-
-def answer_of(
+def analyse_traces(
     traces: Mapping[int, Trace], *, rank: int | None = None, step: int | None = None, is_host: bool = False
-) -> Answer:
+) -> TraceAnalysis:
     """The same of traces that were read.
 
     Args:
         traces: by rank.
         rank: only the tables of this one.
         step: the one that the traces were cut to; None if they were not.
-        is_host: see `Answer`.
+        is_host: see `TraceAnalysis`.
     """
     collectives = collectives_of(traces)
     waited_us = _waited(traces, collectives)
     shown = traces if rank is None else {rank: traces[rank]}
-    return Answer(
+    return TraceAnalysis(
         ranks=tuple(_of_rank(one, trace, waited_us[one], collectives.calls, step) for one, trace in shown.items()),
         loaded=tuple(traces),
         collectives=collectives,
@@ -154,12 +133,12 @@ def answer_of(
     )
 
 
-def _of_rank(rank: int, trace: Trace, waited_us: Floats, calls: Calls, step: int | None) -> RankAnswer:
+def _of_rank(rank: int, trace: Trace, waited_us: Floats, calls: CollectiveCalls, step: int | None) -> RankAnalysis:
     steps = tuple(one for one in steps_of(trace) if step in (None, one.number))
     within = None if step is None else (steps[0].start_us, steps[0].start_us + steps[0].duration_us)
     phases = find_phases(trace, place(trace), waited_us=waited_us if waited_us.any() else None)
     used = used_rows(trace, calls, rank, phases)
-    return RankAnswer(
+    return RankAnalysis(
         rank=rank,
         trace=trace,
         timelines=timelines(trace),
@@ -186,7 +165,7 @@ def _only_step(trace: Trace, number: int) -> Trace:
     return replace(trace, gpu=gpu)
 
 
-def _waited(traces: Mapping[int, Trace], collectives: Collectives) -> dict[int, Floats]:
+def _waited(traces: Mapping[int, Trace], collectives: CollectiveTimes) -> dict[int, Floats]:
     """For each rank and GPU event, how long it waited for other ranks; 0 where that is not known."""
     calls, rows_MR = collectives.calls, collectives.meetings.met
     waited = {rank: np.zeros(len(trace.gpu)) for rank, trace in traces.items()}
@@ -199,7 +178,7 @@ def _waited(traces: Mapping[int, Trace], collectives: Collectives) -> dict[int, 
 # -------------------------------------------------------------------------------------------------------------- JSON
 
 
-def answer_json(answer: Answer) -> dict[str, Any]:
+def analysis_json(answer: TraceAnalysis) -> dict[str, Any]:
     """The JSON contract of `penstock trace --json`."""
     of_ranks = {f"{one.rank}": _rank_json(one) for one in answer.ranks}
     together = _together_json(answer)
@@ -209,7 +188,7 @@ def answer_json(answer: Answer) -> dict[str, Any]:
     return {"ranks": of_ranks} | together
 
 
-def _rank_json(one: RankAnswer) -> dict[str, Any]:
+def _rank_json(one: RankAnalysis) -> dict[str, Any]:
     return {
         "timeline": {name: asdict(timeline) for name, timeline in one.timelines.items()},
         "steps": [asdict(step) for step in one.steps],
@@ -227,7 +206,7 @@ def _rank_json(one: RankAnswer) -> dict[str, Any]:
     }
 
 
-def _together_json(answer: Answer) -> dict[str, Any]:
+def _together_json(answer: TraceAnalysis) -> dict[str, Any]:
     collectives, shown = answer.collectives, {one.rank for one in answer.ranks}
     return {
         "collectives": [row for row in _collectives_json(collectives) if row["rank"] in shown],
@@ -235,12 +214,12 @@ def _together_json(answer: Answer) -> dict[str, Any]:
         "stragglers": [asdict(one) for one in collectives.stragglers()],
         "clocks": _clocks_json(collectives),
         "bandwidth": [_told(asdict(one)) for one in bandwidths(collectives)],
-        "uneven": [_told(asdict(one)) for one in unevenness(collectives)],
+        "uneven": [_told(asdict(one)) for one in exchange_imbalances(collectives)],
         "experts": answer.experts.as_json() | {"recorded": [asdict(one) for one in answer.recorded] or None},
     }
 
 
-def _collectives_json(collectives: Collectives) -> list[dict[str, Any]]:
+def _collectives_json(collectives: CollectiveTimes) -> list[dict[str, Any]]:
     """A row for each matched collective and rank, and for sends and receives, of which only their time is known."""
     calls, meetings = collectives.calls, collectives.meetings
     rows = []
@@ -251,11 +230,11 @@ def _collectives_json(collectives: Collectives) -> list[dict[str, Any]]:
             "wait_us": _number(collectives.wait_us[meeting, rank]),
         }
         rows.append(_call_json(calls, row, int(meetings.seq[meeting])) | split)
-    pairs = np.flatnonzero(calls.way == Way.PAIR).tolist()
+    pairs = np.flatnonzero(calls.way == SyncKind.PAIR).tolist()
     return rows + [_call_json(calls, row, int(calls.seq[row])) | {"pure_us": None, "wait_us": None} for row in pairs]
 
 
-def _call_json(calls: Calls, row: int, seq: int) -> dict[str, Any]:
+def _call_json(calls: CollectiveCalls, row: int, seq: int) -> dict[str, Any]:
     group, size = calls.group[row], _number(np.fmax(calls.sent_bytes[row], calls.received_bytes[row]))
     return {
         "rank": calls.ranks[calls.rank[row]],
@@ -268,7 +247,7 @@ def _call_json(calls: Calls, row: int, seq: int) -> dict[str, Any]:
     }
 
 
-def _unmatched_json(calls: Calls, one: Unmatched) -> dict[str, Any]:
+def _unmatched_json(calls: CollectiveCalls, one: UnmatchedCollective) -> dict[str, Any]:
     kernels = [_call_json(calls, row, one.seq) for row in one.rows]
     return {
         "group": one.group or None,
@@ -280,7 +259,7 @@ def _unmatched_json(calls: Calls, one: Unmatched) -> dict[str, Any]:
     }
 
 
-def _clocks_json(collectives: Collectives) -> list[dict[str, Any]]:
+def _clocks_json(collectives: CollectiveTimes) -> list[dict[str, Any]]:
     clocks = collectives.meetings.clocks
     return [
         {

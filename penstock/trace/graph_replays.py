@@ -1,22 +1,28 @@
-"""Layers and passes of kernels that a captured graph launched: inferred, because the host says nothing of them.
+"""Layers and passes of kernels that a CUDA graph launched. They are inferred, because the host records one launch only.
 
-A graph is launched in one call, so no operator and no span stands around its kernels. Three things may tell what they
-are, and the first that does is believed:
+No operator and no span stands around the kernels of a graph. Three sources are tried in this order:
 
     eager pass        the same pass without a graph is in the trace (the first step of a run). The kernels of both are
-                      aligned by name, and each takes the place of its partner.
-    capture           the trace has the graph being captured: launches that started nothing, between the begin and the
-                      end of a capture. If there are as many as the replay has events, copies and fills at the same
-                      places, they are the same.
-    repeating layers  the model's layers are known (a recording of ours says how many), and the names of the kernels
-                      repeat just as often, forward and then backward. So layers and passes are told, not operators.
+                      aligned by name, and each takes the placement of its partner.
+    capture           the trace contains the capture: launches that started nothing between the begin and the end of a
+                      capture. If their number, copies and fills agree with the replay, they are the same.
+    repeating layers  the number of layers is known (a recording of Penstock has it), and the names of the kernels
+                      repeat as often, forward and then backward. This gives layers and passes, but no operators.
 
-Otherwise nothing is told, and `Replays.told` says why. Graphs of parts of a layer are launched inside the layer's spans
-and need none of this. What runs again in backward (recomputation) looks like forward, and counts as backward if only
-repeating layers tell.
+Otherwise nothing is inferred, and `GraphReplays.told` says why. Graphs of parts of a layer are launched inside the
+layer's spans and need none of this. With repeating layers alone, recomputation counts as backward.
+
+Repeating layers, in a list of kernel names:
+
+    embed  0  1 1 1 1  2 2 2 2  3 3 3 3  loss   3' 3' 3'  2' 2' 2'  1' 1' 1'  0'  embed
+           `dense      `--- three times ---'    `---- three times ----'
+
+A period of p names repeats where name i equals name i + p. Kernels at the ends of the stretch can match by chance (the
+last norm looks like the first norm of a layer), so the begin of a layer is decided by category: a layer begins with a
+norm; backward it ends with that norm's gradients and the kernels that add these up.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from itertools import pairwise
@@ -25,8 +31,164 @@ from typing import Any, Literal
 import numpy as np
 
 from penstock.trace.events import NONE, Flags, GpuKind, HostKind, Integers, Trace
-from penstock.trace.repeats import layers_of
+from penstock.trace.kernel_names import Category, generic_category, is_gradient, specific_category
 from penstock.trace.tree import Placement, as_launches, place
+
+SHORTEST = 6
+"""Kernels of a layer, at least."""
+
+LONGEST = 4_096
+"""Kernels of a layer that are looked for."""
+
+_OF_A_LAYER = frozenset({Category.ATTENTION, Category.ROUTE, Category.GROUPED, Category.GROUPED_WEIGHTS})
+_AFTER_A_NORM = frozenset({Category.ELEMENTWISE, Category.REDUCTION, Category.COPY, Category.LOOK_UP})
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerRegion:
+    """A part of the list.
+
+    Attributes:
+        begin: of its first name.
+        end: behind its last name.
+        layer: its number, or None if it is in no layer.
+        is_backward: gradients are computed.
+    """
+
+    begin: int
+    end: int
+    layer: int | None
+    is_backward: bool
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Names from `begin` on that repeat every `period`; `slack` more go on with the pattern."""
+
+    begin: int
+    period: int
+    slack: int
+
+
+def layers_of(names: Sequence[str], *, layers: int, dense_layers: int) -> list[LayerRegion]:
+    """Layers of a pass, or of both passes, that these kernels are; empty if they do not repeat so.
+
+    Args:
+        names: of kernels, in the order of time.
+        layers: of the model.
+        dense_layers: the first ones, which are not like the others.
+    """
+    times = layers - dense_layers
+    if times < 2:
+        return []
+    codes = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    ids = np.array([codes[name] for name in names], dtype=np.int64)
+    found = [one for one in _stretches(ids, times) if _is_layer(names[one.begin : one.begin + one.period])]
+    passes = _passes(found, times, names)
+    regions: list[LayerRegion] = []
+    for stretch, is_backward in passes:
+        begin = _backward_begin(stretch, names) if is_backward else _forward_begin(stretch, names)
+        numbers = range(layers - 1, dense_layers - 1, -1) if is_backward else range(dense_layers, layers)
+        for index, number in enumerate(numbers):
+            low = begin + index * stretch.period
+            regions.append(LayerRegion(begin=low, end=low + stretch.period, layer=number, is_backward=is_backward))
+    return regions + _around(regions, names, has_one=dense_layers == 1)
+
+
+def _stretches(ids: Integers, times: int) -> list[_Stretch]:
+    """Where a period repeats just so often, the longest stretch first; of those that overlap, the longest."""
+    found = []
+    for period in range(SHORTEST, min(len(ids) // times, LONGEST) + 1):
+        same = np.concatenate([[False], ids[:-period] == ids[period:], [False]])
+        edges = np.flatnonzero(same[1:] != same[:-1]).reshape(-1, 2)
+        for begin, end in edges[edges[:, 1] - edges[:, 0] >= period * (times - 1)].tolist():
+            slack = end - begin - period * (times - 1)
+            if slack < period:
+                found.append(_Stretch(begin, period, slack))
+    found.sort(key=lambda one: (-one.period * times - one.slack, one.begin))
+    kept: list[_Stretch] = []
+    for one in found:
+        high = one.begin + one.period * times + one.slack
+        if all(high <= two.begin or two.begin + two.period * times + two.slack <= one.begin for two in kept):
+            kept.append(one)
+    return kept
+
+
+def _is_layer(names: Sequence[str]) -> bool:
+    """Whether there is something among these that layers have, and more than one kind of kernel."""
+    return len(set(names)) > 2 and any(specific_category(name) in _OF_A_LAYER for name in names)
+
+
+def _passes(found: Sequence[_Stretch], times: int, names: Sequence[str]) -> list[tuple[_Stretch, bool]]:
+    """The longest two in the order of time are forward and backward; one alone is what its names say."""
+    two = sorted(found[:2], key=lambda one: one.begin)
+    if len(two) == 2:
+        return [(two[0], False), (two[1], True)]
+    return [(one, _is_backward(names[one.begin : one.begin + one.period])) for one in two]
+
+
+def _is_backward(names: Sequence[str]) -> bool:
+    return any(is_gradient(name) or specific_category(name) is Category.GROUPED_WEIGHTS for name in names)
+
+
+def _forward_begin(stretch: _Stretch, names: Sequence[str]) -> int:
+    """At the first norm that may be the first kernel of a layer."""
+    could = range(stretch.begin, stretch.begin + stretch.slack + 1)
+    return next((at for at in could if specific_category(names[at]) is Category.NORM), stretch.begin)
+
+
+def _backward_begin(stretch: _Stretch, names: Sequence[str]) -> int:
+    """Behind the last norm that may be the one before, and behind what adds up its gradients."""
+    last = stretch.begin + stretch.slack
+    norms = [at for at in range(stretch.begin, last) if specific_category(names[at]) is Category.NORM]
+    return _added_up(norms[-1] + 1 if norms else stretch.begin, names, last)
+
+
+def _around(regions: Sequence[LayerRegion], names: Sequence[str], *, has_one: bool) -> list[LayerRegion]:
+    """What stands before all layers forward and behind them backward.
+
+    If there is one layer more (`has_one`), it lies between the norms there.
+    """
+    found = []
+    forward = [one.begin for one in regions if not one.is_backward]
+    if forward:
+        first = min(forward)
+        norms = [at for at in range(first) if specific_category(names[at]) is Category.NORM] if has_one else []
+        cut = norms[0] if norms else first
+        found.append(LayerRegion(begin=0, end=cut, layer=None, is_backward=False))
+        found.append(LayerRegion(begin=cut, end=first, layer=0, is_backward=False))
+    backward = [one.end for one in regions if one.is_backward]
+    if backward:
+        last = max(backward)
+        norms = (
+            [at for at in range(last, len(names)) if specific_category(names[at]) is Category.NORM] if has_one else []
+        )
+        cut = norms[-1] + 1 + _behind_norm(regions, names) if norms else last
+        found.append(LayerRegion(begin=last, end=cut, layer=0, is_backward=True))
+        found.append(LayerRegion(begin=cut, end=len(names), layer=None, is_backward=True))
+    return [one for one in found if one.begin < one.end]
+
+
+def _behind_norm(regions: Sequence[LayerRegion], names: Sequence[str]) -> int:
+    """How many kernels the other layers have behind the gradients of their first norm."""
+    ends = [(one.begin, one.end) for one in regions if one.is_backward]
+    begin, end = ends[-1]
+    return (
+        end
+        - 1
+        - max((at for at in range(begin, end) if specific_category(names[at]) is Category.NORM), default=end - 1)
+    )
+
+
+def _added_up(begin: int, names: Sequence[str], end: int) -> int:
+    """Behind what adds gradients up, from a place on."""
+    at = begin
+    while at < end and specific_category(names[at]) is None and generic_category(names[at]) in _AFTER_A_NORM:
+        at += 1
+    return at
+
+
+# ------------------------------------------------------------------------------------------------------------- replayed
 
 Source = Literal["eager pass", "capture", "repeating layers"]
 
@@ -46,7 +208,7 @@ _TAKEN = ("operator", "maker", "span", "layer", "part", "collective", "is_backwa
 
 
 @dataclass(frozen=True, kw_only=True)
-class Replays:
+class GraphReplays:
     """What is known of the graphs that a trace replays.
 
     Attributes:
@@ -73,7 +235,7 @@ class _Found:
     values: Mapping[str, Any]
 
 
-def infer_replays(trace: Trace, placement: Placement) -> tuple[Placement, Replays | None]:
+def infer_replays(trace: Trace, placement: Placement) -> tuple[Placement, GraphReplays | None]:
     """Place the kernels of captured graphs, as far as that can be inferred.
 
     Args:
@@ -120,7 +282,7 @@ def _find(trace: Trace, placement: Placement, graph: Integers) -> _Found | None:
     return _by_eager(trace, placement, graph) or _by_capture(trace, graph) or _by_repeats(trace, graph)
 
 
-def _summary(trace: Trace, graphs: int, events: int, by_spans: int, sources: Mapping[Source, int]) -> Replays:
+def _summary(trace: Trace, graphs: int, events: int, by_spans: int, sources: Mapping[Source, int]) -> GraphReplays:
     inferred = sum(sources.values())
     source = max(sources.items(), key=lambda item: item[1])[0] if sources else None
     head = f"{graphs:,} {'replay' if graphs == 1 else 'replays'} of graphs with {events:,} events"
@@ -135,7 +297,7 @@ def _summary(trace: Trace, graphs: int, events: int, by_spans: int, sources: Map
         told = f"{head}, placed by the spans around the launches"
     else:
         told = f"{head}; layers and passes are not told: {_why_not(trace)}"
-    return Replays(graphs=graphs, events=events, placed=by_spans + inferred, source=source, told=told)
+    return GraphReplays(graphs=graphs, events=events, placed=by_spans + inferred, source=source, told=told)
 
 
 def _why_not(trace: Trace) -> str:

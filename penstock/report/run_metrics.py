@@ -1,0 +1,549 @@
+"""Fewer points of a long curve, honestly: neighbours become their mean, with the least and the most of them beside it.
+
+A run has 100,000 steps and a screen 1,000 columns. Means alone would hide a spike of the loss, so a thinned curve is
+drawn with a band from the least to the most of each bin, and `words` says how many steps a point stands for.
+
+What metrics.jsonl tells, over the steps of a run: loss, gradients, learning rate, speed, and phases of the step.
+
+Memory planned and measured: by component and place on the pipeline, and over a recorded step.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+
+from penstock.base.numbers import gigabytes, rounded, share_text, three_digits, time_text, time_unit
+from penstock.config.run import Run
+from penstock.plan.projection import Projection
+from penstock.report.colours import LIMIT, MEMORY_PARTS, PHASES, SERIES, part_colours
+from penstock.report.figure import Figure
+from penstock.report.run_evidence import RunEvidence, last_step
+from penstock.report.stacks import height_of, memory_layout, memory_parts, part_bars, stacked
+from penstock.trace.analysis import RankAnalysis
+from penstock.tune.doctor.run_facts import USUAL
+
+POINTS = 1000
+"""Of a curve at most."""
+
+FEW = 60
+"""Points up to which each is marked."""
+
+SMOOTHED = 100
+"""Points from which on a curve is noise: a mean that follows it is drawn over it."""
+
+WINDOW = 50
+"""The mean is over a so many-th part of the points."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThinnedCurve:
+    """A curve.
+
+    Attributes:
+        xs: steps; of a bin the last.
+        ys: values; of a bin the mean.
+        lows: least of each bin.
+        highs: most of each bin.
+        each: values of a bin.
+    """
+
+    xs: Sequence[float]
+    ys: Sequence[float]
+    lows: Sequence[float]
+    highs: Sequence[float]
+    each: int = 1
+
+    @property
+    def words(self) -> str:
+        """What a point stands for, if not for one step."""
+        if self.each == 1:
+            return ""
+        return f"A point is the mean of {self.each} recorded steps, the band goes from the least to the most of them."
+
+
+def thinned(xs: Sequence[float], ys: Sequence[float], most: int = POINTS) -> ThinnedCurve:
+    """A curve with few points.
+
+    Args:
+        xs: where, ascending.
+        ys: how much.
+        most: points.
+    """
+    each = -(-len(xs) // most) or 1
+    bins = [slice(start, start + each) for start in range(0, len(xs), each)]
+    return ThinnedCurve(
+        xs=[xs[one][-1] for one in bins],
+        ys=[fmean(ys[one]) for one in bins],
+        lows=[min(ys[one]) for one in bins],
+        highs=[max(ys[one]) for one in bins],
+        each=each,
+    )
+
+
+def extremes(xs: Sequence[float], ys: Sequence[float], most: int = POINTS) -> tuple[list[float], list[float]]:
+    """Points of a staircase that keep its least and its most, in their order; for what is drawn as steps.
+
+    Args:
+        xs: where, ascending.
+        ys: how much from there on.
+        most: points.
+    """
+    if len(xs) <= most:
+        return list(xs), list(ys)
+    edges = [round(place * len(xs) / (most // 2)) for place in range(most // 2 + 1)]
+    kept: list[int] = []
+    for low, high in pairwise(edges):
+        places = range(low, high)
+        kept += sorted({min(places, key=lambda at: ys[at]), max(places, key=lambda at: ys[at])})
+    return [xs[at] for at in kept], [ys[at] for at in kept]
+
+
+def curve(points: ThinnedCurve, name: str, colour: str, hover: str, **more: Any) -> list[dict[str, Any]]:
+    """A thinned curve as traces: its band, the curve, and over a noisy one its trailing mean.
+
+    Args:
+        points: of it.
+        name: in the legend.
+        colour: of it.
+        hover: what is written there, for `%{x}` and `%{y}`.
+        more: of all traces, such as the axis.
+    """
+    traces: list[dict[str, Any]] = []
+    if points.each > 1:
+        band = {"x": [*points.xs, *reversed(points.xs)], "y": _short([*points.highs, *reversed(points.lows)])}
+        style = {"mode": "lines", "fill": "toself", "line": {"width": 0}, "fillcolor": colour, "opacity": 0.18}
+        traces.append({"type": "scatter", **band, **style, "hoverinfo": "skip", "showlegend": False, **more})
+    is_noisy = len(points.xs) >= SMOOTHED
+    line = {
+        "type": "scatter",
+        "mode": "lines+markers" if len(points.xs) <= FEW else "lines",
+        "name": name,
+        "x": list(points.xs),
+        "y": _short(points.ys),
+        "line": {"color": colour, "width": 1 if is_noisy else 2},
+        "marker": {"color": colour, "size": 5},
+        "hovertemplate": hover + "<extra></extra>",
+        "legendgroup": name,
+    }
+    traces.append(line | ({"opacity": 0.4, "showlegend": False} if is_noisy else {}) | more)
+    if is_noisy:
+        mean = {"type": "scatter", "mode": "lines", "x": list(points.xs), "y": _short(_trailing(points.ys))}
+        style = {"name": name, "line": {"color": colour, "width": 2.2}, "hoverinfo": "skip"}
+        traces.append(mean | style | {"legendgroup": name} | more)
+    return traces
+
+
+def _trailing(values: Sequence[float]) -> list[float]:
+    """The mean of each value and those shortly before it."""
+    width = max(2, len(values) // WINDOW)
+    return [fmean(values[max(0, at + 1 - width) : at + 1]) for at in range(len(values))]
+
+
+def _short(values: Sequence[float]) -> list[float]:
+    return [rounded(value, 5) for value in values]
+
+
+# ----------------------------------------------------------------------------------------------------------- run curves
+
+Line = Mapping[str, Any]
+
+DECADES = 100.0
+"""Ratio of the most to the least from which on an axis is logarithmic."""
+
+TOP, BOTTOM = (0.56, 1.0), (0.0, 0.42)
+"""Domains of two panels of one picture."""
+
+
+def loss_figure(lines: Sequence[Line]) -> Figure | None:
+    """Loss of training, of each depth of multi-token prediction, and on held-out text.
+
+    Args:
+        lines: of metrics.jsonl.
+
+    Returns:
+        The picture, or None without a recorded loss.
+    """
+    train = _points(lines, "loss")
+    if train is None:
+        return None
+    hover = "step %{x:,}<br>{} %{y:.4f}"
+    data = curve(train, "train", SERIES[0], hover.replace("{}", "train"))
+    for depth in range(max(len(line.get("mtp_losses") or ()) for line in lines)):
+        steps = [line for line in lines if len(line.get("mtp_losses") or ()) > depth]
+        points = thinned([line["step"] for line in steps], [line["mtp_losses"][depth] for line in steps])
+        name = f"multi-token prediction {depth + 1}"
+        data += curve(points, name, SERIES[4 + depth % 3], hover.replace("{}", name))
+    held_out = _points(lines, "evaluation_loss")
+    last = f"Last: {train.ys[-1]:.4f} in training"
+    if held_out is not None:
+        traces = curve(held_out, "held out", SERIES[1], hover.replace("{}", "held out"))
+        marks = {"mode": "lines+markers", "marker": {"color": SERIES[1], "size": 7}, "opacity": 1.0}
+        data += [*traces[:-1], traces[-1] | marks]
+        last += f", {held_out.ys[-1]:.4f} on held-out text"
+    return Figure(
+        name="loss",
+        title="Loss",
+        caption=f"nats per token. {last}. {train.words}".strip(),
+        data=data,
+        layout={"xaxis": _steps(), "yaxis": {"title": {"text": "loss (nats/token)"}}, "hovermode": "closest"},
+    )
+
+
+def gradient_figure(lines: Sequence[Line], run: Run | None) -> Figure | None:
+    """Norm of the gradient above, learning rate below.
+
+    Args:
+        lines: of metrics.jsonl.
+        run: says where gradients are clipped.
+    """
+    norm, rate = _points(lines, "gradient_norm"), _points(lines, "learning_rate")
+    if norm is None or rate is None:
+        return None
+    data = curve(norm, "gradient norm", SERIES[0], "step %{x:,}<br>gradient norm %{y:.4~g}")
+    data += curve(rate, "learning rate", SERIES[2], "step %{x:,}<br>learning rate %{y:.3~e}", yaxis="y2")
+    shapes, clipped = [], ""
+    if run is not None and run.training.clip_norm:
+        shapes = [_level(run.training.clip_norm, "y")]
+        above = sum(line["gradient_norm"] > run.training.clip_norm for line in _having(lines, "gradient_norm"))
+        clipped = f" Dashed: clipped to {run.training.clip_norm:g}, in {above / len(lines):.0%} of the recorded steps."
+    return Figure(
+        name="gradient",
+        title="Gradient norm and learning rate",
+        caption=f"The norm is of all gradients together, before clipping.{clipped} {norm.words}".strip(),
+        data=data,
+        layout={
+            "xaxis": _steps() | {"anchor": "y2"},
+            "yaxis": {"title": {"text": "gradient norm"}, "domain": TOP, **_scale(norm)},
+            "yaxis2": {"title": {"text": "learning rate"}, "rangemode": "tozero", "domain": BOTTOM, "tickformat": "~g"},
+            "shapes": shapes,
+            "showlegend": False,
+            "hovermode": "closest",
+        },
+    )
+
+
+def speed_figure(lines: Sequence[Line], planned: Projection | None, unit: str = "tokens/s/device") -> Figure | None:
+    """Tokens per second of a device, and below it model FLOPs utilization where it is known.
+
+    Args:
+        lines: of metrics.jsonl.
+        planned: the run where it ran, drawn as dashed lines.
+        unit: of the speed.
+    """
+    speed, mfu = _points(lines, "tokens_per_second_per_device"), _points(lines, "model_flops_utilization")
+    if speed is None:
+        return None
+    data = curve(speed, unit, SERIES[0], f"step %{{x:,}}<br>%{{y:,.0f}} {unit}")
+    usual = usual_of(lines, "tokens_per_second_per_device")
+    words = [f"{three_digits(usual)} {unit}" if usual is not None else ""]
+    shapes = []
+    layout: dict[str, Any] = {"yaxis": {"title": {"text": unit}, "rangemode": "tozero", "tickformat": ","}}
+    if mfu is not None:
+        data += curve(mfu, "MFU", SERIES[2], "step %{x:,}<br>MFU %{y:.1%}", yaxis="y2")
+        layout["yaxis"]["domain"] = TOP
+        layout["yaxis2"] = {"title": {"text": "MFU"}, "rangemode": "tozero", "domain": BOTTOM, "tickformat": ".2~%"}
+        words.append(f"MFU {share_text(usual_of(lines, 'model_flops_utilization') or 0.0)}")
+    plan = ""
+    if planned is not None:
+        shapes.append(_level(planned.time.tokens_per_second_per_device, "y"))
+        plan = f" Dashed, the plan: {three_digits(planned.time.tokens_per_second_per_device)} {unit}"
+        if mfu is not None:
+            shapes.append(_level(planned.time.model_flops_utilization, "y2"))
+            plan += f", MFU {share_text(planned.time.model_flops_utilization)}"
+        plan += "."
+    unknown = "" if mfu is not None else " No MFU: the peak of the device is not known."
+    axis = _steps() | ({"anchor": "y2"} if mfu is not None else {})
+    return Figure(
+        name="speed",
+        title="Throughput",
+        caption=f"Usual (median of the last half): {', '.join(filter(None, words))}.{plan}{unknown} {speed.words}",
+        data=data,
+        layout={"xaxis": axis, **layout, "shapes": shapes, "showlegend": False, "hovermode": "closest"},
+    )
+
+
+def step_figure(lines: Sequence[Line], planned: Projection | None) -> Figure | None:
+    """Time of the step, with its phases stacked where they were timed.
+
+    Args:
+        lines: of metrics.jsonl.
+        planned: the run where it ran, drawn as a dashed line.
+    """
+    whole = _points(lines, "step_seconds")
+    if whole is None:
+        return None
+    size, unit = time_unit(usual_of(lines, "step_seconds") or max(whole.ys))
+    timed = [line for line in lines if isinstance(line.get("phase_seconds"), Mapping)]
+    names = list(dict.fromkeys(name for line in timed for name in line["phase_seconds"]))
+    colours = part_colours(names, PHASES)
+    data: list[dict[str, Any]] = []
+    # A line has the phases of the step before it.
+    xs = [line["step"] - 1 for line in timed]
+    for name in names:
+        points = thinned(xs, [line["phase_seconds"].get(name, 0.0) / size for line in timed])
+        data.append(_layer(points, name, colours[name], unit))
+    scaled = thinned([line["step"] for line in _having(lines, "step_seconds")], _scaled(lines, size))
+    total = curve(scaled, "step", SERIES[4], f"step %{{x:,}}<br>%{{y:.4~g}} {unit}")
+    usual = usual_of(lines, "step_seconds")
+    caption = [f"Usual (median of the last half): {time_text(usual)}." if usual is not None else ""]
+    caption.append("Stacked: phases on the first rank's device." if names else "Phases were not timed.")
+    shapes = []
+    if planned is not None:
+        shapes.append(_level(planned.time.step_seconds / size, "y"))
+        caption.append(f"Dashed, the plan: {time_text(planned.time.step_seconds)}.")
+    return Figure(
+        name="step",
+        title="Time of a step",
+        caption=" ".join([*filter(None, caption), whole.words]).strip(),
+        data=[*data, *total],
+        layout={
+            "xaxis": _steps(),
+            "yaxis": {"title": {"text": f"time of a step ({unit})"}, "rangemode": "tozero", "tickformat": ","},
+            "shapes": shapes,
+            "hovermode": "x unified" if names else "closest",
+            "showlegend": bool(names),
+        },
+    )
+
+
+def _scale(points: ThinnedCurve) -> dict[str, Any]:
+    """A logarithmic axis where values differ by much."""
+    least, most = min(points.lows), max(points.highs)
+    return {"type": "log", "dtick": 1} if least > 0 and most / least > DECADES else {"rangemode": "tozero"}
+
+
+def usual_of(lines: Sequence[Line], name: str) -> float | None:
+    """The median of a field over the last half of the lines that have it: the first compile, capture and warm up."""
+    values = [float(line[name]) for line in _having(lines, name)]
+    return median(values[int(len(values) * USUAL) :]) if values else None
+
+
+def _layer(points: ThinnedCurve, name: str, colour: str, unit: str) -> dict[str, Any]:
+    """A phase as a layer of the stack."""
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "stackgroup": "phases",
+        "name": name,
+        "x": list(points.xs),
+        "y": [float(f"{value:.4g}") for value in points.ys],
+        "line": {"width": 0.5, "color": colour},
+        "fillcolor": colour,
+        "hovertemplate": f"%{{y:.3~g}} {unit}",
+    }
+
+
+def _having(lines: Sequence[Line], name: str) -> list[Line]:
+    """Lines in which a field is a number."""
+    return [line for line in lines if isinstance(line.get(name), int | float)]
+
+
+def _scaled(lines: Sequence[Line], size: float) -> list[float]:
+    return [line["step_seconds"] / size for line in _having(lines, "step_seconds")]
+
+
+def _points(lines: Sequence[Line], name: str) -> ThinnedCurve | None:
+    """A field over the steps, or None if no line has it."""
+    found = _having(lines, name)
+    return thinned([line["step"] for line in found], [float(line[name]) for line in found]) if found else None
+
+
+def _steps() -> dict[str, Any]:
+    return {"title": {"text": "step"}, "tickformat": ",d"}
+
+
+def _level(at: float, axis: str) -> dict[str, Any]:
+    """A dashed line across a panel."""
+    place = {"type": "line", "xref": "x domain", "yref": axis, "x0": 0, "x1": 1}
+    return place | {"y0": at, "y1": at, "line": {"color": LIMIT, "width": 1.5, "dash": "dash"}}
+
+
+# ----------------------------------------------------------------------------------------------------------- run memory
+
+PLACES = 16
+"""On the pipeline that are drawn at most."""
+
+CURVES = 4
+"""Ranks whose memory is drawn over time at most."""
+
+STAIRS = 1600
+"""Points of such a curve."""
+
+MEASURED = "measured"
+"""The part of a bar that no plan divides."""
+
+
+def memory_figure(evidence: RunEvidence) -> Figure | None:
+    """Bars of what was planned, with marks of what was measured; without a plan bars of what was measured.
+
+    Returns:
+        The picture, or None where neither is known.
+    """
+    peaks = measured_peaks(evidence)
+    planned = evidence.projection
+    if planned is None and not peaks:
+        return None
+    if planned is None:
+        return _only_measured(evidence, peaks)
+    shown = _places(planned)
+    world, count = planned.cluster.devices, planned.layout.pp
+    names = {place: place_name(planned, place) for place in shown}
+    bars = [{name: size / 1e9 for name, size in memory_parts(planned.memories[place]).items()} for place in shown]
+    notes = [f"planned, in {planned.memories[place].moment}" for place in shown]
+    rows = [names[place] for place in shown]
+    data = part_bars(rows, bars, notes, "GB", MEMORY_PARTS)
+    at = {rank: rank * count // world for rank in peaks}
+    data += _marks({rank: peak for rank, peak in peaks.items() if at[rank] in names}, lambda rank: names[at[rank]])
+    capacity = planned.capacity_bytes / 1e9
+    marks = [size / 1e9 for sizes in peaks.values() for size in sizes if size is not None]
+    hidden = len(planned.memories) - len(shown)
+    left = f" {hidden} places between these are left out." if hidden else ""
+    return stacked(
+        Figure(
+            name="memory",
+            title="Memory planned and measured",
+            caption=f"Bars: the plan, at the fullest moment of a step. {_measured_words(evidence)} "
+            f"Dashed: the capacity of {planned.cluster.hardware.name}, {capacity:.0f} GB.{left}",
+            data=data,
+            layout=memory_layout(rows, bars, capacity, marks),
+            height=max(380 if any(one.memory for one in evidence.ranks) else 240, height_of(len(bars))),
+        )
+    )
+
+
+def measured_peaks(evidence: RunEvidence) -> dict[int, tuple[int, int | None]]:
+    """For each rank that says so the most bytes that were handed out, and that the allocator held at that time."""
+    found: dict[int, tuple[int, int | None]] = {}
+    for one in evidence.ranks:
+        if one.memory:
+            found[one.rank] = (
+                max(int(memory.allocated.max()) for memory in one.memory),
+                max(int(memory.reserved.max()) for memory in one.memory),
+            )
+    recorded = [line["peak_memory_bytes"] for line in evidence.lines if isinstance(line.get("peak_memory_bytes"), int)]
+    if recorded:
+        traced, reserved = found.get(0, (0, None))
+        found[0] = (max(*recorded, traced), reserved)
+    return dict(sorted(found.items()))
+
+
+def _places(planned: Projection) -> list[int]:
+    """Places to draw: all, or evenly many with the fullest among them."""
+    count = len(planned.memories)
+    if count <= PLACES:
+        return list(range(count))
+    fullest = max(range(count), key=lambda place: planned.memories[place].total)
+    return sorted({fullest, *(round(step * (count - 1) / (PLACES - 2)) for step in range(PLACES - 1))})
+
+
+def place_name(planned: Projection, place: int) -> str:
+    """The ranks that stand at a place on the pipeline."""
+    each = planned.cluster.devices // planned.layout.pp
+    first = place * each
+    return f"rank {first}" if each == 1 else f"ranks {first} to {first + each - 1}"
+
+
+def _measured_words(evidence: RunEvidence) -> str:
+    """What a mark is."""
+    if not measured_peaks(evidence):
+        return "Nothing was measured."
+    if evidence.is_cpu:
+        return "Diamonds: the most that a rank's process held (resident set)."
+    return "Diamonds: the most that a rank's allocator handed out; libraries and reserve are not in it."
+
+
+def _marks(peaks: Mapping[int, tuple[int, int | None]], row: Callable[[int], str]) -> list[dict[str, Any]]:
+    """A filled diamond for what was handed out, an open one for what the allocator held."""
+    traces = []
+    for index, (name, symbol) in enumerate(((MEASURED, "diamond"), ("held by the allocator", "diamond-open"))):
+        known = {rank: sizes[index] for rank, sizes in peaks.items() if sizes[index] is not None}
+        if not known:
+            continue
+        traces.append(
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "name": name,
+                "x": [rounded((size or 0) / 1e9) for size in known.values()],
+                "y": [row(rank) for rank in known],
+                "customdata": list(known),
+                "marker": {"symbol": symbol, "size": 11, "color": LIMIT, "line": {"width": 1.5, "color": LIMIT}},
+                "hovertemplate": f"<b>{name}</b> %{{x:.4g}} GB<br>rank %{{customdata}}<extra></extra>",
+            }
+        )
+    return traces
+
+
+def _only_measured(evidence: RunEvidence, peaks: Mapping[int, tuple[int, int | None]]) -> Figure:
+    """One bar for each rank that was looked at."""
+    ranks = sorted(peaks, key=lambda rank: -peaks[rank][0])[:PLACES]
+    ranks.sort()
+    names = [f"rank {rank}" for rank in ranks]
+    bars = [{MEASURED: peaks[rank][0] / 1e9} for rank in ranks]
+    of = "the process held (resident set)" if evidence.is_cpu else "the allocator handed out"
+    data = part_bars(names, bars, ["the most so far"] * len(names), "GB", {MEASURED: SERIES[0]})
+    left = f" The fullest {PLACES} of {len(peaks)} ranks." if len(peaks) > PLACES else ""
+    return stacked(
+        Figure(
+            name="memory",
+            title="Memory measured",
+            caption=f"The most that {of} so far.{left}",
+            data=[trace | {"showlegend": False} for trace in data],
+            layout=memory_layout(names, bars, None),
+            height=max(240, height_of(len(bars))),
+        )
+    )
+
+
+def memory_over_time(evidence: RunEvidence) -> Figure | None:
+    """What allocators held over the last recorded step, of the fullest ranks.
+
+    Returns:
+        The picture, or None if no trace has the allocator's events.
+    """
+    with_memory = [one for one in evidence.ranks if one.memory]
+    if not with_memory:
+        return None
+    fullest = sorted(with_memory, key=lambda one: -max(int(memory.allocated.max()) for memory in one.memory))[:CURVES]
+    step = last_step(fullest)
+    data: list[dict[str, Any]] = []
+    for place, one in enumerate(sorted(fullest, key=lambda one: one.rank)):
+        for kind, style in (("allocated", "solid"), ("reserved", "dot")):
+            xs, ys = _over_step(one, step, kind)
+            line = {"color": SERIES[place], "width": 1.5, "shape": "hv", "dash": style}
+            hover = f"rank {one.rank}, {kind}<br>%{{x:.4~g}} ms: %{{y:.4~g}} GB<extra></extra>"
+            data.append(
+                {"type": "scatter", "mode": "lines", "name": f"rank {one.rank} {kind}", "x": xs, "y": ys}
+                | {"line": line, "hovertemplate": hover}
+            )
+    some = f" Of the fullest {CURVES} of {len(with_memory)} ranks." if len(with_memory) > CURVES else ""
+    peak = max(int(memory.allocated.max()) for one in fullest for memory in one.memory)
+    return Figure(
+        name="memory-over-time",
+        title=f"Memory over {'the trace' if step is None else f'step {step}'}",
+        caption=f"By the time at which the host asked for it; at most {gigabytes(peak)} were handed out.{some}",
+        data=data,
+        layout={
+            "xaxis": {"title": {"text": "time in the step (ms)"}, "rangemode": "tozero"},
+            "yaxis": {"title": {"text": "memory (GB)"}, "rangemode": "tozero"},
+            "hovermode": "closest",
+        },
+    )
+
+
+def _over_step(one: RankAnalysis, step: int | None, kind: str) -> tuple[list[float], list[float]]:
+    """Milliseconds and GB of one rank's curve."""
+    memory = one.memory[0]
+    sizes = memory.allocated if kind == "allocated" else memory.reserved
+    begin, end = float(memory.time_us[0]), float(memory.time_us[-1])
+    for found in one.steps:
+        if found.number == step:
+            begin, end = found.start_us, found.start_us + found.duration_us
+    low, high = np.searchsorted(memory.time_us, [begin, end])
+    times: Sequence[float] = ((memory.time_us[low:high] - begin) / 1e3).tolist()
+    xs, ys = extremes(times, (sizes[low:high] / 1e9).tolist(), STAIRS)
+    return [rounded(x) for x in xs], [rounded(y, 5) for y in ys]
