@@ -1,35 +1,22 @@
-"""How far the clocks of ranks are apart, told by moments that they share.
+"""Matches the kernels of different ranks that were one collective, and aligns the clocks of the ranks.
 
-Ranks leave an all-reduce, all-gather, reduce-scatter or all-to-all together. So the end of each is one moment, seen
-on as many clocks as there are ranks, and
-
-    ahead of rank r = median over collectives of (its end - the median of all ranks' ends)
-
-The median forgives the few that ended unevenly; what is within its own error counts as nothing, because the clocks of
-one host are one clock. Groups of the same ranks give one such list each; lists are joined at the ranks that they share,
-those of many strict collectives first. Ranks that no chain of groups joins stay on islands: their times cannot be
-compared, and nothing here pretends so.
-
-Simpler than following drift: over the seconds of a trace, clocks of one machine room part by less than a kernel's
-launch.
-
-Which kernels of different ranks were one collective.
-
-1. By number: PyTorch counts the collectives of a group, and the count is in the trace. Same group, same number, same
+1. By number: PyTorch counts the collectives of a process group, and the count is in the trace. Equal group, number and
    name is the same collective.
-2. Clocks are aligned by those (`clocks`).
-3. By order and time, where there is no number. A group runs its collectives one after the other, so if two ranks have
-   the same names in the same order, and were inside (nearly) each at one moment, these are the same, though their ends
-   may be apart: who has less to send leaves earlier. Else the k-th of one rank is the k-th of another if they end
-   together. Long series come first, because they tell the clocks of ranks that nothing else told. If an event is
-   missing, later ones are shifted against each other; a shift is believed from `RUN` neighbours in a row on, because a
-   single pair may end together by chance. Kernels that write into other devices' memory need not end together: the
-   nearest in time is the same, with the same care for the order.
-4. A collective that lacks a rank, or whose ranks were not inside it at one moment, is not matched. It is listed with
-   the reason, and nobody computes a wait from it.
+2. Clocks are aligned by those. Ranks leave a symmetric collective together, so its end is one moment on all clocks:
 
-Simpler than matching intervals by overlap in general: order is evidence, and only what order and time both say is
-taken.
+       ahead of rank r = median over collectives of (its end - the median end of all ranks)
+
+   The median tolerates a few uneven ends, and an offset within its own error counts as 0. Process groups are joined at
+   the ranks that they share. Ranks that no chain of groups joins are on separate islands, whose times are not compared.
+   Drift is ignored: within a trace it is smaller than the launch of a kernel.
+3. By order and time, if there is no number. A group runs its collectives one after the other. Two ranks that have the
+   same names in the same order, and that were inside nearly every one of them at one moment, are in step. Otherwise the
+   k-th kernel of one rank matches the k-th of another if they end together. If an event is missing, later ones are
+   shifted against each other; a shift is accepted from `RUN` neighbours on, because a single pair can end together by
+   chance. Long series come first, because they align more clocks. Kernels that write into other devices' memory need
+   not end together: they match by the nearest time.
+4. A collective that lacks a rank, or whose ranks were not inside it at one moment, is listed as unmatched with the
+   reason, and no waiting time is computed from it.
 """
 
 from dataclasses import dataclass, field
