@@ -23,7 +23,7 @@ from penstock.cli.trace import print_host_tables
 from penstock.cli.verbs import load_by_name
 from penstock.config.load import RUN_FILE
 from penstock.trace.analysis import analyse_files
-from penstock.trace.host_work import HostTable
+from penstock.trace.host_table import HostTable
 from penstock.tune.doctor.diagnosis import (
     Diagnosis,
     EvidenceLine,

@@ -27,7 +27,7 @@ from penstock.cli.verbs import Verb, group_of, load_by_name
 from penstock.trace.analysis import RankAnalysis, TraceAnalysis, analyse_files, analysis_json
 from penstock.trace.collectives import bandwidths
 from penstock.trace.compare import shape_text
-from penstock.trace.host_work import HostRow, HostTable, host_table
+from penstock.trace.host_table import HostRow, HostTable, host_table
 from penstock.trace.launches import HostWait
 from penstock.trace.memory import AllocatorHistory, MemoryRow
 from penstock.trace.phases import Phase

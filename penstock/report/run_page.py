@@ -33,7 +33,7 @@ from penstock.report.run_metrics import (
 from penstock.report.run_operators import flame_figure, roofline_figure
 from penstock.report.run_ranks import expert_pictures, rank_pictures
 from penstock.report.run_timeline import timeline_pictures
-from penstock.trace.host_work import HostRow, HostTable
+from penstock.trace.host_table import HostRow, HostTable
 from penstock.tune.doctor.diagnosis import Diagnosis, EvidenceLine, ms_text, spent_text
 from penstock.tune.doctor.evidence import Evidence
 

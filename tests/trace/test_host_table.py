@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from penstock.trace.analysis import analyse_files
-from penstock.trace.host_work import HostTable, host_table
+from penstock.trace.host_table import HostTable, host_table
 from tests.trace.tiny import event, text_of, trace_of
 
 

@@ -1,7 +1,7 @@
 """The diagnosis of a run: its bottleneck, the evidence as lines of text, and the remedies by gain.
 
 A recording of a CPU gets no bottleneck, because the four are judged from kernels and idle time of a device. Its
-operators are listed (`penstock.trace.host_work`), with the changes that follow from them.
+operators are listed (`penstock.trace.host_table`), with the changes that follow from them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from penstock.base.errors import TraceError
-from penstock.trace.host_work import HostTable
+from penstock.trace.host_table import HostTable
 from penstock.tune.doctor.evidence import ALSO, Bottleneck, Bottlenecks, Evidence, LateRank, bottlenecks_of
 from penstock.tune.doctor.remedies import Remedy, accepted, remedies
 

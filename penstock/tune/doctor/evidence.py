@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from penstock.config.run import Run
-from penstock.trace.host_work import HostTable
+from penstock.trace.host_table import HostTable
 
 Bottleneck = Literal["memory", "communication", "host", "compute"]
 

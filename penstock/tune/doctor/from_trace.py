@@ -26,7 +26,7 @@ from penstock.trace.analysis import RankAnalysis, TraceAnalysis
 from penstock.trace.calls import CollectiveCalls, SyncKind
 from penstock.trace.collectives import any_row
 from penstock.trace.events import NONE, Flags, Floats, GpuKind, HostKind, Integers, Trace
-from penstock.trace.host_work import host_table
+from penstock.trace.host_table import host_table
 from penstock.trace.kernel_names import OWN, library_of
 from penstock.trace.launches import idle_behind_waits
 from penstock.trace.phases import EXPERTS as EXPERT_SPANS
