@@ -1,6 +1,6 @@
 """Output of verbs: tables, warnings, the proposed next command, and checks of files that a user asks for.
 
-A table is drawn on a terminal (`penstock.cli.output`, loaded only then, because its import takes longer than to print
+A table is drawn on a terminal (`penstock.cli.table`, loaded only then, because its import takes longer than to print
 all tables of a small trace) and is aligned plain text elsewhere, with every column however long the lines become.
 """
 
@@ -26,7 +26,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], least: Se
             first column always stays.
     """
     if sys.stdout.isatty():
-        load_by_name("penstock.cli.output", "draw_table")(columns, rows, least)
+        load_by_name("penstock.cli.table", "draw_table")(columns, rows, least)
         return
     widths = [max(len(cell) for cell in column) for column in zip(columns, *rows, strict=True)]
     for row in (columns, *rows):

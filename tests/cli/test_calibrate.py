@@ -12,7 +12,7 @@ from tests.plan.test_calibrate import TINY
 
 @pytest.fixture(autouse=True)
 def small_sizes(monkeypatch: pytest.MonkeyPatch) -> BenchmarkSizes:
-    monkeypatch.setattr("penstock.cli.calibrate.SMALL", TINY)
+    monkeypatch.setattr("penstock.cli.calibrate.CPU_SIZES", TINY)
     return TINY
 
 

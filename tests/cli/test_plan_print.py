@@ -184,7 +184,7 @@ def test_time_is_explained_by_place_and_adds_up(capsys: pytest.CaptureFixture[st
     assert rows["experts"] == ["9.00 s", "8.00 s"]
     assert rows["waiting"] == ["0 s", "1.00 s"]
     assert rows["together"] == ["12.0 s", "12.0 s"]
-    assert rows["(exposed)"] == ["34 ms", "34 ms"]
+    assert rows["(exposed)"] == ["34.0 ms", "34.0 ms"]
 
 
 def test_every_refusal_can_be_read_in_full(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,10 +19,10 @@ from penstock.plan.calibrate import (
     measured_hardware,
     rounded,
 )
-from penstock.plan.hardware import GroupedPoint, Hardware, ProductPoint, TransferPoint
+from penstock.plan.hardware import GroupedPoint, Hardware, ProductPoint, RankGroup, TransferPoint
 from penstock.plan.hardware_file import load_hardware, read_hardware, write_hardware
 from penstock.plan.rates import Rates
-from penstock.plan.transfers import Group, TransferTimes
+from penstock.plan.transfers import TransferTimes
 from tests.distributed.pool import Pool
 
 CPU = torch.device("cpu")
@@ -95,7 +95,7 @@ def test_what_is_measured_here_is_a_file_that_rates_read(tmp_path: Path) -> None
     assert rates.grouped("forward_gathered", 2, 8, 16, 8, "fp32").seconds > 0
     assert again.host_link.bytes_per_second == pytest.approx(found.memory_bytes_per_second / 4, rel=1e-3)
     with pytest.raises(HardwareError, match=r"nothing is known of all-to-all.*penstock calibrate --processes"):
-        TransferTimes(again).collective("all-to-all", 1e6, Group(2, 2))
+        TransferTimes(again).collective("all-to-all", 1e6, RankGroup(2, 2))
 
 
 def test_memory_of_a_cpu_is_that_of_the_machine() -> None:
