@@ -108,7 +108,7 @@ def in_8_bits(operands: Operands, *weights: Float8Weight) -> Tensor:
     given = operands.x_TD, None, operands.scale_D, EPSILON, recipe_of(rule), rule.forward
     normed_TD, _, both = rule.operators.rms_norm(*given, columns=True, keep_plain=False)
     network = float8_linear if len(weights) == 1 else float8_swiglu_network
-    return network(normed_TD, *weights, ready=both)
+    return network(normed_TD, *weights, x_float8=both)
 
 
 def _weights(operands: Operands, recipe: Recipe) -> list[Float8Weight]:
@@ -117,9 +117,9 @@ def _weights(operands: Operands, recipe: Recipe) -> list[Float8Weight]:
     return [
         Float8Weight(
             parameter_FD=parameter,
-            kept=rule.operators.quantize_weight(parameter.detach(), recipe, FORM),
-            total=total,
-            later=None,
+            cached=rule.operators.quantize_weight(parameter.detach(), recipe, FORM),
+            main_grad=total,
+            weight_grads=None,
             rule=rule,
         )
         for parameter, total in zip(operands.matrices, operands.sums, strict=True)

@@ -403,8 +403,10 @@ def _lines(run: Run, rehearsal: Rehearsal) -> list[tuple[str, str]]:
             lines.append((name, f"place {axis.rank} of {axis.size}, ranks {_ranks(axis.ranks)}"))
     for number, stage in rehearsal.stages.items():
         lines.append((f"stage {number}", stages_text((stage,))))
-    if model.places is not None:
-        lines.append(("positions", f"{len(model.places)} of {run.training.sequence_length}, {_ranks(model.places)}"))
+    if model.positions is not None:
+        lines.append(
+            ("positions", f"{len(model.positions)} of {run.training.sequence_length}, {_ranks(model.positions)}")
+        )
     lines += [
         ("parameters", f"{count_text(rehearsal.dense)} dense, {count_text(rehearsal.expert)} in experts"),
         ("weights", bytes_text(rehearsal.weight_bytes)),

@@ -1,6 +1,6 @@
-"""Model code, the same for one device and for a rank of many, and the page that puts a model together.
+"""The model: its modules, for one device or one rank of many, and the code that builds them from a configuration.
 
-Reading order: `frame` (what a pass reads), `decoder`, `block`, `attention`, `mla`, `ffn`, `mtp`; below them `linear`,
-`norm`, `rope`; `build` and `rank_model` (from a configuration to what a rank trains), `kernels`; `init`, `holdings`,
-`count`, `huggingface` (what is in it).
+Reading order: `model_inputs` (inputs of a pass), `decoder`, `block`, `attention`, `mla`, `ffn`; below them `linear`,
+`float8_linear`, `norm`, `rope`; `build` and `rank_model` (from a configuration to what a rank trains), `kernels`;
+`init`, `parameters`, `count`; `huggingface` (weights and configs of other programs).
 """

@@ -1,9 +1,9 @@
-"""Grouped-query attention, with what families do to queries and keys on their way.
+"""Grouped-query attention with the options of all families.
 
-    project, add biases -> norm over a head or over all heads -> rotate -> norm without weights -> grow -> attend
+    project, add biases -> norm per head or per projection -> rotate -> norm without weights -> temperature -> attend
 
-Each is there or not by the layer's configuration and number. Layers of one model may differ in two things: how far back
-they look (`reach`), and whether they know positions. Masks and growth are the frame's, made once for all layers.
+The layer's configuration and number decide which of these run. Layers of one model may differ in their attention window
+(`reach`) and in whether they rotate. Masks and temperatures are computed once per pass, in `ForwardContext`.
 """
 
 from functools import partial
@@ -26,7 +26,7 @@ from penstock.parallel.layer_context import LayerContext
 class GroupedQueryLayer(nn.Module):
     """Attention whose query heads share key/value heads.
 
-    Tensor-parallel ranks hold some heads each and see every position that the context-parallel rank holds.
+    Each tensor-parallel rank holds some heads and sees every position that its context-parallel rank holds.
 
     Args:
         config: sizes.
@@ -36,9 +36,9 @@ class GroupedQueryLayer(nn.Module):
         epsilon: of norms.
 
     Attributes:
-        reach: how far back it looks; None for all of the row.
-        is_tempered: its queries grow with their position in the row.
-        sinks_H: a logit of each of our heads that takes part in the softmax; None without.
+        reach: window or chunk of a local layer; None for a global one.
+        scales_queries: whether attention temperature tuning applies (global layers only).
+        sinks_H: one softmax logit per local head; None without sinks.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class GroupedQueryLayer(nn.Module):
         self.scale = softmax_scale(config.rope, config.head_dim)
         self.reach = None if local is None or is_global else reach_of(local)
         self.is_rotated = config.rotates(layer)
-        self.is_tempered = local is not None and is_global and local.global_temperature > 0
+        self.scales_queries = local is not None and is_global and local.global_temperature > 0
         queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
         self.query = Linear(hidden_size, queries, layer_context, split="outputs", bias=config.bias)
         self.key = Linear(hidden_size, keys, layer_context, split="outputs", bias=config.bias)
@@ -70,43 +70,43 @@ class GroupedQueryLayer(nn.Module):
         self.sinks_H = nn.Parameter(torch.empty(config.heads // tensor.size)) if config.sinks else None
 
     def _norm(self, width: int) -> RMSNorm | None:
-        """The norm with weights of queries or keys, if they have one."""
+        """The weighted norm of queries or keys, if the configuration has one."""
         if self.config.qk_norm == "head":
             return RMSNorm(self.config.head_dim, self.epsilon, self.layer_context.operators)
-        return (
-            TensorParallelNorm(width, self.epsilon, self.layer_context) if self.config.qk_norm == "projection" else None
-        )
+        if self.config.qk_norm == "projection":
+            return TensorParallelNorm(width, self.epsilon, self.layer_context)
+        return None
 
     @property
-    def reads_ready(self) -> bool:
-        """Whether products read what comes in in 8 bits; what ranks gather they quantize behind that."""
+    def reads_float8(self) -> bool:
+        """Whether products read a float8 input; gathered positions are quantized after the collective instead."""
         return self.query.float8 is not None and self.layer_context.axes.tensor.size == 1
 
     @property
-    def reads_plain(self) -> bool:
-        """Whether something reads it in 16 bits."""
-        return not self.reads_ready or any(one.float8 is None for one in (self.key, self.value))
+    def reads_high_precision(self) -> bool:
+        """Whether any product or collective reads the input in high precision."""
+        return not self.reads_float8 or any(one.float8 is None for one in (self.key, self.value))
 
-    def forward(self, x_BSD: Tensor, frame: ForwardContext, ready: RowColQuantized | None = None) -> Tensor:
-        """Attend. Returns B x S x D, our own positions.
+    def forward(self, x_BSD: Tensor, context: ForwardContext, x_float8: RowColQuantized | None = None) -> Tensor:
+        """Attend. Returns B x S x D of this rank's positions.
 
         Args:
-            x_BSD: our own positions.
-            frame: the micro-batch.
-            ready: x in 8 bits, if it is there.
+            x_BSD: this rank's positions.
+            context: of the micro-batch.
+            x_float8: quantized copy of x, if the caller has one.
         """
         tensor = self.layer_context.axes.tensor
         if tensor.size > 1:
             x_BSD = all_gather(x_BSD, tensor, dim=1)
-            ready = self.query.quantize_input(x_BSD)
-        q_BSHN, k_BSGN = self._positioned(*self._projected(x_BSD, ready), frame)
-        v_BSGN = self.value(x_BSD, ready).unflatten(-1, (-1, self.config.head_dim))
-        o_BSHN = self.layer_context.run("attention", partial(self._attended, frame=frame), q_BSHN, k_BSGN, v_BSGN)
+            x_float8 = self.query.quantize_input(x_BSD)
+        q_BSHN, k_BSGN = self._positioned(*self._projected(x_BSD, x_float8), context)
+        v_BSGN = self.value(x_BSD, x_float8).unflatten(-1, (-1, self.config.head_dim))
+        o_BSHN = self.layer_context.run("attention", partial(self._attended, context=context), q_BSHN, k_BSGN, v_BSGN)
         return self.out.shifted(reduce_scatter(self.out(o_BSHN.flatten(-2)), tensor, dim=1))
 
-    def _projected(self, x_BSD: Tensor, ready: RowColQuantized | None = None) -> tuple[Tensor, Tensor]:
-        """Queries and keys by head, normed if they are so before they are rotated."""
-        q, k, split = self.query(x_BSD, ready), self.key(x_BSD, ready), (-1, self.config.head_dim)
+    def _projected(self, x_BSD: Tensor, x_float8: RowColQuantized | None = None) -> tuple[Tensor, Tensor]:
+        """Queries and keys by head, after the weighted norms."""
+        q, k, split = self.query(x_BSD, x_float8), self.key(x_BSD, x_float8), (-1, self.config.head_dim)
         query_norm, key_norm = self.query_norm, self.key_norm
         if isinstance(query_norm, TensorParallelNorm) and isinstance(key_norm, TensorParallelNorm):
             q, k = norm_together(((query_norm, q), (key_norm, k)), self.layer_context.axes.tensor)
@@ -116,42 +116,41 @@ class GroupedQueryLayer(nn.Module):
             q_BSHN, k_BSGN = query_norm(q_BSHN), key_norm(k_BSGN)
         return q_BSHN, k_BSGN
 
-    def _positioned(self, q_BSHN: Tensor, k_BSGN: Tensor, frame: ForwardContext) -> tuple[Tensor, Tensor]:
-        """Queries and keys that know where they stand, as far as they do in this layer."""
+    def _positioned(self, q_BSHN: Tensor, k_BSGN: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
+        """Queries and keys after rotation, the norm without weights, and attention temperature."""
         if self.is_rotated:
             rotate = self.layer_context.operators.rotate
-            q_BSHN, k_BSGN = (rotate(x, frame.cos_BSP, frame.sin_BSP) for x in (q_BSHN, k_BSGN))
+            q_BSHN, k_BSGN = (rotate(x, context.cos_BSP, context.sin_BSP) for x in (q_BSHN, k_BSGN))
             if self.config.qk_norm == "rotated-head":
-                q_BSHN, k_BSGN = self._plainly_normed(q_BSHN), self._plainly_normed(k_BSGN)
-        if self.is_tempered:
-            assert frame.tempered_S is not None, "a frame says how queries grow"
-            q_BSHN = (q_BSHN * frame.tempered_S[:, None, None]).to(q_BSHN.dtype)
+                q_BSHN, k_BSGN = (
+                    self.layer_context.operators.rms_norm(x, x.new_ones(x.shape[-1]), self.epsilon)
+                    for x in (q_BSHN, k_BSGN)
+                )
+        if self.scales_queries:
+            assert context.query_scale_S is not None, "the context has the attention temperature"
+            q_BSHN = (q_BSHN * context.query_scale_S[:, None, None]).to(q_BSHN.dtype)
         return q_BSHN, k_BSGN
 
-    def _plainly_normed(self, x_BSHN: Tensor) -> Tensor:
-        """The norm of each head without weights."""
-        return self.layer_context.operators.rms_norm(x_BSHN, x_BSHN.new_ones(x_BSHN.shape[-1]), self.epsilon)
-
-    def _attended(self, q_BSHN: Tensor, k_BSGN: Tensor, v_BSGN: Tensor, frame: ForwardContext) -> Tensor:
-        """Core attention. Sinks are read here, because weights that ranks divide are elsewhere when it runs again."""
+    def _attended(self, q_BSHN: Tensor, k_BSGN: Tensor, v_BSGN: Tensor, context: ForwardContext) -> Tensor:
+        # Read the parameter when this runs: FSDP2 gathers it to another address before recomputation.
         sinks_H = self.sinks_H
         heads, layer_context, scale = (q_BSHN, k_BSGN, v_BSGN), self.layer_context, self.scale
-        if self.reach is None or not frame.nears:
-            return attend(*heads, layer_context, scale=scale, allowed_BSS=frame.allowed_BSS, sinks_H=sinks_H)
-        return attend_locally(*heads, layer_context, scale=scale, nears=frame.nears, sinks_H=sinks_H)
+        if self.reach is None or not context.nears:
+            return attend(*heads, layer_context, scale=scale, allowed_BSS=context.allowed_BSS, sinks_H=sinks_H)
+        return attend_locally(*heads, layer_context, scale=scale, nears=context.nears, sinks_H=sinks_H)
 
 
 def reach_of(local: LocalAttention) -> AttentionWindow:
-    """How far back layers look that see a part of the row."""
+    """The attention window of local layers."""
     return AttentionWindow(kind=local.kind, size=local.size)
 
 
-def temperature(local: LocalAttention, places_S: Tensor) -> Tensor:
-    """What queries grow by in layers that see the whole row (arXiv 2501.19399), float32.
+def query_scale(local: LocalAttention, positions_S: Tensor) -> Tensor:
+    """Attention temperature of queries in global layers (arXiv 2501.19399), float32.
 
     Args:
         local: reads `global_temperature` and `temperature_floor`.
-        places_S: where in the row they stand, from 0.
+        positions_S: positions in the row, from 0.
     """
-    steps_S = ((places_S.float() + 1) / local.temperature_floor).floor()
+    steps_S = ((positions_S.float() + 1) / local.temperature_floor).floor()
     return steps_S.log1p() * local.global_temperature + 1

@@ -1,22 +1,24 @@
-"""One decoder layer: attention and a feed-forward network, each behind a norm and around a residual sum.
+"""A decoder layer (attention and a feed-forward network, each behind a norm and around a residual sum), and MTP.
 
-Up to where tokens leave for their experts, shapes and addresses are the same in every pass: attention, both norms, the
+From the input to the dispatch of tokens, shapes and addresses are the same in every pass: attention, both norms, the
 router, and the order of the slots. That part may be a captured graph (`ForwardContext.parts`).
 
-A norm that gives its rows in 8 bits besides gives them as a value of its own (`ready`), beside the rows.
+Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2) has one more decoder layer for each depth.
 """
 
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from penstock.base.spans import Span
 from penstock.kernels.float8.quantized import RowColQuantized
 from penstock.models.attention import GroupedQueryLayer
 from penstock.models.ffn import FeedForward
+from penstock.models.linear import Linear
 from penstock.models.mla import LatentLayer
 from penstock.models.model_inputs import ForwardContext
-from penstock.models.norm import PreNorm
+from penstock.models.norm import PreNorm, RMSNorm
 from penstock.moe.layer import MoE, Terms
 from penstock.moe.routing import Routing
 from penstock.parallel.async_transfer import Steps, within
@@ -33,7 +35,7 @@ class Block(nn.Module):
         attention: grouped-query or latent attention.
         ffn_norm: norm before the feed-forward network.
         ffn: dense network or mixture of experts.
-        layer_context: what becomes of activations.
+        layer_context: recomputation and offload of activations.
     """
 
     def __init__(
@@ -51,80 +53,115 @@ class Block(nn.Module):
         self.ffn = ffn
         self.layer_context = layer_context
 
-    def forward(self, x_BSD: Tensor, frame: ForwardContext) -> Tensor:
+    def forward(self, x_BSD: Tensor, context: ForwardContext) -> Tensor:
         """Returns the residual stream after the layer, B x S x D."""
         with self.layer_context.recompute.discarding():
-            return self.layer_context.run("layer", self._forward, x_BSD, frame)
+            return self.layer_context.run("layer", self._forward, x_BSD, context)
 
-    def steps(self, x_BSD: Tensor, frame: ForwardContext) -> Steps[Tensor]:
-        """`forward` that stops where a transfer is under way; a layer that is no region and not on the host."""
+    def steps(self, x_BSD: Tensor, context: ForwardContext) -> Steps[Tensor]:
+        """`forward` as a generator that yields while a transfer runs; not for layers recomputed or offloaded whole."""
         with self.layer_context.recompute.discarding_in_pieces() as piece:
             with piece():
-                x_BSD, x_TD, ready = self._attend(x_BSD, frame)
-            terms = yield from within(piece, self._mix(x_TD, ready, frame))
+                x_BSD, x_TD, x_float8 = self._attend(x_BSD, context)
+            terms = yield from within(piece, self._ffn_steps(x_TD, x_float8, context))
             return self._add(x_BSD, terms)
 
-    def _mix(self, x_TD: Tensor, ready: RowColQuantized | None, frame: ForwardContext) -> Steps[Terms]:
+    def _ffn_steps(self, x_TD: Tensor, x_float8: RowColQuantized | None, context: ForwardContext) -> Steps[Terms]:
         if isinstance(self.ffn, MoE):
-            return (yield from self.ffn.steps(x_TD, frame.scope, ready))
-        return self._dense(x_TD, ready)
+            return (yield from self.ffn.steps(x_TD, context.scope, x_float8))
+        return self._dense(x_TD, x_float8)
 
-    def _dense(self, x_TD: Tensor, ready: RowColQuantized | None) -> Terms:
+    def _dense(self, x_TD: Tensor, x_float8: RowColQuantized | None) -> Terms:
         with span(Span.DENSE):
-            return (self.layer_context.run("dense", self.ffn, x_TD, ready),)
+            return (self.layer_context.run("dense", self.ffn, x_TD, x_float8),)
 
-    def _forward(self, x_BSD: Tensor, frame: ForwardContext) -> Tensor:
-        if frame.parts is not None:
-            return self._behind_part(x_BSD, frame, frame.parts)
-        x_BSD, x_TD, ready = self._attend(x_BSD, frame)
+    def _forward(self, x_BSD: Tensor, context: ForwardContext) -> Tensor:
+        if context.parts is not None:
+            return self._with_captured_part(x_BSD, context, context.parts)
+        x_BSD, x_TD, x_float8 = self._attend(x_BSD, context)
         if isinstance(self.ffn, MoE):
-            terms = self.layer_context.run("moe", self.ffn, x_TD, frame.scope, ready)
+            terms = self.layer_context.run("moe", self.ffn, x_TD, context.scope, x_float8)
         else:
-            terms = self._dense(x_TD, ready)
+            terms = self._dense(x_TD, x_float8)
         return self._add(x_BSD, terms)
 
-    def _behind_part(self, x_BSD: Tensor, frame: ForwardContext, parts: PartialGraphs) -> Tensor:
-        """`_forward` whose first part is replayed. What a part gives stays for good, so it gives nothing twice.
+    def _with_captured_part(self, x_BSD: Tensor, context: ForwardContext, parts: PartialGraphs) -> Tensor:
+        """`_forward` that replays everything before dispatch as a graph.
 
-        Who reads its tokens reads them from an output of his own, though of one memory: their gradients come to the
-        part one by one and are added there all at once, as in a layer that is no graph.
+        Router, dispatch and shared expert each read their own output of the graph (views of one tensor). Their
+        gradients then enter the captured backward separately and are summed inside it, as in eager mode.
         """
         if not isinstance(self.ffn, MoE):
-            x_BSD, x_TD = parts.run(self, lambda x_BSD: self._attend(x_BSD, frame, ready=False)[:2], x_BSD)
+            x_BSD, x_TD = parts.run(self, lambda x_BSD: self._attend(x_BSD, context, quantize=False)[:2], x_BSD)
             return self._add(x_BSD, self._dense(x_TD, None))
-        mixture = self.ffn
+        moe = self.ffn
 
         def until_dispatch(x_BSD: Tensor) -> tuple[Tensor, ...]:
-            x_BSD, x_TD, _ = self._attend(x_BSD, frame, ready=False)
+            x_BSD, x_TD, _ = self._attend(x_BSD, context, quantize=False)
             routed_TD, x_TD, shared_TD = self.layer_context.operators.fan_out(x_TD)
-            return x_BSD, x_TD, shared_TD, *mixture.route(routed_TD, frame.scope).tensors()
+            return x_BSD, x_TD, shared_TD, *moe.route(routed_TD, context.scope).tensors()
 
         x_BSD, x_TD, shared_TD, *routing = parts.run(self, until_dispatch, x_BSD)
-        return self._add(x_BSD, mixture.mix(x_TD, shared_TD, Routing.of(*routing)))
+        return self._add(x_BSD, moe.mix(x_TD, shared_TD, Routing.of(*routing)))
 
     def _attend(
-        self, x_BSD: Tensor, frame: ForwardContext, *, ready: bool = True
+        self, x_BSD: Tensor, context: ForwardContext, *, quantize: bool = True
     ) -> tuple[Tensor, Tensor, RowColQuantized | None]:
-        """The residual stream after attention, and what the feed-forward network reads, T x D; also in 8 bits."""
-        run, is_again = self.layer_context.run, self.layer_context.recompute.recomputes("norm")
-        if is_again:
-            normed_BSD, both = run("norm", self.attention_norm, x_BSD)
+        """Returns (residual stream after attention, input T x D of the feed-forward network, its float8 copy)."""
+        run, recomputes_norm = self.layer_context.run, self.layer_context.recompute.recomputes("norm")
+        if recomputes_norm:
+            normed_BSD, normed_float8 = run("norm", self.attention_norm, x_BSD)
         else:
-            normed_BSD, x_BSD, both = self.attention_norm.beside(x_BSD)
+            normed_BSD, x_BSD, normed_float8 = self.attention_norm.beside(x_BSD)
         with span(Span.ATTENTION):
-            attended_BSD = self.attention(normed_BSD, frame, both)
-        if is_again:
-            # Made again from the sum alone; the fused form would keep both of its terms.
+            attended_BSD = self.attention(normed_BSD, context, normed_float8)
+        if recomputes_norm:
+            # Recomputation needs only the sum; the fused add and norm would save both of its terms.
             x_BSD = self._add(x_BSD, (attended_BSD,))
-            normed_BSD, both = run("norm", partial(self.ffn_norm, ready=ready), x_BSD)
+            normed_BSD, normed_float8 = run("norm", partial(self.ffn_norm, quantize=quantize), x_BSD)
         else:
-            normed_BSD, x_BSD, both = self.ffn_norm.add(attended_BSD, x_BSD, ready=ready)
-        return x_BSD, normed_BSD.flatten(0, 1), both
+            normed_BSD, x_BSD, normed_float8 = self.ffn_norm.add(attended_BSD, x_BSD, quantize=quantize)
+        return x_BSD, normed_BSD.flatten(0, 1), normed_float8
 
     def _add(self, x_BSD: Tensor, terms: Terms) -> Tensor:
-        """The residual stream with one term more, or two."""
+        """Add one or two terms to the residual stream."""
         with span(Span.RESIDUAL):
             if len(terms) == 1:
                 return x_BSD + terms[0].view_as(x_BSD)
             routed_BSD, shared_BSD = (term.view_as(x_BSD) for term in terms)
             return self.layer_context.operators.add_three(routed_BSD, shared_BSD, x_BSD)
+
+
+class MultiTokenPrediction(nn.Module):
+    """One depth k of multi-token prediction.
+
+    It joins the hidden states of depth k - 1 (the main model's for k = 1) with the embeddings of the tokens k positions
+    ahead and runs one decoder layer. Embedding and output projection are the main model's. The last k positions of a
+    row have no target: their labels are ignored.
+
+    Args:
+        hidden_size: D.
+        epsilon: of its three norms.
+        block: the decoder layer.
+        layer_context: kernels and ranks.
+    """
+
+    def __init__(self, hidden_size: int, epsilon: float, block: Block, layer_context: LayerContext) -> None:
+        super().__init__()
+        self.embed_norm = RMSNorm(hidden_size, epsilon, layer_context.operators)
+        self.hidden_norm = RMSNorm(hidden_size, epsilon, layer_context.operators)
+        self.join = Linear(2 * hidden_size, hidden_size, layer_context)
+        self.block = block
+        self.norm = RMSNorm(hidden_size, epsilon, layer_context.operators)
+
+    def forward(self, previous_BSD: Tensor, ahead_BSD: Tensor, context: ForwardContext) -> Tensor:
+        """Returns the hidden states of this depth, after its norm.
+
+        Args:
+            previous_BSD: hidden states of the depth before.
+            ahead_BSD: embeddings of the tokens k positions ahead.
+            context: of the micro-batch.
+        """
+        joined_BSD = self.join(torch.cat((self.embed_norm(ahead_BSD), self.hidden_norm(previous_BSD)), dim=-1))
+        out_BSD: Tensor = self.norm(self.block(joined_BSD, context))
+        return out_BSD

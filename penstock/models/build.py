@@ -1,8 +1,8 @@
-"""Configuration to model: the one page that puts parts together and gives each rank its own.
+"""Configuration to model: assembles the modules and gives each rank its own parts.
 
-The model is made on the meta device (shapes only), given its dtypes, then memory, then initial weights. The same meta
-model is what counting and planning walk. A rank of a pipeline builds one decoder for each of its stages, with only the
-parts that the stage holds; ranks that share matrices or experts build modules of their share (`LayerContext.axes`).
+The model is built on the meta device (shapes only), then gets its dtypes, memory, and initial weights. Counting and
+planning walk the same meta model. A pipeline rank builds one decoder for each of its stages, with only the modules of
+that stage; ranks that shard matrices or experts build modules of their shard's size (`LayerContext.axes`).
 """
 
 from collections import Counter
@@ -16,18 +16,17 @@ from torch.distributed.tensor import DTensor
 
 from penstock.config.model import LatentAttention, Model
 from penstock.config.run import Run
-from penstock.kernels.float8.operators import NO_FLOAT8, Float8Rule
+from penstock.kernels.float8.operators import NO_FLOAT8
 from penstock.kernels.operators import Operators
 from penstock.layout.stages import Stage
 from penstock.models.attention import GroupedQueryLayer
-from penstock.models.block import Block
+from penstock.models.block import Block, MultiTokenPrediction
 from penstock.models.decoder import Decoder
 from penstock.models.ffn import FeedForward
 from penstock.models.init import initialize
 from penstock.models.kernels import choose_float8, choose_operators
 from penstock.models.linear import Embedding, Linear
 from penstock.models.mla import LatentLayer
-from penstock.models.mtp import MultiTokenPrediction
 from penstock.models.norm import PreNorm, RMSNorm
 from penstock.moe.dispatch.build import make_dispatcher, shares_arena
 from penstock.moe.dispatch.row_capacity import ActivationArena
@@ -44,14 +43,14 @@ from penstock.parallel.shard import shard_fully
 
 
 def whole_model(config: Model) -> Stage:
-    """The stage that holds everything."""
+    """The stage that holds the whole model."""
     return Stage(
         embed=True, layers=tuple(range(config.layers)), mtp=tuple(range(config.mtp_layers)), norm_and_head=True
     )
 
 
 def needs_embedding(config: Model, stage: Stage) -> bool:
-    """Prediction layers read the embedding of the tokens ahead, and a tied output projection is the embedding."""
+    """Whether a stage needs the embedding: for its input, for prediction layers, or as a tied output projection."""
     return stage.embed or bool(stage.mtp) or (stage.norm_and_head and config.tie_word_embeddings)
 
 
@@ -66,18 +65,21 @@ def meta_model(
     Args:
         config: the whole model.
         layer_context: kernels and ranks; None for the reference kernels and one rank.
-        stage: what this decoder holds; None for everything.
-        layer_context_of: that of each layer; None gives all of them the same one.
+        stage: parts of this decoder; None for everything.
+        layer_context_of: the context of each layer; None uses `layer_context` for all.
     """
     layer_context, stage = layer_context or LayerContext(), stage or whole_model(config)
-    # Embedding, final norm and output projection are never in 8 bits.
-    plain, hidden, epsilon = (
-        replace(layer_context, weight_grads=None, float8=NO_FLOAT8),
-        config.hidden_size,
-        config.rms_norm_eps,
-    )
+    # Embedding, final norm and output projection stay in high precision, and their weight gradients are not deferred.
+    plain = replace(layer_context, weight_grads=None, float8=NO_FLOAT8)
+    hidden, epsilon = config.hidden_size, config.rms_norm_eps
     layer_context_of = layer_context_of or (lambda layer: layer_context)
     arena = _arena(config, layer_context)
+
+    def mtp_layer(depth: int) -> MultiTokenPrediction:
+        layer = config.layers + depth
+        context = layer_context_of(layer)
+        return MultiTokenPrediction(hidden, epsilon, _block(config, layer, context, arena), context)
+
     has_head = stage.norm_and_head and not config.tie_word_embeddings
     with torch.device("meta"):
         return Decoder(
@@ -86,10 +88,7 @@ def meta_model(
             blocks={layer: _block(config, layer, layer_context_of(layer), arena) for layer in stage.layers},
             norm=RMSNorm(hidden, epsilon, plain.operators) if stage.norm_and_head else None,
             head=Linear(hidden, config.vocab_size, plain, split="outputs") if has_head else None,
-            mtp={
-                depth: _mtp(config, config.layers + depth, layer_context_of(config.layers + depth), arena)
-                for depth in stage.mtp
-            },
+            mtp={depth: mtp_layer(depth) for depth in stage.mtp},
             layer_context=layer_context,
             is_first=stage.embed,
             arena=arena,
@@ -100,9 +99,9 @@ def build_model(run: Run, device: torch.device, operators: Operators | None = No
     """The whole model of a run with its initial weights, on a device.
 
     Args:
-        run: the run; its seed decides the weights, its precision their dtype. Router weights stay float32.
-        device: where to put it.
-        operators: kernels to run on; None chooses them for the run and the device.
+        run: its seed decides the weights, its precision their dtype. TopKRouter weights stay float32.
+        device: of the weights.
+        operators: kernels; None chooses them for the run and the device.
 
     Raises:
         KernelError: the run asks for kernels that the device cannot run.
@@ -121,58 +120,54 @@ def build_model(run: Run, device: torch.device, operators: Operators | None = No
 
 
 def transfers_of(run: Run, device: torch.device) -> TransferStream | None:
-    """Where the tokens of a run travel beside what it computes; None if it computes nothing meanwhile."""
+    """The streams for token transfers that overlap with computation; None without overlap."""
     return None if run.dispatch.overlap == "none" else TransferStream(device)
 
 
 def meta_stages(run: Run, layer_context: LayerContext, stages: Mapping[int, Stage]) -> dict[int, Decoder]:
-    """The decoders of one rank on the meta device, in float32.
+    """The decoders of one rank on the meta device, in float32, by number of the stage.
 
     Args:
-        run: the run.
+        run: recomputation and float8 layers.
         layer_context: kernels and ranks.
-        stages: what each stage of this rank holds, by number of the stage.
+        stages: parts of each stage of this rank, by number.
     """
     decoders = {
-        number: meta_model(run.model, layer_context, stage, partial(_kit_of, run, layer_context, number))
+        number: meta_model(run.model, layer_context, stage, partial(_layer_context_of, run, layer_context, number))
         for number, stage in stages.items()
     }
     with_embedding = [decoder for decoder in decoders.values() if decoder.embed is not None]
-    for decoder in with_embedding[1:]:  # One rank, one embedding, even if two of its stages use it.
+    for decoder in with_embedding[1:]:  # Stages of one rank share one embedding.
         decoder.embed = with_embedding[0].embed
     return decoders
 
 
-def _kit_of(run: Run, layer_context: LayerContext, stage: int, layer: int) -> LayerContext:
-    """The layer_context of one layer, whose activations and numbers may be treated in their own way."""
+def _layer_context_of(run: Run, layer_context: LayerContext, stage: int, layer: int) -> LayerContext:
+    """The context of one layer, with its own recomputation and precision."""
+    # `last_layers` in high precision include the multi-token prediction layers, which come after the last layer.
+    first, last = run.float8.first_layers, run.float8.last_layers
+    end = run.model.layers - last if last else run.model.layers + run.model.mtp_layers
     return replace(
         layer_context,
         recompute=rule_for(run.recompute, layer, stage),
-        float8=_float8_of(run, layer_context.float8, layer),
+        float8=layer_context.float8 if first <= layer < end else NO_FLOAT8,
     )
 
 
-def _float8_of(run: Run, rule: Float8Rule, layer: int) -> Float8Rule:
-    """What a layer does in 8 bits. Multi-token prediction comes behind the last layer, and stays if that stays."""
-    first, last = run.float8.first_layers, run.float8.last_layers
-    end = run.model.layers - last if last else run.model.layers + run.model.mtp_layers
-    return rule if first <= layer < end else NO_FLOAT8
-
-
 def set_dtypes(run: Run, decoders: Collection[Decoder], axes: Axes, device: torch.device) -> None:
-    """Give meta decoders their compute dtype, and divide their weights among data-parallel ranks if the run asks.
+    """Give meta decoders their compute dtype, and shard their weights with FSDP2 if the run asks for it.
 
-    Weights that are divided stay float32, because they are their own masters; they are gathered in the compute dtype.
+    Sharded weights stay float32, because they are their own masters; FSDP2 gathers them in the compute dtype.
 
     Args:
         run: reads precision and `parallel`.
         decoders: of one rank.
         axes: its groups.
-        device: where they will run.
+        device: on which they will run.
     """
     dtype = _compute_dtype(run)
     if run.parallel.shard == "full":
-        # FSDP2 gathers a parameter for one root; what two stages of a rank share stays whole.
+        # FSDP2 manages a parameter under one root, so a parameter that two stages share is not sharded.
         counts = Counter(parameter for decoder in decoders for parameter in decoder.parameters())
         shared = {parameter for parameter, count in counts.items() if count > 1}
         for decoder in decoders:
@@ -196,14 +191,14 @@ def materialize(run: Run, device: torch.device, decoders: Collection[Decoder]) -
     """Give meta decoders memory and their initial weights."""
     for decoder in decoders:
         decoder.to_empty(device=device)
-    for decoder in decoders:  # A second look, because a shared embedding gets its memory more than once.
+    for decoder in decoders:  # After all of them have memory: `to_empty` replaces a shared embedding's memory again.
         initialize(decoder, run.seed, run.model.initializer_range)
 
 
 def gather_in_float8(run: Run, decoders: Iterable[Decoder], axes: Axes) -> None:
-    """Have FSDP2 gather in 8 bits what all products read so: matrices of blocks, and the experts' (`float8.gather`).
+    """Have FSDP2 gather float8 matrices (dense ones and experts) in float8 (`float8.gather`).
 
-    Call it when there is memory and before the first pass, and `penstock.models.parameters.refresh_float8` after it.
+    Call it after `materialize` and before the first pass; `penstock.models.parameters.refresh_float8` must follow it.
 
     Args:
         run: reads `float8.gather` and precision.
@@ -211,7 +206,7 @@ def gather_in_float8(run: Run, decoders: Iterable[Decoder], axes: Axes) -> None:
         axes: its groups.
 
     Raises:
-        KernelError: a recipe's weights cannot be gathered in 8 bits.
+        KernelError: a recipe's weights cannot be gathered in float8.
     """
     if not run.float8.gather:
         return
@@ -235,9 +230,9 @@ def _compute_dtype(run: Run) -> torch.dtype:
 
 
 def to_dtype(model: nn.Module, dtype: torch.dtype) -> None:
-    """Give parameters their compute dtype, unless FSDP2 gathers them in it.
+    """Cast parameters to their compute dtype, except those that FSDP2 casts when it gathers them.
 
-    A router decides in float32, and its buffers count in it.
+    TopKRouter weights and their buffers stay float32.
     """
     for module in model.modules():
         if not isinstance(module, TopKRouter):
@@ -246,54 +241,50 @@ def to_dtype(model: nn.Module, dtype: torch.dtype) -> None:
                     module.register_parameter(name, nn.Parameter(parameter.to(dtype)))
 
 
-_READ_TWICE = frozenset({"dense", "moe", "shared-expert"})
-"""Parts that keep what they read to run again. They keep it once, in 16 bits, and quantize it by themselves."""
+_SAVES_INPUT = frozenset({"dense", "moe", "shared-expert"})
+"""Recomputed parts that save their input: once, in high precision. They quantize it again when they recompute."""
 
 
 def _arena(config: Model, layer_context: LayerContext) -> ActivationArena | None:
-    """The buffer in which the experts of a stage save their pre-activations together; None if none of them may."""
-    # Some layers may compute in 16 bits even if the others do not.
+    """The buffer in which the experts of a stage save their rows together; None if none of them may."""
+    # Some layers may run in high precision while the others run in float8.
     contexts = (layer_context, replace(layer_context, float8=NO_FLOAT8))
     if config.moe is None or not any(shares_arena(config.moe, one) for one in contexts):
         return None
     return ActivationArena(layer_context.dispatch.row_capacity_factor)
 
 
-def _block(config: Model, layer: int, layer_context: LayerContext, arena: ActivationArena | None = None) -> Block:
-    attention, ffn = _attention(config, layer, layer_context), _ffn(config, layer, layer_context, arena)
-    reader = ffn.shared if isinstance(ffn, MoE) else ffn
-    is_ready = (
-        isinstance(reader, FeedForward) and reader.reads_ready and not layer_context.recompute.kinds & _READ_TWICE
-    )
-
-    def norm(*, ready: bool, keep_plain: bool) -> PreNorm:
-        float8 = layer_context.float8 if ready else None
-        return PreNorm(config.hidden_size, config.rms_norm_eps, layer_context.operators, float8, keep_plain=keep_plain)
-
-    attention_norm = norm(ready=attention.reads_ready, keep_plain=attention.reads_plain)
-    # Routers and dispatchers read 16 bits.
-    return Block(attention_norm, attention, norm(ready=is_ready, keep_plain=isinstance(ffn, MoE)), ffn, layer_context)
-
-
-def _attention(config: Model, layer: int, layer_context: LayerContext) -> GroupedQueryLayer | LatentLayer:
+def _block(config: Model, layer: int, layer_context: LayerContext, arena: ActivationArena | None) -> Block:
+    hidden, epsilon = config.hidden_size, config.rms_norm_eps
+    attention: GroupedQueryLayer | LatentLayer
     if isinstance(config.attention, LatentAttention):
-        return LatentLayer(config.attention, config.hidden_size, layer_context)
-    return GroupedQueryLayer(
-        config.attention, config.hidden_size, layer_context, layer=layer, epsilon=config.rms_norm_eps
+        attention = LatentLayer(config.attention, hidden, layer_context)
+    else:
+        attention = GroupedQueryLayer(config.attention, hidden, layer_context, layer=layer, epsilon=epsilon)
+    ffn = _ffn(config, layer, layer_context, arena)
+    reader = ffn.shared if isinstance(ffn, MoE) else ffn
+    ffn_reads_float8 = (
+        isinstance(reader, FeedForward) and reader.reads_float8 and not layer_context.recompute.kinds & _SAVES_INPUT
     )
+
+    def norm(*, float8: bool, keep_plain: bool) -> PreNorm:
+        rule = layer_context.float8 if float8 else None
+        return PreNorm(hidden, epsilon, layer_context.operators, rule, keep_plain=keep_plain)
+
+    attention_norm = norm(float8=attention.reads_float8, keep_plain=attention.reads_high_precision)
+    # Routers and dispatchers read high precision.
+    ffn_norm = norm(float8=ffn_reads_float8, keep_plain=isinstance(ffn, MoE))
+    return Block(attention_norm, attention, ffn_norm, ffn, layer_context)
 
 
 def _ffn(config: Model, layer: int, layer_context: LayerContext, arena: ActivationArena | None) -> FeedForward | MoE:
     moe = config.moe
     if moe is None or config.is_dense(layer):
         return FeedForward(config.hidden_size, config.intermediate_size, layer_context)
-    dispatcher, row_capacity = make_dispatcher(moe, layer_context, in_arena=shares_arena(moe, layer_context))
-    # What is computed again is kept by nobody, and lives no longer than the layer.
-    keeps = shares_arena(moe, layer_context) and not layer_context.recompute.kinds & {
-        "expert-activation",
-        "moe",
-        "layer",
-    }
+    uses_arena = shares_arena(moe, layer_context)
+    dispatcher, row_capacity = make_dispatcher(moe, layer_context, in_arena=uses_arena)
+    # Recomputed rows are not saved: they live only during the layer's own backward.
+    saves_rows = uses_arena and not layer_context.recompute.kinds & {"expert-activation", "moe", "layer"}
     return MoE(
         TopKRouter(moe, config.hidden_size, layer, layer_context.operators, layer_context.axes),
         dispatcher,
@@ -310,11 +301,5 @@ def _ffn(config: Model, layer: int, layer_context: LayerContext, arena: Activati
         else None,
         layer_context,
         row_capacity,
-        arena if keeps else None,
-    )
-
-
-def _mtp(config: Model, layer: int, layer_context: LayerContext, arena: ActivationArena | None) -> MultiTokenPrediction:
-    return MultiTokenPrediction(
-        config.hidden_size, config.rms_norm_eps, _block(config, layer, layer_context, arena), layer_context
+        arena if saves_rows else None,
     )

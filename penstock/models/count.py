@@ -1,11 +1,10 @@
-"""Parameters and FLOPs of a model, by walking the meta model that a run is built from.
+"""Parameters and FLOPs of a model, from the meta model that a run is built from.
 
-FLOPs are those of the matrix products of one trained token: forward once, backward twice, a product of M x K and K x
-N counted as 2 M K N. Causal attention is counted as half of the full square, and of layers that see a part of the row
-only that part is. Elementwise work and embedding look-ups are not counted. A token passes top-k of the routed experts,
-so only their share of the weights is active.
+FLOPs are those of the matrix products for one trained token: forward once, backward twice, M x K times K x N counted as
+2 M K N. Causal attention counts as half of the full square, local layers as the visible part of it. Elementwise work
+and embedding look-ups are not counted. Of the routed experts only the top-k share is active.
 
-penstock/config/size.py counts the same by arithmetic, for answers that do not wait for PyTorch. Tests compare the two.
+penstock/config/size.py computes the same from the configuration alone, without importing PyTorch. Tests compare them.
 """
 
 from functools import lru_cache
@@ -23,12 +22,7 @@ from penstock.moe.layer import MoE
 
 @lru_cache(maxsize=16)
 def count(config: Model, sequence_length: int) -> Count:
-    """Count a model at a sequence length.
-
-    Args:
-        config: the model.
-        sequence_length: positions of a row, S.
-    """
+    """Count a model at a sequence length of S positions."""
     model = meta_model(config)
     parts = [part for part in (model.embed, model.blocks, model.norm, model.head) if part is not None]
     head = 2 * model.head_VD.numel()
@@ -47,7 +41,7 @@ def count(config: Model, sequence_length: int) -> Count:
 
 @lru_cache(maxsize=16)
 def stage_costs(config: Model, sequence_length: int) -> StageCosts:
-    """FLOPs of one token's forward pass through each part that a pipeline stage may hold."""
+    """Forward FLOPs of one token through each part that a pipeline stage may hold."""
     model = meta_model(config)
     head = 2 * model.head_VD.numel()
 
@@ -55,7 +49,7 @@ def stage_costs(config: Model, sequence_length: int) -> StageCosts:
         return _product_flops(part) + _attention_flops(part, sequence_length)
 
     return StageCosts(
-        embed=0.0,  # A look-up: no product.
+        embed=0.0,  # a look-up has no product
         layers=tuple(map(cost, model.blocks.values())),
         mtp=tuple(cost(depth) + head for depth in model.mtp.values()),
         head=head,
@@ -67,13 +61,13 @@ def _parameters(module: nn.Module) -> int:
 
 
 def _idle_parameters(module: nn.Module) -> int:
-    """Weights of the routed experts that a token does not meet."""
+    """Weights of routed experts that one token does not pass."""
     layers = [layer for layer in module.modules() if isinstance(layer, MoE)]
     return sum(round(_parameters(layer.experts) * (1 - layer.active_share)) for layer in layers)
 
 
 def _product_flops(module: nn.Module) -> float:
-    """FLOPs of one token's forward pass through the weights of a module."""
+    """Forward FLOPs of one token through the weights of a module."""
     flops = 0.0
     for layer in module.modules():
         if isinstance(layer, nn.Linear):
@@ -84,7 +78,7 @@ def _product_flops(module: nn.Module) -> float:
 
 
 def _attention_flops(module: nn.Module, sequence_length: int) -> float:
-    """FLOPs of one token's forward pass through scores and weighted values, of those that are needed."""
+    """Forward FLOPs of one token for attention scores and weighted values, without masked positions."""
     flops = 0.0
     for layer in module.modules():
         if isinstance(layer, LatentLayer):

@@ -1,8 +1,8 @@
-"""The decoder: embedding, blocks, final norm, output projection, and multi-token prediction beside them.
+"""The decoder: embedding, blocks, final norm, output projection, and multi-token prediction layers.
 
-A pipeline stage is the same class with parts missing. Without an embedding it starts from the hidden states that the
-stage before sent; without a norm it gives those that the next one wants. Blocks and prediction layers are known by
-their number in the whole model, so a parameter has the same name wherever it is.
+A pipeline stage is the same class with parts missing. Without an embedding it starts from the hidden states of the
+previous stage; without a norm it returns those for the next stage. Blocks and prediction layers keep their number in
+the whole model, so a parameter has the same name on every stage.
 """
 
 from dataclasses import replace
@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from penstock.base.spans import LAYER, Span
 from penstock.config.model import GroupedQueryAttention, LocalAttention, Model
 from penstock.config.parallel import Overlap
-from penstock.models.attention import GroupedQueryLayer, reach_of, temperature
-from penstock.models.block import Block
+from penstock.models.attention import GroupedQueryLayer, query_scale, reach_of
+from penstock.models.block import Block, MultiTokenPrediction
 from penstock.models.linear import Embedding, Linear
 from penstock.models.model_inputs import ForwardContext, ModelInputs, shifted_tokens
-from penstock.models.mtp import MultiTokenPrediction
 from penstock.models.norm import RMSNorm
 from penstock.models.rope import angles
 from penstock.moe.routing import Scope
@@ -32,15 +31,15 @@ from penstock.parallel.spans import span
 if TYPE_CHECKING:  # it imports Triton, which may be absent
     from penstock.moe.dispatch.row_capacity import ActivationArena
 
-IN_PIECES: tuple[Overlap, ...] = ("halves", "passes")
-"""Overlaps in which other work is done between the pieces of a layer."""
+OVERLAPS_IN_STEPS: tuple[Overlap, ...] = ("halves", "passes")
+"""Values of `dispatch.overlap` that run other work between the steps of a layer."""
 
 
 class Hidden(NamedTuple):
-    """What the output projection reads.
+    """Inputs of the output projection.
 
     Attributes:
-        main_BSD: hidden states that predict the next token, after the final norm; or those for the next stage.
+        main_BSD: hidden states that predict the next token, after the final norm; before the last stage, its output.
         mtp: hidden states of each multi-token prediction depth, after its norm; depth k predicts k tokens further on.
     """
 
@@ -49,24 +48,24 @@ class Hidden(NamedTuple):
 
 
 class Decoder(nn.Module):
-    """A decoder-only language model up to (not including) the output projection's product.
+    """A decoder-only language model without the output projection's product.
 
-    The product with `head_VD` belongs to the loss, which never holds all logits at once.
+    The loss computes the product with `head_VD`: it never materializes all logits at once.
 
     Args:
         config: the whole model.
         embed: token embedding; None if the stage needs none.
         blocks: decoder layers by number.
         norm: final norm; None before the last stage.
-        head: output projection; None if it is the embedding itself, or not of this stage.
+        head: output projection; None if tied to the embedding, or on another stage.
         mtp: multi-token prediction layers by depth, from 0.
-        is_first: the stage begins with the embedding; one that has an embedding for its prediction layers may not.
-        arena: where experts of all layers keep rows; None if each layer keeps its own.
-        layer_context: ranks, and what is computed while tokens travel.
+        is_first: the stage starts from tokens; False for a stage whose embedding serves prediction layers only.
+        arena: shared buffer for the experts' saved rows; None if each layer saves its own.
+        layer_context: ranks and overlap.
 
     Attributes:
-        has_reach: some of its layers see a part of the row only.
-        is_tempered: in some of its layers queries grow with their position.
+        has_reach: some layers have a window or chunks.
+        scales_queries: some layers use attention temperature tuning.
     """
 
     def __init__(  # noqa: PLR0913 (the parts of a stage, each of which may be missing)
@@ -96,7 +95,7 @@ class Decoder(nn.Module):
         attentions = [block.attention for block in (*blocks.values(), *(layer.block for layer in mtp.values()))]
         grouped = [one for one in attentions if isinstance(one, GroupedQueryLayer)]
         self.has_reach = any(one.reach is not None for one in grouped)
-        self.is_tempered = any(one.is_tempered for one in grouped)
+        self.scales_queries = any(one.scales_queries for one in grouped)
 
     @property
     def head_VD(self) -> Tensor:
@@ -105,49 +104,49 @@ class Decoder(nn.Module):
         assert owner is not None, "this stage has no output projection"
         return owner.weight
 
-    def forward(self, reading: ModelInputs, x_BSD: Tensor | None = None) -> Hidden:
-        """Hidden states of our positions.
+    def forward(self, inputs: ModelInputs, x_BSD: Tensor | None = None) -> Hidden:
+        """Hidden states of this rank's positions.
 
         Args:
-            reading: the micro-batch.
-            x_BSD: what the stage before gave; None on the first.
+            inputs: the micro-batch.
+            x_BSD: output of the previous stage; None on the first.
         """
         self._begin()
         if self.overlap != "halves" or not self.training:
-            return drain(self.steps(reading, x_BSD))
+            return drain(self.steps(inputs, x_BSD))
         parts_BSD = (None, None) if x_BSD is None else x_BSD.chunk(2)
-        halves = zip(reading.halves(), parts_BSD, strict=True)
+        halves = zip(inputs.halves(), parts_BSD, strict=True)
         one, other = interleave([self.steps(half, part_BSD) for half, part_BSD in halves])
         mtp = tuple(torch.cat(depth) for depth in zip(one.mtp, other.mtp, strict=True))
         return Hidden(torch.cat((one.main_BSD, other.main_BSD)), mtp)
 
-    def call_in_steps(self, reading: ModelInputs, x_BSD: Tensor | None = None) -> Steps[Hidden]:
-        """The module called, with all its hooks; or, if another pass runs in its stops, `steps`."""
+    def call_in_steps(self, inputs: ModelInputs, x_BSD: Tensor | None = None) -> Steps[Hidden]:
+        """Call the module with its hooks; with overlap "passes", run `steps`, between which another pass runs."""
         if self.overlap == "passes":
             self._begin()
-            return (yield from self.steps(reading, x_BSD))
-        hidden: Hidden = self(reading, x_BSD)
+            return (yield from self.steps(inputs, x_BSD))
+        hidden: Hidden = self(inputs, x_BSD)
         return hidden
 
-    def steps(self, reading: ModelInputs, x_BSD: Tensor | None = None) -> Steps[Hidden]:
-        """`forward`; if the run's overlap has pieces, it stops where the transfers of a layer are under way."""
-        frame = self.frame(reading)
+    def steps(self, inputs: ModelInputs, x_BSD: Tensor | None = None) -> Steps[Hidden]:
+        """`forward` as a generator; with an overlap in steps it yields while a transfer of a layer runs."""
+        context = self.forward_context(inputs)
         if self.is_first:
-            x_BSD = self._embed(reading.tokens_BS)
+            x_BSD = self._embed(inputs.tokens_BS)
         assert x_BSD is not None, "a stage without embedding needs the hidden states of the stage before"
         for number, block in self.blocks.items():
             assert isinstance(block, Block), "nothing else is a decoder layer"
-            if self.overlap in IN_PIECES:
-                x_BSD = yield from within(partial(span, LAYER, number), block.steps(x_BSD, frame))
+            if self.overlap in OVERLAPS_IN_STEPS:
+                x_BSD = yield from within(partial(span, LAYER, number), block.steps(x_BSD, context))
                 continue
             with span(LAYER, number):
-                x_BSD = block(x_BSD, frame)  # as a module: it has hooks, such as FSDP2's
+                x_BSD = block(x_BSD, context)  # called as a module, so that its hooks (FSDP2) run
         main_BSD = x_BSD if self.norm is None else self.norm(x_BSD)
         previous_BSD, depths = main_BSD, []
-        for (depth, layer), ahead_BS in zip(self.mtp.items(), reading.ahead, strict=False):  # other stages have none
+        for (depth, layer), ahead_BS in zip(self.mtp.items(), inputs.ahead, strict=False):  # other stages have none
             ahead_BSD = self._embed(ahead_BS)
             with span(LAYER, self.config.layers + int(depth)), span(Span.MTP):
-                previous_BSD = layer(previous_BSD, ahead_BSD, frame)
+                previous_BSD = layer(previous_BSD, ahead_BSD, context)
             depths.append(previous_BSD)
         return Hidden(main_BSD, tuple(depths))
 
@@ -161,27 +160,27 @@ class Decoder(nn.Module):
             x_BSD: Tensor = self.embed(tokens_BS)
             return x_BSD
 
-    def frame(self, reading: ModelInputs) -> ForwardContext:
-        """Angles, borders and share of a micro-batch, computed once for all layers."""
-        attention, positions_BS = self.config.attention, reading.positions_BS
-        scope = Scope(sequences=positions_BS.shape[0], share=reading.share)
+    def forward_context(self, inputs: ModelInputs) -> ForwardContext:
+        """Rotary angles, masks and share of a micro-batch, computed once for all layers."""
+        attention, positions_BS = self.config.attention, inputs.positions_BS
+        scope = Scope(sequences=positions_BS.shape[0], share=inputs.share)
         with span(Span.EMBED):
             cos_BSP, sin_BSP = angles(attention.rope, attention.rotary_dim, positions_BS)
-            frame = ForwardContext(cos_BSP, sin_BSP, reading.allowed_BSS(), scope, reading.parts)
+            context = ForwardContext(cos_BSP, sin_BSP, inputs.allowed_BSS(), scope, inputs.parts)
             if isinstance(attention, GroupedQueryAttention) and attention.local is not None:
-                frame = self._with_local(frame, attention.local, positions_BS)
-            return frame.staying()
+                context = self._with_local(context, attention.local, positions_BS)
+            return context.in_static_memory()
 
-    def _with_local(self, frame: ForwardContext, local: LocalAttention, positions_BS: Tensor) -> ForwardContext:
-        """What layers that see a part of the row must know besides, and those between them."""
+    def _with_local(self, context: ForwardContext, local: LocalAttention, positions_BS: Tensor) -> ForwardContext:
+        """Add the masks of local layers and the attention temperature of global ones."""
         (rows, held), device = positions_BS.shape, positions_BS.device
         if self.has_reach:
-            frame = replace(
-                frame, nears=nears_of(self.layer_context, reach_of(local), held, rows, frame.allowed_BSS, device)
-            )
-        if self.is_tempered:
-            frame = replace(frame, tempered_S=temperature(local, held_positions(self.layer_context, held, device)))
-        return frame
+            nears = nears_of(self.layer_context, reach_of(local), held, rows, context.allowed_BSS, device)
+            context = replace(context, nears=nears)
+        if self.scales_queries:
+            scale_S = query_scale(local, held_positions(self.layer_context, held, device))
+            context = replace(context, query_scale_S=scale_S)
+        return context
 
     def logits(self, tokens_BS: Tensor, positions_BS: Tensor) -> Tensor:
         """All logits of the main prediction, B x S x V, in the compute dtype. For tests, not for training."""

@@ -1,4 +1,4 @@
-"""Dense SwiGLU feed-forward network, used by the first layers and as shared expert."""
+"""Dense SwiGLU feed-forward network: the first layers of a model, and the shared expert."""
 
 from torch import Tensor, nn
 
@@ -10,10 +10,10 @@ from penstock.parallel.layer_context import LayerContext
 
 
 class FeedForward(nn.Module):
-    """down(silu(gate(x)) * up(x)), gate and up in one product; in 8 bits all of it as one function.
+    """down(silu(gate(x)) * up(x)), gate and up in one product; in float8 the whole network is one autograd function.
 
-    Tensor-parallel ranks hold a part of the width each. Every token must pass all of it, so their tokens are gathered
-    before and the partial outputs summed and divided after; the order of the tokens between does not matter.
+    Tensor-parallel ranks divide the width F. Every token passes the whole width, so their tokens are gathered before
+    the products, and the partial outputs are reduce-scattered after them.
 
     Args:
         hidden_size: D.
@@ -29,28 +29,28 @@ class FeedForward(nn.Module):
         self.down = Linear(ffn_size, hidden_size, layer_context, split="inputs")
 
     @property
-    def reads_ready(self) -> bool:
-        """Whether products read what comes in in 8 bits; what ranks gather they quantize behind that."""
+    def reads_float8(self) -> bool:
+        """Whether products read a float8 input; gathered tokens are quantized after the collective instead."""
         return self.gate_up.float8 is not None and self.axis.size == 1
 
-    def forward(self, x_TD: Tensor, ready: RowColQuantized | None = None) -> Tensor:
+    def forward(self, x_TD: Tensor, x_float8: RowColQuantized | None = None) -> Tensor:
         """Apply to every token. Returns y_TD.
 
         Args:
-            x_TD: our own tokens.
-            ready: the same in 8 bits, if they are there.
+            x_TD: this rank's tokens.
+            x_float8: their quantized copy, if the caller has one.
         """
         if self.gate_up.float8 is None or self.down.float8 is None:
-            return self.narrow(self.widen(x_TD, ready))
+            return self.narrow(self.widen(x_TD, x_float8))
         x_TD = all_gather(x_TD, self.axis, dim=0)
-        y_TD = float8_swiglu_network(x_TD, self.gate_up.float8_weight(), self.down.float8_weight(), ready)
+        y_TD = float8_swiglu_network(x_TD, self.gate_up.float8_weight(), self.down.float8_weight(), x_float8)
         return reduce_scatter(y_TD, self.axis, dim=0)
 
-    def widen(self, x_TD: Tensor, ready: RowColQuantized | None = None) -> Tensor:
-        """Our part of the width, activation included, of the tokens of all tensor-parallel ranks. Returns h_TF."""
+    def widen(self, x_TD: Tensor, x_float8: RowColQuantized | None = None) -> Tensor:
+        """The first product and the activation: this rank's part of h_TF, for the tokens of all tensor ranks."""
         x_TD = all_gather(x_TD, self.axis, dim=0)
-        return self.operators.swiglu(self.gate_up(x_TD, ready))
+        return self.operators.swiglu(self.gate_up(x_TD, x_float8))
 
     def narrow(self, h_TF: Tensor) -> Tensor:
-        """From there to our own tokens. Returns y_TD."""
+        """The second product, reduced to this rank's own tokens. Returns y_TD."""
         return reduce_scatter(self.down(h_TF), self.axis, dim=0)

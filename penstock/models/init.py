@@ -1,12 +1,11 @@
-"""Initial weights. Every tensor is drawn from a generator of its own, seeded by the run's seed and the tensor's name.
+"""Initial weights. Each tensor has its own random generator, seeded by the run's seed and the tensor's name.
 
-So a weight does not depend on how many layers, stages or ranks stand before it: any layout starts from the same model.
-A rank that holds a part of a tensor draws the whole and keeps its part; experts are drawn one by one, and only those
-that the rank holds.
+So a weight does not depend on the layers, stages or ranks before it: every layout starts from the same model. A rank
+that holds a part of a tensor draws the whole and keeps its part; experts are drawn one by one, only on their ranks.
 
-Values are drawn in float32. A bfloat16 parameter starts from the rounded value, its master from the value itself: from
-a rounded one, it would have to move by half a step of bfloat16 before the first weight changes, and a layout whose
-weights are their own masters (FSDP2) would learn otherwise than one with rounded copies.
+Values are drawn in float32. A bfloat16 parameter starts from the rounded value, its master from the exact one. A master
+that started from the rounded value would have to move by half a step of bfloat16 before the weight changes, and FSDP2
+layouts, whose weights are their own masters, would train differently.
 """
 
 import hashlib
@@ -26,15 +25,15 @@ from penstock.parallel.shard import ShardedTensor, own_rows
 
 @dataclass(frozen=True, kw_only=True)
 class ParamInit:
-    """The values of one parameter of the whole model.
+    """The initial values of one parameter of the whole model.
 
     Attributes:
         seed: of the run.
         name: of the parameter.
         std: standard deviation.
-        device: where to draw; a CPU and a GPU draw other numbers.
-        constant: this value instead, for all of them.
-        by_row: dim 0 counts tensors that are drawn one by one (experts).
+        device: of the random generator; CPUs and GPUs give different numbers.
+        constant: the value of all elements; None draws them.
+        by_expert: dim 0 counts experts, which are drawn one by one.
     """
 
     seed: int
@@ -42,40 +41,40 @@ class ParamInit:
     std: float
     device: torch.device
     constant: float | None = None
-    by_row: bool = False
+    by_expert: bool = False
 
     def fill(self, part: ShardedTensor) -> None:
-        """Put the values of a part in place."""
-        if self.constant is not None:
+        """Write the values of a part."""
+        if self.constant is not None:  # norms and biases
             part.tensor.fill_(self.constant)
-        elif self.by_row:
-            for row, own in _by_row(part.pieces):
-                values = self._values(f"{self.name}.{row}", part.shape[1:])
-                for place, piece in own:
-                    part.tensor[place][_region(piece.here[1:], piece)].copy_(values[_region(piece.whole[1:], piece)])
+        elif self.by_expert:
+            # Only experts on this rank are drawn, each from its own generator.
+            for expert, own in _by_expert(part.pieces):
+                values = self._values(f"{self.name}.{expert}", part.shape[1:])
+                for row, piece in own:
+                    part.tensor[row][_region(piece.here[1:], piece)].copy_(values[_region(piece.whole[1:], piece)])
         else:
             values = self._values(self.name, part.shape)
             for piece in part.pieces:
                 part.tensor[_region(piece.here, piece)].copy_(values[_region(piece.whole, piece)])
 
     def _values(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """All of a tensor, float32."""
         digest = hashlib.blake2b(f"{self.seed}/{name}".encode(), digest_size=7).digest()
         generator = torch.Generator(self.device).manual_seed(int.from_bytes(digest, "big"))
         return torch.empty(shape, device=self.device).normal_(0.0, self.std, generator=generator)
 
 
-def _by_row(rectangles: Iterable[LocalSlice]) -> Iterator[tuple[int, list[tuple[int, LocalSlice]]]]:
-    """Each row of the whole that is here, with the local row and the rectangle of each of its pieces."""
-    rows: dict[int, list[tuple[int, LocalSlice]]] = {}
-    for piece in rectangles:
+def _by_expert(pieces: Iterable[LocalSlice]) -> Iterator[tuple[int, list[tuple[int, LocalSlice]]]]:
+    """Yields (expert of the whole parameter, its local rows with their slices)."""
+    experts: dict[int, list[tuple[int, LocalSlice]]] = {}
+    for piece in pieces:
         for offset in range(piece.sizes[0]):
-            rows.setdefault(piece.whole[0] + offset, []).append((piece.here[0] + offset, piece))
-    yield from rows.items()
+            experts.setdefault(piece.whole[0] + offset, []).append((piece.here[0] + offset, piece))
+    yield from experts.items()
 
 
 def _region(offsets: tuple[int, ...], piece: LocalSlice) -> tuple[slice, ...]:
-    """A rectangle's place; without dim 0 if `offsets` are."""
+    """The index of a slice, for all dims or, with one offset less, for all but dim 0."""
     sizes = piece.sizes[len(piece.sizes) - len(offsets) :]
     return tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
 
@@ -85,52 +84,52 @@ def initialize(model: nn.Module, seed: int, std: float) -> None:
     """Fill all parameters: norms with one, biases with zero, all else with normal values. Buffers become zero.
 
     Args:
-        model: on a real device, contents undefined; parameters may be parts of the whole, sharded by FSDP2 besides.
+        model: on a real device, contents undefined; parameters may be shards, also of FSDP2.
         seed: of the run.
         std: standard deviation.
     """
-    for module, name, parameter, draw in _draws(model, seed, std):
+    for module, name, parameter, init in _param_inits(model, seed, std):
         local, rows = own_rows(parameter)
         cuts = cuts_of(module, name)
         shape = global_shape(tuple(parameter.shape), cuts)
-        draw.fill(ShardedTensor(tensor=local, shape=shape, pieces=local_slices(shape, cuts, rows)))
+        init.fill(ShardedTensor(tensor=local, shape=shape, pieces=local_slices(shape, cuts, rows)))
     for buffer in model.buffers():
         buffer.zero_()
 
 
 @torch.no_grad()
 def initialize_masters(models: Iterable[nn.Module], parts: Mapping[str, ShardedTensor], seed: int, std: float) -> None:
-    """Give masters the values that bfloat16 parameters were rounded from.
+    """Give masters the float32 values from which bfloat16 parameters were rounded.
 
     Args:
         models: initialized.
-        parts: float32 masters by `model.NAME`, perhaps rows of parameters, on any device.
+        parts: float32 masters by `model.NAME`, or rows of them, on any device.
         seed: of the run.
         std: standard deviation.
     """
     for model in models:
-        for _, _, parameter, draw in _draws(model, seed, std):
+        for _, _, parameter, init in _param_inits(model, seed, std):
             if parameter.dtype != torch.float32:
-                draw.fill(parts[f"model.{draw.name}"])
+                init.fill(parts[f"model.{init.name}"])
 
 
-def _draws(model: nn.Module, seed: int, std: float) -> Iterator[tuple[nn.Module, str, nn.Parameter, ParamInit]]:
-    """Every parameter, with its module, its name there, and its values."""
+def _param_inits(model: nn.Module, seed: int, std: float) -> Iterator[tuple[nn.Module, str, nn.Parameter, ParamInit]]:
+    """Yields (module, name in the module, parameter, its initial values)."""
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            draw = ParamInit(
+            init = ParamInit(
                 seed=seed,
                 name=f"{path}.{name}",
                 std=std,
                 device=parameter.device,
                 constant=_constant(module, name),
-                by_row=isinstance(module, GroupedExperts),
+                by_expert=isinstance(module, GroupedExperts),
             )
-            yield module, name, parameter, draw
+            yield module, name, parameter, init
 
 
 def _constant(module: nn.Module, name: str) -> float | None:
-    """What a parameter begins with if it is not drawn. A router's bias is: its experts must not begin alike."""
     if isinstance(module, Norm):
         return 1.0
+    # A router's bias is drawn: with equal biases all experts would start equal.
     return 0.0 if "bias" in name and not isinstance(module, TopKRouter) else None

@@ -1,4 +1,4 @@
-"""From a run to its kernels: what the configuration says, put as `penstock.kernels.choose` asks it."""
+"""Kernels of a run: translates its configuration into the questions of `penstock.kernels.choose`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,24 +22,32 @@ from penstock.kernels.operators import Operators
 
 
 def choose_operators(run: Run, device: torch.device) -> Operators:
-    """The operators that a run's model is built on.
+    """The operators of a run's model.
 
     Raises:
-        KernelError: the run asks for something that cannot run, or a file of measurements is damaged.
+        KernelError: the run asks for a kernel that cannot run, or a file of measurements is damaged.
     """
     return operators(kernel_choices(run, device_facts(device, run.training.precision)))
 
 
 def kernel_choices(run: Run, device: DeviceFacts) -> tuple[Choice, ...]:
-    """What runs on a device, which need not be here, and why. `penstock.kernels.choose.summary` puts it in one line.
+    """The chosen kernel of each operator on a device, with the reason. The device may be another machine's.
 
     Raises:
-        KernelError: as above.
+        KernelError: as `choose_operators`.
     """
     wanted = run.kernels.model_dump(exclude={"float8", "loss_chunk", "measured"})
     choices = choose(wanted, device, shapes_of(run), measurements(run.kernels, device))
     if device.kind != "cpu" and run.model.moe is not None:
-        _refuse_waiting(run.dispatch.sync_free, choices)
+        for op, first in _host_counters(choices):
+            if run.dispatch.sync_free >= first:
+                raise KernelError(
+                    f"dispatch.sync_free={run.dispatch.sync_free} cannot be had: the reference form of {op} waits for "
+                    "the device",
+                    allowed=", ".join(f"{one}" for one in range(first)),
+                    fix=f"leave kernels.{op} and kernels.all at auto where Triton is installed, or set "
+                    f"dispatch.sync_free={first - 1}",
+                )
     return choices
 
 
@@ -47,16 +55,16 @@ def most_sync_free(run: Run, device: DeviceFacts) -> int:
     """The highest `dispatch.sync_free` at which the kernels of a run never wait for the device.
 
     Raises:
-        KernelError: as above, whatever the stage.
+        KernelError: as `choose_operators`.
     """
     free = run.model_copy(update={"dispatch": run.dispatch.model_copy(update={"sync_free": 0})})
     if device.kind == "cpu" or run.model.moe is None:
         return STAGES - 1
-    return min((first - 1 for _, first in _waiting(kernel_choices(free, device))), default=STAGES - 1)
+    return min((first - 1 for _, first in _host_counters(kernel_choices(free, device))), default=STAGES - 1)
 
 
-def _waiting(choices: Sequence[Choice]) -> list[tuple[str, int]]:
-    """Operators whose form counts rows on the host, and the first stage that forbids it: the reference's do."""
+def _host_counters(choices: Sequence[Choice]) -> list[tuple[str, int]]:
+    """Chosen operators that count rows on the host (the reference forms), with the first stage that forbids it."""
     return [
         (op, first)
         for op, first in (("permute", 1), ("experts", COUNTS_STAY))
@@ -65,7 +73,7 @@ def _waiting(choices: Sequence[Choice]) -> list[tuple[str, int]]:
 
 
 def choose_float8(run: Run, device: torch.device) -> Float8Rule:
-    """What a run computes and sends in 8 bits on a device that is here.
+    """The float8 rule of a run on a local device.
 
     Raises:
         KernelError: as `float8_rule`.
@@ -74,10 +82,10 @@ def choose_float8(run: Run, device: torch.device) -> Float8Rule:
 
 
 def float8_rule(run: Run, device: DeviceFacts) -> Float8Rule:
-    """The same on a device that need not be here. The rule of a run's layers, but for those that stay in 16 bits.
+    """The float8 rule of a run's layers on any device; `first_layers` and `last_layers` do not use it.
 
     Raises:
-        KernelError: the device cannot compute by a recipe that the run asks for, or Triton is missing.
+        KernelError: the device does not support a recipe of the run, or Triton is missing.
     """
     wanted = run.float8
     if not wanted.is_used:
@@ -86,7 +94,7 @@ def float8_rule(run: Run, device: DeviceFacts) -> Float8Rule:
     dense, experts, dispatch = (_recipe_on(part, target) for part in (wanted.dense, wanted.experts, wanted.dispatch))
     backend = _float8_backend(run, device, dense)
     if backend == "reference" and device.kind != "cpu" and experts is not None:
-        _refuse_reading(run.dispatch.sync_free)
+        _refuse_host_counts(run.dispatch.sync_free)
     return Float8Rule(
         dense=dense,
         experts=experts,
@@ -109,7 +117,10 @@ def _recipe_on(knob: RecipeKnob, target: str) -> Recipe | None:
 def _float8_backend(run: Run, device: DeviceFacts, dense: Recipe | None) -> str:
     wanted: str = run.kernels.float8
     if wanted == AUTO:
-        wanted = "reference" if device.kind == "cpu" or run.kernels.all == "reference" else _fastest(dense, device)
+        # cuBLAS where it supports the dense recipe: on an H200 it was well ahead of our Triton products.
+        has_torch = dense is not None and torch_obstacle(dense, device.target, torch.version.cuda) is None
+        is_reference = device.kind == "cpu" or run.kernels.all == "reference"
+        wanted = "reference" if is_reference else "torch" if has_torch else "triton"
     if wanted == "reference":
         return "reference"
     problem = None
@@ -126,42 +137,24 @@ def _float8_backend(run: Run, device: DeviceFacts, dense: Recipe | None) -> str:
     return wanted
 
 
-def _fastest(dense: Recipe | None, device: DeviceFacts) -> str:
-    """Dense products of cuBLAS where it has them: at a first look at an H200 they were well ahead of ours."""
-    has_torch = dense is not None and torch_obstacle(dense, device.target, torch.version.cuda) is None
-    return "torch" if has_torch else "triton"
-
-
-def _refuse_reading(stage: int) -> None:
-    """The reference's experts in 8 bits count rows on the host."""
+def _refuse_host_counts(stage: int) -> None:
     if stage >= COUNTS_STAY:
         raise KernelError(
-            f"dispatch.sync_free={stage} cannot be had: experts in 8 bits by their definition wait for the device",
+            f"dispatch.sync_free={stage} cannot be had: the reference form of float8 experts waits for the device",
             allowed=", ".join(f"{one}" for one in range(COUNTS_STAY)),
             fix=f"set dispatch.sync_free={COUNTS_STAY - 1}, or kernels.float8=auto",
         )
 
 
-def _refuse_waiting(stage: int, choices: Sequence[Choice]) -> None:
-    for op, first in _waiting(choices):
-        if stage >= first:
-            raise KernelError(
-                f"dispatch.sync_free={stage} cannot be had: the reference form of {op} waits for the device",
-                allowed=", ".join(f"{one}" for one in range(first)),
-                fix=f"leave kernels.{op} and kernels.all at auto where Triton is installed, or set "
-                f"dispatch.sync_free={first - 1}",
-            )
-
-
 def measurements(kernels: Kernels, device: DeviceFacts) -> Measurements | None:
-    """What is known about a device; nothing is measured on CPUs."""
+    """Kernel measurements for a device; None for CPUs, which have none."""
     if device.kind == "cpu":
         return None
     return find(device.name, Path(kernels.measured) if kernels.measured else None)
 
 
 def shapes_of(run: Run) -> Shapes:
-    """The sizes of one micro-batch of a run."""
+    """Sizes of one micro-batch of a run."""
     model, moe = run.model, run.model.moe
     attention = model.attention
     dense_ffn = (

@@ -1,4 +1,4 @@
-"""RMSNorm as a module, whole or over a width that tensor-parallel ranks divide."""
+"""RMSNorm as a module: alone, with a float8 copy of its output, or over a width that tensor-parallel ranks divide."""
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ class Norm(nn.Module):
     Args:
         size: width of the last dim.
         epsilon: added to the mean square.
-        operators: kernels to run on.
+        operators: kernels.
     """
 
     def __init__(self, size: int, epsilon: float, operators: Operators) -> None:
@@ -36,21 +36,21 @@ class RMSNorm(Norm):
     """Root mean square norm with a learned scale."""
 
     def forward(self, x_D: Tensor) -> Tensor:
-        """Normalize the last dim, whatever stands before it."""
+        """Normalize the last dim of a tensor with any leading dims."""
         with span(Span.NORM):
             return self.operators.rms_norm(x_D, self.weight_D, self.epsilon)
 
 
 class PreNorm(Norm):
-    """The norm before a part of a layer, which gives its rows in 8 bits too if products of the part read them so.
+    """The norm before attention or a feed-forward network; also quantizes its output if their products read float8.
 
     Args:
         size: width of the last dim.
         epsilon: added to the mean square.
-        operators: kernels to run on.
-        float8: how rows are quantized; None if nobody reads them in 8 bits.
-        keep_plain: whether somebody reads them in 16 bits as well. Else the rows that come with those in 8 bits take
-            gradients and have no numbers.
+        operators: kernels.
+        float8: recipe and kernels of the quantized output; None without one.
+        keep_plain: whether the high-precision output is read too. Else that tensor is an empty placeholder in the
+            autograd graph: it carries gradients and has no valid numbers.
     """
 
     def __init__(
@@ -66,45 +66,43 @@ class PreNorm(Norm):
         self.float8 = float8
         self.keep_plain = keep_plain
 
-    def forward(self, x_D: Tensor, *, ready: bool = True) -> tuple[Tensor, RowColQuantized | None]:
-        """Normalize the last dim, whatever stands before it.
+    def forward(self, x_D: Tensor, *, quantize: bool = True) -> tuple[Tensor, RowColQuantized | None]:
+        """Normalize the last dim: returns (normed, its float8 copy or None).
 
         Args:
-            x_D: rows.
-            ready: whether somebody is there to read them in 8 bits.
-
-        Returns:
-            The rows, and the same in 8 bits or None.
+            x_D: input with any leading dims.
+            quantize: whether the caller reads the float8 copy.
         """
         with span(Span.NORM):
-            if self.float8 is None or not ready:
+            if self.float8 is None or not quantize:
                 return self.operators.rms_norm(x_D, self.weight_D, self.epsilon), None
-            normed_TD, _, both = self._in_8_bits(self.float8, x_D, None)
-            return normed_TD, both
+            normed_D, _, normed_float8 = self._in_float8(self.float8, x_D, None)
+            return normed_D, normed_float8
 
-    def beside(self, x_D: Tensor, *, ready: bool = True) -> tuple[Tensor, Tensor, RowColQuantized | None]:
-        """Normalize a residual stream that goes on: returns (normed, x, normed in 8 bits or None).
+    def beside(self, x_D: Tensor, *, quantize: bool = True) -> tuple[Tensor, Tensor, RowColQuantized | None]:
+        """Normalize a residual stream: returns (normed, x, float8 copy of normed or None).
 
-        Whoever reads on takes this x. Its gradient then goes into the norm's, and nobody adds the two.
+        Later layers must read the returned x: the norm's backward kernel then adds the gradient of the residual
+        stream to its own, without a separate addition.
         """
         with span(Span.NORM):
-            if self.float8 is None or not ready:
+            if self.float8 is None or not quantize:
                 return *self.operators.rms_norm_beside(x_D, self.weight_D, self.epsilon), None
-            return self._in_8_bits(self.float8, x_D, None)
+            return self._in_float8(self.float8, x_D, None)
 
     def add(
-        self, x_D: Tensor, residual_D: Tensor, *, ready: bool = True
+        self, x_D: Tensor, residual_D: Tensor, *, quantize: bool = True
     ) -> tuple[Tensor, Tensor, RowColQuantized | None]:
-        """Add to the residual stream and normalize the sum: returns (normed, sum, normed in 8 bits or None)."""
+        """Add to the residual stream and normalize the sum: returns (normed, sum, float8 copy of normed or None)."""
         with span(Span.NORM):
-            if self.float8 is None or not ready:
+            if self.float8 is None or not quantize:
                 return *self.operators.add_rms_norm(x_D, residual_D, self.weight_D, self.epsilon), None
-            return self._in_8_bits(self.float8, x_D, residual_D)
+            return self._in_float8(self.float8, x_D, residual_D)
 
-    def _in_8_bits(
+    def _in_float8(
         self, float8: Float8Rule, x_D: Tensor, residual_D: Tensor | None
     ) -> tuple[Tensor, Tensor, RowColQuantized]:
-        normed_TD, sum_TD, both = float8.operators.rms_norm(
+        normed_TD, sum_TD, normed_float8 = float8.operators.rms_norm(
             x_D.flatten(0, -2),
             None if residual_D is None else residual_D.flatten(0, -2),
             self.weight_D,
@@ -114,11 +112,11 @@ class PreNorm(Norm):
             columns=torch.is_grad_enabled(),
             keep_plain=self.keep_plain,
         )
-        return normed_TD.view_as(x_D), sum_TD.view_as(x_D), both
+        return normed_TD.view_as(x_D), sum_TD.view_as(x_D), normed_float8
 
 
 class TensorParallelNorm(RMSNorm):
-    """RMSNorm over a width of which each tensor-parallel rank has a part, with its part of the scale.
+    """RMSNorm over a width that tensor-parallel ranks divide; each rank holds its part of the scale.
 
     Args:
         size: the whole width.
@@ -128,23 +126,23 @@ class TensorParallelNorm(RMSNorm):
 
     def __init__(self, size: int, epsilon: float, layer_context: LayerContext) -> None:
         cuts = cut_over(layer_context.axes.tensor, dim=0)
-        (own,) = local_shape((size,), cuts)
-        super().__init__(own, epsilon, layer_context.operators)
+        (local_size,) = local_shape((size,), cuts)
+        super().__init__(local_size, epsilon, layer_context.operators)
         self.cuts = {"weight_D": cuts}
 
 
 def norm_together(pairs: tuple[tuple[TensorParallelNorm, Tensor], ...], axis: Axis) -> tuple[Tensor, ...]:
-    """Several norms of the same positions; the ranks exchange all their sums of squares at once.
+    """Apply several norms to the same positions, with one exchange of all sums of squares.
 
     Args:
-        pairs: norms, and what each normalizes: our part of the last dim, at every position of the ranks, B x S x D.
+        pairs: each norm with its input: this rank's part of the last dim at every position of the ranks, B x S x D.
         axis: tensor-parallel ranks.
     """
     if axis.size == 1:
         return tuple(norm(x_BSD) for norm, x_BSD in pairs)
     with span(Span.NORM):
         squares = torch.cat([x_BSD.float().square().sum(-1, keepdim=True) for _, x_BSD in pairs], dim=-1)
-        # Scattered and gathered again: a sum over the ranks whose gradient is one too.
+        # Reduce-scatter plus all-gather is an all-reduce whose backward is an all-reduce too.
         sums = all_gather(reduce_scatter(squares, axis, dim=1), axis, dim=1)
         return tuple(
             _scaled(norm, x_BSD, sums_BS1 / (axis.size * x_BSD.shape[-1]))
@@ -153,6 +151,6 @@ def norm_together(pairs: tuple[tuple[TensorParallelNorm, Tensor], ...], axis: Ax
 
 
 def _scaled(norm: TensorParallelNorm, x_BSD: Tensor, mean_BS1: Tensor) -> Tensor:
-    """As `penstock.kernels.reference.rms_norm`, with the mean square of the whole width."""
+    """`penstock.kernels.reference.rms_norm` with the mean square of the whole width."""
     normed_BSD = x_BSD.float() * torch.rsqrt(mean_BS1 + norm.epsilon)
     return norm.weight_D * normed_BSD.to(x_BSD.dtype)

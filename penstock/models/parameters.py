@@ -1,4 +1,4 @@
-"""What this rank holds of the model, parameter by parameter: read off the modules, which know their own cuts."""
+"""The parameters of a rank: shards, gradient buffers and float8 copies, read off the modules."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -29,15 +29,15 @@ def param_shards(decoders: Iterable[Decoder], axes: Axes) -> list[ParamShard]:
     for decoder in decoders:
         for name, module, own_name, parameter in _parameters(decoder):
             if name not in found:
-                found[name] = _holding(name, module, own_name, parameter, axes)
+                found[name] = _shard(name, module, own_name, parameter, axes)
     return list(found.values())
 
 
 def cuts_of(module: nn.Module, name: str) -> tuple[Cut, ...]:
-    """Which part of a parameter a module holds, as the module itself says.
+    """The cuts of a parameter, from the module that owns it.
 
     Args:
-        module: that owns the parameter.
+        module: the owner.
         name: of the parameter in the module.
     """
     if isinstance(module, (Linear, Embedding, GroupedExperts, GroupedQueryLayer, TensorParallelNorm)):
@@ -45,28 +45,28 @@ def cuts_of(module: nn.Module, name: str) -> tuple[Cut, ...]:
     return ()
 
 
-def fuse_wgrad_accumulation(decoders: Iterable[Decoder], sum_of: Callable[[str], Tensor]) -> None:
-    """Let products add weight gradients to their float32 sums, which saves a bfloat16 copy, its rounding and a pass.
+def fuse_wgrad_accumulation(decoders: Iterable[Decoder], buffer_of: Callable[[str], Tensor]) -> None:
+    """Let products add weight gradients to float32 buffers: this saves a bfloat16 copy, its rounding, and one pass.
 
     Args:
         decoders: the rank's stages.
-        sum_of: the sum of a parameter's gradients, by its name.
+        buffer_of: the gradient buffer of a parameter, by its name.
     """
     for decoder in decoders:
         for path, module in decoder.named_modules():
-            # FSDP2 reduces what autograd gives it, and what is not trained has no sum.
+            # FSDP2 reduces the gradients of autograd, and frozen parameters have no buffer.
             if any(isinstance(one, DTensor) or not one.requires_grad for one in module.parameters(recurse=False)):
                 continue
             if isinstance(module, GroupedExperts):
-                module.sums = tuple(sum_of(f"{path}.{name}") for name, _ in module.named_parameters(recurse=False))
+                module.sums = tuple(buffer_of(f"{path}.{name}") for name, _ in module.named_parameters(recurse=False))
             elif isinstance(module, (Linear, Embedding)):
-                module.total = sum_of(f"{path}.weight")
+                module.main_grad = buffer_of(f"{path}.weight")
 
 
 def refresh_float8(stages: Iterable[nn.Module]) -> None:
-    """Have all weights of 8-bit products quantized. Whoever changes weights calls it before the next pass.
+    """Quantize all float8 weights. Call it after each change of the weights, before the next pass.
 
-    Where FSDP2 gathers weights in 8 bits, all ranks call it together.
+    With FSDP2 gathering in float8 this is a collective: all ranks call it together.
 
     Args:
         stages: of the rank.
@@ -81,40 +81,40 @@ def refresh_float8(stages: Iterable[nn.Module]) -> None:
 
 
 def copy_bytes(module: nn.Module) -> dict[str, int]:
-    """Bytes of a module's own copies in 8 bits, scales included, by the name of the parameter that they are of."""
+    """Bytes of a module's float8 copies, scales included, by the name of the parameter."""
     copies: dict[str, WeightCopies] = {}
     if isinstance(module, Linear) and module.copies is not None:
         copies = {"weight": module.copies}
     elif isinstance(module, GroupedExperts) and module.float8_copies is not None:
         copies = {"gate_up_eFD": module.float8_copies.gate_up, "down_eDF": module.float8_copies.down}
     return {
-        name: sum(one.values.untyped_storage().nbytes() + one.scales.untyped_storage().nbytes() for one in both)
-        for name, both in copies.items()
+        name: sum(copy.values.untyped_storage().nbytes() + copy.scales.untyped_storage().nbytes() for copy in layouts)
+        for name, layouts in copies.items()
     }
 
 
 @contextmanager
 def gradients_by_autograd(decoder: Decoder) -> Iterator[None]:
-    """While it lasts, all gradients go to autograd, and no sum changes."""
+    """While active, all gradients go to autograd, and no buffer changes."""
     experts = {one: one.sums for one in decoder.modules() if isinstance(one, GroupedExperts)}
-    others = {one: one.total for one in decoder.modules() if isinstance(one, (Linear, Embedding))}
+    others = {one: one.main_grad for one in decoder.modules() if isinstance(one, (Linear, Embedding))}
     for layer in experts:
         layer.sums = None
     for module in others:
-        module.total = None
+        module.main_grad = None
     try:
         yield
     finally:
         for layer, sums in experts.items():
             layer.sums = sums
-        for module, total in others.items():
-            module.total = total
+        for module, main_grad in others.items():
+            module.main_grad = main_grad
 
 
 def head_main_grad(decoder: Decoder) -> Tensor | None:
-    """Where the loss adds the gradient of the output projection; None leaves it to autograd."""
+    """Buffer for the gradient of the output projection; None leaves it to autograd."""
     owner = decoder.embed if decoder.head is None else decoder.head
-    return None if owner is None else owner.total
+    return None if owner is None else owner.main_grad
 
 
 def _parameters(decoder: Decoder) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
@@ -123,10 +123,10 @@ def _parameters(decoder: Decoder) -> Iterator[tuple[str, nn.Module, str, nn.Para
             yield f"{path}.{name}", module, name, parameter
 
 
-def _holding(name: str, module: nn.Module, own_name: str, parameter: nn.Parameter, axes: Axes) -> ParamShard:
+def _shard(name: str, module: nn.Module, own_name: str, parameter: nn.Parameter, axes: Axes) -> ParamShard:
     cuts = cuts_of(module, own_name)
     is_expert = isinstance(module, GroupedExperts)
-    # What tensor-parallel ranks hold whole they apply to different positions, so each has a part of its gradient.
+    # Tensor-parallel ranks apply a replicated parameter to different positions: their gradients are partial sums.
     partial: tuple[Axis, ...] = () if is_expert or cuts else (axes.tensor,)
     if isinstance(module, Embedding):
         partial += (axes.embedding,)

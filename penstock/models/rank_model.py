@@ -1,4 +1,4 @@
-"""The model of one rank: its stages, the pipeline that runs them, and what it reads of a micro-batch."""
+"""The model of one rank: its stages, the pipeline that runs them, and its positions of each row."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -40,18 +40,18 @@ class RankModel:
     """Everything that one rank trains.
 
     Attributes:
-        decoders: its stages by number; one that holds everything if there is no pipeline.
+        decoders: its stages by number; without a pipeline one decoder that holds everything.
         axes: its groups.
-        pipeline: runs the stages; None if there is one.
-        places: positions of a row that this rank reads; None for all.
-        context_method: how ranks that share a row attend.
-        buffers: memory that the node's GPUs write into, if tokens travel through it.
+        pipeline: runs the stages; None without one.
+        positions: positions of a row on this rank; None for all.
+        context_method: how context-parallel ranks attend.
+        buffers: symmetric memory of the node's GPUs, if dispatch uses it.
     """
 
     decoders: Mapping[int, Decoder]
     axes: Axes = ALONE
     pipeline: PipelineRunner | None = None
-    places: tuple[int, ...] | None = None
+    positions: tuple[int, ...] | None = None
     context_method: Method = "ulysses"
     buffers: "SymmetricBuffers | None" = None
 
@@ -69,7 +69,7 @@ class RankModel:
 
     @property
     def device(self) -> torch.device:
-        """Where the stages are."""
+        """Device of the stages."""
         return next(self.modules[0].parameters()).device
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -87,14 +87,14 @@ def build_rank(run: Run, axes: Axes, device: torch.device) -> RankModel:
     """Build the part of a run's model that one rank holds, with its initial weights.
 
     Args:
-        run: the run; `axes.grid` is what `penstock.config.fit.grid_of` gave for it.
+        run: the run; `penstock.config.fit.grid_of` gives its `axes.grid`.
         axes: of this rank.
-        device: where to put it; the meta device gives shapes without memory.
+        device: of the model; the meta device gives shapes without memory.
 
     Raises:
         ConfigError: the layout does not fit the model.
         KernelError: the run asks for kernels that the device cannot run.
-        DeviceError: the run asks for memory that GPUs share, which cannot be had.
+        DeviceError: the run needs symmetric memory, and the GPUs do not have it.
     """
     plan = schedule_of(run, axes)
     own = {0: whole_model(run.model)}
@@ -103,22 +103,22 @@ def build_rank(run: Run, axes: Axes, device: torch.device) -> RankModel:
         own = {number: stages[number] for number in plan.stages_of(axes.pipeline.rank)}
     weight_grads = WeightGradStore() if plan is not None and plan.splits_backward else None
     method = context_method(run)
-    home = torch.device("cpu") if device.type == "meta" else device
+    kernel_device = torch.device("cpu") if device.type == "meta" else device
     buffers = shared_buffers(run, axes, device)
-    transfers = transfers_of(run, home)
+    transfers = transfers_of(run, kernel_device)
     layer_context = LayerContext(
-        operators=choose_operators(run, home),
+        operators=choose_operators(run, kernel_device),
         axes=axes,
         weight_grads=weight_grads,
         context_method=method,
         dispatch=run.dispatch,
         buffers=buffers,
         transfers=transfers,
-        float8=choose_float8(run, home),
-        offload=offload.rule_for(run.offload, home),
+        float8=choose_float8(run, kernel_device),
+        offload=offload.rule_for(run.offload, kernel_device),
     )
     decoders = meta_stages(run, layer_context, own)
-    set_dtypes(run, decoders.values(), axes, home)
+    set_dtypes(run, decoders.values(), axes, kernel_device)
     if device.type != "meta":
         materialize(run, device, decoders.values())
         gather_in_float8(run, decoders.values(), axes)
@@ -128,13 +128,13 @@ def build_rank(run: Run, axes: Axes, device: torch.device) -> RankModel:
         pipeline=None
         if plan is None
         else PipelineRunner(plan, axes, message_of(run, axes, device), weight_grads, transfers),
-        places=_places(run, axes, method),
+        positions=_positions(run, axes, method),
         context_method=method,
         buffers=buffers,
     )
 
 
-def _places(run: Run, axes: Axes, method: Method) -> tuple[int, ...] | None:
+def _positions(run: Run, axes: Axes, method: Method) -> tuple[int, ...] | None:
     context, tensor = axes.context, axes.tensor
     if context.size == 1:
         return None
@@ -145,7 +145,7 @@ def _places(run: Run, axes: Axes, method: Method) -> tuple[int, ...] | None:
 
 
 def schedule_of(run: Run, axes: Axes) -> Schedule | None:
-    """The order of forward and backward passes, or None without a pipeline."""
+    """The pipeline schedule of a run; None without a pipeline."""
     if axes.grid.pipeline == 1:
         return None
     return schedule(
@@ -158,7 +158,7 @@ def schedule_of(run: Run, axes: Axes) -> Schedule | None:
 
 
 def stages_of(run: Run) -> tuple[Stage, ...]:
-    """What each stage of a run's pipeline holds: as `pipeline.layout` says, or balanced by cost.
+    """The parts of each pipeline stage: from `pipeline.layout`, or balanced by cost.
 
     Raises:
         ConfigError: the layout is malformed or does not fit the model.
@@ -174,11 +174,11 @@ def stages_of(run: Run) -> tuple[Stage, ...]:
 
 
 def embedding_places(run: Run) -> tuple[int, ...]:
-    """Places on the pipeline that hold the embedding: that of the first stage, and others that use its weights."""
+    """Pipeline ranks that hold the embedding: that of the first stage, and those whose stages reuse its weights."""
     ranks = run.parallel.pipeline
     if ranks == 1:
         return (0,)
-    # Where a stage stands does not depend on the micro-batches; twice the ranks is enough for every schedule.
+    # The placement does not depend on the number of micro-batches; twice the ranks is enough for every schedule.
     of_rank = run.pipeline.stages_per_rank
     plan = schedule(run.pipeline.schedule, ranks=ranks, stages_per_rank=of_rank, micro_batches=2 * ranks)
     holders = (number for number, stage in enumerate(stages_of(run)) if needs_embedding(run.model, stage))
@@ -186,7 +186,7 @@ def embedding_places(run: Run) -> tuple[int, ...]:
 
 
 def message_of(run: Run, axes: Axes, device: torch.device) -> Message:
-    """What travels between the stages of a run."""
+    """Shape and dtype of the tensors between pipeline stages."""
     positions_here = run.training.sequence_length // axes.sequence.size
     dtype = torch.bfloat16 if run.training.precision == "bf16" else torch.float32
     shape = (run.training.micro_batch, positions_here, run.model.hidden_size)

@@ -1,9 +1,8 @@
 """Angles of rotary position embedding, with the context extensions of YaRN and of Llama 3.1.
 
-Both divide slow frequencies by a factor (they would meet angles never seen in pretraining), keep fast ones, and go from
-one to the other in between: YaRN (arXiv 2309.00071, section 3.2) by the number of the pair, Llama 3.1 by how often the
-pair turns over the original context. YaRN also sharpens attention by a temperature that grows with the logarithm of the
-factor.
+Both divide low frequencies by a factor (they would reach angles never seen in pretraining), keep high ones, and
+interpolate between: YaRN (arXiv 2309.00071, section 3.2) by the index of the pair, Llama 3.1 by the number of rotations
+over the original context. YaRN also scales attention by a temperature that grows with the logarithm of the factor.
 """
 
 import math
@@ -28,19 +27,19 @@ def frequencies(rope: Rope, rotary_dim: int, device: torch.device) -> Tensor:
         low, high = math.floor(low), math.ceil(high)
     first, last = max(low, 0), min(high, rotary_dim - 1)
     pairs = torch.arange(rotary_dim // 2, dtype=torch.float32, device=device)
-    stretched = ((pairs - first) / max(last - first, 0.001)).clamp(0, 1)
-    return plain / rope.yarn.factor * stretched + plain * (1 - stretched)
+    interpolated = ((pairs - first) / max(last - first, 0.001)).clamp(0, 1)  # 0 for fast pairs, 1 for slow ones
+    return plain / rope.yarn.factor * interpolated + plain * (1 - interpolated)
 
 
 def _by_turns(plain: Tensor, llama3: Llama3Rope) -> Tensor:
-    """Frequencies that turn often over the original context kept, those that turn seldom divided."""
+    """Keep frequencies with many rotations over the original context, and divide those with few."""
     turns = plain * (llama3.original_max_position_embeddings / (2 * math.pi))
     kept = ((turns - llama3.low_freq_factor) / (llama3.high_freq_factor - llama3.low_freq_factor)).clamp(0, 1)
     return plain / llama3.factor * (1 - kept) + plain * kept
 
 
 def _pair_that_turns(rotations: float, rope: Rope, yarn: Yarn, rotary_dim: int) -> float:
-    """Index of the (fractional) pair that makes so many rotations over the original context."""
+    """Fractional index of the pair that makes so many rotations over the original context."""
     return (
         rotary_dim
         * math.log(yarn.original_max_position_embeddings / (rotations * 2 * math.pi))

@@ -24,7 +24,7 @@ from penstock.config.parallel import Graphs, Offload, Overlap, Pipeline, Recompu
 from penstock.config.run import Run
 from penstock.config.tree import parse_overrides
 from penstock.layout.schedules import SCHEDULES
-from penstock.models.decoder import IN_PIECES
+from penstock.models.decoder import OVERLAPS_IN_STEPS
 from penstock.plan.asked_layout import FIELDS, check_name, layout_fields
 from penstock.plan.rules.sizes import Sizes
 from penstock.plan.transfers import DispatchMethod
@@ -293,7 +293,7 @@ def worse_way(way: Sizes, ways: Sequence[tuple[str, int]]) -> tuple[str, str] | 
 
 def searched_overlap(run: Run) -> Overlap:
     """The overlap of a search: the run's, unless other passes take part in it."""
-    return "none" if run.dispatch.overlap in IN_PIECES else run.dispatch.overlap
+    return "none" if run.dispatch.overlap in OVERLAPS_IN_STEPS else run.dispatch.overlap
 
 
 def _modules(text: str) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ from penstock.layout.schedules import SCHEDULES
 from penstock.layout.stages import Stage, balanced_stages, parse_stages
 from penstock.models.build import needs_embedding, whole_model
 from penstock.models.count import stage_costs
-from penstock.models.decoder import IN_PIECES
+from penstock.models.decoder import OVERLAPS_IN_STEPS
 from penstock.parallel.axes import make_axes
 from penstock.parallel.launch.rendezvous import start_fake_process_group, stop_process_group
 from penstock.plan.composed_run import (
@@ -204,7 +204,9 @@ def _sharing(run: Run) -> _Sharing:
 
 def is_composable(run: Run) -> bool:
     """Whether layers of one kind hold the same in this run, and all that it holds is known here."""
-    is_whole = run.dispatch.overlap not in IN_PIECES and not run.offload.activations and not run.offload.optimizer
+    is_whole = (
+        run.dispatch.overlap not in OVERLAPS_IN_STEPS and not run.offload.activations and not run.offload.optimizer
+    )
     return is_whole and not run.recompute.layers and not run.recompute.stages
 
 

@@ -318,7 +318,7 @@ def _add_in_kernels(decoders: Mapping[int, Decoder], divided: frozenset[str], op
             if isinstance(module, GroupedExperts) and f"{path}.gate_up_eFD" in divided:
                 module.sums = None
             elif isinstance(module, (Linear, Embedding)) and f"{path}.weight" in divided:
-                module.total = None
+                module.main_grad = None
 
 
 def _say_counts(decoder: Decoder, imbalance: float) -> None:

@@ -24,10 +24,9 @@ from penstock.kernels.float8.operators import NO_FLOAT8
 from penstock.layout.actions import stages_of as stage_numbers
 from penstock.layout.schedules import SCHEDULES
 from penstock.layout.stages import Stage
-from penstock.models.block import Block
-from penstock.models.decoder import IN_PIECES, Decoder
+from penstock.models.block import Block, MultiTokenPrediction
+from penstock.models.decoder import OVERLAPS_IN_STEPS, Decoder
 from penstock.models.model_inputs import ModelInputs
-from penstock.models.mtp import MultiTokenPrediction
 from penstock.models.parameters import head_main_grad, refresh_float8
 from penstock.models.rank_model import embedding_places, message_of, stages_of
 from penstock.moe.layer import MoE
@@ -278,14 +277,14 @@ def micro_batch_of(rank: MetaRank) -> MicroBatch:
         positions_BS=numbers(),
         ahead=tuple(numbers() for _ in range(depths)),
         documents_BS=numbers(rows, training.sequence_length) if is_masked else None,
-        places_S=numbers(here) if is_masked and is_part else None,
+        query_positions_S=numbers(here) if is_masked and is_part else None,
     )
     return MicroBatch(reading=reading, labels=tuple(numbers() for _ in range(depths + 1)))
 
 
 def _stage(rank: MetaRank, number: int, decoder: Decoder, batch: MicroBatch) -> StageActivations:
     blocks = {int(layer): block for layer, block in decoder.blocks.items() if isinstance(block, Block)}
-    runs_all = rank.run.dispatch.overlap in IN_PIECES or bool(rank.run.offload.activations)
+    runs_all = rank.run.dispatch.overlap in OVERLAPS_IN_STEPS or bool(rank.run.offload.activations)
     kinds = {layer: (layer if runs_all else kind_of(decoder, layer, block)) for layer, block in blocks.items()}
     first_of: dict[Hashable, int] = {}
     for layer, kind in kinds.items():
@@ -329,7 +328,7 @@ class _Pass:
         self.work: list[Task] = []
         self.tasks: list[int] = []
         # Halves of a micro-batch pass a layer in turns, so there a layer has no piece of its own.
-        is_cut = len(decoder.blocks) > 0 and rank.run.dispatch.overlap not in IN_PIECES
+        is_cut = len(decoder.blocks) > 0 and rank.run.dispatch.overlap not in OVERLAPS_IN_STEPS
         self.blocks = [block for block in decoder.blocks.values() if isinstance(block, Block)] if is_cut else []
         self.kinds = [layer_kind(decoder.config, int(layer)) for layer in decoder.blocks] if is_cut else []
 

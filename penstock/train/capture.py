@@ -183,14 +183,14 @@ def _capture_pass(capture: Capture, model: RankModel, batch: GlobalBatch, rule: 
 def copy_of(micro_batch: MicroBatch) -> MicroBatch:
     """The same in memory of its own."""
     reading, labels = micro_batch.reading, micro_batch.labels
-    documents_BS, places_S = reading.documents_BS, reading.places_S
+    documents_BS, query_positions_S = reading.documents_BS, reading.query_positions_S
     own = replace(
         reading,
         tokens_BS=reading.tokens_BS.clone(),
         positions_BS=reading.positions_BS.clone(),
         ahead=tuple(ahead_BS.clone() for ahead_BS in reading.ahead),
         documents_BS=None if documents_BS is None else documents_BS.clone(),
-        places_S=None if places_S is None else places_S.clone(),
+        query_positions_S=None if query_positions_S is None else query_positions_S.clone(),
     )
     return MicroBatch(reading=own, labels=tuple(labels_BS.clone() for labels_BS in labels))
 

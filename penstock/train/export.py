@@ -24,8 +24,7 @@ from penstock.config.run import Run
 from penstock.data.tokenizer_export import export_tokenizer
 from penstock.models.build import build_model, meta_model, to_dtype
 from penstock.models.huggingface.config import huggingface_config
-from penstock.models.huggingface.names import WeightName, weight_names
-from penstock.models.huggingface.weights import WEIGHTS_FILE, load_huggingface
+from penstock.models.huggingface.weights import WEIGHTS_FILE, WeightMapping, load_huggingface, weight_mappings
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.run_folder import sync
 from penstock.train.saved_weights import SavedWeights
@@ -89,17 +88,17 @@ def _entries(model: Model, store: CheckpointStore, step: int, dtype: torch.dtype
     saved = SavedWeights(store, step, kinds)
     return [
         TensorEntry(
-            name=line.theirs,
-            dtype=dtypes[line.ours],
+            name=line.hf_name,
+            dtype=dtypes[line.name],
             shape=line.shape,
-            make=partial(_values, line, saved, dtypes[line.ours]),
+            make=partial(_values, line, saved, dtypes[line.name]),
         )
-        for line in weight_names(model)
+        for line in weight_mappings(model)
     ]
 
 
-def _values(line: WeightName, saved: SavedWeights, dtype: torch.dtype) -> Tensor:
-    ours = saved.read(line.ours, line.rectangle).to(dtype)
+def _values(line: WeightMapping, saved: SavedWeights, dtype: torch.dtype) -> Tensor:
+    ours = saved.read(line.name, line.rectangle).to(dtype)
     return line.write(ours if line.expert is None else ours[0])
 
 

@@ -123,16 +123,16 @@ def read(batch: Batch, rule: CutRule, share: float = 1.0) -> MicroBatch:
     def ours(x_BS: Tensor) -> Tensor:
         return _sent(x_BS if places is None else x_BS[:, places], rule.device)
 
-    documents_BS, places_S = None, None
+    documents_BS, query_positions_S = None, None
     if batch.documents_BS is not None:
         documents_BS = _sent(batch.documents_BS, rule.device)
-        places_S = None if places is None or rule.sees_row else _sent(places, rule.device)
+        query_positions_S = None if places is None or rule.sees_row else _sent(places, rule.device)
     reading = ModelInputs(
         tokens_BS=ours(batch.tokens_BS),
         positions_BS=ours(batch.positions_BS),
         ahead=tuple(map(ours, shifted_tokens(batch.tokens_BS, rule.depths))),
         documents_BS=documents_BS,
-        places_S=places_S,
+        query_positions_S=query_positions_S,
         share=share,
     )
     return MicroBatch(

@@ -28,9 +28,8 @@ from penstock.config.model import Model, Moe, Router
 from penstock.config.run import Run
 from penstock.layout.rectangles import Rectangle
 from penstock.models.huggingface.config import model_of_config
-from penstock.models.huggingface.names import WeightName, weight_names
 from penstock.models.huggingface.weight_folder import WeightFolder
-from penstock.models.huggingface.weights import names_of, refuse_other_weights
+from penstock.models.huggingface.weights import WeightMapping, check_weights, names_of, weight_mappings
 from penstock.models.init import ParamInit
 from penstock.parallel.shard import whole
 from penstock.train.run_folder import sync, write_whole
@@ -173,8 +172,8 @@ def import_weights(weights: WeightFolder, source: Model, run: Run, upcycling: Up
     if folder.exists():
         raise CheckpointError(f"{folder} exists already", fix="give the name of a new folder")
     names = names_of(source, weights)
-    lines = weight_names(source)
-    refuse_other_weights(lines, weights, names)
+    lines = weight_mappings(source)
+    check_weights(lines, weights, names)
     pieces = _pieces(lines, weights, names)
     if upcycling is not None:
         pieces = upcycling.pieces(source, pieces)
@@ -195,16 +194,16 @@ def import_weights(weights: WeightFolder, source: Model, run: Run, upcycling: Up
         raise CheckpointError(f"cannot write {folder}", got=error) from error
 
 
-def _pieces(lines: list[WeightName], weights: WeightFolder, names: Mapping[str, str]) -> Iterator[WeightPiece]:
+def _pieces(lines: list[WeightMapping], weights: WeightFolder, names: Mapping[str, str]) -> Iterator[WeightPiece]:
     for line in lines:
         rectangle = line.rectangle
         yield WeightPiece(
-            name=line.ours,
+            name=line.name,
             shape=line.whole,
             rectangle=rectangle,
-            make=partial(_values, line, weights, names[line.theirs], rectangle.sizes),
+            make=partial(_values, line, weights, names[line.hf_name], rectangle.sizes),
         )
 
 
-def _values(line: WeightName, weights: WeightFolder, name: str, sizes: tuple[int, ...]) -> Tensor:
+def _values(line: WeightMapping, weights: WeightFolder, name: str, sizes: tuple[int, ...]) -> Tensor:
     return line.read(weights[name]).float().reshape(sizes)

@@ -99,7 +99,7 @@ def step_rule(run: Run, model: RankModel, device: torch.device, passes: Passes =
         depths=run.model.mtp_layers,
         device=device,
         data=axes.data,
-        places=model.places,
+        places=model.positions,
         sees_row=model.context_method == "ulysses",
     )
     model_layers = range(run.model.layers + run.model.mtp_layers)

@@ -14,7 +14,7 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from penstock.config.model import GroupedQueryAttention
 from penstock.kernels.attention_window import AttentionWindow
-from penstock.models.attention import GroupedQueryLayer, temperature
+from penstock.models.attention import GroupedQueryLayer, query_scale
 from penstock.models.model_inputs import attention_mask
 from tests.closeness import assert_close
 from tests.kernels.eager_attention import eager_attention, random_documents, seen_by, with_gradients
@@ -162,9 +162,11 @@ def test_a_layer_equals_that_of_transformers(family: str, layer: int, has_docume
     )
     expected = with_gradients(out, direction_BSD, leaves)
 
-    frame = decoder.frame(reading_of(torch.zeros(ROWS, LENGTH, dtype=torch.int64), positions_BS, documents_BS))
+    context = decoder.forward_context(
+        reading_of(torch.zeros(ROWS, LENGTH, dtype=torch.int64), positions_BS, documents_BS)
+    )
     leaves = [x_BSD.clone().requires_grad_(), *ours.parameters()]
-    got = with_gradients(ours(leaves[0], frame), direction_BSD, leaves)
+    got = with_gradients(ours(leaves[0], context), direction_BSD, leaves)
     for name, one, other in zip(("output", "x", *pairs), got, expected, strict=True):
         mine = _their_order(name, one, attention.head_dim, family == "llama4")
         assert_close(mine, other, by="norm", tolerance=3e-5, what=name)
@@ -177,27 +179,29 @@ def test_layers_that_see_as_much_as_the_row_has_are_plain(kind: str) -> None:
         GroupedQueryAttention.model_validate({"heads": 4, "kv_heads": 2, "head_dim": 8, "local": local}), 0
     )
     x_BSD, _, positions_BS, documents_BS = _inputs(True)
-    frame = decoder.frame(reading_of(torch.zeros(ROWS, LENGTH, dtype=torch.int64), positions_BS, documents_BS))
-    assert frame.nears == ()
-    ours.reach, narrow = None, ours(x_BSD, frame)
-    assert torch.equal(ours(x_BSD, frame), narrow)
+    context = decoder.forward_context(
+        reading_of(torch.zeros(ROWS, LENGTH, dtype=torch.int64), positions_BS, documents_BS)
+    )
+    assert context.nears == ()
+    ours.reach, narrow = None, ours(x_BSD, context)
+    assert torch.equal(ours(x_BSD, context), narrow)
 
 
 def test_masks_are_made_once_and_only_where_a_layer_reads_them() -> None:
     decoder, _ = _attention(ATTENTIONS["gpt-oss"], 0)
     reading = reading_of(torch.zeros(ROWS, LENGTH, dtype=torch.int64), torch.arange(LENGTH).expand(ROWS, -1))
-    (near,) = decoder.frame(reading).nears
+    (near,) = decoder.forward_context(reading).nears
     (mask,) = near.masks
     assert mask is not None and mask.shape == (ROWS * 3, 5, 10)
     plain, _ = _attention(ATTENTIONS["qwen3"], 0)
-    assert plain.frame(reading).nears == ()
-    assert plain.frame(reading).tempered_S is None
+    assert plain.forward_context(reading).nears == ()
+    assert plain.forward_context(reading).query_scale_S is None
 
 
 def test_queries_grow_by_their_place_in_the_row() -> None:
     local = ATTENTIONS["llama4"].local
     assert local is not None
-    grown = temperature(local, torch.tensor([0, 1, 2, 5, 8]))
+    grown = query_scale(local, torch.tensor([0, 1, 2, 5, 8]))
     expected = [1.0, 1.0, 1 + 0.3 * 0.693147, 1 + 0.3 * 1.098612, 1 + 0.3 * 1.386294]
     assert_close(grown, torch.tensor(expected))
 
@@ -211,10 +215,12 @@ def test_borders_and_reach_meet_in_a_block() -> None:
         0,
     )
     x_BSD, _, positions_BS, documents_BS = _inputs(True)
-    frame = decoder.frame(reading_of(torch.zeros(ROWS, LENGTH, dtype=torch.int64), positions_BS, documents_BS))
-    assert torch.equal(frame.allowed_BSS, attention_mask(documents_BS))
-    q_BSHN, k_BSGN = ours._positioned(*ours._projected(x_BSD), frame)
+    context = decoder.forward_context(
+        reading_of(torch.zeros(ROWS, LENGTH, dtype=torch.int64), positions_BS, documents_BS)
+    )
+    assert torch.equal(context.allowed_BSS, attention_mask(documents_BS))
+    q_BSHN, k_BSGN = ours._positioned(*ours._projected(x_BSD), context)
     v_BSGN = ours.value(x_BSD).unflatten(-1, (-1, 8))
     seen = seen_by(AttentionWindow(kind="window", size=4), LENGTH, documents_BS)
     expected = eager_attention(q_BSHN, k_BSGN, v_BSGN, seen, ours.scale, ours.sinks_H)
-    assert_close(ours._attended(q_BSHN, k_BSGN, v_BSGN, frame), expected)
+    assert_close(ours._attended(q_BSHN, k_BSGN, v_BSGN, context), expected)

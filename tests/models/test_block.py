@@ -54,15 +54,17 @@ def a_block(model: Model, layer_context: LayerContext, device: torch.device = CP
 
 def frame_of(decoder: Decoder, device: torch.device) -> ForwardContext:
     positions_BS = torch.arange(POSITIONS, device=device).expand(ROWS, -1)
-    return decoder.frame(reading_of(torch.zeros(ROWS, POSITIONS, dtype=torch.int64, device=device), positions_BS))
+    return decoder.forward_context(
+        reading_of(torch.zeros(ROWS, POSITIONS, dtype=torch.int64, device=device), positions_BS)
+    )
 
 
-def by_plain_sums(block: Block, x_BSD: Tensor, frame: ForwardContext) -> Tensor:
+def by_plain_sums(block: Block, x_BSD: Tensor, context: ForwardContext) -> Tensor:
     """A pre-norm layer as papers write it."""
-    x_BSD = x_BSD + block.attention(block.attention_norm(x_BSD)[0], frame, None)
+    x_BSD = x_BSD + block.attention(block.attention_norm(x_BSD)[0], context, None)
     x_TD = block.ffn_norm(x_BSD)[0].flatten(0, 1)
     if isinstance(block.ffn, MoE):
-        y_TD = torch.stack(block.ffn.mix(x_TD, x_TD, block.ffn.route(x_TD, frame.scope))).sum(0)
+        y_TD = torch.stack(block.ffn.mix(x_TD, x_TD, block.ffn.route(x_TD, context.scope))).sum(0)
     else:
         y_TD = block.ffn(x_TD)
     return x_BSD + y_TD.view_as(x_BSD)
@@ -81,15 +83,15 @@ def an_input() -> Tensor:
 
 
 def expected(model: Model) -> dict[str, Tensor]:
-    block, frame = a_block(model, LayerContext())
+    block, context = a_block(model, LayerContext())
     x_BSD = an_input()
-    return trained(block, by_plain_sums(block, x_BSD, frame), x_BSD)
+    return trained(block, by_plain_sums(block, x_BSD, context), x_BSD)
 
 
 @contextmanager
-def in_parts(frame: ForwardContext) -> Iterator[ForwardContext]:
+def in_parts(context: ForwardContext) -> Iterator[ForwardContext]:
     parts = PartialGraphs(SameAddresses().capture)
-    yield replace(frame, parts=parts)
+    yield replace(context, parts=parts)
     parts.release()
 
 
@@ -107,9 +109,9 @@ def in_parts(frame: ForwardContext) -> Iterator[ForwardContext]:
 def test_a_layer_and_its_gradients_are_those_of_plain_sums(
     model: Model, operators: Operators, kinds: tuple[str, ...]
 ) -> None:
-    block, frame = a_block(model, LayerContext(operators=operators, recompute=RecomputeRule(kinds=frozenset(kinds))))
+    block, context = a_block(model, LayerContext(operators=operators, recompute=RecomputeRule(kinds=frozenset(kinds))))
     x_BSD = an_input()
-    found = trained(block, block(x_BSD, frame), x_BSD)
+    found = trained(block, block(x_BSD, context), x_BSD)
     for name, value in expected(model).items():
         assert_close(found[name], value, tolerance=1e-4, what=name)
 
@@ -120,12 +122,12 @@ def test_so_are_a_layer_in_pieces_and_one_behind_a_graph(model: Model, operators
     travelling = LayerContext(operators=operators, dispatch=Dispatch(overlap="shared"), transfers=TransferStream(CPU))
     found = []
     for layer_context in (travelling, replace(travelling, dispatch=Dispatch(overlap="halves"))):
-        block, frame = a_block(model, layer_context)
+        block, context = a_block(model, layer_context)
         x_BSD = an_input()
-        y_BSD = block(x_BSD, frame) if layer_context is travelling else drain(block.steps(x_BSD, frame))
+        y_BSD = block(x_BSD, context) if layer_context is travelling else drain(block.steps(x_BSD, context))
         found.append(trained(block, y_BSD, x_BSD))
-    block, frame = a_block(model, LayerContext(operators=operators))
-    with in_parts(frame) as captured:
+    block, context = a_block(model, LayerContext(operators=operators))
+    with in_parts(context) as captured:
         x_BSD = an_input()
         found.append(trained(block, block(x_BSD, captured), x_BSD))
     for name, value in expected(model).items():
@@ -143,14 +145,14 @@ def test_a_layer_behind_a_graph_rounds_where_an_eager_one_does(
     transfers = None if overlap == "none" else TransferStream(CPU)
     found = []
     for is_captured in (False, True):
-        block, frame = a_block(
+        block, context = a_block(
             model, LayerContext(operators=operators, dispatch=Dispatch(overlap=overlap), transfers=transfers)
         )
         block.to(torch.bfloat16)
         if isinstance(block.ffn, MoE):
             block.ffn.router.float()
         x_BSD = an_input().detach().bfloat16().requires_grad_()
-        with in_parts(frame) if is_captured else nullcontext(frame) as passing:
+        with in_parts(context) if is_captured else nullcontext(context) as passing:
             found.append(trained(block, block(x_BSD, passing), x_BSD))
     eager, captured = found
     assert {name for name, value in eager.items() if not torch.equal(captured[name], value)} == set()
@@ -158,11 +160,11 @@ def test_a_layer_behind_a_graph_rounds_where_an_eager_one_does(
 
 def sums_of(model: Model, *, part: str = "layer") -> Counter[str]:
     """How often which operator adds tensors of the residual stream's size, in both passes, if kernels are ours."""
-    block, frame = a_block(model, LayerContext(operators=TRITON), META)
+    block, context = a_block(model, LayerContext(operators=TRITON), META)
     x_BSD = torch.empty(ROWS, POSITIONS, HIDDEN, device=META, requires_grad=True)
     tape = OpRecorder()
     with tape:
-        y_BSD = block(x_BSD, frame) if part == "layer" else block.attention(x_BSD, frame, None)
+        y_BSD = block(x_BSD, context) if part == "layer" else block.attention(x_BSD, context, None)
         torch.autograd.backward(y_BSD, torch.empty_like(y_BSD))
     adding = (one for one in tape.cut() if one.name in ("add", "add_", "add_three_kernel"))
     return Counter(one.name for one in adding if torch.Size(one.shapes[0]).numel() == x_BSD.numel())

@@ -75,12 +75,12 @@ def test_each_mtp_depth_joins_the_depth_before_with_the_token_so_far_ahead() -> 
     reading = reading_of(tokens_BS, positions_BS, depths=2)
     hidden = decoder(reading)
     assert len(hidden.mtp) == 2
-    frame = decoder.frame(reading)
+    context = decoder.forward_context(reading)
     joined_BSD = _mtp_input(decoder, hidden.main_BSD, tokens_BS, depth=1)
-    short = decoder.frame(reading_of(tokens_BS[:, :-1], positions_BS[:, :-1]))
+    short = decoder.forward_context(reading_of(tokens_BS[:, :-1], positions_BS[:, :-1]))
     expected = decoder.mtp["0"].norm(decoder.mtp["0"].block(joined_BSD, short))
     assert_close(hidden.mtp[0][:, :-1], expected)
-    second = decoder.mtp["1"](hidden.mtp[0], decoder.embed(tokens_BS.roll(-2, dims=1)), frame)
+    second = decoder.mtp["1"](hidden.mtp[0], decoder.embed(tokens_BS.roll(-2, dims=1)), context)
     assert_close(hidden.mtp[1], second)
 
 

@@ -54,7 +54,7 @@ def layer_of(layer_context: LayerContext, q_lora_rank: int = 128, config: Latent
     return layer
 
 
-def frame() -> ForwardContext:
+def context() -> ForwardContext:
     angles_BSP = torch.arange(LENGTH)[None, :, None] * torch.logspace(0, -3, CONFIG.qk_rope_head_dim // 2)
     return ForwardContext(angles_BSP.cos(), angles_BSP.sin(), None, Scope())
 
@@ -65,7 +65,7 @@ def passes(layer: LatentLayer) -> list[Tensor]:
     x_BSD, dy_BSD = (torch.randn(ROWS, LENGTH, D, generator=draw).bfloat16() for _ in range(2))
     x_BSD.requires_grad_()
     with discarding():
-        y_BSD = layer(x_BSD * 1, frame())
+        y_BSD = layer(x_BSD * 1, context())
     y_BSD.backward(dy_BSD)
     assert x_BSD.grad is not None
     return [y_BSD.detach(), x_BSD.grad]
@@ -131,7 +131,7 @@ def test_weight_gradients_may_come_later(q_lora_rank: int) -> None:
 def test_a_second_walk_through_one_graph_is_as_the_first() -> None:
     layer = layer_of(layer_context_of(hands_over=True))
     x_BSD = torch.randn(ROWS, LENGTH, D).bfloat16().requires_grad_()
-    y_BSD = layer(x_BSD, frame())
+    y_BSD = layer(x_BSD, context())
     walks = [torch.autograd.grad(y_BSD.float().sum(), x_BSD, retain_graph=True) for _ in range(2)]
     assert_equal(*walks)
 

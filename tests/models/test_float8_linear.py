@@ -173,7 +173,7 @@ def test_a_weights_gradient_is_the_same_by_autograd_in_a_sum_and_later(dtype: to
     assert_equal((matrix.weight.grad, matrix.bias.grad), by_autograd)
 
     matrix.weight.grad = matrix.bias.grad = None
-    matrix.total = torch.ones(OUT, D)
+    matrix.main_grad = torch.ones(OUT, D)
     passes(matrix, x, dy)
     with weight_grads.collecting() as work:
         passes(matrix, x, dy)
@@ -181,8 +181,8 @@ def test_a_weights_gradient_is_the_same_by_autograd_in_a_sum_and_later(dtype: to
         task()
     assert matrix.weight.grad is None
     tolerance = 1e-6 if dtype == torch.float32 else 1e-2
-    assert_close(matrix.total, 1 + 2 * by_autograd[0].float(), tolerance=tolerance)
-    assert matrix.total.dtype == torch.float32
+    assert_close(matrix.main_grad, 1 + 2 * by_autograd[0].float(), tolerance=tolerance)
+    assert matrix.main_grad.dtype == torch.float32
 
 
 def test_without_gradients_nothing_is_kept_or_transposed() -> None:
@@ -337,13 +337,13 @@ def test_kernels_give_what_definitions_give(recipe: Recipe) -> None:
             network.down.weight.copy_(random(144, 48, seed=2) * 0.1)
         network.gate_up.refresh_float8()
         network.down.refresh_float8()
-        network.gate_up.total = torch.zeros(96, 144)
+        network.gate_up.main_grad = torch.zeros(96, 144)
         norm = PreNorm(144, 1e-6, layer_context.operators, layer_context.float8, keep_plain=False)
         torch.nn.init.ones_(norm.weight_D)
         x = random(40, 144, seed=3).requires_grad_()
         y = network(*norm(x))
         y.backward(random(40, 144, seed=4))
-        found.append((y.detach(), x.grad, network.gate_up.total, network.down.weight.grad, norm.weight_D.grad))
+        found.append((y.detach(), x.grad, network.gate_up.main_grad, network.down.weight.grad, norm.weight_D.grad))
         assert all(decibels(mine, other) > bar for mine, other in zip(found[-1], found[0], strict=True) if bar)
 
 

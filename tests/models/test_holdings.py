@@ -129,7 +129,7 @@ def test_an_embedding_on_one_pipeline_rank_is_nobody_elses(model: str, layout: s
 
 
 def _sums_of(decoder: Decoder) -> list[Tensor | tuple[Tensor, ...] | None]:
-    matrices = [module.total for module in decoder.modules() if isinstance(module, (Linear, Embedding))]
+    matrices = [module.main_grad for module in decoder.modules() if isinstance(module, (Linear, Embedding))]
     return [*matrices, *(module.sums for module in decoder.modules() if isinstance(module, GroupedExperts))]
 
 
@@ -151,7 +151,7 @@ def test_products_add_to_the_sums_of_their_own_weights_unless_all_goes_to_autogr
     assert None not in _sums_of(decoder)
     for path, module in decoder.named_modules():
         if isinstance(module, (Linear, Embedding)):
-            assert module.total is sums[f"{path}.weight"]
+            assert module.main_grad is sums[f"{path}.weight"]
     with gradients_by_autograd(decoder):
         assert set(_sums_of(decoder)) == {None}
         assert head_main_grad(decoder) is None

@@ -118,23 +118,23 @@ def test_a_bias_has_its_gradient_when_that_of_the_matrix_goes_into_a_sum(dtype: 
     x = torch.randn(2, 3, INPUTS).to(dtype)
     expected = *_passes(matrix, x, 1), matrix.bias.grad
     matrix.weight.grad = matrix.bias.grad = None
-    matrix.total = torch.zeros(OUTPUTS, INPUTS)
+    matrix.main_grad = torch.zeros(OUTPUTS, INPUTS)
     found = *_passes(matrix, x, 1), matrix.bias.grad
     for mine, other in zip(found, expected, strict=True):
         assert_close(mine, other)
-    assert matrix.weight.grad is None and matrix.total.any()
+    assert matrix.weight.grad is None and matrix.main_grad.any()
 
 
 def test_a_bias_has_its_gradient_when_that_of_the_matrix_comes_later() -> None:
-    weight_grads = WeightGradStore()
-    matrix = Linear(INPUTS, OUTPUTS, LayerContext(weight_grads=weight_grads), bias=True)
+    later = WeightGradStore()
+    matrix = Linear(INPUTS, OUTPUTS, LayerContext(weight_grads=later), bias=True)
     _fill(matrix.weight, _whole(OUTPUTS, INPUTS))
     _fill(matrix.bias, torch.randn(OUTPUTS))
     x = torch.randn(2, 3, INPUTS)
     _passes(matrix, x, 1)
     expected = matrix.weight.grad, matrix.bias.grad
     matrix.weight.grad = matrix.bias.grad = None
-    with weight_grads.collecting() as work:
+    with later.collecting() as work:
         _passes(matrix, x, 1)
     for task in work:
         task()
@@ -144,8 +144,8 @@ def test_a_bias_has_its_gradient_when_that_of_the_matrix_comes_later() -> None:
 # Into a sum
 
 
-def _matrix_and_input(dtype: torch.dtype, weight_grads: WeightGradStore | None = None) -> tuple[Linear, Tensor]:
-    matrix = Linear(INPUTS, OUTPUTS, LayerContext(weight_grads=weight_grads)).to(dtype)
+def _matrix_and_input(dtype: torch.dtype, later: WeightGradStore | None = None) -> tuple[Linear, Tensor]:
+    matrix = Linear(INPUTS, OUTPUTS, LayerContext(weight_grads=later)).to(dtype)
     _fill(matrix.weight, _whole(OUTPUTS, INPUTS))
     return matrix, torch.randn(2, 3, INPUTS, generator=torch.Generator().manual_seed(5)).to(dtype)
 
@@ -165,28 +165,28 @@ def test_a_gradient_goes_into_the_sum_and_nowhere_else(dtype: torch.dtype) -> No
     matrix, x = _matrix_and_input(dtype)
     expected = _passes(matrix, x)
     matrix.weight.grad = None
-    matrix.total = torch.ones(OUTPUTS, INPUTS)
+    matrix.main_grad = torch.ones(OUTPUTS, INPUTS)
     found = _passes(matrix, x)
     for mine, other in zip(found, expected, strict=True):
         assert torch.equal(mine, other)
     assert matrix.weight.grad is None
     exact = 2 * (2 * found[0].double().flatten(0, 1).to(dtype)).double().T @ x.double().flatten(0, 1)
-    assert_close(matrix.total.double(), 1.0 + exact, tolerance=1e-6)
+    assert_close(matrix.main_grad.double(), 1.0 + exact, tolerance=1e-6)
 
 
 def test_a_sum_and_a_gradient_by_autograd_may_come_of_one_weight() -> None:
     """As where the embedding is the output projection, or a float32 parameter's gradient is the sum itself."""
     matrix, x = _matrix_and_input(torch.float32)
-    matrix.weight.grad = matrix.total = torch.zeros(OUTPUTS, INPUTS)
+    matrix.weight.grad = matrix.main_grad = torch.zeros(OUTPUTS, INPUTS)
     (matrix(x).sum() + matrix.weight.square().sum()).backward()
-    assert matrix.weight.grad is matrix.total
+    assert matrix.weight.grad is matrix.main_grad
     expected = torch.ones(OUTPUTS, 6) @ x.flatten(0, 1) + 2 * matrix.weight.detach()
-    assert_close(matrix.total, expected)
+    assert_close(matrix.main_grad, expected)
 
 
 def test_without_gradients_a_matrix_with_a_sum_is_a_plain_product() -> None:
     matrix, x = _matrix_and_input(torch.float32)
-    matrix.total = torch.zeros(OUTPUTS, INPUTS)
+    matrix.main_grad = torch.zeros(OUTPUTS, INPUTS)
     with torch.no_grad():
         y = matrix(x)
     assert torch.equal(y, F.linear(x, matrix.weight.detach()))
@@ -194,19 +194,19 @@ def test_without_gradients_a_matrix_with_a_sum_is_a_plain_product() -> None:
 
 
 def test_a_gradient_that_comes_later_goes_into_the_sum_when_it_comes() -> None:
-    weight_grads = WeightGradStore()
-    matrix, x = _matrix_and_input(torch.bfloat16, weight_grads)
-    matrix.total = torch.zeros(OUTPUTS, INPUTS)
+    later = WeightGradStore()
+    matrix, x = _matrix_and_input(torch.bfloat16, later)
+    matrix.main_grad = torch.zeros(OUTPUTS, INPUTS)
     _, expected = _passes(matrix, x, 1)
-    at_once = matrix.total.clone()
-    with weight_grads.collecting() as work:
+    at_once = matrix.main_grad.clone()
+    with later.collecting() as work:
         _, found = _passes(matrix, x, 1)
     assert torch.equal(found, expected)
-    assert torch.equal(matrix.total, at_once), "nothing yet"
+    assert torch.equal(matrix.main_grad, at_once), "nothing yet"
     work.pop()()
     assert not work
     # Not bit for bit: some CPUs start the second product's sums from what stands there.
-    assert_close(matrix.total, 2 * at_once, tolerance=1e-6)
+    assert_close(matrix.main_grad, 2 * at_once, tolerance=1e-6)
     assert matrix.weight.grad is None
 
 
@@ -221,11 +221,11 @@ def test_a_replay_of_a_network_makes_no_last_product_and_adds_nothing_twice(monk
     found = []
     for run in (network, partial(recomputed, network)):
         for matrix in (network.gate_up, network.down):
-            matrix.total = torch.zeros_like(matrix.weight)
+            matrix.main_grad = torch.zeros_like(matrix.weight)
         x_TD, products[0] = _direction().flatten(0, 1).requires_grad_(), 0
         run(x_TD).square().sum().backward()
         assert x_TD.grad is not None
-        found.append((x_TD.grad, network.gate_up.total, network.down.total))
+        found.append((x_TD.grad, network.gate_up.main_grad, network.down.main_grad))
         assert products[0] == (2 if run is network else 3), "of forward, and of a replay the first alone"
     for plain, again in zip(*found, strict=True):
         assert plain is not None
@@ -257,10 +257,10 @@ def test_on_a_gpu_the_embedding_adds_to_its_sum_the_same_bits_each_time() -> Non
     embed = Embedding(V, D, LayerContext()).cuda()
     found = []
     for _ in range(2):
-        embed.total = torch.zeros(V, D, device="cuda")
+        embed.main_grad = torch.zeros(V, D, device="cuda")
         tokens_BS = torch.randint(V, (8, 512), generator=torch.Generator().manual_seed(7)).cuda()
         (embed(tokens_BS) * torch.linspace(-1, 1, 512, device="cuda")[:, None]).sum().backward()
-        found.append(embed.total)
+        found.append(embed.main_grad)
     assert embed.weight.grad is None
     assert found[0].any()
     assert torch.equal(*found)

@@ -170,9 +170,9 @@ def test_a_message_is_in_the_compute_dtype() -> None:
 
 
 def test_only_ranks_that_share_rows_have_places_and_together_they_have_all() -> None:
-    assert build_rank(_run(1), ALONE, META).places is None
+    assert build_rank(_run(1), ALONE, META).positions is None
     run, world = laid_out(V3, "context")
-    places = [model.places for model in every_rank_model(run, world, META)]
+    places = [model.positions for model in every_rank_model(run, world, META)]
     assert None not in places
     first, second = sorted(set(places))
     assert sorted(first + second) == list(range(16))

@@ -1,6 +1,6 @@
-"""Models as Hugging Face keeps them: names and forms of weights, `config.json`, folders of safetensors.
+"""Hugging Face formats: names and layouts of weights, `config.json`, folders of safetensors.
 
-A family is data. Reading order: `families` (the table), `forms` and `names` (what of ours a tensor there fills, and
-how), `config` with `config_parts` (`config.json` both ways), `stored` (weights that are kept in 4 or 8 bits), `weights`
-(whole models in and out).
+A family is data. Reading order: `families` (the table), `config` with `config_parts` (`config.json` in both
+directions), `weights` (which tensor of a file fills which of ours), `weight_folder` (files, and 4-bit or 8-bit
+storage).
 """

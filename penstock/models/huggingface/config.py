@@ -1,10 +1,10 @@
 """`config.json` from a model and back.
 
-What is written is read again at once, and a model that does not come back as it was is refused with the field that the
-format cannot say. So an export never means another model than the one that was trained, whatever the family.
+Every written config is read again at once. If the result is another model, the export fails and names the field that
+the format cannot express: an exported config always means the trained model.
 
-Choices of training are not in the format; `TRAINING_ONLY` have their defaults after reading. Ids of special tokens
-belong to the tokenizer: they are written as null, because the defaults of `transformers` would be another tokenizer's.
+The format has no training settings; `TRAINING_ONLY` fields get their defaults when it is read. Ids of special tokens
+belong to the tokenizer: they are written as null, because the defaults of `transformers` belong to other tokenizers.
 """
 
 from collections.abc import Mapping
@@ -19,20 +19,20 @@ from penstock.models.huggingface.config_parts import KEYS_OF_PARTS, Keys, Values
 from penstock.models.huggingface.families import FAMILIES, Family, family_of
 
 TRAINING_ONLY = ("moe.balance.", "moe.router.expert_bias_rate")
-"""Beginnings of the paths, below `model`, that no `config.json` says."""
+"""Prefixes of the paths below `model` that `config.json` does not have."""
 
 _POSITIONS = 4096
 
 
 def huggingface_config(config: Model, positions: int | None = None) -> dict[str, Any]:
-    """The `config.json` with which `transformers` builds the same model.
+    """The `config.json` from which `transformers` builds the same model.
 
     Args:
         config: the model.
-        positions: longest row that it has seen; None if nobody knows. A rotary embedding that was stretched says more.
+        positions: longest row of training; None if unknown. A scaled rotary embedding sets the length itself.
 
     Raises:
-        ConfigError: the family has no Hugging Face form, or the model has something that the family's form cannot say.
+        ConfigError: the family has no Hugging Face form, or its form cannot express something of the model.
     """
     family = family_of(config)
     values = leaves(config)
@@ -44,9 +44,9 @@ def huggingface_config(config: Model, positions: int | None = None) -> dict[str,
     for part in family.parts:
         fields |= part.write(config)
     fields |= family.fixed
-    fields["max_position_embeddings"] = _positions(config, positions)
+    fields["max_position_embeddings"] = _max_positions(config, positions)
     fields |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    _refuse_another(config, model_of_config(fields))
+    _check_round_trip(config, model_of_config(fields))
     return fields
 
 
@@ -54,11 +54,11 @@ def model_of_config(fields: Mapping[str, Any]) -> Model:
     """The model that a `config.json` describes, published ones included.
 
     Args:
-        fields: the file. Of a model of text and pictures, the text part is taken. Of keys that say nothing of the
-            model, such as token ids, no notice is taken.
+        fields: the file. Of a multimodal model, the text part is read. Keys that do not describe the model, such as
+            token ids, are ignored.
 
     Raises:
-        ConfigError: the family is unknown, or a key is missing or has a value that cannot be said here.
+        ConfigError: the family is unknown, or a key is missing or has an unsupported value.
     """
     text = fields.get("text_config", fields)
     if not isinstance(text, Mapping):
@@ -85,13 +85,13 @@ def _family_named(model_type: object) -> tuple[str, Family]:
 
 
 def _whole(value: Any, path: str) -> Any:
-    """Files hold `8192.0` where a whole number is meant."""
+    # Files have 8192.0 for some whole numbers.
     is_whole = find(Model, path)[0].type_text == "whole number"
     return int(value) if is_whole and isinstance(value, float) and value.is_integer() else value
 
 
 def _built(said: Values, keys: Mapping[str, str]) -> Model:
-    """The model of values by path; what its fields refuse is told by the key."""
+    """Build the model from values by path; a validation error names the key of `config.json`."""
     tree: dict[str, Any] = {}
     for path, value in said.items():
         *parents, last = path.split(".")
@@ -108,16 +108,15 @@ def _built(said: Values, keys: Mapping[str, str]) -> Model:
         raise refused(keys.get(path, KEYS_OF_PARTS.get(path, path)), fault["input"], allowed) from error
 
 
-def _positions(config: Model, positions: int | None) -> int:
+def _max_positions(config: Model, positions: int | None) -> int:
     rope = config.attention.rope
-    stretch = rope.yarn or rope.llama3
-    return (
-        positions or _POSITIONS if stretch is None else round(stretch.original_max_position_embeddings * stretch.factor)
-    )
+    scaling = rope.yarn or rope.llama3
+    if scaling is None:
+        return positions or _POSITIONS
+    return round(scaling.original_max_position_embeddings * scaling.factor)
 
 
-def _refuse_another(config: Model, returned: Model) -> None:
-    """Raise ConfigError unless both are the same model in all that the format is about."""
+def _check_round_trip(config: Model, returned: Model) -> None:
     ours, theirs = facts_of(config), facts_of(returned)
     for path in {**ours, **theirs}:
         if ours.get(path) != theirs.get(path):
@@ -130,19 +129,19 @@ def _refuse_another(config: Model, returned: Model) -> None:
 
 
 def facts_of(config: Model) -> dict[str, Any]:
-    """What a model computes, by path: its fields, less those of training and those that have no effect in it."""
+    """The fields that define a model's computation, by path: without training settings and fields without effect."""
     facts = {path: value for path, value in leaves(config).items() if not path.startswith(TRAINING_ONLY)}
     dense = [config.is_dense(layer) for layer in range(config.layers)]
     facts |= {"dense_layers": dense, "moe.moe_layer_freq": dense if config.moe is not None else None}
-    silent = [] if any(dense) else ["intermediate_size"]
+    unused = [] if any(dense) else ["intermediate_size"]
     if config.moe is not None and config.moe.router.n_group == 1:
-        silent.append("moe.router.group_score")
+        unused.append("moe.router.group_score")
     attention = config.attention
     if isinstance(attention, GroupedQueryAttention) and attention.local is not None:
         is_global = [attention.is_global(layer) for layer in range(config.layers)]
         facts["attention.local.global_every"] = is_global
         if not any(is_global):
-            silent += [f"attention.local.{name}" for name in ("global_rope", "global_temperature")]
+            unused += [f"attention.local.{name}" for name in ("global_rope", "global_temperature")]
         if not any(is_global) or not attention.local.global_temperature:
-            silent.append("attention.local.temperature_floor")
-    return {path: value for path, value in facts.items() if path not in silent}
+            unused.append("attention.local.temperature_floor")
+    return {path: value for path, value in facts.items() if path not in unused}

@@ -1,7 +1,7 @@
-"""What `config.json` says in its own way, each part in both directions: heads, rotary embedding, which layers are what.
+"""Parts of `config.json` that differ between families: attention heads, rotary embedding, local layers, experts.
 
-A part reads keys and gives values of our fields by path, or reads a model and gives keys. Whatever it meets there and
-cannot say here is refused with the name of the key. `Keys` takes a key that is null for one that is left out.
+A part works in both directions: it reads keys into values of our fields by path, and writes keys from a model. A value
+without an equivalent in our configuration raises an error that names the key. A null key counts as missing.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from penstock.base.errors import ConfigError
-from penstock.config.model import GroupedQueryAttention, Llama3Rope, Model, Yarn
+from penstock.config.model import GroupedQueryAttention, LatentAttention, Llama3Rope, Model, Moe, Yarn
 from penstock.config.schema import as_toml
 
 Values: TypeAlias = dict[str, Any]
-"""Values by key there, or by path of our field."""
+"""Values by key of `config.json`, or by path of our field."""
 
 
 _MOST_LAYERS = 10_000
@@ -41,7 +41,7 @@ KEYS_OF_PARTS = {
     "moe.router.topk_group": "topk_group",
     "dense_layers": "num_hidden_layers",
 }
-"""Keys behind the fields that parts read, for complaints about a range."""
+"""Keys of the fields that parts read, for error messages about a range."""
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,14 @@ class Keys:
         return default if value is None else value
 
     def need(self, key: str) -> Any:
-        """The value of a key. Raises ConfigError if it is not there."""
+        """The value of a key. Raises ConfigError if it is missing."""
         value = self.get(key, None)
         if value is None:
             raise ConfigError(f"config.json lacks {key}")
         return value
 
     def whole(self, key: str, default: int | None = None, *, low: int = 0) -> int:
-        """A whole number, as which `8.0` counts too; needed if there is no default."""
+        """A whole number, `8.0` included; required without a default."""
         value = self.need(key) if default is None else self.get(key, default)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
@@ -73,35 +73,35 @@ class Keys:
 
     @property
     def layers(self) -> int:
-        """Decoder layers; so few that one may count them."""
+        """The number of decoder layers, bounded because other keys are checked layer by layer."""
         layers = self.whole("num_hidden_layers", low=1)
         if layers > _MOST_LAYERS:
             raise refused("num_hidden_layers", layers, f"1 to {_MOST_LAYERS}")
         return layers
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A number; needed if there is no default."""
+        """A number; required without a default."""
         value = self.need(key) if default is None else self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise refused(key, value, "number")
         return float(value)
 
     def numbers_of_layers(self, key: str) -> list[int] | None:
-        """A list of whole numbers; None if it is not there."""
+        """A list of whole numbers; None if missing."""
         value = self.get(key, None)
         if value is not None and not (isinstance(value, list) and all(type(one) is int for one in value)):
             raise refused(key, value, "a list of whole numbers")
         return None if value is None else list(value)
 
     def section(self, key: str) -> "Keys":
-        """The keys below a key, none if it is not there."""
+        """The keys below a key; none if it is missing."""
         value = self.get(key, {})
         if not isinstance(value, Mapping):
             raise refused(key, value, "a table of keys")
         return Keys(value)
 
     def of_layers(self, key: str, layers: int) -> list[Any] | None:
-        """A list with a value for each layer; None if it is not there or empty."""
+        """A list with a value for each layer; None if missing or empty."""
         value = self.get(key, None) or None
         if value is not None and not (isinstance(value, list) and len(value) >= layers):
             raise refused(key, value, f"a list of {layers}")
@@ -113,8 +113,8 @@ class Part:
     """One part in both directions.
 
     Attributes:
-        read: values of our fields, by path.
-        write: keys of `config.json`.
+        read: gives values of our fields, by path.
+        write: gives keys of `config.json`.
     """
 
     read: Callable[[Keys], Values]
@@ -122,7 +122,7 @@ class Part:
 
 
 def refused(key: str, got: object, allowed: str) -> ConfigError:
-    """What to raise for a key whose value cannot be said here."""
+    """The error for a key with an unsupported value."""
     text = as_toml(got)
     shown = text if len(text) <= 80 else f"{text[:80]}..."
     return ConfigError(f"config.json: {key} cannot be used", got=shown, allowed=allowed)
@@ -159,7 +159,7 @@ def _grouped(model: Model) -> GroupedQueryAttention:
 
 HEADS = Part(_read_heads, _write_heads)
 EQUAL_HEADS = Part(_read_heads, _write_equal_heads)
-"""Heads that together are as wide as the hidden states."""
+"""All heads together are as wide as the hidden states."""
 
 
 # -------------------------------------------------------------------------------------------------- rotary embedding
@@ -169,7 +169,7 @@ def rotary(default_theta: float, *, scales_scores: bool = False) -> Part:
     """Rotary embedding in today's form (`rope_parameters`) and in the older one (`rope_theta`, `rope_scaling`).
 
     Args:
-        default_theta: of a file that names none.
+        default_theta: for files without one.
         scales_scores: the family's YaRN scales attention scores as well (`mscale_all_dim`).
     """
 
@@ -250,10 +250,10 @@ def _write_llama3(llama3: Llama3Rope) -> Values:
 
 
 def global_every(is_global: Sequence[bool], key: str) -> int:
-    """How often a layer sees the whole row: every n-th, the n-th first; 0 for never.
+    """The n of "every n-th layer is global", the n-th first; 0 without global layers.
 
     Raises:
-        ConfigError: the layers are in no such order.
+        ConfigError: the layers have another order.
     """
     every = is_global.index(True) + 1 if True in is_global else 0
     expected = [every > 0 and (layer + 1) % every == 0 for layer in range(len(is_global))]
@@ -312,7 +312,7 @@ def _write_window_types(model: Model) -> Values:
 
 
 def layer_types(model: Model, local: str) -> list[str]:
-    """What each layer is called there; `local` is the word for one that sees a part of the row."""
+    """The name of each layer's attention in `layer_types`; `local` is the name for local layers."""
     attention = _grouped(model)
     return ["full_attention" if attention.is_global(layer) else local for layer in range(model.layers)]
 
@@ -370,3 +370,129 @@ WINDOW_OF_QWEN3 = Part(_read_qwen3_window, _write_qwen3_window)
 WINDOW_OF_GPT_OSS = Part(_read_gpt_oss_window, _write_window_types)
 CHUNKS = Part(_read_chunks, _write_chunks)
 QK_NORM_OF_LLAMA4 = Part(_read_qk_norm, _write_qk_norm)
+
+
+# ----------------------------------------------------------------------------------------------------------- experts
+
+
+def moe_of(model: Model) -> Moe:
+    """The experts of a model. Raises ConfigError if it has none."""
+    if model.moe is None:
+        raise ConfigError(f"every model of the family {model.family} has experts", got='model.moe = "none"')
+    return model.moe
+
+
+# -------------------------------------------------------------------------------------------- which layers have experts
+
+
+def layers_with_experts(has_experts: Sequence[bool], step: int, key: str) -> Values:
+    """`dense_layers` and `moe_layer_freq` for a list of layers: dense layers first, then every n-th layer with experts.
+
+    Args:
+        has_experts: for each layer.
+        step: the n of the file; of two equivalent results, the one with this n and no dense layers is preferred.
+        key: named in errors.
+    """
+    layers = len(has_experts)
+    places = [layer for layer, has in enumerate(has_experts) if has]
+    if places:
+        every = places[1] - places[0] if len(places) > 1 else layers - places[0]
+        for dense, n in ((0, step), (places[0] - every + 1, every)):
+            expected = [layer >= dense and (layer - dense + 1) % n == 0 for layer in range(layers)]
+            if dense >= 0 and expected == list(has_experts):
+                return {"dense_layers": dense, "moe.moe_layer_freq": n}
+    raise refused(key, places, "dense layers first, then every n-th layer with experts, the n-th first")
+
+
+def _read_exceptions(keys: Keys) -> Values:
+    step, without = keys.whole("decoder_sparse_step", 1, low=1), keys.numbers_of_layers("mlp_only_layers") or []
+    layers = range(keys.layers)
+    has_experts = [layer not in without and (layer + 1) % step == 0 for layer in layers]
+    return layers_with_experts(has_experts, step, "mlp_only_layers")
+
+
+def _write_exceptions(model: Model) -> Values:
+    if model.dense_layers == 0:
+        return {"decoder_sparse_step": moe_of(model).moe_layer_freq, "mlp_only_layers": []}
+    return {"decoder_sparse_step": 1, "mlp_only_layers": [one for one in range(model.layers) if model.is_dense(one)]}
+
+
+def _read_list(keys: Keys) -> Values:
+    step, layers = keys.whole("interleave_moe_layer_step", 1, low=1), keys.layers
+    listed = keys.numbers_of_layers("moe_layers")
+    listed = list(range(step - 1, layers, step)) if listed is None else listed
+    return layers_with_experts([layer in listed for layer in range(layers)], step, "moe_layers")
+
+
+def _write_list(model: Model) -> Values:
+    listed = [layer for layer in range(model.layers) if not model.is_dense(layer)]
+    return {"interleave_moe_layer_step": moe_of(model).moe_layer_freq, "moe_layers": listed}
+
+
+def _read_dense(keys: Keys) -> Values:
+    return {"dense_layers": keys.layers}
+
+
+def _write_nothing(model: Model) -> Values:
+    return {}
+
+
+EXCEPTIONS = Part(_read_exceptions, _write_exceptions)
+"""Every n-th layer has experts, except listed ones."""
+LIST = Part(_read_list, _write_list)
+"""Every n-th layer has experts, or the listed ones."""
+DENSE = Part(_read_dense, _write_nothing)
+"""No layer has experts."""
+
+
+# ----------------------------------------------------------------------------------------------------- shared experts
+
+
+def _read_shared(keys: Keys) -> Values:
+    return {
+        "moe.shared_expert_intermediate_size": keys.whole("n_shared_experts", 0) * keys.whole("moe_intermediate_size")
+    }
+
+
+def _write_shared(model: Model) -> Values:
+    moe = moe_of(model)
+    return {"n_shared_experts": moe.shared_expert_intermediate_size // moe.moe_intermediate_size}
+
+
+def _read_one_shared(keys: Keys) -> Values:
+    return {"moe.shared_expert_intermediate_size": keys.whole("intermediate_size")}
+
+
+SHARED = Part(_read_shared, _write_shared)
+"""Several shared experts, each as wide as a routed one."""
+ONE_SHARED = Part(_read_one_shared, _write_nothing)
+"""One shared expert, as wide as a routed one."""
+
+
+# ----------------------------------------------------------------------------------------------------------- DeepSeek
+
+
+def _read_latents(keys: Keys) -> Values:
+    return {"attention.kind": "mla", "attention.q_lora_rank": keys.whole("q_lora_rank", 0)}
+
+
+def _write_latents(model: Model) -> Values:
+    attention = model.attention
+    assert isinstance(attention, LatentAttention), "other attention lacks fields that the family needs"
+    return {"num_key_value_heads": attention.heads, "q_lora_rank": attention.q_lora_rank or None}
+
+
+def _read_groups(keys: Keys) -> Values:
+    if keys.get("topk_method", "greedy") == "greedy":
+        return {}
+    return {"moe.router.n_group": keys.whole("n_group"), "moe.router.topk_group": keys.whole("topk_group")}
+
+
+def _write_groups(model: Model) -> Values:
+    router = moe_of(model).router
+    method = "group_limited_greedy" if router.n_group > 1 else "greedy"
+    return {"topk_method": method, "n_group": router.n_group, "topk_group": router.topk_group}
+
+
+LATENTS = Part(_read_latents, _write_latents)
+GROUPS_OF_V2 = Part(_read_groups, _write_groups)

@@ -1,35 +1,35 @@
-"""The families as data: what each calls its weights, and what its `config.json` says of a model.
+"""The families as data: names and layouts of their weights, and the keys of their `config.json`.
 
-Names of weights are those of the published files. Within a layer, a tensor of ours is filled by one of theirs, or by
-several that stand below each other; `{expert}` marks names that are there once for each expert. `forms` are the
-rearrangements of `penstock.models.huggingface.forms`.
+Names of weights are those of the published files. Within a layer, one of our tensors is filled by one tensor of the
+file, or by several stacked along dim 0; `{expert}` marks names that exist once per expert. `forms` rearrange numbers.
 
-`config.json` says a field of ours by a key (`values`), by a part with its own way (`parts`), or not at all, because no
-model of the family differs in it (`always`). What it does not know at all are choices of training: `model.moe.balance`
-and `model.moe.router.expert_bias_rate` have their defaults after reading.
+A field of our configuration comes from a key of `config.json` (`values`), from a part (`parts`), or is the same in all
+models of the family (`always`). Training settings (`model.moe.balance`, `model.moe.router.expert_bias_rate`) are not in
+the file and have their defaults after reading.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Protocol, TypeAlias
+
+from torch import Tensor
 
 from penstock.base.errors import ConfigError
 from penstock.config.model import Model
-from penstock.models.huggingface.config_experts import (
+from penstock.models.huggingface.config_parts import (
+    CHUNKS,
     DENSE,
+    EQUAL_HEADS,
     EXCEPTIONS,
     GROUPS_OF_V2,
+    HEADS,
     LATENTS,
     LIST,
     ONE_SHARED,
-    SHARED,
-)
-from penstock.models.huggingface.config_parts import (
-    CHUNKS,
-    EQUAL_HEADS,
-    HEADS,
     QK_NORM_OF_LLAMA4,
+    SHARED,
     SWITCHED_WINDOW,
     WINDOW,
     WINDOW_OF_GPT_OSS,
@@ -38,29 +38,109 @@ from penstock.models.huggingface.config_parts import (
     Values,
     rotary,
 )
-from penstock.models.huggingface.forms import RearrangementOf, interleaved, rotary_halves, transposed
+
+# ----------------------------------------------------------------------------------------------- layouts of weights
+
+
+class Rearrangement(Protocol):
+    """A permutation of the numbers of a tensor; `write` is the inverse of `read`."""
+
+    def read(self, stored: Tensor) -> Tensor:
+        """From the order of the file to ours."""
+
+    def write(self, ours: Tensor) -> Tensor:
+        """From our order to that of the file."""
+
+
+RearrangementOf: TypeAlias = Callable[[Model], Rearrangement]
+"""A rearrangement with the sizes of a model."""
+
+
+@dataclass(frozen=True)
+class GridTransposed:
+    """A dim made of equal blocks, each a grid that is row-major in the file and column-major here.
+
+    A head of 6 rows, for example, is stored as a0 a1 a2 b0 b1 b2 (2 rows, 3 columns) and read as a0 b0 a1 b1 a2 b2.
+
+    Attributes:
+        dim: of both tensors.
+        rows: of the stored grid.
+        columns: of the stored grid; a block has `rows` x `columns` entries.
+    """
+
+    dim: int
+    rows: int
+    columns: int
+
+    def read(self, stored: Tensor) -> Tensor:
+        """From row-major to column-major."""
+        return _transpose_grid(stored, self.dim, self.rows, self.columns)
+
+    def write(self, ours: Tensor) -> Tensor:
+        """From column-major to row-major."""
+        return _transpose_grid(ours, self.dim, self.columns, self.rows)
+
+
+@dataclass(frozen=True)
+class Transposed:
+    """The last two dims are swapped."""
+
+    def read(self, stored: Tensor) -> Tensor:
+        """Swap them."""
+        return stored.mT
+
+    def write(self, ours: Tensor) -> Tensor:
+        """Swap them back."""
+        return ours.mT
+
+
+def _transpose_grid(tensor: Tensor, dim: int, rows: int, columns: int) -> Tensor:
+    return tensor.unflatten(dim, (-1, rows, columns)).transpose(dim + 1, dim + 2).flatten(dim, dim + 2)
+
+
+def rotary_halves(config: Model) -> Rearrangement:
+    """Dim 0: heads, stored as the first members of all rotary pairs, then the second members.
+
+    Here the members of a pair are neighbours. Permuting the rows of query and key weights alike does not change scores,
+    so one rotation kernel serves all families.
+    """
+    return GridTransposed(0, 2, config.attention.head_dim // 2)
+
+
+def transposed(config: Model) -> Rearrangement:
+    """A stack of matrices that the file has as inputs x outputs."""
+    return Transposed()
+
+
+def interleaved(config: Model) -> Rearrangement:
+    """Dim 1: rows of gate and up projection alternate in the file."""
+    assert config.moe is not None, "only experts are interleaved"
+    return GridTransposed(1, config.moe.moe_intermediate_size, 2)
+
+
+# ----------------------------------------------------------------------------------------------------------- family
 
 Names = Mapping[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """How the models of one family are kept.
+    """Hugging Face form of the models of one family.
 
     Attributes:
         model_type: of `config.json`.
         architecture: class in `transformers`.
-        names: of a layer's weights, ours to theirs.
-        forms: of those that stand otherwise there, in the order of reading.
-        prediction: names in a layer of multi-token prediction, beside its decoder layer.
+        names: our name of each layer weight to its names in the file.
+        forms: rearrangements of weights, in the order of reading.
+        prediction: names of multi-token prediction weights outside its decoder layer.
         values: key of `config.json` to the path of our field.
-        renamed: keys that newer files have, to the published ones.
+        renamed: keys of newer files to the published ones.
         absent: values of keys that published files leave out.
-        always: path of our field to what it is in every model of the family.
-        fixed: keys with the only value that can be said here.
-        parts: what else `config.json` says.
-        prefix: stands before all names of a model that has more than text.
-        left_out: names of tensors that are no weights of the text model, as a regular expression.
+        always: path of our field to its value in every model of the family.
+        fixed: keys with their only supported value.
+        parts: readers and writers of other keys.
+        prefix: of all names in files of multimodal models.
+        left_out: regular expression for names of tensors that are not weights of the text model.
     """
 
     model_type: str
@@ -78,7 +158,7 @@ class Family:
     left_out: str = r".*\.rotary_emb\.inv_freq"
 
     def text_name(self, name: str) -> str | None:
-        """A name in a file as the table has it; None for a tensor that is no weight of the text model."""
+        """The name of a file's tensor without prefix; None if it is not a weight of the text model."""
         return None if re.fullmatch(self.left_out, name) else name.removeprefix(self.prefix)
 
 
@@ -107,7 +187,7 @@ _ATTENTION: Names = {
     "attention.sinks_H": ("self_attn.sinks",),
 }
 
-_HALVES: Mapping[str, tuple[RearrangementOf, ...]] = {
+_ROTARY_HALVES: Mapping[str, tuple[RearrangementOf, ...]] = {
     f"attention.{ours}": (rotary_halves,)
     for ours in ("query.weight", "query.bias", "key.weight", "key.bias", "query_norm.weight_D", "key_norm.weight_D")
 }
@@ -244,7 +324,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             model_type="mixtral",
             architecture="MixtralForCausalLM",
             names={**_ATTENTION, **_experts("block_sparse_moe", "w1", "w3", "w2")},
-            forms=_HALVES,
+            forms=_ROTARY_HALVES,
             values={
                 **_MODEL_VALUES,
                 **_TOP_K,
@@ -260,7 +340,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             model_type="qwen3_moe",
             architecture="Qwen3MoeForCausalLM",
             names={**_ATTENTION, **_dense("ffn", "mlp"), **_experts("mlp")},
-            forms=_HALVES,
+            forms=_ROTARY_HALVES,
             values={
                 **_DENSE_VALUES,
                 **_TOP_K,
@@ -278,7 +358,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             model_type="olmoe",
             architecture="OlmoeForCausalLM",
             names={**_ATTENTION, **_experts("mlp")},
-            forms=_HALVES,
+            forms=_ROTARY_HALVES,
             values={
                 **_MODEL_VALUES,
                 **_BIAS,
@@ -322,7 +402,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             architecture="GptOssForCausalLM",
             names={**_ATTENTION, **_stacks("mlp")},
             forms={
-                **_HALVES,
+                **_ROTARY_HALVES,
                 "ffn.experts.gate_up_eFD": (transposed, interleaved),
                 "ffn.experts.gate_up_bias_eF": (interleaved,),
                 "ffn.experts.down_eDF": (transposed,),
@@ -350,7 +430,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             model_type="llama",
             architecture="LlamaForCausalLM",
             names={**_ATTENTION, **_dense("ffn", "mlp")},
-            forms=_HALVES,
+            forms=_ROTARY_HALVES,
             values=_DENSE_VALUES,
             absent={**_MODEL_ABSENT, **_BIAS_ABSENT, "rms_norm_eps": 1e-6},
             fixed={**_MODEL_FIXED, "mlp_bias": False},
@@ -360,7 +440,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             model_type="qwen3",
             architecture="Qwen3ForCausalLM",
             names={**_ATTENTION, **_dense("ffn", "mlp")},
-            forms=_HALVES,
+            forms=_ROTARY_HALVES,
             values=_DENSE_VALUES,
             absent={**_MODEL_ABSENT, **_BIAS_ABSENT},
             always={"attention.qk_norm": "head"},

@@ -1,11 +1,11 @@
-"""Folders of safetensors, and weights that are kept in fewer bits than they are computed in.
+"""Folders of safetensors, with dequantization of published 8-bit and 4-bit weights.
 
-DeepSeek-V3 keeps matrices in float8 (e4m3) with one float32 scale for each 128 x 128 block (arXiv 2412.19437, section
-3.3): `x.weight` and `x.weight_scale_inv`. gpt-oss keeps experts in MXFP4 (OCP Microscaling Formats 1.0): `x_blocks` has
-two 4-bit numbers in each byte, the lower half first, and `x_scales` an exponent, 127 above the true one, for each 32 of
-them. Both are read as what they stand for; nothing is ever written in these forms.
+DeepSeek-V3 stores matrices in float8 (e4m3) with one float32 scale for each 128 x 128 block (arXiv 2412.19437, section
+3.3): `x.weight` and `x.weight_scale_inv`. gpt-oss stores experts in MXFP4 (OCP Microscaling Formats 1.0): `x_blocks`
+has two 4-bit numbers in each byte, the lower half first, and `x_scales` one exponent, biased by 127, for each 32 of
+them. Penstock reads both forms and writes neither.
 
-A tensor is read when it is asked for, so a folder may be larger than memory.
+Tensors are read on access, so a folder may be larger than memory.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ from torch import Tensor
 from penstock.base.errors import CheckpointError
 
 MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""What the sixteen 4-bit numbers (e2m1) stand for."""
+"""Values of the sixteen 4-bit numbers (e2m1)."""
 
 _BLOCK = 128
 _SCALE_INV = "_scale_inv"
@@ -27,10 +27,10 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 
 
 class WeightFolder(Mapping[str, Tensor]):
-    """The tensors of all safetensors files of a folder, by name, each in the dtype that it is computed in.
+    """The tensors of all safetensors files of a folder, by name, each in its compute dtype.
 
     Args:
-        folder: with the files; an index is not needed.
+        folder: contains the files; an index file is not needed.
 
     Raises:
         CheckpointError: there is no such file, one is damaged, or two have a tensor of the same name.
@@ -47,11 +47,11 @@ class WeightFolder(Mapping[str, Tensor]):
             if twice := names & self._files.keys():
                 raise CheckpointError(f"{file} repeats {min(twice)}", got=f"it is in {self._files[min(twice)]} too")
             self._files |= dict.fromkeys(names, file)
-        self._names = {shown: stored for stored in self._files if (shown := _shown(stored)) is not None}
+        self._names = {name: stored for stored in self._files if (name := _logical_name(stored)) is not None}
         self._open: tuple[Path, Any] | None = None
 
     def __getitem__(self, name: str) -> Tensor:
-        """The tensor, read now."""
+        """Read a tensor."""
         stored = self._names[name]
         tensor = self._read(stored)
         if stored.endswith(_BLOCKS):
@@ -83,7 +83,7 @@ class WeightFolder(Mapping[str, Tensor]):
         return tensor
 
     def _opened(self, stored: str) -> Any:
-        """The file of a tensor; one is kept open, because neighbours are mostly read one after the other."""
+        """The file of a tensor. One file stays open, because consecutive reads mostly come from the same file."""
         if stored not in self._files:
             raise CheckpointError(f"{self.folder} has no tensor {stored}", fix="fetch the folder again")
         file = self._files[stored]
@@ -99,19 +99,19 @@ def _opened(file: Path) -> Any:
         raise CheckpointError(f"cannot read {file}", got=error, fix="fetch it again") from error
 
 
-def _shown(stored: str) -> str | None:
-    """The name of the tensor that a stored one is, or is the numbers of; None for its scales."""
+def _logical_name(stored: str) -> str | None:
+    """The name of the dequantized tensor; None for a tensor of scales."""
     if stored.endswith((_SCALE_INV, f"_proj{_SCALES}")):
         return None
     return stored.removesuffix(_BLOCKS)
 
 
 def from_float8(w_FD: Tensor, scale_fd: Tensor) -> Tensor:
-    """A matrix from float8 with a scale for each block.
+    """Dequantize a matrix with one scale for each block.
 
     Args:
         w_FD: float8_e4m3fn.
-        scale_fd: float32, for each 128 x 128 block; blocks at the border may be smaller.
+        scale_fd: float32, one for each 128 x 128 block; blocks at the border may be smaller.
 
     Returns:
         w_FD in bfloat16.
@@ -122,19 +122,19 @@ def from_float8(w_FD: Tensor, scale_fd: Tensor) -> Tensor:
 
 
 def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """A stack of matrices from MXFP4.
+    """Dequantize a stack of MXFP4 matrices.
 
     Args:
         blocks: uint8, experts x outputs x (inputs / 32) x 16 bytes.
         scales: uint8, experts x outputs x (inputs / 32).
 
     Returns:
-        Experts x inputs x outputs in bfloat16, as `transformers` has them: it keeps such a stack transposed.
+        Experts x inputs x outputs in bfloat16: `transformers` stores such a stack transposed.
     """
     numbers = torch.tensor(MXFP4, dtype=torch.bfloat16, device=blocks.device)
     experts, outputs, groups, half = blocks.shape
     values = torch.empty(experts, outputs, 2 * groups * half, dtype=numbers.dtype, device=blocks.device)
-    for expert in range(experts):  # one at a time: what is looked up needs four times the room of the result
+    for expert in range(experts):  # one at a time: the lookup needs four times the memory of the result
         pairs = torch.stack((blocks[expert] & 15, blocks[expert] >> 4), dim=-1).flatten(-2)
         values[expert] = torch.ldexp(numbers[pairs.int()], scales[expert, ..., None].int() - 127).flatten(-2)
     return values.mT

@@ -1,27 +1,143 @@
-"""Whole models in and out of Hugging Face's form, bit for bit."""
+"""Weights in Hugging Face's form, bit for bit: which tensor of a file fills which of ours, and whole models in and out.
 
+    for line in weight_mappings(config):
+        line.place(state[line.name]).copy_(line.read(stored[line.hf_name]))      # in
+        stored[line.hf_name] = line.write(line.place(state[line.name]))          # out
+
+One mapping per tensor of the file, so weights can be converted one at a time. The meta model lists our parameters; the
+family names them (`families`).
+"""
+
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from penstock.base.errors import CheckpointError
+from penstock.base.errors import CheckpointError, ConfigError
 from penstock.config.model import Model
+from penstock.layout.rectangles import Rectangle
+from penstock.models.build import meta_model
 from penstock.models.decoder import Decoder
-from penstock.models.huggingface.families import family_of
-from penstock.models.huggingface.names import WeightName, weight_names
+from penstock.models.huggingface.families import MODEL, Family, Rearrangement, family_of
 from penstock.models.huggingface.weight_folder import WeightFolder
 
 WEIGHTS_FILE = "model.safetensors"
 _HEAD = "lm_head.weight"
 
 
+_LAYER = re.compile(r"(?:blocks\.(?P<layer>\d+)|mtp\.(?P<depth>\d+)\.block)\.(?P<rest>.+)")
+_PREDICTION = re.compile(r"mtp\.(?P<depth>\d+)\.(?P<rest>.+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightMapping:
+    """One tensor of a file, and the part of our tensor that it fills.
+
+    Attributes:
+        name: of our tensor in `Decoder.state_dict()`.
+        hf_name: in the file.
+        expert: index of our dim 0 that it fills; None for all of it.
+        part: (index, count): it fills this one of `count` equal parts of the first remaining dim.
+        forms: rearrangements, in the order of reading.
+        whole: shape of our tensor.
+    """
+
+    name: str
+    hf_name: str
+    expert: int | None = None
+    part: tuple[int, int] = (0, 1)
+    forms: tuple[Rearrangement, ...] = ()
+    whole: tuple[int, ...]
+
+    def place(self, ours: Tensor) -> Tensor:
+        """The part of our tensor that it fills, as a view."""
+        index, count = self.part
+        return (ours if self.expert is None else ours[self.expert]).chunk(count)[index]
+
+    @property
+    def rectangle(self) -> Rectangle:
+        """The offsets and sizes of that part in our tensor."""
+        begin, sizes = [0] * len(self.whole), list(self.whole)
+        dim = 0
+        if self.expert is not None:
+            begin[0], sizes[0], dim = self.expert, 1, 1
+        index, count = self.part
+        sizes[dim] //= count
+        begin[dim] = index * sizes[dim]
+        return Rectangle(tuple(begin), tuple(sizes))
+
+    def read(self, stored: Tensor) -> Tensor:
+        """Convert from the layout of the file."""
+        for form in self.forms:
+            stored = form.read(stored)
+        return stored
+
+    def write(self, place: Tensor) -> Tensor:
+        """Convert that part of our tensor to the layout of the file."""
+        for form in reversed(self.forms):
+            place = form.write(place)
+        return place
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the tensor in the file."""
+        return tuple(self.write(self.place(torch.empty(self.whole, device="meta"))).shape)
+
+
+def weight_mappings(config: Model) -> list[WeightMapping]:
+    """The mappings of a model, in the order of our tensors.
+
+    Raises:
+        ConfigError: the model's family has no Hugging Face names, or none for one of its parameters.
+    """
+    family = family_of(config)
+    state = meta_model(config).state_dict()
+    return [line for name, tensor in state.items() for line in _mappings(config, family, name, tuple(tensor.shape))]
+
+
+def _mappings(config: Model, family: Family, name: str, whole: tuple[int, ...]) -> list[WeightMapping]:
+    hf_names, rest = _hf_names(config, family, name)
+    if not hf_names:
+        raise ConfigError(
+            f"model.family {config.family} has no Hugging Face name for {name}",
+            fix="leave out what the family does not have, or train it as plain",
+        )
+    forms = tuple(form(config) for form in family.forms.get(rest, ()))
+    is_of_one_expert = "{expert}" in hf_names[0]
+    return [
+        WeightMapping(
+            name=name,
+            hf_name=hf_name.format(expert=expert),
+            expert=expert if is_of_one_expert else None,
+            part=(index, len(hf_names)),
+            forms=forms,
+            whole=whole,
+        )
+        for expert in range(whole[0] if is_of_one_expert else 1)
+        for index, hf_name in enumerate(hf_names)
+    ]
+
+
+def _hf_names(config: Model, family: Family, name: str) -> tuple[tuple[str, ...], str]:
+    """Returns (names in the file, none if the family has none; our name within its layer)."""
+    if match := _LAYER.fullmatch(name):
+        layer = int(match["layer"] or 0) if match["depth"] is None else config.layers + int(match["depth"])
+        table = family.names
+    elif match := _PREDICTION.fullmatch(name):
+        layer, table = config.layers + int(match["depth"]), family.prediction
+    else:
+        return MODEL.get(name, ()), name
+    return tuple(f"model.layers.{layer}.{one}" for one in table.get(match["rest"], ())), match["rest"]
+
+
 def to_huggingface(model: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """Every weight under its Hugging Face name, in the dtype and on the device it has; views where the form allows."""
+    """Yields every weight under its Hugging Face name, with its dtype and device; a view where the layout allows."""
     state = model.state_dict()
-    for line in weight_names(model.config):
-        yield line.theirs, line.write(line.place(state[line.ours]))
+    for line in weight_mappings(model.config):
+        yield line.hf_name, line.write(line.place(state[line.name]))
 
 
 @torch.no_grad()
@@ -29,22 +145,22 @@ def from_huggingface(model: Decoder, weights: Mapping[str, Tensor]) -> None:
     """Copy weights with Hugging Face names into a model.
 
     Args:
-        model: the model, on any device; values are cast to its dtypes.
-        weights: exactly the tensors of the model's table; those that are no weights of a text model may be there too.
+        model: on any device; values are cast to its dtypes.
+        weights: all tensors of the model; tensors that are not weights of a text model are ignored.
 
     Raises:
-        CheckpointError: a tensor is missing, has another shape, or is left over. Nothing is copied then.
+        CheckpointError: a tensor is missing, unknown, or has another shape. Then nothing is copied.
     """
     state = model.state_dict()
-    lines = weight_names(model.config)
+    lines = weight_mappings(model.config)
     names = names_of(model.config, weights)
-    refuse_other_weights(lines, weights, names)
+    check_weights(lines, weights, names)
     for line in lines:
-        line.place(state[line.ours]).copy_(line.read(weights[names[line.theirs]]))
+        line.place(state[line.name]).copy_(line.read(weights[names[line.hf_name]]))
 
 
 def names_of(config: Model, names: Iterable[str]) -> dict[str, str]:
-    """Names of the table that are among these, with the names as they are there; other tensors are left out."""
+    """The names of a file's weights by `hf_name`, without tensors that are not weights of the text model."""
     family = family_of(config)
     found = {text: name for name in names if (text := family.text_name(name)) is not None}
     if config.tie_word_embeddings:
@@ -52,41 +168,31 @@ def names_of(config: Model, names: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def refuse_other_weights(lines: Sequence[WeightName], weights: Mapping[str, Tensor], names: Mapping[str, str]) -> None:
-    """Check that weights are exactly those of a table.
+def check_weights(lines: Sequence[WeightMapping], weights: Mapping[str, Tensor], names: Mapping[str, str]) -> None:
+    """Check that a file has exactly the weights of a model.
 
     Args:
-        lines: the table.
-        weights: by name; of a `WeightFolder` none is read.
+        lines: mappings of the model.
+        weights: by name; a `WeightFolder` is checked without reading tensors.
         names: `names_of` the weights.
 
     Raises:
-        CheckpointError: a tensor is missing, has another shape, or is left over.
+        CheckpointError: a tensor is missing, unknown, or has another shape.
     """
-    _refuse_unless_equal({line.theirs for line in lines}, set(names))
-    for line in lines:
-        _refuse_another_shape(line, weights, names[line.theirs])
-
-
-def _refuse_another_shape(line: WeightName, weights: Mapping[str, Tensor], name: str) -> None:
-    shape = weights.shape(name) if isinstance(weights, WeightFolder) else tuple(weights[name].shape)
-    if shape != line.shape:
-        raise CheckpointError(
-            f"weight {name} has another shape",
-            got=shape,
-            allowed=line.shape,
-            fix="choose the preset that these weights belong to",
-        )
-
-
-def _refuse_unless_equal(expected: set[str], given: set[str]) -> None:
-    missing, extra = sorted(expected - given), sorted(given - expected)
+    fix = "choose the preset that these weights belong to"
+    expected = {line.hf_name for line in lines}
+    missing, extra = sorted(expected - names.keys()), sorted(names.keys() - expected)
     if missing or extra:
         raise CheckpointError(
             f"weights do not belong to this model: {len(missing)} missing, {len(extra)} unknown",
             got=f"missing {missing[:2]}, unknown {extra[:2]}",
-            fix="choose the preset that these weights belong to",
+            fix=fix,
         )
+    for line in lines:
+        name = names[line.hf_name]
+        shape = weights.shape(name) if isinstance(weights, WeightFolder) else tuple(weights[name].shape)
+        if shape != line.shape:
+            raise CheckpointError(f"weight {name} has another shape", got=shape, allowed=line.shape, fix=fix)
 
 
 def load_huggingface(model: Decoder, folder: Path) -> None:

@@ -84,7 +84,7 @@ def test_any_model_that_is_written_comes_back(data: st.DataObject) -> None:
         local=nope(data.draw(st.integers(1, layers))) if layers > 1 else None,
         qk_norm=data.draw(st.sampled_from(("none", "rotated-head"))),
         rope=attention().rope,
-        moe_layer_freq=every,
+        every=every,
         **counts,
     )
     for config in (one, other):

@@ -7,7 +7,7 @@ from penstock.base.errors import ConfigError
 from penstock.config.model import Model
 from penstock.config.presets.registry import preset
 from penstock.models.build import meta_model
-from penstock.models.huggingface.names import weight_names
+from penstock.models.huggingface.weights import weight_mappings
 from tests.models.families import tiny_model
 from tests.models.huggingface.family_models import VARIANTS
 
@@ -63,22 +63,22 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_names_and_shapes_are_those_of_the_published_files(name: str) -> None:
-    shapes = {line.theirs: line.shape for line in weight_names(preset(name).model)}
+    shapes = {line.hf_name: line.shape for line in weight_mappings(preset(name).model)}
     assert {theirs: shapes.get(theirs) for theirs in PUBLISHED[name]} == PUBLISHED[name]
 
 
 @pytest.mark.parametrize(("name", "tensors"), [("olmoe-1b-7b", 3219), ("qwen3-235b-a22b", 36945)])
 def test_there_are_as_many_tensors_as_in_the_published_files(name: str, tensors: int) -> None:
-    lines = weight_names(preset(name).model)
-    assert len(lines) == len({line.theirs for line in lines}) == tensors
+    lines = weight_mappings(preset(name).model)
+    assert len(lines) == len({line.hf_name for line in lines}) == tensors
 
 
 @pytest.mark.parametrize("config", [*VARIANTS.values(), tiny_model(mtp_layers=2)], ids=[*VARIANTS, "with prediction"])
 def test_every_number_of_ours_is_filled_once(config: Model) -> None:
     filled = {name: torch.zeros(tensor.shape) for name, tensor in meta_model(config).state_dict().items()}
-    for line in weight_names(config):
-        place = line.place(filled[line.ours])
-        assert line.read(torch.empty(line.shape)).shape == place.shape, line.theirs
+    for line in weight_mappings(config):
+        place = line.place(filled[line.name])
+        assert line.read(torch.empty(line.shape)).shape == place.shape, line.hf_name
         place += 1
     assert all((count == 1).all() for count in filled.values())
 
@@ -86,7 +86,7 @@ def test_every_number_of_ours_is_filled_once(config: Model) -> None:
 def test_a_model_of_no_family_has_no_names() -> None:
     plain = VARIANTS["llama"].model_copy(update={"family": "plain"})
     with pytest.raises(ConfigError, match="no Hugging Face form; got model.family=plain; allowed: deepseek-v2, "):
-        weight_names(plain)
+        weight_mappings(plain)
 
 
 def test_a_parameter_that_the_family_does_not_have_is_named() -> None:
@@ -98,4 +98,4 @@ def test_a_parameter_that_the_family_does_not_have_is_named() -> None:
     with pytest.raises(
         ConfigError, match=r"mixtral has no Hugging Face name for blocks\.0\.ffn\.shared\.gate_up\.weight"
     ):
-        weight_names(config)
+        weight_mappings(config)

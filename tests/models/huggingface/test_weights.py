@@ -10,8 +10,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from penstock.base.errors import CheckpointError
 from penstock.config.model import Model
 from penstock.models.decoder import Decoder
-from penstock.models.huggingface.names import weight_names
-from penstock.models.huggingface.weights import from_huggingface, load_huggingface, to_huggingface
+from penstock.models.huggingface.weights import from_huggingface, load_huggingface, to_huggingface, weight_mappings
 from tests.models.families import in_transformers, tiny_decoder, tiny_model
 from tests.models.huggingface.family_models import V3, VARIANTS, gpt_oss, moe
 from tests.models.huggingface.parity import unsettled
@@ -53,8 +52,8 @@ def test_weights_that_transformers_saved_load_bit_for_bit(name: str, tmp_path: P
 def test_lines_can_travel_one_at_a_time_in_any_order() -> None:
     ours, other = unsettled(tiny_decoder(FIRSTS["gpt-oss"])), tiny_decoder(FIRSTS["gpt-oss"], seed=9)
     theirs, state = dict(to_huggingface(ours)), other.state_dict()
-    for line in reversed(weight_names(other.config)):
-        line.place(state[line.ours]).copy_(line.read(theirs[line.theirs]))
+    for line in reversed(weight_mappings(other.config)):
+        line.place(state[line.name]).copy_(line.read(theirs[line.hf_name]))
     _assert_equal(ours, other)
 
 
