@@ -40,11 +40,10 @@ from tokenizers import Tokenizer
 
 from benchmarks import record
 from benchmarks.layouts import make_tokenizer
-from penstock.data.corrupt import CorruptRecords
+from penstock.data.documents import CorruptRecords
 from penstock.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, PackedMetadata
 from penstock.data.loader import Loader
-from penstock.data.pack_files import pack
-from penstock.data.packed import PackedTokens, open_packed
+from penstock.data.packed import PackedTokens, open_packed, pack
 from penstock.data.sources import SplitFilter
 from penstock.data.text import JsonLines
 from penstock.data.tokenizer import open_tokenizer

@@ -28,9 +28,8 @@ import pyarrow.parquet
 import zstandard
 
 from benchmarks import record
-from penstock.data.corrupt import CorruptRecords
-from penstock.data.decompress import readable_copies
-from penstock.data.documents import TextDocuments
+from penstock.data.documents import CorruptRecords, TextDocuments
+from penstock.data.files import readable_copies
 from penstock.data.hub import DatasetName, DatasetOnDisk, StreamedDataset
 from penstock.data.order import order_of
 from penstock.data.sources import SplitFilter

@@ -39,9 +39,9 @@ from penstock.config.data import Data
 from penstock.data.documents import TextDocuments
 from penstock.data.indexed_dataset import prefix_of
 from penstock.data.open import open_text
-from penstock.data.pack_files import PackProgress, PackResult, pack
+from penstock.data.packed import PackProgress, PackResult, pack
 from penstock.data.sources import RecordError
-from penstock.data.tokenizer_train import END_OF_DOCUMENT, train_tokenizer
+from penstock.data.tokenizer_output import END_OF_DOCUMENT, train_tokenizer
 from penstock.parallel.launch.host import allowed_cores
 
 

@@ -18,11 +18,9 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from penstock.base.errors import DataError
-from penstock.data.corrupt import CorruptRecords
-from penstock.data.documents import TextDocuments, checked_text
-from penstock.data.optional import require
+from penstock.data.documents import CorruptRecords, TextDocuments, checked_text
 from penstock.data.shards import Shards
-from penstock.data.sources import SplitFilter, fingerprint_of
+from penstock.data.sources import SplitFilter, fingerprint_of, require
 from penstock.data.tokenizer import Tokenizer
 
 REACH_SECONDS = 3.0

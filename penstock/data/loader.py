@@ -17,12 +17,10 @@ from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self
 
 from penstock.base.errors import DataError
-from penstock.data.batch import Batch
-from penstock.data.packing import pack
-from penstock.data.rows import RowStream
-from penstock.data.saved import LoaderState, check_names, number
+from penstock.data.batch import Batch, pack
+from penstock.data.mixture import Text, TextPart, stream_of
 from penstock.data.sources import Source
-from penstock.data.texts import Text, TextPart, stream_of
+from penstock.data.stream import LoaderState, RowStream, check_names, number
 
 
 class Batches(Protocol):

@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from penstock.data.corrupt import NOTHING, CorruptRecords
-from penstock.data.documents import checked_text
+from penstock.data.documents import NOTHING, CorruptRecords, checked_text
 from penstock.data.fill_in_middle import FillInMiddle
-from penstock.data.lanes import Cursor, LaneStream, with_end
 from penstock.data.order import document_order, permutation
 from penstock.data.sources import SplitFilter, Tokens, fingerprint_of
+from penstock.data.stream import Cursor, LaneStream, with_end
 from penstock.data.tokenizer import Tokenizer
 
 

@@ -13,6 +13,8 @@ of a book, each document is divided instead: its end is held out (`DocumentPart`
 
 from dataclasses import dataclass
 from hashlib import blake2b
+from importlib import import_module
+from types import ModuleType
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 from zlib import crc32
 
@@ -20,6 +22,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.base.errors import DataError
+
+
+def require(module: str, *, extra: str, purpose: str) -> ModuleType:
+    """Returns a module of a package that may be missing.
+
+    Args:
+        module: its dotted name.
+        extra: name of the extra of Penstock that installs it.
+        purpose: what needs it, as the beginning of a sentence.
+
+    Raises:
+        DataError: it is not installed.
+    """
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        raise DataError(
+            f"{purpose} needs the package {module.partition('.')[0]}, which is not installed",
+            fix=f"pip install 'penstock[{extra}]'",
+        ) from error
+
 
 Tokens: TypeAlias = NDArray[np.integer[Any]]
 """Token ids of one document, one dimension, of any integer type."""

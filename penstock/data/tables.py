@@ -19,12 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.base.errors import DataError
-from penstock.data.corrupt import CorruptRecords
-from penstock.data.documents import TextDocuments, checked_text
+from penstock.data.documents import CorruptRecords, TextDocuments, checked_text
 from penstock.data.files import empty, unreadable
-from penstock.data.optional import require
 from penstock.data.order import InBlocks
-from penstock.data.sources import RecordError, SplitFilter, fingerprint_of
+from penstock.data.sources import RecordError, SplitFilter, fingerprint_of, require
 from penstock.data.tokenizer import Tokenizer
 
 PARQUET, ARROW = ".parquet", (".arrow", ".feather", ".ipc")

@@ -16,8 +16,7 @@ import numpy as np
 
 from penstock.base.errors import DataError
 from penstock.data.sources import Tokens, fingerprint_of
-from penstock.data.tokenizer_json import TOKENIZER_FILE, FileTokenizer
-from penstock.data.tokenizer_sentencepiece import SentencePieceTokenizer
+from penstock.data.tokenizer_files import TOKENIZER_FILE, FileTokenizer, SentencePieceTokenizer
 from penstock.data.tokenizer_tiktoken import TiktokenTokenizer, holds_ranks
 
 BYTES = "bytes"

@@ -26,9 +26,8 @@ import numpy as np
 
 from penstock.base.errors import DataError
 from penstock.base.files import MOST_JSON_BYTES, read_bounded, read_json
-from penstock.data.end_of_document import find_end_of_document
-from penstock.data.optional import require
-from penstock.data.sources import RecordError, Tokens, fingerprint_of
+from penstock.data.sources import RecordError, Tokens, fingerprint_of, require
+from penstock.data.tokenizer_rules import find_end_of_document
 
 _RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n?")
 

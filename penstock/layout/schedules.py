@@ -1,20 +1,328 @@
 """The schedules of `pipeline.schedule` by name, as plain lists of actions.
 
-Two ways to make one: from phrases (`penstock/layout/phrases.py`: GPipe, 1F1B, interleaved, zero-bubble 1F1B, DualPipeV)
-and from a building block that is repeated and squeezed (`penstock/layout/blocks.py`: ZB-V, V-half, V-min). Both end in
-a `Schedule`, and whoever runs, times or draws one knows nothing else. docs/schedules.md compares them.
+Two ways to make one: from phrases (`penstock/layout/schedules.py`: GPipe, 1F1B, interleaved, zero-bubble 1F1B,
+DualPipeV) and from a building block that is repeated and squeezed (`penstock/layout/schedules.py`: ZB-V, V-half,
+V-min). Both end in a `Schedule`, and whoever runs, times or draws one knows nothing else. docs/schedules.md compares
+them.
 
 A step needs no more than: `schedule("1f1b", ranks=4, stages_per_rank=1, micro_batches=8)`, and for evaluation
 `forward_only` of it. Every number of ranks and micro-batches works, except where `schedule` says no.
 """
 
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import permutations, product
 from typing import Literal
 
 from penstock.base.errors import ConfigError
 from penstock.layout.actions import Action, Kind, Schedule, pair_up, problems, stages_of, text
-from penstock.layout.blocks import STRIDES, building_block, repeat, squeeze
-from penstock.layout.phrases import BESIDE, GRAMMARS, forwards, forwards_on_v, groups_to_fill, spell
+
+Phrase = tuple[int, str]
+"""How often, and which words."""
+
+
+def gpipe(ranks: int, rank: int, chunks: int, micro_batches: int) -> list[Phrase]:
+    """GPipe (arXiv 1811.06965): all forwards, then all backwards. With several stages, breadth first (2211.05953)."""
+    del ranks, rank
+    return [(chunks * micro_batches, "F"), (chunks * micro_batches, "B")]
+
+
+def one_forward_one_backward(ranks: int, rank: int, chunks: int, micro_batches: int) -> list[Phrase]:
+    """1F1B with a flush (PipeDream-flush, arXiv 2006.09503): a rank starts as many as it has ranks behind it."""
+    del chunks
+    ahead = min(ranks - 1 - rank, micro_batches)
+    return [(ahead, "F0"), (micro_batches - ahead, "F0 B0"), (ahead, "B0")]
+
+
+def interleaved(ranks: int, rank: int, chunks: int, micro_batches: int, more: int = 0) -> list[Phrase]:
+    """Interleaved 1F1B (Megatron, arXiv 2104.04473): several stages a rank, for a shorter ramp.
+
+    Any number of micro-batches: the groups are even. One short group at the end would let ranks wait for one another
+    for ever. With `more` forwards ahead, those beside a backward are of a later micro-batch.
+    """
+    steps = chunks * micro_batches
+    group = -(-micro_batches // groups_to_fill(ranks, micro_batches))
+    ahead = min(2 * (ranks - 1 - rank) + (chunks - 1) * group + more, steps)
+    return [(ahead, "F"), (steps - ahead, "F B"), (ahead, "B")]
+
+
+def zero_bubble_1f1b(ranks: int, rank: int, chunks: int, micro_batches: int) -> list[Phrase]:
+    """ZB-H1 (arXiv 2401.10241): 1F1B whose weight gradients wait, so that every rank holds as much as the first."""
+    del chunks
+    ahead = min(ranks - 1 - rank, micro_batches)
+    waiting = min(rank, micro_batches)
+    paired = min(waiting, micro_batches - ahead)
+    return [
+        (ahead, "F0"),
+        (paired, "F0 I0"),
+        (micro_batches - ahead - paired, "F0 I0 W"),
+        (waiting - paired, "I0"),
+        (ahead - waiting + paired, "I0 W"),
+        (waiting, "W"),
+    ]
+
+
+def dualpipe_v(ranks: int, rank: int, chunks: int, micro_batches: int) -> list[Phrase]:
+    """DualPipeV (DeepSeek's DualPipe cut in half): both directions on one v, forwards beside backwards of the other.
+
+    A backward right after a forward of the other stage is meant to overlap with it.
+    """
+    del chunks
+    behind = ranks - 1 - rank
+    whole = (rank + 1) // 2
+    mixed = 1 - rank % 2
+    return [
+        (2 * behind, "F0"),
+        (rank + 1, "F0 F1"),
+        (behind, "I1 W F1"),
+        (micro_batches - ranks - behind, "F0 B1 F1 B0"),
+        (behind, "B1 F1 B0"),
+        (whole, "B1 B0"),
+        (mixed, "B1 I0"),
+        (rank + 1 - whole - mixed, "I1 I0"),
+        (behind, "W I0"),
+        (rank + 1, "W"),
+    ]
+
+
+def forwards(ranks: int, rank: int, chunks: int, micro_batches: int) -> list[Phrase]:
+    """Evaluation where ranks hold stages in a loop."""
+    del ranks, rank
+    return [(chunks * micro_batches, "F")]
+
+
+def forwards_on_v(ranks: int, rank: int, chunks: int, micro_batches: int) -> list[Phrase]:
+    """Evaluation on a v: a rank works ahead until its first micro-batch is back from the ranks behind it."""
+    del chunks
+    ahead = min(2 * (ranks - 1 - rank), micro_batches)
+    return [(ahead, "F0"), (micro_batches - ahead, "F0 F1"), (ahead, "F1")]
+
+
+Grammar = Callable[[int, int, int, int], list[Phrase]]
+"""(ranks, rank, stages of a rank, micro-batches) -> the phrases of that rank."""
+
+GRAMMARS: dict[str, Grammar] = {
+    "gpipe": gpipe,
+    "1f1b": one_forward_one_backward,
+    "interleaved": interleaved,
+    "zb-1f1b": zero_bubble_1f1b,
+    "dualpipe-v": dualpipe_v,
+}
+
+BESIDE: dict[str, Grammar] = {"interleaved": partial(interleaved, more=1), "dualpipe-v": dualpipe_v}
+"""The same, for schedules whose forwards and backwards can be done in pairs."""
+
+
+def groups_to_fill(ranks: int, micro_batches: int) -> int:
+    """The most groups of which each has a micro-batch for every rank, so that all work before it comes round again."""
+    return max(1, micro_batches // ranks)
+
+
+def grouped(stages: Sequence[int], micro_batches: int, groups: int) -> Iterator[tuple[int, int]]:
+    """(stage, micro-batch): a group through the first stage, through the second, ...; then the next group.
+
+    Sizes of groups differ by one at most.
+    """
+    for group in range(groups):
+        members = range(group * micro_batches // groups, (group + 1) * micro_batches // groups)
+        for stage in stages:
+            for micro_batch in members:
+                yield stage, micro_batch
+
+
+def spell(phrases: list[Phrase], stages: Sequence[int], micro_batches: int, groups: int) -> tuple[Action, ...]:
+    """The actions that the phrases of a rank mean.
+
+    Args:
+        phrases: of the rank.
+        stages: that it holds.
+        micro_batches: of a step.
+        groups: of micro-batches, for words without a number.
+    """
+    orders = {
+        "F": grouped(stages, micro_batches, groups),
+        "B": grouped(stages[::-1], micro_batches, groups),
+    }
+    for chunk, stage in enumerate(stages):
+        orders[f"F{chunk}"] = grouped([stage], micro_batches, 1)
+        orders[f"B{chunk}"] = orders[f"I{chunk}"] = grouped([stage], micro_batches, 1)
+    waiting: deque[Action] = deque()
+    actions = []
+    for count, words in phrases:
+        for word in words.split() * count:
+            if word == Kind.WEIGHT:
+                actions.append(waiting.popleft())
+                continue
+            stage, micro_batch = next(orders[word])
+            actions.append(Action(stage, Kind(word[0]), micro_batch))
+            if word[0] == Kind.INPUT:
+                waiting.append(Action(stage, Kind.WEIGHT, micro_batch))
+    return tuple(actions)
+
+
+SLOTS = 6
+"""Slots between two blocks: what a rank does to one micro-batch."""
+
+STRIDES = {"zb-v": (4, 2, 4, 2), "v-half": (2, 1, 2, 1), "v-min": (1, 1, 1, 1)}
+"""Slots between neighbouring ranks on the four ways of a block: F0, F1, I1, I0."""
+
+Row = tuple[int, ...]
+"""The slots of one rank in the first block, in the order of `_WORK`."""
+
+_HOLDS = {Kind.FORWARD: 1, Kind.INPUT: 0, Kind.WEIGHT: -1}
+"""(stage, micro-batch) pairs that an action adds to those that its rank holds."""
+
+_URGENCY = (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT)
+_WORK = ((Kind.FORWARD, 0), (Kind.FORWARD, 1), (Kind.INPUT, 1), (Kind.INPUT, 0), (Kind.WEIGHT, 1), (Kind.WEIGHT, 0))
+
+
+@dataclass(frozen=True)
+class Block:
+    """A building block.
+
+    Attributes:
+        rows: slots of each rank.
+        held: the most that a rank holds while blocks repeat, in (stage, micro-batch) pairs.
+    """
+
+    rows: tuple[Row, ...]
+    held: int
+
+
+def building_block(name: str, ranks: int) -> Block:
+    """The block of a schedule that holds least, of all that pause up to 5 slots where the way turns.
+
+    Among those that hold as little, it is the one that pauses least before F1 and I0, and longest before I1: that makes
+    the shortest ramps.
+    """
+    blocks = {}
+    for before_f1, before_i1, before_i0 in product(range(SLOTS), repeat=3):
+        block = _block(STRIDES[name], ranks, (before_f1, before_i1, before_i0))
+        if block is not None:
+            blocks[block.held, before_f1 + before_i0, before_f1, -before_i1] = block
+    return blocks[min(blocks)]
+
+
+def _block(strides: tuple[int, int, int, int], ranks: int, pauses: tuple[int, int, int]) -> Block | None:
+    """The block with these pauses before F1, I1 and I0, or None if two of a rank's slots collide."""
+    rows = []
+    for rank in range(ranks):
+        slots, turn = [], 0
+        for way, (stride, pause) in enumerate(zip(strides, (*pauses, 0), strict=True)):
+            passed = rank if way % 2 == 0 else ranks - 1 - rank
+            slots.append(turn + stride * passed)
+            turn += stride * (ranks - 1) + 1 + pause
+        if len({slot % SLOTS for slot in slots}) < len(slots):
+            return None
+        rows.append((*slots, *_weights(slots)))
+    return Block(tuple(rows), max(map(_held, rows)))
+
+
+def _weights(slots: list[int]) -> tuple[int, int]:
+    """Slots of W1 and W0: the two that are free, each soon after its input gradient."""
+
+    def after(slot: int, free: int) -> int:
+        return slot + 1 + (free - slot - 1) % SLOTS
+
+    free = set(range(SLOTS)) - {slot % SLOTS for slot in slots}
+    return min(((after(slots[2], one), after(slots[3], other)) for one, other in permutations(free)), key=sum)
+
+
+def _held(row: Row) -> int:
+    """The most (stage, micro-batch) pairs that wait for their weight gradient in one slot, all blocks together."""
+    forward0, forward1, _, _, weight1, weight0 = row
+    spans = ((forward0, weight0), (forward1, weight1))
+    return max(
+        sum((slot - first) // SLOTS - (slot - last - 1) // SLOTS for first, last in spans) for slot in range(SLOTS)
+    )
+
+
+def repeat(block: Block, micro_batches: int) -> list[list[Action]]:
+    """The block, started every 6 slots: what each rank does, in the order of the slots."""
+    plans = []
+    for rank, row in enumerate(block.rows):
+        stages = (rank, 2 * len(block.rows) - 1 - rank)
+        slots = {
+            slot + SLOTS * micro_batch: Action(stages[chunk], kind, micro_batch)
+            for slot, (kind, chunk) in zip(row, _WORK, strict=True)
+            for micro_batch in range(micro_batches)
+        }
+        plans.append([slots[slot] for slot in sorted(slots)])
+    return plans
+
+
+def squeeze(plans: list[list[Action]], held: int) -> list[tuple[Action, ...]]:
+    """The plans without their gaps: all ranks at once, slot by slot, each doing what `_Rank.choose` says.
+
+    Args:
+        plans: what each rank does, in a legal order.
+        held: the most (stage, micro-batch) pairs that a rank may hold; no less than the plans need.
+    """
+    ranks = [_Rank(rank, 2 * len(plans), held, plan) for rank, plan in enumerate(plans)]
+    given: Counter[tuple[int, Kind]] = Counter()
+    while any(rank.left for rank in ranks):
+        chosen = [action for rank in ranks if (action := rank.choose(given)) is not None]
+        assert chosen, f"nothing can be done after {given.total()} actions"
+        given.update((action.stage, action.kind) for action in chosen)
+    return [tuple(rank.done) for rank in ranks]
+
+
+class _Rank:
+    """One rank while it is squeezed: what it has done, and what is left of its plan."""
+
+    def __init__(self, rank: int, stages: int, held: int, plan: list[Action]) -> None:
+        self.held = held
+        self.holds = 0
+        self.done: list[Action] = []
+        self.left = deque(plan)
+        self.turn = {action: turn for turn, action in enumerate(plan)}
+        self.queues: defaultdict[tuple[int, Kind], deque[Action]] = defaultdict(deque)
+        for action in plan:
+            self.queues[action.stage, action.kind].append(action)
+        self.needs = {what: [need[:2] for need in queue[0].needs(stages)] for what, queue in self.queues.items()}
+        self.first_gradient = rank, Kind.INPUT
+        self.first_forward = rank, Kind.FORWARD
+        self.micro_batches = len(self.queues[self.first_forward])
+
+    def choose(self, given: Counter[tuple[int, Kind]]) -> Action | None:
+        """Do one action if any can be done: the next of the plan while blocks repeat, in the ramps the most urgent.
+
+        A forward is more urgent than an input gradient, that more than a weight gradient; then the plan decides.
+
+        Args:
+            given: micro-batches of each stage and kind that all ranks have done, each in the order of its number.
+        """
+        is_ramp = given[self.first_gradient] == 0 or given[self.first_forward] == self.micro_batches
+        nexts = [queue[0] for queue in self.queues.values() if queue] if is_ramp else [self.left[0]]
+        ready = [action for action in nexts if self._has_all(action, given) and self._fits(action)]
+        if not ready:
+            return None
+        action = ready[0]
+        if len(ready) > 1:
+            action = min(ready, key=lambda action: (_URGENCY.index(action.kind), self.turn[action]))
+        self.queues[action.stage, action.kind].popleft()
+        self.left.remove(action)
+        self.done.append(action)
+        self.holds += _HOLDS[action.kind]
+        return action
+
+    def _has_all(self, action: Action, given: Counter[tuple[int, Kind]]) -> bool:
+        stage, kind, micro_batch = action
+        return all(given[need] > micro_batch for need in self.needs[stage, kind])
+
+    def _fits(self, action: Action) -> bool:
+        """Doing it now, and the rest as planned, never makes the rank hold too much. What has its turn always fits."""
+        if action.kind is not Kind.FORWARD or action == self.left[0]:
+            return True
+        holds = self.holds
+        for planned in self.left:
+            if holds >= self.held or planned == action:
+                break
+            holds += _HOLDS[planned.kind]
+        return holds < self.held
+
 
 __all__ = ["BESIDE", "SCHEDULES", "Action", "Kind", "Schedule", "Shape", "forward_only", "problems", "schedule", "text"]
 

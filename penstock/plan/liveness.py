@@ -14,8 +14,7 @@ from operator import ge
 from penstock.config.fit import SPLITTING_SCHEDULES
 from penstock.config.model import GroupedQueryAttention, Model
 from penstock.layout.actions import Kind, Schedule, stages_of
-from penstock.layout.phrases import GRAMMARS, groups_to_fill, spell
-from penstock.layout.schedules import SCHEDULES, schedule
+from penstock.layout.schedules import GRAMMARS, SCHEDULES, groups_to_fill, schedule, spell
 from penstock.plan.op_recorder import RecordedOps
 
 MOE = "moe"

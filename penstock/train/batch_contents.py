@@ -13,10 +13,10 @@ from penstock.config.run import Run
 from penstock.data.contents import RowContents, row_of
 from penstock.data.evaluation import evaluation_batches
 from penstock.data.loader import Loader
+from penstock.data.mixture import Text
 from penstock.data.packed import PackedTokens
-from penstock.data.saved import LoaderState
+from penstock.data.stream import LoaderState
 from penstock.data.synthetic import SyntheticTokens
-from penstock.data.texts import Text
 from penstock.data.tokenizer import Tokenizer, open_tokenizer
 from penstock.train.checkpoint import CheckpointStore
 

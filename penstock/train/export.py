@@ -1,6 +1,6 @@
 """A checkpoint of any layout as weights that other programs load: Hugging Face names, safetensors, `config.json`.
 
-The tokenizer goes with them if `transformers` can have it (penstock/data/tokenizer_export.py).
+The tokenizer goes with them if `transformers` can have it (penstock/data/tokenizer_output.py).
 Weights are read, brought into their form and written one at a time, so that a model of any size passes. The folder is
 written under a hidden name, so that it is there whole or not at all.
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 from penstock.base.errors import CheckpointError, DeviceError
 from penstock.config.model import Model
 from penstock.config.run import Run
-from penstock.data.tokenizer_export import export_tokenizer
+from penstock.data.tokenizer_output import export_tokenizer
 from penstock.models.build import build_model, meta_model, to_dtype
 from penstock.models.huggingface.config import huggingface_config
 from penstock.models.huggingface.weights import WEIGHTS_FILE, WeightMapping, load_huggingface, weight_mappings

@@ -19,7 +19,7 @@ from penstock.base.errors import DeviceError
 from penstock.config.model import Model
 from penstock.config.run import Kernels, Run
 from penstock.data.tokenizer import Tokenizer
-from penstock.layout.rectangles import Rectangle
+from penstock.layout.sharding import Rectangle
 from penstock.models.build import meta_model, to_dtype
 from penstock.models.decoder import Decoder
 from penstock.models.kernels import choose_operators

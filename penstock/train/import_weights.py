@@ -26,7 +26,7 @@ from penstock.base.files import read_json
 from penstock.config.load import dump_toml
 from penstock.config.model import Model, Moe, Router
 from penstock.config.run import Run
-from penstock.layout.rectangles import Rectangle
+from penstock.layout.sharding import Rectangle
 from penstock.models.huggingface.config import model_of_config
 from penstock.models.huggingface.weight_folder import WeightFolder
 from penstock.models.huggingface.weights import WeightMapping, check_weights, names_of, weight_mappings

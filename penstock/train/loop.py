@@ -34,7 +34,7 @@ from penstock.config.fit import micro_batches
 from penstock.config.run import Run
 from penstock.data.batch import Batch
 from penstock.data.evaluation import EvaluationRows
-from penstock.data.saved import LoaderState
+from penstock.data.stream import LoaderState
 from penstock.parallel.axes import ALONE, Axis
 from penstock.parallel.spans import Stopwatch, span
 from penstock.train.checkpoint import CheckpointStore

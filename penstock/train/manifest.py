@@ -30,7 +30,7 @@ from torch import Tensor
 from penstock import __version__
 from penstock.base.errors import CheckpointError
 from penstock.base.files import read_json
-from penstock.layout.rectangles import Rectangle, not_the_whole, parse_rectangle
+from penstock.layout.sharding import Rectangle, not_the_whole, parse_rectangle
 from penstock.parallel.shard import ShardedTensor
 from penstock.train.run_folder import write_whole
 from penstock.train.tensor_files import fingerprint, write_tensors

@@ -21,8 +21,7 @@ from torch import Tensor
 from penstock.base.errors import CheckpointError, RunFolderError
 from penstock.config.load import load_run
 from penstock.config.run import Run
-from penstock.layout.rectangles import Rectangle
-from penstock.layout.sharding import LocalSlice
+from penstock.layout.sharding import LocalSlice, Rectangle
 from penstock.models.parameters import refresh_float8
 from penstock.parallel.shard import ShardedTensor
 from penstock.train.checkpoint import CheckpointStore

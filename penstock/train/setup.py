@@ -15,9 +15,9 @@ from penstock.config.run import Run
 from penstock.config.size import Count, routed_parameters, size_of
 from penstock.data.evaluation import EvaluationRows, evaluation_batches
 from penstock.data.loader import Loader, Prefetch
+from penstock.data.mixture import Text
 from penstock.data.open import open_text
 from penstock.data.sources import Split
-from penstock.data.texts import Text
 from penstock.data.tokenizer import BYTES
 from penstock.kernels.choose import summary
 from penstock.kernels.device_facts import device_facts

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from penstock.base.errors import DataError
-from penstock.data.corrupt import NAMED, CorruptRecords
+from penstock.data.documents import NAMED, CorruptRecords
 from penstock.data.loader import Loader, Prefetch
+from penstock.data.mixture import Text, TextPart
 from penstock.data.sources import RecordError, SplitFilter
 from penstock.data.text import JsonLines, PlainText
-from penstock.data.texts import Text, TextPart
 from penstock.data.tokenizer import ByteTokenizer
 
 BYTES = ByteTokenizer()

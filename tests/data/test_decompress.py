@@ -12,8 +12,8 @@ import pytest
 import zstandard
 
 from penstock.base.errors import DataError
-from penstock.data import decompress
-from penstock.data.decompress import readable_copies
+from penstock.data import files
+from penstock.data.files import readable_copies
 
 TEXT = b"some text that repeats itself\n" * 20_000
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
@@ -80,7 +80,7 @@ def test_ranks_share_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         path.write_bytes(gzip.compress(b"%d" % number * 10_000))
     made: list[Path] = []
     meet = threading.Barrier(2, timeout=60)
-    plain = decompress.contents
+    plain = files.contents
 
     def content(path: Path) -> object:
         if len(made) < 2:
@@ -90,7 +90,7 @@ def test_ranks_share_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             made.append(path)
         return plain(path)
 
-    monkeypatch.setattr(decompress, "contents", content)
+    monkeypatch.setattr(files, "contents", content)
     ranks = [threading.Thread(target=readable_copies, args=(paths, tmp_path / "cache")) for _ in range(2)]
     for rank in ranks:
         rank.start()
@@ -108,6 +108,6 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
     path = tmp_path / "a.zst"
     path.write_bytes(zstandard.compress(b"one"))
     monkeypatch.setitem(__import__("sys").modules, "zstandard", None)
-    monkeypatch.setattr(decompress.sys, "version_info", (3, 13))
+    monkeypatch.setattr(files.sys, "version_info", (3, 13))
     with pytest.raises(DataError, match=r"needs the package zstandard, .*; fix: pip install 'penstock\[zstd\]'"):
         readable_copies([path], tmp_path / "cache")

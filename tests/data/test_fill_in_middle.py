@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.data.corrupt import CorruptRecords
+from penstock.data.documents import CorruptRecords
 from penstock.data.fill_in_middle import USUAL_NAMES, FillInMiddle, find_marks
 from penstock.data.loader import Loader
+from penstock.data.mixture import Text, TextPart
 from penstock.data.text import PlainText
-from penstock.data.texts import Text, TextPart
 from penstock.data.tokenizer import Tokenizer
 from tests.data.words import MARKS, InShards, letters
 

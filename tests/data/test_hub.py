@@ -12,11 +12,11 @@ import pytest
 
 from penstock.base.errors import DataError
 from penstock.data import hub
-from penstock.data.corrupt import CorruptRecords
+from penstock.data.documents import CorruptRecords
 from penstock.data.hub import DatasetName, DatasetOnDisk, StreamedDataset
 from penstock.data.loader import Loader
+from penstock.data.mixture import Text, TextPart
 from penstock.data.sources import SplitFilter
-from penstock.data.texts import Text, TextPart
 from penstock.data.tokenizer import ByteTokenizer
 
 BYTES = ByteTokenizer()

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.data import index
-from penstock.data.index import lines_in, require_utf8
+from penstock.data import text
 from penstock.data.sources import RecordError
+from penstock.data.text import lines_in, require_utf8
 
 pieces = st.lists(st.sampled_from([b"a", b"bc ", b"\n", b"\r\n", b"\t", b" ", b"\x0b", "\u4e16".encode(), b"      "]))
 
@@ -21,7 +21,7 @@ def test_lines_are_those_that_python_finds_whatever_the_size_of_blocks(
     path = tmp_path_factory.getbasetemp() / "lines"
     path.write_bytes(content)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(index, "_BLOCK", block)
+        patch.setattr(text, "_BLOCK", block)
         found = [entry for part in lines_in(path, path, require_utf8) for entry in zip(*part, strict=True)]
     wanted, start = [], 0
     for number, line in enumerate(content.split(b"\n"), start=1):

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from penstock.base.errors import DataError
 from penstock.data.batch import Batch
 from penstock.data.loader import Batches, Loader, Prefetch
-from penstock.data.rows import LANES
-from penstock.data.saved import LoaderState
+from penstock.data.stream import LANES, LoaderState
 from tests.data.in_memory import END, InMemory, larger_sources, numbered, sources
 
 

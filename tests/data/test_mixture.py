@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from penstock.base.errors import DataError
 from penstock.data.evaluation import evaluation_batches
 from penstock.data.loader import Loader
-from penstock.data.texts import Text, TextPart
+from penstock.data.mixture import Text, TextPart
 from tests.data.in_memory import InMemory, numbered, sources
 from tests.data.words import InShards
 

@@ -9,9 +9,9 @@ import pytest
 from penstock.base.errors import DataError
 from penstock.cli.main import main
 from penstock.config.data import Data, Part
+from penstock.data.mixture import Text
 from penstock.data.open import open_text
 from penstock.data.sources import Source, Split
-from penstock.data.texts import Text
 
 
 def opened(data: Data, split: Split, *, vocabulary_size: int = 257, cache: Path = Path("unused")) -> Text:

@@ -5,9 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.data.packing import PADDING, pack
-from penstock.data.rows import Rows
-from penstock.data.stream import Stream
+from penstock.data.batch import PADDING, pack
+from penstock.data.stream import Rows, Stream
 from penstock.kernels.reference import IGNORED_LABEL
 from tests.data.in_memory import END, InMemory, numbered, sources
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from penstock.config.data import Data, Part
 from penstock.data.loader import Loader
+from penstock.data.mixture import Text
 from penstock.data.open import open_text
-from penstock.data.pack_files import pack
+from penstock.data.packed import pack
 from penstock.data.text import JsonLines
-from penstock.data.texts import Text
 from penstock.data.tokenizer import ByteTokenizer
 from tests.examples import examples
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.base.errors import DataError
-from penstock.data.corrupt import CorruptRecords
-from penstock.data.sample import Sample
+from penstock.data.documents import CorruptRecords
+from penstock.data.evaluation import Sample
 from penstock.data.shards import ShardStream
 from penstock.data.sources import SplitFilter
 from tests.data.words import InShards

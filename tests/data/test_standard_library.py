@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from penstock.base.errors import DataError
+from penstock.data.open import open_standard_library
 from penstock.data.sources import Split
-from penstock.data.standard_library import open_standard_library
 from penstock.data.text import PlainText
 from penstock.data.tokenizer import ByteTokenizer
 

@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.base.errors import DataError
-from penstock.data.lanes import Cursor, Position
 from penstock.data.order import document_order
 from penstock.data.sources import Tokens
-from penstock.data.stream import Stream
+from penstock.data.stream import Cursor, Position, Stream
 from tests.data.in_memory import END, InMemory, numbered, sources
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.base.errors import DataError
 from penstock.data import tables
-from penstock.data.corrupt import CorruptRecords
+from penstock.data.documents import CorruptRecords
 from penstock.data.sources import SplitFilter
 from penstock.data.stream import Stream
 from penstock.data.tables import Tables

@@ -10,10 +10,10 @@ from tokenizers.processors import TemplateProcessing
 
 from penstock.config.data import Data
 from penstock.data.open import vocabulary_of
-from penstock.data.pack_files import pack
+from penstock.data.packed import pack
 from penstock.data.text import PlainText
 from penstock.data.tokenizer import open_tokenizer
-from penstock.data.tokenizer_export import ExportedTokenizer, export_tokenizer
+from penstock.data.tokenizer_output import ExportedTokenizer, export_tokenizer
 from tests.data.vocabularies import HARD_TEXTS, RANKS, json_file, sentencepiece_model, tiktoken_lines
 
 

@@ -7,9 +7,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from penstock.base.errors import DataError
-from penstock.data.end_of_document import END_OF_DOCUMENT_NAMES
 from penstock.data.tokenizer import open_tokenizer
-from penstock.data.tokenizer_json import FileTokenizer
+from penstock.data.tokenizer_files import FileTokenizer
+from penstock.data.tokenizer_rules import END_OF_DOCUMENT_NAMES
 from tests.data.vocabularies import json_file
 
 

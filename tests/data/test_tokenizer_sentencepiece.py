@@ -8,7 +8,7 @@ import pytest
 
 from penstock.base.errors import DataError
 from penstock.data.tokenizer import open_tokenizer
-from penstock.data.tokenizer_sentencepiece import SentencePieceTokenizer
+from penstock.data.tokenizer_files import SentencePieceTokenizer
 from tests.data.vocabularies import sentencepiece_model
 
 

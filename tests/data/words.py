@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from penstock.data.corrupt import CorruptRecords
+from penstock.data.documents import CorruptRecords
 from penstock.data.shards import Shards
 from penstock.data.sources import SplitFilter, fingerprint_of
 from penstock.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer

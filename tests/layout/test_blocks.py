@@ -2,8 +2,7 @@
 
 import pytest
 
-from penstock.layout.blocks import SLOTS, STRIDES, building_block, repeat, squeeze
-from penstock.layout.schedules import Kind
+from penstock.layout.schedules import SLOTS, STRIDES, Kind, building_block, repeat, squeeze
 
 HELD = {"zb-v": lambda ranks: ranks, "v-half": lambda ranks: (ranks + 2) // 2, "v-min": lambda ranks: (ranks + 4) // 3}
 """Whole micro-batches that a rank holds, as published."""

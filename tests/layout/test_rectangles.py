@@ -5,8 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.layout.rectangles import Rectangle, not_the_whole, parse_rectangle
-from penstock.layout.sharding import Cut, local_slices
+from penstock.layout.sharding import Cut, Rectangle, local_slices, not_the_whole, parse_rectangle
 
 SHAPES = st.lists(st.integers(1, 5), max_size=3).map(tuple)
 

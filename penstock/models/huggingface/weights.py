@@ -18,7 +18,7 @@ from torch import Tensor
 
 from penstock.base.errors import CheckpointError, ConfigError
 from penstock.config.model import Model
-from penstock.layout.rectangles import Rectangle
+from penstock.layout.sharding import Rectangle
 from penstock.models.build import meta_model
 from penstock.models.decoder import Decoder
 from penstock.models.huggingface.families import MODEL, Family, Rearrangement, family_of
