@@ -2,8 +2,7 @@
 
 from penstock.config.rules import RULES as CONFIG_RULES
 from penstock.plan.rules.advice import ADVICE
-from penstock.plan.rules.book import RULES
-from penstock.plan.rules.legal import LEGAL, rule_name
+from penstock.plan.rules.book import LEGAL, RULES, rule_name
 from penstock.plan.rules.order import ORDER
 from penstock.plan.rules.prune import PRUNE
 from penstock.plan.rules.rule import Rule

@@ -33,7 +33,7 @@ from penstock.plan.hardware import Cluster
 from penstock.plan.hardware_file import load_hardware
 from penstock.plan.meta_rank import Target, make_meta_rank
 from penstock.plan.project import device_of
-from penstock.plan.rules import legal
+from penstock.plan.rules import book
 from penstock.plan.rules.book import (
     RULES,
     advice,
@@ -207,10 +207,10 @@ def test_a_legal_rule_refuses_what_the_function_refuses_whose_name_it_has(drawn:
         {"sent-rows-are-counted-by-the-host", "padded-rows-are-sent"} if sizes.dispatcher == "local" else set()
     )
     for function in CONFIG_RULES:
-        name = legal.rule_name(function)
+        name = book.rule_name(function)
         if name in BY_NAME and name not in about_travel:
             assert (BY_NAME[name].check(sizes) is None) == (function(run) is None), name
-    about_ranks = legal.LEGAL[:3]
+    about_ranks = book.LEGAL[:3]
     assert any(rule.check(sizes) for rule in about_ranks) != has_grid(run, world)
 
 
@@ -226,7 +226,7 @@ def has_grid(run: Run, world: int) -> bool:
 def test_a_schedule_that_wants_micro_batches_has_no_grid_without_them(rows: int, is_refused: bool) -> None:
     overrides = ["parallel.pipeline=2", "pipeline.schedule=dualpipe-v", "pipeline.stages_per_rank=2"]
     run = unchecked_run([*overrides, "training.micro_batch=1", f"training.global_batch={rows}"])
-    refused = [rule.name for rule in legal.LEGAL if rule.check(sizes_for(run, 2)) is not None]
+    refused = [rule.name for rule in book.LEGAL if rule.check(sizes_for(run, 2)) is not None]
     assert refused == (["schedule-has-its-micro-batches"] if is_refused else [])
     assert (config_refusal(run, 2) is not None) == is_refused
 
@@ -337,7 +337,7 @@ def test_every_source_that_is_a_file_is_there() -> None:
 
 def test_links_in_a_node_are_as_much_faster_than_the_network_as_the_rule_says() -> None:
     ratios = []
-    for path in (Path(legal.__file__).parents[1] / "hardware_data").glob("*.toml"):
+    for path in (Path(book.__file__).parents[1] / "hardware_data").glob("*.toml"):
         node = tomllib.loads(path.read_text())["node"]
         ratios.append(node["link_bytes_per_second"] / node["network_bytes_per_second"])
     assert (round(min(ratios)), round(max(ratios))) == (9, 18)

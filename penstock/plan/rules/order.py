@@ -1,12 +1,12 @@
-"""What is tried last. Each rule gives a layout a rank; layouts of a higher rank count only if none of a lower fits.
+"""Layouts that are tried last. Each rule gives a layout a rank; a higher rank counts only if no lower one fits.
 
-The rules stand from the dearest way out of a full memory to the cheapest, and are compared from the left: a layout that
-computes everything twice comes behind every layout that does not, whatever else they do. So the order is that of the
-workflow: fit with the least model parallelism, compute little twice before everything, keep what talks most inside the
-fast link, cut rows only where they are long. Rank 0 means that a rule has nothing to say.
+The rules go from the costliest way out of a full memory to the cheapest, and ranks are compared from the left: a layout
+that recomputes everything comes behind every layout that does not, whatever else they do. So the order is that of the
+workflow: fit with the least model parallelism, recompute parts before whole layers, keep the largest traffic inside the
+fast link, cut rows only if they are long. Rank 0 means that a rule does not apply.
 """
 
-from penstock.plan.rules.rule import Rule
+from penstock.plan.rules.rule import Rule, rule
 from penstock.plan.rules.sizes import Sizes
 
 SMALL_MODEL = 20_000_000_000
@@ -40,9 +40,16 @@ def _bubble_rank(sizes: Sizes) -> int:
     return int(bubble_of(sizes) > HALF)
 
 
-def _bubble(sizes: Sizes) -> str | None:
-    if not _bubble_rank(sizes):
-        return None
+@rule(
+    "order",
+    "L12 (Megatron-Core); docs/schedules.md; AMD: 54.4 % at PP 16, VPP 1, 16 micro-batches and 14.5 % at VPP 6",
+    rank=_bubble_rank,
+)
+def bubble_under_half(sizes: Sizes) -> str | None:
+    """A pipeline whose ranks wait more than half of their time comes after everything else.
+
+    The share is (p - 1) / (p - 1 + m v) for m micro-batches on p ranks of v stages.
+    """
     share = bubble_of(sizes)
     return f"{sizes.micro_batches} micro-batches on PP {sizes.pp} x {sizes.vpp} {sizes.schedule} wait {share:.0%}"
 
@@ -51,29 +58,54 @@ def _full_rank(sizes: Sizes) -> int:
     return 2 if "layer" in sizes.recompute else int("moe" in sizes.recompute)
 
 
-def _full(sizes: Sizes) -> str | None:
-    rank = _full_rank(sizes)
-    if rank == 0:
-        return None
-    return "every forward pass is computed twice" if rank == 2 else "experts, and the way to them, are passed twice"
+@rule(
+    "order",
+    "3.0, M5, M9 (Megatron Bridge, activation recompute)",
+    'recompute.modules=["expert-activation"]',
+    rank=_full_rank,
+)
+def selective_before_full(sizes: Sizes) -> str | None:
+    """Parts of a layer are recomputed before all of its experts, and those before the whole layer.
+
+    The whole layer costs about 30 % of the computing. Recomputed experts send their tokens twice.
+    """
+    return (
+        "every forward pass is computed twice"
+        if _full_rank(sizes) == 2
+        else "experts, and the way to them, are passed twice"
+    )
 
 
 def _tensor_rank(sizes: Sizes) -> int:
     return _doublings(sizes.tp, 1)
 
 
-def _tensor(sizes: Sizes) -> str | None:
+@rule(
+    "order",
+    "L8, L11 (Megatron Bridge, memory tuning); AMD's plans for 768 GPUs",
+    "parallel.tensor=1",
+    rank=_tensor_rank,
+)
+def tensor_only_to_fit(sizes: Sizes) -> str | None:
+    """TP is the last kind of model parallelism: 1 while anything fits so.
+
+    Doubling it to save memory cost 28 % of the speed of a dense model of 70B; AMD plans 93B active parameters
+    without it.
+    """
     active = sizes.model.active_parameters / 1e9
-    return f"TP {sizes.tp} cuts matrices of a model of {active:.3g}B active parameters" if sizes.tp > 1 else None
+    return f"TP {sizes.tp} cuts matrices of a model of {active:.3g}B active parameters"
 
 
 def _gathered_rank(sizes: Sizes) -> int:
     return int(sizes.shard == "full" and sizes.pp > 1)
 
 
-def _gathered(sizes: Sizes) -> str | None:
-    if not _gathered_rank(sizes):
-        return None
+@rule("order", "docs/decisions/0013-sharing-the-optimizer.md", "parallel.shard=optimizer", rank=_gathered_rank)
+def whole_weights_in_pipeline(sizes: Sizes) -> str | None:
+    """In a pipeline, ranks divide the optimizer and keep their weights whole.
+
+    FSDP2 gathers weights and sums gradients in each micro-batch.
+    """
     return f"full shards gather weights for each of {sizes.micro_batches} micro-batches of a pipeline"
 
 
@@ -81,9 +113,13 @@ def _small_rank(sizes: Sizes) -> int:
     return _doublings(sizes.pp, 1) if sizes.model.total_parameters < SMALL_MODEL else 0
 
 
-def _small(sizes: Sizes) -> str | None:
-    if not _small_rank(sizes):
-        return None
+@rule("order", "L11 (Megatron Bridge, parallelisms); layouts-h200x4.json", "parallel.pipeline=1", rank=_small_rank)
+def small_model_without_pipeline(sizes: Sizes) -> str | None:
+    """Below 20B parameters experts are all that is shared.
+
+    DeepSeek-V2-Lite on four H200s: PP 2 x EP 2 trains 11 % fewer tokens/s than EP 4, and TP 2 folded with EP 4
+    trains 8 % fewer.
+    """
     return f"PP {sizes.pp} for a model of {sizes.model.total_parameters / 1e9:.3g}B parameters"
 
 
@@ -93,9 +129,12 @@ def _expert_rank(sizes: Sizes) -> int:
     return max(1, _doublings(sizes.expert_ranks, sizes.node_devices))
 
 
-def _expert(sizes: Sizes) -> str | None:
-    if not _expert_rank(sizes):
-        return None
+@rule("order", "L10 (Megatron-Core, MoE guide); docs/hardware.md (links over network)", rank=_expert_rank)
+def expert_product_inside_node(sizes: Sizes) -> str | None:
+    """EP x ETP stays inside the fast link, where tokens have 9 to 18 times the bandwidth.
+
+    It crosses nodes if nothing fits otherwise, by as few doublings as possible.
+    """
     return f"EP {sizes.ep} x ETP {sizes.etp} = {sizes.expert_ranks} crosses nodes of {sizes.node_devices} devices"
 
 
@@ -106,9 +145,9 @@ def _context_node_rank(sizes: Sizes) -> int:
     return max(1, _doublings(ranks, sizes.node_devices))
 
 
-def _context_node(sizes: Sizes) -> str | None:
-    if not _context_node_rank(sizes):
-        return None
+@rule("order", "3.0 (Megatron-Core, MoE guide)", rank=_context_node_rank)
+def context_inside_node(sizes: Sizes) -> str | None:
+    """CP x TP stays inside the fast link: ranks that share a row exchange it in every layer."""
     return f"CP {sizes.cp} x TP {sizes.tp} = {sizes.cp * sizes.tp} crosses nodes of {sizes.node_devices} devices"
 
 
@@ -116,90 +155,21 @@ def _context_rank(sizes: Sizes) -> int:
     return 0 if sizes.cp == 1 else _doublings(sizes.cp * SHARD, sizes.sequence_length)
 
 
-def _context(sizes: Sizes) -> str | None:
-    if not _context_rank(sizes):
-        return None
+@rule("order", "L7 (Megatron Bridge, parallelisms and long context)", "parallel.context=1", rank=_context_rank)
+def context_from_8k(sizes: Sizes) -> str | None:
+    """CP begins with rows of 8,192 and leaves a rank 4,096 positions; shorter rows are cut if nothing else fits."""
     left = sizes.sequence_length // sizes.cp
     return f"CP {sizes.cp} cuts rows of {sizes.sequence_length} positions into {left}, fewer than {SHARD}"
 
 
 ORDER: tuple[Rule, ...] = (
-    Rule(
-        name="bubble-under-half",
-        kind="order",
-        doc="A pipeline whose ranks wait more than half of their time comes after everything else: "
-        "(p - 1) / (p - 1 + m v) for m micro-batches on p ranks of v stages.",
-        source="L12 (Megatron-Core); docs/schedules.md (by the clock); AMD measured 54.4 % at PP 16, VPP 1, 16 "
-        "micro-batches and 14.5 % at VPP 6",
-        check=_bubble,
-        rank=_bubble_rank,
-    ),
-    Rule(
-        name="selective-before-full",
-        kind="order",
-        doc="Parts of a layer are computed twice before all of its experts are, and those before the whole layer, "
-        "which costs about 30 % of the computing. Experts that are computed twice send their tokens twice.",
-        source="3.0, M5, M9 (Megatron Bridge, activation recompute)",
-        check=_full,
-        rank=_full_rank,
-        fix=('recompute.modules=["expert-activation"]',),
-    ),
-    Rule(
-        name="tensor-only-to-fit",
-        kind="order",
-        doc="TP is the last kind of model parallelism: 1 while anything fits so. Doubling it to save memory cost 28 % "
-        "of the speed of a dense model of 70B; AMD plans 93B active parameters without it.",
-        source="L8, L11 (Megatron Bridge, memory tuning); AMD's plans for 768 GPUs",
-        check=_tensor,
-        rank=_tensor_rank,
-        fix=("parallel.tensor=1",),
-    ),
-    Rule(
-        name="whole-weights-in-pipeline",
-        kind="order",
-        doc="In a pipeline, ranks divide the optimizer and keep their weights whole: FSDP2 gathers weights and sums "
-        "gradients in each micro-batch.",
-        source="docs/decisions/0013-sharing-the-optimizer.md",
-        check=_gathered,
-        rank=_gathered_rank,
-        fix=("parallel.shard=optimizer",),
-    ),
-    Rule(
-        name="small-model-without-pipeline",
-        kind="order",
-        doc="Below 20B parameters experts are all that is shared. DeepSeek-V2-Lite on four H200s: PP 2 x EP 2 trains "
-        "11 % fewer tokens/s than EP 4, and TP 2 folded with EP 4 trains 8 % fewer.",
-        source="L11 (Megatron Bridge, parallelisms); layouts-h200x4.json",
-        check=_small,
-        rank=_small_rank,
-        fix=("parallel.pipeline=1",),
-    ),
-    Rule(
-        name="expert-product-inside-node",
-        kind="order",
-        doc="EP x ETP stays inside the fast link, where tokens have 9 to 18 times the bandwidth; it crosses nodes if "
-        "nothing fits otherwise, by as few doublings as will do.",
-        source="L10 (Megatron-Core, MoE guide); docs/hardware.md (links over network)",
-        check=_expert,
-        rank=_expert_rank,
-    ),
-    Rule(
-        name="context-inside-node",
-        kind="order",
-        doc="CP x TP stays inside the fast link: ranks that share a row exchange it in every layer.",
-        source="3.0 (Megatron-Core, MoE guide)",
-        check=_context_node,
-        rank=_context_node_rank,
-    ),
-    Rule(
-        name="context-from-8k",
-        kind="order",
-        doc="CP begins with rows of 8,192 and leaves a rank 4,096 positions; shorter rows are cut if nothing fits "
-        "otherwise.",
-        source="L7 (Megatron Bridge, parallelisms and long context)",
-        check=_context,
-        rank=_context_rank,
-        fix=("parallel.context=1",),
-    ),
+    bubble_under_half,
+    selective_before_full,
+    tensor_only_to_fit,
+    whole_weights_in_pipeline,
+    small_model_without_pipeline,
+    expert_product_inside_node,
+    context_inside_node,
+    context_from_8k,
 )
-"""From the dearest to the cheapest."""
+"""From the costliest to the cheapest."""
