@@ -2,8 +2,8 @@
 
 A search asks `first_refusal` about every layout, walks the others in the order of `order_key`, and stops behind the
 first key at which something fits: later layouts are refused by `out_of_order`, with the name of the rule. For a single
-run, `penstock plan --layout` asks `config_refusal` and `advice` only. Legal rules are the functions of `penstock.config`
-themselves, by their names: those that a search breaks most often.
+run, `penstock plan --layout` asks `config_refusal` and `advice` only. Legal rules are functions of `penstock.config`
+itself, by their names: those that a search breaks most often.
 """
 
 from collections.abc import Callable
