@@ -1,10 +1,18 @@
-"""AdamW (arXiv 1711.05101) with float32 masters on the device, fused into one pass over memory.
+"""AdamW (arXiv 1711.05101) with float32 masters, on the device or streamed from host memory.
 
-This is the only place that masters and moments are reached through. Whoever keeps them elsewhere
-(`penstock/train/adamw.py`) has the same face: three mappings by name, a step count, `update`, `settle` and
-`loaded`.
+A float32 value is its own master. A value of a smaller type is a rounded copy of its master.
 
-A float32 value is its own master. One of a smaller type is a rounded copy of its master, and follows it.
+`FusedAdamW` has everything on the device and updates in one pass over memory. `StreamedAdamW` has the same interface:
+
+    host      masters and moments, float32, pinned            12 bytes for each value of a bfloat16 parameter
+    device    parameters, gradients, and two chunks at a time (penstock/parallel/copies.py)
+
+A chunk is copied in, updated by the same kernels, and copied out while the next one arrives. A step costs the time to
+move 12 bytes for each value one way (both directions run at once), once for any number of micro-batches. A value that
+is its own master (FSDP2's shards among them) stays on the device; only its moments are on the host, 8 bytes each.
+
+Chunks are cut at multiples of the widest CPU vector, because PyTorch's AdamW on CPUs rounds the last values of a tensor
+differently from full vectors. So both classes agree to the bit.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,21 +47,13 @@ def is_decayed(name: str, parameter: Tensor) -> bool:
 
 
 def is_own_master(value: Tensor) -> bool:
-    """Whether a value is precise enough to be updated itself."""
+    """Whether a value is precise enough to be updated directly."""
     return value.dtype.itemsize >= torch.float32.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWUpdate:
-    """Tensors of one shape on one device that the update of some elements needs.
-
-    Attributes:
-        master: updated in place.
-        gradient: left as it is, but for the divisor.
-        moment1: updated in place.
-        moment2: updated in place.
-        is_decayed: whether weight decay applies.
-    """
+    """Tensors of one shape on one device for an update; `master` and the moments are updated in place."""
 
     master: Tensor
     gradient: Tensor
@@ -66,29 +66,29 @@ class AdamWUpdate:
 def update_all(
     updates: Sequence[AdamWUpdate], step: Tensor, learning_rate: float, settings: Optimizer, divisor: float = 1.0
 ) -> None:
-    """Do one step of AdamW. The host does not wait.
+    """Make one step of AdamW. The host does not wait.
 
     Args:
-        updates: what to update; none is empty.
-        step: float32 scalar on the same device: steps done before; left as it is.
+        updates: none is empty.
+        step: float32 scalar on the same device: number of earlier steps; unchanged.
         learning_rate: of this step.
-        settings: everything else.
-        divisor: gradients are divided by it first, where they stand, in the same pass over memory.
+        settings: all else.
+        divisor: of the gradients, in place, in the same pass over memory.
     """
-    # Filled on the device: a copy from the host would wait for it.
+    # Filled on the device: a copy from the host would wait for the device.
     scale = None if divisor == 1.0 else torch.full_like(step, divisor)
     for is_decayed_ in (True, False):
         group = [update for update in updates if update.is_decayed is is_decayed_]
         if not group:
             continue
-        # Fused on CPUs too: each value is computed by itself, so it is deterministic, and it passes over memory once.
+        # Fused on CPUs too: it is deterministic, since values are independent, and passes over memory once.
         adamw(
             [update.master for update in group],
             [update.gradient for update in group],
             [update.moment1 for update in group],
             [update.moment2 for update in group],
             [],
-            # It counts one for each tensor: views of one vector, which are used up.
+            # adamw increments one counter for each tensor, so it gets views of one temporary vector.
             list(step.repeat(len(group))),
             fused=True,
             grad_scale=scale,
@@ -103,20 +103,20 @@ def update_all(
 
 
 class FusedAdamW:
-    """The update of some tensors.
+    """AdamW with all state on the device.
 
     Args:
-        values: what is updated, in place, by name; decay goes by name. All on one device. Some may be empty.
-        gradients: float32, of the same shapes; the very same tensors are read by every update.
-        settings: everything but the learning rate, which comes with each update.
+        values: updated in place, by name; decay depends on the name. All on one device; some may be empty.
+        gradients: float32, of the same shapes; every update reads these tensors.
+        settings: all but the learning rate.
 
     Attributes:
-        masters: the values themselves, or float32 copies of those that are too coarse.
-        moments1: mean of the gradients.
-        moments2: mean of their squares.
-        step: float32 scalar on the device: updates done.
-        host_bytes: of memory outside the device.
-        device_bytes: of masters that are not the values themselves, moments, and whatever else stays on the device.
+        masters: the values, or float32 copies of those of a smaller type.
+        moments1: means of the gradients.
+        moments2: means of their squares.
+        step: float32 scalar on the device: number of updates.
+        host_bytes: of host memory.
+        device_bytes: of separate masters, moments and buffers on the device.
     """
 
     def __init__(self, values: Mapping[str, Tensor], gradients: Mapping[str, Tensor], settings: Optimizer) -> None:
@@ -142,16 +142,16 @@ class FusedAdamW:
         self.device_bytes = sum(tensor.nbytes for tensor in (*apart, *self.moments1.values(), *self.moments2.values()))
 
     def update(self, learning_rate: float, divisor: float = 1.0) -> None:
-        """Update every master from its gradient, once that is divided by `divisor`, and the values with it."""
+        """Update every master from its gradient, divided by `divisor`, and the values with it."""
         update_all(self._updates, self.step, learning_rate, self._settings, divisor)
         self.step += 1
         self._round()
 
     def settle(self) -> None:
-        """Wait until masters and moments may be read or filled on the host, where they are there."""
+        """Wait until host tensors may be read or filled."""
 
     def loaded(self) -> None:
-        """Go on from masters, moments and a `step` that somebody has filled: values follow their masters."""
+        """Continue from filled masters, moments and `step`: values follow their masters."""
         self._round()
 
     @torch.no_grad()
@@ -161,21 +161,20 @@ class FusedAdamW:
 
 
 BYTES = 12
-"""On the way for one value: master and two moments."""
+"""Master and two moments of one value."""
 
 UNIT = ALIGNMENT // torch.float32.itemsize
-"""Values; chunks are cut at multiples of it."""
+"""Chunks are cut at multiples of this number of values."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Slice:
-    """Consecutive values of one tensor, as they wait for their turn.
+    """Consecutive values of one tensor.
 
     Attributes:
         value: on the device; its own master if `state` has none.
         gradient: on the device.
         state: on the host: moments, then the master.
-        is_decayed: whether weight decay applies.
     """
 
     value: Tensor
@@ -184,7 +183,7 @@ class _Slice:
     is_decayed: bool
 
     def update(self, state: Sequence[Tensor]) -> AdamWUpdate:
-        """What to do once its state has come to the device."""
+        """The update, with the state on the device."""
         moment1, moment2, *master = state
         return AdamWUpdate(
             master=master[0] if master else self.value,
@@ -196,16 +195,16 @@ class _Slice:
 
 
 class StreamedAdamW:
-    """The update of some tensors; arguments and attributes as of `FusedAdamW`.
+    """AdamW with state in host memory; arguments and attributes as of `FusedAdamW`.
 
-    Masters that are not the values themselves, and all moments, are host tensors. They may be read or filled after
-    `settle` and until the next `update`.
+    Separate masters and all moments are host tensors. They may be read or filled between `settle` and the next
+    `update`.
 
     Args:
         values: contiguous.
         gradients: contiguous.
         settings: of AdamW.
-        chunk_bytes: of device memory for one chunk; there are two.
+        chunk_bytes: device memory of one of the two chunks.
     """
 
     def __init__(
@@ -238,22 +237,22 @@ class StreamedAdamW:
         self.device_bytes = 2 * buffer_bytes(self._state)
 
     def update(self, learning_rate: float, divisor: float = 1.0) -> None:
-        """Update every master from its gradient, once that is divided by `divisor`, and the values with it."""
+        """See `FusedAdamW.update`."""
         self._stream.run(self._state, partial(self._work, learning_rate, divisor))
         self.step += 1
 
     def settle(self) -> None:
-        """Wait until masters and moments may be read or filled on the host."""
+        """Wait until host tensors may be read or filled."""
         self._stream.finish()
 
     @torch.no_grad()
     def loaded(self) -> None:
-        """Go on from masters, moments and a `step` that somebody has filled: values follow their masters."""
+        """See `FusedAdamW.loaded`."""
         for name, value in self._rounded.items():
             value.copy_(self.masters[name])
 
     def _cut(self, values: Mapping[str, Tensor], gradients: Mapping[str, Tensor], units: int) -> Iterator[list[_Slice]]:
-        """Cut all tensors into chunks of so many units."""
+        """Cut all tensors into chunks of at most this number of units."""
         names = list(values)
         flat = {name: value.detach().view(-1) for name, value in values.items()}
         for chunk in cut_into_chunks([-(-flat[name].numel() // UNIT) for name in names], units):

@@ -1,8 +1,7 @@
-"""What the batch of a step really holds, read as training reads it.
+"""The content of the batch of a step, read as training reads it.
 
-The same loader as in training is put to the step: from the newest checkpoint of the run before it, or from the start.
-What lies between is read for its lengths. Then rows are drawn one by one, so that it is known which part of a mixture
-each is of.
+The training loader is moved to the step: from the newest checkpoint before it, or from the start, reading only lengths.
+Then rows are drawn one by one, which tells the mixture part of each.
 """
 
 from collections import Counter
@@ -21,19 +20,19 @@ from penstock.data.tokenizer import Tokenizer, open_tokenizer
 from penstock.train.checkpoint import CheckpointStore
 
 MOST_ROWS = 1024
-"""Rows of a batch that are looked at; a batch of thousands of long rows would take minutes."""
+"""Rows of a batch that are analyzed; a batch of thousands of long rows would take minutes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchContents:
-    """A batch, taken apart.
+    """Analysis of a batch.
 
     Attributes:
-        rows: that were looked at, all of the batch or MOST_ROWS of it.
-        parts: the part of the mixture that each row is of; empty names without a mixture.
-        weights: of the parts of the mixture.
+        rows: all rows of the batch, or MOST_ROWS of them.
+        parts: mixture part of each row; empty names without a mixture.
+        weights: of the mixture parts.
         batch_rows: of the whole batch.
-        skipped: corrupt records that were met on the way.
+        skipped: corrupt records on the way.
         notices: which ones, a line each.
     """
 
@@ -56,36 +55,36 @@ class BatchContents:
 
     @property
     def padding_share(self) -> float:
-        """Share of the tokens that only fill rows."""
+        """Share of padding tokens."""
         return sum(row.padding for row in self.rows) / self.tokens
 
     @property
     def ignored_share(self) -> float:
-        """Share of the labels that are not counted."""
+        """Share of labels that are not counted."""
         return sum(row.ignored for row in self.rows) / self.tokens
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Bytes of text that a token stands for in the mean, padding not among them; None if nobody knows."""
+        """Mean bytes of text for a token, without padding; None if unknown."""
         sizes = [row.text_bytes for row in self.rows if row.text_bytes is not None]
         filled = sum(row.tokens - row.padding for row in self.rows)
         return sum(sizes) / filled if len(sizes) == len(self.rows) and filled > 0 else None
 
     @property
     def part_shares(self) -> dict[str, float]:
-        """Share of the rows that each part of the mixture has; nothing without a mixture."""
+        """Share of the rows of each mixture part; empty without a mixture."""
         counted = Counter(self.parts)
         return {name: counted[name] / len(self.rows) for name in self.weights}
 
 
 def training_contents(run: Run, text: Text, step: int, store: CheckpointStore | None = None) -> BatchContents:
-    """Takes the batch of a step apart.
+    """Analyze the batch of a training step.
 
     Args:
-        run: the settings.
-        text: what it trains on.
+        run: the configuration.
+        text: training data.
         step: from 1.
-        store: checkpoints of the run, to begin at; None begins at the first step.
+        store: checkpoints of the run to begin from; None begins at the first step.
 
     Raises:
         DataError: a document cannot be read.
@@ -112,11 +111,7 @@ def training_contents(run: Run, text: Text, step: int, store: CheckpointStore | 
 
 
 def held_out_contents(run: Run, text: Text) -> BatchContents:
-    """Takes the rows that a model is judged by apart.
-
-    Args:
-        run: the settings, with `evaluation.rows` above 0.
-        text: held-out documents.
+    """Analyze the evaluation rows of a run, whose `evaluation.rows` is above 0.
 
     Raises:
         DataError: a document cannot be read.
@@ -145,7 +140,7 @@ def held_out_contents(run: Run, text: Text) -> BatchContents:
 
 
 def tokenizer_of(run: Run, text: Text) -> Tokenizer | None:
-    """Returns what decodes the tokens of a run; None if they stand for no text, or the tokenizer is not at hand."""
+    """The tokenizer of a run; None if its tokens stand for no text, or the tokenizer is not available."""
     documents = text.parts[0].documents
     if isinstance(documents, SyntheticTokens):
         return None
@@ -155,8 +150,8 @@ def tokenizer_of(run: Run, text: Text) -> Tokenizer | None:
 
 
 def _place_before(run: Run, text: Text, step: int, store: CheckpointStore | None) -> tuple[LoaderState, int]:
-    """Returns the place before a step, and how many records had been skipped where reading began."""
-    # Of as many ranks as rows, the first takes one row and passes over the others, which is quicker than to make them.
+    """Loader state before a step, and the number of records skipped before reading began."""
+    # With as many ranks as rows, the first rank builds one row and skips the others, which is faster.
     loader = _loader(run, text, rows=run.training.global_batch, ranks=run.training.global_batch)
     done = max((saved for saved in store.steps() if saved < step), default=0) if store is not None else 0
     if store is not None and done > 0:
@@ -183,7 +178,7 @@ def _loader(run: Run, text: Text, *, rows: int, ranks: int = 1) -> Loader:
 
 
 def _part_read(text: Text, before: LoaderState, behind: LoaderState) -> str:
-    """Returns the name of the part that the row between two states is of."""
+    """Name of the part that the row between two states is from."""
     tokens = [state.get("part_tokens") for state in (before, behind)]
     if not all(isinstance(one, list) for one in tokens):
         return ""

@@ -1,22 +1,25 @@
-"""Forward and backward of a micro-batch as one captured graph (`graphs.capture` full), replayed for each of them.
+"""Passes that replay captured graphs, and the choice between them (`graphs.capture`).
 
-    first step     eager: kernels are compiled, communicators made
-    second step    the pass is captured, then as in every later step:
-    each pass      what the micro-batch reads is copied to where the graph reads it; replay; its losses are added up
+Full capture replays the forward and backward pass of a micro-batch as one graph:
 
-What a pass leaves behind, it leaves where it always does, in tensors whose addresses never change: gradients in the
-optimizer's float32 sums, loads in the routers' meters, rows without room in the layers' rooms. Capture itself runs
-nothing on the device, so it counts nothing. Parameters and expert bias are updated in place and read anew by each
-replay. One number of a micro-batch is part of the graph instead of an input of it, its share of the global batch, which
-is the same for all.
+    first step     eager: compiles kernels, creates communicators
+    second step    captures the pass, then does as every later step:
+    each pass      copies the micro-batch to the addresses that the graph reads, replays, adds up the losses
 
-Eager all the same: evaluation, the search for a value that is not finite, and a step that is made again with more room
-for rows, whose shapes are others. Before such a step the graph is given up, because memory might not be enough for
-both; the next step captures it anew. Clipping and update stay eager too: some hundred launches once a step, which the
-host is through with long before the device (docs/graphs.md).
+A pass writes only to tensors with fixed addresses: gradients to the optimizer's float32 sums, loads to the routers'
+meters, rows without room to the layers' capacity trackers. Capture runs nothing on the device, so it counts nothing.
+Parameters and expert bias are updated in place and read by each replay. The share of the micro-batch in the global
+batch is a constant of the graph; it is the same for all micro-batches. Transfers through symmetric memory count on the
+device (penstock/parallel/symmetric.py), so they can be replayed; their slots are part of the graph.
 
-Transfers through the memory that GPUs share count on the device (penstock/parallel/symmetric.py), so they can be
-replayed; which slots they use is part of the graph.
+Evaluation, the search for a non-finite value, clipping, the update, and a step that is repeated with larger buffers
+stay eager. Before such a step the graph is released, because memory may not suffice for both; the next step captures
+it anew.
+
+Partial capture replays parts of each layer, forward and backward: attention with the norms on both sides, the router,
+and the order of this rank's slots (penstock/models/block.py, penstock/parallel/graphs.py). The first micro-batch of the
+second step captures them. Dispatch, experts, combine and dense networks stay eager, so the host may read row counts.
+Parts hold no collectives and do not depend on the rows of other ranks, so repeated steps replay them too.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,7 +46,7 @@ from penstock.train.global_batch import GlobalBatch, MicroBatch
 from penstock.train.loss import LossRule
 from penstock.train.passes import differentiate, forward_backward
 
-if TYPE_CHECKING:  # it imports Triton, which may be absent
+if TYPE_CHECKING:  # the module imports Triton, which may be absent
     from penstock.parallel.symmetric import TransferDirection
 
 
@@ -51,11 +54,11 @@ class CapturedPasses:
     """`forward_backward` by replaying a graph; called the same way.
 
     Args:
-        is_asked_for: a graph that finds no memory is an error; else passes stay eager and a notice says so.
-        capture: of a pass.
+        is_asked_for: out of memory is an error; otherwise passes stay eager, with a notice.
+        capture: captures a callable.
 
     Attributes:
-        pool_bytes: device memory that the graph holds; 0 while there is none.
+        pool_bytes: device memory of the graph; 0 without one.
     """
 
     def __init__(self, *, is_asked_for: bool, capture: Capture = capture) -> None:
@@ -72,7 +75,7 @@ class CapturedPasses:
         """See `forward_backward`.
 
         Raises:
-            DeviceError: there is no memory for the graph, on any rank, and it was asked for.
+            DeviceError: out of memory for the graph on any rank, and it was asked for.
         """
         if (now := widenings(model.modules)) != self._widenings:
             self._widenings = now
@@ -91,12 +94,12 @@ class CapturedPasses:
         return sums
 
     def take_notices(self) -> tuple[str, ...]:
-        """What a user should know and has not been told yet."""
+        """New notices for the user."""
         notices, self._notices = tuple(self._notices), []
         return notices
 
     def release(self) -> None:
-        """Give the graph up, if there is one; the next step captures another. Before the process group ends."""
+        """Release the graph; the next step captures another. Call it before the process group ends."""
         if self._pass is not None:
             self._pass.graph.release()
         self._pass, self.pool_bytes = None, 0
@@ -126,26 +129,24 @@ class CapturedPasses:
 
 
 def first_obstacle(obstacle: str, world: Axis) -> str:
-    """What keeps any rank from a graph; empty if nothing does. All ranks call it."""
+    """The first rank's reason against a graph; empty if no rank has one. All ranks call it."""
     return next((one for one in all_gather_json(obstacle, world) if one), "")
 
 
 def no_memory(what: str, obstacle: str) -> DeviceError:
-    """The error of somebody who asked for graphs."""
+    """Error for a user that asked for graphs."""
     fix = "a smaller training.micro_batch, more recompute.modules, or graphs.capture=none"
     return DeviceError(what, got=obstacle, fix=fix)
 
 
 @dataclass(frozen=True)
 class _CapturedPass:
-    """A graph, and the tensors through which it is spoken with.
+    """A graph with its input and output tensors.
 
     Attributes:
-        graph: of one pass.
-        model: whose pass it is.
-        batch: of one micro-batch: what the graph reads.
-        parts: what it writes, see `MicroLoss.parts`.
-        transfers: that it makes through memory that GPUs share.
+        batch: input, one micro-batch.
+        parts: output, see `MicroLoss.parts`.
+        transfers: through symmetric memory.
     """
 
     graph: Replayable
@@ -155,7 +156,7 @@ class _CapturedPass:
     transfers: "Sequence[tuple[TransferDirection, int]]"
 
     def replay(self, micro_batch: MicroBatch, counted: Tensor) -> Tensor:
-        """A pass over another micro-batch. Returns its losses, which the next pass overwrites."""
+        """Run the pass on another micro-batch. The next replay overwrites the returned losses."""
         fill(self.batch.micro_batches[0], self.batch.counted, micro_batch, counted)
         if self.model.buffers is not None:
             self.model.buffers.replayed(self.transfers)
@@ -181,7 +182,7 @@ def _capture_pass(capture: Capture, model: RankModel, batch: GlobalBatch, rule: 
 
 
 def copy_of(micro_batch: MicroBatch) -> MicroBatch:
-    """The same in memory of its own."""
+    """A copy in separate memory."""
     reading, labels = micro_batch.reading, micro_batch.labels
     documents_BS, query_positions_S = reading.documents_BS, reading.query_positions_S
     own = replace(
@@ -196,13 +197,13 @@ def copy_of(micro_batch: MicroBatch) -> MicroBatch:
 
 
 def fill(own: MicroBatch, own_counted: Tensor, micro_batch: MicroBatch, counted: Tensor) -> None:
-    """Copy what a micro-batch holds into another one of the same shapes.
+    """Copy a micro-batch into another one of the same shapes.
 
     Args:
-        own: is changed.
-        own_counted: is changed.
-        micro_batch: of which a graph was not captured.
-        counted: goes with it.
+        own: input of the graph.
+        own_counted: input of the graph.
+        micro_batch: source of `own`.
+        counted: source of `own_counted`.
     """
     share, own_share = micro_batch.reading.share, own.reading.share
     assert share == own_share, f"a graph of a share of {own_share} is replayed for one of {share}"
@@ -217,20 +218,20 @@ def fill(own: MicroBatch, own_counted: Tensor, micro_batch: MicroBatch, counted:
 
 
 def _tensors(micro_batch: MicroBatch, counted: Tensor) -> dict[str, Tensor]:
-    """Everything that a pass reads of its micro-batch, by name."""
+    """All tensors that a pass reads of its micro-batch, by name."""
     labels = {f"labels {depth}": labels_BS for depth, labels_BS in enumerate(micro_batch.labels)}
     return micro_batch.reading.tensors | labels | {"counted": counted}
 
 
 class CapturedParts:
-    """`forward_backward` with parts that are replayed; called the same way.
+    """`forward_backward` with replayed parts; called the same way.
 
     Args:
-        is_asked_for: a part that finds no memory is an error; else passes go on eagerly and a notice says so.
-        begin_pool: gives what captures parts into a pool of their own.
+        is_asked_for: out of memory is an error; otherwise passes continue eagerly, with a notice.
+        begin_pool: returns a `Capture` whose graphs share one new pool.
 
     Attributes:
-        pool_bytes: device memory that the parts hold; 0 while there are none.
+        pool_bytes: device memory of the parts; 0 without them.
     """
 
     def __init__(self, *, is_asked_for: bool, begin_pool: Callable[[], Capture] = one_pool) -> None:
@@ -246,7 +247,7 @@ class CapturedParts:
         """See `forward_backward`.
 
         Raises:
-            DeviceError: there is no memory for a part, on any rank, and it was asked for.
+            DeviceError: out of memory for a part on any rank, and it was asked for.
         """
         if not self._is_warm or self._is_given_up:
             self._is_warm = True
@@ -258,12 +259,12 @@ class CapturedParts:
         return sums
 
     def take_notices(self) -> tuple[str, ...]:
-        """What a user should know and has not been told yet."""
+        """New notices for the user."""
         notices, self._notices = tuple(self._notices), []
         return notices
 
     def release(self) -> None:
-        """Give the parts up, if there are any; the next step captures others."""
+        """Release the parts; the next step captures others."""
         if self._parts is not None:
             self._parts.release()
         self._parts, self.pool_bytes = None, 0
@@ -283,7 +284,7 @@ class CapturedParts:
         return losses
 
     def _judge(self, parts: PartialGraphs, model: RankModel) -> None:
-        """Keep the parts on all ranks, or on none. The pass that captured them is right in any case."""
+        """Keep the parts on all ranks, or on none. The pass that captured them is correct in any case."""
         obstacle = first_obstacle(parts.obstacle, model.axes.world)
         if not obstacle:
             self.pool_bytes = parts.pool_bytes
@@ -300,25 +301,25 @@ class CapturedParts:
 
 
 READS_COUNTS: dict[Captured, tuple[str, ...]] = {"full": ("permute", "experts"), "partial": ("permute",)}
-"""Operators of what is captured whose reference form brings row counts to the host."""
+"""Operators whose reference implementation reads row counts on the host."""
 
 
 def choose_capture(
     run: Run, device: torch.device, choices: Sequence[Choice]
 ) -> tuple[CapturedPasses | CapturedParts | None, str]:
-    """How a run makes its passes.
+    """Choose how the passes of a run are made.
 
     Args:
-        run: says what is asked for.
-        device: where.
-        choices: of kernels there.
+        run: with the user's `graphs.capture`.
+        device: of the rank.
+        choices: of kernels.
 
     Returns:
-        The passes, or None if they are eager; and a word on it for the user, empty if nobody asked.
+        The passes, or None for eager ones; and a note for the user, empty with `graphs.capture` none.
 
     Raises:
         DeviceError: graphs are asked for, and the device has none.
-        KernelError: they are asked for, and a kernel waits for the device.
+        KernelError: graphs are asked for, and a kernel waits for the device.
     """
     wanted = run.graphs.capture
     if wanted == "none":
@@ -336,7 +337,7 @@ def choose_capture(
 
 
 def why_not(what: Captured, run: Run, device: torch.device, choices: Sequence[Choice]) -> str:
-    """What keeps the passes of a run, or the parts of its layers, from being captured; empty if nothing does."""
+    """The reason why passes, or parts of layers, cannot be captured; empty if they can."""
     if device.type != "cuda":
         return f"device {device.type} has no graphs"
     problem = capture_problem(run, what)
@@ -347,7 +348,7 @@ def why_not(what: Captured, run: Run, device: torch.device, choices: Sequence[Ch
 
 
 def _refuse(what: Captured, run: Run, device: torch.device, choices: Sequence[Choice]) -> None:
-    """Raise if what was asked for cannot be had here; what cannot be had anywhere has been refused by a rule."""
+    """Raise if the asked capture is impossible on this device; rules refuse those that are impossible everywhere."""
     if device.type != "cuda":
         raise DeviceError(f"graphs.capture={what} needs a GPU", got=f"device {device.type}", fix="graphs.capture=auto")
     waiting = _waiting(what, run, choices)
@@ -359,7 +360,7 @@ def _refuse(what: Captured, run: Run, device: torch.device, choices: Sequence[Ch
 
 
 def _waiting(what: Captured, run: Run, choices: Sequence[Choice]) -> str:
-    """An operator that waits for the device in the form that was chosen; empty if there is none."""
+    """A chosen operator that waits for the device; empty if there is none."""
     if run.model.moe is None:
         return ""
     return next((one.op for one in choices if one.op in READS_COUNTS[what] and one.backend == "reference"), "")

@@ -1,22 +1,21 @@
-"""Checkpoints of a run: whole or not there, the last few of them, written while training goes on, read by any layout.
+"""Checkpoints of a run: atomic, the last few of them, written during training, readable by any layout.
 
-`save` goes through five phases; the last four run in a thread if the store is asynchronous:
+`save` has five phases; the last four run in a thread if the store is asynchronous:
 
-    1. stage     each rank copies what it writes to host memory (pinned for GPUs), so that training may change it
+    1. stage     each rank copies its tensors to host memory (pinned for GPUs), so that training may change them
     2. write     each rank writes its rectangles as safetensors into `.step-000123.partial-PID`, and syncs them to disk
     3. seal      the first rank writes facts.json and manifest.json (penstock/train/manifest.py)
-    4. publish   it renames the folder to `step-000123` and syncs the folder above
-    5. prune     it hides (renames), then deletes what is older than the last `keep`
+    4. publish   it renames the folder to `step-000123` and syncs the parent folder
+    5. prune     it renames checkpoints older than the last `keep` to hidden names, then deletes them
 
-A name without a leading dot therefore belongs to a whole checkpoint, wherever a process is killed. What a killed
-process leaves under hidden names is deleted by the next save, and not sooner: whoever only reads must not touch what
-another process may be writing.
+So a name without a leading dot always belongs to a complete checkpoint. The next save deletes hidden leftovers of a
+killed process; readers never do, because another process may be writing them.
 
-The ranks share a file system and end every phase together: an error on one is an error on all, with the same line. One
-save runs at a time; the next one waits for it. An error in the thread is raised by the next `save`, `load`, `wait` or
-`close`. A failed save leaves no trace, and older checkpoints are deleted only after a newer one is whole.
+The ranks share a file system and end every phase together: an error on one rank is raised on all, with the same
+message. One save runs at a time. An error in the thread is raised by the next `save`, `load`, `wait` or `close`. A
+failed save leaves nothing behind, and older checkpoints are deleted only after a newer one is complete.
 
-Nothing is ever unpickled: tensors are read by safetensors, the rest by the json module; ranks, too, talk in JSON.
+Nothing is unpickled: tensors are read by safetensors, everything else, messages between ranks included, is JSON.
 """
 
 import json
@@ -59,16 +58,15 @@ from penstock.train.tensor_files import fingerprint
 
 
 class CheckpointStore:
-    """The checkpoints in one folder, which is made by the first save.
+    """The checkpoints in one folder, which the first save creates.
 
-    With many ranks, all of them make the store and call `latest_of_all`, `save`, `load`, `wait` and `close` in the same
-    order. The other methods look at the folder only, each rank for itself.
+    All ranks create the store and call `latest_of_all`, `save`, `load`, `wait` and `close` together. The other methods
+    only look at the folder, on each rank alone.
 
     Args:
-        folder: holds `step-000123`, one folder for each checkpoint; all ranks see it.
-        keep: how many stay after a save, the newest first; 0 keeps all.
-        asynchronous: write in the background. Costs host memory for what the rank writes, in the blocks of
-            `penstock.parallel.copies.host_tensors`.
+        folder: of `step-000123` folders; all ranks see it.
+        keep: number of checkpoints after a save; 0 keeps all.
+        asynchronous: write in the background, which needs host memory for this rank's tensors.
         world: all ranks of the run.
     """
 
@@ -78,31 +76,30 @@ class CheckpointStore:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
         self._running: Future[None] | None = None
         self._staged: dict[str, Tensor] = {}
-        # Used by the thread while it runs, and else by `load`: never by two at once.
+        # Used by the thread while it runs, otherwise by `load`, never at once.
         self._messages = JsonGroup(world)
         self._owner = self._messages.from_first(os.getpid())
 
     @property
     def rank(self) -> int:
-        """Ours among those that save together."""
+        """This rank among those that save together."""
         return self._messages.rank
 
     def steps(self) -> list[int]:
-        """Steps that have a checkpoint, ascending. Only names are looked at."""
+        """Steps with a checkpoint, ascending, by the names of folders."""
         if not self._folder.is_dir():
             return []
         matches = (re.fullmatch(r"step-([0-9]{6,})", path.name) for path in self._folder.iterdir())
         return sorted(int(match[1]) for match in matches if match)
 
     def latest(self) -> int | None:
-        """The newest step that has a checkpoint."""
+        """The newest step with a checkpoint."""
         return max(self.steps(), default=None)
 
     def latest_of_all(self) -> int | None:
-        """The newest step that has a checkpoint, the same on all ranks, which call this together.
+        """The newest step with a checkpoint, the same on all ranks, which call this together.
 
-        A network file system may show some ranks an old list. Each for itself, they would go different ways, and wait
-        for each other; or the first, which cuts off figures that come again, would start anew.
+        A network file system may show an old list to some ranks, which would then resume from different steps.
 
         Raises:
             CheckpointError: some ranks do not see the newest, the folder cannot be read, or as for `wait`.
@@ -122,20 +119,20 @@ class CheckpointStore:
         return newest
 
     def path(self, step: int) -> Path:
-        """Folder of the checkpoint of a step, which may not be there."""
+        """Folder of the checkpoint of a step, which may not exist."""
         return self._folder / f"step-{step:06d}"
 
     def save(self, step: int, parts: Mapping[str, ShardedTensor], facts: Mapping[str, Any]) -> None:
         """Save a checkpoint; one of the same step is replaced.
 
         Args:
-            step: optimizer steps done.
-            parts: what this rank holds. No two tensors that are written share memory, and all ranks together write each
-                tensor once. They are copied before this returns (asynchronous) or written (else).
-            facts: everything else, as JSON knows it; those of the first rank are saved.
+            step: number of optimizer steps.
+            parts: of this rank. Written tensors share no memory, and all ranks together write each tensor once. They
+                are copied (asynchronous) or written before this returns.
+            facts: all else, as JSON values; those of the first rank are saved.
 
         Raises:
-            CheckpointError: this save, or the one before if that ran in the background, could not be written.
+            CheckpointError: this save, or the one before in the background, failed.
         """
         self.wait()
         text = json.dumps(facts, allow_nan=False, indent=1)
@@ -145,20 +142,19 @@ class CheckpointStore:
             self._running = self._thread.submit(self._write, step, self._stage(parts), text)
 
     def load(self, step: int, into: Mapping[str, ShardedTensor], *, all_of_it: bool = True) -> dict[str, Any]:
-        """Fill tensors from a checkpoint of any layout. None of them is touched unless all of it is good.
+        """Fill tensors from a checkpoint of any layout. Nothing is changed unless the checkpoint is valid.
 
         Args:
-            step: which checkpoint.
-            into: what this rank holds, on any device. All ranks together hold exactly the tensors that were saved:
-                names, types, shapes.
-            all_of_it: False lets tensors of the checkpoint be left out; what is not needed is not read.
+            step: of the checkpoint.
+            into: parts of this rank, on any device. All ranks together hold exactly the saved tensors: names, types,
+                shapes.
+            all_of_it: False allows tensors of the checkpoint to be left out.
 
         Returns:
-            The facts that were saved.
+            The saved facts.
 
         Raises:
-            CheckpointError: there is no such checkpoint, it is damaged, of another program, version or model, or cannot
-                be read.
+            CheckpointError: the checkpoint is missing, damaged, of another program, version or model, or unreadable.
         """
         self.wait()
         folder = self.path(step)
@@ -169,7 +165,7 @@ class CheckpointStore:
             saved = manifest.kinds if all_of_it else {name: manifest.kinds.get(name, "none") for name in wanted}
             check_tensors(folder, saved, wanted)
             check_no_more_tensors(folder, manifest)
-            # Every file is read whole once, by one of the ranks, to be checked.
+            # To check the files, each is read once, by one of the ranks.
             ours = files_of(manifest, wanted)[self.rank :: self._messages.ranks]
             check_files(folder, {name: manifest.files[name] for name in ours})
             facts = _facts(folder)
@@ -178,10 +174,10 @@ class CheckpointStore:
         return facts
 
     def read_facts(self, step: int) -> dict[str, Any]:
-        """Facts of a checkpoint, without its tensors. Each rank for itself.
+        """Facts of a checkpoint, without its tensors, on this rank alone.
 
         Raises:
-            CheckpointError: as for `load`, as far as facts are concerned.
+            CheckpointError: as for `load`.
         """
         folder = self._existing(step)
         try:
@@ -192,17 +188,17 @@ class CheckpointStore:
             raise CheckpointError(f"cannot read {folder}", got=error.strerror or error) from error
 
     def wait(self) -> None:
-        """Return when nothing is being written.
+        """Return when no save is running.
 
         Raises:
-            CheckpointError: the save that ran in the background failed. Said once.
+            CheckpointError: the save in the background failed; raised once.
         """
         running, self._running = self._running, None
         if running is not None:
             running.result()
 
     def close(self) -> None:
-        """Wait, and end the thread; there are no saves after that.
+        """Wait, and end the thread; no saves may follow.
 
         Raises:
             CheckpointError: as for `wait`.
@@ -222,10 +218,10 @@ class CheckpointStore:
         return folder
 
     def _stage(self, parts: Mapping[str, ShardedTensor]) -> dict[str, ShardedTensor]:
-        """Phase 1: copy what we write into host memory that is kept for the next save, since pinning is slow."""
+        """Phase 1: copy the written tensors into host memory, which the next save reuses, since pinning is slow."""
         written = {name: part.tensor.detach() for name, part in parts.items() if part.writes}
         if _sizes(written) != _sizes(self._staged):
-            self._staged = {}  # given back before there are others
+            self._staged = {}  # freed before the new allocation
             self._staged = _on_host(written)
         for name, tensor in written.items():
             self._staged[name].copy_(tensor, non_blocking=True)
@@ -241,7 +237,7 @@ class CheckpointStore:
                 self._write_phases(step, parts, facts, partial)
             finally:
                 if self.rank == 0:
-                    shutil.rmtree(partial, ignore_errors=True)  # not there any more if all went well
+                    shutil.rmtree(partial, ignore_errors=True)  # renamed unless a phase failed
 
     def _write_phases(self, step: int, parts: Mapping[str, ShardedTensor], facts: str, partial: Path) -> None:
         is_first = self.rank == 0
@@ -263,7 +259,7 @@ class CheckpointStore:
             self._prune(step)
 
     def _publish(self, step: int, partial: Path) -> None:
-        # A folder cannot be renamed over another. Between the two renames neither is there, for microseconds.
+        # A folder cannot be renamed over another, so for microseconds between the two renames neither exists.
         replaced = self._hidden(step, "replaced")
         if self.path(step).exists():
             self.path(step).rename(replaced)
@@ -272,7 +268,7 @@ class CheckpointStore:
         shutil.rmtree(replaced, ignore_errors=True)
 
     def _prune(self, step: int) -> None:
-        """Delete old checkpoints, which takes time, so that none is ever half there."""
+        """Delete old checkpoints under hidden names, so that none is visible in part."""
         if self._keep:
             for old in [old for old in self.steps() if old <= step][: -self._keep]:
                 hidden = self._hidden(old, "removed")
@@ -291,14 +287,14 @@ class CheckpointStore:
 
 
 class _Phase:
-    """Something that all ranks do, and end together: well, or with the error of the first rank that has one.
+    """A phase that all ranks end together: without error, or with that of the first rank that has one.
 
-    What the system refuses (no space, no permission, a bad disk) becomes one line for the user. A fault of ours keeps
-    its traceback on the rank that has it.
+    Errors of the system (no space, no permission, a bad disk) become one line for the user. Program errors keep their
+    traceback on their rank.
 
     Args:
         messages: between the ranks.
-        what: cannot be done, if there is an error.
+        what: message of the error.
     """
 
     def __init__(self, messages: JsonGroup, what: str) -> None:
@@ -330,7 +326,7 @@ class _Phase:
 
 
 def _same_step(ranks: list[tuple[int, dict[str, str]]]) -> dict[str, str]:
-    """Kinds of the tensors that all ranks together want, each of which asks for the same step."""
+    """Kinds of the tensors that all ranks together want from one step."""
     steps = [step for step, _ in ranks]
     if len(set(steps)) > 1:
         raise CheckpointError(
@@ -346,7 +342,7 @@ def _same_step(ranks: list[tuple[int, dict[str, str]]]) -> dict[str, str]:
 
 
 def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous host memory for each tensor, pinned for those of a GPU; those of one dtype and device share blocks."""
+    """Contiguous host memory for each tensor, pinned for those of a GPU, in shared blocks by dtype and device."""
     kinds: dict[tuple[torch.dtype, torch.device], list[str]] = {}
     for name, tensor in tensors.items():
         kinds.setdefault((tensor.dtype, tensor.device), []).append(name)

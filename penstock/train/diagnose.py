@@ -1,21 +1,18 @@
-"""Where a NaN or infinity began.
+"""Finds the origin of a NaN or infinity.
 
-A loss that is not finite says nothing about its cause. The step has not been applied, so the model still is what it was
-before, and the same micro-batches can be run again under watch. In this order:
+The failed step was not applied, so the same micro-batches can run again on the same model under observation. In order:
 
-1. Parameters. One that is not finite already spoils everything behind it.
-2. Forward, micro-batch by micro-batch, with a hook on every module. Hooks fire when a module returns, children before
-   parents, so the first output that is not finite belongs to the innermost module where it began.
+1. Parameters. One that is not finite spoils everything behind it.
+2. Forward, with a hook on every module. Children return before parents, so the first output that is not finite belongs
+   to the innermost module of the origin.
 3. Loss. Hidden states are finite, the cross entropy is not.
-4. Gradients. Backward walks from the output to the input and a NaN goes with it, so it began at the deepest layer whose
-   parameters' gradients are not finite: the last ones in the order of forward.
-5. None of these: each micro-batch is finite by itself, so their sum or its norm left the range of float32, or the fault
-   did not happen again (then suspect the machine).
+4. Gradients. A NaN travels from the output to the input, so it began at the deepest layer whose parameters' gradients
+   are not finite: the last ones in the order of forward.
+5. None of these: each micro-batch is finite alone, so their sum or its norm left the range of float32, or the fault did
+   not repeat (then suspect the machine).
 
-Gradients are taken aside with autograd.grad: the optimizer's own are not touched.
-
-The search is the last and least of what `report_figure` does: neither a state that cannot be saved nor a search that
-cannot end hides the figure.
+Gradients are computed with autograd.grad, so those of the optimizer are unchanged. `report_figure` writes the figure
+first and searches last: neither a failed save nor a failed search hides the figure.
 """
 
 import json
@@ -48,21 +45,21 @@ from penstock.train.run_folder import write_whole
 from penstock.train.step import StepRule
 
 Look = Callable[[str, nn.Module, object, object], None]
-"""Is told a module's path, the module, its inputs and its output."""
+"""Receives a module's path, the module, its inputs and its output."""
 
 NO_ORIGIN = "where it began is not known, as a GPU had no memory left to look or a rank has ended"
 
 
 @dataclass(frozen=True, kw_only=True)
 class NonFiniteOrigin:
-    """Where values stopped being finite.
+    """Origin of a value that is not finite.
 
     Attributes:
-        place: what kind of value it was.
-        name: path of the module or parameter where it began, or empty if nothing was found.
-        layer: index of the decoder layer that `name` belongs to, or None.
-        micro_batch: which micro-batch of the step, from 0, or None.
-        parameters: every parameter that is not finite, or whose gradient is not, in the order of forward.
+        place: kind of the value.
+        name: path of the module or parameter, or empty if nothing was found.
+        layer: decoder layer of `name`, or None.
+        micro_batch: of the step, from 0, or None.
+        parameters: all parameters that are not finite, or whose gradients are not, in the order of forward.
     """
 
     place: Literal["parameter", "output", "loss", "gradient", "sum of gradients"]
@@ -82,15 +79,14 @@ class NonFiniteOrigin:
 
 @dataclass(frozen=True, kw_only=True)
 class NonFiniteFinding:
-    """A figure that is not finite, and what is known about it: content of nonfinite.json.
+    """A figure that is not finite; content of nonfinite.json.
 
     Attributes:
-        figure: what was not finite.
         value: `nan`, `inf` or `-inf`; JSON has no such numbers.
-        step: the step that showed it.
-        origin: where it began; None before the search, and if it could not end.
-        checkpoint: the newest checkpoint; None if there is none, and before that is looked up.
-        unsaved: why no checkpoint could be written when the figure was found, or None.
+        step: of the figure.
+        origin: None before the search, and if it could not finish.
+        checkpoint: the newest checkpoint; None if there is none, or before the lookup.
+        unsaved: reason why no checkpoint could be written after the figure was found, or None.
     """
 
     figure: Literal["loss", "gradient norm", "held-out loss"]
@@ -101,14 +97,7 @@ class NonFiniteFinding:
     unsaved: str | None = None
 
     def write(self, path: Path) -> str | None:
-        """Write the report.
-
-        Args:
-            path: nonfinite.json.
-
-        Returns:
-            Why it could not be written, or None.
-        """
+        """Write nonfinite.json; returns the reason if that fails, otherwise None."""
         try:
             write_whole(path, json.dumps(asdict(self), indent=1) + "\n")
         except OSError as error:
@@ -120,7 +109,7 @@ class NonFiniteFinding:
 
         Args:
             path: nonfinite.json.
-            unwritten: why there is no such file, or None.
+            unwritten: reason why there is no such file, or None.
         """
         where = NO_ORIGIN if self.origin is None else str(self.origin)
         problems = (self.unsaved and f"nothing was saved: {self.unsaved}", unwritten)
@@ -139,18 +128,15 @@ def report_figure(
     newest: Callable[[], Path | None],
     look: Callable[[], NonFiniteOrigin | None],
 ) -> NonFiniteError:
-    """Tell of a figure that is not finite. The first rank writes it down at once, and adds what is found out later.
+    """Report a figure that is not finite; returns the error that ends the run. All ranks call it together.
 
     Args:
-        finding: the figure. All ranks report it together.
+        finding: written at once by the first rank, and again with later results.
         path: nonfinite.json.
         world: all ranks.
-        save: saves what can be saved, and waits until it is on disk; may raise CheckpointError, on all ranks.
-        newest: gives the newest checkpoint; asked on the first rank.
+        save: saves the state, and waits for the disk; may raise CheckpointError, on all ranks.
+        newest: returns the newest checkpoint; called on the first rank.
         look: searches; see `find_origin`.
-
-    Returns:
-        The error that ends the run.
     """
     is_first = world.rank == 0
     if is_first:
@@ -162,7 +148,7 @@ def report_figure(
     if is_first:
         finding = replace(finding, checkpoint=None if (saved := newest()) is None else str(saved))
     unwritten = finding.write(path) if is_first else None
-    # The last time that all ranks are there for certain.
+    # The last point at which all ranks certainly take part.
     checkpoint, unwritten = all_gather_json([finding.checkpoint, unwritten], world)[0]
     finding = replace(finding, checkpoint=checkpoint, origin=look())
     if is_first and finding.origin is not None:
@@ -171,21 +157,20 @@ def report_figure(
 
 
 def find_origin(model: RankModel, optimizer: MasterAdamW, batch: Batch, rule: StepRule) -> NonFiniteOrigin | None:
-    """Find where the values of a step stopped being finite. Expert loads are reset.
+    """Find the origin of a non-finite value in a step. Expert loads are reset.
 
-    A run on one device runs its micro-batches again under watch, until something breaks. Several ranks run only forward
-    again, and all of them to the end, so that none waits for another that has stopped; of gradients they look at those
-    that the step has left.
+    One device runs its micro-batches again under observation, until something breaks. Several ranks run only forward
+    again, all of them to the end so that none waits for a rank that stopped, and look at the gradients of the step.
 
     Args:
-        model: as it was before the step, in training mode.
+        model: as before the step, in training mode.
         optimizer: with the gradients of the step.
-        batch: our rows of the step.
+        batch: this rank's rows of the step.
         rule: of the step.
 
     Returns:
-        The origin, or None if the search could not end, on any rank: a GPU had no memory left, or a rank is gone. Then
-        other ranks may still be in the middle of it, and there is nothing more to be done together.
+        The origin, or None if the search could not finish on some rank (out of memory, or a lost rank). Other ranks may
+        then still be searching, so no collective may follow.
     """
 
     def look() -> NonFiniteOrigin:
@@ -203,7 +188,7 @@ def find_origin(model: RankModel, optimizer: MasterAdamW, batch: Batch, rule: St
 
 
 def find_held_out_origin(model: RankModel, rows: EvaluationRows, rule: StepRule) -> NonFiniteOrigin | None:
-    """Find where the held-out loss stopped being finite; as `find_origin`."""
+    """Find the origin of a held-out loss that is not finite; see `find_origin`."""
 
     def look() -> NonFiniteOrigin:
         micro_batches = tuple(read(batch, rule.cut) for batch in rows.batches)
@@ -220,10 +205,9 @@ def find_held_out_origin(model: RankModel, rows: EvaluationRows, rule: StepRule)
 
 
 def _if_it_ends(look: Callable[[], NonFiniteOrigin]) -> NonFiniteOrigin | None:
-    """What a search finds.
+    """Result of a search, or None if this rank runs out of memory or loses another rank.
 
-    It needs much memory only in its passes, which are full of waits for other ranks. There, who has none left cannot
-    say so where the others would hear it. It leaves: the others lose it, or are ended by what has started them.
+    A rank without memory cannot tell the others, which wait in the passes. It leaves, and they lose it.
     """
     try:
         with lost_ranks():
@@ -235,12 +219,12 @@ def _if_it_ends(look: Callable[[], NonFiniteOrigin]) -> NonFiniteOrigin | None:
 def _first_broken(
     model: RankModel, tensors: Mapping[str, Tensor], place: Literal["parameter", "gradient"]
 ) -> NonFiniteOrigin | None:
-    """Of all ranks. NaN goes from a layer's gradient to those of all before it, so of gradients the last one counts."""
+    """Over all ranks. A NaN travels from a layer's gradient to those of all layers before it, so the last counts."""
     own: list[str] | None
     try:
         own = [name for name, tensor in tensors.items() if not is_finite(own_rows(tensor)[0])]
     except torch.OutOfMemoryError:
-        own = None  # Here all can hear it: the search ends on every rank.
+        own = None  # no pass is running, so all ranks can end the search together
     found = all_gather_json(own, model.axes.world)
     if None in found:
         raise torch.OutOfMemoryError("a rank has no memory left to look")
@@ -252,7 +236,7 @@ def _first_broken(
 
 
 def _first_output(model: RankModel, batches: Sequence[MicroBatch], rule: StepRule) -> NonFiniteOrigin | None:
-    """Of all ranks: the module, earliest in the order of forward, whose output is not finite, or else the loss."""
+    """Over all ranks: the first module in the order of forward whose output is not finite, or else the loss."""
     order = {name: number for number, name in enumerate(name for one in model.modules for name in _inner_first(one))}
     broken: list[tuple[int, int, int, str]] = []
 
@@ -274,7 +258,7 @@ def _first_output(model: RankModel, batches: Sequence[MicroBatch], rule: StepRul
 
 @contextmanager
 def _watched(modules: Iterable[tuple[str, nn.Module]], look: Look) -> Iterator[None]:
-    """Call `look` with the name of a module, the module, its inputs and its output whenever one returns."""
+    """Call `look` whenever a module returns."""
     hooks = [module.register_forward_hook(partial(look, name)) for name, module in modules]
     try:
         yield
@@ -291,7 +275,7 @@ def _inner_first(module: nn.Module, path: str = "") -> Iterator[str]:
 
 
 def _depth(name: str) -> tuple[int, int, str]:
-    """Order of forward: embedding, layers, what stands behind them."""
+    """Order of forward: embedding, layers, all else."""
     layer = layer_of(name)
     return (0, 0, name) if name.startswith("embed") else (2, 0, name) if layer is None else (1, layer, name)
 
@@ -342,13 +326,13 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def layer_of(name: str) -> int | None:
-    """Index of the decoder layer in a module's or parameter's path, or None: 3 for `blocks.3.ffn.router`."""
+    """Decoder layer in a path, or None: 3 for `blocks.3.ffn.router`."""
     match = re.search(r"blocks\.([0-9]+)", name)
     return int(match[1]) if match else None
 
 
 def _tensors(value: object) -> Iterator[Tensor]:
-    """Every tensor in what a module may return."""
+    """Every tensor in a module's output."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):

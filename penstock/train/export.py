@@ -1,8 +1,8 @@
-"""A checkpoint of any layout as weights that other programs load: Hugging Face names, safetensors, `config.json`.
+"""Exports a checkpoint in Hugging Face form: safetensors with its names, `config.json`, and the tokenizer if possible.
 
-The tokenizer goes with them if `transformers` can have it (penstock/data/tokenizer_output.py).
-Weights are read, brought into their form and written one at a time, so that a model of any size passes. The folder is
-written under a hidden name, so that it is there whole or not at all.
+Weights are read, converted and written one at a time, so a model of any size passes. The folder is written under a
+hidden name and then renamed. `verify_export` compares `transformers` with our own model on the exported files, in
+float32 on the CPU.
 """
 
 import json
@@ -35,7 +35,7 @@ Precision: TypeAlias = Literal["bf16", "fp32"]
 """As in `training.precision`."""
 
 SHARD_BYTES = 5_000_000_000
-"""Of a file; a larger model has several, and an index."""
+"""Maximum file size; a larger model has several files and an index."""
 
 INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
 _METADATA = {"format": "pt"}
@@ -44,22 +44,22 @@ _METADATA = {"format": "pt"}
 def export_huggingface(
     run: Run, store: CheckpointStore, step: int, folder: Path, precision: Precision, shard_bytes: int = SHARD_BYTES
 ) -> str:
-    """Write the weights of a checkpoint for `transformers`, and the tokenizer that goes with them.
+    """Write the weights of a checkpoint for `transformers`, and the tokenizer.
 
     Args:
         run: the configuration.
         store: of the run.
-        step: which checkpoint.
-        folder: is made; must not be there.
-        precision: of the weights in it. Router weights stay float32, as in training.
-        shard_bytes: of a file, at most, unless one weight is larger.
+        step: of the checkpoint.
+        folder: created here.
+        precision: of the exported weights. Router weights stay float32, as in training.
+        shard_bytes: maximum size of a file with several weights.
 
     Returns:
-        Why the tokenizer is not among the files; empty if it is.
+        The reason why the tokenizer is not exported; empty if it is.
 
     Raises:
         ConfigError: the model has no Hugging Face form.
-        CheckpointError: the folder is there already, the checkpoint cannot be used, or the disk refuses.
+        CheckpointError: the folder exists, the checkpoint cannot be used, or a write fails.
     """
     if folder.exists():
         raise CheckpointError(f"{folder} exists already", fix="give the name of a new folder")
@@ -80,7 +80,7 @@ def export_huggingface(
 
 
 def _entries(model: Model, store: CheckpointStore, step: int, dtype: torch.dtype) -> list[TensorEntry]:
-    """Every weight in their form, to be made when it is written."""
+    """Every weight in Hugging Face form, computed when it is written."""
     decoder = meta_model(model)
     kinds = {name: f"float32 {list(tensor.shape)}" for name, tensor in decoder.state_dict().items()}
     to_dtype(decoder, dtype)
@@ -110,12 +110,12 @@ def _write(entries: list[TensorEntry], texts: Mapping[str, str], folder: Path, s
         for name, text in texts.items():
             (draft / name).write_text(text, encoding="utf-8")
             sync(draft / name)
-        draft.chmod(0o755)  # mkdtemp makes what it makes private
+        draft.chmod(0o755)  # mkdtemp creates private folders
         sync(draft)
         draft.rename(folder)
         sync(folder.parent)
     finally:
-        shutil.rmtree(draft, ignore_errors=True)  # not there any more if all went well
+        shutil.rmtree(draft, ignore_errors=True)  # renamed unless a write failed
 
 
 def _write_files(entries: list[TensorEntry], folder: Path, shard_bytes: int) -> None:
@@ -135,7 +135,7 @@ def _write_files(entries: list[TensorEntry], folder: Path, shard_bytes: int) -> 
 
 
 def _shards(entries: list[TensorEntry], most_bytes: int) -> Iterator[list[TensorEntry]]:
-    """Entries that share a file, in order."""
+    """Entries grouped into files, in order."""
     shard: list[TensorEntry] = []
     size = 0
     for entry in entries:
@@ -154,18 +154,11 @@ TOLERANCE = 1e-4
 
 @torch.no_grad()
 def verify_export(run: Run, folder: Path) -> float:
-    """Compare logits of random tokens.
-
-    Args:
-        run: the configuration of what was exported.
-        folder: the export.
-
-    Returns:
-        The largest difference over the largest logit.
+    """Compare logits of random tokens; returns the largest difference over the largest logit.
 
     Raises:
         DeviceError: `transformers` is not installed.
-        CheckpointError: it cannot read the folder, or computes something else.
+        CheckpointError: it cannot read the folder, or computes other logits.
     """
     library = import_transformers()
     try:

@@ -1,10 +1,10 @@
-"""Text from the weights of a checkpoint: one process, one row, the whole row computed anew for each token.
+"""Generates text with the weights of a checkpoint: one process, one row, computed anew for each token.
 
     open_saved -> load_decoder -> generate -> text_pieces
 
-The decoder is the one that training evaluates, in the run's own precision, with three differences: no token is dropped
-over an expert's capacity and no balance is forced, because both would let later tokens change earlier ones; products in
-8 bits are computed in 16; and kernels are chosen for the device at hand.
+The decoder is that of evaluation, in the run's precision, with three differences: no token is dropped over capacity and
+no balance is forced, because both would let later tokens change earlier ones; float8 products run in 16 bits; and
+kernels are chosen for this device.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,7 +31,7 @@ from penstock.train.saved_weights import SavedWeights
 from penstock.train.state import check_same_model, identity_of
 
 NOT_TEXT = "\ufffd"
-"""What bytes that are no UTF-8 decode to; at the end of a text they may become a character with the next token."""
+"""Decoded form of incomplete UTF-8, which may become a character with the next token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class SamplingRule:
     """How the next token is chosen.
 
     Attributes:
-        temperature: logits are divided by it; 0 takes the token with the largest logit.
+        temperature: divisor of the logits; 0 takes the largest logit.
         top_p: only the most probable tokens whose probabilities reach this sum are drawn from.
         seed: of the draws.
     """
@@ -50,13 +50,13 @@ class SamplingRule:
 
 
 def load_decoder(run: Run, store: CheckpointStore, step: int, device: torch.device) -> Decoder:
-    """The whole model of a checkpoint, whatever layout saved it, in evaluation mode.
+    """The whole model of a checkpoint of any layout, in evaluation mode.
 
     Args:
-        run: the configuration that the checkpoint was saved with.
+        run: configuration of the checkpoint.
         store: of the run.
-        step: which checkpoint.
-        device: where to put it.
+        step: of the checkpoint.
+        device: of the decoder.
 
     Raises:
         CheckpointError: the checkpoint is damaged or of another model.
@@ -82,15 +82,15 @@ def load_decoder(run: Run, store: CheckpointStore, step: int, device: torch.devi
 def generate(
     decoder: Decoder, prompt: Sequence[int], *, most: int, end: int, vocabulary: int, rule: SamplingRule
 ) -> Iterator[int]:
-    """Token ids that continue a prompt, up to the end of the document, which is not among them.
+    """Token ids that continue a prompt, without the end of the document.
 
     Args:
         decoder: in evaluation mode.
         prompt: at least one id.
-        most: ids to give at most.
+        most: maximum number of ids.
         end: id that ends a document.
-        vocabulary: ids from here on stand for no text and are never chosen.
-        rule: how ids are chosen.
+        vocabulary: larger ids stand for no text and are never chosen.
+        rule: of the sampling.
     """
     device = decoder.head_VD.device
     generator = torch.Generator().manual_seed(rule.seed)
@@ -108,10 +108,10 @@ def generate(
 
 
 def text_pieces(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Iterable[int]) -> Iterator[str]:
-    """The text of tokens as they come, each character once and whole.
+    """The text of tokens as they come, each character once and complete.
 
     Args:
-        tokenizer: decodes them.
+        tokenizer: of the tokens.
         prompt: ids before them, whose text is left out.
         tokens: ids.
     """
@@ -130,7 +130,7 @@ def text_pieces(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Iterable[in
 
 
 def _plain(model: Model) -> Model:
-    """The model without prediction layers, and with experts that take every token that the router sends."""
+    """The model without prediction layers and without expert capacity."""
     moe = model.moe
     if moe is not None:
         balance = moe.balance.model_copy(

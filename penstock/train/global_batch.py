@@ -1,11 +1,11 @@
-"""The rows of one step, cut into micro-batches and into what one rank reads of each.
+"""Cuts the rows of a step into micro-batches and into this rank's part of each.
 
-    labels of depth k and tokens ahead    made from whole rows: they look across every later cut
-    documents                             whole rows, for a mask that a pass makes on the device when it begins
-    context parallelism                   takes our positions (penstock/layout/sequence.py)
-    tensor parallelism                    takes nothing here: its ranks read the same tokens, the embedding divides them
+    labels of depth k and tokens ahead    from whole rows, because they look across every later cut
+    documents                             whole rows; a pass makes the mask from them on the device
+    context parallelism                   takes this rank's positions (penstock/layout/sequence.py)
+    tensor parallelism                    takes nothing: its ranks read the same tokens, and the embedding is divided
 
-All of it happens on the host, before the copies to the device. These go through pinned memory, so it waits for nobody.
+All of this runs on the host. Copies to the device go through pinned memory, so the host does not wait for them.
 """
 
 from dataclasses import dataclass, field
@@ -23,15 +23,15 @@ from penstock.parallel.axes import Axis
 
 @dataclass(frozen=True, kw_only=True)
 class CutRule:
-    """How a rank's rows are cut.
+    """Constants of the cut.
 
     Attributes:
         micro_batch: rows of one forward pass.
         depths: multi-token prediction depths.
-        device: where the model is.
+        device: of the model.
         data: ranks that read other rows of the same global batch.
-        places: positions of a row that are ours, in our order; None for all of them.
-        sees_row: attention looks from every position of the row (heads are divided instead), so queries are everywhere.
+        places: this rank's positions of a row, in its order; None for all.
+        sees_row: attention reads every position of the row, because heads are divided instead of positions.
     """
 
     micro_batch: int
@@ -44,10 +44,10 @@ class CutRule:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """What one rank reads and predicts in one forward pass.
+    """Input of one forward pass on one rank.
 
     Attributes:
-        reading: for the model.
+        reading: input of the model.
         labels: int64 B x S of the main loss, then of each depth; IGNORED_LABEL where nothing is predicted.
     """
 
@@ -57,12 +57,11 @@ class MicroBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalBatch:
-    """The rows of one step, cut for the device.
+    """The rows of one step on the device.
 
     Attributes:
-        micro_batches: equally many rows each.
-        counted: float64 on the device: counted labels of the global batch, of the main loss and then of each depth;
-            over all ranks.
+        micro_batches: with equal numbers of rows.
+        counted: float64 on the device: number of counted labels over all ranks, of the main loss, then of each depth.
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -70,14 +69,11 @@ class GlobalBatch:
 
 
 def labels_at_depth(batch: Batch, depth: int) -> Tensor:
-    """Labels of one prediction depth.
+    """int64 B x S labels of one prediction depth.
 
     Args:
         batch: rows with the labels of the main loss.
         depth: 0 for the main loss, k for k tokens further on.
-
-    Returns:
-        int64, B x S.
     """
     if depth == 0:
         return batch.labels_BS
@@ -90,14 +86,14 @@ def labels_at_depth(batch: Batch, depth: int) -> Tensor:
 
 
 def cut(batch: Batch, rule: CutRule) -> GlobalBatch:
-    """Count the labels of this rank's rows, sum over ranks, cut the rows, and start the copies to the device.
+    """Count the labels, sum the counts over ranks, cut the rows, and start the copies to the device.
 
     Args:
         batch: this rank's rows of the global batch, on the CPU.
-        rule: how.
+        rule: constants of the cut.
 
     Raises:
-        DataError: the main loss has nothing to count. Among several ranks that shows as a loss of 0 instead.
+        DataError: the main loss counts no label. With several ranks the loss is 0 instead.
     """
     counts = [int((labels_at_depth(batch, depth) != IGNORED_LABEL).sum()) for depth in range(rule.depths + 1)]
     if counts[0] == 0 and rule.data.size == 1:
@@ -111,12 +107,12 @@ def cut(batch: Batch, rule: CutRule) -> GlobalBatch:
 
 
 def read(batch: Batch, rule: CutRule, share: float = 1.0) -> MicroBatch:
-    """What this rank reads of whole rows, on the device.
+    """This rank's part of a micro-batch, on the device.
 
     Args:
-        batch: rows of one micro-batch, on the CPU.
-        rule: how.
-        share: part of the global batch that they are.
+        batch: whole rows of one micro-batch, on the CPU.
+        rule: constants of the cut.
+        share: of these rows in the global batch.
     """
     places = None if rule.places is None else torch.tensor(rule.places)
 
@@ -141,7 +137,7 @@ def read(batch: Batch, rule: CutRule, share: float = 1.0) -> MicroBatch:
 
 
 def _sent(x: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device, which its stream makes when it comes to it; from pinned memory the host goes on at once."""
+    """An asynchronous copy on the device, through pinned memory."""
     if device.type == "cuda" and x.device.type == "cpu":
         x = x.pin_memory()
     return x.to(device, non_blocking=True)

@@ -1,11 +1,11 @@
-"""Weights of other programs become the start of a run: read one tensor at a time, whatever their size.
+"""Turns weights of other programs into the start of a run, one tensor at a time.
 
-    1. model    config.json of the folder says which model it is, or a preset does
-    2. check    every tensor of the family's table is there, in its shape; nothing has been written yet
-    3. pieces   a tensor there is a rectangle of one of ours (penstock/models/huggingface/names.py)
-    4. write    into a hidden folder, which is renamed when it is whole
+    1. model    from the folder's config.json, or a preset
+    2. check    every tensor of the family's table exists, in its shape; nothing has been written yet
+    3. pieces   each tensor is a rectangle of one of ours (penstock/models/huggingface/names.py)
+    4. write    into a hidden folder, which is renamed when it is complete
 
-Of a dense model one with experts can be made ("upcycling", arXiv 2212.05055, 2410.07524): see `Upcycling`.
+A dense model can become an MoE model ("upcycling", arXiv 2212.05055, 2410.07524): see `Upcycling`.
 """
 
 import re
@@ -43,16 +43,16 @@ _TARGETS = {"gate_up": "gate_up_eFD", "down": "down_eDF"}
 
 @dataclass(frozen=True, kw_only=True)
 class Upcycling:
-    """A model with experts from a dense one that computes the same function at first.
+    """An MoE model from a dense one that computes the same function at first.
 
     Every expert is a copy of the dense network, and the weights of the chosen ones sum to 1. With `granularity` G a
     copy is cut into G experts, each with a part of its width. The G parts have the same logit at first, so a token
-    meets all parts of a copy or none; each has 1 / G of the copy's weight, which the router's scale makes up for.
+    chooses all parts of a copy or none; each has 1 / G of the copy's weight, which the router's scale compensates.
 
     Attributes:
         copies: of the dense network in each layer.
-        chosen: copies that a token meets.
-        granularity: experts that a copy is cut into.
+        chosen: copies for each token.
+        granularity: experts for each copy.
         seed: of the router's weights.
     """
 
@@ -62,10 +62,10 @@ class Upcycling:
     seed: int = 0
 
     def model(self, dense: Model) -> Model:
-        """The model that is made.
+        """The MoE model.
 
         Raises:
-            ConfigError: the other one is not dense, or cannot be cut so.
+            ConfigError: the source is not dense, or cannot be cut this way.
         """
         if dense.moe is not None:
             raise ConfigError("only a dense model can be made one with experts", got=f"a {dense.family} with experts")
@@ -77,7 +77,7 @@ class Upcycling:
             )
         family = {"llama": "mixtral", "qwen3": "qwen3-moe"}.get(dense.family, "plain")
         after = family == "mixtral"
-        # The one weight of one choice is 1 whatever the logits are: only a softmax over all lets the router learn.
+        # A normalized weight of a single choice is always 1; only a softmax over all experts lets the router learn.
         normalize = not after and self.chosen * self.granularity > 1
         moe = Moe(
             experts=self.copies * self.granularity,
@@ -90,7 +90,7 @@ class Upcycling:
         return dense.model_copy(update={"family": family, "dense_layers": 0, "intermediate_size": 0, "moe": moe})
 
     def pieces(self, dense: Model, pieces: Iterator[WeightPiece]) -> Iterator[WeightPiece]:
-        """The weights of the model that is made, from those of the dense one."""
+        """The weights of the MoE model, from those of the dense one."""
         for piece in pieces:
             match = _DENSE.fullmatch(piece.name)
             if match is None:
@@ -136,11 +136,11 @@ def _part_of(piece: WeightPiece, dim: int, begin: int, size: int) -> Tensor:
 
 
 def model_in(folder: Path) -> Model:
-    """The model that a folder's `config.json` describes.
+    """The model of a folder's `config.json`.
 
     Raises:
-        CheckpointError: there is no such file, or it is no JSON.
-        ConfigError: it is of a family that is not known, or of a model that cannot be said here.
+        CheckpointError: the file is missing or no JSON.
+        ConfigError: the family is unknown or an option unsupported.
     """
     path = folder / CONFIG_FILE
     try:
@@ -161,13 +161,13 @@ def import_weights(weights: WeightFolder, source: Model, run: Run, upcycling: Up
 
     Args:
         weights: with Hugging Face names.
-        source: the model that they are of.
-        run: what shall start with them; its `training.initial_weights` names the folder.
+        source: the model of the weights.
+        run: whose `training.initial_weights` names the folder.
         upcycling: makes the run's model of `source`; None if they are the same.
-        folder: is made; must not be there.
+        folder: created here.
 
     Raises:
-        CheckpointError: the weights are not those of the model, cannot be read, or the disk refuses.
+        CheckpointError: the weights are not those of the model, cannot be read, or a write fails.
     """
     if folder.exists():
         raise CheckpointError(f"{folder} exists already", fix="give the name of a new folder")
@@ -189,7 +189,7 @@ def import_weights(weights: WeightFolder, source: Model, run: Run, upcycling: Up
             draft.rename(folder)
             sync(folder.parent)
         finally:
-            shutil.rmtree(draft, ignore_errors=True)  # not there any more if all went well
+            shutil.rmtree(draft, ignore_errors=True)  # renamed unless a write failed
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot write {folder}", got=error) from error
 

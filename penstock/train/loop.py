@@ -1,21 +1,21 @@
-"""The loop: step, look, tell, save.
+"""The training loop.
 
     for each step
-        garbage    collected between steps every so often, never inside one
         step       penstock/train/step.py; a step that is not finite ends the run, see below
-        evaluate   when due: after the first step, every `evaluation.every`, after the last
-        tell       one frozen report to every observer
-        save       when due: every `checkpoint.every`, after the last, and when somebody asks for a stop
+        evaluate   if due: after the first step, every `evaluation.every`, after the last
+        report     one frozen report to every observer
+        save       if due: every `checkpoint.every`, after the last, and when a stop was requested
+        garbage    collected every `training.collect_garbage_every` steps, never inside a step
 
-So a line of metrics is on disk before the checkpoint that contains its step, and what a killed run wrote after its last
-checkpoint is cut off when it resumes: file and state always agree.
+A line of metrics is on disk before the checkpoint that contains its step. When a killed run resumes, the lines after
+its last checkpoint are deleted, so metrics and state always agree.
 
-A request to stop reaches other ranks with the figures of a step, so all stop after the same one, and nobody waits for
-it. Of several ranks, a request that comes when these figures are on their way stops them one step later.
+A stop request reaches the other ranks with the figures of a step, so all stop after the same step. If it comes after
+these figures were sent, several ranks stop one step later.
 
-A step that is not finite was not applied. The figure is in nonfinite.json at once. Data and random numbers are put back
-to before the step, that state is saved if the run saves at all, and only then the origin is looked for, which costs
-memory. The run ends with the figure, whatever goes wrong meanwhile.
+A step that is not finite is not applied. The figure is written to nonfinite.json at once. Data and random state are
+restored to those before the step and saved if the run saves at all. The search for the source of the NaN runs last,
+because it needs memory. The run ends with the figure even if one of these fails.
 """
 
 import gc
@@ -53,12 +53,7 @@ from penstock.train.stop import StopRequest
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is.
-
-    Attributes:
-        steps: optimizer steps done.
-        tokens: tokens of these steps.
-    """
+    """Completed optimizer steps and their tokens."""
 
     steps: int = 0
     tokens: int = 0
@@ -66,7 +61,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where data and random numbers stand between two steps."""
+    """State of data and random generators between two steps."""
 
     data: LoaderState
     random: dict[str, Any]
@@ -78,19 +73,16 @@ def open_store(run: Run, folder: RunFolder, world: Axis = ALONE.world) -> Checkp
     Args:
         run: says how many are kept, and whether they are written in the background.
         folder: of the run.
-        world: all ranks, which call this together; one rank that only looks is alone.
+        world: all ranks, which call this together; a single reader passes none.
     """
     return CheckpointStore(folder.checkpoints, run.checkpoint.keep, run.checkpoint.asynchronous, world)
 
 
 def start(session: Session) -> Progress:
-    """Begin a new run: with the weights that it names, or with those that it has drawn.
-
-    Args:
-        session: of the run; filled in place.
+    """Begin a new run, with its random weights or those of `training.initial_weights`.
 
     Raises:
-        CheckpointError: the weights that it names cannot be used.
+        CheckpointError: the initial weights cannot be used.
     """
     source, world = session.run.training.initial_weights, session.axes.world
     if source:
@@ -101,14 +93,9 @@ def start(session: Session) -> Progress:
 
 
 def resume(session: Session, folder: RunFolder, store: CheckpointStore) -> Progress:
-    """Go back to the newest checkpoint, or to the start if the run was killed before its first.
+    """Restore the newest checkpoint, or begin anew if the run was killed before its first.
 
-    Nothing in the folder changes unless the checkpoint is good.
-
-    Args:
-        session: as for a new run; filled in place.
-        folder: of the run.
-        store: its checkpoints.
+    The folder does not change unless the checkpoint is valid.
 
     Raises:
         CheckpointError: the checkpoint cannot be used, or not every rank sees it.
@@ -134,15 +121,15 @@ def train_run(
     observers: Sequence[Observer],
     stop: StopRequest,
 ) -> RunEnd:
-    """Train until the last step, or until somebody asks for a stop.
+    """Train until the last step or a stop request.
 
     Args:
-        session: everything the run is made of, at the place that `begin` says.
-        folder: where nonfinite.json would go.
-        store: of the run; closed on return.
-        begin: what is done already.
-        observers: whom to tell; closed on return, also when the run fails.
-        stop: is asked after every step.
+        session: the run, in the state of `begin`.
+        folder: of the run.
+        store: its checkpoints; closed on return.
+        begin: completed steps.
+        observers: receive every report; closed on return, also after an error.
+        stop: read after every step.
 
     Raises:
         NonFiniteError: a loss or gradient is NaN or infinite.
@@ -157,13 +144,13 @@ def train_run(
         cleanup.enter_context(_manual_garbage_collection(session.run.training.collect_garbage_every))
         end = _Loop(session, folder, store, begin, observers).run(stop)
         store.close()
-        if session.graphs is not None:  # Not after a failure: a rank that is lost would be waited for.
+        if session.graphs is not None:  # not after an error: release would wait for a lost rank
             session.graphs.release()
         return end
 
 
 class _Loop:
-    """What `train_run` holds between steps; arguments are those of `train_run`."""
+    """State of `train_run` between steps."""
 
     def __init__(
         self,
@@ -181,13 +168,13 @@ class _Loop:
         self._begin = begin
         self._observers = observers
         self._begin_seconds = time.perf_counter()
-        self._saved = begin.steps or None  # kept here: a network file system may tell each rank something else
+        self._saved = begin.steps or None  # not read from disk: a network file system may differ between ranks
         self._notices = session.notices
         self._watch = Stopwatch(session.device)
         self._recorder = Recorder(session.run, folder.profile, session.device, session.axes.grid, session.axes.rank)
 
     def run(self, stop: StopRequest) -> RunEnd:
-        """Make all steps that are left."""
+        """Make all remaining steps."""
         steps = self._run.training.steps
         self._announce()
         done, last, is_stopping = self._begin, None, False
@@ -230,7 +217,7 @@ class _Loop:
             observer.started(start)
 
     def _step(self, done: Progress, stop: StopRequest) -> tuple[StepReport, bool]:
-        """Make the next step, evaluate if that is due, and report; also whether a rank wants to stop."""
+        """Make the next step and evaluate if due; also returns whether a rank wants to stop."""
         state, step = self._session.state, done.steps + 1
         before = ResumePoint(state.batches.state(), random_state())
         rate = learning_rate(
@@ -252,7 +239,7 @@ class _Loop:
         return replace(report, phase_seconds=phases), result.wants_stop
 
     def _evaluate(self, step: int) -> HeldOutLoss | None:
-        """Held-out loss if it is due. The first step counts as due: a curve should show where it began."""
+        """Held-out loss if due; the first step is due because a curve should show its begin."""
         rows, every = self._session.held_out, self._run.evaluation.every
         is_due = step == self._run.training.steps or (every and (step == 1 or step % every == 0))
         if rows is None or not is_due:
@@ -294,7 +281,7 @@ class _Loop:
         )
 
     def _may_stop_alone(self, stop: StopRequest) -> bool:
-        """Whether a request that came behind the step's figures counts: not where other ranks have not heard of it."""
+        """Whether a request after the step's figures counts: only on a single rank, as others do not know it."""
         return self._session.axes.world.group is None and stop.signal is not None
 
     def _save(self, done: Progress) -> None:
@@ -305,13 +292,13 @@ class _Loop:
             observer.saved(done.steps)
 
     def _halt(self, done: Progress, before: ResumePoint, batch: Batch, result: StepResult) -> NonFiniteError:
-        """A step was not applied: the state before it can be saved."""
+        """The error for a step that was not applied; the state before it is saved."""
         model, state = self._session.model, self._session.state
 
         def save() -> None:
             self._store.wait()
             if self._run.checkpoint.enabled and self._saved != done.steps:
-                # Parameters, moments and expert bias are as before the step; put data and random numbers back, too.
+                # Parameters, moments and expert bias are unchanged; restore data and random state, too.
                 state.batches.restore(before.data)
                 restore_random_state(before.random)
                 self._save(done)
@@ -325,7 +312,7 @@ class _Loop:
         return self._end(finding, save, lambda: find_origin(model, state.optimizer, batch, self._rule))
 
     def _halt_after(self, step: int, rows: EvaluationRows, held_out: HeldOutLoss) -> NonFiniteError:
-        """The step itself was finite, but its update spoiled the model: there is no state to save any more."""
+        """The error for a finite step whose update spoiled the model; there is no good state to save."""
         model, finding = (
             self._session.model,
             NonFiniteFinding(figure="held-out loss", value=str(held_out.loss), step=step),
@@ -335,10 +322,9 @@ class _Loop:
     def _end(
         self, finding: NonFiniteFinding, save: Callable[[], None], look: Callable[[], NonFiniteOrigin | None]
     ) -> NonFiniteError:
-        """Report a figure that is not finite; see `report_figure`."""
 
         def save_all() -> None:
-            with suppress(RunFolderError):  # A recording is not what the user must hear of now.
+            with suppress(RunFolderError):  # the non-finite figure is more important than a failed recording
                 self._recorder.finish()
             save()
 
@@ -356,15 +342,14 @@ class _Loop:
 
 
 def _is_due(step: int, every: int) -> bool:
-    """Whether something that happens every so many steps (0: never) happens after this one."""
     return every > 0 and step % every == 0
 
 
 @contextmanager
 def _manual_garbage_collection(every: int) -> Iterator[None]:
-    """Keep Python's collector out of the steps; 0 leaves it on.
+    """Disable Python's garbage collector inside of steps; 0 leaves it on.
 
-    What lives before the first step lives until the last: it is frozen, so that no collection walks through the model.
+    Objects older than the first step are frozen, so no collection walks through the model.
     """
     if every == 0:
         yield

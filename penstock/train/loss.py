@@ -1,18 +1,17 @@
-"""Who divides by what: the losses of a micro-batch, averaged exactly over the global batch.
+"""Losses of a micro-batch, averaged exactly over the global batch.
 
-The loss of a step is a mean over the counted tokens of its global batch, not a mean of the micro-batches' means,
-which would give a token in a nearly empty micro-batch more weight than one in a full one. The whole global batch is
-on the host before its first forward pass, so its counted tokens are known, and each micro-batch divides its own sums
-by them:
+The loss of a step is a mean over the counted tokens of its global batch. A mean of the micro-batches' means would
+weight a token of a nearly empty micro-batch more. The counted tokens are known before the first forward pass, so each
+micro-batch divides its own sums by them:
 
     main        sum over counted tokens / counted tokens
     depth k     the same k tokens further on, times mtp_weight / depths (arXiv 2412.19437, equation 25)
 
-Added up over micro-batches, the gradients are those of one large batch, however it was cut. Balance losses are no
-business of this file: routers attach them to the graph, scaled by the share that the forward pass is told.
+Summed over micro-batches, the gradients are those of one large batch, however it was cut. Balance losses are not
+computed here: routers attach them to the graph, scaled by the share of the micro-batch.
 
 Depth k predicts at each position the token k further on than the main loss does. With k = 1 and labels b c d e, the
-row's labels become c d e -: what lies behind the row's end, or in another document, is not counted.
+labels become c d e -: positions behind the end of the row, or in another document, are not counted.
 """
 
 from collections.abc import Sequence
@@ -35,14 +34,14 @@ from penstock.train.global_batch import MicroBatch
 
 @dataclass(frozen=True, kw_only=True)
 class LossRule:
-    """What is added to what.
+    """Factors of the loss.
 
     Attributes:
         depths: multi-token prediction depths of the model.
         mtp_weight: factor on the mean over these depths.
         z_weight: factor on logsumexp(logits)**2 of each counted token.
         chunk_tokens: tokens whose logits exist at once; None leaves it to the kernel.
-        tensor: ranks that share the vocabulary; each gives the same loss, and its own part of the gradients.
+        tensor: ranks that share the vocabulary; each computes the same loss, and its own part of the gradients.
     """
 
     depths: int
@@ -57,8 +56,8 @@ class MicroLoss(NamedTuple):
 
     Attributes:
         total: float32 scalar to differentiate: this micro-batch's part of the step's loss.
-        parts: float32, 1 + depths: the same without factors, detached: main loss first, then each depth. Added up over
-            the micro-batches they are means over the global batch.
+        parts: float32, 1 + depths, detached: the parts without factors, main loss first. Their sum over micro-batches
+            is the mean over the global batch.
     """
 
     total: Tensor
@@ -84,15 +83,15 @@ def batch_loss(
     rule: LossRule,
     total_VD: Tensor | None = None,
 ) -> MicroLoss:
-    """Losses of a micro-batch as parts of the global batch's.
+    """Losses of a micro-batch as parts of the losses of the global batch.
 
     Args:
-        hidden: what the decoder gave for the micro-batch: this rank's positions.
+        hidden: output of the decoder for this rank's positions.
         head_VD: output projection, or this rank's rows of it.
-        labels: of the main loss, then of each depth; of the positions that tensor-parallel ranks hold together.
-        counted: counted labels of the GLOBAL batch, main loss first (see `GlobalBatch`).
+        labels: of the main loss, then of each depth, for the positions of all tensor-parallel ranks.
+        counted: counted labels of the GLOBAL batch, see `GlobalBatch`.
         rule: factors and ranks.
-        total_VD: float32 sum that backward adds the head's gradient to; None leaves it to autograd.
+        total_VD: float32 sum of the head's gradients, which backward adds to; None leaves it to autograd.
     """
     parts = []
     for depth, hidden_BSD in enumerate((hidden.main_BSD, *hidden.mtp)):
@@ -106,7 +105,7 @@ def batch_loss(
             group=rule.tensor.group,
             accumulate_into=total_VD,
         )
-        # A depth that no row is long enough for has no token: its sum is 0.
+        # A depth beyond the length of all rows counts no token, and its sum is 0.
         parts.append((loss_sum / counted[depth].clamp(min=1)).to(loss_sum.dtype))
     total = parts[0]
     if rule.depths:
@@ -115,14 +114,7 @@ def batch_loss(
 
 
 def model_loss(model: Decoder, batch: MicroBatch, counted: Tensor, rule: LossRule) -> MicroLoss:
-    """Forward pass and losses of one micro-batch, by a model that is in one piece.
-
-    Args:
-        model: the decoder.
-        batch: the micro-batch.
-        counted: as in `batch_loss`.
-        rule: factors and ranks.
-    """
+    """Forward pass and losses of one micro-batch on a rank without pipeline; arguments as of `batch_loss`."""
     hidden = model(batch.reading)
     with span(Span.LOSS):
         return batch_loss(hidden, model.head_VD, batch.labels, counted, rule, head_main_grad(model))

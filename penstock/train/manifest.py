@@ -1,18 +1,20 @@
-"""What makes a folder a whole checkpoint: `manifest.json`, the last file that is written into it.
+"""Content of a checkpoint folder: rectangles of tensors in files, and `manifest.json`, which is written last.
 
     tensors-00000-00000.safetensors    rectangles of tensors, by the rank that wrote them and a number
     tensors-00001-00000.safetensors
-    facts.json                         everything else: small, JSON, readable
-    manifest.json                      what must be here, and a seal over itself
+    facts.json                         all other state, as JSON
+    manifest.json                      every tensor and file, and a checksum of itself
 
-The manifest names every tensor with its type, its whole shape and the file of each rectangle, which together are
-exactly the tensor; in its file a rectangle is called `NAME[0:2, 4:8]`. So a checkpoint can be refused before it is
-read, and be read by ranks that hold other rectangles. It names every file with its size and CRC-32, so that a flipped
-bit or a cut file is found and named. The checksums guard against accidents, not against people; what guards against
-people is that no file here can hold code. CRC-32 was chosen by measurement: 6.2 GB/s on one core, where SHA-256 has 1.8
-and BLAKE2b 1.2.
+The manifest names every tensor with its type, whole shape and the file of each rectangle; the rectangles together are
+exactly the tensor. A rectangle is called `NAME[0:2, 4:8]` in its file. So a checkpoint can be refused before it is
+read, and ranks of another layout can read it:
 
-A later layout of the folder raises `VERSION`, so that an older Penstock says that it is too old instead of guessing.
+    rank 0 wrote    w[0:4, 0:8]     tensors-00000-00000.safetensors
+    rank 1 wrote    w[4:8, 0:8]     tensors-00001-00000.safetensors
+    we hold         w[2:6, 0:4]     read rows 2 and 3 of the first and 0 and 1 of the second, columns 0 to 3
+
+The manifest has the size and CRC-32 of every file, so a flipped bit or a truncated file is found. The checksums are
+against accidents; against attackers, no file can hold code. CRC-32 reads 6.2 GB/s on one core, SHA-256 1.8.
 """
 
 import json
@@ -58,21 +60,21 @@ class SavedTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor. Raises ValueError if `kind` does not say it."""
+        """Of the whole tensor. Raises ValueError for a damaged `kind`."""
         return tuple(int(size) for size in json.loads(self.kind.partition(" ")[2]))
 
     def places(self) -> list[tuple[Rectangle, str]]:
-        """Rectangles and their files. Raises ValueError for a text that is no rectangle."""
+        """Rectangles and their files. Raises ValueError for a damaged text."""
         return [(parse_rectangle(text), file) for text, file in self.rectangles.items()]
 
 
 @dataclass(frozen=True)
 class WrittenFiles:
-    """What one rank has of a checkpoint.
+    """The output of one rank.
 
     Attributes:
-        tensors: each that the rank holds, with the rectangles that it wrote, which may be none.
-        files: that it wrote; name -> size and checksum.
+        tensors: all that the rank holds, with the rectangles that it wrote, which may be none.
+        files: name -> size and checksum.
     """
 
     tensors: dict[str, SavedTensor]
@@ -80,7 +82,7 @@ class WrittenFiles:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "WrittenFiles":
-        """The inverse of `dataclasses.asdict`. Raises KeyError or TypeError if that is not what it is."""
+        """The inverse of `dataclasses.asdict`. Raises KeyError or TypeError for other content."""
         return cls(
             {name: SavedTensor(one["kind"], dict(one["rectangles"])) for name, one in content["tensors"].items()},
             dict(content["files"]),
@@ -92,12 +94,12 @@ class Manifest:
     """Content of a checkpoint folder.
 
     Attributes:
-        format: FORMAT, whoever wrote it.
-        version: of the layout of the folder.
+        format: FORMAT.
+        version: of the folder's layout.
         penstock: version of the program that wrote it.
-        step: optimizer steps done.
+        step: number of optimizer steps.
         tensors: all, by name.
-        files: name -> size and checksum, such as `120 bytes, crc32 0a1b2c3d`; all but the manifest itself.
+        files: name -> size and checksum, such as `120 bytes, crc32 0a1b2c3d`; without the manifest.
     """
 
     format: str = FORMAT
@@ -119,7 +121,7 @@ def describe(parts: Mapping[str, ShardedTensor]) -> dict[str, str]:
 
 
 def merge(ranks: Sequence[WrittenFiles]) -> WrittenFiles:
-    """What all ranks have of a checkpoint together. That it is not each tensor exactly once is a fault of ours."""
+    """The output of all ranks together. Asserts that each tensor is written exactly once."""
     tensors: dict[str, SavedTensor] = {}
     files: dict[str, str] = {}
     for written in ranks:
@@ -138,22 +140,16 @@ def merge(ranks: Sequence[WrittenFiles]) -> WrittenFiles:
 
 
 def write_manifest(folder: Path, step: int, written: WrittenFiles) -> None:
-    """Seal a folder whose other files are all written.
-
-    Args:
-        folder: of the checkpoint.
-        step: optimizer steps done.
-        written: by all ranks.
-    """
+    """Write the manifest of a folder whose other files are complete."""
     manifest = asdict(Manifest(step=step, tensors=written.tensors, files=written.files, penstock=__version__))
     write_whole(folder / MANIFEST, json.dumps({**manifest, "seal": _seal(manifest)}, indent=1))
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read what a folder should hold.
+    """Read and check a manifest.
 
     Raises:
-        CheckpointError: it is not a checkpoint of Penstock's, or of another version, or its manifest is damaged.
+        CheckpointError: the folder is no checkpoint of Penstock, has another version, or is damaged.
     """
     path = folder / MANIFEST
     if not path.is_file():
@@ -179,7 +175,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _checked(path: Path, content: dict[str, Any]) -> Manifest:
-    """The manifest, if each of its tensors is whole."""
+    """The manifest, if each of its tensors is complete."""
     try:
         written = WrittenFiles.from_json(content)
         manifest = Manifest(step=content["step"], penstock=content["penstock"], **vars(written))
@@ -205,11 +201,7 @@ def _faults(manifest: Manifest) -> Iterator[str]:
 
 
 def check_files(folder: Path, files: Mapping[str, str]) -> None:
-    """Compare files with what the manifest says of them; reads all of their bytes.
-
-    Args:
-        folder: of the checkpoint.
-        files: all or some of a manifest's.
+    """Compare files with their checksums; reads all of their bytes.
 
     Raises:
         CheckpointError: a file is missing or damaged; it is named.
@@ -224,7 +216,7 @@ def check_files(folder: Path, files: Mapping[str, str]) -> None:
 
 
 def check_no_more_tensors(folder: Path, manifest: Manifest) -> None:
-    """Refuse files of tensors that somebody added: what else was changed?
+    """Refuse a folder with tensor files that are not in the manifest.
 
     Raises:
         CheckpointError: there is one.
@@ -235,12 +227,12 @@ def check_no_more_tensors(folder: Path, manifest: Manifest) -> None:
 
 
 def check_tensors(folder: Path, saved: Mapping[str, str], wanted: Mapping[str, str]) -> None:
-    """Refuse a checkpoint whose tensors are not exactly those that are wanted.
+    """Refuse a checkpoint with other tensors than wanted.
 
     Args:
-        folder: of the checkpoint, for the message.
+        folder: for the message.
         saved: kinds of the manifest's tensors.
-        wanted: `describe` of those to be filled, on all ranks together.
+        wanted: `describe` of the tensors to fill, on all ranks together.
 
     Raises:
         CheckpointError: a tensor is missing, too many, or of another type or shape; the first one is named.
@@ -257,7 +249,7 @@ def check_tensors(folder: Path, saved: Mapping[str, str], wanted: Mapping[str, s
 
 
 def files_of(manifest: Manifest, names: Iterable[str]) -> list[str]:
-    """Files that hold some tensors, and that of the facts, in a fixed order."""
+    """Files of some tensors, and of the facts, in a fixed order."""
     files = {file for name in names for file in manifest.tensors[name].rectangles.values()}
     return sorted(files | {FACTS})
 
@@ -281,22 +273,22 @@ def _damaged(path: Path, got: str) -> CheckpointError:
 
 
 def _seal(manifest: Mapping[str, Any]) -> str:
-    """CRC-32 of a manifest's values, however its text is indented."""
+    """CRC-32 of a manifest's values, independent of indentation."""
     return f"crc32 {zlib.crc32(json.dumps(manifest, sort_keys=True).encode()):08x}"
 
 
 FILE_BYTES = 1 << 30
-"""Tensors that share a file. Files are what ranks divide among themselves to check a checkpoint."""
+"""Size of a file of tensors. Ranks divide the files among themselves to check a checkpoint."""
 
 
 @dataclass(frozen=True)
 class PartRead:
-    """What one of our rectangles gets from one in a file.
+    """The common part of a wanted rectangle and one in a file.
 
     Attributes:
         key: of the rectangle in the file.
-        source: the index of what is needed, in it.
-        target: where that goes: a view of our tensor.
+        source: index in that rectangle.
+        target: view of the wanted tensor.
     """
 
     key: str
@@ -305,12 +297,12 @@ class PartRead:
 
 
 def write_parts(folder: Path, parts: Mapping[str, ShardedTensor], rank: int) -> WrittenFiles:
-    """Write what this rank has to write, and sync it to disk.
+    """Write this rank's rectangles, and sync them to disk.
 
     Args:
         folder: of the checkpoint.
         parts: all that the rank holds.
-        rank: part of the names of files.
+        rank: part of the file names.
 
     Raises:
         OSError: a file cannot be written.
@@ -338,7 +330,7 @@ def _file_name(rank: int, number: int) -> str:
 
 
 def _rectangles(parts: Mapping[str, ShardedTensor]) -> Iterator[tuple[str, Rectangle, Tensor]]:
-    """Name, place in the whole and values of every rectangle that we write; empty ones are left out."""
+    """Name, place in the whole, and values of every non-empty rectangle that this rank writes."""
     for name, part in parts.items():
         check_part(name, part)
         for piece in part.pieces:
@@ -349,16 +341,16 @@ def _rectangles(parts: Mapping[str, ShardedTensor]) -> Iterator[tuple[str, Recta
 
 @torch.no_grad()
 def fill_parts(folder: Path, saved: Mapping[str, SavedTensor], into: Mapping[str, ShardedTensor]) -> None:
-    """Read what this rank holds.
+    """Read this rank's parts; each file is opened once, and only the needed elements are read.
 
     Args:
         folder: of the checkpoint.
-        saved: every tensor of `into`, and where its rectangles are.
+        saved: every tensor of `into`.
         into: filled in place, on any device.
 
     Raises:
         OSError: a file cannot be read.
-        SafetensorError: a file is not what it should be.
+        SafetensorError: a file is damaged.
     """
     files: dict[str, list[PartRead]] = {}
     for name, part in into.items():
@@ -372,11 +364,11 @@ def fill_parts(folder: Path, saved: Mapping[str, SavedTensor], into: Mapping[str
 
 
 def _reads(name: str, part: ShardedTensor, saved: SavedTensor) -> Iterator[tuple[str, PartRead]]:
-    """Files, and what is to be read of them, for one tensor."""
+    """Files and reads for one tensor."""
     places = saved.places()
     for piece in part.pieces:
         ours = Rectangle(piece.whole, piece.sizes)
-        # Where the whole tensor begins, as seen from the first element of ours.
+        # Position of the whole tensor relative to the first element of ours.
         origin = tuple(whole - here for whole, here in zip(piece.whole, piece.here, strict=True))
         for theirs, file in places:
             common = ours.overlap(theirs)
@@ -386,6 +378,6 @@ def _reads(name: str, part: ShardedTensor, saved: SavedTensor) -> Iterator[tuple
 
 
 def check_part(name: str, part: ShardedTensor) -> None:
-    """Assert that the rectangles of a part are as many elements as it has."""
+    """Assert that the rectangles of a part cover its tensor."""
     elements = sum(prod(piece.sizes) for piece in part.pieces)
     assert elements == part.tensor.numel(), f"{name}: rectangles of {elements} elements in {part.tensor.numel()}"

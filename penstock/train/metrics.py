@@ -1,10 +1,8 @@
-"""Figures of every step, written for machines: metrics.jsonl, and what other sinks say of the same by name.
+"""metrics.jsonl: figures of the steps as JSON lines, and the names of the same figures in other sinks.
 
-metrics.jsonl holds one JSON object a line, in the order of steps, with the fields of `FIELDS`. A line is handed to the
-system in one unbuffered write, so a killed run leaves whole lines. Lines after the checkpoint that a run resumes from
-tell of steps that will be made again: `drop_after` cuts them off, and each step stands in the file once.
-
-The other sinks are opened in penstock/train/sinks.py, docs/metrics.md is made in tools/metrics_page.py.
+Each line has the fields of `FIELDS` and is written in one unbuffered write, so a killed run leaves complete lines. A
+resumed run repeats the steps after its checkpoint: `drop_after` deletes their lines, so each step has one line.
+tools/metrics_page.py makes docs/metrics.md of these tables.
 """
 
 import json
@@ -21,11 +19,10 @@ from penstock.train.observer import LayerReport, RunStart, StepReport
 
 @dataclass(frozen=True)
 class MetricField:
-    """A key of a line of metrics.jsonl.
+    """A key of a line.
 
     Attributes:
-        unit: what the number counts; empty for ratios, lists and switches.
-        doc: what it says.
+        unit: empty for ratios, lists and booleans.
     """
 
     unit: str
@@ -54,7 +51,7 @@ FIELDS: dict[str, MetricField] = {
         "Model FLOPs of the step over what the device could have done in bf16 meanwhile; null where that is unknown.",
     ),
     "peak_memory_bytes": MetricField(
-        "bytes", "Most memory so far: handed out by the allocator on a GPU, resident set of the process on a CPU."
+        "bytes", "Most memory so far: allocated by PyTorch on a GPU, resident set of the process on a CPU."
     ),
     "graph_pool_bytes": MetricField("bytes", "Device memory that captured work keeps (graphs.capture); 0 without any."),
     "expert_load_max_over_mean": MetricField("", "Of the least even layer; 1 is even. Null for a dense model."),
@@ -70,7 +67,7 @@ FIELDS: dict[str, MetricField] = {
     "dropped_slots": MetricField("slots", "(token, expert) pairs over capacity, all layers together."),
     "rows_left_out": MetricField(
         "rows",
-        "Rows that found no room at their experts (dispatch.row_capacity_factor); if any, the step was made again.",
+        "Rows that exceeded the expert buffers (dispatch.row_capacity_factor); if any, the step was repeated.",
     ),
     "records_skipped": MetricField(
         "records", "Records of text that could not be read and were skipped so far (data.corrupt); each epoch anew."
@@ -97,7 +94,7 @@ PHASE_FIELDS: Mapping[Span, str] = MappingProxyType(
         Span.REDUCE: "Gradients are summed over ranks, their norm is taken, the host reads the step's figures.",
     }
 )
-"""Keys of `phase_seconds`: what the device does, or waits for, until the next phase begins; together, the step."""
+"""Keys of `phase_seconds`. A phase lasts until the next begins; their sum is the step."""
 
 LAYER_FIELDS: dict[str, MetricField] = {
     "layer": MetricField("", "Index of the decoder layer; multi-token prediction layers count on after the last one."),
@@ -152,7 +149,7 @@ def _layer_record(layer: LayerReport) -> dict[str, Any]:
 
 
 def scalars(report: StepReport) -> dict[str, float]:
-    """Every number of a line under a name for people, as TensorBoard and W&B group them: by what stands before `/`."""
+    """Every number of a line, named `GROUP/NAME` as TensorBoard and W&B group them."""
     line = record(report)
     del line["step"]
     groups: dict[str, dict[str, float | None]] = {}
@@ -170,19 +167,19 @@ def scalars(report: StepReport) -> dict[str, float]:
 
 
 def is_recorded(report: StepReport, every: int) -> bool:
-    """Whether a step is written down by who writes every so many: those that evaluate always are."""
+    """Whether a sink with this interval records a step; steps with an evaluation always are."""
     return report.step % every == 0 or report.evaluation is not None
 
 
 def drop_after(path: Path, step: int) -> None:
-    """Cut a metrics file so that it ends with the last line of a step up to `step`.
+    """Delete the lines of a metrics file after those of a step.
 
     Args:
         path: metrics.jsonl; may be missing.
-        step: steps that the checkpoint holds.
+        step: of the checkpoint.
 
     Raises:
-        RunFolderError: the file is not one of ours, or cannot be changed.
+        RunFolderError: the file is no metrics file, or cannot be changed.
     """
     if not path.is_file():
         return
@@ -199,10 +196,10 @@ def drop_after(path: Path, step: int) -> None:
 
 
 def last_step(path: Path) -> int:
-    """The step of the last whole line of a metrics file; 0 if there is none.
+    """The step of the last complete line of a metrics file; 0 without one.
 
     Raises:
-        RunFolderError: the file is not one of ours, or cannot be read.
+        RunFolderError: the file is no metrics file, or cannot be read.
     """
     try:
         whole, _, _ = path.read_bytes().rpartition(b"\n") if path.is_file() else (b"", b"", b"")
@@ -216,11 +213,11 @@ def _step_of(line: bytes) -> int:
 
 
 class MetricsFile:
-    """Observer that writes metrics.jsonl.
+    """Observer that appends to metrics.jsonl.
 
     Args:
-        path: the file; lines are added at its end.
-        every: steps between lines; steps that evaluate are always written.
+        path: the file.
+        every: steps between lines; steps with an evaluation are always written.
     """
 
     def __init__(self, path: Path, every: int) -> None:
@@ -235,7 +232,7 @@ class MetricsFile:
         """Write the line of a step.
 
         Raises:
-            RunFolderError: the disk takes no more.
+            RunFolderError: the file cannot be written.
         """
         if not is_recorded(report, self._every):
             return

@@ -1,8 +1,7 @@
-"""What a run tells: frozen values on the host, and the protocol of whoever listens.
+"""Reports of a run, as frozen values on the host, and the protocol of their receivers.
 
-The loop knows no file, terminal or service. It makes one `StepReport` a step and hands it to every observer in turn:
-metrics.jsonl, TensorBoard, the live view. A report holds plain numbers only, so that an observer can keep it, print
-it or send it away without touching a device.
+The loop makes one `StepReport` a step and passes it to every observer: metrics.jsonl, TensorBoard, the live view. A
+report holds plain numbers, so an observer can store, print or send it without touching a device.
 """
 
 import math
@@ -21,7 +20,7 @@ class LayerReport:
 
     Attributes:
         layer: index of the decoder layer.
-        slots: (token, choice) pairs that chose each expert, dropped ones too.
+        slots: (token, choice) pairs of each expert, dropped ones included.
         dropped: slots over capacity.
         auxiliary_loss: balance losses of the layer, weighted.
     """
@@ -33,13 +32,13 @@ class LayerReport:
 
     @property
     def max_over_mean(self) -> float:
-        """Load of the fullest expert over the mean: 1 is even, the number of experts is all on one."""
+        """Load of the fullest expert over the mean, from 1 (even) to the number of experts."""
         total = sum(self.slots)
         return max(self.slots) * len(self.slots) / total if total else 1.0
 
     @property
     def entropy(self) -> float:
-        """Entropy of the load over that of an even one: 1 is even, 0 is all on one expert."""
+        """Entropy of the load over that of an even one, from 0 (one expert) to 1 (even)."""
         total = sum(self.slots)
         if total == 0 or len(self.slots) == 1:
             return 1.0
@@ -47,7 +46,7 @@ class LayerReport:
         return -sum(share * math.log(share) for share in shares) / math.log(len(self.slots))
 
     def rank_loads(self, ranks: int) -> tuple[float, ...]:
-        """Load of each of the ranks that share the layer's experts, over their mean: 1 is even."""
+        """Load of each of the ranks that share the experts, over their mean."""
         total, each = sum(self.slots), len(self.slots) // ranks
         if total == 0:
             return (1.0,) * ranks
@@ -56,13 +55,12 @@ class LayerReport:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutLoss:
-    """Held-out text, measured.
+    """Result of an evaluation.
 
     Attributes:
         loss: cross entropy, nats per token.
-        bits_per_byte: the same text's cost in bits per byte of UTF-8, which no tokenizer can flatter.
+        bits_per_byte: cross entropy in bits per byte of UTF-8 text, comparable between tokenizers.
         tokens: counted tokens.
-        seconds: time that it took.
     """
 
     loss: float
@@ -73,16 +71,16 @@ class HeldOutLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """One optimizer step. Fields that also stand in metrics.jsonl are documented in `penstock.train.metrics.FIELDS`.
+    """One optimizer step. Fields that are also in metrics.jsonl are documented in `penstock.train.metrics.FIELDS`.
 
     Attributes:
-        step: counted from 1.
+        step: from 1.
         elapsed_seconds: since this process began to train, evaluations and checkpoints included.
         layers: one for each MoE layer; empty for a dense model.
-        evaluation: held-out loss after this step, or None if none was due.
-        notices: what the user should know from now on, one line each; told once.
-        expert_ranks: that share the experts of a layer.
-        phase_seconds: of the step before; empty if this process did not make it.
+        evaluation: after this step, or None if none was due.
+        notices: new messages for the user, one line each.
+        expert_ranks: ranks that share the experts of a layer.
+        phase_seconds: of the step before; empty in the first step of a process.
     """
 
     step: int
@@ -108,17 +106,14 @@ class StepReport:
 
     @property
     def expert_rank_load_max_over_mean(self) -> float | None:
-        """Of each layer the fullest expert rank's load over the mean, then the mean of layers: what the time sees.
-
-        None if ranks do not share experts.
-        """
+        """Mean over layers of the fullest expert rank's load, which decides the time; None without expert ranks."""
         if self.expert_ranks == 1 or not self.layers:
             return None
         return fmean(max(layer.rank_loads(self.expert_ranks)) for layer in self.layers)
 
     @property
     def expert_rank_load_fullest(self) -> float | None:
-        """Of each expert rank the mean of its layers' loads, then the fullest rank: what the memory sees. Or None."""
+        """Highest mean over layers of an expert rank's load, which decides its memory; None without expert ranks."""
         if self.expert_ranks == 1 or not self.layers:
             return None
         loads = (layer.rank_loads(self.expert_ranks) for layer in self.layers)
@@ -126,25 +121,20 @@ class StepReport:
 
     @property
     def worst_layer(self) -> LayerReport | None:
-        """The layer whose load is least even, or None for a dense model."""
+        """The layer with the least even load, or None for a dense model."""
         return max(self.layers, key=lambda layer: layer.max_over_mean, default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunStart:
-    """What is known before the first step.
+    """Facts before the first step.
 
     Attributes:
-        run: the configuration.
-        folder: where the run is recorded.
-        device_name: as the driver reports it.
-        kernels: which backend runs each operator, in one line.
-        parameters: all parameters of the model.
-        active_parameters: those that one token meets.
-        steps_done: steps of earlier processes; more than 0 after resuming.
-        ranks: processes that train together.
+        kernels: backend of each operator, in one line.
+        active_parameters: parameters that one token uses.
+        steps_done: steps of earlier processes.
         micro_batches: forward passes of one rank in a step.
-        graphs: what is captured, or why nothing is; empty if nobody asked.
+        graphs: see `penstock.train.capture.choose_capture`.
     """
 
     run: Run
@@ -161,15 +151,15 @@ class RunStart:
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnd:
-    """How a run ended.
+    """End of a run.
 
     Attributes:
         step: last finished step.
-        steps: steps that the run asks for.
-        seconds: time since this process began to train.
-        checkpoint: the newest checkpoint on disk, or None.
-        last: report of the last step, or None if this process made none.
-        stopped_by: name of the signal that asked for the stop, or None.
+        steps: steps of the whole run.
+        seconds: since this process began to train.
+        checkpoint: the newest on disk, or None.
+        last: report of the last step, or None without a step.
+        stopped_by: name of the signal that requested the stop, or None.
     """
 
     step: int
@@ -181,16 +171,16 @@ class RunEnd:
 
 
 class Observer(Protocol):
-    """Whoever listens to a run. Calls come from the thread that trains, so they should be quick."""
+    """Receiver of reports. The training thread makes the calls, so they should be quick."""
 
     def started(self, start: RunStart) -> None:
         """Called once, before the first step."""
 
     def stepped(self, report: StepReport) -> None:
-        """Called after every step, evaluation included, before a checkpoint of that step is written."""
+        """Called after every step and its evaluation, before a checkpoint of the step."""
 
     def saved(self, step: int) -> None:
-        """Called when a checkpoint of that step was handed to the writer."""
+        """Called when a checkpoint of that step was passed to the writer."""
 
     def closed(self) -> None:
-        """Called last, also when the run failed; releases files and the terminal."""
+        """Called last, also after an error; releases files and the terminal."""

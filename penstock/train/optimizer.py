@@ -1,25 +1,24 @@
-"""AdamW with float32 masters, and gradients that add up in float32, over any number of ranks.
+"""AdamW with float32 masters and float32 gradient sums, over any number of ranks.
 
-Every trained parameter has a master (float32, what AdamW updates), a gradient (float32, one buffer for the whole run)
-and two moments. A float32 parameter is its own master. A bfloat16 parameter is a rounded copy of its master:
+Every trained parameter has a master (float32, updated by AdamW), a gradient (float32, one buffer for the whole run) and
+two moments. A float32 parameter is its own master. A bfloat16 parameter is a rounded copy of its master:
 
-    backward     a hook on the parameter adds its bfloat16 gradient to the float32 buffer and frees it
+    backward     a hook adds the parameter's bfloat16 gradient to the float32 buffer and frees it
     reduce       once a step, gradients are summed over the ranks that saw other tokens
     step         AdamW clips gradients, updates the masters, and rounds them into the parameters
 
-So a gradient that is summed over many micro-batches loses nothing, and neither does an update that is smaller than a
-bfloat16 can tell. What makes weight gradients itself may add to the buffer (`gradient_of`) and leave the parameter's
-own gradient alone, as matrices and experts do (penstock/models/parameters.py).
+So neither sums over many micro-batches nor small updates lose precision. Kernels that produce weight gradients may
+accumulate into the buffer (`gradient_of`) instead (penstock/models/parameters.py). With `offload.optimizer`, masters
+and moments are in host memory (`penstock.train.adamw.StreamedAdamW`).
 
-With `offload.optimizer`, moments, and masters that are not the parameters themselves, stay in host memory and pass
-through the device during the step (`penstock/train/adamw.py`).
+A rank updates a parameter in one of three ways (`OptimizerShard`):
 
-Ranks that hold the same parameter may divide its rows (`penstock/train/optimizer.py`): each then has masters and
-moments of its own rows only, and after a step the new values are gathered.
+    whole      holds and updates all of it                                     data axis of one rank, or shard = none
+    divided    holds all of it, updates its rows, gathers the others (ZeRO-1)  shard = optimizer
+    sharded    holds and updates its rows only (FSDP2 gathers and reduces)     shard = full
 
-A parameter that took no part in a step has a gradient of zeros, not none: its moments fade, and it decays. This is what
-happens to it inside a larger tensor or a shard, so results do not depend on how parameters are laid out. Nothing here
-waits for the device.
+A parameter that took no part in a step has a zero gradient: its moments fade and it decays, as it does inside of a
+larger tensor or a shard, so results do not depend on the layout. Nothing here waits for the device.
 """
 
 from collections import defaultdict
@@ -43,18 +42,18 @@ from penstock.train.adamw import FusedAdamW, StreamedAdamW, is_own_master
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerShard:
-    """What one rank updates of one parameter.
+    """The part of one parameter that this rank updates.
 
     Attributes:
         holding: the parameter.
-        rows: first and last + 1 of the rows of our part that we update; None for all.
-        total: float32 sum of the gradients of our backward passes, of the shape of what the rank holds.
-        gradient: the rows of `total` that we update.
-        values: these rows of the parameter itself; their own master if they are float32 (`penstock.train.adamw`).
-        attached: what `parameter.grad` is outside of backward: autograd adds to it, or a hook takes it away (None).
-        shard: ranks that divide the rows, if reducing the gradient is left to us.
-        replicate: ranks that update the same rows; the gradient is summed over them too, if that is left to us.
-        writes: this rank saves the rows; of those that update the same ones, one does.
+        rows: first and last + 1 of the updated rows; None for all.
+        total: float32 sum of the gradients of all backward passes, in the shape of the parameter on this rank.
+        gradient: the updated rows of `total`; of the global batch after the reduction.
+        values: the updated rows of the parameter.
+        attached: value of `parameter.grad` outside of backward: a buffer that autograd adds to, or None with a hook.
+        shard: ranks that divide the rows and reduce the gradient here, not in FSDP2.
+        replicate: ranks that update the same rows and sum the gradient here.
+        writes: this rank saves the rows.
     """
 
     holding: ParamShard
@@ -69,18 +68,18 @@ class OptimizerShard:
 
     @property
     def parameter(self) -> nn.Parameter:
-        """What modules compute with."""
+        """The module's parameter."""
         return self.holding.parameter
 
     def part(self, tensor: Tensor) -> ShardedTensor:
-        """A tensor of the rows that we update, as a part of a checkpoint."""
+        """A tensor of the updated rows, as a part of a checkpoint."""
         holding = self.holding
         return ShardedTensor(tensor=tensor, shape=holding.shape, pieces=holding.pieces(self.rows), writes=self.writes)
 
 
 @torch.no_grad()
 def optimizer_shard_of(holding: ParamShard, parallel: Parallel) -> OptimizerShard:
-    """Decide what this rank updates of a parameter, and make its gradient."""
+    """Decide which rows of a parameter this rank updates, and create the gradient."""
     parameter, data = holding.parameter, holding.data
     is_precise = is_own_master(parameter)
     rows: tuple[int, int] | None = None
@@ -121,12 +120,11 @@ _ON_DEVICE = Offload()
 
 @dataclass(frozen=True, kw_only=True)
 class StateBytes:
-    """Bytes that one rank holds from its first step to its last, on the device if nothing else is said.
+    """Bytes that one rank holds for the whole run, on the device unless noted.
 
     Attributes:
-        weights: what is held of the parameters between steps.
         gradients: float32 sums.
-        optimizer: moments, and masters where they are not the parameters themselves; or what these pass through.
+        optimizer: moments and separate masters, or the buffers that they pass through.
         host: of the optimizer in host memory.
     """
 
@@ -137,16 +135,16 @@ class StateBytes:
 
 
 class MasterAdamW:
-    """AdamW (arXiv 1711.05101) over the parameters of one rank, which all live on one device.
+    """AdamW (arXiv 1711.05101) over the parameters of one rank, all on one device.
 
     Args:
-        holdings: those that need no gradient are left out. No parameter and no name may come twice. Ranks that hold the
-            same parameters make their optimizers together.
-        settings: everything but the learning rate, which comes with each step.
-        parallel: who divides what (`shard`), and the type in which gradients travel (`reduce`).
+        holdings: parameters and names are unique; those without gradients are skipped. Ranks with the same parameters
+            create their optimizers together.
+        settings: all but the learning rate.
+        parallel: with `shard`, and `reduce`, the dtype of the gradient sums over ranks.
         world: all ranks, for the norm of the whole gradient.
-        bucket_values: of a message; None for the usual size (penstock/parallel/buckets.py).
-        offload: whether the optimizer lives in host memory.
+        bucket_values: of a message; None for the default (penstock/parallel/buckets.py).
+        offload: whether the optimizer is in host memory.
     """
 
     def __init__(
@@ -180,25 +178,22 @@ class MasterAdamW:
         )
 
     def gradient_of(self, name: str) -> Tensor:
-        """The float32 buffer that a parameter's gradients are added to; it stays the same tensor for good."""
+        """The float32 buffer of a parameter's gradients; the same tensor for the whole run."""
         return self._shares[name].total
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Names of parameters and the gradients of the rows that this rank updates, which may be none.
-
-        Complete after `reduce_gradients`.
-        """
+        """Names, and gradients of the rows that this rank updates; complete after `reduce_gradients`."""
         for name, share in self._shares.items():
             yield name, share.gradient
 
     @torch.no_grad()
     def zero_gradients(self) -> None:
-        """Begin a new sum. Use this instead of `model.zero_grad`, which would take the buffers away."""
+        """Zero the buffers. `model.zero_grad` would detach them."""
         torch._foreach_zero_([share.total for share in self._shares.values()])
 
     def reduce_gradients(self) -> None:
-        """Sum over all ranks that have a part of a gradient. Once a step, after the last backward pass."""
-        # All ranks take axes in the order of their names: none waits for one that waits for it.
+        """Sum the gradients over ranks, once a step after the last backward pass."""
+        # All ranks take the axes in the order of their names, which avoids deadlocks.
         by_axes: dict[tuple[str, str], list[OptimizerShard]] = defaultdict(list)
         for share in self._shares.values():
             by_axes[share.shard.name, share.replicate.name].append(share)
@@ -222,22 +217,17 @@ class MasterAdamW:
 
     @torch.no_grad()
     def step(self, learning_rate: float, divisor: float = 1.0) -> None:
-        """Update every parameter from the gradients.
-
-        Args:
-            learning_rate: of this step.
-            divisor: gradients are divided by it on the way, see `clip_divisor`; 1 leaves them as they are.
-        """
+        """Update every parameter from the gradients, which are divided by `divisor` first (`clip_divisor`)."""
         for name, share in self._shares.items():
-            assert share.parameter.grad is share.attached, f"somebody took away the gradient buffer of {name}"
+            assert share.parameter.grad is share.attached, f"the gradient buffer of {name} was detached"
         self._adamw.update(learning_rate, divisor)
         self._gather_values()
 
     def parts(self) -> dict[str, ShardedTensor]:
-        """All that a checkpoint needs of parameters and optimizer, in float32, by name; the very own tensors.
+        """All float32 state for a checkpoint, by name; the live tensors.
 
-        `model.*` is the master, `moment1.*` and `moment2.*` go with it, `step` counts updates. Call `loaded` after
-        filling them. Read or fill them before the next step; where they are on the host, this waits for the last one.
+        `model.*` is the master, with `moment1.*` and `moment2.*`; `step` counts updates. Call `loaded` after filling
+        them. Read or fill them before the next step; for host tensors this waits for the last one.
         """
         self._adamw.settle()
         kinds = {"model": self._adamw.masters, "moment1": self._adamw.moments1, "moment2": self._adamw.moments2}
@@ -249,7 +239,7 @@ class MasterAdamW:
         return {**parts, "step": whole(self._adamw.step, writes=self._world.rank == 0)}
 
     def memory(self) -> StateBytes:
-        """What all this takes; also of parameters on the meta device."""
+        """Memory of this optimizer; works on the meta device."""
         shares = self._shares.values()
         weights = [share.values if isinstance(share.parameter, DTensor) else share.parameter for share in shares]
         return StateBytes(
@@ -260,7 +250,7 @@ class MasterAdamW:
         )
 
     def loaded(self) -> None:
-        """Go on from the tensors of `parts`, which somebody has filled: parameters follow their masters."""
+        """Continue from filled tensors of `parts`: parameters follow their masters."""
         self._adamw.loaded()
         self._gather_values()
 
@@ -268,7 +258,7 @@ class MasterAdamW:
         reduce_rows(cargo, shard, replicate, self._reduce_dtype, self._bucket_values)
 
     def _by_partial_axis(self) -> list[tuple[Axis, list[OptimizerShard]]]:
-        """Axes over which gradients are summed besides data, and the parameters that this is about."""
+        """Axes besides data over which gradients are summed, with their parameters."""
         axes = {axis.name: axis for share in self._shares.values() for axis in share.holding.partial}
         return [
             (axes[name], [share for share in self._shares.values() if axes[name] in share.holding.partial])
@@ -287,12 +277,7 @@ class MasterAdamW:
 
 
 def clip_divisor(norm: float, limit: float) -> float:
-    """What gradients are divided by so that their norm is at most `limit`; exactly 1 if it is so already.
-
-    Args:
-        norm: of the whole gradient.
-        limit: 0 does not clip.
-    """
+    """Divisor that limits a gradient norm to `limit`; exactly 1 below it, or with limit 0."""
     return max(1.0, (norm + 1e-6) / limit) if limit > 0.0 else 1.0
 
 
@@ -301,7 +286,7 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _move_gradient(total: Tensor, parameter: Tensor) -> None:
-    """Add the parameter's gradient, which one backward pass has just finished, to the float32 sum."""
+    """Add the gradient of a finished backward pass to the float32 sum."""
     if parameter.grad is None:
         return  # A deferred weight gradient: autograd calls again when it is computed (parallel/weight_grad_store.py).
     total.add_(parameter.grad)

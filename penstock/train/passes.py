@@ -1,4 +1,4 @@
-"""Forward and backward passes over a global batch, by one decoder or through a pipeline; forward passes to judge."""
+"""Forward and backward passes over a global batch, by one decoder or a pipeline, and forward passes for evaluation."""
 
 from collections.abc import Callable, Sequence
 
@@ -21,17 +21,17 @@ FromHidden = Callable[[int, Hidden, Decoder], Tensor]
 
 
 def forward_backward(model: RankModel, batch: GlobalBatch, rule: LossRule, enter: EnterPhase = untimed) -> Tensor:
-    """Differentiate the loss of a global batch; gradients of our rows are in the parameters afterwards.
+    """Differentiate the loss of a global batch into the parameters' gradients.
 
     Args:
         model: in training mode.
         batch: cut for this rank.
         rule: of the loss.
-        enter: is told when phases begin.
+        enter: called when a phase begins.
 
     Returns:
-        float32, 1 + depths: losses of our rows as parts of the global batch's, main loss first. Only the rank whose
-        stage holds the output projection has them; zero elsewhere.
+        float32, 1 + depths: this rank's part of the losses of the global batch, main loss first. Zero on ranks without
+        the output projection.
     """
     sums = torch.zeros(1 + rule.depths, device=model.device)
     if model.pipeline is None:
@@ -54,14 +54,14 @@ def forward_backward(model: RankModel, batch: GlobalBatch, rule: LossRule, enter
 def differentiate(
     model: RankModel, batch: MicroBatch, counted: Tensor, rule: LossRule, enter: EnterPhase = untimed
 ) -> Tensor:
-    """Forward and backward pass over one micro-batch, by a decoder that is in one piece; may be captured as a graph.
+    """Forward and backward pass of one micro-batch on a rank without pipeline; may be captured as a graph.
 
     Args:
         model: in training mode.
         batch: the micro-batch.
-        counted: as in `GlobalBatch`.
+        counted: see `GlobalBatch`.
         rule: of the loss.
-        enter: is told when phases begin; not inside a graph, which has no time of its own.
+        enter: called when a phase begins; not inside of a graph, which cannot be timed in parts.
 
     Returns:
         See `MicroLoss.parts`.
@@ -77,15 +77,15 @@ def differentiate(
 
 @torch.no_grad()
 def held_out_nats(model: RankModel, batches: Sequence[MicroBatch], rule: LossRule) -> Tensor:
-    """Sum of the main loss over the counted labels of some rows.
+    """Sum of the main loss over the counted labels of this rank's rows.
 
     Args:
         model: in evaluation mode.
-        batches: equally many on every rank.
+        batches: of equal number on every rank.
         rule: of the loss; its z-loss is left out.
 
     Returns:
-        float64 scalar: of our rows; zero on ranks without the output projection.
+        float64 scalar; zero on ranks without the output projection.
     """
     nats = torch.zeros((), dtype=torch.float64, device=model.device)
 
@@ -107,7 +107,7 @@ def held_out_nats(model: RankModel, batches: Sequence[MicroBatch], rule: LossRul
 
 
 def _calls(model: RankModel, batches: Sequence[MicroBatch], at_end: FromHidden) -> dict[int, StageCall]:
-    """One call for each stage: its part of the decoder, and the loss where the stage has the output projection."""
+    """One call for each stage: its part of the decoder, and the loss on the stage with the output projection."""
 
     def call_of(decoder: Decoder) -> StageCall:
         def call(number: int, x_BSD: Tensor | None) -> Steps[Tensor]:

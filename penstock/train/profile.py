@@ -1,17 +1,15 @@
-"""Records what a few steps are made of (`profile` of a run): one trace for each rank that records.
+"""Records some steps (`profile` of a run): one trace for each recording rank.
 
-    step start - 1    the profiler is set up, which takes long the first time; what it sees is thrown away
-    step start        the device is waited for once, then operators, kernels, shapes and spans are recorded
-    last step         the device is waited for, and files are written; the other ranks wait in the next step
+    step start - 1    the profiler is set up, which takes long the first time; its events are discarded
+    step start        after a wait for the device, operators, kernels, shapes and spans are recorded
+    last step         after a wait for the device, files are written; the other ranks wait in the next step
 
     runs/NAME/profile/rank-0.json.gz     Chrome's format, for `penstock trace`, chrome://tracing or Perfetto
-                      memory-0.jsonl     on a GPU, a line for each span: what the allocator held, see `memory_lines`
+                      memory-0.jsonl     on a GPU, allocator figures of each span, see `memory_lines`
 
-The run's own description stands in the trace under the key `penstock`. Neither what a step computes nor its order
-changes: a recorded run has the losses of one that is not. Torch's memory snapshots are pickles, which can run any code;
-the trace has the same blocks as events, and the lines what they come to.
-
-A run that goes on behind `profile.start` records nothing; one that ends early writes what it has.
+The trace has the run's configuration under the key `penstock`. Recording changes neither the computation nor its order,
+so the losses are the same. Torch's memory snapshots are pickles, which can execute code; the trace has the same blocks
+as events. A run that resumes after `profile.start` records nothing; one that ends early writes what it has.
 """
 
 import gzip
@@ -34,18 +32,18 @@ from penstock.config.run import Run
 from penstock.layout.grid import Grid
 
 GZIP_LEVEL = 3
-"""A third larger than at the usual 9 and eight times as fast (17.6 MB of a trace): the other ranks wait."""
+"""A third larger than level 9 and eight times as fast (17.6 MB of a trace): the other ranks wait."""
 
 
 class Recorder:
-    """The recording of one rank; does nothing outside of its steps.
+    """The recording of one rank; inactive outside of its steps.
 
     Args:
-        run: says which steps and ranks.
-        folder: for the files; made when it is needed.
+        run: with the steps and ranks to record.
+        folder: for the files; created when needed.
         device: of the rank.
         grid: the layout, for the trace.
-        rank: which one.
+        rank: of this process.
     """
 
     def __init__(self, run: Run, folder: Path, device: torch.device, grid: Grid, rank: int) -> None:
@@ -90,7 +88,7 @@ class Recorder:
             self.finish()
 
     def finish(self) -> None:
-        """Write what is recorded, if a recording is under way. Call when the run ends.
+        """Write an unfinished recording. Call when the run ends.
 
         Raises:
             RunFolderError: the files cannot be written.
@@ -109,7 +107,7 @@ class Recorder:
         self._notices.append(f"profile: steps {first} to {last} of this rank in {self._folder}, {size / 1e6:.1f} MB")
 
     def take_notices(self) -> tuple[str, ...]:
-        """What a user should know and has not been told yet."""
+        """New notices for the user."""
         notices, self._notices = tuple(self._notices), []
         return notices
 
@@ -117,7 +115,7 @@ class Recorder:
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._is_gpu else [])]
         profiler = profile(activities=activities, record_shapes=True, profile_memory=self._with_memory)
         with warnings.catch_warnings():
-            # It would keep events as Python objects as well: seconds for what the file has anyway.
+            # Otherwise events are also kept as Python objects, which takes seconds.
             warnings.filterwarnings("ignore", message=".*clears events at the end of each cycle")
             profiler.prepare_trace()
         return profiler
@@ -127,7 +125,7 @@ class Recorder:
             torch.cuda.synchronize()
 
     def _write(self, profiler: profile) -> int:
-        """Write both files, each whole or not at all. Returns the bytes of the trace."""
+        """Write both files atomically; returns the bytes of the trace."""
         self._folder.mkdir(parents=True, exist_ok=True)
         draft = self._folder / f".rank-{self._rank}.json"
         try:
@@ -145,15 +143,12 @@ class Recorder:
 
 
 def memory_lines(events: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """What the allocator of a GPU held at the end of each span, and at most inside, from the events of a trace.
-
-    Args:
-        events: of one rank, as the trace has them.
+    """Memory of a GPU's allocator by span, from the events of one rank's trace.
 
     Yields:
-        For each span of each step, in the order in which they begin: `step`; `span`, a path from the step's own span
-        downwards; `begin_us` and `end_us`, times of the trace; `allocated_bytes` and `reserved_bytes` at its end, and
-        `peak_bytes`, the most allocated. Spans before the first event of the allocator are left out.
+        For each span of each step, in the order of their begins: `step`; `span`, a path from the step's span downwards;
+        `begin_us` and `end_us`, times of the trace; `allocated_bytes` and `reserved_bytes` at its end; `peak_bytes`,
+        the maximum allocated. Spans before the allocator's first event are left out.
     """
     found = [event for event in events if event.get("name") == "[memory]" and event["args"]["Device Type"] != 0]
     blocks = sorted(found, key=lambda event: float(event["ts"]))
@@ -176,7 +171,7 @@ def memory_lines(events: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]
 
 
 def _paths(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[tuple[str, ...], float, float]]:
-    """Spans inside steps, on the thread that makes them: names from the step downwards, begin, end."""
+    """Spans inside of steps, on their thread: names from the step downwards, begin, end."""
     prefix = NUMBERED_STEP.format("")
     spans = [event for event in events if event.get("cat") == "user_annotation" and event.get("ph") == "X"]
     threads = {event["tid"] for event in spans if event["name"].startswith(prefix)}
@@ -193,7 +188,7 @@ def _paths(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[tuple[str, ...
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Write a file so that a reader finds the old content or the new, never a part."""
+    """Write a file atomically."""
     draft = path.with_name(f".{path.name}.draft")
     draft.write_bytes(content)
     os.replace(draft, path)

@@ -1,11 +1,8 @@
-"""Prometheus: an endpoint at which a cluster's monitoring asks how the run is doing.
+"""An HTTP endpoint for Prometheus: `curl http://127.0.0.1:PORT/metrics` shows the last step of the run.
 
-`curl http://127.0.0.1:PORT/metrics` shows it. Whoever asks gets the last step that the run has told; a question costs
-the run nothing, because telling is one assignment and the answer is written by a thread of the endpoint's own. Names
-follow Prometheus' conventions: the program first, base units last, `_total` for what only grows. A counter starts
-anew with what a resumed run has done before, which Prometheus takes for a restart.
-
-What is told at every step stands in `penstock.train.metrics.FIELDS`; its names here are `EXPORTED`.
+A report is stored by one assignment, and a thread of the endpoint writes the answer, so requests cost the run nothing.
+Names follow Prometheus' conventions: the program first, base units last, `_total` for counters. The counters of a
+resumed run start with its earlier steps, which Prometheus takes for a restart.
 """
 
 import time
@@ -44,7 +41,8 @@ EXPORTED: Mapping[str, str] = MappingProxyType(
         "evaluation_bits_per_byte": "penstock_evaluation_bits_per_byte",
     }
 )
-"""Names of the fields of a line. `phase_seconds` has a label `phase`, `mtp_losses` a label `depth`."""
+"""Names of the fields of `penstock.train.metrics.FIELDS`; `phase_seconds` has a label `phase`, `mtp_losses` a `depth`.
+"""
 
 EXPORTED_OF_LAYER: Mapping[str, str] = MappingProxyType(
     {
@@ -54,7 +52,7 @@ EXPORTED_OF_LAYER: Mapping[str, str] = MappingProxyType(
         "auxiliary_loss": "penstock_layer_auxiliary_loss",
     }
 )
-"""Names of the parts of `layers`, which have a label `layer`."""
+"""Names of the entries of `layers`, which have a label `layer`."""
 
 RUN_INFO = "penstock_run_info"
 WANTED_STEPS = "penstock_wanted_steps"
@@ -73,7 +71,7 @@ ENDPOINT_FIELDS: Mapping[str, MetricField] = MappingProxyType(
         SAVED_TIME: MetricField("s", "When that was handed to the writer, since 1970."),
     }
 )
-"""What only the endpoint tells."""
+"""Metrics that only the endpoint has."""
 
 _LABELS = {"phase_seconds": "phase", "mtp_losses": "depth"}
 _KEPT = ("evaluation_loss", "evaluation_bits_per_byte")
@@ -81,14 +79,13 @@ _KEPT = ("evaluation_loss", "evaluation_bits_per_byte")
 
 @dataclass(frozen=True, kw_only=True)
 class _Told:
-    """What the run has told so far.
+    """State of the run.
 
     Attributes:
-        start: of this process.
-        line: of the last step, with the last evaluation; empty before the first.
-        step_time: when that was, in seconds since 1970.
+        line: of the last step, with the last evaluation; empty before the first step.
+        step_time: seconds since 1970.
         saved_step: of the newest checkpoint, or 0.
-        saved_time: when that was.
+        saved_time: seconds since 1970.
     """
 
     start: RunStart
@@ -99,14 +96,14 @@ class _Told:
 
 
 class PrometheusEndpoint:
-    """Observer that answers a monitoring system over HTTP.
+    """Observer that answers HTTP requests.
 
     Args:
-        address: of the network interface to listen at.
-        port: to listen at; 0 takes a free one.
+        address: of the network interface.
+        port: 0 takes a free one.
 
     Attributes:
-        port: where it listens.
+        port: of the server.
 
     Raises:
         OSError: the port is taken, or the address is none of this machine.
@@ -122,28 +119,28 @@ class PrometheusEndpoint:
         self.port = int(self._server.server_port)
 
     def started(self, start: RunStart) -> None:
-        """From now on there is an answer."""
+        """Begin to answer."""
         self._told = _Told(start=start, line={})
 
     def stepped(self, report: StepReport) -> None:
-        """Keep the figures of a step; those of an evaluation until the next one."""
+        """Store the figures of a step; those of an evaluation stay until the next one."""
         assert self._told is not None, "a run starts before it steps"
         kept = {name: self._told.line[name] for name in _KEPT if name in self._told.line}
         self._told = replace(self._told, line=kept | record(report), step_time=time.time())
 
     def saved(self, step: int) -> None:
-        """Keep which checkpoint is the newest."""
+        """Store the step of the newest checkpoint."""
         assert self._told is not None, "a run starts before it saves"
         self._told = replace(self._told, saved_step=step, saved_time=time.time())
 
     def closed(self) -> None:
-        """Stop answering, and free the port."""
+        """Stop the server."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
 
     def collect(self) -> Iterator[Any]:
-        """Metric families of prometheus_client, called by its thread for each question."""
+        """Metric families of prometheus_client; its thread calls this for each request."""
         told = self._told
         if told is None:
             return
@@ -174,7 +171,7 @@ class PrometheusEndpoint:
         doc: str = "",
         labels: tuple[str, ...] = (),
     ) -> Any:
-        """One metric with the values of its labels; each sample says of which run it is."""
+        """One metric with its samples, each labeled with the run."""
         kind = self._core.CounterMetricFamily if name.endswith("_total") else self._core.GaugeMetricFamily
         family = kind(name, doc or ENDPOINT_FIELDS[name].doc, labels=("run", *labels))
         for values, number in samples.items():
@@ -183,7 +180,7 @@ class PrometheusEndpoint:
 
 
 def _samples(value: Any) -> dict[tuple[str, ...], float]:
-    """Samples of a field by the values of its label; none where the field is null or absent."""
+    """Samples of a field by the values of its label; empty for a field that is null or absent."""
     if value is None:
         return {}
     if isinstance(value, Mapping):

@@ -1,7 +1,7 @@
-"""One rank of a world that is not there: its groups, model, shards, optimizer and schedule, without memory.
+"""One rank of a run without memory: its groups, model, shards, optimizer and schedule on the meta device.
 
-Everything is made by the code that a real run makes it with, on the meta device and with a process group that moves
-nothing, so what is wrong with a layout shows on a laptop. Only forward and backward are left out.
+The code of a real run builds it, with a process group that moves nothing, so problems of a layout show on a laptop.
+Only forward and backward are left out.
 """
 
 from dataclasses import dataclass
@@ -22,17 +22,17 @@ from penstock.train.optimizer import MasterAdamW
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsal:
-    """What one rank holds from its first step to its last.
+    """State of one rank from its first step to its last.
 
     Attributes:
-        model: its stages, on the meta device, with its groups and its schedule.
-        stages: what they hold, by number.
-        dense: parameters outside of routed experts that the rank computes with, before data-parallel ranks divide them.
-        expert: those of its experts.
-        weight_bytes: of the weights that it holds between steps.
-        gradient_bytes: of the float32 sums.
-        optimizer_bytes: of master weights (where they are not the weights) and moments, or of what they pass through.
-        host_bytes: of master weights and moments in host memory.
+        model: its stages, with groups and schedule.
+        stages: content of each stage, by number.
+        dense: parameters outside of routed experts on this rank, before sharding over data ranks.
+        expert: parameters of its experts.
+        weight_bytes: between steps.
+        gradient_bytes: float32 sums.
+        optimizer_bytes: separate masters and moments, or the buffers that they pass through.
+        host_bytes: masters and moments in host memory.
     """
 
     model: RankModel
@@ -47,11 +47,6 @@ class Rehearsal:
 
 def rehearse(run: Run, *, world: int, rank: int) -> Rehearsal:
     """Build one rank of a run. Starts and ends a process group, so there must be none.
-
-    Args:
-        run: the run.
-        world: ranks to pretend.
-        rank: which of them to be.
 
     Raises:
         ConfigError: the layout does not fit the ranks or the model, or there is no such rank.

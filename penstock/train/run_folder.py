@@ -1,21 +1,19 @@
-"""The folder of a run: everything that it leaves behind, and everything that it needs to go on.
+"""The folder of a run.
 
     runs/NAME/config.toml     the resolved configuration; a folder with this file is a run folder
               metrics.jsonl   one JSON object a step
               starts.jsonl    one JSON object for each start: command, device, versions
               checkpoints/    one folder for each saved step
               tensorboard/    event files
-              wandb/          what Weights & Biases keeps here, if it is asked to (record.wandb)
-              profile/        traces of recorded steps, if any
-              nonfinite.json  only after a NaN or infinity: where it began
+              wandb/          files of Weights & Biases (record.wandb)
+              profile/        traces of recorded steps
+              nonfinite.json  only after a NaN or infinity: its origin
               launch          only if several ranks were started together: the name of their launch
 
-A folder is made under a hidden name beside its place, with its configuration in it, and then renamed. So it is there
-whole or not at all, and two runs that start at once cannot get the same one. Making it is the last thing before the
-first step: whatever can be wrong with configuration, data, device or model is found before.
+A folder is created under a hidden name with its configuration, and then renamed, so it is complete and two runs never
+get the same one. This happens just before the first step, after all checks of configuration, data, device and model.
 
-A run that is continued may change how it goes on (steps, learning rate, evaluation, ...), not what it is. `FIXED` and
-`FREE` say which is which.
+A resumed run may change how it continues (steps, learning rate, evaluation, ...), not its identity: `FIXED` and `FREE`.
 """
 
 import errno
@@ -35,26 +33,23 @@ from penstock.config.schema import differences
 from penstock.train.metrics import last_step
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
-"""Names that are one harmless path component everywhere."""
+"""Names that are one path component on every system."""
 
 CHECKPOINTS = "checkpoints"
-"""The folder of saved states, made with the folder of the run: one that is gone was taken away."""
+"""Created with the folder of the run, so a missing one was removed."""
 
 FIXED = ("model", "data", "seed", "name", "record.folder", "training.precision")
-"""Parts of a run that a checkpoint is bound to."""
+"""Options that a checkpoint is bound to."""
 
 FREE = ("model.moe.balance", "model.moe.router.expert_bias_rate", "data.corrupt", "data.cache")
-"""Exceptions in FIXED: DeepSeek-V3 itself set the rate to 0 for its last part (arXiv 2412.19437, section 4.2), and a
-run that stopped at a corrupt record may go on without it."""
+"""Exceptions in FIXED: DeepSeek-V3 set the rate to 0 for its last part (arXiv 2412.19437, section 4.2), and a run that
+stopped at a corrupt record may skip it.
+"""
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Paths of one run.
-
-    Attributes:
-        path: the folder.
-    """
+    """Paths of one run."""
 
     path: Path
 
@@ -109,7 +104,7 @@ class RunFolder:
         return self.config.is_file()
 
     def write_config(self, run: Run) -> None:
-        """Replace the configuration, whole or not at all.
+        """Replace the configuration atomically.
 
         Raises:
             RunFolderError: the file cannot be written.
@@ -122,7 +117,7 @@ def check_name(name: str) -> None:
     """Refuse names that are not one path component.
 
     Raises:
-        RunFolderError: as said.
+        RunFolderError: for such a name.
     """
     if not NAME_PATTERN.fullmatch(name):
         raise RunFolderError(
@@ -133,10 +128,10 @@ def check_name(name: str) -> None:
 
 
 def check_is_free(parent: Path, name: str) -> None:
-    """Refuse a name that the user chose and that is taken.
+    """Refuse a taken name.
 
     Raises:
-        RunFolderError: as said.
+        RunFolderError: for such a name.
     """
     path = parent / name
     if path.exists():
@@ -144,18 +139,18 @@ def check_is_free(parent: Path, name: str) -> None:
 
 
 def create_run_folder(run: Run, *, number_if_taken: bool, launch: str = "") -> tuple[Run, RunFolder]:
-    """Make the folder of a new run, with its configuration in it.
+    """Create the folder of a new run, with its configuration.
 
     Args:
-        run: its `record.folder` is made if it is not there; its name is the wanted name of the folder.
-        number_if_taken: if the name is taken, try name-2, name-3, ...; else refuse.
-        launch: name of the launch, by which ranks that are started again find the folder; empty for none.
+        run: its `record.folder` is created if missing; its name is the wanted name of the folder.
+        number_if_taken: if the name is taken, try name-2, name-3, ...; otherwise refuse.
+        launch: name of the launch, by which restarted ranks find the folder; empty for none.
 
     Returns:
-        The run under the name that its folder got, and the folder.
+        The run with the name of its folder, and the folder.
 
     Raises:
-        RunFolderError: the name is taken or no folder can be made.
+        RunFolderError: the name is taken or the folder cannot be created.
     """
     check_name(run.name)
     parent = Path(run.record.folder)
@@ -164,7 +159,7 @@ def create_run_folder(run: Run, *, number_if_taken: bool, launch: str = "") -> t
         draft = Path(tempfile.mkdtemp(prefix=f".{run.name}.", dir=parent))
         try:
             (draft / CHECKPOINTS).mkdir()
-            draft.chmod(0o755)  # mkdtemp makes it private, a run folder is not
+            draft.chmod(0o755)  # mkdtemp creates private folders
             if launch:
                 write_whole(draft / "launch", launch)
             while True:
@@ -178,7 +173,7 @@ def create_run_folder(run: Run, *, number_if_taken: bool, launch: str = "") -> t
 
 
 def _take_name(draft: Path, path: Path) -> bool:
-    """Give the draft its name, unless another run took it since we looked."""
+    """Rename the draft, unless another run took the name in the meantime."""
     try:
         draft.rename(path)
     except OSError as error:
@@ -189,7 +184,7 @@ def _take_name(draft: Path, path: Path) -> bool:
 
 
 def free_name(parent: Path, name: str) -> str:
-    """The name itself, or the first free of name-2, name-3, ..."""
+    """The name, or the first free of name-2, name-3, ..."""
     number = 1
     while (parent / _numbered(name, number)).exists():
         number += 1
@@ -201,12 +196,12 @@ def _numbered(name: str, number: int) -> str:
 
 
 def find_run_folder(parent: Path, name: str, *, newest: bool) -> RunFolder:
-    """The folder of a run that is to be continued.
+    """The folder of a run to resume.
 
     Args:
         parent: folder of all runs.
-        name: name of the run.
-        newest: take the highest of name, name-2, name-3, ...; else exactly `name`.
+        name: of the run.
+        newest: take the highest of name, name-2, name-3, ...; otherwise exactly `name`.
 
     Raises:
         RunFolderError: there is none.
@@ -225,25 +220,20 @@ def find_run_folder(parent: Path, name: str, *, newest: bool) -> RunFolder:
 
 
 def find_launched(parent: Path, launch: str) -> RunFolder | None:
-    """The folder that a launch has made, or None if it has made none yet.
-
-    Args:
-        parent: folder of all runs.
-        launch: name of the launch.
-    """
+    """The folder that a launch has created, or None."""
     folders = [RunFolder(path.parent) for path in sorted(parent.glob("[!.]*/launch"))]
     return next((folder for folder in folders if folder.launch.read_text(encoding="utf-8") == launch), None)
 
 
 def check_same_run(saved: Run, wanted: Run) -> None:
-    """Refuse to continue a run as something else.
+    """Refuse to resume a run with another identity.
 
     Args:
         saved: configuration in the run folder.
-        wanted: the same with the overrides of now.
+        wanted: the same with the new overrides.
 
     Raises:
-        CheckpointError: a fixed field differs.
+        CheckpointError: a fixed option differs.
     """
     for difference in differences(saved, wanted):
         if is_bound(difference.field):
@@ -256,16 +246,14 @@ def check_same_run(saved: Run, wanted: Run) -> None:
 
 
 def check_nothing_is_lost(folder: RunFolder, run: Run) -> None:
-    """Refuse to begin a run again, and to drop its metrics, if it has had checkpoints.
-
-    A run that was killed before its first checkpoint has nothing but some lines of metrics, and begins again.
+    """Refuse to begin a run again, and to delete its metrics, if it had checkpoints.
 
     Args:
-        folder: of a run that has no checkpoint now.
+        folder: of a run without a checkpoint now; one that was killed before its first checkpoint may begin again.
         run: its configuration.
 
     Raises:
-        RunFolderError: the folder of checkpoints is gone, or empty though a checkpoint was due.
+        RunFolderError: the folder of checkpoints is gone, or empty although a checkpoint was due.
     """
     steps, every = last_step(folder.metrics), run.checkpoint.every
     is_there = folder.checkpoints.is_dir()
@@ -280,7 +268,7 @@ def check_nothing_is_lost(folder: RunFolder, run: Run) -> None:
 
 
 def is_bound(field: str) -> bool:
-    """Whether a checkpoint is bound to the value of a field, by its dotted path."""
+    """Whether a checkpoint is bound to an option, given by its dotted path."""
     return _is_under(field, FIXED) and not _is_under(field, FREE)
 
 
@@ -289,7 +277,7 @@ def _is_under(field: str, parts: tuple[str, ...]) -> bool:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file so that a reader, or a crash, finds the old content or the new, never a part."""
+    """Write a file atomically: a reader, or a crash, finds the old content or the new."""
     draft = path.with_name(f".{path.name}.draft")
     with draft.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -299,7 +287,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Make a file's content, or renames and new names in a folder, survive a power cut."""
+    """Make a file's content, or the names in a folder, survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -309,7 +297,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def _disk_errors(what: str) -> Iterator[None]:
-    """Say what the system refuses (no space, no permission, ...) as an error of the user's."""
+    """Turn errors of the system (no space, no permission, ...) into an error for the user."""
     try:
         yield
     except OSError as error:

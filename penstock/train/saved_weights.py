@@ -1,8 +1,7 @@
-"""The weights of a checkpoint without the rest: read one piece at a time, or written one piece at a time.
+"""Reads and writes the weights of a checkpoint one piece at a time, so that models of any size pass.
 
-Any model, however large, passes in pieces of one tensor, or of one expert's part of it. What is written is a checkpoint
-of step 0 that holds `model.*` and nothing else, in float32 as every checkpoint has it; a run starts with it by
-`training.initial_weights`, in any layout.
+A piece is a tensor, or one expert's part of it. The written form is a checkpoint of step 0 with float32 `model.*`
+tensors only; `training.initial_weights` starts a run with it, in any layout.
 
     WEIGHTS/run.toml                a run that starts with them
             weights/step-000000     tensors, facts.json, manifest.json: penstock/train/manifest.py
@@ -47,18 +46,17 @@ RUN_FILE = "run.toml"
 WEIGHTS = "weights"
 STEP = 0
 PREFIX = "model."
-"""Of the names of weights in a checkpoint."""
+"""Of weights in a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightPiece:
-    """A rectangle of one of our weights, float32.
+    """A rectangle of a weight, float32.
 
     Attributes:
         name: of the weight in `Decoder.state_dict()`.
         shape: of the whole weight.
-        rectangle: of it.
-        make: gives the values; called once, when they are written.
+        make: returns the values; called once, when they are written.
     """
 
     name: str
@@ -68,12 +66,12 @@ class WeightPiece:
 
 
 def write_weights(folder: Path, pieces: Iterable[WeightPiece], facts: Mapping[str, Any]) -> None:
-    """Write a checkpoint of step 0 that holds weights alone. Whoever calls this makes the folder appear whole.
+    """Write a checkpoint of step 0 with weights only. The caller makes the folder appear atomically.
 
     Args:
-        folder: of the checkpoint; is made.
-        pieces: each weight exactly once, in any order; few of them should share a file and be far apart.
-        facts: what it is bound to, as JSON knows it.
+        folder: of the checkpoint; created here.
+        pieces: each weight exactly once, in any order; pieces of one file should be close together.
+        facts: of the checkpoint, as JSON values.
 
     Raises:
         OSError: it cannot be written.
@@ -100,7 +98,7 @@ def _entry(piece: WeightPiece) -> TensorEntry:
 
 
 def _files(pieces: Iterable[WeightPiece]) -> Iterable[list[WeightPiece]]:
-    """Pieces that share a file."""
+    """Pieces grouped into files."""
     group: list[WeightPiece] = []
     size = 0
     for piece in pieces:
@@ -115,15 +113,15 @@ def _files(pieces: Iterable[WeightPiece]) -> Iterable[list[WeightPiece]]:
 
 
 class SavedWeights:
-    """The weights of a whole, undamaged checkpoint.
+    """The weights of a complete, undamaged checkpoint.
 
     Args:
         store: the checkpoints of a run.
-        step: which one.
-        kinds: type and shape of each weight that is wanted, by name in the model.
+        step: of the checkpoint.
+        kinds: type and shape of each wanted weight, by name in the model.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or it lacks one of them.
+        CheckpointError: the checkpoint is missing or damaged, or lacks a weight.
     """
 
     def __init__(self, store: CheckpointStore, step: int, kinds: Mapping[str, str]) -> None:
@@ -161,7 +159,7 @@ def _checked(folder: Path, wanted: Mapping[str, str]) -> Manifest:
 
 
 def open_saved(folder: Path) -> tuple[Run, CheckpointStore]:
-    """The configuration and the checkpoints of a run, or of what `penstock import` wrote, to read from.
+    """Configuration and checkpoints of a run, or of a folder of `penstock import`, for reading.
 
     Raises:
         RunFolderError: the folder is neither.
@@ -176,7 +174,7 @@ def open_saved(folder: Path) -> tuple[Run, CheckpointStore]:
 
 
 def chosen_step(store: CheckpointStore, folder: Path, step: int | None) -> int:
-    """The checkpoint that is meant: `step`, or the newest.
+    """`step`, or the newest checkpoint.
 
     Raises:
         CheckpointError: there is no such checkpoint.
@@ -191,15 +189,15 @@ def chosen_step(store: CheckpointStore, folder: Path, step: int | None) -> int:
 
 
 def load_initial_weights(source: str, state: TrainState, store_of: Callable[[Path], CheckpointStore]) -> None:
-    """Start a new run with the weights of another one, or with imported ones. All ranks call it together.
+    """Start a new run with the weights of another run, or with imported ones. All ranks call it together.
 
     Args:
-        source: folder that `penstock import` wrote, or of a run, whose newest checkpoint is meant.
-        state: freshly built; its weights are filled in place, nothing else.
+        source: folder of `penstock import`, or of a run, whose newest checkpoint is used.
+        state: newly built; only its weights are filled.
         store_of: opens a folder of checkpoints.
 
     Raises:
-        CheckpointError: there are none, they are of another model, or damaged.
+        CheckpointError: there are no weights, or they are damaged or of another model.
     """
     folder = Path(source)
     imported = folder / WEIGHTS

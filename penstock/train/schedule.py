@@ -1,14 +1,14 @@
 """The learning rate of a step.
 
-A schedule is a line that rises from 0 to the peak, then the shape of a fall from 1 to 0 that is laid between the peak
-and `final_ratio` of it. Four steps of warm-up out of twelve, in tenths of the peak, final ratio 0.2:
+The rate rises linearly from 0 to the peak, then falls by the shape of the decay to `final_ratio` of the peak. Four
+steps of warm-up out of twelve, in tenths of the peak, final ratio 0.2:
 
     step       0    1    2    3    4    5    6    7    8    9   10   11
     linear   2.5    5  7.5   10    9    8    7    6    5    4    3    2
     wsd      2.5    5  7.5   10   10   10   10   10   10 7.33 4.67    2    (decay_steps 3)
 
-Step 0 already learns (a rate of 0 would waste a batch), step `warmup_steps - 1` runs at the peak, and the last step at
-the final ratio. wsd: warm-up, stable, decay (MiniCPM, arXiv 2404.06395).
+Step 0 already has a rate above 0, step `warmup_steps - 1` has the peak, and the last step the final ratio. wsd:
+warm-up, stable, decay (MiniCPM, arXiv 2404.06395).
 """
 
 import math
@@ -20,7 +20,7 @@ def learning_rate(step: int, steps: int, peak: float, schedule: Schedule) -> flo
     """Learning rate of one optimizer step.
 
     Args:
-        step: 0 is the first. Steps past the end run at the rate of the last one.
+        step: from 0. Steps past the end have the rate of the last one.
         steps: of the whole run.
         peak: highest rate.
         schedule: warm-up and shape.
@@ -33,7 +33,7 @@ def learning_rate(step: int, steps: int, peak: float, schedule: Schedule) -> flo
 
 
 def _height(step: int, steps: int, schedule: Schedule) -> float:
-    """Where the fall stands after warm-up: 1 at its top, 0 at the last step."""
+    """Height of the decay: 1 at the peak, 0 at the last step."""
     last = steps - 1
     top = max(schedule.warmup_steps - 1, 0)
     match schedule.decay:
@@ -49,7 +49,7 @@ def _height(step: int, steps: int, schedule: Schedule) -> float:
 
 
 def _progress(step: int, first: int, last: int) -> float:
-    """How much of the way from step `first` to step `last` is done, from 0 to 1; 0 if there is no way to go."""
+    """Share of the way from step `first` to step `last`, from 0 to 1; 0 for an empty way."""
     if last <= first:
         return 0.0
     return min(max(step - first, 0) / (last - first), 1.0)

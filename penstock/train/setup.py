@@ -1,6 +1,8 @@
-"""From a configuration to everything that a run is made of, with nothing written yet.
+"""Builds everything that a run needs before its first step, without writing anything.
 
-What can be wrong with a machine, its data or a model shows here, so a run folder is made only for a run that can start.
+Problems of machine, data and model show here, so a run folder is created only for a run that can start. The check of
+the memory counts what the layout needs at least on each rank: weights, gradients and optimizer, the layer inputs that
+backward reads, and the token ids of a step. A run that it refuses cannot fit; `penstock plan` projects the full need.
 """
 
 from dataclasses import dataclass
@@ -42,22 +44,17 @@ from penstock.train.step import StepRule, step_rule
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """A run that is ready for its first step, on one rank.
+    """A run on one rank, ready for its first step.
 
     Attributes:
-        run: the configuration.
-        device: where it trains.
-        device_name: as the driver reports it.
-        kernels: which backend runs each operator, in one line.
-        peak_flops: dense bf16 FLOP per second of the device, or None where that is unknown.
+        kernels: backend of each operator, in one line.
+        peak_flops: dense bf16 FLOP per second of the device, or None if unknown.
         size: parameters and FLOPs of the whole model.
-        model: what this rank trains, in training mode.
-        rule: how a step is made.
-        state: model, optimizer and data: what a checkpoint holds.
-        held_out: our rows to judge by, or None if evaluation is off.
-        graphs: makes the passes by replaying a graph, or graphs; None if they are eager.
-        graphs_note: a word on that; empty if nobody asked for graphs.
-        notices: what the user should know before the first step, a line each.
+        model: this rank's part, in training mode.
+        held_out: this rank's evaluation rows, or None without evaluation.
+        graphs: passes that replay graphs; None if they are eager.
+        graphs_note: see `choose_capture`.
+        notices: messages for the user before the first step.
     """
 
     run: Run
@@ -85,9 +82,8 @@ class RunData:
     """The data of a run.
 
     Attributes:
-        train: what to train on.
-        held_out: rows to judge by, or None if evaluation is off.
-        notices: which records of held-out text were skipped, a line each.
+        held_out: evaluation rows, or None without evaluation.
+        notices: skipped records of held-out text, a line each.
     """
 
     train: Text
@@ -96,15 +92,15 @@ class RunData:
 
 
 def prepare(run: Run, environment: Environment) -> Session:
-    """Make everything that a run needs on one rank. Sets seeds, threads and determinism of the process.
+    """Build a run on one rank. Sets seeds, threads and determinism of the process.
 
     Args:
         run: the configuration, checked.
-        environment: what the shell says. Of several ranks each calls this, after `start_process_group`.
+        environment: of the process. Several ranks call this after `start_process_group`.
 
     Raises:
         ConfigError: the layout does not fit the ranks.
-        DeviceError: the machine lacks what is asked for.
+        DeviceError: the machine lacks a requested feature.
         DataError: the data cannot be used.
     """
     grid = grid_of(run, environment.world_size)
@@ -158,7 +154,7 @@ def prepare(run: Run, environment: Environment) -> Session:
 
 
 def _unfilled(run: Run, text: Text) -> tuple[str, ...]:
-    """A word on a tokenizer of a file that fills less than half of the vocabulary."""
+    """A note if a tokenizer file fills less than half of the vocabulary."""
     ids, size = max(part.documents.vocabulary_size for part in text.parts), run.model.vocab_size
     if run.data.tokenizer == BYTES or 2 * ids > size:
         return ()
@@ -166,10 +162,10 @@ def _unfilled(run: Run, text: Text) -> tuple[str, ...]:
 
 
 def open_texts(run: Run, axes: Axes = ALONE) -> RunData:
-    """Open the data of a run, as one rank reads them.
+    """Open the data of a run for one rank.
 
     Raises:
-        DataError: they cannot be used.
+        DataError: the data cannot be used.
     """
     if run.evaluation.rows == 0:
         return RunData(train=open_split(run, "train"), held_out=None)
@@ -195,14 +191,14 @@ def open_split(run: Run, split: Split) -> Text:
     """Open the documents of one split of a run.
 
     Raises:
-        DataError: they cannot be used.
+        DataError: the data cannot be used.
     """
     cache = Path(run.data.cache or Path(run.record.folder, "cache"))
     return open_text(run.data, split, vocabulary_size=run.model.vocab_size, seed=run.seed, cache=cache)
 
 
 def state_bytes(run: Run) -> int:
-    """Bytes of weights, float32 gradients, masters and moments that the run holds from its first step to its last."""
+    """Bytes of weights, float32 gradients, masters and moments of a run."""
     in_bf16 = run.training.precision == "bf16"
     total = 0
     for module in meta_model(run.model).modules():
@@ -213,17 +209,17 @@ def state_bytes(run: Run) -> int:
 
 
 _ID_BYTES = 8
-"""Of an id; the rows of a step are held with the numbers of their documents beside the ids."""
+"""Each row is held as ids and document numbers of this size."""
 
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """What one rank needs at least, in bytes.
+    """Least memory of one rank, in bytes.
 
     Attributes:
         state: weights, gradients and optimizer.
-        activations: inputs of layers.
-        rows: ids of all rows of a step, in host memory.
+        activations: layer inputs.
+        rows: token ids of a step, in host memory.
     """
 
     state: int
@@ -232,7 +228,7 @@ class MemoryNeed:
 
 
 def least_memory_need(run: Run, grid: Grid) -> MemoryNeed:
-    """What a rank of a run needs at least, on average over the stages of a pipeline."""
+    """Least memory of a rank, averaged over the pipeline stages."""
     training, model = run.training, run.model
     size = size_of(model, training.sequence_length)
     routed = routed_parameters(model)
@@ -246,11 +242,11 @@ def least_memory_need(run: Run, grid: Grid) -> MemoryNeed:
 
 
 def find_shortage(run: Run, grid: Grid, device: torch.device, local_ranks: int) -> DeviceError | None:
-    """What is wrong if a run cannot fit into the memory of its ranks here; None if it can, or nobody asks.
+    """The error if a run cannot fit into the memory of this machine; None if it can, or with host.check_memory=false.
 
     Args:
         run: the run.
-        grid: its ranks.
+        grid: of all its ranks.
         device: of this rank.
         local_ranks: ranks of this machine, which share its memory.
     """
@@ -283,9 +279,9 @@ def find_shortage(run: Run, grid: Grid, device: torch.device, local_ranks: int) 
 
 
 def _state(run: Run, parameters: float, copies: int) -> float:
-    """Bytes of a rank's weights, gradients and optimizer of so many parameters that so many ranks have."""
+    """Bytes of weights, gradients and optimizer on one rank, for parameters that `copies` ranks have."""
     divides, shards = shard(run), min(run.parallel.shard_size or copies, copies)
-    # Weight, gradient, and what the optimizer holds: two moments, and masters of weights in bfloat16.
+    # Weight, gradient, optimizer: two moments, and a master for a weight in bfloat16.
     weight, gradient, optimizer = (2, 4, 12) if run.training.precision == "bf16" and divides != "full" else (4, 4, 8)
     if run.offload.optimizer:
         optimizer = 0

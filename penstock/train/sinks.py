@@ -1,13 +1,16 @@
-"""Who is told how a run goes, besides the person in front of it; the first rank tells all of them.
+"""The receivers of a run's figures besides the terminal; only the first rank has them.
 
-    metrics.jsonl                always; the run's own record, so a disk that takes no more ends the run
-    starts.jsonl                 always; what it was started with, and on
+    metrics.jsonl                always; an error ends the run
+    starts.jsonl                 always; one line for each process that trained: command, device, ranks, steps done
+                                 before, kernels, parameters, versions (null if not installed)
     TensorBoard                  record.tensorboard
     Weights & Biases             record.wandb                penstock[wandb]
-    an endpoint for Prometheus   record.prometheus_port      penstock[prometheus]
+    Prometheus endpoint          record.prometheus_port      penstock[prometheus]
 
-Whatever goes wrong in the last three never ends a run (penstock/train/sinks.py). Only what the user can mend
-before it starts does: a package that is not installed, an account that is not known.
+Each of the last three runs in its own thread (`BackgroundSink`), because libraries and services of others may fail,
+hang or be slow. An exception ends that thread and the user is told once; the run continues. The training thread only
+puts reports into a queue, and reports are dropped when it is full. Only problems that the user can fix before the start
+are errors: a missing package or account.
 """
 
 import json
@@ -40,10 +43,10 @@ from penstock.train.weights_and_biases import WeightsAndBiases
 
 
 def check_sinks(run: Run) -> None:
-    """Refuse sinks that could not be told anything, before the run is made.
+    """Check the sinks of a run before it is built.
 
     Raises:
-        DeviceError: a package is not installed, or W&B knows no account.
+        DeviceError: a package is not installed, or W&B has no account.
     """
     record = run.record
     if record.wandb != "off":
@@ -67,12 +70,12 @@ def _check_package(package: str, field: str, extra: str, without: str) -> None:
 
 
 def open_sinks(run: Run, folder: RunFolder, steps_done: int, tell: Callable[[str], None]) -> list[Observer]:
-    """Every sink of a run, ready to be told; the run closes them.
+    """Open every sink of a run; the run closes them.
 
     Args:
-        run: says which.
+        run: the configuration.
         folder: of the run.
-        steps_done: steps of the checkpoint that the run goes on from.
+        steps_done: steps of the checkpoint that the run resumes from.
         tell: prints a line for the user.
     """
     record = run.record
@@ -92,23 +95,22 @@ def open_sinks(run: Run, folder: RunFolder, steps_done: int, tell: Callable[[str
 
 
 WAITING = 64
-"""Reports that may wait for a sink: enough for a service that pauses, and little memory for wide models."""
+"""Reports that may wait for a sink."""
 
 CLOSE_SECONDS = 15.0
-"""How long the end of a run waits for a sink."""
+"""Time that the end of a run waits for a sink."""
 
 Call = Callable[[Observer], None]
-"""What the sink shall do next."""
 
 
 class BackgroundSink:
-    """Observer that passes everything on to a sink in a thread, until the sink fails.
+    """Observer that forwards all calls to a sink in a thread, until the sink fails.
 
     Args:
-        name: of the sink, for the user.
-        open_sink: makes it, in the thread.
-        tell: prints a line for the user; called by the thread that trains.
-        close_seconds: how long `closed` waits for what is left to be told.
+        name: of the sink, for messages.
+        open_sink: creates it, in the thread.
+        tell: prints a line for the user, from the training thread.
+        close_seconds: time limit of `closed`.
     """
 
     def __init__(
@@ -130,19 +132,19 @@ class BackgroundSink:
         self._thread.start()
 
     def started(self, start: RunStart) -> None:
-        """Pass it on."""
+        """Forward the call."""
         self._pass_on(lambda sink: sink.started(start))
 
     def stepped(self, report: StepReport) -> None:
-        """Pass it on, unless the sink is too far behind."""
+        """Forward the call, unless the queue is full."""
         self._pass_on(lambda sink: sink.stepped(report))
 
     def saved(self, step: int) -> None:
-        """Pass it on."""
+        """Forward the call."""
         self._pass_on(lambda sink: sink.saved(step))
 
     def closed(self) -> None:
-        """Wait until the sink has told everything and is closed, but not for ever."""
+        """Wait, for a limited time, until the sink has processed everything and is closed."""
         missing = self._left_out
         if self._pass_on(None, self._close_seconds):
             self._thread.join(self._close_seconds)
@@ -153,7 +155,7 @@ class BackgroundSink:
             self._tell(f"{self._name} was too slow for {missing} reports, which are missing there")
 
     def _pass_on(self, call: Call | None, seconds: float = 0.0) -> bool:
-        """Whether the sink will hear of it."""
+        """Whether the call is in the queue."""
         self._look()
         if self._kept.error is not None:
             return False
@@ -165,7 +167,7 @@ class BackgroundSink:
         return True
 
     def _look(self) -> None:
-        """Tell the user, once, if the sink has failed."""
+        """Tell the user once if the sink has failed."""
         error = self._kept.error
         if error is None or self._is_told:
             return
@@ -175,7 +177,6 @@ class BackgroundSink:
         self._tell(f"{self._name} is off from here on, the run goes on without it ({why})")
 
     def _work(self) -> None:
-        """The thread of the sink."""
         with self._kept, ExitStack() as cleanup:
             sink = self._open_sink()
             cleanup.callback(sink.closed)
@@ -184,10 +185,10 @@ class BackgroundSink:
 
 
 class _Kept:
-    """Keeps what leaves it, whatever it is, for another thread to see.
+    """Catches every exception, for another thread to read.
 
     Attributes:
-        error: what has left it, or None.
+        error: the exception, or None.
     """
 
     def __init__(self) -> None:
@@ -204,12 +205,12 @@ class _Kept:
 
 
 class TensorBoard:
-    """Observer that writes TensorBoard events: the numbers of `penstock.train.metrics.scalars`.
+    """Observer that writes the numbers of `penstock.train.metrics.scalars` as TensorBoard events.
 
     Args:
-        folder: where event files go.
+        folder: of the event files.
         every: steps between points.
-        steps_done: steps of the checkpoint; points after it, from a process that was killed, are hidden.
+        steps_done: later points in the folder, of a process that was killed, are hidden.
     """
 
     def __init__(self, folder: Path, every: int, steps_done: int) -> None:
@@ -226,7 +227,7 @@ class TensorBoard:
                 self._writer.add_scalar(name, value, report.step)
 
     def saved(self, step: int) -> None:
-        """A checkpoint is a good moment to put the points on disk."""
+        """Flush the points."""
         self._writer.flush()
 
     def closed(self) -> None:
@@ -235,11 +236,7 @@ class TensorBoard:
 
 
 class StartsFile:
-    """Observer that adds a line to starts.jsonl.
-
-    Args:
-        path: the file.
-    """
+    """Observer that adds a line to starts.jsonl."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -271,8 +268,8 @@ def start_record(start: RunStart, words: Sequence[str]) -> dict[str, Any]:
     """The line of a start, as JSON values.
 
     Args:
-        start: what is known before the first step.
-        words: of the command, the program first.
+        start: facts before the first step.
+        words: of the command line, the program first.
     """
     program = Path(words[0]).name
     return {

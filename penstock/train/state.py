@@ -1,18 +1,16 @@
-"""What a run continues from: gathered into a checkpoint, and put back from it.
+"""The state that a run continues from, saved to a checkpoint and restored from it.
 
     tensors    model.*           float32 weights, and persistent buffers (such as the expert bias)
                moment1.*, moment2.*, step    of the optimizer
-    facts      step, model       how many steps are done, and what was trained
-               loader            the place in the data, of the global batch
+    facts      step, model       number of steps, and the identity of the model
+               loader            position in the data, of the global batch
                random            the first rank's generators of PyTorch (CPU and GPU), Python and NumPy
-               notes             whatever else the caller wants back
+               notes             values of the caller
 
-Nothing of it depends on the layout: each rank saves and loads its parts of whole tensors. A weight is saved once, as
-the float32 master that AdamW updates; a bfloat16 parameter is made from it. Random numbers are drawn by no layer; where
-a run has many ranks, all of them go on with the first one's generators.
-
-After `restore_state` the next step computes, on a CPU and in the same layout, the very bits that it would have computed
-without the stop.
+None of it depends on the layout: each rank saves and loads its parts of whole tensors. A weight is saved once, as the
+float32 master; bfloat16 parameters are rounded from it. No layer draws random numbers, and all ranks continue with the
+first rank's generators. After `restore_state` the next step on a CPU in the same layout is bit-identical to that of an
+uninterrupted run.
 """
 
 import json
@@ -39,14 +37,13 @@ from penstock.train.run_folder import is_bound
 
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """The parts of a run that change while it trains.
+    """The parts of a run that change during training.
 
     Attributes:
-        identity: what a checkpoint is bound to, as JSON knows it: the model section of the configuration, less what may
-            change on the way.
-        modules: what is trained: this rank's stages of the model.
+        identity: of the model, as JSON values; a checkpoint is bound to it.
+        modules: this rank's stages of the model.
         optimizer: over the parameters of `modules`.
-        batches: what it is trained on.
+        batches: training data.
         stage: ranks that hold the same buffers; the first of them saves them.
     """
 
@@ -57,7 +54,7 @@ class TrainState:
     stage: Axis = ALONE.stage
 
     def parts(self) -> dict[str, ShardedTensor]:
-        """What this rank holds, by names in a checkpoint: the live tensors. A tied parameter comes once."""
+        """This rank's state by name in a checkpoint: the live tensors. A tied parameter comes once."""
         parts = self.optimizer.parts()
         for module in self.modules:
             for name, _ in module.named_parameters():
@@ -73,10 +70,10 @@ def save_state(store: CheckpointStore, step: int, state: TrainState, notes: Mapp
     """Save everything that the next step depends on. All ranks call it together.
 
     Args:
-        store: where.
-        step: optimizer steps done.
+        store: of the run.
+        step: number of optimizer steps.
         state: of the run.
-        notes: what `restore_state` shall return, as JSON knows it.
+        notes: returned by `restore_state`, as JSON values.
 
     Raises:
         CheckpointError: see `CheckpointStore.save`.
@@ -92,15 +89,12 @@ def save_state(store: CheckpointStore, step: int, state: TrainState, notes: Mapp
 
 
 def restore_state(store: CheckpointStore, step: int, state: TrainState) -> dict[str, Any]:
-    """Put a run back to where it was saved, by any layout. All ranks call it together.
+    """Restore a run from a checkpoint of any layout; returns its notes. All ranks call it together.
 
     Args:
-        store: where.
-        step: which checkpoint.
-        state: freshly built as for a new run; filled in place.
-
-    Returns:
-        The notes that were saved.
+        store: of the run.
+        step: of the checkpoint.
+        state: newly built; filled in place.
 
     Raises:
         CheckpointError: the checkpoint is of another model, or see `CheckpointStore.load`.
@@ -117,7 +111,7 @@ def restore_state(store: CheckpointStore, step: int, state: TrainState) -> dict[
 
 
 def identity_of(run: Run) -> dict[str, Any]:
-    """What a checkpoint of a run is bound to: the model, less what may change on the way."""
+    """The model options that a checkpoint is bound to."""
     return {field: value for field, value in leaves(run.model, "model.").items() if is_bound(field)}
 
 
@@ -126,14 +120,14 @@ def check_same_model(step: int, saved: Mapping[str, Any], wanted: Mapping[str, A
 
     Args:
         step: of the checkpoint, for the message.
-        saved: the identity in it.
-        wanted: the identity of this run.
+        saved: its identity.
+        wanted: identity of this run.
 
     Raises:
-        CheckpointError: fields differ; all of them are named.
+        CheckpointError: options differ; all of them are named.
     """
     old, new = (dict(_leaves(json.loads(json.dumps(identity)))) for identity in (saved, wanted))
-    # A field that came later has its default in a model that was saved before there was a choice.
+    # An option that is newer than the checkpoint has its default there.
     old = {field: value for field, value in new.items() if field not in old and _is_default(field, value)} | old
     fields = [field for field in {**old, **new} if old.get(field) != new.get(field)]
     if fields:
@@ -150,7 +144,7 @@ def _is_default(field: str, value: object) -> bool:
 
 
 def random_state() -> dict[str, Any]:
-    """Every global random generator of this process, as JSON knows it; of GPUs the current one, if it is in use."""
+    """The global random generators of this process, as JSON values; of GPUs the current one, if it is in use."""
     numpy_state = np.random.get_state(legacy=False)
     return {
         "torch": _to_text(torch.get_rng_state()),
@@ -161,11 +155,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: Mapping[str, Any]) -> None:
-    """Set every global random generator.
-
-    Args:
-        state: what `random_state` returned, perhaps read from JSON. That of a GPU is left out where there is none.
-    """
+    """Set the global random generators from `random_state`; that of a GPU is skipped on a CPU."""
     torch.set_rng_state(_from_text(state["torch"]))
     if state["cuda"] is not None and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(_from_text(state["cuda"]))

@@ -1,13 +1,15 @@
-"""One optimizer step: global batch in, updated parameters and plain numbers out.
+"""One optimizer step, and the evaluation of the model between steps.
 
-Outside of MoE layers, which at `dispatch.sync_free` 0 and 1 may read how many rows there are, the host waits for the
-device once: when all gradients are there, loss, norm and expert loads are read in one copy. Only then is it decided
-whether to update. So a step that is not finite leaves parameters, moments and expert bias exactly as they were, and the
-update's kernels still run while the host prepares the next step. What else ranks must tell each other, their memory and
-whether somebody asked them to stop, is summed and read with these figures.
+Outside of MoE layers, which may read row counts at `dispatch.sync_free` 0 and 1, the host waits for the device once a
+step: after the last backward pass, loss, norm and expert loads are read in one copy. The update is decided after that,
+so a step that is not finite leaves parameters, moments and expert bias unchanged, and the kernels of the update still
+run while the host prepares the next step. Peak memory and stop requests of the ranks travel with these figures.
 
-A step in which rows found no room at their experts, on any rank, is made again with more of it
+If the rows of any rank exceeded the expert buffers, the step is repeated with larger ones
 (penstock/moe/dispatch/row_capacity.py).
+
+Evaluation uses the same held-out rows every time. Its sums over counted tokens are float64 and divided once, so the
+result does not depend on the batch size. Expert buffers then hold all rows.
 """
 
 import math
@@ -39,19 +41,19 @@ from penstock.train.passes import forward_backward, held_out_nats
 from penstock.train.stop import StopRequest
 
 Passes = Callable[[RankModel, GlobalBatch, LossRule, EnterPhase], Tensor]
-"""Makes the passes of a global batch, as `forward_backward` does."""
+"""Signature of `forward_backward`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRule:
-    """How a step is made.
+    """Constants of every step.
 
     Attributes:
-        cut: how a rank's rows are cut.
+        cut: of a rank's rows into micro-batches.
         clip_norm: largest gradient norm; 0 does not clip.
-        loss: what is added to what.
-        moe_layers: numbers of all layers with experts, of every rank.
-        experts: of such a layer.
+        loss: factors of the loss.
+        moe_layers: indices of the MoE layers of all ranks.
+        experts: in each MoE layer.
         passes: makes the forward and backward passes.
     """
 
@@ -65,16 +67,16 @@ class StepRule:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What a step gave.
+    """Figures of a step, the same on all ranks.
 
     Attributes:
         loss: mean over the counted tokens of the global batch.
         mtp_losses: the same for each multi-token prediction depth.
         gradient_norm: before clipping.
-        layers: load of each MoE layer, before the expert bias moved.
-        peak_memory_bytes: the most that a rank had taken when its passes were launched; an update shows in the next.
-        wants_stop: a rank had been asked to stop by then. All ranks hear the same, so all stop after the same step.
-        left_out: rows that found no room at first, over all ranks and layers; above 0 the step was made twice.
+        layers: load of each MoE layer, before the update of the expert bias.
+        peak_memory_bytes: maximum over ranks when the passes were launched; an update shows in the next step.
+        wants_stop: a rank had received a stop request by then.
+        left_out: rows without room in the first attempt, over all ranks and layers; above 0 the step was repeated.
     """
 
     loss: float
@@ -87,7 +89,7 @@ class StepResult:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the step was applied; else everything is as before it."""
+        """Whether the step was applied."""
         return all(map(math.isfinite, (self.loss, *self.mtp_losses, self.gradient_norm)))
 
 
@@ -122,30 +124,27 @@ def train_step(
     stop: StopRequest | None = None,
     enter: EnterPhase = untimed,
 ) -> StepResult:
-    """Train on one global batch, unless its loss or gradients are not finite. All ranks make the step together.
+    """Train on one global batch, unless its loss or gradients are not finite. All ranks call it together.
 
     Args:
         model: in training mode.
         optimizer: of the model's parameters.
-        batch: our rows of the global batch, on the CPU.
-        rule: how.
+        batch: this rank's rows of the global batch, on the CPU.
+        rule: constants of every step.
         learning_rate: of this step.
-        stop: asked when the passes are launched, for the other ranks to hear; None if nobody can ask.
-        enter: is told when phases begin.
-
-    Returns:
-        Figures of the global batch, the same on all ranks.
+        stop: read when the passes are launched, and sent to the other ranks; None if there can be none.
+        enter: called when a phase begins.
 
     Raises:
         DataError: no token of the batch is counted.
-        DeviceError: a GPU of a node did not come in time to where others waited for its rows.
+        DeviceError: a GPU of a node did not send its rows in time.
     """
     # 1. Count the labels of the global batch, cut our rows, copy them to the device.
     with span(Span.DATA):
         whole = cut(batch, rule.cut)
 
-    # 2. to 4. Gradients and figures; again if some rows found no room. What comes to a layer depends on what the layers
-    # before it left out, so its room may have to grow twice.
+    # 2. to 4. Gradients and figures, repeated if rows had no room. The rows of a layer depend on the rows that earlier
+    # layers left out, so buffers may have to grow twice.
     result, loads = _differentiate(model, optimizer, whole, rule, stop, enter)
     left_out = result.left_out
     while result.left_out:
@@ -173,7 +172,7 @@ def _differentiate(
     stop: StopRequest | None,
     enter: EnterPhase,
 ) -> tuple[StepResult, list[LayerLoad]]:
-    """Gradients of a global batch; returns the step's figures, and of these what the expert bias needs."""
+    """Gradients and figures of a global batch."""
     # 2. Forward and backward, micro-batch by micro-batch.
     enter(Span.OPTIMIZER)
     with span(Span.ZERO):
@@ -199,26 +198,26 @@ def _differentiate(
 
 
 def refuse_late(model: RankModel) -> NoReturn:
-    """Some rank waited in vain for rows from the GPUs of its node, so what was computed is wrong everywhere.
+    """Raise because a rank timed out waiting for rows of its node's GPUs, which makes the results of all ranks wrong.
 
     Raises:
-        DeviceError: always; it says which rank, if it was this one that waited.
+        DeviceError: always; names the rank if this one timed out.
     """
     if model.buffers is not None:
         model.buffers.check()
-    raise DeviceError("another rank waited in vain for the GPUs of its node", fix="look at what that rank says")
+    raise DeviceError("another rank timed out waiting for the GPUs of its node", fix="read the message of that rank")
 
 
 @dataclass(frozen=True)
 class _Figures:
-    """Of the global batch, on the device.
+    """Figures of the global batch on the device.
 
     Attributes:
         losses: main loss, then those of multi-token prediction.
-        left_out: scalar, rows that found no room.
+        left_out: scalar, rows without room.
         loads: of all MoE layers.
-        words: float64, 2 + ranks: how many ranks were asked to stop, how many waited in vain for other GPUs, and each
-            one's peak memory.
+        words: float64, 2 + ranks: number of ranks with a stop request, number of ranks that timed out, and the peak
+            memory of each rank.
     """
 
     losses: Tensor
@@ -228,10 +227,9 @@ class _Figures:
 
 
 def _own_words(model: RankModel, stop: StopRequest | None) -> Tensor:
-    """This rank's summand of `_Figures.words`."""
     world = model.axes.world
     words = torch.zeros(2 + world.size, dtype=torch.float64, device=model.device)
-    # Filled on the device: a copy from the host would wait for it.
+    # Filled on the device: a copy from the host would wait for the device.
     words[0].fill_(stop is not None and stop.signal is not None)
     if model.buffers is not None:
         words[1] = model.buffers.late.bool()
@@ -240,16 +238,13 @@ def _own_words(model: RankModel, stop: StopRequest | None) -> Tensor:
 
 
 def _sum_figures(losses: Tensor, words: Tensor, model: RankModel, rule: StepRule) -> _Figures:
-    """Figures of the global batch, from those of every rank, in one all-reduce.
-
-    float64 holds counts up to 2**53 exactly.
-    """
+    """Sum the figures of all ranks in one all-reduce. float64 holds counts up to 2**53 exactly."""
     loads = layer_loads(model.modules)
     left_out = rows_left_out(model.modules, losses.device)
     axes = model.axes
     if axes.world.group is None:
         return _Figures(losses, left_out, loads, words)
-    # Ranks that share the vocabulary have the same loss; one of them says it.
+    # Ranks that share the vocabulary have the same loss; one of them contributes it.
     losses = losses.double() if axes.tensor.rank == 0 else torch.zeros_like(losses, dtype=torch.float64)
     table = losses.new_zeros(len(rule.moe_layers), 2 + rule.experts)
     for load in loads:
@@ -264,10 +259,7 @@ def _sum_figures(losses: Tensor, words: Tensor, model: RankModel, rule: StepRule
 
 
 def _read(figures: _Figures, norm: Tensor) -> tuple[StepResult, bool]:
-    """Copy a step's figures to the host, and whether any rank waited in vain.
-
-    float64 holds float32 values, and counts up to 2**53, exactly.
-    """
+    """Copy the figures to the host; also returns whether a rank timed out."""
     pieces = [figures.losses, norm, figures.left_out, figures.words]
     for load in figures.loads:
         pieces += [load.dropped, load.auxiliary_loss, load.slots_E]
@@ -298,16 +290,16 @@ def _read(figures: _Figures, norm: Tensor) -> tuple[StepResult, bool]:
 
 @torch.no_grad()
 def evaluate(model: RankModel, rows: EvaluationRows, cut: CutRule, rule: LossRule) -> HeldOutLoss:
-    """Measure a model. Its weights, expert loads and mode are what they were before. All ranks measure together.
+    """Held-out loss of a model. Weights, expert loads and mode stay the same. All ranks call it together.
 
     Args:
         model: in training mode.
-        rows: our held-out rows on the CPU, with the text that all ranks' rows stand for.
-        cut: how rows are cut.
+        rows: this rank's held-out rows on the CPU, with the bytes of text of all ranks' rows.
+        cut: of rows into micro-batches.
         rule: of the loss.
 
     Raises:
-        DeviceError: a GPU of a node did not come in time to where others waited for its rows.
+        DeviceError: a GPU of a node did not send its rows in time.
     """
     begin = time.perf_counter()
     model.train(False)  # routers do not count load
@@ -315,7 +307,7 @@ def evaluate(model: RankModel, rows: EvaluationRows, cut: CutRule, rule: LossRul
     model.train()
     is_late = torch.zeros_like(nats) if model.buffers is None else model.buffers.late.bool().to(nats.dtype)
     world = model.axes.world
-    # Ranks that share the vocabulary have the same sum; one of them says it.
+    # Ranks that share the vocabulary have the same sum; one of them contributes it.
     figures = torch.stack((nats if model.axes.tensor.rank == 0 else torch.zeros_like(nats), is_late))
     if world.group is not None:
         dist.all_reduce(figures, group=world.group)

@@ -1,16 +1,16 @@
-"""Stopping on request: a signal sets a flag, and the loop stops after the step that is running, with a checkpoint.
+"""Stop requests: a signal sets a flag, and the loop stops after the running step, with a checkpoint.
 
     SIGINT (Ctrl-C)            stop after this step; exit code 130. A second one stops at once, without a checkpoint.
-    SIGTERM (Slurm, a pod,     stop after this step; exit code 143. Repeats change nothing: whoever sends it is patient
-    torchrun, systemd)         until SIGKILL, and the checkpoint is what the patience is for.
+    SIGTERM (Slurm, a pod,     stop after this step; exit code 143. Repeats change nothing: the sender waits until
+    torchrun, systemd)         SIGKILL, and the checkpoint needs that time.
 
-The code is not 0, because the run is not finished: a Kubernetes Job starts the pod again and a Slurm script can
-requeue, where 0 would be taken for a run that is complete. Both codes are the shell's own, 128 + signal. Several ranks
-may make one more step until all have heard of it (penstock/train/step.py). Give two steps and the checkpoint time:
-`terminationGracePeriodSeconds`, or `sbatch --signal=TERM@120`.
+The exit codes are the shell's 128 + signal, not 0, because the run is unfinished: a Kubernetes Job restarts the pod and
+a Slurm script can requeue. Several ranks may make one more step until all know of the request
+(penstock/train/step.py). Allow for two steps and the checkpoint: `terminationGracePeriodSeconds`, or
+`sbatch --signal=TERM@120`.
 
-A launcher that passes Ctrl-C on sends a second SIGINT right behind the terminal's own. Those within
-`SAME_PRESS_SECONDS` are one press.
+A launcher that forwards Ctrl-C sends a second SIGINT right after the terminal's. Those within `SAME_PRESS_SECONDS`
+count as one.
 """
 
 import signal
@@ -20,17 +20,16 @@ from types import FrameType, TracebackType
 from typing import Any
 
 SAME_PRESS_SECONDS = 1.0
-"""Interrupts closer together than this count as one."""
 
 
 class StopRequest:
-    """While it is entered, SIGINT and SIGTERM ask for a stop instead of ending the process.
+    """Context in which SIGINT and SIGTERM request a stop instead of ending the process.
 
     Args:
-        notify: called once, when the first signal comes, between two operations of the thread that trains.
+        notify: called once, at the first signal, in the training thread.
 
     Attributes:
-        signal: the first signal that came, or None.
+        signal: the first signal, or None.
     """
 
     def __init__(self, notify: Callable[[], None] = lambda: None) -> None:
@@ -41,7 +40,7 @@ class StopRequest:
 
     @property
     def exit_code(self) -> int:
-        """128 + signal as in a shell, or 0 if nobody asked for a stop."""
+        """128 + signal as in a shell, or 0 without a request."""
         return 0 if self.signal is None else 128 + self.signal
 
     def __enter__(self) -> "StopRequest":

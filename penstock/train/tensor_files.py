@@ -1,11 +1,11 @@
-"""Tensors in safetensors files: written piece by piece with a checksum, read back by the `safetensors` library.
+"""Writes safetensors files tensor by tensor, with a checksum; the `safetensors` library reads them.
 
-A file is a length (8 bytes, little-endian), a JSON header of that length, and the tensors' bytes one after another:
+A file is a length (8 bytes, little-endian), a JSON header of that length, and the bytes of the tensors:
 
     {"weight[0:2, 0:3]": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...}
 
-The library writes files too. This does it without a second pass for the checksum, syncs the file that it has open, lets
-the system's errors through as they are, and leaves a file that others may read (docs/decisions/0012-any-layout.md).
+Unlike the library's writer, this needs no second pass for the checksum, syncs the open file, raises the system's errors
+unchanged, and gives others read permission (docs/decisions/0012-any-layout.md).
 """
 
 import json
@@ -36,22 +36,15 @@ DTYPES = {
 """Names of types in the format."""
 
 ALIGNMENT = 64
-"""Bytes. The header is filled up with spaces, so that tensors lie well in a mapped file."""
+"""Bytes. Spaces pad the header, so that tensors are aligned in a mapped file."""
 
 BLOCK_BYTES = 4 << 20
-"""Written and summed at once: small enough to be summed while it is in the cache."""
+"""Written and summed at once; fits the cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorEntry:
-    """A tensor of a file that is made when it is its turn to be written.
-
-    Attributes:
-        name: in the file.
-        dtype: of it.
-        shape: of it.
-        make: gives it, on any device.
-    """
+    """A tensor of a file that `make` computes when it is written."""
 
     name: str
     dtype: torch.dtype
@@ -65,14 +58,14 @@ class TensorEntry:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write a file and sync it to disk.
+    """Write a new file and sync it to disk.
 
     Args:
-        path: of a file that is not there yet.
-        tensors: on any device; brought to the host and made contiguous one by one.
+        path: of the file.
+        tensors: on any device; copied to the host one by one.
 
     Returns:
-        Size and checksum of what was meant to be written, as `fingerprint` would read them.
+        Size and checksum of the intended content, in the form of `fingerprint`.
 
     Raises:
         OSError: the file cannot be written.
@@ -85,11 +78,11 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
 
 
 def write_entries(path: Path, entries: Iterable[TensorEntry], metadata: Mapping[str, str] | None = None) -> str:
-    """`write_tensors` of tensors that are never in memory together.
+    """`write_tensors` for tensors that are never in memory together.
 
     Args:
-        path: of a file that is not there yet.
-        entries: what to write, in this order.
+        path: of the file.
+        entries: in the order of the file.
         metadata: texts in the header.
     """
     entries = list(entries)
@@ -123,11 +116,7 @@ def _values(entries: Iterable[TensorEntry]) -> Iterator[memoryview]:
 
 
 def fingerprint(path: Path) -> str:
-    """Size and checksum of a file, from all of its bytes.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Size and checksum of a file, from all of its bytes. Raises OSError if it cannot be read."""
     checksum = size = 0
     block = memoryview(bytearray(BLOCK_BYTES))
     with path.open("rb", buffering=0) as file:

@@ -1,12 +1,11 @@
-"""Weights & Biases: the same figures in somebody's project, over the network (online) or in files (offline).
+"""Weights & Biases: the figures in the user's project, over the network (online) or in files (offline).
 
-    runs/NAME/wandb/id                which run of which project this one is there: PROJECT/ID
+    runs/NAME/wandb/id                the run at W&B: PROJECT/ID
                     step              the last step that was sent
-                    offline-run-...   what `wandb sync` sends later
+                    offline-run-...   files for `wandb sync`
 
-A run that goes on is the same run at W&B. W&B's history only goes forward: after a kill, steps are made again that were
-sent before, to the same figures, and these are not sent twice. W&B reads its own variables (WANDB_API_KEY,
-WANDB_BASE_URL, WANDB_ENTITY, ...) and `wandb login`; the mode is that of `record.wandb`.
+A resumed run continues the same run at W&B, whose history cannot go back: steps that are repeated after a kill have the
+same figures and are not sent again. W&B reads its own environment variables and login; `record.wandb` is the mode.
 """
 
 import uuid
@@ -20,11 +19,7 @@ from penstock.train.run_folder import RunFolder, write_whole
 
 
 class WeightsAndBiases:
-    """Observer that sends figures to Weights & Biases.
-
-    Args:
-        folder: of the run.
-    """
+    """Observer that sends figures to Weights & Biases."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._wandb: Any = import_module("wandb")
@@ -34,7 +29,7 @@ class WeightsAndBiases:
         self._every, self._wanted, self._last, self._sent = 1, 0, 0, 0
 
     def started(self, start: RunStart) -> None:
-        """Open the run there, or go on with it."""
+        """Create the run at W&B, or continue it."""
         record = start.run.record
         self._folder.wandb.mkdir(exist_ok=True)
         self._every, self._wanted = record.every, start.run.training.steps
@@ -60,12 +55,12 @@ class WeightsAndBiases:
                 "parameters": start.parameters,
                 "active_parameters": start.active_parameters,
             },
-            # The terminal shows our own view, and what it prints is no log.
+            # The terminal shows the live view, whose output is no log.
             settings=self._wandb.Settings(console="off", silent=True, save_code=False),
         )
 
     def stepped(self, report: StepReport) -> None:
-        """Send a step that was not sent before."""
+        """Send a step, unless it was sent before."""
         self._last = report.step
         if report.step <= self._sent or not is_recorded(report, self._every):
             return
@@ -77,18 +72,18 @@ class WeightsAndBiases:
         """Nothing to send."""
 
     def closed(self) -> None:
-        """Send what is left. A run that has not made all its steps is marked as failed, until it goes on."""
+        """Send the rest. A run with missing steps is marked as failed until it is resumed."""
         if self._run is not None:
             self._run.finish(exit_code=0 if self._last >= self._wanted else 1)
 
 
 def _known_id(path: Path, project: str) -> str | None:
-    """Id of the run in its project, or None if that does not know it yet."""
+    """Id of the run in its project, or None before the first start there."""
     known, _, name = path.read_text().strip().rpartition("/") if path.is_file() else ("", "", "")
     return name if known == project and name else None
 
 
 def _number(path: Path) -> int:
-    """The number in a file; 0 if there is none, or a crash has left half of it."""
+    """The number in a file; 0 if the file is missing or damaged."""
     text = path.read_text().strip() if path.is_file() else ""
     return int(text) if text.isascii() and text.isdigit() else 0

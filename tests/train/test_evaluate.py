@@ -91,4 +91,4 @@ def _one_is_late(late: int) -> str:
 def test_a_wait_in_vain_for_other_gpus_ends_the_evaluation_of_every_rank(ranks: Pool) -> None:
     first, second = ranks.run(2, _one_is_late, 1)
     assert "no signal BACK" in second
-    assert first == "another rank waited in vain for the GPUs of its node; fix: look at what that rank says"
+    assert first == "another rank timed out waiting for the GPUs of its node; fix: read the message of that rank"
