@@ -46,7 +46,7 @@ from benchmarks.dispatch_traffic import (
     time_both,
     time_call,
 )
-from penstock.kernels.float8 import pack as packing_kernels
+from penstock.kernels.float8 import quantize
 from penstock.kernels.symmetric import PUSH_LAUNCH, RETURN_LAUNCH, SUM_LAUNCH, TAKE_LAUNCH
 from penstock.kernels.triton_operators import TRITON
 from penstock.moe.dispatch.all_to_all import AllToAllDispatcher
@@ -229,7 +229,7 @@ def pack(machine: Machine, options: argparse.Namespace) -> Iterator[dict[str, An
                 time_call(machine, lambda x_TD=x_TD: KERNELS.pack_rows(x_TD, packing.recipe, packing.form), True),
                 time_call(machine, lambda of=packed, how=how: KERNELS.unpack_rows(of, *how), True),
             )
-            row = {"shape": shape.name, "tokens": tokens, "launch": str(packing_kernels.LAUNCH)}
+            row = {"shape": shape.name, "tokens": tokens, "launch": str(quantize.PACKING)}
             for name, time in zip(("pack", "unpack"), seconds, strict=True):
                 row |= {f"{name}_us": time * 1e6, f"{name}_GB/s": (x_TD.nbytes + packed.nbytes) / time / 1e9}
             yield row

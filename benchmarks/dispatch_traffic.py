@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.dispatch_cases import Shape, choices
-from penstock.kernels.float8 import pack
+from penstock.kernels.float8 import quantize
 from penstock.kernels.float8.operators import REFERENCE
-from penstock.kernels.float8.packed_rows import row_bytes
+from penstock.kernels.float8.quantized import row_bytes
 from penstock.kernels.float8.recipes import BLOCKWISE
 from penstock.layout.experts import ExpertPlacement
 from penstock.layout.grid import Grid
@@ -25,7 +25,7 @@ from penstock.moe.routing import Routing
 from penstock.parallel.axes import Axis, make_axes
 from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers, allocate
 
-KERNELS = replace(REFERENCE, pack_rows=pack.pack_rows, unpack_rows=pack.unpack_rows)
+KERNELS = replace(REFERENCE, pack_rows=quantize.pack_rows, unpack_rows=quantize.unpack_rows)
 PAYLOADS = {"bf16": UNQUANTIZED, "float8": WireFormat(recipe=BLOCKWISE, operators=KERNELS)}
 """What rows travel as. Where numbers are looked at, those in 8 bits are dequantized on arrival."""
 

@@ -14,10 +14,9 @@ from torch import Tensor
 from benchmarks.kernels.grouped_gemm import skewed_counts
 from benchmarks.kernels.replays import replay_in_turns
 from penstock.kernels.float8 import products, quantize, torch_products
-from penstock.kernels.float8.formats import format_on
 from penstock.kernels.float8.launches import Product, ProductLaunch
 from penstock.kernels.float8.quantized import Quantized, WeightCopies
-from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, Block, Recipe
+from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, Block, Recipe, format_on
 from penstock.kernels.float8.reference import aligned_rows
 from penstock.kernels.float32_products import add_product
 from penstock.kernels.grouped_gemm import (

@@ -26,12 +26,11 @@ from benchmarks.kernels.float8_layers import RECIPES, add_argument
 from benchmarks.kernels.pointwise import copy_bandwidth, time_calls
 from penstock.kernels import rope
 from penstock.kernels.float8 import reference
-from penstock.kernels.float8.formats import format_on
 from penstock.kernels.float8.latent_heads import mla_heads_backward
+from penstock.kernels.float8.launches import TRANSPOSING_LAUNCHES, TileLaunch
 from penstock.kernels.float8.quantize import quantize_groups, quantize_rows, quantize_weight
 from penstock.kernels.float8.quantized import Quantized
-from penstock.kernels.float8.recipes import BLOCKWISE, MXFP8, ROWWISE, TENSORWISE, Block, Recipe
-from penstock.kernels.float8.tile_launches import TRANSPOSING_LAUNCHES, TileLaunch
+from penstock.kernels.float8.recipes import BLOCKWISE, MXFP8, ROWWISE, TENSORWISE, Block, Recipe, format_on
 from penstock.kernels.tuning import target_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

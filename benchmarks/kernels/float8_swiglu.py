@@ -26,12 +26,11 @@ from benchmarks.kernels.float8_layers import RECIPES, add_argument
 from benchmarks.kernels.pointwise import copy_bandwidth, time_calls
 from penstock.kernels import swiglu as in_16_bits
 from penstock.kernels.float8 import operators
-from penstock.kernels.float8.formats import format_on
+from penstock.kernels.float8.launches import BACKWARD_LAUNCHES
 from penstock.kernels.float8.quantized import Quantized
-from penstock.kernels.float8.recipes import Recipe
+from penstock.kernels.float8.recipes import Recipe, format_on
 from penstock.kernels.float8.reference import aligned_rows, dequantize
 from penstock.kernels.float8.swiglu import swiglu, swiglu_backward
-from penstock.kernels.float8.tile_launches import BACKWARD_LAUNCHES
 from penstock.kernels.reference import SWIGLU
 from penstock.kernels.tuning import target_of
 

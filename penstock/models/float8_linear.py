@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from penstock.kernels.float8.gathered import GatheredCopies, copies_of
 from penstock.kernels.float8.gradient_side_channel import GradientSideChannel
 from penstock.kernels.float8.operators import Float8Rule
-from penstock.kernels.float8.quantized import Quantized, RowColQuantized, WeightCopies
+from penstock.kernels.float8.quantized import GatheredCopies, Quantized, RowColQuantized, WeightCopies, copies_of
 from penstock.kernels.float8.recipes import Recipe
 from penstock.kernels.reference import SWIGLU
 from penstock.parallel.weight_grad_store import WeightGradStore

@@ -13,9 +13,8 @@ from penstock.config.run import Kernels, Run
 from penstock.kernels.backends import Shapes, float8_operators_of
 from penstock.kernels.choose import AUTO, Choice, choose, operators
 from penstock.kernels.device_facts import DeviceFacts, device_facts
-from penstock.kernels.float8.formats import format_on
 from penstock.kernels.float8.operators import NO_FLOAT8, Float8Rule
-from penstock.kernels.float8.recipes import RECIPES, Recipe, default_recipe, refuse
+from penstock.kernels.float8.recipes import RECIPES, Recipe, default_recipe, format_on, refuse
 from penstock.kernels.float8.torch_products import obstacle as torch_obstacle
 from penstock.kernels.measured import Measurements, find
 from penstock.kernels.operators import Operators

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.config.model import LatentAttention
-from penstock.kernels.float8.gradient_side_channel import GradientSideChannel, HandedHeads, obstacle
+from penstock.kernels.float8.gradient_side_channel import GradientSideChannel, LatentHeadChannels, latent_heads_obstacle
 from penstock.kernels.float8.quantized import RowColQuantized
 from penstock.models.linear import Linear
 from penstock.models.model_inputs import ForwardContext
@@ -169,7 +169,7 @@ class LatentLayer(nn.Module):
         o_BSHM = run("attention", function, q_BSHN, k_BSHN, v_BSHM)
         return reduce_scatter(self.out(o_BSHM.flatten(-2)), tensor, dim=1)
 
-    def _grad_channels(self) -> HandedHeads:
+    def _grad_channels(self) -> LatentHeadChannels:
         """Side channels for float8 gradients from the heads' kernel to the products before it; empty if unsupported."""
         config, operators, recipe = self.config, self.layer_context.float8.operators, self.layer_context.float8.dense
         widths = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
@@ -177,9 +177,14 @@ class LatentLayer(nn.Module):
         has_kernel = (
             self.layer_context.operators.mla_heads_is_fused and operators.mla_heads is not None and not self.gathers_row
         )
-        if recipe is None or not is_float8 or not has_kernel or obstacle(recipe, self.heads, *widths) is not None:
-            return HandedHeads()
-        return HandedHeads(GradientSideChannel(), GradientSideChannel())
+        if (
+            recipe is None
+            or not is_float8
+            or not has_kernel
+            or latent_heads_obstacle(recipe, self.heads, *widths) is not None
+        ):
+            return LatentHeadChannels()
+        return LatentHeadChannels(GradientSideChannel(), GradientSideChannel())
 
     def _split_latent(self, joined_BSC: Tensor) -> tuple[Tensor, Tensor]:
         """Latent and rotary key, which one product or collective gives side by side."""
@@ -187,7 +192,12 @@ class LatentLayer(nn.Module):
         return latent_BSC, k_rope_BSP
 
     def _heads(
-        self, query: Tensor, latent_BSC: Tensor, k_rope_BSP: Tensor, context: ForwardContext, channels: HandedHeads
+        self,
+        query: Tensor,
+        latent_BSC: Tensor,
+        k_rope_BSP: Tensor,
+        context: ForwardContext,
+        channels: LatentHeadChannels,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries, keys and values at this rank's positions."""
         float8 = self.layer_context.float8

@@ -12,7 +12,7 @@ from penstock.base.errors import DeviceError
 from penstock.config.dispatcher import DispatcherChoice, choose_dispatcher, dispatch_facts, plain_row_bytes
 from penstock.config.run import Run
 from penstock.kernels.device_facts import TRITON, installed
-from penstock.kernels.float8.packed_rows import row_bytes
+from penstock.kernels.float8.quantized import row_bytes
 from penstock.kernels.float8.recipes import BLOCKWISE, MXFP8
 from penstock.parallel.axes import Axes
 from penstock.parallel.collectives import all_gather_json

@@ -25,9 +25,8 @@ from torch.distributed.tensor import DTensor
 
 from penstock.base.errors import KernelError
 from penstock.kernels.float8 import reference
-from penstock.kernels.float8.gathered import GatheredCopies, GatheredWeight
 from penstock.kernels.float8.operators import Float8Rule
-from penstock.kernels.float8.quantized import Quantized
+from penstock.kernels.float8.quantized import GatheredCopies, GatheredWeight, Quantized
 from penstock.kernels.float8.recipes import Recipe
 from penstock.parallel.axes import Axis
 from penstock.parallel.shard import local_rows

@@ -127,7 +127,7 @@ def grouped_products(trace: Trace) -> GroupedProducts:
 def packed_row_bytes(width: Integers) -> Integers:
     """Bytes of a row that travels in 8 bits with its scales, by the numbers of it.
 
-    As penstock.kernels.float8.packed_rows lays it out. Four bytes for 128 numbers and one for 32 come to the same.
+    As penstock.kernels.float8.quantized lays it out. Four bytes for 128 numbers and one for 32 come to the same.
     """
     values = -(-width // 16) * 16
     return -(-(values + -(-width // 32)) // 32) * 32

@@ -8,9 +8,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.kernels.float8.formats import E4M3, E5M2, Format
 from penstock.kernels.float8.operators import REFERENCE, Float8Rule
-from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, ROWWISE, TENSORWISE, Recipe
+from penstock.kernels.float8.recipes import (
+    BLOCKWISE,
+    BLOCKWISE_SQUARE,
+    E4M3,
+    E5M2,
+    MXFP8,
+    ROWWISE,
+    TENSORWISE,
+    Format,
+    Recipe,
+)
 from penstock.kernels.float8.triton_operators import TRITON
 from penstock.models.ffn import FeedForward
 from penstock.models.linear import Linear

@@ -13,10 +13,11 @@ from benchmarks.dispatch_cases import SMALL, Exact
 from penstock.config.load import load_run
 from penstock.config.model import Balance, Moe
 from penstock.config.model import Router as RouterRule
-from penstock.kernels.float8 import pack
+from penstock.kernels.float8 import quantize
 from penstock.kernels.float8.operators import REFERENCE, Float8Operators, Float8Rule
-from penstock.kernels.float8.packed_rows import as_quantized, pack_rows, row_bytes, unpack_rows
+from penstock.kernels.float8.quantized import as_quantized, row_bytes
 from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, Recipe
+from penstock.kernels.float8.reference import pack_rows, unpack_rows
 from penstock.kernels.operators import REFERENCE as PLAIN
 from penstock.layout.experts import ExpertPlacement
 from penstock.moe.dispatch.all_gather import AllGatherDispatcher
@@ -46,7 +47,7 @@ from tests.parallel.symmetric_ranks import run_ranks
 
 OPENED = WireFormat(recipe=BLOCKWISE, dequantizes=True)
 READ = WireFormat(recipe=BLOCKWISE)
-TRITON: Float8Operators = replace(REFERENCE, pack_rows=pack.pack_rows, unpack_rows=pack.unpack_rows)
+TRITON: Float8Operators = replace(REFERENCE, pack_rows=quantize.pack_rows, unpack_rows=quantize.unpack_rows)
 EP4 = ExpertPlacement(experts=8, expert=4)
 KINDS = ("skewed", "some dropped", "one sender", "all experts")
 SIMULATED = pytest.mark.skipif(torch.cuda.is_available(), reason="ranks are simulated in Triton's interpreter")

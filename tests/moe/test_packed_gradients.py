@@ -11,11 +11,10 @@ from torch import Tensor
 
 from penstock.base.errors import KernelError
 from penstock.kernels.float8.expert_ffn import expert_ffn
-from penstock.kernels.float8.formats import E4M3, E5M2, Format
-from penstock.kernels.float8.gradient_box import GradientBox
+from penstock.kernels.float8.gradient_side_channel import GradientSideChannel
 from penstock.kernels.float8.operators import REFERENCE, Float8Operators, Float8Rule
-from penstock.kernels.float8.packed_rows import row_bytes
-from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, Recipe
+from penstock.kernels.float8.quantized import row_bytes
+from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, E4M3, E5M2, MXFP8, Format, Recipe
 from penstock.kernels.float8.reference import quantize_rows
 from penstock.kernels.float8.triton_operators import TRITON
 from penstock.moe.dispatch import symmetric
@@ -170,34 +169,34 @@ def test_a_plan_counts_their_bytes() -> None:
     assert pushed == [[packed, packed], [packed, plain]]
 
 
-# The box.
+# The side channel.
 
 
-def test_a_box_is_empty_once_something_was_taken() -> None:
-    box, rows = GradientBox(), quantize_rows(torch.randn(2, D), BLOCKWISE, E4M3).rows
-    assert box.take() is None and not box.is_expected
-    box.expect()
-    box.put(rows)
-    assert box.is_expected and box.take() is rows and box.take() is None
+def test_a_side_channel_is_empty_once_its_gradient_was_taken() -> None:
+    channel, rows = GradientSideChannel(), quantize_rows(torch.randn(2, D), BLOCKWISE, E4M3)
+    assert channel.take() is None and not channel.is_expected
+    channel.expect()
+    channel.put(rows)
+    assert channel.is_expected and channel.take() is rows and channel.take() is None
 
 
-def _run_experts(box: GradientBox | None) -> tuple[Tensor, Tensor]:
+def _run_experts(channel: GradientSideChannel | None) -> tuple[Tensor, Tensor]:
     torch.manual_seed(0)
     x_ND, matrices = torch.randn(6, D), (torch.randn(2, 2 * F, D), torch.randn(2, D, F))
     counts_e = torch.tensor([2, 3], dtype=torch.int32)
-    return expert_ffn(x_ND.requires_grad_(), *matrices, counts_e, float8=READ, gradients=box), x_ND
+    return expert_ffn(x_ND.requires_grad_(), *matrices, counts_e, float8=READ, gradients=channel), x_ND
 
 
-def test_experts_whose_box_is_empty_read_the_gradient_of_autograd() -> None:
-    (y_RD, x_ND), (plain_RD, plain_ND) = _run_experts(GradientBox()), _run_experts(None)
+def test_experts_whose_side_channel_is_empty_read_the_gradient_of_autograd() -> None:
+    (y_RD, x_ND), (plain_RD, plain_ND) = _run_experts(GradientSideChannel()), _run_experts(None)
     y_RD.square().sum().backward()
     plain_RD.square().sum().backward()
     assert torch.equal(x_ND.grad, plain_ND.grad)
 
 
 def test_gradients_of_other_blocks_are_refused() -> None:
-    box = GradientBox()
-    y_RD, _ = _run_experts(box)
-    box.put(quantize_rows(y_RD, MXFP8, E4M3).rows)
+    channel = GradientSideChannel()
+    y_RD, _ = _run_experts(channel)
+    channel.put(quantize_rows(y_RD, MXFP8, E4M3))
     with pytest.raises(KernelError, match="rows in 8 bits must be those of the output's gradient"):
         y_RD.sum().backward()

@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
-from penstock.kernels.float8.formats import format_on
 from penstock.kernels.float8.operators import Float8Rule
-from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, Recipe, obstacle
+from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, Recipe, format_on, obstacle
 from penstock.kernels.float8.triton_operators import TRITON
 from penstock.kernels.tuning import target_of
 from penstock.layout.grid import Grid

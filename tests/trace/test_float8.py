@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import penstock.kernels.float8
 from penstock.base.spans import Span
-from penstock.kernels.float8 import expert_ffn, packed_rows
+from penstock.kernels.float8 import expert_ffn, quantized
 from penstock.kernels.float8.operators import Float8Rule
 from penstock.kernels.float8.recipes import BLOCKWISE, MXFP8
 from penstock.models.float8_linear import Float8Weight, float8_linear, float8_swiglu_network
@@ -212,7 +212,7 @@ def test_a_function_of_another_library_that_has_the_same_name_is_not_ours() -> N
 @given(st.integers(1, 20_000))
 def test_a_row_is_as_long_as_it_is_packed_by_either_recipe(width: int) -> None:
     found = int(packed_row_bytes(np.array([width]))[0])
-    assert found == packed_rows.row_bytes(width, BLOCKWISE) == packed_rows.row_bytes(width, MXFP8)
+    assert found == quantized.row_bytes(width, BLOCKWISE) == quantized.row_bytes(width, MXFP8)
 
 
 def test_packed_rows_are_moved_by_numbers_of_eight_bytes() -> None:

@@ -49,12 +49,10 @@ from penstock.kernels.expert_parts import (
     put_gradient,
     sum_over_places,
 )
-from penstock.kernels.float8.formats import Format
-from penstock.kernels.float8.gathered import GatheredCopies, copies_of
-from penstock.kernels.float8.gradient_box import GradientBox
+from penstock.kernels.float8.gradient_side_channel import GradientSideChannel
 from penstock.kernels.float8.operators import Float8Operators, Float8Rule
-from penstock.kernels.float8.quantized import Quantized, RowColQuantized, WeightCopies
-from penstock.kernels.float8.recipes import Recipe
+from penstock.kernels.float8.quantized import GatheredCopies, Quantized, RowColQuantized, WeightCopies, copies_of
+from penstock.kernels.float8.recipes import Format, Recipe
 from penstock.kernels.operators import torch_add_bias
 from penstock.kernels.reference import SWIGLU, ExpertRule, check_biases
 
@@ -99,7 +97,7 @@ def expert_ffn(
     float8: Float8Rule,
     copies: ExpertCopies | None = None,
     quantized: Quantized | None = None,
-    gradients: GradientBox | None = None,
+    gradients: GradientSideChannel | None = None,
     biases: tuple[Tensor, Tensor | None] | None = None,
     rule: ExpertRule = SWIGLU,
     places_TK: Tensor | None = None,
@@ -113,7 +111,7 @@ def expert_ffn(
 
     Args:
         x_ND: source rows. Not kept; with `quantized` not read either, only its shape and dtype are.
-        gate_up_eFD: as there. With `copies` not read; may be there in 8 bits only (`penstock.kernels.float8.gathered`).
+        gate_up_eFD: as there. With `copies` not read; may be a `GatheredWeight`.
         down_eDF: likewise.
         counts_e: as there, int32, on the device.
         weights_R: float32 routing weight of each row, or None for 1.
@@ -206,7 +204,7 @@ class _Float8ExpertFfn(torch.autograd.Function):
         gate_up_bias_eF: Tensor | None,
         down_bias_eD: Tensor | None,
         rows: Quantized | None,
-        gradients: GradientBox | None,
+        gradients: GradientSideChannel | None,
         extras: _Extras,
     ) -> Tensor:
         check_biases(gate_up_bias_eF is not None, extras.rule)
@@ -274,16 +272,17 @@ class _Float8ExpertFfn(torch.autograd.Function):
 
 
 def _quantized_gradient(
-    dy_RD: Tensor, box: GradientBox | None, counts_e: Tensor, extras: _Extras, *, columns: bool
+    dy_RD: Tensor, channel: GradientSideChannel | None, counts_e: Tensor, extras: _Extras, *, columns: bool
 ) -> RowColQuantized:
-    """The output's gradient in 8 bits, and if wanted transposed; with something in the box `dy_RD` is a carrier."""
+    """The output's gradient in 8 bits, if wanted also transposed; `dy_RD` is not read where it was handed over."""
     operators, recipe, form = extras.operators, extras.recipe, extras.float8.gradient
-    rows = None if box is None else box.take()
-    if rows is None:
+    handed_over = None if channel is None else channel.take()
+    if handed_over is None:
         along_rows = recipe.rows if columns else None
         dy_RD = dy_RD.contiguous()
         made: RowColQuantized = operators.quantize_rows(dy_RD, recipe, form, columns=along_rows, counts_e=counts_e)
         return made
+    rows = handed_over.rows
     _check_rows("the output's gradient", rows, dy_RD, recipe, form)
     return RowColQuantized(
         rows, operators.quantize_groups(rows, counts_e, recipe, form, block=recipe.rows) if columns else None

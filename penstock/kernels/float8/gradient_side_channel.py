@@ -1,52 +1,58 @@
-"""Gradients in 8 bits on their way from one backward to the next.
+"""Gradients in 8 bits, handed from one backward function to the next beside autograd.
 
-Autograd passes on tensors of the dtype of what they are gradients of. Where the kernel that makes a gradient can
-quantize it, the product that reads it gets it by a `GradientSideChannel` that both functions know, and autograd gets a
-carrier: a tensor of the right shape and dtype with one number of memory, which nobody may read.
+Autograd casts a gradient to the dtype of the tensor that it belongs to, so it cannot carry 8 bits. Where the function
+that makes a gradient quantizes it, both functions share a `GradientSideChannel`, and autograd gets a carrier: a tensor
+of the right shape and dtype with one element of memory, which must not be read.
 
-    backward of who makes it       handed.put(both); return carrier_of(dy)
-    backward of the product        both = handed.take(), and dy is not looked at if there is one
+    backward of the maker      channel.put(gradient); return carrier_of(dy)
+    backward of the reader     gradient = channel.take(), and dy is not read unless that is None
 
-So what is handed over has one reader, and its maker is the only one who gives it a gradient.
+A gradient handed over so has one reader, and its maker must be the only source of that gradient.
 """
 
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from torch import Tensor
 
 from penstock.kernels.float8.quantized import RowColQuantized
 from penstock.kernels.float8.recipes import BLOCKWISE, DEPTH, Recipe
 
-Gradient = TypeVar("Gradient")
-"""By rows, or by rows and transposed."""
 
+class GradientSideChannel:
+    """The place of one gradient in 8 bits between two backward functions.
 
-class SideChannelHandover(Generic[Gradient]):
-    """The place of one gradient. No dataclass: who rebuilds one, as a region that runs again, would make another."""
+    Both nodes of a graph must hold the same object, so it is no dataclass: a region that is recomputed would rebuild
+    it. A recomputed region has a channel of its own, which stays empty.
+
+    Attributes:
+        is_expected: whether the reader announced in forward that it looks here. Only then may the maker put a gradient.
+            The same on all ranks.
+    """
 
     def __init__(self) -> None:
-        self._gradient: Gradient | None = None
+        self.is_expected = False
+        self._gradient: RowColQuantized | None = None
 
-    def put(self, gradient: Gradient) -> None:
-        """Leave a gradient; one that nobody took was that of a walk that ended in the middle."""
+    def expect(self) -> None:
+        """Announce in forward that backward will take the gradient from here."""
+        self.is_expected = True
+
+    def put(self, gradient: RowColQuantized) -> None:
+        """Leave a gradient. One that was never taken, because its backward pass was aborted, is replaced."""
         self._gradient = gradient
 
-    def take(self) -> Gradient | None:
-        """What was left, once; None if the gradient comes through autograd."""
+    def take(self) -> RowColQuantized | None:
+        """The gradient that was put, once; None if it comes through autograd."""
         gradient, self._gradient = self._gradient, None
         return gradient
 
 
-class GradientSideChannel(SideChannelHandover[RowColQuantized]):
-    """The gradient of a product, for both of the products that read it."""
-
-
-class HandedHeads(NamedTuple):
-    """Those of the products behind which latent attention's heads are assembled; None where 16 bits come by autograd.
+class LatentHeadChannels(NamedTuple):
+    """Side channels of the two products before latent attention's heads; None where 16 bits come by autograd.
 
     Attributes:
-        q: tokens x (H N).
-        kv: tokens x (H (plain + M)).
+        q: gradient of the queries, tokens x (H N).
+        kv: gradient of keys and values, tokens x (H (qk_nope + M)).
     """
 
     q: GradientSideChannel | None = None
@@ -54,29 +60,29 @@ class HandedHeads(NamedTuple):
 
 
 def carrier_of(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """What autograd is given for a gradient that is handed over.
+    """A tensor of a shape with one element of memory, which autograd gets in place of a gradient.
 
     Args:
-        shape: its own.
-        like: of its dtype and device.
+        shape: of the gradient.
+        like: gives dtype and device.
     """
     return like.new_empty_strided(shape, (0,) * len(shape))
 
 
-def obstacle(recipe: Recipe, heads: int, plain: int, rotary: int, value: int) -> str | None:
-    """Why latent attention's heads cannot hand their gradients over, or None.
+def latent_heads_obstacle(recipe: Recipe, heads: int, nope: int, rotary: int, value: int) -> str | None:
+    """Why the gradients of latent attention's heads cannot be handed over in 8 bits, or None.
 
     Args:
         recipe: of the products that read them.
         heads: of this rank.
-        plain: width of a head of queries and keys without its rotary part.
-        rotary: width of that.
-        value: width of a head of values.
+        nope: columns of a head of queries and keys without the rotary ones.
+        rotary: rotary columns of a head.
+        value: columns of a head of values.
     """
     if (recipe.rows, recipe.scaling) != (BLOCKWISE.rows, BLOCKWISE.scaling):
         return f"gradients are quantized tile by tile in blocks of 1 x {DEPTH}, and {recipe.name} has others"
-    if plain % DEPTH or value % DEPTH:
-        return f"keys of {plain} and values of {value} columns share a tile of {DEPTH}"
-    if heads * (plain + rotary) % DEPTH or plain % 2 or rotary % 2:
-        return f"{heads} heads of {plain + rotary} columns do not fill tiles of {DEPTH}"
+    if nope % DEPTH or value % DEPTH:
+        return f"keys of {nope} and values of {value} columns share a tile of {DEPTH}"
+    if heads * (nope + rotary) % DEPTH or nope % 2 or rotary % 2:
+        return f"{heads} heads of {nope + rotary} columns do not fill tiles of {DEPTH}"
     return None

@@ -21,13 +21,12 @@ from torch.autograd.function import once_differentiable
 
 from penstock.base.errors import KernelError
 from penstock.kernels import norm
-from penstock.kernels.float8.formats import Format
+from penstock.kernels.float8.launches import TRANSPOSING
 from penstock.kernels.float8.quantize import empty_copy, memory_of, quantize_rows, register_limit, warps_of
 from penstock.kernels.float8.quantize_kernels import quantize_tile, store_scales, tile_rows, transpose_tile
 from penstock.kernels.float8.quantized import Quantized, RowColQuantized
-from penstock.kernels.float8.recipes import DEPTH, Block, Recipe
+from penstock.kernels.float8.recipes import DEPTH, Block, Format, Recipe
 from penstock.kernels.float8.scaling import magnitude_bits
-from penstock.kernels.float8.tile_launches import TRANSPOSING
 from penstock.kernels.language import tl, triton
 from penstock.kernels.launching import start_kernel
 

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from penstock.kernels import reference as plain
 from penstock.kernels.expert_parts import bias_gradient_by_definition
-from penstock.kernels.float8 import packed_rows, reference
-from penstock.kernels.float8.formats import E4M3, Format
+from penstock.kernels.float8 import reference
 from penstock.kernels.float8.quantized import Quantized, RowColQuantized, WeightCopies
-from penstock.kernels.float8.recipes import Recipe
+from penstock.kernels.float8.recipes import E4M3, Format, Recipe
 from penstock.kernels.reference import ExpertRule, RowOrder
 
 if TYPE_CHECKING:  # it imports Triton, which may be absent
@@ -53,7 +52,7 @@ class Float8Operators:
     There `tile_table` gives one.
 
     Attributes:
-        pack_rows: see `penstock.kernels.float8.packed_rows`.
+        pack_rows: see `penstock.kernels.float8.quantized`.
         unpack_rows: likewise.
         swiglu: (gate_up_RF, weights_R, rule, recipe, form, *, columns=False, counts_e=None) -> Both: h_RF, which is
             never written in 16 bits. `columns` is for a dense network; of experts' rows the backward pass makes them.
@@ -183,8 +182,8 @@ REFERENCE = Float8Operators(
     quantize_rows=reference.quantize_rows,
     quantize_weight=reference.quantize_weight,
     quantize_groups=reference.quantize_groups,
-    pack_rows=packed_rows.pack_rows,
-    unpack_rows=packed_rows.unpack_rows,
+    pack_rows=reference.pack_rows,
+    unpack_rows=reference.unpack_rows,
     multiply=reference.multiply,
     multiply_groups=reference.multiply_groups,
     multiply_columns=reference.multiply_columns,

@@ -9,7 +9,7 @@ Every product is a @ b^T of operands whose contracted dim is the last one:
 They equal those of the same name in `reference` but for the order of float32 sums. Recipes are known by their blocks:
 128 deep (`blockwise`), 32 deep (`mxfp8`), or as deep as the operand (`rowwise`, `tensorwise`). Values may be E4M3 or
 E5M2, each operand its own. Device code is in `product_kernels`, launches in `launches`. Hopper has kernels of its own
-for the recipe blockwise, which a launch may name: `penstock.kernels.gluon.float8_gemm`.
+for the recipe blockwise, which a launch may name: `penstock.kernels.gluon`.
 """
 
 from typing import Any, Literal
@@ -23,7 +23,7 @@ from penstock.kernels.float8.launches import Product, ProductLaunch, dense_launc
 from penstock.kernels.float8.product_kernels import float8_matrices_kernel, float8_rows_kernel
 from penstock.kernels.float8.quantized import Quantized
 from penstock.kernels.float8.recipes import DEPTH
-from penstock.kernels.gluon import float8_gemm
+from penstock.kernels.gluon import float8_launches
 from penstock.kernels.grouped_gemm import GATHER_LIMIT
 from penstock.kernels.language import TensorDescriptor, create_ragged_descriptor
 from penstock.kernels.launching import start_kernel
@@ -241,7 +241,7 @@ def _launch_rows(
 ) -> None:
     """Run `float8_rows_kernel`, or Hopper's own. `first` is the first row of y that is ours."""
     if index is None and _is_hoppers(x, w, launch):
-        float8_gemm.launch_rows(x, w, y, tiles, launch, first=first)
+        float8_launches.launch_rows(x, w, y, tiles, launch, first=first)
         return
     (rows, columns), (experts, _, depth) = y.shape, w.values.shape
     size = BLOCK_SIZES.index(launch.block_rows)
@@ -296,9 +296,9 @@ def _launch_matrices(
     """Run `float8_matrices_kernel`, or Hopper's own; c is experts x rows x columns, one expert without starts."""
     if _is_hoppers(a, b, launch):
         if b.block[0] == DEPTH and starts is None and not accumulate:
-            float8_gemm.launch_rows(a, b, c[0], None, launch)
+            float8_launches.launch_rows(a, b, c[0], None, launch)
         else:
-            float8_gemm.launch_matrices(a, b, c, starts, launch, accumulate=accumulate)
+            float8_launches.launch_matrices(a, b, c, starts, launch, accumulate=accumulate)
         return
     launch = in_triton(launch)
     experts, rows, columns = c.shape
@@ -333,7 +333,7 @@ def _launch_matrices(
 
 def _is_hoppers(a: Quantized, b: Quantized, launch: ProductLaunch) -> bool:
     """A launch asks for Hopper's own kernels, and they can."""
-    return launch.engine == "gluon" and float8_gemm.obstacle(a, b, target_of(a.values.device)) is None
+    return launch.engine == "gluon" and float8_launches.gemm_obstacle(a, b, target_of(a.values.device)) is None
 
 
 def _scales(operand: Quantized) -> Tensor:

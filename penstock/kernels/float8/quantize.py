@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 
 from penstock.base.errors import KernelError
-from penstock.kernels.float8.formats import Format
-from penstock.kernels.float8.quantize_kernels import group_tiles_kernel, measure_kernel, quantize_kernel
-from penstock.kernels.float8.quantized import Quantized, RowColQuantized, WeightCopies
-from penstock.kernels.float8.recipes import ALIGNMENT, Block, Recipe, Scaling
-from penstock.kernels.float8.reference import aligned_rows
-from penstock.kernels.float8.tile_launches import (
-    ROWS_ONLY,
-    TRANSPOSING,
-    TRANSPOSING_TAKEN,
-    BackwardLaunch,
-    TileLaunch,
+from penstock.kernels.float8.launches import ROWS_ONLY, TRANSPOSING, TRANSPOSING_TAKEN, BackwardLaunch, TileLaunch
+from penstock.kernels.float8.quantize_kernels import (
+    group_tiles_kernel,
+    measure_kernel,
+    pack_rows_kernel,
+    quantize_kernel,
+    transpose_kernel,
+    unpack_rows_kernel,
 )
-from penstock.kernels.gluon import float8_quantize
+from penstock.kernels.float8.quantized import Quantized, RowColQuantized, WeightCopies, blocks_of, row_bytes, scales_at
+from penstock.kernels.float8.recipes import ALIGNMENT, Block, Format, Recipe, Scaling
+from penstock.kernels.float8.reference import aligned_rows
+from penstock.kernels.gluon import float8_launches
 from penstock.kernels.language import triton
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.tuning import KernelLaunch, target_of
@@ -247,7 +247,7 @@ def _quantize(
     if launch.engine == "gluon":
         if columns is not None and _is_hoppers(source, (rows, columns), form, scaling):
             x_RD = source.values if source.scales is None else Quantized(source.values, source.scales, source.block)
-            float8_quantize.launch_quantize(x_RD, source.index_R, source.tiles, (rows, columns), form, launch)
+            float8_launches.launch_quantize(x_RD, source.index_R, source.tiles, (rows, columns), form, launch)
             return
         launch = TRANSPOSING
     power = scaling != "float32"
@@ -297,7 +297,7 @@ def _is_hoppers(source: _Source, copies: tuple[Quantized | None, Quantized], for
         fits = source.scales.dtype == torch.float32 and rows is None
         blocks = (source.block, columns.block)
     is_whole = source.tiles is not None or source.rows % ALIGNMENT == 0
-    problem = float8_quantize.obstacle(blocks, scaling, [form], source.width, target_of(values.device))
+    problem = float8_launches.quantize_obstacle(blocks, scaling, [form], source.width, target_of(values.device))
     return fits and is_whole and values.ndim == 2 and problem is None
 
 
@@ -376,3 +376,107 @@ def register_limit(launch: TileLaunch | BackwardLaunch, device: torch.device) ->
     if not launch.registers or not target_of(device).startswith("sm_"):
         return {}
     return {"maxnreg": launch.registers}
+
+
+PACKING = KernelLaunch(block_rows=32, block_columns=128, warps=4)
+"""Blocks of 128 numbers at a time; of smaller ones as many more. Not measured yet."""
+
+
+def pack_rows(x_TD: Tensor, recipe: Recipe, form: Format, *, launch: KernelLaunch = PACKING) -> Tensor:
+    """`penstock.kernels.float8.reference.pack_rows` in one kernel.
+
+    Args:
+        x_TD: rows.
+        recipe: whose blocks lie in one row.
+        form: of the values.
+        launch: blocks of 128 numbers of a program, and warps.
+
+    Returns:
+        uint8, T x `row_bytes`.
+    """
+    x_TD = x_TD.contiguous()
+    packed = x_TD.new_empty(x_TD.shape[0], row_bytes(x_TD.shape[1], recipe), dtype=torch.uint8)
+    options = {"LARGEST": form.largest, "POWER": recipe.scaling != "float32"}
+    _start_packing(pack_rows_kernel, x_TD, packed, recipe, form, launch, **options)
+    return packed
+
+
+def unpack_rows(
+    packed: Tensor, width: int, recipe: Recipe, form: Format, dtype: torch.dtype, *, launch: KernelLaunch = PACKING
+) -> Tensor:
+    """`penstock.kernels.float8.reference.unpack_rows` in one kernel.
+
+    Args:
+        packed: uint8, rows x `row_bytes`.
+        width: D.
+        recipe: by which they were packed.
+        form: likewise.
+        dtype: of the result.
+        launch: as in `pack_rows`.
+
+    Returns:
+        rows x D.
+    """
+    packed = packed.contiguous()
+    x_ND = packed.new_empty(packed.shape[0], width, dtype=dtype)
+    _start_packing(unpack_rows_kernel, x_ND, packed, recipe, form, launch)
+    return x_ND
+
+
+def _start_packing(
+    kernel: triton.JITFunction,
+    x_TD: Tensor,
+    packed: Tensor,
+    recipe: Recipe,
+    form: Format,
+    launch: KernelLaunch,
+    **options: float,
+) -> None:
+    rows, width = x_TD.shape
+    blocks, depth = blocks_of(width, recipe), recipe.rows[1]
+    at_a_time = launch.block_rows * launch.block_columns // depth
+    if rows == 0:
+        return
+    start_kernel(
+        kernel,
+        (triton.cdiv(rows * blocks, at_a_time),),
+        x_TD,
+        packed.view(form.dtype),
+        rows,
+        D=width,
+        BLOCKS=blocks,
+        BYTES=packed.shape[1],
+        SCALES_AT=scales_at(width),
+        E8M0=recipe.scaling == "e8m0",
+        BLOCK_R=at_a_time,
+        DEPTH=depth,
+        num_warps=launch.warps,
+        **options,
+    )
+
+
+TRANSPOSE_BLOCK = 128
+"""Rows and columns of a tile."""
+
+TRANSPOSE_WARPS = 8
+
+
+def transpose_weight(weight: Quantized, into: Quantized) -> None:
+    """`penstock.kernels.float8.reference.transpose_weight`.
+
+    Args:
+        weight: ... F x D, contiguous.
+        into: ... D x F, contiguous.
+
+    Raises:
+        KernelError: either lies otherwise.
+    """
+    if not (weight.values.is_contiguous() and into.values.is_contiguous()):
+        raise KernelError("transpose_weight takes contiguous matrices", got=f"strides {weight.values.stride()}")
+    rows, columns = weight.values.shape[-2:]
+    matrices = weight.values[..., 0, 0].numel()
+    grid = (triton.cdiv(columns, TRANSPOSE_BLOCK), triton.cdiv(rows, TRANSPOSE_BLOCK), matrices)
+    source, target = weight.values.view(torch.uint8), into.values.view(torch.uint8)
+    start_kernel(
+        transpose_kernel, grid, source, target, rows, columns, BLOCK=TRANSPOSE_BLOCK, num_warps=TRANSPOSE_WARPS
+    )

@@ -349,3 +349,89 @@ def store_scales(
         depth_Q = tile * QUOTIENT + tl.arange(0, QUOTIENT)
         pointers = scales_ptr + (matrix * depths + depth_Q)[None, :] * outer_size + outer_R[:, None]
         tl.store(pointers, values, mask=is_outer_R[:, None] & (depth_Q < depths)[None, :])
+
+
+@triton.jit
+def _places(rows, D: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_R: tl.constexpr, DEPTH: tl.constexpr):
+    """Row and number in it of each block of this program; its columns; and which of both there are."""
+    block_R = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    row_R, number_R = block_R // BLOCKS, block_R % BLOCKS
+    column_RD = number_R[:, None] * DEPTH + tl.arange(0, DEPTH)[None, :]
+    exists_R = row_R < rows
+    return row_R, number_R, column_RD, exists_R, exists_R[:, None] & (column_RD < D)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def pack_rows_kernel(
+    x_ptr,
+    packed_ptr,
+    rows,
+    D: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BYTES: tl.constexpr,
+    SCALES_AT: tl.constexpr,
+    E8M0: tl.constexpr,
+    LARGEST: tl.constexpr,
+    POWER: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """Blocks of rows to values and scales.
+
+    Example in E4M3 with D = 4 and DEPTH = 2: the row 448, 0, 1, -2 becomes the values 448, 0, 128, -256 in 4 bytes, and
+    at SCALES_AT the scales 1 and 1 / 128, the least power of two that is not less than 2 / 448.
+    """
+    row_R, number_R, column_RD, exists_R, exists_RD = _places(rows, D, BLOCKS, BLOCK_R, DEPTH)
+    x_RD = tl.load(x_ptr + row_R[:, None] * D + column_RD, mask=exists_RD, other=0.0).to(tl.float32)
+    scale_R = scale_of(tl.max(magnitude_bits(x_RD), 1), LARGEST, POWER)
+    values_RD = to_float8(x_RD, scale_R[:, None], packed_ptr.dtype.element_ty, LARGEST, POWER)
+    tl.store(packed_ptr + row_R[:, None] * BYTES + column_RD, values_RD, mask=exists_RD)
+    first_ptr = packed_ptr + row_R * BYTES + SCALES_AT
+    if E8M0:
+        tl.store(first_ptr.to(tl.pointer_type(tl.uint8)) + number_R, exponent_of(scale_R), mask=exists_R)
+    else:
+        tl.store(first_ptr.to(tl.pointer_type(tl.float32)) + number_R, scale_R, mask=exists_R)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def unpack_rows_kernel(
+    x_ptr,
+    packed_ptr,
+    rows,
+    D: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BYTES: tl.constexpr,
+    SCALES_AT: tl.constexpr,
+    E8M0: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """The inverse of `pack_rows_kernel`, but for what was rounded."""
+    row_R, number_R, column_RD, exists_R, exists_RD = _places(rows, D, BLOCKS, BLOCK_R, DEPTH)
+    first_ptr = packed_ptr + row_R * BYTES + SCALES_AT
+    if E8M0:
+        scale_R = power_of(tl.load(first_ptr.to(tl.pointer_type(tl.uint8)) + number_R, mask=exists_R, other=0))
+    else:
+        scale_R = tl.load(first_ptr.to(tl.pointer_type(tl.float32)) + number_R, mask=exists_R, other=0.0)
+    bytes_ptr = (packed_ptr + row_R[:, None] * BYTES).to(tl.pointer_type(tl.uint8))
+    bytes_RD = tl.load(bytes_ptr + column_RD, mask=exists_RD, other=0)
+    values_RD = bytes_RD.to(packed_ptr.dtype.element_ty, bitcast=True)
+    x_RD = to_float32(values_RD, packed_ptr.dtype.element_ty) * scale_R[:, None]
+    tl.store(x_ptr + row_R[:, None] * D + column_RD, x_RD.to(x_ptr.dtype.element_ty), mask=exists_RD)
+
+
+@triton.jit
+def transpose_kernel(x_ptr, out_ptr, rows, columns, BLOCK: tl.constexpr):
+    """One tile of one matrix: x is rows x columns, out is columns x rows."""
+    row_R = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    column_C = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    matrix = tl.program_id(2).to(tl.int64) * rows * columns
+    is_row_R, is_column_C = row_R < rows, column_C < columns
+    x_RC = tl.load(
+        x_ptr + matrix + row_R[:, None] * columns + column_C[None, :], mask=is_row_R[:, None] & is_column_C[None, :]
+    )
+    tl.store(
+        out_ptr + matrix + column_C[:, None] * rows + row_R[None, :],
+        tl.trans(x_RC),
+        mask=is_column_C[:, None] & is_row_R[None, :],
+    )

@@ -21,7 +21,48 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
+import torch
+
 from penstock.base.errors import KernelError
+
+FormatName = Literal["e4m3", "e5m2"]
+
+
+@dataclass(frozen=True)
+class Format:
+    """One format.
+
+    Attributes:
+        name: bits of exponent and mantissa.
+        dtype: torch's.
+        largest: largest finite number.
+    """
+
+    name: FormatName
+    dtype: torch.dtype
+    largest: float
+
+
+E4M3 = Format("e4m3", torch.float8_e4m3fn, 448.0)
+E5M2 = Format("e5m2", torch.float8_e5m2, 57344.0)
+E4M3_FNUZ = Format("e4m3", torch.float8_e4m3fnuz, 240.0)
+E5M2_FNUZ = Format("e5m2", torch.float8_e5m2fnuz, 57344.0)
+
+FNUZ_TARGETS = frozenset({"gfx942"})
+"""Chips whose matrix units know only the FNUZ forms."""
+
+
+def format_on(name: FormatName, target: str) -> Format:
+    """The form in which a chip computes with a format.
+
+    Args:
+        name: e4m3 or e5m2.
+        target: chip as compilers name it (`penstock.base.devices.Chip.target`); `cpu` and unknown ones take OCP's.
+    """
+    if target in FNUZ_TARGETS:
+        return E4M3_FNUZ if name == "e4m3" else E5M2_FNUZ
+    return E4M3 if name == "e4m3" else E5M2
+
 
 RecipeName = Literal["tensorwise", "rowwise", "blockwise", "blockwise-square", "mxfp8"]
 Scaling = Literal["float32", "power-of-two", "e8m0"]

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.expert_parts import used
-from penstock.kernels.float8.formats import Format
-from penstock.kernels.float8.quantized import Quantized, RowColQuantized, WeightCopies
-from penstock.kernels.float8.recipes import ALIGNMENT, Block, Recipe, Scaling
+from penstock.kernels.float8.quantized import Quantized, RowColQuantized, WeightCopies, as_quantized, row_bytes
+from penstock.kernels.float8.recipes import ALIGNMENT, Block, Format, Recipe, Scaling
 from penstock.kernels.launching import counts_on_host
 
 LEAST_SCALE = 2.0**-126
@@ -233,3 +232,38 @@ def _scales(ratio: Tensor, scaling: Scaling) -> Tensor:
 
 def _scale_dtype(scaling: Scaling) -> torch.dtype:
     return torch.float8_e8m0fnu if scaling == "e8m0" else torch.float32
+
+
+def pack_rows(x_TD: Tensor, recipe: Recipe, form: Format) -> Tensor:
+    """Quantize rows for their journey.
+
+    Args:
+        x_TD: rows.
+        recipe: see `blocks_of`.
+        form: of the values.
+
+    Returns:
+        uint8, T x `row_bytes`.
+    """
+    tokens, width = x_TD.shape
+    packed = torch.zeros(tokens, row_bytes(width, recipe), dtype=torch.uint8, device=x_TD.device)
+    found, into = quantize_rows(x_TD, recipe, form).rows, as_quantized(packed, width, recipe, form)
+    into.values.copy_(found.values)
+    into.scales.copy_(found.scales)
+    return packed
+
+
+def unpack_rows(packed: Tensor, width: int, recipe: Recipe, form: Format, dtype: torch.dtype) -> Tensor:
+    """The numbers of packed rows.
+
+    Args:
+        packed: uint8, rows x `row_bytes`.
+        width: D.
+        recipe: by which they were packed.
+        form: likewise.
+        dtype: of the result.
+
+    Returns:
+        rows x D.
+    """
+    return dequantize(as_quantized(packed, width, recipe, form)).to(dtype)

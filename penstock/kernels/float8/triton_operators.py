@@ -13,14 +13,19 @@ from penstock.kernels.float8 import torch_products
 from penstock.kernels.float8.latent_heads import mla_heads
 from penstock.kernels.float8.norm import rms_norm
 from penstock.kernels.float8.operators import Float8Operators
-from penstock.kernels.float8.pack import pack_rows, unpack_rows
 from penstock.kernels.float8.products import multiply, multiply_columns, multiply_groups
-from penstock.kernels.float8.quantize import quantize_groups, quantize_rows, quantize_weight
+from penstock.kernels.float8.quantize import (
+    pack_rows,
+    quantize_groups,
+    quantize_rows,
+    quantize_weight,
+    transpose_weight,
+    unpack_rows,
+)
 from penstock.kernels.float8.quantized import Quantized
 from penstock.kernels.float8.recipes import DEPTH
 from penstock.kernels.float8.swiglu import swiglu, swiglu_backward
-from penstock.kernels.float8.transpose import transpose_weight
-from penstock.kernels.gluon.float8_gemm import obstacle as hopper_obstacle
+from penstock.kernels.gluon.float8_launches import gemm_obstacle
 from penstock.kernels.permute import unpermute
 from penstock.kernels.tile_table import tile_table
 from penstock.kernels.tuning import target_of
@@ -66,7 +71,7 @@ def multiply_with_torch(
         out: where it is written.
         accumulate_into: float32 sums that it is added to and that are returned.
     """
-    has_kernel = hopper_obstacle(a, b, target_of(a.values.device)) is None
+    has_kernel = gemm_obstacle(a, b, target_of(a.values.device)) is None
     is_ours = b.block[0] == DEPTH and (has_kernel or accumulate_into is not None)
     chosen = multiply if is_ours or torch_products.shape_obstacle(a, b) else torch_products.multiply
     return chosen(a, b, dtype, out=out, accumulate_into=accumulate_into)

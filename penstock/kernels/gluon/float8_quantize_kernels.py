@@ -132,7 +132,7 @@ def swiglu_backward_float8_kernel(
     AHEAD: gl.constexpr,
     SQUARE: gl.constexpr,
 ):
-    """All five copies, and parts of the weights' gradient, as `penstock.kernels.float8.swiglu_kernels` makes them.
+    """All five copies, and parts of the weights' gradient, as `penstock.kernels.float8.swiglu` makes them.
 
     F is a multiple of 128, and there are `tiles` blocks of 128 places, of which those without rows are passed over.
     Columns' pointers and their stride are in units of 8 bytes. With SQUARE scales of the transposed h are those of
@@ -295,7 +295,7 @@ def latent_heads_backward_kernel(
     PLAIN: gl.constexpr,
     LARGEST: gl.constexpr,
 ):
-    """One tile, as `penstock.kernels.float8.latent_heads_kernels.latent_heads_backward_kernel` makes it.
+    """One tile, as `penstock.kernels.float8.latent_heads.latent_heads_backward_kernel` makes it.
 
     `positions`, and so R, are multiples of 128. The pointer of columns, and their stride, are in units of 8 bytes.
     """

@@ -7,7 +7,7 @@ warps have trades:
     a loader            one warp, copies blocks of both operands into a ring of STAGES slots
     multipliers         two or three, four warps each; each goes its own way
 
-Those of 8 bits (`penstock.kernels.gluon.float8_blocks`) have a part of a tile each: while one scales, another one's
+Those of 8 bits (`float8_gemm_kernels`) have a part of a tile each: while one scales, another one's
 product is in the matrix unit. Those of 16 bits take tiles in turns: while one writes, the other multiplies.
 
 Slots are handed over by barriers in shared memory: `full` counts the bytes that arrive, `empty` the multipliers that

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import register_dataclass
 
 from penstock.config.dispatcher import DispatcherName
-from penstock.kernels.float8.gradient_box import GradientBox
+from penstock.kernels.float8.gradient_side_channel import GradientSideChannel
 from penstock.kernels.float8.quantized import Quantized
 from penstock.kernels.reference import RowOrder
 from penstock.moe.dispatch.payload import DispatchPayload
@@ -53,7 +53,7 @@ class ExpertRows:
     quantized: Quantized | None = None
     only_last: bool = False
     deferred: DeferredWork | None = None
-    gradients: GradientBox | None = None
+    gradients: GradientSideChannel | None = None
 
 
 # FSDP2 frees gathered experts once their inputs have gradients. Before torch 2.13 it finds these with `tree_flatten`

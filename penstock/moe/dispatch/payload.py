@@ -1,13 +1,13 @@
 """Rows on their way to experts, in 16 bits or in 8, and what becomes of them at both ends.
 
     16 bits    the rows themselves; a move is differentiable
-    8 bits     bytes, each row's values and scales (penstock/kernels/float8/packed_rows.py), and beside them a carrier
+    8 bits     bytes, each row's values and scales (penstock/kernels/float8/quantized.py), and beside them a carrier
 
 Bytes have no gradient, and autograd would cast a gradient to the dtype of what it belongs to. So the graph sees a
 carrier instead: a tensor with the shape and dtype of the rows, and one number of memory. Bytes move forward; the
 carrier's gradient moves back in 16 bits. Moves copy rows, so their transposes are what `combine` does with outputs, and
 a dispatcher has both at hand. Gradients of outputs, which move as rows do, may be packed too: past the graph, in a box
-(penstock/kernels/float8/gradient_box.py).
+(penstock/kernels/float8/gradient_side_channel.py).
 
 Rows are quantized before they leave, once, and nobody quantizes them again where their experts read rows in the same
 blocks. Where these do not, rows are dequantized as soon as they are there.
@@ -21,12 +21,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from penstock.kernels.float8.formats import E4M3, Format
 from penstock.kernels.float8.gradient_side_channel import carrier_of
 from penstock.kernels.float8.operators import REFERENCE, Float8Operators, Float8Rule
-from penstock.kernels.float8.packed_rows import as_quantized
-from penstock.kernels.float8.quantized import Quantized
-from penstock.kernels.float8.recipes import Recipe
+from penstock.kernels.float8.quantized import Quantized, as_quantized
+from penstock.kernels.float8.recipes import E4M3, Format, Recipe
 
 Move = Callable[[Tensor], Tensor]
 """Rows to rows."""

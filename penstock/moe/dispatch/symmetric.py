@@ -27,7 +27,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from penstock.config.dispatcher import DispatcherName
-from penstock.kernels.float8.gradient_box import GradientBox
+from penstock.kernels.float8.gradient_side_channel import GradientSideChannel
+from penstock.kernels.float8.quantized import RowColQuantized
 from penstock.kernels.local_order import LocalOrder, order_local_rows
 from penstock.kernels.reference import RowOrder
 from penstock.kernels.symmetric import (
@@ -112,7 +113,7 @@ class SymmetricMetadata(DispatchMetadata):
     """
 
     experts_TK: Tensor
-    gradients: GradientBox | None = None
+    gradients: GradientSideChannel | None = None
 
     @property
     def places(self) -> LocalPlaces:
@@ -155,7 +156,7 @@ class SymmetricDispatcher:
         x_ND, quantized = self.wire_format.decode(DispatchPayload(x_ND, packed))
         placed = (arrivals.index_R, arrivals.weights_R, arrivals.counts_e, arrivals.places_NK)
         # Experts that multiply rows as they came quantize gradients in the same blocks.
-        gradients = None if quantized is None else GradientBox()
+        gradients = None if quantized is None else GradientSideChannel()
         rows = ExpertRows(x_ND, *placed, quantized, only_last=True, deferred=deferred, gradients=gradients)
         return rows, SymmetricMetadata(order, routing.experts_TK, gradients)
 
@@ -397,8 +398,8 @@ class _Combine(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, None, None, None]:
         experts_TK, places_NK, counts_e = ctx.saved_tensors
-        transport, wire_format, box = ctx.transport, ctx.wire_format, ctx.gradients
-        is_packed = box is not None and box.is_expected
+        transport, wire_format, channel = ctx.transport, ctx.wire_format, ctx.gradients
+        is_packed = channel is not None and channel.is_expected
         own_T = wire_format.encode_gradients(dy_TD) if is_packed else dy_TD.contiguous()
         slot = transport.buffers.take(TransferDirection.OUT)
         rows_R = own_T.new_empty(ctx.rows, own_T.shape[1])
@@ -408,5 +409,5 @@ class _Combine(torch.autograd.Function):
             _take(own_T, slot, places, rows_R, transport, is_spread=True)
         if not is_packed:
             return rows_R, None, None, None
-        box.put(wire_format.decode_gradients(rows_R, dy_TD.shape[1]))
+        channel.put(RowColQuantized(wire_format.decode_gradients(rows_R, dy_TD.shape[1]), None))
         return carrier_like(dy_TD, ctx.rows), None, None, None

@@ -3,9 +3,8 @@
 import torch
 
 from penstock.kernels.float8 import reference
-from penstock.kernels.float8.formats import Format, format_on
 from penstock.kernels.float8.quantized import Quantized
-from penstock.kernels.float8.recipes import DEPTH, Block, Recipe
+from penstock.kernels.float8.recipes import DEPTH, Block, Format, Recipe, format_on
 from penstock.kernels.tuning import target_of
 
 TAIL = 9

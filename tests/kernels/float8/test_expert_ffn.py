@@ -11,10 +11,20 @@ from torch import Tensor
 from penstock.base.errors import KernelError
 from penstock.kernels import reference
 from penstock.kernels.float8.expert_ffn import copy_experts, expert_ffn
-from penstock.kernels.float8.formats import E4M3, E5M2, Format, format_on
 from penstock.kernels.float8.operators import REFERENCE, Float8Operators, Float8Rule
 from penstock.kernels.float8.quantized import Quantized
-from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, ROWWISE, TENSORWISE, Recipe
+from penstock.kernels.float8.recipes import (
+    BLOCKWISE,
+    BLOCKWISE_SQUARE,
+    E4M3,
+    E5M2,
+    MXFP8,
+    ROWWISE,
+    TENSORWISE,
+    Format,
+    Recipe,
+    format_on,
+)
 from penstock.kernels.float8.triton_operators import TRITON
 from penstock.kernels.reference import SWIGLU, ExpertRule, RowOrder
 from penstock.kernels.tuning import target_of

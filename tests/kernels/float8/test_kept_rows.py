@@ -13,13 +13,12 @@ from penstock.kernels.expert_ffn import expert_ffn as in_16_bits
 from penstock.kernels.expert_kernels import TRITON as IN_16_BITS
 from penstock.kernels.expert_parts import SavedRows
 from penstock.kernels.float8.expert_ffn import expert_ffn
-from penstock.kernels.float8.launches import CANDIDATES, PRODUCTS, Product, ProductLaunch, in_triton
+from penstock.kernels.float8.launches import BACKWARD_LAUNCHES, CANDIDATES, PRODUCTS, Product, ProductLaunch, in_triton
 from penstock.kernels.float8.operators import Float8Rule
 from penstock.kernels.float8.products import _launch_rows, multiply_groups
 from penstock.kernels.float8.quantized import Quantized
 from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, TENSORWISE, Recipe
 from penstock.kernels.float8.swiglu import swiglu, swiglu_backward
-from penstock.kernels.float8.tile_launches import BACKWARD_LAUNCHES
 from penstock.kernels.float8.triton_operators import TRITON
 from penstock.kernels.reference import SWIGLU, ExpertRule, order_rows
 from penstock.kernels.tile_table import tile_table

@@ -10,21 +10,19 @@ from torch import Tensor
 
 from penstock.kernels import reference, rope
 from penstock.kernels.float8 import latent_heads
-from penstock.kernels.float8.formats import E4M3, E5M2, Format
-from penstock.kernels.float8.gradient_side_channel import GradientSideChannel, HandedHeads, carrier_of, obstacle
-from penstock.kernels.float8.latent_heads_kernels import latent_heads_backward_kernel, shared_key_backward_kernel
+from penstock.kernels.float8.gradient_side_channel import (
+    GradientSideChannel,
+    LatentHeadChannels,
+    carrier_of,
+    latent_heads_obstacle,
+)
+from penstock.kernels.float8.latent_heads import latent_heads_backward_kernel, shared_key_backward_kernel
+from penstock.kernels.float8.launches import TRANSPOSING, TRANSPOSING_LAUNCHES, TURNING, TURNING_TAKEN, TileLaunch
 from penstock.kernels.float8.quantize import run_of
 from penstock.kernels.float8.quantized import Quantized, RowColQuantized
-from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, ROWWISE
+from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, E4M3, E5M2, MXFP8, ROWWISE, Format
 from penstock.kernels.float8.reference import quantize_rows
-from penstock.kernels.float8.tile_launches import (
-    TRANSPOSING,
-    TRANSPOSING_LAUNCHES,
-    TURNING,
-    TURNING_TAKEN,
-    TileLaunch,
-)
-from penstock.kernels.gluon import float8_quantize
+from penstock.kernels.gluon import float8_launches
 from penstock.kernels.gluon.support import HAS_GLUON
 from penstock.kernels.tuning import target_of
 from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_for
@@ -88,13 +86,13 @@ def case_of(
 
 def handed_over(case: Case, form: Format = E4M3, launch: TileLaunch = TRANSPOSING) -> Found:
     inputs = [one.detach().requires_grad_() for one in case.inputs]
-    handed = HandedHeads(GradientSideChannel(), GradientSideChannel())
-    outputs = latent_heads.mla_heads(*inputs, *case.angles, handed, form, launch=launch)
+    channels = LatentHeadChannels(GradientSideChannel(), GradientSideChannel())
+    outputs = latent_heads.mla_heads(*inputs, *case.angles, channels, form, launch=launch)
     dq, dkv, dk_rope = torch.autograd.grad(outputs, inputs, case.gradients)
     assert dq.untyped_storage().nbytes() == dkv.untyped_storage().nbytes() == dq.itemsize, "carriers"
-    assert handed.q is not None and handed.kv is not None
-    q, kv = handed.q.take(), handed.kv.take()
-    assert q is not None and kv is not None and handed.q.take() is None, "they are taken once"
+    assert channels.q is not None and channels.kv is not None
+    q, kv = channels.q.take(), channels.kv.take()
+    assert q is not None and kv is not None and channels.q.take() is None, "they are taken once"
     return Found(tuple(one.detach() for one in outputs), q, kv, dk_rope)
 
 
@@ -141,10 +139,10 @@ def test_a_tile_may_reach_over_rows_of_the_batch(batch: int, positions: int, hea
 
 @pytest.mark.slow
 def test_a_gradient_that_nobody_took_is_replaced_by_the_next() -> None:
-    handed, first, second = GradientSideChannel(), *(by_definition(case_of()).q for _ in range(2))
-    handed.put(first)
-    handed.put(second)
-    assert handed.take() is second
+    channel, first, second = GradientSideChannel(), *(by_definition(case_of()).q for _ in range(2))
+    channel.put(first)
+    channel.put(second)
+    assert channel.take() is second
 
 
 def test_a_carrier_has_one_number_of_memory() -> None:
@@ -154,12 +152,12 @@ def test_a_carrier_has_one_number_of_memory() -> None:
 
 def test_what_does_not_fill_tiles_stays_in_16_bits() -> None:
     for recipe in (BLOCKWISE, BLOCKWISE_SQUARE):
-        assert obstacle(recipe, 16, 128, 64, 128) is None
+        assert latent_heads_obstacle(recipe, 16, 128, 64, 128) is None
     for recipe in (MXFP8, ROWWISE):
-        assert recipe.name in str(obstacle(recipe, 16, 128, 64, 128))
-    assert "3 heads" in str(obstacle(BLOCKWISE, 3, 128, 64, 128))
-    assert "share a tile" in str(obstacle(BLOCKWISE, 16, 64, 64, 128))
-    assert "share a tile" in str(obstacle(BLOCKWISE, 16, 128, 64, 96))
+        assert recipe.name in str(latent_heads_obstacle(recipe, 16, 128, 64, 128))
+    assert "3 heads" in str(latent_heads_obstacle(BLOCKWISE, 3, 128, 64, 128))
+    assert "share a tile" in str(latent_heads_obstacle(BLOCKWISE, 16, 64, 64, 128))
+    assert "share a tile" in str(latent_heads_obstacle(BLOCKWISE, 16, 128, 64, 96))
 
 
 # Hopper's own form
@@ -185,7 +183,7 @@ def test_hoppers_kernel_gives_the_same(heads_first: bool, form: Format, monkeypa
         whole = source.as_strided((source.untyped_storage().nbytes() // source.itemsize,), (1,), 0)
         launch(module.latent_heads_backward_kernel, grid, whole[source.storage_offset() :], *rest, **constants)
 
-    monkeypatch.setattr(float8_quantize, "start_kernel", start_kernel)
+    monkeypatch.setattr(float8_launches, "start_kernel", start_kernel)
     monkeypatch.setattr(latent_heads, "target_of", lambda device: "sm_90")
     case = case_of(2, 128, 2, heads_first=heads_first, rows_of_angles=2)
     found = handed_over(case, form, GLUON["gluon"])

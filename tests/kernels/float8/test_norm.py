@@ -11,13 +11,12 @@ from torch import Tensor
 from penstock.base.errors import KernelError
 from penstock.kernels import norm as plain_norm
 from penstock.kernels.float8 import norm, operators
-from penstock.kernels.float8.formats import E4M3, E4M3_FNUZ, Format
+from penstock.kernels.float8.launches import TRANSPOSING
 from penstock.kernels.float8.norm import RUN, norm_quantize_kernel
 from penstock.kernels.float8.quantize import WAVE_FACTOR
 from penstock.kernels.float8.quantized import Quantized
-from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, ROWWISE, Recipe
+from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, E4M3, E4M3_FNUZ, MXFP8, ROWWISE, Format, Recipe
 from penstock.kernels.float8.reference import quantize_rows
-from penstock.kernels.float8.tile_launches import TRANSPOSING
 from tests.closeness import assert_close
 from tests.kernels.ahead_of_time import TARGETS, compile_for
 from tests.kernels.parity import assert_parity

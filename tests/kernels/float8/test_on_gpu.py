@@ -10,13 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.float8 import norm, operators, pack, packed_rows, reference
-from penstock.kernels.float8.formats import format_on
-from penstock.kernels.float8.quantize import quantize_groups, quantize_rows, quantize_weight
+from penstock.kernels.float8 import norm, operators, quantize, quantized, reference
+from penstock.kernels.float8.quantize import quantize_groups, quantize_rows, quantize_weight, transpose_weight
 from penstock.kernels.float8.quantized import Quantized, RowColQuantized
-from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, ROWWISE, TENSORWISE, Recipe
+from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, ROWWISE, TENSORWISE, Recipe, format_on
 from penstock.kernels.float8.swiglu import swiglu, swiglu_backward
-from penstock.kernels.float8.transpose import transpose_weight
 from penstock.kernels.reference import SWIGLU
 from penstock.kernels.tuning import target_of
 from tests.closeness import decibels
@@ -186,8 +184,8 @@ def test_gradients_of_the_activation_are_near_their_definition(recipe: Recipe) -
 
 def test_rows_are_packed_and_opened_as_the_definition_does() -> None:
     x_TD = normal(300, 2048)
-    packed, expected = (module.pack_rows(x_TD, BLOCKWISE, FORM) for module in (pack, packed_rows))
-    views = [packed_rows.as_quantized(one, 2048, BLOCKWISE, FORM) for one in (packed, expected)]
+    packed, expected = (module.pack_rows(x_TD, BLOCKWISE, FORM) for module in (quantize, reference))
+    views = [quantized.as_quantized(one, 2048, BLOCKWISE, FORM) for one in (packed, expected)]
     assert_equal(*views)
-    opened = [one.unpack_rows(expected, 2048, BLOCKWISE, FORM, torch.bfloat16) for one in (pack, packed_rows)]
+    opened = [one.unpack_rows(expected, 2048, BLOCKWISE, FORM, torch.bfloat16) for one in (quantize, reference)]
     assert torch.equal(*opened)

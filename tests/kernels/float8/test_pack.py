@@ -6,12 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.float8 import pack, packed_rows
-from penstock.kernels.float8.formats import E4M3, E4M3_FNUZ, E5M2, E5M2_FNUZ, Format
+from penstock.kernels.float8 import quantize, quantize_kernels, quantized, reference
 from penstock.kernels.float8.operators import REFERENCE
-from penstock.kernels.float8.packed_rows import as_quantized, row_bytes
-from penstock.kernels.float8.quantized import Quantized
-from penstock.kernels.float8.recipes import BLOCKWISE, MXFP8, ROWWISE, Recipe
+from penstock.kernels.float8.quantized import Quantized, as_quantized, row_bytes
+from penstock.kernels.float8.recipes import BLOCKWISE, E4M3, E4M3_FNUZ, E5M2, E5M2_FNUZ, MXFP8, ROWWISE, Format, Recipe
 from penstock.kernels.float8.reference import dequantize
 from tests.closeness import assert_equal
 from tests.kernels.ahead_of_time import TARGETS, compile_for
@@ -44,12 +42,12 @@ def test_one_kernel_gives_the_bits_that_the_definition_gives(
     width: int, dtype: torch.dtype, recipe: Recipe, form: Format, device: torch.device
 ) -> None:
     x_TD = _hostile(9, width, dtype, device)
-    packed, expected = pack.pack_rows(x_TD, recipe, form), packed_rows.pack_rows(x_TD, recipe, form)
+    packed, expected = quantize.pack_rows(x_TD, recipe, form), reference.pack_rows(x_TD, recipe, form)
     assert packed.shape == expected.shape == (9, row_bytes(width, recipe))
     found = as_quantized(packed, width, recipe, form)
     _assert_same(found, as_quantized(expected, width, recipe, form))
     _assert_same(found, REFERENCE.quantize_rows(x_TD, recipe, form).rows)
-    opened_TD = pack.unpack_rows(packed, width, recipe, form, dtype)
+    opened_TD = quantize.unpack_rows(packed, width, recipe, form, dtype)
     wanted_TD = dequantize(found).to(dtype)
     assert_equal(opened_TD, wanted_TD)
 
@@ -57,7 +55,7 @@ def test_one_kernel_gives_the_bits_that_the_definition_gives(
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 def test_packed_rows_are_operands_as_they_lie(recipe: Recipe) -> None:
     x_TD = torch.randn(5, 384)
-    packed = packed_rows.pack_rows(x_TD, recipe, E4M3)
+    packed = reference.pack_rows(x_TD, recipe, E4M3)
     found = as_quantized(packed, 384, recipe, E4M3)
     assert found.values.untyped_storage().data_ptr() == found.scales.untyped_storage().data_ptr() == packed.data_ptr()
     assert found.values.stride() == (packed.shape[1], 1) and packed.shape[1] % 32 == 0
@@ -72,7 +70,7 @@ def test_a_row_takes_a_byte_for_each_number_and_a_byte_for_32(width: int, size: 
 
 
 def test_no_rows_are_no_bytes(device: torch.device) -> None:
-    assert pack.pack_rows(torch.zeros(0, 64, device=device), BLOCKWISE, E4M3).shape == (0, 96)
+    assert quantize.pack_rows(torch.zeros(0, 64, device=device), BLOCKWISE, E4M3).shape == (0, 96)
 
 
 def test_rows_whose_scales_are_not_their_own_cannot_travel() -> None:
@@ -81,9 +79,9 @@ def test_rows_whose_scales_are_not_their_own_cannot_travel() -> None:
 
 
 def test_on_the_meta_device_rows_take_the_memory_that_they_take() -> None:
-    packed = pack.pack_rows(torch.empty(7, 256, dtype=torch.bfloat16, device="meta"), BLOCKWISE, E4M3)
+    packed = quantize.pack_rows(torch.empty(7, 256, dtype=torch.bfloat16, device="meta"), BLOCKWISE, E4M3)
     assert packed.untyped_storage().nbytes() == 7 * 288
-    assert pack.unpack_rows(packed, 256, BLOCKWISE, E4M3, torch.bfloat16).shape == (7, 256)
+    assert quantize.unpack_rows(packed, 256, BLOCKWISE, E4M3, torch.bfloat16).shape == (7, 256)
 
 
 @pytest.mark.often("7168-*-sm_90", "2880-*-gfx942")
@@ -94,18 +92,23 @@ def test_packing_compiles_without_spills_with_wide_loads_and_stores(target: str,
     is_nvidia, (_, depth) = TARGETS[target].backend == "cuda", recipe.rows
     row = {
         "D": width,
-        "BLOCKS": packed_rows.blocks_of(width, recipe),
+        "BLOCKS": quantized.blocks_of(width, recipe),
         "BYTES": row_bytes(width, recipe),
-        "SCALES_AT": packed_rows.scales_at(width),
+        "SCALES_AT": quantized.scales_at(width),
         "E8M0": recipe is MXFP8,
-        "BLOCK_R": pack.LAUNCH.block_rows * pack.LAUNCH.block_columns // depth,
+        "BLOCK_R": quantize.PACKING.block_rows * quantize.PACKING.block_columns // depth,
         "DEPTH": depth,
     }
     value = "fp8e4b8" if target == "gfx942" else "fp8e4nv"
     signature = {"x_ptr": "*bf16:16", "packed_ptr": f"*{value}:16", "rows": "i32:16"}
     wide = (r"ld\.global\S*\.v4", r"st\.global\S*\.v[24]") if is_nvidia else (r"load_dwordx4", r"store_dwordx[24]")
-    for kernel, options in ((pack.pack_rows_kernel, {"LARGEST": 448.0, "POWER": True}), (pack.unpack_rows_kernel, {})):
-        compiled = compile_for(kernel, signature, row | options, TARGETS[target], num_warps=pack.LAUNCH.warps)
+    for kernel, options in (
+        (quantize_kernels.pack_rows_kernel, {"LARGEST": 448.0, "POWER": True}),
+        (quantize_kernels.unpack_rows_kernel, {}),
+    ):
+        compiled = compile_for(kernel, signature, row | options, TARGETS[target], num_warps=quantize.PACKING.warps)
         assert compiled.spills == 0, compiled.summary
-        loads, stores = wide if kernel is pack.pack_rows_kernel else (r"load|ld\.global", wide[0].replace("ld", "st"))
+        loads, stores = (
+            wide if kernel is quantize_kernels.pack_rows_kernel else (r"load|ld\.global", wide[0].replace("ld", "st"))
+        )
         assert re.search(loads, compiled.asm) and re.search(stores, compiled.asm), f"narrow on {target}"

@@ -8,12 +8,11 @@ from torch import Tensor
 
 from penstock.base.errors import KernelError
 from penstock.kernels.float8 import reference
-from penstock.kernels.float8.formats import E4M3, format_on
 from penstock.kernels.float8.launches import ProductLaunch
-from penstock.kernels.float8.packed_rows import as_quantized, pack_rows, row_bytes, scale_dtype
 from penstock.kernels.float8.products import _gather, multiply, multiply_columns, multiply_groups
-from penstock.kernels.float8.quantized import Quantized
-from penstock.kernels.float8.recipes import BLOCKWISE, DEPTH, MXFP8, ROWWISE, TENSORWISE, Recipe
+from penstock.kernels.float8.quantized import Quantized, as_quantized, row_bytes, scale_dtype
+from penstock.kernels.float8.recipes import BLOCKWISE, DEPTH, E4M3, MXFP8, ROWWISE, TENSORWISE, Recipe, format_on
+from penstock.kernels.float8.reference import pack_rows
 from penstock.kernels.grouped_gemm import GATHER_LIMIT
 from penstock.kernels.tile_table import tile_table
 from penstock.kernels.tuning import target_of

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.base.errors import KernelError
 from penstock.kernels.float8 import reference
-from penstock.kernels.float8.formats import E4M3, E4M3_FNUZ, E5M2, E5M2_FNUZ, Format
+from penstock.kernels.float8.launches import ROWS_ONLY, TRANSPOSING
 from penstock.kernels.float8.quantize import (
     TILES,
     WAVE_FACTOR,
@@ -27,12 +27,16 @@ from penstock.kernels.float8.recipes import (
     ALIGNMENT,
     BLOCKWISE,
     BLOCKWISE_SQUARE,
+    E4M3,
+    E4M3_FNUZ,
+    E5M2,
+    E5M2_FNUZ,
     MXFP8,
     ROWWISE,
     TENSORWISE,
+    Format,
     Recipe,
 )
-from penstock.kernels.float8.tile_launches import ROWS_ONLY, TRANSPOSING
 from tests.examples import examples
 from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_for
 from tests.kernels.float8.draw_quantized import without_tail

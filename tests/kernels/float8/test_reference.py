@@ -7,16 +7,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.kernels.float8.formats import E4M3, E4M3_FNUZ, E5M2, E5M2_FNUZ, Format, format_on
 from penstock.kernels.float8.recipes import (
     ALIGNMENT,
     BLOCKWISE,
     BLOCKWISE_SQUARE,
+    E4M3,
+    E4M3_FNUZ,
+    E5M2,
+    E5M2_FNUZ,
     MXFP8,
     RECIPES,
     ROWWISE,
     TENSORWISE,
+    Format,
     Recipe,
+    format_on,
 )
 from penstock.kernels.float8.reference import (
     LEAST_SCALE,

@@ -12,14 +12,31 @@ from torch import Tensor
 
 from penstock.base.errors import KernelError
 from penstock.kernels.float8 import operators, reference
-from penstock.kernels.float8.formats import E4M3, E5M2, Format, format_on
+from penstock.kernels.float8.launches import BACKWARD
 from penstock.kernels.float8.quantize import WAVE_FACTOR
 from penstock.kernels.float8.quantized import Quantized
-from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, ROWWISE, TENSORWISE, Recipe
+from penstock.kernels.float8.recipes import (
+    BLOCKWISE,
+    BLOCKWISE_SQUARE,
+    E4M3,
+    E5M2,
+    MXFP8,
+    ROWWISE,
+    TENSORWISE,
+    Format,
+    Recipe,
+    format_on,
+)
 from penstock.kernels.float8.reference import aligned_starts, dequantize
-from penstock.kernels.float8.swiglu import ROWS_ONLY, RUN, TRANSPOSING, swiglu, swiglu_backward
-from penstock.kernels.float8.swiglu_kernels import swiglu_backward_float8_kernel, swiglu_float8_kernel
-from penstock.kernels.float8.tile_launches import BACKWARD
+from penstock.kernels.float8.swiglu import (
+    ROWS_ONLY,
+    RUN,
+    TRANSPOSING,
+    swiglu,
+    swiglu_backward,
+    swiglu_backward_float8_kernel,
+    swiglu_float8_kernel,
+)
 from penstock.kernels.reference import SWIGLU, ExpertRule
 from penstock.kernels.swiglu import rule_constants
 from tests.closeness import assert_close, decibels

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from penstock.kernels.float8 import reference, torch_products, triton_operators
-from penstock.kernels.float8.formats import E4M3
-from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, ROWWISE, Recipe
+from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, E4M3, MXFP8, ROWWISE, Recipe
 from penstock.kernels.tuning import target_of
 from penstock.plan.op_recorder import MemoryTracker, OpRecorder
 from tests.closeness import assert_close

@@ -7,10 +7,10 @@ import torch
 
 from penstock.base.errors import KernelError
 from penstock.kernels.float8 import reference
-from penstock.kernels.float8.formats import E4M3
+from penstock.kernels.float8.quantize import TRANSPOSE_BLOCK, TRANSPOSE_WARPS, transpose_weight
+from penstock.kernels.float8.quantize_kernels import transpose_kernel
 from penstock.kernels.float8.quantized import Quantized
-from penstock.kernels.float8.recipes import BLOCKWISE
-from penstock.kernels.float8.transpose import BLOCK, WARPS, transpose_kernel, transpose_weight
+from penstock.kernels.float8.recipes import BLOCKWISE, E4M3
 from tests.kernels.ahead_of_time import TARGETS, Target, compile_for
 
 
@@ -35,7 +35,7 @@ def test_a_matrix_that_is_a_part_of_another_is_refused(device: torch.device) -> 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=lambda target: target.name)
 def test_every_chip_moves_wide_words_without_spilling(target: Target) -> None:
     signature = {"x_ptr": "*u8:16", "out_ptr": "*u8:16", "rows": "i32:16", "columns": "i32:16"}
-    compiled = compile_for(transpose_kernel, signature, {"BLOCK": BLOCK}, target, num_warps=WARPS)
+    compiled = compile_for(transpose_kernel, signature, {"BLOCK": TRANSPOSE_BLOCK}, target, num_warps=TRANSPOSE_WARPS)
     assert compiled.spills == 0, compiled.summary
     for move in ("ld", "st") if target.backend == "cuda" else ("load", "store"):
         assert re.search(rf"{move}\.global\.v4\.b32|_{move}_dwordx4", compiled.asm), f"{move} of less than 16 bytes"

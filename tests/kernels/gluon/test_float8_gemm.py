@@ -11,12 +11,12 @@ from torch import Tensor
 
 from penstock.kernels.expert_parts import SavedRows
 from penstock.kernels.float8 import products, reference
-from penstock.kernels.float8.formats import E4M3, E5M2
 from penstock.kernels.float8.launches import CANDIDATES, Product, ProductLaunch
-from penstock.kernels.float8.packed_rows import as_quantized, pack_rows
 from penstock.kernels.float8.products import multiply, multiply_columns, multiply_groups
-from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE
-from penstock.kernels.gluon import float8_gemm
+from penstock.kernels.float8.quantized import as_quantized
+from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, E4M3, E5M2
+from penstock.kernels.float8.reference import pack_rows
+from penstock.kernels.gluon import float8_launches
 from penstock.kernels.gluon.support import HAS_GLUON
 from penstock.kernels.tile_table import tile_table
 from tests.kernels.float8.draw_quantized import TAIL, draw_columns, draw_rows, draw_weight
@@ -54,7 +54,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Mapping[str, Any]]:
     """What kernels were launched with; torch runs them, on a CPU that is taken for a Hopper."""
     monkeypatch.setattr(products, "target_of", lambda device: "sm_90")
     names = ("float8_rows_kernel", "float8_matrices_kernel")
-    return launched_on_cpu(monkeypatch, float8_gemm, *names, parts=["penstock.kernels.gluon.float8_blocks"])
+    return launched_on_cpu(monkeypatch, float8_launches, *names)
 
 
 def spoil(x: Tensor, scales: Tensor) -> None:
@@ -121,7 +121,7 @@ def test_where_nobody_reads_the_tail_only_its_last_row_is_set_to_zero(launched: 
     x, w = draw_rows(sum(counts) + TAIL, DEPTH, BLOCKWISE, CPU), draw_weight(BLOCKWISE, CPU, len(counts), WIDTH, DEPTH)
     tiles = replace(tile_table(torch.tensor(counts), len(x.values)), only_last=True)
     y_RF = torch.full((len(x.values), WIDTH), 7.0, dtype=torch.bfloat16)
-    float8_gemm.launch_rows(x, w, y_RF, tiles, launch)
+    float8_launches.launch_rows(x, w, y_RF, tiles, launch)
     assert y_RF[133:-1].eq(7).all() and y_RF[-1].eq(0).all()
     assert launched[0]["ONLY_LAST"] is True
 

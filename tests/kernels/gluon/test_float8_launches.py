@@ -10,12 +10,12 @@ from torch import Tensor
 
 from penstock.kernels.expert_parts import SavedRows
 from penstock.kernels.float8 import launches, products, triton_operators
-from penstock.kernels.float8.formats import E4M3, format_on
 from penstock.kernels.float8.launches import CANDIDATES, Product, ProductLaunch, dense_launch, in_triton
-from penstock.kernels.float8.packed_rows import as_quantized, pack_rows
 from penstock.kernels.float8.products import multiply, multiply_columns, multiply_groups
-from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, ROWWISE
-from penstock.kernels.gluon import float8_gemm
+from penstock.kernels.float8.quantized import as_quantized
+from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, E4M3, ROWWISE, format_on
+from penstock.kernels.float8.reference import pack_rows
+from penstock.kernels.gluon import float8_launches
 from penstock.kernels.gluon.support import HAS_GLUON, PIECE_ROWS, REGISTERS
 from penstock.kernels.tile_table import BLOCK_SIZES, TileTable
 from penstock.kernels.tuning import multiprocessors_of, target_of
@@ -55,7 +55,7 @@ HOPPERS_OF_ROWS = [
 ]
 
 
-MOST_REGISTERS = {2: REGISTERS, 3: float8_gemm.TRIOS_REGISTERS}
+MOST_REGISTERS = {2: REGISTERS, 3: float8_launches.TRIOS_REGISTERS}
 """Of a thread at the start, by how many multipliers there are."""
 
 SPILLED_BY_TRITON_3_9 = 8
@@ -121,7 +121,7 @@ def compile_kernel(
         "GROUP": launch.group,
         "MULTIPLIERS": launch.block_rows // PIECE_ROWS,
     }
-    piece = float8_gemm.WIDTH // launch.pieces
+    piece = float8_launches.WIDTH // launch.pieces
     signature = {"rows": "i32", "columns": "i32:16", "depth": "i32:16", "experts": "i32"}
     is_dense = product.startswith("dense")
     if is_dense:
@@ -175,7 +175,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
         assert list(kernel.arg_names[len(arguments) :]) == list(constants), "constants follow the arguments"
         found.append(dict(zip(kernel.arg_names, arguments, strict=False)) | constants | {"kernel": kernel.__name__})
 
-    monkeypatch.setattr(float8_gemm, "start_kernel", start_kernel)
+    monkeypatch.setattr(float8_launches, "start_kernel", start_kernel)
     for module in (products, launches):
         monkeypatch.setattr(module, "target_of", lambda device: "sm_90")
     return found
@@ -305,10 +305,10 @@ def test_torch_multiplies_what_no_kernel_of_ours_does_as_fast(
 
 def test_what_the_kernels_cannot_do_is_said_and_done_in_triton() -> None:
     x, w = draw_rows(70, 200, BLOCKWISE, CPU), draw_weight(BLOCKWISE, CPU, 136, 200)
-    assert float8_gemm.obstacle(x, w, "sm_90") is None
-    assert "sm_100" in str(float8_gemm.obstacle(x, w, "sm_100"))
+    assert float8_launches.gemm_obstacle(x, w, "sm_90") is None
+    assert "sm_100" in str(float8_launches.gemm_obstacle(x, w, "sm_100"))
     by_rows = draw_rows(70, 200, ROWWISE, CPU), draw_weight(ROWWISE, CPU, 136, 200)
-    assert "blockwise" in str(float8_gemm.obstacle(*by_rows, "sm_90"))
+    assert "blockwise" in str(float8_launches.gemm_obstacle(*by_rows, "sm_90"))
     assert in_triton(CANDIDATES["sm_90"]["rows"]["gluon"]).engine == "triton"
 
 

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.float8 import quantize, reference
-from penstock.kernels.float8.formats import E4M3, E5M2, Format
-from penstock.kernels.float8.packed_rows import as_quantized, pack_rows
+from penstock.kernels.float8.launches import TRANSPOSING_LAUNCHES, TileLaunch
 from penstock.kernels.float8.quantize import quantize_groups, quantize_rows
-from penstock.kernels.float8.quantized import Quantized
-from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, Recipe
-from penstock.kernels.float8.tile_launches import TRANSPOSING_LAUNCHES, TileLaunch
-from penstock.kernels.gluon import float8_quantize
+from penstock.kernels.float8.quantized import Quantized, as_quantized
+from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, E4M3, E5M2, MXFP8, Format, Recipe
+from penstock.kernels.float8.reference import pack_rows
+from penstock.kernels.gluon import float8_launches
 from penstock.kernels.gluon.support import HAS_GLUON
 from penstock.kernels.tuning import target_of
 from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_for
@@ -54,7 +53,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         constants = {name: value for name, value in constants.items() if name.isupper()}
         launch(module.quantize_kernel, grid, *arguments, **constants)
 
-    monkeypatch.setattr(float8_quantize, "start_kernel", start_kernel)
+    monkeypatch.setattr(float8_launches, "start_kernel", start_kernel)
     monkeypatch.setattr(quantize, "target_of", lambda device: "sm_90")
     return found
 
@@ -131,9 +130,9 @@ def test_on_another_chip_triton_does_all() -> None:
         (MXFP8, "sm_90", "recipe"),
     ):
         blocks = recipe.rows, recipe.columns
-        assert problem in str(float8_quantize.obstacle(blocks, recipe.scaling, [E4M3], 256, target))
+        assert problem in str(float8_launches.quantize_obstacle(blocks, recipe.scaling, [E4M3], 256, target))
     squares = [BLOCKWISE.weights, BLOCKWISE.weights]
-    assert "recipe" in str(float8_quantize.obstacle(squares, BLOCKWISE.scaling, [E4M3], 256, "sm_90"))
+    assert "recipe" in str(float8_launches.quantize_obstacle(squares, BLOCKWISE.scaling, [E4M3], 256, "sm_90"))
 
 
 @pytest.mark.gpu

@@ -14,13 +14,12 @@ from torch import Tensor
 
 from penstock.kernels.expert_parts import SavedRows
 from penstock.kernels.float8 import operators, swiglu
-from penstock.kernels.float8.formats import E4M3, E5M2, Format
+from penstock.kernels.float8.launches import BACKWARD_LAUNCHES, BACKWARD_TAKEN, BackwardLaunch
 from penstock.kernels.float8.operators import SwigluForBackward
 from penstock.kernels.float8.quantized import Quantized
-from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, Recipe
+from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, E4M3, E5M2, MXFP8, Format, Recipe
 from penstock.kernels.float8.swiglu import swiglu_backward
-from penstock.kernels.float8.tile_launches import BACKWARD_LAUNCHES, BACKWARD_TAKEN, BackwardLaunch
-from penstock.kernels.gluon import float8_quantize
+from penstock.kernels.gluon import float8_launches
 from penstock.kernels.gluon.support import HAS_GLUON
 from penstock.kernels.reference import SWIGLU, ExpertRule
 from penstock.kernels.tuning import target_of
@@ -53,7 +52,7 @@ def in_torch(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         constants = {name: value for name, value in constants.items() if name.isupper()}
         launch(module.swiglu_backward_float8_kernel, grid, *arguments, **constants)
 
-    monkeypatch.setattr(float8_quantize, "start_kernel", start_kernel)
+    monkeypatch.setattr(float8_launches, "start_kernel", start_kernel)
     monkeypatch.setattr(swiglu, "target_of", lambda device: "sm_90")
     return module
 
