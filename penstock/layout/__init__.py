@@ -1,6 +1,6 @@
-"""Who holds what and who does what when, in integers only, no torch.
+"""Layouts of a run in integers only, without torch: the parts of each rank, and the order of its work.
 
-Reading order: `grid` (ranks, seen twice), `pieces` and `rectangles` (parts of parameters), `experts` and `sequence`
-(parts of a layer's experts, and of a row), `stages` (parts of a pipeline), `actions`, `schedules`, `phrases`, `blocks`
-(its order), `clock` (what an order costs).
+Reading order: `grid` (axes of the ranks), `sharding` (parts of parameters), `experts` and `sequence` (parts of a
+layer's experts, and of a row), `stages` (parts of a pipeline), `actions`, `schedules`, `clock` (the time of a
+schedule).
 """

@@ -1,11 +1,11 @@
-"""The words of a pipeline schedule: an action, a schedule, and what makes one legal.
+"""Pipeline schedules as data: actions, and the rules that make a schedule legal.
 
-A model is cut into stages, a batch into micro-batches. An action is one kind of work of one stage on one micro-batch,
-and a schedule is one list of actions for each pipeline rank, done in that order. Nothing else is said: when an action
-starts follows from its rank's list and from what it needs (`Action.needs`).
+A model is cut into stages, a batch into micro-batches. An action is one kind of work of one stage on one micro-batch. A
+schedule is one ordered list of actions per pipeline rank. The start of an action follows from its rank's list and from
+its inputs (`Action.needs`).
 
     3F0  forward of stage 3 on micro-batch 0          needs 2F0
-    3B0  its backward, all of it                      needs 3F0 and the input gradient of stage 4
+    3B0  its whole backward                           needs 3F0 and the input gradient of stage 4
     3I0  its input gradient only ...                  needs the same
     3W0  ... and its weight gradients, any time later needs 3I0
 
@@ -14,8 +14,8 @@ Ranks hold stages in one of two ways. With 4 ranks and 8 stages:
     loop   rank 0: 0 4    rank 1: 1 5    rank 2: 2 6    rank 3: 3 7
     v      rank 0: 0 7    rank 1: 1 6    rank 2: 2 5    rank 3: 3 4
 
-A rank may do a forward and the backward behind it at once, piece by piece (`pair_up`): one computes while tokens of the
-other travel. Such a pair starts when both could, and gives what both give when it ends.
+A rank may run a forward and the next backward as a pair, interleaved step by step (`pair_up`): one computes during the
+token transfers of the other. A pair starts when both could start, and its outputs are available when it ends.
 """
 
 from collections import Counter, defaultdict, deque
@@ -28,7 +28,7 @@ from typing import Literal, NamedTuple
 
 
 class Kind(StrEnum):
-    """What is computed. BACKWARD is INPUT and WEIGHT in one."""
+    """The kind of work. BACKWARD is INPUT and WEIGHT in one."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -47,12 +47,12 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{self.micro_batch}"
 
     @property
-    def gives(self) -> "Action":
-        """What others wait for: a backward gives the input gradient too, so it counts as one."""
+    def output(self) -> "Action":
+        """The action that others wait for: a whole backward counts as the input gradient that it contains."""
         return self._replace(kind=Kind.INPUT) if self.kind is Kind.BACKWARD else self
 
     def needs(self, stages: int) -> tuple["Action", ...]:
-        """What must have been given (`gives`) before this action starts.
+        """The outputs that must exist before this action starts.
 
         Args:
             stages: of the whole pipeline; the last one has no successor to wait for.
@@ -67,22 +67,22 @@ class Action(NamedTuple):
 
 
 Unit = tuple[Action, ...]
-"""What a rank does at once: an action, or a pair."""
+"""An action, or a pair of actions that a rank runs together."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Who does what in which order.
+    """The ordered actions of every rank.
 
     Attributes:
         name: as in `pipeline.schedule`.
         ranks: of the pipeline.
-        stages_per_rank: stages that each rank holds; 2 if the placement is a v.
-        placement: which ones, see the top of this file.
+        stages_per_rank: 2 if the placement is a v.
+        placement: stages of each rank, see the module docstring.
         micro_batches: of a step.
         actions: one list for each rank.
-        trains: every forward has its backward; an evaluation has forwards only.
-        pairs: for each rank the places in its list where a pair begins; empty if no rank has any.
+        trains: every forward has its backward; False for evaluation, with forwards only.
+        pairs: for each rank the indices in its list at which a pair begins; empty without pairs.
     """
 
     name: str
@@ -105,7 +105,7 @@ class Schedule:
 
     @cached_property
     def execution_order(self) -> "ExecutionOrder":
-        """`execution_order`, once for all clocks that play the schedule."""
+        """`execution_order` of this schedule, computed once."""
         return execution_order(self)
 
     @property
@@ -115,7 +115,7 @@ class Schedule:
 
     @property
     def splits_backward(self) -> bool:
-        """Some stage computes its weight gradients apart from its input gradient."""
+        """Whether some stage computes weight gradients apart from input gradients."""
         return any(action.kind is Kind.WEIGHT for actions in self.actions for action in actions)
 
     def rank_of(self, stage: int) -> int:
@@ -124,12 +124,12 @@ class Schedule:
         return self.ranks - 1 - rank if self.placement == "v" and stage >= self.ranks else rank
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that a rank holds, in the order of the model."""
+        """The stages of a rank, in the order of the model."""
         return stages_of(rank, ranks=self.ranks, stages_per_rank=self.stages_per_rank, placement=self.placement)
 
 
 def stages_of(rank: int, *, ranks: int, stages_per_rank: int, placement: Literal["loop", "v"]) -> tuple[int, ...]:
-    """The stages that a rank holds, in the order of the model."""
+    """The stages of a rank, in the order of the model."""
     if placement == "v":
         assert stages_per_rank == 2, f"a v has two stages on each rank, not {stages_per_rank}"
         return rank, 2 * ranks - 1 - rank
@@ -142,12 +142,12 @@ def text(schedule: Schedule, rank: int) -> str:
 
 
 class Step(NamedTuple):
-    """A unit in the order of `execution_order`.
+    """A unit in an `ExecutionOrder`.
 
     Attributes:
-        rank: that does it.
-        unit: what it does.
-        after: places in that order of the steps of other ranks that give what it needs.
+        rank: that runs it.
+        unit: action or pair.
+        after: indices of the steps on other ranks that produce its inputs.
     """
 
     rank: int
@@ -157,11 +157,11 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class ExecutionOrder:
-    """How far the ranks of a schedule come.
+    """A topological order of a schedule's units.
 
     Attributes:
-        done: what they do, in an order in which each step comes after all that it needs.
-        blocked: for each rank that waits for ever the unit that it waits to start.
+        done: steps, each after the steps that produce its inputs.
+        blocked: for each deadlocked rank the unit that never starts.
     """
 
     done: tuple[Step, ...]
@@ -169,7 +169,7 @@ class ExecutionOrder:
 
 
 def execution_order(schedule: Schedule) -> ExecutionOrder:
-    """Do every action as soon as its rank's list and its needs allow, without looking at a clock."""
+    """Order the units by their dependencies: each runs as soon as its rank's list and its inputs allow."""
     done: list[Step] = []
     links = _links(schedule)
     lists = [deque(schedule.units(rank)) for rank in range(len(schedule.actions))]
@@ -184,15 +184,15 @@ def execution_order(schedule: Schedule) -> ExecutionOrder:
                 break
             lists[rank].popleft()
             for stage, kind, micro_batch in unit:
-                gives = links[stage, kind].gives
-                gives.steps[micro_batch] = len(done)
-                awake.extend(gives.waiting.pop(micro_batch, ()))
+                output = links[stage, kind].output
+                output.steps[micro_batch] = len(done)
+                awake.extend(output.waiting.pop(micro_batch, ()))
             done.append(Step(rank, unit, tuple([source for source in sources if done[source].rank != rank])))
     return ExecutionOrder(tuple(done), {rank: units[0] for rank, units in enumerate(lists) if units})
 
 
-class _Gift:
-    """What others wait for of a stage, of one kind, by micro-batch: the step that gave it, and ranks that wait."""
+class _Outputs:
+    """Outputs of one stage and kind, by micro-batch: the step that produced each, and the ranks that wait for it."""
 
     def __init__(self) -> None:
         self.steps: dict[int, int] = {}
@@ -200,38 +200,37 @@ class _Gift:
 
 
 class _Link(NamedTuple):
-    """What actions of a stage, of one kind, need and give; always of their own micro-batch."""
+    """Inputs and output of the actions of one stage and kind; all are of the action's own micro-batch."""
 
-    needs: tuple[_Gift, ...]
-    gives: _Gift
+    needs: tuple[_Outputs, ...]
+    output: _Outputs
 
 
 def _links(schedule: Schedule) -> dict[tuple[int, Kind], _Link]:
-    gifts: defaultdict[tuple[int, Kind], _Gift] = defaultdict(_Gift)
+    outputs: defaultdict[tuple[int, Kind], _Outputs] = defaultdict(_Outputs)
     links = {}
     for stage, kind in {(action.stage, action.kind) for actions in schedule.actions for action in actions}:
         one = Action(stage, kind, 0)
-        needs = tuple(gifts[need.stage, need.kind] for need in one.needs(schedule.stages))
-        links[stage, kind] = _Link(needs, gifts[stage, one.gives.kind])
+        needs = tuple(outputs[need.stage, need.kind] for need in one.needs(schedule.stages))
+        links[stage, kind] = _Link(needs, outputs[stage, one.output.kind])
     return links
 
 
 def _sources(unit: Unit, links: Mapping[tuple[int, Kind], _Link]) -> tuple[list[int], list[int] | None]:
-    """Steps that give what a unit needs; and who waits for the first thing that nobody has given yet."""
-    found: list[int] = []
+    """Returns (steps that produced the inputs of a unit, waiting list of its first missing input or None)."""
+    steps: list[int] = []
     for stage, kind, micro_batch in unit:
         for need in links[stage, kind].needs:
             if micro_batch not in need.steps:
-                return found, need.waiting[micro_batch]
-            found.append(need.steps[micro_batch])
-    return found, None
+                return steps, need.waiting[micro_batch]
+            steps.append(need.steps[micro_batch])
+    return steps, None
 
 
 def pair_up(schedule: Schedule) -> Schedule:
-    """The same lists, in which a rank does a forward and the backward behind it at once wherever that can be.
+    """The same lists, with a pair wherever a forward directly precedes a backward that does not depend on it.
 
-    It cannot be where the backward waits for the forward: by itself, on the last stage, or because another rank's list
-    has it so. Then the forward goes first, as the list says.
+    A dependency may be direct (on the last stage) or through another rank's list. Such actions stay single.
     """
     pairs = tuple(
         frozenset(
@@ -251,10 +250,10 @@ def pair_up(schedule: Schedule) -> Schedule:
 
 
 def problems(schedule: Schedule) -> list[str]:
-    """What is illegal in a schedule, one line each; empty if nothing is.
+    """Violations in a schedule, one line each; empty for a legal schedule.
 
-    Each stage does on each micro-batch one forward and, if the schedule trains, either one backward or one input
-    gradient and one weight gradient; all on the rank that holds it, and no rank waits for ever.
+    Each stage runs one forward per micro-batch and, if the schedule trains, either one backward or one input gradient
+    and one weight gradient, all on the rank that holds it; no rank deadlocks.
     """
     if len(schedule.actions) != schedule.ranks:
         return [f"{len(schedule.actions)} lists for {schedule.ranks} ranks"]

@@ -1,13 +1,13 @@
-"""Plays a schedule against given times: when each action starts and ends, what is idle, what is held.
+"""Simulates a schedule with given times: start and end of each action, idle time, held activations.
 
-A rank does its list in order and one action at a time. An action starts when its rank is free and all that it needs has
-arrived: at once from its own rank, `send` later from another one. Sending takes no time of the sender, so the clock
-assumes that communication runs beside computation and that links are never full. The two actions of a pair have one
-start and one end, and take as long as both, less what they hide of each other.
+A rank runs its list in order, one action at a time. An action starts when its rank is free and its inputs have arrived:
+at once from its own rank, `send` later from another one. Sending takes no time of the sender: communication overlaps
+with computation, and links have no contention. Both actions of a pair have one start and one end; a pair takes the sum
+of their times less the time that they hide.
 
-Held activations follow the order of the list, not the clock: a forward adds its stage's share, the backward (or the
-weight gradient) frees it. The unit is free; by default a rank's stages add up to 1, so that the first rank of 1F1B
-holds as many as there are ranks.
+Held activations follow the order of the list, not the clock: a forward adds the activations of its stage, the backward
+(or the weight gradient) frees them. By default a rank's stages add up to 1, so that the first rank of 1F1B holds as
+many as there are ranks.
 """
 
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ from penstock.layout.actions import Action, Kind, Schedule, Unit
 
 
 class DeadlockError(RuntimeError):
-    """Ranks of a schedule wait for one another, or for something that nobody does."""
+    """Ranks of a schedule wait for each other, or for an action that no rank runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActionCosts:
-    """How long each kind of action takes, by stage, and what a stage holds.
+    """Time of each kind of action and activations, by stage.
 
     Attributes:
         forward: of each stage, in seconds or any other unit.
@@ -31,10 +31,9 @@ class ActionCosts:
         input: of each stage.
         weight: of each stage.
         send: from the end of an action to the start of one on another rank that needs it.
-        activation: what each stage holds of a micro-batch; empty is 1 / stages_per_rank for every stage.
-        freed_by_input: share of that which the input gradient frees already.
-        hidden: of each stage, what its forward and its backward take less beside the other half of a pair; empty is
-            nothing.
+        activation: of each stage and micro-batch; empty is 1 / stages_per_rank for every stage.
+        freed_by_input: share of the activations that the input gradient frees already.
+        hidden: time that (forward, backward) of each stage hide in a pair; empty for none.
     """
 
     forward: tuple[float, ...]
@@ -47,7 +46,7 @@ class ActionCosts:
     hidden: tuple[tuple[float, float], ...] = ()
 
     def of(self, action: Action) -> float:
-        """How long an action takes."""
+        """Time of an action."""
         match action.kind:
             case Kind.FORWARD:
                 return self.forward[action.stage]
@@ -59,7 +58,7 @@ class ActionCosts:
                 return self.weight[action.stage]
 
     def of_unit(self, unit: Unit) -> float:
-        """How long an action takes, or a pair."""
+        """Time of an action or a pair."""
         alone = sum(map(self.of, unit))
         if len(unit) == 1 or not self.hidden:
             return alone
@@ -67,7 +66,7 @@ class ActionCosts:
 
 
 def even_costs(stages: int, times: tuple[float, float, float] = (1.0, 1.0, 1.0), *, send: float = 0.0) -> ActionCosts:
-    """Costs of stages that are all alike.
+    """Costs of equal stages.
 
     Args:
         stages: of the whole pipeline.
@@ -96,15 +95,15 @@ class TimedAction:
 
 @dataclass(frozen=True, kw_only=True)
 class Playback:
-    """What happened.
+    """A simulated schedule.
 
     Attributes:
-        schedule: that was played.
+        schedule: its input.
         costs: of its stages.
         starts: of each step of `schedule.execution_order`.
-        ends: likewise.
+        ends: of each step.
         span: end of the last action.
-        busy: time that each rank works.
+        busy: working time of each rank.
     """
 
     schedule: Schedule
@@ -126,24 +125,24 @@ class Playback:
 
     @cached_property
     def peak_live(self) -> tuple[float, ...]:
-        """The most that each rank holds, in the unit of `ActionCosts.activation`."""
+        """Peak of held activations on each rank, in the unit of `ActionCosts.activation`."""
         return tuple(_peak_live(self.schedule, self.costs, rank) for rank in range(self.schedule.ranks))
 
     @property
     def bubble(self) -> float:
-        """Share of all ranks' time in which nothing is done."""
+        """Idle share of all ranks' time."""
         return 1 - sum(self.busy) / (len(self.busy) * self.span) if self.span else 0.0
 
 
 def play(schedule: Schedule, costs: ActionCosts) -> Playback:
-    """Play a schedule.
+    """Simulate a schedule.
 
     Args:
         schedule: any; it need not be one of `SCHEDULES`.
         costs: of its stages.
 
     Raises:
-        DeadlockError: with the actions that are never started.
+        DeadlockError: names the actions that never start.
     """
     assert len(costs.forward) == schedule.stages, f"costs of {len(costs.forward)} stages for {schedule.stages}"
     steps, blocked = schedule.execution_order.done, schedule.execution_order.blocked
@@ -179,7 +178,6 @@ def play(schedule: Schedule, costs: ActionCosts) -> Playback:
 
 
 def _peak_live(schedule: Schedule, costs: ActionCosts, rank: int) -> float:
-    """The most that a rank holds at a time."""
     # Without sizes whole stages are counted and divided at the end: a sum of thirds is no whole number.
     sizes, unit = (costs.activation, 1) if costs.activation else ((1.0,) * schedule.stages, schedule.stages_per_rank)
     shares = {

@@ -1,14 +1,14 @@
-"""Which experts, and which part of each, the ranks of the expert axis hold.
+"""The experts, and parts of experts, on each rank of the expert axis.
 
-The axis has expert x expert_tensor places. `expert` shares the experts of a layer between groups of places, each with
-consecutive experts; inside a group `expert_tensor` shares every expert's width. With 8 experts, expert 2 and
+The axis has expert x expert_tensor places. `expert` divides the experts of a layer between groups of places, each with
+consecutive experts; inside a group `expert_tensor` divides every expert's width. With 8 experts, expert 2 and
 expert_tensor 2:
 
     place             0              1              2              3
     holds       0 1 2 3, left  0 1 2 3, right  4 5 6 7, left  4 5 6 7, right
 
-A row then travels to every place that holds a part of its expert. To a dispatcher that is no new case: each part is a
-virtual expert, numbered so that the ones of a place are consecutive. Above, expert 5 is the virtual experts 9 and 13.
+A row travels to every place that holds a part of its expert. A dispatcher sees each part as a virtual expert, numbered
+so that those of a place are consecutive. Above, expert 5 is the virtual experts 9 and 13.
 """
 
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ class ExpertPlacement:
 
     Attributes:
         experts: routed experts of a layer.
-        expert: places that share the experts.
-        expert_tensor: places that share each expert.
+        expert: groups of places, with different experts.
+        expert_tensor: places that divide each expert.
     """
 
     experts: int
@@ -38,29 +38,30 @@ class ExpertPlacement:
 
     @property
     def per_place(self) -> int:
-        """Experts of which a place holds a part; also its virtual experts."""
+        """Experts that each place holds, whole or a part of each; also its virtual experts."""
         return self.experts // self.expert
 
     @property
     def virtual_experts(self) -> int:
-        """Parts of experts in all."""
+        """Virtual experts of all places."""
         return self.experts * self.expert_tensor
 
     def divides_into(self, places: int) -> bool:
-        """Whether blocks of so many neighbouring places hold whole experts, or equal parts of the same."""
+        """Whether each block of neighbouring places holds whole experts, or equal parts of the same experts."""
         return divides_into(self.places, self.expert_tensor, places)
 
     def block(self, places: int) -> "ExpertPlacement":
-        """How one of those blocks places its experts, counted from its first.
+        """The placement inside one such block, counted from its first place.
 
-        Above, a block of 2 places holds 4 experts by halves. A block of 1 holds halves of 4 and takes them as whole.
+        Above, a block of 2 places holds 4 experts by halves. A block of 1 holds halves of 4 experts and counts them as
+        whole.
         """
         assert self.divides_into(places), f"{self} in blocks of {places}"
         parts = min(places, self.expert_tensor)
         return ExpertPlacement(experts=self.per_place * (places // parts), expert=places // parts, expert_tensor=parts)
 
     def experts_of(self, place: int) -> range:
-        """Experts of which a place holds a part."""
+        """Experts that a place holds, whole or in part."""
         first = place // self.expert_tensor * self.per_place
         return range(first, first + self.per_place)
 
@@ -70,7 +71,7 @@ def divides_into(places: int, expert_tensor: int, block: int) -> bool:
 
     Args:
         places: size of the expert axis.
-        expert_tensor: places that share each expert.
+        expert_tensor: places that divide each expert.
         block: neighbouring places that form a block, such as the ranks of a node.
     """
     return places % block == 0 and (block % expert_tensor == 0 or expert_tensor % block == 0)

@@ -1,16 +1,16 @@
-"""The ranks of a run, seen twice: once as attention and dense layers use them, once as experts do ("parallel folding").
+"""The ranks of a run in two views: axes of attention and dense layers, and axes of experts ("parallel folding").
 
     dense view      pipeline x data x context x tensor
     expert view     pipeline x expert_data x expert x expert_tensor
 
-Both views are chosen apart and cover the same ranks. A rank's number counts through a view with the last axis fastest,
-so neighbours in `tensor` (and in `expert_tensor`) are neighbours on the machine, and a pipeline stage is a block of
-consecutive ranks in both views. `data` and `expert_data` are what the other axes leave.
+The views are independent and cover the same ranks. A rank's number counts through a view with the last axis fastest, so
+neighbours in `tensor` (and `expert_tensor`) are neighbours on the machine, and a pipeline stage is a block of
+consecutive ranks in both views. `data` and `expert_data` follow from the other axes.
 
 With 8 ranks, tensor 2 and expert 4: rank 5 is dense (pipeline 0, data 2, context 0, tensor 1) and expert (pipeline 0,
 expert_data 1, expert 1, expert_tensor 0). Its tensor group is (4, 5), its expert group (4, 5, 6, 7).
 
-Source of the idea: MoE Parallel Folding (arXiv 2504.14960).
+Source: MoE Parallel Folding (arXiv 2504.14960).
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ DENSE_AXES = ("pipeline", "data", "context", "tensor")
 EXPERT_AXES = ("pipeline", "expert_data", "expert", "expert_tensor")
 
 MOST_RANKS = 2**20
-"""Ranks of the largest world that is laid out: several times the largest cluster there is."""
+"""Largest supported world, several times the largest existing cluster."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +29,11 @@ class Grid:
 
     Attributes:
         world: ranks.
-        tensor: ranks that share each dense matrix.
-        context: ranks that share each row of tokens.
-        pipeline: ranks that share the layers.
-        expert: ranks that share the experts of a layer.
-        expert_tensor: ranks that share each expert's matrices.
+        tensor: ranks that divide each dense matrix.
+        context: ranks that divide each row of tokens.
+        pipeline: ranks that divide the layers.
+        expert: ranks that divide the experts of a layer.
+        expert_tensor: ranks that divide each expert's matrices.
     """
 
     world: int = 1
@@ -62,7 +62,7 @@ class Grid:
         return tuple(getattr(self, axis) for axis in axes)
 
     def place(self, rank: int, view: tuple[str, ...] = DENSE_AXES) -> dict[str, int]:
-        """Where a rank stands on each axis of a view."""
+        """Coordinates of a rank in a view."""
         place = {}
         for axis in reversed(view):
             rank, place[axis] = divmod(rank, getattr(self, axis))
@@ -73,7 +73,7 @@ class Grid:
 
         Args:
             rank: one of them.
-            axes: all of one view. `("context", "tensor")` are the ranks that share a row of tokens.
+            axes: all of one view. `("context", "tensor")` are the ranks that divide a row of tokens.
         """
         view = _view_of(axes)
         own = self.place(rank, view)
@@ -82,19 +82,18 @@ class Grid:
         return tuple(first + offset for offset in self._offsets(view, axes))
 
     def groups(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """Every group of these axes, in the order of their first ranks; together they are all ranks."""
+        """Every group of these axes, ordered by first rank; together they are all ranks."""
         view = _view_of(axes)
         offsets = self._offsets(view, axes)
         firsts = self._offsets(view, tuple(axis for axis in view if axis not in axes))
         return tuple(tuple(first + offset for offset in offsets) for first in firsts)
 
     def _strides(self, view: tuple[str, ...]) -> dict[str, int]:
-        """How much further a rank is when its place on an axis is one further."""
         sizes = self.shape(view)
         return {axis: prod(sizes[number + 1 :]) for number, axis in enumerate(view)}
 
     def _offsets(self, view: tuple[str, ...], axes: tuple[str, ...]) -> list[int]:
-        """Ranks whose place is 0 on every other axis of the view, ascending."""
+        """Ranks with coordinate 0 on every other axis of the view, ascending."""
         strides = self._strides(view)
         offsets = [0]
         for axis in view:
@@ -104,7 +103,7 @@ class Grid:
 
 
 def _view_of(axes: tuple[str, ...]) -> tuple[str, ...]:
-    """The view that has these axes; `pipeline` alone means the same ranks in both."""
+    """The view of these axes; `pipeline` alone means the same ranks in both."""
     view = DENSE_AXES if set(axes) <= set(DENSE_AXES) else EXPERT_AXES
     assert set(axes) <= set(view), f"{axes} are axes of two views"
     return view

@@ -1,12 +1,17 @@
-"""The schedules of `pipeline.schedule` by name, as plain lists of actions.
+"""The schedules of `pipeline.schedule` by name, as plain lists of actions. docs/schedules.md compares them.
 
-Two ways to make one: from phrases (`penstock/layout/schedules.py`: GPipe, 1F1B, interleaved, zero-bubble 1F1B,
-DualPipeV) and from a building block that is repeated and squeezed (`penstock/layout/schedules.py`: ZB-V, V-half,
-V-min). Both end in a `Schedule`, and whoever runs, times or draws one knows nothing else. docs/schedules.md compares
-them.
+`schedule("1f1b", ranks=4, stages_per_rank=1, micro_batches=8)` is a training step, `forward_only` of it an evaluation.
+The code that runs, times or draws a schedule reads only the `Schedule`. There are two ways to make one:
 
-A step needs no more than: `schedule("1f1b", ranks=4, stages_per_rank=1, micro_batches=8)`, and for evaluation
-`forward_only` of it. Every number of ranks and micro-batches works, except where `schedule` says no.
+1. Phrases, in DualPipe's notation (GPipe, 1F1B, interleaved, zero-bubble 1F1B, DualPipeV): `(3, "F0 B0")` is three
+  times a forward and a backward of a rank's first stage. A word is a kind and one of the rank's stages, counted from 0.
+  Each stage takes its micro-batches in order. A word without a number (`F`, `B`) iterates over all stages of the rank,
+  one group of micro-batches through each before the next (`grouped`). `W` is the oldest deferred weight gradient. 1F1B
+  with 4 micro-batches on the second of 4 ranks:
+
+    (2, "F0") (2, "F0 B0") (2, "B0")      1F0 1F1 | 1F2 1B0 1F3 1B1 | 1B2 1B3
+
+2. A building block on a v, repeated and squeezed (ZB-V, V-half, V-min, arXiv 2405.15362), see `building_block`.
 """
 
 from collections import Counter, defaultdict, deque
@@ -20,7 +25,7 @@ from penstock.base.errors import ConfigError
 from penstock.layout.actions import Action, Kind, Schedule, pair_up, problems, stages_of, text
 
 Phrase = tuple[int, str]
-"""How often, and which words."""
+"""(repetitions, words)."""
 
 
 def gpipe(ranks: int, rank: int, chunks: int, micro_batches: int) -> list[Phrase]:
@@ -30,17 +35,17 @@ def gpipe(ranks: int, rank: int, chunks: int, micro_batches: int) -> list[Phrase
 
 
 def one_forward_one_backward(ranks: int, rank: int, chunks: int, micro_batches: int) -> list[Phrase]:
-    """1F1B with a flush (PipeDream-flush, arXiv 2006.09503): a rank starts as many as it has ranks behind it."""
+    """1F1B with a flush (PipeDream-flush, arXiv 2006.09503): a rank starts with one forward per rank behind it."""
     del chunks
     ahead = min(ranks - 1 - rank, micro_batches)
     return [(ahead, "F0"), (micro_batches - ahead, "F0 B0"), (ahead, "B0")]
 
 
 def interleaved(ranks: int, rank: int, chunks: int, micro_batches: int, more: int = 0) -> list[Phrase]:
-    """Interleaved 1F1B (Megatron, arXiv 2104.04473): several stages a rank, for a shorter ramp.
+    """Interleaved 1F1B (Megatron, arXiv 2104.04473): several stages per rank, for a shorter ramp.
 
-    Any number of micro-batches: the groups are even. One short group at the end would let ranks wait for one another
-    for ever. With `more` forwards ahead, those beside a backward are of a later micro-batch.
+    Any number of micro-batches works, because the groups are even: one short group at the end could deadlock. With
+    `more` forwards ahead, a forward beside a backward belongs to a later micro-batch.
     """
     steps = chunks * micro_batches
     group = -(-micro_batches // groups_to_fill(ranks, micro_batches))
@@ -49,7 +54,7 @@ def interleaved(ranks: int, rank: int, chunks: int, micro_batches: int, more: in
 
 
 def zero_bubble_1f1b(ranks: int, rank: int, chunks: int, micro_batches: int) -> list[Phrase]:
-    """ZB-H1 (arXiv 2401.10241): 1F1B whose weight gradients wait, so that every rank holds as much as the first."""
+    """ZB-H1 (arXiv 2401.10241): 1F1B with deferred weight gradients, so that every rank holds as much as the first."""
     del chunks
     ahead = min(ranks - 1 - rank, micro_batches)
     waiting = min(rank, micro_batches)
@@ -88,7 +93,7 @@ def dualpipe_v(ranks: int, rank: int, chunks: int, micro_batches: int) -> list[P
 
 
 def forwards(ranks: int, rank: int, chunks: int, micro_batches: int) -> list[Phrase]:
-    """Evaluation where ranks hold stages in a loop."""
+    """Evaluation with stages in a loop."""
     del ranks, rank
     return [(chunks * micro_batches, "F")]
 
@@ -111,17 +116,17 @@ GRAMMARS: dict[str, Grammar] = {
     "dualpipe-v": dualpipe_v,
 }
 
-BESIDE: dict[str, Grammar] = {"interleaved": partial(interleaved, more=1), "dualpipe-v": dualpipe_v}
-"""The same, for schedules whose forwards and backwards can be done in pairs."""
+PAIRED_GRAMMARS: dict[str, Grammar] = {"interleaved": partial(interleaved, more=1), "dualpipe-v": dualpipe_v}
+"""Grammars of schedules that support pairs of a forward and a backward."""
 
 
 def groups_to_fill(ranks: int, micro_batches: int) -> int:
-    """The most groups of which each has a micro-batch for every rank, so that all work before it comes round again."""
+    """The largest number of groups with at least one micro-batch per rank."""
     return max(1, micro_batches // ranks)
 
 
 def grouped(stages: Sequence[int], micro_batches: int, groups: int) -> Iterator[tuple[int, int]]:
-    """(stage, micro-batch): a group through the first stage, through the second, ...; then the next group.
+    """Yields (stage, micro-batch): a group through the first stage, through the second, ...; then the next group.
 
     Sizes of groups differ by one at most.
     """
@@ -133,11 +138,11 @@ def grouped(stages: Sequence[int], micro_batches: int, groups: int) -> Iterator[
 
 
 def spell(phrases: list[Phrase], stages: Sequence[int], micro_batches: int, groups: int) -> tuple[Action, ...]:
-    """The actions that the phrases of a rank mean.
+    """The actions of a rank's phrases.
 
     Args:
         phrases: of the rank.
-        stages: that it holds.
+        stages: of the rank.
         micro_batches: of a step.
         groups: of micro-batches, for words without a number.
     """
@@ -163,16 +168,16 @@ def spell(phrases: list[Phrase], stages: Sequence[int], micro_batches: int, grou
 
 
 SLOTS = 6
-"""Slots between two blocks: what a rank does to one micro-batch."""
+"""Slots between the starts of two blocks: the actions of one rank on one micro-batch."""
 
 STRIDES = {"zb-v": (4, 2, 4, 2), "v-half": (2, 1, 2, 1), "v-min": (1, 1, 1, 1)}
 """Slots between neighbouring ranks on the four ways of a block: F0, F1, I1, I0."""
 
-Row = tuple[int, ...]
+RankSlots = tuple[int, ...]
 """The slots of one rank in the first block, in the order of `_WORK`."""
 
 _HOLDS = {Kind.FORWARD: 1, Kind.INPUT: 0, Kind.WEIGHT: -1}
-"""(stage, micro-batch) pairs that an action adds to those that its rank holds."""
+"""Change in held (stage, micro-batch) pairs by an action."""
 
 _URGENCY = (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT)
 _WORK = ((Kind.FORWARD, 0), (Kind.FORWARD, 1), (Kind.INPUT, 1), (Kind.INPUT, 0), (Kind.WEIGHT, 1), (Kind.WEIGHT, 0))
@@ -184,18 +189,30 @@ class Block:
 
     Attributes:
         rows: slots of each rank.
-        held: the most that a rank holds while blocks repeat, in (stage, micro-batch) pairs.
+        held: peak of (stage, micro-batch) pairs that a rank holds while blocks repeat.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[RankSlots, ...]
     held: int
 
 
 def building_block(name: str, ranks: int) -> Block:
-    """The block of a schedule that holds least, of all that pause up to 5 slots where the way turns.
+    """The building block of a schedule that holds least.
 
-    Among those that hold as little, it is the one that pauses least before F1 and I0, and longest before I1: that makes
-    the shortest ramps.
+    A block is the way of one micro-batch: down the ranks (F0), back up (F1), and the same ways for the input gradients
+    (I1 down, I0 up). A slot fits a forward, an input gradient or a weight gradient. Each rank runs six actions on a
+    micro-batch, so a block starts every 6 slots, and a rank's six slots must differ modulo 6. V-min on 3 ranks:
+
+        rank 0  F0 .  .  .  .  F1 .  .  I1 W1 .  .  .  I0 .  .  W0
+        rank 1  .  F0 .  .  F1 .  .  .  .  I1 .  W1 I0 .  W0
+        rank 2  .  .  F0 F1 .  .  .  .  .  .  I1 I0 W1 W0
+
+    The slots between neighbours on the four ways (`STRIDES`) decide how much a rank holds: with a sum of 12 as much as
+    with 1F1B, with 6 half, with 4, the minimum, a third. If opposite ways add up to 6, a rank's slots differ for any
+    number of ranks and no slot stays empty. Otherwise the ways pause at the turns: two slots before I1 above.
+
+    This searches pauses of up to 5 slots. Of blocks with equal held pairs it takes the least pauses before F1 and I0,
+    and the longest before I1: that gives the shortest ramps.
     """
     blocks = {}
     for before_f1, before_i1, before_i0 in product(range(SLOTS), repeat=3):
@@ -206,7 +223,7 @@ def building_block(name: str, ranks: int) -> Block:
 
 
 def _block(strides: tuple[int, int, int, int], ranks: int, pauses: tuple[int, int, int]) -> Block | None:
-    """The block with these pauses before F1, I1 and I0, or None if two of a rank's slots collide."""
+    """The block with these pauses before F1, I1 and I0; None if two of a rank's slots collide."""
     rows = []
     for rank in range(ranks):
         slots, turn = [], 0
@@ -221,7 +238,7 @@ def _block(strides: tuple[int, int, int, int], ranks: int, pauses: tuple[int, in
 
 
 def _weights(slots: list[int]) -> tuple[int, int]:
-    """Slots of W1 and W0: the two that are free, each soon after its input gradient."""
+    """Slots of W1 and W0: the two free ones, each soon after its input gradient."""
 
     def after(slot: int, free: int) -> int:
         return slot + 1 + (free - slot - 1) % SLOTS
@@ -230,8 +247,8 @@ def _weights(slots: list[int]) -> tuple[int, int]:
     return min(((after(slots[2], one), after(slots[3], other)) for one, other in permutations(free)), key=sum)
 
 
-def _held(row: Row) -> int:
-    """The most (stage, micro-batch) pairs that wait for their weight gradient in one slot, all blocks together."""
+def _held(row: RankSlots) -> int:
+    """Peak of (stage, micro-batch) pairs that wait for their weight gradient in one slot, over all blocks."""
     forward0, forward1, _, _, weight1, weight0 = row
     spans = ((forward0, weight0), (forward1, weight1))
     return max(
@@ -240,7 +257,7 @@ def _held(row: Row) -> int:
 
 
 def repeat(block: Block, micro_batches: int) -> list[list[Action]]:
-    """The block, started every 6 slots: what each rank does, in the order of the slots."""
+    """The actions of each rank, in the order of slots, with a block started every 6 slots."""
     plans = []
     for rank, row in enumerate(block.rows):
         stages = (rank, 2 * len(block.rows) - 1 - rank)
@@ -254,11 +271,14 @@ def repeat(block: Block, micro_batches: int) -> list[list[Action]]:
 
 
 def squeeze(plans: list[list[Action]], held: int) -> list[tuple[Action, ...]]:
-    """The plans without their gaps: all ranks at once, slot by slot, each doing what `_Rank.choose` says.
+    """Remove the gaps of a plan: all ranks run slot by slot, each doing the action of `_Rank.choose`.
+
+    While blocks repeat, a rank follows the plan; in the ramps it runs the most urgent possible action, and it never
+    holds more than the repeated blocks do. This is one pass without costs, simpler than the published search.
 
     Args:
-        plans: what each rank does, in a legal order.
-        held: the most (stage, micro-batch) pairs that a rank may hold; no less than the plans need.
+        plans: actions of each rank, in a legal order.
+        held: limit on the (stage, micro-batch) pairs of a rank; at least that of the plans.
     """
     ranks = [_Rank(rank, 2 * len(plans), held, plan) for rank, plan in enumerate(plans)]
     given: Counter[tuple[int, Kind]] = Counter()
@@ -270,7 +290,7 @@ def squeeze(plans: list[list[Action]], held: int) -> list[tuple[Action, ...]]:
 
 
 class _Rank:
-    """One rank while it is squeezed: what it has done, and what is left of its plan."""
+    """A rank during `squeeze`: its finished actions and the rest of its plan."""
 
     def __init__(self, rank: int, stages: int, held: int, plan: list[Action]) -> None:
         self.held = held
@@ -287,12 +307,12 @@ class _Rank:
         self.micro_batches = len(self.queues[self.first_forward])
 
     def choose(self, given: Counter[tuple[int, Kind]]) -> Action | None:
-        """Do one action if any can be done: the next of the plan while blocks repeat, in the ramps the most urgent.
+        """Run one action if possible: the next of the plan while blocks repeat, the most urgent one in the ramps.
 
         A forward is more urgent than an input gradient, that more than a weight gradient; then the plan decides.
 
         Args:
-            given: micro-batches of each stage and kind that all ranks have done, each in the order of its number.
+            given: micro-batches of each stage and kind that are finished on all ranks, each in the order of its number.
         """
         is_ramp = given[self.first_gradient] == 0 or given[self.first_forward] == self.micro_batches
         nexts = [queue[0] for queue in self.queues.values() if queue] if is_ramp else [self.left[0]]
@@ -313,7 +333,7 @@ class _Rank:
         return all(given[need] > micro_batch for need in self.needs[stage, kind])
 
     def _fits(self, action: Action) -> bool:
-        """Doing it now, and the rest as planned, never makes the rank hold too much. What has its turn always fits."""
+        """Whether the limit holds if it runs now and the rest as planned; always true for the next planned action."""
         if action.kind is not Kind.FORWARD or action == self.left[0]:
             return True
         holds = self.holds
@@ -324,18 +344,29 @@ class _Rank:
         return holds < self.held
 
 
-__all__ = ["BESIDE", "SCHEDULES", "Action", "Kind", "Schedule", "Shape", "forward_only", "problems", "schedule", "text"]
+__all__ = [
+    "PAIRED_GRAMMARS",
+    "SCHEDULES",
+    "Action",
+    "Kind",
+    "Schedule",
+    "Shape",
+    "forward_only",
+    "problems",
+    "schedule",
+    "text",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What a schedule asks of its sizes.
+    """Constraints of a schedule on its sizes.
 
     Attributes:
         placement: how ranks hold stages.
         fewest: stages of a rank.
-        most: the same; None for any.
-        micro_batches_per_rank: a step has at least so many for each rank of the pipeline.
+        most: stages of a rank; None for any.
+        micro_batches_per_rank: least micro-batches of a step per rank of the pipeline.
     """
 
     placement: Literal["loop", "v"] = "loop"
@@ -365,12 +396,12 @@ def schedule(name: str, *, ranks: int, stages_per_rank: int, micro_batches: int,
     Args:
         name: of SCHEDULES.
         ranks: of the pipeline.
-        stages_per_rank: stages that each rank holds.
+        stages_per_rank: stages of each rank.
         micro_batches: of a step.
-        pairs: let ranks do a forward together with the backward of another micro-batch; of schedules in BESIDE.
+        pairs: pair each forward with the backward of another micro-batch; only for PAIRED_GRAMMARS.
 
     Raises:
-        ConfigError: there is no such schedule, or it cannot have these sizes.
+        ConfigError: there is no such schedule, or it does not support these sizes.
     """
     shape = _checked(name, ranks, stages_per_rank, micro_batches)
     if name in STRIDES:
@@ -382,7 +413,7 @@ def schedule(name: str, *, ranks: int, stages_per_rank: int, micro_batches: int,
         actions = []
         for rank in range(ranks):
             stages = stages_of(rank, ranks=ranks, stages_per_rank=stages_per_rank, placement=shape.placement)
-            phrases = (BESIDE if pairs else GRAMMARS)[name](ranks, rank, stages_per_rank, micro_batches)
+            phrases = (PAIRED_GRAMMARS if pairs else GRAMMARS)[name](ranks, rank, stages_per_rank, micro_batches)
             actions.append(spell(phrases, stages, micro_batches, groups))
     plan = Schedule(
         name=name,
@@ -396,7 +427,6 @@ def schedule(name: str, *, ranks: int, stages_per_rank: int, micro_batches: int,
 
 
 def _checked(name: str, ranks: int, stages_per_rank: int, micro_batches: int) -> Shape:
-    """What the schedule asks for, or the first thing that it does not get."""
     if name not in SCHEDULES:
         raise ConfigError("pipeline.schedule is unknown", got=name, allowed=", ".join(SCHEDULES))
     shape = SCHEDULES[name]
@@ -427,11 +457,11 @@ def _suits(stages_per_rank: int) -> str:
 
 
 def forward_only(training: Schedule, micro_batches: int) -> Schedule:
-    """The same stages on the same ranks, forwards only, for evaluation.
+    """Forwards only of the same stages on the same ranks, for evaluation.
 
     Args:
         training: the schedule of a training step.
-        micro_batches: how many, at least 1; need not be those of training.
+        micro_batches: at least 1; may differ from training.
     """
     assert micro_batches >= 1, f"{micro_batches} micro-batches"
     grammar = forwards_on_v if training.placement == "v" else forwards

@@ -1,7 +1,15 @@
-"""Rectangles of a whole tensor: their text, where two of them overlap, and whether some of them are exactly the whole.
+"""Shards of parameters: cuts along dims, their slices of the whole parameter, and rectangles as checkpoints store them.
 
-Ranks of one layout save the rectangles that they hold, ranks of another read what overlaps with theirs. `[0:2, 4:8]`
-are rows 0 and 1, columns 4 to 7; a scalar is `[]`.
+A cut divides one dim evenly. Some dims consist of several blocks that are cut separately: gate and up projection are
+stacked into one matrix, and each rank holds a part of both. Rows of an 8-row matrix with 2 blocks, cut in two, go
+
+    rank 0: 0 1 | 4 5        rank 1: 2 3 | 6 7
+
+so rows that are contiguous on a rank need not be contiguous in the whole. `local_slices` lists the rectangles that are
+contiguous in both. Data-parallel sharding then takes a range of the local rows, as one more cut (`rows`).
+
+A checkpoint of one layout saves the rectangles of its ranks, and another layout reads those that overlap with its own.
+`[0:2, 4:8]` are rows 0 and 1, columns 4 to 7; a scalar is `[]`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,10 +23,10 @@ class Cut:
     """One dim of a parameter, divided evenly.
 
     Attributes:
-        dim: which.
-        index: the part that is ours.
+        dim: the dim.
+        index: this rank's part.
         count: number of parts; divides the size of every block.
-        blocks: equal blocks that the dim is made of, each cut by itself.
+        blocks: equal blocks of the dim, each cut separately.
     """
 
     dim: int
@@ -29,12 +37,12 @@ class Cut:
 
 @dataclass(frozen=True)
 class LocalSlice:
-    """A rectangle that lies together both here and in the whole.
+    """A rectangle that is contiguous in the local tensor and in the whole one.
 
     Attributes:
-        here: offset of its first element in the local tensor, one number a dim.
-        whole: offset of its first element in the whole tensor.
-        sizes: its size.
+        here: offset in the local tensor, one number per dim.
+        whole: offset in the whole tensor.
+        sizes: its shape.
     """
 
     here: tuple[int, ...]
@@ -43,7 +51,7 @@ class LocalSlice:
 
 
 def local_shape(shape: tuple[int, ...], cuts: tuple[Cut, ...]) -> tuple[int, ...]:
-    """Shape of what a rank holds of a parameter of `shape`."""
+    """Shape of a rank's part of a parameter."""
     sizes = list(shape)
     for cut in cuts:
         assert sizes[cut.dim] % (cut.count * cut.blocks) == 0, f"{shape} is not divided by {cut}"
@@ -62,13 +70,13 @@ def global_shape(local: tuple[int, ...], cuts: tuple[Cut, ...]) -> tuple[int, ..
 def local_slices(
     shape: tuple[int, ...], cuts: tuple[Cut, ...], rows: tuple[int, int] | None = None
 ) -> tuple[LocalSlice, ...]:
-    """The rectangles of the whole that a rank holds.
+    """The slices of a parameter on a rank.
 
     Args:
         shape: of the whole parameter.
         cuts: at most one for each dim.
-        rows: first and last + 1 of the LOCAL rows (dim 0) that are meant; None for all. Offsets in `LocalSlice.here`
-            count from the first of them.
+        rows: (first, end) of a range of LOCAL rows (dim 0); None for all. Offsets in `LocalSlice.here` count from its
+            first row.
     """
     assert len({cut.dim for cut in cuts}) == len(cuts), f"a dim is cut twice: {cuts}"
     own = {cut.dim: cut for cut in cuts}
@@ -82,7 +90,7 @@ def local_slices(
 
 
 def _ranges(size: int, cut: Cut | None) -> Iterator[tuple[int, int, int]]:
-    """(offset here, offset in the whole, length) of each block's part of one dim."""
+    """Yields (local offset, offset in the whole, length) of each block's part of one dim."""
     if cut is None:
         yield 0, 0, size
         return
@@ -99,9 +107,9 @@ def _within(one: tuple[int, int, int], first: int, end: int) -> tuple[int, int, 
 
 
 def rows_of_shard(rows: int, index: int, count: int) -> tuple[int, int]:
-    """First and last + 1 of the rows that one of `count` shards holds: equal chunks, rounded up; the last may be short.
+    """(first, end) of the rows of one of `count` shards: equal chunks, rounded up; the last may be short or empty.
 
-    This is how FSDP2 divides dim 0 (torch.chunk); both may be `rows` where nothing is left.
+    FSDP2 divides dim 0 in this way (torch.chunk).
     """
     chunk = -(-rows // count)
     return min(index * chunk, rows), min((index + 1) * chunk, rows)
@@ -109,11 +117,11 @@ def rows_of_shard(rows: int, index: int, count: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, order=True)
 class Rectangle:
-    """A part of a tensor that is a range on each dim.
+    """A range on each dim of a tensor.
 
     Attributes:
-        begin: offset of its first element in the whole tensor, one number a dim.
-        sizes: its size.
+        begin: offset in the whole tensor, one number per dim.
+        sizes: its shape.
     """
 
     begin: tuple[int, ...]
@@ -126,11 +134,11 @@ class Rectangle:
 
     @property
     def elements(self) -> int:
-        """How many it has; a scalar has one."""
+        """Number of elements; 1 for a scalar."""
         return prod(self.sizes)
 
     def overlap(self, other: "Rectangle") -> "Rectangle | None":
-        """What two rectangles share, if that is anything."""
+        """The intersection of two rectangles; None if it is empty."""
         begin = tuple(map(max, self.begin, other.begin))
         sizes = tuple(end - start for start, end in zip(begin, map(min, self.end, other.end), strict=True))
         return Rectangle(begin, sizes) if all(size > 0 for size in sizes) else None
@@ -147,7 +155,7 @@ class Rectangle:
 
 
 def parse_rectangle(text: str) -> Rectangle:
-    """The rectangle of a text. Raises ValueError if it is none."""
+    """Parse the text of a rectangle. Raises ValueError if it is malformed."""
     if not (text.startswith("[") and text.endswith("]")):
         raise ValueError(f"{text} is no rectangle")
     ranges = [part.split(":") for part in text[1:-1].split(", ")] if text != "[]" else []
@@ -156,10 +164,10 @@ def parse_rectangle(text: str) -> Rectangle:
 
 
 def not_the_whole(shape: tuple[int, ...], rectangles: Iterable[Rectangle]) -> str | None:
-    """Why some rectangles are not exactly the whole of a tensor: too few, too many, or outside; None if they are.
+    """The reason why rectangles do not tile a tensor exactly: missing, overlapping, or outside; None if they do.
 
     Args:
-        shape: of the whole.
+        shape: of the tensor.
         rectangles: in any order, none of them empty. A tensor without elements has none.
     """
     ordered = sorted(rectangles)

@@ -1,4 +1,4 @@
-"""What each stage of a pipeline holds: a layout string read and written, or the split that balances cost.
+"""The parts of a model on each pipeline stage: from a layout string, or balanced by cost.
 
 A model is one line of parts: the embedding, the decoder layers, then multi-token prediction with the final norm, the
 output projection and the loss. A layout cuts that line into stages:
@@ -9,11 +9,11 @@ output projection and the loss. A layout cuts that line into stages:
     group  = "(" , item , { item } , ")" ;          L   final norm, output projection, loss: the last part
     letter = "E" | "t" | "m" | "L" ;                |   ends a stage
 
-`x*N` is x written N times. Commas and blanks are for the eye. A `|` right after a group that ends in one, and one at
-the very end, end no second stage. So `Et*3|t*4|(t*4|)*13|t*2,mL` is 16 stages of DeepSeek-V3's 61 layers.
+`x*N` repeats x N times. Commas and blanks are ignored. A `|` right after a group that ends in one, and one at the end,
+end no second stage. So `Et*3|t*4|(t*4|)*13|t*2,mL` is 16 stages of DeepSeek-V3's 61 layers.
 
-Multi-token prediction stands directly before L, all of it: it reads what the final norm gives, shares the output
-projection, and its loss is added to the main one. Every stage holds a layer, except one that holds only E or ends in L.
+All of multi-token prediction is directly before L: it reads the output of the final norm, shares the output projection,
+and its loss is added to the main one. Every stage has a layer, except one that has only E or ends in L.
 """
 
 import re
@@ -26,24 +26,24 @@ from math import inf
 from penstock.base.errors import ConfigError
 
 FIELD = "pipeline.layout"
-"""The field that holds a layout string; errors name it."""
+"""The field of the layout string, for errors."""
 
 _LETTERS = "E, t, m, L"
 _FOLLOWS = {"E": "t|mL", "t": "t|mL", "m": "mL", "|": "tmL", "L": ""}
-"""Letters that may come after a letter; the end comes after L only."""
+"""Letters that may follow a letter; only L may end the layout."""
 
 _NUMBER = re.compile(r"[0-9]+")
 _MOST_PARTS = 100_000
 _DEEPEST = 20
-"""A layout with more parts, or with more groups inside one another, is a slip of the pen."""
+"""Limits on parts and on nested groups; larger layouts are typing errors."""
 
 _SHOWN = 40
-"""Characters that an error shows before and after the place that it points at."""
+"""Characters that an error shows before and after its position."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """What one stage of a pipeline holds.
+    """The parts of one stage.
 
     Attributes:
         embed: the embedding.
@@ -60,12 +60,12 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class StageCosts:
-    """What the parts of a model cost, all in one unit.
+    """The cost of each part of a model, all in one unit.
 
     Attributes:
         embed: the embedding.
         layers: each decoder layer.
-        mtp: each multi-token prediction layer, with its use of the output projection.
+        mtp: each multi-token prediction layer, including its use of the output projection.
         head: final norm, output projection and loss.
     """
 
@@ -81,16 +81,16 @@ class StageCosts:
 
 
 def parse_stages(text: str, *, layers: int, mtp_layers: int, stages: int) -> tuple[Stage, ...]:
-    """Read a layout string; the grammar is at the top of this file.
+    """Parse a layout string; the module docstring has the grammar.
 
     Args:
         text: the layout.
         layers: decoder layers of the model.
         mtp_layers: its multi-token prediction layers.
-        stages: stages that the pipeline has, virtual ones counted.
+        stages: stages of the pipeline, including virtual ones.
 
     Raises:
-        ConfigError: the text breaks the grammar, a part stands where it cannot, or the totals are wrong.
+        ConfigError: the text breaks the grammar, a part is in a wrong place, or the totals are wrong.
     """
     parts = _Reader(text).read()
     _check_order(text, parts)
@@ -112,7 +112,7 @@ def parse_stages(text: str, *, layers: int, mtp_layers: int, stages: int) -> tup
 
 
 def stages_text(stages: Sequence[Stage]) -> str:
-    """Write stages as a layout string, the shortest way: `parse_stages` gives the same stages again."""
+    """The shortest layout string of some stages: the inverse of `parse_stages`."""
     runs = [(row, len(list(same))) for row, same in groupby(_stage_text(stage) for stage in stages)]
     written = "".join(f"{row}|" if count == 1 else f"({row}|)*{count}" for row, count in runs)
     return written.removesuffix("|")
@@ -132,14 +132,14 @@ def _stage_text(stage: Stage) -> str:
 
 @dataclass(frozen=True)
 class _Part:
-    """A letter or `|`, and where it stands in the text, from 0."""
+    """A letter or `|`, and its index in the text."""
 
     letter: str
     place: int
 
 
 class _Reader:
-    """Recursive descent over one text; repetitions are written out."""
+    """Recursive descent parser; it writes repetitions out."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -176,7 +176,7 @@ class _Reader:
         return parts
 
     def _peek(self) -> str:
-        """The next sign that means something; empty at the end."""
+        """The next character that is not ignored; empty at the end."""
         while self._text[self._place : self._place + 1] in (",", " "):
             self._place += 1
         return self._text[self._place : self._place + 1]
@@ -205,7 +205,6 @@ class _Reader:
         return parts
 
     def _repeated(self, item: list[_Part]) -> list[_Part]:
-        """The item as often as a `*N` behind it says."""
         if self._peek() != "*":
             return item
         self._place += 1
@@ -223,7 +222,7 @@ class _Reader:
 
 
 def _check_order(text: str, parts: Sequence[_Part]) -> None:
-    """E first, then layers, then multi-token prediction, L last; no stage without any of them."""
+    """E first, then layers, then multi-token prediction, L last; no stage without parts."""
     if parts[0].letter != "E":
         raise _wrong(text, parts[0].place, f"{parts[0].letter} stands before the embedding", "E")
     for before, part in pairwise(parts):
@@ -246,7 +245,7 @@ def _check_total(text: str, what: str, got: int, wanted: int, field: str) -> Non
 
 
 def _wrong(text: str, place: int, what: str, allowed: str) -> ConfigError:
-    """An error that points at a place, counted from 0 here and from 1 by people."""
+    """An error at an index of the text; users count characters from 1."""
     return ConfigError(
         f"{FIELD} at character {place + 1}: {what}",
         got=f"{_shown(text[place:]) if text[place:] else 'the end'} after {_shown(text[:place], is_end=True)}",
@@ -256,7 +255,7 @@ def _wrong(text: str, place: int, what: str, allowed: str) -> ConfigError:
 
 
 def _shown(text: str, *, is_end: bool = False) -> str:
-    """A text in quotes, or the begin or the end of a long one."""
+    """A text in quotes, shortened at its begin or end."""
     if len(text) <= _SHOWN:
         return f"'{text}'"
     return f"'...{text[-_SHOWN:]}'" if is_end else f"'{text[:_SHOWN]}...'"
@@ -266,19 +265,19 @@ def _shown(text: str, *, is_end: bool = False) -> str:
 
 
 def balanced_stages(*, layers: int, mtp_layers: int, stages: int, costs: StageCosts) -> tuple[Stage, ...]:
-    """The split whose dearest stage is cheapest, exactly; of several such splits, the most even one.
+    """The split with the cheapest most expensive stage, exactly; of several such splits, the most even one.
 
-    Evenness is the sum of squared costs. Where that is equal too, later stages hold more: under 1F1B the earlier ones
-    keep more micro-batches alive.
+    Evenness is the sum of squared costs. If that is equal too, later stages get more layers: under 1F1B the earlier
+    ones hold more micro-batches.
 
     Args:
         layers: decoder layers.
         mtp_layers: multi-token prediction layers.
-        stages: stages to make, virtual ones counted.
+        stages: stages to make, including virtual ones.
         costs: of every part.
 
     Raises:
-        ConfigError: there are more stages than parts to put into them.
+        ConfigError: there are more stages than parts.
     """
     assert (len(costs.layers), len(costs.mtp)) == (layers, mtp_layers), "every layer has a cost"
     parts = [costs.embed, *costs.layers, costs.head + sum(costs.mtp)]
@@ -326,13 +325,13 @@ def _even_starts(parts: Sequence[float], count: int) -> list[int]:
 
 
 def _least_limit(sums: Sequence[float], count: int) -> float:
-    """The least cost that no run has to exceed, among all that a run can have."""
+    """The smallest possible cost of the most expensive run."""
     runs = sorted({end - start for number, start in enumerate(sums) for end in sums[number + 1 :]})
     return runs[bisect_left(runs, True, key=lambda limit: _runs_within(sums, limit) <= count)]
 
 
 def _runs_within(sums: Sequence[float], limit: float) -> float:
-    """Runs that are needed if none may cost more than a limit; infinite if one part costs more."""
+    """Runs that are needed if none may exceed a limit; infinite if one part exceeds it."""
     runs, start = 0, 0
     while start < len(sums) - 1:
         end = start

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from penstock.base.errors import DataError
-from penstock.data import packed
+from penstock.data import packed as packed_data
 from penstock.data.indexed_dataset import IndexedDataset
-from penstock.data.packed import PackProgress, open_packed, pack
+from penstock.data.packed import PackProgress, PackResult, open_packed, pack
 from penstock.data.sources import RecordError, SplitFilter
 from penstock.data.tokenizer import open_tokenizer
 from tests.data.vocabularies import HARD_TEXTS, json_file, tiktoken_file
@@ -33,13 +33,13 @@ class InMemory:
         return text
 
 
-def packed(folder: Path, *texts: str | None, **settings: object) -> packed.PackResult:
+def packed(folder: Path, *texts: str | None, **settings: object) -> PackResult:
     return pack(InMemory(texts), folder / "a", **{"tokenizer": "bytes", **settings})
 
 
 @pytest.fixture
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "BATCH_CHARACTERS", 100)
+    monkeypatch.setattr(packed_data, "BATCH_CHARACTERS", 100)
 
 
 def test_what_was_packed_is_what_the_tokenizer_gives(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_every_action_starts_after_what_it_needs_and_a_rank_does_one_at_a_time(o
     times = [tuple(random.uniform(0.1, 2) for _ in range(one.stages)) for _ in range(4)]
     costs = ActionCosts(forward=times[0], backward=times[1], input=times[2], weight=times[3], send=send)
     playback = play(one, costs)
-    given_by = {event.action.gives: event for event in playback.events}
+    given_by = {event.action.output: event for event in playback.events}
     for event in playback.events:
         assert event.end - event.start == pytest.approx(costs.of(event.action))
         for need in event.action.needs(one.stages):
@@ -148,8 +148,8 @@ def test_each_step_of_a_passage_stands_behind_the_steps_of_other_ranks_that_it_n
         action for actions in one.actions for action in actions
     )
     for place, step in enumerate(steps):
-        given = {action.gives for source in step.after for action in steps[source].unit}
-        own = {action.gives for earlier in steps[:place] if earlier.rank == step.rank for action in earlier.unit}
+        given = {action.output for source in step.after for action in steps[source].unit}
+        own = {action.output for earlier in steps[:place] if earlier.rank == step.rank for action in earlier.unit}
         assert all(source < place and steps[source].rank != step.rank for source in step.after)
         assert all(need in given | own for action in step.unit for need in action.needs(one.stages))
 

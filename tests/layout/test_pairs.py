@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from penstock.layout.actions import Kind, execution_order, pair_up
 from penstock.layout.clock import even_costs, play
-from penstock.layout.schedules import BESIDE, SCHEDULES, Schedule, problems, schedule
+from penstock.layout.schedules import PAIRED_GRAMMARS, SCHEDULES, Schedule, problems, schedule
 from tests.layout.schedule_sizes import bound, even, schedules
 
 
 @st.composite
-def paired(draw: st.DrawFn, names: tuple[str, ...] = tuple(BESIDE), *, even_rounds: bool = False) -> Schedule:
+def paired(draw: st.DrawFn, names: tuple[str, ...] = tuple(PAIRED_GRAMMARS), *, even_rounds: bool = False) -> Schedule:
     """Any schedule with pairs; of an equal number of micro-batches for each rank, two or more."""
     name = draw(st.sampled_from(names))
     shape, ranks = SCHEDULES[name], draw(st.integers(1, 8))
@@ -81,7 +81,7 @@ def test_where_another_rank_waits_for_the_forward_it_goes_first() -> None:
     assert one.pairs == (frozenset(), frozenset({1}))
 
 
-@pytest.mark.parametrize("name", BESIDE)
+@pytest.mark.parametrize("name", PAIRED_GRAMMARS)
 def test_a_pair_has_one_start_and_one_end_and_takes_as_long_as_both(name: str) -> None:
     one = schedule(name, ranks=2, stages_per_rank=2, micro_batches=4, pairs=True)
     events = {(event.rank, event.action): event for event in play(one, even_costs(one.stages)).events}

@@ -41,7 +41,7 @@ def test_a_stage_takes_micro_batches_in_order_so_that_none_overtakes_another_on_
     for actions in one.actions:
         for stage in {action.stage for action in actions}:
             for kind in (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT):
-                order = [action.micro_batch for action in actions if action.gives[:2] == (stage, kind)]
+                order = [action.micro_batch for action in actions if action.output[:2] == (stage, kind)]
                 assert order == sorted(order)
 
 

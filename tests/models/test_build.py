@@ -46,7 +46,7 @@ def test_the_stage_decides_who_brings_tokens_and_with_how_much_room(
     assert layers
     for layer in layers:
         assert isinstance(layer.dispatcher, kind)
-        assert (None if layer.row_capacity is None else layer.row_capacity.bound) == bound
+        assert (None if layer.row_capacity is None else layer.row_capacity.factor) == bound
         if isinstance(layer.dispatcher, AllGatherDispatcher):
             assert layer.dispatcher.row_capacity is layer.row_capacity, "what a layer asks is what the step looks at"
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from penstock.layout.actions import Action, Kind, Schedule
 from penstock.layout.grid import Grid
-from penstock.layout.schedules import BESIDE, schedule
+from penstock.layout.schedules import PAIRED_GRAMMARS, schedule
 from penstock.parallel.async_transfer import Steps, TransferStream, drain
 from penstock.parallel.axes import ALONE, make_axes
 from penstock.parallel.pipeline import Message, PipelineRunner
@@ -132,7 +132,7 @@ def test_a_schedule_with_pairs_needs_transfers() -> None:
         _alone(None)
 
 
-@pytest.mark.parametrize("name", BESIDE)
+@pytest.mark.parametrize("name", PAIRED_GRAMMARS)
 def test_an_evaluation_has_no_pairs(name: str) -> None:
     plan = schedule(name, ranks=1, stages_per_rank=2, micro_batches=4, pairs=True)
     transfers, weights = Recorded(), _weights((0, 1))

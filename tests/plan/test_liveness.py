@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.layout.actions import Kind
-from penstock.layout.schedules import BESIDE, SCHEDULES, schedule
+from penstock.layout.schedules import PAIRED_GRAMMARS, SCHEDULES, schedule
 from penstock.plan.liveness import PipelineShape, enough, peak_points
 
 SIZES = st.lists(st.integers(0, 1000), min_size=4, max_size=4)
@@ -106,7 +106,7 @@ def test_an_earlier_rank_holds_what_a_later_one_holds_where_that_is_said(
 
 
 @pytest.mark.parametrize(
-    ("name", "pairs"), [*((name, False) for name in SCHEDULES), *((name, True) for name in BESIDE)]
+    ("name", "pairs"), [*((name, False) for name in SCHEDULES), *((name, True) for name in PAIRED_GRAMMARS)]
 )
 def test_where_it_is_not_said_some_later_rank_holds_more(name: str, pairs: bool) -> None:
     shape = PipelineShape(name, 4, SCHEDULES[name].fewest, 8, pairs=pairs)
