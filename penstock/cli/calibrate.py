@@ -92,7 +92,7 @@ def _launch(environment: Environment, processes: int, *, on_cpu: bool) -> LocalL
 
 
 def _measure(environment: Environment, device_kind: str, name: str | None) -> Hardware:
-    """What all ranks do; the devices are measured at the same time, as a step would load them."""
+    """Measure on all ranks at the same time, because a step loads all devices too."""
     with Rendezvous(environment) as meeting:
         prepare_environment(facts_of_machine(environment))
         device = choose_device(device_kind, environment)

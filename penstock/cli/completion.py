@@ -1,8 +1,8 @@
-"""What a shell may put in the place of an unfinished word, known without loading the verb that it belongs to.
+"""Shell completion without loading the verb.
 
-A key that waits three seconds for PyTorch is not pressed again. So verbs, options and arguments are read from
+Importing PyTorch takes seconds, which is too long for a key. So verbs, options and arguments are read from
 commands.json, which `make docs` writes from the verbs themselves, and only presets, fields and chips are looked up,
-in modules that load quickly. Where nothing is proposed the shell offers its files.
+in modules that load quickly. Without a proposal the shell offers its files.
 """
 
 import json
@@ -16,19 +16,19 @@ from penstock.config.run import Run
 from penstock.config.schema import NAME, every_field
 
 Word = tuple[str, str]
-"""What may be put there, and a few words on it."""
+"""A proposed word and its description."""
 
 DEVICES = "8"
-"""Stands in a cluster where nobody has said how many devices yet."""
+"""Number of devices of a proposed cluster, if none is typed yet."""
 
 
 def proposals(verb: str, words: Sequence[str], begun: str) -> list[Word]:
-    """What may stand in the place of the last word of a command line.
+    """Proposals for the last word of a command line.
 
     Args:
-        verb: of `penstock`.
-        words: between the verb and the last word.
-        begun: what there is of the last word; may be empty.
+        verb: verb of `penstock`.
+        words: words between the verb and the last word.
+        begun: beginning of the last word; may be empty.
     """
     node, option, given, arguments = json.loads(COMMANDS.read_text(encoding="utf-8"))[verb], "", set(), 0
     values_left = 0
@@ -53,7 +53,7 @@ def proposals(verb: str, words: Sequence[str], begun: str) -> list[Word]:
 
 
 def _of_argument(node: Mapping[str, Any], place: int, begun: str) -> Iterator[Word]:
-    """Verbs below this one, and what its argument of this place may be; the last one may be there several times."""
+    """Verbs below this one, and values of the argument at this place; the last argument may repeat."""
     if place == 0:
         yield from ((name, inner["summary"]) for name, inner in node["verbs"].items())
     names = node["arguments"]
@@ -62,7 +62,6 @@ def _of_argument(node: Mapping[str, Any], place: int, begun: str) -> Iterator[Wo
 
 
 def _values(name: str, begun: str) -> Iterator[Word]:
-    """Values of an option or argument, by the name that help gives to its value."""
     if "|" in name:
         return ((choice, "") for choice in name.strip("<>").split("|"))
     return next((make(begun) for pattern, make in _KNOWN.items() if re.fullmatch(pattern, name)), iter(()))
@@ -74,7 +73,7 @@ def _presets(begun: str) -> Iterator[Word]:
 
 
 def _overrides(begun: str) -> Iterator[Word]:
-    """Fields, and the values of one that has been named."""
+    """Fields, and the values of the field if one is named."""
     path = begun.partition("=")[0]
     for field in every_field(Run):
         if field.sections or NAME in field.path:
@@ -100,4 +99,4 @@ _KNOWN: dict[str, Callable[[str], Iterator[Word]]] = {
     r"FIELD": _fields,
     r"NxCHIP": _clusters,
 }
-"""Who knows the values of a name."""
+"""Proposals by the name of a value in help."""

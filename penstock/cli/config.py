@@ -88,7 +88,7 @@ def _sizes(run: Run) -> tuple[str, str]:
 
 @app.command()
 def explain(field: Annotated[str, typer.Argument(help="Full path, such as model.moe.top_k, or model.moe.")]) -> None:
-    """Say what a field means, what it may be, which presets set it, and which rules it must obey."""
+    """Print a field's meaning, type, range, presets and rules."""
     print(explain_field(field))
 
 
@@ -133,7 +133,7 @@ def reference() -> None:
 
 
 def warn_of_unfilled(run: Run) -> None:
-    """Warn of a vocabulary of which the tokenizer fills less than half, as far as that is known of no file."""
+    """Warn if the byte tokenizer uses less than half of the vocabulary."""
     if not bytes_are_encoded(run) or run.model.vocab_size < 2 * BYTES_IDS:
         return
     library = run.data.source == "standard-library" and not run.data.mixture

@@ -46,7 +46,7 @@ from penstock.parallel.launch.host import allowed_cores
 
 
 class TextSource(StrEnum):
-    """What the files are."""
+    """Format of text files."""
 
     JSONL = "jsonl"
     TEXT = "text"
@@ -54,7 +54,7 @@ class TextSource(StrEnum):
 
 
 class CorruptTexts(StrEnum):
-    """What becomes of a text that cannot be used."""
+    """Policy for unusable texts."""
 
     STOP = "stop"
     SKIP = "skip"
@@ -67,7 +67,7 @@ CorruptOption = Annotated[CorruptTexts, typer.Option("--corrupt", help="Stop at 
 CacheOption = Annotated[Path, typer.Option("--cache", help="Folder for decompressed copies of compressed files.")]
 
 CACHE = Path("runs/cache")
-"""Where runs keep theirs."""
+"""Cache folder of runs."""
 
 _NAMED = 5
 
@@ -77,7 +77,7 @@ _ANY_VOCABULARY = 2**31
 def open_texts(
     files: list[str], source: TextSource, text_field: str, corrupt: CorruptTexts, cache: Path
 ) -> TextDocuments:
-    """Returns the texts of files, in their order, as a run would read them.
+    """Open the texts of files in order, as a run would read them.
 
     Raises:
         DataError: a file is missing, damaged or empty.
@@ -92,7 +92,7 @@ def open_texts(
 
 
 def print_left_out(faults: Sequence[str], where: str = "") -> None:
-    """Names some of the texts that were left out; `where` says what names them all."""
+    """Print the first texts that were left out; `where` names the full list."""
     if faults:
         print(f"{len(faults):,} corrupt documents were left out{where}:")
     for fault in faults[:_NAMED]:
@@ -102,7 +102,7 @@ def print_left_out(faults: Sequence[str], where: str = "") -> None:
 STOPPED = 143
 
 WIDE = 64
-"""Columns of a terminal from which on progress has a bar; what it counts must never be cut."""
+"""Columns of a terminal from which progress has a bar; its counts must never be cut."""
 
 Output = Annotated[Path, typer.Option("--output", help="Prefix of the files: PREFIX.bin, PREFIX.idx.")]
 TokenizerName = Annotated[str, typer.Option("--tokenizer", help="As data.tokenizer: a file or folder, or `bytes`.")]
@@ -127,7 +127,7 @@ def pack_texts(  # noqa: PLR0913 - one argument for each option
 ) -> None:
     """Encode text once, into PREFIX.bin and PREFIX.idx, which Megatron reads too.
 
-    Each document ends with the end-of-document token. PREFIX.packed.json says which tokenizer it was.
+    Each document ends with the end-of-document token. PREFIX.packed.json names the tokenizer.
     """
     prefix = prefix_of(output)
     with _ended_by_signals(), _progress() as show:
@@ -169,7 +169,7 @@ def _print_summary(prefix: Path, packed: PackResult, seconds: float) -> None:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[int], Callable[[PackProgress], None]]]:
-    """Gives what draws a bar on a terminal, and nothing elsewhere: called with the texts that there are."""
+    """Give a function that draws a progress bar on a terminal and nothing elsewhere; it takes the number of texts."""
     console = Console(stderr=True)
     columns: list[ProgressColumn] = [MofNCompleteColumn(), TextColumn("{task.fields[speed]}"), TimeRemainingColumn()]
     if console.width >= WIDE:
@@ -193,7 +193,7 @@ def _progress() -> Iterator[Callable[[int], Callable[[PackProgress], None]]]:
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Lets SIGTERM end this process as Ctrl-C does: the other processes are ended, and nothing is left."""
+    """Let SIGTERM end this process as Ctrl-C does: child processes end, and no partial file stays."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         sys.exit(STOPPED)
@@ -251,7 +251,7 @@ def train_on_text(  # noqa: PLR0913 - one argument for each option
 
 
 def _readable(texts: TextDocuments, left_out: list[str], *, skip: bool) -> Iterator[str]:
-    """Yields all texts but those that cannot be read, whose faults are noted."""
+    """Yield the readable texts and note the faults of the others."""
     for number in range(len(texts)):
         try:
             yield texts.record(number)

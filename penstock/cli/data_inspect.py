@@ -1,11 +1,11 @@
-"""`penstock data inspect`: what the batches of a run really hold.
+"""`penstock data inspect`: contents of the batches of a run.
 
     penstock data inspect debug                         the first batch of a preset
     penstock data inspect run.toml data.document_mask=true --step 100 --rows 2
     penstock data inspect runs/debug --step 1500        begins at the newest checkpoint before that step
-    penstock data inspect debug --held-out              the rows that the model is judged by
+    penstock data inspect debug --held-out              the rows of the evaluation
 
-Rows are read as training reads them. A text is shown as Python writes a string, so that every character can be seen.
+Rows are read as training reads them. Text is printed as a Python string, so that every character is visible.
 """
 
 import json
@@ -26,7 +26,7 @@ from penstock.train.run_folder import RunFolder
 from penstock.train.setup import open_split
 
 _SHOWN = 160
-"""Characters of a piece, unless all are asked for: most from its beginning, some from its end."""
+"""Characters shown of a piece without --full: most from its beginning, some from its end."""
 
 Target = Annotated[str, typer.Argument(metavar="TARGET", help="A preset, a TOML file, or a run folder.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Overrides.")]
@@ -46,9 +46,9 @@ def inspect(
     full: Full = False,
     as_json: Json = False,
 ) -> None:
-    """Show what the batches of a run really hold.
+    """Show the contents of the batches of a run.
 
-    Rows are decoded piece by piece, with positions, labels that are not counted, padding, and parts of a mixture.
+    Rows are decoded piece by piece, with positions, ignored labels, padding, and parts of a mixture.
     """
     run = load_run(target, overrides or ())
     if held_out:
@@ -78,7 +78,6 @@ def inspect(
 
 
 def _summary(run: Run, contents: BatchContents) -> dict[str, Any]:
-    """Counts over all rows that were looked at."""
     return {
         "batch_rows": contents.batch_rows,
         "counted_rows": len(contents.rows),
@@ -143,7 +142,7 @@ def _print_row(number: int, row: RowContents, part: str, full: bool) -> None:
 
 
 def _place(piece: DocumentSpan) -> str:
-    """Where a piece stands, what the model is told of it, and how it ends."""
+    """Position of a piece in its row, its position ids, and its end."""
     first, last = piece.positions
     facts = [f"{piece.first}..{piece.first + piece.tokens - 1}", f"positions {first}..{last}"]
     if piece.ignored:
@@ -153,7 +152,7 @@ def _place(piece: DocumentSpan) -> str:
 
 
 def _text(piece: DocumentSpan, full: bool) -> str:
-    """The text as Python writes it; ids where there is none."""
+    """The text as a Python string, or ids if there is no text."""
     shown = repr(piece.text) if piece.text is not None else f"ids {' '.join(map(str, piece.ids))}"
     if full or len(shown) <= _SHOWN:
         return shown

@@ -55,7 +55,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def doctor(paths: Place, on: On = None, step: Step = None, as_json: Json = False) -> None:
-    """Say which wall stands (memory, communication, host, compute), and what each remedy would win."""
+    """Name the bottleneck (memory, communication, host, compute) and the gain of each remedy."""
     evidence = examine(paths, on=on, step=step)
     if evidence.host is not None and not evidence.ranks:
         if as_json:
@@ -79,7 +79,7 @@ def doctor(paths: Place, on: On = None, step: Step = None, as_json: Json = False
 
 
 def _print_next(paths: list[Path], evidence: Evidence, changes: list[str]) -> None:
-    """The run with the first change that its configuration takes; else its page."""
+    """Propose the run with the first change that its configuration accepts, or else a report."""
     path, run = paths[0], evidence.facts.run
     if run is not None and (is_run(path) or is_planned(path)):
         fitting = (change for change in changes if accepted(run, change, evidence.facts.world) is not None)
@@ -94,17 +94,17 @@ def _print_next(paths: list[Path], evidence: Evidence, changes: list[str]) -> No
 
 
 def examine(paths: list[Path], *, on: str | None = None, step: int | None = None) -> Evidence:
-    """All evidence that some paths hold.
+    """Collect all evidence from paths.
 
     Args:
-        paths: the folder of a run, the TOML file of one that is only planned, or traces.
-        on: what the run is on; None takes it from the traces.
-        step: judge only this one.
+        paths: the folder of a run, the TOML file of a planned run, or traces.
+        on: hardware of the run; None takes it from the traces.
+        step: judge only this step.
 
     Raises:
-        TraceError: a trace cannot be read, where the path is no run that can be judged by its plan.
+        TraceError: a trace cannot be read, and the path is not a run that a plan can judge.
         ConfigError: the configuration of the run cannot be read.
-        HardwareError: `on` is no hardware.
+        HardwareError: `on` names no hardware.
     """
     path = paths[0]
     if len(paths) == 1 and is_run(path):
@@ -133,7 +133,6 @@ def examine(paths: list[Path], *, on: str | None = None, step: int | None = None
 
 
 def _of_run(folder: Path, step: int | None) -> Evidence:
-    """Of the folder of a run, with its traces if it has any."""
     facts, missing = facts_of(folder)
     try:
         return evidence_of(analyse_files([folder], step=step), facts, missing)
@@ -145,16 +144,11 @@ def _of_run(folder: Path, step: int | None) -> Evidence:
 
 
 ROWS = 8
-"""Of each table of a CPU."""
+"""Rows of each table of a CPU."""
 
 
 def print_verdict(verdict: Diagnosis, evidence: Evidence) -> None:
-    """Print a verdict.
-
-    Args:
-        verdict: what the doctor says.
-        evidence: of what.
-    """
+    """Print a verdict and the evidence behind it."""
     print(verdict.sentence)
     for note in verdict.notes:
         print(f"note: {note}")
@@ -181,12 +175,7 @@ def print_verdict(verdict: Diagnosis, evidence: Evidence) -> None:
 
 
 def print_cpu(table: HostTable, evidence: Evidence) -> None:
-    """Print what is said of a run on a CPU.
-
-    Args:
-        table: what its first rank did.
-        evidence: with the configuration, if it is known.
-    """
+    """Print the tables of a run on a CPU, and the changes that may help."""
     print(cpu_sentence(evidence))
     print_host_tables([table], most=ROWS)
     print()

@@ -33,7 +33,7 @@ from penstock.train.saved_weights import RUN_FILE
 TOKENIZER = "tokenizer.json"
 STEPS = 1000
 LEARNING_RATE = 2e-5
-"""Small: weights that have learned once are easily lost."""
+"""Small, because trained weights are easily lost."""
 
 
 def import_(
@@ -46,7 +46,7 @@ def import_(
     chosen: Annotated[int, typer.Option("--chosen", help="Of them, those that a token meets.", min=1)] = 1,
     granularity: Annotated[int, typer.Option("--granularity", help="Experts that a copy is cut into.", min=1)] = 1,
 ) -> None:
-    """Make weights with Hugging Face names the start of a run."""
+    """Start a run from weights with Hugging Face names."""
     base = load_run(preset) if preset else _base(model_in(source), output.name)
     upcycling = Upcycling(copies=copies, chosen=chosen, granularity=granularity) if copies else None
     model = upcycling.model(base.model) if upcycling else base.model
@@ -63,7 +63,7 @@ def import_(
 
 
 def _base(model: Model, name: str) -> Run:
-    """A run with the least that it needs; what is trained on, and how long, is for the user to say."""
+    """A run with required fields only; the user sets text and steps."""
     return Run(
         name=name,
         model=model,

@@ -93,11 +93,15 @@ def _check_file(file: Path, *, force: bool) -> None:
 
 
 def _answers(given: dict[str, str | None], *, asks: bool) -> Answers:
-    """Every answer: an option's, a person's, or the usual one; each is looked at before the next question."""
+    """Take each answer from an option, a person, or the usual one, and check it before the next question."""
     missing = [name for name, value in given.items() if value is None]
     if missing and asks and not sys.stdin.isatty():
         options = " ".join(f"--{name}" for name in missing)
-        raise ConfigError("nobody is there to answer", got=f"no {options}", fix=f"{options}, or --yes")
+        raise ConfigError(
+            "standard input is not a terminal, so questions cannot be asked",
+            got=f"no {options}",
+            fix=f"{options}, or --yes",
+        )
     answers: dict[str, str] = {}
     for name, value in given.items():
         if value is not None:
@@ -110,7 +114,7 @@ def _answers(given: dict[str, str | None], *, asks: bool) -> Answers:
 
 
 def _asked(name: str, usual: str, answers: dict[str, str]) -> str:
-    """A person's answer. One that cannot be used is said to be so, and the question is asked again."""
+    """Ask a person until the answer can be used."""
     if name == "model":
         print(f"Presets: {', '.join(PRESETS)}; `penstock config list` says what they are.")
     while True:
@@ -127,7 +131,7 @@ def _asked(name: str, usual: str, answers: dict[str, str]) -> str:
 
 
 def _look(name: str, answer: str, answers: dict[str, str]) -> None:
-    """Refuse an answer that cannot be used, as far as that can be said at once."""
+    """Refuse an unusable answer, as far as it can be checked now."""
     looks: dict[str, Callable[[str], object]] = {
         "model": preset,
         "on": cluster_named,
@@ -153,25 +157,25 @@ SHOWN = (
     "evaluation.every",
     "checkpoint.every",
 )
-"""Stand in every file, whether they differ from the preset or not."""
+"""Fields in every file, also if they equal the preset."""
 
 PRESET_FIELDS = ("name",)
-"""Follow from the file itself."""
+"""Fields that follow from the file itself."""
 
 Leaves = Mapping[str, Any]
 
 
 def run_text(made: Made, model: str, path: Path, words: str) -> str:
-    """The file, checked.
+    """The text of the file, checked by loading it.
 
     Args:
-        made: the run, and what there is to say about it.
-        model: the preset that it starts from.
-        path: where it will stand; its stem is the name of the run.
-        words: the command that made it.
+        made: the run and its notes.
+        model: preset that the file starts from.
+        path: path of the file; its stem is the name of the run.
+        words: command that made it.
 
     Raises:
-        ConfigError: the file would not be the run.
+        ConfigError: the file would not load as the run.
     """
     text = "\n".join([*_head(made, model, path, words), *_fields(made.run, preset(model)), ""])
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
@@ -186,7 +190,7 @@ def write_run(path: Path, text: str) -> None:
     """Write a file whole or not at all.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the file cannot be written.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -214,7 +218,6 @@ def _head(made: Made, model: str, path: Path, words: str) -> Iterator[str]:
 
 
 def _commands(made: Made, path: Path) -> dict[str, str]:
-    """What to type next."""
     commands = {f"penstock train {path}": "every GPU of this machine, or its CPU"}
     projection = made.projection
     if projection is not None and projection.cluster.nodes > 1:
@@ -228,7 +231,7 @@ def _commands(made: Made, path: Path) -> dict[str, str]:
 
 
 def _fields(run: Run, base: Run) -> Iterator[str]:
-    """Fields that differ or are shown anyway, section by section, each with what it means."""
+    """Fields that differ or are always shown, by section, each with its documentation."""
     wanted, usual = leaves(run), leaves(base)
     chosen = [
         path

@@ -1,12 +1,12 @@
 """Five answers -> a run that trains as it is.
 
-    model       a preset                                        everything that is not asked
-    data        what the name of a file, folder or dataset says about how it is read
-    tokenizer   `bytes` or a file; a model gets room for ids that its preset has no room for
-    on          this machine, or a cluster by name              the layout, by the planner; a CPU gets small steps
-    tokens      a number, or a time at the planned speed        steps, and a warm-up that they have room for
+    model       a preset                                  all fields that are not asked
+    data        a file, folder or dataset                 fields of `data`, by the form of the name
+    tokenizer   `bytes` or a file                         a larger vocabulary, if the tokenizer has more ids
+    on          this machine, or a cluster by name        the layout, by the planner; small steps on a CPU
+    tokens      a number, or a time at the planned speed  steps, and a warm-up that fits them
 
-What can be tried here is tried: the text is opened, and a model that cannot fit into this machine is refused.
+The text is opened here, and a model that cannot fit into this machine is refused.
 """
 
 import re
@@ -42,18 +42,18 @@ HERE = "here"
 STANDARD_LIBRARY = "standard-library"
 
 CPU_LENGTH, CPU_ROWS = 512, 8
-"""Positions and rows of a step on a CPU, where a preset's step would take hours."""
+"""Positions and rows of a step on a CPU; a step of most presets would take hours."""
 
 WARMUP_SHARE = 10
-"""A warm-up takes at most one step of so many."""
+"""A warm-up takes at most this part of the steps."""
 
 ROUND = 128
-"""A vocabulary is a multiple of it: widths of matrix products, and room to divide by ranks."""
+"""A vocabulary is a multiple of this, for matrix products and for ranks that divide it."""
 
 _DATASET = re.compile(r"[\w-]+/[\w-]+")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 MOST_TOKENS = 1e15
-"""More than was ever written; a larger number is a slip."""
+"""Larger numbers are typing errors."""
 
 _NUMBERS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _AMOUNT = re.compile(r"(?P<number>\d[\d_,]*(\.\d+)?(e\d+)?) ?(?P<unit>[kKMBTsmhd]?)")
@@ -61,14 +61,14 @@ _AMOUNT = re.compile(r"(?P<number>\d[\d_,]*(\.\d+)?(e\d+)?) ?(?P<unit>[kKMBTsmhd
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
-    """What was answered.
+    """Answers to the five questions.
 
     Attributes:
         model: a preset, or one with fewer layers.
         on: `here`, or a cluster such as `64xMI300X`.
         data: `standard-library`, a file, folder or glob, or the name of a dataset.
         tokenizer: `bytes`, or a file.
-        tokens: how much text, such as `2B`, or how long, such as `3d`.
+        tokens: amount of text, such as `2B`, or duration, such as `3d`.
     """
 
     model: str
@@ -80,13 +80,7 @@ class Answers:
 
 @dataclass(frozen=True, kw_only=True)
 class Made:
-    """A run, and what there is to say about it.
-
-    Attributes:
-        run: what was asked for.
-        projection: what the planner expects; None where nothing was planned.
-        notes: what the user should know, one line each.
-    """
+    """A run, with its projection (None without a plan) and one-line notes for the user."""
 
     run: Run
     projection: Projection | None
@@ -102,7 +96,7 @@ def make_run(answers: Answers, name: str, overrides: Sequence[str] = ()) -> Made
         overrides: `a.b=c` each; they win over the answers.
 
     Raises:
-        PenstockError: an answer cannot be used, or the run cannot be trained where it should be.
+        PenstockError: an answer cannot be used, or the run cannot be trained there.
     """
     data = {**text_fields(answers.data), "tokenizer": answers.tokenizer}
     run, notes = _with_vocabulary(_with(preset(answers.model), {"name": name, "data": data}))
@@ -125,12 +119,12 @@ def make_run(answers: Answers, name: str, overrides: Sequence[str] = ()) -> Made
 
 
 def _with(run: Run, changes: Tree) -> Run:
-    """The run with some fields otherwise; rules are asked at the end."""
+    """The run with changed fields; rules are checked at the end."""
     return build(Run, merge(Run, run.model_dump(), settle(fields_of(Run), changes)))
 
 
 def cluster_named(on: str) -> Cluster | None:
-    """The cluster that is meant; None for this machine, if nothing is known of its devices.
+    """The named cluster; None for this machine, if its devices are unknown.
 
     Raises:
         HardwareError: there is no such hardware.
@@ -146,7 +140,6 @@ def cluster_named(on: str) -> Cluster | None:
 
 
 def _planned(run: Run, cluster: Cluster) -> Projection:
-    """The fastest layout of a run on a cluster."""
     found = search(SearchRequest(run=run, cluster=cluster, top=1))
     if not found.candidates:
         raise ConfigError(
@@ -157,7 +150,7 @@ def _planned(run: Run, cluster: Cluster) -> Projection:
 
 
 def _on_cpu(run: Run) -> tuple[Run, tuple[str, ...]]:
-    """The run with steps that a CPU makes in minutes, if its own are larger."""
+    """The run with steps that take minutes on a CPU, if its own are larger."""
     if run.tokens_per_step <= CPU_LENGTH * CPU_ROWS:
         return run, ()
     length = min(run.training.sequence_length, CPU_LENGTH)
@@ -166,7 +159,7 @@ def _on_cpu(run: Run) -> tuple[Run, tuple[str, ...]]:
 
 
 def _check_memory(run: Run) -> None:
-    """Refuse what this machine cannot hold."""
+    """Refuse a run that this machine cannot hold."""
     needed = state_bytes(run)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     there = device_memory(device)[0] * max(1, torch.cuda.device_count())
@@ -179,13 +172,10 @@ def _check_memory(run: Run) -> None:
 
 
 def text_fields(text: str) -> Tree:
-    """Fields of the section `data`, by what a name looks like.
-
-    Args:
-        text: the answer to the question for text.
+    """Fields of the section `data`, by the form of the answer.
 
     Raises:
-        DataError: it is nothing that can be read, or a folder or glob has no file.
+        DataError: it cannot be read, or a folder or glob has no file.
     """
     if text == STANDARD_LIBRARY:
         return {"source": STANDARD_LIBRARY}
@@ -204,7 +194,7 @@ def text_fields(text: str) -> Tree:
 
 
 def _source_of_all(path: Path) -> SourceName:
-    """How most files of a folder or glob are read. A name that says it itself need not be on this machine."""
+    """Source of most files of a folder or glob. A name with a known suffix need not exist on this machine."""
     own = _source(path)
     if own != "text" or not (path.is_dir() or has_magic(str(path))):
         return own
@@ -213,14 +203,14 @@ def _source_of_all(path: Path) -> SourceName:
 
 
 def _source(path: Path) -> SourceName:
-    """How a file is read, by the end of its name without that of its compression."""
+    """Source of a file, by the suffix of its name before compression."""
     suffix = ".idx" if path.suffix == ".bin" else stem(path).suffix
     sources: tuple[SourceName, ...] = ("jsonl", "parquet", "packed")
     return next((source for source in sources if suffix in SUFFIXES[source]), "text")
 
 
 def _with_vocabulary(run: Run) -> tuple[Run, tuple[str, ...]]:
-    """The run with room for every id of its tokenizer."""
+    """The run with a vocabulary for every id of its tokenizer."""
     if run.data.tokenizer == BYTES or run.data.source == "packed":
         return run, ()
     size = open_tokenizer(run.data.tokenizer, run.data.end_of_document or None).vocabulary_size
@@ -237,7 +227,7 @@ def _with_vocabulary(run: Run) -> tuple[Run, tuple[str, ...]]:
 
 
 def _with_text(run: Run, *, is_here: bool) -> tuple[Run, tuple[str, ...]]:
-    """The run after its text was opened; one that has none to hold out is not evaluated."""
+    """The run after its text was opened; without held-out text it is not evaluated."""
     if run.data.streaming:
         return run, ("the dataset was not looked at: that needs the network",)
     missing = [name for name in run.data.files if not Path(name).exists() and not has_magic(name)]
@@ -257,21 +247,21 @@ def _with_text(run: Run, *, is_here: bool) -> tuple[Run, tuple[str, ...]]:
 
 
 def _with_steps(run: Run, steps: int) -> Run:
-    """The run with so many steps, and a schedule that has room in them."""
+    """The run with so many steps, and a schedule that fits them."""
     warmup = min(run.schedule.warmup_steps, steps // WARMUP_SHARE)
     decay = run.schedule.decay_steps if run.schedule.decay_steps <= steps - warmup else 0
     return _with(run, {"training": {"steps": steps}, "schedule": {"warmup_steps": warmup, "decay_steps": decay}})
 
 
 def tokens_of(text: str, projection: Projection | None = None) -> float:
-    """The number of tokens that an answer means.
+    """The number of tokens of an answer.
 
     Args:
         text: a number, with K, M, B or T behind it; or a time, with s, m, h or d.
-        projection: tells how many tokens a time is.
+        projection: gives the speed for a time.
 
     Raises:
-        ConfigError: it is neither, or a time where no speed is known.
+        ConfigError: it is neither, or a time without a known speed.
     """
     match = _AMOUNT.fullmatch(text.strip())
     number = float(match["number"].replace("_", "").replace(",", "")) if match is not None else 0.0
@@ -298,6 +288,6 @@ def tokens_of(text: str, projection: Projection | None = None) -> float:
 
 
 def usual_tokens(model: str) -> str:
-    """How much text a preset asks for by itself, as an answer."""
+    """Tokens that a preset trains on, as an answer."""
     run = preset(model)
     return count_text(run.tokens_per_step * run.training.steps).replace(" ", "")

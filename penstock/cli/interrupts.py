@@ -1,7 +1,7 @@
 """Ctrl-C while modules are imported ends the program at once.
 
-An import may turn a KeyboardInterrupt into another error or print it in the middle of a callback, and nothing has been
-begun that needs an orderly end. `penstock/__main__.py` asks for this before its own imports, and so do processes that
+An import may turn a KeyboardInterrupt into another error or print it in the middle of a callback, and no work has begun
+that needs an orderly end. `penstock/__main__.py` calls this before its own imports, and so do processes that
 multiprocessing spawns, which import that file first.
 """
 
@@ -17,20 +17,20 @@ INTERRUPTED = 130
 
 
 def end_at_once() -> None:
-    """From now on Ctrl-C ends the process without a word, unless something else is to happen already."""
+    """Let Ctrl-C end the process silently, unless another handler is installed."""
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is _RAISE:
         signal.signal(signal.SIGINT, _end)
 
 
 def raise_again() -> None:
-    """From now on Ctrl-C raises KeyboardInterrupt again, if `end_at_once` was in effect."""
+    """Let Ctrl-C raise KeyboardInterrupt again, if `end_at_once` was in effect."""
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, _RAISE)
 
 
 @contextmanager
 def imports_end_at_once() -> Iterator[None]:
-    """Ctrl-C ends the process at once inside, and raises KeyboardInterrupt again behind."""
+    """End the process at once on Ctrl-C inside, and raise KeyboardInterrupt again behind."""
     end_at_once()
     try:
         yield

@@ -87,15 +87,7 @@ def tune(
 
 
 def tune_on(run: Run, facts: DeviceFacts, device: torch.device, clock: CallTimer, path: Path) -> None:
-    """Measure, print and write.
-
-    Args:
-        run: whose shapes.
-        facts: of the device.
-        device: the device itself.
-        clock: of the device.
-        path: file to write or to add to.
-    """
+    """Measure every operator with the shapes of a run, print the times, and write them to or add them to a file."""
     old = load(path) if path.exists() else None
     console = Console(no_color=not read_environment().color, highlight=False)
     entries: list[OperatorTimes] = []
@@ -113,7 +105,7 @@ def tune_on(run: Run, facts: DeviceFacts, device: torch.device, clock: CallTimer
 
 
 def print_entries(entries: Sequence[OperatorTimes]) -> None:
-    """A line for each entry: microseconds of each backend, and which is the fastest."""
+    """Print for each entry the microseconds of each backend and the fastest."""
     backends = list(dict.fromkeys(name for entry in entries for name in entry.microseconds))
     rows = []
     for entry in entries:
@@ -124,7 +116,6 @@ def print_entries(entries: Sequence[OperatorTimes]) -> None:
 
 
 def _facts(run: Run, device: str) -> DeviceFacts:
-    """The device that is asked for, here or not."""
     if device not in ("auto", "cpu", "cuda"):
         return named_device(device, run.training.precision)
     return device_facts(choose_device(run.device if device == "auto" else device), run.training.precision)

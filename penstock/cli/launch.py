@@ -25,7 +25,7 @@ from penstock.parallel.launch.local import facts_of_run
 
 
 class Vendor(StrEnum):
-    """Whose GPUs the machines have."""
+    """Vendor of the GPUs."""
 
     NVIDIA = "nvidia"
     AMD = "amd"
@@ -112,7 +112,7 @@ def _job(
     vendor: Vendor,
     name: str | None,
 ) -> Job:
-    """The run on its machines, checked."""
+    """The run on its machines, checked against its ranks."""
     run = load_run(target, overrides)
     world = nodes * gpus
     grid_of(run, world)
@@ -134,7 +134,6 @@ def _check_output(output: Path | None, *, force: bool) -> None:
 
 
 def _hand_over(text: str, output: Path | None) -> None:
-    """Print it, or write it to a file."""
     if output is None:
         print(text, end="")
         return

@@ -1,11 +1,11 @@
-"""`penstock layout`: who holds what, on any number of ranks, without starting one of them.
+"""`penstock layout`: contents of each rank, on any number of ranks, without starting one.
 
     penstock layout deepseek-v3 parallel.pipeline=16 parallel.expert=64          the fewest ranks that fit
     penstock layout deepseek-v3 parallel.pipeline=16 parallel.expert=64 --world 2048
 
-Parameters are counted on the meta model that each pipeline rank would build, so they are exact. The bubble is that of
-the schedule when each stage takes as long as its matrix products, backward twice as long as forward, and sending
-nothing. Ranks of one stage hold equally much, so a row stands for all of them.
+Parameters are counted on the meta model of each pipeline rank, so they are exact. The bubble is that of the schedule if
+each stage takes as long as its matrix products, backward takes twice as long as forward, and messages take no time.
+Ranks of one stage hold equal amounts, so one row stands for all of them.
 """
 
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ _SHOWN_RANKS = 6
 """A longer group is shown by its first ranks and its last."""
 
 _ROUNDS = 6
-"""Micro-batches for each pipeline rank after which a schedule runs evenly."""
+"""Micro-batches for each pipeline rank after which a schedule is periodic."""
 
 
 def layout(
@@ -48,7 +48,7 @@ def layout(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Overrides.")] = None,
     world: Annotated[int | None, typer.Option("--world", min=1, help="Ranks; default: the fewest that fit.")] = None,
 ) -> None:
-    """Show who holds what: stages, layers, experts, positions and parameters of each rank, and who shares them."""
+    """Show the stages, layers, experts, positions and parameters of each rank, and the groups of ranks."""
     run = load_run(target, overrides or ())
     grid = grid_of(run, world or smallest_world(run))
     stages = stages_of(run)
@@ -64,7 +64,7 @@ def layout(
 
 
 def _schedule(run: Run, grid: Grid, count: int) -> Schedule:
-    """The schedule of a step with so many micro-batches; without a pipeline one stage does everything."""
+    """The schedule of a step; without a pipeline, 1F1B with one stage."""
     name, stages_per_rank, pairs = run.pipeline.schedule, run.pipeline.stages_per_rank, run.dispatch.overlap == "passes"
     if grid.pipeline == 1:
         name, stages_per_rank = "1f1b", 1
@@ -72,7 +72,7 @@ def _schedule(run: Run, grid: Grid, count: int) -> Schedule:
 
 
 def _facts(run: Run, grid: Grid, stages: tuple[Stage, ...]) -> dict[str, str]:
-    """What is true of all ranks, a line each."""
+    """Lines about all ranks, by label."""
     moe, training = run.model.moe, run.training
     rows = f"{training.global_batch} rows = data {grid.data} x {micro_batches(run, grid)} micro-batches"
     facts = {
@@ -99,7 +99,7 @@ def _product(grid: Grid, axes: tuple[str, ...]) -> str:
 
 
 def _shard_text(run: Run, grid: Grid) -> str:
-    """How many ranks hold the same parameters, and how many of them divide one copy."""
+    """Number of ranks that hold the same parameters, and of those that divide one copy."""
     copies = {"dense matrices": grid.data * grid.context}
     if run.model.moe is not None:
         copies["experts"] = grid.expert_data
@@ -113,7 +113,7 @@ def _shard_text(run: Run, grid: Grid) -> str:
 
 
 def _sequence_text(run: Run, grid: Grid) -> str:
-    """What a rank holds of a row between two layers."""
+    """Positions of a row that a rank holds between two layers."""
     length, method = run.training.sequence_length, context_method(run)
     held = SequenceLayout(length=length, context=grid.context, tensor=grid.tensor, method=method).of_rank(0, 0)
     how = f" ({method})" if grid.context > 1 else ""
@@ -121,7 +121,7 @@ def _sequence_text(run: Run, grid: Grid) -> str:
 
 
 def _schedule_text(run: Run, grid: Grid, stages: tuple[Stage, ...]) -> str:
-    """The schedule's name, its bubble, and how much the ranks keep at once."""
+    """Name of the schedule, its bubble, and live micro-batches."""
     costs = stage_costs(run.model, run.training.sequence_length)
     once = tuple(costs.of(stage) for stage in stages)
     twice = tuple(2 * time for time in once)
@@ -131,15 +131,10 @@ def _schedule_text(run: Run, grid: Grid, stages: tuple[Stage, ...]) -> str:
 
 
 def step_figures(run: Run, grid: Grid, costs: ActionCosts) -> tuple[float, tuple[float, ...]]:
-    """Bubble of a step, and the most micro-batches whose activations each rank keeps.
+    """Bubble of a step, and peak live micro-batches of each rank.
 
-    A step may have thousands of micro-batches, and from some number on each further round of them, one for each rank,
-    takes equally long. So a long step is told from two short ones that are a few rounds apart.
-
-    Args:
-        run: with a pipeline.
-        grid: of the run.
-        costs: of each stage.
+    A step may have thousands of micro-batches, and after a while each further round of them, one for each rank, takes
+    equally long. So a long step is extrapolated from two short ones that are a few rounds apart.
     """
     count, rounds = micro_batches(run, grid), _ROUNDS * grid.pipeline
     if count <= 2 * rounds or count % grid.pipeline:
@@ -154,7 +149,6 @@ def step_figures(run: Run, grid: Grid, costs: ActionCosts) -> tuple[float, tuple
 
 
 def _stage_rows(run: Run, grid: Grid, stages: tuple[Stage, ...]) -> Iterator[tuple[str, ...]]:
-    """A row for each pipeline rank."""
     plan = _schedule(run, grid, _ROUNDS * grid.pipeline)  # Where stages stand does not depend on the micro-batches.
     for place, ranks in enumerate(grid.groups(("data", "context", "tensor"))):
         numbers = plan.stages_of(place)
@@ -165,7 +159,7 @@ def _stage_rows(run: Run, grid: Grid, stages: tuple[Stage, ...]) -> Iterator[tup
 
 
 def _stage_text(stage: Stage) -> str:
-    """Such as `embedding, layers 0-2`."""
+    """Contents of a stage, such as `embedding, layers 0-2`."""
     parts = [
         (stage.embed, "embedding"),
         (stage.layers, f"{'layer' if len(stage.layers) == 1 else 'layers'} {_numbers(stage.layers)}"),
@@ -176,7 +170,7 @@ def _stage_text(stage: Stage) -> str:
 
 
 def _parameters(run: Run, grid: Grid, rank: int, stages: dict[int, Stage]) -> tuple[int, int]:
-    """Parameters of a rank outside and inside of routed experts, counted on its meta model."""
+    """Parameters of a rank outside and inside routed experts, counted on its meta model."""
     axes = Axes(
         grid=grid,
         rank=rank,
@@ -196,13 +190,13 @@ def _own_parameters(module: nn.Module) -> int:
 
 
 def _axis(grid: Grid, rank: int, *axes: str) -> Axis:
-    """A rank's place among others, without a process group: enough to build a model that never runs."""
+    """Position of a rank in a group without a process group, which is enough for a meta model."""
     ranks = grid.group(rank, axes)
     return Axis(name=axes[0], ranks=ranks, rank=ranks.index(rank))
 
 
 def _group_rows(grid: Grid) -> Iterator[tuple[str, ...]]:
-    """A row for each axis that several ranks share, with the groups of the first and the last rank."""
+    """A row for each axis with several ranks: the groups of the first and the last rank."""
     for axis in (*DENSE_AXES, *EXPERT_AXES[1:]):
         group = grid.group(0, (axis,))
         if len(group) > 1:
@@ -211,7 +205,6 @@ def _group_rows(grid: Grid) -> Iterator[tuple[str, ...]]:
 
 
 def _members(ranks: tuple[int, ...]) -> str:
-    """The ranks of a group, or the first ones and the last."""
     if len(ranks) <= _SHOWN_RANKS:
         return " ".join(f"{rank}" for rank in ranks)
     return f"{' '.join(f'{rank}' for rank in ranks[: _SHOWN_RANKS - 1])} ... {ranks[-1]}"

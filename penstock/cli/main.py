@@ -1,9 +1,9 @@
-"""The command line's verbs, its exit codes, and how errors are shown.
+"""Verbs of the command line, exit codes, and the form of errors.
 
-`penstock --install-completion` teaches the shell to finish verbs, presets and fields (penstock/cli/completion.py).
+`penstock --install-completion` lets the shell complete verbs, presets and fields (penstock/cli/completion.py).
 
-Exit codes: 0 when done, 2 with one line on stderr when the user has something to mend, 130 when interrupted, 141 when
-the reader of the output has gone. A verb may return another code. All else is a fault of ours: it keeps its traceback
+Exit codes: 0 when done, 2 with one line on stderr for an error that the user can mend, 130 when interrupted, 141 when
+the reader of the output is gone. A verb may return another code. Any other exception is a bug: it keeps its traceback
 and exits with 1.
 """
 
@@ -24,13 +24,13 @@ from penstock.cli.verbs import Verb, group_of, on_one_screen
 from penstock.parallel.launch.environment import prepare_environment
 
 PIPE_CLOSED = 141
-"""Exit code when the reader of what is printed has gone, as with `| head -1`: that of SIGPIPE."""
+"""Exit code when the reader of standard output is gone, as with `| head -1`: that of SIGPIPE."""
 
 OF_THE_MACHINE = (ENOSPC, EDQUOT, EROFS, EACCES, EPERM, ENAMETOOLONG, ELOOP, EMFILE, ENFILE, EIO)
-"""Why a file cannot be read or written, where that is no fault of ours: the disk is full, the folder read-only, ..."""
+"""Causes of an OSError outside the program: the disk is full, the folder is read-only, ..."""
 
 LONGEST_MESSAGE = 2000
-"""Characters of an error. A longer one repeats a long value; its middle is left out."""
+"""Characters of an error. A longer message repeats a long value, so its middle is cut."""
 
 VERBS = (
     Verb("init", "penstock.cli.init", "init", "Ask five questions, and write a file that trains as it is."),
@@ -41,25 +41,25 @@ VERBS = (
     Verb("launch", "penstock.cli.launch", "app", "Print a job script for Slurm, or a manifest for Kubernetes."),
     Verb("data", "penstock.cli.data", "app", "Show what batches hold, pack text, train tokenizers.", computes=False),
     Verb("config", "penstock.cli.config", "app", "List, show, explain, compare and check configurations."),
-    Verb("layout", "penstock.cli.layout", "layout", "Show who holds what on any number of ranks, starting none."),
-    Verb("plan", "penstock.cli.plan", "plan", "Say which layouts fit a cluster, how fast, and why others do not."),
+    Verb("layout", "penstock.cli.layout", "layout", "Show the contents of each rank, on any number of ranks."),
+    Verb("plan", "penstock.cli.plan", "plan", "Rank layouts on a cluster by speed, and say why others are refused."),
     Verb(
         "trace",
         "penstock.cli.trace",
         "app",
-        "Say where the time of a step went, from a profiler's files.",
+        "Show where the time of a step went, from profiler traces.",
         computes=False,
     ),
     Verb(
         "doctor",
         "penstock.cli.doctor",
         "doctor",
-        "Say which wall stands before a run, and what would win most.",
+        "Name the bottleneck of a run, and the gain of each remedy.",
         computes=False,
     ),
     Verb("report", "penstock.cli.report", "report", "Write one HTML page of a run, planned beside measured."),
     Verb("ladder", "penstock.cli.ladder", "ladder", "Measure what each optimization is worth, on this machine."),
-    Verb("preflight", "penstock.cli.preflight", "preflight", "Look at this machine, and say what is wrong with it."),
+    Verb("preflight", "penstock.cli.preflight", "preflight", "Check this machine, and report faults."),
     Verb("calibrate", "penstock.cli.calibrate", "calibrate", "Measure this machine, for plans of runs on it."),
     Verb("kernels", "penstock.cli.kernels", "app", "List which kernels will run and why; measure them on this GPU."),
 )
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line.
 
     Args:
-        arguments: what comes after `penstock`; None takes it from the process.
+        arguments: words after `penstock`; None takes those of the process.
 
     Returns:
         The exit code.
@@ -114,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _command(arguments: Sequence[str] | None) -> Any:
-    """The program; with options of completion where no verb is named, since typer needs time to make them."""
+    """The program; options of completion only if no verb is named, since typer needs time to make them."""
     command = typer.main.get_command(app)
     words = sys.argv[1:] if arguments is None else arguments
     if not words or words[0].startswith("-"):
@@ -128,7 +128,7 @@ _CHOICES = re.compile(r"'(?P<got>[^']*)' is not one of (?P<choices>.+)$")
 
 
 def _told(message: str) -> str:
-    """What typer says, with its proposals in the words that every other error has for them."""
+    """A message of typer, with proposals in the form of all other errors."""
     if found := _PROPOSED.search(message):
         return f"{message[: found.start()]}; fix: {asked(_NAME.findall(found['names']))}"
     if found := _CHOICES.search(message):
@@ -146,6 +146,6 @@ def _refuse(message: str, code: int = WRONG_INPUT) -> int:
 
 
 def _print_nowhere() -> None:
-    """Drop what waits to be printed: Python would try again at its end, and complain."""
+    """Drop buffered output: Python would try to write it again at exit, and complain."""
     with suppress(OSError, ValueError):  # A replacement of standard output, as in tests, has no file.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -22,8 +22,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], least: Se
     Args:
         columns: names.
         rows: a cell for each column.
-        least: columns that a narrow terminal misses least, the first of them first; after them the last ones go. The
-            first column always stays.
+        least: columns that a narrow terminal drops first, in this order; then the last ones go. The first column stays.
     """
     if sys.stdout.isatty():
         load_by_name("penstock.cli.table", "draw_table")(columns, rows, least)
@@ -37,16 +36,16 @@ Force = Annotated[bool, typer.Option("--force", help="Write over a file that is 
 
 
 def check_output(path: Path, option: str, *, force: bool, makes_folder: bool = False) -> None:
-    """Refuse a file that could not or should not be written, before anything is computed.
+    """Refuse a file that cannot or should not be written, before anything is computed.
 
     Args:
         path: of the file.
         option: that names it.
-        force: write over it.
-        makes_folder: the folder is made where it is missing.
+        force: allow overwriting.
+        makes_folder: the caller makes a missing folder.
 
     Raises:
-        PenstockError: it is a folder, its folder is not there, or it is there and `force` is not given.
+        PenstockError: it is a folder, its folder is missing, or it exists and `force` is not given.
     """
     if path.is_dir():
         raise PenstockError(f"{option}: {path} is a folder", fix="name a file in it")
@@ -57,17 +56,12 @@ def check_output(path: Path, option: str, *, force: bool, makes_folder: bool = F
 
 
 def next_line(*words: object) -> str:
-    """The line for one command of ours, its words quoted for a shell."""
+    """The line that proposes a command, its words quoted for a shell."""
     return f"next:  {shlex.join(['penstock', *map(str, words)])}"
 
 
 def print_next(*words: object, to_stderr: bool = False) -> None:
-    """Print the line.
-
-    Args:
-        words: of a command, without `penstock`.
-        to_stderr: for verbs whose standard output may be read by a program.
-    """
+    """Print the proposed next command; to stderr if a program may read standard output."""
     print(next_line(*words), file=sys.stderr if to_stderr else sys.stdout)
 
 

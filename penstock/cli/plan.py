@@ -93,7 +93,7 @@ Svg = Annotated[Path | None, typer.Option("--svg", metavar="F.svg", help="The sa
 
 
 OWN = "own"
-"""Asks for the layout that the run has."""
+"""Asks for the layout of the run itself."""
 
 KINDS: tuple[Literal["strong", "weak"], ...] = ("strong", "weak")
 """Ways to scale."""
@@ -120,7 +120,7 @@ def plan(  # noqa: PLR0913 - one argument for each option
     png: Png = None,
     svg: Svg = None,
 ) -> None:
-    """Say which layout of a run fits a cluster, how fast it is, and why others are refused. Nothing is started."""
+    """Rank layouts of a run on a cluster by speed, and say why others are refused. Nothing is started."""
     files = {"--write": write, "--html": html, "--png": png, "--svg": svg}
     _check({"--explain": topic, "--compare": compared, "--scale": scales, "--sweep": swept}, files, force=force)
     cluster, assumptions = parse_cluster(on), _assumptions(imbalance, saving, writes=write is not None)
@@ -161,7 +161,7 @@ def plan(  # noqa: PLR0913 - one argument for each option
 
 
 def _check(questions: Mapping[str, object], files: Mapping[str, Path | None], *, force: bool) -> None:
-    """Refuse what could only fail later."""
+    """Refuse options that could only fail later."""
     asked = [option for option, value in questions.items() if value is not None]
     if len(asked) > 1:
         raise PenstockError(f"{' and '.join(asked)} are different questions", fix="ask one at a time")
@@ -178,7 +178,7 @@ def _check(questions: Mapping[str, object], files: Mapping[str, Path | None], *,
 
 
 def _searched(question: SearchRequest) -> Plan:
-    """The answer; on a terminal one sees how far it is."""
+    """Search, with progress on a terminal."""
     with _working() as status:
         return search(question, status.update)
 
@@ -206,7 +206,7 @@ def _assumed(assumptions: Assumptions) -> list[str]:
 
 
 def _asked(run: Run, cluster: Cluster, choices: Mapping[str, str], planner: Planner, tokens: int | None) -> Plan:
-    """One layout, also if it does not fit."""
+    """The plan of one layout, also if it does not fit."""
     there = with_layout(run, choices, cluster.devices, tokens)
     with _working():
         answer = answer_to(there, cluster, planner)
@@ -217,7 +217,7 @@ def _asked(run: Run, cluster: Cluster, choices: Mapping[str, str], planner: Plan
 
 
 def _working() -> Status:
-    """What a terminal shows meanwhile; elsewhere nothing."""
+    """Progress on a terminal, nothing elsewhere."""
     return Console(stderr=True).status("projecting")
 
 
@@ -232,7 +232,7 @@ def _first(found: Plan) -> Projection:
 def _compare(
     names: tuple[str, str], cluster: Cluster, planner: Planner, overrides: list[str], *, as_json: bool
 ) -> Plan:
-    """Project two runs as they are, tell the terms apart, and give both for pictures."""
+    """Project two runs as they are, print the differing terms, and return both for pictures."""
     if any("=" not in one for one in overrides):
         raise PenstockError("--compare names both runs", got=overrides[0], allowed="overrides a.b=c of both")
     runs = [load_run(name, overrides) for name in names]
@@ -250,7 +250,7 @@ def _compare(
 def _what_if(
     base: Projection, planner: Planner, scales: str | None, swept: str | None, *, as_json: bool
 ) -> list[Figure]:
-    """Ask for more devices, or for other values, with the layout of a projection; gives pictures of the answers."""
+    """Project the layout on other numbers of devices or with other values, and return pictures of the answers."""
     if scales is not None:
         worlds = [_whole(word) for word in scales.split(",")]
         with _working():
@@ -274,7 +274,7 @@ def _what_if(
 
 
 def _print_json(base: Projection, answer: Mapping[str, object]) -> None:
-    """An answer under the names that every answer has."""
+    """Print an answer with the model, the hardware and the world."""
     cluster = base.cluster
     head = {"model": base.run.name, "hardware": cluster.hardware.name, "world": cluster.devices}
     print(json.dumps({**head, **answer}, indent=2))
@@ -303,15 +303,15 @@ _SUFFIXES: Mapping[str, str] = {"--write": ".toml", "--html": ".html", "--png": 
 
 
 def check_file(path: Path, option: str, *, force: bool = False) -> None:
-    """Refuse a file that could not be written, and pictures that nothing here could draw, before anything is computed.
+    """Refuse a file that cannot be written, or pictures that cannot be drawn here, before anything is computed.
 
     Args:
         path: of the file.
         option: that asks for it.
-        force: write over a run.
+        force: overwrite a run.
 
     Raises:
-        PenstockError: it has another suffix, is a folder or a run that is there, or its folder is not there.
+        PenstockError: it has another suffix, is a folder or an existing run, or its folder is missing.
         PicturesError: Plotly is not installed, or no browser that draws images.
     """
     if path.suffix != _SUFFIXES[option]:
@@ -324,11 +324,7 @@ def check_file(path: Path, option: str, *, force: bool = False) -> None:
 
 
 def write_run(path: Path, plan: Plan) -> None:
-    """Write the run of a plan's first candidate.
-
-    Args:
-        path: of the TOML file.
-        plan: with a candidate.
+    """Write the run of a plan's first candidate, whole or not at all.
 
     Raises:
         PenstockError: there is no candidate, or the file cannot be written.
@@ -345,7 +341,7 @@ def write_run(path: Path, plan: Plan) -> None:
 
 
 def run_text(projection: Projection) -> str:
-    """A file that loads as the run of a projection, and says what was projected."""
+    """A file that loads as the run of a projection, with the projection as comments."""
     head = (f"planned by penstock for {cluster_text(projection.cluster)}", conclusion(projection))
     return "".join(f"# {line}\n" for line in head) + f"\n{dump_toml(projection.run)}"
 
@@ -355,14 +351,14 @@ def write_pictures(path: Path, plan: Plan, more: Sequence[Figure]) -> list[Path]
 
     Args:
         path: of the page; names of images begin with its stem.
-        plan: what was found.
+        plan: plan to draw.
         more: pictures of what-ifs.
 
     Returns:
         The files.
 
     Raises:
-        PicturesError: what draws pictures is not installed, or a file cannot be written.
+        PicturesError: Plotly or a browser is not installed, or a file cannot be written.
     """
     if path.suffix == ".html":
         write_page(plan, path, more=more)

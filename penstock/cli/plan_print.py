@@ -1,4 +1,4 @@
-"""A plan as text: the conclusion first, then what was compared, what was refused and why, and what it all rests on."""
+"""A plan as text: the conclusion, the candidates, the refusals with reasons, and the origin of the figures."""
 
 import re
 from collections import defaultdict
@@ -16,13 +16,13 @@ from penstock.plan.what_if import COMPONENTS, ProjectionComparison, SweepPoint, 
 
 _SIZES = ("tp", "cp", "pp", "ep", "etp")
 _CHOICES = ("schedule", "micro_batch", "recompute", "sync_free_stage", "dispatcher", "shard")
-"""Parts of a layout that stand in one line behind the table where candidates do not differ in them."""
+"""Parts of a layout that are printed in one line behind the table if all candidates agree."""
 
 _IN_SIZES = {*_SIZES, "vpp", *FOLLOW}
-"""Parts of a layout that the text of its sizes says, or that follow from them."""
+"""Parts of a layout in the text of its sizes, or that follow from them."""
 
 _LEAST = ("left", "exposed", "bubble", "MFU", "memory", *map(field_label, reversed(_CHOICES)))
-"""Columns of candidates that a narrow terminal misses least: what tells rows apart is left out last."""
+"""Columns that a narrow terminal drops first; columns that distinguish rows go last."""
 
 LONGEST_REASON = 110
 """Characters of a reason in the table of refusals."""
@@ -32,10 +32,10 @@ _PASSES: Mapping[str, str] = {"F": "forward", "B": "backward", "I": "input gradi
 
 @dataclass(frozen=True, kw_only=True)
 class KnownError:
-    """How far projections were from runs that were measured, as shares of what was measured.
+    """Error of projections against measured runs, as shares of the measurement.
 
     Attributes:
-        runs: how many, on which devices.
+        runs: number of runs, and their devices.
         memory: of the fullest rank's allocator, median and largest.
         step: of the time of a step, median and largest.
     """
@@ -58,12 +58,12 @@ KNOWN_ERROR = KnownError(
 
 
 def moment_text(moment: str) -> str:
-    """A moment of a step, its passes by name: `backward of stage 3`."""
+    """A moment of a step with the pass by name: `backward of stage 3`."""
     return re.sub(r"\b[FBIW](?= of stage)", lambda found: _PASSES[found[0]], moment)
 
 
 def sizes_text(layout: Layout | Mapping[str, object]) -> str:
-    """Sizes above 1: `CP2 PP24 x 4 EP8`; those that are not settled are left out."""
+    """Sizes above 1, without undecided ones: `CP2 PP24 x 4 EP8`."""
     values = asdict(layout) if isinstance(layout, Layout) else layout
     words = []
     for name in _SIZES:
@@ -82,7 +82,7 @@ def cluster_text(cluster: Cluster) -> str:
 
 
 def conclusion(projection: Projection) -> str:
-    """The one line that matters, of one candidate."""
+    """One line about a candidate: layout, speed, memory."""
     time, capacity = projection.time, bytes_text(projection.capacity_bytes)
     each = f"{time.tokens_per_second_per_device:,.0f} {projection.cluster.speed_unit}"
     speed = f"{time_text(time.step_seconds)} a step, {each}"
@@ -101,7 +101,7 @@ def print_plan(plan: Plan, assumed: Sequence[str]) -> None:
     """Print a plan.
 
     Args:
-        plan: what was found.
+        plan: plan to print.
         assumed: a line for each assumption that the user may change.
     """
     print(f"{plan.model} on {cluster_text(plan.cluster)}")
@@ -130,7 +130,7 @@ def print_plan(plan: Plan, assumed: Sequence[str]) -> None:
 
 
 def print_candidates(candidates: Sequence[Projection]) -> None:
-    """A row for each; choices in which they do not differ come behind the table, in one line."""
+    """Print a row for each candidate, then one line with the choices that all share."""
     first = asdict(candidates[0].layout)
     told = {name: texts for name, texts in differing_fields(candidates).items() if name not in _IN_SIZES}
     head = ["", "layout", *map(field_label, told)]
@@ -151,7 +151,7 @@ def print_candidates(candidates: Sequence[Projection]) -> None:
 
 
 def _facts(best: Projection) -> dict[str, str]:
-    """What the first candidate is made of."""
+    """Batch, memory and time of the first candidate, by label."""
     run, layout, memory, place = best.run, best.layout, best.memory, slowest(best)
     training = run.training
     parts = {name: size for name, size in components(memory).items() if size}
@@ -167,7 +167,7 @@ def _facts(best: Projection) -> dict[str, str]:
 
 
 def print_refusals(refused: Sequence[Refusal], considered: int) -> None:
-    """A row for each rule: how many layouts, and for the first of them where and why."""
+    """Print a row for each rule: number of layouts, and the first of them with its reason."""
     groups: dict[str, list[Refusal]] = defaultdict(list)
     for one in refused:
         groups[one.rule].append(one)
@@ -183,7 +183,7 @@ def print_refusals(refused: Sequence[Refusal], considered: int) -> None:
 
 
 def refused_text(layout: Mapping[str, object]) -> str:
-    """What of a refused layout was settled: sizes, and the choices that have a value."""
+    """Sizes and choices of a refused layout, as far as they were decided."""
     choices = [
         f"{word} {layout[name]}"
         for name, word in (("schedule", "schedule"), ("micro_batch", "mb"), ("recompute", "recompute"))
@@ -193,7 +193,7 @@ def refused_text(layout: Mapping[str, object]) -> str:
 
 
 def print_grounds(cluster: Cluster, assumed: Sequence[str]) -> None:
-    """What the figures rest on, so that nobody takes a projection for a measurement."""
+    """Print assumptions and origins of the figures, because a projection is not a measurement."""
     for line in assumed:
         print(f"assumed: {line}")
     print(f"figures of {cluster.hardware.name}: {origins_text(cluster)} (--explain hardware)")
@@ -201,7 +201,7 @@ def print_grounds(cluster: Cluster, assumed: Sequence[str]) -> None:
 
 
 def origins_text(cluster: Cluster) -> str:
-    """Which figures are measured, reported, from the data sheet, or guessed; of collectives how many."""
+    """Origin of each table of figures: measured, reported, data sheet or guessed; collectives by count."""
     collectives = _collectives(cluster)
     told = []
     for origin in ORIGINS:
@@ -213,7 +213,7 @@ def origins_text(cluster: Cluster) -> str:
 
 
 def sourced_tables(cluster: Cluster) -> dict[str, SourcedTable]:
-    """All that has a source, by name."""
+    """All tables that have a source, by name."""
     return _tables(cluster.hardware) | _collectives(cluster)
 
 
@@ -230,7 +230,7 @@ def _tables(hardware: Hardware) -> dict[str, SourcedTable]:
 
 
 def _collectives(cluster: Cluster) -> dict[str, SourcedTable]:
-    """Those between nodes only where there are several."""
+    """Collectives by name; those between nodes only if there are several."""
     return {
         f"{one.kind} in a {one.reach}": one
         for one in cluster.hardware.collectives
@@ -243,10 +243,10 @@ _NEEDS_CANDIDATE = ("memory", "memory.activations", "time")
 
 
 def check_topic(topic: str) -> None:
-    """Refuse a topic that there is not, before anything is computed.
+    """Refuse an unknown topic before anything is computed.
 
     Raises:
-        PenstockError: with those that there are.
+        PenstockError: it lists the topics.
     """
     if topic not in TOPICS:
         told = did_you_mean(topic, TOPICS)
@@ -254,10 +254,10 @@ def check_topic(topic: str) -> None:
 
 
 def explain(plan: Plan, topic: str) -> None:
-    """Print what a plan's first candidate, or the plan, is made of.
+    """Print the terms of a plan's first candidate, or of the plan.
 
     Raises:
-        PenstockError: the topic is of a candidate, and there is none.
+        PenstockError: the topic needs a candidate, and there is none.
     """
     check_topic(topic)
     print(f"{plan.model} on {cluster_text(plan.cluster)}")
@@ -285,7 +285,7 @@ def _memory(plan: Plan) -> None:
 
 
 def _print_places(best: Projection, what: str, rows: Sequence[Sequence[str]]) -> None:
-    """A column for each place on the pipeline; a long pipeline lies on its side, a row for each."""
+    """Print a column for each place on the pipeline, or a row for each if the pipeline is long."""
     names = [f"rank {memory.rank}" for memory in best.memories]
     if len(names) <= 4:
         print_table((what, *names), rows)
@@ -310,7 +310,7 @@ def _activations(plan: Plan) -> None:
 
 
 def _moments(best: Projection) -> None:
-    """The fullest moment of every place, which need not be the same."""
+    """Print the fullest moment of every place, which may differ."""
     rows = [
         (
             f"rank {memory.rank}",
@@ -374,20 +374,14 @@ TOPICS: Mapping[str, Callable[[Plan], None]] = {
     "refused": _refused,
     "hardware": _hardware,
 }
-"""What can be explained."""
+"""Topics of --explain."""
 
 
 _LARGEST_TERMS = 12
 
 
 def print_comparison(comparison: ProjectionComparison, left: str, right: str) -> None:
-    """Print what differs between two runs, and by how much.
-
-    Args:
-        comparison: of them.
-        left: name of the first.
-        right: of the second.
-    """
+    """Print the differences of two runs by size, under their names."""
     for name, one in ((left, comparison.left), (right, comparison.right)):
         print(f"{name}: {conclusion(one)}")
     print()
@@ -424,7 +418,7 @@ def _speed_text(comparison: ProjectionComparison, left: str, right: str) -> str:
 def _change_rows(
     changes: Sequence[TermChange], text: Callable[[float], str], *, all_of_them: bool = False
 ) -> list[tuple[str, ...]]:
-    """Rows of what differs, the largest difference first; what is equal on both sides is left out."""
+    """Rows of differing terms, the largest difference first."""
     told = [change for change in changes if change.more or all_of_them]
     told.sort(key=lambda change: -abs(change.more))
     return [(one.name, text(one.left), text(one.right), _signed(one.more, text)) for one in told]
@@ -435,7 +429,7 @@ def _signed(more: float, text: Callable[[float], str]) -> str:
 
 
 def comparison_json(comparison: ProjectionComparison) -> dict[str, Any]:
-    """Everything of a comparison."""
+    """A comparison as JSON."""
     terms = {"memory": comparison.memory, "activations": comparison.activations, "seconds": comparison.seconds}
     return {
         "left": candidate_json(comparison.left),
@@ -449,12 +443,7 @@ def comparison_json(comparison: ProjectionComparison) -> dict[str, Any]:
 
 
 def print_scaling(kinds: Mapping[str, Sequence[SweepPoint]], base: Projection) -> None:
-    """Print one layout on several numbers of devices.
-
-    Args:
-        kinds: points of strong and of weak scaling.
-        base: whose layout it is.
-    """
+    """Print one layout on several numbers of devices: points of strong and of weak scaling."""
     print(f"layout: {base.layout}")
     batch = f"{base.run.training.global_batch:,} rows"
     titles = {
@@ -467,7 +456,7 @@ def print_scaling(kinds: Mapping[str, Sequence[SweepPoint]], base: Projection) -
 
 
 def print_sweep(points: Sequence[SweepPoint], base: Projection) -> None:
-    """Print one run with several values of one thing."""
+    """Print one run with several values of one field."""
     print(f"from: {conclusion(base)}\n")
     _print_points(points, base.cluster.speed_unit)
 
@@ -503,7 +492,7 @@ def _cells(point: SweepPoint, *, with_efficiency: bool) -> list[str]:
 
 
 def points_json(points: Sequence[SweepPoint]) -> list[dict[str, Any]]:
-    """What was asked, and a candidate of the contract with its rows, or the refusal."""
+    """Each point with its candidate and rows, or with its refusal."""
     found: list[dict[str, Any]] = []
     for point in points:
         one = point.answer

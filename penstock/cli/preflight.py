@@ -61,13 +61,13 @@ from penstock.tune.preflight.host import judge_disk, judge_host, read_disk, read
 from penstock.tune.preflight.versions import HARMFUL, check_environment, check_versions
 
 CPU_RANKS = 2
-"""Started where there is no GPU: enough to see that processes find each other."""
+"""Ranks without a GPU: enough to see that processes find each other."""
 
 TIMEOUT_MINUTES = 2.0
-"""For which ranks wait for each other; links that hang are found by it."""
+"""Time that ranks wait for each other; it detects hanging links."""
 
 STATE_BYTES = 12
-"""Of a parameter in a checkpoint: its float32 master and two moments."""
+"""Bytes of a parameter in a checkpoint: its float32 master and two moments."""
 
 STYLES: dict[Status, str] = {"ok": "green", "warning": "yellow", "failed": "bold red"}
 
@@ -89,7 +89,7 @@ def preflight(
     as_json: Json = False,
     result: Annotated[Path | None, typer.Option("--result", hidden=True)] = None,
 ) -> int:
-    """Look at this machine: devices, links, host, disk, versions. Say what is wrong, and how to mend it."""
+    """Check this machine: devices, links, host, disk, versions. Report faults and their fixes."""
     environment = read_environment()
     if result is not None:
         result.write_text(_be_a_rank(environment, processes or 0), encoding="utf-8")
@@ -118,7 +118,6 @@ def preflight(
 
 
 def _known(gpus: Sequence[Gpu], file: Path | None) -> Hardware | None:
-    """What is known of the devices here."""
     if file is not None:
         return read_hardware(file)
     chip = chip_named(gpus[0].name) if gpus else None
@@ -126,7 +125,7 @@ def _known(gpus: Sequence[Gpu], file: Path | None) -> Hardware | None:
 
 
 def _look(run: Run | None, gpus: Sequence[Gpu], known: Hardware | None) -> list[PreflightCheck]:
-    """Everything that needs no other process."""
+    """All checks that need no other process."""
     record = Record() if run is None else run.record
     checkpoint = 0 if run is None else _checkpoint_bytes(run)
     kept = 1 if run is None else max(1, run.checkpoint.keep)
@@ -140,13 +139,13 @@ def _look(run: Run | None, gpus: Sequence[Gpu], known: Hardware | None) -> list[
 
 
 def _checkpoint_bytes(run: Run) -> int:
-    """Of one checkpoint of a run; only who names a run waits for the model's code."""
+    """Bytes of one checkpoint of a run; it loads the model's code, so only a run that is named waits for it."""
     size = load_by_name("penstock.models.count", "count")(run.model, run.training.sequence_length)
     return STATE_BYTES * int(size.parameters + size.mtp_parameters)
 
 
 def _measured(environment: Environment, ranks: int, gpus: int) -> str:
-    """What ranks of this machine find together, as text; empty if they did not come to an end."""
+    """Measurements of several ranks of this machine as text; empty if they did not finish."""
     if gpus and ranks > gpus:
         raise DeviceError("--processes is more than GPUs", got=ranks, allowed=gpus)
     if ranks == 1:
@@ -166,7 +165,7 @@ def _measured(environment: Environment, ranks: int, gpus: int) -> str:
 
 
 def _be_a_rank(environment: Environment, expected: int) -> str:
-    """Measure, alone or with others."""
+    """Measure, alone or with other ranks."""
     assert expected in (0, environment.world_size), "the launcher starts as many ranks as it was asked for"
     with Rendezvous(environment) as meeting:
         prepare_environment(facts_of_machine(environment))
@@ -191,13 +190,7 @@ def _broken() -> PreflightCheck:
 
 
 def print_checks(checks: Sequence[PreflightCheck], environment: Environment, *, as_json: bool) -> None:
-    """Print what was found, in one piece, so that several machines do not speak into each other's words.
-
-    Args:
-        checks: in the order in which they are told.
-        environment: says whether colors are wanted.
-        as_json: for programs.
-    """
+    """Print all checks in one piece, so that lines of several machines do not mix."""
     counts = {status: sum(check.status == status for check in checks) for status in STYLES}
     if as_json:
         head = {"host": platform.node(), "passed": not counts["failed"], "counts": counts}

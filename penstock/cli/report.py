@@ -22,7 +22,7 @@ from penstock.report.run_evidence import gather
 from penstock.report.run_page import write_run_page
 
 PAGE = "report.html"
-"""In the folder of the run, unless another file is asked for."""
+"""Name of the page in the folder of the run."""
 
 Place = Annotated[
     Path, typer.Argument(metavar="RUN", help="The folder of a run; or traces: a file, a folder of ranks.")

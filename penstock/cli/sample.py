@@ -66,7 +66,7 @@ def sample(
 
 
 def _prompt(run: Run, vocabulary: Vocabulary, text: str) -> list[int]:
-    """Ids that the text begins with; of no text the end of the document before."""
+    """Token ids of the text; for an empty text the end of the document before it."""
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise DataError("the text is not UTF-8", got=ascii(text[:40]))
     prompt: list[int] = vocabulary.tokenizer.encode(text).tolist() or [vocabulary.end_of_document]

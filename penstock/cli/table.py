@@ -1,7 +1,7 @@
 """A table with lines around its cells, for a terminal of any width.
 
-A number is never cut and never broken over lines. Where the width is short, columns of text are wrapped first, at
-words; then whole columns are left out, and a line below the table names them.
+A number is never cut or broken over lines. On a narrow terminal, columns of text are wrapped at words first; then whole
+columns are left out, and a line below the table names them.
 """
 
 import re
@@ -18,7 +18,7 @@ LONGEST_WORD = 24
 """A longer word, such as a kernel's name, may be broken unless it is a number."""
 
 READABLE = 16
-"""Columns that text gets at least before a whole column is left out."""
+"""Columns of text at least before a whole column is left out."""
 
 _SIGNS = r"[-+~<>=(\[]*"
 _FIGURE = re.compile(rf"{_SIGNS}\d\S*( \S{{1,9}})?")
@@ -28,13 +28,7 @@ _NUMBER = re.compile(rf"{_SIGNS}\d\S*")
 
 
 def draw_table(columns: Sequence[str], rows: Sequence[Sequence[str]], least: Sequence[str]) -> None:
-    """Draw rows under their columns' names to stdout; brackets are text, not markup.
-
-    Args:
-        columns: names.
-        rows: a cell for each column.
-        least: columns that are missed least.
-    """
+    """Draw rows under their columns' names to stdout, without those of `least` that do not fit. Brackets are text."""
     console = Console(markup=False, highlight=False)
     cells = [tuple(column) for column in zip(columns, *rows, strict=True)]
     kept = _kept(cells, least, console.width)
@@ -53,7 +47,7 @@ def draw_table(columns: Sequence[str], rows: Sequence[Sequence[str]], least: Seq
 
 
 def _kept(cells: Sequence[Sequence[str]], least: Sequence[str], width: int) -> list[int]:
-    """Places of the columns that fit, at their narrowest: the first one, then from what is missed most."""
+    """Places of the columns that fit at their narrowest width: the first column, then by importance."""
     places = range(1, len(cells))
     missed_least = [place for name in least for place in places if cells[place][0] == name]
     missed_most = [place for place in places if place not in missed_least]
@@ -66,7 +60,7 @@ def _kept(cells: Sequence[Sequence[str]], least: Sequence[str], width: int) -> l
 
 
 def _widths(cells: Sequence[Sequence[str]], width: int) -> list[int]:
-    """Of each column: what it needs, or an even share of what the others leave, but never less than its narrowest."""
+    """Width of each column: its natural width, or an even share of the rest, never below its narrowest."""
     widths = [_narrowest(column) for column in cells]
     spare = width - _drawn(widths)
     wishes = {place: _natural(column) - widths[place] for place, column in enumerate(cells)}
@@ -78,17 +72,17 @@ def _widths(cells: Sequence[Sequence[str]], width: int) -> list[int]:
 
 
 def _drawn(widths: Sequence[int]) -> int:
-    """Columns of the terminal that a table takes."""
+    """Terminal columns that a table takes."""
     return FRAME + sum(width + PADDING for width in widths)
 
 
 def _natural(column: Sequence[str]) -> int:
-    """Width at which nothing is wrapped."""
+    """Width without wrapping."""
     return max(max((cell_len(line) for line in cell.splitlines()), default=0) for cell in column)
 
 
 def _narrowest(column: Sequence[str]) -> int:
-    """Width at which every number is whole, with its unit, and text can be read."""
+    """Width at which every number is whole, with its unit, and text is readable."""
     return max(map(_narrowest_of_cell, column))
 
 

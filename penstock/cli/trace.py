@@ -34,12 +34,12 @@ from penstock.trace.phases import Phase
 from penstock.trace.timeline import TimeBreakdown
 
 READ, READ_ALL = "PATH", "PATHS"
-"""Stand for the verb where none is named: the second if nothing but paths and flags follow."""
+"""Names of the verb if none is typed: the second if only paths and flags follow."""
 
 JSON, LAYERS = "--json", "--layers"
 
 RUN_FILE = "config.toml"
-"""Of the folder of a run; `penstock.config.load` knows it too, and takes long to import."""
+"""Configuration in the folder of a run; `penstock.config.load` has it too, but its import takes long."""
 
 VERBS = (
     Verb("diff", "penstock.cli.trace_diff", "diff", "What became faster and slower from one trace to another."),
@@ -58,10 +58,10 @@ _Verbs: Any = group_of(*VERBS)
 
 
 class _PathsOrVerb(_Verbs):
-    """A group in which a first word that is no verb is a path."""
+    """A group that takes a first word that is not a verb as a path."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
-        """Put in the verb that is meant."""
+        """Insert the verb that is meant."""
         if args and args[0] in self.commands:
             return super().parse_args(ctx, args)
         if args and not Path(args[0]).exists() and (fix := did_you_mean(args[0], [verb.name for verb in VERBS])):
@@ -71,7 +71,7 @@ class _PathsOrVerb(_Verbs):
         return super().parse_args(ctx, [READ_ALL if is_plain else READ, *args])
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Leave the verb out of the usage line where the user does."""
+        """Leave an inserted verb out of the usage line."""
         name, command, rest = super().resolve_command(ctx, args)
         return "" if name in (READ, READ_ALL) else name, command, rest
 
@@ -81,12 +81,12 @@ app = typer.Typer(cls=_PathsOrVerb, add_completion=False)
 
 @app.callback()
 def trace() -> None:
-    """Say where the time of a step went."""
+    """Show where the time of a step went."""
 
 
 @app.command(READ, hidden=True)
 def read(paths: Paths, as_json: Json = False, rank: Rank = None, step: Step = None, layers: Layers = False) -> None:
-    """Say where the time of a step went.
+    """Show where the time of a step went.
 
     Two more verbs: penstock trace diff A B, and penstock trace replay PATH --op NAME.
     """
@@ -107,9 +107,9 @@ def read(paths: Paths, as_json: Json = False, rank: Rank = None, step: Step = No
 
 @app.command(READ_ALL, hidden=True, context_settings={"allow_extra_args": True})
 def read_all(context: typer.Context, as_json: Json = False, layers: Layers = False) -> None:
-    """The same where nothing has to be checked but flags.
+    """The same for a call with flags only.
 
-    typer checks all other values with pydantic, and to import that takes as long as to answer for a small trace.
+    typer checks other options with pydantic, whose import takes as long as to answer for a small trace.
     """
     read([Path(word) for word in context.args], as_json=as_json, layers=layers)
 
@@ -121,17 +121,12 @@ SHORT_NAME = 48
 
 
 def ms(time_us: float) -> str:
-    """Milliseconds, to a microsecond."""
+    """Milliseconds with three decimals."""
     return f"{time_us / 1e3:,.3f}"
 
 
 def print_answer(answer: TraceAnalysis, *, by_layer: bool) -> None:
-    """Print all tables.
-
-    Args:
-        answer: what was said of the traces.
-        by_layer: a row of phases for each layer.
-    """
+    """Print all tables of an answer, with a row of phases for each layer if `by_layer`."""
     first = answer.ranks[0]
     if answer.is_host:
         several = len(answer.loaded) > 1
@@ -158,12 +153,7 @@ def print_answer(answer: TraceAnalysis, *, by_layer: bool) -> None:
 
 
 def print_host_tables(tables: Sequence[HostTable], *, most: int) -> None:
-    """Print what CPUs did per step: operators, then phases, both of the first rank.
-
-    Args:
-        tables: of each rank.
-        most: rows of a table.
-    """
+    """Print the work of CPUs per step: operators, then phases of the first rank, at most `most` rows each."""
     first, several = tables[0], len(tables) > 1
     for one in tables:
         rank = f"rank {one.rank}: " if several else ""
@@ -196,7 +186,7 @@ def _head(title: str) -> None:
 
 
 def _cut(rows: Sequence[Sequence[str]], most: int, last: Callable[[int], Sequence[str]]) -> list[Sequence[str]]:
-    """At most so many rows, and one that says what was left out."""
+    """At most `most` rows, and one that counts the rest."""
     return [*rows[:most], last(len(rows) - most)] if len(rows) > most else list(rows)
 
 
@@ -376,7 +366,7 @@ def _launches(first: RankAnalysis, of: str) -> None:
 
 
 def _waits(waits: Sequence[HostWait]) -> list[tuple[str, ...]]:
-    """A row for each call, span and pair of operators around it; layers and steps added up."""
+    """A row for each call, span and pair of operators around it; layers and steps are added up."""
     times: dict[tuple[str, str], tuple[int, float]] = {}
     for one in waits:
         spans = [name for name in one.where if name in tuple(Span)]
@@ -427,12 +417,7 @@ ROWS = 16
 
 
 def print_memory(memory: AllocatorHistory, of: str) -> None:
-    """Print the tables of one device.
-
-    Args:
-        memory: of the device.
-        of: whose it is, as it stands in titles.
-    """
+    """Print the memory tables of one device; `of` names its rank in titles."""
     peak = memory.peak
     phase = " ".join(filter(None, (peak.phase, peak.pass_)))
     where = f"{phase}: {' > '.join(peak.spans)}" if peak.spans else phase

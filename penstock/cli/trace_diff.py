@@ -1,4 +1,4 @@
-"""`penstock trace diff A B`: what got faster, slower, new and gone, largest change first, in sums that close."""
+"""`penstock trace diff A B`: faster, slower, new and gone work, largest change first; changes add up to the whole."""
 
 import json
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ def diff(
 
 
 def one_rank(path: Path, rank: int | None) -> Trace:
-    """The trace of a rank, or of the lowest that there is.
+    """The trace of a rank, or of the lowest one.
 
     Raises:
         TraceError: there is no such rank.
@@ -55,7 +55,7 @@ def one_rank(path: Path, rank: int | None) -> Trace:
 
 
 def as_tree(compared: TraceComparison) -> dict[str, Any]:
-    """A comparison as JSON has it. The `change_us` of all rows add up to that of the whole, exactly."""
+    """A comparison as JSON. The `change_us` of all rows add up to the change of the whole, exactly."""
     return {
         "a": {"total_us": compared.a_us, "steps": compared.a_steps, "outside_steps_us": compared.a_outside_us},
         "b": {"total_us": compared.b_us, "steps": compared.b_steps, "outside_steps_us": compared.b_outside_us},
@@ -106,7 +106,7 @@ def _headline(compared: TraceComparison) -> str:
 
 
 def _print_rows(rows: Sequence[ComparedRow], steps: bool) -> None:
-    """A star marks what differs in every step, so that it is no noise of the steps."""
+    """Print rows; a star marks a change larger than the spread of the steps."""
     print_table(
         ("change us", "A us", "B us", "events", "phase", "operator", "shape"),
         [

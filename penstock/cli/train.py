@@ -76,19 +76,19 @@ INTERRUPTED = 130
 """Exit code of a run that a second Ctrl-C stopped at once."""
 
 TEXT = "The "
-"""What a proposed text begins with."""
+"""Prompt of a proposed `sample` command."""
 
 STOPPED = 143
-"""Exit code of a rank that was not asked itself: that of SIGTERM."""
+"""Exit code of a rank that stops with the others: that of SIGTERM."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What a command line asks for.
+    """A run to start or to resume.
 
     Attributes:
         run: the configuration.
-        folder: of the run that goes on; None for a new one.
+        folder: of the run that is resumed; None for a new one.
         is_named: the user chose the name, so it must be free.
     """
 
@@ -157,7 +157,7 @@ def train(  # noqa: PLR0913 - one argument for each option
 def _start_ranks(
     console: Console, run: Run, environment: Environment, processes: int, restarts: int, words: list[str]
 ) -> int:
-    """Be the launcher."""
+    """Start the ranks of this machine and wait for them."""
     machine = replace(facts_of_machine(environment), world=processes, local_world=processes)
     launch = LocalLaunch(
         processes=processes,
@@ -170,7 +170,7 @@ def _start_ranks(
 
 
 def _be_a_rank(console: Console, environment: Environment, meeting: Rendezvous, launch: Launch) -> int:
-    """Train, as one of the ranks or as the only one."""
+    """Train, as one of the ranks or alone."""
     run = launch.run
     if meeting.agree(lambda: _is_finished(launch)):
         assert launch.folder is not None, "a new run is not finished"
@@ -205,9 +205,9 @@ def _be_a_rank(console: Console, environment: Environment, meeting: Rendezvous, 
 
 
 def _launch_of_all(environment: Environment, meeting: Rendezvous, launch: Launch, overrides: list[str]) -> Launch:
-    """What all ranks do: what the command line asks for, or go on with the folder that they made before a restart.
+    """The launch that all ranks agree on: the command line's, or the folder that they made before a restart.
 
-    A rank that sees other folders than the first, as a network file system may show them, goes on with the first one's.
+    A network file system may show a rank other folders than the first rank's, so all take the folder of the first rank.
     """
 
     def folder_of_first() -> str | None:
@@ -231,7 +231,6 @@ def _launch_of_all(environment: Environment, meeting: Rendezvous, launch: Launch
 
 
 def _new_run(target: str, overrides: list[str], name: str | None) -> Launch:
-    """A run that starts from its first step."""
     if _is_run_folder(target):
         raise RunFolderError(
             f"{target} is the folder of a run",
@@ -245,7 +244,6 @@ def _new_run(target: str, overrides: list[str], name: str | None) -> Launch:
 
 
 def _find_run(target: str, overrides: list[str], name: str | None) -> Launch:
-    """A run that goes on."""
     if _is_run_folder(target):
         folder = RunFolder(Path(target))
         if name is not None:
@@ -273,7 +271,7 @@ def _is_finished(launch: Launch) -> bool:
 
 
 def _run(console: Console, launch: Launch, session: Session, environment: Environment, meeting: Rendezvous) -> int:
-    """Take or make the folder, then train."""
+    """Find or make the folder, then train."""
     if launch.folder is None:
         begin = start(session)  # before there is a folder: weights that it names may not be there
 
@@ -310,7 +308,7 @@ def _run(console: Console, launch: Launch, session: Session, environment: Enviro
 
 
 def _print_end(console: Console, run: Run, folder: RunFolder, end: RunEnd) -> None:
-    """How it went, and what to type next."""
+    """Print the result and the next command."""
     saved = f"saved in {end.checkpoint}" if end.checkpoint else "nothing is saved"
     if end.stopped_by:
         lines = [f"stopped by {end.stopped_by} after step {end.step} of {end.steps}, {saved}"]
@@ -342,9 +340,9 @@ def _check_memory(run: Run, grid: Grid, device: torch.device, local_ranks: int) 
 
 
 def _print_plan(console: Console, launch: Launch, grid: Grid, local_ranks: int) -> None:
-    """Open the data, find the device, count the model; then say what would be trained.
+    """Open the data, find the device, count the model, and print the run.
 
-    A file for a cluster is checked on a laptop, too: that it does not fit here is said, and its rows are not cut.
+    A file for a cluster can be checked on a laptop: a warning says that it does not fit here, and its rows are not cut.
     """
     run, ranks = launch.run, grid.world
     device = choose_device(run.device)
@@ -379,7 +377,7 @@ _GROUPS = ("tensor", "context", "dense_data", "pipeline", "expert", "expert_data
 
 
 def print_rehearsal(run: Run, *, world: int, rank: int) -> None:
-    """Build one rank without memory and print what it is and holds.
+    """Build one rank without memory and print its contents.
 
     Raises:
         ConfigError: the layout does not fit.
@@ -429,6 +427,6 @@ def _place(axes: Axes, view: tuple[str, ...]) -> str:
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:
-    """All of a few; the first ones and the last of many."""
+    """All of a few ranks; the first and the last of many."""
     shown = ranks if len(ranks) <= 8 else (*ranks[:6], "...", ranks[-1])
     return " ".join(map(str, shown))

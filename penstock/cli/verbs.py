@@ -1,9 +1,10 @@
-"""Verbs that are imported when they are called.
+"""Verbs that are imported when they are called, and help that is printed without importing them.
 
-Importing PyTorch takes seconds, and `penstock --help` and `penstock config list` need none of it. So a group knows its
-verbs by name, and this file loads the module of the one that is called; a verb that needs PyTorch for some questions
-only loads that part in the same way. Only kernels are imported by name as well (`penstock.kernels.backends`); nothing
-else in the project imports inside a function.
+Importing PyTorch takes seconds, and `penstock --help` and `penstock config list` do not need it. So a group knows its
+verbs by name, and this file loads the module of the called verb; a verb that needs PyTorch for some options loads that
+part in the same way. Only kernels are imported by name as well (`penstock.kernels.backends`). commands.json, which
+`make docs` writes from the verbs, holds the `--help` screen of every verb for 80 columns; tests compare the two. On a
+narrower terminal the verb is loaded and prints its own.
 """
 
 import json
@@ -22,7 +23,7 @@ from penstock.parallel.launch.environment import LaunchFacts, prepare_environmen
 
 COMMANDS = Path(__file__).with_name("commands.json")
 COLUMNS = 80
-"""Of the terminal that the screens were written for; typer uses no more."""
+"""Columns of the terminal that the screens were written for; typer uses no more."""
 
 MARGIN = 2
 """Columns that typer leaves free."""
@@ -31,12 +32,7 @@ HELP = "--help"
 
 
 def screen_asked_for(verb: str, words: Sequence[str]) -> str | None:
-    """The screen of a verb, or of one below it, if the words behind the verb ask for help and it was written down.
-
-    Args:
-        verb: of `penstock`.
-        words: what comes behind it.
-    """
+    """The written screen of a verb or of one below it, if `words` behind the verb ask for help, or None."""
     if HELP not in words or shutil.get_terminal_size((COLUMNS, 24)).columns < COLUMNS:
         return None
     node: dict[str, Any] | None = json.loads(COMMANDS.read_text(encoding="utf-8")).get(verb)
@@ -61,11 +57,7 @@ def screen_asked_for(verb: str, words: Sequence[str]) -> str | None:
 
 
 def on_one_screen(group: type[TyperGroup]) -> type[TyperGroup]:
-    """A class of groups whose help has no more than its verbs and the names of its options: it fits 24 lines of 80.
-
-    Args:
-        group: the class that knows the verbs.
-    """
+    """A class of groups whose help lists only verbs and names of options, so that it fits 24 lines of 80."""
 
     class OneScreen(group):  # type: ignore[misc, valid-type]
         def format_options(self, ctx: Any, formatter: Any) -> None:
@@ -83,21 +75,21 @@ PROGRAM = "penstock"
 
 
 def load_by_name(module: str, attribute: str) -> Any:
-    """What a module calls so; the module is imported now."""
+    """Import a module now and return one of its attributes."""
     with imports_end_at_once():
         return vars(import_module(module))[attribute]
 
 
 @dataclass(frozen=True)
 class Verb:
-    """Where a verb is.
+    """A verb and its place.
 
     Attributes:
-        name: what is typed.
+        name: word on the command line.
         module: dotted name of the module.
         attribute: name there of a `typer.Typer`, or of a function with typer's annotations.
-        summary: the line in the list of verbs.
-        computes: whether it may multiply matrices; else libraries are told to start no threads for that.
+        summary: line in the list of verbs.
+        computes: it may multiply matrices; otherwise libraries start no threads for that.
     """
 
     name: str
@@ -118,7 +110,7 @@ class Verb:
 
 
 def _with_plain_help(command: Any) -> Any:
-    """The command, and all below it, with help that fits a screen: frames around it take half of one."""
+    """The command, and all below it, with help without frames, which fits a screen."""
     command.rich_markup_mode = None
     if isinstance(command, TyperGroup):
         for inner in command.commands.values():
@@ -128,7 +120,7 @@ def _with_plain_help(command: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Proposal:
-    """What a shell may put in the place of an unfinished word, in the form that typer's shells take."""
+    """A proposed word, in the form that typer's shells take."""
 
     value: str
     help: str
@@ -139,7 +131,7 @@ _ANY_WORDS = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_i
 
 
 class _Unloaded(TyperCommand):
-    """Stands for a verb in lists; parsing its arguments is handed on to the verb itself."""
+    """Placeholder of a verb in lists; it hands its arguments to the loaded verb."""
 
     def __init__(self, verb: Verb) -> None:
         super().__init__(name=verb.name, help=verb.summary, add_help_option=False, context_settings=_ANY_WORDS)
@@ -150,12 +142,12 @@ class _Unloaded(TyperCommand):
         return self._verb.load()
 
     def shell_complete(self, ctx: Any, incomplete: str) -> Any:
-        """What could come next, without loading the verb: who presses a key does not wait for PyTorch."""
+        """Propose words without loading the verb, because completion must not wait for PyTorch."""
         proposals = load_by_name("penstock.cli.completion", "proposals")
         return [_Proposal(word, text) for word, text in proposals(self.name, ctx.args, incomplete)]
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        """Load the verb and let it parse; help, and a shell that asks what could come next, need neither."""
+        """Load the verb and let it parse; help and completion do not need it."""
         if extra.get("resilient_parsing"):
             return super().make_context(info_name, args, parent, **extra)
         if parent is not None and parent.command_path == PROGRAM:

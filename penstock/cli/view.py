@@ -1,9 +1,9 @@
-"""What a person sees of a run: a live panel in a terminal, plain lines anywhere else.
+"""Views of a run: a live panel on a terminal, plain lines elsewhere.
 
-Both are observers of the loop and show the same figures. The panel is drawn at most `DRAWS_PER_SECOND` times a second
-by the thread that trains, between two steps: a thread of its own would fight it for Python's lock. Plain lines come for
-the first step, every evaluation and the last step, and else when some time has passed: soon in the beginning, at most
-every `SLOWEST_LINE_SECONDS` later on, so that a long run leaves a log that can be read.
+Both are observers of the loop and show the same figures. The training thread draws the panel between two steps, at most
+`DRAWS_PER_SECOND` times a second: a thread of its own would compete for Python's lock. Plain lines come for the first
+step, every evaluation and the last step, and otherwise at intervals that grow up to `SLOWEST_LINE_SECONDS`, so that the
+log of a long run stays readable. Blocks are Unicode block elements: U+2581 is an eighth of a cell high, U+2588 is full.
 """
 
 import time
@@ -27,21 +27,21 @@ BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 """One cell, from an eighth to full."""
 
 DOT = "\u00b7"
-"""Stands between facts of one line."""
+"""Separator of facts in one line."""
 
 FORCED_BALANCE = "FORCED BALANCE, BENCHMARK ONLY"
-"""Stands wherever a figure of such a run is shown."""
+"""Mark of every figure of a run with forced balance."""
 
 DRAWS_PER_SECOND = 5.0
 PANEL_WIDTH = 110
-"""Columns of the panel at most: longer lines are not easier to read."""
+"""Most columns of the panel."""
 
 FRAME_WIDTH = 4
 LABEL_WIDTH, VALUE_WIDTH, GAP = 8, 20, 2
-"""Columns of the panel's frame with its padding, and of its grid: label, value at least, and between them."""
+"""Columns of the label, of the value at least, and of the gap between them."""
 
 NARROWEST_DETAIL = 22
-"""Columns that a detail needs beside its figure; with fewer it stands below."""
+"""Columns that a detail needs beside its figure; with fewer it goes below."""
 
 STOPPING = "stopping after this step; Ctrl-C once more stops at once, unsaved"
 
@@ -53,7 +53,7 @@ FIRST_LINE_SECONDS, SLOWEST_LINE_SECONDS = 2.0, 60.0
 
 
 def facts_of(start: RunStart) -> dict[str, str]:
-    """What is trained, on what, and how: the lines that head every view, by their label."""
+    """The lines at the top of every view, by label: model, batch, device, kernels."""
     run = start.run
     size = f"{count_text(start.parameters)} parameters"
     if start.active_parameters != start.parameters:
@@ -73,22 +73,17 @@ def facts_of(start: RunStart) -> dict[str, str]:
 
 
 def _sharing(run: Run) -> int:
-    """Ranks that share the rows of one data-parallel rank."""
     return run.parallel.tensor * run.parallel.context * run.parallel.pipeline
 
 
 def is_forced(start: RunStart) -> bool:
-    """Whether the router's choice is ignored, so that nothing here says anything about training."""
+    """Whether the router's choice is ignored, so that figures are of benchmarks only."""
     moe = start.run.model.moe
     return moe is not None and moe.balance.force_load_balance
 
 
 class LiveView:
-    """Observer that draws a panel and keeps it up to date.
-
-    Args:
-        console: a terminal.
-    """
+    """Observer that draws a panel on a terminal and keeps it up to date."""
 
     def __init__(self, console: Console) -> None:
         self._live = Live(console=console, auto_refresh=False, transient=False)
@@ -102,7 +97,7 @@ class LiveView:
         self._draw()
 
     def stepped(self, report: StepReport) -> None:
-        """Take a step in, and draw if it is time."""
+        """Add a step, and draw if it is time."""
         assert self._panel is not None, "a run starts before it steps"
         self._panel.add(report)
         for notice in report.notices:
@@ -122,7 +117,7 @@ class LiveView:
         self._draw()
 
     def stopping(self) -> None:
-        """Say that the request to stop was heard."""
+        """Show that the request to stop arrived."""
         if self._panel is not None:
             self._panel.notice = STOPPING
             self._draw()
@@ -140,15 +135,12 @@ class LiveView:
 
 
 class RunPanel:
-    """The panel's content. It is drawn from reports alone, so a test or a picture needs no run.
-
-    Args:
-        start: what is known before the first step.
+    """The panel's content, drawn from reports alone, so that tests and pictures need no run.
 
     Attributes:
         steps: of the whole run.
         saved_step: step of the newest checkpoint, or None.
-        notice: what the user must know now, or empty.
+        notice: message to the user, or empty.
     """
 
     def __init__(self, start: RunStart) -> None:
@@ -162,7 +154,7 @@ class RunPanel:
         self._evaluated: tuple[int, float] | None = None
 
     def add(self, report: StepReport) -> None:
-        """Take a step in."""
+        """Add a step."""
         self._last = report
         self._losses.add(report.loss)
         if report.evaluation is not None:
@@ -170,11 +162,7 @@ class RunPanel:
             self._held_out.add(report.evaluation.bits_per_byte)
 
     def render(self, width: int) -> RenderableType:
-        """Draw.
-
-        Args:
-            width: columns of the terminal.
-        """
+        """Draw the panel for a terminal of `width` columns."""
         width = min(width, PANEL_WIDTH)
         forced = is_forced(self._start)
         parts: list[RenderableType] = [Text(FORCED_BALANCE, style="bold red")] if forced else []
@@ -201,7 +189,7 @@ class RunPanel:
         return grid
 
     def _figures(self, width: int) -> Table:
-        """Label, value and detail in a row each; a narrow terminal has the detail below its value."""
+        """Label, value and detail in a row each; on a narrow terminal the detail is below its value."""
         done = self._start.steps_done if self._last is None else self._last.step
         lines = [_Line("step", Text(f"{done:,} of {self.steps:,}", style="bold"), self._progress(done))]
         if self._last is not None:
@@ -268,11 +256,11 @@ class RunPanel:
 
 
 _Detail = Callable[[int], RenderableType]
-"""What stands beside a figure, drawn for so many columns."""
+"""Detail beside a figure, drawn for a number of columns."""
 
 
 def _words(text: str) -> _Detail:
-    """A detail that is text, which is wrapped where it is too long."""
+    """A detail of text, which is wrapped if it is too long."""
     return lambda width: text
 
 
@@ -281,15 +269,13 @@ _NO_DETAIL = _words("")
 
 @dataclass(frozen=True)
 class _Line:
-    """One line of figures."""
-
     label: str
     value: Text
     detail: _Detail = _NO_DETAIL
 
     @property
     def has_detail(self) -> bool:
-        """There is something to draw."""
+        """Whether there is a detail to draw."""
         return self.detail is not _NO_DETAIL
 
 
@@ -312,7 +298,7 @@ def _bars(layer: LayerReport) -> _Detail:
 
 
 def _figure(number: str, unit: str) -> Text:
-    """A number that is read, and a unit that is glanced at."""
+    """A bold number and its unit."""
     return Text.assemble((number, "bold"), f" {unit}")
 
 
@@ -323,11 +309,7 @@ def _style_of(layer: LayerReport) -> str:
 
 
 class PlainView:
-    """Observer that prints aligned lines.
-
-    Args:
-        console: anything, a file too.
-    """
+    """Observer that prints aligned lines to any console."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -335,7 +317,7 @@ class PlainView:
         self._next_seconds = 0.0
 
     def started(self, start: RunStart) -> None:
-        """Print what is trained, and the heads of the columns."""
+        """Print the run and the heads of the columns."""
         self._start = start
         self._print(f"penstock: {start.run.name} in {start.folder}{self._mark}")
         for label, text in facts_of(start).items():
@@ -359,14 +341,14 @@ class PlainView:
         self._print(f"  {line}")
 
     def saved(self, step: int) -> None:
-        """Say nothing: the end says which checkpoint is the newest."""
+        """Print nothing: the end names the newest checkpoint."""
 
     def stopping(self) -> None:
-        """Say that the request to stop was heard."""
+        """Print that the request to stop arrived."""
         self._print(STOPPING)
 
     def closed(self) -> None:
-        """Nothing to release."""
+        """Release nothing."""
 
     @property
     def _mark(self) -> str:
@@ -383,7 +365,7 @@ COLUMNS = {
 
 
 def _cells(report: StepReport) -> list[str]:
-    """A step as cells of the plain view; a dash stands for what is not known."""
+    """A step as cells of the plain view; a dash stands for an unknown value."""
     worst, utilization = report.worst_layer, report.model_flops_utilization
     return [
         f"{report.step}",
@@ -399,12 +381,7 @@ def _cells(report: StepReport) -> list[str]:
 
 
 def spark_line(values: Sequence[float], width: int) -> str:
-    """Values as a row of blocks, the lowest an eighth high and the highest full.
-
-    Args:
-        values: any number of them; if more than `width`, means of neighbours are drawn.
-        width: most characters.
-    """
+    """Values as a row of at most `width` blocks, the lowest an eighth high, the highest full; neighbours averaged."""
     means = _bins(values, width)
     low, high = min(means, default=0.0), max(means, default=0.0)
     if high == low:
@@ -413,12 +390,7 @@ def spark_line(values: Sequence[float], width: int) -> str:
 
 
 def load_bars(slots: Sequence[int], width: int) -> str:
-    """Load of each expert as a bar: half high is the mean, full is twice the mean or more.
-
-    Args:
-        slots: load of each expert.
-        width: most characters; if there are more experts, a bar is the fullest of its neighbours.
-    """
+    """Load of each expert as a bar: half high is the mean, full twice the mean; of many, the fullest neighbour."""
     mean = sum(slots) / len(slots) or 1.0
     group = -(-len(slots) // width)
     fullest = [max(slots[start : start + group]) for start in range(0, len(slots), group)]
@@ -429,18 +401,14 @@ def load_bars(slots: Sequence[int], width: int) -> str:
 
 
 def _bins(values: Sequence[float], width: int) -> list[float]:
-    """At most `width` means of neighbours, equally many in each but for rounding."""
+    """At most `width` means of neighbours, equal in number but for rounding."""
     bins = min(len(values), width)
     edges = [round(index * len(values) / bins) for index in range(bins + 1)] if bins else []
     return [sum(values[low:high]) / (high - low) for low, high in pairwise(edges)]
 
 
 class Trail:
-    """A history of any length in bounded memory: when it is full, neighbours are joined into their mean.
-
-    Args:
-        capacity: most values that are kept; even.
-    """
+    """A history in bounded memory: when `capacity` values are stored, neighbours are joined into their mean."""
 
     def __init__(self, capacity: int = 512) -> None:
         self._capacity = capacity
@@ -460,5 +428,5 @@ class Trail:
 
     @property
     def values(self) -> list[float]:
-        """What is kept, oldest first."""
+        """Stored values, oldest first."""
         return [*self._means, *([sum(self._pending) / len(self._pending)] if self._pending else [])]

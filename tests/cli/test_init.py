@@ -268,5 +268,6 @@ def test_somebody_who_leaves_gets_no_file(person: list[str], capsys: pytest.Capt
 
 def test_nobody_at_the_terminal_is_asked_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused(capsys, "new.toml", "--model", "debug", "--tokens", "5k") == (
-        "nobody is there to answer; got no --on --data --tokenizer; fix: --on --data --tokenizer, or --yes"
+        "standard input is not a terminal, so questions cannot be asked; got no --on --data --tokenizer; "
+        "fix: --on --data --tokenizer, or --yes"
     )
