@@ -1,9 +1,9 @@
-"""A run on the fewest ranks and layers that show all that a stage of it holds: what it is rehearsed on.
+"""Compose runs from stages of a proxy model: the memory and time of thousands of layouts for a search.
 
-What a layer holds depends on its kind (`penstock.plan.liveness`), on who shares it (tensor, context, expert,
-expert_tensor ranks), on the micro-batch and on what is done to activations; not on how many layers and stages there
-are, and not on data-parallel ranks. So a run is cut down to one replica, and one stage of it is run, with one layer of
-a kind. Which stage is its `View`; t t are all kinds, t those behind the first dense layers, or others if asked for:
+What a layer holds depends on its kind (`penstock.plan.liveness.layer_kind`), on the ranks that share it (tensor,
+context, expert, expert_tensor), on the micro-batch and on recomputation; not on the number of layers and stages, nor on
+data-parallel ranks. So a run is cut down to one replica (its proxy model), of which one stage runs on the meta device,
+with one layer of each kind. A `View` names the stage; t t are all kinds of layers, t those after the first dense ones:
 
     whole     E t t m L               no pipeline
     first     E t t |                 begins with the embedding
@@ -12,6 +12,9 @@ a kind. Which stage is its `View`; t t are all kinds, t those behind the first d
     mixed     E | t t | m L           has neither, and first dense layers before others
     embed     E | | m L               the embedding alone
     head      E | | m L               the head alone
+
+Pieces are kept by the settings that they depend on (`ReuseKey`). Tests compare a `ComposedRun` with the whole run: half
+a percent of memory. Settings that make layers of one kind differ cannot be composed: `is_composable`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,7 +49,7 @@ from penstock.plan.composed_run import (
 from penstock.plan.liveness import PipelineShape, StageActivations, enough, first_of_kinds, layers_in_order
 from penstock.plan.memory import NO_OVERHEADS, Overheads, RankMemory
 from penstock.plan.meta_rank import MetaRank, Target, make_meta_rank
-from penstock.plan.meta_run import activations_of, micro_batch_of
+from penstock.plan.meta_run import activations_of, micro_batch_bytes
 from penstock.plan.param_state import (
     ParamsByKind,
     PartState,
@@ -62,15 +65,15 @@ View = Literal["whole", "first", "last", "middle", "mixed", "embed", "head"]
 
 @dataclass(frozen=True)
 class ReuseKey:
-    """What two runs of one model have in common if a layer of either holds the same.
+    """Settings that pieces depend on; runs of one model with equal keys have equal pieces.
 
     Attributes:
         sizes: tensor, context, expert, expert_tensor, and whether there is a pipeline.
         micro_batch: rows.
         recompute: `recompute.modules`.
-        dispatch: method, stage, bound, overlap.
-        splits: whether weight gradients are put off.
-        divides: whether weights are gathered (`parallel.shard` full).
+        dispatch: method, sync-free stage, row capacity factor, overlap.
+        splits: weight gradients are put off.
+        gathers: FSDP2 gathers weights.
     """
 
     sizes: tuple[int, int, int, int, bool]
@@ -78,26 +81,26 @@ class ReuseKey:
     recompute: tuple[str, ...]
     dispatch: tuple[str, int, float, str]
     splits: bool
-    divides: bool
+    gathers: bool
 
 
 def reuse_key(run: Run) -> ReuseKey:
-    """Of a run; runs of other models have nothing in common."""
+    """The key of a run."""
     parallel, dispatch = run.parallel, run.dispatch
-    is_cut = parallel.pipeline > 1
+    has_pipeline = parallel.pipeline > 1
     return ReuseKey(
-        sizes=(parallel.tensor, parallel.context, parallel.expert, parallel.expert_tensor, is_cut),
+        sizes=(parallel.tensor, parallel.context, parallel.expert, parallel.expert_tensor, has_pipeline),
         micro_batch=run.training.micro_batch,
         recompute=run.recompute.modules,
         dispatch=(dispatch.method, dispatch.sync_free, dispatch.row_capacity_factor, dispatch.overlap),
-        splits=is_cut and run.pipeline.schedule in SPLITTING_SCHEDULES,
-        divides=parallel.shard == "full",
+        splits=has_pipeline and run.pipeline.schedule in SPLITTING_SCHEDULES,
+        gathers=parallel.shard == "full",
     )
 
 
 @dataclass(frozen=True)
 class _Cut:
-    """How a view divides a proxy model: its stages, the stage that runs, and the layer kinds of that stage."""
+    """How a view cuts a proxy model: number of stages, the stage that runs, and the layer kinds of that stage."""
 
     stages: int
     place: int
@@ -116,14 +119,23 @@ _CUTS: Mapping[View, _Cut] = MappingProxyType(
     }
 )
 
+_COMMON: Mapping[View, View] = MappingProxyType({"mixed": "middle", "embed": "first", "head": "last"})
+"""Views of rare stages, and a view that shows nearly the same."""
+
 
 def later_kinds(model: Model) -> dict[str, int]:
-    """Kinds of the layers behind the first dense ones, and the first layer of each: what most stages hold."""
+    """Kinds of the layers after the first dense ones, and the first layer of each kind."""
     return first_of_kinds(model, range(model.dense_layers if model.moe_layers else 0, model.layers))
 
 
+def kinds_of(model: Model, view: View) -> tuple[str, ...]:
+    """Kinds of layers that a view shows, in order."""
+    kinds = {"all": first_of_kinds(model, range(model.layers)), "later": later_kinds(model), "none": {}}
+    return tuple(kinds[_CUTS[view].layers])
+
+
 def proxy_model(run: Run, view: View) -> Run:
-    """The run cut down; it fits `ranks_of` it. Its model is the same, of which `stages_of_proxy` hold a part."""
+    """The run with the pipeline of a view and as few data-parallel ranks as it needs."""
     schedule = "zb-1f1b" if run.pipeline.schedule in SPLITTING_SCHEDULES else "1f1b"
     small = run.model_copy(
         update={
@@ -131,24 +143,18 @@ def proxy_model(run: Run, view: View) -> Run:
             "pipeline": Pipeline().model_copy(update={"schedule": schedule} if _CUTS[view].stages > 1 else {}),
             "graphs": Graphs(),
             "offload": Offload(),
-            # Few layers at both ends stay in 16 bits; here every layer stands for many.
+            # A few layers at both ends stay in 16 bits; here every layer stands for many.
             "float8": run.float8.model_copy(update={"first_layers": 0, "last_layers": 0}),
             "recompute": run.recompute.model_copy(update={"layers": (), "stages": ()}),
         }
     )
-    # Rows of one pass of every rank: a replica more or less changes nothing.
-    rows = run.training.micro_batch * ranks_of(small)
+    # One pass of every rank: more replicas change nothing.
+    rows = run.training.micro_batch * proxy_ranks(small)
     return small.model_copy(update={"training": run.training.model_copy(update={"global_batch": rows})})
 
 
-def kinds_of(model: Model, view: View) -> tuple[str, ...]:
-    """Kinds of the layers that a view shows, in their order."""
-    kinds = {"all": first_of_kinds(model, range(model.layers)), "later": later_kinds(model), "none": {}}
-    return tuple(kinds[_CUTS[view].layers])
-
-
-def stages_of_proxy(model: Model, view: View, kinds: Sequence[str]) -> tuple[Stage, ...]:
-    """Stages of a view; only the one that is run holds layers, one of each kind."""
+def proxy_stages(model: Model, view: View, kinds: Sequence[str]) -> tuple[Stage, ...]:
+    """Stages of a view; only the one that runs has layers, one of each kind."""
     cut = _CUTS[view]
     layers, last = layers_in_order(model, kinds), cut.stages - 1
     return tuple(
@@ -162,8 +168,8 @@ def stages_of_proxy(model: Model, view: View, kinds: Sequence[str]) -> tuple[Sta
     )
 
 
-def ranks_of(small: Run) -> int:
-    """Ranks that a proxy model needs; two that hold the same where weights are divided among such."""
+def proxy_ranks(small: Run) -> int:
+    """Ranks of a proxy model; with FSDP2, two that shard the same weights."""
     parallel = small.parallel
     dense, expert = parallel.tensor * parallel.context, parallel.expert * parallel.expert_tensor
     return parallel.pipeline * lcm(dense, expert) * (2 if parallel.shard == "full" else 1)
@@ -171,17 +177,17 @@ def ranks_of(small: Run) -> int:
 
 @contextmanager
 def rank_of_proxy(run: Run, view: View, target: Target, kinds: Sequence[str] | None = None) -> Iterator[MetaRank]:
-    """The first rank that holds the stage of a view. Starts and ends a process group.
+    """The first rank with the stage of a view. Starts and ends a process group.
 
     Args:
-        run: whose proxy model it is.
-        view: of it.
-        target: where the run will be.
+        run: the run that is cut down.
+        view: the stage.
+        target: where the run would be.
         kinds: of its layers, in the order of some stage of the run; None for those that the view shows.
     """
     kinds = kinds_of(run.model, view) if kinds is None else kinds
-    small, stages = proxy_model(run, view), stages_of_proxy(run.model, view, kinds)
-    world = ranks_of(small)
+    small, stages = proxy_model(run, view), proxy_stages(run.model, view, kinds)
+    world = proxy_ranks(small)
     rank = _CUTS[view].place * world // small.parallel.pipeline
     holders = tuple(place for place, stage in enumerate(stages) if needs_embedding(run.model, stage))
     if world > 1:
@@ -197,13 +203,13 @@ _Sharing = tuple[int, int, int, bool]
 
 
 def _sharing(run: Run) -> _Sharing:
-    """What parameters of a layer depend on."""
+    """Settings that the parameters of a layer depend on."""
     parallel = run.parallel
     return parallel.tensor, parallel.expert, parallel.expert_tensor, parallel.shard == "full"
 
 
 def is_composable(run: Run) -> bool:
-    """Whether layers of one kind hold the same in this run, and all that it holds is known here."""
+    """Whether layers of one kind hold the same in this run, and all that it holds is on the device."""
     is_whole = (
         run.dispatch.overlap not in OVERLAPS_IN_STEPS and not run.offload.activations and not run.offload.optimizer
     )
@@ -211,20 +217,17 @@ def is_composable(run: Run) -> bool:
 
 
 class Composer:
-    """Composes runs of one model, sequence length and precision for one target; remembers what it rehearsed.
+    """Composes runs of one model, sequence length and precision for one target; remembers the pieces.
 
     Args:
         run: any run of the model.
-        target: where they will run.
+        target: where the runs would be.
         overheads: of the hardware.
 
     Attributes:
-        run: the same.
-        target: the same.
-        overheads: the same.
         costs: FLOPs of the parts of the model.
-        leading: kinds of layers that stand at the beginning of the model only.
-        rehearsals: how many there were.
+        leading: kinds of layers that occur at the beginning of the model only.
+        meta_runs: stages that ran so far.
     """
 
     def __init__(self, run: Run, target: Target, overheads: Overheads = NO_OVERHEADS) -> None:
@@ -233,10 +236,10 @@ class Composer:
         self.overheads = overheads
         self.costs = stage_costs(run.model, run.training.sequence_length)
         self.leading = frozenset(first_of_kinds(run.model, range(run.model.layers))) - later_kinds(run.model).keys()
-        self.rehearsals = 0
+        self.meta_runs = 0
         self._kinds_of_views: dict[View, tuple[str, ...]] = {}
         self._stages: dict[int, tuple[Stage, ...]] = {}
-        self._rehearsed: dict[tuple[ReuseKey, View, tuple[str, ...]], ProxyStage] = {}
+        self._proxies: dict[tuple[ReuseKey, View, tuple[str, ...]], ProxyStage] = {}
         self._facts: dict[_Sharing, ParamsByKind] = {}
         self._states: dict[tuple[_Sharing, ShardCounts], dict[str, PartState]] = {}
         self._contents: dict[tuple[str, int, int], tuple[StageContents, ...]] = {}
@@ -244,7 +247,7 @@ class Composer:
         self._activations: dict[tuple[ReuseKey, StageContents, bool], tuple[StageActivations, StageBytes]] = {}
 
     def stages(self, run: Run) -> tuple[Stage, ...]:
-        """As `penstock.models.rank_model.stages_of`, with costs that are counted once.
+        """`penstock.models.rank_model.stages_of`, with FLOPs that are counted once.
 
         Raises:
             ConfigError: `pipeline.layout` does not fit the model.
@@ -261,14 +264,14 @@ class Composer:
         return self._stages[count]
 
     def contents(self, run: Run) -> tuple[StageContents, ...]:
-        """Of every stage, in short."""
+        """Contents of every stage."""
         key = run.pipeline.layout, run.parallel.pipeline, run.pipeline.stages_per_rank
         if key not in self._contents:
             self._contents[key] = tuple(contents_of(stage, self.run.model) for stage in self.stages(run))
         return self._contents[key]
 
     def places(self, run: Run) -> tuple[tuple[tuple[StageContents, ...], PlaceLoad], ...]:
-        """Of every place on the pipeline: what its stages hold, and what they do."""
+        """Contents and work of every place on the pipeline."""
         ranks, count = run.parallel.pipeline, run.pipeline.stages_per_rank
         placement = SCHEDULES[run.pipeline.schedule].placement
         key = run.pipeline.layout, ranks, count, placement
@@ -285,153 +288,144 @@ class Composer:
         return self._places[key]
 
     def memories(self, run: Run, grid: Grid) -> tuple[RankMemory, ...]:
-        """Of the first rank of each place on the pipeline, first to last.
-
-        Args:
-            run: composable, and of the composer's model.
-            grid: that fits it.
-        """
+        """Memory of the first rank of each place; arguments as of `composed`."""
         composed = self.composed(run, grid)
         return tuple(composed.memory(place) for place in range(grid.pipeline))
 
     def composed(self, run: Run, grid: Grid, *, closely: bool = True) -> ComposedRun:
-        """A run put together.
+        """A run composed of its pieces.
 
         Args:
             run: composable, and of the composer's model.
-            grid: that fits it.
-            closely: with proxy models of rare stages too; without, such a stage is put together from pieces of others,
-                which are off by what one message takes.
+            grid: fits the run.
+            closely: run rare stages on the meta device too; else they are composed of pieces of other stages, which
+                differ by the memory of one message.
         """
         assert is_composable(run), f"{run.name} has layers that differ from others of their kind"
         return self._compose(run, grid, run, closely=closely)
 
     def closer_and_closer(self, run: Run, grid: Grid) -> Iterator[ComposedRun]:
-        """The run put together of pieces that are nearly its own, and at last of its own.
+        """The run composed of pieces that are nearly its own, which more layouts share, and at last of its own.
 
-        They are needed by more layouts. Pieces of a whole backward pass hold no more than those of one in two halves,
-        and pieces of one row say about what those of more rows hold.
+        Pieces of a whole backward pass hold no more than those of a split one, and pieces of one row tell about how
+        much those of more rows hold.
         """
         one_row = {"training": run.training.model_copy(update={"micro_batch": 1})}
-        whole = run.model_copy(update={**one_row, "pipeline": Pipeline()})
+        unsplit = run.model_copy(update={**one_row, "pipeline": Pipeline()})
         seen: list[ReuseKey] = []
-        for played in (whole, run.model_copy(update=one_row), run):
-            if reuse_key(played) not in seen and (played is run or reuse_key(played) != reuse_key(run)):
-                seen.append(reuse_key(played))
-                yield self._compose(run, grid, played, closely=False)
+        for source in (unsplit, run.model_copy(update=one_row), run):
+            key = reuse_key(source)
+            if key not in seen and (source is run or key != reuse_key(run)):
+                seen.append(key)
+                yield self._compose(run, grid, source, closely=False)
 
-    def _compose(self, run: Run, grid: Grid, played: Run, *, closely: bool) -> ComposedRun:
-        alike, contents = reuse_key(played), self.contents(run)
-        by_contents = {one: self._stage(played, alike, one, closely) for one in dict.fromkeys(contents)}
-        times = run.training.micro_batch // played.training.micro_batch
+    def _compose(self, run: Run, grid: Grid, source: Run, *, closely: bool) -> ComposedRun:
+        key, contents = reuse_key(source), self.contents(run)
+        by_contents = {one: self._stage(source, key, one, closely) for one in dict.fromkeys(contents)}
+        rows = run.training.micro_batch // source.training.micro_batch
         return ComposedRun(
             run=run,
             grid=grid,
             contents=contents,
             activations={one: stage for one, (stage, _) in by_contents.items()},
-            sizes={one: size.times(times) for one, (_, size) in by_contents.items()},
-            shown=self.shown(played, "whole" if grid.pipeline == 1 else "first"),
-            times=times,
+            sizes={one: size.times(rows) for one, (_, size) in by_contents.items()},
+            proxy=self.proxy(source, "whole" if grid.pipeline == 1 else "first"),
+            rows=rows,
             state=self.state(run, grid),
             shape=shape_of(run, grid),
-            target=self.target,
             overheads=self.overheads,
-            played=played,
-            alike=alike,
+            source=source,
+            reuse_key=key,
         )
 
     def state(self, run: Run, grid: Grid) -> RankState:
-        """What the parts of a run's ranks hold from step to step."""
-        facts = self._facts_of(run)
+        """Model state of the parts of a run's ranks."""
+        key = _sharing(run)
+        if key not in self._facts:
+            # Context and pipeline ranks change nothing about the parameters of a layer.
+            parallel = run.parallel.model_copy(update={"context": 1, "pipeline": 1})
+            with rank_of_proxy(run.model_copy(update={"parallel": parallel}), "whole", self.target) as rank:
+                self._facts[key] = facts_of(rank)
+        facts = self._facts[key]
         shards = shards_of(run.parallel, grid.data * grid.context, grid.expert_data)
-        key = _sharing(run), shards
-        if key not in self._states:
-            self._states[key] = {kind: part_state(parameters, shards) for kind, parameters in facts.items()}
-        return RankState(run, facts, shards, self._states[key])
+        if (key, shards) not in self._states:
+            self._states[key, shards] = {kind: part_state(parameters, shards) for kind, parameters in facts.items()}
+        return RankState(run, facts, shards, self._states[key, shards])
 
-    def shown(self, run: Run, view: View, kinds: tuple[str, ...] = ()) -> ProxyStage:
-        """One stage of a proxy model of the run, made once for all runs that are alike.
+    def proxy(self, run: Run, view: View, kinds: tuple[str, ...] = ()) -> ProxyStage:
+        """A stage of the run's proxy model, run once for all runs with equal keys.
 
         Args:
-            run: whose.
-            view: which stage.
-            kinds: of its layers, in the order of some stage of the run; none for those that the view shows.
+            run: the run that is cut down.
+            view: the stage.
+            kinds: of its layers, in the order of some stage of the run; empty for those that the view shows.
         """
         key = reuse_key(run), view, kinds or self._kinds(view)
-        if key not in self._rehearsed:
-            self.rehearsals += 1
+        if key not in self._proxies:
+            self.meta_runs += 1
             with rank_of_proxy(run, view, self.target, key[2]) as rank:
                 (stage,) = activations_of(rank)
-                self._rehearsed[key] = ProxyStage(
-                    rank=rank, stage=stage, shared_bytes=rank.shared_bytes, batch_bytes=_bytes_of_rows(rank)
+                self._proxies[key] = ProxyStage(
+                    rank=rank,
+                    stage=stage,
+                    symmetric_bytes=rank.symmetric_bytes,
+                    batch_bytes=micro_batch_bytes(rank),
                 )
-        return self._rehearsed[key]
+        return self._proxies[key]
 
     def _kinds(self, view: View) -> tuple[str, ...]:
         if view not in self._kinds_of_views:
             self._kinds_of_views[view] = kinds_of(self.run.model, view)
         return self._kinds_of_views[view]
 
-    def _facts_of(self, run: Run) -> ParamsByKind:
-        parallel, key = run.parallel, _sharing(run)
-        if key not in self._facts:
-            # Others that share a layer change nothing about its parameters.
-            alone = run.model_copy(update={"parallel": parallel.model_copy(update={"context": 1, "pipeline": 1})})
-            with rank_of_proxy(alone, "whole", self.target) as rank:
-                self._facts[key] = facts_of(rank)
-        return self._facts[key]
-
     def _stage(
-        self, run: Run, alike: ReuseKey, contents: StageContents, closely: bool
+        self, run: Run, key: ReuseKey, contents: StageContents, closely: bool
     ) -> tuple[StageActivations, StageBytes]:
-        key = alike, contents, closely
-        if key not in self._activations:
-            stage = self._put_together(run, alike, contents, closely)
-            self._activations[key] = stage, _sizes_of(stage)
-        return self._activations[key]
+        if (key, contents, closely) not in self._activations:
+            stage = self._compose_stage(run, key, contents, closely)
+            sizes = StageBytes(
+                kept=stage.kept_bytes,
+                left=stage.left,
+                forward=stage.forward.bytes,
+                backward=stage.backward.bytes,
+                weight=stage.weight,
+            )
+            self._activations[key, contents, closely] = stage, sizes
+        return self._activations[key, contents, closely]
 
-    def _put_together(self, run: Run, alike: ReuseKey, contents: StageContents, closely: bool) -> StageActivations:
+    def _compose_stage(self, run: Run, key: ReuseKey, contents: StageContents, closely: bool) -> StageActivations:
         view = view_of(contents, self.leading)
         if not closely:
             view = _COMMON.get(view, view)
-        # A layer directly behind `before` has less to do than one behind a layer of another kind.
-        order = () if not closely or self._is_usual(view, contents) else contents.kinds
-        if view in ("middle", "mixed") and not (alike.splits or order):
-            # The two others have shown all of it.
-            first, last = (self.shown(run, one).stage for one in ("first", "last"))
+        # A layer directly after the embedding does less than one after a layer of another kind.
+        order = () if not closely or self._has_usual_order(view, contents) else contents.kinds
+        if view in ("middle", "mixed") and not (key.splits or order):
+            # The views `first` and `last` show all of its pieces.
+            first, last = (self.proxy(run, one).stage for one in ("first", "last"))
             is_led = any(kind in self.leading for kind in contents.kinds)
             layers = list(first.pieces[1:-1] if is_led else last.pieces[1:-1])
             begin, end = last.pieces[0], first.pieces[-1]
             weight = 0
         else:
-            stage = self.shown(run, view, order).stage
+            stage = self.proxy(run, view, order).stage
             if len(stage.pieces) == 1:
                 return stage
             (begin, *layers, end), weight = stage.pieces, stage.weight
         by_kind = {piece.name: piece for piece in layers}
         for kind in contents.kinds:
             if kind not in by_kind:
-                by_kind[kind] = next(one for one in self.shown(run, "first").stage.pieces if one.name == kind)
+                by_kind[kind] = next(one for one in self.proxy(run, "first").stage.pieces if one.name == kind)
         middle = [by_kind[kind] for kind, count in contents.layers for _ in range(count)]
         return StageActivations(number=0, pieces=(begin, *middle, end), weight=weight)
 
-    def _is_usual(self, view: View, contents: StageContents) -> bool:
-        """Whether a view shows its layers in the order of a stage; what it does not show stands elsewhere."""
+    def _has_usual_order(self, view: View, contents: StageContents) -> bool:
+        """Whether a view shows the layers of a stage in their order, or not all of their kinds."""
         usual, kinds = self._kinds(view), contents.kinds
         return kinds == usual[: len(kinds)] or not set(kinds) <= set(usual)
 
 
-_COMMON: Mapping[View, View] = MappingProxyType({"mixed": "middle", "embed": "first", "head": "last"})
-"""Views of rare stages, and those that show nearly the same."""
-
-
 def view_of(contents: StageContents, leading: frozenset[str]) -> View:
-    """Which stage of a proxy model shows a stage.
-
-    Args:
-        contents: of the stage.
-        leading: kinds of layers that stand at the beginning of the model only.
-    """
+    """The view that shows a stage; `leading` are kinds of layers that occur at the beginning of the model only."""
     if contents.embed and contents.head:
         return "whole"
     if contents.embed:
@@ -439,22 +433,6 @@ def view_of(contents: StageContents, leading: frozenset[str]) -> View:
     if contents.head:
         return "last" if contents.layers else "head"
     return "mixed" if len({kind in leading for kind, _ in contents.layers}) > 1 else "middle"
-
-
-def _sizes_of(stage: StageActivations) -> StageBytes:
-    return StageBytes(
-        kept=stage.kept_bytes,
-        left=stage.left,
-        forward=stage.forward.bytes,
-        backward=stage.backward.bytes,
-        weight=stage.weight,
-    )
-
-
-def _bytes_of_rows(rank: MetaRank) -> int:
-    batch = micro_batch_of(rank)
-    tensors = [*batch.reading.tensors.values(), *batch.labels]
-    return sum(tensor.nbytes for tensor in tensors)
 
 
 def shape_of(run: Run, grid: Grid) -> PipelineShape | None:

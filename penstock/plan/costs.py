@@ -1,13 +1,13 @@
-"""Seconds of an operator of a tape: of the device, from rates and transfers; and what it counts as.
+"""Seconds of a recorded operator on a device, and the term that it counts as.
 
     products          mm, addmm, bmm, the experts' kernels, attention: penstock/plan/rates.py, by shapes
-    communication     collectives, and the kernels that write into other GPUs' memory: penstock/plan/transfers.py
+    communication     collectives, and kernels that write into other GPUs' memory: penstock/plan/transfers.py
     host link         copies between the device and its host's memory, at the link's rate
     all others        the bytes of their tensors at the memory's rate
 
-Kernels of experts work on rows that came, whatever room there is: where a run has a bound on rows instead of a count,
-tensors with a row for each place count for the expected part of them. What a kernel reads or writes more than once, or
-only in part, is said in `_BYTES`; without an entry each tensor moves once.
+Kernels of experts compute the rows that arrive, not the capacity of their buffers: where a run bounds rows instead of
+counting them, a tensor with a row for each slot counts by the expected rows. `_BYTES` lists kernels that do not move
+each tensor exactly once.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,17 +24,11 @@ from penstock.plan.rates import SUM_BYTES, GroupedProduct, Rates
 from penstock.plan.transfers import CollectiveName, TokenTraffic, TransferTimes
 
 HOST_LINK = "host link"
-"""What copies between the device and its host's memory count as, where something waits for them."""
+"""Term of time that waits for copies between the device and its host's memory."""
 
 
 class OpCost(NamedTuple):
-    """What an operator costs.
-
-    Attributes:
-        seconds: of the device.
-        term: what it counts as.
-        is_communication: nothing is computed by it.
-    """
+    """Seconds of the device, the term, and whether the operator only communicates."""
 
     seconds: float
     term: str
@@ -43,14 +37,14 @@ class OpCost(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RoutedRows:
-    """What goes to the experts of one rank in one pass.
+    """Rows that go to the experts of one rank in one pass.
 
     Attributes:
-        tokens: of a rank, before they go; those of half a micro-batch, if its halves go one after the other.
+        tokens: of a rank before dispatch; of half a micro-batch where its halves follow each other.
         experts: of a layer.
-        top_k: of a token; parts of experts count.
-        rows: that the fullest rank's experts get.
-        imbalance: those over the even share.
+        top_k: experts of a token, times the ranks that share an expert's matrices.
+        rows: of the fullest rank's experts.
+        imbalance: `rows` over the even share.
     """
 
     tokens: int
@@ -61,17 +55,18 @@ class RoutedRows:
 
 
 def routed_rows(run: Run, imbalance: float) -> RoutedRows | None:
-    """Of a run with experts.
+    """Rows of a run with experts, or None.
 
     Args:
-        run: which one.
-        imbalance: rows of the fullest rank over the even share; a rank that has all experts has the even share, and no
-            rank gets more rows than all that there are.
+        run: its configuration.
+        imbalance: rows of the fullest rank over the even share. It is cut to the most that can be: every token chooses
+            as many of the rank's experts as it can.
     """
     moe, parallel = run.model.moe, run.parallel
     if moe is None:
         return None
-    uneven = min(imbalance, _most_uneven(moe.experts, moe.top_k, parallel.expert))
+    most = parallel.expert * min(moe.top_k, moe.experts // parallel.expert) / moe.top_k
+    uneven = min(imbalance, most)
     tokens = run.training.micro_batch * run.training.sequence_length // (parallel.context * parallel.tensor)
     if run.dispatch.overlap == "halves":
         tokens //= 2
@@ -80,13 +75,8 @@ def routed_rows(run: Run, imbalance: float) -> RoutedRows | None:
     return RoutedRows(tokens=tokens, experts=moe.experts, top_k=slots, rows=rows, imbalance=uneven)
 
 
-def _most_uneven(experts: int, top_k: int, ranks: int) -> float:
-    """Rows of a rank over the even share if every token chooses as many of its experts as it can."""
-    return ranks * min(top_k, experts // ranks) / top_k
-
-
 def buffer_rows(works: tuple[RecordedOps, ...]) -> frozenset[int]:
-    """Rows that the experts' buffers have room for; what is kept for backward may have less of it."""
+    """Rows of the experts' buffers, by their kernels; buffers that are kept for backward may be smaller."""
     return frozenset(one.shapes[2][0] for work in works for one in work if one.name in _OF_ROWS)
 
 
@@ -95,8 +85,8 @@ class OpCosts:
 
     Args:
         hardware: of the devices.
-        experts: that the run has; None without.
-        rooms: see `buffer_rows`.
+        experts: routed rows of the run; None without experts.
+        rooms: rows of buffers (`buffer_rows`).
     """
 
     def __init__(self, hardware: Hardware, experts: RoutedRows | None, rooms: frozenset[int]) -> None:
@@ -189,7 +179,7 @@ class OpCosts:
         return OpCost(self._rates.grouped(product, groups, rows, n, k, "fp8", by_rows=by_rows).seconds, "experts")
 
     def _torch_grouped(self, operator: RecordedOp) -> float:
-        """`torch.nn.functional.grouped_mm`: rows times a matrix for each expert, or both by rows."""
+        """`torch.nn.functional.grouped_mm`: rows times a matrix for each expert, or a contraction over rows."""
         first, second = operator.shapes[:2]
         if len(second) == 3:
             groups, k, n = second
@@ -216,7 +206,7 @@ class OpCosts:
         return estimate.seconds
 
     def _send(self, operator: RecordedOp) -> float:
-        """A kernel that writes rows into the memory of others, and those that wait for it."""
+        """A kernel that writes rows into other ranks' memory, or the wait for its counterpart."""
         experts = self._experts
         assert experts is not None, "rows travel to experts"
         rows, ranks = operator.shapes[0][0], operator.shapes[-1][0]
@@ -234,7 +224,7 @@ class OpCosts:
         return OpCost(estimate.seconds, term, is_communication=True)
 
     def _bytes(self, operator: RecordedOp) -> float:
-        """That the memory moves."""
+        """Bytes that the memory moves."""
         moved = sum(self._filled(operator, place) for place in range(len(operator.sizes)))
         times = _BYTES.get(operator.name)
         if times is not None:
@@ -247,19 +237,19 @@ class OpCosts:
         return self._filled(operator, place) / self._bandwidth
 
     def _filled(self, operator: RecordedOp, place: int) -> float:
-        """Bytes of a tensor that hold something."""
+        """Bytes of a tensor that hold rows."""
         shape, size = operator.shapes[place], operator.sizes[place]
         if shape and shape[0] in self._rooms:
             return size * self._rows(shape[0]) / shape[0]
         return size
 
     def _rows(self, room: int) -> int:
-        """Of so many places those that hold a row."""
+        """Expected rows of a buffer with `room` slots."""
         return room if self._experts is None or room not in self._rooms else min(room, self._experts.rows)
 
 
 def _last_twice(operator: RecordedOp, moved: float) -> float:
-    """What is picked is read and written."""
+    """The selected rows are read and written."""
     return 2.0 * operator.sizes[-1]
 
 
@@ -294,11 +284,11 @@ _WAITS = frozenset({"wait_kernel", "hold_kernel", "signal_kernel"})
 """Kernels that move nothing."""
 
 _NOTHING = _WAITS | {"set_"}
-"""These, and what the host alone does: another tensor gets a storage that is there."""
+"""Operators without device time; `set_` gives a tensor another storage on the host."""
 
 
 def _is_by_rows(operator: RecordedOp, *, scales: int, rows: int) -> bool:
-    """Whether each row of a product's second operand has scales of its own; the place of its scales is told."""
+    """Whether each row of a product's second operand has its own scale; `scales` is the place of the scales' tensor."""
     return len(operator.shapes) > scales and operator.shapes[scales][0] == rows
 
 
@@ -306,10 +296,10 @@ _OF_ROWS = frozenset({"rows_kernel", "float8_rows_kernel"})
 """Kernels that multiply the rows of experts by their matrices."""
 
 _PRODUCTS: Mapping[str, int] = MappingProxyType({"mm": 2, "bmm": 2, "addmm": 3, "baddbmm": 3, "_scaled_mm_v2": 2})
-"""Matrix products, and how many tensors they are given; the last two are multiplied."""
+"""Matrix products, and their number of tensor arguments; the last two are multiplied."""
 
 _SENDERS: Mapping[str, str] = MappingProxyType({"push_rows_kernel": "dispatch", "return_rows_kernel": "dispatch"})
-"""Kernels that write into other GPUs' memory, and what they count as."""
+"""Kernels that write into other GPUs' memory, and their term."""
 
 _TERMS: Mapping[str, str] = MappingProxyType(
     {
@@ -321,7 +311,7 @@ _TERMS: Mapping[str, str] = MappingProxyType(
         "linear_cross_entropy_kernel": "loss",
     }
 )
-"""What operators that compute little count as, if not as elementwise."""
+"""Terms of operators that compute little; others are elementwise."""
 
 _COLLECTIVES: Mapping[str, CollectiveName] = MappingProxyType(
     {
@@ -333,7 +323,7 @@ _COLLECTIVES: Mapping[str, CollectiveName] = MappingProxyType(
         "reduce_scatter_": "reduce-scatter",
     }
 )
-"""Torch's collectives; the others are all-reduces, or cost as much."""
+"""Torch's collectives; others are all-reduces, or cost as much."""
 
 _DTYPES: Mapping[int, Dtype] = MappingProxyType({1: "fp8", 2: "bf16", 4: "fp32", 8: "fp32"})
-"""By the bytes of a number."""
+"""By the bytes of an element."""

@@ -1,7 +1,19 @@
-"""Kinds of decoder layers, each in a word or two: layers of one kind hold the same and do the same.
+"""What a stage holds, piece by piece, and which micro-batches a pipeline rank holds whenever it starts an action.
 
-What lets layers of one model differ is experts or none (`model.dense_layers`, `model.moe.moe_layer_freq`) and whether
-attention sees the whole row (`model.attention.local`). What `recompute.layers` adds, `penstock.plan.meta_run` sees.
+A piece is one layer, the part before the layers, or the part after them (penstock/plan/meta_run.py finds pieces). It
+has its operators, and three numbers of bytes:
+
+    kept        from its forward until its backward
+    forward     the most in its forward, over the memory before it
+    backward    the most in its backward, over the memory before its forward
+
+Layers of one kind have equal pieces: experts or none (`model.dense_layers`, `model.moe.moe_layer_freq`), and attention
+to the whole row or a window (`model.attention.local`). So the peak of a pass in piece i is the sum of `kept` of the
+pieces before i and the most of piece i, for any number of layers.
+
+Memory of a pipeline rank is the most of `held + the action's own`, over the rank's actions. How many micro-batches of
+each stage are held depends on the schedule alone, and a count below another one at an action of the same kind cannot
+be the peak. So thousands of actions reduce to a few `PeakPoint`s. A long step repeats itself: see `enough`.
 """
 
 from collections import Counter
@@ -18,16 +30,17 @@ from penstock.layout.schedules import GRAMMARS, SCHEDULES, groups_to_fill, sched
 from penstock.plan.op_recorder import RecordedOps
 
 MOE = "moe"
-"""End of the words of layers with experts."""
+"""Last word of the kinds of layers with experts."""
+
+PUT_OFF = "put off"
+"""Label of memory that waits for weight gradients."""
+
+REPEATED = 2
+"""From so many micro-batches per pipeline rank on, every schedule repeats itself."""
 
 
 def layer_kind(model: Model, layer: int) -> str:
-    """`dense`, `moe`, `local dense` or `local moe`.
-
-    Args:
-        model: whose.
-        layer: its number, from 0.
-    """
+    """`dense`, `moe`, `local dense` or `local moe`; layers count from 0."""
     ffn = "dense" if model.is_dense(layer) else MOE
     attention = model.attention
     is_local = isinstance(attention, GroupedQueryAttention) and not attention.is_global(layer)
@@ -40,41 +53,37 @@ def has_experts(kind: str) -> bool:
 
 
 def layers_in_order(model: Model, kinds: Iterable[str]) -> tuple[int, ...]:
-    """One layer of each of some kinds, ascending, where a stage has them in this order."""
+    """One layer of each of these kinds, in ascending order."""
     found: list[int] = []
     for kind in kinds:
-        behind = range(found[-1] + 1 if found else 0, model.layers)
-        found.append(next(layer for layer in behind if layer_kind(model, layer) == kind))
+        rest = range(found[-1] + 1 if found else 0, model.layers)
+        found.append(next(layer for layer in rest if layer_kind(model, layer) == kind))
     return tuple(found)
 
 
 def first_of_kinds(model: Model, layers: Iterable[int]) -> dict[str, int]:
-    """The kinds of some layers in the order in which they come first, and the first layer of each."""
+    """The first layer of each kind, in the order in which the kinds first occur."""
     found: dict[str, int] = {}
     for layer in layers:
         found.setdefault(layer_kind(model, layer), layer)
     return found
 
 
-PUT_OFF = "put off"
-"""Name of what waits for weight gradients."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class StagePiece:
-    """A part of a stage: what stands before its layers, a layer, or what stands behind them. All in bytes.
+    """A piece of a stage, in bytes.
 
     Attributes:
         name: `embed`, a layer's kind, or `head`.
-        kept: from forward to backward, by the name of the module that allocated it.
+        kept: from forward to backward, by the label of the allocating module.
         forward: see the top of the file.
-        backward: likewise.
-        at_forward: what the ledger held at the peak of forward, less what was held before.
-        at_backward: the same of backward.
-        left: what waits for weight gradients after a backward pass that puts them off.
+        backward: see the top of the file.
+        at_forward: memory at the peak of forward by label, less the memory before it.
+        at_backward: the same at the peak of backward.
+        left: waits for weight gradients after a backward pass that puts them off.
         forward_work: operators of its forward.
-        backward_work: of its backward, but for weight gradients that are put off.
-        weight_work: those of the weight gradients that are.
+        backward_work: of its backward, without the weight gradients that are put off.
+        weight_work: of the weight gradients that are put off.
     """
 
     name: str
@@ -90,18 +99,13 @@ class StagePiece:
 
     @property
     def kept_bytes(self) -> int:
-        """All that is kept."""
+        """Sum of `kept`."""
         return sum(self.kept.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationPeak:
-    """The most that a pass holds, over what was held before its micro-batch began.
-
-    Attributes:
-        bytes: all.
-        terms: by name of who allocated them; together all.
-    """
+    """Peak of a pass over the memory before its micro-batch began; `terms` are its bytes by label."""
 
     bytes: int
     terms: Counter[str]
@@ -114,7 +118,7 @@ class StageActivations:
     Attributes:
         number: of the stage.
         pieces: first to last; one for each layer.
-        weight: the most that put-off weight gradients take, over what waits for them.
+        weight: peak of the put-off weight gradients, over the memory that waits for them.
     """
 
     number: int
@@ -123,7 +127,7 @@ class StageActivations:
 
     @property
     def kept(self) -> Counter[str]:
-        """From a micro-batch's forward to its backward."""
+        """From a micro-batch's forward to its backward, by label."""
         total: Counter[str] = Counter()
         for piece in self.pieces:
             total.update(piece.kept)
@@ -131,7 +135,7 @@ class StageActivations:
 
     @property
     def kept_bytes(self) -> int:
-        """All of `kept`."""
+        """Sum of `kept`."""
         return sum(piece.kept_bytes for piece in self.pieces)
 
     @property
@@ -141,12 +145,13 @@ class StageActivations:
 
     @property
     def forward(self) -> ActivationPeak:
-        """Of a forward pass."""
+        """Peak of a forward pass."""
         return self._peak([piece.forward for piece in self.pieces], [piece.at_forward for piece in self.pieces])
 
     @property
     def backward(self) -> ActivationPeak:
-        """Of a backward pass."""
+        """Peak of a backward pass."""
+        # Backward runs from the last piece to the first: what later pieces left behind is still there.
         lefts = [sum(piece.left for piece in self.pieces[place + 1 :]) for place in range(len(self.pieces))]
         sizes = [piece.backward + left for piece, left in zip(self.pieces, lefts, strict=True)]
         return self._peak(sizes, [piece.at_backward for piece in self.pieces])
@@ -163,24 +168,21 @@ class StageActivations:
         )
 
 
-REPEATED = 2
-"""So many micro-batches for each rank of the pipeline, and from there on every schedule repeats itself."""
-
 _KEPT = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.INPUT: -1, Kind.WEIGHT: 0}
 _LEFT = {Kind.FORWARD: 0, Kind.BACKWARD: 0, Kind.INPUT: 1, Kind.WEIGHT: -1}
 
 ActionUnit = tuple[tuple[int, Kind], ...]
-"""An action, or a pair: stages and what is done with them."""
+"""An action, or two actions of a pair: stage and kind of each."""
 
 
 @dataclass(frozen=True)
 class PeakPoint:
-    """A rank at the beginning of an action.
+    """A rank at the start of an action.
 
     Attributes:
-        work: what it begins.
-        kept: micro-batches between forward and backward, of each of its stages.
-        left: micro-batches whose weight gradients are put off.
+        work: the action.
+        kept: micro-batches between forward and backward, for each stage of the rank.
+        left: micro-batches with weight gradients that are put off, for each stage.
     """
 
     work: ActionUnit
@@ -189,7 +191,7 @@ class PeakPoint:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """All that it holds."""
+        """`kept` and `left`."""
         return (*self.kept, *self.left)
 
 
@@ -200,9 +202,9 @@ class PipelineShape:
     Attributes:
         name: of the schedule.
         ranks: of the pipeline.
-        stages_per_rank: stages of each.
-        micro_batches: of a step, or as many as hold the same.
-        pairs: as `penstock.layout.schedules.schedule` has it.
+        stages_per_rank: stages of each rank.
+        micro_batches: of a step, or a smaller number that holds the same (`enough`).
+        pairs: as in `penstock.layout.schedules.schedule`.
     """
 
     name: str
@@ -223,41 +225,40 @@ class PipelineShape:
 
     @property
     def holds_most_first(self) -> bool:
-        """Of ranks with stages of the same sizes an earlier one needs no less than a later one.
+        """Of ranks with equal stages, an earlier one needs at least as much memory as a later one.
 
-        In a loop it starts further ahead. This is not so on a v, where each rank is far from one end of the model and
-        near the other; where weight gradients are put off, of which later ranks put off more; and where passes are done
-        in pairs, which are of other stages on other ranks.
+        This is so in a loop, where an earlier rank starts further ahead. It is not so on a v, where each rank is near
+        one end of the model and far from the other; with weight gradients that are put off, of which later ranks have
+        more; and with paired passes, which belong to different stages on different ranks.
         """
         return SCHEDULES[self.name].placement == "loop" and not self.splits_backward and not self.pairs
 
 
 def enough(name: str, ranks: int, micro_batches: int) -> int:
-    """Micro-batches that hold as much as `micro_batches`, if those are more."""
-    repeated = REPEATED * ranks
+    """The fewest micro-batches known to hold as much as `micro_batches`."""
     is_even = micro_batches % ranks == 0 or name != "interleaved"
-    return micro_batches if name == "gpipe" or not is_even else min(micro_batches, repeated)
+    return micro_batches if name == "gpipe" or not is_even else min(micro_batches, REPEATED * ranks)
 
 
 @cache
 def peak_points(shape: PipelineShape, rank: int) -> tuple[PeakPoint, ...]:
-    """Where the most may be held on a rank, for any sizes of stages."""
+    """The points at which a rank's memory may peak, for any sizes of its stages."""
     place = {stage: number for number, stage in enumerate(shape.stages_of(rank))}
     kept, left = [0] * len(place), [0] * len(place)
     seen: dict[ActionUnit, dict[PeakPoint, None]] = {}
-    for work in _works(shape, rank):
-        seen.setdefault(work, {})[PeakPoint(work, tuple(kept), tuple(left))] = None
-        for stage, kind in work:
+    for unit in _units(shape, rank):
+        seen.setdefault(unit, {})[PeakPoint(unit, tuple(kept), tuple(left))] = None
+        for stage, kind in unit:
             at = place[stage]
             kept[at] += _KEPT[kind]
             left[at] += _LEFT[kind]
     return tuple(one for found in seen.values() for one in _highest(list(found)))
 
 
-def _works(shape: PipelineShape, rank: int) -> list[ActionUnit]:
+def _units(shape: PipelineShape, rank: int) -> list[ActionUnit]:
     if shape.pairs or shape.name not in GRAMMARS:
-        return [tuple((one.stage, one.kind) for one in unit) for unit in _plan(shape).units(rank)]
-    # One rank's list alone: the whole plan of a long pipeline takes its time.
+        return [tuple((one.stage, one.kind) for one in unit) for unit in _schedule(shape).units(rank)]
+    # The list of one rank alone: building the whole schedule of a long pipeline is slow.
     phrases = GRAMMARS[shape.name](shape.ranks, rank, shape.stages_per_rank, shape.micro_batches)
     groups = 1 if shape.name == "gpipe" else groups_to_fill(shape.ranks, shape.micro_batches)
     actions = spell(phrases, shape.stages_of(rank), shape.micro_batches, groups)
@@ -265,7 +266,7 @@ def _works(shape: PipelineShape, rank: int) -> list[ActionUnit]:
 
 
 @cache
-def _plan(shape: PipelineShape) -> Schedule:
+def _schedule(shape: PipelineShape) -> Schedule:
     return schedule(
         shape.name,
         ranks=shape.ranks,
@@ -276,9 +277,9 @@ def _plan(shape: PipelineShape) -> Schedule:
 
 
 def _highest(found: list[PeakPoint]) -> list[PeakPoint]:
-    """Those, all of one work, beside which no other holds as much everywhere; in their order."""
+    """The points of one unit with counts that no other point reaches everywhere, in their order."""
     highest: dict[tuple[int, ...], None] = {}
-    # What another covers comes behind it, for it holds less in all.
+    # A covered point has a smaller sum, so it comes after the point that covers it.
     for counts in sorted((one.counts for one in found), key=sum, reverse=True):
         if not any(all(map(ge, other, counts)) for other in highest):
             highest[counts] = None

@@ -1,14 +1,14 @@
 """Memory of every rank over one step, by component, from the objects that the run itself is made of.
 
-    state           weights, float32 sums of gradients, masters, moments: what the optimizer says it holds
-    activations     what the passes hold (penstock/plan/meta_run.py), in the order of the rank's own schedule
+    state           weights, float32 sums of gradients, masters, moments: reported by the optimizer
+    activations     of the passes (penstock/plan/meta_run.py), in the order of the rank's own schedule
     gathered        whole weights of the blocks around the one that computes, with FSDP2
     buffers         memory that GPUs of a node write into; the rows of the step
-    communication   buckets of gradients and new weights: the optimizer's own methods, run without memory
+    communication   buckets of gradients and new weights: the optimizer's own methods, run on the meta device
 
-Passes and the update follow each other, so the most of a step is the larger of the two, but for a captured pass, whose
-pool nobody else may use. What libraries allocate by themselves, the driver's context and what the allocator cannot use
-are not the model's: they come from the hardware (`Overheads`).
+Passes and update follow each other, so the peak of a step is the larger of the two. Only the pool of a captured pass
+stays reserved during the update. Libraries, the driver's context and the allocator's unused memory are figures of the
+hardware (`Overheads`). `assemble` is the one place that adds the components up.
 """
 
 from collections import Counter
@@ -20,19 +20,20 @@ from penstock.layout.actions import Kind
 from penstock.plan.liveness import PUT_OFF, StageActivations
 from penstock.plan.meta_rank import Target
 from penstock.plan.meta_run import MetaRun, meta_run_of
+from penstock.plan.param_state import PartState
 
 LOSS = "loss"
-"""Name under which the ledger has logits and the loss's gradients."""
+"""Label of logits and of the loss's gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Overheads:
-    """Bytes of a device that no tensor of ours takes.
+    """Bytes of a device that no tensor of the run takes.
 
     Attributes:
         libraries: work space of matrix products, inside the allocator.
         context: driver, modules and communicators, outside of the allocator.
-        unused: part of what is allocated at the peak that the allocator holds besides.
+        unused: share of the allocated peak that the allocator reserves besides.
     """
 
     libraries: int = 0
@@ -45,25 +46,25 @@ NO_OVERHEADS = Overheads()
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """What one rank needs at the fullest moment of a step, in bytes.
+    """Memory of one rank at the fullest moment of a step, in bytes.
 
     Attributes:
-        rank: which.
+        rank: its number.
         parameters: weights between steps.
         gradients: float32 sums.
-        master: float32 weights, where they are not the weights themselves.
-        moments: both; on the device. With the optimizer on the host, what passes through.
-        gathered: whole weights, and gradients on their way, with FSDP2.
-        activations: all that forward and backward hold, but for the loss.
+        master: float32 weights, where the weights themselves are not float32.
+        moments: both; on the device. With the optimizer on the host, the buffers that they pass through.
+        gathered: whole weights, and gradients that are being reduced, with FSDP2.
+        activations: memory of forward and backward, without the loss.
         buffers: memory that GPUs write into, and the rows of the step.
-        logits: what the loss holds at that moment.
-        communication: buckets; 0 if the passes are the fullest moment.
-        graph_pool: what the update takes besides the pool of a captured pass, which it cannot use; 0 without graphs.
+        logits: memory of the loss.
+        communication: buckets; 0 if a pass is the fullest moment.
+        graph_pool: memory of the update beside the pool of a captured pass, which it cannot use; 0 without graphs.
         libraries: work space of matrix products.
-        reserve: context, and what the allocator holds without handing it out.
-        host: of the optimizer, on the host. Not in `total`.
+        reserve: context, and memory that the allocator reserves and does not hand out.
+        host: the optimizer's host memory. Not in `total`.
         moment: of the step: `forward`, `backward`, ... and the stage, or `update`.
-        terms: of `activations` and `logits`, by the module that allocated them, of all micro-batches that are held.
+        terms: `activations` and `logits` of all micro-batches that are held, by the label of the allocating module.
     """
 
     rank: int
@@ -85,121 +86,148 @@ class RankMemory:
 
     @property
     def allocated(self) -> int:
-        """The most that torch's allocator has handed out at once."""
+        """Peak of torch's allocator."""
         state = self.parameters + self.gradients + self.master + self.moments
         passing = self.gathered + self.activations + self.buffers + self.logits + self.communication + self.graph_pool
         return state + passing + self.libraries
 
     @property
     def total(self) -> int:
-        """What the device must have."""
+        """Memory that the device must have."""
         return self.allocated + self.reserve
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Moment:
-    """A moment of the passes that may be the fullest."""
+class PassPeak:
+    """A moment of the passes that may be the fullest: its name, bytes, and bytes by label."""
 
     name: str
     bytes: int
-    terms: Counter[str]
+    terms: Mapping[str, int]
 
 
-def memory_of(run: Run, *, world: int, rank: int, target: Target, overheads: Overheads = NO_OVERHEADS) -> RankMemory:
-    """What one rank of a run needs. Starts and ends a process group, so there must be none.
+@dataclass(frozen=True, kw_only=True)
+class MemoryParts:
+    """Everything that a rank's memory is assembled from, in bytes.
 
-    Args:
-        run: its configuration.
-        world: ranks of the run.
-        rank: which of them.
-        target: where it will run.
-        overheads: of the hardware.
-
-    Raises:
-        ConfigError: the layout does not fit the ranks or the model.
-        KernelError: the run asks for kernels that the target cannot run.
+    Attributes:
+        rank: its number.
+        state: between steps, on the device.
+        passes: the fullest moment of the passes.
+        gathered: whole weights during the passes, with FSDP2.
+        update: peak of the update.
+        buffers: memory that GPUs write into, and the rows of the step.
+        host: the optimizer's host memory.
+        is_captured: the passes are captured as a graph with a memory pool of its own.
     """
-    return memory_of_meta_run(meta_run_of(run, world=world, rank=rank, target=target), overheads)
+
+    rank: int
+    state: PartState
+    passes: PassPeak
+    gathered: int = 0
+    update: int = 0
+    buffers: int = 0
+    host: int = 0
+    is_captured: bool = False
 
 
-def fullest_rank(memories: Iterable[RankMemory]) -> RankMemory:
-    """The one that needs most; the first of several."""
-    return max(memories, key=lambda memory: memory.total)
-
-
-def ranks_that_differ(run: Run, world: int) -> tuple[int, ...]:
-    """One rank for each place on the pipeline: with equal tokens, all others of a stage need the same, or less.
-
-    The first of a stage is taken: where rows do not divide, the first ranks have the larger part.
-    """
-    stage = world // run.parallel.pipeline
-    return tuple(range(0, world, stage))
-
-
-def memory_of_meta_run(rehearsal: MetaRun, overheads: Overheads = NO_OVERHEADS) -> RankMemory:
-    """The same of a rank that was rehearsed."""
-    rank = rehearsal.rank
-    state, buffers = rank.state, rank.shared_bytes + rehearsal.batch_bytes
-    fullest = max(_moments(rehearsal), key=lambda moment: moment.bytes)
-    gathered, update = rehearsal.gathered_bytes, rehearsal.update.peak_bytes
-    is_captured = rank.run.graphs.capture == "full"
-    is_update = update > fullest.bytes + gathered and not is_captured
-    logits = fullest.terms[LOSS]
+def assemble(parts: MemoryParts, overheads: Overheads = NO_OVERHEADS) -> RankMemory:
+    """Memory of a rank at the fullest moment of its step: a pass, or the update."""
+    state, passes, update = parts.state, parts.passes, parts.update
+    is_update = update > passes.bytes + parts.gathered and not parts.is_captured
+    logits = passes.terms.get(LOSS, 0)
     memory = RankMemory(
-        rank=rehearsal.first_rank,
+        rank=parts.rank,
         parameters=state.weights,
         gradients=state.gradients,
-        master=0 if state.host else state.optimizer - rank.moment_bytes,
-        moments=state.optimizer if state.host else rank.moment_bytes,
-        gathered=0 if is_update else gathered,
-        activations=0 if is_update else fullest.bytes - logits,
-        buffers=buffers,
+        master=state.master,
+        moments=state.moments,
+        gathered=0 if is_update else parts.gathered,
+        activations=0 if is_update else passes.bytes - logits,
+        buffers=parts.buffers,
         logits=0 if is_update else logits,
         communication=update if is_update else 0,
-        graph_pool=update if is_captured else 0,
+        graph_pool=update if parts.is_captured else 0,
         libraries=overheads.libraries,
         reserve=0,
-        host=state.host,
-        moment="update" if is_update else fullest.name,
-        terms={} if is_update else dict(fullest.terms),
+        host=parts.host,
+        moment="update" if is_update else passes.name,
+        terms={} if is_update else dict(passes.terms),
     )
     return replace(memory, reserve=overheads.context + round(overheads.unused * memory.allocated))
 
 
-def _moments(rehearsal: MetaRun) -> list[_Moment]:
-    """Every pass of the step at its fullest, with what other micro-batches hold meanwhile."""
-    schedule, stages = rehearsal.rank.schedule, rehearsal.stages
-    by_number = {stage.number: stage for stage in stages}
+def memory_of(run: Run, *, world: int, rank: int, target: Target, overheads: Overheads = NO_OVERHEADS) -> RankMemory:
+    """Memory of one rank of a run; see `meta_run_of` for arguments and errors."""
+    return memory_of_meta_run(meta_run_of(run, world=world, rank=rank, target=target), overheads)
+
+
+def fullest_rank(memories: Iterable[RankMemory]) -> RankMemory:
+    """The rank that needs most; the first of several."""
+    return max(memories, key=lambda memory: memory.total)
+
+
+def ranks_that_differ(run: Run, world: int) -> tuple[int, ...]:
+    """The first rank of each place on the pipeline.
+
+    With equal tokens, the other ranks of a stage need the same or less: where rows do not divide evenly, the first
+    ranks have the larger part.
+    """
+    return tuple(range(0, world, world // run.parallel.pipeline))
+
+
+def memory_of_meta_run(meta_run: MetaRun, overheads: Overheads = NO_OVERHEADS) -> RankMemory:
+    """Memory of a rank that ran on the meta device."""
+    rank, state = meta_run.rank, meta_run.rank.state
+    parts = MemoryParts(
+        rank=meta_run.first_rank,
+        state=PartState(
+            weights=state.weights,
+            gradients=state.gradients,
+            master=0 if state.host else state.optimizer - rank.moment_bytes,
+            moments=state.optimizer if state.host else rank.moment_bytes,
+        ),
+        passes=max(_peaks(meta_run), key=lambda peak: peak.bytes),
+        gathered=meta_run.gathered_bytes,
+        update=meta_run.update.peak_bytes,
+        buffers=rank.symmetric_bytes + meta_run.batch_bytes,
+        host=state.host,
+        is_captured=rank.run.graphs.capture == "full",
+    )
+    return assemble(parts, overheads)
+
+
+def _peaks(meta_run: MetaRun) -> list[PassPeak]:
+    """The peak of every action of the step, with the memory of the other micro-batches."""
+    schedule = meta_run.rank.schedule
     if schedule is None:
-        (stage,) = stages
-        return [
-            _Moment(name="forward", bytes=stage.forward.bytes, terms=stage.forward.terms),
-            _Moment(name="backward", bytes=stage.backward.bytes, terms=stage.backward.terms),
-        ]
-    moments: list[_Moment] = []
+        (stage,) = meta_run.stages
+        passes = {"forward": stage.forward, "backward": stage.backward}
+        return [PassPeak(name=name, bytes=peak.bytes, terms=peak.terms) for name, peak in passes.items()]
+    found: list[PassPeak] = []
     held: Counter[str] = Counter()
-    peaks = {number: _peaks(stage) for number, stage in by_number.items()}
-    changes = {number: _changes(stage) for number, stage in by_number.items()}
-    for unit in schedule.units(rehearsal.place):
+    peaks = {stage.number: _peaks_by_kind(stage) for stage in meta_run.stages}
+    changes = {stage.number: _changes_by_kind(stage) for stage in meta_run.stages}
+    for unit in schedule.units(meta_run.place):
         terms = Counter(held)
         for action in unit:
             terms.update(peaks[action.stage][action.kind])
             held.update(changes[action.stage][action.kind])
         name = " and ".join(f"{action.kind} of stage {action.stage}" for action in unit)
-        moments.append(_Moment(name=name, bytes=sum(terms.values()), terms=+terms))
-    return moments
+        found.append(PassPeak(name=name, bytes=sum(terms.values()), terms=+terms))
+    return found
 
 
-def _peaks(stage: StageActivations) -> dict[Kind, Counter[str]]:
-    """Of each kind of action the most, over what was held before it; a backward pass finds its own share there."""
+def _peaks_by_kind(stage: StageActivations) -> dict[Kind, Counter[str]]:
+    """Peak of each kind of action over the memory before it, which holds the kept memory of a backward pass."""
     backward = Counter(stage.backward.terms)
     backward.subtract(stage.kept)
     weight = Counter({PUT_OFF: stage.weight})
     return {Kind.FORWARD: stage.forward.terms, Kind.BACKWARD: backward, Kind.INPUT: backward, Kind.WEIGHT: weight}
 
 
-def _changes(stage: StageActivations) -> dict[Kind, dict[str, int]]:
-    """What each kind of action adds to what is held."""
+def _changes_by_kind(stage: StageActivations) -> dict[Kind, dict[str, int]]:
+    """Bytes that each kind of action leaves behind or frees."""
     freed = {name: -size for name, size in stage.kept.items()}
     return {
         Kind.FORWARD: dict(stage.kept),

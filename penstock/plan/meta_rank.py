@@ -1,24 +1,28 @@
-"""The same run as a trainer would make it whose kernels each keep what they read: for comparison with others' plans.
+"""Build one rank of a run on the meta device, for a chip that need not be present.
 
-Published plans of memory count what separate operators save for backward. Ours save less, so to tell a difference of
-models from a difference of arithmetic the plan can count both. Nothing is estimated here either: the run is changed,
-two operators are put together from smaller ones, and the same meta model runs under the same ledger.
+Differences from `penstock.models.rank_model.build_rank`: kernels are those that the target chip would choose; memory
+that GPUs of a node share has a size and no addresses; dispatchers that read row counts are given expected counts;
+nothing is sharded, because FSDP2 gives a module whole weights whenever it computes.
 
-    experts    tokens are copied into the experts' order, and each of product, SwiGLU and product keeps what it read:
-               K (D + 3 F) numbers a token. Ours read tokens through an index and make SwiGLU again: K 2 F, and the
-               tokens that arrived, which de-duplicating dispatch has fewer of than K.
-    weight     gradients of the experts are tensors of their own, added to the sums by autograd
-    dispatch   `auto` is all-to-all, one row for each choice
+A rank can also save activations as a trainer with unfused kernels would (`Saving`), to compare with published memory
+plans, which count what separate operators save. The run is changed, the experts are put together from smaller
+operators, and the same meta run is tracked:
+
+    experts    tokens are copied into the experts' order; product, SwiGLU and product each save their input:
+               K (D + 3 F) numbers a token. The fused kernels read tokens through an index and recompute SwiGLU: they
+               save K 2 F numbers, and the tokens that arrived, of which de-duplicating dispatch has fewer than K.
+    weight     gradients of the experts are tensors of their own; autograd adds them to the sums
+    dispatch   `auto` becomes all-to-all, one row for each choice
     logits     of all tokens at once
 
-All else that is kept is the same in both: residual sums, what products of attention and of dense networks read,
-queries, keys, values and the result of attention. Kernels are ours, so a fused form that many trainers have (SwiGLU
-with the routing weight, norms, attention) counts as one. A trainer that fuses less keeps more: `kernels.experts=torch`
-and `kernels.all=reference` are runs of ours that show how much.
+Everything else is saved alike: residual sums, inputs of the products of attention and dense networks, queries, keys,
+values and the result of attention. A trainer that fuses less saves more: `kernels.experts=torch` and
+`kernels.all=reference` show how much.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -56,19 +60,15 @@ from penstock.parallel.dispatch_buffers import buffer_sizes
 from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.symmetric import SymmetricBuffers
 from penstock.parallel.weight_grad_store import WeightGradStore
-from penstock.plan.op_recorder import RecordedLane, RecordedTransfers, RecordedWeightGradStore
+from penstock.plan.op_recorder import RecordedCopyStream, RecordedTransferStream, RecordedWeightGradStore
 from penstock.train.optimizer import MasterAdamW, StateBytes
 
 Saving = Literal["run", "conventional"]
-"""What is kept for backward: as the run's operators do, or as separate ones would."""
+"""What is saved for backward: as the run's operators do it, or as separate operators would."""
 
 
 def conventional(run: Run) -> Run:
-    """The run with the options that keep more. It trains as it is; the experts' operators are changed besides.
-
-    Args:
-        run: its configuration.
-    """
+    """The run with the options that save more. Training is the same; `conventional_operators` changes the experts."""
     tokens = run.training.micro_batch * run.training.sequence_length
     method = "all-to-all" if run.dispatch.method == "auto" and run.dispatch.sync_free < 2 else run.dispatch.method
     return run.model_copy(
@@ -80,11 +80,7 @@ def conventional(run: Run) -> Run:
 
 
 def conventional_operators(operators: Operators) -> Operators:
-    """The operators with experts whose parts keep what they read.
-
-    Args:
-        operators: as the run chooses them.
-    """
+    """The operators with experts as separate operators."""
     return replace(operators, expert_ffn=separate_expert_ffn, expert_ffn_is_fused=False, saves_rows=False)
 
 
@@ -100,18 +96,18 @@ def separate_expert_ffn(  # noqa: PLR0913 (it stands in for an operator)
     biases: tuple[Tensor, Tensor | None] | None = None,
     rule: ExpertRule = SWIGLU,
 ) -> Tensor:
-    """`penstock.kernels.expert_ffn.expert_ffn` as a copy and three operators, of which each saves its inputs.
+    """`penstock.kernels.expert_ffn.expert_ffn` as a copy and three operators, each of which saves its inputs.
 
     Args:
         x_ND: source rows.
-        gate_up_eFD: gate and up projections stacked.
+        gate_up_eFD: gate and up projections, stacked.
         down_eDF: down projection.
         counts_e: int32 rows of each expert.
         weights_R: float32 routing weight of each row, or None for 1.
-        index_R: source row of each place, or None if x stands in the experts' order already.
-        places_TK: not read; autograd finds the gradient of the copy by itself.
-        biases: of gate and up, and of down; the second None where others add it.
-        rule: what is computed between the products.
+        index_R: source row of each row, or None if x is in the experts' order.
+        places_TK: not read; autograd derives the gradient of the copy.
+        biases: of gate and up, and of down; the second is None where the caller adds it.
+        rule: the function between the products.
 
     Returns:
         y_RD; rows past the last expert's are zero.
@@ -128,18 +124,18 @@ def separate_expert_ffn(  # noqa: PLR0913 (it stands in for an operator)
 
 META = torch.device("meta")
 HOME = torch.device("cpu")
-"""Where what has no tensors, such as streams, is made for a rank without memory."""
+"""Device of objects without tensors, such as streams."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Where a rank will run, as far as its memory depends on it.
+    """Where a rank runs, as far as its memory depends on it.
 
     Attributes:
         device: the chip.
-        ranks_per_node: that the fast links join; 0 for all.
-        imbalance: rows of the fullest rank's experts over the even share, for dispatchers that send what there is.
-        saving: what backward needs as our operators keep it, or as separate ones do (penstock/plan/meta_rank.py).
+        ranks_per_node: ranks that fast links join; 0 for all.
+        imbalance: rows of the fullest rank's experts over the even share, for dispatchers without a fixed capacity.
+        saving: activations that are saved for backward.
     """
 
     device: DeviceFacts
@@ -153,18 +149,18 @@ class MetaRank:
     """A rank without memory.
 
     Attributes:
-        run: what it trains.
-        target: where.
-        axes: its groups.
+        run: its configuration.
+        target: where it runs.
+        axes: its process groups.
         decoders: its stages by number, with whole weights.
-        state: what it holds from its first step to its last; weights with their copies in 8 bits.
-        moment_bytes: of both moments, as part of that; 0 where they are on the host.
-        divided: names of parameters that FSDP2 gathers.
-        optimizer: of the weights that are not gathered; None if all are.
-        keeper: the optimizer of all weights.
+        state: bytes between steps; weights with their copies in 8 bits.
+        moment_bytes: of both moments, part of `state`; 0 with the optimizer on the host.
+        sharded: names of the parameters that FSDP2 shards.
+        optimizer: of the parameters that are not sharded; None if all are.
+        full_optimizer: of all parameters.
         schedule: of the pipeline, or None.
-        weight_grads: collects weight gradients, if the schedule splits backward passes.
-        shared_bytes: of the memory that GPUs of the node write into.
+        weight_grads: collects weight gradients if the schedule splits backward passes, else None.
+        symmetric_bytes: of the memory that GPUs of the node write into.
     """
 
     run: Run
@@ -173,12 +169,12 @@ class MetaRank:
     decoders: Mapping[int, Decoder]
     state: StateBytes
     moment_bytes: int
-    divided: frozenset[str]
+    sharded: frozenset[str]
     optimizer: MasterAdamW | None
-    keeper: MasterAdamW
+    full_optimizer: MasterAdamW
     schedule: Schedule | None
     weight_grads: WeightGradStore | None
-    shared_bytes: int
+    symmetric_bytes: int
 
 
 def make_meta_rank(run: Run, axes: Axes, target: Target, stages: Sequence[Stage] | None = None) -> MetaRank:
@@ -186,49 +182,52 @@ def make_meta_rank(run: Run, axes: Axes, target: Target, stages: Sequence[Stage]
 
     Args:
         run: its configuration; fits the grid of the axes.
-        axes: of the rank, of a process group that moves nothing.
-        target: where it will run.
-        stages: what each stage holds, of which the whole model need not consist; None for those of the run.
+        axes: of the rank, on a fake process group.
+        target: where it runs.
+        stages: contents of each stage, which need not be the whole model; None for the run's own.
 
     Raises:
         KernelError: the run asks for kernels that the target cannot run.
     """
-    plan = schedule_of(run, axes)
+    schedule = schedule_of(run, axes)
     stages = stages_of(run) if stages is None else stages
     own = {0: stages[0]}
-    if plan is not None:
-        own = {number: stages[number] for number in plan.stages_of(axes.pipeline.rank)}
-    weight_grads = RecordedWeightGradStore() if plan is not None and plan.splits_backward else None
+    if schedule is not None:
+        own = {number: stages[number] for number in schedule.stages_of(axes.pipeline.rank)}
+    weight_grads = RecordedWeightGradStore() if schedule is not None and schedule.splits_backward else None
     buffers = _shared_buffers(run, axes, target.device)
     layer_context = _layer_context(run, axes, target, weight_grads, buffers)
     decoders = meta_stages(run, layer_context, own)
     set_dtypes(_unsharded(run), decoders.values(), axes, HOME)
-    divided, state_keeper = _divided_state(run, axes, layer_context, own)
-    optimizer = _optimizer(run, axes, decoders, divided)
-    _add_in_kernels(decoders, divided, optimizer)
-    for decoder in decoders.values():
-        _say_counts(decoder, target.imbalance)
-    state_keeper = state_keeper or optimizer
-    assert state_keeper is not None, "a rank has parameters"
-    state = state_keeper.memory()
-    if not divided or run.float8.gather:
+    sharded, full_optimizer = _sharded_state(run, axes, layer_context, own)
+    optimizer = _optimizer(run, axes, decoders, sharded)
+    _fuse_accumulation(decoders, sharded, optimizer)
+    for module in chain.from_iterable(decoder.modules() for decoder in decoders.values()):
+        if isinstance(module, MoE):
+            module.dispatcher = with_counts(module.dispatcher, SplitSizes(target.imbalance), module.router.top_k)
+    full_optimizer = full_optimizer or optimizer
+    assert full_optimizer is not None, "a rank has parameters"
+    state = full_optimizer.memory()
+    if not sharded or run.float8.gather:
         # Once a step, before its passes; what FSDP2 gathers in 16 bits is quantized by each pass.
         refresh_float8(decoders.values())
-    if not divided:
-        state = replace(state, weights=state.weights + _copied_bytes(decoders))
+    if not sharded:
+        modules = chain.from_iterable(decoder.modules() for decoder in decoders.values())
+        copies = sum(sum(copy_bytes(module).values()) for module in modules)
+        state = replace(state, weights=state.weights + copies)
     return MetaRank(
         run=run,
         target=target,
         axes=axes,
         decoders=decoders,
         state=state,
-        moment_bytes=_moment_bytes(run, state_keeper),
-        divided=divided,
+        moment_bytes=_moment_bytes(run, full_optimizer),
+        sharded=sharded,
         optimizer=optimizer,
-        keeper=state_keeper,
-        schedule=plan,
+        full_optimizer=full_optimizer,
+        schedule=schedule,
         weight_grads=weight_grads,
-        shared_bytes=0 if buffers is None else buffers.sizes.total_bytes,
+        symmetric_bytes=0 if buffers is None else buffers.sizes.total_bytes,
     )
 
 
@@ -243,23 +242,18 @@ def _layer_context(
         context_method=context_method(run),
         dispatch=run.dispatch,
         buffers=buffers,
-        transfers=None if transfers_of(run, HOME) is None else RecordedTransfers(),
+        transfers=None if transfers_of(run, HOME) is None else RecordedTransferStream(),
         float8=float8_rule(run, target.device),
         offload=_offload(run),
     )
 
 
 def _offload(run: Run) -> offload.OffloadRule:
-    """What of activations waits on the host, with copies that are written down."""
+    """Activations in host memory, with recorded copies."""
     rule = offload.rule_for(run.offload, META)
     if rule.store is not None:
-        rule.store.outward, rule.store.inward = RecordedLane(is_back=False), RecordedLane(is_back=True)
+        rule.store.outward, rule.store.inward = RecordedCopyStream(is_back=False), RecordedCopyStream(is_back=True)
     return rule
-
-
-def _copied_bytes(decoders: Mapping[int, Decoder]) -> int:
-    """Of weights in 8 bits, beside themselves."""
-    return sum(sum(copy_bytes(module).values()) for decoder in decoders.values() for module in decoder.modules())
 
 
 def _unsharded(run: Run) -> Run:
@@ -269,26 +263,26 @@ def _unsharded(run: Run) -> Run:
     return run.model_copy(update={"parallel": run.parallel.model_copy(update={"shard": "none"})})
 
 
-def _divided_state(
+def _sharded_state(
     run: Run, axes: Axes, layer_context: LayerContext, own: Mapping[int, Stage]
 ) -> tuple[frozenset[str], MasterAdamW | None]:
-    """Names of the parameters that FSDP2 divides, and an optimizer of all; nothing and None if it divides nothing."""
+    """Names of the parameters that FSDP2 shards, and an optimizer of all parameters; empty and None without FSDP2."""
     if run.parallel.shard != "full":
         return frozenset(), None
     decoders = meta_stages(run, layer_context, own)
     set_dtypes(run, decoders.values(), axes, HOME)
-    held = param_shards(decoders.values(), axes)
-    divided = frozenset(one.name for one in held if isinstance(one.parameter, DTensor))
-    return divided, MasterAdamW(held, run.optimizer, parallel=run.parallel, world=axes.world, offload=run.offload)
+    shards = param_shards(decoders.values(), axes)
+    sharded = frozenset(one.name for one in shards if isinstance(one.parameter, DTensor))
+    return sharded, MasterAdamW(shards, run.optimizer, parallel=run.parallel, world=axes.world, offload=run.offload)
 
 
-def _optimizer(run: Run, axes: Axes, decoders: Mapping[int, Decoder], divided: frozenset[str]) -> MasterAdamW | None:
-    """The optimizer of what FSDP2 leaves alone, of which nothing is divided; None if it leaves nothing."""
-    held = [one for one in param_shards(decoders.values(), axes) if one.name not in divided]
-    if not held:
+def _optimizer(run: Run, axes: Axes, decoders: Mapping[int, Decoder], sharded: frozenset[str]) -> MasterAdamW | None:
+    """The optimizer of the parameters that are not sharded; None if all are."""
+    shards = [one for one in param_shards(decoders.values(), axes) if one.name not in sharded]
+    if not shards:
         return None
-    parallel = _unsharded(run).parallel if divided else run.parallel
-    return MasterAdamW(held, run.optimizer, parallel=parallel, world=axes.world, offload=run.offload)
+    parallel = _unsharded(run).parallel if sharded else run.parallel
+    return MasterAdamW(shards, run.optimizer, parallel=parallel, world=axes.world, offload=run.offload)
 
 
 def _moment_bytes(run: Run, optimizer: MasterAdamW) -> int:
@@ -307,28 +301,22 @@ def _shared_buffers(run: Run, axes: Axes, device: DeviceFacts) -> SymmetricBuffe
     return SymmetricBuffers(sizes, memory, [0] * sizes.ranks, axes.expert_node.rank)
 
 
-def _add_in_kernels(decoders: Mapping[int, Decoder], divided: frozenset[str], optimizer: MasterAdamW | None) -> None:
-    """`fuse_wgrad_accumulation` for what is not divided."""
-    nobody = torch.empty(0, device=META)
+def _fuse_accumulation(decoders: Mapping[int, Decoder], sharded: frozenset[str], optimizer: MasterAdamW | None) -> None:
+    """`fuse_wgrad_accumulation` for the parameters that are not sharded."""
+    no_sum = torch.empty(0, device=META)
     if optimizer is not None:
         gradient_of = optimizer.gradient_of
-        fuse_wgrad_accumulation(decoders.values(), lambda name: nobody if name in divided else gradient_of(name))
+        fuse_wgrad_accumulation(decoders.values(), lambda name: no_sum if name in sharded else gradient_of(name))
     for decoder in decoders.values():
         for path, module in decoder.named_modules():
-            if isinstance(module, GroupedExperts) and f"{path}.gate_up_eFD" in divided:
+            if isinstance(module, GroupedExperts) and f"{path}.gate_up_eFD" in sharded:
                 module.sums = None
-            elif isinstance(module, (Linear, Embedding)) and f"{path}.weight" in divided:
+            elif isinstance(module, (Linear, Embedding)) and f"{path}.weight" in sharded:
                 module.main_grad = None
 
 
-def _say_counts(decoder: Decoder, imbalance: float) -> None:
-    for module in decoder.modules():
-        if isinstance(module, MoE):
-            module.dispatcher = with_counts(module.dispatcher, SplitSizes(imbalance), module.router.top_k)
-
-
 def with_counts(dispatcher: Dispatcher, counts: SplitSizes, top_k: int) -> Dispatcher:
-    """The dispatcher, told how many rows there are where it would read it."""
+    """The dispatcher with expected row counts where it would read them from the device."""
     if isinstance(dispatcher, HierarchicalDispatcher):
         # A token that came for some of its choices brings those of other nodes along.
         nodes = dispatcher.nodes.across.size

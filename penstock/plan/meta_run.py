@@ -1,8 +1,11 @@
-"""One rank of a run, rehearsed without memory: what a step holds there, and what it does.
+"""Run one rank of a run on the meta device: the memory of a step and its operators, without memory or devices.
 
-Memory (penstock/plan/memory.py) and time (penstock/plan/step_time.py) read the same rehearsal, so they speak of the
-same step. Places on the pipeline whose stages hold the same parts differ only in their order of passes: one rehearsal
-serves them all (`at_place`).
+Each stage's decoder runs forward and backward once, with one layer of each kind, under a `MemoryTracker` and an
+`OpRecorder`. Marks cut the passes into pieces (penstock/plan/liveness.py). Where passes overlap, or activations leave
+for the host, a layer depends on its neighbours, so there all layers run. Then the optimizer's own update runs.
+
+penstock/plan/memory.py and penstock/plan/step_time.py read the same `MetaRun`. Pipeline ranks with the same parts
+differ only in the order of their passes, so one meta run serves them all (`MetaRun.at_place`).
 """
 
 from collections import Counter
@@ -42,15 +45,15 @@ from penstock.train.loss import batch_loss, loss_rule
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateOps:
-    """What follows the passes of a step.
+    """The work of a step outside the passes.
 
     Attributes:
         peak_bytes: the most that sums over ranks, norm and update hold.
-        zero: before the passes: gradients become zero.
-        reduce: sums over ranks.
+        zero: sets gradients to zero, before the passes.
+        reduce: sums gradients over ranks.
         norm: of the gradient.
-        step: of the optimizer, and new weights for the others.
-        host_bytes: of masters and moments that come from the host for it, and go back.
+        step: the optimizer, and new weights for the other ranks.
+        host_bytes: masters and moments that come from the host and go back.
     """
 
     peak_bytes: int = 0
@@ -63,17 +66,17 @@ class UpdateOps:
 
 @dataclass(frozen=True, kw_only=True)
 class MetaRun:
-    """A rank of a run.
+    """Memory and operators of one pipeline rank.
 
     Attributes:
-        rank: without memory.
-        first_rank: number of the first rank of its place on the pipeline.
+        rank: on the meta device.
+        first_rank: number of the first rank at this place of the pipeline.
         place: on the pipeline.
-        stages: what their passes hold and do.
+        stages: their passes.
         batch_bytes: rows of the whole step, which are all on the device.
-        gathered_bytes: whole weights with FSDP2, and gradients that are being reduced.
-        gathers: bytes of whole weights that FSDP2 fetches for each piece of each stage; empty without it.
-        update: what follows the passes.
+        gathered_bytes: whole weights under FSDP2, and gradients that are being reduced.
+        gathers: by stage, bytes of whole weights that FSDP2 gathers for each piece; empty without it.
+        update: after the passes.
     """
 
     rank: MetaRank
@@ -90,8 +93,7 @@ class MetaRun:
         schedule = self.rank.schedule
         if schedule is None or place == self.place:
             return self
-        numbers = schedule.stages_of(place)
-        pairs = list(zip(self.stages, numbers, strict=True))
+        pairs = list(zip(self.stages, schedule.stages_of(place), strict=True))
         return replace(
             self,
             first_rank=place * (world // schedule.ranks),
@@ -102,13 +104,13 @@ class MetaRun:
 
 
 def meta_run_of(run: Run, *, world: int, rank: int, target: Target) -> MetaRun:
-    """Rehearse one rank. Starts and ends a process group, so there must be none.
+    """Run one rank on the meta device. Starts and ends a process group, so none may be running.
 
     Args:
         run: its configuration.
         world: ranks of the run.
-        rank: which of them.
-        target: where it will run.
+        rank: the rank to build.
+        target: where it would run.
 
     Raises:
         ConfigError: the layout does not fit the ranks or the model.
@@ -119,30 +121,26 @@ def meta_run_of(run: Run, *, world: int, rank: int, target: Target) -> MetaRun:
         start_fake_process_group(rank, world)
     try:
         axes = make_axes(grid, embedding_places(run), run.parallel.shard_size, target.ranks_per_node)
-        return run_meta_rank(make_meta_rank(run, axes, target))
+        built = make_meta_rank(run, axes, target)
+        return MetaRun(
+            rank=built,
+            first_rank=axes.rank,
+            place=axes.pipeline.rank,
+            stages=activations_of(built),
+            batch_bytes=micro_batches(run, grid) * micro_batch_bytes(built),
+            gathered_bytes=_gathered(built),
+            gathers=_gathers(built),
+            update=_update(built),
+        )
     finally:
         stop_process_group()
 
 
-def run_meta_rank(rank: MetaRank) -> MetaRun:
-    """The same of a rank that was built."""
-    return MetaRun(
-        rank=rank,
-        first_rank=rank.axes.rank,
-        place=rank.axes.pipeline.rank,
-        stages=activations_of(rank),
-        batch_bytes=_batch_bytes(rank),
-        gathered_bytes=_gathered(rank),
-        gathers=_gathers(rank),
-        update=_update(rank),
-    )
-
-
 def meta_runs_of(run: Run, world: int, target: Target) -> tuple[MetaRun, ...]:
-    """Every place of the pipeline: one rank of each is rehearsed that holds other parts than those before.
+    """A meta run for each place of the pipeline; places with the same parts share one.
 
-    With equal tokens all ranks of a stage need the same, or less: where rows do not divide, the first ranks have the
-    larger part, so the first is taken.
+    With equal tokens every rank of a place needs the same memory or less than the first: where rows do not divide
+    evenly, the first ranks have the larger part.
     """
     stages, places = stages_of(run), run.parallel.pipeline
     if places == 1:
@@ -158,112 +156,108 @@ def meta_runs_of(run: Run, world: int, target: Target) -> tuple[MetaRun, ...]:
 
 
 def _parts_of(run: Run, stages: tuple[Stage, ...], place: int) -> Hashable:
-    """Equal for places whose stages hold the same parts, and do the same with them."""
-    ranks, again = run.parallel.pipeline, run.recompute
+    """Equal for places whose stages hold the same parts and recompute alike."""
+    ranks, recompute = run.parallel.pipeline, run.recompute
 
     def parts(number: int) -> Hashable:
         stage = stages[number]
-        layers = tuple((layer_kind(run.model, layer), layer in again.layers) for layer in stage.layers)
-        return stage.embed, layers, len(stage.mtp), stage.norm_and_head, number in again.stages
+        layers = tuple((layer_kind(run.model, layer), layer in recompute.layers) for layer in stage.layers)
+        return stage.embed, layers, len(stage.mtp), stage.norm_and_head, number in recompute.stages
 
     placement = SCHEDULES[run.pipeline.schedule].placement
     numbers = stage_numbers(place, ranks=ranks, stages_per_rank=len(stages) // ranks, placement=placement)
     return tuple(map(parts, numbers))
 
 
-def _batch_bytes(rank: MetaRank) -> int:
-    batch = micro_batch_of(rank)
-    tensors = [*batch.reading.tensors.values(), *batch.labels]
-    return micro_batches(rank.run, rank.axes.grid) * sum(tensor.nbytes for tensor in tensors)
-
-
 def _update(rank: MetaRank) -> UpdateOps:
-    """Sums over ranks, norm and update, run without memory."""
-    tape, ledger, peak = OpRecorder(rank.target.ranks_per_node), MemoryTracker(), 0
+    """Run the optimizer's update. FSDP2 has reduced its own gradients; all else runs for every parameter."""
+    recorder, tracker, peak = OpRecorder(rank.target.ranks_per_node), MemoryTracker(), 0
+    reduce: RecordedOps = ()
     if rank.optimizer is not None:
         if rank.run.offload.optimizer:
-            rank.optimizer.step(0.0)  # Makes the buffers that the optimizer counts itself.
-        with ledger, tape:
+            rank.optimizer.step(0.0)  # Allocates the buffers that the optimizer itself counts as state.
+        with tracker, recorder:
             rank.optimizer.reduce_gradients()
-            reduce = tape.cut()
+            reduce = recorder.cut()
             rank.optimizer.gradient_norm()
             rank.optimizer.step(0.0)
-            peak = ledger.mark("update").peak
-    else:
-        reduce = ()
-    # What FSDP2 divides has its sums already; it takes part in all else.
-    with tape:
-        tape.cut()
-        rank.keeper.zero_gradients()
-        zero = tape.cut()
-        rank.keeper.gradient_norm()
-        norm = tape.cut()
-        rank.keeper.step(0.0)
-        if not rank.divided or rank.run.float8.gather:
+            peak = tracker.mark("update").peak
+    with recorder:
+        recorder.cut()
+        rank.full_optimizer.zero_gradients()
+        zero = recorder.cut()
+        rank.full_optimizer.gradient_norm()
+        norm = recorder.cut()
+        rank.full_optimizer.step(0.0)
+        if not rank.sharded or rank.run.float8.gather:
             refresh_float8(rank.decoders.values())
-        step = tape.cut()
+        step = recorder.cut()
     return UpdateOps(peak_bytes=peak, zero=zero, reduce=reduce, norm=norm, step=step, host_bytes=rank.state.host)
 
 
-def _gathered(rank: MetaRank) -> int:
-    """Whole weights with FSDP2, and gradients that are being reduced.
+def gathered_bytes(run: Run, always: int, largest: int) -> int:
+    """Whole weights under FSDP2, and gradients that are being reduced, at the fullest moment.
 
-    What belongs to no block stays from the start of forward to the end of backward. Of blocks there are: the weights of
-    the one that computes, the flat buffer that they came in, and those of the blocks gathered ahead; behind it the
-    float32 gradients of the block before, in one buffer.
+    Args:
+        run: its configuration.
+        always: parameters outside of blocks, which stay whole from the start of forward to the end of backward.
+        largest: the largest block. There are its weights, the flat buffer that they came in, those of the blocks that
+            are prefetched, and the float32 gradients of the block before, in one buffer.
     """
-    if not rank.divided:
+    values = largest // (2 if run.training.precision == "bf16" else 4)
+    return always + largest * (2 + run.parallel.prefetch) + 4 * values
+
+
+def _gathered(rank: MetaRank) -> int:
+    if not rank.sharded:
         return 0
-    whole = 0
-    most = 0
+    always = largest = 0
     for decoder in rank.decoders.values():
-        units = [*decoder.blocks.values(), *decoder.mtp.values()]
-        sizes = [_divided_bytes(rank, decoder, unit) for unit in units]
-        whole += _divided_bytes(rank, decoder, decoder) - sum(sizes)
-        most = max([most, *sizes])  # A stage may have no block.
-    values = most // (2 if rank.run.training.precision == "bf16" else 4)
-    return whole + most * (2 + rank.run.parallel.prefetch) + 4 * values
+        sizes = [_sharded_bytes(rank, decoder, unit) for unit in (*decoder.blocks.values(), *decoder.mtp.values())]
+        always += _sharded_bytes(rank, decoder, decoder) - sum(sizes)
+        largest = max([largest, *sizes])  # A stage may have no block.
+    return gathered_bytes(rank.run, always, largest)
 
 
 def _gathers(rank: MetaRank) -> dict[int, tuple[int, ...]]:
-    if not rank.divided:
+    if not rank.sharded:
         return {}
     found = {}
     for number, decoder in rank.decoders.items():
-        blocks = [_divided_bytes(rank, decoder, block) for block in decoder.blocks.values()]
-        depths = sum(_divided_bytes(rank, decoder, depth) for depth in decoder.mtp.values())
-        rest = _divided_bytes(rank, decoder, decoder) - sum(blocks) - depths
+        blocks = [_sharded_bytes(rank, decoder, block) for block in decoder.blocks.values()]
+        depths = sum(_sharded_bytes(rank, decoder, depth) for depth in decoder.mtp.values())
+        rest = _sharded_bytes(rank, decoder, decoder) - sum(blocks) - depths
         found[number] = (rest, *blocks, depths)
     return found
 
 
-def _divided_bytes(rank: MetaRank, decoder: Decoder, part: torch.nn.Module) -> int:
+def _sharded_bytes(rank: MetaRank, decoder: Decoder, part: nn.Module) -> int:
     own = {id(parameter) for parameter in part.parameters()}
     return sum(
         parameter.nbytes
         for name, parameter in decoder.named_parameters()
-        if id(parameter) in own and name in rank.divided
+        if id(parameter) in own and name in rank.sharded
     )
 
 
 def activations_of(rank: MetaRank, batch: MicroBatch | None = None) -> tuple[StageActivations, ...]:
-    """Run every stage of a rank once.
+    """Run the passes of every stage of a rank once.
 
     Args:
-        rank: its stages; on the meta device, or with memory, where they must give the same.
-        batch: what they read; None for a micro-batch without memory.
+        rank: on the meta device, or with memory, where the result must be the same.
+        batch: input of the stages; None for a micro-batch on the meta device.
     """
     batch = batch or micro_batch_of(rank)
     return tuple(_stage(rank, number, decoder, batch) for number, decoder in rank.decoders.items())
 
 
 def kind_of(decoder: Decoder, layer: int, block: Block) -> Hashable:
-    """Layers of one kind hold the same."""
+    """Layers of one kind have equal pieces."""
     return layer_kind(decoder.config, layer), block.layer_context.recompute, block.layer_context.float8 == NO_FLOAT8
 
 
 def micro_batch_of(rank: MetaRank) -> MicroBatch:
-    """What a rank reads of a micro-batch, without memory."""
+    """A micro-batch of a rank on the meta device."""
     training, axes = rank.run.training, rank.axes
     rows, here = training.micro_batch, training.sequence_length // axes.context.size
     depths = rank.run.model.mtp_layers
@@ -282,6 +276,12 @@ def micro_batch_of(rank: MetaRank) -> MicroBatch:
     return MicroBatch(reading=reading, labels=tuple(numbers() for _ in range(depths + 1)))
 
 
+def micro_batch_bytes(rank: MetaRank) -> int:
+    """Bytes of the rows of one micro-batch."""
+    batch = micro_batch_of(rank)
+    return sum(tensor.nbytes for tensor in (*batch.reading.tensors.values(), *batch.labels))
+
+
 def _stage(rank: MetaRank, number: int, decoder: Decoder, batch: MicroBatch) -> StageActivations:
     blocks = {int(layer): block for layer, block in decoder.blocks.items() if isinstance(block, Block)}
     runs_all = rank.run.dispatch.overlap in OVERLAPS_IN_STEPS or bool(rank.run.offload.activations)
@@ -289,131 +289,124 @@ def _stage(rank: MetaRank, number: int, decoder: Decoder, batch: MicroBatch) -> 
     first_of: dict[Hashable, int] = {}
     for layer, kind in kinds.items():
         first_of.setdefault(kind, layer)
-    short = _shortened(decoder, {layer: blocks[layer] for layer in first_of.values()})
-    one = _Pass(rank, short, batch)
-    pieces = one.pieces()
-    if len(pieces) > 1:
-        before, *layers, behind = pieces
-        by_kind = dict(zip(first_of, layers, strict=True))
-        pieces = [before, *(by_kind[kind] for kind in kinds.values()), behind]
-    return StageActivations(number=number, pieces=tuple(pieces), weight=one.weight)
-
-
-def _shortened(decoder: Decoder, blocks: dict[int, Block]) -> Decoder:
-    """The same stage with some of its layers; modules are shared."""
-    return Decoder(
+    # The same stage with one layer of each kind; the modules are shared.
+    short = Decoder(
         decoder.config,
         embed=decoder.embed,
-        blocks=blocks,
+        blocks={layer: blocks[layer] for layer in first_of.values()},
         norm=decoder.norm,
         head=decoder.head,
         mtp={int(depth): one for depth, one in decoder.mtp.items() if isinstance(one, MultiTokenPrediction)},
         layer_context=decoder.layer_context,
         is_first=decoder.is_first,
     )
+    passes = _Passes(rank, short, batch)
+    pieces = passes.pieces()
+    if len(pieces) > 1:
+        before, *layers, behind = pieces
+        by_kind = dict(zip(first_of, layers, strict=True))
+        pieces = [before, *(by_kind[kind] for kind in kinds.values()), behind]
+    return StageActivations(number=number, pieces=tuple(pieces), weight=passes.weight)
 
 
-class _Pass:
-    """One forward and backward pass of a stage under a ledger."""
+class _Passes:
+    """One forward and backward pass of a stage, tracked and recorded."""
 
     def __init__(self, rank: MetaRank, decoder: Decoder, batch: MicroBatch) -> None:
         self.rank = rank
         self.batch = batch
         self.device = batch.reading.tokens_BS.device
         self.decoder = decoder
-        self.ledger = MemoryTracker()
-        self.tape = OpRecorder(rank.target.ranks_per_node, self.ledger)
+        self.tracker = MemoryTracker()
+        self.recorder = OpRecorder(rank.target.ranks_per_node, self.tracker)
         self.weight = 0
-        self.works: list[RecordedOps] = []
-        self.work: list[Task] = []
-        self.tasks: list[int] = []
-        # Halves of a micro-batch pass a layer in turns, so there a layer has no piece of its own.
+        self.ops: list[RecordedOps] = []
+        self.tasks: list[Task] = []
+        self.task_counts: list[int] = []
+        # Halves of a micro-batch alternate within a layer, so a layer has no piece of its own.
         is_cut = len(decoder.blocks) > 0 and rank.run.dispatch.overlap not in OVERLAPS_IN_STEPS
         self.blocks = [block for block in decoder.blocks.values() if isinstance(block, Block)] if is_cut else []
         self.kinds = [layer_kind(decoder.config, int(layer)) for layer in decoder.blocks] if is_cut else []
 
     def pieces(self) -> list[StagePiece]:
-        """Run, and put the sections together."""
+        """Run, and make pieces of the sections."""
         run = self.rank.run
         counted = torch.ones(1 + run.model.mtp_layers, dtype=torch.float64, device=self.device)
         names = ["embed", *self.kinds, "head"] if self.blocks else ["stage"]
-        with _labelled(self.decoder, self.ledger), self._marked(), self.tape:
-            output = self._forward(self.batch, counted)
+        with _labelled(self.decoder, self.tracker), self._marked(), self.recorder:
+            output = self._forward(counted)
             end = output if self.decoder.norm is not None else get_gradient_edge(output)
-            del output  # As in penstock/parallel/pipeline.py, where it has been sent.
+            del output  # As in penstock/parallel/pipeline.py, after it was sent.
             self._mark("forward")
             self._backward(end)
             del end
             self._end_of_backward()
-            weight_works = self._weights()
-        sections = self.ledger.sections
+            weight_ops = self._weights()
+        sections = self.tracker.sections
         forward, backward = sections[: len(names)], sections[len(names) :][::-1]
         assert len(backward) == len(names), f"{len(sections)} sections of {names}"
-        self.weight = self.ledger.mark("weight").passing
+        self.weight = self.tracker.mark("weight").passing
         message = message_of(run, self.rank.axes, META)
-        travelling = 0 if self.rank.weight_grads is None else prod(message.shape) * message.dtype.itemsize
-        works = zip(self.works[: len(names)], self.works[len(names) :][::-1], weight_works[::-1], strict=True)
+        gradient = 0 if self.rank.weight_grads is None else prod(message.shape) * message.dtype.itemsize
+        ops = zip(self.ops[: len(names)], self.ops[len(names) :][::-1], weight_ops[::-1], strict=True)
         return [
             replace(piece, forward_work=there, backward_work=back, weight_work=weights)
-            for piece, (there, back, weights) in zip(_pieces(names, forward, backward, travelling), works, strict=True)
+            for piece, (there, back, weights) in zip(_pieces(names, forward, backward, gradient), ops, strict=True)
         ]
 
     def _mark(self, name: str) -> None:
-        """End a section."""
-        self.ledger.mark(name)
-        self.works.append(self.tape.cut())
+        self.tracker.mark(name)
+        self.ops.append(self.recorder.cut())
 
     def _end_of_backward(self) -> None:
-        """End a section of backward."""
         self._mark("backward")
-        self.tasks.append(len(self.work))
+        self.task_counts.append(len(self.tasks))
 
     def _weights(self) -> list[RecordedOps]:
-        """Do what was put off; its operators, by section of backward."""
-        works: list[RecordedOps] = []
-        for first, last in pairwise((0, *self.tasks)):
+        """Run the weight gradients that were put off; their operators, by section of backward."""
+        ops: list[RecordedOps] = []
+        for first, last in pairwise((0, *self.task_counts)):
             for _ in range(first, last):
-                self.work.pop(0)()
-            works.append(self.tape.cut())
-        return works
+                self.tasks.pop(0)()
+            ops.append(self.recorder.cut())
+        return ops
 
-    def _forward(self, batch: MicroBatch, counted: Tensor) -> Tensor:
-        rank, decoder, x_BSD = self.rank, self.decoder, None
-        if not decoder.is_first:
-            message = message_of(rank.run, rank.axes, self.device)
-            with self.ledger.named("message"):
-                x_BSD = torch.zeros(message.shape, dtype=message.dtype, device=self.device, requires_grad=True)
+    def _message(self, *, requires_grad: bool = False) -> Tensor:
+        """An activation, or its gradient, that comes from another stage."""
+        message = message_of(self.rank.run, self.rank.axes, self.device)
+        with self.tracker.named("message"):
+            return torch.zeros(message.shape, dtype=message.dtype, device=self.device, requires_grad=requires_grad)
+
+    def _forward(self, counted: Tensor) -> Tensor:
+        rank, decoder, batch = self.rank, self.decoder, self.batch
+        x_BSD = None if decoder.is_first else self._message(requires_grad=True)
         hidden = decoder(batch.reading, x_BSD)
         if decoder.norm is None:
             return hidden.main_BSD
-        with self.ledger.named("loss"):
+        with self.tracker.named("loss"):
             rule = loss_rule(rank.run, rank.axes)
             return batch_loss(hidden, decoder.head_VD, batch.labels, counted, rule, head_main_grad(decoder)).total
 
     def _backward(self, end: Tensor | GradientEdge) -> None:
-        gradient, weight_grads = None, self.rank.weight_grads
-        if self.decoder.norm is None:
-            message = message_of(self.rank.run, self.rank.axes, self.device)
-            with self.ledger.named("message"):
-                gradient = torch.zeros(message.shape, dtype=message.dtype, device=self.device)
+        gradient = self._message() if self.decoder.norm is None else None
         with ExitStack() as around:
-            around.enter_context(self.ledger.named("gradients"))
-            if weight_grads is not None:
-                self.work = around.enter_context(weight_grads.collecting())
+            around.enter_context(self.tracker.named("gradients"))
+            if self.rank.weight_grads is not None:
+                self.tasks = around.enter_context(self.rank.weight_grads.collecting())
             torch.autograd.backward(end, gradient)
 
     @contextmanager
     def _marked(self) -> Iterator[None]:
-        """A mark before each layer and behind the last, on the way back too."""
-        divided = [
+        """Mark before each layer and after the last, in forward and in backward."""
+        sharded = [
             parameter
             for name, parameter in self.decoder.named_parameters()
-            if name in self.rank.divided and name.startswith("blocks.")
+            if name in self.rank.sharded and name.startswith("blocks.")
         ]
 
         def ends(gradient: Tensor) -> None:
             self._end_of_backward()
-            for parameter in divided:  # FSDP2 reduces a layer's gradients and frees them.
+            for parameter in sharded:  # FSDP2 reduces a layer's gradients and frees them.
                 parameter.grad = None
 
         def before(block: nn.Module, arguments: tuple[Any, ...]) -> None:
@@ -435,19 +428,19 @@ class _Pass:
 
 
 @contextmanager
-def _labelled(decoder: Decoder, ledger: MemoryTracker) -> Iterator[None]:
-    """What a module allocates is put down to it."""
+def _labelled(decoder: Decoder, tracker: MemoryTracker) -> Iterator[None]:
+    """Allocations of a module get its label."""
 
-    def enter(name: str, *_: object) -> None:
-        ledger.enter(name)
+    def enter(label: str, *_: object) -> None:
+        tracker.enter(label)
 
     def leave(*_: object) -> None:
-        ledger.leave()
+        tracker.leave()
 
     handles = []
     for path, module in decoder.named_modules():
         handles.append(module.register_forward_pre_hook(partial(enter, _label(path, module))))
-        # Also if it is left by an exception, as the end of a region that runs again.
+        # `always_call`: recomputation leaves a region by an exception.
         handles.append(module.register_forward_hook(leave, always_call=True))
     try:
         yield
@@ -457,41 +450,38 @@ def _labelled(decoder: Decoder, ledger: MemoryTracker) -> Iterator[None]:
 
 
 def _label(path: str, module: nn.Module) -> str:
-    """A module's name without the layer's number."""
+    """A module's name without the number of the layer."""
     if isinstance(module, Decoder):
         return "angles"
-    _, is_in_layer, name = path.partition("blocks.")
-    if is_in_layer:
-        name = name.partition(".")[2]
-    else:
-        name = path
+    _, is_in_layer, inner = path.partition("blocks.")
+    name = inner.partition(".")[2] if is_in_layer else path
     if isinstance(module, Block):
-        return f"{path.rpartition('.')[0]}.residual" if not is_in_layer else "residual"
+        return "residual" if is_in_layer else f"{path.rpartition('.')[0]}.residual"
     return f"{name}.dispatch" if isinstance(module, MoE) else name
 
 
 def _pieces(
-    names: Sequence[str], forward: Sequence[TrackedSection], backward: Sequence[TrackedSection], travelling: int
+    names: Sequence[str], forward: Sequence[TrackedSection], backward: Sequence[TrackedSection], gradient: int
 ) -> list[StagePiece]:
-    """From sections to pieces; those of backward in the order of forward.
+    """Pieces of the sections.
 
     Args:
         names: of the pieces.
-        forward: their sections.
-        backward: likewise.
-        travelling: bytes of the gradient that a piece hands to the one before it, if weight gradients are put off;
-            else nothing is left behind, and nobody asks.
+        forward: sections of forward.
+        backward: sections of backward, in the order of forward.
+        gradient: bytes of the gradient that a piece hands to the one before it, if weight gradients are put off; else
+            0, because nothing is left behind.
     """
     pieces: list[StagePiece] = []
-    behind = travelling
+    behind = gradient
     for name, there, back in reversed(list(zip(names, forward, backward, strict=True))):
-        left = back.end - there.start - behind + (travelling if name == names[0] else 0) if travelling else 0
+        left = back.end - there.start - behind + (gradient if name == names[0] else 0) if gradient else 0
         pieces.append(
             StagePiece(
                 name=name,
                 kept=_less(there.held, there.before),
                 forward=there.passing,
-                backward=back.peak - there.start - (behind - travelling),
+                backward=back.peak - there.start - (behind - gradient),
                 at_forward=_less(there.at_peak, there.before),
                 at_backward=_less(back.at_peak, there.before),
                 left=left,

@@ -1,13 +1,14 @@
-"""The operators of a piece of work in the order in which a host would give them to a device, found by running it.
+"""Record the operators of a computation, and the bytes that it holds, by running it under torch's dispatcher.
 
-The work runs on the meta device, so nothing is computed: a mode of torch's dispatcher writes down what is called. It
-sees torch's own operators and collectives, launches of our kernels and places where the host would wait
-(penstock/kernels/launching.py), in forward and in backward. What only makes another view of a tensor, or allocates one,
-is no work of the device and is left out. `RecordedTransfers` writes down what goes to a second stream, `RecordedLane`
-what goes to the host's memory and comes back.
+`MemoryTracker` counts a storage from the operator that returns it until its last tensor is gone. So what autograd
+saves, what recomputation frees and temporary tensors need no rule of their own. Storages that existed before, such as
+parameters, do not count; memory that a kernel or library allocates inside one operator is not visible. The bytes are
+the same on the meta device and with memory, which is how the tracker is tested.
 
-An `RecordedOp` has the shapes and bytes of its tensors and knows nothing of any hardware: what it costs is said by
-penstock/plan/costs.py.
+`OpRecorder` writes down what the host gives to the device, in order: torch's operators and collectives, launches of
+our kernels, and points where the host waits (penstock/kernels/launching.py), in forward and backward. Views and plain
+allocations are left out. `RecordedTransferStream` marks work of a second stream, `RecordedCopyStream` copies
+to and from host memory. A `RecordedOp` depends on no hardware; penstock/plan/costs.py gives it a time.
 """
 
 import weakref
@@ -29,21 +30,48 @@ from penstock.parallel.weight_grad_store import Task, WeightGradStore
 from penstock.plan.hardware import RankGroup
 
 GRANULE = 512
-"""Bytes that the allocator of a GPU hands out multiples of."""
+"""The allocator of a GPU hands out multiples of so many bytes."""
+
+FORK, END, JOIN, WAIT, PUT_OFF = "fork", "end", "join", "wait", "put off"
+"""Names of operators that move nothing: a second stream begins after all work so far; it ends; the first stream waits
+for that end; the host waits for the device; a weight gradient is put off (penstock/parallel/weight_grad_store.py)."""
+
+TO_HOST, FROM_HOST, ARRIVE = "to host", "from host", "arrive"
+"""A storage starts its copy to host memory; starts its copy back; must be back on the device."""
+
+_LIBRARY = torch.library.Library("penstock", "FRAGMENT")
+_LIBRARY.define("marked(str name, int number) -> ()")
+_LIBRARY.define("copied(str name, int number, int size) -> ()")
+_LIBRARY.impl("marked", lambda name, number: None, "CompositeExplicitAutograd")
+_LIBRARY.impl("copied", lambda name, number, size: None, "CompositeExplicitAutograd")
+
+_SILENT = frozenset(
+    {
+        "empty",
+        "new_empty",
+        "empty_like",
+        "empty_strided",
+        "new_empty_strided",
+        "promote_types",
+        "_unsafe_view",
+        "detach",
+    }
+)
+"""Operators of torch that give the device nothing to do and are not views by their schema."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrackedSection:
-    """What happened between two marks.
+    """Memory between two marks, in bytes.
 
     Attributes:
         name: of the work.
-        start: bytes that were held when it began.
-        end: bytes that were held at its end.
+        start: held at the start.
+        end: held at the end.
         peak: the most in between.
-        before: what was held when it began, by the name of who allocated it.
-        held: the same at its end.
-        at_peak: the same at the peak.
+        before: held at the start, by the label of the allocating module.
+        held: held at the end, by label.
+        at_peak: held at the peak, by label.
     """
 
     name: str
@@ -56,7 +84,7 @@ class TrackedSection:
 
     @property
     def passing(self) -> int:
-        """The most over what was held when it began."""
+        """The peak over the start."""
         return self.peak - self.start
 
 
@@ -64,9 +92,9 @@ class MemoryTracker(TorchDispatchMode):
     """Counts storages while it is entered.
 
     Attributes:
-        live: bytes held at the moment.
-        held: the same by the name of who allocated them.
-        sections: what has been marked.
+        live: bytes held now.
+        held: bytes held now, by the label of the allocating module.
+        sections: marked so far.
     """
 
     def __init__(self) -> None:
@@ -74,7 +102,7 @@ class MemoryTracker(TorchDispatchMode):
         self.live = 0
         self.held: Counter[str] = Counter()
         self.sections: list[TrackedSection] = []
-        self._names = [""]
+        self._labels = [""]
         self._seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._start = 0
         self._peak, self._at_peak, self._before = 0, Counter[str](), Counter[str]()
@@ -86,33 +114,33 @@ class MemoryTracker(TorchDispatchMode):
         return self.call(func, args, kwargs or {})
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Call an operator, and count what it returns; also for another mode that keeps this ledger."""
+        """Call an operator and count its results; an `OpRecorder` with this tracker calls it too."""
         for tensor in _tensors_in((args, *kwargs.values())):
-            self._was_there(tensor)
+            self._ignore(tensor)
         result = func(*args, **kwargs)
         for tensor in _tensors_in((result,)):
             self._count(tensor)
         return result
 
     @contextmanager
-    def named(self, name: str) -> Iterator[None]:
-        """What is allocated inside is put down to `name`."""
-        self.enter(name)
+    def named(self, label: str) -> Iterator[None]:
+        """Allocations inside get this label."""
+        self.enter(label)
         try:
             yield
         finally:
             self.leave()
 
-    def enter(self, name: str) -> None:
-        """Begin what `leave` ends; see `named`."""
-        self._names.append(name)
+    def enter(self, label: str) -> None:
+        """Start a label, which `leave` ends."""
+        self._labels.append(label)
 
     def leave(self) -> None:
-        """End the innermost name."""
-        self._names.pop()
+        """End the innermost label."""
+        self._labels.pop()
 
     def mark(self, name: str) -> TrackedSection:
-        """End a section, which began at the mark before, and name it."""
+        """End the section that began at the mark before, and name it."""
         held = +self.held
         section = TrackedSection(
             name=name,
@@ -128,10 +156,11 @@ class MemoryTracker(TorchDispatchMode):
         self._before, self._at_peak = held, Counter(held)
         return section
 
-    def _was_there(self, tensor: Tensor) -> None:
+    def _ignore(self, tensor: Tensor) -> None:
+        """An argument that was not counted existed before the tracker was entered."""
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._seen:
-            key = storage._cdata
+        key = storage._cdata
+        if key not in self._seen:
             self._seen[key] = weakref.ref(storage, lambda _: self._seen.pop(key, None))
 
     def _count(self, tensor: Tensor) -> None:
@@ -140,68 +169,30 @@ class MemoryTracker(TorchDispatchMode):
         if key in self._seen:
             return
         size = -(-storage.nbytes() // GRANULE) * GRANULE
-        name = self._names[-1]
+        label = self._labels[-1]
         self.live += size
-        self.held[name] += size
+        self.held[label] += size
         if self.live > self._peak:
             self._peak = self.live
             self._at_peak = Counter(self.held)
 
-        def is_free(_: object) -> None:
+        def is_freed(_: object) -> None:
             self._seen.pop(key, None)
             self.live -= size
-            self.held[name] -= size
+            self.held[label] -= size
 
-        self._seen[key] = weakref.ref(storage, is_free)
-
-
-FORK, END, JOIN, WAIT, PUT_OFF = "fork", "end", "join", "wait", "put off"
-"""Names of operators that move nothing: a second stream begins after all so far; ends; the first waits for that end;
-the host waits for the device; a weight gradient is put off (penstock/parallel/weight_grad_store.py)."""
-
-TO_HOST, FROM_HOST, ARRIVE = "to host", "from host", "arrive"
-"""Names of what happens to a storage that waits in host memory: it leaves; begins its way back; must have come."""
-
-_LIBRARY = torch.library.Library("penstock", "FRAGMENT")
-_LIBRARY.define("marked(str name, int number) -> ()")
-_LIBRARY.define("copied(str name, int number, int size) -> ()")
-
-
-def _nothing(name: str, number: int) -> None:
-    """What a mark does."""
-
-
-def _no_copy(name: str, number: int, size: int) -> None:
-    """What a copy does."""
-
-
-_LIBRARY.impl("marked", _nothing, "CompositeExplicitAutograd")
-_LIBRARY.impl("copied", _no_copy, "CompositeExplicitAutograd")
-
-_SILENT = frozenset(
-    {
-        "empty",
-        "new_empty",
-        "empty_like",
-        "empty_strided",
-        "new_empty_strided",
-        "promote_types",
-        "_unsafe_view",
-        "detach",
-    }
-)
-"""Operators of torch that give the device nothing to do, and are not views by their schema."""
+        self._seen[key] = weakref.ref(storage, is_freed)
 
 
 class RecordedOp(NamedTuple):
     """One operator.
 
     Attributes:
-        name: torch's without namespace and overload, a Triton kernel's, or one of this file.
-        shapes: of its tensors: first those that it is given, then its results.
-        sizes: bytes of each; a tensor that is changed in place stands among the first only. Of a copy, its own.
-        itemsize: bytes of a number of the first tensor.
-        switches: constants of a kernel that are true; the number of a mark, or of a storage.
+        name: torch's name without namespace and overload, a Triton kernel's, or a constant of this file.
+        shapes: of the arguments' tensors, then of the results'.
+        sizes: bytes of each tensor; a tensor that is changed in place appears once. Of a copy, its own bytes.
+        itemsize: bytes of an element of the first tensor.
+        switches: constants of a kernel that are true; the number of a mark or of a storage.
         group: ranks of a collective.
     """
 
@@ -214,7 +205,7 @@ class RecordedOp(NamedTuple):
 
     @property
     def moved_bytes(self) -> int:
-        """Every tensor once."""
+        """Bytes of every tensor, each once."""
         return sum(self.sizes)
 
 
@@ -222,40 +213,47 @@ RecordedOps = tuple[RecordedOp, ...]
 
 
 class OpRecorder(TorchDispatchMode):
-    """Writes operators down while it is entered.
+    """Records operators while it is entered.
 
     Args:
-        ranks_per_node: that fast links join; 0 for all.
-        ledger: that counts what the same operators return; two modes would take each operator through Python twice.
+        ranks_per_node: ranks that fast links join; 0 for all.
+        tracker: counts the results of the same operators. Two dispatch modes would run Python twice for each operator.
     """
 
-    def __init__(self, ranks_per_node: int = 0, ledger: MemoryTracker | None = None) -> None:
+    def __init__(self, ranks_per_node: int = 0, tracker: MemoryTracker | None = None) -> None:
         super().__init__()
         self._ranks_per_node = ranks_per_node
-        self._ledger = ledger
-        self._written: list[RecordedOp] = []
+        self._tracker = tracker
+        self._recorded: list[RecordedOp] = []
 
     def cut(self) -> RecordedOps:
-        """What was written since the cut before."""
-        work, self._written = tuple(self._written), []
-        return work
+        """The operators since the cut before."""
+        ops, self._recorded = tuple(self._recorded), []
+        return ops
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """See `TorchDispatchMode`."""
         kwargs = kwargs or {}
-        result = func(*args, **kwargs) if self._ledger is None else self._ledger.call(func, args, kwargs)
+        result = func(*args, **kwargs) if self._tracker is None else self._tracker.call(func, args, kwargs)
         namespace, name, is_silent = _facts(func)
         if namespace == "penstock":
-            self._written.append(_ours(name, args))
+            self._recorded.append(_own_op(name, args))
         elif not is_silent:
             group = self._group(args) if namespace.startswith("c10d") else None
-            self._written.append(_operator(name, [*args, *kwargs.values()], result, group))
+            arguments = list(_tensors_in([*args, *kwargs.values()]))
+            known = {tensor.untyped_storage()._cdata for tensor in arguments}
+            made = [one for one in _tensors_in((result,)) if one.untyped_storage()._cdata not in known]
+            self._recorded.append(_op_of(name, arguments + made, (), group))
         return result
 
     def _group(self, arguments: Iterable[Any]) -> RankGroup:
-        (script,) = (one for one in arguments if isinstance(one, torch.ScriptObject) and _is_group(one))
+        (script,) = (
+            one
+            for one in arguments
+            if isinstance(one, torch.ScriptObject) and one._type().name() == "ProcessGroup"  # type: ignore[attr-defined]
+        )
         ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(script))
         here = self._ranks_per_node or len(ranks)
         inside = sum(rank // here == ranks[0] // here for rank in ranks)
@@ -263,7 +261,7 @@ class OpRecorder(TorchDispatchMode):
 
 
 class RecordedWeightGradStore(WeightGradStore):
-    """Writes down that something is put off."""
+    """Records each weight gradient that is put off."""
 
     def add(self, task: Task) -> None:
         """See `WeightGradStore`."""
@@ -271,8 +269,8 @@ class RecordedWeightGradStore(WeightGradStore):
         super().add(task)
 
 
-class RecordedTransfers(TransferStream):
-    """Transfers that are written down as work of a second stream."""
+class RecordedTransferStream(TransferStream):
+    """Transfers that are recorded as work of a second stream."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
@@ -295,11 +293,11 @@ class RecordedTransfers(TransferStream):
 
 @dataclass(frozen=True)
 class RecordedCopy(PendingCopy):
-    """A copy of a `RecordedLane`; here it is over at once.
+    """A copy of a `RecordedCopyStream`, which takes no time while it is recorded.
 
     Attributes:
         number: of the storage.
-        is_back: it comes from the host. Who waits for another one waits for room, which depends on times.
+        is_back: it comes from the host. A wait for a copy to the host is a wait for room, which depends on times.
     """
 
     number: int = 0
@@ -311,12 +309,8 @@ class RecordedCopy(PendingCopy):
             torch.ops.penstock.marked(ARRIVE, self.number)
 
 
-class RecordedLane(CopyStream):
-    """Copies that are written down.
-
-    Args:
-        is_back: they come from the host.
-    """
+class RecordedCopyStream(CopyStream):
+    """A copy stream that records its copies: from the host if `is_back`, else to it."""
 
     def __init__(self, *, is_back: bool) -> None:
         super().__init__(torch.device("cpu"))
@@ -324,7 +318,7 @@ class RecordedLane(CopyStream):
         self._number = 0
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], *, after: PendingCopy = DONE) -> RecordedCopy:
-        """See `CopyStream`; what comes back has the number under which it left."""
+        """See `CopyStream`; a copy back has the number of the copy out."""
         self._number += 1
         number = after.number if isinstance(after, RecordedCopy) else self._number
         size = sum(source.nbytes for source, _ in pairs)
@@ -332,8 +326,8 @@ class RecordedLane(CopyStream):
         return RecordedCopy(number=number, is_back=self._is_back)
 
 
-def _ours(name: str, arguments: Sequence[Any]) -> RecordedOp:
-    """What penstock's own operators say."""
+def _own_op(name: str, arguments: Sequence[Any]) -> RecordedOp:
+    """An operator of the `penstock` library: a wait, a mark, a copy, or a kernel launch."""
     if name == "waited":
         return RecordedOp(WAIT)
     if name == "marked":
@@ -341,20 +335,10 @@ def _ours(name: str, arguments: Sequence[Any]) -> RecordedOp:
     if name == "copied":
         return RecordedOp(arguments[0], sizes=(arguments[2],), switches=(str(arguments[1]),))
     kernel, tensors, switches = arguments
-    return _with_tensors(kernel, tensors, tuple(switches), None)
+    return _op_of(kernel, tensors, tuple(switches), None)
 
 
-def _operator(name: str, arguments: Iterable[Any], result: Any, group: RankGroup | None) -> RecordedOp:
-    """One of torch's."""
-    given = list(_tensors_in(arguments))
-    known = {tensor.untyped_storage()._cdata for tensor in given}
-    made = [tensor for tensor in _tensors_in((result,)) if tensor.untyped_storage()._cdata not in known]
-    return _with_tensors(name, given + made, (), group)
-
-
-def _with_tensors(
-    name: str, tensors: Sequence[Tensor], switches: tuple[str, ...], group: RankGroup | None
-) -> RecordedOp:
+def _op_of(name: str, tensors: Sequence[Tensor], switches: tuple[str, ...], group: RankGroup | None) -> RecordedOp:
     return RecordedOp(
         name=name,
         shapes=tuple(tuple(tensor.shape) for tensor in tensors),
@@ -367,15 +351,11 @@ def _with_tensors(
 
 @cache
 def _facts(func: Any) -> tuple[str, str, bool]:
-    """Namespace and name of an operator of torch, and whether it gives a device nothing to do."""
+    """Namespace and name of an operator of torch, and whether it gives the device nothing to do."""
     schema = func._schema
     namespace, _, name = schema.name.partition("::")
     is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in schema.returns)
     return namespace, name, is_view or name in _SILENT
-
-
-def _is_group(script: Any) -> bool:
-    return script._type().name() == "ProcessGroup"
 
 
 def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:

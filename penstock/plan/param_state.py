@@ -1,13 +1,14 @@
-"""State of a rank from lists of its parameters: weights, sums, masters, moments, and what the update passes through.
+"""Model state of a rank, and its update, computed from lists of its parameters.
 
-The numbers are those of the optimizer (`MasterAdamW.memory`) and of its buckets, without making either: a search asks
-for tens of thousands of ranks that hold the same parameters in other numbers, divided among others. What a parameter is
-comes from the modules themselves (`facts_of`); only how many rows fall to the first rank is said again here, and tests
-hold it to the optimizer.
+The numbers are those of the optimizer (`MasterAdamW.memory`) and its buckets without making either, because a search
+asks for tens of thousands of ranks with the same parameters in other counts and shards. Facts about a parameter come
+from the modules (`facts_of`); only the rows of the first rank are computed again here, and tests compare them with the
+optimizer. `update_of` is the update as operators: one operator stands for all of a kind that move device memory, and
+messages are full buckets. The norm's sum over ranks and gradients that tensor-parallel ranks share are left out.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.config.parallel import Parallel
@@ -26,6 +27,9 @@ MOMENT_BYTES = 8
 SUM_BYTES = 4
 """Of one value of a float32 sum or master."""
 
+OTHERS = ("embed", "mtp", "head")
+"""Parts that are no decoder layers; a layer is called by its kind (`penstock.plan.liveness`)."""
+
 
 @dataclass(frozen=True)
 class ParamFacts:
@@ -35,23 +39,23 @@ class ParamFacts:
         rows: of its first dim.
         width: values of a row.
         itemsize: bytes of a value between steps.
-        is_expert: it is held by ranks of `expert_data`, not of `dense_data`.
-        is_divided: FSDP2 gathers it.
+        is_expert: held by the ranks of `expert_data`, not of `dense_data`.
+        is_sharded: by FSDP2.
         is_partial: tensor-parallel ranks sum its gradient.
-        copy_bytes: of what is kept of it in 8 bits besides.
+        copy_bytes: of its copies in 8 bits.
     """
 
     rows: int
     width: int
     itemsize: int
     is_expert: bool
-    is_divided: bool
+    is_sharded: bool
     is_partial: bool
     copy_bytes: int = 0
 
     @property
     def values(self) -> int:
-        """All of it."""
+        """Values of the whole parameter."""
         return self.rows * self.width
 
     def own(self, ranks: int) -> int:
@@ -60,44 +64,38 @@ class ParamFacts:
         return (end - begin) * self.width
 
 
-OTHERS = ("embed", "mtp", "head")
-"""Parts that are no decoder layers; these are called by their kind (`penstock.plan.liveness`)."""
-
 ParamsByKind = Mapping[str, tuple[ParamFacts, ...]]
-"""Parameters of each kind of part: embed, each kind of layer, mtp, head."""
+"""Parameters of embed, each kind of layer, mtp and head."""
+
+ParamCounts = Sequence[tuple[tuple[ParamFacts, ...], int]]
+"""Parameters of each part of a rank, and how many such parts it has."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardCounts:
-    """Who divides what.
+    """Ranks that shard a parameter.
 
     Attributes:
-        dense: ranks that divide a dense matrix.
-        expert: ranks that divide an expert.
-        divides: what FSDP2 does not gather is divided when it is updated.
-        reduce_bytes: of a value on its way.
+        dense: ranks that shard a dense matrix.
+        expert: ranks that shard an expert.
+        shards_optimizer: parameters that FSDP2 leaves alone are sharded when they are updated.
+        reduce_bytes: of a value of a gradient in a message.
     """
 
     dense: int
     expert: int
-    divides: bool
+    shards_optimizer: bool
     reduce_bytes: int
 
     def of(self, fact: ParamFacts) -> int:
-        """Ranks that divide a parameter."""
-        if not (self.divides or fact.is_divided):
+        """Ranks that shard a parameter."""
+        if not (self.shards_optimizer or fact.is_sharded):
             return 1
         return self.expert if fact.is_expert else self.dense
 
 
 def shards_of(parallel: Parallel, dense_ranks: int, expert_ranks: int) -> ShardCounts:
-    """Of a run.
-
-    Args:
-        parallel: its layout.
-        dense_ranks: ranks that hold the same dense matrices.
-        expert_ranks: ranks that hold the same experts.
-    """
+    """Shards of a run; `dense_ranks` hold the same dense matrices, `expert_ranks` the same experts."""
     size = parallel.shard_size
 
     def within(ranks: int) -> int:
@@ -106,21 +104,21 @@ def shards_of(parallel: Parallel, dense_ranks: int, expert_ranks: int) -> ShardC
     return ShardCounts(
         dense=within(dense_ranks),
         expert=within(expert_ranks),
-        divides=parallel.shard in ("auto", "optimizer"),
+        shards_optimizer=parallel.shard in ("auto", "optimizer"),
         reduce_bytes=SUM_BYTES if parallel.reduce == "fp32" else 2,
     )
 
 
 @dataclass(frozen=True)
 class PartState:
-    """Bytes of the parameters of one part, or of several.
+    """Bytes of the parameters of some parts of a rank.
 
     Attributes:
         weights: between steps.
         gradients: float32 sums.
-        master: where a weight is not its own.
+        master: float32 weights, where the weights are not float32.
         moments: both.
-        whole: of weights that FSDP2 gathers, when they are whole.
+        whole: weights that FSDP2 shards, when they are whole.
     """
 
     weights: int = 0
@@ -131,17 +129,17 @@ class PartState:
 
     @property
     def total(self) -> int:
-        """What stays from step to step."""
+        """Bytes between steps."""
         return self.weights + self.gradients + self.master + self.moments
 
 
 def part_state(facts: Iterable[ParamFacts], shards: ShardCounts) -> PartState:
-    """Of one part."""
+    """State of one part."""
     weights = gradients = master = moments = whole = 0
     for fact in facts:
         own = fact.own(shards.of(fact))
-        if fact.is_divided:
-            # Its own float32 master; gradients are reduced as soon as they are there.
+        if fact.is_sharded:
+            # The weight is its own float32 master; gradients are reduced as soon as they are there.
             weights, gradients = weights + SUM_BYTES * own, gradients + SUM_BYTES * own
             whole += fact.values * fact.itemsize
         else:
@@ -153,7 +151,7 @@ def part_state(facts: Iterable[ParamFacts], shards: ShardCounts) -> PartState:
 
 
 def together(parts: Iterable[tuple[PartState, int]]) -> PartState:
-    """Several parts of one rank, each so many times."""
+    """The sum of several parts of a rank, each with its count."""
     found = list(parts)
     return PartState(
         weights=sum(count * one.weights for one, count in found),
@@ -164,44 +162,20 @@ def together(parts: Iterable[tuple[PartState, int]]) -> PartState:
     )
 
 
-def update_bytes(parts: Iterable[tuple[Iterable[ParamFacts], int]], shards: ShardCounts) -> int:
-    """The most that sums over ranks, and new weights on their way, take.
-
-    Args:
-        parts: parameters, and how often the rank has their like.
-        shards: who divides them.
-    """
-    columns: Counter[tuple[str, bool, int]] = Counter()
-    for facts, times in parts:
-        for fact in facts:
-            ranks, alike = shards.of(fact), shards.expert if fact.is_expert else shards.dense
-            if fact.is_divided or alike == 1:
-                continue
-            width = -(-fact.rows // ranks) * fact.width
-            columns["sum", fact.is_expert, ranks] += times * width
-            if ranks > 1:
-                columns[f"new {fact.itemsize}", fact.is_expert, ranks] += times * width
-            if fact.is_partial:
-                columns["part", False, 1] += times * fact.own(ranks)
-    return max((_most(what, ranks, width, shards) for (what, _, ranks), width in columns.items()), default=0)
-
-
-def _most(what: str, ranks: int, width: int, shards: ShardCounts) -> int:
-    """Of the buckets that are in memory at once; to a sum belongs our row of it."""
-    most = IN_FLIGHT * max(BUCKET_VALUES // ranks, ROW_VALUES)
-    if what.startswith("new"):
-        return min(width, most) * ranks * int(what.split()[1])
-    return min(width, most) * (ranks + (ranks > 1)) * shards.reduce_bytes
-
-
 def facts_of(rank: MetaRank) -> ParamsByKind:
-    """Parameters of the parts of a rank that holds everything."""
+    """Parameters of a rank that holds every part; one layer of each kind."""
     found: dict[str, dict[str, ParamFacts]] = {}
-    kind_of, copied = _kinds(rank), _copied(rank)
+    kind_of = _kinds(rank)
+    # FSDP2 keeps no copies in 8 bits from step to step.
+    copies = {
+        f"{path}.{name}": size
+        for decoder in (() if rank.sharded else rank.decoders.values())
+        for path, module in decoder.named_modules()
+        for name, size in copy_bytes(module).items()
+    }
     for one in param_shards(rank.decoders.values(), rank.axes):
         kind, path = kind_of(one.name)
         facts = found.setdefault(kind, {})
-        # One layer of each kind is enough.
         if kind not in OTHERS and any(not name.startswith(path) for name in facts):
             continue
         shape = one.parameter.shape
@@ -211,27 +185,15 @@ def facts_of(rank: MetaRank) -> ParamsByKind:
             width=one.parameter.numel() // rows,
             itemsize=one.parameter.dtype.itemsize,
             is_expert=one.data is rank.axes.expert_data,
-            is_divided=one.name in rank.divided,
+            is_sharded=one.name in rank.sharded,
             is_partial=any(axis.name == "tensor" for axis in one.partial),
-            copy_bytes=copied.get(one.name, 0),
+            copy_bytes=copies.get(one.name, 0),
         )
     return {kind: tuple(facts.values()) for kind, facts in found.items()}
 
 
-def _copied(rank: MetaRank) -> dict[str, int]:
-    """Bytes of copies in 8 bits, by the name of the weight; FSDP2 leaves none from step to step."""
-    if rank.divided:
-        return {}
-    return {
-        f"{path}.{name}": size
-        for decoder in rank.decoders.values()
-        for path, module in decoder.named_modules()
-        for name, size in copy_bytes(module).items()
-    }
-
-
 def _kinds(rank: MetaRank) -> Callable[[str], tuple[str, str]]:
-    """From a parameter's name to its part, and what begins the names of that part."""
+    """A function from a parameter's name to the kind of its part and the prefix of that part's names."""
     blocks = {
         f"blocks.{layer}.": layer_kind(decoder.config, int(layer))
         for decoder in rank.decoders.values()
@@ -248,21 +210,41 @@ def _kinds(rank: MetaRank) -> Callable[[str], tuple[str, str]]:
     return kind_of
 
 
+def update_bytes(parts: ParamCounts, shards: ShardCounts) -> int:
+    """Peak of the update: the buckets of sums over ranks, or of new weights."""
+    columns: Counter[tuple[str, bool, int]] = Counter()
+    for facts, times in parts:
+        for fact in facts:
+            ranks, holders = shards.of(fact), shards.expert if fact.is_expert else shards.dense
+            if fact.is_sharded or holders == 1:
+                continue
+            width = -(-fact.rows // ranks) * fact.width
+            columns["sum", fact.is_expert, ranks] += times * width
+            if ranks > 1:
+                columns[f"new {fact.itemsize}", fact.is_expert, ranks] += times * width
+            if fact.is_partial:
+                columns["part", False, 1] += times * fact.own(ranks)
+    return max((_most(what, ranks, width, shards) for (what, _, ranks), width in columns.items()), default=0)
+
+
+def _most(what: str, ranks: int, width: int, shards: ShardCounts) -> int:
+    """Bytes of the buckets that are in flight at once; a sum also has the rank's own row."""
+    most = IN_FLIGHT * max(BUCKET_VALUES // ranks, ROW_VALUES)
+    if what.startswith("new"):
+        return min(width, most) * ranks * int(what.split()[1])
+    return min(width, most) * (ranks + (ranks > 1)) * shards.reduce_bytes
+
+
 @dataclass(frozen=True)
 class Partners:
-    """Ranks that hold the same.
-
-    Attributes:
-        shard: those that divide one copy.
-        replicate: those that hold the same part of other copies.
-    """
+    """Ranks that hold the same matrices: `shard` divides one copy, `replicate` holds the same shard of other copies."""
 
     shard: RankGroup
     replicate: RankGroup
 
 
 def update_of(
-    parts: Iterable[tuple[Iterable[ParamFacts], int]],
+    parts: ParamCounts,
     shards: ShardCounts,
     dense: Partners,
     expert: Partners,
@@ -271,11 +253,11 @@ def update_of(
     """The update of a rank.
 
     Args:
-        parts: its parameters, and how often it has their like.
-        shards: who divides them.
+        parts: its parameters.
+        shards: ranks that shard them.
         dense: ranks that hold the same dense matrices.
         expert: ranks that hold the same experts.
-        embedding: stages that hold the embedding too, and values of it that this rank updates; None without such.
+        embedding: stages that hold the embedding too, and values of it that this rank updates; None if no other does.
     """
     loads = {False: _Load(), True: _Load()}
     for facts, times in parts:
@@ -286,7 +268,7 @@ def update_of(
     for is_expert, load in loads.items():
         partners = expert if is_expert else dense
         reduce += load.sums(partners, shards)
-        step += load.news(partners)
+        step += load.new_weights(partners)
     if embedding is not None:
         group, values = embedding
         reduce += [_moving("copy_", 2 * values, (SUM_BYTES, shards.reduce_bytes))]
@@ -304,6 +286,7 @@ def update_of(
     quantized = sum(load.quantized for load in loads.values()) // 2
     step += [_moving("quantize_kernel", quantized, (2, 1, 1))] if quantized else []
     return UpdateOps(
+        peak_bytes=update_bytes(parts, shards),
         zero=(_moving("_foreach_zero_", sums, (SUM_BYTES,)),),
         reduce=tuple(reduce),
         norm=(_moving("_foreach_norm", own, (SUM_BYTES,)),),
@@ -312,15 +295,16 @@ def update_of(
 
 
 class _Load:
-    """Parameters of one kind of holder, added up.
+    """Sums over the dense parameters of a rank, or over its experts.
 
     Attributes:
-        values: that have a float32 sum on this rank.
+        values: with a float32 sum on this rank.
         own: that this rank updates.
-        copied: of those, with a master of their own.
-        width: values of a row of buckets, of what is not gathered anyway.
-        itemsize: bytes of a weight.
+        copied: values of `own` with a master of their own.
+        width: values of a row of buckets, of parameters that FSDP2 leaves alone.
+        own_sent: values of `own` that pass through buckets.
         quantized: bytes of copies in 8 bits.
+        itemsize: bytes of a weight.
     """
 
     def __init__(self) -> None:
@@ -328,10 +312,10 @@ class _Load:
         self.itemsize = SUM_BYTES
 
     def add(self, fact: ParamFacts, times: int, ranks: int) -> None:
-        """So many of a parameter."""
+        """Add a parameter that the rank has `times` times."""
         own = fact.own(ranks)
         self.own += times * own
-        if fact.is_divided:
+        if fact.is_sharded:
             self.values += times * own
             return
         self.values += times * fact.values
@@ -343,9 +327,9 @@ class _Load:
             self.itemsize = fact.itemsize
 
     def sums(self, partners: Partners, shards: ShardCounts) -> RecordedOps:
-        """Sums over ranks."""
-        ranks = partners.shard.ranks if shards.divides else 1
-        group = partners.shard if shards.divides else None
+        """Sums of gradients over ranks."""
+        ranks = partners.shard.ranks if shards.shards_optimizer else 1
+        group = partners.shard if shards.shards_optimizer else None
         if not self.width or partners.shard.ranks * partners.replicate.ranks == 1:
             return ()
         found = [_moving("copy_", self.width * ranks, (SUM_BYTES, shards.reduce_bytes))]
@@ -359,7 +343,7 @@ class _Load:
         found.append(_moving("copy_", self.own_sent, (SUM_BYTES, shards.reduce_bytes)))
         return tuple(found)
 
-    def news(self, partners: Partners) -> RecordedOps:
+    def new_weights(self, partners: Partners) -> RecordedOps:
         """New weights for the other ranks."""
         ranks = partners.shard.ranks
         if not self.width or ranks == 1 or self.own_sent == self.values:
@@ -373,7 +357,7 @@ class _Load:
 
 
 def _buckets(width: int, ranks: int) -> list[tuple[int, int]]:
-    """Columns of buckets, and how many have so many."""
+    """Columns of buckets, and how many buckets have so many."""
     most = max(BUCKET_VALUES // ranks, ROW_VALUES)
     return [(columns, times) for columns, times in ((most, width // most), (width % most, 1)) if columns and times]
 

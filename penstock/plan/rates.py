@@ -1,17 +1,16 @@
-"""Seconds of the operators of a step on a device, from what a hardware file says.
+"""Seconds of the operators of a step on a device, from a hardware file.
 
-Every answer begins as a roofline: the longer of computing at the operator's stated share of the peak and of moving its
-bytes at the memory's. Where the file has measured points of the operator, each says how far the roofline is off at its
-sizes, and the answer is corrected by their mean, weighted by nearness:
+An answer starts as a roofline: the longer of the FLOPs at the operator's stated share of the peak and its bytes at the
+memory's rate. Each measured point of the operator tells how far the roofline is off at its sizes, and the answer is
+corrected by their mean, weighted by nearness:
 
     roofline x product of (measured_i / roofline_i) ^ weight_i,      weight_i = d_i^-4 / (sum of d^-4 + log(4)^-4)
 
-with d_i the sum of |log(size / measured size)|. At a measured point the answer is the measurement; far from all of them
-it is the roofline, as if a point that agrees with it were everywhere a factor of 4 away. `Estimate.basis` says which it
-was. What the roofline leaves out (waves of tiles, caches) is wrong between points by what it changes between them.
+with d_i the sum of |log(size / measured size)|. At a measured point the answer is the measurement; far from all points
+it is the roofline, as if a point that agrees with it were always a factor of 4 away. `Estimate.basis` names the case.
 
-FLOPs of attention are those of its products, half of them where it is causal: 2 products in forward, 5 in backward,
-where the scores are computed again. A weight gradient that is added to a float32 sum reads and writes that sum.
+FLOPs of attention are those of its products, half of them if causal: 2 products in forward, 5 in backward, which
+computes the scores again. A weight gradient that is added to a float32 sum reads and writes that sum.
 """
 
 import math
@@ -23,15 +22,15 @@ from penstock.base.errors import HardwareError
 from penstock.plan.hardware import AccumulatedKind, ComputePoint, Dtype, Hardware, OperatorKind
 
 NEAR = math.log(4)
-"""A measured point that is farther away counts less than the roofline."""
+"""A measured point farther away counts less than the roofline."""
 
 EXACT = 1e-9
 
 BYTES: dict[Dtype, int] = {"bf16": 2, "fp8": 1, "fp32": 4}
-"""Of one number that is multiplied."""
+"""Of one factor."""
 
 RESULT_BYTES: dict[Dtype, int] = {"bf16": 2, "fp8": 2, "fp32": 4}
-"""Of one number of the product."""
+"""Of one number of a product's result."""
 
 SUM_BYTES = 8
 """Of one number of a float32 sum that is read and written."""
@@ -44,7 +43,7 @@ GroupedProduct = Literal[
     "weight_gradient_gathered",
     "weight_gradient_accumulated",
 ]
-"""Products of experts; the names are those of `penstock.kernels.tuning.GemmProduct`."""
+"""Products of experts, with the names of `penstock.kernels.tuning.GemmProduct`."""
 
 Pass = Literal["forward", "backward"]
 OpSizes = tuple[int, ...]
@@ -55,7 +54,7 @@ class Estimate(NamedTuple):
 
     Attributes:
         seconds: of device time.
-        basis: measured if a measured point is near, else roofline.
+        basis: `measured` if a measured point is near, else `roofline`.
         source: of the point, or of the share of the peak.
     """
 
@@ -65,13 +64,7 @@ class Estimate(NamedTuple):
 
 
 class MeasuredRatio(NamedTuple):
-    """What one measured point says about the roofline.
-
-    Attributes:
-        logs: logarithms of its sizes.
-        log_ratio: logarithm of measured over roofline.
-        source: of the point.
-    """
+    """A measured point over the roofline: logarithms of its sizes and of the ratio, and its source."""
 
     logs: tuple[float, ...]
     log_ratio: float
@@ -103,14 +96,7 @@ def corrected(seconds: float, sizes: Sequence[int], points: Sequence[MeasuredRat
 
 
 class Rates:
-    """Answers for one kind of hardware; each is computed once.
-
-    Args:
-        hardware: of the devices.
-
-    Attributes:
-        hardware: the same.
-    """
+    """Answers for one kind of hardware; each is computed once."""
 
     def __init__(self, hardware: Hardware) -> None:
         self.hardware = hardware
@@ -122,12 +108,7 @@ class Rates:
     def product(self, m: int, n: int, k: int, dtype: Dtype = "bf16", *, by_rows: bool = False) -> Estimate:
         """A matrix product: m x k times k x n.
 
-        Args:
-            m: rows.
-            n: columns.
-            k: that are contracted.
-            dtype: what it computes in.
-            by_rows: in 8 bits, whether both operands have scales of single rows.
+        `by_rows` tells, in 8 bits, that both operands have scales of single rows.
 
         Raises:
             HardwareError: the peak of this type is not known, here and below.
@@ -148,12 +129,12 @@ class Rates:
         """A product for each expert.
 
         Args:
-            product: which of the experts' products; sizes are those of its forward product for all.
+            product: one of the experts' products; the sizes are always those of the forward product.
             groups: experts.
-            rows: of each of them; for uneven loads the mean.
+            rows: of each expert; for uneven loads the mean.
             n: width of the forward output.
             k: width of the forward input.
-            dtype: what it computes in.
+            dtype: of the computation.
             by_rows: as in `product`.
         """
         return self._grouped(product, groups, rows, n, k, dtype, by_rows)
@@ -173,22 +154,17 @@ class Rates:
 
         Args:
             direction: forward or backward.
-            heads: query heads of a device, of all rows of the micro-batch.
-            queries: positions that ask: the last ones of the keys, where it is causal.
-            keys: positions that are looked at.
+            heads: query heads of a device, over all rows of the micro-batch.
+            queries: positions with a query: the last ones of the keys, if causal.
+            keys: positions with a key.
             widths: of a query or key, and of a value.
-            causal: a position looks at itself and at those before it only.
-            dtype: what it computes in.
+            causal: a position attends to itself and to those before it only.
+            dtype: of the computation.
         """
         return self._attention(direction, heads, queries, keys, widths, causal, dtype)
 
     def memory_bound(self, moved_bytes: float, *, is_update: bool = False) -> Estimate:
-        """A kernel that computes little: norms, activations, permutations, the optimizer.
-
-        Args:
-            moved_bytes: read and written.
-            is_update: of many tensors at once, as the optimizer does it.
-        """
+        """A kernel that computes little, such as a norm; `is_update` is the optimizer over many tensors."""
         efficiency = self.hardware.efficiency
         moving = self._moving(moved_bytes)
         if is_update:
@@ -219,7 +195,7 @@ class Rates:
     def _corrections(
         self, name: str, dtype: Dtype, flops: Callable[[OpSizes], float], roofline: Callable[[OpSizes], float]
     ) -> tuple[MeasuredRatio, ...]:
-        """What the measured points of an operator say; computed once."""
+        """Ratios of the measured points of an operator, computed once."""
         if (name, dtype) not in self._points:
             self._points[name, dtype] = tuple(
                 MeasuredRatio(
@@ -294,5 +270,5 @@ class Rates:
 
 
 def pairs(queries: int, keys: int, causal: bool) -> float:
-    """Pairs of positions that attention computes; where it is causal, the last queries' triangle counts as half."""
+    """Pairs of positions that attention computes; if causal, the triangle of the last queries counts as half."""
     return queries * (keys - queries / 2) if causal else float(queries * keys)

@@ -25,10 +25,10 @@ from penstock.layout.schedules import SCHEDULES
 from penstock.models.count import count
 from penstock.models.kernels import most_sync_free
 from penstock.plan.candidates import GRID, SearchSpace, check_fixed, run_of, searched_overlap, with_recompute
-from penstock.plan.composed_run import RAMP, ComposedRun, ComposedTimes, PlaceLoad, memory_of_state
+from penstock.plan.composed_run import RAMP, ComposedRun, ComposedTimes, PlaceLoad
 from penstock.plan.composer import Composer
 from penstock.plan.hardware import Cluster, Dtype
-from penstock.plan.memory import RankMemory
+from penstock.plan.memory import MemoryParts, PassPeak, RankMemory, assemble
 from penstock.plan.meta_rank import conventional
 from penstock.plan.param_state import PartState
 from penstock.plan.project import DEFAULT_ASSUMPTIONS, Assumptions, device_of, overheads_of, project, target_of
@@ -345,7 +345,9 @@ class _Search:
             state, places = self._composer.state(run, grid), self._composer.places(run)
             held = {place: state.of(contents) for place, (contents, _) in enumerate(places)}
             fullest = max(held, key=lambda place: held[place].total)
-            memory = memory_of_state(held[fullest], fullest * grid.world // grid.pipeline, self._composer.overheads)
+            rank = fullest * grid.world // grid.pipeline
+            parts = MemoryParts(rank=rank, state=held[fullest], passes=PassPeak(name="state", bytes=0, terms={}))
+            memory = assemble(parts, self._composer.overheads)
             self._frames[key] = _Frame(
                 max((load for _, load in places), key=lambda load: load.flops), memory, held[fullest]
             )

@@ -1,13 +1,13 @@
-"""How long a step takes, from the rehearsals of every place on the pipeline and the cost of their operators.
+"""Step time of a run, from the meta runs of every place on the pipeline and the costs of their operators.
 
-    passes      each stage's forward and backward as a host and a device play them (penstock/plan/streams.py), in the
-                order of the schedule by penstock/layout/clock.py: bubbles come out of it
-    update      gradients become zero; sums over ranks beside the copies in and out of their messages; norm; optimizer;
-                new weights for the other ranks
+    passes      forward and backward of each stage as a host and a device play them (penstock/plan/streams.py), in the
+                order of the schedule (penstock/layout/clock.py), which gives the bubbles
+    update      gradients become zero; sums over ranks beside the copies into and out of their messages; norm;
+                optimizer; new weights for the other ranks
 
-With FSDP2 weights are fetched and gradients reduced beside the passes: what takes longer counts. Messages between
-stages travel while both sides compute; a stage that waits for one waits for its latency and its bytes. An optimizer in
-host memory passes through the host's link beside its kernels.
+With FSDP2, gathers of weights and reductions of gradients run beside the passes, and the longer one counts. Messages
+between stages travel while both sides compute; a stage that waits for one waits for its latency and bytes. An optimizer
+in host memory passes through the host link beside its kernels.
 """
 
 from collections import Counter
@@ -40,13 +40,7 @@ _LAUNCHED: Mapping[str, float] = MappingProxyType({"none": 1.0, "partial": 0.43,
 
 @dataclass(frozen=True, kw_only=True)
 class StageTime:
-    """Passes of one stage over one micro-batch.
-
-    Attributes:
-        forward: pass.
-        backward: pass, but for weight gradients that are put off.
-        weight: those.
-    """
+    """Passes of one stage over one micro-batch; `weight` are the weight gradients that `backward` puts off."""
 
     forward: Timing
     backward: Timing
@@ -54,7 +48,7 @@ class StageTime:
 
     @property
     def all(self) -> Timing:
-        """One after the other."""
+        """All passes, one after the other."""
         return add_timing(add_timing(self.forward, self.backward), self.weight)
 
 
@@ -62,10 +56,10 @@ class StageTimer:
     """Times of one run on one cluster.
 
     Args:
-        run: which one.
-        cluster: where.
+        run: its configuration.
+        cluster: the devices.
         imbalance: rows of the fullest rank's experts over the even share.
-        works: of its passes, for the room that experts have.
+        works: operators of its forward passes, which tell the size of the experts' buffers.
     """
 
     def __init__(self, run: Run, cluster: Cluster, imbalance: float, works: Iterable[RecordedOps]) -> None:
@@ -81,8 +75,8 @@ class StageTimer:
 
         Args:
             stage: its pieces.
-            gathers: bytes of whole weights that FSDP2 fetches for each; empty without it.
-            shards: ranks that divide them.
+            gathers: bytes of whole weights that FSDP2 gathers for each piece; empty without it.
+            shards: ranks that shard them.
         """
         pieces, back = stage.pieces, stage.pieces[::-1]
         forward, backward, weight = steady_state(
@@ -95,14 +89,14 @@ class StageTimer:
         )
         if gathers:
             fetch, reduce = self._fsdp(sum(gathers), shards)
-            forward, backward = _side_stream(forward, fetch), _side_stream(_side_stream(backward, fetch), reduce)
+            forward, backward = _beside(forward, fetch), _beside(_beside(backward, fetch), reduce)
         return StageTime(forward=forward, backward=backward, weight=weight)
 
     def _fsdp(self, whole_bytes: int, shards: RankGroup) -> tuple[Timing, Timing]:
-        """Fetching whole weights, and reducing their float32 gradients: what is sent, and what is copied for it.
+        """Gather whole weights, and reduce their float32 gradients: communication, and copies on the device.
 
-        Weights are rounded from their float32 shards into the message, and copied out of it; gradients are copied into
-        a float32 message, and added to the shards' sums.
+        Weights are rounded from their float32 shards into the message and copied out of it; gradients are copied into a
+        float32 message and added to the shards' sums.
         """
         rate = self._cluster.hardware.peaks.memory_bytes_per_second * self._cluster.hardware.efficiency.memory
         sent = self._transfers.collective("all-gather", whole_bytes, shards).seconds
@@ -118,7 +112,7 @@ class StageTimer:
         return Streams(self._costs.of, launch_seconds, host.gap_seconds, host.put_off_seconds)
 
     def update(self, update: UpdateOps) -> tuple[Timing, Timing]:
-        """Sums of gradients and new weights; and what is computed for the optimizer."""
+        """Gradient sums and new weights; and the compute of the optimizer."""
         reduce = self._bucketed(update.reduce)
         gather = self._bucketed(tuple(one for one in update.step if _is_message(one)))
         rest = tuple(one for one in update.step if not _is_message(one))
@@ -130,11 +124,11 @@ class StageTimer:
         return add_timing(reduce, gather), add_timing(computed, self._through_host_link(update.host_bytes, rest))
 
     def _through_host_link(self, host_bytes: int, step: RecordedOps) -> Timing:
-        """What the optimizer's kernels wait for, with masters and moments that come from the host and go back.
+        """Time that the optimizer's kernels wait for masters and moments that come from the host and go back.
 
-        Both ways run at once, and there are two buffers (penstock/parallel/copies.py). In each a chunk comes, is
-        updated and leaves, so of every second chunk's kernels the link sees nothing: all take as long as the link and
-        half of the kernels, or as the kernels.
+        Both directions run at once through two buffers (penstock/parallel/copies.py). A chunk comes, is updated and
+        leaves in each buffer, so the link is idle during the kernels of every second chunk: the update takes the link's
+        time and half of the kernels' time, or the kernels' time.
         """
         costs = [self._costs.of(one) for one in step]
         kernels = sum(cost.seconds for cost in costs if cost.term == "optimizer")
@@ -142,7 +136,7 @@ class StageTimer:
         return Timing(seconds=waited, host_link=waited, terms={HOST_LINK: waited}) if waited else Timing()
 
     def _bucketed(self, work: RecordedOps) -> Timing:
-        """Messages, and copies into and out of them: at the same time."""
+        """Messages, and the copies into and out of them, at the same time."""
         costs = [self._costs.of(one) for one in work]
         sent = sum(cost.seconds for cost in costs if cost.is_communication)
         copied = sum(cost.seconds for cost in costs if not cost.is_communication)
@@ -156,7 +150,7 @@ class StageTimer:
         )
 
     def send(self, message_bytes: int) -> float:
-        """From one stage to the next."""
+        """Seconds of a message from one stage to the next."""
         ranks = self._run.parallel.pipeline
         if ranks == 1:
             return 0.0
@@ -164,38 +158,38 @@ class StageTimer:
         return self._transfers.collective("point-to-point", message_bytes, group).seconds
 
 
-def step_time(run: Run, cluster: Cluster, rehearsals: Sequence[MetaRun], imbalance: float) -> StepTime:
+def step_time(run: Run, cluster: Cluster, meta_runs: Sequence[MetaRun], imbalance: float) -> StepTime:
     """Time of a step.
 
     Args:
         run: its configuration.
-        cluster: where.
-        rehearsals: one for each place on the pipeline.
+        cluster: the devices.
+        meta_runs: one for each place on the pipeline.
         imbalance: rows of the fullest rank's experts over the even share.
     """
     grid = grid_of(run, cluster.devices)
-    every = {stage.number: (place, stage) for place in rehearsals for stage in place.stages}
+    every = {stage.number: (place, stage) for place in meta_runs for stage in place.stages}
     works = (piece.forward_work for _, stage in every.values() for piece in stage.pieces)
-    clockwork = StageTimer(run, cluster, imbalance, works)
+    timer = StageTimer(run, cluster, imbalance, works)
     shards = cluster.group(min(run.parallel.shard_size or grid.data * grid.context, grid.data * grid.context))
     known: dict[int, StageTime] = {}
     stages = {}
     for number, (place, stage) in sorted(every.items()):
         key = id(stage.pieces)  # Places with the same parts share them.
         if key not in known:
-            known[key] = clockwork.stage(stage, place.gathers.get(number, ()), shards)
+            known[key] = timer.stage(stage, place.gathers.get(number, ()), shards)
         stages[number] = known[key]
-    schedule = rehearsals[0].rank.schedule
+    schedule = meta_runs[0].rank.schedule
     count_of_passes = micro_batches(run, grid)
-    message = message_of(run, rehearsals[0].rank.axes, META)
-    send = clockwork.send(prod(message.shape) * message.dtype.itemsize)
+    message = message_of(run, meta_runs[0].rank.axes, META)
+    send = timer.send(prod(message.shape) * message.dtype.itemsize)
     kept = tuple(stage.kept_bytes for _, (_, stage) in sorted(every.items()))
     playback = None if schedule is None else play(schedule, _clock_costs(stages, send, kept))
     ranks = []
-    for place in rehearsals:
+    for place in meta_runs:
         passes = _passes(place, stages, schedule, count_of_passes)
         span = passes.seconds if playback is None else playback.span
-        ranks.append(_rank_time(place, passes, span, clockwork.update(place.update)))
+        ranks.append(_rank_time(place, passes, span, timer.update(place.update)))
     step = _step(run, cluster, ranks)
     return (
         replace(step, schedule=schedule, playback=playback, bubble=playback.bubble, kept_bytes=kept)
@@ -243,7 +237,7 @@ def _clock_costs(stages: Mapping[int, StageTime], send: float, kept: tuple[int, 
 
 
 def _hidden(passes: Timing) -> float:
-    """What a pass takes less while the other half of a pair computes."""
+    """Time that a pass saves while the other half of a pair computes."""
     return OVERLAP_GAIN * passes.exposed
 
 
@@ -280,8 +274,8 @@ def _step(run: Run, cluster: Cluster, ranks: Sequence[RankTime]) -> StepTime:
     )
 
 
-def _side_stream(passes: Timing, moved: Timing) -> Timing:
-    """Passes while something is sent; it is copied on the device that computes."""
+def _beside(passes: Timing, moved: Timing) -> Timing:
+    """Passes beside a transfer; its copies run on the device that computes."""
     hidden = min(moved.communication, passes.compute)
     exposed = moved.communication - OVERLAP_GAIN * hidden
     seconds = exposed + moved.compute
@@ -289,5 +283,5 @@ def _side_stream(passes: Timing, moved: Timing) -> Timing:
 
 
 def _is_message(operator: RecordedOp) -> bool:
-    """It is a collective of the update, or a copy into or out of its buffer."""
+    """Whether an operator is a collective of the update, or a copy into or out of its message."""
     return operator.group is not None or operator.name == "copy_"

@@ -1,17 +1,16 @@
-"""Plays a list of operators as a host and a device would: who waits for whom, and what the device spends its time on.
+"""Play a list of operators as a host and a device would, and add up how the device spends its time.
 
-The host launches operators one after the other, each in `host.launch_seconds`, collectives in twice as long, and runs
-ahead of the device as far as it can. The device has two streams: operators of one run in order, each when it was
-launched and the one before is done.
+The host launches operators one after the other, each in `host.launch_seconds`, collectives in twice that time, and runs
+ahead of the device as far as it can. The device starts an operator when it is launched and the one before is done:
 
     device-bound     the host is ahead; the time is the sum of the operators
-    host-bound       the device waits for launches; the time is that of the host
-    a wait           the host stops until the device has done all so far, and the device then waits for the host
+    host-bound       the device waits for launches; the time is the host's
+    a wait           the host stops until the device has caught up, then the device waits for the host
 
-Copies to the host's memory and back run on lanes of their own (penstock/plan/streams.py), and slow nothing down.
-A second stream carries transfers between `fork` and `join`; what the first one computes meanwhile hides them. Each
-slows the other down while both run: of what is hidden only `OVERLAP_GAIN` is gained. Work that was captured as a graph
-takes no time of the host.
+A second stream carries transfers between `fork` and `join`, hidden behind the compute of the first. Both slow each
+other down: only `OVERLAP_GAIN` of the hidden time is gained. Copies to and from host memory have a stream for each
+direction (penstock/parallel/offload.py) and slow nothing down; compute waits for room where too many bytes are on
+their way out, and for a storage that backward opens before it is back. Captured work takes no time of the host.
 """
 
 from collections import defaultdict
@@ -34,22 +33,23 @@ from penstock.plan.op_recorder import (
 )
 
 OVERLAP_GAIN = 0.25
-"""Of the time that a transfer and computation run side by side, what is gained by it; fitted to one run with FSDP2 on
-two H200."""
+"""Share of the time of a transfer beside compute that is gained by the overlap; fitted to one run with FSDP2 on two
+H200.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """A piece of work among others of its kind, in seconds.
+    """Time of some work among other work of its kind, in seconds.
 
     Attributes:
-        seconds: from the end of what was before it to its own end.
-        compute: that the device computes.
-        communication: that transfers take.
-        exposed: of `seconds`, what only transfers go on in.
-        idle: of `seconds`, what nothing goes on in.
-        host_link: of `seconds`, what only copies between the device and its host's memory go on in.
-        terms: `seconds` by what is done.
+        seconds: from the end of the work before it to its own end.
+        compute: of the device's operators.
+        communication: of transfers.
+        exposed: part of `seconds` with transfers only.
+        idle: part of `seconds` with nothing.
+        host_link: part of `seconds` with nothing but copies to or from host memory.
+        terms: `seconds` by term.
     """
 
     seconds: float = 0.0
@@ -61,8 +61,8 @@ class Timing:
     terms: Mapping[str, float] = field(default_factory=dict)
 
 
-class HostLanes:
-    """Both lanes of one device. Times are seconds on its clock; storages have a number.
+class HostCopies:
+    """Copies between a device and its host's memory, in seconds on the device's clock; storages have a number.
 
     Args:
         room: bytes that may be on their way out.
@@ -75,14 +75,14 @@ class HostLanes:
         self._came: dict[str, float] = {}
 
     def leave(self, number: str, size: int, seconds: float, *, launched: float, done: float) -> float:
-        """A storage begins its way out.
+        """A storage starts its copy to the host.
 
         Args:
-            number: of the storage; one that had the same before is gone.
-            size: its bytes.
-            seconds: that the copy takes.
+            number: of the storage; an earlier storage with this number is gone.
+            size: in bytes.
+            seconds: of the copy.
             launched: when the host starts it.
-            done: when compute has done all so far.
+            done: when compute has caught up.
 
         Returns:
             Until when compute waits for room.
@@ -100,14 +100,14 @@ class HostLanes:
         return done
 
     def come_back(self, number: str, seconds: float, *, launched: float, done: float) -> None:
-        """A storage begins its way back; arguments as of `leave`."""
+        """A storage starts its copy back; if its copy out was not finished, it is still on the device."""
         if self._leaving.pop(number, None) is not None:
             self._came[number] = done
             return
         self._back = self._came[number] = max(self._back, done, launched) + seconds
 
     def arrival(self, number: str) -> float:
-        """When a storage is on the device that has begun its way back."""
+        """When a storage is back on the device."""
         return self._came[number]
 
 
@@ -115,11 +115,11 @@ class Streams:
     """A host and a device.
 
     Args:
-        cost_of: an operator's cost.
+        cost_of: cost of an operator.
         launch_seconds: of the host for each operator; 0 if the work is captured.
         gap_seconds: of the device between two operators.
         put_off_seconds: of the host for each weight gradient that is put off.
-        lanes: to the host's memory and back; None for the usual ones, with nothing on them.
+        copies: to and from host memory; None for an empty `HostCopies`.
     """
 
     def __init__(
@@ -128,13 +128,13 @@ class Streams:
         launch_seconds: float,
         gap_seconds: float = 0.0,
         put_off_seconds: float = 0.0,
-        lanes: HostLanes | None = None,
+        copies: HostCopies | None = None,
     ) -> None:
         self._cost_of = cost_of
         self._launch = launch_seconds
         self._gap = gap_seconds
         self._put_off = put_off_seconds
-        self._lanes = lanes or HostLanes()
+        self._copies = copies or HostCopies()
         self._host = self._main = self._side = 0.0
         self._ends: dict[str, float] = {}
         self._hidden = 0.0
@@ -143,7 +143,7 @@ class Streams:
 
     @property
     def timing(self) -> Timing:
-        """Of all so far."""
+        """Time of all work so far."""
         return Timing(
             seconds=self._main,
             compute=self._compute,
@@ -155,7 +155,7 @@ class Streams:
         )
 
     def play(self, work: RecordedOps) -> None:
-        """Go on with more work."""
+        """Play more work."""
         is_side = False
         for operator in work:
             if operator.name == WAIT:
@@ -171,14 +171,14 @@ class Streams:
             elif operator.name in (TO_HOST, FROM_HOST):
                 self._copy(operator)
             elif operator.name == ARRIVE:
-                self._wait_for_copies(self._lanes.arrival(operator.switches[0]))
+                self._wait_for_copies(self._copies.arrival(operator.switches[0]))
             elif is_side:
                 self._travel(self._cost_of(operator))
             else:
                 self._run(self._cost_of(operator))
 
     def _run(self, cost: OpCost) -> None:
-        """One operator of the first stream."""
+        """An operator of the first stream."""
         self._host += self._launch * (1 + cost.is_communication)
         wait = max(self._gap, self._host - self._main)
         self._main += wait + cost.seconds
@@ -192,21 +192,21 @@ class Streams:
             self._compute += cost.seconds
 
     def _travel(self, cost: OpCost) -> None:
-        """One of the second."""
+        """An operator of the second stream."""
         self._host += 2 * self._launch
         self._side = max(self._side, self._host) + cost.seconds
         self._hidden += cost.seconds
         self._communication += cost.seconds
 
     def _copy(self, operator: RecordedOp) -> None:
-        """A storage begins its way to the host, or back."""
+        """A storage starts its copy to the host, or back."""
         self._host += self._launch
         number, seconds = operator.switches[0], self._cost_of(operator).seconds
         if operator.name == FROM_HOST:
-            self._lanes.come_back(number, seconds, launched=self._host, done=self._main)
+            self._copies.come_back(number, seconds, launched=self._host, done=self._main)
             return
         size = operator.moved_bytes
-        self._wait_for_copies(self._lanes.leave(number, size, seconds, launched=self._host, done=self._main))
+        self._wait_for_copies(self._copies.leave(number, size, seconds, launched=self._host, done=self._main))
 
     def _wait_for_copies(self, until: float) -> None:
         """The first stream waits for a copy."""
@@ -216,7 +216,7 @@ class Streams:
         self._terms[HOST_LINK] += late
 
     def _join(self, number: str) -> None:
-        """The first stream waits for the second, and pays for what it has hidden."""
+        """The first stream waits for the second, and pays for the overlap."""
         late = max(0.0, self._ends.pop(number) - self._main)
         lost = (1 - OVERLAP_GAIN) * max(0.0, self._hidden - late)
         self._hidden = 0.0
@@ -226,11 +226,11 @@ class Streams:
 
 
 def steady_state(parts: Sequence[Sequence[RecordedOps]], streams: Streams) -> list[Timing]:
-    """Time of some parts in their order, after the same parts: the host is as far ahead as it gets.
+    """Time of each part when the parts repeat: the second round counts, because the host is ahead by then.
 
     Args:
-        parts: each of some works; one after the other, again and again.
-        streams: that nothing was played on.
+        parts: each a list of works.
+        streams: unused so far.
     """
     found: list[Timing] = []
     for _ in range(2):
@@ -244,7 +244,7 @@ def steady_state(parts: Sequence[Sequence[RecordedOps]], streams: Streams) -> li
 
 
 def add_timing(one: Timing, other: Timing, times: float = 1) -> Timing:
-    """One timing and so many of another."""
+    """`one` and `times` times `other`."""
     terms = dict(one.terms)
     for name, seconds in other.terms.items():
         terms[name] = terms.get(name, 0.0) + seconds * times

@@ -1,16 +1,16 @@
-"""Seconds of collectives, and of a token's way to its experts by each dispatcher.
+"""Seconds of collectives, and of the tokens of a layer to their experts by each dispatcher.
 
-A collective takes a latency, something more for each further rank, and its bytes at a share of the bandwidth that its
-ranks have. Inside a node with a switch that is all of a device's links; in a mesh only the links to ranks that take
-part. Over several nodes, bytes that stay inside and bytes that cross travel at the same time, and the slower counts:
+A collective takes a latency, a latency for each further rank, and its bytes at a share of the bandwidth of its ranks.
+In a node with a switch that is all of a device's links; in a mesh only the links to ranks that take part. Over several
+nodes, bytes inside and between nodes travel at the same time, and the slower counts:
 
-    all-to-all      of a rank's W parts, W - L cross, and L - 1 go to its own node                (W ranks, L in a node)
-    all-gather,     every part enters each other node once, by one of its L ranks, and is spread inside from there;
-    reduce-scatter  so a rank takes 1/L of what crosses
+    all-to-all      of a rank's W parts, W - L cross and L - 1 go to its own node                (W ranks, L in a node)
+    all-gather,     every part enters each other node once, through one of its L ranks, and is spread inside from
+    reduce-scatter  there; so a rank takes 1/L of the crossing bytes
     all-reduce      a reduce-scatter and an all-gather
 
-Points that were measured correct this as in `penstock.plan.rates`. How many copies of a token each dispatcher sends is
-explained in docs/dispatch.md; routing is taken as even, and a busier rank's surplus is for the caller to add.
+Measured points correct this as in `penstock.plan.rates`. docs/dispatch.md explains how many copies of a token each
+dispatcher sends. Routing is taken as even; the caller adds the surplus of a busier rank.
 """
 
 import math
@@ -33,15 +33,15 @@ NOTHING = Estimate(0.0, "measured", "measured: one rank sends nothing")
 
 @dataclass(frozen=True, kw_only=True)
 class TokenTraffic:
-    """What goes to the experts of a layer.
+    """Tokens that go to the experts of a layer.
 
     Attributes:
         tokens: of one rank.
         copy_bytes: of one token: hidden size times bytes of a number.
         experts: routed experts of the layer.
         top_k: experts of a token.
-        in_turn: each token takes the experts behind those of the token before, as benchmarks that force balance have
-            it; else every choice is equally likely.
+        in_turn: each token takes the experts after those of the token before, as benchmarks with forced balance do;
+            else every choice is equally likely.
     """
 
     tokens: int
@@ -52,11 +52,7 @@ class TokenTraffic:
 
 
 class TransferTimes:
-    """Answers for one kind of hardware; each is computed once.
-
-    Args:
-        hardware: of the devices and their links.
-    """
+    """Answers for one kind of hardware; each is computed once."""
 
     def __init__(self, hardware: Hardware) -> None:
         self._hardware = hardware
@@ -69,26 +65,26 @@ class TransferTimes:
         """One collective.
 
         Args:
-            kind: which one; point-to-point is from one rank of the group to another.
-            buffer_bytes: the larger buffer of a rank: what it has after an all-gather, before a reduce-scatter, what it
-                sends in an all-to-all with its own part, what it reduces, or the message.
+            kind: of the collective; point-to-point is from one rank of the group to another.
+            buffer_bytes: the larger buffer of a rank: the result of an all-gather, the input of a reduce-scatter or
+                all-reduce, the input of an all-to-all with the rank's own part, or the message.
             group: its ranks.
 
         Raises:
-            HardwareError: the file says nothing of such a collective, here and below.
+            HardwareError: the file has no such collective, here and below.
         """
         return self._collective(kind, buffer_bytes, group)
 
     def dispatch(
         self, method: DispatchMethod, way: DispatchDirection, travel: TokenTraffic, group: RankGroup
     ) -> Estimate:
-        """Tokens to their experts, or the sums back; the backward pass does the same the other way round.
+        """Tokens to their experts, or the sums back; backward does the same in the other order.
 
         Args:
             method: the dispatcher; symmetric stays inside a node.
-            way: there or back.
-            travel: what goes.
-            group: ranks that share the experts; each has as many of them.
+            way: dispatch or combine.
+            travel: the tokens.
+            group: ranks that share the experts evenly.
         """
         return self._dispatch(method, way, travel, group)
 
@@ -109,7 +105,7 @@ class TransferTimes:
         return self._carry(kind, buffer_bytes * (ranks - 1) / ranks, buffer_bytes * (nodes - 1) / nodes / inside, group)
 
     def _carry(self, kind: CollectiveKind, near: float, far: float, group: RankGroup) -> Estimate:
-        """So many bytes out of each rank to its own node, and so many to others, at the same time."""
+        """`near` bytes leave each rank for its own node and `far` bytes for others, at the same time."""
         if group.nodes == 1:
             seconds = self._inside(kind, near, group)
             sizes = (group.ranks, 1, max(1, round(near)))
@@ -122,7 +118,7 @@ class TransferTimes:
         return corrected(start + max(crossing, staying), sizes, self._corrections(kind), rate.source)
 
     def _inside(self, kind: CollectiveKind, leaving: float, group: RankGroup, *, starts: bool = True) -> float:
-        """Seconds of bytes that stay in a node; without the latency where something slower starts them."""
+        """Seconds of bytes inside a node; without the latency if a slower transfer has it."""
         rate, node = self._rate(kind, "node"), self._hardware.node
         links = self._known(node.link_bytes_per_second, "link")
         if node.links == "mesh" and node.devices > 1:
@@ -152,7 +148,7 @@ class TransferTimes:
         )
 
     def _make_corrections(self, kind: CollectiveKind) -> tuple[MeasuredRatio, ...]:
-        """What the measured points of a collective say."""
+        """Ratios of the measured points of a collective."""
         found = []
         for measured in self._hardware.measured:
             for point in measured.points if measured.operator == kind else ():
@@ -163,7 +159,7 @@ class TransferTimes:
         return tuple(found)
 
     def _model(self, kind: CollectiveKind, point: TransferPoint) -> float:
-        """What we would say of a point if nobody had measured it: everything that leaves goes the point's way."""
+        """The uncorrected seconds of a point; all of its leaving bytes go the point's way."""
         group = RankGroup(point.ranks, point.node_ranks)
         if group.nodes == 1:
             return self._inside(kind, point.leaving_bytes, group)
@@ -192,7 +188,7 @@ class TransferTimes:
     def _over_nodes(
         self, method: DispatchMethod, token_bytes: float, travel: TokenTraffic, group: RankGroup
     ) -> Estimate:
-        """Once to each node that is needed, and spread there: one after the other, or at the same time (DeepEP)."""
+        """Once to each node, and from there to its ranks: one after the other, or at the same time (DeepEP)."""
         crossing = token_bytes * copies(travel, group.nodes)
         reached = copies(travel, group.ranks) * (group.node_ranks - 1) / (group.ranks - 1)
         spread = token_bytes * reached * group.nodes
@@ -206,12 +202,7 @@ class TransferTimes:
 
 
 def copies(travel: TokenTraffic, places: int) -> float:
-    """Other places than its own that a token needs, when experts lie evenly on them.
-
-    Args:
-        travel: how many experts there are, and how many a token chooses, and how.
-        places: ranks, or nodes.
-    """
+    """Ranks or nodes other than its own that a token needs, with experts evenly on `places` of them."""
     if travel.in_turn:
         return _needed_in_turn(travel.experts, travel.top_k, places) * (places - 1) / places
     elsewhere = travel.experts - travel.experts // places
@@ -221,7 +212,7 @@ def copies(travel: TokenTraffic, places: int) -> float:
 
 @cache
 def _needed_in_turn(experts: int, top_k: int, places: int) -> float:
-    """Places of `top_k` neighbouring experts, the mean over the tokens until the same experts come again."""
+    """Places of `top_k` neighbouring experts: the mean over the tokens until the experts repeat."""
     each, tokens = experts // places, experts // math.gcd(experts, top_k)
     chosen = ((token * top_k + choice for choice in range(top_k)) for token in range(tokens))
     return sum(len({expert % experts // each for expert in one}) for one in chosen) / tokens

@@ -110,12 +110,12 @@ def _pieces_of(run: Run, axes: Axes, kernels: str, buffers: SymmetricBuffers | N
         decoders=decoders,
         state=optimizer.memory(),
         moment_bytes=0,
-        divided=frozenset(),
+        sharded=frozenset(),
         optimizer=optimizer,
-        keeper=optimizer,
+        full_optimizer=optimizer,
         schedule=None,
         weight_grads=None,
-        shared_bytes=0,
+        symmetric_bytes=0,
     )
     with patch.object(MemoryTracker, "mark", _collect_and_mark), patch.object(router, "float32_linear", _as_a_gpu):
         (stage,) = activations_of(rank, _batch(run, axes))

@@ -178,7 +178,7 @@ def test_a_miniature_is_rehearsed_once_for_all_runs_that_are_alike() -> None:
     done = []
     for run in runs:
         composer.memories(run, grid_of(run, 8))
-        done.append(composer.rehearsals)
+        done.append(composer.meta_runs)
     assert done[0] == done[1] < done[2]
 
 

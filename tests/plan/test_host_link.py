@@ -15,7 +15,7 @@ from penstock.plan.hardware_file import PACKAGED, hardware_text, known_hardware,
 from penstock.plan.op_recorder import ARRIVE, FROM_HOST, TO_HOST, RecordedOp, RecordedOps
 from penstock.plan.project import Assumptions, project
 from penstock.plan.projection import Projection, candidate_json
-from penstock.plan.streams import HostLanes, Streams, Timing, steady_state
+from penstock.plan.streams import HostCopies, Streams, Timing, steady_state
 from penstock.tune.doctor.evidence import Evidence, RunFacts
 from penstock.tune.doctor.planned import with_projection
 
@@ -148,7 +148,7 @@ def cost_of(operator: RecordedOp) -> OpCost:
 
 
 def played(*work: RecordedOp, room: int = 0, launch: float = 0.0) -> Timing:
-    streams = Streams(cost_of, launch, lanes=HostLanes(room))
+    streams = Streams(cost_of, launch, copies=HostCopies(room))
     streams.play(work)
     return streams.timing
 
@@ -179,7 +179,7 @@ def test_what_is_asked_for_before_its_place_was_given_up_is_still_there() -> Non
 
 def test_a_micro_batch_after_another_takes_as_long() -> None:
     work: RecordedOps = (out(1, 5), compute(6), out(2, 5), compute(6), back(1, 5), compute(2), opened(1), compute(2))
-    (timing,) = steady_state([[work]], Streams(cost_of, 0.0, lanes=HostLanes(5)))
+    (timing,) = steady_state([[work]], Streams(cost_of, 0.0, copies=HostCopies(5)))
     assert (timing.seconds, timing.host_link) == (16 + 3, 3)
 
 

@@ -11,7 +11,16 @@ from penstock.kernels.launching import counts_on_host, start_kernel
 from penstock.parallel.async_transfer import TransferStream
 from penstock.parallel.launch.rendezvous import start_fake_process_group, stop_process_group
 from penstock.plan.hardware import RankGroup
-from penstock.plan.op_recorder import END, FORK, JOIN, WAIT, MemoryTracker, OpRecorder, RecordedOps, RecordedTransfers
+from penstock.plan.op_recorder import (
+    END,
+    FORK,
+    JOIN,
+    WAIT,
+    MemoryTracker,
+    OpRecorder,
+    RecordedOps,
+    RecordedTransferStream,
+)
 
 
 def rows(*shape: int, trained: bool = False) -> Tensor:
@@ -33,7 +42,7 @@ def test_a_tape_with_a_ledger_says_what_both_say_alone() -> None:
     alone, kept = MemoryTracker(), MemoryTracker()
     with alone:
         work()
-    tape = OpRecorder(ledger=kept)
+    tape = OpRecorder(tracker=kept)
     with tape:
         work()
     assert tape.cut() == written(work)
@@ -85,7 +94,7 @@ def test_where_the_host_would_read_counts_it_waits() -> None:
 
 
 def test_a_transfer_stands_between_its_fork_and_its_end_and_is_joined_later() -> None:
-    transfers: TransferStream = RecordedTransfers()
+    transfers: TransferStream = RecordedTransferStream()
 
     def work() -> None:
         flight = transfers.launch("dispatch", lambda x: ((x + 1,), None), rows(4, 8))
