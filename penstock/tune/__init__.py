@@ -1,5 +1,6 @@
-"""Measuring on the machine that will train, so that it can choose.
+"""Measurements on the training machine, for `penstock kernels tune`, `ladder`, `preflight` and `doctor`.
 
-Reading order: `cases` and `kernels` (every implementation of every operator), `trial` (a configuration, in processes of
-its own), `rungs` and `ladder` (one optimization after another), `ladder_file` and `evidence` (what is written down).
+Reading order: `kernels` (backends of every operator), `trial` (a short run in its own processes), `ladder_steps` and
+`ladder` (one optimization after another), `result_file` (JSON output), `preflight/` (the node before a run), `doctor/`
+(the bottleneck of a run).
 """

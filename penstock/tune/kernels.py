@@ -1,8 +1,11 @@
-"""What is timed to choose kernels: each part of a model's step, on inputs like those of the step.
+"""Times every backend of every operator on this GPU, for the shapes of one run: `penstock kernels tune`.
 
-Parts and sizes are those of `penstock.kernels.backends`. Experts are loaded evenly in one case and unevenly in
-another: the popularity of an expert is then lognormal, and a token still goes to `top_k` different experts. A case
-draws new inputs each time that it is asked, so a clock can take turns among several and none is found in a cache.
+Parts and sizes are those of `penstock.kernels.backends`. Experts are loaded evenly in one case and unevenly in another,
+with a lognormal popularity. A case draws new inputs for each call, and the timer alternates between several calls whose
+inputs are together several times the L2 cache. `GpuCallTimer` keeps the device busy while the host queues the calls, so
+it measures the device and not Python; a backend that waits for the host is charged for that.
+
+This is not part of a training step, because a search in the first step is slow and differs between ranks and runs.
 """
 
 import math
@@ -38,7 +41,7 @@ from penstock.models.kernels import shapes_of
 from penstock.moe.router import router_rule
 
 SKEWS = (0.0, 0.6)
-"""Standard deviations of the logarithm of an expert's popularity: even, and as uneven as early training is."""
+"""Standard deviations of the logarithm of an expert's popularity: even load, and that of early training."""
 
 Tensors = tuple[Tensor, ...]
 Call = Callable[[], object]
@@ -46,15 +49,12 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A model's step, as far as the operators see it.
+    """Sizes of a model's step for the operators.
 
     Attributes:
-        shapes: sizes.
         rule: of the router; None for a dense model.
         sequences: rows of the micro-batch.
         epsilon: of the norms.
-        dtype: that the model computes in.
-        device: where.
     """
 
     shapes: Shapes
@@ -71,15 +71,14 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One part under one load.
+    """One part of an operator under one load.
 
     Attributes:
-        part: what.
-        shape: the sizes that it is looked up by.
+        shape: sizes by which the result is looked up.
         skew: of the experts' load.
-        backends: that can run it here.
-        draw: new inputs, the same for every backend.
-        bind: the call of a backend on such inputs; whatever need not be timed has run before.
+        backends: that support the part here.
+        draw: returns new inputs, the same for every backend.
+        bind: returns the call of a backend on such inputs; untimed preparation has run.
     """
 
     part: TimedPart
@@ -103,7 +102,7 @@ def workload_of(run: Run, device: torch.device) -> Workload:
 
 
 def cases(work: Workload, facts: DeviceFacts) -> Iterator[Case]:
-    """Every case that the model has, in the order of the questions."""
+    """All cases of a model."""
     for question in CHOICE_POINTS:
         able = [name for name, backend in BACKENDS.items() if question.op in backend.ops]
         able = [name for name in able if obstacle(question.op, name, facts, work.shapes) is None]
@@ -120,11 +119,11 @@ def cases(work: Workload, facts: DeviceFacts) -> Iterator[Case]:
 
 
 def draw_choices(tokens: int, experts: int, top_k: int, skew: float, device: torch.device) -> Tensor:
-    """experts_TK: `top_k` different experts of each token; with skew 0 every expert has as many tokens as any other."""
+    """experts_TK: `top_k` different experts of each token; with skew 0 all experts have equally many tokens."""
     if skew == 0:
         shuffled_T1 = torch.randperm(tokens, device=device)[:, None]
         return (shuffled_T1 * top_k + torch.arange(top_k, device=device)) % experts
-    # The largest of log popularity plus Gumbel noise are a draw by popularity without putting back.
+    # The largest of log popularity plus Gumbel noise are a draw by popularity without replacement.
     popularity_E = skew * torch.randn(experts, device=device)
     gumbel_TE = -torch.empty(tokens, experts, device=device).exponential_().log()
     return (popularity_E + gumbel_TE).topk(top_k).indices
@@ -139,9 +138,9 @@ class _Operator:
     """An operator as the model calls it.
 
     Attributes:
-        draw: inputs under a load.
+        draw: inputs for a skew.
         apply: one call.
-        leaves: how many of the inputs, from the first, are differentiated.
+        leaves: number of first inputs with gradients.
     """
 
     draw: Callable[[Workload, float], Tensors]
@@ -167,7 +166,7 @@ def _operator(work: Workload, part: TimedPart, skew: float) -> _DrawAndBind:
 
 
 def _product(work: Workload, part: TimedPart, skew: float) -> _DrawAndBind:
-    """One product of the experts in one direction. All of them share one table of tiles, so that is not timed."""
+    """One grouped product of the experts. All of them share one tile table, which is not timed."""
     sizes, gathers = work.shapes, part.op == "gate_up"
     columns, depth = (2 * sizes.ffn, sizes.hidden) if gathers else (sizes.hidden, sizes.ffn)
     rows = sizes.tokens * sizes.top_k
@@ -261,21 +260,21 @@ _OPERATORS: dict[str, _Operator] = {
 }
 
 _LOADED = ("order_rows", "unpermute", "gate_up", "down")
-"""Parts whose time depends on how evenly experts are loaded."""
+"""Parts whose time depends on the load of the experts."""
 
 
 MOST_COPIES = 16
-"""Sets of inputs at most."""
+"""Maximum number of input sets."""
 
 MOST_BUSY_SECONDS = 0.02
-"""The device is kept busy no longer; calls that take the host so long wait for the device anyway."""
+"""Maximum time that the device is kept busy; slower calls wait for the host anyway."""
 
 
 class CallTimer(Protocol):
     """Times calls that do the same on different inputs.
 
     Attributes:
-        rotation: bytes that the inputs of all calls should have together.
+        rotation: total bytes of the inputs of all calls.
     """
 
     rotation: int
@@ -286,12 +285,12 @@ class CallTimer(Protocol):
 
 
 class GpuCallTimer:
-    """Times calls on the current GPU by events of its stream; inputs are several times as large as its L2 cache.
+    """Times calls on the current GPU by events of its stream.
 
     Args:
-        rounds: of which the median is taken.
-        least_ms: device time that a round should have at least.
-        most_calls: of a round; more would fill the device's queue.
+        rounds: the result is their median.
+        least_ms: minimum device time of a round.
+        most_calls: of a round, limited by the device's queue.
     """
 
     rotation = 2**28
@@ -303,7 +302,7 @@ class GpuCallTimer:
 
     def __call__(self, calls: Sequence[Call]) -> float:
         """See `CallTimer`."""
-        for call in (*calls, *calls):  # compiles, and finds the device's clock rates
+        for call in (*calls, *calls):  # compile, and let the device reach its clock rate
             call()
         calls = [*calls] * math.ceil(4 / len(calls))
         queued, least = self._round(calls, busy_seconds=0.0)
@@ -313,10 +312,10 @@ class GpuCallTimer:
         return median(times) / len(calls) / repeats * 1e3
 
     def _round(self, calls: Sequence[Call], busy_seconds: float) -> tuple[float, float]:
-        """Seconds in which the host queued the calls, and milliseconds in which the device ran them."""
+        """Seconds to queue the calls on the host, and milliseconds to run them on the device."""
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
-        # At least so long: the argument is cycles, and no GPU runs at more than 3 GHz.
+        # The argument is cycles; no GPU runs at more than 3 GHz, so it sleeps at least this long.
         torch.cuda._sleep(int(busy_seconds * 3e9))
         start.record()
         began = time.perf_counter()
@@ -329,13 +328,7 @@ class GpuCallTimer:
 
 
 def measure(work: Workload, facts: DeviceFacts, clock: CallTimer) -> Iterator[OperatorTimes]:
-    """Time every case of a workload; a generator, so that somebody can watch.
-
-    Args:
-        work: what to time.
-        facts: of the device that it is on.
-        clock: of that device.
-    """
+    """Time every case of a workload; a generator, so that the caller can report progress."""
     for case in cases(work, facts):
         times = {backend: _time(case, backend, clock) for backend in case.backends}
         yield OperatorTimes(
@@ -349,7 +342,7 @@ def measure(work: Workload, facts: DeviceFacts, clock: CallTimer) -> Iterator[Op
 
 
 def _time(case: Case, backend: str, clock: CallTimer) -> float | None:
-    """Microseconds, or None if it does not fit into the device's memory."""
+    """Microseconds, or None if the device runs out of memory."""
     try:
         torch.manual_seed(0)
         first = case.draw()
@@ -361,7 +354,7 @@ def _time(case: Case, backend: str, clock: CallTimer) -> float | None:
 
 
 def environment() -> dict[str, str]:
-    """Versions that times depend on."""
+    """Versions that the times depend on."""
     try:
         triton = version("triton")
     except PackageNotFoundError:  # on AMD it has another name, whose version is torch's
@@ -370,7 +363,7 @@ def environment() -> dict[str, str]:
 
 
 def merged(old: Measurements | None, new: Measurements) -> Measurements:
-    """What a file shall hold: other shapes stay if they were measured on the same device with the same versions."""
+    """New results and old ones of other shapes, if those are from the same device and versions."""
     if old is None or (old.device, old.environment) != (new.device, new.environment):
         return new
     return old.with_entries(new.entries)

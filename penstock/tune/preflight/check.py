@@ -1,25 +1,22 @@
-"""One thing that was looked at, and how it was found."""
+"""Result of one check."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 Status = Literal["ok", "warning", "failed"]
-"""A warning costs speed, or may: a run starts. What failed ends a run, or spoils it."""
+"""A warning may cost speed, and the run starts. A failure ends or spoils the run."""
 
 Area = Literal["versions", "environment", "host", "disk", "devices", "transfers"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreflightCheck:
-    """A thing that was looked at.
+    """Result of one check.
 
     Attributes:
-        area: what it belongs to.
-        name: what it is.
-        status: how it was found.
-        got: what it is like.
-        expected: what it should be like; empty where everything is right.
-        fix: how to mend it; empty where there is nothing to mend.
+        got: the state of the node.
+        expected: empty for a passed check.
+        fix: empty for a passed check.
     """
 
     area: Area
@@ -31,5 +28,5 @@ class PreflightCheck:
 
 
 def fine(area: Area, name: str, got: str) -> PreflightCheck:
-    """A thing that is right."""
+    """A passed check."""
     return PreflightCheck(area=area, name=name, status="ok", got=got)

@@ -1,7 +1,9 @@
-"""GPUs: how many, of one kind, whole, free, and whether each reaches the others without the host.
+"""GPUs: number, kind, free memory and peer access; speed of devices and links, and correctness of sums over ranks.
 
-Everything is asked of PyTorch, which answers for NVIDIA and AMD alike; names and sizes are compared with what the
-package knows of a chip (docs/hardware.md).
+PyTorch answers for NVIDIA and AMD alike; names and sizes are compared with the known chips (docs/hardware.md). For the
+speed, every rank multiplies a large matrix, all ranks time the collectives of `penstock.plan.calibrate`, and add
+numbers with a known sum, which detects links that lose or mix up data. Results are compared with the hardware model of
+the plan, and devices with each other, because all ranks wait for the slowest.
 """
 
 import json
@@ -24,10 +26,10 @@ from penstock.plan.transfers import TransferTimes
 from penstock.tune.preflight.check import PreflightCheck, fine
 
 OTHERS_BYTES = 3 << 30
-"""Of a GPU that has nothing to do: driver, firmware, and our own context. What is beyond belongs to somebody."""
+"""Memory of an idle GPU: driver, firmware and our context. More belongs to another process."""
 
 WHOLE = 0.95
-"""Share of a chip's memory; what has less is a part of one (MIG, CPX)."""
+"""Share of a chip's memory below which the device is a partition (MIG, CPX)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +37,8 @@ class Gpu:
     """One GPU.
 
     Attributes:
-        name: as the driver reports it.
-        total_bytes: of its memory.
-        free_bytes: of it now.
-        reaches: numbers of the GPUs whose memory it can read and write by itself.
+        name: from the driver.
+        reaches: numbers of the GPUs whose memory it can access directly.
     """
 
     name: str
@@ -60,12 +60,12 @@ def _read_gpu(number: int, numbers: Sequence[int]) -> Gpu:
 
 
 def judge_gpus(gpus: Sequence[Gpu], vendor: Vendor, known: Hardware | None) -> list[PreflightCheck]:
-    """Everything about the GPUs.
+    """All checks of the GPUs.
 
     Args:
-        gpus: that PyTorch finds.
-        vendor: whose the machine has, by their driver.
-        known: the chip as the package, or a file, knows it; None if nothing does.
+        gpus: found by PyTorch.
+        vendor: of the machine's GPUs, by their driver.
+        known: hardware model of the chip; None if unknown.
     """
     if not gpus:
         return [_none(vendor)]
@@ -171,17 +171,18 @@ def _reach(gpus: Sequence[Gpu]) -> Iterator[PreflightCheck]:
 
 
 GPU_SIDE, CPU_SIDE = 8192, 512
-"""Of the square matrices."""
+"""Side of the square matrices."""
 
 GPU_BUFFERS, CPU_BUFFERS = (2**22, 2**28), (2**14, 2**22)
-"""Bytes: where latency still counts, and where only bandwidth does."""
+"""Bytes: one size dominated by latency, one by bandwidth."""
 
 SLOW, VERY_SLOW = 1.5, 3.0
-"""Times of what plans expect. Clocks, temperature and other jobs explain less than the first; a link that is down, or a
-path through the host, is the second."""
+"""Factors on the planned time. Clocks, temperature and other jobs explain less than the first; a link that is down, or
+a path through the host, explains the second.
+"""
 
 BEHIND = 0.9
-"""Of the fastest device: equal chips are within a few percent of each other."""
+"""Share of the fastest device; equal chips are within a few percent of each other."""
 
 SUMMED = 1 << 20
 """Numbers that are summed over ranks."""
@@ -189,14 +190,13 @@ SUMMED = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class NodeMeasurements:
-    """What the ranks have found.
+    """Measurements of all ranks.
 
     Attributes:
-        dtype: of the products.
         side: of the square matrices.
         flops: FLOP per second of each rank's product.
-        transfers: seconds of each collective; empty for one rank.
-        wrong_sums: of each rank, numbers that were not the sum over ranks.
+        transfers: times of each collective; empty for one rank.
+        wrong_sums: of each rank, number of wrong sums over ranks.
     """
 
     dtype: Dtype
@@ -207,14 +207,11 @@ class NodeMeasurements:
 
 
 def measure(device: torch.device, node_ranks: int) -> NodeMeasurements:
-    """What each rank does, all at the same time.
+    """Measure on all ranks at once; returns the same on all.
 
     Args:
-        device: of this rank; if there are several, their process group is started.
+        device: of this rank.
         node_ranks: ranks of each machine.
-
-    Returns:
-        The same on all ranks.
     """
     on_gpu = device.type == "cuda"
     dtype: Dtype = "bf16" if on_gpu else "fp32"
@@ -236,7 +233,7 @@ def measure(device: torch.device, node_ranks: int) -> NodeMeasurements:
 
 
 def _of_every_rank(number: float, device: torch.device) -> tuple[float, ...]:
-    """A number of each rank, on all of them; gathered and not summed, since sums may be what is broken."""
+    """A number of each rank, gathered and not summed, since sums may be broken."""
     own = torch.tensor([number], dtype=torch.float64, device=device)
     numbers_W = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(numbers_W, own)
@@ -244,7 +241,7 @@ def _of_every_rank(number: float, device: torch.device) -> tuple[float, ...]:
 
 
 def _wrong_sums(device: torch.device) -> int:
-    """How many of a million sums of small whole numbers are not what they must be."""
+    """Number of wrong results among a million sums of small integers."""
     rank, world = dist.get_rank(), dist.get_world_size()
     small = torch.arange(SUMMED, device=device) % 64
     summed = (small + rank).float()
@@ -267,12 +264,7 @@ def parse_measured(text: str) -> NodeMeasurements:
 
 
 def judge_measured(found: NodeMeasurements, known: Hardware | None) -> list[PreflightCheck]:
-    """Everything that was measured.
-
-    Args:
-        found: by the ranks.
-        known: what plans expect of this hardware; None if nothing is known of it.
-    """
+    """All checks of the measurements; `known` is None for unknown hardware."""
     return [*_products(found, known), *_sums(found), *_collectives(found, known)]
 
 
@@ -351,12 +343,12 @@ def _collectives(found: NodeMeasurements, known: Hardware | None) -> Iterator[Pr
 def _slow(
     kind: CollectiveKind, points: Sequence[TransferPoint], known: Hardware
 ) -> Iterator[tuple[TransferPoint, float]]:
-    """Points that took longer than plans expect, with what they expect."""
-    if kind == "symmetric" or kind == "deep-ep":  # ways of tokens and not collectives; nobody measures them here
+    """Points that took longer than planned, with the planned time."""
+    if kind == "symmetric" or kind == "deep-ep":  # dispatch methods, which are not measured here
         return
     transfers = TransferTimes(known)
     for point in points:
-        # What leaves a rank is all of its buffer but its own part.
+        # A rank sends its buffer without its own part.
         share = 1 if kind == "point-to-point" else point.ranks / (point.ranks - 1)
         group = RankGroup(ranks=point.ranks, node_ranks=point.node_ranks)
         try:

@@ -1,11 +1,14 @@
-"""The machine around the GPUs: cores, NUMA nodes, memory, limits of the process, clock (elsewhere than on Linux, less).
+"""The machine around the GPUs: cores, NUMA nodes, memory, limits, clock, and the disk of the runs.
 
-/proc/meminfo                           memory that programs can have
-/sys/fs/cgroup/memory.max               and what a container may have of it
-/proc/sys/kernel/numa_balancing         pages move after the cores that touch them, which stops those who touch them
-/sys/devices/system/cpu/cpu0/cpufreq    how fast cores may be
+/proc/meminfo                           available memory
+/sys/fs/cgroup/memory.max               memory limit of a container
+/proc/sys/kernel/numa_balancing         the kernel moves pages to the cores that use them, which stops their threads
+/sys/devices/system/cpu/cpu0/cpufreq    clock governor
 /sys/class/infiniband                   whether memory is registered for the network
-adjtimex(2)                             whether anything keeps the clock right
+adjtimex(2)                             whether the clock is synchronized
+
+The disk check writes a file of some megabytes, syncs it, drops it from the page cache, reads it back, and removes it.
+Many ranks write checkpoints at once, and a shared file system has other users, so the speed is only a first estimate.
 """
 
 import ctypes
@@ -23,42 +26,42 @@ from penstock.parallel.launch.host import ROOT, free_host_bytes, usable_cores
 from penstock.tune.preflight.check import PreflightCheck, fine
 
 CORES_EACH = 4
-"""Of a rank: one runs the model, one its backward pass, and data and collectives want the others."""
+"""Of a rank: one for the model, one for its backward pass, the others for data and collectives."""
 
 OPEN_FILES, FEWEST_OPEN_FILES = 65_536, 1024
-"""A rank of a large cluster holds a socket to many others beside its data files; with fewer than the second a node's
-own ranks and files are too many. What has no GPU is no part of a cluster, and the second will do."""
+"""A rank of a large cluster has sockets to many others beside its data files; the second number is too small for a
+node's own ranks and files. It suffices without GPUs.
+"""
 
 SHARED_BYTES, LEAST_SHARED_BYTES = 8 << 30, 1 << 30
-"""NCCL's buffers between ranks that have no direct link. A container has 64 MiB if nobody asked for more."""
+"""NCCL's buffers between ranks without a direct link. A container has 64 MiB by default."""
 
 MEMORY_SHARE = 0.5
-"""Of the GPUs' memory that the host should have free: a checkpoint that is written meanwhile is copied there first."""
+"""Of the GPUs' memory that the host should have free, because checkpoints are copied there first."""
 
 LEAST_BYTES = 4 << 30
-"""A rank's libraries, with a GPU or without."""
+"""A rank's libraries."""
 
 CLOCK_ERROR = 5
-"""What adjtimex returns for a clock that nobody keeps right."""
+"""Result of adjtimex for an unsynchronized clock."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostFacts:
-    """What the machine is like.
+    """State of the machine.
 
     Attributes:
-        gpus: that it has.
-        gpu_bytes: memory of all of them.
-        cores: that this process may use.
-        numa_nodes: of the machine.
-        numa_balancing: pages move by themselves.
-        free_bytes: of memory, as far as this process may have it; None if that is not known.
-        open_files: how many this process may have; None is any number.
-        locked_bytes: of memory that it may keep in place; None is any number.
-        has_infiniband: there is a network that reads memory by itself.
-        shared_bytes: of /dev/shm; None if there is none.
-        governor: how the speed of the first core is chosen, or empty.
-        clock_is_kept: somebody keeps the clock right; None if that is not known.
+        gpus: number.
+        gpu_bytes: memory of all GPUs.
+        cores: available to this process.
+        numa_balancing: the kernel moves pages.
+        free_bytes: of memory, within the limits of this process; None if unknown.
+        open_files: limit; None is unlimited.
+        locked_bytes: limit; None is unlimited.
+        has_infiniband: the network reads memory directly.
+        shared_bytes: of /dev/shm; None without one.
+        governor: of the first core's clock, or empty.
+        clock_is_kept: the clock is synchronized; None if unknown.
     """
 
     gpus: int
@@ -76,13 +79,7 @@ class HostFacts:
 
 
 def read_host(gpus: int, gpu_bytes: int, root: Path = ROOT) -> HostFacts:
-    """Facts of this machine.
-
-    Args:
-        gpus: that it has.
-        gpu_bytes: memory of all of them.
-        root: of the system's files.
-    """
+    """Facts of this machine; `root` is the root of the system's files."""
     shared = root / "dev/shm"
     governor = _read(root / "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
     return HostFacts(
@@ -125,7 +122,7 @@ def _clock_is_kept() -> bool | None:
 
 
 def judge_host(facts: HostFacts) -> list[PreflightCheck]:
-    """Everything about the machine."""
+    """All checks of the machine."""
     return [
         _cores(facts),
         *_numa(facts),
@@ -160,7 +157,7 @@ def _numa(facts: HostFacts) -> Iterator[PreflightCheck]:
             name="NUMA balancing",
             status="warning",
             got=f"on, with {facts.numa_nodes} nodes",
-            expected="off: ranks keep to their node already, and pages that move stop who touches them",
+            expected="off: ranks stay on their node already, and moving pages stops the threads that use them",
             fix="sysctl kernel.numa_balancing=0",
         )
     elif facts.numa_nodes:
@@ -260,7 +257,7 @@ def _clock(facts: HostFacts) -> Iterator[PreflightCheck]:
         area="host",
         name="time",
         status="warning",
-        got="nobody keeps the clock right",
+        got="the clock is not synchronized",
         expected="chrony, systemd-timesyncd or the like: machines are compared by their times",
         fix="timedatectl set-ntp true",
     )
@@ -269,29 +266,27 @@ def _clock(facts: HostFacts) -> Iterator[PreflightCheck]:
 FILE_BYTES = 256 << 20
 PIECE_BYTES = 8 << 20
 LONGEST_SECONDS = 2.0
-"""Writing ends here however little was written."""
+"""Time limit of the write."""
 
 FREE_BYTES = 10_000_000_000
-"""Room for a small run, where nobody has said which run it will be."""
+"""Space for a small run, if the run is unknown."""
 
 SLOW = 100e6
-"""Bytes per second below which the checkpoint of a model of a few billion parameters takes minutes."""
+"""Bytes per second below which a checkpoint of a few billion parameters takes minutes."""
 
 APART_SECONDS = 2.0
-"""Clocks that differ by more make files look newer than they are."""
+"""A larger difference of the clocks makes files look newer than they are."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiskFacts:
-    """What the disk is like.
+    """State of the disk.
 
     Attributes:
-        folder: that was looked at.
-        trouble: why it cannot be written, or empty.
-        free_bytes: of it.
-        written: bytes per second, until they are on disk.
-        read: bytes per second, from disk where the page cache could be dropped.
-        ahead_seconds: how far the file system's clock is ahead of ours.
+        trouble: reason why it cannot be written, or empty.
+        written: bytes per second, synced.
+        read: bytes per second, from disk if the page cache could be dropped.
+        ahead_seconds: of the file system's clock over ours.
     """
 
     folder: Path
@@ -303,12 +298,7 @@ class DiskFacts:
 
 
 def read_disk(folder: Path, size: int = FILE_BYTES) -> DiskFacts:
-    """Facts of the disk that holds a folder, or will hold it; what is not there yet is not made.
-
-    Args:
-        folder: where runs are kept.
-        size: bytes of the file that is written.
-    """
+    """Facts of the disk of a folder, which may not exist yet; writes a file of `size` bytes."""
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
     try:
         with tempfile.NamedTemporaryFile(dir=there, prefix=".penstock-preflight-", buffering=0) as file:
@@ -328,7 +318,7 @@ def read_disk(folder: Path, size: int = FILE_BYTES) -> DiskFacts:
 
 
 def _write_file(file: int, size: int) -> int:
-    """Bytes that were written and are on disk."""
+    """Number of bytes that were written and synced."""
     piece, done, began = os.urandom(PIECE_BYTES), 0, time.perf_counter()
     while done < size and time.perf_counter() - began < LONGEST_SECONDS:
         done += os.write(file, piece[: size - done])
@@ -348,12 +338,12 @@ def _read_rate(file: int, size: int) -> float:
 
 
 def judge_disk(facts: DiskFacts, checkpoint_bytes: int = 0, kept: int = 0) -> list[PreflightCheck]:
-    """Everything about the disk.
+    """All checks of the disk.
 
     Args:
-        facts: of it.
-        checkpoint_bytes: of one checkpoint of the run that is meant; 0 if none is.
-        kept: checkpoints that the run keeps, beside the one that it writes.
+        facts: of the disk.
+        checkpoint_bytes: of the planned run; 0 without one.
+        kept: number of checkpoints that the run keeps, beside the one that it writes.
     """
     if facts.trouble:
         return [

@@ -1,8 +1,8 @@
-"""Python, packages, PyTorch's build and the driver: whether they go together.
+"""Versions of Python, packages, PyTorch and the driver, and variables of the shell that slow a run down or break it.
 
-What Penstock needs of packages is what its own package says when it is installed, so no version is said twice. A driver
-must be as new as the CUDA that PyTorch was built with; ROCm's kernel driver is told, not judged: AMD supports several
-releases back and forth, and PyTorch sees no GPU where that does not hold.
+Required package versions are those of our own package metadata. An NVIDIA driver must be new enough for PyTorch's CUDA.
+ROCm's driver is shown but not judged: AMD supports several releases back and forth, and PyTorch finds no GPU otherwise.
+Variables that Penstock sets itself (docs/environment.md) are not checked here, because every run reports them.
 """
 
 import platform
@@ -23,24 +23,20 @@ OLDEST_PYTHON = (3, 11)
 OLDEST_TRITON = "3.6"
 
 DRIVERS = {13: 580, 12: 525}
-"""Oldest NVIDIA driver for a CUDA of this major version (NVIDIA, CUDA compatibility, minor version compatibility)."""
+"""Oldest NVIDIA driver for a CUDA major version (NVIDIA, CUDA compatibility, minor version compatibility)."""
 
 _BOUND = re.compile(r"(?P<name>[\w.-]+)>=(?P<version>[\d.]+)$")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Builds:
-    """PyTorch and what is below it.
+    """PyTorch and the layers below it; empty or None if missing.
 
     Attributes:
-        torch: its version.
-        cuda: of CUDA that it was built with, or None.
-        hip: of ROCm that it was built with, or None.
-        finds_gpus: it can use some.
-        collectives: version of NCCL or RCCL, or empty.
-        triton: its version, or empty.
-        vendor: whose GPUs the machine has.
-        driver: version of their driver, or empty.
+        cuda: version of PyTorch's build.
+        hip: version of PyTorch's build.
+        collectives: version of NCCL or RCCL.
+        vendor: of the machine's GPUs.
     """
 
     torch: str
@@ -54,16 +50,12 @@ class Builds:
 
 
 def check_versions() -> list[PreflightCheck]:
-    """Everything that has a version."""
+    """All checks of versions."""
     return [_python(), *_packages(_requirements()), *judge_builds(read_builds())]
 
 
 def read_builds(root: Path = ROOT) -> Builds:
-    """What is installed here.
-
-    Args:
-        root: of the system's files.
-    """
+    """The installed software; `root` is the root of the system's files."""
     on_gpu = torch.cuda.is_available()
     vendor = gpu_vendor(root)
     return Builds(
@@ -79,7 +71,7 @@ def read_builds(root: Path = ROOT) -> Builds:
 
 
 def _driver(vendor: Vendor, root: Path) -> str:
-    """The kernel driver's version."""
+    """Version of the kernel driver."""
     if vendor == "nvidia":
         found = re.search(r"Kernel Module.*?(\d+\.\d+(?:\.\d+)?)", _read(root / "proc/driver/nvidia/version"))
         return found[1] if found else ""
@@ -100,7 +92,7 @@ def _python() -> PreflightCheck:
 
 
 def _requirements() -> list[str]:
-    """What the installed package needs; nothing where it runs from its source."""
+    """Requirements of the installed package; none if it runs from source."""
     try:
         return [line for line in requires("penstock") or [] if ";" not in line]
     except PackageNotFoundError:
@@ -108,7 +100,7 @@ def _requirements() -> list[str]:
 
 
 def _packages(requirements: Sequence[str]) -> Iterator[PreflightCheck]:
-    """Packages that are missing or too old, or that all are there."""
+    """Missing and old packages, or one passed check."""
     wrong = 0
     for requirement in requirements:
         bound = _BOUND.match(requirement.replace(" ", ""))
@@ -137,7 +129,7 @@ def _version(package: str) -> str:
 
 
 def is_older(got: str, bound: str) -> bool:
-    """Whether a version is below a bound; what is behind the numbers (`+cu130`, `rc1`) does not count."""
+    """Whether a version is below a bound; suffixes (`+cu130`, `rc1`) are ignored."""
 
     def numbers(text: str) -> list[int]:
         found = re.match(r"\d+(\.\d+)*", text)
@@ -149,7 +141,7 @@ def is_older(got: str, bound: str) -> bool:
 
 
 def judge_builds(builds: Builds) -> list[PreflightCheck]:
-    """PyTorch and what is below it."""
+    """All checks of PyTorch and the layers below it."""
     return [_torch(builds), *_cuda_driver(builds), *_triton(builds), *_collectives(builds)]
 
 
@@ -197,7 +189,7 @@ def _cuda_driver(builds: Builds) -> Iterator[PreflightCheck]:
 
 
 def _triton(builds: Builds) -> Iterator[PreflightCheck]:
-    """A CPU needs none; a GPU without runs the reference operators, which is slow."""
+    """A CPU needs none; a GPU without it runs the slow reference operators."""
     if not builds.triton and builds.finds_gpus:
         yield PreflightCheck(
             area="versions",
@@ -230,13 +222,11 @@ ON = r"1|true|on|yes|y"
 
 @dataclass(frozen=True)
 class HarmfulVariable:
-    """A variable that hurts.
+    """A harmful variable.
 
     Attributes:
-        name: of it.
-        when: values that do, as a pattern of the whole, in any case.
-        what: that they do.
-        status: how bad that is.
+        when: pattern of harmful values, in any case.
+        what: effect.
     """
 
     name: str
@@ -273,11 +263,11 @@ HARMFUL: tuple[HarmfulVariable, ...] = (
 
 
 def check_environment(variables: Mapping[str, str], *, has_gpu: bool) -> list[PreflightCheck]:
-    """Variables that hurt, or that there is none.
+    """Harmful variables, or one passed check.
 
     Args:
         variables: those of `HARMFUL` that are set.
-        has_gpu: the run would be on GPUs; without one, Triton's interpreter is how tests run kernels.
+        has_gpu: without a GPU, Triton's interpreter is how tests run kernels.
     """
     found = []
     for one in HARMFUL:
