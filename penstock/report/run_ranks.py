@@ -92,8 +92,7 @@ def bytes_figure(collectives: CollectiveTimes, traces: dict[int, Trace]) -> Figu
     calls = collectives.calls
     ranks = calls.ranks
     sent, told, asked = np.zeros((len(ranks), len(ranks))), 0, 0
-    is_exchange = np.array(["all_to_all" in name or "alltoall" in name for name in calls.names], dtype=bool)
-    for row in np.flatnonzero(is_exchange[calls.name_id]).tolist():
+    for row in np.flatnonzero(calls.is_exchange).tolist():
         asked += 1
         parts = _parts(calls, row, traces[ranks[calls.rank[row]]])
         if parts is None:

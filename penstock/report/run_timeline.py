@@ -141,7 +141,7 @@ def _is_work(one: RankAnalysis, calls: CollectiveCalls) -> Flags:
     messages = [number for number, name in enumerate(phases.names) if name.startswith(Category.POINT_TO_POINT)]
     is_work[phases.event[np.isin(phases.name_id, messages)]] = False
     is_own = calls.rank == calls.ranks.index(one.rank)
-    is_work[calls.gpu_row[is_own & (calls.way == SyncKind.PAIR)]] = False
+    is_work[calls.gpu_row[is_own & (calls.sync == SyncKind.PAIR)]] = False
     prepares = np.array([name.startswith(_ALLOCATES) for name in one.trace.names], dtype=bool)
     return is_work & ~prepares[gpu.name_id]
 

@@ -1,14 +1,14 @@
-"""What happened on the devices: traces of torch.profiler read, timed and explained. Nothing here imports PyTorch.
+"""Traces of torch.profiler: loaded, timed and explained. Nothing here imports PyTorch.
 
-Reading order: `events` (a trace as columns), `load` (files), `decode` and `columns` (text into columns), `kinds` (which
-kernel communicates), `intervals` (unions of times), `timeline` (busy, compute, communication, exposed, idle).
+Files: `load` (files and ranks), `decode` (JSON to columns), `events` (the columns).
 
-What the time was for: `tree` (operators above kernels), `replayed` and `repeats` (kernels of captured graphs),
-`kernel_names` and `phases` (names), `hierarchy` (down to kernels), `operators`, `work` and `roofline` (how fast),
-`launches` (whether the host kept up), `memory` (what the allocator held).
+Time: `intervals` (unions of times), `timeline` (busy, compute, communication, exposed, idle), `kernel_names`
+(categories by name), `tree` (operators above kernels), `graph_replays` (kernels of CUDA graphs), `phases` (named time),
+`operators` (calls and their kernels), `work` and `roofline` (speed), `launches` (whether the host kept up), `memory`
+(allocator).
 
-Across ranks: `calls` (who talked), `matching` (what was one collective), `clocks` (on one clock), `collectives` (how
-long, who waited for whom), `expert_rows` and `experts` (how evenly they are loaded). `answer` puts all of it together.
+Across ranks: `calls` (communication kernels), `matching` (collectives and clocks), `collectives` (duration, waiting,
+stragglers), `experts` (load). `analysis` combines everything, `host_table` is the table of a CPU.
 
-Two traces: `named_work` and `compare`. One call again: `replay` and the files beside it.
+Two traces: `compare`. One call: `replay` and `recorded_call`.
 """

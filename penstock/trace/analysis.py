@@ -1,10 +1,10 @@
-"""All that is said of some traces, in one value, and as the JSON that `penstock trace --json` prints.
+"""The whole analysis of some traces as one value, and as the JSON that `penstock trace --json` prints.
 
-    traces  ->  each rank:    timelines, steps, phases, roofline, launches
+    traces  ->  each rank:    timelines, steps, phases, roofline, launches, memory
             ->  all together: collectives, stragglers, experts
 
-Files of one rank give a flat object; of several, what is said of a rank stands under `ranks`, by its number. Times are
-microseconds, sizes bytes, shares of 1. What is not known is null: it is never left out and never 0.
+Traces of one rank give a flat JSON object; of several, the fields of each rank are under `ranks`. Times are
+microseconds, sizes bytes, shares of 1. An unknown value is null: it is never left out and never 0.
 """
 
 import math
@@ -32,18 +32,13 @@ from penstock.trace.tree import place
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankAnalysis:
-    """What is said of one rank.
+    """The analysis of one rank.
 
     Attributes:
-        rank: its number.
-        trace: the events.
         timelines: `all` and `linked`.
         steps: those that the trace marks.
-        phases: what each event is for.
-        used_rows: of grouped products, and what says so; None if there are none.
-        roofline: how fast operators ran.
-        launches: whether the host kept up.
-        memory: of the allocator, if it was recorded.
+        used_rows: rows of grouped products that held tokens; None without grouped products.
+        memory: of each device's allocator, if it was recorded.
     """
 
     rank: int
@@ -59,15 +54,15 @@ class RankAnalysis:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TraceAnalysis:
-    """What is said of all traces.
+    """The analysis of all traces.
 
     Attributes:
-        ranks: one for each rank that was asked for, in ascending order.
-        loaded: ranks that were compared; more than `ranks` if one was asked for.
+        ranks: one for each requested rank, in ascending order.
+        loaded: ranks that were compared; more than `ranks` if one was requested.
         collectives: of all loaded ranks.
-        experts: how evenly those of all loaded ranks are loaded.
-        recorded: what the run's metrics say of that, of the steps in the traces.
-        is_host: the traces are of a CPU, whose operators stand where kernels would (penstock/trace/load.py).
+        experts: load of the experts of all loaded ranks.
+        recorded: expert loads from the run's metrics, for the steps in the traces.
+        is_host: CPU traces, in which operators take the place of kernels (penstock/trace/load.py).
     """
 
     ranks: tuple[RankAnalysis, ...]
@@ -79,22 +74,22 @@ class TraceAnalysis:
 
     @property
     def steps(self) -> int:
-        """That were recorded; 0 if none is marked."""
+        """Number of recorded steps; 0 if none is marked."""
         return max((len(one.steps) for one in self.ranks), default=0)
 
     @property
     def per_step(self) -> float:
-        """What makes a sum over the recording the mean of a step; 1 if no step is marked."""
+        """Factor from a sum over the recording to the mean of a step; 1 if no step is marked."""
         return 1 / max(1, self.steps)
 
 
 def analyse_files(paths: Sequence[Path], *, step: int | None = None, rank: int | None = None) -> TraceAnalysis:
-    """Read traces and say everything.
+    """Read and analyse traces.
 
     Args:
         paths: files, folders, the folder of a run.
-        step: only what this step did on the device; None for all that was recorded.
-        rank: only the tables of this one; others are read all the same, to compare.
+        step: limits the analysis to the device window of this step.
+        rank: limits the tables to this rank; the others are read for comparison.
 
     Raises:
         TraceError: a file cannot be read, or there is no such rank or step.
@@ -113,12 +108,12 @@ def analyse_files(paths: Sequence[Path], *, step: int | None = None, rank: int |
 def analyse_traces(
     traces: Mapping[int, Trace], *, rank: int | None = None, step: int | None = None, is_host: bool = False
 ) -> TraceAnalysis:
-    """The same of traces that were read.
+    """Analyse loaded traces.
 
     Args:
         traces: by rank.
-        rank: only the tables of this one.
-        step: the one that the traces were cut to; None if they were not.
+        rank: see `analyse_files`.
+        step: the step that the traces were cut to; None if they were not.
         is_host: see `TraceAnalysis`.
     """
     collectives = collectives_of(traces)
@@ -152,7 +147,7 @@ def _of_rank(rank: int, trace: Trace, waited_us: Floats, calls: CollectiveCalls,
 
 
 def _only_step(trace: Trace, number: int) -> Trace:
-    """The trace with what the device did in the window of one step."""
+    """The trace with only the GPU events in the window of one step."""
     steps = {one.number: one for one in steps_of(trace)}
     if number not in steps:
         some = ", ".join(map(str, steps)) or "none: no step is marked"
@@ -166,7 +161,7 @@ def _only_step(trace: Trace, number: int) -> Trace:
 
 
 def _waited(traces: Mapping[int, Trace], collectives: CollectiveTimes) -> dict[int, Floats]:
-    """For each rank and GPU event, how long it waited for other ranks; 0 where that is not known."""
+    """For each rank and GPU event the time that it waited for other ranks; 0 where that is not known."""
     calls, rows_MR = collectives.calls, collectives.meetings.met
     waited = {rank: np.zeros(len(trace.gpu)) for rank, trace in traces.items()}
     for number, rank in enumerate(calls.ranks):
@@ -220,7 +215,7 @@ def _together_json(answer: TraceAnalysis) -> dict[str, Any]:
 
 
 def _collectives_json(collectives: CollectiveTimes) -> list[dict[str, Any]]:
-    """A row for each matched collective and rank, and for sends and receives, of which only their time is known."""
+    """A row for each matched collective and rank, and for sends and receives, of which only the duration is known."""
     calls, meetings = collectives.calls, collectives.meetings
     rows = []
     for meeting, rank in np.argwhere(meetings.met != NONE).tolist():
@@ -230,7 +225,7 @@ def _collectives_json(collectives: CollectiveTimes) -> list[dict[str, Any]]:
             "wait_us": _number(collectives.wait_us[meeting, rank]),
         }
         rows.append(_call_json(calls, row, int(meetings.seq[meeting])) | split)
-    pairs = np.flatnonzero(calls.way == SyncKind.PAIR).tolist()
+    pairs = np.flatnonzero(calls.sync == SyncKind.PAIR).tolist()
     return rows + [_call_json(calls, row, int(calls.seq[row])) | {"pure_us": None, "wait_us": None} for row in pairs]
 
 
@@ -274,7 +269,7 @@ def _clocks_json(collectives: CollectiveTimes) -> list[dict[str, Any]]:
 
 
 def _number(value: float) -> float | None:
-    """JSON has no nan."""
+    """None for nan and infinity, which JSON does not have."""
     return float(value) if math.isfinite(value) else None
 
 

@@ -20,17 +20,17 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.trace.events import NONE, Floats, GpuEvents, GpuKind, HostEvents, Integers, Trace
+from penstock.trace.events import NONE, Flags, Floats, GpuEvents, GpuKind, HostEvents, Integers, Trace
 from penstock.trace.kernel_names import function_of, library_of
 
 
 class SyncKind(IntEnum):
     """How ranks wait for each other in a kernel.
 
-    `TOGETHER` nobody leaves before the last has come, and all leave at once; `UNEVEN` the same, but who has less to
-    do may leave a little earlier (all-to-all of unequal parts, or a kernel of NCCL that does not say what it is);
-    `ROOTED` only some wait (broadcast, reduce); `PAIR` two ranks (send, receive); `DEVICE` waits for other devices'
-    flags, without a library that numbers it; `ALONE` writes to other devices and waits for nobody.
+    `TOGETHER`: no rank leaves before the last has come, and all leave at once. `UNEVEN`: the same, but a rank with less
+    to transfer can leave earlier (all-to-all of unequal parts, or an NCCL kernel without metadata). `ROOTED`: only some
+    ranks wait (broadcast, reduce). `PAIR`: send and receive. `DEVICE`: waits for flags of other devices, without a
+    number. `ALONE`: writes to other devices and waits for no rank.
     """
 
     TOGETHER = 0
@@ -51,9 +51,9 @@ class ProcessGroup:
     """A process group.
 
     Attributes:
-        name: as PyTorch has it; several groups of disjoint ranks may share one.
-        members: ranks of the run; empty if the trace does not say.
-        size: number of members; 0 if the trace does not say.
+        name: as PyTorch has it; groups of disjoint ranks can share one.
+        members: global ranks; empty if unknown.
+        size: number of members; 0 if unknown.
     """
 
     name: str
@@ -63,25 +63,25 @@ class ProcessGroup:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CollectiveCalls:
-    """Columns, one row for each kernel; rows of a rank stand together and are sorted by start.
+    """One row for each communication kernel; the rows of a rank are contiguous and sorted by start.
 
     Attributes:
-        ranks: that are there; `rank` counts them.
-        groups: that `group` counts.
-        names: of collectives (`all_to_allv`) or kernels, that `name_id` counts.
+        ranks: ranks with a trace, which `rank` indexes.
+        groups: indexed by `group`.
+        names: of collectives (`all_to_allv`) or kernels, indexed by `name_id`.
         rank: index into `ranks`.
         start_us: on the clock of the rank.
         end_us: on the clock of the rank.
         group: index into `groups`, or NONE.
-        seq: number of the collective in its group as PyTorch counts, or NONE.
+        seq: PyTorch's number of the collective in its group, or NONE.
         name_id: index into `names`.
-        way: Way.
+        sync: SyncKind.
         stream: of the device.
-        sent_bytes: by this rank; nan if unknown.
-        received_bytes: by this rank; nan if unknown.
-        item_bytes: of a number of the message; nan if unknown.
-        sent_rows: sum of the parts of an uneven all-to-all if these are counted in rows; NONE otherwise.
-        received_rows: the same of what came.
+        sent_bytes: nan if unknown.
+        received_bytes: nan if unknown.
+        item_bytes: bytes per element; nan if unknown.
+        sent_rows: sum of the split sizes of an all-to-all if these count rows; else NONE.
+        received_rows: the same for the received parts.
         gpu_row: row in `Trace.gpu` of its rank.
     """
 
@@ -94,7 +94,7 @@ class CollectiveCalls:
     group: Integers
     seq: Integers
     name_id: Integers
-    way: NDArray[np.int8]
+    sync: NDArray[np.int8]
     stream: Integers
     sent_bytes: Floats
     received_bytes: Floats
@@ -107,25 +107,27 @@ class CollectiveCalls:
         return len(self.rank)
 
     @property
+    def is_exchange(self) -> Flags:
+        """Mask of the all-to-alls."""
+        named = [("all_to_all" in name or "alltoall" in name) for name in self.names]
+        return np.array(named, dtype=bool)[self.name_id]
+
+    @property
     def duration_us(self) -> Floats:
         """End minus start."""
         return self.end_us - self.start_us
 
     def name(self, row: int) -> str:
-        """Of one call."""
+        """The name of one call."""
         return self.names[self.name_id[row]]
 
     def take(self, rows: Any) -> Self:
-        """The same table with only these rows."""
+        """The table with only these rows."""
         return replace(self, **{name: one[rows] for name, one in vars(self).items() if isinstance(one, np.ndarray)})
 
 
 def calls_of(traces: Mapping[int, Trace]) -> CollectiveCalls:
-    """The table of all ranks.
-
-    Args:
-        traces: by rank.
-    """
+    """The table of all ranks."""
     table = _Table()
     for number, rank in enumerate(sorted(traces)):
         table.add(number, traces[rank])
@@ -133,13 +135,13 @@ def calls_of(traces: Mapping[int, Trace]) -> CollectiveCalls:
 
 
 _Count = Annotated[int, msgspec.Meta(ge=NONE, le=2**40)]
-"""Larger ones are damage."""
+"""Larger numbers are damage."""
 
 _MOST_RANKS = 2**20
 
 
 class _About(msgspec.Struct, gc=False):
-    """What the profiler writes about a collective. Sizes are numbers of elements."""
+    """The profiler's metadata of a collective. Sizes are numbers of elements."""
 
     name: str = msgspec.field(name="Collective name", default="")
     group: str = msgspec.field(name="Process Group Name", default="")
@@ -166,7 +168,7 @@ _BYTES = {"byte": 1, "char": 1, "bool": 1, "half": 2, "bfloat16": 2, "short": 2,
     "complexdouble": 16,
 }
 
-_WAYS: tuple[tuple[SyncKind, str], ...] = (
+_SYNC_KINDS: tuple[tuple[SyncKind, str], ...] = (
     (SyncKind.UNEVEN, r"all_?to_?all_?v|sendrecv|generic"),
     (SyncKind.TOGETHER, r"all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|barrier"),
     (SyncKind.PAIR, r"send|recv|p2p"),
@@ -176,20 +178,20 @@ _ALONE = ("push_rows_kernel", "return_rows_kernel")
 
 
 @lru_cache(maxsize=4096)
-def _way(name: str) -> SyncKind:
-    return next((way for way, pattern in _WAYS if re.search(pattern, name, re.IGNORECASE)), SyncKind.UNEVEN)
+def _sync_of(name: str) -> SyncKind:
+    return next((sync for sync, pattern in _SYNC_KINDS if re.search(pattern, name, re.IGNORECASE)), SyncKind.UNEVEN)
 
 
-def _way_of_kernel(kernel: str) -> SyncKind:
+def _sync_of_kernel(kernel: str) -> SyncKind:
     """Of a kernel that does not say which collective it is part of."""
     function = function_of(kernel)
     if function in _ALONE:
         return SyncKind.ALONE
-    return _way(function) if library_of(kernel) == "nccl" else SyncKind.DEVICE
+    return _sync_of(function) if library_of(kernel) == "nccl" else SyncKind.DEVICE
 
 
 class _Table:
-    """Columns on their way, and what they count."""
+    """Builds the columns, rank by rank."""
 
     def __init__(self) -> None:
         self.parts: list[dict[str, NDArray[Any]]] = []
@@ -198,10 +200,9 @@ class _Table:
         self.names: dict[str, int] = {}
 
     def add(self, number: int, trace: Trace) -> None:
-        """Append a rank."""
         rows = np.flatnonzero(trace.gpu.kind == GpuKind.COMMUNICATION)
         kernels = trace.gpu.take(rows)
-        ways, names = self._of_kernels(kernels)
+        kinds, names = self._of_kernels(kernels)
         about = _joined(trace, kernels, [_decoded(kernels.raw[i]) for i in range(len(rows))])
         said = [self._said(one) for one in about]
         is_named = np.array([bool(one.name) for one in about], dtype=bool)
@@ -212,7 +213,7 @@ class _Table:
                 "end_us": kernels.end_us,
                 "stream": kernels.stream,
                 "gpu_row": rows,
-                "way": np.where(is_named, _column([one[0] for one in said]), ways),
+                "sync": np.where(is_named, _column([one[0] for one in said]), kinds),
                 "name_id": np.where(is_named, _column([one[1] for one in said]), names),
                 "group": _column([one[2] for one in said]),
                 "seq": _column([one.seq for one in about]),
@@ -225,18 +226,17 @@ class _Table:
         )
 
     def calls(self, ranks: tuple[int, ...]) -> CollectiveCalls:
-        """The table of all that was added."""
         columns = {name: np.concatenate([part[name] for part in self.parts]) for name in self.parts[0]}
-        columns["way"] = columns["way"].astype(np.int8)
+        columns["sync"] = columns["sync"].astype(np.int8)
         return CollectiveCalls(ranks=ranks, groups=tuple(self.groups.values()), names=tuple(self.names), **columns)
 
     def _of_kernels(self, kernels: GpuEvents) -> tuple[Integers, Integers]:
         """Way and name of each kernel, going by its own name; every name is looked at once."""
         used, inverse = np.unique(kernels.name_id, return_inverse=True)
         texts = [kernels.names[i] for i in used]
-        ways = _column([_way_of_kernel(text) for text in texts])
+        kinds = _column([_sync_of_kernel(text) for text in texts])
         names = _column([self._name(function_of(text)) for text in texts])
-        return ways[inverse], names[inverse]
+        return kinds[inverse], names[inverse]
 
     def _name(self, text: str) -> int:
         return self.names.setdefault(text, len(self.names))
@@ -247,7 +247,7 @@ class _Table:
             return NONE, NONE, NONE, np.nan, np.nan
         width = _width(about.dtype)
         sent, received = (one * width if one >= 0 else np.nan for one in (about.sent, about.received))
-        return int(_way(about.name)), self._name(about.name), self._group(about), sent, received
+        return int(_sync_of(about.name)), self._name(about.name), self._group(about), sent, received
 
     def _group(self, about: _About) -> int:
         if not about.group:
@@ -267,15 +267,12 @@ def _column(numbers: Iterable[int]) -> Integers:
 
 
 def is_point_to_point(text: bytes) -> bool:
-    """Whether the `args` of a kernel say that it brings something from one rank to another, as a pipeline does.
-
-    NCCL's kernel has the same name for that and for an all-to-all.
-    """
+    """The `args` of a kernel say that it is a send or a receive, whose NCCL kernel has the name of an all-to-all."""
     return _decoded(text).name.startswith(("send", "recv"))
 
 
 def _decoded(text: bytes) -> _About:
-    """What the `args` of a kernel or operator say; nothing if they are of other types than they should be."""
+    """The metadata in the `args` of a kernel or operator; empty if they are missing or damaged."""
     if b"Collective name" not in text:
         return _UNKNOWN
     try:
@@ -285,7 +282,7 @@ def _decoded(text: bytes) -> _About:
 
 
 def _joined(trace: Trace, kernels: GpuEvents, about: list[_About]) -> list[_About]:
-    """Fill in from `record_param_comms` what kernels do not say."""
+    """Completes missing metadata from the `record_param_comms` operators."""
     blank = [i for i, one in enumerate(about) if not one.name and library_of(kernels.name(i)) == "nccl"]
     asked = trace.host.take(trace.host.called("record_param_comms"))
     if not blank or not len(asked):
@@ -305,7 +302,7 @@ def _joined(trace: Trace, kernels: GpuEvents, about: list[_About]) -> list[_Abou
 
 
 def _around(asked: HostEvents, rows: Integers | None, moment_us: float) -> int | None:
-    """The last of these operators that had begun at a moment, if it still ran."""
+    """The last of these operators that began before a moment, if it was still open."""
     if rows is None:
         return None
     last = int(np.searchsorted(asked.start_us[rows], moment_us, side="right")) - 1
@@ -313,13 +310,13 @@ def _around(asked: HostEvents, rows: Integers | None, moment_us: float) -> int |
 
 
 def _width(dtype: str) -> float:
-    """Bytes of a number; nan if the type is unknown."""
+    """Bytes per element; nan if the dtype is unknown."""
     name = dtype.removeprefix("c10::").lower()
     return 1.0 if name.startswith("float8") else float(_BYTES.get(name, np.nan))
 
 
 def _integers(raw: msgspec.Raw) -> list[int]:
-    """A list of whole numbers, or its text; empty if it is neither or cut short."""
+    """A list of integers, or its text; empty if it is neither or cut short."""
     text = bytes(raw).strip(b'"')
     try:
         return _INTEGERS.decode(text) if text else []
@@ -328,6 +325,6 @@ def _integers(raw: msgspec.Raw) -> list[int]:
 
 
 def _rows(parts: msgspec.Raw, elements: int) -> int:
-    """Sum of the parts of an all-to-all, unless they are counted in elements like the message itself."""
+    """Sum of the split sizes of an all-to-all, unless they count elements like the message itself."""
     total = sum(_integers(parts))
     return total if total and total != elements else NONE

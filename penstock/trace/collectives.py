@@ -1,18 +1,16 @@
-"""Communication across ranks: how long a collective takes, how long ranks wait in it, and for whom.
+"""Duration of collectives across ranks, waiting inside them, and the ranks that caused it.
 
 All ranks are inside until the last has come, so with starts on one clock
 
     pure     the shortest time that any rank spent in it
-    waiting  of rank r: the start of the last rank - its own start
-    last     who started last: the others' waiting is its doing, whatever made it late
+    waiting  of rank r: start of the last rank - its own start
+    last     the rank that started last and so caused the waiting of the others
 
-That holds for an uneven all-to-all as well: the last to arrive counts, not the one with most to send. Kernels that
-write into other devices' memory have no common end; there, waiting is the lesser of that and what their time exceeds
-the shortest by. Ranks that are not there may have come later still, so with traces of some ranks only, waiting is a
-lower bound and `pure` an upper one. One rank alone cannot tell them apart, and a broadcast's ranks do not all wait:
-nan. What was not matched (`matching.UnmatchedCollective`) has neither number.
-
-Bytes are divided by pure time, so a late rank does not make a link look slow.
+This also holds for an uneven all-to-all: the last arrival counts, not the largest message. Kernels that write into
+other devices' memory have no common end; there, waiting is the lesser of this difference and the time beyond the
+shortest. Ranks without a trace can have come even later, so with traces of some ranks, waiting is a lower bound and
+`pure` an upper one. With a single rank, or in a broadcast, waiting is unknown: nan. Bytes are divided by pure time, so
+a late rank does not make a link look slow.
 """
 
 from collections.abc import Mapping
@@ -25,7 +23,7 @@ from penstock.trace.events import NONE, Flags, Floats, Integers, Trace
 from penstock.trace.matching import MatchedCollectives, UnmatchedCollective, match_collectives
 
 LAST_US = 1.0
-"""Nobody is last if nobody waits longer than this, or than twice what the clocks are known to: it may be chance."""
+"""No rank is last if the longest wait is shorter than this, or than twice the uncertainty of the clocks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,10 +31,10 @@ class Straggler:
     """A rank that others waited for.
 
     Attributes:
-        times_last: collectives that it came to last.
-        caused_wait_us: what all others together waited in these.
-        held_up_us: the same of the one that waited longest in each.
-        waited_us: what it waited for others in all collectives.
+        times_last: number of collectives that it came to last.
+        caused_wait_us: waiting of all other ranks together in these.
+        held_up_us: waiting of the rank that waited longest in each of these.
+        waited_us: its own waiting in all collectives.
     """
 
     rank: int
@@ -51,12 +49,10 @@ class Bandwidth:
     """Collectives of one name, number of ranks and size (to the next power of two).
 
     Attributes:
-        ranks: of the group.
-        count: collectives.
-        message_bytes: median; what `algorithm_gb_s` divides.
+        message_bytes: median.
         pure_us: median.
-        algorithm_gb_s: bytes of the message over pure time, 1e9 bytes a second.
-        bus_gb_s: the same by what each rank's links carry, as nccl-tests reckons.
+        algorithm_gb_s: message bytes over pure time, in 1e9 bytes per second.
+        bus_gb_s: traffic of each rank's links, by the formula of nccl-tests.
     """
 
     name: str
@@ -70,14 +66,13 @@ class Bandwidth:
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeImbalance:
-    """All-to-alls of one group: how unequal ranks' parts are, as a mean over them.
+    """All-to-alls of one group: how unequal the ranks' parts are, as a mean over them.
 
     Attributes:
-        count: all-to-alls.
         mean_bytes: received by a rank.
         received_max_over_mean: of bytes; 1 is even.
         sent_max_over_mean: of bytes; 1 is even.
-        fullest_rank: who sent or received most in most of them; None if all have the same.
+        fullest_rank: the rank with the most traffic in most of them; None if all have the same.
     """
 
     group: str
@@ -91,13 +86,12 @@ class ExchangeImbalance:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CollectiveTimes:
-    """What was matched, timed.
+    """Times of the matched collectives.
 
     Attributes:
-        meetings: who met whom.
-        pure_us: [meeting]; nan where it cannot be told.
-        wait_us: [meeting, rank]; nan where it cannot be told, or the rank took no part.
-        last: [meeting], index into the ranks, or NONE if nobody waited.
+        pure_us: [collective]; nan if unknown.
+        wait_us: [collective, rank]; nan if unknown, or if the rank took no part.
+        last: [collective], index into the ranks, or NONE if no rank waited.
     """
 
     meetings: MatchedCollectives
@@ -112,12 +106,12 @@ class CollectiveTimes:
 
     @property
     def unmatched(self) -> tuple[UnmatchedCollective, ...]:
-        """Kernels of which no time but their own is known."""
+        """Kernels of which only the duration is known."""
         return self.meetings.unmatched
 
     @property
     def cost_us(self) -> Floats:
-        """Microseconds that each rank (row) waited for each other (column)."""
+        """Microseconds that each rank (row) waited for each other rank (column)."""
         ranks = len(self.calls.ranks)
         blamed = self.last != NONE
         cost_us = np.zeros((ranks, ranks))
@@ -149,27 +143,23 @@ class CollectiveTimes:
 
 
 def collectives_of(traces: Mapping[int, Trace]) -> CollectiveTimes:
-    """Match and time the communication of some ranks.
-
-    Args:
-        traces: by rank.
-    """
+    """Match and time the communication of some ranks."""
     return timed(match_collectives(calls_of(traces)))
 
 
 def timed(meetings: MatchedCollectives) -> CollectiveTimes:
-    """Split the time of every meeting into pure and waiting."""
+    """Split the time of every matched collective into pure and waiting."""
     calls, met, clocks = meetings.calls, meetings.met, meetings.clocks
     present = met != NONE
-    way = np.where(present, calls.way[met], NONE).max(axis=1, initial=NONE)
+    sync = np.where(present, calls.sync[met], NONE).max(axis=1, initial=NONE)
     start_us = np.where(present, clocks.start_us(calls)[met], -np.inf)
     spent_us = np.where(present, calls.duration_us[met], np.inf)
     pure_us = spent_us.min(axis=1, initial=np.inf)
     behind_us = start_us.max(axis=1, initial=-np.inf)[:, None] - start_us
-    most_us = np.where((way == SyncKind.DEVICE)[:, None], spent_us - pure_us[:, None], spent_us)
+    most_us = np.where((sync == SyncKind.DEVICE)[:, None], spent_us - pure_us[:, None], spent_us)
     wait_us = np.where(present, np.clip(np.minimum(behind_us, most_us), 0.0, None), np.nan)
-    wait_us[way == SyncKind.ALONE] *= 0.0
-    known = _known(calls, met, way)
+    wait_us[sync == SyncKind.ALONE] *= 0.0
+    known = _known(calls, met, sync)
     wait_us[~(known & clocks.is_joined(present))] = np.nan
     longest_us = np.nan_to_num(wait_us).max(axis=1, initial=0.0)
     doubt_us = 2 * np.where(present, clocks.spread_us, 0.0).max(axis=1, initial=0.0)
@@ -177,21 +167,21 @@ def timed(meetings: MatchedCollectives) -> CollectiveTimes:
     return CollectiveTimes(meetings=meetings, pure_us=np.where(known, pure_us, np.nan), wait_us=wait_us, last=last)
 
 
-def _known(calls: CollectiveCalls, met: Integers, way: Integers) -> Flags:
-    """Of which meetings the time can be told apart: all ranks wait in it, and more than one is there or none lacks."""
+def _known(calls: CollectiveCalls, met: Integers, sync: Integers) -> Flags:
+    """Collectives whose waiting is known: all ranks wait in them, and more than one has a trace or none is missing."""
     present = (met != NONE).sum(axis=1)
-    enough: Flags = (present > 1) | (group_sizes(calls, met) == 1) | (way == SyncKind.ALONE)
-    return enough & (way != SyncKind.ROOTED)
+    enough: Flags = (present > 1) | (group_sizes(calls, met) == 1) | (sync == SyncKind.ALONE)
+    return enough & (sync != SyncKind.ROOTED)
 
 
 def group_sizes(calls: CollectiveCalls, met: Integers) -> Integers:
-    """Ranks of the group of each meeting, those without a trace too; 0 if unknown."""
+    """Number of ranks in the group of each collective, including ranks without a trace; 0 if unknown."""
     sizes = np.array([group.size for group in calls.groups] + [0])
     return sizes[calls.group[any_row(met)]]
 
 
 def any_row(met: Integers) -> Integers:
-    """A row of `CollectiveCalls` for each meeting."""
+    """A row of `CollectiveCalls` for each collective."""
     return met.max(axis=1, initial=NONE)
 
 
@@ -199,7 +189,7 @@ def any_row(met: Integers) -> Integers:
 
 
 def message_bytes(collectives: CollectiveTimes) -> Floats:
-    """Bytes of each meeting: what is gathered or scattered in all, else what the busiest rank sends or gets."""
+    """Bytes of each collective: the gathered or scattered total, else the largest of what a rank sends or receives."""
     calls, met = collectives.calls, collectives.meetings.met
     larger = np.fmax(calls.sent_bytes, calls.received_bytes)[met]
     return np.where(met != NONE, larger, -np.inf).max(axis=1, initial=-np.inf)
@@ -216,7 +206,9 @@ def bandwidths(collectives: CollectiveTimes) -> tuple[Bandwidth, ...]:
     """By name, ranks and size, where pure time and bytes are known."""
     calls, met = collectives.calls, collectives.meetings.met
     sizes, pure_us, row = message_bytes(collectives), collectives.pure_us, any_row(met)
-    told = np.isfinite(sizes) & (sizes > 0) & np.isfinite(pure_us) & (pure_us > 0) & (calls.way[row] <= SyncKind.UNEVEN)
+    told = (
+        np.isfinite(sizes) & (sizes > 0) & np.isfinite(pure_us) & (pure_us > 0) & (calls.sync[row] <= SyncKind.UNEVEN)
+    )
     powers = np.ceil(np.log2(np.where(told, sizes, 1.0))).astype(np.int64)
     keys = np.stack([calls.name_id[row], group_sizes(calls, met), powers])
     found = []
@@ -241,9 +233,8 @@ def exchange_imbalances(collectives: CollectiveTimes) -> tuple[ExchangeImbalance
     """All-to-alls whose bytes are known on all ranks, by group and name."""
     calls, met = collectives.calls, collectives.meetings.met
     row = any_row(met)
-    is_exchange = np.array(["all_to_all" in name or "alltoall" in name for name in calls.names], dtype=bool)
     least = np.where(met != NONE, (calls.sent_bytes + calls.received_bytes)[met], np.inf).min(axis=1, initial=np.inf)
-    told = is_exchange[calls.name_id[row]] & ((met != NONE).sum(axis=1) > 1) & (least > 0)
+    told = calls.is_exchange[row] & ((met != NONE).sum(axis=1) > 1) & (least > 0)
     keys = np.stack([calls.group[row], calls.name_id[row]])
     found = []
     for group, name in np.unique(keys[:, told], axis=1).T.tolist():

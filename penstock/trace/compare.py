@@ -1,26 +1,22 @@
-"""The GPU's events of one trace under names that another trace can share: phase and pass, operator, shape.
+"""Differences between two traces: GPU time by span, operator and shape, in sums that are exact.
 
-An event without an operator goes by the name of its kernel's function. Layers are not told apart: what one layer gains
-and the next loses is noise to who compares, and shapes tell layers of different kinds apart.
-
-What changed between two traces: GPU time by span, operator and shape, in sums that close.
-
-The time of a step is what its events on the GPU took, less what ran at once, plus what was idle:
+The time of a step is the time of its GPU events, minus their overlap, plus idle time:
 
     step = events - overlap + idle
 
-That holds to the last digit for every step. A row of the comparison is one (span, operator, shape); its time is the
-median over the steps of the sum of its events in a step. Medians do not add up to the median of the steps, and what is
-missing stands in a row of its own, `(uneven)`. So the changes of all rows add up to the change of the total:
+This is exact for every step. A row of the comparison is one (span, operator, shape); its time is the median over the
+steps of the sum of its events in a step. Medians do not add up to the median of the steps; the difference is a row of
+its own, `(uneven)`. So the changes of all rows add up to the change of the total:
 
-1. Times are rounded to 2^-20 us. Sums of such numbers below an hour are exact in float64, in whatever order.
-2. A step lasts from the end of the steps before it to its own last event, so nothing between steps is left out.
+1. Times are rounded to 2^-20 us. Sums of such numbers below an hour are exact in float64, in any order.
+2. A step lasts from the end of the steps before it to its own last event, so no time between steps is left out.
 3. Rows are matched by span, operator and shape. Shapes that come and go between steps (rows of an expert), and shapes
-   of one operator that stand in one trace only while both have such, are one row.
+of
+   one operator that only one trace has while both have such, are one row.
 4. If the traces share no span, spans are not compared; if one has no steps, each is taken as one step.
 
-This is simpler than matching two trees of calls: a row has a meaning without the other trace, and what has no partner
-is new or gone.
+An event without an operator has the name of its kernel's function. Layers are not distinguished: differences between
+equal layers are noise, and shapes distinguish layers of different kinds.
 """
 
 from collections import defaultdict
@@ -38,7 +34,7 @@ from penstock.trace.phases import PASSES, find_phases, grouped
 
 
 class EventKey(NamedTuple):
-    """What events are matched by; `shape` and `span` may be empty."""
+    """The key that events are matched by; `shape` and `span` can be empty."""
 
     span: str
     operator: str
@@ -47,15 +43,13 @@ class EventKey(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class NamedEvents:
-    """Events of one trace; a column has a row for each.
+    """Events of one trace; a column has an entry for each.
 
     Attributes:
-        keys: names, of which several may be equal.
+        keys: can repeat.
         key_of: index into `keys`.
-        start_us: when the event started.
-        duration_us: how long it ran.
-        step_of: which step it belongs to, from 0 in order of time; NONE if to none.
-        steps: how many there are, 0 if the trace marks none.
+        step_of: index of the step in the order of time; NONE outside of steps.
+        steps: number of steps, 0 if the trace marks none.
     """
 
     keys: Sequence[EventKey]
@@ -92,11 +86,7 @@ def named_events(trace: Trace) -> NamedEvents:
 
 
 def shape_text(shapes: Sequence[Any]) -> str:
-    """Sizes of tensors: `888x2880 2880x640`, lists in brackets; what has no dims is left out.
-
-    Args:
-        shapes: sizes of each argument, a list of sizes for a list of tensors.
-    """
+    """Sizes of tensors as `888x2880 2880x640`, lists in brackets; entries without dims are left out."""
     return " ".join(filter(None, map(_size_text, shapes)))
 
 
@@ -114,19 +104,19 @@ GRID_US = 2.0**-20
 """Times are multiples of this, so that float64 adds them without error."""
 
 SPREAD = 0.5
-"""A shape belongs to a row of its own if more than this share of the steps has it."""
+"""A shape has a row of its own if more than this share of the steps has it."""
 
 
 IDLE = EventKey("", "(idle)", "")
 OVERLAP = EventKey("", "(overlap)", "")
 UNEVEN = EventKey("", "(uneven)", "")
-"""Rows that are not events: nothing ran, several ran at once, and what medians leave over."""
+"""Rows that are not events: idle time, concurrent time, and the remainder of the medians."""
 
 CLOSING = (OVERLAP, IDLE, UNEVEN)
 
 
 class ChangeKind(StrEnum):
-    """What became of a row."""
+    """The kind of change of a row."""
 
     FASTER = "faster"
     SLOWER = "slower"
@@ -137,12 +127,12 @@ class ChangeKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class RowTime:
-    """What a row took in a typical step of one trace.
+    """Time of a row in a typical step of one trace.
 
     Attributes:
-        time_us: median over steps; of `(overlap)` negative.
-        least_us: in the step where it took least.
-        most_us: in the step where it took most.
+        time_us: median over steps; negative for `(overlap)`.
+        least_us: least over steps.
+        most_us: most over steps.
         events: median number in a step.
     """
 
@@ -153,7 +143,7 @@ class RowTime:
 
 
 ABSENT = RowTime()
-"""Of a row that the trace does not have: this very object."""
+"""The time of a row that the trace does not have; compared by identity."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +156,7 @@ class ComparedRow:
 
     @property
     def change_us(self) -> float:
-        """What B took more than A, exact."""
+        """Time of B minus time of A, exact."""
         return self.b.time_us - self.a.time_us
 
     @property
@@ -193,9 +183,9 @@ class TraceComparison:
     Attributes:
         a_us: a typical step of A (or all of it if steps are not compared), from start to end.
         b_us: of B.
-        a_steps: steps that were compared, 0 if the whole traces were.
+        a_steps: number of compared steps, 0 if the whole traces were compared.
         b_steps: of B.
-        a_outside_us: GPU time of events that belong to no step of A, which rows leave out.
+        a_outside_us: GPU time of A's events outside of steps, which rows leave out.
         b_outside_us: of B.
         by_span: spans were matched too.
         rows: largest change first.
@@ -212,17 +202,12 @@ class TraceComparison:
 
     @property
     def change_us(self) -> float:
-        """What B took more than A: the sum of the changes of all rows, exact."""
+        """Time of B minus time of A: exactly the sum of the changes of all rows."""
         return self.b_us - self.a_us
 
 
 def compare(a: NamedEvents, b: NamedEvents) -> TraceComparison:
-    """Say what changed from A to B.
-
-    Args:
-        a: the trace to compare with.
-        b: the trace to judge.
-    """
+    """Compare trace B with trace A."""
     by_span = not {key.span for key in a.keys if key.span}.isdisjoint(key.span for key in b.keys)
     by_step = a.steps > 0 and b.steps > 0
     sides = [_Side.of(work, by_span=by_span, by_step=by_step) for work in (a, b)]
@@ -256,12 +241,12 @@ class _Side:
 
     Attributes:
         keys: without spans if those are not compared.
-        pairs: key and step of each cell that has events, as key x steps + step; sorted.
+        pairs: key x steps + step of each cell that has events; sorted.
         cells_us: sum of the events of each cell.
-        cells_events: how many these are.
-        steps_us: how long each step lasted.
-        busy_us: how much of each step anything ran.
-        outside_us: sum of the events of no step.
+        cells_events: number of events of each cell.
+        steps_us: duration of each step.
+        busy_us: busy time of each step.
+        outside_us: sum of the events outside of steps.
     """
 
     keys: tuple[EventKey, ...]
@@ -295,7 +280,7 @@ class _Side:
         )
 
     def present(self) -> dict[EventKey, int]:
-        """In how many steps each key stands; 0 says in few of them, so it comes and goes."""
+        """Number of steps that contain each key; 0 if few do, so the key comes and goes."""
         steps = len(self.steps_us)
         rows, counts = np.unique(self.pairs // max(steps, 1), return_counts=True)
         return {
@@ -303,7 +288,7 @@ class _Side:
         }
 
     def costs(self, pools: Mapping[EventKey, EventKey]) -> dict[EventKey, RowTime]:
-        """Cost of each row, overlap and idle among them."""
+        """Time of each row, overlap and idle included."""
         steps = len(self.steps_us)
         used = np.unique(self.pairs // max(steps, 1)).tolist()
         index: dict[EventKey, int] = {}
@@ -324,12 +309,12 @@ class _Side:
 
 
 def _summed(place: Integers, values: Floats, size: int) -> Floats:
-    """Values added up by place, which need not be any."""
+    """Sums of the values by place; every place can be empty."""
     return np.bincount(place, weights=values, minlength=size).astype(np.float64)
 
 
 def _distinct(keys: Sequence[EventKey], *, by_span: bool) -> tuple[tuple[EventKey, ...], Integers]:
-    """Distinct keys, and the index among them of each one given."""
+    """Distinct keys, and the index of each given key."""
     index: dict[EventKey, int] = {}
     found = [index.setdefault(key if by_span else key._replace(span=""), len(index)) for key in keys]
     return tuple(index), np.array(found, dtype=np.int64)
@@ -340,7 +325,7 @@ def _on_grid(times_us: Floats) -> Floats:
 
 
 def _step_edges(start_us: Floats, end_us: Floats, step_of: Integers, steps: int) -> Floats:
-    """Where each step begins, and where the last ends: at the latest end so far."""
+    """Begin of each step, and end of the last: each at the latest end so far."""
     if not len(start_us):
         return np.zeros(steps + 1)
     ends_us = np.full(steps, start_us.min())
@@ -349,7 +334,7 @@ def _step_edges(start_us: Floats, end_us: Floats, step_of: Integers, steps: int)
 
 
 def _busy_until(start_us: Floats, end_us: Floats, edges_us: Floats) -> Floats:
-    """For how long anything ran before each edge."""
+    """Busy time before each edge."""
     if not len(start_us):
         return np.zeros_like(edges_us)
     order = np.argsort(start_us, kind="stable")
@@ -363,7 +348,7 @@ def _busy_until(start_us: Floats, end_us: Floats, edges_us: Floats) -> Floats:
 
 
 def _costs(keys: Sequence[EventKey], times: Floats, events: Floats) -> dict[EventKey, RowTime]:
-    """Cost of each key from its times and numbers of events by step."""
+    """Time of each key, from its times and numbers of events by step."""
     if not times.size:
         return {}
     columns = (np.median(times, axis=1), times.min(axis=1), times.max(axis=1), np.median(events, axis=1))
@@ -374,10 +359,10 @@ def _costs(keys: Sequence[EventKey], times: Floats, events: Floats) -> dict[Even
 
 
 def _pools(present: Sequence[Mapping[EventKey, int]]) -> dict[EventKey, EventKey]:
-    """Keys that are counted under another: shapes of one operator that have no steady partner.
+    """Keys that are merged into another: shapes of one operator without a steady partner.
 
     Args:
-        present: for each trace, in how many steps each key stands, 0 if in few.
+        present: for each trace, the number of steps that contain each key, 0 if few do.
     """
     shapes: dict[EventKey, tuple[dict[str, int], dict[str, int]]] = defaultdict(lambda: ({}, {}))
     for side, keys in enumerate(present):
@@ -395,6 +380,6 @@ def _pools(present: Sequence[Mapping[EventKey, int]]) -> dict[EventKey, EventKey
 
 
 def _pool_name(a: Sequence[str], b: Sequence[str]) -> str:
-    """`[8, 16] -> [9, 16]`, or how many shapes there are where they are many."""
+    """`[8, 16] -> [9, 16]`, or the number of shapes if there are several."""
     texts = [shapes[0] if len(shapes) == 1 else f"{len(shapes)} shapes" for shapes in (a, b) if shapes]
     return " -> ".join(texts) if len(texts) == 2 and a != b else "".join(texts[:1])

@@ -1,15 +1,11 @@
-"""The text of a trace, parsed: one typed pass over the JSON in which the `args` of an event stay text.
+"""The text of a trace, decoded into the columns of a `Trace`.
 
-Profilers have written numbers that are not JSON (`inf`, `nan`) and bytes that are not UTF-8 into names. A text that
-does not parse is therefore mended once before it is refused.
-
-Parsed events, made into the columns of a `Trace`.
-
-1. Events are sorted out by category. Functions of Python are most of a file recorded with stacks, and left out unless
-   asked for.
-2. For those that stay, the numbers of `args` that join events are decoded, and nothing else.
-3. Every event on the GPU finds the call that started it: by `correlation`; by the arrow (`ac2g`) between both where an
-   event has no correlation, as some tools leave it out.
+1. One typed pass over the JSON, in which the `args` of an event stay text. Profilers have written numbers that are not
+   JSON (`inf`, `nan`) and bytes that are not UTF-8; such a text is repaired once before it is refused.
+2. Events are sorted by category. Python functions are most of a file with stacks, and are skipped unless requested.
+3. Of the remaining events, only the integers in `args` that join events are decoded.
+4. Every GPU event gets the runtime call that started it: by `correlation`, or by the arrow (`ac2g`) between them where
+   a tool wrote no correlation.
 """
 
 import re
@@ -31,7 +27,7 @@ _NO_TEXT = msgspec.Raw()
 
 
 class ChromeEvent(msgspec.Struct, gc=False):
-    """An event as Chrome's format has it: phase, category, process, thread, microseconds."""
+    """An event in Chrome's format: phase, category, process, thread, microseconds."""
 
     ph: str = ""
     cat: str | None = None
@@ -45,7 +41,7 @@ class ChromeEvent(msgspec.Struct, gc=False):
 
 
 class TraceFile(msgspec.Struct):
-    """Events and what torch.profiler writes beside them."""
+    """The events and the other entries that torch.profiler writes."""
 
     traceEvents: list[ChromeEvent]  # noqa: N815  (keys of the file)
     deviceProperties: msgspec.Raw = _NO_TEXT  # noqa: N815
@@ -65,7 +61,7 @@ class TraceFile(msgspec.Struct):
 
 
 class JoinKeys(msgspec.Struct, gc=False):
-    """The numbers of `args` that join events to each other; `external_once` is how old profilers spelled it."""
+    """The integers in `args` that join events; `external_once` is the spelling of old profilers."""
 
     correlation: int = NONE
     stream: int | None = None
@@ -83,10 +79,10 @@ _UNNUMBER = re.compile(rb"(:\s*)[-+]?(?:infinity|inf|nan)\b", re.IGNORECASE)
 
 
 def parse(text: bytes, path: Path) -> TraceFile:
-    """The events that a text holds.
+    """The events of a text.
 
     Raises:
-        TraceError: it is empty, no JSON, or no list of events.
+        TraceError: it is empty, not JSON, or not a list of events.
     """
     start = text[:64].lstrip()[:1]
     if not start and not text.strip():
@@ -104,7 +100,7 @@ def parse(text: bytes, path: Path) -> TraceFile:
 
 
 def joins_of(events: Iterable[ChromeEvent], path: Path) -> list[JoinKeys]:
-    """What joins each of these events to others.
+    """The join keys of each event.
 
     Raises:
         TraceError: the `args` of one are damaged.
@@ -117,12 +113,12 @@ def joins_of(events: Iterable[ChromeEvent], path: Path) -> list[JoinKeys]:
 
 
 def value_of(text: msgspec.Raw) -> object:
-    """The value that a piece of text of a file stands for; None if there is none."""
+    """The decoded value of a part of a file; None if it is absent."""
     return msgspec.json.decode(text) if bytes(text) else None
 
 
 def reason(error: Exception) -> str:
-    """The first line of what an error says."""
+    """The first line of an error's message."""
     return str(error).splitlines()[0][:200] if str(error) else type(error).__name__
 
 
@@ -138,7 +134,7 @@ def _mended(text: bytes) -> bytes:
 # -------------------------------------------------------------------------------------------------------------- columns
 
 _GPU = ("kernel", "gpu_memcpy", "gpu_memset", "Kernel", "Memcpy", "Memset")
-"""Categories of events on a GPU, also as they were called once."""
+"""Categories of GPU events, old spellings included."""
 
 _HOST = {
     "cpu_op": HostKind.OPERATOR,
@@ -174,7 +170,7 @@ _TIMED = ("X", "i", "I")
 _ARROW = "ac2g"
 _HALF = 2**63
 _FOREVER_US = 1e17
-"""More than three thousand years: no clock shows it."""
+"""More than three thousand years: a time beyond this is damage."""
 
 
 Place = tuple[int | str, int | str]
@@ -182,10 +178,10 @@ Place = tuple[int | str, int | str]
 
 
 def columns_of(file: TraceFile, path: Path, *, python_functions: bool, gpu_required: bool) -> Trace:
-    """The trace that parsed events make. Empties the list of events, because it holds most of the memory.
+    """The trace of parsed events. Clears the list of events, because it holds most of the memory.
 
     Raises:
-        TraceError: a number or the `args` of an event are damaged, or there is no event on a GPU.
+        TraceError: a number or the `args` of an event are damaged, or there is no GPU event.
     """
     events = _sorted_out(file.traceEvents, python_functions=python_functions)
     if gpu_required and not events.gpu:
@@ -219,7 +215,7 @@ def columns_of(file: TraceFile, path: Path, *, python_functions: bool, gpu_requi
 
 
 def launches(correlation: Integers, host: HostEvents) -> Integers:
-    """For each correlation the row of the first call of the runtime that has the same, or NONE."""
+    """For each correlation the row of the first runtime call with the same, or NONE."""
     calls = np.flatnonzero((host.kind == HostKind.RUNTIME) & (host.correlation > 0))
     calls = calls[np.argsort(host.correlation[calls], kind="stable")]
     return _looked_up(correlation, host.correlation[calls], calls)
@@ -235,7 +231,7 @@ def _looked_up(wanted: Integers, keys: Integers, values: Integers) -> Integers:
 
 @dataclass(frozen=True)
 class _Sorted:
-    """Events by what is made of them."""
+    """Events by the table that they go to."""
 
     gpu: list[ChromeEvent]
     host: list[ChromeEvent]
@@ -290,7 +286,7 @@ def _host(
 def _common(
     events: list[ChromeEvent], joins: list[JoinKeys], names: dict[str, int], path: Path, notes: list[str]
 ) -> dict[str, Any]:
-    """The columns that both tables have."""
+    """The columns of `Events`."""
     start_us = np.array([event.ts for event in events], dtype=np.float64)
     duration_us = np.array([event.dur for event in events], dtype=np.float64)
     if not (sound := (np.abs(start_us) < _FOREVER_US) & ~(np.abs(duration_us) >= _FOREVER_US)).all():
@@ -312,7 +308,7 @@ def _common(
 
 
 def _texts(pieces: list[msgspec.Raw]) -> ArgsColumn:
-    """What the parser skipped, joined; bytes that are no UTF-8, which it does not look for, get a mark."""
+    """The `args` of all events, concatenated; the parser skips bytes that are not UTF-8, so they are replaced here."""
     whole = b"".join(pieces)
     lengths = map(len, (memoryview(piece) for piece in pieces))
     if not whole.isascii():
@@ -323,7 +319,7 @@ def _texts(pieces: list[msgspec.Raw]) -> ArgsColumn:
 
 
 def _codes(values: Iterable[Hashable], codes: dict[Any, int], count: int) -> Integers:
-    """For each value its number in `codes`; a value that is not there yet gets the next one."""
+    """The number of each value in `codes`; new values get the next number."""
     return np.fromiter((codes.setdefault(value, len(codes)) for value in values), np.int64, count)
 
 
@@ -351,9 +347,9 @@ def _mapping(value: object) -> dict[str, Any]:
 def _launches_by_arrow(
     arrows: Sequence[ChromeEvent], gpu: GpuEvents, host: HostEvents, places: Mapping[Place, int]
 ) -> Integers:
-    """`gpu.launch`, with the calls that arrows lead from for events that have no correlation.
+    """`gpu.launch`, completed by arrows for events without correlation.
 
-    An arrow has a number and two ends: `s` is where and when a call begins, `f` where and when what it started begins.
+    An arrow has a number and two ends: `s` has the place and time of a runtime call, `f` those of the event it started.
     """
     lost = np.flatnonzero((gpu.correlation <= 0) & (gpu.launch == NONE))
     if not len(lost):
@@ -381,7 +377,7 @@ def _threads(named: Sequence[ChromeEvent], places: Mapping[Place, int]) -> tuple
 
 
 def _no_gpu(file: TraceFile, path: Path) -> TraceError:
-    """Says what is there instead, because that tells what went wrong."""
+    """The error for a trace without GPU events; it names the categories that are there."""
     found = Counter(event.cat for event in file.traceEvents if event.cat)
     if not found.keys() & _HOST.keys():
         here = ", ".join(repr(name[:40]) for name, _ in found.most_common(4)) or "no categories"

@@ -1,15 +1,14 @@
-"""A trace as columns: what the GPU did (`Trace.gpu`), what the host did (`Trace.host`), and what machine it was.
+"""A trace as columns: events of the GPU (`Trace.gpu`), events of the host (`Trace.host`), and the machine.
 
-A column is a numpy array; row `i` of all columns of a table is one event, and rows are sorted by start. Names stand
-once in `names` and columns hold their index. The `args` of an event stay text until someone asks for them, because few
-are ever needed and they are most of a file:
+A column is a numpy array. Row `i` of all columns of a table is one event, and rows are sorted by start. Names are
+stored once in `names`, and columns hold their index. The `args` of an event are most of a file and rarely needed, so
+they stay text until they are read:
 
     kernels = trace.gpu.take(trace.gpu.kind == GpuKind.COMMUNICATION)
     kernels.name(0), kernels.args(0)["Collective name"]
     launch = trace.host.take(kernels.launch[kernels.is_linked])
 
-This is simpler than a table of a data frame library: two tables, no index, and every operation is numpy's own.
-Times are microseconds on the clock of the file (float64). A number that an event does not have is `NONE`.
+Times are microseconds on the clock of the file (float64). An absent integer is `NONE`.
 """
 
 from collections.abc import Mapping
@@ -26,7 +25,7 @@ from numpy.typing import NDArray
 from penstock.base.errors import TraceError
 
 NONE = -1
-"""In a column of whole numbers: the event does not say."""
+"""In an integer column: the event does not have this value."""
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -39,7 +38,7 @@ _DICTIONARY = msgspec.json.Decoder(dict[str, Any])
 
 
 class GpuKind(IntEnum):
-    """What an event on a GPU is: a kernel is one of the first two."""
+    """Kind of a GPU event; the first two are kernels."""
 
     COMPUTE = 0
     COMMUNICATION = 1
@@ -48,11 +47,10 @@ class GpuKind(IntEnum):
 
 
 class HostKind(IntEnum):
-    """What an event on the host is.
+    """Kind of a host event.
 
-    `RUNTIME` are calls of the CUDA or HIP runtime and driver, `SPAN` are `record_function` regions (ours too),
-    `PYTHON` are there only if asked for, `SYNC` are waits that the profiler saw on a stream, `INSTANT` have no duration
-    (memory events among them).
+    `RUNTIME` are calls of the CUDA or HIP runtime and driver, `SPAN` are `record_function` regions, `PYTHON` is loaded
+    on request only, `SYNC` are waits that the profiler saw on a stream, `INSTANT` have no duration (memory events).
     """
 
     OPERATOR = 0
@@ -66,7 +64,7 @@ class HostKind(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Thread:
-    """A thread of the host: process, number and name as the file has them."""
+    """A thread of the host: process, number and name as in the file."""
 
     process: int | str
     number: int | str
@@ -75,12 +73,12 @@ class Thread:
 
 @dataclass(frozen=True, eq=False)
 class ArgsColumn:
-    """A column of texts: pieces of one text that all tables share, so that the file itself need not stay in memory.
+    """A column of JSON texts, as slices of one buffer, so that the file itself can be freed.
 
     Attributes:
-        whole: all pieces, one after the other.
-        start: of each row in `whole`.
-        end: of each row in `whole`.
+        whole: all texts, concatenated.
+        start: offset of each row.
+        end: offset behind each row.
     """
 
     whole: bytes
@@ -103,13 +101,13 @@ class Events:
     """Columns that all events have.
 
     Attributes:
-        names: all names of the trace; both tables share them.
+        names: all names of the trace, shared by both tables.
         name_id: index into `names`.
         start_us: sorted.
         duration_us: never negative.
-        correlation: joins a call of the runtime and what it started on the GPU, or NONE.
-        external_id: joins an operator, its calls and its kernels, or NONE.
-        raw: the `args` as JSON in UTF-8, not decoded; empty where there are none.
+        correlation: joins a runtime call and the GPU event that it started, or NONE.
+        external_id: joins an operator, its runtime calls and its kernels, or NONE.
+        raw: the `args` as UTF-8 JSON, not decoded; empty where there are none.
     """
 
     names: tuple[str, ...]
@@ -125,7 +123,7 @@ class Events:
 
     @cached_property
     def end_us(self) -> Floats:
-        """Start and duration, added."""
+        """Start plus duration."""
         return self.start_us + self.duration_us
 
     def name(self, row: int) -> str:
@@ -133,7 +131,7 @@ class Events:
         return self.names[self.name_id[row]]
 
     def args(self, row: int) -> dict[str, Any]:
-        """The `args` of one event: shapes, dtypes, metadata of a collective, grid of a kernel. Decoded at each call.
+        """The `args` of one event: shapes, dtypes, metadata of a collective. Decoded at each call.
 
         Raises:
             TraceError: they are damaged.
@@ -141,10 +139,10 @@ class Events:
         return self.args_as(row, _DICTIONARY)
 
     def args_as(self, row: int, decoder: msgspec.json.Decoder[Decoded]) -> Decoded:
-        """The same as a type of yours; faster, because what the type does not name is skipped.
+        """The `args` as a msgspec type, which is faster because other fields are skipped.
 
         Raises:
-            TraceError: they are damaged, or of other types.
+            TraceError: they are damaged, or have other types.
         """
         try:
             return decoder.decode(self.raw[row] or b"{}")
@@ -152,13 +150,13 @@ class Events:
             raise TraceError(f"args of {self.name(row)[:80]!r} are damaged: {error}", fix="record it again") from error
 
     def take(self, rows: Flags | Integers | slice) -> Self:
-        """The same table with only these rows (a mask, indices or a slice), which must leave them sorted."""
+        """The table with only these rows (a mask, indices or a slice), which must leave them sorted."""
         held = {one.name: vars(self)[one.name] for one in fields(self)}
         columns: dict[str, Any] = {name: value[rows] for name, value in held.items() if isinstance(value, np.ndarray)}
         return replace(self, raw=self.raw.take(rows), **columns)
 
     def called(self, *names: str) -> Flags:
-        """Which rows have one of these names."""
+        """Mask of the rows that have one of these names."""
         wanted = set(names)
         return np.array([name in wanted for name in self.names], dtype=bool)[self.name_id]
 
@@ -174,9 +172,9 @@ class GpuEvents(Events):
 
     Attributes:
         kind: GpuKind.
-        device: number of the device as the file has it, or NONE.
-        stream: of the device, or NONE.
-        launch: row in `Trace.host` of the call that started it, or NONE if that call is not in the trace.
+        device: its number in the file, or NONE.
+        stream: its number in the file, or NONE.
+        launch: row in `Trace.host` of the runtime call that started the event, or NONE if it is not in the trace.
     """
 
     kind: NDArray[np.int8]
@@ -186,18 +184,18 @@ class GpuEvents(Events):
 
     @property
     def is_linked(self) -> Flags:
-        """Whether the call that started it is in the trace."""
+        """The runtime call that started the event is in the trace."""
         return self.launch != NONE
 
     @property
     def is_kernel(self) -> Flags:
-        """Whether it is a kernel, not a copy or a fill."""
+        """The event is a kernel, not a copy or a fill."""
         return self.kind <= GpuKind.COMMUNICATION
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HostEvents(Events):
-    """Operators, spans and calls of the runtime. Of events that start together the longer is first.
+    """Operators, spans and runtime calls. Of events with the same start the longer is first.
 
     Attributes:
         kind: HostKind.
@@ -212,19 +210,16 @@ class HostEvents(Events):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trace:
-    """What one file says: one rank.
+    """The content of one file: one rank.
 
     Attributes:
-        path: of the file.
-        rank: that it says, or None.
+        rank: as the file says, or None.
         world: ranks of the run, or None.
-        gpu: what the device did.
-        host: what the host did.
-        threads: that `host.thread` counts.
+        threads: indexed by `host.thread`.
         devices: properties of every device of the machine, as in the file.
         distributed: of the process groups, as in the file (`pg_config`, `backend`, ...).
-        header: what else stands beside the events; `penstock` is there if we recorded it.
-        notes: what was odd and how it was taken, a line each.
+        header: other entries beside the events; Penstock's own recordings have `penstock`.
+        notes: oddities of the file and how they were treated, a line each.
     """
 
     path: Path
@@ -245,28 +240,8 @@ class Trace:
 
     @property
     def device_name(self) -> str | None:
-        """What the driver calls the device that did the work, if the file says."""
+        """The driver's name of the device that ran most events, if the file has it."""
         numbers, counts = np.unique(self.gpu.device, return_counts=True)
         used = int(numbers[counts.argmax()]) if len(numbers) else NONE
         named = {one["id"]: one["name"] for one in self.devices if {"id", "name"} <= one.keys()}
         return named.get(used, next(iter(named.values()), None))
-
-    def operators(self) -> HostEvents:
-        """Operators of the host."""
-        return self.host.take(self.host.kind == HostKind.OPERATOR)
-
-    def spans(self) -> HostEvents:
-        """Regions that `record_function` named, `ProfilerStep#N` among them."""
-        return self.host.take(self.host.kind == HostKind.SPAN)
-
-    def calls(self) -> HostEvents:
-        """Calls of the runtime and driver."""
-        return self.host.take(self.host.kind == HostKind.RUNTIME)
-
-    def kernels(self) -> GpuEvents:
-        """Kernels, without copies and fills."""
-        return self.gpu.take(self.gpu.is_kernel)
-
-    def communication(self) -> GpuEvents:
-        """Kernels that talk to other ranks."""
-        return self.gpu.take(self.gpu.kind == GpuKind.COMMUNICATION)

@@ -1,27 +1,23 @@
-"""How many of the rows that experts were given held tokens, and which expert had how many, as far as a trace says.
+"""Load of the experts: rows that held tokens, and how evenly ranks are loaded, in rows and in milliseconds.
 
-A dispatcher that does not wait for the host gives experts a buffer for the worst case, and so the shapes of grouped
-products say how large the buffer is. What was in it is told, in this order, by
+A dispatcher that does not wait for the host gives the experts a buffer for the worst case, so the shapes of grouped
+products are the size of the buffer. The number of rows that held tokens comes, in this order, from
 
-    all-to-all      the rows that came by the exchange before, from its recorded splits
-    configuration   tokens of a micro-batch times choices of each: what a rank gets in the mean over ranks
+    all-to-all      the recorded splits of the preceding exchange
+    configuration   tokens of a micro-batch times experts per token: the mean over ranks
 
-Not every all-to-all in dispatch brings rows: counts go before them, and the weights of routing behind them. Rows are
-what has the type and the width of what experts multiply, or is of 8 bits. A dispatcher that waits for the host hands
-over the rows that came and no others, so all of them count.
+Not every all-to-all in dispatch carries rows: counts precede them, routing weights follow. Rows have the dtype and
+width of the experts' input, or 8 bits. A dispatcher that waits for the host passes exactly the received rows.
 
-How evenly experts are loaded, in rows and in milliseconds, rank by rank.
+The load of each rank's experts comes, in this order, from
 
-Rows of a rank's experts are told, in this order, by
+    the shapes of grouped products    [rows, in] x [experts, in, out]
+    the sizes of all-to-alls          rows arrive unevenly and return evenly (in backward the opposite), so the less
+                                      even side of each all-to-all is that of the experts
 
-    the shapes of grouped products    [rows, in] x [experts, in, out]: what the experts computed
-    the sizes of all-to-alls          rows come unevenly to the experts and go home evenly, or the other way round on
-                                      the way back, so the less even side of each is that of the experts
-
-Where rows are padded to a bound (a dispatch that the host does not wait for), shapes are even and say nothing;
-whichever of the two is less even is believed. A layer's backward pass and its recompute repeat the loads of its forward
-pass, so each list of loads counts once. Milliseconds are those of the kernels of grouped products, and padding does not
-hide in them. A run's own metrics know every expert, not only ranks: `recorded_loads` reads them.
+The less even of the two is used, because padded buffers have even shapes. Backward and recomputation repeat the loads
+of forward, so each list of loads counts once. Milliseconds are those of the grouped products' kernels, which padding
+does not hide. The run's metrics have every expert, not only ranks: `recorded_loads` reads them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,18 +37,18 @@ from penstock.trace.kernel_names import Category, specific_category
 from penstock.trace.phases import PASSES, Phases
 
 AGREE = 0.005
-"""Shares that differ by less are the same."""
+"""Shares that differ by less are equal."""
 
 _PRODUCTS = (Category.GROUPED, Category.GROUPED_WEIGHTS)
 _MOST_ROWS = 2**40
 _INDEX = {"_GroupedGemm": 3, "_ExpertFfn": 5, "_Float8ExpertFfn": 5}
-"""Of our own: the argument that says which rows of the first are taken, if it is there."""
+"""Of Penstock's functions: the argument that selects rows of the first argument, if present."""
 
 _COUNTS_STAY = 2
-"""The first `dispatch.sync_free` at which row counts stay on the device (penstock.config.dispatch_rules)."""
+"""First `dispatch.sync_free` at which row counts stay on the device (penstock.config.dispatch_rules)."""
 
 PACKED_ITEM = 8
-"""Bytes that packed rows are moved by (penstock.moe.dispatch.payload); no other rows are of such numbers."""
+"""Element size in bytes in which packed rows are sent (penstock.moe.dispatch.payload); other rows never have it."""
 
 _WIDTHS = {"c10::BFloat16": 2, "c10::Half": 2, "float": 4, "c10::Float8_e4m3fn": 1, "c10::Float8_e4m3fnuz": 1}
 
@@ -62,8 +58,8 @@ class UsedRows:
     """Rows of grouped products that held tokens.
 
     Attributes:
-        share: of the rows that they were given, as a mean over all.
-        source: what says so; `shapes` if nothing does: then all rows count.
+        share: of all their rows, as a mean.
+        source: of the share; `shapes` if there is none, and then all rows count.
     """
 
     share: float
@@ -71,7 +67,7 @@ class UsedRows:
 
     @property
     def told(self) -> str:
-        """A line for people."""
+        """A sentence for users."""
         match self.source:
             case "all-to-all":
                 return f"grouped products: {self.share:.1%} of their rows held tokens, by the all-to-alls before them"
@@ -88,8 +84,8 @@ class GroupedProducts:
     Attributes:
         row: in `Trace.host`.
         rows: of the matrix.
-        width: numbers of one row of it.
-        row_bytes: of one row of it; 0 if its type is not known.
+        width: elements of one row.
+        row_bytes: bytes of one row; 0 if the dtype is unknown.
     """
 
     row: Integers
@@ -107,12 +103,12 @@ _SHAPES = msgspec.json.Decoder(_Shapes)
 
 
 def is_product(name: str) -> bool:
-    """Whether a kernel or operator multiplies rows of experts."""
+    """The name is that of a kernel or operator that multiplies rows of experts."""
     return specific_category(name) in _PRODUCTS
 
 
 def grouped_products(trace: Trace) -> GroupedProducts:
-    """The grouped products whose shapes were recorded."""
+    """The grouped products with recorded shapes."""
     host = trace.host
     is_named = np.array([is_product(name) for name in trace.names], dtype=bool)[host.name_id]
     found = []
@@ -125,16 +121,17 @@ def grouped_products(trace: Trace) -> GroupedProducts:
 
 
 def packed_row_bytes(width: Integers) -> Integers:
-    """Bytes of a row that travels in 8 bits with its scales, by the numbers of it.
+    """Bytes of a row of this width that is sent in 8 bits with its scales, as penstock.kernels.float8.packed_rows packs
+    it.
 
-    As penstock.kernels.float8.quantized lays it out. Four bytes for 128 numbers and one for 32 come to the same.
+    Four bytes per 128 elements and one byte per 32 elements take the same space.
     """
     values = -(-width // 16) * 16
     return -(-(values + -(-width // 32)) // 32) * 32
 
 
 def _sizes(host: HostEvents, row: int) -> tuple[int, int, int]:
-    """Rows of a grouped product, numbers and bytes of one; NONE if its inputs are others (gradients of weights)."""
+    """Rows of a grouped product, elements and bytes of a row; NONE for other inputs (weight gradients)."""
     shapes = _shapes(host.raw[row])
     if shapes is None:
         return NONE, 0, 0
@@ -148,7 +145,7 @@ def _sizes(host: HostEvents, row: int) -> tuple[int, int, int]:
 
 
 def _shapes(raw: bytes | None) -> _Shapes | None:
-    """Inputs of an operator, if the first two are rows and matrices of groups."""
+    """Inputs of an operator, if the first two are rows and a stack of matrices."""
     try:
         shapes = _SHAPES.decode(raw or b"{}")
         first, second, *_ = shapes.dims
@@ -160,11 +157,11 @@ def _shapes(raw: bytes | None) -> _Shapes | None:
 
 
 def used_rows(trace: Trace, calls: CollectiveCalls, rank: int, phases: Phases) -> UsedRows | None:
-    """Which share of the rows of grouped products held tokens; None if the trace has no grouped product.
+    """The share of the rows of grouped products that held tokens; None without grouped products.
 
     Args:
         trace: of one rank.
-        calls: what ranks sent each other, this one among them.
+        calls: of all ranks, this one included.
         rank: its number.
         phases: of the trace.
     """
@@ -184,8 +181,8 @@ def used_rows(trace: Trace, calls: CollectiveCalls, rank: int, phases: Phases) -
 
 
 def _came(trace: Trace, calls: CollectiveCalls, rank: int, phases: Phases, products: GroupedProducts) -> float | None:
-    """Mean rows that exchanges in dispatch brought, forward; None if they do not say."""
-    mine = np.flatnonzero((calls.rank == calls.ranks.index(rank)) & is_exchange(calls))
+    """Mean rows received by all-to-alls in dispatch, forward; None if unknown."""
+    mine = np.flatnonzero((calls.rank == calls.ranks.index(rank)) & calls.is_exchange)
     names = phases.name_id[calls.gpu_row[mine]]
     is_dispatch = np.array([name == Span.DISPATCH for name in phases.names], dtype=bool)[names]
     forward = mine[is_dispatch & (phases.pass_id[calls.gpu_row[mine]] == PASSES.index("forward"))]
@@ -194,24 +191,17 @@ def _came(trace: Trace, calls: CollectiveCalls, rank: int, phases: Phases, produ
     return float(came.mean()) if len(came) else None
 
 
-def is_exchange(calls: CollectiveCalls) -> Any:
-    """Which calls are all-to-alls."""
-    named = [("all_to_all" in name or "alltoall" in name) for name in calls.names]
-    return np.array(named, dtype=bool)[calls.name_id]
-
-
 def received_rows(trace: Trace, calls: CollectiveCalls, rows: Integers, products: GroupedProducts) -> Floats:
-    """Rows of experts that exchanges brought: as they count their parts, or by bytes; nan where they brought none.
+    """Expert rows that all-to-alls received, by their splits or by bytes; nan where they carried something else.
 
-    What is not of the type of the product's rows, nor of 8 bits, or does not divide by their width is something else
-    that travels: counts, weights of routing. Where types are not known, an exchange that counts its parts in rows is
-    believed.
+    Messages with another dtype than the product's rows (and not 8 bits), or whose size the row width does not divide,
+    are counts or routing weights. Where dtypes are unknown, splits that count rows are accepted.
 
     Args:
         trace: of one rank.
         calls: with those of that rank.
         rows: of `calls`, all of that rank.
-        products: of the trace. The first one behind an exchange takes what it brought, and says how wide a row is.
+        products: of the trace. The first one after an exchange consumes its rows and gives their width.
     """
     launched_us = _launched_us(trace, calls, rows)
     behind = np.searchsorted(trace.host.start_us[products.row], launched_us)
@@ -233,7 +223,7 @@ def received_rows(trace: Trace, calls: CollectiveCalls, rows: Integers, products
 
 
 def _row_bytes(trace: Trace, item_bytes: Floats, width: Integers, operand_bytes: Integers) -> Floats:
-    """Bytes of a row in messages of such numbers; 0 if they are not rows. Of ours in 8 bits it has scales behind it."""
+    """Bytes of a row in messages with this element size, scales included for 8 bits; 0 if they do not carry rows."""
     is_plain = (item_bytes * width == operand_bytes) | (item_bytes == 1)
     plain = np.where(is_plain, item_bytes * width, 0.0)
     is_packed = _packs(trace.header) & (item_bytes == PACKED_ITEM)
@@ -241,14 +231,14 @@ def _row_bytes(trace: Trace, item_bytes: Floats, width: Integers, operand_bytes:
 
 
 def _launched_us(trace: Trace, calls: CollectiveCalls, rows: Integers) -> Floats:
-    """When the host launched some calls of one rank; infinite if that is not in the trace."""
+    """Host time at which calls of one rank were launched; infinite if not in the trace."""
     launch = trace.gpu.launch[calls.gpu_row[rows]]
     found: Floats = np.append(trace.host.start_us, np.inf)[launch]
     return found
 
 
 def configured_rows(header: Mapping[str, Any]) -> float | None:
-    """Rows of a rank and layer in the mean, by the configuration in a recording of ours; None if rows are dropped."""
+    """Mean rows of a rank and layer, by the configuration in Penstock's recording; None if rows are dropped."""
     config = _config(header)
     try:
         training, parallel, moe = config["training"], config["parallel"], config["model"]["moe"]
@@ -260,9 +250,9 @@ def configured_rows(header: Mapping[str, Any]) -> float | None:
 
 
 def rows_travel(header: Mapping[str, Any]) -> bool:
-    """Whether what all-to-alls bring are rows of experts, as they are without a configuration of ours that says else.
+    """All-to-alls carry rows of experts, as far as a recorded configuration does not contradict.
 
-    Other dispatchers send tokens once to several experts, and padding travels like rows.
+    Other dispatchers send a token once for several experts, and padding is sent like rows.
     """
     config = _config(header)
     try:
@@ -273,7 +263,7 @@ def rows_travel(header: Mapping[str, Any]) -> bool:
 
 
 def rows_are_exact(header: Mapping[str, Any]) -> bool:
-    """Whether experts are given the rows that came and no more room, by the configuration in a recording of ours."""
+    """The recorded configuration gives the experts exactly the received rows."""
     try:
         return rows_travel(header) and bool(_config(header)["dispatch"]["sync_free"] < _COUNTS_STAY)
     except (KeyError, TypeError):
@@ -281,7 +271,7 @@ def rows_are_exact(header: Mapping[str, Any]) -> bool:
 
 
 def _packs(header: Mapping[str, Any]) -> bool:
-    """Whether rows of some layers travel in 8 bits, by the configuration in a recording of ours."""
+    """The recorded configuration sends rows of some layers in 8 bits."""
     try:
         return bool(_config(header)["float8"]["dispatch"] != "none")
     except (KeyError, TypeError):
@@ -289,7 +279,7 @@ def _packs(header: Mapping[str, Any]) -> bool:
 
 
 def _config(header: Mapping[str, Any]) -> Any:
-    """The configuration in a recording of ours, or nothing."""
+    """The configuration in Penstock's recording, or an empty mapping."""
     told = header.get("penstock")
     return (told.get("config") if isinstance(told, Mapping) else None) or {}
 
@@ -302,13 +292,12 @@ METRICS = "metrics.jsonl"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExpertLoad:
-    """Loads of ranks' experts.
+    """Load of the ranks' experts.
 
     Attributes:
         ranks: the columns.
-        loads: [layer of a step, rank], in the order of time, repetitions left out; empty if unknown.
-        unit: of `loads`: (token, expert) pairs, or tokens once for each rank; bytes if the width is not known.
-        source: where the loads come from.
+        loads: [layer of a step, rank], in the order of time, without repetitions; empty if unknown.
+        unit: of `loads`: (token, expert) pairs, or tokens once per rank; bytes if the row width is unknown.
         kernel_us: [rank], time of grouped products.
     """
 
@@ -327,13 +316,13 @@ class ExpertLoad:
 
     @property
     def kernel_max_over_mean(self) -> float | None:
-        """The same of time, all layers and steps together."""
+        """The same of kernel time, over all layers and steps."""
         mean = self.kernel_us.mean()
         return float(self.kernel_us.max() / mean) if len(self.ranks) > 1 and mean > 0 else None
 
     @property
     def fullest_rank(self) -> int | None:
-        """Whose experts have most to do, by rows, else by time; None if nobody's have."""
+        """The rank with the highest load, by rows, else by time; None if all are even."""
         even = 1.001
         if (self.max_over_mean or 0.0) > even:
             return self.ranks[int(self.loads.sum(axis=0).argmax())]
@@ -342,7 +331,7 @@ class ExpertLoad:
         return None
 
     def as_json(self) -> dict[str, Any]:
-        """JSON values; what is not known is null."""
+        """JSON values; unknown ones are null."""
         loads = self.loads.astype(np.int64).tolist() if len(self.loads) else None
         return {
             "max_over_mean": self.max_over_mean,
@@ -356,7 +345,7 @@ class ExpertLoad:
 
 
 def expert_load(traces: Mapping[int, Trace], collectives: CollectiveTimes) -> ExpertLoad:
-    """Loads of the experts of some ranks.
+    """Load of the experts of some ranks.
 
     Args:
         traces: by rank.
@@ -385,7 +374,7 @@ def _mean(loads: Floats) -> float:
 
 
 def _distinct(loads: Floats) -> Floats:
-    """Each list of loads once, where it comes first."""
+    """Each list of loads once, at its first place."""
     if not len(loads):
         return loads
     _, first = np.unique(loads, axis=0, return_index=True)
@@ -393,14 +382,14 @@ def _distinct(loads: Floats) -> Floats:
 
 
 def _lists(rows: Sequence[list[int]]) -> Floats:
-    """Lists of all ranks side by side; nothing if they do not have equally many."""
+    """The ranks' lists as columns; empty if their lengths differ."""
     if len({len(one) for one in rows}) != 1:
         return np.empty((0, len(rows)))
     return np.array(rows, dtype=np.float64).T
 
 
 def _product_us(trace: Trace) -> float:
-    """Time of the kernels of grouped products, known by their own names or by the operator that launched them."""
+    """Time of the kernels of grouped products, by their own name or that of the operator that launched them."""
     kernels = trace.gpu.take(trace.gpu.is_kernel)
     multiplies = np.array([is_product(name) for name in trace.names], dtype=bool)
     chosen = multiplies[kernels.name_id] | _launched_by(kernels, trace.host, multiplies)
@@ -415,9 +404,9 @@ def _launched_by(kernels: GpuEvents, host: HostEvents, wanted: Flags) -> Flags:
 
 
 def _loads_of_exchanges(collectives: CollectiveTimes) -> tuple[Floats, Literal["rows", "bytes"]]:
-    """What ranks' experts had, by the sizes of all-to-alls that all ranks took part in."""
+    """Loads by the sizes of all-to-alls that all ranks took part in."""
     calls, met = collectives.calls, collectives.meetings.met
-    exchanges = is_exchange(calls)
+    exchanges = calls.is_exchange
     whole = (met != NONE).all(axis=1) & (len(calls.ranks) > 1)
     rows = met[whole]
     rows = rows[exchanges[rows[:, 0]]]
@@ -435,11 +424,11 @@ def _loads_of_exchanges(collectives: CollectiveTimes) -> tuple[Floats, Literal["
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedLoad:
-    """What a run wrote down about one step.
+    """Loads in the metrics of one step.
 
     Attributes:
         layers: for each MoE layer, load of the fullest expert over the mean.
-        ranks: load of the fullest expert rank over the mean, as a mean of layers; None if ranks do not share experts.
+        ranks: load of the fullest expert rank over the mean, as a mean of layers; None without expert parallelism.
     """
 
     step: int
@@ -462,7 +451,7 @@ _LINE = msgspec.json.Decoder(_Line)
 
 
 def recorded_loads(folder: Path) -> tuple[RecordedLoad, ...]:
-    """Loads of all steps of a run; none if it has no metrics. A last line that is cut, by a kill, is left out.
+    """Loads of all steps of a run; empty without metrics. A last line that was cut off is skipped.
 
     Args:
         folder: of the run.
@@ -488,7 +477,7 @@ def recorded_loads(folder: Path) -> tuple[RecordedLoad, ...]:
 
 
 def _lines(text: bytes) -> list[_Line]:
-    """All lines; whether the last one is whole is told by the newline behind it."""
+    """All lines; the last one is complete if a newline follows it."""
     whole, _, cut = text.rpartition(b"\n")
     lines = [_LINE.decode(line) for line in whole.splitlines() if line.strip()]
     try:

@@ -35,10 +35,10 @@ from penstock.trace.kernel_names import Category, generic_category, is_gradient,
 from penstock.trace.tree import Placement, as_launches, place
 
 SHORTEST = 6
-"""Kernels of a layer, at least."""
+"""Least number of kernels in a layer."""
 
 LONGEST = 4_096
-"""Kernels of a layer that are looked for."""
+"""Largest number of kernels in a layer that is searched for."""
 
 _OF_A_LAYER = frozenset({Category.ATTENTION, Category.ROUTE, Category.GROUPED, Category.GROUPED_WEIGHTS})
 _AFTER_A_NORM = frozenset({Category.ELEMENTWISE, Category.REDUCTION, Category.COPY, Category.LOOK_UP})
@@ -46,13 +46,12 @@ _AFTER_A_NORM = frozenset({Category.ELEMENTWISE, Category.REDUCTION, Category.CO
 
 @dataclass(frozen=True, kw_only=True)
 class LayerRegion:
-    """A part of the list.
+    """A slice of the kernel list.
 
     Attributes:
-        begin: of its first name.
-        end: behind its last name.
-        layer: its number, or None if it is in no layer.
-        is_backward: gradients are computed.
+        end: index behind its last name.
+        layer: its number, or None outside of layers.
+        is_backward: it computes gradients.
     """
 
     begin: int
@@ -63,7 +62,7 @@ class LayerRegion:
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Names from `begin` on that repeat every `period`; `slack` more go on with the pattern."""
+    """Names from `begin` that repeat every `period`; `slack` more names continue the pattern."""
 
     begin: int
     period: int
@@ -71,12 +70,12 @@ class _Stretch:
 
 
 def layers_of(names: Sequence[str], *, layers: int, dense_layers: int) -> list[LayerRegion]:
-    """Layers of a pass, or of both passes, that these kernels are; empty if they do not repeat so.
+    """The layers of one or both passes in a list of kernels; empty if the names do not repeat accordingly.
 
     Args:
         names: of kernels, in the order of time.
-        layers: of the model.
-        dense_layers: the first ones, which are not like the others.
+        layers: number of layers of the model.
+        dense_layers: number of first layers that differ from the others.
     """
     times = layers - dense_layers
     if times < 2:
@@ -96,7 +95,7 @@ def layers_of(names: Sequence[str], *, layers: int, dense_layers: int) -> list[L
 
 
 def _stretches(ids: Integers, times: int) -> list[_Stretch]:
-    """Where a period repeats just so often, the longest stretch first; of those that overlap, the longest."""
+    """Stretches with this number of periods, the longest first; of overlapping ones only the longest."""
     found = []
     for period in range(SHORTEST, min(len(ids) // times, LONGEST) + 1):
         same = np.concatenate([[False], ids[:-period] == ids[period:], [False]])
@@ -115,12 +114,12 @@ def _stretches(ids: Integers, times: int) -> list[_Stretch]:
 
 
 def _is_layer(names: Sequence[str]) -> bool:
-    """Whether there is something among these that layers have, and more than one kind of kernel."""
+    """These kernels contain one that only layers have, and more than one kind."""
     return len(set(names)) > 2 and any(specific_category(name) in _OF_A_LAYER for name in names)
 
 
 def _passes(found: Sequence[_Stretch], times: int, names: Sequence[str]) -> list[tuple[_Stretch, bool]]:
-    """The longest two in the order of time are forward and backward; one alone is what its names say."""
+    """The longest two stretches in the order of time are forward and backward; a single one is decided by its names."""
     two = sorted(found[:2], key=lambda one: one.begin)
     if len(two) == 2:
         return [(two[0], False), (two[1], True)]
@@ -132,22 +131,22 @@ def _is_backward(names: Sequence[str]) -> bool:
 
 
 def _forward_begin(stretch: _Stretch, names: Sequence[str]) -> int:
-    """At the first norm that may be the first kernel of a layer."""
+    """The first norm that can be the first kernel of a layer."""
     could = range(stretch.begin, stretch.begin + stretch.slack + 1)
     return next((at for at in could if specific_category(names[at]) is Category.NORM), stretch.begin)
 
 
 def _backward_begin(stretch: _Stretch, names: Sequence[str]) -> int:
-    """Behind the last norm that may be the one before, and behind what adds up its gradients."""
+    """Behind the last norm that can belong to the layer before, and behind the kernels that add up its gradients."""
     last = stretch.begin + stretch.slack
     norms = [at for at in range(stretch.begin, last) if specific_category(names[at]) is Category.NORM]
     return _added_up(norms[-1] + 1 if norms else stretch.begin, names, last)
 
 
 def _around(regions: Sequence[LayerRegion], names: Sequence[str], *, has_one: bool) -> list[LayerRegion]:
-    """What stands before all layers forward and behind them backward.
+    """Regions before all layers forward and behind them backward.
 
-    If there is one layer more (`has_one`), it lies between the norms there.
+    With `has_one`, one dense layer lies between the norms there.
     """
     found = []
     forward = [one.begin for one in regions if not one.is_backward]
@@ -170,7 +169,7 @@ def _around(regions: Sequence[LayerRegion], names: Sequence[str], *, has_one: bo
 
 
 def _behind_norm(regions: Sequence[LayerRegion], names: Sequence[str]) -> int:
-    """How many kernels the other layers have behind the gradients of their first norm."""
+    """Number of kernels that the other layers have behind the gradients of their first norm."""
     ends = [(one.begin, one.end) for one in regions if one.is_backward]
     begin, end = ends[-1]
     return (
@@ -181,7 +180,7 @@ def _behind_norm(regions: Sequence[LayerRegion], names: Sequence[str]) -> int:
 
 
 def _added_up(begin: int, names: Sequence[str], end: int) -> int:
-    """Behind what adds gradients up, from a place on."""
+    """Index behind the kernels that add up gradients."""
     at = begin
     while at < end and specific_category(names[at]) is None and generic_category(names[at]) in _AFTER_A_NORM:
         at += 1
@@ -196,27 +195,27 @@ MATCHED = 0.9
 """Share of a replay's events that must have a partner in the eager pass, or agree with the capture."""
 
 LEAST = 16
-"""Events of a graph that is looked at: fewer may look like anything."""
+"""Least number of events of a graph: shorter ones match anything."""
 
 MOST = 20_000
-"""Events of a graph that is aligned; larger ones must be equal to be the same."""
+"""Largest number of events that are aligned; longer graphs must be equal."""
 
 _CAPTURES = ("StreamBeginCapture", "StreamEndCapture")
 _LAUNCHES = ("LaunchKernel", "LaunchCooperativeKernel", "MemcpyAsync", "MemsetAsync", "Memset2DAsync", "Memcpy2DAsync")
-_TAKEN = ("operator", "maker", "span", "layer", "part", "collective", "is_backward", "is_recomputed")
-"""Fields of a placement that an event takes over from its partner."""
+_TAKEN = ("operator", "maker", "span", "layer", "category", "collective", "is_backward", "is_recomputed")
+"""Fields of a placement that an event takes from its partner."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GraphReplays:
-    """What is known of the graphs that a trace replays.
+    """Summary of the CUDA graph replays of a trace.
 
     Attributes:
-        graphs: launches of graphs.
+        graphs: number of launches.
         events: that they started on the device.
-        placed: of these, events whose layer or pass is known.
-        source: what told; None if nothing did, or if spans around the launches do.
-        told: the same as a line for people.
+        placed: events with a known layer or pass.
+        source: of the placement; None without one, or if spans around the launches give it.
+        told: a sentence for users.
     """
 
     graphs: int
@@ -228,7 +227,7 @@ class GraphReplays:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Found:
-    """What was found out about the events of one graph, in their order: values for fields of a placement."""
+    """Inferred fields of a placement for the events of one graph, in their order."""
 
     source: Source
     known: Flags
@@ -236,14 +235,14 @@ class _Found:
 
 
 def infer_replays(trace: Trace, placement: Placement) -> tuple[Placement, GraphReplays | None]:
-    """Place the kernels of captured graphs, as far as that can be inferred.
+    """Place the kernels of CUDA graphs, as far as that can be inferred.
 
     Args:
         trace: of one rank.
         placement: of its events.
 
     Returns:
-        The placement with what was inferred, and what there is to say of it; None if no graph was replayed.
+        The completed placement, and a summary; None without graph replays.
     """
     rows = np.flatnonzero(placement.is_replayed)
     if not len(rows):
@@ -310,7 +309,7 @@ def _why_not(trace: Trace) -> str:
 
 
 def _by_eager(trace: Trace, placement: Placement, graph: Integers) -> _Found | None:
-    """By the eager pass whose kernels are most like the graph's."""
+    """From the eager pass whose kernels match best."""
     mine = trace.gpu.name_id[graph]
     best = np.full(len(graph), NONE)
     for segment in _eager_passes(trace, placement, len(graph)):
@@ -330,7 +329,7 @@ def _empty(name: str) -> int | bool:
 
 
 def _between(partner: Integers, values: Mapping[str, Any]) -> Flags:
-    """Which events are known: those with a partner, and those between two that stand at the same place.
+    """Mask of the events with a partner, and of those between two partners with the same placement.
 
     The values of the latter are written into `values`.
     """
@@ -340,13 +339,13 @@ def _between(partner: Integers, values: Mapping[str, Any]) -> Flags:
         same = all(values[name][low] == values[name][high] for name in ("span", "layer", "is_backward"))
         if high - low > 1 and same:
             known[low + 1 : high] = True
-            for name in ("span", "layer", "part", "is_backward", "is_recomputed"):
+            for name in ("span", "layer", "category", "is_backward", "is_recomputed"):
                 values[name][low + 1 : high] = values[name][low]
     return known
 
 
 def _eager_passes(trace: Trace, placement: Placement, size: int) -> list[Integers]:
-    """Events of passes without graphs, of about this number: by micro-batch, or by step where none is marked."""
+    """Events of passes without graphs and of similar length: by micro-batch, or by step if none is marked."""
     is_eager = trace.gpu.is_linked & ~placement.is_replayed
     for marks in (placement.action, placement.step, np.where(is_eager, 0, NONE)):
         rows = np.flatnonzero(is_eager & (marks != NONE))
@@ -359,11 +358,11 @@ def _eager_passes(trace: Trace, placement: Placement, size: int) -> list[Integer
 
 
 def aligned(mine: Integers, theirs: Integers) -> Integers:
-    """For each of some numbers which of others is the same in the same order, or NONE: blocks of both that are equal.
+    """For each element of `mine` the index of its partner in `theirs`, or NONE; partners are in equal blocks of both.
 
     Args:
-        mine: numbers of names.
-        theirs: the same.
+        mine: name indices.
+        theirs: name indices.
     """
     if len(mine) == len(theirs) and (mine == theirs).all():
         return np.arange(len(mine))
@@ -377,7 +376,7 @@ def aligned(mine: Integers, theirs: Integers) -> Integers:
 
 
 def _are_alike(mine: Integers, theirs: Integers) -> bool:
-    """Whether most of mine is among theirs, in whatever order: unlike lists take long to align, for nothing."""
+    """Most of mine is among theirs in any order; aligning different lists takes long and fails."""
     size = int(max(mine.max(initial=0), theirs.max(initial=0))) + 1
     shared = np.minimum(np.bincount(mine, minlength=size), np.bincount(theirs, minlength=size)).sum()
     return bool(shared >= MATCHED * len(mine))
@@ -387,7 +386,7 @@ def _are_alike(mine: Integers, theirs: Integers) -> bool:
 
 
 def _by_capture(trace: Trace, graph: Integers) -> _Found | None:
-    """By launches that only recorded a graph, if they are of the same number and kinds."""
+    """From launches that only recorded a graph, if their number and kinds agree."""
     kinds = trace.gpu.kind[graph]
     for launches in _captured(trace):
         if len(launches) != len(graph):
@@ -407,7 +406,7 @@ def _kind_of_call(name: str) -> GpuKind:
 
 
 def _captured(trace: Trace) -> list[Integers]:
-    """For each capture that the trace has, the launches in it that started nothing."""
+    """For each capture in the trace, the launches in it that started nothing."""
     host = trace.host
     called = [np.array([part in name for name in trace.names], dtype=bool)[host.name_id] for part in _CAPTURES]
     begins, ends = (np.flatnonzero(one & (host.kind == HostKind.RUNTIME)) for one in called)
@@ -430,7 +429,7 @@ def _captured(trace: Trace) -> list[Integers]:
 
 
 def _by_repeats(trace: Trace, graph: Integers) -> _Found | None:
-    """By names that repeat once for each layer."""
+    """From names that repeat once for each layer."""
     model = _model(trace)
     if model is None:
         return None
@@ -447,7 +446,7 @@ def _by_repeats(trace: Trace, graph: Integers) -> _Found | None:
 
 
 def _model(trace: Trace) -> tuple[int, int] | None:
-    """Layers and dense layers of the model, if the recording says so and experts are in every other layer."""
+    """Layers and dense layers of the model, if the recording has them and all other layers are MoE layers."""
     told: Any = trace.header
     for key in ("penstock", "config", "model"):
         told = told.get(key) if isinstance(told, Mapping) else None

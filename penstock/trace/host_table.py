@@ -20,7 +20,6 @@ class HostRow:
     """One operator, or one phase in one pass.
 
     Attributes:
-        name: of it.
         pass_: one of `PASSES`; empty in rows of operators.
         calls: per step.
         own_us: own time per step.
@@ -36,13 +35,12 @@ class HostRow:
 
 @dataclass(frozen=True, kw_only=True)
 class HostTable:
-    """What one rank's process did.
+    """The work of one rank's process.
 
     Attributes:
-        rank: its number.
-        steps: that were recorded; 0 if none is marked, and then figures are of the whole recording.
-        step_us: of a step, from its first operator to its last.
-        outside_us: in which no operator ran: Python, and waiting.
+        steps: recorded ones; 0 if none is marked, and then figures are of the whole recording.
+        step_us: from the first operator of a step to its last.
+        outside_us: time without an operator: Python, and waiting.
         operators: the longest first.
         phases: the longest first.
     """
@@ -56,18 +54,18 @@ class HostTable:
 
     @property
     def outside(self) -> float:
-        """Share of the step in which no operator ran."""
+        """Share of the step without an operator."""
         return self.outside_us / self.step_us if self.step_us else 0.0
 
     @property
     def span(self) -> str:
-        """Of what the figures are, in words."""
+        """The scope of the figures, in words."""
         if self.steps < 2:
             return "per step, of one recorded step" if self.steps else "of all that was recorded"
         return f"per step, the mean of {self.steps} recorded steps"
 
     def as_json(self) -> dict[str, Any]:
-        """With the key `pass` in rows, which is no name in Python."""
+        """Plain values; rows have the key `pass`, a keyword in Python."""
         table = asdict(self)
         for rows in ("operators", "phases"):
             table[rows] = [{key.rstrip("_"): value for key, value in row.items()} for row in table[rows]]
@@ -75,11 +73,7 @@ class HostTable:
 
 
 def host_table(one: RankAnalysis) -> HostTable:
-    """The table of one rank.
-
-    Args:
-        one: what was said of a trace that `on_host` made.
-    """
+    """The table of one rank, whose trace `on_host` made."""
     spent, events, phases = one.timelines["all"], one.trace.gpu, one.phases
     steps = len(one.steps)
     nothing = np.full(len(events), NONE)

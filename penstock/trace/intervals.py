@@ -1,14 +1,14 @@
-"""Sets of times: when a device was busy with something, and the algebra of such sets.
+"""Sets of times and their algebra, for instance the times in which a device was busy.
 
-`Intervals` are half open, sorted, and neither overlap nor touch, so a set has one form only. All work is on columns:
+`Intervals` are half open, sorted, and neither overlap nor touch, so a set has one representation:
 
     compute = union(kernels.start_us, kernels.end_us)
     exposed = communication - compute
     exposed.length_us
 
-A union sorts by start and takes the running maximum of the ends: where a start lies beyond it, a new interval begins.
-An intersection pairs each interval of one set with the run of those of the other that reach into it, found by
-bisection. A difference is the intersection with what lies between.
+A union sorts by start and takes the running maximum of the ends: a start beyond it begins a new interval. An
+intersection pairs each interval with the run of overlapping intervals of the other set, found by bisection. A
+difference is the intersection with the complement.
 """
 
 from dataclasses import dataclass
@@ -56,15 +56,15 @@ class Intervals:
 
     @property
     def length_us(self) -> float:
-        """How long all of them are together."""
+        """Total length of all intervals."""
         return float((self.end_us - self.start_us).sum())
 
     def outside(self) -> "Intervals":
-        """All times that are not in the set, from minus to plus infinity."""
+        """The complement, from minus to plus infinity."""
         return Intervals(np.append(-np.inf, self.end_us), np.append(self.start_us, np.inf))
 
     def gaps(self) -> "Intervals":
-        """What lies between one interval and the next."""
+        """The gaps between consecutive intervals."""
         return Intervals(self.end_us[:-1], self.start_us[1:])
 
     def within(self, start_us: float, end_us: float) -> "Intervals":
@@ -72,11 +72,11 @@ class Intervals:
         return self & union(np.array([start_us]), np.array([end_us]))
 
     def covered_us(self, start_us: Floats, end_us: Floats) -> Floats:
-        """For each of many times from start to end, which may overlap: how much of it is in the set."""
+        """For each of several stretches, which may overlap, the time that is in the set."""
         return np.maximum(self._until(end_us) - self._until(start_us), 0.0)
 
     def _until(self, time_us: Floats) -> Floats:
-        """How much of the set lies before each of these times."""
+        """Time in the set before each of these times."""
         if not len(self):
             return np.zeros(len(time_us))
         total = np.append(0.0, np.cumsum(self.end_us - self.start_us))
@@ -87,7 +87,7 @@ class Intervals:
 
 
 def union(start_us: Floats, end_us: Floats) -> Intervals:
-    """The set of times that lie between any start and its end. An end before its start is an empty interval."""
+    """The set of times between any start and its end. An end before its start gives an empty interval."""
     some = end_us > start_us
     start_us, end_us = start_us[some], end_us[some]
     order = np.argsort(start_us, kind="stable")

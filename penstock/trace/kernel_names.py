@@ -26,7 +26,7 @@ from penstock.trace.events import GpuKind
 
 
 class Category(StrEnum):
-    """What is done, in words that stand in tables."""
+    """The operation of a kernel, in the words of the tables."""
 
     EMBED = "embed"
     NORM = "norm"
@@ -68,7 +68,7 @@ class Category(StrEnum):
 
 
 FLOAT8_GEMM = "float8_matrices_kernel"
-"""Products of dense matrices in 8 bits, and gradients of experts' weights: what stands around it tells them apart."""
+"""Products of dense matrices in 8 bits and weight gradients of experts; the surroundings tell them apart."""
 
 COLLECTIVES = frozenset(
     {
@@ -224,7 +224,7 @@ _BACKWARD = re.compile(r"backward|bwd|bprop|dgrad|wgrad|_wrw_|_grad\b")
 
 
 def _compiled(table: tuple[tuple[Category, str], ...]) -> tuple[tuple[Category, re.Pattern[str]], ...]:
-    """Patterns in small letters, for texts in small letters: several times as fast as to look at both."""
+    """Patterns and texts are in lower case, which is several times as fast as ignoring case."""
     return tuple((part, re.compile(pattern.lower())) for part, pattern in table)
 
 
@@ -236,35 +236,35 @@ def _first(table: tuple[tuple[Category, re.Pattern[str]], ...], text: str) -> Ca
 
 
 def _essence(name: str) -> str:
-    """The part of a name that says what is done, in small letters.
+    """The relevant part of a name, in lower case.
 
-    PyTorch's elementwise kernels and CUTLASS's kernels are templates over what they do, so those keep the template.
+    PyTorch's elementwise kernels and CUTLASS's kernels are templates over their operation, so those keep the template.
     """
     return (name if "at::native" in name or "cutlass" in name else function_of(name)).lower()
 
 
 @lru_cache(maxsize=65536)
 def specific_category(name: str) -> Category | None:
-    """Where in the model a kernel or operator stands, or None if the name does not say."""
+    """The part of the model that a kernel or operator belongs to, or None if the name does not say."""
     return _first(_TELLING, _essence(name))
 
 
 @lru_cache(maxsize=65536)
 def generic_category(name: str) -> Category | None:
-    """What a kernel or operator does to numbers, or None if nothing is known of it."""
+    """The operation of a kernel or operator, or None if unknown."""
     return _first(_GENERAL, _essence(name))
 
 
 @lru_cache(maxsize=65536)
 def is_gradient(name: str) -> bool:
-    """Whether a kernel or operator computes gradients, whatever of, as far as its name says."""
+    """The name of a kernel or operator says that it computes gradients."""
     return _BACKWARD.search(name.lower()) is not None
 
 
 # ---------------------------------------------------------------------------------------------------------------- kinds
 
 OWN = "penstock"
-"""The library of our own kernels."""
+"""The library name of Penstock's own kernels."""
 
 _LIBRARIES: tuple[tuple[str, str], ...] = (
     ("nccl", r"^(?:\w+::)*(?:nccl|rccl|mscclpp|msccl|hccl|oneccl)|nccldevkernel|ncclkernel|ncclsym|mscclkernel"),
@@ -281,16 +281,16 @@ _LIBRARIES: tuple[tuple[str, str], ...] = (
     ("custom", r"cross_device_reduce|lamport|(?<!block)(?<!warp)(?<!block_)(?<!warp_)all_?reduce"),
     ("custom", r"all_?gather|reduce_?scatter|all_?to_?all|moe_?a2a"),
 )
-"""Names of libraries, and what is found in the names of their functions in small letters."""
+"""Library names, and patterns of their kernels' functions in lower case."""
 
 _LONGEST = 256
-"""Letters of a name that are looked at: mangled names go on for thousands with the arguments of their templates."""
+"""Characters of a name that are searched: mangled names continue for thousands with template arguments."""
 
 _PATTERNS = tuple((library, re.compile(pattern)) for library, pattern in _LIBRARIES)
 
 
 def function_of(kernel: str) -> str:
-    """The name of a kernel's function, with its namespaces, without return type, template and parameters.
+    """The name of a kernel's function, with namespaces, without return type, template and parameters.
 
     `void at::native::(anonymous namespace)::sum<float>(float*)` is `at::native::sum`.
     """
@@ -302,7 +302,7 @@ def function_of(kernel: str) -> str:
 
 @lru_cache(maxsize=65536)
 def library_of(kernel: str) -> str | None:
-    """The library through which a kernel talks to other ranks, or None if it does not."""
+    """The library through which a kernel communicates with other ranks, or None if it does not."""
     function = function_of(kernel).lower()
     if function.startswith("at::native::"):
         return None
@@ -310,7 +310,7 @@ def library_of(kernel: str) -> str | None:
 
 
 def kind_of(category: str, name: str) -> GpuKind:
-    """What an event on a GPU is, by the category (`kernel`, `gpu_memcpy`, once `Memcpy`) and name in the file."""
+    """The kind of a GPU event, by category (`kernel`, `gpu_memcpy`, in old files `Memcpy`) and name in the file."""
     if category.lower().endswith("memcpy"):
         return GpuKind.COPY
     if category.lower().endswith("memset"):

@@ -1,11 +1,11 @@
-"""Whether the host kept up: short kernels, gaps on the device and whose they are, waits of the host, the queue.
+"""Whether the host kept up: short kernels, gaps on the device and their cause, waits of the host, the launch queue.
 
-A gap is a time in which no event of the GPU runs. It is the host's if the event behind it was launched after it had
-begun: the queue was empty. Otherwise the work was there and the device waited, for another stream or for its own start.
+A gap is a time without any GPU event. The host caused it if the next event was launched after the gap had begun: the
+queue was empty. Otherwise the work was queued, and the device waited for another stream or for its own start.
 
-The queue is what has been launched and has not begun. Waits of the host are calls of the runtime that return when the
-device has done something: by their name, or because they copied to memory of the host and came back behind the copy,
-which is how a program reads a number. Where they come from is the chain of operators and spans around them.
+The queue holds events that were launched and have not begun. Waits of the host are runtime calls that return after the
+device has done something: known by name, or because they copied to host memory and returned after the copy, which is
+how a program reads a number. Their place is the chain of operators and spans around them.
 """
 
 import re
@@ -27,10 +27,10 @@ WAITS = re.compile(
     r"^(cuda|hip)(Device|Stream|Event)Synchronize|^(cu|hip)(Ctx|Stream|Event)Synchronize|^(cuda|hip)Memcpy(DtoH)?$"
     r"|^(cuda|hip)(Free|Malloc)(Host)?$"
 )
-"""Calls that return when the device has done something. Allocations may, and cost the host time in any case."""
+"""Calls that return after the device has done something. Allocations can, and cost host time in any case."""
 
 TO_HOST = re.compile(r"DtoH|DeviceToHost")
-"""Copies that the host may wait for, whatever the call is named: it does if the memory is not pinned."""
+"""Copies that the host can wait for: it does if the memory is not pinned."""
 
 _NAMED = 20
 
@@ -41,11 +41,10 @@ class DeviceGap:
 
     Attributes:
         start_us: on the clock of the trace.
-        duration_us: of the gap.
-        is_hosts: whether the event behind it was launched after it had begun; None if that launch is not in the trace.
+        is_hosts: the next event was launched after the gap began; None if that launch is not in the trace.
         before: name of the event that ended at its start.
         after: name of the event that ended it.
-        host: the outermost operator or span, but for steps, in which the launch behind the gap was made; empty if none.
+        host: the outermost operator or span (except steps) around the launch after the gap; empty if none.
     """
 
     start_us: float
@@ -61,13 +60,12 @@ class DeviceGaps:
     """All gaps of a trace.
 
     Attributes:
-        count: above 10 us.
-        long_count: above 100 us.
-        total_us: of all gaps, the short ones too.
-        hosts_us: of those that are the host's.
-        devices_us: of those in which the work had been launched.
-        unknown_us: of those before an event whose launch is not in the trace.
-        max_us: the longest.
+        count: longer than 10 us.
+        long_count: longer than 100 us.
+        total_us: of all gaps.
+        hosts_us: of gaps that the host caused.
+        devices_us: of gaps in which the work had been launched.
+        unknown_us: of gaps before an event whose launch is not in the trace.
         longest: the longest ones, longest first.
     """
 
@@ -83,14 +81,11 @@ class DeviceGaps:
 
 @dataclass(frozen=True, kw_only=True)
 class HostWait:
-    """Calls of one kind from one place that let the host wait.
+    """Calls of one kind from one place in which the host waited for the device.
 
     Attributes:
-        call: of the runtime.
+        call: name of the runtime call.
         where: operators and spans around it, from the outside in.
-        count: calls.
-        total_us: that the host spent in them.
-        max_us: in one.
     """
 
     call: str
@@ -105,9 +100,9 @@ class LaunchQueue:
     """Work that was launched and had not begun.
 
     Attributes:
-        mean: over the time from the first launch to the last start.
-        max: at once.
-        empty_share: of that time, when there was none.
+        mean: depth over the time from the first launch to the last start.
+        max: largest depth.
+        empty_share: share of that time with an empty queue.
         median_delay_us: from the end of a launch to the start of its work.
     """
 
@@ -123,11 +118,9 @@ class LaunchSummary:
 
     Attributes:
         short_count: kernels below 10 us.
-        short_us: their durations added.
-        kernel_count: all kernels.
-        gaps: on the device.
-        waits: of the host, longest first.
-        queue: or None if no launch is in the trace.
+        short_us: sum of their durations.
+        waits: longest first.
+        queue: None if no launch is in the trace.
     """
 
     short_count: int
@@ -139,11 +132,11 @@ class LaunchSummary:
 
 
 def find_launches(trace: Trace, within: tuple[float, float] | None = None) -> LaunchSummary:
-    """Look at launches, gaps and waits of one rank.
+    """Summarise launches, gaps and waits of one rank.
 
     Args:
-        trace: of it.
-        within: only waits that begin between these times of the host; None for all.
+        trace: of one rank.
+        within: only waits that begin between these host times; None for all.
     """
     kernels = trace.gpu.duration_us[trace.gpu.is_kernel]
     is_short = kernels < SHORT_US
@@ -189,7 +182,7 @@ def _gaps(trace: Trace) -> DeviceGaps:
 
 
 def _gaps_of(trace: Trace) -> tuple[Intervals, Integers, Flags]:
-    """Gaps of the device; the launch behind each, or NONE; whether that was made after the gap had begun."""
+    """Gaps of the device; the launch after each, or NONE; whether that launch was made after the gap had begun."""
     gpu = trace.gpu
     gaps = union(gpu.start_us, gpu.end_us).gaps()
     # An event of no duration starts no interval of the union, so the one behind a gap is looked for by its start.
@@ -199,15 +192,15 @@ def _gaps_of(trace: Trace) -> tuple[Intervals, Integers, Flags]:
 
 
 def idle_behind_waits(trace: Trace, inside: frozenset[str] | None = None) -> float:
-    """Idle time of the device that would not be there had the host not waited for it, in microseconds.
+    """Idle time of the device, in microseconds, that would vanish if the host had not waited for it.
 
-    A launch that was late would have been earlier by as long as the host had waited before, less what that spared
-    already: the device would have been earlier too. A host that launches too slowly is late without waiting as well.
+    A late launch would have been earlier by the preceding waits, minus the idle time that these already explain. A host
+    that launches too slowly is late without waiting as well.
 
     Args:
         trace: of one rank.
-        inside: only waits in one of these spans would not have been; before any other all work must be done, whatever
-            the host waited for earlier. None: no wait would have been.
+        inside: counts only waits in one of these spans; before other waits the device must finish anyway. None counts
+            all.
     """
     host, rows = trace.host, waiting_calls(trace)
     gaps, launch, is_hosts = _gaps_of(trace)
@@ -228,7 +221,7 @@ def idle_behind_waits(trace: Trace, inside: frozenset[str] | None = None) -> flo
 
 
 def waiting_calls(trace: Trace) -> Integers:
-    """Rows of `Trace.host` in which the host waited for the device, in the order of their start."""
+    """Rows of `Trace.host` in which the host waited for the device, sorted by start."""
     host, gpu = trace.host, trace.gpu
     waits, copies = (
         np.fromiter((bool(pattern.search(name)) for name in trace.names), dtype=bool, count=len(trace.names))
@@ -258,7 +251,7 @@ def _waits(trace: Trace, within: tuple[float, float] | None) -> tuple[HostWait, 
 
 
 def _tree(trace: Trace, rows: Integers) -> HostTree:
-    """What is around these calls, functions of Python too, if they were loaded."""
+    """Operators, spans and loaded Python functions around these calls."""
     host = trace.host
     is_node: Flags = np.isin(host.kind, [HostKind.OPERATOR, HostKind.SPAN, HostKind.PYTHON])
     is_node[rows] = True

@@ -1,10 +1,20 @@
-"""Files of traces: one, a folder with one for each rank, or the folder of a run.
+"""Trace files: a single file, a folder with a file per rank, or the folder of a run.
 
     load_trace(Path("rank0.json.gz"))          # one rank
-    load_ranks([Path("runs/debug")])           # every rank that runs/debug/profile/rank-*.json.gz holds
+    load_ranks([Path("runs/debug")])           # every runs/debug/profile/rank-*.json.gz
 
-Which rank a file is of stands in its name (`rank-3.json.gz`, `rank3_trace.json`); if the names do not tell, in the file
-(`distributedInfo`). Files are read and unpacked in a thread of their own, one ahead of the one that is being parsed.
+The rank of a file is in its name (`rank-3.json.gz`, `rank3_trace.json`), else in its content (`distributedInfo`). A
+thread reads and unpacks the next file while the current one is parsed.
+
+A CPU trace is read as if the CPU were the device: the own work of operators takes the place of kernels (`on_host`).
+
+    host      |- aten::linear ------------------|            |- gloo:all_reduce ---|   (on another thread)
+              |      |- aten::addmm ------|     |
+    device    |linear|      addmm         |linear|           |   communication     |
+
+Each moment of a thread belongs to its innermost operator, so no time counts twice, and time outside of operators
+(Python, waiting) is idle. An event is "launched" by its own operator, so phases, layers and steps are found as for a
+GPU.
 """
 
 import re
@@ -21,7 +31,7 @@ from penstock.trace.decode import columns_of, parse
 from penstock.trace.events import NONE, Floats, GpuEvents, GpuKind, HostKind, Integers, Trace
 
 PROFILE = "profile"
-"""Where in the folder of a run its traces are."""
+"""Folder of the traces inside the folder of a run."""
 
 _ENDINGS = (".json", ".json.gz")
 READER = "penstock-trace"
@@ -29,19 +39,19 @@ READER = "penstock-trace"
 _RANK = re.compile(r"rank[-_ ]?(\d+)", re.IGNORECASE)
 _BEGINNING_BYTES = 4096
 _GZIP = 31
-"""Of zlib: a header as gzip writes it, and the largest window."""
+"""zlib's `wbits` for a gzip header and the largest window."""
 
 
 def load_trace(path: Path, *, python_functions: bool = False, gpu_required: bool = True) -> Trace:
-    """One file.
+    """Load one file.
 
     Args:
-        path: ends in .json, or in .json.gz; what is packed is known by its first bytes, not by its name.
-        python_functions: whether functions of Python shall be among the events of the host.
-        gpu_required: whether a trace without any event on a GPU is an error.
+        path: ends in .json or .json.gz; compression is detected by the first bytes.
+        python_functions: keep Python functions among the host events.
+        gpu_required: a trace without GPU events is an error.
 
     Raises:
-        TraceError: it cannot be read, is damaged or of another tool, or has no event on a GPU.
+        TraceError: it cannot be read, is damaged or of another tool, or has no GPU event.
     """
     text = read_text(path)
     return decode_trace(text, path=path, python_functions=python_functions, gpu_required=gpu_required)
@@ -50,22 +60,22 @@ def load_trace(path: Path, *, python_functions: bool = False, gpu_required: bool
 def decode_trace(
     text: bytes, *, path: Path = Path("trace"), python_functions: bool = False, gpu_required: bool = True
 ) -> Trace:
-    """The same for the text of a file, which `path` names in errors."""
+    """Decode the text of a file; `path` names it in errors."""
     return columns_of(parse(text, path), path, python_functions=python_functions, gpu_required=gpu_required)
 
 
 def load_ranks(
     paths: Path | Sequence[Path], *, python_functions: bool = False, gpu_required: bool = True
 ) -> dict[int, Trace]:
-    """Traces of many ranks, by rank, in ascending order.
+    """Load the traces of several ranks, in ascending order of rank.
 
     Args:
         paths: a file, a folder of files, the folder of a run, or several files.
-        python_functions: whether functions of Python shall be among the events of the host.
-        gpu_required: whether a trace without any event on a GPU is an error.
+        python_functions: keep Python functions among the host events.
+        gpu_required: a trace without GPU events is an error.
 
     Raises:
-        TraceError: a file is wrong, there is none, or two are of the same rank.
+        TraceError: a file is invalid, there is none, or two have the same rank.
     """
     files = trace_files(paths)
     # Ended here and not in `_texts`: whoever collects a generator that was left must not wait for a thread.
@@ -79,7 +89,7 @@ def load_ranks(
 
 
 def trace_files(paths: Path | Sequence[Path]) -> tuple[Path, ...]:
-    """The files that a file, a folder, the folder of a run, or a list of files stands for.
+    """The files of a path: a file, a folder, the folder of a run, or a list of files.
 
     Raises:
         TraceError: there is none.
@@ -92,10 +102,10 @@ def trace_files(paths: Path | Sequence[Path]) -> tuple[Path, ...]:
 
 
 def read_text(path: Path) -> bytes:
-    """What is in a file, unpacked if it is packed.
+    """The content of a file, unpacked if it is gzip.
 
     Raises:
-        TraceError: it cannot be read, or is packed and damaged.
+        TraceError: it cannot be read, or its gzip data are damaged.
     """
     try:
         with path.open("rb", buffering=0) as file:
@@ -117,7 +127,7 @@ def read_text(path: Path) -> bytes:
 
 
 def _unpacked(packed: bytes, path: Path) -> bytes:
-    """Every member of a file of gzip, checked to the last byte."""
+    """All members of a gzip file, with their checksums verified."""
     parts: list[bytes] = []
     try:
         while packed:
@@ -156,7 +166,7 @@ def _ends_like_a_trace(path: Path) -> bool:
 
 
 def _ranked(paths: Iterable[Path]) -> list[Path]:
-    """Those that have a rank in their name: what else ends in .json beside them is no trace."""
+    """Files with a rank in their name: other .json files beside them are not traces."""
     return [path for path in paths if _rank_in(path) is not None]
 
 
@@ -166,7 +176,7 @@ def _rank_in(path: Path) -> int | None:
 
 
 def _texts(files: Sequence[Path], reader: ThreadPoolExecutor) -> Iterator[tuple[Path, bytes]]:
-    """Files with their text; the next is read while the caller works on this one."""
+    """Files with their text; the next file is read while the caller works on the current one."""
     ahead = reader.submit(read_text, files[0])
     for at, file in enumerate(files):
         text = ahead.result()
@@ -176,7 +186,7 @@ def _texts(files: Sequence[Path], reader: ThreadPoolExecutor) -> Iterator[tuple[
 
 
 def _ranks(traces: Sequence[Trace]) -> list[int]:
-    """The rank of each: from the names if all tell, or else from the files."""
+    """The rank of each trace: from the names if all have one, else from the files."""
     named = [_rank_in(trace.path) for trace in traces]
     told = [trace.rank for trace in traces]
     ranks = named if None not in named and len(set(named)) == len(named) else told
@@ -195,14 +205,14 @@ def _ranks(traces: Sequence[Trace]) -> list[int]:
 # ------------------------------------------------------------------------------------------------- traces of a CPU
 
 COMMUNICATION = ("gloo:", "c10d::")
-"""What the names of spans and operators begin with that talk to other ranks."""
+"""Beginnings of the names of CPU spans and operators that communicate."""
 
 
 def on_host(trace: Trace) -> Trace:
-    """The trace with work of the host as work of the device.
+    """The trace with the host's work in place of GPU events.
 
     Args:
-        trace: without any event on a GPU.
+        trace: without any GPU event.
     """
     assert not len(trace.gpu), "a trace with a GPU has a device of its own"
     host, names = trace.host, trace.names
@@ -237,7 +247,7 @@ def _innermost(thread: Integers, start_us: Floats, end_us: Floats, rows: Integer
 
 
 def _stretches(found: list[tuple[int, float, float]], rows: Integers, start_us: Floats, end_us: Floats) -> None:
-    """Those of one thread, whose rows are sorted by start and, of equal ones, the longer first."""
+    """Appends the stretches of one thread, whose rows are sorted by start and then the longer first."""
     open_: list[tuple[int, float]] = []
     now = -np.inf
 
@@ -260,13 +270,13 @@ def _stretches(found: list[tuple[int, float, float]], rows: Integers, start_us: 
 
 
 def read_traces(paths: Path | Sequence[Path]) -> tuple[dict[int, Trace], bool]:
-    """Traces by rank, and whether they are of a CPU: then operators stand where kernels would.
+    """Traces by rank, and whether they are of a CPU (see `on_host`).
 
     Args:
         paths: files, folders, the folder of a run.
 
     Raises:
-        TraceError: a file cannot be read, or holds no event.
+        TraceError: a file cannot be read, or has no event.
     """
     traces = load_ranks(paths, gpu_required=False)
     with_device = {rank: trace for rank, trace in traces.items() if len(trace.gpu)}

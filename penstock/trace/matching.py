@@ -30,13 +30,13 @@ from penstock.trace.events import NONE, Flags, Floats, Integers
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ClockOffsets:
-    """What must be taken off each rank's times.
+    """Offsets of the ranks' clocks.
 
     Attributes:
-        ahead_us: of each rank, against the median clock of its island.
-        island: that each rank is on; only ranks of one island can be compared.
-        shared: moments that each rank's clock was told by.
-        spread_us: half of these moments lie within this of what `ahead_us` says; 0 if there are none.
+        ahead_us: of each rank, relative to the median clock of its island.
+        island: of each rank; only ranks of one island can be compared.
+        shared: number of moments that determine each rank's offset.
+        spread_us: median distance of these moments from `ahead_us`; 0 if there are none.
     """
 
     ahead_us: Floats
@@ -53,7 +53,7 @@ class ClockOffsets:
         return calls.end_us - self.ahead_us[calls.rank]
 
     def is_joined(self, present: Flags) -> Flags:
-        """Whether all ranks that are present in each row stand on one island."""
+        """All present ranks of each row are on one island."""
         highest = np.where(present, self.island, NONE).max(axis=1, initial=NONE)
         lowest = np.where(present, self.island, len(self.island)).min(axis=1, initial=len(self.island))
         joined: Flags = highest == lowest
@@ -62,7 +62,7 @@ class ClockOffsets:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Circle:
-    """What one set of ranks says of each other's clocks."""
+    """Relative clock offsets among one set of ranks."""
 
     members: Integers
     ahead_us: Floats
@@ -71,11 +71,11 @@ class _Circle:
 
 
 def align_clocks(calls: CollectiveCalls, met: Integers) -> ClockOffsets:
-    """Clocks of all ranks.
+    """Offsets of all ranks' clocks.
 
     Args:
         calls: the kernels.
-        met: rows of `calls` that met, a column for each rank; NONE if it took no part.
+        met: [collective, rank], row of `calls`; NONE for a rank that took no part.
     """
     ranks = len(calls.ranks)
     ahead_us, island = np.zeros(ranks), np.arange(ranks)
@@ -96,14 +96,14 @@ def align_clocks(calls: CollectiveCalls, met: Integers) -> ClockOffsets:
 
 
 def _telling(calls: CollectiveCalls, met: Integers) -> Integers:
-    """Meetings of at least two ranks whose ends are one moment."""
+    """Collectives of at least two ranks whose ends are one moment."""
     present = met != NONE
-    way = np.where(present, calls.way[met], SyncKind.TOGETHER).max(axis=1, initial=SyncKind.TOGETHER)
-    return met[(present.sum(axis=1) > 1) & (way <= SyncKind.UNEVEN)]
+    sync = np.where(present, calls.sync[met], SyncKind.TOGETHER).max(axis=1, initial=SyncKind.TOGETHER)
+    return met[(present.sum(axis=1) > 1) & (sync <= SyncKind.UNEVEN)]
 
 
 def _circles(calls: CollectiveCalls, met: Integers) -> list[_Circle]:
-    """One for each set of ranks that met, by its strict collectives if it has any."""
+    """One for each set of ranks that met, from its strict collectives if it has any."""
     present = met != NONE
     circles = []
     packed: NDArray[np.uint8] = np.packbits(present, axis=1)
@@ -111,7 +111,7 @@ def _circles(calls: CollectiveCalls, met: Integers) -> list[_Circle]:
     for kind, example in enumerate(first):
         members = np.flatnonzero(present[example])
         rows = met[kinds.reshape(-1) == kind][:, members]
-        is_strict = calls.way[rows[:, 0]] == SyncKind.TOGETHER
+        is_strict = calls.sync[rows[:, 0]] == SyncKind.TOGETHER
         if is_strict.any():
             rows = rows[is_strict]
         ends = calls.end_us[rows]
@@ -121,14 +121,14 @@ def _circles(calls: CollectiveCalls, met: Integers) -> list[_Circle]:
 
 
 def _spread(calls: CollectiveCalls, met: Integers, ahead_us: Floats) -> tuple[Integers, Floats]:
-    """How many moments each rank shared, and how far from the common one its ends lie, in strict ones if it has any."""
+    """Number of moments that each rank shared, and the median distance of its ends from the common ones."""
     present = met != NONE
     shared, spread = present.sum(axis=0), np.zeros(len(ahead_us))
     if not len(met):
         return shared, spread
     ends = np.where(present, calls.end_us[met] - ahead_us, np.nan)
     away = np.abs(ends - np.nanmedian(ends, axis=1, keepdims=True))
-    is_strict = np.where(present, calls.way[met], SyncKind.TOGETHER).max(axis=1) == SyncKind.TOGETHER
+    is_strict = np.where(present, calls.sync[met], SyncKind.TOGETHER).max(axis=1) == SyncKind.TOGETHER
     for rank in np.flatnonzero(shared):
         strict = is_strict & present[:, rank]
         spread[rank] = np.median(away[strict if strict.any() else present[:, rank], rank])
@@ -138,29 +138,30 @@ def _spread(calls: CollectiveCalls, met: Integers, ahead_us: Floats) -> tuple[In
 # ------------------------------------------------------------------------------------------------------------- matching
 
 RUN = 3
-"""Neighbours in a row that must end together before a shift of the order is believed."""
+"""Consecutive pairs that must end together before a shift of the order is accepted."""
 
 TOLERANCE_US = 50.0
-"""Ends of one collective are seen this far apart on aligned clocks, at least."""
+"""Ends of one collective can differ by this on aligned clocks."""
 
 TOLERANCE_SHARE = 0.03
-"""The same, of the shorter duration: a long transfer's last parts do not come to all at once."""
+"""They can also differ by this share of the shorter duration: the last parts of a long transfer arrive at different
+times."""
 
 IN_STEP = 0.9
-"""Share of a group's collectives that two ranks must be inside at one moment to be in step. Not all: in an all-to-all,
-who has nothing for another does not wait for it."""
+"""Share of a group's collectives that two ranks must be inside at one moment. Not all: in an all-to-all, a rank that
+sends another rank nothing does not wait for it."""
 
 _SHIFTS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnmatchedCollective:
-    """Kernels that should have been one collective and are not shown to be.
+    """Kernels that should be one collective but could not be matched.
 
     Attributes:
-        group: of the collective; "" if it does not say.
-        seq: its number in the group, or its place among the rank's kernels that have no number.
-        why: what is missing or does not fit.
+        group: of the collective; "" if unknown.
+        seq: its number in the group, or its place among the rank's kernels without number.
+        why: the reason.
         rows: of `CollectiveCalls`.
         missing: ranks that lack it.
     """
@@ -175,14 +176,14 @@ class UnmatchedCollective:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MatchedCollectives:
-    """Collectives that all ranks of their group were found in; kernels of `SyncKind.PAIR` are in none.
+    """Collectives that were found on all ranks of their group; kernels of `SyncKind.PAIR` are in none.
 
     Attributes:
         calls: the kernels.
-        met: [meeting, rank], row of `calls`; NONE if the rank is not of the group.
-        seq: [meeting], number in the group, or place.
+        met: [collective, rank], row of `calls`; NONE if the rank is not in the group.
+        seq: [collective], number in the group, or place.
         clocks: by which times of different ranks are compared.
-        unmatched: what was not found on all ranks.
+        unmatched: kernels that were not found on all ranks.
     """
 
     calls: CollectiveCalls
@@ -197,7 +198,7 @@ class MatchedCollectives:
 
 @dataclass
 class _Found:
-    """Meetings on their way."""
+    """Accumulates matched and unmatched collectives."""
 
     rows: list[Integers] = field(default_factory=list)
     seq: list[Integers] = field(default_factory=list)
@@ -217,7 +218,7 @@ class _Found:
 def match_collectives(calls: CollectiveCalls) -> MatchedCollectives:
     """Match the kernels of all ranks."""
     found, ranks = _Found(), len(calls.ranks)
-    open_to_all = calls.way != SyncKind.PAIR
+    open_to_all = calls.sync != SyncKind.PAIR
     is_numbered = open_to_all & (calls.group != NONE) & (calls.seq != NONE)
     _by_number(calls, np.flatnonzero(is_numbered), found)
     clocks = align_clocks(calls, found.met(ranks))
@@ -254,7 +255,7 @@ def _unmatched(
 
 
 def _expected(calls: CollectiveCalls, rows: Integers) -> Flags:
-    """For each group, which of our ranks should take part."""
+    """[group, rank]: the ranks that should take part."""
     table = np.zeros((len(calls.groups), len(calls.ranks)), dtype=bool)
     table[calls.group[rows], calls.rank[rows]] = True
     for number, group in enumerate(calls.groups):
@@ -264,7 +265,7 @@ def _expected(calls: CollectiveCalls, rows: Integers) -> Flags:
 
 
 def _by_number(calls: CollectiveCalls, rows: Integers, found: _Found) -> None:
-    """Meetings of kernels that say their number. A number that a rank has twice counts by occurrence."""
+    """Matches kernels by sequence number. Repeated numbers of one rank match in order."""
     if not len(rows):
         return
     rows = rows[np.lexsort((calls.start_us[rows], calls.rank[rows], calls.seq[rows], calls.group[rows]))]
@@ -293,7 +294,7 @@ def _by_number(calls: CollectiveCalls, rows: Integers, found: _Found) -> None:
 
 
 def _recorded(calls: CollectiveCalls, rows: Integers) -> dict[tuple[int, int], tuple[int, int]]:
-    """Least and greatest number that each rank has of each group; rows are sorted by group and number."""
+    """Least and greatest sequence number of each (group, rank); rows are sorted by group and number."""
     bounds: dict[tuple[int, int], tuple[int, int]] = {}
     for group, rank, seq in zip(calls.group[rows], calls.rank[rows], calls.seq[rows], strict=True):
         key = (int(group), int(rank))
@@ -304,7 +305,7 @@ def _recorded(calls: CollectiveCalls, rows: Integers) -> dict[tuple[int, int], t
 def _absence(
     calls: CollectiveCalls, recorded: dict[tuple[int, int], tuple[int, int]], group: int, seq: int, rank: int
 ) -> str:
-    """Why a rank lacks a collective, as far as its own numbers tell."""
+    """The reason why a rank lacks a collective."""
     name = f"rank {calls.ranks[rank]}"
     if (group, rank) not in recorded:
         return f"{name} has none of this group"
@@ -315,14 +316,14 @@ def _absence(
 
 
 def _changes(*columns: Integers) -> Flags:
-    """Rows that differ from the one before in any column; the first does."""
+    """Mask of the rows that differ from the row before in any column; the first row does."""
     change = np.ones(len(columns[0]), dtype=bool)
     change[1:] = np.any([column[1:] != column[:-1] for column in columns], axis=0)
     return change
 
 
 def _occurrence(*columns: Integers) -> Integers:
-    """How many equal rows stand directly before each."""
+    """Number of equal rows directly before each row."""
     numbers = np.arange(len(columns[0]))
     begins = np.where(_changes(*columns), numbers, 0)
     count: Integers = numbers - np.maximum.accumulate(begins)
@@ -333,14 +334,14 @@ def _occurrence(*columns: Integers) -> Integers:
 
 
 def _series(calls: CollectiveCalls, rows: Integers) -> list[Integers]:
-    """Kernels without number, in lists whose order should be the same on all ranks.
+    """Kernels without number, in lists whose order should be equal on all ranks.
 
-    Those of a group make a list; of a library without groups those of a name; of NCCL those of a stream, if all ranks
-    use the same streams.
+    There is a list for each group; without group, one for each name of another library; of NCCL, one for each stream if
+    all ranks use the same streams.
     """
     labels = np.zeros((3, len(rows)), dtype=np.int64)
     labels[0] = calls.group[rows]
-    is_device = calls.way[rows] >= SyncKind.DEVICE
+    is_device = calls.sync[rows] >= SyncKind.DEVICE
     labels[1] = np.where(is_device, calls.name_id[rows], NONE)
     bare = (calls.group[rows] == NONE) & ~is_device
     streams = [set(calls.stream[rows[bare & (calls.rank[rows] == rank)]].tolist()) for rank in range(len(calls.ranks))]
@@ -351,7 +352,7 @@ def _series(calls: CollectiveCalls, rows: Integers) -> list[Integers]:
 
 
 def _by_order(calls: CollectiveCalls, rows: Integers, clocks: ClockOffsets, found: _Found) -> None:
-    """Meetings of one series."""
+    """Matches the kernels of one series."""
     ranks = len(calls.ranks)
     own = [rows[calls.rank[rows] == rank] for rank in range(ranks)]
     group = calls.group[rows[0]]
@@ -378,10 +379,10 @@ def _places(calls: CollectiveCalls, rows: Integers) -> Integers:
         return rows
     first = rows[0]
     alike = (calls.rank == calls.rank[first]) & (calls.group == calls.group[first]) & (calls.seq == NONE)
-    if calls.way[first] >= SyncKind.DEVICE:
+    if calls.sync[first] >= SyncKind.DEVICE:
         alike &= calls.name_id == calls.name_id[first]
     else:
-        alike &= calls.way < SyncKind.DEVICE
+        alike &= calls.sync < SyncKind.DEVICE
     places: Integers = np.searchsorted(np.flatnonzero(alike), rows)
     return places
 
@@ -389,7 +390,7 @@ def _places(calls: CollectiveCalls, rows: Integers) -> Integers:
 def _list_the_rest(
     calls: CollectiveCalls, own: list[Integers], met: Integers, taking_part: Flags, found: _Found
 ) -> None:
-    """What is in no meeting of the series, by place in it: kernels of the same place are one entry."""
+    """Lists the unmatched kernels of a series; kernels of the same place are one entry."""
     matched = set(met.reshape(-1).tolist())
     left: dict[int, list[int]] = {}
     for rows in own:
@@ -407,10 +408,10 @@ def _list_the_rest(
 
 
 def _pairs(calls: CollectiveCalls, lead: Integers, other: Integers, clocks: ClockOffsets) -> tuple[Integers, Integers]:
-    """Places in `lead` and `other` that are the same collective."""
+    """Indices into `lead` and `other` that are the same collective."""
     if not len(other):
         return other, other
-    is_device = calls.way[lead[0]] >= SyncKind.DEVICE
+    is_device = calls.sync[lead[0]] >= SyncKind.DEVICE
     in_order = np.arange(len(lead))
     if is_device and clocks.island[calls.rank[lead[0]]] != clocks.island[calls.rank[other[0]]]:
         return (in_order, in_order) if len(lead) == len(other) else (lead[:0], lead[:0])
@@ -432,7 +433,7 @@ def _pairs(calls: CollectiveCalls, lead: Integers, other: Integers, clocks: Cloc
 
 
 def _are_in_step(calls: CollectiveCalls, lead: Integers, other: Integers, clocks: ClockOffsets) -> bool:
-    """Whether two ranks of a group have the same collectives in the same order, and met in nearly all."""
+    """Two ranks of a group have the same collectives in the same order, and met in nearly all."""
     if len(lead) != len(other) or calls.group[lead[0]] == NONE or (calls.name_id[lead] != calls.name_id[other]).any():
         return False
     first, second = calls.rank[lead[0]], calls.rank[other[0]]
@@ -445,7 +446,7 @@ def _are_in_step(calls: CollectiveCalls, lead: Integers, other: Integers, clocks
 
 
 def _nearest(times_us: Floats, wanted_us: Floats) -> Integers:
-    """Index of the nearest of some times to each of others."""
+    """Index of the nearest of `times_us` to each wanted time."""
     order = np.argsort(times_us, kind="stable")
     times_us = times_us[order]
     after = np.clip(np.searchsorted(times_us, wanted_us), 1, max(1, len(order) - 1))
@@ -455,7 +456,7 @@ def _nearest(times_us: Floats, wanted_us: Floats) -> Integers:
 
 
 def _apart(calls: CollectiveCalls, lead: Integers, other: Integers, clocks: ClockOffsets) -> float:
-    """How far the other rank's clock is ahead: known, or the difference of ends that most pairs of one shift share."""
+    """Offset of the other rank's clock: known, or the difference of ends that most pairs of one shift share."""
     first, second = calls.rank[lead[0]], calls.rank[other[0]]
     if clocks.island[first] == clocks.island[second]:
         return float(clocks.ahead_us[second] - clocks.ahead_us[first])
@@ -473,10 +474,10 @@ def _apart(calls: CollectiveCalls, lead: Integers, other: Integers, clocks: Cloc
 
 
 def _are_together(calls: CollectiveCalls, met: Integers, clocks: ClockOffsets) -> Flags:
-    """Whether a moment exists at which all ranks of each meeting were inside; where that need not be, True."""
+    """A moment exists at which all ranks of each collective were inside; True where that is not required."""
     present = met != NONE
     latest = np.where(present, clocks.start_us(calls)[met], -np.inf).max(axis=1, initial=-np.inf)
     earliest = np.where(present, clocks.end_us(calls)[met], np.inf).min(axis=1, initial=np.inf)
-    way = np.where(present, calls.way[met], NONE).max(axis=1, initial=NONE)
-    together: Flags = (latest <= earliest + TOLERANCE_US) | (way > SyncKind.UNEVEN) | ~clocks.is_joined(present)
+    sync = np.where(present, calls.sync[met], NONE).max(axis=1, initial=NONE)
+    together: Flags = (latest <= earliest + TOLERANCE_US) | (sync > SyncKind.UNEVEN) | ~clocks.is_joined(present)
     return together

@@ -1,19 +1,19 @@
-"""Memory of a device while it was recorded: what its allocator held, when most, where that was, and what for.
+"""Memory of a device during a recording: the allocator's curve, its peak, and the purpose of each block.
 
-The profiler writes an event for each block that is handed out or taken back: its size, its address, and what is held
-then. An event is placed like a kernel (penstock.trace.tree): by the operators and spans around it, in backward by the
-operator that made the node. A block lives from one event to the other, and how long it lives says what it is:
+The profiler writes an event for each allocation and free, with size, address and the total afterwards. An event is
+placed like a kernel (penstock.trace.tree): by the operators and spans around it, in backward by the operator that made
+the node. The lifetime of a block gives its component:
 
-    before       it was there when the recording began: weights, gradients and moments that outlive a step
-    activations  handed out in forward or recompute, still there when backward works
-    gradients    handed out in backward, still there when the update works, or to the end of the recording
-    optimizer    handed out in the update, still there after it
-    kept         handed out in forward, still there when the update works
-    temporary    the rest: taken back in the pass that it was handed out in
+    before       allocated before the recording: weights, gradients and moments that outlive a step
+    activations  allocated in forward or recompute, alive while backward works
+    gradients    allocated in backward, alive while the update works, or until the end
+    optimizer    allocated in the update, alive after it
+    kept         allocated in forward, alive while the update works
+    temporary    all others: freed in the pass that allocated them
 
-Where a trace has no addresses there are no blocks: then only the curve is known, its peak, and where that was. The
-device runs behind the host; memory is handed out by the host, so all times here are the host's. A graph that is
-replayed asks for nothing: what it needs was handed out when it was captured, and is `before`.
+Without addresses there are no blocks, only the curve, its peak, and the place of the peak. The host allocates and runs
+ahead of the device, so all times are the host's. A graph replay allocates nothing; its memory was allocated at capture,
+and is `before`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,10 +29,10 @@ from penstock.trace.timeline import RecordedStep
 from penstock.trace.tree import as_launches, build_tree, place
 
 COMPONENTS = ("before", "activations", "gradients", "optimizer", "kept", "temporary")
-"""What a block is; `before` are all bytes that no recorded block has."""
+"""Components of memory; `before` are all bytes without a recorded block."""
 
 POINTS = 256
-"""Of a curve in JSON."""
+"""Points of a curve in JSON."""
 
 _BEFORE, _ACTIVATIONS, _GRADIENTS, _OPTIMIZER, _KEPT, _TEMPORARY = range(len(COMPONENTS))
 _FORWARD, _BACKWARD, _RECOMPUTE, _UPDATE = (
@@ -42,12 +42,12 @@ _FORWARD, _BACKWARD, _RECOMPUTE, _UPDATE = (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AllocatedBlocks:
-    """What was handed out while it was recorded.
+    """Blocks that were allocated during the recording.
 
     Attributes:
         size: bytes.
-        born: row of the change that handed it out.
-        died: row of the change that took it back, or NONE.
+        born: row of the allocation.
+        died: row of the free, or NONE.
         component: index into `COMPONENTS`.
     """
 
@@ -57,22 +57,19 @@ class AllocatedBlocks:
     component: Integers
 
     def alive(self, row: int) -> Flags:
-        """Which are held after a change."""
+        """Mask of the blocks that are alive after a change."""
         return (self.born <= row) & ((self.died == NONE) | (self.died > row))
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryRow:
-    """What a phase does to memory in all that was recorded.
+    """Memory of one phase, over the whole recording.
 
     Attributes:
-        name: of the phase.
-        pass_: of the step.
-        layer: its number, or None.
-        handed_out_bytes: of all blocks that were handed out in it.
-        kept_bytes: handed out in it, less what was taken back in it, of this phase or another.
-        most_bytes: the most that was held, by whomever, while it worked.
-        at_peak_bytes: of blocks that were handed out in it and are there at the peak; None if blocks are not known.
+        handed_out_bytes: allocated in it.
+        kept_bytes: allocated in it minus freed in it, whichever phase allocated the freed blocks.
+        most_bytes: largest total while it worked.
+        at_peak_bytes: of its blocks that are alive at the peak; None without blocks.
     """
 
     name: str
@@ -86,17 +83,13 @@ class MemoryRow:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPeak:
-    """The fullest moment.
+    """The moment with the most allocated memory.
 
     Attributes:
         time_us: on the clock of the trace.
-        allocated_bytes: handed out then.
-        reserved_bytes: held by the allocator then.
-        phase: in which it was.
-        pass_: of the step.
         layer: its number, or None.
         spans: open around it, from the outside in.
-        components: bytes by component, the largest first; empty if blocks are not known.
+        components: bytes by component, the largest first; empty without blocks.
     """
 
     time_us: float
@@ -111,17 +104,17 @@ class MemoryPeak:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AllocatorHistory:
-    """What the allocator of one device did; arrays have one entry for each change.
+    """The allocator of one device; arrays have one entry for each change.
 
     Attributes:
         device: its number.
         time_us: of the change.
-        allocated: bytes that are handed out after it.
+        allocated: total bytes after it.
         reserved: bytes that the allocator holds after it.
-        changed: bytes handed out, or less than 0 if they were taken back.
-        phases: what the host did at each change.
-        blocks: or None if the trace has no addresses.
-        spans: open around the fullest moment, from the outside in.
+        changed: bytes allocated, or negative bytes freed.
+        phases: phase of the host at each change.
+        blocks: None if the trace has no addresses.
+        spans: open around the peak, from the outside in.
     """
 
     device: int
@@ -135,12 +128,12 @@ class AllocatorHistory:
 
     @property
     def peak_row(self) -> int:
-        """The first change after which most is handed out."""
+        """The first change after which the most is allocated."""
         return int(self.allocated.argmax())
 
     @property
     def peak(self) -> MemoryPeak:
-        """The fullest moment."""
+        """The moment with the most allocated memory."""
         return self.at(self.peak_row, self.spans)
 
     def at(self, row: int, spans: tuple[str, ...] = ()) -> MemoryPeak:
@@ -158,7 +151,7 @@ class AllocatorHistory:
         )
 
     def components(self, row: int) -> dict[str, int]:
-        """What is held after a change, by component, the largest first; the sum is what is handed out."""
+        """Bytes by component after a change, the largest first; they add up to the allocated total."""
         if self.blocks is None:
             return {}
         alive = self.blocks.alive(row)
@@ -167,7 +160,7 @@ class AllocatorHistory:
         return {COMPONENTS[one]: int(sizes[one]) for one in np.argsort(-sizes, kind="stable").tolist() if sizes[one]}
 
     def rows(self, *, by_layer: bool = False) -> list[MemoryRow]:
-        """What each phase does to memory, in the order in which they first change it."""
+        """Memory of each phase, in the order of their first change."""
         layer = self.phases.layer if by_layer else np.full(len(self.time_us), NONE)
         groups, group = grouped(self.phases.name_id, self.phases.pass_id, layer)
         handed_out = np.bincount(group, np.maximum(self.changed, 0), len(groups))
@@ -193,7 +186,7 @@ class AllocatorHistory:
         ]
 
     def curve(self, points: int = POINTS) -> list[tuple[float, int, int]]:
-        """Time, allocated and reserved bytes: all changes, or of equal parts of time the fullest moment of each."""
+        """Time, allocated and reserved bytes: all changes, or the fullest moment of each of equal parts of time."""
         rows = np.arange(len(self.time_us))
         if len(rows) > points:
             span_us = self.time_us[-1] - self.time_us[0]
@@ -206,13 +199,13 @@ class AllocatorHistory:
 
 
 _Bytes = Annotated[int, msgspec.Meta(ge=-(2**50), le=2**50)]
-"""More is damage."""
+"""Larger numbers are damage."""
 
 _Address = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 
 class _Args(msgspec.Struct, gc=False):
-    """What the profiler writes about a change; the device of the host has a number below 0."""
+    """The profiler's record of a change; the host has a device number below 0."""
 
     device: int = msgspec.field(name="Device Id", default=NONE)
     changed: _Bytes | None = msgspec.field(name="Bytes", default=None)
@@ -225,7 +218,7 @@ _DECODER = msgspec.json.Decoder(_Args)
 
 
 def find_memory(trace: Trace) -> tuple[AllocatorHistory, ...]:
-    """What each GPU's allocator held over the trace; empty if memory was not recorded."""
+    """The allocator history of each GPU; empty if memory was not recorded."""
     host = trace.host
     rows = np.flatnonzero((host.kind == HostKind.INSTANT) & host.called("[memory]"))
     changes: dict[int, list[tuple[int, _Args]]] = {}
@@ -262,7 +255,7 @@ def _memory(trace: Trace, device: int, found: Sequence[tuple[int, _Args]]) -> Al
 
 
 def _blocks(addresses: Integers, changed: Integers, phases: Phases) -> AllocatedBlocks:
-    """Each block from the change that hands it out to the next one at its address, if that takes it back."""
+    """Blocks from each allocation to the next change at its address, if that is a free."""
     order = np.lexsort((np.arange(len(changed)), addresses))
     is_next = np.append(addresses[order][1:] == addresses[order][:-1], False)
     after = np.append(order[1:], NONE)
@@ -274,7 +267,7 @@ def _blocks(addresses: Integers, changed: Integers, phases: Phases) -> Allocated
 
 
 def _components(born: Integers, died: Integers, pass_id: Integers) -> Integers:
-    """What each block is, by the passes that work while it is there."""
+    """Component of each block, by the passes that work while it is alive."""
 
     def sees(pass_: int) -> Flags:
         """Whether a change of this pass lies between birth and death, both included but for the birth."""
@@ -319,7 +312,7 @@ def _peak_json(peak: MemoryPeak) -> dict[str, Any]:
 
 
 def _step_json(memory: AllocatorHistory, step: RecordedStep) -> dict[str, Any]:
-    """What the host's part of a step begins and ends with, and its fullest moment; null without a change in it."""
+    """First, last and fullest moment of the host's part of a step; null without a change in it."""
     low, high = np.searchsorted(memory.time_us, [step.start_us, step.start_us + step.duration_us]).tolist()
     told: dict[str, Any] = {"name": step.name, "number": step.number, "begin_bytes": None, "end_bytes": None}
     if low == high:
@@ -334,5 +327,5 @@ def _step_json(memory: AllocatorHistory, step: RecordedStep) -> dict[str, Any]:
 
 
 def _spoken(row: Mapping[str, Any]) -> dict[str, Any]:
-    """With the key `pass`, which is no name in Python."""
+    """Renames the key `pass_` to `pass`."""
     return {name.rstrip("_"): value for name, value in row.items()}

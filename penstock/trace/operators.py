@@ -1,14 +1,11 @@
-"""Operators with their shapes: which different calls a trace has, and which of them each GPU event belongs to.
+"""Operator calls with their shapes, and the GPU time below them down to single kernels.
 
-A call is an operator with the shapes and types of its arguments, and with the plain arguments where they change the
-work (a causal mask, the stride of a convolution). Thousands of events are a few hundred different calls, so what is
-computed of a call (penstock.trace.roofline) is computed once. Calls are told apart by their text in the file; only one
-of each is decoded.
+A call is an operator with the shapes and types of its arguments, and with its scalar arguments where they change the
+work (a causal mask, the stride of a convolution). Thousands of events are a few hundred different calls, so results per
+call (penstock.trace.roofline) are computed once. Calls are compared by their text in the file; one of each is decoded.
 
-All time on the device as leaves of one tree: step, pipeline action, layer, phase, pass, operator, shapes, kernel.
-
-Flames, tables of any depth and comparisons add up the same leaves, so their sums agree. A level that an event does not
-have is empty or None: an event without a launch in the trace has neither step nor operator.
+`hierarchy` gives all device time as leaves of one tree: step, pipeline action, layer, phase, pass, operator, shapes,
+kernel. A level that an event does not have is empty or None: without a launch there is neither step nor operator.
 """
 
 import re
@@ -24,21 +21,20 @@ from penstock.trace.phases import PASSES, Phases, grouped
 from penstock.trace.tree import Placement
 
 WITH_ARGUMENTS = re.compile(r"attention|conv(?!ert)|aten::(sum|mean|cat|softmax|_softmax|_log_softmax)")
-"""Operators whose plain arguments change the work."""
+"""Operators whose scalar arguments change the work."""
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorCall:
-    """An operator on shapes.
+    """An operator with the shapes of its arguments.
 
     Attributes:
-        name: of the operator.
-        shapes: of each argument: a shape, a tuple of shapes for a list of tensors, `()` for what is no tensor.
-        types: of each argument, as the profiler calls them (`c10::BFloat16`, `Scalar`, `TensorList`).
-        plain: plain arguments as text, empty where they do not change the work.
-        made_by: in backward, the call of the operator whose gradients it computes, if it is of Python.
+        shapes: of each argument: a shape, a tuple of shapes for a list of tensors, `()` for other arguments.
+        types: of each argument, in the profiler's words (`c10::BFloat16`, `Scalar`, `TensorList`).
+        plain: scalar arguments as text; empty where they do not change the work.
+        made_by: for the backward of a Python autograd function, the forward call.
     """
 
     name: str
@@ -53,9 +49,8 @@ class CallTable:
     """The different calls of a trace.
 
     Attributes:
-        calls: each once.
         call_of: index into `calls` for each row of `Trace.gpu`, or NONE.
-        row_of: row in `Trace.host` of the operator, for each row of `Trace.gpu`, or NONE.
+        row_of: row in `Trace.host` of the operator for each row of `Trace.gpu`, or NONE.
     """
 
     calls: tuple[OperatorCall, ...]
@@ -64,7 +59,7 @@ class CallTable:
 
 
 class _Args(msgspec.Struct, gc=False, frozen=True):
-    """What is read of the `args` of an operator, still as text."""
+    """The `args` of an operator that are read, still as text."""
 
     dims: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input Dims")
     types: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input type")
@@ -117,7 +112,7 @@ def _args_of(text: Any) -> _Args:
 
 
 def _value(text: bytes) -> list[Any]:
-    """A list from its text; empty if it is none."""
+    """A list from its text; empty for anything else."""
     if not text:
         return []
     found = msgspec.json.decode(text)
@@ -139,13 +134,10 @@ class Leaf(NamedTuple):
         step: name of the step, or empty.
         action: of the pipeline, or empty.
         layer: its number, or None.
-        phase: as in `penstock.trace.phases`.
-        pass_: the same.
         operator: the innermost one, or empty.
-        shapes: of its arguments.
         kernel: name of its function.
-        events: how many.
-        kernel_us: their durations added.
+        events: number of GPU events.
+        kernel_us: sum of their durations.
         exposed_us: busy time of the device that is charged to them.
     """
 
@@ -163,13 +155,7 @@ class Leaf(NamedTuple):
 
 
 def hierarchy(trace: Trace, phases: Phases, calls: CallTable | None = None) -> list[Leaf]:
-    """The leaves, longest first.
-
-    Args:
-        trace: of one rank.
-        phases: of that trace.
-        calls: of that trace, if they are there already.
-    """
+    """The leaves, longest first; `calls` are of the same trace, if already known."""
     placement = phases.placement
     calls = calls_made(trace, placement) if calls is None else calls
     event = phases.event
@@ -205,5 +191,5 @@ def hierarchy(trace: Trace, phases: Phases, calls: CallTable | None = None) -> l
 
 
 def _by_name(trace: Trace, rows: Integers) -> Integers:
-    """Rows of the host as indices of their names."""
+    """Name index of each row of the host, or NONE."""
     return np.where(rows == NONE, NONE, np.append(trace.host.name_id, NONE)[rows])

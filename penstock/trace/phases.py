@@ -1,15 +1,15 @@
-"""The time of a trace by phase, layer and pass; `penstock.trace.operators` goes on to operators, shapes and kernels.
+"""The time of a trace by phase, layer and pass.
 
-A phase is named by the span around the launch. Inside the spans of a mixture of experts the kernel says more: indices,
-permutation, activation, products forward and both gradients, waiting. Quantization is a phase of its own wherever it
-stands, but that of a norm, which one kernel does with the norm, and of heads. Where there is no span, names of kernels
-and operators do (penstock.trace.kernel_names); the same words, so that tables of both kinds join. What nothing names
-is "other", and `Phases.other_share` says how much that is.
+A phase is named by the span around the launch. Inside the spans of a mixture of experts the kernel is more specific:
+indices, permutation, activation, products forward and both gradients, waiting. Quantization is a phase of its own in
+all spans, except in a norm kernel and in attention heads. Without a span, the categories of kernels and operators
+(penstock.trace.kernel_names) use the same words, so that tables of both kinds join. All other time is "other", and
+`Phases.other_share` is its share.
 
-Two times stand in each row. `kernel_us` is the sum of the durations. `exposed_us` is the part of the device's busy time
-that the phase is charged with: every moment is charged once, to compute before communication before copies, and of
-equals to the one that began first. So the exposed times add up to the busy time, and those of communication to what the
-timeline calls exposed communication.
+Each row has two times. `kernel_us` is the sum of the durations. `exposed_us` is the device's busy time that is charged
+to the phase: every moment is charged once, to compute before communication before copies, and among equals to the event
+that began first. So exposed times add up to the busy time, and those of communication to the timeline's exposed
+communication.
 """
 
 import math
@@ -34,16 +34,16 @@ from penstock.trace.kernel_names import (
 from penstock.trace.tree import CATEGORIES, SPANS, Placement, place
 
 PASSES = ("", "forward", "backward", "recompute", "update")
-"""Of a training step. Empty: not known, because the launch is not in the trace and the name does not say."""
+"""Passes of a training step. Empty: unknown, because the launch is not in the trace and the name does not say."""
 
 EXPERTS = frozenset({Span.ROUTE, Span.DISPATCH, Span.EXPERTS, Span.COMBINE})
-"""Spans in which kernels are told apart."""
+"""Spans in which the category of a kernel decides."""
 
 UPDATES = frozenset({Span.ZERO, Span.REDUCE, Span.CLIP, Span.READ, Span.OPTIMIZER, Span.BALANCE})
-"""Spans and phases of the update, which is no pass through the model."""
+"""Spans and phases of the update, which is not a pass through the model."""
 
 SPOKEN = {Span.SORT: Category.INDEX.value}
-"""Spans whose phase has another name, because a sort may be anything."""
+"""Spans with another phase name: a sort outside of a span can be anything."""
 
 PRODUCTS = frozenset({Category.GROUPED, Category.GROUPED_WEIGHTS})
 WAITING = " waiting"
@@ -69,14 +69,13 @@ class Phase:
     """One row of the table.
 
     Attributes:
-        name: of the phase.
         layer: its number, or None.
         pass_: one of `PASSES`.
-        kernel_us: durations added.
+        kernel_us: sum of durations.
         exposed_us: busy time of the device that is charged to it.
         share: of all `kernel_us`.
         count: GPU events.
-        inferred: layer and pass of some of them were not seen but inferred, because a captured graph launched them.
+        inferred: layer and pass of some events were inferred, because a CUDA graph launched them.
     """
 
     name: str
@@ -89,13 +88,13 @@ class Phase:
     inferred: bool
 
     def as_json(self) -> dict[str, Any]:
-        """With the key `pass`, which is no name in Python."""
+        """Plain values, with the key `pass`."""
         return {key.rstrip("_"): value for key, value in vars(self).items()}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Phases:
-    """All GPU events of a trace, named. An event of which a part was waiting has two entries.
+    """All GPU events of a trace, named. An event that partly waited has two entries.
 
     Attributes:
         names: of phases.
@@ -103,10 +102,9 @@ class Phases:
         name_id: index into `names`.
         pass_id: index into `PASSES`.
         layer: number, or NONE.
-        kernel_us: durations.
-        exposed_us: busy time that each is charged with.
-        placement: where the events come from, one entry for each row of `Trace.gpu`.
-        replays: what is known of captured graphs, or None if the trace has none.
+        exposed_us: busy time that is charged to each entry.
+        placement: of the events, one entry for each row of `Trace.gpu`.
+        replays: summary of CUDA graph replays, or None without any.
     """
 
     names: tuple[str, ...]
@@ -121,14 +119,14 @@ class Phases:
 
     @property
     def other_share(self) -> float:
-        """Of all time on the device, what nothing names."""
+        """Share of all time on the device without a name."""
         total = self.kernel_us.sum()
         if Category.OTHER.value not in self.names or not total:
             return 0.0
         return float(self.kernel_us[self.name_id == self.names.index(Category.OTHER.value)].sum() / total)
 
     def rows(self, *, by_layer: bool = True) -> list[Phase]:
-        """The table, longest first; layers added up unless `by_layer`."""
+        """The table, longest first; layers are added up unless `by_layer`."""
         layer = self.layer if by_layer else np.full(len(self.layer), NONE)
         groups, group = grouped(self.name_id, layer, self.pass_id)
         kernel_us = np.bincount(group, self.kernel_us, len(groups))
@@ -152,9 +150,9 @@ class Phases:
 
 
 def grouped(*columns: Integers) -> tuple[list[tuple[int, ...]], Integers]:
-    """The different rows of some columns of numbers from NONE up, and which of them each row is.
+    """The distinct rows of some integer columns (values from NONE up), and the index of each row among them.
 
-    A row is packed into one number first, because sorting numbers is much faster than sorting rows.
+    A row is packed into one integer first, because sorting integers is much faster than sorting rows.
     """
     widths = [int(column.max(initial=NONE)) + 2 for column in columns]
     assert math.prod(widths) < 2**62, "the columns hold too many different values for one number"
@@ -167,13 +165,13 @@ def grouped(*columns: Integers) -> tuple[list[tuple[int, ...]], Integers]:
 
 
 def find_phases(trace: Trace, placement: Placement | None = None, *, waited_us: Floats | None = None) -> Phases:
-    """Name every event of the GPU.
+    """Name every GPU event.
 
     Args:
         trace: of one rank.
-        placement: of its events, if it is there already.
-        waited_us: for each row of `Trace.gpu`, the part of its duration in which it waited for other ranks. That part
-            then stands in rows of its own ("dispatch waiting").
+        placement: of its events, if already known.
+        waited_us: for each row of `Trace.gpu`, the part of its duration in which it waited for other ranks. This part
+            gets an entry of its own ("dispatch waiting").
     """
     placement, replays = infer_replays(trace, place(trace) if placement is None else placement)
     names, name_id, pass_id = _name_all(trace, placement)
@@ -192,7 +190,7 @@ def find_phases(trace: Trace, placement: Placement | None = None, *, waited_us: 
 
 
 def _with_waiting(phases: Phases, waited_us: Floats) -> Phases:
-    """Entries split in two where an event waited: exposed time in the same proportion."""
+    """Splits entries that waited in two; exposed time is split in the same proportion."""
     waited = np.clip(waited_us, 0.0, phases.kernel_us)
     some = np.flatnonzero((waited > 0) & ~np.char.endswith(np.array(phases.names), WAITING)[phases.name_id])
     share = np.zeros(len(waited))
@@ -213,14 +211,14 @@ def _with_waiting(phases: Phases, waited_us: Floats) -> Phases:
 
 
 def _index_in(names: list[str], name: str) -> int:
-    """Where a name stands in a list; it is added if it does not."""
+    """Index of a name in a list; it is added if missing."""
     if name not in names:
         names.append(name)
     return names.index(name)
 
 
 def charge(trace: Trace) -> Floats:
-    """For each GPU event the busy time that it is charged with: compute first, then communication, then copies."""
+    """The busy time that is charged to each GPU event: compute first, then communication, then copies."""
     gpu = trace.gpu
     level_of = np.array([_PRIORITY[kind] for kind in GpuKind])[gpu.kind]
     charged, taken = np.zeros(len(gpu)), union(np.zeros(0), np.zeros(0))
@@ -235,14 +233,14 @@ def charge(trace: Trace) -> Floats:
 
 
 def _name_all(trace: Trace, placement: Placement) -> tuple[tuple[str, ...], Integers, Integers]:
-    """Names, and for each event the index of its name and pass; found once for each different kind of event."""
+    """Phase names, and the name and pass of each event; computed once for each distinct kind of event."""
     gpu = trace.gpu
     operator = np.append(trace.host.name_id, NONE)[placement.operator]
     ran = np.where(placement.is_recomputed, 2, np.where(placement.is_backward, 1, 0))
     is_told = ~placement.is_replayed | placement.is_inferred | placement.is_backward | (placement.layer != NONE)
     ran = np.where(gpu.is_linked & is_told, ran, 3)
     talks = gpu.kind == GpuKind.COMMUNICATION
-    said = np.where(talks, placement.collective, placement.part)
+    said = np.where(talks, placement.collective, placement.category)
     asked = talks & (placement.span == NONE) & _exchanging(trace)[gpu.name_id]
     for row in np.flatnonzero(asked).tolist():
         if is_point_to_point(gpu.raw[row]):
@@ -256,7 +254,7 @@ def _name_all(trace: Trace, placement: Placement) -> tuple[tuple[str, ...], Inte
             is_communication=bool(kind_of),
             operator="" if operator_name == NONE else trace.names[operator_name],
             span=None if span == NONE else SPANS[span],
-            part=None if part == NONE else CATEGORIES[part],
+            category=None if part == NONE else CATEGORIES[part],
             ran=("forward", "backward", "recompute", "")[how],
         )
         phase, pass_ = _name(event)
@@ -276,9 +274,9 @@ def _exchanging(trace: Trace) -> Flags:
 
 
 def _exchanges(names: list[str], name_id: Integers, pass_id: Integers) -> tuple[tuple[str, ...], Integers, Integers]:
-    """An all-to-all without a span is dispatch if products of experts follow before the next one, else combine.
+    """An all-to-all without a span is dispatch if products of experts follow before the next all-to-all, else combine.
 
-    In backward it is the other way round: gradients reach the experts through the combine.
+    In backward it is the opposite: gradients reach the experts through the combine.
     """
     products = np.array([one.startswith(Span.EXPERTS) for one in names], dtype=bool)[name_id]
     exchange = name_id == (names.index(Category.ALL_TO_ALL) if Category.ALL_TO_ALL in names else NONE)
@@ -295,18 +293,17 @@ def _exchanges(names: list[str], name_id: Integers, pass_id: Integers) -> tuple[
 
 @dataclass(frozen=True, kw_only=True)
 class _Event:
-    """What is known of a kind of event. `part` is what operators around it say, `ran` the pass that the tree found."""
+    """Facts of a kind of event. `category` is from the operators around it, `ran` is the pass from the tree."""
 
     kernel: str
     is_communication: bool
     operator: str
     span: Span | None
-    part: Category | None
+    category: Category | None
     ran: str
 
 
 def _name(event: _Event) -> tuple[str, str]:
-    """Phase and pass."""
     own = _own(event)
     does, pass_ = _does(event, own), _pass(event, own)
     name = _phase(event, own, does, pass_)
@@ -316,17 +313,17 @@ def _name(event: _Event) -> tuple[str, str]:
 
 
 def _does(event: _Event, own: Category | None) -> Category:
-    """What the event does, by its kernel first and then by what stands around it."""
+    """The operation of the event: by its kernel first, then by its surroundings."""
     does = own or generic_category(event.kernel) or generic_category(event.operator) or Category.OTHER
-    if event.is_communication and event.part is Category.POINT_TO_POINT:
-        return event.part
+    if event.is_communication and event.category is Category.POINT_TO_POINT:
+        return event.category
     if event.is_communication and does in {Category.COLLECTIVE, Category.OTHER}:
-        return event.part or Category.COLLECTIVE
+        return event.category or Category.COLLECTIVE
     return does
 
 
 def _pass(event: _Event, own: Category | None) -> str:
-    """The pass that the tree found, unless names say that it is a gradient."""
+    """The pass from the tree, unless a name says that it is a gradient."""
     if event.ran not in ("", "forward"):
         return event.ran
     is_named = own is Category.GROUPED_WEIGHTS or is_gradient(event.kernel) or is_gradient(event.operator)
@@ -334,9 +331,9 @@ def _pass(event: _Event, own: Category | None) -> str:
 
 
 def _phase(event: _Event, own: Category | None, does: Category, pass_: str) -> str:
-    """The phase: by the span, where there is one and the kernel is not told apart in it."""
+    """The phase: by the span, unless the kernel is more specific."""
     if event.span is None:
-        named = does if event.is_communication else own or event.part or does
+        named = does if event.is_communication else own or event.category or does
         return _experts(named, pass_) if named in PRODUCTS else _NAMED.get(named, named.value)
     if event.span in EXPERTS:
         return _inside_experts(event.span, own, does, pass_)
@@ -347,15 +344,15 @@ def _phase(event: _Event, own: Category | None, does: Category, pass_: str) -> s
 
 
 def _own(event: _Event) -> Category | None:
-    """The part that a kernel's name tells; the span decides where several parts have one kernel."""
+    """The category of the kernel's name; the span decides where several categories share a kernel."""
     own = specific_category(event.kernel)
-    if event.kernel == FLOAT8_GEMM and (event.span is Span.EXPERTS or event.part is Category.GROUPED):
+    if event.kernel == FLOAT8_GEMM and (event.span is Span.EXPERTS or event.category is Category.GROUPED):
         return Category.GROUPED_WEIGHTS
     return own
 
 
 def _inside_experts(span: Span, own: Category | None, does: Category, pass_: str) -> str:
-    """The phase of a kernel under a span of a mixture of experts."""
+    """The phase of a kernel inside a span of a mixture of experts."""
     if own is Category.WAIT:
         return span.value + WAITING
     if own in _WITHIN:
@@ -368,7 +365,7 @@ def _inside_experts(span: Span, own: Category | None, does: Category, pass_: str
 
 
 def _experts(part: Category, pass_: str) -> str:
-    """Products of experts: forward, or which gradient."""
+    """Products of experts: forward, or the kind of gradient."""
     if part is Category.GROUPED_WEIGHTS:
         return "experts weight gradient"
     return "experts input gradient" if pass_ == "backward" and part is Category.GROUPED else Span.EXPERTS.value

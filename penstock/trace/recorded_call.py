@@ -1,13 +1,13 @@
-"""The arguments of an operator as the profiler recorded them, made into values that a script can be written from.
+"""The arguments of an operator call, as the profiler recorded them, in a form from which a script can be written.
 
-torch.profiler records four lists: dims, strides and dtypes of every argument, and the text of those that are plain
-values (`record_shapes=True`). What it leaves out decides what can be replayed:
+torch.profiler records four lists: dims, strides and dtypes of every argument, and scalar values as text
+(`record_shapes=True`). The missing information limits the replay:
 
-- Values in tensors are never there. Integers that index something are therefore made in range of what they index
-  (`index_bound`), and group offsets come from given counts, or are even.
-- Tensors in lists have sizes but no dtype. A list of optional tensors (the indices of `x[i, j]`) is not there at all.
+- Tensor values are missing. Integers that index something are made in range of its size, and group offsets come from
+  given counts, or are even.
+- Tensors in lists have sizes but no dtype. A list of optional tensors (the indices of `x[i, j]`) is missing entirely.
 - None, a string, a generator and a device look alike; all become None, and the script takes the operator's default.
-- A Python number given for a tensor is a tensor without dims whose value is lost; it becomes 1.
+- A Python number passed for a tensor is a tensor without dims whose value is lost; it becomes 1.
 """
 
 import ast
@@ -46,17 +46,17 @@ DTYPES: dict[str, str] = {
     "unsigned long": "uint64",
     "unsigned long int": "uint64",
 }
-"""PyTorch's names for the C++ types that traces have."""
+"""PyTorch's dtype names for the C++ types in traces."""
 
 INTEGERS = frozenset({"bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"})
-"""Dtypes whose values are made by range."""
+"""Dtypes whose values are generated within a range."""
 
 _LIST_OF_INDICES = frozenset(
     {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index"}
 )
 
 _BETWEEN_RANKS = ("symm_mem::", "deep_ep::", "nvshmem::")
-"""Beginnings of operators that talk to other ranks without a collective."""
+"""Beginnings of operators that communicate with other ranks without a collective."""
 
 _BY_DIM = (
     "index_select gather scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_ index_add index_add_ "
@@ -69,19 +69,19 @@ _INDEXES: dict[str, tuple[int, int, int]] = {
     "aten::nll_loss_forward": (1, 0, 1),
     "aten::nll_loss_backward": (2, 1, 1),
 }
-"""Position of the index, of the tensor that it indexes, and which dim of that."""
+"""Position of the index, of the indexed tensor, and the indexed dim."""
 
 GROUPED = {"aten::_grouped_mm": 2, "aten::_scaled_grouped_mm": 4}
 """Position of the group offsets."""
 
 _MOST_GROUPS = 1 << 20
-"""Calls that say to have more experts are damaged."""
+"""Calls with more experts are damaged."""
 
 _NUMBERS = ("double", "long int")
 """Types of the tensors without dims that Python numbers become."""
 
 _SMALL = 1024
-"""Integers of which nothing is known are less than this, and less than any size in the call."""
+"""Other integers are less than this, and less than any size in the call."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,10 +90,9 @@ class TensorArgument:
 
     Attributes:
         dtype: PyTorch's name, `bfloat16`.
-        size: of each dim.
         stride: of each dim, in elements.
-        below: integers are at least 0 and less than this; None for others.
-        values: exact contents, where they are known.
+        below: integers are in [0, below); None for other dtypes.
+        values: exact contents, if known.
         is_number: it was a Python number.
     """
 
@@ -106,22 +105,22 @@ class TensorArgument:
 
 
 Argument = TensorArgument | tuple[TensorArgument, ...] | None | bool | int | float | str | list[Any]
-"""A tensor, several, nothing, or a plain value."""
+"""A tensor, several tensors, None, or a plain value."""
 
 
 def recorded_arguments(
     name: str, args: Mapping[str, Any], *, list_dtype: str = "float32", counts: Sequence[int] | None = None
 ) -> tuple[Argument, ...]:
-    """What an operator was called with.
+    """The arguments of an operator call.
 
     Args:
         name: of the operator.
         args: of its event.
         list_dtype: of tensors in lists, which profilers do not record.
-        counts: rows of each expert, for grouped products; None makes them even.
+        counts: rows of each expert for grouped products; None makes them even.
 
     Raises:
-        TraceError: the trace does not hold what is needed, or counts do not fit.
+        TraceError: the trace lacks something, or the counts do not fit.
     """
     if name in _LIST_OF_INDICES:
         raise TraceError(f"{name} cannot be replayed: profilers do not record its list of indices")
@@ -181,7 +180,6 @@ def _are_sizes(values: Any) -> bool:
 
 
 def _contiguous(size: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a tensor without gaps."""
     return tuple(math.prod(max(1, one) for one in size[dim + 1 :]) for dim in range(len(size)))
 
 
@@ -196,7 +194,7 @@ def _plain(where: str, text: Any) -> Argument:
 
 
 def _in_range(name: str, found: Sequence[Argument]) -> list[Argument]:
-    """Bounds of integers that index another argument; all others stay small enough for any of them."""
+    """Arguments with bounds: integers that index another argument fit its size, others fit any size."""
     sizes = [size for one in found if isinstance(one, TensorArgument) for size in one.size if size]
     small = min([_SMALL, *sizes])
     bounded = [_below(one, small) for one in found]
@@ -214,7 +212,7 @@ def _in_range(name: str, found: Sequence[Argument]) -> list[Argument]:
 
 
 def _below(one: Argument, bound: int) -> Argument:
-    """An argument whose integers, if it has any, stay below a bound; flags are 0 or 1."""
+    """An argument whose integers stay below a bound; flags are 0 or 1."""
     if not isinstance(one, TensorArgument) or one.below is None:
         return one
     return replace(one, below=min(bound, 2) if one.dtype == "bool" else bound)

@@ -1,11 +1,11 @@
-"""How fast each different call ran, beside what the device could do: FLOP/s, bytes/s, and which of the two bounds it.
+"""The speed of each different call against the device: FLOP/s, bytes/s, and the limit that applies.
 
-`penstock.trace.work` says how much a call computes and moves. The roof of a call is the longer of its FLOPs at the peak
-of its type and its bytes at the bandwidth of the memory (penstock.base.devices); `reached` is the roof over the time of
-its kernels. A short kernel reaches little of either, however good it is: the time that it takes to start is not in it.
+`penstock.trace.work` gives the FLOPs and bytes of a call. The roof of a call is the longer of its FLOPs at the peak of
+its dtype and its bytes at the memory bandwidth (penstock.base.devices); `reached` is the roof over the time of its
+kernels. A short kernel reaches little of either, because its start-up time is not in the roof.
 
-Calls are grouped (penstock.trace.operators), so a model of work runs once for each different call. Calls without one
-stand in the table with their time and no FLOPs, and `modelled_share` says how much of the time has a model.
+Calls are grouped (penstock.trace.operators), so a model of work runs once for each different call. Calls without a
+model have a time and no FLOPs; `modelled_share` is the share of the time that has a model.
 """
 
 from dataclasses import dataclass, replace
@@ -27,19 +27,13 @@ class RooflineRow:
     """All calls of an operator on the same shapes.
 
     Attributes:
-        operator: its name.
-        shapes: of its arguments.
-        types: of its arguments.
-        count: calls.
         kernel_us: of all their kernels.
-        share: of the time of all kernels that compute.
+        share: of the time of all compute kernels.
         flops: of one call, or None without a model.
         bytes: that one call has to read and write at least, or None.
-        flops_per_second: reached.
-        bytes_per_second: reached.
-        bound: what its roof is made of, or None if the work or the device is not known.
+        bound: the limit of its roof, or None if the work or the device is unknown.
         reached: roof over time, or None.
-        inferred: some of its kernels are of a captured graph, and the operator is that of an eager pass.
+        inferred: some of its kernels are of a CUDA graph, and the operator is that of an eager pass.
     """
 
     operator: str
@@ -59,12 +53,11 @@ class RooflineRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Roofline:
-    """The table, longest first, and of what.
+    """The table, longest first.
 
     Attributes:
-        rows: one for each different call.
-        chip: whose peaks are taken, or None if the trace's device is not known.
-        modelled_share: of the time, what has a model of its work.
+        chip: source of the peaks, or None if the trace's device is unknown.
+        modelled_share: share of the time with a model of its work.
     """
 
     rows: tuple[RooflineRow, ...]
@@ -81,9 +74,9 @@ def roofline(trace: Trace, placement: Placement | None = None, *, used_rows: flo
 
     Args:
         trace: of one rank.
-        placement: of its events, if it is there already.
-        used_rows: of the rows that grouped products were given, the share that held tokens. Dispatchers that do not
-            wait for the host hand over buffers for the worst case; counts of tokens by expert say how full they were.
+        placement: of its events, if already known.
+        used_rows: share of the rows of grouped products that held tokens. Dispatchers that do not wait for the host
+            provide buffers for the worst case.
     """
     placement = place(trace) if placement is None else placement
     gpu, table = trace.gpu, calls_made(trace, placement)
@@ -140,7 +133,7 @@ def _row(
 
 
 def _roof(work: CallWork, chip: Chip) -> tuple[float, Bound]:
-    """Seconds that one call needs at least, and because of what. An unknown peak counts as that of bfloat16."""
+    """Seconds that one call needs at least, and the limit. An unknown peak counts as that of bfloat16."""
     peak = {"fp8": chip.fp8, "fp32": chip.fp32, "bf16": chip.bf16}[work.dtype] or chip.bf16
     computing, moving = work.flops / peak, work.bytes / chip.memory
     return (computing, "compute") if computing > moving else (moving, "memory")

@@ -1,20 +1,19 @@
-"""How the time of a device was spent: busy, compute, communication, copies, idle; for a whole trace and for each step.
+"""How a device spent its time: busy, compute, communication, copies, idle; for a whole trace and for each step.
 
     total = compute + exposed communication + exposed copies + idle
 
-- total: from the start of the first event on the GPU to the end of the last one,
+- total: from the start of the first GPU event to the end of the last one,
 - busy: the union of all events,
-- compute: the union of kernels that do not communicate, and fills,
-- communication and copies (memcpy): unions too, so what runs at once on two streams counts once,
-- exposed communication: where nothing computes; exposed copies: where nothing computes or communicates,
-- idle: total without busy.
+- compute: the union of fills and of kernels that do not communicate,
+- communication and copies (memcpy): unions too, so concurrent streams count once,
+- exposed communication: without concurrent compute; exposed copies: without concurrent compute or communication,
+- idle: total minus busy.
 
-A profiler's window cuts: kernels that were launched before it opened still run in it. `timelines` therefore gives two
-answers, `all` events and `linked` ones, whose launch is in the trace.
+Kernels that were launched before the profiler started still run in its window. `timelines` therefore gives two
+breakdowns, of `all` events and of `linked` ones, whose launch is in the trace.
 
-Steps are the regions `ProfilerStep#N` of torch.profiler, or our own spans `step N`. The host runs ahead of the device,
-so a step's window on the device begins with the first event that the step launched and ends where that of the next
-begins; windows leave nothing out between the first step and the last.
+Steps are torch.profiler's regions `ProfilerStep#N`, or Penstock's spans `step N`. The host runs ahead of the device, so
+the device window of a step begins with the first event that the step launched and ends where the next window begins.
 """
 
 import re
@@ -33,7 +32,7 @@ _OWN_STEP = re.compile(rf"{Span.STEP}(?:[ #:](\d+))?")
 
 @dataclass(frozen=True, kw_only=True)
 class TimeBreakdown:
-    """How a stretch of time was spent, in microseconds; what each word means says the module's docstring."""
+    """How a stretch of time was spent, in microseconds; the module's docstring defines each term."""
 
     total_us: float
     busy_us: float
@@ -48,13 +47,13 @@ class TimeBreakdown:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedStep:
-    """One step of a training run.
+    """One training step.
 
     Attributes:
         name: of the region, such as `ProfilerStep#15`.
-        number: of the step, from the name, or counted from 0.
+        number: from the name, or counted from 0.
         start_us: when the host began it.
-        duration_us: how long the host was in it.
+        duration_us: on the host.
         window_us: start and end on the device.
         timeline: of that window, from linked events.
     """
@@ -83,7 +82,7 @@ class BusyIntervals:
 
 
 def busy_of(events: GpuEvents) -> BusyIntervals:
-    """When events of a GPU computed, communicated and copied."""
+    """Busy intervals of GPU events."""
 
     def when(*kinds: GpuKind) -> Intervals:
         rows = np.isin(events.kind, kinds)
@@ -97,7 +96,7 @@ def busy_of(events: GpuEvents) -> BusyIntervals:
 
 
 def timeline_of(events: GpuEvents) -> TimeBreakdown:
-    """The timeline of these events, from the first to the last; all zeros without any."""
+    """The breakdown of these events, from the first to the last; all zeros without events."""
     if not len(events):
         return _spent(busy_of(events), 0.0, 0)
     total_us = float(events.end_us.max() - events.start_us[0])
@@ -105,12 +104,12 @@ def timeline_of(events: GpuEvents) -> TimeBreakdown:
 
 
 def timelines(trace: Trace) -> dict[str, TimeBreakdown]:
-    """`all`: of every event on the GPU. `linked`: of those whose launch is in the trace."""
+    """`all`: of every GPU event. `linked`: of those whose launch is in the trace."""
     return {"all": timeline_of(trace.gpu), "linked": timeline_of(trace.gpu.take(trace.gpu.is_linked))}
 
 
 def steps_of(trace: Trace) -> tuple[RecordedStep, ...]:
-    """The steps of a trace in their order; none if it has no regions for them."""
+    """The steps of a trace in order; none if it has no step regions."""
     regions = step_spans(trace)
     linked = trace.gpu.take(trace.gpu.is_linked)
     launched_us = trace.host.start_us[linked.launch]
@@ -130,7 +129,7 @@ def steps_of(trace: Trace) -> tuple[RecordedStep, ...]:
 
 
 def step_spans(trace: Trace) -> HostEvents:
-    """The regions of steps on the host: `ProfilerStep#N`, or if there are none our own spans."""
+    """The host regions of steps: `ProfilerStep#N`, or else Penstock's own spans."""
     spans = trace.host.take(trace.host.kind == HostKind.SPAN)
     for pattern in (_PROFILER_STEP, _OWN_STEP):
         is_step = np.array([pattern.fullmatch(name) is not None for name in spans.names], dtype=bool)

@@ -1,28 +1,25 @@
-"""Which operator, span, layer, pipeline action and step started each event of the GPU.
+"""The operator, span, layer, pipeline action and step that launched each GPU event.
 
-The profiler writes what the host did as intervals on threads. `build_tree` turns them into parents: on one thread, the
-depth of an event is how many began before it minus how many ended by then, and its parent is the last event before it
-that is one level higher. All of that is sorting; there is no stack and no loop over events.
+The profiler writes host events as intervals on threads. `build_tree` turns them into parents: on one thread, the depth
+of an event is the number of events that began before it minus those that ended by then, and its parent is the last
+event before it that is one level higher. This is sorting only, without a stack or a loop over events.
 
-`place` then asks, for every GPU event, what was open around the call that launched it:
+`place` then gives, for every GPU event, what was open around the call that launched it:
 
 - the innermost operator, and the innermost span that names a phase (penstock.base.spans) or a layer ("layer 3"),
-- in backward, the node of the graph. Its sequence number leads to the operator that made it, whose span and layer it
-  takes; forward operators that are recorded inside a node, with a number of their own, are recomputation,
-- step and pipeline action, by time: they cover the threads of autograd as well.
+- in backward, the autograd node. Its sequence number leads to the forward operator, whose span and layer it takes;
+  forward operators recorded inside a node, with a number of their own, are recomputation,
+- step and pipeline action, by time: they cover autograd's threads as well.
 
-An event whose launch is not in the trace has none of these; its name must do (penstock.trace.kernel_names).
+An event without a launch in the trace has none of these, only its name (penstock.trace.kernel_names).
 
-Which function of ours a dense product in 8 bits belongs to, although it was launched outside of it.
+Dense products in 8 bits are an exception: penstock.models.float8_linear launches a product after the autograd function
+whose output it writes, and the first product of a network before its function, so no operator encloses their launches:
 
-penstock.models.float8_linear puts products behind the autograd function whose output they write, and the first one of a
-network before it, so no operator with shapes stands around their launches in forward. Their order tells:
+    _Float8Linear, product                              the function owns the product after it
+    product, _Float8Network, activation, product        the function owns all three
 
-    _Float8Linear, product                              the product behind it
-    product, _Float8Network, activation, product        that before it, and what is behind it up to the product
-
-On a thread, under one parent, a product that the function before it did not take is the first of the network behind it.
-Inside experts, and in backward, what was launched has a function for a parent, and none beside it.
+On one thread and under one parent, a product that the preceding function does not own is the first of the next network.
 """
 
 import re
@@ -37,12 +34,12 @@ from penstock.trace.events import NONE, Flags, Floats, GpuEvents, GpuKind, HostE
 from penstock.trace.kernel_names import COLLECTIVES, FLOAT8_GEMM, Category, generic_category, specific_category
 
 NODE = "autograd::engine::evaluate_function: "
-"""What the name of a node of the backward graph begins with."""
+"""Prefix of the names of autograd nodes."""
 
 SPANS = tuple(Span)
 CATEGORIES = tuple(Category)
 FRAMES = frozenset({Span.STEP, Span.FORWARD, Span.BACKWARD, Span.RECOMPUTE, Span.REPLAY, Span.MTP})
-"""Spans around many phases. A kernel that has no other span is named by what it does."""
+"""Spans around many phases. A kernel without a more specific span is named by its category."""
 
 PROFILER_STEP = re.compile(r"^ProfilerStep#\d+$")
 STEP = re.compile(rf"^{Span.STEP}( \d+)?$")
@@ -52,7 +49,7 @@ LAYER = re.compile(r"\blayers?[ ._](\d+)\b")
 GRAPH = re.compile(r"GraphLaunch")
 
 _NOTHING = -2
-"""In a column that is inherited: here it ends, and nothing stands instead."""
+"""In an inherited column: inheritance ends here without a value."""
 
 ROUNDING_US = 1e-3
 """Clocks count nanoseconds; sums of floating-point microseconds are off by less."""
@@ -60,25 +57,25 @@ ROUNDING_US = 1e-3
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HostTree:
-    """What the host did, nested. Arrays have one entry for each row of `Trace.host`.
+    """Nested host events; arrays have one entry for each row of `Trace.host`.
 
     Attributes:
-        parent: row of the event around it, or NONE.
-        levels: rows of the tree by depth; those of a level have their parents in the one before.
+        parent: row of the enclosing event, or NONE.
+        levels: rows by depth; the parents of a level are in the level before.
     """
 
     parent: Integers
     levels: tuple[Integers, ...]
 
     def inherit(self, own: Integers) -> Integers:
-        """The value of the nearest event around each, itself included, that has one; NONE where none has."""
+        """The value of the nearest enclosing event, itself included, that has one; NONE where none has."""
         value = own.copy()
         for rows in self.levels[1:]:
             value[rows] = np.where(own[rows] == NONE, value[self.parent[rows]], own[rows])
         return value
 
     def above(self, row: int) -> list[int]:
-        """A row and everything around it, from the inside out."""
+        """A row and its ancestors, from the inside out."""
         found = [row]
         while (up := int(self.parent[found[-1]])) != NONE:
             found.append(up)
@@ -87,29 +84,29 @@ class HostTree:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Placement:
-    """Where each GPU event comes from: one entry for each row of `Trace.gpu`.
+    """The origin of each row of `Trace.gpu`.
 
     Attributes:
-        operator: row in `Trace.host` of the innermost operator, or NONE; see `float8_products` for one exception.
+        operator: row in `Trace.host` of the innermost operator, or NONE; the module's docstring has one exception.
         maker: in backward, row of the forward operator that made the node, or NONE.
         span: index into `SPANS` of the innermost span that names a phase, or NONE.
         layer: its number, or NONE.
-        part: index into `CATEGORIES`: what the operators around it say that it is, or NONE.
-        collective: the same of those that say which collective they call.
+        category: index into `CATEGORIES`, from the operators around the launch, or NONE.
+        collective: index into `CATEGORIES` of the collective that the operators call, or NONE.
         action: row in `Trace.host` of the pipeline action, or NONE.
         step: row in `Trace.host` of the step, or NONE.
-        is_backward: whether a node of the backward graph started it, or it was started while a span or an action was
-            open that computes gradients only (autograd adds gradients up between nodes).
-        is_recomputed: whether it ran forward again, inside a node.
-        is_replayed: whether it is one of many that a captured graph started at once.
-        is_inferred: whether what stands here of such an event was not seen but inferred (penstock.trace.graph_replays).
+        is_backward: launched by an autograd node, or inside a span or action that computes gradients only (autograd
+            adds gradients up between nodes).
+        is_recomputed: forward work inside an autograd node.
+        is_replayed: launched by a CUDA graph.
+        is_inferred: the other fields of such an event were inferred (penstock.trace.graph_replays).
     """
 
     operator: Integers
     maker: Integers
     span: Integers
     layer: Integers
-    part: Integers
+    category: Integers
     collective: Integers
     action: Integers
     step: Integers
@@ -120,7 +117,7 @@ class Placement:
 
 
 def build_tree(trace: Trace) -> HostTree:
-    """Nest operators, spans and those calls of the runtime that started something."""
+    """Nest operators, spans and the runtime calls that started GPU events."""
     host = trace.host
     is_node = (host.kind == HostKind.OPERATOR) | (host.kind == HostKind.SPAN)
     is_node[trace.gpu.launch[trace.gpu.is_linked]] = True
@@ -140,7 +137,7 @@ def nest(host: HostEvents, rows: Integers) -> HostTree:
 
 
 def _nested(host: HostEvents, rows: Integers) -> tuple[Integers, Integers]:
-    """Depth and parent of the events of one thread, which are sorted by start and, of equal ones, the longer first."""
+    """Depth and parent of the events of one thread, sorted by start and then the longer first."""
     start, place_ = host.start_us[rows], np.arange(len(rows))
     # Start and duration add up to an end that may lie a rounding behind the start of a neighbour that only touches.
     end = np.maximum(host.end_us[rows] - ROUNDING_US, np.nextafter(start, np.inf))
@@ -166,7 +163,7 @@ def _depths(above: Integers) -> Integers:
 
 
 def place(trace: Trace, tree: HostTree | None = None) -> Placement:
-    """Ask the tree about every event of the GPU."""
+    """The origin of every GPU event."""
     tree = build_tree(trace) if tree is None else tree
     host, gpu = trace.host, trace.gpu
     facts = _facts(trace, tree)
@@ -183,11 +180,11 @@ def place(trace: Trace, tree: HostTree | None = None) -> Placement:
     gradients |= _open_at(trace, Span.BACKWARD.__eq__, asked) != NONE
     is_recomputed = of_launch(facts.remade) != NONE
     return Placement(
-        operator=with_float8_products(trace, tree.parent, of_launch(facts.operator)),
+        operator=_with_float8_products(trace, tree.parent, of_launch(facts.operator)),
         maker=of_launch(facts.maker),
         span=of_launch(facts.span),
         layer=of_launch(facts.layer),
-        part=of_launch(facts.part),
+        category=of_launch(facts.category),
         collective=of_launch(facts.collective),
         action=action,
         step=_steps(trace, asked),
@@ -200,7 +197,7 @@ def place(trace: Trace, tree: HostTree | None = None) -> Placement:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Facts:
-    """What each row of the host has around it, or NONE."""
+    """What encloses each row of the host, or NONE."""
 
     operator: Integers
     node: Integers
@@ -208,7 +205,7 @@ class _Facts:
     remade: Integers
     span: Integers
     layer: Integers
-    part: Integers
+    category: Integers
     collective: Integers
 
 
@@ -245,13 +242,13 @@ def _facts(trace: Trace, tree: HostTree) -> _Facts:
         remade=remade,
         span=handed_back(own_span),
         layer=handed_back(own_layer),
-        part=handed_back(own_part),
+        category=handed_back(own_part),
         collective=tree.inherit(own_collective),
     )
 
 
 def _said_by(name: str) -> tuple[int, int, int, int]:
-    """Span, layer, part and collective that the name of an operator or span tells, NONE for what it does not."""
+    """Span, layer, category and collective in the name of an operator or span; NONE for what it does not contain."""
     span = SPANS.index(Span(name)) if name in SPANS and name not in FRAMES else NONE
     layer = LAYER.search(name)
     part = specific_category(name.removeprefix(NODE))
@@ -266,7 +263,7 @@ def _said_by(name: str) -> tuple[int, int, int, int]:
 
 
 def _makers(host: HostEvents, is_node: Flags, in_node: Flags) -> Integers:
-    """Row of the operator that made the node with the sequence number of each row: the last to begin with it."""
+    """For each autograd node, the row of the last operator that began before it with its sequence number."""
     candidates = (host.kind == HostKind.OPERATOR) & (host.sequence != NONE)
     made = np.full(len(host), NONE)
     wanted = np.flatnonzero(is_node & (host.sequence != NONE))
@@ -284,12 +281,12 @@ def _makers(host: HostEvents, is_node: Flags, in_node: Flags) -> Integers:
 
 
 def _of_names(trace: Trace, test: Callable[[str], bool]) -> Flags:
-    """For each name of the trace whether it passes."""
+    """Mask of the trace's names that pass a test."""
     return np.fromiter((test(name) for name in trace.names), dtype=bool, count=len(trace.names))
 
 
 def _steps(trace: Trace, asked_us: Floats) -> Integers:
-    """The profiler's steps, or ours where it was not told of them."""
+    """The profiler's steps, or else Penstock's own."""
     by_profiler = _open_at(trace, lambda name: bool(PROFILER_STEP.match(name)), asked_us)
     if (by_profiler != NONE).any():
         return by_profiler
@@ -297,7 +294,7 @@ def _steps(trace: Trace, asked_us: Floats) -> Integers:
 
 
 def _open_at(trace: Trace, test: Callable[[str], bool], asked_us: Floats) -> Integers:
-    """Row of the last span with such a name that had begun and was open at each time, or NONE."""
+    """Row of the last matching span that was open at each time, or NONE."""
     host = trace.host
     is_open_once = (host.kind == HostKind.SPAN) & (host.end_us > host.start_us)
     rows = np.flatnonzero(is_open_once & _of_names(trace, test)[host.name_id])
@@ -320,7 +317,7 @@ def _open_at(trace: Trace, test: Callable[[str], bool], asked_us: Floats) -> Int
 
 
 def as_launches(trace: Trace, rows: Integers) -> Trace:
-    """The trace with rows of the host where events of the GPU stand, so that `place` says where these rows are.
+    """The trace with rows of the host in place of GPU events, so that `place` gives the origin of these rows.
 
     Args:
         trace: of one rank.
@@ -350,13 +347,13 @@ LINEAR, NETWORK = "_Float8Linear", "_Float8Network"
 _ACTIVATION = "swiglu_float8_kernel"
 
 
-def with_float8_products(trace: Trace, parent: Integers, operator: Integers) -> Integers:
-    """The operators of GPU events, where those of dense products in 8 bits are the functions that asked for them.
+def _with_float8_products(trace: Trace, parent: Integers, operator: Integers) -> Integers:
+    """The operators of GPU events, where dense products in 8 bits belong to their functions.
 
     Args:
         trace: of one rank.
-        parent: for each row of `Trace.host`, the row of what stands around it, or NONE.
-        operator: for each row of `Trace.gpu`, the row of the innermost operator, or NONE.
+        parent: of each row of `Trace.host`, or NONE.
+        operator: of each row of `Trace.gpu`, or NONE.
     """
     host, gpu = trace.host, trace.gpu
     asked = np.flatnonzero(gpu.called(FLOAT8_GEMM, _ACTIVATION) & gpu.is_linked)
@@ -377,7 +374,7 @@ def with_float8_products(trace: Trace, parent: Integers, operator: Integers) -> 
 
 
 def _claims(trace: Trace, met: list[tuple[float, int, int]]) -> list[tuple[int, int]]:
-    """Events and their functions, from both in the order of time: start, row of the host, and event or NONE."""
+    """Pairs of GPU event and function. `met` is in the order of time: start, host row, event (NONE for a function)."""
     claims, before = list[tuple[int, int]](), NONE
     function, is_open = NONE, False
     for _, row, event in met:

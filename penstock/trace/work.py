@@ -1,18 +1,15 @@
-"""Arguments of a call as models of work read them: tensors with a shape and the bytes of a number.
+"""FLOPs and bytes of an operator call, from the shapes and types of its arguments.
 
-The work of our functions that multiply in 8 bits; `penstock.trace.work` has all others.
+A multiply-add counts as two FLOPs. Bytes are those that must be read and written at least once. Models are in a table
+by
+name: matrix products, grouped products, attention, convolution, and pointwise operators by their reads and writes. Only
+PyTorch's operators and Penstock's functions have a model.
 
-Operands are quantized before a product or inside its function, and results are written in 16 bits. Quantization moves
-bytes that are no part of this: what it costs shows as a share of the roof that is not reached.
+Products in 8 bits: operands are quantized before the product or inside its function, and results are written in 16
+bits. The bytes of quantization are not counted, so its cost shows as a lower share of the roof.
 
-How much an operator computes and moves, from the shapes and types of its arguments.
-
-FLOPs count a multiplication and an addition as two. Bytes are what must be read and written at least once. Models stand
-in tables by name: products of matrices, grouped products, attention, convolution, and the rest by what they read and
-write. What is not of PyTorch and not ours has no model.
-
-Where a file does not say enough, this is assumed: attention without a recorded mask is not causal; tensors in lists,
-whose type the profiler does not write, are float32 where they are updated and 16 bits wide elsewhere.
+Assumptions where a trace has too little: attention without a recorded mask is not causal; tensors in lists, whose dtype
+is not recorded, are float32 where they are updated and 16 bits wide elsewhere.
 """
 
 import math
@@ -46,31 +43,31 @@ BYTES: Mapping[str, int] = {
 
 @dataclass(frozen=True, kw_only=True)
 class CallTensor:
-    """An argument: its shape and the bytes of an element."""
+    """A tensor argument: its shape and the bytes of an element."""
 
     shape: tuple[int, ...]
     width: int
 
     @property
     def numel(self) -> int:
-        """Numbers in it."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def bytes(self) -> int:
-        """Its size."""
+        """Size in bytes."""
         return self.numel * self.width
 
 
 class UnknownShapeError(Exception):
-    """An argument is missing or has no shape; no model says how much work a call is."""
+    """An argument is missing or has no shape, so the work of the call is unknown."""
 
 
 Found = tuple[float, float]
 """FLOPs and bytes."""
 
 Model = Callable[[OperatorCall, list[CallTensor | None], float], Found]
-"""From a call, its arguments, and the share of rows of experts that held tokens."""
+"""Model of work: from a call, its arguments, and the share of expert rows that held tokens."""
 
 
 def tensor_at(call: OperatorCall, index: int) -> CallTensor | None:
@@ -91,7 +88,7 @@ def need(tensors: list[CallTensor | None], index: int, dims: int = 0) -> CallTen
 
 
 def optional(tensors: list[CallTensor | None], index: int) -> CallTensor | None:
-    """An argument, or None if there is none or it is no tensor."""
+    """An argument, or None if it is missing or no tensor."""
     return tensors[index] if index < len(tensors) else None
 
 
@@ -107,7 +104,7 @@ def _float8_linear(call: OperatorCall, tensors: list[CallTensor | None], used_ro
 
 
 def _float8_networks(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> Found:
-    """Both products of experts, whose arguments are those of 16 bits, or of a dense network: x_TD, gate_up, down."""
+    """Both products of experts, with the arguments of 16 bits, or of a dense network: x_TD, gate_up, down."""
     x, gate_up, down = (need(tensors, one, 2) for one in range(3))
     is_dense = call.name == "_Float8Network"
     if is_dense:
@@ -120,13 +117,13 @@ def _float8_networks(call: OperatorCall, tensors: list[CallTensor | None], used_
 
 
 def _latent_heads_backward(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> Found:
-    """Gradients of queries, keys and values, read in 16 bits and written in 8, twice; a rotation has few FLOPs."""
+    """Gradients of queries, keys and values, read in 16 bits and written twice in 8; a rotation has few FLOPs."""
     given = [need(tensors, place, 4) for place in range(3)]
     return sum(one.numel for one in given), 2 * sum(one.bytes for one in given)
 
 
 def _refuse_others(call: OperatorCall, *, most: int) -> None:
-    """Functions of the same name in other libraries have more arguments; of ours, objects are not recorded."""
+    """Functions of the same name in other libraries have more arguments; Penstock's objects are not recorded."""
     if len(call.shapes) > most:
         raise UnknownShapeError
 
@@ -144,7 +141,7 @@ _FLOAT8_FORWARD: Mapping[str, Model] = {
 
 @dataclass(frozen=True, kw_only=True)
 class CallWork:
-    """What one call has to do. `dtype` is the type whose peak counts."""
+    """Work of one call. `dtype` selects the peak."""
 
     flops: float
     bytes: float
@@ -152,11 +149,11 @@ class CallWork:
 
 
 def work_of(call: OperatorCall, *, used_rows: float = 1.0) -> CallWork | None:
-    """The work of a call, or None if there is no model of it or its arguments are not recorded.
+    """The work of a call, or None if it has no model or its arguments are not recorded.
 
     Args:
         call: an operator on shapes.
-        used_rows: of the rows of grouped products, the share that held tokens.
+        used_rows: share of the rows of grouped products that held tokens.
     """
     model = _model(call.name)
     tensors = [tensor_at(call, one) for one in range(len(call.shapes))]
@@ -171,13 +168,13 @@ def work_of(call: OperatorCall, *, used_rows: float = 1.0) -> CallWork | None:
 
 
 def _dtype(tensors: list[CallTensor | None]) -> Literal["bf16", "fp8", "fp32"]:
-    """The narrowest type of the matrices: a sum that products are added to is wider than what is multiplied."""
+    """The narrowest type of the matrices: an accumulator is wider than the operands."""
     width = min((one.width for one in tensors if one is not None and len(one.shape) > 1), default=2)
     return "fp8" if width == 1 else "bf16" if width == 2 else "fp32"
 
 
 def _product(first: int) -> Model:
-    """A product of the arguments `first` and the next, of matrices or batches of them; one before is added."""
+    """A product of arguments `first` and `first + 1`, matrices or batches of them; an argument before them is added."""
 
     def model(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> Found:
         a, b = need(tensors, first, 2), need(tensors, first + 1, 2)
@@ -191,7 +188,7 @@ def _product(first: int) -> Model:
 
 
 def _grouped(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> Found:
-    """`aten::_grouped_mm`: rows of a 2D argument, or the depth of two, are cut into groups."""
+    """`aten::_grouped_mm`: the rows of a 2D argument, or the depth of two, are divided into groups."""
     a, b = need(tensors, 0, 2), need(tensors, 1, 2)
     ends = optional(tensors, 2)
     groups = ends.shape[-1] if ends is not None and ends.shape else 1
@@ -203,14 +200,14 @@ def _grouped(call: OperatorCall, tensors: list[CallTensor | None], used_rows: fl
 
 
 def _grouped_gemm(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> Found:
-    """Our grouped product: x_RD, w_eFD, counts_e, index_R."""
+    """Penstock's grouped product: x_RD, w_eFD, counts_e, index_R."""
     x, w, index = need(tensors, 0, 2), need(tensors, 1, 3), optional(tensors, 3)
     rows = used_rows * (index.shape[0] if index is not None and index.shape else x.shape[0])
     return 2 * rows * w.shape[1] * w.shape[2], w.bytes + rows * (w.shape[1] + w.shape[2]) * x.width
 
 
 def _expert_ffn(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> Found:
-    """Both products of our experts: x_ND, gate_up_eFD, down_eDF, counts_e, weights_R, index_R."""
+    """Both products of Penstock's experts: x_ND, gate_up_eFD, down_eDF, counts_e, weights_R, index_R."""
     x, gate_up, down = need(tensors, 0, 2), need(tensors, 1, 3), need(tensors, 2, 3)
     index = optional(tensors, 5) or optional(tensors, 4)
     rows = used_rows * (index.shape[0] if index is not None and index.shape else x.shape[0])
@@ -220,7 +217,7 @@ def _expert_ffn(call: OperatorCall, tensors: list[CallTensor | None], used_rows:
 
 
 def _twice_the_forward(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> Found:
-    """Both gradients of products: twice the FLOPs and bytes of what made the node."""
+    """Both gradients of products: twice the FLOPs and bytes of the forward."""
     made = None if call.made_by is None else work_of(call.made_by, used_rows=used_rows)
     if made is None:
         raise UnknownShapeError
@@ -241,8 +238,7 @@ _ATTENTION: Mapping[str, tuple[int, int, bool]] = {
     "aten::_efficient_attention_forward": (0, 9, False),
     "aten::_efficient_attention_backward": (1, 14, False),
 }
-"""Where the queries stand among the arguments, where it is said whether the mask is causal, and whether heads stand
-before positions in the shapes."""
+"""Index of the queries, index of the causal flag, and whether heads come before positions in the shapes."""
 
 
 def _attention(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> Found:
@@ -261,7 +257,7 @@ def _attention(call: OperatorCall, tensors: list[CallTensor | None], used_rows: 
 
 
 def _convolution(plain: int) -> Model:
-    """Forward; padding, stride and dilation stand among the arguments from `plain` on, then the groups."""
+    """Forward; padding, stride and dilation are the arguments from `plain` on, followed by the groups."""
 
     def model(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> Found:
         x, w = need(tensors, 0, 3), need(tensors, 1, 3)
@@ -275,7 +271,7 @@ def _convolution(plain: int) -> Model:
 
 
 def _convolution_backward(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> Found:
-    """Gradients of the input and of the weights, those of both that the mask asks for."""
+    """Gradients of the input and of the weights, those that the mask requests."""
     dy, x, w = (need(tensors, one, 3) for one in range(3))
     mask = call.plain[10] if len(call.plain) > 10 else "[True, True"
     asked = [one.strip() == "True" for one in mask.strip("[]").split(",")[:2]]
@@ -291,7 +287,7 @@ def _numbers(call: OperatorCall, index: int, count: int) -> list[int]:
 
 
 def _streaming(reads: float, writes: float, flops: float) -> Model:
-    """So many times its first argument read and written, with so many FLOPs for each of its elements."""
+    """Multiples of the first argument's bytes read and written, with `flops` for each of its elements."""
 
     def model(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> Found:
         x = need(tensors, 0)
@@ -301,7 +297,7 @@ def _streaming(reads: float, writes: float, flops: float) -> Model:
 
 
 def _everything(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> Found:
-    """All tensors are read once, and one of the size of the largest is written, or of the first if it is in place."""
+    """All tensors are read once, and one of the size of the largest is written, or the first one if in place."""
     known = [one for one in tensors if one is not None]
     if not known:
         raise UnknownShapeError
@@ -315,7 +311,7 @@ def _copying(call: OperatorCall, tensors: list[CallTensor | None], used_rows: fl
 
 
 def _rows_looked_up(of: int, by: int) -> Model:
-    """Rows of one argument at the places of another: each is read and written once."""
+    """Rows of argument `of` at the indices of argument `by`: each is read and written once."""
 
     def model(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> Found:
         source, index = need(tensors, of, 1), need(tensors, by)
@@ -326,7 +322,7 @@ def _rows_looked_up(of: int, by: int) -> Model:
 
 
 def _lists(reads: tuple[int, ...], writes: int, flops: float) -> Model:
-    """Over lists of tensors: which are read, and how many of the size of the first are written."""
+    """Lists of tensors: the indices of those read, and the number written, each of the size of the first."""
 
     def model(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> Found:
         sizes = [_list_numel(one) for one in call.shapes]
@@ -339,7 +335,6 @@ def _lists(reads: tuple[int, ...], writes: int, flops: float) -> Model:
 
 
 def _list_numel(shapes: Any) -> int:
-    """Elements of a list of tensors; 0 for anything else."""
     return sum(math.prod(one) for one in shapes if isinstance(one, tuple))
 
 
@@ -351,14 +346,14 @@ def _concatenation(call: OperatorCall, tensors: list[CallTensor | None], used_ro
 
 
 def _loss(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> Found:
-    """Of logits that are read once, and their gradients written over them; the products are calls of their own."""
+    """Logits are read once and overwritten by their gradients; the products are calls of their own."""
     x, head = need(tensors, 0, 2), need(tensors, 1, 2)
     logits = x.shape[0] * head.shape[0]
     return 5 * logits, 2 * logits * x.width
 
 
 def _unpermute(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> Found:
-    """Rows read once and summed where they belong: y_RD, weights_TK, places_TK."""
+    """Rows are read once and summed per token: y_RD, weights_TK, places_TK."""
     y, places = need(tensors, 0, 2), need(tensors, 2, 2)
     return 2 * places.numel * y.shape[1], (places.numel + places.shape[0]) * y.shape[1] * y.width
 

@@ -17,7 +17,7 @@ class Call(NamedTuple):
     group: tuple[int, ...] | None = None
     seq: int = NONE
     name: str = "allreduce"
-    way: SyncKind = SyncKind.TOGETHER
+    sync: SyncKind = SyncKind.TOGETHER
     stream: int = 16
 
 
@@ -38,7 +38,7 @@ def table(*calls: Call) -> CollectiveCalls:
         group=np.array([NONE if one.group is None else groups.index(one.group) for one in rows]),
         seq=np.array([one.seq for one in rows]),
         name_id=np.array([names.index(one.name) for one in rows]),
-        way=np.array([one.way for one in rows], dtype=np.int8),
+        sync=np.array([one.sync for one in rows], dtype=np.int8),
         stream=np.array([one.stream for one in rows]),
         sent_bytes=unknown,
         received_bytes=unknown,

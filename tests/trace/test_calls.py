@@ -34,7 +34,7 @@ def calls_with(args: dict[str, Any], kernel: str = "ncclDevKernel_SendRecv(ncclD
 
 def test_group_number_sizes_and_rows_are_read() -> None:
     calls = calls_with(SAID)
-    assert (calls.name(0), calls.seq[0], calls.way[0]) == ("all_to_allv", 17, SyncKind.UNEVEN)
+    assert (calls.name(0), calls.seq[0], calls.sync[0]) == ("all_to_allv", 17, SyncKind.UNEVEN)
     assert (calls.groups[0].name, calls.groups[0].members, calls.groups[0].size) == ("3", (0, 2, 4), 3)
     assert (calls.sent_bytes[0], calls.received_bytes[0]) == (1200.0, 1800.0)
     assert (calls.sent_rows[0], calls.received_rows[0]) == (6, 9)
@@ -68,7 +68,7 @@ def test_args_of_other_types_say_nothing(damage: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "way"),
+    ("kernel", "sync"),
     [
         ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgs)", SyncKind.TOGETHER),
         ("ncclKernel_AllGather_RING_LL_Sum_int8_t(ncclDevComm*)", SyncKind.TOGETHER),
@@ -84,14 +84,14 @@ def test_args_of_other_types_say_nothing(damage: dict[str, Any]) -> None:
         ("void (anonymous namespace)::multimem_all_reduce_kernel<c10::BFloat16, 16>(c10::BFloat16*)", SyncKind.DEVICE),
     ],
 )
-def test_a_kernel_that_says_nothing_is_known_by_its_name(kernel: str, way: SyncKind) -> None:
+def test_a_kernel_that_says_nothing_is_known_by_its_name(kernel: str, sync: SyncKind) -> None:
     calls = calls_with({}, kernel)
-    assert calls.way[0] == way
+    assert calls.sync[0] == sync
     assert calls.group[0] == NONE
 
 
 @pytest.mark.parametrize(
-    ("name", "way"),
+    ("name", "sync"),
     [
         ("allreduce_coalesced", SyncKind.TOGETHER),
         ("_allgather_base", SyncKind.TOGETHER),
@@ -105,5 +105,5 @@ def test_a_kernel_that_says_nothing_is_known_by_its_name(kernel: str, way: SyncK
         ("recv", SyncKind.PAIR),
     ],
 )
-def test_what_a_collective_is_called_tells_who_waits(name: str, way: SyncKind) -> None:
-    assert calls_with(SAID | {"Collective name": name}).way[0] == way
+def test_what_a_collective_is_called_tells_who_waits(name: str, sync: SyncKind) -> None:
+    assert calls_with(SAID | {"Collective name": name}).sync[0] == sync

@@ -73,9 +73,9 @@ def test_strict_collectives_are_believed_before_uneven_ones() -> None:
     assert ahead_us[1] - ahead_us[0] == pytest.approx(7.0)
 
 
-@pytest.mark.parametrize("way", [SyncKind.DEVICE, SyncKind.ALONE, SyncKind.ROOTED])
-def test_kernels_whose_ends_mean_nothing_tell_no_clock(way: SyncKind) -> None:
-    calls = [Call(rank, 5.0, 100.0 + rank, (0, 1), 0, "kernel", way) for rank in (0, 1)]
+@pytest.mark.parametrize("sync", [SyncKind.DEVICE, SyncKind.ALONE, SyncKind.ROOTED])
+def test_kernels_whose_ends_mean_nothing_tell_no_clock(sync: SyncKind) -> None:
+    calls = [Call(rank, 5.0, 100.0 + rank, (0, 1), 0, "kernel", sync) for rank in (0, 1)]
     clocks = match_collectives(table(*calls)).clocks
     assert clocks.shared.tolist() == [0, 0]
     assert clocks.island[0] != clocks.island[1]

@@ -48,7 +48,7 @@ def found_in(job: Job) -> tuple[CollectiveTimes, Traces]:
 def waits(collectives: CollectiveTimes, meetings: tuple[Meeting, ...]) -> tuple[np.ndarray, np.ndarray]:
     """Pure time and waits, found and true, of the collectives that wait, in the order of their starts."""
     calls, met = collectives.calls, collectives.meetings.met
-    waiting = calls.way[met[:, 0]] != SyncKind.ALONE
+    waiting = calls.sync[met[:, 0]] != SyncKind.ALONE
     found = np.column_stack([collectives.pure_us, collectives.wait_us])[waiting]
     return found, np.array([(one.pure_us, *one.wait_us) for one in meetings])
 
@@ -163,7 +163,7 @@ def test_one_rank_alone_cannot_tell_waiting_from_transfer() -> None:
 def test_kernels_without_numbers_match_only_where_their_ends_agree() -> None:
     ends = [(100.0, 110.0), (900.0, 4_000.0), (6_000.0, 5_990.0), (8_000.0, 12_000.0), (20_000.0, 20_004.0)]
     calls = [
-        Call(rank, end - 80.0, end, name="SendRecv", way=SyncKind.UNEVEN)
+        Call(rank, end - 80.0, end, name="SendRecv", sync=SyncKind.UNEVEN)
         for both in ends
         for rank, end in enumerate(both)
     ]
@@ -224,7 +224,7 @@ def test_a_kernel_without_id_is_asked_for_at_whoever_launched_it() -> None:
 
 def test_a_single_pair_out_of_order_that_ends_together_is_not_believed_but_three_in_a_row_are() -> None:
     def kernels(rank: int, ends: list[float]) -> list[Call]:
-        return [Call(rank, end - 90.0, end, name="SendRecv", way=SyncKind.UNEVEN) for end in ends]
+        return [Call(rank, end - 90.0, end, name="SendRecv", sync=SyncKind.UNEVEN) for end in ends]
 
     ends = [1000.0, 2300.0, 3900.0, 5100.0, 7700.0]
     once = match_collectives(table(*kernels(0, [1000.0, 2300.0]), *kernels(1, [2300.0, 5000.0])))

@@ -53,11 +53,11 @@ def test_the_launch_of_an_event_has_its_correlation() -> None:
 
 def test_events_of_the_host_know_thread_sequence_and_external_id() -> None:
     trace = decode_trace(text_of(tiny()))
-    operators = trace.operators()
+    operators = trace.host.take(trace.host.kind == HostKind.OPERATOR)
     assert [operators.name(row) for row in range(len(operators))] == ["aten::mm"] * 2
     assert (operators.external_id.tolist(), operators.sequence.tolist()) == ([1, 11], [5, 5])
     assert trace.threads[operators.thread[0]].name == "thread 77 (python)"
-    assert trace.spans().sequence.tolist() == [NONE, NONE]
+    assert trace.host.take(trace.host.kind == HostKind.SPAN).sequence.tolist() == [NONE, NONE]
 
 
 def test_functions_of_python_are_there_only_if_asked_for() -> None:

@@ -148,7 +148,7 @@ def test_who_is_named_waited_for_adds_up_to_what_ranks_waited(case: Case) -> Non
 def test_a_rank_is_last_only_in_collectives_that_wait(case: Case) -> None:
     collectives = case.answer.collectives
     late = collectives.meetings.met[collectives.last != NONE]
-    assert (collectives.calls.way[late.max(axis=1)] < SyncKind.ALONE).all()
+    assert (collectives.calls.sync[late.max(axis=1)] < SyncKind.ALONE).all()
 
 
 def test_a_small_recording_made_smaller_again_is_the_same_to_the_byte(tmp_path: Path) -> None:

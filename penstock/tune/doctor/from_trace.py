@@ -275,7 +275,7 @@ class _Between:
 def _between(answer: TraceAnalysis) -> _Between:
     calls, rows_MR = answer.collectives.calls, answer.collectives.meetings.met
     idle_MR, busy_MR = np.full(rows_MR.shape, np.nan), np.full(rows_MR.shape, np.nan)
-    waits_M = calls.way[any_row(rows_MR)] != SyncKind.ALONE
+    waits_M = calls.sync[any_row(rows_MR)] != SyncKind.ALONE
     first_us, before = _first_work(answer), []
     for one in answer.ranks:
         number = calls.ranks.index(one.rank)
