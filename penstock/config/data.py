@@ -1,11 +1,11 @@
-"""Where text comes from, and what becomes of it before a model reads it; see docs/data.md."""
+"""Sources of text, tokenizer, and processing before the model reads it; see docs/data.md."""
 
 from typing import Literal
 
 from penstock.config.schema import Section, knob
 
 SourceOfText = Literal["standard-library", "text", "jsonl", "parquet", "packed", "huggingface"]
-"""Sources that hold text, or tokens of text."""
+"""Sources of text, or of tokens of text."""
 
 SourceName = Literal[
     "standard-library", "text", "jsonl", "parquet", "packed", "huggingface", "synthetic-random", "synthetic-learnable"
@@ -13,11 +13,11 @@ SourceName = Literal[
 
 
 class Documents(Section):
-    """One place that documents come from."""
+    """One source of documents."""
 
     source: SourceName = knob(
         "standard-library",
-        doc="Where documents come from; standard-library is the source code of the running Python, packed are tokens.",
+        doc="Source of documents; standard-library is the source code of the running Python, packed is tokens.",
     )
     files: tuple[str, ...] = knob(
         (),
@@ -59,10 +59,10 @@ class Data(Documents):
     )
     end_of_document: str = knob(
         "",
-        doc="Name of the token that ends a document; empty takes what the tokenizer says. Of packed ones also an id.",
+        doc="Name of the token that ends a document; empty takes the tokenizer's. For packed sources also an id.",
     )
     corrupt: Literal["stop", "skip"] = knob(
-        "stop", doc="A record that cannot be read ends the run, or is skipped, counted and named."
+        "stop", doc="An unreadable record ends the run, or is skipped, counted and named."
     )
     fill_in_middle: float = knob(
         0.0,
@@ -77,12 +77,12 @@ class Data(Documents):
         high=1.0,
     )
     fill_in_middle_tokens: tuple[str, ...] = knob(
-        (), doc="Names of the tokens before prefix, suffix and middle; empty looks for the usual ones."
+        (), doc="Names of the tokens before prefix, suffix and middle; empty finds the usual ones."
     )
     document_mask: bool = knob(
         False,
-        doc="Attention stays inside a document, positions restart at each. Each pass makes a mask on its device: a "
-        "byte for each pair of positions of a row, and more in attention.",
+        doc="Attention stays inside a document, and positions restart at each. Each pass makes a mask on its device, "
+        "a byte for each pair of positions of a row, and attention needs more.",
     )
     shuffle: bool = knob(True, doc="Visit documents in another order each epoch, 32 side by side.")
     shuffle_block: int = knob(

@@ -1,7 +1,6 @@
 """Rules between fields of `data`. Each docstring is the rule as users read it.
 
-Fields that say where documents come from stand in `data`, or in each part of `data.mixture`: most rules look at all of
-these places.
+Fields of a source are in `data`, or in each part of `data.mixture`; most rules check all of these places.
 """
 
 import re
@@ -29,7 +28,7 @@ _LEARNABLE_VOCABULARY = 5
 
 
 def _places(run: Run) -> Iterator[tuple[str, Documents]]:
-    """Every place that documents come from, with the path of its fields."""
+    """Every source of documents, with the path of its fields."""
     if not run.data.mixture:
         yield "data", run.data
     for name, part in run.data.mixture.items():
@@ -37,13 +36,13 @@ def _places(run: Run) -> Iterator[tuple[str, Documents]]:
 
 
 def bytes_are_encoded(run: Run) -> bool:
-    """Whether text is encoded, with `data.tokenizer` bytes."""
+    """Whether text is encoded with `data.tokenizer` bytes."""
     is_encoded = any(place.source not in (*SYNTHETIC_SOURCES, "packed") for _, place in _places(run))
     return is_encoded and run.data.tokenizer == "bytes"
 
 
 def a_mixture_is_of_parts_only(run: Run) -> Problem | None:
-    """With `data.mixture`, fields of `data` that its parts have too, such as `data.source`, stay as they are."""
+    """With `data.mixture`, fields of `data` that its parts have too, such as `data.source`, keep their defaults."""
     if not run.data.mixture:
         return None
     given = dict(run.data)

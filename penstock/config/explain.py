@@ -12,7 +12,7 @@ from penstock.config.versions import VERSION, VERSION_KEY
 
 
 def explain(path: str) -> str:
-    """All there is to know about a field: doc, type, unit, range, default, the presets that set it, its rules.
+    """Everything about a field: doc, type, unit, range, default, the presets that set it, its rules.
 
     Args:
         path: full path of a field, such as `model.moe.top_k`, or of a section, whose fields are then listed.
@@ -27,14 +27,14 @@ def explain(path: str) -> str:
 
 
 def default_text(field: Field) -> str:
-    """The default as in TOML, or that there is none; a section may be left out if all its fields have one."""
+    """The default as in TOML, or a phrase if there is none; a section may be left out if all its fields have one."""
     if field.required:
         return "must be given"
     return "may be left out" if isinstance(field.default, Section) or field.named else as_toml(field.default)
 
 
 def _explain_value(fields: Sequence[Field]) -> str:
-    """Alternatives of a section may share a field; they differ in its doc and type at most."""
+    """Alternatives of a section may share a field; they differ at most in its doc and type."""
     first = fields[0]
     parent = find(Run, first.path.rpartition(".")[0])
     is_everywhere = not parent or len(fields) == len(parent[0].sections)
@@ -64,7 +64,7 @@ def _default_clause(field: Field) -> str:
 
 
 def _preset_lines(field: Field) -> list[str]:
-    """`8: deepseek-v3`, a line for each value that a preset gives other than the default."""
+    """`8: deepseek-v3`: a line for each value of presets that is not the default."""
     names: dict[str, list[str]] = {}
     for name, make in PRESETS.items():
         values = leaves(make())
@@ -74,7 +74,7 @@ def _preset_lines(field: Field) -> list[str]:
 
 
 def _text_page(title: str, doc: str, rows: Sequence[tuple[str, str]]) -> str:
-    """A title, a sentence, and rows whose label is written once for several of the same."""
+    """A title, a sentence, and rows; equal labels in succession are printed once."""
     width = max(len(label) for label, _ in rows)
     lines = [title, f"  {doc}", ""]
     above = ""
@@ -85,7 +85,7 @@ def _text_page(title: str, doc: str, rows: Sequence[tuple[str, str]]) -> str:
 
 
 def _unknown(path: str) -> ConfigError:
-    """Suggest a like path, or else the paths that end in a like name: `topk` is most likely `model.moe.top_k`."""
+    """Suggest a similar path, or paths that end in a similar name: `topk` suggests `model.moe.top_k`."""
     names = {field.path: field.path.rpartition(".")[2] for field in every_field(Run)}
     name = path.rpartition(".")[2]
     meant = [name] if name in names.values() else nearest(name, names.values())
@@ -98,7 +98,7 @@ def _unknown(path: str) -> ConfigError:
 
 
 REGENERATE = "make docs"
-"""The command that writes the document anew; `penstock config reference` prints it."""
+"""Command that writes the document; `penstock config reference` prints it."""
 
 _OPENING = f"""# Configuration
 
@@ -135,7 +135,7 @@ experts = 16
 
 
 def reference_markdown() -> str:
-    """The whole page: how to write a run, a table for each section, the rules between fields."""
+    """The page: form of a file, a table for each section, the rules between fields."""
     sections = [_section_table(path, section) for path, section in _sections(Run, "")]
     rules = "\n".join(f"- {rule_text(rule)}" for rule in RULES)
     return "\n".join([_OPENING, *sections, f"## Rules between fields\n\n{rules}\n"])
@@ -153,7 +153,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _sections(section: type[Section], path: str) -> Iterator[tuple[str, type[Section]]]:
-    """Every section with its path, each once: a section that stands under two kinds is told under the first."""
+    """Every section once, with its first path."""
     found: dict[tuple[str, type[Section]], None] = {(path, section): None}
     for name, field in fields_of(section).items():
         below = f"{path}.{name}.{NAME}" if field.named else f"{path}.{name}"

@@ -1,12 +1,12 @@
-"""Values that follow others: what a preset or a default says gives way to what the user wrote.
+"""Values that follow others: a value of a preset or a default gives way to a value that the user wrote.
 
-A preset is whole, and an override changes one field of it: `training.steps=12` where the warm-up takes 20 steps,
-`model.layers=1` where the first three layers are dense. What the user wrote stays, and is refused if it cannot be. A
-value that the user did not write follows, to the nearest one that the rules allow, and only where it breaks a rule: a
-run that obeys them is never changed. What comes out stands in `penstock config show` and in a run's config.toml.
+A preset is complete, and an override changes one field of it: `training.steps=12` where the warm-up takes 20 steps,
+`model.layers=1` where the first three layers are dense. Written values stay, and are refused if a rule forbids them. A
+value that was not written moves to the nearest one that the rules allow, and only if it breaks a rule: a run that obeys
+the rules is never changed. `penstock config show` and a run's config.toml have the result.
 
-Two things follow nothing. A value that only the user knows, such as the experts of a dense preset, is asked for. And
-what ranks share never changes what is trained: `parallel.tensor=2` alters no vocabulary and no sequence length.
+Two kinds of values do not follow. A value that only the user knows, such as the experts of a dense preset, is asked
+for. And the layout never changes the training: `parallel.tensor=2` alters no vocabulary and no sequence length.
 """
 
 from collections.abc import Callable, Collection
@@ -24,7 +24,7 @@ from penstock.config.schema import Section
 from penstock.layout.schedules import SCHEDULES
 
 _WARMUP_SHARE = 10
-"""A warm-up that would not end takes this part of the steps."""
+"""A warm-up that is too long becomes this part of the steps."""
 
 _SYNC_FREE_COUNTS = 2
 """The lowest `dispatch.sync_free` at which the host reads no row counts."""
@@ -36,7 +36,7 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True)
 class Written:
-    """The fields that the user wrote; a section that was written as a whole covers its fields."""
+    """The fields that the user wrote; a section written as a whole covers its fields."""
 
     paths: frozenset[str]
 
@@ -47,10 +47,10 @@ class Written:
 
 
 def follow(run: Run, written: Collection[str]) -> Run:
-    """The run with values that follow what was written.
+    """The run with values that follow the written ones.
 
     Args:
-        run: in which rules between fields may be broken.
+        run: may break rules between fields.
         written: full paths of fields, or of sections that were written as a whole, such as `model.moe`; they stay.
     """
     is_written = Written(frozenset(written))
@@ -73,7 +73,7 @@ def _warmup(run: Run, _: Written) -> Values:
 
 
 def _decay(run: Run, is_written: Written) -> Values:
-    """The decay gives way to the warm-up, or that to a decay that was written."""
+    """The decay is shortened to the steps after the warm-up, or the warm-up if the decay was written."""
     schedule, steps = run.schedule, run.training.steps
     if schedule.decay != "wsd":
         return {"schedule.decay_steps": 0}
@@ -85,7 +85,7 @@ def _decay(run: Run, is_written: Written) -> Values:
 
 
 def _batch(run: Run, is_written: Written) -> Values:
-    """Micro-batches fill the global batch; two halves of one are whole rows."""
+    """Micro-batches divide the global batch; with overlap halves a micro-batch has an even number of rows."""
     rows, micro = run.training.global_batch, run.training.micro_batch
     if run.dispatch.overlap == "halves" and micro % 2 and rows % (2 * micro) == 0:
         return {"training.micro_batch": 2 * micro}
@@ -106,7 +106,7 @@ def _evaluation(run: Run, _: Written) -> Values:
 
 
 def _layers(run: Run, is_written: Written) -> Values:
-    """As in variants of presets that keep their first layers: one layer with experts stays."""
+    """At least one layer with experts stays, as in variants of presets."""
     model, moe = run.model, run.model.moe
     if moe is None:
         return {"model.dense_layers": model.layers}
@@ -119,7 +119,7 @@ def _layers(run: Run, is_written: Written) -> Values:
 
 
 def _dense_width(run: Run, _: Written) -> Values:
-    """A dense layer is as wide as the experts that a token meets."""
+    """A dense layer is as wide as the experts of one token."""
     model, moe = run.model, run.model.moe
     if moe is None or model.intermediate_size or model.layers == model.moe_layers:
         return {}
@@ -138,7 +138,7 @@ def _heads(run: Run, _: Written) -> Values:
 
 
 def _local(run: Run, _: Written) -> Values:
-    """Without layers that see the whole row, nothing is said of them."""
+    """Without global layers, their options have the defaults."""
     attention = run.model.attention
     if not isinstance(attention, GroupedQueryAttention) or attention.local is None or attention.local.global_every:
         return {}
@@ -146,7 +146,7 @@ def _local(run: Run, _: Written) -> Values:
 
 
 def _rope(run: Run, is_written: Written) -> Values:
-    """Context is extended in the way that was written."""
+    """Only the written kind of context extension stays."""
     rope, path = run.model.attention.rope, "model.attention.rope"
     if rope.yarn is None or rope.llama3 is None:
         return {}
@@ -155,7 +155,7 @@ def _rope(run: Run, is_written: Written) -> Values:
 
 
 def _groups(run: Run, _: Written) -> Values:
-    """Groups divide the experts; those that are judged by two experts have two."""
+    """Groups divide the experts; top2 groups have two experts."""
     moe = run.model.moe
     if moe is None:
         return {}
@@ -167,7 +167,7 @@ def _groups(run: Run, _: Written) -> Values:
 
 
 def _choice(run: Run, is_written: Written) -> Values:
-    """A token chooses among experts that it can reach."""
+    """The kept groups hold `top_k` experts."""
     moe = run.model.moe
     if moe is None or moe.experts % moe.router.n_group:
         return {}
@@ -180,7 +180,7 @@ def _choice(run: Run, is_written: Written) -> Values:
 
 
 def _router(run: Run, _: Written) -> Values:
-    """A score has the choices that go with it; the weight of one expert alone has none."""
+    """Options that do not go with the score, with one expert, or with weighted inputs are off."""
     moe = run.model.moe
     if moe is None:
         return {}
@@ -201,7 +201,7 @@ def _router(run: Run, _: Written) -> Values:
 
 
 def _schedule(run: Run, is_written: Written) -> Values:
-    """A pipeline has the schedule that its overlap or its stages need."""
+    """The schedule fits the overlap and the stages."""
     if run.parallel.pipeline == 1:
         return {}
     wants_another = schedule_has_its_stages(run) is not None and is_written("pipeline.stages_per_rank")
@@ -239,4 +239,4 @@ _FOLLOWERS: tuple[Callable[[Run, Written], Values], ...] = (
     _stages,
     _row_counts,
 )
-"""In the order in which they are asked; a later one sees what an earlier one changed."""
+"""In this order; a later one sees the changes of earlier ones."""

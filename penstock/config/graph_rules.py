@@ -1,8 +1,8 @@
 """Rules between fields of graphs. Each docstring is the rule as users read it.
 
-A graph is replayed with the addresses and the shapes that it was captured with, and the host takes no part in it. The
-same rules say where `graphs.capture` auto does without. What depends on the device, such as kernels that read counts on
-the host, is judged where they are chosen (penstock/train/capture.py).
+A graph is replayed with the addresses and shapes of its capture and without the host. `graphs.capture` auto captures
+nothing where these rules forbid it. Obstacles that depend on the device, such as kernels that read counts on the host,
+are checked where the capture is chosen (penstock/train/choose_capture.py).
 """
 
 from penstock.config.dispatch_rules import COUNTS_STAY
@@ -62,7 +62,7 @@ def captured_activations_stay_on_the_device(run: Run) -> Problem | None:
 
 
 def captured_shapes_are_known(run: Run) -> Problem | None:
-    """`graphs.capture` full needs row counts that the host never reads, where ranks share experts.
+    """`graphs.capture` full needs row counts that the host never reads, if ranks share experts.
 
     That is `dispatch.sync_free` 2 or 3, `dispatch.method` symmetric, or `model.moe.balance.pad_to_capacity`.
     """
@@ -80,10 +80,10 @@ def captured_shapes_are_known(run: Run) -> Problem | None:
 
 
 def captured_parts_are_kept(run: Run) -> Problem | None:
-    """`graphs.capture` partial does not go with what is done to activations of the captured parts.
+    """`graphs.capture` partial does not go with recomputation or offload of the captured parts.
 
-    That is `recompute.modules` norm, latent-up, attention, moe and layer, and `offload.activations` attention, moe and
-    layer.
+    These are `recompute.modules` norm, latent-up, attention, moe and layer, and `offload.activations` attention, moe
+    and layer.
     """
     if not _captures(run, "partial"):
         return None
@@ -93,7 +93,7 @@ def captured_parts_are_kept(run: Run) -> Problem | None:
         if found:
             return Problem(
                 field,
-                "reaches into what graphs.capture partial captures",
+                "reaches into the captured parts of graphs.capture partial",
                 got=", ".join(found),
                 allowed=f"all but {', '.join(refused)}",
                 fix="leave them out, or set graphs.capture=full or none",

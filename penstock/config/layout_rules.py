@@ -1,6 +1,6 @@
-"""Rules between fields of layout: what ranks may share, and how. Each docstring is the rule as users read it.
+"""Rules between fields of the layout. Each docstring is the rule as users read it.
 
-What depends on the number of ranks is not here but in `penstock.config.fit`.
+Rules that depend on the number of ranks are in `penstock.config.fit`.
 """
 
 from collections.abc import Sequence
@@ -244,7 +244,7 @@ def recomputed_stages_exist(run: Run) -> Problem | None:
 
 
 def recompute_says_what(run: Run) -> Problem | None:
-    """`recompute.layers` and `recompute.stages` say where, so they need `recompute.modules`, which say what."""
+    """`recompute.layers` and `recompute.stages` select places, so they need `recompute.modules`."""
     for name, where in (("layers", run.recompute.layers), ("stages", run.recompute.stages)):
         if where and not run.recompute.modules:
             return Problem(

@@ -6,7 +6,7 @@ from pydantic import Discriminator
 
 from penstock.config.schema import Section, knob
 
-# Far above any model that was ever trained, and low enough that the product of a few still counts in 64 bits.
+# Far above any trained model, and low enough that products of a few fit 64 bits.
 MOST_FEATURES = 2**20
 MOST_HEADS = 2**16
 MOST_EXPERTS = 2**16
@@ -31,7 +31,7 @@ class Yarn(Section):
 class Llama3Rope(Section):
     """Context extension of Llama 3.1 (arXiv 2407.21783): slow frequencies are divided, fast ones kept."""
 
-    factor: float = knob(8.0, doc="What slow frequencies are divided by.", low=1.0)
+    factor: float = knob(8.0, doc="Divisor of slow frequencies.", low=1.0)
     original_max_position_embeddings: int = knob(8192, doc="Context length of pretraining.", unit="positions", low=1)
     low_freq_factor: float = knob(
         1.0, doc="Rotations over the original context below which a frequency is divided.", low=0.0
@@ -50,24 +50,28 @@ class Rope(Section):
 
 
 class LocalAttention(Section):
-    """Layers that see a part of the row only, between layers that see all of it."""
+    """Layers with local attention between layers with global attention."""
 
     kind: Literal["window", "chunk"] = knob(
-        "window", doc="`window`: the last `size` positions, one's own included; `chunk`: one's own block of `size`."
+        "window", doc="`window`: the last `size` positions, with the position itself; `chunk`: its block of `size`."
     )
-    size: int = knob(doc="Positions that a layer sees at most.", unit="positions", low=1)
+    size: int = knob(doc="Positions that a layer attends to at most.", unit="positions", low=1)
     global_every: int = knob(
         0,
-        doc="Every n-th layer, the n-th first, sees the whole row instead; 0: none does.",
+        doc="Every n-th layer, the n-th first, has global attention; 0: none.",
         unit="layers",
         low=0,
         high=MOST_LAYERS,
     )
-    global_rope: bool = knob(True, doc="Whether layers that see the whole row rotate positions (Llama 4: no).")
+    global_rope: bool = knob(True, doc="Whether global layers have rotary embedding (Llama 4: no).")
     global_temperature: float = knob(
-        0.0, doc="Queries of those layers grow by this times log(1 + floor(position / `temperature_floor`)).", low=0.0
+        0.0,
+        doc="Queries of global layers are scaled by 1 + this x log(1 + floor(position / `temperature_floor`)).",
+        low=0.0,
     )
-    temperature_floor: int = knob(8192, doc="Positions, from 1, below which they do not grow.", unit="positions", low=1)
+    temperature_floor: int = knob(
+        8192, doc="Positions, from 1, below which they are not scaled.", unit="positions", low=1
+    )
 
 
 class GroupedQueryAttention(Section):
@@ -84,11 +88,11 @@ class GroupedQueryAttention(Section):
         "or of each head after rotation and without weights, in layers that rotate (Llama 4).",
     )
     bias: bool = knob(False, doc="Biases on all four projections.")
-    sinks: bool = knob(False, doc="A learned logit for each head that takes part in the softmax and has no value.")
-    local: LocalAttention | None = knob(None, doc="Layers that see a part of the row; none: all see all of it.")
+    sinks: bool = knob(False, doc="A learned logit for each head in the softmax, without a value (attention sink).")
+    local: LocalAttention | None = knob(None, doc="Layers with local attention; none: all are global.")
 
     def is_global(self, layer: int) -> bool:
-        """Whether the layer of this number, from 0, sees the whole row."""
+        """Whether the layer of this number, from 0, has global attention."""
         every = 1 if self.local is None else self.local.global_every
         return every > 0 and (layer + 1) % every == 0
 
@@ -141,10 +145,10 @@ Attention = Annotated[GroupedQueryAttention | LatentAttention, Discriminator("ki
 
 
 class Router(Section):
-    """Which experts a token goes to, and with what weight. Always computed in float32."""
+    """Choice of a token's experts and their weights. Always computed in float32."""
 
     scoring_func: Literal["softmax", "sigmoid"] = knob(
-        "softmax", doc="What logits become: softmax over experts, or sigmoid."
+        "softmax", doc="Function from logits to scores: softmax over experts, or sigmoid."
     )
     softmax_after_top_k: bool = knob(
         False, doc="Choose by logits and take the softmax over the chosen experts only (Mixtral) instead of before."
@@ -167,12 +171,12 @@ class Router(Section):
 
 
 class Balance(Section):
-    """What keeps the experts evenly loaded."""
+    """Even load of the experts."""
 
     aux_loss: Literal["none", "micro-batch", "sequence", "global-batch"] = knob(
         "none",
-        doc="Over which tokens the auxiliary loss counts load: one micro-batch; one row; or (global-batch) a step's "
-        "micro-batches so far, over all ranks of the stage, so only its last micro-batch sees the whole batch.",
+        doc="Tokens over which the auxiliary loss counts load: one micro-batch; one row (sequence); or the step's "
+        "micro-batches so far, over all ranks of the stage (global-batch), so only the last one sees the whole batch.",
     )
     aux_loss_coef: float = knob(0.0, doc="Factor of the auxiliary loss; 0 switches it off.", low=0.0)
     z_loss_coef: float = knob(0.0, doc="Factor of the router z-loss (ST-MoE); 0 switches it off.", low=0.0)
@@ -207,7 +211,7 @@ class Moe(Section):
     )
     moe_layer_freq: int = knob(
         1,
-        doc="Experts in every n-th layer behind the first dense ones, the n-th first.",
+        doc="Every n-th layer after the first dense ones has experts, the n-th first.",
         unit="layers",
         low=1,
         high=MOST_LAYERS,
@@ -232,7 +236,7 @@ class Model(Section):
         "llama",
         "qwen3",
         "plain",
-    ] = knob(doc="Whose names weights are exchanged in (plain: nobody's); the values below decide everything else.")
+    ] = knob(doc="Names of weights in files (plain: none); the values below decide everything else.")
     vocab_size: int = knob(doc="Token ids.", unit="tokens", low=2, high=MOST_TOKENS)
     hidden_size: int = knob(doc="Width of the residual stream.", unit="features", low=2, high=MOST_FEATURES)
     layers: int = knob(doc="Decoder layers.", unit="layers", low=1, high=MOST_LAYERS)
@@ -256,7 +260,7 @@ class Model(Section):
     initializer_range: float = knob(0.02, doc="Standard deviation of initial weights.", low=0.0)
 
     def is_dense(self, layer: int) -> bool:
-        """Whether the layer of this number, from 0, has no experts; layers behind the last are of token prediction."""
+        """Whether the layer of this number, from 0, has no experts; multi-token prediction comes last."""
         if self.moe is None or layer < self.dense_layers:
             return True
         return layer < self.layers and (layer - self.dense_layers + 1) % self.moe.moe_layer_freq != 0

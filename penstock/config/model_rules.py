@@ -134,9 +134,9 @@ def llama3_bounds_are_ordered(run: Run) -> Problem | None:
 
 
 def global_layers_exist_that_differ(run: Run) -> Problem | None:
-    """`model.attention.local.global_every` above 0 is needed by what is said of such layers.
+    """Options of global layers need `model.attention.local.global_every` above 0.
 
-    That is `model.attention.local.global_rope` false, or `model.attention.local.global_temperature` above 0.
+    These are `model.attention.local.global_rope` false, or `model.attention.local.global_temperature` above 0.
     """
     attention = run.model.attention
     local = attention.local if isinstance(attention, GroupedQueryAttention) else None
@@ -145,7 +145,7 @@ def global_layers_exist_that_differ(run: Run) -> Problem | None:
     name = "global_temperature" if local.global_rope else "global_rope"
     return Problem(
         f"model.attention.local.{name}",
-        "is of layers that see the whole row, and model.attention.local.global_every 0 has none",
+        "is for global layers, and model.attention.local.global_every 0 has none",
         got=f"{local.global_temperature:g}" if local.global_rope else "false",
         fix=f"leave it out, or set model.attention.local.global_every to {USUAL_GLOBAL_EVERY}",
     )

@@ -1,4 +1,4 @@
-"""How a run is spread over devices: who shares what, the pipeline, what is computed twice, what leaves the device."""
+"""Layout of a run on devices: parallelism, dispatch, pipeline, recomputation, offload, graphs, host."""
 
 from typing import Literal
 
@@ -14,21 +14,24 @@ OFFLOADABLE = ("attention", "dense", "moe", "layer")
 
 
 Overlap = Literal["none", "shared", "halves", "passes"]
-"""What is computed while tokens are on their way."""
+"""Work that overlaps dispatch and combine."""
 
 Captured = Literal["full", "partial"]
-"""What a graph holds."""
+"""Contents of a graph."""
 
 
 class Parallel(Section):
-    """Ranks that share the work. What is left of all ranks is data parallelism.
+    """Parallel sizes. All ranks beyond their product are data parallelism.
 
     Attention and dense layers use tensor x context x data x pipeline, experts expert_tensor x expert x expert_data x
     pipeline, over the same ranks.
     """
 
     tensor: int = knob(
-        1, doc="Ranks that share each dense matrix, and the positions between them (TP, SP).", low=1, high=MOST_RANKS
+        1,
+        doc="Ranks that share each dense matrix, and the positions between matrices (TP, SP).",
+        low=1,
+        high=MOST_RANKS,
     )
     context: int = knob(1, doc="Ranks that share each row of tokens (CP).", low=1, high=MOST_RANKS)
     pipeline: int = knob(1, doc="Ranks that share the layers (PP).", low=1, high=MOST_RANKS)
@@ -36,8 +39,8 @@ class Parallel(Section):
     expert_tensor: int = knob(1, doc="Ranks that share each expert's matrices (ETP).", low=1, high=MOST_RANKS)
     shard: Literal["auto", "none", "optimizer", "full"] = knob(
         "auto",
-        doc="What data-parallel ranks divide: none, the optimizer (ZeRO-1: weights stay whole, gradients are reduced "
-        "once a step), or full (FSDP2: weights, gradients and optimizer). auto takes the optimizer.",
+        doc="State divided by data-parallel ranks: none, the optimizer (ZeRO-1: weights stay whole, gradients are "
+        "reduced once a step), or full (FSDP2: weights, gradients and optimizer). auto takes the optimizer.",
     )
     shard_size: int = knob(
         0,
@@ -58,7 +61,7 @@ class Parallel(Section):
 
 
 class Dispatch(Section):
-    """How tokens reach experts that other ranks hold; of one rank that holds all, only `sync_free` is read."""
+    """Transport of tokens to experts on other ranks; a rank that holds all experts reads only `sync_free`."""
 
     method: Literal["auto", "all-to-all", "all-gather", "symmetric", "hierarchical"] = knob(
         "auto",
@@ -70,7 +73,7 @@ class Dispatch(Section):
     )
     sync_free: int = knob(
         0,
-        doc="Where the host never waits for the device: 0 promises nothing, 1 in router and permutation, 2 in dispatch "
+        doc="Where the host never waits for the device: 0 nowhere, 1 in router and permutation, 2 in dispatch "
         "and experts too (buffers bounded by `row_capacity_factor`), 3 nowhere between router and combine (buffers for "
         "the worst case). See docs/dispatch.md.",
         low=0,
@@ -103,9 +106,9 @@ class Dispatch(Section):
     )
     overlap: Overlap = knob(
         "none",
-        doc="What is computed while tokens are on their way: nothing, the layer's shared expert (shared), the other "
-        "half of the micro-batch's rows too (halves), or the backward pass of another micro-batch of the pipeline "
-        "(passes). See docs/overlap.md.",
+        doc="Work that overlaps dispatch and combine: nothing, the layer's shared expert (shared), the other "
+        "half of the micro-batch's rows too (halves), or the backward pass of another micro-batch of the pipeline (passes). See "
+        "docs/overlap.md.",
     )
 
 
@@ -124,24 +127,24 @@ class Pipeline(Section):
     )
     layout: str = knob(
         "",
-        doc="What each stage holds, such as `Et*3|t*4|(t*4|)*13|t*2,mL`; empty balances by cost. See docs/layouts.md.",
+        doc="Contents of each stage, such as `Et*3|t*4|(t*4|)*13|t*2,mL`; empty balances by cost. See docs/layouts.md.",
     )
 
 
 class Recompute(Section):
-    """What is freed after forward and computed again in backward."""
+    """Activations that are freed after forward and recomputed in backward."""
 
     modules: tuple[str, ...] = knob(
         (),
         doc="Of norm, latent-up, attention, expert-activation, shared-expert, dense, moe, layer; their outputs are "
-        "freed too where nobody else needs them.",
+        "freed too if no other module needs them.",
     )
-    layers: tuple[int, ...] = knob((), doc="Decoder layers where that happens; empty means all.")
-    stages: tuple[int, ...] = knob((), doc="Pipeline stages where that happens; empty means all.")
+    layers: tuple[int, ...] = knob((), doc="Decoder layers that recompute; empty means all.")
+    stages: tuple[int, ...] = knob((), doc="Pipeline stages that recompute; empty means all.")
 
 
 class Offload(Section):
-    """What waits in host memory."""
+    """State in host memory."""
 
     activations: tuple[str, ...] = knob(
         (), doc="Modules whose saved activations go to pinned host memory until backward: attention, dense, moe, layer."
@@ -171,9 +174,8 @@ class Host(Section):
     numa: bool = knob(True, doc="Bind each process to the cores and memory next to its GPU (Linux).")
     check_memory: bool = knob(
         True,
-        doc="Refuse a run that cannot fit into the memory of its GPU or machine, by what it needs at least, before "
-        "anything is made.",
+        doc="Refuse a run whose least memory exceeds that of its GPU or machine, before anything is made.",
     )
     timeout_minutes: int = knob(
-        30, doc="How long a rank waits for the others before it gives up.", unit="minutes", low=1
+        30, doc="Time that a rank waits for the others before it gives up.", unit="minutes", low=1
     )

@@ -1,9 +1,9 @@
-"""Rules between fields. What one field may be is said by its knob; what two or more may be together is said here.
+"""Rules between fields. `knob` declares the range of one field; rules judge several fields together.
 
-A rule is a function from a run to a `Problem`, or to None if the run is fine. It never changes anything. Its docstring
+A rule is a function from a run to a `Problem`, or to None if the run obeys it. It never changes the run. Its docstring
 is the rule as users read it, with the full path of every field: the reference and `penstock config explain` print it.
 
-To add a rule: write the function beside its like, put it into the tuple there, and give it a row in the tests.
+To add a rule: write the function beside similar ones, add it to the tuple there, and add a row to the tests.
 """
 
 from collections.abc import Callable
@@ -30,30 +30,30 @@ RULES: tuple[Rule, ...] = (
     *GRAPH_RULES,
     *FLOAT8_RULES,
 )
-"""All rules, in the order in which problems are told."""
+"""All rules, in the order in which problems are reported."""
 
 
 def check(run: Run) -> None:
-    """Refuse an impossible combination.
+    """Refuse a run that breaks rules.
 
     Raises:
-        ConfigError: a rule is broken; the first is told in full, of the others the fields.
+        ConfigError: the first problem in full, and the fields of the others.
     """
     refuse(problems(run))
 
 
 def problems(run: Run) -> list[Problem]:
-    """What the rules say against a run; empty if it is fine."""
+    """All problems of a run."""
     return [problem for rule in RULES if (problem := rule(run)) is not None]
 
 
 def capture_problem(run: Run, what: Captured) -> Problem | None:
-    """What keeps a run's passes, or parts of its layers, from being captured, whatever it asks for; None if no rule."""
+    """The first rule that forbids a kind of capture for a run, or None; the run's own capture is not read."""
     asked = run.model_copy(update={"graphs": Graphs(capture=what)})
     return next((problem for rule in GRAPH_RULES if (problem := rule(asked)) is not None), None)
 
 
 def rule_text(rule: Callable[..., object]) -> str:
-    """The rule in words."""
+    """The text of a rule."""
     assert rule.__doc__ is not None, f"{rule} is documented"
     return " ".join(rule.__doc__.split())

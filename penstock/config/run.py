@@ -1,4 +1,4 @@
-"""A run: everything that decides what `penstock train` does."""
+"""A run: all fields that decide what `penstock train` does."""
 
 from typing import Literal
 
@@ -19,13 +19,13 @@ from penstock.config.training import (
 
 
 class Kernels(Section):
-    """Which implementation of each operator runs; `penstock kernels list` shows what auto takes, and why.
+    """Implementation of each operator; `penstock kernels list` shows the choices of auto, and why.
 
-    reference is the definition in eager PyTorch, torch what PyTorch has fused, triton our kernels.
+    reference is the definition in eager PyTorch, torch is PyTorch's fused operators, triton is our kernels.
     """
 
     all: Literal["auto", "reference", "torch", "triton"] = knob(
-        "auto", doc="What every other field that is auto takes; an operator without such a form takes reference."
+        "auto", doc="Value of every other field that is auto; an operator without this implementation takes reference."
     )
     route: Literal["auto", "reference", "triton"] = knob("auto", doc="Router: scores, choice, weights, counts.")
     permute: Literal["auto", "reference", "triton"] = knob(
@@ -74,8 +74,8 @@ class Run(Section):
 
     name: str = knob(doc="Name of the run and of its folder.")
     seed: int = knob(0, doc="Seed of weights, data order and everything random.", low=0, high=2**32 - 1)
-    device: Literal["auto", "cpu", "cuda"] = knob("auto", doc="Where to train; auto takes a GPU if there is one.")
-    model: Model = knob(doc="What is trained.")
+    device: Literal["auto", "cpu", "cuda"] = knob("auto", doc="Device; auto takes a GPU if there is one.")
+    model: Model = knob(doc="The model.")
     training: Training = knob(doc="Batch, length, precision.")
     optimizer: Optimizer = knob(doc="AdamW.")
     schedule: Schedule = knob(Schedule(), doc="Learning rate over the steps.")
@@ -86,11 +86,11 @@ class Run(Section):
     float8: Float8 = knob(Float8(), doc="Products in 8 bits.")
     record: Record = knob(Record(), doc="Metrics.")
     profile: Profile = knob(Profile(), doc="Traces of a few steps.")
-    parallel: Parallel = knob(Parallel(), doc="Ranks that share the work.")
-    dispatch: Dispatch = knob(Dispatch(), doc="How tokens reach their experts.")
+    parallel: Parallel = knob(Parallel(), doc="Parallel sizes.")
+    dispatch: Dispatch = knob(Dispatch(), doc="Transport of tokens to their experts.")
     pipeline: Pipeline = knob(Pipeline(), doc="Order and division of the pipeline.")
-    recompute: Recompute = knob(Recompute(), doc="What is computed twice to save memory.")
-    offload: Offload = knob(Offload(), doc="What waits in host memory.")
+    recompute: Recompute = knob(Recompute(), doc="Activations that are recomputed to save memory.")
+    offload: Offload = knob(Offload(), doc="State in host memory.")
     graphs: Graphs = knob(Graphs(), doc="Work that is captured once and replayed.")
     host: Host = knob(Host(), doc="Processes on their machine.")
 

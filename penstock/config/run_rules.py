@@ -88,7 +88,7 @@ def decay_steps_belong_to_wsd(run: Run) -> Problem | None:
 
 
 def moments_forget(run: Run) -> Problem | None:
-    """`optimizer.beta1` and `optimizer.beta2` are below 1: a moment that never forgets never starts."""
+    """`optimizer.beta1` and `optimizer.beta2` are below 1."""
     for name, beta in (("beta1", run.optimizer.beta1), ("beta2", run.optimizer.beta2)):
         if beta == 1:
             return Problem(f"optimizer.{name}", "must be below 1", got="1", fix="0.9 and 0.95 are the usual values")
@@ -151,7 +151,7 @@ def flash_on_a_gpu_has_no_mask(run: Run) -> Problem | None:
 
 
 def _masked_by(run: Run) -> str | None:
-    """What asks for a mask in attention."""
+    """The option that needs a mask in attention, or None."""
     if run.data.document_mask:
         return "data.document_mask"
     if run.parallel.context > 1 and context_method(run) == "all-gather":
@@ -163,7 +163,7 @@ def _masked_by(run: Run) -> str | None:
 
 
 def recorded_steps_are_made(run: Run) -> Problem | None:
-    """With `profile.start` above 0, all `profile.steps` from there on are among `training.steps`."""
+    """With `profile.start` above 0, all `profile.steps` from there on are within `training.steps`."""
     profile, steps = run.profile, run.training.steps
     if profile.start == 0 or profile.start + profile.steps - 1 <= steps:
         return None

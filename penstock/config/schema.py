@@ -43,10 +43,10 @@ def knob(default: Any = ..., *, doc: str, unit: str = "", low: float | None = No
 
 
 KIND = "kind"
-"""The field that tells the alternatives of a section apart."""
+"""The field that distinguishes alternatives of a section."""
 
 NAME = "NAME"
-"""Stands in a path for a name that a user chose."""
+"""Placeholder in a path for a name of the user's choice."""
 
 _WORDS: dict[Any, str] = {
     bool: "true or false",
@@ -63,19 +63,19 @@ class Field:
     """One field of one section.
 
     Attributes:
-        path: its name; from the top, such as `model.moe.top_k`, where it comes from `every_field` or `find`.
+        path: its name; the full path, such as `model.moe.top_k`, if it comes from `every_field` or `find`.
         owner: the section that declares it.
-        doc: what it means.
-        unit: what its number counts; empty for names and switches.
+        doc: its meaning.
+        unit: unit of its number; empty for names and switches.
         type_text: its type in words, without range.
-        low: smallest allowed value, if there is one.
-        high: largest allowed value, if there is one.
-        choices: the only allowed texts, if there are such.
+        low: smallest allowed value, or None.
+        high: largest allowed value, or None.
+        choices: the only allowed texts, or empty.
         sections: the section that it holds, or the alternatives; empty for a value.
-        named: holds any number of such sections, by name.
-        optional: may be none.
-        required: must be given.
-        default: value when none is given; None where there is no default.
+        named: it holds any number of such sections, by name.
+        optional: it may be none.
+        required: it must be given.
+        default: None if there is no default.
     """
 
     path: str
@@ -113,7 +113,7 @@ class Field:
 
     @property
     def allowed_text(self) -> str:
-        """All that may be written: `whole number >= 1 (steps)`, or `softmax, sigmoid`."""
+        """Type, range and unit: `whole number >= 1 (steps)`, or `softmax, sigmoid`."""
         words = f"{self.type_text} {self.range_text}".rstrip() + (f" ({self.unit})" if self.unit else "")
         return f"{words}, or none" if self.optional else words
 
@@ -157,7 +157,7 @@ def _type_text(choices: tuple[str, ...], sections: tuple[type[Section], ...], na
 
 
 def _alternatives(annotation: Any) -> tuple[Any, ...]:
-    """The types of a union, which may be nested in others and in `Annotated`; of any other type, the type itself."""
+    """The types of a union, also if nested or in `Annotated`; of any other type, the type itself."""
     if get_origin(annotation) is Annotated:
         return _alternatives(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
@@ -166,13 +166,13 @@ def _alternatives(annotation: Any) -> tuple[Any, ...]:
 
 
 def kind_of(section: type[Section]) -> str | None:
-    """The value of `kind` that stands for this alternative, or None for a section without alternatives."""
+    """The value of `kind` of this alternative, or None for a section without alternatives."""
     field = fields_of(section).get(KIND)
     return None if field is None else str(field.default)
 
 
 def alternative(sections: Iterable[type[Section]], kind: object) -> type[Section] | None:
-    """The section that `kind` names among alternatives, or the only one there is; None for an unknown kind."""
+    """The alternative that `kind` names, or the only one; None for an unknown kind."""
     sections = tuple(sections)
     if len(sections) == 1:
         return sections[0]
@@ -180,13 +180,13 @@ def alternative(sections: Iterable[type[Section]], kind: object) -> type[Section
 
 
 def fields_under(sections: Iterable[type[Section]]) -> dict[str, Field]:
-    """Fields of all alternatives by name; the first alternative's where several have the name."""
+    """Fields of all alternatives by name; of equal names the first alternative's."""
     return {name: field for section in reversed(tuple(sections)) for name, field in fields_of(section).items()}
 
 
 @cache
 def every_field(root: type[Section], prefix: str = "") -> tuple[Field, ...]:
-    """Every field below `root`, a section before its fields; a path comes once for each alternative that has it."""
+    """Every field below `root`, a section before its fields; a path appears once for each alternative that has it."""
     found = []
     for name, field in fields_of(root).items():
         path = f"{prefix}{name}"
@@ -197,7 +197,7 @@ def every_field(root: type[Section], prefix: str = "") -> tuple[Field, ...]:
 
 
 def find(root: type[Section], path: str) -> tuple[Field, ...]:
-    """Fields at a path from the top: none for an unknown path, several where alternatives share the name."""
+    """Fields at a full path: none if it is unknown, several if alternatives share the name."""
     names = path.split(".")
     return tuple(field for field in every_field(root) if _fits(names, field.path.split(".")))
 
@@ -207,7 +207,7 @@ def _fits(names: list[str], path: list[str]) -> bool:
 
 
 def as_toml(value: object) -> str:
-    """A value as one would write it in a file or an override; None and whole sections are shown in the same spirit."""
+    """A value as in a file or an override; None is `none`."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -223,12 +223,12 @@ def as_toml(value: object) -> str:
 
 @dataclass(frozen=True)
 class Difference:
-    """A field whose value is not the same.
+    """A field with different values in two runs.
 
     Attributes:
         field: full path.
-        left: its value in the first run as in TOML; None if that run has no such field.
-        right: the same of the second run.
+        left: value in the first run as in TOML; None if that run has no such field.
+        right: value in the second run.
     """
 
     field: str

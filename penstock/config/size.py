@@ -1,7 +1,7 @@
-"""Parameters and FLOPs of a model by arithmetic, for verbs that answer before PyTorch would have been imported.
+"""Parameters and FLOPs of a model by arithmetic, for verbs that must not wait for the import of PyTorch.
 
-The truth is the walk over the model that a run is built from (penstock/models/count.py, which has the conventions);
-tests hold the two together on every preset, on variants of them and on models that differ in one field.
+penstock/models/count.py counts on the model itself, and defines the conventions; tests compare the two on every preset,
+on variants of them and on models that differ in one field.
 """
 
 from collections.abc import Iterable
@@ -30,7 +30,7 @@ class Count:
 
 @dataclass(frozen=True)
 class _Part:
-    """Parameters of a part, those of them that a token does not meet, and FLOPs of one token's forward pass."""
+    """Parameters of a part, the idle ones for one token, and FLOPs of one token's forward pass."""
 
     parameters: int
     idle: int = 0
@@ -70,7 +70,7 @@ def routed_parameters(model: Model) -> int:
 
 
 def _of_expert(model: Model, moe: Moe) -> tuple[int, int]:
-    """Numbers in the matrices of one expert, and in its biases."""
+    """Parameters in the matrices of one expert, and in its biases."""
     return (
         3 * model.hidden_size * moe.moe_intermediate_size,
         2 * moe.moe_intermediate_size + model.hidden_size if moe.bias else 0,
@@ -84,7 +84,7 @@ def _sum(parts: Iterable[_Part]) -> _Part:
 
 
 def _matrices(*shapes: tuple[int, int]) -> _Part:
-    """Matrices that a token passes."""
+    """Matrices that every token passes."""
     numbers = sum(rows * columns for rows, columns in shapes)
     return _Part(numbers, flops=2 * numbers)
 

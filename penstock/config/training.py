@@ -1,4 +1,4 @@
-"""How a model is trained: batch, precision, optimizer, schedule, evaluation, checkpoints, records."""
+"""Training: batch, precision, optimizer, schedule, evaluation, checkpoints, records."""
 
 from typing import Literal
 
@@ -72,7 +72,7 @@ class Checkpoint(Section):
 
 
 class Record(Section):
-    """What a run leaves behind besides checkpoints."""
+    """Output of a run besides checkpoints."""
 
     folder: str = knob("runs", doc="Folder that holds one folder for each run.")
     every: int = knob(1, doc="Steps between lines of metrics.jsonl.", unit="steps", low=1)
@@ -88,12 +88,12 @@ class Record(Section):
         high=65535,
     )
     prometheus_address: str = knob(
-        "127.0.0.1", doc="Address where it listens: the loopback is for this machine only, 0.0.0.0 is for everybody."
+        "127.0.0.1", doc="Address of the endpoint: the loopback is for this machine only, 0.0.0.0 is for all machines."
     )
 
 
 class Profile(Section):
-    """What a few steps are made of, recorded by torch's profiler; see docs/trace.md."""
+    """Recording of a few steps by torch's profiler; see docs/trace.md."""
 
     start: int = knob(0, doc="First step that is recorded; 0 records none.", unit="steps", low=0)
     steps: int = knob(2, doc="Steps that are recorded.", unit="steps", low=1)

@@ -33,11 +33,11 @@ from penstock.config.versions import RENAMED_VALUES, new_path
 Tree = dict[str, Any]
 
 NONE = "none"
-"""How None is written in files and overrides."""
+"""None in files and overrides."""
 
 
 def parse_overrides(root: type[Section], overrides: Sequence[str]) -> Tree:
-    """The tree that a list of `a.b=c` describes. Where two speak of the same field, the later one wins.
+    """The tree of a list of `a.b=c`; the later one of two for the same field wins.
 
     A value is written as in TOML, and a text that is no TOML value needs no quotes: `training.precision=bf16`.
 
@@ -66,7 +66,7 @@ def parse_overrides(root: type[Section], overrides: Sequence[str]) -> Tree:
 
 
 def _parse_value(path: str, text: str, *, takes_text: bool) -> Any:
-    """A TOML value, or the text itself. A field that takes text takes `2024` and `true` for texts too."""
+    """A TOML value, or the text itself. A field that takes text takes `2024` and `true` as texts too."""
     try:
         table = parse_toml(f"value = {text}")
     except tomllib.TOMLDecodeError as error:
@@ -81,12 +81,7 @@ def _parse_value(path: str, text: str, *, takes_text: bool) -> Any:
 
 
 def settle(fields: Mapping[str, Field], tree: Mapping[str, Any]) -> Tree:
-    """A copy of a tree in the types that the schema takes; unknown keys stay, to be refused later with a suggestion.
-
-    Args:
-        fields: fields that may stand at the top of the tree, by name.
-        tree: as TOML gives it.
-    """
+    """A copy of a tree in the types of the schema; unknown keys stay, and `build` refuses them with a suggestion."""
     return {key: _settle_value(fields.get(key), value) for key, value in tree.items()}
 
 
@@ -108,12 +103,7 @@ def _settle_value(field: Field | None, value: Any) -> Any:
 
 
 def paths_in(tree: Mapping[str, Any], above: str = "") -> frozenset[str]:
-    """Full paths of all values in a tree; an empty table is a value.
-
-    Args:
-        tree: of tables.
-        above: path of the table itself, with a dot at its end; empty for the whole tree.
-    """
+    """Full paths of all values in a tree, with `above` before each; an empty table is a value."""
     found: set[str] = set()
     for key, value in tree.items():
         path = f"{above}{key}"
@@ -122,14 +112,9 @@ def paths_in(tree: Mapping[str, Any], above: str = "") -> frozenset[str]:
 
 
 def merge(section: type[Section], base: Mapping[str, Any], overlay: Mapping[str, Any]) -> Tree:
-    """`base` with the values of `overlay`, table by table.
+    """`base` with the values of `overlay`, table by table; both are settled trees.
 
-    Where the overlay gives a section another `kind`, the base keeps what the new kind knows as well and loses the rest.
-
-    Args:
-        section: whose fields the trees hold.
-        base: a settled tree.
-        overlay: a settled tree; its values win.
+    If the overlay gives a section another `kind`, only values that the new kind has too stay.
     """
     merged = dict(base)
     for key, value in overlay.items():
@@ -205,9 +190,9 @@ def _problem(root: type[Section], detail: ErrorDetails) -> Problem:
 
 
 class _Place(NamedTuple):
-    """Where a fault is: the path, its field (None for an unknown key), and the section that has or lacks the field.
+    """Place of a fault: its path, its field (None for an unknown key), and the section that has or lacks the field.
 
-    After the path of sections by name, `wants_name` says that none of them is named.
+    `wants_name` means that the path ends at sections by name, and no name is given.
     """
 
     path: str
@@ -217,7 +202,7 @@ class _Place(NamedTuple):
 
 
 def _locate(root: type[Section], location: tuple[int | str, ...]) -> _Place:
-    """Follow pydantic's location, which names a kind after a section with alternatives, and the index in a list."""
+    """Follow pydantic's location, which has a kind after a section with alternatives, and the index in a list."""
     names: list[str] = []
     field: Field | None = None
     wants_name = False

@@ -103,7 +103,7 @@ def test_zsh_gets_words_with_their_meaning(capsys: pytest.CaptureFixture[str], m
     text = asked(capsys)
     assert '"debug-softmax":"The same with a softmax router' in text
     monkeypatch.setenv("_TYPER_COMPLETE_ARGS", "penstock pla")
-    assert '"plan":"Say which layouts fit a cluster' in asked(capsys)
+    assert '"plan":"Rank layouts on a cluster by speed' in asked(capsys)
 
 
 def test_fish_gets_words_with_their_meaning(

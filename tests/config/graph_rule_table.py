@@ -54,13 +54,15 @@ BROKEN: list[tuple[Rule, tuple[str, ...], str]] = [
     (
         rules.captured_parts_are_kept,
         (PARTS, 'recompute.modules=["norm", "dense", "attention"]'),
-        "recompute.modules reaches into what graphs.capture partial captures; got norm, attention; allowed: all but "
+        "recompute.modules reaches into the captured parts of graphs.capture partial; "
+        "got norm, attention; allowed: all but "
         "norm, latent-up, attention, moe, layer; fix: leave them out, or set graphs.capture=full or none",
     ),
     (
         rules.captured_parts_are_kept,
         (PARTS, 'offload.activations=["moe"]'),
-        "offload.activations reaches into what graphs.capture partial captures; got moe; allowed: all but attention, "
+        "offload.activations reaches into the captured parts of graphs.capture partial; "
+        "got moe; allowed: all but attention, "
         "moe, layer; fix: leave them out, or set graphs.capture=full or none",
     ),
     (

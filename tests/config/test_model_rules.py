@@ -77,14 +77,14 @@ BROKEN: list[tuple[Rule, tuple[str, ...], str]] = [
     (
         rules.global_layers_exist_that_differ,
         (*GQA, "model.attention.local={size=64, global_rope=false}"),
-        "model.attention.local.global_rope is of layers that see the whole row, and "
+        "model.attention.local.global_rope is for global layers, and "
         "model.attention.local.global_every 0 has none; got false; fix: leave it out, or set "
         "model.attention.local.global_every to 4",
     ),
     (
         rules.global_layers_exist_that_differ,
         (*GQA, "model.attention.local={size=64, global_temperature=0.1}"),
-        "model.attention.local.global_temperature is of layers that see the whole row, and "
+        "model.attention.local.global_temperature is for global layers, and "
         "model.attention.local.global_every 0 has none; got 0.1; fix: leave it out, or set "
         "model.attention.local.global_every to 4",
     ),

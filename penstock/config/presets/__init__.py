@@ -1,1 +1,1 @@
-"""Runs with a name. A preset is a function that returns a run; a variant edits another one."""
+"""Presets: named functions that return a run; a variant edits another preset."""

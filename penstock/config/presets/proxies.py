@@ -1,9 +1,9 @@
-"""MoE-515B, MoE-1T and MoE-2T: models that AMD made up to plan and measure with, with grouped-query attention.
+"""MoE-515B, MoE-1T and MoE-2T: AMD's proxy models for plans and measurements, with grouped-query attention.
 
 Source: AMD's blog "MoE Training Best Practices on AMD GPUs" (December 2025). The three differ in their experts only.
-The active sizes that are advertised (44 B, 44 B, 80 B) leave out the query and output projections; the docstrings have
-what a token really meets, embedding and output projection counted. No such model was trained to the end, so nobody
-published a learning rate or a batch: they are set much as for DeepSeek-V3.
+The active sizes that are advertised (44 B, 44 B, 80 B) leave out the query and output projections; the docstrings
+count all parameters that a token meets, embedding and output projection included. No learning rate or batch was
+published: they are similar to DeepSeek-V3's.
 """
 
 from penstock.config.model import Balance, GroupedQueryAttention, Model, Moe, Rope, Router

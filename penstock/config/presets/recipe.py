@@ -1,7 +1,7 @@
-"""How a model is trained whose authors published its sizes but not how they trained it.
+"""Training of a model whose authors published its sizes but not its training.
 
-Learning rate and batch are common choices for such a size, 4 million tokens in each step; a preset says so where its
-authors published better.
+Learning rate and batch are common for such a size, with 4 million tokens a step; a preset says so where its authors
+published better values.
 """
 
 from penstock.config.model import Model
@@ -10,15 +10,7 @@ from penstock.config.training import Optimizer, Schedule, Training
 
 
 def pretrain(name: str, model: Model, *, learning_rate: float, sequence_length: int = 4096, warmup: int = 2000) -> Run:
-    """A run that trains a model from random weights.
-
-    Args:
-        name: of the preset.
-        model: what to train.
-        learning_rate: peak.
-        sequence_length: positions of a row; a step has 4 Mi tokens.
-        warmup: steps of linear warm-up.
-    """
+    """A run that trains a model from random weights, with 4 Mi tokens a step and `warmup` steps of linear warm-up."""
     rows = 2**22 // sequence_length
     return Run(
         name=name,

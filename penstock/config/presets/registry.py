@@ -62,7 +62,7 @@ _VARIANT = re.compile(r"(?P<base>.+)-(?P<layers>\d+)l")
 
 
 def is_preset(name: str) -> bool:
-    """Whether `name` is a preset or a variant of one (whose number of layers may still be wrong)."""
+    """Whether `name` is a preset or a variant of one, whose number of layers may still be wrong."""
     variant = _VARIANT.fullmatch(name)
     return name in PRESETS or (variant is not None and variant["base"] in PRESETS)
 
@@ -87,11 +87,7 @@ def preset(name: str) -> Run:
 
 
 def keep_layers(run: Run, layers: int) -> Run:
-    """A run with the first layers of its model only, and the number of them in its name.
-
-    Args:
-        run: any run.
-        layers: decoder layers that stay.
+    """A run with the first `layers` layers of its model, and their number in its name.
 
     Raises:
         ConfigError: the model does not have so many layers.

@@ -1,7 +1,7 @@
 """Layouts that are tried last. Each rule gives a layout a rank; a higher rank counts only if no lower one fits.
 
 The rules go from the costliest way out of a full memory to the cheapest, and ranks are compared from the left: a layout
-that recomputes everything comes behind every layout that does not, whatever else they do. So the order is that of the
+that recomputes everything comes behind every layout that does not. So the order is that of the
 workflow: fit with the least model parallelism, recompute parts before whole layers, keep the largest traffic inside the
 fast link, cut rows only if they are long. Rank 0 means that a rule does not apply.
 """
