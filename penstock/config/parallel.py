@@ -106,9 +106,9 @@ class Dispatch(Section):
     )
     overlap: Overlap = knob(
         "none",
-        doc="Work that overlaps dispatch and combine: nothing, the layer's shared expert (shared), the other "
-        "half of the micro-batch's rows too (halves), or the backward pass of another micro-batch of the pipeline (passes). See "
-        "docs/overlap.md.",
+        doc="Work that overlaps dispatch and combine: nothing, the layer's shared expert (shared), the other half of "
+        "the micro-batch's rows too (halves), or the backward pass of another micro-batch of the pipeline (passes). "
+        "See docs/overlap.md.",
     )
 
 

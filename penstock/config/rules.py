@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 from penstock.config.data_rules import DATA_RULES
 from penstock.config.dispatch_rules import DISPATCH_RULES
-from penstock.config.float8_rules import FLOAT8_RULES
 from penstock.config.graph_rules import GRAPH_RULES
 from penstock.config.layout_rules import LAYOUT_RULES
 from penstock.config.model_rules import MODEL_RULES
@@ -28,7 +27,6 @@ RULES: tuple[Rule, ...] = (
     *LAYOUT_RULES,
     *DISPATCH_RULES,
     *GRAPH_RULES,
-    *FLOAT8_RULES,
 )
 """All rules, in the order in which problems are reported."""
 

@@ -7,9 +7,8 @@ import torch
 
 from penstock.base.errors import KernelError
 from penstock.config.dispatch_rules import COUNTS_STAY, STAGES
-from penstock.config.float8 import RecipeKnob
 from penstock.config.model import LatentAttention
-from penstock.config.run import Kernels, Run
+from penstock.config.run import Kernels, RecipeKnob, Run
 from penstock.kernels.backends import Shapes, float8_operators_of
 from penstock.kernels.choose import AUTO, Choice, choose, operators
 from penstock.kernels.device_facts import DeviceFacts, device_facts

@@ -1,6 +1,6 @@
 """Every rule of float8, by the line that the user reads."""
 
-from penstock.config import float8_rules as rules
+from penstock.config import run_rules as rules
 from penstock.config.rules import Rule
 
 BROKEN: list[tuple[Rule, tuple[str, ...], str]] = [

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from penstock.base.errors import ConfigError
-from penstock.config import data_rules, dispatch_rules, float8_rules, graph_rules, layout_rules, model_rules, run_rules
+from penstock.config import data_rules, dispatch_rules, graph_rules, layout_rules, model_rules, run_rules
 from penstock.config.load import load_run
 from penstock.config.presets.registry import PRESETS
 from penstock.config.problem import Problem
@@ -59,7 +59,6 @@ def test_no_rule_is_left_out_of_the_tuple() -> None:
         (layout_rules, layout_rules.LAYOUT_RULES),
         (dispatch_rules, dispatch_rules.DISPATCH_RULES),
         (graph_rules, graph_rules.GRAPH_RULES),
-        (float8_rules, float8_rules.FLOAT8_RULES),
     ):
         written = [
             value

@@ -14,8 +14,7 @@ from penstock.config.presets.debug import debug, debug_softmax
 from penstock.config.presets.deepseek import deepseek_v2, deepseek_v2_lite, deepseek_v3
 from penstock.config.presets.gpt_oss import gpt_oss_20b, gpt_oss_120b
 from penstock.config.presets.llama import llama4_maverick, llama4_scout, llama_3_1_8b
-from penstock.config.presets.mixtral import mixtral_8x7b, mixtral_8x22b
-from penstock.config.presets.olmoe import olmoe_1b_7b
+from penstock.config.presets.mixtral_olmoe import mixtral_8x7b, mixtral_8x22b, olmoe_1b_7b
 from penstock.config.presets.proxies import moe_1t, moe_2t, moe_515b
 from penstock.config.presets.qwen3 import (
     qwen3_0_6b,
