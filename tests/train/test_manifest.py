@@ -1,14 +1,24 @@
 """A folder is a whole checkpoint of ours, or one clear line says why not."""
 
 import json
+import stat
+import tempfile
+import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
 
 from penstock.base.errors import CheckpointError
-from penstock.parallel.shard import whole
+from penstock.layout.sharding import LocalSlice
+from penstock.parallel.shard import ShardedTensor, whole
+from penstock.train import manifest, tensor_files
 from penstock.train.manifest import (
     FORMAT,
     MANIFEST,
@@ -20,11 +30,15 @@ from penstock.train.manifest import (
     check_tensors,
     describe,
     files_of,
+    fill_parts,
     merge,
     read_manifest,
     write_manifest,
+    write_parts,
 )
-from penstock.train.tensor_files import fingerprint
+from penstock.train.tensor_files import ALIGNMENT, DTYPES, fingerprint, write_tensors
+from tests.examples import examples
+from tests.train.layouts import Layout, ranks_of, write_ranks
 
 TENSORS = {"model.a": torch.zeros(2, 3), "model.b": torch.zeros((), dtype=torch.bfloat16)}
 FILE = "a.safetensors"
@@ -217,3 +231,160 @@ def test_what_the_ranks_wrote_is_merged() -> None:
 def test_ranks_that_do_not_write_each_tensor_once_are_our_fault(other: WrittenFiles, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
         merge([_rank("float32 [4]", "[0:2]", file="x"), other])
+
+
+PART_DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool]
+
+
+@st.composite
+def tensors_and_layouts(draw: st.DrawFn) -> tuple[Tensor, Layout, Layout]:
+    """A tensor, and two layouts whose cuts divide it. Rows may be fewer than the ranks that divide them."""
+    cuts = st.tuples(st.integers(1, 3), st.integers(1, 2))
+    dims = draw(st.integers(0, 3))
+    first, second = (
+        draw(st.lists(cuts, min_size=dims, max_size=dims)),
+        draw(st.lists(cuts, min_size=dims, max_size=dims)),
+    )
+    sizes = [draw(st.integers(1, 2)) * a * b * c * d for (a, b), (c, d) in zip(first, second, strict=True)]
+    values = torch.randint(0, 2**15, sizes, generator=torch.Generator().manual_seed(draw(st.integers(0, 99))))
+    tensor = values.to(draw(st.sampled_from(PART_DTYPES)))
+    layouts = [
+        Layout(tuple(c for c, _ in one), tuple(b for _, b in one), draw(st.integers(1, 4)), draw(st.integers(1, 2)))
+        for one in (first, second)
+    ]
+    return tensor, layouts[0], layouts[1]
+
+
+@examples(30)  # each waits for the disk
+@given(tensors_and_layouts())
+def test_what_one_layout_wrote_every_other_reads(case: tuple[Tensor, Layout, Layout]) -> None:
+    tensor, before, after = case
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        written = write_ranks(folder, [{"w": part} for part in before.parts(tensor)])
+        for expected in after.parts(tensor):
+            target = torch.zeros_like(expected.tensor)
+            fill_parts(
+                folder,
+                written.tensors,
+                {"w": ShardedTensor(tensor=target, shape=expected.shape, pieces=expected.pieces)},
+            )
+            assert torch.equal(target, expected.tensor)
+
+
+def test_only_what_is_needed_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.arange(64.0).view(8, 8)
+    written = write_ranks(tmp_path, ranks_of({"w": tensor}, {"w": Layout((4, 1), (1, 1))}, 4))
+    read: list[tuple[str, str, tuple[slice, ...]]] = []
+
+    class Spy:
+        def __init__(self, path: Path, framework: str) -> None:
+            self.name, self.file = path.name, safe_open(path, framework)
+
+        def __enter__(self) -> "Spy":
+            return self
+
+        def __exit__(self, *error: object) -> None: ...
+
+        def get_slice(self, key: str) -> Any:
+            return SpySlice(self, key)
+
+    class SpySlice:
+        def __init__(self, spy: Spy, key: str) -> None:
+            self.spy, self.key = spy, key
+
+        def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
+            read.append((self.spy.name, self.key, index))
+            return self.spy.file.get_slice(self.key)[index]
+
+    monkeypatch.setattr(manifest, "safe_open", Spy)
+    target = torch.zeros(4, 4)
+    fill_parts(
+        tmp_path,
+        written.tensors,
+        {"w": ShardedTensor(tensor=target, shape=(8, 8), pieces=(LocalSlice((0, 0), (1, 2), (4, 4)),))},
+    )
+    assert torch.equal(target, tensor[1:5, 2:6])
+    columns = slice(2, 6)
+    assert read == [
+        ("tensors-00000-00000.safetensors", "w[0:2, 0:8]", (slice(1, 2), columns)),
+        ("tensors-00001-00000.safetensors", "w[2:4, 0:8]", (slice(0, 2), columns)),
+        ("tensors-00002-00000.safetensors", "w[4:6, 0:8]", (slice(0, 1), columns)),
+    ]
+
+
+def test_a_rank_that_writes_nothing_leaves_no_file_and_says_what_it_holds(tmp_path: Path) -> None:
+    written = write_parts(tmp_path, {"w": whole(torch.ones(3), writes=False), "n": whole(torch.ones(0, 2))}, 5)
+    assert list(tmp_path.iterdir()) == []
+    assert {name: one.kind for name, one in written.tensors.items()} == {"w": "float32 [3]", "n": "float32 [0, 2]"}
+    assert not any(one.rectangles for one in written.tensors.values())
+
+
+def test_files_hold_as_many_tensors_as_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest, "FILE_BYTES", 100)
+    sizes = [10, 15, 1, 60, 5, 20]  # floats: 40 60 | 4 | 240 | 20 80
+    tensors = {str(index): torch.full((size,), float(index)) for index, size in enumerate(sizes)}
+    written = write_parts(tmp_path, {name: whole(tensor) for name, tensor in tensors.items()}, 1)
+    files = [next(iter(one.rectangles.values())) for one in written.tensors.values()]
+    assert [int(file[14:19]) for file in files] == [0, 0, 1, 2, 3, 3]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(written.files) == sorted(set(files))
+    into = {name: whole(torch.zeros_like(tensor)) for name, tensor in tensors.items()}
+    fill_parts(tmp_path, written.tensors, into)
+    assert all(torch.equal(into[name].tensor, tensor) for name, tensor in tensors.items())
+
+
+def test_the_library_reads_every_type_and_shape(tmp_path: Path) -> None:
+    tensors = {str(dtype): torch.arange(6).view(2, 3).to(dtype) for dtype in DTYPES}
+    tensors |= {
+        "scalar": torch.tensor(2.5),
+        "turned": torch.randn(3, 5).t(),
+        "slice [0:2]": torch.randn(4, 4)[1:3, ::2],
+    }
+    write_tensors(tmp_path / "a", tensors)
+    loaded = load_file(tmp_path / "a")
+    assert loaded.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert loaded[name].dtype == tensor.dtype
+        assert torch.equal(loaded[name], tensor), name
+
+
+def test_part_of_a_tensor_can_be_read(tmp_path: Path) -> None:
+    tensor = torch.arange(24.0).view(4, 6)
+    write_tensors(tmp_path / "a", {"w": tensor, "s": torch.tensor(1.0)})
+    with safe_open(tmp_path / "a", framework="pt") as file:
+        assert torch.equal(file.get_slice("w")[1:3, 2:5], tensor[1:3, 2:5])
+        assert file.get_slice("s")[()].item() == 1.0
+
+
+@pytest.mark.parametrize("block", [64, 4 << 20])
+def test_the_checksum_is_of_what_was_written(tmp_path: Path, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_files, "BLOCK_BYTES", block)
+    said = write_tensors(tmp_path / "a", {"w": torch.randn(30, 7), "v": torch.randn(5).bfloat16()})
+    content = (tmp_path / "a").read_bytes()
+    assert said == fingerprint(tmp_path / "a") == f"{len(content)} bytes, crc32 {zlib.crc32(content):08x}"
+
+
+def test_tensors_begin_where_a_mapped_file_is_aligned(tmp_path: Path) -> None:
+    write_tensors(tmp_path / "a", {"w": torch.ones(3)})
+    length = int.from_bytes((tmp_path / "a").read_bytes()[:8], "little")
+    assert (8 + length) % ALIGNMENT == 0
+
+
+def test_a_file_can_be_read_by_those_who_may_read_the_folder(tmp_path: Path) -> None:
+    write_tensors(tmp_path / "a", {"w": torch.ones(3)})
+    (tmp_path / "plain").write_text("")
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == stat.S_IMODE((tmp_path / "plain").stat().st_mode)
+
+
+def test_a_file_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("mine")
+    with pytest.raises(FileExistsError):
+        write_tensors(tmp_path / "a", {})
+    assert (tmp_path / "a").read_text() == "mine"
+
+
+def test_a_file_larger_than_one_read_is_summed_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = bytes(range(200))
+    (tmp_path / "a").write_bytes(content)
+    monkeypatch.setattr(tensor_files, "BLOCK_BYTES", 64)
+    assert fingerprint(tmp_path / "a") == f"200 bytes, crc32 {zlib.crc32(content):08x}"

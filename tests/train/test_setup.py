@@ -5,12 +5,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.base.errors import DataError, DeviceError
+from penstock.base.errors import ConfigError, DataError, DeviceError
 from penstock.config.data import Data
+from penstock.config.fit import grid_of
+from penstock.config.load import load_run
 from penstock.config.parallel import Offload
 from penstock.config.run import Run
 from penstock.config.training import Evaluation
-from penstock.train.setup import Session, open_texts, prepare, state_bytes
+from penstock.parallel.launch.host import host_bytes
+from penstock.train.rehearsal import Rehearsal, rehearse
+from penstock.train.setup import Session, find_shortage, least_memory_need, open_texts, prepare, state_bytes
 from tests.train.tiny_run import ENVIRONMENT, tiny_run
 
 
@@ -94,3 +98,119 @@ def test_held_out_documents_of_one_token_are_refused(tmp_path: Path) -> None:
     run = run.model_copy(update={"model": run.model.model_copy(update={"vocab_size": 257})})
     with pytest.raises(DataError, match="predict no text.*evaluation.rows"):
         open_texts(run)
+
+
+CPU = torch.device("cpu")
+LAYOUTS = (
+    (),
+    ("training.precision=bf16",),
+    ("training.precision=bf16", "parallel.expert=4", "training.micro_batch=1"),
+    ("training.precision=bf16", "parallel.shard=full", "training.micro_batch=1"),
+    ("training.precision=bf16", "parallel.shard=none", "training.micro_batch=1"),
+    ("parallel.expert=2", "parallel.expert_tensor=2", "training.micro_batch=1"),
+    ("parallel.tensor=2", "model.vocab_size=258", "training.micro_batch=2"),
+    ("training.precision=bf16", "offload.optimizer=true", "training.micro_batch=1"),
+)
+
+
+@pytest.mark.parametrize("overrides", LAYOUTS, ids=" ".join)
+def test_the_state_of_a_rank_is_what_it_holds_or_little_less(overrides: tuple[str, ...]) -> None:
+    run = load_run("debug-2l", overrides)
+    world = 4 if overrides[1:] or "parallel" in "".join(overrides) else 1
+    held = rehearse(run, world=world, rank=0)
+    holds = held.weight_bytes + held.gradient_bytes + held.optimizer_bytes
+    needs = least_memory_need(run, grid_of(run, world)).state
+    passing_through = 0.5 if run.offload.optimizer else 0  # Room for what is on its way between host and device.
+    assert (0.85 - passing_through) * holds <= needs <= 1.001 * holds
+
+
+def test_one_rank_needs_the_state_of_the_run() -> None:
+    run = load_run("deepseek-v2-lite-2l")
+    assert least_memory_need(run, grid_of(run, 1)).state == pytest.approx(state_bytes(run), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("target", "overrides", "cause"),
+    [
+        ("deepseek-v3", (), "run deepseek-v3 does not fit .*: weights, gradients and optimizer are most"),
+        ("debug", ("training.sequence_length=100000000",), "activations of training.sequence_length 100,000,000"),
+        ("debug", ("training.global_batch=1000000000",), "rows of training.sequence_length 128"),
+    ],
+)
+def test_what_does_not_fit_is_said_with_what_to_do(target: str, overrides: tuple[str, ...], cause: str) -> None:
+    run = load_run(target, overrides)
+    shortage = find_shortage(run, grid_of(run, 1), CPU, 1)
+    assert shortage is not None
+    with pytest.raises(
+        type(shortage), match=f"{cause}.*; got a need of .* GB; fix: .*penstock plan.*check_memory=false"
+    ):
+        raise shortage
+    wanted = load_run(target, [*overrides, "host.check_memory=false"])
+    assert find_shortage(wanted, grid_of(wanted, 1), CPU, 1) is None
+
+
+def test_ranks_of_a_machine_share_its_memory() -> None:
+    run = load_run("debug")
+    assert find_shortage(run, grid_of(run, 1), CPU, 1) is None
+    assert "of 100000 ranks" in str(find_shortage(run, grid_of(run, 1), CPU, 100_000))
+
+
+def test_a_container_has_what_its_limit_says(tmp_path: Path) -> None:
+    (tmp_path / "proc").mkdir()
+    assert host_bytes(tmp_path) is None
+    (tmp_path / "proc/meminfo").write_text("MemTotal:       1000 kB\nMemFree:   3 kB\n")
+    assert host_bytes(tmp_path) == 1_024_000
+    (tmp_path / "sys/fs/cgroup/memory").mkdir(parents=True)
+    (tmp_path / "sys/fs/cgroup/memory.max").write_text("max\n")
+    assert host_bytes(tmp_path) == 1_024_000
+    (tmp_path / "sys/fs/cgroup/memory/memory.limit_in_bytes").write_text("5000\n")
+    assert host_bytes(tmp_path) == 5000
+
+
+V3 = ("parallel.pipeline=16", "parallel.tensor=2", "parallel.expert=32")
+
+
+def of(*overrides: str, world: int, rank: int = 0, preset: str = "deepseek-v2-lite") -> Rehearsal:
+    return rehearse(load_run(preset, overrides), world=world, rank=rank)
+
+
+def test_a_rank_of_a_thousand_knows_its_groups_and_its_stage() -> None:
+    rehearsal = of(*V3, world=1024, rank=517, preset="deepseek-v3")
+    axes = rehearsal.model.axes
+    assert axes.tensor.ranks == (516, 517) and axes.tensor.rank == 1
+    assert axes.expert.ranks == tuple(range(512, 544))
+    assert list(rehearsal.stages) == [8]
+    assert rehearsal.model.pipeline is not None and rehearsal.model.pipeline.schedule.ranks == 16
+    assert all(parameter.is_meta for _, parameter in rehearsal.model.named_parameters())
+
+
+def test_the_stages_of_all_ranks_together_are_the_model() -> None:
+    whole = of(world=1)
+    parts = [of("parallel.pipeline=4", world=4, rank=rank) for rank in range(4)]
+    assert sum(part.dense for part in parts) == whole.dense
+    assert sum(part.expert for part in parts) == whole.expert
+
+
+def test_experts_are_divided_and_the_optimizer_of_dense_matrices_too() -> None:
+    alone, shared = of(world=1), of("parallel.expert=4", world=4)
+    assert shared.expert == alone.expert // 4 and shared.dense == alone.dense
+    # Master and two moments of 4 bytes, for the experts that are here and a quarter of everything else.
+    assert shared.optimizer_bytes == pytest.approx(12 * (shared.expert + shared.dense / 4), rel=1e-3)
+    assert shared.gradient_bytes == 4 * (shared.expert + shared.dense)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_fsdp_divides_weights_and_gradients_among_the_ranks(rank: int) -> None:
+    alone, sharded = of(world=1), of("parallel.shard=full", world=8, rank=rank)
+    assert sharded.weight_bytes == pytest.approx(4 * (alone.dense + alone.expert) / 8, rel=0.01)
+    assert sharded.gradient_bytes == pytest.approx(sharded.weight_bytes, rel=0.01)
+
+
+def test_a_layout_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"parallel"):
+        of("parallel.pipeline=3", world=4)
+
+
+def test_a_rank_outside_of_the_world_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--rank is not a rank of --fake-world; got 4; allowed: 0 to 3"):
+        of(world=4, rank=4)

@@ -1,7 +1,9 @@
 """Which sinks a run has, what is refused before it starts, and that a sink in trouble does not end it."""
 
+import json
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,15 +11,17 @@ from types import ModuleType
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from penstock.base.errors import DeviceError
+from penstock.base.errors import DeviceError, RunFolderError
 from penstock.cli.main import main
-from penstock.config.load import dump_toml
+from penstock.config.load import dump_toml, load_run
 from penstock.config.run import Run
 from penstock.config.training import Record
+from penstock.train.observer import Observer, RunStart, StepReport
 from penstock.train.run_folder import RunFolder
-from penstock.train.sinks import check_sinks, open_sinks
-from tests.train.tiny_run import run_start, step_report, tiny_run
+from penstock.train.sinks import WAITING, BackgroundSink, StartsFile, TensorBoard, check_sinks, open_sinks, start_record
+from tests.train.tiny_run import HELD_OUT, Recorder, run_start, step_report, tiny_run
 
 
 @pytest.fixture(autouse=True)
@@ -112,3 +116,179 @@ def test_a_missing_package_is_one_line_and_leaves_no_run(
     assert (captured.out, captured.err.count("\n")) == ("", 1)
     assert "pip install 'penstock[wandb]'" in captured.err
     assert not Path("runs").exists()
+
+
+class Sink(Recorder):
+    """Remembers what it was told; raises at a step, or waits at one for a gate to open."""
+
+    def __init__(self, fails_at: int = 0, waits_at: int = 0) -> None:
+        super().__init__()
+        self.fails_at, self.waits_at = fails_at, waits_at
+        self.gate, self.waits = threading.Event(), threading.Event()
+
+    def stepped(self, report: StepReport) -> None:
+        super().stepped(report)
+        if report.step == self.fails_at:
+            raise ConnectionError("the service\nis down")
+        if report.step == self.waits_at:
+            self.waits.set()
+            self.gate.wait()
+
+
+@pytest.fixture
+def start(tmp_path) -> RunStart:  # type: ignore[no-untyped-def]
+    return run_start(tiny_run(tmp_path))
+
+
+def drive(sink: BackgroundSink, start: RunStart, steps: int) -> None:
+    sink.started(start)
+    for step in range(1, steps + 1):
+        sink.stepped(step_report(step))
+    sink.saved(steps)
+
+
+def test_everything_reaches_a_sink_in_its_order(start: RunStart) -> None:
+    inner, told = Sink(), list[str]()
+    sink = BackgroundSink("a service", lambda: inner, told.append)
+    drive(sink, start, 3)
+    sink.closed()
+    assert inner.starts == [start]
+    assert [report.step for report in inner.reports] == [1, 2, 3]
+    assert (inner.saves, inner.is_closed, told) == ([3], True, [])
+
+
+def test_a_sink_works_in_a_thread_of_its_own(start: RunStart) -> None:
+    threads = []
+
+    def open_sink() -> Observer:
+        threads.append(threading.current_thread())
+        return Sink()
+
+    sink = BackgroundSink("a service", open_sink, lambda line: None)
+    sink.closed()
+    assert threads[0] is not threading.current_thread()
+    assert not threads[0].is_alive()
+
+
+def test_a_sink_that_fails_is_told_once_and_closed(start: RunStart) -> None:
+    inner, told = Sink(fails_at=2), list[str]()
+    sink = BackgroundSink("a service", lambda: inner, told.append)
+    drive(sink, start, 9)
+    sink.closed()
+    sink.closed()
+    assert told == [
+        "a service is off from here on, the run goes on without it (ConnectionError: the service)",
+    ]
+    assert [report.step for report in inner.reports] == [1, 2]
+    assert inner.is_closed
+
+
+def test_a_sink_that_cannot_be_opened_is_told_once(start: RunStart) -> None:
+    told = list[str]()
+
+    def open_sink() -> Observer:
+        raise OSError(98, "Address already in use")
+
+    sink = BackgroundSink("the endpoint", open_sink, told.append)
+    drive(sink, start, 3)
+    sink.closed()
+    assert told == [
+        "the endpoint is off from here on, the run goes on without it (OSError: [Errno 98] Address already in use)"
+    ]
+
+
+def test_even_a_sink_that_ends_its_program_ends_only_itself(start: RunStart) -> None:
+    told = list[str]()
+
+    def open_sink() -> Observer:
+        raise SystemExit(1)
+
+    sink = BackgroundSink("a service", open_sink, told.append)
+    sink.closed()
+    assert told == ["a service is off from here on, the run goes on without it (SystemExit: 1)"]
+
+
+def test_a_slow_sink_misses_steps_and_the_run_does_not_wait(start: RunStart) -> None:
+    inner, told = Sink(waits_at=1), list[str]()
+    sink = BackgroundSink("a service", lambda: inner, told.append)
+    sink.started(start)
+    sink.stepped(step_report(1))
+    assert inner.waits.wait(10), "the sink has begun with the first step"
+    for step in range(2, WAITING + 5):
+        sink.stepped(step_report(step))
+    inner.gate.set()
+    sink.closed()
+    assert [report.step for report in inner.reports] == list(range(1, WAITING + 2))
+    assert told == ["a service was too slow for 3 reports, which are missing there"]
+
+
+def test_a_sink_that_hangs_is_left_behind(start: RunStart) -> None:
+    inner, told = Sink(waits_at=1), list[str]()
+    sink = BackgroundSink("a service", lambda: inner, told.append, close_seconds=0.05)
+    drive(sink, start, 2)
+    sink.closed()
+    assert told == ["a service has not ended after 0.05 s and is left behind"]
+    inner.gate.set()  # so that the thread ends with the test
+
+
+def test_tensorboard_holds_the_same_figures(tmp_path: Path) -> None:
+    board = TensorBoard(tmp_path, every=2, steps_done=0)
+    board.started(run_start(tiny_run(tmp_path)))
+    for step in (1, 2, 3, 4):
+        board.stepped(step_report(step, evaluation=HELD_OUT if step == 3 else None))
+    board.saved(4)
+    board.closed()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [
+        (step, pytest.approx(5.0 / step)) for step in (2, 3, 4)
+    ]
+    assert [event.step for event in events.Scalars("train/evaluation_bits_per_byte")] == [3]
+    assert events.Scalars("layer 01/max_over_mean")[0].value == pytest.approx(1.6)
+    assert events.Scalars("train/mtp_loss_1")[0].value == pytest.approx(3.0)
+
+
+def test_tensorboard_hides_points_after_the_checkpoint(tmp_path: Path) -> None:
+    for steps_done, steps in ((0, (1, 2, 3)), (1, (2,))):
+        board = TensorBoard(tmp_path, every=1, steps_done=steps_done)
+        for step in steps:
+            board.stepped(step_report(step, loss=float(steps_done)))
+        board.closed()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 0.0), (2, 1.0)]
+
+
+def start_of(steps_done: int = 0) -> RunStart:
+    return RunStart(
+        run=load_run("debug"),
+        folder=Path("runs/debug"),
+        device_name="NVIDIA H200",
+        kernels="reference",
+        parameters=1000,
+        active_parameters=300,
+        steps_done=steps_done,
+        ranks=4,
+    )
+
+
+def test_a_start_says_what_was_typed_and_on_what() -> None:
+    line = start_record(start_of(), ["/usr/bin/penstock", "train", "debug", "seed=1", 'data.files=["a b"]'])
+    assert line["command"] == "penstock train debug seed=1 'data.files=[\"a b\"]'"
+    assert (line["device"], line["ranks"], line["torch"]) == ("NVIDIA H200", 4, torch.__version__)
+
+
+def test_a_module_is_called_by_the_name_of_the_program() -> None:
+    assert start_record(start_of(), ["/x/penstock/__main__.py", "train"])["command"] == "penstock train"
+
+
+def test_every_start_adds_a_line(tmp_path: Path) -> None:
+    for steps_done in (0, 20):
+        file = StartsFile(tmp_path / "starts.jsonl")
+        file.started(start_of(steps_done))
+        file.closed()
+    lines = [json.loads(line) for line in (tmp_path / "starts.jsonl").read_text().splitlines()]
+    assert [line["steps_done"] for line in lines] == [0, 20]
+
+
+def test_a_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match="cannot write"):
+        StartsFile(tmp_path / "gone" / "starts.jsonl").started(start_of())

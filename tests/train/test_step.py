@@ -3,10 +3,12 @@
 import math
 import signal
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.base.errors import DeviceError
@@ -15,18 +17,21 @@ from penstock.config.parallel import Recompute
 from penstock.config.run import Run
 from penstock.config.training import Training
 from penstock.data.batch import Batch
+from penstock.data.evaluation import EvaluationRows
 from penstock.models.parameters import fuse_wgrad_accumulation, param_shards
 from penstock.models.rank_model import RankModel
 from penstock.moe.balance import layer_loads
 from penstock.parallel.launch.process import peak_memory_bytes
 from penstock.parallel.symmetric import BufferSizes, Channel, SymmetricBuffers
+from penstock.train.loss import LossRule
+from penstock.train.observer import HeldOutLoss
 from penstock.train.optimizer import MasterAdamW
-from penstock.train.step import StepResult, StepRule, step_rule, train_step
+from penstock.train.step import StepResult, StepRule, evaluate, step_rule, train_step
 from penstock.train.stop import StopRequest
 from tests.closeness import assert_close, assert_equal
 from tests.distributed.one_loss import layout, start_session
 from tests.distributed.pool import Pool
-from tests.train.tiny_run import CPU, one_rank, random_batch, tiny_model, tiny_run
+from tests.train.tiny_run import CPU, cut_rule, one_rank, random_batch, tiny_model, tiny_run
 
 Snapshot = dict[str, Tensor]
 
@@ -151,9 +156,9 @@ def test_all_ranks_hear_the_same_in_the_step_that_one_was_asked_in(ranks: Pool) 
     assert all(peak > 1 << 20 for _, peak in first)
 
 
-def _one_is_late(late: int) -> str:
-    """What a rank says of a step in which rank `late` waited in vain for other GPUs."""
-    session = start_session(layout("expert=2", "evaluation.rows=0"))
+def _one_is_late(late: int, evaluates: bool) -> str:
+    """Error of a rank in a step, or an evaluation, in which rank `late` timed out waiting for other GPUs."""
+    session = start_session(layout("expert=2", f"evaluation.rows={2 if evaluates else 0}"))
     sizes = BufferSizes(tokens=1, top_k=1, row_bytes=16, ranks=1)
     memory = torch.zeros(sizes.total_bytes, dtype=torch.uint8)
     buffers = SymmetricBuffers(sizes, memory, [memory.data_ptr()], 0)
@@ -161,13 +166,17 @@ def _one_is_late(late: int) -> str:
     batch = session.state.batches.next_batch()
     session.state.batches.close()
     model = replace(session.model, buffers=buffers)
+    step = partial(train_step, model, session.state.optimizer, batch, session.rule, 1e-4)
+    if session.held_out is not None:
+        step = partial(evaluate, model, session.held_out, session.rule.cut, session.rule.loss)
     with pytest.raises(DeviceError) as raised:
-        train_step(model, session.state.optimizer, batch, session.rule, 1e-4)
+        step()
     return str(raised.value)
 
 
-def test_a_wait_in_vain_for_other_gpus_ends_the_step_of_every_rank(ranks: Pool) -> None:
-    first, second = ranks.run(2, _one_is_late, 1)
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_timeout_of_a_rank_ends_the_step_and_the_evaluation_of_every_rank(ranks: Pool, evaluates: bool) -> None:
+    first, second = ranks.run(2, _one_is_late, 1, evaluates)
     assert "no signal ROWS" in second
     assert first == "another rank timed out waiting for the GPUs of its node; fix: read the message of that rank"
 
@@ -274,3 +283,56 @@ def test_bf16_parameters_train(tmp_path: Path) -> None:
     losses = [train_step(model, optimizer, random_batch(4, 12), rule, 1e-2).loss for _ in range(10)]
     assert model.whole.head_VD.dtype == torch.bfloat16
     assert losses[-1] < losses[0] - 0.3
+
+
+RULE = LossRule(depths=1, mtp_weight=0.3, z_weight=0.1, chunk_tokens=None)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> RankModel:
+    return one_rank(tiny_run(tmp_path))
+
+
+def rows_of(size: int) -> EvaluationRows:
+    batch = random_batch(4, 12)
+    counted = int((batch.labels_BS != -100).sum())
+    return EvaluationRows(batches=tuple(batch.micro_batches(size)), tokens=counted, text_bytes=3 * counted)
+
+
+def measure(model: RankModel, rows: EvaluationRows) -> HeldOutLoss:
+    return evaluate(model, rows, cut_rule(1), RULE)
+
+
+def test_the_loss_is_the_mean_over_counted_tokens(model: RankModel) -> None:
+    batch = random_batch(4, 12)
+    logits_BSV = model.whole.logits(batch.tokens_BS, batch.positions_BS)
+    expected = F.cross_entropy(logits_BSV.flatten(0, 1), batch.labels_BS.flatten()).item()
+    held_out = measure(model, rows_of(2))
+    assert_close(held_out.loss, expected)
+    assert held_out.tokens == rows_of(2).tokens
+
+
+def test_bits_per_byte_are_nats_over_ln_2_and_bytes(model: RankModel) -> None:
+    held_out = measure(model, rows_of(4))
+    assert math.isclose(held_out.bits_per_byte, held_out.loss / math.log(2) / 3, rel_tol=1e-12)
+
+
+def test_the_loss_does_not_depend_on_the_cut(model: RankModel) -> None:
+    losses = [measure(model, rows_of(size)).loss for size in (1, 2, 4)]
+    assert_close(losses[1:], 2 * losses[:1])
+
+
+def test_measuring_leaves_weights_loads_gradients_and_mode_alone(model: RankModel) -> None:
+    before = {name: tensor.clone() for name, tensor in model.whole.state_dict().items()}
+    measure(model, rows_of(2))
+    assert model.whole.training
+    assert all(int(load.slots_E.sum()) == 0 for load in layer_loads(model.modules))
+    assert all(parameter.grad is None for parameter in model.whole.parameters())
+    for name, tensor in model.whole.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+def test_an_untrained_model_costs_what_a_uniform_guess_costs(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path)
+    run = run.model_copy(update={"model": run.model.model_copy(update={"initializer_range": 1e-4})})
+    assert_close(measure(one_rank(run), rows_of(4)).loss, math.log(17), tolerance=1e-4)

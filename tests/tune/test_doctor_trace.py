@@ -1,15 +1,18 @@
 """The verdict on traces of jobs with known faults."""
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from penstock.config.load import load_run
-from penstock.trace.analysis import analyse_files
+from penstock.trace.analysis import TraceAnalysis, analyse_files
 from penstock.tune.doctor.diagnosis import Diagnosis, diagnose
-from penstock.tune.doctor.evidence import Evidence, RunFacts
+from penstock.tune.doctor.evidence import STANDS, Evidence, RunFacts
 from penstock.tune.doctor.from_trace import evidence_of, kind_of
 from tests.trace.synthetic import Job, Traces, _Run, make
+from tests.trace.synthetic_job import V2_LITE
+from tests.trace.synthetic_truth import Truth
 
 
 def examined(traces: Traces, folder: Path) -> tuple[Evidence, Diagnosis]:
@@ -206,3 +209,91 @@ def test_a_configuration_of_another_version_is_left_alone(tmp_path: Path) -> Non
 )
 def test_kinds_of_communication_are_known_by_name(collective: str, kernel: str, kind: str) -> None:
     assert kind_of(collective, kernel) == kind
+
+
+CONDITIONS = {
+    "all-to-all": V2_LITE,
+    "symmetric": replace(V2_LITE, dispatch="symmetric"),
+    "hot expert": replace(V2_LITE, hot_rank=2, hot=2.4),
+    "one slowed rank": replace(V2_LITE, slow_rank=3, slow=1.35, slows_all=True),
+    "host stalls": replace(V2_LITE, stall_us=15_000.0),
+}
+
+BUILT_WALLS = {
+    "all-to-all": "communication",
+    "symmetric": "compute",
+    "hot expert": "communication",
+    "one slowed rank": "communication",
+    "host stalls": "host",
+}
+BUILT_LATE = {"hot expert": (2, "experts"), "one slowed rank": (3, "compute")}
+BUILT_FIRST_REMEDIES = {
+    "all-to-all": "tokens-travel-once",
+    "hot expert": "even-experts",
+    "one slowed rank": "no-rank-is-late",
+    "host stalls": "launches-in-one-call",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltCase:
+    """A condition, what is true of it, and what was found."""
+
+    name: str
+    truth: Truth
+    answer: TraceAnalysis
+    evidence: Evidence
+    verdict: Diagnosis
+
+
+@pytest.fixture(scope="module", params=CONDITIONS, ids=lambda name: name.replace(" ", "-"))
+def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> BuiltCase:
+    traces = make(CONDITIONS[request.param])
+    answer = analyse_files([traces.write(tmp_path_factory.mktemp("ranks"))])
+    evidence = evidence_of(answer, RunFacts())
+    return BuiltCase(
+        name=request.param, truth=traces.truth, answer=answer, evidence=evidence, verdict=diagnose(evidence)
+    )
+
+
+def test_the_wall_is_the_one_that_was_built(built: BuiltCase) -> None:
+    assert built.verdict.bottleneck == BUILT_WALLS[built.name]
+
+
+def test_the_wall_is_the_largest_loss_of_the_truth(built: BuiltCase) -> None:
+    shares = {
+        name: sum(one[name] for one in built.truth.timelines) / sum(one["total"] for one in built.truth.timelines)
+        for name in ("exposed_communication", "idle")
+    }
+    largest = max(shares, key=lambda name: shares[name])
+    expected = {"exposed_communication": "communication", "idle": "host"}[largest]
+    assert built.verdict.bottleneck == (expected if shares[largest] >= STANDS else "compute")
+
+
+def test_only_the_rank_that_is_to_blame_is_named_and_why(built: BuiltCase) -> None:
+    named = [(one.rank, one.cause) for one in built.evidence.late]
+    assert named == ([BUILT_LATE[built.name]] if built.name in BUILT_LATE else [])
+
+
+def test_stragglers_and_what_others_waited_for_them_are_the_truth(built: BuiltCase) -> None:
+    assert {one.rank: one.times_last for one in built.answer.collectives.stragglers()} == built.truth.times_last()
+    for one in built.answer.collectives.stragglers():
+        assert one.caused_wait_us == pytest.approx(built.truth.caused_wait_us()[one.rank], abs=1.0)
+
+
+def test_the_first_remedy_of_a_built_condition(built: BuiltCase) -> None:
+    rules = [one.rule for one in built.verdict.remedies]
+    assert rules[:1] == ([BUILT_FIRST_REMEDIES[built.name]] if built.name in BUILT_FIRST_REMEDIES else [])
+
+
+def test_every_phase_has_a_name(built: BuiltCase) -> None:
+    assert all(one.phases.other_share == 0.0 for one in built.answer.ranks)
+
+
+def test_a_rank_that_is_slow_at_everything_is_not_taken_for_one_with_hot_experts(tmp_path: Path) -> None:
+    """Experts take most of what such a rank computes longer."""
+    both = replace(V2_LITE, slow_rank=1, slow=1.2, slows_all=True, hot_rank=1, hot=2.0)
+    for job, cause in ((replace(both, hot=1.0), "compute"), (both, "experts")):
+        folder = make(job).write(tmp_path / cause)
+        (late,) = evidence_of(analyse_files([folder]), RunFacts()).late
+        assert (late.rank, late.cause) == (1, cause)

@@ -43,7 +43,7 @@ GOOD = NodeMeasurements(
 )
 
 
-def wrong(found: NodeMeasurements) -> dict[str, tuple[str, str]]:
+def wrong_transfers(found: NodeMeasurements) -> dict[str, tuple[str, str]]:
     return {one.name: (one.status, one.got) for one in judge_measured(found, H200) if one.status != "ok"}
 
 
@@ -54,31 +54,31 @@ def slower(found: NodeMeasurements, kind: CollectiveKind, times: float) -> NodeM
 
 
 def test_what_plans_expect_passes() -> None:
-    assert wrong(GOOD) == {}
+    assert wrong_transfers(GOOD) == {}
     assert {one.name for one in judge_measured(GOOD, H200)} == {"products", "sums over ranks", *KINDS}
 
 
 @pytest.mark.parametrize(("times", "status"), [(1.4, None), (2.0, "warning"), (4.0, "failed")])
 def test_a_slow_link_is_told_with_what_was_expected(times: float, status: str | None) -> None:
-    found = wrong(slower(GOOD, "all-to-all", times))
+    found = wrong_transfers(slower(GOOD, "all-to-all", times))
     assert found.get("all-to-all", (None,))[0] == status
     (check,) = (one for one in judge_measured(slower(GOOD, "all-to-all", times), H200) if one.name == "all-to-all")
     assert check.expected.endswith(f"which took up to {times:.1f} times that") is (status is not None)
 
 
 def test_a_device_that_falls_behind_is_named() -> None:
-    found = wrong(replace(GOOD, flops=(*GOOD.flops[:5], 0.8 * FLOPS, *GOOD.flops[6:])))
+    found = wrong_transfers(replace(GOOD, flops=(*GOOD.flops[:5], 0.8 * FLOPS, *GOOD.flops[6:])))
     assert found["products"][0] == "warning"
     assert found["products"][1].startswith("rank 5 below 90% of the fastest")
 
 
 def test_devices_that_are_all_slow_are_told() -> None:
-    found = wrong(replace(GOOD, flops=(FLOPS / 4,) * RANKS))
+    found = wrong_transfers(replace(GOOD, flops=(FLOPS / 4,) * RANKS))
     assert found["products"][0] == "failed"
 
 
 def test_a_wrong_sum_fails() -> None:
-    assert wrong(replace(GOOD, wrong_sums=(0, 0, 17, 0, 0, 0, 0, 0)))["sums over ranks"] == (
+    assert wrong_transfers(replace(GOOD, wrong_sums=(0, 0, 17, 0, 0, 0, 0, 0)))["sums over ranks"] == (
         "failed",
         "17 of 1,048,576 wrong on rank 2",
     )

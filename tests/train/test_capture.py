@@ -1,4 +1,4 @@
-"""Captured passes, with a graph that runs its work again: what is copied, counted, given up, and said."""
+"""Captured passes and parts, with CPU stand-ins for graphs: numbers, copies, notices, memory, and the choice."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -11,11 +11,11 @@ from torch import Tensor
 
 from penstock.base.errors import DeviceError, KernelError
 from penstock.config.model import Balance
-from penstock.config.parallel import Dispatch, Graphs, Offload, Parallel
+from penstock.config.parallel import Dispatch, Graphs, Offload, Parallel, Recompute
 from penstock.config.run import Kernels, Run
 from penstock.kernels.choose import Choice
 from penstock.layout.experts import ExpertPlacement
-from penstock.models.parameters import param_shards
+from penstock.models.parameters import fuse_wgrad_accumulation, param_shards
 from penstock.models.rank_model import RankModel
 from penstock.moe.dispatch.row_capacity import RowCapacity, make_room
 from penstock.train.capture import CapturedParts, CapturedPasses, choose_capture, copy_of, fill, why_not
@@ -24,9 +24,11 @@ from penstock.train.loop import Progress, open_store, train_run
 from penstock.train.optimizer import MasterAdamW
 from penstock.train.run_folder import create_run_folder
 from penstock.train.setup import prepare
-from penstock.train.step import StepResult, StepRule, evaluate, step_rule, train_step
+from penstock.train.step import Passes, StepResult, StepRule, evaluate, step_rule, train_step
 from penstock.train.stop import StopRequest
 from tests.models.attentions import ATTENTIONS
+from tests.parallel.recorded_graph import Graphs as RecordedGraphs
+from tests.parallel.same_addresses import SameAddresses
 from tests.train.tiny_run import CPU, ENVIRONMENT, Recorder, held_out_rows, one_rank, random_batch, tiny_model, tiny_run
 
 GPU = torch.device("cuda", 0)
@@ -64,37 +66,34 @@ class Recorded:
         return Again(work, self.log)
 
 
-def started(run: Run, passes: CapturedPasses | None) -> tuple[RankModel, MasterAdamW, StepRule]:
+def started(run: Run, passes: Passes | None) -> tuple[RankModel, MasterAdamW, StepRule]:
     torch.manual_seed(0)
     model = one_rank(run)
     optimizer = MasterAdamW(param_shards(model.modules, model.axes), run.optimizer)
+    fuse_wgrad_accumulation(model.modules, optimizer.gradient_of)
     rule = step_rule(run, model, CPU) if passes is None else step_rule(run, model, CPU, passes)
     return model, optimizer, rule
 
 
-def state_of(model: RankModel, optimizer: MasterAdamW) -> dict[str, Tensor]:
-    tensors = {**model.whole.state_dict(), **{name: part.tensor for name, part in optimizer.parts().items()}}
-    return {name: tensor.clone() for name, tensor in tensors.items()}
-
-
 def steps(
-    run: Run, passes: CapturedPasses | None, count: int = 4, *, documents: bool = False
-) -> tuple[list[StepResult], dict[str, Tensor]]:
-    """Some steps over other data each, with an evaluation in between."""
+    run: Run, passes: Passes | None, count: int = 4, *, documents: bool = False
+) -> tuple[list[StepResult], list[float], dict[str, Tensor]]:
+    """Results of some steps over different data, the held-out loss after each, and the final state."""
     model, optimizer, rule = started(run, passes)
-    results = []
+    results, held_out = [], []
     for seed in range(count):
         batch = random_batch(4, 12, seed=seed, documents=documents)
-        results.append(train_step(model, optimizer, batch, rule, 1e-2))
-        evaluate(model, held_out_rows(), rule.cut, rule.loss)
-    return results, state_of(model, optimizer)
+        results.append(replace(train_step(model, optimizer, batch, rule, 1e-2), peak_memory_bytes=0))
+        held_out.append(evaluate(model, held_out_rows(), rule.cut, rule.loss).loss)
+    tensors = {**model.whole.state_dict(), **{name: part.tensor for name, part in optimizer.parts().items()}}
+    return results, held_out, {name: tensor.clone() for name, tensor in tensors.items()}
 
 
-def same(one: list[StepResult], other: list[StepResult]) -> bool:
-    """But for the memory of this process."""
-    return [replace(result, peak_memory_bytes=0) for result in one] == [
-        replace(result, peak_memory_bytes=0) for result in other
-    ]
+def assert_same(one: tuple[Any, Any, dict[str, Tensor]], other: tuple[Any, Any, dict[str, Tensor]]) -> None:
+    """Equal figures, and bit-identical state."""
+    assert one[:2] == other[:2]
+    for name, tensor in other[2].items():
+        assert torch.equal(one[2][name], tensor), name
 
 
 def moe_of(**balance: Any) -> dict[str, Any]:
@@ -133,13 +132,9 @@ def test_a_run_tells_of_its_graph_and_gives_it_back_at_the_end(tmp_path: Path) -
 )
 def test_replayed_passes_train_as_eager_ones_do(changes: dict[str, Any], documents: bool, tmp_path: Path) -> None:
     run, recorded = tiny_run(tmp_path, **changes), Recorded()
-    eager, eager_state = steps(run, None, documents=documents)
     passes = CapturedPasses(is_asked_for=True, capture=recorded.capture)
-    replayed, replayed_state = steps(run, passes, documents=documents)
+    assert_same(steps(run, passes, documents=documents), steps(run, None, documents=documents))
     assert recorded.log == ["capture", *["replay"] * 3 * 2]
-    assert same(replayed, eager)
-    for name, tensor in eager_state.items():
-        assert torch.equal(replayed_state[name], tensor), name
 
 
 def test_the_first_step_is_eager_and_says_nothing(tmp_path: Path) -> None:
@@ -175,12 +170,9 @@ def test_a_step_that_is_made_again_gives_the_graph_up_and_the_next_one_captures_
 
 def test_without_memory_passes_stay_eager_and_the_user_hears_it_once(tmp_path: Path) -> None:
     run, recorded = tiny_run(tmp_path), Recorded(fails=1)
-    eager, eager_state = steps(run, None)
     passes = CapturedPasses(is_asked_for=False, capture=recorded.capture)
-    stayed, stayed_state = steps(run, passes)
+    assert_same(steps(run, passes), steps(run, None))
     assert recorded.log == ["capture"]
-    assert same(stayed, eager)
-    assert all(torch.equal(stayed_state[name], tensor) for name, tensor in eager_state.items())
     assert passes.take_notices() == (
         "graphs: passes stay eager, there is no memory for a graph (tried to allocate 2 GiB)",
     )
@@ -308,3 +300,106 @@ def test_a_cpu_has_no_graphs(tmp_path: Path) -> None:
     asked = tiny_run(tmp_path, device="auto", graphs=Graphs(capture="full"))
     with pytest.raises(DeviceError, match="graphs.capture=full needs a GPU; got device cpu; fix: graphs.capture=auto"):
         choose_capture(asked, CPU, ())
+
+
+LAYERS = 3
+"""Of the tiny model: a dense one, one of experts, and one that predicts further."""
+
+CAPTURES = [f"{what} {number}" for number in range(2 * LAYERS) for what in ("capture", "replay")]
+REPLAYS = [f"replay {number}" for number in range(2 * LAYERS)]
+
+
+def captured(graphs: SameAddresses, *, is_asked_for: bool = True) -> CapturedParts:
+    return CapturedParts(is_asked_for=is_asked_for, begin_pool=graphs.begin)
+
+
+@pytest.mark.often(
+    "sequence loss-True",
+    "drops-False",
+    "recomputed-True",
+    "offloaded-False",
+    "dense-True",
+    "windows-False",
+    "chunks-True",
+    "loss over the micro-batch-False",
+)
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        moe_of(aux_loss="micro-batch", aux_loss_coef=0.1, z_loss_coef=0.1),
+        moe_of(capacity_factor=0.5),
+        {"recompute": Recompute(modules=("expert-activation", "shared-expert", "dense"))},
+        {"offload": Offload(activations=("dense",))},
+        {"model": tiny_model(moe=None, dense_layers=2, mtp_layers=0)},
+        {"model": tiny_model(attention=ATTENTIONS["gpt-oss"])},
+        {"model": tiny_model(attention=ATTENTIONS["llama4"])},
+    ],
+    ids=[
+        "sequence loss",
+        "loss over the micro-batch",
+        "drops",
+        "recomputed",
+        "offloaded",
+        "dense",
+        "windows",
+        "chunks",
+    ],
+)
+def test_replayed_parts_train_as_eager_layers_do(changes: dict[str, Any], documents: bool, tmp_path: Path) -> None:
+    run, graphs = tiny_run(tmp_path, **changes), SameAddresses()
+    eager = steps(run, None, documents=documents)
+    assert_same(steps(run, captured(graphs), documents=documents), eager)
+    layers = 2 if run.model.moe is None else LAYERS
+    recorded = CapturedParts(is_asked_for=True, begin_pool=RecordedGraphs(layers).begin)
+    assert_same(steps(run, recorded, documents=documents), eager)
+    assert graphs.log[: 1 + 4 * layers] == ["pool", *CAPTURES[: 4 * layers]]
+    assert graphs.log[1 + 4 * layers :] == (3 * 2 - 1) * REPLAYS[: 2 * layers]
+
+
+def test_the_first_step_captures_no_parts(tmp_path: Path) -> None:
+    graphs = SameAddresses()
+    parts = captured(graphs)
+    steps(tiny_run(tmp_path), parts, 1)
+    assert (graphs.log, parts.pool_bytes, parts.take_notices()) == ([], 0, ())
+
+
+def test_the_memory_of_parts_is_told_once(tmp_path: Path) -> None:
+    parts = captured(SameAddresses(), is_asked_for=False)
+    steps(tiny_run(tmp_path), parts, 3)
+    assert 600_000_000 < parts.pool_bytes < 600_100_000
+    assert parts.take_notices() == ("graphs: 6 parts captured in 1.5 s; they keep 0.60 GB",)
+    assert parts.take_notices() == ()
+
+
+def test_parts_that_were_given_up_are_captured_again_into_another_pool(tmp_path: Path) -> None:
+    graphs, run = SameAddresses(), tiny_run(tmp_path)
+    parts = captured(graphs)
+    steps(run, parts, 2)
+    graphs.log.clear()
+    parts.release()
+    parts.release()
+    assert graphs.log == [f"release {number}" for number in range(2 * LAYERS)]
+    assert parts.pool_bytes == 0
+    steps(run, parts, 1)
+    assert graphs.log[2 * LAYERS :][:2] == ["pool", "capture 6"]
+
+
+@pytest.mark.parametrize("fails_at", [0, 1, 3, 5])
+def test_without_memory_layers_stay_eager_and_the_user_hears_it_once(fails_at: int, tmp_path: Path) -> None:
+    run, graphs = tiny_run(tmp_path), SameAddresses(fails_at=fails_at)
+    parts = captured(graphs, is_asked_for=False)
+    assert_same(steps(run, parts), steps(run, None))
+    assert graphs.captures <= 2 * LAYERS
+    assert [entry for entry in graphs.log if entry.startswith("release")] == [
+        f"release {number}" for number in range(graphs.captures) if number != fails_at and number < graphs.captures
+    ]
+    assert parts.take_notices() == (
+        "graphs: layers stay eager, there is no memory for a part (tried to allocate 2 GiB)",
+    )
+
+
+def test_parts_that_were_asked_for_and_find_no_memory_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DeviceError, match="finds no memory for a part; got tried to allocate 2 GiB; fix: a smaller"):
+        steps(tiny_run(tmp_path), captured(SameAddresses(fails_at=2)), 2)
