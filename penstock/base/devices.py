@@ -15,12 +15,10 @@ class Chip:
     Attributes:
         pattern: part of the driver's name, by which people know it.
         target: as compilers and launch tables name it.
-        name: as the driver reports it.
         bf16: peak of dense bfloat16 products in FLOP per second.
         fp8: the same of 8-bit products, or None if the chip has none.
         fp32: the same of float32 products, or None where that is not known.
         memory: bytes that its memory reads and writes in a second.
-        source: where the peaks come from.
     """
 
     pattern: str

@@ -1,8 +1,7 @@
-"""Errors that a user can cause and mend.
+"""Errors that a user can cause and fix, and proposals for mistyped words.
 
-Every one of them prints as one line: what is wrong, what was got, what is allowed, how to fix it. The command line
-shows that line and exits with code 2, or with 1 if another rank was lost; anything else that escapes is a fault of ours
-and keeps its traceback.
+An error prints as one line: what is wrong, what was got, what is allowed, how to fix it. The command line exits with
+code 2, or with 1 if another rank was lost; any other exception is a bug and keeps its traceback.
 """
 
 from collections.abc import Iterable
@@ -10,23 +9,23 @@ from difflib import get_close_matches
 from pathlib import Path
 
 WRONG_INPUT = 2
-"""Exit code when a user has something to mend."""
+"""Exit code if the user must fix something."""
 
 FAILED = 1
-"""Exit code when something else went wrong."""
+"""Exit code of other failures."""
 
 
 class PenstockError(ValueError):
-    """A mistake in what a user gave us.
+    """A mistake in the user's input.
 
     Args:
-        what: the fact that is wrong, with the name of the field, file or option.
-        got: the offending value, if it is not in `what` already.
-        allowed: what would have been right.
-        fix: the command or change that mends it.
+        what: the wrong fact, with the name of the field, file or option.
+        got: the offending value, if `what` does not have it.
+        allowed: right values.
+        fix: the command or change that fixes it.
 
     Attributes:
-        exit_code: of a program that it ends.
+        exit_code: of the program.
     """
 
     exit_code = WRONG_INPUT
@@ -93,30 +92,30 @@ class NonFiniteError(PenstockError):
 
 
 def nearest(got: object, names: Iterable[str], most: int = 1) -> list[str]:
-    """Names that a word resembles, the best first; letters' case does not count.
+    """Names similar to a word, the best first; case does not count.
 
     Args:
-        got: what was typed.
-        names: what there is.
-        most: how many.
+        got: the word.
+        names: right names.
+        most: number of results.
     """
     known = {name.lower(): name for name in names}
     return [known[word] for word in get_close_matches(f"{got}".lower(), known, n=most)]
 
 
 def did_you_mean(got: object, names: Iterable[str], most: int = 1) -> str | None:
-    """`did you mean train or trace?`, as the fix of an error; None if no name resembles the word.
+    """`did you mean train or trace?`, as the fix of an error; None if no name is similar.
 
     Args:
-        got: what was typed.
-        names: what there is.
-        most: how many names may be proposed.
+        got: the word.
+        names: right names.
+        most: number of proposals.
     """
     return asked(nearest(got, names, most))
 
 
 def did_you_mean_path(got: Path) -> str | None:
-    """The same for a file or folder that is not there: names beside it in its folder."""
+    """The same for a missing file or folder, by the names beside it."""
     try:
         beside = [path.name for path in got.parent.iterdir() if not path.name.startswith(".")]
     except OSError:
@@ -125,6 +124,6 @@ def did_you_mean_path(got: Path) -> str | None:
 
 
 def asked(names: Iterable[str]) -> str | None:
-    """The question about names that are known to be near."""
+    """The question for names that are known to be similar."""
     names = list(names)
     return f"did you mean {' or '.join(names)}?" if names else None

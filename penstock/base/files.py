@@ -1,8 +1,7 @@
-"""Small files that a user names: read up to a size, and parsed so that every fault of the text is a ValueError.
+"""Small files that a user names: read up to a size limit, and parsed so that every fault is a ValueError.
 
-Path.read_text holds a file of any size in memory, also one that was named by mistake or `/dev/zero`. tomllib and json
-let two faults of a text through that are no syntax error: a nesting that exhausts Python's stack, and a whole number
-with more digits than Python converts.
+Path.read_text would read a file of any size, also `/dev/zero`. tomllib and json raise other errors for nesting that
+exhausts Python's stack and for integers with too many digits.
 """
 
 import errno
@@ -13,7 +12,7 @@ from typing import Any
 
 MOST_TOML_BYTES = 4 * 2**20
 MOST_JSON_BYTES = 128 * 2**20
-"""Several times the largest tokenizer.json that was published."""
+"""Several times the largest published tokenizer.json."""
 
 
 def read_bounded(path: Path, most_bytes: int) -> bytes:

@@ -83,13 +83,7 @@ class _Attach(torch.autograd.Function):
 
 
 def attach(carrier: Tensor, routed: Routed, loss: LinearLoss) -> Tensor:
-    """Return `carrier` unchanged, and add `loss` to the loss that is differentiated through it.
-
-    Args:
-        carrier: a differentiable tensor that the main loss depends on.
-        routed: inputs of the auxiliary loss.
-        loss: scaled like the main loss.
-    """
+    """Return `carrier` unchanged, and add `loss` to the loss that is differentiated through it."""
     attached: Tensor = _Attach.apply(carrier, routed.mass_BE, routed.z_B, loss)
     return attached
 
@@ -110,14 +104,7 @@ class SlotCounts:
 
 
 def slot_counts(counts_BE: Tensor, meter: LoadMeter, balance: Balance, axes: Axes) -> SlotCounts:
-    """Sum the counts of the balance loss over ranks; no collective if the loss needs none.
-
-    Args:
-        counts_BE: slots of this rank's tokens.
-        meter: this micro-batch is counted already.
-        balance: which loss.
-        axes: of this rank.
-    """
+    """Sum the counts of the balance loss over ranks; no collective if the loss needs none."""
     slots_E = meter.slots_E
     if balance.aux_loss == "global-batch":
         slots_E = all_reduce(slots_E, axes.stage)
@@ -197,9 +184,7 @@ class BalancedRouter(nn.Module):
 
     Attributes:
         layer: index of the decoder layer, for reports.
-        meter: load since the last reset.
         expert_bias_E: float32 buffer, saved with the model; None if the layer has no expert bias.
-        expert_bias_rate: step of the bias.
     """
 
     layer: int

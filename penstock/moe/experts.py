@@ -35,14 +35,6 @@ def expert_rule(moe: Moe) -> ExpertRule:
 class GroupedExperts(nn.Module):
     """The experts of this rank, or its part of each of them.
 
-    Args:
-        experts: routed experts of the whole layer, E.
-        hidden_size: D.
-        ffn_size: width of a whole expert, F.
-        layer_context: kernels, and the ranks that share the experts.
-        rule: activation function, and the factor that the routing weight multiplies.
-        bias: both products have biases.
-
     Attributes:
         sums: float32 gradient sums of the parameters, in their order. Backward adds to them instead of returning
             gradients to autograd. The optimizer sets them; None leaves gradients to autograd.
@@ -156,7 +148,7 @@ class GroupedExperts(nn.Module):
     def _ffn_in_float8(self, rows: ExpertRows, recompute: bool, keep: SaveRows | None, *parameters: Tensor) -> Tensor:
         gate_up_eFD, down_eDF, *of_biases = parameters
         copies = self.float8_copies
-        # Somebody who has changed the matrices and did not refresh the copies gets the right numbers all the same.
+        # Stale copies are not used: results stay right if a caller changed the matrices without a refresh.
         is_fresh = copies is not None and self._copied == _versions(gate_up_eFD, down_eDF)
         return expert_ffn(
             rows.x_ND,

@@ -80,13 +80,7 @@ class MoE(nn.Module):
         return self.router.top_k / self.router.experts
 
     def forward(self, x_TD: Tensor, scope: Scope, ready: RowColQuantized | None = None) -> Terms:
-        """Route every token, and return the summands of its output.
-
-        Args:
-            x_TD: normalized hidden states.
-            scope: number of sequences in the micro-batch, and its share of the global batch.
-            ready: x_TD in 8 bits for the shared expert, if the norm has made it.
-        """
+        """Route every token, and return the summands of its output."""
         if self.layer_context.transfers is not None:
             return drain(self.steps(x_TD, scope, ready))
         # One copy of x_TD for each reader, so that a single kernel sums their three gradients.
@@ -108,13 +102,7 @@ class MoE(nn.Module):
             return routing
 
     def mix(self, x_TD: Tensor, shared_TD: Tensor, routing: Routing) -> Terms:
-        """The part of `forward` after routing, for callers that have called `fan_out` and `route` themselves.
-
-        Args:
-            x_TD: hidden states for dispatch.
-            shared_TD: hidden states for the shared expert.
-            routing: from `route`.
-        """
+        """The part of `forward` after routing, for callers that have called `fan_out` and `route` themselves."""
         if self.layer_context.transfers is not None:
             return drain(self._mix_in_steps(x_TD, shared_TD, routing, None))
         return self._mix(x_TD, shared_TD, routing, None)

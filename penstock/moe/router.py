@@ -47,15 +47,7 @@ def router_rule(moe: Moe) -> RouterRule:
 
 
 class TopKRouter(BalancedRouter):
-    """Chooses K experts for every token.
-
-    Args:
-        moe: configuration of the layer.
-        hidden_size: D.
-        layer: index of the decoder layer, for reports.
-        operators: kernels.
-        axes: of this rank; ranks that share a row compute its balance and its capacity together.
-    """
+    """Chooses K experts for every token."""
 
     def __init__(self, moe: Moe, hidden_size: int, layer: int, operators: Operators, axes: Axes = ALONE) -> None:
         super().__init__()
@@ -75,12 +67,7 @@ class TopKRouter(BalancedRouter):
         self.meter = LoadMeter(moe.experts)
 
     def forward(self, x_TD: Tensor, scope: Scope) -> Routing:
-        """Route tokens.
-
-        Args:
-            x_TD: hidden states of this rank's tokens in the compute dtype.
-            scope: sequences and share of the micro-batch.
-        """
+        """Route tokens."""
         logits_TE = float32_linear(x_TD, self.weight_ED)
         if self.logit_bias_E is not None:
             logits_TE = logits_TE + self.logit_bias_E

@@ -1,29 +1,27 @@
-"""Transfers that leave now and are waited for later, in forward and in backward.
+"""Asynchronous transfers in forward and backward, and work in steps that runs between them.
 
-    flight = transfers.launch("dispatch", function, x_TD)   fork: a second stream waits for this one and runs function
+    handle = transfers.launch("dispatch", function, x_TD)   fork: a second stream waits for this one, runs function
     ...                                                     runs beside it
-    (rows,), rest = flight.wait()                           join: this stream waits for the transfer
+    (rows,), rest = handle.wait()                           join: this stream waits for the transfer
 
-Autograd sees two nodes. Backward takes nodes in the reverse order of forward, and these two change roles:
+Autograd sees two nodes, which change roles because backward takes nodes in reverse order:
 
     forward     launch: fork, transfer     compute      wait: join
     backward    launch: join               its grads    wait: fork, transfer's gradients
 
-so what forward did between the two runs beside the transfer's gradients too. Between the nodes travel placeholders: the
-gradients that came to `wait`, of the right shape and worth nothing; the true ones wait in the `AsyncTransfer`. The
-transfer itself is any differentiable function: it is recorded as a graph of its own and differentiated on the second
-stream.
+Between the nodes travel placeholder gradients of the right shape; the true ones are in the `AsyncTransfer`. The
+transfer is any differentiable function, recorded as its own graph and differentiated on the second stream.
 
-Memory. torch's allocator gives a freed block to the stream that it was allocated on, at once.
-    Blocks of this stream that the other one reads: the flight holds their tensors (inputs, and the function with all
-    that it closes over; then incoming gradients, and the transfer's whole graph) until the join. What reuses them comes
-    after the join, and so after the reads.
-    Blocks of the other stream that this one reads: they are free once the host drops them, after it has launched every
-    reader. The next transfer that can get them begins with a fork, which waits for all that this stream was given, and
-    while the host is in `function` it gives this stream nothing.
-Nobody calls `record_stream`, which would keep blocks of a captured graph from ever being used again.
+Memory. torch's allocator returns a freed block to the stream that allocated it. Blocks of this stream that the other
+one reads are held by the handle until the join. Blocks of the other stream that this one reads are free once the host
+drops them, after it has launched every reader; the next transfer that can get them begins with a fork. `record_stream`
+would keep blocks of a captured graph from ever being reused. On a CPU a transfer runs at its launch.
 
-On a CPU there is one order of events: the transfer runs at its launch.
+Steps are generators that yield where a transfer is under way. No threads: the driver sets the order, which is the same
+on all ranks and in every run.
+
+    drain(steps(x))                     one alone: nothing happens at a yield
+    interleave([steps(a), steps(b)])    first(a), first(b), second(a), second(b)
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -41,16 +39,12 @@ Rest = TypeVar("Rest")
 Result = TypeVar("Result")
 
 Transfer = Callable[..., tuple[tuple[Tensor, ...], Rest]]
-"""Tensors -> (tensors with gradients, anything that has none). It runs on one stream and gives the current one no work
-when the flight's stream is another."""
+"""Tensors -> (tensors with gradients, anything without). It runs on one stream, and gives the current one no work if
+that is another."""
 
 
 class TransferStream:
-    """The stream of one process that transfers run on, beside the one that computes.
-
-    Args:
-        device: that they run on.
-    """
+    """The stream of one process that transfers run on."""
 
     def __init__(self, device: torch.device) -> None:
         # Small kernels that others wait for: they go first wherever there is room.
@@ -58,11 +52,11 @@ class TransferStream:
         self._work_meanwhile: Callable[[], None] | None = None
 
     def launch(self, name: str, function: "Transfer[Rest]", *inputs: Tensor) -> "AsyncTransfer[Rest]":
-        """Let a transfer leave.
+        """Start a transfer.
 
         Args:
             name: for reports.
-            function: see `Transfer`; what it closes over has no gradient.
+            function: see `Transfer`; tensors that it closes over have no gradient.
             inputs: its arguments; may have gradients.
         """
         handle: AsyncTransfer[Rest] = AsyncTransfer(self, name)
@@ -74,7 +68,7 @@ class TransferStream:
 
     @contextmanager
     def during_transfers(self, work: Callable[[], None]) -> Iterator[None]:
-        """Do `work` once whenever a backward pass inside has let a transfer leave."""
+        """Call `work` whenever a backward pass inside has started a transfer."""
         assert self._work_meanwhile is None, "two works beside one backward pass"
         self._work_meanwhile = work
         try:
@@ -83,16 +77,16 @@ class TransferStream:
             self._work_meanwhile = None
 
     def run_meanwhile(self) -> None:
-        """Do what is to be done beside a transfer of the backward pass, if there is anything."""
+        """Call the work of `during_transfers`, if there is any."""
         if self._work_meanwhile is not None:
             with torch.enable_grad():
                 self._work_meanwhile()
 
     def fork(self, label: str, work: Callable[[], Result]) -> "tuple[Result, torch.cuda.Event | None]":
-        """Run `work` on the other stream, after all that the current one was given.
+        """Run `work` on the other stream, after all work of the current one.
 
         Returns:
-            What it gave, not to be read before `join`; and its end.
+            Its result, not to be read before `join`; and its end.
         """
         del label
         if self._stream is None:
@@ -102,21 +96,17 @@ class TransferStream:
             return work(), self._stream.record_event()
 
     def join(self, label: str, end: "torch.cuda.Event | None") -> None:
-        """Let the current stream wait for the end of a work."""
+        """Let the current stream wait for the end of a fork."""
         del label
         if end is not None and self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_event(end)
 
 
 class AsyncTransfer(Generic[Rest]):
-    """One transfer under way. Made by `TransferStream.launch`; `wait` is called once, and backward comes once at most.
-
-    Args:
-        transfers: where it runs.
-        name: for reports.
+    """One transfer under way. `wait` is called once, and backward runs once at most.
 
     Attributes:
-        outputs: what the transfer gave; not to be read before `wait`.
+        outputs: of the transfer; not to be read before `wait`.
     """
 
     def __init__(self, transfers: TransferStream, name: str) -> None:
@@ -130,7 +120,7 @@ class AsyncTransfer(Generic[Rest]):
         self._gradients: tuple[Tensor | None, ...] = ()
 
     def wait(self) -> tuple[tuple[Tensor, ...], Rest]:
-        """Join. Returns what the function gave."""
+        """Join. Returns the function's result."""
         outputs, self.outputs = self.outputs, ()
         if any(output.requires_grad for output in outputs):
             outputs = _Wait.apply(self, *outputs)
@@ -139,13 +129,13 @@ class AsyncTransfer(Generic[Rest]):
         return outputs, self._rest.pop()
 
     def start(self, function: "Transfer[Rest]", inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Begin, without a gradient."""
+        """Start, without gradients."""
         (outputs, rest), self._end = self.transfers.fork(self.name, lambda: function(*inputs))
         self._rest, self._held = [rest], (function, *inputs)
         return outputs
 
     def start_recorded(self, function: "Transfer[Rest]", inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Begin, and keep the graph of the transfer."""
+        """Start, and keep the graph of the transfer."""
 
         def work() -> tuple[tuple[Tensor, ...], Rest, list[GradientEdge], list[GradientEdge | None]]:
             own = [entered(tensor) for tensor in inputs]
@@ -161,12 +151,12 @@ class AsyncTransfer(Generic[Rest]):
         return outputs
 
     def finish(self) -> None:
-        """End."""
+        """Join the forward transfer."""
         self.transfers.join(self.name, self._end)
         self._held, self._end = (), None
 
     def start_backward(self, gradients: tuple[Tensor | None, ...]) -> None:
-        """Begin the way back: the gradients of the inputs, from those of the outputs."""
+        """Start the gradients of the inputs from those of the outputs."""
         assert self._graph is not None, f"{self.name}: a flight goes back once"
         ends, begins = self._graph
         known = [(end, gradient) for end, gradient in zip(ends, gradients, strict=True) if gradient is not None]
@@ -184,7 +174,7 @@ class AsyncTransfer(Generic[Rest]):
         self.transfers.run_meanwhile()
 
     def finish_backward(self) -> tuple[Tensor | None, ...]:
-        """End the way back. Returns the gradients of the inputs."""
+        """Join the backward transfer. Returns the gradients of the inputs."""
         self.transfers.join(f"{self.name} back", self._end)
         gradients, self._gradients = self._gradients, ()
         self._held, self._graph, self._end = (), None, None
@@ -223,11 +213,11 @@ class _Wait(torch.autograd.Function):
 
 
 Steps = Generator[None, None, Result]
-"""Work in pieces; a piece ends where something is under way that the next one waits for."""
+"""Work in steps; each ends where something is under way that the next one waits for."""
 
 
 def drain(steps: Steps[Result]) -> Result:
-    """Do all pieces, one after the other."""
+    """Run all steps."""
     while True:
         try:
             next(steps)
@@ -237,7 +227,7 @@ def drain(steps: Steps[Result]) -> Result:
 
 
 def interleave(works: Sequence[Steps[Result]]) -> list[Result]:
-    """Do a piece of each in turn until all are done; their results in the order given."""
+    """Run a step of each work in turn; results in the order given."""
     results: dict[int, Result] = {}
     while len(results) < len(works):
         for number, steps in enumerate(works):
@@ -250,7 +240,7 @@ def interleave(works: Sequence[Steps[Result]]) -> list[Result]:
 
 
 def within(context: Callable[[], AbstractContextManager[object]], steps: Steps[Result]) -> Steps[Result]:
-    """The same pieces, each inside a context of its own: what a context sets must not last over a stop."""
+    """The same steps, each in a context of its own: a context must not last over a yield."""
     while True:
         with context():
             try:

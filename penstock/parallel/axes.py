@@ -1,17 +1,16 @@
-"""The process groups of a run, by the axes of its grid: the only maker of process groups for training.
+"""The process groups of a run, by the axes of its grid.
 
     tensor       share each dense matrix             expert       share a layer's experts and each of them (EP x ETP)
     context      share each row                      expert_data  hold the same experts, train on different tokens
     sequence     context x tensor: together hold     pipeline     hold the other stages of the same rows
                  every position of the same rows     stage        all ranks of one pipeline stage
-    data         train on different rows             world        everybody
+    data         train on different rows             world        all ranks
     dense_data   data x context: hold the same dense matrices, see different tokens
     embedding    those of `pipeline` that hold the embedding, if several stages do
-    pipeline_back    the same ranks as `pipeline` in a second group, for messages to lower ranks
+    pipeline_back    the ranks of `pipeline` in a second group, for messages to lower ranks
     expert_node      those of `expert` on our node; expert_across: those at our place on the other nodes
 
-An axis of one rank has no group, and code that meets such an axis does nothing: a run on one device makes none at all.
-Axes with the same ranks share a group.
+An axis of one rank has no group, and collectives return at once there. Axes with the same ranks share a group.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,12 +26,11 @@ class Axis:
     """One rank's group on one axis.
 
     Attributes:
-        name: of the axis.
-        ranks: global ranks of the group, in the order of their places on the axis.
+        ranks: global ranks of the group, in the order of the axis.
         rank: our place among them.
-        group: for collectives; None if we are alone.
-        inner: those of us who divide one copy between them, if that is not everybody (hybrid sharding).
-        outer: those who hold the same part of their copy as we do of ours, if there are several copies.
+        group: None for one rank.
+        inner: ranks that divide one copy, if there are several copies (hybrid sharding).
+        outer: ranks with our part of the other copies.
     """
 
     name: str
@@ -49,17 +47,17 @@ class Axis:
 
     @property
     def shard(self) -> "Axis":
-        """Ranks that divide one copy between them, ourselves included."""
+        """Ranks that divide one copy, ourselves included."""
         return self if self.inner is None else self.inner
 
     @property
     def replicate(self) -> "Axis":
-        """Ranks that hold the same part of a copy, ourselves included."""
+        """Ranks with the same part of a copy, ourselves included."""
         return Axis(name="alone", ranks=(self.ranks[self.rank],)) if self.outer is None else self.outer
 
 
 NO_AXIS = Axis(name="none")
-"""Shared with nobody."""
+"""An axis of one rank."""
 
 _AXES: dict[str, tuple[str, ...]] = {
     "tensor": ("tensor",),
@@ -102,7 +100,7 @@ ALONE = Axes()
 
 
 Made = dict[tuple[int, ...], dist.ProcessGroup | None]
-"""Groups by their ranks; none for ranks that this process is not among."""
+"""Groups by their ranks; None for ranks without this process."""
 
 
 def make_axes(
@@ -111,11 +109,11 @@ def make_axes(
     """Make every group of a grid. All ranks call it, after `init_process_group`.
 
     Args:
-        grid: whose `world` is the number of processes.
+        grid: its `world` is the number of processes.
         embedding_places: places on `pipeline` that hold the embedding, ascending.
         shard_size: neighbours on `dense_data` and on `expert_data` that divide one copy; 0, or as many as there are or
-            more, means all of them. Divides both.
-        ranks_per_node: neighbours that share a machine; 0 means all of them.
+            more, means all. Divides both.
+        ranks_per_node: neighbours that share a machine; 0 means all.
     """
     if grid.world == 1:
         return ALONE
@@ -139,13 +137,13 @@ def make_axes(
 
 
 def _way_back(pipeline: Axis, groups: Sequence[tuple[int, ...]]) -> Axis:
-    """Messages up and down wait for each other if they share a communicator, so each direction has its own."""
+    """Messages up and down would wait for each other in one communicator."""
     made = {ranks: dist.new_group(list(ranks)) for ranks in groups}
     return replace(pipeline, name="pipeline_back", group=made[pipeline.ranks])
 
 
 def _divide(axis: Axis, groups: Sequence[tuple[int, ...]], size: int, made: Made) -> Axis:
-    """Copies go to blocks of neighbours; those at the same place in their blocks hold the same."""
+    """Copies go to blocks of neighbours; ranks at the same place of their blocks hold the same part."""
     if not 0 < size < axis.size:
         return axis
     assert axis.size % size == 0, f"{axis.size} ranks of {axis.name} are not divided by {size}"
@@ -160,10 +158,7 @@ def _divide(axis: Axis, groups: Sequence[tuple[int, ...]], size: int, made: Made
 
 
 def _by_node(axis: Axis, groups: Sequence[tuple[int, ...]], per_node: int, made: Made) -> dict[str, Axis]:
-    """The ranks of an axis on our node, and those at the same place of it on other nodes.
-
-    Where nodes hold unequal parts of a group, everybody counts as a node of its own.
-    """
+    """Ranks of an axis on our node, and those at our place on other nodes; unequal nodes count each rank as a node."""
     me = axis.ranks[axis.rank]
     parts: dict[str, list[tuple[int, ...]]] = {"node": [], "across": []}
     for ranks in groups:
@@ -176,14 +171,14 @@ def _by_node(axis: Axis, groups: Sequence[tuple[int, ...]], per_node: int, made:
 
 
 def _own_axis(name: str, groups: Sequence[tuple[int, ...]], me: int, made: Made) -> Axis:
-    """The axis of the group that a rank is in; all of the groups are made."""
+    """The axis of this rank's group; all groups are made."""
     _make_missing(groups, made)
     own = next(ranks for ranks in groups if me in ranks)
     return Axis(name=name, ranks=own, rank=own.index(me), group=made[own] if len(own) > 1 else None)
 
 
 def _make_missing(groups: Iterable[tuple[int, ...]], made: Made) -> None:
-    """Every rank takes part in making every group, in the same order; that is torch's rule."""
+    """Every rank makes every group, in the same order, as torch requires."""
     for ranks in groups:
         if len(ranks) > 1 and ranks not in made:
             made[ranks] = dist.new_group(list(ranks))

@@ -1,20 +1,18 @@
-"""Tensors that cross the network together: gradients that are summed over ranks, and new weights gathered from them.
+"""Buckets: gradients that are summed over ranks together, and weights that are gathered together.
 
-Small messages are slow, so tensors travel in buckets. A bucket has one row for each rank of an axis, and a tensor's
-rows are dealt out to them as FSDP2 does it, in equal chunks, rounded up. Over 2 ranks, a tensor of 5 rows and one of 2:
+Small messages are slow, so tensors share buckets. A bucket has one row for each rank of an axis; a tensor's rows are
+dealt out as FSDP2 does, in equal chunks, rounded up. Over 2 ranks, a tensor of 5 rows and one of 2:
 
-    rank 0 | a0 a1 a2 | b0 |        a tensor is a stripe of columns; what is missing at the end of its last row is
-    rank 1 | a3 a4  - | b1 |        never read
+    rank 0 | a0 a1 a2 | b0 |        a tensor is a stripe of columns; its last row may be shorter, and the rest of
+    rank 1 | a3 a4  - | b1 |        the stripe is never read
 
     reduce_rows    pack all rows; reduce-scatter, so that each rank has the sum of its row of the bucket
-    gather_rows    pack our row; all-gather, so that everybody has all of them
+    gather_rows    pack our row; all-gather
 
-A bucket is a range of columns and may begin and end inside a tensor, so memory is bounded however large a tensor is.
-Over an axis of one rank a bucket is flat and nothing is dealt out. While one bucket travels the next one is packed.
-Every rank of an axis passes the same shapes in the same order. Nothing here waits for the device.
-
-Values are the same for any size of buckets as far as PyTorch is concerned; in which order the network's library adds
-more than two ranks may depend on where in a message a value stands.
+A bucket is a range of columns and may begin and end inside a tensor, so memory is bounded. On one rank a bucket is
+flat. While one bucket travels the next one is packed. All ranks of an axis pass the same shapes in the same order. The
+host never waits for the device. Results do not depend on the size of buckets, except for the order in which the
+network's library adds more than two ranks.
 """
 
 from collections import deque
@@ -32,10 +30,10 @@ BUCKET_VALUES = 40_000_000
 """Values of a bucket."""
 
 ROW_VALUES = 1_000_000
-"""Values of a row of a bucket, at least."""
+"""Least values of a row of a bucket."""
 
 IN_FLIGHT = 2
-"""Buckets that are in memory at once."""
+"""Buckets in memory at once."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class BucketEntry:
 
     Attributes:
         whole: contiguous; all rows.
-        own: those that fall to this rank (`rows_of_shard`); may be a part of `whole`, and of another dtype.
+        own: rows of this rank (`rows_of_shard`); may be a view of `whole`, and of another dtype.
     """
 
     whole: Tensor
@@ -53,7 +51,7 @@ class BucketEntry:
 
 @dataclass(frozen=True)
 class Stripe:
-    """Columns `first` to `end` of a tensor that is dealt out in rows of `width`; they stand at `offset` in a bucket."""
+    """Columns `first` to `end` of a tensor in rows of `width`, at `offset` of a bucket."""
 
     entry: BucketEntry
     width: int
@@ -62,7 +60,7 @@ class Stripe:
     offset: int
 
     def all_rows(self, bucket_RC: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Places in the bucket, and the values of the whole tensor that belong there."""
+        """Pairs of bucket memory and values of the whole tensor."""
         values_N = self.entry.whole.view(-1)
         full, rest = divmod(values_N.numel(), self.width)
         there_RC = bucket_RC[:, self.offset : self.offset + self.end - self.first]
@@ -72,7 +70,7 @@ class Stripe:
             yield there_RC[full, : end - self.first], values_N[full * self.width :][self.first : end]
 
     def own_row(self, row_C: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """The same for our row of the bucket and our rows of the tensor."""
+        """Pairs of memory in our row of the bucket and our values of the tensor."""
         end = min(self.end, self.entry.own.numel())
         if end > self.first:
             yield row_C[self.offset : self.offset + end - self.first], self.entry.own.view(-1)[self.first : end]
@@ -85,10 +83,10 @@ def reduce_rows(
     """Sum tensors over ranks; each rank gets its own rows of the sum.
 
     Args:
-        entries: `whole` is added up and left as it was, `own` is filled with the sum.
-        shard: ranks that divide the sum. One rank alone gets all of it.
-        replicate: ranks that hold the same rows: the sum goes over them too.
-        dtype: in which values travel and are added.
+        entries: `whole` is read, `own` is filled with the sum.
+        shard: ranks that divide the sum; one rank alone gets all of it.
+        replicate: ranks with the same rows, which the sum includes.
+        dtype: of the sum.
         values: of a bucket; None for the usual size.
     """
     if shard.group is not None or replicate.group is not None:
@@ -101,7 +99,7 @@ def gather_rows(entries: Sequence[BucketEntry], shard: Axis, values: int | None 
     """Fill tensors from the rows that the ranks own.
 
     Args:
-        entries: `own` is sent and `whole` is filled; values travel in the dtype of `whole`, the same for all.
+        entries: `own` is sent and `whole` is filled, in one dtype for all.
         shard: ranks that own the rows.
         values: of a bucket; None for the usual size.
     """
@@ -169,14 +167,14 @@ def _width(tensor: Tensor, ranks: int) -> int:
 
 
 def empty_rows(bucket: list[Stripe], ranks: int, dtype: torch.dtype) -> Tensor:
-    """Memory for a bucket: a row for each rank, as long as its stripes together."""
+    """Memory for a bucket: a row for each rank."""
     last = bucket[-1]
     columns = last.offset + last.end - last.first
     return torch.empty(ranks, columns, dtype=dtype, device=last.entry.whole.device)
 
 
 def _overlap(transfers: Iterator[Iterator[None]]) -> None:
-    """Send off a bucket while those before it travel. A journey yields whenever it is on the way."""
+    """Start a bucket while those before it travel. A transfer yields when it is on its way."""
     under_way: deque[Iterator[None]] = deque()
     for transfer in transfers:
         next(transfer)

@@ -1,19 +1,21 @@
-"""Collectives that gradients pass, over one axis; on an axis of one rank each returns what it was given.
+"""Differentiable collectives over one axis, and small JSON values between ranks. One rank returns its input.
 
-    function        rank r gets                                    its gradient travels by
-    all_gather      the parts of all ranks, joined                 reduce_scatter
-    reduce_scatter  part r of the sum                              all_gather
-    exchange_rows   rows that others chose to send                 exchange_rows, reversed
-    swap            all of one dim, a part of another              swap, reversed
-    all_reduce      the sum of numbers that have no gradient
+    function        rank r gets                            its gradient travels by
+    all_gather      the parts of all ranks, joined         reduce_scatter
+    reduce_scatter  part r of the sum                      all_gather
+    exchange_rows   rows that other ranks send to it       exchange_rows, reversed
+    all_to_all      all of one dim, a part of another      all_to_all, reversed
+    all_reduce      the sum; not differentiable            -
 
-Gradients are exact for a loss that is the sum of what the ranks compute each.
+Gradients are exact for a loss that is the sum of the ranks' losses. Sums have the dtype of the tensor: a bfloat16 sum
+over 8 ranks rounds up to 7 times.
 
-Sums are taken in the dtype of the tensor: a bfloat16 sum over 8 ranks rounds 7 times (a backend may round less often).
-Whoever needs more gives float32.
+Ranks' parts are contiguous on the wire, so dim 0 of a contiguous tensor needs no copy; another dim needs one. Simpler
+than DTensor: a tensor does not know its layout.
 
-Ranks' parts lie one after the other in memory on the wire, so gathering and scattering along dim 0 of a contiguous
-tensor copies nothing; along another dim it costs one copy. Simpler than DTensor: a tensor does not know its layout.
+JSON travels as bytes; torch's `*_object` collectives would pickle it. `JsonGroup` is for a background thread (a
+checkpoint that is written while training goes on): the collectives of a group run in one order on all ranks, so a
+thread needs its own gloo group.
 """
 
 import json
@@ -37,41 +39,18 @@ reduce_flat = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Join the parts of all ranks along a dim, in the order of the axis.
-
-    Args:
-        x: our part; of one shape and dtype on all ranks.
-        axis: who takes part.
-        dim: to join along.
-
-    Returns:
-        The whole; its gradient is summed over the ranks, and each gets its part of that sum.
-    """
+    """Join the parts of all ranks along a dim, in the order of the axis. The gradient is a reduce-scatter."""
     return x if axis.size == 1 else _AllGather.apply(x, axis, dim % x.ndim)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Sum over the ranks and take our part along a dim.
-
-    Args:
-        x: our summand; of one shape and dtype on all ranks.
-        axis: who takes part.
-        dim: to divide; its size is a multiple of the number of ranks.
-
-    Returns:
-        Our part; the gradients of all parts are gathered.
-    """
+    """Sum over the ranks and take our part along a dim, which the ranks divide. The gradient is an all-gather."""
     return x if axis.size == 1 else _ReduceScatter.apply(x, axis, dim % x.ndim)
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
-    """Sum over the ranks.
-
-    Args:
-        x: our summand, without gradient.
-        axis: who takes part.
-    """
-    assert not x.requires_grad, "a sum that all ranks go on with has a gradient only if they say who counts it"
+    """Sum over the ranks, without gradient."""
+    assert not x.requires_grad, "all_reduce has no gradient"
     if axis.size == 1:
         return x
     total = x.clone(memory_format=torch.contiguous_format)
@@ -82,16 +61,16 @@ def all_reduce(x: Tensor, axis: Axis) -> Tensor:
 def exchange_rows(
     x_ND: Tensor, axis: Axis, receive: Sequence[int] | None = None, send: Sequence[int] | None = None
 ) -> Tensor:
-    """Send rows to other ranks and receive theirs.
+    """Send rows to other ranks and receive theirs (all-to-all with row counts).
 
     Args:
-        x_ND: rows (of any rank, 1 or more dims) in the order of the ranks that they are for.
-        axis: who takes part.
-        receive: rows that come from each rank; None if `x` is divided evenly, on all ranks.
-        send: rows that go to each rank; None together with `receive`.
+        x_ND: rows (1 or more dims) in the order of their target ranks.
+        axis: the ranks.
+        receive: rows from each rank; None if `x` is divided evenly, on all ranks.
+        send: rows to each rank; None together with `receive`.
 
     Returns:
-        The rows that we received, in the order of the ranks that sent them.
+        The received rows, in the order of the ranks that sent them.
     """
     assert (receive is None) == (send is None), "give both counts or neither"
     assert send is None or sum(send) == x_ND.shape[0], f"{x_ND.shape[0]} rows to send as {send}"
@@ -99,14 +78,7 @@ def exchange_rows(
 
 
 def all_to_all(x: Tensor, axis: Axis, split_dim: int, join_dim: int) -> Tensor:
-    """Go from a part of one dim and all of another to all of the one and a part of the other.
-
-    Args:
-        x: has a part of `join_dim`; of one shape and dtype on all ranks.
-        axis: who takes part.
-        split_dim: to divide; its size is a multiple of the number of ranks.
-        join_dim: to join along, in the order of the axis.
-    """
+    """Divide `split_dim` and join `join_dim`, of which this rank has a part."""
     if axis.size == 1:
         return x
     return _Swap.apply(x, axis, split_dim % x.ndim, join_dim % x.ndim)
@@ -202,12 +174,7 @@ class _Swap(torch.autograd.Function):
 
 
 def all_gather_json(value: Any, axis: Axis) -> list[Any]:
-    """The values of all ranks of an axis on each of them, in their order.
-
-    Args:
-        value: as JSON knows it; each rank's own.
-        axis: whose group is used. NCCL carries what lies on the current GPU.
-    """
+    """The values of all ranks of an axis on each of them, in order."""
     if axis.group is None:
         return [value]
     device = torch.device("cuda" if dist.get_backend(axis.group) == "nccl" else "cpu")
@@ -218,11 +185,7 @@ def all_gather_json(value: Any, axis: Axis) -> list[Any]:
 
 
 class JsonGroup:
-    """A way to talk for the ranks of an axis. All of them make it, and make every call, in the same order.
-
-    Args:
-        axis: all ranks of the process group.
-    """
+    """A separate group for JSON between the ranks of an axis. All ranks make every call, in the same order."""
 
     def __init__(self, axis: Axis) -> None:
         group = dist.new_group(list(axis.ranks), backend="gloo") if axis.size > 1 else None
@@ -239,10 +202,7 @@ class JsonGroup:
         return self._axis.size
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks on the first rank, in their order; an empty list elsewhere.
-
-        Args:
-            value: as JSON knows it; each rank's own.
+        """The values of all ranks on the first rank, in order; an empty list elsewhere.
 
         Raises:
             LostRankError: a rank is gone.
@@ -256,10 +216,7 @@ class JsonGroup:
         return [_value(row, size) for row, size in zip(rows, sizes, strict=True)] if rows else []
 
     def all_gather(self, value: Any) -> list[Any]:
-        """The values of all ranks on every rank, in their order. Nobody returns before all have called.
-
-        Args:
-            value: as JSON knows it; each rank's own.
+        """The values of all ranks on every rank, in order. A barrier.
 
         Raises:
             LostRankError: a rank is gone.
@@ -268,11 +225,11 @@ class JsonGroup:
             return all_gather_json(value, self._axis)
 
     def from_first(self, value: Any) -> Any:
-        """The first rank's value, on all ranks. Raises LostRankError if a rank is gone."""
+        """The first rank's value on all ranks. Raises LostRankError if a rank is gone."""
         return self.all_gather(value if self.rank == 0 else None)[0]
 
     def close(self) -> None:
-        """Give the group back."""
+        """Destroy the group."""
         if self._axis.group is not None and dist.is_initialized():
             dist.destroy_process_group(self._axis.group)
             self._axis = replace(self._axis, group=None)
@@ -294,12 +251,12 @@ def _value(row: Tensor, size: int) -> Any:
 
 @contextmanager
 def lost_ranks() -> Iterator[None]:
-    """One line for a collective that fails because the connection to a rank broke, or because it did not answer.
+    """Turn the error of a collective whose peer is gone into one line.
 
-    Gloo says so with a RuntimeError that names its own source file.
+    Gloo raises a RuntimeError that names its own source file.
 
     Raises:
-        LostRankError: that happened.
+        LostRankError: another rank has ended or does not answer.
     """
     try:
         yield

@@ -1,16 +1,13 @@
-"""Attention over rows that ranks share (context parallelism); `penstock/layout/sequence.py` says who holds what.
+"""Attention over rows that ranks share (context parallelism); `penstock/layout/sequence.py` has the placement.
 
-    ulysses      positions are swapped for heads: each rank attends over the whole row with a part of the heads, and
-                 swaps back. Four exchanges of what one rank holds; the heads must divide.
+    ulysses      all-to-all swaps positions for heads: each rank attends over the whole row with a part of the heads,
+                 and swaps back. Four exchanges; the heads must divide.
     all-gather   keys and values of the whole row are gathered, and each rank attends with its own queries. Any heads;
-                 what is gathered may be narrower than keys and values (latent attention), the row's keys must fit.
+                 gathered tensors may be narrower than keys and values (latent attention).
 
 With all-gather a rank has two chunks of queries, one from the front and one from the back of the row, and each sees the
 keys up to its own end. Simpler than ring attention, which hides the exchange behind the products and merges partial
-softmaxes for it.
-
-Layers that see a part of the row (`attend_locally`) need the keys of a part only, and all are gathered still: one kind
-of exchange for all layers.
+softmaxes. Layers with a window (`attend_locally`) need only some keys, but gather all.
 """
 
 import torch
@@ -112,21 +109,13 @@ def nears_of(
 ) -> tuple[BlockMasks, ...]:
     """What `attend_locally` needs to know about a micro-batch, the same for all layers of one reach.
 
-    Args:
-        layer_context: ranks.
-        reach: of the layers.
-        held: positions that this context-parallel rank holds.
-        rows: of the micro-batch.
-        allowed_BSS: as of `attend`.
-        device: for masks.
-
     Returns:
         One of each range of queries; none if the row is no longer than the reach: then such a layer sees all of it.
     """
     layout = _layout(layer_context, held)
     if layout.length <= reach.size:
         return ()
-    # With ulysses a rank attends for all of the row, whatever it holds.
+    # With ulysses a rank attends over the whole row.
     whole = (range(layout.length),)
     ranges = whole if layer_context.context_method == "ulysses" else layout.chunks(layer_context.axes.context.rank)
     allowed = (None,) * len(ranges) if allowed_BSS is None else allowed_BSS.chunk(len(ranges), dim=1)
@@ -137,13 +126,7 @@ def nears_of(
 
 
 def held_positions(layer_context: LayerContext, held: int, device: torch.device) -> Tensor:
-    """Where in the row the positions of this context-parallel rank stand, int64.
-
-    Args:
-        layer_context: ranks.
-        held: how many they are.
-        device: for the result.
-    """
+    """Where in the row the positions of this context-parallel rank stand, int64."""
     chunks = _layout(layer_context, held).chunks(layer_context.axes.context.rank)
     return torch.cat([torch.arange(one.start, one.stop, device=device) for one in chunks])
 

@@ -1,7 +1,7 @@
-"""Copies between host and device that run beside the compute: a lane for each direction, and a stream of chunks.
+"""Copies between host and device that overlap with compute: a CUDA stream for each direction, and a stream of chunks.
 
-A lane is a CUDA stream; on a CPU its copies are plain. Copies from and to pinned memory leave the processor at once and
-the two directions do not disturb each other. Nothing here waits for the device but `ChunkStream.finish`.
+Copies of pinned memory run asynchronously, and the two directions do not slow each other. On a CPU copies are plain.
+The host waits only in `ChunkStream.finish`.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 CHUNK_BYTES = 1 << 26
-"""Of device memory for one chunk of a `ChunkStream`. At 50 GB/s it takes 1.3 ms, much more than the host needs to start
-its copies and kernels; a larger one only makes the first way in and the last way out longer, which nothing covers."""
+"""Device bytes of a chunk. At 50 GB/s it takes 1.3 ms, much longer than its launches; larger chunks only lengthen the
+first copy in and the last copy out, which nothing hides."""
 
 ALIGNMENT = 512
 """Bytes; the CUDA allocator's own, so that kernels find a chunk's tensors as aligned as any other."""
@@ -24,47 +24,43 @@ class PendingCopy:
     """A copy that may still run.
 
     Attributes:
-        event: its end; None on a CPU, where it is over.
+        event: its end; None on a CPU.
     """
 
     event: torch.cuda.Event | None = None
 
     def wait(self, stream: torch.cuda.Stream | None = None) -> None:
-        """Let a stream (default: the current one) go on only after the copy. The host does not wait."""
+        """Let a stream (default: the current one) wait for the copy."""
         if self.event is not None:
             (torch.cuda.current_stream() if stream is None else stream).wait_event(self.event)
 
     def is_over(self) -> bool:
-        """Whether the copy has run. Asks the driver, does not wait."""
+        """Whether the copy has run, without a wait."""
         return self.event is None or self.event.query()
 
     def wait_on_host(self) -> None:
-        """Wait here until the copy has run."""
+        """Wait until the copy has run."""
         if self.event is not None:
             self.event.synchronize()
 
 
 DONE = PendingCopy()
-"""A copy that nobody has to wait for."""
+"""A copy that has run."""
 
 
 class CopyStream:
-    """One direction between host and device.
-
-    Args:
-        device: whose end of the lane it is.
-    """
+    """One direction between host and device."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], *, after: PendingCopy = DONE) -> PendingCopy:
-        """Copy after all that the current stream was given so far, and after another copy.
+        """Copy after all work of the current stream so far, and after another copy.
 
         Args:
-            pairs: (source, target) of the same shape and dtype. The caller keeps both until the copy is over or
-                waited for.
-            after: of another lane.
+            pairs: (source, target) of equal shape and dtype; the caller holds both until the copy is over or waited
+                for.
+            after: on another stream.
         """
         if self._stream is None:
             for source, target in pairs:
@@ -75,7 +71,7 @@ class CopyStream:
         return self.copy_early(pairs, after=after)
 
     def copy_early(self, pairs: Sequence[tuple[Tensor, Tensor]], *, after: PendingCopy) -> PendingCopy:
-        """The same without waiting for the current stream: both ends are free as soon as `after` is over."""
+        """`copy` without waiting for the current stream: both ends are free once `after` is over."""
         if self._stream is None:
             return self.copy(pairs)
         after.wait(self._stream)
@@ -86,11 +82,7 @@ class CopyStream:
 
 
 class _Block:
-    """Bytes of host memory that are handed out one after another.
-
-    Args:
-        memory: one-dimensional, bytes.
-    """
+    """Host memory that is handed out one tensor after another."""
 
     def __init__(self, memory: Tensor) -> None:
         self._memory = memory
@@ -109,9 +101,9 @@ class _Block:
 
 
 def host_empty(bytes_: int, device: torch.device) -> Tensor:
-    """Bytes of host memory, pinned for a GPU. torch pools them, and uses no block again while copies run.
+    """Host memory of some bytes, pinned for a GPU. torch pools it and reuses no block while copies run.
 
-    For the meta device a tensor of this size that takes one byte there: what is on the host is not on the device.
+    For the meta device, a tensor of this size that takes one byte there.
     """
     if device.type == "meta":
         return torch.empty((), dtype=torch.uint8, device=device).expand(bytes_)
@@ -119,16 +111,10 @@ def host_empty(bytes_: int, device: torch.device) -> Tensor:
 
 
 def host_tensors(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Contiguous host tensors that stay, pinned for a GPU, not filled; on the meta device for that device.
+    """Contiguous host tensors, pinned for a GPU, uninitialized; meta tensors for the meta device.
 
-    torch rounds pinned memory up to a power of two, which of large tensors would be a third more on average. Here they
-    share blocks of such sizes, the largest that what is left can fill. Large tensors come first, and small ones go
-    where these left room, so that at most the last blocks are not full.
-
-    Args:
-        shapes: of the tensors.
-        dtype: of all of them.
-        device: whose copies they shall be.
+    torch rounds pinned memory up to a power of two, on average a third more for large tensors. Here tensors share
+    blocks of such sizes, large ones first, so that only the last blocks are not full.
     """
     if device.type == "meta":
         return [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
@@ -153,7 +139,7 @@ class TensorSlice:
     Attributes:
         index: of the tensor.
         start: first element.
-        stop: behind the last.
+        stop: one past the last.
     """
 
     index: int
@@ -161,12 +147,12 @@ class TensorSlice:
     stop: int
 
     def of(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The elements, one-dimensional and in place. The tensor must be contiguous."""
+        """The elements as a view, one-dimensional. The tensor must be contiguous."""
         return tensors[self.index].view(-1)[self.start : self.stop]
 
 
 def cut_into_chunks(sizes: Sequence[int], limit: int) -> list[list[TensorSlice]]:
-    """Cut a list of tensors into chunks of equal size but for the last; only element-wise work can be cut like this.
+    """Cut a list of tensors into chunks of `limit` elements; the last is smaller. For element-wise work only.
 
     Args:
         sizes: elements of each tensor.
@@ -189,16 +175,12 @@ def cut_into_chunks(sizes: Sequence[int], limit: int) -> list[list[TensorSlice]]
 
 
 class ChunkStream:
-    """Brings chunks of host memory to the device, works on them there and takes them back, two chunks at a time.
+    """Copies chunks of host memory to the device, works on them there and copies them back, two chunks at a time.
 
         buffer 0   in 0 | work 0, out 0 | in 2 | work 2, out 2
         buffer 1          in 1 | work 1, out 1 | in 3 ...
 
-    While one chunk is worked on and leaves, the next one comes, so both directions are busy. The two buffers are made
-    at the first run and again only if a chunk is larger.
-
-    Args:
-        device: where the work is done.
+    Both directions are busy. Buffers are made at the first run, and again if a chunk is larger.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -211,7 +193,7 @@ class ChunkStream:
         """Work on every chunk in order. The host does not wait: see `finish`.
 
         Args:
-            chunks: contiguous host tensors, pinned for a GPU (or the copies are slow); no two share memory.
+            chunks: contiguous host tensors, pinned for a GPU; no two share memory.
             work: (index of the chunk, its tensors on the device); changes them in place on the current stream.
         """
         self._make_buffers(chunks)
@@ -225,7 +207,7 @@ class ChunkStream:
                 coming.append(self._bring(index + 2, chunks[index + 2]))
 
     def finish(self) -> None:
-        """Wait until the host tensors hold what was done, before the host reads them."""
+        """Wait until the host tensors have the results."""
         for left in self._left:
             left.wait_on_host()
 
@@ -244,7 +226,7 @@ class ChunkStream:
             self._left = [fresh, fresh]
 
     def _bring(self, index: int, chunk: Sequence[Tensor]) -> tuple[list[Tensor], PendingCopy]:
-        """Copy a chunk into its buffer once the chunk before it in there has left."""
+        """Copy a chunk into its buffer after the chunk before it has left."""
         buffer, start, tensors = self._buffers[index % 2], 0, []
         for tensor in chunk:
             assert tensor.device.type != "cuda" and tensor.is_contiguous(), "chunks are contiguous, on the host"
@@ -255,10 +237,10 @@ class ChunkStream:
 
 
 def buffer_bytes(chunks: Sequence[Sequence[Tensor]]) -> int:
-    """Device memory of each of the two buffers of a `ChunkStream` that runs these chunks."""
+    """Device memory of each of the two buffers of a `ChunkStream` for these chunks."""
     return max((sum(_aligned(tensor.nbytes) for tensor in chunk) for chunk in chunks), default=0)
 
 
 def _aligned(bytes_: int) -> int:
-    """What a tensor of so many bytes takes in a buffer or block."""
+    """Bytes that a tensor takes in a buffer or block."""
     return -(-bytes_ // ALIGNMENT) * ALIGNMENT

@@ -24,11 +24,6 @@ if TYPE_CHECKING:  # it imports Triton, which may be absent
 def shared_buffers(run: Run, axes: Axes, device: torch.device) -> "SymmetricBuffers | None":
     """Buffers for the tokens of one micro-batch; all layers use the same. All ranks call it together.
 
-    Args:
-        run: its `dispatch.method` allows them or asks for them.
-        axes: of this rank.
-        device: of the model; the meta device has no memory to map, and refuses nothing.
-
     Returns:
         The buffers, or None if tokens travel in another way or not at all.
 
@@ -92,11 +87,6 @@ def peer_obstacle(choice: DispatcherChoice, axes: Axes, device: torch.device) ->
     """Reason why ranks cannot write to each other's memory; empty if they can.
 
     All ranks call it together. An obstacle of one rank holds for all: they must use the same dispatcher.
-
-    Args:
-        choice: the dispatcher if the machine had no obstacle.
-        axes: of this rank.
-        device: of this rank.
     """
     if device.type != "cuda":
         return f"device {device.type}, which is no GPU"

@@ -1,16 +1,15 @@
-"""Weights that FSDP2 gathers in 8 bits, half the bytes; their masters stay the float32 rows that each rank holds.
+"""FSDP2 all-gathers in 8 bits, half the bytes; the masters stay each rank's float32 rows.
 
-    once a step     largest magnitudes of the blocks of our rows -> all-reduce -> scales of the whole weight
+    once a step     block maxima of our rows -> all-reduce -> scales of the whole weight
                     our rows, rounded to the compute dtype, over these scales -> 8 bits, kept until the next step
-    each gather     8-bit rows travel as bytes; what arrives is the weight as products want it (`GatheredWeight`)
+    each gather     8-bit rows travel as bytes and arrive as a weight for products (`GatheredWeight`)
 
-So a rank's rows may begin and end inside a block of 128 x 128, and what is gathered is bit for bit what quantizing the
-whole weight gives. Scales of the whole weight stay with every rank (4 bytes for 16,384 numbers), and a gather neither
-computes nor sends them. FSDP2 asks a tensor of ours what to send and what to make of what arrives (the extension that
-tensor subclasses use, `fsdp_pre_all_gather` and `fsdp_post_all_gather`); here it is the plain float32 tensor of local
-rows with these two functions attached, so optimizer and checkpoints meet nothing new.
+So a rank's rows may begin and end inside a 128 x 128 block, and the gathered weight is bit for bit the quantized whole
+weight. Every rank has the scales of the whole weight (4 bytes for 16,384 values), so a gather computes and sends none.
+FSDP2 asks a tensor what to send and how to use what arrives (`fsdp_pre_all_gather`, `fsdp_post_all_gather`); both are
+attached to the plain float32 tensor of local rows, so optimizer and checkpoints see nothing new.
 
-Whatever changes masters calls `refresh` before the next forward pass; a gather notices if nobody did.
+Call `refresh` after every change of the masters; a gather asserts it.
 """
 
 from collections import defaultdict
@@ -33,15 +32,14 @@ from penstock.parallel.shard import local_rows
 
 
 class Float8Shard:
-    """The rows of a weight that this rank sends, in 8 bits, and the scales of the whole.
+    """This rank's rows of a weight in 8 bits, and the scales of the whole.
 
     Args:
-        parameter: F x D or e x F x D in float32, divided by FSDP2 over its first dim, with memory; no forward pass has
-            been yet.
-        axis: ranks that hold copies of the parameter; those of `shard` divide it.
+        parameter: F x D or e x F x D in float32, sharded by FSDP2 over dim 0, before the first forward pass.
+        axis: ranks with copies of the parameter; those of `shard` divide it.
         recipe: of its products; blocks of weights are squares.
         rule: format and kernels.
-        compute_dtype: to which numbers are rounded first, and for which the gathered weight passes.
+        compute_dtype: to which values are rounded first, and dtype of the gathered weight.
 
     Raises:
         KernelError: the recipe quantizes a weight and its transpose apart, so that both would have to travel.
@@ -75,7 +73,7 @@ class Float8Shard:
         self.master.fsdp_post_all_gather = self.fsdp_post_all_gather  # type: ignore[attr-defined]
 
     def maxima(self) -> Tensor:
-        """Largest magnitudes of all blocks, of those numbers that this rank holds; flat float32."""
+        """Block maxima of this rank's values; flat float32."""
         whole = torch.zeros_like(self.scales)
         if len(self.master):
             of_rows = torch.linalg.vector_norm(self._blocks_of_rows(), ord=torch.inf, dim=-1).float()
@@ -85,11 +83,7 @@ class Float8Shard:
         return whole.view(-1)
 
     def quantize(self, scales: Tensor) -> None:
-        """Quantize our rows.
-
-        Args:
-            scales: of the whole weight, flat.
-        """
+        """Quantize our rows over the flat scales of the whole weight."""
         self.version = self.master._version
         self.scales.view(-1).copy_(scales)
         if len(self.master):
@@ -101,14 +95,14 @@ class Float8Shard:
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor], None]:
-        """What FSDP2 shall send: bytes, because not every backend knows 8-bit numbers."""
-        assert self.version == self.master._version, "somebody changed a master and did not refresh what is gathered"
+        """Bytes to send: not every backend knows 8-bit values."""
+        assert self.version == self.master._version, "a master changed without a refresh of its 8-bit rows"
         return (self.values.view(torch.uint8),), None
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[GatheredWeight, tuple[Tensor]] | None:
-        """What arrived, as a weight, and the memory behind it that FSDP2 shall free and have again besides."""
+        """The gathered weight, and memory behind it that FSDP2 frees and restores."""
         if out is not None:  # All memory is the old one, filled again.
             assert isinstance(out, GatheredWeight), "FSDP2 gives back what it got at first"
             out.copies.renewed()
@@ -131,10 +125,10 @@ class Float8Shard:
 
 @torch.no_grad()
 def refresh(weights: Sequence[Float8Shard]) -> None:
-    """Quantize the masters of weights as they are now. All ranks that share any of them call it together.
+    """Quantize the masters. All ranks that share any of the weights call it together.
 
     Args:
-        weights: in the same order on all ranks that share them; those of one axis have one recipe and format.
+        weights: in the same order on all ranks; those of one axis have one recipe and format.
     """
     by_axis: dict[str, list[Float8Shard]] = defaultdict(list)
     for weight in weights:

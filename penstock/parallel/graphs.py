@@ -1,17 +1,28 @@
-"""Work of a GPU, captured once as a graph (CUDA or HIP) and replayed: thousands of launches become one.
+"""CUDA or HIP graphs: GPU work that is captured once and replayed, so that thousands of launches become one.
 
-    work()                 runs Python; the device is told what to do, and does nothing
-    graph.replay()         the device does it all, at the same addresses, with the values that are there by now
+A graph reads its inputs from tensors at fixed addresses and writes results to such tensors. Its other memory comes from
+its own pool, which is free between replays but for no one else. Run the work once before the first capture: kernels are
+compiled then, libraries loaded, communicators made. Capture is local to the thread, so NCCL's watchdog and a
+checkpoint's writer may go on. Release graphs with collectives before their process group ends, or its end waits for
+them.
 
-So `work` reads its inputs from tensors that stay where they are, and writes what outlives it to such tensors. What it
-allocates besides comes from a pool that belongs to the graph: it is free between two replays, but for nobody else. The
-first capture must come after the same work has run once: kernels are compiled then, libraries loaded, and collectives
-have their communicators.
+`PartialGraphs` captures parts of layers between eager work: two graphs for each part, forward and backward. Autograd
+sees one node for a part. Inside, the function is recorded once as its own graph over fixed leaves; the backward graph
+is the walk through it. Meters and sums of weight gradients are written where they always are, so parameters are no
+inputs of the node.
 
-Capture is local to the thread, so that NCCL's watchdog and a checkpoint's writer may go on meanwhile. Autograd runs the
-backward pass of captured work in a thread of its own, on the stream that is captured.
+Addresses. Each call copies its inputs to the graph's own memory in one launch, except tensors that another graph has
+written. Values that all parts read are copied once (`hold`). Incoming gradients of one shape share memory over all
+parts.
 
-Graphs that hold collectives must be released before their process group ends, or its end waits for them.
+Pool. All parts share one pool, and only one pass is under way. A capture may reuse blocks that are free at that time:
+    saved tensors are held by the recorded graph until its backward graph is captured, so only later graphs reuse them
+    outputs and input gradients are held for good, so no graph reuses them
+    everything else is free at the end of its graph, and the next graph overwrites it
+Captures follow the order of a pass, forward from the first part and backward from the last, and so do replays.
+
+Out of memory. A part without memory for its forward graph runs eagerly; without memory for its backward graph it walks
+eagerly through the saved tensors. The pass is right; `obstacle` says why, and the owner gives the parts up.
 """
 
 import gc
@@ -28,32 +39,32 @@ from torch.autograd.function import once_differentiable
 
 
 class Replayable(Protocol):
-    """Work that was captured."""
+    """Captured work."""
 
     @property
     def pool_bytes(self) -> int:
-        """Device memory that it holds on to, whether it runs or not."""
+        """Device memory that it holds, running or not."""
         ...
 
     @property
     def seconds(self) -> float:
-        """Time that the capture took."""
+        """Time of the capture."""
         ...
 
     def replay(self) -> None:
         """Put the work on the current stream."""
 
     def release(self) -> None:
-        """Give the memory back; it cannot be replayed any more."""
+        """Free the memory; no replay after that."""
 
 
 Capture = Callable[[Callable[[], object]], Replayable]
-"""Captures work: `capture`, or what a test puts in its place. What work returns is for tests."""
+"""Captures work: `capture`, or a test's stand-in. The work's result is for tests."""
 
 
 @dataclass(frozen=True)
 class DeviceGraph:
-    """Work of the current device, captured; see `Replayable`."""
+    """Captured work of the current device."""
 
     graph: torch.cuda.CUDAGraph
     pool_bytes: int
@@ -71,18 +82,17 @@ class DeviceGraph:
 
 
 def capture(work: Callable[[], object], pool: Any = None) -> DeviceGraph:
-    """Capture work of the current device without running it there.
+    """Capture work of the current device without running it.
 
-    Memory that nobody uses is given back to the driver first, so that the pool does not come on top of the same amount
-    in the allocator's cache.
+    Cached memory is returned to the driver first, so that the pool does not come on top of it.
 
     Args:
         work: runs once in Python.
-        pool: of several graphs that are always replayed one after another in the order of their capture, see
-            `one_pool`; None for a pool of its own.
+        pool: shared by graphs that are always replayed in the order of their capture, see `one_pool`; None for an own
+            pool.
 
     Raises:
-        torch.OutOfMemoryError: there is no memory for the pool; nothing is left of the attempt.
+        torch.OutOfMemoryError: no memory for the pool; nothing is left of the attempt.
     """
     begin = time.perf_counter()
     torch.cuda.synchronize()
@@ -100,27 +110,26 @@ def capture(work: Callable[[], object], pool: Any = None) -> DeviceGraph:
 
 
 def one_pool() -> Capture:
-    """Captures graphs that share a pool. What one of them has freed by the time of the next capture, the next may use.
+    """Captures graphs that share a pool: a capture may reuse memory that earlier graphs have freed.
 
-    So they must be replayed in the order of their capture, none beside another; and a tensor that one gives stays its
-    own for as long as somebody holds it.
+    They must be replayed in the order of their capture, never concurrently.
     """
     gc.collect()
     return partial(capture, pool=torch.cuda.graph_pool_handle())
 
 
 Function = Callable[..., tuple[Tensor, ...]]
-"""Tensors -> tensors. It does the same to the same shapes, and the host never waits in it."""
+"""Tensors -> tensors; does the same to the same shapes, and the host never waits in it."""
 
 
 class PartialGraphs:
-    """The parts of one rank's layers; for one pass at a time.
+    """Captured parts of one rank's layers; for one pass at a time.
 
     Args:
         capture: of one part in one direction; all share a pool.
 
     Attributes:
-        obstacle: why there is no memory for a part; empty as long as there is.
+        obstacle: why there is no memory for a part, or empty.
     """
 
     def __init__(self, capture: Capture) -> None:
@@ -135,18 +144,18 @@ class PartialGraphs:
 
     @property
     def pool_bytes(self) -> int:
-        """Device memory that they keep: the pool, and what is copied for them."""
+        """Device memory of the pool and of copied inputs."""
         own = sum(tensor.nbytes for tensor in self._copies.values())
         return sum(graph.pool_bytes for graph in self._graphs) + own
 
     @property
     def seconds(self) -> float:
-        """Time that all captures took."""
+        """Time of all captures."""
         return sum(graph.seconds for graph in self._graphs)
 
     @property
     def count(self) -> int:
-        """Graphs that there are."""
+        """Number of graphs."""
         return len(self._graphs)
 
     def run(self, key: Hashable, function: Function, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -154,8 +163,8 @@ class PartialGraphs:
 
         Args:
             key: of the part; the same in every pass.
-            function: what it closes over is the same in every pass, or is held here.
-            inputs: their gradients are given back.
+            function: tensors that it closes over are the same in every pass, or are from `hold`.
+            inputs: differentiable.
         """
         part = self._parts.get(key) or self._made(key, function, inputs)
         if part is None:
@@ -165,7 +174,7 @@ class PartialGraphs:
 
     @torch.no_grad()
     def hold(self, name: str, value: Tensor) -> Tensor:
-        """The same values where every pass has them; for what has no gradient."""
+        """Copy a value without gradient to a fixed address."""
         own = self._copies.get(name)
         if own is None:
             own = self._copies[name] = torch.empty_like(value)
@@ -173,12 +182,12 @@ class PartialGraphs:
         return own.copy_(value)
 
     def check(self, name: str, fact: object) -> None:
-        """Make sure that what became part of the graphs is the same in every pass."""
+        """Assert that a fact that the graphs depend on is the same in every pass."""
         captured = self._facts.setdefault(name, fact)
         assert captured == fact, f"{name} of a graph is {captured}, and {fact} came"
 
     def release(self) -> None:
-        """Give all memory back; nothing can be replayed any more."""
+        """Free all memory; no replay after that."""
         self._parts.clear()
         self._copies.clear()
         self._written.clear()
@@ -197,11 +206,11 @@ class PartialGraphs:
         return graph
 
     def inlet(self, given: Tensor, room: Hashable) -> "_Inlet":
-        """Where a graph reads a tensor: where it is, if another graph has written it; else a copy.
+        """The address at which a graph reads a tensor: its own if another graph has written it; else a copy.
 
         Args:
             given: of the first call.
-            room: name of the memory for the copy.
+            room: key of the copy's memory.
         """
         if _place(given) in self._written:
             return _Inlet(given.detach(), is_copy=False)
@@ -210,7 +219,7 @@ class PartialGraphs:
         return _Inlet(self._copies[room], is_copy=True)
 
     def written(self, tensors: Iterable[Tensor]) -> None:
-        """Graphs write these; somebody holds them from now on."""
+        """Note tensors that graphs write and that are held for good."""
         self._written.update(map(_place, tensors))
 
     def _made(self, key: Hashable, function: Function, inputs: tuple[Tensor, ...]) -> "_Part | None":
@@ -224,10 +233,10 @@ class PartialGraphs:
 
 
 class _Part:
-    """One part: its two graphs, and the tensors through which they are spoken with.
+    """One part: its two graphs, and their input and output tensors.
 
     Attributes:
-        results: what the function gave: always the same addresses.
+        results: outputs, always at the same addresses.
     """
 
     def __init__(self, parts: PartialGraphs, key: Hashable, function: Function, inputs: tuple[Tensor, ...]) -> None:
@@ -260,7 +269,7 @@ class _Part:
         return tuple(result.detach() for result in self.results)
 
     def backward(self, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        """The gradients of the inputs, from those of the outputs."""
+        """The gradients of the inputs."""
         assert self._is_under_way, "a part that is a graph is differentiated once for each pass"
         self._is_under_way = False
         is_first = self._gradient_inlets is None
@@ -306,11 +315,11 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Inlet:
-    """Where a graph reads a tensor.
+    """The address at which a graph reads a tensor.
 
     Attributes:
-        tensor: there.
-        is_copy: each call copies it there; else it is there.
+        tensor: at that address.
+        is_copy: each call copies its input there.
     """
 
     tensor: Tensor
@@ -318,7 +327,7 @@ class _Inlet:
 
 
 class _Replay(torch.autograd.Function):
-    """A part as one node; the anchor lets it have a way back if no input has one, because weights have."""
+    """A part as one node. The anchor makes it differentiable even if no input is, because weights are."""
 
     @staticmethod
     def forward(ctx: Any, part: _Part, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -337,7 +346,7 @@ class _Replay(torch.autograd.Function):
 
 
 def _fill(inlets: "tuple[_Inlet | None, ...]", given: tuple[Tensor | None, ...]) -> None:
-    """Bring tensors to where a graph reads them."""
+    """Copy tensors to their inlets."""
     targets, sources = [], []
     for place, (inlet, one) in enumerate(zip(inlets, given, strict=True)):
         assert (inlet is None) == (one is None), f"tensor {place} of a graph was or was not there when it was captured"
@@ -360,5 +369,5 @@ def _check_geometry(name: str, own: Tensor, given: Tensor) -> None:
 
 
 def _place(tensor: Tensor) -> Hashable:
-    """Equal for tensors that are the same memory, read in the same way."""
+    """Equal for tensors with the same memory and geometry."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype

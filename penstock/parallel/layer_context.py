@@ -1,4 +1,4 @@
-"""What every module is built with besides its own sizes, as one frozen value."""
+"""Arguments that every module is built with besides its sizes, as one frozen value."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,19 +26,19 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class LayerContext:
-    """Kernels to run on, ranks to share with, and what becomes of activations.
+    """Kernels, process groups and activation memory of a layer.
 
     Attributes:
         operators: kernels.
         axes: this rank's groups.
-        weight_grads: puts off weight gradients; None where the schedule never does.
-        context_method: how ranks that share a row attend.
-        dispatch: how tokens reach their experts.
-        buffers: memory that the node's GPUs write into, if tokens travel through it.
-        transfers: where tokens travel while something else is computed; None if nothing is.
-        float8: what the layer does in 8 bits.
-        recompute: what the layer frees after forward and computes again.
-        offload: what waits for backward in host memory.
+        weight_grads: store of deferred weight gradients; None if the schedule never defers.
+        context_method: attention of ranks that share a row.
+        dispatch: configuration of token dispatch.
+        buffers: peer memory of the node, if tokens travel through it.
+        transfers: stream for tokens, if they overlap with compute.
+        float8: rule of 8-bit products.
+        recompute: parts that are recomputed in backward.
+        offload: modules whose activations go to the host.
     """
 
     operators: Operators = REFERENCE
@@ -53,10 +53,10 @@ class LayerContext:
     offload: OffloadRule = NOTHING_AWAY
 
     def run(self, kind: str, function: Callable[..., Result], *arguments: object) -> Result:
-        """`function(*arguments)`: a part of a layer whose activations may be computed again, or wait on the host.
+        """`function(*arguments)` as a part that may be recomputed or offloaded.
 
         Args:
-            kind: of the part, as `recompute.modules` and `offload.activations` name it.
+            kind: of the part, as in `recompute.modules` and `offload.activations`.
             function: returns a tensor or a tuple with tensors; see `penstock.parallel.recompute`.
             arguments: of the function.
         """

@@ -1,21 +1,19 @@
-"""Activation offload: what chosen modules save for backward waits in pinned host memory.
+"""Activation offload: tensors that chosen modules save for backward wait in pinned host memory.
 
-    forward     a saved storage is copied out on one lane while compute goes on, and freed when the copy is over
-    backward    when a module's backward opens its first tensor, all of that call's start to come back on the other
-                lane, and those of the call before it too: they travel while this one computes
+    forward     a saved storage is copied out on one stream beside compute, and freed after the copy
+    backward    when a module's backward opens its first tensor, copies of that call's tensors start on the other
+                stream, and of the call before it too: they overlap with this call's compute
 
-Bounds. Device memory that waits for its copy is at most `IN_FLIGHT_BYTES`: beyond, the compute stream waits for the
-oldest copy. What backward asks for before its copy was given up is still there and does not travel (the last modules of
-a forward pass). On the way back at most two calls are on the device: the running one and the one before it.
+At most `IN_FLIGHT_BYTES` of device memory wait for their copy; beyond that the compute stream waits for the oldest one.
+A tensor that backward needs before it was freed is still there and is not copied back (the last modules of a forward
+pass). On the way back at most two calls are on the device.
 
-What moves is the storage, once, however many views of it are saved. Parameters, and storages under `SMALLEST_BYTES`,
-stay. Host memory comes from torch's pool of pinned blocks, which rounds sizes up to powers of two.
+A storage moves once, however many views of it are saved. Parameters and storages under `SMALLEST_BYTES` stay. Memory
+returns to its stream only after that stream has waited for the copy; `record_stream` would return it when the host
+notices, so the peak would differ from step to step.
 
-Memory is given back to its stream only after that stream waits for the copy; `record_stream` would do it too, but then
-memory returns when the host happens to see the copy's end, and the peak is another one in each step.
-
-Inside a recomputed region nothing is saved, so nothing moves; but the region's inputs are, so a module that is both
-recomputed and offloaded keeps its inputs on the host: `offload.run(kind, recompute.run, kind, function, ...)`.
+Inside a recomputed region nothing is saved; but the region's inputs are, so a module that is both recomputed and
+offloaded has its inputs on the host: `offload.run(kind, recompute.run, kind, function, ...)`.
 """
 
 from __future__ import annotations
@@ -35,23 +33,21 @@ from penstock.parallel.copies import DONE, CopyStream, host_empty
 from penstock.parallel.recompute import Geometry, Saved, Saver, current, is_inside, is_parameter, saving
 
 SMALLEST_BYTES = 1 << 20
-"""Of a storage that moves. At 50 GB/s 1 MiB takes 20 us, less than the host needs to start its two copies; and what is
-smaller is a small part of what a layer saves."""
+"""Of a storage that moves. 1 MiB takes 20 us at 50 GB/s, less than the host needs to launch its two copies."""
 
 IN_FLIGHT_BYTES = 1 << 30
-"""Of device memory that waits for its copy to the host. It must hold about what one module saves, or compute waits for
-each copy; at 50 GB/s this much leaves in 20 ms."""
+"""Of device memory that waits for its copy: about the saved tensors of one module; 20 ms at 50 GB/s."""
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadRule:
-    """Which modules' saved activations go to the host; models call `run` around each module that has a kind.
+    """Modules whose saved activations go to the host; models call `run` around each module that has a kind.
 
     Attributes:
         kinds: some of `OFFLOADABLE`.
-        store: takes them; one for all layers of a process. None if there are no kinds.
+        store: one for all layers of a process; None if there are no kinds.
     """
 
     kinds: frozenset[str] = frozenset()
@@ -61,7 +57,7 @@ class OffloadRule:
         assert self.kinds <= {*OFFLOADABLE}, f"{sorted(self.kinds)} are not all of {OFFLOADABLE}"
 
     def run(self, kind: str, function: Callable[..., Result], *arguments: object) -> Result:
-        """`function(*arguments)`, with what it saves on the host if the rule names the kind."""
+        """`function(*arguments)`, with its saved tensors on the host if the rule names the kind."""
         assert kind in OFFLOADABLE, f"{kind} is not one of {OFFLOADABLE}"
         if self.store is None or kind not in self.kinds or is_inside() or not torch.is_grad_enabled():
             return function(*arguments)
@@ -70,16 +66,16 @@ class OffloadRule:
 
 
 def rule_for(config: Offload, device: torch.device) -> OffloadRule:
-    """What a run keeps on the host, as one rule for all its layers."""
+    """The rule of a run, for all its layers."""
     store = HostStore(device) if config.activations else None
     return OffloadRule(kinds=frozenset(config.activations), store=store)
 
 
 class HostStore:
-    """Takes storages to the host and back.
+    """Copies storages to the host and back.
 
     Args:
-        device: where activations are computed.
+        device: of the activations.
         smallest: bytes of a storage that moves.
         in_flight: bytes that may wait on the device for their copy.
     """
@@ -98,11 +94,11 @@ class HostStore:
 
     @property
     def leaving_bytes(self) -> int:
-        """Device memory that waited for its copy when somebody last looked."""
+        """Device memory that waited for its copy at the last check."""
         return self._leaving_bytes
 
     def call(self) -> _ModuleCall:
-        """A keeper for one call of a module."""
+        """A saver for one call of a module."""
         self._moved = {storage: moved for storage, moved in self._moved.items() if moved() is not None}
         call = _ModuleCall(self, current(), self._last_call)
         self._last_call = weakref.ref(call)
@@ -114,7 +110,7 @@ class HostStore:
         return is_plain and tensor.untyped_storage().nbytes() >= self.smallest and not is_parameter(tensor)
 
     def send(self, tensor: Tensor) -> _OffloadedStorage:
-        """Start a storage on its way, or find it there."""
+        """Start the copy of a storage, or find it if it has started."""
         key = StorageWeakRef(tensor.untyped_storage())
         reference = self._moved.get(key)
         moved = None if reference is None else reference()
@@ -129,7 +125,7 @@ class HostStore:
         return moved
 
     def _make_room(self, incoming: int) -> None:
-        """Free what has left; if that is too little, free more and let the compute stream wait for it."""
+        """Free storages that have left; if that is too little, free more and let the compute stream wait."""
         while self._leaving:
             moved, size = self._leaving[0][0](), self._leaving[0][1]
             if moved is not None and not moved.left.is_over() and self._leaving_bytes + incoming <= self.in_flight:
@@ -141,11 +137,7 @@ class HostStore:
 
 
 class _OffloadedStorage:
-    """One storage that went to the host. Dies with the last slot in the graph that stands for a part of it.
-
-    Args:
-        store: who sends it.
-        saved: a tensor in the storage.
+    """One storage on the host. Freed with the last slot of the graph that uses a part of it.
 
     Attributes:
         version: of the saved tensor.
@@ -164,7 +156,7 @@ class _OffloadedStorage:
         self._came = DONE
 
     def leave(self) -> None:
-        """Give the device memory up."""
+        """Free the device memory."""
         self._check_version()
         self.left.wait(self._stream)
         self._saved = None
@@ -190,7 +182,7 @@ class _OffloadedStorage:
         return here.untyped_storage()
 
     def _check_version(self) -> None:
-        # Afterwards nobody can tell, but then the copy is made.
+        # A later change does no harm: the copy has been made.
         changed = self._saved is not None and self._saved._version != self.version
         assert not changed, "a tensor that waits for backward was changed in place"
 
@@ -221,13 +213,12 @@ class _OffloadedTensor:
 
 @dataclass(eq=False)
 class _ModuleCall:
-    """The keeper of one call of a module.
+    """The saver of one call of a module.
 
     Attributes:
-        store: where its tensors go.
-        outer: who is asked first: what it takes needs no place on the host.
+        outer: asked first; tensors that it takes need no place on the host.
         previous: the call before this one, whose backward comes next.
-        moved: what it sent, in order.
+        moved: its storages, in order.
         is_open: its backward has begun.
     """
 
@@ -246,7 +237,7 @@ class _ModuleCall:
         return _OffloadedTensor(moved, Geometry.of(tensor), self)
 
     def open(self) -> None:
-        """Backward has come here: bring what is left of this call, and begin with the one before it."""
+        """Backward has reached this call: copy its storages back, and start those of the call before it."""
         if self.is_open:
             return
         self.is_open = True

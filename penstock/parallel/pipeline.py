@@ -1,24 +1,23 @@
-"""Runs the action list of a schedule on real stages: the list decides the order, this file moves tensors.
+"""Runs the action list of a pipeline schedule on this rank's stages: the list sets the order, this file moves tensors.
 
-    F   take the input (a message, or the output of a stage of our own), run the stage, send the output on
-    B   take the output's gradient, differentiate, send the input's gradient back
-    I   the same for the input alone; weight gradients become work for later (penstock/parallel/weight_grad_store.py)
-    W   that work
+    F   take the input (a message, or the output of an own stage), run the stage, send the output
+    B   take the output's gradient, differentiate, send the input's gradient
+    I   the same for the input alone; weight gradients become tasks (penstock/parallel/weight_grad_store.py)
+    W   run these tasks
 
-A pair of the schedule, F and B, is done at once: whenever the backward pass has let a transfer leave, the forward pass
-goes on to its next stop (penstock/parallel/async_transfer.py), inside autograd's own pass and on its thread.
+A pair of F and B runs at once: whenever the backward pass has started a transfer, the forward pass runs to its next
+yield, inside autograd's own pass and on its thread.
 
     compute     B loss | F attention   | B experts      | F experts     | B attention   | ...
     transfers          | B combine     | F dispatch     | B dispatch    | F combine     | ...
 
-Computing never waits for a send. Messages between two ranks in one direction travel in the order in which the sender
-makes them, which the receiver knows from the schedule: it posts its receives in that order, when it needs one, and puts
-what comes too early aside. Messages up and down go through different groups, because on one NCCL communicator a send
-that waits for its receiver would hold up a receive behind it. So a run can only wait for what the schedule says, and a
-schedule that `penstock.layout.clock` can play does not hang here.
+Compute never waits for a send. Messages from one rank to another travel in the sender's order, which the receiver knows
+from the schedule: it posts receives in that order when it needs one, and stores early messages. Messages up and down
+use different groups, because on one NCCL communicator a send that waits for its receiver would block a receive behind
+it. So a run waits only for what the schedule says, and a schedule that `penstock.layout.clock` can play does not hang.
 
-No receive is posted ahead of need. NCCL's would run on the GPU, waiting, and a first step hung then; probably because
-CUDA does not load a new kernel beside it, that of the forward pass which must come before the message (decision 0015).
+No receive is posted ahead of need: NCCL's would wait on the GPU, and a first step hung then, probably because CUDA does
+not load a new kernel beside it (decision 0015).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -40,18 +39,16 @@ from penstock.parallel.spans import EnterPhase, span, untimed
 from penstock.parallel.weight_grad_store import Task, WeightGradStore
 
 StageCall = Callable[[int, Tensor | None], Steps[Tensor]]
-"""(micro-batch, hidden states from the stage before, or None on the first) -> steps to what the next stage gets; on the
-last stage to the loss to differentiate, a scalar."""
+"""(micro-batch, input, or None on the first stage) -> steps to the output; on the last stage to the loss, a scalar."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """What travels between stages: hidden states of one micro-batch, and their gradients.
+    """Hidden states of one micro-batch between stages, or their gradients.
 
     Attributes:
         shape: B x s x D.
         dtype: compute dtype.
-        device: of the model.
     """
 
     shape: tuple[int, ...]
@@ -74,9 +71,9 @@ class PipelineRunner:
     Args:
         schedule: for all ranks.
         axes: of this rank.
-        message: what travels.
-        weight_grads: that the stages were built with; needed by schedules that split the backward pass.
-        transfers: that the stages were built with; needed by schedules with pairs.
+        message: shape and dtype of messages.
+        weight_grads: store that the stages were built with; for schedules that split the backward pass.
+        transfers: stream that the stages were built with; for schedules with pairs.
     """
 
     def __init__(
@@ -105,25 +102,20 @@ class PipelineRunner:
 
         Args:
             calls: for each stage of this rank.
-            enter: is told the phase of each action: forward, or backward, which a pair counts as too.
+            enter: called with the phase of each action; a pair counts as backward.
         """
         messenger = _Messenger(self.schedule, self._axes, self._message)
         _Run(self.schedule, messenger, calls, self._weight_grads, self._transfers).play(self.rank, enter)
 
     @torch.no_grad()
     def evaluate(self, calls: Mapping[int, StageCall], micro_batches: int) -> None:
-        """Forward passes only.
-
-        Args:
-            calls: for each stage of this rank.
-            micro_batches: how many, on every rank.
-        """
+        """Forward passes only, of `micro_batches` on every rank."""
         schedule = forward_only(self.schedule, micro_batches)
         _Run(schedule, _Messenger(schedule, self._axes, self._message), calls).play(self.rank)
 
 
 class _Run:
-    """What one run of a schedule holds; arguments as those of `PipelineRunner`."""
+    """State of one run of a schedule."""
 
     def __init__(
         self,
@@ -143,7 +135,7 @@ class _Run:
         self._work: dict[tuple[int, int], list[Task]] = {}
 
     def play(self, rank: int, enter: EnterPhase = untimed) -> None:
-        """Do everything on our list."""
+        """Run every action of our list."""
         for unit in self._schedule.units(rank):
             enter(Span.FORWARD if unit[-1].kind is Kind.FORWARD else Span.BACKWARD)
             with _span_of(unit[-1]):
@@ -183,8 +175,8 @@ class _Run:
     def _forward_in_backward(self, forward: Action, backward: Action) -> None:
         """A forward pass in the gaps of a backward pass.
 
-        Autograd runs nodes in the reverse order of their numbers, which each thread counts by itself: so all stays on
-        this one, or the forward pass, once it is differentiated, would be no mirror image of itself.
+        Autograd takes nodes in reverse order of their numbers, which each thread counts by itself. So both passes stay
+        on this thread, or the forward pass would not be differentiated in its mirror order.
         """
         assert self._transfers is not None, "PipelineRunner.__init__ checks it"
         steps = within(partial(_span_of, forward), self._forward(forward))
@@ -232,7 +224,7 @@ class _Messenger:
         }
 
     def send(self, tag: _MessageTag, tensor: Tensor) -> None:
-        """Start a message, or put it aside if it is for ourselves. The tensor is not changed afterwards."""
+        """Start a message, or store it if it is our own. The tensor is not changed afterwards."""
         peer = self._schedule.rank_of(tag.stage)
         if peer == self._own:
             self._local[tag] = tensor
@@ -256,7 +248,7 @@ class _Messenger:
         return tensor
 
     def _release_sent(self) -> None:
-        """Give up the memory of messages that have left. Gloo cannot tell before a wait, so there they stay."""
+        """Free messages that have left. Gloo cannot tell before a wait, so there they stay."""
         under_way = []
         for tensor, work in self._sent:
             if work.is_completed():
@@ -266,7 +258,7 @@ class _Messenger:
         self._sent = under_way
 
     def finish(self) -> None:
-        """Wait until all that we sent has left."""
+        """Wait until all messages have left."""
         for _, work in self._sent:
             work.wait()
 
@@ -277,9 +269,9 @@ class _Messenger:
         return self._axes.pipeline if upwards else self._axes.pipeline_back
 
     def _receive_next(self, peer: int, wanted: _MessageTag) -> None:
-        """Post the receive of the next message from a rank, which may not be the one that is wanted."""
+        """Post the receive of the next message from a rank, which may not be the wanted one."""
         tag = next(self._coming[peer], None)
-        assert tag is not None, f"nobody sends {wanted}"
+        assert tag is not None, f"no rank sends {wanted}"
         axis = self._axis(self._own > peer)
         tensor = torch.empty(self._message.shape, dtype=self._message.dtype, device=self._message.device)
         work = dist.irecv(tensor, axis.ranks[peer], group=axis.group)
@@ -288,7 +280,7 @@ class _Messenger:
 
 
 def _tags_between(schedule: Schedule, sender: int, receiver: int) -> list[_MessageTag]:
-    """All messages from one rank to another, in the order in which the sender makes them."""
+    """All messages from one rank to another, in the sender's order."""
     tags = []
     for stage, kind, micro_batch in schedule.actions[sender]:
         if kind is Kind.FORWARD and stage + 1 < schedule.stages:

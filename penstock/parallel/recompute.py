@@ -1,26 +1,27 @@
-"""A region's saved tensors are dropped after forward, and the region runs once more in backward.
+"""Activation recomputation: the saved tensors of a region are dropped after forward, and it runs again in backward.
 
-    h = recomputed(norm, x)      what norm saves becomes slots; x is kept by whoever keeps saved tensors around us
-    y = linear(h)                under `discarding`, linear's save of h becomes a slot of the region too
+    h = recomputed(norm, x)      norm's saved tensors become slots; x is saved by the surrounding saver
+    y = linear(h)                under `discarding`, linear's saved h becomes a slot of the region too
 
-A slot stands in the graph for a tensor. The first one that backward opens runs the region again from its inputs, and
-every slot still in the graph gets its tensor. A tensor then lives as long as its slot, that is until autograd frees the
-node: usually when it has run, and under `retain_graph` (deferred weight gradients) until the last of the passes. So a
-region is replayed once. A replay ends at the last tensor that somebody waits for: the last product of a network, or the
-way back of an exchange between ranks, does not run again.
+A slot stands in the autograd graph for a tensor. The first slot that backward opens runs the region again from its
+inputs and fills all slots that are still in the graph. A tensor lives as long as its slot: until autograd frees the
+node, and under `retain_graph` (deferred weight gradients) until the last pass. So a region runs again once. It stops
+after the last tensor that is needed, so a final product or collective does not run again.
 
-`discarding` recognises outputs by their storage, so views of them count. It spans one layer: an output that leaves the
-layer is kept, or each layer's replay would begin with the replay of all layers before it. A region inside a region is
-part of the outer one.
+`discarding` recognises outputs by their storage, so views count. It spans one layer: an output that leaves the layer is
+saved, or each layer would recompute all layers before it. A region inside a region is a part of the outer one.
 
-The function must do the same when it runs again: same saves in the same order. It draws no random numbers. It counts
-on the side only `if not is_recomputing()`, and runs the operators of that part under `saved_as_is`. Tensors that it
-needs come as arguments; one that it closes over is held for as long as the region. State is per call, so calls of one
-module may wait for backward in any number. Nothing here waits for the device.
+The function must save the same tensors in the same order when it runs again. It draws no random numbers; it updates
+counters only `if not is_recomputing()`, under `saved_as_is`. Tensors that it needs come as arguments. State is per
+call, so any number of calls may wait for backward. The host never waits for the device here.
 
-Simpler than `torch.utils.checkpoint`, which frees what is saved inside but not the output, runs again for every
-backward pass over a retained graph, and keeps random state and autocast. Discarding outputs is Megatron-Core's idea,
-which resizes the storage.
+Savers. autograd shows each saved tensor only to the innermost pair of hooks, but recomputation and offload may both
+want it. So each is a saver, a function from a tensor to itself or to a `Saved` that returns it later, and a saver
+passes tensors that it does not want to the one around it (`current`). Savers live as long as any tensor that passed
+them, so they hold no large tensors.
+
+Simpler than `torch.utils.checkpoint`, which saves the region's output, runs again for every backward pass over a
+retained graph, and keeps random state. Discarding outputs is Megatron-Core's idea (`CheckpointWithoutOutput`).
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ Saver = Callable[[Tensor], Tensor | Saved]
 
 
 def save_plainly(tensor: Tensor) -> Tensor:
-    """The keeper of those who want nothing: the tensor stays. Detached, or its graph would hold itself."""
+    """The outermost saver. Detaches the tensor, or its graph would hold itself."""
     return tensor.detach()
 
 
@@ -65,18 +66,18 @@ _saver: ContextVar[Saver] = ContextVar("keeper", default=save_plainly)
 
 
 def current() -> Saver:
-    """The innermost keeper."""
+    """The innermost saver."""
     return _saver.get()
 
 
 def bring(saved: Tensor | Saved) -> Tensor:
-    """The tensor that a keeper took."""
+    """The tensor that a saver took."""
     return saved if isinstance(saved, Tensor) else saved.bring()
 
 
 @contextmanager
 def saving(saver: Saver) -> Iterator[None]:
-    """Show what is saved for backward to `saver`."""
+    """Show tensors that are saved for backward to `saver`."""
     token = _saver.set(saver)
     try:
         with saved_tensors_hooks(saver, bring):
@@ -87,7 +88,7 @@ def saving(saver: Saver) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Geometry:
-    """How a tensor lies in its storage; enough to have it again from another storage with the same bytes."""
+    """Shape, strides and offset of a tensor, to rebuild it on another storage with the same bytes."""
 
     dtype: torch.dtype
     size: torch.Size
@@ -96,11 +97,11 @@ class Geometry:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Geometry:
-        """That of a strided tensor."""
+        """Of a strided tensor."""
         return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def on(self, storage: torch.UntypedStorage) -> Tensor:
-        """A tensor that lies like this in `storage`."""
+        """A tensor with this geometry on `storage`."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         return empty.set_(storage, self.offset, self.size, self.stride)
 
@@ -109,7 +110,7 @@ Result = TypeVar("Result")
 
 
 class _Phase(Enum):
-    """Where this thread is."""
+    """State of this thread."""
 
     OUTSIDE = auto()
     RECORDING = auto()
@@ -122,7 +123,7 @@ _discarded: ContextVar[_Discarded | None] = ContextVar("discarded", default=None
 
 
 def is_recomputing() -> bool:
-    """Whether a region runs for the second time: what was counted and attached in forward must not be so again."""
+    """Whether a region runs for the second time: counters and losses of forward must not count again."""
     return _phase.get() is _Phase.REPLAYING
 
 
@@ -132,18 +133,16 @@ def is_inside() -> bool:
 
 
 def saved_as_is() -> AbstractContextManager[None]:
-    """Inside a region: what is saved here is small, stays, and is not made again. Replays may skip this part."""
+    """Inside a region: small tensors that are saved here stay and are not recomputed."""
     return saving(save_plainly) if is_inside() else nullcontext()
 
 
 def recomputed(function: Callable[..., Result], *arguments: object) -> Result:
-    """Run a function whose saved tensors are dropped and computed again in backward.
+    """Run a function whose saved tensors are dropped and recomputed in backward.
 
     Args:
-        function: returns a tensor or a tuple with tensors, or with tuples of them; see the top of the file for what it
-            must not do.
-        arguments: tensors, also those in a dataclass, are kept for backward by the surrounding keeper; anything else
-            is kept as it is.
+        function: returns a tensor or a (nested) tuple with tensors; the top of the file has its restrictions.
+        arguments: tensors, also in dataclasses, are saved by the surrounding saver; anything else is held.
     """
     if is_inside() or not torch.is_grad_enabled():
         return function(*arguments)
@@ -158,14 +157,14 @@ def recomputed(function: Callable[..., Result], *arguments: object) -> Result:
 
 @contextmanager
 def discarding() -> Iterator[None]:
-    """Over a layer: outputs of its regions are not kept for those who save them in here, but computed again."""
+    """Around a layer: outputs of its regions are recomputed, not saved."""
     with discarding_in_pieces() as piece, piece():
         yield
 
 
 @contextmanager
 def discarding_in_pieces() -> Iterator[Callable[[], AbstractContextManager[None]]]:
-    """`discarding` over a layer between whose pieces others run; yields what each piece enters."""
+    """`discarding` around a layer that runs in steps between others; yields the context of each step."""
     if is_inside() or not torch.is_grad_enabled():
         yield nullcontext
         return
@@ -196,13 +195,13 @@ def _in_phase(phase: _Phase) -> Iterator[None]:
 
 
 def _stream_of(arguments: tuple[object, ...]) -> torch.cuda.Stream | None:
-    """The stream that a region runs on; None on a CPU."""
+    """The stream of a region; None on a CPU."""
     device = next((tensor.device for tensor in _tensors_in(arguments) if tensor.is_cuda), None)
     return None if device is None else torch.cuda.current_stream(device)
 
 
 def _save_argument(argument: object) -> Callable[[], object]:
-    """Keep what a replay needs of an argument; returns what gives it again."""
+    """Save an argument; returns a function that gives it again."""
     if isinstance(argument, Tensor):
         return _SavedInput.of(argument).again
     if is_dataclass(argument) and not isinstance(argument, type):
@@ -215,7 +214,7 @@ def _save_argument(argument: object) -> Callable[[], object]:
 
 
 def _tensors_in(arguments: Iterable[object]) -> Iterator[Tensor]:
-    """The tensors among the arguments and in dataclasses among them."""
+    """Tensors among the arguments, and in dataclasses among them."""
     for argument in arguments:
         if isinstance(argument, Tensor):
             yield argument
@@ -225,7 +224,7 @@ def _tensors_in(arguments: Iterable[object]) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class _SavedInput:
-    """An input of a region, as it waits for the replay."""
+    """An input of a region."""
 
     saved: Tensor | Saved
     requires_grad: bool
@@ -244,7 +243,7 @@ class _SavedInput:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class _Slot:
-    """Stands in the graph for a tensor of a region; `value` is there after the replay."""
+    """Stands in the graph for a tensor of a region; `value` is there after it has run again."""
 
     region: _Region
     value: Tensor | None = None
@@ -263,7 +262,7 @@ class _Slot:
         return self.value
 
     def _hand_over(self, value: Tensor, made_on: torch.cuda.Stream) -> None:
-        """Let the current stream, if it is another one, wait for the replay."""
+        """Let the current stream, if it is another one, wait for the recomputation."""
         now = torch.cuda.current_stream(value.device)
         if now != made_on:
             now.wait_event(self.region.events[made_on])
@@ -272,7 +271,7 @@ class _Slot:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _OutputView:
-    """Stands in the graph for a region's output as a consumer saved it: a view of its storage."""
+    """Stands in the graph for a view of a region's output that a consumer saved."""
 
     slot: _Slot
     geometry: Geometry
@@ -283,7 +282,7 @@ class _OutputView:
 
 @dataclass(frozen=True)
 class _Save:
-    """What a region saved, in its order."""
+    """A tensor that a region saved."""
 
     slot: weakref.ref[_Slot]
     size: torch.Size
@@ -292,7 +291,7 @@ class _Save:
 
 @dataclass
 class _Output:
-    """An output that somebody outside saved."""
+    """A region's output that a consumer saved."""
 
     slot: weakref.ref[_Slot]
     geometry: Geometry
@@ -310,13 +309,13 @@ class _Region:
     events: dict[torch.cuda.Stream, torch.cuda.Event] = field(default_factory=dict)
 
     def drop(self, tensor: Tensor) -> _Slot:
-        """The keeper while the function runs for the first time."""
+        """The saver of the first run."""
         slot = _Slot(self)
         self.saves.append(_Save(weakref.ref(slot), tensor.shape, tensor.dtype))
         return slot
 
     def output_slot(self, index: int, geometry: Geometry) -> _Slot:
-        """The slot of an output; all who save it share one."""
+        """The slot of an output, shared by all consumers."""
         slot = self.outputs[index].slot() if index in self.outputs else None
         if slot is None:
             slot = _Slot(self)
@@ -324,7 +323,7 @@ class _Region:
         return slot
 
     def replay(self) -> None:
-        """Run again and fill every slot that still waits."""
+        """Run again and fill all slots that are left."""
         waiting = {index: slot for index, output in self.outputs.items() if (slot := output.slot()) is not None}
         replay = _Replay(self.saves, ends_early=not waiting)
         with span(Span.RECOMPUTE), torch.enable_grad(), torch.cuda.stream(self.stream), _in_phase(_Phase.REPLAYING):
@@ -340,15 +339,15 @@ class _Region:
 
 
 class _Enough(Exception):
-    """Ends a replay that has given all that somebody waits for."""
+    """Ends a recomputation that has filled all slots."""
 
 
 class _Replay:
-    """The keeper while a function runs again: hands what it saves to the slots, in the order of the first run.
+    """The saver of the second run: fills the slots in the order of the first run.
 
     Args:
         saves: of the first run.
-        ends_early: nobody waits for the outputs.
+        ends_early: outputs are not needed.
     """
 
     def __init__(self, saves: list[_Save], *, ends_early: bool) -> None:
@@ -377,7 +376,7 @@ class _Replay:
 
 @dataclass(frozen=True)
 class _Result:
-    """Where an output came from, and its version: changed in place, it is no longer what a replay gives."""
+    """An output's region, and its version: once changed in place, it is not what recomputation gives."""
 
     region: _Region
     index: int
@@ -386,11 +385,7 @@ class _Result:
 
 
 class _Discarded:
-    """The keeper of a layer: knows the outputs of its regions while their storages live.
-
-    Args:
-        outer: who keeps everything else.
-    """
+    """The saver of a layer: knows the outputs of its regions while their storages live."""
 
     def __init__(self, outer: Saver) -> None:
         self.outer = outer
@@ -398,7 +393,7 @@ class _Discarded:
         self.results: dict[StorageWeakRef, _Result] = {}
 
     def add(self, region: _Region, arguments: tuple[object, ...], result: object) -> None:
-        """Know a region's outputs, but for those that are views of its inputs or parameters: they live anyway."""
+        """Register a region's outputs, except views of its inputs or parameters, which live anyway."""
         inputs = {_storage(tensor) for tensor in _tensors_in(arguments)}
         for index, tensor in _tensors_of(result).items():
             if _storage(tensor) not in inputs and not is_parameter(tensor):
@@ -417,7 +412,7 @@ def _storage(tensor: Tensor) -> StorageWeakRef:
 
 
 def _tensors_of(result: object) -> dict[int, Tensor]:
-    """The tensors among the outputs, and in tuples among them, by their place."""
+    """Tensors among the (nested) outputs, by index."""
     return {index: tensor for index, tensor in enumerate(_leaves(result)) if isinstance(tensor, Tensor)}
 
 
@@ -436,7 +431,13 @@ def is_parameter(tensor: Tensor) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeRule:
-    """What a layer recomputes; models call `run` around each part that has a kind.
+    """The recomputed parts of a layer; models call `run` around each part.
+
+        norm                a norm before a projection; its input is the residual stream, which lives anyway
+        latent-up           latent attention's up projections and the assembly of its heads
+        attention           core attention, without projections
+        expert-activation   output of the experts' first product; fused experts recompute it by themselves
+        shared-expert, dense, moe, layer    a whole network, mixture or block
 
     Attributes:
         kinds: some of `RECOMPUTABLE`.
@@ -452,26 +453,26 @@ class RecomputeRule:
         return recomputed(function, *arguments) if self.recomputes(kind) else function(*arguments)
 
     def recomputes(self, kind: str) -> bool:
-        """Whether a part recomputes by itself: the rule names it, and it is not inside a region already."""
+        """Whether a part recomputes by itself: the rule names it, and it is not inside a region."""
         assert kind in RECOMPUTABLE, f"{kind} is not one of {RECOMPUTABLE}"
         return kind in self.kinds and not is_inside()
 
     def discarding(self) -> AbstractContextManager[None]:
-        """`discarding` if the layer recomputes a part of itself. Stands around a layer's forward."""
+        """`discarding` around a layer's forward, if the layer recomputes a part of itself."""
         return discarding() if self.kinds else nullcontext()
 
     def discarding_in_pieces(self) -> AbstractContextManager[Callable[[], AbstractContextManager[None]]]:
-        """The same around a layer that runs in pieces; gives what stands around each."""
+        """The same for a layer that runs in steps."""
         return discarding_in_pieces() if self.kinds else nullcontext(nullcontext)
 
 
 def rule_for(config: Recompute, layer: int, stage: int) -> RecomputeRule:
-    """What one layer recomputes.
+    """The rule of one layer.
 
     Args:
         config: kinds, and the layers and stages where they are recomputed; both must name the layer.
         layer: decoder layer; multi-token prediction layers count on after the last.
-        stage: pipeline stage that holds it.
+        stage: pipeline stage of the layer.
     """
     is_here = (not config.layers or layer in config.layers) and (not config.stages or stage in config.stages)
     return RecomputeRule(kinds=frozenset(config.modules) if is_here else frozenset())

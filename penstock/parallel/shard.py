@@ -1,16 +1,20 @@
-"""Weights, gradients and optimizer divided among the ranks that hold the same parameters: FSDP2 (`shard = full`).
+"""Shards of parameters: the rectangles of a parameter that a rank holds, and FSDP2 (`shard = full`).
 
-A unit is a module whose weights are gathered and freed together, one decoder block. Between steps a rank holds rows of
-every parameter in float32 (they are the masters); around forward and backward a unit's weights are gathered in the
-compute type (or in 8 bits, penstock/parallel/float8_gather.py), and its gradients are reduce-scattered as soon as they
-are there. Ranks see different tokens of one global batch and their losses are parts of one mean, so gradients are
-summed, never averaged.
+A parameter of the whole model reaches a rank in three steps:
 
-Modules inside units may be divided over an axis of their own: experts over the ranks that hold the same experts. Under
-hybrid sharding (`Axis.inner`) a copy is divided inside a block of ranks and gradients are summed over blocks too.
+    cuts      tensor and expert parallelism give the rank a part of it (penstock/layout/pieces.py)
+    data      ranks on this axis hold the same part and see different tokens; they may divide its rows (FSDP, ZeRO-1)
+    partial   ranks on these axes hold the same part too, and each has a part of its gradient: a norm's weight under
+              tensor parallelism, an embedding that two pipeline stages use
 
-What stays as it is, for the optimizer to treat as usual: parameters that are ignored (routers), and those whose axis
-has one rank to divide among.
+The gradient of the global batch is the sum over `data` and over every axis of `partial`.
+
+With FSDP2 a unit (one decoder block) is gathered and freed as a whole. Between steps a rank holds rows of every
+parameter in float32, the masters. Around forward and backward a unit is gathered in the compute dtype, or in 8 bits
+(penstock/parallel/float8_gather.py), and its gradients are reduce-scattered as soon as they are there. Gradients are
+summed, never averaged, because ranks' losses are parts of one mean. Experts are sharded over the ranks that hold the
+same experts. With hybrid sharding (`Axis.inner`) a copy is sharded inside a block of ranks and gradients are summed
+over blocks too. Ignored parameters (routers), and those with one rank to shard over, stay whole for the optimizer.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,9 +39,9 @@ class ParamShard:
 
     Attributes:
         name: in the whole model; the same on every rank and layout.
-        parameter: as its module has it: the local part as a plain tensor, or as FSDP2's DTensor over `data`.
+        parameter: the local part as a plain tensor, or FSDP2's DTensor over `data`.
         shape: of the whole parameter.
-        cuts: which part of it is ours, before `data` divides it.
+        cuts: our part of it, before `data` divides it.
         data: ranks that hold the same part and see different tokens.
         partial: further axes over which the gradient is summed.
     """
@@ -55,7 +59,7 @@ class ParamShard:
         return local_shape(self.shape, self.cuts)
 
     def pieces(self, rows: tuple[int, int] | None = None) -> tuple[LocalSlice, ...]:
-        """Where our part, or some of its rows, lies in the whole."""
+        """Rectangles of our part, or of some of its rows, in the whole."""
         return local_slices(self.shape, self.cuts, rows)
 
 
@@ -66,8 +70,8 @@ class ShardedTensor:
     Attributes:
         tensor: the local values; plain, on any device.
         shape: of the whole tensor.
-        pieces: the rectangles of `tensor` and their places in the whole; together they are all of `tensor`.
-        writes: this rank saves it; of the ranks that hold the same values one does. All of them load it.
+        pieces: rectangles of `tensor` in the whole; together they are all of `tensor`.
+        writes: this rank saves it; of the ranks with equal values one does. All of them load it.
     """
 
     tensor: Tensor
@@ -92,21 +96,21 @@ def shard_fully(
     ignored: set[nn.Parameter],
     inner: Mapping[nn.Module, Axis],
 ) -> None:
-    """Divide the parameters of a model, in place.
+    """Shard the parameters of a model by FSDP2, in place.
 
-    Parameters become DTensors, so make holdings after this. On the meta device, `to_empty` of `root` and filling
-    `local_rows` of every parameter come after this too.
+    They become DTensors, so make `ParamShard`s after this. On the meta device, `to_empty` of `root` and filling the
+    local rows come after this too.
 
     Args:
-        units: in the order of forward; none is inside another.
-        root: holds them, and what belongs to no unit (embedding, head), whose weights stay gathered from the start of
-            forward to the end of backward. What a rank's two roots share, both must ignore.
+        units: in the order of forward; none inside another.
+        root: holds them and the modules of no unit (embedding, head), which stay gathered from forward to backward.
+            Parameters that two roots of a rank share must be ignored by both.
         axis: ranks that hold the same units.
-        settings: reads `reshard`, `prefetch`, `reduce`.
-        device: where forward and backward run. Parameters are there or on the meta device, in float32.
-        compute_dtype: type in which weights are gathered.
-        ignored: parameters that are left alone.
-        inner: modules inside units that other ranks hold the same of, and these ranks.
+        settings: `reshard`, `prefetch`, `reduce`.
+        device: of forward and backward; parameters are there or on the meta device, in float32.
+        compute_dtype: dtype in which weights are gathered.
+        ignored: parameters that are not sharded.
+        inner: modules inside units with their own axis.
     """
     ignored = ignored | {
         parameter for module, own in inner.items() if own.shard.size == 1 for parameter in module.parameters()
@@ -126,7 +130,7 @@ def shard_fully(
 
 
 def local_rows(parameter: Tensor) -> tuple[int, int]:
-    """First and last + 1 of the rows that this rank holds of a parameter that FSDP2 has divided."""
+    """First and last + 1 of the rows that this rank holds of a parameter that FSDP2 has sharded."""
     assert isinstance(parameter, DTensor), "FSDP2 has not divided this parameter"
     assert parameter.placements[-1] == Shard(0), f"divided as {parameter.placements}"
     mesh, dim = parameter.device_mesh, parameter.device_mesh.ndim - 1
@@ -136,16 +140,16 @@ def local_rows(parameter: Tensor) -> tuple[int, int]:
 
 
 def own_rows(tensor: Tensor) -> tuple[Tensor, tuple[int, int]]:
-    """What this rank holds of a parameter, divided or not: the plain tensor, and first and last + 1 of its rows."""
+    """This rank's part of a parameter, sharded or not: the plain tensor, and first and last + 1 of its rows."""
     if isinstance(tensor, DTensor):
         return tensor.to_local(), local_rows(tensor)
     return tensor, (0, tensor.shape[0] if tensor.ndim else 1)
 
 
 class _ReduceInBf16:
-    """Lets gradients travel as bfloat16, while those of micro-batches add up in float32; over copies they stay float32.
+    """Reduces gradients as bfloat16, while those of micro-batches add up in float32; over copies they stay float32.
 
-    FSDP2's own `reduce_dtype` would add up the gradients of micro-batches in bfloat16 too.
+    FSDP2's own `reduce_dtype` would add up micro-batches in bfloat16 too.
     """
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -194,7 +198,7 @@ def _divide(
 
 
 def _mesh(axis: Axis, device: torch.device) -> DeviceMesh:
-    """FSDP2's name for an axis: divided along the last dim, copied along the first one if there are two."""
+    """FSDP2's mesh of an axis: sharded along the last dim, replicated along the first if there are two."""
     shard, replicate = axis.shard, axis.replicate
     assert shard.group is not None, f"{shard} divides nothing"
     if replicate.group is None:
@@ -205,7 +209,7 @@ def _mesh(axis: Axis, device: torch.device) -> DeviceMesh:
 
 
 def _set_prefetch(root: FSDPModule, units: Sequence[nn.Module], count: int) -> None:
-    """Gather `count` units ahead of the one that computes, with what is divided by itself inside them."""
+    """Gather `count` units ahead, with the modules inside them that are sharded by themselves."""
     if count == 0:
         return
     divided = [[part for part in unit.modules() if isinstance(part, FSDPModule)] for unit in units]

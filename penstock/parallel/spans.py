@@ -1,15 +1,18 @@
-"""Named regions in traces, for nothing where nobody records.
+"""What a run shows of its time: named regions in traces, and seconds of each phase of a step.
 
     with span(Span.ATTENTION):
-    with span(LAYER, 3):           the name is put together only if somebody records
+    with span(LAYER, 3):           the name is formatted only while the profiler runs
 
-While the profiler runs, on this thread or on the one whose backward pass this thread does, a region is an event of its
-trace, and operators that are called inside lie inside. Backward has no regions of its own: autograd's nodes carry the
-number of the operator that made them, and so lead to the region where that was called. Else a region is one check and
-no object.
+A span costs one check if the profiler is off. Backward needs none of its own: autograd's nodes carry the number of the
+operator that made them. A span may be in captured or recomputed work, a transfer or a hook, because it launches
+nothing; it must not last over a `yield` of work in steps (`within`).
 
-A region may stand inside captured work, a recomputed one, a transfer or a hook: it gives the device nothing to do. It
-must not last over a stop of work in pieces (`penstock.parallel.async_transfer.within`).
+    start, enter, ..., stop     a step
+    start, enter, ...           the next step; the host waits for its figures
+    stop                        returns the times of the first
+
+The stopwatch records an event at each phase (on a CPU it reads the clock). It never waits for the device: events of a
+step have run when the next step's figures are read, so times are known one step late.
 """
 
 import time
@@ -27,34 +30,30 @@ _NOTHING = nullcontext()
 
 
 def span(name: str, *numbers: int | str) -> AbstractContextManager[object]:
-    """A region of the current thread, from its beginning to its end.
+    """A region of the current thread.
 
     Args:
         name: of `penstock.base.spans`.
-        numbers: for the places of the name.
+        numbers: for the placeholders of the name.
     """
     return record_function(name.format(*numbers)) if _profiler_enabled() else _NOTHING
 
 
 EnterPhase = Callable[[Span], None]
-"""Says that a phase begins here: `Stopwatch.enter`, or `untimed`."""
+"""Called when a phase begins: `Stopwatch.enter`, or `untimed`."""
 
 
 def untimed(phase: Span) -> None:
-    """Where nobody measures."""
+    """Where no times are measured."""
     del phase
 
 
 Moment = float | torch.cuda.Event
-"""Of the host, in seconds; or of the device: when it comes to here on the current stream."""
+"""Seconds of the host clock, or an event on the current stream."""
 
 
 class Stopwatch:
-    """Times of one process.
-
-    Args:
-        device: whose time is meant.
-    """
+    """Times of one process on one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_gpu = device.type == "cuda"
@@ -64,17 +63,17 @@ class Stopwatch:
         self._unused: list[torch.cuda.Event] = []  # making one takes longer than all else here
 
     def start(self, phase: Span) -> None:
-        """Begin a step, with its first phase. What a step that failed has left is forgotten."""
+        """Begin a step with its first phase, and forget what a failed step has left."""
         self._phases, self._moments = [], []
         self.enter(phase)
 
     def enter(self, phase: Span) -> None:
-        """End the phase that is, and begin one."""
+        """Begin a phase; the one before ends."""
         self._phases.append(phase)
         self._moments.append(self._now())
 
     def stop(self) -> dict[str, float]:
-        """End a step. Returns the seconds of each phase of the step before, which the device has done by now."""
+        """End a step. Returns seconds of each phase of the step before, which the device has finished."""
         self._moments.append(self._now())
         last, self._last = self._last, (self._phases, self._moments)
         total: dict[str, float] = {}

@@ -1,30 +1,26 @@
-"""Memory that the GPUs of one node write into directly, and the rules that keep them from writing too early.
+"""Peer memory: buffers that the GPUs of a node write to directly, and the protocol that orders the writes.
 
-Every rank allocates the same sections at the same offsets, once, and maps those of all others:
+Every rank allocates the same sections at the same offsets once, and maps those of all others:
 
-    lane OUT     rows, ids and weights on their way to the experts
-    lane BACK    rows and scalars on their way home
+    OUT     rows, ids and weights on their way to the experts
+    BACK    rows and scalars on their way back
 
-A lane has two slots, used in turn. They hold nothing for long: what arrived is copied out or summed at once, and what a
-layer keeps for backward is ordinary memory; so their size does not grow with the layers and micro-batches in flight.
-One transfer is, on every rank,
+Each direction has two slots, used in turn. Received rows are copied out or summed at once, so the size does not grow
+with layers or micro-batches in flight. One transfer is, on every rank,
 
-    send      one kernel writes into everybody's slot, and says of each chunk of tokens that it is written
-    read      beside it, on a stream of our own, kernels that wait for a chunk of all ranks and read it
+    send      one kernel writes to the slot of every rank, and sets a flag for each chunk of tokens
+    read      beside it on a side stream, kernels wait for a chunk of all ranks and read it
 
-(or copy engines write, all tokens in one chunk, and a kernel says so behind them)
+or copy engines write all tokens as one chunk and a kernel sets the flag. Transfers follow each other on one stream.
+Ranks may be skewed, but never by more than one transfer: to leave transfer n a rank has seen that all others have
+written n, and it writes n only after it has read n - 1. So a writer of n + 1 may meet readers of n, but of nothing
+older. Hence the one rule: TWO CONSECUTIVE TRANSFERS USE DIFFERENT SLOTS. `take` asserts it. A captured graph must not
+end with the direction that it begins with.
 
-and it ends when both have. Transfers follow each other on one stream. Ranks may be skewed, but none is more than one
-transfer ahead: to leave transfer n it has seen all others say that all of n is written, and a rank begins to write n
-only after it has read what n - 1 brought. So whoever writes n + 1 may meet readers of n, and of nothing older. Hence
-the one rule: TWO TRANSFERS IN A ROW USE DIFFERENT SLOTS. `take` sees to it; a captured graph must not end with the lane
-that it begins with, as a dispatch with its combine, or a whole step, never does.
-
-Flags are counters that only grow, one for each channel, chunk and writer. What they must have grown to is counted on
-the device too, so graphs can be replayed. All ranks make the same transfers in the same order, with the same number of
-tokens and as many programs that send; another stream needs buffers of its own. A kernel that waits is launched after
-the kernels of its own rank that it waits for and never fills the chip, so these always run. A wait in vain ends after a
-while, and `check` says so.
+Flags only grow, one for each channel, chunk and writer. Their expected values are counted on the device, so graphs can
+be replayed. All ranks make the same transfers in the same order, with equal numbers of tokens and sending programs. A
+waiting kernel is launched after the kernels of its own rank that it waits for, and never fills the chip, so these
+always run. A wait is given up after a while, and `check` reports it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -47,25 +43,25 @@ MOST_CHUNKS: int = symmetric_kernels.MOST_CHUNKS.value
 """Chunks that a channel has flags for."""
 
 ALIGNMENT = 256
-"""Bytes that every section begins at a multiple of."""
+"""Bytes; every section begins at a multiple."""
 
 CHUNK_BYTES = 2 << 20
-"""Of a rank's tokens. Less would be read earlier, but after each chunk those who send wait until it is really there."""
+"""Of a rank's tokens. Smaller chunks are read earlier, but a sender flushes its writes after each of them."""
 
 LOOKS = 1 << 29
-"""Looks at the flags before a rank is given up; a look is an access to our own memory, so that is some minutes: another
-rank may still compile a kernel, or write a checkpoint."""
+"""Polls of a flag before a wait is given up: some minutes, because another rank may compile a kernel or write a
+checkpoint."""
 
 
 class TransferDirection(IntEnum):
-    """A way with slots of its own."""
+    """A direction with its own slots."""
 
     OUT = 0
     BACK = 1
 
 
 class Channel(IntEnum):
-    """What a flag says."""
+    """Meaning of a flag."""
 
     CHOICES = 0
     ROWS = 1
@@ -73,7 +69,7 @@ class Channel(IntEnum):
 
 
 class BufferSection(IntEnum):
-    """What a slot has memory for; those of both lanes have the same number of slots."""
+    """A part of a slot. Both directions have the same number of slots."""
 
     OUT_ROWS = 0
     IDS = 1
@@ -84,14 +80,14 @@ class BufferSection(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class BufferSizes:
-    """What the sections must hold; the same on all ranks.
+    """Sizes of the sections; the same on all ranks.
 
     Attributes:
         tokens: most tokens of a rank, T.
-        top_k: most choices of a token, K; with experts that are shared by ranks, times the parts of one.
-        row_bytes: of a row, scales included; a multiple of 16.
+        top_k: most choices of a token, times expert_tensor.
+        row_bytes: scales included; a multiple of 16.
         ranks: W.
-        slots: of each lane; with one, two transfers in a row must be of different lanes.
+        slots: of each direction; with one slot, consecutive transfers must alternate directions.
     """
 
     tokens: int
@@ -106,39 +102,34 @@ class BufferSizes:
 
     @cached_property
     def flag_bytes(self) -> int:
-        """Flags stand first."""
+        """Bytes of all flags, which come first."""
         return _aligned(len(Channel) * self.channel_bytes)
 
     @cached_property
     def channel_bytes(self) -> int:
-        """Flags of one channel."""
+        """Bytes of the flags of one channel."""
         return MOST_CHUNKS * self.ranks * 8
 
     @cached_property
     def section_bytes(self) -> tuple[int, ...]:
-        """Of one slot, by `BufferSection`."""
+        """Bytes of each `BufferSection` of one slot."""
         received = self.ranks * self.tokens
         rows, numbers = received * self.row_bytes, received * self.top_k * 4
         return tuple(_aligned(size) for size in (rows, numbers, numbers, rows, numbers))
 
     @property
     def total_bytes(self) -> int:
-        """Of one rank."""
+        """Bytes of one rank."""
         return self.flag_bytes + self.slots * sum(self.section_bytes)
 
     def offset(self, section: BufferSection, slot: int) -> int:
-        """Where a section of a slot begins, in bytes."""
+        """First byte of a section of a slot."""
         assert 0 <= slot < self.slots, f"slot {slot} of {self.slots}"
         return self.flag_bytes + slot * sum(self.section_bytes) + sum(self.section_bytes[:section])
 
 
 def chunks_for(tokens: int, row_bytes: int) -> TokenChunks:
-    """How tokens are cut.
-
-    Args:
-        tokens: of a rank.
-        row_bytes: of one of them.
-    """
+    """Chunks of a rank's tokens."""
     return TokenChunks.cut(tokens, max(1, min(tokens * row_bytes // CHUNK_BYTES, MOST_CHUNKS)))
 
 
@@ -147,18 +138,18 @@ def _aligned(size: int) -> int:
 
 
 class SymmetricBuffers:
-    """One rank's memory, and its view of the others'. Made by `allocate`; by hand where ranks are simulated.
+    """This rank's memory, and its view of the others'. Made by `allocate`, and by hand for simulated ranks.
 
     Args:
         sizes: the same on all ranks.
-        memory: our own, uint8, `sizes.total_bytes`; zero on all ranks before any of them begins.
-        addresses: where each rank's memory begins, as this process sees it.
+        memory: our own, uint8, `sizes.total_bytes`; zero on all ranks before the first transfer.
+        addresses: of each rank's memory in this process.
         rank: our place.
         looks: see `LOOKS`.
-        memories: of all ranks, as tensors of ours, for copy engines; empty if nobody asks for these.
+        memories: of all ranks as tensors, for copy engines; or empty.
 
     Attributes:
-        late: int32 scalar; 0, or one more than the number of a channel that somebody did not signal in time.
+        late: int32 scalar; 0, or one more than the channel whose wait was given up.
     """
 
     def __init__(
@@ -189,11 +180,7 @@ class SymmetricBuffers:
         self._side_stream = torch.cuda.Stream(memory.device) if memory.is_cuda else None
 
     def take(self, lane: TransferDirection) -> int:
-        """The slot of the next transfer.
-
-        Returns:
-            Its number, the same on all ranks.
-        """
+        """The slot of the next transfer: its number, the same on all ranks."""
         slot = self._uses[lane] % self.sizes.slots
         self._uses[lane] += 1
         assert self._last != (lane, slot), f"two transfers in a row in slot {slot} of {lane.name}"
@@ -204,11 +191,7 @@ class SymmetricBuffers:
 
     @contextmanager
     def recording(self) -> Iterator[list[tuple[TransferDirection, int]]]:
-        """What is taken inside belongs to a graph that is captured: nothing moves until it is replayed.
-
-        Returns:
-            The graph's transfers, complete at the end; `take` has then forgotten them.
-        """
+        """Record the transfers of a graph that is captured; `take` forgets them until it is replayed."""
         assert self._recorded is None, "one graph is captured at a time"
         before = dict(self._uses), self._last
         self._recorded = []
@@ -219,11 +202,7 @@ class SymmetricBuffers:
             self._uses, self._last = before
 
     def replayed(self, transfers: Sequence[tuple[TransferDirection, int]]) -> None:
-        """Take what a captured graph takes, whenever it is put on the stream.
-
-        Args:
-            transfers: of the graph, in order.
-        """
+        """Note the transfers of a graph that is put on the stream."""
         if transfers:
             lane, slot = transfers[0]
             assert self._last != (lane, slot), (
@@ -232,17 +211,12 @@ class SymmetricBuffers:
             self._last = transfers[-1]
 
     def flags_at(self, channel: Channel) -> int:
-        """Where the flags of a channel begin, in bytes."""
+        """First byte of a channel's flags."""
         return channel * self.sizes.channel_bytes
 
     @contextmanager
     def transfer(self, send: Callable[[TokenChunks], None], chunks: TokenChunks) -> Iterator[None]:
-        """Launch `send`; what is launched inside runs beside it, after everything before it. Both are done after it.
-
-        Args:
-            send: launches a kernel that writes to all ranks.
-            chunks: of the tokens.
-        """
+        """Launch `send`, and run the launches of the context beside it. The stream continues after both."""
         if self._side_stream is None:
             self._send(send, chunks)
             yield
@@ -257,12 +231,7 @@ class SymmetricBuffers:
 
     @contextmanager
     def overlapped_send(self, send: Callable[[TokenChunks], None], chunks: TokenChunks) -> Iterator[None]:
-        """Launch `send`, and what is launched inside beside it; who reads what arrives is launched afterwards.
-
-        Args:
-            send: as in `transfer`.
-            chunks: likewise.
-        """
+        """Launch `send` on the side stream; launches of the context run beside it, readers of its rows come after."""
         if self._side_stream is None:
             self._send(send, chunks)
             yield
@@ -275,7 +244,7 @@ class SymmetricBuffers:
         stream.wait_stream(self._side_stream)
 
     def wait(self, channel: Channel, signals: int) -> None:
-        """Hold the stream until all ranks have written the first chunk.
+        """Block the stream until all ranks have written the first chunk.
 
         Args:
             channel: to wait for.
@@ -286,12 +255,12 @@ class SymmetricBuffers:
     def copy_to_others(
         self, section: BufferSection, slot: int, rows_of: Callable[[int], Tensor], channel: Channel
     ) -> None:
-        """Have the GPU's copy engines write our block of a section at all other ranks, then say that it is written.
+        """Write our block of a section at all other ranks by copy engines, then set the flag.
 
         Args:
             section: of rows.
             slot: of the transfer.
-            rows_of: the rows for a rank, T x D, contiguous.
+            rows_of: rank -> its rows, T x D, contiguous.
             channel: of the section.
         """
         rank, ranks = self.peers.rank, self.peers.size
@@ -303,7 +272,7 @@ class SymmetricBuffers:
         signal(self.peers, self.flags_at(channel))
 
     def hold(self, channel: Channel, signals: int) -> None:
-        """Hold the stream until all ranks have written the first chunk of a channel that `read` comes to next."""
+        """`wait` for a channel that `read` comes to next."""
         hold(self._awaited(channel, signals))
 
     def read(
@@ -334,7 +303,7 @@ class SymmetricBuffers:
         )
 
     def view(self, section: BufferSection, slot: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """Our own memory of a section; to be read inside the transfer that fills it."""
+        """Our own memory of a section, valid inside the transfer that fills it."""
         key = section, slot, shape, dtype
         if key not in self._views:
             rows, columns = shape
@@ -345,10 +314,10 @@ class SymmetricBuffers:
         return self._views[key]
 
     def check(self) -> None:
-        """Look whether every wait ended as it should; the host waits for the device.
+        """Check that every wait ended as it should; the host waits for the device.
 
         Raises:
-            DeviceError: a rank did not signal in time, so what was computed since is wrong.
+            DeviceError: a rank did not signal in time, so later results are wrong.
         """
         late = int(self.late)
         if late:
@@ -360,13 +329,7 @@ class SymmetricBuffers:
 
 
 def allocate(sizes: BufferSizes, axis: Axis, device: torch.device) -> SymmetricBuffers:
-    """Memory that all ranks of an axis map. All of them call it, once; they must be GPUs of one node.
-
-    Args:
-        sizes: of the sections.
-        axis: who shares; more than one rank.
-        device: our GPU.
-    """
+    """Memory that all ranks of an axis map. All of them call it, once; they are GPUs of one node."""
     assert axis.group is not None and axis.size == sizes.ranks, f"{sizes} for the axis {axis.name} of {axis.size}"
     memory = _symmetric_memory.empty(sizes.total_bytes, dtype=torch.uint8, device=device)
     mapped = _symmetric_memory.rendezvous(memory, axis.group.group_name)

@@ -1,23 +1,18 @@
-"""Weight gradients that are computed later than input gradients (zero-bubble pipelines, arXiv 2401.10241).
+"""Deferred weight gradients (zero-bubble pipelines, arXiv 2401.10241).
 
-The next stage backwards waits for the gradient of this stage's input and for nothing else. `deferrable` runs a function
-of inputs and weights so that, while a `WeightGradStore` collects, backward gives the inputs' gradients at once and puts
-the weights' into a list of work, to be done when the schedule says so.
+The previous stage waits only for the gradient of this stage's input. While a `WeightGradStore` collects, backward of a
+`deferrable` function returns input gradients at once and stores the weights' as tasks:
 
-    with later.collecting() as work:
+    with weight_grads.collecting() as work:
         torch.autograd.backward(...)      # input gradients; work fills up
     ...
     for task in work:
         task()                            # weight gradients, each into its parameter's .grad, hooks included
 
-The function is recorded as a graph of its own whose two halves are asked for apart. For a matrix product that costs
-nothing: its two gradients share no work. For a function with inner stages (the experts' two products) the stages
-between the output and the first weights are walked twice.
-
-A parameter's post-accumulate hooks are called at the end of the input pass too, with nothing new in `.grad`: to
-autograd the weights are inputs of the function, since nobody knows in forward whether backward will be split.
-
-Without a `WeightGradStore`, which is every run without a split schedule, nothing here is in the way.
+The function is recorded as its own graph, whose two halves are differentiated apart. For a matrix product that costs
+nothing. For a function with inner stages (the experts' two products) the stages between the output and the first
+weights are walked twice. A parameter's post-accumulate hooks also run at the end of the input pass, with nothing new in
+`.grad`: autograd sees the weights as inputs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,12 +35,12 @@ class WeightGradStore:
 
     @property
     def is_collecting(self) -> bool:
-        """Whether weight gradients are put off at the moment."""
+        """Whether weight gradients are deferred now."""
         return self._work is not None
 
     @contextmanager
     def collecting(self) -> Iterator[list[Task]]:
-        """Put off the weight gradients of every backward pass inside; yields the list that they go to."""
+        """Defer the weight gradients of every backward pass inside; yields the list of tasks."""
         assert self._work is None, "two backward passes collect at once"
         work: list[Task] = []
         self._work = work
@@ -55,31 +50,28 @@ class WeightGradStore:
             self._work = None
 
     def add(self, task: Task) -> None:
-        """Put off one task."""
-        assert self._work is not None, "nobody collects"
+        """Defer one task."""
+        assert self._work is not None, "no backward pass collects"
         self._work.append(task)
 
 
 class DeferredWork:
-    """Work of one layer's backward pass that is done while something of the same pass travels.
-
-    Whoever computes puts it here, and who sends what was computed last does it before it waits for the others.
-    """
+    """Work of a layer's backward pass that runs while a transfer of the same pass is under way."""
 
     def __init__(self) -> None:
         self._work: list[Task] = []
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to do."""
+        """Whether there is no task."""
         return not self._work
 
     def add(self, task: Task) -> None:
-        """Leave one task."""
+        """Add one task."""
         self._work.append(task)
 
     def do(self) -> None:
-        """Do all of it, once."""
+        """Run all tasks, once."""
         work, self._work = self._work, []
         for task in work:
             task()
@@ -91,13 +83,13 @@ def deferrable(
     weights: Sequence[Tensor],
     weight_grads: WeightGradStore | None,
 ) -> Tensor:
-    """`function(*inputs, *weights)`, whose weight gradients `weight_grads` may put off.
+    """`function(*inputs, *weights)`, whose weight gradients the store may defer.
 
     Args:
-        function: of tensors only, differentiable; whatever else it needs it has already.
+        function: of tensors only, differentiable.
         inputs: tensors whose gradients are needed at once.
         weights: parameters.
-        weight_grads: None computes everything at once.
+        weight_grads: the store; None runs the function as it is.
     """
     if weight_grads is None or not torch.is_grad_enabled():
         return function(*inputs, *weights)
@@ -106,10 +98,7 @@ def deferrable(
 
 
 class _Deferrable(torch.autograd.Function):
-    """Keeps the graph of `function`, so that its halves can be differentiated apart.
-
-    It knows the graph by its edges and not by its tensors, which recomputation may free.
-    """
+    """Keeps the graph of `function` by its edges, so that tensors can be freed and its halves differentiated apart."""
 
     @staticmethod
     def forward(
@@ -141,7 +130,7 @@ class _Deferrable(torch.autograd.Function):
 
 
 class _Entrance(torch.autograd.Function):
-    """Identity on `value`; the result belongs to a graph, so that its place there can be named without it."""
+    """Identity on `value`; gives the result a place in a graph without holding it."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, value: Tensor) -> Tensor:
@@ -153,7 +142,7 @@ class _Entrance(torch.autograd.Function):
 
 
 def entered(tensor: Tensor) -> Tensor:
-    """An input at the beginning of a graph of its own. A leaf would do, but the graph would hold it."""
+    """An input as the start of a separate graph. A leaf would do, but the graph would hold it."""
     if not tensor.requires_grad:
         return tensor.detach()
     with torch.enable_grad():
@@ -162,7 +151,7 @@ def entered(tensor: Tensor) -> Tensor:
 
 
 def _weight_gradients(output: GradientEdge, weights: list[tuple[Tensor, Tensor]], gradient: Tensor) -> None:
-    """Differentiate by the weights; what is found goes through each parameter's own hooks, as in any backward pass."""
+    """Differentiate by the weights; gradients go through each parameter's own hooks."""
     found = torch.autograd.grad((output,), [own for own, _ in weights], (gradient,))
     for (_, parameter), value in zip(weights, found, strict=True):
         parameter.view_as(parameter).backward(value)

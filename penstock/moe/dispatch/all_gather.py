@@ -39,12 +39,8 @@ class AllGatherDispatcher:
     """Gathers all tokens of the axis; all ranks have the same number of tokens.
 
     Attributes:
-        placement: experts of each rank.
         axis: the ranks that share the experts.
-        operators: kernels.
         row_capacity: limit of the row count; None reads the count on the host.
-        counts: reads it.
-        wire_format: format in which rows travel.
     """
 
     name: ClassVar[DispatcherName] = "all-gather"
@@ -90,10 +86,6 @@ def first_rows(order: RowOrder, rows: int) -> RowOrder:
 
     With places_TK = [[1, 0], [2, 3]] and counts_E = [1, 2, 1], two rows leave counts_E = [1, 1, 0] and places_TK = [[1,
     0], [2, 2]]: the third row belongs to no slot that is kept, and all dropped slots share it.
-
-    Args:
-        order: of all slots.
-        rows: to keep.
 
     Returns:
         An order of rows + 1 places, or the same order if it has no more.

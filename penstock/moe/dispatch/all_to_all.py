@@ -1,18 +1,18 @@
-"""The promise kept over ranks that share the experts: rows travel to where their experts are, and back.
+"""All-to-all dispatch: each row goes to the rank of its expert, and its output comes back.
 
-    dispatch   slots in the order of (virtual) experts, so in the order of ranks
-               how many rows each rank has for each expert: told to that rank, and the host reads the sums
-               rows and weights sent; they arrive by source rank, and from each by expert
-    experts    read them through an index, expert by expert: no copy brings them into that order
-    combine    outputs back in the order of arrival, sent back, summed at the token
+    dispatch   sort slots by (virtual) expert, and so by rank
+               exchange row counts; the host reads them
+               exchange rows and weights; they arrive by source rank, and from each rank by expert
+    experts    read rows through an index, expert by expert, without a copy in that order
+    combine    bring outputs into the order of arrival, send them back, sum at the token
 
-Where several ranks hold a part of each expert ("expert tensor parallelism"), a slot becomes one slot for each part,
-with the same weight: a row travels to all of them and the sum at the token adds up what the parts give.
-penstock/layout/experts.py says how the parts are numbered as virtual experts.
+With expert tensor parallelism a slot becomes one slot for each part of its expert, with the same weight: the row goes
+to all parts, and the sum at the token adds their outputs (penstock/layout/experts.py numbers the parts as virtual
+experts).
 
-`AllToAllDispatcher` sends the rows that there are, so the host must know their numbers before it can go on.
-`PaddedAllToAllDispatcher` sends the capacity for every expert: all shapes are known, and nothing is asked. It also
-serves one rank that holds all experts; nothing is sent there.
+`AllToAllDispatcher` sends the rows that there are, so the host must know their numbers. `PaddedAllToAllDispatcher`
+sends the capacity of every expert: all shapes are static and the host reads nothing. It also serves one rank that holds
+all experts, and sends nothing there.
 """
 
 from collections.abc import Sequence
@@ -41,13 +41,13 @@ from penstock.parallel.spans import span
 
 @dataclass(frozen=True)
 class AllToAllMetadata(DispatchMetadata):
-    """A metadata for rows that travelled. Its order is that of our own slots; R counts the rows that arrived here.
+    """Its order is that of our own slots; R counts the rows that arrived here.
 
     Attributes:
-        arrived_R: int64, the row, in the order of arrival, that the experts read at each place.
-        places_R: int64, its inverse.
-        receive: rows that came from each rank; None if as many from each.
-        send: rows that went to each rank; None if as many to each.
+        arrived_R: int64, for each place of the experts' order the row in order of arrival.
+        places_R: int64, the inverse of arrived_R.
+        receive: rows from each rank; None if all are equal.
+        send: rows to each rank; None if all are equal.
     """
 
     arrived_R: Tensor
@@ -58,14 +58,10 @@ class AllToAllMetadata(DispatchMetadata):
 
 @dataclass(frozen=True)
 class AllToAllDispatcher:
-    """Sends each row to the ranks of its expert; as many rows as there are.
+    """Sends each row to the ranks of its expert.
 
     Attributes:
-        placement: who holds which experts.
-        axis: its places.
-        operators: kernels to run on.
-        counts: brings the numbers of rows to the host.
-        wire_format: in which form rows travel.
+        axis: the ranks that share the experts.
     """
 
     name: ClassVar[DispatcherName] = "all-to-all"
@@ -111,7 +107,7 @@ class AllToAllDispatcher:
         return self._bring_home(arrived_RD, metadata.order, metadata.send, metadata.receive)
 
     def _bring_home(self, arrived_RD: Tensor, order: RowOrder, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        """A row for each that arrived back to where it came from, summed for each token."""
+        """Send rows back to their tokens' ranks and sum them for each token."""
         returned_RD = exchange_rows(arrived_RD, self.axis, receive=send, send=receive)
         dropped = order.slots_R.numel() - returned_RD.shape[0]
         if dropped:
@@ -128,17 +124,14 @@ class AllToAllDispatcher:
 
 @dataclass(frozen=True)
 class PaddedAllToAllDispatcher:
-    """Sends exactly as many rows for every expert as its capacity allows: static shapes, at the price of padding.
+    """Sends the capacity of every expert: static shapes, at the price of padding.
 
-    Every rank of the axis has the same number of tokens. A rank sends the whole capacity for each expert, because all
-    the slots that were kept may be its own. Slots over capacity must have been dropped already.
+    All ranks of the axis have the same number of tokens. A rank sends the whole capacity for each expert, because all
+    slots that were kept may be its own. Slots over capacity must have been dropped.
 
     Attributes:
-        placement: who holds which experts.
-        axis: its places.
-        factor: capacity over the fair share of one rank's tokens.
-        operators: kernels to run on.
-        wire_format: in which form rows travel.
+        axis: the ranks that share the experts.
+        factor: capacity over the even share of one rank's tokens.
     """
 
     name: ClassVar[DispatcherName] = "padded"
@@ -182,12 +175,7 @@ class PaddedAllToAllDispatcher:
 
 
 def each_part(routing: Routing, placement: ExpertPlacement) -> Routing:
-    """The slots with one for each part of their expert, by virtual expert; dropped ones have the id past the last.
-
-    Args:
-        routing: by expert.
-        placement: of the experts.
-    """
+    """The slots with one for each part of their expert, by virtual expert; dropped ones have the id past the last."""
     parts = placement.expert_tensor
     if parts == 1:
         return routing
@@ -205,14 +193,10 @@ def _first(rows_R: Tensor, count: int) -> Tensor:
 
 
 def _by_expert(arriving_We: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """From the order of arrival (source, expert) to the order of the experts (expert, source).
+    """The permutation from order of arrival (source, expert) to the experts' order (expert, source).
 
     With 2 sources and 2 experts, arriving_We = [[1, 2], [1, 0]]: the rows a | b b | c are read as a c | b b, so
     arrived_R = [0, 3, 1, 2] and places_R = [0, 2, 3, 1].
-
-    Args:
-        arriving_We: rows of each source for each expert here.
-        rows: their sum, which the host knows already.
 
     Returns:
         The row of each place and the place of each row, int64.
@@ -229,7 +213,7 @@ def _by_expert(arriving_We: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def _by_expert_evenly(sources: int, experts: int, limit: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """`_by_expert` where every source sent `limit` rows for every expert."""
+    """`_by_expert` if every source sent `limit` rows for every expert."""
     number_R = torch.arange(sources * experts * limit, device=device)
     arrived_R = number_R.view(sources, experts, limit).transpose(0, 1).flatten()
     places_R = number_R.view(experts, sources, limit).transpose(0, 1).flatten()
@@ -239,8 +223,7 @@ def _by_expert_evenly(sources: int, experts: int, limit: int, device: torch.devi
 def _padded_order(routing: Routing, experts: int, limit: int, operators: Operators) -> RowOrder:
     """`order_rows` with `limit` places for every expert.
 
-    Here slots_R holds the TOKEN of each place, T where no slot fills it, and the place of a dropped slot is one past
-    the last.
+    slots_R holds the TOKEN of each place, T for an empty place; a dropped slot's place is one past the last.
     """
     T, K = routing.experts_TK.shape
     past = experts * limit

@@ -81,10 +81,6 @@ class Dispatcher(Protocol):
     def dispatch(self, x_TD: Tensor | DispatchPayload, routing: Routing) -> tuple[ExpertRows, DispatchMetadata]:
         """Bring rows to the experts.
 
-        Args:
-            x_TD: hidden states; or rows that an outer dispatcher has brought part of the way.
-            routing: expert id E marks a dropped slot.
-
         Returns:
             Rows for the experts of this rank, and the metadata for `combine`.
         """
@@ -92,10 +88,6 @@ class Dispatcher(Protocol):
 
     def combine(self, y_RD: Tensor, metadata: DispatchMetadata) -> Tensor:
         """Sum the experts' outputs for each token.
-
-        Args:
-            y_RD: outputs, already weighted, at the places of the dispatched rows.
-            metadata: from `dispatch`.
 
         Returns:
             y_TD; zero for a token whose slots were all dropped.

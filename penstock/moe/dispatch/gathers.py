@@ -1,6 +1,6 @@
-"""Moves of rows whose gradient is a gather too: the inverse is at hand, so no sum of scattered pieces is needed.
+"""Gathers of rows whose gradient is a gather too, because the inverse index is known.
 
-PyTorch's own gradient of a gather adds with atomics, or sorts first: slow, and on a GPU not the same twice.
+PyTorch's own gradient of a gather uses atomics or a sort: slow, and not deterministic on a GPU.
 """
 
 from typing import Any
@@ -17,23 +17,23 @@ def reorder(rows_R: Tensor, index_R: Tensor, inverse_R: Tensor) -> Tensor:
     """Permute dim 0.
 
     Args:
-        rows_R: numbers or rows (1 or more dims).
-        index_R: int64, what stands at each place of the result.
-        inverse_R: int64, its inverse.
+        rows_R: 1 or more dims.
+        index_R: int64, source row of each place.
+        inverse_R: int64, the inverse of index_R.
     """
     reordered: Tensor = _Reorder.apply(rows_R, index_R, inverse_R)
     return reordered
 
 
 def pick_kept(values_TK: Tensor, order: RowOrder) -> Tensor:
-    """The number of each place's slot; zero at places of no expert.
+    """The value of each place's slot; zero at empty places.
 
     Args:
-        values_TK: numbers.
-        order: of their slots; it may have fewer places than there are slots.
+        values_TK: one value a slot.
+        order: may have fewer places than there are slots.
 
     Returns:
-        values_R; its gradient is zero at dropped slots, whatever it was at their places.
+        values_R; its gradient is zero at dropped slots.
     """
     values_R: Tensor = _PickKept.apply(values_TK, *order)
     return values_R
@@ -42,13 +42,8 @@ def pick_kept(values_TK: Tensor, order: RowOrder) -> Tensor:
 def spread(x_TD: Tensor, order: RowOrder, operators: Operators) -> Tensor:
     """Copy each token's row to the places of its slots, dropped ones too; the gradient is the sum over the places.
 
-    Args:
-        x_TD: hidden states.
-        order: of their slots.
-        operators: whose `unpermute` sums.
-
     Returns:
-        x_RD; the gradient at places of dropped slots is left out.
+        x_RD; the gradient at places of dropped slots is ignored.
     """
     x_RD: Tensor = _Spread.apply(x_TD, order, operators)
     return x_RD
@@ -59,23 +54,18 @@ def spread_padded(x_TD: Tensor, tokens_R: Tensor, places_TK: Tensor) -> Tensor:
 
     Args:
         x_TD: hidden states.
-        tokens_R: int64, the token of each place; T where there is none.
-        places_TK: int64, the places of each token; R for one that it does not have.
+        tokens_R: int64, the token of each place; T for an empty place.
+        places_TK: int64, the places of each token; R for none.
 
     Returns:
-        x_RD; zero where there is no token.
+        x_RD; zero at empty places.
     """
     x_RD: Tensor = _SpreadPadded.apply(x_TD, tokens_R, places_TK)
     return x_RD
 
 
 def collect_padded(y_RD: Tensor, tokens_R: Tensor, places_TK: Tensor) -> Tensor:
-    """Sum the rows at each token's places, in float32: the mirror of `spread_padded`.
-
-    Args:
-        y_RD: outputs.
-        tokens_R: as in `spread_padded`.
-        places_TK: as in `spread_padded`.
+    """Sum the rows at each token's places in float32: the transpose of `spread_padded`.
 
     Returns:
         y_TD in the dtype of y.
@@ -89,7 +79,7 @@ def _rows_or_zero(x_TD: Tensor, tokens_R: Tensor) -> Tensor:
 
 
 def _sum_at_places(y_RD: Tensor, places_TK: Tensor) -> Tensor:
-    """Choice by choice: all at once would take K x T x D numbers in float32."""
+    """One choice at a time: all at once would need K x T x D float32 values."""
     total_TD = y_RD.new_zeros(places_TK.shape[0], y_RD.shape[1], dtype=torch.float32)
     for places_T in places_TK.unbind(1):
         total_TD += _rows_or_zero(y_RD, places_T)

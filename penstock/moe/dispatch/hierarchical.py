@@ -1,22 +1,22 @@
-"""The promise kept over several nodes: a token crosses to each node once, and another dispatcher spreads it there.
+"""Hierarchical dispatch over several nodes: a token crosses to each node once, and another dispatcher spreads it there.
 
-    dispatch   the nodes that hold an expert of each token: slots (token, node), ordered by node
-               rows, choices and weights sent to the rank at our own place of each of them
-               what arrived is dispatched among the ranks of the node; experts of other nodes count as dropped there
-    combine    what the node's ranks give for a token summed by the inner dispatcher
-               one row for each token and node sent back, and summed over the nodes in float32
+    dispatch   find the nodes that hold an expert of each token: slots (token, node), sorted by node
+               send rows, choices and weights to the rank at our own place of each of these nodes
+               dispatch the arrived rows inside the node; experts of other nodes count as dropped
+    combine    sum inside the node by the inner dispatcher
+               send one row for each (token, node) back, and sum over nodes in float32
 
-Between nodes a rank speaks to those at its own place only, so each of its messages uses its own network card. The inner
-dispatcher may be any; it sees a node as if there was nothing else. Where the ranks that share each expert are more than
-a node has, a node holds a part of each of its experts, and a token goes to all nodes that hold the others.
+Between nodes a rank exchanges rows only with the ranks at its own place, so each rank uses its own network card. Any
+dispatcher may be the inner one; it sees one node. If expert_tensor is larger than a node, a node holds a part of each
+of its experts, and a token goes to all nodes that hold the other parts.
 
-Counted: only tokens that need a node travel there; the host reads how many. Ranks then have different numbers of
-tokens, so an inner dispatcher that wants the same on each gets rows that chose nothing, as many as the fullest rank of
-the node has more. Not counted: every token goes to every node, so all shapes are known and the host reads nothing; with
-8 choices and few nodes nearly every token needs every node anyhow (docs/dispatch.md has the numbers).
+Counted: only tokens that need a node cross to it, and the host reads how many. Ranks then have different numbers of
+tokens; an inner dispatcher that needs equal numbers gets empty rows, up to the node's fullest rank. Not counted: every
+token crosses to every node, so all shapes are known. With 8 choices and few nodes nearly every token needs every node
+anyway (docs/dispatch.md has the numbers).
 
-Simpler than DeepEP's kernels, which forward a token inside the node while others still cross: here one waits for the
-other.
+Simpler than DeepEP's kernels, which forward tokens inside the node while others still cross: here the second exchange
+waits for the first.
 """
 
 from dataclasses import dataclass
@@ -45,9 +45,7 @@ class NodePlacement:
     """The ranks that share the experts of a layer, by node.
 
     Attributes:
-        placement: of the experts over all of them.
-        node: those on our node.
-        across: those at our place of every node.
+        across: ranks at our place of every node.
     """
 
     placement: ExpertPlacement
@@ -63,7 +61,7 @@ class NodePlacement:
         """The nodes that each token needs.
 
         Returns:
-            nodes_TW: int64, the number of each node; the number of nodes where it is not needed.
+            nodes_TW: int64 number of each node, or the number of nodes if the token does not need it.
         """
         node_W = torch.arange(self.across.size, device=experts_TK.device)
         first_W = node_W * self.node.size // self.placement.expert_tensor * self.placement.per_place
@@ -75,13 +73,13 @@ class NodePlacement:
 
 @dataclass(frozen=True)
 class HierarchicalMetadata(DispatchMetadata):
-    """A metadata for tokens that crossed. Its order is that of their slots (token, node).
+    """Its order is that of the slots (token, node).
 
     Attributes:
-        inner: of the dispatcher inside the node.
-        arrived: tokens that came here, without those that chose nothing.
-        receive: tokens that came from each node; None if as many from each.
-        send: tokens that went to each node; None if as many to each.
+        inner: metadata of the inner dispatcher.
+        arrived: tokens that arrived here, without empty rows.
+        receive: tokens from each node; None if all are equal.
+        send: tokens to each node; None if all are equal.
     """
 
     inner: DispatchMetadata
@@ -92,16 +90,15 @@ class HierarchicalMetadata(DispatchMetadata):
 
 @dataclass(frozen=True)
 class HierarchicalDispatcher:
-    """Sends each token once to each node, and lets another dispatcher spread it there.
+    """Sends each token once to each node, and spreads it there by another dispatcher.
 
     Attributes:
-        nodes: who holds which experts.
-        inner: dispatcher among `nodes.node`, with the placement `nodes.placement.block(nodes.node.size)`.
-        operators: kernels to run on.
+        nodes: experts and ranks of each node.
+        inner: dispatcher over `nodes.node`, with the placement `nodes.placement.block(nodes.node.size)`.
         is_counted: send only tokens that need a node; else all.
-        is_even: the inner dispatcher wants the same number of tokens on all ranks. Read only if they are counted.
-        counts: brings the numbers of tokens to the host.
-        wire_format: in which form rows travel; the inner dispatcher has the same.
+        is_even: the inner dispatcher needs equal token numbers on all ranks. Read only if they are counted.
+        counts: brings token counts to the host.
+        wire_format: format in which rows travel; the inner dispatcher has the same.
     """
 
     name: ClassVar[DispatcherName] = "hierarchical"
@@ -142,9 +139,9 @@ class HierarchicalDispatcher:
         return self._bring_home(y_TD, metadata.order, metadata.receive, metadata.send)
 
     def _count(self, routing: Routing) -> tuple[RowOrder, tuple[int, ...], tuple[int, ...], int]:
-        """The order of what is sent, tokens from and to each node, and tokens of the inner dispatch.
+        """The order of the slots, tokens from and to each node, and tokens of the inner dispatch.
 
-        The only time that the host waits outside the inner dispatcher.
+        The only wait of the host outside the inner dispatcher.
         """
         nodes, across = self.nodes, self.nodes.across
         order = self.operators.order_rows(nodes.needed(routing.experts_TK), across.size)
@@ -158,7 +155,7 @@ class HierarchicalDispatcher:
         return first_rows(order, sum(send)), receive, send, max(1, counts[-1])
 
     def _all(self, routing: Routing) -> tuple[RowOrder, None, None, int]:
-        """The same where every token goes to every node."""
+        """`_count` if every token goes to every node."""
         T, W = routing.experts_TK.shape[0], self.nodes.across.size
         number_R = torch.arange(T * W, device=routing.experts_TK.device)
         counts_W = torch.full((W,), T, dtype=torch.int32, device=number_R.device)
@@ -168,18 +165,18 @@ class HierarchicalDispatcher:
     def _cross(
         self, values: Tensor, order: RowOrder, receive: tuple[int, ...] | None, send: tuple[int, ...] | None
     ) -> Tensor:
-        """Each row to the nodes of its token; gradients are summed over the nodes in float32."""
+        """Send each row to the nodes of its token; gradients are summed over the nodes in float32."""
         sent = spread(values, order, self.operators)
         return exchange_rows(sent if send is None else sent[: sum(send)], self.nodes.across, receive, send)
 
     def _bring_home(
         self, y_TD: Tensor, order: RowOrder, receive: tuple[int, ...] | None, send: tuple[int, ...] | None
     ) -> Tensor:
-        """A row for each token that crossed back to where it came from, summed over the nodes in float32."""
+        """Send one row for each token that crossed back to its rank, and sum over the nodes in float32."""
         returned_RD = exchange_rows(y_TD, self.nodes.across, receive=send, send=receive)
         return self.operators.unpermute(_more_rows(returned_RD, order.slots_R.numel() - returned_RD.shape[0]), order)
 
 
 def _more_rows(rows: Tensor, more: int, value: int = 0) -> Tensor:
-    """Rows of one value after the others; without any, no copy."""
+    """Append constant rows; no copy if there are none."""
     return F.pad(rows, (0, 0, 0, more), value=value) if more else rows

@@ -20,8 +20,6 @@ class LocalDispatcher:
     """Sorts slots by expert; experts read rows from where the tokens are.
 
     Attributes:
-        experts: E.
-        operators: kernels.
         wire_format: format in which the experts read the rows; nothing travels.
     """
 

@@ -1,16 +1,16 @@
-"""Rows on their way to experts, in 16 bits or in 8, and what becomes of them at both ends.
+"""Rows that travel, in 16 bits or in 8.
 
-    16 bits    the rows themselves; a move is differentiable
-    8 bits     bytes, each row's values and scales (penstock/kernels/float8/quantized.py), and beside them a carrier
+    16 bits    the rows themselves; an exchange is differentiable
+    8 bits     bytes, each row's values and scales (penstock/kernels/float8/quantized.py), and a carrier
 
-Bytes have no gradient, and autograd would cast a gradient to the dtype of what it belongs to. So the graph sees a
-carrier instead: a tensor with the shape and dtype of the rows, and one number of memory. Bytes move forward; the
-carrier's gradient moves back in 16 bits. Moves copy rows, so their transposes are what `combine` does with outputs, and
-a dispatcher has both at hand. Gradients of outputs, which move as rows do, may be packed too: past the graph, in a box
+Bytes have no gradient, and autograd would cast a gradient to the dtype of its tensor. So autograd sees a carrier: a
+tensor with the shape and dtype of the rows and one element of memory. Bytes move forward, the carrier's gradient moves
+back in 16 bits. An exchange copies rows, so its transpose is what `combine` does with outputs; dispatchers pass both.
+Gradients of outputs move like rows and may be packed too, through a side channel past autograd
 (penstock/kernels/float8/gradient_side_channel.py).
 
-Rows are quantized before they leave, once, and nobody quantizes them again where their experts read rows in the same
-blocks. Where these do not, rows are dequantized as soon as they are there.
+Rows are quantized once, before they leave. Experts that read rows in the same blocks multiply them as they came;
+otherwise rows are dequantized on arrival.
 """
 
 from collections.abc import Callable
@@ -35,8 +35,8 @@ class DispatchPayload:
     """Rows.
 
     Attributes:
-        x_ND: in 16 bits; or what takes the gradient of packed ones, which nobody reads.
-        packed: uint8, N x the bytes of a row, or None.
+        x_ND: rows in 16 bits; or the carrier of packed ones.
+        packed: uint8, N x bytes of a row, or None.
     """
 
     x_ND: Tensor
@@ -46,12 +46,12 @@ class DispatchPayload:
         """The same rows elsewhere.
 
         Args:
-            out: copies rows of any dtype, or leaves them out, or makes some of zeros; differentiable.
-            back: its transpose, on gradients in 16 bits. Asked only if bytes went out: else `out` knows its own.
+            out: copies, omits or adds zero rows of any dtype; differentiable.
+            back: its transpose, on gradients in 16 bits; used for bytes only, because `out` differentiates itself.
         """
         if self.packed is None:
             return DispatchPayload(out(self.x_ND))
-        # Who copies number by number then copies 8 bytes at a time.
+        # Copy as int64: index_select then moves 8 bytes per element.
         packed = out(self.packed.view(torch.int64)).view(torch.uint8)
         carrier_ND: Tensor = _MoveCarrier.apply(self.x_ND, packed.shape[0], back)
         return DispatchPayload(carrier_ND, packed)
@@ -59,14 +59,12 @@ class DispatchPayload:
 
 @dataclass(frozen=True, kw_only=True)
 class WireFormat:
-    """How rows travel.
+    """Format in which rows travel.
 
     Attributes:
-        recipe: in whose blocks they are quantized; None sends them as they are.
-        form: of the values.
-        gradient: likewise, where the rows are gradients of outputs.
-        operators: quantize and dequantize.
-        dequantizes: where they arrive they are dequantized; else experts multiply them as they came.
+        recipe: blocks of the quantization; None sends rows as they are.
+        gradient: 8-bit format of output gradients.
+        dequantizes: rows are dequantized on arrival; else experts multiply them as they came.
     """
 
     recipe: Recipe | None = None
@@ -76,11 +74,7 @@ class WireFormat:
     dequantizes: bool = False
 
     def encode(self, x: Tensor | DispatchPayload) -> DispatchPayload:
-        """Rows, ready to travel.
-
-        Args:
-            x: x_TD; or what has come part of the way, which goes on as it is.
-        """
+        """Quantize rows for the wire. A payload that came part of the way passes unchanged."""
         if isinstance(x, DispatchPayload):
             return x
         return DispatchPayload(
@@ -88,28 +82,28 @@ class WireFormat:
         )
 
     def decode(self, payload: DispatchPayload) -> tuple[Tensor, Quantized | None]:
-        """Rows that arrived, as `ExpertRows` has them: x_ND, and what experts multiply instead of it."""
+        """Arrived rows as `ExpertRows` has them: x_ND, and its quantized form if experts multiply that."""
         if payload.packed is None:
             return payload.x_ND, None
-        assert self.recipe is not None, "packed rows for somebody who knows no recipe"
+        assert self.recipe is not None, "packed rows need a recipe"
         if self.dequantizes:
             opened_ND: Tensor = _Dequantize.apply(payload.x_ND, payload.packed, self)
             return opened_ND, None
         return payload.x_ND, as_quantized(payload.packed, payload.x_ND.shape[1], self.recipe, self.form)
 
     def encode_gradients(self, dy_TD: Tensor) -> Tensor:
-        """Gradients of outputs, packed for experts that expect them so: uint8, T x the bytes of a row."""
+        """Pack gradients of outputs for experts that expect them so: uint8, T x bytes of a row."""
         assert self.recipe is not None, "gradients are packed where rows are"
         return self.operators.pack_rows(dy_TD, self.recipe, self.gradient)
 
     def decode_gradients(self, packed: Tensor, width: int) -> Quantized:
-        """Packed gradients that arrived, as experts multiply them.
+        """Arrived packed gradients, as experts multiply them.
 
         Args:
-            packed: uint8, rows x the bytes of one.
-            width: numbers of a row.
+            packed: uint8, rows x bytes of a row.
+            width: values of a row.
         """
-        assert self.recipe is not None, "packed gradients for somebody who knows no recipe"
+        assert self.recipe is not None, "packed gradients need a recipe"
         return as_quantized(packed, width, self.recipe, self.gradient)
 
 
@@ -118,23 +112,19 @@ UNQUANTIZED = WireFormat()
 
 
 def wire_format_of(rule: Float8Rule) -> WireFormat:
-    """How rows travel in a layer.
-
-    Args:
-        rule: of the layer.
-    """
+    """The wire format of a layer."""
     dequantizes = _rows_by(rule.dispatch) != _rows_by(rule.experts)
     forms = {"form": rule.forward, "gradient": rule.gradient}
     return WireFormat(recipe=rule.dispatch, operators=rule.operators, dequantizes=dequantizes, **forms)
 
 
 def _rows_by(recipe: Recipe | None) -> tuple[object, ...] | None:
-    """What of a recipe a row shows; two that differ only in what they do along other dims make the same rows."""
+    """The part of a recipe that rows depend on; recipes with equal parts make the same rows."""
     return None if recipe is None else (recipe.rows, recipe.scaling)
 
 
 def carrier_like(x_TD: Tensor, rows: int) -> Tensor:
-    """A tensor with as many rows, each like those of `x_TD`, and one number of memory; nobody reads it."""
+    """A carrier for `rows` rows like those of `x_TD`."""
     return carrier_of((rows, x_TD.shape[1]), x_TD)
 
 

@@ -1,10 +1,17 @@
-"""How many rows a rank's experts have room for, and a count of those that found none.
+"""Row counts: read by the host (`SplitSizes`), or bounded beforehand (`RowCapacity`).
 
-A dispatcher that must know its shapes before it knows the routing asks its `RowCapacity`; what is kept for backward may
-stand on a `ActivationArena` that all layers share (penstock/moe/dispatch/row_capacity.py). Rows beyond it are left
-out of that pass, so the pass is worth nothing: they are counted on the device, the count is read once a step with the
-other figures, and the step is made again (penstock/train/step.py) with more room in the layers and on the ranks that
-were too small, which they keep. Passes that are not trained on are not repeated, so they always have room for all.
+A dispatcher without a `RowCapacity` brings row counts to the host, which waits for the device. On the meta device there
+is nothing to read, and `SplitSizes` states even counts times an imbalance.
+
+With a `RowCapacity` shapes are known before routing. Rows over the capacity are left out of the pass, which makes its
+result worthless: they are counted on the device, the count is read once a step with the other figures, and the step is
+repeated (penstock/train/step.py) with more capacity where it was too small. Passes without training are not repeated,
+so they always have the worst-case capacity.
+
+`ActivationArena` is one buffer for the pre-activations of all layers. A single layer needs capacity for an unlucky
+routing, but the sum over layers hardly varies: the arena holds `factor` times the even share of all of them, one
+layer's rows behind the other's. Each pass allocates its own buffer with its first layer, and autograd frees it after
+the backward pass of its last one.
 """
 
 import math
@@ -24,34 +31,22 @@ class SplitSizes:
     """Reads counts; the host waits for the device.
 
     Attributes:
-        imbalance: where nothing can be read, the rows of this rank's experts over the even share.
-        part: where nothing can be read, of the choices that a dispatcher sees those that are not dropped.
+        imbalance: on the meta device, rows of this rank's experts over the even share.
+        part: on the meta device, share of the choices that are not dropped.
     """
 
     imbalance: float = 1.0
     part: float = 1.0
 
     def total(self, counts_E: Tensor, even_share: float, most: int) -> int:
-        """Rows of all experts here.
-
-        Args:
-            counts_E: rows of each.
-            even_share: this rank's, if all ranks had the same number.
-            most: that there can be.
-        """
+        """Rows of all local experts."""
         if not counts_E.is_meta:
             return int(counts_E.sum())
         record_wait(counts_E)
         return self.stated(even_share, most)
 
     def exchanged(self, sent_W: Tensor, arriving_W: Tensor, even_share: int) -> tuple[list[int], list[int]]:
-        """Rows that go to each rank, and rows that come from each.
-
-        Args:
-            sent_W: integers on the device.
-            arriving_W: likewise.
-            even_share: all rows that we send.
-        """
+        """Rows to each rank, and rows from each."""
         if not sent_W.is_meta:
             send, receive = torch.stack((sent_W, arriving_W)).tolist()
             return send, receive
@@ -62,11 +57,11 @@ class SplitSizes:
         )
 
     def crossing(self, counts: Tensor, choices: tuple[int, ...]) -> list[int]:
-        """Tokens that come from each node, tokens that go to each, and tokens to make room for.
+        """Tokens from each node, tokens to each, and tokens to allocate.
 
         Args:
             counts: all of these, on the device.
-            choices: T x K of ours, which are of all nodes.
+            choices: T x K of this rank, over all nodes.
         """
         if not counts.is_meta:
             read: list[int] = counts.tolist()
@@ -77,12 +72,12 @@ class SplitSizes:
         return [each] * (2 * nodes) + [each * nodes]
 
     def stated(self, even_share: float, most: int) -> int:
-        """Rows where nothing can be read."""
+        """Row count on the meta device."""
         return min(most, math.ceil(even_share * self.part * self.imbalance))
 
 
 def part_that_crosses(nodes: int, top_k: int) -> float:
-    """Of the tokens, those of whose choices at least one is on a given node, if choices know nothing of nodes."""
+    """Share of tokens with at least one choice on a given node, if choices ignore nodes."""
     return 1 - (1 - 1 / nodes) ** top_k
 
 
@@ -96,23 +91,19 @@ def _dealt(rows: int, ranks: int) -> list[int]:
 
 
 MULTIPLE = 16
-"""A buffer with a bound has a multiple of this, rounded up; its last row is nobody's."""
+"""Capacities are a multiple of this less one; the row after the last is for dropped slots."""
 
 SPARE = 1.1
-"""Room over the most rows that came, so that the next step, whose routing differs a little, finds room."""
+"""New capacity over the most rows that came, because the next step's routing differs a little."""
 
 
 class CapacityTracker(nn.Module):
-    """Something that has room for so many rows and no more.
-
-    Args:
-        factor: rows over the even share to begin with.
+    """A limited number of rows, and a count of those over it.
 
     Attributes:
-        factor: now.
-        even_share: rows of the last pass, had all ranks had as many.
-        widenings: how often shapes may have changed, the same on all ranks.
-        meter: int64 [2]: rows that found no room, and the most rows that came in a pass, since `forget`.
+        even_share: rows of the last pass if all ranks had as many.
+        widenings: number of shape changes, the same on all ranks.
+        meter: int64 [2]: rows over capacity, and most rows of a pass, since `forget`.
     """
 
     meter: Tensor
@@ -126,30 +117,26 @@ class CapacityTracker(nn.Module):
 
     @property
     def left_out(self) -> Tensor:
-        """Int64 scalar, rows that found no room since `forget`."""
+        """Int64 scalar, rows over capacity since `forget`."""
         return self.meter[0]
 
     def forget(self) -> None:
-        """Start counting anew."""
+        """Reset the meter."""
         self.meter.zero_()
 
     def widen(self, most: int) -> None:
-        """From now on there is room for so many rows of a pass like the last ones, and for some more.
-
-        Args:
-            most: rows of a pass.
-        """
+        """Make room for `most` rows of a pass like the last ones, and some more."""
         self.widenings += 1
         if most > self.even_share * self.factor:
             self.factor = most / self.even_share * SPARE
 
 
 class RowCapacity(CapacityTracker):
-    """Room for the rows of one layer on one rank.
+    """Capacity for the rows of one layer on one rank.
 
     Args:
         placement: of the layer's experts.
-        factor: rows over the even share to begin with; infinity for the worst case.
+        factor: capacity over the even share; infinity for the worst case.
     """
 
     def __init__(self, placement: ExpertPlacement, factor: float) -> None:
@@ -157,11 +144,11 @@ class RowCapacity(CapacityTracker):
         self.placement = placement
 
     def rows(self, tokens: int, top_k: int) -> int:
-        """Rows that there is room for.
+        """The capacity in rows.
 
         Args:
             tokens: of all ranks together.
-            top_k: slots of each, all of different experts.
+            top_k: slots of each token, all of different experts.
         """
         worst = tokens * min(top_k, self.placement.per_place)
         if math.isinf(self.factor) or not self.training:
@@ -170,31 +157,26 @@ class RowCapacity(CapacityTracker):
         return min(worst, math.ceil((self.even_share * self.factor + 1) / MULTIPLE) * MULTIPLE - 1)
 
     def count(self, rows: Tensor, capacity: int) -> None:
-        """Note on the device that a pass brought so many rows.
-
-        Args:
-            rows: integer scalar.
-            capacity: for how many there was room.
-        """
+        """Meter a pass on the device."""
         self.meter[0] += (rows - capacity).clamp(min=0)
         self.meter[1] = torch.maximum(self.meter[1], rows)
 
 
 def rows_left_out(modules: Iterable[nn.Module], device: torch.device) -> Tensor:
-    """Rows of this rank that found no room, over all layers: int64 scalar on the device."""
+    """Rows of this rank over capacity, over all layers: int64 scalar on the device."""
     counts = [capacity.left_out for capacity in _trackers(modules)]
     return torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64, device=device)
 
 
 @torch.no_grad()
 def forget_left_out(modules: Iterable[nn.Module]) -> None:
-    """Start counting anew in every layer."""
+    """Reset the meter of every layer."""
     for capacity in _trackers(modules):
         capacity.forget()
 
 
 def make_room(modules: Iterable[nn.Module]) -> None:
-    """Room for what came since `forget_left_out`, in every layer. All ranks call it when any left out a row."""
+    """Widen every layer to the rows that came since `forget_left_out`. All ranks call it when any left out a row."""
     trackers = list(_trackers(modules))
     for capacity, most in zip(
         trackers, torch.stack([capacity.meter[1] for capacity in trackers]).tolist() if trackers else (), strict=True
@@ -203,7 +185,7 @@ def make_room(modules: Iterable[nn.Module]) -> None:
 
 
 def widenings(modules: Iterable[nn.Module]) -> int:
-    """How often shapes may have changed since the modules were made, the same on all ranks."""
+    """Number of shape changes since the modules were made, the same on all ranks."""
     return max((capacity.widenings for capacity in _trackers(modules)), default=0)
 
 
@@ -212,14 +194,7 @@ def _trackers(modules: Iterable[nn.Module]) -> Iterator[CapacityTracker]:
 
 
 class ActivationArena(CapacityTracker):
-    """Room for what the layers of a stage keep on one rank; `even_share` is that of all of them together.
-
-    Args:
-        factor: rows over the even share to begin with.
-
-    Attributes:
-        layers: that keep rows here.
-    """
+    """Capacity for the pre-activations of a stage's layers on one rank; `even_share` is that of all layers together."""
 
     def __init__(self, factor: float) -> None:
         super().__init__(factor)
@@ -229,30 +204,30 @@ class ActivationArena(CapacityTracker):
         self._left = 0
 
     def join(self) -> None:
-        """Say that one more layer keeps its rows here."""
+        """Add a layer."""
         self.layers += 1
 
     def begin(self) -> None:
-        """A pass begins: its rows go to a board of its own."""
+        """Begin a pass: its rows go to a new buffer."""
         self._buffer = self._cursor = None
         self._left = 0
 
     def forget(self) -> None:
-        """See `CapacityTracker`. Also the board of a pass that was given up."""
+        """See `CapacityTracker`. Also drops the buffer of a pass that was given up."""
         super().forget()
         self.begin()
 
     def place(self, used: Tensor, capacity: int, like: Tensor, *, even_share: float) -> SavedRows:
-        """A place for the rows of the next layer.
+        """Allocate the rows of the next layer.
 
         Args:
-            used: int32, one number: rows that it has, on the device.
-            capacity: most rows that it can have.
-            like: of the width, dtype and device of the rows.
-            even_share: the layer's even share of rows.
+            used: int32 [1], rows of the layer, on the device.
+            capacity: most rows of the layer.
+            like: width, dtype and device of the rows.
+            even_share: of the layer.
         """
         width = like.shape[1]
-        if like.is_meta:  # Layers are planned one at a time, so each counts for itself.
+        if like.is_meta:  # A plan runs one layer at a time, so each layer counts only itself.
             return SavedRows(
                 like.new_empty(self._rows(even_share), width), used.new_empty(1, dtype=torch.int64), capacity
             )
@@ -262,7 +237,7 @@ class ActivationArena(CapacityTracker):
             self._cursor = torch.zeros(1, dtype=torch.int64, device=like.device)
             self._left = self.layers
         buffer = self._buffer
-        assert buffer.shape[1] == width, "all layers of a arena are as wide"
+        assert buffer.shape[1] == width, "all layers of an arena have one width"
         first = claim_rows(self._cursor, used, len(buffer), self.meter)
         self._left -= 1
         if self._left == 0:  # From now on the board lives as long as layers keep rows on it.

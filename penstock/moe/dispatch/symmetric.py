@@ -1,21 +1,20 @@
-"""The promise kept inside one node by kernels that write into the other GPUs' memory.
+"""Symmetric dispatch inside one node: our kernels write rows straight into the memory of the other GPUs.
 
-    dispatch   choices and weights pushed to all ranks; each row once to each other rank that holds an expert of it
-               beside it: slots of all ranks' tokens ordered by OUR experts, as soon as the choices are here;
-               rows copied out of the slot that they come in, chunk by chunk
-    experts    read them through the index
-    combine    for each row that came, the sum of what our experts gave for it pushed back
-               beside it: the ranks' sums added up, chunk by chunk
+    dispatch   push choices and weights to all ranks; push each row once to each rank that holds one of its experts
+               beside it: sort the slots of all ranks' tokens by OUR experts once the choices are here;
+               copy rows out of the receive buffer, chunk by chunk
+    experts    read rows through the index
+    combine    for each row that came, push the sum of our experts' outputs back
+               beside it: add up the ranks' sums, chunk by chunk
 
-Backward is the same the other way: gradients of the outputs are pushed to the experts like rows (the choices are known
-there by now) and go straight to their places, and those of the rows and weights are pushed back and added up: by copy
-engines, while the gradient of the experts' first matrix is computed (`ExpertRows.deferred`). Rows may go out in 8 bits,
-and so do gradients of the outputs then, if the experts expect it; what goes home has 16 bits and uses the same slots.
-Shapes depend on nothing but the number of tokens and the `RowCapacity`, the host reads nothing, and no collective is
-called.
+Backward runs the same way in reverse: gradients of outputs are pushed to the experts like rows, straight to their
+places, because the choices are known by now. Gradients of rows and weights are pushed back and added up; copy engines
+do that while the gradient of the experts' first matrix is computed (`ExpertRows.deferred`). Rows may travel in 8 bits,
+and so may gradients of outputs if the experts expect it; the way back has 16 bits and uses the same slots. Shapes
+depend only on the number of tokens and the `RowCapacity`; the host reads nothing, and there is no collective.
 
-Simpler than DeepEP: a row's place at the receiver is its token's number, so there are no queues, counts or handles; the
-price is memory for all tokens of all ranks, and one copy of what arrived, made while the rest is on its way.
+Simpler than DeepEP: a row's place at the receiver is its token's number, so there are no queues, counts or handles. The
+price is memory for all tokens of all ranks, and one copy of the arrived rows, made while others are still on their way.
 """
 
 from collections.abc import Callable
@@ -63,19 +62,16 @@ from penstock.parallel.weight_grad_store import DeferredWork
 
 @dataclass(frozen=True)
 class SymmetricTransport:
-    """What both directions need.
+    """Buffers and kernel launches of both directions.
 
     Attributes:
-        buffers: where rows travel through.
-        homes: of the experts.
-        push: how rows are sent to experts.
-        take: how they are copied out there, as they come.
-        take_all: the same when all are there.
-        back: how they are sent home.
-        sum: how they are added up there, as they come.
-        sum_all: the same when all are there.
-        chunks: that tokens are cut into; 0 asks `chunks_for`.
-        by_engines: copy engines send the rows, all of them to all ranks, in one chunk.
+        push: launch of the kernel that sends rows to experts.
+        take: launch of the kernel that copies rows out of the buffer as they come.
+        take_all: the same, if all rows are there.
+        back: launch of the kernel that sends outputs back.
+        sum: launch of the kernel that adds them up as they come.
+        chunks: of tokens; 0 asks `chunks_for`.
+        by_engines: copy engines send all rows to all ranks, in one chunk.
     """
 
     buffers: SymmetricBuffers
@@ -90,7 +86,7 @@ class SymmetricTransport:
     by_engines: bool = False
 
     def cut(self, rows_T: Tensor) -> TokenChunks:
-        """The tokens of a rank in chunks, whatever their rows are made of."""
+        """Chunks of a rank's tokens."""
         tokens, width = rows_T.shape
         if self.by_engines:
             return TokenChunks.cut(tokens, 1)
@@ -99,16 +95,15 @@ class SymmetricTransport:
         )
 
     def signals(self, launch: PersistentLaunch, rows: int) -> int:
-        """By how much a flag grows when rows are written."""
+        """Increase of a flag when rows have been written."""
         return 1 if self.by_engines else launch.programs_for(rows)
 
 
 @dataclass(frozen=True)
 class SymmetricMetadata(DispatchMetadata):
-    """A metadata for rows that were pushed. Its order is that of all ranks' slots, as our experts see them.
+    """Its order is that of all ranks' slots, as our experts see them.
 
     Attributes:
-        experts_TK: our own choices.
         gradients: see `ExpertRows`.
     """
 
@@ -117,7 +112,7 @@ class SymmetricMetadata(DispatchMetadata):
 
     @property
     def places(self) -> LocalPlaces:
-        """Where our experts have the rows of all ranks' tokens."""
+        """Places of all ranks' tokens among our experts' rows."""
         return LocalPlaces(places_NK=self.order.places_TK, counts_e=self.order.counts_E)
 
 
@@ -126,13 +121,9 @@ class SymmetricDispatcher:
     """Pushes rows to experts and back; each rank of the axis has the same number of tokens.
 
     Attributes:
-        placement: who holds which experts.
-        transport: the buffers, and how the kernels that use them are launched.
-        row_capacity: says how many rows the experts have room for; None asks the device, and the host waits.
-        counts: asks it.
-        wire_format: in which form rows travel.
-        overlaps_backward: something of the experts' backward pass is computed while gradients of rows travel; not where
-            transfers run on a stream of their own in any case.
+        row_capacity: limit of the row count; None reads the count on the host.
+        overlaps_backward: a part of the experts' backward pass runs while row gradients travel; False if transfers run
+            on their own stream anyway.
     """
 
     name: ClassVar[DispatcherName] = "symmetric"
@@ -167,7 +158,7 @@ class SymmetricDispatcher:
         return y_TD
 
     def _order(self, experts_NK: Tensor, weights_NK: Tensor) -> LocalOrder:
-        """Places of all ranks' slots among our experts, as many as there is room for."""
+        """Places of all ranks' slots among our experts, up to the capacity."""
         own, (tokens, top_k) = self.placement.experts_of(self.transport.buffers.peers.rank), experts_NK.shape
         if self.row_capacity is None:
             arrivals = order_local_rows(experts_NK, weights_NK, own, tokens * min(top_k, len(own)))
@@ -181,14 +172,15 @@ class SymmetricDispatcher:
 def transport_of(
     placement: ExpertPlacement, buffers: SymmetricBuffers, programs: int = 0, *, by_engines: bool = False
 ) -> SymmetricTransport:
-    """Links of a layer with launches that were chosen beforehand.
+    """The transport of a layer, with the measured launches.
 
     Args:
-        placement: of the layer's experts; on as many ranks as the buffers.
+        placement: on as many ranks as the buffers.
         buffers: may be shared by all layers.
-        programs: of each kernel, the same on all ranks; 0 takes those that are fastest alone. Fewer leave more of the
-            chip to what is computed meanwhile.
-        by_engines: copy engines send the rows, where there are some: a plan has none, and counts kernels.
+        programs: of each kernel, the same on all ranks; 0 takes the fastest. Fewer leave multiprocessors to concurrent
+            compute.
+        by_engines: copy engines send the rows, if the buffers have mapped tensors: a plan's have none and counts
+            kernels.
     """
     assert placement.places == buffers.peers.size, f"{placement} on {buffers.peers.size} ranks"
     homes = ExpertRanks(per_rank=placement.per_place, parts=placement.expert_tensor)
@@ -200,7 +192,7 @@ def transport_of(
 
 
 def _used(arrivals: LocalOrder, rows: int) -> LocalOrder:
-    """Without the places that hold nothing, but for one."""
+    """Without empty places, except one."""
     slots_R, index_R, weights_R = (values_R[: rows + 1] for values_R in arrivals[:3])
     return LocalOrder(slots_R, index_R, weights_R, arrivals.places_NK.clamp(max=rows), arrivals.counts_e)
 
@@ -208,14 +200,14 @@ def _used(arrivals: LocalOrder, rows: int) -> LocalOrder:
 def _arrived(
     shape: tuple[int, int], dtype: torch.dtype, section: BufferSection, slot: int, transport: SymmetricTransport
 ) -> Tensor:
-    """A section of our slot, as what W ranks sent of this shape."""
+    """A section of the receive slot: W ranks' tensors of this shape."""
     return transport.buffers.view(section, slot, (transport.buffers.peers.size * shape[0], shape[1]), dtype)
 
 
 def _pusher(
     rows_T: Tensor, experts_TK: Tensor, slot: int, transport: SymmetricTransport, choices: RoutingPayload | None = None
 ) -> Callable[[TokenChunks], None]:
-    """Launches the kernel that writes our rows, of any dtype, into everybody's slot of the way out, choices first."""
+    """Launches the kernel that writes our rows into the receive slots of all ranks, choices first."""
     buffers = transport.buffers
     offsets = buffers.sizes.offset(BufferSection.OUT_ROWS, slot), buffers.flags_at(Channel.ROWS)
 
@@ -226,7 +218,7 @@ def _pusher(
 
 
 def _copier(rows_T: Tensor, slot: int, transport: SymmetricTransport) -> Callable[[TokenChunks], None]:
-    """Has copy engines do so, without choices."""
+    """Writes our rows to all ranks by copy engines, without choices."""
 
     def send(chunks: TokenChunks) -> None:
         transport.buffers.copy_to_others(BufferSection.OUT_ROWS, slot, lambda peer: rows_T, Channel.ROWS)
@@ -237,7 +229,7 @@ def _copier(rows_T: Tensor, slot: int, transport: SymmetricTransport) -> Callabl
 def _take(
     own_T: Tensor, slot: int, places: LocalPlaces, out: Tensor, transport: SymmetricTransport, *, is_spread: bool
 ) -> None:
-    """Rows of all ranks out of the slot; `own_T` are our own."""
+    """Copy the rows of all ranks out of the slot; `own_T` are our own."""
     buffers, tokens = transport.buffers, own_T.shape[0]
     rows_N = _arrived((tokens, own_T.shape[1]), own_T.dtype, BufferSection.OUT_ROWS, slot, transport)
 
@@ -258,7 +250,7 @@ def _bring_back(
     transport: SymmetricTransport,
     deferred: DeferredWork | None = None,
 ) -> CombineBuffers:
-    """One row (and the scalars) back for each that came; what came back to us, summed. `deferred` is done meanwhile."""
+    """Send one row (and the scalars) back for each that came, and sum those for our tokens, beside `deferred`."""
     overlaps_backward = deferred is not None and not deferred.is_empty
     if overlaps_backward:
         # All rows to all ranks are more bytes, but what is computed meanwhile hides them and loses no multiprocessor.
@@ -301,7 +293,7 @@ def _bring_back(
 
 
 def _home(returned: ReturnPayload, experts_TK: Tensor, slot: int, transport: SymmetricTransport) -> CombineBuffers:
-    """Where rows and scalars come to us, and where their sums go."""
+    """Receive buffers for rows and scalars, and the tensors for their sums."""
     tokens, width = len(experts_TK), returned.rows.shape[1]
     y_TD = returned.rows.new_empty(tokens, width)
     parts_ND = _arrived((tokens, width), y_TD.dtype, BufferSection.BACK_ROWS, slot, transport)
@@ -313,9 +305,9 @@ def _home(returned: ReturnPayload, experts_TK: Tensor, slot: int, transport: Sym
 
 
 class _Dispatch(torch.autograd.Function):
-    """Rows of all ranks' tokens, and the order and weights of ours; backward brings gradients back, in 16 bits.
+    """Rows of all ranks' tokens, with order and weights of our slots. Backward returns row gradients in 16 bits.
 
-    Where rows are packed they come as bytes, beside their carrier (penstock/moe/dispatch/payload.py).
+    Packed rows come as bytes beside their carrier (penstock/moe/dispatch/payload.py).
     """
 
     @staticmethod
@@ -377,7 +369,7 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """Outputs home and summed; backward pushes their gradients to the experts, in 8 bits if these expect that."""
+    """Sums of outputs for our tokens; backward pushes output gradients to the experts, packed if they expect that."""
 
     @staticmethod
     def forward(

@@ -1,12 +1,13 @@
-"""Environment variables: the only file that reads or sets any, so everything that a shell can change is said here.
+"""Environment variables: the only file that reads or sets any.
 
-What is read stands in `READ`, what is set in `penstock.parallel.launch.environment`; docs/environment.md shows both.
+`READ` has the variables that are read, `RULES` those that are set; docs/environment.md shows both.
 
-A process learns from torchrun or from Slurm which of how many it is. torchrun's words (RANK, WORLD_SIZE, ...) come
-first; srun's count only inside a step that srun started: a batch script has SLURM_PROCID too, and is no rank.
+A process learns its rank from torchrun or Slurm. torchrun's variables (RANK, WORLD_SIZE, ...) come first; srun's count
+only inside a step that srun started: a batch script has SLURM_PROCID too, and is no rank.
 
-What is set, is set twice: before PyTorch is imported (so this file imports none) by what the machine is, and again
-before a GPU is used by what the run is. A launcher sets it once for all that it starts. The shell's choice stands.
+Libraries read some choices from the environment only. A rule sets a variable if the facts of a process ask for it and
+the shell has not set it. Variables are set twice: before PyTorch is imported (so this file imports none) by the
+machine, and before a GPU is used by the run. Job scripts of `penstock launch` write them out.
 """
 
 import os
@@ -20,22 +21,22 @@ from penstock.base.errors import DeviceError
 from penstock.parallel.launch.host import Vendor, gpu_vendor, usable_cores
 
 SPIN_COUNT = "20000"
-"""Some tens of microseconds, about as long as a small operator takes; GNU OpenMP's default is 300,000."""
+"""Some tens of microseconds, about as long as a small operator; GNU OpenMP's default is 300,000."""
 
 KERNARG_POOL_BYTES = 12 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchFacts:
-    """What the rules depend on.
+    """Facts of a process that the rules depend on.
 
     Attributes:
         vendor: of the GPUs that are used; cpu if none is.
         world: ranks of the run.
         local_world: ranks on this machine.
-        cores: CPU cores that these ranks share; 0 if that is not known here.
-        deterministic: operators whose result depends on timing are refused.
-        computes: the process may multiply matrices; if not, it only reads files and counts.
+        cores: CPU cores of these ranks; 0 if unknown.
+        deterministic: operators with timing-dependent results are refused.
+        computes: the process may multiply matrices; else it only reads files and counts.
     """
 
     vendor: Vendor = "cpu"
@@ -52,7 +53,7 @@ class LaunchFacts:
 
     @property
     def cores_each(self) -> int:
-        """Cores of one of the processes of this machine."""
+        """Cores of each process of this machine."""
         return max(1, self.cores // self.local_world)
 
 
@@ -61,14 +62,13 @@ class VariableRule:
     """One variable.
 
     Attributes:
-        name: of the variable.
-        value: what it is set to; a part in braces is taken from `facts`.
-        shown: the value in words, where it depends on facts.
+        value: a part in braces is taken from `facts`.
+        shown: the value in words, if it depends on facts.
         applies: whether the facts of a process ask for it.
-        when: the same in words.
-        why: what goes wrong, or slow, without it.
-        source: where that is written or measured.
-        also: variables that say the same thing; if the shell has set one of them, this one is left alone.
+        when: `applies` in words.
+        why: what is wrong or slow without it.
+        source: of the reason.
+        also: variables with the same meaning; if the shell has set one of them, this one is left alone.
     """
 
     name: str
@@ -205,7 +205,7 @@ READ = {
     "SLURM_JOB_ID, SLURM_STEP_ID": "name of the launch, also after Slurm has requeued the job; the port to meet at",
     "SLURM_CPUS_PER_TASK": "cores of a rank",
 }
-"""What Penstock listens to, for docs/environment.md."""
+"""Variables that Penstock reads, for docs/environment.md."""
 
 FIRST_PORT, PORTS = 20_000, 20_000
 """Ports at which ranks meet under Slurm: one by the number of the job, so that two jobs on a machine do not meet."""
@@ -213,20 +213,20 @@ FIRST_PORT, PORTS = 20_000, 20_000
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """What the environment variables say.
+    """Values of the environment variables.
 
     Attributes:
         color: terminal output may have colors.
-        threads: threads of a CPU operator, or None if nobody chose.
+        threads: of a CPU operator, or None if unset.
         world_size: processes that were started together.
-        rank: which of them this is.
-        local_rank: which of those on this machine.
+        rank: of this process.
+        local_rank: among the processes of this machine.
         local_world_size: processes of this machine.
-        started_by: who started it as one of several; empty if a person did.
-        launch: name of the launch, the same after a restart; empty if it has none of its own.
-        restarts: how often these ranks were started before.
-        meeting_point: where ranks meet, as `host:port`; empty for one process.
-        cores_each: cores that whoever started it gives each rank, or None.
+        started_by: the launcher; empty for a single process.
+        launch: name of the launch, the same after a restart; may be empty.
+        restarts: earlier starts of these ranks.
+        meeting_point: address of the rendezvous, `host:port`; empty for one process.
+        cores_each: cores of each rank according to the launcher, or None.
     """
 
     color: bool
@@ -243,7 +243,7 @@ class Environment:
 
 
 def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
-    """Read every variable that Penstock listens to.
+    """Read every variable.
 
     Raises:
         DeviceError: a variable that should be a number is none, or they contradict each other.
@@ -257,7 +257,7 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
 
 
 def _from_torchrun(variables: Mapping[str, str], color: bool, threads: int | None) -> Environment:
-    """One of the processes that torchrun, or somebody who speaks like it, has started."""
+    """A process started by torchrun, or by a launcher that sets its variables."""
     world, rank = _whole_number(variables, "WORLD_SIZE") or 1, _whole_number(variables, "RANK", low=0) or 0
     local_world = _whole_number(variables, "LOCAL_WORLD_SIZE") or 1
     local_rank = _whole_number(variables, "LOCAL_RANK", low=0) or 0
@@ -286,7 +286,7 @@ def _from_torchrun(variables: Mapping[str, str], color: bool, threads: int | Non
 
 
 def _from_srun(variables: Mapping[str, str], color: bool, threads: int | None) -> Environment:
-    """One of the tasks of a step of Slurm."""
+    """A task of a Slurm step."""
     world, rank = _whole_number(variables, "SLURM_STEP_NUM_TASKS") or 1, _whole_number(variables, "SLURM_PROCID", low=0)
     job, step = _whole_number(variables, "SLURM_JOB_ID") or 1, _whole_number(variables, "SLURM_STEP_ID", low=0) or 0
     local_rank, node = (_whole_number(variables, name, low=0) or 0 for name in ("SLURM_LOCALID", "SLURM_NODEID"))
@@ -349,7 +349,7 @@ def _first_host(nodes: str) -> str:
 
 
 def facts_of_machine(environment: Environment) -> LaunchFacts:
-    """What the rules can know before there is a run."""
+    """Facts that are known before there is a run."""
     each, local_world = environment.cores_each, environment.local_world_size
     return LaunchFacts(
         vendor=gpu_vendor(),
@@ -360,7 +360,7 @@ def facts_of_machine(environment: Environment) -> LaunchFacts:
 
 
 def prepare_environment(facts: LaunchFacts | None = None) -> None:
-    """Set the variables that the facts ask for. What the shell has set, or set by another name, stands.
+    """Set the variables that the facts ask for. The shell's settings stand.
 
     Args:
         facts: of the run; None takes those of the machine, and must come before PyTorch is imported.
@@ -370,11 +370,7 @@ def prepare_environment(facts: LaunchFacts | None = None) -> None:
 
 @contextmanager
 def environment_for_children(facts: LaunchFacts) -> Iterator[None]:
-    """While it is entered, processes that are started get the variables that their facts ask for.
-
-    Args:
-        facts: of each of them.
-    """
+    """Set the variables for processes that are started inside the context."""
     missing = _missing(facts)
     os.environ.update(missing)
     try:
@@ -385,7 +381,7 @@ def environment_for_children(facts: LaunchFacts) -> Iterator[None]:
 
 
 def shell_variables(names: Iterable[str], variables: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Those of some variables that are set, as they are; for who only tells of them.
+    """Those of some variables that are set, for callers that only print them.
 
     Args:
         names: of the variables.
@@ -395,7 +391,7 @@ def shell_variables(names: Iterable[str], variables: Mapping[str, str] = os.envi
 
 
 def _missing(facts: LaunchFacts) -> dict[str, str]:
-    """What the facts ask for and the shell has not chosen."""
+    """Variables that the facts ask for and the shell has not set."""
     names = {rule.name: (rule.name, *rule.also) for rule in RULES}
     return {
         name: value for name, value in settings(facts).items() if not any(also in os.environ for also in names[name])
@@ -403,7 +399,7 @@ def _missing(facts: LaunchFacts) -> dict[str, str]:
 
 
 def environment_line(facts: LaunchFacts, variables: Mapping[str, str] = os.environ) -> str:
-    """The variables of the table as they are now, in one line: first those that have our value, then the shell's.
+    """Variables of the table in one line: first those with our value, then the shell's.
 
     Args:
         facts: of the run.
@@ -419,7 +415,7 @@ def environment_line(facts: LaunchFacts, variables: Mapping[str, str] = os.envir
 
 
 def environment_page() -> str:
-    """docs/environment.md: what is set, when and why, and what is read."""
+    """docs/environment.md."""
     cell = "| {} |".format
     rules = [
         cell(

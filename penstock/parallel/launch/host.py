@@ -1,16 +1,16 @@
-"""The machine around a process: its cores, its GPUs' vendor, and which cores are near which GPU (Linux).
+"""The machine: its cores, its GPUs' vendor, and the cores near each GPU (Linux).
 
-A GPU hangs on one socket. A process that feeds it from the other pays for every launch and every copy, so each process
-is bound to cores of its GPU's NUMA node before it starts threads and touches memory: Linux gives a page to the node of
-the core that touches it first, so the memory follows.
+A GPU is attached to one socket, and launches and copies from the other socket are slower. So each process is bound to
+cores of its GPU's NUMA node before it starts threads and touches memory; Linux places a page on the node of the core
+that touches it first, so memory follows.
 
-    /sys/bus/pci/devices/0000:1b:00.0/numa_node              the node of a GPU of any vendor; -1 if nobody knows
+    /sys/bus/pci/devices/0000:1b:00.0/numa_node              the node of a GPU of any vendor; -1 if unknown
     /sys/devices/system/node/node0/cpulist                   its cores, such as 0-31,64-95
     /sys/devices/system/cpu/cpu0/topology/thread_siblings_list    the hardware threads of one core, such as 0,64
 
-Processes whose GPUs share a node divide its cores evenly and keep hardware threads of a core together. Nobody gets a
-core that it may not use already, so a container's or Slurm's choice stands. Unlike numactl there is nothing to install,
-nothing to type, and a machine with one node is left alone.
+Processes whose GPUs share a node divide its cores evenly; hardware threads of a core stay together. A process gets only
+cores that it may use already, so a container's or Slurm's choice stands. A machine with one node is left alone. Unlike
+numactl nothing needs to be installed.
 """
 
 import os
@@ -22,16 +22,16 @@ from typing import Literal
 Vendor = Literal["nvidia", "amd", "cpu"]
 
 ROOT = Path("/")
-"""Below it the system shows itself as files; tests have a tree of their own."""
+"""Root of the system's files; tests have their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Binding:
-    """Which cores a process keeps to.
+    """Cores that a process is bound to.
 
     Attributes:
         node: NUMA node of its GPU.
-        cores: numbers of the cores, ascending.
+        cores: ascending.
         sharers: processes that divide the node's cores.
     """
 
@@ -45,20 +45,20 @@ class Binding:
 
 
 def gpu_vendor(root: Path = ROOT) -> Vendor:
-    """Whose GPUs this machine has, by their driver: known before PyTorch is imported."""
+    """Vendor of this machine's GPUs, by their driver; needs no PyTorch."""
     if (root / "proc/driver/nvidia/version").exists() or (root / "dev/nvidiactl").exists():
         return "nvidia"
     return "amd" if (root / "dev/kfd").exists() else "cpu"
 
 
 def allowed_cores() -> frozenset[int]:
-    """Numbers of the cores that this process may use."""
+    """Cores that this process may use."""
     # NOTE: sched_getaffinity is missing on macOS.
     return frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
 
 
 def usable_cores(root: Path = ROOT) -> int:
-    """How many cores this process may use: its affinity, and the quota of its container (cgroup v2)."""
+    """Number of cores that this process may use: its affinity and its container's quota (cgroup v2)."""
     cores = len(allowed_cores())
     limit = root / "sys/fs/cgroup/cpu.max"  # `quota period` in microseconds, or `max period`
     if limit.exists():
@@ -69,7 +69,7 @@ def usable_cores(root: Path = ROOT) -> int:
 
 
 def free_host_bytes(root: Path = ROOT) -> int | None:
-    """Memory that programs can have, or less of it if this process is in a container; None if that is not known."""
+    """Free memory, or what its container leaves of it; None if unknown."""
     lines = dict(line.split(":", 1) for line in _read(root / "proc/meminfo").splitlines() if ":" in line)
     if "MemAvailable" not in lines:
         return None
@@ -79,7 +79,7 @@ def free_host_bytes(root: Path = ROOT) -> int | None:
 
 
 def host_bytes(root: Path = ROOT) -> int | None:
-    """Memory of the machine, or less of it if this process is in a container; None if that is not known."""
+    """Memory of the machine, or the limit of its container; None if unknown."""
     lines = dict(line.split(":", 1) for line in _read(root / "proc/meminfo").splitlines() if ":" in line)
     limits = [_read(root / "sys/fs/cgroup" / name) for name in ("memory.max", "memory/memory.limit_in_bytes")]
     known = [int(limit) for limit in limits if limit.isdigit()]
@@ -110,16 +110,16 @@ def ranges(numbers: Sequence[int]) -> str:
 def choose_binding(
     bus_ids: Sequence[str], local_rank: int, allowed: frozenset[int], root: Path = ROOT
 ) -> Binding | None:
-    """Which cores a process should keep to.
+    """Cores that a process should be bound to.
 
     Args:
         bus_ids: PCI addresses of the GPUs of all processes of this machine, such as 0000:1b:00.0, in their order.
-        local_rank: whose cores are asked for.
+        local_rank: of the process.
         allowed: cores that the process may use now.
         root: of the system's files.
 
     Returns:
-        None if there is nothing to choose: one NUMA node, one that nobody knows, or none of its cores is allowed.
+        None without a choice: one NUMA node, an unknown one, or none of its cores is allowed.
     """
     if len(list((root / "sys/devices/system/node").glob("node[0-9]*"))) < 2:
         return None
@@ -137,7 +137,7 @@ def choose_binding(
 
 
 def bind(binding: Binding) -> None:
-    """Keep every thread of this process, and all that they will start, to the cores of a binding."""
+    """Bind every thread of this process, and all that they will start."""
     for thread in sorted(int(path.name) for path in Path("/proc/self/task").iterdir()):
         try:
             os.sched_setaffinity(thread, binding.cores)
@@ -146,13 +146,13 @@ def bind(binding: Binding) -> None:
 
 
 def _node_of(bus_id: str, root: Path) -> int | None:
-    """NUMA node of a PCI device, or None where the system does not say."""
+    """NUMA node of a PCI device, or None if unknown."""
     text = _read(root / "sys/bus/pci/devices" / bus_id.lower() / "numa_node")
     return int(text) if text and int(text) >= 0 else None
 
 
 def _physical_cores(threads: Sequence[int], allowed: frozenset[int], root: Path) -> list[tuple[int, ...]]:
-    """The allowed ones of some hardware threads, grouped by core."""
+    """The allowed hardware threads, grouped by core."""
     cores: dict[tuple[int, ...], list[int]] = {}
     for thread in threads:
         if thread in allowed:
@@ -162,5 +162,5 @@ def _physical_cores(threads: Sequence[int], allowed: frozenset[int], root: Path)
 
 
 def _read(path: Path) -> str:
-    """Text of a small file of the system; empty if it is not there."""
+    """Text of a small system file; empty if it does not exist."""
     return path.read_text().strip() if path.is_file() else ""

@@ -1,9 +1,9 @@
-"""Texts that start a run on many machines: a script for Slurm, a manifest for Kubernetes. Nothing is submitted here.
+"""Scripts that start a run on many machines: for Slurm, and a manifest for Kubernetes. Nothing is submitted.
 
-Both start one torchrun on each machine, which starts a rank for each GPU. The launch has a name that outlives a
-restart, so whoever restarts the ranks (torchrun after a crash, Slurm after a machine was lost, Kubernetes after an
-eviction), they go on from the newest checkpoint. What the environment rules ask for is written out, and a shell that
-has set a variable keeps it. All machines must see the same folder of runs.
+Both start one torchrun on each machine, which starts a rank for each GPU. The launch has a name that outlives restarts,
+so ranks go on from the newest checkpoint after a restart by torchrun (a crash), Slurm (a lost machine) or Kubernetes
+(an eviction). The environment rules are written out, and the shell's settings stand. All machines must see the same
+folder of runs.
 """
 
 import json
@@ -18,7 +18,7 @@ from penstock.parallel.launch.environment import FIRST_PORT, PORTS, LaunchFacts,
 from penstock.parallel.launch.host import Vendor
 
 STOP_SECONDS = 120
-"""Time for the step that runs and its checkpoint: Slurm asks for a stop so long before the end, a pod is given it."""
+"""Time for the current step and its checkpoint before the end of a Slurm job, or of a pod."""
 
 _SLURM_TIME = re.compile(
     r"\d+(:[0-5]?\d(:[0-5]?\d)?)?|\d+-([01]?\d|2[0-3])(:[0-5]?\d){0,2}|UNLIMITED|INFINITE", re.ASCII | re.IGNORECASE
@@ -41,13 +41,12 @@ class Job:
     """A run on many machines.
 
     Attributes:
-        name: of the job.
-        words: what comes after `penstock`: train, the target, overrides.
+        words: after `penstock`: train, the target, overrides.
         nodes: machines.
         gpus: of each machine, and so its ranks.
         cpus: cores of each machine, or None to leave that to the cluster.
         restarts: how often torchrun starts all ranks again after one has died.
-        facts: what the environment rules depend on.
+        facts: for the environment rules.
     """
 
     name: str
@@ -60,7 +59,7 @@ class Job:
 
     @property
     def variables(self) -> dict[str, str]:
-        """What every rank's environment needs, and torchrun's: how long it waits for ranks that were asked to stop."""
+        """The environment of every rank, and torchrun's timeout for ranks that were asked to stop."""
         return settings(self.facts) | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(STOP_SECONDS)}
 
 
@@ -68,12 +67,12 @@ def slurm_script(job: Job, options: dict[str, str], container: str | None = None
     """A script for sbatch.
 
     Args:
-        job: what to run.
+        job: the run.
         options: further options of sbatch, such as {"time": "24:00:00"}.
-        container: an image for the pyxis plugin, or None to use what is installed.
+        container: an image for the pyxis plugin, or None.
 
     Raises:
-        ConfigError: Slurm would not take an option.
+        ConfigError: Slurm would refuse an option.
     """
     for option, value in {"name": job.name, **options}.items():
         if option == "time":
@@ -130,13 +129,13 @@ def kubernetes_manifest(job: Job, image: str, claim: str, namespace: str | None 
     """A PyTorchJob (kubeflow.org/v1) in YAML.
 
     Args:
-        job: what to run.
+        job: the run.
         image: with PyTorch and Penstock in it.
-        claim: PersistentVolumeClaim that all pods share; they work in it, and runs stay in it.
-        namespace: where the job lives; None for kubectl's own choice.
+        claim: PersistentVolumeClaim of all pods, their working folder; runs stay in it.
+        namespace: of the job; None for kubectl's default.
 
     Raises:
-        ConfigError: Kubernetes would not take a name.
+        ConfigError: Kubernetes would refuse a name.
     """
     assert job.facts.vendor != "cpu", "a cluster without GPUs is not planned for"
     name = job.name
@@ -193,7 +192,7 @@ def kubernetes_manifest(job: Job, image: str, claim: str, namespace: str | None 
 
 
 def kubernetes_name(name: str) -> str:
-    """The name of a run, as Kubernetes takes it."""
+    """The name of a run, as Kubernetes accepts it."""
     return re.sub(r"[^a-z0-9-]+", "-", name.lower())[:40].strip("-") or "penstock"
 
 

@@ -1,12 +1,12 @@
-"""Start the ranks of a run on this machine, through torchrun's API, and end with their exit code.
+"""Start the ranks of a run on this machine through torchrun's API, and end with their exit code.
 
-    Ctrl-C, SIGTERM    go on to every rank, and the launcher waits as long as they need to save (penstock/train/stop.py)
-    a rank's mistake   exit code 2: a user must mend it, so nothing is restarted; the rank has said its line itself
-    a rank that dies   the others are ended; then all start again, `restarts` times, with the run of the same launch
+    Ctrl-C, SIGTERM    are forwarded to every rank; the launcher waits until they have saved (penstock/train/stop.py)
+    exit code 2        a user's mistake: nothing is restarted, and the rank has printed its line itself
+    a rank that dies   the others are ended; all start again, up to `restarts` times, with the run of the same launch
 
-torchrun's agent does the starting, watching and ending. Its own restarts are not used: they also repeat what cannot
-succeed, and follow a requested stop. Its handlers of signals are not used either: they give a rank 30 seconds. What it
-logs about a rank that has failed is switched off, because the rank's own line is the one that helps.
+torchrun's agent starts, watches and ends ranks. Its own restarts are not used: they repeat user mistakes and requested
+stops. Its signal handlers are not used: they give a rank 30 seconds. Its log about a failed rank is switched off,
+because the rank's own line is the useful one.
 """
 
 import logging
@@ -35,24 +35,23 @@ INTERRUPTED = 130
 """Exit code of a rank that Ctrl-C ended."""
 
 MOST_PROCESSES = 1024
-"""Ranks that are started on one machine; each is a process that imports PyTorch."""
+"""Ranks on one machine; each is a process that imports PyTorch."""
 
 LOCALHOST = "127.0.0.1"
 """An address, not a name: nothing is looked up."""
 
 RankFunction = Callable[[Sequence[str]], int]
-"""What a rank does: takes the words of a command line, returns an exit code. It must stand at the top of a module."""
+"""The work of a rank: takes the words of a command line, returns an exit code. Must be importable."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalLaunch:
-    """Ranks to be started here.
+    """Ranks to start here.
 
     Attributes:
-        processes: how many.
         restarts: how often all are started again after one has died.
-        name: of the launch; no other launch has it.
-        facts: what the environment of the ranks is made from.
+        name: of the launch, unique.
+        facts: for the ranks' environment.
         say: prints a line for the user.
     """
 
@@ -64,7 +63,7 @@ class LocalLaunch:
 
 
 def facts_of_run(run: Run, machine: LaunchFacts) -> LaunchFacts:
-    """What the rules of the environment depend on, machine and run together."""
+    """Facts of machine and run together."""
     return replace(
         machine,
         vendor="cpu" if run.device == "cpu" else machine.vendor,
@@ -73,13 +72,13 @@ def facts_of_run(run: Run, machine: LaunchFacts) -> LaunchFacts:
 
 
 def processes_to_start(run: Run, environment: Environment, asked: int | None) -> int:
-    """How many ranks a command starts on this machine; 1 means that it is the rank itself.
+    """Number of ranks that a command starts on this machine; 1 means that it is the rank itself.
 
     Args:
-        run: whose device decides whether GPUs count.
+        run: its device decides whether GPUs count.
         environment: says whether this is a rank already.
-        asked: `--processes`, or None for one process for each GPU, or for as many of them as the run can use: a small
-            batch may not divide among all.
+        asked: `--processes`, or None for one process for each GPU, or for as many as the run can use: a small batch may
+            not divide among all.
 
     Raises:
         DeviceError: this is a rank already, or there are fewer GPUs than processes.
@@ -113,16 +112,7 @@ def _fits(run: Run, ranks: int) -> bool:
 
 
 def run_processes(work: RankFunction, words: Sequence[str], launch: LocalLaunch) -> int:
-    """Start the ranks and wait for them.
-
-    Args:
-        work: what each does.
-        words: what each is given.
-        launch: how many, and what happens when one dies.
-
-    Returns:
-        The exit code: the ranks' own, or 1 if one died too often.
-    """
+    """Start the ranks and wait for them. Returns the ranks' exit code, or 1 if one died too often."""
     with environment_for_children(launch.facts), _quiet_agent(), _SignalForwarder() as forwarder:
         for attempt in range(launch.restarts + 1):
             try:
@@ -141,7 +131,7 @@ def run_processes(work: RankFunction, words: Sequence[str], launch: LocalLaunch)
 
 
 def _run_once(work: RankFunction, words: Sequence[str], launch: LocalLaunch) -> dict[int, int]:
-    """Exit code of each rank, all of which ended well or on request."""
+    """Exit code of each rank, if all ended well or on request."""
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
         config = LaunchConfig(
             min_nodes=1,
@@ -161,7 +151,7 @@ def _run_once(work: RankFunction, words: Sequence[str], launch: LocalLaunch) -> 
 
 
 def _be_a_rank(work: RankFunction, words: Sequence[str]) -> int:
-    """Runs in the new process. A code that asks for an end of all ranks ends the process; others are handed back."""
+    """Runs in the new process. Exit codes of failures end the process; others are returned."""
     with _TracebackPrinter():
         try:
             code = work(words)
@@ -173,7 +163,7 @@ def _be_a_rank(work: RankFunction, words: Sequence[str]) -> int:
 
 
 class _TracebackPrinter:
-    """Prints the traceback of what leaves it: multiprocessing keeps that to itself."""
+    """Prints the traceback of exceptions, which multiprocessing does not."""
 
     def __enter__(self) -> None:
         pass
@@ -192,7 +182,7 @@ def _end_of(failure: ProcessFailure) -> str:
 
 
 class _SignalForwarder:
-    """While it is entered, SIGINT and SIGTERM go on to processes started since, instead of ending the launcher.
+    """Inside the context, SIGINT and SIGTERM are forwarded to processes started since, and do not end the launcher.
 
     Attributes:
         signal: the first that came, or None.
@@ -220,7 +210,7 @@ class _SignalForwarder:
 
 @contextmanager
 def _quiet_agent() -> Iterator[None]:
-    """Keep the agent from logging what the ranks have said."""
+    """Keep the agent from logging what the ranks have printed."""
     loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith(_AGENT)]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

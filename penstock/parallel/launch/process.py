@@ -1,4 +1,4 @@
-"""The process that trains: device, cores, threads, seeds, memory. What the shell says of them is in `environment`."""
+"""The training process: device, cores, threads, seeds, memory."""
 
 import platform
 import random
@@ -21,8 +21,8 @@ def choose_device(kind: str, environment: Environment | None = None) -> torch.de
     """The device of a run on this rank; a GPU becomes the current one.
 
     Args:
-        kind: `cpu`, `cuda` (also the name of AMD GPUs in PyTorch), or `auto`: a GPU if there is one.
-        environment: which rank of this machine this is; None if it is the only one.
+        kind: `cpu`, `cuda` (also AMD GPUs), or `auto`: a GPU if there is one.
+        environment: of this rank; None for a single process.
 
     Raises:
         DeviceError: a GPU was asked for and there is none, or this machine has more ranks than GPUs.
@@ -62,15 +62,7 @@ def device_name(device: torch.device) -> str:
 
 
 def bind_near(device: torch.device, environment: Environment) -> Binding | None:
-    """Keep this process to the cores next to its GPU (penstock/parallel/launch/host.py), before threads are started.
-
-    Args:
-        device: of this rank.
-        environment: which rank of this machine this is.
-
-    Returns:
-        What was bound, or None where there is nothing to gain.
-    """
+    """Bind this process to the cores next to its GPU, before threads are started. Returns None if nothing was bound."""
     if device.type != "cuda" or sys.platform != "linux":
         return None
     sees_all = torch.cuda.device_count() >= environment.local_world_size > 1
@@ -83,7 +75,7 @@ def bind_near(device: torch.device, environment: Environment) -> Binding | None:
 
 
 def _bus_id(gpu: int) -> str:
-    """PCI address of a GPU as the system's files have it."""
+    """PCI address of a GPU as system files have it."""
     facts: Any = torch.cuda.get_device_properties(gpu)  # PyTorch's stubs lack these three
     return f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
 
@@ -92,9 +84,9 @@ def prepare_process(environment: Environment, *, seed: int, deterministic: bool)
     """Set threads, seeds and determinism for the whole process. Call once, before anything is allocated on a GPU.
 
     Args:
-        environment: what the user chose in the shell.
-        seed: of every generator that nobody seeds otherwise.
-        deterministic: refuse operators whose result depends on timing.
+        environment: the shell's settings.
+        seed: of every generator that is not seeded otherwise.
+        deterministic: refuse operators with timing-dependent results.
     """
     # PyTorch's default is the machine's physical cores; a container or `taskset` may leave fewer, never more.
     torch.set_num_threads(environment.threads or min(torch.get_num_threads(), usable_cores()))
@@ -107,14 +99,14 @@ def prepare_process(environment: Environment, *, seed: int, deterministic: bool)
 
 
 def free_memory_bytes(device: torch.device) -> int | None:
-    """Memory of a device that this process can still have; None if that is not known."""
+    """Free memory of a device; None if unknown."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_bytes()
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most memory in use at once since the process began.
+    """Peak memory since the process began.
 
-    On a GPU: what PyTorch's allocator handed out on that device. On a CPU: the resident set of the whole process.
+    On a GPU: allocated by PyTorch on that device. On a CPU: the resident set of the whole process.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)

@@ -1,20 +1,20 @@
-"""Where the ranks of a launch find each other, agree, and fail with one voice. Then their process group starts.
+"""Rendezvous of the ranks of a launch: they meet, agree, fail with one error, and start their process group.
 
-    with Meeting(environment) as meeting:
-        meeting.open(timeout_minutes=30)                  wait until everybody is there
-        folder = meeting.agree(make_the_folder)           rank 0 decides, all get its answer or its error
-        start_process_group(meeting, device)
+    with Rendezvous(environment) as rendezvous:
+        rendezvous.open(timeout_minutes=30)               wait until all ranks are there
+        folder = rendezvous.agree(make_the_folder)        rank 0 decides, all get its result or its error
+        start_process_group(rendezvous, device)
 
-It needs the store of torchrun only, no process group and no device, so it comes first. What is agreed on is JSON;
-nothing is pickled, unlike in `broadcast_object_list`. A meeting of one rank asks nobody.
+It needs torchrun's store only, no process group and no device. Results are JSON; nothing is pickled, unlike in
+`broadcast_object_list`. One rank needs no store.
 
-torchrun keeps its store when it restarts the ranks, so old answers lie in it, and no counter is the same everywhere: a
-machine that was replaced has restarted less often. So each opening has a name of its own. Rank 0 writes down a new one,
-each rank answers under the name that it finds, with a word of its own, and rank 0 closes the list of these words. Who
-does not find its word in the list has read an old name, and looks again.
+torchrun keeps its store when it restarts ranks, so old answers are in it, and counters differ: a replaced machine has
+restarted less often. So each opening has its own name. Rank 0 writes a new name; each rank answers under the name that
+it reads, with a random word; rank 0 publishes the list of words. A rank whose word is not in the list has read an old
+name, and reads again.
 
-When a run fails, its ranks fail one after the other, most of them because another one has gone. The first says why; the
-rest leave quietly, so that its line is not buried.
+When a run fails, ranks fail one after the other, most of them because another one has gone. The first prints its error;
+the others leave quietly.
 """
 
 import json
@@ -39,10 +39,10 @@ Json = TypeVar("Json")
 
 LOOK_SECONDS = 0.1
 LAST_WORD_SECONDS = 10.0
-"""How long a rank that failed before the meeting looks for the others."""
+"""How long a rank that failed before the rendezvous looks for the others."""
 
 LEAVE_SECONDS = 1.0
-"""How long a rank that is not the first to fail stays, so that the launcher sees the first one end."""
+"""How long a later rank to fail stays, so that the launcher sees the first one end."""
 
 _ERRORS: dict[str, type[PenstockError]] = {kind.__name__: kind for kind in PenstockError.__subclasses__()}
 
@@ -51,14 +51,12 @@ class Rendezvous:
     """See the top of the file.
 
     Args:
-        environment: which rank this is, and where they meet.
-        leave: ends the process with an exit code and nothing else: threads of a broken group cannot be waited for.
+        environment: rank and address.
+        leave: ends the process at once with an exit code: threads of a broken group cannot be joined.
 
     Attributes:
-        rank: of this process.
-        world: number of ranks.
         timeout: how long a rank waits for the others.
-        store: what all ranks read and write, after `open`; None if there is one rank.
+        store: shared by all ranks after `open`; None for one rank.
     """
 
     def __init__(self, environment: Environment, leave: Callable[[int], object] = os._exit) -> None:
@@ -74,10 +72,10 @@ class Rendezvous:
         """Wait until every rank is there.
 
         Args:
-            timeout_minutes: how long, here and wherever a rank waits for another.
+            timeout_minutes: here and wherever a rank waits for another.
 
         Raises:
-            DeviceError: somebody did not come.
+            DeviceError: a rank is missing.
         """
         self.timeout = timedelta(minutes=timeout_minutes)
         if self.world == 1:
@@ -94,10 +92,10 @@ class Rendezvous:
         self.store = PrefixStore(name, store)
 
     def agree(self, make: Callable[[], Json]) -> Json:
-        """What rank 0 decides, on every rank. All ranks must call it, in the same order.
+        """The result of rank 0 on every rank. All ranks must call it, in the same order.
 
         Args:
-            make: called on rank 0 only; returns something that JSON can hold.
+            make: called on rank 0 only; returns JSON.
 
         Raises:
             PenstockError: rank 0's, on every rank.
@@ -118,7 +116,7 @@ class Rendezvous:
         return value
 
     def first_to_fail(self) -> bool:
-        """Whether this rank, which has failed, is the first that did. Each rank asks once."""
+        """Whether this rank is the first that failed. Each rank asks once."""
         if self.world == 1:
             return True
         if self.store is None and self._environment.started_by != "torchrun":
@@ -130,7 +128,7 @@ class Rendezvous:
             return self.store is None and self.rank == 0
 
     def _code_of_first(self, own: int) -> int:
-        """Exit code of the rank that failed first, so that a launcher sees one code whomever it sees first."""
+        """Exit code of the rank that failed first, so that a launcher sees the same code from every rank."""
         try:
             return int(self.store.get("code")) if self.store is not None and self.store.check(["code"]) else own
         except RuntimeError:
@@ -159,7 +157,7 @@ class Rendezvous:
         return store
 
     def _collect_ranks(self, store: Store) -> str:
-        """Rank 0's part of the opening."""
+        """Rank 0's part of `open`."""
         name = uuid.uuid4().hex
         store.set("name", name)
         answers = [f"{name}/{rank}" for rank in range(1, self.world)]
@@ -176,7 +174,7 @@ class Rendezvous:
         return name
 
     def _register(self, store: Store) -> str:
-        """Everybody else's."""
+        """The other ranks' part of `open`."""
         word, deadline = uuid.uuid4().hex, time.monotonic() + self.timeout.total_seconds()
         answered = ""
         while time.monotonic() < deadline:
@@ -191,25 +189,20 @@ class Rendezvous:
 
 
 def _facts(error: PenstockError) -> dict[str, str | None]:
-    """What an error says, as text."""
+    """Fields of an error, as text."""
     texts = {"got": error.got, "allowed": error.allowed, "fix": error.fix}
     return {"what": error.what, **{name: None if text is None else str(text) for name, text in texts.items()}}
 
 
 def _unpacked(message: dict[str, Any]) -> Any:
-    """What rank 0 has sent: its value, or its error."""
+    """The value or the error that rank 0 sent."""
     if "error" in message:
         raise _ERRORS[message["error"]](message["facts"].pop("what"), **message["facts"])
     return message["value"]
 
 
 def start_process_group(rendezvous: Rendezvous, device: torch.device) -> None:
-    """Make the group of all ranks: NCCL (on AMD, RCCL) between GPUs, gloo between CPUs. One rank needs none.
-
-    Args:
-        rendezvous: open.
-        device: of this rank.
-    """
+    """Make the group of all ranks: NCCL (RCCL on AMD) between GPUs, gloo between CPUs; none for one rank."""
     if rendezvous.store is None:
         return
     dist.init_process_group(
@@ -223,12 +216,7 @@ def start_process_group(rendezvous: Rendezvous, device: torch.device) -> None:
 
 
 def start_fake_process_group(rank: int, world: int) -> None:
-    """Pretend to be one of many ranks: every collective returns at once and moves nothing.
-
-    Args:
-        rank: whom to play.
-        world: number of ranks.
-    """
+    """Pretend to be rank `rank` of `world`: collectives return at once and move nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
 
 
