@@ -41,7 +41,7 @@ from benchmarks.dispatch_traffic import (
     Machine,
     Traffic,
     begin,
-    opened,
+    dequantized,
     symmetric,
     time_both,
     time_call,
@@ -101,7 +101,7 @@ def exact(machine: Machine, options: argparse.Namespace) -> Iterator[dict[str, A
     for payload, top_k in itertools.product(options.payload.split(","), options.top_k.split(",")):
         shape = replace(SMALL, K=int(top_k))
         buffers = machine.buffers(shape, 512, torch.float32)
-        dispatcher = symmetric(machine, shape, buffers, packing=opened(payload))
+        dispatcher = symmetric(machine, shape, buffers, wire_format=dequantized(payload))
         for kind in KINDS:
             for tokens in (1, 7, 512):
                 layer = Exact.draw(shape, choices(kind, shape, tokens, machine.axis, machine.device))
@@ -119,7 +119,7 @@ def steps(machine: Machine, options: argparse.Namespace) -> Iterator[dict[str, A
 
 def steps_of(machine: Machine, count: int, payload: str) -> Iterator[dict[str, Any]]:
     buffers = machine.buffers(SMALL, 1024, torch.float32)
-    dispatcher = symmetric(machine, SMALL, buffers, packing=opened(payload))
+    dispatcher = symmetric(machine, SMALL, buffers, wire_format=dequantized(payload))
     wrong = torch.zeros((), dtype=torch.int64, device=machine.device)
     delays = torch.Generator().manual_seed(machine.axis.rank)
     for step in range(1, count + 1):
@@ -144,11 +144,11 @@ def close(machine: Machine, options: argparse.Namespace) -> Iterator[dict[str, A
 
 def close_by(machine: Machine, payload: str) -> Iterator[dict[str, Any]]:
     shape, tokens, width = V2_LITE, 2048, 256
-    buffers, packing = machine.buffers(shape, tokens, torch.bfloat16), opened(payload)
+    buffers, wire_format = machine.buffers(shape, tokens, torch.bfloat16), dequantized(payload)
     placement = machine.placement(shape)
     dispatchers = (
-        symmetric(machine, shape, buffers, packing=packing),
-        AllToAllDispatcher(placement, machine.axis, TRITON, packing=packing),
+        symmetric(machine, shape, buffers, wire_format=wire_format),
+        AllToAllDispatcher(placement, machine.axis, TRITON, wire_format=wire_format),
     )
     torch.manual_seed(machine.axis.rank)
     normal = {"device": machine.device, "dtype": torch.bfloat16}
@@ -206,9 +206,9 @@ def speed(machine: Machine, options: argparse.Namespace) -> Iterator[dict[str, A
 
 
 def speed_of(machine: Machine, traffic: Traffic, buffers: SymmetricBuffers, payload: str) -> Iterator[dict[str, Any]]:
-    packing = PAYLOADS[payload]
-    ours = symmetric(machine, traffic.shape, buffers, traffic.bound, packing=packing)
-    theirs = AllToAllDispatcher(machine.placement(traffic.shape), machine.axis, TRITON, packing=packing)
+    wire_format = PAYLOADS[payload]
+    ours = symmetric(machine, traffic.shape, buffers, traffic.bound, wire_format=wire_format)
+    theirs = AllToAllDispatcher(machine.placement(traffic.shape), machine.axis, TRITON, wire_format=wire_format)
     used = {"programs": [launch.programs for launch in (PUSH_LAUNCH, TAKE_LAUNCH, RETURN_LAUNCH, SUM_LAUNCH)]}
     yield traffic.row("all_to_all", time_both(machine, theirs, traffic, False), payload)
     yield traffic.row("symmetric", time_both(machine, ours, traffic, False), payload) | used
@@ -218,15 +218,17 @@ def speed_of(machine: Machine, traffic: Traffic, buffers: SymmetricBuffers, payl
 @torch.no_grad()
 def pack(machine: Machine, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """GB/s counts what is read and what is written."""
-    packing = PAYLOADS["float8"]
-    assert packing.recipe is not None
+    wire_format = PAYLOADS["float8"]
+    assert wire_format.recipe is not None
     for shape in (V2_LITE, V3)[: options.shapes]:
         for tokens in (int(size) for size in options.tokens.split(",")):
             x_TD = torch.randn(tokens, shape.D, device=machine.device, dtype=torch.bfloat16)
-            how = shape.D, packing.recipe, packing.form, x_TD.dtype
-            packed = KERNELS.pack_rows(x_TD, packing.recipe, packing.form)
+            how = shape.D, wire_format.recipe, wire_format.form, x_TD.dtype
+            packed = KERNELS.pack_rows(x_TD, wire_format.recipe, wire_format.form)
             seconds = (
-                time_call(machine, lambda x_TD=x_TD: KERNELS.pack_rows(x_TD, packing.recipe, packing.form), True),
+                time_call(
+                    machine, lambda x_TD=x_TD: KERNELS.pack_rows(x_TD, wire_format.recipe, wire_format.form), True
+                ),
                 time_call(machine, lambda of=packed, how=how: KERNELS.unpack_rows(of, *how), True),
             )
             row = {"shape": shape.name, "tokens": tokens, "launch": str(quantize.PACKING)}

@@ -67,7 +67,7 @@ def begin() -> Machine:
     return Machine(axis=axis, device=device)
 
 
-def opened(payload: str) -> WireFormat:
+def dequantized(payload: str) -> WireFormat:
     """Numbers from -4 to 4 are whole in 8 bits too, so what is right in 16 is right in 8."""
     return replace(PAYLOADS[payload], dequantizes=True)
 
@@ -78,12 +78,14 @@ def symmetric(
     buffers: SymmetricBuffers,
     bound: float = 0,
     change: "Change | None" = None,
-    packing: WireFormat = UNQUANTIZED,
+    wire_format: WireFormat = UNQUANTIZED,
 ) -> SymmetricDispatcher:
     placement = machine.placement(shape)
     transport = transport_of(placement, buffers)
     room = RowCapacity(placement, bound).to(machine.device) if bound else None
-    return SymmetricDispatcher(placement, transport if change is None else change.of(transport), room, packing=packing)
+    return SymmetricDispatcher(
+        placement, transport if change is None else change.of(transport), room, wire_format=wire_format
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

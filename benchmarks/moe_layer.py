@@ -133,7 +133,7 @@ def measure(machine: Machine, traffic: Traffic, buffers: SymmetricBuffers) -> It
             seconds = time_layer(machine, layer, dispatcher, graph)
             yield report(layer, f"{way}, graph" if graph else way, seconds) | {"gaps": max(worst.values())}
     buffers.check()
-    rooms = [room, *(way.room for way in ways.values() if isinstance(way, SymmetricDispatcher))]
+    rooms = [room, *(way.row_capacity for way in ways.values() if isinstance(way, SymmetricDispatcher))]
     left_out = [machine.worst(float(one.left_out)) for one in rooms if one is not None]
     assert not any(left_out), f"rows found no room: {left_out}"
 

@@ -147,7 +147,7 @@ def put_together(results: list[tuple[Trace, Saved]]) -> Trace:
                 assert whole[region].isnan().all(), f"{name} is saved twice"
                 whole[region] = values
     for name, tensor in tensors.items():
-        assert tensor.isfinite().all(), f"{name} has values that nobody saved"
+        assert tensor.isfinite().all(), f"{name} has values that were not saved"
     return Trace(first.losses, first.norms, first.balance, first.held_out, first.left_out, tensors)
 
 

@@ -57,7 +57,7 @@ class Pool:
 
         Args:
             ranks: size of the group, 1 to 8.
-            function: of the top of a module; asks torch.distributed who it is.
+            function: of the top of a module; finds its rank by torch.distributed.
             args: the same for every rank; tensors arrive as copies.
             timeout: seconds until the call counts as hanging.
 

@@ -73,7 +73,7 @@ def play(overrides: tuple[str, ...]) -> tuple[Trace, list, float, int]:
     arenas = [
         module for model in session.model.modules for module in model.modules() if isinstance(module, ActivationArena)
     ]
-    return seen, saved_by(session), max((one.bound for one in arenas), default=0.0), sum(one.layers for one in arenas)
+    return seen, saved_by(session), max((one.factor for one in arenas), default=0.0), sum(one.layers for one in arenas)
 
 
 @pytest.mark.often("no room on the arena")
@@ -88,7 +88,7 @@ def test_experts_on_a_shelf_train_as_without(way: str, ranks: Pool) -> None:
     for figure, difference in differences(got, expected, start).items():
         assert difference <= TOLERANCES[figure], f"{figure}: {difference}"
     bounds, layers = zip(*[result[2:] for result in results], strict=True)
-    assert all(layers) != ("recomputed" in way or way == "offloaded"), "what nobody keeps here needs no arena"
+    assert all(layers) != ("recomputed" in way or way == "offloaded"), "rows that are not saved need no arena"
     assert "8 bits" not in way or set(layers) == {2}, "in 16 bits and in 8"
     if "no room" in way or "even loads" in way:
         assert any(got.left_out) and max(bounds) > 1.0

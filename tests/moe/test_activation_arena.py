@@ -23,7 +23,7 @@ def arena_of(layers: int, bound: float) -> ActivationArena:
 
 
 def put(arena: ActivationArena, rows: int, row_capacity: int = 20, share: float = 10.0) -> SavedRows:
-    return arena.place(torch.tensor([rows], dtype=torch.int32), row_capacity, LIKE, share=share)
+    return arena.place(torch.tensor([rows], dtype=torch.int32), row_capacity, LIKE, even_share=share)
 
 
 def test_a_layer_may_have_twice_its_share_as_long_as_all_of_them_have_not() -> None:
@@ -63,8 +63,8 @@ def test_a_board_has_room_for_one_layer_in_any_case() -> None:
 
 def test_a_planned_layer_has_its_share_for_itself() -> None:
     arena, like = arena_of(5, 1.5), torch.empty(0, 4, device="meta")
-    place = arena.place(torch.empty(1, dtype=torch.int32, device="meta"), 40, like, share=10.0)
-    assert place.rows_SF.shape == (15, 4) and place.row_capacity == 40
+    place = arena.place(torch.empty(1, dtype=torch.int32, device="meta"), 40, like, even_share=10.0)
+    assert place.rows_SF.shape == (15, 4) and place.room == 40
 
 
 @pytest.mark.parametrize("counts", [((5, 0, 6), (9, 3, 1)), ((0, 0, 0), (4, 4, 4))])
@@ -81,7 +81,7 @@ def test_experts_that_share_a_shelf_give_what_they_give_alone(counts: tuple[tupl
         outputs = []
         for layer, of_layer in enumerate(counts):
             counts_e = torch.tensor(of_layer, dtype=torch.int32)
-            keep = partial(arena.place, share=10.0) if shelved else None
+            keep = partial(arena.place, even_share=10.0) if shelved else None
             given = counts_e, weights_R[layer], index_R[layer]
             outputs.append(expert_ffn(x, gate_up[layer], down[layer], *given, keep=keep, kernels=TRITON))
         torch.autograd.backward(outputs, list(dy_RD))

@@ -292,7 +292,7 @@ def test_rows_that_find_no_room_are_counted_and_pass_when_there_is_as_much_as_ca
     whole = problem(placement, adversarial(kind, 64))
     results = ranks.run(placement.places, _without_and_with_room, way, whole, triton)
     row_capacity = RowCapacity(placement, 1.0).rows(64, 2)
-    assert row_capacity == 79  # 64 x 2 / 2 rows and nobody's, in sixteens
+    assert row_capacity == 79  # 64 x 2 / 2 rows and the row of dropped slots, in sixteens
     for place, (left_out, still_left_out, _) in enumerate(results):
         experts = placement.experts_of(place)
         arriving = int(((whole.experts_TK >= experts.start) & (whole.experts_TK < experts.stop)).sum())

@@ -239,13 +239,13 @@ def test_half_the_bytes_go_out_and_all_of_them_come_back(ranks: Pool, way: Gloo)
 
 def test_the_carrier_has_one_number_of_memory_and_takes_the_gradient() -> None:
     x_TD = torch.randn(6, D, requires_grad=True)
-    payload = READ.load(x_TD).move(lambda rows: rows[:4], lambda gradient: torch.cat((gradient, gradient[:2])))
+    payload = READ.encode(x_TD).move(lambda rows: rows[:4], lambda gradient: torch.cat((gradient, gradient[:2])))
     assert payload.packed is not None and payload.packed.shape[0] == 4
     assert payload.x_ND.shape == (4, D) and payload.x_ND.untyped_storage().nbytes() == 4
     direction_ND = torch.randn(4, D)
     (gradient_TD,) = torch.autograd.grad(payload.x_ND, x_TD, direction_ND)
     assert torch.equal(gradient_TD, torch.cat((direction_ND, direction_ND[:2])))
-    assert READ.load(payload) is payload
+    assert READ.encode(payload) is payload
 
 
 @pytest.mark.parametrize("recipe", [BLOCKWISE, MXFP8], ids=lambda recipe: recipe.name)

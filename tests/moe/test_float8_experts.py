@@ -67,7 +67,7 @@ def test_copies_are_read_as_long_as_they_are_fresh() -> None:
     assert not experts(rows).any(), "these are read"
     with torch.no_grad():
         experts.gate_up_eFD.mul_(1)
-    assert torch.equal(experts(rows), made_now), "somebody may have changed the matrices"
+    assert torch.equal(experts(rows), made_now), "the matrices may have changed"
 
 
 def test_without_8_bits_there_are_no_copies() -> None:
@@ -94,7 +94,7 @@ def test_a_split_backward_puts_weight_gradients_off(with_sums: bool) -> None:
     with weight_grads.collecting() as work:
         split(again).square().sum().backward()
     assert again.x_ND.grad is not None and rows.x_ND.grad is not None
-    assert torch.equal(again.x_ND.grad, rows.x_ND.grad), "the rows' gradient waits for nobody"
+    assert torch.equal(again.x_ND.grad, rows.x_ND.grad), "the rows' gradient does not wait"
     assert not any(one is not None and one.any() for one in gradients(split)) and len(work) == 2
     for task in work:
         task()

@@ -22,7 +22,7 @@ from tests.moe.mixture import D, random_routing, token_by_token, weights_of
 
 def test_a_layer_that_is_not_trained_has_room_for_all() -> None:
     row_capacity = RowCapacity(ExpertPlacement(experts=64, expert=8), 1.0)
-    assert row_capacity.rows(1000, 6) == 751  # 6,000 / 8 and nobody's, in sixteens
+    assert row_capacity.rows(1000, 6) == 751  # 6,000 / 8 and the row of dropped slots, in sixteens
     assert row_capacity.eval().rows(1000, 6) == 6000
 
 
@@ -33,7 +33,7 @@ def test_layers_that_were_too_small_keep_a_tenth_more_than_came_and_others_stay_
             row_capacity.count(torch.tensor(arriving), row_capacity.rows(1000, 6))
     assert [int(row_capacity.left_out) for row_capacity in row_capacities] == [900 - 751 + 1000 - 751, 0]
     make_room(row_capacities)
-    assert small.rows(1000, 6) == 1103  # 1,100 and nobody's, in sixteens
+    assert small.rows(1000, 6) == 1103  # 1,100 and the row of dropped slots, in sixteens
     assert large.rows(1000, 6) == 1135
     assert widenings(row_capacities) == 1, (
         "of both: ranks that were large enough capture their graphs anew with the others"

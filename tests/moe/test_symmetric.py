@@ -326,7 +326,7 @@ def test_rows_that_find_no_room_are_counted_and_the_others_are_right() -> None:
     counts = run_ranks(
         _left_out, _sizes(placement, layers), _layer(placement, _adversarial("all on the last rank", 64))
     )
-    # Of 128 rows the even share is 64; 1.2 times that is rounded up to 80, of which one is nobody's.
+    # Of 128 rows the even share is 64; 1.2 times that is rounded up to 80, of which one is for dropped slots.
     assert counts == [0, 128 - 79]
 
 

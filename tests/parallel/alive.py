@@ -1,4 +1,4 @@
-"""Counts the bytes of the tensors that operators made and that somebody still holds."""
+"""Counts the bytes of the tensors that operators made and that are still referenced."""
 
 from typing import Any
 

@@ -3,7 +3,7 @@
 Their memories are ordinary tensors, and the table of addresses points at them, so interpreted kernels read and write
 "the others' memory" as they would on a node. A rank gives up its turn before and after whatever the others can see, and
 the next one is drawn at random: each seed is another skew of the ranks. A rank whose wait is not over yet passes its
-turn on; if all wait, nobody can ever go on, and the simulation fails instead of hanging.
+turn on; if all wait, no rank can go on, and the simulation fails instead of hanging.
 
 What it cannot show: kernels of different ranks never run at the same time here, and memory has no caches.
 """
@@ -33,7 +33,7 @@ class Turns:
 
     Args:
         ranks: number of threads.
-        seed: of who is next.
+        seed: of the order of ranks.
     """
 
     def __init__(self, ranks: int, seed: int) -> None:

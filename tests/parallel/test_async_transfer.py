@@ -45,7 +45,7 @@ def test_a_flight_gives_the_outputs_the_rest_and_the_gradients_of_its_function()
         assert one.grad is not None and torch.equal(one.grad, other.grad)
 
 
-def test_an_input_without_gradient_and_an_output_that_nobody_reads_are_left_out() -> None:
+def test_an_input_without_gradient_and_an_unused_output_are_left_out() -> None:
     x_TD, scale_T = _inputs()
     scale_T.requires_grad_()
     transfers = TransferStream(torch.device("cpu"))
@@ -138,7 +138,7 @@ def test_what_the_transfer_reads_is_held_until_it_arrives_and_not_longer() -> No
     with Alive() as alive:
         handle = transfers.launch("move", lambda y_TD: ((y_TD + 1,), None), x_TD * 1)
         gc.collect()
-        assert alive.bytes() == 2 * size, "its input, which nobody else has, and its output"
+        assert alive.bytes() == 2 * size, "its input, which has no other reference, and its output"
         (y_TD,), _ = handle.wait()
         del handle
         assert alive.bytes() == size

@@ -25,7 +25,7 @@ def _every(grid: Grid, per_node: int) -> list[Axes]:
         (Grid(world=16, tensor=2, pipeline=2, expert=4), 2, 2),
     ],
 )
-def test_every_rank_knows_who_is_on_its_node_and_who_is_at_its_place_of_others(
+def test_every_rank_knows_the_ranks_of_its_node_and_those_at_its_place_of_others(
     grid: Grid, per_node: int, on_node: int
 ) -> None:
     every = _every(grid, per_node)
@@ -62,7 +62,7 @@ def test_a_group_that_fits_its_node_crosses_nothing_whatever_the_others_do() -> 
         assert axes.expert_across.size == 1
 
 
-def test_all_ranks_are_on_one_node_unless_somebody_says_how_many() -> None:
+def test_all_ranks_are_on_one_node_by_default() -> None:
     for axes in _every(Grid(world=4, expert=4), 0):
         assert (axes.expert_node.size, axes.expert_across.size) == (4, 1)
     assert (ALONE.expert_node.size, ALONE.expert_across.size) == (1, 1)

@@ -177,7 +177,7 @@ def _unrefreshed() -> None:
 
 
 def test_a_master_that_was_changed_is_not_gathered_as_it_was_before(ranks: Pool) -> None:
-    with pytest.raises(WorkerError, match="did not refresh what is gathered"):
+    with pytest.raises(WorkerError, match="without a refresh of its 8-bit rows"):
         ranks.run(2, _unrefreshed)
 
 

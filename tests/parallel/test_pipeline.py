@@ -209,8 +209,8 @@ def test_a_stage_that_does_not_use_its_input_is_named() -> None:
         _alone("0F0 1F0 1B0 0B0", 2).train(calls)
 
 
-def test_a_message_that_nobody_sends_is_named() -> None:
-    with pytest.raises(AssertionError, match="nobody sends .*stage=1"):
+def test_a_message_that_no_rank_sends_is_named() -> None:
+    with pytest.raises(AssertionError, match="no rank sends .*stage=1"):
         _alone("1F0 0F0 1B0 0B0", 2).train(_calls(2))
 
 

@@ -194,6 +194,6 @@ def test_a_matrix_that_two_roots_share_is_left_whole_or_noticed() -> None:
         dist.destroy_process_group()
 
 
-def test_where_nobody_shares_nothing_is_divided() -> None:
+def test_one_rank_shards_nothing() -> None:
     model = _divided(Blocks(), Axes(), Parallel(shard="full"))
     assert not any(isinstance(module, FSDPModule) for module in model.modules())

@@ -1,4 +1,4 @@
-"""A span is in the trace while somebody records, wherever it stands, and nothing else at any time."""
+"""A span is in the trace while the profiler runs, in any place, and nothing else at any time."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ class NotAsked:
     """A number that must not be put into a name."""
 
     def __format__(self, _: str) -> str:
-        raise AssertionError("nobody records")
+        raise AssertionError("the profiler is off")
 
 
 def names_in(profiler: Any) -> list[str]:
@@ -26,7 +26,7 @@ def names_in(profiler: Any) -> list[str]:
     return [event.name for event in sorted(events, key=lambda event: event.time_range.start)]
 
 
-def test_where_nobody_records_a_span_is_no_object_of_its_own() -> None:
+def test_without_a_profiler_a_span_is_no_object_of_its_own() -> None:
     number: Any = NotAsked()
     with span(LAYER, number) as one, span(Span.ROUTE) as other:
         assert one is other is None

@@ -153,7 +153,7 @@ def test_when_the_work_is_done_nothing_of_the_pass_is_left_in_memory() -> None:
     assert x_TD.grad is not None and weight.grad is not None
 
 
-def test_where_nobody_collects_backward_is_an_ordinary_one() -> None:
+def test_without_a_collecting_store_backward_is_an_ordinary_one() -> None:
     weights, x_TD, weight_grads = _weights(), _input(), WeightGradStore()
     _chain(x_TD, weights, weight_grads).backward()
     found = [x_TD.grad, *(weight.grad for weight in weights)]
@@ -217,5 +217,5 @@ def test_a_pass_that_fails_stops_collecting() -> None:
     with pytest.raises(ValueError, match="too bad"), weight_grads.collecting():
         raise ValueError("too bad")
     assert not weight_grads.is_collecting
-    with pytest.raises(AssertionError, match="nobody collects"):
+    with pytest.raises(AssertionError, match="no backward pass collects"):
         weight_grads.add(lambda: None)

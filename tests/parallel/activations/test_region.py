@@ -67,7 +67,7 @@ def test_an_output_is_not_kept_for_the_layer_that_saves_it() -> None:
     del y_TD
 
 
-def test_one_replay_serves_the_region_and_all_who_saved_views_of_its_output() -> None:
+def test_one_recomputation_serves_the_region_and_all_consumers_of_its_output() -> None:
     x_TD, one, other = source(), linear(), linear(columns=D // 2)
     region = Counted(norm)
 
@@ -172,7 +172,7 @@ def test_tensors_in_a_dataclass_are_inputs_like_any_other() -> None:
     assert_same(gradients(loss, *wanted), expected)
 
 
-def test_a_replay_stops_when_nobody_waits_for_more() -> None:
+def test_recomputation_stops_after_the_last_tensor_that_is_needed() -> None:
     x_TD, first = source(), linear()
     reached = []
 

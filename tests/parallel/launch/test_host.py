@@ -55,7 +55,7 @@ def test_a_rank_alone_on_a_node_has_all_of_it(two_sockets: Path) -> None:
 
 
 @given(allowed=st.sets(st.integers(0, 15)), rank=st.integers(0, 3))
-def test_nobody_leaves_the_cores_that_it_may_use(
+def test_a_binding_has_only_allowed_cores(
     allowed: set[int], rank: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     root = tmp_path_factory.getbasetemp() / "sockets"
@@ -64,7 +64,7 @@ def test_nobody_leaves_the_cores_that_it_may_use(
     assert not set(own) & set(cores_of(root, rank ^ 1, allowed))
 
 
-def test_what_nobody_knows_is_left_alone(two_sockets: Path) -> None:
+def test_a_gpu_of_unknown_node_is_not_bound(two_sockets: Path) -> None:
     put(two_sockets / f"sys/bus/pci/devices/{BUS[0]}/numa_node", "-1")
     assert cores_of(two_sockets, 0) == []
     assert cores_of(two_sockets, 1) == [0, 1, 2, 3, 8, 9, 10, 11]

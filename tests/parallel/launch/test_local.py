@@ -108,7 +108,7 @@ def test_ranks_that_torchrun_restarts_meet_again(tmp_path: Path) -> None:
     assert len(set(notes(tmp_path).values())) == 1, "a restart keeps the name of its launch"
 
 
-def test_one_rank_for_each_gpu_unless_somebody_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_for_each_gpu_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     run, on_cpu = load_run("debug", ["training.global_batch=32"]), load_run("debug", ["device=cpu"])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert [processes_to_start(run, SHELL, asked) for asked in (None, 1, 4)] == [1, 1, 4]

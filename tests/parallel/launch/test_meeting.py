@@ -188,7 +188,7 @@ def test_ranks_that_do_not_come_are_named(store: TCPStore) -> None:
         meeting_of(0, 3, store).open(0.01)
 
 
-def test_a_meeting_point_that_nobody_holds_is_an_error(store: TCPStore) -> None:
+def test_an_address_without_a_store_is_an_error(store: TCPStore) -> None:
     environment = Environment(
         color=False, threads=1, world_size=2, rank=1, started_by="torchrun", meeting_point="127.0.0.1:1"
     )
