@@ -61,20 +61,11 @@ def bias_gradient(
     parts_PF = _parts(dy_RF.contiguous(), weighed, tiles)
     dbias_eF = dy_RF.new_empty(experts, width) if accumulate_into is None else accumulate_into
     start_kernel(
-        bias_sums_kernel,
-        (experts, triton.cdiv(width, BLOCK_COLUMNS)),
-        parts_PF,
-        dbias_eF,
-        tiles.starts_e,
-        experts,
-        F=width,
-        BLOCK_R=BLOCK_ROWS,
-        BLOCK_P=BLOCK_PARTS,
-        BLOCK_F=BLOCK_COLUMNS,
-        BLOCK_E=triton.next_power_of_2(experts),
-        ACCUMULATE=accumulate_into is not None,
-        num_warps=4,
-    )
+        bias_sums_kernel, (experts, triton.cdiv(width, BLOCK_COLUMNS)),
+        parts_PF, dbias_eF, tiles.starts_e, experts,
+        F=width, BLOCK_R=BLOCK_ROWS, BLOCK_P=BLOCK_PARTS, BLOCK_F=BLOCK_COLUMNS,
+        BLOCK_E=triton.next_power_of_2(experts), ACCUMULATE=accumulate_into is not None, num_warps=4,
+    )  # fmt: skip
     return dbias_eF
 
 
@@ -84,21 +75,12 @@ def _parts(dy_RF: Tensor, weighed: WeightedBias | None, tiles: TileTable) -> Ten
     parts_PF = torch.empty(blocks, width, dtype=torch.float32, device=dy_RF.device)
     walked = width if weighed is not None else WALKED_COLUMNS
     start_kernel(
-        bias_parts_kernel,
-        (blocks, triton.cdiv(width, walked)),
-        dy_RF,
-        None if weighed is None else weighed.bias_eF.contiguous(),
-        None if weighed is None else weighed.weights_R.contiguous(),
-        None if weighed is None else weighed.dweights_R,
-        parts_PF,
-        tiles.owners[0],
-        tiles.block_counts,
-        F=width,
-        WALKED=walked,
-        BLOCK_R=BLOCK_ROWS,
-        BLOCK_F=BLOCK_COLUMNS,
-        num_warps=4,
-    )
+        bias_parts_kernel, (blocks, triton.cdiv(width, walked)),
+        dy_RF, None if weighed is None else weighed.bias_eF.contiguous(),
+        None if weighed is None else weighed.weights_R.contiguous(), None if weighed is None else weighed.dweights_R,
+        parts_PF, tiles.owners[0], tiles.block_counts,
+        F=width, WALKED=walked, BLOCK_R=BLOCK_ROWS, BLOCK_F=BLOCK_COLUMNS, num_warps=4,
+    )  # fmt: skip
     return parts_PF
 
 
@@ -122,18 +104,9 @@ def _check(dy_RF: Tensor, experts: int, weighed: WeightedBias | None, accumulate
 
 @triton.jit
 def bias_parts_kernel(
-    dy_ptr,
-    bias_ptr,
-    weights_ptr,
-    dots_ptr,
-    parts_ptr,
-    owners_ptr,
-    block_count_ptr,
-    F: tl.constexpr,
-    WALKED: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_F: tl.constexpr,
-):
+    dy_ptr, bias_ptr, weights_ptr, dots_ptr, parts_ptr, owners_ptr, block_count_ptr,
+    F: tl.constexpr, WALKED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr,
+):  # fmt: skip
     """One block of an expert's rows: their sum, and their products with the expert's bias where dots_ptr is not None.
 
     Example: rows [1, 2] and [3, 4] with weights [0.5, 1] and bias [10, 20] sum to [3.5, 5] and add [50, 110] to dots.
@@ -164,17 +137,10 @@ def bias_parts_kernel(
 
 @triton.jit
 def bias_sums_kernel(
-    parts_ptr,
-    sums_ptr,
-    starts_ptr,
-    experts,
-    F: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_F: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+    parts_ptr, sums_ptr, starts_ptr, experts,
+    F: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_E: tl.constexpr,
     ACCUMULATE: tl.constexpr,
-):
+):  # fmt: skip
     """Add up the blocks of one expert, for some columns.
 
     Where they are is counted as the tile table counts it: experts with 100, 0 and 3 rows have blocks 0 and 1, none,

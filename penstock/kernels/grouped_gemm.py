@@ -305,29 +305,13 @@ def _launch_rows(
         if index is None:
             x_source = TensorDescriptor.from_tensor(x, [launch.block_rows, block_depth])
     start_kernel(
-        rows_kernel,
-        (programs_of(launch, x.device),),
-        x_source,
-        w_source,
-        y_target,
-        y,
-        index,
-        tiles.starts_e,
-        tiles.owners[size],
-        tiles.block_counts[size:],
-        bias_eF,
-        None if bias_eF is None or weights_R is None else weights_R.contiguous(),
-        first,
-        rows,
-        columns,
-        depth,
-        experts,
-        DEPTH_FIRST=depth_first,
-        GATHER=index is not None,
-        WHOLE_DEPTH=depth % launch.block_depth == 0,
-        ONLY_LAST=tiles.only_last,
-        **_constants(launch),
-    )
+        rows_kernel, (programs_of(launch, x.device),),
+        x_source, w_source, y_target, y, index, tiles.starts_e, tiles.owners[size], tiles.block_counts[size:],
+        bias_eF, None if bias_eF is None or weights_R is None else weights_R.contiguous(), first, rows, columns,
+        depth, experts,
+        DEPTH_FIRST=depth_first, GATHER=index is not None, WHOLE_DEPTH=depth % launch.block_depth == 0,
+        ONLY_LAST=tiles.only_last, **_constants(launch),
+    )  # fmt: skip
 
 
 def _launch_weights(
@@ -353,20 +337,10 @@ def _launch_weights(
         if index is None:
             x_source = create_ragged_descriptor(x, [launch.block_depth, launch.block_columns])
     start_kernel(
-        weights_kernel,
-        (programs_of(launch, x.device),),
-        dy_source,
-        x_source,
-        dw_target,
-        index,
-        tiles.starts_e,
-        rows,
-        columns,
-        experts,
-        GATHER=index is not None,
-        ACCUMULATE=accumulate,
-        **_constants(launch),
-    )
+        weights_kernel, (programs_of(launch, x.device),),
+        dy_source, x_source, dw_target, index, tiles.starts_e, rows, columns, experts,
+        GATHER=index is not None, ACCUMULATE=accumulate, **_constants(launch),
+    )  # fmt: skip
 
 
 def _constants(launch: GemmLaunch) -> dict[str, Any]:

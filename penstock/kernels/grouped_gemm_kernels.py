@@ -53,18 +53,9 @@ def halves(block):
 
 @triton.jit
 def store_rows(
-    y,
-    start,
-    end,
-    row,
-    column,
-    columns,
-    result,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    PIECES: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-):
+    y, start, end, row, column, columns, result,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, PIECES: tl.constexpr, DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
     """Write the rows of a tile that are the expert's own, half by half until there are PIECES of them."""
     HALF: tl.constexpr = BLOCK_COLUMNS // 2
     if PIECES > 1:
@@ -83,19 +74,10 @@ def store_rows(
 
 @triton.jit
 def store_matrix(
-    dw,
-    expert,
-    row,
-    column,
-    rows,
-    columns,
-    result,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    PIECES: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
+    dw, expert, row, column, rows, columns, result,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, PIECES: tl.constexpr, ACCUMULATE: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
-):
+):  # fmt: skip
     """Write or add a tile of an expert's gradient, in PIECES. One program owns each element, so a sum has one order."""
     HALF: tl.constexpr = BLOCK_COLUMNS // 2
     if PIECES > 1:
@@ -142,32 +124,13 @@ def zero_tail(y_ptr, tail, rows, columns):
 
 @triton.jit(do_not_specialize=["rows"])
 def rows_kernel(
-    x,
-    w,
-    y,
-    y_ptr,
-    index_ptr,
-    starts_ptr,
-    owners_ptr,
-    block_count_ptr,
-    bias_ptr,
-    weights_ptr,
-    first_ptr,
-    rows,
-    columns,
-    depth,
-    experts,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    BLOCK_DEPTH: tl.constexpr,
-    GROUP: tl.constexpr,
-    PIECES: tl.constexpr,
-    DEPTH_FIRST: tl.constexpr,
-    GATHER: tl.constexpr,
-    WHOLE_DEPTH: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    ONLY_LAST: tl.constexpr,
-):
+    x, w, y,
+    y_ptr, index_ptr, starts_ptr, owners_ptr, block_count_ptr, bias_ptr, weights_ptr, first_ptr,
+    rows, columns, depth, experts,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_DEPTH: tl.constexpr, GROUP: tl.constexpr,
+    PIECES: tl.constexpr, DEPTH_FIRST: tl.constexpr, GATHER: tl.constexpr, WHOLE_DEPTH: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, ONLY_LAST: tl.constexpr,
+):  # fmt: skip
     """Multiply each row of x by the matrix of the row's expert; set the rows of the tail to zero, or ONLY_LAST of them.
 
     x is rows x depth, y is rows x columns, w is experts x columns x depth, or experts x depth x columns if DEPTH_FIRST.
@@ -220,23 +183,11 @@ def rows_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def weights_kernel(
-    dy,
-    x,
-    dw,
-    index_ptr,
-    starts_ptr,
-    rows,
-    columns,
-    experts,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    BLOCK_DEPTH: tl.constexpr,
-    GROUP: tl.constexpr,
-    PIECES: tl.constexpr,
-    GATHER: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-):
+    dy, x, dw, index_ptr, starts_ptr,
+    rows, columns, experts,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_DEPTH: tl.constexpr, GROUP: tl.constexpr,
+    PIECES: tl.constexpr, GATHER: tl.constexpr, ACCUMULATE: tl.constexpr, DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
     """Multiply the transpose of each expert's rows of dy by its rows of x; add to what dw holds if ACCUMULATE.
 
     dw is experts x rows x columns, so dy is as wide as dw has rows, and x as wide as dw has columns. With DESCRIPTORS,
@@ -274,34 +225,16 @@ def weights_kernel(
                 x_block = _load_depths(x, start, count, first, column, columns, BLOCK_DEPTH, BLOCK_COLUMNS, DESCRIPTORS)
             accumulator = tl.dot(dy_block.T, x_block, accumulator, input_precision="ieee")
         store_matrix(
-            dw,
-            expert,
-            row,
-            column,
-            rows,
-            columns,
-            accumulator,
-            BLOCK_ROWS,
-            BLOCK_COLUMNS,
-            PIECES,
-            ACCUMULATE,
+            dw, expert, row, column, rows, columns, accumulator, BLOCK_ROWS, BLOCK_COLUMNS, PIECES, ACCUMULATE,
             DESCRIPTORS,
-        )
+        )  # fmt: skip
 
 
 @triton.jit
 def _load_matrix(
-    w,
-    expert,
-    first,
-    column,
-    depth,
-    columns,
-    BLOCK_DEPTH: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    DEPTH_FIRST: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-):
+    w, expert, first, column, depth, columns,
+    BLOCK_DEPTH: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, DEPTH_FIRST: tl.constexpr, DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
     """Load one block of an expert's matrix, depth x columns; zeros outside the matrix."""
     if DESCRIPTORS and DEPTH_FIRST:
         block = w.load([expert, first, column]).reshape(BLOCK_DEPTH, BLOCK_COLUMNS)
@@ -321,16 +254,9 @@ def _load_matrix(
 
 @triton.jit
 def _load_bias(
-    bias_ptr,
-    weights_ptr,
-    expert,
-    row,
-    end,
-    column,
-    columns,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-):
+    bias_ptr, weights_ptr, expert, row, end, column, columns,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Load an expert's bias for some columns, times the weights of the rows before `end` if there are weights."""
     across = column + tl.arange(0, BLOCK_COLUMNS)
     bias = tl.load(bias_ptr + expert * columns + across, mask=across < columns, other=0).to(tl.float32)[None, :]
@@ -342,16 +268,9 @@ def _load_bias(
 
 @triton.jit
 def _load_depths(
-    x,
-    start,
-    count,
-    first,
-    column,
-    columns,
-    BLOCK_DEPTH: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-):
+    x, start, count, first, column, columns,
+    BLOCK_DEPTH: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
     """Load rows `first` and on of an expert whose rows are contracted over; zeros past its last."""
     if DESCRIPTORS:
         span, end, place = ragged(start + count, count, first)

@@ -266,41 +266,21 @@ def _rows_in_triton(
 ) -> None:
     """Launch `linear_cross_entropy_kernel`, one program for each row."""
     start_kernel(
-        linear_cross_entropy_kernel,
-        (logits_TV.shape[0],),
-        logits_TV,
-        labels_T,
-        logsumexp_T,
-        target_T,
-        logits_TV.shape[1],
-        rule.first_label,
-        rule.vocabulary,
+        linear_cross_entropy_kernel, (logits_TV.shape[0],),
+        logits_TV, labels_T, logsumexp_T, target_T, logits_TV.shape[1], rule.first_label, rule.vocabulary,
         rule.z_weight,
-        IGNORED=IGNORED_LABEL,
-        STATISTICS=statistics,
-        GRADIENT=gradient,
-        BLOCK=launch.block_columns,
-        STAGES=launch.stages,
-        num_warps=launch.warps,
-    )
+        IGNORED=IGNORED_LABEL, STATISTICS=statistics, GRADIENT=gradient, BLOCK=launch.block_columns,
+        STAGES=launch.stages, num_warps=launch.warps,
+    )  # fmt: skip
 
 
 @triton.jit
 def linear_cross_entropy_kernel(
-    logits_ptr,
-    labels_ptr,
-    logsumexp_ptr,
-    target_ptr,
-    columns,
-    first_label,
-    vocabulary,
-    z_weight,
-    IGNORED: tl.constexpr,
-    STATISTICS: tl.constexpr,
-    GRADIENT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    logits_ptr, labels_ptr, logsumexp_ptr, target_ptr,
+    columns, first_label, vocabulary, z_weight,
+    IGNORED: tl.constexpr, STATISTICS: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
-):
+):  # fmt: skip
     """One row of logits: logsumexp and its label's logit (STATISTICS), then its gradient in its place (GRADIENT).
 
     Without STATISTICS logsumexp is read instead of made. Example: the second of two shards of a vocabulary of 8 has

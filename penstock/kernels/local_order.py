@@ -81,20 +81,10 @@ def order_local_rows(
     start_kernel(count_arrivals_kernel, (chunks,), experts_NK, tallies_CE, *sizes, **by_slot)
     start_kernel(scan_kernel, (ceil_div(experts + 1, launch.block_columns),), tallies_CE, totals_e, chunks, **by_expert)
     start_kernel(
-        place_arrivals_kernel,
-        (chunks,),
-        experts_NK,
-        weights_NK,
-        tallies_CE,
-        totals_e,
-        *arrivals,
-        meter,
-        *sizes,
-        rows,
-        places,
-        K=experts_NK.shape[1],
-        **by_slot,
-    )
+        place_arrivals_kernel, (chunks,),
+        experts_NK, weights_NK, tallies_CE, totals_e, *arrivals, meter, *sizes, rows, places,
+        K=experts_NK.shape[1], **by_slot,
+    )  # fmt: skip
     return arrivals
 
 
@@ -121,26 +111,11 @@ def count_arrivals_kernel(
 
 @triton.jit(do_not_specialize=["first"])
 def place_arrivals_kernel(
-    ids_ptr,
-    weights_ptr,
-    earlier_ptr,
-    totals_ptr,
-    slots_ptr,
-    index_ptr,
-    out_weights_ptr,
-    places_ptr,
-    counts_ptr,
+    ids_ptr, weights_ptr, earlier_ptr, totals_ptr, slots_ptr, index_ptr, out_weights_ptr, places_ptr, counts_ptr,
     meter_ptr,
-    first,
-    slots,
-    tiles,
-    rows,
-    places,
-    EXPERTS: tl.constexpr,
-    K: tl.constexpr,
-    BINS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
+    first, slots, tiles, rows, places,
+    EXPERTS: tl.constexpr, K: tl.constexpr, BINS: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
     """Places of one chunk's slots, as `permute.place_kernel` finds them, and what stands at them.
 
     Places from `rows` on are nobody's. With 2 of our experts, totals 3 and 2 and 4 rows, the counts become 3 and 1.

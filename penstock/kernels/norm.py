@@ -186,23 +186,11 @@ def normalize(
     scale_T = x_TD.new_empty(tokens, dtype=torch.float32)
     block_rows, block_columns, warps = tile_of(width, launch or LAUNCH)
     start_kernel(
-        rms_norm_kernel,
-        (triton.cdiv(tokens, block_rows),),
-        x_rows,
-        residual_rows,
-        weight_D,
-        normed_TD,
-        sum_TD,
-        scale_T,
-        tokens,
-        x_rows.stride(0),
-        0 if residual_rows is None else residual_rows.stride(0),
-        epsilon,
-        D=width,
-        BLOCK_T=block_rows,
-        BLOCK_D=block_columns,
-        num_warps=warps,
-    )
+        rms_norm_kernel, (triton.cdiv(tokens, block_rows),),
+        x_rows, residual_rows, weight_D, normed_TD, sum_TD, scale_T, tokens, x_rows.stride(0),
+        0 if residual_rows is None else residual_rows.stride(0), epsilon,
+        D=width, BLOCK_T=block_rows, BLOCK_D=block_columns, num_warps=warps,
+    )  # fmt: skip
     return sum_TD, scale_T
 
 
@@ -247,26 +235,12 @@ def _backward(
     dx_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
     partial_PD = x_TD.new_empty(programs, width, dtype=torch.float32)
     start_kernel(
-        rms_norm_backward_kernel,
-        (programs,),
-        x_rows,
-        weight_D,
-        scale_T,
-        dnormed_rows,
-        dsum_rows,
-        dx_TD,
-        partial_PD,
-        tokens,
-        tiles,
-        x_rows.stride(0),
-        dnormed_rows.stride(0),
-        0 if dsum_rows is None else dsum_rows.stride(0),
-        D=width,
-        BLOCK_T=block_rows,
-        BLOCK_D=block_columns,
-        STAGES=stages_of(block_rows * block_columns * x_TD.element_size(), launch),
-        num_warps=warps,
-    )
+        rms_norm_backward_kernel, (programs,),
+        x_rows, weight_D, scale_T, dnormed_rows, dsum_rows, dx_TD, partial_PD, tokens, tiles, x_rows.stride(0),
+        dnormed_rows.stride(0), 0 if dsum_rows is None else dsum_rows.stride(0),
+        D=width, BLOCK_T=block_rows, BLOCK_D=block_columns,
+        STAGES=stages_of(block_rows * block_columns * x_TD.element_size(), launch), num_warps=warps,
+    )  # fmt: skip
     dweight_D = torch.empty_like(weight_D)
     start_kernel(
         sum_table_kernel, (triton.cdiv(width, 16),), partial_PD, dweight_D, programs, D=width, BLOCK_P=256, BLOCK_D=16
@@ -304,20 +278,10 @@ def check_weight(x_TD: Tensor, weight_D: Tensor) -> None:
 
 @triton.jit
 def rms_norm_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    normed_ptr,
-    sum_ptr,
-    scale_ptr,
-    tokens,
-    x_stride,
-    residual_stride,
-    epsilon,
-    D: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    x_ptr, residual_ptr, weight_ptr, normed_ptr, sum_ptr, scale_ptr,
+    tokens, x_stride, residual_stride, epsilon,
+    D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """Some rows. Example: the row [3, 4] with weight [1, 1] and epsilon 0 is divided by sqrt(12.5).
 
     Without a pointer to normed rows only their scales are found, and the sums.
@@ -345,23 +309,10 @@ def rms_norm_kernel(
 
 @triton.jit
 def rms_norm_backward_kernel(
-    x_ptr,
-    weight_ptr,
-    scale_ptr,
-    dnormed_ptr,
-    dsum_ptr,
-    dx_ptr,
-    partial_ptr,
-    tokens,
-    tiles,
-    x_stride,
-    dnormed_stride,
-    dsum_stride,
-    D: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    x_ptr, weight_ptr, scale_ptr, dnormed_ptr, dsum_ptr, dx_ptr, partial_ptr,
+    tokens, tiles, x_stride, dnormed_stride, dsum_stride,
+    D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Input gradient of some neighbouring tiles, and their sum for the weight as one row of the partial table."""
     first = tl.program_id(0) * tiles * BLOCK_T
     column_D = tl.arange(0, BLOCK_D)
@@ -475,15 +426,10 @@ def _sum(x_TD: Tensor, y_TD: Tensor, z_TD: Tensor) -> Tensor:
     sum_TD = x_TD.new_empty(x_TD.shape, dtype=dtype)
     numbers = sum_TD.numel()
     start_kernel(
-        add_three_kernel,
-        (triton.cdiv(numbers, BLOCK),),
-        x_TD.contiguous(),
-        y_TD.contiguous(),
-        z_TD.contiguous(),
-        sum_TD,
-        numbers,
+        add_three_kernel, (triton.cdiv(numbers, BLOCK),),
+        x_TD.contiguous(), y_TD.contiguous(), z_TD.contiguous(), sum_TD, numbers,
         BLOCK=BLOCK,
-    )
+    )  # fmt: skip
     return sum_TD
 
 

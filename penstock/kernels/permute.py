@@ -180,19 +180,12 @@ def _launch_by_token(
     """One program for each token; `tensors` are the kernel's own, which stand before the order."""
     tokens, top_k = places_TK.shape
     start_kernel(
-        kernel,
-        (tokens,),
-        *tensors,
-        places_TK,
-        counts_E,
-        K=top_k,
-        D=width,
-        EXPERTS=counts_E.shape[0],
-        BLOCK_K=triton.next_power_of_2(top_k),
+        kernel, (tokens,),
+        *tensors, places_TK, counts_E,
+        K=top_k, D=width, EXPERTS=counts_E.shape[0], BLOCK_K=triton.next_power_of_2(top_k),
         BLOCK_D=min(launch.block_columns, triton.next_power_of_2(width)),
-        BLOCK_E=triton.next_power_of_2(counts_E.shape[0]),
-        num_warps=launch.warps,
-    )
+        BLOCK_E=triton.next_power_of_2(counts_E.shape[0]), num_warps=launch.warps,
+    )  # fmt: skip
 
 
 def _check(tokens: int, order: RowOrder) -> None:
@@ -235,17 +228,9 @@ def scan_kernel(tallies_ptr, counts_ptr, chunks, EXPERTS: tl.constexpr, BLOCK_C:
 
 @triton.jit
 def place_kernel(
-    experts_ptr,
-    earlier_ptr,
-    counts_ptr,
-    slots_ptr,
-    places_ptr,
-    slots,
-    tiles,
-    EXPERTS: tl.constexpr,
-    BINS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
+    experts_ptr, earlier_ptr, counts_ptr, slots_ptr, places_ptr, slots, tiles,
+    EXPERTS: tl.constexpr, BINS: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
     """Places of one chunk's slots.
 
     A slot's place is the rows of all smaller experts + the slots of its expert in earlier chunks and tiles + those
@@ -271,20 +256,10 @@ def place_kernel(
 
 @triton.jit
 def spread_kernel(
-    x_ptr,
-    y_ptr,
-    weights_ptr,
-    rows_ptr,
-    dweights_ptr,
-    places_ptr,
-    counts_ptr,
-    K: tl.constexpr,
-    D: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    x_ptr, y_ptr, weights_ptr, rows_ptr, dweights_ptr, places_ptr, counts_ptr,
+    K: tl.constexpr, D: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
-):
+):  # fmt: skip
     """One token's row, times each slot's weight if there are weights, to its K places; zeros where a slot was dropped.
 
     With weights also dweights = <row of y at the place, x>. Example: token 1 with places [2, 5], 5 rows used and
@@ -320,18 +295,10 @@ def spread_kernel(
 
 @triton.jit
 def sum_rows_kernel(
-    rows_ptr,
-    weights_ptr,
-    out_ptr,
-    places_ptr,
-    counts_ptr,
-    K: tl.constexpr,
-    D: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    rows_ptr, weights_ptr, out_ptr, places_ptr, counts_ptr,
+    K: tl.constexpr, D: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
-):
+):  # fmt: skip
     """One token: the rows at its K places, times their weights if given, summed in float32; dropped slots left out.
 
     Example: token 1 with places [2, 5], 5 rows used and weights [0.5, 0.5] is 0.5 times row 2.
@@ -379,20 +346,10 @@ def gather_rows(
     gathered_RD = x_ND.new_empty(rows, triton.cdiv(width, multiple) * multiple)[:, :width]
     blocks = triton.cdiv(rows, launch.block_rows)
     start_kernel(
-        gather_rows_kernel,
-        (capped_programs(blocks, x_ND.device), triton.cdiv(width, launch.block_columns)),
-        x_ND,
-        index_R,
-        gathered_RD,
-        used,
-        rows,
-        x_ND.stride(0),
-        gathered_RD.stride(0),
-        D=width,
-        BLOCK_R=launch.block_rows,
-        BLOCK_D=launch.block_columns,
-        num_warps=launch.warps,
-    )
+        gather_rows_kernel, (capped_programs(blocks, x_ND.device), triton.cdiv(width, launch.block_columns)),
+        x_ND, index_R, gathered_RD, used, rows, x_ND.stride(0), gathered_RD.stride(0),
+        D=width, BLOCK_R=launch.block_rows, BLOCK_D=launch.block_columns, num_warps=launch.warps,
+    )  # fmt: skip
     return gathered_RD
 
 
@@ -408,19 +365,10 @@ def gather_columns(x_DN: Tensor, index_R: Tensor, used: Tensor, *, launch: Kerne
     (columns,), depth = index_R.shape, x_DN.shape[0]
     gathered_DR = x_DN.new_empty(depth, columns)
     start_kernel(
-        gather_columns_kernel,
-        (triton.cdiv(columns, launch.block_columns),),
-        x_DN,
-        index_R,
-        gathered_DR,
-        used,
-        depth,
-        x_DN.shape[1],
-        columns,
-        BLOCK_D=launch.block_rows,
-        BLOCK_R=launch.block_columns,
-        num_warps=launch.warps,
-    )
+        gather_columns_kernel, (triton.cdiv(columns, launch.block_columns),),
+        x_DN, index_R, gathered_DR, used, depth, x_DN.shape[1], columns,
+        BLOCK_D=launch.block_rows, BLOCK_R=launch.block_columns, num_warps=launch.warps,
+    )  # fmt: skip
     return gathered_DR
 
 
@@ -441,17 +389,10 @@ def gather_columns_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def gather_rows_kernel(
-    x_ptr,
-    index_ptr,
-    gathered_ptr,
-    used_ptr,
-    rows,
-    x_stride,
-    stride,
-    D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    x_ptr, index_ptr, gathered_ptr, used_ptr,
+    rows, x_stride, stride,
+    D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """Blocks of rows and columns; programs take turns."""
     rows = tl.minimum(rows, tl.load(used_ptr))
     column_D = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)

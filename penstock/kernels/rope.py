@@ -100,20 +100,11 @@ def _turn(x_BSHP: Tensor, cos_BSP: Tensor, sin_BSP: Tensor, launch: KernelLaunch
     x_BSHP = with_contiguous_rows(x_BSHP)
     out_BSHP = torch.empty_like(x_BSHP, memory_format=torch.contiguous_format)
     start_kernel(
-        rotate_kernel,
-        (positions, batch),
-        x_BSHP,
-        cos_BSP,
-        sin_BSP,
-        out_BSHP,
-        *x_BSHP.stride()[:3],
-        *angle_strides(cos_BSP, batch),
-        H=heads,
-        P=width,
-        DIRECTION=direction,
-        BLOCK_P=triton.next_power_of_2(width),
+        rotate_kernel, (positions, batch),
+        x_BSHP, cos_BSP, sin_BSP, out_BSHP, *x_BSHP.stride()[:3], *angle_strides(cos_BSP, batch),
+        H=heads, P=width, DIRECTION=direction, BLOCK_P=triton.next_power_of_2(width),
         **heads_at_a_time(heads, launch),
-    )
+    )  # fmt: skip
     return out_BSHP
 
 
@@ -134,26 +125,12 @@ class _MlaHeads(torch.autograd.Function):
         q_BSHN, kv_BSHN, k_rope_BSP = map(with_contiguous_rows, (q_BSHN, kv_BSHN, k_rope_BSP))
         q_out_BSHN, k_out_BSHN = (torch.empty_like(q_BSHN, memory_format=torch.contiguous_format) for _ in range(2))
         start_kernel(
-            mla_heads_kernel,
-            (positions, batch),
-            q_BSHN,
-            kv_BSHN,
-            k_rope_BSP,
-            cos_BSP,
-            sin_BSP,
-            q_out_BSHN,
-            k_out_BSHN,
-            *q_BSHN.stride()[:3],
-            *kv_BSHN.stride()[:3],
-            *k_rope_BSP.stride()[:2],
-            *angle_strides(cos_BSP, batch),
-            H=heads,
-            PLAIN=width - rotary,
-            P=rotary,
-            BLOCK_N=triton.next_power_of_2(width - rotary),
-            BLOCK_P=triton.next_power_of_2(rotary),
-            **heads_at_a_time(heads, launch),
-        )
+            mla_heads_kernel, (positions, batch),
+            q_BSHN, kv_BSHN, k_rope_BSP, cos_BSP, sin_BSP, q_out_BSHN, k_out_BSHN, *q_BSHN.stride()[:3],
+            *kv_BSHN.stride()[:3], *k_rope_BSP.stride()[:2], *angle_strides(cos_BSP, batch),
+            H=heads, PLAIN=width - rotary, P=rotary, BLOCK_N=triton.next_power_of_2(width - rotary),
+            BLOCK_P=triton.next_power_of_2(rotary), **heads_at_a_time(heads, launch),
+        )  # fmt: skip
         ctx.save_for_backward(cos_BSP, sin_BSP)
         ctx.launch = launch
         return q_out_BSHN, k_out_BSHN, kv_BSHN[..., width - rotary :]
@@ -171,29 +148,13 @@ class _MlaHeads(torch.autograd.Function):
         dkv_BSHN = dk_BSHN.new_empty(batch, positions, heads, width - rotary + value)
         dk_rope_BSP = dk_BSHN.new_empty(batch, positions, rotary)
         start_kernel(
-            mla_heads_backward_kernel,
-            (positions, batch),
-            dq_BSHN,
-            dk_BSHN,
-            dv_BSHM,
-            cos_BSP,
-            sin_BSP,
-            dq_in_BSHN,
-            dkv_BSHN,
-            dk_rope_BSP,
-            *dq_BSHN.stride()[:3],
-            *dk_BSHN.stride()[:3],
-            *dv_BSHM.stride()[:3],
-            *angle_strides(cos_BSP, batch),
-            H=heads,
-            PLAIN=width - rotary,
-            P=rotary,
-            M=value,
-            BLOCK_N=triton.next_power_of_2(width - rotary),
-            BLOCK_P=triton.next_power_of_2(rotary),
-            BLOCK_M=triton.next_power_of_2(value),
+            mla_heads_backward_kernel, (positions, batch),
+            dq_BSHN, dk_BSHN, dv_BSHM, cos_BSP, sin_BSP, dq_in_BSHN, dkv_BSHN, dk_rope_BSP, *dq_BSHN.stride()[:3],
+            *dk_BSHN.stride()[:3], *dv_BSHM.stride()[:3], *angle_strides(cos_BSP, batch),
+            H=heads, PLAIN=width - rotary, P=rotary, M=value, BLOCK_N=triton.next_power_of_2(width - rotary),
+            BLOCK_P=triton.next_power_of_2(rotary), BLOCK_M=triton.next_power_of_2(value),
             **heads_at_a_time(heads, ctx.launch),
-        )
+        )  # fmt: skip
         return dq_in_BSHN, dkv_BSHN, dk_rope_BSP, None, None, None
 
 
@@ -248,21 +209,10 @@ def token_offset(batch_stride, position_stride):
 
 @triton.jit
 def rotate_kernel(
-    x_ptr,
-    cos_ptr,
-    sin_ptr,
-    out_ptr,
-    x_batch,
-    x_position,
-    x_head,
-    cos_batch,
-    cos_position,
-    H: tl.constexpr,
-    P: tl.constexpr,
-    DIRECTION: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):
+    x_ptr, cos_ptr, sin_ptr, out_ptr,
+    x_batch, x_position, x_head, cos_batch, cos_position,
+    H: tl.constexpr, P: tl.constexpr, DIRECTION: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
     """One token. Example with P = 2 and a quarter turn (cos 0, sin 1): the head [1, 0] becomes [0, 1]."""
     cos_P, sin_P = load_angles(cos_ptr, sin_ptr, cos_batch, cos_position, P, BLOCK_P)
     sin_P *= DIRECTION
@@ -279,30 +229,12 @@ def rotate_kernel(
 
 @triton.jit
 def mla_heads_kernel(
-    q_ptr,
-    kv_ptr,
-    k_rope_ptr,
-    cos_ptr,
-    sin_ptr,
-    q_out_ptr,
-    k_out_ptr,
-    q_batch,
-    q_position,
-    q_head,
-    kv_batch,
-    kv_position,
-    kv_head,
-    k_rope_batch,
-    k_rope_position,
-    cos_batch,
+    q_ptr, kv_ptr, k_rope_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr,
+    q_batch, q_position, q_head, kv_batch, kv_position, kv_head, k_rope_batch, k_rope_position, cos_batch,
     cos_position,
-    H: tl.constexpr,
-    PLAIN: tl.constexpr,
-    P: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    H: tl.constexpr, PLAIN: tl.constexpr, P: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_P: tl.constexpr,
-):
+):  # fmt: skip
     """One token: q = [q plain | turned q rotary] and k = [kv plain | turned shared key] for each head.
 
     Example with PLAIN = 1, P = 2 and a quarter turn: q [5 | 1, 0], kv [6 | 7] and k_rope [0, 1] give q [5, 0, 1] and
@@ -336,34 +268,12 @@ def mla_heads_kernel(
 
 @triton.jit
 def mla_heads_backward_kernel(
-    dq_ptr,
-    dk_ptr,
-    dv_ptr,
-    cos_ptr,
-    sin_ptr,
-    dq_in_ptr,
-    dkv_ptr,
-    dk_rope_ptr,
-    dq_batch,
-    dq_position,
-    dq_head,
-    dk_batch,
-    dk_position,
-    dk_head,
-    dv_batch,
-    dv_position,
-    dv_head,
-    cos_batch,
+    dq_ptr, dk_ptr, dv_ptr, cos_ptr, sin_ptr, dq_in_ptr, dkv_ptr, dk_rope_ptr,
+    dq_batch, dq_position, dq_head, dk_batch, dk_position, dk_head, dv_batch, dv_position, dv_head, cos_batch,
     cos_position,
-    H: tl.constexpr,
-    PLAIN: tl.constexpr,
-    P: tl.constexpr,
-    M: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
+    H: tl.constexpr, PLAIN: tl.constexpr, P: tl.constexpr, M: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
     """One token: dq turned back, dkv = [dk plain | dv], dk_rope = the heads' rotary dk summed, then turned back."""
     N: tl.constexpr = PLAIN + P
     WIDE: tl.constexpr = PLAIN + M

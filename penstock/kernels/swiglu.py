@@ -103,23 +103,12 @@ def swiglu_backward(
         dweights_R = make(weights_R, memory_format=torch.contiguous_format)
     h_RF = torch.empty_like(dh_RF) if recompute else None
     start_kernel(
-        swiglu_backward_kernel,
-        (_programs(triton.cdiv(rows, launch.block_rows), used),),
-        gate_up_RF,
-        first,
-        None if weights_R is None else weights_R.contiguous(),
-        dh_RF,
-        d_gate_up_RF,
-        dweights_R,
-        h_RF,
-        used,
-        rows,
-        F=width,
-        BLOCK_R=launch.block_rows,
-        BLOCK_F=launch.block_columns,
-        **rule_constants(rule),
+        swiglu_backward_kernel, (_programs(triton.cdiv(rows, launch.block_rows), used),),
+        gate_up_RF, first, None if weights_R is None else weights_R.contiguous(), dh_RF, d_gate_up_RF, dweights_R,
+        h_RF, used, rows,
+        F=width, BLOCK_R=launch.block_rows, BLOCK_F=launch.block_columns, **rule_constants(rule),
         num_warps=launch.warps,
-    )
+    )  # fmt: skip
     return SwigluGradients(d_gate_up_RF, dweights_R, h_RF)
 
 
@@ -149,18 +138,10 @@ def swiglu_forward(
     start_kernel(
         swiglu_kernel,
         (_programs(triton.cdiv(rows, launch.block_rows), used), triton.cdiv(width, launch.block_columns)),
-        gate_up_RF,
-        first,
-        None if weights_R is None else weights_R.contiguous(),
-        h_RF,
-        used,
-        rows,
-        F=width,
-        BLOCK_R=launch.block_rows,
-        BLOCK_F=launch.block_columns,
-        **rule_constants(rule),
+        gate_up_RF, first, None if weights_R is None else weights_R.contiguous(), h_RF, used, rows,
+        F=width, BLOCK_R=launch.block_rows, BLOCK_F=launch.block_columns, **rule_constants(rule),
         num_warps=launch.warps,
-    )
+    )  # fmt: skip
     return h_RF
 
 
@@ -215,19 +196,10 @@ def _check(gate_up_RF: Tensor, weights_R: Tensor | None) -> None:
 
 @triton.jit(do_not_specialize=["rows"])
 def swiglu_kernel(
-    gate_up_ptr,
-    first_ptr,
-    weights_ptr,
-    h_ptr,
-    used_ptr,
-    rows,
-    F: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_F: tl.constexpr,
-    LIMIT: tl.constexpr,
-    ALPHA: tl.constexpr,
+    gate_up_ptr, first_ptr, weights_ptr, h_ptr, used_ptr, rows,
+    F: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
     WEIGHS_INPUT: tl.constexpr,
-):
+):  # fmt: skip
     """Blocks of h.
 
     Example with F = 2: gate_up [1, 2, 10, 20] and weight 0.5 give h = [5 silu(1), 10 silu(2)]; with WEIGHS_INPUT
@@ -254,22 +226,10 @@ def swiglu_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def swiglu_backward_kernel(
-    gate_up_ptr,
-    first_ptr,
-    weights_ptr,
-    dh_ptr,
-    d_gate_up_ptr,
-    dweights_ptr,
-    h_ptr,
-    used_ptr,
-    rows,
-    F: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_F: tl.constexpr,
-    LIMIT: tl.constexpr,
-    ALPHA: tl.constexpr,
+    gate_up_ptr, first_ptr, weights_ptr, dh_ptr, d_gate_up_ptr, dweights_ptr, h_ptr, used_ptr, rows,
+    F: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
     WEIGHS_INPUT: tl.constexpr,
-):
+):  # fmt: skip
     """Gradients of whole rows, and their h where h_ptr is not None."""
     if used_ptr is not None:
         rows = tl.minimum(rows, tl.load(used_ptr))

@@ -274,30 +274,14 @@ def push_rows(
     words_TD = _words(x_TD)
     tokens, words = words_TD.shape
     start_kernel(
-        push_rows_kernel,
-        (launch.programs_for(tokens),),
-        words_TD,
-        experts_TK.contiguous(),
-        None if choices is None else choices.weights_TK.contiguous(),
-        peers.addresses_W,
-        offsets[0],
-        0 if choices is None else choices.ids_offset,
-        0 if choices is None else choices.weights_offset,
-        offsets[1],
-        0 if choices is None else choices.flags_offset,
-        peers.rank,
-        tokens,
-        chunks.rows,
-        chunks.first,
-        chunks.last,
-        WORDS=words,
-        K=experts_TK.shape[1],
-        PER_RANK=homes.per_rank,
-        PARTS=homes.parts,
-        BLOCK_R=1024,
-        **_ranks(peers.size),
-        **_block(words, launch),
-    )
+        push_rows_kernel, (launch.programs_for(tokens),),
+        words_TD, experts_TK.contiguous(), None if choices is None else choices.weights_TK.contiguous(),
+        peers.addresses_W, offsets[0], 0 if choices is None else choices.ids_offset,
+        0 if choices is None else choices.weights_offset, offsets[1], 0 if choices is None else choices.flags_offset,
+        peers.rank, tokens, chunks.rows, chunks.first, chunks.last,
+        WORDS=words, K=experts_TK.shape[1], PER_RANK=homes.per_rank, PARTS=homes.parts, BLOCK_R=1024,
+        **_ranks(peers.size), **_block(words, launch),
+    )  # fmt: skip
 
 
 def wait(awaited: ChannelWait) -> None:
@@ -353,22 +337,12 @@ def take_rows(
     tokens, words = own_words_TD.shape
     received = rows_ND.shape[0]
     start_kernel(
-        take_rows_kernel,
-        (launch.programs_for(received),),
-        _words(rows_ND),
-        own_words_TD,
-        *places.arguments,
-        _words(out),
-        *awaited.arguments,
-        rank,
-        tokens,
+        take_rows_kernel, (launch.programs_for(received),),
+        _words(rows_ND), own_words_TD, *places.arguments, _words(out), *awaited.arguments, rank, tokens,
         *chunks.arguments,
-        WORDS=words,
-        SPREAD=is_spread,
-        **places.constants,
-        **_ranks(awaited.flags_CW.shape[1]),
+        WORDS=words, SPREAD=is_spread, **places.constants, **_ranks(awaited.flags_CW.shape[1]),
         **_block(words, launch),
-    )
+    )  # fmt: skip
 
 
 def return_rows(
@@ -403,27 +377,12 @@ def return_rows(
     received, top_k = places.places_NK.shape
     width = rows.shape[1]
     start_kernel(
-        return_rows_kernel,
-        (launch.programs_for(received),),
-        rows,
-        *places.arguments,
-        None if scalars_R is None else scalars_R.contiguous(),
-        staged_ND,
-        peers.addresses_W,
-        *offsets,
-        peers.rank,
-        received // peers.size,
-        chunks.rows,
-        chunks.first,
-        chunks.last,
-        ROWS=staged_ND is None or returned.is_summed,
-        SUMMED=returned.is_summed,
-        D=width,
-        **places.constants,
-        BLOCK_K=power_of_two(top_k),
-        **_ranks(peers.size),
-        **_block(width, launch),
-    )
+        return_rows_kernel, (launch.programs_for(received),),
+        rows, *places.arguments, None if scalars_R is None else scalars_R.contiguous(), staged_ND, peers.addresses_W,
+        *offsets, peers.rank, received // peers.size, chunks.rows, chunks.first, chunks.last,
+        ROWS=staged_ND is None or returned.is_summed, SUMMED=returned.is_summed, D=width, **places.constants,
+        BLOCK_K=power_of_two(top_k), **_ranks(peers.size), **_block(width, launch),
+    )  # fmt: skip
 
 
 def sum_ranks(
@@ -448,25 +407,12 @@ def sum_ranks(
     tokens, top_k = experts_TK.shape
     width = home.y_TD.shape[1]
     start_kernel(
-        sum_ranks_kernel,
-        (launch.programs_for(tokens),),
-        home.parts_ND,
-        None if home.own_TD is None else home.own_TD.contiguous(),
-        home.rank,
-        home.scalars_NK,
-        experts_TK.contiguous(),
-        home.y_TD,
-        home.scalars_TK,
-        *awaited.arguments,
-        tokens,
-        *chunks.arguments,
-        D=width,
-        K=top_k,
-        PER_RANK=homes.per_rank,
-        PARTS=homes.parts,
-        **_ranks(awaited.flags_CW.shape[1]),
+        sum_ranks_kernel, (launch.programs_for(tokens),),
+        home.parts_ND, None if home.own_TD is None else home.own_TD.contiguous(), home.rank, home.scalars_NK,
+        experts_TK.contiguous(), home.y_TD, home.scalars_TK, *awaited.arguments, tokens, *chunks.arguments,
+        D=width, K=top_k, PER_RANK=homes.per_rank, PARTS=homes.parts, **_ranks(awaited.flags_CW.shape[1]),
         **_block(width, launch),
-    )
+    )  # fmt: skip
 
 
 def _words(rows: Tensor) -> Tensor:

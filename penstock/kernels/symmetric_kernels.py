@@ -94,30 +94,11 @@ def _ranks_of(
 
 @triton.jit(do_not_specialize=["rank", "first", "last"])
 def push_rows_kernel(
-    words_ptr,
-    ids_ptr,
-    weights_ptr,
-    addresses_ptr,
-    offset,
-    ids_offset,
-    weights_offset,
-    flags_offset,
-    choice_flags_offset,
-    rank,
-    tokens,
-    chunk_rows,
-    first,
-    last,
-    WORDS: tl.constexpr,
-    K: tl.constexpr,
-    PER_RANK: tl.constexpr,
-    PARTS: tl.constexpr,
-    W: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    words_ptr, ids_ptr, weights_ptr, addresses_ptr,
+    offset, ids_offset, weights_offset, flags_offset, choice_flags_offset, rank, tokens, chunk_rows, first, last,
+    WORDS: tl.constexpr, K: tl.constexpr, PER_RANK: tl.constexpr, PARTS: tl.constexpr, W: tl.constexpr,
+    BLOCK_W: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """Our choices and weights, if there are weights, to everybody; then our rows to all others that hold their experts.
 
     Each row is read once. Example: 2 experts on each of 2 ranks, we are rank 1, and ids [[0, 1], [1, 2], [4, 4]], where
@@ -172,18 +153,9 @@ def wait_kernel(
 
 @triton.jit
 def _take_tile(
-    from_ptr,
-    row_T,
-    out_ptr,
-    out_row_T,
-    exists_T,
-    places_ptr,
-    used,
-    WORDS: tl.constexpr,
-    K: tl.constexpr,
-    SPREAD: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    from_ptr, row_T, out_ptr, out_row_T, exists_T, places_ptr, used,
+    WORDS: tl.constexpr, K: tl.constexpr, SPREAD: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """Rows that have a place here, to their places if SPREAD, else to the row of the same number."""
     has_place_T = tl.zeros(row_T.shape, tl.int1)
     for k in tl.static_range(K):
@@ -203,34 +175,11 @@ def _take_tile(
 
 @triton.jit(do_not_specialize=["rank", "channel", "first", "last"])
 def take_rows_kernel(
-    words_ptr,
-    own_ptr,
-    places_ptr,
-    counts_ptr,
-    out_ptr,
-    flags_ptr,
-    expected_ptr,
-    left_ptr,
-    late_ptr,
-    channel,
-    signals,
-    limit,
-    rank,
-    tokens,
-    chunk_rows,
-    chunks,
-    first,
-    last,
-    WORDS: tl.constexpr,
-    K: tl.constexpr,
-    SPREAD: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    W: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    words_ptr, own_ptr, places_ptr, counts_ptr, out_ptr, flags_ptr, expected_ptr, left_ptr, late_ptr,
+    channel, signals, limit, rank, tokens, chunk_rows, chunks, first, last,
+    WORDS: tl.constexpr, K: tl.constexpr, SPREAD: tl.constexpr, EXPERTS: tl.constexpr, W: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """Our own rows first, then chunk by chunk those of the others as they come; only those that have a place here.
 
     If SPREAD, a row goes to each of its places, else to the row of its number. Example: 2 tokens a rank, row 3 has the
@@ -275,32 +224,12 @@ def _row(rows_ptr, place_T, used, column_1D, D: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rank", "first", "last"])
 def return_rows_kernel(
-    rows_ptr,
-    places_ptr,
-    counts_ptr,
-    scalars_ptr,
-    staged_ptr,
-    addresses_ptr,
-    offset,
-    scalars_offset,
-    flags_offset,
-    rank,
-    tokens,
-    chunk_rows,
-    first,
-    last,
-    ROWS: tl.constexpr,
-    SUMMED: tl.constexpr,
-    D: tl.constexpr,
-    K: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    W: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    rows_ptr, places_ptr, counts_ptr, scalars_ptr, staged_ptr, addresses_ptr,
+    offset, scalars_offset, flags_offset, rank, tokens, chunk_rows, first, last,
+    ROWS: tl.constexpr, SUMMED: tl.constexpr, D: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr,
+    W: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
-):
+):  # fmt: skip
     """For every row that we were sent, one row back to where it came from.
 
     If SUMMED, that is the float32 sum over its places here, rounded once; else the row of the same number. With scalars
@@ -378,34 +307,12 @@ def hold_kernel(flags_ptr, expected_ptr, late_ptr, channel, signals, limit, W: t
 
 @triton.jit(do_not_specialize=["own_rank", "channel", "first", "last"])
 def sum_ranks_kernel(
-    parts_ptr,
-    own_ptr,
-    own_rank,
-    scalars_ptr,
-    ids_ptr,
-    out_ptr,
-    out_scalars_ptr,
-    flags_ptr,
-    expected_ptr,
-    left_ptr,
-    late_ptr,
-    channel,
-    signals,
-    limit,
-    tokens,
-    chunk_rows,
-    chunks,
-    first,
-    last,
-    D: tl.constexpr,
-    K: tl.constexpr,
-    PER_RANK: tl.constexpr,
-    PARTS: tl.constexpr,
-    W: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    parts_ptr, own_ptr, own_rank,
+    scalars_ptr, ids_ptr, out_ptr, out_scalars_ptr, flags_ptr, expected_ptr, left_ptr, late_ptr,
+    channel, signals, limit, tokens, chunk_rows, chunks, first, last,
+    D: tl.constexpr, K: tl.constexpr, PER_RANK: tl.constexpr, PARTS: tl.constexpr, W: tl.constexpr,
+    BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """Chunk by chunk, each token's sum of the rows that came back from ranks that had it; each choice's scalar too.
 
     With `own_ptr` the rows of rank `own_rank` stand there.

@@ -84,38 +84,21 @@ def tile_table(counts_e: Tensor, rows: int) -> TileTable:
         owners=counts_e.new_empty((len(BLOCK_SIZES), bound, OWNER_FIELDS), dtype=int32),
     )
     start_kernel(
-        tile_table_kernel,
-        (experts, len(BLOCK_SIZES)),
-        counts_e.contiguous(),
-        table.starts_e,
-        table.aligned_e,
-        table.block_counts,
-        table.owners,
-        rows,
-        experts,
+        tile_table_kernel, (experts, len(BLOCK_SIZES)),
+        counts_e.contiguous(), table.starts_e, table.aligned_e, table.block_counts, table.owners, rows, experts,
         bound,
-        SMALLEST_BLOCK=BLOCK_SIZES[0],
-        ALIGNED_BLOCK=ALIGNED_BLOCK,
-        EXPERTS_PADDED=triton.next_power_of_2(experts),
+        SMALLEST_BLOCK=BLOCK_SIZES[0], ALIGNED_BLOCK=ALIGNED_BLOCK, EXPERTS_PADDED=triton.next_power_of_2(experts),
         num_warps=1,
-    )
+    )  # fmt: skip
     return table
 
 
 @triton.jit(do_not_specialize=["rows", "bound"])
 def tile_table_kernel(
-    counts_ptr,
-    starts_ptr,
-    aligned_ptr,
-    block_counts_ptr,
-    owners_ptr,
-    rows,
-    experts,
-    bound,
-    SMALLEST_BLOCK: tl.constexpr,
-    ALIGNED_BLOCK: tl.constexpr,
-    EXPERTS_PADDED: tl.constexpr,
-):
+    counts_ptr, starts_ptr, aligned_ptr, block_counts_ptr, owners_ptr,
+    rows, experts, bound,
+    SMALLEST_BLOCK: tl.constexpr, ALIGNED_BLOCK: tl.constexpr, EXPERTS_PADDED: tl.constexpr,
+):  # fmt: skip
     """One program writes one expert's part of the owner table for one size of block."""
     expert = tl.program_id(0)
     size = tl.program_id(1)

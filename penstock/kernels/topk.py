@@ -70,34 +70,18 @@ class _Route(torch.autograd.Function):
         part_z_BC = torch.empty(sequences, chunks, dtype=torch.float32, device=device)
         parts = (part_counts_BCE, part_mass_BCE, part_z_BC)
         start_kernel(
-            route_kernel,
-            (chunks, sequences),
-            logits_TE,
-            bias_E,
-            weights_TK,
-            experts_TK,
-            *parts,
-            length,
-            tiles,
-            **constants,
-            num_warps=launch.warps,
-        )
+            route_kernel, (chunks, sequences),
+            logits_TE, bias_E, weights_TK, experts_TK, *parts, length, tiles,
+            **constants, num_warps=launch.warps,
+        )  # fmt: skip
         counts_BE = torch.empty(sequences, experts, dtype=torch.int64, device=device)
         mass_BE = torch.empty(sequences, experts, dtype=torch.float32, device=device)
         z_B = torch.empty(sequences, dtype=torch.float32, device=device)
         start_kernel(
-            sum_parts_kernel,
-            (triton.cdiv(experts, 8), sequences),
-            *parts,
-            counts_BE,
-            mass_BE,
-            z_B,
-            chunks,
-            E=experts,
-            BLOCK_E=8,
-            BLOCK_C=512,
-            num_warps=8,
-        )
+            sum_parts_kernel, (triton.cdiv(experts, 8), sequences),
+            *parts, counts_BE, mass_BE, z_B, chunks,
+            E=experts, BLOCK_E=8, BLOCK_C=512, num_warps=8,
+        )  # fmt: skip
         ctx.save_for_backward(logits_TE, experts_TK)
         ctx.rule, ctx.sequences, ctx.launch = rule, sequences, launch
         ctx.mark_non_differentiable(experts_TK, counts_BE)
@@ -121,16 +105,10 @@ class _Route(torch.autograd.Function):
         incoming = (None if gradient is None else gradient.contiguous() for gradient in (dweights_TK, dmass_BE, dz_B))
         dlogits_TE = torch.empty_like(logits_TE)
         start_kernel(
-            route_backward_kernel,
-            (triton.cdiv(length, constants["BLOCK_T"]), ctx.sequences),
-            logits_TE,
-            experts_TK,
-            *incoming,
-            dlogits_TE,
-            length,
-            **constants,
-            num_warps=ctx.launch.warps,
-        )
+            route_backward_kernel, (triton.cdiv(length, constants["BLOCK_T"]), ctx.sequences),
+            logits_TE, experts_TK, *incoming, dlogits_TE, length,
+            **constants, num_warps=ctx.launch.warps,
+        )  # fmt: skip
         return dlogits_TE, None, None, None, None
 
 
@@ -206,38 +184,20 @@ def balance_loss(mass_BE: Tensor, z_B: Tensor, slots_BE: Tensor, factor: float, 
     sequences, experts = mass_BE.shape
     found = LinearLoss(mass_BE.new_empty(()), mass_BE.new_empty(sequences, experts), z_B.new_empty(sequences))
     start_kernel(
-        balance_loss_kernel,
-        (1,),
-        mass_BE.contiguous(),
-        z_B.contiguous(),
-        slots_BE.contiguous(),
-        *found,
-        sequences,
-        0 if len(slots_BE) == 1 else experts,
-        experts,
-        factor,
-        z_factor,
-        BLOCK_E=triton.next_power_of_2(experts),
-        num_warps=1,
-    )
+        balance_loss_kernel, (1,),
+        mass_BE.contiguous(), z_B.contiguous(), slots_BE.contiguous(), *found, sequences,
+        0 if len(slots_BE) == 1 else experts, experts, factor, z_factor,
+        BLOCK_E=triton.next_power_of_2(experts), num_warps=1,
+    )  # fmt: skip
     return found
 
 
 @triton.jit(do_not_specialize=["sequences", "slots_stride", "factor", "z_factor"])
 def balance_loss_kernel(
-    mass_ptr,
-    z_ptr,
-    slots_ptr,
-    loss_ptr,
-    dmass_ptr,
-    dz_ptr,
-    sequences,
-    slots_stride,
-    experts,
-    factor,
-    z_factor,
+    mass_ptr, z_ptr, slots_ptr, loss_ptr, dmass_ptr, dz_ptr,
+    sequences, slots_stride, experts, factor, z_factor,
     BLOCK_E: tl.constexpr,
-):
+):  # fmt: skip
     """All sequences, one after the other. Example with 2 experts, a factor of 1 and slots [3, 1]: dmass [1.5, 0.5]."""
     expert_E = tl.arange(0, BLOCK_E)
     is_expert = expert_E < experts

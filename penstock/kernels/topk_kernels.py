@@ -66,12 +66,8 @@ def _two_best(best, second, other_best, other_second):
 @triton.jit
 def _is_in_best_groups(
     choice_TE,
-    GROUPS: tl.constexpr,
-    KEPT: tl.constexpr,
-    TOP2: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-):
+    GROUPS: tl.constexpr, KEPT: tl.constexpr, TOP2: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_G: tl.constexpr,
+):  # fmt: skip
     """Boolean T x E: the expert's group is among the KEPT best. Padding columns hold -inf."""
     BLOCK_T: tl.constexpr = choice_TE.shape[0]
     choice_TQG = tl.reshape(choice_TE, [BLOCK_T, BLOCK_Q, BLOCK_G])
@@ -89,29 +85,11 @@ def _is_in_best_groups(
 
 @triton.jit
 def route_kernel(
-    logits_ptr,
-    bias_ptr,
-    weights_ptr,
-    experts_ptr,
-    part_counts_ptr,
-    part_mass_ptr,
-    part_z_ptr,
-    length,
-    tiles,
-    E: tl.constexpr,
-    K: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    AFTER: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUPS_KEPT: tl.constexpr,
-    TOP2: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    SCALE: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    logits_ptr, bias_ptr, weights_ptr, experts_ptr, part_counts_ptr, part_mass_ptr, part_z_ptr, length, tiles,
+    E: tl.constexpr, K: tl.constexpr, SIGMOID: tl.constexpr, AFTER: tl.constexpr, GROUPS: tl.constexpr,
+    GROUPS_KEPT: tl.constexpr, TOP2: tl.constexpr, NORMALIZE: tl.constexpr, SCALE: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """Some tiles of one sequence's tokens, and their sums.
 
     Example with softmax and K = 2: logits [0, ln 2, ln 5, 0] have scores [1, 2, 5, 1] / 9; the choice is experts [2, 1]
@@ -187,17 +165,9 @@ def route_kernel(
 
 @triton.jit
 def sum_parts_kernel(
-    part_counts_ptr,
-    part_mass_ptr,
-    part_z_ptr,
-    counts_ptr,
-    mass_ptr,
-    z_ptr,
-    chunks,
-    E: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    part_counts_ptr, part_mass_ptr, part_z_ptr, counts_ptr, mass_ptr, z_ptr, chunks,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     """Sums of one sequence over its chunks, for a block of experts; the first block also sums z."""
     block, sequence = tl.program_id(0), tl.program_id(1)
     expert_E = block * BLOCK_E + tl.arange(0, BLOCK_E)
@@ -221,22 +191,10 @@ def sum_parts_kernel(
 
 @triton.jit
 def route_backward_kernel(
-    logits_ptr,
-    experts_ptr,
-    dweights_ptr,
-    dmass_ptr,
-    dz_ptr,
-    dlogits_ptr,
-    length,
-    E: tl.constexpr,
-    K: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    AFTER: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    SCALE: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
+    logits_ptr, experts_ptr, dweights_ptr, dmass_ptr, dz_ptr, dlogits_ptr, length,
+    E: tl.constexpr, K: tl.constexpr, SIGMOID: tl.constexpr, AFTER: tl.constexpr, NORMALIZE: tl.constexpr,
+    SCALE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
     """Gradient of one tile of logits, from those of weights, mass and z, each of which may be missing.
 
     The K gradients of the weights are first laid over the experts (0 where not chosen); then everything is elementwise
