@@ -1,16 +1,25 @@
 """Causal attention through torch's scaled_dot_product_attention, or flash-attn-4, with the backend chosen by name.
 
-On Hopper only cuDNN's backend is fast for latent attention's heads (192 wide for query and key, 128 for value); flash
-needs equal widths and would pad the value. `auto` therefore puts cuDNN first where it exists and lets torch fall back.
+On Hopper only cuDNN's backend is fast for the heads of latent attention (192 wide for query and key, 128 for value);
+flash needs equal widths and would pad the value. `auto` therefore tries cuDNN first. The package flash-attn-4
+(penstock/kernels/flash_4.py) is faster where it is installed; calls that it does not support go to torch's backends in
+the order of `auto`.
 
-The package flash-attn-4 (penstock/kernels/flash_4.py) is faster still where it is installed. What it does not take goes
-to torch's backends in the order of `auto`.
+A mask rules flash out, and the efficient backend does not support grouped-query heads. Where torch would therefore
+materialize all scores, keys and values are repeated for each query head instead. On the meta device the operator of a
+fused backend is called by name, because torch would choose the backend that materializes the scores.
 
-A mask rules flash out, and the efficient backend does not know heads that share keys. Where torch would therefore write
-all scores down, keys and values are given to each head instead.
+Sinks (gpt-oss): each head has a logit s that takes part in the softmax and has no value. With L the logsumexp of a
+query's scores, a fused kernel and one pass over its output suffice:
 
-For tensors of the meta device torch would take the backend that writes all scores down. There the operator of a fused
-backend is called by its own name; all of them keep query, key, value, output, and one float32 number for each row.
+    log(exp L + exp s) = L'        o' = o exp(L - L')
+
+A fused backward kernel recomputes probabilities from the logsumexp and needs `do . o`, so with L' and o' it returns the
+gradients of queries, keys and values of the softmax with the sink. The gradient of the sink is
+
+    ds = - sum over the queries of exp(s - L') (do . o')
+
+In bfloat16, o' is rounded twice. Without a fused backend the scores are materialized (`_by_products`).
 """
 
 from typing import Any
@@ -49,13 +58,13 @@ def causal_attention(
     Args:
         q_BSHN: queries.
         k_BSGN: keys; G divides H, and each key/value head serves H / G query heads.
-        v_BSGM: values; their width may differ from the keys'.
+        v_BSGM: values; their width may differ from that of the keys.
         scale: factor on the scores before the softmax.
-        allowed_BSS: boolean, True where query position (first S) may look at key position (second S); it must be causal
-            already. None means causal over the whole row.
+        allowed_BSS: boolean mask, query position by key position; it must be causal already. None means causal over the
+            whole row.
         backend: `auto`, `default` (torch's own choice), `flash-4`, or one of torch's backends by name; a named backend
-            of torch that cannot run raises torch's RuntimeError.
-        sinks_H: a logit for each query head that takes part in the softmax and has no value; None for a plain softmax.
+            that cannot run raises torch's RuntimeError.
+        sinks_H: sink logit of each query head; None for a plain softmax.
 
     Returns:
         o_BSHM in the dtype of q.
@@ -86,7 +95,7 @@ def causal_attention(
 def _without_memory(
     q_BHSN: Tensor, k_BGSN: Tensor, v_BGSM: Tensor, scale: float, allowed_BSS: Tensor | None, backend: str
 ) -> Tensor:
-    """Attention of the meta device as a GPU's fused backend does it; only one that is asked for may be `math`."""
+    """Attention on the meta device, as a GPU's fused backend computes it; `math` runs only if it is asked for."""
     mask, is_causal = None, allowed_BSS is None
     if allowed_BSS is not None:  # The fused backends add a mask of the queries' dtype.
         mask = torch.where(allowed_BSS[:, None], 0.0, float("-inf")).to(q_BHSN.dtype)
@@ -106,19 +115,7 @@ def _without_memory(
 def attention_with_sinks(
     q_BHSN: Tensor, k_BGSN: Tensor, v_BGSM: Tensor, sinks_H: Tensor, scores: ScoreOptions, backend: str
 ) -> Tensor:
-    """Attention whose softmax has one more logit for each head.
-
-    Args:
-        q_BHSN: queries.
-        k_BGSN: keys; G divides H.
-        v_BGSM: values.
-        sinks_H: logits.
-        scores: scale, and which keys a query looks at.
-        backend: as of `penstock.kernels.attention.causal_attention`.
-
-    Returns:
-        o_BHSM in the dtype of q.
-    """
+    """Attention with a sink logit for each head; arguments as in `causal_attention`, with heads before positions."""
     found, k_BGSN, v_BGSM = backend_and_keys(q_BHSN, k_BGSN, v_BGSM, scores, backend)
     if found == SDPBackend.MATH:
         return _by_products(q_BHSN, k_BGSN, v_BGSM, sinks_H, scores)
@@ -130,13 +127,13 @@ def attention_with_sinks(
 
 
 def _in_eights(x: Tensor) -> Tensor:
-    """Heads as wide as flash asks for; torch widens them too, and zeros change nothing."""
+    """Pad heads to a multiple of 8 columns, as flash requires; zeros do not change the scores."""
     missing = -x.shape[-1] % 8
     return F.pad(x, (0, missing)) if missing else x
 
 
 class _WithSinks(torch.autograd.Function):
-    """See the top of the file. Keeps what the fused backend would, with the sink in it."""
+    """Saves the tensors of the fused backend's backward, with the sink in output and logsumexp."""
 
     @staticmethod
     def forward(
@@ -173,17 +170,17 @@ class _WithSinks(torch.autograd.Function):
 
 
 def _beside(sinks_H: Tensor, log_sums: Tensor) -> Tensor:
-    """Sinks in the dtype and dims of logarithms of sums, whose dim 1 is that of heads."""
+    """Sinks in the dtype and number of dims of `log_sums`, in which heads are dim 1."""
     return sinks_H.to(log_sums.dtype).reshape(-1, *(1 for _ in log_sums.shape[2:]))
 
 
 def _by_query(x: Tensor, o_BHSM: Tensor) -> Tensor:
-    """A number of each query as B x H x S x 1, without what a backend has behind the last."""
+    """One number for each query as B x H x S x 1, without the padding that a backend appends."""
     return x.reshape(*x.shape[:2], -1, 1)[:, :, : o_BHSM.shape[2]]
 
 
 def _by_products(q_BHSN: Tensor, k_BGSN: Tensor, v_BGSM: Tensor, sinks_H: Tensor, scores: ScoreOptions) -> Tensor:
-    """The same with all scores in memory, in float32 or wider."""
+    """Attention with sinks with all scores in memory, in float32 or wider."""
     heads, dtype = q_BHSN.shape[1], torch.promote_types(q_BHSN.dtype, torch.float32)
     k_BHSN, v_BHSM = (repeat_kv(x, heads) for x in (k_BGSN, v_BGSM))
     scores_BHSS = (q_BHSN @ k_BHSN.transpose(-2, -1)).to(dtype) * scores.scale

@@ -1,9 +1,9 @@
-"""The fused backends of torch's scaled_dot_product_attention by their own names, for who needs the log of their sums.
+"""Torch's fused attention backends, called by name where their logsumexp is needed.
 
-`F.scaled_dot_product_attention` chooses one of them, and its backward pass reads what forward kept: the output and, for
-each query, the logarithm of the sum of the exponentials of its scores. Whoever changes the two between forward and
-backward (penstock/kernels/attention.py) calls the operators here. Torch's own context parallelism merges partial
-softmaxes in the same way, so the logarithm is a natural one in all of them.
+`F.scaled_dot_product_attention` chooses one of them; its backward pass reads the output and the logsumexp of each
+query's scores that forward saved. Code that changes both between forward and backward (sinks,
+penstock/kernels/attention.py) calls the operators here. All of them give the natural logarithm, since torch's context
+parallelism merges partial softmaxes in the same way.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -31,30 +31,31 @@ ORDERS: dict[str, list[SDPBackend]] = {
         SDPBackend.MATH,
     ],
 }
-"""What `kernels.attention` may say, and torch's backends in the order in which they are tried; none is torch's own."""
+"""Values of `kernels.attention`, and torch's backends in the order in which they are tried; `default` leaves it to
+torch."""
 
 ORDERS[flash_4.NAME] = ORDERS["auto"]
 """For what the package does not take."""
 
 BIAS_STRIDE = 16
-"""The efficient backend reads rows of a bias that begin at multiples of so many numbers."""
+"""Rows of a bias begin at multiples of so many numbers in the efficient backend."""
 
 _HIDDEN = {SDPBackend.CUDNN_ATTENTION: -65504.0}
-"""Added to scores that are not looked at. cuDNN has trouble with infinity, so torch gives it float16's least number."""
+"""Added to masked scores. cuDNN does not accept infinity, so torch gives it the lowest float16."""
 
 _KNOW_SHARED = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)
-"""Backends that know heads with shared keys."""
+"""Backends with grouped-query heads."""
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreOptions:
-    """What becomes of products of queries and keys before the softmax.
+    """Operations on the products of queries and keys before the softmax.
 
     Attributes:
         scale: factor.
-        allowed: boolean, B x 1 x queries x keys, True where a query looks at a key; None for plain causal.
+        allowed: boolean, B x 1 x queries x keys, True where a query attends to a key; None for plain causal.
     """
 
     scale: float
@@ -62,18 +63,19 @@ class ScoreOptions:
 
     @property
     def is_causal(self) -> bool:
-        """Each query sees its own key and those before it; as many queries as keys."""
+        """Plain causal attention with as many queries as keys."""
         return self.allowed is None
 
 
 @dataclass(frozen=True)
 class AttentionOutput:
-    """What a fused backend gives.
+    """Results of a fused backend.
 
     Attributes:
         o_BHSM: the output.
-        log_sums: float32 or wider, of each query; B x H x S, perhaps with some more at the end of S, or a dim of 1.
-        rest: what the backend's backward wants besides.
+        log_sums: logsumexp of each query, float32 or wider; B x H x S, in some backends padded along S or with a last
+            dim of 1.
+        rest: further arguments of the backend's backward.
     """
 
     o_BHSM: Tensor
@@ -82,23 +84,16 @@ class AttentionOutput:
 
 
 def backend_order(backend: str) -> AbstractContextManager[None]:
-    """While it is entered, torch tries the backends of a name in their order."""
+    """Context in which torch tries the backends of a name in their order."""
     order = ORDERS[backend]
     return sdpa_kernel(order, set_priority=True) if order else nullcontext()
 
 
 def backend_for(q_BHSN: Tensor, k_BGSN: Tensor, v_BGSM: Tensor, scores: ScoreOptions, backend: str) -> SDPBackend:
-    """The backend that scaled_dot_product_attention would take; of the meta device, a GPU's.
-
-    Args:
-        q_BHSN: queries, with the gradient that they will have.
-        k_BGSN: keys.
-        v_BGSM: values.
-        scores: of the call.
-        backend: a name of `ORDERS`.
+    """The backend that scaled_dot_product_attention would choose; on the meta device, that of a GPU.
 
     Raises:
-        KernelError: the one that is named cannot run.
+        KernelError: the backend that is asked for cannot run.
         RuntimeError: the same, from torch.
     """
     if q_BHSN.is_meta:
@@ -123,7 +118,7 @@ def backend_for(q_BHSN: Tensor, k_BGSN: Tensor, v_BGSM: Tensor, scores: ScoreOpt
 
 
 def repeat_kv(x_BGSN: Tensor, heads: int) -> Tensor:
-    """Keys or values once for each query head."""
+    """Keys or values repeated for each query head."""
     groups = heads // x_BGSN.shape[1]
     return x_BGSN if groups == 1 else x_BGSN.repeat_interleave(groups, dim=1)
 
@@ -131,9 +126,9 @@ def repeat_kv(x_BGSN: Tensor, heads: int) -> Tensor:
 def backend_and_keys(
     q_BHSN: Tensor, k_BGSN: Tensor, v_BGSM: Tensor, scores: ScoreOptions, backend: str
 ) -> tuple[SDPBackend, Tensor, Tensor]:
-    """The backend that runs, and keys and values as it wants them: for each head if it does not know shared ones.
+    """The backend, and keys and values in its form: repeated for each query head if it has no grouped-query heads.
 
-    More keys rather than all scores: `math` runs only if it is asked for, or nothing else can.
+    `math` runs only if it is asked for or nothing else can: repeated keys need less memory than all scores.
     """
     heads = q_BHSN.shape[1]
     is_shared = k_BGSN.shape[1] != heads
@@ -146,7 +141,7 @@ def backend_and_keys(
 
 
 def bias_of(scores: ScoreOptions, q_BHSN: Tensor, backend: SDPBackend) -> Tensor | None:
-    """What is added to the scores, in the dtype of the queries: 0 where a query looks, and far below elsewhere."""
+    """Addend of the scores in the dtype of the queries: 0 where a query attends, a very low number elsewhere."""
     if scores.allowed is None:
         return None
     hidden = _HIDDEN.get(backend, float("-inf"))
@@ -186,11 +181,11 @@ def backward(
     """Gradients of queries, keys and values.
 
     Args:
-        backend: that gave the softmax.
+        backend: backend of the forward pass.
         do_BHSM: gradient of the output.
         operands: q_BHSN, k_BGSN, v_BGSM.
         scores: as in forward.
-        softmax: what forward gave. Probabilities are the exponentials of scores less `log_sums`.
+        softmax: output and logsumexp; probabilities are computed as exp(scores - log_sums).
     """
     bias, causal, scale = bias_of(scores, operands[0], backend), scores.is_causal, scores.scale
     given = (do_BHSM, *operands)

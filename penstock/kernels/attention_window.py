@@ -1,19 +1,19 @@
-"""How far back a layer looks that does not see the whole row, and which keys its queries need, block by block.
+"""Attention windows, and the blocks of keys that blocks of queries need. No torch: the config imports this file.
 
     window of 3    a position sees itself and the 2 before it
     chunk of 3     a position sees those of its own chunk up to itself: 0 1 2 | 3 4 5 | 6 7
 
-Attention over a whole square would compute what nobody sees. So queries are cut into equal blocks, and each block is
-given the keys that end with its last query. Blocks of one shape are computed together, as rows of a batch are:
+Attention over the whole square would compute scores that are masked. So queries are cut into equal blocks, and each
+block gets the keys that end with its last query. Blocks of one shape are computed together, as rows of a batch:
 
     chunks, row of 8     2 blocks of 3 queries with their own 3 keys; 1 block of 2 with 2: plain causal attention
-    window, row of 8     3 blocks of 3 queries with 6 keys; before the first and behind the last position is padding
+    window, row of 8     3 blocks of 3 queries with 6 keys; padding before the first and after the last position
 
-A block of a window has one other block before it, so twice the keys that a query sees. With fewer queries a block would
-compute less and copy more keys. Where a row holds several documents, chunks are counted from the beginning of each, so
-they may begin anywhere, and need the blocks of a window.
+A block of a window reads the block before it too, so it has twice the keys that a query sees. Smaller blocks would
+compute less and copy more keys. In a row of several documents chunks are counted from the beginning of each document,
+so they may begin anywhere and need the blocks of a window.
 
-Everything here is in positions of the row; queries may be any range of it.
+Positions are those of the row; queries may be any range of it.
 """
 
 from collections.abc import Iterator
@@ -23,23 +23,23 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionWindow:
-    """How far back a position looks.
+    """Sliding window or chunk of a layer with local attention.
 
     Attributes:
         kind: `window`: the last `size` positions, its own included; `chunk`: its own chunk of `size`, counted from the
             beginning of the row, or of its document.
-        size: positions that it sees at most.
+        size: positions that a query sees at most.
     """
 
     kind: Literal["window", "chunk"]
     size: int
 
     def first_seen(self, position: int) -> int:
-        """The first position that one sees."""
+        """First position that a query at `position` sees."""
         return max(0, position - self.size + 1) if self.kind == "window" else position - position % self.size
 
     def pairs(self, length: int) -> float:
-        """Pairs of query and key that a row of this length has, the pair of a position with itself counted half."""
+        """Pairs of query and key in a row of this length; the pair of a position with itself counts half."""
         if self.kind == "window":
             seen = min(self.size, length)
             return seen**2 / 2 + (length - seen) * (seen - 0.5)
@@ -49,13 +49,13 @@ class AttentionWindow:
 
 @dataclass(frozen=True)
 class QueryBlocks:
-    """Equal blocks of queries behind one another.
+    """Consecutive blocks of queries of one size.
 
     Attributes:
         first: position of the first query.
-        count: of blocks.
-        queries: of a block.
-        keys: of a block; the last one has the position of the block's last query.
+        count: number of blocks.
+        queries: queries of a block.
+        keys: keys of a block; the last one has the position of the block's last query.
     """
 
     first: int
@@ -65,24 +65,17 @@ class QueryBlocks:
 
     @property
     def end(self) -> int:
-        """Position behind the last query; it may be behind the last that there is."""
+        """Position after the last query; it may lie after the end of the row."""
         return self.first + self.count * self.queries
 
     @property
     def is_square(self) -> bool:
-        """A block's queries have their own keys and no others, and see all of them that are not ahead."""
+        """The queries of a block need no keys of other blocks: plain causal attention."""
         return self.keys == self.queries
 
 
 def blocks_of(reach: AttentionWindow, first: int, count: int, *, by_document: bool = False) -> tuple[QueryBlocks, ...]:
-    """Blocks for a range of queries.
-
-    Args:
-        reach: of the layer.
-        first: position of the first query.
-        count: of queries.
-        by_document: the row may hold several documents.
-    """
+    """Blocks for the `count` queries from position `first` on; `by_document` for rows of several documents."""
     if reach.kind == "window" or by_document:
         return (_of_window(reach.size, first, count),)
     return tuple(_of_chunks(reach, first, count))
@@ -95,7 +88,7 @@ def _of_window(size: int, first: int, count: int) -> QueryBlocks:
 
 
 def _of_chunks(reach: AttentionWindow, first: int, count: int) -> Iterator[QueryBlocks]:
-    """The end of a chunk that began before, whole chunks, the beginning of one."""
+    """The rest of a chunk that began before the range, whole chunks, the beginning of one more."""
     end = first + count
     before = min(-first % reach.size, count)
     whole = (count - before) // reach.size

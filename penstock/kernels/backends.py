@@ -1,12 +1,12 @@
-"""The implementations that operators can have, as data: what each has, where it is, what it needs.
+"""Operators that have a choice of implementation, and the backends that implement them, as data.
 
-This is the one place where kernels are imported by name, and only when they were chosen: Triton may be absent, and
-then nothing that imports it may be imported.
+A choice point is one operator, except that the experts' three products are chosen separately. Times are measured in
+finer parts (the gate-up and the down product, a norm alone and with its residual sum); the sum over the parts decides.
 
-To add a library of kernels, add a row to `BACKENDS` (the operators that it has, and the module that holds them as an
-`Operators`, and as `ExpertKernels` if it has the experts' products), its package to
-`penstock.kernels.device_facts.PACKAGES`, and its name to the knobs in `penstock.config.run`. `choose` then weighs it
-wherever it can run and was measured.
+This is the one place where kernels are imported by name, and only after they were chosen. To add a library of kernels,
+add a row to `BACKENDS` (its operators, the module that holds them as an `Operators`, and as `ExpertKernels` if it has
+the experts' products), its package to `penstock.kernels.device_facts.PACKAGES`, and its name to the knobs in
+`penstock.config.run`. `choose` then considers it wherever it can run and was measured.
 """
 
 from collections.abc import Mapping
@@ -24,17 +24,17 @@ Direction = Literal["both", "forward", "input_gradient", "weight_gradient"]
 """Both passes of an operator, or one of the experts' products."""
 
 PRODUCTS: tuple[Direction, ...] = ("forward", "input_gradient", "weight_gradient")
-"""The experts' products, by their fields in `penstock.kernels.expert_kernels.ExpertKernels`."""
+"""The experts' products: fields of `penstock.kernels.expert_kernels.ExpertKernels`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shapes:
-    """Sizes that decide how fast operators are, of one micro-batch on one rank.
+    """Sizes of one micro-batch on one rank that decide how fast operators are.
 
     Attributes:
-        tokens: in a micro-batch.
+        tokens: tokens of the micro-batch.
         hidden: width of the residual stream.
-        experts: that this rank holds; 0 for a dense model, as `top_k` and `ffn`.
+        experts: experts of this rank; 0 for a dense model, as are `top_k` and `ffn`.
         expert_groups: groups of the router; 1 for none.
         top_k: experts of a token.
         ffn: width of one expert.
@@ -42,7 +42,7 @@ class Shapes:
         attention: `mla` or `gqa`.
         heads: query heads.
         head_dim: width of a query head.
-        rotary_dim: part of it that is rotated.
+        rotary_dim: rotated part of a query head.
         value_dim: width of a value head.
     """
 
@@ -62,7 +62,7 @@ class Shapes:
 
 @dataclass(frozen=True)
 class TimedPart:
-    """What is measured as one thing.
+    """One measured operator and direction.
 
     Attributes:
         op: name in measurements.
@@ -75,13 +75,13 @@ class TimedPart:
 
 @dataclass(frozen=True, kw_only=True)
 class ChoicePoint:
-    """One thing to choose.
+    """One operator, or one product of the experts, that has a choice of backends.
 
     Attributes:
-        op: operator, from `penstock.kernels.backends.FIELDS`.
-        direction: what of it.
-        knobs: fields of the section `kernels` that answer it, the nearest first.
-        parts: whose times decide.
+        op: operator, from `FIELDS`.
+        direction: both passes, or the product.
+        knobs: fields of the section `kernels` that decide it, the most specific first.
+        parts: measured parts; the sum of their times decides.
     """
 
     op: str
@@ -126,7 +126,7 @@ PART_SIZES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "mla_heads": ("tokens", "heads", "head_dim", "rotary_dim", "value_dim"),
     }
 )
-"""Which of the sizes say how long a part takes."""
+"""Sizes that the time of a part depends on."""
 
 _ONLY_WITH = {"rotate": "gqa", "mla_heads": "mla"}
 """Parts that only models with this attention have."""
@@ -153,7 +153,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "rope": ("rotate", "mla_heads", "mla_heads_is_fused"),
     }
 )
-"""The operators that have a choice, and the fields of `Operators` that each stands for."""
+"""Operators that have a choice, and the fields of `Operators` that each one sets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,10 +161,10 @@ class Backend:
     """One library of kernels.
 
     Attributes:
-        ops: what it has of its own, from `FIELDS`.
-        operators: `module:NAME` of an `Operators`; fields that are not among its `ops` are never read.
-        expert_kernels: `module:NAME` of an `ExpertKernels`; empty if it has no experts.
-        package: what must be installed besides PyTorch; empty for nothing.
+        ops: operators that it implements, from `FIELDS`.
+        operators: `module:NAME` of an `Operators`; fields of other operators are not read.
+        expert_kernels: `module:NAME` of an `ExpertKernels`; empty if it has none.
+        package: package that must be installed besides PyTorch; empty for none.
         gpu_only: runs on GPUs only.
     """
 
@@ -196,7 +196,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
         ),
     }
 )
-"""By name; what stands first is taken first where nothing is measured."""
+"""By name; the first that can run is taken where nothing is measured."""
 
 
 FLOAT8: Mapping[str, str] = MappingProxyType(
@@ -206,32 +206,32 @@ FLOAT8: Mapping[str, str] = MappingProxyType(
         "reference": "penstock.kernels.float8.operators:REFERENCE",
     }
 )
-"""Where the 8-bit operators of a backend are, `module:NAME` of a `Float8Operators`."""
+"""`module:NAME` of each backend's `Float8Operators`."""
 
 
 def operators_of(backend: str) -> Operators:
-    """The set of a backend. Imports it."""
+    """The operators of a backend. Imports them."""
     found: Operators = _load(BACKENDS[backend].operators)
     return found
 
 
 def expert_kernels_of(backend: str) -> Any:
-    """The `penstock.kernels.expert_kernels.ExpertKernels` of a backend. Imports Triton, whichever backend it is."""
+    """The `penstock.kernels.expert_kernels.ExpertKernels` of a backend. Imports the module of all backends."""
     return _load(BACKENDS[backend].expert_kernels)
 
 
 def float8_operators_of(backend: str) -> Float8Operators:
-    """The 8-bit operators of a backend, triton, torch or reference. Imports them."""
+    """The 8-bit operators of a backend: triton, torch or reference. Imports them."""
     found: Float8Operators = _load(FLOAT8[backend])
     return found
 
 
 def experts_of(products: Mapping[str, str]) -> dict[str, Any]:
-    """The experts' fields of `Operators`, for products that run on these backends. Imports them.
+    """The experts' fields of `Operators`, for products on these backends. Imports them.
 
-    One backend for all three gives that backend's own network. A mixture goes into the autograd function of
-    `penstock.kernels.expert_ffn`; what is no product there (SwiGLU, the sum over a token's rows) is Triton's if one of
-    the products is.
+    One backend for all three products gives that backend's own network. A mixture runs in the autograd function of
+    `penstock.kernels.expert_ffn`; its other parts (SwiGLU, the sum over a token's rows) are Triton's if one of the
+    products is.
 
     Args:
         products: backend of each of `PRODUCTS`.

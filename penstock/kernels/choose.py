@@ -1,16 +1,16 @@
-"""Which implementation of each operator runs, and why: a pure function of wishes, device, shapes and measurements.
+"""Which implementation of each operator runs, and why: a pure function of config, device, shapes and measurements.
 
-Both passes of an operator choose as one, because one autograd function holds them. Only the experts' three products
-choose by themselves: forward, gradient of the input, gradient of the weights. In this order:
+Both passes of an operator share one choice, because one autograd function holds them. Only the experts' three products
+(forward, input gradient, weight gradient) are chosen separately. The rules, in order:
 
-1. What was asked for (`kernels.norm`, or `kernels.all`) is taken, or refused with the reason why it cannot run.
-2. What cannot run is left out: no GPU, not installed, a dtype or a width that the kernel does not take.
-3. Of what was measured on this chip, the fastest at the nearest shape; balanced and skewed loads count the same.
-4. Where nothing is measured: Triton before torch before the reference, except that Triton's matrix products come last
-   on chips and in dtypes that have no table of launches. On a CPU torch's forms are as fast as the reference or faster.
+1. A backend named in the config (`kernels.norm`, or `kernels.all`) is taken, or refused with the reason why it cannot
+run. 2. Backends that cannot run are left out: no GPU, not installed, an unsupported dtype or width. 3. With
+measurements of this chip: the fastest at the nearest shape; balanced and skewed loads count the same. 4. Without
+measurements: Triton before torch before the reference, but Triton's matrix products come last on chips and in dtypes
+without a table of launches. On a CPU torch's forms are as fast as the reference or faster.
 
-Every choice carries its reason; `penstock kernels list` prints them. Nothing here touches a device or imports a kernel
-except `operators`, which puts together what was chosen.
+Every choice carries its reason, which `penstock kernels list` prints. Nothing here touches a device, and only
+`operators`, which assembles the chosen implementations, imports kernels.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,7 +41,7 @@ from penstock.kernels.tuning import GROUPED_GEMM
 AUTO = "auto"
 
 NOT_THERE = "the model has none"
-"""Reason of what is never called."""
+"""Reason of an operator that the model never calls."""
 
 MOST_COLUMNS = 1024
 """Widest tile of logits of Triton's router, which keeps an expert's number in ten bits."""
@@ -49,12 +49,12 @@ MOST_COLUMNS = 1024
 
 @dataclass(frozen=True)
 class Choice:
-    """What runs, and why.
+    """The chosen backend of an operator, and the reason.
 
     Attributes:
         op: operator, from `penstock.kernels.backends.FIELDS`, or `attention` or `loss`.
         direction: both passes, or one of the experts' products.
-        backend: from `penstock.kernels.backends.BACKENDS`; for attention what `causal_attention` calls a backend.
+        backend: from `penstock.kernels.backends.BACKENDS`; for attention, a value of `kernels.attention`.
         reason: a short sentence without a full stop.
     """
 
@@ -67,16 +67,16 @@ class Choice:
 def choose(
     wanted: Mapping[str, str], device: DeviceFacts, shapes: Shapes, measured: Measurements | None
 ) -> tuple[Choice, ...]:
-    """What runs, for every operator.
+    """Choose a backend for every operator.
 
     Args:
-        wanted: backend or `auto` by knob of the section `kernels`; `all` answers for knobs that are `auto` or missing.
-        device: where it runs.
-        shapes: on what.
-        measured: times on this device, if there are any.
+        wanted: backend or `auto` by knob of the section `kernels`; `all` applies to knobs that are `auto` or missing.
+        device: device of the run.
+        shapes: sizes of a micro-batch.
+        measured: times on this device, or None.
 
     Raises:
-        KernelError: something was asked for that cannot run.
+        KernelError: a backend that is asked for cannot run.
     """
     answers = tuple(_answer(question, wanted, device, shapes, measured) for question in CHOICE_POINTS)
     _refuse_mixture_without_triton(answers, device)
@@ -84,7 +84,7 @@ def choose(
 
 
 def operators(choices: Sequence[Choice]) -> Operators:
-    """The operators of a model, put together from the backends that were chosen. Imports these backends."""
+    """The operators of a model, assembled from the chosen backends. Imports these backends."""
     backends = {choice.op: choice.backend for choice in choices}
     parts: dict[str, Any] = {"attention_backend": backends["attention"]}
     for op in FIELDS.keys() - {"experts"}:
@@ -105,14 +105,14 @@ def summary(choices: Sequence[Choice]) -> str:
 
 
 def shown(choice: Choice) -> str:
-    """A choice's backend as people read it."""
+    """Name of a choice's backend for people."""
     if choice.op != "attention":
         return choice.backend
     return {AUTO: choice.reason.partition(",")[0], "default": "torch's choice"}.get(choice.backend, choice.backend)
 
 
 def obstacle(op: str, backend: str, device: DeviceFacts, shapes: Shapes) -> str | None:
-    """Why an implementation cannot run, or None."""
+    """Reason why a backend cannot run an operator, or None."""
     needs = BACKENDS[backend]
     if needs.gpu_only and device.kind == "cpu":
         return "no GPU"
@@ -126,7 +126,7 @@ def obstacle(op: str, backend: str, device: DeviceFacts, shapes: Shapes) -> str 
 
 
 def _product_obstacle(backend: str, device: DeviceFacts, shapes: Shapes) -> str | None:
-    """Both libraries copy rows in pieces of 16 bytes; torch's takes one dtype on a GPU."""
+    """Both libraries copy rows in blocks of 16 bytes; torch's supports one dtype on a GPU."""
     if backend == "torch" and device.kind == "cuda" and device.dtype != "bf16":
         return "float32: torch promises its grouped_mm in bfloat16 only on a GPU"
     item = 2 if device.dtype == "bf16" else 4
@@ -135,7 +135,7 @@ def _product_obstacle(backend: str, device: DeviceFacts, shapes: Shapes) -> str 
 
 
 def _router_obstacle(shapes: Shapes) -> str | None:
-    """A tile has a power of two of groups, and of columns for each."""
+    """A tile has a power of two of groups, and of columns for each group."""
     columns = 1
     for size in (shapes.expert_groups, -(-shapes.experts // shapes.expert_groups)):
         columns *= 2 ** (size - 1).bit_length()
@@ -166,7 +166,7 @@ def _answer(
 
 
 def _unmeasured(op: str, obstacles: Mapping[str, str | None], device: DeviceFacts, unknown: str) -> tuple[str, str]:
-    """Backend and reason where nobody has measured: the first that can run, as a rule."""
+    """Backend and reason without measurements: the first that can run, except for untuned products."""
     possible = [name for name, problem in obstacles.items() if problem is None]
     hindered = [problem for problem in obstacles.values() if problem is not None]
     if op == "experts" and "triton" in possible and not _has_launches(device):
@@ -176,12 +176,12 @@ def _unmeasured(op: str, obstacles: Mapping[str, str | None], device: DeviceFact
 
 
 def _deciding_knob(knobs: Sequence[str], wanted: Mapping[str, str]) -> str | None:
-    """The nearest knob that asks for something; `all` is the farthest."""
+    """The most specific knob that names a backend; `all` comes last."""
     return next((knob for knob in (*knobs, "all") if wanted.get(knob, AUTO) != AUTO), None)
 
 
 def _as_asked(op: str, knob: str, backend: str, obstacles: Mapping[str, str | None]) -> tuple[str, str]:
-    """Backend and reason of what a knob asks for."""
+    """Backend and reason where a knob names one."""
     if knob == "all" and backend not in obstacles:
         return "reference", f"kernels.all={backend}, which has no {op} of its own"
     if obstacles[backend] is not None:
@@ -198,7 +198,7 @@ def _as_asked(op: str, knob: str, backend: str, obstacles: Mapping[str, str | No
 def _fastest(
     parts: Sequence[TimedPart], possible: Sequence[str], device: DeviceFacts, shapes: Shapes, measured: Measurements
 ) -> tuple[str, str] | None:
-    """Backend and reason of the least sum over the parts; None if a part is not measured."""
+    """Backend and reason of the lowest sum over the parts; None if a part is not measured."""
     sums = dict.fromkeys(possible, 0.0)
     nearest: Sequence[OperatorTimes] = ()
     for part in parts:
@@ -225,7 +225,7 @@ def _place(shape: Mapping[str, int]) -> str:
 
 
 def _has_launches(device: DeviceFacts) -> bool:
-    """Whether Triton's products are cut for this chip.
+    """Whether Triton's products have a table of launches for this chip.
 
     Elsewhere, and in float32, they run in a small tile that fits anywhere. On an H200 that took 1.2 to 4 times as long
     as a loop over the experts.
@@ -234,7 +234,7 @@ def _has_launches(device: DeviceFacts) -> bool:
 
 
 def _refuse_mixture_without_triton(choices: Sequence[Choice], device: DeviceFacts) -> None:
-    """The autograd function that takes a product from here and a product from there imports Triton."""
+    """The autograd function that combines products of several backends imports Triton."""
     products = {choice.direction: choice.backend for choice in choices if choice.op == "experts"}
     if len(set(products.values())) > 1 and not device.has_triton:
         raise KernelError(
@@ -245,10 +245,10 @@ def _refuse_mixture_without_triton(choices: Sequence[Choice], device: DeviceFact
 
 
 def _attention(wanted: Mapping[str, str], device: DeviceFacts) -> Choice:
-    """Attention is torch's, and what is chosen is which of its backends comes first; or flash-attn-4's.
+    """Choose which of torch's attention backends comes first, or flash-attn-4.
 
     Raises:
-        KernelError: that package is asked for by name, and is not here or has nothing for the chip.
+        KernelError: flash-attn-4 is asked for by name, but is not installed or has no kernel for the chip.
     """
     problem = _flash_4_obstacle(device)
     if wanted.get("attention") == flash_4.NAME and problem is not None:
@@ -271,7 +271,7 @@ def _attention(wanted: Mapping[str, str], device: DeviceFacts) -> Choice:
 
 
 def _flash_4_obstacle(device: DeviceFacts) -> str | None:
-    """Why flash-attn-4 cannot run, or None."""
+    """Reason why flash-attn-4 cannot run, or None."""
     if FLASH_4 not in device.packages:
         return f"{FLASH_4} is not installed"
     if device.kind == "cpu" or device.target not in flash_4.WIDEST:

@@ -1,4 +1,4 @@
-"""What the choice of kernels must know about a device, whether it is here or only known by name."""
+"""Facts about a device that the choice of kernels depends on; the device may be present or only known by name."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from penstock.base.errors import DeviceError, did_you_mean
 from penstock.kernels.tuning import target_of
 
 Dtype = Literal["bf16", "fp32"]
-"""What a model computes in, as `training.precision` has it."""
+"""Compute dtype of a model, as in `training.precision`."""
 
 TRITON = "triton"
 """Name of Triton's package, which may be missing."""
@@ -22,19 +22,19 @@ PACKAGES: tuple[str, ...] = (TRITON,)
 """Packages that some backend needs besides PyTorch."""
 
 FLASH_4 = "flash-attn-4"
-"""Distribution of attention kernels that are used where they are installed; nothing asks for it."""
+"""Optional package of attention kernels."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceFacts:
-    """A device, and what is installed for it.
+    """A device and the packages installed for it.
 
     Attributes:
         kind: `cuda` (AMD's too) or `cpu`.
         name: as the driver reports it; `CPU` for every CPU.
         target: the chip as launch tables name it.
         packages: those of `PACKAGES` that are installed, and `FLASH_4` if it is.
-        dtype: what the model computes in.
+        dtype: compute dtype of the model.
     """
 
     kind: Literal["cuda", "cpu"]
@@ -64,7 +64,7 @@ def extras() -> frozenset[str]:
 
 
 def device_facts(device: torch.device, dtype: Dtype) -> DeviceFacts:
-    """The facts of a device that is here."""
+    """The facts of a device that is present."""
     is_gpu = device.type == "cuda"
     return DeviceFacts(
         kind="cuda" if is_gpu else "cpu",
@@ -76,14 +76,14 @@ def device_facts(device: torch.device, dtype: Dtype) -> DeviceFacts:
 
 
 def named_device(name: str, dtype: Dtype) -> DeviceFacts:
-    """The facts of a GPU that need not be here, as if everything that backends need were installed, and nothing more.
+    """The facts of a GPU by name, with `PACKAGES` installed and no others.
 
     Args:
         name: the driver's name, or the part of it by which people know the chip: `H200`.
-        dtype: what the model computes in.
+        dtype: compute dtype of the model.
 
     Raises:
-        DeviceError: no chip that we know has such a name.
+        DeviceError: no known chip has such a name.
     """
     chip = chip_named(name)
     if chip is None:

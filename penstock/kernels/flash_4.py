@@ -1,11 +1,11 @@
-"""Plain causal attention by the package flash-attn-4, FlashAttention's kernels for Hopper and Blackwell.
+"""Plain causal attention by the package flash-attn-4: FlashAttention's kernels for Hopper and Blackwell.
 
-They take queries, keys and values as they lie here, positions before heads, and heads whose keys are wider than their
-values, as latent attention's are. Masks and sinks stay with torch's backends. The package compiles a kernel at the
-first call for its widths, a few seconds for each direction.
+The kernels read queries, keys and values with positions before heads, as the models have them, and take heads whose
+keys are wider than their values (latent attention). Masks and sinks stay with torch's backends. The package compiles a
+kernel at the first call for its head widths, a few seconds for each direction.
 
-The gradients of queries are summed in no fixed order, so a repeated step may differ in its last bits, unless torch is
-told to be deterministic (`training.deterministic`), which the package has a slower way for.
+Gradients of queries are summed in no fixed order, so a repeated step may differ in its last bits. With
+`training.deterministic` the package sums in a fixed order, which is slower.
 """
 
 import warnings
@@ -21,29 +21,29 @@ from torch import Tensor
 from penstock.kernels.tuning import target_of
 
 NAME = "flash-4"
-"""What `kernels.attention` calls it."""
+"""Value of `kernels.attention`."""
 
 WIDEST: Mapping[str, tuple[int, int]] = MappingProxyType({"sm_90": (256, 256), "sm_100": (128, 128)})
-"""The widest heads of keys and of values that it has kernels for, by chip; `LATENT` go on all."""
+"""Widest heads of keys and of values, by chip; `LATENT` runs on all."""
 
 LATENT = (192, 128)
 
 MULTIPLE = 8
-"""Of a head's widths: 16 bytes."""
+"""Head widths are multiples of this: 16 bytes."""
 
 MEASURED = ("sm_90",)
 """Chips on which `auto` takes it, because it was faster there (benchmarks/results/attention-h200.json)."""
 
 
 def takes(q_BSHN: Tensor, v_BSGM: Tensor) -> bool:
-    """Whether it has a kernel for such heads on the device where they are."""
+    """Whether the package has a kernel for these heads on their device."""
     if not q_BSHN.is_cuda or q_BSHN.dtype.itemsize != 2:
         return False
     return has_kernel(q_BSHN.shape[-1], v_BSGM.shape[-1], target_of(q_BSHN.device))
 
 
 def has_kernel(keys: int, values: int, target: str) -> bool:
-    """Whether it has a kernel for heads of these widths on a chip."""
+    """Whether the package has a kernel for heads of these widths on a chip."""
     if target not in WIDEST or keys % MULTIPLE or values % MULTIPLE:
         return False
     widest = WIDEST[target]
@@ -51,7 +51,7 @@ def has_kernel(keys: int, values: int, target: str) -> bool:
 
 
 def attention(q_BSHN: Tensor, k_BSGN: Tensor, v_BSGM: Tensor, *, scale: float) -> Tensor:
-    """As `penstock.kernels.attention.causal_attention` without a mask and without sinks. Returns o_BSHM."""
+    """`penstock.kernels.attention.causal_attention` without mask and sinks. Returns o_BSHM."""
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     how = {"softmax_scale": scale, "causal": True, "deterministic": is_deterministic}
     o_BSHM: Tensor = _package().flash_attn_func(q_BSHN, k_BSGN, v_BSGM, **how)[0]

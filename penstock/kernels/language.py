@@ -1,11 +1,11 @@
-"""Triton, or what stands in its place where it is not installed: modules of kernels import it from here.
+"""Triton, or stand-ins where it is not installed. Modules of kernels import it from here.
 
-A plan runs on machines without Triton, and must say the same there. It calls the wrappers of kernels with tensors that
-have no memory, which `penstock.kernels.launching` never launches; so a wrapper needs what its sizes are computed with,
-and of a kernel only the name. The stand-ins have that and no more. A launch of one says what to install.
+A plan must give the same result on machines without Triton. It calls the wrappers of kernels with meta tensors, which
+`penstock.kernels.launching` never launches; so wrappers need the functions that compute sizes, and of a kernel only its
+name. A launch of a stand-in raises an error that says what to install.
 
-Modules in Gluon's language import Triton itself: they are imported only where `HAS_GLUON`
-(`penstock.kernels.gluon.support`), which is never without Triton.
+Modules in Gluon's language import Triton directly: they are imported only where `HAS_GLUON` holds
+(`penstock.kernels.gluon.support`), which needs Triton.
 """
 
 from collections.abc import Callable
@@ -33,13 +33,13 @@ def power_of_two(size: int) -> int:
 
 @dataclass(frozen=True)
 class _Constant:
-    """For `tl.constexpr`."""
+    """Stand-in for `tl.constexpr`."""
 
     value: Any
 
 
 class _Kernel:
-    """For `triton.JITFunction`: has the function's name."""
+    """Stand-in for `triton.JITFunction`: has the function's name."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.__name__ = function.__name__
@@ -50,12 +50,12 @@ class _Kernel:
 
 
 def _jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """For `triton.jit`, with and without options."""
+    """Stand-in for `triton.jit`, with and without options."""
     return _Kernel if function is None else _Kernel(function)
 
 
 def _no_descriptor(*arguments: Any) -> Any:
-    """For descriptors, which only memory of a GPU has."""
+    """Stand-in for descriptors, which need the memory of a GPU."""
     raise KernelError("descriptors need Triton, which is not installed", fix="pip install triton")
 
 

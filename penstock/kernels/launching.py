@@ -1,13 +1,12 @@
-"""Every launch of a Triton kernel goes through here, so that a step can be rehearsed without memory.
+"""Every launch of a Triton kernel goes through this file, so that a step can run on the meta device.
 
-A tensor of the meta device has a shape, a dtype and a storage of so many bytes, and no memory. A kernel that is given
-one is not launched: what its wrapper allocates is allocated all the same, so a count of storages is what a GPU
-would hold. Therefore such a tensor is taken for one of a GPU wherever code chooses between a GPU's way and a CPU's.
+A tensor of the meta device has shape, dtype and a storage size, and no memory. A kernel with such an argument is not
+launched, but its wrapper allocates outputs as usual, so the storages add up to the memory of a GPU. Code that chooses
+between GPU and CPU therefore treats meta tensors as a GPU's. Their values cannot be read: row counts are taken to be
+even.
 
-Nothing stands behind a meta tensor that the host could read. Row counts are then taken to be even.
-
-What is not launched, and where the host would have waited, is told to torch's dispatcher as an operator that does
-nothing: `penstock::launched` and `penstock::waited`. So a mode of the dispatcher sees all of a rehearsed step.
+Skipped launches and waits of the host are reported to torch's dispatcher as the operators `penstock::launched` and
+`penstock::waited`, which do nothing. So a dispatch mode sees every event of such a dry run.
 """
 
 from typing import Any, Protocol
@@ -21,7 +20,7 @@ _LIBRARY.define("waited(Tensor counts) -> ()")
 
 
 def _nothing(*arguments: Any) -> None:
-    """What a rehearsed launch and a rehearsed wait do."""
+    """Implementation of both operators."""
 
 
 _LIBRARY.impl("launched", _nothing, "Meta")
@@ -29,26 +28,26 @@ _LIBRARY.impl("waited", _nothing, "Meta")
 
 
 class Kernel(Protocol):
-    """What `triton.jit` makes of a function."""
+    """Result of `triton.jit`."""
 
     @property
     def __name__(self) -> str:
-        """Of the function."""
+        """Name of the function."""
         ...
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        """What launches it with so many programs."""
+        """A callable that launches the kernel on this grid."""
         ...
 
 
 def start_kernel(kernel: Kernel, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """Put a kernel on the current stream, unless its tensors have no memory.
+    """Launch a kernel on the current stream, or report the launch if its tensors are on the meta device.
 
     Args:
-        kernel: to launch.
+        kernel: kernel to launch.
         grid: programs in each dim.
-        arguments: of the kernel; the first is a tensor, or a descriptor of one.
-        constants: what it is compiled with, and its warps and stages.
+        arguments: of the kernel; the first is a tensor or a descriptor of one.
+        constants: compile-time constants, warps and stages.
     """
     first = arguments[0]
     if isinstance(first, Tensor) and first.is_meta:
@@ -60,27 +59,22 @@ def start_kernel(kernel: Kernel, grid: tuple[int, ...], *arguments: Any, **const
 
 
 def record_launch(name: str, *tensors: Tensor) -> None:
-    """Say that an operator would have run here which makes no new tensor."""
+    """Report, in a dry run, an operator that would have run here and allocates no tensor."""
     torch.ops.penstock.launched(name, list(tensors), [])
 
 
 def record_wait(counts: Tensor) -> None:
-    """Say that the host would have waited here for a tensor that has no memory."""
+    """Report, in a dry run, that the host would have waited for this tensor."""
     torch.ops.penstock.waited(counts)
 
 
 def on_gpu(tensor: Tensor) -> bool:
-    """Whether a tensor is a GPU's, or stands for one."""
+    """Whether a tensor is on a GPU, or on the meta device in its place."""
     return tensor.is_cuda or tensor.is_meta
 
 
 def counts_on_host(counts_e: Tensor, rows: int) -> list[int]:
-    """Read how many rows each expert has; the host waits.
-
-    Args:
-        counts_e: integers.
-        rows: R, of the buffer that holds the experts' rows: even counts of a tensor without memory add up to it.
-    """
+    """Copy the rows of each expert to the host, which waits; even counts that sum to `rows` in a dry run."""
     if not counts_e.is_meta:
         counts: list[int] = counts_e.tolist()
         return counts
@@ -90,12 +84,7 @@ def counts_on_host(counts_e: Tensor, rows: int) -> list[int]:
 
 
 def count_values(values: Tensor, bins: int) -> Tensor:
-    """How often each number from 0 to `bins` - 1 stands in a tensor, int64; the host waits for a GPU.
-
-    Args:
-        values: int64, one dim.
-        bins: more than the largest.
-    """
+    """How often each number below `bins` occurs in an int64 vector. The host waits for a GPU."""
     if not values.is_meta:
         return torch.bincount(values, minlength=bins)
     record_wait(values)

@@ -1,11 +1,11 @@
-"""Attention of layers that see a part of the row: blocks of queries, each with the keys that it may need.
+"""Attention in a window or chunk: blocks of queries, each with the keys that it may need.
 
-`penstock.kernels.attention_window` says which blocks. Each kind of them is one call of `causal_attention` with the
-blocks as rows of a batch: without a mask for whole chunks of one document, with a small one elsewhere. So memory and
-work grow with what is seen and not with the square of the row, and every backend of plain attention serves.
+`penstock.kernels.attention_window` cuts the blocks. All blocks of one shape are rows of a batch in one call of
+`causal_attention`: without a mask for whole chunks of one document, with a small one elsewhere. So memory and work grow
+with the window and not with the square of the row, and every backend of plain attention serves.
 
-What they need to know about a micro-batch is made once (`block_masks`) and read by all layers with one reach: masks
-that combine reach, causality and borders of documents.
+`block_masks` makes the masks of a micro-batch once (window, causality and document borders); all layers with the same
+window read them.
 """
 
 from dataclasses import dataclass
@@ -20,12 +20,12 @@ from penstock.kernels.attention_window import AttentionWindow, QueryBlocks, bloc
 
 @dataclass(frozen=True)
 class BlockMasks:
-    """What a range of queries may look at.
+    """Blocks of a range of queries, and their masks.
 
     Attributes:
-        blocks: that they are cut into.
-        masks: for each kind of blocks what its queries may look at: boolean, (rows x blocks) x queries x keys, rows
-            counting slowest; None where every query sees the keys of its own block up to itself.
+        blocks: consecutive blocks that cover the range.
+        masks: one for each of `blocks`: boolean, (rows x blocks) x queries x keys, rows counting slowest; None for
+            plain causal attention.
     """
 
     blocks: tuple[QueryBlocks, ...]
@@ -35,16 +35,16 @@ class BlockMasks:
 def block_masks(
     reach: AttentionWindow, first: int, count: int, allowed_BSS: Tensor | None, *, rows: int, device: torch.device
 ) -> BlockMasks:
-    """What a range of queries may look at.
+    """Blocks and masks for a range of queries.
 
     Args:
-        reach: of the layers.
+        reach: window of the layers.
         first: position of the first query.
-        count: of queries.
-        allowed_BSS: boolean, which of the range's queries may look at which position of the row: borders of documents,
-            and causal. None if the row is one document.
-        rows: of the micro-batch.
-        device: for the masks.
+        count: number of queries.
+        allowed_BSS: boolean, queries of the range by positions of the row: document borders, and causal. None if the
+            row is one document.
+        rows: rows of the micro-batch.
+        device: of the masks.
     """
     blocks = blocks_of(reach, first, count, by_document=allowed_BSS is not None)
     if allowed_BSS is None:
@@ -55,7 +55,7 @@ def block_masks(
 
 
 def _places(blocks: QueryBlocks, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Positions of the queries of each block (blocks x queries x 1), and of its keys (blocks x 1 x keys)."""
+    """Positions of each block's queries (blocks x queries x 1) and keys (blocks x 1 x keys)."""
     number = torch.arange(blocks.count, device=device)[:, None, None]
     ends = blocks.first + (number + 1) * blocks.queries
     query = ends - blocks.queries + torch.arange(blocks.queries, device=device)[:, None]
@@ -63,7 +63,7 @@ def _places(blocks: QueryBlocks, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _mask(reach: AttentionWindow, blocks: QueryBlocks, rows: int, device: torch.device) -> Tensor:
-    """Of rows that are one document each."""
+    """Mask for rows of one document each."""
     query, key = _places(blocks, device)
     first = query - reach.size + 1 if reach.kind == "window" else query - query % reach.size
     seen = (key >= first.clamp(min=0)) & (key <= query)
@@ -71,7 +71,7 @@ def _mask(reach: AttentionWindow, blocks: QueryBlocks, rows: int, device: torch.
 
 
 def _mask_of_documents(reach: AttentionWindow, blocks: QueryBlocks, allowed_BSS: Tensor) -> Tensor:
-    """Of the blocks of a window; a query's document begins where it may look first."""
+    """Mask for rows of several documents: a query's document begins at the first position that it may attend to."""
     _, queries, keys = allowed_BSS.shape
     query, key = _places(blocks, allowed_BSS.device)
     # Queries behind the last are padding: they look at what the last one does, and at themselves.
@@ -95,16 +95,16 @@ def local_attention(
     backend: str,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Softmax attention of a range of queries over what each of them sees.
+    """Softmax attention of a range of queries within their window.
 
     Args:
         q_BSHN: queries of the range.
         k_BSGN: keys of every position of the row.
         v_BSGM: values of every position.
-        masks: of the range.
+        masks: blocks and masks of the range.
         scale: factor on the scores.
         backend: as of `causal_attention`.
-        sinks_H: likewise.
+        sinks_H: as of `causal_attention`.
 
     Returns:
         o_BSHM of the range.
@@ -125,13 +125,13 @@ def local_attention(
 
 
 def _cut(x_BS: Tensor, first: int, blocks: QueryBlocks) -> Tensor:
-    """Positions from a first one on as rows of blocks, zeros behind the last; any dims may follow."""
+    """Positions from `first` on as rows of blocks, padded with zeros after the last; any dims may follow."""
     end = first + blocks.count * blocks.queries
     return _padded(x_BS, first, end).unflatten(1, (blocks.count, blocks.queries)).flatten(0, 1)
 
 
 def _with_keys_before(x_BS: Tensor, blocks: QueryBlocks) -> Tensor:
-    """The keys of each block, from positions of the whole row."""
+    """Keys or values of each block, from those of the whole row."""
     if blocks.count == 1:
         return x_BS[:, blocks.end - blocks.keys : blocks.end]
     if blocks.is_square:
@@ -142,7 +142,7 @@ def _with_keys_before(x_BS: Tensor, blocks: QueryBlocks) -> Tensor:
 
 
 def _padded(x_BS: Tensor, first: int, end: int) -> Tensor:
-    """Positions from `first` to before `end`, zeros where there are none."""
+    """Positions `first` to `end` - 1, zeros outside the row."""
     own = x_BS[:, max(first, 0) : end]
     before, behind = max(-first, 0), max(end - x_BS.shape[1], 0)
     return F.pad(own, (0, 0) * (x_BS.ndim - 2) + (before, behind)) if before or behind else own

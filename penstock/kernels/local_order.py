@@ -1,11 +1,11 @@
-"""Which place among our experts each slot of all ranks' tokens has: `order_rows` for the symmetric dispatcher.
+"""Order the slots of all ranks by this rank's experts: `order_rows` for the symmetric dispatcher.
 
-    count   how many slots each chunk has on each of our experts; those of other ranks' experts count as dropped
-    scan    how many the chunks before it have (`penstock.kernels.permute`)
-    place   place of each slot; slot, row and weight of each place; counts and places within the room that there is
+    count   slots of each chunk on each of this rank's experts; slots of other ranks' experts count as dropped
+    scan    slots in earlier chunks (`penstock.kernels.permute`)
+    place   place of each slot; slot, row and weight of each place; counts limited to the rows of the buffer
 
-Three launches for what is a dozen in terms of tensors: with 1,024 tokens on a rank the host would take longer to ask
-for it than the links take to bring the rows.
+Three launches replace a dozen operators on tensors: with 1,024 tokens on a rank the host would need longer to launch
+those than the links need to bring the rows.
 """
 
 from typing import NamedTuple
@@ -20,14 +20,14 @@ from penstock.kernels.tuning import KernelLaunch
 
 
 class LocalOrder(NamedTuple):
-    """The order of all ranks' slots, as our experts see them.
+    """Order of all ranks' slots by this rank's experts. Places without a slot hold 0.
 
     Attributes:
-        slots_R: int64, the slot of each place; 0 at places that hold nothing.
-        index_R: int64, the row of each place; 0 at places that hold nothing.
-        weights_R: float32, the weight of each place; 0 at places that hold nothing.
-        places_NK: int64, the place of each slot; R - 1 for those of other ranks' experts and those without room.
-        counts_e: int32 places of each expert here.
+        slots_R: int64, the slot of each place.
+        index_R: int64, the source row of each place.
+        weights_R: float32, the weight of each place.
+        places_NK: int64, the place of each slot; R - 1 for slots of other ranks' experts and slots that do not fit.
+        counts_e: int32, places of each expert of this rank.
     """
 
     slots_R: Tensor
@@ -46,18 +46,18 @@ def order_local_rows(
     *,
     launch: KernelLaunch = ORDER_LAUNCH,
 ) -> LocalOrder:
-    """Order slots by our experts, stable in the slot number. With room for all it is `reference.order_rows`.
+    """Order slots by this rank's experts, stable in the slot number; `reference.order_rows` where all rows fit.
 
-    With experts_NK = [[1, 0], [1, 2], [3, 1]], own = 1 2 and 3 rows there are 4 places, of which the last is nobody's:
-    places_NK = [[0, 3], [1, 3], [3, 2]], counts_e = [3, 0] and index_R = [0, 1, 2, 0]; one row was left out.
+    With experts_NK = [[1, 0], [1, 2], [3, 1]], own = 1 2 and 3 rows there are 4 places, and the last one holds no row:
+    places_NK = [[0, 3], [1, 3], [3, 2]], counts_e = [3, 0] and index_R = [0, 1, 2, 0]; one row did not fit.
 
     Args:
         experts_NK: integer expert ids.
         weights_NK: float32.
-        own: ids of our experts.
-        rows: that there is room for.
-        meter: int64 [2]: rows that found no room are added to the first, and the second becomes at least the rows that
-            came; or None.
+        own: ids of this rank's experts.
+        rows: rows of the buffer.
+        meter: int64 [2] or None: the number of rows that did not fit is added to the first, and the second becomes the
+            maximum of itself and the number of rows.
         launch: slots of a tile and experts of a scan (powers of two), and warps.
     """
     slots, device, experts = experts_NK.numel(), experts_NK.device, len(own)
@@ -90,7 +90,7 @@ def order_local_rows(
 
 @triton.jit
 def _own_experts(ids_ptr, slot_R, slots, first, EXPERTS: tl.constexpr):
-    """Numbers among our experts; EXPERTS for all others."""
+    """Indices among this rank's experts; EXPERTS for all others."""
     local_R = tl.load(ids_ptr + slot_R, mask=slot_R < slots, other=-1).to(tl.int32) - first
     return tl.where((local_R >= 0) & (local_R < EXPERTS), local_R, EXPERTS)
 
@@ -99,7 +99,7 @@ def _own_experts(ids_ptr, slot_R, slots, first, EXPERTS: tl.constexpr):
 def count_arrivals_kernel(
     ids_ptr, tallies_ptr, first, slots, tiles, EXPERTS: tl.constexpr, BINS: tl.constexpr, BLOCK_R: tl.constexpr
 ):
-    """Slots of one chunk (some tiles) on each of our experts; bin EXPERTS holds all others."""
+    """Count the slots of one chunk (some tiles) on each of this rank's experts; bin EXPERTS holds all others."""
     chunk = tl.program_id(0)
     tally_E = tl.zeros([BINS], tl.int32)
     for tile in range(tiles):
@@ -116,9 +116,9 @@ def place_arrivals_kernel(
     first, slots, tiles, rows, places,
     EXPERTS: tl.constexpr, K: tl.constexpr, BINS: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Places of one chunk's slots, as `permute.place_kernel` finds them, and what stands at them.
+    """Find the places of one chunk's slots, like `permute.place_kernel`, and write slot, row and weight of each place.
 
-    Places from `rows` on are nobody's. With 2 of our experts, totals 3 and 2 and 4 rows, the counts become 3 and 1.
+    Places from `rows` on hold no row. With 2 experts, totals 3 and 2, and 4 rows, the counts become 3 and 1.
     """
     chunk = tl.program_id(0)
     lane = tl.arange(0, BLOCK_R)

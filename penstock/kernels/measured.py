@@ -1,15 +1,15 @@
-"""What was measured on which chip: times of operators by backend, as data in JSON files, one for each device name.
+"""Measured times of operators by backend, as data in JSON files, one for each device name.
 
-`penstock kernels tune` writes such a file; `penstock.kernels.choose` reads them and chooses by the nearest shape. Files
-for chips that we measured come with the package; a user's own stand in ~/.config/penstock/kernels:
+`penstock kernels tune` writes such a file; `penstock.kernels.choose` reads it and chooses by the nearest shape. Files
+for measured chips come with the package; a user's own files are in ~/.config/penstock/kernels:
 
     {"device": "NVIDIA H200",
      "environment": {"torch": "2.11.0", "triton": "3.6.0"},
      "entries": [{"op": "swiglu", "direction": "forward", "dtype": "bf16", "skew": 0.0,
                   "shape": {"tokens": 8192, "ffn": 2816}, "microseconds": {"torch": 71.2, "triton": 30.1}}, ...]}
 
-An entry is one operator in one direction. `skew` is the standard deviation of the experts' popularity in logarithms: 0
-is balanced, with 0.6 a busy expert has several times the rows of a quiet one.
+`skew` is the standard deviation of the logarithms of the experts' loads: 0 is balanced, with 0.6 a busy expert has
+several times the rows of a quiet one.
 """
 
 import json
@@ -30,13 +30,13 @@ PACKAGED = Path(__file__).with_name("measured_data")
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorTimes:
-    """One operator in one direction on one shape.
+    """Times of one operator in one direction on one shape.
 
     Attributes:
         op: name of the operator as `penstock.kernels.choose` knows it.
         direction: `forward`, `backward`, `input_gradient` or `weight_gradient`.
         dtype: `bf16` or `fp32`.
-        skew: how unevenly experts are loaded; 0 for operators that it means nothing to.
+        skew: imbalance of the experts' loads; 0 for operators that do not depend on it.
         shape: sizes by name, all above 0.
         microseconds: median time of each backend that ran.
     """
@@ -50,18 +50,18 @@ class OperatorTimes:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What was measured, without the result."""
+        """All fields but the times."""
         return self.op, self.direction, self.dtype, self.skew, tuple(sorted(self.shape.items()))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurements:
-    """What is known about one device.
+    """Times of operators on one device.
 
     Attributes:
         device: its name, as the driver reports it.
         environment: versions that the times depend on.
-        entries: where two are equally near to a shape, the first counts.
+        entries: of two that are equally near to a shape, the first counts.
     """
 
     device: str
@@ -69,9 +69,9 @@ class Measurements:
     entries: tuple[OperatorTimes, ...]
 
     def nearest(self, op: str, direction: str, dtype: str, shape: Mapping[str, int]) -> tuple[OperatorTimes, ...]:
-        """The entries, one for each skew, of the measured shape that is nearest by ratio; empty if there is none.
+        """The entries, one for each skew, of the nearest measured shape; empty if there is none.
 
-        Nearness is the sum over sizes of |log(measured / wanted)|: half as many tokens is as far as twice as many.
+        The distance is the sum over sizes of |log(measured / wanted)|: half as many tokens are as far as twice as many.
         """
         alike = [
             entry
@@ -85,7 +85,7 @@ class Measurements:
         return tuple(by_skew[skew] for skew in sorted(by_skew))
 
     def with_entries(self, found: Sequence[OperatorTimes]) -> "Measurements":
-        """The same with new entries, which take the place of old ones of the same thing."""
+        """These measurements with new entries, which replace old ones with the same key."""
         keys = {entry.key for entry in found}
         kept = (entry for entry in self.entries if entry.key not in keys)
         return replace(self, entries=(*kept, *found))
@@ -101,7 +101,7 @@ def slug(device_name: str) -> str:
 
 
 def user_file(device_name: str) -> Path | None:
-    """Where a user's own measurements of a device are; None for a user without a home folder."""
+    """Path of a user's own measurements of a device; None for a user without a home folder."""
     try:
         home = Path.home()
     except RuntimeError:
@@ -110,7 +110,7 @@ def user_file(device_name: str) -> Path | None:
 
 
 def find(device_name: str, path: Path | None = None, *, packaged: Path = PACKAGED) -> Measurements | None:
-    """What is known about a device: the user's own entries, then the package's; None if there are neither.
+    """Measurements of a device: the user's own entries, then the package's; None if there are neither.
 
     Args:
         device_name: as the driver reports it.
@@ -155,7 +155,7 @@ def load(path: Path) -> Measurements:
 
 
 def save(path: Path, measurements: Measurements) -> None:
-    """Write a file, whole or not at all; one line for each entry, so that two files can be compared.
+    """Write a file atomically, one line for each entry, so that two files can be compared.
 
     Raises:
         KernelError: it cannot be written.
@@ -172,7 +172,7 @@ def save(path: Path, measurements: Measurements) -> None:
 
 
 def _fault(tree: Any) -> str | None:
-    """What is wrong with a file that is valid JSON, or None."""
+    """The first defect of a file that is valid JSON, or None."""
     if not isinstance(tree, dict) or tree.keys() != {"device", "environment", "entries"}:
         return "it does not hold exactly device, environment and entries"
     if not isinstance(tree["device"], str) or not _is_table(tree["environment"], str):

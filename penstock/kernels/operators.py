@@ -1,9 +1,9 @@
-"""The operators that a model is built on, as one frozen value: modules get theirs when they are made.
+"""The operators that a model is built on, as one frozen value that modules receive when they are constructed.
 
-Two sets stand here and need nothing but PyTorch. `REFERENCE` is the eager truth. `TORCH` takes PyTorch's own fused
-forms where it has them: grouped_mm for the experts, rms_norm, silu. The third,
-`penstock.kernels.triton_operators.TRITON`, is our kernels. A set is data, so a backend is chosen once
-(`penstock.kernels.choose`), operator by operator, and a module never asks which one it runs on.
+Two sets here need nothing but PyTorch. `REFERENCE` is the eager definition. `TORCH` uses PyTorch's fused forms where
+they exist: grouped_mm for the experts, rms_norm, silu. The third, `penstock.kernels.triton_operators.TRITON`, has the
+Triton kernels. Backends are chosen once, operator by operator (`penstock.kernels.choose`); modules do not ask which one
+they have.
 """
 
 from collections.abc import Callable
@@ -19,11 +19,11 @@ from penstock.kernels.reference import SWIGLU, ExpertRule, Routed, RowOrder, che
 
 
 class LinearLoss(NamedTuple):
-    """A loss that is a sum of numbers times factors which have no gradient, so that its gradients are these.
+    """A loss that is linear in its inputs, and its gradients, which are known in forward.
 
     Attributes:
         loss: float32 scalar.
-        dmass_BE: float32, gradient of what the router gives each expert of each sequence.
+        dmass_BE: float32, gradient of the router mass of each expert and sequence.
         dz_B: float32, gradient of the squared logsumexp of each sequence.
     """
 
@@ -38,11 +38,11 @@ class Operators:
 
     Attributes:
         attention_backend: see `penstock.kernels.attention.causal_attention`.
-        expert_ffn: takes `places_TK` besides, the inverse of its index (see `penstock.kernels.expert_ffn`).
-        expert_ffn_is_fused: it is one autograd function, and takes `recompute` and `accumulate_into` besides.
-        saves_rows: what it keeps can stand where it is told (`keep` of `penstock.kernels.expert_ffn`).
+        expert_ffn: also takes `places_TK`, the inverse of its index (see `penstock.kernels.expert_ffn`).
+        expert_ffn_is_fused: it is one autograd function and also takes `recompute` and `accumulate_into`.
+        saves_rows: its saved activations can be placed in a buffer (`keep` of `penstock.kernels.expert_ffn`).
         swiglu: without weights, for the dense networks.
-        mla_heads_is_fused: a kernel of ours that also quantizes its gradients may take its place.
+        mla_heads_is_fused: the 8-bit kernel, which also quantizes gradients, may replace `mla_heads`.
     """
 
     attention_backend: str
@@ -67,12 +67,12 @@ class Operators:
 def reference_balance_loss(
     mass_BE: Tensor, z_B: Tensor, slots_BE: Tensor, factor: float, z_factor: float
 ) -> LinearLoss:
-    """The sum `factor` * mass * E * slots / all slots, and `z_factor` * z.
+    """The sum `factor` * mass * E * slots / all slots, plus `z_factor` * z.
 
     Args:
         mass_BE: float32, see `reference.Routed`.
-        z_B: likewise.
-        slots_BE: int64, slots that chose each expert, of each sequence; or 1 x E for all.
+        z_B: float32, see `reference.Routed`.
+        slots_BE: int64, slots of each expert in each sequence; or 1 x E for all sequences.
         factor: of the first loss.
         z_factor: of the second.
     """
@@ -94,7 +94,7 @@ def reference_expert_ffn(
     biases: tuple[Tensor, Tensor | None] | None = None,
     rule: ExpertRule = SWIGLU,
 ) -> Tensor:
-    """`reference.expert_ffn`; it finds the gradient of gathered rows without `places_TK`."""
+    """`reference.expert_ffn`; the gradient of gathered rows needs no `places_TK`."""
     return reference.expert_ffn(x_ND, gate_up_eFD, down_eDF, counts_e, weights_R, index_R, biases=biases, rule=rule)
 
 
@@ -129,9 +129,9 @@ def torch_swiglu(gate_up_RF: Tensor, rule: ExpertRule = SWIGLU) -> Tensor:
 
 
 def torch_add_bias(y_RF: Tensor, bias_eF: Tensor, counts_e: Tensor, weights_R: Tensor | None = None) -> Tensor:
-    """`reference.add_bias` whose counts stay on the device: a product brings each row its bias, and back.
+    """`reference.add_bias` with the counts on the device: a product with a mask gives each row its bias.
 
-    Gradients of rows past the last expert's must be finite: mask what this gives.
+    Gradients of rows past the last expert's must be finite: mask the result.
     """
     ends_e = counts_e.cumsum(0)
     row_R1 = torch.arange(y_RF.shape[0], device=y_RF.device)[:, None]
@@ -156,8 +156,7 @@ def torch_expert_ffn(
 ) -> Tensor:
     """`reference.expert_ffn` by torch's grouped_mm: one launch for all experts, counts stay on the device.
 
-    grouped_mm leaves rows past the last expert's as they are in memory; the masks keep them out of outputs and
-    gradients.
+    grouped_mm does not write rows past the last expert's; the masks keep them out of outputs and gradients.
     """
     check_biases(biases is not None, rule)
     x_RD = x_ND if index_R is None else x_ND[index_R]

@@ -1,23 +1,23 @@
 """Rows between the GPUs of one node, written by kernels straight into each other's memory.
 
     push_rows        choices and weights to all ranks; each row once to each other rank that holds an expert of it
-    wait             until everybody's choices are here
-    take_rows        rows that came, copied out, or to the places of the experts  (backward of combine)
-    return_rows      for each row that came one row back, the sum over its places (combine; dispatch backward)
-    sum_ranks        the rows that came back, summed for each token
+    wait             until the choices of all ranks are here
+    take_rows        copy received rows out of the buffer, or to the places of the experts  (backward of combine)
+    return_rows      for each received row one row back: the sum over its places (combine; dispatch backward)
+    sum_ranks        sum the returned rows of each token
 
-There is no sort, no count and no host between a row and where it goes: token t of rank r stands at row r x T + t of
-every receiver. A token crosses once to each rank, not once for each expert, and what its experts on one rank give is
-summed there before it travels back.
+Nothing is sorted or counted between a row and its destination, and the host does not wait: token t of rank r has row r
+x T + t at every receiver. A row crosses a link once for each rank, not once for each expert; the outputs of a token's
+experts on one rank are summed there before they travel back.
 
-Tokens travel in chunks. `push_rows` and `return_rows` say of each chunk that it is written, `take_rows` and `sum_ranks`
-wait for a chunk when they come to it: run side by side, the one reads while the other still writes.
+Tokens travel in chunks, and flags mark finished chunks (penstock/kernels/symmetric_kernels.py). `take_rows` and
+`sum_ranks` wait for a chunk just before they read it, so they can run beside the kernels that still send.
 
-Copy engines take no multiprocessor, and know no choices: they bring all rows to all ranks, in one piece. Then
-`push_rows` sends choices only, `return_rows` leaves its sums here, `signal` says that the copies are there, and `hold`
-waits for those of the others.
+Copy engines use no multiprocessor but cannot read choices: they send all rows to all ranks in one piece. Then
+`push_rows` sends choices only, `return_rows` leaves its sums in local memory, `signal` marks the copies as finished,
+and `hold` waits for those of the other ranks.
 
-`penstock.parallel.symmetric` owns the memory and says in which order these may be called; nothing here checks that.
+`penstock.parallel.symmetric` owns the memory and decides the order of the calls; nothing here checks it.
 """
 
 from dataclasses import dataclass
@@ -40,36 +40,38 @@ from penstock.kernels.symmetric_kernels import (
 from penstock.kernels.tuning import KernelLaunch
 
 ROW_MULTIPLE = 16
-"""Bytes that a row must be a multiple of: the widest store of one thread."""
+"""Rows are multiples of so many bytes: the widest store of one thread."""
 
 MOST_RANKS = 31
-"""Ranks of a token are bits of an int32."""
+"""The ranks of a token are bits of an int32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PersistentLaunch(KernelLaunch):
-    """How a kernel that walks over tiles of rows is launched; columns are words of 4 bytes, or numbers if it sums.
+    """Launch of a kernel whose programs walk over tiles of rows.
+
+    Columns are words of 4 bytes, or numbers if the kernel sums.
 
     Attributes:
-        programs: that walk; as many multiprocessors are taken from others as there are programs, or fewer. Of kernels
-            that send it must be the same on all ranks, because receivers count the programs. Kernels that wait must
-            leave room on the chip for those that send.
+        programs: upper limit on the multiprocessors that the kernel takes. Sending kernels must use the same number on
+            all ranks, because receivers count programs. Waiting kernels must leave room on the chip for the kernels
+            that send.
     """
 
     programs: int
 
     def programs_for(self, rows: int) -> int:
-        """Programs that are started: no more than there are tiles."""
+        """Programs to start: at most one for each tile."""
         return max(1, min(self.programs, ceil_div(rows, self.block_rows)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peers:
-    """Where the memory of every rank begins, as this rank sees it.
+    """Base addresses of all ranks' buffers, as mapped on this rank.
 
     Attributes:
         addresses_W: int64, on the device, multiples of 16.
-        rank: our place among them.
+        rank: this rank.
     """
 
     addresses_W: Tensor
@@ -77,13 +79,13 @@ class Peers:
 
     @property
     def size(self) -> int:
-        """Ranks, ourselves included."""
+        """Number of ranks, this one included."""
         return self.addresses_W.numel()
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertRanks:
-    """Where experts live: id i on the ranks from i // per_rank x parts on, as many as there are parts.
+    """Ranks of each expert: expert i is on `parts` ranks, from rank i // per_rank * parts on.
 
     Attributes:
         per_rank: experts of which a rank holds a part.
@@ -96,13 +98,13 @@ class ExpertRanks:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenChunks:
-    """How the tokens of each rank are cut, and which of the chunks a launch is for.
+    """Chunks of each rank's tokens, and the range of chunks of one launch.
 
     Attributes:
         rows: tokens of a chunk; the last chunks may have fewer, or none.
-        count: of chunks.
-        first: of this launch.
-        last: one past the last of this launch.
+        count: number of chunks.
+        first: first chunk of this launch.
+        last: one past the last chunk of this launch.
     """
 
     rows: int
@@ -112,27 +114,27 @@ class TokenChunks:
 
     @property
     def arguments(self) -> tuple[int, int, int, int]:
-        """As the kernels that wait take them."""
+        """In the order of the waiting kernels' parameters."""
         return self.rows, self.count, self.first, self.last
 
     @staticmethod
     def cut(tokens: int, count: int) -> "TokenChunks":
-        """All of so many chunks."""
+        """All of `count` chunks."""
         return TokenChunks(rows=ceil_div(tokens, count), count=count, first=0, last=count)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChannelWait:
-    """What a kernel that waits must know of those who send.
+    """Flags of a channel and what a waiting kernel compares them with.
 
     Attributes:
-        flags_CW: int64, our own flags of the channel, by chunk and rank.
-        expected: int64, by chunk, of the channel: what flags had grown to when they were last waited for.
-        left: int32, by channel, zero: programs that have done.
-        late: int32 scalar; becomes channel + 1 if a rank does not come.
+        flags_CW: int64, this rank's flags of the channel, by chunk and sender.
+        expected: int64, by chunk: value of the flags after the previous transfer.
+        left: int32, by channel: programs that have finished; zero between launches.
+        late: int32 scalar; becomes channel + 1 when a rank does not arrive.
         channel: its number.
-        signals: by how much a flag grows in one transfer: programs of the kernel that sends.
-        looks: at the flags, before a rank is given up.
+        signals: growth of a flag in one transfer: programs of the sending kernel.
+        looks: polls before a rank is given up.
     """
 
     flags_CW: Tensor
@@ -145,19 +147,19 @@ class ChannelWait:
 
     @property
     def arguments(self) -> tuple[Tensor | int, ...]:
-        """As the kernels take them."""
+        """In the order of the waiting kernels' parameters."""
         return self.flags_CW, self.expected, self.left, self.late, self.channel, self.signals, self.looks
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingPayload:
-    """What goes to everybody before the rows; offsets are bytes.
+    """Choices and weights, which go to all ranks before the rows; offsets are bytes.
 
     Attributes:
         weights_TK: float32.
-        ids_offset: where expert ids go as int32, T x K numbers at rank x T x K.
-        weights_offset: where the weights go, likewise.
-        flags_offset: of the flags that say so; those of the first chunk are used.
+        ids_offset: section of the expert ids, int32; this rank writes T x K numbers at rank x T x K.
+        weights_offset: section of the weights, laid out like the ids.
+        flags_offset: flags of the payload; those of chunk 0 are used.
     """
 
     weights_TK: Tensor
@@ -168,11 +170,11 @@ class RoutingPayload:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalPlaces:
-    """Where the experts of this rank have the rows of all ranks' tokens.
+    """Places, among the rows of this rank's experts, of all ranks' choices.
 
     Attributes:
-        places_NK: int64, N = W x T: places here of each choice of each row; those past the last expert's are elsewhere.
-        counts_e: int32 places of each expert here.
+        places_NK: int64, N = W x T; a place past the last expert's row means that the choice has no place here.
+        counts_e: int32, rows of each expert of this rank.
     """
 
     places_NK: Tensor
@@ -180,23 +182,23 @@ class LocalPlaces:
 
     @property
     def arguments(self) -> tuple[Tensor, Tensor]:
-        """As the kernels take them."""
+        """In the order of the kernels' parameters."""
         return self.places_NK, self.counts_e
 
     @property
     def constants(self) -> dict[str, int]:
-        """Likewise."""
+        """Sizes that the kernels are compiled with."""
         experts = self.counts_e.shape[0]
         return {"K": self.places_NK.shape[1], "EXPERTS": experts, "BLOCK_E": power_of_two(experts)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReturnPayload:
-    """What `return_rows` sends.
+    """Rows and scalars that `return_rows` sends.
 
     Attributes:
-        rows: y_RD at the places of the experts, to be summed; or one row for each that came, N x D.
-        is_summed: which of the two.
+        rows: y_RD at the places of the experts, to be summed; or N x D, one row for each received row.
+        is_summed: whether the rows are at places and are summed.
         scalars_R: float32 at the places of the experts, or None.
     """
 
@@ -207,15 +209,15 @@ class ReturnPayload:
 
 @dataclass(frozen=True, kw_only=True)
 class CombineBuffers:
-    """What came back to the tokens' own rank, and what becomes of it.
+    """Returned rows on the tokens' own rank, and their sums.
 
     Attributes:
-        parts_ND: N = W x T rows, those of rank r from r x T on; of a rank that had no expert of a token, anything.
-        own_TD: those of our own rank, which need not stand there; None if they do.
-        rank: our own, with `own_TD`.
-        y_TD: sums, in the dtype of the parts; zero where all slots were dropped.
+        parts_ND: N = W x T rows, those of rank r from row r x T on; undefined where rank r held no expert of the token.
+        own_TD: rows of this rank, if they are not in `parts_ND`; else None.
+        rank: this rank, read with `own_TD`.
+        y_TD: sums, in the dtype of the parts; zero for tokens whose choices were all dropped.
         scalars_NK: float32, or None.
-        scalars_TK: for each choice the sum of the scalars of the ranks that hold it, 0 for dropped slots.
+        scalars_TK: for each choice the sum of the scalars of the ranks that hold its expert, 0 for dropped choices.
     """
 
     parts_ND: Tensor
@@ -227,28 +229,28 @@ class CombineBuffers:
 
 
 PUSH_LAUNCH = PersistentLaunch(block_rows=8, block_columns=1024, warps=8, programs=32)
-"""Enough rows on their way to fill the links. This and the three below: the fastest of those tried on two H200s."""
+"""Enough rows in flight to fill the links. This and the three below are the fastest of those tried on two H200s."""
 
 TAKE_LAUNCH = PersistentLaunch(block_rows=8, block_columns=1024, warps=8, programs=132)
-"""Must keep up with the links; what is left when the last chunk has come is in nobody's shadow."""
+"""Must keep up with the links: time after the last chunk has arrived is not overlapped."""
 
 TAKE_ALL_LAUNCH = PersistentLaunch(block_rows=8, block_columns=1024, warps=8, programs=528)
-"""Where all have come already, as much as the memory gives."""
+"""For rows that have all arrived: limited by memory bandwidth only."""
 
 RETURN_LAUNCH = PersistentLaunch(block_rows=4, block_columns=1024, warps=8, programs=264)
-"""Sums K rows for each that it sends, so it needs more programs than a push."""
+"""Sums K rows for each row that it sends, so it needs more programs than a push."""
 
 SUM_LAUNCH = PersistentLaunch(block_rows=4, block_columns=1024, warps=4, programs=132)
-"""As `TAKE_LAUNCH`. Half as many take a fifth longer (benchmarks/results/dispatch-h200x2.json)."""
+"""Like `TAKE_LAUNCH`. Half as many programs take a fifth longer (benchmarks/results/dispatch-h200x2.json)."""
 
 SUM_ALL_LAUNCH = PersistentLaunch(block_rows=4, block_columns=1024, warps=4, programs=1056)
-"""Where all have come already, as much as the memory gives."""
+"""For rows that have all arrived."""
 
 
 def push_rows(
     x_TD: Tensor,
     experts_TK: Tensor,
-    homes: ExpertRanks,
+    placement: ExpertRanks,
     peers: Peers,
     offsets: tuple[int, int],
     chunks: TokenChunks,
@@ -256,17 +258,17 @@ def push_rows(
     *,
     launch: PersistentLaunch = PUSH_LAUNCH,
 ) -> None:
-    """Write each row once to each OTHER rank that holds one of its experts, to row rank x T + t of a section.
+    """Write each row once to each other rank that holds one of its experts, at row rank x T + t of a section.
 
     Args:
         x_TD: rows of any dtype, a multiple of 16 bytes wide; packed scales may be part of a row.
-        experts_TK: expert ids; the number of experts marks a dropped slot.
-        homes: of the experts.
-        peers: to whom.
+        experts_TK: expert ids; the number of experts marks a dropped choice.
+        placement: ranks of the experts.
+        peers: buffers of all ranks.
         offsets: bytes, of the section (a multiple of 16) and of the channel's flags.
         chunks: of the tokens.
-        choices: what goes before; None if it is there already.
-        launch: rows and words at a time, and programs.
+        choices: choices and weights to send first; None if the ranks have them already.
+        launch: rows and words of a tile, and programs.
 
     Raises:
         KernelError: rows are not a multiple of 16 bytes.
@@ -279,27 +281,27 @@ def push_rows(
         peers.addresses_W, offsets[0], 0 if choices is None else choices.ids_offset,
         0 if choices is None else choices.weights_offset, offsets[1], 0 if choices is None else choices.flags_offset,
         peers.rank, tokens, chunks.rows, chunks.first, chunks.last,
-        WORDS=words, K=experts_TK.shape[1], PER_RANK=homes.per_rank, PARTS=homes.parts, BLOCK_R=1024,
+        WORDS=words, K=experts_TK.shape[1], PER_RANK=placement.per_rank, PARTS=placement.parts, BLOCK_R=1024,
         **_ranks(peers.size), **_block(words, launch),
     )  # fmt: skip
 
 
 def wait(awaited: ChannelWait) -> None:
-    """Hold this stream until every rank has written the first chunk of a channel."""
+    """Block this stream until every rank has written the first chunk of a channel."""
     start_kernel(wait_kernel, (1,), *awaited.arguments, **_ranks(awaited.flags_CW.shape[1]), num_warps=1)
 
 
 def hold(awaited: ChannelWait) -> None:
-    """The same for a channel on which `take_rows` or `sum_ranks` comes next: that waits again, and finds all there."""
+    """Like `wait`, but does not advance `expected`: `take_rows` or `sum_ranks` follows, waits again and advances it."""
     flags, expected, _, late, *numbers = awaited.arguments
     start_kernel(hold_kernel, (1,), flags, expected, late, *numbers, **_ranks(awaited.flags_CW.shape[1]), num_warps=1)
 
 
 def signal(peers: Peers, flags_offset: int) -> None:
-    """Tell all ranks that what this stream was given before is written: the first chunk of a channel.
+    """Set the flag of a channel's first chunk at all ranks, after all earlier work of this stream.
 
     Args:
-        peers: to whom.
+        peers: buffers of all ranks.
         flags_offset: bytes, of the channel's flags.
     """
     start_kernel(signal_kernel, (1,), peers.addresses_W, flags_offset, peers.rank, **_ranks(peers.size), num_warps=1)
@@ -317,18 +319,18 @@ def take_rows(
     is_spread: bool,
     launch: PersistentLaunch = TAKE_LAUNCH,
 ) -> None:
-    """Copy rows that came, as they come, and our own, of which `push_rows` wrote none; only those with a place here.
+    """Copy the received rows that have a place here, as they arrive, and this rank's own, which are not pushed.
 
     Args:
-        rows_ND: where they come, N = W x T, as in `push_rows`.
-        own_TD: what we pushed.
-        places: here, of their choices.
-        out: N rows, or R if they are spread; what is not written holds anything.
-        awaited: who writes the rows.
+        rows_ND: section of the received rows, N = W x T, as in `push_rows`.
+        own_TD: the rows that this rank pushed.
+        places: of all ranks' choices.
+        out: N rows, or R if they are spread; rows that are not written hold anything.
+        awaited: flags of the rows.
         chunks: of each rank's tokens.
-        rank: our own.
-        is_spread: a row goes to its places, instead of to the row of its number.
-        launch: rows and words at a time, and programs.
+        rank: this rank.
+        is_spread: copy a row to its places instead of to the row of its number.
+        launch: rows and words of a tile, and programs.
 
     Raises:
         KernelError: rows are not a multiple of 16 bytes.
@@ -355,19 +357,19 @@ def return_rows(
     staged_ND: Tensor | None = None,
     launch: PersistentLaunch = RETURN_LAUNCH,
 ) -> None:
-    """Send a row back for each one that came: to row rank x T + t of the section of the rank that had sent it.
+    """Send one row back for each received row, to row rank x T + t of the section of the rank that had sent it.
 
-    Rows without a place here are not sent; scalars of all rows are, 0 for choices without a place here.
+    Rows without a place here are not sent. Scalars of all rows are, 0 for choices without a place here.
 
     Args:
         returned: rows and scalars.
-        places: here, of the choices of the rows that came.
-        peers: to whom.
-        offsets: bytes, of the section of rows and of scalars (multiples of 16) and of the channel's flags.
+        places: of the choices of the received rows.
+        peers: buffers of all ranks.
+        offsets: bytes, of the sections of rows and of scalars (multiples of 16) and of the channel's flags.
         chunks: of each rank's tokens.
-        staged_ND: somebody else sends the rows, who finds them here; given as `returned.rows` if nothing is summed.
-            Scalars are sent all the same, and nobody is told of either.
-        launch: rows and columns at a time, and programs.
+        staged_ND: local destination of the rows, from which copy engines send them; `returned.rows` itself if nothing
+            is summed. Scalars are sent in any case, and no flag is set. None sends the rows.
+        launch: rows and columns of a tile, and programs.
 
     Raises:
         KernelError: rows are not a multiple of 16 bytes.
@@ -386,37 +388,38 @@ def return_rows(
 
 
 def sum_ranks(
-    home: CombineBuffers,
+    buffers: CombineBuffers,
     experts_TK: Tensor,
-    homes: ExpertRanks,
+    placement: ExpertRanks,
     awaited: ChannelWait,
     chunks: TokenChunks,
     *,
     launch: PersistentLaunch = SUM_LAUNCH,
 ) -> None:
-    """Sum what the ranks send back as it comes, in float32 and always in the same order.
+    """Sum the returned rows of each token as they arrive, in float32 and always in the order of the ranks.
 
     Args:
-        home: where it comes, and where sums go.
-        experts_TK: our choices, as in `push_rows`.
-        homes: of the experts.
-        awaited: who sends.
+        buffers: returned rows, and the destination of their sums.
+        experts_TK: this rank's choices, as in `push_rows`.
+        placement: ranks of the experts.
+        awaited: flags of the returned rows.
         chunks: of the tokens.
-        launch: rows and columns at a time, and programs.
+        launch: rows and columns of a tile, and programs.
     """
     tokens, top_k = experts_TK.shape
-    width = home.y_TD.shape[1]
+    width = buffers.y_TD.shape[1]
+    own_TD = None if buffers.own_TD is None else buffers.own_TD.contiguous()
     start_kernel(
         sum_ranks_kernel, (launch.programs_for(tokens),),
-        home.parts_ND, None if home.own_TD is None else home.own_TD.contiguous(), home.rank, home.scalars_NK,
-        experts_TK.contiguous(), home.y_TD, home.scalars_TK, *awaited.arguments, tokens, *chunks.arguments,
-        D=width, K=top_k, PER_RANK=homes.per_rank, PARTS=homes.parts, **_ranks(awaited.flags_CW.shape[1]),
+        buffers.parts_ND, own_TD, buffers.rank, buffers.scalars_NK, experts_TK.contiguous(),
+        buffers.y_TD, buffers.scalars_TK, *awaited.arguments, tokens, *chunks.arguments,
+        D=width, K=top_k, PER_RANK=placement.per_rank, PARTS=placement.parts, **_ranks(awaited.flags_CW.shape[1]),
         **_block(width, launch),
     )  # fmt: skip
 
 
 def _words(rows: Tensor) -> Tensor:
-    """The same bytes as 32-bit words."""
+    """The rows as 32-bit words."""
     rows = rows.contiguous()
     if rows.shape[1] * rows.element_size() % ROW_MULTIPLE:
         raise KernelError(

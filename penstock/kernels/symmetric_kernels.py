@@ -1,32 +1,44 @@
 """Device code of `penstock.kernels.symmetric`: rows, choices and flags between the memories of one node's GPUs.
 
-Every rank maps the memory of all others; `addresses_ptr` holds where each begins, as integers, our own among them. The
-same offset means the same thing in each. A row of token t that came from rank r stands at r x tokens + t, whoever looks
-at it, so no kernel needs a prefix sum or an atomic to know where to write.
+Memory: every rank maps the buffers of all ranks. `addresses_ptr` holds the base address of each buffer, and one offset
+names the same section in all of them. Token t of rank r has row r * tokens + t in every section, so no kernel needs a
+prefix sum or an atomic to find a destination. Copied rows are 32-bit words; summed rows have their own dtype.
 
-Rows travel as 32-bit words, whatever their numbers are; rows that are summed are read and written as numbers. Programs
-are few and walk over tiles of rows, and each begins at another peer, so that all links are busy at once.
+Flags: the tokens of a rank are cut into chunks. A receiver holds one int64 counter for each chunk and sender. A sending
+kernel runs P programs; each program stores its rows of a chunk and then adds 1 to the counter at every receiver. The
+addition has release semantics at system scope, so the rows are visible before it. A chunk is complete when its counter
+has grown by P, which the receiver calls `signals`. A reading program polls with acquire semantics until the counters of
+all senders have arrived.
 
-Tokens are cut into chunks (penstock/kernels/symmetric_kernels.py). `first` and `last` bound those of a launch: all of
-them, but in simulations.
+Counters are never reset, so a captured graph can be replayed. `expected` holds the value that the counters had after
+the previous transfer; the last program of a reading kernel adds `signals` to it (`leave`):
+
+    W = 2, P = 3: expected[0] = 6; poll until flags[0] >= [9, 9]; read rows; the last program sets expected[0] = 9
+
+A launch has few programs, which walk over tiles of rows and start at different peers, so that all links are busy.
+`first` and `last` are the chunks of a launch: all of them, except in simulations of several ranks on one device.
 """
 
 from penstock.kernels.language import tl, triton
 
 MOST_CHUNKS = tl.constexpr(16)
-"""Chunks that a channel has flags for."""
+"""Flags of a channel for each sender: the largest number of chunks."""
 
 
 @triton.jit
 def peer_pointer(addresses_ptr, rank, offset, dtype: tl.constexpr):
-    """Pointer into the memory of one rank. All sections begin at multiples of 16 bytes; only we know that."""
+    """Pointer into the buffer of one rank.
+
+    The compiler cannot know that addresses and offsets are multiples of 16 bytes.
+    """
     address = tl.multiple_of(tl.load(addresses_ptr + rank), 16) + tl.multiple_of(offset, 16)
     return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
 
 
 @triton.jit
 def signal(addresses_ptr, flags_offset, rank, chunk, W: tl.constexpr, BLOCK_W: tl.constexpr):
-    """Count our flag of a chunk up by one at every rank, after all that this program wrote before."""
+    """Add 1 to this rank's flag of a chunk at every rank, after all stores that this program issued before."""
+    # All threads of the program have issued their stores before one thread releases them.
     tl.debug_barrier()
     peer_W = tl.arange(0, BLOCK_W)
     address_W = tl.load(addresses_ptr + peer_W, mask=peer_W < W, other=0) + flags_offset + (chunk * W + rank) * 8
@@ -37,28 +49,31 @@ def signal(addresses_ptr, flags_offset, rank, chunk, W: tl.constexpr, BLOCK_W: t
 
 @triton.jit
 def await_chunk(flags_ptr, wanted, late_ptr, channel, limit, W: tl.constexpr, BLOCK_W: tl.constexpr):
-    """Spin until the flags of all ranks have grown to `wanted`.
+    """Poll until the flags of all ranks are at least `wanted`.
 
-    After `limit` looks the channel's number, plus one, is left in `late`, and nobody waits again: a wait in vain must
-    end, and whoever reads `late` will not trust what was computed.
+    After `limit` polls without success, `channel + 1` is stored in `late` and the program continues with incomplete
+    data. Every later wait then polls once only, so a missing rank does not hang the GPU. The host checks `late` before
+    it uses any result.
     """
     peer_W = tl.arange(0, BLOCK_W)
     looks = tl.where(tl.load(late_ptr) == 0, limit, 1).to(tl.int64)
     here = tl.full([], 0, tl.int32)
     while (here == 0) & (looks > 0):
-        # An addition of zero is Triton's only load that acquires.
+        # Triton has no acquire load; an atomic addition of zero is one.
         zero_W = tl.zeros([BLOCK_W], tl.int64)
         count_W = tl.atomic_add(flags_ptr + peer_W, zero_W, mask=peer_W < W, sem="acquire", scope="sys")
         here = tl.min(tl.where(peer_W < W, count_W >= wanted, True).to(tl.int32), 0)
         looks -= 1
     if here == 0:
         tl.store(late_ptr, channel + 1)
+    # No thread reads rows before the polling threads have acquired the flags.
     tl.debug_barrier()
 
 
 @triton.jit
 def leave(expected_ptr, left_ptr, channel, signals, chunks):
-    """The last program of a launch leaves behind what flags had grown to; the others still read the old numbers."""
+    """Count a finished program; the last one of the launch adds `signals` to `expected` for the next transfer."""
+    # Every thread of this program has read `expected` when the program is counted.
     tl.debug_barrier()
     before = tl.atomic_add(left_ptr + channel, 1, sem="acq_rel", scope="gpu")
     if before == tl.num_programs(0) - 1:
@@ -70,7 +85,10 @@ def leave(expected_ptr, left_ptr, channel, signals, chunks):
 
 @triton.jit
 def first_tile(chunk, tiles):
-    """Of the tiles of a chunk, the first one of this program, if tiles of all chunks go round among the programs."""
+    """First tile of this program in a chunk when the tiles of all chunks are dealt to the programs in turn.
+
+    With 3 tiles in a chunk and 2 programs, program 0 has tiles 0 and 2 of chunk 0 and tile 1 of chunk 1.
+    """
     programs = tl.num_programs(0)
     return (tl.program_id(0) + programs - chunk * tiles % programs) % programs
 
@@ -79,10 +97,7 @@ def first_tile(chunk, tiles):
 def _ranks_of(
     ids_ptr, token_T, exists_T, K: tl.constexpr, PER_RANK: tl.constexpr, PARTS: tl.constexpr, W: tl.constexpr
 ):
-    """Bit d of the result says that an expert of the token, or a part of one, lives on rank d.
-
-    Dropped choices set no bit.
-    """
+    """Bit mask of the ranks that hold an expert of the token, or a part of one. Dropped choices set no bit."""
     PARTS_OF_ONE: tl.constexpr = (1 << PARTS) - 1
     bits_T = tl.zeros(token_T.shape, tl.int32)
     for k in tl.static_range(K):
@@ -99,12 +114,12 @@ def push_rows_kernel(
     WORDS: tl.constexpr, K: tl.constexpr, PER_RANK: tl.constexpr, PARTS: tl.constexpr, W: tl.constexpr,
     BLOCK_W: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Our choices and weights, if there are weights, to everybody; then our rows to all others that hold their experts.
+    """Send choices and weights (if given) to all ranks, then each row to every other rank with one of its experts.
 
-    Each row is read once. Example: 2 experts on each of 2 ranks, we are rank 1, and ids [[0, 1], [1, 2], [4, 4]], where
-    4 marks a dropped choice: rows 0 and 1 go to rank 0, once each, and row 2 nowhere.
+    Each row is read once. Example: 2 experts on each of 2 ranks, this rank is 1 and ids are [[0, 1], [1, 2], [4, 4]],
+    where 4 marks a dropped choice. Rows 0 and 1 go to rank 0, once each; row 2 is not sent.
     """
-    # Not one condition: the first is known to the compiler, the second is not.
+    # Two conditions: the compiler knows the first one, the second one is known at run time.
     if weights_ptr is not None:  # noqa: SIM102
         if first == 0:
             slots = tokens * K
@@ -128,6 +143,7 @@ def push_rows_kernel(
         for tile in range(first_tile(chunk, tiles), tiles, tl.num_programs(0)):
             token_T = (start_token + tile * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
             bits_T = _ranks_of(ids_ptr, token_T, token_T < stop_token, K, PER_RANK, PARTS, W)
+            # This rank's own rows stay where they are: `take_rows_kernel` reads them from there.
             others_T = bits_T & ~(1 << rank)
             for start in range(0, WORDS, BLOCK_D):
                 column_1D = start + tl.arange(0, BLOCK_D)[None, :]
@@ -139,6 +155,7 @@ def push_rows_kernel(
                     wanted = ((bits_T >> peer) & 1 != 0)[:, None] & (column_1D < WORDS)
                     place_T1 = (rank.to(tl.int64) * tokens + token_T)[:, None]
                     tl.store(rows_ptr + place_T1 * WORDS + column_1D, words_TD, mask=wanted)
+        # Also programs without a tile in this chunk signal: receivers count programs, not tiles.
         signal(addresses_ptr, flags_offset, rank, chunk, W, BLOCK_W)
 
 
@@ -146,7 +163,10 @@ def push_rows_kernel(
 def wait_kernel(
     flags_ptr, expected_ptr, left_ptr, late_ptr, channel, signals, limit, W: tl.constexpr, BLOCK_W: tl.constexpr
 ):
-    """One program that waits for the first chunk of a channel, for kernels that come after it."""
+    """Wait for chunk 0 of a channel in one program, and advance `expected`.
+
+    Later kernels of the stream may then read.
+    """
     await_chunk(flags_ptr, tl.load(expected_ptr) + signals, late_ptr, channel, limit, W, BLOCK_W)
     leave(expected_ptr, left_ptr, channel, signals, 1)
 
@@ -156,7 +176,7 @@ def _take_tile(
     from_ptr, row_T, out_ptr, out_row_T, exists_T, places_ptr, used,
     WORDS: tl.constexpr, K: tl.constexpr, SPREAD: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Rows that have a place here, to their places if SPREAD, else to the row of the same number."""
+    """Copy the rows that have a place here: to their places if SPREAD, else to the row of the same number."""
     has_place_T = tl.zeros(row_T.shape, tl.int1)
     for k in tl.static_range(K):
         has_place_T |= tl.load(places_ptr + out_row_T * K + k, mask=exists_T, other=used) < used
@@ -180,14 +200,15 @@ def take_rows_kernel(
     WORDS: tl.constexpr, K: tl.constexpr, SPREAD: tl.constexpr, EXPERTS: tl.constexpr, W: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Our own rows first, then chunk by chunk those of the others as they come; only those that have a place here.
+    """Copy this rank's own rows, then those of other ranks as their chunks arrive; skip rows without a place here.
 
-    If SPREAD, a row goes to each of its places, else to the row of its number. Example: 2 tokens a rank, row 3 has the
-    places [0, 7], of which 5 are used: it is token 1 of rank 1, and goes to place 0, or to row 3.
+    With SPREAD, a row is copied to each of its places, else to the row of its number. Example: 2 tokens a rank; row 3
+    (token 1 of rank 1) has places [0, 7], of which 5 are used. It is copied to place 0 with SPREAD, else to row 3.
     """
     expert_E = tl.arange(0, BLOCK_E)
     used = tl.sum(tl.load(counts_ptr + expert_E, mask=expert_E < EXPERTS, other=0), 0).to(tl.int64)
     OTHERS: tl.constexpr = W - 1 if W > 1 else 1
+    # Own rows need no flag and are copied while the first chunk of the others is under way.
     if first == 0:
         for tile in range(tl.program_id(0), tl.cdiv(tokens, BLOCK_T), tl.num_programs(0)):
             token_T = (tile * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
@@ -211,13 +232,13 @@ def take_rows_kernel(
 
 @triton.jit
 def _place(places_ptr, row_T, exists_T, used, k: tl.constexpr, K: tl.constexpr):
-    """Of one choice of each row; `used` if there is no such choice."""
+    """Place of choice k of each row; `used` if the row has no choice k."""
     return tl.load(places_ptr + row_T * K + k, mask=exists_T & (k < K), other=used)
 
 
 @triton.jit
 def _row(rows_ptr, place_T, used, column_1D, D: tl.constexpr):
-    """What stands at a place; zeros if it is not ours."""
+    """Rows at these places; zeros for places outside this rank."""
     kept = (place_T < used)[:, None] & (column_1D < D)
     return tl.load(rows_ptr + place_T[:, None] * D + column_1D, mask=kept, other=0.0)
 
@@ -230,15 +251,15 @@ def return_rows_kernel(
     W: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """For every row that we were sent, one row back to where it came from.
+    """Send one row back for every row that this rank received.
 
-    If SUMMED, that is the float32 sum over its places here, rounded once; else the row of the same number. With scalars
-    also the K scalars at the row's places, 0 for places elsewhere. Example: 2 tokens a rank, row 3 has the places
-    [0, 7], of which 5 are used: the row at place 0 goes to rank 1 as its token 1, and so do the scalars of place 0, and
-    a zero.
+    With SUMMED that row is the float32 sum over the places of the received row, rounded once; else the row of the same
+    number. With scalars, the K scalars at the row's places are sent too, 0 for places on other ranks. Example: 2 tokens
+    a rank; row 3 has places [0, 7], of which 5 are used. The row at place 0 becomes row 1 of rank 1's section; its
+    scalars are the scalar of place 0 and a zero.
 
-    Where copy engines send, rows stay here, at their numbers in `staged_ptr`, or are left alone without ROWS, and
-    nobody is told.
+    Where copy engines send the rows, this kernel writes them to `staged_ptr` at their numbers (or, without ROWS, writes
+    none) and sets no flags.
     """
     expert_E = tl.arange(0, BLOCK_E)
     used = tl.sum(tl.load(counts_ptr + expert_E, mask=expert_E < EXPERTS, other=0), 0).to(tl.int64)
@@ -247,7 +268,7 @@ def return_rows_kernel(
         stop_token = tl.minimum(start_token + chunk_rows, tokens)
         tiles = tl.cdiv(chunk_rows, BLOCK_T) * W
         for tile in range(first_tile(chunk, tiles), tiles, tl.num_programs(0)):
-            # Neighbouring programs write to different peers.
+            # Neighbouring programs write to different peers, so all links are busy.
             peer = (rank + 1 + tile) % W
             token_T = (start_token + tile // W * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
             exists_T = token_T < stop_token
@@ -276,7 +297,7 @@ def return_rows_kernel(
                     place3_T = _place(places_ptr, row_T, exists_T, used, k + 3, K)
                     has_place_T |= tl.minimum(tl.minimum(place0_T, place1_T), tl.minimum(place2_T, place3_T)) < used
                     if SUMMED:
-                        # Four are on their way before the first is added.
+                        # Four loads are in flight before the first addition.
                         y0_TD = _row(rows_ptr, place0_T, used, column_1D, D)
                         y1_TD = _row(rows_ptr, place1_T, used, column_1D, D)
                         y2_TD = _row(rows_ptr, place2_T, used, column_1D, D)
@@ -295,13 +316,13 @@ def return_rows_kernel(
 
 @triton.jit(do_not_specialize=["rank"])
 def signal_kernel(addresses_ptr, flags_offset, rank, W: tl.constexpr, BLOCK_W: tl.constexpr):
-    """One program that says that the first chunk of a channel is written, after all that its stream was given."""
+    """Set the flag of chunk 0 of a channel in one program, after all earlier work of its stream."""
     signal(addresses_ptr, flags_offset, rank, 0, W, BLOCK_W)
 
 
 @triton.jit(do_not_specialize=["channel"])
 def hold_kernel(flags_ptr, expected_ptr, late_ptr, channel, signals, limit, W: tl.constexpr, BLOCK_W: tl.constexpr):
-    """One program that waits for the first chunk of a channel, for kernels that come after it and leave for both."""
+    """Wait for chunk 0 of a channel in one program. The reading kernel that follows advances `expected`."""
     await_chunk(flags_ptr, tl.load(expected_ptr) + signals, late_ptr, channel, limit, W, BLOCK_W)
 
 
@@ -313,9 +334,9 @@ def sum_ranks_kernel(
     D: tl.constexpr, K: tl.constexpr, PER_RANK: tl.constexpr, PARTS: tl.constexpr, W: tl.constexpr,
     BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Chunk by chunk, each token's sum of the rows that came back from ranks that had it; each choice's scalar too.
+    """Chunk by chunk, sum the rows that came back for each token, and the scalars of each choice.
 
-    With `own_ptr` the rows of rank `own_rank` stand there.
+    The order of the sum is the order of the ranks. With `own_ptr`, the rows of rank `own_rank` are read from there.
     """
     for chunk in range(first, last):
         wanted = tl.load(expected_ptr + chunk) + signals

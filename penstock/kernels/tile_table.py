@@ -1,8 +1,8 @@
-"""Which expert a block of rows belongs to, worked out once on the device for every grouped GEMM of a layer.
+"""Expert of each block of rows, computed once on the device for all grouped GEMMs of a layer.
 
-Experts' rows stand one after the other, `counts_e` says how many each has, and only the device knows the counts. A GEMM
-program that picks up output tile number t must know whose tile that is. Searching the counts costs a scan over all
-experts in every tile, so one small kernel writes the answers down first. With blocks of 2 rows it would write:
+The rows of the experts stand one after the other; `counts_e` holds the number of rows of each, on the device. A GEMM
+program needs the expert of its output tile. Searching the counts in every tile would scan all experts, so one small
+kernel writes a table first. With blocks of 2 rows:
 
     counts_e   [5, 0, 2]
     starts_e   [0, 5, 5, 7]            first row of each expert, then the first row of the tail
@@ -11,9 +11,9 @@ experts in every tile, so one small kernel writes the answers down first. With b
                0..5   0..5   0..5   5..7   the expert's rows
                0      0      0      3  the expert's first block
 
-A block never holds rows of two experts, so an expert's last block may be partly empty (blocks 2 and 3 here). The number
-of blocks is known on the device only; the host knows the bound `rows // block_rows + experts`. One launch writes an
-owner table for each size of block that a GEMM may be cut into, so that the passes of a layer share one `TileTable`.
+A block never holds rows of two experts, so the last block of an expert may be partly empty (blocks 2 and 3 here). The
+number of blocks is known on the device only; the host knows the bound `rows // block_rows + experts`. One launch writes
+an owner table for each block size, so that all passes of a layer share one `TileTable`.
 """
 
 from dataclasses import dataclass
@@ -25,10 +25,10 @@ from penstock.kernels.language import tl, triton
 from penstock.kernels.launching import start_kernel
 
 BLOCK_SIZES = (64, 128, 192, 256)
-"""Rows of a block, one owner table for each: multiples of the first one."""
+"""Rows of a block, with one owner table for each: multiples of the first one."""
 
 ALIGNED_BLOCK = 128
-"""The one of `BLOCK_SIZES` at whose multiples experts begin in copies that are aligned."""
+"""In aligned copies experts begin at multiples of this one of `BLOCK_SIZES`."""
 
 OWNER_FIELDS = 4
 """int32 words of an owner: expert, its first row, the row past its last, its first block."""
@@ -36,15 +36,14 @@ OWNER_FIELDS = 4
 
 @dataclass(frozen=True)
 class TileTable:
-    """Where every expert's rows and blocks are. All int32, on the device.
+    """Rows and blocks of every expert. All int32, on the device.
 
     Attributes:
-        starts_e: first row of each expert, and one element more: the first row of the tail.
+        starts_e: first row of each expert, then the first row of the tail.
         aligned_e: the same where each expert's rows begin at a multiple of `ALIGNED_BLOCK`.
         block_counts: number of blocks, one for each of `BLOCK_SIZES`.
-        owners: size of block x block x OWNER_FIELDS; rows past the number of blocks hold anything.
-        only_last: of a product's rows behind the last expert's nobody reads any but the very last one, so only that is
-            set to zero.
+        owners: block size x block x OWNER_FIELDS; rows past the number of blocks hold anything.
+        only_last: of the rows past the last expert's, a product sets only the very last one to zero: no other is read.
     """
 
     starts_e: Tensor
@@ -60,7 +59,7 @@ class TileTable:
 
 
 def tile_table(counts_e: Tensor, rows: int) -> TileTable:
-    """Write the tables in one launch; no count comes to the host.
+    """Write the tables in one launch; no count is copied to the host.
 
     Args:
         counts_e: int32 or int64 rows of each expert, on the device. Rows past `rows` are ignored.
@@ -99,7 +98,7 @@ def tile_table_kernel(
     rows, experts, bound,
     SMALLEST_BLOCK: tl.constexpr, ALIGNED_BLOCK: tl.constexpr, EXPERTS_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """One program writes one expert's part of the owner table for one size of block."""
+    """Write one expert's part of the owner table for one block size."""
     expert = tl.program_id(0)
     size = tl.program_id(1)
     block_rows = SMALLEST_BLOCK * (size + 1)

@@ -1,7 +1,4 @@
-"""Our Triton kernels as one set of operators. Import this only where Triton is installed.
-
-`TRITON` differs from the other sets in every operator; attention stays with torch, whose cuDNN backend is the fast one.
-"""
+"""All operators as Triton kernels. Attention stays with torch, whose cuDNN backend is fast."""
 
 from penstock.kernels.expert_ffn import expert_ffn
 from penstock.kernels.norm import add_rms_norm, add_three, fan_out, rms_norm, rms_norm_beside

@@ -1,7 +1,7 @@
-"""How kernels are launched, as data: block sizes, warps and pipeline depth by chip and shape class.
+"""Launches of kernels as data: block sizes, warps and pipeline depth by chip and shape class.
 
-A `KernelLaunch` never changes what a kernel computes, only how fast. The tables are filled from measurements by hand or
-by `penstock kernels tune`; nothing here is tried out inside a training step.
+A `KernelLaunch` never changes the result of a kernel, only its speed. The tables hold measured choices; nothing is
+tried out inside a training step.
 """
 
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from typing import Literal, get_args
 import torch
 
 INTERPRETER = "interpreter"
-"""The target's name where kernels run in Triton's interpreter on the CPU."""
+"""Target of kernels in Triton's interpreter on the CPU."""
 
 GemmProduct = Literal[
     "forward",
@@ -21,7 +21,7 @@ GemmProduct = Literal[
     "weight_gradient_gathered",
     "weight_gradient_accumulated",
 ]
-"""What a grouped GEMM computes, as far as launches differ; gathered and accumulated counts as accumulated."""
+"""Products of a grouped GEMM that have launches of their own; gathered and accumulated counts as accumulated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +48,11 @@ class GemmLaunch(KernelLaunch):
     """How a persistent matrix product is cut and ordered.
 
     Attributes:
-        group: output blocks that are walked down before the next column of blocks, for reuse in the L2 cache.
-        pieces: power of two of pieces that an output block is written in; each has to find room in shared memory.
+        group: output blocks walked down before the next column of blocks, for reuse in the L2 cache.
+        pieces: power of two of pieces in which an output block is written; a piece has to fit in shared memory.
         descriptors: copy blocks by descriptors (NVIDIA's tensor memory accelerator) instead of pointers.
         residency: programs that share a multiprocessor, so that one multiplies while the other writes.
-        idle_units: multiprocessors that are left to others, such as communication.
+        idle_units: multiprocessors left to other kernels, such as communication.
         copy_gathered: gather rows into a copy first, instead of while they are loaded.
     """
 
@@ -66,10 +66,10 @@ class GemmLaunch(KernelLaunch):
 
 @dataclass(frozen=True, kw_only=True)
 class RingLaunch(GemmLaunch):
-    """How Hopper's own kernel for weight gradients is cut (`penstock.kernels.gluon.grouped_gemm`).
+    """How the weight-gradient kernel for Hopper (`penstock.kernels.gluon.grouped_gemm`) is cut.
 
-    A loader fills a ring of `stages` slots for two multipliers of four warps, `warps`, which take tiles in turns. Where
-    the kernel cannot be had, `in_triton` says what is taken.
+    A producer fills a ring of `stages` slots for two consumers of four warps, `warps`, which take tiles in turn.
+    `in_triton` gives the launch to use where this kernel is not available.
     """
 
     copy_gathered: bool = True
@@ -77,7 +77,7 @@ class RingLaunch(GemmLaunch):
 
 @dataclass(frozen=True, kw_only=True)
 class RowsRingLaunch(GemmLaunch):
-    """How Hopper's own kernel for experts' rows is cut (`penstock.kernels.gluon.grouped_gemm`), like a `RingLaunch`."""
+    """Like `RingLaunch`, for the Hopper kernel of experts' rows (forward and input gradient)."""
 
     copy_gathered: bool = True
 
@@ -97,7 +97,7 @@ def target_of(device: torch.device) -> str:
 
 
 def multiprocessors_of(device: torch.device) -> int:
-    """Multiprocessors of a device; a few in the interpreter, so that each program sees several tiles there too."""
+    """Multiprocessors of a device; 3 in the interpreter, so that each program walks over several tiles there too."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
@@ -106,7 +106,7 @@ RESIDENCY = 16
 
 
 def capped_programs(blocks: int, device: torch.device) -> int:
-    """Programs of four warps that take turns over blocks of which only the device knows how many are empty."""
+    """Programs of four warps for blocks of which only the device knows how many are empty."""
     return min(blocks, RESIDENCY * multiprocessors_of(device))
 
 
@@ -116,7 +116,7 @@ def programs_of(launch: GemmLaunch, device: torch.device) -> int:
 
 
 LaunchBySize = tuple[tuple[int, GemmLaunch], ...]
-"""Launches, each with the least elements of an expert's matrix (width x depth) that it is for; ascending from 0."""
+"""Launches, each with the smallest matrix of an expert (width x depth elements) that it is for; ascending from 0."""
 
 # Two programs halve a multiprocessor: while one writes its tile, the other multiplies. Or one program has all of it,
 # with tiles twice as wide, which need less traffic.
@@ -157,8 +157,8 @@ GROUPED_GEMM: dict[str, dict[GemmProduct, LaunchBySize]] = {
     "gfx942": _AMD,
     "gfx950": _AMD,
 }
-"""By target and product. sm_90 is measured on one H200 (docs/decisions/0100 to 0104). The others are not: they are the
-largest that do not spill."""
+"""By target and product. sm_90 is measured on one H200 (docs/decisions/0100 to 0104). The others are not measured: they
+are the largest tiles that do not spill."""
 
 RINGS: dict[str, RingLaunch] = {
     "ring": _RING,
@@ -166,18 +166,18 @@ RINGS: dict[str, RingLaunch] = {
     "ring_deep": replace(_RING, block_depth=128, stages=3),
     "ring_group_16": replace(_RING, group=16),
 }
-"""What `benchmarks.kernels.hopper_weight_gradient` tries."""
+"""Tried by `benchmarks.kernels.hopper_weight_gradient`."""
 
 ROWS_RINGS: dict[str, RowsRingLaunch] = {
     "ring": _ROWS_RING,
     "ring_5": replace(_ROWS_RING, stages=5, pieces=2),
     "ring_deep": replace(_ROWS_RING, block_depth=128, stages=3),
 }
-"""What `benchmarks.kernels.hopper_expert_rows` tries."""
+"""Tried by `benchmarks.kernels.hopper_expert_rows`."""
 
 
 def in_triton(launch: GemmLaunch, matrix: int = 0) -> GemmLaunch:
-    """The launch itself, or where its kernel cannot be had one of Triton's on the same multiprocessors.
+    """The launch itself, or its replacement in Triton on the same multiprocessors where it is a Hopper kernel's.
 
     Args:
         launch: of any kernel.
@@ -191,16 +191,9 @@ def in_triton(launch: GemmLaunch, matrix: int = 0) -> GemmLaunch:
 
 
 def grouped_gemm_launch(product: GemmProduct, device: torch.device, dtype: torch.dtype, matrix: int) -> GemmLaunch:
-    """The launch for one product of a grouped GEMM.
+    """The table's launch for one product of a grouped GEMM.
 
-    Args:
-        product: what is computed.
-        device: where.
-        dtype: of the operands.
-        matrix: elements of one expert's matrix.
-
-    Returns:
-        The table's choice; a small launch that runs anywhere for float32, the interpreter and chips without a table.
+    Float32, the interpreter and chips without a table take a small launch that runs anywhere.
     """
     launches = GROUPED_GEMM.get(target_of(device))
     if launches is None or dtype == torch.float32:
@@ -209,5 +202,5 @@ def grouped_gemm_launch(product: GemmProduct, device: torch.device, dtype: torch
 
 
 def _by_size(launches: LaunchBySize, matrix: int) -> GemmLaunch:
-    """The one for matrices of so many elements."""
+    """The launch for matrices of so many elements."""
     return [launch for least, launch in launches if matrix >= least][-1]
