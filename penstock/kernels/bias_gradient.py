@@ -3,11 +3,11 @@
     bias_parts_kernel     sums blocks of 64 rows of one expert, as the tile table cuts them
     bias_sums_kernel      adds up each expert's blocks, first to last
 
-So the order of a sum depends on the counts alone, and one expert with nearly all rows keeps as many programs busy as
-even loads do. Sums of blocks take little room: one float32 row for each block.
+The order of a sum depends on the counts alone, and one expert with nearly all rows keeps as many programs busy as even
+loads do. The sums of blocks are small: one float32 row for each block.
 
-A bias behind the last product stands in each row times the row's routing weight. Then the sum takes rows times their
-weights, and a weight's gradient has the product of its row with the bias: both come from the same read.
+The bias of the last product is added times the row's routing weight. Then rows are multiplied by their weights before
+the sum, and a weight's gradient gains the dot product of its row with the bias: both from the same read.
 """
 
 import torch
@@ -26,7 +26,7 @@ BLOCK_COLUMNS = 64
 """Columns that a program holds at a time: a tile of 32 elements for each of 128 threads."""
 
 WALKED_COLUMNS = 512
-"""Columns that a program walks if nobody wants products of whole rows."""
+"""Columns of a program where no dot products of whole rows are needed."""
 
 BLOCK_PARTS = 32
 """Sums of blocks that the second kernel holds at a time."""
@@ -35,7 +35,7 @@ BLOCK_PARTS = 32
 def bias_gradient(
     dy_RF: Tensor,
     counts_e: Tensor,
-    weighed: WeightedBias | None = None,
+    weighted: WeightedBias | None = None,
     *,
     accumulate_into: Tensor | None = None,
     tiles: TileTable | None = None,
@@ -43,22 +43,22 @@ def bias_gradient(
     """The sum of each expert's rows, without autograd.
 
     Args:
-        dy_RF: gradient of the rows that the bias was added to; rows past the last expert's may hold anything.
+        dy_RF: gradient of the rows to which the bias was added; rows past the last expert's may hold anything.
         counts_e: rows of each expert.
-        weighed: weights that the bias was multiplied with, and their gradient to add to; None for none.
-        accumulate_into: float32 e x F to add the sums to, in place.
+        weighted: weights that multiplied the bias, with their gradient to add to; or None.
+        accumulate_into: float32 e x F to which the sums are added.
         tiles: `tile_table(counts_e, R)`, if the caller has it already.
 
     Returns:
         dbias_eF in the dtype of dy, zero for experts without rows; or `accumulate_into`.
 
     Raises:
-        KernelError: a part of `weighed`, or the sum, does not fit.
+        KernelError: a part of `weighted`, or the sum, does not fit.
     """
     (rows, width), experts = dy_RF.shape, counts_e.numel()
-    _check(dy_RF, experts, weighed, accumulate_into)
+    _check(dy_RF, experts, weighted, accumulate_into)
     tiles = tiles or tile_table(counts_e, rows)
-    parts_PF = _parts(dy_RF.contiguous(), weighed, tiles)
+    parts_PF = _parts(dy_RF.contiguous(), weighted, tiles)
     dbias_eF = dy_RF.new_empty(experts, width) if accumulate_into is None else accumulate_into
     start_kernel(
         bias_sums_kernel, (experts, triton.cdiv(width, BLOCK_COLUMNS)),
@@ -69,31 +69,32 @@ def bias_gradient(
     return dbias_eF
 
 
-def _parts(dy_RF: Tensor, weighed: WeightedBias | None, tiles: TileTable) -> Tensor:
-    """Sums of blocks of rows, float32; those past the last block hold anything."""
+def _parts(dy_RF: Tensor, weighted: WeightedBias | None, tiles: TileTable) -> Tensor:
+    """Sums of blocks of rows, float32; rows past the last block hold anything."""
     width, blocks = dy_RF.shape[1], tiles.owners.shape[1]
     parts_PF = torch.empty(blocks, width, dtype=torch.float32, device=dy_RF.device)
-    walked = width if weighed is not None else WALKED_COLUMNS
+    walked = width if weighted is not None else WALKED_COLUMNS
+    bias_eF, weights_R, dweights_R = weighted or (None, None, None)
     start_kernel(
         bias_parts_kernel, (blocks, triton.cdiv(width, walked)),
-        dy_RF, None if weighed is None else weighed.bias_eF.contiguous(),
-        None if weighed is None else weighed.weights_R.contiguous(), None if weighed is None else weighed.dweights_R,
+        dy_RF, None if bias_eF is None else bias_eF.contiguous(),
+        None if weights_R is None else weights_R.contiguous(), dweights_R,
         parts_PF, tiles.owners[0], tiles.block_counts,
         F=width, WALKED=walked, BLOCK_R=BLOCK_ROWS, BLOCK_F=BLOCK_COLUMNS, num_warps=4,
     )  # fmt: skip
     return parts_PF
 
 
-def _check(dy_RF: Tensor, experts: int, weighed: WeightedBias | None, accumulate_into: Tensor | None) -> None:
+def _check(dy_RF: Tensor, experts: int, weighted: WeightedBias | None, accumulate_into: Tensor | None) -> None:
     rows, width = dy_RF.shape
     sums: list[tuple[str, Tensor, tuple[int, ...]]] = []
     if accumulate_into is not None:
         sums.append(("accumulate_into", accumulate_into, (experts, width)))
-    if weighed is not None:
-        sums.append(("dweights_R", weighed.dweights_R, (rows,)))
-        sums.append(("weights_R", weighed.weights_R.contiguous(), (rows,)))
-        if weighed.bias_eF.shape != (experts, width):
-            got = tuple(weighed.bias_eF.shape)
+    if weighted is not None:
+        sums.append(("dweights_R", weighted.dweights_R, (rows,)))
+        sums.append(("weights_R", weighted.weights_R.contiguous(), (rows,)))
+        if weighted.bias_eF.shape != (experts, width):
+            got = tuple(weighted.bias_eF.shape)
             raise KernelError("bias gradient: bias_eF does not fit", got=got, allowed=(experts, width))
     for name, tensor, shape in sums:
         if tensor.shape != shape or tensor.dtype != torch.float32 or not tensor.is_contiguous():
@@ -107,7 +108,7 @@ def bias_parts_kernel(
     dy_ptr, bias_ptr, weights_ptr, dots_ptr, parts_ptr, owners_ptr, block_count_ptr,
     F: tl.constexpr, WALKED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
-    """One block of an expert's rows: their sum, and their products with the expert's bias where dots_ptr is not None.
+    """One block of an expert's rows: their sum, and with dots_ptr their dot products with the expert's bias.
 
     Example: rows [1, 2] and [3, 4] with weights [0.5, 1] and bias [10, 20] sum to [3.5, 5] and add [50, 110] to dots.
     """
@@ -143,8 +144,7 @@ def bias_sums_kernel(
 ):  # fmt: skip
     """Add up the blocks of one expert, for some columns.
 
-    Where they are is counted as the tile table counts it: experts with 100, 0 and 3 rows have blocks 0 and 1, none,
-    and 2.
+    Blocks are numbered as in the tile table: experts with 100, 0 and 3 rows have blocks 0 and 1, none, and 2.
     """
     expert = tl.program_id(0)
     column_F = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)

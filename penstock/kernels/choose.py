@@ -143,11 +143,7 @@ def _router_obstacle(shapes: Shapes) -> str | None:
 
 
 def _answer(
-    question: ChoicePoint,
-    wanted: Mapping[str, str],
-    device: DeviceFacts,
-    shapes: Shapes,
-    measured: Measurements | None,
+    question: ChoicePoint, wanted: Mapping[str, str], device: DeviceFacts, shapes: Shapes, measured: Measurements | None
 ) -> Choice:
     op, direction = question.op, question.direction
     obstacles = {name: obstacle(op, name, device, shapes) for name in BACKENDS if op in BACKENDS[name].ops}

@@ -1,4 +1,4 @@
-"""The experts' feed-forward networks as one autograd function that keeps almost nothing for backward.
+"""The experts' feed-forward networks as one autograd function that saves little for backward.
 
 Forward is two grouped GEMMs with SwiGLU between. The first gathers its rows from the tokens, so they are never copied:
 
@@ -6,9 +6,9 @@ Forward is two grouped GEMMs with SwiGLU between. The first gathers its rows fro
     h_RF       = swiglu(gate_up_RF) * weight    freed
     y_RD       = h_RF @ down^T                  the output
 
-Only the tokens (which the layer's input keeps alive anyhow) and the pre-activation are saved. Backward needs no more,
-because the routing weight stands before the linear down projection (SonicMoE, arXiv 2512.14080): its gradient is a dot
-product of two rows of width F that are at hand, and not of the outputs, and h costs one more write to have again.
+Only the tokens (which the layer's input keeps alive in any case) and the pre-activation are saved. Backward needs no
+more, because the routing weight is applied before the linear down projection (SonicMoE, arXiv 2512.14080): its gradient
+is a dot product of two rows of width F in registers, not of the outputs, and recomputing h costs one write.
 
     dh_RF      = dy_RD @ down
     d_gate_up_RF, dweights_R, h_RF  <-  gate_up_RF, weights_R, dh_RF        one elementwise pass
@@ -16,16 +16,13 @@ product of two rows of width F that are at hand, and not of the outputs, and h c
     dx_ND      = d_gate_up_RF @ gate_up, rows of each token summed
     d_gate_up  = d_gate_up_RF^T @ x_ND[index_R]
 
-Where only the device knows how many rows there are, `keep` lets many layers keep them in one buffer, one behind the
-other (penstock/kernels/expert_parts.py).
+For DeepSeek-V2-Lite (D 2,048, F 1,408, 6 experts a token) this saves 38 kB a token and layer; saving the rows, both
+halves of the activation, h and the outputs as well would take 104 kB. With `recompute` the pre-activation is freed too
+and backward begins with the first product; 4 kB are left. With `keep`, many layers save into one buffer
+(`penstock.kernels.expert_parts.SavedRows`).
 
-For DeepSeek-V2-Lite (D 2,048, F 1,408, 6 experts a token) this keeps 38 kB a token and layer; keeping the rows, both
-halves of the activation, h and the outputs as well would keep 104 kB. With `recompute` the pre-activation is freed too
-and backward begins with the first product; 4 kB are left.
-
-Biases are added by the products while they write, the second times the routing weight; their gradients are sums of
-rows (penstock/kernels/bias_gradient.py). Each product chooses its backend by itself: an `ExpertKernels` holds the
-callables that are used.
+The products add biases while they write, the second one times the routing weight; the gradients of biases are sums of
+rows (penstock/kernels/bias_gradient.py). Each product may have its own backend: see `ExpertKernels`.
 """
 
 from dataclasses import dataclass, replace
@@ -72,7 +69,7 @@ def expert_ffn(
     only_last: bool = False,
     kernels: ExpertKernels | None = None,
 ) -> Tensor:
-    """The whole feed-forward network of each expert over its rows; differentiable in all that is not an integer.
+    """The whole feed-forward network of each expert over its rows; differentiable in every floating-point argument.
 
     Args:
         x_ND: source rows (see `reference.grouped_gemm` for `index_R`).
@@ -80,23 +77,23 @@ def expert_ffn(
         down_eDF: down projection.
         counts_e: int32 rows of each expert, on the device; may sum to less than R.
         weights_R: float32 routing weight of each row, or None for 1.
-        index_R: source row of each place, or None if x stands in the experts' order already.
+        index_R: source row of each place, or None if x is in the experts' order already.
         biases: as in `reference.expert_ffn`, in the dtype of the matrices.
-        rule: what is computed between the products.
+        rule: activation, and position of the routing weight.
         places_TK: only with `index_R`, whose inverse it is: the places that read each source row, T = N (as in
             `RowOrder`). With it the gradient of x is a sum in a fixed order; without it rows are added by atomics.
-        accumulate_into: float32 sums for backward to add the gradients of matrices and biases to; it returns none then.
-        put_off: is offered the gradients of both matrices; None has them made in backward.
-        recompute: keep no pre-activation; each backward pass runs the first product again. Bit for bit the same.
-        keep: gives a place in a buffer to the pre-activation; None gives it a tensor of its own.
-        only_last: nobody reads rows past the last expert's, but the very last one.
-        kernels: what to build it from; None takes `TRITON` on a GPU and `REFERENCE` on a CPU.
+        accumulate_into: float32 sums to which backward adds the gradients of matrices and biases; it then returns none.
+        put_off: receives the tasks of both matrices' gradients; None computes them in backward.
+        recompute: save no pre-activation; each backward pass runs the first product again. Bit for bit the same.
+        keep: gives the pre-activation a place in a buffer; None gives it a tensor of its own.
+        only_last: of the rows past the last expert's, only the very last one is read.
+        kernels: implementations; None takes `TRITON` on a GPU and `REFERENCE` on a CPU.
 
     Returns:
         y_RD; rows past the last expert's are zero, or with `only_last` the last one is.
 
     Raises:
-        KernelError: shapes do not fit, or biases and weights on the input do not.
+        KernelError: shapes do not fit, or biases are combined with weights on the input.
     """
     check_operands(x_ND, gate_up_eFD, down_eDF, index_R, places_TK)
     check_biases(biases is not None, rule)
@@ -118,7 +115,7 @@ def expert_ffn(
 
 @dataclass(frozen=True, kw_only=True)
 class _Extras:
-    """What a call needs besides the tensors of its definition; fields as in `expert_ffn`."""
+    """Arguments of `expert_ffn` that autograd does not see."""
 
     places_TK: Tensor | None
     given_sums: tuple[Tensor, ...]
@@ -137,7 +134,7 @@ class _Extras:
 
 
 class _ExpertFfn(torch.autograd.Function):
-    """Saves x, its index and, unless that is recomputed, the pre-activation."""
+    """Saves x, its index and, unless it is recomputed, the pre-activation."""
 
     @staticmethod
     def forward(
@@ -196,8 +193,10 @@ class _ExpertFfn(torch.autograd.Function):
             del rows, make
         del h_RF
         if down_bias is not None:
-            weighed = None if dweights_R is None else WeightedBias(down_bias, weights_R, dweights_R)
-            d_down_bias_eD = kernels.bias_gradient(dy_RD, counts_e, weighed, accumulate_into=down_bias_sum, tiles=tiles)
+            weighted = None if dweights_R is None else WeightedBias(down_bias, weights_R, dweights_R)
+            d_down_bias_eD = kernels.bias_gradient(
+                dy_RD, counts_e, weighted, accumulate_into=down_bias_sum, tiles=tiles
+            )
         if gate_up_bias is not None:
             d_gate_up_bias_eF = kernels.bias_gradient(
                 d_gate_up_RF, counts_e, accumulate_into=gate_up_bias_sum, tiles=tiles

@@ -1,8 +1,7 @@
-"""The parts that the experts' feed-forward networks are built from, by backend: products, activation, biases.
+"""Implementations of the parts of the experts' networks, by backend: products, activation, biases.
 
-`penstock.kernels.expert_ffn` puts them together as one autograd function; nothing here knows autograd. `REFERENCE` is
-written from the definitions and brings the counts to the host, `TORCH` leaves them on the device, `TRITON` is our
-kernels. A mixture is made by `dataclasses.replace`.
+`penstock.kernels.expert_ffn` combines them in one autograd function; nothing here knows autograd. `REFERENCE` follows
+the definitions and copies the counts to the host, `TORCH` leaves them on the device, `TRITON` has the Triton kernels.
 """
 
 from collections.abc import Callable
@@ -36,25 +35,24 @@ from penstock.kernels.tile_table import TileTable, tile_table
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertKernels:
-    """The parts that `expert_ffn` is built from; replace one with `dataclasses.replace`.
+    """The parts of `expert_ffn`; replace one with `dataclasses.replace`.
 
-    The three products have the signatures of `penstock.kernels.grouped_gemm` without `launch`; all take `tiles`, which
-    those of other backends have no use for. Rows past the last expert's are zero in what they give and unread in what
-    they take. Only where `saves_rows` can the pre-activation be where `SavedRows` say.
+    The three products have the signatures of `penstock.kernels.grouped_gemm` without `launch`. Rows past the last
+    expert's are zero in their results and unread in their operands. Backends other than Triton ignore `tiles`.
 
     Attributes:
-        forward: (x_RD, w_eFD, counts_e, index_R, *, bias_eF, weights_R, tiles) -> y_RF; the weights are the bias's. And
-            where `saves_rows`, with `keep`.
+        forward: (x_RD, w_eFD, counts_e, index_R, *, bias_eF, weights_R, tiles) -> y_RF; the weights multiply the bias.
+            With `saves_rows` also `keep`.
         input_gradient: (dy_RF, w_eFD, counts_e, *, tiles) -> dx_RD.
         weight_gradient: (dy_RF, x_RD, counts_e, index_R, *, accumulate_into, tiles) -> dw_eFD.
         swiglu: (gate_up_RF, weights_R, rule, *, tiles) -> h_RF, whose rows past the last expert's hold anything.
-        swiglu_backward: (gate_up_RF, weights_R, dh_RF, rule, *, recompute, tiles) -> SwigluGradients; of such rows too,
-            but the gradients of their weights are zero.
-        bias_gradient: (dy_RF, counts_e, weighed, *, accumulate_into, tiles) -> dbias_eF, as in
+        swiglu_backward: (gate_up_RF, weights_R, dh_RF, rule, *, recompute, tiles) -> SwigluGradients; rows past the
+            last expert's hold anything, but the gradients of their weights are zero.
+        bias_gradient: (dy_RF, counts_e, weighted, *, accumulate_into, tiles) -> dbias_eF, as in
             `penstock.kernels.bias_gradient`.
         unpermute: (y_RD, order) -> y_TD, the sum over each token's places.
-        tile_table: (counts_e, rows) -> what the products of both passes share, None if they share nothing.
-        saves_rows: whether rows can stand in a buffer from a row on that only the device knows.
+        tile_table: (counts_e, rows) -> table that the products of both passes share, or None.
+        saves_rows: the pre-activation may be in a buffer whose first row only the device knows (`SavedRows`).
     """
 
     forward: Callable[..., Tensor]
@@ -69,7 +67,7 @@ class ExpertKernels:
 
 
 def _no_tile_table(counts_e: Tensor, rows: int) -> None:
-    """Only Triton's products share one."""
+    """Only Triton's products share a table."""
 
 
 def _swiglu_in_torch(
@@ -175,7 +173,7 @@ def _weight_gradient_by_grouped_mm(
 def _swiglu_of_used_rows(
     gate_up_RF: Tensor | SavedRows, weights_R: Tensor | None, rule: ExpertRule, *, tiles: TileTable | None = None
 ) -> Tensor:
-    """Room for twice the rows that came costs no time."""
+    """Skips unused rows, so that a buffer of twice the rows costs no time."""
     used = None if tiles is None else tiles.used
     return swiglu_forward(gate_up_RF, weights_R, rule, used=used)
 
@@ -199,7 +197,7 @@ REFERENCE = ExpertKernels(
     swiglu_backward=_swiglu_backward_in_torch, bias_gradient=bias_gradient_by_definition,
     unpermute=reference.unpermute, tile_table=_no_tile_table,
 )  # fmt: skip
-"""Written from the definitions; for CPUs and tests."""
+"""By definition; for CPUs and tests."""
 
 TORCH = ExpertKernels(
     forward=_forward_by_grouped_mm, input_gradient=_input_gradient_by_grouped_mm,
@@ -215,4 +213,4 @@ TRITON = ExpertKernels(
     swiglu_backward=_swiglu_backward_of_used_rows, bias_gradient=bias_gradient, unpermute=unpermute,
     tile_table=tile_table, saves_rows=True,
 )  # fmt: skip
-"""Our kernels."""
+"""Triton kernels."""

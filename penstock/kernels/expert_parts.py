@@ -1,6 +1,15 @@
-"""What the experts' networks of 16 and of 8 bits share, without Triton.
+"""Parts that the experts' networks in 16 and in 8 bits share, and rows that several layers save in one buffer.
 
-The gradients of biases mean what `penstock.kernels.bias_gradient` says, whose kernels they are the truth of.
+A layer saves as many rows for backward as tokens came to its experts. Layers differ: the fullest of 26 may have twice
+the even share, while all together hardly have more than it. With one buffer for all layers, the buffer needs space for
+the sum instead of the worst case of each. The first row of a layer is a number on the device, which the kernels that
+write or read saved rows load (`SavedRows`):
+
+    buffer   | layer 0 | layer 1 .... | layer 2 | free
+    first    0         cursor after 0            cursor now
+
+A layer that does not fit is counted and overwrites the first layers: the pass is invalid then and has to be repeated
+with a larger buffer (penstock/moe/dispatch/row_capacity.py).
 """
 
 from collections.abc import Callable
@@ -17,20 +26,20 @@ from penstock.kernels.operators import torch_add_bias
 from penstock.kernels.reference import RowOrder
 
 MATRICES, BIASES = 2, 2
-"""Parameters of the experts: gate and up together, and down; with biases the same two once more."""
+"""Parameters of the experts: gate and up together, and down; with biases two more."""
 
 
 GATE_UP, DOWN = range(MATRICES)
-"""Places of the matrices among the parameters."""
+"""Indices of the matrices among the parameters."""
 
 DeferGradient = Callable[[int, Callable[[], None]], bool]
-"""Is offered the gradient of the matrix at a place, as a function that puts it where it belongs, and says whether it
-will call it."""
+"""(place, task) -> whether the task, which computes the gradient of the matrix at this place, is taken to be called
+later."""
 
 
 @dataclass(frozen=True)
 class SavedRows:
-    """Where one layer's rows stand in a buffer of several layers (penstock/kernels/expert_parts.py).
+    """Rows of one layer in a buffer of several layers.
 
     Attributes:
         rows_SF: the buffer, contiguous.
@@ -44,17 +53,17 @@ class SavedRows:
 
 
 SaveRows = Callable[[Tensor, int, Tensor], SavedRows]
-"""(used, room, like) -> a place for at most `room` rows. `used`, int32, is their number on the device; `like` is of
-their width, dtype and device."""
+"""(used, room, like) -> place for at most `room` rows. `used`, int32 on the device, is their number; `like` has their
+width, dtype and device."""
 
 
 class WeightedBias(NamedTuple):
-    """What belongs to a bias that stands in each row times the row's weight.
+    """A bias that is added to each row times the row's weight.
 
     Attributes:
         bias_eF: the bias.
         weights_R: float32 weight of each row.
-        dweights_R: float32 gradient of the weights so far; the bias's part is added in place. Contiguous.
+        dweights_R: float32 gradient of the weights so far, contiguous; the bias's part is added in place.
     """
 
     bias_eF: Tensor
@@ -65,16 +74,16 @@ class WeightedBias(NamedTuple):
 def bias_gradient_by_definition(
     dy_RF: Tensor,
     counts_e: Tensor,
-    weighed: WeightedBias | None = None,
+    weighted: WeightedBias | None = None,
     *,
     accumulate_into: Tensor | None = None,
     tiles: object = None,
 ) -> Tensor:
-    """`penstock.kernels.bias_gradient.bias_gradient` as it is defined; the counts come to the host."""
+    """Definition of `penstock.kernels.bias_gradient.bias_gradient`; the counts are copied to the host."""
     counts = counts_on_host(counts_e, dy_RF.shape[0])
     rows_RF = dy_RF[: sum(counts)].float()
-    if weighed is not None:
-        bias_eF, weights_R, dweights_R = weighed
+    if weighted is not None:
+        bias_eF, weights_R, dweights_R = weighted
         pieces = zip(rows_RF.split(counts), bias_eF.float(), strict=True)
         dweights_R[: len(rows_RF)] += torch.cat([rows @ bias_F for rows, bias_F in pieces])
         rows_RF = rows_RF * weights_R[: len(rows_RF), None]
@@ -85,51 +94,51 @@ def bias_gradient_by_definition(
 def bias_gradient_in_torch(
     dy_RF: Tensor,
     counts_e: Tensor,
-    weighed: WeightedBias | None = None,
+    weighted: WeightedBias | None = None,
     *,
     accumulate_into: Tensor | None = None,
     tiles: object = None,
 ) -> Tensor:
-    """The same by autograd through the sum with the bias; nothing comes to the host."""
+    """`bias_gradient_by_definition` by autograd through the addition of the bias; the counts stay on the device."""
     dy_RF = used(dy_RF, counts_e)
-    bias_eF = dy_RF.new_zeros(counts_e.numel(), dy_RF.shape[1]) if weighed is None else weighed.bias_eF
+    bias_eF = dy_RF.new_zeros(counts_e.numel(), dy_RF.shape[1]) if weighted is None else weighted.bias_eF
     with torch.enable_grad():
         inputs = [bias_eF := bias_eF.detach().requires_grad_()]
         weights_R = None
-        if weighed is not None:
-            inputs.append(weights_R := weighed.weights_R.detach().requires_grad_())
+        if weighted is not None:
+            inputs.append(weights_R := weighted.weights_R.detach().requires_grad_())
         rows_RF = torch_add_bias(torch.zeros_like(dy_RF), bias_eF, counts_e, weights_R)
     dbias_eF, *rest = torch.autograd.grad(rows_RF, inputs, dy_RF)
-    if weighed is not None:
-        weighed.dweights_R.add_(rest[0])
+    if weighted is not None:
+        weighted.dweights_R.add_(rest[0])
     return add_or_return(dbias_eF, accumulate_into)
 
 
 def used(rows_RD: Tensor, counts_e: Tensor) -> Tensor:
-    """The same with the rows past the last expert's set to zero, whatever they held."""
+    """The rows with those past the last expert's set to zero."""
     is_used_R = torch.arange(rows_RD.shape[0], device=rows_RD.device) < counts_e.sum()
     return torch.where(is_used_R[:, None], rows_RD, 0)
 
 
 def add_or_return(dw_eFD: Tensor, accumulate_into: Tensor | None) -> Tensor:
-    """A gradient, or the sum that it is added to if there is one."""
+    """The gradient, or the sum to which it was added."""
     return dw_eFD if accumulate_into is None else accumulate_into.add_(dw_eFD)
 
 
 def put_gradient(
     make: Callable[[], Tensor], place: int, parameter: Tensor, total: Tensor | None, put_off: DeferGradient | None
 ) -> Tensor | None:
-    """Make the gradient of a matrix, or leave that to somebody else.
+    """Compute the gradient of a matrix now, or hand it to `put_off` as a task.
 
     Args:
-        make: gives it; if there is a sum, has added it there.
-        place: of the matrix.
+        make: computes it, and adds it to the sum if there is one.
+        place: index of the matrix.
         parameter: the matrix.
         total: float32 sum; None for the parameter's own `.grad`.
-        put_off: None has it made now.
+        put_off: None computes it now.
 
     Returns:
-        What is left to autograd.
+        The gradient for autograd, or None.
     """
 
     def late() -> None:
@@ -151,14 +160,14 @@ def sum_over_places(
     places_TK: Tensor | None,
     unpermute: Callable[[Tensor, RowOrder], Tensor],
 ) -> Tensor:
-    """Gradient of the source rows from the gradients of the places that read them.
+    """Gradient of the source rows: the sum of the gradients of the places that read each of them.
 
     Args:
-        dx_RD: gradient of what each place read.
+        dx_RD: gradient of the row at each place.
         rows: N, source rows.
         counts_e: rows of each expert.
         index_R: source row of each place; None if the places are the rows.
-        places_TK: its inverse, if there is one; without it rows are added by atomics.
+        places_TK: its inverse, or None; without it rows are added by atomics.
         unpermute: sums each source row's places.
     """
     if index_R is None:
@@ -172,7 +181,7 @@ def sum_over_places(
 def check_operands(
     x_ND: Tensor, gate_up_eFD: Tensor, down_eDF: Tensor, index_R: Tensor | None, places_TK: Tensor | None
 ) -> None:
-    """Raise KernelError where they do not fit each other; each kernel looks at its own operands."""
+    """Raise KernelError where the operands do not fit each other; each kernel checks its own."""
     experts, width, hidden = gate_up_eFD.shape
     if x_ND.shape[1] != hidden or down_eDF.shape != (experts, hidden, width // 2):
         raise KernelError(
@@ -187,16 +196,13 @@ def check_operands(
 
 
 def claim_rows(cursor: Tensor, used: Tensor, capacity: int, meter: Tensor) -> Tensor:
-    """The first row of a layer's place in a buffer; moves the cursor on.
+    """Reserve a layer's rows in the buffer and return the first one, int64 [1].
 
     Args:
-        cursor: int64 [1]: rows that were taken so far, also of layers that did not fit.
+        cursor: int64 [1]: rows reserved so far, also by layers that did not fit; advanced by `used`.
         used: int32, one number: rows of the layer, at most `capacity`.
         capacity: S, rows of the buffer.
-        meter: int64 [2]: rows that found no room are added to the first, the second becomes the most that were taken.
-
-    Returns:
-        int64 [1].
+        meter: int64 [2]: rows that did not fit are added to the first, the second becomes the most rows reserved.
     """
     first = torch.empty_like(cursor)
     start_kernel(claim_rows_kernel, (1,), cursor, used, first, meter, capacity, num_warps=1)
@@ -205,7 +211,7 @@ def claim_rows(cursor: Tensor, used: Tensor, capacity: int, meter: Tensor) -> Te
 
 @triton.jit(do_not_specialize=["capacity"])
 def claim_rows_kernel(cursor_ptr, used_ptr, first_ptr, meter_ptr, capacity):
-    """Example: cursor 5, 3 rows, capacity 7: cursor 8, the layer at row 0, and 1 row more that found no room."""
+    """Example: cursor 5, 3 rows, capacity 7 give cursor 8, first row 0, and 1 row that did not fit."""
     begin = tl.load(cursor_ptr)
     end = begin + tl.load(used_ptr)
     tl.store(cursor_ptr, end)

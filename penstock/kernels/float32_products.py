@@ -1,22 +1,22 @@
-"""Products of bfloat16 operands with float32 results, for those who would else compute in float32 or round.
+"""Products of bfloat16 operands with float32 results.
 
-A GPU multiplies bfloat16 many times as fast as float32, and sums the products in float32 all the same. Two results
-that want float32 need no other operands:
+A GPU multiplies bfloat16 many times as fast as float32, and sums the products in float32 all the same. Two results must
+be float32 but can have bfloat16 operands:
 
-    sum += dy^T x        a weight's gradient: the sum is the product's own accumulator, so no gradient is written,
-                         rounded and added by a pass of its own
+    sum += dy^T x        a weight's gradient: the sum is the accumulator of the product, so no gradient is written,
+                         rounded and added in a pass of its own
     logits = x w^T       the router's: x is bfloat16 already, and the float32 w is a sum of three bfloat16
 
-        w = w1 + w2 + w3       8 + 8 + 8 bits of its 24: nothing is left over
+        w = w1 + w2 + w3       8 + 8 + 8 bits of its 24: exact
         x w^T                  one product with [w1; w2; w3], whose three results are added
         dw = dlogits^T x       the same, dlogits in three parts [g2 g3 g1]
-        dx = dlogits w         the six of nine pairs that float32 can tell: [g2 g3 g1 g1 g1 g2] [w1; w1; w1; w2; w3; w2]
+        dx = dlogits w         the six of nine pairs that count in float32: [g2 g3 g1 g1 g1 g2] [w1; w1; w1; w2; w3; w2]
 
-Each row of six is written once: the threes stand in it side by side.
+Each row of six is written once and contains the rows of three as a slice.
 
-cuBLAS would compute the router's products in float32 without tensor cores. No bit of an operand is lost; tensor cores
-sum less carefully than float32 arithmetic does, but far better than TF32, which cuts the operands to 11 bits. Where
-torch cannot mix the two types, on a CPU, the same bfloat16 values are multiplied as float32.
+cuBLAS would compute the router's products in float32 without tensor cores. Here no bit of an operand is lost; tensor
+cores sum less exactly than float32 arithmetic, but far better than TF32, which cuts the operands to 11 bits. On a CPU,
+where torch cannot mix the two types, the same bfloat16 values are multiplied as float32.
 """
 
 from collections.abc import Sequence
@@ -30,24 +30,24 @@ from torch.autograd.function import once_differentiable
 from penstock.kernels.launching import on_gpu, record_launch
 
 PARTS = 3
-"""Of a float32 value: bfloat16 has a third of its bits."""
+"""bfloat16 parts of a float32 value, which has three times its bits."""
 
 LEFT = (slice(2, 5), slice(0, 6, 5), slice(1, 2))
-"""Places of the first, second and third part among the six of the left operand."""
+"""Positions of the first, second and third part among the six of the left operand."""
 
 RIGHT = (slice(0, 3), slice(3, 6, 2), slice(4, 5))
-"""The same in the right one."""
+"""Positions in the right operand."""
 
 
 @torch.no_grad()
 def add_product(total: Tensor, left: Tensor, right: Tensor, *, overwrite: bool = False) -> None:
-    """`total += left @ right` (or =), without a rounding to the dtype of the operands in between.
+    """`total += left @ right` (or =), without rounding to the dtype of the operands in between.
 
     Args:
         total: matrix, float32 or the dtype of the operands; changed in place.
         left: matrix.
         right: matrix of the same dtype.
-        overwrite: what stands in `total` does not count.
+        overwrite: ignore the values of `total`.
     """
     beta = 0 if overwrite else 1
     if left.is_meta:
@@ -60,15 +60,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, *, overwrite: bool =
 
 
 def float32_linear(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-    """`x @ weight^T`, neither of which is rounded; differentiable.
-
-    Args:
-        x_TD: of any floating dtype; bfloat16 on a GPU takes the fast way.
-        weight_ED: float32.
-
-    Returns:
-        Float32, T x E.
-    """
+    """`x @ weight^T` in float32, with neither operand rounded; differentiable. A bfloat16 x on a GPU is fast."""
     if on_gpu(x_TD) and x_TD.dtype == torch.bfloat16:
         return linear_in_parts(x_TD, weight_ED)
     return F.linear(x_TD.float(), weight_ED)
@@ -81,12 +73,12 @@ def linear_in_parts(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
 
 
 def in_parts(values: Tensor, dim: int, places: Sequence[slice]) -> Tensor:
-    """The three bfloat16 parts of a float32 tensor, whose sum it is: six of them, for the six pairs of a product.
+    """The three bfloat16 parts of a float32 tensor, repeated for the six pairs of a product.
 
     Args:
-        values: float32; exact unless its last bits are below bfloat16's smallest number.
-        dim: of the result, along which the six stand.
-        places: of the largest, the middle and the smallest part, `LEFT` or `RIGHT`.
+        values: float32; the sum of the parts is exact unless its last bits are below bfloat16's smallest number.
+        dim: dim of the result along which the six are stacked.
+        places: positions of the largest, the middle and the smallest part, `LEFT` or `RIGHT`.
     """
     six = values.new_empty((*values.shape[:dim], 2 * PARTS, *values.shape[dim:]), dtype=torch.bfloat16)
     first, second, third = (six[(slice(None),) * dim + (place,)] for place in places)
@@ -99,7 +91,7 @@ def in_parts(values: Tensor, dim: int, places: Sequence[slice]) -> Tensor:
 
 
 class _LinearInParts(torch.autograd.Function):
-    """Saves x, which is there anyway, and the parts of the weight."""
+    """Saves x, which exists in any case, and the parts of the weight."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
@@ -123,7 +115,7 @@ class _LinearInParts(torch.autograd.Function):
 
 
 def _float32_product(left: Tensor, right: Tensor) -> Tensor:
-    """Of two bfloat16 matrices."""
+    """Product of two bfloat16 matrices."""
     if on_gpu(left):
         return torch.mm(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()

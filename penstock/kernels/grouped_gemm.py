@@ -1,18 +1,18 @@
 """Grouped GEMM: every expert's rows times the expert's matrix, one launch for all experts, counts never on the host.
 
-Three products make forward and backward; `w` is stored as the model has it, F x D for each expert, and nothing is
-copied or transposed in memory:
+Three products make forward and backward; `w` is stored as in the model, F x D for each expert, and nothing is copied or
+transposed in memory:
 
     forward           y_RF  = x_RD  @ w_eFD^T        contracts over D
     input gradient    dx_RD = dy_RF @ w_eFD          contracts over F
     weight gradient   dw_eFD = dy_RF^T @ x_RD        contracts over each expert's rows
 
 `index_R` fuses a gather of rows into the loads of x (forward, weight gradient), so that no copy of the tokens in expert
-order has to be kept. Forward adds a bias while it writes; penstock/kernels/bias_gradient.py has its gradient.
-`accumulate_into` adds a weight gradient to a float32 buffer, as micro-batches want it.
+order is saved. Forward adds a bias while it writes; penstock/kernels/bias_gradient.py has its gradient.
+`accumulate_into` adds a weight gradient to a float32 buffer, for gradient accumulation.
 
-Each product chooses its launch by itself (`penstock.kernels.tuning`), and they share one `TileTable`. Inputs are
-bfloat16 or float16 (or float32, slowly), sums are float32. Device code is in `penstock.kernels.grouped_gemm_kernels`.
+Each product has its own launch (`penstock.kernels.tuning`), and all share one `TileTable`. Inputs are bfloat16 or
+float16 (or float32, slowly), sums are float32. Device code is in `penstock.kernels.grouped_gemm_kernels`.
 """
 
 from typing import Any
@@ -40,14 +40,14 @@ from penstock.kernels.tuning import (
 )
 
 GATHER_LIMIT = 2**31
-"""Elements that rows can be gathered from while they are loaded: the kernels count them in 32 bits."""
+"""Largest source of a fused gather, in elements: the kernels index it with 32 bits."""
 
 
 def grouped_gemm(x_RD: Tensor, w_eFD: Tensor, counts_e: Tensor, index_R: Tensor | None = None) -> Tensor:
     """Each expert's rows times the transpose of its matrix; differentiable in x and w.
 
     Args:
-        x_RD: rows, expert by expert; or any rows, if `index_R` says which of them stands at each place.
+        x_RD: rows, expert by expert; or any rows, if `index_R` gives the row at each place.
         w_eFD: one matrix for each expert.
         counts_e: integer rows of each expert; may be zero, may sum to less than R.
         index_R: integer row of `x` for each place (the gather), or None for the identity.
@@ -62,7 +62,7 @@ def grouped_gemm(x_RD: Tensor, w_eFD: Tensor, counts_e: Tensor, index_R: Tensor 
 
 
 class _GroupedGemm(torch.autograd.Function):
-    """Saves its inputs; the gradient of gathered rows is summed into their sources in float32."""
+    """Saves its inputs; gradients of gathered rows are summed into their sources in float32."""
 
     @staticmethod
     def forward(ctx: Any, x_RD: Tensor, w_eFD: Tensor, counts_e: Tensor, index_R: Tensor | None) -> Tensor:
@@ -105,11 +105,11 @@ def grouped_gemm_forward(
         w_eFD: as in `grouped_gemm`, contiguous.
         counts_e: rows of each expert.
         index_R: row of `x` for each place, or None.
-        bias_eF: added to each row of its expert in float32; None for none.
-        weights_R: float32, what the bias of each row is multiplied with; None for 1.
+        bias_eF: added to each row of its expert in float32, or None.
+        weights_R: float32 factor on the bias of each row; None for 1.
         tiles: `tile_table(counts_e, R)`, if the caller has it already.
-        keep: where to write the rows, instead of a tensor of their own.
-        launch: how to cut it, instead of the table's choice.
+        keep: place of the rows in a buffer, instead of a tensor of their own.
+        launch: instead of the table's choice.
 
     Returns:
         y_RF in the dtype of x; rows past the last expert's are zero, or the last one is (`TileTable.only_last`). The
@@ -132,24 +132,11 @@ def grouped_gemm_forward(
 
 
 def grouped_gemm_input_gradient(
-    dy_RF: Tensor,
-    w_eFD: Tensor,
-    counts_e: Tensor,
-    *,
-    tiles: TileTable | None = None,
-    launch: GemmLaunch | None = None,
+    dy_RF: Tensor, w_eFD: Tensor, counts_e: Tensor, *, tiles: TileTable | None = None, launch: GemmLaunch | None = None
 ) -> Tensor:
-    """dx_RD = dy_RF @ w_eFD, in the order of the experts' rows (a gather is not undone here), without autograd.
+    """dx_RD = dy_RF @ w_eFD in the order of the experts' rows (a gather is not undone), without autograd.
 
-    Args:
-        dy_RF: gradient of the output, contiguous; rows past the last expert's may hold anything.
-        w_eFD: as in `grouped_gemm`, contiguous.
-        counts_e: rows of each expert.
-        tiles: `tile_table(counts_e, R)`, if the caller has it already.
-        launch: how to cut it, instead of the table's choice.
-
-    Returns:
-        dx_RD in the dtype of dy; rows past the last expert's are zero, or the last one is (`TileTable.only_last`).
+    `dy_RF` is contiguous, and its rows past the last expert's may hold anything; see `grouped_gemm_forward`.
     """
     experts, depth, width = w_eFD.shape
     rows = len(dy_RF)
@@ -176,12 +163,12 @@ def grouped_gemm_weight_gradient(
 
     Args:
         dy_RF: gradient of the output, contiguous; rows past the last expert's may hold anything.
-        x_RD: rows, or with `index_R` their source, as they were given to forward.
+        x_RD: rows, or with `index_R` their source, as given to forward.
         counts_e: rows of each expert.
         index_R: row of `x` for each place, or None.
-        accumulate_into: contiguous float32 e x F x D to add the gradient to, in place.
+        accumulate_into: contiguous float32 e x F x D to which the gradient is added.
         tiles: `tile_table(counts_e, R)`, if the caller has it already.
-        launch: how to cut it, instead of the table's choice.
+        launch: instead of the table's choice.
 
     Returns:
         dw_eFD in the dtype of x, zero for experts without rows; or `accumulate_into`.
@@ -207,7 +194,7 @@ def grouped_gemm_weight_gradient(
 
 
 def _gather(x_RD: Tensor, index_R: Tensor | None, tiles: TileTable, launch: GemmLaunch) -> tuple[Tensor, Tensor | None]:
-    """Rows and index for the kernel: as they are, or the rows in a copy of their own where that is faster or needed."""
+    """Rows and index for the kernel, or a gathered copy where that is faster or needed."""
     if index_R is not None and (launch.copy_gathered or x_RD.numel() >= GATHER_LIMIT):
         return gather_rows(x_RD, index_R, tiles.used), None
     return x_RD, index_R
@@ -220,7 +207,7 @@ def _check(
     dtype: torch.dtype | None = None,
     **operands: tuple[Tensor, tuple[int, ...]],
 ) -> None:
-    """Refuse what no launch can do: each operand comes with the shape that it must have."""
+    """Raise KernelError unless each operand has its shape and dtype."""
     dtype = dtype or next(iter(operands.values()))[0].dtype
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise KernelError(f"grouped GEMM ({product})", got=dtype, allowed="bfloat16, float16 or float32")
@@ -238,7 +225,7 @@ def _check(
 
 
 def _check_blocks(what: str, operand: Tensor) -> None:
-    """Refuse what does not begin at, or go on in, whole blocks of a copy."""
+    """Raise KernelError unless the operand can be copied in blocks of 16 bytes."""
     if not operand.is_contiguous() or operand.shape[-1] * operand.itemsize % 16 or operand.data_ptr() % 16:
         raise KernelError(
             f"{what} cannot be copied in blocks",
@@ -249,7 +236,7 @@ def _check_blocks(what: str, operand: Tensor) -> None:
 
 
 def _check_bias(bias_eF: Tensor | None, weights_R: Tensor | None, shape: tuple[int, int], rows: int) -> None:
-    """Refuse what the epilogue would read wrongly."""
+    """Raise KernelError unless bias and weights fit the output."""
     if bias_eF is not None and (bias_eF.shape != shape or not bias_eF.is_contiguous()):
         got = f"shape {tuple(bias_eF.shape)}, strides {bias_eF.stride()}"
         raise KernelError("grouped GEMM (forward): bias_eF does not fit", got=got, allowed=f"contiguous {shape}")
@@ -259,14 +246,9 @@ def _check_bias(bias_eF: Tensor | None, weights_R: Tensor | None, shape: tuple[i
 
 
 def _rows_launch(
-    launch: GemmLaunch,
-    x: Tensor,
-    w: Tensor,
-    y: Tensor,
-    bias: Tensor | None = None,
-    index: Tensor | None = None,
+    launch: GemmLaunch, x: Tensor, w: Tensor, y: Tensor, bias: Tensor | None = None, index: Tensor | None = None
 ) -> GemmLaunch:
-    """The launch, or Triton's where Hopper's own kernel cannot be had: those gather differently."""
+    """The launch, or its replacement in Triton where the Hopper kernel cannot run."""
     if isinstance(launch, RowsRingLaunch) and hopper.rows_obstacle(
         x, y, launch, target_of(x.device), bias=bias, index=index
     ):
@@ -286,9 +268,10 @@ def _launch_rows(
     bias: tuple[Tensor | None, Tensor | None] = (None, None),
     first: Tensor | None = None,
 ) -> None:
-    """Run `rows_kernel` or Hopper's own; w is experts x depth x columns if depth_first, else experts x columns x depth.
+    """Run `rows_kernel` or the Hopper kernel.
 
-    The bias comes with the rows' weights, which nobody reads without it. `first` is the first row of y that is ours.
+    `w` is experts x depth x columns if depth_first, else experts x columns x depth. `first` is the first row of y to
+    write.
     """
     if isinstance(launch, RowsRingLaunch):
         hopper.launch_rows(x, w, y, tiles, launch, depth_first=depth_first, first=first)
@@ -315,16 +298,9 @@ def _launch_rows(
 
 
 def _launch_weights(
-    dy: Tensor,
-    x: Tensor,
-    dw: Tensor,
-    index: Tensor | None,
-    tiles: TileTable,
-    launch: GemmLaunch,
-    *,
-    accumulate: bool,
+    dy: Tensor, x: Tensor, dw: Tensor, index: Tensor | None, tiles: TileTable, launch: GemmLaunch, *, accumulate: bool
 ) -> None:
-    """Run `weights_kernel`, or Hopper's own."""
+    """Run `weights_kernel` or the Hopper kernel."""
     if isinstance(launch, RingLaunch) and hopper.weights_obstacle(dy, index, target_of(dy.device)) is None:
         hopper.launch_weights(dy, x, dw, tiles, launch, accumulate=accumulate)
         return
@@ -344,7 +320,7 @@ def _launch_weights(
 
 
 def _constants(launch: GemmLaunch) -> dict[str, Any]:
-    """What both kernels are compiled with."""
+    """Constants of both kernels."""
     return {
         "BLOCK_ROWS": launch.block_rows,
         "BLOCK_COLUMNS": launch.block_columns,

@@ -1,15 +1,19 @@
-"""Device code of the grouped GEMM: two persistent kernels, one source for every chip.
+"""Device code of the grouped GEMM, one source for every chip, and the tile functions that all matrix products share.
 
-`rows_kernel` makes an output that has the experts' rows (forward, input gradient); `weights_kernel` contracts over
-each expert's rows (weight gradient). A program takes every P-th output tile, P programs in all. The loop over tiles and
-the loop over the contracted dimension are flattened into one, so the pipeline of loads runs on across tiles: the next
-tile's first blocks are on their way while the last tile is written.
+`rows_kernel` computes an output with the experts' rows (forward, input gradient); `weights_kernel` contracts over each
+expert's rows (weight gradient). Both are persistent: of P programs, each takes every P-th output tile. The loop over
+tiles and the loop over the contracted dimension are flattened into one, so the next tile's first blocks are loaded
+while the last tile is written.
 
-Ragged ends cost no branch where the chip copies blocks by descriptor (`DESCRIPTORS`, see below). Elsewhere,
-and to gather rows, the kernels use plain pointers. Masks do the same there, except where what is loaded past the last
-row cannot matter: then it is some other row, without a mask.
+With DESCRIPTORS (chips with a copy engine) blocks are copied by descriptor and ragged ends need no branch. Elsewhere,
+and to gather rows, the kernels use pointers and masks. A load past the last row whose value does not matter reads some
+other row instead and needs no mask.
 
-Inside, the words are those of a matrix product: an output of rows x columns, contracted over depth.
+A ragged descriptor (`triton.tools.ragged_tma`) has two more dimensions, whose strides cancel modulo 2**64: the
+coordinates [2**30, end, 2**30 - count + row] address the row `end - count + row`, and the bound of 2**30 rows is
+exactly the expert's end. So loads past an expert's last row give zeros and stores past it are dropped.
+
+The names are those of a matrix product: an output of rows x columns, contracted over depth.
 """
 
 from penstock.kernels.language import tl, triton
@@ -17,9 +21,9 @@ from penstock.kernels.language import tl, triton
 
 @triton.jit
 def locate_rows(owners_ptr, tile, tiles_across, BLOCK_ROWS: tl.constexpr, GROUP: tl.constexpr):
-    """Say whose tile it is: expert, its first row, the row past its last, the tile's row in it, the column block.
+    """Expert of a tile: expert, its first row, the row past its last, the tile's row in it, the column block.
 
-    Tiles of one expert stand together, so `tile // tiles_across` is a block of the same expert, though the swizzle may
+    Tiles of one expert are consecutive, so `tile // tiles_across` is a block of the same expert, though the swizzle may
     then choose another one of its blocks.
     """
     owner_ptr = owners_ptr + tile // tiles_across * 4
@@ -56,7 +60,7 @@ def store_rows(
     y, start, end, row, column, columns, result,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, PIECES: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
-    """Write the rows of a tile that are the expert's own, half by half until there are PIECES of them."""
+    """Write the rows of a tile that belong to the expert, in PIECES column blocks."""
     HALF: tl.constexpr = BLOCK_COLUMNS // 2
     if PIECES > 1:
         left, right = halves(result)
@@ -78,7 +82,10 @@ def store_matrix(
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, PIECES: tl.constexpr, ACCUMULATE: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
-    """Write or add a tile of an expert's gradient, in PIECES. One program owns each element, so a sum has one order."""
+    """Write or add a tile of an expert's gradient, in PIECES.
+
+    One program owns each element, so sums are deterministic.
+    """
     HALF: tl.constexpr = BLOCK_COLUMNS // 2
     if PIECES > 1:
         left, right = halves(result)
@@ -107,14 +114,14 @@ def store_matrix(
 
 @triton.jit
 def ragged(end, count, row):
-    """Coordinates in a ragged descriptor of a row of an expert that has `count` rows, the last of them before `end`."""
+    """Coordinates in a ragged descriptor of row `row` of an expert with `count` rows that end before `end`."""
     span = tl.full((), 2**30, tl.int32)
     return span, end, span - count + row
 
 
 @triton.jit
 def zero_tail(y_ptr, tail, rows, columns):
-    """Set the rows past the last expert's to zero; programs take turns, a row at a time."""
+    """Set the rows past the last expert's to zero; programs take one row each in turn."""
     for row in range(tail + tl.program_id(0), rows, tl.num_programs(0)):
         row_ptr = y_ptr + row * columns.to(tl.int64)
         for first in range(0, columns, 2048):
@@ -131,14 +138,14 @@ def rows_kernel(
     PIECES: tl.constexpr, DEPTH_FIRST: tl.constexpr, GATHER: tl.constexpr, WHOLE_DEPTH: tl.constexpr,
     DESCRIPTORS: tl.constexpr, ONLY_LAST: tl.constexpr,
 ):  # fmt: skip
-    """Multiply each row of x by the matrix of the row's expert; set the rows of the tail to zero, or ONLY_LAST of them.
+    """Multiply each row of x by the matrix of the row's expert; zero the tail rows, or the last one with ONLY_LAST.
 
     x is rows x depth, y is rows x columns, w is experts x columns x depth, or experts x depth x columns if DEPTH_FIRST.
     With DESCRIPTORS, w, y and (without GATHER) x are descriptors of blocks, else pointers; y_ptr is always the pointer.
-    WHOLE_DEPTH says that BLOCK_DEPTH divides depth: loads of x by pointers then need no mask. With GATHER, x has fewer
-    than 2**31 elements, so that 32 bits count them: 64 make a gather slower (docs/decisions/0102). A bias, experts x
-    columns, is added to each row of its expert, times the row's weight if there are weights. With `first_ptr` the first
-    row of y is not its own: rows are written from the one on that is said there, and there is no tail.
+    With WHOLE_DEPTH, BLOCK_DEPTH divides depth and loads of x by pointers need no mask. With GATHER, x has fewer than
+    2**31 elements: 64-bit indices make a gather slower (docs/decisions/0102). A bias, experts x columns, is added to
+    each row of its expert, times the row's weight if there are weights. With `first_ptr`, rows are written from the row
+    loaded there on, and there is no tail.
     """
     tiles_across = tl.cdiv(columns, BLOCK_COLUMNS)
     tiles = tl.load(block_count_ptr) * tiles_across
@@ -188,11 +195,10 @@ def weights_kernel(
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_DEPTH: tl.constexpr, GROUP: tl.constexpr,
     PIECES: tl.constexpr, GATHER: tl.constexpr, ACCUMULATE: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
-    """Multiply the transpose of each expert's rows of dy by its rows of x; add to what dw holds if ACCUMULATE.
+    """Multiply the transpose of each expert's rows of dy by its rows of x; add to dw if ACCUMULATE.
 
-    dw is experts x rows x columns, so dy is as wide as dw has rows, and x as wide as dw has columns. With DESCRIPTORS,
-    dy, dw and (without GATHER) x are descriptors of blocks, else pointers. With GATHER, x has fewer than 2**31
-    elements, as in `rows_kernel`.
+    dw is experts x rows x columns, so dy has `rows` columns and x has `columns`. With DESCRIPTORS, dy, dw and (without
+    GATHER) x are descriptors of blocks, else pointers. With GATHER, x has fewer than 2**31 elements.
     """
     tiles_across = tl.cdiv(columns, BLOCK_COLUMNS)
     tiles_each = tl.cdiv(rows, BLOCK_ROWS) * tiles_across
@@ -271,7 +277,7 @@ def _load_depths(
     x, start, count, first, column, columns,
     BLOCK_DEPTH: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
-    """Load rows `first` and on of an expert whose rows are contracted over; zeros past its last."""
+    """Load an expert's rows from `first` on, which are contracted over; zeros past its last."""
     if DESCRIPTORS:
         span, end, place = ragged(start + count, count, first)
         block = x.load([span, end, place, column]).reshape(BLOCK_DEPTH, BLOCK_COLUMNS)
@@ -291,6 +297,6 @@ def _load_rows(x, source, count, column, columns, BLOCK_ROWS: tl.constexpr, BLOC
 
 @triton.jit
 def _load_index(index_ptr, start, count, first, BLOCK_DEPTH: tl.constexpr):
-    """Load where an expert's rows `first` and on are gathered from; past its last, the last's; 0 if it has none."""
+    """Source of an expert's rows from `first` on; past its last row that of the last; 0 for an expert without rows."""
     place = tl.minimum(first + tl.arange(0, BLOCK_DEPTH), count - 1)
     return tl.load(index_ptr + start + place, mask=place >= 0, other=0).to(tl.uint32)

@@ -1,21 +1,21 @@
-"""Output projection and cross entropy without the logits ever being whole ("loss fusion").
+"""Output projection and cross entropy in chunks, without the logits of all tokens in memory.
 
 The logits of a real vocabulary are the largest tensor of a training step: 8,192 tokens x 102,400 words are 1.7 GB in
-bfloat16, and their float32 copy and gradient several times that. Tokens are independent here, so they are taken in
-chunks, and everything that a chunk's logits are needed for is done while they exist:
+bfloat16, and their float32 copy and gradient several times that. Tokens are independent here, so they are processed in
+chunks:
 
     logits = x head^T          cuBLAS, into one buffer that all chunks share
     logits -> their gradient   one kernel, in place: pass 1 finds logsumexp, pass 2 writes softmax - onehot
     dx     = dlogits head      cuBLAS
     dhead += dlogits^T x       cuBLAS, summed over the chunks in float32
 
-So the gradients are made in forward, for an incoming gradient of 1, and backward only multiplies them by the real one.
-Nothing is recomputed, and nothing waits for the host: which tokens count is decided on the device.
+So forward computes the gradients for an incoming gradient of 1, and backward multiplies them by the real one. Nothing
+is recomputed, and the host never waits: the device decides which tokens count.
 
-With a process group the vocabulary is split over its ranks. Each rank then finds logsumexp of its own columns, two
-small all-reduces make them whole, and the same kernel runs once more for the gradient alone.
+With a process group the vocabulary is split over its ranks. Each rank finds logsumexp of its own columns, two small
+all-reduces combine them, and the same kernel runs once more for the gradient alone.
 
-The row pass exists twice, in Triton and in plain torch (for a CPU), side by side below with the same parameters.
+The row pass exists in Triton and in plain torch (for a CPU), with the same parameters.
 """
 
 import math
@@ -35,7 +35,7 @@ from penstock.kernels.reference import IGNORED_LABEL
 from penstock.kernels.tuning import KernelLaunch
 
 LOGITS_BYTES = 2**30
-"""A chunk of 4,096 tokens is taken while its logits fit into this, else one of 2,048."""
+"""Limit on the logits of a chunk of 4,096 tokens; above it a chunk has 2,048."""
 
 LAUNCH = KernelLaunch(block_rows=1, block_columns=8192, warps=16, stages=3)
 """The row kernel: a program holds one row, `block_columns` of it at a time; loads run `stages` blocks ahead."""
@@ -55,23 +55,20 @@ def linear_cross_entropy(
     accumulate_into: Tensor | None = None,
     launch: KernelLaunch | None = None,
 ) -> Tensor:
-    """Output projection and cross entropy, summed (not averaged) over the counted tokens.
+    """Output projection and cross entropy, summed (not averaged) over the counted tokens; a float32 scalar.
 
     Args:
         x_TD: final hidden states, float32 or bfloat16.
-        head_VD: output projection in the dtype of x; with a group, this rank's rows of it (see there).
+        head_VD: output projection in the dtype of x; with a group, this rank's rows of it.
         labels_T: int64; IGNORED_LABEL where the position is not counted. Any other label outside the vocabulary makes
-            the loss NaN (asking the device for it would stop the host).
+            the loss NaN, because an error would need the host to wait.
         z_weight: factor on logsumexp(logits)**2, added for each counted token.
-        chunk_tokens: tokens whose logits exist at a time; None for `default_chunk_tokens`.
-        group: ranks over which the vocabulary is split: equal parts, in rank order. x and labels are the same on all of
-            them and so is the loss. The gradient of x is this rank's part of a sum, because whoever copied or gathered
-            x to the ranks adds it up in its own backward.
+        chunk_tokens: tokens of a chunk; None for `default_chunk_tokens`.
+        group: ranks over which the vocabulary is split: equal parts, in rank order. x, labels and the loss are the same
+            on all of them. The gradient of x is this rank's part of a sum, which the backward of the operation that
+            copied or gathered x adds up.
         accumulate_into: contiguous float32, V x D: backward adds the head's gradient here instead of returning it.
         launch: of the Triton kernel; None takes `LAUNCH` on a GPU and the form in plain torch on a CPU.
-
-    Returns:
-        Scalar float32.
 
     Raises:
         KernelError: shapes or dtypes do not fit.
@@ -92,17 +89,17 @@ def linear_cross_entropy(
 
 
 def default_chunk_tokens(head_VD: Tensor) -> int:
-    """4,096 tokens while their logits fit into `LOGITS_BYTES`, else 2,048: fewer and the products lose speed."""
+    """4,096 tokens while their logits fit into `LOGITS_BYTES`, else 2,048: with fewer the products lose speed."""
     return 4096 if 4096 * head_VD.shape[0] * head_VD.element_size() <= LOGITS_BYTES else 2048
 
 
 @dataclass(frozen=True, kw_only=True)
 class _RowRule:
-    """What the row pass must know besides its tensors.
+    """Parameters of the row pass.
 
     Attributes:
         first_label: label of the first column here.
-        vocabulary: number of labels that exist, over all ranks.
+        vocabulary: number of labels, over all ranks.
         z_weight: see `linear_cross_entropy`.
     """
 
@@ -113,7 +110,7 @@ class _RowRule:
 
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
-    """Everything about a call that is not a tensor to differentiate; fields as in `linear_cross_entropy`."""
+    """Arguments of `linear_cross_entropy` that are not differentiated."""
 
     rule: _RowRule
     chunk_tokens: int
@@ -131,7 +128,7 @@ class _Outcome(NamedTuple):
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Gradients are made in forward; backward scales them."""
+    """Forward computes the gradients; backward scales them."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, head_VD: Tensor, labels_T: Tensor, plan: _Plan) -> Tensor:
@@ -159,7 +156,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _walk_chunks(x_TD: Tensor, head_VD: Tensor, labels_T: Tensor, plan: _Plan, wants: tuple[bool, bool]) -> _Outcome:
     """The whole operator; `wants` says whether the gradients of x and of the head are needed.
 
-    Inside the loop T is a chunk's tokens; logits_TV becomes its own gradient half way down.
+    Inside the loop T is the tokens of a chunk; logits_TV is overwritten by its own gradient.
     """
     wants_x, wants_head = wants
     tokens, columns = x_TD.shape[0], head_VD.shape[0]
@@ -200,7 +197,7 @@ def _scale(gradient: Tensor, scale: Tensor, out: Tensor, in_triton: bool, add: b
 def _pass_over_rows(
     logits_TV: Tensor, labels_T: Tensor, logsumexp_T: Tensor, target_T: Tensor, plan: _Plan, wants_gradient: bool
 ) -> None:
-    """Fill logsumexp and target of each row, over the whole vocabulary; turn logits into their gradient if wanted."""
+    """Fill logsumexp and target of each row over the whole vocabulary; replace logits by their gradient if wanted."""
 
     def run(statistics: bool, gradient: bool) -> None:
         if plan.launch is None:
@@ -218,7 +215,7 @@ def _pass_over_rows(
 
 
 def _join_shards(logsumexp_T: Tensor, target_T: Tensor, group: dist.ProcessGroup) -> None:
-    """From each rank's columns to the whole vocabulary, in place. A rank without the label has 0 as its target."""
+    """Combine each rank's columns in place. The target is 0 on ranks without the label."""
     largest_T = logsumexp_T.clone()
     dist.all_reduce(largest_T, dist.ReduceOp.MAX, group=group)
     sums_2T = torch.stack(((logsumexp_T - largest_T).exp(), target_T))
@@ -236,7 +233,7 @@ def _rows_in_torch(
     statistics: bool,
     gradient: bool,
 ) -> None:
-    """The mathematics of `linear_cross_entropy_kernel`, line by line."""
+    """`linear_cross_entropy_kernel` in torch."""
     values_TV = logits_TV.float()
     counted_T = labels_T != IGNORED_LABEL
     column_T = labels_T - rule.first_label
@@ -281,11 +278,11 @@ def linear_cross_entropy_kernel(
     IGNORED: tl.constexpr, STATISTICS: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One row of logits: logsumexp and its label's logit (STATISTICS), then its gradient in its place (GRADIENT).
+    """One row of logits: logsumexp and the logit of its label (STATISTICS), then its gradient in place (GRADIENT).
 
-    Without STATISTICS logsumexp is read instead of made. Example: the second of two shards of a vocabulary of 8 has
-    columns = 4 and first_label = 4; label 5 is its column 1, label 2 is no column of it and leaves 0 as its part of
-    the target, label 9 does not exist and leaves NaN.
+    Without STATISTICS logsumexp is read. Example: the second of two shards of a vocabulary of 8 has columns = 4 and
+    first_label = 4; label 5 is its column 1, label 2 is on the other shard and gives a target of 0, label 9 does not
+    exist and gives NaN.
     """
     LOG2_E: tl.constexpr = 1.4426950408889634
     row = tl.program_id(0).to(tl.int64)

@@ -1,15 +1,20 @@
-"""RMSNorm, alone or of a residual sum, each in one pass over memory forward and one backward.
+"""RMSNorm, alone or of a residual sum, in one pass over memory each way; and sums of three tensors in one pass.
 
 With r = 1 / sqrt(mean(x**2) + epsilon) and n = x r, the output is n * weight and
 
     dx      = r (weight dy - n mean(weight dy n))
     dweight = sum over tokens of dy n
 
-and dx takes up the gradient of what goes on beside the norm: of the residual sum, or of x itself.
+dx also includes the gradient of the second output: the residual sum, or x itself.
 
-A program holds whole rows, so a mean is a reduction inside it. Backward walks several tiles of rows with one running
-sum for the weight in registers, writes it as one row of a small table, and the table is summed: no atomics, and how the
-sum is cut depends on the shape alone, so every chip and every run adds in the same order.
+A program holds whole rows, so a mean is a reduction inside it. In backward a program walks over several tiles of rows
+with one running sum for the weight in registers and writes it as one row of a small table, which a second kernel sums.
+There are no atomics, and the order of the sum depends on the shape alone.
+
+    add_three      a layer's residual stream, its routed experts and its shared expert
+    fan_out        the tokens of an MoE layer for router, dispatch and shared expert; their gradients are such a sum
+
+Two separate additions would write and read the intermediate sum, and round twice.
 """
 
 from typing import Any
@@ -24,23 +29,23 @@ from penstock.kernels.launching import start_kernel
 from penstock.kernels.tuning import KernelLaunch
 
 LAUNCH = KernelLaunch(block_rows=1, block_columns=2048, warps=4)
-"""A tile of 2,048 elements by 4 warps; narrow rows (heads) share a tile, wide ones take a tile and its warps as often
-as they need."""
+"""A tile of 2,048 elements by 4 warps; narrow rows (heads) share a tile, wide rows take a multiple of tile and warps.
+"""
 
 BACKWARD_LAUNCH = KernelLaunch(block_rows=4, block_columns=2048, warps=8, stages=3)
-"""The same for backward, which loads tiles ahead of their use and needs more in flight (docs/decisions/0111)."""
+"""Backward loads tiles ahead of their use and needs more bytes in flight (docs/decisions/0111)."""
 
 PROGRAMS = 256
 """Programs of backward before each walks a 17th tile: enough to fill the chip, few enough for a small table."""
 
 LEAST_TILES = 16
-"""Tiles that a program of backward walks at least, so that its pipeline fills and its row of the table is worth it."""
+"""Tiles that a program of backward walks at least, so that its pipeline fills and its row of the table pays off."""
 
 STAGED_BYTES = 96 * 1024
 """Shared memory for tiles loaded ahead, so that two programs fit on a multiprocessor of 227 KB."""
 
 MOST_WARPS = 16
-"""1,024 threads of 64-wide waves, the largest program there is."""
+"""1,024 threads of 64-wide waves: the largest program."""
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float, *, launch: KernelLaunch | None = None) -> Tensor:
@@ -63,19 +68,9 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float, *, launch: KernelLa
 def rms_norm_beside(
     x_TD: Tensor, weight_D: Tensor, epsilon: float, *, launch: KernelLaunch | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`penstock.kernels.reference.rms_norm_beside` in one kernel, and two backward, which add both gradients of x.
+    """`penstock.kernels.reference.rms_norm_beside`, which returns (normed_TD, x); backward adds both gradients of x.
 
-    Args:
-        x_TD: as in `rms_norm`.
-        weight_D: likewise.
-        epsilon: likewise.
-        launch: likewise.
-
-    Returns:
-        (normed_TD, x).
-
-    Raises:
-        KernelError: the weight does not fit.
+    Arguments and errors as in `rms_norm`.
     """
     check_weight(x_TD, weight_D)
     return _RmsNormBeside.apply(x_TD, None, weight_D, epsilon, launch)
@@ -84,20 +79,9 @@ def rms_norm_beside(
 def add_rms_norm(
     x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, epsilon: float, *, launch: KernelLaunch | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`penstock.kernels.reference.add_rms_norm` in one kernel, and two backward.
+    """`penstock.kernels.reference.add_rms_norm`, which returns (normed_TD, x + residual).
 
-    Args:
-        x_TD: as in `rms_norm`.
-        residual_TD: in the shape of x.
-        weight_D: float32 or the dtype of x.
-        epsilon: added to the mean square.
-        launch: elements and warps of a tile; None for `LAUNCH` and `BACKWARD_LAUNCH`.
-
-    Returns:
-        (normed_TD, x + residual).
-
-    Raises:
-        KernelError: the shapes do not fit.
+    `residual_TD` has the shape of x; other arguments and errors as in `rms_norm`.
     """
     check_weight(x_TD, weight_D)
     if x_TD.shape != residual_TD.shape:
@@ -109,7 +93,7 @@ def add_rms_norm(
 
 
 class _RmsNorm(torch.autograd.Function):
-    """Both forms; without a residual the second output is None. Saves the normed tensor's input and r of each row."""
+    """Without a residual the second output is None. Saves the input of the norm and r of each row."""
 
     @staticmethod
     def forward(
@@ -135,7 +119,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 class _RmsNormBeside(_RmsNorm):
-    """The form without a residual, whose second output is x."""
+    """Without a residual; the second output is x."""
 
     @staticmethod
     def forward(
@@ -151,7 +135,7 @@ class _RmsNormBeside(_RmsNorm):
 
 
 def normed_dtype(x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor) -> torch.dtype:
-    """Of normed rows."""
+    """Dtype of normed rows."""
     summed = x_TD.dtype if residual_TD is None else torch.promote_types(x_TD.dtype, residual_TD.dtype)
     return torch.promote_types(summed, weight_D.dtype)
 
@@ -164,18 +148,9 @@ def normalize(
     normed_TD: Tensor | None,
     launch: KernelLaunch | None = None,
 ) -> tuple[Tensor | None, Tensor]:
-    """Forward, without autograd.
+    """Forward without autograd; returns (x + residual or None, r of each row).
 
-    Args:
-        x_TD: as in `rms_norm`.
-        residual_TD: as in `add_rms_norm`, or None.
-        weight_D: as in `rms_norm`.
-        epsilon: likewise.
-        normed_TD: where normed rows are written; None if they are not.
-        launch: likewise.
-
-    Returns:
-        (x + residual or None, r of each row).
+    `normed_TD` is the destination of normed rows, or None; other arguments as in `add_rms_norm`.
     """
     x_rows, width = _rows(x_TD), x_TD.shape[-1]
     tokens = x_rows.shape[0]
@@ -197,7 +172,7 @@ def normalize(
 def save_normalized(
     ctx: Any, x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, sum_TD: Tensor | None, scale_T: Tensor
 ) -> None:
-    """Keep what `normalized_gradients` needs; arguments and results of `normalize`."""
+    """Save what `normalized_gradients` needs, from arguments and results of `normalize`."""
     ctx.save_for_backward(x_TD if sum_TD is None else sum_TD, weight_D, scale_T)
     ctx.dtypes = (x_TD.dtype, None if residual_TD is None else residual_TD.dtype)
     ctx.set_materialize_grads(False)
@@ -206,7 +181,7 @@ def save_normalized(
 def normalized_gradients(
     ctx: Any, dnormed_TD: Tensor | None, dsum_TD: Tensor | None, launch: KernelLaunch | None = None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of x, residual and weight, from those of the normed rows and of the sum, as far as there are some.
+    """Gradients of x, residual and weight, from those of the normed rows and of the sum, each of which may be None.
 
     Without a residual the sum is x.
     """
@@ -225,7 +200,7 @@ def normalized_gradients(
 def _backward(
     x_TD: Tensor, weight_D: Tensor, scale_T: Tensor, dnormed_TD: Tensor, dsum_TD: Tensor | None, launch: KernelLaunch
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the normed tensor's input (the residual's part added) and of the weight."""
+    """Gradients of the norm's input (with that of the sum added) and of the weight."""
     x_rows, dnormed_rows = _rows(x_TD), _rows(dnormed_TD)
     dsum_rows = None if dsum_TD is None else _rows(dsum_TD)
     tokens, width = x_rows.shape
@@ -284,7 +259,7 @@ def rms_norm_kernel(
 ):  # fmt: skip
     """Some rows. Example: the row [3, 4] with weight [1, 1] and epsilon 0 is divided by sqrt(12.5).
 
-    Without a pointer to normed rows only their scales are found, and the sums.
+    Without a pointer to normed rows, only scales and sums are written.
     """
     token_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     column_D = tl.arange(0, BLOCK_D)
@@ -350,20 +325,14 @@ def sum_table_kernel(table_ptr, out_ptr, rows, D: tl.constexpr, BLOCK_P: tl.cons
     tl.store(out_ptr + column_D, tl.sum(sum_PD, 0).to(out_ptr.dtype.element_ty), mask=column_D < D)
 
 
-BLOCK = 2048
-"""Numbers of a program of 4 warps: 16 of a thread, two loads of 16 bytes from each tensor of 16 bits."""
+SUM_BLOCK = 2048
+"""Numbers of a program of 4 warps: 16 of a thread, two loads of 16 bytes from each 16-bit tensor."""
 
 
 def add_three(x_TD: Tensor, y_TD: Tensor, z_TD: Tensor) -> Tensor:
     """`penstock.kernels.reference.add_three` in one kernel, and none backward: all three have the sum's gradient.
 
-    Args:
-        x_TD: of any shape.
-        y_TD: in this shape.
-        z_TD: likewise.
-
-    Returns:
-        Contiguous, in the widest of the three dtypes.
+    All have one shape; the result is contiguous, in the widest of the three dtypes.
 
     Raises:
         KernelError: shapes differ.
@@ -377,21 +346,12 @@ def add_three(x_TD: Tensor, y_TD: Tensor, z_TD: Tensor) -> Tensor:
 
 
 def fan_out(x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`penstock.kernels.reference.fan_out` without a kernel, and one backward, which adds the three gradients.
-
-    Args:
-        x_TD: of any shape.
-
-    Returns:
-        Three views of it. What none of the readers differentiates costs nothing.
-    """
+    """`penstock.kernels.reference.fan_out` without a kernel forward; backward adds the gradients in one kernel."""
     one_TD, other_TD, third_TD = _FanOut.apply(x_TD)
     return one_TD, other_TD, third_TD
 
 
 class _AddThree(torch.autograd.Function):
-    """Saves nothing."""
-
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, y_TD: Tensor, z_TD: Tensor) -> Tensor:
         ctx.dtypes = (x_TD.dtype, y_TD.dtype, z_TD.dtype)
@@ -404,8 +364,6 @@ class _AddThree(torch.autograd.Function):
 
 
 class _FanOut(torch.autograd.Function):
-    """Saves nothing."""
-
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
@@ -421,14 +379,14 @@ class _FanOut(torch.autograd.Function):
 
 
 def _sum(x_TD: Tensor, y_TD: Tensor, z_TD: Tensor) -> Tensor:
-    """Without autograd."""
+    """The sum without autograd."""
     dtype = torch.promote_types(torch.promote_types(x_TD.dtype, y_TD.dtype), z_TD.dtype)
     sum_TD = x_TD.new_empty(x_TD.shape, dtype=dtype)
     numbers = sum_TD.numel()
     start_kernel(
-        add_three_kernel, (triton.cdiv(numbers, BLOCK),),
+        add_three_kernel, (triton.cdiv(numbers, SUM_BLOCK),),
         x_TD.contiguous(), y_TD.contiguous(), z_TD.contiguous(), sum_TD, numbers,
-        BLOCK=BLOCK,
+        BLOCK=SUM_BLOCK,
     )  # fmt: skip
     return sum_TD
 

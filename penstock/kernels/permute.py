@@ -1,15 +1,16 @@
-"""Tokens into expert order and back, without a word to the host.
+"""Tokens into expert order and back; the host never reads a count.
 
-    order_rows   count: how many slots each chunk has on each expert
-                 scan:  how many the chunks before it have, and the counts
+    order_rows   count: slots of each chunk on each expert
+                 scan:  slots of the chunks before it, and the counts
                  place: first row of the expert + slots in earlier chunks + earlier slots of the chunk
     permute      each token's row is read once and written to its K places         (backward: sum of K rows)
     unpermute    K rows, times their weights, are summed for each token            (backward: spread, with dot products
                                                                                     for the weights from the same rows)
+    gather_rows  copy of as many rows of an index as the device counts
 
-Everything is organized by token, so x is read once whatever K is, every place is written exactly once (places are a
-permutation) and no sum needs an atomic. Rows past the last expert's belong to dropped slots: they are written as zeros,
-and what they hold is never used, NaN included.
+A program handles one token, so x is read once for any K, every place is written exactly once (places are a permutation)
+and no sum needs an atomic. Rows past the last expert's belong to dropped slots: they are written as zeros, and their
+contents are never used, NaN included.
 """
 
 from typing import Any
@@ -25,10 +26,10 @@ from penstock.kernels.reference import RowOrder
 from penstock.kernels.tuning import KernelLaunch, capped_programs
 
 LAUNCH = KernelLaunch(block_rows=1, block_columns=2048, warps=4)
-"""Columns of K rows moved at a time: whole rows lie along the threads, so a sum over K needs no other thread."""
+"""Columns of K rows moved at a time: whole rows lie along the threads, so a sum over K stays within a thread."""
 
 ORDER_LAUNCH = KernelLaunch(block_rows=128, block_columns=4, warps=4)
-"""Slots of a tile, whose ranks take a comparison of each with each, and experts of a program that scans the chunks."""
+"""Slots of a tile, which are compared with each other, and experts of a program that scans the chunks."""
 
 CHUNKS = 512
 """Chunks of slots before each takes a second tile: more fill the chip, fewer make the scan over them short."""
@@ -68,10 +69,7 @@ def order_rows(experts_TK: Tensor, experts: int, *, launch: KernelLaunch = ORDER
 def permute(x_TD: Tensor, order: RowOrder, *, launch: KernelLaunch = LAUNCH) -> Tensor:
     """`penstock.kernels.reference.permute` in one kernel, and one kernel backward.
 
-    Args:
-        x_TD: rows must be contiguous (a copy is made if not).
-        order: from `order_rows`; its places must be a permutation of all rows.
-        launch: columns that a program moves at a time.
+    The places of the order must be a permutation of all rows. `launch` sets the columns that a program moves at a time.
     """
     _check(x_TD.shape[0], order)
     return _Permute.apply(x_TD, order.places_TK, order.counts_E, launch)
@@ -84,8 +82,8 @@ def unpermute(
 
     Args:
         y_RD: one row for each place of the order.
-        order: from `order_rows`; or with fewer places than slots, where dropped slots share a place that is past the
-            last expert's. The gradient of rows that are nobody's place may then hold anything.
+        order: from `order_rows`; or with fewer places than slots, where dropped slots share a place past the last
+            expert's. The gradient of rows without a slot may then hold anything.
         weights_TK: float32, or None.
         launch: columns that a program moves at a time.
     """
@@ -118,7 +116,7 @@ class _Permute(torch.autograd.Function):
 
 
 class _Unpermute(torch.autograd.Function):
-    """Sum; backward is a spread, which meets the rows of y again only if there are weights."""
+    """Sum; backward is a spread, which reads the rows of y only if there are weights."""
 
     @staticmethod
     def forward(
@@ -177,7 +175,7 @@ def _launch_by_token(
     counts_E: Tensor,
     launch: KernelLaunch,
 ) -> None:
-    """One program for each token; `tensors` are the kernel's own, which stand before the order."""
+    """One program for each token; `tensors` are the kernel's first parameters."""
     tokens, top_k = places_TK.shape
     start_kernel(
         kernel, (tokens,),
@@ -234,8 +232,8 @@ def place_kernel(
     """Places of one chunk's slots.
 
     A slot's place is the rows of all smaller experts + the slots of its expert in earlier chunks and tiles + those
-    before it in its tile. With tiles of 4 and experts [1, 0, 1, 2 | 0, 1] the last two slots go to 0 + 1 + 0 = 1 and
-    2 + 2 + 0 = 4. Dropped slots have the largest id, so they come last.
+    before it in its tile. With tiles of 4 and experts [1, 0, 1, 2 | 0, 1] the last two slots go to 0 + 1 + 0 = 1 and 2
+    + 2 + 0 = 4. Dropped slots have the largest id, so they come last.
     """
     chunk = tl.program_id(0)
     lane = tl.arange(0, BLOCK_R)
@@ -260,7 +258,7 @@ def spread_kernel(
     K: tl.constexpr, D: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """One token's row, times each slot's weight if there are weights, to its K places; zeros where a slot was dropped.
+    """One token's row, times each slot's weight if there are weights, to its K places; zeros for dropped slots.
 
     With weights also dweights = <row of y at the place, x>. Example: token 1 with places [2, 5], 5 rows used and
     weights [0.5, 0.5]: row 2 becomes 0.5 x, row 5 becomes zeros.
@@ -323,22 +321,21 @@ def sum_rows_kernel(
         tl.store(out_ptr + token * D + column_D, out_D.to(out_ptr.dtype.element_ty), mask=column_D < D)
 
 
-LAUNCH = KernelLaunch(block_rows=1, block_columns=2048, warps=4)
-"""Sixteen bytes for each thread, load and store."""
-
 SCALES = KernelLaunch(block_rows=16, block_columns=256, warps=4)
-"""Of numbers that stand in columns, as scales do."""
+"""For numbers that stand in columns, as scales do."""
 
 
 def gather_rows(
     x_ND: Tensor, index_R: Tensor, used: Tensor, *, multiple: int = 1, launch: KernelLaunch = LAUNCH
 ) -> Tensor:
-    """x_ND[index_R], of which the first rows are copied and the others hold anything.
+    """x_ND[index_R], of which the first rows are copied; the others hold anything.
+
+    torch's `index_select` would copy all rows of the index.
 
     Args:
         x_ND: source rows, each contiguous.
         index_R: integer source row of each place.
-        used: int32, one number, on the device: rows that are copied.
+        used: int32, one number, on the device: rows to copy.
         multiple: rows of the copy lie a multiple of so many numbers apart.
         launch: rows and columns that a program holds at a time.
     """
@@ -354,12 +351,12 @@ def gather_rows(
 
 
 def gather_columns(x_DN: Tensor, index_R: Tensor, used: Tensor, *, launch: KernelLaunch = SCALES) -> Tensor:
-    """x_DN[:, index_R], of which the first columns are copied and the others hold anything.
+    """x_DN[:, index_R], of which the first columns are copied; the others hold anything.
 
     Args:
-        x_DN: contiguous; some rows that are much longer than there are of them.
+        x_DN: contiguous; few rows, each much longer than their number.
         index_R: integer source column of each place.
-        used: int32, one number, on the device: columns that are copied.
+        used: int32, one number, on the device: columns to copy.
         launch: rows and columns that a program holds at a time.
     """
     (columns,), depth = index_R.shape, x_DN.shape[0]

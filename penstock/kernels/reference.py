@@ -1,12 +1,12 @@
-"""The eager truth of every operator, short enough to read in one sitting.
+"""The eager definition of every operator.
 
-Each function here is the definition that a faster form must equal, output and all gradients. They run on any device
-and dtype, are written for reading and not for speed, and may synchronize with the host. The letters of the names are
-those of `penstock.base.shapes`; an expert's rows are contiguous and experts stand in order, so `counts_e` says all
-about a layout.
+A kernel must equal its definition here, output and all gradients. The functions run on any device and dtype, are
+written to be read and not for speed, and may synchronize with the host. The letters of names are those of
+`penstock.base.shapes`; an expert's rows are contiguous and experts are in order, so `counts_e` describes a layout
+completely.
 
 A slot is one (token, choice) pair; its number is `token * K + choice`. An expert id of E (one past the last) marks a
-slot that was dropped: it has no row of its own and weight 0.
+dropped slot: it has no row of its own and weight 0.
 """
 
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class RouterRule:
         softmax_after_top_k: choose by logits and take the softmax over the K chosen only (score must be softmax).
         groups: number of equal groups of experts; 1 means no groups.
         topk_group: groups that a token may choose from.
-        group_score: a group is judged by its best score (`max`, DeepSeek-V2) or its best two (`top2`, DeepSeek-V3).
+        group_score: a group's score is its best (`max`, DeepSeek-V2) or the sum of its best two (`top2`, DeepSeek-V3).
         normalize: divide the chosen weights by their sum.
         scale: factor on the final weights.
     """
@@ -49,7 +49,7 @@ class RouterRule:
 
 
 class Routed(NamedTuple):
-    """What the router kernel gives.
+    """Results of the router.
 
     Attributes:
         weights_TK: float32, differentiable.
@@ -67,12 +67,12 @@ class Routed(NamedTuple):
 
 
 def route(logits_TE: Tensor, bias_E: Tensor | None, rule: RouterRule, sequences: int) -> Routed:
-    """Scores, group limit, top-k, weights, and the sums that balance losses are made of.
+    """Scores, group limit, top-k, weights, and the sums for balance losses.
 
     Args:
-        logits_TE: router logits; computed in float32 whatever their dtype.
+        logits_TE: router logits; computed in float32.
         bias_E: float32, added to the scores for the choice only, never to the weights (DeepSeek-V3); None for no bias.
-        rule: how to choose.
+        rule: how scores become choices.
         sequences: B; the T tokens are B sequences of equal length, one after the other.
     """
     logits_TE = logits_TE.float()
@@ -114,12 +114,12 @@ def _kept_groups(choice_TE: Tensor, rule: RouterRule) -> Tensor:
 
 
 class RowOrder(NamedTuple):
-    """Where each slot's row stands when rows are sorted by expert.
+    """Position of each slot's row when rows are sorted by expert.
 
     Attributes:
-        slots_R: int64, R = T x K: the slot whose row stands at each place; dropped slots come last.
+        slots_R: int64, R = T x K: the slot of each place; dropped slots come last.
         places_TK: int64, the inverse: the place of each slot's row.
-        counts_E: int32, rows of each expert (dropped slots are counted nowhere).
+        counts_E: int32, rows of each expert; dropped slots are not counted.
     """
 
     slots_R: Tensor
@@ -130,8 +130,8 @@ class RowOrder(NamedTuple):
 def order_rows(experts_TK: Tensor, experts: int) -> RowOrder:
     """Sort slots by expert, stable in the slot number.
 
-    With experts_TK = [[1, 0], [1, 2]] and 3 experts, slots 0..3 go to experts 1, 0, 1, 2:
-    slots_R = [1, 0, 2, 3], places_TK = [[1, 0], [2, 3]], counts_E = [1, 2, 1].
+    With experts_TK = [[1, 0], [1, 2]] and 3 experts, slots 0..3 go to experts 1, 0, 1, 2: slots_R = [1, 0, 2, 3],
+    places_TK = [[1, 0], [2, 3]], counts_E = [1, 2, 1].
     """
     flat_R = experts_TK.reshape(-1)
     slots_R = flat_R.argsort(stable=True)
@@ -165,7 +165,7 @@ def grouped_gemm(x_RD: Tensor, w_eFD: Tensor, counts_e: Tensor, index_R: Tensor 
     """Each expert's rows times the transpose of its matrix.
 
     Args:
-        x_RD: rows, expert by expert; or any rows, if `index_R` says which of them stands at each place.
+        x_RD: rows, expert by expert; or any rows, if `index_R` gives the row at each place.
         w_eFD: one matrix for each expert.
         counts_e: int32 rows of each expert; may be zero, may sum to less than R.
         index_R: row of `x` for each place (the gather), or None for the identity.
@@ -183,16 +183,13 @@ def grouped_gemm(x_RD: Tensor, w_eFD: Tensor, counts_e: Tensor, index_R: Tensor 
 
 
 def add_bias(y_RF: Tensor, bias_eF: Tensor, counts_e: Tensor, weights_R: Tensor | None = None) -> Tensor:
-    """Each expert's bias added to its rows, in float32.
+    """Each expert's bias added to its rows, in float32; rows past the last expert's are returned unchanged.
 
     Args:
         y_RF: rows, expert by expert.
         bias_eF: one bias for each expert.
         counts_e: int32 rows of each expert.
-        weights_R: float32, what the bias of each row is multiplied with; None for 1.
-
-    Returns:
-        y_RF in its dtype; rows past the last expert's as they were.
+        weights_R: float32 factor on the bias of each row; None for 1.
     """
     counts = counts_on_host(counts_e, y_RF.shape[0])
     used = sum(counts)
@@ -204,11 +201,11 @@ def add_bias(y_RF: Tensor, bias_eF: Tensor, counts_e: Tensor, weights_R: Tensor 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertRule:
-    """What an expert computes between its two products.
+    """Activation of an expert, and position of the routing weight.
 
     Attributes:
-        weighs_input: the routing weight multiplies what goes into the expert (Llama 4), not what comes out of it.
-        limit: of gate from above and of up from both sides, with the activation of gpt-oss; None for SwiGLU.
+        weighs_input: the routing weight multiplies the input of the expert (Llama 4), not its output.
+        limit: upper bound of gate, and bound of up from both sides, with the activation of gpt-oss; None for SwiGLU.
         alpha: factor inside the sigmoid; read only with a limit.
     """
 
@@ -225,12 +222,12 @@ def swiglu(gate_up_RF: Tensor, weights_R: Tensor | None = None, rule: ExpertRule
     """The activation of a feed-forward network, times the row's routing weight if given, in float32.
 
     It is silu(gate) * up; with a limit (up + 1) * gate * sigmoid(alpha * gate), gate and up clamped before. A weight on
-    the input stands here before the activation: the product before it is linear.
+    the input is applied here before the activation, because the product before it is linear.
 
     Args:
         gate_up_RF: gate in the first half of the last dim, up in the second (so its width is 2 F).
         weights_R: float32, one for each row.
-        rule: which activation, and where the weight stands.
+        rule: activation, and position of the weight.
 
     Returns:
         h_RF, half as wide, in the dtype of the input.
@@ -270,8 +267,9 @@ def expert_ffn(
         weights_R: float32 routing weight of each row. On outputs it is applied before the down projection, which is
             linear, and to that projection's bias.
         index_R: source row of each place, or None.
-        biases: of gate and up, 2 F for each expert, and of down, D for each; the second None where others add it.
-        rule: what is computed between the products.
+        biases: of gate and up, 2 F for each expert, and of down, D for each; the second is None where the caller adds
+            it.
+        rule: activation, and position of the weight.
 
     Returns:
         y_RD; rows past the last expert's are zero.
@@ -289,7 +287,7 @@ def expert_ffn(
 
 
 def check_biases(has_biases: bool, rule: ExpertRule) -> None:
-    """Raise KernelError where a weight on the input would have to pass by a bias."""
+    """Raise KernelError for biases with weights on the input, which would have to weight the bias too."""
     if has_biases and rule.weighs_input:
         raise KernelError(
             "expert_ffn: experts with biases cannot have their inputs weighted",
@@ -308,7 +306,7 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
 
 
 def rms_norm_beside(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """The norm of a residual stream beside which x goes on: returns (normed_TD, x), whose two gradients x has."""
+    """The norm of a residual stream, and the stream itself: returns (normed_TD, x). The gradients of x are summed."""
     return rms_norm(x_TD, weight_D, epsilon), x_TD
 
 
@@ -325,7 +323,7 @@ def add_three(x_TD: Tensor, y_TD: Tensor, z_TD: Tensor) -> Tensor:
 
 
 def fan_out(x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same tensor for three who read it, whose gradients it has the sum of."""
+    """The same tensor for three readers, whose gradients are summed."""
     return x_TD, x_TD, x_TD
 
 
@@ -352,7 +350,7 @@ def mla_heads(
 
     Args:
         q_BSHN: queries, [no position | rotary] in the last dim.
-        kv_BSHN: what the latent was expanded to, [key without position | value] in the last dim.
+        kv_BSHN: expanded latent, [key without position | value] in the last dim.
         k_rope_BSP: the one rotary key that all heads share.
         cos_BSP: as in `rotate`.
         sin_BSP: as in `rotate`.
@@ -370,16 +368,13 @@ def mla_heads(
 
 
 def linear_cross_entropy(x_TD: Tensor, head_VD: Tensor, labels_T: Tensor, z_weight: float = 0.0) -> Tensor:
-    """Output projection and cross entropy, summed (not averaged) over the counted tokens.
+    """Output projection and cross entropy, summed (not averaged) over the counted tokens; a float32 scalar.
 
     Args:
         x_TD: final hidden states.
         head_VD: output projection.
         labels_T: int64; IGNORED_LABEL where the position is not counted.
         z_weight: factor on logsumexp(logits)**2, added for each counted token.
-
-    Returns:
-        Scalar float32.
     """
     logits_TV = (x_TD @ head_VD.T).float()
     loss = F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORED_LABEL, reduction="sum")

@@ -1,13 +1,13 @@
 """Rotary position embedding, and the assembly of latent attention's heads, each in one kernel forward and one backward.
 
-A rotation by an angle is undone by the rotation by minus that angle, so backward is the same turn with the sine
-negated. A program holds one token: its cosines and sines are loaded once and serve all heads, which it walks in blocks.
+The inverse of a rotation is the rotation by the negative angle, so backward is forward with the sine negated. A program
+handles one token: it loads cosines and sines once for all heads, which it walks over in blocks.
 
-`mla_heads` writes the rotated query and the assembled key where attention reads them: no half is cut out, rotated and
-glued back. The value is a view of `kv`, because attention kernels take any strides with a contiguous last dim; what the
-view costs comes back in backward, whose one kernel writes both halves of the gradient of `kv`.
+`mla_heads` writes the rotated query and the assembled key where attention reads them, without slices and
+concatenations. The value is a view of `kv`, because attention kernels accept any strides with a contiguous last dim; in
+backward one kernel writes both halves of the gradient of `kv`.
 
-Inputs and incoming gradients may lie in any order of batch, position and head; only the last dim must be contiguous.
+Inputs and incoming gradients may have any order of batch, position and head; only the last dim must be contiguous.
 """
 
 from typing import Any
@@ -22,20 +22,13 @@ from penstock.kernels.launching import start_kernel
 from penstock.kernels.tuning import KernelLaunch
 
 LAUNCH = KernelLaunch(block_rows=16, block_columns=0, warps=8)
-"""Heads that a program turns at a time: 16 heads of 128 in bfloat16 are one 16-byte load for each of 256 threads."""
+"""Heads of a block: 16 heads of 128 in bfloat16 are one 16-byte load for each of 256 threads."""
 
 
 def rotate(x_BSHP: Tensor, cos_BSP: Tensor, sin_BSP: Tensor, *, launch: KernelLaunch = LAUNCH) -> Tensor:
     """`penstock.kernels.reference.rotate` in one kernel, and one kernel backward (none for the angles).
 
-    Args:
-        x_BSHP: heads to rotate; P even.
-        cos_BSP: float32, P / 2 wide; B may be 1.
-        sin_BSP: float32.
-        launch: heads of a block, and warps.
-
-    Returns:
-        The rotated heads, contiguous, in the dtype of x.
+    The result is contiguous. `launch` sets heads of a block, and warps.
 
     Raises:
         KernelError: angles do not fit the heads.
@@ -55,16 +48,7 @@ def mla_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`penstock.kernels.reference.mla_heads` in one kernel, and one kernel backward.
 
-    Args:
-        q_BSHN: queries, [no position | rotary] in the last dim.
-        kv_BSHN: [key without position | value] in the last dim.
-        k_rope_BSP: the one rotary key that all heads share.
-        cos_BSP: float32, P / 2 wide; B may be 1.
-        sin_BSP: float32.
-        launch: heads of a block, and warps.
-
-    Returns:
-        q_BSHN and k_BSHN, contiguous; v_BSHM, a view of kv: it must not be changed in place.
+    Queries and keys are contiguous; the value is a view of kv, which must not be changed in place.
 
     Raises:
         KernelError: angles do not fit the rotary part, or widths do not fit each other.
@@ -159,18 +143,18 @@ class _MlaHeads(torch.autograd.Function):
 
 
 def angle_strides(cos_BSP: Tensor, batch: int) -> tuple[int, int]:
-    """Strides of batch and position, for cosine and sine; a single row serves every batch by a stride of 0."""
+    """Strides of batch and position of cosine and sine; a stride of 0 if one row serves every batch."""
     return 0 if cos_BSP.shape[0] < batch else cos_BSP.stride(0), cos_BSP.stride(1)
 
 
 def heads_at_a_time(heads: int, launch: KernelLaunch) -> dict[str, int]:
-    """Heads of a block and warps; a few heads take as many fewer warps."""
+    """Heads of a block and warps, in proportion where there are few heads."""
     block = min(launch.block_rows, triton.next_power_of_2(heads))
     return {"BLOCK_H": block, "num_warps": max(1, launch.warps * block // launch.block_rows)}
 
 
 def with_contiguous_rows(x: Tensor) -> Tensor:
-    """The kernels walk every dim by its stride except the last."""
+    """The kernels use the strides of every dim but the last."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -186,7 +170,7 @@ def _check(x_BSHP: Tensor, cos_BSP: Tensor, sin_BSP: Tensor, rotary: int) -> Non
 
 @triton.jit
 def rotate_pairs(x_HP, cos_P, sin_P, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr):
-    """Neighbours (a, b) become (a cos - b sin, a sin + b cos); both lie in one thread, so nothing moves."""
+    """Neighbours (a, b) become (a cos - b sin, a sin + b cos); a thread holds both, so no data is exchanged."""
     even, odd = tl.split(tl.reshape(x_HP.to(tl.float32), [BLOCK_H, BLOCK_P // 2, 2]))
     cos, sin = cos_P[None, :], sin_P[None, :]
     return tl.reshape(tl.join(even * cos - odd * sin, even * sin + odd * cos), [BLOCK_H, BLOCK_P])
@@ -203,7 +187,7 @@ def load_angles(cos_ptr, sin_ptr, cos_batch, cos_position, P: tl.constexpr, BLOC
 
 @triton.jit
 def token_offset(batch_stride, position_stride):
-    """Where this program's token begins in a tensor with these strides."""
+    """Offset of this program's token in a tensor with these strides."""
     return tl.program_id(1).to(tl.int64) * batch_stride + tl.program_id(0).to(tl.int64) * position_stride
 
 
@@ -235,10 +219,10 @@ def mla_heads_kernel(
     H: tl.constexpr, PLAIN: tl.constexpr, P: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """One token: q = [q plain | turned q rotary] and k = [kv plain | turned shared key] for each head.
+    """One token: q = [q plain | rotated q rotary] and k = [kv plain | rotated shared key] for each head.
 
-    Example with PLAIN = 1, P = 2 and a quarter turn: q [5 | 1, 0], kv [6 | 7] and k_rope [0, 1] give q [5, 0, 1] and
-    k [6, -1, 0].
+    Example with PLAIN = 1, P = 2 and a quarter turn: q [5 | 1, 0], kv [6 | 7] and k_rope [0, 1] give q [5, 0, 1] and k
+    [6, -1, 0].
     """
     N: tl.constexpr = PLAIN + P
     cos_P, sin_P = load_angles(cos_ptr, sin_ptr, cos_batch, cos_position, P, BLOCK_P)
@@ -274,7 +258,7 @@ def mla_heads_backward_kernel(
     H: tl.constexpr, PLAIN: tl.constexpr, P: tl.constexpr, M: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """One token: dq turned back, dkv = [dk plain | dv], dk_rope = the heads' rotary dk summed, then turned back."""
+    """One token: dq rotated back, dkv = [dk plain | dv], dk_rope = the sum of the heads' rotary dk, rotated back."""
     N: tl.constexpr = PLAIN + P
     WIDE: tl.constexpr = PLAIN + M
     cos_P, sin_P = load_angles(cos_ptr, sin_ptr, cos_batch, cos_position, P, BLOCK_P)

@@ -1,15 +1,15 @@
 """SwiGLU times the routing weight: silu(gate) * up * weight, one pass forward and one pass backward.
 
-An `ExpertRule` may clamp gate and up, or put the weight before the activation. Both are constants of the compiler, so
-the kernels of SwiGLU know nothing of them.
+An `ExpertRule` may clamp gate and up, or apply the weight before the activation. Both are compile-time constants, so
+the kernels of plain SwiGLU contain neither.
 
-The weight is applied before the down projection, which is linear, so the routed outputs need never be kept: the
-gradient of a weight is the dot product of its row's incoming gradient with silu(gate) * up, and backward has both in
-registers. Nothing but the pre-activation is saved. Backward can also give the weighted activation again, which the
-weight gradient of the down projection reads, for the price of writing it.
+The weight is applied before the down projection, which is linear, so the routed outputs need not be saved: the gradient
+of a weight is the dot product of its row's incoming gradient with silu(gate) * up, and backward has both in registers.
+Only the pre-activation is saved. Backward can also write the weighted activation again, which the weight gradient of
+the down projection reads.
 
-A program holds some whole rows and walks them in blocks of columns; all arithmetic is in float32. Where only the device
-knows how many rows there are, a limited number of programs takes turns, so that room for more costs no time.
+A program holds some whole rows and walks over them in blocks of columns; all arithmetic is in float32. Where only the
+device knows how many rows are used, a limited number of programs take turns, so unused rows cost no time.
 """
 
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from penstock.kernels.reference import SWIGLU, ExpertRule
 from penstock.kernels.tuning import KernelLaunch, capped_programs
 
 LAUNCH = KernelLaunch(block_rows=1, block_columns=2048, warps=4)
-"""Sixteen bytes for each thread and load, two loads of gate and of up."""
+"""16 bytes for each thread and load, two loads of gate and of up."""
 
 BACKWARD_LAUNCH = KernelLaunch(block_rows=2, block_columns=512, warps=4)
 """One load of each of three tensors is enough; of 3 x 512 columns 1,408 (DeepSeek-V2-Lite) leave only 8 % idle."""
@@ -41,14 +41,8 @@ def swiglu(
 ) -> Tensor:
     """`penstock.kernels.reference.swiglu` in one kernel, and one kernel backward.
 
-    Args:
-        gate_up_RF: gate in the first half of the last dim, up in the second; any leading dims.
-        weights_R: float32, one for each row, or None.
-        rule: which activation, and where the weight stands.
-        launch: rows and columns that a program holds at a time; None for `LAUNCH` and `BACKWARD_LAUNCH`.
-
-    Returns:
-        h_RF, half as wide, contiguous, in the dtype of the input.
+    `gate_up_RF` may have any leading dims. `launch` sets the rows and columns that a program holds at a time; None
+    takes `LAUNCH` and `BACKWARD_LAUNCH`.
 
     Raises:
         KernelError: odd width, or not one weight for each row.
@@ -58,12 +52,12 @@ def swiglu(
 
 
 class SwigluGradients(NamedTuple):
-    """What `swiglu_backward` gives.
+    """Results of `swiglu_backward`.
 
     Attributes:
         d_gate_up_RF: in shape and dtype of the pre-activation.
         dweights_R: float32; None without weights.
-        h_RF: the output of `swiglu` once more; None if not asked for.
+        h_RF: the output of `swiglu`; None if not asked for.
     """
 
     d_gate_up_RF: Tensor
@@ -84,12 +78,12 @@ def swiglu_backward(
     """Gradients of `swiglu` from its inputs, without autograd.
 
     Args:
-        gate_up_RF: as given to `swiglu`; or where it is kept.
-        weights_R: as given to `swiglu`.
+        gate_up_RF: as given to `swiglu_forward`.
+        weights_R: as given to `swiglu_forward`.
         dh_RF: incoming gradient.
-        rule: as given to `swiglu`.
-        recompute: give h_RF too, from the same pass.
-        used: as of `swiglu_forward`; weights of rows past them have the gradient 0.
+        rule: as given to `swiglu_forward`.
+        recompute: return h_RF too, from the same pass.
+        used: as of `swiglu_forward`; weights of unused rows have the gradient 0.
         launch: rows and columns that a program holds at a time.
     """
     gate_up_RF, first = _given(gate_up_RF, weights_R)
@@ -123,11 +117,10 @@ def swiglu_forward(
     """`swiglu` without autograd.
 
     Args:
-        gate_up_RF: as given to `swiglu`; or where it is kept.
+        gate_up_RF: as given to `swiglu`; or its place in a buffer.
         weights_R: as given to `swiglu`.
         rule: as given to `swiglu`.
-        used: int32, one number, on the device: rows that are computed, the first ones. The others hold anything. None
-            for all.
+        used: int32, one number, on the device: rows to compute, the first ones; the others hold anything. None for all.
         launch: rows and columns that a program holds at a time.
     """
     leading = (gate_up_RF.room,) if isinstance(gate_up_RF, SavedRows) else gate_up_RF.shape[:-1]
@@ -146,7 +139,7 @@ def swiglu_forward(
 
 
 def _given(gate_up_RF: Tensor | SavedRows, weights_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The rows, and the number of the first one on the device if it is not 0."""
+    """The rows, and for saved rows the number of the first one on the device."""
     if isinstance(gate_up_RF, SavedRows):
         _check(gate_up_RF.rows_SF, None)
         return gate_up_RF.rows_SF, gate_up_RF.first
@@ -160,7 +153,7 @@ def _programs(blocks: int, used: Tensor | None) -> int:
 
 
 def rule_constants(rule: ExpertRule) -> dict[str, Any]:
-    """What both kernels are compiled with for a rule."""
+    """Constants of both kernels for a rule."""
     return {"LIMIT": rule.limit, "ALPHA": rule.alpha, "WEIGHS_INPUT": rule.weighs_input}
 
 
@@ -202,8 +195,8 @@ def swiglu_kernel(
 ):  # fmt: skip
     """Blocks of h.
 
-    Example with F = 2: gate_up [1, 2, 10, 20] and weight 0.5 give h = [5 silu(1), 10 silu(2)]; with WEIGHS_INPUT
-    h = [5 silu(0.5), 10 silu(1)].
+    Example with F = 2: gate_up [1, 2, 10, 20] and weight 0.5 give h = [5 silu(1), 10 silu(2)]; with WEIGHS_INPUT h = [5
+    silu(0.5), 10 silu(1)].
     """
     if used_ptr is not None:
         rows = tl.minimum(rows, tl.load(used_ptr))
@@ -265,7 +258,7 @@ def swiglu_backward_kernel(
 
 @triton.jit
 def activated(gate, up, weight, LIMIT: tl.constexpr, ALPHA: tl.constexpr, WEIGHS_INPUT: tl.constexpr):
-    """What `swiglu` gives, of float32 gate and up; `weight` is None for 1."""
+    """Output of `swiglu` from float32 gate and up; `weight` is None for 1."""
     if weight is not None and WEIGHS_INPUT:
         gate *= weight
         up *= weight
@@ -281,9 +274,9 @@ def activated(gate, up, weight, LIMIT: tl.constexpr, ALPHA: tl.constexpr, WEIGHS
 
 @triton.jit
 def activation_gradients(gate, up, dh, weight, LIMIT: tl.constexpr, ALPHA: tl.constexpr, WEIGHS_INPUT: tl.constexpr):
-    """What `swiglu` gives, both gradients, and what the row's sum is the weight's gradient; `weight` is None for 1.
+    """Output of `swiglu`, gradients of gate and up, and the terms whose row sum is the weight's gradient.
 
-    With s = sigmoid(gate): silu' = s (1 + gate (1 - s)). What was clamped has no gradient.
+    With s = sigmoid(gate): silu' = s (1 + gate (1 - s)). Clamped values have no gradient. `weight` is None for 1.
     """
     given_gate, given_up = gate, up
     if weight is not None and WEIGHS_INPUT:
@@ -313,7 +306,7 @@ def activation_gradients(gate, up, dh, weight, LIMIT: tl.constexpr, ALPHA: tl.co
 
 @triton.jit
 def _clamp(gate, up, LIMIT: tl.constexpr):
-    """Clamp both; say where that changed them, and add the 1 of up. NaN stays NaN."""
+    """Clamp both, add the 1 of up, and return where clamping changed them. NaN stays NaN."""
     gate_is_over, up_is_over = gate > LIMIT, tl.abs(up) > LIMIT
     gate = tl.where(gate_is_over, LIMIT, gate)
     up = tl.where(up_is_over, tl.where(up > 0, LIMIT, -LIMIT), up) + 1.0

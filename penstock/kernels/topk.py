@@ -1,12 +1,12 @@
 """Router: scores, group limit, top-k, weights and the sums of balance losses, in one pass over the logits.
 
     route_kernel            scores, choice and weights of some rows; their counts, mass and z summed
-    sum_parts_kernel        adds up the programs' sums for each sequence
-    route_backward_kernel   gradients of weights, mass and z to the logits; scores are made again
+    sum_parts_kernel        sum over the programs, for each sequence
+    route_backward_kernel   gradients of weights, mass and z to the logits; recomputes the scores
+    balance_loss_kernel     the auxiliary losses of a layer and their gradients
 
-Counts, mass and z need no atomics, and every chip adds them in the same order, because how tokens are cut into programs
-depends on their number alone. Only the logits and the choices are saved. Device code is in
-`penstock.kernels.topk_kernels`.
+Counts, mass and z need no atomics, and the order of their sums depends on the number of tokens alone. Only the logits
+and the choices are saved. Device code of the router is in `penstock.kernels.topk_kernels`.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ from penstock.kernels.topk_kernels import MOST_COLUMNS, route_backward_kernel, r
 from penstock.kernels.tuning import KernelLaunch
 
 LAUNCH = KernelLaunch(block_rows=4, block_columns=64, warps=1)
-"""A tile of 256 elements, eight for each thread of one warp: all stays in registers, and no warp waits for another."""
+"""A tile of 256 elements, eight for each thread of one warp: all values stay in registers and no warp waits."""
 
 PROGRAMS = 2048
 """Programs of forward before each takes a second tile: more fill the chip, fewer make fewer partial sums."""
@@ -38,7 +38,7 @@ def route(
     Args:
         logits_TE: float32, bfloat16 or float16.
         bias_E: float32, or None.
-        rule: how to choose.
+        rule: how scores become choices.
         sequences: B; the T tokens are B sequences of equal length, one after the other.
         launch: elements (rows x columns, powers of two) and warps of a tile.
 
@@ -113,7 +113,7 @@ class _Route(torch.autograd.Function):
 
 
 def kernel_constants(experts: int, rule: RouterRule, launch: KernelLaunch) -> dict[str, Any]:
-    """The constants of `route_kernel`: the rule, and a tile of BLOCK_T rows x BLOCK_Q groups x BLOCK_G columns."""
+    """Constants of `route_kernel`: the rule, and a tile of BLOCK_T rows x BLOCK_Q groups x BLOCK_G columns."""
     groups = triton.next_power_of_2(rule.groups)
     columns = triton.next_power_of_2(experts // rule.groups)
     return {
@@ -134,7 +134,7 @@ def kernel_constants(experts: int, rule: RouterRule, launch: KernelLaunch) -> di
 
 
 def backward_constants(experts: int, rule: RouterRule, launch: KernelLaunch) -> dict[str, Any]:
-    """The constants of `route_backward_kernel`, which knows no groups: a tile of BLOCK_T rows x BLOCK_E columns."""
+    """Constants of `route_backward_kernel`, which ignores groups: a tile of BLOCK_T rows x BLOCK_E columns."""
     constants = kernel_constants(experts, rule, launch)
     width = triton.next_power_of_2(experts)
     kept = ("E", "K", "SIGMOID", "AFTER", "NORMALIZE", "SCALE")
@@ -169,17 +169,10 @@ def _check(logits_TE: Tensor, bias_E: Tensor | None, rule: RouterRule, sequences
 
 
 def balance_loss(mass_BE: Tensor, z_B: Tensor, slots_BE: Tensor, factor: float, z_factor: float) -> LinearLoss:
-    """`penstock.kernels.operators.reference_balance_loss` in one kernel; sums in another order.
+    """`penstock.kernels.operators.reference_balance_loss` in one kernel of one program; sums in another order.
 
-    Args:
-        mass_BE: float32, contiguous.
-        z_B: float32.
-        slots_BE: int64; of each sequence, or 1 x E for all.
-        factor: of the first loss.
-        z_factor: of the second.
-
-    Returns:
-        As there.
+    The definition has some twenty operators on a few hundred numbers each; a GPU needs microseconds for each of them,
+    and tokens wait for them in every layer.
     """
     sequences, experts = mass_BE.shape
     found = LinearLoss(mass_BE.new_empty(()), mass_BE.new_empty(sequences, experts), z_B.new_empty(sequences))

@@ -1,27 +1,27 @@
 """Device code of `penstock.kernels.topk`.
 
-A tile is some rows of logits by all experts. Groups need not be powers of two: each is padded to one of its own, so a
+A tile is some rows of logits by all experts. The size of a group need not be a power of two: each group is padded, so a
 tile has BLOCK_Q groups of BLOCK_G columns, and every column knows its expert.
 
-The choice is made on integers. A float32 score becomes an int32 key of the same order; two marks below every key say
-"chosen" and "not eligible", and NaN has a place in the order, so K rounds give K different experts whatever the logits
-hold. Ties go to the lowest expert id. Why the search goes as it does: docs/decisions/0110.
+The choice is made on integers. A float32 score becomes an int32 key of the same order; two marks below every key mean
+"chosen" and "not eligible", and NaN has a place in the order, so K rounds give K different experts for any logits. Ties
+go to the lowest expert id. Reasons for the order of the search: docs/decisions/0110.
 """
 
 from penstock.kernels.language import tl, triton
 
 MOST_COLUMNS = tl.constexpr(1024)
-"""Of a tile: a column's number stands in the low bits of a key."""
+"""Of a tile: a column's number is stored in the low bits of a key."""
 
 CHOSEN = tl.constexpr(-(2**31))
 NOT_ELIGIBLE = tl.constexpr(-(2**31) + 1)
 LOWEST_KEY = tl.constexpr(-(2**31) + 1024)
-"""Marks that take the place of a key, and the lowest key: above the marks whatever its low bits are."""
+"""Marks in place of a key, and the lowest key, which is above the marks with any low bits."""
 
 
 @triton.jit
 def _sort_key(score):
-    """An int32 that is ordered as the float32 is, and not below LOWEST_KEY. The sum makes -0 to 0."""
+    """An int32 with the order of the float32, at least LOWEST_KEY. The addition turns -0 into 0."""
     bits = (score + 0.0).to(tl.int32, bitcast=True)
     return tl.maximum(bits ^ ((bits >> 31) & 0x7FFFFFFF), LOWEST_KEY)
 
@@ -30,9 +30,9 @@ def _sort_key(score):
 def _best_columns(key_TE, eligible_TE, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """Columns T x K of the K best eligible keys, best first, and the keys T x E with CHOSEN in their place.
 
-    First with each column's number in the low bits of its key: a maximum then says where it stands, in one reduction.
-    That order is right unless two neighbours among the best K + 1 agree in all higher bits; then, for this tile, the
-    whole keys are searched for the lowest column that holds the maximum.
+    The first search stores each column's number in the low bits of its key, so one maximum finds key and column. That
+    order is right unless two neighbours among the best K + 1 agree in all higher bits; then the tile is searched again
+    with whole keys, for the lowest column that holds the maximum.
     """
     BLOCK_E: tl.constexpr = key_TE.shape[1]
     column_1E = tl.arange(0, BLOCK_E)[None, :]
@@ -59,7 +59,7 @@ def _best_columns(key_TE, eligible_TE, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def _two_best(best, second, other_best, other_second):
-    """The two best of two pairs, as a reduction wants it."""
+    """The two best of two pairs: the combine function of a reduction."""
     return tl.maximum(best, other_best), tl.maximum(tl.minimum(best, other_best), tl.maximum(second, other_second))
 
 
@@ -197,8 +197,8 @@ def route_backward_kernel(
 ):  # fmt: skip
     """Gradient of one tile of logits, from those of weights, mass and z, each of which may be missing.
 
-    The K gradients of the weights are first laid over the experts (0 where not chosen); then everything is elementwise
-    with row sums. With p = softmax and w = v / sum(v): dlogits = p (dp - sum(p dp)), dv = (dw - sum(w dw)) / sum(v).
+    The K gradients of the weights are first placed at their experts (0 where not chosen); the rest is elementwise with
+    row sums. With p = softmax and w = v / sum(v): dlogits = p (dp - sum(p dp)), dv = (dw - sum(w dw)) / sum(v).
     """
     sequence = tl.program_id(1)
     position_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)

@@ -38,8 +38,8 @@ def draw(
     dy_RF = torch.randn(rows, WIDTH, device=device, dtype=dtype)
     weights_R, dweights_R = torch.rand(rows, device=device), torch.randn(rows, device=device)
     dy_RF[sum(counts) :] = weights_R[sum(counts) :] = torch.nan
-    weighed = WeightedBias(torch.randn(len(counts), WIDTH, device=device, dtype=dtype), weights_R, dweights_R)
-    return dy_RF, torch.tensor(counts, dtype=torch.int32, device=device), weighed
+    weighted = WeightedBias(torch.randn(len(counts), WIDTH, device=device, dtype=dtype), weights_R, dweights_R)
+    return dy_RF, torch.tensor(counts, dtype=torch.int32, device=device), weighted
 
 
 def sums_of(dy_RF: Tensor, counts: list[int], weights_R: Tensor | None = None) -> Tensor:
@@ -69,15 +69,15 @@ def test_rows_of_each_expert_are_summed_and_a_tail_of_nan_is_not(
 def test_a_weighted_bias_has_weighted_sums_and_adds_to_the_gradient_of_the_weights(
     counts: list[int], kernels: ExpertKernels, device: torch.device
 ) -> None:
-    dy_RF, counts_e, weighed = draw(counts, device)
-    before_R = weighed.dweights_R.clone()
+    dy_RF, counts_e, weighted = draw(counts, device)
+    before_R = weighted.dweights_R.clone()
     tiles = kernels.tile_table(counts_e, len(dy_RF))
-    sums_eF = kernels.bias_gradient(dy_RF, counts_e, weighed, tiles=tiles)
-    assert_near(sums_eF, sums_of(dy_RF, counts, weighed.weights_R), "weighted sums")
+    sums_eF = kernels.bias_gradient(dy_RF, counts_e, weighted, tiles=tiles)
+    assert_near(sums_eF, sums_of(dy_RF, counts, weighted.weights_R), "weighted sums")
     used = sum(counts)
-    bias_RF = torch.cat([weighed.bias_eF[e].expand(count, -1) for e, count in enumerate(counts)])
+    bias_RF = torch.cat([weighted.bias_eF[e].expand(count, -1) for e, count in enumerate(counts)])
     dots_R = (dy_RF[:used] * bias_RF).sum(1)
-    assert_near(weighed.dweights_R[:used], before_R[:used] + dots_R, "gradient of the weights")
+    assert_near(weighted.dweights_R[:used], before_R[:used] + dots_R, "gradient of the weights")
 
 
 def test_sums_are_added_to_a_float32_buffer(kernels: ExpertKernels, device: torch.device) -> None:
@@ -112,9 +112,9 @@ def test_the_order_of_a_sum_is_always_the_same(device: torch.device) -> None:
     ],
 )
 def test_parts_that_do_not_fit_are_refused(changes: dict[str, Tensor], says: str) -> None:
-    weighed = WeightedBias(torch.zeros(2, 16), torch.zeros(6), torch.zeros(6))
+    weighted = WeightedBias(torch.zeros(2, 16), torch.zeros(6), torch.zeros(6))
     with pytest.raises(KernelError, match=says):
-        bias_gradient(torch.zeros(6, 16), torch.zeros(2, dtype=torch.int32), weighed._replace(**changes))
+        bias_gradient(torch.zeros(6, 16), torch.zeros(2, dtype=torch.int32), weighted._replace(**changes))
     with pytest.raises(KernelError, match="accumulate_into"):
         bias_gradient(torch.zeros(6, 16), torch.zeros(2, dtype=torch.int32), accumulate_into=torch.zeros(2, 16).half())
 

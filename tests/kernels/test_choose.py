@@ -40,10 +40,7 @@ NO_TRITON = replace(H200, packages=frozenset())
 
 
 def chosen(
-    device: DeviceFacts = H200,
-    shapes: Shapes = SHAPES,
-    measured: Measurements | None = None,
-    **wanted: str,
+    device: DeviceFacts = H200, shapes: Shapes = SHAPES, measured: Measurements | None = None, **wanted: str
 ) -> dict[str, str]:
     """Backend by question, `experts forward` for the first product."""
     choices = choose(wanted, device, shapes, measured)

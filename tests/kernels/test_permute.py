@@ -134,9 +134,7 @@ def test_dropped_slots_may_share_a_place_in_an_order_of_fewer_rows(weighted: boo
     rows = 11
     ends_E = whole.counts_E.cumsum(0).clamp(max=rows)
     order = reference.RowOrder(
-        whole.slots_R[: rows + 1],
-        whole.places_TK.clamp(max=rows),
-        ends_E.diff(prepend=ends_E.new_zeros(1)).int(),
+        whole.slots_R[: rows + 1], whole.places_TK.clamp(max=rows), ends_E.diff(prepend=ends_E.new_zeros(1)).int()
     )
     y_RD = torch.randn(rows + 1, 24, device=device)
     y_RD[rows] = float("nan")  # nobody's

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from penstock.base.errors import KernelError
 from penstock.kernels import reference
-from penstock.kernels.norm import BLOCK, add_three, add_three_kernel, fan_out
+from penstock.kernels.norm import SUM_BLOCK, add_three, add_three_kernel, fan_out
 from penstock.plan.op_recorder import OpRecorder
 from tests.closeness import assert_close
 from tests.kernels.ahead_of_time import TARGETS, compile_for
@@ -14,7 +14,7 @@ from tests.kernels.parity import assert_parity
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(3, 700), (2, 3, 5), (BLOCK,), (1,)])
+@pytest.mark.parametrize("shape", [(3, 700), (2, 3, 5), (SUM_BLOCK,), (1,)])
 def test_a_sum_of_three_and_its_gradients_equal_the_reference(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -83,5 +83,5 @@ def test_three_readers_share_memory_and_their_gradients_are_one_kernel() -> None
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_kernel_compiles_without_spills(target: str) -> None:
     pointers = dict.fromkeys(("x_ptr", "y_ptr", "z_ptr", "sum_ptr"), "*bf16:16")
-    compiled = compile_for(add_three_kernel, pointers | {"numbers": "i32:16"}, {"BLOCK": BLOCK}, TARGETS[target])
+    compiled = compile_for(add_three_kernel, pointers | {"numbers": "i32:16"}, {"BLOCK": SUM_BLOCK}, TARGETS[target])
     assert compiled.spills == 0, compiled.summary

@@ -313,10 +313,7 @@ _SENDS_IN_ORDER = (
     r"s_barrier(?s:.*)buffer_wbl2 sc0 sc1(?s:.*)global_atomic_add_x2",
     r"bar\.sync(?s:.*)(?:red|atom)\.global\.sys\.release\.add",
 )
-_WAITS_IN_ORDER = (
-    _ACQUIRE_AMD + r"(?s:.*)s_barrier",
-    r"atom\.global\.sys\.acquire\.add(?s:.*)bar\.sync",
-)
+_WAITS_IN_ORDER = (_ACQUIRE_AMD + r"(?s:.*)s_barrier", r"atom\.global\.sys\.acquire\.add(?s:.*)bar\.sync")
 
 
 @pytest.mark.often("*sm_90*", "*gfx942*")

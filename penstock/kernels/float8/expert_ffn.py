@@ -341,8 +341,8 @@ def _bias_gradients(
     if d_gate_up_RF is not None:
         found[0] = gradient(d_gate_up_RF, counts_e, accumulate_into=sums[0])
     if biases[1] is not None:
-        weighed = None if weights_R is None or dweights_R is None else WeightedBias(biases[1], weights_R, dweights_R)
-        found[1] = gradient(dy_RD.contiguous(), counts_e, weighed, accumulate_into=sums[1])
+        weighted = None if weights_R is None or dweights_R is None else WeightedBias(biases[1], weights_R, dweights_R)
+        found[1] = gradient(dy_RD.contiguous(), counts_e, weighted, accumulate_into=sums[1])
     return [None if total is not None else one for one, total in zip(found, sums, strict=True)]
 
 
