@@ -173,14 +173,9 @@ def backward(
     scores: ScoreOptions,
     softmax: AttentionOutput,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values.
+    """Gradients of queries, keys and values (`operands`), from the gradient and the saved results of forward.
 
-    Args:
-        backend: backend of the forward pass.
-        do_BHSM: gradient of the output.
-        operands: q_BHSN, k_BGSN, v_BGSM.
-        scores: as in forward.
-        softmax: output and logsumexp; probabilities are computed as exp(scores - log_sums).
+    The backends compute probabilities as exp(scores - log_sums).
     """
     bias, causal, scale = bias_of(scores, operands[0], backend), scores.is_causal, scores.scale
     given = (do_BHSM, *operands)

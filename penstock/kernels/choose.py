@@ -78,7 +78,7 @@ def choose(
     Raises:
         KernelError: a backend that is asked for cannot run.
     """
-    answers = tuple(_answer(question, wanted, device, shapes, measured) for question in CHOICE_POINTS)
+    answers = tuple(_answer(point, wanted, device, shapes, measured) for point in CHOICE_POINTS)
     _refuse_mixture_without_triton(answers, device)
     return (*answers, _attention(wanted, device), _loss(device))
 
@@ -143,14 +143,15 @@ def _router_obstacle(shapes: Shapes) -> str | None:
 
 
 def _answer(
-    question: ChoicePoint, wanted: Mapping[str, str], device: DeviceFacts, shapes: Shapes, measured: Measurements | None
+    point: ChoicePoint, wanted: Mapping[str, str], device: DeviceFacts, shapes: Shapes, measured: Measurements | None
 ) -> Choice:
-    op, direction = question.op, question.direction
+    op, direction = point.op, point.direction
     obstacles = {name: obstacle(op, name, device, shapes) for name in BACKENDS if op in BACKENDS[name].ops}
-    knob = _deciding_knob(question.knobs, wanted)
+    # The most specific knob that names a backend decides.
+    knob = next((knob for knob in (*point.knobs, "all") if wanted.get(knob, AUTO) != AUTO), None)
     if knob is not None:
         return Choice(op, direction, *_as_asked(op, knob, wanted[knob], obstacles))
-    parts = [part for part in question.parts if has(part.op, shapes)]
+    parts = [part for part in point.parts if has(part.op, shapes)]
     if not parts:
         return Choice(op, direction, "reference", NOT_THERE)
     possible = [name for name, problem in obstacles.items() if problem is None]
@@ -169,11 +170,6 @@ def _unmeasured(op: str, obstacles: Mapping[str, str | None], device: DeviceFact
         other = next(name for name in possible if name != "triton")
         return other, f"no launches of Triton's products for {device.dtype} on {device.target}"
     return possible[0], "; ".join(hindered) or f"{unknown}: {possible[0].capitalize()} by default"
-
-
-def _deciding_knob(knobs: Sequence[str], wanted: Mapping[str, str]) -> str | None:
-    """The most specific knob that names a backend; `all` comes last."""
-    return next((knob for knob in (*knobs, "all") if wanted.get(knob, AUTO) != AUTO), None)
 
 
 def _as_asked(op: str, knob: str, backend: str, obstacles: Mapping[str, str | None]) -> tuple[str, str]:

@@ -192,25 +192,38 @@ def _swiglu_backward_of_used_rows(
 
 
 REFERENCE = ExpertKernels(
-    forward=_forward_by_definition, input_gradient=_input_gradient_by_definition,
-    weight_gradient=_weight_gradient_by_definition, swiglu=_swiglu_in_torch,
-    swiglu_backward=_swiglu_backward_in_torch, bias_gradient=bias_gradient_by_definition,
-    unpermute=reference.unpermute, tile_table=_no_tile_table,
-)  # fmt: skip
+    forward=_forward_by_definition,
+    input_gradient=_input_gradient_by_definition,
+    weight_gradient=_weight_gradient_by_definition,
+    swiglu=_swiglu_in_torch,
+    swiglu_backward=_swiglu_backward_in_torch,
+    bias_gradient=bias_gradient_by_definition,
+    unpermute=reference.unpermute,
+    tile_table=_no_tile_table,
+)
 """By definition; for CPUs and tests."""
 
 TORCH = ExpertKernels(
-    forward=_forward_by_grouped_mm, input_gradient=_input_gradient_by_grouped_mm,
-    weight_gradient=_weight_gradient_by_grouped_mm, swiglu=_swiglu_in_torch,
-    swiglu_backward=_swiglu_backward_in_torch, bias_gradient=bias_gradient_in_torch, unpermute=reference.unpermute,
+    forward=_forward_by_grouped_mm,
+    input_gradient=_input_gradient_by_grouped_mm,
+    weight_gradient=_weight_gradient_by_grouped_mm,
+    swiglu=_swiglu_in_torch,
+    swiglu_backward=_swiglu_backward_in_torch,
+    bias_gradient=bias_gradient_in_torch,
+    unpermute=reference.unpermute,
     tile_table=_no_tile_table,
-)  # fmt: skip
+)
 """torch's grouped_mm; bfloat16 on a GPU."""
 
 TRITON = ExpertKernels(
-    forward=grouped_gemm_forward, input_gradient=grouped_gemm_input_gradient,
-    weight_gradient=grouped_gemm_weight_gradient, swiglu=_swiglu_of_used_rows,
-    swiglu_backward=_swiglu_backward_of_used_rows, bias_gradient=bias_gradient, unpermute=unpermute,
-    tile_table=tile_table, saves_rows=True,
-)  # fmt: skip
+    forward=grouped_gemm_forward,
+    input_gradient=grouped_gemm_input_gradient,
+    weight_gradient=grouped_gemm_weight_gradient,
+    swiglu=_swiglu_of_used_rows,
+    swiglu_backward=_swiglu_backward_of_used_rows,
+    bias_gradient=bias_gradient,
+    unpermute=unpermute,
+    tile_table=tile_table,
+    saves_rows=True,
+)
 """Triton kernels."""

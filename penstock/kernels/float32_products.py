@@ -41,13 +41,9 @@ RIGHT = (slice(0, 3), slice(3, 6, 2), slice(4, 5))
 
 @torch.no_grad()
 def add_product(total: Tensor, left: Tensor, right: Tensor, *, overwrite: bool = False) -> None:
-    """`total += left @ right` (or =), without rounding to the dtype of the operands in between.
+    """`total += left @ right` (or = with `overwrite`), without rounding to the dtype of the operands in between.
 
-    Args:
-        total: matrix, float32 or the dtype of the operands; changed in place.
-        left: matrix.
-        right: matrix of the same dtype.
-        overwrite: ignore the values of `total`.
+    `total` is float32 or has the dtype of the operands; it is changed in place.
     """
     beta = 0 if overwrite else 1
     if left.is_meta:

@@ -77,7 +77,9 @@ def linear_cross_entropy(
     columns = head_VD.shape[0]
     first, vocabulary = (0, columns) if group is None else (dist.get_rank(group) * columns, group.size() * columns)
     plan = _Plan(
-        rule=_RowRule(first_label=first, vocabulary=vocabulary, z_weight=z_weight),
+        first_label=first,
+        vocabulary=vocabulary,
+        z_weight=z_weight,
         chunk_tokens=default_chunk_tokens(head_VD) if chunk_tokens is None else chunk_tokens,
         group=group,
         accumulate_into=accumulate_into,
@@ -94,29 +96,25 @@ def default_chunk_tokens(head_VD: Tensor) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _RowRule:
-    """Parameters of the row pass.
-
-    Attributes:
-        first_label: label of the first column here.
-        vocabulary: number of labels, over all ranks.
-        z_weight: see `linear_cross_entropy`.
-    """
-
-    first_label: int
-    vocabulary: int
-    z_weight: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Plan:
-    """Arguments of `linear_cross_entropy` that are not differentiated."""
+    """Arguments of `linear_cross_entropy` that are not differentiated; the labels are of the whole vocabulary."""
 
-    rule: _RowRule
+    first_label: int  # of the first column on this rank
+    vocabulary: int  # labels over all ranks
+    z_weight: float
     chunk_tokens: int
     group: dist.ProcessGroup | None
     accumulate_into: Tensor | None
     launch: KernelLaunch | None
+
+
+class _Rows(NamedTuple):
+    """The rows of a chunk: logits, their labels, and two results of the row pass."""
+
+    logits_TV: Tensor
+    labels_T: Tensor
+    logsumexp_T: Tensor
+    target_T: Tensor
 
 
 class _Outcome(NamedTuple):
@@ -171,13 +169,14 @@ def _walk_chunks(x_TD: Tensor, head_VD: Tensor, labels_T: Tensor, plan: _Plan, w
         chunk = slice(start, start + plan.chunk_tokens)
         logits_TV = buffer_TV[: labels_T[chunk].shape[0]]
         torch.mm(x_TD[chunk], head_VD.T, out=logits_TV)
-        _pass_over_rows(logits_TV, labels_T[chunk], logsumexp_T[chunk], target_T[chunk], plan, wants_x or wants_head)
+        rows = _Rows(logits_TV, labels_T[chunk], logsumexp_T[chunk], target_T[chunk])
+        _pass_over_rows(rows, plan, wants_gradient=wants_x or wants_head)
         if dx_TD is not None:
             torch.mm(logits_TV, head_VD, out=dx_TD[chunk])
         if dhead_VD is not None:
             add_product(dhead_VD, logits_TV.T, x_TD[chunk], overwrite=start == 0)
 
-    loss_T = logsumexp_T - target_T + plan.rule.z_weight * logsumexp_T.square()
+    loss_T = logsumexp_T - target_T + plan.z_weight * logsumexp_T.square()
     return _Outcome(torch.where(labels_T != IGNORED_LABEL, loss_T, 0.0).sum(), dx_TD, dhead_VD)
 
 
@@ -194,24 +193,16 @@ def _scale(gradient: Tensor, scale: Tensor, out: Tensor, in_triton: bool, add: b
     return out.addcmul_(gradient, scale) if add else torch.mul(gradient, scale, out=out)
 
 
-def _pass_over_rows(
-    logits_TV: Tensor, labels_T: Tensor, logsumexp_T: Tensor, target_T: Tensor, plan: _Plan, wants_gradient: bool
-) -> None:
+def _pass_over_rows(rows: _Rows, plan: _Plan, *, wants_gradient: bool) -> None:
     """Fill logsumexp and target of each row over the whole vocabulary; replace logits by their gradient if wanted."""
-
-    def run(statistics: bool, gradient: bool) -> None:
-        if plan.launch is None:
-            _rows_in_torch(logits_TV, labels_T, logsumexp_T, target_T, plan.rule, statistics, gradient)
-        else:
-            _rows_in_triton(logits_TV, labels_T, logsumexp_T, target_T, plan.rule, statistics, gradient, plan.launch)
-
+    run = _rows_in_torch if plan.launch is None else _rows_in_triton
     if plan.group is None:
-        run(statistics=True, gradient=wants_gradient)
+        run(rows, plan, statistics=True, gradient=wants_gradient)
         return
-    run(statistics=True, gradient=False)
-    _join_shards(logsumexp_T, target_T, plan.group)
+    run(rows, plan, statistics=True, gradient=False)
+    _join_shards(rows.logsumexp_T, rows.target_T, plan.group)
     if wants_gradient:
-        run(statistics=False, gradient=True)
+        run(rows, plan, statistics=False, gradient=True)
 
 
 def _join_shards(logsumexp_T: Tensor, target_T: Tensor, group: dist.ProcessGroup) -> None:
@@ -224,50 +215,34 @@ def _join_shards(logsumexp_T: Tensor, target_T: Tensor, group: dist.ProcessGroup
     target_T.copy_(sums_2T[1])
 
 
-def _rows_in_torch(
-    logits_TV: Tensor,
-    labels_T: Tensor,
-    logsumexp_T: Tensor,
-    target_T: Tensor,
-    rule: _RowRule,
-    statistics: bool,
-    gradient: bool,
-) -> None:
+def _rows_in_torch(rows: _Rows, plan: _Plan, *, statistics: bool, gradient: bool) -> None:
     """`linear_cross_entropy_kernel` in torch."""
+    logits_TV, labels_T, logsumexp_T, target_T = rows
     values_TV = logits_TV.float()
     counted_T = labels_T != IGNORED_LABEL
-    column_T = labels_T - rule.first_label
+    column_T = labels_T - plan.first_label
     here_T = counted_T & (column_T >= 0) & (column_T < logits_TV.shape[1])
     column_T1 = torch.where(here_T, column_T, 0)[:, None]
     if statistics:
         logsumexp_T.copy_(values_TV.logsumexp(-1))
-        exists_T = ~counted_T | ((labels_T >= 0) & (labels_T < rule.vocabulary))
+        exists_T = ~counted_T | ((labels_T >= 0) & (labels_T < plan.vocabulary))
         elsewhere_T = torch.where(exists_T, 0.0, math.nan)
         target_T.copy_(torch.where(here_T, values_TV.gather(1, column_T1)[:, 0], elsewhere_T))
     if gradient:
-        factor_T = 1.0 + 2.0 * rule.z_weight * logsumexp_T
+        factor_T = 1.0 + 2.0 * plan.z_weight * logsumexp_T
         values_TV.sub_(logsumexp_T[:, None]).exp_().mul_(factor_T[:, None]).masked_fill_(~counted_T[:, None], 0.0)
         values_TV.scatter_add_(1, column_T1, -here_T[:, None].float())
         logits_TV.copy_(values_TV)
 
 
-def _rows_in_triton(
-    logits_TV: Tensor,
-    labels_T: Tensor,
-    logsumexp_T: Tensor,
-    target_T: Tensor,
-    rule: _RowRule,
-    statistics: bool,
-    gradient: bool,
-    launch: KernelLaunch,
-) -> None:
+def _rows_in_triton(rows: _Rows, plan: _Plan, *, statistics: bool, gradient: bool) -> None:
     """Launch `linear_cross_entropy_kernel`, one program for each row."""
+    assert plan.launch is not None, "the form in torch has no launch"
     start_kernel(
-        linear_cross_entropy_kernel, (logits_TV.shape[0],),
-        logits_TV, labels_T, logsumexp_T, target_T, logits_TV.shape[1], rule.first_label, rule.vocabulary,
-        rule.z_weight,
-        IGNORED=IGNORED_LABEL, STATISTICS=statistics, GRADIENT=gradient, BLOCK=launch.block_columns,
-        STAGES=launch.stages, num_warps=launch.warps,
+        linear_cross_entropy_kernel, (rows.logits_TV.shape[0],),
+        *rows, rows.logits_TV.shape[1], plan.first_label, plan.vocabulary, plan.z_weight,
+        IGNORED=IGNORED_LABEL, STATISTICS=statistics, GRADIENT=gradient, BLOCK=plan.launch.block_columns,
+        STAGES=plan.launch.stages, num_warps=plan.launch.warps,
     )  # fmt: skip
 
 

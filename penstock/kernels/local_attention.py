@@ -95,7 +95,7 @@ def local_attention(
     backend: str,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Softmax attention of a range of queries within their window.
+    """Softmax attention of a range of queries within their window; arguments as in `causal_attention`.
 
     Args:
         q_BSHN: queries of the range.
@@ -103,11 +103,8 @@ def local_attention(
         v_BSGM: values of every position.
         masks: blocks and masks of the range.
         scale: factor on the scores.
-        backend: as of `causal_attention`.
-        sinks_H: as of `causal_attention`.
-
-    Returns:
-        o_BSHM of the range.
+        backend: backend of each call.
+        sinks_H: sink logits, or None.
     """
     begin, count = masks.blocks[0].first, q_BSHN.shape[1]
     found = []

@@ -69,12 +69,8 @@ def reference_balance_loss(
 ) -> LinearLoss:
     """The sum `factor` * mass * E * slots / all slots, plus `z_factor` * z.
 
-    Args:
-        mass_BE: float32, see `reference.Routed`.
-        z_B: float32, see `reference.Routed`.
-        slots_BE: int64, slots of each expert in each sequence; or 1 x E for all sequences.
-        factor: of the first loss.
-        z_factor: of the second.
+    `mass_BE` and `z_B` are those of `reference.Routed`; `slots_BE` are int64 slots of each expert in each sequence, or
+    1 x E for all sequences.
     """
     even_B1 = mass_BE.shape[1] / slots_BE.sum(1, keepdim=True).clamp(min=1)
     dmass_BE = (slots_BE * even_B1 * factor).expand_as(mass_BE)

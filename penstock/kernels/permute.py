@@ -351,13 +351,9 @@ def gather_rows(
 
 
 def gather_columns(x_DN: Tensor, index_R: Tensor, used: Tensor, *, launch: KernelLaunch = SCALES) -> Tensor:
-    """x_DN[:, index_R], of which the first columns are copied; the others hold anything.
+    """x_DN[:, index_R], of which the first `used` columns are copied; the others hold anything.
 
-    Args:
-        x_DN: contiguous; few rows, each much longer than their number.
-        index_R: integer source column of each place.
-        used: int32, one number, on the device: columns to copy.
-        launch: rows and columns that a program holds at a time.
+    `x_DN` is contiguous and has few rows, each much longer than their number; other arguments as in `gather_rows`.
     """
     (columns,), depth = index_R.shape, x_DN.shape[0]
     gathered_DR = x_DN.new_empty(depth, columns)

@@ -183,13 +183,9 @@ def grouped_gemm(x_RD: Tensor, w_eFD: Tensor, counts_e: Tensor, index_R: Tensor 
 
 
 def add_bias(y_RF: Tensor, bias_eF: Tensor, counts_e: Tensor, weights_R: Tensor | None = None) -> Tensor:
-    """Each expert's bias added to its rows, in float32; rows past the last expert's are returned unchanged.
+    """Each expert's bias added to its rows, in float32, times `weights_R` (float32) if given.
 
-    Args:
-        y_RF: rows, expert by expert.
-        bias_eF: one bias for each expert.
-        counts_e: int32 rows of each expert.
-        weights_R: float32 factor on the bias of each row; None for 1.
+    Rows past the last expert's are returned unchanged.
     """
     counts = counts_on_host(counts_e, y_RF.shape[0])
     used = sum(counts)
@@ -370,11 +366,7 @@ def mla_heads(
 def linear_cross_entropy(x_TD: Tensor, head_VD: Tensor, labels_T: Tensor, z_weight: float = 0.0) -> Tensor:
     """Output projection and cross entropy, summed (not averaged) over the counted tokens; a float32 scalar.
 
-    Args:
-        x_TD: final hidden states.
-        head_VD: output projection.
-        labels_T: int64; IGNORED_LABEL where the position is not counted.
-        z_weight: factor on logsumexp(logits)**2, added for each counted token.
+    Positions with IGNORED_LABEL are not counted; `z_weight` is a factor on logsumexp(logits)**2 of each counted token.
     """
     logits_TV = (x_TD @ head_VD.T).float()
     loss = F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORED_LABEL, reduction="sum")

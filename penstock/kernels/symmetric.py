@@ -67,12 +67,7 @@ class PersistentLaunch(KernelLaunch):
 
 @dataclass(frozen=True, kw_only=True)
 class Peers:
-    """Base addresses of all ranks' buffers, as mapped on this rank.
-
-    Attributes:
-        addresses_W: int64, on the device, multiples of 16.
-        rank: this rank.
-    """
+    """Base addresses of all ranks' buffers as mapped on this rank: int64, on the device, multiples of 16."""
 
     addresses_W: Tensor
     rank: int
@@ -98,13 +93,9 @@ class ExpertRanks:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenChunks:
-    """Chunks of each rank's tokens, and the range of chunks of one launch.
+    """Chunks of each rank's tokens, and the chunks `first` to `last` - 1 of one launch.
 
-    Attributes:
-        rows: tokens of a chunk; the last chunks may have fewer, or none.
-        count: number of chunks.
-        first: first chunk of this launch.
-        last: one past the last chunk of this launch.
+    A chunk has `rows` tokens; the last of the `count` chunks may have fewer, or none.
     """
 
     rows: int
@@ -170,11 +161,9 @@ class RoutingPayload:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalPlaces:
-    """Places, among the rows of this rank's experts, of all ranks' choices.
+    """Places, among the rows of this rank's experts, of all ranks' choices; and int32 rows of each expert.
 
-    Attributes:
-        places_NK: int64, N = W x T; a place past the last expert's row means that the choice has no place here.
-        counts_e: int32, rows of each expert of this rank.
+    In `places_NK` (int64, N = W x T) a place past the last expert's row means that the choice has no place here.
     """
 
     places_NK: Tensor
@@ -194,12 +183,9 @@ class LocalPlaces:
 
 @dataclass(frozen=True, kw_only=True)
 class ReturnPayload:
-    """Rows and scalars that `return_rows` sends.
+    """Rows for `return_rows`: y_RD at the places of the experts, to be summed, or N x D, one for each received row.
 
-    Attributes:
-        rows: y_RD at the places of the experts, to be summed; or N x D, one row for each received row.
-        is_summed: whether the rows are at places and are summed.
-        scalars_R: float32 at the places of the experts, or None.
+    `scalars_R` are float32 at the places of the experts, or None.
     """
 
     rows: Tensor
@@ -260,15 +246,9 @@ def push_rows(
 ) -> None:
     """Write each row once to each other rank that holds one of its experts, at row rank x T + t of a section.
 
-    Args:
-        x_TD: rows of any dtype, a multiple of 16 bytes wide; packed scales may be part of a row.
-        experts_TK: expert ids; the number of experts marks a dropped choice.
-        placement: ranks of the experts.
-        peers: buffers of all ranks.
-        offsets: bytes, of the section (a multiple of 16) and of the channel's flags.
-        chunks: of the tokens.
-        choices: choices and weights to send first; None if the ranks have them already.
-        launch: rows and words of a tile, and programs.
+    Rows have any dtype and may contain packed scales. In `experts_TK` the number of experts marks a dropped choice.
+    `offsets` are bytes, of the section (a multiple of 16) and of the channel's flags; `choices` is None if all ranks
+    have the choices already.
 
     Raises:
         KernelError: rows are not a multiple of 16 bytes.
@@ -298,12 +278,7 @@ def hold(awaited: ChannelWait) -> None:
 
 
 def signal(peers: Peers, flags_offset: int) -> None:
-    """Set the flag of a channel's first chunk at all ranks, after all earlier work of this stream.
-
-    Args:
-        peers: buffers of all ranks.
-        flags_offset: bytes, of the channel's flags.
-    """
+    """Set the flag of a channel's first chunk at all ranks, after all earlier work of this stream."""
     start_kernel(signal_kernel, (1,), peers.addresses_W, flags_offset, peers.rank, **_ranks(peers.size), num_warps=1)
 
 
@@ -359,17 +334,10 @@ def return_rows(
 ) -> None:
     """Send one row back for each received row, to row rank x T + t of the section of the rank that had sent it.
 
-    Rows without a place here are not sent. Scalars of all rows are, 0 for choices without a place here.
-
-    Args:
-        returned: rows and scalars.
-        places: of the choices of the received rows.
-        peers: buffers of all ranks.
-        offsets: bytes, of the sections of rows and of scalars (multiples of 16) and of the channel's flags.
-        chunks: of each rank's tokens.
-        staged_ND: local destination of the rows, from which copy engines send them; `returned.rows` itself if nothing
-            is summed. Scalars are sent in any case, and no flag is set. None sends the rows.
-        launch: rows and columns of a tile, and programs.
+    Rows without a place here are not sent. Scalars of all rows are, 0 for choices without a place here. `offsets` are
+    bytes, of the sections of rows and of scalars (multiples of 16) and of the channel's flags. With `staged_ND` the
+    rows are written there for copy engines to send (`returned.rows` itself if nothing is summed) and no flag is set;
+    scalars are sent in any case.
 
     Raises:
         KernelError: rows are not a multiple of 16 bytes.
@@ -396,16 +364,7 @@ def sum_ranks(
     *,
     launch: PersistentLaunch = SUM_LAUNCH,
 ) -> None:
-    """Sum the returned rows of each token as they arrive, in float32 and always in the order of the ranks.
-
-    Args:
-        buffers: returned rows, and the destination of their sums.
-        experts_TK: this rank's choices, as in `push_rows`.
-        placement: ranks of the experts.
-        awaited: flags of the returned rows.
-        chunks: of the tokens.
-        launch: rows and columns of a tile, and programs.
-    """
+    """Sum the returned rows of each token as they arrive, in float32 and always in the order of the ranks."""
     tokens, top_k = experts_TK.shape
     width = buffers.y_TD.shape[1]
     own_TD = None if buffers.own_TD is None else buffers.own_TD.contiguous()

@@ -179,9 +179,7 @@ ROWS_RINGS: dict[str, RowsRingLaunch] = {
 def in_triton(launch: GemmLaunch, matrix: int = 0) -> GemmLaunch:
     """The launch itself, or its replacement in Triton on the same multiprocessors where it is a Hopper kernel's.
 
-    Args:
-        launch: of any kernel.
-        matrix: elements of one expert's matrix, where rows are multiplied with it.
+    `matrix` is the elements of one expert's matrix, where rows are multiplied with it.
     """
     if isinstance(launch, RowsRingLaunch):
         return replace(_by_size(_HOPPER, matrix), idle_units=launch.idle_units)
