@@ -64,7 +64,7 @@ _HEAD = """# Rules of a plan
 Written by `make docs` from `penstock/plan/rules/`; change them there.
 
 A plan projects what may be worth it and says by name why it leaves out the rest. A rule looks at plain numbers
-([sizes.py](../penstock/plan/rules/sizes.py)): sizes of a layout, the question, facts of the model. What it has
+([rule.py](../penstock/plan/rules/rule.py)): sizes of a layout, the question, facts of the model. What it has
 against them is one line with the numbers of the case. There are four kinds.
 
 ## Legal

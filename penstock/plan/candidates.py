@@ -26,7 +26,7 @@ from penstock.config.tree import parse_overrides
 from penstock.layout.schedules import SCHEDULES
 from penstock.models.decoder import OVERLAPS_IN_STEPS
 from penstock.plan.asked_layout import FIELDS, check_name, layout_fields
-from penstock.plan.rules.sizes import Sizes
+from penstock.plan.rules.rule import Sizes
 from penstock.plan.transfers import DispatchMethod
 
 GRID = ("tp", "cp", "pp", "ep", "etp")

@@ -16,7 +16,7 @@ from penstock.plan.meta_rank import Saving, Target, conventional
 from penstock.plan.meta_run import MetaRun, meta_runs_of
 from penstock.plan.projection import Advice, Projection, layout_of
 from penstock.plan.rules.book import advice
-from penstock.plan.rules.sizes import facts_of, sizes_of
+from penstock.plan.rules.rule import facts_of, sizes_of
 from penstock.plan.step_time import step_time
 
 

@@ -9,8 +9,7 @@ from penstock.plan.candidates import GRID, SearchSpace, with_recompute, worse_wa
 from penstock.plan.memory import RankMemory
 from penstock.plan.projection import Layout, Refusal
 from penstock.plan.rules.book import OrderKey, order_key, out_of_order
-from penstock.plan.rules.rule import Rule
-from penstock.plan.rules.sizes import Sizes
+from penstock.plan.rules.rule import Rule, Sizes
 
 MEMORY = "memory"
 """Name of what refuses a layout that does not fit."""

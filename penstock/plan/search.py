@@ -36,7 +36,7 @@ from penstock.plan.projection import Plan, Projection, layout_of
 from penstock.plan.rates import BYTES
 from penstock.plan.rule_filter import MEMORY, SLOWER, Candidate, CandidateGroup, Refusals, RuleFilter, overflow
 from penstock.plan.rules.book import first_refusal, illegal, order_key
-from penstock.plan.rules.sizes import Sizes, facts_of, sizes_of
+from penstock.plan.rules.rule import Sizes, facts_of, sizes_of
 from penstock.plan.transfers import DispatchMethod, TokenTraffic, TransferTimes
 
 AGAIN: Mapping[str, float] = MappingProxyType(

@@ -44,8 +44,7 @@ from penstock.plan.rules.book import (
     out_of_order,
 )
 from penstock.plan.rules.order import ORDER
-from penstock.plan.rules.rule import Rule
-from penstock.plan.rules.sizes import Sizes, facts_of, sizes_of
+from penstock.plan.rules.rule import Rule, Sizes, facts_of, sizes_of
 from tests.config.small import SMALL, unchecked_run
 from tests.examples import examples
 from tests.plan.rule_cases import CASES, DENSE, EP8, EP16, PLAIN, PP8X2, V3, Case

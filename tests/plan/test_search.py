@@ -16,7 +16,7 @@ from penstock.plan.hardware_file import parse_cluster
 from penstock.plan.project import project
 from penstock.plan.projection import Plan
 from penstock.plan.rules.book import config_refusal, illegal, order_key
-from penstock.plan.rules.sizes import Sizes, facts_of, sizes_of
+from penstock.plan.rules.rule import Sizes, facts_of, sizes_of
 from penstock.plan.search import SearchRequest, search
 from tests.examples import examples
 

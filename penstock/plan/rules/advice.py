@@ -7,8 +7,7 @@ in every case.
 from math import ceil
 
 from penstock.plan.rules.order import bubble_of
-from penstock.plan.rules.rule import Rule, rule
-from penstock.plan.rules.sizes import Sizes
+from penstock.plan.rules.rule import Rule, Sizes, rule
 
 LONG_ROW = 16_384
 """Positions of a row from which context parallelism is advised."""

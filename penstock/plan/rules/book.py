@@ -18,8 +18,7 @@ from penstock.config.run import Run
 from penstock.plan.rules.advice import ADVICE
 from penstock.plan.rules.order import ORDER
 from penstock.plan.rules.prune import PRUNE
-from penstock.plan.rules.rule import Check, Rule
-from penstock.plan.rules.sizes import Sizes
+from penstock.plan.rules.rule import Check, Rule, Sizes
 
 
 def _kernels_never_wait(sizes: Sizes) -> str | None:

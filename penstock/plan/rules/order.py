@@ -6,8 +6,7 @@ workflow: fit with the least model parallelism, recompute parts before whole lay
 fast link, cut rows only if they are long. Rank 0 means that a rule does not apply.
 """
 
-from penstock.plan.rules.rule import Rule, rule
-from penstock.plan.rules.sizes import Sizes
+from penstock.plan.rules.rule import Rule, Sizes, rule
 
 SMALL_MODEL = 20_000_000_000
 """Parameters below which experts are all that is shared."""

@@ -3,8 +3,7 @@
 They are legal: a run that asks for one is planned and trained. Each rule names the layout that takes its place.
 """
 
-from penstock.plan.rules.rule import Rule, rule
-from penstock.plan.rules.sizes import Sizes
+from penstock.plan.rules.rule import Rule, Sizes, rule
 
 LEAST_SHARD = 2048
 """Positions of a row that context parallelism leaves a rank at least."""

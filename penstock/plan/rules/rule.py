@@ -1,6 +1,8 @@
-"""A rule: a name, its text, its source, and a function from sizes to a reason.
+"""A rule, and the sizes that it reads: a layout, its cluster and its model as plain numbers.
 
-Four kinds:
+A search looks at tens of thousands of layouts within seconds, so a rule reads a frozen `Sizes` and needs neither a
+`Run` nor PyTorch. All layouts of a search share their `ModelFacts`; parameters are counted once by the caller
+(`penstock.models.count`). `sizes_of` makes the sizes of one run. There are four kinds of rules:
 
     legal    the run would be refused when it is loaded or started; `by` names the function that refuses it
     prune    a search does not project the layout, because another one does the same with less
@@ -11,10 +13,138 @@ A reason is one line with the numbers of the case. None means that the rule does
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
-from penstock.plan.rules.sizes import Sizes
+from penstock.config.dispatch_rules import STAGES
+from penstock.config.dispatcher import choose_dispatcher, dispatch_facts, ranks_on_a_node
+from penstock.config.fit import LayoutSizes, ModelSizes, layout_sizes, model_sizes
+from penstock.config.model import Model
+from penstock.config.run import Run
+from penstock.plan.hardware import Cluster
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFacts(ModelSizes):
+    """Sizes of a model and further facts that rules read.
+
+    Attributes:
+        top_k: experts of a token.
+        forces_balance: tokens are spread evenly and the router's choice is ignored.
+        total_parameters: all parameters.
+        active_parameters: parameters that one token meets.
+        most_sync_free: highest `dispatch.sync_free` at which the kernels chosen for the device never wait for it.
+    """
+
+    top_k: int
+    forces_balance: bool
+    total_parameters: int
+    active_parameters: int
+    most_sync_free: int = STAGES - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes(LayoutSizes):
+    """Sizes of a layout on a cluster.
+
+    Attributes:
+        model: facts of the model.
+        world: ranks.
+        node_devices: devices of a node.
+        vendor: nvidia, amd or cpu.
+        reduce: type in which gradients are summed over ranks.
+        offloads_optimizer: moments are in host memory.
+    """
+
+    model: ModelFacts
+    world: int
+    node_devices: int
+    vendor: str
+    reduce: str = "fp32"
+    offloads_optimizer: bool = False
+
+    @property
+    def dp(self) -> int:
+        """Ranks that train on different rows; rounded down if sizes do not divide."""
+        return self.world // (self.tp * self.cp * self.pp)
+
+    @property
+    def edp(self) -> int:
+        """Ranks that hold the same experts; rounded down if sizes do not divide."""
+        return self.world // (self.pp * self.expert_ranks)
+
+    @property
+    def micro_batches(self) -> int:
+        """Passes of a rank in a step; rounded down, 0 if the batch is too small."""
+        return self.global_batch // max(1, self.micro_batch * self.dp)
+
+    def is_inside_node(self, ranks: int) -> bool:
+        """Whether all groups of so many neighbours lie inside nodes."""
+        return self.node_devices % ranks == 0
+
+
+def facts_of(
+    model: Model, *, total_parameters: int, active_parameters: int, most_sync_free: int = STAGES - 1
+) -> ModelFacts:
+    """Facts of a model.
+
+    Args:
+        model: section of a run.
+        total_parameters: all parameters.
+        active_parameters: parameters that one token meets.
+        most_sync_free: of the kernels that its run would have (`penstock.models.kernels.most_sync_free`).
+    """
+    return ModelFacts(
+        **_values(model_sizes(model)),
+        top_k=0 if model.moe is None else model.moe.top_k,
+        forces_balance=model.moe is not None and model.moe.balance.force_load_balance,
+        total_parameters=total_parameters,
+        active_parameters=active_parameters,
+        most_sync_free=most_sync_free,
+    )
+
+
+def sizes_of(run: Run, cluster: Cluster, model: ModelFacts) -> Sizes:
+    """Sizes of a run on a cluster, which it need not fit.
+
+    Args:
+        run: its configuration.
+        cluster: its devices.
+        model: facts of its model (`facts_of`).
+    """
+    values = _values(layout_sizes(run)) | {"model": model, "dispatcher": settled_dispatcher(run, cluster)}
+    return Sizes(
+        **values,
+        world=cluster.devices,
+        node_devices=cluster.node_devices,
+        vendor=cluster.hardware.vendor,
+        reduce=run.parallel.reduce,
+        offloads_optimizer=run.offload.optimizer,
+    )
+
+
+def _values(sizes: ModelSizes | LayoutSizes) -> dict[str, Any]:
+    return {field.name: getattr(sizes, field.name) for field in fields(sizes)}
+
+
+def settled_dispatcher(run: Run, cluster: Cluster) -> str:
+    """The dispatcher of a run on a cluster, by the names of `dispatch.method`.
+
+    A method that was asked for and cannot be had is returned as it is, for a rule to refuse it.
+
+    Args:
+        run: its configuration.
+        cluster: its GPUs are taken to reach each other's memory inside a node.
+    """
+    ranks = run.parallel.expert * run.parallel.expert_tensor
+    if run.model.moe is None or ranks == 1:
+        return "local"
+    obstacle = "no GPUs" if cluster.hardware.vendor == "cpu" else ""
+    choice = choose_dispatcher(dispatch_facts(run, ranks_on_a_node(ranks, cluster.node_devices), obstacle))
+    if choice.name == "padded":
+        return "all-to-all" if run.dispatch.method == "auto" else run.dispatch.method
+    return run.dispatch.method if choice.refusal is not None else choice.name
+
 
 Kind = Literal["legal", "prune", "order", "advice"]
 
