@@ -1,8 +1,7 @@
-"""Colours, chosen so that neighbours differ for colour-blind readers, and on white as well as on black.
+"""Colours, chosen so that neighbours differ for colour-blind readers, on white and on black.
 
-Forward passes are blue and backward passes warm, so that their direction is seen before any name is read; the stages
-of one rank are shades of one hue. Parts of a stack keep their colour in every picture: what is compared is found by
-colour.
+Forward passes are blue and backward passes warm; the stages of one rank are shades of one hue. A part of a stack has
+the same colour in every figure.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,13 +20,13 @@ IDLE = "rgba(128,128,128,0.22)"
 """Time in which a rank waits."""
 
 HELD = "#7a6fb3"
-"""What a rank holds meanwhile."""
+"""Memory that a rank holds."""
 
 LIMIT = "#d64550"
 """A line that must not be crossed."""
 
 SERIES = ("#3579c8", "#e0812c", "#2f9e77", "#b55fb0", "#7f8896", "#cf5446", "#d9ab2b", "#4cb3d4")
-"""Of curves, and of parts of a stack that have no colour of their own."""
+"""Of curves, and of parts of a stack without a colour of their own."""
 
 MEMORY_PARTS: dict[str, str] = {
     "parameters": "#2c5f9e",
@@ -44,7 +43,7 @@ MEMORY_PARTS: dict[str, str] = {
     "reserve": "#7f8896",
     "other": "#5c636d",
 }
-"""Of components of memory: state is blue, what passes hold is warm, what is sent is green."""
+"""Of memory components: state is blue, memory held by passes is warm, communication is green."""
 
 TIME_PARTS: dict[str, str] = {
     "passes": "#3579c8",
@@ -65,7 +64,7 @@ TIME_PARTS: dict[str, str] = {
     "waiting": "#a9afb9",
     "other": "#5c636d",
 }
-"""Of terms of a step: dense work is blue, experts are warm, what is sent is green, waiting is grey."""
+"""Of the terms of a step: dense work is blue, experts are warm, communication is green, waiting is grey."""
 
 PHASES: dict[str, str] = {
     "data": "#7f8896",
@@ -94,7 +93,7 @@ KERNELS: dict[str, str] = {
     "copies": "#7f8896",
     "other": "#5c636d",
 }
-"""Of what a device does, in groups of phases: hues as in `TIME_PARTS`; waiting for other ranks is red."""
+"""Of groups of phases on a device: hues as in `TIME_PARTS`; waiting for other ranks is red."""
 
 _KERNEL_GROUPS: dict[str, str] = {
     "positions": "attention",
@@ -128,10 +127,10 @@ _KERNEL_GROUPS: dict[str, str] = {
     "copy": "copies",
     "fill": "copies",
 }
-"""Phases of a trace that have no group of their own name."""
+"""Groups of the phases of a trace that are not groups themselves."""
 
 _SHADE_RANGE = 0.55
-"""The last of many shades goes so far towards white."""
+"""The last of many shades is this far towards white."""
 
 
 def kernel_group(phase: str) -> str:
@@ -143,30 +142,19 @@ def kernel_group(phase: str) -> str:
 
 
 def shade(colour: str, index: int, count: int) -> str:
-    """One of several shades of a colour, the first the colour itself, the last the lightest.
-
-    Args:
-        colour: as `#rrggbb`.
-        index: which shade.
-        count: of how many.
-    """
+    """Shade `index` of `count` shades of a colour `#rrggbb`: the first is the colour itself, the last the lightest."""
     share = _SHADE_RANGE * index / max(count - 1, 2)
     return "#" + "".join(f"{round(value + (255 - value) * share):02x}" for value in _channels(colour))
 
 
 def ink_on(colour: str) -> str:
-    """Black or white: what is read better on a colour. Luma of ITU-R BT.601."""
+    """Black or white, whichever is more readable on a colour. Luma of ITU-R BT.601."""
     red, green, blue = _channels(colour)
     return "#1a1d21" if 0.299 * red + 0.587 * green + 0.114 * blue > 150 else "#ffffff"
 
 
 def part_colours(names: Sequence[str], known: Mapping[str, str]) -> dict[str, str]:
-    """A colour for each part of a stack: its own if it has one, else one that no other part of the stack has.
-
-    Args:
-        names: of the parts.
-        known: colours by name.
-    """
+    """A colour for each part of a stack: its own in `known`, else one that no other part of the stack has."""
     taken = {known[name] for name in names if name in known}
     free = [colour for colour in SERIES if colour not in taken]
     strange = [name for name in names if name not in known]
@@ -176,5 +164,4 @@ def part_colours(names: Sequence[str], known: Mapping[str, str]) -> dict[str, st
 
 
 def _channels(colour: str) -> tuple[int, int, int]:
-    """Red, green and blue, 0 to 255."""
     return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)

@@ -1,7 +1,7 @@
-"""Pictures as PNG or SVG, drawn by a Chromium without a window: the same code draws them as draws the page.
+"""Figures as PNG or SVG, drawn by a headless Chromium with the code that draws the page.
 
-Plotly's own way (kaleido) needs such a browser too, so the browser is asked directly: it opens a document that turns
-its pictures into images and leaves them in the document as data, and prints what the document is then.
+Plotly's own exporter (kaleido) needs such a browser too, so the browser is called directly: it opens a document that
+turns its figures into image data inside the document, and prints the resulting document.
 """
 
 import re
@@ -26,7 +26,7 @@ BROWSERS = ("chromium", "chromium-browser", "chrome-headless-shell", "google-chr
 """Programs that are looked for, in this order."""
 
 PATIENCE_SECONDS = 60.0
-"""For which pictures may be drawn; a timeline of 8,192 passes takes 3 s."""
+"""Time limit for drawing; a timeline of 8,192 passes takes 3 s."""
 
 _IMAGE = re.compile(
     r'id="(?P<name>[^"]+)"[^>]*? data-image="data:image/(?:png|svg\+xml)(?P<packed>;base64)?,(?P<data>[^"]*)"'
@@ -59,18 +59,18 @@ def write_images(
     width: int = 1000,
     scale: float = 2.0,
 ) -> list[Path]:
-    """Write each picture to a file of its name.
+    """Write each figure to a file of its name.
 
     Args:
-        figures: pictures; names differ.
-        folder: where; it must be there.
-        kind: of the files.
-        theme: colours of ground and text.
-        width: in pixels; the height is the picture's own.
-        scale: pixels of a PNG for each of them.
+        figures: with different names.
+        folder: an existing one.
+        kind: format of the files.
+        theme: colour scheme.
+        width: in pixels; the height is the figure's own.
+        scale: device pixels per pixel of a PNG.
 
     Returns:
-        The files, in the order of the pictures.
+        The files, in the order of the figures.
 
     Raises:
         PicturesError: there is no browser or no Plotly, or the browser did not draw.
@@ -101,12 +101,12 @@ def write_images(
 
 
 def write_image(plan: Plan, path: Path, *, more: Sequence[Figure] = ()) -> list[Path]:
-    """Write each picture of a plan beside a path: `plan.svg` stands for `plan-memory.svg`, `plan-step-time.svg`, ...
+    """Write each figure of a plan next to a path: `plan.svg` gives `plan-memory.svg`, `plan-step-time.svg`, ...
 
     Args:
-        plan: what was found.
+        plan: its candidates are drawn.
         path: ends in .png or .svg.
-        more: further pictures, see `penstock.report.page.page`.
+        more: further figures, see `penstock.report.page.page`.
 
     Returns:
         The files.
@@ -121,15 +121,15 @@ def write_image(plan: Plan, path: Path, *, more: Sequence[Figure] = ()) -> list[
 
 
 def open_in_browser(browser: str, html: str, *options: str) -> str:
-    """Let a browser open a document, run its scripts, and print what it is then.
+    """Let a browser open an HTML document, run its scripts, and print the result.
 
     Args:
         browser: program.
         html: the document.
-        options: more of the browser's own.
+        options: further options of the browser.
 
     Raises:
-        PicturesError: the browser failed, or needed too long.
+        PicturesError: the browser failed, or exceeded the time limit.
     """
     with tempfile.TemporaryDirectory(prefix="penstock-pictures-") as folder:
         path = Path(folder) / "document.html"
@@ -147,5 +147,4 @@ def open_in_browser(browser: str, html: str, *options: str) -> str:
 
 
 def _content(match: re.Match[str]) -> bytes:
-    """What a file gets: the data of an image as the document has it."""
     return b64decode(match["data"]) if match["packed"] else unquote(match["data"]).encode()

@@ -1,8 +1,8 @@
-"""What a picture is: Plotly's own JSON, made as plain values.
+"""A figure as Plotly's own JSON, made of plain values.
 
-Python's half of Plotly is not imported: it takes half a second to load and checks what our tests check. A picture says
-nothing of background, text and grid; these come from `THEMES` when it is drawn, so that one picture serves a light
-page, a dark one, and an image for print.
+Plotly's Python package is not imported: it takes half a second to load and validates what our tests validate. A figure
+does not contain background, text and grid colours; these come from `THEMES` when it is drawn, so that one figure serves
+a light page, a dark page, and an image for print.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,22 +10,21 @@ from dataclasses import dataclass
 from typing import Any
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Liberation Sans', sans-serif"
-"""Of the page and of all pictures."""
+"""Of the page and of all figures."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """A picture.
+    """A figure.
 
     Attributes:
-        name: short, of letters, digits and hyphens; a file that it is saved in is called so.
-        title: above it.
-        caption: below the title: what is seen, and what it rests on.
+        name: letters, digits and hyphens; also the name of an exported file.
+        caption: below the title.
         data: Plotly's traces.
-        layout: Plotly's layout, without what a theme says.
+        layout: Plotly's layout, without the theme.
         height: in pixels.
-        is_wide: it needs the whole width of a page.
-        hint: what the reader can do, behind the caption.
+        is_wide: it takes the whole width of a page.
+        hint: how to interact with it, after the caption.
     """
 
     name: str
@@ -39,15 +38,15 @@ class Figure:
 
 
 def _theme(ink: str, faint: str, grid: str, paper: str, raised: str, hues: Sequence[str]) -> dict[str, Any]:
-    """What a theme says, as the layout of a Plotly template.
+    """A theme as the layout of a Plotly template.
 
     Args:
-        ink: of text.
-        faint: of what stands beside.
-        grid: of lines.
-        paper: of the ground.
-        raised: ground of what lies above it.
-        hues: of heat maps: nothing, half and all of a scale that begins at nothing, and what is below nothing.
+        ink: text colour.
+        faint: colour of secondary text.
+        grid: line colour.
+        paper: background.
+        raised: background of hover labels.
+        hues: of heat maps: zero, half and full of a scale from zero, and below zero.
     """
     axis = {
         "gridcolor": grid,
@@ -99,9 +98,16 @@ THEMES: dict[str, dict[str, Any]] = {
         hues=("#22272e", "#e0812c", "#ffd9b0", "#3579c8"),
     ),
 }
-"""What a picture does not say itself."""
+"""Layouts by theme."""
+
+
+def evenly(count: int, most: int) -> list[int]:
+    """At most `most` indices below `count`, evenly spaced, the first and the last included."""
+    if count <= most:
+        return list(range(count))
+    return sorted({round(at * (count - 1) / max(1, most - 1)) for at in range(most)})
 
 
 def plotly_json(figure: Figure) -> dict[str, Any]:
-    """The picture as Plotly reads it."""
+    """The figure as Plotly reads it."""
     return {"data": list(figure.data), "layout": {**figure.layout, "height": figure.height}}

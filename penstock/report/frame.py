@@ -1,12 +1,10 @@
-"""Plotly's script, as the package `plotly` brings it; of the package itself nothing is imported.
+"""Common parts of pages: the HTML document, cards of figures, key figures, tables, and atomic file writes.
 
-The script is 4.8 MB. It goes into a page compressed, and is unpacked by the browser (`DecompressionStream`: Chrome 80,
-Safari 16.4, Firefox 113, or newer), so a page is 2 MB and opens without a network.
+A page is one HTML file with style (assets/page.css), figures as JSON, Plotly's script and assets/page.js, which draws
+the figures in the colour scheme of the reader's system. Nothing is fetched, and nothing is sent.
 
-What pages have in common: the document around them, the cards of pictures, key figures, and files written whole.
-
-A page is one HTML file with style (assets/page.css), pictures as JSON, Plotly compressed and assets/page.js, which
-draws the pictures in the colours that the reader's system asks for. Nothing in it is fetched, and nothing is sent.
+Plotly's script is 4.8 MB. It is stored compressed and unpacked by the browser (`DecompressionStream`: Chrome 80, Safari
+16.4, Firefox 113, or newer), so a page has 2 MB. Nothing else of the package `plotly` is used.
 """
 
 import gzip
@@ -38,7 +36,7 @@ def packed_plotly() -> str:
 
 
 def plotly_script() -> Path:
-    """Where Plotly's script is.
+    """The path of Plotly's script.
 
     Raises:
         PicturesError: the package is not installed.
@@ -57,12 +55,12 @@ _SAVE = '<div class="save"><button value="svg">SVG</button> <button value="png">
 
 
 def document(title: str, body: str, figures: Sequence[Figure], script: str = "page.js") -> str:
-    """A whole HTML document with its style, pictures and scripts.
+    """A whole HTML document with its style, figures and scripts.
 
     Args:
         title: of the window.
-        body: HTML, in which a picture has an element `<div class="figure" id=NAME>`.
-        figures: pictures; names differ.
+        body: HTML, in which a figure has an element `<div class="figure" id=NAME>`.
+        figures: with different names.
         script: file of assets that draws them.
 
     Raises:
@@ -91,7 +89,7 @@ def document(title: str, body: str, figures: Sequence[Figure], script: str = "pa
 
 
 def as_script(value: Mapping[str, Any]) -> str:
-    """A value as JSON that can stand in a script element."""
+    """A value as JSON for a script element."""
     # In JSON `<` stands only within texts, where its escape means the same; `</script>` would end the element.
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
@@ -103,12 +101,7 @@ def asset(name: str) -> str:
 
 
 def card(figure: Figure, *, is_wide: bool = False) -> str:
-    """A picture with its words.
-
-    Args:
-        figure: the picture.
-        is_wide: it takes the whole width of the page, also if it does not need it.
-    """
+    """A figure with its title and caption; `is_wide` overrides the figure's own width."""
     width = ' class="wide"' if figure.is_wide or is_wide else ""
     hint = f" {figure.hint}" if figure.hint else ""
     return f"""<section{width}>{_SAVE}<h2>{escape(figure.title)}</h2><p class="faint">{escape(figure.caption)}{hint}</p>
@@ -117,17 +110,12 @@ def card(figure: Figure, *, is_wide: bool = False) -> str:
 
 
 def scrolling(table: str) -> str:
-    """A table that may be wider than the page."""
+    """A table that can be wider than the page."""
     return f'<div class="scroll">{table}</div>'
 
 
 def key_figures(facts: Mapping[str, str], over: str = "") -> str:
-    """What is read first.
-
-    Args:
-        facts: texts by name.
-        over: name of the fact that is marked as too much; empty for none.
-    """
+    """The head of a page: texts by name. The fact `over` is marked as exceeding its limit."""
     cells = (
         f"<div><dt>{escape(name)}</dt><dd{' class=over' if name == over else ''}>{escape(text)}</dd></div>"
         for name, text in facts.items()
@@ -136,7 +124,7 @@ def key_figures(facts: Mapping[str, str], over: str = "") -> str:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all.
+    """Write a file atomically.
 
     Raises:
         PicturesError: it cannot be written.

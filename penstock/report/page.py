@@ -1,11 +1,6 @@
-"""One HTML file that shows a plan: tables, pictures, and the script that draws them. It opens without a network.
+"""One HTML file that shows a plan: tables, figures, and the script that draws them. It opens without a network.
 
-    write_page(plan, Path("plan.html"))
-    write_page(plan, Path("plan.html"), more=[scaling_figure(...), curves_figure(...)])
-
-What makes it one file stands in penstock/report/frame.py.
-
-Tables of a page, as HTML: the candidates of a plan, and what was refused and why.
+`write_page(plan, Path("plan.html"), more=[scaling_figure(...), curves_figure(...)])` adds figures of what-ifs.
 """
 
 from collections.abc import Container, Mapping, Sequence
@@ -23,19 +18,14 @@ from penstock.report.stacks import SIZES, memory_figure, time_figure
 from penstock.report.timeline import activation_shares, planned, timeline_figure
 
 BARS = 12
-"""Layouts of a picture at most."""
+"""Largest number of layouts in a figure."""
 
 TIMELINES = 1
-"""Pipelines that are drawn unless more are asked for: each adds up to 1 MB."""
+"""Default number of pipelines that are drawn: each adds up to 1 MB."""
 
 
 def plan_figures(plan: Plan, timelines: int = TIMELINES) -> list[Figure]:
-    """The pictures that every plan has: memory, step time, and the pipeline of the fastest candidates.
-
-    Args:
-        plan: what was found; without candidates there is nothing to draw.
-        timelines: how many candidates' pipelines.
-    """
+    """The figures of every plan with candidates: memory, step time, and the pipelines of the fastest candidates."""
     if not plan.candidates:
         return []
     shown = plan.candidates[:BARS]
@@ -56,9 +46,9 @@ def page(plan: Plan, *, more: Sequence[Figure] = (), timelines: int = TIMELINES)
     """The page of a plan.
 
     Args:
-        plan: what was found.
-        more: pictures behind the plan's own: curves of what-ifs, projections beside measurements.
-        timelines: candidates whose pipelines are drawn.
+        plan: its candidates and refusals.
+        more: figures after the plan's own: curves of what-ifs.
+        timelines: number of candidates whose pipelines are drawn.
 
     Raises:
         PicturesError: Plotly is not installed.
@@ -91,13 +81,7 @@ _NOTHING = "<p>No layout fits. The table of refusals says what is in the way.</p
 
 
 def write_page(plan: Plan, path: Path, *, more: Sequence[Figure] = (), timelines: int = TIMELINES) -> None:
-    """Write the page of a plan. See `page`.
-
-    Args:
-        plan: what was found.
-        path: of the file; one that is there is replaced.
-        more: see `page`.
-        timelines: see `page`.
+    """Write the page of a plan, see `page`, in place of an existing file.
 
     Raises:
         PicturesError: Plotly is not installed, or the file cannot be written.
@@ -106,7 +90,6 @@ def write_page(plan: Plan, path: Path, *, more: Sequence[Figure] = (), timelines
 
 
 def _key_figures(plan: Plan) -> str:
-    """What is read first of the first candidate."""
     best = plan.candidates[0]
     time = best.time
     is_search = plan.considered > len(plan.candidates)
@@ -124,15 +107,11 @@ def _key_figures(plan: Plan) -> str:
 # --------------------------------------------------------------------------------------------------------------- tables
 
 REFUSALS_SHOWN = 12
-"""More are folded away."""
+"""Further refusals are folded away."""
 
 
 def candidates_table(plan: Plan) -> str:
-    """The candidates, fastest first: a column for each field in which they differ, and a line of what all have.
-
-    Args:
-        plan: with at least one candidate.
-    """
+    """The candidates, fastest first: a column for each field in which they differ, and a line of common fields."""
     told = differing_fields(plan.candidates)
     is_text = {name: not all(text.isdecimal() for text in texts) for name, texts in told.items()}
     heads = ["<th></th>", *(f"<th{_kind(is_text[name])}>{escape(field_label(name))}</th>" for name in told)]
@@ -152,7 +131,7 @@ def _kind(is_text: bool) -> str:
 
 
 def _shared_text(candidates: Sequence[Projection], told: Container[str]) -> str:
-    """What all candidates have, without sizes of 1."""
+    """The common fields of all candidates, without sizes of 1."""
     shared = {name: value for name, value in asdict(candidates[0].layout).items() if name not in told}
     words = [
         f"{field_label(name)} {value}"
@@ -164,7 +143,6 @@ def _shared_text(candidates: Sequence[Projection], told: Container[str]) -> str:
 
 
 def _results(one: Projection) -> list[str]:
-    """The cells of what is projected."""
     time = one.time
     return [
         _memory_cell(one),
@@ -177,7 +155,7 @@ def _results(one: Projection) -> list[str]:
 
 
 def _memory_cell(one: Projection) -> str:
-    """Memory of the fullest rank, with a bar of what it takes of the device."""
+    """Memory of the fullest rank, with a bar of its share of the device."""
     share = min(one.memory.total / one.capacity_bytes, 1.0)
     state = "fits" if one.fits else "over"
     title = f"{one.memory.total / one.capacity_bytes:.1%} of {one.capacity_bytes / 1e9:.0f} GB"
@@ -186,7 +164,7 @@ def _memory_cell(one: Projection) -> str:
 
 
 def refusals_table(refusals: Sequence[Refusal]) -> str:
-    """What is not among the candidates; those that stand for most layouts first, the rest folded away."""
+    """Refused layouts; refusals that cover the most layouts first, the rest folded away."""
     ordered = sorted(refusals, key=lambda one: -one.count)
     shown, folded = ordered[:REFUSALS_SHOWN], ordered[REFUSALS_SHOWN:]
     more = ""
@@ -208,7 +186,7 @@ def _refusals(refusals: Sequence[Refusal]) -> str:
 
 
 def _layout_text(layout: Mapping[str, Any]) -> str:
-    """What was settled of a refused layout: sizes above 1, then words."""
+    """The settled fields of a refused layout: sizes above 1, then words."""
     sizes = [f"{name.upper()}{layout[name]}" for name in SIZES if layout.get(name) not in (None, 1)]
     words = [str(layout[name]) for name in ("schedule", "dispatcher") if layout.get(name) not in (None, "none")]
     if layout.get("micro_batch") is not None:

@@ -1,18 +1,16 @@
-"""All that is known of a run, read once: configuration, metrics, starts, traces, plan, verdict; and why one lacks.
+"""Everything known of a run, read once: configuration, metrics, starts, traces, plan and diagnosis.
 
     the folder of a run   ->  config.toml, metrics.jsonl, starts.jsonl, profile/
-    traces of any program ->  what the traces say; there is neither a plan nor a metric then
+    traces of any program ->  the traces only; there is neither a plan nor a metric
 
-Nothing here is an error but a file that is damaged: what is not there is a line in `lacks`, which stands in the page
-where the picture would be. Traces of a CPU are read as if it were the device (penstock/trace/load.py). The doctor
-does not judge these, because its walls are those of devices.
+Only damaged files are errors: missing evidence is a line in `lacks`, which the page prints instead of the figure. CPU
+traces are read as if the CPU were the device (penstock/trace/load.py). The doctor does not diagnose these, because its
+bottlenecks are those of devices.
 
-Which recorded step is drawn, and on what clock: what the pictures of traces agree on.
-
-The last step that all ranks have recorded is drawn: the first one of a recording is often slower. Each rank's times are
-taken back to the common clock that ends of collectives tell (penstock/trace/matching.py). Ranks that nothing joins with
-the others begin where their own step does, and `StepClock.words` says so; processes on the CPUs of one machine share a
-clock, so theirs is left as it is.
+Figures of traces show the last step that all ranks recorded, because the first recorded step is often slower. Each
+rank's times are moved to the common clock of the collectives (penstock/trace/matching.py). Ranks that no collective
+joins with the others begin at their own step, and `StepClock.words` says so; processes on the CPUs of one machine share
+a clock.
 """
 
 from collections import Counter
@@ -44,19 +42,12 @@ from penstock.tune.doctor.run_facts import (
 )
 
 LAYERS = 400
-"""Recorded steps whose layers are looked at, evenly, the last among them."""
+"""Recorded steps whose layers are read, evenly spaced, the last one included."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MissingReasons:
-    """Why something is not there, in one line each, without a full stop; empty where it is.
-
-    Attributes:
-        steps: of the metrics.
-        trace: of any rank.
-        plan: of the run.
-        verdict: of the doctor.
-    """
+    """Reasons why metrics, traces, plan or diagnosis are missing: a line without a full stop, empty if present."""
 
     steps: str = ""
     trace: str = ""
@@ -66,18 +57,16 @@ class MissingReasons:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RunEvidence:
-    """What a page is made of.
+    """The content of a page.
 
     Attributes:
         path: of the run, or of traces.
-        judged: what the doctor looks at.
-        lines: of metrics.jsonl; not all of them with their layers.
-        starts: of starts.jsonl.
-        answer: what the traces say.
-        is_host: the traces are of a CPU, which stands for the device.
-        projection: of the run, where it ran.
+        judged: input of the doctor.
+        lines: of metrics.jsonl; only some of them have layers.
+        starts: lines of starts.jsonl.
+        is_host: the traces are of a CPU, which takes the place of the device.
+        projection: of the run on its hardware.
         verdict: of the doctor.
-        lacks: reasons.
     """
 
     path: Path
@@ -102,17 +91,17 @@ class RunEvidence:
 
     @property
     def name(self) -> str:
-        """Of the run, or of what was given."""
+        """Name of the run's folder, or of the trace."""
         return self.path.absolute().name
 
     @property
     def ranks(self) -> tuple[RankAnalysis, ...]:
-        """Those with a trace."""
+        """Ranks with a trace."""
         return () if self.answer is None else self.answer.ranks
 
     @property
     def is_cpu(self) -> bool:
-        """The run is on a CPU, as far as one can tell; of traces alone that of their device."""
+        """The run is on a CPU: by its starts, else its traces, else what is known of its device."""
         if self.starts:
             return self.starts[-1].get("cuda") is None and self.starts[-1].get("hip") is None
         if self.ranks:
@@ -122,12 +111,12 @@ class RunEvidence:
 
     @property
     def speed_unit(self) -> str:
-        """Of a device's speed."""
+        """Unit of a device's speed."""
         return "tokens/s/CPU" if self.is_cpu else "tokens/s/GPU"
 
 
 def sentence(reason: str) -> str:
-    """A reason with a capital and a full stop."""
+    """A reason with a capital letter and a full stop."""
     return f"{reason[:1].upper()}{reason[1:].rstrip('.')}." if reason else ""
 
 
@@ -135,15 +124,15 @@ def gather(path: Path, *, on: str | None = None, plans: bool = True) -> RunEvide
     """Read everything.
 
     Args:
-        path: the folder of a run; or a trace, or a folder of traces.
-        on: what the run is on (`8xH200`); None takes what its traces or starts say.
+        path: the folder of a run, a trace, or a folder of traces.
+        on: hardware of the run (`8xH200`); None takes it from the traces or starts.
         plans: project the run.
 
     Raises:
         TraceError: a trace is damaged, or the path holds neither a run nor a trace.
         ConfigError: the configuration of the run cannot be read.
         RunFolderError: its metrics or starts cannot be read.
-        HardwareError: `on` is no hardware.
+        HardwareError: `on` is not known hardware.
     """
     found = _of_run(path) if is_run(path) else RunEvidence(path=path, judged=_judged_by(RunFacts()), lacks=_NO_RUN)
     found = _with_traces(found)
@@ -165,7 +154,6 @@ def gather(path: Path, *, on: str | None = None, plans: bool = True) -> RunEvide
 
 
 def _judged_by(facts: RunFacts) -> Evidence:
-    """Evidence without times."""
     return Evidence(source="none", ranks=(), facts=facts)
 
 
@@ -186,7 +174,6 @@ def _of_run(path: Path) -> RunEvidence:
 
 
 def _with_traces(found: RunEvidence) -> RunEvidence:
-    """Traces of devices, or else of the host."""
     try:
         traces, is_host = read_traces(found.path)
     except TraceError as error:
@@ -198,7 +185,6 @@ def _with_traces(found: RunEvidence) -> RunEvidence:
 
 
 def _judged(found: RunEvidence) -> Evidence:
-    """The doctor's evidence."""
     if found.answer is None:
         return found.judged
     return evidence_of(found.answer, found.facts)
@@ -222,7 +208,7 @@ def _projected(evidence: Evidence, cluster: Cluster | None, *, plans: bool) -> t
 
 
 def _verdict(evidence: Evidence, found: RunEvidence) -> tuple[Diagnosis | None, str]:
-    """The doctor's, or why there is none."""
+    """The doctor's diagnosis, or why there is none."""
     try:
         return diagnose(evidence), ""
     except TraceError:
@@ -239,8 +225,8 @@ class StepClock:
     """The times of a drawn step.
 
     Attributes:
-        windows_us: of each rank, start and end of the step on the device, by the clock of its file.
-        zero_us: of each rank, where the axis begins, by the same clock.
+        windows_us: of each rank, start and end of the step on the device, on the clock of its file.
+        zero_us: of each rank, the origin of the axis, on the same clock.
         words: how the clocks were aligned.
     """
 
@@ -250,7 +236,7 @@ class StepClock:
 
 
 def last_step(ranks: Sequence[RankAnalysis]) -> int | None:
-    """The number of the last step in which all of these ranks did something, or None."""
+    """The number of the last step in which all of these ranks have events, or None."""
     numbers = [{step.number for step in one.steps if step.timeline.events} for one in ranks]
     return max(set.intersection(*numbers), default=None) if numbers else None
 
@@ -261,7 +247,7 @@ def step_name(one: RankAnalysis, number: int | None) -> str | None:
 
 
 def window_us(one: RankAnalysis, number: int | None) -> tuple[float, float]:
-    """Start and end of a step on the device; of all that was recorded without steps."""
+    """Start and end of a step on the device; of the whole recording without steps."""
     for step in one.steps:
         if step.number == number:
             return step.window_us
@@ -270,12 +256,7 @@ def window_us(one: RankAnalysis, number: int | None) -> tuple[float, float]:
 
 
 def clock_of(evidence: RunEvidence, ranks: Sequence[RankAnalysis]) -> StepClock:
-    """The clock on which some ranks are drawn.
-
-    Args:
-        evidence: of the run.
-        ranks: with a trace.
-    """
+    """The clock on which some ranks with traces are drawn."""
     assert evidence.answer is not None, "ranks have traces"
     number = last_step(ranks)
     windows = {one.rank: window_us(one, number) for one in ranks}

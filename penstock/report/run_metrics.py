@@ -1,11 +1,8 @@
-"""Fewer points of a long curve, honestly: neighbours become their mean, with the least and the most of them beside it.
+"""Figures of a run's metrics over its steps: loss, gradients, speed, phases; and memory, planned and measured.
 
-A run has 100,000 steps and a screen 1,000 columns. Means alone would hide a spike of the loss, so a thinned curve is
-drawn with a band from the least to the most of each bin, and `words` says how many steps a point stands for.
-
-What metrics.jsonl tells, over the steps of a run: loss, gradients, learning rate, speed, and phases of the step.
-
-Memory planned and measured: by component and place on the pipeline, and over a recorded step.
+A run has 100,000 steps and a screen 1,000 columns, so long curves are thinned: neighbours become their mean. Means
+alone would hide a spike of the loss, so a band shows the least and the most of each bin, and `words` says how many
+steps a point stands for.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,23 +17,23 @@ from penstock.base.numbers import gigabytes, rounded, share_text, three_digits, 
 from penstock.config.run import Run
 from penstock.plan.projection import Projection
 from penstock.report.colours import LIMIT, MEMORY_PARTS, PHASES, SERIES, part_colours
-from penstock.report.figure import Figure
+from penstock.report.figure import Figure, evenly
 from penstock.report.run_evidence import RunEvidence, last_step
 from penstock.report.stacks import height_of, memory_layout, memory_parts, part_bars, stacked
 from penstock.trace.analysis import RankAnalysis
 from penstock.tune.doctor.run_facts import USUAL
 
 POINTS = 1000
-"""Of a curve at most."""
+"""Largest number of points of a curve."""
 
 FEW = 60
-"""Points up to which each is marked."""
+"""Points up to which each has a marker."""
 
 SMOOTHED = 100
-"""Points from which on a curve is noise: a mean that follows it is drawn over it."""
+"""Points from which a trailing mean is drawn over the noisy curve."""
 
 WINDOW = 50
-"""The mean is over a so many-th part of the points."""
+"""The window of the trailing mean is this fraction of the points."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +45,7 @@ class ThinnedCurve:
         ys: values; of a bin the mean.
         lows: least of each bin.
         highs: most of each bin.
-        each: values of a bin.
+        each: number of values in a bin.
     """
 
     xs: Sequence[float]
@@ -59,20 +56,14 @@ class ThinnedCurve:
 
     @property
     def words(self) -> str:
-        """What a point stands for, if not for one step."""
+        """The meaning of a point, unless it is one step."""
         if self.each == 1:
             return ""
         return f"A point is the mean of {self.each} recorded steps, the band goes from the least to the most of them."
 
 
 def thinned(xs: Sequence[float], ys: Sequence[float], most: int = POINTS) -> ThinnedCurve:
-    """A curve with few points.
-
-    Args:
-        xs: where, ascending.
-        ys: how much.
-        most: points.
-    """
+    """A curve with at most `most` points; `xs` are ascending."""
     each = -(-len(xs) // most) or 1
     bins = [slice(start, start + each) for start in range(0, len(xs), each)]
     return ThinnedCurve(
@@ -85,13 +76,7 @@ def thinned(xs: Sequence[float], ys: Sequence[float], most: int = POINTS) -> Thi
 
 
 def extremes(xs: Sequence[float], ys: Sequence[float], most: int = POINTS) -> tuple[list[float], list[float]]:
-    """Points of a staircase that keep its least and its most, in their order; for what is drawn as steps.
-
-    Args:
-        xs: where, ascending.
-        ys: how much from there on.
-        most: points.
-    """
+    """At most `most` points of a staircase, which keep the least and the most of each bin in their order."""
     if len(xs) <= most:
         return list(xs), list(ys)
     edges = [round(place * len(xs) / (most // 2)) for place in range(most // 2 + 1)]
@@ -103,14 +88,14 @@ def extremes(xs: Sequence[float], ys: Sequence[float], most: int = POINTS) -> tu
 
 
 def curve(points: ThinnedCurve, name: str, colour: str, hover: str, **more: Any) -> list[dict[str, Any]]:
-    """A thinned curve as traces: its band, the curve, and over a noisy one its trailing mean.
+    """A thinned curve as Plotly traces: its band, the curve, and over a noisy one its trailing mean.
 
     Args:
-        points: of it.
+        points: the curve.
         name: in the legend.
-        colour: of it.
-        hover: what is written there, for `%{x}` and `%{y}`.
-        more: of all traces, such as the axis.
+        colour: of all traces.
+        hover: template with `%{x}` and `%{y}`.
+        more: further fields of all traces, such as the axis.
     """
     traces: list[dict[str, Any]] = []
     if points.each > 1:
@@ -138,7 +123,7 @@ def curve(points: ThinnedCurve, name: str, colour: str, hover: str, **more: Any)
 
 
 def _trailing(values: Sequence[float]) -> list[float]:
-    """The mean of each value and those shortly before it."""
+    """The mean over the window that ends at each value."""
     width = max(2, len(values) // WINDOW)
     return [fmean(values[max(0, at + 1 - width) : at + 1]) for at in range(len(values))]
 
@@ -152,21 +137,14 @@ def _short(values: Sequence[float]) -> list[float]:
 Line = Mapping[str, Any]
 
 DECADES = 100.0
-"""Ratio of the most to the least from which on an axis is logarithmic."""
+"""Ratio of the most to the least from which an axis is logarithmic."""
 
 TOP, BOTTOM = (0.56, 1.0), (0.0, 0.42)
-"""Domains of two panels of one picture."""
+"""Domains of two panels of one figure."""
 
 
 def loss_figure(lines: Sequence[Line]) -> Figure | None:
-    """Loss of training, of each depth of multi-token prediction, and on held-out text.
-
-    Args:
-        lines: of metrics.jsonl.
-
-    Returns:
-        The picture, or None without a recorded loss.
-    """
+    """Loss in training, of each depth of multi-token prediction, and on held-out text; None without a recorded loss."""
     train = _points(lines, "loss")
     if train is None:
         return None
@@ -194,12 +172,7 @@ def loss_figure(lines: Sequence[Line]) -> Figure | None:
 
 
 def gradient_figure(lines: Sequence[Line], run: Run | None) -> Figure | None:
-    """Norm of the gradient above, learning rate below.
-
-    Args:
-        lines: of metrics.jsonl.
-        run: says where gradients are clipped.
-    """
+    """Norm of the gradient above, learning rate below; the configuration has the clipping norm."""
     norm, rate = _points(lines, "gradient_norm"), _points(lines, "learning_rate")
     if norm is None or rate is None:
         return None
@@ -227,11 +200,11 @@ def gradient_figure(lines: Sequence[Line], run: Run | None) -> Figure | None:
 
 
 def speed_figure(lines: Sequence[Line], planned: Projection | None, unit: str = "tokens/s/device") -> Figure | None:
-    """Tokens per second of a device, and below it model FLOPs utilization where it is known.
+    """Tokens per second of a device, and model FLOPs utilization below it if known.
 
     Args:
         lines: of metrics.jsonl.
-        planned: the run where it ran, drawn as dashed lines.
+        planned: projection of the run, drawn as dashed lines.
         unit: of the speed.
     """
     speed, mfu = _points(lines, "tokens_per_second_per_device"), _points(lines, "model_flops_utilization")
@@ -267,12 +240,7 @@ def speed_figure(lines: Sequence[Line], planned: Projection | None, unit: str = 
 
 
 def step_figure(lines: Sequence[Line], planned: Projection | None) -> Figure | None:
-    """Time of the step, with its phases stacked where they were timed.
-
-    Args:
-        lines: of metrics.jsonl.
-        planned: the run where it ran, drawn as a dashed line.
-    """
+    """Time of the step, with stacked phases where they were timed; the projection is a dashed line."""
     whole = _points(lines, "step_seconds")
     if whole is None:
         return None
@@ -311,19 +279,18 @@ def step_figure(lines: Sequence[Line], planned: Projection | None) -> Figure | N
 
 
 def _scale(points: ThinnedCurve) -> dict[str, Any]:
-    """A logarithmic axis where values differ by much."""
+    """A logarithmic axis if values differ by much."""
     least, most = min(points.lows), max(points.highs)
     return {"type": "log", "dtick": 1} if least > 0 and most / least > DECADES else {"rangemode": "tozero"}
 
 
 def usual_of(lines: Sequence[Line], name: str) -> float | None:
-    """The median of a field over the last half of the lines that have it: the first compile, capture and warm up."""
+    """The median of a field over the last half of the lines that have it; the first half has the warm-up."""
     values = [float(line[name]) for line in _having(lines, name)]
     return median(values[int(len(values) * USUAL) :]) if values else None
 
 
 def _layer(points: ThinnedCurve, name: str, colour: str, unit: str) -> dict[str, Any]:
-    """A phase as a layer of the stack."""
     return {
         "type": "scatter",
         "mode": "lines",
@@ -365,24 +332,20 @@ def _level(at: float, axis: str) -> dict[str, Any]:
 # ----------------------------------------------------------------------------------------------------------- run memory
 
 PLACES = 16
-"""On the pipeline that are drawn at most."""
+"""Largest number of pipeline places in the figure."""
 
 CURVES = 4
-"""Ranks whose memory is drawn over time at most."""
+"""Largest number of ranks with a memory curve."""
 
 STAIRS = 1600
 """Points of such a curve."""
 
 MEASURED = "measured"
-"""The part of a bar that no plan divides."""
+"""The part of a bar without a plan."""
 
 
 def memory_figure(evidence: RunEvidence) -> Figure | None:
-    """Bars of what was planned, with marks of what was measured; without a plan bars of what was measured.
-
-    Returns:
-        The picture, or None where neither is known.
-    """
+    """Bars of planned memory with marks of measured peaks, or bars of measured peaks alone; None without either."""
     peaks = measured_peaks(evidence)
     planned = evidence.projection
     if planned is None and not peaks:
@@ -416,7 +379,7 @@ def memory_figure(evidence: RunEvidence) -> Figure | None:
 
 
 def measured_peaks(evidence: RunEvidence) -> dict[int, tuple[int, int | None]]:
-    """For each rank that says so the most bytes that were handed out, and that the allocator held at that time."""
+    """For each rank the most allocated bytes, and the most bytes reserved by its allocator (None if unknown)."""
     found: dict[int, tuple[int, int | None]] = {}
     for one in evidence.ranks:
         if one.memory:
@@ -432,23 +395,23 @@ def measured_peaks(evidence: RunEvidence) -> dict[int, tuple[int, int | None]]:
 
 
 def _places(planned: Projection) -> list[int]:
-    """Places to draw: all, or evenly many with the fullest among them."""
+    """Places to draw: all, or evenly spaced ones and the fullest."""
     count = len(planned.memories)
     if count <= PLACES:
         return list(range(count))
     fullest = max(range(count), key=lambda place: planned.memories[place].total)
-    return sorted({fullest, *(round(step * (count - 1) / (PLACES - 2)) for step in range(PLACES - 1))})
+    return sorted({fullest, *evenly(count, PLACES - 1)})
 
 
 def place_name(planned: Projection, place: int) -> str:
-    """The ranks that stand at a place on the pipeline."""
+    """The ranks at a place of the pipeline."""
     each = planned.cluster.devices // planned.layout.pp
     first = place * each
     return f"rank {first}" if each == 1 else f"ranks {first} to {first + each - 1}"
 
 
 def _measured_words(evidence: RunEvidence) -> str:
-    """What a mark is."""
+    """The meaning of a mark."""
     if not measured_peaks(evidence):
         return "Nothing was measured."
     if evidence.is_cpu:
@@ -457,7 +420,7 @@ def _measured_words(evidence: RunEvidence) -> str:
 
 
 def _marks(peaks: Mapping[int, tuple[int, int | None]], row: Callable[[int], str]) -> list[dict[str, Any]]:
-    """A filled diamond for what was handed out, an open one for what the allocator held."""
+    """A filled diamond for allocated, an open one for reserved memory."""
     traces = []
     for index, (name, symbol) in enumerate(((MEASURED, "diamond"), ("held by the allocator", "diamond-open"))):
         known = {rank: sizes[index] for rank, sizes in peaks.items() if sizes[index] is not None}
@@ -479,7 +442,7 @@ def _marks(peaks: Mapping[int, tuple[int, int | None]], row: Callable[[int], str
 
 
 def _only_measured(evidence: RunEvidence, peaks: Mapping[int, tuple[int, int | None]]) -> Figure:
-    """One bar for each rank that was looked at."""
+    """One bar for each measured rank."""
     ranks = sorted(peaks, key=lambda rank: -peaks[rank][0])[:PLACES]
     ranks.sort()
     names = [f"rank {rank}" for rank in ranks]
@@ -500,11 +463,7 @@ def _only_measured(evidence: RunEvidence, peaks: Mapping[int, tuple[int, int | N
 
 
 def memory_over_time(evidence: RunEvidence) -> Figure | None:
-    """What allocators held over the last recorded step, of the fullest ranks.
-
-    Returns:
-        The picture, or None if no trace has the allocator's events.
-    """
+    """Allocator memory over the last recorded step, of the fullest ranks; None if no trace recorded memory."""
     with_memory = [one for one in evidence.ranks if one.memory]
     if not with_memory:
         return None

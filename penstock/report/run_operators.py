@@ -1,12 +1,9 @@
-"""Where a recorded step went, as an icicle: step, pipeline action or pass, layer, phase, operator, kernel.
+"""Figures of operators: where a recorded step went, as an icicle, and each call under the device's roofline.
 
-The width of a block is busy time of the device that is charged to it, every moment once: to computing before
-communication before copies. So blocks side by side add up to the one above them, with idle time beside them to the
-step, and communication that is hidden behind computing takes no width; hovering tells the time of its kernels as well.
-Micro-batches of one action are added up: what they differ in shows in the timeline. Blocks below `SMALL` of the step
-are joined to one.
-
-How near operators come to what the device could do: FLOP/s over FLOPs for each byte, under the device's roofs.
+The levels of the icicle are step, pipeline action or pass, layer, phase, operator, kernel. The width of a block is the
+busy time that is charged to it, every moment once: to compute before communication before copies. So neighbours add up
+to the block above, with idle time beside them, and hidden communication has no width; hovering shows kernel time too.
+Micro-batches of one action are added up. Blocks below `SMALL` of the step are joined.
 """
 
 from collections import defaultdict
@@ -19,7 +16,7 @@ from penstock.base.devices import Chip
 from penstock.base.numbers import counted, rounded, time_text
 from penstock.layout.actions import Kind
 from penstock.report.colours import HUES, KERNELS, LIMIT, ink_on, kernel_group
-from penstock.report.figure import Figure
+from penstock.report.figure import Figure, evenly
 from penstock.report.run_evidence import RunEvidence, last_step, step_name, window_us
 from penstock.trace.analysis import RankAnalysis
 from penstock.trace.kernel_names import generic_category, specific_category
@@ -27,13 +24,13 @@ from penstock.trace.operators import Leaf, hierarchy
 from penstock.trace.roofline import RooflineRow
 
 RANKS = 8
-"""That can be chosen at most: each is a picture of its own."""
+"""Largest number of ranks to choose from: each is a figure of its own."""
 
 SMALL = 0.0008
 """Share of the step below which blocks are joined."""
 
 NAME_LETTERS = 90
-"""Of the name of a kernel."""
+"""Characters of a kernel's name."""
 
 _PASSES: Mapping[str, str] = {
     "forward": HUES[Kind.FORWARD],
@@ -49,7 +46,7 @@ _ORDER = ("forward", "recompute", "backward", "input", "weight", "update")
 
 @dataclass
 class _Block:
-    """A block on its way."""
+    """A block that accumulates leaves."""
 
     colour: str
     exposed_us: float = 0.0
@@ -58,21 +55,16 @@ class _Block:
     inside: dict[str, "_Block"] = field(default_factory=dict)
 
     def add(self, leaf: Leaf) -> None:
-        """Count a leaf."""
         self.exposed_us += leaf.exposed_us
         self.kernel_us += leaf.kernel_us
         self.events += leaf.events
 
 
 def flame_figure(evidence: RunEvidence) -> Figure | None:
-    """The icicle of the last recorded step, of a rank that the reader chooses.
-
-    Returns:
-        The picture, or None without a trace.
-    """
+    """The icicle of the last recorded step, for a rank that the reader chooses; None without a trace."""
     if not evidence.ranks:
         return None
-    ranks = _chosen(evidence.ranks)
+    ranks = [evidence.ranks[at] for at in evenly(len(evidence.ranks), RANKS)]
     number = last_step(ranks)
     idle = "outside of operators" if evidence.is_host else "idle"
     data = [_icicle(one, number, idle) | {"visible": one is ranks[0]} for one in ranks]
@@ -98,15 +90,7 @@ def flame_figure(evidence: RunEvidence) -> Figure | None:
     )
 
 
-def _chosen(ranks: Sequence[RankAnalysis]) -> list[RankAnalysis]:
-    """All, or evenly many with the first and the last."""
-    if len(ranks) <= RANKS:
-        return list(ranks)
-    return [ranks[round(at * (len(ranks) - 1) / (RANKS - 1))] for at in range(RANKS)]
-
-
 def _icicle(one: RankAnalysis, number: int | None, idle: str) -> dict[str, Any]:
-    """The blocks of a rank as a trace."""
     root = _blocks(one, number, idle)
     table: dict[str, list[Any]] = defaultdict(list)
     name = step_name(one, number) or "recorded"
@@ -133,7 +117,7 @@ def _icicle(one: RankAnalysis, number: int | None, idle: str) -> dict[str, Any]:
 
 
 def _blocks(one: RankAnalysis, number: int | None, idle: str) -> _Block:
-    """The tree of a step, with what is left of it as `idle`."""
+    """The tree of a step, with the remaining time as `idle`."""
     name = step_name(one, number)
     leaves = [leaf for leaf in hierarchy(one.trace, one.phases) if name is None or leaf.step == name]
     root = _Block(colour=_GROUND)
@@ -152,7 +136,7 @@ def _blocks(one: RankAnalysis, number: int | None, idle: str) -> _Block:
 
 
 def _path(leaf: Leaf) -> list[tuple[str, str]]:
-    """Names and colours from below the step down to the kernel."""
+    """Labels and colours from below the step down to the kernel."""
     action = leaf.action.partition(", micro-batch")[0]
     is_pass = not action or action.startswith("micro-batch")
     top = (leaf.pass_ or "not launched in the trace") if is_pass else action
@@ -170,7 +154,7 @@ def _path(leaf: Leaf) -> list[tuple[str, str]]:
 
 
 def _write(block: _Block, label: str, parent: str, into: tuple[float, dict[str, list[Any]]]) -> None:
-    """Append a block and what is inside, small ones as one."""
+    """Append a block and its children to a table, joining small ones."""
     whole_us, table = into
     own = f"{len(table['ids'])}"
     kept = _without_small(block, SMALL * whole_us)
@@ -191,7 +175,7 @@ def _write(block: _Block, label: str, parent: str, into: tuple[float, dict[str, 
 
 
 def _without_small(block: _Block, least_us: float) -> dict[str, _Block]:
-    """What is inside a block, with small blocks as one, if they are not small together."""
+    """The children of a block; small ones are joined, unless they are small together."""
     kept = {name: one for name, one in block.inside.items() if one.exposed_us >= least_us}
     small = [one for name, one in block.inside.items() if name not in kept]
     rest = _Block(
@@ -204,7 +188,7 @@ def _without_small(block: _Block, least_us: float) -> dict[str, _Block]:
 
 
 def _in_order(blocks: Mapping[str, _Block]) -> list[tuple[str, _Block]]:
-    """Passes in the order of a step, layers by number, and behind them by size what belongs to none."""
+    """Passes in the order of a step, then layers by number, then all others by size."""
 
     def key(entry: tuple[str, _Block]) -> tuple[int, float, float]:
         label, block = entry
@@ -220,10 +204,10 @@ def _in_order(blocks: Mapping[str, _Block]) -> list[tuple[str, _Block]]:
 # --------------------------------------------------------------------------------------------------------- run roofline
 
 POINTS = 400
-"""Calls that are drawn at most, the longest."""
+"""Largest number of drawn calls; the longest are drawn."""
 
 LEAST = 1e-5
-"""Of the peak. Calls that reach less (a fill of a few numbers) would stretch the axes and are only counted."""
+"""Share of the peak below which calls are only counted, because they would stretch the axes."""
 
 UNITS = ((1e12, "TFLOP/s"), (1e9, "GFLOP/s"), (1e6, "MFLOP/s"))
 
@@ -231,11 +215,7 @@ SHAPE_LETTERS = 110
 
 
 def roofline_figure(evidence: RunEvidence) -> Figure | None:
-    """Every different call of the first recorded rank whose work is known.
-
-    Returns:
-        The picture, or None if no call's work is known.
-    """
+    """Every different call with known work, of the first recorded rank that has any; None without one."""
     one = next((each for each in evidence.ranks if _known(each)), None)
     if one is None:
         return None
@@ -280,7 +260,7 @@ def _known(one: RankAnalysis) -> list[RooflineRow]:
 
 
 def _drawn(rows: Sequence[RooflineRow], chip: Chip | None) -> Sequence[RooflineRow]:
-    """The longest of those that reach something."""
+    """The longest calls above the least share of the peak."""
     peak = chip.bf16 if chip is not None else max(row.flops_per_second or 0.0 for row in rows)
     return [row for row in rows if (row.flops_per_second or 0.0) >= LEAST * peak][:POINTS]
 
@@ -292,7 +272,6 @@ def _unit(rows: Sequence[RooflineRow], chip: Chip | None) -> tuple[float, str]:
 
 
 def _points(rows: Sequence[RooflineRow], size: float, unit: str) -> list[dict[str, Any]]:
-    """One trace for each group of operators."""
     groups: dict[str, list[RooflineRow]] = {}
     for row in rows:
         groups.setdefault(_group(row.operator), []).append(row)
@@ -322,7 +301,6 @@ def _points(rows: Sequence[RooflineRow], size: float, unit: str) -> list[dict[st
 
 
 def _group(operator: str) -> str:
-    """Of an operator, by its name."""
     part = specific_category(operator) or generic_category(operator)
     return "other" if part is None else kernel_group(part.value)
 
@@ -341,7 +319,7 @@ def _facts(row: RooflineRow) -> list[str]:
 
 
 def _roofs(chip: Chip, size: float, reach: tuple[float, float]) -> list[dict[str, Any]]:
-    """The memory's slope up to the highest peak, and each peak from there on."""
+    """The slope of the memory up to the highest peak, and each peak from there on."""
     peaks = {name: peak for name, peak in (("fp8", chip.fp8), ("bf16", chip.bf16), ("fp32", chip.fp32)) if peak}
     ridge = max(peaks.values()) / chip.memory
     left, right = min(reach[0] / 2, ridge / 100), max(reach[1] * 3, ridge * 5)
@@ -356,7 +334,6 @@ def _roofs(chip: Chip, size: float, reach: tuple[float, float]) -> list[dict[str
 
 
 def _roof(xs: Sequence[float], ys: Sequence[float], dash: str) -> dict[str, Any]:
-    """One line of the roof."""
     return {
         "type": "scatter",
         "mode": "lines+text",

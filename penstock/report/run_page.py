@@ -1,14 +1,12 @@
-"""One HTML file that shows a run: what it did, what was planned, what stands in its way. It opens without a network.
+"""One HTML file that shows a run: its metrics, its plan, its traces and its bottleneck. It opens without a network.
 
     write_run_page(gather(Path("runs/first")), Path("runs/first/report.html"))
 
-Ten parts, each from a file beside this one. A part without evidence is left out; the last card says what is missing,
-and how to record it. What is too much for a page is thinned, and says so.
-
-The words of a run's page: what is read first, the doctor's verdict, configuration and environment.
+The page has ten sections. A section without evidence is left out; the last card lists what is missing, and how to
+record it. Data that are too large for a page are thinned, and the caption says so.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -40,14 +38,12 @@ from penstock.tune.doctor.evidence import Evidence
 
 @dataclass(frozen=True, kw_only=True)
 class PageSection:
-    """A part of the page.
+    """A section of the page.
 
     Attributes:
         name: its anchor.
-        title: its heading.
-        figures: pictures.
-        cards: HTML of other cards: title and content.
-        missing: lines on what is not there.
+        cards: title and HTML of other cards.
+        missing: lines about missing evidence.
     """
 
     name: str
@@ -58,7 +54,7 @@ class PageSection:
 
 
 def sections_of(evidence: RunEvidence) -> list[PageSection]:
-    """All parts, in their order."""
+    """All sections in order."""
     return [make(evidence) for make in SECTIONS]
 
 
@@ -95,18 +91,14 @@ def _memory(evidence: RunEvidence) -> PageSection:
     missing = []
     if evidence.projection is None:
         missing.append(sentence(evidence.lacks.plan))
-    if curve is None:
-        missing.append(_no_memory(evidence))
+    if curve is None and evidence.is_host:
+        missing.append("Memory over a step is recorded of GPUs only.")
+    elif curve is None and not evidence.ranks:
+        missing.append(sentence(evidence.lacks.trace))
+    elif curve is None:
+        missing.append("Memory over a step is not in the traces: record it with profile.memory=true.")
     found = [one for one in (bars, curve) if one is not None]
     return PageSection(name="memory", title="Memory", figures=found, missing=missing)
-
-
-def _no_memory(evidence: RunEvidence) -> str:
-    if evidence.is_host:
-        return "Memory over a step is recorded of GPUs only."
-    if not evidence.ranks:
-        return sentence(evidence.lacks.trace)
-    return "Memory over a step is not in the traces: record it with profile.memory=true."
 
 
 def _timeline(evidence: RunEvidence) -> PageSection:
@@ -159,21 +151,18 @@ SECTIONS: tuple[Callable[[RunEvidence], PageSection], ...] = (
 
 
 def _not_shown(parts: Sequence[PageSection]) -> PageSection:
-    """What the parts lack, each reason once, with the parts that it holds for."""
+    """The reasons why evidence is missing, each once, with the sections that it applies to."""
     titles: dict[str, list[str]] = {}
     for part in parts:
         for line in filter(None, part.missing):
             titles.setdefault(line, []).append(part.title)
-    rows = {line: ", ".join(dict.fromkeys(names)) for line, names in titles.items()}
-    cards = [("What is missing, and why", reasons(rows))] if rows else []
+    rows = [(", ".join(dict.fromkeys(names)), line) for line, names in titles.items()]
+    cards = [("What is missing, and why", pairs(rows))] if rows else []
     return PageSection(name="missing", title="Not shown", cards=cards)
 
 
 def run_page(evidence: RunEvidence) -> str:
     """The page of a run.
-
-    Args:
-        evidence: of it.
 
     Raises:
         PicturesError: Plotly is not installed.
@@ -194,11 +183,7 @@ def run_page(evidence: RunEvidence) -> str:
 
 
 def write_run_page(evidence: RunEvidence, path: Path) -> None:
-    """Write the page of a run.
-
-    Args:
-        evidence: of it.
-        path: of the file; one that is there is replaced.
+    """Write the page of a run in place of an existing file.
 
     Raises:
         PicturesError: Plotly is not installed, or the file cannot be written.
@@ -207,7 +192,7 @@ def write_run_page(evidence: RunEvidence, path: Path) -> None:
 
 
 def section_html(part: PageSection) -> str:
-    """Heading, pictures and cards. A picture or card that stands alone takes the whole width."""
+    """Heading, figures and cards. A single figure or card takes the whole width."""
     narrow = [figure for figure in part.figures if not figure.is_wide]
     figures = "".join(card(figure, is_wide=figure.is_wide or len(narrow) == 1) for figure in part.figures)
     width = ' class="wide"' if len(part.cards) == 1 else ""
@@ -222,7 +207,7 @@ FACTS = 12
 
 
 def summary(evidence: RunEvidence) -> dict[str, str]:
-    """Key figures by name; what is not known is left out."""
+    """Key figures by name; unknown ones are left out."""
     lines = evidence.lines
     facts: dict[str, str] = {}
     if lines:
@@ -243,7 +228,7 @@ def summary(evidence: RunEvidence) -> dict[str, str]:
 
 
 def _speeds(evidence: RunEvidence) -> dict[str, str]:
-    """Of the usual step."""
+    """Key figures of the usual step."""
     texts: dict[str, tuple[str, Callable[[float], str]]] = {
         "tokens_per_second_per_device": ("speed", lambda speed: f"{three_digits(speed)} {evidence.speed_unit}"),
         "step_seconds": ("time", lambda seconds: f"{time_text(seconds)} per step"),
@@ -266,19 +251,14 @@ def where_text(evidence: RunEvidence) -> str:
 
 
 def _layout_text(run: Run, world: int) -> str:
-    """Sizes above 1."""
+    """Parallel sizes above 1."""
     grid = grid_of(run, world)
     sizes = {"PP": grid.pipeline, "EP": grid.expert, "TP": grid.tensor, "CP": grid.context, "DP": grid.data}
     return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
 
 
 def verdict_html(verdict: Diagnosis, judged: Evidence) -> str:
-    """The sentence, the remedies, the evidence, and what could not be looked at.
-
-    Args:
-        verdict: of the doctor.
-        judged: of what.
-    """
+    """The doctor's sentence, remedies and evidence, and what could not be examined."""
     notes = "".join(f"<p>{escape(sentence(note))}</p>" for note in verdict.notes)
     words = f'<p class="faint">{sentence(spent_text(verdict, judged))}</p>' if judged.ranks else ""
     remedies = _remedies(verdict) if verdict.remedies else "<p>No change that is known wins more than noise.</p>"
@@ -323,11 +303,7 @@ def _facts(facts: Sequence[EvidenceLine]) -> str:
 
 
 def host_html(table: HostTable) -> str:
-    """What a CPU did per step: operators and phases by their own time.
-
-    Args:
-        table: of the first rank.
-    """
+    """The work of a CPU per step: operators and phases by own time."""
     outside = f"{ms_text(table.outside_us)} ms ({table.outside:.1%}) outside of operators (Python, waiting)"
     tables = "".join(
         f"<h3>{title}</h3>{_host_rows(rows)}"
@@ -350,7 +326,7 @@ def _host_rows(rows: Sequence[HostRow]) -> str:
 
 
 def config_html(run: Run) -> str:
-    """The whole configuration, folded away under what is most asked for."""
+    """The most important settings, with the whole configuration folded away."""
     training, parallel, moe = run.training, run.parallel, run.model.moe
     model = f"{run.model.family}, {run.model.layers} layers, hidden {run.model.hidden_size:,}"
     if moe is not None:
@@ -368,14 +344,14 @@ def config_html(run: Run) -> str:
         "dispatch": f"{run.dispatch.method}, sync-free {run.dispatch.sync_free}, overlap {run.dispatch.overlap}",
     }
     toml = escape(dump_toml(run))
-    return f"{pairs(facts)}<details><summary>config.toml, every field</summary><pre>{toml}</pre></details>"
+    return f"{pairs(facts.items())}<details><summary>config.toml, every field</summary><pre>{toml}</pre></details>"
 
 
 def environment_html(evidence: RunEvidence) -> str:
-    """Where and how the run was started, each time; empty if nothing is known of it."""
+    """The machine and the command of each start; empty if nothing is known."""
     known = {**_of_traces(evidence), "recorded": counted(len(evidence.lines), "step") if evidence.lines else ""}
     if not evidence.starts:
-        return pairs({name: text for name, text in known.items() if text}) if any(known.values()) else ""
+        return pairs(known.items()) if any(known.values()) else ""
     shown = evidence.starts[-1]
     facts = {name.replace("_", " "): _text(value) for name, value in shown.items() if value is not None}
     facts |= known
@@ -383,11 +359,11 @@ def environment_html(evidence: RunEvidence) -> str:
     before = (
         f"<details><summary>{counted(len(evidence.starts) - 1, 'earlier start')}</summary><ul>{earlier}</ul></details>"
     )
-    return pairs({name: text for name, text in facts.items() if text}) + (before if earlier else "")
+    return pairs(facts.items()) + (before if earlier else "")
 
 
 def _of_traces(evidence: RunEvidence) -> dict[str, str]:
-    """What the traces say of the machine."""
+    """The machine as the traces describe it."""
     if not evidence.ranks:
         return {}
     trace = evidence.ranks[0].trace
@@ -416,23 +392,11 @@ def _line(start: Mapping[str, Any]) -> str:
     return f"{start.get('time', '')}: {start.get('command', '')} ({start.get('device', '')})"
 
 
-def pairs(facts: Mapping[str, str]) -> str:
-    """Names and values, under each other."""
+def pairs(facts: Iterable[tuple[str, str]]) -> str:
+    """A table of names and values; empty values are left out."""
     rows = "".join(
         f"<tr><th class=text>{escape(name)}</th><td class=reason>{escape(text)}</td></tr>"
-        for name, text in facts.items()
-    )
-    return scrolling(f'<table class="pairs"><tbody>{rows}</tbody></table>')
-
-
-def reasons(parts: Mapping[str, str]) -> str:
-    """Reasons why something is not shown, each behind the parts that it holds for.
-
-    Args:
-        parts: by reason.
-    """
-    rows = "".join(
-        f"<tr><th class=text>{escape(names)}</th><td class=reason>{escape(line)}</td></tr>"
-        for line, names in parts.items()
+        for name, text in facts
+        if text
     )
     return scrolling(f'<table class="pairs"><tbody>{rows}</tbody></table>')

@@ -1,10 +1,8 @@
-"""Who waited for whom, and who sent how much to whom: a square for each pair of ranks.
+"""Figures of ranks: waiting and bytes for each pair of ranks, and the load of the experts by layer and by rank.
 
-Waiting comes from matched collectives (penstock/trace/collectives.py). Bytes come from all-to-alls whose kernels carry
-the sizes of their parts, or send equal parts; of kernels that write into other devices' memory nobody wrote down where
-to, so these are not in it, and the caption says how much of the exchanges is.
-
-How evenly experts were loaded: each layer over the steps of a run, and each rank in the recorded steps.
+Waiting comes from matched collectives (penstock/trace/collectives.py). Bytes come from all-to-alls whose kernels record
+their splits, or have equal splits; kernels that write into other devices' memory record no destination, so they are not
+included, and the caption says how many of the all-to-alls are.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,17 +19,17 @@ from penstock.trace.events import NONE, Floats, Trace
 from penstock.trace.experts import ExpertLoad
 
 RANKS = 64
-"""Rows and columns at most; neighbours are added up beyond."""
+"""Largest number of rows and columns; beyond it neighbours are joined."""
 
 GAPS = 24
 """Rows up to which there is a gap between squares."""
 
 LISTED = "[]"
-"""Sizes of parts that are all the same."""
+"""Recorded splits that are all equal."""
 
 
 def rank_pictures(evidence: RunEvidence) -> tuple[list[Figure], list[str]]:
-    """The pictures that there is evidence for, and what is missing."""
+    """The figures with evidence, and what is missing."""
     answer = evidence.answer
     if answer is None:
         return [], [f"Nothing is known of what ranks did to each other: {evidence.lacks.trace}."]
@@ -59,7 +57,7 @@ def rank_pictures(evidence: RunEvidence) -> tuple[list[Figure], list[str]]:
 
 
 def waiting_figure(collectives: CollectiveTimes) -> Figure | None:
-    """Milliseconds that each rank waited for each other, or None if no waiting is known."""
+    """Milliseconds that each rank waited for each other rank, or None if no waiting is known."""
     known = np.isfinite(collectives.wait_us).any(axis=1)
     if not known.any():
         return None
@@ -83,12 +81,7 @@ def waiting_figure(collectives: CollectiveTimes) -> Figure | None:
 
 
 def bytes_figure(collectives: CollectiveTimes, traces: dict[int, Trace]) -> Figure | None:
-    """Bytes that all-to-alls sent from rank to rank, or None if no all-to-all tells.
-
-    Args:
-        collectives: of all ranks.
-        traces: by rank.
-    """
+    """Bytes that all-to-alls sent from rank to rank, or None if no all-to-all records them."""
     calls = collectives.calls
     ranks = calls.ranks
     sent, told, asked = np.zeros((len(ranks), len(ranks))), 0, 0
@@ -116,7 +109,7 @@ def bytes_figure(collectives: CollectiveTimes, traces: dict[int, Trace]) -> Figu
 
 
 def _parts(calls: CollectiveCalls, row: int, trace: Trace) -> list[tuple[int, float]] | None:
-    """Ranks of the group and the bytes that one all-to-all sent to each, or None if it does not say."""
+    """Ranks of the group and the bytes that one all-to-all sent to each, or None if not recorded."""
     group, total = calls.group[row], float(calls.sent_bytes[row])
     if group == NONE or not calls.groups[group].members or not np.isfinite(total):
         return None
@@ -172,7 +165,7 @@ def _square(
 
 
 def _joined(table: Floats, each: int) -> Floats:
-    """The sums of squares of neighbours."""
+    """Sums over squares of neighbours."""
     at = np.arange(0, len(table), each)
     joined: Floats = np.add.reduceat(np.add.reduceat(table, at, axis=0), at, axis=1)
     return joined
@@ -181,11 +174,11 @@ def _joined(table: Floats, each: int) -> Floats:
 # ---------------------------------------------------------------------------------------------------------- run experts
 
 ROWS = 400
-"""Layers of steps of that picture."""
+"""Layers of steps in the figure of ranks."""
 
 
 def expert_pictures(evidence: RunEvidence) -> tuple[list[Figure], list[str]]:
-    """The pictures that there is evidence for, and what is missing."""
+    """The figures with evidence, and what is missing."""
     run = evidence.run
     if run is not None and run.model.moe is None:
         return [], ["The model has no experts."]
@@ -204,7 +197,7 @@ def expert_pictures(evidence: RunEvidence) -> tuple[list[Figure], list[str]]:
 
 
 def _why_not(evidence: RunEvidence) -> str:
-    """Why the loads of ranks are not known."""
+    """The reason why the loads of ranks are unknown."""
     if evidence.answer is None:
         return evidence.lacks.trace
     if len(evidence.answer.loaded) < 2:
@@ -213,14 +206,7 @@ def _why_not(evidence: RunEvidence) -> str:
 
 
 def load_figure(lines: Sequence[Mapping[str, Any]]) -> Figure | None:
-    """Load of the fullest expert over the mean, by layer and step.
-
-    Args:
-        lines: of metrics.jsonl; those without layers are passed over.
-
-    Returns:
-        The picture, or None if no line has layers.
-    """
+    """Load of the fullest expert over the mean, by layer and step; None if no line of metrics.jsonl has layers."""
     told = [line for line in lines if line.get("layers")]
     layers = sorted({one["layer"] for line in told for one in line["layers"]})
     if not layers:
@@ -249,11 +235,7 @@ def load_figure(lines: Sequence[Mapping[str, Any]]) -> Figure | None:
 
 
 def rank_figure(load: ExpertLoad) -> Figure | None:
-    """Load of each rank's experts over the mean of ranks, for each layer of each traced step.
-
-    Returns:
-        The picture, or None without loads of several ranks.
-    """
+    """Load of each rank's experts over the mean of ranks, by layer and traced step; None without several ranks."""
     if len(load.ranks) < 2 or not len(load.loads):
         return None
     loads = load.loads[:ROWS]

@@ -22,7 +22,7 @@ from penstock.base.numbers import three_digits
 from penstock.layout.actions import Kind
 from penstock.plan.projection import Projection
 from penstock.report.colours import KERNELS, kernel_group
-from penstock.report.figure import Figure
+from penstock.report.figure import Figure, evenly
 from penstock.report.run_evidence import RunEvidence, StepClock, clock_of, last_step, sentence
 from penstock.report.run_metrics import place_name
 from penstock.report.timeline import (
@@ -47,7 +47,7 @@ PASS = re.compile(
     r"(?P<what>forward|backward|input gradient|weight gradient) of stage (?P<stage>\d+)"
     r", micro-batch (?P<micro_batch>\d+)"
 )
-"""Names of spans, as penstock/base/spans.py has them."""
+"""Names of spans, as in penstock/base/spans.py."""
 
 KINDS: Mapping[str, Kind] = {
     "forward": Kind.FORWARD,
@@ -57,7 +57,7 @@ KINDS: Mapping[str, Kind] = {
 }
 
 _ALLOCATES = "aten::empty"
-"""Operators of a CPU that begin a receive, before there is anything to do."""
+"""CPU operators that prepare a receive."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class _Measured:
 
 
 def has_passes(one: RankAnalysis) -> bool:
-    """Whether a trace has spans of a pipeline."""
+    """A trace has spans of a pipeline."""
     return any(PASS.fullmatch(name) for name in one.trace.names)
 
 
@@ -82,8 +82,8 @@ def measured_passes(
 
     Args:
         evidence: of the run.
-        ranks: to draw.
-        clock: of them.
+        ranks: the drawn ones.
+        clock: of these ranks.
         places: of ranks on the pipeline.
     """
     step = last_step(ranks)
@@ -107,7 +107,7 @@ def _interval(one: _Measured, zero_us: float, stages: Sequence[int]) -> Interval
 
 
 def _passes(one: RankAnalysis, calls: CollectiveCalls, step: int | None) -> list[_Measured]:
-    """Every pass of a step, by start."""
+    """The passes of a step, by start."""
     trace = one.trace
     span = _spans(trace)
     row = np.where(_is_work(one, calls), span.of(_asked(trace)), NONE)
@@ -129,13 +129,13 @@ def _passes(one: RankAnalysis, calls: CollectiveCalls, step: int | None) -> list
 
 
 def _asked(trace: Trace) -> Floats:
-    """When each event of the device was asked for; nan where that is not known."""
+    """Launch time of each GPU event; nan if unknown."""
     gpu = trace.gpu
     return np.append(trace.host.start_us, np.nan)[np.where(gpu.is_linked, gpu.launch, len(trace.host))]
 
 
 def _is_work(one: RankAnalysis, calls: CollectiveCalls) -> Flags:
-    """Events of the device but for messages between stages, and what prepares them."""
+    """Mask of the GPU events that are not messages between stages or their preparation."""
     gpu, phases, placement = one.trace.gpu, one.phases, one.phases.placement
     is_work = placement.collective != CATEGORIES.index(Category.POINT_TO_POINT)
     messages = [number for number, name in enumerate(phases.names) if name.startswith(Category.POINT_TO_POINT)]
@@ -152,9 +152,9 @@ class _Spans:
 
     Attributes:
         passes: by row of the host.
-        paired: rows that lie within another, or have another within.
+        paired: rows that enclose another span, or are enclosed.
         rows: of the host, by start.
-        parent: of each row of the host the span around it, or NONE.
+        parent: of each row of the host the enclosing span, or NONE.
         end_us: of each row of the host.
         start_us: of `rows`.
     """
@@ -202,13 +202,13 @@ def _pass_of(match: re.Match[str]) -> PipelinePass:
 # ------------------------------------------------------------------------------------------------------------ run lanes
 
 BOXES = 10_000
-"""Of all lanes together."""
+"""Largest number of boxes, over all lanes."""
 
 TOUCHING_US = 2.0
-"""Kernels of one phase that are less than this apart are one box."""
+"""Kernels of one phase with a smaller distance are one box."""
 
 FINER = (16, 8, 4, 2, 1)
-"""Slots for each box that a lane may have: many slots are alike, so the finest that fits is taken."""
+"""Slots for each box of a lane: equal neighbours are joined, so the finest division that fits is used."""
 
 LAYERS = 4096
 """More than any model has."""
@@ -218,12 +218,11 @@ _GROUPS = tuple(KERNELS)
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseLanes:
-    """A step in phases.
+    """A step by phases.
 
     Attributes:
-        timeline: of it.
-        slot_us: width of the slots that some lanes had to be cut into; 0 if every box is exact.
-        has_halves: what is sent and copied has a half of its own.
+        slot_us: width of the slots that some lanes are divided into; 0 if every box is exact.
+        has_halves: communication and copies have the lower half of a lane.
     """
 
     timeline: Timeline
@@ -233,7 +232,7 @@ class PhaseLanes:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Boxes:
-    """Boxes of one half of a lane: times in microseconds from zero, and what each is."""
+    """Boxes of one half of a lane: microseconds from zero, and (group, name) of each."""
 
     start_us: Floats
     end_us: Floats
@@ -245,8 +244,8 @@ def measured_phases(ranks: Sequence[RankAnalysis], clock: StepClock, boxes: int 
 
     Args:
         ranks: with a trace.
-        clock: of them.
-        boxes: at most, of all lanes together.
+        clock: of these ranks.
+        boxes: largest number over all lanes.
     """
     sends = any((one.trace.gpu.kind == GpuKind.COMMUNICATION)[_in_window(one, clock)].any() for one in ranks)
     each = max(10, boxes // (len(ranks) * (2 if sends else 1)))
@@ -264,12 +263,11 @@ def measured_phases(ranks: Sequence[RankAnalysis], clock: StepClock, boxes: int 
 
 
 def _is_sent(one: RankAnalysis) -> Flags:
-    """Events that do not compute."""
     return ~np.isin(one.trace.gpu.kind, [GpuKind.COMPUTE, GpuKind.SET])
 
 
 def _in_window(one: RankAnalysis, clock: StepClock) -> Flags:
-    """Events that begin in the step."""
+    """Mask of the events that begin in the step."""
     start, end = clock.windows_us[one.rank]
     begun: Flags = (one.trace.gpu.start_us >= start) & (one.trace.gpu.start_us < end)
     return begun
@@ -298,7 +296,7 @@ def _half(one: RankAnalysis, clock: StepClock, chosen: Flags | None, most: int) 
 
 
 def _times(one: RankAnalysis) -> tuple[Floats, Floats]:
-    """Start and end of every entry: an event that waits for other ranks does so first, and is two of them."""
+    """Start and end of every entry. An event that waited has two entries, the waiting one first."""
     phases, gpu = one.phases, one.trace.gpu
     waits = np.array([name.endswith(WAITING) for name in phases.names], dtype=bool)[phases.name_id]
     split = waits & (np.bincount(phases.event, minlength=len(gpu))[phases.event] > 1)
@@ -308,7 +306,7 @@ def _times(one: RankAnalysis) -> tuple[Floats, Floats]:
 
 
 def _merged(start: Floats, end: Floats, key: Integers) -> tuple[Floats, Floats, Integers]:
-    """Neighbours of one key that touch, as one."""
+    """Touching neighbours of one key, joined."""
     if not len(start):
         return start, end, key
     reached = np.maximum.accumulate(end)
@@ -319,7 +317,7 @@ def _merged(start: Floats, end: Floats, key: Integers) -> tuple[Floats, Floats, 
 
 
 def _slotted(start: Floats, end: Floats, group: Integers, edges: Floats) -> _Boxes:
-    """Slots between edges, by what took most of each; neighbours are one. Less than half of a slot is left as idle."""
+    """Slots between edges, each with the group that took most of it; a slot that is less than half busy is idle."""
     kinds = np.unique(group)
     covered = [union(start[group == one], end[group == one]).covered_us(edges[:-1], edges[1:]) for one in kinds]
     busy = union(start, end).covered_us(edges[:-1], edges[1:]) >= (edges[1] - edges[0]) / 2
@@ -360,14 +358,14 @@ def _intervals(boxes: _Boxes, part: tuple[float, float]) -> list[Interval]:
 # --------------------------------------------------------------------------------------------------------- run timeline
 
 LANES = 64
-"""Of one picture at most."""
+"""Largest number of lanes in a figure."""
 
 LATE = 4
-"""Ranks for which others wait most are drawn in any case."""
+"""Ranks that others wait for most, always drawn."""
 
 
 def timeline_pictures(evidence: RunEvidence) -> tuple[list[Figure], list[str]]:
-    """The picture, and what it lacks."""
+    """The figure, and what it lacks."""
     has_pipeline = any(has_passes(one) for one in evidence.ranks)
     plan = _planned(evidence.projection)
     if not evidence.ranks:
@@ -388,7 +386,7 @@ def _planned(projection: Projection | None) -> Timeline | None:
 
 
 def _pipeline(evidence: RunEvidence, plan: Timeline | None) -> tuple[list[Figure], list[str]]:
-    """Passes of ranks under those of their place."""
+    """Measured passes below the planned passes of the same place."""
     places = _places_of(evidence)
     count = len(plan.lanes) if plan is not None else max(places.values()) + 1
     kept = _kept(sorted(set(places.values())), count, LANES // (1 if plan is None else 2))
@@ -410,7 +408,7 @@ def _pipeline(evidence: RunEvidence, plan: Timeline | None) -> tuple[list[Figure
 
 
 def _places_of(evidence: RunEvidence) -> Mapping[int, int]:
-    """The place on the pipeline of each rank with a trace: ranks of a place follow each other."""
+    """The pipeline place of each rank with a trace; ranks of a place are consecutive."""
     told = max((one.trace.world or 0 for one in evidence.ranks), default=0)
     world = told or evidence.facts.world or max(one.rank for one in evidence.ranks) + 1
     places = evidence.run.parallel.pipeline if evidence.run is not None else world
@@ -418,44 +416,35 @@ def _places_of(evidence: RunEvidence) -> Mapping[int, int]:
 
 
 def _kept(recorded: Sequence[int], count: int, most: int) -> list[int]:
-    """Places to draw: those with a recorded rank before others."""
-    first = {recorded[at] for at in _spread(range(len(recorded)), most)}
+    """Places to draw: those with a recorded rank first."""
+    first = {recorded[at] for at in evenly(len(recorded), most)}
     rest = [place for place in range(count) if place not in first]
-    return sorted(first | {rest[at] for at in _spread(range(len(rest)), most - len(first))})
+    return sorted(first | {rest[at] for at in evenly(len(rest), most - len(first))})
 
 
 def _of_places(
     ranks: Sequence[RankAnalysis], places: Mapping[int, int], kept: Sequence[int], most: int
 ) -> list[RankAnalysis]:
-    """Equally many ranks of each place that is drawn."""
+    """Equally many ranks of each drawn place."""
     each = max(1, most // max(1, len(kept)))
     chosen = []
     for place in kept:
         of_place = [one for one in ranks if places[one.rank] == place]
-        chosen += [of_place[at] for at in _spread(range(len(of_place)), each)]
+        chosen += [of_place[at] for at in evenly(len(of_place), each)]
     return chosen
 
 
-def _spread(numbers: range, most: int) -> list[int]:
-    """So many of them, evenly, the first and the last among them."""
-    if len(numbers) <= most:
-        return list(numbers)
-    if most < 1:
-        return []
-    return sorted({round(at * (len(numbers) - 1) / max(1, most - 1)) for at in range(most)})
-
-
 def _telling(evidence: RunEvidence) -> list[RankAnalysis]:
-    """All ranks; or of too many those that others waited for most, and evenly many of the rest."""
+    """The ranks to draw: all, or the stragglers and evenly spaced others."""
     late = [one.rank for one in evidence.answer.collectives.stragglers()] if evidence.answer is not None else []
     first = [one for one in evidence.ranks if one.rank in late[:LATE]]
     rest = [one for one in evidence.ranks if one not in first]
-    chosen = [*first, *(rest[at] for at in _spread(range(len(rest)), LANES - len(first)))]
+    chosen = [*first, *(rest[at] for at in evenly(len(rest), LANES - len(first)))]
     return sorted(chosen, key=lambda one: one.rank)
 
 
 def _phases(evidence: RunEvidence) -> Figure:
-    """What each rank did."""
+    """The phases of each rank."""
     ranks = _telling(evidence)
     clock = clock_of(evidence, ranks)
     lanes = measured_phases(ranks, clock)

@@ -1,7 +1,6 @@
-"""Bars made of parts: memory by component against what the device has, and the step by what it is spent on.
+"""Stacked bars: memory by component against the capacity, and the time of a step by term.
 
-A bar for each layout, lying, with its name beside it; the layouts of one picture share most of their settings, and only
-those that differ are written (`names_of`).
+One horizontal bar for each layout; its name has only the settings in which the layouts differ (`names_of`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,7 @@ from penstock.report.colours import LIMIT, MEMORY_PARTS, TIME_PARTS, part_colour
 from penstock.report.figure import Figure
 
 SMALL = 0.004
-"""Parts that are below this share of the longest bar everywhere are drawn as one: `other`."""
+"""Parts below this share of the longest bar in every bar are drawn as `other`."""
 
 SIZES = ("pp", "vpp", "ep", "etp", "cp", "tp", "dp")
 """Settings of a layout that are written as PP8."""
@@ -35,14 +34,14 @@ def time_parts(time: RankTime) -> dict[str, float]:
 
 
 def names_of(layouts: Sequence[Layout]) -> list[str]:
-    """A short name for each layout: its place, its sizes, and of its other settings those that are not all the same."""
+    """A short name for each layout: its place, its sizes, and the other settings that differ."""
     tables = [asdict(layout) for layout in layouts]
     differ = {name for table in tables for name, value in table.items() if value != tables[0][name]}
     return [f"{place} \u00b7 {_short(table, differ)}" for place, table in enumerate(tables, start=1)]
 
 
 def _short(table: Mapping[str, Any], differ: set[str]) -> str:
-    """A layout without what all have, its sizes above its other settings."""
+    """A layout without common settings; sizes are above the other settings."""
     sizes = [f"{name.upper()}{table[name]}" for name in SIZES if name in differ or (table[name] > 1 and name != "dp")]
     words = [str(table[name]) for name in ("schedule", "dispatcher", "shard") if name in differ]
     if "micro_batch" in differ:
@@ -55,7 +54,7 @@ def _short(table: Mapping[str, Any], differ: set[str]) -> str:
 
 
 def memory_figure(projections: Sequence[Projection]) -> Figure:
-    """Memory of the fullest rank of each layout, by component, and the line that no bar may cross.
+    """Memory of the fullest rank of each layout, by component, and the capacity.
 
     Args:
         projections: on one cluster; at least one.
@@ -78,7 +77,7 @@ def memory_figure(projections: Sequence[Projection]) -> Figure:
 
 
 def time_figure(projections: Sequence[Projection]) -> Figure:
-    """The step of each layout by what it is spent on, of the place that waits least.
+    """The time of a step of each layout by term, on the pipeline rank that waits least.
 
     Args:
         projections: at least one.
@@ -102,13 +101,13 @@ def time_figure(projections: Sequence[Projection]) -> Figure:
 def memory_layout(
     names: Sequence[str], bars: Sequence[Mapping[str, float]], capacity: float | None, marks: Sequence[float] = ()
 ) -> dict[str, Any]:
-    """What pictures of memory have in their layout: the axis, the line of the capacity, and sums beside the bars.
+    """The layout of memory figures: the axis, the line of the capacity, and sums beside the bars.
 
     Args:
         names: of the bars.
         bars: parts of each, in GB.
-        capacity: of a device, in GB; None if it is not known.
-        marks: further values that are drawn, in GB.
+        capacity: of a device, in GB; None if unknown.
+        marks: further values in the figure, in GB.
     """
     most = max(capacity or 0.0, *marks, *(sum(bar.values()) for bar in bars))
     return {
@@ -121,14 +120,7 @@ def memory_layout(
 def sums_beside(
     names: Sequence[str], bars: Sequence[Mapping[str, float]], unit: str, limit: float | None = None
 ) -> dict[str, Any]:
-    """The sum of each bar, in the margin to the right: no bar and no line is there.
-
-    Args:
-        names: of the bars.
-        bars: parts of each.
-        unit: of the numbers.
-        limit: sums above it are called `over`.
-    """
+    """The sum of each bar, in the margin to the right; sums above `limit` are marked `over`."""
     totals = [sum(bar.values()) for bar in bars]
     is_over = [limit is not None and total > limit for total in totals]
     texts = [f"{three_digits(total)} {unit}" for total in totals]
@@ -141,12 +133,12 @@ def sums_beside(
 
 
 def height_of(bars: int) -> int:
-    """Of a picture of so many bars, in pixels."""
+    """Height in pixels of a figure with so many bars."""
     return 130 + 38 * bars
 
 
 def limit_line(at: float) -> dict[str, Any]:
-    """A line from top to bottom that must not be crossed."""
+    """A vertical line that must not be crossed."""
     place = {"type": "line", "xref": "x", "yref": "paper", "x0": at, "x1": at, "y0": 0, "y1": 1}
     return place | {"line": {"color": LIMIT, "width": 2, "dash": "dash"}}
 
@@ -158,8 +150,8 @@ def part_bars(
 
     Args:
         names: of the bars.
-        bars: parts of each; a part that a bar lacks is 0.
-        notes: written under a bar's name on hover.
+        bars: parts of each; a missing part is 0.
+        notes: shown below a bar's name on hover.
         unit: of all numbers.
         known: colours of parts.
     """
@@ -187,25 +179,24 @@ def part_bars(
 
 
 def _order(bars: Sequence[Mapping[str, float]], known: Mapping[str, str]) -> Callable[[str], tuple[int, int]]:
-    """Parts with a colour of their own stand in the order of their colours; the others behind them, as they come."""
+    """Parts with a colour come first, in the order of their colours; the others in the order of appearance."""
     places, found = list(known), list(dict.fromkeys(name for bar in bars for name in bar))
     return lambda name: (places.index(name) if name in known else len(places), found.index(name))
 
 
 def _small_parts(bars: Sequence[Mapping[str, float]]) -> set[str]:
-    """Parts that could not be seen in any bar."""
+    """Parts that are too small in every bar."""
     longest = max(sum(bar.values()) for bar in bars)
     return {name for bar in bars for name in bar if all(other.get(name, 0.0) < SMALL * longest for other in bars)}
 
 
 def _without_small(bar: Mapping[str, float], small: set[str]) -> dict[str, float]:
-    """A bar whose small parts are one."""
     rest = sum(value for name, value in bar.items() if name in small)
     return {name: value for name, value in bar.items() if name not in small} | ({"other": rest} if rest else {})
 
 
 def stacked(figure: Figure) -> Figure:
-    """What all pictures of bars have in their layout."""
+    """The figure with the common layout of bars."""
     layout = {
         **figure.layout,
         "barmode": "stack",

@@ -1,13 +1,12 @@
-"""Who does what when: a lane for each rank, with boxes for its passes, gaps where it waits, and what it holds below.
+"""A timeline: a lane for each rank, with boxes for its passes, gaps where it waits, and the memory that it holds below.
 
-A timeline is a list of lanes of named intervals. `planned` makes one from a schedule and the clock's playback of it; a
-measured one is laid over it by giving both to `timeline_figure`, which puts lanes of one rank under each other on one
-axis of time.
+A timeline is a list of lanes of named intervals. `planned` makes one from a schedule and its playback; a measured one
+is drawn with it by giving both to `timeline_figure`, which puts lanes of one rank below each other on one axis of time.
 
 A large step has 8,192 passes (16 ranks, 4 stages each, 64 micro-batches, forward and backward). As bars of Plotly each
 would be an element of the page; here all boxes of a colour are one outline with gaps, which draws and zooms at once.
-Plotly does not know the boxes then, so page.js finds the one under the pointer, and writes numbers where there is room.
-`meta` of a trace tells it their names. The outline of each box has `BOX_POINTS` points, the last an empty one.
+Plotly does not know the boxes then, so page.js finds the one under the pointer, and writes labels where there is room.
+The `meta` of a trace has their names. The outline of each box has `BOX_POINTS` points, the last one empty.
 """
 
 from collections import defaultdict
@@ -21,35 +20,34 @@ from penstock.layout.actions import Action, Kind, Schedule
 from penstock.layout.clock import Playback
 from penstock.plan.projection import Projection
 from penstock.report.colours import HELD, HUES, IDLE, KERNELS, ink_on, shade
-from penstock.report.figure import Figure
+from penstock.report.figure import Figure, evenly
 
 BOX_POINTS = 6
 
 BOX_TOP, BOX_BOTTOM, HELD_TOP, HELD_BOTTOM = 0.46, -0.16, -0.2, -0.42
-"""Of a lane that is 1 high and whose middle is 0: its boxes, and below them what is held."""
+"""Geometry of a lane that is 1 high with its middle at 0: its boxes, and below them the held memory."""
 
 MOST_BOXES = 16_000
-"""Of a picture: with more of them some ranks are left out, because each box takes 200 bytes of a page."""
+"""With more boxes some ranks are left out, because each box takes 200 bytes of a page."""
 
 ZOOM = "Drag to zoom, double-click to see all again."
-"""Of a picture whose details are smaller than a pixel."""
+"""Hint of a figure with details below a pixel."""
 
 KIND_NAMES = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.INPUT: "input", Kind.WEIGHT: "weight"}
-"""As in legends. Input and weight: the two halves of a backward pass, where they are apart."""
+"""As in legends. Input and weight are the two halves of a backward pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """Something that is done for a while.
+    """A box.
 
     Attributes:
         start: in seconds from the start of the step.
-        end: the same.
-        name: says in full what it is.
-        colour: of the box.
-        group: entry of the legend that it belongs to.
+        end: in seconds from the start of the step.
+        name: full description.
+        group: its entry of the legend.
         label: written into the box if there is room.
-        part: which part of the lane's height it takes, from 0 at the bottom to 1: two at once share it.
+        part: bottom and top of the box within the lane, 0 to 1.
     """
 
     start: float
@@ -63,12 +61,12 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True)
 class TimelineLane:
-    """What one rank does.
+    """One rank.
 
     Attributes:
-        name: beside it.
+        name: beside the lane.
         intervals: by start.
-        held: what it holds from a time on, by time; empty if that is not known.
+        held: (time, held amount) from that time on, by time; empty if unknown.
         place: lanes of several timelines with one place are drawn together; None is the lane's number.
     """
 
@@ -85,9 +83,9 @@ class Timeline:
     Attributes:
         name: `planned`, `measured`.
         lanes: one for each rank.
-        held_unit: of what lanes hold, as it is written behind a number.
-        gaps: what a share of time without any interval is called.
-        ground: what time without any interval is.
+        held_unit: unit of the held amounts.
+        gaps: word for the share of time without an interval.
+        ground: word for time without an interval.
         has_edges: boxes have edges where there is room; those of kernels are too many.
     """
 
@@ -106,11 +104,11 @@ class Timeline:
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationShares:
-    """What stages hold of a micro-batch, as `layout.clock.Costs` says it.
+    """Memory that stages hold of a micro-batch, as in `layout.clock.Costs`.
 
     Attributes:
         activation: of each stage; empty is 1 / stages_per_rank for every stage.
-        freed_by_input: share of that which an input gradient frees already.
+        freed_by_input: share that an input gradient frees already.
         unit: of `activation`.
     """
 
@@ -123,20 +121,14 @@ WHOLE_MICRO_BATCHES = ActivationShares()
 
 
 def activation_shares(projection: Projection) -> ActivationShares:
-    """What stages hold of a micro-batch, in the unit in which the most is at least 1."""
+    """Memory that stages hold of a micro-batch, in the unit in which the most is at least 1."""
     most = max(projection.time.kept_bytes, default=0)
     size, unit = next((one for one in BYTE_UNITS if most >= one[0]), (1.0, "B"))
     return ActivationShares(activation=tuple(kept / size for kept in projection.time.kept_bytes), unit=unit)
 
 
 def planned(schedule: Schedule, playback: Playback, shares: ActivationShares = WHOLE_MICRO_BATCHES) -> Timeline:
-    """The timeline of a schedule that the clock has played.
-
-    Args:
-        schedule: what was played.
-        playback: of it.
-        shares: what stages hold; by default a rank counts its micro-batches.
-    """
+    """The timeline of a schedule and its playback; by default a rank holds micro-batches."""
     intervals: defaultdict[int, list[Interval]] = defaultdict(list)
     held: defaultdict[int, list[tuple[float, float]]] = defaultdict(lambda: [(0.0, 0.0)])
     paired = {
@@ -170,7 +162,7 @@ def _interval(schedule: Schedule, rank: int, action: Action, times: tuple[float,
 
 @dataclass(frozen=True, kw_only=True)
 class PipelinePass:
-    """What a rank of a pipeline does, planned or measured."""
+    """A pass of a pipeline, planned or measured."""
 
     kind: Kind
     stage: int
@@ -183,8 +175,8 @@ def pass_interval(what: PipelinePass, times: tuple[float, float], chunk: tuple[i
     Args:
         what: the pass.
         times: start and end, in seconds.
-        chunk: which of the rank's stages it is, and how many the rank has.
-        is_pair: another pass is done at the same time.
+        chunk: index of the stage among those of the rank, and their number.
+        is_pair: another pass runs at the same time.
     """
     number, count = chunk
     group = KIND_NAMES[what.kind]
@@ -202,13 +194,13 @@ def pass_interval(what: PipelinePass, times: tuple[float, float], chunk: tuple[i
 
 
 def _change(kind: Kind, freed_by_input: float) -> float:
-    """What a pass adds to what is held, in parts of its stage's share."""
+    """Change of the held memory by a pass, relative to its stage's share."""
     changes = {Kind.FORWARD: 1.0, Kind.BACKWARD: -1.0, Kind.INPUT: -freed_by_input, Kind.WEIGHT: freed_by_input - 1.0}
     return changes[kind]
 
 
 def _summed(changes: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """What is held after each change; at equal times what is freed goes first."""
+    """Held memory after each change; at equal times, freeing comes first."""
     total, result = 0.0, []
     for time, change in sorted(changes):
         total += change
@@ -220,8 +212,8 @@ def timeline_figure(name: str, title: str, timelines: Sequence[Timeline]) -> Fig
     """Draw timelines over one axis of time.
 
     Args:
-        name: of the picture.
-        title: of it.
+        name: of the figure.
+        title: of the figure.
         timelines: one, or several of the same ranks: planned and measured.
     """
     rows, left = _few(_rows(timelines))
@@ -248,13 +240,12 @@ def timeline_figure(name: str, title: str, timelines: Sequence[Timeline]) -> Fig
 
 
 def _least_height(rows: int) -> int:
-    """Of a lane, in pixels."""
     return 44 if rows <= 8 else 30 if rows <= 24 else 22
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    """A lane of a picture, from top to bottom; its step ends at `span` seconds."""
+    """A drawn lane; its step ends at `span` seconds."""
 
     name: str
     place: int
@@ -264,12 +255,12 @@ class _Row:
 
     @property
     def idle(self) -> float:
-        """Share of the step in which nothing is done."""
+        """Share of the step without an interval."""
         return 1 - _covered(self.lane) / self.span if self.span else 0.0
 
 
 def _rows(timelines: Sequence[Timeline]) -> list[_Row]:
-    """Lanes of all timelines, those of one place under each other."""
+    """Lanes of all timelines, those of one place below each other."""
     several = len(timelines) > 1
     placed = [
         (number if lane.place is None else lane.place, order, lane)
@@ -289,18 +280,18 @@ def _rows(timelines: Sequence[Timeline]) -> list[_Row]:
 
 
 def _few(rows: list[_Row]) -> tuple[list[_Row], str]:
-    """Rows of evenly many places where boxes are too many for a page, the first and the last among them; and words."""
+    """The rows, limited to evenly spaced places if there are too many boxes for a page; and a sentence about it."""
     boxes = sum(len(row.lane.intervals) for row in rows)
     places = sorted({row.place for row in rows})
     most = max(2, len(places) * MOST_BOXES // max(boxes, 1))
     if boxes <= MOST_BOXES or len(places) <= most:
         return rows, ""
-    kept = {places[round(at * (len(places) - 1) / (most - 1))] for at in range(most)}
+    kept = {places[at] for at in evenly(len(places), most)}
     return [row for row in rows if row.place in kept], f"{len(kept)} of {len(places)} ranks are drawn."
 
 
 def _idle_share(timeline: Timeline) -> float:
-    """Share of all lanes' time in which nothing is done."""
+    """Share of all lanes' time without an interval."""
     whole = timeline.span * len(timeline.lanes)
     return 1 - sum(_covered(lane) for lane in timeline.lanes) / whole if whole else 0.0
 
@@ -321,7 +312,6 @@ def _rectangle(left: float, right: float, bottom: float, top: float) -> tuple[li
 
 
 def _outlines(boxes: list[tuple[list[float | None], list[float | None]]]) -> dict[str, Any]:
-    """Boxes as one trace."""
     return {
         "type": "scatter",
         "mode": "lines",
@@ -333,7 +323,7 @@ def _outlines(boxes: list[tuple[list[float | None], list[float | None]]]) -> dic
 
 
 def _ground(rows: list[_Row], size: float, bottom: float) -> dict[str, Any]:
-    """The ground of every lane: what no box covers is waiting."""
+    """The background of every lane: time without a box is waiting."""
     boxes = [_rectangle(0.0, row.span / size, bottom - place, BOX_TOP - place) for place, row in enumerate(rows)]
     trace = _outlines(boxes) | {"fillcolor": IDLE, "line": {"width": 0}}
     return trace | {"legendrank": 2000, "meta": {"role": "waiting"}}
@@ -372,18 +362,18 @@ def _boxes(rows: list[_Row], size: float, bottom: float, *, has_edges: bool) -> 
 
 
 def _group_order(name: str) -> tuple[int, str]:
-    """Forward, backward, input, weight; then groups of kernels in their order; then anything else by name."""
+    """Forward, backward, input, weight; then groups of kernels in their order; then all others by name."""
     kinds = [*KIND_NAMES.values(), *KERNELS]
     kind = name.partition(",")[0]
     return (kinds.index(kind) if kind in kinds else len(kinds)), name
 
 
 def _held(rows: list[_Row], size: float, held: tuple[float, str]) -> list[dict[str, Any]]:
-    """What lanes hold, as steps below their boxes; all on one scale.
+    """Held memory as steps below the boxes, all on one scale.
 
     Args:
         rows: the lanes.
-        size: seconds of the unit of the axis.
+        size: seconds per unit of the axis.
         held: the most that a lane holds, and its unit.
     """
     most, unit = held
@@ -405,7 +395,6 @@ def _held(rows: list[_Row], size: float, held: tuple[float, str]) -> list[dict[s
 
 
 def _layout(rows: list[_Row], span: float) -> Mapping[str, Any]:
-    """Axes: time to the right, ranks downwards."""
     size, unit = time_unit(span)
     return {
         "xaxis": {"title": {"text": f"time in the step ({unit})"}, "range": [0, span / size], "showgrid": False},

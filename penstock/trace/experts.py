@@ -121,7 +121,7 @@ def grouped_products(trace: Trace) -> GroupedProducts:
 
 
 def packed_row_bytes(width: Integers) -> Integers:
-    """Bytes of a row that is sent in 8 bits with its scales, as penstock.kernels.float8.packed_rows packs it.
+    """Bytes of a row that is sent in 8 bits with its scales, as penstock.kernels.float8.quantized packs it.
 
     Four bytes per 128 elements and one byte per 32 elements take the same space.
     """

@@ -18,9 +18,7 @@ from penstock.report import frame
 from penstock.report.curves import (
     Curve,
     CurveAxes,
-    ProjectionCheck,
     Scaling,
-    checks_figure,
     curves_figure,
     scaling_figure,
 )
@@ -57,11 +55,9 @@ def what_ifs() -> list[Figure]:
     """One of each picture that a plan does not have by itself."""
     scaling = Scaling(name="weak", devices=[8, 16], tokens_per_second_per_device=[10.0, 9.0])
     curve = Curve(name="a", xs=[1, 2, 4], ys=[1.0, None, 2.0], notes=["x", "y", "z"])
-    check = ProjectionCheck(name="run", group="all", measured=10.0, projected=11.0)
     return [
         scaling_figure("scaling", "Scaling", "", [scaling]),
         curves_figure("curves", "Curves", "", CurveAxes(x="x", y="y"), [curve]),
-        checks_figure("checks", "Checks", "GB", [check]),
     ]
 
 
