@@ -20,9 +20,10 @@ thread needs its own gloo group.
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,12 +41,18 @@ reduce_flat = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single
 
 def all_gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """Join the parts of all ranks along a dim, in the order of the axis. The gradient is a reduce-scatter."""
-    return x if axis.size == 1 else _AllGather.apply(x, axis, dim % x.ndim)
+    if axis.size == 1:
+        return x
+    gather, scatter = _along(axis, dim % x.ndim)
+    return _Collective.apply(x, gather, scatter)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """Sum over the ranks and take our part along a dim, which the ranks divide. The gradient is an all-gather."""
-    return x if axis.size == 1 else _ReduceScatter.apply(x, axis, dim % x.ndim)
+    if axis.size == 1:
+        return x
+    gather, scatter = _along(axis, dim % x.ndim)
+    return _Collective.apply(x, scatter, gather)
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
@@ -74,14 +81,24 @@ def exchange_rows(
     """
     assert (receive is None) == (send is None), "give both counts or neither"
     assert send is None or sum(send) == x_ND.shape[0], f"{x_ND.shape[0]} rows to send as {send}"
-    return x_ND if axis.size == 1 else _ExchangeRows.apply(x_ND, axis, receive, send)
+    if axis.size == 1:
+        return x_ND
+    back = partial(_exchanged, axis=axis, receive=send, send=receive)
+    return _Collective.apply(x_ND, partial(_exchanged, axis=axis, receive=receive, send=send), back)
 
 
 def all_to_all(x: Tensor, axis: Axis, split_dim: int, join_dim: int) -> Tensor:
     """Divide `split_dim` and join `join_dim`, of which this rank has a part."""
     if axis.size == 1:
         return x
-    return _Swap.apply(x, axis, split_dim % x.ndim, join_dim % x.ndim)
+    split_dim, join_dim = split_dim % x.ndim, join_dim % x.ndim
+    back = partial(_swapped, axis=axis, split_dim=join_dim, join_dim=split_dim)
+    return _Collective.apply(x, partial(_swapped, axis=axis, split_dim=split_dim, join_dim=join_dim), back)
+
+
+def _along(axis: Axis, dim: int) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+    """All-gather and reduce-scatter along a dim: each is the other's transpose."""
+    return partial(_all_gathered, axis=axis, dim=dim), partial(_reduce_scattered, axis=axis, dim=dim)
 
 
 def _parts_first(x: Tensor, parts: int, dim: int) -> Tensor:
@@ -123,54 +140,18 @@ def _swapped(x: Tensor, axis: Axis, split_dim: int, join_dim: int) -> Tensor:
     return _joined(received, join_dim)
 
 
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.how = axis, dim
-        return _all_gathered(x, axis, dim)
+class _Collective(torch.autograd.Function):
+    """A collective, and the one that its gradient travels by."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _reduce_scattered(gradient, *ctx.how), None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.how = axis, dim
-        return _reduce_scattered(x, axis, dim)
+    def forward(ctx: Any, x: Tensor, run: Callable[[Tensor], Tensor], run_back: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.run_back = run_back
+        return run(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _all_gathered(gradient, *ctx.how), None, None
-
-
-class _ExchangeRows(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x_ND: Tensor, axis: Axis, receive: Sequence[int] | None, send: Sequence[int] | None
-    ) -> Tensor:
-        ctx.how = axis, send, receive
-        return _exchanged(x_ND, axis, receive, send)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchanged(gradient, *ctx.how), None, None, None
-
-
-class _Swap(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, split_dim: int, join_dim: int) -> Tensor:
-        ctx.how = axis, join_dim, split_dim
-        return _swapped(x, axis, split_dim, join_dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _swapped(gradient, *ctx.how), None, None, None
+        return ctx.run_back(gradient), None, None
 
 
 def all_gather_json(value: Any, axis: Axis) -> list[Any]:
