@@ -9,7 +9,7 @@ from penstock.config.model import Balance
 from penstock.config.parallel import Dispatch
 from penstock.moe.dispatch.all_gather import AllGatherDispatcher
 from penstock.moe.dispatch.all_to_all import AllToAllDispatcher, PaddedAllToAllDispatcher
-from penstock.moe.dispatch.local import LocalDispatcher
+from penstock.moe.dispatch.contract import LocalDispatcher
 from penstock.moe.layer import MoE
 from tests.models.layouts import META, V3, every_rank_model, laid_out
 

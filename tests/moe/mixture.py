@@ -13,8 +13,7 @@ from penstock.kernels.float8.reference import dequantize
 from penstock.kernels.operators import REFERENCE
 from penstock.kernels.reference import SWIGLU, ExpertRule
 from penstock.layout.experts import ExpertPlacement
-from penstock.moe.dispatch.contract import Dispatcher, ExpertRows
-from penstock.moe.dispatch.local import LocalDispatcher
+from penstock.moe.dispatch.contract import Dispatcher, ExpertRows, LocalDispatcher
 from penstock.moe.routing import Routing
 from tests.closeness import assert_close
 

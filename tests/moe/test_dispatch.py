@@ -18,8 +18,7 @@ from penstock.kernels.operators import REFERENCE, TORCH
 from penstock.kernels.reference import expert_ffn
 from penstock.layout.experts import ExpertPlacement
 from penstock.moe.dispatch.all_to_all import PaddedAllToAllDispatcher
-from penstock.moe.dispatch.contract import Dispatcher
-from penstock.moe.dispatch.local import LocalDispatcher
+from penstock.moe.dispatch.contract import Dispatcher, LocalDispatcher
 from penstock.moe.dispatch.row_capacity import RowCapacity, forget_left_out, make_room
 from penstock.moe.routing import Routing
 from penstock.parallel.axes import ALONE

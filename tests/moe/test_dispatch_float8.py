@@ -22,8 +22,7 @@ from penstock.kernels.operators import REFERENCE as PLAIN
 from penstock.layout.experts import ExpertPlacement
 from penstock.moe.dispatch.all_gather import AllGatherDispatcher
 from penstock.moe.dispatch.build import make_dispatcher
-from penstock.moe.dispatch.contract import Dispatcher
-from penstock.moe.dispatch.local import LocalDispatcher
+from penstock.moe.dispatch.contract import Dispatcher, LocalDispatcher
 from penstock.moe.dispatch.payload import UNQUANTIZED, WireFormat, wire_format_of
 from penstock.moe.dispatch.row_capacity import RowCapacity
 from penstock.moe.dispatch.symmetric import SymmetricDispatcher, transport_of

@@ -17,7 +17,7 @@ from penstock.kernels.expert_ffn import expert_ffn
 from penstock.kernels.expert_kernels import REFERENCE
 from penstock.kernels.operators import Operators
 from penstock.kernels.reference import RowOrder
-from penstock.moe.dispatch.local import LocalDispatcher
+from penstock.moe.dispatch.contract import LocalDispatcher
 from penstock.moe.experts import GroupedExperts
 from penstock.moe.layer import MoE, Terms
 from penstock.moe.router import TopKRouter

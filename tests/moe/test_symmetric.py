@@ -15,8 +15,7 @@ from penstock.kernels.expert_ffn import expert_ffn
 from penstock.kernels.operators import REFERENCE
 from penstock.kernels.symmetric import PersistentLaunch
 from penstock.layout.experts import ExpertPlacement
-from penstock.moe.dispatch.contract import Dispatcher, DispatchMetadata, ExpertRows
-from penstock.moe.dispatch.local import LocalDispatcher
+from penstock.moe.dispatch.contract import Dispatcher, DispatchMetadata, ExpertRows, LocalDispatcher
 from penstock.moe.dispatch.row_capacity import RowCapacity
 from penstock.moe.dispatch.symmetric import SymmetricDispatcher, SymmetricTransport, transport_of
 from penstock.moe.routing import Routing

@@ -21,9 +21,8 @@ from penstock.layout.experts import ExpertPlacement
 from penstock.layout.grid import Grid
 from penstock.moe.dispatch.all_gather import AllGatherDispatcher
 from penstock.moe.dispatch.all_to_all import AllToAllDispatcher, PaddedAllToAllDispatcher
-from penstock.moe.dispatch.contract import Dispatcher
+from penstock.moe.dispatch.contract import Dispatcher, LocalDispatcher
 from penstock.moe.dispatch.hierarchical import HierarchicalDispatcher, NodePlacement
-from penstock.moe.dispatch.local import LocalDispatcher
 from penstock.moe.dispatch.payload import UNQUANTIZED, WireFormat
 from penstock.moe.dispatch.row_capacity import RowCapacity
 from penstock.moe.dispatch.symmetric import SymmetricDispatcher, SymmetricTransport, transport_of

@@ -9,9 +9,8 @@ from penstock.config.model import Moe
 from penstock.layout.experts import ExpertPlacement
 from penstock.moe.dispatch.all_gather import AllGatherDispatcher
 from penstock.moe.dispatch.all_to_all import AllToAllDispatcher, PaddedAllToAllDispatcher
-from penstock.moe.dispatch.contract import Dispatcher
+from penstock.moe.dispatch.contract import Dispatcher, LocalDispatcher
 from penstock.moe.dispatch.hierarchical import HierarchicalDispatcher, NodePlacement
-from penstock.moe.dispatch.local import LocalDispatcher
 from penstock.moe.dispatch.payload import wire_format_of
 from penstock.moe.dispatch.row_capacity import RowCapacity
 from penstock.parallel.axes import Axis
