@@ -8,7 +8,7 @@ from penstock.base.errors import ConfigError
 from penstock.config import data_rules, dispatch_rules, graph_rules, layout_rules, model_rules, run_rules
 from penstock.config.load import load_run
 from penstock.config.presets.registry import PRESETS
-from penstock.config.problem import Problem
+from penstock.config.problem import Problem, refuse
 from penstock.config.rules import RULES, Rule, check, problems, rule_text
 from penstock.config.run import Run
 from penstock.config.schema import find
@@ -68,3 +68,27 @@ def test_no_rule_is_left_out_of_the_tuple() -> None:
         ]
         assert written == list(listed)
     assert len(set(RULES)) == len(RULES)
+
+
+@pytest.mark.parametrize(
+    ("problems", "message"),
+    [
+        (
+            [Problem("a.b", "is too small", got="1", allowed=">= 2", fix="raise it")],
+            "a.b is too small; got 1; allowed: >= 2; fix: raise it",
+        ),
+        (
+            [Problem("a", "is wrong", got="1"), Problem("b", "too"), Problem("c.d", "too")],
+            "a is wrong (also wrong: b, c.d); got 1",
+        ),
+        (
+            [Problem(f"f{number}", "is wrong") for number in range(9)],
+            "f0 is wrong (also wrong: f1, f2, f3, f4, ...)",
+        ),
+    ],
+)
+def test_problems_are_one_line_with_the_first_in_full(problems: list[Problem], message: str) -> None:
+    refuse([])
+    with pytest.raises(ConfigError) as raised:
+        refuse(problems)
+    assert str(raised.value) == message

@@ -2,20 +2,28 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Discriminator
+import pytest
+from pydantic import Discriminator, ValidationError
 
+from penstock.config.presets.debug import debug
 from penstock.config.run import Run
 from penstock.config.schema import (
+    Difference,
+    Field,
     Section,
     alternative,
     as_toml,
+    differences,
     every_field,
     fields_of,
     fields_under,
     find,
     kind_of,
     knob,
+    leaves,
 )
+from penstock.config.training import Optimizer, Training
+from tests.config.small import SMALL, unchecked_run
 
 
 class Round(Section):
@@ -93,3 +101,65 @@ def test_every_field_is_listed_by_full_path_once_for_each_alternative() -> None:
 def test_values_are_shown_as_in_toml() -> None:
     shown = [as_toml(value) for value in (None, True, 3, 0.5, 'a"b', ("x", "y"), {"a": 1})]
     assert shown == ["none", "true", "3", "0.5", '"a\\"b"', '["x", "y"]', "{a = 1}"]
+
+
+FIELDS = list(every_field(Run))
+
+
+def test_a_loaded_run_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        debug().training.steps = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_number_is_finite(number: float) -> None:
+    with pytest.raises(ValidationError):
+        Optimizer(learning_rate=number)
+
+
+def test_types_are_not_guessed() -> None:
+    with pytest.raises(ValidationError):
+        Training(steps="10", sequence_length=8)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("field", FIELDS, ids=lambda field: f"{field.path}-{field.owner.__name__}")
+def test_every_field_has_a_doc_that_is_a_sentence(field: Field) -> None:
+    assert field.doc.endswith("."), field.path
+    assert field.doc.isascii(), field.path
+
+
+def test_every_number_has_a_range() -> None:
+    # Lists of numbers name layers and stages; rules compare them with the model.
+    numbers = [field for field in FIELDS if "number" in field.type_text and not field.takes_list]
+    assert len(numbers) > 40
+    assert [field.path for field in numbers if field.low is None] == []
+
+
+def test_every_section_has_a_doc() -> None:
+    assert [field.path for field in FIELDS for section in field.sections if not section.__doc__] == []
+
+
+def test_leaves_are_values_by_full_path_in_the_order_of_the_schema() -> None:
+    values = leaves(SMALL)
+    assert list(values)[:4] == ["name", "seed", "device", "model.family"]
+    assert values["model.moe.router.scoring_func"] == "sigmoid"
+    assert values["model.attention.rope.yarn"] is None
+
+
+def test_a_run_does_not_differ_from_itself() -> None:
+    assert differences(SMALL, SMALL) == []
+
+
+def test_fields_that_differ_are_shown_as_in_toml() -> None:
+    other = unchecked_run(["training.precision=bf16", "data.shuffle=false", "seed=1"])
+    assert differences(SMALL, other) == [
+        Difference("seed", "0", "1"),
+        Difference("training.precision", '"fp32"', '"bf16"'),
+        Difference("data.shuffle", "true", "false"),
+    ]
+
+
+def test_fields_that_one_run_does_not_have_are_none_there() -> None:
+    found = differences(SMALL, unchecked_run(["model.moe=none"]))
+    assert Difference("model.moe.experts", "8", None) in found
+    assert Difference("model.moe", None, "none") in found
