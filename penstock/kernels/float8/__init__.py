@@ -1,7 +1,7 @@
-"""Matrix products of 8-bit numbers: formats, recipes, quantization, products, and what they are fused with.
+"""Products of 8-bit numbers: formats, recipes, quantization, products, and operators fused with quantization.
 
-Read in this order: `formats`, `recipes`, `quantized`, `reference` (all definitions, in eager PyTorch), `operators`
-(the set that a model is built on). Then the experts' network (`expert_ffn`), and our kernels: `scaling` (how a number
-is cast), `quantize`, `products` (the same for Hopper: `penstock.kernels.gluon`), `swiglu`,
-`norm`, `pack` (rows that travel), `gathered` and `transpose` (weights that FSDP gathers).
+Read in this order: `recipes` (formats and blocks), `quantized` (values with scales), `reference` (all definitions, in
+eager PyTorch), `operators` (the set that a model is built on), `expert_ffn` (the experts' network). Then the Triton
+kernels: `scaling` (how a number is cast), `quantize`, `products`, `swiglu`, `norm`, `latent_heads`. Kernels for Hopper
+are in `penstock.kernels.gluon`.
 """

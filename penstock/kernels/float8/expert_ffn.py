@@ -1,18 +1,18 @@
-"""The experts' feed-forward networks in 8 bits, as one autograd function that keeps its rows in 8 bits too.
+"""The experts' feed-forward networks in 8 bits, as one autograd function that also saves its rows in 8 bits.
 
-It is `penstock.kernels.expert_ffn` with every product of numbers in 8 bits; ^q is what has been quantized:
+It is `penstock.kernels.expert_ffn` with all products in 8 bits; ^q marks quantized tensors:
 
-    x_ND^q           quantized once, source rows and not places; or travelled so            saved
-    gate_up_RF     = x_ND^q[index_R] @ gate_up^q            saved, 16 bits; with `keep` among other layers' rows
-    h_RF^q         = swiglu(gate_up_RF) * weight         never stands in 16 bits            freed
+    x_ND^q           quantized once, source rows and not places; or received in 8 bits      saved
+    gate_up_RF     = x_ND^q[index_R] @ gate_up^q            saved, 16 bits; with `keep` in a buffer of several layers
+    h_RF^q         = swiglu(gate_up_RF) * weight         never written in 16 bits           freed
     y_RD           = h_RF^q @ down^q                                                        the output
 
 A product contracts the last dim of both operands, so each weight has a copy for forward and one for backward, made once
-an optimizer step (`ExpertCopies`), and what the weight gradients read is quantized along the rows, transposed, with the
-rows of each expert from a multiple of 128 on. Where that is and how much of it is used only the device knows.
+an optimizer step (`ExpertCopies`). Operands of the weight gradients are quantized along the rows, transposed, with the
+rows of each expert from a multiple of 128 on; only the device knows where.
 
     dy_RD^q, dy_DR^q                          <-  dy_RD                            one pass, both directions; or
-             dy_DR^q                          <-  dy_RD^q, if it travelled so      8 bits in, 8 bits out
+             dy_DR^q                          <-  dy_RD^q, if received so          8 bits in, 8 bits out
     dh_RF          = dy_RD^q @ down^q
     d_gate_up_RF^q, d_gate_up_FR^q, h_FR^q    <-  gate_up_RF, weights_R, dh_RF     one pass
     d_down         = dy_DR^q @ h_FR^q                                              added to float32 sums
@@ -20,10 +20,10 @@ rows of each expert from a multiple of 128 on. Where that is and how much of it 
     x_DR^q         <-  x_ND^q[index_R]        8 bits in, 8 bits out
     d_gate_up      = d_gate_up_FR^q @ x_DR^q                                       added to float32 sums
 
-For DeepSeek-V2-Lite (D 2,048, F 1,408, 6 experts a token) 36 kB a token and layer are kept instead of 38; with
-`recompute` 2.1 instead of 4.1. Most of it is the pre-activation: of 16 bits, because its error would reach the output
-and both gradients. The copies of weights are kept by reference; without copies (FSDP gathers the weights for each pass)
-the weights are, and each pass quantizes them.
+For DeepSeek-V2-Lite (D 2,048, F 1,408, 6 experts a token) it saves 36 kB a token and layer instead of 38; with
+`recompute` 2.1 instead of 4.1. Most of it is the pre-activation, which has 16 bits because its error would reach the
+output and both gradients. Copies of weights are saved by reference; without copies (FSDP gathers the weights for each
+pass) the weights are, and each pass quantizes them.
 """
 
 from collections.abc import Callable
@@ -56,7 +56,7 @@ from penstock.kernels.float8.recipes import Format, Recipe
 from penstock.kernels.operators import torch_add_bias
 from penstock.kernels.reference import SWIGLU, ExpertRule, check_biases
 
-if TYPE_CHECKING:  # it imports Triton, which may be absent
+if TYPE_CHECKING:  # imports Triton, which may be absent
     from penstock.kernels.tile_table import TileTable
 
 
@@ -107,30 +107,16 @@ def expert_ffn(
     keep: SaveRows | None = None,
     only_last: bool = False,
 ) -> Tensor:
-    """`penstock.kernels.expert_ffn.expert_ffn` in 8 bits, which gives the same; differentiable in all but integers.
+    """`penstock.kernels.expert_ffn.expert_ffn` in 8 bits; arguments not described here are those of that function.
 
-    Args:
-        x_ND: source rows. Not kept; with `quantized` not read either, only its shape and dtype are.
-        gate_up_eFD: as there. With `copies` not read; may be a `GatheredWeight`.
-        down_eDF: likewise.
-        counts_e: as there, int32, on the device.
-        weights_R: float32 routing weight of each row, or None for 1.
-        index_R: source row of each place, or None.
-        float8: recipe (of `experts`), formats and kernels.
-        copies: `copy_experts` of both matrices; None quantizes them in each pass, and keeps no copy.
-        quantized: x_ND by the rows' blocks of the recipe, in the format of forward.
-        gradients: where the output's gradient may come in 8 bits. Biases sum it in 16: with them it must not.
-        biases: in the dtype of the matrices; added in 16 bits.
-        rule: what is computed between the products.
-        places_TK: the inverse of `index_R`.
-        accumulate_into: float32 sums of the gradients of gate_up, down and the biases that there are.
-        put_off: is offered the gradients of both matrices; None has them made in backward.
-        recompute: keep no pre-activation; each backward pass runs the first product again. Bit for bit the same.
-        keep: as there. A pre-activation with a bias has a tensor of its own in any case.
-        only_last: nobody reads rows past the last expert's, but the very last one.
+    `x_ND` is not saved; with `quantized`, x_ND by the rows' blocks of the recipe in the format of forward, only its
+    shape and dtype are read. With `copies` (of `copy_experts`) the matrices are not read; without them each pass
+    quantizes the matrices, which may be `GatheredWeight`s. `gradients` is the side channel in which the output's
+    gradient may come in 8 bits. Biases are added, and their gradients summed, in 16 bits, and a pre-activation with a
+    bias is never written into the buffer of `keep`.
 
     Raises:
-        KernelError: as there, or rows are quantized otherwise.
+        KernelError: shapes do not fit, or rows are quantized by another recipe or format.
     """
     extras = _Extras(
         float8=float8,
@@ -150,7 +136,7 @@ def expert_ffn(
 
 @dataclass(frozen=True, kw_only=True)
 class _Extras:
-    """What a call needs besides the tensors of its definition; fields as in `expert_ffn`."""
+    """Arguments of a call that are not tensors of its definition; see `expert_ffn`."""
 
     float8: Float8Rule
     copies: ExpertCopies | None
@@ -176,7 +162,7 @@ class _Extras:
         return copies_of(gate_up_eFD, None if self.copies is None else self.copies.gate_up, self._quantize)
 
     def down(self, down_eDF: Tensor) -> WeightCopies | GatheredCopies:
-        """Likewise of the second's."""
+        """Copies of the second product's weight."""
         return copies_of(down_eDF, None if self.copies is None else self.copies.down, self._quantize)
 
     def _quantize(self, w_eFD: Tensor) -> WeightCopies:
@@ -184,7 +170,7 @@ class _Extras:
         return made
 
     def tiles(self, counts_e: Tensor, rows: int) -> "TileTable | None":
-        """What the products of both passes share."""
+        """The tile table that the products of both passes share."""
         found = self.operators.tile_table(counts_e, rows)
         return None if found is None else replace(found, only_last=self.only_last)
 
@@ -223,7 +209,7 @@ class _Float8ExpertFfn(torch.autograd.Function):
         h = operators.swiglu(source, weights_R, extras.rule, recipe, form, counts_e=counts_e).rows
         of_kept = (None if extras.recompute else gate_up_RF, None if kept is None else kept.first)
         del gate_up_RF, source, kept, weight
-        # Copies, if there are, are nobody's activations: hooks of saved tensors must not find them.
+        # Copies of weights are no activations: hooks of saved tensors must not find them.
         matrices = (gate_up_eFD, down_eDF) if extras.copies is None else (None, None)
         biases, of_rows = (gate_up_bias_eF, down_bias_eD), (counts_e, weights_R, index_R)
         ctx.save_for_backward(rows.values, rows.scales, *matrices, *of_rows, *biases, *of_kept)
@@ -263,7 +249,7 @@ class _Float8ExpertFfn(torch.autograd.Function):
             dx_ND = sum_over_places(dx_RD, len(values), counts_e, index_R, extras.places_TK, operators.unpermute)
             del dx_RD
         del d_gate_up, gate_up
-        # Last, because it is the largest: everything above is free again by now.
+        # Last, because it is the largest: all tensors above are freed by now.
         if wants_gate_up:
             x = partial(operators.quantize_groups, rows, counts_e, recipe, float8.forward, index_R)
             d_gate_up_eFD = _weight_gradient(GATE_UP, d_gate_up_columns, x, counts_e, ctx.tiles, extras)
@@ -313,7 +299,7 @@ def _weight_gradient(
     tiles: "TileTable | None",
     extras: _Extras,
 ) -> Tensor | None:
-    """The gradient of a matrix where it belongs, and when; gives what is left to autograd."""
+    """The gradient of a matrix, added to its sum or returned for autograd, now or later."""
     total, parameter = extras.sums[place], extras.parameters[place]
 
     def made() -> Tensor:
@@ -335,7 +321,7 @@ def _bias_gradients(
     biases: list[Tensor | None],
     extras: _Extras,
 ) -> list[Tensor | None]:
-    """Of gate and up, and of down, as far as autograd gets them; the weights' gradient takes its part of the second."""
+    """Gradients of both biases as far as autograd gets them; adds the second one's part to that of the weights."""
     gradient, sums = extras.operators.bias_gradient, extras.sums[MATRICES:]
     found: list[Tensor | None] = [None, None]
     if d_gate_up_RF is not None:
@@ -352,16 +338,13 @@ def _recipe_of(float8: Float8Rule) -> Recipe:
 
 
 def _source_rows(x_ND: Tensor, quantized: Quantized | None, counts_e: Tensor | None, float8: Float8Rule) -> Quantized:
-    """The source rows in 8 bits.
+    """The source rows in 8 bits: those that were received, or quantized now.
 
     Args:
-        x_ND: the same in 16 bits.
-        quantized: they, if they came so.
-        counts_e: rows of each expert if they stand in their order; None if all of them are real.
+        x_ND: source rows in 16 bits.
+        quantized: the same in 8 bits, or None.
+        counts_e: rows of each expert if the rows are in their order; None if all rows are real.
         float8: recipe, format and kernels.
-
-    Raises:
-        KernelError: what came is not what would be made here.
     """
     recipe, form = _recipe_of(float8), float8.forward
     if quantized is None:
@@ -372,7 +355,7 @@ def _source_rows(x_ND: Tensor, quantized: Quantized | None, counts_e: Tensor | N
 
 
 def _check_rows(name: str, came: Quantized, plain: Tensor, recipe: Recipe, form: Format) -> None:
-    """Refuse rows that came in other 8 bits than would be made here of `plain`."""
+    """Refuse rows that were quantized by another recipe or format than `plain` would be here."""
     expected = (plain.shape, recipe.rows, form.dtype)
     found = (came.values.shape, came.block, came.values.dtype)
     if found != expected:

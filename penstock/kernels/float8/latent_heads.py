@@ -1,11 +1,13 @@
 """Latent attention's heads, as `penstock.kernels.rope.mla_heads` assembles them, between products in 8 bits.
 
-The gradients of queries, and of keys and values, are read by products alone. So backward reads what attention gives
-once and writes them in 8 bits only, by rows and transposed, as `quantize_rows` would have made them of the gradients in
-16 bits. They are handed over (`handed`). One kernel does it for each of dq, dk and dv, another one sums the gradient of
-the shared rotary key.
+The gradients of queries, and of keys and values, are read by products alone. So backward reads the gradients of
+attention once and writes them in 8 bits only, by rows and transposed, as `quantize_rows` would have made them of the
+gradients in 16 bits, into side channels. One kernel does it for each of dq, dk and dv, another one sums the gradient of
+the shared rotary key. Hopper has its own form of the first (`penstock.kernels.gluon`), for a multiple of 128 tokens in
+each sequence.
 
-Hopper has its own form of that kernel (`penstock.kernels.gluon`), for a multiple of 128 tokens in each sequence.
+A tile is one of 128 tokens x 128 columns of the matrix whose gradient is made, as in `quantize_kernels`. Its columns
+come from one tensor, whose heads need not be adjacent: queries of 192 columns a head have three tiles in two heads.
 """
 
 from typing import Any, NamedTuple
@@ -16,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from penstock.kernels import rope
 from penstock.kernels.float8.gradient_side_channel import LatentHeadChannels, carrier_of
-from penstock.kernels.float8.launches import TRANSPOSING, TRANSPOSING_TAKEN, TURNING, TURNING_TAKEN, TileLaunch
+from penstock.kernels.float8.launches import ROTATING, ROTATING_DEFAULT, TRANSPOSING, TRANSPOSING_DEFAULT, TileLaunch
 from penstock.kernels.float8.quantize import empty_copy, memory_of, register_limit, run_of, warps_of
 from penstock.kernels.float8.quantize_kernels import pair_neighbours, quantize_tile, tile_rows, transpose_tile
 from penstock.kernels.float8.quantized import RowColQuantized
@@ -43,17 +45,17 @@ def mla_heads(
     *,
     launch: TileLaunch | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`penstock.kernels.rope.mla_heads` whose gradients of queries, and of keys and values, are handed over in 8 bits.
+    """`penstock.kernels.rope.mla_heads` whose gradients of queries, keys and values go into side channels in 8 bits.
 
     Args:
-        q_BSHN: queries, [no position | rotary] in the last dim; `handed.obstacle` says of which widths.
+        q_BSHN: queries, [no position | rotary] in the last dim; see `latent_heads_obstacle` for the widths.
         kv_BSHN: [key without position | value] in the last dim.
-        k_rope_BSP: the one rotary key that all heads share; its gradient comes in its own dtype.
+        k_rope_BSP: the one rotary key that all heads share; its gradient has its own dtype.
         cos_BSP: float32, P / 2 wide; B may be 1.
         sin_BSP: float32.
         channels: where backward leaves its gradients.
         form: of their values.
-        launch: of the kernel that quantizes; None is `TURNING_TAKEN` for queries, else `TRANSPOSING_TAKEN`.
+        launch: of the kernel that quantizes, instead of the default.
 
     Returns:
         q_BSHN and k_BSHN, contiguous; v_BSHM, a view of kv.
@@ -100,7 +102,7 @@ class _LatentHeads(torch.autograd.Function):
 
 
 class LatentHeadGradients(NamedTuple):
-    """What backward makes.
+    """Gradients of the inputs of `mla_heads`.
 
     Attributes:
         q: tokens x (H N).
@@ -123,12 +125,12 @@ def mla_heads_backward(
     *,
     launch: TileLaunch | None = None,
 ) -> LatentHeadGradients:
-    """The gradients of what `mla_heads` is given, from those of what it gives.
+    """Gradients of the inputs of `mla_heads` from those of its outputs.
 
     Args:
-        dq_BSHN: of queries; batch, position and head in any order of memory.
-        dk_BSHN: of keys, likewise.
-        dv_BSHM: of values, likewise.
+        dq_BSHN: of queries; batch, position and head in any memory order.
+        dk_BSHN: of keys, in any memory order.
+        dv_BSHM: of values, in any memory order.
         cos_BSP: float32, P / 2 wide, contiguous; B may be 1.
         sin_BSP: float32, contiguous.
         form: of the values.
@@ -155,15 +157,9 @@ def _room(like_BSHN: Tensor, width: int, form: Format) -> RowColQuantized:
 def _fill(
     both: RowColQuantized, x_BSHN: Tensor, first: int, angles: Angles | None, form: Format, launch: TileLaunch | None
 ) -> None:
-    """Write some columns of each head.
+    """Write some columns of each head, from column `first` of a head on; with angles the last of them are rotated back.
 
-    Args:
-        both: of all of them.
-        x_BSHN: those that are written.
-        first: the first of them in a head.
-        angles: by which the last of them are turned back; None turns none.
-        form: of the values.
-        launch: None is what runs take; where it is `gluon` and that cannot be, a launch of Triton's is taken.
+    A `gluon` launch that cannot run is replaced by one of Triton's.
     """
     x_BSHN = rope.with_contiguous_rows(x_BSHN)
     batch, positions, heads, width = x_BSHN.shape
@@ -177,7 +173,7 @@ def _fill(
     sizes["PLAIN"] = width if cos_BSP is None else width - 2 * cos_BSP.shape[-1]
     strides = *x_BSHN.stride()[:3], *((0, 0) if cos_BSP is None else rope.angle_strides(cos_BSP, batch))
     source = x_BSHN, cos_BSP, sin_BSP
-    launch = launch or (TRANSPOSING_TAKEN if angles is None else TURNING_TAKEN)
+    launch = launch or (TRANSPOSING_DEFAULT if angles is None else ROTATING_DEFAULT)
     if launch.engine == "gluon":
         target = target_of(x_BSHN.device)
         problem = float8_launches.quantize_obstacle(
@@ -186,7 +182,7 @@ def _fill(
         if problem is None and x_BSHN.dtype == torch.bfloat16 and positions % DEPTH == 0:
             float8_launches.launch_latent_heads(source, both, positions, strides, sizes, launch)
             return
-        launch = TRANSPOSING if angles is None else TURNING
+        launch = TRANSPOSING if angles is None else ROTATING
     start_kernel(
         latent_heads_backward_kernel,
         (heads * width // DEPTH, -(-tokens // DEPTH)),
@@ -259,10 +255,10 @@ def latent_heads_backward_kernel(
     BLOCK_D: tl.constexpr,
     RUN: tl.constexpr,
 ):
-    """One tile of the gradients of R tokens, by rows and transposed.
+    """Quantize one tile of the gradient of R tokens, by rows and transposed.
 
     Of a head WIDTH columns are read, and written from column FIRST of APART columns on; with cosines those from PLAIN
-    on are turned back. Example with WIDTH 2, APART 3 and FIRST 1: [a b][c d] becomes [- a b][- c d].
+    on are rotated back. Example with WIDTH 2, APART 3 and FIRST 1: [a b][c d] becomes [- a b][- c d].
     """
     column_D = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     head_D, inside_D = column_D // WIDTH, column_D % WIDTH
@@ -280,12 +276,12 @@ def latent_heads_backward_kernel(
         sin = -tl.load(sin_ptr + angle, mask=is_turned, other=0.0)
         even, odd = tl.split(tl.reshape(x_RD, [BLOCK_R, BLOCK_D // 2, 2]))
         turned = tl.join(even * cos - odd * sin, even * sin + odd * cos)
-        # Rounded as it would leave the kernel that only turns it.
+        # Rounded as the output of the 16-bit kernel.
         turned = tl.reshape(turned, [BLOCK_R, BLOCK_D]).to(x_ptr.dtype.element_ty).to(tl.float32)
         x_RD = tl.where((inside_D >= PLAIN)[None, :], turned, x_RD)
     block = tl.program_id(0)
     if APART != WIDTH:
-        # By tiles, so that compilers see that it is a multiple of their width.
+        # In units of tiles, so that the compiler sees a multiple of their width.
         block = block // (WIDTH // BLOCK_D) * (APART // BLOCK_D) + block % (WIDTH // BLOCK_D) + FIRST // BLOCK_D
     out_D = block * BLOCK_D + tl.arange(0, BLOCK_D)
     values_RD, scale_R1 = quantize_tile(x_RD, None, rows_ptr.dtype.element_ty, BLOCK_D, LARGEST, True)
@@ -316,7 +312,7 @@ def shared_key_backward_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """One token: the heads' rotary dk summed, then turned back, as in `penstock.kernels.rope`."""
+    """Sum the heads' rotary dk of one token, and rotate the sum back, as in `penstock.kernels.rope`."""
     cos_P, sin_P = load_angles(cos_ptr, sin_ptr, cos_batch, cos_position, P, BLOCK_P)
     dk_ptr += token_offset(dk_batch, dk_position)
     dk_rope_ptr += token_offset(tl.num_programs(0).to(tl.int64) * P, P)

@@ -1,7 +1,8 @@
-"""How products of 8-bit numbers are launched, as data; see `penstock.kernels.tuning`.
+"""How 8-bit kernels are launched, as data; see `penstock.kernels.tuning`.
 
-Blocks of depth are the recipe's 128. A tile's columns must lie in one block of a weight's scales, so there are 128 at
-most.
+Products walk the depth in the recipe's blocks of 128. The columns of a tile must lie in one block of a weight's scales,
+so a tile has at most 128. Launches of quantization are the fastest ones on an H200
+(benchmarks/results/float8-swiglu-h200.json, float8-quantize-launches-h200.json).
 """
 
 from collections.abc import Mapping
@@ -15,21 +16,21 @@ from penstock.kernels.float8.recipes import ALIGNMENT, DEPTH
 from penstock.kernels.tuning import GemmLaunch, KernelLaunch, programs_of, target_of
 
 Product = Literal["dense", "dense_gradient", "dense_square", "rows", "rows_gathered", "columns", "columns_square"]
-"""What is computed, as far as launches differ: a dense product with a weight; one of two operands that have a scale for
-each row, as gradients of dense weights are; one that is added to a sum, of an operand that has scales for squares;
-experts' rows, in place or gathered; contracted over experts' rows, both with a scale for each row, or one for squares.
-"""
+"""Kinds of products whose launches differ: a dense product with a weight; the gradient of a dense weight, of two
+operands with a scale for each row; the same added to a sum, where one operand has scales for squares; experts' rows, in
+place or gathered; contracted over experts' rows, both operands with a scale for each row, or one with scales for
+squares."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProductLaunch(GemmLaunch):
-    """How a persistent product of 8-bit numbers is cut and ordered.
+    """Tiles and order of a persistent product of 8-bit numbers.
 
     Attributes:
-        engine: `triton`, or `gluon` for Hopper's own kernels; where those cannot, `in_triton` says what is taken.
-        steps: blocks of depth in a turn of the loop, 1 or 2; with 2 a block's sum is scaled while the next one is made.
-        ahead: whether scales of blocks of 128 are loaded one block ahead.
-        registers: most of a thread on NVIDIA's chips; 0 leaves them to the compiler.
+        engine: `triton`, or `gluon` for the Hopper kernels, which `in_triton` replaces where they cannot run.
+        steps: blocks of depth in a turn of the loop, 1 or 2; with 2 a block's sum is scaled while the next is made.
+        ahead: load scales of blocks of 128 one block ahead.
+        registers: most registers of a thread on NVIDIA's chips; 0 leaves them to the compiler.
     """
 
     block_depth: int = DEPTH
@@ -42,20 +43,20 @@ class ProductLaunch(GemmLaunch):
 # One program fills a multiprocessor. Two blocks in a turn leave room for three turns and the result in shared memory.
 _DOUBLE = ProductLaunch(block_rows=128, block_columns=128, warps=8, stages=3, steps=2)
 _SINGLE = ProductLaunch(block_rows=128, block_columns=128, warps=8, stages=5, pieces=2)
-# Two programs share a multiprocessor: one scales its sums, or writes its tile, while the other multiplies.
+# Two programs share a multiprocessor: one scales its sums or writes its tile while the other multiplies.
 _PAIR = ProductLaunch(block_rows=64, block_columns=128, warps=4, stages=4, pieces=2, residency=2, ahead=True)
 _PAIR_3 = replace(_PAIR, stages=3)
-# Three, each of a third of the registers.
+# Three programs, each with a third of the registers.
 _TRIO_AHEAD = replace(_PAIR, stages=2, residency=3, registers=168)
-# A loader, and for 64 rows of a tile a multiplier of four warps, two or three; warps and pieces are one multiplier's.
-_TRADES = ProductLaunch(engine="gluon", block_rows=128, block_columns=128, warps=4, stages=6, pieces=4)
-_TRADES_DOUBLE = replace(_TRADES, steps=2)
-_TRADES_THREE = replace(_TRADES, block_rows=192, stages=4, pieces=2)
-# Pieces of float32 that the copy engine adds take the room of a slot.
-_TRADES_SUM = replace(_TRADES, stages=5)
-_TRADES_SUM_DOUBLE = replace(_TRADES_DOUBLE, stages=5)
-_TRADES_SUM_THREE = replace(_TRADES_THREE, pieces=4)
-# Where no copy engine reads descriptors.
+# Warp-specialized: a producer, and a consumer of four warps for each 64 rows; warps and pieces are one consumer's.
+_SPECIALIZED = ProductLaunch(engine="gluon", block_rows=128, block_columns=128, warps=4, stages=6, pieces=4)
+_SPECIALIZED_DOUBLE = replace(_SPECIALIZED, steps=2)
+_SPECIALIZED_THREE = replace(_SPECIALIZED, block_rows=192, stages=4, pieces=2)
+# Pieces of float32 that the copy engine adds take the memory of a slot.
+_SPECIALIZED_SUM = replace(_SPECIALIZED, stages=5)
+_SPECIALIZED_SUM_DOUBLE = replace(_SPECIALIZED_DOUBLE, stages=5)
+_SPECIALIZED_SUM_THREE = replace(_SPECIALIZED_THREE, pieces=4)
+# Chips without tensor descriptors.
 _POINTERS = ProductLaunch(block_rows=128, block_columns=128, warps=8, stages=2, descriptors=False)
 _SMALL = replace(_POINTERS, block_rows=64, block_columns=64, warps=4)
 
@@ -63,27 +64,27 @@ PRODUCTS: Mapping[str, Mapping[Product, ProductLaunch]] = MappingProxyType(
     {
         "sm_90": (
             dict.fromkeys(get_args(Product), _PAIR_3)
-            | dict.fromkeys(("dense", "rows"), _TRADES_THREE)
-            | {"rows_gathered": replace(_TRADES_THREE, copy_gathered=True)}
-            | dict.fromkeys(("dense_square", "columns_square"), _TRADES_SUM_THREE)
+            | dict.fromkeys(("dense", "rows"), _SPECIALIZED_THREE)
+            | {"rows_gathered": replace(_SPECIALIZED_THREE, copy_gathered=True)}
+            | dict.fromkeys(("dense_square", "columns_square"), _SPECIALIZED_SUM_THREE)
         ),
         "sm_100": dict.fromkeys(get_args(Product), replace(_SINGLE, stages=4)),
         "gfx942": dict.fromkeys(get_args(Product), _POINTERS),
         "gfx950": dict.fromkeys(get_args(Product), _POINTERS),
     }
 )
-"""By target and product. On sm_90 what was fastest on an H200 for layers of DeepSeek-V3 and V2-Lite: with squares on
-one side see docs/decisions/0152-scales-in-slots.md, without benchmarks/results/float8-launches-h200-*.json. Rows that
-are gathered are copied first. Triton's `double` was faster for wide dense layers, but a run of V2-Lite did not get
-through its first step with it, and nobody knows why yet. The others were chosen by what the compiler makes of them."""
+"""By target and product. On sm_90 the fastest on an H200 for layers of DeepSeek-V3 and V2-Lite: with squares on one
+side docs/decisions/0152-scales-in-slots.md, otherwise benchmarks/results/float8-launches-h200-*.json. Gathered rows are
+copied first. Triton's `double` was faster for wide dense layers, but a run of V2-Lite did not finish its first step
+with it, for an unknown reason. The others were chosen by the compiler's output."""
 
 _IN_PAIRS: Mapping[ProductLaunch, ProductLaunch] = MappingProxyType(
-    {_TRADES_THREE: _TRADES_DOUBLE, _TRADES_SUM_THREE: _TRADES_SUM_DOUBLE}
+    {_SPECIALIZED_THREE: _SPECIALIZED_DOUBLE, _SPECIALIZED_SUM_THREE: _SPECIALIZED_SUM_DOUBLE}
 )
-"""Tiles of 128 rows, for launches with tiles of 192."""
+"""Launches with tiles of 128 rows that replace those with tiles of 192."""
 
 TALLER_TILES_GAIN = 1.03
-"""What tiles of 192 rows gain, beside tiles of 128, where both fill the multiprocessors alike."""
+"""Speed of tiles of 192 rows over tiles of 128, where both fill the multiprocessors alike."""
 
 _OF_WEIGHTS = {
     "pair_3": _PAIR_3,
@@ -91,15 +92,15 @@ _OF_WEIGHTS = {
     "trio_ahead_group_16": replace(_TRIO_AHEAD, group=16),
     "double": _DOUBLE,
 }
-_HOPPERS_OF_WEIGHTS = {"gluon": _TRADES, "gluon_double": _TRADES_DOUBLE, "gluon_three": _TRADES_THREE}
+_HOPPERS_OF_WEIGHTS = {"gluon": _SPECIALIZED, "gluon_double": _SPECIALIZED_DOUBLE, "gluon_three": _SPECIALIZED_THREE}
 _OF_GRADIENTS = {"pair": _PAIR, "pair_3": _PAIR_3, "pair_group_16": replace(_PAIR, group=16)}
-_HOPPERS_OF_GRADIENTS = {"gluon": _TRADES_SUM, "gluon_4": replace(_TRADES, stages=4)}
+_HOPPERS_OF_GRADIENTS = {"gluon": _SPECIALIZED_SUM, "gluon_4": replace(_SPECIALIZED, stages=4)}
 _OF_SQUARES = _OF_GRADIENTS | {
-    "gluon": _TRADES_SUM,
-    "gluon_double": _TRADES_SUM_DOUBLE,
-    "gluon_double_4": replace(_TRADES_DOUBLE, stages=4),
-    "gluon_double_group_16": replace(_TRADES_SUM_DOUBLE, group=16),
-    "gluon_three": _TRADES_SUM_THREE,
+    "gluon": _SPECIALIZED_SUM,
+    "gluon_double": _SPECIALIZED_SUM_DOUBLE,
+    "gluon_double_4": replace(_SPECIALIZED_DOUBLE, stages=4),
+    "gluon_double_group_16": replace(_SPECIALIZED_SUM_DOUBLE, group=16),
+    "gluon_three": _SPECIALIZED_SUM_THREE,
 }
 
 CANDIDATES: Mapping[str, Mapping[Product, Mapping[str, ProductLaunch]]] = MappingProxyType(
@@ -116,23 +117,16 @@ CANDIDATES: Mapping[str, Mapping[Product, Mapping[str, ProductLaunch]]] = Mappin
         },
     }
 )
-"""What `benchmarks.kernels.float8_launches` tries, by target and product: what was fastest for some layer so far."""
+"""Launches that `benchmarks.kernels.float8_launches` tries: each was the fastest for some layer."""
 
 
 def in_triton(launch: ProductLaunch) -> ProductLaunch:
-    """The launch itself, or where its kernels cannot be had one of Triton's on the same multiprocessors."""
+    """The launch itself if it is Triton's, else one of Triton's on the same multiprocessors."""
     return launch if launch.engine == "triton" else replace(_PAIR_3, idle_units=launch.idle_units)
 
 
 def dense_launch(product: Product, rows: int, columns: int, device: torch.device) -> ProductLaunch:
-    """The launch for a dense result: the table's, or its like with smaller tiles where few tiles leave some units idle.
-
-    Args:
-        product: what is computed.
-        rows: of the result.
-        columns: of the result.
-        device: where.
-    """
+    """The launch for a dense result: the table's, or one with smaller tiles if few tiles leave multiprocessors idle."""
     launch = product_launch(product, device)
     smaller = _IN_PAIRS.get(launch)
     if smaller is None:
@@ -147,18 +141,18 @@ def dense_launch(product: Product, rows: int, columns: int, device: torch.device
 
 
 def product_launch(product: Product, device: torch.device) -> ProductLaunch:
-    """The launch for a product: the table's, or a small one that runs anywhere for chips without a table."""
+    """The launch for a product: the table's, or a small one for chips without a table."""
     launches = PRODUCTS.get(target_of(device))
     return _SMALL if launches is None else launches[product]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TileLaunch(KernelLaunch):
-    """How quantization is cut.
+    """Tiles of quantization.
 
     Attributes:
-        registers: most of a thread on NVIDIA's chips; 0 leaves them to the compiler.
-        engine: `triton`, or `gluon` for Hopper's own kernel; where that cannot, Triton's is launched as `TRANSPOSING`.
+        registers: most registers of a thread on NVIDIA's chips; 0 leaves them to the compiler.
+        engine: `triton`, or `gluon` for the Hopper kernel, which `TRANSPOSING` replaces where it cannot run.
     """
 
     registers: int = 0
@@ -166,11 +160,11 @@ class TileLaunch(KernelLaunch):
 
 
 TRANSPOSING = TileLaunch(block_rows=ALIGNMENT, block_columns=ALIGNMENT, warps=8, registers=128)
-"""64 numbers a thread. Two such programs share a multiprocessor, so that one loads while the other computes; left alone
-the compiler can take more than 128 registers, with which only one has room. At 128 it spills none."""
+"""64 numbers a thread. Two such programs share a multiprocessor, so that one loads while the other computes. Without a
+limit the compiler can take more than 128 registers, which leaves room for only one; with 128 it spills none."""
 
-TURNING = replace(TRANSPOSING, warps=16)
-"""Where pairs of columns are turned first, whose angles need registers too. The compiler takes fewer than 128, so as
+ROTATING = replace(TRANSPOSING, warps=16)
+"""Where pairs of columns are rotated first, whose angles need registers too. The compiler takes fewer than 128, so as
 many threads share a multiprocessor."""
 
 ROWS_ONLY = TileLaunch(block_rows=32, block_columns=128, warps=4)
@@ -179,31 +173,31 @@ ROWS_ONLY = TileLaunch(block_rows=32, block_columns=128, warps=4)
 TRANSPOSING_LAUNCHES: Mapping[str, TileLaunch] = MappingProxyType(
     {
         "triton": TRANSPOSING,
-        # Five programs share a multiprocessor; four of more registers; four of twice as many threads.
+        # Five programs share a multiprocessor; or four with more registers; or four with twice as many threads.
         "gluon": replace(TRANSPOSING, engine="gluon", warps=4, registers=96),
         "gluon_128": replace(TRANSPOSING, engine="gluon", warps=4, registers=128),
         "gluon_8": replace(TRANSPOSING, engine="gluon", warps=8, registers=64),
     }
 )
-"""What `benchmarks.kernels.float8_quantize --launches` tries."""
+"""Launches that `benchmarks.kernels.float8_quantize --launches` tries."""
 
-TRANSPOSING_TAKEN = TRANSPOSING_LAUNCHES["gluon"]
-"""What runs take."""
+TRANSPOSING_DEFAULT = TRANSPOSING_LAUNCHES["gluon"]
+"""The launch of runs."""
 
-TURNING_TAKEN = TRANSPOSING_LAUNCHES["gluon_128"]
-"""What they take where pairs of columns are turned first: with 96 registers some are spilled."""
+ROTATING_DEFAULT = TRANSPOSING_LAUNCHES["gluon_128"]
+"""The launch of runs where pairs of columns are rotated first: with 96 registers some are spilled."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardLaunch(GemmLaunch):
-    """How the gradients of the experts' activation are cut: tiles of 128 x 128.
+    """Tiles of 128 x 128 of the gradients of the experts' activation.
 
     Attributes:
-        registers: as of `TileLaunch`.
-        engine: `triton`, `gluon` for Hopper's own kernel (where that cannot, Triton's is launched as `BACKWARD`), or
-            `passes`: in 16 bits, then quantized by passes of their own.
+        registers: most registers of a thread.
+        engine: `triton`; `gluon` for the Hopper kernel, which `BACKWARD` replaces where it cannot run; or `passes`,
+            which makes 16 bits and quantizes them in passes of their own.
         step: rows that Triton's kernel holds at a time.
-        ahead: whether Hopper's kernel loads a turn ahead.
+        ahead: the Hopper kernel loads one turn ahead.
     """
 
     block_rows: int = 128
@@ -218,7 +212,7 @@ class BackwardLaunch(GemmLaunch):
 
 BACKWARD = BackwardLaunch()
 """Eight numbers a thread at a time. Two programs of 128 registers a thread share a multiprocessor; none is spilled.
-Blocks of 32 take some more."""
+Blocks of 32 spill some."""
 
 _HOPPERS = BackwardLaunch(engine="gluon")
 _HOPPERS_4 = replace(_HOPPERS, warps=4, registers=255)
@@ -233,7 +227,7 @@ BACKWARD_LAUNCHES: Mapping[str, BackwardLaunch] = MappingProxyType(
         "gluon_4_ahead": replace(_HOPPERS_4, ahead=True),
     }
 )
-"""What `benchmarks.kernels.float8_swiglu` tries."""
+"""Launches that `benchmarks.kernels.float8_swiglu` tries."""
 
-BACKWARD_TAKEN = BACKWARD_LAUNCHES["gluon_ahead"]
-"""What runs take."""
+BACKWARD_DEFAULT = BACKWARD_LAUNCHES["gluon_ahead"]
+"""The launch of runs."""

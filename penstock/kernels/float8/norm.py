@@ -1,16 +1,16 @@
-"""RMSNorm whose rows leave in 8 bits, by rows and by columns, from one tile: the norms of `operators`.
+"""RMSNorm whose rows leave in 8 bits, by rows and by columns, from one tile.
 
-A row's scale needs all of the row, a column's scale 128 rows: no tile holds both. So there are two passes over the
-input, and bytes of memory for each number of 16 bits are
+A row's scale needs the whole row, a column's scale 128 rows: no tile holds both. So there are two passes over the
+input, with these bytes of memory for each number of 16 bits:
 
-    scales of rows     reads x (and the residual, and writes their sum)              2   (6)
+    scales of rows     read x (and the residual, and write their sum)                2   (6)
     tiles              read x again, write both copies, and 16 bits if asked for     4 + 2
 
-as many as of a norm and of quantization behind it if somebody reads the 16 bits too, and a quarter fewer if nobody
-does. Then the normed rows are a carrier: a tensor of their shape and dtype with one number of memory, to which
-gradients are given. A norm that made the columns of a whole group of 128 rows by itself would have too few programs.
+These are as many as a norm followed by quantization needs if the 16 bits are read too, and a quarter fewer if not. Then
+the normed rows are a carrier of gradients: a tensor of their shape and dtype with one element of memory. A norm that
+also made the columns of a whole group of 128 rows would have too few programs.
 
-Recipes whose scales reach over whole rows or columns are a norm, and quantization behind it.
+Recipes whose scales reach over whole rows or columns are a norm followed by quantization.
 """
 
 from typing import Any, NamedTuple
@@ -87,7 +87,7 @@ alone would want, 3.6 does. Blocks of 32 take more registers in any case."""
 
 
 class _How(NamedTuple):
-    """What is written; see `rms_norm`."""
+    """Which copies are written; see `rms_norm`."""
 
     recipe: Recipe
     form: Format
@@ -122,7 +122,7 @@ class _Float8Norm(torch.autograd.Function):
 
 
 def _quantize(x_TD: Tensor, scale_T: Tensor, weight_D: Tensor, normed_TD: Tensor, how: _How) -> list[Tensor]:
-    """Start the second kernel. Returns values and scales by rows, and by columns if they are asked for."""
+    """Launch the second kernel. Returns values and scales by rows, and by columns if asked for."""
     recipe, form = how.recipe, how.form
     x_rows = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
     tokens, width = x_rows.shape
@@ -167,12 +167,12 @@ def _both(copies: list[Tensor], recipe: Recipe) -> RowColQuantized:
 
 
 def _fits(recipe: Recipe) -> bool:
-    """Whether a tile finds its scales by itself."""
+    """Whether a tile contains all numbers of its scales."""
     return recipe.rows[0] == 1 and recipe.rows[1] > 0 and _is_tiled(recipe.columns)
 
 
 def _is_tiled(block: Block) -> bool:
-    """Whether a transposed tile has whole blocks: of single columns, or itself."""
+    """Whether a transposed tile has whole blocks: of single columns, or the whole tile."""
     return block[0] == 1 or block == (TRANSPOSING.block_columns, TRANSPOSING.block_rows)
 
 
@@ -200,10 +200,10 @@ def norm_quantize_kernel(
     BLOCK_D: tl.constexpr,
     RUN: tl.constexpr,
 ):
-    """A tile of normed rows, in 16 bits and by columns as far as there are pointers.
+    """Quantize a tile of normed rows; write it in 16 bits and by columns as far as there are pointers.
 
-    OUTER: columns that share a scale in the transposed copy, 1 or all of the tile's.
-    IN_BF16: what is quantized is rounded to bfloat16 before, as the rows are.
+    OUTER columns share a scale in the transposed copy, 1 or all of the tile's. With IN_BF16 the numbers are rounded to
+    bfloat16 before, as the rows are.
     """
     column_D = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     is_column_D = column_D < D

@@ -1,7 +1,7 @@
 """The float8 operators of a model as one frozen value, and which parts of a model use them.
 
-`REFERENCE` is written from the definitions (`reference`), `penstock.kernels.float8.triton_operators.TRITON` is our
-kernels. Each function has the signature of that of the same name in `reference`; the fused ones are declared here.
+`REFERENCE` is the definitions (`reference` and the functions here), `penstock.kernels.float8.triton_operators.TRITON`
+the kernels.
 """
 
 from collections.abc import Callable
@@ -18,19 +18,19 @@ from penstock.kernels.float8.quantized import Quantized, RowColQuantized, Weight
 from penstock.kernels.float8.recipes import E4M3, Format, Recipe
 from penstock.kernels.reference import ExpertRule, RowOrder
 
-if TYPE_CHECKING:  # it imports Triton, which may be absent
+if TYPE_CHECKING:  # imports Triton, which may be absent
     from penstock.kernels.tile_table import TileTable
 
 
 class SwigluForBackward(NamedTuple):
-    """What the experts' backward needs around their activation, each in the form in which a product takes it.
+    """Results of the backward pass of the experts' activation, each in the form that a product reads.
 
     Attributes:
         d_gate_up: R x 2F, contracted over 2F, for the gradient of the rows.
         d_gate_up_columns: 2F x aligned R, for the gradient of gate and up, in a recipe's blocks of gradients (`rows`).
-        h_columns: F x aligned R, for the gradient of down, in those of activations (`columns`).
+        h_columns: F x aligned R, for the gradient of down, in a recipe's blocks of activations (`columns`).
         dweights_R: float32 gradient of the routing weights, or None.
-        plain_d_gate_up_RF: the gradient in the dtype of `gate_up`, where it was asked for (biases sum it), or None.
+        plain_d_gate_up_RF: the gradient in the dtype of `gate_up`, if asked for (biases sum it), or None.
     """
 
     d_gate_up: Quantized
@@ -41,34 +41,30 @@ class SwigluForBackward(NamedTuple):
 
 
 def _no_tile_table(counts_e: Tensor, rows: int) -> None:
-    """Only Triton's products share one."""
+    """Only Triton's products share a tile table."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Float8Operators:
-    """Callables; see the functions of the same name in `penstock.kernels.float8.reference`, and below.
+    """Operators with the signatures of `penstock.kernels.float8.reference`, and of the functions below.
 
     Only where `saves_rows` does `multiply_groups` take `keep`, and do `swiglu` and `swiglu_backward` take `SavedRows`.
-    There `tile_table` gives one.
 
     Attributes:
-        pack_rows: see `penstock.kernels.float8.quantized`.
-        unpack_rows: likewise.
-        swiglu: (gate_up_RF, weights_R, rule, recipe, form, *, columns=False, counts_e=None) -> Both: h_RF, which is
-            never written in 16 bits. `columns` is for a dense network; of experts' rows the backward pass makes them.
-            Rows past those of `counts_e` are not looked at, and may be anything in what comes back.
+        swiglu: (gate_up_RF, weights_R, rule, recipe, form, *, columns=False, counts_e=None) -> RowColQuantized of h_RF,
+            which is never written in 16 bits. `columns` is for a dense network. Rows past those of `counts_e` are not
+            read and hold anything in the result.
         swiglu_backward: (gate_up_RF, weights_R, dh_RF, counts_e, rule, recipe, forward, gradient, *, keep_plain=False)
-            -> SwigluForBackward; `counts_e` aligns the columns as `quantize_groups` does.
+            -> SwigluForBackward.
         rms_norm: (x_TD, residual_TD or None, weight_D, epsilon, recipe, form, *, columns, keep_plain=True)
             -> (normed_TD, x + residual or x, RowColQuantized); differentiable by the first two. Without `keep_plain`
             normed_TD is a carrier of gradients with one element of memory, which must not be read.
-        tile_table: (counts_e, rows) -> what a layer's grouped products share, as their `tiles`; None if nothing.
+        tile_table: (counts_e, rows) -> tile table that the grouped products of a layer share, or None.
         unpermute: (y_RD, order) -> y_TD, in 16 bits.
-        bias_gradient: of `penstock.kernels.bias_gradient`, in 16 bits.
-        mla_heads: (q_BSHN, kv_BSHN, k_rope_BSP, cos_BSP, sin_BSP, handed, form) -> as in 16 bits; backward leaves the
-            gradients of q and kv at `handed` (`penstock.kernels.float8.gradient_side_channel`). None where they stay in
-            16 bits.
-        saves_rows: whether rows can stand in a buffer from a row on that only the device knows.
+        bias_gradient: `penstock.kernels.bias_gradient`, in 16 bits.
+        mla_heads: (q_BSHN, kv_BSHN, k_rope_BSP, cos_BSP, sin_BSP, channels, form) -> as in 16 bits; backward puts the
+            gradients of q and kv into side channels. None where they stay in 16 bits.
+        saves_rows: rows can be written into a buffer from a row on that only the device knows.
     """
 
     quantize_rows: Callable[..., RowColQuantized]
@@ -124,11 +120,11 @@ def swiglu_backward(
         weights_R: float32 routing weights, or None for 1.
         dh_RF: gradient of h.
         counts_e: rows of each expert.
-        rule: what h is.
-        recipe: whose blocks.
+        rule: which activation.
+        recipe: block sizes.
         forward: format of h.
         gradient: format of gradients.
-        keep_plain: also the gradient in 16 bits.
+        keep_plain: also return the gradient in 16 bits.
     """
     with torch.enable_grad():
         inputs = [gate_up_RF := gate_up_RF.detach().requires_grad_()]
@@ -167,7 +163,7 @@ def rms_norm(
 
 
 class _Carrier(torch.autograd.Function):
-    """Passes gradients on, and NaN instead of numbers: whoever reads it is seen."""
+    """Passes gradients on, and outputs NaN, so that a read of the carrier shows."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor) -> Tensor:
@@ -196,12 +192,12 @@ REFERENCE = Float8Operators(
 
 @dataclass(frozen=True, kw_only=True)
 class Float8Rule:
-    """What a layer does in 8 bits.
+    """Which parts of a layer are computed in 8 bits, and how.
 
     Attributes:
         dense: recipe of the products of attention, dense networks and shared experts; None leaves them in 16 bits.
-        experts: of the routed experts' products.
-        dispatch: in whose blocks rows travel to their experts; None sends 16 bits.
+        experts: recipe of the routed experts' products.
+        dispatch: recipe of the rows that travel to their experts; None sends 16 bits.
         forward: format of activations and weights.
         gradient: format of the gradients of outputs.
         operators: kernels.

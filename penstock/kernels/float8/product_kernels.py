@@ -1,20 +1,20 @@
-"""Device code of products of 8-bit numbers: two persistent kernels, one source for every chip.
+"""Triton kernels of products of 8-bit numbers: two persistent kernels, one source for every chip.
 
 `float8_rows_kernel` makes an output that has the experts' rows; `float8_matrices_kernel` makes one matrix (dense
-products), or one for each expert, contracted over the expert's own columns (weight gradients). Both operands have their
-contracted dim last, so a block of either is loaded in the one order that Hopper's matrix units take. The loops over
-tiles and over the contracted dim are flattened into one, as in `penstock.kernels.grouped_gemm_kernels`.
+products), or one for each expert, contracted over the expert's columns (weight gradients). Both operands have their
+contracted dim last, so blocks are loaded in the one order that Hopper's matrix units read. The loops over tiles and
+over the contracted dim are flattened into one, as in `penstock.kernels.grouped_gemm_kernels`.
 
-The contracted dim is walked in blocks of `DEPTH`, 128. What happens with scales is the constant SCALING:
+The contracted dim is walked in blocks of `DEPTH`, 128. The constant SCALING says when scales are applied:
 
-    promoted   a block's sum leaves the matrix unit, is multiplied with both operands' scales and added in float32
-    behind     blocks' sums are added in float32, scales are multiplied with at the end
-    inside     the matrix unit applies a scale to every 32 numbers itself (`tl.dot_scaled`)
+    promoted   the sum of a block leaves the matrix unit, is multiplied by both scales and added in float32
+    behind     sums of blocks are added in float32, scales are applied at the end
+    inside     the matrix unit applies a scale to every 32 numbers (`tl.dot_scaled`)
 
 Hopper's matrix unit keeps 14 bits of a sum, so sums leave it after each block even if no scale is waiting, and Triton
-waits for a product wherever its sum is read. What hides the multiplications is either another program on the same
-multiprocessor, for which tiles are small and scales are loaded one block AHEAD: between a product and the next one then
-stands one multiplication a number. Or a program alone takes STEPS = 2 blocks in a turn: while the second is in the
+waits for a product wherever its sum is read. Two things hide the multiplications. Either another program runs on the
+same multiprocessor: tiles are small and scales are loaded one block AHEAD, so that one multiplication a number stands
+between a product and the next one. Or a program alone takes STEPS = 2 blocks in a turn: while the second is in the
 matrix unit, the first is scaled and added. Both sums, the float32 one and the scales just fit into 255 registers with
 tiles of 128 x 128 and 8 warps.
 
@@ -68,12 +68,12 @@ def float8_rows_kernel(
     DESCRIPTORS: tl.constexpr,
     ONLY_LAST: tl.constexpr,
 ):
-    """Multiply each row of x by the matrix of the row's expert; set the rows of the tail to zero, or ONLY_LAST of them.
+    """Multiply each row of x by the matrix of its expert; set rows of the tail to zero, or with ONLY_LAST the last one.
 
     x is rows x depth, w is experts x columns x depth, y is rows x columns. With DESCRIPTORS, w, y and (without GATHER)
     x are descriptors of blocks, else pointers; y_ptr is always the pointer. Strides are of values and scales. W_OUTER
-    columns of w share a scale. WHOLE_DEPTH says that no load of x by pointers needs a mask. With `first_ptr` the first
-    row of y is not its own: rows are written from the one on that is said there, and there is no tail.
+    columns of w share a scale. WHOLE_DEPTH says that no load of x by pointers needs a mask. With `first_ptr` rows are
+    written from that row of y on, and there is no tail.
     """
     tiles_across = tl.cdiv(columns, BLOCK_COLUMNS)
     tiles = tl.load(block_count_ptr) * tiles_across
@@ -85,7 +85,7 @@ def float8_rows_kernel(
         expert, start, end, row, column = locate_rows(owners_ptr, tile, tiles_across, BLOCK_ROWS, GROUP)
         column *= BLOCK_COLUMNS
         place = start + row + tl.arange(0, BLOCK_ROWS)
-        # Past the expert's last row any row does, since it is never written: the one a block before, to spread reads.
+        # Past the expert's last row any row will do, as it is not written: the one a block before, to spread reads.
         place = tl.where(place < end, place, tl.maximum(place - BLOCK_ROWS, 0))
         source = tl.load(index_ptr + place).to(tl.int32) if GATHER else place
         w_places = w_scales + expert * w_scale_expert
@@ -122,7 +122,7 @@ def float8_rows_kernel(
                     w_block = _load_block(matrix, column, columns, w_stride, first, depth, BLOCK_COLUMNS)
                 if AHEAD:
                     x_scale, w_scale = x_next, w_next
-                # Past the last block are zeros, whatever their scales.
+                # Past the last block there are zeros, with any scale.
                 block = tl.minimum(turn * STEPS + step + AHEAD, blocks - 1)
                 x_found = _scales_of_rows(x_scales, source, x_scale_outer, x_scale_depth, block, depth, SCALING)
                 w_found = _scales_of_columns(
@@ -178,12 +178,12 @@ def float8_matrices_kernel(
     ACCUMULATE: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
 ):
-    """Multiply a by the transpose of b, contracted over each expert's columns; add to what c holds if ACCUMULATE.
+    """Multiply a by the transpose of b, contracted over each expert's columns; add to c if ACCUMULATE.
 
-    a is rows x depth, b is columns x depth, c is experts x rows x columns. `starts_ptr` says at which multiple of DEPTH
-    each expert's columns begin, and where the last one's end; without it there is one matrix, contracted over all.
-    With DESCRIPTORS, a, b and c are descriptors of blocks, else pointers. B_OUTER rows of b share a scale. WHOLE says
-    that tiles divide c, so that no load of scales needs a mask.
+    a is rows x depth, b is columns x depth, c is experts x rows x columns. `starts_ptr` has the multiple of DEPTH at
+    which each expert's columns begin, and the end of the last ones; without it there is one matrix, contracted over
+    all. With DESCRIPTORS, a, b and c are descriptors of blocks, else pointers. B_OUTER rows of b share a scale. WHOLE
+    says that tiles divide c, so that no load of scales needs a mask.
     """
     tiles_across = tl.cdiv(columns, BLOCK_COLUMNS)
     tiles_each = tl.cdiv(rows, BLOCK_ROWS) * tiles_across
@@ -211,7 +211,7 @@ def float8_matrices_kernel(
         for turn in tl.range(turns):
             for step in tl.static_range(STEPS):
                 block = start + turn * STEPS + step
-                # Past the expert's end are another's numbers; past the end of all are zeros.
+                # Past the expert's end are another expert's numbers; past the end of all are zeros.
                 first = tl.where(block < end, block, last) * DEPTH
                 if DESCRIPTORS:
                     a_block = a.load([row, first])
@@ -236,7 +236,7 @@ def float8_matrices_kernel(
             accumulator *= tl.load(a_scales + down * a_scale_outer)[:, None]
             accumulator *= tl.load(b_scales + across * b_scale_outer, mask=across < columns, other=0)[None, :]
         elif starts_ptr is not None:
-            # What stands for the scales of no rows may be no number.
+            # Scales of no rows may be NaN.
             accumulator = tl.where(end > start, accumulator, 0.0)
         store_matrix(
             c,
@@ -281,7 +281,7 @@ def _add_product(
 
 @triton.jit
 def _load_block(x, row, rows, stride, first, depth, BLOCK_ROWS: tl.constexpr):
-    """Load some rows' numbers from `first` on; zeros outside the matrix."""
+    """Load the numbers of some rows from column `first` on; zeros outside the matrix."""
     down = row + tl.arange(0, BLOCK_ROWS)
     deep = first + tl.arange(0, DEPTH)
     inside = (down < rows)[:, None] & (deep < depth)[None, :]
@@ -309,7 +309,7 @@ def _scales_of_tile(
     SCALING: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Load both operands' scales of a block. Of zeros, past the last block, any scale will do that is one."""
+    """Load both operands' scales of a block. Zeros past the last block may have any finite scale."""
     block = tl.maximum(tl.minimum(block, end - 1), 0)
     if B_OUTER > 1:
         down = tl.minimum(row + tl.arange(0, BLOCK_ROWS), rows - 1)
@@ -324,7 +324,7 @@ def _scales_of_tile(
 
 @triton.jit
 def _scales_of_rows(scales, source, outer, deep, block, depth, SCALING: tl.constexpr):
-    """Load the scales of a block of the rows `source`; `outer` and `deep` are strides. 1 where they come behind.
+    """Load the scales of a block of the rows `source`; `outer` and `deep` are strides. 1 if they are applied behind.
 
     No mask, so that the compiler scales the first block's sum while the second block is multiplied.
     """
@@ -350,9 +350,9 @@ def _scales_of_columns(
     SCALING: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Load the scales of a block of columns that stand together: one of all if OUTER of them share it, else each one's.
+    """Load the scales of a block of neighbouring columns: one for all if OUTER of them share it, else one for each.
 
-    Places are worked out here and not once for a tile, so that the compiler sees that they stand together and loads
+    Places are computed here and not once for a tile, so that the compiler sees that they are neighbours and loads
     several at once. WHOLE says that all of them are columns.
     """
     found = 1.0
@@ -371,7 +371,7 @@ def _scales_of_columns(
 
 @triton.jit
 def _micro_scales(scales, places, inside, outer, deep, block, depth):
-    """Load the exponents of the scales of some rows; that of one, 127, outside."""
+    """Load the exponents of the scales of some rows; 127, which is 1, outside."""
     parts = block * (DEPTH // MICRO) + tl.arange(0, DEPTH // MICRO)
     mask = inside[:, None] & (parts * MICRO < depth)[None, :]
     return tl.load(scales + places[:, None] * outer + parts[None, :] * deep, mask=mask, other=127)

@@ -1,15 +1,14 @@
-"""Matrix products of 8-bit numbers in Triton: dense, and grouped by expert; counts never on the host.
+"""Matrix products of 8-bit numbers in Triton, dense and grouped by expert; counts stay on the device.
 
 Every product is a @ b^T of operands whose contracted dim is the last one:
 
     multiply           M x K, N x K -> M x N      a dense product, or the gradient of a dense weight added to its sum
-    multiply_groups    R x K, e x N x K -> R x N  experts' rows, if wanted gathered while they are loaded
+    multiply_groups    R x K, e x N x K -> R x N  experts' rows, gathered while they are loaded if there is an index
     multiply_columns   M x R, N x R -> e x M x N  gradients of experts' weights, each over its expert's columns
 
-They equal those of the same name in `reference` but for the order of float32 sums. Recipes are known by their blocks:
-128 deep (`blockwise`), 32 deep (`mxfp8`), or as deep as the operand (`rowwise`, `tensorwise`). Values may be E4M3 or
-E5M2, each operand its own. Device code is in `product_kernels`, launches in `launches`. Hopper has kernels of its own
-for the recipe blockwise, which a launch may name: `penstock.kernels.gluon`.
+They equal those of the same name in `reference` but for the order of float32 sums. Recipes are recognized by their
+blocks: 128 deep (`blockwise`), 32 deep (`mxfp8`), or the whole depth (`rowwise`, `tensorwise`). Values may be E4M3 or
+E5M2, each operand its own. A launch may name the Hopper kernels for the recipe blockwise (`penstock.kernels.gluon`).
 """
 
 from typing import Any, Literal
@@ -47,15 +46,7 @@ def multiply(
     accumulate_into: Tensor | None = None,
     launch: ProductLaunch | None = None,
 ) -> Tensor:
-    """The dense product a @ b^T.
-
-    Args:
-        a: M x K, a scale for each row.
-        b: N x K; a weight, or rows as well.
-        dtype: of the result, bfloat16 or float32.
-        out: where it is written, contiguous and of that dtype; None for new memory.
-        accumulate_into: float32 M x N that it is added to instead, in place, and that is returned.
-        launch: how to cut it, instead of the table's choice.
+    """`reference.multiply` of a weight or of rows; `launch` replaces the table's choice.
 
     Raises:
         KernelError: operands that no launch accepts.
@@ -87,21 +78,10 @@ def multiply_groups(
     keep: SavedRows | None = None,
     launch: ProductLaunch | None = None,
 ) -> Tensor:
-    """Each expert's rows times the transpose of its matrix: R x N.
+    """`reference.multiply_groups`; with `keep` the rows are written into its buffer, which is returned.
 
-    Args:
-        x: R x K, a scale for each row; or with `index_R` the rows' source.
-        w: e x N x K.
-        counts_e: integer rows of each expert; may be zero, may sum to less than R.
-        index_R: integer row of `x` for each place, or None for the identity.
-        dtype: of the result, bfloat16 or float32.
-        tiles: `tile_table(counts_e, R)`, if the caller has it already.
-        keep: where to write the rows, instead of a tensor of their own.
-        launch: how to cut it, instead of the table's choice.
-
-    Returns:
-        y_RN; rows past the last expert's are zero, or the last one is (`TileTable.only_last`). The whole buffer with
-        `keep`.
+    Rows past the last expert's are zero, or the last one is (`TileTable.only_last`). `tiles` is `tile_table(counts_e,
+    R)`, if the caller has it already; `launch` replaces the table's choice.
 
     Raises:
         KernelError: operands that no launch accepts.
@@ -130,16 +110,7 @@ def multiply_columns(
     tiles: TileTable | None = None,
     launch: ProductLaunch | None = None,
 ) -> Tensor:
-    """Gradients of the experts' weights: e x M x N, each contracted over its expert's columns.
-
-    Args:
-        dy: M x R of `quantize_groups`, each expert's columns aligned.
-        x: N x R likewise, or with a scale for 128 x 128.
-        counts_e: integer rows of each expert.
-        dtype: of the result, bfloat16 or float32.
-        accumulate_into: contiguous float32 e x M x N that it is added to instead, in place, and that is returned.
-        tiles: `tile_table(counts_e, rows)` of the rows that were quantized, if the caller has it already.
-        launch: how to cut it, instead of the table's choice.
+    """`reference.multiply_columns`; x may have a scale for 128 x 128 numbers.
 
     Raises:
         KernelError: operands that no launch accepts.
@@ -160,7 +131,7 @@ def multiply_columns(
 def _gather(
     x: Quantized, index_R: Tensor | None, tiles: TileTable, launch: ProductLaunch
 ) -> tuple[Quantized, Tensor | None]:
-    """Rows and index for the kernel: as they are, or the rows copied first, also where 32 bits cannot count them."""
+    """Rows and index for the kernel: unchanged, or the rows copied first, also where 32 bits cannot count them."""
     if index_R is None:
         return _countable(x), None
     if not launch.copy_gathered and len(x.values) * x.values.stride(0) < GATHER_LIMIT:
@@ -174,14 +145,14 @@ def _gather(
 
 
 def _countable(x: Quantized) -> Quantized:
-    """Rows in place; scales far apart, as behind rows that travelled, are copied where 32 bits cannot count them."""
+    """Rows in place; scales far apart, as in packed rows, are copied where 32 bits cannot count them."""
     if x.scales.stride(0) * len(x.values) < GATHER_LIMIT:
         return x
     return x._replace(scales=_scales(x).T.contiguous().T.view(x.scales.dtype))
 
 
 def _check(product: str, **operands: tuple[Quantized, tuple[int, ...]]) -> Scaling:
-    """Refuse operands that no launch accepts, each given with the shape it must have; say how they are scaled."""
+    """Refuse operands that no launch accepts, each given with its expected shape; return how they are scaled."""
     depths = {operand.block[1] for operand, _ in operands.values()}
     first, second = (operand.block for operand, _ in operands.values())
     if len(depths) != 1 or first[1] not in _SCALING or first[0] > 1 or (first[1] and second[0] not in (1, DEPTH)):
@@ -239,7 +210,7 @@ def _launch_rows(
     scaling: Scaling,
     first: Tensor | None,
 ) -> None:
-    """Run `float8_rows_kernel`, or Hopper's own. `first` is the first row of y that is ours."""
+    """Run `float8_rows_kernel` of Triton or of Hopper. `first` is the first row of y to write."""
     if index is None and _is_hoppers(x, w, launch):
         float8_launches.launch_rows(x, w, y, tiles, launch, first=first)
         return
@@ -293,7 +264,7 @@ def _launch_matrices(
     *,
     accumulate: bool,
 ) -> None:
-    """Run `float8_matrices_kernel`, or Hopper's own; c is experts x rows x columns, one expert without starts."""
+    """Run `float8_matrices_kernel` of Triton or of Hopper; c is experts x rows x columns, one expert without starts."""
     if _is_hoppers(a, b, launch):
         if b.block[0] == DEPTH and starts is None and not accumulate:
             float8_launches.launch_rows(a, b, c[0], None, launch)
@@ -332,23 +303,23 @@ def _launch_matrices(
 
 
 def _is_hoppers(a: Quantized, b: Quantized, launch: ProductLaunch) -> bool:
-    """A launch asks for Hopper's own kernels, and they can."""
+    """Whether a launch asks for the Hopper kernels and they can run."""
     return launch.engine == "gluon" and float8_launches.gemm_obstacle(a, b, target_of(a.values.device)) is None
 
 
 def _scales(operand: Quantized) -> Tensor:
-    """As kernels read them: exponents of E8M0 are bytes."""
+    """Scales as kernels read them: exponents of E8M0 are bytes."""
     return operand.scales.view(torch.uint8) if operand.scales.itemsize == 1 else operand.scales
 
 
 def _strides(operand: Quantized) -> tuple[int, int]:
-    """Of the scales, along outer and depth; 0 along outer where all rows share one."""
+    """Strides of the scales along outer and depth; 0 along outer where all rows share one."""
     outer, depth = operand.scales.stride()[-2:]
     return (0 if operand.block[0] == 0 else outer), depth
 
 
 def _constants(launch: ProductLaunch, scaling: Scaling, device: torch.device) -> dict[str, Any]:
-    """What both kernels are compiled with."""
+    """Constants of both kernels."""
     is_limited = launch.registers and target_of(device).startswith("sm_")
     return {
         "BLOCK_ROWS": launch.block_rows,

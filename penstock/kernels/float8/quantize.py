@@ -1,11 +1,15 @@
-"""Quantization on a GPU: `reference.quantize_rows`, `quantize_weight` and `quantize_groups`, each in one pass.
+"""Triton wrappers of quantization: `reference.quantize_rows`, `quantize_weight` and `quantize_groups` in one pass each.
 
-All three give one kernel (`quantize_kernels`) a source and one or two copies to fill. Numbers are read once from memory
-whatever is written: a tile of 128 x 128 stays in registers while its rows and its columns are scaled. Only scales that
-reach over whole rows or matrices (`rowwise`, `tensorwise`) need a pass before, which finds the largest magnitudes.
+All three give one kernel (`quantize_kernels`) a source and one or two copies to fill. Numbers are read from memory
+once: a tile of 128 x 128 stays in registers while its rows and its columns are scaled. Only scales of whole rows or
+matrices (`rowwise`, `tensorwise`) need a pass before, which finds the largest magnitudes.
 
-A copy's scales lie in memory as depth blocks x outer, so that a product reads those of neighbouring rows at once; they
-are given as outer x depth blocks. Values' rows lie a multiple of 16 bytes apart.
+The scales of a copy lie in memory as depth blocks x outer, so that a product reads those of neighbouring rows at once;
+callers see them as outer x depth blocks. The stride of the rows of values is a multiple of 16 bytes.
+
+`pack_rows` and `unpack_rows` make and read the messages that rows travel as. A program has some blocks of numbers and
+finds the scale of each, so it does not matter how wide a row is. Padding bytes are not written. `transpose_weight`
+makes the transposed copy of a gathered weight from its bytes.
 """
 
 from dataclasses import dataclass
@@ -14,7 +18,7 @@ import torch
 from torch import Tensor
 
 from penstock.base.errors import KernelError
-from penstock.kernels.float8.launches import ROWS_ONLY, TRANSPOSING, TRANSPOSING_TAKEN, BackwardLaunch, TileLaunch
+from penstock.kernels.float8.launches import ROWS_ONLY, TRANSPOSING, TRANSPOSING_DEFAULT, BackwardLaunch, TileLaunch
 from penstock.kernels.float8.quantize_kernels import (
     group_tiles_kernel,
     measure_kernel,
@@ -35,7 +39,7 @@ WAVE_FACTOR = 2
 """AMD's waves have twice the threads of a warp, so half as many hold a tile in as many registers."""
 
 TILES = 64
-"""Tiles that one program of `group_tiles_kernel` writes down."""
+"""Tiles that one program of `group_tiles_kernel` writes."""
 
 
 def quantize_rows(
@@ -47,21 +51,16 @@ def quantize_rows(
     counts_e: Tensor | None = None,
     launch: TileLaunch | None = None,
 ) -> RowColQuantized:
-    """`penstock.kernels.float8.reference.quantize_rows` in one kernel.
+    """`reference.quantize_rows`; rows may lie apart, but each must be contiguous, or a copy is made.
 
-    Args:
-        x_RD: 16 or 32 bits; rows may lie apart, but each must be contiguous (a copy is made if not).
-        recipe: whose blocks.
-        form: of the values.
-        columns: block of a transposed copy, as deep as `recipe.rows`; None makes no such copy.
-        counts_e: rows of each expert; rows past them may then be anything, and are not written if there are `columns`,
-            nor are the columns' places past the last expert's tiles, where scales fit into tiles.
-        launch: instead of `TRANSPOSING_TAKEN`, or `ROWS_ONLY`; tiles of both copies hold whole blocks.
+    Rows past the experts' are not written if there are `columns`, nor are the columns' places past the last expert's
+    tiles, where scales fit into tiles. `launch` replaces the default, `TRANSPOSING_DEFAULT` or `ROWS_ONLY`; its tiles
+    must hold whole blocks of both copies.
 
     Raises:
         KernelError: not a matrix.
     """
-    # Which rows count matters to what is aligned by experts, and to scales that reach over rows.
+    # Counts matter to copies that are aligned by experts, and to scales over several rows.
     source = _source(x_RD, None, None if columns is None and recipe.rows[1] else counts_e)
     rows = empty_copy(source.values, (source.rows, source.width), recipe.rows, form, recipe.scaling)
     transposed = None
@@ -81,17 +80,9 @@ def quantize_groups(
     block: Block | None = None,
     launch: TileLaunch | None = None,
 ) -> Quantized:
-    """`penstock.kernels.float8.reference.quantize_groups` in one kernel behind a small one; no count comes to the host.
+    """`reference.quantize_groups` behind a small kernel; counts stay on the device.
 
-    Args:
-        x_RD: rows in 16, 32 or 8 bits; with `index_R` their source.
-        counts_e: rows of each expert, int32 or int64. Rows past the buffer's last are ignored. Places past the last
-            expert's tiles are not written, where scales fit into tiles.
-        recipe: whose blocks.
-        form: of the values.
-        index_R: source row of each place, or None.
-        block: of the copy; None is `recipe.columns`, that of activations.
-        launch: instead of `TRANSPOSING_TAKEN`.
+    Places past the last expert's tiles are not written, where scales fit into tiles.
 
     Raises:
         KernelError: not a matrix, or 8-bit numbers whose scales do not fit into tiles.
@@ -111,14 +102,7 @@ def quantize_weight(
     *,
     launch: TileLaunch | None = None,
 ) -> WeightCopies:
-    """`penstock.kernels.float8.reference.quantize_weight` in one kernel, for one matrix or a stack of them.
-
-    Args:
-        w_FD: (e x) F x D; a copy is made if it is not contiguous.
-        recipe: whose blocks.
-        form: of the values.
-        into: copies that are filled in place. Those that lie in memory as this function's do are written directly.
-        launch: instead of `TRANSPOSING`; tiles must be as large.
+    """`reference.quantize_weight`; copies in `into` with this function's memory layout are written directly.
 
     Raises:
         KernelError: neither a matrix nor a stack of matrices.
@@ -144,12 +128,12 @@ def quantize_weight(
 
 
 def empty_copy(like: Tensor, shape: tuple[int, ...], block: Block, form: Format, scaling: Scaling) -> Quantized:
-    """Memory for 8-bit numbers and their scales, in the layout that the module's docstring tells.
+    """Memory for 8-bit numbers and their scales, in the layout of the module's docstring.
 
     Args:
         like: a tensor of the device.
         shape: ... x outer x depth.
-        block: rows and columns that share a scale; 0 for all.
+        block: rows and columns that share a scale; 0 for the whole dim.
         form: of the values.
         scaling: form of the scales.
     """
@@ -163,9 +147,9 @@ def empty_copy(like: Tensor, shape: tuple[int, ...], block: Block, form: Format,
 
 
 def group_tiles(counts_e: Tensor, rows: int) -> Tensor:
-    """Which rows stand in each tile of `ALIGNMENT` places of an aligned copy: int32, (tiles + 1) x 2.
+    """The rows in each tile of `ALIGNMENT` places of an aligned copy: int32, (tiles + 1) x 2.
 
-    Each tile has its first row and how many there are; the last pair is (tiles that have rows, 0).
+    Each tile has its first row and its number of rows; the last pair is (number of tiles that have rows, 0).
 
     Args:
         counts_e: rows of each expert, int32 or int64.
@@ -183,7 +167,7 @@ def group_tiles(counts_e: Tensor, rows: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _Source:
-    """What is read.
+    """The tensor to quantize.
 
     Attributes:
         values: (e x) rows x width; with an index any number of rows.
@@ -192,7 +176,7 @@ class _Source:
         tiles: of `group_tiles`, or None.
         block: of the scales.
         rows: R, of one matrix.
-        places: as many with the places between experts.
+        places: rows with the padding between experts.
         matrices: e, or 1.
     """
 
@@ -237,13 +221,13 @@ def _quantize(
     scaling: Scaling,
     launch: TileLaunch | None = None,
 ) -> None:
-    """Fill the copy as it is, the transposed one, or both, whose blocks are equally deep."""
+    """Fill the copy by rows, the transposed one, or both, whose blocks are equally deep."""
     rows, columns = copies
     given = [copy.block for copy in copies if copy is not None]
     (outer, depth), (columns_outer, columns_depth) = given[0], given[-1]
     assert depth == columns_depth, f"blocks are equally deep, these are {given}"
     row_amax, column_amax = _measure(source, rows, columns) if depth == 0 else (None, None)
-    launch = launch or (ROWS_ONLY if columns is None and source.tiles is None else TRANSPOSING_TAKEN)
+    launch = launch or (ROWS_ONLY if columns is None and source.tiles is None else TRANSPOSING_DEFAULT)
     if launch.engine == "gluon":
         if columns is not None and _is_hoppers(source, (rows, columns), form, scaling):
             x_RD = source.values if source.scales is None else Quantized(source.values, source.scales, source.block)
@@ -282,13 +266,13 @@ def _quantize(
         BLOCK_D=launch.block_columns,
         RUN=1 if columns is None else run_of(launch),
         num_warps=warps_of(launch, device),
-        # Quotients of other scales take more registers.
+        # Divisions by other scales take more registers.
         **(register_limit(launch, device) if power else {}),
     )
 
 
 def _is_hoppers(source: _Source, copies: tuple[Quantized | None, Quantized], form: Format, scaling: Scaling) -> bool:
-    """Whether Hopper's own kernel can write copies of a source."""
+    """Whether the Hopper kernel can write copies of a source."""
     values, (rows, columns) = source.values, copies
     if source.scales is None:
         fits = values.dtype == torch.bfloat16
@@ -302,7 +286,7 @@ def _is_hoppers(source: _Source, copies: tuple[Quantized | None, Quantized], for
 
 
 def _measure(source: _Source, rows: Quantized | None, columns: Quantized | None) -> tuple[Tensor | None, Tensor | None]:
-    """Bits of the largest magnitudes that the scales of both copies are made of; a pass over the source."""
+    """Bits of the largest magnitudes from which the scales of both copies are made; a pass over the source."""
     one = rows if rows is not None else columns
     assert one is not None, "nothing to write"
     zeros = source.values.new_zeros
@@ -340,7 +324,7 @@ def _grid(source: _Source, launch: KernelLaunch) -> tuple[int, ...]:
 
 
 def _scales_of(source: _Source) -> tuple[Tensor | None, int, int]:
-    """What a kernel is told of the scales of an 8-bit source."""
+    """Scales of an 8-bit source and their strides, as kernel arguments."""
     if source.scales is None:
         return None, 0, 0
     return _bytes_of(source.scales), source.scales.stride(0), source.scales.stride(1)
@@ -379,21 +363,11 @@ def register_limit(launch: TileLaunch | BackwardLaunch, device: torch.device) ->
 
 
 PACKING = KernelLaunch(block_rows=32, block_columns=128, warps=4)
-"""Blocks of 128 numbers at a time; of smaller ones as many more. Not measured yet."""
+"""Blocks of 128 numbers of one program; of smaller blocks as many more. Not measured yet."""
 
 
 def pack_rows(x_TD: Tensor, recipe: Recipe, form: Format, *, launch: KernelLaunch = PACKING) -> Tensor:
-    """`penstock.kernels.float8.reference.pack_rows` in one kernel.
-
-    Args:
-        x_TD: rows.
-        recipe: whose blocks lie in one row.
-        form: of the values.
-        launch: blocks of 128 numbers of a program, and warps.
-
-    Returns:
-        uint8, T x `row_bytes`.
-    """
+    """`reference.pack_rows` in one kernel."""
     x_TD = x_TD.contiguous()
     packed = x_TD.new_empty(x_TD.shape[0], row_bytes(x_TD.shape[1], recipe), dtype=torch.uint8)
     options = {"LARGEST": form.largest, "POWER": recipe.scaling != "float32"}
@@ -404,19 +378,7 @@ def pack_rows(x_TD: Tensor, recipe: Recipe, form: Format, *, launch: KernelLaunc
 def unpack_rows(
     packed: Tensor, width: int, recipe: Recipe, form: Format, dtype: torch.dtype, *, launch: KernelLaunch = PACKING
 ) -> Tensor:
-    """`penstock.kernels.float8.reference.unpack_rows` in one kernel.
-
-    Args:
-        packed: uint8, rows x `row_bytes`.
-        width: D.
-        recipe: by which they were packed.
-        form: likewise.
-        dtype: of the result.
-        launch: as in `pack_rows`.
-
-    Returns:
-        rows x D.
-    """
+    """`reference.unpack_rows` in one kernel."""
     packed = packed.contiguous()
     x_ND = packed.new_empty(packed.shape[0], width, dtype=dtype)
     _start_packing(unpack_rows_kernel, x_ND, packed, recipe, form, launch)
@@ -462,14 +424,10 @@ TRANSPOSE_WARPS = 8
 
 
 def transpose_weight(weight: Quantized, into: Quantized) -> None:
-    """`penstock.kernels.float8.reference.transpose_weight`.
-
-    Args:
-        weight: ... F x D, contiguous.
-        into: ... D x F, contiguous.
+    """`reference.transpose_weight` in one pass over bytes; quantizing the weight again would read two bytes for each.
 
     Raises:
-        KernelError: either lies otherwise.
+        KernelError: a matrix is not contiguous.
     """
     if not (weight.values.is_contiguous() and into.values.is_contiguous()):
         raise KernelError("transpose_weight takes contiguous matrices", got=f"strides {weight.values.stride()}")

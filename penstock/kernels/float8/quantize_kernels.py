@@ -1,24 +1,24 @@
-"""Triton: a tile is read once, and written as it is and transposed, each with scales along its own last dim.
+"""Triton kernels of quantization: a tile is read once, and written by rows and transposed, each with its own scales.
 
-`quantize_tile` knows rows only; the transposed copy is made by the same lines from the transposed tile. A block of
-several rows is a whole tile, or all. Rows are loaded in an order that makes transposing cheap. Of a tile of 128 x 128 a
-thread has 16 numbers, which it stores at once, of each of RUN = 4 rows, and these rows are neighbours:
+`quantize_tile` scales rows; the transposed copy comes from the same code applied to the transposed tile. A block of
+several rows is a whole tile, or a whole matrix. Rows are loaded in an order that makes transposing cheap: of a tile of
+128 x 128 a thread has 16 numbers, which it stores at once, of each of RUN = 4 rows, and these rows are neighbours:
 
     row of the tile        0  1  2 ...  32  33  34 ...     of 128, in 32 runs
     row of the matrix      0  4  8 ...   1   5   9 ...
 
-so that it has 4 neighbours of each column, which go to shared memory as one word.
+So a thread has 4 neighbours of each column, which go to shared memory as one word.
 
-Experts' rows are aligned in the transposed copy, so a tile of 128 places holds rows of one expert. A table says which
-(`group_tiles_kernel`); with tiles of 4 it would be
+Experts' rows are aligned in the transposed copy, so a tile of 128 places holds rows of one expert, by a table
+(`group_tiles_kernel`). With tiles of 4 it would be
 
     counts_e   [5, 0, 2]        tiles   (0, 4) (4, 1) (5, 2) (7, 0)        first row and number of rows
 
-and (3, 0) behind them, the number of tiles that have rows. The last of the four is tail. What a tile's rows do not fill
-is zero; a tile of the tail is passed over, because no product reads what is behind the last expert's tiles.
+followed by (3, 0), the number of tiles that have rows. The last of the four is tail. Places of a tile without a row are
+zero; tiles of the tail are skipped, because no product reads them.
 
-A scale that reaches further than a tile, over a row or a whole matrix, needs a pass before (`measure_kernel`): bits of
-magnitudes are integers, and their maxima are found by atomics in any order.
+Scales of a whole row or matrix need a pass before (`measure_kernel`): bits of magnitudes are integers, and atomics find
+their maxima in any order.
 """
 
 from penstock.kernels.float8.scaling import exponent_of, magnitude_bits, power_of, scale_of, to_float8, to_float32
@@ -56,14 +56,14 @@ def quantize_kernel(
     BLOCK_D: tl.constexpr,
     RUN: tl.constexpr,
 ):
-    """One tile, into the row-wise and the transposed copy as far as there are pointers to them.
+    """Quantize one tile into the row-wise and the transposed copy, as far as there are pointers to them.
 
     OUTER x DEPTH is the block of the row-wise copy: 1 x a divisor of the tile's sides, the whole tile (then of both
-    copies), or 0 where magnitudes come from `measure_kernel`; COLUMNS_OUTER x DEPTH that of the transposed one. Copies
-    of a stack of matrices, and scales (depth blocks x outer), lie one after another.
+    copies), or 0 where magnitudes come from `measure_kernel`; COLUMNS_OUTER x DEPTH is that of the transposed copy.
+    Copies of a stack of matrices, and scales (depth blocks x outer), lie one after another.
     """
     if tiles_ptr is not None:  # noqa: SIM102 (the compiler decides both)
-        # A scale that reaches further is the first tile's to write, with rows or without.
+        # The first tile writes scales that reach further, even if it has no rows.
         if DEPTH != 0:  # noqa: SIM102 (here, too)
             if tl.load(tiles_ptr + 2 * tl.program_id(1) + 1) == 0:
                 return
@@ -126,7 +126,7 @@ def measure_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Bits of the largest magnitude of each row, each column, each matrix, as far as there are pointers to zeros."""
+    """Bits of the largest magnitude of each row, column or matrix, as far as there are pointers to zeros."""
     matrix = tl.program_id(2).to(tl.int64)
     column_D = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     is_column_D = column_D < D
@@ -156,7 +156,7 @@ def group_tiles_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """First row, and number of rows, of some tiles of BLOCK_R aligned places; behind all, how many tiles have rows."""
+    """First row and number of rows of tiles of BLOCK_R aligned places; behind all, the tiles that have rows."""
     expert_E = tl.arange(0, BLOCK_E)
     count_E = tl.load(counts_ptr + expert_E, mask=expert_E < EXPERTS, other=0).to(tl.int32)
     end_E = tl.minimum(tl.cumsum(count_E, 0), rows)
@@ -167,7 +167,7 @@ def group_tiles_kernel(
     before_TE = tile_T[:, None] - (last_E - tiles_E)[None, :]
     is_mine_TE = (before_TE >= 0) & (before_TE < tiles_E[None, :])
     row_TE = first_E[None, :] + before_TE * BLOCK_R
-    # A tile is one expert's, or nobody's: then it begins behind the last row.
+    # A tile without an expert begins behind the last row.
     row_T = tl.sum(tl.where(is_mine_TE, row_TE, 0), 1)
     filled_T = tl.sum(tl.where(is_mine_TE, tl.minimum(end_E[None, :] - row_TE, BLOCK_R), 0), 1)
     behind = tl.where(tile_T == tiles, tl.sum(tiles_E, 0), rows)
@@ -177,7 +177,7 @@ def group_tiles_kernel(
 
 @triton.jit
 def tile_rows(tiles_ptr, R, BLOCK_R: tl.constexpr, RUN: tl.constexpr):
-    """Rows of this program's tile in the order in which they are loaded, and which of them there are."""
+    """Rows of this program's tile in the order in which they are loaded, and which of them exist."""
     lane_R = tl.arange(0, BLOCK_R)
     RUNS: tl.constexpr = BLOCK_R // RUN
     place_R = (lane_R % RUNS) * RUN + lane_R // RUNS
@@ -213,9 +213,9 @@ def dequantize_tile(
     OUTER: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """A tile of 8-bit numbers times their scales, of blocks OUTER x DEPTH; 0 for all.
+    """A tile of 8-bit numbers times their scales, of blocks OUTER x DEPTH; 0 for the whole dim.
 
-    What is no row stays zero, because its scale is taken to be zero.
+    Places without a row stay zero, because their scale is taken to be zero.
     """
     ROWS: tl.constexpr = x_RD.shape[0]
     COLUMNS: tl.constexpr = x_RD.shape[1]
@@ -233,7 +233,7 @@ def dequantize_tile(
 
 @triton.jit
 def source_rows(index_ptr, row_R, is_row_R):
-    """Where rows stand in the source, int64."""
+    """Source row of each row, int64."""
     if index_ptr is None:
         source_R = row_R.to(tl.int64)
     else:
@@ -243,7 +243,7 @@ def source_rows(index_ptr, row_R, is_row_R):
 
 @triton.jit
 def transpose_tile(x_RD, RUN: tl.constexpr):
-    """Columns of a tile, whose rows come back into their order in the matrix."""
+    """Columns of a tile, whose rows return to their order in the matrix."""
     ROWS: tl.constexpr = x_RD.shape[0]
     COLUMNS: tl.constexpr = x_RD.shape[1]
     x_DR = tl.permute(tl.reshape(x_RD, [RUN, ROWS // RUN, COLUMNS]), [2, 1, 0])
@@ -254,28 +254,28 @@ def transpose_tile(x_RD, RUN: tl.constexpr):
 def pair_neighbours(x_DR):
     """The same float32 numbers, with two neighbours of a row next to each other in a thread's registers.
 
-    So one instruction makes both of them 8 bits wide, and nothing takes bytes apart afterwards. Without this a copy and
-    the transposed one that have the same scales are made by the same instructions, each used as it is and in bytes, and
-    NVIDIA's assembler (ptxas 12.8 and 12.9, with which Triton 3.6 comes) loses some: of two that it merges into a
-    word (F2FP.PACK_AB_MERGE_C) it keeps no register for the first, and takes its bytes from an undefined one.
+    So one instruction casts both of them to 8 bits. Without this a copy and its transpose that have the same scales are
+    made by the same instructions, each used as it is and in bytes, and NVIDIA's assembler (ptxas 12.8 and 12.9, with
+    which Triton 3.6 comes) loses some: of two that it merges into a word (F2FP.PACK_AB_MERGE_C) it keeps no register
+    for the first, and takes its bytes from an undefined one.
     """
     ROWS: tl.constexpr = x_DR.shape[0]
     COLUMNS: tl.constexpr = x_DR.shape[1]
     even_DR, odd_DR = tl.split(tl.reshape(x_DR.to(tl.int32, bitcast=True), [ROWS, COLUMNS // 2, 2]))
-    # Other types, because what is split and joined at once Triton 3.9 takes for what it was.
+    # As another type, because Triton 3.9 removes a split followed by a join.
     paired = tl.join(even_DR.to(tl.float32, bitcast=True), odd_DR.to(tl.float32, bitcast=True))
     return tl.reshape(paired, [ROWS, COLUMNS])
 
 
 @triton.jit
 def largest_of_tile(bits_DR):
-    """The largest of a tile's magnitudes, 1 x 1; of its columns first, where a thread of a transposed tile has most."""
+    """The largest of a tile's magnitudes, 1 x 1; over columns first, where a transposed tile's thread has most."""
     return tl.max(tl.max(bits_DR, 0, keep_dims=True), 1, keep_dims=True)
 
 
 @triton.jit
 def measured(amax_ptr, matrix, outer_R, is_outer_R, outer_size, OUTER: tl.constexpr):
-    """Bits of the largest magnitude of each row, or with OUTER 0 of the matrix, that `measure_kernel` found."""
+    """Bits of the largest magnitude of each row, or with OUTER 0 of the matrix, found by `measure_kernel`."""
     if OUTER == 0:
         amax = tl.load(amax_ptr + matrix + tl.zeros([1, 1], tl.int32))
     else:
@@ -293,9 +293,9 @@ def quantize_tile(
     POWER: tl.constexpr,
     OUTER: tl.constexpr = 1,
 ):
-    """Values and scales of rows: of each DEPTH columns, or by magnitudes that were measured before.
+    """Values and scales of rows: for each DEPTH columns, or by magnitudes that were measured before.
 
-    Of blocks of several rows it has no more than one, whose magnitude is given (1 x 1), and so is its scale.
+    A tile has at most one block of several rows, whose magnitude is given (1 x 1), and one scale for it.
     """
     if OUTER != 1:
         scale_RQ = scale_of(amax_R1, LARGEST, POWER)
@@ -328,7 +328,7 @@ def store_scales(
     DEPTH: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
 ):
-    """Scales of the tile that is number `tile` along the depth, into depth blocks x outer.
+    """Store the scales of the tile with number `tile` along the depth, into depth blocks x outer.
 
     A block of several rows is a whole tile: then `outer_R` is its number along the rows.
     """
@@ -353,7 +353,7 @@ def store_scales(
 
 @triton.jit
 def _places(rows, D: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_R: tl.constexpr, DEPTH: tl.constexpr):
-    """Row and number in it of each block of this program; its columns; and which of both there are."""
+    """Row and number of each block of this program, its columns, and which blocks and columns exist."""
     block_R = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     row_R, number_R = block_R // BLOCKS, block_R % BLOCKS
     column_RD = number_R[:, None] * DEPTH + tl.arange(0, DEPTH)[None, :]
@@ -376,7 +376,7 @@ def pack_rows_kernel(
     BLOCK_R: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Blocks of rows to values and scales.
+    """Quantize blocks of rows into values and scales of a message.
 
     Example in E4M3 with D = 4 and DEPTH = 2: the row 448, 0, 1, -2 becomes the values 448, 0, 128, -256 in 4 bytes, and
     at SCALES_AT the scales 1 and 1 / 128, the least power of two that is not less than 2 / 448.
@@ -406,7 +406,7 @@ def unpack_rows_kernel(
     BLOCK_R: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """The inverse of `pack_rows_kernel`, but for what was rounded."""
+    """The inverse of `pack_rows_kernel`, up to rounding."""
     row_R, number_R, column_RD, exists_R, exists_RD = _places(rows, D, BLOCKS, BLOCK_R, DEPTH)
     first_ptr = packed_ptr + row_R * BYTES + SCALES_AT
     if E8M0:
@@ -422,7 +422,7 @@ def unpack_rows_kernel(
 
 @triton.jit
 def transpose_kernel(x_ptr, out_ptr, rows, columns, BLOCK: tl.constexpr):
-    """One tile of one matrix: x is rows x columns, out is columns x rows."""
+    """Transpose one tile of one matrix: x is rows x columns, out is columns x rows."""
     row_R = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     column_C = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     matrix = tl.program_id(2).to(tl.int64) * rows * columns

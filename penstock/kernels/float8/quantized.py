@@ -1,7 +1,18 @@
-"""Numbers of 8 bits with their scales. Everywhere the contracted dim is the last one.
+"""8-bit numbers with their scales. The contracted dim is always the last one.
 
-Matrix units of Hopper take 8-bit operands only so, and one rule for all chips is simpler than two. So a product is
-always `a @ b^T` of a (M x K) and b (N x K), and what is contracted over its rows is held transposed.
+Hopper's matrix units read 8-bit operands only in this order, and one rule for all chips is simpler than two. So a
+product is always `a @ b^T` of a (M x K) and b (N x K), and an operand contracted over its rows is stored transposed.
+
+A row that travels from rank to rank is packed into one message with its scales:
+
+    | D values, one byte each | padding to a multiple of 16 | scales of the blocks | padding to a multiple of 32 |
+
+T packed rows are a tensor of T x `row_bytes`, uint8. `as_quantized` views the same memory as an operand.
+
+FSDP2 gathers a weight in 8 bits as a `GatheredWeight` (penstock/parallel/float8_gather.py). A module sees a parameter
+of the compute dtype, to which autograd gives gradients of that dtype, but it has no 16-bit numbers: it can be detached,
+viewed as it is, and multiplied by its copies. Its blocks are squares, so the transposed copy has the same numbers and
+scales; it is made when backward first asks for it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,14 +25,14 @@ from penstock.kernels.float8.recipes import Block, Format, Recipe
 
 
 class Quantized(NamedTuple):
-    """A matrix, or a stack of them, in 8 bits.
+    """A matrix, or a stack of matrices, in 8 bits.
 
     Attributes:
-        values: float8, ... x outer x depth. The last dim is contiguous; rows may stand apart (a row that travelled is
-            followed by its scales), by a multiple of 16 bytes.
-        scales: what a block's values are multiplied with, ... x outer blocks x depth blocks, with any strides; float32,
-            or float8_e8m0fnu for mxfp8. A last block may be smaller than the others.
-        block: rows and columns of a block; 0 for all.
+        values: float8, ... x outer x depth. The last dim is contiguous; the stride of the rows is a multiple of 16
+            bytes.
+        scales: factor of each block, ... x outer blocks x depth blocks, any strides; float32, or float8_e8m0fnu for
+            mxfp8. The last block may be smaller than the others.
+        block: rows and columns of a block; 0 for the whole dim.
     """
 
     values: Tensor
@@ -30,11 +41,11 @@ class Quantized(NamedTuple):
 
 
 class RowColQuantized(NamedTuple):
-    """A matrix as both of its products want it.
+    """A matrix as both of its products read it.
 
     Attributes:
         rows: x_RD as it is, contracted over D.
-        columns: transposed, D x R, contracted over R; None if nobody asked for it.
+        columns: transposed, D x R, contracted over R; None if it was not asked for.
     """
 
     rows: Quantized
@@ -54,11 +65,11 @@ class WeightCopies(NamedTuple):
 
 
 _ALIASES = frozenset({torch.ops.aten.detach.default, torch.ops.aten.view.default, torch.ops.aten.as_strided.default})
-"""Operators that autograd, FSDP2 and recomputation use to have the same tensor again."""
+"""Operators by which autograd, FSDP2 and recomputation get the same tensor again."""
 
 
 class GatheredCopies:
-    """Both copies, in memory that is freed and filled again.
+    """Both copies of a gathered weight, in memory that is freed and filled again.
 
     Args:
         forward: ... F x D.
@@ -76,7 +87,7 @@ class GatheredCopies:
 
     @property
     def backward(self) -> Quantized:
-        """Contracted over F."""
+        """The copy that is contracted over F; transposed at the first use."""
         if not self._is_transposed:
             with torch.no_grad():
                 self._transpose(self.forward, self._backward)
@@ -89,15 +100,15 @@ class GatheredCopies:
 
 
 class GatheredWeight(Tensor):
-    """See the top of the file.
+    """A weight that FSDP gathered in 8 bits only; see the top of the file.
 
     Args:
-        copies: of the numbers.
-        dtype: that it passes for.
+        copies: its numbers.
+        dtype: the dtype that modules and autograd see.
     """
 
     copies: GatheredCopies
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment] # as torch has it itself
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment] # as in torch
 
     @staticmethod
     def __new__(cls, copies: GatheredCopies, dtype: torch.dtype) -> "GatheredWeight":
@@ -108,17 +119,17 @@ class GatheredWeight(Tensor):
         return weight
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override] # there it is no method of the class
+    def __torch_dispatch__(  # type: ignore[override] # no class method there
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> "GatheredWeight":
-        """Give the same weight again where that is all an operator asks for."""
+        """Return the same weight for operators that alias the whole tensor; refuse all others."""
         weight = args[0]
         assert func in _ALIASES and isinstance(weight, GatheredWeight), f"{func}, of a weight in 8 bits only"
         assert len(args) == 1 or tuple(args[1]) == tuple(weight.shape), f"a part of a weight in 8 bits: {args[1]}"
         return cls(weight.copies, weight.dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # not annotated there
-        """Without numbers, which need operators."""
+        """Its shape and dtype, because its numbers need operators."""
         return f"GatheredWeight({tuple(self.shape)}, {self.dtype})"
 
 
@@ -129,8 +140,8 @@ def copies_of(
 
     Args:
         weight: as its module has it during the pass, or as backward finds it again.
-        kept: those that stay from step to step, if there are any.
-        quantize: what makes copies of a weight.
+        kept: copies that stay from step to step, or None.
+        quantize: makes copies of a weight.
     """
     if kept is not None:
         return kept
@@ -138,18 +149,18 @@ def copies_of(
 
 
 SCALES_MULTIPLE = 16
-"""Bytes after which scales may begin."""
+"""Scales of a packed row begin at a multiple of so many bytes."""
 
 ROW_MULTIPLE = 32
-"""Bytes: the least that memory moves, and that every way to experts can move."""
+"""A packed row has a multiple of so many bytes: the smallest memory transaction, which every dispatcher can move."""
 
 
 def blocks_of(width: int, recipe: Recipe) -> int:
-    """Scales of a row; the last block may be smaller than the others.
+    """Scales of a packed row; the last block may be smaller than the others.
 
     Args:
         width: D.
-        recipe: one whose blocks lie in one row, and are not all of it.
+        recipe: its blocks must lie in one row and be shorter than it.
     """
     rows, depth = recipe.rows
     assert rows == 1 and depth > 0, f"rows do not travel by the recipe {recipe.name}"
@@ -157,33 +168,28 @@ def blocks_of(width: int, recipe: Recipe) -> int:
 
 
 def scales_at(width: int) -> int:
-    """Bytes of a row before its scales."""
+    """Bytes of a packed row before its scales."""
     return _up(width, SCALES_MULTIPLE)
 
 
 def row_bytes(width: int, recipe: Recipe) -> int:
-    """Bytes of a row.
-
-    Args:
-        width: D.
-        recipe: see `blocks_of`.
-    """
+    """Bytes of a packed row of D numbers."""
     return _up(scales_at(width) + blocks_of(width, recipe) * scale_dtype(recipe).itemsize, ROW_MULTIPLE)
 
 
 def scale_dtype(recipe: Recipe) -> torch.dtype:
-    """Of the scales of a row that travels."""
+    """Dtype of the scales of a packed row."""
     return torch.float8_e8m0fnu if recipe.scaling == "e8m0" else torch.float32
 
 
 def as_quantized(packed: Tensor, width: int, recipe: Recipe, form: Format) -> Quantized:
-    """Packed rows as operands: views of the same memory.
+    """Packed rows as an operand: views of the same memory.
 
     Args:
         packed: uint8, rows x `row_bytes`.
         width: D.
-        recipe: by which they were packed.
-        form: likewise.
+        recipe: that packed them.
+        form: of the values.
     """
     assert packed.shape[1] == row_bytes(width, recipe), f"rows of {packed.shape[1]} bytes for {width} numbers"
     dtype, first = scale_dtype(recipe), scales_at(width)

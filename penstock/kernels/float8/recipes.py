@@ -1,19 +1,22 @@
-"""Recipes: which numbers share a scale.
+"""8-bit formats, and recipes: which numbers share a scale.
 
-A recipe speaks of blocks of `outer` rows by `depth` columns, where the last dim is the one that the product contracts;
-0 stands for all. Each operand of each of the three products has blocks of its own, so a matrix that two products
-contract over different dims is quantized twice, except where its blocks are squares.
+OCP's formats (OFP8) are used by NVIDIA, and by AMD from gfx950 on. gfx942 computes with the older FNUZ forms: the same
+bits, another exponent bias, no infinity, no negative zero; E4M3 ends at 240 there instead of 448.
 
-    tensorwise   one scale for a tensor, of weights one for each matrix     (current scaling)
-    rowwise      one scale for each row, which the product is multiplied with behind its sum
+A recipe gives the blocks of `outer` rows by `depth` columns that share a scale, where the last dim is the contracted
+one; 0 means the whole dim. Each operand of each of the three products has its own blocks, so a matrix that two products
+contract over different dims is quantized twice, unless its blocks are squares.
+
+    tensorwise   one scale for a tensor, or for each matrix of a stack of weights     (current scaling)
+    rowwise      one scale for each row, applied after the sum
     blockwise    activations and gradients 1 x 128, weights 128 x 128       (DeepSeek-V3, arXiv 2412.19437, section 3.3)
     blockwise-square   the same, and 128 x 128 for activations in the gradient of a weight
     mxfp8        1 x 32, scales are powers of two in 8 bits (E8M0)          (OCP Microscaling formats 1.0)
 
-Where both operands of a product have scales of single rows, as in the gradient of a weight, each number of each partial
-sum has a scale of its own, and Hopper's matrix units wait for those who multiply with them. With squares on one side a
-partial sum has one scale a row, as in the other two products. It is the activation that can have them: a gradient
-differs from token to token by far more (section B.2 there: squares for gradients made a training diverge).
+Where both operands of a product have a scale for each row, as in the gradient of a weight, each number of each partial
+sum has its own scale, and Hopper's matrix units wait while they are applied. With squares on one side a partial sum has
+one scale a row, as in the other two products. Only the activation may have squares: a gradient differs from token to
+token by far more (section B.2 there: squares for gradients made a training diverge).
 """
 
 from collections.abc import Mapping
@@ -30,11 +33,11 @@ FormatName = Literal["e4m3", "e5m2"]
 
 @dataclass(frozen=True)
 class Format:
-    """One format.
+    """An 8-bit floating-point format.
 
     Attributes:
-        name: bits of exponent and mantissa.
-        dtype: torch's.
+        name: number of exponent and mantissa bits.
+        dtype: torch's dtype.
         largest: largest finite number.
     """
 
@@ -53,11 +56,11 @@ FNUZ_TARGETS = frozenset({"gfx942"})
 
 
 def format_on(name: FormatName, target: str) -> Format:
-    """The form in which a chip computes with a format.
+    """The form of a format that a chip computes with.
 
     Args:
         name: e4m3 or e5m2.
-        target: chip as compilers name it (`penstock.base.devices.Chip.target`); `cpu` and unknown ones take OCP's.
+        target: chip as compilers name it (`penstock.base.devices.Chip.target`); `cpu` and unknown chips get OCP's form.
     """
     if target in FNUZ_TARGETS:
         return E4M3_FNUZ if name == "e4m3" else E5M2_FNUZ
@@ -67,10 +70,10 @@ def format_on(name: FormatName, target: str) -> Format:
 RecipeName = Literal["tensorwise", "rowwise", "blockwise", "blockwise-square", "mxfp8"]
 Scaling = Literal["float32", "power-of-two", "e8m0"]
 Block = tuple[int, int]
-"""Rows and columns of numbers that share a scale; 0 for all there are."""
+"""Rows and columns that share a scale; 0 for the whole dim."""
 
 DEPTH = 128
-"""Numbers after which a sum leaves the matrix unit's accumulator, which on Hopper keeps 14 bits, for float32."""
+"""Numbers after which a partial sum is added up in float32: on Hopper the matrix unit keeps only 14 bits of a sum."""
 
 ALIGNMENT = 128
 """Each expert's rows begin at a multiple of this in copies whose contracted dim is the rows."""
@@ -78,10 +81,10 @@ ALIGNMENT = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Blocks of each kind of operand.
+    """Block sizes of each kind of operand, and the form of their scales.
 
     Attributes:
-        name: as the configuration has it.
+        name: as in the configuration.
         rows: block of activations that are contracted over their columns, and of gradients in either direction.
         columns: block of activations that are contracted over their rows, in the gradient of a weight.
         weights: block of weights.
@@ -109,14 +112,14 @@ HAS_FLOAT8 = frozenset({"sm_89", "sm_90", "sm_100", "sm_103", "gfx942", "gfx950"
 """Chips whose matrix units multiply 8-bit floating-point numbers."""
 
 HAS_MICROSCALING = frozenset({"sm_100", "sm_103", "gfx950"})
-"""Chips whose matrix units apply a scale to every 32 numbers by themselves."""
+"""Chips whose matrix units apply a scale to every 32 numbers."""
 
 
 def default_recipe(target: str) -> Recipe:
-    """What `auto` takes on a chip: mxfp8 where the matrix units apply its scales, else blockwise.
+    """The recipe of `auto` on a chip: mxfp8 where the matrix units apply its scales, else blockwise.
 
     Args:
-        target: chip as compilers name it, or `cpu`, where every recipe is computed by its definition.
+        target: chip as compilers name it, or `cpu`, where the reference computes any recipe.
 
     Raises:
         KernelError: the chip has no 8-bit products.
@@ -127,7 +130,7 @@ def default_recipe(target: str) -> Recipe:
 
 
 def obstacle(recipe: Recipe, target: str) -> str | None:
-    """Why a chip cannot compute by a recipe, or None. A CPU computes by all of them, slowly."""
+    """Why a chip cannot compute by a recipe, or None. A CPU computes any recipe, slowly."""
     if target == "cpu":
         return None
     if target not in HAS_FLOAT8:

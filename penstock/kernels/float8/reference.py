@@ -1,7 +1,7 @@
-"""What quantization and the products of quantized numbers are, in eager PyTorch; for CPUs and tests.
+"""Definitions of quantization and of products of quantized numbers, in eager PyTorch, for CPUs and tests.
 
-A block's scale is its largest magnitude over the format's largest number, so nothing overflows and no outlier can make
-a NaN; what is NaN or infinite stays visible. Scales that are powers of two are rounded up. Sums are float32.
+The scale of a block is its largest magnitude divided by the format's largest number, so nothing overflows; NaN and
+infinity stay visible. Scales that are powers of two are rounded up. Sums are float32.
 """
 
 from itertools import accumulate
@@ -16,7 +16,7 @@ from penstock.kernels.float8.recipes import ALIGNMENT, Block, Format, Recipe, Sc
 from penstock.kernels.launching import counts_on_host
 
 LEAST_SCALE = 2.0**-126
-"""Of a block of zeros, and below which 1 / scale would overflow. A power of two that E8M0 has."""
+"""Scale of a block of zeros. Below it 1 / scale would overflow. It is a power of two that E8M0 has."""
 
 
 def quantize(x: Tensor, block: Block, form: Format, scaling: Scaling) -> Quantized:
@@ -24,7 +24,7 @@ def quantize(x: Tensor, block: Block, form: Format, scaling: Scaling) -> Quantiz
 
     Args:
         x: ... x outer x depth, any floating dtype.
-        block: rows and columns that share a scale; 0 for all.
+        block: rows and columns that share a scale; 0 for the whole dim.
         form: of the values.
         scaling: form of the scales.
     """
@@ -33,7 +33,7 @@ def quantize(x: Tensor, block: Block, form: Format, scaling: Scaling) -> Quantiz
     padded = F.pad(x.float(), (0, -depth % columns, 0, -outer % rows))
     blocks = padded.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))  # ... blocks x rows x blocks x columns
     amax = blocks.abs().amax(dim=(-3, -1))
-    # By a tensor: a GPU multiplies with 1 / number instead of dividing by it, and that is not as exact.
+    # Divide by a tensor: by a number a GPU multiplies with its inverse, which is less exact.
     scales = _scales(amax / torch.full_like(amax, form.largest), scaling)
     values = (blocks / scales[..., :, None, :, None]).flatten(-2).flatten(-3, -2)
     values = values[..., :outer, :depth].clamp(-form.largest, form.largest)
@@ -51,16 +51,16 @@ def dequantize(x: Quantized) -> Tensor:
 def quantize_rows(
     x_RD: Tensor, recipe: Recipe, form: Format, *, columns: Block | None = None, counts_e: Tensor | None = None
 ) -> RowColQuantized:
-    """Activations or gradients.
+    """Quantize activations or gradients.
 
     Args:
         x_RD: rows.
-        recipe: whose blocks.
+        recipe: block sizes.
         form: of the values.
         columns: block of a transposed copy, `recipe.columns` of activations and `recipe.rows` of gradients; None makes
             no such copy.
-        counts_e: rows of each expert. Then what stands past them may be anything, and stays so in the row-wise copy,
-            and the transposed copy is that of `quantize_groups`.
+        counts_e: rows of each expert. Rows past them may then hold anything, in the row-wise copy too, and the
+            transposed copy is that of `quantize_groups`.
     """
     if counts_e is not None:
         x_RD = used(x_RD, counts_e)
@@ -73,13 +73,13 @@ def quantize_rows(
 
 
 def quantize_weight(w_FD: Tensor, recipe: Recipe, form: Format, into: WeightCopies | None = None) -> WeightCopies:
-    """A weight (F x D) or a stack of them (e x F x D) for the output and for the gradient of the input.
+    """Quantize a weight (F x D) or a stack (e x F x D) for the output and for the gradient of the input.
 
     Args:
         w_FD: the matrix or matrices.
-        recipe: whose blocks.
+        recipe: block sizes.
         form: of the values.
-        into: copies that are filled in place, because captured graphs read them.
+        into: copies to fill in place, because captured graphs read them.
     """
     found = WeightCopies(
         quantize(w_FD, recipe.weights, form, recipe.scaling),
@@ -94,7 +94,7 @@ def quantize_weight(w_FD: Tensor, recipe: Recipe, form: Format, into: WeightCopi
 
 
 def transpose_weight(weight: Quantized, into: Quantized) -> None:
-    """Fill the transposed copy of a weight whose blocks are squares: the same numbers; its scales are there already.
+    """Fill the values of the transposed copy of a weight whose blocks are squares; its scales are filled already.
 
     Args:
         weight: ... F x D, contiguous.
@@ -104,12 +104,12 @@ def transpose_weight(weight: Quantized, into: Quantized) -> None:
 
 
 def aligned_rows(rows: int, experts: int) -> int:
-    """Columns of a transposed copy of `rows` rows in which each expert's begin at a multiple of `ALIGNMENT`."""
+    """Columns of a transposed copy of `rows` rows in which each expert begins at a multiple of `ALIGNMENT`."""
     return -(-(rows + experts * (ALIGNMENT - 1)) // ALIGNMENT) * ALIGNMENT
 
 
 def aligned_starts(counts_e: Tensor) -> Tensor:
-    """Where each expert's rows begin in such a copy, and behind the last one its end; int32, e + 1 of them."""
+    """First column of each expert in such a copy, and the end of the last one; int32, e + 1 of them."""
     ends_e = ((counts_e + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT).cumsum(0)
     return F.pad(ends_e, (1, 0)).to(torch.int32)
 
@@ -128,12 +128,12 @@ def quantize_groups(
     Places between an expert's last row and the next expert's first are zero. A block never holds rows of two experts.
 
     Args:
-        x_RD: rows, or what was quantized of them before; with `index_R` their source.
+        x_RD: rows, in 16 or in 8 bits; with `index_R` their source.
         counts_e: rows of each expert.
-        recipe: whose blocks; one for all rows (`rowwise`, `tensorwise`) is one for all rows of all experts.
+        recipe: block sizes; a scale for all rows (`rowwise`, `tensorwise`) is one for all rows of all experts.
         form: of the values.
         index_R: source row of each place.
-        block: as `columns` in `quantize_rows`; None is that of activations.
+        block: as `columns` in `quantize_rows`; None takes `recipe.columns`.
     """
     source = dequantize(x_RD) if isinstance(x_RD, Quantized) else x_RD.float()
     rows_RD = source if index_R is None else source[index_R]
@@ -158,8 +158,8 @@ def multiply(
         a: M x K.
         b: N x K.
         dtype: of the result.
-        out: where it is written, contiguous and of that dtype; None for new memory.
-        accumulate_into: float32 sums that it is added to instead and that are returned.
+        out: memory of the result, contiguous and of that dtype; None allocates it.
+        accumulate_into: float32 sums that the product is added to; they are returned.
     """
     found = dequantize(a) @ dequantize(b).T
     if accumulate_into is not None:
@@ -184,7 +184,7 @@ def multiply_groups(
         counts_e: rows of each expert.
         index_R: source row of each place.
         dtype: of the result.
-        tiles: a table that other products share; there is no use for it here.
+        tiles: tile table that products share; not used here.
     """
     x_RK, w_eNK = dequantize(x), dequantize(w)
     rows_RK = x_RK if index_R is None else x_RK[index_R]
@@ -207,11 +207,11 @@ def multiply_columns(
 
     Args:
         dy: M x R of `quantize_groups`.
-        x: N x R likewise.
+        x: N x R of `quantize_groups`.
         counts_e: rows of each expert.
         dtype: of the result.
-        accumulate_into: float32 sums that it is added to and that are returned.
-        tiles: as in `multiply_groups`.
+        accumulate_into: float32 sums that the gradients are added to; they are returned.
+        tiles: not used here.
     """
     counts = counts_on_host(counts_e, max(dy.values.shape[1] - counts_e.numel() * (ALIGNMENT - 1), 0))
     starts = [0, *accumulate(-(-count // ALIGNMENT) * ALIGNMENT for count in counts)]
@@ -235,15 +235,12 @@ def _scale_dtype(scaling: Scaling) -> torch.dtype:
 
 
 def pack_rows(x_TD: Tensor, recipe: Recipe, form: Format) -> Tensor:
-    """Quantize rows for their journey.
+    """Quantize rows into messages of values and scales: uint8, T x `row_bytes`.
 
     Args:
         x_TD: rows.
         recipe: see `blocks_of`.
         form: of the values.
-
-    Returns:
-        uint8, T x `row_bytes`.
     """
     tokens, width = x_TD.shape
     packed = torch.zeros(tokens, row_bytes(width, recipe), dtype=torch.uint8, device=x_TD.device)
@@ -254,16 +251,13 @@ def pack_rows(x_TD: Tensor, recipe: Recipe, form: Format) -> Tensor:
 
 
 def unpack_rows(packed: Tensor, width: int, recipe: Recipe, form: Format, dtype: torch.dtype) -> Tensor:
-    """The numbers of packed rows.
+    """The numbers of packed rows, rows x D.
 
     Args:
         packed: uint8, rows x `row_bytes`.
         width: D.
-        recipe: by which they were packed.
-        form: likewise.
+        recipe: that packed them.
+        form: of the values.
         dtype: of the result.
-
-    Returns:
-        rows x D.
     """
     return dequantize(as_quantized(packed, width, recipe, form)).to(dtype)

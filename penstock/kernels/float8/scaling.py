@@ -1,18 +1,18 @@
 """Scales and 8-bit numbers inside Triton kernels, equal to `reference` bit for bit.
 
-A kernel reduces `magnitude_bits` of its numbers with `tl.max`, gives the result to `scale_of`, and then both to
+A kernel reduces the `magnitude_bits` of its numbers with `tl.max`, gives the result to `scale_of`, and both to
 `to_float8`:
 
     amax_R1 = tl.max(magnitude_bits(x_RD), 1, keep_dims=True)
     scale_R1 = scale_of(amax_R1, LARGEST, POWER)
     tl.store(values_ptrs, to_float8(x_RD, scale_R1, values_ptr.dtype.element_ty, LARGEST, POWER))
 
-Magnitudes are compared as integers, which orders them as numbers do and puts NaN above all, so it is never lost. A
-power of two that is not less than amax / LARGEST is found by adding to the bits what carries into the exponent if the
-mantissa of amax is larger than that of LARGEST; dividing by it is multiplying with another power of two, so neither
-rounds.
+Magnitudes are compared as integers, which orders them as numbers do and puts NaN above all, so it is never lost. The
+power of two that is not less than amax / LARGEST comes from an addition to the bits, which carries into the exponent if
+the mantissa of amax is larger than that of LARGEST. Dividing by a power of two is multiplying by another one, so
+neither rounds.
 
-Triton's interpreter cuts 8-bit numbers off where chips round them, and knows no NaN in them. There, and only there,
+Triton's interpreter truncates 8-bit numbers where chips round them, and knows no NaN in them. Under the interpreter
 they are made and read by integer arithmetic, so that tests can ask for equality.
 """
 
@@ -23,7 +23,7 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.constexpr_function
 def bits_of(number: float) -> int:
-    """Bits of a number from 1 on as float32, known to the compiler."""
+    """Bits of a number >= 1 as float32, as a constant of the compiler."""
     exponent = 127
     while number >= 2:
         number, exponent = number / 2, exponent + 1
@@ -61,8 +61,8 @@ def to_float8(x, scale, dtype: tl.constexpr, LARGEST: tl.constexpr, POWER: tl.co
     if POWER:
         divided = x * inverse_of(scale)
     else:
-        # A quotient that is right but for its last bit, and what is missing: as exact as a division (Markstein 1990,
-        # IBM J. Res. Dev. 34) of numbers above 2**-100, which has ten times the instructions. By its signs -0 stays.
+        # A quotient that is wrong at most in its last bit, and a correction: as exact as a division (Markstein 1990,
+        # IBM J. Res. Dev. 34) of numbers above 2**-100, which takes ten times the instructions. The signs keep -0.
         inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
         nearly = x * inverse
         excess = tl.fma(nearly, tl.where(inverse == 0.0, 0.0, scale), -x)
@@ -74,7 +74,7 @@ def to_float8(x, scale, dtype: tl.constexpr, LARGEST: tl.constexpr, POWER: tl.co
 
 @triton.jit
 def inverse_of(scale):
-    """1 / a scale that is a power of two: what divides by infinity is zero, or NaN; what divides by NaN is NaN."""
+    """1 / a scale that is a power of two; 0 for infinity, NaN for NaN."""
     bits = scale.to(tl.int32, bitcast=True)
     inverse = ((254 << 23) - bits).to(tl.float32, bitcast=True)
     return tl.where(bits < 0x7F800000, inverse, tl.where(bits == 0x7F800000, 0.0, scale))
@@ -82,7 +82,7 @@ def inverse_of(scale):
 
 @triton.jit
 def to_float32(values, dtype: tl.constexpr):
-    """8-bit numbers as float32; others too."""
+    """8-bit numbers as float32; other dtypes are cast."""
     if INTERPRETED and dtype.primitive_bitwidth == 8:
         return _decode(values, dtype)
     return values.to(tl.float32)
@@ -90,13 +90,13 @@ def to_float32(values, dtype: tl.constexpr):
 
 @triton.jit
 def exponent_of(scale):
-    """A scale that is a power of two in 8 bits (E8M0); what is not finite becomes its NaN, 255."""
+    """A power of two as E8M0; what is not finite becomes its NaN, 255."""
     return (scale.to(tl.int32, bitcast=True) >> 23).to(tl.uint8)
 
 
 @triton.jit
 def power_of(exponent):
-    """E8M0 as float32: 2**(exponent - 127), of which 0 is below the normal numbers; 255 is NaN."""
+    """E8M0 as float32: 2**(exponent - 127), which is subnormal for 0; 255 is NaN."""
     bits = exponent.to(tl.int32) << 23
     bits = tl.where(exponent == 0, 0x00400000, tl.where(exponent == 255, 0x7FC00000, bits))
     return bits.to(tl.float32, bitcast=True)
@@ -104,7 +104,7 @@ def power_of(exponent):
 
 @triton.jit
 def _encode(x, dtype: tl.constexpr):
-    """The interpreter's form of a cast to 8 bits. FNUZ, whose bias is one more, has no -0 and 0x80 for NaN."""
+    """The interpreter's cast to 8 bits. FNUZ, whose bias is larger by one, has no -0, and 0x80 for NaN."""
     MANTISSA: tl.constexpr = dtype.fp_mantissa_width
     BIAS: tl.constexpr = dtype.exponent_bias
     FNUZ: tl.constexpr = BIAS == 2 ** (6 - MANTISSA)
@@ -128,7 +128,7 @@ def _encode(x, dtype: tl.constexpr):
 
 @triton.jit
 def _decode(values, dtype: tl.constexpr):
-    """The interpreter's form of a cast from 8 bits."""
+    """The interpreter's cast from 8 bits."""
     MANTISSA: tl.constexpr = dtype.fp_mantissa_width
     BIAS: tl.constexpr = dtype.exponent_bias
     FNUZ: tl.constexpr = BIAS == 2 ** (6 - MANTISSA)

@@ -1,13 +1,25 @@
-"""`swiglu` and `swiglu_backward` of `penstock.kernels.float8.operators`, one kernel each; Hopper has one of its own.
+"""SwiGLU and its gradients, from a tile in registers to 8 bits; Hopper has its own kernel for backward.
 
-They are fused where blocks lie in a tile (those of `blockwise` and `mxfp8` in a row of it, and squares of
-`blockwise-square` fill it), and gate ends where a block does.
-Other scales reach over more numbers than a program has: there the activation is written in 16 bits
-(`penstock.kernels.swiglu`) and quantized by passes of its own. So is the gradient of an activation with clamps,
-which takes more registers than a thread has, and one that biases sum in 16 bits.
+They are fused where blocks lie in a tile (those of `blockwise` and `mxfp8` in a row of it; the squares of
+`blockwise-square` fill it), and gate ends where a block does. For other recipes the activation is written in 16 bits
+(`penstock.kernels.swiglu`) and quantized in passes of their own. So is the gradient of an activation with clamps, which
+takes more registers than a thread has, and one that biases sum in 16 bits.
 
-A routing weight's gradient is a sum over a whole row, of which a program has 128 columns: each writes its part, and the
-parts are added in one order always.
+Forward quantizes a tile of 128 places by 128 columns along both of its sides, rounded to 16 bits before, as the
+definition does; `quantize_kernels` describes the order of rows and the experts' tiles. Backward makes of a tile of
+gate, up and dh
+
+    h             transposed                   for the weight of the second product
+    dgate, dup    by rows and transposed       for the rows, and for the weight of the first product
+
+A program cannot hold these beside its inputs. So it walks the tile twice, a few rows at a time: first it writes rows
+and finds the columns' largest magnitudes, then it computes all again, from lines that are still cached, and writes
+columns. Each number is rounded once, to 8 bits. The rows of four steps are neighbours, so the 8-bit numbers of a
+column's four places are put together in a word, and words are transposed: a quarter of the traffic in shared memory,
+and 8-bit tiles are never transposed, which Triton 3.6 gets wrong on sm_90.
+
+A routing weight's gradient is a sum over a whole row, of which a program has 128 columns: each program writes its part,
+and the parts are added in a fixed order.
 """
 
 from typing import Any
@@ -19,7 +31,7 @@ from penstock.base.errors import KernelError
 from penstock.kernels import swiglu as in_16_bits
 from penstock.kernels.expert_parts import SavedRows
 from penstock.kernels.float8 import quantize
-from penstock.kernels.float8.launches import BACKWARD, BACKWARD_TAKEN, BackwardLaunch
+from penstock.kernels.float8.launches import BACKWARD, BACKWARD_DEFAULT, BackwardLaunch
 from penstock.kernels.float8.operators import SwigluForBackward
 from penstock.kernels.float8.quantize_kernels import (
     largest_of_tile,
@@ -43,7 +55,7 @@ ROWS_ONLY = KernelLaunch(block_rows=32, block_columns=128, warps=4)
 """Where nothing is transposed: two loads of 16 bytes of gate and of up for each thread."""
 
 TRANSPOSING = KernelLaunch(block_rows=128, block_columns=128, warps=16)
-"""A block of rows by a block of columns, 32 numbers a thread. Of twice as many a thread of sm_90 spills."""
+"""A block of rows by a block of columns, 32 numbers a thread. With twice as many a thread of sm_90 spills."""
 
 RUN = 2
 """Neighbouring rows that a thread of `TRANSPOSING` loads, of 16 columns each."""
@@ -62,13 +74,13 @@ def swiglu(
     """The activation of a feed-forward network, quantized.
 
     Args:
-        gate_up_RF: R x 2F, 16 or 32 bits; or where it is kept, which goes with `counts_e` only.
+        gate_up_RF: R x 2F, 16 or 32 bits; or saved rows, only together with `counts_e`.
         weights_R: float32 routing weights, or None for 1.
-        rule: which activation, and where the weight stands.
-        recipe: whose blocks.
+        rule: which activation, and where the weight is applied.
+        recipe: block sizes.
         form: of the values.
         columns: also transposed.
-        counts_e: rows of each expert; those past them are not read, and hold anything in what comes back.
+        counts_e: rows of each expert; those past them are not read, and hold anything in the result.
 
     Raises:
         KernelError: odd width, or not one weight for each row; `columns` of rows of experts.
@@ -76,7 +88,9 @@ def swiglu(
     if columns and counts_e is not None:
         raise KernelError("swiglu: rows of experts are transposed by swiglu_backward", fix="pass columns=False")
     source_SF, first, rows = _given(gate_up_RF, weights_R)
-    assert first is None or counts_e is not None, "behind the rows that are kept here stand others'"
+    assert first is None or counts_e is not None, (
+        "without counts, other layers' rows follow the saved ones"
+    )
     width, block = source_SF.shape[1] // 2, recipe.columns if columns else None
     if not _is_fused(recipe, 1):
         h_RF = in_16_bits.swiglu_forward(gate_up_RF, weights_R, rule, used=_used(counts_e))
@@ -122,25 +136,25 @@ def swiglu_backward(
     gradient: Format,
     *,
     keep_plain: bool = False,
-    launch: BackwardLaunch = BACKWARD_TAKEN,
+    launch: BackwardLaunch = BACKWARD_DEFAULT,
 ) -> SwigluForBackward:
-    """What the experts' backward needs around their activation, from one read of both tensors.
+    """Gradients around the experts' activation, from one read of both tensors.
 
     Args:
         gate_up_RF: as given to `swiglu`.
         weights_R: as given to `swiglu`.
-        dh_RF: gradient of h; of rows past the experts' it is not read.
+        dh_RF: gradient of h; rows past the experts' are not read.
         counts_e: rows of each expert.
         rule: as given to `swiglu`.
-        recipe: whose blocks.
+        recipe: block sizes.
         forward: format of h.
         gradient: format of gradients.
-        keep_plain: also the gradient in the dtype of `dh`, which is that of `gate_up`.
-        launch: how it is cut.
+        keep_plain: also return the gradient in the dtype of `dh`, which is that of `gate_up`.
+        launch: tiles.
 
     Returns:
-        Transposed copies are zero where no row stands. Rows past the experts' hold anything in the row-wise copy and in
-        the plain gradient; their weights' gradients are zero.
+        Transposed copies are zero in places without a row. Rows past the experts' hold anything in the row-wise copy
+        and in the plain gradient; the gradients of their weights are zero.
 
     Raises:
         KernelError: odd width, or not one weight for each row.
@@ -188,7 +202,7 @@ def _in_one_pass(
 
 
 def _is_hoppers(gate_up_RF: Tensor, recipe: Recipe, forms: tuple[Format, Format], launch: BackwardLaunch) -> bool:
-    """A launch asks for Hopper's own kernel, and it can."""
+    """Whether a launch asks for the Hopper kernel and it can run."""
     if launch.engine != "gluon" or gate_up_RF.dtype != torch.bfloat16:
         return False
     width, target = gate_up_RF.shape[1] // 2, target_of(gate_up_RF.device)
@@ -208,7 +222,7 @@ def _start_tritons(
     *,
     weighs_input: bool,
 ) -> None:
-    """Run the kernel of this module; as `float8_launches.launch_swiglu_backward`."""
+    """Launch Triton's kernel; arguments as of `float8_launches.launch_swiglu_backward`."""
     by_row, by_column, _ = copies
     rows, width = sources[3].shape
     start_kernel(
@@ -244,7 +258,7 @@ def _in_passes(
     gradient: Format,
     keep_plain: bool,
 ) -> SwigluForBackward:
-    """`swiglu_backward` by way of 16 bits."""
+    """`swiglu_backward` through 16 bits."""
     plain_RF, dweights_R, h_RF = in_16_bits.swiglu_backward(
         gate_up_RF, weights_R, dh_RF, rule, recompute=True, used=_used(counts_e)
     )
@@ -268,7 +282,7 @@ def _is_fused(recipe: Recipe, width: int) -> bool:
 
 
 def _constants(recipe: Recipe, launch: KernelLaunch) -> dict[str, Any]:
-    """What both kernels are compiled with."""
+    """Constants of both kernels."""
     return {
         "DEPTH": recipe.rows[1],
         "POWER": recipe.scaling != "float32",
@@ -283,7 +297,7 @@ def _used(counts_e: Tensor | None) -> Tensor | None:
 
 
 def _given(gate_up_RF: Tensor | SavedRows, weights_R: Tensor | None) -> tuple[Tensor, Tensor | None, int]:
-    """The rows, the number of the first one on the device if it is not 0, and how many there are at most."""
+    """The rows, the number of the first one on the device if it is not 0, and the most rows there can be."""
     if isinstance(gate_up_RF, SavedRows):
         source_SF, first, rows = gate_up_RF.rows_SF, gate_up_RF.first, gate_up_RF.room
     else:
@@ -325,10 +339,10 @@ def swiglu_float8_kernel(
     ALPHA: tl.constexpr,
     WEIGHS_INPUT: tl.constexpr,
 ):
-    """One tile of h, by rows, and transposed if there is a pointer to that. Rows past the counts are left alone.
+    """Quantize one tile of h by rows, and transposed if there is a pointer. Rows past the counts are left alone.
 
     Blocks are 1 x DEPTH, of the transposed copy COLUMNS_OUTER x DEPTH, with 1 or all of a tile. With `first_ptr` gate
-    and up begin at the row that is said there.
+    and up begin at the row stored there.
     """
     used = R
     if counts_ptr is not None:
@@ -350,7 +364,7 @@ def swiglu_float8_kernel(
     if weights_ptr is not None:
         weight_R1 = tl.load(weights_ptr + row_R, mask=is_row_R, other=0.0)[:, None]
     h_RF = activated(gate_RF, up_RF, weight_R1, LIMIT, ALPHA, WEIGHS_INPUT)
-    # Where nothing was loaded gate is zero, and so is h.
+    # Where nothing is loaded gate is zero, and so is h.
     h_RF = h_RF.to(gate_up_ptr.dtype.element_ty)
     dtype: tl.constexpr = rows_ptr.dtype.element_ty
     values_RF, scale_RQ = quantize_tile(h_RF.to(tl.float32), None, dtype, DEPTH, LARGEST, POWER)
@@ -391,11 +405,11 @@ def swiglu_backward_float8_kernel(
     STEP: tl.constexpr,
     WEIGHS_INPUT: tl.constexpr,
 ):
-    """One tile of all five copies, and its part of the weights' gradient, STEP rows at a time.
+    """Make one tile of all five copies, and its part of the weights' gradient, STEP rows at a time.
 
-    `words_stride` is that of transposed copies, in words of four numbers. What the tile's rows do not fill is zero in
-    them: gate, up and dh are zero there. A tile without rows is passed over. Blocks are 1 x DEPTH, of the transposed h
-    H_OUTER x DEPTH, with 1 or all of a tile. `first_ptr` is as in forward.
+    `words_stride` is that of transposed copies, in words of four numbers. Places of a tile without a row are zero in
+    them, because gate, up and dh are zero there. A tile without rows is skipped. Blocks are 1 x DEPTH, of the
+    transposed h H_OUTER x DEPTH, with 1 or all of a tile. `first_ptr` is as in forward.
     """
     if first_ptr is not None:
         gate_up_ptr += tl.load(first_ptr) * (2 * F)
@@ -406,7 +420,7 @@ def swiglu_backward_float8_kernel(
     column_F = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
     d_type: tl.constexpr = d_columns_ptr.dtype.element_ty
     h_type: tl.constexpr = h_columns_ptr.dtype.element_ty
-    # As many places as have scales of their own, and fill whole words.
+    # Places that have their own scales and fill whole words.
     SPAN: tl.constexpr = max(DEPTH, 4 * STEP)
     for span in tl.range(BLOCK_R // SPAN):
         h_bits = tl.zeros([STEP, BLOCK_F], tl.int32)
@@ -456,7 +470,7 @@ def swiglu_backward_float8_kernel(
 
 @triton.jit
 def _rows_of(first, filled, step, STEP: tl.constexpr):
-    """Rows of a step, 4 apart, and which of them there are; 4 steps take 4 * STEP rows."""
+    """Rows of a step, 4 apart, and which of them exist; 4 steps take 4 * STEP rows."""
     place_R = 4 * (step // 4 * STEP + tl.arange(0, STEP)) + step % 4
     return first + place_R, place_R < filled
 
@@ -491,7 +505,7 @@ def _store_rows(
     LARGEST: tl.constexpr,
     POWER: tl.constexpr,
 ):
-    """Some rows of the tile, quantized along its columns."""
+    """Store some rows of the tile, quantized along its columns."""
     RUNS: tl.constexpr = x_RF.shape[0]
     BLOCK_F: tl.constexpr = x_RF.shape[1]
     BLOCKS: tl.constexpr = BLOCK_F // DEPTH
@@ -507,7 +521,7 @@ def _store_rows(
 def _column_scales(
     scales_ptr, bits_RF, place, column_F, F, width, DEPTH: tl.constexpr, LARGEST: tl.constexpr, POWER: tl.constexpr
 ):
-    """The scale of each number for its column's block of places, of which `bits` are maxima; scales are written."""
+    """Store the scale of each column's block of places, whose maxima are `bits`; return the scale of each number."""
     STEP: tl.constexpr = bits_RF.shape[0]
     BLOCK_F: tl.constexpr = bits_RF.shape[1]
     BLOCKS: tl.constexpr = max(4 * STEP // DEPTH, 1)
@@ -523,13 +537,13 @@ def _column_scales(
 
 @triton.jit
 def _push(words, values):
-    """Put a number of 8 bits into each word as its last byte; the first falls out. One instruction does it."""
+    """Shift an 8-bit number into each word as its last byte; the first byte is dropped. One instruction does it."""
     return (words >> 8) | (values.to(tl.uint8, bitcast=True).to(tl.uint32) << 24)
 
 
 @triton.jit
 def _store_words(columns_ptr, words_RF, word, column_F, is_column_F, stride):
-    """Words of four neighbouring places, transposed, from number `word` of each column on."""
+    """Store words of four neighbouring places, transposed, from word `word` of each column on."""
     words_ptr = columns_ptr.to(tl.pointer_type(tl.uint32), bitcast=True)
     word_R = word + tl.arange(0, words_RF.shape[0])
     pointers = words_ptr + column_F.to(tl.int64)[:, None] * stride + word_R[None, :]
@@ -553,7 +567,7 @@ def store_columns(
     BLOCK_R: tl.constexpr,
     RUN: tl.constexpr,
 ):
-    """The transposed copy of a tile, quantized along its places: `columns` is width x places."""
+    """Store the transposed copy of a tile, quantized along its places: `columns` is width x places."""
     dtype: tl.constexpr = columns_ptr.dtype.element_ty
     x_FR = transpose_tile(x_RF, RUN).to(tl.float32)
     amax_11 = None

@@ -1,17 +1,17 @@
-"""Dense products of 8-bit numbers by torch's own `scaled_mm`, which is cuBLASLt: a second backend on Hopper.
+"""Dense 8-bit products by torch's `scaled_mm`, which is cuBLASLt: a second backend on Hopper.
 
-`multiply` has the signature of its namesake in `reference`. What it needs beyond our kernels, as torch 2.11 and later
-check it (aten/src/ATen/native/cuda/ScaledBlas.cpp; block-wise needs CUDA 12.9):
+What it needs beyond our kernels, as torch 2.11 and later check it (aten/src/ATen/native/cuda/ScaledBlas.cpp; block-wise
+scales need CUDA 12.9):
 
     row-wise   scales of a are M x 1, of b 1 x N, both contiguous
     1 x 128    scales are outer x depth blocks, outer contiguous, depth blocks `outer` apart
     128 x 128  scales of b are depth blocks x outer blocks, depth contiguous, padded to a multiple of 4 depth blocks
-    values     the contracted dim and N are multiples of 16; with blocks of 128, of 128, and M is one of 4
+    values     the contracted dim and N are multiples of 16; with blocks of 128, of 128, and M is a multiple of 4
 
-(CUDA takes a last block that is smaller, but the function that rehearses the product on the meta device does not.)
+(CUDA takes a smaller last block, but the function that checks the product on the meta device does not.)
 
-cuBLASLt cannot add to what stands in memory here, so sums take a product of their own in float32 first. `F.scaled_mm`
-has no place for its result; what it calls has one, so a result that has its place already is written there.
+cuBLASLt cannot add to memory here, so a sum takes a float32 product first. `F.scaled_mm` cannot write into given
+memory; the function below it can.
 """
 
 import torch
@@ -24,7 +24,7 @@ from penstock.kernels.float8.recipes import DEPTH, Recipe
 from penstock.kernels.launching import record_launch
 
 _PADDED = 4
-"""Depth blocks of which a 128 x 128 weight's scales must have a multiple."""
+"""Scales of a 128 x 128 weight have a multiple of so many depth blocks."""
 
 _KINDS = {
     (1, 0): ScalingType.RowWise,
@@ -75,17 +75,9 @@ def multiply(
     out: Tensor | None = None,
     accumulate_into: Tensor | None = None,
 ) -> Tensor:
-    """The dense product a @ b^T; see `penstock.kernels.float8.reference.multiply`.
-
-    Args:
-        a: M x K, a scale for each row.
-        b: N x K.
-        dtype: of the result.
-        out: where it is written; takes a copy unless it is contiguous and of this dtype.
-        accumulate_into: float32 sums that it is added to and that are returned.
-    """
+    """`penstock.kernels.float8.reference.multiply`; `out` costs a copy unless it is contiguous and of `dtype`."""
     problem = shape_obstacle(a, b)
-    assert problem is None, f"torch's scaled_mm was chosen for what it cannot do: {problem}"
+    assert problem is None, f"torch's scaled_mm cannot multiply these: {problem}"
     scales_a, scales_b = _scales(a, left=True), _scales(b, left=False)
     if out is not None and accumulate_into is None and out.is_contiguous() and out.dtype == dtype:
         return _write(a, b, scales_a, scales_b, out)
@@ -104,9 +96,9 @@ def multiply(
 
 
 def _write(a: Quantized, b: Quantized, scales_a: Tensor, scales_b: Tensor, out: Tensor) -> Tensor:
-    """The product where it belongs; scales as `_scales` gives them."""
+    """The product in the memory of `out`; scales as `_scales` gives them."""
     if out.is_meta:
-        # Torch rehearses only the form that makes a new tensor.
+        # On the meta device torch has only the form that allocates its result.
         record_launch("_scaled_mm_v2", a.values, b.values.T, scales_a, scales_b, out)
         return out
     left, right, no_swizzle = [_KINDS[a.block].value], [_KINDS[b.block].value], list[int]()
@@ -126,7 +118,7 @@ def _write(a: Quantized, b: Quantized, scales_a: Tensor, scales_b: Tensor, out: 
 
 
 def _scales(x: Quantized, *, left: bool) -> Tensor:
-    """Scales of the left or right operand in the layout that is asked for; a copy only where they do not lie so."""
+    """Scales of the left or right operand in the layout that cuBLASLt expects; copied only where they lie otherwise."""
     outer_blocks, depth_blocks = x.scales.shape
     if x.block == (1, 0):
         return x.scales.contiguous() if left else x.scales.reshape(1, outer_blocks)

@@ -1,6 +1,6 @@
-"""Our Triton kernels as one set of float8 operators. Import this only where Triton is installed.
+"""The Triton kernels as one set of float8 operators. Import this only where Triton is installed.
 
-`WITH_TORCH` leaves dense products to torch's own where it has them.
+`WITH_TORCH` takes torch's dense products where they are faster.
 """
 
 from dataclasses import replace
@@ -59,17 +59,10 @@ def multiply_with_torch(
     out: Tensor | None = None,
     accumulate_into: Tensor | None = None,
 ) -> Tensor:
-    """`products.multiply` by torch's `scaled_mm` where it takes these sizes and we have no kernel that is as fast.
+    """`products.multiply`, by torch's `scaled_mm` where it takes these sizes and no kernel of ours is as fast.
 
-    Ours is everything that has squares on one side, on a Hopper whose Triton has Gluon; elsewhere at least what is
-    added to a sum: ours adds while it writes, torch would write and then add.
-
-    Args:
-        a: M x K.
-        b: N x K.
-        dtype: of the result.
-        out: where it is written.
-        accumulate_into: float32 sums that it is added to and that are returned.
+    Ours are: products with squares on one side on a Hopper with Gluon, and elsewhere those that are added to a sum,
+    because ours add while they write, and torch would write and then add.
     """
     has_kernel = gemm_obstacle(a, b, target_of(a.values.device)) is None
     is_ours = b.block[0] == DEPTH and (has_kernel or accumulate_into is not None)

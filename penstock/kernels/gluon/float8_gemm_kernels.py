@@ -1,12 +1,22 @@
 """Hopper kernels for products in 8 bits by the recipes blockwise and blockwise-square.
 
-`penstock.kernels.gluon.ring` and `float8_blocks` describe the warps and what they do with a block.
 `float8_rows_kernel` multiplies the rows of experts, or all rows, with weights; `float8_matrices_kernel` makes gradients
 of weights, dense or of each expert. Its second operand has a scale for each row, so every number of a partial sum has
-a scale of its own, or one for 128 rows (SQUARE), as weights have.
+a scale of its own, or one for 128 rows (SQUARE), as weights have. Both operands have their contracted dim last, in
+blocks of 128.
 
-With STEPS = 2 a consumer starts two products and scales the first while the second is made, which takes 64 more
-registers for the second sum.
+`penstock.kernels.gluon.ring` describes the warps and the ring. Each of two or three consumers has 64 rows of a tile: it
+multiplies a block, frees its slot, scales the sum and adds it, while the product of another consumer is in the matrix
+unit. A tile of 192 rows asks the L2 cache for a sixth less than one of 128, for the same numbers. A consumer without a
+row in a tile skips its slots. With STEPS = 2 a consumer starts two products and scales the first while the second is
+made, which takes 64 more registers for the second sum.
+
+Scales arrive in slots beside their blocks, because loads at their use would wait for an L2 cache that is busy with
+blocks (docs/decisions/0152-scales-in-slots.md). Copies of 4 bytes need no alignment and take all strides, so scales may
+lie anywhere, also behind packed rows. Each of the producer's 32 threads arrives at a slot's `full` when its copies have
+landed, besides the one arrival for the bytes of blocks.
+
+Sums are made as in the Triton kernels, `sum += product * (scale * scale)`, block by block.
 """
 
 from triton.experimental import gluon
@@ -19,39 +29,38 @@ from penstock.kernels.gluon.ring import SPAN, copy_in, make_barriers, ring, swiz
 
 DEPTH = gl.constexpr(128)
 HALF = gl.constexpr(64)
-"""Rows of a tile that one multiplier has."""
+"""Rows of a tile that one consumer has."""
 WIDTH = gl.constexpr(128)
 """Columns of a product, and of a block of w that a slot holds."""
 PRODUCT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32]))
-"""How the matrix unit spreads a product over a multiplier's threads."""
+"""How the matrix unit spreads a product over the threads of a consumer."""
 DOWN = gl.constexpr(gl.SliceLayout(1, PRODUCT.value))
 ACROSS = gl.constexpr(gl.SliceLayout(0, PRODUCT.value))
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
-"""How scales are spread over the loader's threads."""
+"""How scales are spread over the producer's threads."""
 IN_A_ROW = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-"""How they lie in a slot."""
+"""How scales lie in a slot."""
 
-# Of a thread, by how many multipliers there are: what a multiplier and the loader have of 65536.
+# Registers of a thread of a consumer and of the producer, with two or three consumers; 65536 in all.
 PAIRS_REGISTERS = gl.constexpr(240)
-PAIRS_LOADER_REGISTERS = gl.constexpr(24)
+PAIRS_PRODUCER_REGISTERS = gl.constexpr(24)
 TRIOS_REGISTERS = gl.constexpr(160)
-TRIOS_LOADER_REGISTERS = gl.constexpr(32)
+TRIOS_PRODUCER_REGISTERS = gl.constexpr(32)
 
 # Triton 3.9 renamed it.
 copy_scales = vars(async_copy)["async_load" if "async_load" in vars(async_copy) else "async_copy_global_to_shared"]
 
 
 @gluon.jit
-def make_slots(x, w_slots, STAGES: gl.constexpr, MULTIPLIERS: gl.constexpr, EACH: gl.constexpr):
-    """Slots of x, a part for each multiplier, slots of w, those of both operands' scales, `full` and `empty`.
+def make_slots(x, w_slots, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, EACH: gl.constexpr):
+    """Slots of x, a part for each consumer, slots of w, slots of both operands' scales, `full` and `empty`.
 
-    With EACH w has a scale for each row of a slot, else one for all of them, which stands there once for each row of a
-    multiplier.
+    With EACH w has a scale for each row of a slot, else one for all of them, repeated for each row of a consumer.
     """
-    x_slots = gl.allocate_shared_memory(x.dtype, [STAGES * MULTIPLIERS, HALF, DEPTH], x.layout)
-    x_scales = gl.allocate_shared_memory(gl.float32, [STAGES * MULTIPLIERS, HALF], IN_A_ROW)
+    x_slots = gl.allocate_shared_memory(x.dtype, [STAGES * CONSUMERS, HALF, DEPTH], x.layout)
+    x_scales = gl.allocate_shared_memory(gl.float32, [STAGES * CONSUMERS, HALF], IN_A_ROW)
     w_scales = gl.allocate_shared_memory(gl.float32, [STAGES, WIDTH if EACH else HALF], IN_A_ROW)
-    full, empty = make_barriers(STAGES, MULTIPLIERS, 33)
+    full, empty = make_barriers(STAGES, CONSUMERS, 33)
     return x_slots, w_slots, x_scales, w_scales, full, empty
 
 
@@ -65,20 +74,20 @@ def load_scales(
     place,
     rows,
     block,
-    MULTIPLIERS: gl.constexpr,
+    CONSUMERS: gl.constexpr,
     EACH: gl.constexpr,
 ):
-    """Bring a block's scales into a slot.
+    """Copy a block's scales into a slot.
 
     x_scales and w_scales are pointers, `strides` those of both operands along outer and depth; `place` is the tile's
-    first row of x and of w, and `rows` are those that both have: what stands past the last one is never written, so
-    whose scale it gets does not matter.
+    first row of x and of w, and `rows` are the rows of both. Rows past the last one are never written, so they may get
+    any scale.
     """
     x_outer, x_depth, w_outer, w_depth = strides
     lanes = _places(HALF)
-    for part in gl.static_range(MULTIPLIERS):
+    for part in gl.static_range(CONSUMERS):
         down = gl.minimum(place[0] + part * HALF + lanes, rows[0] - 1)
-        copy_scales(slots[2].index(slot * MULTIPLIERS + part), x_scales + (down * x_outer + block * x_depth))
+        copy_scales(slots[2].index(slot * CONSUMERS + part), x_scales + (down * x_outer + block * x_depth))
     if EACH:
         across = gl.minimum(place[1] + _places(WIDTH), rows[1] - 1)
     else:
@@ -89,10 +98,10 @@ def load_scales(
 
 @gluon.jit
 def _places(COUNT: gl.constexpr):
-    """0 to COUNT, made where they are needed.
+    """0 to COUNT, computed where it is used.
 
-    Of a plain range the assembler would make a thread's part before warps get their trades, and put it into memory, as
-    multipliers leave it no register to keep it in.
+    The assembler would compute a thread's part of a plain range before warps specialize, and keep it in memory, because
+    consumers leave no register for it.
     """
     firsts = gl.arange(0, COUNT, LANES) // 32 * 32
     return gl.inline_asm_elementwise(
@@ -113,7 +122,7 @@ def sum_blocks(
     blocks,
     STAGES: gl.constexpr,
     STEPS: gl.constexpr,
-    MULTIPLIERS: gl.constexpr,
+    CONSUMERS: gl.constexpr,
     EACH: gl.constexpr,
     PLACE: gl.constexpr,
 ):
@@ -121,13 +130,13 @@ def sum_blocks(
     sums = gl.zeros([HALF, WIDTH], gl.float32, PRODUCT)
     for turn in range(mine // STEPS):  # noqa: B007 (the compiler's loops take no name twice)
         if STEPS == 2:
-            sums = _add_two(sums, slots, step, STAGES, MULTIPLIERS, EACH, PLACE)
+            sums = _add_two(sums, slots, step, STAGES, CONSUMERS, EACH, PLACE)
         else:
-            sums = _add_one(sums, slots, step, STAGES, MULTIPLIERS, EACH, PLACE)
+            sums = _add_one(sums, slots, step, STAGES, CONSUMERS, EACH, PLACE)
         step += STEPS
     if STEPS == 2:  # noqa: SIM102 (the compiler decides this one, the program the other)
         if mine % 2 == 1:
-            sums = _add_one(sums, slots, step, STAGES, MULTIPLIERS, EACH, PLACE)
+            sums = _add_one(sums, slots, step, STAGES, CONSUMERS, EACH, PLACE)
             step += 1
     for block in range(mine, blocks):  # noqa: B007
         slot, phase = ring(step, STAGES)
@@ -138,35 +147,31 @@ def sum_blocks(
 
 
 @gluon.jit
-def _add_one(
-    sums, slots, step, STAGES: gl.constexpr, MULTIPLIERS: gl.constexpr, EACH: gl.constexpr, PLACE: gl.constexpr
-):
-    """Add a block's product."""
+def _add_one(sums, slots, step, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, EACH: gl.constexpr, PLACE: gl.constexpr):
+    """Add the product of a block."""
     full, empty = slots[4], slots[5]
     slot, phase = ring(step, STAGES)
     mbarrier.wait(full.index(slot), phase)
-    scale = _scale_of(slots, slot, MULTIPLIERS, EACH, PLACE)
-    product = _start_product(slots, slot, MULTIPLIERS, PLACE)
+    scale = _scale_of(slots, slot, CONSUMERS, EACH, PLACE)
+    product = _start_product(slots, slot, CONSUMERS, PLACE)
     product = hopper.warpgroup_mma_wait(0, deps=[product])
     mbarrier.arrive(empty.index(slot), count=1)
     return sums + product * scale
 
 
 @gluon.jit
-def _add_two(
-    sums, slots, step, STAGES: gl.constexpr, MULTIPLIERS: gl.constexpr, EACH: gl.constexpr, PLACE: gl.constexpr
-):
+def _add_two(sums, slots, step, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, EACH: gl.constexpr, PLACE: gl.constexpr):
     """Add the products of two blocks: the first one is scaled while the second one is made."""
     full, empty = slots[4], slots[5]
     slot, phase = ring(step, STAGES)
     next_slot, next_phase = ring(step + 1, STAGES)
     mbarrier.wait(full.index(slot), phase)
     mbarrier.wait(full.index(next_slot), next_phase)
-    scale = _scale_of(slots, slot, MULTIPLIERS, EACH, PLACE)
-    next_scale = _scale_of(slots, next_slot, MULTIPLIERS, EACH, PLACE)
+    scale = _scale_of(slots, slot, CONSUMERS, EACH, PLACE)
+    next_scale = _scale_of(slots, next_slot, CONSUMERS, EACH, PLACE)
     # Nothing but arithmetic may stand from here to the last wait, else the assembler waits for each instruction.
-    product = _start_product(slots, slot, MULTIPLIERS, PLACE)
-    next_product = _start_product(slots, next_slot, MULTIPLIERS, PLACE)
+    product = _start_product(slots, slot, CONSUMERS, PLACE)
+    next_product = _start_product(slots, next_slot, CONSUMERS, PLACE)
     product = hopper.warpgroup_mma_wait(1, deps=[product])
     mbarrier.arrive(empty.index(slot), count=1)
     sums += product * scale
@@ -176,18 +181,18 @@ def _add_two(
 
 
 @gluon.jit
-def _start_product(slots, slot, MULTIPLIERS: gl.constexpr, PLACE: gl.constexpr):
-    """Start the product of a multiplier's rows of x and the transpose of w."""
+def _start_product(slots, slot, CONSUMERS: gl.constexpr, PLACE: gl.constexpr):
+    """Start the product of a consumer's rows of x and the transpose of w."""
     zeros = gl.zeros([HALF, WIDTH], gl.float32, PRODUCT)
-    x_block = slots[0].index(slot * MULTIPLIERS + PLACE)
+    x_block = slots[0].index(slot * CONSUMERS + PLACE)
     w_block = slots[1].index(slot).reshape([WIDTH, DEPTH]).permute([1, 0])
     return hopper.warpgroup_mma(x_block, w_block, zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _scale_of(slots, slot, MULTIPLIERS: gl.constexpr, EACH: gl.constexpr, PLACE: gl.constexpr):
-    """What each number of a product is multiplied with."""
-    down = slots[2].index(slot * MULTIPLIERS + PLACE).load(DOWN)
+def _scale_of(slots, slot, CONSUMERS: gl.constexpr, EACH: gl.constexpr, PLACE: gl.constexpr):
+    """Factor of each number of a product."""
+    down = slots[2].index(slot * CONSUMERS + PLACE).load(DOWN)
     if EACH:
         scale = gl.expand_dims(down, 1) * gl.expand_dims(slots[3].index(slot).load(ACROSS), 0)
     else:
@@ -219,53 +224,52 @@ def float8_rows_kernel(
     STAGES: gl.constexpr,
     STEPS: gl.constexpr,
     GROUP: gl.constexpr,
-    MULTIPLIERS: gl.constexpr,
+    CONSUMERS: gl.constexpr,
     ONLY_LAST: gl.constexpr,
 ):
-    """Multiply each row of x by the matrix of the row's expert; set the rows of the tail to zero, or ONLY_LAST of them.
+    """Multiply each row of x by the matrix of its expert; set rows of the tail to zero, or with ONLY_LAST the last one.
 
     x is rows x depth with a scale for 1 x 128 numbers, w experts x columns x depth with one for 128 x 128, y rows x
     columns. x and w are descriptors of blocks, y a ragged one of pieces in bfloat16, or None; y_ptr is the pointer.
-    Without `owners_ptr` all rows are one expert's; else it is the table of tiles of 64 rows for each multiplier. With
-    `first_ptr` the first row of y is not its own: rows are written from the one on that is said there, and there is no
-    tail.
+    Without `owners_ptr` all rows belong to one expert; else it is the table of tiles of 64 rows for each consumer. With
+    `first_ptr` rows are written from that row of y on, and there is no tail.
     """
     across = gl.cdiv(columns, WIDTH)
-    down = gl.cdiv(rows, HALF * MULTIPLIERS) if owners_ptr is None else gl.load(block_count_ptr)
-    walk = (owners_ptr, rows, columns, across, down * across)
+    down = gl.cdiv(rows, HALF * CONSUMERS) if owners_ptr is None else gl.load(block_count_ptr)
+    schedule = (owners_ptr, rows, columns, across, down * across)
     blocks = gl.cdiv(depth, DEPTH)
     w_slots = gl.allocate_shared_memory(w.dtype, [STAGES, 1, WIDTH, DEPTH], w.layout)
-    slots = make_slots(x, w_slots, STAGES, MULTIPLIERS, False)
+    slots = make_slots(x, w_slots, STAGES, CONSUMERS, False)
     scales = (x_scales, w_scales, x_scale_outer, x_scale_depth, w_scale_expert, w_scale_outer, w_scale_depth)
     if y is None:
         target = (y, y_ptr, y, first_ptr)
     else:
-        rooms = gl.allocate_shared_memory(y.dtype, [2 * MULTIPLIERS] + y.block_shape, y.layout)  # noqa: RUF005
-        target = (y, y_ptr, rooms, first_ptr)
-    given = (walk, slots, target, blocks)
+        buffers = gl.allocate_shared_memory(y.dtype, [2 * CONSUMERS] + y.block_shape, y.layout)  # noqa: RUF005
+        target = (y, y_ptr, buffers, first_ptr)
+    given = (schedule, slots, target, blocks)
     first: gl.constexpr = 0
     second: gl.constexpr = 1
     third: gl.constexpr = 2
-    if MULTIPLIERS == 3:
+    if CONSUMERS == 3:
         gl.warp_specialize(
             [
-                (_multiply_rows, (given, STAGES, STEPS, GROUP, MULTIPLIERS, first)),
-                (_multiply_rows, (given, STAGES, STEPS, GROUP, MULTIPLIERS, second)),
-                (_multiply_rows, (given, STAGES, STEPS, GROUP, MULTIPLIERS, third)),
-                (_load_rows, (given, scales, x, w, STAGES, GROUP, MULTIPLIERS)),
+                (_multiply_rows, (given, STAGES, STEPS, GROUP, CONSUMERS, first)),
+                (_multiply_rows, (given, STAGES, STEPS, GROUP, CONSUMERS, second)),
+                (_multiply_rows, (given, STAGES, STEPS, GROUP, CONSUMERS, third)),
+                (_load_rows, (given, scales, x, w, STAGES, GROUP, CONSUMERS)),
             ],
             [4, 4, 1],
-            [TRIOS_REGISTERS, TRIOS_REGISTERS, TRIOS_LOADER_REGISTERS],
+            [TRIOS_REGISTERS, TRIOS_REGISTERS, TRIOS_PRODUCER_REGISTERS],
         )
     else:
         gl.warp_specialize(
             [
-                (_multiply_rows, (given, STAGES, STEPS, GROUP, MULTIPLIERS, first)),
-                (_multiply_rows, (given, STAGES, STEPS, GROUP, MULTIPLIERS, second)),
-                (_load_rows, (given, scales, x, w, STAGES, GROUP, MULTIPLIERS)),
+                (_multiply_rows, (given, STAGES, STEPS, GROUP, CONSUMERS, first)),
+                (_multiply_rows, (given, STAGES, STEPS, GROUP, CONSUMERS, second)),
+                (_load_rows, (given, scales, x, w, STAGES, GROUP, CONSUMERS)),
             ],
             [4, 1],
-            [PAIRS_REGISTERS, PAIRS_LOADER_REGISTERS],
+            [PAIRS_REGISTERS, PAIRS_PRODUCER_REGISTERS],
         )
     if owners_ptr is not None and first_ptr is None:
         tail = gl.load(starts_ptr + experts)
@@ -273,25 +277,25 @@ def float8_rows_kernel(
 
 
 @gluon.jit
-def _load_rows(given, scales, x, w, STAGES: gl.constexpr, GROUP: gl.constexpr, MULTIPLIERS: gl.constexpr):
+def _load_rows(given, scales, x, w, STAGES: gl.constexpr, GROUP: gl.constexpr, CONSUMERS: gl.constexpr):
     """Fill slots with blocks of x and w and their scales, tile by tile."""
-    walk, slots, blocks = given[0], given[1], given[3]
+    schedule, slots, blocks = given[0], given[1], given[3]
     x_slots, w_slots, full, empty = slots[0], slots[1], slots[4], slots[5]
     x_scales, w_scales, x_outer, x_depth, w_expert, w_outer, w_depth = scales
-    strides, rows = (x_outer, x_depth, w_outer, w_depth), (walk[1], walk[2])
+    strides, rows = (x_outer, x_depth, w_outer, w_depth), (schedule[1], schedule[2])
     step = 0
-    for tile in range(gl.program_id(0), walk[4], gl.num_programs(0)):
-        expert, start, _, row, column = _place_rows(walk, tile, _load_owner(walk, tile), GROUP, MULTIPLIERS)
+    for tile in range(gl.program_id(0), schedule[4], gl.num_programs(0)):
+        expert, start, _, row, column = _place_rows(schedule, tile, _load_owner(schedule, tile), GROUP, CONSUMERS)
         place, of_expert = (start + row, column), w_scales + expert * w_expert
         for block in range(blocks):
             slot, phase = ring(step, STAGES)
             mbarrier.wait(empty.index(slot), phase ^ 1)
-            mbarrier.expect(full.index(slot), (HALF * MULTIPLIERS + WIDTH) * DEPTH)
-            for part in gl.static_range(MULTIPLIERS):
-                x_slot = x_slots.index(slot * MULTIPLIERS + part)
+            mbarrier.expect(full.index(slot), (HALF * CONSUMERS + WIDTH) * DEPTH)
+            for part in gl.static_range(CONSUMERS):
+                x_slot = x_slots.index(slot * CONSUMERS + part)
                 copy_in(x, [start + row + part * HALF, block * DEPTH], full.index(slot), x_slot)
             copy_in(w, [expert, column, block * DEPTH], full.index(slot), w_slots.index(slot))
-            load_scales(slots, slot, x_scales, of_expert, strides, place, rows, block, MULTIPLIERS, False)
+            load_scales(slots, slot, x_scales, of_expert, strides, place, rows, block, CONSUMERS, False)
             step += 1
 
 
@@ -301,34 +305,34 @@ def _multiply_rows(
     STAGES: gl.constexpr,
     STEPS: gl.constexpr,
     GROUP: gl.constexpr,
-    MULTIPLIERS: gl.constexpr,
+    CONSUMERS: gl.constexpr,
     PLACE: gl.constexpr,
 ):
-    """Make rows PLACE * 64 and on of each tile."""
-    walk, slots, target, blocks = given
-    tiles = walk[4]
-    # On a arena of many layers there are fewer than 2**31 rows, if not numbers.
+    """Make the rows from PLACE * 64 on of each tile."""
+    schedule, slots, target, blocks = given
+    tiles = schedule[4]
+    # A buffer of many layers has fewer than 2**31 rows, though more numbers.
     shift = 0 if target[3] is None else gl.load(target[3]).to(gl.int32)
     step = 0
     if tiles > 0:
         tile = gl.minimum(gl.program_id(0), tiles - 1)
-        owner = _load_owner(walk, tile)
+        owner = _load_owner(schedule, tile)
         for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-            here = _place_rows(walk, tile, owner, GROUP, MULTIPLIERS)
-            # Past the last tile it is the last one again, which nobody places.
-            owner = _load_owner(walk, gl.minimum(tile + gl.num_programs(0), tiles - 1))
+            here = _place_rows(schedule, tile, owner, GROUP, CONSUMERS)
+            # Past the last tile the last one is loaded again, and not used.
+            owner = _load_owner(schedule, gl.minimum(tile + gl.num_programs(0), tiles - 1))
             mine = gl.where(here[1] + here[3] + PLACE * HALF < here[2], blocks, 0)
-            sums = sum_blocks(slots, step, mine, blocks, STAGES, STEPS, MULTIPLIERS, False, PLACE)
+            sums = sum_blocks(slots, step, mine, blocks, STAGES, STEPS, CONSUMERS, False, PLACE)
             step += blocks
-            _store_rows(target, sums, here, shift, walk[2], PLACE)
+            _store_rows(target, sums, here, shift, schedule[2], PLACE)
     if target[0] is not None:
         tma.store_wait(0)
 
 
 @gluon.jit
-def _load_owner(walk, tile):
-    """Load whose tile it is: expert, its first row, the row past its last, its first block of rows."""
-    owners_ptr, rows, _, across, _ = walk
+def _load_owner(schedule, tile):
+    """Load the owner of a tile: expert, its first row, the row past its last, its first block of rows."""
+    owners_ptr, rows, _, across, _ = schedule
     owner = (gl.to_tensor(0), gl.to_tensor(0), rows, gl.to_tensor(0))
     if owners_ptr is not None:
         owner_ptr = owners_ptr + tile // across * 4
@@ -337,24 +341,24 @@ def _load_owner(walk, tile):
 
 
 @gluon.jit
-def _place_rows(walk, tile, owner, GROUP: gl.constexpr, MULTIPLIERS: gl.constexpr):
-    """Say where a tile lies: expert, its first row, the row past its last, the tile's row in it, the tile's column."""
-    across = walk[3]
+def _place_rows(schedule, tile, owner, GROUP: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Place of a tile: expert, its first row, the row past its last, the tile's row in it, the tile's column."""
+    across = schedule[3]
     expert, start, end, first_block = owner
-    height: gl.constexpr = HALF * MULTIPLIERS
+    height: gl.constexpr = HALF * CONSUMERS
     row, column = swizzle(tile - first_block * across, gl.cdiv(end - start, height), across, GROUP)
     return expert, start, end, row * height, column * WIDTH
 
 
 @gluon.jit
 def _store_rows(target, sums, here, shift, columns, PLACE: gl.constexpr):
-    """Write the rows that are the expert's own: by descriptor, or through pointers if there is none."""
-    y, y_ptr, rooms, _ = target
+    """Write the expert's own rows: by descriptor, or through pointers if there is none."""
+    y, y_ptr, buffers, _ = target
     _, start, end, row, column = here
     start, end, row = start + shift, end + shift, row + PLACE * HALF
     result = sums.to(y_ptr.dtype.element_ty)
     if y is not None:
-        write_pieces(y, rooms, result, (gl.to_tensor(SPAN), end), start - end + row + SPAN, column, False, 0, PLACE)
+        write_pieces(y, buffers, result, (gl.to_tensor(SPAN), end), start - end + row + SPAN, column, False, 0, PLACE)
     else:
         place = start + row + gl.arange(0, HALF, DOWN)
         across = column + gl.arange(0, WIDTH, ACROSS)
@@ -383,52 +387,53 @@ def float8_matrices_kernel(
     STAGES: gl.constexpr,
     STEPS: gl.constexpr,
     GROUP: gl.constexpr,
-    MULTIPLIERS: gl.constexpr,
+    CONSUMERS: gl.constexpr,
     SQUARE: gl.constexpr,
     WHOLE: gl.constexpr,
 ):
-    """Multiply a by the transpose of b, contracted over each expert's columns; write it, or add it to what c holds.
+    """Multiply a by the transpose of b, contracted over each expert's columns; write c or add to it.
 
-    a is rows x depth, b columns x depth, both descriptors of blocks. A scale of a is for 1 x 128 numbers; one of b is,
-    too, or with SQUARE for 128 x 128. c_ptr points to experts x rows x columns; a descriptor c of pieces of the same,
-    in float32, is added to instead. `starts_ptr` says at which multiple of 128 each expert's columns begin, and where
-    the last one's end; without it there is one matrix, contracted over all. WHOLE says that tiles divide c.
+    a is rows x depth, b columns x depth, both descriptors of blocks. A scale of a is for 1 x 128 numbers; one of b is
+    too, or with SQUARE for 128 x 128. c_ptr points to experts x rows x columns; if c is a descriptor of pieces of the
+    same, in float32, products are added to it. `starts_ptr` has the multiple of 128 at which each expert's columns
+    begin, and the end of the last ones; without it there is one matrix, contracted over all. WHOLE says that tiles
+    divide c.
     """
     across = gl.cdiv(columns, WIDTH)
-    down = gl.cdiv(rows, HALF * MULTIPLIERS)
-    walk = (starts_ptr, gl.cdiv(depth, DEPTH), down, across, down * across * experts)
+    down = gl.cdiv(rows, HALF * CONSUMERS)
+    schedule = (starts_ptr, gl.cdiv(depth, DEPTH), down, across, down * across * experts)
     b_slots = gl.allocate_shared_memory(b.dtype, [STAGES, WIDTH, DEPTH], b.layout)
-    slots = make_slots(a, b_slots, STAGES, MULTIPLIERS, not SQUARE)
+    slots = make_slots(a, b_slots, STAGES, CONSUMERS, not SQUARE)
     scales = (a_scales, b_scales, a_scale_outer, a_scale_depth, b_scale_outer, b_scale_depth)
     if c is None:
         target = (c, c_ptr, c)
     else:
-        rooms = gl.allocate_shared_memory(c.dtype, [2 * MULTIPLIERS] + c.block_shape, c.layout)  # noqa: RUF005
-        target = (c, c_ptr, rooms)
-    given = (walk, slots, target, (rows, columns))
+        buffers = gl.allocate_shared_memory(c.dtype, [2 * CONSUMERS] + c.block_shape, c.layout)  # noqa: RUF005
+        target = (c, c_ptr, buffers)
+    given = (schedule, slots, target, (rows, columns))
     first: gl.constexpr = 0
     second: gl.constexpr = 1
     third: gl.constexpr = 2
-    if MULTIPLIERS == 3:
+    if CONSUMERS == 3:
         gl.warp_specialize(
             [
-                (_multiply_columns, (given, STAGES, STEPS, GROUP, MULTIPLIERS, SQUARE, WHOLE, first)),
-                (_multiply_columns, (given, STAGES, STEPS, GROUP, MULTIPLIERS, SQUARE, WHOLE, second)),
-                (_multiply_columns, (given, STAGES, STEPS, GROUP, MULTIPLIERS, SQUARE, WHOLE, third)),
-                (_load_columns, (given, scales, a, b, STAGES, GROUP, MULTIPLIERS, SQUARE)),
+                (_multiply_columns, (given, STAGES, STEPS, GROUP, CONSUMERS, SQUARE, WHOLE, first)),
+                (_multiply_columns, (given, STAGES, STEPS, GROUP, CONSUMERS, SQUARE, WHOLE, second)),
+                (_multiply_columns, (given, STAGES, STEPS, GROUP, CONSUMERS, SQUARE, WHOLE, third)),
+                (_load_columns, (given, scales, a, b, STAGES, GROUP, CONSUMERS, SQUARE)),
             ],
             [4, 4, 1],
-            [TRIOS_REGISTERS, TRIOS_REGISTERS, TRIOS_LOADER_REGISTERS],
+            [TRIOS_REGISTERS, TRIOS_REGISTERS, TRIOS_PRODUCER_REGISTERS],
         )
     else:
         gl.warp_specialize(
             [
-                (_multiply_columns, (given, STAGES, STEPS, GROUP, MULTIPLIERS, SQUARE, WHOLE, first)),
-                (_multiply_columns, (given, STAGES, STEPS, GROUP, MULTIPLIERS, SQUARE, WHOLE, second)),
-                (_load_columns, (given, scales, a, b, STAGES, GROUP, MULTIPLIERS, SQUARE)),
+                (_multiply_columns, (given, STAGES, STEPS, GROUP, CONSUMERS, SQUARE, WHOLE, first)),
+                (_multiply_columns, (given, STAGES, STEPS, GROUP, CONSUMERS, SQUARE, WHOLE, second)),
+                (_load_columns, (given, scales, a, b, STAGES, GROUP, CONSUMERS, SQUARE)),
             ],
             [4, 1],
-            [PAIRS_REGISTERS, PAIRS_LOADER_REGISTERS],
+            [PAIRS_REGISTERS, PAIRS_PRODUCER_REGISTERS],
         )
 
 
@@ -440,26 +445,26 @@ def _load_columns(
     b,
     STAGES: gl.constexpr,
     GROUP: gl.constexpr,
-    MULTIPLIERS: gl.constexpr,
+    CONSUMERS: gl.constexpr,
     SQUARE: gl.constexpr,
 ):
     """Fill slots with blocks of a and b and their scales, tile by tile."""
-    walk, slots, shape = given[0], given[1], given[3]
+    schedule, slots, shape = given[0], given[1], given[3]
     a_slots, b_slots, full, empty = slots[0], slots[1], slots[4], slots[5]
     step = 0
-    for tile in range(gl.program_id(0), walk[4], gl.num_programs(0)):
-        start, end = _load_span(walk, tile)
-        _, row, column = _place_columns(walk, tile, GROUP, MULTIPLIERS)
+    for tile in range(gl.program_id(0), schedule[4], gl.num_programs(0)):
+        start, end = _load_span(schedule, tile)
+        _, row, column = _place_columns(schedule, tile, GROUP, CONSUMERS)
         for block in range(start, end):
             slot, phase = ring(step, STAGES)
             mbarrier.wait(empty.index(slot), phase ^ 1)
-            mbarrier.expect(full.index(slot), (HALF * MULTIPLIERS + WIDTH) * DEPTH)
-            for part in gl.static_range(MULTIPLIERS):
-                a_slot = a_slots.index(slot * MULTIPLIERS + part)
+            mbarrier.expect(full.index(slot), (HALF * CONSUMERS + WIDTH) * DEPTH)
+            for part in gl.static_range(CONSUMERS):
+                a_slot = a_slots.index(slot * CONSUMERS + part)
                 copy_in(a, [row + part * HALF, block * DEPTH], full.index(slot), a_slot)
             copy_in(b, [column, block * DEPTH], full.index(slot), b_slots.index(slot))
             load_scales(
-                slots, slot, scales[0], scales[1], scales[2:], (row, column), shape, block, MULTIPLIERS, not SQUARE
+                slots, slot, scales[0], scales[1], scales[2:], (row, column), shape, block, CONSUMERS, not SQUARE
             )
             step += 1
 
@@ -470,24 +475,24 @@ def _multiply_columns(
     STAGES: gl.constexpr,
     STEPS: gl.constexpr,
     GROUP: gl.constexpr,
-    MULTIPLIERS: gl.constexpr,
+    CONSUMERS: gl.constexpr,
     SQUARE: gl.constexpr,
     WHOLE: gl.constexpr,
     PLACE: gl.constexpr,
 ):
-    """Make rows PLACE * 64 and on of each tile."""
-    walk, slots, target, shape = given
-    tiles = walk[4]
+    """Make the rows from PLACE * 64 on of each tile."""
+    schedule, slots, target, shape = given
+    tiles = schedule[4]
     step = 0
-    start, end = _load_span(walk, gl.minimum(gl.program_id(0), tiles - 1))
+    start, end = _load_span(schedule, gl.minimum(gl.program_id(0), tiles - 1))
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        # Past the last tile it is the last one again, whose span nobody uses.
-        next_start, next_end = _load_span(walk, gl.minimum(tile + gl.num_programs(0), tiles - 1))
-        here = _place_columns(walk, tile, GROUP, MULTIPLIERS)
+        # Past the last tile the last span is loaded again, and not used.
+        next_start, next_end = _load_span(schedule, gl.minimum(tile + gl.num_programs(0), tiles - 1))
+        here = _place_columns(schedule, tile, GROUP, CONSUMERS)
         blocks = end - start
         mine = gl.where(here[1] + PLACE * HALF < shape[0], blocks, 0)
-        sums = sum_blocks(slots, step, mine, blocks, STAGES, STEPS, MULTIPLIERS, not SQUARE, PLACE)
-        # Triton 3.6 takes the first tile's span for all tiles where nothing but bounds of loops reads it.
+        sums = sum_blocks(slots, step, mine, blocks, STAGES, STEPS, CONSUMERS, not SQUARE, PLACE)
+        # Triton 3.6 keeps the first tile's span for all tiles if only loop bounds read it.
         step += end - start
         start, end = next_start, next_end
         _store_matrix(target, sums, here, shape, WHOLE, PLACE)
@@ -496,9 +501,9 @@ def _multiply_columns(
 
 
 @gluon.jit
-def _load_span(walk, tile):
+def _load_span(schedule, tile):
     """Load a tile's first block of depth and the one past its last: those of its expert."""
-    starts_ptr, blocks, down, across, _ = walk
+    starts_ptr, blocks, down, across, _ = schedule
     span = (gl.to_tensor(0), blocks)
     if starts_ptr is not None:
         start_ptr = starts_ptr + tile // (down * across)
@@ -507,22 +512,22 @@ def _load_span(walk, tile):
 
 
 @gluon.jit
-def _place_columns(walk, tile, GROUP: gl.constexpr, MULTIPLIERS: gl.constexpr):
-    """Say where a tile lies: expert, row, column."""
-    _, _, down, across, _ = walk
+def _place_columns(schedule, tile, GROUP: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Place of a tile: expert, row, column."""
+    _, _, down, across, _ = schedule
     row, column = swizzle(tile % (down * across), down, across, GROUP)
-    return tile // (down * across), row * (HALF * MULTIPLIERS), column * WIDTH
+    return tile // (down * across), row * (HALF * CONSUMERS), column * WIDTH
 
 
 @gluon.jit
 def _store_matrix(target, sums, here, shape, WHOLE: gl.constexpr, PLACE: gl.constexpr):
     """Write a tile, or add it by the copy engine. One program owns each element, so a sum has one order."""
-    c, c_ptr, rooms = target
+    c, c_ptr, buffers = target
     rows, columns = shape
     expert, row, column = here
     row += PLACE * HALF
     if c is not None:
-        write_pieces(c, rooms, sums, (expert,), row, column, True, 0, PLACE)
+        write_pieces(c, buffers, sums, (expert,), row, column, True, 0, PLACE)
     else:
         down = row + gl.arange(0, HALF, DOWN)
         across = column + gl.arange(0, WIDTH, ACROSS)

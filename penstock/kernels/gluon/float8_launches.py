@@ -1,11 +1,7 @@
-"""Launches of Hopper's own kernels: products of 8-bit numbers whose scales are the recipe blockwise's, on Hopper.
+"""Launches of the Hopper kernels in 8 bits, for the recipes blockwise and blockwise-square.
 
-`launch_rows` multiplies rows with a weight, or each expert's rows with its own; `launch_matrices` two operands that
-are contracted over rows, for gradients of weights. `penstock.kernels.float8.products` checks operands, makes room
-for results and comes here where a launch's engine is `gluon` and `obstacle` finds nothing.
-
-Gluon is an experiment of Triton's: it changes from version to version. So it is imported only where the version is one
-that these kernels have been compiled with, and never on AMD's chips.
+`penstock.kernels.float8` checks operands, allocates results and calls a launch here where a launch's engine is `gluon`
+and its obstacle is None: `launch_rows` and `launch_matrices` multiply, the others quantize tiles along both sides.
 """
 
 import torch
@@ -37,7 +33,7 @@ WIDTH = 128
 """Columns of a tile."""
 
 TRIOS_REGISTERS = 128
-"""The same of sixteen warps, where there are three multipliers."""
+"""As `REGISTERS`, for sixteen warps, where there are three consumers."""
 
 
 def gemm_obstacle(a: Quantized, b: Quantized, target: str) -> str | None:
@@ -66,15 +62,15 @@ def launch_rows(
     *,
     first: Tensor | None = None,
 ) -> None:
-    """Write rows times the transpose of their expert's matrix; zeros behind the last expert's rows.
+    """Write rows times the transpose of their expert's matrix, and zeros behind the last expert's rows.
 
     Args:
         x: R x K.
         w: e x N x K; or N x K without `tiles`, for all rows.
-        y: R x N, bfloat16 or float32; with `first` it has other rows besides.
-        tiles: of the experts' counts.
-        launch: how it is cut.
-        first: int64 [1], the first row of y that is ours; then nothing but the experts' rows is written.
+        y: R x N, bfloat16 or float32; with `first` a larger buffer.
+        tiles: tile table of the experts' counts.
+        launch: how the product is cut.
+        first: int64 [1], the first row of y to write; then only the experts' rows are written.
     """
     (rows, depth), columns = x.values.shape, y.shape[1]
     values = w.values if tiles is not None else w.values[None]
@@ -102,7 +98,7 @@ def launch_rows(
         STAGES=launch.stages,
         STEPS=launch.steps,
         GROUP=launch.group,
-        MULTIPLIERS=launch.block_rows // PIECE_ROWS,
+        CONSUMERS=launch.block_rows // PIECE_ROWS,
         ONLY_LAST=tiles is not None and tiles.only_last,
         **_warps_of(launch),
     )
@@ -114,13 +110,13 @@ def launch_matrices(
     """Write or add a times the transpose of b, contracted over each expert's columns.
 
     Args:
-        a: M x R, each row with scales of its own.
-        b: N x R likewise, or 128 rows with one.
+        a: M x R, a scale for each row.
+        b: N x R, a scale for each row or for 128 rows.
         c: e x M x N, contiguous.
-        starts: int32 columns at which experts begin, multiples of 128, and where the last one ends; None for one
-            matrix, contracted over all.
-        launch: how it is cut.
-        accumulate: add to what c, then float32, holds.
+        starts: int32, first column of each expert, multiples of 128, and the end of the last one; None for one matrix,
+            contracted over all.
+        launch: how the product is cut.
+        accumulate: add to c, which is then float32.
     """
     experts, rows, columns = c.shape
     is_square = b.block[0] == WIDTH
@@ -143,7 +139,7 @@ def launch_matrices(
         STAGES=launch.stages,
         STEPS=launch.steps if is_square else 1,
         GROUP=launch.group,
-        MULTIPLIERS=launch.block_rows // PIECE_ROWS,
+        CONSUMERS=launch.block_rows // PIECE_ROWS,
         SQUARE=is_square,
         WHOLE=rows % launch.block_rows == 0 and columns % WIDTH == 0,
         **_warps_of(launch),
@@ -151,7 +147,7 @@ def launch_matrices(
 
 
 def _warps_of(launch: ProductLaunch) -> dict[str, int]:
-    """Warps of a multiplier, and registers of a thread before warps hand them on."""
+    """Warps of a consumer, and registers of a thread before warps exchange them."""
     return {"num_warps": launch.warps, "maxnreg": REGISTERS if launch.block_rows == 2 * PIECE_ROWS else TRIOS_REGISTERS}
 
 
@@ -167,11 +163,10 @@ def quantize_obstacle(
     """Why the kernels cannot write copies, or None.
 
     Args:
-        blocks: of numbers by rows, whether they are written or read in 8 bits, if there are any; last, of transposed
-            ones.
+        blocks: of numbers by rows, written, or read in 8 bits, if there are any; last, of transposed ones.
         scaling: of their scales.
         forms: of their values.
-        width: columns of what is quantized.
+        width: columns of the numbers to quantize.
         target: chip as compilers name it.
     """
     if (reason := support.obstacle(target)) is not None:
@@ -193,7 +188,7 @@ def launch_quantize(
     form: Format,
     launch: TileLaunch,
 ) -> None:
-    """Write rows as they are, and transposed; of rows in 8 bits the second only.
+    """Write rows and their transpose; of rows in 8 bits only the transpose.
 
     Args:
         x_RD: bfloat16; or E4M3 or E5M2 by blocks of 1 x 128, without a first copy.
@@ -241,10 +236,10 @@ def launch_latent_heads(
     sizes: Mapping[str, float],
     launch: TileLaunch,
 ) -> None:
-    """Write some columns of the heads' gradients, by rows and transposed, as `latent_heads` tells them.
+    """Write some columns of the heads' gradients, by rows and transposed.
 
     Args:
-        source: in bfloat16, B x S x H x N; cosines and sines by which its last columns are turned back, or None twice.
+        source: in bfloat16, B x S x H x N; cosines and sines by which its last columns are rotated back, or None twice.
         both: of all columns; blocks of 1 x 128.
         positions: S, a multiple of 128.
         strides: of batch, position and head, and of the angles' batch and position.
@@ -288,14 +283,14 @@ def launch_swiglu_backward(
     """Write the gradients of gate and up by rows and by columns, h by columns, and parts of the weights' gradients.
 
     Args:
-        sources: gate and up, and dh, in bfloat16; between them the number of the first row of gate and up, on the
-            device, or None for 0, and the weights.
+        sources: gate and up (bfloat16), the number of their first row on the device or None, the weights or None, and
+            dh (bfloat16).
         tiles: of `group_tiles`.
         copies: the three, in this order; blocks of 1 x 128, of h also squares.
         products_PR: float32, the parts of each 128 columns; None without weights.
         forms: of h, and of the gradients.
         launch: how it is cut.
-        weighs_input: where the weights stand.
+        weighs_input: weights are applied to the input.
     """
     by_row, by_column, h_by_column = copies
     rows, width = sources[3].shape

@@ -21,12 +21,12 @@ from penstock.kernels.gluon.float8_tiles import (
     PAIRS,
     TILE,
     TURNS,
+    allocate_words,
     columns_of_tile,
-    maker_of,
     pack,
     pair,
     places_of,
-    room_for_words,
+    row_layout,
     store_columns,
     store_rows,
     unpack,
@@ -53,10 +53,10 @@ def quantize_kernel(
     LARGEST: gl.constexpr,
     SQUARE: gl.constexpr,
 ):
-    """One tile, as `penstock.kernels.float8.quantize_kernels.quantize_kernel` makes it; D is a multiple of 128.
+    """Quantize one tile, as `penstock.kernels.float8.quantize_kernels.quantize_kernel`; D is a multiple of 128.
 
-    Without `tiles_ptr` R is one, too. The pointer of columns, and their stride, are in units of 8 bytes. With SQUARE
-    their scales are those of whole tiles. A tile without rows is passed over.
+    Without `tiles_ptr` R is one, too. The pointer of columns, and their stride, count 8 bytes. With SQUARE their scales
+    are those of whole tiles. A tile without rows is skipped.
     """
     block, down = gl.program_id(0), gl.program_id(1)
     first, filled = down * TILE, TILE
@@ -65,22 +65,22 @@ def quantize_kernel(
         if filled == 0:
             return
     source = (x_ptr, x_stride, x_scales_ptr, x_scales_outer, x_scales_depth, index_ptr)
-    # All of a tile is on its way before any of it is looked at.
+    # All loads of a tile are issued before the first use.
     loaded = (
         _load_words(source, first, filled, block, 0),
         _load_words(source, first, filled, block, 1),
         _load_words(source, first, filled, block, 2),
         _load_words(source, first, filled, block, 3),
     )
-    room = room_for_words()
+    buffer = allocate_words()
     for turn in gl.static_range(TURNS):
-        room.index(turn).store(loaded[turn])
+        buffer.index(turn).store(loaded[turn])
         if rows_ptr is not None:
             rows = rows_ptr + first.to(gl.int64) * rows_stride + block * TILE
             store_rows(rows, row_scales_ptr + block * R + first, loaded[turn], turn, filled, rows_stride, LARGEST)
     at = block.to(gl.int64) * TILE * columns_stride + down * (TILE // 8)
     scale = down * (D // TILE) + block if SQUARE else down * D + block * TILE
-    store_columns(columns_ptr + at, column_scales_ptr + scale, room, columns_stride, LARGEST, SQUARE)
+    store_columns(columns_ptr + at, column_scales_ptr + scale, buffer, columns_stride, LARGEST, SQUARE)
 
 
 @gluon.jit
@@ -93,7 +93,7 @@ def _load_words(source, first, filled, block, turn):
 
 @gluon.jit
 def _load_rows(source, first, filled, block, place):
-    """Load some rows of a tile, as they are, or those of 8 bits as float32; zero where the tile has none."""
+    """Load some rows of a tile unchanged, or those of 8 bits as float32; zero where the tile has none."""
     x_ptr, x_stride, scales_ptr, scales_outer, scales_depth, index_ptr = source
     is_row = place < filled
     row = first + place
@@ -132,16 +132,16 @@ def swiglu_backward_float8_kernel(
     AHEAD: gl.constexpr,
     SQUARE: gl.constexpr,
 ):
-    """All five copies, and parts of the weights' gradient, as `penstock.kernels.float8.swiglu` makes them.
+    """Make all five copies, and parts of the weights' gradient, as the kernel of `penstock.kernels.float8.swiglu`.
 
-    F is a multiple of 128, and there are `tiles` blocks of 128 places, of which those without rows are passed over.
-    Columns' pointers and their stride are in units of 8 bytes. With SQUARE scales of the transposed h are those of
-    whole tiles. With `first_ptr` gate and up begin at the row that is said there.
+    F is a multiple of 128, and there are `tiles` blocks of 128 places, of which those without rows are skipped.
+    Pointers of columns and their stride count 8 bytes. With SQUARE scales of the transposed h are those of whole tiles.
+    With `first_ptr` gate and up begin at the row stored there.
     """
     if first_ptr is not None:
         gate_up_ptr += gl.load(first_ptr) * (2 * F)
     across = F // TILE
-    rooms = (room_for_words(), room_for_words(), room_for_words())
+    buffers = (allocate_words(), allocate_words(), allocate_words())
     sources = (gate_up_ptr, dh_ptr, F)
     end = gl.load(tiles_ptr + 2 * tiles) * across
     start = gl.maximum(gl.minimum(gl.program_id(0), end - 1), 0)
@@ -150,7 +150,7 @@ def swiglu_backward_float8_kernel(
         ahead = _load_turn(sources, first, filled, start % across, 0)
     for tile in range(gl.program_id(0), end, gl.num_programs(0)):
         down, block = tile // across, tile % across
-        # Past the last tile it is the last one again, whose numbers nobody uses.
+        # Past the last tile the last one is loaded again, and not used.
         following = gl.minimum(tile + gl.num_programs(0), end - 1)
         next_first, next_filled = _load_place(tiles_ptr, following // across)
         weights = (weights_ptr, first, products_ptr, block * R + first)
@@ -169,21 +169,21 @@ def swiglu_backward_float8_kernel(
                 )
             else:
                 loaded = _load_turn(sources, first, filled, block, turn)
-            _make_turn(loaded, turn, weights, targets, rooms, filled, LARGEST, WEIGHS_INPUT)
+            _make_turn(loaded, turn, weights, targets, buffers, filled, LARGEST, WEIGHS_INPUT)
         column = block * TILE
         at = column.to(gl.int64) * columns_stride + down * (TILE // 8)
         below = F.to(gl.int64) * columns_stride
         scales = d_column_scales_ptr + 2 * down * F + column
         h_scales = h_column_scales_ptr + (tile if SQUARE else down * F + column)
-        store_columns(h_columns_ptr + at, h_scales, rooms[0], columns_stride, H_LARGEST, SQUARE)
-        store_columns(d_columns_ptr + at, scales, rooms[1], columns_stride, LARGEST, False)
-        store_columns(d_columns_ptr + below + at, scales + F, rooms[2], columns_stride, LARGEST, False)
+        store_columns(h_columns_ptr + at, h_scales, buffers[0], columns_stride, H_LARGEST, SQUARE)
+        store_columns(d_columns_ptr + at, scales, buffers[1], columns_stride, LARGEST, False)
+        store_columns(d_columns_ptr + below + at, scales + F, buffers[2], columns_stride, LARGEST, False)
         first, filled = next_first, next_filled
 
 
 @gluon.jit
 def _load_place(tiles_ptr, down):
-    """Load the first row of a block of places, and how many rows it has."""
+    """Load the first row of a block of places, and its number of rows."""
     return gl.load(tiles_ptr + 2 * down), gl.load(tiles_ptr + 2 * down + 1)
 
 
@@ -209,23 +209,23 @@ def _load_turn(sources, first, filled, block, turn):
 
 
 @gluon.jit
-def _make_turn(loaded, turn, weights, targets, rooms, filled, LARGEST: gl.constexpr, WEIGHS_INPUT: gl.constexpr):
+def _make_turn(loaded, turn, weights, targets, buffers, filled, LARGEST: gl.constexpr, WEIGHS_INPUT: gl.constexpr):
     """Compute a turn's gradients, write their rows, and leave its words in shared memory."""
     rows_ptr, scales_ptr, F, R, stride = targets
     place = places_of(turn)
     h, dgate, dup = _gradients(loaded[:3], place, weights, filled, WEIGHS_INPUT)
     upper_h, upper_dgate, upper_dup = _gradients(loaded[3:], place + 1, weights, filled, WEIGHS_INPUT)
     h, dgate, dup = pack(h, upper_h), pack(dgate, upper_dgate), pack(dup, upper_dup)
-    rooms[0].index(turn).store(h)
-    rooms[1].index(turn).store(dgate)
-    rooms[2].index(turn).store(dup)
+    buffers[0].index(turn).store(h)
+    buffers[1].index(turn).store(dgate)
+    buffers[2].index(turn).store(dup)
     store_rows(rows_ptr, scales_ptr, dgate, turn, filled, stride, LARGEST)
     store_rows(rows_ptr + F, scales_ptr + F // TILE * R, dup, turn, filled, stride, LARGEST)
 
 
 @gluon.jit
 def _gradients(loaded, place, weights, filled, WEIGHS_INPUT: gl.constexpr):
-    """As `penstock.kernels.swiglu.activation_gradients`, of some rows; writes its part of their weights' gradients."""
+    """`penstock.kernels.swiglu.activation_gradients` of some rows; writes its part of their weights' gradients."""
     weights_ptr, first, products_ptr, products = weights
     gate, up, dh = unpack(loaded[0]), unpack(loaded[1]), unpack(loaded[2])
     given_gate, given_up = gate, up
@@ -256,7 +256,7 @@ def _gradients(loaded, place, weights, filled, WEIGHS_INPUT: gl.constexpr):
 
 @gluon.jit
 def _sigmoid(x):
-    """1 / (1 + 2**(-x log2 e)), in four instructions: no case is kept apart, infinities come out right."""
+    """1 / (1 + 2**(-x log2 e)), in four instructions; infinities need no special case."""
     asm: gl.constexpr = (
         "{.reg .f32 a; mul.f32 a, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 a, a; "
         "add.f32 a, a, 0f3F800000; rcp.approx.ftz.f32 $0, a;}"
@@ -265,8 +265,8 @@ def _sigmoid(x):
 
 
 @constexpr_function
-def turner_of(warps: int) -> gl.BlockedLayout:
-    """Who has which pairs of neighbouring columns, of the rows of a turn: half of what `maker_of` says."""
+def rotation_layout(warps: int) -> gl.BlockedLayout:
+    """Threads that have pairs of neighbouring columns, of the rows of a turn: half of `row_layout`."""
     return gl.BlockedLayout([1, 4], [16 // warps, 2 * warps], [warps, 1], [1, 0])
 
 
@@ -295,16 +295,16 @@ def latent_heads_backward_kernel(
     PLAIN: gl.constexpr,
     LARGEST: gl.constexpr,
 ):
-    """One tile, as `penstock.kernels.float8.latent_heads.latent_heads_backward_kernel` makes it.
+    """Quantize one tile, as `penstock.kernels.float8.latent_heads.latent_heads_backward_kernel`.
 
-    `positions`, and so R, are multiples of 128. The pointer of columns, and their stride, are in units of 8 bytes.
+    `positions`, and so R, are multiples of 128. The pointer of columns, and their stride, count 8 bytes.
     """
     start, first = gl.program_id(0) * TILE, gl.program_id(1) * TILE
     batch, position = (first // positions).to(gl.int64), (first % positions).to(gl.int64)
     column = start + columns_of_tile()
     x_ptr += batch * x_batch + position * x_position
     column = column // WIDTH * x_head + column % WIDTH
-    # All of a tile is on its way before any of it is looked at.
+    # All loads of a tile are issued before the first use.
     loaded = (
         _load_heads(x_ptr, column, x_position, 0),
         _load_heads(x_ptr, column, x_position, 1),
@@ -313,10 +313,10 @@ def latent_heads_backward_kernel(
     )
     out = gl.program_id(0)
     if APART != WIDTH:
-        # By tiles, so that compilers see that it is a multiple of their width.
+        # In units of tiles, so that the compiler sees a multiple of their width.
         out = out // (WIDTH // TILE) * (APART // TILE) + out % (WIDTH // TILE) + FIRST // TILE
     out *= TILE
-    room = room_for_words()
+    buffer = allocate_words()
     rows = rows_ptr + first.to(gl.int64) * rows_stride + out
     row_scales = row_scales_ptr + out // TILE * R + first
     for turn in gl.static_range(TURNS):
@@ -325,12 +325,12 @@ def latent_heads_backward_kernel(
             if start % WIDTH + TILE > PLAIN:
                 angle = batch * cos_batch + position * cos_position
                 angles = (cos_ptr + angle, sin_ptr + angle, cos_position)
-                words = _turned_back(words, angles, start, turn, WIDTH, PLAIN)
-        room.index(turn).store(words)
+                words = _rotated_back(words, angles, start, turn, WIDTH, PLAIN)
+        buffer.index(turn).store(words)
         store_rows(rows, row_scales, words, turn, TILE, rows_stride, LARGEST)
     at = out.to(gl.int64) * columns_stride + first // 8
     scales = column_scales_ptr + first // TILE * D + out
-    store_columns(columns_ptr + at, scales, room, columns_stride, LARGEST, False)
+    store_columns(columns_ptr + at, scales, buffer, columns_stride, LARGEST, False)
 
 
 @gluon.jit
@@ -341,29 +341,29 @@ def _load_heads(x_ptr, column, stride, turn):
 
 
 @gluon.jit
-def _turned_back(words, angles, start, turn, WIDTH: gl.constexpr, PLAIN: gl.constexpr):
-    """The pairs of a turn, whose columns from PLAIN of a head on are turned back by the angles of their tokens."""
+def _rotated_back(words, angles, start, turn, WIDTH: gl.constexpr, PLAIN: gl.constexpr):
+    """The pairs of a turn, whose columns from PLAIN of a head on are rotated back by the angles of their tokens."""
     cos_ptr, sin_ptr, stride = angles
-    turner: gl.constexpr = turner_of(gl.num_warps())
+    layout: gl.constexpr = rotation_layout(gl.num_warps())
     even, odd = gl.split(gl.reshape(words, [PAIRS, TILE // 2, 2]))
-    even, odd = gl.convert_layout(even, turner), gl.convert_layout(odd, turner)
-    place = turn * 2 + gl.arange(0, PAIRS, gl.SliceLayout(1, turner)) * (2 * TURNS)
-    column = start // 2 + gl.expand_dims(gl.arange(0, TILE // 2, gl.SliceLayout(0, turner)), 0)
+    even, odd = gl.convert_layout(even, layout), gl.convert_layout(odd, layout)
+    place = turn * 2 + gl.arange(0, PAIRS, gl.SliceLayout(1, layout)) * (2 * TURNS)
+    column = start // 2 + gl.expand_dims(gl.arange(0, TILE // 2, gl.SliceLayout(0, layout)), 0)
     column = column % (WIDTH // 2) - PLAIN // 2
     offset = gl.expand_dims(place, 1) * stride + column
-    is_turned = column >= 0
-    lower_even, lower_odd = _turned(_lower(even), _lower(odd), cos_ptr, sin_ptr, offset, is_turned)
-    upper_even, upper_odd = _turned(_upper(even), _upper(odd), cos_ptr, sin_ptr, offset + stride, is_turned)
-    even = gl.where(is_turned, pack(lower_even, upper_even), even)
-    odd = gl.where(is_turned, pack(lower_odd, upper_odd), odd)
-    return gl.convert_layout(gl.reshape(gl.join(even, odd), [PAIRS, TILE]), maker_of(gl.num_warps()))
+    is_rotary = column >= 0
+    lower_even, lower_odd = _rotated(_lower(even), _lower(odd), cos_ptr, sin_ptr, offset, is_rotary)
+    upper_even, upper_odd = _rotated(_upper(even), _upper(odd), cos_ptr, sin_ptr, offset + stride, is_rotary)
+    even = gl.where(is_rotary, pack(lower_even, upper_even), even)
+    odd = gl.where(is_rotary, pack(lower_odd, upper_odd), odd)
+    return gl.convert_layout(gl.reshape(gl.join(even, odd), [PAIRS, TILE]), row_layout(gl.num_warps()))
 
 
 @gluon.jit
-def _turned(even, odd, cos_ptr, sin_ptr, offset, is_turned):
+def _rotated(even, odd, cos_ptr, sin_ptr, offset, is_rotary):
     """As `penstock.kernels.rope.rotate_pairs`."""
-    cos = gl.load(cos_ptr + offset, mask=is_turned, other=0.0)
-    sin = -gl.load(sin_ptr + offset, mask=is_turned, other=0.0)
+    cos = gl.load(cos_ptr + offset, mask=is_rotary, other=0.0)
+    sin = -gl.load(sin_ptr + offset, mask=is_rotary, other=0.0)
     return even * cos - odd * sin, even * sin + odd * cos
 
 
@@ -375,5 +375,5 @@ def _lower(words):
 
 @gluon.jit
 def _upper(words):
-    """Those in the upper ones."""
+    """Numbers in the upper halves, as float32."""
     return (words & -65536).to(gl.float32, bitcast=True)

@@ -21,8 +21,8 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from penstock.kernels.gluon.ring import (
-    LOADER_REGISTERS,
-    MULTIPLIER_REGISTERS,
+    CONSUMER_REGISTERS,
+    PRODUCER_REGISTERS,
     SPAN,
     copy_in,
     make_barriers,
@@ -53,36 +53,35 @@ def expert_rows_kernel(
     GROUP: gl.constexpr,
     ONLY_LAST: gl.constexpr,
 ):
-    """Multiply each row of x by the matrix of the row's expert; set the rows of the tail to zero, or ONLY_LAST of them.
+    """Multiply each row of x by the matrix of its expert; set rows of the tail to zero, or with ONLY_LAST the last one.
 
     x is rows x depth, w experts x columns x depth, or experts x depth x columns if DEPTH_FIRST, y rows x columns. All
-    three are descriptors, of a tile's rows of x, of its columns of w, and of a piece of the result, which is ragged;
-    y_ptr is the pointer. With `first_ptr` the first row of y is not its own: rows are written from the one on that is
-    said there, and there is no tail.
+    three are descriptors: of a tile's rows of x, of its columns of w, and of a piece of the result, which is ragged;
+    y_ptr is the pointer. With `first_ptr` rows are written from that row of y on, and there is no tail.
     """
     height: gl.constexpr = x.block_shape[0]
     block_depth: gl.constexpr = x.block_shape[1]
     width: gl.constexpr = w.block_shape[2] if DEPTH_FIRST else w.block_shape[1]
     across = gl.cdiv(columns, width)
-    walk = (owners_ptr, across, gl.load(block_count_ptr) * across)
+    schedule = (owners_ptr, across, gl.load(block_count_ptr) * across)
     blocks = gl.cdiv(depth, block_depth)
     x_slots = gl.allocate_shared_memory(x.dtype, [STAGES, height, block_depth], x.layout)
     w_slots = gl.allocate_shared_memory(w.dtype, [STAGES, 1, w.block_shape[1], w.block_shape[2]], w.layout)
-    rooms = gl.allocate_shared_memory(y.dtype, [4, 1, 1, y.block_shape[2], y.block_shape[3]], y.layout)
+    buffers = gl.allocate_shared_memory(y.dtype, [4, 1, 1, y.block_shape[2], y.block_shape[3]], y.layout)
     full, empty = make_barriers(STAGES, 1)
     slots = (x_slots, w_slots, full, empty)
     turns = make_turns()
-    target = (y, rooms, first_ptr)
+    target = (y, buffers, first_ptr)
     one: gl.constexpr = 0
     other: gl.constexpr = 1
     gl.warp_specialize(
         [
-            (_multiply_rows, (walk, slots, turns, target, blocks, DEPTH_FIRST, STAGES, GROUP, one)),
-            (_multiply_rows, (walk, slots, turns, target, blocks, DEPTH_FIRST, STAGES, GROUP, other)),
-            (_load_rows, (walk, slots, x, w, blocks, DEPTH_FIRST, STAGES, GROUP)),
+            (_multiply_rows, (schedule, slots, turns, target, blocks, DEPTH_FIRST, STAGES, GROUP, one)),
+            (_multiply_rows, (schedule, slots, turns, target, blocks, DEPTH_FIRST, STAGES, GROUP, other)),
+            (_load_rows, (schedule, slots, x, w, blocks, DEPTH_FIRST, STAGES, GROUP)),
         ],
         [4, 1],
-        [MULTIPLIER_REGISTERS, LOADER_REGISTERS],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )
     if first_ptr is None:
         tail = gl.load(starts_ptr + experts)
@@ -90,15 +89,15 @@ def expert_rows_kernel(
 
 
 @gluon.jit
-def _load_rows(walk, slots, x, w, blocks, DEPTH_FIRST: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr):
+def _load_rows(schedule, slots, x, w, blocks, DEPTH_FIRST: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr):
     """Fill slots with blocks of x and w, tile by tile."""
     x_slots, w_slots, full, empty = slots
     height: gl.constexpr = x.block_shape[0]
     block_depth: gl.constexpr = x.block_shape[1]
     width: gl.constexpr = w.block_shape[2] if DEPTH_FIRST else w.block_shape[1]
     step = 0
-    for tile in range(gl.program_id(0), walk[2], gl.num_programs(0)):
-        expert, start, _, row, column = _place_rows(walk, tile, _load_owner(walk, tile), height, GROUP)
+    for tile in range(gl.program_id(0), schedule[2], gl.num_programs(0)):
+        expert, start, _, row, column = _place_rows(schedule, tile, _load_owner(schedule, tile), height, GROUP)
         for block in range(blocks):
             slot, phase = ring(step, STAGES)
             mbarrier.wait(empty.index(slot), phase ^ 1)
@@ -114,7 +113,7 @@ def _load_rows(walk, slots, x, w, blocks, DEPTH_FIRST: gl.constexpr, STAGES: gl.
 
 @gluon.jit
 def _multiply_rows(
-    walk,
+    schedule,
     slots,
     turns,
     target,
@@ -126,20 +125,20 @@ def _multiply_rows(
 ):
     """Make every other tile."""
     x_slots, w_slots, full, empty = slots
-    y, rooms, first_ptr = target
+    y, buffers, first_ptr = target
     height: gl.constexpr = x_slots.shape[1]
     outer: gl.constexpr = w_slots.shape[2]
     inner: gl.constexpr = w_slots.shape[3]
     width: gl.constexpr = inner if DEPTH_FIRST else outer
     product: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, width, 16])
-    # On a arena of many layers there are fewer than 2**31 rows, if not numbers.
+    # A buffer of many layers has fewer than 2**31 rows, though more numbers.
     shift = 0 if first_ptr is None else gl.load(first_ptr).to(gl.int32)
     programs = gl.num_programs(0)
-    # Steps of the other multiplier's tiles are passed over.
+    # Skip the steps of the other consumer's tiles.
     step = PLACE * blocks
-    for tile in range(gl.program_id(0) + PLACE * programs, walk[2], 2 * programs):
-        # On its way while the tile is multiplied: nobody needs it before.
-        owner = _load_owner(walk, tile)
+    for tile in range(gl.program_id(0) + PLACE * programs, schedule[2], 2 * programs):
+        # Loaded while the tile is multiplied; it is used after.
+        owner = _load_owner(schedule, tile)
         sums = gl.zeros([height, width], gl.float32, product)
         mbarrier.wait(turns.index(PLACE), tile // (2 * programs) & 1 ^ 1 ^ PLACE)
         for block in range(blocks):
@@ -158,25 +157,25 @@ def _multiply_rows(
         before, _ = ring(step + STAGES - 1, STAGES)
         mbarrier.arrive(empty.index(before), count=1)
         step += blocks
-        _, start, end, row, column = _place_rows(walk, tile, owner, height, GROUP)
+        _, start, end, row, column = _place_rows(schedule, tile, owner, height, GROUP)
         place = start - end + row + SPAN
         result = sums.to(y.dtype)
-        write_pieces(y, rooms, result, (gl.to_tensor(SPAN), end + shift), place, column * width, False, 0, PLACE)
+        write_pieces(y, buffers, result, (gl.to_tensor(SPAN), end + shift), place, column * width, False, 0, PLACE)
     tma.store_wait(0)
 
 
 @gluon.jit
-def _load_owner(walk, tile):
-    """Load whose tile it is: expert, its first row, the row past its last, its first block of rows."""
-    owner_ptr = walk[0] + tile // walk[1] * 4
+def _load_owner(schedule, tile):
+    """Load the owner of a tile: expert, its first row, the row past its last, its first block of rows."""
+    owner_ptr = schedule[0] + tile // schedule[1] * 4
     return gl.load(owner_ptr), gl.load(owner_ptr + 1), gl.load(owner_ptr + 2), gl.load(owner_ptr + 3)
 
 
 @gluon.jit
-def _place_rows(walk, tile, owner, ROWS: gl.constexpr, GROUP: gl.constexpr):
-    """Say which one it is: expert, its first row, the row past its last, the tile's row in it, how many across."""
+def _place_rows(schedule, tile, owner, ROWS: gl.constexpr, GROUP: gl.constexpr):
+    """Place of a tile: expert, its first row, the row past its last, the tile's row in it, its number across."""
     expert, start, end, first_block = owner
-    row, column = swizzle(tile - first_block * walk[1], gl.cdiv(end - start, ROWS), walk[1], GROUP)
+    row, column = swizzle(tile - first_block * schedule[1], gl.cdiv(end - start, ROWS), schedule[1], GROUP)
     return expert, start, end, row * ROWS, column
 
 
@@ -193,21 +192,21 @@ def weight_gradient_kernel(
     GROUP: gl.constexpr,
     ACCUMULATE: gl.constexpr,
 ):
-    """Multiply the transpose of each expert's rows of dy by its rows of x; add to what dw holds if ACCUMULATE.
+    """Multiply the transpose of each expert's rows of dy by its rows of x; add to dw if ACCUMULATE.
 
     dw is experts x rows x columns, so dy is as wide as dw has rows, and x as wide as dw has columns. All three are
-    descriptors, of a tile's rows of dw, of its columns, and of a piece of the result. `starts_ptr` says where
-    each expert's rows begin, and where the last one's end. A sum is left alone where an expert has no rows.
+    descriptors: of a tile's rows of dw, of its columns, and of a piece of the result. `starts_ptr` has the first row of
+    each expert, and the end of the last one's. A sum does not change where an expert has no rows.
     """
     height: gl.constexpr = dy.block_shape[3]
     width: gl.constexpr = x.block_shape[3]
     depth: gl.constexpr = dy.block_shape[2]
     down = gl.cdiv(rows, height)
     across = gl.cdiv(columns, width)
-    walk = (starts_ptr, down, across, down * across * experts)
+    schedule = (starts_ptr, down, across, down * across * experts)
     dy_slots = gl.allocate_shared_memory(dy.dtype, [STAGES, 1, 1, depth, height], dy.layout)
     x_slots = gl.allocate_shared_memory(x.dtype, [STAGES, 1, 1, depth, width], x.layout)
-    rooms = gl.allocate_shared_memory(dw.dtype, [4, 1, dw.block_shape[1], dw.block_shape[2]], dw.layout)
+    buffers = gl.allocate_shared_memory(dw.dtype, [4, 1, dw.block_shape[1], dw.block_shape[2]], dw.layout)
     full, empty = make_barriers(STAGES, 1)
     slots = (dy_slots, x_slots, full, empty)
     turns = make_turns()
@@ -215,26 +214,26 @@ def weight_gradient_kernel(
     other: gl.constexpr = 1
     gl.warp_specialize(
         [
-            (_multiply_weights, (walk, slots, turns, dw, rooms, STAGES, GROUP, ACCUMULATE, one)),
-            (_multiply_weights, (walk, slots, turns, dw, rooms, STAGES, GROUP, ACCUMULATE, other)),
-            (_load_weights, (walk, slots, dy, x, STAGES, GROUP)),
+            (_multiply_weights, (schedule, slots, turns, dw, buffers, STAGES, GROUP, ACCUMULATE, one)),
+            (_multiply_weights, (schedule, slots, turns, dw, buffers, STAGES, GROUP, ACCUMULATE, other)),
+            (_load_weights, (schedule, slots, dy, x, STAGES, GROUP)),
         ],
         [4, 1],
-        [MULTIPLIER_REGISTERS, LOADER_REGISTERS],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )
 
 
 @gluon.jit
-def _load_weights(walk, slots, dy, x, STAGES: gl.constexpr, GROUP: gl.constexpr):
+def _load_weights(schedule, slots, dy, x, STAGES: gl.constexpr, GROUP: gl.constexpr):
     """Fill slots with blocks of dy and x, tile by tile."""
     dy_slots, x_slots, full, empty = slots
     height: gl.constexpr = dy.block_shape[3]
     width: gl.constexpr = x.block_shape[3]
     depth: gl.constexpr = dy.block_shape[2]
     step = 0
-    for tile in range(gl.program_id(0), walk[3], gl.num_programs(0)):
-        start, end = _load_span(walk, tile)
-        _, row, column = _place_weights(walk, tile, GROUP)
+    for tile in range(gl.program_id(0), schedule[3], gl.num_programs(0)):
+        start, end = _load_span(schedule, tile)
+        _, row, column = _place_weights(schedule, tile, GROUP)
         for block in range(gl.cdiv(end - start, depth)):
             slot, phase = ring(step, STAGES)
             mbarrier.wait(empty.index(slot), phase ^ 1)
@@ -247,11 +246,11 @@ def _load_weights(walk, slots, dy, x, STAGES: gl.constexpr, GROUP: gl.constexpr)
 
 @gluon.jit
 def _multiply_weights(
-    walk,
+    schedule,
     slots,
     turns,
     dw,
-    rooms,
+    buffers,
     STAGES: gl.constexpr,
     GROUP: gl.constexpr,
     ACCUMULATE: gl.constexpr,
@@ -265,13 +264,14 @@ def _multiply_weights(
     product: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, width, 16])
     programs = gl.num_programs(0)
     step = 0
-    for tile in range(gl.program_id(0) + PLACE * programs, walk[3], 2 * programs):
-        # Steps of the other multiplier's tiles are passed over.
+    for tile in range(gl.program_id(0) + PLACE * programs, schedule[3], 2 * programs):
+        # Skip the steps of the other consumer's tiles.
         if PLACE == 1:
-            step += _blocks_of(walk, tile - programs, depth)
-        # Not carried from tile to tile: Triton 3.6 takes a bound that only an inner loop reads for the first tile's.
-        start, end = _load_span(walk, tile)
-        expert, row, column = _place_weights(walk, tile, GROUP)
+            step += _blocks_of(schedule, tile - programs, depth)
+        # Not carried from tile to tile: Triton 3.6 keeps the first tile's value of a bound that only an inner loop
+        # reads.
+        start, end = _load_span(schedule, tile)
+        expert, row, column = _place_weights(schedule, tile, GROUP)
         sums = gl.zeros([height, width], gl.float32, product)
         mbarrier.wait(turns.index(PLACE), tile // (2 * programs) & 1 ^ 1 ^ PLACE)
         for block in range(gl.cdiv(end - start, depth)):
@@ -289,31 +289,31 @@ def _multiply_weights(
         before, _ = ring(step + STAGES - 1, STAGES)
         mbarrier.arrive(empty.index(before), count=1, pred=end > start)
         if PLACE == 0:
-            # Behind the last tile nobody takes a step.
-            step += _blocks_of(walk, gl.minimum(tile + programs, walk[3] - 1), depth)
+            # After the last tile the count is not used.
+            step += _blocks_of(schedule, gl.minimum(tile + programs, schedule[3] - 1), depth)
         if (end > start) | (not ACCUMULATE):
-            write_pieces(dw, rooms, sums, (expert,), row * height, column * width, ACCUMULATE, 0, PLACE)
+            write_pieces(dw, buffers, sums, (expert,), row * height, column * width, ACCUMULATE, 0, PLACE)
     tma.store_wait(0)
 
 
 @gluon.jit
-def _blocks_of(walk, tile, DEPTH: gl.constexpr):
-    """Load how many blocks a tile's expert has."""
-    start, end = _load_span(walk, tile)
+def _blocks_of(schedule, tile, DEPTH: gl.constexpr):
+    """Load the number of blocks of a tile's expert."""
+    start, end = _load_span(schedule, tile)
     return gl.cdiv(end - start, DEPTH)
 
 
 @gluon.jit
-def _load_span(walk, tile):
-    """Load where the rows of a tile's expert begin and end."""
-    starts_ptr, down, across, _ = walk
+def _load_span(schedule, tile):
+    """Load the first row of a tile's expert and the row past its last."""
+    starts_ptr, down, across, _ = schedule
     start_ptr = starts_ptr + tile // (down * across)
     return gl.load(start_ptr), gl.load(start_ptr + 1)
 
 
 @gluon.jit
-def _place_weights(walk, tile, GROUP: gl.constexpr):
-    """Say which one it is: expert, and how many tiles down and across."""
-    _, down, across, _ = walk
+def _place_weights(schedule, tile, GROUP: gl.constexpr):
+    """Place of a tile: expert, and its number down and across."""
+    _, down, across, _ = schedule
     row, column = swizzle(tile % (down * across), down, across, GROUP)
     return tile // (down * across), row, column

@@ -17,7 +17,7 @@ from penstock.kernels.float8.gradient_side_channel import (
     latent_heads_obstacle,
 )
 from penstock.kernels.float8.latent_heads import latent_heads_backward_kernel, shared_key_backward_kernel
-from penstock.kernels.float8.launches import TRANSPOSING, TRANSPOSING_LAUNCHES, TURNING, TURNING_TAKEN, TileLaunch
+from penstock.kernels.float8.launches import TRANSPOSING, TRANSPOSING_LAUNCHES, ROTATING, ROTATING_DEFAULT, TileLaunch
 from penstock.kernels.float8.quantize import run_of
 from penstock.kernels.float8.quantized import Quantized, RowColQuantized
 from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, E4M3, E5M2, MXFP8, ROWWISE, Format
@@ -254,7 +254,7 @@ def compiled(target: str, *, turns: bool) -> Compiled:
     if target == "gfx942":
         signature |= dict.fromkeys(("rows_ptr", "columns_ptr"), "*fp8e4b8:16")
         constants["LARGEST"] = 240.0
-    launch = TURNING if turns else TRANSPOSING
+    launch = ROTATING if turns else TRANSPOSING
     constants |= {"BLOCK_R": 128, "BLOCK_D": 128, "RUN": run_of(launch)}
     options = {"num_warps": launch.warps // 2} if is_amd else {"num_warps": launch.warps, "maxnreg": launch.registers}
     return compile_for(latent_heads_backward_kernel, signature, constants, TARGETS[target], **options)
@@ -296,7 +296,7 @@ def test_hoppers_kernel_moves_tiles_in_wide_pieces_without_spills(launch: TileLa
         maxnreg=launch.registers,
     )
     assert found.spills <= SPILLED_BY_TRITON_3_9 * turns and found.registers <= launch.registers, found.summary
-    assert found.spills == 0 or launch != TURNING_TAKEN, found.summary
+    assert found.spills == 0 or launch != ROTATING_DEFAULT, found.summary
     assert not re.search(r"st\.global(?:\.\w+)*\.b8", found.asm), "rows"
     numbers = 128 * 128 // (32 * launch.warps)
     assert len(re.findall(r"ld\.global(?:\.\w+)*\.v4\.b32", found.asm)) >= numbers // 8

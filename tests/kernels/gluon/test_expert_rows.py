@@ -153,7 +153,7 @@ def test_products_run_one_after_the_other_and_nothing_spills(name: str, kept: bo
     compiled = compile_kernel(launch, kept=kept, back=back)
     width = launch.block_columns
     products = re.findall(rf"wgmma\.mma_async\S*m64n{width}k16\.f32\.bf16\.bf16", compiled.asm)
-    # Two multipliers, which have a source each.
+    # Two consumers, which have a source each.
     each = launch.block_rows // 64 * launch.block_depth // 16
     assert len(products) == 2 * each == compiled.matrix_instructions, compiled.summary
     assert compiled.spills == 0, compiled.summary
@@ -161,7 +161,7 @@ def test_products_run_one_after_the_other_and_nothing_spills(name: str, kept: bo
     assert compiled.shared_bytes <= TARGETS["sm_90"].shared_bytes, compiled.summary
     assert set(re.findall(r"setmaxnreg\.dec\S+\s+(\d+)", compiled.asm)) >= {"240", "24"}
     threads = re.findall(r"\bbar(?:rier)?\.sync(?:\.aligned)?\s+\w+, (\d+);", compiled.asm)
-    assert set(threads) == {"128"}, "a barrier of others than one multiplier's four warps"
+    assert set(threads) == {"128"}, "a barrier of others than one consumer's four warps"
     waits = re.findall(r"wgmma\.wait_group\.sync\.aligned\s+(\d+);", compiled.asm)
     assert sorted(waits) == ["0", "0", "1", "1"], "the matrix unit runs dry between two blocks"
 

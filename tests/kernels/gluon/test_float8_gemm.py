@@ -136,7 +136,7 @@ def test_a_dense_product_equals_its_definition(
     expected = reference.multiply(x, w, torch.float32)
     for dtype in (torch.bfloat16, torch.float32):
         assert_near(multiply(x, w, dtype, launch=launch), expected, f"{dtype}")
-    assert [found["MULTIPLIERS"] for found in launched] == [launch.block_rows // 64] * 2
+    assert [found["CONSUMERS"] for found in launched] == [launch.block_rows // 64] * 2
 
 
 @pytest.mark.parametrize("product", ["dense_gradient", "dense_square"])
@@ -171,4 +171,4 @@ def test_gradients_of_experts_are_written_or_added_to_their_sums(
         before = torch.randn(len(counts), WIDTH, 264)
         sums = multiply_columns(dy, x, counts_e, **given, accumulate_into=before.clone())
         assert_near(sums, before + expected, f"{name}, added")
-    assert {found["MULTIPLIERS"] for found in launched} == ({2} if product == "columns" else {2, 3})
+    assert {found["CONSUMERS"] for found in launched} == ({2} if product == "columns" else {2, 3})

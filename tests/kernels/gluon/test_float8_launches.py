@@ -56,10 +56,10 @@ HOPPERS_OF_ROWS = [
 
 
 MOST_REGISTERS = {2: REGISTERS, 3: float8_launches.TRIOS_REGISTERS}
-"""Of a thread at the start, by how many multipliers there are."""
+"""Of a thread at the start, by how many consumers there are."""
 
 SPILLED_BY_TRITON_3_9 = 8
-"""Bytes. A number of the loader's is put away once, before its loop; Triton 3.6 finds a register for it."""
+"""Bytes. A number of the producer's is put away once, before its loop; Triton 3.6 finds a register for it."""
 
 
 @pytest.mark.slow
@@ -83,15 +83,15 @@ def test_multipliers_never_wait_for_each_other_and_nothing_spills(product: Produ
 
 def check_warps(compiled: Compiled, launch: ProductLaunch) -> None:
     instructions = re.findall(r"wgmma\.mma_async\S*m64n128k32\.f32\.e4m3\.e4m3", compiled.asm)
-    multipliers = launch.block_rows // PIECE_ROWS
-    assert len(instructions) >= 4 * multipliers * launch.steps, compiled.summary
+    consumers = launch.block_rows // PIECE_ROWS
+    assert len(instructions) >= 4 * consumers * launch.steps, compiled.summary
     assert compiled.spills <= SPILLED_BY_TRITON_3_9, compiled.summary
-    assert compiled.registers == MOST_REGISTERS[multipliers], compiled.summary
+    assert compiled.registers == MOST_REGISTERS[consumers], compiled.summary
     assert compiled.shared_bytes <= TARGETS["sm_90"].shared_bytes, compiled.summary
-    handed_on = {2: {"240", "24"}, 3: {"160", "32"}}[multipliers]
+    handed_on = {2: {"240", "24"}, 3: {"160", "32"}}[consumers]
     assert set(re.findall(r"setmaxnreg\.(?:inc|dec)\S+\s+(\d+)", compiled.asm)) >= handed_on
     threads = re.findall(r"\bbar(?:rier)?\.sync(?:\.aligned)?\s+\w+, (\d+);", compiled.asm)
-    assert set(threads) == {"128"}, "a barrier of others than one multiplier's four warps"
+    assert set(threads) == {"128"}, "a barrier of others than one consumer's four warps"
     turns = re.findall(r"wgmma\.fence(.*?)mbarrier\.arrive", compiled.asm, re.DOTALL)
     assert turns and not any("barrier.sync" in turn for turn in turns), "a barrier of all warps"
 
@@ -119,7 +119,7 @@ def compile_kernel(
         "STAGES": launch.stages,
         "STEPS": launch.steps,
         "GROUP": launch.group,
-        "MULTIPLIERS": launch.block_rows // PIECE_ROWS,
+        "CONSUMERS": launch.block_rows // PIECE_ROWS,
     }
     piece = float8_launches.WIDTH // launch.pieces
     signature = {"rows": "i32", "columns": "i32:16", "depth": "i32:16", "experts": "i32"}
@@ -202,10 +202,10 @@ def test_rows_of_experts_are_launched_with_their_table(launched: list[dict[str, 
     assert [found[name] for name in ("x_scale_outer", "x_scale_depth")] == [1, sum(counts) + TAIL]
     assert [found[name] for name in ("w_scale_expert", "w_scale_outer", "w_scale_depth")] == [4, 1, 2]
     assert isinstance(found["block_count_ptr"], Tensor) and found["block_count_ptr"][0] == 1, "of blocks of 128 rows"
-    assert (found["STAGES"], found["STEPS"], found["MULTIPLIERS"]) == (6, 2, 2)
+    assert (found["STAGES"], found["STEPS"], found["CONSUMERS"]) == (6, 2, 2)
     multiply_groups(x, w, torch.tensor(counts), dtype=torch.bfloat16, tiles=tiles)
     assert launched[1]["block_count_ptr"][0] == 2, "of blocks of 192 rows"
-    assert (launched[1]["STEPS"], launched[1]["MULTIPLIERS"]) == (1, 3)
+    assert (launched[1]["STEPS"], launched[1]["CONSUMERS"]) == (1, 3)
 
 
 def test_rows_that_travelled_are_launched_where_they_lie(launched: list[dict[str, object]]) -> None:
@@ -275,7 +275,7 @@ def test_gradients_of_squares_are_launched_with_a_scale_for_128_rows(
 
 
 @pytest.mark.parametrize(
-    ("product", "rows", "columns", "multipliers"),
+    ("product", "rows", "columns", "consumers"),
     [
         ("dense", 8192, 32768, 3),  # keys and values up of DeepSeek-V3, forward
         ("dense", 8192, 512, 2),  # and their input's gradient
@@ -284,11 +284,11 @@ def test_gradients_of_squares_are_launched_with_a_scale_for_128_rows(
     ],
 )
 def test_few_tiles_are_smaller_ones(
-    monkeypatch: pytest.MonkeyPatch, product: Product, rows: int, columns: int, multipliers: int
+    monkeypatch: pytest.MonkeyPatch, product: Product, rows: int, columns: int, consumers: int
 ) -> None:
     monkeypatch.setattr(launches, "target_of", lambda device: "sm_90")
     monkeypatch.setattr(launches, "programs_of", lambda launch, device: 132)
-    assert dense_launch(product, rows, columns, CPU).block_rows == 64 * multipliers
+    assert dense_launch(product, rows, columns, CPU).block_rows == 64 * consumers
 
 
 def test_torch_multiplies_what_no_kernel_of_ours_does_as_fast(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.kernels.expert_parts import SavedRows
 from penstock.kernels.float8 import operators, swiglu
-from penstock.kernels.float8.launches import BACKWARD_LAUNCHES, BACKWARD_TAKEN, BackwardLaunch
+from penstock.kernels.float8.launches import BACKWARD_LAUNCHES, BACKWARD_DEFAULT, BackwardLaunch
 from penstock.kernels.float8.operators import SwigluForBackward
 from penstock.kernels.float8.quantized import Quantized
 from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, E4M3, E5M2, MXFP8, Format, Recipe
@@ -273,9 +273,9 @@ def compiled(
     ("launch", "square", "is_kept"),
     [
         *((launch, False, False) for launch in LAUNCHES.values()),
-        (BACKWARD_TAKEN, True, False),
-        (BACKWARD_TAKEN, False, True),
-        (BACKWARD_TAKEN, True, True),
+        (BACKWARD_DEFAULT, True, False),
+        (BACKWARD_DEFAULT, False, True),
+        (BACKWARD_DEFAULT, True, True),
     ],
     ids=[*LAUNCHES, "squares", "kept rows", "squares of kept rows"],
 )
