@@ -88,9 +88,7 @@ def swiglu(
     if columns and counts_e is not None:
         raise KernelError("swiglu: rows of experts are transposed by swiglu_backward", fix="pass columns=False")
     source_SF, first, rows = _given(gate_up_RF, weights_R)
-    assert first is None or counts_e is not None, (
-        "without counts, other layers' rows follow the saved ones"
-    )
+    assert first is None or counts_e is not None, "without counts, other layers' rows follow the saved ones"
     width, block = source_SF.shape[1] // 2, recipe.columns if columns else None
     if not _is_fused(recipe, 1):
         h_RF = in_16_bits.swiglu_forward(gate_up_RF, weights_R, rule, used=_used(counts_e))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.kernels.expert_parts import SavedRows
 from penstock.kernels.float8 import operators, swiglu
-from penstock.kernels.float8.launches import BACKWARD_LAUNCHES, BACKWARD_DEFAULT, BackwardLaunch
+from penstock.kernels.float8.launches import BACKWARD_DEFAULT, BACKWARD_LAUNCHES, BackwardLaunch
 from penstock.kernels.float8.operators import SwigluForBackward
 from penstock.kernels.float8.quantized import Quantized
 from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, E4M3, E5M2, MXFP8, Format, Recipe
