@@ -11,8 +11,9 @@ from penstock.base.numbers import bytes_text, shortened, time_text
 from penstock.cli.output import print_table
 from penstock.plan.asked_layout import FOLLOW, differing_fields, field_label
 from penstock.plan.hardware import ORIGINS, Cluster, Hardware, SourcedTable
+from penstock.plan.memory import COMPONENTS, components
 from penstock.plan.projection import Layout, Plan, Projection, Refusal, candidate_json
-from penstock.plan.what_if import COMPONENTS, ProjectionComparison, SweepPoint, TermChange, components, slowest
+from penstock.plan.what_if import ProjectionComparison, SweepPoint, TermChange, slowest
 
 _SIZES = ("tp", "cp", "pp", "ep", "etp")
 _CHOICES = ("schedule", "micro_batch", "recompute", "sync_free_stage", "dispatcher", "shard")

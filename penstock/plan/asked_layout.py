@@ -1,8 +1,8 @@
-"""A layout in the words of a command line, `pp=24,ep=8,cp=2`, laid over a run.
+"""A layout from a command line, such as `pp=24,ep=8,cp=2`, applied to a run.
 
-Names are those of `penstock.plan.projection.Layout`. What is not named stays as it is in the run, but for what would no
-longer fit: a pipeline of other stages takes a schedule that can have them, loses `pipeline.layout`, and another
-recomputation begins with all layers. `dp` and `edp` follow from the others; saying them checks them.
+Names are those of `penstock.plan.projection.Layout`. Parts without a name keep the run's value where it still fits: a
+pipeline with other stages takes a schedule that can have them and loses `pipeline.layout`, and another recomputation
+starts with all layers. `dp` and `edp` follow from the others; naming them checks them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,10 +32,10 @@ FIELDS: Mapping[str, str] = {
     "dispatcher": "dispatch.method",
     "shard": "parallel.shard",
 }
-"""Where a run says what a layout says."""
+"""The config field of each part of a layout."""
 
 FOLLOW: Mapping[str, str] = {"dp": "data", "edp": "expert_data"}
-"""What follows from the rest, by its name in the grid."""
+"""Parts that follow from the others, by their name in the grid."""
 
 assert {*FIELDS, *FOLLOW} == {field.name for field in fields(Layout)}, "every word of a layout is known here"
 
@@ -43,14 +43,11 @@ _SIZES = ("pp", "vpp", "ep", "etp", "cp", "tp", "dp", "edp")
 
 
 def differing_fields(projections: Sequence[Projection]) -> dict[str, list[str]]:
-    """What tells projections apart: each field of their layouts, and then of their runs, that is not the same in all.
-
-    Args:
-        projections: at least one.
+    """The fields of layouts, and then of runs, that are not the same in all projections.
 
     Returns:
-        Values as texts, one for each projection, by the name in a layout, or by the path in a run (`a.b`) of what no
-        layout says.
+        Values as texts, one for each projection, by the name in a layout, or by the path in a run (`a.b`) of a field
+        that no layout has.
     """
     said = set(FIELDS.values())
     tables = [
@@ -66,7 +63,7 @@ def differing_fields(projections: Sequence[Projection]) -> dict[str, list[str]]:
 
 
 def field_label(name: str) -> str:
-    """How tables call a field of `differing_fields`: `PP`, `sync-free stage`, `training.sequence_length`."""
+    """Name of a field of `differing_fields` in tables: `PP`, `sync-free stage`, `training.sequence_length`."""
     if "." in name:
         return name
     if name in _SIZES:
@@ -75,10 +72,10 @@ def field_label(name: str) -> str:
 
 
 def parse_layout(text: str) -> dict[str, str]:
-    """What a text such as `pp=24,ep=8` says, by name.
+    """Texts by name, from a text such as `pp=24,ep=8`.
 
     Raises:
-        ConfigError: a part is no assignment, or names nothing that a layout has.
+        ConfigError: a part is no assignment, or has an unknown name.
     """
     choices = {}
     for part in text.split(","):
@@ -91,7 +88,7 @@ def parse_layout(text: str) -> dict[str, str]:
 
 
 def check_name(name: str) -> None:
-    """Refuse what a layout does not have.
+    """Refuse a name that no layout has.
 
     Raises:
         ConfigError: there is no such name.
@@ -103,16 +100,16 @@ def check_name(name: str) -> None:
 
 
 def with_layout(run: Run, choices: Mapping[str, str], world: int, tokens: float | None = None) -> Run:
-    """The run with these choices; rules are asked by whoever projects it.
+    """The run with these parts of a layout; the rules are not asked.
 
     Args:
-        run: any.
+        run: any run.
         choices: texts by the names of a layout.
         world: ranks.
         tokens: of a step, as for `with_overrides`.
 
     Raises:
-        ConfigError: a value is not one that its field takes, or `dp` or `edp` is another.
+        ConfigError: a field does not take its value, or `dp` or `edp` differs.
     """
     changed = with_overrides(run, list(_overrides(run, choices)), world, tokens)
     for name, axis in FOLLOW.items():
@@ -124,33 +121,23 @@ def with_layout(run: Run, choices: Mapping[str, str], world: int, tokens: float 
 
 
 def layout_fields(run: Run) -> dict[str, object]:
-    """The parts of a run's layout that it says itself, for a refusal."""
-    parallel, pipeline = run.parallel, run.pipeline
-    return {
-        "pp": parallel.pipeline,
-        "vpp": pipeline.stages_per_rank,
-        "ep": parallel.expert,
-        "etp": parallel.expert_tensor,
-        "cp": parallel.context,
-        "tp": parallel.tensor,
-        "schedule": pipeline.schedule,
-        "micro_batch": run.training.micro_batch,
-        "recompute": "+".join(run.recompute.modules) or "none",
-        "sync_free_stage": run.dispatch.sync_free,
-        "dispatcher": run.dispatch.method,
-        "shard": parallel.shard,
-    }
+    """The parts of a layout that a run's configuration says."""
+    found: dict[str, object] = {}
+    for name, path in FIELDS.items():
+        section, _, field = path.partition(".")
+        found[name] = dict(dict(run)[section])[field]
+    return found | {"recompute": "+".join(run.recompute.modules) or "none"}
 
 
 def with_overrides(run: Run, overrides: Sequence[str], world: int, tokens: float | None = None) -> Run:
-    """The run with overrides `a.b=c`; rules are asked by whoever projects it.
+    """The run with overrides `a.b=c`, of which later ones win; the rules are not asked.
 
     Args:
-        run: any.
-        overrides: the later ones win.
+        run: any run.
+        overrides: applied in order.
         world: ranks.
-        tokens: of a step, about: the nearest batch that gives every data-parallel rank whole micro-batches is taken.
-            None leaves the batch as it is.
+        tokens: of a step, about: the batch becomes the nearest one with whole micro-batches for every data-parallel
+            rank. None keeps the batch.
 
     Raises:
         ConfigError: there is no such field, or it does not take the value.
@@ -184,7 +171,7 @@ def _overrides(run: Run, choices: Mapping[str, str]) -> Iterator[str]:
 
 
 def _stages(run: Run, choices: Mapping[str, str]) -> Iterator[str]:
-    """A schedule that can have the stages, or stages that the schedule can have, where only one of them is said."""
+    """A schedule for the named stages, or stages for the named schedule, if only one of them is named."""
     stages = choices.get("vpp", f"{run.pipeline.stages_per_rank}")
     named = choices.get("schedule", run.pipeline.schedule)
     if named not in SCHEDULES or not stages.isdecimal():
@@ -199,11 +186,9 @@ def _stages(run: Run, choices: Mapping[str, str]) -> Iterator[str]:
 
 
 def rows_to_share(rows: float, world: int) -> int:
-    """A global batch of about so many rows that layouts with any number of data-parallel ranks can share.
+    """A global batch of about `rows` that layouts with any number of data-parallel ranks can share.
 
-    Args:
-        rows: wanted.
-        world: ranks; a multiple of them is taken, or of a half, a quarter, ... of them where rows are fewer.
+    A multiple of `world` is taken, or of a half, a quarter, ... of it where rows are fewer.
     """
     unit = world
     while unit > max(1.0, rows):

@@ -1,13 +1,17 @@
-"""Measures the device of this process: what its hardware file should say that no data sheet does.
+"""Measure this machine, and describe it as a hardware file.
 
-The operators are those that a training step calls: PyTorch's matrix product, the experts' products of our kernels (or
-by definition, where they cannot run), causal attention in the model's own layout, a copy, the smallest kernel, and the
-host's part of an operator with autograd. Sizes are those of training on a GPU, and small on a CPU, where all of it
-takes seconds. Each figure is a median of rounds of calls on the same inputs, of which small ones stay in a cache.
-Inputs are random: a product of zeros needs less power and runs faster than any training.
+`measure_device` times the operators of a training step: PyTorch's matrix product, the experts' products by our kernels
+(or by definition, where those cannot run), causal attention in the model's layout, a copy, the smallest kernel, and the
+host's part of an operator with autograd. Sizes are those of training on a GPU, and small on a CPU. A figure is a median
+of rounds of calls on the same inputs, so small inputs stay in a cache. Inputs are random: a product of zeros needs less
+power and runs faster than training.
 
-A chip that the package knows keeps its data sheet's peaks. For any other the fastest product and the copy stand for the
-peaks, so that its efficiency says how far other sizes stay below that. Collectives: `calibrate_transfers`.
+`measure_transfers` times collectives between the processes of a process group. Every rank calls them in the same order;
+a time is that of the slowest rank. With processes on one machine it measures the links, with several the network.
+
+`measured_hardware` makes a hardware description of both. A chip of the package keeps its data sheet's peaks and every
+figure that was not measured. For another chip the fastest product of each type, the copy and the fastest transfer are
+the peaks, and figures that were not measured are left out.
 """
 
 import resource
@@ -71,14 +75,14 @@ GROUPED_PRODUCTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkSizes:
-    """What is measured.
+    """Sizes to measure.
 
     Attributes:
         products: (m, n, k) each.
         grouped: (groups, rows, n, k) each.
         attention: (rows of the batch, heads, positions, width, value width) each.
         copy_bytes: of a tensor that is copied.
-        round_seconds: that a round of calls should take at least.
+        round_seconds: of a round of calls, at least.
     """
 
     products: tuple[tuple[int, int, int], ...]
@@ -111,7 +115,6 @@ GPU_SIZES = BenchmarkSizes(
     copy_bytes=2**30,
     round_seconds=0.01,
 )
-"""For a GPU."""
 
 CPU_SIZES = BenchmarkSizes(
     products=((256, 256, 256), (512, 384, 128), (512, 1024, 512)),
@@ -120,17 +123,16 @@ CPU_SIZES = BenchmarkSizes(
     copy_bytes=2**25,
     round_seconds=0.01,
 )
-"""For a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceFigures:
-    """What the device of this process is and does.
+    """Measurements of one device.
 
     Attributes:
         points: of each operator.
         capacity_bytes: of its memory.
-        context_bytes: that are gone before the first tensor.
+        context_bytes: used before the first tensor.
         memory_bytes_per_second: read and written by a large copy.
         kernel_seconds: of the smallest kernel.
         launch_seconds: of the host, for one operator with autograd.
@@ -145,13 +147,7 @@ class DeviceFigures:
 
 
 def measure_device(device: torch.device, facts: DeviceFacts, sizes: BenchmarkSizes) -> DeviceFigures:
-    """Measure everything that one process can.
-
-    Args:
-        device: of this process.
-        facts: of it; `facts.dtype` is what all is measured in.
-        sizes: what to measure.
-    """
+    """Measure the device of this process, in `facts.dtype`."""
     torch.manual_seed(0)
     before = device_memory(device)
     bench = DeviceBenchmark(device, facts, sizes.round_seconds)
@@ -177,13 +173,7 @@ def measure_device(device: torch.device, facts: DeviceFacts, sizes: BenchmarkSiz
 
 
 class DeviceBenchmark:
-    """Times calls on one device.
-
-    Args:
-        device: where.
-        facts: of it.
-        round_seconds: that a round of calls should take at least.
-    """
+    """Times calls on one device, in rounds of at least `round_seconds`."""
 
     def __init__(self, device: torch.device, facts: DeviceFacts, round_seconds: float) -> None:
         self._device = device
@@ -191,7 +181,7 @@ class DeviceBenchmark:
         self._round_seconds = round_seconds
 
     def seconds(self, call: Call) -> float:
-        """Seconds of one call, the host's part hidden where calls are long enough."""
+        """Seconds of one call; the host's part is hidden where calls are long enough."""
         call()
         once = self._round(call, 1)
         times = max(1, round(self._round_seconds / max(once, 1e-7)))
@@ -214,7 +204,7 @@ class DeviceBenchmark:
         return torch.randn(*size, device=self._device, dtype=TORCH_DTYPES[dtype or self._facts.dtype])
 
     def products(self, sizes: BenchmarkSizes) -> Iterator[ProductPoint]:
-        """PyTorch's matrix products; on a CPU in bfloat16 too, which some have units for and some have not."""
+        """PyTorch's matrix products; on a CPU also in bfloat16, for which some CPUs have units."""
         dtypes: tuple[Dtype, ...] = ("fp32", "bf16") if self._device.type == "cpu" else (self._facts.dtype,)
         for dtype in dtypes:
             for m, n, k in sizes.products:
@@ -223,7 +213,7 @@ class DeviceBenchmark:
                 yield ProductPoint(dtype=dtype, flops_per_second=rate, m=m, n=n, k=k)
 
     def grouped(self, sizes: BenchmarkSizes) -> Iterator[tuple[str, GroupedPoint]]:
-        """The experts' products, with as many rows for each."""
+        """The experts' products, with the same number of rows for each expert."""
         has_kernels = self._facts.target in GROUPED_GEMM and self._facts.has_triton
         make = self._by_kernels if has_kernels else self._by_definition
         for groups, rows, n, k in sizes.grouped:
@@ -294,7 +284,7 @@ class DeviceBenchmark:
                 )
 
     def smallest_kernel(self) -> float:
-        """Seconds of a kernel that adds 1 to a few numbers, without the host where there is a GPU: by a graph."""
+        """Seconds of a kernel that adds 1 to a few numbers; on a GPU in a graph, without the host."""
         few, times = torch.zeros(64, device=self._device), 200
         if self._device.type != "cuda":
             return self.seconds(lambda: few.add_(1))
@@ -307,7 +297,7 @@ class DeviceBenchmark:
         return self.seconds(graph.replay) / times
 
     def host_of_an_operator(self) -> float:
-        """Seconds of the host for one operator of a small network, forward and backward, with nothing to wait for."""
+        """Host seconds of one operator of a small network, forward and backward, while the device keeps up."""
         layers = 32
         x = torch.zeros(8, 16, device=self._device)
         weights = [torch.zeros(16, 16, device=self._device, requires_grad=True) for _ in range(layers)]
@@ -326,7 +316,7 @@ TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def device_memory(device: torch.device) -> tuple[int, int]:
-    """Bytes of its memory, and those of them that no tensor can have: on a CPU, all that this process ever had."""
+    """Bytes of a device, and those that no tensor can have: on a CPU, the peak of this process."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return total, total - free - torch.cuda.memory_reserved(device)
@@ -335,10 +325,10 @@ def device_memory(device: torch.device) -> tuple[int, int]:
 
 
 GPU_BUFFERS = (2**18, 2**20, 2**22, 2**24, 2**26, 2**28)
-"""Buffers on GPUs."""
+"""Buffer sizes on GPUs."""
 
 CPU_BUFFERS = (2**14, 2**17, 2**20, 2**23)
-"""Buffers on CPUs."""
+"""Buffer sizes on CPUs."""
 
 
 def measure_transfers(
@@ -349,7 +339,7 @@ def measure_transfers(
     Args:
         device: of this rank; the process group is started.
         node_ranks: ranks of each machine.
-        buffers: sizes in bytes.
+        buffers: in bytes.
 
     Returns:
         The same on all ranks.
@@ -369,7 +359,7 @@ def measure_transfers(
 
 
 def _calls(kind: CollectiveKind, whole: Tensor) -> Call:
-    """One collective on a buffer of its own; what a rank does in it may be nothing."""
+    """One collective on a buffer of its own; some ranks of a message do nothing."""
     world, rank = dist.get_world_size(), dist.get_rank()
     part = whole.new_zeros(len(whole) // world)
     if kind == "all-to-all":
@@ -411,7 +401,7 @@ AnySection = TypeVar("AnySection", bound=Section)
 TransferPoints = Mapping[CollectiveKind, tuple[TransferPoint, ...]]
 
 RESERVE_SHARE = 0.03
-"""Of a chip that is not known; no single process can measure it."""
+"""Of a chip that the package does not know; one process cannot measure it."""
 
 
 def measured_hardware(
@@ -426,11 +416,11 @@ def measured_hardware(
     """The hardware that was measured.
 
     Args:
-        name: that the file shall have.
+        name: of the file.
         vendor: of the device.
         findings: of one device.
         transfers: between devices; may be empty.
-        known: the same chip as the package knows it, or None.
+        known: the packaged description of the chip, or None.
         where: device and versions, for the sources.
     """
     measured = f"measured: {where}"
@@ -465,7 +455,7 @@ def measured_hardware(
 
 
 def _host_link(vendor: str, findings: DeviceFigures, source: str) -> HostLink:
-    """Nobody measures that of a GPU; a CPU's host memory is its own."""
+    """A CPU's host memory is its own; the link of a GPU is not measured."""
     if vendor != "cpu":
         return USUAL_HOST_LINK
     return HostLink(
@@ -475,7 +465,7 @@ def _host_link(vendor: str, findings: DeviceFigures, source: str) -> HostLink:
 
 
 def fit(points: Sequence[TransferPoint]) -> tuple[float, float]:
-    """Latency in seconds and bandwidth in bytes per second that the points agree with best, by relative error.
+    """Latency in seconds and bandwidth in bytes per second with the least relative error.
 
     Minimizes the sum of ((latency + bytes / bandwidth) / seconds - 1)^2 with no latency below 0.
     """
@@ -505,7 +495,7 @@ def _collective(kind: CollectiveKind, points: Sequence[TransferPoint], node: Nod
 
 
 def _node(transfers: TransferPoints, source: str) -> Node:
-    """The machine of an unknown chip: its fastest transfer stands for what it promises."""
+    """The node of an unknown chip: its fastest transfer is its bandwidth."""
     points = [point for found in transfers.values() for point in found]
     fastest = max((fit(found)[1] for found in transfers.values()), default=None)
     if points and points[0].ranks > points[0].node_ranks:
@@ -526,7 +516,7 @@ def _peaks(findings: DeviceFigures) -> dict[str, float]:
 
 
 def _efficiency(findings: DeviceFigures, peaks: Peaks, source: str) -> Efficiency:
-    """Medians of the points' shares; what was not measured takes the share of what is most like it."""
+    """Medians of the points' shares; an operator without points takes the share of a similar one."""
 
     def share(operator: str) -> float:
         found = findings.points.get(operator)
@@ -547,11 +537,11 @@ _LIKE = {
     "grouped_forward_gathered": "grouped_forward",
     "grouped_weight_gradient_gathered": "grouped_weight_gradient",
 }
-"""Measured on GPUs with our kernels only."""
+"""Operators that are measured on GPUs with our kernels only, and a similar one."""
 
 
 def rounded(hardware: Hardware) -> Hardware:
-    """The same with four digits of every figure: more are noise, and a file should be read."""
+    """The hardware with four digits of every figure: more are noise."""
     names = ("peaks", "node", "overhead", "host", "efficiency")
     return replace(
         hardware,
@@ -562,7 +552,6 @@ def rounded(hardware: Hardware) -> Hardware:
 
 
 def _short(section: AnySection) -> AnySection:
-    """A section with four digits of its numbers; whole ones are kept."""
     return section.model_copy(
         update={name: float(f"{value:.4g}") for name, value in section if isinstance(value, float)}
     )

@@ -1,13 +1,13 @@
-"""Layouts that a search looks at, as `Sizes`: every grid of ranks, and on it every way to go through a step.
+"""The layouts that a search considers, as `Sizes`.
 
     grid      tensor, context, pipeline, expert, expert_tensor ranks
-    pace      on a grid: schedule with its stages of a rank, rows of a micro-batch
-    way       on a grid: dispatcher with its sync-free stage
-    ladder    what is computed twice, from nothing to everything; each step holds less and takes longer
+    pipeline  on a grid: schedule with its stages per rank, rows of a micro-batch
+    dispatch  on a grid: dispatcher with its sync-free stage
+    ladder    recomputation, from nothing to everything; each step holds less and takes longer
 
-Values that cannot be are listed too where people would ask for them, such as experts that do not divide: rules refuse
-them by name (`penstock.plan.rules`). What is named in `fixed` has that value only; `fixed_by` reads it from a
-command line. `run_of` makes a run of a layout.
+Illegal values that a user may ask for, such as expert ranks that do not divide the experts, are listed too: rules
+refuse them by name (`penstock.plan.rules`). A part in `fixed` has one value; `fixed_by` reads `fixed` from a command
+line. `run_of` makes a run of a layout.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,8 +37,8 @@ MOST_CONTEXT = 64
 MOST_STAGES = 8
 """Stages of a rank."""
 
-ORDERS = ("1f1b", "interleaved", "zb-1f1b", "zb-v", "v-half", "v-min", "dualpipe-v")
-"""Schedules that are tried. GPipe holds more than 1F1B and is no faster."""
+SEARCHED_SCHEDULES = ("1f1b", "interleaved", "zb-1f1b", "zb-v", "v-half", "v-min", "dualpipe-v")
+"""GPipe is left out: it holds more than 1F1B and is no faster."""
 
 _TEXTS: Mapping[str, tuple[str, ...]] = {
     "schedule": (NO_PIPELINE, *SCHEDULES),
@@ -55,17 +55,14 @@ _NEVER_SEARCHED = (
     "offload.optimizer",
     "dispatch.overlap",
 )
-"""Fields that `run_of` sets by itself: no layout of a search has another value than its own there."""
+"""Fields that `run_of` sets: a search considers one value of them."""
 
 ROOM_FOR_ALL = 3
-"""The sync-free stage that has room for the worst case."""
+"""The sync-free stage with buffers for the worst case."""
 
 
 def check_fixed(fixed: Mapping[str, str]) -> None:
-    """Refuse what is no part of a layout, or no value of one.
-
-    Args:
-        fixed: texts by the names of a layout.
+    """Refuse a name that is no part of a layout, or a text that is no value of its part.
 
     Raises:
         ConfigError: the first of them.
@@ -80,10 +77,10 @@ def check_fixed(fixed: Mapping[str, str]) -> None:
 
 
 def fixed_by(run: Run, overrides: Sequence[str], only: Mapping[str, str]) -> dict[str, str]:
-    """What a command line fixes of a layout: what its overrides say, and what `--only` does.
+    """The parts of a layout that a command line fixes, by its overrides and `--only`.
 
     Args:
-        run: with the overrides. What else it says of a layout, by its preset or file, is for the search to choose.
+        run: with the overrides. The search chooses the parts that its preset or file sets.
         overrides: `a.b=c` each; `auto` leaves the choice to the search.
         only: texts by the names of a layout.
 
@@ -91,12 +88,14 @@ def fixed_by(run: Run, overrides: Sequence[str], only: Mapping[str, str]) -> dic
         Texts by the names of a layout.
 
     Raises:
-        ConfigError: both fix a part, and differently; or an override asks for what no layout of a search has.
+        ConfigError: both fix a part differently; or an override asks for a value that no layout of a search has.
     """
     said = parse_overrides(Run, overrides)
     _check_searched(run, said)
     own = {
-        name: f"{value}" for name, value in layout_fields(run).items() if _says(said, FIELDS[name]) and value != "auto"
+        name: f"{value}"
+        for name, value in layout_fields(run).items()
+        if _has_field(said, FIELDS[name]) and value != "auto"
     }
     for name, value in own.items():
         if only.get(name, value) != value:
@@ -111,28 +110,27 @@ def _check_searched(run: Run, said: Mapping[str, Any]) -> None:
         section, _, name = path.partition(".")
         value = dict(dict(run)[section])[name]
         is_kept = searched_overlap(run) == value if path == "dispatch.overlap" else not value
-        if _says(said, path) and not is_kept:
+        if _has_field(said, path) and not is_kept:
             raise ConfigError(
                 f"a search looks at no layout with {path}", got=value, fix="leave it out, or add --layout own"
             )
 
 
-def _says(tree: Mapping[str, Any], path: str) -> bool:
-    """Whether a tree of overrides has a field."""
+def _has_field(tree: Mapping[str, Any], path: str) -> bool:
     section, _, name = path.partition(".")
     return name in tree.get(section, {})
 
 
 class SearchSpace:
-    """What is looked at.
+    """The layouts that are considered.
 
     Args:
-        neutral: sizes of the question, with one rank for everything.
-        run: whose layout is sought.
+        neutral: sizes of the request, with one rank for everything.
+        run: its layout is sought.
         fixed: texts by the names of a layout.
 
     Attributes:
-        ladder: what is computed twice, from nothing to everything.
+        ladder: recomputed modules, from nothing to whole layers.
     """
 
     def __init__(self, neutral: Sizes, run: Run, fixed: Mapping[str, str]) -> None:
@@ -142,7 +140,7 @@ class SearchSpace:
         self.ladder = ladder_of(run.model) if "recompute" not in fixed else (_modules(fixed["recompute"]),)
 
     def grids(self) -> Iterator[Sizes]:
-        """Every grid, least model parallelism first; schedule and dispatcher are such as it may have."""
+        """Every grid, least model parallelism first, with a schedule and a dispatch that it may have."""
         world = self._neutral.world
         axes = [self._values(name) for name in GRID]
         wanted = {name: int(self._fixed[name]) for name in ("dp", "edp") if name in self._fixed}
@@ -152,29 +150,28 @@ class SearchSpace:
             schedule, capture = "1f1b" if pp > 1 else NO_PIPELINE, self._capture(pp)
             grid = replace(self._neutral, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, schedule=schedule, capture=capture)
             if all((grid.dp, grid.edp)[name == "edp"] == size for name, size in wanted.items()):
-                dispatcher, sync_free = self.ways(grid)[0]
+                dispatcher, sync_free = self.dispatches(grid)[0]
                 yield replace(grid, dispatcher=dispatcher, sync_free=sync_free)
 
     def size_of_grid(self, grid: Sizes) -> int:
-        """Layouts that a grid has."""
-        return prod(map(len, (self.orders(grid), self.rows(), self.ways(grid), self.ladder)))
+        """Layouts of a grid."""
+        return prod(map(len, (self.schedules(grid), self.rows(), self.dispatches(grid), self.ladder)))
 
-    def paces(self, grid: Sizes, order: tuple[str, int]) -> Iterator[Sizes]:
-        """A schedule, with its stages of a rank, on a grid, and rows of a micro-batch."""
-        schedule, vpp = order
-        for rows in self.rows():
+    def pipelines(self, grid: Sizes) -> Iterator[Sizes]:
+        """A grid with each schedule, stages per rank, and rows of a micro-batch."""
+        for (schedule, vpp), rows in product(self.schedules(grid), self.rows()):
             yield replace(grid, schedule=schedule, vpp=vpp, micro_batch=rows)
 
-    def with_ways(self, grid: Sizes) -> Iterator[Sizes]:
-        """A grid with each way of the tokens."""
-        for dispatcher, sync_free in self.ways(grid):
+    def with_dispatches(self, grid: Sizes) -> Iterator[Sizes]:
+        """A grid with each dispatcher and sync-free stage."""
+        for dispatcher, sync_free in self.dispatches(grid):
             yield replace(grid, dispatcher=dispatcher, sync_free=sync_free)
 
-    def orders(self, grid: Sizes) -> Sequence[tuple[str, int]]:
-        """Schedules, each with stages of a rank."""
+    def schedules(self, grid: Sizes) -> Sequence[tuple[str, int]]:
+        """Schedules, each with stages per rank."""
         if grid.pp == 1:
             return ((NO_PIPELINE, 1),)
-        names = (self._fixed["schedule"],) if "schedule" in self._fixed else ORDERS
+        names = (self._fixed["schedule"],) if "schedule" in self._fixed else SEARCHED_SCHEDULES
         most = max(1, (self._neutral.model.layers + 2) // grid.pp)
         found = []
         for name in names:
@@ -189,17 +186,17 @@ class SearchSpace:
             return (int(self._fixed["micro_batch"]),)
         return [1 << power for power in range(MOST_MICRO_BATCH.bit_length())]
 
-    def ways(self, grid: Sizes) -> Sequence[tuple[str, int]]:
+    def dispatches(self, grid: Sizes) -> Sequence[tuple[str, int]]:
         """Dispatchers, each with a sync-free stage."""
         found = [
             (name, stage)
-            for name, stage in _ways(grid)
+            for name, stage in _dispatches(grid)
             if self._fixed.get("dispatcher", name) == name
             and self._fixed.get("sync_free_stage", f"{stage}") == f"{stage}"
         ]
         if found:
             return found
-        default = _ways(grid)[0]
+        default = _dispatches(grid)[0]
         return [(self._fixed.get("dispatcher", default[0]), int(self._fixed.get("sync_free_stage", f"{default[1]}")))]
 
     def _capture(self, pipeline: int) -> str:
@@ -223,7 +220,7 @@ class SearchSpace:
 
 
 def ladder_of(model: Model) -> tuple[tuple[str, ...], ...]:
-    """What may be computed twice, in the order of the workflow: what costs least first, whole layers last."""
+    """Modules to recompute, cheapest first, whole layers last."""
     parts: list[str] = []
     found: list[tuple[str, ...]] = [()]
     if model.moe is not None:
@@ -239,12 +236,7 @@ def ladder_of(model: Model) -> tuple[tuple[str, ...], ...]:
 
 
 def run_of(run: Run, sizes: Sizes) -> Run:
-    """A run with a layout; what waits in host memory, and what is said of single layers or stages, is left out.
-
-    Args:
-        run: everything else.
-        sizes: the layout.
-    """
+    """A run with a layout; without offload, and without settings of single layers or stages."""
     is_local = sizes.dispatcher == "local" or sizes.model.pads
     changes = {
         "parallel": {
@@ -262,11 +254,11 @@ def run_of(run: Run, sizes: Sizes) -> Run:
         "training": {"micro_batch": sizes.micro_batch, "global_batch": sizes.global_batch},
     }
     update = {name: dict(run)[name].model_copy(update=values) for name, values in changes.items()}
-    order = {"schedule": sizes.schedule, "stages_per_rank": sizes.vpp} if sizes.pp > 1 else {}
+    schedule = {"schedule": sizes.schedule, "stages_per_rank": sizes.vpp} if sizes.pp > 1 else {}
     return run.model_copy(
         update={
             **update,
-            "pipeline": Pipeline().model_copy(update=order),
+            "pipeline": Pipeline().model_copy(update=schedule),
             "recompute": Recompute(modules=sizes.recompute),
             "offload": Offload(),
             "graphs": Graphs().model_copy(update={"capture": sizes.capture}),
@@ -275,24 +267,24 @@ def run_of(run: Run, sizes: Sizes) -> Run:
 
 
 def with_recompute(sizes: Sizes, modules: tuple[str, ...]) -> Sizes:
-    """A layout that computes something twice; what travels twice is not overlapped."""
+    """A layout with recomputation; tokens that are sent twice are not overlapped."""
     is_whole = "moe" in modules or "layer" in modules
     return replace(sizes, recompute=modules, overlap="none" if is_whole else sizes.overlap)
 
 
-def worse_way(way: Sizes, ways: Sequence[tuple[str, int]]) -> tuple[str, str] | None:
-    """Name and reason of what speaks against a way of the tokens where there are others; None if nothing does."""
-    if len(ways) > 1 and way.sync_free == ROOM_FOR_ALL:
-        return "room-for-the-worst-case", "takes as long as stage 2, and has room for every token on one rank"
-    if way.dispatcher == "all-to-all" and any(name == "symmetric" for name, _ in ways):
-        copies = way.model.top_k * way.etp
+def worse_dispatch(dispatch: Sizes, dispatches: Sequence[tuple[str, int]]) -> tuple[str, str] | None:
+    """Rule and reason against a dispatch that is worse than another one of the grid, or None."""
+    if len(dispatches) > 1 and dispatch.sync_free == ROOM_FOR_ALL:
+        return "room-for-the-worst-case", "costs the same time as stage 2 and needs buffers for the worst case"
+    if dispatch.dispatcher == "all-to-all" and any(name == "symmetric" for name, _ in dispatches):
+        copies = dispatch.model.top_k * dispatch.etp
         reason = f"inside a node a token goes to each rank once by symmetric, and up to {copies} times by all-to-all"
         return "symmetric-inside-node", reason
     return None
 
 
 def searched_overlap(run: Run) -> Overlap:
-    """The overlap of a search: the run's, unless other passes take part in it."""
+    """The overlap of a search: the run's, unless it interleaves passes."""
     return "none" if run.dispatch.overlap in OVERLAPS_IN_STEPS else run.dispatch.overlap
 
 
@@ -300,7 +292,7 @@ def _modules(text: str) -> tuple[str, ...]:
     return () if text == "none" else tuple(text.split("+"))
 
 
-def _ways(grid: Sizes) -> Sequence[tuple[str, int]]:
+def _dispatches(grid: Sizes) -> Sequence[tuple[str, int]]:
     """Dispatchers of a grid with their sync-free stages, the usual one first."""
     if grid.expert_ranks == 1 or grid.model.experts == 0:
         return (("local", 0),)

@@ -118,29 +118,6 @@ def contents_of(stage: Stage, model: Model) -> StageContents:
 
 
 @dataclass(frozen=True)
-class StageBytes:
-    """A stage in bytes; the fields are those of `StageActivations`."""
-
-    kept: int
-    left: int
-    forward: int
-    backward: int
-    weight: int
-
-    def over_held(self, kind: Kind) -> int:
-        """Peak of an action over the memory before it, which holds the kept memory of a backward pass."""
-        if kind is Kind.FORWARD:
-            return self.forward
-        return self.weight if kind is Kind.WEIGHT else self.backward - self.kept
-
-    def times(self, count: int) -> "StageBytes":
-        """The same stage with `count` times the rows."""
-        if count == 1:
-            return self
-        return StageBytes(*(count * size for size in (self.kept, self.left, self.forward, self.backward, self.weight)))
-
-
-@dataclass(frozen=True)
 class RankState:
     """Model state of the ranks of a run: their parameters, who shards them, and bytes by kind of part."""
 
@@ -190,7 +167,6 @@ class ComposedRun:
         grid: of its ranks.
         contents: of every stage.
         activations: of stages by their contents; the numbers of the stages are not set.
-        sizes: of stages by their contents.
         proxy: a stage of the proxy model.
         rows: rows of a micro-batch for each row of the proxy model.
         state: of its ranks.
@@ -204,7 +180,6 @@ class ComposedRun:
     grid: Grid
     contents: tuple[StageContents, ...]
     activations: Mapping[StageContents, StageActivations]
-    sizes: Mapping[StageContents, StageBytes]
     proxy: ProxyStage
     rows: int
     state: RankState
@@ -273,16 +248,15 @@ class ComposedRun:
         return assemble(parts, self.overheads)
 
     def _peaks(self, place: int) -> Iterator[tuple[int, PeakPoint]]:
+        stages = {number: self.activations[self.contents[number]] for number in self.stages_of(place)}
         if self.shape is None:
-            size = self.sizes[self.contents[0]]
-            yield size.forward, PeakPoint(((0, Kind.FORWARD),), (0,), (0,))
-            yield size.backward, PeakPoint(((0, Kind.BACKWARD),), (1,), (0,))
+            yield self.rows * stages[0].forward.bytes, PeakPoint(((0, Kind.FORWARD),), (0,), (0,))
+            yield self.rows * stages[0].backward.bytes, PeakPoint(((0, Kind.BACKWARD),), (1,), (0,))
             return
-        sizes = {stage: self.sizes[self.contents[stage]] for stage in self.stages_of(place)}
         for point in peak_points(self.shape, place):
-            held = sum(count * size.kept for count, size in zip(point.kept, sizes.values(), strict=True))
-            held += sum(count * size.left for count, size in zip(point.left, sizes.values(), strict=True))
-            yield held + sum(sizes[stage].over_held(kind) for stage, kind in point.work), point
+            held = sum(count * stage.kept_bytes for count, stage in zip(point.kept, stages.values(), strict=True))
+            held += sum(count * stage.left for count, stage in zip(point.left, stages.values(), strict=True))
+            yield self.rows * (held + sum(stages[number].over_held(kind) for number, kind in point.work)), point
 
     def _terms(self, size: int, point: PeakPoint) -> Counter[str]:
         """Memory of a peak by label; `held` is that of other micro-batches."""

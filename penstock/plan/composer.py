@@ -42,7 +42,6 @@ from penstock.plan.composed_run import (
     PlaceLoad,
     ProxyStage,
     RankState,
-    StageBytes,
     StageContents,
     contents_of,
 )
@@ -244,7 +243,7 @@ class Composer:
         self._states: dict[tuple[_Sharing, ShardCounts], dict[str, PartState]] = {}
         self._contents: dict[tuple[str, int, int], tuple[StageContents, ...]] = {}
         self._places: dict[tuple[str, int, int, str], tuple[tuple[tuple[StageContents, ...], PlaceLoad], ...]] = {}
-        self._activations: dict[tuple[ReuseKey, StageContents, bool], tuple[StageActivations, StageBytes]] = {}
+        self._activations: dict[tuple[ReuseKey, StageContents, bool], StageActivations] = {}
 
     def stages(self, run: Run) -> tuple[Stage, ...]:
         """`penstock.models.rank_model.stages_of`, with FLOPs that are counted once.
@@ -321,16 +320,13 @@ class Composer:
 
     def _compose(self, run: Run, grid: Grid, source: Run, *, closely: bool) -> ComposedRun:
         key, contents = reuse_key(source), self.contents(run)
-        by_contents = {one: self._stage(source, key, one, closely) for one in dict.fromkeys(contents)}
-        rows = run.training.micro_batch // source.training.micro_batch
         return ComposedRun(
             run=run,
             grid=grid,
             contents=contents,
-            activations={one: stage for one, (stage, _) in by_contents.items()},
-            sizes={one: size.times(rows) for one, (_, size) in by_contents.items()},
+            activations={one: self._stage(source, key, one, closely) for one in dict.fromkeys(contents)},
             proxy=self.proxy(source, "whole" if grid.pipeline == 1 else "first"),
-            rows=rows,
+            rows=run.training.micro_batch // source.training.micro_batch,
             state=self.state(run, grid),
             shape=shape_of(run, grid),
             overheads=self.overheads,
@@ -378,19 +374,9 @@ class Composer:
             self._kinds_of_views[view] = kinds_of(self.run.model, view)
         return self._kinds_of_views[view]
 
-    def _stage(
-        self, run: Run, key: ReuseKey, contents: StageContents, closely: bool
-    ) -> tuple[StageActivations, StageBytes]:
+    def _stage(self, run: Run, key: ReuseKey, contents: StageContents, closely: bool) -> StageActivations:
         if (key, contents, closely) not in self._activations:
-            stage = self._compose_stage(run, key, contents, closely)
-            sizes = StageBytes(
-                kept=stage.kept_bytes,
-                left=stage.left,
-                forward=stage.forward.bytes,
-                backward=stage.backward.bytes,
-                weight=stage.weight,
-            )
-            self._activations[key, contents, closely] = stage, sizes
+            self._activations[key, contents, closely] = self._compose_stage(run, key, contents, closely)
         return self._activations[key, contents, closely]
 
     def _compose_stage(self, run: Run, key: ReuseKey, contents: StageContents, closely: bool) -> StageActivations:

@@ -1,16 +1,16 @@
-"""Hardware as data: what a chip and its node promise, what was really reached, and where each figure comes from.
+"""Hardware as data: data sheet figures of a chip and its node, measured figures, and the source of each.
 
-A hardware file (penstock/plan/hardware_data, or a user's own) has two halves that are never mixed. Tables `memory`,
-`peaks` and `node` hold what data sheets and drivers say. Tables `overhead`, `host`, `host_link`, `efficiency`,
-`collective` and `measured` hold what programs reach. Each table has a `source`, which begins with one word:
+A hardware file (penstock/plan/hardware_data, or a user's own) has two kinds of tables. `memory`, `peaks` and `node`
+hold figures of data sheets and drivers. `overhead`, `host`, `host_link`, `efficiency`, `collective` and `measured` hold
+figures that programs reach. Each table has a `source`, which begins with one word:
 
     measured:    by us, on this chip
     reported:    measured by others, who are named
-    datasheet:   the vendor's promise
-    assumed:     nobody measured it; the text says by what it was guessed
+    datasheet:   from the vendor
+    assumed:     not measured; the text says how it was estimated
 
 `penstock.plan.hardware_file` reads and writes such files, `penstock.plan.rates` turns them into seconds. Nothing here
-needs PyTorch. Bandwidths are of one direction. A node is what the fast links join: 8 GPUs, or 72 of an NVL72 rack.
+needs PyTorch. Bandwidths are in one direction. Fast links join the devices of a node: 8 GPUs, or 72 of an NVL72 rack.
 """
 
 import re
@@ -35,13 +35,13 @@ OperatorKind = Literal[
     "attention_forward",
     "attention_backward",
 ]
-"""What has an efficiency of its own. Gathered: the kernel looks its rows up among the tokens while it loads them."""
+"""Operators with an efficiency of their own. Gathered: the kernel reads its rows through an index into the tokens."""
 
 AccumulatedKind = Literal["grouped_weight_gradient_accumulated"]
-"""A weight gradient that is added to a float32 sum: it computes as fast as the plain one, and moves more bytes."""
+"""A weight gradient that is added to a float32 sum: the same FLOP/s as the plain one, and more bytes."""
 
 CollectiveKind = Literal["all-to-all", "all-gather", "reduce-scatter", "point-to-point", "symmetric", "deep-ep"]
-"""Symmetric: our kernels write into the other GPUs' memory. Deep-ep: the DeepEP library."""
+"""Symmetric: our kernels write into other GPUs' memory. Deep-ep: the DeepEP library."""
 
 ORIGINS = ("measured", "reported", "datasheet", "assumed")
 """First words of a source."""
@@ -50,7 +50,7 @@ _SOURCE = "Where the figures come from; begins with measured:, reported:, datash
 
 
 class SourcedTable(Section):
-    """A table whose figures come from one place."""
+    """A table with one source for its figures."""
 
     source: str = knob(doc=_SOURCE)
 
@@ -67,7 +67,7 @@ class DeviceMemory(SourcedTable):
 
 
 class Peaks(SourcedTable):
-    """What a device can do at most."""
+    """Data sheet rates of a device."""
 
     bf16: float = knob(doc="Dense bfloat16 products.", unit="FLOP/s", low=1)
     fp8: float | None = knob(None, doc="Dense 8-bit products.", unit="FLOP/s", low=1)
@@ -75,12 +75,12 @@ class Peaks(SourcedTable):
     memory_bytes_per_second: float = knob(doc="Bytes read and written.", unit="bytes/s", low=1)
 
     def flops_per_second(self, dtype: Dtype) -> float | None:
-        """Dense products in a type, or None where that is not known."""
+        """Dense products in a type, or None where the rate is not known."""
         return {"bf16": self.bf16, "fp8": self.fp8, "fp32": self.fp32}[dtype]
 
 
 class Node(SourcedTable):
-    """Devices that fast links join, and their way to other nodes."""
+    """Devices that fast links join, and their network to other nodes."""
 
     devices: int = knob(doc="Devices of a node.", unit="devices", low=1)
     links: Literal["switch", "mesh"] = knob(
@@ -100,7 +100,7 @@ class MemoryOverhead(SourcedTable):
 
 
 class LaunchOverhead(SourcedTable):
-    """What starting work costs."""
+    """Time to start work."""
 
     launch_seconds: float = knob(
         doc="Host time of one operator of a step that is not captured as a graph; Python and autograd counted.",
@@ -127,7 +127,7 @@ class LaunchOverhead(SourcedTable):
 
 
 class HostLink(SourcedTable):
-    """The way between a device and its host's memory."""
+    """The link between a device and its host's memory."""
 
     bytes_per_second: float = knob(
         doc="Of large copies from pinned memory to one device, while as much goes back.", unit="bytes/s", low=1
@@ -137,11 +137,11 @@ class HostLink(SourcedTable):
 USUAL_HOST_LINK = HostLink(
     bytes_per_second=50e9, source="assumed: PCIe Gen5 x16, about 50 usable of the 64 GB/s of its data sheet"
 )
-"""Of a device of which a file says nothing else."""
+"""For files without a `host_link` table."""
 
 
 class Efficiency(SourcedTable):
-    """Shares of the peak that operators of training size reach, where no measured point is near."""
+    """Shares of the peak that operators of training size reach, far from measured points."""
 
     product: float = knob(doc="Matrix product.", low=0.001, high=1)
     grouped_forward: float = knob(doc="Grouped product, forward.", low=0.001, high=1)
@@ -175,7 +175,7 @@ class Efficiency(SourcedTable):
 
 
 class CollectiveRate(SourcedTable):
-    """How one collective behaves: latency + peers x peer latency + bytes / (efficiency x bandwidth)."""
+    """Time of one collective: latency + peers x peer latency + bytes / (efficiency x bandwidth)."""
 
     kind: CollectiveKind = knob(doc="Which one.")
     reach: Literal["node", "cluster"] = knob(doc="Inside a node, or over several.")
@@ -189,12 +189,12 @@ class MeasuredPoint(Section):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The sizes that it was measured at, in the order in which they are asked for."""
+        """Its sizes, in the order of the fields."""
         return tuple(value for _, value in self if isinstance(value, int))
 
 
 class ComputePoint(MeasuredPoint):
-    """How fast a product ran."""
+    """Speed of a product."""
 
     dtype: Dtype = knob("bf16", doc="What it computes in.")
     flops_per_second: float = knob(doc="Useful ones.", unit="FLOP/s", low=1)
@@ -218,7 +218,7 @@ class GroupedPoint(ComputePoint):
 
 
 class AttentionPoint(ComputePoint):
-    """Attention of some heads, causal."""
+    """Causal attention of some heads."""
 
     heads: int = knob(doc="Query heads of all rows of the batch.", low=1)
     queries: int = knob(doc="Positions that ask.", low=1)
@@ -228,7 +228,7 @@ class AttentionPoint(ComputePoint):
 
 
 class TransferPoint(MeasuredPoint):
-    """How long a collective took."""
+    """Time of a collective."""
 
     ranks: int = knob(doc="That took part.", low=2)
     node_ranks: int = knob(doc="Of them in one node.", low=1)
@@ -254,18 +254,12 @@ POINTS: Mapping[str, type[MeasuredPoint]] = MappingProxyType(
         **dict.fromkeys(get_args(CollectiveKind), TransferPoint),
     }
 )
-"""What can be measured, and what a measurement of it is."""
+"""Operators and collectives that can be measured, and the class of their points."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredPoints:
-    """Measurements of one operator or collective from one place.
-
-    Attributes:
-        operator: a key of `POINTS`.
-        source: as in `SourcedTable`.
-        points: of the class that `POINTS` has for the operator.
-    """
+    """Measurements of one operator or collective (a key of `POINTS`) from one source."""
 
     operator: str
     source: str
@@ -277,17 +271,17 @@ class Hardware:
     """One kind of device and its node.
 
     Attributes:
-        name: by which people know it.
-        vendor: whose it is; cpu for a machine without GPUs.
+        name: of the chip.
+        vendor: cpu for a machine without GPUs.
         memory: of one device.
-        peaks: promised.
-        node: promised.
-        overhead: reached, like all that follows.
-        host: what starting work costs.
-        efficiency: where no point is near.
+        peaks: of the data sheet.
+        node: of the data sheet.
+        overhead: measured, like all that follows.
+        host: time to start work.
+        efficiency: far from measured points.
         collectives: at most one of a kind and reach.
-        measured: points, several tables for one operator allowed.
-        host_link: the way to the host's memory.
+        measured: points; one operator may have several tables.
+        host_link: to the host's memory.
     """
 
     name: str
@@ -311,30 +305,20 @@ class Hardware:
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Ranks of one collective, as far as its time depends on who they are.
-
-    Attributes:
-        ranks: how many.
-        node_ranks: how many of them share a node; divides `ranks`.
-    """
+    """Ranks of one collective; `node_ranks` of them share a node, and divide `ranks`."""
 
     ranks: int
     node_ranks: int
 
     @property
     def nodes(self) -> int:
-        """Over how many nodes they lie."""
+        """Nodes of the ranks."""
         return self.ranks // self.node_ranks
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Devices of one kind.
-
-    Attributes:
-        devices: how many.
-        hardware: of which kind.
-    """
+    """So many devices of one kind."""
 
     devices: int
     hardware: Hardware
@@ -346,20 +330,18 @@ class Cluster:
 
     @property
     def nodes(self) -> int:
-        """How many."""
+        """Number of nodes."""
         return self.devices // self.node_devices
 
     @property
     def speed_unit(self) -> str:
-        """Of a device's speed."""
+        """Unit of a device's speed."""
         return "tokens/s/CPU" if self.hardware.vendor == "cpu" else "tokens/s/GPU"
 
     def group(self, ranks: int, stride: int = 1) -> RankGroup:
-        """Ranks that stand `stride` apart, the first at the beginning of a node.
+        """Ranks that are `stride` apart, the first at the beginning of a node.
 
-        Args:
-            ranks: how many; sizes of axes are such that a node holds a whole part of them.
-            stride: between neighbours: the product of the axes that change faster.
+        The stride is the product of the axes that change faster; a node holds a whole part of every axis.
         """
         inside = max(1, min(ranks, self.node_devices // stride))
         while ranks % inside:
@@ -372,10 +354,10 @@ CLUSTER = re.compile(r"\s*(?P<devices>[0-9]{1,40})\s*[xX]\s*(?P<hardware>\S.*?)\
 
 
 def split_cluster(text: str) -> tuple[int, str]:
-    """How many devices, and the name or file of their hardware.
+    """Number of devices, and the name or file of their hardware.
 
     Raises:
-        HardwareError: the text is not of this form, or there is no device.
+        HardwareError: the text does not have this form, or there is no device.
     """
     match = CLUSTER.fullmatch(text)
     if match is None or int(match["devices"]) < 1:

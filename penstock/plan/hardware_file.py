@@ -1,6 +1,6 @@
-"""Hardware files: read by name or path, checked to the last key, and written.
+"""Read, check and write hardware files.
 
-The tables are those of `penstock.plan.hardware.Hardware`. Lists stand as arrays of tables:
+The tables are those of `penstock.plan.hardware.Hardware`. Lists are arrays of tables:
 
     [[collective]]
     kind = "all-to-all"
@@ -10,7 +10,7 @@ The tables are those of `penstock.plan.hardware.Hardware`. Lists stand as arrays
     source = "measured: ..."
     points = [{m = 8192, n = 8192, k = 8192, flops_per_second = 793e12}]
 
-What is wrong is told in one line that begins with the file and the place in it.
+An error is one line that begins with the file and the place in it.
 """
 
 import os
@@ -54,7 +54,7 @@ AnySection = TypeVar("AnySection", bound=Section)
 
 
 class _Head(Section):
-    """All of a file but its lists."""
+    """A file without its lists."""
 
     name: str = knob(doc="By which people know it.")
     vendor: Literal["nvidia", "amd", "cpu"] = knob(doc="Whose it is.")
@@ -68,18 +68,15 @@ class _Head(Section):
 
 
 def known_hardware() -> tuple[str, ...]:
-    """Names of the hardware that comes with the package, in alphabetical order."""
+    """Names of the packaged hardware, in alphabetical order."""
     return tuple(sorted(path.stem.upper() for path in PACKAGED.glob("*.toml")))
 
 
 def load_hardware(name_or_path: str) -> Hardware:
-    """Hardware by name, or from a file.
-
-    Args:
-        name_or_path: `H200` in any case, the driver's name `NVIDIA H200`, or the path of a TOML file.
+    """Hardware by name (`H200` in any case, or the driver's `NVIDIA H200`), or by the path of a TOML file.
 
     Raises:
-        HardwareError: there is no such hardware or file, or the file is not right.
+        HardwareError: there is no such hardware or file, or the file is wrong.
     """
     path = Path(name_or_path)
     if path.suffix == ".toml" or os.sep in name_or_path:
@@ -98,7 +95,7 @@ def load_hardware(name_or_path: str) -> Hardware:
 
 
 def parse_cluster(text: str) -> Cluster:
-    """Such as `768xMI300X` or `8xmine.toml`.
+    """A cluster from a text such as `768xMI300X` or `8xmine.toml`.
 
     Raises:
         HardwareError: the text is no cluster, its hardware is not known, or the devices do not fill their nodes.
@@ -108,7 +105,7 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def read_hardware(path: Path) -> Hardware:
-    """What a file describes.
+    """Hardware from a file.
 
     Raises:
         HardwareError: it cannot be read, or a key is missing, unknown or wrong.
@@ -128,12 +125,7 @@ def read_hardware(path: Path) -> Hardware:
 
 
 def write_hardware(path: Path, hardware: Hardware, comment: Sequence[str] = ()) -> None:
-    """Write a file that reads back as the same hardware, whole or not at all.
-
-    Args:
-        path: of the file.
-        hardware: what it shall say.
-        comment: first lines of the file, without their signs.
+    """Write a file that reads back as the same hardware, whole or not at all; `comment` are its first lines.
 
     Raises:
         HardwareError: it cannot be written.

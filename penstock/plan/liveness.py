@@ -19,7 +19,7 @@ be the peak. So thousands of actions reduce to a few `PeakPoint`s. A long step r
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import accumulate
 from operator import ge
 
@@ -125,7 +125,7 @@ class StageActivations:
     pieces: tuple[StagePiece, ...]
     weight: int = 0
 
-    @property
+    @cached_property
     def kept(self) -> Counter[str]:
         """From a micro-batch's forward to its backward, by label."""
         total: Counter[str] = Counter()
@@ -133,28 +133,34 @@ class StageActivations:
             total.update(piece.kept)
         return total
 
-    @property
+    @cached_property
     def kept_bytes(self) -> int:
         """Sum of `kept`."""
         return sum(piece.kept_bytes for piece in self.pieces)
 
-    @property
+    @cached_property
     def left(self) -> int:
         """From the gradient of a micro-batch's input to its weight gradients."""
         return sum(piece.left for piece in self.pieces)
 
-    @property
+    @cached_property
     def forward(self) -> ActivationPeak:
         """Peak of a forward pass."""
         return self._peak([piece.forward for piece in self.pieces], [piece.at_forward for piece in self.pieces])
 
-    @property
+    @cached_property
     def backward(self) -> ActivationPeak:
         """Peak of a backward pass."""
         # Backward runs from the last piece to the first: what later pieces left behind is still there.
         lefts = [sum(piece.left for piece in self.pieces[place + 1 :]) for place in range(len(self.pieces))]
         sizes = [piece.backward + left for piece, left in zip(self.pieces, lefts, strict=True)]
         return self._peak(sizes, [piece.at_backward for piece in self.pieces])
+
+    def over_held(self, kind: Kind) -> int:
+        """Peak of an action over the memory before it, which holds the kept memory of a backward pass."""
+        if kind is Kind.FORWARD:
+            return self.forward.bytes
+        return self.weight if kind is Kind.WEIGHT else self.backward.bytes - self.kept_bytes
 
     def _peak(self, sizes: Sequence[int], terms: Sequence[Mapping[str, int]]) -> ActivationPeak:
         bases = list(accumulate((piece.kept_bytes for piece in self.pieces), initial=0))

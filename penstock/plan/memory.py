@@ -43,6 +43,9 @@ class Overheads:
 
 NO_OVERHEADS = Overheads()
 
+STATE, FIXED = ("parameters", "gradients", "master", "moments"), ("libraries", "reserve")
+"""Components between steps, and components that do not depend on the run."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
@@ -56,8 +59,8 @@ class RankMemory:
         moments: both; on the device. With the optimizer on the host, the buffers that they pass through.
         gathered: whole weights, and gradients that are being reduced, with FSDP2.
         activations: memory of forward and backward, without the loss.
-        buffers: memory that GPUs write into, and the rows of the step.
         logits: memory of the loss.
+        buffers: memory that GPUs write into, and the rows of the step.
         communication: buckets; 0 if a pass is the fullest moment.
         graph_pool: memory of the update beside the pool of a captured pass, which it cannot use; 0 without graphs.
         libraries: work space of matrix products.
@@ -74,8 +77,8 @@ class RankMemory:
     moments: int
     gathered: int
     activations: int
-    buffers: int
     logits: int
+    buffers: int
     communication: int
     graph_pool: int
     libraries: int
@@ -87,14 +90,21 @@ class RankMemory:
     @property
     def allocated(self) -> int:
         """Peak of torch's allocator."""
-        state = self.parameters + self.gradients + self.master + self.moments
-        passing = self.gathered + self.activations + self.buffers + self.logits + self.communication + self.graph_pool
-        return state + passing + self.libraries
+        return self.total - self.reserve
 
     @property
     def total(self) -> int:
         """Memory that the device must have."""
-        return self.allocated + self.reserve
+        return sum(components(self).values())
+
+
+COMPONENTS = (*STATE, "gathered", "activations", "logits", "buffers", "communication", "graph_pool", *FIXED)
+"""Parts of a rank's memory, which add up to its total, in the order of tables."""
+
+
+def components(memory: RankMemory) -> dict[str, int]:
+    """Bytes by component."""
+    return {name: vars(memory)[name] for name in COMPONENTS}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -122,14 +122,16 @@ def meta_run_of(run: Run, *, world: int, rank: int, target: Target) -> MetaRun:
     try:
         axes = make_axes(grid, embedding_places(run), run.parallel.shard_size, target.ranks_per_node)
         built = make_meta_rank(run, axes, target)
+        stages = activations_of(built)
+        gathered, gathers = _gathers(built)
         return MetaRun(
             rank=built,
             first_rank=axes.rank,
             place=axes.pipeline.rank,
-            stages=activations_of(built),
+            stages=stages,
             batch_bytes=micro_batches(run, grid) * micro_batch_bytes(built),
-            gathered_bytes=_gathered(built),
-            gathers=_gathers(built),
+            gathered_bytes=gathered,
+            gathers=gathers,
             update=_update(built),
         )
     finally:
@@ -208,27 +210,16 @@ def gathered_bytes(run: Run, always: int, largest: int) -> int:
     return always + largest * (2 + run.parallel.prefetch) + 4 * values
 
 
-def _gathered(rank: MetaRank) -> int:
-    if not rank.sharded:
-        return 0
-    always = largest = 0
-    for decoder in rank.decoders.values():
-        sizes = [_sharded_bytes(rank, decoder, unit) for unit in (*decoder.blocks.values(), *decoder.mtp.values())]
-        always += _sharded_bytes(rank, decoder, decoder) - sum(sizes)
-        largest = max([largest, *sizes])  # A stage may have no block.
-    return gathered_bytes(rank.run, always, largest)
-
-
-def _gathers(rank: MetaRank) -> dict[int, tuple[int, ...]]:
-    if not rank.sharded:
-        return {}
-    found = {}
-    for number, decoder in rank.decoders.items():
+def _gathers(rank: MetaRank) -> tuple[int, dict[int, tuple[int, ...]]]:
+    """Whole weights at the fullest moment, and bytes that FSDP2 gathers for each piece of each stage."""
+    always, largest, by_stage = 0, 0, {}
+    for number, decoder in rank.decoders.items() if rank.sharded else ():
         blocks = [_sharded_bytes(rank, decoder, block) for block in decoder.blocks.values()]
-        depths = sum(_sharded_bytes(rank, decoder, depth) for depth in decoder.mtp.values())
-        rest = _sharded_bytes(rank, decoder, decoder) - sum(blocks) - depths
-        found[number] = (rest, *blocks, depths)
-    return found
+        depths = [_sharded_bytes(rank, decoder, depth) for depth in decoder.mtp.values()]
+        rest = _sharded_bytes(rank, decoder, decoder) - sum(blocks) - sum(depths)
+        always, largest = always + rest, max([largest, *blocks, *depths])  # A stage may have no block.
+        by_stage[number] = (rest, *blocks, sum(depths))
+    return gathered_bytes(rank.run, always, largest), by_stage
 
 
 def _sharded_bytes(rank: MetaRank, decoder: Decoder, part: nn.Module) -> int:

@@ -1,4 +1,4 @@
-"""A run on a cluster: what it needs there and how long a step takes, by what the run itself would do."""
+"""Project one run on a cluster: its memory, its step time, and the advice of the rules."""
 
 from dataclasses import dataclass
 
@@ -22,12 +22,12 @@ from penstock.plan.step_time import step_time
 
 @dataclass(frozen=True, kw_only=True)
 class Assumptions:
-    """What nobody can know before a run.
+    """Facts that are not known before a run.
 
     Attributes:
         imbalance: rows of the fullest rank's experts over the even share, in the time of a layer.
-        kept_imbalance: the same in memory: of the fullest rank over all its layers; None takes `imbalance`.
-        saving: what backward finds kept: as the run does it, or as an implementation without fused kernels.
+        kept_imbalance: the same in memory, over all layers of a rank; None for `imbalance`.
+        saving: activations that are saved for backward: as the run does it, or without fused kernels.
     """
 
     imbalance: float = 1.2
@@ -42,14 +42,14 @@ def project(run: Run, cluster: Cluster, assumptions: Assumptions = DEFAULT_ASSUM
     """Project one run.
 
     Args:
-        run: its configuration; every place on its pipeline is rehearsed.
-        cluster: where it would run.
-        assumptions: of what the configuration does not say.
+        run: its configuration.
+        cluster: the devices.
+        assumptions: facts that the configuration does not say.
 
     Raises:
         ConfigError: the layout does not fit the devices or the model.
         KernelError: the run asks for kernels that the devices cannot run.
-        HardwareError: the hardware file says nothing of something that the run does.
+        HardwareError: the hardware file lacks a figure that the run needs.
     """
     if assumptions.saving == "conventional":
         run = conventional(run)
@@ -75,7 +75,7 @@ def target_of(run: Run, cluster: Cluster, assumptions: Assumptions) -> Target:
 
 
 def device_of(hardware: Hardware, run: Run) -> DeviceFacts:
-    """The device, as the choice of kernels must know it.
+    """The device, as the choice of kernels needs it.
 
     Raises:
         HardwareError: a GPU has a name that no known chip has.
@@ -93,12 +93,12 @@ def device_of(hardware: Hardware, run: Run) -> DeviceFacts:
 
 
 def overheads_of(hardware: Hardware) -> Overheads:
-    """What of a device's memory no tensor can have."""
+    """Memory of a device that no tensor can have."""
     return Overheads(context=hardware.memory.capacity_bytes - hardware.usable_bytes)
 
 
 def dispatcher_of(rehearsal: MetaRun) -> str:
-    """By what way tokens reach their experts; `none` if there are no experts."""
+    """The dispatcher of a meta run; `none` without experts."""
     for decoder in rehearsal.rank.decoders.values():
         for module in decoder.modules():
             if isinstance(module, MoE):
@@ -107,12 +107,7 @@ def dispatcher_of(rehearsal: MetaRun) -> str:
 
 
 def advice_for(run: Run, cluster: Cluster) -> tuple[Advice, ...]:
-    """Advice of a run on a cluster, in the order of the rules.
-
-    Args:
-        run: can start on the cluster.
-        cluster: where.
-    """
+    """Advice of the rules about a run that can start on the cluster, in their order (`penstock plan --layout`)."""
     counted = count(run.model, run.training.sequence_length)
     facts = facts_of(run.model, total_parameters=counted.parameters, active_parameters=counted.active_parameters)
     told = advice(sizes_of(run, cluster, facts))

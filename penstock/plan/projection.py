@@ -1,12 +1,12 @@
-"""What a plan says of one run on one cluster: the values that the search ranks, verbs print and pictures draw.
+"""The values of a plan, which the search ranks, the command line prints and the report draws.
 
-    Layout        sizes and choices of a run, as tables and other tools name them
+    Layout        sizes and choices of a run, with the names of tables and other tools
     Projection    a run on a cluster: memory of each place on the pipeline, and times
     Refusal       a layout that was not projected, or does not fit, and why
-    Advice        what a rule says of a layout that stays
-    Plan          what a search found
+    Advice        a rule's hint about a layout that is kept
+    Plan          the result of a search
 
-Bytes, seconds, and shares of 1. A place on the pipeline is said by its first rank: all ranks of a stage need the same.
+Bytes, seconds, and shares of 1. The first rank of a place on the pipeline stands for all: they need the same.
 """
 
 from collections.abc import Mapping
@@ -23,11 +23,11 @@ from penstock.plan.memory import RankMemory, fullest_rank
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a run lies on its ranks. Names are those of the JSON contract.
+    """The layout of a run on its ranks. Names are those of the JSON contract.
 
     Attributes:
         pp: pipeline ranks.
-        vpp: stages of each of them.
+        vpp: stages of each pipeline rank.
         ep: ranks that share the experts of a layer.
         etp: ranks that share each expert's matrices.
         cp: ranks that share a row of tokens.
@@ -38,8 +38,8 @@ class Layout:
         micro_batch: rows of a pass.
         recompute: `none`, `layer`, or other modules of `recompute.modules`, joined by +.
         sync_free_stage: `dispatch.sync_free`.
-        dispatcher: that `dispatch.method` comes down to; `local` where a rank has all experts.
-        shard: what data-parallel ranks divide: none, optimizer, full.
+        dispatcher: the one that runs; `local` where a rank has all experts.
+        shard: what data-parallel ranks shard: none, optimizer, full.
     """
 
     pp: int
@@ -72,14 +72,7 @@ class Layout:
 
 
 def layout_of(run: Run, grid: Grid, dispatcher: str, shard: str) -> Layout:
-    """The layout of a run.
-
-    Args:
-        run: which one.
-        grid: of its ranks.
-        dispatcher: that it comes down to.
-        shard: that `parallel.shard` comes down to.
-    """
+    """The layout of a run; `dispatcher` and `shard` are those that run, after `auto` is resolved."""
     has_pipeline = grid.pipeline > 1
     return Layout(
         pp=grid.pipeline,
@@ -101,20 +94,19 @@ def layout_of(run: Run, grid: Grid, dispatcher: str, shard: str) -> Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class RankTime:
-    """The step of one place on the pipeline, in seconds; all but `compute` and `communication` add up to the step.
+    """The step of one place on the pipeline, in seconds.
 
     Attributes:
-        rank: its first.
-        passes: that forward and backward take, without waiting for other stages.
-        waiting: for other stages, between the first pass of the step and its last anywhere.
-        update: sums of gradients over ranks, norm, optimizer, new weights.
-        compute: that the device computes, in passes and update.
-        communication: that collectives and transfers of tokens take.
-        exposed_communication: of that, what nothing is computed beside.
-        host: that the device has nothing to do because the host has not launched it yet; part of `passes` and `update`.
-        host_link: that nothing goes on but copies between the device and its host's memory; part of `passes` and
-            `update`.
-        terms: seconds by what is done (`attention`, `experts`, `dispatch`, ...); add up to the step.
+        rank: its first rank.
+        passes: forward and backward, without waits for other stages.
+        waiting: for other stages, between the first pass of the step and its last on any rank.
+        update: gradient sums over ranks, norm, optimizer, new weights.
+        compute: of the device, in passes and update.
+        communication: collectives and dispatch.
+        exposed_communication: part of it without compute beside it.
+        host: the device waits for launches; part of `passes` and `update`.
+        host_link: only copies to or from host memory run; part of `passes` and `update`.
+        terms: by term (`attention`, `experts`, `dispatch`, ...); they add up to the step.
     """
 
     rank: int
@@ -136,13 +128,13 @@ class StepTime:
     Attributes:
         step_seconds: of the slowest place.
         tokens_per_second_per_device: trained.
-        model_flops_utilization: the model's FLOPs over what the devices' bf16 peak could do meanwhile.
-        bubble: share of the passes' time, over all places, that is spent waiting for other stages.
-        exposed_communication_seconds: of the place that has most.
+        model_flops_utilization: the model's FLOPs over the devices' bf16 peak.
+        bubble: share of the passes' time, over all places, that waits for other stages.
+        exposed_communication_seconds: of the place with most.
         ranks: one for each place on the pipeline.
-        schedule: of the pipeline, with its actions; None without one.
+        schedule: of the pipeline; None without one.
         playback: of the schedule by the clock; None without one.
-        kept_bytes: of each stage of the pipeline, what a micro-batch holds from its forward to its backward.
+        kept_bytes: of each stage, from a micro-batch's forward to its backward.
     """
 
     step_seconds: float
@@ -157,21 +149,13 @@ class StepTime:
 
     @property
     def host_link_seconds(self) -> float:
-        """Of the place that waits most for copies between the device and its host's memory."""
+        """Of the place that waits most for copies to or from host memory."""
         return max(rank.host_link for rank in self.ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Projection:
-    """A run on a cluster.
-
-    Attributes:
-        run: with every choice that the layout names; trains as it is.
-        cluster: where.
-        layout: of the run.
-        memories: one for each place on the pipeline.
-        time: of a step.
-    """
+    """A run on a cluster; `memories` has one entry for each place on the pipeline."""
 
     run: Run
     cluster: Cluster
@@ -181,17 +165,17 @@ class Projection:
 
     @property
     def memory(self) -> RankMemory:
-        """Of the rank that needs most."""
+        """Memory of the fullest rank."""
         return fullest_rank(self.memories)
 
     @property
     def capacity_bytes(self) -> int:
-        """Of a device."""
+        """Memory of a device."""
         return self.cluster.hardware.memory.capacity_bytes
 
     @property
     def over_bytes(self) -> int:
-        """What the fullest rank lacks; at most 0 if the run fits."""
+        """Bytes that the fullest rank lacks; at most 0 if the run fits."""
         return self.memory.total - self.capacity_bytes
 
     @property
@@ -205,10 +189,10 @@ class Refusal:
     """A layout that is not among the candidates.
 
     Attributes:
-        layout: which one; with `None` for what was not settled when it was refused.
+        layout: None for parts that were not settled.
         rule: name of the rule (penstock/plan/rules), or `memory`.
-        reason: one line: which component overflows and by how much, or what the rule says.
-        count: layouts that the same refusal stands for.
+        reason: one line: the component that overflows and by how much, or the rule's reason.
+        count: layouts that this refusal stands for.
     """
 
     layout: Mapping[str, Any]
@@ -219,13 +203,13 @@ class Refusal:
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """A sign that something else may be faster than a layout that somebody asked for.
+    """A sign that another layout may be faster than the requested one.
 
     Attributes:
-        rule: name of the rule (penstock/plan/rules).
+        rule: its name (penstock/plan/rules).
         reason: one line with the numbers of the case.
-        source: where the rule comes from.
-        changes: overrides that try what the rule says; empty where they depend on the case.
+        source: of the rule.
+        changes: overrides to try; empty where they depend on the case.
     """
 
     rule: str
@@ -236,15 +220,15 @@ class Advice:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
         model: name of the run.
-        cluster: that it was planned for.
-        candidates: what fits, fastest first; a single asked-for layout also if it does not fit.
-        refused: all others.
-        considered: layouts that were looked at, refused ones counted.
-        advice: of a single asked-for layout; a search has none.
+        cluster: the devices.
+        candidates: that fit, fastest first; a single requested layout even if it does not fit.
+        refused: the others.
+        considered: number of layouts, refused ones included.
+        advice: about a single requested layout; a search has none.
     """
 
     model: str
@@ -256,7 +240,7 @@ class Plan:
 
 
 def candidate_json(projection: Projection) -> dict[str, Any]:
-    """One candidate of the JSON contract: bytes and seconds, of the worst rank."""
+    """One candidate of the JSON contract: bytes and seconds, of the fullest rank."""
     memory, time = projection.memory, projection.time
     return {
         "layout": asdict(projection.layout),

@@ -1,43 +1,35 @@
-"""Refusals of a search, put together so that tens of thousands stay readable: one line for one reason."""
+"""Filter candidate layouts by the rules, and collect the refusals of a search: one line for one reason.
+
+Rules are asked about grids first, then about pipelines and dispatches on a grid, each alone: no rule reads both. The
+rest is grouped by place in the order of the workflow (`Candidates`), because there are tens of thousands of layouts and
+most are never looked at.
+"""
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from penstock.plan.candidates import GRID, SearchSpace, with_recompute, worse_way
-from penstock.plan.memory import RankMemory
+from penstock.plan.candidates import GRID, SearchSpace, with_recompute, worse_dispatch
+from penstock.plan.memory import FIXED, STATE, RankMemory
 from penstock.plan.projection import Layout, Refusal
 from penstock.plan.rules.book import OrderKey, order_key, out_of_order
 from penstock.plan.rules.rule import Rule, Sizes
 
 MEMORY = "memory"
-"""Name of what refuses a layout that does not fit."""
+"""Rule of a layout that does not fit."""
 
 SLOWER = "slower"
-"""Name of what refuses a layout that fits, or may fit, and is not among the fastest."""
+"""Rule of a layout that fits, or may fit, and is not among the fastest."""
 
 _NAMES = tuple(field.name for field in fields(Layout))
 
-COMPONENTS = (
-    "parameters",
-    "gradients",
-    "master",
-    "moments",
-    "buffers",
-    "libraries",
-    "reserve",
-    "gathered",
-    "logits",
-    "activations",
-    "graph_pool",
-    "communication",
-)
-"""In which order memory is filled when it is asked what overflows: first what stays, then what passes."""
+_FILLED = (*STATE, "buffers", *FIXED, "gathered", "logits", "activations", "graph_pool", "communication")
+"""The order in which memory is filled to find the component that overflows: state first, then the passes."""
 
 
 def layout_of_sizes(sizes: Sizes, settled: tuple[str, ...]) -> dict[str, Any]:
-    """A layout by the names of the JSON contract; None for what is not settled."""
+    """A layout by the names of the JSON contract; None for parts that are not settled."""
     follows = ("dp", "edp") if {"tp", "cp", "pp", "ep", "etp"} <= set(settled) else ()
     values = {name: size_of(sizes, name) for name in (*settled, *follows)}
     return {name: values.get(name) for name in _NAMES}
@@ -60,49 +52,37 @@ class _Group:
 
 
 class Refusals:
-    """Collects them."""
+    """Refused layouts, grouped by reason."""
 
     def __init__(self) -> None:
         self._groups: dict[Hashable, _Group] = {}
         self.count = 0
 
     def by_rule(self, sizes: Sizes, refusal: tuple[Rule, str], count: int) -> None:
-        """A rule has something against layouts.
-
-        Args:
-            sizes: one of them.
-            refusal: the rule and its reason.
-            count: of layouts.
-        """
+        """A rule and its reason refuse `count` layouts like this one."""
         rule, reason = refusal
         self.refuse(sizes, (*GRID, "schedule", "vpp", "micro_batch"), (rule.name, reason), count)
 
     def refuse(
         self, sizes: Sizes, settled: tuple[str, ...], why: tuple[str, str], count: int, weight: float = 0.0
     ) -> None:
-        """Layouts are not among the candidates.
+        """`count` layouts are not among the candidates.
 
         Args:
             sizes: one of them.
             settled: parts that all of them have in common.
             why: rule and reason.
             count: of layouts.
-            weight: the reason with the least is told of those that are told together.
+            weight: of refusals in one group, the reason with the least weight is shown.
         """
         rule, reason = why
         layout = layout_of_sizes(sizes, settled)
-        # Layouts that do not fit, or are slow, are told by grid; those that a rule refuses by rule.
+        # Layouts that do not fit, or are slow, are grouped by grid; those that a rule refuses by rule.
         grid = tuple(layout[name] for name in GRID) if rule in (MEMORY, SLOWER) else ()
         self.add(Refusal(layout=layout, rule=rule, reason=reason, count=count), (rule, grid), weight)
 
     def add(self, refusal: Refusal, key: Hashable, weight: float = 0.0) -> None:
-        """One more.
-
-        Args:
-            refusal: with its count.
-            key: refusals of one key become one; of their layouts stays what they agree on.
-            weight: the reason with the least is told.
-        """
+        """Add a refusal to the group of a key: the layout keeps the parts that all agree on."""
         self.count += refusal.count
         held = self._groups.get(key)
         if held is None:
@@ -114,14 +94,14 @@ class Refusals:
         self._groups[key] = _Group(both, min(weight, held.weight))
 
     def all(self) -> tuple[Refusal, ...]:
-        """One for each key, those that stand for most first."""
+        """One refusal for each group, the largest first."""
         return tuple(sorted((one.refusal for one in self._groups.values()), key=lambda one: -one.count))
 
 
 def overflow(memory: RankMemory, capacity: int) -> str:
-    """Which component does not fit any more, and how much is missing."""
+    """The component that overflows, and by how much."""
     filled = 0
-    for name in COMPONENTS:
+    for name in _FILLED:
         filled += vars(memory)[name]
         if filled > capacity:
             break
@@ -133,108 +113,108 @@ def overflow(memory: RankMemory, capacity: int) -> str:
 
 
 Judge = Callable[[Sizes], tuple[Rule, str] | None]
-"""Which rule refuses a layout, and why."""
+"""The rule that refuses a layout and its reason, or None."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A slot, and the part of its ladder that has one place in the order of the workflow."""
+    """A layout, and the steps of its ladder that have one place in the order of the workflow."""
 
     sizes: Sizes
     steps: tuple[tuple[str, ...], ...]
 
-    def at(self, modules: tuple[str, ...]) -> Sizes:
-        """With something computed twice."""
+    def with_recompute(self, modules: tuple[str, ...]) -> Sizes:
+        """The layout with these modules recomputed."""
         return with_recompute(self.sizes, modules)
 
 
 @dataclass(frozen=True)
-class CandidateGroup:
-    """The same with several ways of the tokens: dispatcher and sync-free stage."""
+class Candidates:
+    """A pipeline with several dispatches, each a dispatcher and its sync-free stage; see `Candidate`."""
 
-    pace: Sizes
-    ways: tuple[tuple[str, int], ...]
+    pipeline: Sizes
+    dispatches: tuple[tuple[str, int], ...]
     steps: tuple[tuple[str, ...], ...]
 
     @property
     def count(self) -> int:
         """Layouts."""
-        return len(self.ways) * len(self.steps)
+        return len(self.dispatches) * len(self.steps)
 
     def each(self) -> Iterator[Candidate]:
-        """One for each way."""
-        for dispatcher, sync_free in self.ways:
-            yield Candidate(replace(self.pace, dispatcher=dispatcher, sync_free=sync_free), self.steps)
+        """One candidate for each dispatch."""
+        for dispatcher, sync_free in self.dispatches:
+            yield Candidate(replace(self.pipeline, dispatcher=dispatcher, sync_free=sync_free), self.steps)
 
 
 class RuleFilter:
-    """Lets through what no rule refuses.
-
-    Args:
-        space: what there is.
-        refusals: where all others go.
-    """
+    """Passes on the layouts of a space that no rule refuses, and notes the others in `refusals`."""
 
     def __init__(self, space: SearchSpace, refusals: Refusals) -> None:
         self._space = space
         self._refusals = refusals
 
-    def tries(self, refusal_of: Judge) -> dict[OrderKey, list[CandidateGroup]]:
-        """What no rule refuses and whose state fits, by its place in the order."""
-        tries: dict[OrderKey, list[CandidateGroup]] = defaultdict(list)
+    def candidates(self, refusal_of: Judge) -> dict[OrderKey, list[Candidates]]:
+        """The layouts that no rule refuses, by their place in the order."""
+        candidates: dict[OrderKey, list[Candidates]] = defaultdict(list)
         for grid in self._space.grids():
             if (refusal := refusal_of(grid)) is not None:
                 self._refusals.by_rule(grid, refusal, self._space.size_of_grid(grid))
                 continue
-            paces = [pace for order in self._space.orders(grid) for pace in self._space.paces(grid, order)]
-            paces = [pace for pace in paces if not self._is_refused(pace, refusal_of)]
-            if paces:
-                self._sort(grid, paces, tries, refusal_of)
-        return tries
+            pipelines = [
+                pipeline for pipeline in self._space.pipelines(grid) if not self._is_refused(pipeline, refusal_of)
+            ]
+            if pipelines:
+                self._sort(grid, pipelines, candidates, refusal_of)
+        return candidates
 
-    def _is_refused(self, pace: Sizes, refusal_of: Judge) -> bool:
-        """Whether a rule has something against a schedule with its micro-batches, which is noted."""
-        if (refusal := refusal_of(pace)) is None:
+    def _is_refused(self, pipeline: Sizes, refusal_of: Judge) -> bool:
+        """Whether a rule refuses a pipeline, which is noted."""
+        if (refusal := refusal_of(pipeline)) is None:
             return False
-        self._refusals.by_rule(pace, refusal, len(self._space.ways(pace)) * len(self._space.ladder))
+        self._refusals.by_rule(pipeline, refusal, len(self._space.dispatches(pipeline)) * len(self._space.ladder))
         return True
 
     def _sort(
-        self, grid: Sizes, paces: Sequence[Sizes], tries: dict[OrderKey, list[CandidateGroup]], refusal_of: Judge
+        self, grid: Sizes, pipelines: Sequence[Sizes], candidates: dict[OrderKey, list[Candidates]], refusal_of: Judge
     ) -> None:
-        """Cross paces with ways of the tokens, about which rules do not ask together, and steps of the ladder."""
+        """Cross pipelines, dispatches and steps of the ladder."""
         ladder = self._space.ladder
-        ways = [way for way in self._space.with_ways(grid) if not self._is_no_way(way, len(paces), refusal_of)]
-        if not ways:
+        dispatches = [
+            dispatch
+            for dispatch in self._space.with_dispatches(grid)
+            if not self._is_refused_dispatch(dispatch, len(pipelines), refusal_of)
+        ]
+        if not dispatches:
             return
-        ranks = [order_key(with_recompute(paces[0], modules)) for modules in ladder]
-        named = tuple((way.dispatcher, way.sync_free) for way in ways)
-        # What a ladder changes in the order, it changes alike on all schedules.
+        ranks = [order_key(with_recompute(pipelines[0], modules)) for modules in ladder]
+        named = tuple((dispatch.dispatcher, dispatch.sync_free) for dispatch in dispatches)
+        # The ladder changes the order alike on all schedules.
         changes = [{at: rank[at] for at in range(len(rank)) if rank[at] != ranks[0][at]} for rank in ranks]
-        for pace in paces:
+        for pipeline in pipelines:
             steps: dict[OrderKey, list[tuple[str, ...]]] = defaultdict(list)
-            own = order_key(pace)
+            own = order_key(pipeline)
             for modules, changed in zip(ladder, changes, strict=True):
                 key = tuple([changed.get(at, rank) for at, rank in enumerate(own)]) if changed else own
                 steps[key].append(modules)
             for key, found in steps.items():
-                tries[key].append(CandidateGroup(pace, named, tuple(found)))
+                candidates[key].append(Candidates(pipeline, named, tuple(found)))
 
-    def _is_no_way(self, way: Sizes, paces: int, refusal_of: Judge) -> bool:
-        """Whether a rule has something against a way of the tokens, which is noted."""
-        if (refusal := refusal_of(way)) is not None:
-            self._refusals.by_rule(way, refusal, paces * len(self._space.ladder))
+    def _is_refused_dispatch(self, dispatch: Sizes, pipelines: int, refusal_of: Judge) -> bool:
+        """Whether a rule refuses a dispatch, which is noted."""
+        if (refusal := refusal_of(dispatch)) is not None:
+            self._refusals.by_rule(dispatch, refusal, pipelines * len(self._space.ladder))
             return True
-        if (worse := worse_way(way, self._space.ways(way))) is not None:
-            count_ = paces * len(self._space.ladder)
-            self._refusals.refuse(way, ("sync_free_stage", "dispatcher"), worse, count_)
+        if (worse := worse_dispatch(dispatch, self._space.dispatches(dispatch))) is not None:
+            count = pipelines * len(self._space.ladder)
+            self._refusals.refuse(dispatch, ("sync_free_stage", "dispatcher"), worse, count)
             return True
         return False
 
-    def refuse_later(self, tries: Sequence[CandidateGroup], fits: OrderKey) -> None:
-        """What has one place in the order has one reason to be there."""
-        first = with_recompute(tries[0].pace, tries[0].steps[0])
+    def refuse_later(self, candidates: Sequence[Candidates], fits: OrderKey) -> None:
+        """Refuse candidates of one place in the order, because layouts before them fit."""
+        first = with_recompute(candidates[0].pipeline, candidates[0].steps[0])
         refusal = out_of_order(first, fits)
         assert refusal is not None, f"{first} comes after what fits"
-        agreed = tuple(name for name in GRID if len({size_of(one.pace, name) for one in tries}) == 1)
-        self._refusals.refuse(first, agreed, (refusal[0].name, refusal[1]), sum(one.count for one in tries))
+        agreed = tuple(name for name in GRID if len({size_of(one.pipeline, name) for one in candidates}) == 1)
+        self._refusals.refuse(first, agreed, (refusal[0].name, refusal[1]), sum(one.count for one in candidates))

@@ -1,9 +1,17 @@
-"""A rough step time of a layout from its sizes alone: in which order a search looks, and when it may stop.
+"""Search the layouts of a run on a cluster: which fit, which of them are fastest, and why the others are refused.
 
-Products at the stated share of the peak, tokens on their way, what tensor and context ranks exchange, the ramp of the
-pipeline, sums of gradients. Kernels that are bound by memory, launches and waits are left out, so a step takes longer
-than this; layouts of one question are off by much the same factor, which the search reads off those that it has
-projected.
+    1. rules        refuse grids of ranks by whole numbers alone (penstock/plan/rules)
+    2. state        the model state of the fullest rank refuses pipelines on a grid, without activations
+    3. order        the rest is walked through in the order of the workflow: least model parallelism first, little
+                    recomputation first, experts inside the fast links. After the first place of that order at which a
+                    layout fits, the search looks no further
+    4. estimate     within a place, layouts with the lowest estimated time come first (`RoughTimes`). A layout is
+                    composed (penstock/plan/composed_run.py) with as little recomputation as fits
+    5. clock        the actions of the best schedules are played, and the layouts ranked by tokens/s
+
+A place ends when every layout that was not looked at is estimated slower than the last of the best. An estimate is
+corrected by the lowest ratio of real to estimated time so far. Every layout is counted once: as a candidate, or in a
+refusal with a reason.
 """
 
 import gc
@@ -34,7 +42,7 @@ from penstock.plan.param_state import PartState
 from penstock.plan.project import DEFAULT_ASSUMPTIONS, Assumptions, device_of, overheads_of, project, target_of
 from penstock.plan.projection import Plan, Projection, layout_of
 from penstock.plan.rates import BYTES
-from penstock.plan.rule_filter import MEMORY, SLOWER, Candidate, CandidateGroup, Refusals, RuleFilter, overflow
+from penstock.plan.rule_filter import MEMORY, SLOWER, Candidate, Candidates, Refusals, RuleFilter, overflow
 from penstock.plan.rules.book import first_refusal, illegal, order_key
 from penstock.plan.rules.rule import Sizes, facts_of, sizes_of
 from penstock.plan.transfers import DispatchMethod, TokenTraffic, TransferTimes
@@ -42,19 +50,18 @@ from penstock.plan.transfers import DispatchMethod, TokenTraffic, TransferTimes
 AGAIN: Mapping[str, float] = MappingProxyType(
     {"norm": 0.01, "expert-activation": 0.01, "latent-up": 0.05, "moe": 0.6, "layer": 1.0}
 )
-"""Share of a forward pass that is computed twice; a guess."""
+"""Share of a forward pass that is recomputed; a guess."""
 
 EXCHANGES = 4
-"""Of a layer's tokens between tensor-parallel, and between context-parallel, ranks; in each direction of a pass."""
+"""Exchanges of a layer's tokens between tensor-parallel, and between context-parallel ranks, in a pass."""
 
 
 class RoughTimes:
-    """Rough times of one question.
+    """Rough step times of layouts from their sizes alone.
 
-    Args:
-        cluster: where.
-        hidden: width of a token.
-        dtype: what is computed in.
+    Products at the stated share of the peak, dispatch, exchanges of tensor and context ranks, the ramp of the pipeline
+    and gradient sums. Memory-bound kernels, launches and waits are left out, so a step takes longer; layouts of one
+    request are off by much the same factor, which the search learns from the layouts that it has timed.
     """
 
     def __init__(self, cluster: Cluster, hidden: int, dtype: Dtype) -> None:
@@ -65,12 +72,12 @@ class RoughTimes:
         self._token_bytes = hidden * BYTES[dtype]
 
     def seconds(self, sizes: Sizes, load: PlaceLoad, state: PartState) -> float:
-        """Of a step.
+        """Seconds of a step.
 
         Args:
             sizes: the layout.
-            load: of the place on the pipeline that has most to do.
-            state: of the place that has most.
+            load: of the place on the pipeline with most work.
+            state: of the place with most state.
         """
         tokens = sizes.micro_batch * sizes.sequence_length / (sizes.cp * sizes.tp)
         again = max((AGAIN.get(name, 0.0) for name in sizes.recompute), default=0.0)
@@ -82,7 +89,6 @@ class RoughTimes:
         return (sizes.micro_batches + ramp) * micro_batch + self._update(sizes, state)
 
     def _way(self, sizes: Sizes, tokens: float) -> float:
-        """Of tokens to their experts, or back."""
         if sizes.expert_ranks == 1:
             return 0.0
         travel = TokenTraffic(
@@ -105,7 +111,7 @@ class RoughTimes:
         return found
 
     def _update(self, sizes: Sizes, state: PartState) -> float:
-        """Sums of gradients, and new weights: as if all were shared like the experts, who have most."""
+        """Gradient sums and new weights, as if all parameters were shared like the experts, which are the most."""
         group = self._cluster.group(max(1, sizes.edp), sizes.expert_ranks)
         if group.ranks == 1:
             return 0.0
@@ -114,47 +120,43 @@ class RoughTimes:
 
 
 class EstimateRatio:
-    """How long steps took that were promised to take less.
-
-    Attributes:
-        least: of their ratios; 1 before the first.
-    """
+    """The lowest ratio of real to estimated seconds; 1 before the first."""
 
     def __init__(self) -> None:
         self.least = 1.0
         self._is_new = True
 
-    def note(self, promised: float, seconds: float) -> None:
-        """One that is known now."""
-        ratio = seconds / promised
+    def note(self, estimated: float, seconds: float) -> None:
+        """A layout's time is known."""
+        ratio = seconds / estimated
         self.least = ratio if self._is_new else min(self.least, ratio)
         self._is_new = False
 
 
 Progress = Callable[[str], None]
-"""Told what a search is doing, in a few words."""
+"""Told what the search is doing, in a few words."""
 
 MORE_PLAYED = 2
-"""Layouts beyond the asked-for number whose schedules are played, because rough times are a little off."""
+"""Layouts beyond the requested number whose schedules are played, because rough times are a little off."""
 
 SURE = 1.03
-"""A layout that is only known about is refused if it needs so much more than there is, and fits if so much less."""
+"""An approximate memory decides if it is this factor above or below the capacity."""
 
 ALL = ("pp", "vpp", "ep", "etp", "cp", "tp", "schedule", "micro_batch", "recompute", "sync_free_stage", "dispatcher")
-"""What makes a layout, by its names in the JSON contract."""
+"""The parts of a layout, by their names in the JSON contract."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchRequest:
-    """What is sought.
+    """A search.
 
     Attributes:
-        run: what is trained; its own layout is not looked at where the search chooses.
-        cluster: where.
-        global_batch: rows of a step; None takes the run's.
-        fixed: texts by names of a layout (penstock/plan/asked_layout.py): sizes that are not chosen.
-        top: layouts that are wanted.
-        assumptions: of what the configuration does not say.
+        run: to train; the search ignores the parts of its layout that it chooses.
+        cluster: the devices.
+        global_batch: rows of a step; None for the run's.
+        fixed: texts by names of a layout (penstock/plan/asked_layout.py): parts that the search does not choose.
+        top: layouts to return.
+        assumptions: facts that the configuration does not say.
     """
 
     run: Run
@@ -166,15 +168,15 @@ class SearchRequest:
 
 
 def search(question: SearchRequest, progress: Progress | None = None) -> Plan:
-    """Answer a question.
+    """Answer a request.
 
     Args:
-        question: what is sought. If every part of the layout is fixed, the plan is of that one, whether it fits or not.
+        question: the request. With every part of the layout fixed, the plan has that layout, whether it fits or not.
         progress: told from time to time.
 
     Raises:
         ConfigError: a layout with every part fixed is illegal, or a fixed value is not one.
-        HardwareError: the hardware file says nothing of something that the run does.
+        HardwareError: the hardware file lacks a figure that the run needs.
     """
     run = _prepared(question)
     if set(ALL) <= set(question.fixed) and (one := _one(question, run)) is not None:
@@ -185,7 +187,7 @@ def search(question: SearchRequest, progress: Progress | None = None) -> Plan:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Python does not look for garbage in cycles, which takes a sixth of a search and finds next to nothing."""
+    """No garbage collection of cycles, which takes a sixth of a search and finds next to nothing."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -196,7 +198,7 @@ def _no_collection() -> Iterator[None]:
 
 
 def _prepared(question: SearchRequest) -> Run:
-    """The run without what the search decides."""
+    """The run without the parts that the search decides."""
     check_fixed(question.fixed)
     rows = question.global_batch
     run = question.run if rows is None else _with(question.run, "training", global_batch=rows)
@@ -215,9 +217,8 @@ def _one(question: SearchRequest, run: Run) -> Plan | None:
     space = SearchSpace(_neutral(question, run), run, question.fixed)
     if (grid := next(space.grids(), None)) is None:
         return None
-    (order,), (way,) = space.orders(grid), space.with_ways(grid)
-    (pace,), (modules,) = space.paces(grid, order), space.ladder
-    sizes = replace(pace, dispatcher=way.dispatcher, sync_free=way.sync_free)
+    (pipeline,), (dispatch,), (modules,) = space.pipelines(grid), space.with_dispatches(grid), space.ladder
+    sizes = replace(pipeline, dispatcher=dispatch.dispatcher, sync_free=dispatch.sync_free)
     asked = run_of(run, with_recompute(sizes, modules))
     check(asked)
     found = project(asked, question.cluster, question.assumptions)
@@ -241,23 +242,16 @@ def _neutral(question: SearchRequest, run: Run) -> Sizes:
 
 
 CAUTION, TICK = 0.95, 1e-9
-"""Rough promises are taken for so much more than they are known to be off, and are never looked at twice the same."""
+"""A rough estimate counts as this share of its corrected value; TICK keeps two looks at one layout apart."""
 
 ROUGH = "rough"
-"""Promises that are made of sizes alone."""
+"""Kind of the estimates from sizes alone."""
 
 
 class _Waiting(NamedTuple):
-    """A layout that is to be looked at.
+    """A layout to look at: estimated seconds, number of the candidate, step of its ladder, kind of the estimate."""
 
-    Attributes:
-        promise: seconds that a step takes at least, but for a factor of this kind of promises.
-        number: of the try.
-        step: of its ladder.
-        kind: of the promise.
-    """
-
-    promise: float
+    estimate: float
     number: int
     step: int
     kind: str
@@ -265,7 +259,7 @@ class _Waiting(NamedTuple):
 
 @dataclass(frozen=True)
 class _Found:
-    """A layout that fits, and roughly how long its step takes."""
+    """A layout that fits, and its rough step time."""
 
     sizes: Sizes
     composed: ComposedRun
@@ -273,14 +267,8 @@ class _Found:
 
 
 @dataclass(frozen=True)
-class _Frame:
-    """What all slots of a schedule on a grid share.
-
-    Attributes:
-        load: of the place on the pipeline that has most to do.
-        memory: of the place that holds most state, nothing else counted.
-        state: the same.
-    """
+class _PlaceState:
+    """Shared by all pipelines of a grid: work of the busiest place; memory and state of the place with most state."""
 
     load: PlaceLoad
     memory: RankMemory
@@ -296,29 +284,29 @@ class _Search:
         self._capacity = cluster.hardware.memory.capacity_bytes
         self._composer = Composer(run, target_of(run, cluster, assumptions), overheads_of(cluster.hardware))
         self._times = ComposedTimes(cluster, assumptions.imbalance)
-        self._bound = RoughTimes(cluster, run.model.hidden_size, run.training.precision)
+        self._rough_times = RoughTimes(cluster, run.model.hidden_size, run.training.precision)
         self._space = SearchSpace(_neutral(question, run), run, question.fixed)
         self._refusals = Refusals()
-        self._sieve = RuleFilter(self._space, self._refusals)
-        self._frames: dict[tuple[object, ...], _Frame] = {}
-        self._too_many: dict[Sizes, int] = {}
-        self._promises: defaultdict[str, EstimateRatio] = defaultdict(EstimateRatio)
+        self._filter = RuleFilter(self._space, self._refusals)
+        self._place_states: dict[tuple[object, ...], _PlaceState] = {}
+        self._rows_over: dict[Sizes, int] = {}
+        self._ratios: defaultdict[str, EstimateRatio] = defaultdict(EstimateRatio)
         self._found: list[_Found] = []
 
     def plan(self) -> Plan:
         """Search."""
-        tries = self._sieve.tries(first_refusal)
-        if not tries and self._question.fixed:
-            # What is asked for by name need not be worth it.
+        candidates = self._filter.candidates(first_refusal)
+        if not candidates and self._question.fixed:
+            # A part that is fixed by name may be legal and slow.
             self._refusals = Refusals()
-            self._sieve = RuleFilter(self._space, self._refusals)
-            tries = self._sieve.tries(illegal)
+            self._filter = RuleFilter(self._space, self._refusals)
+            candidates = self._filter.candidates(illegal)
         self._progress(f"{self._refusals.count} layouts refused by rules")
-        for key in sorted(tries):
+        for key in sorted(candidates):
             if self._found:
-                self._sieve.refuse_later(tries[key], min(order_key(one.sizes) for one in self._found))
+                self._filter.refuse_later(candidates[key], min(order_key(one.sizes) for one in self._found))
             else:
-                self._walk(tries[key])
+                self._walk(candidates[key])
         best = self._best()
         return Plan(
             model=self._run.name,
@@ -328,19 +316,19 @@ class _Search:
             considered=self._refusals.count + len(best),
         )
 
-    def _is_hopeless(self, tries: CandidateGroup) -> bool:
-        """Whether the state alone is too much, which is noted."""
-        memory = self._frame(tries.pace).memory
+    def _state_overflows(self, candidates: Candidates) -> bool:
+        """Whether the state alone overflows, which is noted."""
+        memory = self._place_state(candidates.pipeline).memory
         if memory.total <= self._capacity:
             return False
         reason = f"{overflow(memory, self._capacity)} before any activation"
-        self._refusals.refuse(tries.pace, GRID, (MEMORY, reason), tries.count, memory.total)
+        self._refusals.refuse(candidates.pipeline, GRID, (MEMORY, reason), candidates.count, memory.total)
         return True
 
-    def _frame(self, sizes: Sizes) -> _Frame:
+    def _place_state(self, sizes: Sizes) -> _PlaceState:
         placement = "none" if sizes.pp == 1 else SCHEDULES[sizes.schedule].placement
         key = (sizes.tp, sizes.cp, sizes.pp, sizes.ep, sizes.etp, placement, sizes.vpp)
-        if key not in self._frames:
+        if key not in self._place_states:
             run, grid = run_of(self._run, sizes), _grid_of(sizes)
             state, places = self._composer.state(run, grid), self._composer.places(run)
             held = {place: state.of(contents) for place, (contents, _) in enumerate(places)}
@@ -348,81 +336,81 @@ class _Search:
             rank = fullest * grid.world // grid.pipeline
             parts = MemoryParts(rank=rank, state=held[fullest], passes=PassPeak(name="state", bytes=0, terms={}))
             memory = assemble(parts, self._composer.overheads)
-            self._frames[key] = _Frame(
+            self._place_states[key] = _PlaceState(
                 max((load for _, load in places), key=lambda load: load.flops), memory, held[fullest]
             )
-        return self._frames[key]
+        return self._place_states[key]
 
-    def _walk(self, group: Sequence[CandidateGroup]) -> None:
-        """Look at layouts of one place in the order, those first that promise most.
+    def _walk(self, group: Sequence[Candidates]) -> None:
+        """Look at layouts of one place in the order, those with the lowest estimate first.
 
-        A promise is first rough, then made of pieces that are nearly the layout's own. A layout that does not fit goes
-        back with the next step of its ladder.
+        An estimate is first rough, then made of pieces that are nearly the layout's own. A layout that does not fit
+        waits again with the next step of its ladder.
         """
-        tries = [one for several in group if not self._is_hopeless(several) for one in several.each()]
-        rough = [self._promise(one.at(one.steps[0])) for one in tries]
-        waiting = [_Waiting(promise, number, 0, ROUGH) for number, promise in enumerate(rough)]
+        candidates = [one for several in group if not self._state_overflows(several) for one in several.each()]
+        rough = [self._estimate(one.with_recompute(one.steps[0])) for one in candidates]
+        waiting = [_Waiting(estimate, number, 0, ROUGH) for number, estimate in enumerate(rough)]
         heapq.heapify(waiting)
         while waiting:
-            promise, number, step, kind = heapq.heappop(waiting)
-            one, ratio = tries[number], self._promises[kind].least
-            if kind == ROUGH and promise == rough[number]:
-                # Back to its place by what such promises are known to be off; then it is looked at.
-                heapq.heappush(waiting, _Waiting(max(promise * ratio * CAUTION, promise + TICK), number, 0, ROUGH))
-            elif self._is_enough(promise if kind == ROUGH else promise * ratio):
-                self._refuse_unseen(one, step, promise if kind == ROUGH else promise * ratio)
+            estimate, number, step, kind = heapq.heappop(waiting)
+            one, ratio = candidates[number], self._ratios[kind].least
+            if kind == ROUGH and estimate == rough[number]:
+                # Back in the queue, corrected by the known ratio; then it is looked at.
+                heapq.heappush(waiting, _Waiting(max(estimate * ratio * CAUTION, estimate + TICK), number, 0, ROUGH))
+            elif self._is_too_slow(estimate if kind == ROUGH else estimate * ratio):
+                self._refuse_unseen(one, step, estimate if kind == ROUGH else estimate * ratio)
             elif kind == ROUGH:
-                near = self._times.rough(self._nearly(one.at(one.steps[0])))
-                self._promises[ROUGH].note(rough[number], near)
+                near = self._times.rough(self._nearly(one.with_recompute(one.steps[0])))
+                self._ratios[ROUGH].note(rough[number], near)
                 heapq.heappush(waiting, _Waiting(near, number, 0, _kind_of(one.sizes)))
             elif self._fits(one, step):
                 found = self._keep(one, step)
-                self._promises[kind].note(promise, found.seconds)
+                self._ratios[kind].note(estimate, found.seconds)
             elif step + 1 < len(one.steps):
-                near = self._times.rough(self._nearly(one.at(one.steps[step + 1])))
+                near = self._times.rough(self._nearly(one.with_recompute(one.steps[step + 1])))
                 heapq.heappush(waiting, _Waiting(near, number, step + 1, kind))
 
     def _nearly(self, sizes: Sizes) -> ComposedRun:
         return next(iter(self._composer.closer_and_closer(run_of(self._run, sizes), _grid_of(sizes))))
 
-    def _promise(self, sizes: Sizes) -> float:
-        frame = self._frame(sizes)
-        return self._bound.seconds(sizes, frame.load, frame.state)
+    def _estimate(self, sizes: Sizes) -> float:
+        place = self._place_state(sizes)
+        return self._rough_times.seconds(sizes, place.load, place.state)
 
-    def _is_enough(self, seconds: float) -> bool:
-        """Whether what takes so long, or longer, cannot be among the best."""
+    def _is_too_slow(self, seconds: float) -> bool:
+        """Whether a layout that takes at least `seconds` cannot be among the best."""
         top = self._question.top
         return len(self._found) >= top and seconds > heapq.nsmallest(top, (one.seconds for one in self._found))[-1]
 
     def _fits(self, one: Candidate, step: int) -> bool:
         """Whether a step of a ladder fits; if not, it is refused."""
-        sizes = one.at(one.steps[step])
+        sizes = one.with_recompute(one.steps[step])
         key = replace(sizes, micro_batch=1)
-        if self._too_many.get(key, sizes.micro_batch) < sizes.micro_batch:
-            reason = f"{self._too_many[key]} rows of a micro-batch are too many already"
+        if self._rows_over.get(key, sizes.micro_batch) < sizes.micro_batch:
+            reason = f"{self._rows_over[key]} rows of a micro-batch are too many already"
             self._refusals.refuse(sizes, GRID, (MEMORY, reason), 1, math.inf)
             return False
         overflowing = self._overflow(sizes)
         if overflowing is None:
             return True
         self._refusals.refuse(sizes, GRID, (MEMORY, overflowing[0]), 1, overflowing[1])
-        self._too_many[key] = sizes.micro_batch
+        self._rows_over[key] = sizes.micro_batch
         return False
 
     def _keep(self, one: Candidate, step: int) -> _Found:
-        """A layout fits."""
-        sizes, more = one.at(one.steps[step]), len(one.steps) - step - 1
+        """Keep a layout that fits."""
+        sizes, more = one.with_recompute(one.steps[step]), len(one.steps) - step - 1
         composed = self._composer.composed(run_of(self._run, sizes), _grid_of(sizes), closely=False)
         found = _Found(sizes, composed, self._times.rough(composed))
         self._found.append(found)
         if more:
             done = "+".join(sizes.recompute) or "none"
             reason = f"fits with recompute {done}, and computing more twice takes longer"
-            self._refusals.refuse(one.at(one.steps[-1]), GRID, ("least-recompute", reason), more)
+            self._refusals.refuse(one.with_recompute(one.steps[-1]), GRID, ("least-recompute", reason), more)
         return found
 
     def _overflow(self, sizes: Sizes) -> tuple[str, int] | None:
-        """What does not fit of a layout, and what it needs; None if all does."""
+        """The component of a layout that overflows and its total memory; None if the layout fits."""
         run, grid = run_of(self._run, sizes), _grid_of(sizes)
         for composed in self._composer.closer_and_closer(run, grid):
             place = composed.fullest
@@ -432,12 +420,12 @@ class _Search:
                 return about + overflow(composed.memory(place), self._capacity), total
         if total * SURE <= self._capacity:
             return None
-        # So near the capacity it matters what rare stages hold.
+        # So near the capacity the rare stages matter.
         memory = max(self._composer.memories(run, grid), key=lambda one: one.total)
         return (overflow(memory, self._capacity), memory.total) if memory.total > self._capacity else None
 
     def _best(self) -> list[Projection]:
-        """The fastest, their schedules played; all others are refused."""
+        """The fastest layouts, their schedules played; the others are refused."""
         found = sorted(self._found, key=lambda one: one.seconds)
         played = [(one, self._projection(one)) for one in found[: self._question.top + MORE_PLAYED]]
         played.sort(key=lambda one: (one[1].time.step_seconds, one[1].memory.total))
@@ -461,18 +449,18 @@ class _Search:
         )
 
     def _tokens(self, seconds: float) -> float:
-        """Trained in a second by a device."""
+        """Tokens per second of a device."""
         return self._run.tokens_per_step / seconds / self._question.cluster.devices
 
     def _refuse_unseen(self, one: Candidate, step: int, seconds: float) -> None:
         tokens = self._tokens(seconds)
         others = f"{self._question.top} others have more"
-        reason = f"promises {tokens:.0f} tokens/s on a device at most, and {others}"
+        reason = f"{tokens:.0f} tokens/s on a device at most, and {others}"
         self._refusals.refuse(one.sizes, GRID, (SLOWER, reason), len(one.steps) - step, -tokens)
 
 
 def _kind_of(sizes: Sizes) -> str:
-    """Promises of what kind are made to a layout: passes in two halves take longer than their pieces are known to."""
+    """Kind of a layout's estimate: the approximation is further off for split passes."""
     return "split" if sizes.schedule in SPLITTING_SCHEDULES else "whole"
 
 

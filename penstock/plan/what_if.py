@@ -1,9 +1,9 @@
-"""What changes if: two runs side by side, one run on more devices, one run with another value.
+"""What-if questions: two runs side by side, one run on more devices, one run with another value.
 
-Every question takes a `Planner`, which says what a run on a cluster needs (`penstock.plan.project.project` with its
-assumptions), and gives values; `penstock.cli.plan_print` prints them. What is not asked about stays: the layout, so
-that further devices are further data-parallel ranks, and about the tokens of a step, so that a longer sequence is fewer
-rows. A question without an answer, such as more expert ranks than experts, gives a point with the refusal.
+Each question takes a `Planner` (`penstock.plan.project.project` with its assumptions) and returns values, which
+`penstock.cli.plan_print` prints. Everything else stays: the layout, so more devices are more data-parallel ranks, and
+about the tokens of a step, so a longer sequence is fewer rows. A question without an answer, such as more expert ranks
+than experts, returns a point with the refusal.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,46 +15,25 @@ from penstock.config.run import Run
 from penstock.config.schema import Difference, differences, find
 from penstock.plan.asked_layout import FIELDS, FOLLOW, layout_fields, with_layout, with_overrides
 from penstock.plan.hardware import Cluster, cluster_of
-from penstock.plan.memory import RankMemory
+from penstock.plan.memory import components
 from penstock.plan.projection import Projection, RankTime, Refusal
 from penstock.plan.rules.book import config_refusal
 
 Planner = Callable[[Run, Cluster], Projection]
-"""What a run on a cluster needs. Raises a PenstockError where it cannot run."""
-
-COMPONENTS = (
-    "parameters",
-    "gradients",
-    "master",
-    "moments",
-    "gathered",
-    "activations",
-    "logits",
-    "buffers",
-    "communication",
-    "graph_pool",
-    "libraries",
-    "reserve",
-)
-"""Parts of a rank's memory; they add up to `RankMemory.total`."""
+"""Projects a run on a cluster. Raises a PenstockError where it cannot run."""
 
 CANNOT_START = "cannot-start"
-"""Rule of what no rule of the config refuses, and the run itself does when it is built for the cluster."""
+"""Rule of a run that no rule of the config refuses, and that cannot be built for the cluster."""
 
 DISPATCHERS = ("all-to-all", "all-gather", "symmetric", "hierarchical")
-"""Ways to send tokens that a sweep of expert ranks compares."""
+"""Dispatchers that a sweep of expert ranks compares."""
 
 SHORT: Mapping[str, str] = {"sequence_length": "training.sequence_length", "global_batch": "training.global_batch"}
-"""What may be swept by a short name, besides the parts of a layout."""
-
-
-def components(memory: RankMemory) -> dict[str, int]:
-    """Bytes by component."""
-    return {name: vars(memory)[name] for name in COMPONENTS}
+"""Short names of fields to sweep, besides the parts of a layout."""
 
 
 def slowest(projection: Projection) -> RankTime:
-    """The place on the pipeline that waits least for the others: what is saved there is saved."""
+    """The place on the pipeline that waits least for the others: time saved there is saved."""
     return min(projection.time.ranks, key=lambda one: one.waiting)
 
 
@@ -68,7 +47,7 @@ class TermChange:
 
     @property
     def more(self) -> float:
-        """Of the right one."""
+        """The right value less the left one."""
         return self.right - self.left
 
 
@@ -80,9 +59,9 @@ class ProjectionComparison:
         left: the first.
         right: the second.
         fields: in which their configurations differ.
-        memory: components of the fullest ranks; they add up to the totals.
-        activations: of these ranks, by the module that allocated them.
-        seconds: terms of the slowest places; they add up to the steps.
+        memory: components of the fullest ranks.
+        activations: of these ranks, by the label of the allocating module.
+        seconds: terms of the slowest places.
     """
 
     left: Projection
@@ -94,7 +73,7 @@ class ProjectionComparison:
 
 
 def compare(left: Projection, right: Projection) -> ProjectionComparison:
-    """Which terms differ between two projections."""
+    """The terms of two projections."""
     return ProjectionComparison(
         left=left,
         right=right,
@@ -112,10 +91,10 @@ def _changes(left: Mapping[str, float], right: Mapping[str, float]) -> tuple[Ter
 
 @dataclass(frozen=True, kw_only=True)
 class SweepPoint:
-    """One answer of a row of questions.
+    """One answer of a series of questions.
 
     Attributes:
-        asked: what was asked, by name, such as `ep`: `16`.
+        asked: the question, such as `ep`: `16`.
         answer: a projection, or why there is none.
         efficiency: tokens per second of a device over those of the first point; None without an answer.
     """
@@ -126,7 +105,7 @@ class SweepPoint:
 
 
 def answer_to(run: Run, cluster: Cluster, plan: Planner) -> Projection | Refusal:
-    """A projection of a run, or the rule that keeps it from running and its reason."""
+    """A projection of a run, or the rule that refuses it and its reason."""
     refusal = config_refusal(run, cluster.devices)
     if refusal is None:
         try:
@@ -146,7 +125,7 @@ def scale(
         run: with its layout.
         cluster: on which the run's global batch is as it is.
         worlds: numbers of devices.
-        plan: answers.
+        plan: projects a run.
         kind: strong: the global batch stays. weak: it grows with the devices.
 
     Raises:
@@ -170,17 +149,17 @@ def _with_efficiency(point: SweepPoint, first: Projection) -> SweepPoint:
 
 
 def sweep(run: Run, cluster: Cluster, name: str, values: Sequence[str], plan: Planner) -> tuple[SweepPoint, ...]:
-    """One run with several values of one thing, at about the tokens of a step that it has.
+    """One run with several values of one field, at about the same tokens of a step.
 
     Args:
         run: with its layout.
-        cluster: where.
+        cluster: the devices.
         name: a part of the layout, `sequence_length`, or the full path of a field; `ep` is asked for every dispatcher.
-        values: of it, as text.
-        plan: answers.
+        values: of the field, as text.
+        plan: projects a run.
 
     Raises:
-        ConfigError: there is nothing of this name, or it does not take a value.
+        ConfigError: there is no such field, or it does not take a value.
     """
     field = _field(name)
     questions = [asked for value in values for asked in _asked(name, value)]
@@ -197,7 +176,7 @@ def _asked(name: str, value: str) -> list[dict[str, str]]:
 
 
 def _with(run: Run, cluster: Cluster, field: str | None, asked: Mapping[str, str]) -> Run:
-    """The run with what is asked for; without a field it is a part of the layout."""
+    """The run with the asked values; without a field they are parts of the layout."""
     if field is None:
         return with_layout(run, asked, cluster.devices, run.tokens_per_step)
     (value,) = asked.values()

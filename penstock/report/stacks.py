@@ -8,9 +8,9 @@ from dataclasses import asdict
 from typing import Any
 
 from penstock.base.numbers import rounded, three_digits, time_unit
-from penstock.plan.memory import RankMemory
+from penstock.plan.memory import RankMemory, components
 from penstock.plan.projection import Layout, Projection, RankTime
-from penstock.plan.what_if import components, slowest
+from penstock.plan.what_if import slowest
 from penstock.report.colours import LIMIT, MEMORY_PARTS, TIME_PARTS, part_colours
 from penstock.report.figure import Figure
 

@@ -133,23 +133,19 @@ def neutral(devices: str) -> Sizes:
 
 
 @cache
-def every_pace(devices: str) -> list[tuple[SearchSpace, Sizes]]:
+def every_pipeline(devices: str) -> list[tuple[SearchSpace, Sizes]]:
     space = SearchSpace(neutral(devices), LITE, {})
     return [
-        (space, pace)
-        for grid in space.grids()
-        for order in space.orders(grid)
-        for pace in space.paces(grid, order)
-        if illegal(pace) is None
+        (space, pipeline) for grid in space.grids() for pipeline in space.pipelines(grid) if illegal(pipeline) is None
     ]
 
 
 @examples(60)
 @given(devices=st.sampled_from(["8xH200", "48xMI300X", "128xMI300X"]), data=st.data())
 def test_every_layout_that_no_rule_calls_illegal_is_a_run(devices: str, data: st.DataObject) -> None:
-    space, pace = data.draw(st.sampled_from(every_pace(devices)))
-    way = data.draw(st.sampled_from(list(space.with_ways(pace))))
-    sizes = with_recompute(way, data.draw(st.sampled_from(space.ladder)))
+    space, pipeline = data.draw(st.sampled_from(every_pipeline(devices)))
+    dispatch = data.draw(st.sampled_from(list(space.with_dispatches(pipeline))))
+    sizes = with_recompute(dispatch, data.draw(st.sampled_from(space.ladder)))
     if illegal(sizes) is None:
         run = run_of(LITE, sizes)
         assert config_refusal(run, sizes.world) is None
@@ -164,15 +160,15 @@ def _grid(run: Run, sizes: Sizes) -> tuple[int, ...]:
 @examples(60)
 @given(data=st.data())
 def test_a_ladder_changes_the_order_alike_on_all_schedules(data: st.DataObject) -> None:
-    paces = [pace for _, pace in every_pace("48xMI300X")]
-    pace, other = data.draw(st.sampled_from(paces)), data.draw(st.sampled_from(paces))
+    pipelines = [pipeline for _, pipeline in every_pipeline("48xMI300X")]
+    pipeline, other = data.draw(st.sampled_from(pipelines)), data.draw(st.sampled_from(pipelines))
     modules = data.draw(st.sampled_from(ladder_of(LITE.model)))
 
     def changed(sizes: Sizes) -> list[int | None]:
         keys = order_key(sizes), order_key(with_recompute(sizes, modules))
         return [after if before != after else None for before, after in zip(*keys, strict=True)]
 
-    assert changed(pace) == changed(other)
+    assert changed(pipeline) == changed(other)
 
 
 def test_a_ladder_ends_with_whole_layers() -> None:

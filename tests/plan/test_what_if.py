@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from penstock.base.errors import ConfigError, HardwareError
-from penstock.plan.memory import RankMemory
+from penstock.plan.memory import COMPONENTS, RankMemory, components
 from penstock.plan.projection import Projection, Refusal
-from penstock.plan.what_if import COMPONENTS, DISPATCHERS, SweepPoint, compare, components, scale, slowest, sweep
+from penstock.plan.what_if import DISPATCHERS, SweepPoint, compare, scale, slowest, sweep
 from tests.cli.made_plans import CLUSTER, GB, MadeUp, projection, rank_time, run_of
 
 
