@@ -455,7 +455,7 @@ class _Search:
     def _refuse_unseen(self, one: Candidate, step: int, seconds: float) -> None:
         tokens = self._tokens(seconds)
         others = f"{self._question.top} others have more"
-        reason = f"{tokens:.0f} tokens/s on a device at most, and {others}"
+        reason = f"estimated at most {tokens:.0f} tokens/s on a device, and {others}"
         self._refusals.refuse(one.sizes, GRID, (SLOWER, reason), len(one.steps) - step, -tokens)
 
 
