@@ -27,7 +27,6 @@ from typing import Any
 from penstock.base.shapes import LEGEND
 from penstock.base.spans import Span
 from penstock.config.explain import reference_markdown
-from penstock.parallel.launch.environment import environment_page
 from tools import (
     dispatch_tables,
     doctor_tables,
@@ -43,6 +42,7 @@ from tools import (
     trace_tables,
 )
 from tools.commands_page import commands_json, commands_page
+from tools.environment_page import environment_page
 from tools.grafana import dashboard
 from tools.hardware_page import hardware_page
 from tools.metrics_page import metrics_page

@@ -18,12 +18,12 @@ from penstock.parallel.launch.environment import (
     LaunchFacts,
     environment_for_children,
     environment_line,
-    environment_page,
     facts_of_machine,
     prepare_environment,
     read_environment,
     settings,
 )
+from tools.environment_page import environment_page
 
 TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1",
