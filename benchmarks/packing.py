@@ -158,7 +158,7 @@ def write_copies(folder: Path) -> None:
     one = IndexedDataset(made)
     documents = [one.document(number) for number in range(len(one))]
     opened = open_tokenizer(tokenizer)
-    with IndexedDatasetWriter(folder / "read", opened.vocabulary_size) as writer:
+    with IndexedDatasetWriter(folder / "read", opened.vocab_size) as writer:
         for _ in range(COPIES):
             writer.write(np.concatenate(documents), np.array([len(document) for document in documents]))
         origin = one.origin()
@@ -260,7 +260,7 @@ Reader = tuple[Callable[[int], Any], int]
 
 
 def packed_of(folder: Path) -> PackedTokens:
-    return open_packed([folder / "read"], keep=SplitFilter(), vocabulary_size=1 << 20)
+    return open_packed([folder / "read"], keep=SplitFilter(), vocab_size=1 << 20)
 
 
 def our_reader(folder: Path, megatron: Path | None) -> Reader:

@@ -85,7 +85,7 @@ def open_texts(
     settings = Data(
         source=source.value, files=tuple(files), text_field=text_field, corrupt=corrupt.value, validation_share=0.0
     )
-    text = open_text(settings, "train", vocabulary_size=_ANY_VOCABULARY, seed=0, cache=cache)
+    text = open_text(settings, "train", vocab_size=_ANY_VOCABULARY, seed=0, cache=cache)
     documents = text.parts[0].documents
     assert isinstance(documents, TextDocuments), f"{source} is a source of text"
     return documents
@@ -240,7 +240,7 @@ def train_on_text(  # noqa: PLR0913 - one argument for each option
     size = train_tokenizer(
         _readable(texts, left_out, skip=corrupt is CorruptTexts.SKIP),
         output,
-        vocabulary_size=vocabulary,
+        vocab_size=vocabulary,
         special_tokens=special or (),
         show_progress=sys.stderr.isatty(),
     )

@@ -27,7 +27,7 @@ from penstock.config.rules import check
 from penstock.config.run import Run
 from penstock.config.schema import fields_of
 from penstock.config.tree import Tree, build, merge, parse_overrides, settle
-from penstock.data.files import matched, stem
+from penstock.data.files import matched, uncompressed_name
 from penstock.data.open import SUFFIXES
 from penstock.data.tokenizer import BYTES, open_tokenizer
 from penstock.parallel.launch.process import device_name
@@ -204,7 +204,7 @@ def _source_of_all(path: Path) -> SourceName:
 
 def _source(path: Path) -> SourceName:
     """Source of a file, by the suffix of its name before compression."""
-    suffix = ".idx" if path.suffix == ".bin" else stem(path).suffix
+    suffix = ".idx" if path.suffix == ".bin" else uncompressed_name(path).suffix
     sources: tuple[SourceName, ...] = ("jsonl", "parquet", "packed")
     return next((source for source in sources if suffix in SUFFIXES[source]), "text")
 
@@ -213,7 +213,7 @@ def _with_vocabulary(run: Run) -> tuple[Run, tuple[str, ...]]:
     """The run with a vocabulary for every id of its tokenizer."""
     if run.data.tokenizer == BYTES or run.data.source == "packed":
         return run, ()
-    size = open_tokenizer(run.data.tokenizer, run.data.end_of_document or None).vocabulary_size
+    size = open_tokenizer(run.data.tokenizer, run.data.end_of_document or None).vocab_size
     if size <= run.model.vocab_size:
         return run, ()
     room = ceil(size / ROUND) * ROUND

@@ -53,7 +53,7 @@ def sample(
         prompt,
         most=min(tokens, config.training.sequence_length - len(prompt)),
         end=vocabulary.end_of_document,
-        vocabulary=vocabulary.tokenizer.vocabulary_size,
+        vocabulary=vocabulary.tokenizer.vocab_size,
         rule=SamplingRule(temperature=temperature, top_p=top_p, seed=seed),
     )
     sys.stdout.write(text)

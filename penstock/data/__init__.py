@@ -1,6 +1,6 @@
 """Documents in, batches out.
 
-Reading order: `batch`, `sources`, `tokenizer`, `documents`, `text`, `rows`, `lanes`, `stream`, `packing`, `loader`,
-`evaluation`, `open`. Beside them: tables (`tables`, `hub`, `shards`), several texts (`mixture`, `texts`), tokens that
-were encoded before (`packed_files`, `packed`, `pack_files`), and what a batch holds (`contents`).
+Reading order: `sources` (the contract), `tokenizer`, `documents`, `text` with `files`, `stream`, `batch`, `loader`,
+`evaluation`, `open` (settings to data). Other sources: `tables`, `hub` with `shards`, `packed` on `indexed_dataset`,
+`synthetic`; beside them `order`, `mixture`, `fill_in_middle`, and `contents` (documents in a batch).
 """

@@ -1,20 +1,19 @@
-"""Rows of S + 1 tokens -> a batch: S tokens a row, with labels, positions and documents.
+"""Batches: rows of tokens with labels, positions and documents, and how rows of a stream become one.
 
-A lane of the stream is cut into rows without a gap, documents or not: its next row begins where this one ends. The
-label of a token is the next token of the lane, across the end of a row too, so that no token is passed over as a label.
+A lane is cut into rows without gaps: its next row begins where this one ends. The label of a token is the lane's next
+token, also across the end of a row, so that every token is a label once.
 
-With `document_mask` a document sees nothing but itself:
+With `document_mask` documents are independent:
 
 - `documents_BS` numbers the documents of each row from 0, and attention stays inside equal numbers;
-- `positions_BS` begin at 0 with each document and with each row. The part of a document that stands in the row before
-  cannot be seen, and counting on from it would leave the range of the rotary embedding;
-- the label of an end-of-document token would be the first token of a document that has nothing to do with it: it is not
-  counted. The end-of-document token itself is: the last token of a document has it as its label.
+- `positions_BS` restart at 0 with each document and each row: a continued document cannot attend to the previous row,
+  and counting on would exceed the range of the rotary embedding;
+- the label of an end-of-document token would be the first token of an unrelated document, so it is ignored. The end
+  token itself is predicted: it is the label of a document's last token.
 
-Without, a row is one text: positions are 0..S-1, and an end-of-document token has the next document's first as its
-label.
+Without it, a row is one text: positions are 0..S-1, and an end token predicts the next document's first token.
 
-An example, rows of 4 from one lane, the documents `a b c`, `d` and `e f g`, and `.` for the end-of-document token:
+Example: rows of 4 from one lane, the documents `a b c`, `d` and `e f g`, and `.` for the end-of-document token:
 
     tokens      a b c .   d . e f   g . ...
     labels      b c . d   . e f g           without document_mask
@@ -36,15 +35,15 @@ from penstock.kernels.reference import IGNORED_LABEL
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Rows of tokens with all that a forward pass and a loss need.
+    """Rows of tokens with everything that a forward pass and a loss need.
 
     Attributes:
-        tokens_BS: int64, the ids that the model reads.
+        tokens_BS: int64 input ids.
         labels_BS: int64, the next token of the stream at each position; IGNORED_LABEL (-100) where nothing is
             predicted.
         positions_BS: int64, for the rotary embedding; 0..S-1, or counted from each document's start in the row.
-        documents_BS: int64, attention stays inside equal ids of one row (ids are counted from 0 in every row); None
-            when attention may cross documents.
+        documents_BS: int64, attention stays inside equal ids of one row (counted from 0 in every row); None if
+            attention may cross documents.
     """
 
     tokens_BS: Tensor
@@ -58,7 +57,7 @@ class Batch:
         return self.tokens_BS.shape[0]
 
     def to(self, device: torch.device | str) -> "Batch":
-        """Returns the batch on `device`; a copy to a GPU goes through pinned memory and does not stop the host."""
+        """Returns the batch on `device`; copies to a GPU use pinned memory and do not block the host."""
         device = torch.device(device)
 
         def moved(x_BS: Tensor) -> Tensor:
@@ -73,7 +72,7 @@ class Batch:
         return self._each(lambda x_BS: x_BS[start:stop])
 
     def micro_batches(self, rows: int) -> list["Batch"]:
-        """Returns the batch cut into micro-batches of `rows` rows each, in order, as views."""
+        """Returns micro-batches of `rows` rows each, in order, as views."""
         assert self.rows % rows == 0, f"{self.rows} rows do not divide into micro-batches of {rows}"
         return [self.between(start, start + rows) for start in range(0, self.rows, rows)]
 
@@ -87,18 +86,18 @@ class Batch:
 
 
 PADDING = -1
-"""The document number of tokens that only fill a row: no position predicts them."""
+"""The document number of padding tokens; no position predicts them."""
 
 
 def pack(rows: Rows, *, document_mask: bool) -> Batch:
-    """Makes a batch of rows.
+    """Make a batch of rows.
 
     Args:
-        rows: B rows of S + 1 tokens; the last of a row is only a label.
-        document_mask: keep documents apart, as the module says.
+        rows: B rows of S + 1 tokens; the last token of a row is only a label.
+        document_mask: separate documents, see the module docstring.
 
     Returns:
-        B rows of S tokens on the CPU. No memory is shared with `rows`.
+        B rows of S tokens on the CPU, in new memory.
     """
     tokens_BS, labels_BS = rows.tokens[:, :-1].astype(np.int64), rows.tokens[:, 1:].astype(np.int64)
     documents_BS, label_documents_BS = rows.documents[:, :-1], rows.documents[:, 1:]

@@ -1,8 +1,8 @@
-"""What a row of a batch really holds: pieces of documents, decoded and counted.
+"""The contents of a row of a batch: spans of documents, decoded and counted.
 
-It looks at nothing but the batch, so that it shows what the model will see. A piece ends with an end-of-document token,
-or where the row ends. Tokens that only fill a row are told by what never occurs otherwise: an end-of-document token
-behind another one, with a label that is not counted.
+It reads only the batch, so it shows exactly what the model gets. A span ends with an end-of-document token, or at the
+end of the row. Padding is recognized by a combination that does not occur otherwise: an end-of-document token after
+another one, with an ignored label.
 """
 
 from dataclasses import dataclass
@@ -23,13 +23,13 @@ class DocumentSpan:
     """A part of a document in a row.
 
     Attributes:
-        first: place of its first token in the row.
-        tokens: how many, its end too.
+        first: index of its first token in the row.
+        tokens: their number, the end token included.
         text: decoded; None without a tokenizer.
         ids: of its tokens.
         ends: whether the document ends here.
-        positions: what the model is told of the places of its first and last token.
-        ignored: places of the row whose labels are not counted.
+        positions: positions of its first and last token, as the model gets them.
+        ignored: indices in the row whose labels are ignored.
     """
 
     first: int
@@ -46,11 +46,11 @@ class RowContents:
     """A row of a batch.
 
     Attributes:
-        pieces: of documents, in order.
+        pieces: spans of documents, in order.
         tokens: of the row.
-        padding: tokens behind the pieces that only fill the row.
-        ignored: labels that are not counted, those of the padding too.
-        text_bytes: that its tokens stand for; None if nobody knows.
+        padding: padding tokens after the spans.
+        ignored: number of ignored labels, those of the padding included.
+        text_bytes: of the text of its tokens; None if unknown.
     """
 
     pieces: tuple[DocumentSpan, ...]
@@ -61,13 +61,13 @@ class RowContents:
 
 
 def row_of(batch: Batch, number: int, *, end_of_document: int, tokenizer: Tokenizer | None) -> RowContents:
-    """Takes a row of a batch apart.
+    """Split a row of a batch into documents.
 
     Args:
-        batch: what the model is given, on the CPU.
+        batch: on the CPU.
         number: of the row.
         end_of_document: the id that ends documents.
-        tokenizer: what decodes; None for tokens that stand for no text, or whose tokenizer is not at hand.
+        tokenizer: for decoding; None if tokens have no text or the tokenizer is not available.
     """
     tokens, labels = batch.tokens_BS[number].numpy(), batch.labels_BS[number].numpy()
     positions = batch.positions_BS[number].numpy()
@@ -96,7 +96,7 @@ def row_of(batch: Batch, number: int, *, end_of_document: int, tokenizer: Tokeni
 
 
 def _padding(tokens: NDArray[np.int64], labels: NDArray[np.int64], end_of_document: int) -> int:
-    """Returns how many tokens at the end of a row only fill it."""
+    """Returns the number of padding tokens at the end of a row."""
     others = np.flatnonzero((tokens != end_of_document) | (labels != IGNORED_LABEL))
     if len(others) == 0:
         return len(tokens)

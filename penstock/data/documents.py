@@ -1,7 +1,7 @@
-"""What sources of text have in common: a record is read as text, and text is encoded.
+"""Text sources: reading a record as text, encoding it, and the policy for corrupt records (`data.corrupt`).
 
-A record that cannot be read is met as `data.corrupt` says. What is skipped, or belongs to the other split, is a
-document without tokens, which a stream passes over: numbers of documents do not depend on it.
+A skipped record is a document without tokens on every rank, so that numbers of documents and saved positions stay
+valid. It is skipped, and counted, again in the next epoch. Documents of the other split have no tokens either.
 """
 
 from abc import ABC, abstractmethod
@@ -13,35 +13,35 @@ import numpy as np
 from penstock.data.sources import DocumentPart, RecordError, SplitFilter, Tokens, fingerprint_of
 from penstock.data.tokenizer import Tokenizer
 
-Policy: TypeAlias = Literal["stop", "skip"]
+CorruptPolicy: TypeAlias = Literal["stop", "skip"]
 Value = TypeVar("Value")
 
 NAMED = 5
-"""Skipped records that are told by name; of the others every tenth, hundredth, ... is told as a number."""
+"""Skipped records that are reported by name; of the others the tenth, hundredth, ... reports a count."""
 
-NOTHING: Tokens = np.zeros(0, dtype=np.int64)
+NO_TOKENS: Tokens = np.zeros(0, dtype=np.int64)
 """The tokens of a skipped record."""
 
 
 class CorruptRecords:
-    """Meets records that cannot be read.
+    """Applies the policy for records that cannot be read.
 
     Attributes:
-        skipped: how many were skipped; whoever goes on with a saved place sets it.
+        skips: whether they are skipped; else they end the run.
+        skipped: their count; a resumed run sets it.
     """
 
-    def __init__(self, policy: Policy = "stop") -> None:
-        """Takes what to do with them."""
+    def __init__(self, policy: CorruptPolicy = "stop") -> None:
         self.skips = policy == "skip"
         self.skipped = 0
         self._named = 0
         self._notices: list[str] = []
 
-    def survived(self, read: Callable[[], Value], otherwise: Value) -> Value:
-        """Returns what `read` makes of a record; something else if it cannot be read and is skipped.
+    def read_or_skip(self, read: Callable[[], Value], otherwise: Value) -> Value:
+        """Returns the result of `read`, or `otherwise` if the record is skipped.
 
         Raises:
-            RecordError: it cannot be read, and the run shall stop.
+            RecordError: the record cannot be read, and the policy is to stop.
         """
         try:
             return read()
@@ -60,13 +60,21 @@ class CorruptRecords:
             self._notices.append(f"data: {self.skipped:,} records were skipped so far")
 
     def take_notices(self) -> tuple[str, ...]:
-        """Returns what there is to tell since the last call."""
+        """Returns the reports since the last call."""
         notices, self._notices = tuple(self._notices), []
         return notices
 
 
 class TextDocuments(ABC):
-    """A source of documents of text. Subclasses say what one is."""
+    """A source of text documents. Subclasses read the records.
+
+    Args:
+        tokenizer: encodes the text.
+        content: fingerprint of all documents; includes `part`.
+        corrupt: policy for records that cannot be read.
+        keep: filter by text, for subclasses that cannot filter before reading.
+        part: the part of each document that belongs to the split; None for whole documents.
+    """
 
     def __init__(
         self,
@@ -75,24 +83,15 @@ class TextDocuments(ABC):
         *,
         corrupt: CorruptRecords,
         keep: SplitFilter,
-        stretch: DocumentPart | None = None,
+        part: DocumentPart | None = None,
     ) -> None:
-        """Takes what encodes the text.
-
-        Args:
-            tokenizer: what encodes the text.
-            content: fingerprint of all documents.
-            corrupt: what to do with records that cannot be read.
-            keep: which documents belong to this source, where that is not known before they are read.
-            stretch: which part of each belongs to it; None takes them whole. `content` knows it.
-        """
         self._tokenizer = tokenizer
         self._corrupt = corrupt
         self._keep = keep
-        self._stretch = stretch
-        self.vocabulary_size = tokenizer.vocabulary_size
+        self._part = part
+        self.vocab_size = tokenizer.vocab_size
         self.end_of_document = tokenizer.end_of_document
-        self.fingerprint = fingerprint_of(content, tokenizer.fingerprint, keep)
+        self.fingerprint = fingerprint_of(content, tokenizer.fingerprint, keep.identity())
 
     @abstractmethod
     def __len__(self) -> int:
@@ -103,31 +102,31 @@ class TextDocuments(ABC):
         """Returns the text of a document.
 
         Raises:
-            RecordError: this one cannot be read.
-            DataError: nothing can be read any more.
+            RecordError: this document cannot be read.
+            DataError: the source has become unreadable.
         """
 
     def read(self, index: int) -> Tokens:
-        """Returns the token ids of a document; none if it was skipped, or belongs to the other split."""
+        """Returns the token ids of a document; none if it is skipped or belongs to the other split."""
         return self.encoded(index, self._tokenizer.encode)
 
     def bytes_per_token(self, index: int) -> Tokens:
-        """Returns the bytes of text behind each token of `read(index)`."""
+        """Returns the bytes of text of each token of `read(index)`."""
         return self.encoded(index, self._tokenizer.bytes_per_token)
 
     def encoded(self, index: int, encode: Callable[[str], Tokens]) -> Tokens:
-        """Returns what `encode` makes of the text of a document; nothing of one that was skipped, or is not ours."""
-        return self._corrupt.survived(lambda: self._encoded(self.record(index), encode), NOTHING)
+        """Returns `encode` of a document's text; no tokens if it is skipped or belongs to the other split."""
+        return self._corrupt.read_or_skip(lambda: self._encoded(self.record(index), encode), NO_TOKENS)
 
     def _encoded(self, text: str, encode: Callable[[str], Tokens]) -> Tokens:
         if not text or not self._keep.document(text):
-            return NOTHING
-        ours = text if self._stretch is None else self._stretch.of(text)
-        return encode(ours) if ours else NOTHING
+            return NO_TOKENS
+        own = text if self._part is None else self._part.of(text)
+        return encode(own) if own else NO_TOKENS
 
 
 def checked_text(value: object, place: str) -> str:
-    """Returns the value of a record, if it is a text that can be written as UTF-8.
+    """Returns a record's value if it is text that UTF-8 can encode.
 
     Raises:
         RecordError: it is something else; the error names `place`.

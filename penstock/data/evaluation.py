@@ -1,12 +1,11 @@
-"""The fixed rows on which a model is judged, with the bytes of text that they predict.
+"""The fixed evaluation rows, with the bytes of text that they predict.
 
-Losses of different tokenizers compare in bits per byte of text: the nats of all counted labels, over ln 2, over the
-bytes that these labels stand for. The bytes are exact: each label's own are summed, so that cut documents and labels
-that are not counted take no part. An end-of-document token costs nats and stands for no byte.
+Bits per byte compare losses of different tokenizers: the nats of all counted labels, over ln 2, over the bytes of text
+of these labels. The bytes are exact, also for cut documents and ignored labels. An end-of-document token costs nats and
+has no bytes.
 
-A few documents say little, however many rows are cut from them. So rows are taken at even distances from a long line of
-documents: all of the split, if it is small. The line is measured first, and then only documents with a row in them are
-read again: no more than one of them is held.
+Rows from few documents say little. So rows are taken at even distances from a long line of documents, the whole split
+if it is small. The line is measured first; then only documents with a row in them are read again, one at a time.
 """
 
 from bisect import bisect_right
@@ -32,24 +31,23 @@ _ORDER_SEED = 0
 
 
 class Sample:
-    """The first documents of many shards, a block of each in turn, until there are enough. They are held in memory."""
+    """The first documents of many shards, held in memory: one block of each shard in turn, until there are enough.
+
+    Args:
+        shards: their source.
+        documents: least number of documents, if there are so many, ...
+        tokens: ... and least number of tokens ...
+        most_tokens: ... up to this limit.
+
+    Raises:
+        DataError: they cannot be read.
+    """
 
     def __init__(self, shards: Shards, *, documents: int, tokens: int, most_tokens: int) -> None:
-        """Reads the documents.
-
-        Args:
-            shards: where they are.
-            documents: as many are wanted, if the shards have them ...
-            tokens: ... and as many tokens ...
-            most_tokens: ... but no more than that, whatever is wanted.
-
-        Raises:
-            DataError: they cannot be read.
-        """
         self._tokenizer = shards.tokenizer
         self._tokens: list[Tokens] = []
         self._texts: list[str] = []
-        self.vocabulary_size = shards.vocabulary_size
+        self.vocab_size = shards.vocab_size
         self.end_of_document = shards.end_of_document
         self.fingerprint = fingerprint_of(shards.fingerprint, documents, tokens, most_tokens)
         found = 0
@@ -69,12 +67,12 @@ class Sample:
         return self._tokens[index]
 
     def bytes_per_token(self, index: int) -> Tokens:
-        """Returns the bytes of text behind each token of `read(index)`."""
+        """Returns the bytes of text of each token of `read(index)`."""
         return self._tokenizer.bytes_per_token(self._texts[index])
 
 
 def _documents(shards: Shards) -> Iterator[tuple[str, Tokens]]:
-    """Yields texts with their tokens, a block of each shard in turn."""
+    """Yields texts with their tokens, one block of each shard in turn."""
     order = document_order(len(shards), seed=_ORDER_SEED, epoch=0).tolist()
     left = {shard: shards.blocks(shard, 0) for shard in order}
     number = 0
@@ -92,26 +90,26 @@ def _documents(shards: Shards) -> Iterator[tuple[str, Tokens]]:
 
 
 _ORDER_SEED = 0
-"""The order of documents, and so what is judged, is the same for all runs: their seed has no part in it."""
+"""All runs evaluate on the same documents, whatever their own seed is."""
 
 _SPREAD = 8
-"""The line holds so many rows for each row that is taken, if the split does."""
+"""The line has this many rows per chosen row, if the split has."""
 
 _DOCUMENTS = 512
-"""The line holds so many documents too, if the split does ..."""
+"""The line has at least this many documents, if the split has ..."""
 
 _ENOUGH_TOKENS = 64 * 2**20
-"""... and they are not so large that measuring them would keep a run from its start."""
+"""... up to this many tokens, which limits the time to measure it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRows:
-    """Rows to judge by.
+    """Rows for evaluation.
 
     Attributes:
         batches: this rank's rows, equally many in each batch and on each rank.
-        tokens: counted labels, of all ranks.
-        text_bytes: bytes of text that these labels stand for, of all ranks.
+        tokens: counted labels of all ranks.
+        text_bytes: bytes of text of these labels, of all ranks.
     """
 
     batches: tuple[Batch, ...]
@@ -129,22 +127,22 @@ def evaluation_batches(
     rank: int = 0,
     ranks: int = 1,
 ) -> EvaluationRows:
-    """Chooses at most `limit_rows` rows, spread over the documents; the whole text, if it has fewer.
+    """Chooses up to `limit_rows` rows, spread over the documents; all rows of a small text.
 
-    Of a mixture, rows are shared among the parts by their weights. A row that the text does not fill, and rows that
-    make the last batch as large as the others, are padded with end-of-document tokens whose labels are not counted.
+    A mixture divides the rows among its parts by weight. Incomplete rows, and rows that complete the last batch, are
+    padded with end-of-document tokens whose labels are ignored.
 
     Args:
         text: the documents of the validation split.
-        rows: rows of a batch, of all ranks together; a multiple of `ranks`.
+        rows: rows of a batch over all ranks; a multiple of `ranks`.
         sequence_length: tokens of a row, S.
-        limit_rows: the most rows that hold text, > 0.
-        document_mask: keep documents apart (see packing).
-        rank: which part of each batch is ours.
+        limit_rows: most rows with text, > 0.
+        document_mask: separate documents (see `batch`).
+        rank: index of this rank's part of each batch.
         ranks: number of parts.
 
     Raises:
-        DataError: a document cannot be read, or none holds text.
+        DataError: a document cannot be read, or none has text.
     """
     assert rows % ranks == 0, f"a batch of {rows} rows does not divide among {ranks} ranks"
     assert limit_rows > 0, "an evaluation needs at least one row"
@@ -172,14 +170,14 @@ def evaluation_batches(
 
 
 class _Chosen(NamedTuple):
-    """Rows, and the bytes of text that each of their tokens stands for."""
+    """Rows, and the bytes of text of each token."""
 
     rows: Rows
     text_bytes: NDArray[np.int64]
 
 
 def _shared(rows: int, weights: Sequence[float]) -> list[int]:
-    """Returns how many of the rows each part has: the next is always of the part that has fewest for its weight."""
+    """Divides rows among parts: the next row goes to the part with fewest for its weight."""
     shares = [0] * len(weights)
     for _ in range(rows):
         turn = min(range(len(weights)), key=lambda part: (shares[part] + 1) / weights[part])
@@ -188,7 +186,7 @@ def _shared(rows: int, weights: Sequence[float]) -> list[int]:
 
 
 def _choose(documents: Source | Shards, limit_rows: int, sequence_length: int) -> _Chosen:
-    """Takes rows of a line of documents at even distances."""
+    """Takes rows at even distances from a line of documents."""
     wanted = _SPREAD * limit_rows * sequence_length + 1
     if isinstance(documents, Shards):
         documents = Sample(documents, documents=_DOCUMENTS, tokens=wanted, most_tokens=_ENOUGH_TOKENS)
@@ -200,11 +198,11 @@ def _choose(documents: Source | Shards, limit_rows: int, sequence_length: int) -
 
 
 class _Line(NamedTuple):
-    """Documents with their end tokens, one behind the other.
+    """Documents with their end tokens, one after another.
 
     Attributes:
         documents: their numbers in the source.
-        starts: where each begins on the line, and where the last one ends.
+        starts: start of each on the line, and the end of the last one.
     """
 
     documents: list[int]
@@ -217,7 +215,7 @@ class _Line(NamedTuple):
 
 
 def _measure(source: Source, tokens: int) -> _Line:
-    """Returns a line of `tokens` tokens or more in the fixed order of documents, or of all documents."""
+    """Returns a line of at least `tokens` tokens in the fixed order, or of all documents."""
     line = _Line([], [0])
     order = order_of(source, seed=_ORDER_SEED, epoch=0)
     for place in range(len(source)):
@@ -235,25 +233,25 @@ def _measure(source: Source, tokens: int) -> _Line:
 
 
 def _nothing(rows: int, sequence_length: int, end_of_document: int) -> _Chosen:
-    """Returns rows that hold nothing but padding."""
+    """Returns rows of padding."""
     shape = rows, sequence_length + 1
     padding = Rows(np.full(shape, end_of_document, dtype=np.int64), np.full(shape, PADDING, dtype=np.int64))
     return _Chosen(padding, np.zeros(shape, dtype=np.int64))
 
 
 def _read_rows(source: Source, line: _Line, starts: Sequence[int], sequence_length: int) -> _Chosen:
-    """Returns rows of the line, and the bytes of text that each of their tokens stands for.
+    """Returns rows of the line, and the bytes of text of each token.
 
     Args:
         source: the documents.
-        line: those of them that are on the line.
-        starts: where each row begins, in order; what reaches over the end of the line is padded.
+        line: the documents of the line.
+        starts: start of each row, ascending; a row beyond the end of the line is padded.
         sequence_length: tokens of a row, S; one more is read.
     """
     chosen = _nothing(len(starts), sequence_length, source.end_of_document)
     for number, pieces in groupby(_pieces(line, starts, sequence_length + 1), key=itemgetter(0)):
         begin, index = line.starts[number], line.documents[number]
-        document = with_end(source.read(index), source.end_of_document, source.vocabulary_size)
+        document = with_end(source.read(index), source.end_of_document, source.vocab_size)
         document_bytes = np.append(source.bytes_per_token(index), 0)
         for _, row, first, last in pieces:
             there, here = slice(first - starts[row], last - starts[row]), slice(first - begin, last - begin)
@@ -264,7 +262,7 @@ def _read_rows(source: Source, line: _Line, starts: Sequence[int], sequence_leng
 
 
 def _pieces(line: _Line, starts: Sequence[int], width: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yields what rows have of documents: document and row by their places, and from where to where on the line."""
+    """Yields (document, row, start, end) of each document's part in each row; all are places on the line."""
     for row, start in enumerate(starts):
         stop = min(start + width, line.tokens)
         number = bisect_right(line.starts, start) - 1

@@ -1,12 +1,14 @@
-"""Compressed files are decompressed once, into a folder of copies, and read from there.
+"""Data files: from names, folders and globs to a list of files, and decompression of compressed ones.
 
-A compressed file has no place that one could begin to read at, and documents are read in any order. The other way, an
-index of states of the decompressor, would decompress half a stretch again for every document: hundreds of times the
-work. The price is the disk that the text takes.
+A folder means all files below it with a suffix of the source, a glob (`*`, `?`, `[...]`, `**`) the files that it
+matches. Their files are sorted by path; names in a list keep the user's order, so the result is the same on every
+machine. A file that is matched twice counts once, and hidden files and folders are skipped.
 
-A copy is named by a hash of the compressed bytes, so that a file that has changed gets another, and it comes to its
-name whole: until then it is a draft, which is removed if anything goes wrong. Ranks of a machine share the work: each
-takes files that no other has locked.
+Compressed files are decompressed once, into a cache folder, because they have no random access. The alternative, an
+index of decompressor states, would decompress half an interval again for every document: hundreds of times the work.
+The cost is disk space. A copy is named by a hash of the compressed bytes, so a changed file gets a new copy. It is
+written as a draft and renamed when it is complete; errors remove the draft. Ranks of a machine share the work: each
+takes files that no other rank has locked.
 """
 
 import bz2
@@ -31,17 +33,17 @@ from penstock.base.errors import DataError, did_you_mean_path
 from penstock.data.sources import require
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-"""Suffixes of files that are decompressed before they are read."""
+"""Suffixes of files that are decompressed first."""
 
 
 def matched(names: Sequence[str], suffixes: Sequence[str] = (), *, field: str = "data.files") -> list[Path]:
-    """Returns the files that names stand for.
+    """Returns the files of names.
 
     Args:
         names: files, folders and globs.
-        suffixes: what the name of a file in a folder must end in, with a suffix of compression or without; none takes
-            every file. A file that is named, or that a glob matches, may be called anything.
-        field: where the names were written, for errors.
+        suffixes: of files in folders, with or without a compression suffix; empty for every file. Named files and
+            matches of globs may have any suffix.
+        field: setting of the names, for errors.
 
     Raises:
         DataError: a folder or a glob has no such file.
@@ -58,13 +60,13 @@ def matched(names: Sequence[str], suffixes: Sequence[str] = (), *, field: str = 
     return list(found.values())
 
 
-def stem(path: Path) -> Path:
-    """Returns the path without its suffix of compression, if it has one."""
+def uncompressed_name(path: Path) -> Path:
+    """Returns the path without a compression suffix."""
     return path.with_suffix("") if path.suffix in COMPRESSED else path
 
 
 def unreadable(path: Path, error: OSError) -> DataError:
-    """Returns the error for a file that the system does not let us read."""
+    """Returns the error for a file that the system cannot open or read."""
     told = None if path.exists() else did_you_mean_path(path)
     return DataError(
         f"cannot read data file {path}: {error.strerror or error}",
@@ -78,7 +80,7 @@ def empty(path: Path) -> DataError:
 
 
 def _files(name: str, suffixes: Sequence[str]) -> Iterator[Path]:
-    """Yields the files that one name stands for. A file that is not there is found out by whoever opens it."""
+    """Yields the files of one name. A missing file is reported when it is opened."""
     if os.path.isdir(name):
         yield from _below(Path(name), tuple(suffixes))
     elif glob.has_magic(name) and not os.path.exists(name):
@@ -95,7 +97,7 @@ def _below(root: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
         paths += [Path(folder, name) for name in names if not name.startswith(".")]
     # By parts and not by the whole string, so that the separator of the operating system does not matter.
     for path in sorted(paths, key=lambda path: path.relative_to(root).parts):
-        if not suffixes or stem(path).suffix in suffixes:
+        if not suffixes or uncompressed_name(path).suffix in suffixes:
             yield path
 
 
@@ -104,14 +106,14 @@ _OPEN: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz
 
 
 def readable_copies(paths: Sequence[Path], cache: Path) -> list[Path]:
-    """Returns what to read in place of each file: the file, or its decompressed copy, which is made if it is missing.
+    """Returns the files to read: each file itself, or its decompressed copy, which is made if it is missing.
 
     Args:
-        paths: files; those that end in a suffix of compression are decompressed.
+        paths: files; those with a compression suffix are decompressed.
         cache: folder of the copies.
 
     Raises:
-        DataError: a file cannot be read or is damaged, a package is missing, or the copies find no place.
+        DataError: a file cannot be read or is damaged, a package is missing, or the copies cannot be written.
     """
     copies = {path: _copy_of(path, cache) for path in paths if path.suffix in COMPRESSED}
     missing = deque(path for path, copy in copies.items() if not copy.exists())
@@ -128,7 +130,7 @@ def readable_copies(paths: Sequence[Path], cache: Path) -> list[Path]:
 
 
 def _copy_of(path: Path, cache: Path) -> Path:
-    """Returns where the copy of a file is, or will be."""
+    """Returns the path of a file's copy."""
     digest = blake2b(digest_size=16)
     try:
         with path.open("rb") as file:
@@ -136,12 +138,12 @@ def _copy_of(path: Path, cache: Path) -> Path:
                 digest.update(chunk)
     except OSError as error:
         raise unreadable(path, error) from error
-    return cache / f"{digest.hexdigest()}{stem(path).suffix}"
+    return cache / f"{digest.hexdigest()}{uncompressed_name(path).suffix}"
 
 
 @contextmanager
 def _locked(copy: Path, *, wait: bool) -> Iterator[bool]:
-    """Holds the lock of a copy, and tells whether it does; it may be another's if nobody waits."""
+    """Tries to lock a copy, and yields whether this rank has the lock; with `wait` it always does."""
     name = copy.with_suffix(".lock")
     made, lock = _open_lock(name)
     with lock:
@@ -150,7 +152,7 @@ def _locked(copy: Path, *, wait: bool) -> Iterator[bool]:
             yield is_ours
         except DataError:
             name.unlink(missing_ok=True)
-            with suppress(OSError):  # Nothing is left behind, if nothing else is in it.
+            with suppress(OSError):  # Remove the folders that this call made, if they are empty.
                 for folder in made:
                     folder.rmdir()
             raise
@@ -159,7 +161,7 @@ def _locked(copy: Path, *, wait: bool) -> Iterator[bool]:
 
 
 def _open_lock(name: Path) -> tuple[list[Path], IO[bytes]]:
-    """Returns the open file of a lock, and the folders that were made for it, the innermost first."""
+    """Returns (open lock file, folders that were made for it, the innermost first)."""
     made: list[Path] = []
     while True:
         try:
@@ -167,10 +169,10 @@ def _open_lock(name: Path) -> tuple[list[Path], IO[bytes]]:
             name.parent.mkdir(parents=True, exist_ok=True)
             made += [folder for folder in missing if folder not in made]
             return made, name.open("wb")
-        except FileNotFoundError:  # Another rank has failed and taken its folder away.
+        except FileNotFoundError:  # Another rank failed and removed its folder.
             continue
         except OSError as error:
-            raise _no_place(name.parent, error) from error
+            raise _cache_error(name.parent, error) from error
 
 
 def _lock(lock: IO[bytes], *, wait: bool) -> bool:
@@ -178,7 +180,7 @@ def _lock(lock: IO[bytes], *, wait: bool) -> bool:
         fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
         return False
-    except OSError:  # A file system without locks: then ranks do the same work, each into a draft of its own.
+    except OSError:  # Without file locks, ranks do the same work, each into its own draft.
         return True
     return True
 
@@ -189,7 +191,7 @@ def _decompress(path: Path, copy: Path) -> None:
         copy.parent.mkdir(parents=True, exist_ok=True)
         descriptor, draft = tempfile.mkstemp(dir=copy.parent, prefix=".draft-")
     except OSError as error:
-        raise _no_place(copy.parent, error) from error
+        raise _cache_error(copy.parent, error) from error
     try:
         with os.fdopen(descriptor, "wb") as target:
             for content in contents(path):
@@ -202,21 +204,21 @@ def _decompress(path: Path, copy: Path) -> None:
 
 
 def _write(target: IO[bytes], content: bytes, cache: Path) -> None:
-    """Writes; nothing to write means that what was written shall reach the disk."""
+    """Writes; empty content flushes to disk."""
     try:
         target.write(content)
         if not content:
             target.flush()
             os.fsync(target.fileno())
     except OSError as error:
-        raise _no_place(cache, error) from error
+        raise _cache_error(cache, error) from error
 
 
 def contents(path: Path) -> Iterator[bytes]:
-    """Yields what a file holds, chunk by chunk, decompressed if need be.
+    """Yields the decompressed content of a file, chunk by chunk.
 
     Raises:
-        DataError: it cannot be read, or is damaged, or a package is missing.
+        DataError: it cannot be read, is damaged, or a package is missing.
     """
     zst = _zst(path) if path.suffix == ".zst" else None
     damage: tuple[type[Exception], ...] = (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error)
@@ -241,7 +243,7 @@ def contents(path: Path) -> Iterator[bytes]:
 
 
 def _frames(raw: IO[bytes], zst: ModuleType) -> Iterator[bytes]:
-    """Yields what the frames of a Zstandard file hold. The readers of the package do not notice that one is cut."""
+    """Yields the content of the frames of a Zstandard file. The package's readers accept truncated frames."""
     frame = None
     while chunk := raw.read(_CHUNK >> 4):
         while chunk:
@@ -260,13 +262,13 @@ def _new_frame(zst: ModuleType) -> Any:
 
 
 def _zst(path: Path) -> ModuleType:
-    """Returns the module that reads Zstandard: Python's own from 3.14 on, before that a package."""
+    """Returns the Zstandard module: Python's own from 3.14 on, before that a package."""
     if sys.version_info >= (3, 14):
         return import_module("compression.zstd")
     return require("zstandard", extra="zstd", purpose=f"data file {path}")
 
 
-def _no_place(cache: Path, error: OSError) -> DataError:
+def _cache_error(cache: Path, error: OSError) -> DataError:
     return DataError(
         f"decompressed copies find no place in {cache}: {error.strerror or error}",
         fix="set data.cache to a folder with space",

@@ -1,14 +1,13 @@
-"""Fill-in-the-middle: some training documents are cut in three and their middle comes last (arXiv 2207.14255).
+"""Fill-in-the-middle: some training documents are cut in three, with the middle at the end (arXiv 2207.14255).
 
-A document is cut at two random characters, and each part is encoded by itself. Half of these documents, or as many as
-`data.fill_in_middle_spm` says, come in the second order, where a model is given prefix and middle in one piece:
+A document is cut at two random characters, and each part is encoded separately. Half of these documents, or the share
+`data.fill_in_middle_spm`, have the second order, in which prefix and middle are adjacent:
 
     PSM    <prefix> PREFIX <suffix> SUFFIX <middle> MIDDLE
     SPM    <prefix> <suffix> SUFFIX <middle> PREFIX MIDDLE
 
-The end-of-document token follows as always. The cut is made before documents are packed into rows ("document level" in
-the paper). Whether and where a document is cut follows from the seed, the epoch and the document alone. Held-out text
-is never cut.
+The end-of-document token follows as always. Documents are cut before they are packed into rows ("document level" in the
+paper). The seed, the epoch and the document alone decide the cut. Held-out text is never cut.
 """
 
 from collections.abc import Sequence
@@ -27,10 +26,10 @@ USUAL_NAMES = (
     ("<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>", "<\uff5cfim\u2581end\uff5c>"),
     ("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>"),
 )
-"""Tokens before prefix, suffix and middle of GPT-4 and Qwen, StarCoder, DeepSeek, Code Llama."""
+"""Prefix, suffix and middle tokens of GPT-4 and Qwen, StarCoder, DeepSeek, Code Llama."""
 
 _TAG = 0xF1
-"""Keeps these random numbers apart from those of the order of documents."""
+"""Separates these random numbers from those of the order of documents."""
 
 
 class FimTokens(NamedTuple):
@@ -42,18 +41,17 @@ class FimTokens(NamedTuple):
 
 
 class FillInMiddle:
-    """Encodes training documents, some of them cut."""
+    """Encodes training documents, some of them cut.
+
+    Args:
+        tokenizer: of the text.
+        marks: ids of the tokens before each part.
+        rate: share of cut documents, 0 to 1.
+        spm: share of the order SPM among them, 0 to 1.
+        seed: of the random choices, >= 0.
+    """
 
     def __init__(self, tokenizer: Tokenizer, marks: FimTokens, *, rate: float, spm: float, seed: int) -> None:
-        """Takes what encodes the parts.
-
-        Args:
-            tokenizer: of the text.
-            marks: ids of the tokens before each part.
-            rate: share of documents that are cut, 0 to 1.
-            spm: share of these in the order SPM, 0 to 1.
-            seed: of the choice, >= 0.
-        """
         self._tokenizer = tokenizer
         self._marks = marks
         self._rate = rate
@@ -66,7 +64,7 @@ class FillInMiddle:
 
         Args:
             text: any text.
-            document: whole numbers that name it: epoch and number.
+            document: whole numbers that identify it: epoch and number.
         """
         draws = PCG64([self._seed, *document, _TAG]).random_raw(4)
         chances = draws[:2] / 2.0**64
@@ -93,7 +91,7 @@ def find_marks(tokenizer: Tokenizer, name: str, names: Sequence[str] = ()) -> Fi
     Args:
         tokenizer: that may have them.
         name: of the tokenizer, for errors.
-        names: their names; none looks for USUAL_NAMES.
+        names: of the tokens; empty tries USUAL_NAMES.
 
     Raises:
         DataError: the tokenizer does not have them.

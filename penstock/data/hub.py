@@ -1,10 +1,10 @@
-"""Datasets of Hugging Face: by name on the hub, or in a folder that `datasets` can read or has written.
+"""Hugging Face datasets: by name on the hub, or in a folder that `datasets` can read or has written.
 
-On disk a dataset is Arrow, mapped into memory, and its documents can be read in any order. Streamed, it stays on the
-network and comes in shards (see `shards`): nothing is stored, and every rank reads all of it.
+On disk a dataset is memory-mapped Arrow with random access. Streamed, it stays on the network and comes in shards (see
+`shards`): nothing is stored, and every rank reads all of it.
 
-What tells a dataset from another is its size and some of its documents, spread evenly; of a stream the first ones. The
-newest revision on the hub may change: `data.revision` holds a run to one.
+The fingerprint is of the size and some documents, evenly spaced; of a stream the first one. The newest revision on the
+hub may change: set `data.revision` to pin one.
 """
 
 import os.path
@@ -24,15 +24,15 @@ from penstock.data.sources import SplitFilter, fingerprint_of, require
 from penstock.data.tokenizer import Tokenizer
 
 REACH_SECONDS = 3.0
-"""For which the hub is given time to answer at all."""
+"""Time limit for a first answer of the hub."""
 
 _SAMPLES = 1024
 _SAVED = ("state.json", "dataset_dict.json")
-"""Files that `save_to_disk` leaves."""
+"""Files that `save_to_disk` writes."""
 
 
 class DatasetName(NamedTuple):
-    """Which dataset.
+    """Identifies a dataset.
 
     Attributes:
         dataset: name on the hub, or folder.
@@ -47,28 +47,26 @@ class DatasetName(NamedTuple):
     revision: str
 
     def __str__(self) -> str:
-        """As errors call it."""
         return f"dataset {self.dataset}" + (f" ({self.config})" if self.config else "")
 
 
 class DatasetOnDisk(TextDocuments):
-    """The rows of a dataset."""
+    """The rows of a dataset on this machine; it is downloaded first if necessary.
+
+    Args:
+        name: the dataset.
+        tokenizer: encodes the text.
+        text_field: column with the text.
+        keep: selects the documents of the split.
+        corrupt: policy for rows without text.
+
+    Raises:
+        DataError: `datasets`, the dataset or its column is missing, or the dataset is empty.
+    """
 
     def __init__(
         self, name: DatasetName, tokenizer: Tokenizer, *, text_field: str, keep: SplitFilter, corrupt: CorruptRecords
     ) -> None:
-        """Opens the dataset; fetches it first if it is not on this machine.
-
-        Args:
-            name: which dataset.
-            tokenizer: what encodes the text.
-            text_field: name of the column that holds the text.
-            keep: which documents belong to this source.
-            corrupt: what to do with rows without text.
-
-        Raises:
-            DataError: `datasets` is missing, or the dataset is, or its column, or it is empty.
-        """
         self._name = name
         self._field = text_field
         self._errors = _errors(str(name))
@@ -95,7 +93,19 @@ class DatasetOnDisk(TextDocuments):
 
 
 class StreamedDataset(Shards):
-    """The documents of a dataset that is read over the network."""
+    """The documents of a dataset that is read over the network.
+
+    Args:
+        name: the dataset.
+        tokenizer: encodes the text.
+        text_field: field with the text.
+        block: neighbouring documents that are read and shuffled together.
+        keep: selects the documents of the split.
+        corrupt: policy for documents without text.
+
+    Raises:
+        DataError: `datasets`, the dataset or its field is missing, or the dataset is empty.
+    """
 
     def __init__(
         self,
@@ -107,19 +117,6 @@ class StreamedDataset(Shards):
         keep: SplitFilter,
         corrupt: CorruptRecords,
     ) -> None:
-        """Finds out which shards there are, and reads the first documents.
-
-        Args:
-            name: which dataset.
-            tokenizer: what encodes the text.
-            text_field: name of the field that holds the text.
-            block: neighbouring documents that are read together, and shuffled.
-            keep: which documents belong to this source.
-            corrupt: what to do with documents without text.
-
-        Raises:
-            DataError: `datasets` is missing, or the dataset is, or its field, or it is empty.
-        """
         self._name = name
         self._field = text_field
         self._errors = _errors(str(name))
@@ -140,7 +137,7 @@ class StreamedDataset(Shards):
         return int(self._rows.num_shards)
 
     def blocks(self, shard: int, first: int) -> Iterator[Sequence[object]]:
-        """Yields the documents of a shard in blocks, from one of them on."""
+        """Yields the documents of a shard in blocks, after `first` blocks."""
         rows = self._rows.shard(num_shards=len(self), index=shard)
         try:
             for table in islice(rows.iter(batch_size=self.block), first, None):
@@ -149,7 +146,7 @@ class StreamedDataset(Shards):
             raise _unreachable(self._name, error) from error
 
     def place(self, shard: int, document: int) -> str:
-        """Returns where a document stands, for people."""
+        """Returns the place of a document for messages."""
         return f"{self._name}, {self._name.split}: document {document} of shard {shard}: field {self._field!a}"
 
 
@@ -177,10 +174,10 @@ def _load(name: DatasetName, *, streaming: bool) -> Any:
 
 
 def _hub_answers() -> bool:
-    """Whether the hub can be reached, found out within REACH_SECONDS.
+    """Whether the hub can be reached within REACH_SECONDS.
 
-    Where it cannot, its libraries are told to work offline: they take a copy from their cache, or fail at once. Left to
-    themselves they try again for half a minute. Behind a proxy they are left to themselves.
+    If not, its libraries are switched to offline mode: they read their cache or fail at once. Otherwise they would
+    retry for half a minute. With a proxy this check is skipped.
     """
     constants = require("huggingface_hub.constants", extra="huggingface", purpose="data.source huggingface")
     url = urlsplit(constants.ENDPOINT)
@@ -203,7 +200,7 @@ def _hub_answers() -> bool:
 
 
 def _saved_split(name: DatasetName, saved: Any, *, streaming: bool) -> Any:
-    """Returns a split of what `save_to_disk` has written: one, or all of them by name."""
+    """Returns one split of a dataset or of a dict of them, as `save_to_disk` wrote it."""
     splits = saved if isinstance(saved, dict) else {"train": saved}
     if name.split not in splits:
         raise DataError(f"{name} has no split {name.split}", allowed=", ".join(splits), fix="correct data.split")
@@ -212,7 +209,7 @@ def _saved_split(name: DatasetName, saved: Any, *, streaming: bool) -> Any:
 
 
 def _errors(purpose: str) -> tuple[type[Exception], ...]:
-    """Returns what `datasets` raises if a dataset cannot be found or read."""
+    """Returns the errors that `datasets` raises for missing or unreadable data."""
     exceptions = require("datasets.exceptions", extra="huggingface", purpose=purpose)
     hub = require("huggingface_hub.errors", extra="huggingface", purpose=purpose)
     return OSError, ValueError, RuntimeError, exceptions.DatasetsError, hub.HfHubHTTPError

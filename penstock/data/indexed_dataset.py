@@ -1,20 +1,20 @@
-"""Tokens on disk as Megatron keeps them: a pair of files, memory-mapped.
+"""Megatron's indexed datasets: tokens in a pair of memory-mapped files.
 
-    PREFIX.bin          the ids of all sequences one behind the other, in one type of number
+    PREFIX.bin          the ids of all sequences one after another, in one number type
     PREFIX.idx          "MMIDIDX" and two zeros, version 1 (u64), code of the type (u8), sequences S (u64), documents
-                        and one more (u64); then of each sequence its tokens (int32) and first byte in .bin (int64),
-                        and of each document its first sequence, S behind the last one (int64); little-endian
-    PREFIX.packed.json  ours, and optional: which tokenizer made the ids, and of how many bytes of text
+                        + 1 (u64); then of each sequence its tokens (int32) and first byte in .bin (int64), and of
+                        each document its first sequence, S behind the last one (int64); little-endian
+    PREFIX.packed.json  Penstock's own, optional: tokenizer of the ids, counts, and bytes of text
 
-Nothing is copied when a pair is opened, and its numbers are checked once, so that each document is where they say. A
-pair is written under hidden names and renamed when it is whole, `.idx` last: without it nobody reads the others.
+Opening a pair copies nothing and checks the numbers of the index once. A pair is written under hidden names and renamed
+when it is complete, `.idx` last: readers need it first.
 """
 
 import json
 import os
 import struct
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
@@ -35,25 +35,25 @@ _HEADER = struct.Struct("<9sQBQQ")
 _TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 _CODES = {np.dtype(name): code for code, name in _TYPES.items()}
 _SMALL_VOCABULARY = 65500
-"""Megatron keeps ids of a vocabulary below this in uint16, others in int32."""
+"""Megatron stores ids of a vocabulary below this in uint16, others in int32."""
 
-_LONGEST = 2**31 - 1
-_AT_ONCE = 2**20
+_MOST_TOKENS = 2**31 - 1
+_CHECKED_TOGETHER = 2**20
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedMetadata:
-    """What the ids of a pair stand for.
+    """The content of PREFIX.packed.json.
 
     Attributes:
-        tokenizer: the name that it was opened under.
+        tokenizer: the setting that opened it.
         fingerprint: of the tokenizer.
         vocabulary_size: of the tokenizer.
-        end_of_document: the id that stands at the end of each document.
-        end_of_document_name: as whoever packed it named that token; empty takes what the tokenizer says.
+        end_of_document: the id that ends each document.
+        end_of_document_name: its name in the settings; empty for the tokenizer's own.
         documents: of the pair.
-        tokens: of the pair, the ends of documents too.
+        tokens: of the pair, ends of documents included.
         text_bytes: of the text.
         left_out: corrupt documents, each with its place and fault.
     """
@@ -70,17 +70,16 @@ class PackedMetadata:
 
 
 class IndexedDataset:
-    """One `.bin` with its `.idx`."""
+    """One `.bin` with its `.idx`, memory-mapped and checked.
+
+    Args:
+        prefix: the path of the two files without `.bin` and `.idx`.
+
+    Raises:
+        DataError: a file is missing, damaged, empty, or does not match the other.
+    """
 
     def __init__(self, prefix: Path) -> None:
-        """Maps and checks a pair.
-
-        Args:
-            prefix: the path of the two files without `.bin` and `.idx`.
-
-        Raises:
-            DataError: one of them is missing, damaged, empty, or does not go with the other.
-        """
         self.prefix = prefix
         self._index = _mapped(_beside(prefix, ".idx"))
         self._content = _mapped(_beside(prefix, ".bin"))
@@ -96,10 +95,10 @@ class IndexedDataset:
         return len(self._bounds) - 1
 
     def document(self, index: int) -> Tokens:
-        """Returns the ids of a document, all its sequences, as they stand in the file; read-only.
+        """Returns the ids of a document (all its sequences) as stored; read-only.
 
         Raises:
-            DataError: the file holds numbers with a fraction.
+            DataError: the file has numbers with a fraction.
         """
         first, last = int(self._bounds[index]), int(self._bounds[index + 1])
         parts = [self._sequence(sequence) for sequence in range(first, last)]
@@ -112,7 +111,7 @@ class IndexedDataset:
         return whole
 
     def fingerprint(self) -> int:
-        """Returns a number of 56 bits that changes with the index and, as far as samples see it, with the tokens."""
+        """Returns a number of 56 bits that changes with the index and with sampled parts of the tokens."""
         digest = blake2b(self._index.data, digest_size=16)
         size = len(self._content)
         for start in np.linspace(0, max(0, size - _SAMPLE_BYTES), _SAMPLES).astype(np.int64).tolist():
@@ -120,7 +119,7 @@ class IndexedDataset:
         return fingerprint_of(digest.digest(), size)
 
     def origin(self) -> PackedMetadata | None:
-        """Returns what PREFIX.packed.json says, None if there is no such file.
+        """Returns the content of PREFIX.packed.json, None if there is no such file.
 
         Raises:
             DataError: it is damaged.
@@ -142,7 +141,7 @@ class IndexedDataset:
         return np.frombuffer(self._content, self.type, int(self._lengths[sequence]), int(self._starts[sequence]))
 
     def _read_header(self) -> tuple["np.dtype[Any]", int, int]:
-        """Returns the type of the ids, and how many sequences and bounds of documents there are."""
+        """Returns (type of the ids, number of sequences, number of document bounds)."""
         path = _beside(self.prefix, ".idx")
         if len(self._index) < _HEADER.size or self._index[: len(_MAGIC)].tobytes() != _MAGIC:
             raise DataError(f"{path} is no index of packed tokens", allowed="an .idx file as Megatron writes it")
@@ -161,16 +160,16 @@ class IndexedDataset:
         return np.dtype(_TYPES[code]), sequences, bounds
 
     def _check(self) -> None:
-        """Refuses documents that are not there; in parts, since an index may be larger than memory."""
+        """Raises DataError for documents or sequences out of range; in parts: an index may be larger than memory."""
         path = _beside(self.prefix, ".idx")
         if len(self._bounds) < 2:
             raise DataError(f"{path} holds no document", fix="take it out of data.files and data.validation_files")
         sequences = len(self._lengths)
         if self._bounds[0] != 0 or self._bounds[-1] != sequences or not _rises(self._bounds):
             raise _damaged(path, "documents that do not follow each other")
-        for start in range(0, sequences, _AT_ONCE):
-            lengths = self._lengths[start : start + _AT_ONCE].astype(np.int64)
-            starts = self._starts[start : start + _AT_ONCE]
+        for start in range(0, sequences, _CHECKED_TOGETHER):
+            lengths = self._lengths[start : start + _CHECKED_TOGETHER].astype(np.int64)
+            starts = self._starts[start : start + _CHECKED_TOGETHER]
             if min(lengths.min(), starts.min()) < 0 or (starts + lengths * self.type.itemsize).max() > len(
                 self._content
             ):
@@ -180,19 +179,18 @@ class IndexedDataset:
 
 
 class IndexedDatasetWriter:
-    """Writes a pair: used in a `with`, at whose end the files are there whole, or not at all."""
+    """Writes a pair as a context manager: at its end the files are complete, or do not exist.
 
-    def __init__(self, prefix: Path, vocabulary_size: int) -> None:
-        """Opens a hidden file beside where the pair will be.
+    Args:
+        prefix: the path of the files without `.bin` and `.idx`; missing folders are made.
+        vocab_size: every id is below it.
 
-        Args:
-            prefix: the path of the files without `.bin` and `.idx`; folders on the way are made.
-            vocabulary_size: every id is below it.
+    Raises:
+        DataError: the pair exists, or the folder cannot be written to.
+    """
 
-        Raises:
-            DataError: there is such a pair, or the folder cannot be written to.
-        """
-        self.type: np.dtype[Any] = np.dtype("<u2" if vocabulary_size < _SMALL_VOCABULARY else "<i4")
+    def __init__(self, prefix: Path, vocab_size: int) -> None:
+        self.type: np.dtype[Any] = np.dtype("<u2" if vocab_size < _SMALL_VOCABULARY else "<i4")
         self._finals = {suffix: _beside(prefix, suffix) for suffix in (".bin", ".packed.json", ".idx")}
         self._drafts = {
             suffix: path.with_name(f".{path.name}.{os.getpid()}.draft") for suffix, path in self._finals.items()
@@ -209,22 +207,22 @@ class IndexedDatasetWriter:
         """Appends documents.
 
         Args:
-            tokens: their ids, one document behind the other, each with its end.
-            lengths: tokens of each.
+            tokens: ids of the documents one after another, each with its end.
+            lengths: tokens of each document.
 
         Raises:
             DataError: the disk is full, or a document is too long.
         """
-        if len(lengths) and lengths.max() > _LONGEST:
+        if len(lengths) and lengths.max() > _MOST_TOKENS:
             raise DataError(
-                "a document is too long for an .idx file", got=int(lengths.max()), allowed=f"{_LONGEST} tokens"
+                "a document is too long for an .idx file", got=int(lengths.max()), allowed=f"{_MOST_TOKENS} tokens"
             )
         self._lengths.frombytes(lengths.astype(np.int32).tobytes())
         with _disk_errors(self._finals[".bin"]):
             self._content.write(np.ascontiguousarray(tokens, dtype=self.type).data)
 
     def finish(self, origin: PackedMetadata) -> None:
-        """Writes the other files and gives all their names.
+        """Writes the other files and renames all of them.
 
         Raises:
             DataError: the disk is full.
@@ -236,32 +234,30 @@ class IndexedDatasetWriter:
         header = _HEADER.pack(_MAGIC, 1, _CODES[self.type], len(lengths), len(lengths) + 1)
         bounds = np.arange(len(lengths) + 1, dtype="<i8")
         with _disk_errors(self._finals[".idx"]):
-            _settle(self._content)
+            _sync(self._content)
             with self._drafts[".idx"].open("wb") as file:
                 for part in (header, lengths.astype("<i4").data, starts.data, bounds.data):
                     file.write(part)
-                _settle(file)
+                _sync(file)
             with self._drafts[".packed.json"].open("wb") as file:
-                file.write(_json_text(asdict(origin)).encode())
-                _settle(file)
+                file.write((json.dumps(asdict(origin), indent=1) + "\n").encode())
+                _sync(file)
             for suffix, draft in self._drafts.items():
                 draft.replace(self._finals[suffix])
 
     def __enter__(self) -> Self:
-        """Returns itself."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Takes away what was not finished."""
         self._content.close()
         for draft in self._drafts.values():
             draft.unlink(missing_ok=True)
 
 
 def prefix_of(path: Path) -> Path:
-    """Returns the prefix of a pair from that, or from the path of one of its files."""
+    """Returns the prefix of a pair from a prefix, or from the path of one of its files."""
     for suffix in (".packed.json", ".bin", ".idx"):
         if path.name.endswith(suffix):
             return path.with_name(path.name.removesuffix(suffix))
@@ -287,8 +283,8 @@ def _mapped(path: Path) -> NDArray[np.uint8]:
 
 
 def _rises(numbers: NDArray[np.int64]) -> bool:
-    """Tells whether no number is smaller than the one before it; in parts."""
-    ends = [*range(0, len(numbers) - 1, _AT_ONCE), len(numbers) - 1]
+    """Whether numbers never decrease; computed in parts."""
+    ends = [*range(0, len(numbers) - 1, _CHECKED_TOGETHER), len(numbers) - 1]
     return all(bool((np.diff(numbers[start : stop + 1]) >= 0).all()) for start, stop in pairwise(ends))
 
 
@@ -296,19 +292,14 @@ def _damaged(path: Path, got: str, why: str = "it is damaged or cut") -> DataErr
     return DataError(f"{path} cannot be used: {why}", got=got, fix="copy or pack the files again")
 
 
-def _json_text(values: Mapping[str, Any]) -> str:
-    return json.dumps(values, indent=1) + "\n"
-
-
-def _settle(file: BinaryIO) -> None:
-    """Makes what was written survive a power cut."""
+def _sync(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())
 
 
 @contextmanager
 def _disk_errors(path: Path) -> Iterator[None]:
-    """Says what the system refuses (no space, no permission, ...) as an error of the user's."""
+    """Turns errors of the system (no space, no permission, ...) into DataError."""
     try:
         yield
     except OSError as error:

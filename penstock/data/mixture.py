@@ -1,4 +1,11 @@
-"""What a run trains on: one text or several, each with a weight, and how each becomes a stream of rows."""
+"""The data of a run: one text or a weighted mixture, and the stream of rows over it.
+
+The next row of a mixture comes from the part with the fewest tokens over weight, counting this row's tokens. So at any
+time each part's share of all tokens equals its share of the weights, up to one row, whatever the lengths of its
+documents. Each part is a stream of its own, with its own lanes, order and epochs. A row belongs to one part.
+
+Example: with weights 2 and 1 the parts come as `a a b a a b ...`.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,16 +15,16 @@ from penstock.data.documents import CorruptRecords
 from penstock.data.fill_in_middle import FillInMiddle
 from penstock.data.shards import Shards, ShardStream
 from penstock.data.sources import Source, Tokens, fingerprint_of
-from penstock.data.stream import LANES, LoaderState, RowStream, Stream, damaged, number, numbers
+from penstock.data.stream import LANES, LoaderState, RowStream, Stream, damaged, read_count, read_counts
 
 
 class MixedPosition(NamedTuple):
-    """A place between two rows.
+    """A place between two rows of a mixture.
 
     Attributes:
-        parts: the place in each part, a position of its stream.
-        tokens: how many tokens lie behind, of each part.
-        rows: how many rows lie behind, of all.
+        parts: the position in the stream of each part.
+        tokens: tokens so far of each part.
+        rows: rows so far of all parts.
     """
 
     parts: tuple[Any, ...]
@@ -27,10 +34,10 @@ class MixedPosition(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Component:
-    """A part of a mixture.
+    """The stream of one part of a mixture.
 
     Attributes:
-        name: as the user calls it.
+        name: unique in the mixture.
         weight: above 0.
         stream: its rows.
     """
@@ -41,14 +48,17 @@ class Component:
 
 
 class Mixture(RowStream[MixedPosition]):
-    """Reads the rows of all parts."""
+    """Rows of several streams, mixed by weight.
+
+    Args:
+        components: at least one, with different names.
+    """
 
     def __init__(self, components: Sequence[Component]) -> None:
-        """Takes the parts, at least one, with different names."""
         assert len({component.name for component in components}) == len(components) > 0, "parts have names"
         self._components = tuple(components)
-        self.vocabulary_size = max(component.stream.vocabulary_size for component in components)
-        self.fingerprint = fingerprint_of([self._identity(component) for component in components])
+        self.vocab_size = max(component.stream.vocab_size for component in components)
+        self.fingerprint = fingerprint_of([(one.name, one.weight, one.stream.fingerprint) for one in components])
 
     def start(self) -> MixedPosition:
         """Returns the position before the first row."""
@@ -56,19 +66,19 @@ class Mixture(RowStream[MixedPosition]):
         return MixedPosition(starts, (0,) * len(starts), 0)
 
     def next_row(self, position: MixedPosition, sequence_length: int) -> tuple[Sequence[Tokens], MixedPosition]:
-        """Returns the next row of the part whose turn it is."""
+        """Returns the next row of the part whose turn it is, and the position after it."""
         turn = min(
             range(len(self._components)),
             key=lambda part: (position.tokens[part] + sequence_length) / self._components[part].weight,
         )
-        row, behind = self._components[turn].stream.next_row(position.parts[turn], sequence_length)
+        row, after = self._components[turn].stream.next_row(position.parts[turn], sequence_length)
         parts, tokens = list(position.parts), list(position.tokens)
-        parts[turn] = behind
+        parts[turn] = after
         tokens[turn] += sequence_length
         return row, MixedPosition(tuple(parts), tuple(tokens), position.rows + 1)
 
     def save(self, position: MixedPosition) -> LoaderState:
-        """Returns the place in every part by its name, and how many tokens each has given."""
+        """Returns the position in each part by its name, and the tokens of each part so far."""
         parts: LoaderState = {
             component.name: component.stream.save(place) | {"source": component.stream.fingerprint}
             for component, place in zip(self._components, position.parts, strict=True)
@@ -76,24 +86,24 @@ class Mixture(RowStream[MixedPosition]):
         return {"parts": parts, "part_tokens": list(position.tokens), "rows": position.rows}
 
     def restore(self, state: LoaderState) -> MixedPosition:
-        """Returns the position in a state; an error if no mixture of these parts can be there."""
-        parts = state["parts"]
-        if not isinstance(parts, dict) or list(parts) != [component.name for component in self._components]:
+        """Returns the position of a state; raises DataError if no mixture of these parts has it."""
+        parts = self._saved_parts(state)
+        if parts is None:
             raise damaged("other parts")
-        places = []
+        positions = []
         for component in self._components:
             part = parts[component.name]
             expected = component.stream.save(component.stream.start()) | {"source": 0}
             if not isinstance(part, dict) or part.keys() != expected.keys():
                 raise damaged(f"of part {component.name} something else")
-            places.append(component.stream.restore(part))
-        tokens = tuple(numbers(state, "part_tokens", len(places)))
-        return MixedPosition(tuple(places), tokens, number(state, "rows"))
+            positions.append(component.stream.restore(part))
+        tokens = tuple(read_counts(state, "part_tokens", len(positions)))
+        return MixedPosition(tuple(positions), tokens, read_count(state, "rows"))
 
     def changed(self, state: LoaderState) -> str:
-        """Returns which part is another text."""
-        parts = state["parts"]
-        if not isinstance(parts, dict) or list(parts) != [component.name for component in self._components]:
+        """Returns which part has other documents."""
+        parts = self._saved_parts(state)
+        if parts is None:
             return "the parts of its mixture"
         for component in self._components:
             part = parts[component.name]
@@ -101,9 +111,11 @@ class Mixture(RowStream[MixedPosition]):
                 return f"documents of part {component.name}"
         return "the weights of its mixture"
 
-    @staticmethod
-    def _identity(component: Component) -> tuple[str, float, int]:
-        return component.name, component.weight, component.stream.fingerprint
+    def _saved_parts(self, state: LoaderState) -> "LoaderState | None":
+        """The parts of a state; None if it has other ones."""
+        parts = state["parts"]
+        is_same = isinstance(parts, dict) and list(parts) == [component.name for component in self._components]
+        return parts if isinstance(parts, dict) and is_same else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,10 +123,10 @@ class TextPart:
     """Documents and how they are read.
 
     Attributes:
-        documents: with numbers, or in shards.
-        name: in the mixture; empty if there is no mixture.
+        documents: with random access, or in shards.
+        name: in the mixture; empty without one.
         weight: in the mixture.
-        middle: cuts some of the documents; None leaves them as they are.
+        middle: encodes documents with fill-in-the-middle; None without it.
     """
 
     documents: Source | Shards
@@ -125,18 +137,18 @@ class TextPart:
 
 @dataclass(frozen=True)
 class Text:
-    """All that a run trains on.
+    """All documents of one split.
 
     Attributes:
-        parts: of the mixture; one part is no mixture.
-        corrupt: counts the records that their sources skip.
+        parts: of the mixture; a single part is no mixture.
+        corrupt: counts the records that the sources skip.
     """
 
     parts: tuple[TextPart, ...]
     corrupt: CorruptRecords = field(default_factory=CorruptRecords)
 
     def __str__(self) -> str:
-        """How much there is, in words."""
+        """The number of documents, in words."""
         counts = []
         for part in self.parts:
             kind = "shards" if isinstance(part.documents, Shards) else "documents"
@@ -150,20 +162,15 @@ def stream_of(text: Text, *, seed: int, shuffle: bool) -> RowStream[Any]:
     Args:
         text: all documents.
         seed: of their order, >= 0.
-        shuffle: give each epoch another order and read LANES documents side by side; else they come by number.
+        shuffle: another order in each epoch, with up to LANES lanes; else documents come by number, in one lane.
     """
-    streams = [_stream_of(part, seed, shuffle) for part in text.parts]
-    if len(streams) == 1:
-        return streams[0]
-    components = [
-        Component(name=part.name, weight=part.weight, stream=stream)
-        for part, stream in zip(text.parts, streams, strict=True)
-    ]
-    return Mixture(components)
-
-
-def _stream_of(part: TextPart, seed: int, shuffle: bool) -> RowStream[Any]:
-    lanes = min(LANES, len(part.documents)) if shuffle else 1
-    if isinstance(part.documents, Shards):
-        return ShardStream(part.documents, seed=seed, shuffle=shuffle, lanes=lanes, middle=part.middle)
-    return Stream(part.documents, seed=seed, shuffle=shuffle, lanes=lanes, middle=part.middle)
+    components = []
+    for part in text.parts:
+        lanes = min(LANES, len(part.documents)) if shuffle else 1
+        stream: RowStream[Any]
+        if isinstance(part.documents, Shards):
+            stream = ShardStream(part.documents, seed=seed, shuffle=shuffle, lanes=lanes, middle=part.middle)
+        else:
+            stream = Stream(part.documents, seed=seed, shuffle=shuffle, lanes=lanes, middle=part.middle)
+        components.append(Component(name=part.name, weight=part.weight, stream=stream))
+    return components[0].stream if len(components) == 1 else Mixture(components)

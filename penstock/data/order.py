@@ -1,11 +1,11 @@
-"""The order in which an epoch visits documents: a permutation that follows from (seed, epoch) alone.
+"""The order of documents in an epoch: a permutation that depends on (seed, epoch) alone.
 
-Documents that can be read one by one are permuted freely. Where they lie in blocks that are read whole (the row groups
-of a table), visiting them freely would read a block for each document. There, blocks are permuted, so many of them as
-fit into memory are a pool, and the documents of a pool are permuted. Each block is read once an epoch, and nothing is
-held but the numbers of blocks and of one pool's documents.
+Documents with random access are permuted freely. Where they are in blocks that are read whole (row groups of a table),
+that would read one block per document. There, blocks are permuted, consecutive blocks that fit into memory form a pool,
+and the documents of a pool are permuted. Each block is read once per epoch, and only block numbers and one pool's
+permutation are held.
 
-An example, blocks `a b`, `c d`, `e f` and `g h`, pools of two blocks: `f a e b`, then `h c d g`.
+Example: blocks `a b`, `c d`, `e f` and `g h`, pools of two blocks: `f a e b`, then `h c d g`.
 """
 
 from abc import ABC, abstractmethod
@@ -19,23 +19,23 @@ from numpy.typing import NDArray
 from penstock.data.sources import Source
 
 KEPT_POOLS = 2
-"""Pools whose order is kept: readers of neighbouring documents may be on both sides of a border."""
+"""Cached permutations of pools: readers of neighbouring documents may be on both sides of a border."""
 
 
 class Order(Protocol):
-    """Numbers of documents by their place in an epoch."""
+    """Document numbers by their place in an epoch."""
 
     def __getitem__(self, place: int, /) -> int:
         """Returns the number of the document at a place."""
 
 
 class InBlocks(ABC):
-    """Documents that are read a block at a time."""
+    """Documents that are read one block at a time."""
 
     @property
     @abstractmethod
     def block_sizes(self) -> NDArray[np.int64]:
-        """Documents of each block; numbers of documents count through the blocks."""
+        """Documents of each block; document numbers count through the blocks."""
 
     @property
     @abstractmethod
@@ -44,21 +44,20 @@ class InBlocks(ABC):
 
 
 def document_order(documents: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Returns a permutation of 0..documents-1 that depends on nothing but the arguments.
-
-    Raw generator output is sorted: NumPy promises that this output never changes, but not that its own shuffle does
-    not.
-    """
+    """Returns a permutation of 0..documents-1 that depends on nothing but the arguments."""
     return permutation(documents, [seed, epoch])
 
 
 def permutation(count: int, key: Sequence[int]) -> NDArray[np.int64]:
-    """Returns a permutation of 0..count-1 that depends on nothing but the key."""
+    """Returns a permutation of 0..count-1 that depends on nothing but the key.
+
+    It sorts raw generator output: NumPy guarantees that this output never changes, but not its own shuffle.
+    """
     return np.argsort(PCG64(list(key)).random_raw(count), kind="stable")
 
 
 def order_of(source: Source, *, seed: int, epoch: int) -> Order:
-    """Returns the order in which an epoch visits the documents of a source."""
+    """Returns the order of a source's documents in an epoch."""
     if isinstance(source, InBlocks):
         return BlockOrder(source.block_sizes, source.pool, seed=seed, epoch=epoch)
     return _Listed(document_order(len(source), seed=seed, epoch=epoch))
@@ -73,10 +72,16 @@ class _Listed:
 
 
 class BlockOrder:
-    """Documents in a random order inside of pools of blocks. The pools that were asked for last are kept."""
+    """Documents in random order inside pools of blocks; the latest pools are cached.
+
+    Args:
+        block_sizes: documents of each block.
+        pool: blocks of a pool.
+        seed: of the order.
+        epoch: of the order.
+    """
 
     def __init__(self, block_sizes: NDArray[np.int64], pool: int, *, seed: int, epoch: int) -> None:
-        """Takes the blocks, how many of them are a pool, and the key of the order."""
         self._key = [seed, epoch]
         self._sizes = block_sizes
         self._firsts = np.cumsum(block_sizes) - block_sizes
@@ -102,7 +107,6 @@ class BlockOrder:
         return documents
 
     def _permuted(self, number: int) -> NDArray[np.int64]:
-        """Documents of a pool."""
         blocks = self._blocks[number * self._pool : (number + 1) * self._pool]
         inside = [np.arange(self._firsts[block], self._firsts[block] + self._sizes[block]) for block in blocks]
         documents = np.concatenate(inside)

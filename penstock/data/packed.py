@@ -1,11 +1,19 @@
-"""Texts -> a pair of packed files, encoded by many processes.
+"""Packed documents: token ids that were encoded beforehand, in Megatron's `.bin/.idx` files.
 
-This process reads the texts in their order and writes the tokens in that order; the others encode. A batch of texts
-goes to whichever process is free, and its tokens wait for those of the batches before it. So the files are the same,
-byte for byte, for any number of processes; and a text that cannot be used is known by its place, whoever encoded it.
-Reading and writing in one process is enough for some tens of processes; beyond that, pack parts of the corpus.
+`penstock data pack` or other programs write them. Packed documents usually end with an end-of-document token, some
+without one, depending on the program. The stream adds one to each, so those at the end of a document are removed here.
 
-Texts without a token (empty ones) are left out, as the stream passes over them anyway.
+The `.packed.json` that Penstock writes beside a pair names the tokenizer. Other programs write none: then
+`data.tokenizer` names it, or `data.end_of_document` gives the id. Bits per byte of text need the tokenizer itself:
+without it, packed documents cannot be evaluated.
+
+A hash of a document's number in its file, not of its content, which would have to be read first, decides the split. It
+does not change when documents are appended, or files added or moved.
+
+Packing encodes in several processes. This process reads the texts and writes the tokens in order; a batch of texts goes
+to any free process, and its tokens wait for the batches before it. So the files are the same, byte for byte, for any
+number of processes, and errors name the document. One reader and writer is enough for some tens of processes; beyond
+that, pack parts of the corpus. Texts without tokens are left out, as the stream skips them anyway.
 """
 
 import signal
@@ -27,50 +35,49 @@ from numpy.typing import NDArray
 
 from penstock.base.errors import DataError
 from penstock.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, PackedMetadata, prefix_of
-from penstock.data.sources import DocumentPart, RecordError, SplitFilter, Tokens, divided, fingerprint_of
+from penstock.data.sources import DocumentPart, RecordError, SplitFilter, Tokens, document_part, fingerprint_of
 from penstock.data.tokenizer import BYTES, Tokenizer, open_tokenizer
 
 
 class PackedTokens:
-    """The documents of one pair of files or more, in their order."""
+    """The documents of one or more pairs of files, in order.
+
+    Args:
+        pairs: at least one.
+        vocab_size: every id is below it; checked when a document is read.
+        end_of_document: the id that ends documents, in the files and in the stream.
+        tokenizer: of the ids; None if unknown, then bytes of tokens are unknown too.
+        documents: numbers of the documents of the split, counted over all pairs; None for all.
+        part: the part of each document that belongs to the split; None for whole documents.
+    """
 
     def __init__(
         self,
         pairs: Sequence[IndexedDataset],
         *,
-        vocabulary_size: int,
+        vocab_size: int,
         end_of_document: int,
         tokenizer: Tokenizer | None = None,
         documents: NDArray[np.int64] | None = None,
-        stretch: DocumentPart | None = None,
+        part: DocumentPart | None = None,
     ) -> None:
-        """Takes pairs that are open.
-
-        Args:
-            pairs: at least one.
-            vocabulary_size: every id is below it; that is checked when a document is read.
-            end_of_document: the id that ends documents, there and in the stream.
-            tokenizer: what made the ids; without it their bytes cannot be told.
-            documents: numbers of those that belong to this source, counted over all pairs; None means all.
-            stretch: which part of each belongs to it; None takes them whole.
-        """
-        self.vocabulary_size = vocabulary_size
+        self.vocab_size = vocab_size
         self.end_of_document = end_of_document
         self.tokenizer = tokenizer
         self._pairs = pairs
         self._firsts = [0, *accumulate(len(pair) for pair in pairs)]
         self._documents = documents
-        self._stretch = stretch
+        self._part = part
         chosen = b"" if documents is None else documents.tobytes()
-        divided_as = [] if stretch is None else [stretch]
-        self.fingerprint = fingerprint_of(*(pair.fingerprint() for pair in pairs), end_of_document, chosen, *divided_as)
+        identity = [] if part is None else [part.identity()]
+        self.fingerprint = fingerprint_of(*(pair.fingerprint() for pair in pairs), end_of_document, chosen, *identity)
 
     def __len__(self) -> int:
         """Number of documents."""
         return self._firsts[-1] if self._documents is None else len(self._documents)
 
     def read(self, index: int) -> Tokens:
-        """Returns the ids of a document without its end, as they stand in the file; read-only.
+        """Returns the ids of a document without its end, as stored; read-only.
 
         Raises:
             DataError: an id is outside the vocabulary.
@@ -83,13 +90,13 @@ class PackedTokens:
         tokens = tokens[:stop]
         if stop > 0:
             self._check_ids(tokens, f"document {number} of {pair.prefix}.bin")
-        return tokens if self._stretch is None else self._stretch.of(tokens)
+        return tokens if self._part is None else self._part.of(tokens)
 
     def bytes_per_token(self, index: int) -> Tokens:
-        """Returns the bytes of text behind each token of `read(index)`.
+        """Returns the bytes of text of each token of `read(index)`.
 
         Raises:
-            DataError: the tokenizer is not known, or cannot tell.
+            DataError: the tokenizer is unknown, or cannot tell.
         """
         if self.tokenizer is None:
             raise DataError(
@@ -99,24 +106,23 @@ class PackedTokens:
         return self.tokenizer.bytes_of(self.read(index))
 
     def place(self, index: int) -> str:
-        """Returns where a document stands, for people."""
+        """Returns the place of a document for messages."""
         pair, number = self._find(index)
         return f"{pair.prefix}.bin, document {number}"
 
     def _check_ids(self, tokens: Tokens, place: str) -> None:
-        """Refuses ids that no model of this vocabulary can embed."""
         highest = int(tokens.max())
         lowest = 0 if tokens.dtype.kind == "u" else int(tokens.min())
-        if highest >= self.vocabulary_size or lowest < 0:
+        if highest >= self.vocab_size or lowest < 0:
             raise DataError(
                 f"{place} has an id outside the vocabulary",
                 got=lowest if lowest < 0 else highest,
-                allowed=f"0 to {self.vocabulary_size - 1}",
+                allowed=f"0 to {self.vocab_size - 1}",
                 fix="set data.tokenizer and model.vocab_size to what the file was packed with",
             )
 
     def _find(self, index: int) -> tuple[IndexedDataset, int]:
-        """Returns the pair that a document is in, and its number there."""
+        """Returns (pair of a document, its number there)."""
         number = index if self._documents is None else int(self._documents[index])
         place = bisect_right(self._firsts, number) - 1
         return self._pairs[place], number - self._firsts[place]
@@ -126,44 +132,41 @@ def open_packed(
     paths: Sequence[Path],
     *,
     keep: SplitFilter,
-    vocabulary_size: int,
+    vocab_size: int,
     tokenizer: str = BYTES,
     end_of_document: str | None = None,
 ) -> PackedTokens:
     """Opens pairs of files as one source.
 
     Args:
-        paths: prefixes of pairs, or either of their files; a pair that is named twice counts once.
-        keep: which documents, by their numbers.
-        vocabulary_size: of the model.
-        tokenizer: setting `data.tokenizer`; "bytes", which is what it is if nobody sets it, takes the one that the
-            files name.
+        paths: prefixes of pairs, or either of their files; a repeated pair counts once.
+        keep: selects the documents of the split, by their numbers.
+        vocab_size: of the model.
+        tokenizer: setting `data.tokenizer`; its default "bytes" takes the tokenizer that the files name.
         end_of_document: setting `data.end_of_document`: a token's name, or its id in digits.
 
     Raises:
-        DataError: a file is missing, damaged or empty; the files were packed with different tokenizers, or with
-            another one than is set; nobody says what their ids are; the ids do not fit the model.
+        DataError: a file is missing, damaged or empty; the files have different tokenizers, or another one than the
+            setting; their tokenizer is unknown; the ids do not fit the model.
     """
     pairs = [IndexedDataset(prefix) for prefix in dict.fromkeys(map(prefix_of, paths))]
     origin = _common_origin(pairs)
     opened = _open_fitting_tokenizer(pairs[0], origin, tokenizer, end_of_document)
-    size, end = _meaning(pairs[0], origin, opened, end_of_document, vocabulary_size)
-    if max(size, end + 1) > vocabulary_size:
+    size, end = _meaning(pairs[0], origin, opened, end_of_document, vocab_size)
+    if max(size, end + 1) > vocab_size:
         raise DataError(
             f"{pairs[0].prefix} has token ids outside the model's vocabulary",
-            got=f"ids up to {max(size - 1, end)} and a vocabulary of {vocabulary_size}",
+            got=f"ids up to {max(size - 1, end)} and a vocabulary of {vocab_size}",
             fix=f"give the model a vocabulary of {max(size, end + 1)} or more",
         )
     kept = np.concatenate([keep.each(np.arange(len(pair))) for pair in pairs])
-    stretch = divided(kept, keep)
-    documents = np.flatnonzero(kept) if keep.split is not None and stretch is None else None
-    return PackedTokens(
-        pairs, vocabulary_size=size, end_of_document=end, tokenizer=opened, documents=documents, stretch=stretch
-    )
+    part = document_part(kept, keep)
+    documents = np.flatnonzero(kept) if keep.split is not None and part is None else None
+    return PackedTokens(pairs, vocab_size=size, end_of_document=end, tokenizer=opened, documents=documents, part=part)
 
 
 def _common_origin(pairs: Sequence[IndexedDataset]) -> PackedMetadata | None:
-    """Returns what the pairs say of their tokens; one that says nothing is taken to be like the others."""
+    """Returns the metadata of the pairs; one without metadata is assumed to be like the others."""
     origins = [(pair, origin) for pair in pairs if (origin := pair.origin()) is not None]
     for pair, origin in origins:
         if origin.fingerprint != origins[0][1].fingerprint:
@@ -178,7 +181,7 @@ def _common_origin(pairs: Sequence[IndexedDataset]) -> PackedMetadata | None:
 def _open_fitting_tokenizer(
     pair: IndexedDataset, origin: PackedMetadata | None, tokenizer: str, end_of_document: str | None
 ) -> Tokenizer | None:
-    """Returns the tokenizer that made the ids, None if it is not at hand."""
+    """Returns the tokenizer of the ids, None if it is not available."""
     name = None if end_of_document is not None and end_of_document.isdecimal() else end_of_document
     if origin is None:
         return None if tokenizer == BYTES else open_tokenizer(tokenizer, name)
@@ -195,7 +198,7 @@ def _open_fitting_tokenizer(
 
 
 def _tokenizer_of(origin: PackedMetadata) -> Tokenizer | None:
-    """Returns the tokenizer that was used, if it is still where it was, and the same."""
+    """Returns the tokenizer of the metadata, if its files are still there and unchanged."""
     try:
         opened = open_tokenizer(origin.tokenizer, origin.end_of_document_name)
     except DataError:
@@ -208,16 +211,16 @@ def _meaning(
     origin: PackedMetadata | None,
     tokenizer: Tokenizer | None,
     end_of_document: str | None,
-    vocabulary_size: int,
+    vocab_size: int,
 ) -> tuple[int, int]:
-    """Returns the size of the vocabulary and the id that ends documents, by whoever knows them."""
+    """Returns (vocabulary size, end-of-document id) from the tokenizer, the metadata, or the settings."""
     stated = int(end_of_document) if end_of_document is not None and end_of_document.isdecimal() else None
     if tokenizer is not None:
-        return tokenizer.vocabulary_size, tokenizer.end_of_document if stated is None else stated
+        return tokenizer.vocab_size, tokenizer.end_of_document if stated is None else stated
     if origin is not None:
         return origin.vocabulary_size, origin.end_of_document if stated is None else stated
     if stated is not None:
-        return vocabulary_size, stated
+        return vocab_size, stated
     raise DataError(
         f"nothing says what the ids of {pair.prefix} are",
         fix="set data.tokenizer to what packed them, or data.end_of_document to the id that ends a document",
@@ -225,14 +228,14 @@ def _meaning(
 
 
 BATCH_CHARACTERS = 2**20
-"""Text of a batch: enough that handing it over costs little."""
+"""Text of a batch, large enough to hide the cost of sending it."""
 
 _AHEAD = 3
-"""Batches that are handed out before their turn, for each process."""
+"""Batches that are sent ahead, per process."""
 
 
 class Texts(Protocol):
-    """Numbered texts; `documents.TextDocuments` are such."""
+    """Numbered texts, such as `documents.TextDocuments`."""
 
     def __len__(self) -> int:
         """Number of texts."""
@@ -241,15 +244,15 @@ class Texts(Protocol):
         """Returns a text.
 
         Raises:
-            RecordError: it is damaged; the message says where it stands.
+            RecordError: it is damaged; the message names its place.
         """
 
 
 class PackProgress(NamedTuple):
-    """What has been packed since the last report.
+    """Work since the last report.
 
     Attributes:
-        texts: read, the corrupt and the empty ones too.
+        texts: read, including corrupt and empty ones.
         tokens: written.
         text_bytes: encoded.
     """
@@ -261,11 +264,11 @@ class PackProgress(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PackResult:
-    """What was packed.
+    """The result of `pack`.
 
     Attributes:
-        origin: what stands beside the files.
-        empty: texts without a token.
+        origin: metadata of the files.
+        empty: texts without tokens.
     """
 
     origin: PackedMetadata
@@ -273,7 +276,7 @@ class PackResult:
 
 
 class _Batch(NamedTuple):
-    """Texts that follow each other. `faults` has those that could not be read, by their number."""
+    """Consecutive texts; `faults` has the errors of unreadable ones, by their number."""
 
     numbers: list[int]
     texts: list[str]
@@ -281,7 +284,7 @@ class _Batch(NamedTuple):
 
 
 class _Encoded(NamedTuple):
-    """Tokens of a batch, each text with its end; `faults` has texts that could not be encoded, by their place."""
+    """Tokens of a batch with end tokens; `faults` has the errors of texts that could not be encoded, by their index."""
 
     tokens: Tokens
     lengths: NDArray[np.int64]
@@ -303,13 +306,13 @@ def pack(
     """Writes the tokens of all texts to PREFIX.bin and PREFIX.idx, whole or not at all.
 
     Args:
-        texts: what to pack.
+        texts: the documents.
         prefix: of the files.
         tokenizer: as `data.tokenizer`; each process opens it.
         end_of_document: as `data.end_of_document`.
-        processes: that encode; 1 encodes in this one.
-        skip_corrupt: leave out what cannot be read or encoded, and name it; else it is an error.
-        report: called now and then with what was done since.
+        processes: that encode; 1 encodes in this process.
+        skip_corrupt: leave out and name texts that cannot be read or encoded; else they are errors.
+        report: called after each batch.
 
     Raises:
         DataError: a text is corrupt, none has a token, the tokenizer cannot be used, or the files cannot be written.
@@ -317,7 +320,7 @@ def pack(
     opened = open_tokenizer(tokenizer, end_of_document)
     written = tokens = text_bytes = empty = 0
     left_out: list[str] = []
-    with IndexedDatasetWriter(prefix, opened.vocabulary_size) as writer, _encoders(processes) as submit:
+    with IndexedDatasetWriter(prefix, opened.vocab_size) as writer, _encoders(processes) as submit:
         encode = partial(_encode, tokenizer, end_of_document, writer.type.str)
         for batch, encoded in _in_order(_batches(texts, skip_corrupt), encode, submit, _AHEAD * processes):
             faults = batch.faults | {
@@ -338,7 +341,7 @@ def pack(
         origin = PackedMetadata(
             tokenizer=tokenizer,
             fingerprint=opened.fingerprint,
-            vocabulary_size=opened.vocabulary_size,
+            vocabulary_size=opened.vocab_size,
             end_of_document=opened.end_of_document,
             end_of_document_name=end_of_document or "",
             documents=written,
@@ -351,7 +354,7 @@ def pack(
 
 
 def _batches(texts: Texts, skip_corrupt: bool) -> Iterator[_Batch]:
-    """Yields all texts in their order, in batches that depend on nothing but the texts."""
+    """Yields all texts in order, in batches that depend on nothing but the texts."""
     batch, characters = _Batch([], [], {}), 0
     for number in range(len(texts)):
         try:
@@ -377,7 +380,7 @@ Submit = Callable[[Encode, list[str]], "Future[_Encoded]"]
 def _in_order(
     batches: Iterable[_Batch], encode: Encode, submit: Submit, ahead: int
 ) -> Iterator[tuple[_Batch, _Encoded]]:
-    """Yields each batch with its tokens, in order, while up to `ahead` later ones are being encoded."""
+    """Yields each batch with its tokens, in order, while up to `ahead` later ones are encoded."""
     waiting: deque[tuple[_Batch, Future[_Encoded]]] = deque()
     for batch in batches:
         waiting.append((batch, submit(encode, batch.texts)))
@@ -390,16 +393,16 @@ def _in_order(
 
 @contextmanager
 def _encoders(processes: int) -> Iterator[Submit]:
-    """Gives a function that encodes in other processes, or at once in this one if there is to be only one."""
+    """Yields a function that submits work to other processes, or runs it here for one process."""
     if processes == 1:
         yield _at_once
         return
-    # Started anew and not forked: a fork of a process with threads may never come back from a lock.
+    # Spawned, not forked: a fork of a process with threads may deadlock on a lock.
     pool = ProcessPoolExecutor(
         processes,
         mp_context=get_context("spawn"),
         initializer=signal.signal,
-        # Ctrl-C reaches all processes; this one ends the others.
+        # Ctrl-C signals all processes; only this one handles it, and ends the others.
         initargs=(signal.SIGINT, signal.SIG_IGN),
     )
     try:
@@ -419,7 +422,7 @@ def _at_once(encode: Encode, texts: list[str]) -> "Future[_Encoded]":
 
 
 def _encode(tokenizer: str, end_of_document: str | None, type_name: str, texts: list[str]) -> _Encoded:
-    """Encodes a batch; runs in any process."""
+    """Encodes a batch, in any process."""
     opened = _opened(tokenizer, end_of_document)
     end = np.array([opened.end_of_document], dtype=type_name)
     parts: list[Tokens] = []
@@ -443,5 +446,5 @@ def _encode(tokenizer: str, end_of_document: str | None, type_name: str, texts: 
 
 @cache
 def _opened(tokenizer: str, end_of_document: str | None) -> Tokenizer:
-    """The tokenizer, opened once in each process."""
+    """The tokenizer, opened once per process."""
     return open_tokenizer(tokenizer, end_of_document)

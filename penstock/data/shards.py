@@ -1,12 +1,12 @@
-"""Text that can only be read one document after the other, in shards: a dataset that stays on the network.
+"""Text without random access, in shards that are read front to back: a dataset that stays on the network.
 
-A lane is dealt a shard (see `lanes`) and reads it to its end. Shuffled, shards come in a random order, and each shard's
-documents in blocks of neighbours whose documents are in random order. Both orders follow from the seed: a place is the
-number of a shard and of a document in it, whatever was read before, and no buffer is saved. To go on at a place, the
-shard is opened and read up to the block of that document, without encoding.
+A lane gets a shard (see `stream`) and reads it to its end. With shuffling, shards come in random order, and a shard's
+documents in blocks of neighbours, each block in random order. Both orders follow from the seed: a position is the
+number of a shard and of a document in it, and no buffer is saved. To resume, the shard is opened and read up to the
+block of that document, without encoding.
 
-A shuffle buffer as others have it, from which one document is drawn whenever another comes in, mixes as far, but what
-is in it depends on all draws before.
+A shuffle buffer, which draws one document whenever another arrives, mixes equally far, but its content depends on all
+draws before.
 """
 
 from abc import ABC, abstractmethod
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from penstock.data.documents import NOTHING, CorruptRecords, checked_text
+from penstock.data.documents import NO_TOKENS, CorruptRecords, checked_text
 from penstock.data.fill_in_middle import FillInMiddle
 from penstock.data.order import document_order, permutation
 from penstock.data.sources import SplitFilter, Tokens, fingerprint_of
@@ -23,27 +23,26 @@ from penstock.data.tokenizer import Tokenizer
 
 
 class Shards(ABC):
-    """Documents of text in shards. Subclasses say where they are."""
+    """Text documents in shards. Subclasses read them.
+
+    Args:
+        tokenizer: encodes the text.
+        content: fingerprint of all documents, as far as it is known.
+        block: neighbouring documents that are read and shuffled together.
+        corrupt: policy for documents that cannot be read.
+        keep: selects the documents of the split.
+    """
 
     def __init__(
         self, tokenizer: Tokenizer, content: int, *, block: int, corrupt: CorruptRecords, keep: SplitFilter
     ) -> None:
-        """Takes what encodes the text.
-
-        Args:
-            tokenizer: what encodes the text.
-            content: fingerprint of all documents, as far as it is known.
-            block: neighbouring documents that are read together, and shuffled.
-            corrupt: what to do with documents that cannot be read.
-            keep: which documents belong to this source.
-        """
         self.tokenizer = tokenizer
         self.block = block
         self.corrupt = corrupt
         self.keep = keep
-        self.vocabulary_size = tokenizer.vocabulary_size
+        self.vocab_size = tokenizer.vocab_size
         self.end_of_document = tokenizer.end_of_document
-        self.fingerprint = fingerprint_of(content, tokenizer.fingerprint, keep, block)
+        self.fingerprint = fingerprint_of(content, tokenizer.fingerprint, keep.identity(), block)
 
     @abstractmethod
     def __len__(self) -> int:
@@ -51,11 +50,11 @@ class Shards(ABC):
 
     @abstractmethod
     def blocks(self, shard: int, first: int) -> Iterator[Sequence[object]]:
-        """Yields the documents of a shard in blocks; only the last may be shorter than the others.
+        """Yields the records of a shard in blocks; only the last block may be shorter.
 
         Args:
             shard: its number.
-            first: blocks that are passed over.
+            first: blocks to skip.
 
         Raises:
             DataError: they cannot be read.
@@ -63,28 +62,28 @@ class Shards(ABC):
 
     @abstractmethod
     def place(self, shard: int, document: int) -> str:
-        """Returns where a document stands, for people."""
+        """Returns the place of a document for messages."""
 
     def read(self, shard: int, document: int, value: object, encode: Callable[[str], Tokens]) -> tuple[str, Tokens]:
-        """Returns the text of a document and its tokens; nothing if it is skipped, or belongs to the other split.
+        """Returns a document's text and tokens; both empty if it is skipped or belongs to the other split.
 
         Args:
             shard: number of its shard.
             document: its number there.
-            value: what `blocks` gave.
+            value: its record, from `blocks`.
             encode: makes the tokens.
         """
 
         def read() -> tuple[str, Tokens]:
             text = checked_text(value, self.place(shard, document))
-            return (text, encode(text)) if text and self.keep.document(text) else ("", NOTHING)
+            return (text, encode(text)) if text and self.keep.document(text) else ("", NO_TOKENS)
 
-        return self.corrupt.survived(read, ("", NOTHING))
+        return self.corrupt.read_or_skip(read, ("", NO_TOKENS))
 
 
 @dataclass
 class _Reader:
-    """A shard that is being read by a lane, and its latest block."""
+    """The shard of a lane, and its current block."""
 
     epoch: int
     place: int
@@ -96,20 +95,27 @@ class _Reader:
 
 
 class ShardStream(LaneStream):
-    """Reads the rows of shards. It keeps each lane's latest block and document."""
+    """Rows of shards. It caches each lane's current block and document.
+
+    Args:
+        shards: the documents.
+        seed: of their order, >= 0.
+        shuffle: random order; else shards and documents come by number.
+        lanes: 1 to the number of shards.
+        middle: encodes the texts in place of the tokenizer; None without fill-in-the-middle.
+    """
 
     saved = ("epoch", "place", "offset", "document")
 
     def __init__(
         self, shards: Shards, *, seed: int, shuffle: bool, lanes: int, middle: FillInMiddle | None = None
     ) -> None:
-        """Takes the shards, the seed (>= 0) of their order, and whether they are put in that order at all."""
         super().__init__(units=len(shards), lanes=lanes, counted=f"{len(shards)} shards")
         self._shards = shards
         self._seed = seed
         self._shuffle = shuffle
         self._middle = middle
-        self.vocabulary_size = shards.vocabulary_size
+        self.vocab_size = shards.vocab_size
         self.fingerprint = (
             shards.fingerprint if middle is None else fingerprint_of(shards.fingerprint, middle.fingerprint)
         )
@@ -117,39 +123,39 @@ class ShardStream(LaneStream):
         self._latest_documents: dict[int, tuple[Cursor, Tokens]] = {}
 
     def document(self, lane: int, cursor: Cursor) -> Tokens:
-        """Returns the document that a cursor stands in; the latest of each lane is kept."""
+        """Returns the document of a cursor, its end token included."""
         start = cursor._replace(offset=0)
         if lane not in self._latest_documents or self._latest_documents[lane][0] != start:
             self._latest_documents[lane] = start, self._read(lane, cursor)
         return self._latest_documents[lane][1]
 
     def following(self, lane: int, cursor: Cursor) -> Cursor | None:
-        """Returns the start of the next document of the shard; None behind the last."""
+        """Returns the start of the next document of the shard, None at its end."""
         following = cursor._replace(document=cursor.document + 1, offset=0)
         return following if self._has(lane, following) else None
 
     def _has(self, lane: int, cursor: Cursor) -> bool:
-        return cursor.document % self._shards.block < len(self._at(lane, cursor).block)
+        return cursor.document % self._shards.block < len(self._reader(lane, cursor).block)
 
     def _read(self, lane: int, cursor: Cursor) -> Tokens:
         if not self._has(lane, cursor):
-            return NOTHING
-        reader = self._at(lane, cursor)
+            return NO_TOKENS
+        reader = self._reader(lane, cursor)
         inside = reader.order[cursor.document % self._shards.block]
         document = reader.number * self._shards.block + inside
         encode = self._shards.tokenizer.encode
         if self._middle is not None:
             encode = partial(self._middle.encode, document=(cursor.epoch, reader.shard, document))
         _, tokens = self._shards.read(reader.shard, document, reader.block[inside], encode)
-        return with_end(tokens, self._shards.end_of_document, self.vocabulary_size)
+        return with_end(tokens, self._shards.end_of_document, self.vocab_size)
 
-    def _at(self, lane: int, cursor: Cursor) -> _Reader:
-        """Returns the lane's reader, with the block that a cursor stands in."""
+    def _reader(self, lane: int, cursor: Cursor) -> _Reader:
+        """Returns the lane's reader with the block of a cursor."""
         number = cursor.document // self._shards.block
         reader = self._readers.get(lane)
         is_same = reader is not None and (reader.epoch, reader.place) == (cursor.epoch, cursor.place)
         if reader is None or not is_same or number not in (reader.number, reader.number + 1):
-            reader = self._readers[lane] = self._opened(cursor, number)
+            reader = self._readers[lane] = self._open(cursor, number)
         if reader.number != number:
             block = next(reader.blocks, ())
             order = list(range(len(block)))
@@ -158,7 +164,7 @@ class ShardStream(LaneStream):
             reader.number, reader.block, reader.order = number, block, order
         return reader
 
-    def _opened(self, cursor: Cursor, number: int) -> _Reader:
+    def _open(self, cursor: Cursor, number: int) -> _Reader:
         """Returns a reader before the block of that number."""
         order = document_order(len(self._shards), seed=self._seed, epoch=cursor.epoch) if self._shuffle else None
         shard = cursor.place if order is None else int(order[cursor.place])

@@ -1,14 +1,13 @@
-"""What a source is: numbered documents of token ids, each of which can be read by itself.
+"""Sources: numbered documents of token ids with random access.
 
-Random access is the whole contract. It makes shuffling a permutation of numbers, and resuming a matter of a few
-integers, with no document read twice and no buffer to save. A source never adds the end-of-document token; the stream
-does. (A dataset that is read over the network has no random access: see `shards`.)
+Random access makes shuffling a permutation of numbers, and a resumable position a few integers: no document is read
+twice, and no buffer is saved. A source never adds the end-of-document token; the stream does. (A dataset on the network
+has no random access: see `shards`.)
 
-Training and validation documents are told apart by a hash of the document (its text, or its name where names are
-stable), not by its number, so that the split stays the same when documents are added, removed or moved. A source either
-looks at every document when it is opened and leaves out those of the other split, or, where that would take too long,
-holds them as documents without tokens. Where documents are so few that one split would have none, such as the one file
-of a book, each document is divided instead: its end is held out (`DocumentPart`).
+A hash of the document decides whether it trains or validates: of its text, or of its name where names are stable. So
+the split does not change when documents are added, removed or moved. A source either filters all documents when it is
+opened or, where that would take too long, treats those of the other split as documents without tokens. If documents are
+so few that one split would be empty, such as the one file of a book, each document is divided (`DocumentPart`).
 """
 
 from dataclasses import dataclass
@@ -23,27 +22,6 @@ from numpy.typing import NDArray
 
 from penstock.base.errors import DataError
 
-
-def require(module: str, *, extra: str, purpose: str) -> ModuleType:
-    """Returns a module of a package that may be missing.
-
-    Args:
-        module: its dotted name.
-        extra: name of the extra of Penstock that installs it.
-        purpose: what needs it, as the beginning of a sentence.
-
-    Raises:
-        DataError: it is not installed.
-    """
-    try:
-        return import_module(module)
-    except ModuleNotFoundError as error:
-        raise DataError(
-            f"{purpose} needs the package {module.partition('.')[0]}, which is not installed",
-            fix=f"pip install 'penstock[{extra}]'",
-        ) from error
-
-
 Tokens: TypeAlias = NDArray[np.integer[Any]]
 """Token ids of one document, one dimension, of any integer type."""
 
@@ -52,15 +30,15 @@ Split = Literal["train", "validation"]
 Document = TypeVar("Document", str, Tokens)
 
 _LEAST_HELD_OUT = 256
-"""Characters or tokens of a document that are held out at least, where that is no more than a quarter of it."""
+"""Least held-out characters or tokens of a divided document, up to a quarter of it."""
 
 
 class Source(Protocol):
-    """Documents that can be read in any order. Reading the same number twice gives the same tokens."""
+    """Documents that can be read in any order. The same number always gives the same tokens."""
 
     @property
-    def vocabulary_size(self) -> int:
-        """Every token id, the end-of-document id too, is below this."""
+    def vocab_size(self) -> int:
+        """Every token id, the end-of-document id included, is below this."""
 
     @property
     def end_of_document(self) -> int:
@@ -74,14 +52,14 @@ class Source(Protocol):
         """Number of documents, at least 1."""
 
     def read(self, index: int) -> Tokens:
-        """Returns the token ids of a document, without the end-of-document token; may be empty; not to be written to.
+        """Returns the token ids of a document without the end-of-document token; may be empty or read-only.
 
         Raises:
             DataError: the document cannot be read or is not text.
         """
 
     def bytes_per_token(self, index: int) -> Tokens:
-        """Returns the bytes of UTF-8 text that each token of `read(index)` stands for; their sum is the document."""
+        """Returns the bytes of UTF-8 text of each token of `read(index)`; their sum is the size of the document."""
 
 
 class RecordError(DataError):
@@ -90,7 +68,7 @@ class RecordError(DataError):
 
 @dataclass(frozen=True)
 class SplitFilter:
-    """Which documents belong to a split, by a hash of their content.
+    """Selects the documents of a split by a hash of their content.
 
     Attributes:
         split: the split; None keeps every document.
@@ -100,12 +78,16 @@ class SplitFilter:
     split: Split | None = None
     validation_share: float = 0.0
 
+    def identity(self) -> bytes:
+        """Its contribution to fingerprints. Saved positions contain them, so this text never changes."""
+        return f"Keep(split={self.split!r}, validation_share={self.validation_share!r})".encode()
+
     def document(self, text: str) -> bool:
-        """Tells whether a document belongs to the split, by its text."""
+        """Whether a document belongs to the split, by its text."""
         return self.split is None or bool(self.each(np.array([crc32(text.encode())]))[0])
 
     def each(self, checksums: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
-        """Tells the same of many documents by their CRC-32."""
+        """The same for many documents by their CRC-32."""
         if self.split is None:
             return np.ones(len(checksums), dtype=np.bool_)
         is_held_out = _mixed(checksums.astype(np.uint64)) < self.validation_share * 2.0**64
@@ -114,29 +96,33 @@ class SplitFilter:
 
 @dataclass(frozen=True)
 class DocumentPart:
-    """The part of every document that belongs to a split: the end of each is held out, what is before it trains.
+    """The part of every document that belongs to a split: the end validates, the rest trains.
 
     Attributes:
         split: the split.
-        validation_share: share of each document that is held out, 0 < share < 1; short documents give more.
+        validation_share: held-out share of each document, 0 < share < 1; short documents hold out more.
     """
 
     split: Split
     validation_share: float
 
+    def identity(self) -> bytes:
+        """Its contribution to fingerprints, see `SplitFilter.identity`."""
+        return f"Stretch(split={self.split!r}, validation_share={self.validation_share!r})".encode()
+
     def of(self, document: Document) -> Document:
-        """Returns our part of a document, of its characters or tokens."""
+        """Returns the part of a text or of token ids."""
         size = len(document)
         held_out = max(round(size * self.validation_share), min(_LEAST_HELD_OUT, size // 4))
         cut = size - held_out
         return document[:cut] if self.split == "train" else document[cut:]
 
 
-def divided(kept: NDArray[np.bool_], keep: SplitFilter) -> DocumentPart | None:
-    """Returns how documents are divided if they are too few to be told apart as wholes; None if each has its split.
+def document_part(kept: NDArray[np.bool_], keep: SplitFilter) -> DocumentPart | None:
+    """Returns how to divide documents if one split would have none of them; None if whole documents are assigned.
 
     Args:
-        kept: which documents `keep` keeps.
+        kept: the documents that `keep` selects.
         keep: of one split.
     """
     if keep.split is None or keep.validation_share == 0 or len(kept) == 0 or 0 < kept.sum() < len(kept):
@@ -145,7 +131,7 @@ def divided(kept: NDArray[np.bool_], keep: SplitFilter) -> DocumentPart | None:
 
 
 def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Returns words that look random, one for each: the end of SplitMix64, which maps no two words to one."""
+    """The finalizer of SplitMix64: a bijection whose results look random."""
     words = words + np.uint64(0x9E3779B97F4A7C15)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -153,22 +139,42 @@ def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def in_split(split: Split, key: bytes, validation_share: float) -> bool:
-    """Tells whether the document that `key` names belongs to `split`.
+    """Whether a document belongs to a split, by a stable name.
 
     Args:
         split: the split that is being opened.
-        key: what names the document for good: its path, where that never changes.
-        validation_share: the share of all documents that is held out, 0 <= share < 1.
+        key: the name, such as a path that never changes.
+        validation_share: share of all documents that is held out, 0 <= share < 1.
     """
     hashed = int.from_bytes(blake2b(key, digest_size=8).digest(), "big")
     return (hashed < validation_share * 2.0**64) == (split == "validation")
 
 
 def fingerprint_of(*parts: object) -> int:
-    """Returns 56 bits of hash of the parts; bytes count by content, everything else by its `repr`."""
+    """Returns a hash of 56 bits; bytes count by content, all else by its `repr`."""
     digest = blake2b(digest_size=7)
     for part in parts:
         content = part if isinstance(part, bytes) else repr(part).encode()
         digest.update(len(content).to_bytes(8, "big"))
         digest.update(content)
     return int.from_bytes(digest.digest(), "big")
+
+
+def require(module: str, *, extra: str, purpose: str) -> ModuleType:
+    """Imports a module of an optional package.
+
+    Args:
+        module: its dotted name.
+        extra: the extra of Penstock that installs it.
+        purpose: the feature that needs it, as the beginning of a sentence.
+
+    Raises:
+        DataError: it is not installed.
+    """
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        raise DataError(
+            f"{purpose} needs the package {module.partition('.')[0]}, which is not installed",
+            fix=f"pip install 'penstock[{extra}]'",
+        ) from error

@@ -1,12 +1,12 @@
-"""Documents made from a seed: a kind that nothing can be learned from, and a kind that a small model soon learns.
+"""Synthetic documents: random tokens, and a Markov chain that a small model soon learns.
 
-`RandomTokens` measures speed: all of the vocabulary, evenly. `MarkovTokens` shows that learning works, and how far it
-is from the best possible: its entropy is known.
+`RandomTokens` measures speed: the whole vocabulary, uniformly, with nothing to learn. `MarkovTokens` shows that
+learning works, and its entropy is known.
 
-A document is a function of (seed, split, number), so that nothing is stored. Only raw output of the PCG64 generator is
-used: NumPy promises that it never changes, which it does not for the distributions built on top.
+A document is a function of (seed, split, number); nothing is stored. Only raw PCG64 output is used: NumPy guarantees
+that it never changes, unlike the distributions on top.
 
-There is no text behind the tokens. One byte a token is claimed, so that "bits per byte" reads as bits per token.
+Tokens have no text. Each counts as one byte, so that "bits per byte" means bits per token.
 """
 
 from abc import ABC, abstractmethod
@@ -22,29 +22,33 @@ DOCUMENTS: dict[Split, int] = {"train": 1_000_000, "validation": 1_000}
 """Documents of each split."""
 
 LONGEST = 1023
-"""Tokens of the longest document; lengths are even over 1..LONGEST, 512 in the mean."""
+"""Tokens of the longest document; lengths are uniform over 1..LONGEST, 512 on average."""
 
 
 class SyntheticTokens(ABC):
-    """Documents of random length. Subclasses say which tokens; the vocabulary's last id ends a document."""
+    """Documents of random length. Subclasses choose the tokens; the vocabulary's last id ends a document.
+
+    Args:
+        split: the splits share no document.
+        vocab_size: of the model.
+        seed: of the run.
+
+    Raises:
+        DataError: the vocabulary is too small.
+    """
 
     _smallest_vocabulary = 2
 
-    def __init__(self, split: Split, *, vocabulary_size: int, seed: int) -> None:
-        """Takes the model's vocabulary and the seed of the run; the two splits share no document.
-
-        Raises:
-            DataError: the vocabulary is too small.
-        """
-        if vocabulary_size < self._smallest_vocabulary:
+    def __init__(self, split: Split, *, vocab_size: int, seed: int) -> None:
+        if vocab_size < self._smallest_vocabulary:
             raise DataError(
                 "the model's vocabulary is too small for synthetic data",
-                got=vocabulary_size,
+                got=vocab_size,
                 allowed=f">= {self._smallest_vocabulary}",
             )
-        self.vocabulary_size = vocabulary_size
-        self.end_of_document = vocabulary_size - 1
-        self.fingerprint = fingerprint_of(type(self).__name__, split, vocabulary_size, seed)
+        self.vocab_size = vocab_size
+        self.end_of_document = vocab_size - 1
+        self.fingerprint = fingerprint_of(type(self).__name__, split, vocab_size, seed)
         self._documents = DOCUMENTS[split]
         self._key = (seed, list(DOCUMENTS).index(split))
 
@@ -67,7 +71,7 @@ class SyntheticTokens(ABC):
 
 
 class RandomTokens(SyntheticTokens):
-    """Tokens drawn evenly from the vocabulary: log2(vocabulary - 1) bits each, and no model can do better."""
+    """Uniform tokens: log2(vocabulary - 1) bits each, and no model can do better."""
 
     def _tokens(self, draws: NDArray[np.uint64]) -> Tokens:
         return (draws % np.uint64(self.end_of_document)).astype(np.int64)
@@ -76,12 +80,12 @@ class RandomTokens(SyntheticTokens):
 class MarkovTokens(SyntheticTokens):
     """A sparse order-2 Markov chain over 32 symbols (or the vocabulary, if that is smaller).
 
-    Any two symbols in a row may be followed by 4 symbols only, with chances 1/2, 1/4, 1/8 and 1/8. Given the two before
-    it, a symbol has 1.75 bits (1.213 nats) of entropy. A model that sees only one symbol back cannot tell the 4: it
-    must attend to learn. Untrained, a symbol costs log2(vocabulary) bits; with symbol frequencies alone, about 5.
+    Each pair of symbols has 4 possible successors, with probabilities 1/2, 1/4, 1/8 and 1/8: 1.75 bits (1.213 nats) of
+    entropy per symbol. A model that sees only one symbol back cannot tell the 4: it must attend to learn. Untrained, a
+    symbol costs log2(vocabulary) bits; with symbol frequencies alone, about 5.
 
-    Two more things cost a perfect model something: the first two symbols of a document (5 bits each) and where it ends
-    (10 bits). Over a mean document of 512 symbols that is 0.03 bits a token.
+    A perfect model also pays for the first two symbols of a document (5 bits each) and for its end (10 bits): 0.03 bits
+    per token over a mean document of 512 symbols.
     """
 
     ENTROPY_BITS = 1.75
@@ -89,9 +93,8 @@ class MarkovTokens(SyntheticTokens):
     CHOICES = 4
     _smallest_vocabulary = CHOICES + 1
 
-    def __init__(self, split: Split, *, vocabulary_size: int, seed: int) -> None:
-        """Draws the table of followers from the seed alone: both splits speak the same language."""
-        super().__init__(split, vocabulary_size=vocabulary_size, seed=seed)
+    def __init__(self, split: Split, *, vocab_size: int, seed: int) -> None:
+        super().__init__(split, vocab_size=vocab_size, seed=seed)
         symbols = self._symbols = min(self.SYMBOLS, self.end_of_document)
         draws = PCG64([seed, len(DOCUMENTS)]).random_raw(symbols * symbols * symbols)
         # The order of random numbers is a random order: its first entries are distinct symbols, each as likely.

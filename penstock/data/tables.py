@@ -1,12 +1,12 @@
-"""Documents in columns: Parquet files, a document a row, and Arrow files, which `datasets` and others write.
+"""Documents in columns: Parquet files with one document per row, and Arrow files from `datasets` and others.
 
-Opening reads the ends of Parquet files only, where the sizes of their row groups stand. A row group is read whole, and
-only the column with the text; those that were read last are kept. The order of documents knows of that (see `order`).
-Arrow files are mapped into memory, and their record batches are the blocks.
+Opening reads only the footers of Parquet files, which have the sizes of the row groups. Only the text column of a row
+group is read, as a whole; the latest row groups are cached, and the order of documents takes this into account (see
+`order`). Arrow files are memory-mapped, and their record batches are the blocks.
 
-Which split a document belongs to is known when it has been read. The fingerprint is of the ends of Parquet files, which
-hold sizes and extremes of every column of every row group, and of some documents of Arrow files, spread evenly: to read
-a terabyte before the first step would be the price of all.
+The split of a document is known only when it is read. The fingerprint is of the footers of Parquet files, with sizes
+and extremes of every column of every row group, and of some evenly spaced documents of Arrow files: hashing everything
+could mean to read a terabyte before the first step.
 """
 
 from collections import OrderedDict
@@ -29,7 +29,7 @@ PARQUET, ARROW = ".parquet", (".arrow", ".feather", ".ipc")
 """Suffixes of the two kinds."""
 
 POOL_BYTES = 128 << 20
-"""Text that is held at a time, if blocks are not larger than that."""
+"""Limit on the text of a pool, unless one block is larger."""
 
 _SAMPLES = 64
 _OPEN = 16
@@ -52,20 +52,31 @@ class TableBlock(NamedTuple):
 
 
 class Table(Protocol):
-    """A file that holds a column of text in blocks."""
+    """A file with a text column in blocks."""
 
     def blocks(self) -> list[tuple[int, int]]:
-        """Returns rows and bytes of each block."""
+        """Returns (rows, bytes) of each block."""
 
     def column(self, block: int) -> Any:
         """Returns the column of a block, as a pyarrow Array or ChunkedArray."""
 
     def fingerprint(self) -> bytes:
-        """Returns what tells the file from others."""
+        """Returns the identity of the file's content."""
 
 
 class Tables(TextDocuments, InBlocks):
-    """The rows of Parquet and Arrow files, in the order of the files."""
+    """The rows of Parquet and Arrow files, in the order of the files.
+
+    Args:
+        files: the files, in this order.
+        tokenizer: encodes the text.
+        text_field: column with the text.
+        keep: selects the rows of the split.
+        corrupt: policy for rows without text.
+
+    Raises:
+        DataError: pyarrow is missing, a file cannot be read, is not a table or lacks the column, or there are no rows.
+    """
 
     def __init__(
         self,
@@ -76,18 +87,6 @@ class Tables(TextDocuments, InBlocks):
         keep: SplitFilter,
         corrupt: CorruptRecords,
     ) -> None:
-        """Opens all files once.
-
-        Args:
-            files: the files, in this order.
-            tokenizer: what encodes the text.
-            text_field: name of the column that holds the text.
-            keep: which rows belong to this source.
-            corrupt: what to do with rows without text.
-
-        Raises:
-            DataError: pyarrow is missing, a file cannot be read, is no table or has no such column, or none has a row.
-        """
         self._arrow = require("pyarrow", extra="parquet", purpose="data.source parquet")
         self._parquet = require("pyarrow.parquet", extra="parquet", purpose="data.source parquet")
         self._files = tuple(files)
@@ -141,7 +140,6 @@ class Tables(TextDocuments, InBlocks):
         return checked_text(value, f"{place}: column {self._text_field!a}")
 
     def _column(self, number: int) -> Any:
-        """Returns the text of a block; the latest blocks are kept."""
         if number not in self._columns:
             block = self._blocks[number]
             self._columns[number] = self._table(block.file).column(block.number)
@@ -151,7 +149,6 @@ class Tables(TextDocuments, InBlocks):
         return self._columns[number]
 
     def _table(self, number: int) -> Table:
-        """Returns an open file; the latest files stay open."""
         if number not in self._open:
             self._open[number] = self._opened(self._files[number])
             while len(self._open) > _OPEN:
@@ -176,14 +173,13 @@ class ParquetTable:
     """A Parquet file; its row groups are the blocks."""
 
     def __init__(self, parquet: Any, path: Path, text_field: str) -> None:
-        """Reads the end of the file."""
         self._path = path
         self._file = parquet.ParquetFile(path)
         self._field = text_field
         check_column(self._file.schema_arrow, text_field, path)
 
     def blocks(self) -> list[tuple[int, int]]:
-        """Returns rows and bytes of each row group."""
+        """Returns (rows, bytes) of each row group."""
         metadata = self._file.metadata
         names = [metadata.schema.column(place).path for place in range(metadata.num_columns)]
         place = names.index(self._field)
@@ -195,7 +191,7 @@ class ParquetTable:
         return self._file.read_row_group(block, columns=[self._field]).column(0)
 
     def fingerprint(self) -> bytes:
-        """Returns the size of the file and a hash of its end: the last 8 bytes say how long that is."""
+        """Returns the size of the file and a hash of its footer, whose length is in the last 8 bytes."""
         with self._path.open("rb") as file:
             size = file.seek(0, 2)
             file.seek(size - 8)
@@ -207,12 +203,11 @@ class ParquetTable:
 class ArrowTable:
     """An Arrow IPC file or stream; its record batches are the blocks.
 
-    What is not compressed stays on disk. Of a compressed file one batch is decompressed at a time; a compressed stream
-    has no such places, and is decompressed whole.
+    Uncompressed data stays on disk. Of a compressed file one batch is decompressed at a time; a compressed stream has
+    no random access and is decompressed whole.
     """
 
     def __init__(self, arrow: Any, path: Path, text_field: str) -> None:
-        """Maps the file."""
         source = arrow.memory_map(str(path))
         try:
             reader = arrow.ipc.open_file(source)
@@ -226,7 +221,7 @@ class ArrowTable:
         self._place = reader.schema.get_field_index(text_field)
 
     def blocks(self) -> list[tuple[int, int]]:
-        """Returns rows and bytes of each batch."""
+        """Returns (rows, bytes) of each batch."""
         columns = map(self.column, range(self._batches))
         return [(len(column), column.nbytes) for column in columns]
 
@@ -244,11 +239,7 @@ class ArrowTable:
 
 
 def check_column(schema: Any, text_field: str, path: Path) -> None:
-    """Refuses a table without a column of text.
-
-    Raises:
-        DataError: as said.
-    """
+    """Raises DataError for a table without the column, or with one that is not text."""
     if text_field not in schema.names:
         raise DataError(
             f"data file {path} has no column {text_field!a}",

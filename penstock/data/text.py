@@ -1,11 +1,13 @@
-"""Documents in files on disk: one a file (plain text), or one a line (JSON Lines).
+"""Text files: one document per file (plain text), or one per line (JSON Lines).
 
-Opening reads every file once (see `index`) and finds what is missing, empty or not UTF-8 before a run starts. Then the
-JSON of each file's first document is checked as well; a bad line further down is met when it is read, since parsing a
-large corpus to look for one would cost more than it saves. Compressed files are read from decompressed copies.
+Opening reads every file once and finds missing, empty or non-UTF-8 files before a run starts. It looks for line ends
+and takes a checksum of every document; the index has four integers per document. Checksums decide the split, and all of
+them together are the fingerprint of the corpus. The JSON of each file's first document is checked as well; a later bad
+line is reported when it is read, because parsing a large corpus would take too long. Compressed files are read from
+decompressed copies.
 
-A document is read and encoded whole. With a tokenizer that is slow and large for files of many megabytes: give such a
-corpus as JSON Lines.
+A document is read and encoded whole. With a tokenizer that is slow and needs much memory for files of many megabytes:
+give such a corpus as JSON Lines.
 """
 
 import json
@@ -24,27 +26,27 @@ from numpy.typing import NDArray
 from penstock.base.errors import DataError
 from penstock.data.documents import CorruptRecords, TextDocuments, checked_text
 from penstock.data.files import contents, empty, readable_copies, unreadable
-from penstock.data.sources import DocumentPart, RecordError, SplitFilter, divided, fingerprint_of
+from penstock.data.sources import DocumentPart, RecordError, SplitFilter, document_part, fingerprint_of
 from penstock.data.tokenizer import Tokenizer
 
 _BLOCK = 512 << 10
-"""Bytes that are looked at together: they stay in a core's cache."""
+"""Bytes that are scanned together; they fit into a core's cache."""
 
-_USUAL = 4
-"""White space at the end of a line that is looked for in all lines at once; of lines with more, one by one."""
+_COMMON_TRAILING = 4
+"""Trailing white space that is stripped from all lines at once; lines with more are stripped one by one."""
 
 _WHITESPACE = np.zeros(256, dtype=np.bool_)
 _WHITESPACE[[*b" \t\n\r\x0b\x0c"]] = True
 
 
 class FoundDocuments(NamedTuple):
-    """Some documents of a file, one entry a document in each array.
+    """Some documents of a file, one entry per document in each array.
 
     Attributes:
-        lines: numbers of their lines, from 1.
-        starts: first bytes.
-        sizes: bytes, more than 0.
-        checksums: CRC-32 of these bytes.
+        lines: line numbers, from 1.
+        starts: offsets in bytes.
+        sizes: in bytes, more than 0.
+        checksums: CRC-32 of the content.
     """
 
     lines: NDArray[np.int64]
@@ -55,15 +57,15 @@ class FoundDocuments(NamedTuple):
 
 @dataclass(frozen=True)
 class DocumentIndex:
-    """Where documents lie. The arrays are parallel, one entry a document.
+    """Locations of documents. The arrays are parallel, one entry per document.
 
     Attributes:
-        files: the files as a user knows them, in the order given.
-        copies: what is read in place of each.
+        files: the files as the user named them, in order.
+        copies: the files to read, some of them decompressed copies.
         file_of: number of the document's file.
-        found: its line, first byte and bytes; checksums are not kept.
-        fingerprint: hash of all documents, in order; file names do not count.
-        stretch: the part of each document that belongs to the split, where they are too few to be told apart.
+        found: lines, starts and sizes, without checksums.
+        fingerprint: hash of all documents, in order; independent of file names.
+        part: the part of each document that belongs to the split, if there are too few documents to split whole ones.
     """
 
     files: tuple[Path, ...]
@@ -71,7 +73,7 @@ class DocumentIndex:
     file_of: NDArray[np.int64]
     found: FoundDocuments
     fingerprint: int
-    stretch: DocumentPart | None = None
+    part: DocumentPart | None = None
 
     @staticmethod
     def build(
@@ -80,7 +82,7 @@ class DocumentIndex:
         documents_in: Callable[[Path, Path], Iterable[FoundDocuments]],
         keep: SplitFilter,
     ) -> "DocumentIndex":
-        """Lists the documents that `documents_in` finds in each file, given its name and what to read in its place."""
+        """Builds the index from `documents_in(file, file to read)`."""
         parts: list[FoundDocuments] = []
         numbers: list[NDArray[np.int64]] = []
         for number, (path, copy) in enumerate(zip(files, copies, strict=True)):
@@ -94,13 +96,14 @@ class DocumentIndex:
         )
         file_of = np.concatenate([_NONE, *numbers])
         kept = keep.each(found.checksums)
-        stretch = divided(kept, keep)
-        if stretch is None:
+        part = document_part(kept, keep)
+        if part is None:
             found, file_of = FoundDocuments(*(column[kept] for column in found)), file_of[kept]
         digest = blake2b(found.checksums.tobytes(), digest_size=16)
-        fingerprint = fingerprint_of(digest.digest(), found.sizes.tobytes(), *([] if stretch is None else [stretch]))
+        identity = [] if part is None else [part.identity()]
+        fingerprint = fingerprint_of(digest.digest(), found.sizes.tobytes(), *identity)
         found = found._replace(checksums=_NONE)
-        return DocumentIndex(tuple(files), tuple(copies), file_of, found, fingerprint, stretch)
+        return DocumentIndex(tuple(files), tuple(copies), file_of, found, fingerprint, part)
 
     def __len__(self) -> int:
         """Number of documents."""
@@ -111,7 +114,7 @@ class DocumentIndex:
         return f"{self.files[self.file_of[index]]}:{self.found.lines[index]}"
 
     def path(self, index: int) -> Path:
-        """Returns the file that a document is in."""
+        """Returns the file of a document."""
         return self.files[self.file_of[index]]
 
     def content(self, index: int) -> bytes:
@@ -139,12 +142,12 @@ _NO = FoundDocuments(_NONE, _NONE, _NONE, _NONE)
 
 
 def lines_in(path: Path, copy: Path, check: Callable[[bytes, str], object]) -> Iterator[FoundDocuments]:
-    """Yields the lines that are not blank, without the white space at their ends.
+    """Yields the lines that are not blank, without trailing white space.
 
     Args:
         path: the file, for errors.
-        copy: what is read in its place.
-        check: is given a line that is not UTF-8, and its place.
+        copy: the file to read.
+        check: called with each line that is not UTF-8, and its place.
 
     Raises:
         DataError: the file cannot be read.
@@ -170,11 +173,7 @@ def lines_in(path: Path, copy: Path, check: Callable[[bytes, str], object]) -> I
 
 
 def require_utf8(content: bytes, place: str) -> str:
-    """Returns the text of bytes; an error names `place`.
-
-    Raises:
-        RecordError: the bytes are not UTF-8.
-    """
+    """Decodes bytes. Raises RecordError, which names `place`, if they are not UTF-8."""
     try:
         return content.decode()
     except UnicodeDecodeError as error:
@@ -196,10 +195,10 @@ def _is_utf8(block: memoryview, codes: NDArray[np.uint8]) -> bool:
 
 
 def _stripped(codes: NDArray[np.uint8], starts: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Returns where each line ends without the white space at its end."""
+    """Returns the end of each line without trailing white space."""
     stops = ends.copy()
     left = np.arange(len(ends))
-    for _ in range(_USUAL):
+    for _ in range(_COMMON_TRAILING):
         left = left[stops[left] > starts[left]]
         left = left[_WHITESPACE[codes[stops[left] - 1]]]
         stops[left] -= 1
@@ -209,7 +208,7 @@ def _stripped(codes: NDArray[np.uint8], starts: NDArray[np.int64], ends: NDArray
 
 
 def _blocks(path: Path, copy: Path) -> Iterator[memoryview]:
-    """Yields a file in blocks of whole lines; each is gone when the next is asked for."""
+    """Yields a file in blocks of whole lines; a block is valid until the next one is requested."""
     buffer, filled = bytearray(_BLOCK), 0
     try:
         with copy.open("rb", buffering=0) as file:
@@ -230,21 +229,20 @@ def _blocks(path: Path, copy: Path) -> Iterator[memoryview]:
 
 KEEP_ALL = SplitFilter()
 CACHE = Path("cache")
-"""Where decompressed copies go if nobody says where."""
+"""Default folder of decompressed copies."""
 
 MOST_LINE_BYTES = 64 * 2**20
-"""Of a line at the beginning of a file; a longer one is no document."""
+"""Limit for lines at the beginning of a file; a longer one is no JSON document."""
 
-_TRIED = 100
-"""Lines of a file of which one must be readable where corrupt records are skipped: else it is another kind of file."""
+_CHECKED_LINES = 100
+"""First lines of a file of which one must be valid if corrupt records are skipped; else the file has another format."""
 
 
 class IndexedText(TextDocuments):
-    """Documents that are stretches of files."""
+    """Documents that are byte ranges of files."""
 
     def __init__(self, index: DocumentIndex, tokenizer: Tokenizer, corrupt: CorruptRecords) -> None:
-        """Takes the index of the documents."""
-        super().__init__(tokenizer, index.fingerprint, corrupt=corrupt, keep=KEEP_ALL, stretch=index.stretch)
+        super().__init__(tokenizer, index.fingerprint, corrupt=corrupt, keep=KEEP_ALL, part=index.part)
         self._index = index
 
     def __len__(self) -> int:
@@ -253,7 +251,18 @@ class IndexedText(TextDocuments):
 
 
 class PlainText(IndexedText):
-    """One document a file, UTF-8, taken as it is. Empty files are left out."""
+    """One document per file, UTF-8, unchanged. Empty files are left out.
+
+    Args:
+        files: the documents, in this order.
+        tokenizer: encodes their text.
+        keep: selects the documents of the split.
+        corrupt: policy for files that are not UTF-8; None stops.
+        cache: folder of decompressed copies.
+
+    Raises:
+        DataError: a file cannot be read or is not UTF-8, or all are empty.
+    """
 
     def __init__(
         self,
@@ -264,18 +273,6 @@ class PlainText(IndexedText):
         corrupt: CorruptRecords | None = None,
         cache: Path = CACHE,
     ) -> None:
-        """Reads all files once.
-
-        Args:
-            files: the files; they are the documents, in this order.
-            tokenizer: what encodes their text.
-            keep: which documents belong to this source.
-            corrupt: what to do with a file that is not UTF-8; None stops.
-            cache: folder of decompressed copies.
-
-        Raises:
-            DataError: a file cannot be read or is not UTF-8, or all are empty.
-        """
         corrupt = corrupt or CorruptRecords()
         is_filled = False
 
@@ -303,7 +300,19 @@ class PlainText(IndexedText):
 
 
 class JsonLines(IndexedText):
-    """One document a line: a JSON object with the text in one of its fields. Blank lines are left out."""
+    """One document per line: a JSON object with the text in one of its fields. Blank lines are left out.
+
+    Args:
+        files: the files, in this order.
+        tokenizer: encodes the text.
+        text_field: field with the text.
+        keep: selects the lines of the split.
+        corrupt: policy for lines that cannot be read; None stops.
+        cache: folder of decompressed copies.
+
+    Raises:
+        DataError: a file cannot be read, has no line, is not UTF-8, or does not begin with such an object.
+    """
 
     def __init__(
         self,
@@ -315,19 +324,6 @@ class JsonLines(IndexedText):
         corrupt: CorruptRecords | None = None,
         cache: Path = CACHE,
     ) -> None:
-        """Reads all files once, line by line, and the first document of each as JSON.
-
-        Args:
-            files: the files, in this order.
-            tokenizer: what encodes the text.
-            text_field: name of the field that holds the text.
-            keep: which lines belong to this source.
-            corrupt: what to do with lines that cannot be read; None stops.
-            cache: folder of decompressed copies.
-
-        Raises:
-            DataError: a file cannot be read, holds no line, is not UTF-8, or does not begin with such an object.
-        """
         corrupt = corrupt or CorruptRecords()
         self._text_field = text_field
 
@@ -339,9 +335,9 @@ class JsonLines(IndexedText):
             if not is_filled:
                 raise empty(path)
 
-        # Before anything is decompressed, which may take long.
+        # Before decompression, which may take long.
         for path in files:
-            self._check_beginning(path, _TRIED if corrupt.skips else 1)
+            self._check_beginning(path, _CHECKED_LINES if corrupt.skips else 1)
 
         super().__init__(
             DocumentIndex.build(files, readable_copies(files, cache), documents_in, keep), tokenizer, corrupt
@@ -352,7 +348,7 @@ class JsonLines(IndexedText):
         return self._parse(self._index.content(index), self._index.place(index))
 
     def _check_beginning(self, path: Path, lines: int) -> None:
-        """Refuses a file if none of its first lines can be read, with the error of the first."""
+        """Raises the error of the first line if none of a file's first lines is valid."""
         first: RecordError | None = None
         for number, line in islice(_filled_lines(path), lines):
             try:
@@ -365,7 +361,7 @@ class JsonLines(IndexedText):
             raise DataError(first.what, got=first.got, allowed=first.allowed, fix=first.fix) from first
 
     def _parse(self, line: bytes, place: str) -> str:
-        """Returns the text in a line; an error names `place`."""
+        """Returns the text of a line; errors name `place`."""
         text = require_utf8(line, place)
         try:
             # Some editors put a byte-order mark before the first line.
@@ -387,11 +383,11 @@ class JsonLines(IndexedText):
 
 
 def _ignore(content: bytes, place: str) -> None:
-    """Leaves a line that is not UTF-8 for when it is read."""
+    """Accepts a line that is not UTF-8; the error comes when it is read."""
 
 
 def _filled_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yields number and content of the lines of a file that are not blank, decompressed if need be."""
+    """Yields (number, content) of the lines that are not blank, decompressed."""
     rest, number = b"", 1
     for chunk in contents(path):
         *lines, rest = (rest + chunk).split(b"\n")

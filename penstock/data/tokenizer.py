@@ -1,12 +1,12 @@
-"""Text to token ids: what a tokenizer promises, plain bytes, and the choice by the setting `data.tokenizer`.
+"""Text to token ids: the tokenizer contract, plain bytes, and the choice by the setting `data.tokenizer`.
 
-    bytes                       one token a byte, no file
-    tokenizer.json              Hugging Face `tokenizers`, a file or a folder        tokenizer_json
-    tokenizer.model             sentencepiece                                        tokenizer_sentencepiece
+    bytes                       one token per byte, no file
+    tokenizer.json              Hugging Face `tokenizers`, a file or a folder        tokenizer_files
+    tokenizer.model             sentencepiece                                        tokenizer_files
     vocabulary.tiktoken:cl100k  tiktoken, also as Llama 3's `tokenizer.model`        tokenizer_tiktoken
 
-None of them adds a token of its own: the end-of-document token belongs to the stream. Text that happens to spell a
-special token (`<|endoftext|>` in a page about tokenizers) is encoded as ordinary text.
+No tokenizer adds tokens: the end-of-document token belongs to the stream. Text that happens to spell a special token
+(`<|endoftext|>` on a page about tokenizers) is encoded as ordinary text.
 """
 
 from pathlib import Path
@@ -20,14 +20,14 @@ from penstock.data.tokenizer_files import TOKENIZER_FILE, FileTokenizer, Sentenc
 from penstock.data.tokenizer_tiktoken import TiktokenTokenizer, holds_ranks
 
 BYTES = "bytes"
-"""The name under which `open_tokenizer` gives the ByteTokenizer."""
+"""The setting for the ByteTokenizer."""
 
 
 class Tokenizer(Protocol):
     """Turns text into token ids and back."""
 
     @property
-    def vocabulary_size(self) -> int:
+    def vocab_size(self) -> int:
         """One more than the largest id."""
 
     @property
@@ -36,39 +36,38 @@ class Tokenizer(Protocol):
 
     @property
     def fingerprint(self) -> int:
-        """A number of 56 bits that changes when any text may be encoded otherwise."""
+        """A number of 56 bits that changes when the encoding of any text may change."""
 
     def encode(self, text: str) -> Tokens:
-        """Returns the ids of a text that can be written as UTF-8.
+        """Returns the ids of a text that UTF-8 can encode.
 
         Raises:
-            DataError: the text is of a kind that this tokenizer cannot encode.
+            DataError: this tokenizer cannot encode the text.
         """
 
     def decode(self, tokens: Tokens) -> str:
-        """Returns the text of ids; what is not text shows as U+FFFD, special tokens not at all."""
+        """Returns the text of ids without special tokens; invalid UTF-8 becomes U+FFFD."""
 
     def bytes_per_token(self, text: str) -> Tokens:
-        """Returns the bytes of UTF-8 that each token of `encode(text)` stands for; they sum to the text's bytes."""
+        """Returns the bytes of UTF-8 text of each token of `encode(text)`; they sum to the text's bytes."""
 
     def bytes_of(self, tokens: Tokens) -> Tokens:
-        """Returns the bytes that each of these tokens stands for, where the text is not at hand.
+        """Returns the bytes of text of each token, without the text; 0 for special tokens.
 
-        Special tokens stand for none. A tokenizer that changes text before it encodes it gives the bytes of the
-        changed text.
+        A tokenizer that normalizes text gives the bytes of the normalized text.
 
         Raises:
-            DataError: they cannot be told; see `token_bytes`.
+            DataError: they cannot be determined; see `tokenizer_rules`.
         """
 
     def token_id(self, name: str) -> int | None:
-        """Returns the id of a token by its name, such as `<|fim_prefix|>`; None if there is no such token."""
+        """Returns the id of a token by its name, such as `<|fim_prefix|>`; None if there is none."""
 
 
 class ByteTokenizer:
-    """One token a byte of UTF-8 (ids 0..255), and 256 for the end of a document."""
+    """One token per byte of UTF-8 (ids 0..255), and 256 for the end of a document."""
 
-    vocabulary_size = 257
+    vocab_size = 257
     end_of_document = 256
     fingerprint = fingerprint_of(BYTES)
 
@@ -77,7 +76,7 @@ class ByteTokenizer:
         return np.frombuffer(text.encode(), dtype=np.uint8)
 
     def decode(self, tokens: Tokens) -> str:
-        """Returns the text of the bytes; end-of-document tokens are left out."""
+        """Returns the text of the bytes, without end-of-document tokens."""
         return tokens[tokens < 256].astype(np.uint8).tobytes().decode(errors="replace")
 
     def bytes_per_token(self, text: str) -> Tokens:
@@ -89,21 +88,19 @@ class ByteTokenizer:
         return (tokens < 256).astype(np.int64)
 
     def token_id(self, name: str) -> int | None:
-        """Returns None: no token has a name."""
+        """Returns None: bytes have no names."""
         return None
 
 
 def open_tokenizer(tokenizer: str, end_of_document: str | None = None) -> Tokenizer:
-    """Returns the tokenizer that a setting names.
+    """Returns the tokenizer of a setting.
 
     Args:
-        tokenizer: "bytes"; the path of a tokenizer's file, or of a folder that holds it; for tiktoken with
-            `:pattern` behind it.
-        end_of_document: name of the token that ends a document; None or empty takes what the tokenizer says.
+        tokenizer: "bytes"; the path of a tokenizer's file or its folder; for tiktoken with `:pattern` behind it.
+        end_of_document: name of the token that ends a document; None or empty takes the tokenizer's own.
 
     Raises:
-        DataError: the file is missing, is not a tokenizer, or has no end-of-document token; the library that reads it
-            is missing.
+        DataError: the file is missing, is not a tokenizer, or has no end-of-document token, or its library is missing.
     """
     if tokenizer == BYTES:
         if end_of_document:
@@ -127,7 +124,7 @@ def open_tokenizer(tokenizer: str, end_of_document: str | None = None) -> Tokeni
 
 
 def _tokenizer_in(folder: Path) -> Path:
-    """Returns the folder itself if it has a tokenizer.json, else its one file of another kind."""
+    """Returns the folder itself if it has a tokenizer.json, else its only file of another kind."""
     if (folder / TOKENIZER_FILE).exists():
         return folder
     found = sorted([*folder.glob("*.model"), *folder.glob("*.tiktoken")])

@@ -1,8 +1,11 @@
-"""The vocabularies of sentencepiece: a `.model` file, as of Llama 2, Mistral 7B and T5.
+"""Tokenizers in files: Hugging Face `tokenizer.json` and sentencepiece `.model` (Llama 2, Mistral 7B, T5).
 
-Encoding is the library's own, with what the file says of normalization, of a space before the text, and of characters
-that it does not know. Control symbols (`</s>`) are never made from text that spells them. User-defined symbols always
-are: that is what they are for. So a user-defined symbol cannot end documents.
+A Hugging Face folder names the token that ends a document: `eos_token` of its `tokenizer_config.json`. For a single
+file, the usual names are tried.
+
+Sentencepiece encodes with the file's own settings for normalization, a leading space, and unknown characters. Text that
+spells a control symbol (`</s>`) never becomes that symbol. Text that spells a user-defined symbol always does: that is
+their purpose, so they cannot end documents.
 """
 
 import json
@@ -23,19 +26,18 @@ CONFIG_FILE = "tokenizer_config.json"
 
 
 class FileTokenizer:
-    """The tokenizer that a Hugging Face `tokenizer.json` describes."""
+    """The tokenizer of a Hugging Face `tokenizer.json`.
+
+    Args:
+        path: a `tokenizer.json`, or a folder with one.
+        end_of_document: the token that ends a document; None or empty takes the folder's, or tries
+            END_OF_DOCUMENT_NAMES.
+
+    Raises:
+        DataError: the file is missing, is not a tokenizer, or has no such token.
+    """
 
     def __init__(self, path: str | Path, *, end_of_document: str | None = None) -> None:
-        """Reads the file.
-
-        Args:
-            path: a `tokenizer.json`, or a folder with one.
-            end_of_document: the text of the token that ends a document; None or empty takes what the folder says, or
-                looks for END_OF_DOCUMENT_NAMES.
-
-        Raises:
-            DataError: the file is missing, is not a tokenizer, or has no such token.
-        """
         path = Path(path)
         if path.is_dir():
             end_of_document = end_of_document or _stated_end(path / CONFIG_FILE)
@@ -50,19 +52,19 @@ class FileTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.vocabulary_size = max(vocabulary.values(), default=-1) + 1
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
         self.end_of_document = find_end_of_document(self.token_id, end_of_document, path)
         self.fingerprint = fingerprint_of(content, self.end_of_document)
         self._bytes_of_id = self._known_bytes(json.loads(content).get("decoder"))
 
     def encode(self, text: str) -> Tokens:
-        """Returns the ids, int64, with no token added before or after."""
+        """Returns the ids, int64, without added tokens."""
         # `encode` holds Python's lock, for up to 0.1 s a document: the thread that feeds the GPU would wait meanwhile.
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return np.array(encoding.ids, dtype=np.int64)
 
     def decode(self, tokens: Tokens) -> str:
-        """Returns the text of the ids; special tokens are left out."""
+        """Returns the text of the ids without special tokens."""
         return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
 
     def bytes_per_token(self, text: str) -> Tokens:
@@ -72,7 +74,7 @@ class FileTokenizer:
         return bytes_between(offsets[[end for _, end in encoding.offsets]], int(offsets[-1]))
 
     def bytes_of(self, tokens: Tokens) -> Tokens:
-        """Returns int64; of a byte-level vocabulary each token's own bytes, else as `bytes_by_repeating`."""
+        """Returns int64: for a byte-level vocabulary each token's own bytes, else as `bytes_by_repeating`."""
         return bytes_by_repeating(self, tokens) if self._bytes_of_id is None else self._bytes_of_id[tokens]
 
     def token_id(self, name: str) -> int | None:
@@ -80,10 +82,10 @@ class FileTokenizer:
         return self._tokenizer.token_to_id(name)
 
     def _known_bytes(self, decoder: dict[str, Any] | None) -> NDArray[np.int64] | None:
-        """Returns the bytes that each id stands for if the vocabulary is byte-level: one character is one byte."""
+        """Returns the bytes of each id of a byte-level vocabulary, where one character is one byte; None for others."""
         if decoder is None or decoder["type"] != "ByteLevel":
             return None
-        known = np.zeros(self.vocabulary_size, dtype=np.int64)
+        known = np.zeros(self.vocab_size, dtype=np.int64)
         for token, number in self._tokenizer.get_vocab(with_added_tokens=False).items():
             known[number] = len(token)
         for number, added in self._tokenizer.get_added_tokens_decoder().items():
@@ -92,7 +94,7 @@ class FileTokenizer:
 
 
 def _stated_end(config: Path) -> str | None:
-    """Returns the token that a `tokenizer_config.json` calls the end of a sequence, if there is one."""
+    """Returns `eos_token` of a `tokenizer_config.json`, None if there is none."""
     if not config.exists():
         return None
     values = json.loads(_read_json_text(config))
@@ -124,38 +126,36 @@ def _no_tokenizer(path: Path, why: object) -> DataError:
 
 
 class SentencePieceTokenizer:
-    """The tokenizer that a `.model` file of sentencepiece describes."""
+    """The tokenizer of a sentencepiece `.model` file.
+
+    Args:
+        path: a `.model` file.
+        end_of_document: control symbol that ends a document; None or empty takes the file's end of sentence.
+
+    Raises:
+        DataError: the library or the file is missing, the file is not such a model, or it has no such symbol.
+    """
 
     def __init__(self, path: str | Path, *, end_of_document: str | None = None) -> None:
-        """Reads the file.
-
-        Args:
-            path: a `.model` file.
-            end_of_document: name of the control symbol that ends a document; None or empty takes the one that the file
-                calls the end of a sentence.
-
-        Raises:
-            DataError: the library or the file is missing, the file is no such model, or it has no such symbol.
-        """
         library = require("sentencepiece", extra="sentencepiece", purpose=f"data.tokenizer {path}")
         content = _read(Path(path))
         try:
             self._processor = library.SentencePieceProcessor(model_proto=content)
-            self.vocabulary_size = self._processor.piece_size()
+            self.vocab_size = self._processor.piece_size()
             # A damaged file may be a model all the same, with pieces that are no text.
-            self._processor.id_to_piece(list(range(self.vocabulary_size)))
+            self._processor.id_to_piece(list(range(self.vocab_size)))
         except (RuntimeError, UnicodeDecodeError) as error:
             raise _no_model(path) from error
         self.end_of_document = self._find_end(end_of_document, path)
         self.fingerprint = fingerprint_of("sentencepiece", content, self.end_of_document)
 
     def encode(self, text: str) -> Tokens:
-        """Returns the ids, int32, with no token added before or after."""
+        """Returns the ids, int32, without added tokens."""
         return np.asarray(self._processor.encode(text.encode(), return_type="numpy"))
 
     def decode(self, tokens: Tokens) -> str:
-        """Returns the text of the ids; control symbols are left out, unknown characters show as the file says."""
-        known = tokens[tokens < self.vocabulary_size]
+        """Returns the text of the ids without control symbols; the file decides how unknown characters look."""
+        known = tokens[tokens < self.vocab_size]
         return str(self._processor.decode(known.tolist()))
 
     def bytes_per_token(self, text: str) -> Tokens:
@@ -165,11 +165,11 @@ class SentencePieceTokenizer:
         return bytes_between([end for _, end in found["offsets"]], len(content))
 
     def bytes_of(self, tokens: Tokens) -> Tokens:
-        """Returns what `bytes_per_token` gives for the text of the tokens."""
+        """Returns `bytes_per_token` of the tokens' text."""
         return bytes_by_repeating(self, tokens)
 
     def token_id(self, name: str) -> int | None:
-        """Returns the id of a piece, None if it has none of its own."""
+        """Returns the id of a piece, None for unknown pieces."""
         found = int(self._processor.piece_to_id(name))
         return None if found == self._processor.unk_id() else found
 

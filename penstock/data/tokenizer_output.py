@@ -1,8 +1,13 @@
-"""A run's tokenizer as files that `transformers.AutoTokenizer` loads, with the ids that the run was trained on.
+"""Tokenizers as files: trained on texts, or exported from a run for `transformers.AutoTokenizer`.
 
-bytes            a tokenizer.json with the 256 bytes as its vocabulary and <|endoftext|> as id 256
-tokenizer.json   the same file, without a post-processor that adds tokens: training added none
-others           none: what transformers makes of files of sentencepiece and tiktoken gives other ids for some texts
+Training makes a byte-level BPE (arXiv 1508.07909) with GPT-2's pattern, by the library `tokenizers`. Every byte has a
+token, so any text can be encoded and decoded without loss. The same texts in the same order give the same file.
+
+An export gives the ids of the run:
+
+    bytes            a tokenizer.json with the 256 bytes as its vocabulary and <|endoftext|> as id 256
+    tokenizer.json   the same file, without a post-processor that adds tokens: training added none
+    others           none: transformers converts sentencepiece and tiktoken files to other ids for some texts
 """
 
 import json
@@ -22,7 +27,7 @@ from penstock.data.tokenizer import BYTES
 from penstock.data.tokenizer_files import CONFIG_FILE, TOKENIZER_FILE, FileTokenizer
 
 END_OF_DOCUMENT = "<|endoftext|>"
-"""The first special token of a trained tokenizer, id 0; `open_tokenizer` finds it by its name."""
+"""First special token of a trained tokenizer (id 0, which `open_tokenizer` finds by name); name of exported id 256."""
 
 _BYTES = 256
 
@@ -31,30 +36,30 @@ def train_tokenizer(
     texts: Iterable[str],
     path: Path,
     *,
-    vocabulary_size: int,
+    vocab_size: int,
     special_tokens: Sequence[str] = (),
     show_progress: bool = False,
 ) -> int:
     """Writes a `tokenizer.json`, whole or not at all.
 
     Args:
-        texts: to train on, at least one that is not empty.
-        path: of the file; must not be there yet.
-        vocabulary_size: tokens, all 256 bytes and the special tokens among them; fewer if the texts have no more.
-        special_tokens: more of them, such as those of fill-in-the-middle, with ids behind the end of a document.
+        texts: at least one that is not empty.
+        path: of the file; must not exist.
+        vocab_size: including all 256 bytes and the special tokens; small texts give fewer tokens.
+        special_tokens: more of them, such as those of fill-in-the-middle, with ids after the end of document.
         show_progress: draw bars on stderr.
 
     Returns:
         Tokens of the vocabulary.
 
     Raises:
-        DataError: the vocabulary is too small, there is no text, or the file is there or cannot be written.
+        DataError: the vocabulary is too small, there is no text, or the file exists or cannot be written.
     """
     special = list(dict.fromkeys([END_OF_DOCUMENT, *special_tokens]))
-    if vocabulary_size < _BYTES + len(special):
+    if vocab_size < _BYTES + len(special):
         raise DataError(
             "the vocabulary is too small",
-            got=vocabulary_size,
+            got=vocab_size,
             allowed=f">= {_BYTES + len(special)} (256 bytes and {len(special)} special tokens)",
         )
     if path.exists():
@@ -63,7 +68,7 @@ def train_tokenizer(
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary_size,
+        vocab_size=vocab_size,
         special_tokens=special,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=show_progress,
@@ -71,7 +76,7 @@ def train_tokenizer(
     filled = (text for text in texts if text)
     tokenizer.train_from_iterator(filled, trainer)
     trained = tokenizer.get_vocab_size()
-    if trained == _BYTES + len(special) < vocabulary_size:
+    if trained == _BYTES + len(special) < vocab_size:
         raise DataError("no two characters of the texts stand side by side", fix="give more text to train on")
     _write(path, tokenizer.to_str(pretty=True))
     return int(trained)
@@ -90,18 +95,14 @@ def _write(path: Path, content: str) -> None:
         raise DataError(f"cannot write {path}: {error.strerror}") from error
 
 
-END_OF_BYTES = "<|endoftext|>"
-"""Name of the id that ends a document of bytes."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class ExportedTokenizer:
-    """What an export says of its tokenizer.
+    """The result of `export_tokenizer`.
 
     Attributes:
-        end_of_document: the id that ends a document; None if tokens stand for no text.
+        end_of_document: the id that ends a document; None if tokens have no text.
         files: content of each file by name; empty if the tokenizer is not exported.
-        why_not: the reason then, without a full stop; else empty.
+        why_not: the reason for no export, without a full stop; else empty.
     """
 
     end_of_document: int | None
@@ -150,23 +151,23 @@ def _files(vocabulary: Vocabulary, tokenizer: str, context: int) -> dict[str, st
 
 
 def _byte_tokenizer() -> str:
-    """A byte-level `tokenizer.json` that merges nothing, so that the id of a byte is its value."""
+    """A byte-level `tokenizer.json` without merges, so that the id of a byte is its value."""
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=_byte_names(), merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([tokenizers.AddedToken(END_OF_BYTES, special=True, normalized=False)])
+    tokenizer.add_special_tokens([tokenizers.AddedToken(END_OF_DOCUMENT, special=True, normalized=False)])
     return str(tokenizer.to_str(pretty=True))
 
 
 def _byte_names() -> dict[str, int]:
-    """The character that byte-level vocabularies write for each byte: itself if it is printable Latin-1."""
+    """The character of each byte in byte-level vocabularies: itself if it is printable Latin-1."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte) if byte in printable else chr(256 + others.index(byte)): byte for byte in range(256)}
 
 
 def _without_added_tokens(setting: str) -> str:
-    """The `tokenizer.json` of a run, as it is unless it adds tokens before or after a text."""
+    """The `tokenizer.json` of a run, without a post-processor that adds tokens."""
     path = Path(setting)
     try:
         content = (path / TOKENIZER_FILE if path.is_dir() else path).read_text(encoding="utf-8")

@@ -1,8 +1,8 @@
-"""How many bytes of text a token stands for: what losses of different tokenizers are compared by.
+"""Rules that all tokenizers share: the end-of-document token, and the bytes of text of each token.
 
-Two questions. With the text at hand, a tokenizer says where in it each token ends, and `bytes_between` counts. Of
-tokens alone (packed files hold no text) the bytes are known if each id always stands for the same ones, as in
-byte-level vocabularies; otherwise `bytes_by_repeating` gets the text back and asks the first question.
+Bytes compare losses of different tokenizers. With the text, the tokenizer gives the end of each token in it, and
+`bytes_between` counts. Packed files have no text: the bytes are known if each id always has the same ones, as in
+byte-level vocabularies; otherwise `bytes_by_repeating` decodes and encodes the tokens again.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from penstock.base.errors import DataError
 from penstock.data.sources import Tokens
 
 END_OF_DOCUMENT_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<\uff5cend\u2581of\u2581sentence\uff5c>")
-"""Tokens that end a document for GPT-2, Llama 2, Llama 3 and DeepSeek; the first that a tokenizer has is taken."""
+"""Tokens that end a document for GPT-2, Llama 2, Llama 3 and DeepSeek, in order of preference."""
 
 
 def find_end_of_document(
@@ -28,10 +28,10 @@ def find_end_of_document(
     """Returns the id of the token that ends a document.
 
     Args:
-        token_id: gives the id of a token by its name, None if there is no such token.
-        name: of the token, if the user says it; else None or empty.
+        token_id: gives the id of a token by its name, or None.
+        name: of the token; None or empty tries `usual`.
         path: of the tokenizer.
-        usual: names to look for if the user says none.
+        usual: common names.
 
     Raises:
         DataError: there is no such token.
@@ -49,31 +49,30 @@ def find_end_of_document(
 
 
 class Codec(Protocol):
-    """The part of a tokenizer that goes to text and back."""
+    """The part of a tokenizer that converts text to ids and back."""
 
     def encode(self, text: str) -> Tokens:
         """Returns the ids of a text."""
 
     def decode(self, tokens: Tokens) -> str:
-        """Returns the text of ids; special tokens are left out."""
+        """Returns the text of ids without special tokens."""
 
     def bytes_per_token(self, text: str) -> Tokens:
-        """Returns the bytes behind each token of `encode(text)`."""
+        """Returns the bytes of text of each token of `encode(text)`."""
 
 
 def byte_offsets(text: str) -> NDArray[np.int64]:
-    """Returns where each character starts in the UTF-8 of the text, and the number of bytes last."""
+    """Returns the UTF-8 offset of each character, and the number of bytes last."""
     code_points = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
     widths = 1 + (code_points >= 0x80) + (code_points >= 0x800) + (code_points >= 0x10000)
     return np.concatenate([[0], np.cumsum(widths)]).astype(np.int64)
 
 
 def bytes_between(ends: Sequence[int] | NDArray[np.int64], length: int) -> NDArray[np.int64]:
-    """Returns the bytes of each token from where it ends in the text.
+    """Returns the bytes of text of each token, given its end in the text.
 
-    A token stands for the bytes from where the token before it ended to where it ends. Several tokens may share one
-    character: all its bytes belong to one of them. What no token covers (spaces that the tokenizer strips) belongs to
-    the next token, or at the end of the text to the last one.
+    A token has the bytes between the previous token's end and its own. If several tokens share a character, one of them
+    has all its bytes. Uncovered text (spaces that the tokenizer strips) belongs to the next token, or to the last one.
 
     Args:
         ends: byte of the text at which each token ends.
@@ -87,12 +86,12 @@ def bytes_between(ends: Sequence[int] | NDArray[np.int64], length: int) -> NDArr
 
 
 def bytes_by_repeating(codec: Codec, tokens: Tokens) -> Tokens:
-    """Returns the bytes behind tokens whose text is not at hand, by decoding and encoding them again.
+    """Returns the bytes of text of each token by decoding and encoding the tokens again.
 
-    Tokens that stand for nothing (a begin-of-text token that another program put there) have none.
+    Tokens without text (a begin-of-text token that another program added) have none.
 
     Raises:
-        DataError: the text of the tokens is not encoded as these tokens.
+        DataError: the decoded text is not encoded as these tokens.
     """
     text = codec.decode(tokens)
     again, sizes = codec.encode(text), codec.bytes_per_token(text)

@@ -1,15 +1,15 @@
-"""The vocabularies of tiktoken: byte sequences with their ranks, in lines of base64, as of GPT-4, Llama 3 and Kimi.
+"""Tiktoken vocabularies: byte sequences with their ranks, in lines of base64 (GPT-4, Llama 3, Kimi).
 
-Such a file does not say how text is cut before it is encoded, nor which special tokens there are; with another pattern
-the same file gives other tokens. So that must be known, in this order, from
+Such a file has neither the pattern that splits text before encoding nor the special tokens; another pattern gives other
+tokens from the same file. They are never guessed. They come, in this order, from
 
-    cl100k.tiktoken:cl100k      a name of PATTERNS behind the path
+    cl100k.tiktoken:cl100k      a name of PATTERNS after the path
     own.tiktoken.json           a JSON file beside `own.tiktoken`: {"pattern": name or regular expression,
                                 "special_tokens": {"<|endoftext|>": 50256}}
-    its content                 of the files that OpenAI and Meta published, by their hash
+    its content                 the hash of a file that OpenAI or Meta published
 
-and is never guessed. Encoding is tiktoken's own: `tokenizers` can be given the same vocabulary, but when two ways of
-merging have one rank it may choose the other.
+The tiktoken library encodes: `tokenizers` can load the same vocabulary, but may choose differently between two merges
+of one rank.
 """
 
 import base64
@@ -37,12 +37,12 @@ _MOST_SPECIAL = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Pattern:
-    """How text is cut, and the ids behind the ranks.
+    """How text is split, and the ids after the ranks.
 
     Attributes:
-        pattern: regular expression; each match is encoded by itself.
-        special_tokens: id of each, counted from the first one behind the ranks.
-        size: ids behind the ranks, those without a token too.
+        pattern: regular expression; each match is encoded separately.
+        special_tokens: id of each, counted from the first id after the ranks.
+        size: number of ids after the ranks, unused ones included.
         published: SHA-256 of the published file.
     """
 
@@ -102,21 +102,19 @@ PATTERNS = {
 
 
 class TiktokenTokenizer:
-    """The tokenizer of a file of ranks, and of the pattern that goes with it."""
+    """The tokenizer of a file of ranks and its pattern.
+
+    Args:
+        path: a file of ranks.
+        pattern: a name of PATTERNS; None reads the JSON file beside it, or recognizes a published file.
+        end_of_document: special token that ends a document; None or empty tries END_OF_DOCUMENT_NAMES.
+
+    Raises:
+        DataError: the library or the file is missing, the file is damaged, its pattern is unknown, or it has no such
+            token.
+    """
 
     def __init__(self, path: str | Path, *, pattern: str | None = None, end_of_document: str | None = None) -> None:
-        """Reads the file.
-
-        Args:
-            path: a file of ranks.
-            pattern: a name of PATTERNS; None takes the JSON file beside it, or knows a published file.
-            end_of_document: name of the special token that ends a document; None or empty looks for
-                END_OF_DOCUMENT_NAMES.
-
-        Raises:
-            DataError: the library or the file is missing, the file is damaged, its pattern is not known, or it has no
-                such token.
-        """
         library = require("tiktoken", extra="tiktoken", purpose=f"data.tokenizer {path}")
         path = Path(path)
         content = _read(path)
@@ -125,15 +123,15 @@ class TiktokenTokenizer:
         chosen = _choose(path, pattern, content, behind)
         self._special_tokens = {name: behind + place for name, place in chosen.special_tokens.items()}
         self._encoding = self._make_encoding(library, path, chosen.pattern, ranks)
-        self.vocabulary_size = behind + chosen.size
+        self.vocab_size = behind + chosen.size
         self.end_of_document = find_end_of_document(self.token_id, end_of_document, path)
         special = sorted(self._special_tokens.items())
         self.fingerprint = fingerprint_of("tiktoken", content, chosen.pattern, special, self.end_of_document)
-        self._bytes_of_id = np.zeros(self.vocabulary_size, dtype=np.int64)
+        self._bytes_of_id = np.zeros(self.vocab_size, dtype=np.int64)
         self._bytes_of_id[list(ranks.values())] = [len(token) for token in ranks]
 
     def _make_encoding(self, library: ModuleType, path: Path, pattern: str, ranks: dict[bytes, int]) -> Any:
-        """Returns tiktoken's encoding; the library ends the process where ids are used twice, so that is seen here."""
+        """Returns tiktoken's encoding, after a check for duplicate ids, for which the library would end the process."""
         special = self._special_tokens.values()
         taken = sorted(set(ranks.values()) & set(special))
         is_far = min(special) < 0 or max(special) > len(ranks) + _MOST_SPECIAL
@@ -152,10 +150,10 @@ class TiktokenTokenizer:
             ) from error
 
     def encode(self, text: str) -> Tokens:
-        """Returns the ids, uint32, with no token added before or after.
+        """Returns the ids, uint32, without added tokens.
 
         Raises:
-            RecordError: the pattern cannot be matched; of published ones only by some million spaces in a row.
+            RecordError: the pattern cannot be matched; published ones fail only on about a million spaces in a row.
         """
         try:
             return np.asarray(self._encoding.encode_to_numpy(text, disallowed_special=()))
@@ -165,17 +163,17 @@ class TiktokenTokenizer:
             ) from error
 
     def decode(self, tokens: Tokens) -> str:
-        """Returns the text of the ids; special tokens and ids without a token are left out."""
-        known = tokens[tokens < self.vocabulary_size]
+        """Returns the text of the ids without special tokens and unused ids."""
+        known = tokens[tokens < self.vocab_size]
         content: bytes = self._encoding.decode_bytes(known[self._bytes_of_id[known] > 0].tolist())
         return content.decode(errors="replace")
 
     def bytes_per_token(self, text: str) -> Tokens:
-        """Returns int64: each token's own bytes, a part of a character too."""
+        """Returns int64: each token's own bytes, which may be a part of a character."""
         return self._bytes_of_id[self.encode(text)]
 
     def bytes_of(self, tokens: Tokens) -> Tokens:
-        """Returns int64: each token's own bytes, none for special tokens."""
+        """Returns int64: each token's own bytes, 0 for special tokens."""
         return self._bytes_of_id[tokens]
 
     def token_id(self, name: str) -> int | None:
@@ -184,7 +182,7 @@ class TiktokenTokenizer:
 
 
 def holds_ranks(path: Path) -> bool:
-    """Tells whether a file begins as a file of ranks does; not if it cannot be read."""
+    """Whether a file begins like a file of ranks; False if it cannot be read."""
     try:
         with path.open("rb") as file:
             return _RANK_LINE.fullmatch(file.readline(4096)) is not None
@@ -200,7 +198,7 @@ def _read(path: Path) -> bytes:
 
 
 def _ranks(content: bytes, path: Path) -> dict[bytes, int]:
-    """Returns the rank of each byte sequence; every single byte has one, so that any text can be encoded."""
+    """Returns the rank of each byte sequence. Every single byte must have one, so that any text can be encoded."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(content.splitlines(), start=1):
         if not line:
@@ -244,7 +242,7 @@ def _choose(path: Path, name: str | None, content: bytes, behind: int) -> Patter
 
 
 def _read_beside(path: Path, behind: int) -> Pattern:
-    """Returns what a JSON file says of the vocabulary beside it; `behind` is the first id behind its ranks."""
+    """Returns the pattern of a JSON file; `behind` is the first id after the ranks."""
     try:
         values = read_json(path)
         pattern = values["pattern"]

@@ -155,7 +155,7 @@ def prepare(run: Run, environment: Environment) -> Session:
 
 def _unfilled(run: Run, text: Text) -> tuple[str, ...]:
     """A note if a tokenizer file fills less than half of the vocabulary."""
-    ids, size = max(part.documents.vocabulary_size for part in text.parts), run.model.vocab_size
+    ids, size = max(part.documents.vocab_size for part in text.parts), run.model.vocab_size
     if run.data.tokenizer == BYTES or 2 * ids > size:
         return ()
     return (f"data.tokenizer has {ids:,} ids of model.vocab_size {size:,}: the others are never trained",)
@@ -194,7 +194,7 @@ def open_split(run: Run, split: Split) -> Text:
         DataError: the data cannot be used.
     """
     cache = Path(run.data.cache or Path(run.record.folder, "cache"))
-    return open_text(run.data, split, vocabulary_size=run.model.vocab_size, seed=run.seed, cache=cache)
+    return open_text(run.data, split, vocab_size=run.model.vocab_size, seed=run.seed, cache=cache)
 
 
 def state_bytes(run: Run) -> int:

@@ -35,7 +35,7 @@ def outcome(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, st
 
 
 def packed_texts(prefix: Path) -> list[str]:
-    source = open_packed([prefix], keep=SplitFilter(), vocabulary_size=100_000)
+    source = open_packed([prefix], keep=SplitFilter(), vocab_size=100_000)
     assert source.tokenizer is not None
     return [source.tokenizer.decode(source.read(number)) for number in range(len(source))]
 

@@ -15,7 +15,7 @@ class InMemory:
     """Documents as lists of token ids below END. A token's id tells its bytes: the id modulo 4."""
 
     documents: tuple[tuple[int, ...], ...]
-    vocabulary_size: int = END + 1
+    vocab_size: int = END + 1
     end_of_document: int = END
 
     @property

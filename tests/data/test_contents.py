@@ -58,7 +58,7 @@ def test_what_only_fills_a_row_is_padding(mask: bool, tokens: int, padding: list
 
 def test_text_is_decoded_and_its_bytes_are_counted() -> None:
     text = "\u00e9a"
-    source = InMemory((tuple(BYTES.encode(text).tolist()),), vocabulary_size=257, end_of_document=256)
+    source = InMemory((tuple(BYTES.encode(text).tolist()),), vocab_size=257, end_of_document=256)
     row = row_of(batch_of(source, mask=True, length=6), 0, end_of_document=256, tokenizer=BYTES)
     assert [piece.text for piece in row.pieces] == [text, "\u00e9"]
     assert row.text_bytes == int((np.array(source.documents[0]) < 256).sum()) + 2

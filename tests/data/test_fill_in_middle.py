@@ -89,7 +89,7 @@ def test_a_stream_cuts_documents_otherwise_in_each_epoch_and_resumes(
         documents: PlainText | InShards = PlainText(paths, tokenizer)
         if in_shards:
             documents = InShards([[path.read_text() for path in paths]], block=4)
-            documents.tokenizer, documents.vocabulary_size = tokenizer, tokenizer.vocabulary_size
+            documents.tokenizer, documents.vocab_size = tokenizer, tokenizer.vocab_size
             documents.end_of_document = tokenizer.end_of_document
         text = Text((TextPart(documents=documents, middle=cutter(tokenizer, rate=0.7)),))
         return Loader(text, rows=2, sequence_length=16, seed=1, document_mask=True)
@@ -109,7 +109,7 @@ def test_a_stream_cuts_documents_otherwise_in_each_epoch_and_resumes(
 
 def test_an_empty_document_stays_empty(tokenizer: Tokenizer, tmp_path: Path) -> None:
     shards = InShards([["", "ab"]], corrupt=CorruptRecords())
-    shards.tokenizer, shards.vocabulary_size, shards.end_of_document = tokenizer, tokenizer.vocabulary_size, 0
+    shards.tokenizer, shards.vocab_size, shards.end_of_document = tokenizer, tokenizer.vocab_size, 0
     text = Text((TextPart(documents=shards, middle=cutter(tokenizer)),))
     tokens = Loader(text, rows=1, sequence_length=30, seed=0, document_mask=False).next_batch().tokens_BS[0].tolist()
     assert [token for token in tokens if token == 0] == [0] * (30 // 6), "three marks, two letters, one end"

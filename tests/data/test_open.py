@@ -14,8 +14,8 @@ from penstock.data.open import open_text
 from penstock.data.sources import Source, Split
 
 
-def opened(data: Data, split: Split, *, vocabulary_size: int = 257, cache: Path = Path("unused")) -> Text:
-    return open_text(data, split, vocabulary_size=vocabulary_size, seed=0, cache=cache)
+def opened(data: Data, split: Split, *, vocab_size: int = 257, cache: Path = Path("unused")) -> Text:
+    return open_text(data, split, vocab_size=vocab_size, seed=0, cache=cache)
 
 
 def open_files(
@@ -48,9 +48,9 @@ def plain(tmp_path: Path) -> list[str]:
 @pytest.mark.parametrize("source", ["standard-library", "synthetic-random", "synthetic-learnable"])
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_sources_that_need_no_files_open(source: Any, split: Split) -> None:
-    (part,) = opened(Data(source=source), split, vocabulary_size=300).parts
+    (part,) = opened(Data(source=source), split, vocab_size=300).parts
     assert len(part.documents) > 0
-    assert part.documents.read(0).max() < part.documents.vocabulary_size <= 300
+    assert part.documents.read(0).max() < part.documents.vocab_size <= 300
 
 
 def test_lines_are_split_by_content_whatever_their_order(lines: str) -> None:
@@ -154,7 +154,7 @@ def test_ids_outside_the_vocabulary_of_the_model_are_refused() -> None:
         match=r"data\.tokenizer bytes has token ids outside the model's vocabulary; "
         r"got ids up to 256 and a vocabulary of 256; fix: give the model a vocabulary of 257 or more",
     ):
-        opened(Data(), "train", vocabulary_size=256)
+        opened(Data(), "train", vocab_size=256)
 
 
 def test_a_tokenizer_that_is_not_there_is_refused_before_any_file_is_read(lines: str) -> None:

@@ -45,7 +45,7 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_was_packed_is_what_the_tokenizer_gives(tmp_path: Path) -> None:
     tokenizer = str(json_file(tmp_path / "tokenizer.json"))
     done = packed(tmp_path, *TEXTS, tokenizer=tokenizer)
-    source = open_packed([tmp_path / "a"], keep=SplitFilter(), vocabulary_size=500)
+    source = open_packed([tmp_path / "a"], keep=SplitFilter(), vocab_size=500)
     encode = open_tokenizer(tokenizer).encode
     wanted = [encode(text).tolist() for text in TEXTS if text]
     assert [source.read(number).tolist() for number in range(len(source))] == wanted
@@ -63,13 +63,13 @@ def test_a_token_that_was_named_to_end_documents_need_not_be_named_again(tmp_pat
     tokenizer = str(json_file(tmp_path / "tokenizer.json", special=["<|endoftext|>", "<stop>"]))
     packed(tmp_path, "the town", tokenizer=tokenizer, end_of_document="<stop>")
     for settings in ({}, {"tokenizer": tokenizer}, {"tokenizer": tokenizer, "end_of_document": "<stop>"}):
-        source = open_packed([tmp_path / "a"], keep=SplitFilter(), vocabulary_size=500, **settings)
+        source = open_packed([tmp_path / "a"], keep=SplitFilter(), vocab_size=500, **settings)
         assert (source.end_of_document, source.bytes_per_token(0).sum()) == (1, len("the town"))
     with pytest.raises(DataError, match="packed with another tokenizer, or another end of a document"):
         open_packed(
             [tmp_path / "a"],
             keep=SplitFilter(),
-            vocabulary_size=500,
+            vocab_size=500,
             tokenizer=tokenizer,
             end_of_document="<|endoftext|>",
         )

@@ -40,7 +40,7 @@ def write(prefix: Path, *documents: list[int], origin: PackedMetadata | None = B
 
 
 def opened(*prefixes: Path, keep: SplitFilter = ALL, vocabulary: int = 1000, **settings: str) -> PackedTokens:
-    return open_packed(prefixes, keep=keep, vocabulary_size=vocabulary, **settings)
+    return open_packed(prefixes, keep=keep, vocab_size=vocabulary, **settings)
 
 
 def tokens_of(source: Source) -> list[list[int]]:
@@ -91,7 +91,7 @@ def test_splits_share_no_document_and_stay_when_documents_are_appended(tmp_path:
 
 def test_files_of_ours_name_their_tokenizer(tmp_path: Path) -> None:
     source = opened(write(tmp_path / "a", [*"\u00e9".encode(), END]))
-    assert (source.vocabulary_size, source.end_of_document) == (257, END)
+    assert (source.vocab_size, source.end_of_document) == (257, END)
     assert source.bytes_per_token(0).tolist() == [1, 1]
 
 
@@ -101,7 +101,7 @@ def origin_of(tokenizer: Path) -> PackedMetadata:
         BYTES,
         tokenizer=str(tokenizer),
         fingerprint=read.fingerprint,
-        vocabulary_size=read.vocabulary_size,
+        vocab_size=read.vocab_size,
         end_of_document=read.end_of_document,
     )
 
@@ -122,7 +122,7 @@ def test_without_the_tokenizer_a_run_can_train_and_not_judge(tmp_path: Path) -> 
     prefix = write(tmp_path / "a", [5, 6, 0], origin=origin_of(tokenizer))
     tokenizer.unlink()
     source = opened(prefix)
-    assert (tokens_of(source), source.end_of_document, source.vocabulary_size) == ([[5, 6]], 0, 283)
+    assert (tokens_of(source), source.end_of_document, source.vocab_size) == ([[5, 6]], 0, 283)
     with pytest.raises(
         DataError, match=r"bits per byte of .*a need the tokenizer .*; fix: .*, or evaluation\.rows to 0"
     ):
@@ -147,10 +147,10 @@ def test_files_of_others_need_a_tokenizer_or_the_id_that_ends_documents(tmp_path
         opened(prefix)
     tokenizer = json_file(tmp_path / "tokenizer.json")
     named = opened(prefix, tokenizer=str(tokenizer))
-    assert (tokens_of(named), named.vocabulary_size) == ([[5, 6]], 283)
+    assert (tokens_of(named), named.vocab_size) == ([[5, 6]], 283)
     assert named.bytes_per_token(0).tolist() == [1, 1]
     stated = opened(prefix, end_of_document="6")
-    assert (tokens_of(stated), stated.vocabulary_size, stated.tokenizer) == ([[5, 6, 0]], 1000, None)
+    assert (tokens_of(stated), stated.vocab_size, stated.tokenizer) == ([[5, 6, 0]], 1000, None)
 
 
 def test_ids_outside_the_vocabulary_are_refused(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def opened(settings_of: dict[str, Data], folder: Path) -> dict[str, Text]:
         name: open_text(
             data.model_copy(update={"validation_share": 0.2}),
             "train",
-            vocabulary_size=257,
+            vocab_size=257,
             seed=5,
             cache=folder / "cache",
         )
@@ -143,7 +143,7 @@ def test_a_source_that_is_opened_again_has_the_same_fingerprint_and_rows(
     opened: dict[str, Text], settings_of: dict[str, Data], folder: Path, name: str
 ) -> None:
     data = settings_of[name].model_copy(update={"validation_share": 0.2})
-    again = open_text(data, "train", vocabulary_size=257, seed=5, cache=folder / "cache")
+    again = open_text(data, "train", vocab_size=257, seed=5, cache=folder / "cache")
     one, other = (loader_of(text, shuffle=True, rows=4) for text in (opened[name], again))
     rows_of([one], 7)
     other.restore(one.state())
@@ -157,7 +157,7 @@ def test_training_and_held_out_text_share_no_document_and_cover_all(
     data = settings_of[name].model_copy(update={"validation_share": 0.3})
     found: list[set[str]] = []
     for split in ("train", "validation"):
-        (part,) = open_text(data, split, vocabulary_size=257, seed=5, cache=folder / "cache").parts
+        (part,) = open_text(data, split, vocab_size=257, seed=5, cache=folder / "cache").parts
         reader = Loader(Text((part,)), rows=1, sequence_length=4000, seed=5, document_mask=False, shuffle=False)
         documents = bytes(token if token < 256 else 0 for token in reader.next_batch().tokens_BS[0].tolist())
         found.append({text.decode() for text in documents.split(b"\0")[:-1]})

@@ -132,7 +132,7 @@ def test_a_sample_takes_of_all_shards_and_stops_when_it_has_enough() -> None:
         ({"place": 3}, "places in more than 3 shards"),
         ({"lane_documents": [-1, 0]}, "lane_documents -1"),
         ({"lane_documents": [0]}, "lane_documents"),
-        ({"lane_places": [1, 1]}, "dealt twice"),
+        ({"lane_places": [1, 1]}, "one document in two lanes"),
     ],
 )
 def test_a_damaged_place_is_refused(change: dict[str, object], message: str) -> None:

@@ -48,9 +48,9 @@ def times_read(source: InMemory, position: Position, seed: int) -> Counter[int]:
     """How often each token lies behind a position, if every document that was dealt is read once."""
     in_lanes = {cursor[:2]: cursor.offset for cursor in position.lanes}
     behind: Counter[int] = Counter()
-    for epoch in range(position.undealt.epoch + 1):
+    for epoch in range(position.next_unit.epoch + 1):
         for place, index in enumerate(document_order(len(source), seed=seed, epoch=epoch).tolist()):
-            if (epoch, place) < position.undealt[:2]:
+            if (epoch, place) < position.next_unit[:2]:
                 document = (*source.documents[index], END) if source.documents[index] else ()
                 behind.update(document[: in_lanes.get((epoch, place), len(document))])
     return behind
@@ -112,7 +112,7 @@ def test_the_example_of_the_module() -> None:
     found, position = stream.read(stream.start(), 4, 3)
     assert found.tokens[:, :-1].tolist() == [[0, 1, 2], [4, END, 5], [3, END, 8], [6, 7, END]]
     assert found.tokens[:, -1].tolist() == [3, 6, 9, 0]
-    assert position == Position(undealt=Cursor(1, 1), lanes=(Cursor(0, 3, 1), Cursor(1, 0, 0)), rows=4)
+    assert position == Position(next_unit=Cursor(1, 1), lanes=(Cursor(0, 3, 1), Cursor(1, 0, 0)), rows=4)
 
 
 def test_document_numbers_change_where_documents_end() -> None:
@@ -159,7 +159,7 @@ def watched(source: InMemory) -> tuple[InMemory, list[int]]:
 def test_a_read_opens_only_the_documents_that_it_needs() -> None:
     source, opened = watched(numbered(*[10] * 20))
     stream = stream_of(source)
-    position = Position(undealt=Cursor(5, 8), lanes=(Cursor(5, 7, 4),), rows=30)
+    position = Position(next_unit=Cursor(5, 8), lanes=(Cursor(5, 7, 4),), rows=30)
     for _ in range(3):
         _, position = stream.read(position, 1, 9)
     assert opened == [7, 8, 9], "resuming must not read what lies before, and a document must be read once"
@@ -177,7 +177,7 @@ def test_every_lane_keeps_its_document() -> None:
 def test_lanes_of_several_epochs_resume() -> None:
     source = numbered(1, 9, 9, 1)
     stream = stream_of(source, lanes=2, shuffle=True)
-    position = Position(undealt=Cursor(4, 2), lanes=(Cursor(1, 3), Cursor(4, 1)), rows=8)
+    position = Position(next_unit=Cursor(4, 2), lanes=(Cursor(1, 3), Cursor(4, 1)), rows=8)
     found, _ = stream.read(position, 2, 1)
     orders = {epoch: document_order(4, seed=0, epoch=epoch) for epoch in (1, 4)}
     assert found.tokens[:, 0].tolist() == [source.documents[orders[1][3]][0], source.documents[orders[4][1]][0]]

@@ -13,8 +13,8 @@ from penstock.data.synthetic import LONGEST, MarkovTokens, RandomTokens, Synthet
 KINDS = [RandomTokens, MarkovTokens]
 
 
-def make(kind: type[SyntheticTokens], *, vocabulary_size: int = 257, seed: int = 1) -> SyntheticTokens:
-    return kind("train", vocabulary_size=vocabulary_size, seed=seed)
+def make(kind: type[SyntheticTokens], *, vocab_size: int = 257, seed: int = 1) -> SyntheticTokens:
+    return kind("train", vocab_size=vocab_size, seed=seed)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -23,18 +23,18 @@ def test_documents_depend_on_seed_split_and_number_alone(kind: type[SyntheticTok
     first = source.read(5).tolist()
     source.read(6)
     assert source.read(5).tolist() == first == make(kind).read(5).tolist()
-    others = [make(kind, seed=2), kind("validation", vocabulary_size=257, seed=1)]
+    others = [make(kind, seed=2), kind("validation", vocab_size=257, seed=1)]
     assert all(other.read(5).tolist() != first for other in others)
     assert len({source.fingerprint, *(other.fingerprint for other in others)}) == 3
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("vocabulary_size", [5, 33, 257, 129_280])
-def test_tokens_are_in_the_vocabulary_and_never_the_end(kind: type[SyntheticTokens], vocabulary_size: int) -> None:
-    source = make(kind, vocabulary_size=vocabulary_size)
+@pytest.mark.parametrize("vocab_size", [5, 33, 257, 129_280])
+def test_tokens_are_in_the_vocabulary_and_never_the_end(kind: type[SyntheticTokens], vocab_size: int) -> None:
+    source = make(kind, vocab_size=vocab_size)
     tokens = np.concatenate([source.read(index) for index in range(20)])
     assert tokens.min() >= 0
-    assert tokens.max() < source.end_of_document == vocabulary_size - 1
+    assert tokens.max() < source.end_of_document == vocab_size - 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -81,12 +81,12 @@ def test_both_splits_speak_the_same_language() -> None:
             for triple in zip(tokens, tokens[1:], tokens[2:], strict=False)
         }
 
-    train = triples(MarkovTokens("train", vocabulary_size=257, seed=1), 1000)
-    assert triples(MarkovTokens("validation", vocabulary_size=257, seed=1), 5) <= train
+    train = triples(MarkovTokens("train", vocab_size=257, seed=1), 1000)
+    assert triples(MarkovTokens("validation", vocab_size=257, seed=1), 5) <= train
 
 
 @pytest.mark.parametrize(("kind", "least"), [(RandomTokens, 2), (MarkovTokens, 5)])
 def test_a_vocabulary_that_is_too_small_is_refused(kind: type[SyntheticTokens], least: int) -> None:
-    make(kind, vocabulary_size=least).read(0)
+    make(kind, vocab_size=least).read(0)
     with pytest.raises(DataError, match=f"too small for synthetic data; got {least - 1}; allowed: >= {least}"):
-        make(kind, vocabulary_size=least - 1)
+        make(kind, vocab_size=least - 1)

@@ -29,7 +29,7 @@ def test_a_plain_file_is_one_document_as_it_is(tmp_path: Path) -> None:
     source = PlainText(files, BYTES)
     assert texts(source) == contents
     assert [source.bytes_per_token(index).sum() for index in range(3)] == [len(text.encode()) for text in contents]
-    assert (source.vocabulary_size, source.end_of_document) == (257, 256)
+    assert (source.vocab_size, source.end_of_document) == (257, 256)
 
 
 @given(

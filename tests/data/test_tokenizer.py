@@ -76,8 +76,8 @@ def test_every_id_is_below_the_vocabulary_and_no_text_ends_a_document(
 ) -> None:
     tokenizer = tokenizers[kind]
     tokens = tokenizer.encode(f"{text} {SPECIAL.get(kind, 'a')}")
-    assert tokens.max() < tokenizer.vocabulary_size
-    assert tokenizer.end_of_document < tokenizer.vocabulary_size
+    assert tokens.max() < tokenizer.vocab_size
+    assert tokenizer.end_of_document < tokenizer.vocab_size
     assert tokenizer.end_of_document not in tokens
 
 
@@ -119,7 +119,7 @@ def test_other_threads_go_on_while_a_long_text_is_encoded(tokenizers: dict[str, 
 def test_bytes_have_one_token_each() -> None:
     tokenizer = ByteTokenizer()
     assert tokenizer.encode("\u00e9\U0001f600").tolist() == list("\u00e9\U0001f600".encode())
-    assert (tokenizer.vocabulary_size, tokenizer.end_of_document) == (257, 256)
+    assert (tokenizer.vocab_size, tokenizer.end_of_document) == (257, 256)
 
 
 def test_a_folder_gives_what_is_in_it(tmp_path: Path, names: dict[str, str]) -> None:

@@ -41,7 +41,7 @@ def test_the_vocabulary_reaches_past_the_largest_id(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     Tokenizer(models.WordLevel({"turbine": 0, "</s>": 7}, unk_token="turbine")).save(str(path))
     tokenizer = FileTokenizer(path)
-    assert (tokenizer.vocabulary_size, tokenizer.end_of_document) == (8, 7)
+    assert (tokenizer.vocab_size, tokenizer.end_of_document) == (8, 7)
 
 
 @pytest.mark.parametrize("name", END_OF_DOCUMENT_NAMES)

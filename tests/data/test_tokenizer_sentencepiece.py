@@ -23,7 +23,7 @@ def trained(model: Path) -> SentencePieceTokenizer:
 
 
 def test_the_file_says_which_token_ends_a_document(trained: SentencePieceTokenizer) -> None:
-    assert (trained.vocabulary_size, trained.end_of_document) == (300, 2)
+    assert (trained.vocab_size, trained.end_of_document) == (300, 2)
     assert trained.token_id("</s>") == 2
     assert trained.decode(np.array([2, 1])) == ""
 

@@ -51,7 +51,7 @@ def test_llama_3_cuts_as_cl100k_does(text: str) -> None:
 
 def test_a_pattern_is_named_behind_the_path(ranks: Path) -> None:
     tokenizer = open_tokenizer(f"{ranks}:llama3")
-    assert (tokenizer.vocabulary_size, tokenizer.end_of_document) == (len(RANKS) + 256, len(RANKS) + 1)
+    assert (tokenizer.vocab_size, tokenizer.end_of_document) == (len(RANKS) + 256, len(RANKS) + 1)
     assert open_tokenizer(f"{ranks}:llama3", "<|eot_id|>").end_of_document == len(RANKS) + 9
 
 
@@ -65,7 +65,7 @@ def test_a_json_file_beside_it_describes_a_vocabulary(tmp_path: Path) -> None:
     beside = tmp_path / "own.tiktoken.json"
     beside.write_text(json.dumps(OWN))
     tokenizer = open_tokenizer(str(path))
-    assert (tokenizer.vocabulary_size, tokenizer.end_of_document, tokenizer.token_id("<|fim_prefix|>")) == (
+    assert (tokenizer.vocab_size, tokenizer.end_of_document, tokenizer.token_id("<|fim_prefix|>")) == (
         301,
         300,
         299,

@@ -113,4 +113,4 @@ def test_the_tokenizer_is_that_of_the_run(tmp_path: Path) -> None:
     run = text_run(tmp_path)
     tokenizer = tokenizer_of(run, open_split(run, "train"))
     assert tokenizer is not None
-    assert tokenizer.vocabulary_size == 257
+    assert tokenizer.vocab_size == 257
