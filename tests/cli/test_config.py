@@ -1,31 +1,21 @@
 """`penstock config`, verb by verb. `show` has a file of its own."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from penstock.cli.main import main
 from penstock.config.explain import explain, json_schema, reference_markdown
 from penstock.config.load import dump_toml
 from penstock.config.presets.debug import debug
 from penstock.config.presets.registry import PRESETS
+from tests.cli import answers
+
+printed = partial(answers.printed, "config")
 
 
-def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    code = main(["config", *arguments])
-    captured = capsys.readouterr()
-    assert (code, captured.err) == (0, "")
-    return captured.out
-
-
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    code = main(["config", *arguments])
-    captured = capsys.readouterr()
-    assert (code, captured.out) == (2, "")
-    assert captured.err.startswith("error: ")
-    assert captured.err.count("\n") == 1
-    return captured.err.removeprefix("error: ").rstrip("\n")
+refused = partial(answers.refused, "config")
 
 
 def test_config_alone_shows_its_verbs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from penstock.report.run_page import run_page
 from penstock.trace.analysis import analyse_files
 from penstock.tune.doctor.diagnosis import ms_text
 from penstock.tune.doctor.run_facts import recording_command
+from tests.cli import answers
 from tests.report.made_runs import host_folder
 from tests.trace.synthetic import Job, make
 
@@ -34,12 +36,7 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str
     return answer
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
-    code = main(["doctor", *map(str, arguments)])
-    captured = capsys.readouterr()
-    assert (code, captured.out) == (2, "")
-    assert captured.err.count("\n") == 1
-    return captured.err
+refused = partial(answers.refused, "doctor")
 
 
 def run_folder(path: Path, *overrides: str, steps: int = 4, rest: str = "") -> Path:

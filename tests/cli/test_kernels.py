@@ -3,17 +3,18 @@
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from penstock.cli.kernels import tune_on
-from penstock.cli.main import main
 from penstock.config.load import load_run
 from penstock.kernels.device_facts import DeviceFacts
 from penstock.kernels.measured import load
 from penstock.tune.kernels import Call
+from tests.cli import answers
 
 FACTS = DeviceFacts(kind="cuda", name="NVIDIA H200", target="sm_90", packages=frozenset({"triton"}), dtype="bf16")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -39,20 +40,10 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
-def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    code = main(["kernels", *arguments])
-    captured = capsys.readouterr()
-    assert (code, captured.err) == (0, "")
-    return captured.out
+printed = partial(answers.printed, "kernels")
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    code = main(["kernels", *arguments])
-    captured = capsys.readouterr()
-    assert (code, captured.out) == (2, "")
-    assert captured.err.startswith("error: ")
-    assert captured.err.count("\n") == 1
-    return captured.err.removeprefix("error: ").rstrip("\n")
+refused = partial(answers.refused, "kernels")
 
 
 def table(text: str) -> dict[tuple[str, str], tuple[str, str]]:

@@ -1,6 +1,7 @@
 """`penstock ladder` from the outside, with trials that are made up; and once, slowly, with real ones."""
 
 import json
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from penstock.cli import ladder as verb
 from penstock.cli.main import main
 from penstock.tune.trial import Failure, Figures, Trial, run_trial
+from tests.cli import answers
 from tests.tune.trials import figures
 
 SHORT = ("--steps", "3", "--warm-up", "1", "--processes", "1")
@@ -61,12 +63,7 @@ def climb(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) ->
     return captured.out
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(["ladder", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1
-    return error.removeprefix("error: ")
+refused = partial(answers.refused, "ladder", starts=True)
 
 
 def table(text: str) -> dict[str, dict[str, str]]:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from penstock.config.load import load_run
 from penstock.plan.hardware_file import load_hardware, write_hardware
 from penstock.plan.projection import Plan
 from penstock.plan.search import Progress, SearchRequest
+from tests.cli import answers
 from tests.cli.made_plans import GB, MadeUp, projection, refusal, run_of
 
 ON = ("--on", "16xMI300X")
@@ -51,11 +53,7 @@ def searched(planner: MadeUp, monkeypatch: pytest.MonkeyPatch) -> Searched:
     return search
 
 
-def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    code = main(["plan", *arguments])
-    captured = capsys.readouterr()
-    assert (code, captured.err) == (0, "")
-    return captured.out
+shown = partial(answers.printed, "plan")
 
 
 def told_as_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -63,13 +61,7 @@ def told_as_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[st
     return found
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(["plan", *arguments]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("error: ")
-    assert captured.err.count("\n") == 1
-    return captured.err.removeprefix("error: ")
+refused = partial(answers.refused, "plan")
 
 
 def test_a_search_is_asked_what_the_command_line_says(capsys: pytest.CaptureFixture[str], searched: Searched) -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from penstock.cli import preflight
 from penstock.cli.main import main
 from penstock.tune.preflight.check import PreflightCheck
 from penstock.tune.preflight.host import read_disk
+from tests.cli import answers
 
 
 @pytest.fixture(autouse=True)
@@ -28,11 +30,7 @@ def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
     torch.set_num_threads(threads)
 
 
-def printed(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
-    outcome = main(["preflight", "--processes", "1", *arguments])
-    captured = capsys.readouterr()
-    assert (outcome, captured.err) == (code, "")
-    return captured.out
+printed = partial(answers.printed, "preflight --processes 1")
 
 
 def answer(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> dict[str, Any]:

@@ -1,20 +1,16 @@
 """`penstock report` from the outside: where the page goes, and one line where it cannot."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from penstock.cli.main import main
+from tests.cli import answers
 from tests.report.made_runs import run_folder
 from tests.trace.tiny import tiny, write
 
-
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
-    code = main(["report", *map(str, arguments)])
-    captured = capsys.readouterr()
-    assert (code, captured.out) == (2, "")
-    assert captured.err.count("\n") == 1
-    return captured.err
+refused = partial(answers.refused, "report")
 
 
 def test_the_page_stands_in_the_folder_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """`penstock config show`."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,13 +10,9 @@ from penstock.cli.main import main
 from penstock.config.load import load_run
 from penstock.config.presets.debug import debug
 from penstock.models.count import count
+from tests.cli import answers
 
-
-def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    code = main(["config", "show", *arguments])
-    captured = capsys.readouterr()
-    assert (code, captured.err) == (0, "")
-    return captured.out
+shown = partial(answers.printed, "config show")
 
 
 @pytest.mark.parametrize(

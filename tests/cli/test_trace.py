@@ -3,12 +3,13 @@
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock.cli.main import main
+from tests.cli import answers
 from tests.trace.synthetic import Job, Traces, make
 from tests.trace.tiny import event, kernel, trace_of, write
 
@@ -25,11 +26,7 @@ def folder(traces: Traces, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return traces.write(tmp_path_factory.mktemp("ranks"))
 
 
-def shown(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
-    code = main(["trace", *map(str, arguments)])
-    captured = capsys.readouterr()
-    assert (code, captured.err) == (0, "")
-    return captured.out
+shown = partial(answers.printed, "trace")
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str, Any]:
@@ -37,12 +34,7 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str
     return answer
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
-    code = main(["trace", *map(str, arguments)])
-    captured = capsys.readouterr()
-    assert (code, captured.out) == (2, "")
-    assert captured.err.count("\n") == 1
-    return captured.err
+refused = partial(answers.refused, "trace")
 
 
 def test_json_of_one_rank_has_the_keys_of_the_contract(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from penstock.train import manifest, run_folder, stop
 from penstock.train.metrics import FIELDS, MetricsFile
 from penstock.train.observer import StepReport
 from tests import warm
+from tests.cli import answers
 from tests.train.tiny_run import tiny_run
 
 TIMED = {"tokens_per_second_per_device", "step_seconds", "phase_seconds", "peak_memory_bytes"}
@@ -42,20 +44,10 @@ def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     Path("tiny.toml").write_text(dump_toml(tiny_run(Path("runs"))), encoding="utf-8")
 
 
-def printed(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
-    outcome = main(["train", *arguments])
-    captured = capsys.readouterr()
-    assert (outcome, captured.err) == (code, "")
-    return captured.out
+printed = partial(answers.printed, "train")
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    outcome = main(["train", *arguments])
-    error = capsys.readouterr().err
-    assert outcome == 2
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1
-    return error.removeprefix("error: ").rstrip("\n")
+refused = partial(answers.refused, "train", starts=True)
 
 
 def everything() -> dict[str, bytes]:

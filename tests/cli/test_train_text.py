@@ -3,6 +3,7 @@
 import gzip
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ import pytest
 import torch
 import zstandard
 
-from penstock.cli.main import main
 from penstock.config.data import Data
 from penstock.config.load import dump_toml
 from penstock.data.sources import SplitFilter
+from tests.cli import answers
 from tests.train.tiny_run import tiny_run
 
 MIXTURE = """
@@ -72,20 +73,10 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    outcome = main(["train", *arguments])
-    captured = capsys.readouterr()
-    assert (outcome, captured.err) == (0, "")
-    return captured.out
+printed = partial(answers.printed, "train")
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    outcome = main(["train", *arguments])
-    error = capsys.readouterr().err
-    assert outcome == 2
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1
-    return error
+refused = partial(answers.refused, "train", starts=True)
 
 
 def everything() -> dict[str, bytes]:
