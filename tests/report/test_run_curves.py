@@ -26,9 +26,13 @@ Values = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300)
 LINES = [metrics_line(step) for step in range(1, 13)]
 
 
-def drawn(figure: Figure | None, name: str) -> dict[str, Any]:
+def shown(figure: Figure | None) -> Figure:
     assert figure is not None
-    return dict(next(trace for trace in figure.data if trace.get("name") == name))
+    return figure
+
+
+def drawn(figure: Figure | None, name: str) -> dict[str, Any]:
+    return dict(next(trace for trace in shown(figure).data if trace.get("name") == name))
 
 
 @pytest.fixture(scope="module")
@@ -74,25 +78,25 @@ def test_every_depth_of_multi_token_prediction_has_a_curve() -> None:
 
 
 def test_clipped_steps_are_counted() -> None:
-    figure = gradient_figure(LINES, load_run("debug", ["training.clip_norm=2.0"]))
-    assert figure is not None and "clipped to 2, in 25% of the recorded steps" in figure.caption
+    figure = shown(gradient_figure(LINES, load_run("debug", ["training.clip_norm=2.0"])))
+    assert "clipped to 2, in 25% of the recorded steps" in figure.caption
 
 
 def test_gradients_that_differ_by_much_have_a_logarithmic_axis() -> None:
-    figure = gradient_figure([*LINES, metrics_line(13) | {"gradient_norm": 900.0}], None)
-    assert figure is not None and figure.layout["yaxis"]["type"] == "log"
+    figure = shown(gradient_figure([*LINES, metrics_line(13) | {"gradient_norm": 900.0}], None))
+    assert figure.layout["yaxis"]["type"] == "log"
 
 
 def test_speed_is_drawn_beside_the_plan(planned: Projection) -> None:
-    figure = speed_figure(LINES, planned)
-    assert figure is not None and "Dashed, the plan" in figure.caption
+    figure = shown(speed_figure(LINES, planned))
+    assert "Dashed, the plan" in figure.caption
     assert figure.layout["shapes"][0]["y0"] == planned.time.tokens_per_second_per_device
     assert figure.layout["yaxis2"]["title"]["text"] == "MFU"
 
 
 def test_without_a_known_peak_there_is_no_utilization() -> None:
-    figure = speed_figure([metrics_line(step, mfu=None) for step in range(1, 5)], None)
-    assert figure is not None and "yaxis2" not in figure.layout
+    figure = shown(speed_figure([metrics_line(step, mfu=None) for step in range(1, 5)], None))
+    assert "yaxis2" not in figure.layout
     assert "No MFU" in figure.caption
 
 
@@ -104,8 +108,8 @@ def test_phases_are_those_of_the_step_before() -> None:
 
 
 def test_a_step_without_timed_phases_is_a_curve() -> None:
-    figure = step_figure([line | {"phase_seconds": None} for line in LINES], None)
-    assert figure is not None and "Phases were not timed" in figure.caption
+    figure = shown(step_figure([line | {"phase_seconds": None} for line in LINES], None))
+    assert "Phases were not timed" in figure.caption
 
 
 def test_the_usual_step_is_the_median_of_the_last_half() -> None:

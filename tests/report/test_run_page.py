@@ -76,7 +76,7 @@ ACTING = """
     found[name] = figure(name).querySelector(".hoverlayer").textContent;
   }
 """
-"""A reader."""
+"""Acts like a reader."""
 
 
 @pytest.fixture(scope="module")
@@ -131,21 +131,12 @@ def test_it_is_drawn_without_a_complaint(light: dict[str, Any], traced: RunEvide
     assert light["empty"] == [] and light["wide"] <= 0
 
 
-def test_a_reader_points_at_a_box(light: dict[str, Any]) -> None:
+def test_a_reader_points_zooms_chooses_opens_and_hovers(light: dict[str, Any]) -> None:
     assert light["pointed"][0] == light["box"]
     assert light["pointed"][1].startswith("rank 0") and "takes" in light["pointed"][2]
-
-
-def test_a_reader_drags_to_zoom(light: dict[str, Any]) -> None:
     assert light["zoomed"] == pytest.approx(0.1, abs=0.02)
-
-
-def test_a_reader_chooses_a_rank_and_opens_a_block(light: dict[str, Any]) -> None:
     assert light["chosen"] == ["rank 1"] and light["sectors"] > 10
     assert light["opened"] == "forward"
-
-
-def test_a_reader_hovers_over_curves_and_squares(light: dict[str, Any]) -> None:
     assert "train 6.5000" in light["loss"]
     assert "x the mean" in light["experts"]
     assert "waited for 1" in light["waiting"] and "ms" in light["waiting"]

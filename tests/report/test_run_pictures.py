@@ -1,4 +1,4 @@
-"""Flame, roofline, matrices, loads and memory show what was recorded, and their sums are those of the trace."""
+"""Figures of a run agree with its traces and metrics."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -41,12 +41,16 @@ def totals(trace: Mapping[str, Any]) -> dict[str, float]:
     return sums
 
 
+def shown(figure: Figure | None) -> Figure:
+    assert figure is not None
+    return figure
+
+
 # Flame
 
 
 def test_the_blocks_of_a_step_add_up_to_it(run: RunEvidence) -> None:
-    figure = flame_figure(run)
-    assert figure is not None
+    figure = shown(flame_figure(run))
     for one, trace in zip(run.ranks, figure.data, strict=True):
         start, end = one.steps[-1].window_us
         assert totals(trace)["0"] == pytest.approx(end - start, rel=0.01)
@@ -56,21 +60,19 @@ def test_the_blocks_of_a_step_add_up_to_it(run: RunEvidence) -> None:
 
 
 def test_the_reader_chooses_the_rank(run: RunEvidence) -> None:
-    figure = flame_figure(run)
-    assert figure is not None
+    figure = shown(flame_figure(run))
     assert figure.layout["meta"]["choices"] == [f"rank {rank}" for rank in range(4)]
     assert [trace["visible"] for trace in figure.data] == [True, False, False, False]
 
 
 def test_no_part_is_more_than_its_whole(run: RunEvidence) -> None:
-    figure = flame_figure(run)
-    assert figure is not None and all(value >= 0 for trace in figure.data for value in trace["values"])
+    figure = shown(flame_figure(run))
+    assert all(value >= 0 for trace in figure.data for value in trace["values"])
     assert figure.data[0]["branchvalues"] == "remainder"
 
 
 def test_blocks_stand_in_the_order_of_a_step(tmp_path: Path) -> None:
-    figure = flame_figure(gather(piped_folder(tmp_path / "run"), plans=False))
-    assert figure is not None
+    figure = shown(flame_figure(gather(piped_folder(tmp_path / "run"), plans=False)))
     trace = figure.data[0]
     top = [label for label, parent in zip(trace["labels"], trace["parents"], strict=True) if parent == "0"]
     passes = [label for label in top if " of stage " in label]
@@ -78,16 +80,14 @@ def test_blocks_stand_in_the_order_of_a_step(tmp_path: Path) -> None:
 
 
 def test_micro_batches_of_an_action_are_added_up(tmp_path: Path) -> None:
-    figure = flame_figure(gather(piped_folder(tmp_path / "run"), plans=False))
-    assert figure is not None
+    figure = shown(flame_figure(gather(piped_folder(tmp_path / "run"), plans=False)))
     labels = figure.data[0]["labels"]
     assert {"forward of stage 0", "backward of stage 0", "forward of stage 2"} <= set(labels)
     assert not any("micro-batch" in label for label in labels)
 
 
 def test_a_cpu_has_a_flame_of_operators(tmp_path: Path) -> None:
-    figure = flame_figure(gather(host_folder(tmp_path / "run")))
-    assert figure is not None
+    figure = shown(flame_figure(gather(host_folder(tmp_path / "run"))))
     trace = figure.data[0]
     place = dict(zip(trace["labels"], trace["ids"], strict=True))
     assert totals(trace)[place["aten::addmm"]] == pytest.approx(120)
@@ -107,8 +107,8 @@ def product(side: int, start: float, us: float, number: int) -> list[dict[str, A
 
 def test_the_roofline_has_roofs_and_calls_with_known_work(tmp_path: Path) -> None:
     write(tmp_path / "rank-0.json", trace_of(*product(4096, 100, 900, 1)))
-    figure = roofline_figure(gather(tmp_path))
-    assert figure is not None and "NVIDIA H100 SXM data sheet" in figure.caption
+    figure = shown(roofline_figure(gather(tmp_path)))
+    assert "NVIDIA H100 SXM data sheet" in figure.caption
     roofs = [trace for trace in figure.data if trace["mode"] == "lines+text"]
     assert {text.strip() for trace in roofs for text in trace["text"]} >= {"bf16 989", "fp8 1,979", "3.35 TB/s"}
     (points,) = [trace for trace in figure.data if trace["mode"] == "markers"]
@@ -119,15 +119,15 @@ def test_the_roofline_has_roofs_and_calls_with_known_work(tmp_path: Path) -> Non
 
 def test_an_unknown_device_has_no_roofs(tmp_path: Path) -> None:
     write(tmp_path / "rank-0.json", trace_of(*product(4096, 100, 900, 1)) | {"deviceProperties": []})
-    figure = roofline_figure(gather(tmp_path))
-    assert figure is not None and "no roofs are drawn" in figure.caption
+    figure = shown(roofline_figure(gather(tmp_path)))
+    assert "no roofs are drawn" in figure.caption
     assert all(trace["mode"] == "markers" for trace in figure.data)
 
 
 def test_calls_that_reach_nothing_are_counted_not_drawn(tmp_path: Path) -> None:
     write(tmp_path / "rank-0.json", trace_of(*product(1, 100, 900, 1), *product(4096, 1100, 900, 2)))
-    figure = roofline_figure(gather(tmp_path))
-    assert figure is not None and "1 call, 50.0% of their time, reaches almost nothing" in figure.caption
+    figure = shown(roofline_figure(gather(tmp_path)))
+    assert "1 call, 50.0% of their time, reaches almost nothing" in figure.caption
 
 
 # Ranks
@@ -135,8 +135,7 @@ def test_calls_that_reach_nothing_are_counted_not_drawn(tmp_path: Path) -> None:
 
 def test_waiting_is_that_of_matched_collectives(run: RunEvidence) -> None:
     assert run.answer is not None
-    figure = waiting_figure(run.answer.collectives)
-    assert figure is not None
+    figure = shown(waiting_figure(run.answer.collectives))
     square = np.array(figure.data[0]["z"])
     assert square == pytest.approx(run.answer.collectives.cost_us / 1e3, rel=1e-3)
     assert square.sum(axis=0).argmax() == 2, "all wait for the rank with more rows"
@@ -147,8 +146,7 @@ def test_bytes_are_those_of_the_parts(tmp_path: Path) -> None:
     job = Job(ranks=3, steps=1, layers=1, seed=5)
     made = make(job)
     traces = load_ranks(made.write(tmp_path))
-    figure = bytes_figure(analyse_traces(traces).collectives, traces)
-    assert figure is not None
+    figure = shown(bytes_figure(analyse_traces(traces).collectives, traces))
     received = np.array(figure.data[0]["z"]).sum(axis=0) * 1e6
     (rows,) = made.truth.rows[0]
     # Forward and backward send rows to experts, and bring as many home from them.
@@ -158,8 +156,7 @@ def test_bytes_are_those_of_the_parts(tmp_path: Path) -> None:
 
 def test_equal_parts_are_divided(tmp_path: Path) -> None:
     traces = load_ranks(make(Job(ranks=2, steps=1, layers=1, is_even=True)).write(tmp_path))
-    figure = bytes_figure(analyse_traces(traces).collectives, traces)
-    assert figure is not None
+    figure = shown(bytes_figure(analyse_traces(traces).collectives, traces))
     assert len({value for row in figure.data[0]["z"] for value in row}) == 1
 
 
@@ -173,8 +170,8 @@ def test_kernels_that_write_into_other_memory_have_no_bytes(tmp_path: Path) -> N
 def test_many_ranks_are_added_up_in_squares(tmp_path: Path) -> None:
     found = gather(make(Job(ranks=RANKS + 8, experts=RANKS + 8, steps=1, layers=1)).write(tmp_path))
     assert found.answer is not None
-    figure = waiting_figure(found.answer.collectives)
-    assert figure is not None and "2 by 2 ranks" in figure.caption
+    figure = shown(waiting_figure(found.answer.collectives))
+    assert "2 by 2 ranks" in figure.caption
     square = np.array(figure.data[0]["z"])
     assert square.shape == (36, 36)
     assert square.sum() == pytest.approx(found.answer.collectives.cost_us.sum() / 1e3, rel=1e-2)
@@ -193,8 +190,7 @@ def test_one_rank_cannot_tell(tmp_path: Path, world: int, line: str) -> None:
 
 
 def test_loads_of_layers_stand_over_steps() -> None:
-    figure = load_figure([metrics_line(step) for step in range(1, 6)])
-    assert figure is not None
+    figure = shown(load_figure([metrics_line(step) for step in range(1, 6)]))
     assert figure.data[0]["x"] == [1, 2, 3, 4, 5] and figure.data[0]["y"] == ["1", "2", "3"]
     assert figure.data[0]["z"][2] == [1.3] * 5
     assert "layer 3 is least even: 1.30" in figure.caption
@@ -202,16 +198,14 @@ def test_loads_of_layers_stand_over_steps() -> None:
 
 def test_of_many_steps_some_are_drawn_evenly(tmp_path: Path) -> None:
     found = gather(run_folder(tmp_path / "run", steps=1001))
-    figure = load_figure(found.lines)
-    assert figure is not None
+    figure = shown(load_figure(found.lines))
     assert figure.data[0]["x"] == list(range(2, 1002, 3))
     assert "Of 1,001 recorded steps 334 are drawn, evenly" in figure.caption
 
 
 def test_loads_of_ranks_are_against_their_mean(run: RunEvidence) -> None:
     assert run.answer is not None
-    figure = rank_figure(run.answer.experts)
-    assert figure is not None
+    figure = shown(rank_figure(run.answer.experts))
     table = np.array(figure.data[0]["z"])
     assert table.shape[0] == 4 and table.sum(axis=0) == pytest.approx(0, abs=0.5)
     assert table[2].min() > 20, "the hot rank is above the mean in every layer"
@@ -226,8 +220,7 @@ def test_a_dense_model_has_no_experts(tmp_path: Path) -> None:
 
 
 def marks(figure: Figure | None) -> dict[str, Any]:
-    assert figure is not None
-    return dict(next(trace for trace in figure.data if trace.get("name") == "measured"))
+    return dict(next(trace for trace in shown(figure).data if trace.get("name") == "measured"))
 
 
 def test_measured_memory_lies_over_the_planned_bar(run: RunEvidence) -> None:
@@ -237,20 +230,20 @@ def test_measured_memory_lies_over_the_planned_bar(run: RunEvidence) -> None:
 
 
 def test_each_place_of_a_pipeline_has_a_bar(tmp_path: Path) -> None:
-    figure = memory_figure(gather(piped_folder(tmp_path / "run"), on="2xH200"))
-    assert figure is not None and list(figure.data[0]["y"]) == ["rank 0", "rank 1"]
+    figure = shown(memory_figure(gather(piped_folder(tmp_path / "run"), on="2xH200")))
+    assert list(figure.data[0]["y"]) == ["rank 0", "rank 1"]
 
 
 def test_without_a_plan_what_was_measured_is_a_bar(tmp_path: Path) -> None:
-    figure = memory_figure(gather(host_folder(tmp_path / "run")))
-    assert figure is not None and figure.title == "Memory measured"
+    figure = shown(memory_figure(gather(host_folder(tmp_path / "run"))))
+    assert figure.title == "Memory measured"
     assert "resident set" in figure.caption and marks(figure)["x"] == [9.0]
 
 
 def test_a_long_pipeline_shows_the_fullest_place_among_some(tmp_path: Path) -> None:
     sizes = ["parallel.pipeline=32", "model.layers=32", "training.global_batch=64", "training.micro_batch=2"]
-    figure = memory_figure(gather(run_folder(tmp_path / "run", *sizes), on="32xH200"))
-    assert figure is not None and len(figure.data[0]["y"]) <= PLACES
+    figure = shown(memory_figure(gather(run_folder(tmp_path / "run", *sizes), on="32xH200")))
+    assert len(figure.data[0]["y"]) <= PLACES
     assert "places between these are left out" in figure.caption
 
 
@@ -262,8 +255,7 @@ def test_memory_over_a_step_keeps_its_peak(tmp_path: Path) -> None:
     ]
     step = event("user_annotation", "step 1", 0, 600)
     write(tmp_path / "rank-0.json", trace_of(step, launch(2, correlation=1), kernel("k", 9, 5, correlation=1), *blocks))
-    figure = memory_over_time(gather(tmp_path))
-    assert figure is not None
+    figure = shown(memory_over_time(gather(tmp_path)))
     allocated, reserved = figure.data
     assert max(allocated["y"]) == 50.0 and set(reserved["y"]) == {60.0}
     assert len(allocated["x"]) <= 1600 and allocated["x"] == sorted(allocated["x"])

@@ -79,7 +79,7 @@ class _Rank:
 
 
 def make(job: Job) -> Traces:
-    """Run a job on paper."""
+    """Simulate a job."""
     run = _Run(job)
     for step in range(job.steps):
         run.step(step)
@@ -87,7 +87,7 @@ def make(job: Job) -> Traces:
 
 
 class _Run:
-    """The job on its way: what `make` fills."""
+    """A job in progress."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -117,7 +117,7 @@ class _Run:
             self.wait_for_device("cudaDeviceSynchronize")
 
     def forward(self, layer: int) -> tuple[np.ndarray, list[Work]]:
-        """One layer; returns who sent how many rows to whom, and what a backward pass must undo."""
+        """One layer; returns the rows from each rank to each, and the work that backward repeats."""
         job = self.job
         for rank in self.ranks:
             rank.host_us += job.stall_us
@@ -144,7 +144,7 @@ class _Run:
         return sent_SD, [*before, *inside, *after]
 
     def backward(self, sent_SD: np.ndarray, works: list[Work]) -> None:
-        """Undo a layer: combine's gradient goes out like rows, dispatch's comes home."""
+        """Backward of a layer: the gradients of combine travel like rows, those of dispatch return."""
         for work in reversed([one for one in works if one.span in ("combine", "shared")]):
             self.compute(work, 2.0 if work.span == "shared" else 1.0)
         self.exchange("dispatch", sent_SD)

@@ -1,4 +1,4 @@
-"""What is trained in a synthetic trace: sizes, faults, and the operators of a layer with their times on every rank."""
+"""The job of a synthetic trace: sizes, faults, and the operators of a layer with their times on every rank."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ TOPK = "void at::native::sbtopk::gatherTopK<float, unsigned int, 2, false>"
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is trained, and what is wrong with it.
+    """The training job, and its faults.
 
     Attributes:
         dispatch: how rows travel: NCCL's all-to-all, our kernels, or DeepEP's.
-        metadata: where collectives say who they are: at the kernel, at `record_param_comms`, or nowhere.
+        metadata: where the metadata of collectives are: at the kernel, at `record_param_comms`, or nowhere.
         has_sequence: sequence numbers are part of that.
         is_even: every rank sends as many rows to every other.
         slow_rank: whose attention takes `slow` times as long, or all that it computes if `slows_all`.
@@ -30,7 +30,7 @@ class Job:
         missing: (rank, place) of collectives whose kernel is not in the file.
         stall_us: the host does something else before every layer.
         shared: width of the experts that every token passes; 0 if there are none.
-        bound: experts get a buffer of so many times their mean rows, whatever is in it; 0 is as many as there are.
+        bound: size of the experts' buffers as a multiple of their mean rows; 0 is exactly the rows that they get.
     """
 
     ranks: int = 4

@@ -1,4 +1,4 @@
-"""What is true of a synthetic job, and the timeline of events counted the slow way."""
+"""The truth about a synthetic job, and its timeline counted moment by moment."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -28,13 +28,13 @@ class Meeting:
 
     @property
     def last(self) -> int | None:
-        """Who came last; None if nobody waited."""
+        """The last rank; None if no rank waited."""
         return self.wait_us.index(0.0) if max(self.wait_us) else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Truth:
-    """What a tool should find.
+    """The expected results.
 
     Attributes:
         timelines: for each rank what `timeline` returns.
@@ -48,12 +48,12 @@ class Truth:
     offsets_us: tuple[float, ...]
 
     def times_last(self) -> dict[int, int]:
-        """How often each rank let others wait."""
+        """Number of collectives in which others waited for a rank."""
         lasts = [one.last for one in self.meetings if one.last is not None]
         return {rank: lasts.count(rank) for rank in sorted(set(lasts))}
 
     def caused_wait_us(self) -> dict[int, float]:
-        """What all others together waited for each rank."""
+        """Waiting of all others together for each rank."""
         cost: dict[int, float] = {}
         for one in self.meetings:
             if one.last is not None:

@@ -1,4 +1,4 @@
-"""What a kernel says of the collective that it is part of."""
+"""Metadata of collectives, from the args and names of kernels."""
 
 import json
 from pathlib import Path
@@ -57,12 +57,12 @@ def test_bytes_follow_the_type(dtype: str, width: int) -> None:
 
 
 @pytest.mark.parametrize("damage", [{"dtype": "Quaternion"}, {"In msg nelems": -1, "Out msg nelems": -1}])
-def test_bytes_that_cannot_be_told_are_nan(damage: dict[str, Any]) -> None:
+def test_unknown_bytes_are_nan(damage: dict[str, Any]) -> None:
     assert np.isnan(calls_with(SAID | damage).sent_bytes[0])
 
 
 @pytest.mark.parametrize("damage", [{"Seq": "x"}, {"Seq": 10**30}, {"Group size": None}, {"Process Group Name": []}])
-def test_args_of_other_types_say_nothing(damage: dict[str, Any]) -> None:
+def test_args_of_other_types_are_ignored(damage: dict[str, Any]) -> None:
     calls = calls_with(SAID | damage)
     assert (calls.group[0], calls.seq[0], calls.name(0)) == (NONE, NONE, "ncclDevKernel_SendRecv")
 
@@ -84,7 +84,7 @@ def test_args_of_other_types_say_nothing(damage: dict[str, Any]) -> None:
         ("void (anonymous namespace)::multimem_all_reduce_kernel<c10::BFloat16, 16>(c10::BFloat16*)", SyncKind.DEVICE),
     ],
 )
-def test_a_kernel_that_says_nothing_is_known_by_its_name(kernel: str, sync: SyncKind) -> None:
+def test_a_kernel_without_metadata_is_known_by_its_name(kernel: str, sync: SyncKind) -> None:
     calls = calls_with({}, kernel)
     assert calls.sync[0] == sync
     assert calls.group[0] == NONE
@@ -105,5 +105,5 @@ def test_a_kernel_that_says_nothing_is_known_by_its_name(kernel: str, sync: Sync
         ("recv", SyncKind.PAIR),
     ],
 )
-def test_what_a_collective_is_called_tells_who_waits(name: str, sync: SyncKind) -> None:
+def test_the_name_of_a_collective_gives_its_kind_of_synchronization(name: str, sync: SyncKind) -> None:
     assert calls_with(SAID | {"Collective name": name}).sync[0] == sync

@@ -64,7 +64,7 @@ def test_every_collective_is_found_with_its_pure_time_and_each_ranks_wait(name: 
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_whoever_came_last_is_named_as_often_as_it_did_and_with_what_it_cost(name: str) -> None:
+def test_stragglers_are_counted_with_the_waiting_that_they_caused(name: str) -> None:
     collectives, traces = found_in(JOBS[name])
     late = {one.rank: one for one in collectives.stragglers()}
     cost = traces.truth.caused_wait_us()
@@ -123,7 +123,7 @@ def test_an_event_that_one_rank_lacks_is_named_and_all_others_stay_right(
     assert found.sum(axis=0) == pytest.approx(true.sum(axis=0), abs=1e-2)
 
 
-def test_a_rank_that_was_recorded_for_a_shorter_time_lacks_only_what_lies_outside() -> None:
+def test_a_shorter_recording_lacks_only_the_collectives_outside_of_it() -> None:
     traces = make(Job())
     ranks = loaded(traces)
     middle = ranks[1].gpu.start_us[len(ranks[1].gpu) // 2]
@@ -139,7 +139,7 @@ def test_a_rank_that_was_recorded_for_a_shorter_time_lacks_only_what_lies_outsid
 
 
 @pytest.mark.parametrize("dispatch", ["symmetric", "deep_ep"])
-def test_kernels_without_numbers_find_each_other_though_recordings_begin_and_end_apart(dispatch: str) -> None:
+def test_kernels_without_numbers_match_across_recordings_of_different_length(dispatch: str) -> None:
     traces = make(replace(Job(slow_rank=1, hot_rank=3, offsets_us=OFFSETS), dispatch=dispatch))
     whole, ranks = collectives_of(loaded(traces)), loaded(traces)
     for rank, kept in ((1, slice(9, None)), (2, slice(0, -40))):
@@ -173,8 +173,8 @@ def test_kernels_without_numbers_match_only_where_their_ends_agree() -> None:
     assert {one.why for one in collectives.unmatched} == {"no number, and kernels of this place do not end together"}
 
 
-def test_a_group_in_step_needs_no_common_ends_but_who_was_gone_before_another_came_is_told() -> None:
-    """All-to-alls of unequal parts: who has less to send leaves up to 240 us earlier."""
+def test_a_group_in_step_needs_no_common_ends_but_a_common_moment() -> None:
+    """All-to-alls of unequal parts: a rank with less to send leaves up to 240 us earlier."""
 
     def call(rank: int, place: int, late: float = 0.0) -> Call:
         start, lasts = 1000.0 * place + 5.0 * rank, 400.0 + 30.0 * ((7 * place + 5 * rank) % 9)
@@ -190,7 +190,7 @@ def test_a_group_in_step_needs_no_common_ends_but_who_was_gone_before_another_ca
     ]
 
 
-def test_a_kernel_that_waits_for_flags_waited_no_longer_than_it_took_beyond_the_shortest() -> None:
+def test_waiting_for_flags_is_at_most_the_time_beyond_the_shortest_kernel() -> None:
     shared = [Call(rank, 100.0 * i, 100.0 * i + 50.0, (0, 1), i) for i in range(3) for rank in (0, 1)]
     take = [
         Call(0, 400.0, 440.0, None, NONE, "take", SyncKind.DEVICE),
@@ -203,7 +203,7 @@ def test_a_kernel_that_waits_for_flags_waited_no_longer_than_it_took_beyond_the_
     assert collectives.last.tolist() == [NONE, NONE, NONE, NONE, 1]
 
 
-def test_a_kernel_without_id_is_asked_for_at_whoever_launched_it() -> None:
+def test_a_kernel_without_id_is_found_by_the_operator_around_its_launch() -> None:
     traces = make(Job(metadata="launch", slow_rank=1))
     for content in traces.files:
         for event in content["traceEvents"]:
@@ -222,7 +222,7 @@ def test_a_kernel_without_id_is_asked_for_at_whoever_launched_it() -> None:
     assert (collectives.calls.seq >= 300).all()
 
 
-def test_a_single_pair_out_of_order_that_ends_together_is_not_believed_but_three_in_a_row_are() -> None:
+def test_a_shift_of_the_order_is_accepted_from_three_pairs_on() -> None:
     def kernels(rank: int, ends: list[float]) -> list[Call]:
         return [Call(rank, end - 90.0, end, name="SendRecv", sync=SyncKind.UNEVEN) for end in ends]
 
@@ -234,14 +234,14 @@ def test_a_single_pair_out_of_order_that_ends_together_is_not_believed_but_three
     assert [(one.seq, one.missing) for one in shifted.unmatched] == [(0, (1,))]
 
 
-def test_the_same_number_of_other_ranks_with_a_group_of_the_same_name_is_another_collective() -> None:
+def test_groups_of_one_name_with_other_ranks_are_different() -> None:
     calls = [Call(rank, 10.0 * rank, 100.0, group, 5) for group in ((0, 1), (2, 3)) for rank in group]
     meetings = match_collectives(table(*calls))
     assert len(meetings) == 2 and meetings.unmatched == ()
     assert ((meetings.met != NONE).sum(axis=1) == 2).all()
 
 
-def test_ranks_that_were_not_inside_at_one_moment_did_not_meet_whatever_their_numbers_say() -> None:
+def test_equal_numbers_do_not_match_without_a_common_moment() -> None:
     right = [Call(rank, 1000.0 * i, 1000.0 * i + 50.0, (0, 1), i) for i in range(1, 6) for rank in (0, 1)]
     wrong = [Call(0, 7000.0, 7050.0, (0, 1), 9), Call(1, 8000.0, 8050.0, (0, 1), 9)]
     meetings = match_collectives(table(*right, *wrong))
@@ -257,7 +257,7 @@ def test_a_number_under_two_names_is_not_one_collective() -> None:
     assert [one.why for one in meetings.unmatched] == ["its ranks call it by different names"]
 
 
-def test_a_broadcast_has_no_wait_and_a_send_meets_nobody() -> None:
+def test_a_broadcast_has_no_wait_and_a_send_is_not_matched() -> None:
     calls = [Call(rank, 5.0 * rank, 60.0, (0, 1), 1, "broadcast", SyncKind.ROOTED) for rank in (0, 1)]
     pair = [Call(rank, 70.0, 80.0, (0, 1), 2, name, SyncKind.PAIR) for rank, name in ((0, "send"), (1, "recv"))]
     collectives = timed(match_collectives(table(*calls, *pair)))

@@ -1,6 +1,5 @@
-"""Two traces side by side: sums close exactly, nothing is lost, and what changed is what was changed."""
+"""Comparisons of two traces are exact and complete, and find the known change."""
 
-import time
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -51,7 +50,7 @@ def row_of(found: TraceComparison, key: EventKey) -> ComparedRow:
 
 
 def assert_closes(found: TraceComparison) -> None:
-    """Rows add up to the total without any rounding, whatever the order."""
+    """Rows add up to the total exactly, in any order."""
     assert sum(Fraction(row.change_us) for row in found.rows) == Fraction(found.change_us)
     assert sum(row.change_us for row in reversed(found.rows)) == found.change_us
     assert sum(Fraction(row.a.time_us) for row in found.rows) == Fraction(found.a_us)
@@ -114,7 +113,7 @@ def test_a_row_is_the_median_over_steps_and_the_rest_is_named() -> None:
     assert_closes(found)
 
 
-def test_what_differs_in_every_step_is_clear() -> None:
+def test_a_difference_in_every_step_is_clear() -> None:
     a = work([(NORM, 100.0 * step, 10.0 + step, step) for step in range(3)], 3)
     b = work([(NORM, 100.0 * step, 13.0 + step, step) for step in range(3)], 3)
     assert row_of(compare(a, b), NORM).is_clear
@@ -193,30 +192,9 @@ def test_slower_attention_is_found_in_a_training_step(jobs: tuple[Path, Path]) -
     assert row.is_clear
 
 
-def test_who_waits_for_a_slow_rank_spends_more_in_collectives(jobs: tuple[Path, Path]) -> None:
+def test_a_rank_that_waits_for_a_slow_rank_spends_more_in_collectives(jobs: tuple[Path, Path]) -> None:
     a, b = (named_events(load_ranks(folder)[0]) for folder in jobs)
     found = compare(a, b)
     assert_closes(found)
     worst = max(found.rows, key=lambda row: row.change_us)
     assert worst.key.operator == "record_param_comms"
-
-
-def test_a_large_trace_is_compared_within_a_second() -> None:
-    random = np.random.default_rng(5)
-    count, names = 132_000, [EventKey(f"phase {one % 7}", f"operator {one % 90}", f"{one}x64") for one in range(2000)]
-
-    def large() -> NamedEvents:
-        return NamedEvents(
-            keys=names,
-            key_of=random.integers(0, len(names), count),
-            start_us=np.sort(random.uniform(0, 1e6, count)),
-            duration_us=random.uniform(0, 20, count),
-            step_of=np.sort(random.integers(0, 20, count)),
-            steps=20,
-        )
-
-    a, b = large(), large()
-    begin = time.perf_counter()
-    found = compare(a, b)
-    assert time.perf_counter() - begin < 1.0
-    assert_closes(found)

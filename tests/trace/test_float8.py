@@ -156,7 +156,7 @@ def test_products_belong_to_the_functions_that_asked_for_them() -> None:
     ]
 
 
-def test_products_of_other_threads_or_regions_are_nobodys() -> None:
+def test_products_of_other_threads_or_regions_have_no_function() -> None:
     elsewhere = started(10, 1, FLOAT8_GEMM)
     elsewhere[0]["tid"] = 99
     trace = decoded(linear(0), *elsewhere, span("other", 20, 30), *started(25, 2, FLOAT8_GEMM))
@@ -281,7 +281,7 @@ def profiled() -> Trace:
     return decode_trace(recorded(work).encode(), gpu_required=False)
 
 
-def test_what_a_profile_holds_of_our_functions_is_what_models_of_their_work_read() -> None:
+def test_models_of_work_read_the_recorded_arguments_of_our_functions() -> None:
     trace = profiled()
     host = trace.host
     for name in ("_Float8ExpertFfn", "_Float8Linear", "_Float8Network"):

@@ -1,4 +1,4 @@
-"""Launches: short kernels, gaps and whose they are, waits of the host, the queue."""
+"""Launches: short kernels, gaps and their cause, waits of the host, the queue."""
 
 import pytest
 
@@ -37,7 +37,7 @@ def test_a_gap_is_the_hosts_if_what_ends_it_was_launched_after_it_began() -> Non
     ]
 
 
-def test_a_gap_before_an_event_without_a_launch_is_nobodys() -> None:
+def test_a_gap_before_an_event_without_a_launch_has_no_cause() -> None:
     gaps = find_launches(decoded(kernel("a", 0, 10, correlation=1), kernel("b", 60, 10, correlation=2))).gaps
     assert (gaps.unknown_us, gaps.hosts_us, gaps.longest[0].is_hosts) == (pytest.approx(50), 0, None)
 
