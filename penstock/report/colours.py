@@ -158,7 +158,7 @@ def part_colours(names: Sequence[str], known: Mapping[str, str]) -> dict[str, st
     taken = {known[name] for name in names if name in known}
     free = [colour for colour in SERIES if colour not in taken]
     strange = [name for name in names if name not in known]
-    # More strange parts than colours: lighter shades of the same ones.
+    # If there are more parts than colours, lighter shades of the same colours follow.
     own = {name: shade(free[place % len(free)], place // len(free), 4) for place, name in enumerate(strange)}
     return {name: known.get(name) or own[name] for name in names}
 

@@ -43,7 +43,7 @@ def curves_figure(name: str, title: str, caption: str, axes: CurveAxes, curves: 
     """Curves of a sweep: context length, micro-batch, expert parallelism by dispatcher."""
     data = [_line(curve, SERIES[place % len(SERIES)], axes) for place, curve in enumerate(curves)]
     xs = [x for curve in curves for x in curve.xs]
-    # A curve that starts at 0 is honest about ratios; on a logarithmic axis there is no 0.
+    # An axis from 0 shows ratios; a logarithmic axis has no 0.
     y_axis = {
         "title": {"text": axes.y},
         **({"type": "log"} if axes.is_y_log else {"rangemode": "tozero", "tickformat": ","}),

@@ -31,7 +31,7 @@ def packed_plotly() -> str:
     Raises:
         PicturesError: the package is not installed.
     """
-    # Without a time of day in its head the same page is the same file.
+    # mtime=0: equal content gives an equal file.
     return b64encode(gzip.compress(plotly_script().read_bytes(), mtime=0)).decode()
 
 
@@ -90,7 +90,7 @@ def document(title: str, body: str, figures: Sequence[Figure], script: str = "pa
 
 def as_script(value: Mapping[str, Any]) -> str:
     """A value as JSON for a script element."""
-    # In JSON `<` stands only within texts, where its escape means the same; `</script>` would end the element.
+    # `</script>` would end the element; in JSON `<` is only in strings, where the escape is equivalent.
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 

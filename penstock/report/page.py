@@ -59,7 +59,7 @@ def page(plan: Plan, *, more: Sequence[Figure] = (), timelines: int = TIMELINES)
     where = f"{plan.cluster.devices:,} x {plan.cluster.hardware.name}"
     shown = f"{len(plan.candidates):,} shown" if fit else "none of those shown fits"
     found = candidates_table(plan) if plan.candidates else _NOTHING
-    # Pictures stand in two columns; refusals fill the place that an odd number leaves.
+    # Figures are in two columns; refusals fill the gap of an odd number.
     width = ' class="wide"' if len(narrow) % 2 == 0 else ""
     refused = f"<section{width}><h2>Refused</h2>{refusals_table(plan.refused)}</section>" if plan.refused else ""
     alone = {narrow[-1].name} if len(narrow) % 2 and not refused else set()

@@ -249,7 +249,7 @@ def step_figure(lines: Sequence[Line], planned: Projection | None) -> Figure | N
     names = list(dict.fromkeys(name for line in timed for name in line["phase_seconds"]))
     colours = part_colours(names, PHASES)
     data: list[dict[str, Any]] = []
-    # A line has the phases of the step before it.
+    # A line of metrics has the phases of the previous step.
     xs = [line["step"] - 1 for line in timed]
     for name in names:
         points = thinned(xs, [line["phase_seconds"].get(name, 0.0) / size for line in timed])
@@ -338,7 +338,7 @@ CURVES = 4
 """Largest number of ranks with a memory curve."""
 
 STAIRS = 1600
-"""Points of such a curve."""
+"""Points of a memory curve."""
 
 MEASURED = "measured"
 """The part of a bar without a plan."""

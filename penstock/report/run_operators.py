@@ -158,7 +158,7 @@ def _write(block: _Block, label: str, parent: str, into: tuple[float, dict[str, 
     whole_us, table = into
     own = f"{len(table['ids'])}"
     kept = _without_small(block, SMALL * whole_us)
-    # Plotly adds up what is inside; sums of rounded numbers might be more than a total of ours, which it refuses.
+    # Values are remainders without children: Plotly rejects totals below the sum of the rounded children.
     rest_us = max(0.0, block.exposed_us - sum(one.exposed_us for one in kept.values()))
     table["ids"].append(own)
     table["labels"].append(label)

@@ -72,7 +72,7 @@ def waiting_figure(collectives: CollectiveTimes) -> Figure | None:
         words += f" {first.caused_wait_us / 1e3:,.1f} ms for it"
     return _square(
         "waiting",
-        "Who waited for whom",
+        "Waiting between ranks",
         f"Time that a rank (row) waited for the one that came last (column), in all that was traced. {words}.",
         (cost_ms, "ms"),
         collectives.calls.ranks,
@@ -100,7 +100,7 @@ def bytes_figure(collectives: CollectiveTimes, traces: dict[int, Trace]) -> Figu
     words = f"{told:,} of {asked:,} all-to-alls say the sizes of their parts"
     return _square(
         "bytes",
-        "Who sent how much to whom",
+        "Bytes between ranks",
         f"By all-to-alls, from rank (row) to rank (column), in all that was traced; {words}.",
         (sent / size, unit),
         ranks,

@@ -144,7 +144,7 @@ def planned(schedule: Schedule, playback: Playback, shares: ActivationShares = W
         intervals[event.rank].append(_interval(schedule, event.rank, event.action, (event.start, event.end), is_pair))
         kind = event.action.kind
         change = _change(kind, shares.freed_by_input) * sizes[event.action.stage]
-        # A forward holds from its start on; what a backward frees is free at its end.
+        # A forward allocates at its start; a backward frees at its end.
         held[event.rank].append((event.start if kind is Kind.FORWARD else event.end, change))
     lanes = [
         TimelineLane(name=f"rank {rank}", intervals=tuple(intervals[rank]), held=_summed(held[rank]))
@@ -180,7 +180,7 @@ def pass_interval(what: PipelinePass, times: tuple[float, float], chunk: tuple[i
     """
     number, count = chunk
     group = KIND_NAMES[what.kind]
-    # The forward of a pair lies above its backward.
+    # The forward of a pair is drawn above its backward.
     part = ((0.5, 1.0) if what.kind is Kind.FORWARD else (0.0, 0.5)) if is_pair else (0.0, 1.0)
     return Interval(
         start=times[0],
@@ -220,7 +220,7 @@ def timeline_figure(name: str, title: str, timelines: Sequence[Timeline]) -> Fig
     span = max(timeline.span for timeline in timelines)
     size, _ = time_unit(span)
     most = max((held for row in rows for _, held in row.lane.held), default=0.0)
-    # Without anything held the boxes have all of the lane.
+    # Without held memory the boxes take the whole lane.
     bottom = BOX_BOTTOM if most else HELD_BOTTOM
     ground = _ground(rows, size, bottom) | {"name": timelines[0].ground}
     boxes = _boxes(rows, size, bottom, has_edges=timelines[0].has_edges)

@@ -10,7 +10,7 @@ clocks. The root of a broadcast leaves early, and kernels that write into other 
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import lru_cache
@@ -126,12 +126,16 @@ class CollectiveCalls:
         return replace(self, **{name: one[rows] for name, one in vars(self).items() if isinstance(one, np.ndarray)})
 
 
+_GroupKey = tuple[str, bytes, int, int]
+
+
 def calls_of(traces: Mapping[int, Trace]) -> CollectiveCalls:
     """The table of all ranks."""
-    table = _Table()
-    for number, rank in enumerate(sorted(traces)):
-        table.add(number, traces[rank])
-    return table.calls(tuple(sorted(traces)))
+    groups: dict[_GroupKey, ProcessGroup] = {}
+    names: dict[str, int] = {}
+    parts = [_columns_of(number, traces[rank], groups, names) for number, rank in enumerate(sorted(traces))]
+    columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    return CollectiveCalls(ranks=tuple(sorted(traces)), groups=tuple(groups.values()), names=tuple(names), **columns)
 
 
 _Count = Annotated[int, msgspec.Meta(ge=NONE, le=2**40)]
@@ -158,7 +162,7 @@ class _About(msgspec.Struct, gc=False):
 
 
 _ABOUT = msgspec.json.Decoder(_About, strict=False)
-_INTEGERS = msgspec.json.Decoder(list[_Count])
+_LIST = msgspec.json.Decoder(list[_Count])
 _UNKNOWN = _About()
 _DAMAGE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
@@ -182,88 +186,67 @@ def _sync_of(name: str) -> SyncKind:
     return next((sync for sync, pattern in _SYNC_KINDS if re.search(pattern, name, re.IGNORECASE)), SyncKind.UNEVEN)
 
 
+@lru_cache(maxsize=4096)
 def _sync_of_kernel(kernel: str) -> SyncKind:
-    """Of a kernel that does not say which collective it is part of."""
+    """Synchronization of a kernel without metadata."""
     function = function_of(kernel)
     if function in _ALONE:
         return SyncKind.ALONE
     return _sync_of(function) if library_of(kernel) == "nccl" else SyncKind.DEVICE
 
 
-class _Table:
-    """Builds the columns, rank by rank."""
-
-    def __init__(self) -> None:
-        self.parts: list[dict[str, NDArray[Any]]] = []
-        self.groups: dict[tuple[str, bytes, int, int], ProcessGroup] = {}
-        self.numbers: dict[tuple[str, bytes, int, int], int] = {}
-        self.names: dict[str, int] = {}
-
-    def add(self, number: int, trace: Trace) -> None:
-        rows = np.flatnonzero(trace.gpu.kind == GpuKind.COMMUNICATION)
-        kernels = trace.gpu.take(rows)
-        kinds, names = self._of_kernels(kernels)
-        about = _joined(trace, kernels, [_decoded(kernels.raw[i]) for i in range(len(rows))])
-        said = [self._said(one) for one in about]
-        is_named = np.array([bool(one.name) for one in about], dtype=bool)
-        self.parts.append(
-            {
-                "rank": np.full(len(rows), number),
-                "start_us": kernels.start_us,
-                "end_us": kernels.end_us,
-                "stream": kernels.stream,
-                "gpu_row": rows,
-                "sync": np.where(is_named, _column([one[0] for one in said]), kinds),
-                "name_id": np.where(is_named, _column([one[1] for one in said]), names),
-                "group": _column([one[2] for one in said]),
-                "seq": _column([one.seq for one in about]),
-                "sent_bytes": np.array([one[3] for one in said], dtype=np.float64),
-                "received_bytes": np.array([one[4] for one in said], dtype=np.float64),
-                "item_bytes": np.array([_width(one.dtype) for one in about], dtype=np.float64),
-                "sent_rows": _column([_rows(one.sent_parts, one.sent) for one in about]),
-                "received_rows": _column([_rows(one.received_parts, one.received) for one in about]),
-            }
-        )
-
-    def calls(self, ranks: tuple[int, ...]) -> CollectiveCalls:
-        columns = {name: np.concatenate([part[name] for part in self.parts]) for name in self.parts[0]}
-        columns["sync"] = columns["sync"].astype(np.int8)
-        return CollectiveCalls(ranks=ranks, groups=tuple(self.groups.values()), names=tuple(self.names), **columns)
-
-    def _of_kernels(self, kernels: GpuEvents) -> tuple[Integers, Integers]:
-        """Way and name of each kernel, going by its own name; every name is looked at once."""
-        used, inverse = np.unique(kernels.name_id, return_inverse=True)
-        texts = [kernels.names[i] for i in used]
-        kinds = _column([_sync_of_kernel(text) for text in texts])
-        names = _column([self._name(function_of(text)) for text in texts])
-        return kinds[inverse], names[inverse]
-
-    def _name(self, text: str) -> int:
-        return self.names.setdefault(text, len(self.names))
-
-    def _said(self, about: _About) -> tuple[int, int, int, float, float]:
-        """Way, name, group and bytes of a collective that says who it is."""
-        if not about.name:
-            return NONE, NONE, NONE, np.nan, np.nan
-        width = _width(about.dtype)
-        sent, received = (one * width if one >= 0 else np.nan for one in (about.sent, about.received))
-        return int(_sync_of(about.name)), self._name(about.name), self._group(about), sent, received
-
-    def _group(self, about: _About) -> int:
-        if not about.group:
-            return NONE
-        key = (about.group, bytes(about.ranks), about.first, about.stride)
-        if key not in self.numbers:
-            self.numbers[key] = len(self.numbers)
-            members: Sequence[int] = _integers(about.ranks)
-            if not members and about.first >= 0 and about.stride > 0 and about.size <= _MOST_RANKS:
-                members = range(about.first, about.first + about.size * about.stride, about.stride)
-            self.groups[key] = ProcessGroup(name=about.group, members=tuple(members), size=about.size or len(members))
-        return self.numbers[key]
+def _columns_of(
+    number: int, trace: Trace, groups: dict[_GroupKey, ProcessGroup], names: dict[str, int]
+) -> dict[str, NDArray[Any]]:
+    """The columns of one rank; new groups and names are added to those of the ranks before."""
+    rows = np.flatnonzero(trace.gpu.kind == GpuKind.COMMUNICATION)
+    kernels = trace.gpu.take(rows)
+    about = _joined(trace, kernels, [_decoded(kernels.raw[i]) for i in range(len(rows))])
+    for name_id in np.unique(kernels.name_id).tolist():
+        names.setdefault(function_of(kernels.names[name_id]), len(names))
+    # Without metadata, the name and the synchronization come from the kernel's function.
+    texts = [one.name or function_of(kernels.name(i)) for i, one in enumerate(about)]
+    sync = [_sync_of(one.name) if one.name else _sync_of_kernel(kernels.name(i)) for i, one in enumerate(about)]
+    item_bytes = np.array([_width(one.dtype) for one in about], dtype=np.float64)
+    # -1 elements: not recorded.
+    sent, received = (
+        np.array([count if one.name and count >= 0 else np.nan for one, count in zip(about, counts, strict=True)])
+        for counts in ([one.sent for one in about], [one.received for one in about])
+    )
+    return {
+        "rank": np.full(len(rows), number),
+        "start_us": kernels.start_us,
+        "end_us": kernels.end_us,
+        "group": _integers([_group(one, groups) for one in about]),
+        "seq": _integers([one.seq for one in about]),
+        "name_id": _integers([names.setdefault(text, len(names)) for text in texts]),
+        "sync": np.array(sync, dtype=np.int8),
+        "stream": kernels.stream,
+        "sent_bytes": sent.astype(np.float64) * item_bytes,
+        "received_bytes": received.astype(np.float64) * item_bytes,
+        "item_bytes": item_bytes,
+        "sent_rows": _integers([_rows(one.sent_parts, one.sent) for one in about]),
+        "received_rows": _integers([_rows(one.received_parts, one.received) for one in about]),
+        "gpu_row": rows,
+    }
 
 
-def _column(numbers: Iterable[int]) -> Integers:
-    return np.fromiter(numbers, dtype=np.int64)
+def _integers(numbers: list[int]) -> Integers:
+    return np.array(numbers, dtype=np.int64)
+
+
+def _group(about: _About, groups: dict[_GroupKey, ProcessGroup]) -> int:
+    """Index of the process group, or NONE."""
+    if not about.name or not about.group:
+        return NONE
+    key = (about.group, bytes(about.ranks), about.first, about.stride)
+    if key not in groups:
+        members: Sequence[int] = _listed(about.ranks)
+        # The list of a large group is cut short; then first rank and stride give the members.
+        if not members and about.first >= 0 and about.stride > 0 and about.size <= _MOST_RANKS:
+            members = range(about.first, about.first + about.size * about.stride, about.stride)
+        groups[key] = ProcessGroup(name=about.group, members=tuple(members), size=about.size or len(members))
+    return list(groups).index(key)
 
 
 def is_point_to_point(text: bytes) -> bool:
@@ -315,16 +298,16 @@ def _width(dtype: str) -> float:
     return 1.0 if name.startswith("float8") else float(_BYTES.get(name, np.nan))
 
 
-def _integers(raw: msgspec.Raw) -> list[int]:
+def _listed(raw: msgspec.Raw) -> list[int]:
     """A list of integers, or its text; empty if it is neither or cut short."""
     text = bytes(raw).strip(b'"')
     try:
-        return _INTEGERS.decode(text) if text else []
+        return _LIST.decode(text) if text else []
     except _DAMAGE:
         return []
 
 
 def _rows(parts: msgspec.Raw, elements: int) -> int:
     """Sum of the split sizes of an all-to-all, unless they count elements like the message itself."""
-    total = sum(_integers(parts))
+    total = sum(_listed(parts))
     return total if total and total != elements else NONE

@@ -212,7 +212,7 @@ def received_rows(trace: Trace, calls: CollectiveCalls, rows: Integers, products
     parts = np.where(calls.received_rows[rows] == NONE, np.nan, calls.received_rows[rows])
     is_known = (operand_bytes > 0) & np.isfinite(calls.item_bytes[rows])
     found: Floats = np.where(np.isnan(parts) | (is_known & np.isnan(by_bytes)), by_bytes, parts)
-    # In one type, weights may divide by the width by chance: one number for each row of the exchange before.
+    # Routing weights of the rows' dtype can pass by chance: they have one element per row of the exchange before.
     fits = np.flatnonzero(np.isfinite(found))
     fits = fits[np.argsort(launched_us[fits], kind="stable")]
     before, after = fits[:-1], fits[1:]

@@ -77,13 +77,13 @@ def host_table(one: RankAnalysis) -> HostTable:
     spent, events, phases = one.timelines["all"], one.trace.gpu, one.phases
     steps = len(one.steps)
     nothing = np.full(len(events), NONE)
-    # Entries behind these are parts in which an event waited for other ranks.
+    # Later entries are the waiting parts of events.
     names, passes = phases.name_id[: len(events)], phases.pass_id[: len(events)]
 
     def rows(texts: Sequence[str], name_id: Integers, pass_id: Integers) -> tuple[HostRow, ...]:
         groups, group = grouped(name_id, pass_id)
         own_us = np.bincount(group, events.duration_us, len(groups)) / max(1, steps)
-        # An operator that calls others has several stretches of own time, and is one call.
+        # An operator that calls others has several stretches of own time but counts once.
         _, first = np.unique(np.stack((group, events.launch)), axis=1, return_index=True)
         calls = np.bincount(group[first], minlength=len(groups)) / max(1, steps)
         step_us = spent.total_us / max(1, steps)

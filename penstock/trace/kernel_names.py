@@ -83,7 +83,7 @@ COLLECTIVES = frozenset(
 )
 
 SPECIFIC_PATTERNS: tuple[tuple[Category, str], ...] = (
-    # Our own kernels (penstock/kernels) and autograd functions.
+    # Penstock's kernels and autograd functions.
     (Category.WAIT, r"^(wait|hold)_kernel$"),
     (Category.DISPATCH, r"^(push_rows|take_rows)_kernel$|^_Dispatch(Backward)?$"),
     (Category.COMBINE, r"^(return_rows|sum_ranks)_kernel$|^_Combine(Backward)?$"),
@@ -112,7 +112,7 @@ SPECIFIC_PATTERNS: tuple[tuple[Category, str], ...] = (
     (Category.POSITIONS, r"^rotate_kernel$|^_Rotate"),
     (Category.LOSS, r"^linear_cross_entropy_kernel$|^scale_kernel$|^_LinearCrossEntropy"),
     (Category.EMBED, r"^_LookUpInto"),
-    # Dispatch and combine of others.
+    # Dispatch and combine of other libraries.
     (Category.WAIT, r"deep_ep::.*(notify|barrier)|DeepEP.*notify"),
     (
         Category.DISPATCH,
@@ -123,7 +123,7 @@ SPECIFIC_PATTERNS: tuple[tuple[Category, str], ...] = (
         Category.INDEX,
         r"deep_ep::layout|get_dispatch_layout|moe_align_block_size|moe::dev::routing::.*(Offsets|Histogram)Kernel",
     ),
-    # Mixtures of experts of other libraries.
+    # MoE kernels of other libraries.
     (
         Category.ROUTE,
         r"moe::dev::routing|topk_gating|moe_fused_gate|grouped_topk|fused_topk|sbtopk|gatherTopK|moe_router",
@@ -151,7 +151,7 @@ SPECIFIC_PATTERNS: tuple[tuple[Category, str], ...] = (
         r"|paged|_attn_|attn_fwd|attn_bwd|aiter::.*fa_|splitkv|ScaledDotProduct",
     ),
     (Category.POSITIONS, r"rotary|rope(?!rty)|apply_rope"),
-    # What stands around the layers.
+    # Outside of the layers.
     (
         Category.LOSS,
         r"cross_?entropy|nll_loss|NllLoss|mse_loss|mse_(backward_)?(cuda_)?kernel|MseLoss|log_?softmax|LogSoftmax",
@@ -289,6 +289,7 @@ _LONGEST = 256
 _PATTERNS = tuple((library, re.compile(pattern)) for library, pattern in _LIBRARIES)
 
 
+@lru_cache(maxsize=65536)
 def function_of(kernel: str) -> str:
     """The name of a kernel's function, with namespaces, without return type, template and parameters.
 

@@ -185,7 +185,7 @@ def _gaps_of(trace: Trace) -> tuple[Intervals, Integers, Flags]:
     """Gaps of the device; the launch after each, or NONE; whether that launch was made after the gap had begun."""
     gpu = trace.gpu
     gaps = union(gpu.start_us, gpu.end_us).gaps()
-    # An event of no duration starts no interval of the union, so the one behind a gap is looked for by its start.
+    # Find the event after a gap by its start: events of zero duration are not in the union.
     launch = gpu.launch[np.searchsorted(gpu.start_us, gaps.end_us)]
     launched_us = np.append(trace.host.start_us, np.nan)[np.where(launch == NONE, len(trace.host), launch)]
     return gaps, launch, launched_us > gaps.start_us
@@ -270,7 +270,7 @@ def _queue(trace: Trace) -> LaunchQueue | None:
     if not len(rows):
         return None
     launched, returned, begun = host.start_us[gpu.launch[rows]], host.end_us[gpu.launch[rows]], gpu.start_us[rows]
-    # Clocks of host and device differ a little: nothing begins before it is launched.
+    # The clocks of host and device differ slightly: clamp launches to the start of their event.
     launched = np.minimum(launched, begun)
     times = np.concatenate([launched, begun])
     steps = np.concatenate([np.ones(len(rows), dtype=np.int64), np.full(len(rows), -1)])

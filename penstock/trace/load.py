@@ -78,7 +78,7 @@ def load_ranks(
         TraceError: a file is invalid, there is none, or two have the same rank.
     """
     files = trace_files(paths)
-    # Ended here and not in `_texts`: whoever collects a generator that was left must not wait for a thread.
+    # The pool ends here and not in `_texts`: collecting an abandoned generator must not wait for a thread.
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix=READER) as reader:
         traces = [
             decode_trace(text, path=path, python_functions=python_functions, gpu_required=gpu_required)
@@ -113,7 +113,7 @@ def read_text(path: Path) -> bytes:
             is_packed = packed[:2] == b"\x1f\x8b"
             beginning = zlib.decompressobj(_GZIP).decompress(packed, _BEGINNING_BYTES) if is_packed else packed
             if beginning.lstrip()[:1] not in (b"", b"{", b"["):
-                return beginning  # No JSON, so the rest of what may be a file of any size is not needed.
+                return beginning  # Not JSON: do not read the rest, which can have any size.
             if file.seekable():
                 file.seek(0)
                 packed = b""
@@ -264,7 +264,7 @@ def _stretches(found: list[tuple[int, float, float]], rows: Integers, start_us: 
 
     for row, start, end in zip(rows.tolist(), start_us[rows].tolist(), end_us[rows].tolist(), strict=True):
         until(start)
-        # What ends behind the operator around it (clocks are rounded) ends with it.
+        # Rounded clocks: an operator ends at the latest with the one around it.
         open_.append((row, min(end, open_[-1][1]) if open_ else end))
     until(np.inf)
 
@@ -284,5 +284,5 @@ def read_traces(paths: Path | Sequence[Path]) -> tuple[dict[int, Trace], bool]:
         return (with_device if len(with_device) == len(traces) else load_ranks(paths)), False
     found = {rank: on_host(trace) for rank, trace in traces.items()}
     if not all(len(trace.gpu) for trace in found.values()):
-        load_ranks(paths)  # says which file holds nothing, and what it holds instead
+        load_ranks(paths)  # raises an error that names the file and its content
     return found, True

@@ -307,7 +307,7 @@ def _name(event: _Event) -> tuple[str, str]:
     own = _own(event)
     does, pass_ = _does(event, own), _pass(event, own)
     name = _phase(event, own, does, pass_)
-    # Of collectives the span alone tells: their phase has their own name, whatever they are for.
+    # The phase of a collective is its own name, so only its span shows that it belongs to the update.
     is_update = event.span in UPDATES or name in UPDATES
     return name, "update" if is_update and pass_ in ("", "forward") else pass_
 

@@ -250,7 +250,7 @@ def median_us(run, warm_up=10, times=50):
 
 _OVERLOAD = '''
 def fits(slot, value):
-    """Whether a parameter of a schema takes a recorded value; None is also what the trace does not hold."""
+    """Whether a parameter of a schema takes a recorded value; None can also be a value that was not recorded."""
     kind = str(slot.type)
     if value is None:
         return slot.has_default_value() or kind.startswith("Optional")

@@ -88,7 +88,7 @@ def roofline(trace: Trace, placement: Placement | None = None, *, used_rows: flo
     call_of = table.call_of[is_asked]
     kernel_us = np.bincount(call_of, gpu.duration_us[is_asked], len(table.calls))
     inferred = np.bincount(call_of, placement.is_inferred[is_asked], len(table.calls)) > 0
-    # All calls of a graph share its launch; of those that the host makes each has launches of its own.
+    # Calls of a graph share one launch; calls of the host have launches of their own.
     graph = np.where(placement.is_replayed, gpu.launch, NONE)[is_asked]
     pairs = np.unique(np.stack([call_of, table.row_of[is_asked], graph]), axis=1)
     counts = np.bincount(pairs[0], minlength=len(table.calls))

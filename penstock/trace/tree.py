@@ -139,21 +139,21 @@ def nest(host: HostEvents, rows: Integers) -> HostTree:
 def _nested(host: HostEvents, rows: Integers) -> tuple[Integers, Integers]:
     """Depth and parent of the events of one thread, sorted by start and then the longer first."""
     start, place_ = host.start_us[rows], np.arange(len(rows))
-    # Start and duration add up to an end that may lie a rounding behind the start of a neighbour that only touches.
+    # Rounding can move an end behind the start of a neighbour that only touches.
     end = np.maximum(host.end_us[rows] - ROUNDING_US, np.nextafter(start, np.inf))
     depth = place_ - np.searchsorted(np.sort(end), start, side="right")
     key = depth * len(rows) + place_
     order = np.argsort(key)
     found = np.searchsorted(key[order], (depth - 1) * len(rows) + place_) - 1
     above = order[np.maximum(found, 0)]
-    # Events that overlap without nesting leave gaps between levels. Who finds nobody open there stands alone.
+    # Events that overlap without nesting leave gaps between levels; an event without an open parent is a root.
     has_parent = (depth > 0) & (depth[above] == depth - 1) & (end[above] > start)
     above = np.where(has_parent, above, NONE)
     return _depths(above), np.where(has_parent, rows[above], NONE)
 
 
 def _depths(above: Integers) -> Integers:
-    """How many events stand around each, from who stands directly around it."""
+    """Number of ancestors of each event, from the index of its parent."""
     depth = np.zeros(len(above), dtype=np.int64)
     up = above
     while (up != NONE).any():
@@ -229,7 +229,7 @@ def _facts(trace: Trace, tree: HostTree) -> _Facts:
     maker = tree.inherit(np.where(is_node & (made_by == NONE), _NOTHING, made_by))
 
     def handed_back(own: Integers) -> Integers:
-        """Inherited; a node has what its maker had, unless it says something itself."""
+        """Inherited values; an autograd node without its own takes that of the operator that made it."""
         forward = np.append(tree.inherit(own), NONE)[made_by]
         begun = np.where(is_node & (own == NONE), np.where(forward == NONE, _NOTHING, forward), own)
         value = tree.inherit(begun)
@@ -300,7 +300,7 @@ def _open_at(trace: Trace, test: Callable[[str], bool], asked_us: Floats) -> Int
     rows = np.flatnonzero(is_open_once & _of_names(trace, test)[host.name_id])
     if not len(rows):
         return np.full(len(asked_us), NONE)
-    # From each begin or end on, until the next: which is innermost. An end comes before a begin at the same time.
+    # The innermost span from each begin or end until the next; at equal times, ends come first.
     times = np.concatenate([host.start_us[rows], host.end_us[rows]])
     is_begin = np.repeat([True, False], len(rows))
     order = np.lexsort((is_begin, times))

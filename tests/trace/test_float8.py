@@ -222,8 +222,8 @@ def test_packed_rows_are_moved_by_numbers_of_eight_bytes() -> None:
         seen.append(rows.itemsize)
         return rows
 
-    packing = WireFormat(recipe=BLOCKWISE)
-    packing.load(torch.randn(4, 256)).moved(out, out)
+    wire_format = WireFormat(recipe=BLOCKWISE)
+    wire_format.encode(torch.randn(4, 256)).move(out, out)
     assert seen == [PACKED_ITEM]
 
 
