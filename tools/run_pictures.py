@@ -37,7 +37,7 @@ SMOOTH = 20
 """Training losses that are averaged for one point of the curve."""
 
 
-class Photographer:
+class Photographer(Observer):
     """Observer that draws the live view when three quarters of the run are done.
 
     Args:

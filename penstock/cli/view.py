@@ -21,7 +21,7 @@ from rich.text import Text
 
 from penstock.base.numbers import bytes_text, count_text, duration_text
 from penstock.config.run import Run
-from penstock.train.observer import LayerReport, RunStart, StepReport
+from penstock.train.observer import LayerReport, Observer, RunStart, StepReport
 
 BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 """One cell, from an eighth to full."""
@@ -82,7 +82,7 @@ def is_forced(start: RunStart) -> bool:
     return moe is not None and moe.balance.force_load_balance
 
 
-class LiveView:
+class LiveView(Observer):
     """Observer that draws a panel on a terminal and keeps it up to date."""
 
     def __init__(self, console: Console) -> None:
@@ -308,7 +308,7 @@ def _style_of(layer: LayerReport) -> str:
     return "yellow" if layer.max_over_mean >= UNEVEN else "cyan"
 
 
-class PlainView:
+class PlainView(Observer):
     """Observer that prints aligned lines to any console."""
 
     def __init__(self, console: Console) -> None:

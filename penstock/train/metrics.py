@@ -14,7 +14,7 @@ from typing import Any
 
 from penstock.base.errors import RunFolderError
 from penstock.base.spans import Span
-from penstock.train.observer import LayerReport, RunStart, StepReport
+from penstock.train.observer import LayerReport, Observer, StepReport
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ def _step_of(line: bytes) -> int:
     return int(json.loads(line)["step"])
 
 
-class MetricsFile:
+class MetricsFile(Observer):
     """Observer that appends to metrics.jsonl.
 
     Args:
@@ -224,9 +224,6 @@ class MetricsFile:
         self._path = path
         self._every = every
         self._file = path.open("ab", buffering=0)
-
-    def started(self, start: RunStart) -> None:
-        """Nothing to write: config.toml says it."""
 
     def stepped(self, report: StepReport) -> None:
         """Write the line of a step.
@@ -243,9 +240,6 @@ class MetricsFile:
             raise RunFolderError(
                 f"cannot write {self._path}", got=error.strerror, fix="free space, --resume"
             ) from error
-
-    def saved(self, step: int) -> None:
-        """Nothing to write."""
 
     def closed(self) -> None:
         """Close the file."""

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Protocol
 
 from penstock.config.run import Run
 
@@ -170,8 +169,8 @@ class RunEnd:
     stopped_by: str | None
 
 
-class Observer(Protocol):
-    """Receiver of reports. The training thread makes the calls, so they should be quick."""
+class Observer:
+    """Receiver of reports; does nothing by default. The training thread makes the calls, so they should be quick."""
 
     def started(self, start: RunStart) -> None:
         """Called once, before the first step."""

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from penstock.train.metrics import FIELDS, LAYER_FIELDS, MetricField, record
-from penstock.train.observer import RunStart, StepReport
+from penstock.train.observer import Observer, RunStart, StepReport
 
 EXPORTED: Mapping[str, str] = MappingProxyType(
     {
@@ -95,7 +95,7 @@ class _Told:
     saved_time: float = 0.0
 
 
-class PrometheusEndpoint:
+class PrometheusEndpoint(Observer):
     """Observer that answers HTTP requests.
 
     Args:

@@ -103,7 +103,7 @@ CLOSE_SECONDS = 15.0
 Call = Callable[[Observer], None]
 
 
-class BackgroundSink:
+class BackgroundSink(Observer):
     """Observer that forwards all calls to a sink in a thread, until the sink fails.
 
     Args:
@@ -204,7 +204,7 @@ class _Kept:
         return True
 
 
-class TensorBoard:
+class TensorBoard(Observer):
     """Observer that writes the numbers of `penstock.train.metrics.scalars` as TensorBoard events.
 
     Args:
@@ -216,9 +216,6 @@ class TensorBoard:
     def __init__(self, folder: Path, every: int, steps_done: int) -> None:
         self._every = every
         self._writer = SummaryWriter(str(folder), purge_step=steps_done + 1)
-
-    def started(self, start: RunStart) -> None:
-        """Nothing to write."""
 
     def stepped(self, report: StepReport) -> None:
         """Write the points of a step."""
@@ -235,7 +232,7 @@ class TensorBoard:
         self._writer.close()
 
 
-class StartsFile:
+class StartsFile(Observer):
     """Observer that adds a line to starts.jsonl."""
 
     def __init__(self, path: Path) -> None:
@@ -253,15 +250,6 @@ class StartsFile:
                 file.write(line.encode())
         except OSError as error:
             raise RunFolderError(f"cannot write {self._path}", got=error.strerror) from error
-
-    def stepped(self, report: StepReport) -> None:
-        """Nothing to write."""
-
-    def saved(self, step: int) -> None:
-        """Nothing to write."""
-
-    def closed(self) -> None:
-        """Nothing to close."""
 
 
 def start_record(start: RunStart, words: Sequence[str]) -> dict[str, Any]:

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from penstock.train.metrics import is_recorded, scalars
-from penstock.train.observer import RunStart, StepReport
+from penstock.train.observer import Observer, RunStart, StepReport
 from penstock.train.run_folder import RunFolder, write_whole
 
 
-class WeightsAndBiases:
+class WeightsAndBiases(Observer):
     """Observer that sends figures to Weights & Biases."""
 
     def __init__(self, folder: RunFolder) -> None:
@@ -67,9 +67,6 @@ class WeightsAndBiases:
         self._run.log(scalars(report), step=report.step, commit=True)
         self._sent = report.step
         self._step_file.write_text(f"{report.step}\n")
-
-    def saved(self, step: int) -> None:
-        """Nothing to send."""
 
     def closed(self) -> None:
         """Send the rest. A run with missing steps is marked as failed until it is resumed."""

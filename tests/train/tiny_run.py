@@ -18,7 +18,7 @@ from penstock.models.build import build_model
 from penstock.models.rank_model import RankModel
 from penstock.parallel.launch.environment import Environment
 from penstock.train.global_batch import CutRule
-from penstock.train.observer import HeldOutLoss, LayerReport, RunStart, StepReport
+from penstock.train.observer import HeldOutLoss, LayerReport, Observer, RunStart, StepReport
 from penstock.train.setup import open_texts
 
 ENVIRONMENT = Environment(color=False, threads=1, world_size=1)
@@ -150,7 +150,7 @@ def run_start(run: Run, *, steps_done: int = 0) -> RunStart:
     )
 
 
-class Recorder:
+class Recorder(Observer):
     """Observer that remembers what it was told."""
 
     def __init__(self) -> None:
