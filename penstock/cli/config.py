@@ -19,6 +19,7 @@ from penstock.config.schema import differences
 from penstock.config.size import Count, size_of
 
 Target = Annotated[str, typer.Argument(metavar="TARGET", help="A preset, a TOML file, or a run folder.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Overrides.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 BYTES_IDS = 257
@@ -37,7 +38,7 @@ def config(context: typer.Context) -> None:
 @app.command()
 def show(
     target: Target,
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Overrides.")] = None,
+    overrides: Overrides = None,
     as_json: Json = False,
     as_toml: Annotated[bool, typer.Option("--toml", help="Print the file alone, without the counts below it.")] = False,
 ) -> None:
@@ -111,7 +112,7 @@ def diff(
 @app.command()
 def validate(
     file: Target,
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Overrides.")] = None,
+    overrides: Overrides = None,
 ) -> None:
     """Check a file, and say whether it could be trained."""
     run = load_run(file, overrides or ())

@@ -33,6 +33,7 @@ from rich.progress import (
 )
 
 from penstock.base.numbers import bytes_text, count_text, duration_text
+from penstock.cli.config import Json
 from penstock.cli.output import Force, check_output, print_next
 from penstock.cli.verbs import Verb, group_of
 from penstock.config.data import Data
@@ -110,7 +111,6 @@ End = Annotated[str | None, typer.Option("--end-of-document", help="Name of the 
 Processes = Annotated[
     int | None, typer.Option("--processes", min=1, max=1024, help="That encode; one a core if left out.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def pack_texts(  # noqa: PLR0913 - one argument for each option

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from penstock.base.errors import ConfigError
+from penstock.cli.config import Json, Overrides, Target
 from penstock.cli.output import print_table
 from penstock.config.load import load_run
 from penstock.config.run import Run
@@ -28,13 +29,10 @@ from penstock.train.setup import open_split
 _SHOWN = 160
 """Characters shown of a piece without --full: most from its beginning, some from its end."""
 
-Target = Annotated[str, typer.Argument(metavar="TARGET", help="A preset, a TOML file, or a run folder.")]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Overrides.")]
 Step = Annotated[int, typer.Option("--step", min=1, help="Which batch.")]
 Rows = Annotated[int, typer.Option("--rows", min=0, help="Rows to show; all are counted.")]
 HeldOut = Annotated[bool, typer.Option("--held-out", help="The rows that the model is judged by.")]
 Full = Annotated[bool, typer.Option("--full", help="Show the whole text of each piece.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def inspect(

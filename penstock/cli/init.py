@@ -22,7 +22,7 @@ from rich.console import Console
 
 from penstock.base.errors import ConfigError, PenstockError
 from penstock.base.numbers import count_text
-from penstock.cli.config import warn_of_unfilled
+from penstock.cli.config import Overrides, warn_of_unfilled
 from penstock.cli.init_run import (
     HERE,
     STANDARD_LIBRARY,
@@ -57,7 +57,7 @@ QUESTIONS = {
 
 def init(  # noqa: PLR0913 - one argument for each option
     file: Annotated[Path, typer.Argument(metavar="FILE", help="File to write; its name is the run's.")] = FILE,
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Overrides.")] = None,
+    overrides: Overrides = None,
     model: Annotated[str | None, typer.Option("--model", metavar="TARGET", help="A preset.")] = None,
     on: Annotated[str | None, typer.Option("--on", metavar="NxCHIP", help=f"{HERE}, or a cluster: 64xMI300X.")] = None,
     data: Annotated[str | None, typer.Option("--data", metavar="TEXT", help="A file, folder, glob or dataset.")] = None,

@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 
 from penstock.base.errors import DeviceError, KernelError
-from penstock.cli.config import Json
+from penstock.cli.config import Json, Overrides, Target
 from penstock.cli.output import print_table
 from penstock.config.load import load_run
 from penstock.config.run import Run
@@ -47,7 +47,7 @@ def list_choices(
     target: Annotated[
         str, typer.Argument(metavar="[TARGET]", help="A preset, a TOML file, or a run folder.")
     ] = "debug",
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Overrides.")] = None,
+    overrides: Overrides = None,
     device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda, or the name of a GPU: H200.")] = "auto",
     as_json: Json = False,
 ) -> None:
@@ -67,8 +67,8 @@ def list_choices(
 
 @app.command()
 def tune(
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="A preset, a TOML file, or a run folder.")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Overrides.")] = None,
+    target: Target,
+    overrides: Overrides = None,
     output: Annotated[Path | None, typer.Option("--output", help="File to write, instead of the user's own.")] = None,
 ) -> None:
     """Time every implementation of every operator on this GPU for a run's shapes, and write down the times."""

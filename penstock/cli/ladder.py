@@ -22,6 +22,7 @@ import torch
 import typer
 
 from penstock.base.errors import FAILED, ConfigError, DeviceError
+from penstock.cli.config import Overrides, Target
 from penstock.cli.output import Force, check_output, print_next, print_table
 from penstock.config.fit import grid_of
 from penstock.config.load import load_run
@@ -77,8 +78,8 @@ class LadderPlan:
 
 
 def ladder(  # noqa: PLR0913 - one argument for each option
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="A preset, a TOML file, or a run folder.")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Overrides.")] = None,
+    target: Target,
+    overrides: Overrides = None,
     processes: Annotated[
         int | None, typer.Option("--processes", min=1, help="Number of ranks; without it, one for each GPU.")
     ] = None,

@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from penstock.base.errors import RunFolderError
-from penstock.cli.config import warn_of_unfilled
+from penstock.cli.config import Overrides, warn_of_unfilled
 from penstock.cli.output import Force, check_output
 from penstock.config.fit import grid_of
 from penstock.config.load import load_run
@@ -32,7 +32,6 @@ class Vendor(StrEnum):
 
 
 Target = Annotated[str, typer.Argument(metavar="TARGET", help="A preset or a TOML file, as the machines see it.")]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Overrides.")]
 Nodes = Annotated[int, typer.Option("--nodes", min=1, help="Machines.")]
 Gpus = Annotated[int, typer.Option("--gpus-per-node", min=1, help="GPUs of each machine, and so its ranks.")]
 Cpus = Annotated[int | None, typer.Option("--cpus-per-node", min=1, max=65_536, help="CPU cores of each machine.")]

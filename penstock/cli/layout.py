@@ -15,7 +15,7 @@ import typer
 from torch import nn
 
 from penstock.base.numbers import count_text, counted
-from penstock.cli.config import Target
+from penstock.cli.config import Overrides, Target
 from penstock.cli.output import print_next, print_table
 from penstock.config.fit import context_method, grid_of, micro_batches, shard, smallest_world
 from penstock.config.load import load_run
@@ -45,7 +45,7 @@ _ROUNDS = 6
 
 def layout(
     target: Target,
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Overrides.")] = None,
+    overrides: Overrides = None,
     world: Annotated[int | None, typer.Option("--world", min=1, help="Ranks; default: the fewest that fit.")] = None,
 ) -> None:
     """Show the stages, layers, experts, positions and parameters of each rank, and the groups of ranks."""

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.status import Status
 
 from penstock.base.errors import PenstockError, did_you_mean
-from penstock.cli.config import Json, warn_of_unfilled
+from penstock.cli.config import Json, Overrides, warn_of_unfilled
 from penstock.cli.output import Force, check_output, print_next
 from penstock.cli.plan_print import (
     check_topic,
@@ -58,7 +58,6 @@ from penstock.report.frame import plotly_script
 from penstock.report.page import write_page
 
 Target = Annotated[str | None, typer.Argument(metavar="TARGET", help="A preset, a TOML file, or a run folder.")]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Overrides.")]
 On = Annotated[str, typer.Option("--on", metavar="NxCHIP", help="Where: 768xMI300X, or 8xmine.toml.")]
 Layout = Annotated[
     str | None, typer.Option("--layout", metavar="A=B,...", help="Only this one: pp=24,ep=8,cp=2; own: as it is.")

@@ -27,7 +27,7 @@ from rich.text import Text
 
 from penstock.base.devices import chip_named
 from penstock.base.errors import FAILED, DeviceError
-from penstock.cli.config import Json
+from penstock.cli.config import Json, Overrides
 from penstock.cli.main import main
 from penstock.cli.output import print_next
 from penstock.cli.verbs import load_by_name
@@ -76,7 +76,7 @@ def preflight(
     target: Annotated[
         str | None, typer.Argument(metavar="TARGET", help="The run that is meant, if there is one.")
     ] = None,
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Overrides.")] = None,
+    overrides: Overrides = None,
     hardware: Annotated[
         Path | None, typer.Option("--hardware", metavar="F.toml", help="What to compare with, instead of the chip's.")
     ] = None,

@@ -31,7 +31,7 @@ from rich.console import Console
 
 from penstock.base.errors import DeviceError, RunFolderError
 from penstock.base.numbers import bytes_text, count_text, duration_text, flops_text
-from penstock.cli.config import warn_of_unfilled
+from penstock.cli.config import Overrides, Target, warn_of_unfilled
 from penstock.cli.main import main
 from penstock.cli.output import next_line, warn
 from penstock.cli.view import DOT, FORCED_BALANCE, LiveView, PlainView
@@ -98,8 +98,8 @@ class Launch:
 
 
 def train(  # noqa: PLR0913 - one argument for each option
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="A preset, a TOML file, or a run folder.")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Overrides.")] = None,
+    target: Target,
+    overrides: Overrides = None,
     name: Annotated[str | None, typer.Option("--name", help="Name of the run and its folder.")] = None,
     resumes: Annotated[bool, typer.Option("--resume", help="Go on with the run from its newest checkpoint.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and write nothing.")] = False,

@@ -1,5 +1,6 @@
-"""What a run is, said once: frozen, typed, every field with doc, unit and range. Nothing changes it after loading.
+"""Configuration of a run: frozen, typed, every field with doc, unit and range. A run never changes after loading.
 
-Reading order: `run` (the whole), `model`, `training`, `parallel` (its sections), `section` (what a field is), `rules`
-(between fields), `fit` (to a number of ranks), `load` (preset or file plus overrides).
+Reading order: `run` (the whole), `model`, `training`, `data`, `parallel` (its sections), `schema` (sections and their
+fields), `rules` (between fields), `fit` (sizes, and a number of ranks), `dispatcher`, `load` (preset or file plus
+overrides, with `tree`, `follow` and `versions`), `explain` (documentation), `size` (parameters and FLOPs).
 """
