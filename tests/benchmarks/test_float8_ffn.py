@@ -53,7 +53,7 @@ def test_rows_come_as_a_dispatcher_brings_them(skewed: bool) -> None:
     rows = draw_rows(TINY, torch.Generator().manual_seed(0), skewed)
     assert rows.index_R is not None and rows.places_NK is not None
     used = int(rows.counts_e.sum())
-    assert used < len(rows.index_R), "the last place is nobody's"
+    assert used < len(rows.index_R), "the last place is unused"
     assert rows.places_NK.shape == (TINY.tokens, TOP_K["tiny"])
     for place in range(used):
         assert place in rows.places_NK[rows.index_R[place]], "the inverse of the index"

@@ -1,4 +1,4 @@
-"""What is shown of a batch is what training is given, at whatever step one looks."""
+"""The shown content of a batch is the input of training, for every step."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A checkpoint is whole or not there, whatever happens while it is written, and only data are ever read from it."""
+"""Checkpoints are complete or absent after every kind of failure, and reading one never executes code."""
 
 import errno
 import json
@@ -188,7 +188,7 @@ def test_training_may_change_tensors_while_they_are_written(tmp_path: Path, monk
     write_parts = checkpoint.write_parts
 
     def wait_and_write(*arguments: Any) -> WrittenFiles:
-        assert may_write.wait(20), "nobody let the writer go on"
+        assert may_write.wait(20), "the test did not release the writer"
         return write_parts(*arguments)
 
     monkeypatch.setattr(checkpoint, "write_parts", wait_and_write)
@@ -332,7 +332,7 @@ def test_other_tensors_are_refused_before_anything_is_read(saved: CheckpointStor
 
 @pytest.mark.parametrize("change", ["flip", "cut", "swap"])
 def test_a_damaged_file_that_the_manifest_vouches_for_is_one_line_too(saved: CheckpointStore, change: str) -> None:
-    """Somebody sealed it anew: checksums hold, and still nothing but a CheckpointError comes out."""
+    """A forged manifest with valid checksums raises nothing but a CheckpointError."""
     (path,) = saved.path(2).glob("*.safetensors")
     content = path.read_bytes()
     changed = {"flip": b"\xff" * 8 + content[8:], "cut": content[:9], "swap": b"\x10" + content[1:]}[change]
@@ -348,8 +348,8 @@ def test_parts_that_are_not_the_whole_are_our_fault_and_leave_no_trace(saved: Ch
     half = ShardedTensor(tensor=torch.zeros(2, 3), shape=(4, 3), pieces=(LocalSlice((0, 0), (0, 0), (2, 3)),))
     with pytest.raises(AssertionError, match=r"do not write half once, float32 \[4, 3\]: 6 of 12 elements are there"):
         saved.save(3, {"half": half}, {})
-    with pytest.raises(AssertionError, match="nobody once, .*: 0 of 2 elements"):
-        saved.save(3, {"nobody": whole(torch.zeros(2), writes=False)}, {})
+    with pytest.raises(AssertionError, match="unwritten once, .*: 0 of 2 elements"):
+        saved.save(3, {"unwritten": whole(torch.zeros(2), writes=False)}, {})
     with pytest.raises(AssertionError, match="wrong: rectangles of 6 elements in 9"):
         saved.save(3, {"wrong": replace(half, tensor=torch.zeros(3, 3))}, {})
     assert _names(saved.path(1).parent) == ["step-000001", "step-000002"]

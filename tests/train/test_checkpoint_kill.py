@@ -57,7 +57,7 @@ def test_a_process_killed_in_any_phase_leaves_only_whole_checkpoints(tmp_path: P
     process = _python(DIES_AT_EACH_PHASE, str(tmp_path))
     assert process.communicate(timeout=120)[0] == "alive\n"
     store = CheckpointStore(tmp_path, keep=0, asynchronous=False)
-    assert store.steps() == [4], "a process that ends by itself first ends the save that nobody waited for"
+    assert store.steps() == [4], "a process that ends normally first completes its save"
     _assert_holds(store, 4)
 
 

@@ -1,4 +1,4 @@
-"""Weights leave a run in Hugging Face format, the same whatever layout saved them."""
+"""Exports in Hugging Face format are the same for every layout of the checkpoint."""
 
 import json
 import stat

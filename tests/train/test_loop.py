@@ -1,4 +1,4 @@
-"""The loop: what is due when, who is told, and that a run goes on as if it had never stopped."""
+"""The loop: due events, reports, and resumed runs that equal uninterrupted ones."""
 
 import errno
 import gc

@@ -110,7 +110,7 @@ def test_operators_of_backward_lead_to_the_span_of_forward(tmp_path: Path) -> No
         parts.update(name for name in path_at(trace, forward) if not name.startswith(("step", "micro")))
     wanted = {"forward", "layer 0", "layer 1", "layer 2", "norm", "attention", "route", "experts", "combine", "loss"}
     assert wanted <= set(parts)
-    # Whatever autograd runs belongs to a pair, or ends in a parameter, or is inside what does.
+    # Every autograd operator belongs to a pair, ends in a parameter, or is inside of one that does.
     nodes = [e for e in at.values() if e["name"].endswith(("Backward0", "Backward")) and ":" not in e["name"]]
     linked = {(pair["f"]["tid"], pair["f"]["ts"]) for pair in ends.values()}
     assert sum((node["tid"], node["ts"]) in linked for node in nodes) >= 0.95 * len(nodes)

@@ -132,7 +132,7 @@ def test_the_result_says_how_much_memory_was_taken_and_who_was_asked_to_stop(tmp
     assert not first.wants_stop
     stop.signal = signal.SIGTERM
     assert train_step(model, optimizer, random_batch(4, 12), rule, 1e-2, stop).wants_stop
-    assert not train_step(model, optimizer, random_batch(4, 12), rule, 1e-2).wants_stop, "nobody can ask"
+    assert not train_step(model, optimizer, random_batch(4, 12), rule, 1e-2).wants_stop, "there is no stop request"
 
 
 def _told(asked: int) -> tuple[tuple[bool, int], ...]:

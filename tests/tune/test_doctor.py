@@ -239,7 +239,7 @@ SAVED = {"float8.dense=auto float8.experts=auto": 0.1, "float8.dense=auto": -0.1
         ({}, {"float8.dense=auto": -0.1}, None),
         ({}, {}, None),
     ],
-    ids=["it pays", "little is computed", "the host is late", "it costs", "nobody knows"],
+    ids=["it pays", "little is computed", "the host is late", "it costs", "unknown"],
 )
 def test_products_in_8_bits_are_offered_only_where_plan_and_evidence_say_that_they_pay(
     spent: dict[str, float], saved: dict[str, float], gain_us: float | None
