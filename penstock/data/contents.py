@@ -25,9 +25,6 @@ class DocumentSpan:
     Attributes:
         first: index of its first token in the row.
         tokens: their number, the end token included.
-        text: decoded; None without a tokenizer.
-        ids: of its tokens.
-        ends: whether the document ends here.
         positions: positions of its first and last token, as the model gets them.
         ignored: indices in the row whose labels are ignored.
     """
@@ -46,8 +43,6 @@ class RowContents:
     """A row of a batch.
 
     Attributes:
-        pieces: spans of documents, in order.
-        tokens: of the row.
         padding: padding tokens after the spans.
         ignored: number of ignored labels, those of the padding included.
         text_bytes: of the text of its tokens; None if unknown.

@@ -69,9 +69,7 @@ class TextDocuments(ABC):
     """A source of text documents. Subclasses read the records.
 
     Args:
-        tokenizer: encodes the text.
         content: fingerprint of all documents; includes `part`.
-        corrupt: policy for records that cannot be read.
         keep: filter by text, for subclasses that cannot filter before reading.
         part: the part of each document that belongs to the split; None for whole documents.
     """

@@ -34,7 +34,6 @@ class Sample:
     """The first documents of many shards, held in memory: one block of each shard in turn, until there are enough.
 
     Args:
-        shards: their source.
         documents: least number of documents, if there are so many, ...
         tokens: ... and least number of tokens ...
         most_tokens: ... up to this limit.
@@ -201,7 +200,6 @@ class _Line(NamedTuple):
     """Documents with their end tokens, one after another.
 
     Attributes:
-        documents: their numbers in the source.
         starts: start of each on the line, and the end of the last one.
     """
 

@@ -44,7 +44,6 @@ class FillInMiddle:
     """Encodes training documents, some of them cut.
 
     Args:
-        tokenizer: of the text.
         marks: ids of the tokens before each part.
         rate: share of cut documents, 0 to 1.
         spm: share of the order SPM among them, 0 to 1.

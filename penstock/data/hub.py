@@ -35,9 +35,6 @@ class DatasetName(NamedTuple):
     """Identifies a dataset.
 
     Attributes:
-        dataset: name on the hub, or folder.
-        config: its configuration; empty for the default.
-        split: its split.
         revision: of the hub; empty for the newest.
     """
 
@@ -54,10 +51,6 @@ class DatasetOnDisk(TextDocuments):
     """The rows of a dataset on this machine; it is downloaded first if necessary.
 
     Args:
-        name: the dataset.
-        tokenizer: encodes the text.
-        text_field: column with the text.
-        keep: selects the documents of the split.
         corrupt: policy for rows without text.
 
     Raises:
@@ -96,11 +89,7 @@ class StreamedDataset(Shards):
     """The documents of a dataset that is read over the network.
 
     Args:
-        name: the dataset.
-        tokenizer: encodes the text.
-        text_field: field with the text.
         block: neighbouring documents that are read and shuffled together.
-        keep: selects the documents of the split.
         corrupt: policy for documents without text.
 
     Raises:

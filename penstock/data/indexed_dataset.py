@@ -48,13 +48,8 @@ class PackedMetadata:
 
     Attributes:
         tokenizer: the setting that opened it.
-        fingerprint: of the tokenizer.
-        vocabulary_size: of the tokenizer.
         end_of_document: the id that ends each document.
         end_of_document_name: its name in the settings; empty for the tokenizer's own.
-        documents: of the pair.
-        tokens: of the pair, ends of documents included.
-        text_bytes: of the text.
         left_out: corrupt documents, each with its place and fault.
     """
 

@@ -58,12 +58,9 @@ class Loader:
     Args:
         text: the documents, or all data of a run.
         rows: rows of the global batch over all ranks; a multiple of `ranks`.
-        sequence_length: tokens of a row, S.
         seed: of the order of documents, >= 0.
         document_mask: separate documents in attention (see `batch`).
         shuffle: another order in each epoch; else documents come by number.
-        rank: index of this rank's part of the global batch.
-        ranks: number of parts.
     """
 
     def __init__(
@@ -150,11 +147,7 @@ class _PrefetchedBatch(NamedTuple):
 
 
 class Prefetch:
-    """Runs a loader one batch ahead in a background thread; see `Batches` for its methods.
-
-    Args:
-        loader: from now on used by this object only.
-    """
+    """Runs a loader one batch ahead in a background thread; see `Batches` for its methods."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader

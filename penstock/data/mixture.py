@@ -19,13 +19,7 @@ from penstock.data.stream import LANES, LoaderState, RowStream, Stream, damaged,
 
 
 class MixedPosition(NamedTuple):
-    """A place between two rows of a mixture.
-
-    Attributes:
-        parts: the position in the stream of each part.
-        tokens: tokens so far of each part.
-        rows: rows so far of all parts.
-    """
+    """A place between two rows of a mixture."""
 
     parts: tuple[Any, ...]
     tokens: tuple[int, ...]
@@ -34,13 +28,7 @@ class MixedPosition(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Component:
-    """The stream of one part of a mixture.
-
-    Attributes:
-        name: unique in the mixture.
-        weight: above 0.
-        stream: its rows.
-    """
+    """The stream of one part of a mixture."""
 
     name: str
     weight: float
@@ -48,11 +36,7 @@ class Component:
 
 
 class Mixture(RowStream[MixedPosition]):
-    """Rows of several streams, mixed by weight.
-
-    Args:
-        components: at least one, with different names.
-    """
+    """Rows of several streams, mixed by weight."""
 
     def __init__(self, components: Sequence[Component]) -> None:
         assert len({component.name for component in components}) == len(components) > 0, "parts have names"
@@ -123,9 +107,7 @@ class TextPart:
     """Documents and how they are read.
 
     Attributes:
-        documents: with random access, or in shards.
         name: in the mixture; empty without one.
-        weight: in the mixture.
         middle: encodes documents with fill-in-the-middle; None without it.
     """
 

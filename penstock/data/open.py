@@ -41,11 +41,6 @@ def open_standard_library(split: Split, tokenizer: Tokenizer, *, validation_shar
     A hash of a file's path inside the library decides its split: the split is the same on every machine, and a file
     that is in two Python versions is in the same split of both.
 
-    Args:
-        split: training or validation.
-        tokenizer: encodes the text.
-        validation_share: share of the files that is held out.
-
     Raises:
         DataError: this Python has no source files, or one cannot be read.
     """
@@ -131,8 +126,6 @@ class Vocabulary:
 
     Attributes:
         setting: "bytes", or a path.
-        tokenizer: opened from it.
-        end_of_document: the id that ends a document.
     """
 
     setting: str

@@ -72,14 +72,7 @@ class _Listed:
 
 
 class BlockOrder:
-    """Documents in random order inside pools of blocks; the latest pools are cached.
-
-    Args:
-        block_sizes: documents of each block.
-        pool: blocks of a pool.
-        seed: of the order.
-        epoch: of the order.
-    """
+    """Documents in random order inside pools of blocks; the latest pools are cached."""
 
     def __init__(self, block_sizes: NDArray[np.int64], pool: int, *, seed: int, epoch: int) -> None:
         self._key = [seed, epoch]

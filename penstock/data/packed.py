@@ -43,7 +43,6 @@ class PackedTokens:
     """The documents of one or more pairs of files, in order.
 
     Args:
-        pairs: at least one.
         vocab_size: every id is below it; checked when a document is read.
         end_of_document: the id that ends documents, in the files and in the stream.
         tokenizer: of the ids; None if unknown, then bytes of tokens are unknown too.
@@ -253,8 +252,6 @@ class PackProgress(NamedTuple):
 
     Attributes:
         texts: read, including corrupt and empty ones.
-        tokens: written.
-        text_bytes: encoded.
     """
 
     texts: int
@@ -264,12 +261,7 @@ class PackProgress(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PackResult:
-    """The result of `pack`.
-
-    Attributes:
-        origin: metadata of the files.
-        empty: texts without tokens.
-    """
+    """The result of `pack`."""
 
     origin: PackedMetadata
     empty: int

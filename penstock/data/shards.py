@@ -26,11 +26,9 @@ class Shards(ABC):
     """Text documents in shards. Subclasses read them.
 
     Args:
-        tokenizer: encodes the text.
         content: fingerprint of all documents, as far as it is known.
         block: neighbouring documents that are read and shuffled together.
         corrupt: policy for documents that cannot be read.
-        keep: selects the documents of the split.
     """
 
     def __init__(
@@ -99,7 +97,6 @@ class ShardStream(LaneStream):
 
     Args:
         shards: the documents.
-        seed: of their order, >= 0.
         shuffle: random order; else shards and documents come by number.
         lanes: 1 to the number of shards.
         middle: encodes the texts in place of the tokenizer; None without fill-in-the-middle.

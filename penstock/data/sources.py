@@ -72,7 +72,6 @@ class SplitFilter:
 
     Attributes:
         split: the split; None keeps every document.
-        validation_share: share of all documents that is held out, 0 <= share < 1.
     """
 
     split: Split | None = None
@@ -99,7 +98,6 @@ class DocumentPart:
     """The part of every document that belongs to a split: the end validates, the rest trains.
 
     Attributes:
-        split: the split.
         validation_share: held-out share of each document, 0 < share < 1; short documents hold out more.
     """
 

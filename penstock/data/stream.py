@@ -89,7 +89,6 @@ class RowStream(ABC, Generic[PositionT]):
     """Reads rows from given positions; it has no position of its own.
 
     Attributes:
-        vocab_size: every token id is below this.
         fingerprint: a number of 56 bits that changes when any row may change.
     """
 
@@ -178,7 +177,6 @@ class Position(NamedTuple):
     Attributes:
         next_unit: start of the first unit that no lane has got yet.
         lanes: cursor before the next token of each lane.
-        rows: rows before the position.
     """
 
     next_unit: Cursor
@@ -288,8 +286,6 @@ class Stream(LaneStream):
     """Rows of a source. It caches the latest document of each lane and the latest orders.
 
     Args:
-        source: the documents.
-        seed: of their order, >= 0.
         shuffle: another order in each epoch; else documents come by number.
         lanes: 1 to the number of documents.
         middle: encodes the texts in place of the source; None reads the source's own tokens.

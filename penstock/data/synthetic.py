@@ -30,8 +30,6 @@ class SyntheticTokens(ABC):
 
     Args:
         split: the splits share no document.
-        vocab_size: of the model.
-        seed: of the run.
 
     Raises:
         DataError: the vocabulary is too small.

@@ -36,14 +36,7 @@ _OPEN = 16
 
 
 class TableBlock(NamedTuple):
-    """A row group or a record batch.
-
-    Attributes:
-        file: number of its file.
-        number: in that file.
-        rows: documents.
-        size: bytes of their text, in memory.
-    """
+    """A row group or a record batch."""
 
     file: int
     number: int
@@ -68,10 +61,6 @@ class Tables(TextDocuments, InBlocks):
     """The rows of Parquet and Arrow files, in the order of the files.
 
     Args:
-        files: the files, in this order.
-        tokenizer: encodes the text.
-        text_field: column with the text.
-        keep: selects the rows of the split.
         corrupt: policy for rows without text.
 
     Raises:

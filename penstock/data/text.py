@@ -43,9 +43,6 @@ class FoundDocuments(NamedTuple):
     """Some documents of a file, one entry per document in each array.
 
     Attributes:
-        lines: line numbers, from 1.
-        starts: offsets in bytes.
-        sizes: in bytes, more than 0.
         checksums: CRC-32 of the content.
     """
 
@@ -254,11 +251,7 @@ class PlainText(IndexedText):
     """One document per file, UTF-8, unchanged. Empty files are left out.
 
     Args:
-        files: the documents, in this order.
-        tokenizer: encodes their text.
-        keep: selects the documents of the split.
         corrupt: policy for files that are not UTF-8; None stops.
-        cache: folder of decompressed copies.
 
     Raises:
         DataError: a file cannot be read or is not UTF-8, or all are empty.
@@ -303,12 +296,7 @@ class JsonLines(IndexedText):
     """One document per line: a JSON object with the text in one of its fields. Blank lines are left out.
 
     Args:
-        files: the files, in this order.
-        tokenizer: encodes the text.
-        text_field: field with the text.
-        keep: selects the lines of the split.
         corrupt: policy for lines that cannot be read; None stops.
-        cache: folder of decompressed copies.
 
     Raises:
         DataError: a file cannot be read, has no line, is not UTF-8, or does not begin with such an object.

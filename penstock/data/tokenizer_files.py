@@ -129,7 +129,6 @@ class SentencePieceTokenizer:
     """The tokenizer of a sentencepiece `.model` file.
 
     Args:
-        path: a `.model` file.
         end_of_document: control symbol that ends a document; None or empty takes the file's end of sentence.
 
     Raises:

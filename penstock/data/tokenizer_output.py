@@ -111,12 +111,7 @@ class ExportedTokenizer:
 
 
 def export_tokenizer(data: Data, context: int) -> ExportedTokenizer:
-    """The tokenizer of a run for `transformers`.
-
-    Args:
-        data: settings of the run.
-        context: most tokens of a row.
-    """
+    """The tokenizer of a run for `transformers`."""
     try:
         vocabulary = vocabulary_of(data)
         if vocabulary.setting != BYTES and not isinstance(vocabulary.tokenizer, FileTokenizer):

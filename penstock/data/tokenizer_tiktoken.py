@@ -105,7 +105,6 @@ class TiktokenTokenizer:
     """The tokenizer of a file of ranks and its pattern.
 
     Args:
-        path: a file of ranks.
         pattern: a name of PATTERNS; None reads the JSON file beside it, or recognizes a published file.
         end_of_document: special token that ends a document; None or empty tries END_OF_DOCUMENT_NAMES.
 

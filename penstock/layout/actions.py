@@ -75,11 +75,8 @@ class Schedule:
     """The ordered actions of every rank.
 
     Attributes:
-        name: as in `pipeline.schedule`.
-        ranks: of the pipeline.
         stages_per_rank: 2 if the placement is a v.
         placement: stages of each rank, see the module docstring.
-        micro_batches: of a step.
         actions: one list for each rank.
         trains: every forward has its backward; False for evaluation, with forwards only.
         pairs: for each rank the indices in its list at which a pair begins; empty without pairs.
@@ -145,8 +142,6 @@ class Step(NamedTuple):
     """A unit in an `ExecutionOrder`.
 
     Attributes:
-        rank: that runs it.
-        unit: action or pair.
         after: indices of the steps on other ranks that produce its inputs.
     """
 

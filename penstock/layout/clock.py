@@ -98,12 +98,7 @@ class Playback:
     """A simulated schedule.
 
     Attributes:
-        schedule: its input.
-        costs: of its stages.
         starts: of each step of `schedule.execution_order`.
-        ends: of each step.
-        span: end of the last action.
-        busy: working time of each rank.
     """
 
     schedule: Schedule

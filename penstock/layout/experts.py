@@ -19,7 +19,6 @@ class ExpertPlacement:
     """Experts of a layer over the places of the expert axis.
 
     Attributes:
-        experts: routed experts of a layer.
         expert: groups of places, with different experts.
         expert_tensor: places that divide each expert.
     """

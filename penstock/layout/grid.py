@@ -28,7 +28,6 @@ class Grid:
     """Sizes of all axes. The product of each view is the number of ranks; `penstock.config.fit` checks that first.
 
     Attributes:
-        world: ranks.
         tensor: ranks that divide each dense matrix.
         context: ranks that divide each row of tokens.
         pipeline: ranks that divide the layers.

@@ -188,7 +188,6 @@ class Block:
     """A building block.
 
     Attributes:
-        rows: slots of each rank.
         held: peak of (stage, micro-batch) pairs that a rank holds while blocks repeat.
     """
 
@@ -363,7 +362,6 @@ class Shape:
     """Constraints of a schedule on its sizes.
 
     Attributes:
-        placement: how ranks hold stages.
         fewest: stages of a rank.
         most: stages of a rank; None for any.
         micro_batches_per_rank: least micro-batches of a step per rank of the pipeline.

@@ -25,8 +25,6 @@ class SequenceLayout:
     """The positions of a row over context x tensor ranks.
 
     Attributes:
-        length: positions of a row.
-        context: context-parallel ranks.
         tensor: tensor-parallel ranks of each of them.
         method: how context-parallel ranks attend.
     """

@@ -23,8 +23,6 @@ class Cut:
     """One dim of a parameter, divided evenly.
 
     Attributes:
-        dim: the dim.
-        index: this rank's part.
         count: number of parts; divides the size of every block.
         blocks: equal blocks of the dim, each cut separately.
     """
@@ -42,7 +40,6 @@ class LocalSlice:
     Attributes:
         here: offset in the local tensor, one number per dim.
         whole: offset in the whole tensor.
-        sizes: its shape.
     """
 
     here: tuple[int, ...]
@@ -121,7 +118,6 @@ class Rectangle:
 
     Attributes:
         begin: offset in the whole tensor, one number per dim.
-        sizes: its shape.
     """
 
     begin: tuple[int, ...]

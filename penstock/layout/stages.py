@@ -46,10 +46,7 @@ class Stage:
     """The parts of one stage.
 
     Attributes:
-        embed: the embedding.
-        layers: decoder layers, ascending.
         mtp: multi-token prediction layers, counted from 0.
-        norm_and_head: final norm, output projection and loss.
     """
 
     embed: bool = False
@@ -63,7 +60,6 @@ class StageCosts:
     """The cost of each part of a model, all in one unit.
 
     Attributes:
-        embed: the embedding.
         layers: each decoder layer.
         mtp: each multi-token prediction layer, including its use of the output projection.
         head: final norm, output projection and loss.

@@ -29,11 +29,7 @@ class GroupedQueryLayer(nn.Module):
     Each tensor-parallel rank holds some heads and sees every position that its context-parallel rank holds.
 
     Args:
-        config: sizes.
-        hidden_size: D.
-        layer_context: kernels and ranks.
         layer: number in the model, from 0; layers of multi-token prediction count on.
-        epsilon: of norms.
 
     Attributes:
         reach: window or chunk of a local layer; None for a global one.

@@ -31,10 +31,6 @@ class Block(nn.Module):
     """A pre-norm decoder layer.
 
     Args:
-        attention_norm: norm before attention.
-        attention: grouped-query or latent attention.
-        ffn_norm: norm before the feed-forward network.
-        ffn: dense network or mixture of experts.
         layer_context: recomputation and offload of activations.
     """
 
@@ -138,12 +134,6 @@ class MultiTokenPrediction(nn.Module):
     It joins the hidden states of depth k - 1 (the main model's for k = 1) with the embeddings of the tokens k positions
     ahead and runs one decoder layer. Embedding and output projection are the main model's. The last k positions of a
     row have no target: their labels are ignored.
-
-    Args:
-        hidden_size: D.
-        epsilon: of its three norms.
-        block: the decoder layer.
-        layer_context: kernels and ranks.
     """
 
     def __init__(self, hidden_size: int, epsilon: float, block: Block, layer_context: LayerContext) -> None:

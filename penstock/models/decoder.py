@@ -53,7 +53,6 @@ class Decoder(nn.Module):
     The loss computes the product with `head_VD`: it never materializes all logits at once.
 
     Args:
-        config: the whole model.
         embed: token embedding; None if the stage needs none.
         blocks: decoder layers by number.
         norm: final norm; None before the last stage.
@@ -61,7 +60,6 @@ class Decoder(nn.Module):
         mtp: multi-token prediction layers by depth, from 0.
         is_first: the stage starts from tokens; False for a stage whose embedding serves prediction layers only.
         arena: shared buffer for the experts' saved rows; None if each layer saves its own.
-        layer_context: ranks and overlap.
 
     Attributes:
         has_reach: some layers have a window or chunks.

@@ -16,9 +16,7 @@ class FeedForward(nn.Module):
     the products, and the partial outputs are reduce-scattered after them.
 
     Args:
-        hidden_size: D.
         ffn_size: F.
-        layer_context: kernels and ranks.
     """
 
     def __init__(self, hidden_size: int, ffn_size: int, layer_context: LayerContext) -> None:

@@ -28,9 +28,6 @@ class ParamInit:
     """The initial values of one parameter of the whole model.
 
     Attributes:
-        seed: of the run.
-        name: of the parameter.
-        std: standard deviation.
         device: of the random generator; CPUs and GPUs give different numbers.
         constant: the value of all elements; None draws them.
         by_expert: dim 0 counts experts, which are drawn one by one.

@@ -34,8 +34,6 @@ class Linear(nn.Linear):
     """A product with a matrix of which this rank holds some rows (outputs), some columns (inputs), or all.
 
     Args:
-        inputs: width of the whole input.
-        outputs: width of the whole output.
         layer_context: ranks, the store of deferred weight gradients, and the float8 recipe. Widths that float8 kernels
             do not support stay in high precision.
         split: `outputs` (column-parallel), `inputs` (row-parallel), or None to replicate the matrix.
@@ -136,8 +134,6 @@ class Embedding(nn.Embedding):
 
     Args:
         vocab_size: V.
-        hidden_size: D.
-        layer_context: ranks.
 
     Attributes:
         main_grad: as in `Linear`; a tied output projection adds its gradient there too.

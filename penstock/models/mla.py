@@ -25,13 +25,7 @@ LATENT_NORM_EPSILON = 1e-6
 
 
 class LatentQuery(nn.Module):
-    """Queries through a latent: down, norm, up. Tensor-parallel ranks exchange the narrow latent.
-
-    Args:
-        config: sizes.
-        hidden_size: D.
-        layer_context: kernels and ranks.
-    """
+    """Queries through a latent: down, norm, up. Tensor-parallel ranks exchange the narrow latent."""
 
     def __init__(self, config: LatentAttention, hidden_size: int, layer_context: LayerContext) -> None:
         super().__init__()
@@ -66,13 +60,7 @@ class LatentQuery(nn.Module):
 
 
 class DirectQuery(Linear):
-    """Queries projected from the hidden states, which tensor-parallel ranks exchange.
-
-    Args:
-        config: sizes.
-        hidden_size: D.
-        layer_context: kernels and ranks.
-    """
+    """Queries projected from the hidden states, which tensor-parallel ranks exchange."""
 
     def __init__(self, config: LatentAttention, hidden_size: int, layer_context: LayerContext) -> None:
         super().__init__(hidden_size, config.heads * config.head_dim, layer_context, split="outputs")
@@ -109,11 +97,6 @@ class LatentLayer(nn.Module):
     Each tensor-parallel rank holds some heads. The ranks exchange the latent, which is narrower than hidden states,
     keys or values. Context-parallel ranks with the all-gather method gather the latent too and expand it at every
     position of the row: more products for far fewer bytes.
-
-    Args:
-        config: sizes.
-        hidden_size: D.
-        layer_context: kernels and ranks.
     """
 
     def __init__(self, config: LatentAttention, hidden_size: int, layer_context: LayerContext) -> None:

@@ -76,7 +76,6 @@ class ForwardContext:
         sin_BSP: float32 sine.
         allowed_BSS: boolean, True where a query position (first S) may attend to a key position; None for causal.
         scope: sequences and share, for balance losses.
-        parts: as in `ModelInputs`.
         nears: masks of layers with a window or chunks; empty if there are none.
         query_scale_S: float32 attention temperature of each query position in global layers; None without tuning.
     """

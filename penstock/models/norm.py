@@ -17,13 +17,7 @@ from penstock.parallel.spans import span
 
 
 class Norm(nn.Module):
-    """Weights of a root mean square norm (arXiv 1910.07467).
-
-    Args:
-        size: width of the last dim.
-        epsilon: added to the mean square.
-        operators: kernels.
-    """
+    """Weights of a root mean square norm (arXiv 1910.07467)."""
 
     def __init__(self, size: int, epsilon: float, operators: Operators) -> None:
         super().__init__()
@@ -45,9 +39,6 @@ class PreNorm(Norm):
     """The norm before attention or a feed-forward network; also quantizes its output if their products read float8.
 
     Args:
-        size: width of the last dim.
-        epsilon: added to the mean square.
-        operators: kernels.
         float8: recipe and kernels of the quantized output; None without one.
         keep_plain: whether the high-precision output is read too. Else that tensor is an empty placeholder in the
             autograd graph: it carries gradients and has no valid numbers.
@@ -120,8 +111,6 @@ class TensorParallelNorm(RMSNorm):
 
     Args:
         size: the whole width.
-        epsilon: added to the mean square.
-        layer_context: kernels and ranks.
     """
 
     def __init__(self, size: int, epsilon: float, layer_context: LayerContext) -> None:

@@ -19,12 +19,7 @@ from penstock.parallel.shard import ParamShard
 
 
 def param_shards(decoders: Iterable[Decoder], axes: Axes) -> list[ParamShard]:
-    """Every trained parameter of a rank, once each.
-
-    Args:
-        decoders: the rank's stages.
-        axes: its groups.
-    """
+    """Every trained parameter of a rank, once each."""
     found: dict[str, ParamShard] = {}
     for decoder in decoders:
         for name, module, own_name, parameter in _parameters(decoder):
@@ -34,12 +29,7 @@ def param_shards(decoders: Iterable[Decoder], axes: Axes) -> list[ParamShard]:
 
 
 def cuts_of(module: nn.Module, name: str) -> tuple[Cut, ...]:
-    """The cuts of a parameter, from the module that owns it.
-
-    Args:
-        module: the owner.
-        name: of the parameter in the module.
-    """
+    """The cuts of a parameter, from the module that owns it."""
     if isinstance(module, (Linear, Embedding, GroupedExperts, GroupedQueryLayer, TensorParallelNorm)):
         return module.cuts[name]
     return ()
@@ -67,9 +57,6 @@ def refresh_float8(stages: Iterable[nn.Module]) -> None:
     """Quantize all float8 weights. Call it after each change of the weights, before the next pass.
 
     With FSDP2 gathering in float8 this is a collective: all ranks call it together.
-
-    Args:
-        stages: of the rank.
     """
     gathered: list[Float8Shard] = []
     for stage in stages:

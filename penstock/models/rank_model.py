@@ -41,7 +41,6 @@ class RankModel:
 
     Attributes:
         decoders: its stages by number; without a pipeline one decoder that holds everything.
-        axes: its groups.
         pipeline: runs the stages; None without one.
         positions: positions of a row on this rank; None for all.
         context_method: how context-parallel ranks attend.

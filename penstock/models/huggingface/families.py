@@ -128,8 +128,6 @@ class Family:
     """Hugging Face form of the models of one family.
 
     Attributes:
-        model_type: of `config.json`.
-        architecture: class in `transformers`.
         names: our name of each layer weight to its names in the file.
         forms: rearrangements of weights, in the order of reading.
         prediction: names of multi-token prediction weights outside its decoder layer.

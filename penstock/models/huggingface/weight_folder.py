@@ -29,9 +29,6 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 class WeightFolder(Mapping[str, Tensor]):
     """The tensors of all safetensors files of a folder, by name, each in its compute dtype.
 
-    Args:
-        folder: contains the files; an index file is not needed.
-
     Raises:
         CheckpointError: there is no such file, one is damaged, or two have a tensor of the same name.
     """

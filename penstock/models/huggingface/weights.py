@@ -38,11 +38,9 @@ class WeightMapping:
 
     Attributes:
         name: of our tensor in `Decoder.state_dict()`.
-        hf_name: in the file.
         expert: index of our dim 0 that it fills; None for all of it.
         part: (index, count): it fills this one of `count` equal parts of the first remaining dim.
         forms: rearrangements, in the order of reading.
-        whole: shape of our tensor.
     """
 
     name: str
