@@ -105,7 +105,9 @@ def _built(said: Values, keys: Mapping[str, str]) -> Model:
         fault = error.errors(include_url=False)[0]
         path = ".".join(str(name) for name in fault["loc"] if name not in ("gqa", "mla"))
         allowed = next((field.allowed_text for field in find(Model, path)), fault["msg"])
-        raise refused(keys.get(path, KEYS_OF_PARTS.get(path, path)), fault["input"], allowed) from error
+        raise refused(
+            keys.get(path, KEYS_OF_PARTS.get(path, path.rpartition(".")[2])), fault["input"], allowed
+        ) from error
 
 
 def _max_positions(config: Model, positions: int | None) -> int:

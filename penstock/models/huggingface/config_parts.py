@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from penstock.base.errors import ConfigError
-from penstock.config.model import GroupedQueryAttention, LatentAttention, Llama3Rope, Model, Moe, Yarn
+from penstock.config.model import GroupedQueryAttention, LatentAttention, Model, Moe
 from penstock.config.schema import as_toml
 
 Values: TypeAlias = dict[str, Any]
@@ -20,28 +20,14 @@ _MOST_LAYERS = 10_000
 
 KEYS_OF_PARTS = {
     "attention.rope.theta": "rope_theta",
-    **{f"attention.rope.{kind}.factor": "factor" for kind in ("yarn", "llama3")},
-    **{
-        f"attention.rope.{kind}.original_max_position_embeddings": "original_max_position_embeddings"
-        for kind in ("yarn", "llama3")
-    },
-    "attention.rope.yarn.beta_fast": "beta_fast",
-    "attention.rope.yarn.beta_slow": "beta_slow",
-    "attention.rope.yarn.mscale": "mscale",
-    "attention.rope.yarn.mscale_all_dim": "mscale_all_dim",
-    "attention.rope.llama3.low_freq_factor": "low_freq_factor",
-    "attention.rope.llama3.high_freq_factor": "high_freq_factor",
+    "attention.local.size": "sliding_window",
     "attention.local.global_temperature": "attn_scale",
     "attention.heads": "num_attention_heads",
     "attention.kv_heads": "num_key_value_heads",
-    "attention.head_dim": "head_dim",
-    "attention.q_lora_rank": "q_lora_rank",
     "moe.shared_expert_intermediate_size": "n_shared_experts",
-    "moe.router.n_group": "n_group",
-    "moe.router.topk_group": "topk_group",
     "dense_layers": "num_hidden_layers",
 }
-"""Keys of the fields that parts read, for error messages about a range."""
+"""Keys of the fields that parts read, where they differ from the last name of the path; for errors about a range."""
 
 
 @dataclass(frozen=True)
@@ -147,10 +133,6 @@ def _write_heads(model: Model) -> Values:
     return heads | {"head_dim": attention.head_dim}
 
 
-def _write_equal_heads(model: Model) -> Values:
-    return {key: value for key, value in _write_heads(model).items() if key != "head_dim"}
-
-
 def _grouped(model: Model) -> GroupedQueryAttention:
     if not isinstance(model.attention, GroupedQueryAttention):
         raise ConfigError(f"{model.family} has no latent attention", got="model.attention.kind mla", allowed="gqa")
@@ -158,7 +140,9 @@ def _grouped(model: Model) -> GroupedQueryAttention:
 
 
 HEADS = Part(_read_heads, _write_heads)
-EQUAL_HEADS = Part(_read_heads, _write_equal_heads)
+EQUAL_HEADS = Part(
+    _read_heads, lambda model: {key: value for key, value in _write_heads(model).items() if key != "head_dim"}
+)
 """All heads together are as wide as the hidden states."""
 
 
@@ -181,17 +165,25 @@ def rotary(default_theta: float, *, scales_scores: bool = False) -> Part:
         if (part := scaling.get("partial_rotary_factor", keys.get("partial_rotary_factor", 1.0))) != 1.0:
             raise refused("partial_rotary_factor", part, "1.0")
         theta = scaling.number("rope_theta", keys.number("rope_theta", default_theta))
-        stretch = {"yarn": _read_yarn(scaling, scales_scores)} if kind == "yarn" else {}
-        stretch |= {"llama3": _read_llama3(scaling)} if kind == "llama3" else {}
-        return {"attention.rope": {"theta": theta, **stretch}}
+        extension: Values = {}
+        if kind == "yarn":
+            extension["yarn"] = _read_yarn(scaling, scales_scores)
+        elif kind == "llama3":
+            extension["llama3"] = {
+                **{key: scaling.number(key) for key in ("factor", "low_freq_factor", "high_freq_factor")},
+                "original_max_position_embeddings": scaling.whole("original_max_position_embeddings"),
+            }
+        return {"attention.rope": {"theta": theta, **extension}}
 
     def write(model: Model) -> Values:
         rope = model.attention.rope
         fields: Values = {"rope_type": "default", "rope_theta": rope.theta}
         if rope.yarn is not None:
-            fields |= _write_yarn(rope.yarn)
+            fields |= {"rope_type": "yarn", **rope.yarn.model_dump()}
+            if not rope.yarn.mscale_all_dim:  # transformers derives both scales from the factor
+                del fields["mscale"], fields["mscale_all_dim"]
         if rope.llama3 is not None:
-            fields |= _write_llama3(rope.llama3)
+            fields |= {"rope_type": "llama3", **rope.llama3.model_dump()}
         return {"rope_parameters": fields}
 
     return Part(read, write)
@@ -211,38 +203,6 @@ def _read_yarn(scaling: Keys, scales_scores: bool) -> Values:
         "mscale": scale if scale and scale_all else 1.0,
         "mscale_all_dim": scale_all,
         "truncate": bool(scaling.get("truncate", True)),
-    }
-
-
-def _write_yarn(yarn: Yarn) -> Values:
-    scales = {"mscale": yarn.mscale, "mscale_all_dim": yarn.mscale_all_dim} if yarn.mscale_all_dim else {}
-    return {
-        "rope_type": "yarn",
-        "factor": yarn.factor,
-        "original_max_position_embeddings": yarn.original_max_position_embeddings,
-        "beta_fast": yarn.beta_fast,
-        "beta_slow": yarn.beta_slow,
-        "truncate": yarn.truncate,
-        **scales,
-    }
-
-
-def _read_llama3(scaling: Keys) -> Values:
-    return {
-        "factor": scaling.number("factor"),
-        "original_max_position_embeddings": scaling.whole("original_max_position_embeddings"),
-        "low_freq_factor": scaling.number("low_freq_factor"),
-        "high_freq_factor": scaling.number("high_freq_factor"),
-    }
-
-
-def _write_llama3(llama3: Llama3Rope) -> Values:
-    return {
-        "rope_type": "llama3",
-        "factor": llama3.factor,
-        "original_max_position_embeddings": llama3.original_max_position_embeddings,
-        "low_freq_factor": llama3.low_freq_factor,
-        "high_freq_factor": llama3.high_freq_factor,
     }
 
 
@@ -272,14 +232,6 @@ def _write_window(model: Model) -> Values:
     return {"sliding_window": None if local is None else local.size}
 
 
-def _read_switched_window(keys: Keys) -> Values:
-    return _read_window(keys) if keys.get("use_sliding_window", False) else {}
-
-
-def _write_switched_window(model: Model) -> Values:
-    return {"use_sliding_window": _grouped(model).local is not None, **_write_window(model)}
-
-
 def _read_window_types(keys: Keys, default: Sequence[str]) -> Values:
     types = keys.of_layers("layer_types", keys.layers) or default
     if unknown := [kind for kind in types if kind not in ("full_attention", "sliding_attention")]:
@@ -296,15 +248,6 @@ def _read_qwen3_window(keys: Keys) -> Values:
         return {}
     first = keys.whole("max_window_layers", 28)
     return _read_window_types(keys, ["full_attention"] * min(first, layers) + ["sliding_attention"] * (layers - first))
-
-
-def _write_qwen3_window(model: Model) -> Values:
-    return {"use_sliding_window": _grouped(model).local is not None, **_write_window_types(model)}
-
-
-def _read_gpt_oss_window(keys: Keys) -> Values:
-    kinds = ("sliding_attention", "full_attention")
-    return _read_window_types(keys, [kinds[layer % 2] for layer in range(keys.layers)])
 
 
 def _write_window_types(model: Model) -> Values:
@@ -356,20 +299,26 @@ def _write_chunks(model: Model) -> Values:
     return fields | {"attn_scale": local.global_temperature, "floor_scale": local.temperature_floor}
 
 
-def _read_qk_norm(keys: Keys) -> Values:
-    return {"attention.qk_norm": "rotated-head" if keys.get("use_qk_norm", True) else "none"}
-
-
-def _write_qk_norm(model: Model) -> Values:
-    return {"use_qk_norm": _grouped(model).qk_norm == "rotated-head"}
-
-
 WINDOW = Part(_read_window, _write_window)
-SWITCHED_WINDOW = Part(_read_switched_window, _write_switched_window)
-WINDOW_OF_QWEN3 = Part(_read_qwen3_window, _write_qwen3_window)
-WINDOW_OF_GPT_OSS = Part(_read_gpt_oss_window, _write_window_types)
+SWITCHED_WINDOW = Part(
+    lambda keys: _read_window(keys) if keys.get("use_sliding_window", False) else {},
+    lambda model: {"use_sliding_window": _grouped(model).local is not None, **_write_window(model)},
+)
+WINDOW_OF_QWEN3 = Part(
+    _read_qwen3_window,
+    lambda model: {"use_sliding_window": _grouped(model).local is not None, **_write_window_types(model)},
+)
+WINDOW_OF_GPT_OSS = Part(
+    lambda keys: _read_window_types(
+        keys, [("sliding_attention", "full_attention")[layer % 2] for layer in range(keys.layers)]
+    ),
+    _write_window_types,
+)
 CHUNKS = Part(_read_chunks, _write_chunks)
-QK_NORM_OF_LLAMA4 = Part(_read_qk_norm, _write_qk_norm)
+QK_NORM_OF_LLAMA4 = Part(
+    lambda keys: {"attention.qk_norm": "rotated-head" if keys.get("use_qk_norm", True) else "none"},
+    lambda model: {"use_qk_norm": _grouped(model).qk_norm == "rotated-head"},
+)
 
 
 # ----------------------------------------------------------------------------------------------------------- experts
@@ -429,51 +378,33 @@ def _write_list(model: Model) -> Values:
     return {"interleave_moe_layer_step": moe_of(model).moe_layer_freq, "moe_layers": listed}
 
 
-def _read_dense(keys: Keys) -> Values:
-    return {"dense_layers": keys.layers}
-
-
-def _write_nothing(model: Model) -> Values:
-    return {}
-
-
 EXCEPTIONS = Part(_read_exceptions, _write_exceptions)
 """Every n-th layer has experts, except listed ones."""
 LIST = Part(_read_list, _write_list)
 """Every n-th layer has experts, or the listed ones."""
-DENSE = Part(_read_dense, _write_nothing)
+DENSE = Part(lambda keys: {"dense_layers": keys.layers}, lambda model: {})
 """No layer has experts."""
 
 
 # ----------------------------------------------------------------------------------------------------- shared experts
 
 
-def _read_shared(keys: Keys) -> Values:
-    return {
+SHARED = Part(
+    lambda keys: {
         "moe.shared_expert_intermediate_size": keys.whole("n_shared_experts", 0) * keys.whole("moe_intermediate_size")
-    }
-
-
-def _write_shared(model: Model) -> Values:
-    moe = moe_of(model)
-    return {"n_shared_experts": moe.shared_expert_intermediate_size // moe.moe_intermediate_size}
-
-
-def _read_one_shared(keys: Keys) -> Values:
-    return {"moe.shared_expert_intermediate_size": keys.whole("intermediate_size")}
-
-
-SHARED = Part(_read_shared, _write_shared)
+    },
+    lambda model: {
+        "n_shared_experts": moe_of(model).shared_expert_intermediate_size // moe_of(model).moe_intermediate_size
+    },
+)
 """Several shared experts, each as wide as a routed one."""
-ONE_SHARED = Part(_read_one_shared, _write_nothing)
+ONE_SHARED = Part(
+    lambda keys: {"moe.shared_expert_intermediate_size": keys.whole("intermediate_size")}, lambda model: {}
+)
 """One shared expert, as wide as a routed one."""
 
 
 # ----------------------------------------------------------------------------------------------------------- DeepSeek
-
-
-def _read_latents(keys: Keys) -> Values:
-    return {"attention.kind": "mla", "attention.q_lora_rank": keys.whole("q_lora_rank", 0)}
 
 
 def _write_latents(model: Model) -> Values:
@@ -494,5 +425,7 @@ def _write_groups(model: Model) -> Values:
     return {"topk_method": method, "n_group": router.n_group, "topk_group": router.topk_group}
 
 
-LATENTS = Part(_read_latents, _write_latents)
+LATENTS = Part(
+    lambda keys: {"attention.kind": "mla", "attention.q_lora_rank": keys.whole("q_lora_rank", 0)}, _write_latents
+)
 GROUPS_OF_V2 = Part(_read_groups, _write_groups)
