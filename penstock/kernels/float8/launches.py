@@ -28,26 +28,21 @@ class ProductLaunch(GemmLaunch):
 
     Attributes:
         engine: `triton`, or `gluon` for the Hopper kernels, which `in_triton` replaces where they cannot run.
-        steps: blocks of depth in a turn of the loop, 1 or 2; with 2 a block's sum is scaled while the next is made.
-        ahead: load scales of blocks of 128 one block ahead.
-        registers: most registers of a thread on NVIDIA's chips; 0 leaves them to the compiler.
+        steps: blocks of depth in a turn of a Hopper kernel, 1 or 2; with 2 a block's sum is scaled while the next is
+            made.
+        ahead: Triton's kernels load scales of blocks of 128 one block ahead.
     """
 
     block_depth: int = DEPTH
     engine: Literal["triton", "gluon"] = "triton"
     steps: int = 1
     ahead: bool = False
-    registers: int = 0
 
 
-# One program fills a multiprocessor. Two blocks in a turn leave room for three turns and the result in shared memory.
-_DOUBLE = ProductLaunch(block_rows=128, block_columns=128, warps=8, stages=3, steps=2)
+# One program fills a multiprocessor.
 _SINGLE = ProductLaunch(block_rows=128, block_columns=128, warps=8, stages=5, pieces=2)
 # Two programs share a multiprocessor: one scales its sums or writes its tile while the other multiplies.
-_PAIR = ProductLaunch(block_rows=64, block_columns=128, warps=4, stages=4, pieces=2, residency=2, ahead=True)
-_PAIR_3 = replace(_PAIR, stages=3)
-# Three programs, each with a third of the registers.
-_TRIO_AHEAD = replace(_PAIR, stages=2, residency=3, registers=168)
+_PAIR = ProductLaunch(block_rows=64, block_columns=128, warps=4, stages=3, pieces=2, residency=2, ahead=True)
 # Warp-specialized: a producer, and a consumer of four warps for each 64 rows; warps and pieces are one consumer's.
 _SPECIALIZED = ProductLaunch(engine="gluon", block_rows=128, block_columns=128, warps=4, stages=6, pieces=4)
 _SPECIALIZED_DOUBLE = replace(_SPECIALIZED, steps=2)
@@ -63,7 +58,7 @@ _SMALL = replace(_POINTERS, block_rows=64, block_columns=64, warps=4)
 PRODUCTS: Mapping[str, Mapping[Product, ProductLaunch]] = MappingProxyType(
     {
         "sm_90": (
-            dict.fromkeys(get_args(Product), _PAIR_3)
+            dict.fromkeys(get_args(Product), _PAIR)
             | dict.fromkeys(("dense", "rows"), _SPECIALIZED_THREE)
             | {"rows_gathered": replace(_SPECIALIZED_THREE, copy_gathered=True)}
             | dict.fromkeys(("dense_square", "columns_square"), _SPECIALIZED_SUM_THREE)
@@ -75,8 +70,7 @@ PRODUCTS: Mapping[str, Mapping[Product, ProductLaunch]] = MappingProxyType(
 )
 """By target and product. On sm_90 the fastest on an H200 for layers of DeepSeek-V3 and V2-Lite: with squares on one
 side docs/decisions/0152-scales-in-slots.md, otherwise benchmarks/results/float8-launches-h200-*.json. Gathered rows are
-copied first. Triton's `double` was faster for wide dense layers, but a run of V2-Lite did not finish its first step
-with it, for an unknown reason. The others were chosen by the compiler's output."""
+copied first. The others were chosen by the compiler's output."""
 
 _IN_PAIRS: Mapping[ProductLaunch, ProductLaunch] = MappingProxyType(
     {_SPECIALIZED_THREE: _SPECIALIZED_DOUBLE, _SPECIALIZED_SUM_THREE: _SPECIALIZED_SUM_DOUBLE}
@@ -86,43 +80,33 @@ _IN_PAIRS: Mapping[ProductLaunch, ProductLaunch] = MappingProxyType(
 TALLER_TILES_GAIN = 1.03
 """Speed of tiles of 192 rows over tiles of 128, where both fill the multiprocessors alike."""
 
-_OF_WEIGHTS = {
-    "pair_3": _PAIR_3,
-    "trio_ahead": _TRIO_AHEAD,
-    "trio_ahead_group_16": replace(_TRIO_AHEAD, group=16),
-    "double": _DOUBLE,
-}
-_HOPPERS_OF_WEIGHTS = {"gluon": _SPECIALIZED, "gluon_double": _SPECIALIZED_DOUBLE, "gluon_three": _SPECIALIZED_THREE}
-_OF_GRADIENTS = {"pair": _PAIR, "pair_3": _PAIR_3, "pair_group_16": replace(_PAIR, group=16)}
-_HOPPERS_OF_GRADIENTS = {"gluon": _SPECIALIZED_SUM, "gluon_4": replace(_SPECIALIZED, stages=4)}
-_OF_SQUARES = _OF_GRADIENTS | {
-    "gluon": _SPECIALIZED_SUM,
-    "gluon_double": _SPECIALIZED_SUM_DOUBLE,
-    "gluon_double_4": replace(_SPECIALIZED_DOUBLE, stages=4),
-    "gluon_double_group_16": replace(_SPECIALIZED_SUM_DOUBLE, group=16),
-    "gluon_three": _SPECIALIZED_SUM_THREE,
-}
+_HOPPERS = {"gluon": _SPECIALIZED, "gluon_double": _SPECIALIZED_DOUBLE, "gluon_three": _SPECIALIZED_THREE}
+_OF_WEIGHTS = {"pair": _PAIR, **_HOPPERS}
+_OF_GRADIENTS = {"pair": _PAIR, "gluon": _SPECIALIZED_SUM}
+_OF_SQUARES = _OF_GRADIENTS | {"gluon_double": _SPECIALIZED_SUM_DOUBLE, "gluon_three": _SPECIALIZED_SUM_THREE}
 
 CANDIDATES: Mapping[str, Mapping[Product, Mapping[str, ProductLaunch]]] = MappingProxyType(
     {
         "sm_90": {
-            "dense": _OF_WEIGHTS | _HOPPERS_OF_WEIGHTS,
-            "dense_gradient": _OF_GRADIENTS | _HOPPERS_OF_GRADIENTS,
+            "dense": _OF_WEIGHTS,
+            "dense_gradient": _OF_GRADIENTS,
             "dense_square": _OF_SQUARES,
-            "rows": _OF_WEIGHTS | _HOPPERS_OF_WEIGHTS,
-            "rows_gathered": _OF_WEIGHTS
-            | {name: replace(launch, copy_gathered=True) for name, launch in _HOPPERS_OF_WEIGHTS.items()},
-            "columns": _OF_GRADIENTS | _HOPPERS_OF_GRADIENTS,
+            "rows": _OF_WEIGHTS,
+            "rows_gathered": {
+                "pair": _PAIR,
+                **{name: replace(launch, copy_gathered=True) for name, launch in _HOPPERS.items()},
+            },
+            "columns": _OF_GRADIENTS,
             "columns_square": _OF_SQUARES,
         },
     }
 )
-"""Launches that `benchmarks.kernels.float8_launches` tries: each was the fastest for some layer."""
+"""Launches that tests and `benchmarks.kernels.float8_launches` try, by target and product."""
 
 
 def in_triton(launch: ProductLaunch) -> ProductLaunch:
     """The launch itself if it is Triton's, else one of Triton's on the same multiprocessors."""
-    return launch if launch.engine == "triton" else replace(_PAIR_3, idle_units=launch.idle_units)
+    return launch if launch.engine == "triton" else replace(_PAIR, idle_units=launch.idle_units)
 
 
 def dense_launch(product: Product, rows: int, columns: int, device: torch.device) -> ProductLaunch:
@@ -197,7 +181,6 @@ class BackwardLaunch(GemmLaunch):
         engine: `triton`; `gluon` for the Hopper kernel, which `BACKWARD` replaces where it cannot run; or `passes`,
             which makes 16 bits and quantizes them in passes of their own.
         step: rows that Triton's kernel holds at a time.
-        ahead: the Hopper kernel loads one turn ahead.
     """
 
     block_rows: int = 128
@@ -207,27 +190,16 @@ class BackwardLaunch(GemmLaunch):
     registers: int = 128
     engine: Literal["triton", "gluon", "passes"] = "triton"
     step: int = 16
-    ahead: bool = False
 
 
 BACKWARD = BackwardLaunch()
 """Eight numbers a thread at a time. Two programs of 128 registers a thread share a multiprocessor; none is spilled.
 Blocks of 32 spill some."""
 
-_HOPPERS = BackwardLaunch(engine="gluon")
-_HOPPERS_4 = replace(_HOPPERS, warps=4, registers=255)
-
 BACKWARD_LAUNCHES: Mapping[str, BackwardLaunch] = MappingProxyType(
-    {
-        "triton": BACKWARD,
-        "passes": BackwardLaunch(engine="passes"),
-        "gluon": _HOPPERS,
-        "gluon_ahead": replace(_HOPPERS, ahead=True),
-        "gluon_4": _HOPPERS_4,
-        "gluon_4_ahead": replace(_HOPPERS_4, ahead=True),
-    }
+    {"triton": BACKWARD, "passes": BackwardLaunch(engine="passes"), "gluon": BackwardLaunch(engine="gluon")}
 )
 """Launches that `benchmarks.kernels.float8_swiglu` tries."""
 
-BACKWARD_DEFAULT = BACKWARD_LAUNCHES["gluon_ahead"]
+BACKWARD_DEFAULT = BACKWARD_LAUNCHES["gluon"]
 """The launch of runs."""

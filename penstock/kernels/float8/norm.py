@@ -23,10 +23,9 @@ from penstock.base.errors import KernelError
 from penstock.kernels import norm
 from penstock.kernels.float8.launches import TRANSPOSING
 from penstock.kernels.float8.quantize import empty_copy, memory_of, quantize_rows, register_limit, warps_of
-from penstock.kernels.float8.quantize_kernels import quantize_tile, store_scales, tile_rows, transpose_tile
+from penstock.kernels.float8.quantize_kernels import quantize_tile, store_columns, store_scales, tile_rows
 from penstock.kernels.float8.quantized import Quantized, RowColQuantized
 from penstock.kernels.float8.recipes import DEPTH, Block, Format, Recipe
-from penstock.kernels.float8.scaling import magnitude_bits
 from penstock.kernels.language import tl, triton
 from penstock.kernels.launching import start_kernel
 
@@ -222,16 +221,7 @@ def norm_quantize_kernel(
     tl.store(rows_ptr + row_T1 * rows_stride + column_D[None, :], values_TD, mask=inside)
     store_scales(row_scales_ptr, scale_TQ, 0, token_T, is_token_T, tl.program_id(0), tokens, D, 1, DEPTH, BLOCK_D)
     if columns_ptr is not None:
-        normed_DT = transpose_tile(normed_TD, RUN)
-        amax_11 = None
-        if OUTER != 1:
-            # Of the transposed tile, and its columns first, where a thread has most of its numbers.
-            amax_11 = tl.max(tl.max(magnitude_bits(normed_DT), 0, keep_dims=True), 1, keep_dims=True)
-        dtype: tl.constexpr = columns_ptr.dtype.element_ty
-        values_DT, scale_DQ = quantize_tile(normed_DT, amax_11, dtype, DEPTH, LARGEST, POWER, OUTER)
-        place_T = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
-        write_ptrs = columns_ptr + column_D.to(tl.int64)[:, None] * columns_stride + place_T[None, :]
-        tl.store(write_ptrs, values_DT, mask=is_column_D[:, None] & (place_T < tokens)[None, :])
-        outer = column_D if OUTER == 1 else tl.program_id(0)
-        tile = tl.program_id(1)
-        store_scales(column_scales_ptr, scale_DQ, 0, outer, is_column_D, tile, D, tokens, OUTER, DEPTH, BLOCK_T)
+        store_columns(
+            columns_ptr, column_scales_ptr, normed_TD, column_D, is_column_D, tokens, D, columns_stride,
+            OUTER, DEPTH, LARGEST, POWER, BLOCK_T, RUN,
+        )  # fmt: skip

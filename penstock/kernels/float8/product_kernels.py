@@ -12,13 +12,9 @@ The contracted dim is walked in blocks of `DEPTH`, 128. The constant SCALING say
     inside     the matrix unit applies a scale to every 32 numbers (`tl.dot_scaled`)
 
 Hopper's matrix unit keeps 14 bits of a sum, so sums leave it after each block even if no scale is waiting, and Triton
-waits for a product wherever its sum is read. Two things hide the multiplications. Either another program runs on the
-same multiprocessor: tiles are small and scales are loaded one block AHEAD, so that one multiplication a number stands
-between a product and the next one. Or a program alone takes STEPS = 2 blocks in a turn: while the second is in the
-matrix unit, the first is scaled and added. Both sums, the float32 one and the scales just fit into 255 registers with
-tiles of 128 x 128 and 8 warps.
-
-A block past the last one, if STEPS does not divide them, is zeros times a scale of zero.
+waits for a product wherever its sum is read. Another program on the same multiprocessor hides the multiplications:
+tiles are small and scales are loaded one block AHEAD, so that one multiplication a number stands between a product and
+the next one.
 """
 
 from penstock.kernels.float8.recipes import DEPTH as RECIPE_DEPTH
@@ -57,7 +53,6 @@ def float8_rows_kernel(
     w_scale_depth,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
-    STEPS: tl.constexpr,
     AHEAD: tl.constexpr,
     SCALING: tl.constexpr,
     W_OUTER: tl.constexpr,
@@ -79,8 +74,7 @@ def float8_rows_kernel(
     tiles = tl.load(block_count_ptr) * tiles_across
     shift = 0 if first_ptr is None else tl.load(first_ptr).to(tl.int32)
     blocks = tl.cdiv(depth, DEPTH)
-    turns = tl.cdiv(blocks, STEPS)
-    tl.assume(turns > 0)
+    tl.assume(blocks > 0)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
         expert, start, end, row, column = locate_rows(owners_ptr, tile, tiles_across, BLOCK_ROWS, GROUP)
         column *= BLOCK_COLUMNS
@@ -105,35 +99,34 @@ def float8_rows_kernel(
                 False,
             )
         accumulator = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
-        for turn in tl.range(turns):
-            for step in tl.static_range(STEPS):
-                first = (turn * STEPS + step) * DEPTH
-                if DESCRIPTORS and not GATHER:
-                    x_block = x.load([start + row, first])
-                else:
-                    deep = first + tl.arange(0, DEPTH)
-                    inside = None if WHOLE_DEPTH else deep[None, :] < depth
-                    x_row = source[:, None] * x_stride if GATHER else source.to(tl.int64)[:, None] * x_stride
-                    x_block = tl.load(x + (x_row + deep[None, :]), mask=inside, other=None if WHOLE_DEPTH else 0.0)
-                if DESCRIPTORS:
-                    w_block = w.load([expert, column, first]).reshape(BLOCK_COLUMNS, DEPTH)
-                else:
-                    matrix = w + expert.to(tl.int64) * w_expert
-                    w_block = _load_block(matrix, column, columns, w_stride, first, depth, BLOCK_COLUMNS)
-                if AHEAD:
-                    x_scale, w_scale = x_next, w_next
-                # Past the last block there are zeros, with any scale.
-                block = tl.minimum(turn * STEPS + step + AHEAD, blocks - 1)
-                x_found = _scales_of_rows(x_scales, source, x_scale_outer, x_scale_depth, block, depth, SCALING)
-                w_found = _scales_of_columns(
-                    w_places, column, columns, w_scale_outer, w_scale_depth, block, depth, BLOCK_COLUMNS, W_OUTER,
-                    SCALING, False,
-                )  # fmt: skip
-                if AHEAD:
-                    x_next, w_next = x_found, w_found
-                else:
-                    x_scale, w_scale = x_found, w_found
-                accumulator = _add_product(accumulator, x_block, x_scale, w_block, w_scale, W_OUTER, SCALING, AHEAD)
+        for block in tl.range(blocks):
+            first = block * DEPTH
+            if DESCRIPTORS and not GATHER:
+                x_block = x.load([start + row, first])
+            else:
+                deep = first + tl.arange(0, DEPTH)
+                inside = None if WHOLE_DEPTH else deep[None, :] < depth
+                x_row = source[:, None] * x_stride if GATHER else source.to(tl.int64)[:, None] * x_stride
+                x_block = tl.load(x + (x_row + deep[None, :]), mask=inside, other=None if WHOLE_DEPTH else 0.0)
+            if DESCRIPTORS:
+                w_block = w.load([expert, column, first]).reshape(BLOCK_COLUMNS, DEPTH)
+            else:
+                matrix = w + expert.to(tl.int64) * w_expert
+                w_block = _load_block(matrix, column, columns, w_stride, first, depth, BLOCK_COLUMNS)
+            if AHEAD:
+                x_scale, w_scale = x_next, w_next
+            # Past the last block there are zeros, with any scale.
+            scaled = tl.minimum(block + AHEAD, blocks - 1)
+            x_found = _scales_of_rows(x_scales, source, x_scale_outer, x_scale_depth, scaled, depth, SCALING)
+            w_found = _scales_of_columns(
+                w_places, column, columns, w_scale_outer, w_scale_depth, scaled, depth, BLOCK_COLUMNS, W_OUTER,
+                SCALING, False,
+            )  # fmt: skip
+            if AHEAD:
+                x_next, w_next = x_found, w_found
+            else:
+                x_scale, w_scale = x_found, w_found
+            accumulator = _add_product(accumulator, x_block, x_scale, w_block, w_scale, W_OUTER, SCALING, AHEAD)
         if SCALING == "behind":
             across = column + tl.arange(0, BLOCK_COLUMNS)
             w_place = w_places + across * w_scale_outer
@@ -168,7 +161,6 @@ def float8_matrices_kernel(
     b_scale_depth,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
-    STEPS: tl.constexpr,
     AHEAD: tl.constexpr,
     SCALING: tl.constexpr,
     B_OUTER: tl.constexpr,
@@ -200,7 +192,7 @@ def float8_matrices_kernel(
             start = 0
             end = last
         # An expert without rows takes one turn over zeros, so that its gradient is written too.
-        turns = tl.maximum(tl.cdiv(end - start, STEPS), 1)
+        turns = tl.maximum(end - start, 1)
         tl.assume(turns > 0)
         if AHEAD:
             a_next, b_next = _scales_of_tile(
@@ -209,27 +201,26 @@ def float8_matrices_kernel(
             )  # fmt: skip
         accumulator = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
         for turn in tl.range(turns):
-            for step in tl.static_range(STEPS):
-                block = start + turn * STEPS + step
-                # Past the expert's end are another expert's numbers; past the end of all are zeros.
-                first = tl.where(block < end, block, last) * DEPTH
-                if DESCRIPTORS:
-                    a_block = a.load([row, first])
-                    b_block = b.load([column, first])
-                else:
-                    a_block = _load_block(a, row, rows, a_stride, first, depth, BLOCK_ROWS)
-                    b_block = _load_block(b, column, columns, b_stride, first, depth, BLOCK_COLUMNS)
-                if AHEAD:
-                    a_scale, b_scale = a_next, b_next
-                found = _scales_of_tile(
-                    a_scales, b_scales, row, column, rows, columns, a_scale_outer, a_scale_depth, b_scale_outer,
-                    b_scale_depth, block + AHEAD, end, depth, BLOCK_ROWS, BLOCK_COLUMNS, B_OUTER, SCALING, WHOLE,
-                )  # fmt: skip
-                if AHEAD:
-                    a_next, b_next = found
-                else:
-                    a_scale, b_scale = found
-                accumulator = _add_product(accumulator, a_block, a_scale, b_block, b_scale, B_OUTER, SCALING, AHEAD)
+            block = start + turn
+            # Past the expert's end are another expert's numbers; past the end of all are zeros.
+            first = tl.where(block < end, block, last) * DEPTH
+            if DESCRIPTORS:
+                a_block = a.load([row, first])
+                b_block = b.load([column, first])
+            else:
+                a_block = _load_block(a, row, rows, a_stride, first, depth, BLOCK_ROWS)
+                b_block = _load_block(b, column, columns, b_stride, first, depth, BLOCK_COLUMNS)
+            if AHEAD:
+                a_scale, b_scale = a_next, b_next
+            found = _scales_of_tile(
+                a_scales, b_scales, row, column, rows, columns, a_scale_outer, a_scale_depth, b_scale_outer,
+                b_scale_depth, block + AHEAD, end, depth, BLOCK_ROWS, BLOCK_COLUMNS, B_OUTER, SCALING, WHOLE,
+            )  # fmt: skip
+            if AHEAD:
+                a_next, b_next = found
+            else:
+                a_scale, b_scale = found
+            accumulator = _add_product(accumulator, a_block, a_scale, b_block, b_scale, B_OUTER, SCALING, AHEAD)
         if SCALING == "behind":
             across = column + tl.arange(0, BLOCK_COLUMNS)
             down = tl.minimum(row + tl.arange(0, BLOCK_ROWS), rows - 1)

@@ -248,9 +248,9 @@ def _launch_rows(
         *_strides(w),
         W_OUTER=w.block[0] if scaling == "promoted" else 1,
         GATHER=index is not None,
-        WHOLE_DEPTH=depth % (DEPTH * launch.steps) == 0,
+        WHOLE_DEPTH=depth % DEPTH == 0,
         ONLY_LAST=tiles.only_last,
-        **_constants(launch, scaling, y.device),
+        **_constants(launch, scaling),
     )
 
 
@@ -298,7 +298,7 @@ def _launch_matrices(
         B_OUTER=b.block[0] if scaling == "promoted" else 1,
         WHOLE=rows % launch.block_rows == 0 and columns % launch.block_columns == 0,
         ACCUMULATE=accumulate,
-        **_constants(launch, scaling, c.device),
+        **_constants(launch, scaling),
     )
 
 
@@ -318,13 +318,11 @@ def _strides(operand: Quantized) -> tuple[int, int]:
     return (0 if operand.block[0] == 0 else outer), depth
 
 
-def _constants(launch: ProductLaunch, scaling: Scaling, device: torch.device) -> dict[str, Any]:
+def _constants(launch: ProductLaunch, scaling: Scaling) -> dict[str, Any]:
     """Constants of both kernels."""
-    is_limited = launch.registers and target_of(device).startswith("sm_")
     return {
         "BLOCK_ROWS": launch.block_rows,
         "BLOCK_COLUMNS": launch.block_columns,
-        "STEPS": launch.steps,
         "AHEAD": launch.ahead and scaling == "promoted",
         "SCALING": scaling,
         "GROUP": launch.group,
@@ -332,5 +330,4 @@ def _constants(launch: ProductLaunch, scaling: Scaling, device: torch.device) ->
         "DESCRIPTORS": launch.descriptors,
         "num_warps": launch.warps,
         "num_stages": launch.stages,
-        **({"maxnreg": launch.registers} if is_limited else {}),
     }

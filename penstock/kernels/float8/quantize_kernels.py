@@ -352,6 +352,37 @@ def store_scales(
 
 
 @triton.jit
+def store_columns(
+    columns_ptr,
+    scales_ptr,
+    x_RF,
+    column_F,
+    is_column_F,
+    places,
+    width,
+    stride,
+    OUTER: tl.constexpr,
+    DEPTH: tl.constexpr,
+    LARGEST: tl.constexpr,
+    POWER: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    RUN: tl.constexpr,
+):
+    """Store the transposed copy of a tile, quantized along its places: `columns` is width x places."""
+    dtype: tl.constexpr = columns_ptr.dtype.element_ty
+    x_FR = transpose_tile(x_RF, RUN).to(tl.float32)
+    amax_11 = None
+    if OUTER != 1:
+        amax_11 = largest_of_tile(magnitude_bits(x_FR))
+    values_FR, scale_FQ = quantize_tile(x_FR, amax_11, dtype, DEPTH, LARGEST, POWER, OUTER)
+    place_R = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    pointers = columns_ptr + column_F.to(tl.int64)[:, None] * stride + place_R[None, :]
+    tl.store(pointers, values_FR, mask=is_column_F[:, None] & (place_R < places)[None, :])
+    outer = column_F if OUTER == 1 else tl.program_id(0)
+    store_scales(scales_ptr, scale_FQ, 0, outer, is_column_F, tl.program_id(1), width, places, OUTER, DEPTH, BLOCK_R)
+
+
+@triton.jit
 def _places(rows, D: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_R: tl.constexpr, DEPTH: tl.constexpr):
     """Row and number of each block of this program, its columns, and which blocks and columns exist."""
     block_R = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)

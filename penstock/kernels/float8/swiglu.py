@@ -36,9 +36,9 @@ from penstock.kernels.float8.operators import SwigluForBackward
 from penstock.kernels.float8.quantize_kernels import (
     largest_of_tile,
     quantize_tile,
+    store_columns,
     store_scales,
     tile_rows,
-    transpose_tile,
 )
 from penstock.kernels.float8.quantized import Quantized, RowColQuantized
 from penstock.kernels.float8.recipes import DEPTH, Format, Recipe
@@ -546,34 +546,3 @@ def _store_words(columns_ptr, words_RF, word, column_F, is_column_F, stride):
     word_R = word + tl.arange(0, words_RF.shape[0])
     pointers = words_ptr + column_F.to(tl.int64)[:, None] * stride + word_R[None, :]
     tl.store(pointers, tl.trans(words_RF), mask=is_column_F[:, None])
-
-
-@triton.jit
-def store_columns(
-    columns_ptr,
-    scales_ptr,
-    x_RF,
-    column_F,
-    is_column_F,
-    places,
-    width,
-    stride,
-    OUTER: tl.constexpr,
-    DEPTH: tl.constexpr,
-    LARGEST: tl.constexpr,
-    POWER: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    RUN: tl.constexpr,
-):
-    """Store the transposed copy of a tile, quantized along its places: `columns` is width x places."""
-    dtype: tl.constexpr = columns_ptr.dtype.element_ty
-    x_FR = transpose_tile(x_RF, RUN).to(tl.float32)
-    amax_11 = None
-    if OUTER != 1:
-        amax_11 = largest_of_tile(magnitude_bits(x_FR))
-    values_FR, scale_FQ = quantize_tile(x_FR, amax_11, dtype, DEPTH, LARGEST, POWER, OUTER)
-    place_R = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
-    pointers = columns_ptr + column_F.to(tl.int64)[:, None] * stride + place_R[None, :]
-    tl.store(pointers, values_FR, mask=is_column_F[:, None] & (place_R < places)[None, :])
-    outer = column_F if OUTER == 1 else tl.program_id(0)
-    store_scales(scales_ptr, scale_FQ, 0, outer, is_column_F, tl.program_id(1), width, places, OUTER, DEPTH, BLOCK_R)

@@ -317,7 +317,6 @@ def launch_swiglu_backward(
         LARGEST=forms[1].largest,
         H_LARGEST=forms[0].largest,
         WEIGHS_INPUT=weighs_input,
-        AHEAD=launch.ahead,
         SQUARE=h_by_column.block == RECIPE.columns,
         num_warps=launch.warps,
         maxnreg=launch.registers,

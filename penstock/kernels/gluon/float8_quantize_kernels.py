@@ -4,9 +4,8 @@
 transposed copy, gathered if wanted: an 8-bit number times a power of two is exact in bfloat16, unless it is subnormal.
 
 `swiglu_backward_float8_kernel` makes the gradients of the experts' activation. Two programs share a multiprocessor, so
-that one computes while the other waits for its loads or stores, and each walks over tiles. With AHEAD a turn's numbers
-are loaded during the turn before, and those of a tile's first turn while the tile before is transposed, which takes
-more registers.
+that one computes while the other waits for its loads or stores, and each walks over tiles. A turn's numbers are loaded
+during the turn before, and those of a tile's first turn while the tile before is transposed.
 
 `latent_heads_backward_kernel` makes the gradients of latent attention's heads. It is `quantize_kernel` with other
 places of a tile's columns, and with the rotation: a thread has eight neighbouring columns of two rows, so both numbers
@@ -129,7 +128,6 @@ def swiglu_backward_float8_kernel(
     LARGEST: gl.constexpr,
     H_LARGEST: gl.constexpr,
     WEIGHS_INPUT: gl.constexpr,
-    AHEAD: gl.constexpr,
     SQUARE: gl.constexpr,
 ):
     """Make all five copies, and parts of the weights' gradient, as the kernel of `penstock.kernels.float8.swiglu`.
@@ -146,8 +144,7 @@ def swiglu_backward_float8_kernel(
     end = gl.load(tiles_ptr + 2 * tiles) * across
     start = gl.maximum(gl.minimum(gl.program_id(0), end - 1), 0)
     first, filled = _load_place(tiles_ptr, start // across)
-    if AHEAD:
-        ahead = _load_turn(sources, first, filled, start % across, 0)
+    ahead = _load_turn(sources, first, filled, start % across, 0)
     for tile in range(gl.program_id(0), end, gl.num_programs(0)):
         down, block = tile // across, tile % across
         # Past the last tile the last one is loaded again, and not used.
@@ -157,18 +154,15 @@ def swiglu_backward_float8_kernel(
         rows = d_rows_ptr + first.to(gl.int64) * rows_stride + block * TILE
         targets = (rows, d_row_scales_ptr + block * R + first, F, R, rows_stride)
         for turn in range(TURNS):
-            if AHEAD:
-                loaded = ahead
-                is_last = turn + 1 == TURNS
-                ahead = _load_turn(
-                    sources,
-                    gl.where(is_last, next_first, first),
-                    gl.where(is_last, next_filled, filled),
-                    gl.where(is_last, following % across, block),
-                    gl.where(is_last, 0, turn + 1),
-                )
-            else:
-                loaded = _load_turn(sources, first, filled, block, turn)
+            loaded = ahead
+            is_last = turn + 1 == TURNS
+            ahead = _load_turn(
+                sources,
+                gl.where(is_last, next_first, first),
+                gl.where(is_last, next_filled, filled),
+                gl.where(is_last, following % across, block),
+                gl.where(is_last, 0, turn + 1),
+            )
             _make_turn(loaded, turn, weights, targets, buffers, filled, LARGEST, WEIGHS_INPUT)
         column = block * TILE
         at = column.to(gl.int64) * columns_stride + down * (TILE // 8)

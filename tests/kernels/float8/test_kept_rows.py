@@ -30,7 +30,7 @@ from tests.kernels.float8.test_product_launches import compile_product
 from tests.kernels.float8.test_swiglu import compiled as compile_activation
 
 POINTERS = ProductLaunch(block_rows=64, block_columns=64, stages=2, group=2, descriptors=False)
-DESCRIPTORS = replace(POINTERS, pieces=2, descriptors=True, steps=2, ahead=True)
+DESCRIPTORS = replace(POINTERS, pieces=2, descriptors=True, ahead=True)
 COUNTS = (64, 0, 90, 19)
 ROOM, BEFORE = 180, 37
 """Rows that a layer has room for, and those of another layer before them."""

@@ -41,9 +41,6 @@ MATRIX_INSTRUCTIONS = {
 REGISTERS_OF_SM_90 = 64 * 1024
 """Of a multiprocessor."""
 
-SPILLED_BY_TRITON_3_9 = 32
-"""Bytes. Gradients of dense weights fill all 255 registers, three programs all 168; Triton 3.6 makes them fit."""
-
 
 def launches_of(target: str) -> list[tuple[str, Product, ProductLaunch]]:
     """Those of the table, or what is taken where their kernels cannot be had, and all candidates for each product."""
@@ -128,9 +125,7 @@ def test_no_launch_spills_or_lacks_matrix_instructions_of_8_bits(
     compiled = compile_product(product, launch, target, scaling)
     found = re.findall(MATRIX_INSTRUCTIONS[target, scaling == "inside"], compiled.asm)
     assert found, f"no {MATRIX_INSTRUCTIONS[target, scaling == 'inside']}: {compiled.summary}"
-    is_tight = launch.registers or (target, product, launch.steps) == ("sm_90", "dense_gradient", 2)
-    bar = SPILLED_BY_TRITON_3_9 if is_tight else 0
-    assert compiled.spills <= bar, f"{launch} spills: {compiled.summary}"
+    assert compiled.spills == 0, f"{launch} spills: {compiled.summary}"
     threads = launch.warps * TARGETS[target].warp_size * launch.residency
     assert target != "sm_90" or compiled.registers * threads <= REGISTERS_OF_SM_90, f"{launch}: {compiled.summary}"
     # NVIDIA's multiprocessors keep 1 KiB more for each program, beyond what one program can have.
@@ -160,14 +155,12 @@ def compile_product(product: Product, launch: ProductLaunch, target: str, scalin
     constants = {
         "BLOCK_ROWS": rows,
         "BLOCK_COLUMNS": columns,
-        "STEPS": launch.steps,
         "AHEAD": launch.ahead and scaling == "promoted",
         "SCALING": scaling,
         "GROUP": launch.group,
         "PIECES": pieces,
         "DESCRIPTORS": launch.descriptors,
     }
-    options = {"maxnreg": launch.registers} if launch.registers else {}
     signature = {"rows": "i32:16", "columns": "i32:16", "depth": "i32:16", "experts": "i32", **more}
     if product.startswith("rows"):
         gathered = product == "rows_gathered"
@@ -186,9 +179,7 @@ def compile_product(product: Product, launch: ProductLaunch, target: str, scalin
         constants |= {} if gathered else {"index_ptr": None}
         constants |= {"W_OUTER": DEPTH if scaling == "promoted" else 1, "GATHER": gathered, "WHOLE_DEPTH": True}
         constants |= {"x_scale_outer": 1, "ONLY_LAST": False}
-        return compile_for(
-            float8_rows_kernel, signature, constants, TARGETS[target], launch.warps, launch.stages, **options
-        )
+        return compile_for(float8_rows_kernel, signature, constants, TARGETS[target], launch.warps, launch.stages)
     is_sum, is_square = product != "dense", product == "dense" or product.endswith("square")
     of_experts = product.startswith("columns")
     signature |= {
@@ -205,6 +196,4 @@ def compile_product(product: Product, launch: ProductLaunch, target: str, scalin
     constants |= {} if is_square else {"b_scale_outer": 1}
     constants |= {"a_scale_outer": 1, "ACCUMULATE": is_sum, "WHOLE": True}
     constants |= {"B_OUTER": DEPTH if is_square and scaling == "promoted" else 1}
-    return compile_for(
-        float8_matrices_kernel, signature, constants, TARGETS[target], launch.warps, launch.stages, **options
-    )
+    return compile_for(float8_matrices_kernel, signature, constants, TARGETS[target], launch.warps, launch.stages)

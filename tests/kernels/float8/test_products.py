@@ -28,7 +28,7 @@ from tests.kernels.float8.draw_quantized import (
 )
 
 POINTERS = ProductLaunch(block_rows=64, block_columns=64, stages=2, group=2, descriptors=False)
-DESCRIPTORS = replace(POINTERS, pieces=2, descriptors=True, steps=2, ahead=True)
+DESCRIPTORS = replace(POINTERS, pieces=2, descriptors=True, ahead=True)
 BOTH_WAYS = pytest.mark.parametrize("launch", [POINTERS, DESCRIPTORS], ids=["pointers", "descriptors"])
 EVERY_RECIPE = pytest.mark.parametrize(
     "recipe", [TENSORWISE, ROWWISE, BLOCKWISE, MXFP8], ids=lambda recipe: recipe.name

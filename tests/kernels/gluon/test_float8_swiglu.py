@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.kernels.expert_parts import SavedRows
 from penstock.kernels.float8 import operators, swiglu
-from penstock.kernels.float8.launches import BACKWARD_DEFAULT, BACKWARD_LAUNCHES, BackwardLaunch
+from penstock.kernels.float8.launches import BACKWARD_DEFAULT, BACKWARD_LAUNCHES
 from penstock.kernels.float8.operators import SwigluForBackward
 from penstock.kernels.float8.quantized import Quantized
 from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, E4M3, E5M2, MXFP8, Format, Recipe
@@ -36,8 +36,6 @@ if HAS_GLUON:
 TAIL = 9
 """Rows behind the last expert's."""
 WEIGHTED_INPUTS = ExpertRule(weighs_input=True)
-LAUNCHES = {name: launch for name, launch in BACKWARD_LAUNCHES.items() if launch.engine == "gluon"}
-every_launch = pytest.mark.parametrize("launch", LAUNCHES.values(), ids=LAUNCHES)
 
 
 @pytest.fixture
@@ -84,12 +82,12 @@ def share_of_equal_columns(found: SwigluForBackward, expected: SwigluForBackward
 
 @pytest.mark.often("weighted inputs", "squares")
 @pytest.mark.parametrize(
-    ("counts", "width", "rule", "gradient", "is_weighed", "name", "recipe"),
+    ("counts", "width", "rule", "gradient", "is_weighed", "recipe"),
     [
-        ((3, 0, 130), 256, SWIGLU, E4M3, True, "gluon", BLOCKWISE),
-        ((128, 5), 640, WEIGHTED_INPUTS, E5M2, True, "gluon_ahead", BLOCKWISE),
-        ((0, 140), 256, SWIGLU, E4M3, False, "gluon_ahead", BLOCKWISE),
-        ((3, 0, 130), 256, SWIGLU, E5M2, True, "gluon_ahead", BLOCKWISE_SQUARE),
+        ((3, 0, 130), 256, SWIGLU, E4M3, True, BLOCKWISE),
+        ((128, 5), 640, WEIGHTED_INPUTS, E5M2, True, BLOCKWISE),
+        ((0, 140), 256, SWIGLU, E4M3, False, BLOCKWISE),
+        ((3, 0, 130), 256, SWIGLU, E5M2, True, BLOCKWISE_SQUARE),
     ],
     ids=["weighted", "weighted inputs", "without weights", "squares"],
 )
@@ -99,14 +97,13 @@ def test_copies_are_those_of_the_definition_byte_for_byte(
     rule: ExpertRule,
     gradient: Format,
     is_weighed: bool,
-    name: str,
     recipe: Recipe,
     in_torch: ModuleType,
 ) -> None:
     """Five tiles side by side and six programs: the next tile of a program stands elsewhere."""
     gate_up_RF, weights_R, dh_RF, counts_e = draw(counts, width, torch.device("cpu"))
     given = (gate_up_RF, weights_R if is_weighed else None, dh_RF, counts_e, rule, recipe, E4M3, gradient)
-    found, expected = swiglu_backward(*given, launch=BACKWARD_LAUNCHES[name]), operators.swiglu_backward(*given)
+    found, expected = swiglu_backward(*given), operators.swiglu_backward(*given)
     assert share_of_equal(found.d_gate_up, expected.d_gate_up, slice(sum(counts))) > 0.9999
     assert share_of_equal_columns(found, expected, counts_e) > 0.9999
     if is_weighed:
@@ -131,21 +128,17 @@ def assert_same(found: SwigluForBackward, expected: SwigluForBackward, counts_e:
     assert torch.equal(found.dweights_R, expected.dweights_R)
 
 
-@pytest.mark.often("gluon", "gluon_4_ahead")
-@every_launch
-def test_kept_rows_are_read_where_they_stand(launch: BackwardLaunch, in_torch: ModuleType) -> None:
+def test_kept_rows_are_read_where_they_stand(in_torch: ModuleType) -> None:
     gate_up_RF, weights_R, dh_RF, counts_e = draw((3, 0, 130), 256, torch.device("cpu"))
     rest = (weights_R, dh_RF, counts_e, SWIGLU, BLOCKWISE, E4M3, E4M3)
-    found, expected = (swiglu_backward(rows, *rest, launch=launch) for rows in (kept(gate_up_RF, 133, 37), gate_up_RF))
+    found, expected = (swiglu_backward(rows, *rest) for rows in (kept(gate_up_RF, 133, 37), gate_up_RF))
     assert_same(found, expected, counts_e)
 
 
-@pytest.mark.often("gluon_4_ahead")
-@every_launch
-def test_nothing_is_read_or_written_behind_the_last_row(launch: BackwardLaunch, in_torch: ModuleType) -> None:
+def test_nothing_is_read_or_written_behind_the_last_row(in_torch: ModuleType) -> None:
     """The last row of an odd number is the lower one of a pair."""
     gate_up_RF, weights_R, dh_RF, counts_e = draw((2, 1), 128, torch.device("cpu"), tail=0)
-    swiglu_backward(gate_up_RF, weights_R, dh_RF, counts_e, SWIGLU, BLOCKWISE, E4M3, E4M3, launch=launch)
+    swiglu_backward(gate_up_RF, weights_R, dh_RF, counts_e, SWIGLU, BLOCKWISE, E4M3, E4M3)
 
 
 @pytest.mark.often("blockwise-square")
@@ -154,7 +147,7 @@ def test_what_is_not_finite_is_seen_in_its_row_and_its_block_of_columns(recipe: 
     gate_up_RF, weights_R, dh_RF, counts_e = draw((20,), 128, torch.device("cpu"))
     dh_RF[7, 3], dh_RF[12, 100], gate_up_RF[5, 50] = math.nan, math.inf, math.nan
     given = (gate_up_RF, weights_R, dh_RF, counts_e, SWIGLU, recipe, E4M3, E4M3)
-    found, expected = swiglu_backward(*given, launch=BACKWARD_LAUNCHES["gluon"]), operators.swiglu_backward(*given)
+    found, expected = swiglu_backward(*given), operators.swiglu_backward(*given)
     d_columns, h_columns = (
         [without_tail(copy, counts_e) for copy in pair]
         for pair in ((found.d_gate_up_columns, expected.d_gate_up_columns), (found.h_columns, expected.h_columns))
@@ -178,14 +171,13 @@ def test_what_the_kernel_cannot_do_triton_does(device: torch.device) -> None:
     gate_up_RF, weights_R, dh_RF, counts_e = draw((30,), 128, device)
     for dtype, recipe in ((torch.bfloat16, MXFP8), (torch.float32, BLOCKWISE)):
         given = (gate_up_RF.to(dtype), weights_R, dh_RF.to(dtype), counts_e, SWIGLU, recipe, E4M3, E4M3)
-        found = swiglu_backward(*given, launch=BACKWARD_LAUNCHES["gluon"])
+        found = swiglu_backward(*given)
         expected = swiglu_backward(*given, launch=BACKWARD_LAUNCHES["triton"])
         assert share_of_equal_columns(found, expected, counts_e) == 1
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@every_launch
 @pytest.mark.parametrize("counts", [(700, 0, 3, 1025, 256), (0, 0), (4000, 1, 900)], ids=str)
 @pytest.mark.parametrize(
     ("rule", "gradient", "recipe"),
@@ -197,14 +189,13 @@ def test_a_hopper_gives_the_copies_of_the_definition(
     rule: ExpertRule,
     gradient: Format,
     recipe: Recipe,
-    launch: BackwardLaunch,
     device: torch.device,
 ) -> None:
     if target_of(device) != "sm_90":
         pytest.skip("the kernel is Hopper's")
     gate_up_RF, weights_R, dh_RF, counts_e = draw(counts, 1408, device)
     given = (gate_up_RF, weights_R, dh_RF, counts_e, rule, recipe, E4M3, gradient)
-    found, expected = swiglu_backward(*given, launch=launch), operators.swiglu_backward(*given)
+    found, expected = swiglu_backward(*given), operators.swiglu_backward(*given)
     used = slice(sum(counts))
     pairs = (
         (found.d_gate_up, expected.d_gate_up, used),
@@ -225,20 +216,18 @@ def test_a_hopper_gives_the_copies_of_the_definition(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@every_launch
 @pytest.mark.parametrize("before", [37, 2**31 // 2816 + 5], ids=["near", "behind 2**31 numbers"])
-def test_a_hopper_reads_kept_rows_where_they_stand(before: int, launch: BackwardLaunch, device: torch.device) -> None:
+def test_a_hopper_reads_kept_rows_where_they_stand(before: int, device: torch.device) -> None:
     if target_of(device) != "sm_90":
         pytest.skip("the kernel is Hopper's")
     gate_up_RF, weights_R, dh_RF, counts_e = draw((700, 0, 3, 1025, 256), 1408, device)
     rest, used = (weights_R, dh_RF, counts_e, SWIGLU, BLOCKWISE, E4M3, E4M3), 1984
     rows = kept(gate_up_RF, used, before)
-    found, expected = (swiglu_backward(one, *rest, launch=launch) for one in (rows, gate_up_RF))
+    found, expected = (swiglu_backward(one, *rest) for one in (rows, gate_up_RF))
     assert_same(found, expected, counts_e)
 
 
 def compiled(
-    launch: BackwardLaunch,
     rule: ExpertRule = SWIGLU,
     largest: float = 448.0,
     *,
@@ -256,33 +245,23 @@ def compiled(
         **dict.fromkeys(("R", "tiles"), "i32"),
     }
     signature |= {"first_ptr": "*i64:16"} if is_kept else {}
-    constants = {"LARGEST": largest, "H_LARGEST": 448.0, "WEIGHS_INPUT": rule.weighs_input, "AHEAD": launch.ahead}
+    constants = {"LARGEST": largest, "H_LARGEST": 448.0, "WEIGHS_INPUT": rule.weighs_input}
     constants["SQUARE"] = square
     return compile_for(
         swiglu_backward_float8_kernel,
         signature,
         constants,
         TARGETS["sm_90"],
-        num_warps=launch.warps,
-        maxnreg=launch.registers,
+        num_warps=BACKWARD_DEFAULT.warps,
+        maxnreg=BACKWARD_DEFAULT.registers,
     )
 
 
-@pytest.mark.often("gluon", "squares of kept rows")
-@pytest.mark.parametrize(
-    ("launch", "square", "is_kept"),
-    [
-        *((launch, False, False) for launch in LAUNCHES.values()),
-        (BACKWARD_DEFAULT, True, False),
-        (BACKWARD_DEFAULT, False, True),
-        (BACKWARD_DEFAULT, True, True),
-    ],
-    ids=[*LAUNCHES, "squares", "kept rows", "squares of kept rows"],
-)
-def test_two_programs_share_a_multiprocessor_and_nothing_spills(
-    launch: BackwardLaunch, square: bool, is_kept: bool
-) -> None:
-    found = compiled(launch, square=square, is_kept=is_kept)
+@pytest.mark.often("True-True", "False-False")
+@pytest.mark.parametrize("is_kept", [False, True])
+@pytest.mark.parametrize("square", [False, True])
+def test_two_programs_share_a_multiprocessor_and_nothing_spills(square: bool, is_kept: bool) -> None:
+    found, launch = compiled(square=square, is_kept=is_kept), BACKWARD_DEFAULT
     assert found.spills == 0, found.summary
     assert found.registers * 32 * launch.warps * launch.residency <= 64 * 1024, found.summary
     assert (found.shared_bytes + 1024) * launch.residency <= TARGETS["sm_90"].shared_bytes + 1024, found.summary
@@ -292,5 +271,5 @@ def test_two_programs_share_a_multiprocessor_and_nothing_spills(
 
 
 def test_weights_on_inputs_and_wide_gradients_spill_nothing_either() -> None:
-    found = compiled(BACKWARD_LAUNCHES["gluon"], WEIGHTED_INPUTS, 57344.0)
+    found = compiled(WEIGHTED_INPUTS, 57344.0)
     assert found.spills == 0 and "e5m2x2" in found.asm and "e4m3x2" in found.asm, found.summary
