@@ -358,7 +358,7 @@ def _unpermute(call: OperatorCall, tensors: list[CallTensor | None], used_rows: 
     return 2 * places.numel * y.shape[1], (places.numel + places.shape[0]) * y.shape[1] * y.width
 
 
-_MODELS: Mapping[str, Model] = {
+MODELS: Mapping[str, Model] = {
     "aten::mm": _product(0),
     "aten::bmm": _product(0),
     "aten::_scaled_mm": _product(0),
@@ -415,6 +415,7 @@ _MODELS: Mapping[str, Model] = {
     "aten::_foreach_zero_": _lists((), 1, 0),
     "aten::_foreach_norm": _lists((0,), 0, 2),
 }
+"""By the name of the operator or autograd function; `_model` adds operators by pattern."""
 
 _UPDATE = re.compile(r"^aten::_foreach_\w+_$")
 _ANY = re.compile(
@@ -425,8 +426,8 @@ _ANY = re.compile(
 
 
 def _model(name: str) -> Model | None:
-    if name in _MODELS:
-        return _MODELS[name]
+    if name in MODELS:
+        return MODELS[name]
     if _UPDATE.match(name):
         return _lists((0, 1, 2), 1, 2)
     return _everything if _ANY.match(name) else None

@@ -269,7 +269,7 @@ def profiled() -> Trace:
         return torch.randn(*shape, dtype=torch.bfloat16, requires_grad=True)
 
     def weight(*shape: int) -> Float8Weight:
-        return Float8Weight(parameter_FD=matrix(*shape), kept=None, total=None, later=None, rule=RULE)
+        return Float8Weight(parameter_FD=matrix(*shape), cached=None, main_grad=None, weight_grads=None, rule=RULE)
 
     def work() -> None:
         x_TD, counts_e = matrix(12, 64), torch.tensor([4, 0, 8], dtype=torch.int32)
