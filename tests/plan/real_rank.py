@@ -1,4 +1,4 @@
-"""A small run's passes with memory on CPU ranks, seen by the ledger that the plan uses, for comparison."""
+"""Passes of a small run with memory on CPU ranks, tracked as in the plan, for comparison."""
 
 import gc
 import time
@@ -80,7 +80,7 @@ def _axes(run: Run, world: int, per_node: int) -> Axes:
 
 
 def _axes_without_groups(buffers: SymmetricBuffers) -> Axes:
-    """Of ranks that share nothing but experts, and those through memory."""
+    """Axes of ranks that share experts only, through memory."""
     ranks, rank = tuple(range(buffers.peers.size)), buffers.peers.rank
     expert = Axis(name="expert", ranks=ranks, rank=rank)
     grid = Grid(world=len(ranks), expert=len(ranks))

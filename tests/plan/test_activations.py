@@ -1,4 +1,4 @@
-"""The plan's passes without memory hold what passes with memory hold."""
+"""Passes on the meta device hold the same bytes as passes with memory."""
 
 from collections.abc import Sequence
 
@@ -46,11 +46,16 @@ CASES.append(pytest.param("triton", ["expert-activation"], marks=pytest.mark.slo
 @pytest.mark.parametrize(
     ("kernels", "modules"), CASES, ids=lambda part: part if isinstance(part, str) else "-".join(part)
 )
-def test_whatever_is_recomputed_a_pass_without_memory_keeps_the_same_bytes(
+def test_recomputed_passes_without_memory_keep_the_same_bytes(
     kernels: str, modules: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    check([f"recompute.modules={modules}".replace("'", '"')], kernels, monkeypatch)
+
+
+def check(overrides: list[str], kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare the pieces of one rank, with their peaks where kernels are the definitions."""
     # torch's grouped products are promised in bfloat16 only.
-    overrides = [f"recompute.modules={modules}".replace("'", '"'), f"training.precision={PRECISION[kernels]}"]
+    overrides = [*overrides, f"training.precision={PRECISION[kernels]}"]
     compare(
         pieces_with_memory(overrides, kernels, world=1),
         pieces_without_memory(overrides, kernels, 1, monkeypatch),
@@ -67,12 +72,7 @@ FAMILIES = {
 @pytest.mark.parametrize("kernels", ["reference", "torch", pytest.param("triton", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_experts_of_any_family_keep_the_same_bytes(family: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    overrides = [*FAMILIES[family], f"training.precision={PRECISION[kernels]}"]
-    compare(
-        pieces_with_memory(overrides, kernels, world=1),
-        pieces_without_memory(overrides, kernels, 1, monkeypatch),
-        also_peaks=kernels == "reference",
-    )
+    check(FAMILIES[family], kernels, monkeypatch)
 
 
 def test_a_prediction_layer_keeps_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,20 +94,15 @@ ATTENTIONS = {
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_attention_of_every_family_keeps_the_same_bytes(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = ["model.family='plain'", f"model.attention={{{HEADS}, {ATTENTIONS[attention]}}}"]
-    overrides.append("training.sequence_length=128")
-    compare(
-        pieces_with_memory(overrides, "reference", world=1),
-        pieces_without_memory(overrides, "reference", 1, monkeypatch),
-        also_peaks=True,
-    )
+    check([*overrides, "training.sequence_length=128"], "reference", monkeypatch)
 
 
-WAYS = {
+DISPATCHES = {
     "sent": ["dispatch.method=all-to-all"],
     "sent, counts of the device": ["dispatch.method=all-to-all", "dispatch.sync_free=1"],
     "gathered": ["dispatch.method=all-gather"],
     "gathered, bounded": ["dispatch.method=all-gather", "dispatch.sync_free=2", "dispatch.row_capacity_factor=1.5"],
-    # One layer alone has a arena as large as itself.
+    # The arena of one layer is as large as the layer.
     "gathered, on a arena": ["dispatch.method=all-gather", "dispatch.sync_free=2", "dispatch.row_capacity_factor=2.0"],
     "gathered, worst case": ["dispatch.method=all-gather", "dispatch.sync_free=3"],
     "padded": ["model.moe.balance.capacity_factor=2.0", "model.moe.balance.pad_to_capacity=true"],
@@ -115,17 +110,17 @@ WAYS = {
 
 
 BY_KERNELS = [
-    *((way, "reference") for way in WAYS),
+    *((way, "reference") for way in DISPATCHES),
     pytest.param("gathered, on a arena", "triton", marks=pytest.mark.slow),
 ]
 
 
 @pytest.mark.often("sent, counts of the device-reference")
 @pytest.mark.parametrize(("way", "kernels"), BY_KERNELS)
-def test_every_way_to_the_experts_keeps_the_same_bytes(
+def test_every_dispatch_keeps_the_same_bytes(
     way: str, kernels: str, ranks: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    overrides = ["parallel.expert=2", "training.global_batch=2", *WAYS[way]]
+    overrides = ["parallel.expert=2", "training.global_batch=2", *DISPATCHES[way]]
     expected, _ = ranks.run(2, pieces_with_memory, overrides, kernels, 2)
     compare(expected, pieces_without_memory(overrides, kernels, 2, monkeypatch))
 
@@ -164,7 +159,7 @@ def test_rows_that_are_pushed_keep_the_same_bytes(stage: int, monkeypatch: pytes
     compare(expected, pieces_without_memory(overrides, "triton", 2, monkeypatch))
 
 
-def test_a_stage_of_many_layers_is_put_together_as_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_composed_of_one_layer_of_each_kind_is_the_whole_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = ["model.layers=6", "model.dense_layers=2"]
     together = pieces_without_memory(overrides, "reference", 1, monkeypatch)
     monkeypatch.setattr(meta_run, "kind_of", lambda decoder, layer, block: layer)

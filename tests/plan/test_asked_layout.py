@@ -24,9 +24,10 @@ def test_every_choice_comes_out_as_it_went_in() -> None:
     assert {name: f"{value}" for name, value in found.items()} == asked
 
 
-def test_what_is_not_named_stays() -> None:
+def test_parts_without_a_name_stay() -> None:
     run = with_layout(V3, parse_layout("ep=8"), 64)
     assert run == V3.model_copy(update={"parallel": V3.parallel.model_copy(update={"expert": 8})})
+    assert with_layout(V3, {"dispatcher": "local"}, 1).dispatch.method == "auto"
 
 
 @pytest.mark.parametrize(
@@ -37,7 +38,7 @@ def test_what_is_not_named_stays() -> None:
         ("pp=4,schedule=zb-v", "zb-v", 2),
         ("pp=4,schedule=interleaved", "interleaved", 2),
         ("pp=4,schedule=gpipe,vpp=3", "gpipe", 3),
-        ("pp=4,schedule=1f1b,vpp=3", "1f1b", 3),  # Said so, and for a rule to refuse.
+        ("pp=4,schedule=1f1b,vpp=3", "1f1b", 3),  # Both are named; a rule refuses them.
     ],
 )
 def test_schedule_and_stages_that_are_not_both_said_are_made_to_fit(words: str, schedule: str, stages: int) -> None:
@@ -55,10 +56,6 @@ def test_another_recomputation_begins_with_all_layers() -> None:
     some = with_overrides(V3, ["recompute.modules=moe", "recompute.layers=3"], 1)
     assert with_layout(some, {"recompute": "none"}, 1).recompute == V3.recompute
     assert with_layout(some, {"recompute": "norm"}, 1).recompute.layers == ()
-
-
-def test_the_dispatcher_of_one_rank_is_whatever_the_run_takes_by_itself() -> None:
-    assert with_layout(V3, {"dispatcher": "local"}, 1).dispatch.method == "auto"
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def test_a_cpu_is_measured_in_every_operator_that_runs_on_it() -> None:
     assert min(found.memory_bytes_per_second, found.kernel_seconds, found.launch_seconds) > 0
 
 
-def test_what_is_measured_here_is_a_file_that_rates_read(tmp_path: Path) -> None:
+def test_measurements_of_this_machine_are_a_file_that_rates_read(tmp_path: Path) -> None:
     found = measure_device(CPU, device_facts(CPU, "fp32"), TINY)
     hardware = rounded(measured_hardware("A CPU", "cpu", found, {}, known=None, where=WHERE))
     write_hardware(tmp_path / "cpu.toml", hardware)
@@ -98,7 +98,7 @@ def test_what_is_measured_here_is_a_file_that_rates_read(tmp_path: Path) -> None
         TransferTimes(again).collective("all-to-all", 1e6, RankGroup(2, 2))
 
 
-def test_memory_of_a_cpu_is_that_of_the_machine() -> None:
+def test_memory_of_a_cpu_is_the_memory_of_the_machine() -> None:
     capacity, gone = device_memory(CPU)
     assert 2**20 < gone < capacity
 
@@ -136,7 +136,7 @@ def test_collectives_between_machines_say_nothing_of_links() -> None:
     assert [(one.kind, one.reach) for one in mine.collectives] == [("all-gather", "cluster")]
 
 
-def test_a_mesh_is_judged_by_the_links_that_took_part() -> None:
+def test_the_efficiency_of_a_mesh_counts_the_links_that_took_part() -> None:
     mi300x = load_hardware("MI300X")
     point = TransferPoint(ranks=4, node_ranks=4, leaving_bytes=10**9, seconds=1e9 / (0.7 * 3 * 64e9))
     mine = described(findings(), {"all-to-all": (point,)}, mi300x)

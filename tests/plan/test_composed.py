@@ -1,9 +1,10 @@
-"""A run put together from pieces of a proxy model holds, and takes, what the run itself does."""
+"""A run composed of pieces of a proxy model has the memory and the step time of the run itself."""
 
 import pytest
 
 from penstock.config.fit import grid_of
 from penstock.config.load import load_run
+from penstock.config.run import Run
 from penstock.kernels.device_facts import named_device
 from penstock.layout.schedules import SCHEDULES
 from penstock.layout.stages import Stage
@@ -17,130 +18,77 @@ from penstock.plan.project import DEFAULT_ASSUMPTIONS, overheads_of, project, ta
 
 TARGET = Target(device=named_device("H200", "bf16"))
 LITE, V3 = "deepseek-v2-lite-6l", "deepseek-v3-8l"
-EVERY = ["model.moe.moe_layer_freq=2"]
-LOCAL = [f"model.attention.local.{one}" for one in ("kind=window", "size=1024", "global_every=3")]
-FLOAT8 = [f"float8.{part}=blockwise" for part in ("dense", "experts", "dispatch")]
-FOUR_KINDS = [*EVERY, *LOCAL, "model.intermediate_size=4096", "parallel.expert=8", "parallel.pipeline=2"]
+EVERY = "model.moe.moe_layer_freq=2"
+LOCAL = "model.attention.local.kind=window model.attention.local.size=1024 model.attention.local.global_every=3"
+FLOAT8 = "float8.dense=blockwise float8.experts=blockwise float8.dispatch=blockwise parallel.expert=8"
+FOUR_KINDS = f"{EVERY} {LOCAL} model.intermediate_size=4096 parallel.expert=8 parallel.pipeline=2"
+BIASES = "model.moe.bias=true model.moe.clamped.limit=7 model.moe.router.logit_bias=true"
+PLAIN = "model.moe=none model.dense_layers=4 model.layers=4 model.intermediate_size=256"
+TWO_STAGES = "pipeline.stages_per_rank=2"
 
 CASES = {
-    "one rank": (LITE, 1, ["training.micro_batch=2"]),
-    "experts by symmetric": (LITE, 8, ["parallel.expert=4", "dispatch.sync_free=2"]),
-    "experts by all-to-all": (LITE, 8, ["parallel.expert=4", "dispatch.method=all-to-all"]),
-    "experts over nodes": (LITE, 32, ["parallel.pipeline=2", "parallel.expert=16"]),
-    "a context": (LITE, 16, ["parallel.pipeline=2", "parallel.context=2", "parallel.expert=4"]),
-    "1f1b": (LITE, 16, ["parallel.pipeline=4", "parallel.expert=2"]),
+    "one rank": (LITE, 1, "training.micro_batch=2"),
+    "experts by symmetric": (LITE, 8, "parallel.expert=4 dispatch.sync_free=2"),
+    "experts by all-to-all": (LITE, 8, "parallel.expert=4 dispatch.method=all-to-all"),
+    "experts over nodes": (LITE, 32, "parallel.pipeline=2 parallel.expert=16"),
+    "a context": (LITE, 16, "parallel.pipeline=2 parallel.context=2 parallel.expert=4"),
+    "1f1b": (LITE, 16, "parallel.pipeline=4 parallel.expert=2"),
     "interleaved": (
-        LITE,
-        8,
-        ["parallel.pipeline=2", "parallel.expert=2", "pipeline.schedule=interleaved", "pipeline.stages_per_rank=3"],
+        LITE, 8, "parallel.pipeline=2 parallel.expert=2 pipeline.schedule=interleaved pipeline.stages_per_rank=3"
     ),
     "zb-1f1b, a stage with the head alone": (
-        LITE,
-        16,
-        ["parallel.pipeline=4", "parallel.expert=2", "pipeline.schedule=zb-1f1b"],
+        LITE, 16, "parallel.pipeline=4 parallel.expert=2 pipeline.schedule=zb-1f1b"
     ),
-    "zb-v, parts computed twice": (
-        LITE,
-        16,
-        [
-            "parallel.pipeline=2",
-            "parallel.expert=2",
-            "pipeline.schedule=zb-v",
-            "pipeline.stages_per_rank=2",
-            'recompute.modules=["expert-activation","norm"]',
-        ],
+    "zb-v, selective recompute": (
+        LITE, 16,
+        f"parallel.pipeline=2 parallel.expert=2 pipeline.schedule=zb-v {TWO_STAGES} "
+        'recompute.modules=["expert-activation","norm"]',
     ),
-    "v-half, tensor ranks, layers computed twice": (
-        LITE,
-        16,
-        [
-            "parallel.pipeline=2",
-            "parallel.tensor=2",
-            "parallel.expert=4",
-            "pipeline.schedule=v-half",
-            "pipeline.stages_per_rank=2",
-            'recompute.modules=["layer"]',
-        ],
+    "v-half, tensor ranks, full recompute": (
+        LITE, 16,
+        f"parallel.pipeline=2 parallel.tensor=2 parallel.expert=4 pipeline.schedule=v-half {TWO_STAGES} "
+        'recompute.modules=["layer"]',
     ),
-    "gathered weights": (LITE, 16, ["parallel.expert=8", "parallel.shard=full"]),
-    "whole optimizers": (LITE, 16, ["parallel.expert=8", "parallel.shard=none"]),
-    "prediction layers": (V3, 32, ["parallel.pipeline=4", "parallel.expert=8"]),
+    "gathered weights": (LITE, 16, "parallel.expert=8 parallel.shard=full"),
+    "whole optimizers": (LITE, 16, "parallel.expert=8 parallel.shard=none"),
+    "prediction layers": (V3, 32, "parallel.pipeline=4 parallel.expert=8"),
     "experts in halves": (
-        V3,
-        32,
-        [
-            "parallel.pipeline=4",
-            "parallel.expert=4",
-            "parallel.expert_tensor=2",
-            "parallel.tensor=2",
-            "pipeline.schedule=dualpipe-v",
-            "pipeline.stages_per_rank=2",
-        ],
+        V3, 32,
+        "parallel.pipeline=4 parallel.expert=4 parallel.expert_tensor=2 parallel.tensor=2 "
+        f"pipeline.schedule=dualpipe-v {TWO_STAGES}",
     ),
-    "several copies": (V3, 64, ["parallel.pipeline=8", "parallel.expert=8", "parallel.shard_size=2"]),
-    "grouped queries": ("moe-1t-4l", 32, ["parallel.pipeline=2", "parallel.expert=8", "parallel.context=2"]),
-    "experts in every second layer": (LITE, 16, [*EVERY, "parallel.pipeline=4", "parallel.expert=2"]),
-    "experts in every second layer, gathered weights": (LITE, 16, [*EVERY, "parallel.expert=8", "parallel.shard=full"]),
+    "several copies": (V3, 64, "parallel.pipeline=8 parallel.expert=8 parallel.shard_size=2"),
+    "grouped queries": ("moe-1t-4l", 32, "parallel.pipeline=2 parallel.expert=8 parallel.context=2"),
+    "experts in every second layer": (LITE, 16, f"{EVERY} parallel.pipeline=4 parallel.expert=2"),
+    "experts in every second layer, gathered weights": (LITE, 16, f"{EVERY} parallel.expert=8 parallel.shard=full"),
     "biases, experts in halves": (
-        LITE,
-        16,
-        [
-            "model.moe.bias=true",
-            "model.moe.clamped.limit=7",
-            "model.moe.router.logit_bias=true",
-            "parallel.pipeline=2",
-            "parallel.expert=2",
-            "parallel.expert_tensor=2",
-            "pipeline.schedule=zb-1f1b",
-        ],
+        LITE, 16,
+        f"{BIASES} parallel.pipeline=2 parallel.expert=2 parallel.expert_tensor=2 pipeline.schedule=zb-1f1b",
     ),
-    "local layers": ("moe-1t-8l", 32, [*LOCAL, "parallel.pipeline=4", "parallel.expert=8"]),
-    "four kinds, zb-v": (
-        "moe-1t-8l",
-        32,
-        [*FOUR_KINDS, "pipeline.schedule=zb-v", "pipeline.stages_per_rank=2"],
-    ),
+    "local layers": ("moe-1t-8l", 32, f"{LOCAL} parallel.pipeline=4 parallel.expert=8"),
+    "four kinds, zb-v": ("moe-1t-8l", 32, f"{FOUR_KINDS} pipeline.schedule=zb-v {TWO_STAGES}"),
     "four kinds, interleaved": (
-        "moe-1t-8l",
-        32,
-        [*FOUR_KINDS, "pipeline.schedule=interleaved", "pipeline.stages_per_rank=4"],
+        "moe-1t-8l", 32, f"{FOUR_KINDS} pipeline.schedule=interleaved pipeline.stages_per_rank=4"
     ),
-    "eight bits": (LITE, 16, [*FLOAT8, "parallel.expert=4", "parallel.pipeline=2"]),
-    "eight bits, gathered in 16": (LITE, 16, [*FLOAT8, "parallel.expert=8", "parallel.shard=full"]),
-    "eight bits, gathered so": (LITE, 16, [*FLOAT8, "parallel.expert=8", "parallel.shard=full", "float8.gather=true"]),
-    "no experts": (
-        "debug",
-        8,
-        [
-            "model.moe=none",
-            "model.dense_layers=4",
-            "model.layers=4",
-            "model.intermediate_size=256",
-            "parallel.pipeline=2",
-        ],
-    ),
-}
+    "eight bits": (LITE, 16, f"{FLOAT8} parallel.expert=4 parallel.pipeline=2"),
+    "eight bits, gathered in 16": (LITE, 16, f"{FLOAT8} parallel.shard=full"),
+    "eight bits, gathered so": (LITE, 16, f"{FLOAT8} parallel.shard=full float8.gather=true"),
+    "no experts": ("debug", 8, f"{PLAIN} parallel.pipeline=2"),
+}  # fmt: skip
+OFTEN = ["one rank", "experts by all-to-all", "a context", "interleaved", "zb-v, selective recompute"]
+OFTEN += ["gathered weights", "several copies", "experts in every second layer, gathered weights", "prediction layers"]
+OFTEN += ["biases, experts in halves", "four kinds, zb-v", "eight bits, gathered so", "no experts"]
 
 
-@pytest.mark.often(
-    "one rank",
-    "experts by all-to-all",
-    "a context",
-    "interleaved",
-    "zb-v, parts computed twice",
-    "gathered weights",
-    "several copies",
-    "experts in every second layer, gathered weights",
-    "biases, experts in halves",
-    "four kinds, zb-v",
-    "eight bits, gathered so",
-    "no experts",
-    "prediction layers",
-)
-@pytest.mark.parametrize("name", CASES)
-def test_a_composed_run_holds_what_the_run_holds(name: str) -> None:
+def run_of(name: str) -> tuple[Run, int]:
     preset, world, overrides = CASES[name]
-    run = load_run(preset, [*overrides, "training.global_batch=256"])
+    return load_run(preset, [*overrides.split(), "training.global_batch=256"]), world
+
+
+@pytest.mark.often(*OFTEN)
+@pytest.mark.parametrize("name", CASES)
+def test_a_composed_run_needs_the_memory_of_the_run(name: str) -> None:
+    run, world = run_of(name)
     composer = Composer(run, TARGET)
     memories = composer.memories(run, grid_of(run, world))
     for memory, rank in zip(memories, ranks_that_differ(run, world), strict=True):
@@ -152,15 +100,15 @@ def test_a_composed_run_holds_what_the_run_holds(name: str) -> None:
         assert memory.master == pytest.approx(exact.master, abs=64)
 
 
-TIMED = ["experts by symmetric", "1f1b", "zb-v, parts computed twice", "several copies"]
+TIMED = ["experts by symmetric", "1f1b", "zb-v, selective recompute", "several copies"]
 TIMED += ["experts in every second layer", "local layers", "four kinds, zb-v", "eight bits", "eight bits, gathered so"]
 
 
 @pytest.mark.often("four kinds, zb-v", "several copies", "eight bits, gathered so", "1f1b")
 @pytest.mark.parametrize("name", TIMED)
 def test_a_composed_run_takes_as_long_as_the_run(name: str) -> None:
-    preset, world, overrides = CASES[name]
-    run, cluster = load_run(preset, [*overrides, "training.global_batch=256"]), parse_cluster(f"{world}xH200")
+    run, world = run_of(name)
+    cluster = parse_cluster(f"{world}xH200")
     composer = Composer(run, target_of(run, cluster, DEFAULT_ASSUMPTIONS), overheads_of(cluster.hardware))
     composed, times = composer.composed(run, grid_of(run, world)), ComposedTimes(cluster, DEFAULT_ASSUMPTIONS.imbalance)
     exact = project(run, cluster).time
@@ -169,7 +117,7 @@ def test_a_composed_run_takes_as_long_as_the_run(name: str) -> None:
     assert times.rough(composed) == pytest.approx(exact.step_seconds, rel=0.1)
 
 
-def test_a_miniature_is_rehearsed_once_for_all_runs_that_are_alike() -> None:
+def test_a_proxy_stage_runs_once_for_all_runs_with_the_same_pieces() -> None:
     runs = [
         load_run(LITE, ["parallel.pipeline=2", f"training.global_batch={rows}", f"parallel.expert={experts}"])
         for rows, experts in ((64, 2), (128, 2), (64, 4))
@@ -182,7 +130,7 @@ def test_a_miniature_is_rehearsed_once_for_all_runs_that_are_alike() -> None:
     assert done[0] == done[1] < done[2]
 
 
-def test_pieces_of_one_row_say_about_what_more_rows_hold() -> None:
+def test_pieces_of_one_row_approximate_those_of_more_rows() -> None:
     run = load_run(LITE, ["parallel.pipeline=2", "parallel.expert=4", "training.micro_batch=4"])
     found = list(Composer(run, TARGET).closer_and_closer(run, grid_of(run, 8)))
     assert [one.is_exact for one in found] == [False, True]
@@ -190,15 +138,15 @@ def test_pieces_of_one_row_say_about_what_more_rows_hold() -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_the_fullest_place_is_the_one_that_needs_most_of_all(name: str) -> None:
-    # Most places have equal stages, so that which is the fullest is up to the schedule.
+def test_the_fullest_place_needs_the_most_memory(name: str) -> None:
+    # Most places have equal stages, so the schedule decides.
     sizes = [f"pipeline.schedule={name}", f"pipeline.stages_per_rank={SCHEDULES[name].fewest}", "parallel.pipeline=8"]
     run = load_run("deepseek-v2-lite", ["parallel.expert=2", "training.global_batch=64", *sizes])
     composed = Composer(run, TARGET).composed(run, grid_of(run, 16))
     assert composed.total(composed.fullest) == max(map(composed.total, range(8)))
 
 
-def test_where_weight_gradients_are_put_off_a_later_place_may_be_the_fullest() -> None:
+def test_a_later_place_may_be_the_fullest_if_weight_gradients_are_put_off() -> None:
     sizes = ["parallel.pipeline=8", "parallel.expert=2", "pipeline.schedule=zb-1f1b", "training.global_batch=256"]
     run = load_run("deepseek-v2-lite", sizes)
     composed = Composer(run, TARGET).composed(run, grid_of(run, 16))
@@ -209,7 +157,7 @@ def test_where_weight_gradients_are_put_off_a_later_place_may_be_the_fullest() -
 
 
 def test_kinds_of_layers_follow_the_model() -> None:
-    model = load_run("moe-1t-8l", [*FOUR_KINDS, "model.dense_layers=1"]).model
+    model = load_run("moe-1t-8l", [*FOUR_KINDS.split(), "model.dense_layers=1"]).model
     stage = Stage(layers=tuple(range(8)))
     assert contents_of(stage, model).layers == (
         ("local dense", 2),
@@ -224,7 +172,7 @@ def test_kinds_of_layers_follow_the_model() -> None:
     assert layers_in_order(model, ("dense", "local moe")) == (5, 6)
 
 
-def test_what_lets_layers_differ_is_not_composed() -> None:
+def test_settings_that_make_layers_differ_are_not_composed() -> None:
     assert is_composable(load_run(LITE))
     for override in ('offload.activations=["layer"]', "dispatch.overlap=halves", "offload.optimizer=true"):
         assert not is_composable(load_run(LITE, ["training.micro_batch=2", override]))

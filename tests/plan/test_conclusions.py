@@ -1,4 +1,4 @@
-"""What AMD concluded of 768 GPUs from their plan follows from ours, and where it does not, the difference is known."""
+"""AMD's published conclusions for 768 GPUs follow from this plan; where they do not, the difference is known."""
 
 from dataclasses import replace
 

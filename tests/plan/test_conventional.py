@@ -1,4 +1,4 @@
-"""Separate operators compute what ours do, and keep what they read."""
+"""Separate operators compute the same as fused ones, and save their inputs."""
 
 from collections.abc import Callable
 
@@ -28,7 +28,7 @@ def inputs() -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor, Tensor]:
     return (x_TD, gate_up_eFD, down_eDF, weights_R), counts_e, torch.randperm(ROWS) // TOP_K
 
 
-def test_separate_experts_give_what_the_definition_gives() -> None:
+def test_separate_experts_equal_the_definition() -> None:
     results = []
     for ffn in (separate_expert_ffn, reference.expert_ffn):
         (x_TD, gate_up_eFD, down_eDF, weights_R), counts_e, index_R = inputs()

@@ -1,4 +1,4 @@
-"""What an operator of a tape costs."""
+"""The cost of a recorded operator."""
 
 from dataclasses import replace
 
@@ -42,7 +42,7 @@ def test_a_weight_gradient_of_few_rows_takes_as_long_as_its_sum_moves() -> None:
     assert COSTS.of(many).seconds == RATES.product(2048, 2048, 65536).seconds
 
 
-def test_experts_compute_the_rows_that_came_whatever_room_there_is() -> None:
+def test_experts_compute_the_rows_that_arrive_whatever_the_capacity() -> None:
     shapes = ((4096, 512), (8, 1024, 512), (4096, 1024))
     cost = COSTS.of(experts_product("rows_kernel", *shapes))
     assert cost == (RATES.grouped("forward", 8, 2048 // 8, 1024, 512).seconds, "experts", False)
@@ -65,7 +65,8 @@ def test_the_experts_products_are_told_apart() -> None:
 def test_the_room_is_that_of_the_rows_of_the_experts_kernels() -> None:
     work = (of_bf16("mm", (9999, 8), (8, 8)), experts_product("rows_kernel", (64, 8), (2, 8, 8), (80, 8)))
     assert buffer_rows((work,)) == {80}
-    assert buffer_rows(()) == frozenset()
+    in_8 = in_8_bits("float8_rows_kernel", (300, 512), (8, 1024, 512), (4096, 1024))
+    assert buffer_rows(((in_8,),)) == {4096} and buffer_rows(()) == frozenset()
 
 
 def test_attention_is_causal_unless_it_is_given_a_mask() -> None:
@@ -78,27 +79,23 @@ def test_attention_is_causal_unless_it_is_given_a_mask() -> None:
     assert COSTS.of(backward).seconds == RATES.attention("backward", 32, 1024, 1024, (192, 128)).seconds
 
 
-def test_what_computes_little_takes_as_long_as_its_bytes_move() -> None:
+def test_a_kernel_that_computes_little_takes_the_time_of_its_bytes() -> None:
     plain = COSTS.of(of_bf16("swiglu_kernel", (1000, 2000), (1000, 1000)))
     assert plain.seconds == pytest.approx(H200.host.kernel_seconds + 6e6 / BANDWIDTH)
     in_place = COSTS.of(of_bf16("add_", (1000, 2000), (1000, 2000)))
     assert in_place.seconds == pytest.approx(H200.host.kernel_seconds + 12e6 / BANDWIDTH)
 
 
-def test_rows_that_nobody_filled_are_not_moved() -> None:
+def test_empty_rows_are_not_moved() -> None:
     half = COSTS.of(of_bf16("sum_rows_kernel", (4096, 512), (512, 512)))
     assert half.seconds == pytest.approx(H200.host.kernel_seconds + 2 * 512 * (2048 + 512) / BANDWIDTH)
 
 
-def test_heads_that_hand_their_gradients_over_write_as_many_bytes_as_they_read() -> None:
+def test_kernels_that_do_not_move_each_tensor_once_have_bytes_of_their_own() -> None:
     part = ((2, 4096, 16, 128), (65536, 4096), (65536, 4096))
     cost = COSTS.of(RecordedOp("latent_heads_backward_kernel", part, (1 << 25, 1 << 28, 1 << 28), 2))
     assert cost.seconds == pytest.approx(H200.host.kernel_seconds + 2 * (1 << 25) / BANDWIDTH)
-
-
-def test_another_storage_for_a_tensor_is_no_work_of_the_device() -> None:
-    whole = RecordedOp("set_", ((1 << 20,), (1 << 20,)), (1 << 21, 1 << 21), 2)
-    assert COSTS.of(whole).seconds == 0
+    assert COSTS.of(RecordedOp("set_", ((1 << 20,), (1 << 20,)), (1 << 21, 1 << 21), 2)).seconds == 0
 
 
 def test_the_optimizer_has_a_rate_of_its_own() -> None:
@@ -143,7 +140,7 @@ def test_products_in_8_bits_take_the_rates_of_8_bits() -> None:
     assert RATES.product(8192, 4096, 2048, "fp8").seconds < 0.7 * RATES.product(8192, 4096, 2048).seconds
 
 
-def test_scales_of_single_rows_on_both_sides_are_what_a_product_in_8_bits_waits_for() -> None:
+def test_scales_of_single_rows_on_both_sides_slow_a_product_in_8_bits() -> None:
     share = H200.efficiency.float8_by_rows / H200.efficiency.float8_grouped
     matrices = (8192, 51200), (8192, 51200), (8, 8192, 8192), (8192, 400)
     by_rows = in_8_bits("float8_matrices_kernel", *matrices, (8192, 400))
@@ -156,11 +153,6 @@ def test_scales_of_single_rows_on_both_sides_are_what_a_product_in_8_bits_waits_
     ]
     share = H200.efficiency.float8_by_rows / H200.efficiency.float8
     assert COSTS.of(of_torch[1]).seconds == pytest.approx(COSTS.of(of_torch[0]).seconds * share, rel=1e-6)
-
-
-def test_room_is_known_by_products_in_8_bits_too() -> None:
-    rows = in_8_bits("float8_rows_kernel", (300, 512), (8, 1024, 512), (4096, 1024))
-    assert buffer_rows(((rows,),)) == {4096}
 
 
 @pytest.mark.parametrize(

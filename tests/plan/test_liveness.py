@@ -1,4 +1,4 @@
-"""What a schedule holds comes down to a few standings, and to a step of few micro-batches."""
+"""Peak points of a schedule are few, and those of a short step are enough."""
 
 from collections.abc import Sequence
 from operator import ge
@@ -56,7 +56,7 @@ def test_a_short_step_holds_as_much_as_a_long_one(
     assert most_held(short, rank, kept, left) == walked(long, rank, kept, left)
 
 
-def test_a_list_of_hundreds_of_actions_has_few_standings() -> None:
+def test_hundreds_of_actions_have_few_peak_points() -> None:
     assert len(peak_points(PipelineShape("1f1b", 16, 1, enough("1f1b", 16, 512)), 0)) == 2
 
 
@@ -65,9 +65,7 @@ def test_a_list_of_hundreds_of_actions_has_few_standings() -> None:
     ranks=st.integers(2, 6),
     data=st.data(),
 )
-def test_no_standing_is_left_beside_which_another_holds_as_much_everywhere(
-    name: str, ranks: int, data: st.DataObject
-) -> None:
+def test_no_peak_point_is_covered_by_another(name: str, ranks: int, data: st.DataObject) -> None:
     shape = PipelineShape(name, ranks, SCHEDULES[name].fewest, 2 * ranks)
     found = peak_points(shape, data.draw(st.integers(0, ranks - 1)))
     for one in found:
@@ -76,13 +74,13 @@ def test_no_standing_is_left_beside_which_another_holds_as_much_everywhere(
 
 
 def alike(shape: PipelineShape, rank: int) -> list[tuple[list[tuple[int, Kind]], tuple[int, ...]]]:
-    """Standings of a rank, its stages counted from 0."""
+    """Peak points of a rank, its stages counted from 0."""
     place = {stage: number for number, stage in enumerate(shape.stages_of(rank))}
     return [([(place[stage], kind) for stage, kind in one.work], one.counts) for one in peak_points(shape, rank)]
 
 
 def holds_as_much(shape: PipelineShape, rank: int, other: int) -> bool:
-    """Whether a rank holds what another holds, whenever that does what both do."""
+    """Whether a rank holds at least as much as another at each of that one's actions."""
     own = alike(shape, rank)
     return all(any(does == work and all(map(ge, has, held)) for does, has in own) for work, held in alike(shape, other))
 
@@ -96,7 +94,7 @@ def holds_as_much(shape: PipelineShape, rank: int, other: int) -> bool:
     micro_batches=st.integers(1, 20),
     data=st.data(),
 )
-def test_an_earlier_rank_holds_what_a_later_one_holds_where_that_is_said(
+def test_an_earlier_rank_holds_as_much_as_a_later_one_where_the_shape_says_so(
     name: str, ranks: int, more: int, micro_batches: int, data: st.DataObject
 ) -> None:
     stages = SCHEDULES[name].fewest + (more if SCHEDULES[name].most is None else 0)
@@ -108,6 +106,6 @@ def test_an_earlier_rank_holds_what_a_later_one_holds_where_that_is_said(
 @pytest.mark.parametrize(
     ("name", "pairs"), [*((name, False) for name in SCHEDULES), *((name, True) for name in PAIRED_GRAMMARS)]
 )
-def test_where_it_is_not_said_some_later_rank_holds_more(name: str, pairs: bool) -> None:
+def test_some_later_rank_holds_more_where_the_shape_does_not_say_so(name: str, pairs: bool) -> None:
     shape = PipelineShape(name, 4, SCHEDULES[name].fewest, 8, pairs=pairs)
     assert shape.holds_most_first == all(holds_as_much(shape, 0, weight_grads) for weight_grads in range(1, 4))

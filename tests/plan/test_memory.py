@@ -1,4 +1,4 @@
-"""Memory of a rank: its parts add up, and each setting moves the part that it should."""
+"""The parts of a rank's memory add up, and each setting changes its part."""
 
 import time
 
@@ -28,7 +28,7 @@ def test_the_parts_are_the_whole() -> None:
     assert memory.gradients == pytest.approx(memory.master, rel=1e-3)
 
 
-def test_overheads_of_the_hardware_come_on_top() -> None:
+def test_overheads_of_the_hardware_are_added() -> None:
     run = load_run(FOUR_LAYERS[0], FOUR_LAYERS[1])
     overheads = Overheads(libraries=100, context=1000, unused=0.5)
     memory = memory_of(run, world=1, rank=0, target=TARGET, overheads=overheads)
@@ -36,12 +36,10 @@ def test_overheads_of_the_hardware_come_on_top() -> None:
     assert memory.total == memory.allocated + 1000 + round(0.5 * memory.allocated)
 
 
-def test_what_is_recomputed_is_not_held() -> None:
-    assert planned('recompute.modules=["layer"]').activations < 0.6 * planned().activations
-
-
-def test_what_is_on_the_host_is_not_on_the_device() -> None:
-    plain, offloaded = planned(), planned('offload.activations=["layer"]')
+def test_recomputed_and_offloaded_memory_is_not_on_the_device() -> None:
+    plain = planned()
+    assert planned('recompute.modules=["layer"]').activations < 0.6 * plain.activations
+    offloaded = planned('offload.activations=["layer"]')
     assert offloaded.activations + offloaded.logits < 0.8 * (plain.activations + plain.logits)
     streamed = planned("offload.optimizer=true")
     assert streamed.host == plain.moments + plain.master and streamed.moments < 1 << 30
@@ -62,7 +60,7 @@ def test_memory_that_gpus_share_is_planned_where_a_node_has_several() -> None:
     assert planned("parallel.expert=2", world=2, target=apart).buffers < 64 << 20
 
 
-def test_a_pool_of_a_captured_pass_is_not_for_the_update() -> None:
+def test_the_update_cannot_use_the_pool_of_a_captured_pass() -> None:
     assert planned("graphs.capture=full", "parallel.shard=optimizer", world=2).graph_pool > 0
 
 
@@ -112,21 +110,13 @@ def test_layers_that_stay_in_16_bits_have_no_copies() -> None:
     assert copies("float8.first_layers=1") == copies()
 
 
-def test_experts_in_8_bits_keep_on_a_shelf_what_all_layers_together_need() -> None:
+def test_experts_in_8_bits_keep_rows_of_all_layers_in_an_arena() -> None:
+    base = ["parallel.expert=2", "dispatch.method=all-gather", "dispatch.sync_free=2"]
+    base += ["dispatch.row_capacity_factor=1.5", "float8.experts=blockwise"]
+
     def held(layer_capacity_factor: float, *overrides: str) -> tuple[int, int]:
-        base = [
-            "parallel.expert=2",
-            "dispatch.method=all-gather",
-            "dispatch.sync_free=2",
-            "dispatch.row_capacity_factor=1.5",
-        ]
-        memory = planned(
-            *base,
-            "float8.experts=blockwise",
-            f"dispatch.layer_capacity_factor={layer_capacity_factor}",
-            *overrides,
-            world=2,
-        )
+        factor = f"dispatch.layer_capacity_factor={layer_capacity_factor}"
+        memory = planned(*base, factor, *overrides, world=2)
         return memory.terms["ffn.experts"], memory.terms["ffn.dispatch"]
 
     (kept, places), (kept_of_more, more_places) = held(1.5), held(2.0)

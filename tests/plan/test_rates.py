@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from penstock.base.errors import HardwareError
 from penstock.kernels.tuning import GemmProduct
-from penstock.plan.hardware import AttentionPoint, GroupedPoint, ProductPoint
+from penstock.plan.hardware import AttentionPoint, ComputePoint, GroupedPoint, MeasuredPoint, ProductPoint
 from penstock.plan.hardware_file import known_hardware, load_hardware
-from penstock.plan.rates import NEAR, GroupedProduct, MeasuredRatio, Rates, corrected, pairs
+from penstock.plan.rates import NEAR, Estimate, GroupedProduct, MeasuredRatio, Rates, corrected, pairs
 from tests.examples import examples
 
 H200 = load_hardware("H200")
@@ -22,54 +22,38 @@ RATES = Rates(H200)
 SIZE = st.integers(1, 2**17)
 
 
-def test_a_measured_product_takes_what_was_measured() -> None:
+def estimate_and_flops(operator: str, point: MeasuredPoint) -> tuple[Estimate, float]:
+    """The estimate at a measured point, and its FLOPs."""
+    if isinstance(point, ProductPoint):
+        return RATES.product(point.m, point.n, point.k), 2 * point.m * point.n * point.k
+    if isinstance(point, GroupedPoint):
+        sizes = point.groups, point.rows, point.n, point.k
+        return RATES.grouped(operator.removeprefix("grouped_"), *sizes), 2 * math.prod(sizes)  # type: ignore[arg-type]
+    assert isinstance(point, AttentionPoint)
+    direction, widths = operator.removeprefix("attention_"), (point.width, point.value_width)
+    products = sum(widths) if direction == "forward" else 3 * widths[0] + 2 * widths[1]
+    found = RATES.attention(direction, point.heads, point.queries, point.keys, widths)  # type: ignore[arg-type]
+    return found, point.heads * point.queries**2 * products
+
+
+def test_an_operator_takes_its_measured_time_at_a_measured_point() -> None:
     for measured in H200.measured:
         for point in measured.points:
-            if isinstance(point, ProductPoint):
-                found = RATES.product(point.m, point.n, point.k)
-                flops = 2 * point.m * point.n * point.k
+            if isinstance(point, ComputePoint):
+                found, flops = estimate_and_flops(measured.operator, point)
                 assert found.seconds == pytest.approx(flops / point.flops_per_second)
                 assert (found.basis, found.source) == ("measured", measured.source)
 
 
-def test_a_measured_product_of_experts_takes_what_was_measured() -> None:
-    for measured in H200.measured:
-        for point in measured.points:
-            if isinstance(point, GroupedPoint):
-                product = measured.operator.removeprefix("grouped_")
-                found = RATES.grouped(product, point.groups, point.rows, point.n, point.k)  # type: ignore[arg-type]
-                flops = 2 * point.groups * point.rows * point.n * point.k
-                assert found.seconds == pytest.approx(flops / point.flops_per_second)
-                assert found.basis == "measured"
-
-
-def test_measured_attention_takes_what_was_measured() -> None:
-    for measured in H200.measured:
-        for point in measured.points:
-            if isinstance(point, AttentionPoint):
-                forward = measured.operator == "attention_forward"
-                widths = (point.width, point.value_width)
-                products = sum(widths) if forward else 3 * widths[0] + 2 * widths[1]
-                found = RATES.attention(
-                    "forward" if forward else "backward", point.heads, point.queries, point.keys, widths
-                )
-                flops = point.heads * point.queries**2 * products
-                assert found.seconds == pytest.approx(flops / point.flops_per_second)
-
-
-def test_a_product_that_is_far_from_all_points_is_a_roofline_by_the_stated_share() -> None:
+def test_a_product_far_from_all_points_is_a_roofline_at_the_stated_share() -> None:
     found = RATES.product(10**6, 10**6, 10**6)
     assert found.basis == "roofline"
     assert found.source == H200.efficiency.source
     assert found.seconds == pytest.approx(2e18 / (H200.peaks.bf16 * H200.efficiency.product), rel=0.02)
-
-
-def test_a_chip_without_points_has_rooflines_only() -> None:
-    hardware = load_hardware("MI300X")
-    found = Rates(hardware).product(8192, 8192, 8192)
-    assert found.basis == "roofline"
-    assert found.seconds == pytest.approx(2 * 8192**3 / (1307e12 * hardware.efficiency.product))
-    assert found.source.startswith("assumed:")
+    without_points = load_hardware("MI300X")
+    found = Rates(without_points).product(8192, 8192, 8192)
+    assert found.basis == "roofline" and found.source.startswith("assumed:")
+    assert found.seconds == pytest.approx(2 * 8192**3 / (1307e12 * without_points.efficiency.product))
 
 
 def test_a_thin_product_takes_the_time_of_its_bytes_and_an_empty_kernel_its_least() -> None:

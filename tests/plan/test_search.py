@@ -29,12 +29,16 @@ def found(devices: str = "8xH200", top: int = 5, **fixed: str) -> Plan:
     return search(SearchRequest(run=LITE, cluster=parse_cluster(devices), fixed=fixed, top=top))
 
 
-def test_the_best_come_first_and_fit() -> None:
+def test_the_best_come_first_and_each_is_what_its_run_projects() -> None:
     plan = found()
     rates = [one.time.tokens_per_second_per_device for one in plan.candidates]
     assert len(rates) == 5 and rates == sorted(rates, reverse=True)
-    assert all(one.fits for one in plan.candidates)
-    assert plan.model == LITE.name
+    assert all(one.fits for one in plan.candidates) and plan.model == LITE.name
+    for one in plan.candidates[:2]:
+        exact = project(one.run, one.cluster)
+        assert one.memory.total == pytest.approx(exact.memory.total, rel=5e-3)
+        assert one.time.step_seconds == pytest.approx(exact.time.step_seconds, rel=1e-2)
+        assert one.layout == exact.layout
 
 
 @pytest.mark.often("deepseek-v2-lite-*")
@@ -47,33 +51,21 @@ def test_the_best_come_first_and_fit() -> None:
         ("deepseek-v3-16l", "64xH200", {"schedule": "zb-1f1b", "pp": "16", "ep": "2", "micro_batch": "1"}),
     ],
 )
-def test_what_a_search_finds_fits_on_every_rank(preset: str, devices: str, fixed: dict[str, str]) -> None:
+def test_found_layouts_fit_on_every_rank(preset: str, devices: str, fixed: dict[str, str]) -> None:
     plan = search(SearchRequest(run=load_run(preset), cluster=parse_cluster(devices), fixed=fixed))
     assert plan.candidates and all(one.fits for one in plan.candidates)
 
 
-def test_what_is_printed_is_what_the_run_itself_projects() -> None:
-    for one in found().candidates[:2]:
-        exact = project(one.run, one.cluster)
-        assert one.memory.total == pytest.approx(exact.memory.total, rel=5e-3)
-        assert one.time.step_seconds == pytest.approx(exact.time.step_seconds, rel=1e-2)
-        assert one.layout == exact.layout
-
-
-def test_every_layout_is_counted_once() -> None:
+def test_every_layout_is_counted_once_and_refusals_are_few_with_reasons() -> None:
     plan = found()
     space = SearchSpace(neutral("8xH200"), LITE, {})
     assert plan.considered == sum(space.size_of_grid(grid) for grid in space.grids())
     assert plan.considered == len(plan.candidates) + sum(one.count for one in plan.refused)
-
-
-def test_every_refusal_has_a_reason_and_they_are_few() -> None:
-    plan = found()
     assert all(one.rule and one.reason and "\n" not in one.reason for one in plan.refused)
     assert len(plan.refused) < 60 < plan.considered
 
 
-def test_what_does_not_fit_says_what_overflows_and_by_how_much() -> None:
+def test_a_refusal_for_memory_has_the_component_and_the_overflow() -> None:
     run = load_run("deepseek-v3-16l")
     plan = search(SearchRequest(run=run, cluster=parse_cluster("8xH100"), top=3))
     assert plan.candidates == ()
@@ -81,28 +73,22 @@ def test_what_does_not_fit_says_what_overflows_and_by_how_much() -> None:
     assert reasons and all("overflow by" in reason and "GB" in reason for reason in reasons)
 
 
-def test_a_written_layout_is_one_that_trains() -> None:
+def test_a_written_layout_trains_and_reads_back(tmp_path: Path) -> None:
     for one in found().candidates:
         assert config_refusal(one.run, one.cluster.devices) is None
-
-
-def test_a_written_layout_reads_back(tmp_path: Path) -> None:
     best = found().candidates[0].run
     path = tmp_path / "best.toml"
     path.write_text(dump_toml(best))
     assert load_run(str(path)) == best
 
 
-@pytest.mark.slow
-def test_a_fixed_size_is_kept() -> None:
-    plan = found(pp="2", micro_batch="2")
+@pytest.mark.parametrize(
+    "fixed", [pytest.param({"pp": "2", "micro_batch": "2"}, marks=pytest.mark.slow), {"ep": "2", "etp": "2"}]
+)
+def test_a_fixed_size_is_kept_even_if_rules_advise_against_it(fixed: dict[str, str]) -> None:
+    plan = found(**fixed)
     assert plan.candidates
-    assert {(one.layout.pp, one.layout.micro_batch) for one in plan.candidates} == {(2, 2)}
-
-
-def test_what_is_fixed_need_not_be_worth_it() -> None:
-    plan = found(ep="2", etp="2")
-    assert plan.candidates and {one.layout.etp for one in plan.candidates} == {2}
+    assert all(f"{vars(one.layout)[name]}" == value for one in plan.candidates for name, value in fixed.items())
 
 
 def test_a_layout_with_every_part_fixed_is_one_candidate_even_if_it_does_not_fit() -> None:
@@ -177,7 +163,7 @@ def test_a_ladder_ends_with_whole_layers() -> None:
     assert not any("latent-up" in step for step in ladder_of(load_run("moe-1t").model))
 
 
-def test_a_search_among_what_overrides_say_finds_only_that() -> None:
+def test_a_search_keeps_the_parts_that_overrides_fix() -> None:
     overrides = ["parallel.expert=8", "training.micro_batch=2", 'recompute.modules=["layer"]']
     run = load_run("deepseek-v2-lite-6l", ["training.global_batch=64", *overrides])
     plan = search(SearchRequest(run=run, cluster=parse_cluster("8xH200"), fixed=fixed_by(run, overrides, {}), top=3))

@@ -52,7 +52,7 @@ WIDER = {"hierarchical": ("training.micro_batch=1", "training.global_batch=32")}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_every_place_spends_adds_up_to_its_step(layout: str) -> None:
+def test_the_terms_of_every_place_add_up_to_its_step(layout: str) -> None:
     time = time_of(*LAYOUTS[layout], *WIDER.get(layout, ()))
     assert time.step_seconds > 0
     for rank in time.ranks:
@@ -65,11 +65,12 @@ def test_what_every_place_spends_adds_up_to_its_step(layout: str) -> None:
     assert 0 <= time.bubble < 1
 
 
-def test_a_rate_is_tokens_over_seconds_and_devices() -> None:
+def test_a_rate_is_tokens_over_seconds_and_devices_and_a_slower_chip_takes_longer() -> None:
     found = projected("2xH200")
-    training = found.run.training
-    rate = training.global_batch * training.sequence_length / found.time.step_seconds / 2
+    rate = found.run.tokens_per_step / found.time.step_seconds / 2
     assert found.time.tokens_per_second_per_device == pytest.approx(rate)
+    captured = "graphs.capture=full"
+    assert time_of("1xB200", captured).step_seconds < time_of("1xH100", captured).step_seconds
 
 
 def test_a_small_model_waits_for_its_host_unless_it_is_captured() -> None:
@@ -79,7 +80,7 @@ def test_a_small_model_waits_for_its_host_unless_it_is_captured() -> None:
     assert captured.ranks[0].compute == pytest.approx(eager.ranks[0].compute)
 
 
-def test_what_is_recomputed_costs_time() -> None:
+def test_recomputation_costs_time() -> None:
     captured = "graphs.capture=full"
     plain, again = time_of("1xH200", captured), time_of("1xH200", captured, 'recompute.modules=["layer"]')
     assert again.ranks[0].compute > 1.1 * plain.ranks[0].compute
@@ -92,20 +93,11 @@ def test_uneven_experts_take_longer() -> None:
     assert uneven.ranks[0].terms["dispatch"] > even.ranks[0].terms["dispatch"]
 
 
-def test_more_micro_batches_fill_the_pipeline() -> None:
+def test_more_micro_batches_and_put_off_weight_gradients_shrink_the_bubble() -> None:
     few, many = time_of("2xH200", *PP2), time_of("2xH200", *PP2, "training.global_batch=64")
     assert 0 < many.bubble < few.bubble
     assert few.playback is not None and len(few.ranks) == 2
-
-
-def test_weight_gradients_that_are_put_off_leave_less_of_a_bubble() -> None:
-    one, zero = time_of("2xH200", *PP2), time_of("2xH200", *PP2, "pipeline.schedule=zb-1f1b")
-    assert zero.bubble < one.bubble
-
-
-def test_a_slower_chip_takes_longer() -> None:
-    captured = "graphs.capture=full"
-    assert time_of("1xB200", captured).step_seconds < time_of("1xH100", captured).step_seconds
+    assert time_of("2xH200", *PP2, "pipeline.schedule=zb-1f1b").bubble < few.bubble
 
 
 def test_the_layout_has_the_dispatcher_that_the_run_comes_down_to() -> None:

@@ -1,4 +1,4 @@
-"""A host and a device wait for each other as their streams say."""
+"""A host and a device wait for each other."""
 
 import pytest
 from hypothesis import given
@@ -32,30 +32,20 @@ def again(*work: RecordedOp, launch: float) -> Timing:
     return timing
 
 
-def test_a_device_that_is_behind_takes_the_sum_of_its_operators() -> None:
+def test_a_device_that_is_behind_takes_the_sum_of_its_operators_and_one_that_is_ahead_the_hosts_time() -> None:
     timing = again(compute(3), send(2), compute(1), launch=0.5)
     assert (timing.seconds, timing.compute, timing.communication, timing.exposed) == (6, 4, 2, 2)
     assert timing.idle == 0 and timing.terms["host"] == 0
-
-
-def test_a_device_that_is_ahead_takes_as_long_as_the_host() -> None:
     timing = again(compute(1), compute(1), launch=4)
     assert (timing.seconds, timing.idle) == (8, 6)
+    assert again(compute(5), *[compute(0)] * 4, launch=1).seconds == 5, "the host is ahead for the later operators"
 
 
-def test_a_host_that_is_ahead_pays_for_a_later_operator() -> None:
-    assert again(compute(5), *[compute(0)] * 4, launch=1).seconds == 5
-
-
-def test_a_host_that_waits_is_ahead_no_more() -> None:
-    # Five seconds of the device, then the host launches four times what takes no time.
-    assert again(compute(5), RecordedOp(WAIT), *[compute(0)] * 4, launch=1).seconds == pytest.approx(
-        1 + 5 + 4 - 1, abs=1
-    )
-    assert (
-        again(compute(5), *[compute(0)] * 4, launch=1).seconds
-        < again(compute(5), RecordedOp(WAIT), *[compute(0)] * 4, launch=1).seconds
-    )
+def test_a_host_that_waits_loses_its_lead() -> None:
+    # Five seconds of the device, then the host launches four operators without device time.
+    waited = again(compute(5), RecordedOp(WAIT), *[compute(0)] * 4, launch=1).seconds
+    assert waited == pytest.approx(1 + 5 + 4 - 1, abs=1)
+    assert again(compute(5), *[compute(0)] * 4, launch=1).seconds < waited
 
 
 def test_between_two_operators_there_is_a_gap() -> None:
@@ -72,16 +62,12 @@ def flight(travel: float, *during_transfers: RecordedOp) -> RecordedOps:
     )
 
 
-def test_of_a_transfer_that_is_hidden_only_a_part_is_gained() -> None:
+def test_a_hidden_transfer_gains_a_part_of_its_time_and_a_longer_one_is_waited_for() -> None:
     assert played(*flight(2)).seconds == 2
     timing = played(*flight(2, compute(5)))
     assert timing.seconds == pytest.approx(5 + (1 - OVERLAP_GAIN) * 2)
     assert timing.exposed == pytest.approx((1 - OVERLAP_GAIN) * 2)
-
-
-def test_a_transfer_that_takes_longer_is_waited_for() -> None:
-    timing = played(*flight(8, compute(5)))
-    assert timing.seconds == pytest.approx(5 + 3 + (1 - OVERLAP_GAIN) * 5)
+    assert played(*flight(8, compute(5))).seconds == pytest.approx(5 + 3 + (1 - OVERLAP_GAIN) * 5)
 
 
 works = st.lists(
@@ -95,7 +81,7 @@ works = st.lists(
 
 
 @given(works, st.floats(0, 2), st.floats(0, 0.1))
-def test_what_is_spent_adds_up_and_nobody_is_faster_than_the_device_or_the_host(
+def test_times_add_up_and_are_no_shorter_than_those_of_the_device_or_the_host(
     work: list[RecordedOp], launch: float, gap: float
 ) -> None:
     timing = played(*work, launch=launch, gap=gap)

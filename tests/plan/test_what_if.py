@@ -1,6 +1,7 @@
 """What-ifs, asked of a planner that computes nothing."""
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 
@@ -51,21 +52,15 @@ def test_a_term_that_one_run_does_not_have_is_zero_there() -> None:
     assert {one.name: one.right for one in found.seconds}["experts"] == 0
 
 
-def test_strong_scaling_keeps_the_batch_and_weak_scaling_grows_it() -> None:
-    run = run_of()
-    rows = {
-        kind: [projected(one).run.training.global_batch for one in scale(run, CLUSTER, (8, 16, 32), MadeUp(), kind)]
-        for kind in ("strong", "weak")
-    }
-    assert rows == {"strong": [64, 64, 64], "weak": [32, 64, 128]}
-
-
-def test_scaling_changes_nothing_but_data_parallel_ranks() -> None:
-    points = scale(run_of(), CLUSTER, (8, 16), MadeUp(), "weak")
-    first, second = (projected(one).layout for one in points)
-    assert (first.dp, second.dp) == (4, 8)
-    assert replace(second, dp=4, edp=first.edp) == first
-    assert [projected(one).cluster.devices for one in points] == [8, 16]
+@pytest.mark.parametrize(("kind", "rows"), [("strong", [64, 64, 64]), ("weak", [32, 64, 128])])
+def test_scaling_changes_data_parallel_ranks_and_weak_scaling_the_batch(
+    kind: Literal["strong", "weak"], rows: list[int]
+) -> None:
+    points = [projected(one) for one in scale(run_of(), CLUSTER, (8, 16, 32), MadeUp(), kind)]
+    assert [one.run.training.global_batch for one in points] == rows
+    assert [one.cluster.devices for one in points] == [8, 16, 32]
+    first, second, _ = (one.layout for one in points)
+    assert replace(second, dp=4, edp=first.edp) == first and second.dp == 8
 
 
 def test_efficiency_is_the_speed_of_a_device_over_that_of_the_first_point() -> None:
@@ -81,27 +76,30 @@ def test_a_world_that_a_layout_cannot_have_says_why_and_is_no_base_for_efficienc
     assert enough.efficiency == 1.0
 
 
-def test_devices_that_do_not_fill_their_nodes_are_a_mistake() -> None:
+def test_devices_that_do_not_fill_their_nodes_are_an_error() -> None:
     with pytest.raises(HardwareError, match="do not fill nodes"):
         scale(run_of(), CLUSTER, (9,), MadeUp(), "weak")
 
 
-def test_a_sweep_keeps_about_the_tokens_of_a_step() -> None:
-    points = sweep(run_of(), CLUSTER, "sequence_length", ("64", "256", "100"), MadeUp())
-    runs = [projected(one).run for one in points]
-    assert [run.training.sequence_length for run in runs] == [64, 256, 100]
-    assert [run.training.global_batch for run in runs] == [128, 32, 96]
+SWEEPS = [
+    ("sequence_length", ("64", "100"), [128, 96]),
+    ("micro_batch", ("3",), [72]),
+    ("global_batch", ("128",), [128]),
+]
 
 
-def test_a_micro_batch_that_divided_no_batch_gets_one_that_it_divides() -> None:
-    (point,) = sweep(run_of(), CLUSTER, "micro_batch", ("3",), MadeUp())
-    assert projected(point).run.training.global_batch == 72
+@pytest.mark.parametrize(("name", "values", "rows"), SWEEPS)
+def test_a_sweep_keeps_about_the_tokens_of_a_step_unless_it_is_of_the_batch(
+    name: str, values: tuple[str, ...], rows: list[int]
+) -> None:
+    points = sweep(run_of(), CLUSTER, name, values, MadeUp())
+    assert [projected(one).run.training.global_batch for one in points] == rows
+    assert [f"{vars(projected(one).run.training)[name]}" for one in points] == list(values)
 
 
-def test_a_sweep_of_the_batch_takes_it_as_it_is() -> None:
-    points = sweep(run_of(), CLUSTER, "global_batch", ("128", "100"), MadeUp())
-    assert projected(points[0]).run.training.global_batch == 128
-    assert "training.global_batch" in refused(points[1]).reason
+def test_a_batch_that_does_not_divide_is_refused() -> None:
+    (point,) = sweep(run_of(), CLUSTER, "global_batch", ("100",), MadeUp())
+    assert "training.global_batch" in refused(point).reason
 
 
 def test_expert_ranks_are_swept_by_dispatcher() -> None:

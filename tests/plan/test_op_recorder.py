@@ -1,4 +1,4 @@
-"""A tape has what a device would be given, in that order, and nothing else."""
+"""A recorder has the operators that a device is given, in their order, and no others."""
 
 from collections.abc import Callable, Iterator
 
@@ -34,7 +34,7 @@ def written(work: Callable[[], object], ranks_per_node: int = 0) -> RecordedOps:
     return tape.cut()
 
 
-def test_a_tape_with_a_ledger_says_what_both_say_alone() -> None:
+def test_a_recorder_with_a_tracker_returns_what_both_return_alone() -> None:
     def work() -> None:
         weight = rows(8, 2, trained=True)
         (rows(4, 8) @ weight).float().sum().backward()
@@ -65,12 +65,9 @@ def test_a_product_is_written_with_shapes_and_bytes_and_its_result_is_the_last()
     assert (one.sizes, one.itemsize, one.moved_bytes) == ((64, 32, 16), 2, 112)
 
 
-def test_views_and_memory_alone_give_a_device_nothing_to_do() -> None:
+def test_views_and_allocations_are_not_recorded_and_a_tensor_changed_in_place_appears_once() -> None:
     assert written(lambda: rows(4, 8).view(2, 16).transpose(0, 1)[:3]) == ()
     assert written(lambda: rows(4, 8).new_empty(3)) == ()
-
-
-def test_a_tensor_that_is_changed_in_place_is_named_once() -> None:
     x = rows(4, 8)
     (one,) = written(lambda: x.add_(1))
     assert (one.name, one.shapes) == ("add_", ((4, 8),))
@@ -88,7 +85,7 @@ def test_a_launch_is_written_with_its_switches_and_not_made() -> None:
     assert (one.name, one.shapes, one.switches) == ("fake_kernel", ((4, 8), (2,)), ("GATHER",))
 
 
-def test_where_the_host_would_read_counts_it_waits() -> None:
+def test_the_host_waits_where_it_would_read_counts() -> None:
     counts = torch.empty(4, dtype=torch.int32, device="meta")
     assert [one.name for one in written(lambda: counts_on_host(counts, 10))] == [WAIT]
 
