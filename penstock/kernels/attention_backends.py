@@ -30,7 +30,7 @@ ORDERS: dict[str, list[SDPBackend]] = {
 torch."""
 
 ORDERS[flash_4.NAME] = ORDERS["auto"]
-"""For what the package does not take."""
+"""For calls that the package does not support."""
 
 BIAS_STRIDE = 16
 """Rows of a bias begin at multiples of so many numbers in the efficient backend."""

@@ -256,7 +256,7 @@ def _attention(wanted: Mapping[str, str], device: DeviceFacts) -> Choice:
     if device.kind == "cpu":
         return Choice("attention", "both", "default", "no GPU")
     if problem is None and device.target in flash_4.MEASURED:
-        return Choice("attention", "both", flash_4.NAME, f"{FLASH_4} is installed; cuDNN for what it does not take")
+        return Choice("attention", "both", flash_4.NAME, f"{FLASH_4} is installed; cuDNN for unsupported calls")
     has_cudnn = not device.target.startswith("gfx")
     order = "cuDNN first, then flash, efficient, math" if has_cudnn else "flash first, then efficient, math: no cuDNN"
     return Choice("attention", "both", AUTO, order)

@@ -205,12 +205,12 @@ class _ExpertFfn(torch.autograd.Function):
             dx_RD = kernels.input_gradient(d_gate_up_RF, gate_up_eFD, counts_e, tiles=tiles)
             dx_ND = sum_over_places(dx_RD, len(x_ND), counts_e, index_R, extras.places_TK, kernels.unpermute)
             del dx_RD
-        # Last, because it is the largest: everything above is free again by now.
+        # Last, because it is the largest result: all other buffers are free again here.
         if wants_gate_up:
             rows = d_gate_up_RF, x_ND, counts_e, index_R
             make = partial(kernels.weight_gradient, *rows, accumulate_into=gate_up_sum, tiles=tiles)
             d_gate_up_eFD = put_gradient(make, GATE_UP, extras.parameters[GATE_UP], gate_up_sum, extras.put_off)
-        # What was added to a sum is given to nobody else.
+        # A gradient that was added to a sum is not returned to autograd.
         of_biases = zip((d_gate_up_bias_eF, d_down_bias_eD), (gate_up_bias_sum, down_bias_sum), strict=True)
         given = [None if total is not None else one for one, total in of_biases]
         dweights_R = dweights_R if wants_weights else None

@@ -60,6 +60,6 @@ def attention(q_BSHN: Tensor, k_BSGN: Tensor, v_BSGM: Tensor, *, scale: float) -
 
 @cache
 def _package() -> Any:
-    # Its compiler warns at every kernel of what only the package's authors can mend.
+    # The package's compiler warns about its own code at every kernel.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"cutlass\.")
     return import_module("flash_attn.cute")

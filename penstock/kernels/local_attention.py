@@ -74,7 +74,7 @@ def _mask_of_documents(reach: AttentionWindow, blocks: QueryBlocks, allowed_BSS:
     """Mask for rows of several documents: a query's document begins at the first position that it may attend to."""
     _, queries, keys = allowed_BSS.shape
     query, key = _places(blocks, allowed_BSS.device)
-    # Queries behind the last are padding: they look at what the last one does, and at themselves.
+    # Queries after the last are padding: they have the mask of the last one, and see themselves.
     query_here = (query - blocks.first).clamp(max=queries - 1)
     allowed = allowed_BSS[:, query_here, key.clamp(0, keys - 1)] & (key >= 0)
     if reach.kind == "window":

@@ -116,7 +116,7 @@ class TokenChunks:
 
 @dataclass(frozen=True, kw_only=True)
 class ChannelWait:
-    """Flags of a channel and what a waiting kernel compares them with.
+    """Flags of a channel, and the values with which a waiting kernel compares them.
 
     Attributes:
         flags_CW: int64, this rank's flags of the channel, by chunk and sender.

@@ -58,7 +58,7 @@ def _run(operator: Operator, inputs: list[Tensor | None]) -> tuple[list[Tensor],
     generator = torch.Generator().manual_seed(1)
     floating = [output for output in outputs if output.is_floating_point() and output.requires_grad]
     leaves = [x for x in inputs if x is not None and x.requires_grad]
-    # Rounded to bfloat16, so that both runs get the same numbers whatever they compute in.
+    # Rounded to bfloat16, so that both runs get the same numbers in any dtype.
     incoming = [torch.randn(output.shape, generator=generator).bfloat16().to(output) for output in floating]
     gradients = torch.autograd.grad(floating, leaves, incoming)
     return [output.detach() for output in outputs], list(gradients)

@@ -1,4 +1,4 @@
-"""Attention with sinks equals the softmax with one more logit, on whatever backend; none of them is left to luck."""
+"""Attention with sinks equals the softmax with one more logit, on every backend."""
 
 import pytest
 import torch

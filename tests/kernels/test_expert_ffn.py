@@ -223,7 +223,7 @@ def test_gradients_of_two_micro_batches_add_up_in_float32(kernels: ExpertKernels
 
 def test_what_needs_no_gradient_is_not_worked_out(device: torch.device) -> None:
     def refuse(*_: Any, **__: Any) -> Tensor:
-        pytest.fail("a gradient was made that nobody wants")
+        pytest.fail("computed an unwanted gradient")
 
     batch = draw("random", device)
     batch.x_TD.requires_grad_()

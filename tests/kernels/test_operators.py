@@ -10,7 +10,7 @@ from penstock.kernels.operators import REFERENCE, TORCH, Operators
 
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
-    """What nobody has written is NaN."""
+    """Memory that was not written is NaN."""
     torch.use_deterministic_algorithms(True)  # fills uninitialized memory
     yield
     torch.use_deterministic_algorithms(False)

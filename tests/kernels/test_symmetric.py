@@ -338,7 +338,7 @@ def test_sums_that_copy_engines_send_are_left_here_and_a_word_comes_behind_them(
     release = (
         r"(?:red|atom)\.global\.sys\.release\.add" if is_nvidia else r"buffer_wbl2 sc0 sc1(?s:.*)global_atomic_add_x2"
     )
-    assert staged.spills == 0 and not re.search(release, staged.asm), "nobody is told before they have been sent"
+    assert staged.spills == 0 and not re.search(release, staged.asm), "no flag is set before the copies are sent"
     words = {"addresses_ptr": "*i64:16", "flags_offset": "i64:16", "rank": "i32"}
     said = compile_for(signal_kernel, words, RANKS, TARGETS[target], num_warps=1)
     assert said.spills == 0 and re.search(release, said.asm)
