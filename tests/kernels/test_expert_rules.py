@@ -1,6 +1,7 @@
 """Experts with biases, clamps and weighted inputs against their definition: output and all gradients, every form."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor
 from penstock.base.errors import KernelError
 from penstock.kernels import operators, reference
 from penstock.kernels.expert_ffn import expert_ffn
-from penstock.kernels.expert_kernels import REFERENCE, TORCH, TRITON, ExpertKernels
+from penstock.kernels.expert_kernels import ExpertKernels
 from penstock.kernels.reference import SWIGLU, ExpertRule
 from penstock.plan.meta_rank import separate_expert_ffn
 from penstock.plan.op_recorder import WAIT, OpRecorder
@@ -23,12 +24,12 @@ LLAMA4 = ExpertRule(weighs_input=True)
 Ffn = Callable[..., Tensor]
 
 
-def _ours(kernels: ExpertKernels) -> Ffn:
+def _one_function(kernels: ExpertKernels) -> Ffn:
     return lambda *inputs, **options: expert_ffn(*inputs, kernels=kernels, **options)
 
 
 FORMS: dict[str, Ffn] = {
-    **{f"one function, {name}": _ours(kernels) for name, kernels in BACKENDS.items()},
+    **{f"one function, {name}": _one_function(kernels) for name, kernels in BACKENDS.items()},
     "operators, reference": operators.reference_expert_ffn,
     "operators, torch": operators.torch_expert_ffn,
 }
@@ -96,21 +97,45 @@ def test_a_plan_of_separate_operators_computes_the_same(rule: ExpertRule, device
     compare(separate_expert_ffn, [*batch.inputs, *biases], rule)
 
 
-def test_rows_past_the_last_expert_poison_no_bias(ffn: Ffn, device: torch.device) -> None:
+@pytest.mark.parametrize("has_biases", [False, True], ids=["plain", "biases"])
+def test_nan_in_rows_past_the_last_expert_stays_there(has_biases: bool, ffn: Ffn, device: torch.device) -> None:
+    """NaN in rows of dropped slots: in x, in the weights and in the incoming gradient."""
     batch = draw("dropped slots", device)
     used = int(batch.order.counts_E.sum())
+    assert used < len(batch.weights_R), "this routing must drop slots"
     x_RD, weights_R = reference.permute(batch.x_TD, batch.order), batch.weights_R.float()
     x_RD[used:] = weights_R[used:] = torch.nan
     leaves = [leaf.requires_grad_() for leaf in (x_RD, batch.gate_up_eFD, batch.down_eDF, weights_R)]
-    biases = tuple(bias.requires_grad_() for bias in biases_of(batch))
-    y_RD = ffn(*leaves[:3], batch.order.counts_E, weights_R, None, biases=biases, rule=GPT_OSS)
+    biases = tuple(bias.requires_grad_() for bias in biases_of(batch)) if has_biases else ()
+    options = {"biases": biases, "rule": GPT_OSS} if has_biases else {}
+    y_RD = ffn(*leaves[:3], batch.order.counts_E, weights_R, None, **options)
     dy_RD = torch.ones_like(y_RD)
     dy_RD[used:] = torch.nan
-    dx_RD, *others, dweights_R, d_gate_up_bias_eF, d_down_bias_eD = torch.autograd.grad(y_RD, [*leaves, *biases], dy_RD)
-    assert not y_RD[used:].any(), "no expert, no bias"
-    assert not dx_RD[used:].any()
-    for result in (y_RD, dx_RD, *others, dweights_R[:used], d_gate_up_bias_eF, d_down_bias_eD):
+    dx_RD, dgate_up_eFD, ddown_eDF, dweights_R, *dbiases = torch.autograd.grad(y_RD, [*leaves, *biases], dy_RD)
+    assert not y_RD[used:].any(), "rows past the last expert's are zero"
+    assert not dx_RD[used:].any(), "and so are their gradients"
+    for result in (y_RD, dx_RD, dgate_up_eFD, ddown_eDF, dweights_R[:used], *dbiases):
         assert result.isfinite().all()
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Memory that was not written is NaN."""
+    torch.use_deterministic_algorithms(True)  # fills uninitialized memory
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("form", [operators.REFERENCE, operators.TORCH], ids=["reference", "torch"])
+@pytest.mark.usefixtures("poisoned_memory")
+def test_rows_that_torch_leaves_unwritten_take_no_part_in_outputs_and_gradients(form: operators.Operators) -> None:
+    used, counts_e = 5, torch.tensor([2, 3], dtype=torch.int32)
+    shapes = (8, HIDDEN), (2, 2 * WIDTH, HIDDEN), (2, HIDDEN, WIDTH), (8,)
+    x_RD, gate_up_eFD, down_eDF, weights_R = leaves = [torch.rand(shape).requires_grad_() for shape in shapes]
+    y_RD = form.expert_ffn(x_RD, gate_up_eFD, down_eDF, counts_e, weights_R)
+    dx_RD, *dmatrices, dweights_R = torch.autograd.grad(y_RD.sum(), leaves)
+    assert all(not rows[used:].any() for rows in (y_RD, dx_RD, dweights_R))
+    assert all(gradient.isfinite().all() for gradient in (dx_RD, *dmatrices, dweights_R))
 
 
 @pytest.mark.parametrize("kernels", BACKENDS.values(), ids=BACKENDS)
@@ -135,35 +160,44 @@ def test_gradients_of_two_micro_batches_are_added_to_float32_sums(kernels: Exper
         assert_near(total.to(batch.x_TD.dtype), right, "sum of gradients")
 
 
-@pytest.mark.parametrize("rule", [GPT_OSS, LLAMA4], ids=["gpt-oss", "llama4"])
-@pytest.mark.parametrize("kernels", [REFERENCE, TORCH, TRITON], ids=["reference", "torch", "triton"])
-def test_a_pre_activation_that_is_recomputed_gives_the_same_bits(
-    kernels: ExpertKernels, rule: ExpertRule, device: torch.device
+@pytest.mark.often("triton-*", "*-dropped slots")
+@pytest.mark.parametrize("routing", ["random", "dropped slots", "all slots dropped"])
+@pytest.mark.parametrize("rule", [SWIGLU, GPT_OSS, LLAMA4], ids=["swiglu", "gpt-oss", "llama4"])
+@pytest.mark.parametrize("kernels", BACKENDS.values(), ids=BACKENDS)
+def test_a_recomputed_pre_activation_gives_the_same_bits(
+    kernels: ExpertKernels, rule: ExpertRule, routing: str, device: torch.device
 ) -> None:
-    batch = draw("dropped slots", device)
-    biases = () if rule.weighs_input else biases_of(batch)
+    batch, products = draw(routing, device), []
+    biases = biases_of(batch) if rule == GPT_OSS else ()
+
+    def counted(*arguments: Any, **options: Any) -> Tensor:
+        products.append(arguments)
+        return kernels.forward(*arguments, **options)
 
     def run(*, recompute: bool) -> list[Tensor]:
         inputs = batch.x_TD, batch.gate_up_eFD, batch.down_eDF, batch.weights_R.float(), *biases
         leaves = [leaf.detach().clone().requires_grad_() for leaf in inputs]
-        options = {"recompute": recompute, "kernels": kernels, "places_TK": batch.order.places_TK, "rule": rule}
+        options = {"recompute": recompute, "places_TK": batch.order.places_TK, "rule": rule}
         given = (leaves[4], leaves[5]) if biases else None
         rest = batch.order.counts_E, leaves[3], batch.index_R
-        y_RD = expert_ffn(*leaves[:3], *rest, biases=given, **options)
+        y_RD = expert_ffn(*leaves[:3], *rest, biases=given, kernels=replace(kernels, forward=counted), **options)
         return [y_RD.detach(), *torch.autograd.grad(y_RD, leaves, torch.ones_like(y_RD))]
 
-    for found, expected in zip(run(recompute=True), run(recompute=False), strict=True):
+    plain = run(recompute=False)
+    assert len(products) == 2
+    for found, expected in zip(run(recompute=True), plain, strict=True):
         assert torch.equal(found, expected)
+    assert len(products) == 5, "the first product runs once more, the second does not"
 
 
-def test_biases_behind_weighted_inputs_are_refused(ffn: Ffn, device: torch.device) -> None:
+def test_biases_with_weighted_inputs_are_refused(ffn: Ffn, device: torch.device) -> None:
     batch = draw("random", device)
     with pytest.raises(KernelError, match="weighted"):
         ffn(*batch.inputs, biases=biases_of(batch), rule=LLAMA4)
 
 
 def launches_of(rule: ExpertRule, *, has_biases: bool) -> list[str]:
-    """What a GPU would be given by both passes, on tensors without memory."""
+    """Launches of both passes on the meta device."""
     meta = {"device": "meta", "dtype": torch.bfloat16}
     x_TD = torch.empty(64, HIDDEN, **meta, requires_grad=True)
     parameters = [torch.empty(4, 2 * WIDTH, HIDDEN, **meta), torch.empty(4, HIDDEN, WIDTH, **meta)]

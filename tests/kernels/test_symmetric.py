@@ -1,7 +1,4 @@
-"""Kernels of the symmetric dispatcher alone: what they write where, and what they become on every chip.
-
-How ranks work together through them is in tests/moe/test_symmetric.py.
-"""
+"""Kernels of the symmetric dispatcher on one device and compiled for every chip; ranks: tests/moe/test_symmetric.py."""
 
 import re
 from dataclasses import dataclass, replace
@@ -91,7 +88,7 @@ def test_a_row_goes_once_to_each_other_rank_that_holds_one_of_its_experts(rank: 
     assert torch.equal(rows_ND[rank, wanted], x_TD[wanted])
     others = [token for token in range(T) if token not in wanted]
     assert (rows_ND[rank, others] == -1).all() and (rows_ND[1 - rank] == -1).all()
-    assert (memories[rank][:1024] == -1).all(), "our own rows are read where they are"
+    assert (memories[rank][:1024] == -1).all(), "this rank's own rows are not copied"
     assert all(_flags(memory)[0].tolist() == [2 * (rank == 0), 2 * (rank == 1)] for memory in memories)
 
 
@@ -103,13 +100,13 @@ def test_a_row_goes_to_all_ranks_that_share_its_expert(device: torch.device) -> 
     assert torch.equal(memories[1][:D], x_TD[0]) and (memories[1][D:1024] == -1).all()
 
 
-def test_choices_and_weights_go_to_everybody_with_the_first_chunk(device: torch.device) -> None:
+def test_choices_and_weights_go_to_all_ranks_with_the_first_chunk(device: torch.device) -> None:
     memories, peers = _peers(1, device)
     experts_TK, weights_TK = torch.tensor([[3, 0], [1, 2]], device=device), torch.rand(2, 2, device=device)
     choices = RoutingPayload(weights_TK=weights_TK, ids_offset=0, weights_offset=64, flags_offset=FLAGS_AT + 64)
-    x_TD, homes = torch.zeros(2, D, device=device), ExpertRanks(per_rank=2)
+    x_TD, placement = torch.zeros(2, D, device=device), ExpertRanks(per_rank=2)
     for part in (TokenChunks(rows=16, count=2, first=0, last=1), TokenChunks(rows=16, count=2, first=1, last=2)):
-        push_rows(x_TD, experts_TK, homes, peers, (256, FLAGS_AT), part, choices, launch=FEW)
+        push_rows(x_TD, experts_TK, placement, peers, (256, FLAGS_AT), part, choices, launch=FEW)
     for memory in memories:
         assert memory.view(torch.int32)[4:8].tolist() == [3, 0, 1, 2]
         assert torch.equal(memory[20:24], weights_TK.flatten())
@@ -117,7 +114,7 @@ def test_choices_and_weights_go_to_everybody_with_the_first_chunk(device: torch.
 
 
 @pytest.mark.parametrize("programs", [1, 2, 5])
-def test_chunks_cover_every_token_once_however_many_programs_walk(programs: int, device: torch.device) -> None:
+def test_chunks_cover_every_token_once_with_any_number_of_programs(programs: int, device: torch.device) -> None:
     tokens, chunks = 39, TokenChunks.cut(39, 3)
     flags = torch.zeros(16, W, dtype=torch.int64, device=device)
     launch = replace(FEW, programs=programs)
@@ -155,20 +152,20 @@ def test_sums_over_ranks_leave_out_those_that_had_no_expert_of_the_token(device:
     experts_TK = torch.tensor([[0, 1], [1, 2], [4, 4]], device=device)
     scalars_NK, scalars_TK = torch.arange(12.0, device=device).view(6, 2), torch.empty(3, 2, device=device)
     y_TD = torch.empty(3, D, device=device)
-    home = CombineBuffers(parts_ND=parts_ND, y_TD=y_TD, scalars_NK=scalars_NK, scalars_TK=scalars_TK)
+    buffers = CombineBuffers(parts_ND=parts_ND, y_TD=y_TD, scalars_NK=scalars_NK, scalars_TK=scalars_TK)
     awaited = _awaited(torch.ones(16, W, dtype=torch.int64, device=device), 1)
-    sum_ranks(home, experts_TK, ExpertRanks(per_rank=2), awaited, TokenChunks.cut(3, 1), launch=FEW)
+    sum_ranks(buffers, experts_TK, ExpertRanks(per_rank=2), awaited, TokenChunks.cut(3, 1), launch=FEW)
     assert_close(y_TD, torch.stack((parts_ND[0], parts_ND[1] + parts_ND[4], torch.zeros_like(y_TD[0]))))
     assert scalars_TK.tolist() == [[0, 1], [2, 9], [0, 0]]
 
 
-def test_our_own_part_of_a_sum_may_stand_elsewhere(device: torch.device) -> None:
+def test_rows_of_this_rank_may_be_in_another_buffer(device: torch.device) -> None:
     parts_ND, own_TD = torch.randn(6, D, device=device), torch.randn(3, D, device=device)
     experts_TK = torch.tensor([[0, 1], [1, 2], [3, 4]], device=device)
-    home = CombineBuffers(parts_ND=parts_ND, y_TD=torch.empty(3, D, device=device), own_TD=own_TD, rank=1)
+    buffers = CombineBuffers(parts_ND=parts_ND, y_TD=torch.empty(3, D, device=device), own_TD=own_TD, rank=1)
     awaited = _awaited(torch.ones(16, W, dtype=torch.int64, device=device), 1)
-    sum_ranks(home, experts_TK, ExpertRanks(per_rank=2), awaited, TokenChunks.cut(3, 1), launch=FEW)
-    assert_close(home.y_TD, torch.stack((parts_ND[0], parts_ND[1] + own_TD[1], own_TD[2])))
+    sum_ranks(buffers, experts_TK, ExpertRanks(per_rank=2), awaited, TokenChunks.cut(3, 1), launch=FEW)
+    assert_close(buffers.y_TD, torch.stack((parts_ND[0], parts_ND[1] + own_TD[1], own_TD[2])))
 
 
 def test_packed_bytes_are_taken_to_their_places_as_they_are(device: torch.device) -> None:
@@ -184,10 +181,10 @@ def test_packed_bytes_are_taken_to_their_places_as_they_are(device: torch.device
 def test_a_chunk_that_one_rank_has_not_written_is_noticed(device: torch.device) -> None:
     awaited = _awaited(torch.full((16, W), 2, dtype=torch.int64, device=device), 2)
     awaited.flags_CW[1, 1] = 1
-    home = CombineBuffers(parts_ND=torch.zeros(6, D, device=device), y_TD=torch.empty(3, D, device=device))
-    experts_TK, homes = torch.zeros(3, 1, dtype=torch.int64, device=device), ExpertRanks(per_rank=2)
+    buffers = CombineBuffers(parts_ND=torch.zeros(6, D, device=device), y_TD=torch.empty(3, D, device=device))
+    experts_TK, placement = torch.zeros(3, 1, dtype=torch.int64, device=device), ExpertRanks(per_rank=2)
     for last, late in ((1, 0), (2, 3)):
-        sum_ranks(home, experts_TK, homes, awaited, TokenChunks(rows=2, count=2, first=0, last=last), launch=FEW)
+        sum_ranks(buffers, experts_TK, placement, awaited, TokenChunks(rows=2, count=2, first=0, last=last), launch=FEW)
         assert int(awaited.late) == late
 
 
@@ -197,7 +194,7 @@ def test_rows_of_odd_width_are_refused(device: torch.device) -> None:
         push_rows(torch.zeros(2, 6), torch.zeros(2, 1).long(), ExpertRanks(per_rank=1), peers, (0, 0), ONE)
 
 
-def test_a_wait_ends_when_all_have_written_and_gives_up_when_one_has_not(device: torch.device) -> None:
+def test_a_wait_ends_when_all_ranks_have_written_and_gives_up_otherwise(device: torch.device) -> None:
     awaited = _awaited(torch.full((16, W), 3, dtype=torch.int64, device=device), 3)
     wait(awaited)
     assert int(awaited.late) == 0 and awaited.expected[:2].tolist() == [3, 0] and not awaited.left.any()
@@ -212,16 +209,9 @@ HIDDEN, TOP_K, PER_RANK = 7168, 8, 64
 RANKS = {"W": 4, "BLOCK_W": 4}
 NUMBERS = {"tokens": "i32:16", "chunk_rows": "i32:16", "first": "i32", "last": "i32"}
 SENDS = {"addresses_ptr": "*i64:16", "offset": "i64:16", "flags_offset": "i64:16", "rank": "i32", **NUMBERS}
-WAITS = {
-    "flags_ptr": "*i64:16",
-    "expected_ptr": "*i64:16",
-    "left_ptr": "*i32:16",
-    "late_ptr": "*i32:16",
-    "channel": "i32",
-    "signals": "i32:16",
-    "limit": "i32:16",
-}
-HOMES = {"K": TOP_K, "PER_RANK": PER_RANK, "PARTS": 1}
+WAITS = dict.fromkeys(("flags_ptr", "expected_ptr"), "*i64:16") | dict.fromkeys(("left_ptr", "late_ptr"), "*i32:16")
+WAITS |= {"channel": "i32", "signals": "i32:16", "limit": "i32:16"}
+OWNERS = {"K": TOP_K, "PER_RANK": PER_RANK, "PARTS": 1}
 EXPERTS = {"K": TOP_K, "EXPERTS": PER_RANK, "BLOCK_E": PER_RANK}
 PLACES = {"places_ptr": "*i64:16", "counts_ptr": "*i32:16"}
 WORDS, ROWS, IDS, SCALARS = "*i32:16", "*bf16:16", "*i64:16", "*fp32:16"
@@ -243,22 +233,18 @@ CASES = {
         PUSH_LAUNCH,
         {"words_ptr": WORDS, "ids_ptr": IDS, "weights_ptr": SCALARS, **SENDS}
         | {"ids_offset": "i64:16", "weights_offset": "i64:16", "choice_flags_offset": "i64:16"},
-        {"WORDS": HIDDEN // 2, "BLOCK_R": 1024, **HOMES},
+        {"WORDS": HIDDEN // 2, "BLOCK_R": 1024, **OWNERS},
     ),
-    "take": Case(
-        take_rows_kernel,
-        TAKE_LAUNCH,
-        {"words_ptr": WORDS, "own_ptr": WORDS, "out_ptr": WORDS, "rank": "i32", "chunks": "i32", **PLACES}
-        | {**WAITS, **NUMBERS},
-        {"WORDS": HIDDEN // 2, "SPREAD": False, **EXPERTS},
-    ),
-    "take to places": Case(
-        take_rows_kernel,
-        TAKE_LAUNCH,
-        {"words_ptr": WORDS, "own_ptr": WORDS, "out_ptr": WORDS, "rank": "i32", "chunks": "i32", **PLACES}
-        | {**WAITS, **NUMBERS},
-        {"WORDS": HIDDEN // 2, "SPREAD": True, **EXPERTS},
-    ),
+    **{
+        name: Case(
+            take_rows_kernel,
+            TAKE_LAUNCH,
+            {"words_ptr": WORDS, "own_ptr": WORDS, "out_ptr": WORDS, "rank": "i32", "chunks": "i32", **PLACES}
+            | {**WAITS, **NUMBERS},
+            {"WORDS": HIDDEN // 2, "SPREAD": is_spread, **EXPERTS},
+        )
+        for name, is_spread in (("take", False), ("take to places", True))
+    },
     "return of sums": Case(
         return_rows_kernel,
         RETURN_LAUNCH,
@@ -277,14 +263,14 @@ CASES = {
         SUM_LAUNCH,
         {"parts_ptr": ROWS, "out_ptr": ROWS, "ids_ptr": IDS, "scalars_ptr": SCALARS, "out_scalars_ptr": SCALARS}
         | {"own_rank": "i32", "chunks": "i32", **WAITS, **NUMBERS},
-        {"own_ptr": None, "D": HIDDEN, **HOMES},
+        {"own_ptr": None, "D": HIDDEN, **OWNERS},
     ),
     "sum with our own part elsewhere": Case(
         sum_ranks_kernel,
         SUM_ALL_LAUNCH,
         {"parts_ptr": ROWS, "own_ptr": ROWS, "out_ptr": ROWS, "ids_ptr": IDS, "scalars_ptr": SCALARS}
         | {"out_scalars_ptr": SCALARS, "own_rank": "i32", "chunks": "i32", **WAITS, **NUMBERS},
-        {"D": HIDDEN, **HOMES},
+        {"D": HIDDEN, **OWNERS},
     ),
 }
 
@@ -301,7 +287,7 @@ def test_moves_compile_without_spills_with_wide_stores_and_ordered_flags(target:
         )
         assert compiled.spills == 0, f"{name}: {compiled.summary}"
         assert re.search(wide, compiled.asm), f"{name} stores narrowly"
-        # All warps have written before one of them says so.
+        # All warps have written before one of them sets the flag.
         ordered = _SENDS_IN_ORDER if "addresses_ptr" in case.signature else _WAITS_IN_ORDER
         assert re.search(ordered[is_nvidia], compiled.asm), f"{name}: flags have no order"
 
@@ -329,7 +315,7 @@ def test_a_wait_of_one_warp_acquires_across_the_node(target: str) -> None:
 
 @pytest.mark.often("*sm_90*", "*gfx942*")
 @pytest.mark.parametrize("target", TARGETS)
-def test_sums_that_copy_engines_send_are_left_here_and_a_word_comes_behind_them(target: str) -> None:
+def test_sums_for_copy_engines_set_no_flag_and_the_signal_kernel_sets_one(target: str) -> None:
     case, is_nvidia = CASES["return of sums"], TARGETS[target].backend == "cuda"
     block = {"BLOCK_T": case.launch.block_rows, "BLOCK_D": case.launch.block_columns, **RANKS}
     constants = {name: value for name, value in case.constants.items() if name != "staged_ptr"}
