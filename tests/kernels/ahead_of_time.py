@@ -134,16 +134,17 @@ def compile_for(
         options: further options of the target's backend, such as `waves_per_eu`.
     """
     options = {"num_warps": num_warps, "num_stages": num_stages, **options}
+    names = kernel.fn.__module__, kernel.fn.__name__
     return _compile_elsewhere(
-        _Job(
-            kernel.fn.__module__,
-            kernel.fn.__name__,
-            tuple(signature.items()),
-            tuple(constexprs.items()),
-            target,
-            tuple(options.items()),
-        )
+        _Job(*names, tuple(signature.items()), tuple(constexprs.items()), target, tuple(options.items()))
     )
+
+
+def compile_without_spills(*arguments: Any, **options: int) -> Compiled:
+    """`compile_for`, and fail if registers spill."""
+    compiled = compile_for(*arguments, **options)
+    assert compiled.spills == 0, f"{arguments[0].fn.__name__}: {compiled.summary}"
+    return compiled
 
 
 @cache

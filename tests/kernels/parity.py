@@ -1,4 +1,4 @@
-"""Does a fast operator equal its reference, output and all gradients?
+"""Compare a fast operator with its reference: output and all gradients.
 
 The reference runs in float32 on the same values; a fast operator in bfloat16 is then at the distance that rounding
 makes, and one in float32 almost exact. Distance is signal to noise in decibels: 20 more is ten times closer.

@@ -41,7 +41,7 @@ def test_a_sink_takes_part_in_the_softmax(backend: str, has_documents: bool) -> 
 
 
 @pytest.mark.parametrize("backend", ["auto", "math"])
-def test_rounding_costs_no_more_than_rounding(backend: str) -> None:
+def test_bfloat16_stays_near_float64(backend: str) -> None:
     q, k, v, sinks_H, direction = random_heads(ROWS, LENGTH, torch.bfloat16)
     wide = [x.double().requires_grad_() for x in (q, k, v, sinks_H)]
     expected = with_gradients(
@@ -54,15 +54,15 @@ def test_rounding_costs_no_more_than_rounding(backend: str) -> None:
         assert_close(got, truth, by="norm", tolerance=0.01, same_dtype=False)
 
 
-def test_a_far_sink_changes_nothing_and_a_near_one_leaves_nothing() -> None:
+def test_a_very_low_sink_changes_nothing_and_a_very_high_one_leaves_nothing() -> None:
     q, k, v, sinks_H, _ = random_heads(ROWS, LENGTH)
     plain = causal_attention(q, k, v, scale=SCALE, allowed_BSS=None, backend="auto")
-    far, block_masks = (
+    far, close = (
         causal_attention(q, k, v, scale=SCALE, allowed_BSS=None, backend="auto", sinks_H=torch.full_like(sinks_H, s))
         for s in (-1e4, 1e4)
     )
     assert_close(far, plain)
-    assert not block_masks.any()
+    assert not close.any()
 
 
 def test_a_named_backend_that_cannot_run_is_not_replaced() -> None:
@@ -71,15 +71,15 @@ def test_a_named_backend_that_cannot_run_is_not_replaced() -> None:
         causal_attention(q, k, v, scale=SCALE, allowed_BSS=None, backend="cudnn", sinks_H=sinks_H)
 
 
-def test_where_torch_says_that_nothing_runs_so_do_we(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_that_torch_refuses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *args, **kwargs: SDPBackend.ERROR.value)
     q, k, v, _, _ = (x.transpose(1, 2) if x.ndim == 4 else x for x in random_heads(ROWS, LENGTH))
     with pytest.raises(KernelError, match="backend cudnn cannot"):
         backend_for(q, k, v, ScoreOptions(scale=SCALE), "cudnn")
 
 
-def test_heads_get_their_own_keys_rather_than_all_scores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU whose only fused backend with masks does not know heads that share keys."""
+def test_keys_are_repeated_where_torch_would_materialize_all_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU whose only fused backend with masks has no grouped-query heads."""
     real, asked = torch._fused_sdp_choice, []
 
     def choice(q: Tensor, k: Tensor, *args: object, **kwargs: object) -> int:
@@ -95,7 +95,7 @@ def test_heads_get_their_own_keys_rather_than_all_scores(monkeypatch: pytest.Mon
     assert asked == [2, 4]
 
 
-def test_keys_stay_shared_where_that_is_known_or_all_scores_are_asked_for() -> None:
+def test_keys_stay_shared_with_backends_that_support_it() -> None:
     q, k, v = (x.transpose(1, 2) for x in random_heads(ROWS, LENGTH)[:3])
     for backend, expected in (("auto", SDPBackend.FLASH_ATTENTION), ("math", SDPBackend.MATH)):
         found, own_k, own_v = backend_and_keys(q, k, v, ScoreOptions(scale=SCALE), backend)
@@ -109,8 +109,8 @@ GPU_BACKENDS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBacke
 
 @pytest.mark.parametrize("backend", GPU_BACKENDS, ids=lambda one: one.name.lower())
 @pytest.mark.parametrize("has_mask", [False, True], ids=["causal", "masked"])
-def test_backends_of_a_gpu_take_what_they_are_given(backend: SDPBackend, has_mask: bool) -> None:
-    """Without memory: names, order and shapes of what goes in and comes out, forward and back."""
+def test_signatures_of_the_backends_of_a_gpu_are_right(backend: SDPBackend, has_mask: bool) -> None:
+    """On the meta device: names, order and shapes of arguments and results, forward and backward."""
     if has_mask and backend == SDPBackend.FLASH_ATTENTION:
         pytest.skip("flash has no masks")
     operands = tuple(torch.empty(2, 4, 24, 8, dtype=torch.bfloat16, device="meta") for _ in range(3))
@@ -159,7 +159,7 @@ def test_padding_of_logarithms_is_not_read(monkeypatch: pytest.MonkeyPatch) -> N
     assert_close(with_gradients(o_BSHM, direction, leaves), expected)
 
 
-def test_a_bias_is_as_its_backend_wants_it() -> None:
+def test_a_bias_has_the_form_of_its_backend() -> None:
     scores = ScoreOptions(scale=SCALE, allowed=seen_by(None, 9)[:, None])
     q_BHSN = torch.zeros(1, 4, 9, 8)
     efficient = attention_backends.bias_of(scores, q_BHSN, SDPBackend.EFFICIENT_ATTENTION)
@@ -180,7 +180,7 @@ def test_a_bias_is_as_its_backend_wants_it() -> None:
 )
 @pytest.mark.parametrize("has_sinks", [False, True], ids=["plain", "sinks"])
 @pytest.mark.parametrize("has_documents", [False, True], ids=["one document", "documents"])
-def test_a_gpu_gives_what_the_definition_says(
+def test_a_gpu_equals_the_definition(
     backend: str, reach: AttentionWindow | None, has_sinks: bool, has_documents: bool
 ) -> None:
     has_mask = has_documents or (reach is not None and reach.kind == "window")

@@ -1,4 +1,4 @@
-"""Which kernels run and why: wishes, obstacles, measurements, defaults; and the operators that come of it."""
+"""Which kernels run and why: config, obstacles, measurements, defaults; and the resulting operators."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -42,7 +42,7 @@ NO_TRITON = replace(H200, packages=frozenset())
 def chosen(
     device: DeviceFacts = H200, shapes: Shapes = SHAPES, measured: Measurements | None = None, **wanted: str
 ) -> dict[str, str]:
-    """Backend by question, `experts forward` for the first product."""
+    """Backend by choice point, `experts forward` for the first product."""
     choices = choose(wanted, device, shapes, measured)
     return {key(one): one.backend for one in choices}
 
@@ -85,7 +85,7 @@ def test_every_operator_is_answered_once() -> None:
     assert all(one.reason and not one.reason.endswith(".") for one in choices)
 
 
-def test_a_gpu_that_nobody_measured_takes_triton() -> None:
+def test_a_gpu_without_measurements_takes_triton() -> None:
     b200 = named_device("B200", "bf16")
     assert set(chosen(b200).values()) == {"triton", "auto"}
     assert reasons(b200)["route"] == "no measurement for this chip: Triton by default"
@@ -103,13 +103,13 @@ def test_a_cpu_takes_torchs_forms_where_it_has_them() -> None:
     assert set(reasons(CPU).values()) == {"no GPU"}
 
 
-def test_without_triton_a_gpu_takes_what_torch_has() -> None:
+def test_a_gpu_without_triton_takes_the_forms_of_torch() -> None:
     found = chosen(NO_TRITON)
     assert (found["experts forward"], found["route"], found["loss"]) == ("torch", "reference", "torch")
     assert reasons(NO_TRITON)["experts forward"] == "Triton is not installed"
 
 
-def test_a_chip_without_launches_for_our_products_takes_torchs() -> None:
+def test_a_chip_without_launches_for_tritons_products_takes_torchs() -> None:
     a100 = named_device("A100", "bf16")
     assert a100.target not in GROUPED_GEMM
     assert {chosen(a100)[f"experts {product}"] for product in PRODUCTS} == {"torch"}
@@ -117,7 +117,7 @@ def test_a_chip_without_launches_for_our_products_takes_torchs() -> None:
     assert chosen(a100)["norm"] == "triton"
 
 
-def test_float32_on_a_gpu_is_for_no_library_of_products() -> None:
+def test_float32_products_on_a_gpu_take_the_reference() -> None:
     fp32 = replace(H200, dtype="fp32")
     assert chosen(fp32)["experts forward"] == "reference"
     assert chosen(fp32)["norm"] == "triton"
@@ -138,7 +138,7 @@ def test_rows_that_cannot_be_copied_in_pieces_take_the_reference(sizes: dict[str
     assert chosen(CPU, replace(SHAPES, hidden=2052))["experts forward"] == "torch"
 
 
-def test_tiles_of_our_router_have_an_end() -> None:
+def test_a_router_with_too_many_experts_takes_the_reference() -> None:
     assert obstacle("route", "triton", H200, replace(SHAPES, experts=1024)) is None
     assert obstacle("route", "triton", H200, replace(SHAPES, experts=160, expert_groups=8)) is None
     assert chosen(shapes=replace(SHAPES, experts=1025))["route"] == "reference"
@@ -152,7 +152,7 @@ def test_a_dense_model_has_no_experts_to_choose_for() -> None:
     assert reasons(shapes=replace(SHAPES, dense_ffn=0))["swiglu"] == "the model has none"
 
 
-def test_what_is_asked_for_is_taken_and_the_rest_chosen() -> None:
+def test_named_backends_are_taken_and_the_rest_is_chosen() -> None:
     found = chosen(norm="torch", rope="reference", experts_weight_gradient="reference")
     assert (found["norm"], found["rope"], found["swiglu"]) == ("torch", "reference", "triton")
     assert [found[f"experts {product}"] for product in PRODUCTS] == ["triton", "triton", "reference"]
@@ -201,13 +201,15 @@ def test_all_gives_the_reference_where_a_backend_has_nothing_of_its_own() -> Non
         ),
     ],
 )
-def test_what_cannot_run_is_refused_in_one_line(device: DeviceFacts, wanted: dict[str, str], message: str) -> None:
+def test_a_named_backend_that_cannot_run_is_refused_in_one_line(
+    device: DeviceFacts, wanted: dict[str, str], message: str
+) -> None:
     with pytest.raises(KernelError) as raised:
         choose(wanted, device, SHAPES, None)
     assert str(raised.value) == message
 
 
-def test_the_fastest_sum_of_the_parts_is_taken() -> None:
+def test_the_backend_with_the_lowest_sum_over_the_parts_is_taken() -> None:
     times = measured(
         {("swiglu", "forward"): {"torch": 5, "triton": 1}, ("swiglu", "backward"): {"torch": 1, "triton": 8}}
     )
@@ -215,7 +217,7 @@ def test_the_fastest_sum_of_the_parts_is_taken() -> None:
     assert reasons(measured=times)["swiglu"] == "measured 1.50x faster than triton on NVIDIA H200 at 4096 tokens"
 
 
-def test_products_are_decided_by_themselves() -> None:
+def test_each_product_is_decided_by_its_own_times() -> None:
     fast, slow = {"torch": 1.0, "triton": 2.0, "reference": 9.0}, {"torch": 2.1, "triton": 2.0, "reference": 9.0}
     times = {(op, product): slow for op in ("gate_up", "down") for product in PRODUCTS}
     times[("down", "weight_gradient")] = times[("gate_up", "weight_gradient")] = fast
@@ -242,7 +244,7 @@ def test_a_measured_backend_that_cannot_run_here_is_left_out() -> None:
     assert "the only one measured" in reasons(NO_TRITON, measured=times)["swiglu"]
 
 
-def test_what_is_measured_in_part_or_in_another_dtype_decides_nothing() -> None:
+def test_partial_measurements_and_those_in_another_dtype_decide_nothing() -> None:
     half = measured({("swiglu", "forward"): {"torch": 1, "triton": 5}})
     assert chosen(measured=half)["swiglu"] == "triton"
     assert reasons(measured=half)["swiglu"] == "not measured in bf16: Triton by default"
@@ -313,25 +315,25 @@ def test_every_operator_has_a_reference_and_every_backend_can_be_loaded() -> Non
             assert all(callable(vars(backends.expert_kernels_of(name))[product]) for product in PRODUCTS)
 
 
-def test_the_knobs_offer_what_the_backends_have() -> None:
+def test_the_knobs_offer_the_backends_of_their_operator() -> None:
     fields = Kernels.model_fields
-    for question in CHOICE_POINTS:
-        offered = {"auto", *(name for name, backend in BACKENDS.items() if question.op in backend.ops)}
-        for knob in question.knobs:
+    for point in CHOICE_POINTS:
+        offered = {"auto", *(name for name, backend in BACKENDS.items() if point.op in backend.ops)}
+        for knob in point.knobs:
             assert set(get_args(fields[knob].annotation)) == offered, knob
     assert set(get_args(fields["all"].annotation)) == {"auto", *BACKENDS}
-    knobs = {knob for question in CHOICE_POINTS for knob in question.knobs}
+    knobs = {knob for point in CHOICE_POINTS for knob in point.knobs}
     assert fields.keys() == knobs | {"all", "attention", "float8", "loss_chunk", "measured"}
 
 
-def test_every_part_has_sizes_and_belongs_to_a_question() -> None:
-    assert {part.op for question in CHOICE_POINTS for part in question.parts} == PART_SIZES.keys()
+def test_every_part_has_sizes_and_belongs_to_a_choice_point() -> None:
+    assert {part.op for point in CHOICE_POINTS for part in point.parts} == PART_SIZES.keys()
     assert has("mla_heads", SHAPES)
     assert not has("rotate", SHAPES)
     assert not has("route", DENSE)
 
 
-def test_a_device_that_is_here_is_described() -> None:
+def test_the_facts_of_a_present_device() -> None:
     facts = device_facts(torch.device("cpu"), "fp32")
     assert (facts.kind, facts.name, facts.target) == ("cpu", "CPU", "interpreter")
     assert facts.has_triton == ("triton" in installed())

@@ -112,14 +112,6 @@ def test_gathered_rows_equal_the_reference(routing: str, kernels: ExpertKernels,
     assert_parity(fast, on_float32_weights(reference.expert_ffn), batch.inputs)
 
 
-@pytest.mark.parametrize("routing", ["random", "dropped slots"])
-def test_rows_in_order_equal_the_reference(routing: str, kernels: ExpertKernels, device: torch.device) -> None:
-    batch = draw(routing, device)
-    x_RD = reference.permute(batch.x_TD, batch.order)
-    fast = on_float32_weights(expert_ffn, kernels=kernels)
-    assert_parity(fast, on_float32_weights(reference.expert_ffn), [x_RD, *batch.inputs[1:5], None])
-
-
 @pytest.mark.often("triton-*", "mixed-neither", "reference-index")
 @pytest.mark.parametrize("given", [[], ["index"], ["weights"]], ids=["neither", "index", "weights"])
 def test_weights_index_and_places_may_be_missing(

@@ -1,4 +1,4 @@
-"""Attention by the package flash-attn-4: when it is chosen, what it is handed, and that it is right where it runs."""
+"""Attention by the package flash-attn-4: when it is chosen, its arguments, and its results where it runs."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ def attention_choice(device: Any, wanted: str = "auto") -> Choice:
     return next(one for one in choose({"attention": wanted}, device, SHAPES, None) if one.op == "attention")
 
 
-def test_auto_takes_it_where_it_is_installed_and_was_measured() -> None:
+def test_auto_takes_the_package_where_it_is_installed_and_was_measured() -> None:
     assert attention_choice(WITH_PACKAGE).backend == "flash-4"
     assert "flash-4: attention" in summary(choose({}, WITH_PACKAGE, SHAPES, None))
     assert attention_choice(H200).backend == "auto"
@@ -32,7 +32,7 @@ def test_auto_takes_it_where_it_is_installed_and_was_measured() -> None:
     assert attention_choice(replace(b200, packages=WITH_PACKAGE.packages)).backend == "auto"
 
 
-def test_it_can_be_asked_for_and_is_refused_with_the_reason() -> None:
+def test_the_package_can_be_named_and_is_refused_with_the_reason() -> None:
     b200 = named_device("B200", "bf16")
     assert attention_choice(replace(b200, packages=WITH_PACKAGE.packages), "flash-4").backend == "flash-4"
     with pytest.raises(KernelError, match="not installed"):
@@ -44,7 +44,7 @@ def test_it_can_be_asked_for_and_is_refused_with_the_reason() -> None:
         attention_choice(replace(CPU, packages=WITH_PACKAGE.packages), "flash-4")
 
 
-def test_what_was_asked_for_comes_before_what_is_installed() -> None:
+def test_a_named_backend_wins_over_the_installed_package() -> None:
     assert attention_choice(WITH_PACKAGE, "cudnn").backend == "cudnn"
     on_cpu = replace(CPU, packages=WITH_PACKAGE.packages)
     assert attention_choice(on_cpu).backend == "default"
@@ -62,7 +62,7 @@ def test_what_was_asked_for_comes_before_what_is_installed() -> None:
         (128, 128, "gfx942", False),
     ],
 )
-def test_widths_that_it_has_kernels_for(keys: int, values: int, target: str, expected: bool) -> None:
+def test_head_widths_with_a_kernel(keys: int, values: int, target: str, expected: bool) -> None:
     assert flash_4.has_kernel(keys, values, target) is expected
 
 
@@ -74,7 +74,7 @@ def heads(device: str = "cpu", dtype: torch.dtype = torch.float32, length: int =
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What a package that is not here was called with; it answers by torch."""
+    """Arguments of the calls of a stand-in for the package, which computes by torch."""
     found: list[dict[str, Any]] = []
 
     def flash_attn_func(q_BSHN: Tensor, k_BSHN: Tensor, v_BSHM: Tensor, **how: Any) -> tuple[Tensor, None]:
@@ -88,14 +88,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return found
 
 
-def test_it_computes_what_nothing_masks(calls: list[dict[str, Any]]) -> None:
+def test_attention_without_mask_is_computed_by_the_package(calls: list[dict[str, Any]]) -> None:
     q, k, v = heads()
     expected = causal_attention(q, k, v, scale=0.1, allowed_BSS=None, backend="math")
     assert_close(causal_attention(q, k, v, scale=0.1, allowed_BSS=None, backend="flash-4"), expected)
     assert calls == [{"softmax_scale": 0.1, "causal": True, "deterministic": False}]
 
 
-def test_it_is_asked_for_one_order_of_sums_where_runs_repeat(calls: list[dict[str, Any]]) -> None:
+def test_deterministic_runs_ask_for_a_fixed_order_of_sums(calls: list[dict[str, Any]]) -> None:
     torch.use_deterministic_algorithms(True)
     try:
         causal_attention(*heads(), scale=0.1, allowed_BSS=None, backend="flash-4")
@@ -113,7 +113,7 @@ def test_masks_and_sinks_go_to_torch(calls: list[dict[str, Any]]) -> None:
     assert not calls
 
 
-def test_heads_that_it_has_nothing_for_go_to_torch() -> None:
+def test_unsupported_heads_go_to_torch() -> None:
     q, k, v = heads()
     assert not flash_4.takes(q, v)
     expected = causal_attention(q, k, v, scale=0.1, allowed_BSS=None, backend="math")
@@ -137,6 +137,6 @@ def test_output_and_gradients_are_as_exact_as_cudnns() -> None:
         return [relative_error(one, other, by="norm") for one, other in zip(found, expected, strict=True)]
 
     torch.manual_seed(5)
-    ours = noise("flash-4")
+    package = noise("flash-4")
     torch.manual_seed(5)
-    assert all(mine <= 1.1 * other for mine, other in zip(ours, noise("cudnn"), strict=True))
+    assert all(mine <= 1.1 * other for mine, other in zip(package, noise("cudnn"), strict=True))

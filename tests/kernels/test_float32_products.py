@@ -53,7 +53,7 @@ def test_logits_and_gradients_are_as_exact_as_float32_and_far_from_bfloat16(devi
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_of_the_gradient_of_x_is_lost_before_its_rounding_is_less_than_float32_can_tell(device: str) -> None:
+def test_the_gradient_of_x_is_exact_to_its_rounding(device: str) -> None:
     """Powers of two far apart in the operands: the result is bfloat16's to the bit only if the small parts counted."""
     weight_ED = torch.tensor([[1.0], [2.0**-12]], device=device)
     dlogits_TE = torch.tensor([[1.0 + 2.0**-9, -1.0], [-1.0, 2.0**12 * (1.0 + 2.0**-20)]], device=device)
@@ -73,7 +73,7 @@ def test_three_parts_are_the_value_to_the_last_bit(value: float, is_negative: bo
         assert torch.equal(sum(part.double() for part in parts), values.double())
 
 
-def test_six_pairs_are_those_whose_product_float32_can_tell() -> None:
+def test_six_pairs_are_those_that_matter_in_float32() -> None:
     """Parts count as 1, 2, 3 from the largest; a pair is worth it if the two add up to 4 at most."""
     names = [[0] * 6, [0] * 6]
     for side, places in zip(names, (LEFT, RIGHT), strict=True):
@@ -82,17 +82,17 @@ def test_six_pairs_are_those_whose_product_float32_can_tell() -> None:
     assert {*zip(*names, strict=True)} == {
         (left, right) for left in (1, 2, 3) for right in (1, 2, 3) if left + right <= 4
     }
-    assert {*names[0][:3]} == {*names[1][2:5]} == {1, 2, 3}, "what the other two products take"
+    assert {*names[0][:3]} == {*names[1][2:5]} == {1, 2, 3}, "slices of the other two products"
 
 
-def test_elsewhere_than_on_a_gpu_the_product_is_a_plain_one() -> None:
+def test_on_a_cpu_the_product_is_a_plain_one() -> None:
     x_TD, weight_ED, _ = _draw("cpu")
     assert torch.equal(float32_linear(x_TD, weight_ED), F.linear(x_TD.float(), weight_ED))
 
 
 @pytest.mark.gpu
 @needs_gpu
-def test_on_a_gpu_bfloat16_takes_the_way_in_parts() -> None:
+def test_on_a_gpu_bfloat16_is_multiplied_in_parts() -> None:
     x_TD, weight_ED, _ = _draw("cuda")
     assert torch.equal(float32_linear(x_TD, weight_ED), linear_in_parts(x_TD, weight_ED))
     assert torch.equal(float32_linear(x_TD.float(), weight_ED), F.linear(x_TD.float(), weight_ED))
@@ -115,7 +115,7 @@ def test_a_product_is_added_without_being_rounded(device: str, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_a_product_overwrites_may_be_anything(device: str) -> None:
+def test_a_product_may_overwrite_nan(device: str) -> None:
     x_TD, _, dy_TE = _draw(device)
     total_ED = torch.full((E, D), torch.nan, device=device)
     add_product(total_ED, dy_TE.bfloat16().T, x_TD, overwrite=True)

@@ -1,4 +1,4 @@
-"""Rows that stand in a buffer of several layers: where a layer begins, and the kernels that write and read there."""
+"""Rows saved in a buffer of several layers: where a layer begins, and the kernels that write and read them."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from penstock.kernels.reference import SWIGLU
 from penstock.kernels.swiglu import LAUNCH, rule_constants, swiglu_backward, swiglu_forward, swiglu_kernel
 from penstock.kernels.tile_table import tile_table
 from penstock.kernels.tuning import GemmLaunch, KernelLaunch
-from tests.kernels.ahead_of_time import ONE_OF_EACH_MAKER, TARGETS, compile_for
+from tests.kernels.ahead_of_time import ONE_OF_EACH_MAKER, TARGETS, compile_without_spills
 
 POINTERS = GemmLaunch(block_rows=64, block_columns=64, block_depth=32, stages=2, group=2, descriptors=False)
 DESCRIPTORS = GemmLaunch(block_rows=64, block_columns=32, block_depth=32, stages=2, group=2, pieces=2)
@@ -25,7 +25,7 @@ COUNTS = [64, 0, 100, 19]
 
 @pytest.fixture
 def place(device: torch.device) -> SavedRows:
-    """Behind 37 rows of another layer, in a buffer of a few rows more than there is room for; all hold 5."""
+    """After 37 rows of another layer, in a buffer with a few rows more; all hold 5."""
     rows_SF = torch.full((37 + ROOM + 3, 48), 5.0, device=device)
     return SavedRows(rows_SF, torch.tensor([37], device=device), ROOM)
 
@@ -37,7 +37,7 @@ def spoiled(rows: int, width: int, device: torch.device) -> Tensor:
     return numbers
 
 
-def test_layers_stand_one_behind_the_other_and_what_does_not_fit_is_counted(device: torch.device) -> None:
+def test_layers_are_placed_one_after_the_other_and_rows_that_do_not_fit_are_counted(device: torch.device) -> None:
     cursor, meter = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(2, dtype=torch.int64, device=device)
     firsts = [
         int(claim_rows(cursor, torch.tensor([rows], dtype=torch.int32, device=device), 12, meter))
@@ -48,7 +48,7 @@ def test_layers_stand_one_behind_the_other_and_what_does_not_fit_is_counted(devi
 
 
 @pytest.mark.parametrize("launch", [POINTERS, DESCRIPTORS], ids=["pointers", "descriptors"])
-def test_a_product_is_written_where_rows_are_kept_and_nothing_beside_it(
+def test_a_product_is_written_to_its_saved_rows_and_nowhere_else(
     launch: GemmLaunch, place: SavedRows, device: torch.device
 ) -> None:
     x_RD, counts_e = spoiled(ROOM, 32, device), torch.tensor(COUNTS, dtype=torch.int32, device=device)
@@ -58,10 +58,10 @@ def test_a_product_is_written_where_rows_are_kept_and_nothing_beside_it(
     kept_SF = grouped_gemm_forward(x_RD, w_eFD, counts_e, keep=place, launch=launch)
     assert kept_SF is place.rows_SF
     assert torch.equal(kept_SF[37 : 37 + used], alone_RF[:used])
-    assert kept_SF[:37].eq(5).all() and kept_SF[37 + used :].eq(5).all(), "also what would be its tail"
+    assert kept_SF[:37].eq(5).all() and kept_SF[37 + used :].eq(5).all(), "nor is a tail written"
 
 
-def test_the_activation_and_its_gradients_are_those_of_the_kept_rows(place: SavedRows, device: torch.device) -> None:
+def test_the_activation_reads_saved_rows_forward_and_backward(place: SavedRows, device: torch.device) -> None:
     place.rows_SF.normal_()
     own_RF = place.rows_SF[37 : 37 + ROOM].clone()
     weights_R, dh_RF = torch.rand(ROOM, device=device), torch.randn(ROOM, 24, device=device)
@@ -76,7 +76,7 @@ def test_the_activation_and_its_gradients_are_those_of_the_kept_rows(place: Save
     assert torch.equal(kept.dweights_R, own.dweights_R)
 
 
-def test_where_nobody_reads_the_tail_only_its_last_row_is_set_to_zero(device: torch.device) -> None:
+def test_with_only_last_just_the_last_row_of_the_tail_is_set_to_zero(device: torch.device) -> None:
     counts_e = torch.tensor([3, 60], dtype=torch.int32, device=device)
     tiles = tile_table(counts_e, 80)
     dy_RF, w_eFD = torch.randn(80, 32, device=device), torch.randn(2, 32, 48, device=device)
@@ -89,7 +89,7 @@ def test_where_nobody_reads_the_tail_only_its_last_row_is_set_to_zero(device: to
 
 
 @pytest.mark.parametrize("used", [0, 1, 9, 20])
-def test_as_many_rows_are_gathered_as_there_are(used: int, device: torch.device) -> None:
+def test_only_used_rows_are_gathered(used: int, device: torch.device) -> None:
     x_ND, index_R = torch.randn(6, 40, device=device), torch.randint(6, (20,), device=device)
     count = torch.tensor([used], dtype=torch.int32, device=device)
     gathered_RD = gather_rows(x_ND[:, :33], index_R, count, launch=SMALL)
@@ -107,24 +107,22 @@ def test_as_many_rows_are_gathered_as_there_are(used: int, device: torch.device)
 def test_the_kernels_compile_without_spills(target: str) -> None:
     chip = TARGETS[target]
     numbers = {"cursor_ptr": "*i64", "used_ptr": "*i32", "first_ptr": "*i64", "meter_ptr": "*i64", "capacity": "i32"}
-    assert compile_for(claim_rows_kernel, numbers, {}, chip, num_warps=1).spills == 0
+    compile_without_spills(claim_rows_kernel, numbers, {}, chip, num_warps=1)
     rows = {"x_ptr": "*bf16:16", "index_ptr": "*i64:16", "gathered_ptr": "*bf16:16", "used_ptr": "*i32", "rows": "i32"}
     rows |= {"x_stride": "i32:16", "stride": "i32:16"}
-    assert compile_for(gather_rows_kernel, rows, {"D": 2048, "BLOCK_R": 1, "BLOCK_D": 2048}, chip).spills == 0
+    compile_without_spills(gather_rows_kernel, rows, {"D": 2048, "BLOCK_R": 1, "BLOCK_D": 2048}, chip)
     columns = {"x_ptr": "*fp32:16", "index_ptr": "*i64:16", "gathered_ptr": "*fp32:16", "used_ptr": "*i32"}
     columns |= {"depth": "i32", "x_columns": "i32:16", "columns": "i32"}
-    assert compile_for(gather_columns_kernel, columns, {"BLOCK_D": 16, "BLOCK_R": 256}, chip).spills == 0
+    compile_without_spills(gather_columns_kernel, columns, {"BLOCK_D": 16, "BLOCK_R": 256}, chip)
     signature = {"gate_up_ptr": "*bf16:16", "first_ptr": "*i64:16", "weights_ptr": "*fp32:16", "h_ptr": "*bf16:16"}
     signature |= {"used_ptr": "*i32", "rows": "i32"}
     blocks = {"F": 1408, "BLOCK_R": LAUNCH.block_rows, "BLOCK_F": LAUNCH.block_columns, **rule_constants(SWIGLU)}
-    compiled = compile_for(swiglu_kernel, signature, blocks, chip, num_warps=LAUNCH.warps)
-    assert compiled.spills == 0
+    compiled = compile_without_spills(swiglu_kernel, signature, blocks, chip, num_warps=LAUNCH.warps)
     if target == "sm_90":
-        assert "ld.global.v4" in compiled.asm, "rows that are kept are loaded sixteen bytes at a time too"
+        assert "ld.global.v4" in compiled.asm, "saved rows are loaded 16 bytes at a time too"
     pointers = dict.fromkeys(("x", "w", "y", "y_ptr"), "*bf16:16") | {"first_ptr": "*i64:16"}
     integers = dict.fromkeys(("starts_ptr", "owners_ptr", "block_count_ptr"), "*i32:16")
     sizes = {"rows": "i32", "columns": "i32:16", "depth": "i32:16", "experts": "i32"}
     constants = {"BLOCK_ROWS": 128, "BLOCK_COLUMNS": 128, "BLOCK_DEPTH": 64, "GROUP": 8, "PIECES": 1}
     constants |= {"DEPTH_FIRST": False, "GATHER": False, "WHOLE_DEPTH": True, "DESCRIPTORS": False, "ONLY_LAST": True}
-    product = compile_for(rows_kernel, pointers | integers | sizes, constants, chip, num_warps=8, num_stages=2)
-    assert product.spills == 0
+    compile_without_spills(rows_kernel, pointers | integers | sizes, constants, chip, num_warps=8, num_stages=2)

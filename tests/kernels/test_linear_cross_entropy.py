@@ -24,7 +24,7 @@ from penstock.kernels.linear_cross_entropy import (
 from penstock.kernels.reference import IGNORED_LABEL
 from penstock.kernels.tuning import KernelLaunch
 from tests.closeness import assert_close
-from tests.kernels.ahead_of_time import TARGETS, compile_for
+from tests.kernels.ahead_of_time import TARGETS, compile_without_spills
 from tests.kernels.parity import assert_near
 
 SMALL = KernelLaunch(block_rows=1, block_columns=32)
@@ -64,7 +64,7 @@ CASES = {
 
 @pytest.fixture(params=["torch", "triton"])
 def launch(request: pytest.FixtureRequest, device: torch.device) -> KernelLaunch | None:
-    """Both row passes; the GPU has no use for the one in torch."""
+    """Both row passes; a GPU never runs the one in torch."""
     if request.param == "torch" and device.type == "cuda":
         pytest.skip("the row pass in torch is for CPUs")
     return SMALL if request.param == "triton" else None
@@ -186,7 +186,7 @@ def test_chunks_shrink_with_a_large_vocabulary() -> None:
         (lambda x, head, labels: (x, head, labels.int()), "int64"),
     ],
 )
-def test_what_does_not_fit_is_refused(change, message: str, device: torch.device) -> None:
+def test_misfits_are_refused(change, message: str, device: torch.device) -> None:
     with pytest.raises(KernelError, match=message):
         linear_cross_entropy(*change(*Case().draw(device)))
 
@@ -206,7 +206,7 @@ def test_a_cpu_needs_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_shard(rank: int, folder: str, device: torch.device, launches: list[KernelLaunch | None]) -> None:
-    """One of two processes: its half of the vocabulary; what it finds is saved for the test."""
+    """One of two processes: its half of the vocabulary; the results are saved for the test."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     x_TD, head_VD, labels_T = torch.load(f"{folder}/batch.pt", map_location=device)
@@ -244,7 +244,7 @@ def test_two_shards_of_the_vocabulary_equal_the_whole(device: torch.device, tmp_
 # Ahead-of-time compilation.
 
 WIDE_LOAD = re.compile(r"ld\.global\.v4\.b32|cp\.async\.cg\.shared\.global|load_dwordx4")
-"""Sixteen bytes at once, straight or on the way to shared memory."""
+"""16 bytes at once, into registers or shared memory."""
 
 PASSES = {"both": (True, True), "statistics": (True, False), "gradient": (False, True)}
 
@@ -253,20 +253,14 @@ PASSES = {"both": (True, True), "statistics": (True, False), "gradient": (False,
 @pytest.mark.parametrize(("statistics", "gradient"), PASSES.values(), ids=PASSES.keys())
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_row_kernel_compiles_without_spills(target: str, statistics: bool, gradient: bool) -> None:
-    signature = {
-        "logits_ptr": "*bf16:16",
-        "labels_ptr": "*i64:16",
-        "logsumexp_ptr": "*fp32:16",
-        "target_ptr": "*fp32:16",
-        "columns": "i32:16",
-        "first_label": "i32",
-        "vocabulary": "i32:16",
-        "z_weight": "fp32",
-    }
+    signature = {"logits_ptr": "*bf16:16", "labels_ptr": "*i64:16", "logsumexp_ptr": "*fp32:16"}
+    signature |= {"target_ptr": "*fp32:16", "columns": "i32:16", "first_label": "i32", "vocabulary": "i32:16"}
+    signature |= {"z_weight": "fp32"}
     constexprs = {"IGNORED": IGNORED_LABEL, "STATISTICS": statistics, "GRADIENT": gradient}
     constexprs |= {"BLOCK": LAUNCH.block_columns, "STAGES": LAUNCH.stages}
-    compiled = compile_for(linear_cross_entropy_kernel, signature, constexprs, TARGETS[target], num_warps=LAUNCH.warps)
-    assert compiled.spills == 0, compiled.summary
+    compiled = compile_without_spills(
+        linear_cross_entropy_kernel, signature, constexprs, TARGETS[target], num_warps=LAUNCH.warps
+    )
     assert WIDE_LOAD.search(compiled.asm), "logits must be read 16 bytes at a time"
 
 
@@ -274,12 +268,9 @@ def test_the_row_kernel_compiles_without_spills(target: str, statistics: bool, g
 @pytest.mark.parametrize("add", [True, False])
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_scale_kernel_compiles_without_spills(target: str, add: bool) -> None:
-    signature = {
-        "gradient_ptr": "*fp32:16",
-        "scale_ptr": "*fp32:16",
-        "out_ptr": "*fp32:16" if add else "*bf16:16",
-        "elements": "i32:16",
-    }
-    compiled = compile_for(scale_kernel, signature, {"ADD": add, "BLOCK": SCALE_BLOCK}, TARGETS[target], num_warps=8)
-    assert compiled.spills == 0, compiled.summary
+    signature = {"gradient_ptr": "*fp32:16", "scale_ptr": "*fp32:16", "elements": "i32:16"}
+    signature |= {"out_ptr": "*fp32:16" if add else "*bf16:16"}
+    compiled = compile_without_spills(
+        scale_kernel, signature, {"ADD": add, "BLOCK": SCALE_BLOCK}, TARGETS[target], num_warps=8
+    )
     assert WIDE_LOAD.search(compiled.asm), "gradients must be read 16 bytes at a time"

@@ -140,7 +140,7 @@ def test_whole_chunks_of_one_document_need_no_mask() -> None:
     assert block_masks(reach, 0, 10, None, rows=2, device=CPU).masks == (None, None)
 
 
-def test_masks_grow_with_what_is_seen_and_not_with_the_square_of_the_row() -> None:
+def test_masks_grow_with_the_window_and_not_with_the_square_of_the_row() -> None:
     reach = AttentionWindow(kind="window", size=8)
     (mask,) = block_masks(reach, 0, 800, None, rows=1, device=CPU).masks
     assert mask is not None

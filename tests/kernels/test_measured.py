@@ -1,4 +1,4 @@
-"""Measurements: what is nearest, whose file counts, and what a damaged file says."""
+"""Measurements: the nearest shape, the file that counts, and the error of a damaged file."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
-def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+def test_a_saved_file_is_loaded_unchanged(tmp_path: Path) -> None:
     saved = measurements(entry(), entry(skew=0.6), entry(tokens=2048, triton=1.25))
     save(tmp_path / "deep" / "m.json", saved)
     assert load(tmp_path / "deep" / "m.json") == saved
@@ -66,7 +66,9 @@ def test_nearest_is_by_ratio_and_gives_every_skew() -> None:
         ("swiglu", "forward", "bf16", ("tokens", "hidden")),
     ],
 )
-def test_nothing_is_near_that_was_not_measured(op: str, direction: str, dtype: str, sizes: tuple[str, ...]) -> None:
+def test_operators_that_were_not_measured_have_no_nearest_entry(
+    op: str, direction: str, dtype: str, sizes: tuple[str, ...]
+) -> None:
     assert measurements(entry()).nearest(op, direction, dtype, dict.fromkeys(sizes, 512)) == ()
 
 

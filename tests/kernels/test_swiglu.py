@@ -1,4 +1,4 @@
-"""SwiGLU with routing weights against its reference, and what it becomes on every chip."""
+"""SwiGLU with routing weights against its reference, and compiled for every chip."""
 
 import math
 
@@ -82,7 +82,7 @@ def _fast_by(rule: ExpertRule, gate_up_RF: Tensor) -> Tensor:
 
 
 def test_a_weight_of_zero_on_the_input_has_a_gradient(device: torch.device) -> None:
-    """Its row's activation is zero; but what a small weight would make of it is not, if it is linear near zero."""
+    """The activation of its row is zero, but the derivative by the weight is not."""
     rule = ExpertRule(limit=7.0, alpha=1.702, weighs_input=True)
     assert_parity(
         lambda *inputs: swiglu(*inputs, rule, launch=SMALL),
