@@ -88,8 +88,7 @@ def backend_for(q_BHSN: Tensor, k_BGSN: Tensor, v_BGSM: Tensor, scores: ScoreOpt
     """The backend that scaled_dot_product_attention would choose; on the meta device, that of a GPU.
 
     Raises:
-        KernelError: the backend that is asked for cannot run.
-        RuntimeError: the same, from torch.
+        KernelError: the backend that is asked for cannot run (or torch's RuntimeError).
     """
     if q_BHSN.is_meta:
         if backend == "math":

@@ -40,7 +40,7 @@ def bias_gradient(
     accumulate_into: Tensor | None = None,
     tiles: TileTable | None = None,
 ) -> Tensor:
-    """The sum of each expert's rows, without autograd.
+    """The sum of each expert's rows, without autograd, in the dtype of dy; or `accumulate_into`.
 
     Args:
         dy_RF: gradient of the rows to which the bias was added; rows past the last expert's may hold anything.
@@ -48,9 +48,6 @@ def bias_gradient(
         weighted: weights that multiplied the bias, with their gradient to add to; or None.
         accumulate_into: float32 e x F to which the sums are added.
         tiles: `tile_table(counts_e, R)`, if the caller has it already.
-
-    Returns:
-        dbias_eF in the dtype of dy, zero for experts without rows; or `accumulate_into`.
 
     Raises:
         KernelError: a part of `weighted`, or the sum, does not fit.

@@ -78,9 +78,7 @@ def device_facts(device: torch.device, dtype: Dtype) -> DeviceFacts:
 def named_device(name: str, dtype: Dtype) -> DeviceFacts:
     """The facts of a GPU by name, with `PACKAGES` installed and no others.
 
-    Args:
-        name: the driver's name, or the part of it by which people know the chip: `H200`.
-        dtype: compute dtype of the model.
+    The name is the driver's, or the part of it by which people know the chip: `H200`.
 
     Raises:
         DeviceError: no known chip has such a name.

@@ -159,7 +159,8 @@ class _ExpertFfn(torch.autograd.Function):
             kept = extras.keep(tiles.used, rows, x_ND.new_empty(0, gate_up_eFD.shape[1]))
             first_product = partial(first_product, keep=kept)
         gate_up_RF = first_product(bias_eF=gate_up_bias_eF, tiles=tiles)
-        h_RF = kernels.swiglu(gate_up_RF if kept is None else kept, weights_R, extras.rule, tiles=tiles)
+        used = None if tiles is None else tiles.used
+        h_RF = kernels.swiglu(gate_up_RF if kept is None else kept, weights_R, extras.rule, used=used)
         kept_RF = None if extras.recompute else gate_up_RF
         del gate_up_RF, first_product
         matrices, biases = (gate_up_eFD, down_eDF), (gate_up_bias_eF, down_bias_eD)
@@ -183,7 +184,7 @@ class _ExpertFfn(torch.autograd.Function):
         dh_RF = kernels.input_gradient(dy_RD, down_eDF, counts_e, tiles=tiles)
         kept_RF = kept_RF if first is None else SavedRows(kept_RF, first, len(dy_RD))
         d_gate_up_RF, dweights_R, h_RF = kernels.swiglu_backward(
-            kept_RF, weights_R, dh_RF, extras.rule, recompute=wants_down, tiles=tiles
+            kept_RF, weights_R, dh_RF, extras.rule, recompute=wants_down, used=None if tiles is None else tiles.used
         )
         del dh_RF, kept_RF, kept
         if wants_down:

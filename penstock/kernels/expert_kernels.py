@@ -14,7 +14,6 @@ from torch import Tensor
 from penstock.kernels import reference
 from penstock.kernels.bias_gradient import bias_gradient
 from penstock.kernels.expert_parts import (
-    SavedRows,
     add_or_return,
     bias_gradient_by_definition,
     bias_gradient_in_torch,
@@ -38,18 +37,18 @@ class ExpertKernels:
     """The parts of `expert_ffn`; replace one with `dataclasses.replace`.
 
     The three products have the signatures of `penstock.kernels.grouped_gemm` without `launch`. Rows past the last
-    expert's are zero in their results and unread in their operands. Backends other than Triton ignore `tiles`.
+    expert's are zero in their results and unread in their operands. `used` is the number of rows on the device.
+    Backends other than Triton ignore `tiles` and `used`.
 
     Attributes:
         forward: (x_RD, w_eFD, counts_e, index_R, *, bias_eF, weights_R, tiles) -> y_RF; the weights multiply the bias.
             With `saves_rows` also `keep`.
         input_gradient: (dy_RF, w_eFD, counts_e, *, tiles) -> dx_RD.
         weight_gradient: (dy_RF, x_RD, counts_e, index_R, *, accumulate_into, tiles) -> dw_eFD.
-        swiglu: (gate_up_RF, weights_R, rule, *, tiles) -> h_RF, whose rows past the last expert's hold anything.
-        swiglu_backward: (gate_up_RF, weights_R, dh_RF, rule, *, recompute, tiles) -> SwigluGradients; rows past the
-            last expert's hold anything, but the gradients of their weights are zero.
-        bias_gradient: (dy_RF, counts_e, weighted, *, accumulate_into, tiles) -> dbias_eF, as in
-            `penstock.kernels.bias_gradient`.
+        swiglu: (gate_up_RF, weights_R, rule, *, used) -> h_RF; unused rows hold anything.
+        swiglu_backward: (gate_up_RF, weights_R, dh_RF, rule, *, recompute, used) -> SwigluGradients; unused rows hold
+            anything, but the gradients of their weights are zero.
+        bias_gradient: (dy_RF, counts_e, weighted, *, accumulate_into, tiles) -> dbias_eF, see `bias_gradient`.
         unpermute: (y_RD, order) -> y_TD, the sum over each token's places.
         tile_table: (counts_e, rows) -> table that the products of both passes share, or None.
         saves_rows: the pre-activation may be in a buffer whose first row only the device knows (`SavedRows`).
@@ -70,20 +69,12 @@ def _no_tile_table(counts_e: Tensor, rows: int) -> None:
     """Only Triton's products share a table."""
 
 
-def _swiglu_in_torch(
-    gate_up_RF: Tensor, weights_R: Tensor | None, rule: ExpertRule, *, tiles: TileTable | None = None
-) -> Tensor:
+def _swiglu_in_torch(gate_up_RF: Tensor, weights_R: Tensor | None, rule: ExpertRule, *, used: object) -> Tensor:
     return reference.swiglu(gate_up_RF, weights_R, rule)
 
 
 def _swiglu_backward_in_torch(
-    gate_up_RF: Tensor,
-    weights_R: Tensor | None,
-    dh_RF: Tensor,
-    rule: ExpertRule,
-    *,
-    recompute: bool,
-    tiles: TileTable | None = None,
+    gate_up_RF: Tensor, weights_R: Tensor | None, dh_RF: Tensor, rule: ExpertRule, *, recompute: bool, used: object
 ) -> SwigluGradients:
     """By autograd through the reference."""
     with torch.enable_grad():
@@ -170,27 +161,6 @@ def _weight_gradient_by_grouped_mm(
     return add_or_return(F.grouped_mm(dy_RF.T, rows_RD, offs=ends_e), accumulate_into)
 
 
-def _swiglu_of_used_rows(
-    gate_up_RF: Tensor | SavedRows, weights_R: Tensor | None, rule: ExpertRule, *, tiles: TileTable | None = None
-) -> Tensor:
-    """Skips unused rows, so that a buffer of twice the rows costs no time."""
-    used = None if tiles is None else tiles.used
-    return swiglu_forward(gate_up_RF, weights_R, rule, used=used)
-
-
-def _swiglu_backward_of_used_rows(
-    gate_up_RF: Tensor | SavedRows,
-    weights_R: Tensor | None,
-    dh_RF: Tensor,
-    rule: ExpertRule,
-    *,
-    recompute: bool,
-    tiles: TileTable | None = None,
-) -> SwigluGradients:
-    used = None if tiles is None else tiles.used
-    return swiglu_backward(gate_up_RF, weights_R, dh_RF, rule, recompute=recompute, used=used)
-
-
 REFERENCE = ExpertKernels(
     forward=_forward_by_definition,
     input_gradient=_input_gradient_by_definition,
@@ -219,8 +189,8 @@ TRITON = ExpertKernels(
     forward=grouped_gemm_forward,
     input_gradient=grouped_gemm_input_gradient,
     weight_gradient=grouped_gemm_weight_gradient,
-    swiglu=_swiglu_of_used_rows,
-    swiglu_backward=_swiglu_backward_of_used_rows,
+    swiglu=swiglu_forward,
+    swiglu_backward=swiglu_backward,
     bias_gradient=bias_gradient,
     unpermute=unpermute,
     tile_table=tile_table,

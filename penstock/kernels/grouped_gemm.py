@@ -159,19 +159,10 @@ def grouped_gemm_weight_gradient(
     tiles: TileTable | None = None,
     launch: GemmLaunch | None = None,
 ) -> Tensor:
-    """dw_eFD = dy_RF^T @ x_RD over each expert's rows, without autograd.
+    """dw_eFD = dy_RF^T @ x_RD over each expert's rows, without autograd; see `grouped_gemm_forward`.
 
-    Args:
-        dy_RF: gradient of the output, contiguous; rows past the last expert's may hold anything.
-        x_RD: rows, or with `index_R` their source, as given to forward.
-        counts_e: rows of each expert.
-        index_R: row of `x` for each place, or None.
-        accumulate_into: contiguous float32 e x F x D to which the gradient is added.
-        tiles: `tile_table(counts_e, R)`, if the caller has it already.
-        launch: instead of the table's choice.
-
-    Returns:
-        dw_eFD in the dtype of x, zero for experts without rows; or `accumulate_into`.
+    `dy_RF` is contiguous, and its rows past the last expert's may hold anything. Returns dw_eFD in the dtype of x, zero
+    for experts without rows; or `accumulate_into`, contiguous float32 e x F x D to which the gradient is added.
     """
     rows, width = dy_RF.shape
     source_rows, depth = x_RD.shape

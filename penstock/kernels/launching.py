@@ -9,7 +9,7 @@ Skipped launches and waits of the host are reported to torch's dispatcher as the
 `penstock::waited`, which do nothing. So a dispatch mode sees every event of such a dry run.
 """
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,24 +27,11 @@ _LIBRARY.impl("launched", _nothing, "Meta")
 _LIBRARY.impl("waited", _nothing, "Meta")
 
 
-class Kernel(Protocol):
-    """Result of `triton.jit`."""
-
-    @property
-    def __name__(self) -> str:
-        """Name of the function."""
-        ...
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        """A callable that launches the kernel on this grid."""
-        ...
-
-
-def start_kernel(kernel: Kernel, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+def start_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     """Launch a kernel on the current stream, or report the launch if its tensors are on the meta device.
 
     Args:
-        kernel: kernel to launch.
+        kernel: a `triton.jit` function.
         grid: programs in each dim.
         arguments: of the kernel; the first is a tensor or a descriptor of one.
         constants: compile-time constants, warps and stages.

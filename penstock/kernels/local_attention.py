@@ -35,7 +35,7 @@ class BlockMasks:
 def block_masks(
     reach: AttentionWindow, first: int, count: int, allowed_BSS: Tensor | None, *, rows: int, device: torch.device
 ) -> BlockMasks:
-    """Blocks and masks for a range of queries.
+    """Blocks and masks for the `count` queries from position `first` on.
 
     Args:
         reach: window of the layers.
@@ -97,14 +97,7 @@ def local_attention(
 ) -> Tensor:
     """Softmax attention of a range of queries within their window; arguments as in `causal_attention`.
 
-    Args:
-        q_BSHN: queries of the range.
-        k_BSGN: keys of every position of the row.
-        v_BSGM: values of every position.
-        masks: blocks and masks of the range.
-        scale: factor on the scores.
-        backend: backend of each call.
-        sinks_H: sink logits, or None.
+    Keys and values are those of every position of the row, queries those of the range.
     """
     begin, count = masks.blocks[0].first, q_BSHN.shape[1]
     found = []

@@ -78,22 +78,6 @@ def reference_balance_loss(
     return LinearLoss((mass_BE * dmass_BE).sum() + (z_B * dz_B).sum(), dmass_BE, dz_B)
 
 
-def reference_expert_ffn(
-    x_ND: Tensor,
-    gate_up_eFD: Tensor,
-    down_eDF: Tensor,
-    counts_e: Tensor,
-    weights_R: Tensor | None = None,
-    index_R: Tensor | None = None,
-    *,
-    places_TK: Tensor | None = None,
-    biases: tuple[Tensor, Tensor | None] | None = None,
-    rule: ExpertRule = SWIGLU,
-) -> Tensor:
-    """`reference.expert_ffn`; the gradient of gathered rows needs no `places_TK`."""
-    return reference.expert_ffn(x_ND, gate_up_eFD, down_eDF, counts_e, weights_R, index_R, biases=biases, rule=rule)
-
-
 def torch_rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
     """`reference.rms_norm` by torch's fused kernel."""
     return F.rms_norm(x_TD, (x_TD.shape[-1],), weight_D, epsilon)
@@ -192,7 +176,7 @@ REFERENCE = Operators(
     balance_loss=reference_balance_loss,
     order_rows=reference.order_rows,
     unpermute=reference.unpermute,
-    expert_ffn=reference_expert_ffn,
+    expert_ffn=reference.expert_ffn,
     expert_ffn_is_fused=False,
     saves_rows=False,
     swiglu=reference.swiglu,

@@ -38,10 +38,7 @@ CHUNKS = 512
 def order_rows(experts_TK: Tensor, experts: int, *, launch: KernelLaunch = ORDER_LAUNCH) -> RowOrder:
     """`penstock.kernels.reference.order_rows` in three small kernels, deterministic.
 
-    Args:
-        experts_TK: integer ids from 0 to `experts`; the last marks a dropped slot.
-        experts: E.
-        launch: slots of a tile and experts of a scan (powers of two), and warps.
+    `launch` sets the slots of a tile and the experts of a scan (powers of two), and warps.
     """
     experts_TK = experts_TK.contiguous()
     slots, device = experts_TK.numel(), experts_TK.device

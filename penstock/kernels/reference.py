@@ -67,10 +67,10 @@ class Routed(NamedTuple):
 
 
 def route(logits_TE: Tensor, bias_E: Tensor | None, rule: RouterRule, sequences: int) -> Routed:
-    """Scores, group limit, top-k, weights, and the sums for balance losses.
+    """Scores, group limit, top-k, weights, and the sums for balance losses, in float32.
 
     Args:
-        logits_TE: router logits; computed in float32.
+        logits_TE: router logits.
         bias_E: float32, added to the scores for the choice only, never to the weights (DeepSeek-V3); None for no bias.
         rule: how scores become choices.
         sequences: B; the T tokens are B sequences of equal length, one after the other.
@@ -250,6 +250,7 @@ def expert_ffn(
     weights_R: Tensor | None = None,
     index_R: Tensor | None = None,
     *,
+    places_TK: Tensor | None = None,
     biases: tuple[Tensor, Tensor | None] | None = None,
     rule: ExpertRule = SWIGLU,
 ) -> Tensor:
@@ -263,6 +264,7 @@ def expert_ffn(
         weights_R: float32 routing weight of each row. On outputs it is applied before the down projection, which is
             linear, and to that projection's bias.
         index_R: source row of each place, or None.
+        places_TK: its inverse, which kernels need for the gradient of x; not used here.
         biases: of gate and up, 2 F for each expert, and of down, D for each; the second is None where the caller adds
             it.
         rule: activation, and position of the weight.
@@ -324,15 +326,12 @@ def fan_out(x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def rotate(x_BSHP: Tensor, cos_BSP: Tensor, sin_BSP: Tensor) -> Tensor:
-    """Rotary position embedding on interleaved pairs (x0, x1), (x2, x3), ...
+    """Rotary position embedding on interleaved pairs (x0, x1), (x2, x3), ...: (x0 cos - x1 sin, x0 sin + x1 cos).
 
     Args:
         x_BSHP: heads to rotate; P even.
         cos_BSP: float32, cosine of each pair's angle, P / 2 wide; B may be 1.
         sin_BSP: float32, sine.
-
-    Returns:
-        The rotated heads in the dtype of x: (x0 cos - x1 sin, x0 sin + x1 cos) for each pair.
     """
     even, odd = x_BSHP.float().unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos_BSP[:, :, None], sin_BSP[:, :, None]

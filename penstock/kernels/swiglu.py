@@ -75,16 +75,9 @@ def swiglu_backward(
     used: Tensor | None = None,
     launch: KernelLaunch = BACKWARD_LAUNCH,
 ) -> SwigluGradients:
-    """Gradients of `swiglu` from its inputs, without autograd.
+    """Gradients of `swiglu` from its inputs and the incoming gradient, without autograd; see `swiglu_forward`.
 
-    Args:
-        gate_up_RF: as given to `swiglu_forward`.
-        weights_R: as given to `swiglu_forward`.
-        dh_RF: incoming gradient.
-        rule: as given to `swiglu_forward`.
-        recompute: return h_RF too, from the same pass.
-        used: as of `swiglu_forward`; weights of unused rows have the gradient 0.
-        launch: rows and columns that a program holds at a time.
+    With `recompute` h_RF is returned too, from the same pass. Weights of unused rows have the gradient 0.
     """
     gate_up_RF, first = _given(gate_up_RF, weights_R)
     dh_RF = dh_RF.contiguous()

@@ -35,12 +35,7 @@ def route(
 ) -> Routed:
     """`penstock.kernels.reference.route`: one kernel and a small sum forward, one kernel backward.
 
-    Args:
-        logits_TE: float32, bfloat16 or float16.
-        bias_E: float32, or None.
-        rule: how scores become choices.
-        sequences: B; the T tokens are B sequences of equal length, one after the other.
-        launch: elements (rows x columns, powers of two) and warps of a tile.
+    `launch` sets the elements (rows x columns, powers of two) and warps of a tile.
 
     Raises:
         KernelError: the rule or the bias does not fit the logits.

@@ -30,7 +30,7 @@ def _one_function(kernels: ExpertKernels) -> Ffn:
 
 FORMS: dict[str, Ffn] = {
     **{f"one function, {name}": _one_function(kernels) for name, kernels in BACKENDS.items()},
-    "operators, reference": operators.reference_expert_ffn,
+    "operators, reference": reference.expert_ffn,
     "operators, torch": operators.torch_expert_ffn,
 }
 
