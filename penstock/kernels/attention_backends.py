@@ -126,6 +126,7 @@ def backend_and_keys(
     """
     heads = q_BHSN.shape[1]
     is_shared = k_BGSN.shape[1] != heads
+    # The efficient backend never has grouped-query heads, and asking torch would only fail.
     if not (is_shared and backend == "efficient"):
         found = backend_for(q_BHSN, k_BGSN, v_BGSM, scores, backend)
         if not is_shared or found in _KNOW_SHARED or backend == "math":

@@ -244,7 +244,7 @@ def experts_of(products: Mapping[str, str]) -> dict[str, Any]:
     parts = {product: vars(expert_kernels_of(products[product]))[product] for product in PRODUCTS}
     expert_ffn = _load("penstock.kernels.expert_ffn:expert_ffn")
     kernels = replace(expert_kernels_of(frame), **parts)
-    # What is kept comes from the first product, and SwiGLU reads it, which is the frame's.
+    # The first product writes the saved rows and the frame's SwiGLU reads them: both must support that.
     kernels = replace(kernels, saves_rows=kernels.saves_rows and products["forward"] == frame)
     ffn = partial(expert_ffn, kernels=kernels)
     return {"expert_ffn": ffn, "expert_ffn_is_fused": True, "saves_rows": kernels.saves_rows}

@@ -102,7 +102,7 @@ def _check(dy_RF: Tensor, experts: int, weighted: WeightedBias | None, accumulat
 
 @triton.jit
 def bias_parts_kernel(
-    dy_ptr, bias_ptr, weights_ptr, dots_ptr, parts_ptr, owners_ptr, block_count_ptr,
+    dy_ptr, bias_ptr, weights_ptr, dots_ptr, parts_ptr, owners_ptr, block_count_ptr,  # dy R x F, parts P x F
     F: tl.constexpr, WALKED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
     """One block of an expert's rows: their sum, and with dots_ptr their dot products with the expert's bias.
@@ -113,7 +113,7 @@ def bias_parts_kernel(
     if block >= tl.load(block_count_ptr):
         return
     expert = tl.load(owners_ptr + block * 4).to(tl.int64)
-    end = tl.load(owners_ptr + block * 4 + 2)
+    end = tl.load(owners_ptr + block * 4 + 2)  # fields of an owner: see `tile_table.OWNER_FIELDS`
     first_row = tl.load(owners_ptr + block * 4 + 1) + (block - tl.load(owners_ptr + block * 4 + 3)) * BLOCK_R
     row_R = first_row + tl.arange(0, BLOCK_R)
     is_own_R = row_R < end
@@ -135,7 +135,7 @@ def bias_parts_kernel(
 
 @triton.jit
 def bias_sums_kernel(
-    parts_ptr, sums_ptr, starts_ptr, experts,
+    parts_ptr, sums_ptr, starts_ptr, experts,  # parts P x F, sums e x F, starts e + 1
     F: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_E: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
@@ -148,7 +148,7 @@ def bias_sums_kernel(
     expert_E = tl.arange(0, BLOCK_E)
     start_E = tl.load(starts_ptr + expert_E, mask=expert_E < experts, other=0)
     end_E = tl.load(starts_ptr + expert_E + 1, mask=expert_E < experts, other=0)
-    blocks_E = (end_E - start_E + BLOCK_R - 1) // BLOCK_R
+    blocks_E = (end_E - start_E + BLOCK_R - 1) // BLOCK_R  # as the tile table counts them
     first = tl.sum(tl.where(expert_E < expert, blocks_E, 0))
     past = first + tl.sum(tl.where(expert_E == expert, blocks_E, 0))
     sums_PF = tl.zeros([BLOCK_P, BLOCK_F], tl.float32)

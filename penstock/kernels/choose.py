@@ -151,6 +151,7 @@ def _answer(
     knob = next((knob for knob in (*point.knobs, "all") if wanted.get(knob, AUTO) != AUTO), None)
     if knob is not None:
         return Choice(op, direction, *_as_asked(op, knob, wanted[knob], obstacles))
+    # Only parts that the model has count, such as mla_heads for latent attention.
     parts = [part for part in point.parts if has(part.op, shapes)]
     if not parts:
         return Choice(op, direction, "reference", NOT_THERE)

@@ -161,7 +161,7 @@ class _ExpertFfn(torch.autograd.Function):
         gate_up_RF = first_product(bias_eF=gate_up_bias_eF, tiles=tiles)
         used = None if tiles is None else tiles.used
         h_RF = kernels.swiglu(gate_up_RF if kept is None else kept, weights_R, extras.rule, used=used)
-        kept_RF = None if extras.recompute else gate_up_RF
+        kept_RF = None if extras.recompute else gate_up_RF  # saved for backward
         del gate_up_RF, first_product
         matrices, biases = (gate_up_eFD, down_eDF), (gate_up_bias_eF, down_bias_eD)
         first = None if kept is None else kept.first
@@ -181,12 +181,14 @@ class _ExpertFfn(torch.autograd.Function):
 
         if kept_RF is None:
             kept_RF = kernels.forward(x_ND, gate_up_eFD, counts_e, index_R, bias_eF=gate_up_bias, tiles=tiles)
+        # 1. Back through the down projection and the activation; h is recomputed in the same pass.
         dh_RF = kernels.input_gradient(dy_RD, down_eDF, counts_e, tiles=tiles)
         kept_RF = kept_RF if first is None else SavedRows(kept_RF, first, len(dy_RD))
         d_gate_up_RF, dweights_R, h_RF = kernels.swiglu_backward(
             kept_RF, weights_R, dh_RF, extras.rule, recompute=wants_down, used=None if tiles is None else tiles.used
         )
         del dh_RF, kept_RF, kept
+        # 2. Gradients of the down projection and of the biases.
         if wants_down:
             rows = dy_RD, h_RF, counts_e, None
             make = partial(kernels.weight_gradient, *rows, accumulate_into=down_sum, tiles=tiles)
@@ -202,11 +204,12 @@ class _ExpertFfn(torch.autograd.Function):
             d_gate_up_bias_eF = kernels.bias_gradient(
                 d_gate_up_RF, counts_e, accumulate_into=gate_up_bias_sum, tiles=tiles
             )
+        # 3. Gradient of the tokens: rows of each token are summed.
         if wants_x:
             dx_RD = kernels.input_gradient(d_gate_up_RF, gate_up_eFD, counts_e, tiles=tiles)
             dx_ND = sum_over_places(dx_RD, len(x_ND), counts_e, index_R, extras.places_TK, kernels.unpermute)
             del dx_RD
-        # Last, because it is the largest result: all other buffers are free again here.
+        # 4. Last, because it is the largest result: all other buffers are free again here.
         if wants_gate_up:
             rows = d_gate_up_RF, x_ND, counts_e, index_R
             make = partial(kernels.weight_gradient, *rows, accumulate_into=gate_up_sum, tiles=tiles)

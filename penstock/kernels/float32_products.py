@@ -79,8 +79,8 @@ def in_parts(values: Tensor, dim: int, places: Sequence[slice]) -> Tensor:
     six = values.new_empty((*values.shape[:dim], 2 * PARTS, *values.shape[dim:]), dtype=torch.bfloat16)
     first, second, third = (six[(slice(None),) * dim + (place,)] for place in places)
     values = values.unsqueeze(dim)
-    first.copy_(values)
-    rest = values - first.narrow(dim, 0, 1)
+    first.copy_(values)  # rounds to bfloat16
+    rest = values - first.narrow(dim, 0, 1)  # exact in float32
     second.copy_(rest)
     torch.sub(rest, second.narrow(dim, 0, 1), out=third)
     return six

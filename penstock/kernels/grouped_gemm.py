@@ -125,6 +125,7 @@ def grouped_gemm_forward(
         launch = launch or grouped_gemm_launch(product, x_RD.device, x_RD.dtype, width * depth)
         launch = _rows_launch(launch, x_RD, w_eFD, y_RF, bias_eF, index_R)
         tiles, bias = tiles or tile_table(counts_e, rows), (bias_eF, weights_R)
+        # After the launch is known: it decides between a fused gather and a copy.
         x_RD, index_R = _gather(x_RD, index_R, tiles, launch)
         first = None if keep is None else keep.first
         _launch_rows(x_RD, w_eFD, y_RF, index_R, tiles, launch, depth_first=False, bias=bias, first=first)
@@ -269,7 +270,7 @@ def _launch_rows(
         return
     bias_eF, weights_R = bias
     (rows, columns), (experts, depth) = y.shape, (len(w), x.shape[1])
-    size = BLOCK_SIZES.index(launch.block_rows)
+    size = BLOCK_SIZES.index(launch.block_rows)  # owner table for blocks of this size
     x_source, w_source, y_target = x, w, y
     if launch.descriptors:
         block_columns, block_depth = launch.block_columns, launch.block_depth

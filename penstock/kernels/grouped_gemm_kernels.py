@@ -26,7 +26,7 @@ def locate_rows(owners_ptr, tile, tiles_across, BLOCK_ROWS: tl.constexpr, GROUP:
     Tiles of one expert are consecutive, so `tile // tiles_across` is a block of the same expert, though the swizzle may
     then choose another one of its blocks.
     """
-    owner_ptr = owners_ptr + tile // tiles_across * 4
+    owner_ptr = owners_ptr + tile // tiles_across * 4  # four words: see `tile_table.OWNER_FIELDS`
     expert = tl.load(owner_ptr)
     start = tl.load(owner_ptr + 1)
     end = tl.load(owner_ptr + 2)
@@ -57,7 +57,7 @@ def halves(block):
 
 @triton.jit
 def store_rows(
-    y, start, end, row, column, columns, result,
+    y, start, end, row, column, columns, result,  # row is relative to start
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, PIECES: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
     """Write the rows of a tile that belong to the expert, in PIECES column blocks."""
@@ -99,7 +99,7 @@ def store_matrix(
     elif DESCRIPTORS:
         block = result.to(dw.dtype).reshape(1, BLOCK_ROWS, BLOCK_COLUMNS)
         if ACCUMULATE:
-            dw.atomic_add([expert, row, column], block)
+            dw.atomic_add([expert, row, column], block)  # the copy engine adds in memory
         else:
             dw.store([expert, row, column], block)
     else:
@@ -115,7 +115,7 @@ def store_matrix(
 @triton.jit
 def ragged(end, count, row):
     """Coordinates in a ragged descriptor of row `row` of an expert with `count` rows that end before `end`."""
-    span = tl.full((), 2**30, tl.int32)
+    span = tl.full((), 2**30, tl.int32)  # the descriptor's bound, see the module
     return span, end, span - count + row
 
 
@@ -131,9 +131,9 @@ def zero_tail(y_ptr, tail, rows, columns):
 
 @triton.jit(do_not_specialize=["rows"])
 def rows_kernel(
-    x, w, y,
+    x, w, y,  # descriptors of blocks, or pointers
     y_ptr, index_ptr, starts_ptr, owners_ptr, block_count_ptr, bias_ptr, weights_ptr, first_ptr,
-    rows, columns, depth, experts,
+    rows, columns, depth, experts,  # sizes of the product, and experts
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_DEPTH: tl.constexpr, GROUP: tl.constexpr,
     PIECES: tl.constexpr, DEPTH_FIRST: tl.constexpr, GATHER: tl.constexpr, WHOLE_DEPTH: tl.constexpr,
     DESCRIPTORS: tl.constexpr, ONLY_LAST: tl.constexpr,
@@ -149,9 +149,9 @@ def rows_kernel(
     """
     tiles_across = tl.cdiv(columns, BLOCK_COLUMNS)
     tiles = tl.load(block_count_ptr) * tiles_across
-    shift = 0 if first_ptr is None else tl.load(first_ptr).to(tl.int32)
+    shift = 0 if first_ptr is None else tl.load(first_ptr).to(tl.int32)  # from rows of x to rows of y
     steps = tl.cdiv(depth, BLOCK_DEPTH)
-    tl.assume(steps > 0)
+    tl.assume(steps > 0)  # lets the compiler flatten both loops
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
         expert, start, end, row, column = locate_rows(owners_ptr, tile, tiles_across, BLOCK_ROWS, GROUP)
         column *= BLOCK_COLUMNS
@@ -191,7 +191,7 @@ def rows_kernel(
 @triton.jit(do_not_specialize=["rows"])
 def weights_kernel(
     dy, x, dw, index_ptr, starts_ptr,
-    rows, columns, experts,
+    rows, columns, experts,  # of an expert's gradient
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_DEPTH: tl.constexpr, GROUP: tl.constexpr,
     PIECES: tl.constexpr, GATHER: tl.constexpr, ACCUMULATE: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip

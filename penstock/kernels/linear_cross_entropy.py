@@ -170,6 +170,7 @@ def _walk_chunks(x_TD: Tensor, head_VD: Tensor, labels_T: Tensor, plan: _Plan, w
         logits_TV = buffer_TV[: labels_T[chunk].shape[0]]
         torch.mm(x_TD[chunk], head_VD.T, out=logits_TV)
         rows = _Rows(logits_TV, labels_T[chunk], logsumexp_T[chunk], target_T[chunk])
+        # From here on logits_TV holds the gradient of the logits, if one is wanted.
         _pass_over_rows(rows, plan, wants_gradient=wants_x or wants_head)
         if dx_TD is not None:
             torch.mm(logits_TV, head_VD, out=dx_TD[chunk])
@@ -207,7 +208,7 @@ def _pass_over_rows(rows: _Rows, plan: _Plan, *, wants_gradient: bool) -> None:
 
 def _join_shards(logsumexp_T: Tensor, target_T: Tensor, group: dist.ProcessGroup) -> None:
     """Combine each rank's columns in place. The target is 0 on ranks without the label."""
-    largest_T = logsumexp_T.clone()
+    largest_T = logsumexp_T.clone()  # subtracted before exp, so that the sum cannot overflow
     dist.all_reduce(largest_T, dist.ReduceOp.MAX, group=group)
     sums_2T = torch.stack(((logsumexp_T - largest_T).exp(), target_T))
     dist.all_reduce(sums_2T, dist.ReduceOp.SUM, group=group)
@@ -248,8 +249,8 @@ def _rows_in_triton(rows: _Rows, plan: _Plan, *, statistics: bool, gradient: boo
 
 @triton.jit
 def linear_cross_entropy_kernel(
-    logits_ptr, labels_ptr, logsumexp_ptr, target_ptr,
-    columns, first_label, vocabulary, z_weight,
+    logits_ptr, labels_ptr, logsumexp_ptr, target_ptr,  # logits T x V, the others T
+    columns, first_label, vocabulary, z_weight,  # columns on this rank; labels on all ranks
     IGNORED: tl.constexpr, STATISTICS: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -291,7 +292,7 @@ def linear_cross_entropy_kernel(
         logsumexp = tl.load(logsumexp_ptr + row)
 
     if GRADIENT:
-        factor = 1.0 + 2.0 * z_weight * logsumexp
+        factor = 1.0 + 2.0 * z_weight * logsumexp  # of the softmax: cross entropy and z-loss
         for start in range(0, columns, BLOCK):
             values = tl.load(logits_ptr + start + offsets, mask=start + offsets < readable, other=0.0).to(tl.float32)
             slopes = tl.exp2(values * LOG2_E - logsumexp * LOG2_E) * factor

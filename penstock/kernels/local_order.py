@@ -113,7 +113,7 @@ def count_arrivals_kernel(
 def place_arrivals_kernel(
     ids_ptr, weights_ptr, earlier_ptr, totals_ptr, slots_ptr, index_ptr, out_weights_ptr, places_ptr, counts_ptr,
     meter_ptr,
-    first, slots, tiles, rows, places,
+    first, slots, tiles, rows, places,  # first: id of the first local expert; rows: of the buffer
     EXPERTS: tl.constexpr, K: tl.constexpr, BINS: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Find the places of one chunk's slots, like `permute.place_kernel`, and write slot, row and weight of each place.
@@ -126,9 +126,9 @@ def place_arrivals_kernel(
     count_E = tl.load(totals_ptr + bin_E, mask=bin_E < EXPERTS, other=0)
     earlier_E = tl.load(earlier_ptr + chunk * (EXPERTS + 1) + bin_E, mask=bin_E <= EXPERTS, other=0)
     end_E = tl.cumsum(count_E, 0)
-    first_E = end_E - count_E + earlier_E
+    first_E = end_E - count_E + earlier_E  # next place of each expert in this chunk
     total = tl.sum(count_E, 0)
-    used = tl.minimum(total, rows)
+    used = tl.minimum(total, rows)  # later places do not fit the buffer
     if chunk == 0:
         kept_E = tl.minimum(end_E, rows) - tl.minimum(end_E - count_E, rows)
         tl.store(counts_ptr + bin_E, kept_E, mask=bin_E < EXPERTS)
@@ -148,6 +148,7 @@ def place_arrivals_kernel(
         tl.store(out_weights_ptr + place_R, weight_R, mask=kept_R)
         tl.store(places_ptr + slot_R, tl.where(kept_R, place_R, places - 1), mask=slot_R < slots)
         first_E += tl.histogram(expert_R, BINS, slot_R < slots)
+    # Places without a slot hold 0, so that every index that is read is valid.
     for block in range(chunk, tl.cdiv(places, BLOCK_R), tl.num_programs(0)):
         place_R = block * BLOCK_R + lane
         is_empty_R = (place_R >= used) & (place_R < places)

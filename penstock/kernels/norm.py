@@ -253,8 +253,8 @@ def check_weight(x_TD: Tensor, weight_D: Tensor) -> None:
 
 @triton.jit
 def rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, normed_ptr, sum_ptr, scale_ptr,
-    tokens, x_stride, residual_stride, epsilon,
+    x_ptr, residual_ptr, weight_ptr, normed_ptr, sum_ptr, scale_ptr,  # rows T x D; weight D; scale T
+    tokens, x_stride, residual_stride, epsilon,  # strides of rows, in elements
     D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Some rows. Example: the row [3, 4] with weight [1, 1] and epsilon 0 is divided by sqrt(12.5).
@@ -274,7 +274,7 @@ def rms_norm_kernel(
         tl.store(sum_ptr + row_T1 * D + column_1D, x_TD, mask=inside)
     rounded_to = x_TD.dtype
     x_TD = x_TD.to(tl.float32)
-    scale_T = tl.rsqrt(tl.sum(x_TD * x_TD, 1) / D + epsilon)
+    scale_T = tl.rsqrt(tl.sum(x_TD * x_TD, 1) / D + epsilon)  # r of the module's formulas
     tl.store(scale_ptr + token_T, scale_T, mask=token_T < tokens)
     if normed_ptr is not None:
         weight_D = tl.load(weight_ptr + column_D, mask=column_D < D, other=0.0).to(tl.float32)
@@ -284,8 +284,8 @@ def rms_norm_kernel(
 
 @triton.jit
 def rms_norm_backward_kernel(
-    x_ptr, weight_ptr, scale_ptr, dnormed_ptr, dsum_ptr, dx_ptr, partial_ptr,
-    tokens, tiles, x_stride, dnormed_stride, dsum_stride,
+    x_ptr, weight_ptr, scale_ptr, dnormed_ptr, dsum_ptr, dx_ptr, partial_ptr,  # rows T x D; partial P x D
+    tokens, tiles, x_stride, dnormed_stride, dsum_stride,  # tiles of one program
     D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Input gradient of some neighbouring tiles, and their sum for the weight as one row of the partial table."""
@@ -301,7 +301,8 @@ def rms_norm_backward_kernel(
         x_TD = tl.load(x_ptr + row_T1 * x_stride + column_1D, mask=inside, other=0.0).to(tl.float32)
         dnormed_TD = tl.load(dnormed_ptr + row_T1 * dnormed_stride + column_1D, mask=inside, other=0.0).to(tl.float32)
         scale_T1 = tl.load(scale_ptr + token_T, mask=token_T < tokens, other=0.0)[:, None]
-        normed_TD = x_TD * scale_T1
+        normed_TD = x_TD * scale_T1  # n of the module's formulas
+        # The running sum stays in registers; its rows are summed once, after the loop.
         dweight_TD += dnormed_TD * normed_TD
         scaled_TD = dnormed_TD * weight_1D
         mean_T = tl.sum(scaled_TD * normed_TD, 1) / D

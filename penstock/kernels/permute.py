@@ -223,7 +223,7 @@ def scan_kernel(tallies_ptr, counts_ptr, chunks, EXPERTS: tl.constexpr, BLOCK_C:
 
 @triton.jit
 def place_kernel(
-    experts_ptr, earlier_ptr, counts_ptr, slots_ptr, places_ptr, slots, tiles,
+    experts_ptr, earlier_ptr, counts_ptr, slots_ptr, places_ptr, slots, tiles,  # tiles of one chunk
     EXPERTS: tl.constexpr, BINS: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Places of one chunk's slots.
@@ -237,7 +237,7 @@ def place_kernel(
     bin_E = tl.arange(0, BINS)
     count_E = tl.load(counts_ptr + bin_E, mask=bin_E < EXPERTS, other=0)
     earlier_E = tl.load(earlier_ptr + chunk * (EXPERTS + 1) + bin_E, mask=bin_E <= EXPERTS, other=0)
-    first_E = tl.cumsum(count_E, 0) - count_E + earlier_E
+    first_E = tl.cumsum(count_E, 0) - count_E + earlier_E  # next place of each expert in this chunk
     for tile in range(tiles):
         slot_R = (chunk * tiles + tile) * BLOCK_R + lane
         expert_R = tl.load(experts_ptr + slot_R, mask=slot_R < slots, other=EXPERTS).to(tl.int32)
@@ -266,7 +266,7 @@ def spread_kernel(
     place_K = tl.load(places_ptr + token * K + choice_K, mask=is_slot_K, other=0)
     expert_E = tl.arange(0, BLOCK_E)
     used = tl.sum(tl.load(counts_ptr + expert_E, mask=expert_E < EXPERTS, other=0), 0)
-    kept_K1 = (place_K < used)[:, None]
+    kept_K1 = (place_K < used)[:, None]  # dropped slots have places past the last expert's rows
     if weights_ptr is not None:
         weight_K1 = tl.load(weights_ptr + token * K + choice_K, mask=is_slot_K, other=0.0)[:, None]
         dweight_K = tl.zeros([BLOCK_K], tl.float32)
@@ -290,7 +290,7 @@ def spread_kernel(
 
 @triton.jit
 def sum_rows_kernel(
-    rows_ptr, weights_ptr, out_ptr, places_ptr, counts_ptr,
+    rows_ptr, weights_ptr, out_ptr, places_ptr, counts_ptr,  # rows R x D, out T x D, places T x K
     K: tl.constexpr, D: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):  # fmt: skip
@@ -379,12 +379,12 @@ def gather_columns_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def gather_rows_kernel(
-    x_ptr, index_ptr, gathered_ptr, used_ptr,
-    rows, x_stride, stride,
+    x_ptr, index_ptr, gathered_ptr, used_ptr,  # x N x D, gathered R x D
+    rows, x_stride, stride,  # strides of rows, in elements
     D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Blocks of rows and columns; programs take turns."""
-    rows = tl.minimum(rows, tl.load(used_ptr))
+    rows = tl.minimum(rows, tl.load(used_ptr))  # the grid covers the buffer; unused blocks end here
     column_D = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     for block in range(tl.program_id(0), tl.cdiv(rows, BLOCK_R), tl.num_programs(0)):
         row_R = block * BLOCK_R + tl.arange(0, BLOCK_R)

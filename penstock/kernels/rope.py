@@ -193,13 +193,13 @@ def token_offset(batch_stride, position_stride):
 
 @triton.jit
 def rotate_kernel(
-    x_ptr, cos_ptr, sin_ptr, out_ptr,
-    x_batch, x_position, x_head, cos_batch, cos_position,
+    x_ptr, cos_ptr, sin_ptr, out_ptr,  # x and out B x S x H x P
+    x_batch, x_position, x_head, cos_batch, cos_position,  # strides; out is contiguous
     H: tl.constexpr, P: tl.constexpr, DIRECTION: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """One token. Example with P = 2 and a quarter turn (cos 0, sin 1): the head [1, 0] becomes [0, 1]."""
     cos_P, sin_P = load_angles(cos_ptr, sin_ptr, cos_batch, cos_position, P, BLOCK_P)
-    sin_P *= DIRECTION
+    sin_P *= DIRECTION  # -1 in backward: the inverse rotation
     x_ptr += token_offset(x_batch, x_position)
     out_ptr += token_offset(tl.num_programs(0).to(tl.int64) * (H * P), H * P)
     column_1P = tl.arange(0, BLOCK_P)[None, :]
@@ -213,7 +213,7 @@ def rotate_kernel(
 
 @triton.jit
 def mla_heads_kernel(
-    q_ptr, kv_ptr, k_rope_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr,
+    q_ptr, kv_ptr, k_rope_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr,  # q, kv: B x S x H; k_rope: B x S x P
     q_batch, q_position, q_head, kv_batch, kv_position, kv_head, k_rope_batch, k_rope_position, cos_batch,
     cos_position,
     H: tl.constexpr, PLAIN: tl.constexpr, P: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -233,6 +233,7 @@ def mla_heads_kernel(
     plain_1N = tl.arange(0, BLOCK_N)[None, :]
     rotary_1P = tl.arange(0, BLOCK_P)[None, :]
     shared_1P = tl.load(k_rope_ptr + rotary_1P, mask=rotary_1P < P, other=0.0)
+    # All heads share the rotary key: it is rotated once for each token.
     turned_1P = rotate_pairs(shared_1P, cos_P, sin_P, 1, BLOCK_P).to(k_out_ptr.dtype.element_ty)
     for start in range(0, H, BLOCK_H):
         head_H1 = start + tl.arange(0, BLOCK_H)[:, None]
@@ -252,7 +253,7 @@ def mla_heads_kernel(
 
 @triton.jit
 def mla_heads_backward_kernel(
-    dq_ptr, dk_ptr, dv_ptr, cos_ptr, sin_ptr, dq_in_ptr, dkv_ptr, dk_rope_ptr,
+    dq_ptr, dk_ptr, dv_ptr, cos_ptr, sin_ptr, dq_in_ptr, dkv_ptr, dk_rope_ptr,  # dkv = [dk | dv]
     dq_batch, dq_position, dq_head, dk_batch, dk_position, dk_head, dv_batch, dv_position, dv_head, cos_batch,
     cos_position,
     H: tl.constexpr, PLAIN: tl.constexpr, P: tl.constexpr, M: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -283,7 +284,7 @@ def mla_heads_backward_kernel(
         dk_HN = tl.load(dk_ptr + head_H1 * dk_head + plain_1N, mask=is_plain)
         dk_HP = tl.load(dk_ptr + head_H1 * dk_head + PLAIN + rotary_1P, mask=is_rotary, other=0.0)
         dv_HM = tl.load(dv_ptr + head_H1 * dv_head + value_1M, mask=is_value)
-        shared_HP += dk_HP.to(tl.float32)
+        shared_HP += dk_HP.to(tl.float32)  # summed over blocks of heads here, over heads below
         dq_HP = rotate_pairs(dq_HP, cos_P, -sin_P, BLOCK_H, BLOCK_P)
         tl.store(dq_in_ptr + head_H1 * N + plain_1N, dq_HN, mask=is_plain)
         tl.store(dq_in_ptr + head_H1 * N + PLAIN + rotary_1P, dq_HP.to(dq_in_ptr.dtype.element_ty), mask=is_rotary)

@@ -182,7 +182,7 @@ def _check(gate_up_RF: Tensor, weights_R: Tensor | None) -> None:
 
 @triton.jit(do_not_specialize=["rows"])
 def swiglu_kernel(
-    gate_up_ptr, first_ptr, weights_ptr, h_ptr, used_ptr, rows,
+    gate_up_ptr, first_ptr, weights_ptr, h_ptr, used_ptr, rows,  # gate_up R x 2F, h R x F
     F: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
     WEIGHS_INPUT: tl.constexpr,
 ):  # fmt: skip
@@ -193,7 +193,7 @@ def swiglu_kernel(
     """
     if used_ptr is not None:
         rows = tl.minimum(rows, tl.load(used_ptr))
-    if first_ptr is not None:
+    if first_ptr is not None:  # saved rows: the layer's first row is known on the device only
         gate_up_ptr += tl.load(first_ptr) * (2 * F)
     column_F = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     for block in range(tl.program_id(0), tl.cdiv(rows, BLOCK_R), tl.num_programs(0)):
@@ -227,12 +227,12 @@ def swiglu_backward_kernel(
         weight_R1 = None
         if weights_ptr is not None:
             weight_R1 = tl.load(weights_ptr + row_R, mask=row_R < rows, other=0.0)[:, None]
-        products_RF = tl.zeros([BLOCK_R, BLOCK_F], tl.float32)
+        products_RF = tl.zeros([BLOCK_R, BLOCK_F], tl.float32)  # terms of the weights' gradients
         for start in range(0, F, BLOCK_F):
             column_F = start + tl.arange(0, BLOCK_F)
             inside = (row_R < rows)[:, None] & (column_F < F)[None, :]
-            wide = start_R1 * (2 * F) + column_F[None, :]
-            narrow = start_R1 * F + column_F[None, :]
+            wide = start_R1 * (2 * F) + column_F[None, :]  # offsets in rows of gate and up
+            narrow = start_R1 * F + column_F[None, :]  # offsets in rows of h
             gate_RF = tl.load(gate_up_ptr + wide, mask=inside, other=0.0).to(tl.float32)
             up_RF = tl.load(gate_up_ptr + wide + F, mask=inside, other=0.0).to(tl.float32)
             dh_RF = tl.load(dh_ptr + narrow, mask=inside, other=0.0).to(tl.float32)

@@ -109,7 +109,7 @@ def _ranks_of(
 
 @triton.jit(do_not_specialize=["rank", "first", "last"])
 def push_rows_kernel(
-    words_ptr, ids_ptr, weights_ptr, addresses_ptr,
+    words_ptr, ids_ptr, weights_ptr, addresses_ptr,  # words T x WORDS, ids and weights T x K
     offset, ids_offset, weights_offset, flags_offset, choice_flags_offset, rank, tokens, chunk_rows, first, last,
     WORDS: tl.constexpr, K: tl.constexpr, PER_RANK: tl.constexpr, PARTS: tl.constexpr, W: tl.constexpr,
     BLOCK_W: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -173,7 +173,7 @@ def wait_kernel(
 
 @triton.jit
 def _take_tile(
-    from_ptr, row_T, out_ptr, out_row_T, exists_T, places_ptr, used,
+    from_ptr, row_T, out_ptr, out_row_T, exists_T, places_ptr, used,  # rows of `from` and of `out`
     WORDS: tl.constexpr, K: tl.constexpr, SPREAD: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Copy the rows that have a place here: to their places if SPREAD, else to the row of the same number."""
@@ -196,7 +196,7 @@ def _take_tile(
 @triton.jit(do_not_specialize=["rank", "channel", "first", "last"])
 def take_rows_kernel(
     words_ptr, own_ptr, places_ptr, counts_ptr, out_ptr, flags_ptr, expected_ptr, left_ptr, late_ptr,
-    channel, signals, limit, rank, tokens, chunk_rows, chunks, first, last,
+    channel, signals, limit, rank, tokens, chunk_rows, chunks, first, last,  # chunks `first` to `last` - 1
     WORDS: tl.constexpr, K: tl.constexpr, SPREAD: tl.constexpr, EXPERTS: tl.constexpr, W: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -245,8 +245,8 @@ def _row(rows_ptr, place_T, used, column_1D, D: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rank", "first", "last"])
 def return_rows_kernel(
-    rows_ptr, places_ptr, counts_ptr, scalars_ptr, staged_ptr, addresses_ptr,
-    offset, scalars_offset, flags_offset, rank, tokens, chunk_rows, first, last,
+    rows_ptr, places_ptr, counts_ptr, scalars_ptr, staged_ptr, addresses_ptr,  # places W*T x K
+    offset, scalars_offset, flags_offset, rank, tokens, chunk_rows, first, last,  # offsets in bytes
     ROWS: tl.constexpr, SUMMED: tl.constexpr, D: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr,
     W: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -328,7 +328,7 @@ def hold_kernel(flags_ptr, expected_ptr, late_ptr, channel, signals, limit, W: t
 
 @triton.jit(do_not_specialize=["own_rank", "channel", "first", "last"])
 def sum_ranks_kernel(
-    parts_ptr, own_ptr, own_rank,
+    parts_ptr, own_ptr, own_rank,  # parts W*T x D, own T x D
     scalars_ptr, ids_ptr, out_ptr, out_scalars_ptr, flags_ptr, expected_ptr, left_ptr, late_ptr,
     channel, signals, limit, tokens, chunk_rows, chunks, first, last,
     D: tl.constexpr, K: tl.constexpr, PER_RANK: tl.constexpr, PARTS: tl.constexpr, W: tl.constexpr,

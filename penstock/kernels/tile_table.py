@@ -94,8 +94,8 @@ def tile_table(counts_e: Tensor, rows: int) -> TileTable:
 
 @triton.jit(do_not_specialize=["rows", "bound"])
 def tile_table_kernel(
-    counts_ptr, starts_ptr, aligned_ptr, block_counts_ptr, owners_ptr,
-    rows, experts, bound,
+    counts_ptr, starts_ptr, aligned_ptr, block_counts_ptr, owners_ptr,  # see `TileTable`
+    rows, experts, bound,  # bound: blocks of the smallest size
     SMALLEST_BLOCK: tl.constexpr, ALIGNED_BLOCK: tl.constexpr, EXPERTS_PADDED: tl.constexpr,
 ):  # fmt: skip
     """Write one expert's part of the owner table for one block size."""
@@ -107,13 +107,14 @@ def tile_table_kernel(
     ends = tl.cumsum(counts, 0)
     starts = tl.minimum(ends - counts, rows)
     ends = tl.minimum(ends, rows)
-    blocks = (ends - starts + block_rows - 1) // block_rows
+    blocks = (ends - starts + block_rows - 1) // block_rows  # of each expert; the last may be partly empty
 
     start = tl.sum(tl.where(ids == expert, starts, 0))
     end = tl.sum(tl.where(ids == expert, ends, 0))
     first_block = tl.sum(tl.where(ids < expert, blocks, 0))
     past_block = first_block + tl.sum(tl.where(ids == expert, blocks, 0))
 
+    # One size writes the tables that do not depend on the size.
     if size == 0:
         tl.store(starts_ptr + expert, start)
     if block_rows == ALIGNED_BLOCK:

@@ -182,8 +182,8 @@ def balance_loss(mass_BE: Tensor, z_B: Tensor, slots_BE: Tensor, factor: float, 
 
 @triton.jit(do_not_specialize=["sequences", "slots_stride", "factor", "z_factor"])
 def balance_loss_kernel(
-    mass_ptr, z_ptr, slots_ptr, loss_ptr, dmass_ptr, dz_ptr,
-    sequences, slots_stride, experts, factor, z_factor,
+    mass_ptr, z_ptr, slots_ptr, loss_ptr, dmass_ptr, dz_ptr,  # mass, slots, dmass B x E; z, dz B
+    sequences, slots_stride, experts, factor, z_factor,  # stride 0: slots of all sequences
     BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """All sequences, one after the other. Example with 2 experts, a factor of 1 and slots [3, 1]: dmass [1.5, 0.5]."""

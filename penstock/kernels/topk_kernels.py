@@ -46,7 +46,7 @@ def _best_columns(key_TE, eligible_TE, K: tl.constexpr, BLOCK_K: tl.constexpr):
         left_TE = tl.where(left_TE == best_T[:, None], CHOSEN, left_TE)
         next_T = tl.max(left_TE, 1)
         is_doubtful_T |= ((best_T ^ next_T) & -BLOCK_E) == 0
-        best_T = next_T
+        best_T = next_T  # one reduction a round: the next maximum is also the neighbour to compare
     if tl.max(is_doubtful_T.to(tl.int32), 0) != 0:
         left_TE = tl.where(eligible_TE, key_TE, NOT_ELIGIBLE)
         for k in range(K):
@@ -65,7 +65,7 @@ def _two_best(best, second, other_best, other_second):
 
 @triton.jit
 def _is_in_best_groups(
-    choice_TE,
+    choice_TE,  # T x (BLOCK_Q * BLOCK_G)
     GROUPS: tl.constexpr, KEPT: tl.constexpr, TOP2: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
     """Boolean T x E: the expert's group is among the KEPT best. Padding columns hold -inf."""
@@ -74,7 +74,7 @@ def _is_in_best_groups(
     if TOP2:
         lowest_TQG = tl.full([BLOCK_T, BLOCK_Q, BLOCK_G], float("-inf"), tl.float32)
         best_TQ, second_TQ = tl.reduce((choice_TQG, lowest_TQG), 2, _two_best)
-        best_TQ += second_TQ
+        best_TQ += second_TQ  # DeepSeek-V3: the sum of a group's best two scores
     else:
         best_TQ = tl.max(choice_TQG, 2)
     is_group_TQ = tl.broadcast_to((tl.arange(0, BLOCK_Q) < GROUPS)[None, :], [BLOCK_T, BLOCK_Q])
@@ -108,7 +108,7 @@ def route_kernel(
     z_T = tl.zeros([BLOCK_T], tl.float32)
 
     for tile in range(tiles):
-        position_T = (chunk * tiles + tile) * BLOCK_T + tl.arange(0, BLOCK_T)
+        position_T = (chunk * tiles + tile) * BLOCK_T + tl.arange(0, BLOCK_T)  # in the sequence
         exists_T1 = (position_T < length)[:, None]
         token_T1 = (sequence * length + position_T)[:, None]
 
@@ -165,7 +165,7 @@ def route_kernel(
 
 @triton.jit
 def sum_parts_kernel(
-    part_counts_ptr, part_mass_ptr, part_z_ptr, counts_ptr, mass_ptr, z_ptr, chunks,
+    part_counts_ptr, part_mass_ptr, part_z_ptr, counts_ptr, mass_ptr, z_ptr, chunks,  # parts B x C x E
     E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Sums of one sequence over its chunks, for a block of experts; the first block also sums z."""
@@ -191,7 +191,7 @@ def sum_parts_kernel(
 
 @triton.jit
 def route_backward_kernel(
-    logits_ptr, experts_ptr, dweights_ptr, dmass_ptr, dz_ptr, dlogits_ptr, length,
+    logits_ptr, experts_ptr, dweights_ptr, dmass_ptr, dz_ptr, dlogits_ptr, length,  # logits T x E, experts T x K
     E: tl.constexpr, K: tl.constexpr, SIGMOID: tl.constexpr, AFTER: tl.constexpr, NORMALIZE: tl.constexpr,
     SCALE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
