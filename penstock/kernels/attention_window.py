@@ -74,11 +74,11 @@ class QueryBlocks:
         return self.keys == self.queries
 
 
-def blocks_of(reach: AttentionWindow, first: int, count: int, *, by_document: bool = False) -> tuple[QueryBlocks, ...]:
+def blocks_of(window: AttentionWindow, first: int, count: int, *, by_document: bool = False) -> tuple[QueryBlocks, ...]:
     """Blocks for the `count` queries from position `first` on; `by_document` for rows of several documents."""
-    if reach.kind == "window" or by_document:
-        return (_of_window(reach.size, first, count),)
-    return tuple(_of_chunks(reach, first, count))
+    if window.kind == "window" or by_document:
+        return (_of_window(window.size, first, count),)
+    return tuple(_of_chunks(window, first, count))
 
 
 def _of_window(size: int, first: int, count: int) -> QueryBlocks:
@@ -87,15 +87,15 @@ def _of_window(size: int, first: int, count: int) -> QueryBlocks:
     return QueryBlocks(first, -(-count // size), size, 2 * size)
 
 
-def _of_chunks(reach: AttentionWindow, first: int, count: int) -> Iterator[QueryBlocks]:
+def _of_chunks(window: AttentionWindow, first: int, count: int) -> Iterator[QueryBlocks]:
     """The rest of a chunk that began before the range, whole chunks, the beginning of one more."""
     end = first + count
-    before = min(-first % reach.size, count)
-    whole = (count - before) // reach.size
-    behind = count - before - whole * reach.size
+    before = min(-first % window.size, count)
+    whole = (count - before) // window.size
+    behind = count - before - whole * window.size
     if before:
-        yield QueryBlocks(first, 1, before, first + before - reach.first_seen(first))
+        yield QueryBlocks(first, 1, before, first + before - window.first_seen(first))
     if whole:
-        yield QueryBlocks(first + before, whole, reach.size, reach.size)
+        yield QueryBlocks(first + before, whole, window.size, window.size)
     if behind:
         yield QueryBlocks(end - behind, 1, behind, behind)

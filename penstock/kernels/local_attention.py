@@ -33,12 +33,12 @@ class BlockMasks:
 
 
 def block_masks(
-    reach: AttentionWindow, first: int, count: int, allowed_BSS: Tensor | None, *, rows: int, device: torch.device
+    window: AttentionWindow, first: int, count: int, allowed_BSS: Tensor | None, *, rows: int, device: torch.device
 ) -> BlockMasks:
     """Blocks and masks for the `count` queries from position `first` on.
 
     Args:
-        reach: window of the layers.
+        window: window of the layers.
         first: position of the first query.
         count: number of queries.
         allowed_BSS: boolean, queries of the range by positions of the row: document borders, and causal. None if the
@@ -46,12 +46,12 @@ def block_masks(
         rows: rows of the micro-batch.
         device: of the masks.
     """
-    blocks = blocks_of(reach, first, count, by_document=allowed_BSS is not None)
+    blocks = blocks_of(window, first, count, by_document=allowed_BSS is not None)
     if allowed_BSS is None:
-        masks = tuple(None if one.is_square else _mask(reach, one, rows, device) for one in blocks)
+        masks = tuple(None if one.is_square else _mask(window, one, rows, device) for one in blocks)
         return BlockMasks(blocks, masks)
     (one,) = blocks
-    return BlockMasks(blocks, (_mask_of_documents(reach, one, allowed_BSS),))
+    return BlockMasks(blocks, (_mask_of_documents(window, one, allowed_BSS),))
 
 
 def _places(blocks: QueryBlocks, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -62,26 +62,26 @@ def _places(blocks: QueryBlocks, device: torch.device) -> tuple[Tensor, Tensor]:
     return query, ends - blocks.keys + torch.arange(blocks.keys, device=device)
 
 
-def _mask(reach: AttentionWindow, blocks: QueryBlocks, rows: int, device: torch.device) -> Tensor:
+def _mask(window: AttentionWindow, blocks: QueryBlocks, rows: int, device: torch.device) -> Tensor:
     """Mask for rows of one document each."""
     query, key = _places(blocks, device)
-    first = query - reach.size + 1 if reach.kind == "window" else query - query % reach.size
+    first = query - window.size + 1 if window.kind == "window" else query - query % window.size
     seen = (key >= first.clamp(min=0)) & (key <= query)
     return seen.expand(rows, -1, -1, -1).flatten(0, 1)
 
 
-def _mask_of_documents(reach: AttentionWindow, blocks: QueryBlocks, allowed_BSS: Tensor) -> Tensor:
+def _mask_of_documents(window: AttentionWindow, blocks: QueryBlocks, allowed_BSS: Tensor) -> Tensor:
     """Mask for rows of several documents: a query's document begins at the first position that it may attend to."""
     _, queries, keys = allowed_BSS.shape
     query, key = _places(blocks, allowed_BSS.device)
     # Queries after the last are padding: they have the mask of the last one, and see themselves.
     query_here = (query - blocks.first).clamp(max=queries - 1)
     allowed = allowed_BSS[:, query_here, key.clamp(0, keys - 1)] & (key >= 0)
-    if reach.kind == "window":
-        first = query - reach.size + 1
+    if window.kind == "window":
+        first = query - window.size + 1
     else:
         begin_BS = allowed_BSS.to(torch.uint8).argmax(dim=-1)
-        first = query - (query - begin_BS[:, query_here]) % reach.size
+        first = query - (query - begin_BS[:, query_here]) % window.size
     return ((allowed & (key >= first) & (key <= query)) | (key == query)).flatten(0, 1)
 
 
@@ -126,7 +126,7 @@ def _with_keys_before(x_BS: Tensor, blocks: QueryBlocks) -> Tensor:
         return x_BS[:, blocks.end - blocks.keys : blocks.end]
     if blocks.is_square:
         return _cut(x_BS, blocks.first, blocks)
-    assert blocks.keys == 2 * blocks.queries, f"{blocks} reach over more than one block"
+    assert blocks.keys == 2 * blocks.queries, f"{blocks} read more than one other block"
     parts = _padded(x_BS, blocks.first - blocks.queries, blocks.end).unflatten(1, (-1, blocks.queries))
     return torch.cat((parts[:, :-1], parts[:, 1:]), dim=2).flatten(0, 1)
 

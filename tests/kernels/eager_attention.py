@@ -19,18 +19,18 @@ def eager_attention(
     return torch.einsum("bhqk,bkhm->bqhm", weights_BHSS / sums_BHS1, v_BSHM)
 
 
-def seen_by(reach: AttentionWindow | None, length: int, documents_BS: Tensor | None = None) -> Tensor:
+def seen_by(window: AttentionWindow | None, length: int, documents_BS: Tensor | None = None) -> Tensor:
     """Which position (first S) sees which (second S): boolean, 1 or B x S x S. Chunks begin with documents."""
     if documents_BS is None:
         documents_BS = torch.zeros(1, length, dtype=torch.int64)
     query, key = torch.arange(length)[:, None], torch.arange(length)
     same_BSS = documents_BS[:, :, None] == documents_BS[:, None, :]
     seen_BSS = same_BSS & (key <= query)
-    if reach is not None and reach.kind == "window":
-        seen_BSS = seen_BSS & (query - key < reach.size)
-    if reach is not None and reach.kind == "chunk":
+    if window is not None and window.kind == "window":
+        seen_BSS = seen_BSS & (query - key < window.size)
+    if window is not None and window.kind == "chunk":
         place_BS = torch.arange(length) - same_BSS.int().argmax(-1)
-        seen_BSS = seen_BSS & (place_BS[:, :, None] // reach.size == place_BS[:, None] // reach.size)
+        seen_BSS = seen_BSS & (place_BS[:, :, None] // window.size == place_BS[:, None] // window.size)
     return seen_BSS
 
 

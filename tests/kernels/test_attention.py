@@ -176,14 +176,14 @@ def test_a_bias_has_the_form_of_its_backend() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("backend", ["auto", "cudnn", "flash", "efficient"])
 @pytest.mark.parametrize(
-    "reach", [None, AttentionWindow(kind="window", size=32), AttentionWindow(kind="chunk", size=48)]
+    "window", [None, AttentionWindow(kind="window", size=32), AttentionWindow(kind="chunk", size=48)]
 )
 @pytest.mark.parametrize("has_sinks", [False, True], ids=["plain", "sinks"])
 @pytest.mark.parametrize("has_documents", [False, True], ids=["one document", "documents"])
 def test_a_gpu_equals_the_definition(
-    backend: str, reach: AttentionWindow | None, has_sinks: bool, has_documents: bool
+    backend: str, window: AttentionWindow | None, has_sinks: bool, has_documents: bool
 ) -> None:
-    has_mask = has_documents or (reach is not None and reach.kind == "window")
+    has_mask = has_documents or (window is not None and window.kind == "window")
     if backend == "flash" and has_mask:
         pytest.skip("flash has no masks")
     rows, length, device = 2, 128, torch.device("cuda")
@@ -195,16 +195,16 @@ def test_a_gpu_equals_the_definition(
     documents_BS = random_documents(rows, length).to(device) if has_documents else None
     kept = 4 if has_sinks else 3
     wide = [x.double().requires_grad_() for x in given[:kept]]
-    seen_BSS = seen_by(reach, length, None if documents_BS is None else documents_BS.cpu()).to(device)
+    seen_BSS = seen_by(window, length, None if documents_BS is None else documents_BS.cpu()).to(device)
     expected = with_gradients(eager_attention(*wide[:3], seen_BSS, 0.125, *wide[3:]), direction.double(), wide)
     leaves = [x.requires_grad_() for x in given[:kept]]
     q, k, v, *sinks = leaves
     sinks_H = sinks[0] if sinks else None
     allowed_BSS = None if documents_BS is None else seen_by(None, length, documents_BS.cpu()).to(device)
-    if reach is None:
+    if window is None:
         o_BSHM = causal_attention(q, k, v, scale=0.125, allowed_BSS=allowed_BSS, backend=backend, sinks_H=sinks_H)
     else:
-        seen = block_masks(reach, 0, length, allowed_BSS, rows=rows, device=device)
+        seen = block_masks(window, 0, length, allowed_BSS, rows=rows, device=device)
         o_BSHM = local_attention(q, k, v, seen, scale=0.125, backend=backend, sinks_H=sinks_H)
     for got, truth in zip(with_gradients(o_BSHM, direction, leaves), expected, strict=True):
         assert_close(got, truth, by="norm", tolerance=0.02, same_dtype=False)
