@@ -59,19 +59,9 @@ def key(choice: Choice) -> str:
 
 def measured(times: Mapping[tuple[str, str], Mapping[str, float]], **changes: object) -> Measurements:
     """Times of parts at half the tokens of `SHAPES`."""
-    half = replace(SHAPES, tokens=SHAPES.tokens // 2)
+    half, fixed = replace(SHAPES, tokens=SHAPES.tokens // 2), {"dtype": "bf16", "skew": 0.0} | changes
     entries = tuple(
-        OperatorTimes(
-            **{
-                "op": op,
-                "direction": direction,
-                "dtype": "bf16",
-                "skew": 0.0,
-                "shape": shape_of(op, half),
-                "microseconds": microseconds,
-                **changes,
-            }
-        )
+        OperatorTimes(op=op, direction=direction, shape=shape_of(op, half), microseconds=microseconds, **fixed)
         for (op, direction), microseconds in times.items()
     )
     return Measurements(device="NVIDIA H200", environment={}, entries=entries)

@@ -1,6 +1,6 @@
 """The experts' autograd function against its definition, on every backend, and the tensors that it saves."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 
 from penstock.base.errors import KernelError
-from penstock.kernels import reference
+from penstock.kernels import operators, reference
 from penstock.kernels.expert_ffn import expert_ffn
 from penstock.kernels.expert_kernels import REFERENCE, TORCH, TRITON, ExpertKernels
 from penstock.kernels.expert_parts import DeferGradient
 from penstock.kernels.permute import order_rows, unpermute
-from penstock.kernels.reference import RouterRule, RowOrder
+from penstock.kernels.reference import SWIGLU, ExpertRule, RouterRule, RowOrder
 from penstock.kernels.topk import route
-from tests.kernels.parity import assert_parity
+from penstock.plan.meta_rank import separate_expert_ffn
+from penstock.plan.op_recorder import WAIT, OpRecorder
+from tests.kernels.parity import assert_near, assert_parity
 
 BACKENDS = {
     "reference": REFERENCE,
@@ -269,3 +271,209 @@ def test_deferred_weight_gradients_are_the_same_and_are_computed_once(sums: bool
     for one, other in zip(gradients(None), late, strict=True):
         assert torch.equal(one, other)
     assert len(tasks) == 2
+
+
+GPT_OSS = ExpertRule(limit=1.5, alpha=1.702)
+LLAMA4 = ExpertRule(weighs_input=True)
+
+Ffn = Callable[..., Tensor]
+
+
+def _one_function(kernels: ExpertKernels) -> Ffn:
+    return lambda *inputs, **options: expert_ffn(*inputs, kernels=kernels, **options)
+
+
+FORMS: dict[str, Ffn] = {
+    **{f"one function, {name}": _one_function(kernels) for name, kernels in BACKENDS.items()},
+    "operators, reference": reference.expert_ffn,
+    "operators, torch": operators.torch_expert_ffn,
+}
+
+
+@pytest.fixture(params=FORMS.values(), ids=FORMS)
+def ffn(request: pytest.FixtureRequest) -> Ffn:
+    return request.param
+
+
+def biases_of(batch: Batch) -> tuple[Tensor, Tensor]:
+    experts, like = len(batch.gate_up_eFD), batch.x_TD
+    return torch.randn(experts, 2 * WIDTH).to(like), torch.randn(experts, HIDDEN).to(like)
+
+
+def with_biases(ffn: Ffn, **options: Any) -> Ffn:
+    """Biases behind the other inputs, and weights in the dtype of the other tensors (as in test_expert_ffn)."""
+
+    def run(*inputs: Any) -> Tensor:
+        *before, weights_R, index_R, gate_up_bias_eF, down_bias_eD = inputs
+        weights_R = None if weights_R is None else weights_R.float()
+        biases = None if gate_up_bias_eF is None else (gate_up_bias_eF, down_bias_eD)
+        return ffn(*before, weights_R, index_R, biases=biases, **options)
+
+    return run
+
+
+def compare(ffn: Ffn, inputs: list[Tensor | None], rule: ExpertRule, **options: Any) -> None:
+    assert_parity(with_biases(ffn, rule=rule, **options), with_biases(reference.expert_ffn, rule=rule), inputs)
+
+
+@pytest.mark.often("*-dropped slots", "*-skewed", "one function, triton-all slots dropped")
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_experts_with_biases_and_clamps_equal_the_reference(routing: str, ffn: Ffn, device: torch.device) -> None:
+    batch = draw(routing, device)
+    compare(ffn, [*batch.inputs, *biases_of(batch)], GPT_OSS, places_TK=batch.order.places_TK)
+
+
+@pytest.mark.often("*-dropped slots", "*-skewed", "one function, triton-all slots dropped")
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_experts_with_weighted_inputs_equal_the_reference(routing: str, ffn: Ffn, device: torch.device) -> None:
+    batch = draw(routing, device)
+    compare(ffn, [*batch.inputs, None, None], LLAMA4, places_TK=batch.order.places_TK)
+
+
+@pytest.mark.often("*-both, without weights", "one function, triton-*")
+@pytest.mark.parametrize("given", ["gate and up", "both, without weights", "rows in order"])
+def test_a_part_of_the_inputs_may_be_missing(given: str, ffn: Ffn, device: torch.device) -> None:
+    """The down projection's bias where another rank adds it; weights; the index."""
+    batch = draw("dropped slots", device)
+    inputs = [*batch.inputs, *biases_of(batch)]
+    if given == "gate and up":
+        inputs[7] = None
+    if given == "both, without weights":
+        inputs[4] = None
+    if given == "rows in order":
+        inputs[0], inputs[5] = reference.permute(batch.x_TD, batch.order), None
+    compare(ffn, inputs, SWIGLU)
+
+
+@pytest.mark.parametrize("rule", [GPT_OSS, LLAMA4], ids=["gpt-oss", "llama4"])
+def test_a_plan_of_separate_operators_computes_the_same(rule: ExpertRule, device: torch.device) -> None:
+    batch = draw("dropped slots", device)
+    biases = (None, None) if rule.weighs_input else biases_of(batch)
+    compare(separate_expert_ffn, [*batch.inputs, *biases], rule)
+
+
+@pytest.mark.parametrize("has_biases", [False, True], ids=["plain", "biases"])
+def test_nan_in_rows_past_the_last_expert_stays_there(has_biases: bool, ffn: Ffn, device: torch.device) -> None:
+    """NaN in rows of dropped slots: in x, in the weights and in the incoming gradient."""
+    batch = draw("dropped slots", device)
+    used = int(batch.order.counts_E.sum())
+    assert used < len(batch.weights_R), "this routing must drop slots"
+    x_RD, weights_R = reference.permute(batch.x_TD, batch.order), batch.weights_R.float()
+    x_RD[used:] = weights_R[used:] = torch.nan
+    leaves = [leaf.requires_grad_() for leaf in (x_RD, batch.gate_up_eFD, batch.down_eDF, weights_R)]
+    biases = tuple(bias.requires_grad_() for bias in biases_of(batch)) if has_biases else ()
+    options = {"biases": biases, "rule": GPT_OSS} if has_biases else {}
+    y_RD = ffn(*leaves[:3], batch.order.counts_E, weights_R, None, **options)
+    dy_RD = torch.ones_like(y_RD)
+    dy_RD[used:] = torch.nan
+    dx_RD, dgate_up_eFD, ddown_eDF, dweights_R, *dbiases = torch.autograd.grad(y_RD, [*leaves, *biases], dy_RD)
+    assert not y_RD[used:].any(), "rows past the last expert's are zero"
+    assert not dx_RD[used:].any(), "and so are their gradients"
+    for result in (y_RD, dx_RD, dgate_up_eFD, ddown_eDF, dweights_R[:used], *dbiases):
+        assert result.isfinite().all()
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Memory that was not written is NaN."""
+    torch.use_deterministic_algorithms(True)  # fills uninitialized memory
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("form", [operators.REFERENCE, operators.TORCH], ids=["reference", "torch"])
+@pytest.mark.usefixtures("poisoned_memory")
+def test_rows_that_torch_leaves_unwritten_take_no_part_in_outputs_and_gradients(form: operators.Operators) -> None:
+    used, counts_e = 5, torch.tensor([2, 3], dtype=torch.int32)
+    shapes = (8, HIDDEN), (2, 2 * WIDTH, HIDDEN), (2, HIDDEN, WIDTH), (8,)
+    x_RD, gate_up_eFD, down_eDF, weights_R = leaves = [torch.rand(shape).requires_grad_() for shape in shapes]
+    y_RD = form.expert_ffn(x_RD, gate_up_eFD, down_eDF, counts_e, weights_R)
+    dx_RD, *dmatrices, dweights_R = torch.autograd.grad(y_RD.sum(), leaves)
+    assert all(not rows[used:].any() for rows in (y_RD, dx_RD, dweights_R))
+    assert all(gradient.isfinite().all() for gradient in (dx_RD, *dmatrices, dweights_R))
+
+
+@pytest.mark.parametrize("kernels", BACKENDS.values(), ids=BACKENDS)
+def test_gradients_of_two_micro_batches_are_added_to_float32_sums(kernels: ExpertKernels, device: torch.device) -> None:
+    batch = draw("random", device)
+    biases = biases_of(batch)
+    parameters = [one.requires_grad_() for one in (batch.gate_up_eFD, batch.down_eDF, *biases)]
+    sums = tuple(torch.zeros_like(one, dtype=torch.float32) for one in parameters)
+    expected = [torch.zeros_like(one) for one in sums]
+    for scale in (1.0, 0.25):
+        x_TD = batch.x_TD * scale
+        options = {"accumulate_into": sums, "biases": biases, "rule": GPT_OSS, "kernels": kernels}
+        y_RD = expert_ffn(x_TD, *parameters[:2], *batch.rest, **options)
+        dy_RD = torch.randn_like(y_RD)
+        y_RD.backward(dy_RD)
+        wide = [one.detach().float().requires_grad_() for one in parameters]
+        y_RD = reference.expert_ffn(x_TD.float(), *wide[:2], *batch.rest, biases=(wide[2], wide[3]), rule=GPT_OSS)
+        for total, gradient in zip(expected, torch.autograd.grad(y_RD, wide, dy_RD.float()), strict=True):
+            total += gradient
+    assert all(one.grad is None for one in parameters), "the sums take the gradients' place"
+    for total, right in zip(sums, expected, strict=True):
+        assert_near(total.to(batch.x_TD.dtype), right, "sum of gradients")
+
+
+@pytest.mark.often("triton-*", "*-dropped slots")
+@pytest.mark.parametrize("routing", ["random", "dropped slots", "all slots dropped"])
+@pytest.mark.parametrize("rule", [SWIGLU, GPT_OSS, LLAMA4], ids=["swiglu", "gpt-oss", "llama4"])
+@pytest.mark.parametrize("kernels", BACKENDS.values(), ids=BACKENDS)
+def test_a_recomputed_pre_activation_gives_the_same_bits(
+    kernels: ExpertKernels, rule: ExpertRule, routing: str, device: torch.device
+) -> None:
+    batch, products = draw(routing, device), []
+    biases = biases_of(batch) if rule == GPT_OSS else ()
+
+    def counted(*arguments: Any, **options: Any) -> Tensor:
+        products.append(arguments)
+        return kernels.forward(*arguments, **options)
+
+    def run(*, recompute: bool) -> list[Tensor]:
+        inputs = batch.x_TD, batch.gate_up_eFD, batch.down_eDF, batch.weights_R.float(), *biases
+        leaves = [leaf.detach().clone().requires_grad_() for leaf in inputs]
+        options = {"recompute": recompute, "places_TK": batch.order.places_TK, "rule": rule}
+        given = (leaves[4], leaves[5]) if biases else None
+        rest = batch.order.counts_E, leaves[3], batch.index_R
+        y_RD = expert_ffn(*leaves[:3], *rest, biases=given, kernels=replace(kernels, forward=counted), **options)
+        return [y_RD.detach(), *torch.autograd.grad(y_RD, leaves, torch.ones_like(y_RD))]
+
+    plain = run(recompute=False)
+    assert len(products) == 2
+    for found, expected in zip(run(recompute=True), plain, strict=True):
+        assert torch.equal(found, expected)
+    assert len(products) == 5, "the first product runs once more, the second does not"
+
+
+def test_biases_with_weighted_inputs_are_refused(ffn: Ffn, device: torch.device) -> None:
+    batch = draw("random", device)
+    with pytest.raises(KernelError, match="weighted"):
+        ffn(*batch.inputs, biases=biases_of(batch), rule=LLAMA4)
+
+
+def launches_of(rule: ExpertRule, *, has_biases: bool) -> list[str]:
+    """Launches of both passes on the meta device."""
+    meta = {"device": "meta", "dtype": torch.bfloat16}
+    x_TD = torch.empty(64, HIDDEN, **meta, requires_grad=True)
+    parameters = [torch.empty(4, 2 * WIDTH, HIDDEN, **meta), torch.empty(4, HIDDEN, WIDTH, **meta)]
+    parameters += [torch.empty(4, 2 * WIDTH, **meta), torch.empty(4, HIDDEN, **meta)] if has_biases else []
+    leaves = [parameter.requires_grad_() for parameter in parameters]
+    sums = tuple(torch.empty_like(leaf, dtype=torch.float32) for leaf in leaves)
+    weights_R = torch.empty(64, device="meta", requires_grad=True)
+    counts_e = torch.empty(4, device="meta", dtype=torch.int32)
+    biases = (leaves[2], leaves[3]) if has_biases else None
+    with OpRecorder(8) as tape:
+        options = {"biases": biases, "rule": rule, "accumulate_into": sums}
+        expert_ffn(x_TD, leaves[0], leaves[1], counts_e, weights_R, **options).sum().backward()
+    return [operator.name for operator in tape.cut() if operator.name.endswith("_kernel") or operator.name == WAIT]
+
+
+def test_biases_add_two_launches_each_and_clamps_and_weighted_inputs_none() -> None:
+    products = ["rows_kernel", "swiglu_backward_kernel", "weights_kernel"]
+    plain = ["tile_table_kernel", "rows_kernel", "swiglu_kernel", "rows_kernel", *products, "rows_kernel"]
+    plain.append("weights_kernel")
+    assert launches_of(SWIGLU, has_biases=False) == plain
+    assert launches_of(LLAMA4, has_biases=False) == plain
+    assert launches_of(GPT_OSS, has_biases=False) == plain
+    of_biases = ["bias_parts_kernel", "bias_sums_kernel"] * 2
+    assert launches_of(GPT_OSS, has_biases=True) == [*plain[:-2], *of_biases, *plain[-2:]]

@@ -1,14 +1,18 @@
-"""Index build, permute and unpermute against their references, and compiled for every chip."""
+"""Index build, permute, unpermute and the local order against their references, and compiled for every chip."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.base.errors import KernelError
 from penstock.kernels import permute as permute_module
 from penstock.kernels import reference
+from penstock.kernels.local_order import count_arrivals_kernel, order_local_rows, place_arrivals_kernel
 from penstock.kernels.permute import (
     LAUNCH,
     ORDER_LAUNCH,
@@ -23,6 +27,7 @@ from penstock.kernels.permute import (
 )
 from penstock.kernels.reference import RowOrder
 from penstock.kernels.tuning import KernelLaunch
+from tests.examples import examples
 from tests.kernels.ahead_of_time import TARGETS, compile_without_spills
 from tests.kernels.parity import assert_near, assert_parity
 
@@ -196,3 +201,58 @@ def test_the_copies_compile_without_spills(width: int, experts: int, top_k: int,
     rows = dict.fromkeys(("rows_ptr", "out_ptr"), "*bf16:16")
     signature = rows | order | {"weights_ptr": "*fp32:16"}
     compile_without_spills(sum_rows_kernel, signature, constants, TARGETS[target], num_warps=LAUNCH.warps)
+
+
+MANY_CHUNKS = KernelLaunch(block_rows=4, block_columns=2, warps=1)
+"""Many chunks, and tiles that end inside rows."""
+
+
+def test_the_example_of_the_local_order_holds(device: torch.device) -> None:
+    experts_NK = torch.tensor([[1, 0], [1, 2], [3, 1]], dtype=torch.int32, device=device)
+    meter = torch.tensor([1, 3], device=device)
+    weights_NK = torch.arange(6.0, device=device).view(3, 2)
+    local = order_local_rows(experts_NK, weights_NK, range(1, 3), 3, meter, launch=MANY_CHUNKS)
+    assert local.places_NK.tolist() == [[0, 3], [1, 3], [3, 2]] and local.counts_e.tolist() == [3, 0]
+    assert local.slots_R.tolist() == [0, 2, 5, 0] and local.index_R.tolist() == [0, 1, 2, 0]
+    assert local.weights_R.tolist() == [0, 2, 5, 0] and meter.tolist() == [2, 4]
+
+
+@examples(20, deadline=None)
+@given(
+    tokens=st.integers(1, 40),
+    top_k=st.integers(1, 4),
+    per_rank=st.integers(1, 5),
+    rank=st.integers(0, 2),
+    seed=st.integers(0, 1000),
+)
+def test_a_local_order_with_room_for_all_rows_equals_the_reference(
+    device: torch.device, tokens: int, top_k: int, per_rank: int, rank: int, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    experts_NK = torch.randint(0, 3 * per_rank + 1, (tokens, top_k), dtype=torch.int32, device=device)
+    own, weights_NK = range(rank * per_rank, (rank + 1) * per_rank), torch.rand(tokens, top_k, device=device)
+    local = order_local_rows(experts_NK, weights_NK, own, tokens * top_k, launch=MANY_CHUNKS)
+    local_NK = torch.where((experts_NK >= own.start) & (experts_NK < own.stop), experts_NK - own.start, per_rank)
+    order = reference.order_rows(local_NK.long(), per_rank)
+    used = int(order.counts_E.sum())
+    assert torch.equal(local.counts_e, order.counts_E)
+    assert torch.equal(local.slots_R[:used], order.slots_R[:used]) and not local.slots_R[used:].any()
+    assert torch.equal(local.index_R, local.slots_R // top_k)
+    assert torch.equal(local.weights_R[:used], weights_NK.flatten()[order.slots_R[:used]])
+    assert not local.weights_R[used:].any()
+    is_own_NK = local_NK < per_rank
+    assert torch.equal(local.places_NK[is_own_NK], order.places_TK[is_own_NK])
+    assert (local.places_NK[~is_own_NK] == tokens * top_k - 1).all()
+
+
+@pytest.mark.often("*sm_90*", "*gfx942*")
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_local_order_compiles_without_spills(target: str) -> None:
+    ids: dict[str, str] = {"ids_ptr": "*i32:16", "first": "i32", "slots": "i32:16", "tiles": "i32"}
+    sizes: dict[str, Any] = {"EXPERTS": 64, "BINS": 128, "BLOCK_R": 128}
+    compile_without_spills(count_arrivals_kernel, ids | {"tallies_ptr": "*i32:16"}, sizes, TARGETS[target])
+    tables = dict.fromkeys(("earlier_ptr", "totals_ptr", "counts_ptr"), "*i32:16")
+    orders = dict.fromkeys(("slots_ptr", "index_ptr", "places_ptr", "meter_ptr"), "*i64:16")
+    weights = dict.fromkeys(("weights_ptr", "out_weights_ptr"), "*fp32:16")
+    signature = ids | tables | orders | weights | {"rows": "i32", "places": "i32:16"}
+    compile_without_spills(place_arrivals_kernel, signature, sizes | {"K": 8}, TARGETS[target])
