@@ -23,7 +23,7 @@ from penstock.cli.output import print_next
 from penstock.config.load import load_run, with_overrides
 from penstock.config.model import Model
 from penstock.config.run import Run
-from penstock.config.training import Optimizer, Schedule, Training
+from penstock.config.training import LearningRateSchedule, Optimizer, Training
 from penstock.models.count import count
 from penstock.models.huggingface.config import facts_of
 from penstock.models.huggingface.weight_folder import WeightFolder
@@ -69,5 +69,5 @@ def _base(model: Model, name: str) -> Run:
         model=model,
         training=Training(steps=STEPS, sequence_length=2048),
         optimizer=Optimizer(learning_rate=LEARNING_RATE),
-        schedule=Schedule(warmup_steps=STEPS // 20),
+        schedule=LearningRateSchedule(warmup_steps=STEPS // 20),
     )

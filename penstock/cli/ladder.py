@@ -57,9 +57,6 @@ class LadderPlan:
 
     Attributes:
         wanted: names of the ladder steps to measure.
-        own: the user's overrides.
-        training_steps: of each ladder step.
-        routing: how tokens choose their experts.
         output: JSON file, or None.
         commit: of the code; empty asks git.
         resumes: take trials back from the file.
@@ -143,12 +140,7 @@ def ladder(  # noqa: PLR0913 - one argument for each option
 
 
 def climb_and_print(plan: LadderPlan, measure: Measure) -> list[Outcome]:
-    """Measure every ladder step, print a line after each and the table last, and keep the file up to date.
-
-    Args:
-        plan: the ladder.
-        measure: runs a trial.
-    """
+    """Measure every ladder step, print a line after each and the table last, and keep the file up to date."""
     options = plan.options
     run = load_run(options.target, options.overrides)
     tokens = f"{run.training.global_batch} x {run.training.sequence_length} tokens"

@@ -87,7 +87,6 @@ class Launch:
     """A run to start or to resume.
 
     Attributes:
-        run: the configuration.
         folder: of the run that is resumed; None for a new one.
         is_named: the user chose the name, so it must be free.
     """

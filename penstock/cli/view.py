@@ -138,7 +138,6 @@ class RunPanel:
     """The panel's content, drawn from reports alone, so that tests and pictures need no run.
 
     Attributes:
-        steps: of the whole run.
         saved_step: step of the newest checkpoint, or None.
         notice: message to the user, or empty.
     """

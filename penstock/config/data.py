@@ -36,7 +36,7 @@ class Documents(Section):
     streaming: bool = knob(False, doc="Read the dataset while training, with no copy of it on this machine.")
 
 
-class Part(Documents):
+class MixturePart(Documents):
     """One part of a mixture, under a name of its own."""
 
     source: SourceOfText = knob(doc="As `data.source`.")
@@ -46,7 +46,7 @@ class Part(Documents):
 class Data(Documents):
     """Text."""
 
-    mixture: dict[str, Part] = knob(
+    mixture: dict[str, MixturePart] = knob(
         {}, doc="Parts by name, each with a weight; then the fields above are those of the parts."
     )
     validation_share: float = knob(

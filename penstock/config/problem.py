@@ -18,7 +18,6 @@ class Problem:
         field: full path of the field that is most likely to be changed.
         what: what is wrong with it; reads on after the path.
         got: the offending value, if `what` does not show it.
-        allowed: what would have been right.
         fix: the change that mends it.
     """
 

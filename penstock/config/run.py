@@ -6,7 +6,7 @@ from penstock.config.data import Data
 from penstock.config.model import Model
 from penstock.config.parallel import Dispatch, Graphs, Host, Offload, Parallel, Pipeline, Recompute
 from penstock.config.schema import Section, knob
-from penstock.config.training import Checkpoint, Evaluation, Optimizer, Profile, Record, Schedule, Training
+from penstock.config.training import Checkpoint, Evaluation, LearningRateSchedule, Optimizer, Profile, Record, Training
 
 RecipeKnob = Literal["none", "auto", "tensorwise", "rowwise", "blockwise", "blockwise-square", "mxfp8"]
 
@@ -98,7 +98,7 @@ class Run(Section):
     model: Model = knob(doc="The model.")
     training: Training = knob(doc="Batch, length, precision.")
     optimizer: Optimizer = knob(doc="AdamW.")
-    schedule: Schedule = knob(Schedule(), doc="Learning rate over the steps.")
+    schedule: LearningRateSchedule = knob(LearningRateSchedule(), doc="Learning rate over the steps.")
     data: Data = knob(Data(), doc="Text.")
     evaluation: Evaluation = knob(Evaluation(), doc="Loss on held-out text.")
     checkpoint: Checkpoint = knob(Checkpoint(), doc="Saved states.")

@@ -41,7 +41,7 @@ class Optimizer(Section):
     weight_decay: float = knob(0.1, doc="Decoupled decay of matrices; norms and biases are never decayed.", low=0.0)
 
 
-class Schedule(Section):
+class LearningRateSchedule(Section):
     """Learning rate over the steps: linear warm-up, then a decay."""
 
     warmup_steps: int = knob(0, doc="Steps of linear warm-up from 0.", unit="steps", low=0)

@@ -13,10 +13,10 @@ warm-up, stable, decay (MiniCPM, arXiv 2404.06395).
 
 import math
 
-from penstock.config.training import Schedule
+from penstock.config.training import LearningRateSchedule
 
 
-def learning_rate(step: int, steps: int, peak: float, schedule: Schedule) -> float:
+def learning_rate(step: int, steps: int, peak: float, schedule: LearningRateSchedule) -> float:
     """Learning rate of one optimizer step.
 
     Args:
@@ -32,7 +32,7 @@ def learning_rate(step: int, steps: int, peak: float, schedule: Schedule) -> flo
     return peak * (height + schedule.final_ratio * (1.0 - height))
 
 
-def _height(step: int, steps: int, schedule: Schedule) -> float:
+def _height(step: int, steps: int, schedule: LearningRateSchedule) -> float:
     """Height of the decay: 1 at the peak, 0 at the last step."""
     last = steps - 1
     top = max(schedule.warmup_steps - 1, 0)

@@ -431,7 +431,6 @@ def attempt(call: BadCall, folder: Path) -> Ended:
     """Run a call in an empty folder of its own.
 
     Args:
-        call: what is typed.
         folder: holds the material (`make_material`), which the call sees as `M`.
     """
     with tempfile.TemporaryDirectory() as place:

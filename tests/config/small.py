@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from penstock.config.model import Balance, LatentAttention, Model, Moe, Router
 from penstock.config.run import Run
-from penstock.config.training import Optimizer, Schedule, Training
+from penstock.config.training import LearningRateSchedule, Optimizer, Training
 from penstock.config.tree import build, merge, parse_overrides
 
 SMALL = Run(
@@ -28,7 +28,7 @@ SMALL = Run(
     ),
     training=Training(steps=200, sequence_length=128, micro_batch=4, global_batch=8, precision="fp32"),
     optimizer=Optimizer(learning_rate=3e-3),
-    schedule=Schedule(warmup_steps=20),
+    schedule=LearningRateSchedule(warmup_steps=20),
 )
 
 

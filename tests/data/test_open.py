@@ -8,7 +8,7 @@ import pytest
 
 from penstock.base.errors import DataError
 from penstock.cli.main import main
-from penstock.config.data import Data, Part
+from penstock.config.data import Data, MixturePart
 from penstock.data.mixture import Text
 from penstock.data.open import open_text
 from penstock.data.sources import Source, Split
@@ -163,14 +163,14 @@ def test_a_tokenizer_that_is_not_there_is_refused_before_any_file_is_read(lines:
 
 
 @pytest.fixture
-def mixture(lines: str, plain: list[str]) -> dict[str, Part]:
+def mixture(lines: str, plain: list[str]) -> dict[str, MixturePart]:
     return {
-        "web": Part(source="jsonl", files=(lines,), weight=3.0),
-        "code": Part(source="text", files=tuple(plain), weight=1.0),
+        "web": MixturePart(source="jsonl", files=(lines,), weight=3.0),
+        "code": MixturePart(source="text", files=tuple(plain), weight=1.0),
     }
 
 
-def test_each_part_of_a_mixture_is_split_by_the_same_rule(mixture: dict[str, Part]) -> None:
+def test_each_part_of_a_mixture_is_split_by_the_same_rule(mixture: dict[str, MixturePart]) -> None:
     train, held_out = (opened(Data(mixture=mixture, validation_share=0.3), split) for split in ("train", "validation"))
     assert [(part.name, part.weight) for part in held_out.parts] == [("web", 3.0), ("code", 1.0)]
     for one, other in zip(train.parts, held_out.parts, strict=True):
@@ -182,7 +182,7 @@ def test_each_part_of_a_mixture_is_split_by_the_same_rule(mixture: dict[str, Par
 
 
 def test_without_a_share_only_parts_with_files_of_their_own_are_held_out(
-    mixture: dict[str, Part], plain: list[str]
+    mixture: dict[str, MixturePart], plain: list[str]
 ) -> None:
     update = {"files": tuple(plain[:30]), "validation_files": tuple(plain[30:])}
     mixture["code"] = mixture["code"].model_copy(update=update)
@@ -190,7 +190,7 @@ def test_without_a_share_only_parts_with_files_of_their_own_are_held_out(
     assert (part.name, len(part.documents)) == ("code", 10)
 
 
-def test_an_error_names_the_part(mixture: dict[str, Part]) -> None:
+def test_an_error_names_the_part(mixture: dict[str, MixturePart]) -> None:
     mixture["web"] = mixture["web"].model_copy(update={"files": ("nothing/*.jsonl",)})
     with pytest.raises(DataError, match=r"data\.mixture\.web\.files: the glob nothing/\*\.jsonl has no file"):
         opened(Data(mixture=mixture), "train")

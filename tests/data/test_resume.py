@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
-from penstock.config.data import Data, Part
+from penstock.config.data import Data, MixturePart
 from penstock.data.loader import Loader
 from penstock.data.mixture import Text
 from penstock.data.open import open_text
@@ -25,7 +25,7 @@ SOURCES = ("text", "jsonl", "compressed", "corrupt", "parquet", "packed", "datas
 
 
 def _place(data: Data) -> dict[str, object]:
-    return {field: value for field, value in data if field in Part.model_fields}
+    return {field: value for field, value in data if field in MixturePart.model_fields}
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def settings_of(folder: Path) -> dict[str, Data]:
     }
     files["mixture"] = Data(
         mixture={
-            name: Part(weight=weight, **_place(files[name]))
+            name: MixturePart(weight=weight, **_place(files[name]))
             for name, weight in (("jsonl", 2.0), ("parquet", 1.0), ("packed", 0.5), ("stream", 1.3))
         },
         shuffle_block=6,

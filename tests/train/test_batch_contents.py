@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config.data import Data, Part
+from penstock.config.data import Data, MixturePart
 from penstock.config.run import Run
 from penstock.config.training import Evaluation, Training
 from penstock.data.loader import Loader
@@ -70,7 +70,7 @@ def test_tokens_without_text_are_shown_as_they_are(tmp_path: Path) -> None:
 
 def test_of_a_mixture_the_part_of_each_row_is_known(tmp_path: Path) -> None:
     parts = {
-        name: Part(source="jsonl", files=(f"{tmp_path}/{name}.jsonl",), weight=weight)
+        name: MixturePart(source="jsonl", files=(f"{tmp_path}/{name}.jsonl",), weight=weight)
         for name, weight in (("a", 3.0), ("b", 1.0))
     }
     run = text_run(tmp_path, source="standard-library", files=(), mixture=parts)

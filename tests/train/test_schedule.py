@@ -8,18 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.config.training import Schedule
+from penstock.config.training import LearningRateSchedule
 from penstock.train.schedule import learning_rate
 
-DECAYS = get_args(Schedule.model_fields["decay"].annotation)
+DECAYS = get_args(LearningRateSchedule.model_fields["decay"].annotation)
 PEAK = 3e-4
 
 
 @st.composite
-def runs(draw: st.DrawFn) -> tuple[int, Schedule]:
+def runs(draw: st.DrawFn) -> tuple[int, LearningRateSchedule]:
     """A number of steps, and a schedule whose warm-up ends before the last step."""
     steps = draw(st.integers(2, 300))
-    return steps, Schedule(
+    return steps, LearningRateSchedule(
         warmup_steps=draw(st.integers(0, steps - 1)),
         decay=draw(st.sampled_from(DECAYS)),
         decay_steps=draw(st.integers(0, steps)),
@@ -27,12 +27,12 @@ def runs(draw: st.DrawFn) -> tuple[int, Schedule]:
     )
 
 
-def _rates(steps: int, schedule: Schedule) -> list[float]:
+def _rates(steps: int, schedule: LearningRateSchedule) -> list[float]:
     return [learning_rate(step, steps, PEAK, schedule) for step in range(steps)]
 
 
 @given(runs())
-def test_warm_up_is_a_line_from_zero_whose_end_is_the_peak(run: tuple[int, Schedule]) -> None:
+def test_warm_up_is_a_line_from_zero_whose_end_is_the_peak(run: tuple[int, LearningRateSchedule]) -> None:
     steps, schedule = run
     warm = schedule.warmup_steps
     assert _rates(steps, schedule)[:warm] == pytest.approx([PEAK * (step + 1) / warm for step in range(warm)])
@@ -40,7 +40,7 @@ def test_warm_up_is_a_line_from_zero_whose_end_is_the_peak(run: tuple[int, Sched
 
 
 @given(runs())
-def test_the_last_step_and_all_after_it_run_at_the_final_ratio(run: tuple[int, Schedule]) -> None:
+def test_the_last_step_and_all_after_it_run_at_the_final_ratio(run: tuple[int, LearningRateSchedule]) -> None:
     steps, schedule = run
     final = PEAK
     if schedule.decay != "constant" and steps > max(schedule.warmup_steps, 1):
@@ -50,7 +50,7 @@ def test_the_last_step_and_all_after_it_run_at_the_final_ratio(run: tuple[int, S
 
 
 @given(runs())
-def test_after_warm_up_the_rate_only_falls_and_no_step_jumps(run: tuple[int, Schedule]) -> None:
+def test_after_warm_up_the_rate_only_falls_and_no_step_jumps(run: tuple[int, LearningRateSchedule]) -> None:
     steps, schedule = run
     top = max(schedule.warmup_steps - 1, 0)
     falling = _rates(steps, schedule)[top:]
@@ -74,22 +74,24 @@ def test_after_warm_up_the_rate_only_falls_and_no_step_jumps(run: tuple[int, Sch
     ],
 )
 def test_each_shape_is_the_one_that_its_name_says(decay: str, tenths: list[float]) -> None:
-    schedule = Schedule.model_validate({"warmup_steps": 4, "decay": decay, "decay_steps": 3, "final_ratio": 0.2})
+    schedule = LearningRateSchedule.model_validate(
+        {"warmup_steps": 4, "decay": decay, "decay_steps": 3, "final_ratio": 0.2}
+    )
     assert [learning_rate(step, 12, 10.0, schedule) for step in range(12)] == pytest.approx(tenths)
 
 
 def test_wsd_falls_over_the_last_tenth_if_nothing_else_is_said() -> None:
-    schedule = Schedule(decay="wsd", final_ratio=0.0)
+    schedule = LearningRateSchedule(decay="wsd", final_ratio=0.0)
     rates = [learning_rate(step, 100, 1.0, schedule) for step in range(100)]
     assert rates[:90] == [1.0] * 90
     assert rates[90:] == pytest.approx([step / 10 for step in range(9, -1, -1)])
 
 
 def test_a_run_that_ends_within_its_warm_up_never_decays() -> None:
-    schedule = Schedule(warmup_steps=10)
+    schedule = LearningRateSchedule(warmup_steps=10)
     assert learning_rate(0, 4, 1.0, schedule) == pytest.approx(0.1)
     assert learning_rate(3, 4, 1.0, schedule) == pytest.approx(0.4)
 
 
 def test_a_run_of_one_step_runs_at_the_peak() -> None:
-    assert learning_rate(0, 1, 1.0, Schedule()) == 1.0
+    assert learning_rate(0, 1, 1.0, LearningRateSchedule()) == 1.0

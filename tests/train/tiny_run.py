@@ -10,7 +10,7 @@ from torch import Tensor
 from penstock.config.data import Data
 from penstock.config.model import Balance, LatentAttention, Model, Moe, Router
 from penstock.config.run import Run
-from penstock.config.training import Checkpoint, Evaluation, Optimizer, Record, Schedule, Training
+from penstock.config.training import Checkpoint, Evaluation, LearningRateSchedule, Optimizer, Record, Training
 from penstock.data.batch import Batch
 from penstock.data.evaluation import EvaluationRows as HeldOut
 from penstock.kernels.reference import IGNORED_LABEL
@@ -61,7 +61,7 @@ def tiny_run(folder: Path, **changes: Any) -> Run:
         "model": tiny_model(),
         "training": TRAINING,
         "optimizer": Optimizer(learning_rate=1e-2),
-        "schedule": Schedule(warmup_steps=2),
+        "schedule": LearningRateSchedule(warmup_steps=2),
         "data": Data(source="synthetic-learnable"),
         "evaluation": Evaluation(every=2, rows=3),
         "checkpoint": Checkpoint(every=2, keep=0, asynchronous=False),

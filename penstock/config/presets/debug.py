@@ -5,8 +5,8 @@ from penstock.config.run import Run
 from penstock.config.training import (
     Checkpoint,
     Evaluation,
+    LearningRateSchedule,
     Optimizer,
-    Schedule,
     Training,
 )
 
@@ -42,7 +42,7 @@ def debug() -> Run:
         ),
         training=Training(steps=1200, sequence_length=128, micro_batch=4, global_batch=4, precision="fp32"),
         optimizer=Optimizer(learning_rate=4e-3),
-        schedule=Schedule(warmup_steps=20),
+        schedule=LearningRateSchedule(warmup_steps=20),
         evaluation=Evaluation(every=200, rows=64),
         checkpoint=Checkpoint(every=400, keep=2),
     )

@@ -14,7 +14,7 @@ from penstock.config.model import (
     Yarn,
 )
 from penstock.config.run import Run
-from penstock.config.training import Optimizer, Schedule, Training
+from penstock.config.training import LearningRateSchedule, Optimizer, Training
 
 
 def _latent_attention(*, heads: int, q_lora_rank: int, yarn_scale: float) -> LatentAttention:
@@ -54,7 +54,7 @@ def deepseek_v2_lite() -> Run:
         ),
         training=Training(steps=10000, sequence_length=4096, micro_batch=1, global_batch=512),
         optimizer=Optimizer(learning_rate=4.2e-4),
-        schedule=Schedule(warmup_steps=2000),
+        schedule=LearningRateSchedule(warmup_steps=2000),
     )
 
 
@@ -84,7 +84,7 @@ def deepseek_v2() -> Run:
         ),
         training=Training(steps=10000, sequence_length=4096, micro_batch=1, global_batch=9216),
         optimizer=Optimizer(learning_rate=2.4e-4),
-        schedule=Schedule(warmup_steps=2000),
+        schedule=LearningRateSchedule(warmup_steps=2000),
     )
 
 
@@ -122,5 +122,5 @@ def deepseek_v3() -> Run:
         ),
         training=Training(steps=10000, sequence_length=4096, micro_batch=1, global_batch=15360, mtp_weight=0.3),
         optimizer=Optimizer(learning_rate=2.2e-4),
-        schedule=Schedule(warmup_steps=2000),
+        schedule=LearningRateSchedule(warmup_steps=2000),
     )

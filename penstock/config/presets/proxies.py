@@ -8,7 +8,7 @@ published: they are similar to DeepSeek-V3's.
 
 from penstock.config.model import Balance, GroupedQueryAttention, Model, Moe, Rope, Router
 from penstock.config.run import Run
-from penstock.config.training import Optimizer, Schedule, Training
+from penstock.config.training import LearningRateSchedule, Optimizer, Training
 
 
 def _proxy(name: str, *, experts: int, top_k: int) -> Run:
@@ -32,7 +32,7 @@ def _proxy(name: str, *, experts: int, top_k: int) -> Run:
         ),
         training=Training(steps=10000, sequence_length=4096, micro_batch=1, global_batch=6144),
         optimizer=Optimizer(learning_rate=2.2e-4),
-        schedule=Schedule(warmup_steps=2000),
+        schedule=LearningRateSchedule(warmup_steps=2000),
     )
 
 

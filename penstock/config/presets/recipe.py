@@ -6,7 +6,7 @@ published better values.
 
 from penstock.config.model import Model
 from penstock.config.run import Run
-from penstock.config.training import Optimizer, Schedule, Training
+from penstock.config.training import LearningRateSchedule, Optimizer, Training
 
 
 def pretrain(name: str, model: Model, *, learning_rate: float, sequence_length: int = 4096, warmup: int = 2000) -> Run:
@@ -17,5 +17,5 @@ def pretrain(name: str, model: Model, *, learning_rate: float, sequence_length: 
         model=model,
         training=Training(steps=10000, sequence_length=sequence_length, micro_batch=1, global_batch=rows),
         optimizer=Optimizer(learning_rate=learning_rate),
-        schedule=Schedule(warmup_steps=warmup),
+        schedule=LearningRateSchedule(warmup_steps=warmup),
     )
