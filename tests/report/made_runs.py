@@ -200,5 +200,4 @@ def host_folder(path: Path, ranks: int = 1) -> Path:
 
 def pass_name(action: Action) -> str:
     """Name of a pass as timelines have it."""
-    kinds = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.INPUT: "input", Kind.WEIGHT: "weight"}
-    return f"{kinds[action.kind]} of stage {action.stage}, micro-batch {action.micro_batch}"
+    return NAMES[action.kind].format(action.stage, action.micro_batch).replace(" gradient", "")

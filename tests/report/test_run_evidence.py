@@ -1,4 +1,4 @@
-"""What is known of a run is read once, and what is not known says why and what would mend it."""
+"""Evidence of a run is read once, and missing evidence has a reason and a fix."""
 
 from pathlib import Path
 
@@ -25,22 +25,16 @@ def test_the_device_of_a_start_finds_its_hardware_file(tmp_path: Path) -> None:
     assert found.starts[0]["command"] == "penstock train debug"
 
 
-def test_no_plan_is_made_unless_wanted(tmp_path: Path) -> None:
-    found = gather(run_folder(tmp_path / "run", device="NVIDIA H200"), plans=False)
-    assert found.projection is None and "--no-plan" in found.lacks.plan
-
-
-def test_a_device_without_a_hardware_file_is_named(tmp_path: Path) -> None:
-    found = gather(run_folder(tmp_path / "run", device="Some CPU"))
-    assert "no hardware file is of Some CPU" in found.lacks.plan
-
-
-def test_what_cannot_be_planned_says_why(tmp_path: Path) -> None:
-    folder = with_world(run_folder(tmp_path / "run", "parallel.pipeline=2", "training.global_batch=8"), 2)
+def test_a_missing_plan_has_a_reason(tmp_path: Path) -> None:
+    known = gather(run_folder(tmp_path / "known", device="NVIDIA H200"), plans=False)
+    assert known.projection is None and "--no-plan" in known.lacks.plan
+    unknown = gather(run_folder(tmp_path / "unknown", device="Some CPU"))
+    assert "no hardware file is of Some CPU" in unknown.lacks.plan
+    folder = with_world(run_folder(tmp_path / "odd", "parallel.pipeline=2", "training.global_batch=8"), 2)
     assert "no plan on 3 x H200" in gather(folder, on="3xH200").lacks.plan
 
 
-def test_the_user_says_better_where_a_run_is(tmp_path: Path) -> None:
+def test_the_user_overrides_the_hardware(tmp_path: Path) -> None:
     found = gather(run_folder(tmp_path / "run", device="NVIDIA H200"), on="1xMI300X")
     assert found.projection is not None and found.projection.cluster.hardware.name == "MI300X"
     with pytest.raises(HardwareError):
@@ -73,9 +67,14 @@ def test_a_pipeline_that_was_recorded_has_both_sides(tmp_path: Path) -> None:
     assert [one.rank for one in found.ranks] == [0, 1]
 
 
-def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
+def test_an_empty_folder_and_a_damaged_trace_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="holds no trace"):
         gather(tmp_path)
+    folder = run_folder(tmp_path / "run")
+    (folder / "profile").mkdir()
+    (folder / "profile" / "rank-0.json").write_text('{"traceEvents": [')
+    with pytest.raises(TraceError):
+        gather(folder)
 
 
 @pytest.mark.parametrize("file", ["metrics.jsonl", "starts.jsonl"])
@@ -83,12 +82,4 @@ def test_a_damaged_file_of_a_run_is_refused(tmp_path: Path, file: str) -> None:
     folder = run_folder(tmp_path / "run")
     (folder / file).write_text("{\n{}\n")
     with pytest.raises(RunFolderError, match="is no JSON"):
-        gather(folder)
-
-
-def test_a_damaged_trace_is_refused(tmp_path: Path) -> None:
-    folder = run_folder(tmp_path / "run")
-    (folder / "profile").mkdir()
-    (folder / "profile" / "rank-0.json").write_text('{"traceEvents": [')
-    with pytest.raises(TraceError):
         gather(folder)

@@ -51,7 +51,10 @@ def shown(figure: Figure | None) -> Figure:
 
 def test_the_blocks_of_a_step_add_up_to_it(run: RunEvidence) -> None:
     figure = shown(flame_figure(run))
+    assert figure.layout["meta"]["choices"] == [f"rank {rank}" for rank in range(4)]
+    assert [trace["visible"] for trace in figure.data] == [True, False, False, False]
     for one, trace in zip(run.ranks, figure.data, strict=True):
+        assert trace["branchvalues"] == "remainder" and min(trace["values"]) >= 0
         start, end = one.steps[-1].window_us
         assert totals(trace)["0"] == pytest.approx(end - start, rel=0.01)
         busy = one.steps[-1].timeline.busy_us
@@ -59,31 +62,13 @@ def test_the_blocks_of_a_step_add_up_to_it(run: RunEvidence) -> None:
         assert idle == pytest.approx(end - start - busy, abs=0.01 * (end - start))
 
 
-def test_the_reader_chooses_the_rank(run: RunEvidence) -> None:
-    figure = shown(flame_figure(run))
-    assert figure.layout["meta"]["choices"] == [f"rank {rank}" for rank in range(4)]
-    assert [trace["visible"] for trace in figure.data] == [True, False, False, False]
-
-
-def test_no_part_is_more_than_its_whole(run: RunEvidence) -> None:
-    figure = shown(flame_figure(run))
-    assert all(value >= 0 for trace in figure.data for value in trace["values"])
-    assert figure.data[0]["branchvalues"] == "remainder"
-
-
 def test_blocks_stand_in_the_order_of_a_step(tmp_path: Path) -> None:
     figure = shown(flame_figure(gather(piped_folder(tmp_path / "run"), plans=False)))
     trace = figure.data[0]
     top = [label for label, parent in zip(trace["labels"], trace["parents"], strict=True) if parent == "0"]
     passes = [label for label in top if " of stage " in label]
-    assert passes == [f"{way} of stage {stage}" for way in ("forward", "backward") for stage in (0, 2)]
-
-
-def test_micro_batches_of_an_action_are_added_up(tmp_path: Path) -> None:
-    figure = shown(flame_figure(gather(piped_folder(tmp_path / "run"), plans=False)))
-    labels = figure.data[0]["labels"]
-    assert {"forward of stage 0", "backward of stage 0", "forward of stage 2"} <= set(labels)
-    assert not any("micro-batch" in label for label in labels)
+    assert passes == [f"{kind} of stage {stage}" for kind in ("forward", "backward") for stage in (0, 2)]
+    assert not any("micro-batch" in label for label in trace["labels"]), "micro-batches are added up"
 
 
 def test_a_cpu_has_a_flame_of_operators(tmp_path: Path) -> None:

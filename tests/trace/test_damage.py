@@ -14,7 +14,7 @@ from penstock.trace.load import decode_trace
 from penstock.trace.replay import replay_script
 from tests.trace.mutation import STRANGE, places
 from tests.trace.synthetic_graph import Recording
-from tests.trace.test_expert_rows import grouped_events, recording
+from tests.trace.test_experts import grouped_events, recording
 from tests.trace.test_memory import a_step
 from tests.trace.test_replay import split
 from tests.trace.tiny import kernel, text_of, trace_of

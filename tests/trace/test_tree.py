@@ -1,4 +1,4 @@
-"""Operators above kernels: parents, spans, layers, backward and recomputation."""
+"""Operators above kernels: parents, spans, layers, backward, recomputation, and the leaves of a trace's time."""
 
 from typing import Any
 
@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from penstock.base.spans import Span
 from penstock.trace.events import NONE, Trace
 from penstock.trace.load import decode_trace
+from penstock.trace.operators import hierarchy
+from penstock.trace.phases import find_phases
 from penstock.trace.tree import SPANS, build_tree, place
-from tests.trace.tiny import event, kernel, text_of, trace_of
+from tests.trace.tiny import event, kernel, text_of, tiny, trace_of
 
 AUTOGRAD = 99
 NODE = "autograd::engine::evaluate_function: "
@@ -166,3 +168,29 @@ def test_a_span_goes_on_after_one_inside_it_has_ended() -> None:
     found = names_at(trace, place(trace, build_tree(trace)).action)
     outer, inner = "forward of stage 1, micro-batch 2", "backward of stage 0, micro-batch 1"
     assert found == [outer, inner, outer, None]
+
+
+# ------------------------------------------------------------------------------------------------------- test hierarchy
+
+
+def test_a_leaf_says_step_action_layer_phase_operator_shapes_and_kernel() -> None:
+    trace = decoded(
+        span("ProfilerStep#2", 0, 90),
+        span("forward of stage 1, micro-batch 0", 1, 80),
+        span("layer 4", 2, 70),
+        span(Span.ATTENTION, 3, 60),
+        operator("aten::mm", 4, 20, **{"Input Dims": [[3, 5], [5, 7]], "Input type": ["float", "float"]}),
+        *started(5, 1, "void nvjet<3>(int)", lasts=12),
+    )
+    (leaf,) = hierarchy(trace, find_phases(trace))
+    assert leaf[:5] == ("ProfilerStep#2", "forward of stage 1, micro-batch 0", 4, "attention", "forward")
+    assert leaf[5:] == ("aten::mm", ((3, 5), (5, 7)), "nvjet", 1, pytest.approx(12), pytest.approx(12))
+
+
+def test_leaves_add_up_to_all_time_on_the_device() -> None:
+    trace = decode_trace(text_of(tiny()))
+    phases = find_phases(trace)
+    leaves = hierarchy(trace, phases)
+    assert sum(leaf.kernel_us for leaf in leaves) == pytest.approx(trace.gpu.duration_us.sum())
+    assert sum(leaf.exposed_us for leaf in leaves) == pytest.approx(phases.exposed_us.sum())
+    assert {leaf.step for leaf in leaves} == {"", "ProfilerStep#3", "ProfilerStep#4"}
