@@ -149,6 +149,7 @@ def with_overrides(run: Run, overrides: Sequence[str], world: int, tokens: float
 def _with_tokens(run: Run, world: int, tokens: float) -> Run:
     parallel, training = run.parallel, run.training
     data = max(1, world // (parallel.tensor * parallel.context * parallel.pipeline))
+    # Rows of one pass on every data-parallel rank.
     unit = training.micro_batch * data
     rows = unit * max(1, floor(tokens / training.sequence_length / unit + 0.5))
     return run.model_copy(update={"training": training.model_copy(update={"global_batch": rows})})

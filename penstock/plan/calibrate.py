@@ -472,6 +472,7 @@ def fit(points: Sequence[TransferPoint]) -> tuple[float, float]:
     ones = [1 / point.seconds for point in points]
     sizes = [point.leaving_bytes / point.seconds for point in points]
     a, b = sum(ones), sum(sizes)
+    # Normal equations of latency * ones + per_byte * sizes = 1.
     aa, bb = (sum(x * x for x in values) for values in (ones, sizes))
     ab = sum(x * y for x, y in zip(ones, sizes, strict=True))
     determinant = aa * bb - ab * ab

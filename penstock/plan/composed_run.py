@@ -235,6 +235,7 @@ class ComposedRun:
 
     def _memory(self, place: int, passes: PassPeak) -> RankMemory:
         held, state = self.contents_at(place), self.state
+        # The rows of the whole step are on the device.
         batch_bytes = micro_batches(self.run, self.grid) * self.proxy.batch_bytes
         parts = MemoryParts(
             rank=place * self.grid.world // self.grid.pipeline,
@@ -268,6 +269,7 @@ class ComposedRun:
             else:
                 terms.update((activations.forward if kind is Kind.FORWARD else activations.backward).terms)
         if self.shape is not None:
+            # Other micro-batches, and with approximate pieces the rows beyond the first.
             terms["held"] = size - sum(terms.values())
         return terms
 
@@ -297,6 +299,7 @@ class ComposedTimes:
         """Seconds of a step, decided by the busiest place."""
         run, grid = composed.run, composed.grid
         # Pieces of one row take their time for each row of a micro-batch.
+        # One number of each distinct stage.
         first = {one: number for number, one in reversed(list(enumerate(composed.contents)))}
         seconds = {one: composed.rows * self._stage(composed, number).all.seconds for one, number in first.items()}
         stages = [seconds[one] for one in composed.contents]
@@ -304,6 +307,7 @@ class ComposedTimes:
             return micro_batches(run, grid) * stages[0] + self._update(composed, 0)
         places = [sum(stages[number] for number in composed.stages_of(place)) for place in range(grid.pipeline)]
         mean = sum(stages) / len(stages)
+        # RAMP counts forward passes; a whole pass of a stage is about three.
         ramp = RAMP[run.pipeline.schedule] / 3 * (grid.pipeline - 1) * mean
         return micro_batches(run, grid) * max(places) + ramp + self._update(composed, 0)
 
@@ -367,6 +371,7 @@ class ComposedTimes:
         holders = [other for other in range(grid.pipeline) if "embed" in state.parts(composed.contents_at(other))]
         if place not in holders or len(holders) == 1:
             return None
+        # Ranks of the embedding's group are as far apart as their places on the pipeline.
         between = (holders[-1] - holders[0]) * grid.world // grid.pipeline
         own = sum(fact.own(state.shards.of(fact)) for fact in state.facts["embed"])
         return self._cluster.group(len(holders), between), own

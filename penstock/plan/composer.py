@@ -385,6 +385,7 @@ class Composer:
             view = _COMMON.get(view, view)
         # A layer directly after the embedding does less than one after a layer of another kind.
         order = () if not closely or self._has_usual_order(view, contents) else contents.kinds
+        # With split backward passes each view has a peak of put-off weight gradients, so it runs itself.
         if view in ("middle", "mixed") and not (key.splits or order):
             # The views `first` and `last` show all of its pieces.
             first, last = (self.proxy(run, one).stage for one in ("first", "last"))

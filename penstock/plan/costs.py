@@ -154,6 +154,7 @@ class OpCosts:
         def seconds(product: GroupedProduct) -> float:
             return self._rates.grouped(product, groups, rows, n, k, dtype).seconds
 
+        # Points are measured for each variant alone; a kernel that gathers and accumulates pays both differences.
         plain = seconds("weight_gradient")
         more = seconds("weight_gradient_gathered") - plain if gathers else 0.0
         summed = seconds("weight_gradient_accumulated") - plain if "ACCUMULATE" in operator.switches else 0.0
@@ -240,6 +241,7 @@ class OpCosts:
         """Bytes of a tensor that hold rows."""
         shape, size = operator.shapes[place], operator.sizes[place]
         if shape and shape[0] in self._rooms:
+            # A buffer by capacity: only the expected rows are read or written.
             return size * self._rows(shape[0]) / shape[0]
         return size
 

@@ -163,11 +163,13 @@ class StageActivations:
         return self.weight if kind is Kind.WEIGHT else self.backward.bytes - self.kept_bytes
 
     def _peak(self, sizes: Sequence[int], terms: Sequence[Mapping[str, int]]) -> ActivationPeak:
+        # bases[i]: memory that the pieces before piece i keep.
         bases = list(accumulate((piece.kept_bytes for piece in self.pieces), initial=0))
         place = max(range(len(sizes)), key=lambda place: bases[place] + sizes[place])
         found = Counter(terms[place])
         for piece in self.pieces[:place]:
             found.update(piece.kept)
+        # The labels of the peak sum to it, but for weight gradients of later pieces.
         found[PUT_OFF] = bases[place] + sizes[place] - sum(found.values())
         return ActivationPeak(
             bytes=bases[place] + sizes[place], terms=Counter({name: size for name, size in found.items() if size})
@@ -242,6 +244,7 @@ class PipelineShape:
 
 def enough(name: str, ranks: int, micro_batches: int) -> int:
     """The fewest micro-batches known to hold as much as `micro_batches`."""
+    # GPipe holds every micro-batch; an uneven interleaved step has another order.
     is_even = micro_batches % ranks == 0 or name != "interleaved"
     return micro_batches if name == "gpipe" or not is_even else min(micro_batches, REPEATED * ranks)
 
@@ -253,6 +256,7 @@ def peak_points(shape: PipelineShape, rank: int) -> tuple[PeakPoint, ...]:
     kept, left = [0] * len(place), [0] * len(place)
     seen: dict[ActionUnit, dict[PeakPoint, None]] = {}
     for unit in _units(shape, rank):
+        # A dict as an ordered set: most points repeat in every round of the schedule.
         seen.setdefault(unit, {})[PeakPoint(unit, tuple(kept), tuple(left))] = None
         for stage, kind in unit:
             at = place[stage]

@@ -144,6 +144,7 @@ class MemoryParts:
 def assemble(parts: MemoryParts, overheads: Overheads = NO_OVERHEADS) -> RankMemory:
     """Memory of a rank at the fullest moment of its step: a pass, or the update."""
     state, passes, update = parts.state, parts.passes, parts.update
+    # The pool of a captured pass stays reserved, so there the update adds to the passes.
     is_update = update > passes.bytes + parts.gathered and not parts.is_captured
     logits = passes.terms.get(LOSS, 0)
     memory = RankMemory(
@@ -194,6 +195,7 @@ def memory_of_meta_run(meta_run: MetaRun, overheads: Overheads = NO_OVERHEADS) -
         state=PartState(
             weights=state.weights,
             gradients=state.gradients,
+            # With the optimizer on the host, `state.optimizer` are the device's buffers.
             master=0 if state.host else state.optimizer - rank.moment_bytes,
             moments=state.optimizer if state.host else rank.moment_bytes,
         ),
@@ -222,6 +224,7 @@ def _peaks(meta_run: MetaRun) -> list[PassPeak]:
         terms = Counter(held)
         for action in unit:
             terms.update(peaks[action.stage][action.kind])
+            # The actions of a pair run at once: each peaks over the memory before both.
             held.update(changes[action.stage][action.kind])
         name = " and ".join(f"{action.kind} of stage {action.stage}" for action in unit)
         found.append(PassPeak(name=name, bytes=sum(terms.values()), terms=+terms))

@@ -198,6 +198,7 @@ def make_meta_rank(run: Run, axes: Axes, target: Target, stages: Sequence[Stage]
     buffers = _shared_buffers(run, axes, target.device)
     layer_context = _layer_context(run, axes, target, weight_grads, buffers)
     decoders = meta_stages(run, layer_context, own)
+    # Whole weights in the dtype of the computation, as FSDP2 gathers them.
     set_dtypes(_unsharded(run), decoders.values(), axes, HOME)
     sharded, full_optimizer = _sharded_state(run, axes, layer_context, own)
     optimizer = _optimizer(run, axes, decoders, sharded)
@@ -271,6 +272,7 @@ def _sharded_state(
         return frozenset(), None
     decoders = meta_stages(run, layer_context, own)
     set_dtypes(run, decoders.values(), axes, HOME)
+    # A second set of decoders, sharded by FSDP2, for the optimizer's state only.
     shards = param_shards(decoders.values(), axes)
     sharded = frozenset(one.name for one in shards if isinstance(one.parameter, DTensor))
     return sharded, MasterAdamW(shards, run.optimizer, parallel=run.parallel, world=axes.world, offload=run.offload)
@@ -310,6 +312,7 @@ def _fuse_accumulation(decoders: Mapping[int, Decoder], sharded: frozenset[str],
     for decoder in decoders.values():
         for path, module in decoder.named_modules():
             if isinstance(module, GroupedExperts) and f"{path}.gate_up_eFD" in sharded:
+                # FSDP2 reduces these gradients itself, so the kernels return them.
                 module.sums = None
             elif isinstance(module, (Linear, Embedding)) and f"{path}.weight" in sharded:
                 module.main_grad = None

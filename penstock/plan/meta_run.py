@@ -256,6 +256,7 @@ def micro_batch_of(rank: MetaRank) -> MicroBatch:
     def numbers(*shape: int) -> Tensor:
         return torch.empty(shape or (rows, here), dtype=torch.int64, device=META)
 
+    # The shapes are those of `penstock.train.global_batch`.
     is_masked, is_part = rank.run.data.document_mask, axes.context.size > 1 and context_method(rank.run) != "ulysses"
     reading = ModelInputs(
         tokens_BS=numbers(),
@@ -275,6 +276,7 @@ def micro_batch_bytes(rank: MetaRank) -> int:
 
 def _stage(rank: MetaRank, number: int, decoder: Decoder, batch: MicroBatch) -> StageActivations:
     blocks = {int(layer): block for layer, block in decoder.blocks.items() if isinstance(block, Block)}
+    # Overlap and offload connect neighbouring layers, so one layer cannot stand for its kind.
     runs_all = rank.run.dispatch.overlap in OVERLAPS_IN_STEPS or bool(rank.run.offload.activations)
     kinds = {layer: (layer if runs_all else kind_of(decoder, layer, block)) for layer, block in blocks.items()}
     first_of: dict[Hashable, int] = {}
@@ -296,6 +298,7 @@ def _stage(rank: MetaRank, number: int, decoder: Decoder, batch: MicroBatch) -> 
     if len(pieces) > 1:
         before, *layers, behind = pieces
         by_kind = dict(zip(first_of, layers, strict=True))
+        # Every layer gets the piece of the first layer of its kind.
         pieces = [before, *(by_kind[kind] for kind in kinds.values()), behind]
     return StageActivations(number=number, pieces=tuple(pieces), weight=passes.weight)
 
@@ -333,12 +336,14 @@ class _Passes:
             del end
             self._end_of_backward()
             weight_ops = self._weights()
+        # Forward marks the pieces first to last, backward last to first.
         sections = self.tracker.sections
         forward, backward = sections[: len(names)], sections[len(names) :][::-1]
         assert len(backward) == len(names), f"{len(sections)} sections of {names}"
         self.weight = self.tracker.mark("weight").passing
         message = message_of(run, self.rank.axes, META)
         gradient = 0 if self.rank.weight_grads is None else prod(message.shape) * message.dtype.itemsize
+        # Backward and weight gradients in the order of forward.
         ops = zip(self.ops[: len(names)], self.ops[len(names) :][::-1], weight_ops[::-1], strict=True)
         return [
             replace(piece, forward_work=there, backward_work=back, weight_work=weights)
@@ -402,6 +407,7 @@ class _Passes:
 
         def before(block: nn.Module, arguments: tuple[Any, ...]) -> None:
             self._mark("forward")
+            # The gradient of a layer's input ends the backward pass of that layer.
             arguments[0].register_hook(ends)
 
         def behind(block: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
@@ -466,12 +472,14 @@ def _pieces(
     pieces: list[StagePiece] = []
     behind = gradient
     for name, there, back in reversed(list(zip(names, forward, backward, strict=True))):
+        # A piece hands on a gradient as large as the one that it received, except the first piece.
         left = back.end - there.start - behind + (gradient if name == names[0] else 0) if gradient else 0
         pieces.append(
             StagePiece(
                 name=name,
                 kept=_less(there.held, there.before),
                 forward=there.passing,
+                # Without the memory that later pieces left: StageActivations.backward adds it.
                 backward=back.peak - there.start - (behind - gradient),
                 at_forward=_less(there.at_peak, there.before),
                 at_backward=_less(back.at_peak, there.before),

@@ -168,6 +168,7 @@ class MemoryTracker(TorchDispatchMode):
         key = storage._cdata
         if key in self._seen:
             return
+        # As the caching allocator rounds.
         size = -(-storage.nbytes() // GRANULE) * GRANULE
         label = self._labels[-1]
         self.live += size
@@ -243,6 +244,7 @@ class OpRecorder(TorchDispatchMode):
         elif not is_silent:
             group = self._group(args) if namespace.startswith("c10d") else None
             arguments = list(_tensors_in([*args, *kwargs.values()]))
+            # A result in an argument's storage appears once.
             known = {tensor.untyped_storage()._cdata for tensor in arguments}
             made = [one for one in _tensors_in((result,)) if one.untyped_storage()._cdata not in known]
             self._recorded.append(_op_of(name, arguments + made, (), group))
@@ -255,6 +257,7 @@ class OpRecorder(TorchDispatchMode):
             if isinstance(one, torch.ScriptObject) and one._type().name() == "ProcessGroup"  # type: ignore[attr-defined]
         )
         ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(script))
+        # Ranks of a node are consecutive numbers.
         here = self._ranks_per_node or len(ranks)
         inside = sum(rank // here == ranks[0] // here for rank in ranks)
         return RankGroup(len(ranks), inside if len(ranks) % inside == 0 else 1)

@@ -218,6 +218,7 @@ def update_bytes(parts: ParamCounts, shards: ShardCounts) -> int:
             ranks, holders = shards.of(fact), shards.expert if fact.is_expert else shards.dense
             if fact.is_sharded or holders == 1:
                 continue
+            # A row of a bucket: the shard of one rank, padded to equal sizes.
             width = -(-fact.rows // ranks) * fact.width
             columns["sum", fact.is_expert, ranks] += times * width
             if ranks > 1:
@@ -338,6 +339,7 @@ class _Load:
             if group is not None and ranks > 1:
                 found += [_message("_reduce_scatter_base_", (columns, columns * ranks), sizes, group)] * times
             others = partners.replicate if group is not None else partners.shard
+            # Hybrid sharding sums over the other copies; without sharding all holders sum the whole bucket.
             if others.ranks > 1:
                 found += [_message("allreduce_", (columns,), sizes[:1], others)] * times
         found.append(_moving("copy_", self.own_sent, (SUM_BYTES, shards.reduce_bytes)))

@@ -64,6 +64,7 @@ class Layout:
             for name, size in (("TP", self.tp), ("CP", self.cp), ("EP", self.ep), ("ETP", self.etp))
             if size > 1
         ]
+        # The pipeline comes after tensor and context ranks, as in a command line.
         if self.pp > 1:
             sizes = [*sizes[: (self.tp > 1) + (self.cp > 1)], stages, *sizes[(self.tp > 1) + (self.cp > 1) :]]
         schedule = f"{self.schedule}, " if self.pp > 1 else ""

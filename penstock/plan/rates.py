@@ -89,6 +89,7 @@ def corrected(seconds: float, sizes: Sequence[int], points: Sequence[MeasuredRat
             nearest, from_where = distance, point.source
         if distance < EXACT:
             return Estimate(seconds * math.exp(point.log_ratio), "measured", point.source)
+        # The roofline itself is a point at distance NEAR with ratio 1: it adds NEAR**-4 to the weights.
         weight = distance**-4
         total, weights = total + weight * point.log_ratio, weights + weight
     basis: Literal["measured", "roofline"] = "measured" if nearest < NEAR else "roofline"
@@ -233,6 +234,7 @@ class Rates:
                 moved = BYTES[dtype] * (weights + given) + RESULT_BYTES[dtype] * found
             else:
                 moved = BYTES[dtype] * (given + found) + RESULT_BYTES[dtype] * weights
+            # An accumulated gradient reads and writes the float32 sum instead of writing a result.
             extra = (SUM_BYTES - RESULT_BYTES[dtype]) * weights if is_sum else 0
             computing = self._roofline(2.0 * rows * weights, moved, operator, dtype, by_rows=by_rows)
             return computing + self._moving(extra)

@@ -353,6 +353,7 @@ class _Search:
         heapq.heapify(waiting)
         while waiting:
             estimate, number, step, kind = heapq.heappop(waiting)
+            # Estimates of one kind are off by much the same factor; the least one seen corrects them.
             one, ratio = candidates[number], self._ratios[kind].least
             if kind == ROUGH and estimate == rough[number]:
                 # Back in the queue, corrected by the known ratio; then it is looked at.
@@ -385,6 +386,7 @@ class _Search:
     def _fits(self, one: Candidate, step: int) -> bool:
         """Whether a step of a ladder fits; if not, it is refused."""
         sizes = one.with_recompute(one.steps[step])
+        # More rows never need less memory, so one overflow refuses all larger micro-batches.
         key = replace(sizes, micro_batch=1)
         if self._rows_over.get(key, sizes.micro_batch) < sizes.micro_batch:
             reason = f"{self._rows_over[key]} rows of a micro-batch are too many already"

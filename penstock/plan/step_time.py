@@ -117,6 +117,7 @@ class StageTimer:
         gather = self._bucketed(tuple(one for one in update.step if _is_message(one)))
         rest = tuple(one for one in update.step if not _is_message(one))
         streams = self._streams(0.0)
+        # Launch times of the update are left out.
         for work in (update.zero, update.norm, rest):
             streams.play(work)
         still = self._cluster.hardware.host.step_seconds
@@ -207,6 +208,7 @@ def _passes(place: MetaRun, stages: Mapping[int, StageTime], schedule: Schedule 
         total = add_timing(total, _timing_of(kind, stages[stage]), times=times)
     units = schedule.units(place.place) if schedule.pairs else ()
     paired = [action for unit in units if len(unit) > 1 for action in unit]
+    # The compute of one action hides transfers of the other action of its pair.
     hidden = sum(_hidden(_timing_of(action.kind, stages[action.stage])) for action in paired)
     return add_timing(total, Timing(seconds=-hidden, exposed=-hidden, terms={"dispatch": -hidden} if hidden else {}))
 
@@ -277,6 +279,7 @@ def _step(run: Run, cluster: Cluster, ranks: Sequence[RankTime]) -> StepTime:
 def _beside(passes: Timing, moved: Timing) -> Timing:
     """Passes beside a transfer; its copies run on the device that computes."""
     hidden = min(moved.communication, passes.compute)
+    # Both streams slow each other down, as in penstock/plan/streams.py.
     exposed = moved.communication - OVERLAP_GAIN * hidden
     seconds = exposed + moved.compute
     return add_timing(passes, replace(moved, seconds=seconds, exposed=exposed, terms={"weights": seconds}))

@@ -91,6 +91,7 @@ class HostCopies:
         while self._leaving:
             oldest, (end, _) = next(iter(self._leaving.items()))
             has_room = sum(other for _, other in self._leaving.values()) + size <= self._room
+            # A copy that ended gives its room back; else compute waits for the oldest.
             if has_room and end > launched:
                 break
             del self._leaving[oldest]
@@ -163,6 +164,7 @@ class Streams:
             elif operator.name == PUT_OFF:
                 self._host += self._put_off
             elif operator.name == FORK:
+                # The second stream starts after all work of the first so far.
                 self._side, is_side = max(self._side, self._main), True
             elif operator.name == END:
                 self._ends[operator.switches[0]], is_side = self._side, False
@@ -179,6 +181,7 @@ class Streams:
 
     def _run(self, cost: OpCost) -> None:
         """An operator of the first stream."""
+        # The host needs twice the time for a collective (docs/projection.md).
         self._host += self._launch * (1 + cost.is_communication)
         wait = max(self._gap, self._host - self._main)
         self._main += wait + cost.seconds
@@ -218,6 +221,7 @@ class Streams:
     def _join(self, number: str) -> None:
         """The first stream waits for the second, and pays for the overlap."""
         late = max(0.0, self._ends.pop(number) - self._main)
+        # Hidden: transfers of the second stream since the last join, less the part that is waited for.
         lost = (1 - OVERLAP_GAIN) * max(0.0, self._hidden - late)
         self._hidden = 0.0
         self._main += late + lost

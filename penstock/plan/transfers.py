@@ -111,6 +111,7 @@ class TransferTimes:
             sizes = (group.ranks, 1, max(1, round(near)))
             return corrected(seconds, sizes, self._corrections(kind), self._rate(kind, "node").source)
         rate = self._rate(kind, "cluster")
+        # Bytes inside a node travel at the same time as bytes between nodes.
         crossing = far / (self._network() * rate.efficiency)
         staying = self._inside(kind, near, group, starts=False) if near else 0.0
         start = rate.latency_seconds + rate.peer_seconds * (group.ranks - 2)
@@ -123,6 +124,7 @@ class TransferTimes:
         links = self._known(node.link_bytes_per_second, "link")
         if node.links == "mesh" and node.devices > 1:
             peers = 1 if kind == "point-to-point" else max(1, group.node_ranks - 1)
+            # A mesh gives each other device an equal share of the links.
             links *= min(1.0, peers / (node.devices - 1))
         start = rate.latency_seconds + rate.peer_seconds * (group.node_ranks - 2) if starts else 0.0
         return start + leaving / (links * rate.efficiency)
@@ -190,6 +192,7 @@ class TransferTimes:
     ) -> Estimate:
         """Once to each node, and from there to its ranks: one after the other, or at the same time (DeepEP)."""
         crossing = token_bytes * copies(travel, group.nodes)
+        # Copies inside one node: L - 1 of the W - 1 other ranks are in it.
         reached = copies(travel, group.ranks) * (group.node_ranks - 1) / (group.ranks - 1)
         spread = token_bytes * reached * group.nodes
         if method == "deep-ep":
@@ -206,6 +209,7 @@ def copies(travel: TokenTraffic, places: int) -> float:
     if travel.in_turn:
         return _needed_in_turn(travel.experts, travel.top_k, places) * (places - 1) / places
     elsewhere = travel.experts - travel.experts // places
+    # The probability that no chosen expert is on a given other place.
     missed = math.comb(elsewhere, travel.top_k) / math.comb(travel.experts, travel.top_k)
     return (places - 1) * (1 - missed)
 

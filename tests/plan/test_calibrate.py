@@ -36,22 +36,28 @@ TINY = BenchmarkSizes(
 WHERE = "1 x a test, torch 0"
 
 
-def findings(**changes: object) -> DeviceFigures:
-    """What an invented GPU might have shown."""
-    points = {
-        "product": (
-            ProductPoint(m=4096, n=4096, k=4096, flops_per_second=700e12),
-            ProductPoint(m=1024, n=1024, k=1024, flops_per_second=300e12),
-        ),
-        "grouped_forward": (GroupedPoint(groups=8, rows=512, n=2048, k=2048, flops_per_second=500e12),),
-        "grouped_input_gradient": (GroupedPoint(groups=8, rows=512, n=2048, k=2048, flops_per_second=400e12),),
-        "grouped_weight_gradient": (GroupedPoint(groups=8, rows=512, n=2048, k=2048, flops_per_second=300e12),),
-        "attention_forward": (),
-        "attention_backward": (),
-    }
+def grouped(rate: float) -> tuple[GroupedPoint]:
+    return (GroupedPoint(groups=8, rows=512, n=2048, k=2048, flops_per_second=rate),)
+
+
+def transfer(size: int, seconds: float, ranks: int = 4, node_ranks: int = 4) -> TransferPoint:
+    return TransferPoint(ranks=ranks, node_ranks=node_ranks, leaving_bytes=size, seconds=seconds)
+
+
+def findings() -> DeviceFigures:
+    """Measurements of a GPU that does not exist."""
     real = measure_device(CPU, device_facts(CPU, "fp32"), replace(TINY, products=(), grouped=()))
-    points |= {name: real.points[name] for name in ("attention_forward", "attention_backward")}  # type: ignore[dict-item]
-    found = DeviceFigures(
+    points = {
+        "product": tuple(
+            ProductPoint(m=size, n=size, k=size, flops_per_second=rate)
+            for size, rate in ((4096, 700e12), (1024, 300e12))
+        ),
+        "grouped_forward": grouped(500e12),
+        "grouped_input_gradient": grouped(400e12),
+        "grouped_weight_gradient": grouped(300e12),
+        **{name: real.points[name] for name in ("attention_forward", "attention_backward")},
+    }
+    return DeviceFigures(
         points=points,
         capacity_bytes=150 * 10**9,
         context_bytes=10**9,
@@ -59,7 +65,6 @@ def findings(**changes: object) -> DeviceFigures:
         kernel_seconds=2e-6,
         launch_seconds=9e-6,
     )
-    return replace(found, **changes)
 
 
 def described(
@@ -105,7 +110,7 @@ def test_memory_of_a_cpu_is_the_memory_of_the_machine() -> None:
 
 def test_a_known_chip_keeps_its_peaks_and_what_was_not_measured() -> None:
     h200 = load_hardware("H200")
-    point = TransferPoint(ranks=4, node_ranks=4, leaving_bytes=10**8, seconds=1e-3)
+    point = transfer(10**8, 1e-3)
     mine = described(findings(), {"all-to-all": (point,)}, h200)
     assert (mine.peaks, mine.node) == (h200.peaks, h200.node)
     assert mine.efficiency.product == pytest.approx(500e12 / 989e12)
@@ -127,9 +132,7 @@ def test_the_fastest_product_of_an_unknown_chip_stands_for_its_peak() -> None:
 
 
 def test_collectives_between_machines_say_nothing_of_links() -> None:
-    points = tuple(
-        TransferPoint(ranks=4, node_ranks=2, leaving_bytes=size, seconds=1e-4 + size / 5e9) for size in (10**6, 10**8)
-    )
+    points = tuple(transfer(size, 1e-4 + size / 5e9, node_ranks=2) for size in (10**6, 10**8))
     mine = described(findings(), {"all-gather": points}, None)
     assert (mine.node.devices, mine.node.link_bytes_per_second) == (2, None)
     assert mine.node.network_bytes_per_second == pytest.approx(5e9)
@@ -138,22 +141,16 @@ def test_collectives_between_machines_say_nothing_of_links() -> None:
 
 def test_the_efficiency_of_a_mesh_counts_the_links_that_took_part() -> None:
     mi300x = load_hardware("MI300X")
-    point = TransferPoint(ranks=4, node_ranks=4, leaving_bytes=10**9, seconds=1e9 / (0.7 * 3 * 64e9))
+    point = transfer(10**9, 1e9 / (0.7 * 3 * 64e9))
     mine = described(findings(), {"all-to-all": (point,)}, mi300x)
     assert mine.collectives[0].efficiency == pytest.approx(0.7)
 
 
 def test_a_fit_finds_latency_and_bandwidth_and_no_negative_latency() -> None:
-    exact = [
-        TransferPoint(ranks=2, node_ranks=2, leaving_bytes=size, seconds=30e-6 + size / 200e9)
-        for size in (10**5, 10**6, 10**8)
-    ]
+    exact = [transfer(size, 30e-6 + size / 200e9, 2, 2) for size in (10**5, 10**6, 10**8)]
     assert fit(exact) == (pytest.approx(30e-6), pytest.approx(200e9))
     assert fit(exact[:1]) == (0, pytest.approx(10**5 / exact[0].seconds))
-    steep = [
-        TransferPoint(ranks=2, node_ranks=2, leaving_bytes=size, seconds=seconds)
-        for size, seconds in ((10**6, 1e-6), (10**7, 1e-4))
-    ]
+    steep = [transfer(10**6, 1e-6, 2, 2), transfer(10**7, 1e-4, 2, 2)]
     latency, bandwidth = fit(steep)
     assert latency == 0
     assert bandwidth > 0

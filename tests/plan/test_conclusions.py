@@ -91,19 +91,37 @@ def test_a_longer_pipeline_holds_more_activations_and_saves_next_to_nothing(mode
     assert long.total > 0.96 * short.total
 
 
-def test_the_published_layouts_of_the_smaller_model_fit_and_the_next_cheaper_one_does_not() -> None:
-    for variant in (ROWS_SENT, CONVENTIONAL, DE_DUPLICATED):
-        assert not fits("moe-1t", "MI300X", PLAIN, variant)
-        assert fits("moe-1t", "MI300X", HALVED, variant)
-        assert fits("moe-1t", "MI355X", PLAIN, variant)
+SIXTEEN = Layout(24, 16, 2)
+_, (OFFLOADED_LAYOUT, OFFLOADED), *_ = WAYS_IN
+FITS = [
+    # The published layouts of the smaller model fit, and the next cheaper one does not.
+    *(("moe-1t", "MI300X", PLAIN, variant, False) for variant in (ROWS_SENT, CONVENTIONAL, DE_DUPLICATED)),
+    *(("moe-1t", "MI300X", HALVED, variant, True) for variant in (ROWS_SENT, CONVENTIONAL, DE_DUPLICATED)),
+    *(("moe-1t", "MI355X", PLAIN, variant, True) for variant in (ROWS_SENT, CONVENTIONAL, DE_DUPLICATED)),
+    # Sixteen expert ranks fit the smaller chip with float32 sums if data-parallel ranks shard them.
+    ("moe-2t", "MI300X", SIXTEEN, SHARDED, True),
+    ("moe-2t", "MI300X", HALVED, SHARDED, False),
+]
+SLOW_FITS = [
+    # The published layout of the larger model fits the larger chip alone.
+    *(("moe-2t", "MI355X", PLAIN, variant, False) for variant in (ROWS_SENT, CONVENTIONAL)),
+    *(("moe-2t", "MI355X", HALVED, variant, True) for variant in (ROWS_SENT, CONVENTIONAL)),
+    *(("moe-2t", "MI300X", HALVED, variant, False) for variant in (ROWS_SENT, CONVENTIONAL)),
+    # Sixteen expert ranks fit the smaller chip with the optimizer on the host.
+    ("moe-2t", "MI300X", OFFLOADED_LAYOUT, OFFLOADED, True),
+    ("moe-2t", "MI300X", HALVED, OFFLOADED, False),
+]
 
 
-@pytest.mark.slow
-def test_the_published_layout_of_the_larger_model_fits_the_larger_chip_alone() -> None:
-    for variant in (ROWS_SENT, CONVENTIONAL):
-        assert not fits("moe-2t", "MI355X", PLAIN, variant)
-        assert fits("moe-2t", "MI355X", HALVED, variant)
-        assert not fits("moe-2t", "MI300X", HALVED, variant)
+@pytest.mark.parametrize(
+    ("model", "chip", "layout", "variant", "does"),
+    [*FITS, *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW_FITS)],
+    ids=str,
+)
+def test_the_published_layouts_fit_where_they_are_published_to_fit(
+    model: str, chip: str, layout: Layout, variant: Variant, does: bool
+) -> None:
+    assert fits(model, chip, layout, variant) == does
 
 
 def test_sixteen_expert_ranks_fit_the_smaller_chip_if_gradients_are_summed_as_that_plan_counts_them() -> None:
@@ -113,18 +131,6 @@ def test_sixteen_expert_ranks_fit_the_smaller_chip_if_gradients_are_summed_as_th
     # Eight do not even then.
     eight = memory("moe-2t", HALVED)
     assert eight.total - eight.gradients // 2 > usable
-
-
-def test_sixteen_expert_ranks_fit_the_smaller_chip_with_float32_sums_where_data_parallel_ranks_divide_them() -> None:
-    assert fits("moe-2t", "MI300X", Layout(24, 16, 2), SHARDED)
-    assert not fits("moe-2t", "MI300X", HALVED, SHARDED)
-
-
-@pytest.mark.slow
-def test_sixteen_expert_ranks_fit_the_smaller_chip_with_the_optimizer_on_the_host() -> None:
-    _, (layout, offloaded), *_ = WAYS_IN
-    assert fits("moe-2t", "MI300X", layout, offloaded)
-    assert not fits("moe-2t", "MI300X", HALVED, offloaded)
 
 
 def test_the_published_savings_are_those_of_the_arithmetic_that_we_found() -> None:

@@ -45,7 +45,7 @@ def refusal(path: Path) -> str:
     return str(raised.value)
 
 
-def test_the_chips_of_the_mission_are_known() -> None:
+def test_the_packaged_chips_are_known() -> None:
     assert sorted(KNOWN) == list(known_hardware())
 
 
@@ -58,7 +58,7 @@ def test_a_packaged_file_is_named_as_its_chip_and_peaks_are_those_that_utilizati
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_what_is_reached_stays_below_what_is_promised_and_memory_leaves_room(name: str) -> None:
+def test_measured_rates_are_below_the_peak_and_memory_leaves_room(name: str) -> None:
     hardware = load_hardware(name)
     assert 0.9 * hardware.memory.capacity_bytes < hardware.usable_bytes < hardware.memory.capacity_bytes
     for measured in hardware.measured:
@@ -68,7 +68,7 @@ def test_what_is_reached_stays_below_what_is_promised_and_memory_leaves_room(nam
 
 
 @pytest.mark.parametrize("name", [name for name in KNOWN if name != "H200"])
-def test_nothing_is_called_measured_on_a_chip_that_nobody_has_measured(name: str) -> None:
+def test_no_figure_of_a_chip_without_measurements_is_called_measured(name: str) -> None:
     text = (PACKAGED / f"{name.lower()}.toml").read_text()
     assert not re.search(r'^source = "measured', text, re.MULTILINE)
     assert load_hardware(name).measured == ()
@@ -111,7 +111,7 @@ def test_a_file_reads_back_as_what_was_written(tmp_path: Path) -> None:
     assert (tmp_path / "new" / "mine.toml").read_text() == hardware_text(hardware, ["a comment"])
 
 
-def test_what_is_wrong_in_a_file_is_told_in_one_line_with_its_place(tmp_path: Path) -> None:
+def test_an_error_in_a_file_is_one_line_with_its_place(tmp_path: Path) -> None:
     path = changed(tmp_path, memory=table("memory", capacity_byte=1))
     assert refusal(path) == (
         f"{path}: memory.capacity_byte is an unknown key; fix: did you mean memory.capacity_bytes?"
@@ -148,16 +148,13 @@ def test_a_wrong_measurement_is_refused(tmp_path: Path, measured: dict[str, obje
     assert fault in refusal(changed(tmp_path, measured=[measured]))
 
 
-def test_a_collective_that_comes_twice_is_refused(tmp_path: Path) -> None:
-    one = tomllib.loads((PACKAGED / "h200.toml").read_text())["collective"][0]
-    assert "collective 2: all-to-all in a node comes twice" in refusal(changed(tmp_path, collective=[one, one]))
-
-
-def test_files_that_are_not_there_or_no_toml_are_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_missing_or_no_toml_or_has_a_wrong_list_is_refused(tmp_path: Path) -> None:
     assert "there is no hardware file" in refusal(tmp_path / "gone.toml")
     (tmp_path / "bad.toml").write_text("name = ")
     assert "is not TOML" in refusal(tmp_path / "bad.toml")
     assert "collective is no list of tables" in refusal(changed(tmp_path, collective=3))
+    one = tomllib.loads((PACKAGED / "h200.toml").read_text())["collective"][0]
+    assert "collective 2: all-to-all in a node comes twice" in refusal(changed(tmp_path, collective=[one, one]))
 
 
 def test_every_operator_of_a_file_has_points_of_one_kind() -> None:
@@ -166,19 +163,17 @@ def test_every_operator_of_a_file_has_points_of_one_kind() -> None:
             assert {type(point) for point in measured.points} == {POINTS[measured.operator]}
 
 
-def test_a_cluster_is_a_number_and_a_name() -> None:
+def test_a_cluster_is_a_number_and_a_chip_or_a_file(tmp_path: Path) -> None:
     cluster = parse_cluster("768xMI300X")
     assert (cluster.devices, cluster.nodes, cluster.node_devices, cluster.hardware.name) == (768, 96, 8, "MI300X")
     assert parse_cluster(" 4 x h200 ").nodes == 1
+    assert parse_cluster("4xH200").group(4) == RankGroup(4, 4), "a part of a node is a node"
     assert parse_cluster("144xGB200").nodes == 2
-
-
-def test_a_cluster_may_be_of_ones_own_hardware(tmp_path: Path) -> None:
     assert parse_cluster(f"16x{changed(tmp_path, name='Ours')}").hardware.name == "Ours"
 
 
 @pytest.mark.parametrize("text", ["", "MI300X", "768", "0xH200", "x8", "-8xH200", "8 H200"])
-def test_what_is_no_cluster_is_refused(text: str) -> None:
+def test_a_text_that_is_no_cluster_is_refused(text: str) -> None:
     with pytest.raises(HardwareError, match="a cluster is a number of devices"):
         parse_cluster(text)
 
@@ -194,7 +189,3 @@ def test_devices_that_do_not_fill_their_nodes_are_refused() -> None:
 )
 def test_a_group_knows_how_many_of_its_ranks_share_a_node(ranks: int, stride: int, inside: int) -> None:
     assert parse_cluster("64xH200").group(ranks, stride) == RankGroup(ranks, inside)
-
-
-def test_a_part_of_a_node_is_a_node() -> None:
-    assert parse_cluster("4xH200").group(4) == RankGroup(4, 4)
