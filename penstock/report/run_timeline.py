@@ -186,17 +186,19 @@ def _spans(trace: Trace) -> _Spans:
     tree = nest(host, rows)
     inner = [row for row in rows.tolist() if tree.parent[row] != NONE]
     return _Spans(
-        passes={row: _pass_of(named[int(host.name_id[row])]) for row in rows.tolist()},
+        passes={
+            row: PipelinePass(
+                kind=KINDS[match["what"]], stage=int(match["stage"]), micro_batch=int(match["micro_batch"])
+            )
+            for row in rows.tolist()
+            for match in [named[int(host.name_id[row])]]
+        },
         paired=frozenset(inner) | {int(tree.parent[row]) for row in inner},
         rows=rows,
         parent=tree.parent,
         end_us=host.end_us,
         start_us=host.start_us[rows],
     )
-
-
-def _pass_of(match: re.Match[str]) -> PipelinePass:
-    return PipelinePass(kind=KINDS[match["what"]], stage=int(match["stage"]), micro_batch=int(match["micro_batch"]))
 
 
 # ------------------------------------------------------------------------------------------------------------ run lanes
@@ -253,17 +255,14 @@ def measured_phases(ranks: Sequence[RankAnalysis], clock: StepClock, boxes: int 
     for one in ranks:
         intervals: list[Interval] = []
         for is_sent in (False, True) if sends else (False,):
-            found, slot_us = _half(one, clock, (_is_sent(one) == is_sent) if sends else None, each)
+            computes = np.isin(one.trace.gpu.kind, [GpuKind.COMPUTE, GpuKind.SET])
+            found, slot_us = _half(one, clock, (computes != is_sent) if sends else None, each)
             part = (0.0, 1.0) if not sends else (0.0, 0.46) if is_sent else (0.5, 1.0)
             slots = max(slots, slot_us)
             intervals += _intervals(found, part)
         lanes.append(TimelineLane(name=f"rank {one.rank}", intervals=sorted(intervals, key=lambda box: box.start)))
     timeline = Timeline(name="measured", lanes=lanes, ground="idle", has_edges=False)
     return PhaseLanes(timeline=timeline, slot_us=slots, has_halves=sends)
-
-
-def _is_sent(one: RankAnalysis) -> Flags:
-    return ~np.isin(one.trace.gpu.kind, [GpuKind.COMPUTE, GpuKind.SET])
 
 
 def _in_window(one: RankAnalysis, clock: StepClock) -> Flags:

@@ -138,12 +138,14 @@ def planned(schedule: Schedule, playback: Playback, shares: ActivationShares = W
         if len(unit) > 1
         for action in unit
     }
-    sizes = shares.activation or (1 / schedule.stages_per_rank,) * schedule.stages
+    sizes, freed = shares.activation or (1 / schedule.stages_per_rank,) * schedule.stages, shares.freed_by_input
+    # Change of the held memory, relative to the stage's share.
+    changes = {Kind.FORWARD: 1.0, Kind.BACKWARD: -1.0, Kind.INPUT: -freed, Kind.WEIGHT: freed - 1.0}
     for event in playback.events:
         is_pair = (event.rank, event.action) in paired
         intervals[event.rank].append(_interval(schedule, event.rank, event.action, (event.start, event.end), is_pair))
         kind = event.action.kind
-        change = _change(kind, shares.freed_by_input) * sizes[event.action.stage]
+        change = changes[kind] * sizes[event.action.stage]
         # A forward allocates at its start; a backward frees at its end.
         held[event.rank].append((event.start if kind is Kind.FORWARD else event.end, change))
     lanes = [
@@ -193,12 +195,6 @@ def pass_interval(what: PipelinePass, times: tuple[float, float], chunk: tuple[i
     )
 
 
-def _change(kind: Kind, freed_by_input: float) -> float:
-    """Change of the held memory by a pass, relative to its stage's share."""
-    changes = {Kind.FORWARD: 1.0, Kind.BACKWARD: -1.0, Kind.INPUT: -freed_by_input, Kind.WEIGHT: freed_by_input - 1.0}
-    return changes[kind]
-
-
 def _summed(changes: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
     """Held memory after each change; at equal times, freeing comes first."""
     total, result = 0.0, []
@@ -225,6 +221,7 @@ def timeline_figure(name: str, title: str, timelines: Sequence[Timeline]) -> Fig
     ground = _ground(rows, size, bottom) | {"name": timelines[0].ground}
     boxes = _boxes(rows, size, bottom, has_edges=timelines[0].has_edges)
     data = [ground, *boxes, *_held(rows, size, (most, timelines[0].held_unit))]
+    lane_height = 44 if len(rows) <= 8 else 30 if len(rows) <= 24 else 22
     numbers = [f"{one.name} {time_text(one.span)}, {_idle_share(one):.1%} {one.gaps}" for one in timelines]
     below = f"Below each lane: {timelines[0].held_unit} held, at most {most:.3g}." if most else ""
     return Figure(
@@ -233,14 +230,10 @@ def timeline_figure(name: str, title: str, timelines: Sequence[Timeline]) -> Fig
         caption=f"Passes: {'; '.join(numbers)}. Grey is {timelines[0].ground}. {below} {left}".strip(),
         data=data,
         layout=_layout(rows, span),
-        height=96 + max(_least_height(len(rows)), 240 // len(rows)) * len(rows),
+        height=96 + max(lane_height, 240 // len(rows)) * len(rows),
         is_wide=True,
         hint=ZOOM,
     )
-
-
-def _least_height(rows: int) -> int:
-    return 44 if rows <= 8 else 30 if rows <= 24 else 22
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -195,13 +195,6 @@ def message_bytes(collectives: CollectiveTimes) -> Floats:
     return np.where(met != NONE, larger, -np.inf).max(axis=1, initial=-np.inf)
 
 
-def _bus_factor(name: str, ranks: int) -> float:
-    if "reduce" in name and "all" in name:
-        return 2 * (ranks - 1) / ranks
-    is_shared = any(part in name for part in ("gather", "scatter", "all_to_all", "alltoall"))
-    return (ranks - 1) / ranks if is_shared else 1.0
-
-
 def bandwidths(collectives: CollectiveTimes) -> tuple[Bandwidth, ...]:
     """By name, ranks and size, where pure time and bytes are known."""
     calls, met = collectives.calls, collectives.meetings.met
@@ -215,15 +208,19 @@ def bandwidths(collectives: CollectiveTimes) -> tuple[Bandwidth, ...]:
     for name, ranks, power in np.unique(keys[:, told], axis=1).T.tolist():
         chosen = told & np.all([name, ranks, power] == keys.T, axis=1)
         rate = float(np.median(sizes[chosen] / pure_us[chosen])) / 1e3
+        text, others = calls.names[name], 1 - 1 / max(1, ranks)
+        is_shared = any(part in text for part in ("gather", "scatter", "all_to_all", "alltoall"))
+        # Factors of nccl-tests. An all-reduce sends everything twice: reduce-scatter, then all-gather.
+        bus = 2 * others if "reduce" in text and "all" in text else others if is_shared else 1.0
         found.append(
             Bandwidth(
-                name=calls.names[name],
+                name=text,
                 ranks=ranks,
                 count=int(chosen.sum()),
                 message_bytes=float(np.median(sizes[chosen])),
                 pure_us=float(np.median(pure_us[chosen])),
                 algorithm_gb_s=rate,
-                bus_gb_s=rate * _bus_factor(calls.names[name], max(1, ranks)),
+                bus_gb_s=rate * bus,
             )
         )
     return tuple(found)

@@ -91,7 +91,8 @@ def parse(text: bytes, path: Path) -> TraceFile:
         return _parsed(text, start)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         try:
-            return _parsed(_mended(text), start)
+            # Null for numbers that JSON does not have, and a replacement character for bytes that are not UTF-8.
+            return _parsed(_UNNUMBER.sub(rb"\1null", text).decode(errors="replace").encode(), start)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             raise TraceError(
                 f"{path} is no trace of torch.profiler, or damaged: {reason(error)}",
@@ -124,11 +125,6 @@ def reason(error: Exception) -> str:
 
 def _parsed(text: bytes, start: bytes) -> TraceFile:
     return TraceFile(traceEvents=_LIST.decode(text)) if start == b"[" else _FILE.decode(text)
-
-
-def _mended(text: bytes) -> bytes:
-    """The text with null for numbers that are none, and with a mark for bytes that are no UTF-8."""
-    return _UNNUMBER.sub(rb"\1null", text).decode(errors="replace").encode()
 
 
 # -------------------------------------------------------------------------------------------------------------- columns
@@ -217,16 +213,12 @@ def columns_of(file: TraceFile, path: Path, *, python_functions: bool, gpu_requi
 def launches(correlation: Integers, host: HostEvents) -> Integers:
     """For each correlation the row of the first runtime call with the same, or NONE."""
     calls = np.flatnonzero((host.kind == HostKind.RUNTIME) & (host.correlation > 0))
+    if not len(calls):
+        return np.full(len(correlation), NONE, dtype=np.int64)
     calls = calls[np.argsort(host.correlation[calls], kind="stable")]
-    return _looked_up(correlation, host.correlation[calls], calls)
-
-
-def _looked_up(wanted: Integers, keys: Integers, values: Integers) -> Integers:
-    """For each wanted key the first value that stands at it, or NONE. Keys are sorted."""
-    if not len(keys):
-        return np.full(len(wanted), NONE, dtype=np.int64)
-    at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-    return np.where(keys[at] == wanted, values[at], NONE)
+    keys = host.correlation[calls]
+    at = np.minimum(np.searchsorted(keys, correlation), len(keys) - 1)
+    return np.where(keys[at] == correlation, calls[at], NONE)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from penstock.base.errors import TraceError
 from penstock.base.spans import Span
 from penstock.trace.calls import CollectiveCalls
 from penstock.trace.collectives import CollectiveTimes
-from penstock.trace.events import NONE, Flags, Floats, GpuEvents, HostEvents, HostKind, Integers, Trace
+from penstock.trace.events import NONE, Floats, HostEvents, HostKind, Integers, Trace
 from penstock.trace.kernel_names import Category, specific_category
 from penstock.trace.phases import PASSES, Phases
 
@@ -391,15 +391,10 @@ def _product_us(trace: Trace) -> float:
     """Time of the kernels of grouped products, by their own name or that of the operator that launched them."""
     kernels = trace.gpu.take(trace.gpu.is_kernel)
     multiplies = np.array([is_product(name) for name in trace.names], dtype=bool)
-    chosen = multiplies[kernels.name_id] | _launched_by(kernels, trace.host, multiplies)
+    host = trace.host
+    operators = np.flatnonzero(multiplies[host.name_id] & (host.kind == HostKind.OPERATOR) & (host.external_id != NONE))
+    chosen = multiplies[kernels.name_id] | np.isin(kernels.external_id, host.external_id[operators])
     return float(kernels.duration_us[chosen].sum())
-
-
-def _launched_by(kernels: GpuEvents, host: HostEvents, wanted: Flags) -> Flags:
-    """Kernels that an operator of a wanted name launched."""
-    operators = np.flatnonzero(wanted[host.name_id] & (host.kind == HostKind.OPERATOR) & (host.external_id != NONE))
-    launched: Flags = np.isin(kernels.external_id, host.external_id[operators])
-    return launched
 
 
 def _loads_of_exchanges(collectives: CollectiveTimes) -> tuple[Floats, Literal["rows", "bytes"]]:

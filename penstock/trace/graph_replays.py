@@ -82,7 +82,13 @@ def layers_of(names: Sequence[str], *, layers: int, dense_layers: int) -> list[L
         return []
     codes = {name: number for number, name in enumerate(dict.fromkeys(names))}
     ids = np.array([codes[name] for name in names], dtype=np.int64)
-    found = [one for one in _stretches(ids, times) if _is_layer(names[one.begin : one.begin + one.period])]
+    # A layer has a kernel that only layers have, and more than one kind of kernel.
+    found = [
+        one
+        for one in _stretches(ids, times)
+        if len(period := {*names[one.begin : one.begin + one.period]}) > 2
+        and any(specific_category(name) in _OF_A_LAYER for name in period)
+    ]
     passes = _passes(found, times, names)
     regions: list[LayerRegion] = []
     for stretch, is_backward in passes:
@@ -113,21 +119,16 @@ def _stretches(ids: Integers, times: int) -> list[_Stretch]:
     return kept
 
 
-def _is_layer(names: Sequence[str]) -> bool:
-    """These kernels contain one that only layers have, and more than one kind."""
-    return len(set(names)) > 2 and any(specific_category(name) in _OF_A_LAYER for name in names)
-
-
 def _passes(found: Sequence[_Stretch], times: int, names: Sequence[str]) -> list[tuple[_Stretch, bool]]:
     """The longest two stretches in the order of time are forward and backward; a single one is decided by its names."""
     two = sorted(found[:2], key=lambda one: one.begin)
     if len(two) == 2:
         return [(two[0], False), (two[1], True)]
-    return [(one, _is_backward(names[one.begin : one.begin + one.period])) for one in two]
-
-
-def _is_backward(names: Sequence[str]) -> bool:
-    return any(is_gradient(name) or specific_category(name) is Category.GROUPED_WEIGHTS for name in names)
+    return [
+        (one, any(is_gradient(name) or specific_category(name) is Category.GROUPED_WEIGHTS for name in period))
+        for one in two
+        for period in [names[one.begin : one.begin + one.period]]
+    ]
 
 
 def _forward_begin(stretch: _Stretch, names: Sequence[str]) -> int:
@@ -295,14 +296,12 @@ def _summary(trace: Trace, graphs: int, events: int, by_spans: int, sources: Map
     elif by_spans == events:
         told = f"{head}, placed by the spans around the launches"
     else:
-        told = f"{head}; layers and passes are not told: {_why_not(trace)}"
+        why = "no pass without graphs, no capture and no number of layers is in this trace"
+        if _model(trace) is not None:
+            why = "no pass without graphs and no capture is in this trace"
+            why += ", and names do not repeat as often as layers should"
+        told = f"{head}; layers and passes are not told: {why}"
     return GraphReplays(graphs=graphs, events=events, placed=by_spans + inferred, source=source, told=told)
-
-
-def _why_not(trace: Trace) -> str:
-    if _model(trace) is None:
-        return "no pass without graphs, no capture and no number of layers is in this trace"
-    return "no pass without graphs and no capture is in this trace, and names do not repeat as often as layers should"
 
 
 # -------------------------------------------------------------------------------------------------------- eager pass
@@ -320,12 +319,10 @@ def _by_eager(trace: Trace, placement: Placement, graph: Integers) -> _Found | N
             break
     if (best != NONE).mean() < MATCHED:
         return None
-    values = {name: np.append(vars(placement)[name], _empty(name))[best] for name in _TAKEN}
+    values = {
+        name: np.append(vars(placement)[name], False if name.startswith("is_") else NONE)[best] for name in _TAKEN
+    }
     return _Found(source="eager pass", known=_between(best, values), values=values)
-
-
-def _empty(name: str) -> int | bool:
-    return False if name.startswith("is_") else NONE
 
 
 def _between(partner: Integers, values: Mapping[str, Any]) -> Flags:
@@ -392,17 +389,18 @@ def _by_capture(trace: Trace, graph: Integers) -> _Found | None:
         if len(launches) != len(graph):
             continue
         names = [trace.host.name(int(row)) for row in launches]
-        expected = np.array([_kind_of_call(name) for name in names])
+        expected = np.array(
+            [
+                GpuKind.COPY if "Memcpy" in name else GpuKind.SET if "Memset" in name else GpuKind.COMPUTE
+                for name in names
+            ]
+        )
         told = np.where(kinds == GpuKind.COMMUNICATION, GpuKind.COMPUTE, kinds)
         if (told == expected).mean() >= MATCHED:
             found = place(as_launches(trace, launches))
             values = {name: vars(found)[name] for name in _TAKEN}
             return _Found(source="capture", known=np.ones(len(graph), dtype=bool), values=values)
     return None
-
-
-def _kind_of_call(name: str) -> GpuKind:
-    return GpuKind.COPY if "Memcpy" in name else GpuKind.SET if "Memset" in name else GpuKind.COMPUTE
 
 
 def _captured(trace: Trace) -> list[Integers]:

@@ -269,7 +269,10 @@ def _by_number(calls: CollectiveCalls, rows: Integers, found: _Found) -> None:
     if not len(rows):
         return
     rows = rows[np.lexsort((calls.start_us[rows], calls.rank[rows], calls.seq[rows], calls.group[rows]))]
-    occurrence = _occurrence(calls.group[rows], calls.seq[rows], calls.rank[rows])
+    # Number of equal rows directly before each: a rank can repeat a number.
+    position = np.arange(len(rows))
+    begins = np.where(_changes(calls.group[rows], calls.seq[rows], calls.rank[rows]), position, 0)
+    occurrence = position - np.maximum.accumulate(begins)
     by_meeting = np.lexsort((calls.rank[rows], occurrence, calls.seq[rows], calls.group[rows]))
     rows, occurrence = rows[by_meeting], occurrence[by_meeting]
     is_new = _changes(calls.group[rows], calls.seq[rows], occurrence)
@@ -320,14 +323,6 @@ def _changes(*columns: Integers) -> Flags:
     change = np.ones(len(columns[0]), dtype=bool)
     change[1:] = np.any([column[1:] != column[:-1] for column in columns], axis=0)
     return change
-
-
-def _occurrence(*columns: Integers) -> Integers:
-    """Number of equal rows directly before each row."""
-    numbers = np.arange(len(columns[0]))
-    begins = np.where(_changes(*columns), numbers, 0)
-    count: Integers = numbers - np.maximum.accumulate(begins)
-    return count
 
 
 # -------------------------------------------------------------------------------------------------- by order and time

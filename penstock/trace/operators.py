@@ -161,7 +161,7 @@ def hierarchy(trace: Trace, phases: Phases, calls: CallTable | None = None) -> l
     event = phases.event
     groups, group = grouped(
         placement.step[event],
-        _by_name(trace, placement.action)[event],
+        np.where(placement.action == NONE, NONE, np.append(trace.host.name_id, NONE)[placement.action])[event],
         phases.layer,
         phases.name_id * len(PASSES) + phases.pass_id,
         calls.call_of[event],
@@ -188,8 +188,3 @@ def hierarchy(trace: Trace, phases: Phases, calls: CallTable | None = None) -> l
             )
         )
     return sorted(leaves, key=lambda leaf: -leaf.kernel_us)
-
-
-def _by_name(trace: Trace, rows: Integers) -> Integers:
-    """Name index of each row of the host, or NONE."""
-    return np.where(rows == NONE, NONE, np.append(trace.host.name_id, NONE)[rows])

@@ -20,7 +20,7 @@ import numpy as np
 
 from penstock.base.spans import Span
 from penstock.trace.calls import is_point_to_point
-from penstock.trace.events import NONE, Flags, Floats, GpuKind, Integers, Trace
+from penstock.trace.events import NONE, Floats, GpuKind, Integers, Trace
 from penstock.trace.graph_replays import GraphReplays, infer_replays
 from penstock.trace.intervals import union
 from penstock.trace.kernel_names import (
@@ -241,7 +241,9 @@ def _name_all(trace: Trace, placement: Placement) -> tuple[tuple[str, ...], Inte
     ran = np.where(gpu.is_linked & is_told, ran, 3)
     talks = gpu.kind == GpuKind.COMMUNICATION
     said = np.where(talks, placement.collective, placement.category)
-    asked = talks & (placement.span == NONE) & _exchanging(trace)[gpu.name_id]
+    # NCCL has one kernel for an all-to-all and for messages of a pipeline; only the args distinguish them.
+    is_exchange = np.array([generic_category(name) is Category.ALL_TO_ALL for name in trace.names], dtype=bool)
+    asked = talks & (placement.span == NONE) & is_exchange[gpu.name_id]
     for row in np.flatnonzero(asked).tolist():
         if is_point_to_point(gpu.raw[row]):
             said[row] = CATEGORIES.index(Category.POINT_TO_POINT)
@@ -262,15 +264,6 @@ def _name_all(trace: Trace, placement: Placement) -> tuple[tuple[str, ...], Inte
     table = np.array(found, dtype=np.int64).reshape(-1, 2)
     name_id, pass_id = table[kind, 0], table[kind, 1]
     return _exchanges(names, name_id, pass_id)
-
-
-def _exchanging(trace: Trace) -> Flags:
-    """For each name whether it is that of a kernel that may be an all-to-all."""
-    return np.fromiter(
-        (generic_category(name) is Category.ALL_TO_ALL for name in trace.names),
-        dtype=bool,
-        count=len(trace.names),
-    )
 
 
 def _exchanges(names: list[str], name_id: Integers, pass_id: Integers) -> tuple[tuple[str, ...], Integers, Integers]:

@@ -170,17 +170,13 @@ def _tensor(where: str, dtype: str, size: Any, stride: Any) -> TensorArgument:
     if not _are_sizes(size):
         raise TraceError(f"{where} is damaged in this trace", got=f"size {size}", allowed="whole numbers")
     if not _are_sizes(stride) or len(stride) != len(size):
-        stride = _contiguous(size)
+        stride = [math.prod(max(1, one) for one in size[dim + 1 :]) for dim in range(len(size))]  # contiguous
     below = _SMALL if dtype in INTEGERS else None
     return TensorArgument(dtype=dtype, size=tuple(size), stride=tuple(stride), below=below)
 
 
 def _are_sizes(values: Any) -> bool:
     return isinstance(values, list) and all(isinstance(one, int) and one >= 0 for one in values)
-
-
-def _contiguous(size: Sequence[int]) -> tuple[int, ...]:
-    return tuple(math.prod(max(1, one) for one in size[dim + 1 :]) for dim in range(len(size)))
 
 
 def _plain(where: str, text: Any) -> Argument:

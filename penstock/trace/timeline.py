@@ -115,17 +115,21 @@ def steps_of(trace: Trace) -> tuple[RecordedStep, ...]:
     launched_us = trace.host.start_us[linked.launch]
     busy = busy_of(linked)
     windows = _windows(regions, linked, launched_us)
-    return tuple(
-        RecordedStep(
-            name=regions.name(row),
-            number=_number(regions.name(row), row),
-            start_us=float(regions.start_us[row]),
-            duration_us=float(regions.duration_us[row]),
-            window_us=(start_us, end_us),
-            timeline=_spent(busy.within(start_us, end_us), end_us - start_us, _begun(linked, start_us, end_us)),
+    steps = []
+    for row, (start_us, end_us) in enumerate(windows):
+        digits = re.search(r"(\d+)$", regions.name(row))
+        events = linked.starting_in(start_us, end_us)
+        steps.append(
+            RecordedStep(
+                name=regions.name(row),
+                number=int(digits[1]) if digits else row,
+                start_us=float(regions.start_us[row]),
+                duration_us=float(regions.duration_us[row]),
+                window_us=(start_us, end_us),
+                timeline=_spent(busy.within(start_us, end_us), end_us - start_us, events.stop - events.start),
+            )
         )
-        for row, (start_us, end_us) in enumerate(windows)
-    )
+    return tuple(steps)
 
 
 def step_spans(trace: Trace) -> HostEvents:
@@ -165,13 +169,3 @@ def _spent(busy: BusyIntervals, total_us: float, events: int) -> TimeBreakdown:
         idle_us=total_us - busy_us,
         events=events,
     )
-
-
-def _number(name: str, row: int) -> int:
-    digits = re.search(r"(\d+)$", name)
-    return int(digits[1]) if digits else row
-
-
-def _begun(events: GpuEvents, start_us: float, end_us: float) -> int:
-    rows = events.starting_in(start_us, end_us)
-    return int(rows.stop - rows.start)
