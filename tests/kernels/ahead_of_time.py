@@ -1,16 +1,14 @@
-"""Compile a Triton kernel for a chip that is not here, and say what the compiler made of it.
+"""Compile a Triton kernel for a chip that is not present, and read the result.
 
 `compile_for(kernel, signature, constexprs, target, ...)` gives a `Compiled`: assembly, registers, spills, shared
 memory, matrix instructions. It needs no GPU. The tests of this process may run kernels in Triton's interpreter, whose
-functions cannot be compiled, so the work is done by one other process that lives as long as the session; results are
-kept, so asking twice is free.
+functions cannot be compiled, so one other process compiles for the whole session; results are cached.
 
     SIGNATURE = {"x_ptr": "*bf16:16", "out_ptr": "*bf16:16", "rows": "i32"}
-    compiled = compile_for(swiglu_kernel, SIGNATURE, {"BLOCK": 1024}, TARGETS["gfx942"])
-    assert compiled.spills == 0, compiled.summary
+    compile_without_spills(swiglu_kernel, SIGNATURE, {"BLOCK": 1024}, TARGETS["gfx942"])
 
-Types: `*bf16` pointer, `i32` number, `tensordesc<bf16[128,64]>` host-made descriptor; `:16` behind a type says that the
-pointer or number is a multiple of 16, which the launcher finds out by itself at run time and which wide loads need.
+Types: `*bf16` pointer, `i32` number, `tensordesc<bf16[128,64]>` host-made descriptor; `:16` after a type means that the
+pointer or number is a multiple of 16, which the launcher finds out at run time and which wide loads need.
 """
 
 import os
@@ -35,16 +33,7 @@ Constant = int | float | bool | str | None
 
 @dataclass(frozen=True)
 class Target:
-    """A chip to compile for.
-
-    Attributes:
-        name: as in `TARGETS`.
-        backend: Triton's word for the vendor, `cuda` or `hip`.
-        arch: compute capability times ten, or the gfx name.
-        warp_size: threads of a warp (wave).
-        matrix_instruction: regular expression of its matrix instruction in the assembly.
-        shared_bytes: shared memory (LDS) that one program can have.
-    """
+    """A chip to compile for; `matrix_instruction` is a regular expression, `shared_bytes` the limit of one program."""
 
     name: str
     backend: str
@@ -68,21 +57,21 @@ TARGETS: dict[str, Target] = {
 ONE_OF_EACH_MAKER = [
     pytest.param(name, marks=() if name in ("sm_90", "gfx942") else pytest.mark.slow, id=name) for name in TARGETS
 ]
-"""Names of targets as parameters of a test of a kernel's variant, whose plain form other tests compile for all of them:
-those of the newer chip of each maker are slow."""
+"""Targets for variants of a kernel whose plain form other tests compile for all of them: those of the newer chips are
+slow."""
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler made of one kernel for one target.
+    """Result of compiling one kernel for one target.
 
     Attributes:
         asm: PTX, or AMD's assembly.
-        ttgir: Triton's GPU dialect, where pipelining and layouts can be read.
+        ttgir: Triton's GPU dialect, which shows pipelining and layouts.
         registers: vector registers of each thread (accumulation registers included).
-        spills: bytes of each thread that did not fit into registers; 0 is what a launch table must have.
+        spills: bytes of each thread that did not fit into registers; must be 0 for a launch table.
         shared_bytes: shared memory of one program.
-        matrix_instructions: how often the target's matrix instruction stands in the assembly.
+        matrix_instructions: matrix instructions in the assembly.
     """
 
     asm: str
@@ -103,7 +92,7 @@ class Compiled:
 
 @dataclass(frozen=True)
 class _Job:
-    """One compilation, as it travels to the other process: names and numbers only."""
+    """One compilation as it is sent to the other process: names and numbers only."""
 
     module: str
     kernel: str
@@ -124,14 +113,8 @@ def compile_for(
 ) -> Compiled:
     """Compile a module-level `@triton.jit` function for `target`.
 
-    Args:
-        kernel: the function as imported by the test, interpreted or not.
-        signature: type of every argument that is not a constexpr.
-        constexprs: value of every other argument; a dtype is written as a string, "tl.bfloat16".
-        target: one of `TARGETS`.
-        num_warps: warps of one program.
-        num_stages: depth of software pipelining.
-        options: further options of the target's backend, such as `waves_per_eu`.
+    `signature` has the types of all arguments that are not constexprs, `constexprs` the values of the others (a dtype
+    as a string, "tl.bfloat16"), `options` further options of the backend, such as `waves_per_eu`.
     """
     options = {"num_warps": num_warps, "num_stages": num_stages, **options}
     names = kernel.fn.__module__, kernel.fn.__name__
@@ -158,9 +141,9 @@ def _compiler_process() -> ProcessPoolExecutor:
 
 
 def _leave_the_interpreter() -> None:
-    """First act of the other process: it must come before Triton is imported there.
+    """Runs first in the other process, before Triton is imported there.
 
-    Lines of the source, which debuggers want, are left out: instructions and registers are the same without them.
+    Source lines for debuggers are left out: instructions and registers are the same without them.
     """
     os.environ.update(TRITON_INTERPRET="0", TRITON_DISABLE_LINE_INFO="1")
 
@@ -199,14 +182,14 @@ def _compile(job: _Job) -> Compiled:
 
 
 def _constant(value: Constant) -> Any:
-    """A constexpr as the compiler wants it: dtypes come as text because Triton's do not travel between processes."""
+    """A constexpr for the compiler: dtypes are sent as text because Triton's cannot be pickled."""
     if isinstance(value, str) and value.startswith("tl."):
         return getattr(import_module("triton.language"), value.removeprefix("tl."))
     return value
 
 
 def _resources_of_cubin(cubin: bytes) -> tuple[int, int]:
-    """Registers and spilled bytes by the disassembler that Triton carries; the stack of a kernel holds its spills."""
+    """Registers and spilled bytes by the disassembler in Triton's package; the stack of a kernel holds its spills."""
     tool = Path(import_module("triton").__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -219,15 +202,12 @@ def _resources_of_cubin(cubin: bytes) -> tuple[int, int]:
 
 
 def _resources_of_amdgcn(asm: str) -> tuple[int, int]:
-    """Registers and scratch bytes from the metadata at the end of the assembly.
-
-    Scalar registers may move into lanes of a vector register; that costs no memory and is not counted.
-    """
+    """Registers and scratch bytes from the metadata of the assembly; moves into vector lanes cost no memory."""
     fields = dict(re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s+(\d+)", asm))
     return int(fields["vgpr_count"]), int(fields["private_segment_fixed_size"])
 
 
 def those_taken_first(launches: Mapping[str, GemmLaunch]) -> list[Any]:
-    """Names of launches as parameters of a test; those that are in no table, which only benchmarks try, are slow."""
+    """Names of launches as parameters of a test; launches that are in no table are slow tests."""
     taken = [launch for by_size in GROUPED_GEMM["sm_90"].values() for _, launch in by_size]
     return [pytest.param(name, marks=() if launch in taken else pytest.mark.slow) for name, launch in launches.items()]

@@ -15,7 +15,7 @@ BARS_DB = {torch.float32: 100.0, torch.bfloat16: 45.0}
 """Least signal to noise by dtype of the fast operator's result."""
 
 INTERPRETER_LOSS_DB = 5.0
-"""Triton's interpreter cuts a bfloat16 off where chips round it: twice the error, always toward zero."""
+"""Triton's interpreter truncates to bfloat16 where chips round: twice the error, always toward zero."""
 
 Operator = Callable[..., Tensor | tuple[Tensor, ...]]
 
@@ -23,10 +23,7 @@ Operator = Callable[..., Tensor | tuple[Tensor, ...]]
 def assert_parity(fast: Operator, truth: Operator, inputs: Sequence[Tensor | None]) -> None:
     """Compare all floating outputs and the gradients of all floating inputs, for random incoming gradients.
 
-    Args:
-        fast: takes the inputs as they are.
-        truth: takes them in float32.
-        inputs: positional arguments; None and integer tensors are passed on.
+    `truth` gets the inputs in float32, `fast` as they are; None and integer tensors are passed on.
     """
     got_outputs, got_gradients = _run(fast, [_leaf(x) for x in inputs])
     wide = [x.float() if x is not None and x.is_floating_point() else x for x in inputs]

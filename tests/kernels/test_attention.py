@@ -39,8 +39,13 @@ def _allowed(has_documents: bool) -> Tensor | None:
 @pytest.mark.parametrize("backend", ["auto", "default", "flash", "math"])
 @pytest.mark.parametrize("has_documents", [False, True], ids=["one document", "documents"])
 def test_a_sink_takes_part_in_the_softmax(backend: str, has_documents: bool) -> None:
+    _check_sinks(backend, _allowed(has_documents))
+
+
+def _check_sinks(backend: str, allowed_BSS: Tensor | None) -> None:
+    """Output and gradients equal eager attention with sinks."""
     q, k, v, sinks_H, direction = random_heads(ROWS, LENGTH)
-    leaves, allowed_BSS = [x.requires_grad_() for x in (q, k, v, sinks_H)], _allowed(has_documents)
+    leaves = [x.requires_grad_() for x in (q, k, v, sinks_H)]
     seen_BSS = seen_by(None, LENGTH) if allowed_BSS is None else allowed_BSS
     expected = with_gradients(eager_attention(q, k, v, seen_BSS, SCALE, sinks_H), direction, leaves)
     o_BSHM = causal_attention(q, k, v, scale=SCALE, allowed_BSS=allowed_BSS, backend=backend, sinks_H=sinks_H)
@@ -94,11 +99,7 @@ def test_keys_are_repeated_where_torch_would_materialize_all_scores(monkeypatch:
         return SDPBackend.MATH.value if q.shape[1] != k.shape[1] else real(q, k, *args, **kwargs)
 
     monkeypatch.setattr(torch, "_fused_sdp_choice", choice)
-    q, k, v, sinks_H, direction = random_heads(ROWS, LENGTH)
-    leaves, seen_BSS = [x.requires_grad_() for x in (q, k, v, sinks_H)], _allowed(True)
-    expected = with_gradients(eager_attention(q, k, v, seen_BSS, SCALE, sinks_H), direction, leaves)
-    o_BSHM = causal_attention(q, k, v, scale=SCALE, allowed_BSS=seen_BSS, backend="auto", sinks_H=sinks_H)
-    assert_close(with_gradients(o_BSHM, direction, leaves), expected)
+    _check_sinks("auto", _allowed(True))
     assert asked == [2, 4]
 
 
@@ -159,11 +160,7 @@ def test_padding_of_logarithms_is_not_read(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr("penstock.kernels.attention.forward", widened)
     monkeypatch.setattr("penstock.kernels.attention.backward", narrowed)
-    q, k, v, sinks_H, direction = random_heads(ROWS, LENGTH)
-    leaves = [x.requires_grad_() for x in (q, k, v, sinks_H)]
-    expected = with_gradients(eager_attention(q, k, v, seen_by(None, LENGTH), SCALE, sinks_H), direction, leaves)
-    o_BSHM = causal_attention(q, k, v, scale=SCALE, allowed_BSS=None, backend="auto", sinks_H=sinks_H)
-    assert_close(with_gradients(o_BSHM, direction, leaves), expected)
+    _check_sinks("auto", None)
 
 
 def test_a_bias_has_the_form_of_its_backend() -> None:

@@ -85,16 +85,11 @@ def test_six_pairs_are_those_that_matter_in_float32() -> None:
     assert {*names[0][:3]} == {*names[1][2:5]} == {1, 2, 3}, "slices of the other two products"
 
 
-def test_on_a_cpu_the_product_is_a_plain_one() -> None:
-    x_TD, weight_ED, _ = _draw("cpu")
-    assert torch.equal(float32_linear(x_TD, weight_ED), F.linear(x_TD.float(), weight_ED))
-
-
-@pytest.mark.gpu
-@needs_gpu
-def test_on_a_gpu_bfloat16_is_multiplied_in_parts() -> None:
-    x_TD, weight_ED, _ = _draw("cuda")
-    assert torch.equal(float32_linear(x_TD, weight_ED), linear_in_parts(x_TD, weight_ED))
+@pytest.mark.parametrize("device", DEVICES)
+def test_only_bfloat16_on_a_gpu_is_multiplied_in_parts(device: str) -> None:
+    x_TD, weight_ED, _ = _draw(device)
+    linear = linear_in_parts if device == "cuda" else lambda x_TD, weight_ED: F.linear(x_TD.float(), weight_ED)
+    assert torch.equal(float32_linear(x_TD, weight_ED), linear(x_TD, weight_ED))
     assert torch.equal(float32_linear(x_TD.float(), weight_ED), F.linear(x_TD.float(), weight_ED))
 
 

@@ -54,17 +54,10 @@ def test_blocks_cover_the_rows_of_each_expert_once(device: torch.device, counts:
             start += count
 
 
-def test_starts_say_where_each_expert_and_the_tail_begin(device: torch.device) -> None:
-    table = tile_table(torch.tensor([5, 0, 2], device=device), 9)
-    assert table.starts_e.tolist() == [0, 5, 5, 7]
-
-
-def test_aligned_starts_leave_no_block_to_two_experts(device: torch.device) -> None:
-    table = tile_table(torch.tensor([5, 0, 130, 128], device=device), 300)
-    assert table.aligned_e.tolist() == [0, 128, 128, 384, 512]
-
-
-def test_rows_past_the_buffer_are_ignored(device: torch.device) -> None:
+def test_starts_are_those_of_experts_and_tail_and_rows_past_the_buffer_are_ignored(device: torch.device) -> None:
+    assert tile_table(torch.tensor([5, 0, 2], device=device), 9).starts_e.tolist() == [0, 5, 5, 7]
+    aligned = tile_table(torch.tensor([5, 0, 130, 128], device=device), 300)
+    assert aligned.aligned_e.tolist() == [0, 128, 128, 384, 512], "no block belongs to two experts"
     table = tile_table(torch.tensor([100, 100, 100], device=device), 130)
     assert table.starts_e.tolist() == [0, 100, 130, 130]
     assert rows_of_blocks(table, 64) == [(0, range(64)), (0, range(64, 100)), (1, range(100, 130))]

@@ -1,6 +1,7 @@
 """RMSNorm, alone and of a residual sum, against its reference, and compiled for every chip."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -34,66 +35,59 @@ SMALL = KernelLaunch(block_rows=2, block_columns=16, warps=1)
 EPSILON = 1e-5
 
 
-def _norm(x_TD: Tensor, weight_D: Tensor) -> Tensor:
-    return rms_norm(x_TD, weight_D, EPSILON, launch=SMALL)
+def _fast(operator: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *inputs: operator(*inputs, EPSILON, launch=SMALL)
 
 
-def _add_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor) -> tuple[Tensor, Tensor]:
-    return add_rms_norm(x_TD, residual_TD, weight_D, EPSILON, launch=SMALL)
-
-
-def _norm_beside(x_TD: Tensor, weight_D: Tensor) -> tuple[Tensor, Tensor]:
-    return rms_norm_beside(x_TD, weight_D, EPSILON, launch=SMALL)
-
-
-def _with_epsilon(operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _true(operator: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *inputs: operator(*inputs, EPSILON)
+
+
+NORMS = {
+    "rms_norm": (_fast(rms_norm), _true(reference.rms_norm)),
+    "rms_norm_beside": (_fast(rms_norm_beside), _true(reference.rms_norm_beside)),
+    "add_rms_norm": (_fast(add_rms_norm), _true(reference.add_rms_norm)),
+}
+NORM, TRUTH = NORMS["rms_norm"]
+
+
+def _draw(name: str, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Rows, the residual if the norm adds one, and a weight."""
+    rows = [torch.randn(shape, device=device, dtype=dtype) for _ in range(2 if name == "add_rms_norm" else 1)]
+    return [*rows, (1 + 0.1 * torch.randn(shape[-1], device=device)).to(dtype)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(37, 16), (1, 24), (3, 5, 8), (2, 70)])
-def test_rms_norm_and_its_gradients_equal_the_reference(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_and_their_gradients_equal_the_reference(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
-    x_TD = torch.randn(shape, device=device, dtype=dtype)
-    weight_D = (1 + 0.1 * torch.randn(shape[-1], device=device)).to(dtype)
-    assert_parity(_norm, _with_epsilon(reference.rms_norm), [x_TD, weight_D])
+    assert_parity(*NORMS[name], _draw(name, shape, device, dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(37, 16), (1, 24), (2, 3, 70)])
-def test_add_rms_norm_and_its_gradients_equal_the_reference(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> None:
-    x_TD, residual_TD = torch.randn(2, *shape, device=device, dtype=dtype)
-    weight_D = (1 + 0.1 * torch.randn(shape[-1], device=device)).to(dtype)
-    assert_parity(_add_norm, _with_epsilon(reference.add_rms_norm), [x_TD, residual_TD, weight_D])
+@pytest.mark.parametrize("name", ["rms_norm_beside", "add_rms_norm"])
+def test_either_output_alone_may_be_used(name: str, device: torch.device) -> None:
+    fast, truth = NORMS[name]
+    for index in (0, 1):
+        *rows, weight_D = _draw(name, (5, 16), device)
+        assert_parity(
+            lambda *x, index=index, weight_D=weight_D: fast(*x, weight_D)[index],
+            lambda *x, index=index, weight_D=weight_D: truth(*x, weight_D)[index],
+            rows,
+        )
 
 
-@pytest.mark.often("shape0-dtype1", "shape1-dtype0", "shape2-dtype1")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(37, 16), (1, 24), (2, 3, 70)])
-def test_the_norm_adds_the_gradient_of_its_second_output(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> None:
-    x_TD = torch.randn(shape, device=device, dtype=dtype).requires_grad_()
-    weight_D = (1 + 0.1 * torch.randn(shape[-1], device=device)).to(dtype)
-    truth = _with_epsilon(reference.rms_norm_beside)
-    assert_parity(_norm_beside, truth, [x_TD.detach(), weight_D])
-    normed_TD, beside_TD = _norm_beside(x_TD, weight_D)
+def test_one_node_of_autograd_returns_the_norm_and_its_input(device: torch.device) -> None:
+    x_TD, weight_D = _draw("rms_norm_beside", (37, 16), device)
+    normed_TD, beside_TD = rms_norm_beside(x_TD.requires_grad_(), weight_D, EPSILON, launch=SMALL)
     assert torch.equal(beside_TD, x_TD) and beside_TD.data_ptr() == x_TD.data_ptr()
     assert normed_TD.grad_fn is beside_TD.grad_fn, "autograd adds nothing behind one node"
-    for index in (0, 1):
-        assert_parity(
-            lambda x, index=index: _norm_beside(x, weight_D)[index],
-            lambda x, index=index: truth(x, weight_D)[index],
-            [x_TD.detach()],
-        )
 
 
 def test_a_weight_of_another_dtype_promotes_as_the_reference_does(device: torch.device) -> None:
     x_TD, weight_D = torch.randn(4, 16, device=device, dtype=torch.bfloat16), torch.ones(16, device=device)
-    normed_TD = _norm(x_TD, weight_D)
+    normed_TD = NORM(x_TD, weight_D)
     expected_TD = reference.rms_norm(x_TD, weight_D, EPSILON)
     assert normed_TD.dtype == expected_TD.dtype == torch.float32
     assert_close(normed_TD, expected_TD, tolerance=2**-7)
@@ -101,30 +95,18 @@ def test_a_weight_of_another_dtype_promotes_as_the_reference_does(device: torch.
 
 def test_rows_that_lie_apart_are_read_where_they_are(device: torch.device) -> None:
     weight_D = torch.rand(16, device=device)
-    truth = _with_epsilon(reference.rms_norm)
-    assert_parity(_norm, truth, [torch.randn(5, 24, device=device)[:, :16], weight_D])
-    assert_parity(_norm, truth, [torch.randn(16, 5, device=device).T, weight_D])
-
-
-def test_either_output_alone_may_be_used(device: torch.device) -> None:
-    x_TD, residual_TD = torch.randn(2, 5, 16, device=device)
-    weight_D = torch.ones(16, device=device)
-    for index in (0, 1):
-        assert_parity(
-            lambda *inputs, index=index: _add_norm(*inputs, weight_D)[index],
-            lambda *inputs, index=index: reference.add_rms_norm(*inputs, weight_D, EPSILON)[index],
-            [x_TD, residual_TD],
-        )
+    for x_TD in (torch.randn(5, 24, device=device)[:, :16], torch.randn(16, 5, device=device).T):
+        assert_parity(NORM, TRUTH, [x_TD, weight_D])
 
 
 def test_rows_of_zeros_give_zeros_and_finite_gradients(device: torch.device) -> None:
     weight_D = torch.ones(16, device=device)
-    assert_parity(_norm, _with_epsilon(reference.rms_norm), [torch.zeros(3, 16, device=device), weight_D])
+    assert_parity(NORM, TRUTH, [torch.zeros(3, 16, device=device), weight_D])
 
 
 def test_no_rows_leave_the_weight_without_gradient(device: torch.device) -> None:
     x_TD, weight_D = torch.zeros(0, 16, device=device), torch.ones(16, device=device, requires_grad=True)
-    _norm(x_TD, weight_D).sum().backward()
+    NORM(x_TD, weight_D).sum().backward()
     assert weight_D.grad is not None and not weight_D.grad.any(), "a sum over no rows is zero"
 
 

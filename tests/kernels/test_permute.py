@@ -78,22 +78,14 @@ def test_the_example_of_the_reference_holds(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weighted", [True, False])
 @SIZES
-def test_permute_and_its_gradient_equal_the_reference(
-    tokens: int, top_k: int, width: int, dropped: float, dtype: torch.dtype, device: torch.device
+def test_permute_and_unpermute_and_their_gradients_equal_the_reference(
+    tokens: int, top_k: int, width: int, dropped: float, weighted: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
     order = reference.order_rows(_experts(tokens, top_k, 6, device, dropped), 6)
     x_TD = torch.randn(tokens, width, device=device, dtype=dtype)
     assert_parity(lambda x: permute(x, order, launch=SMALL), lambda x: reference.permute(x, order), [x_TD])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("weighted", [True, False])
-@SIZES
-def test_unpermute_and_its_gradients_equal_the_reference(
-    tokens: int, top_k: int, width: int, dropped: float, weighted: bool, dtype: torch.dtype, device: torch.device
-) -> None:
-    order = reference.order_rows(_experts(tokens, top_k, 6, device, dropped), 6)
     y_RD = torch.randn(tokens * top_k, width, device=device, dtype=dtype)
     weights_TK = torch.rand(tokens, top_k, device=device) if weighted else None
     assert_parity(
