@@ -1,11 +1,95 @@
-"""Batches are cut without a copy and moved whole."""
+"""Batches: cut into views, moved as a whole, and the rules of labels, positions and documents by example."""
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from penstock.data.batch import Batch
+from penstock.data.batch import PADDING, Batch, pack
+from penstock.data.stream import Rows, Stream
+from penstock.kernels.reference import IGNORED_LABEL
+from tests.data.in_memory import END, InMemory, numbered, sources
+
+NO = IGNORED_LABEL
+
+
+def rows_of(source: InMemory, rows: int, sequence_length: int) -> Rows:
+    stream = Stream(source, seed=0, shuffle=False, lanes=1)
+    return stream.read(stream.start(), rows, sequence_length)[0]
+
+
+def test_the_example_of_the_module() -> None:
+    plain, masked = (pack(rows_of(numbered(3, 1, 3), 2, 4), document_mask=mask) for mask in (False, True))
+    assert plain.tokens_BS.tolist() == masked.tokens_BS.tolist() == [[0, 1, 2, END], [3, END, 4, 5]]
+    assert plain.labels_BS.tolist() == [[1, 2, END, 3], [END, 4, 5, 6]]
+    assert masked.labels_BS.tolist() == [[1, 2, END, NO], [END, NO, 5, 6]]
+    assert plain.positions_BS.tolist() == [[0, 1, 2, 3], [0, 1, 2, 3]]
+    assert masked.positions_BS.tolist() == [[0, 1, 2, 3], [0, 1, 0, 1]]
+    assert plain.documents_BS is None and masked.documents_BS is not None
+    assert masked.documents_BS.tolist() == [[0, 0, 0, 0], [0, 0, 1, 1]]
+
+
+def test_a_document_longer_than_a_row_continues_in_the_next() -> None:
+    batch = pack(rows_of(numbered(9, 2), 3, 4), document_mask=True)
+    assert batch.tokens_BS.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, END, 9, 10]]
+    assert batch.labels_BS.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8], [END, NO, 10, END]]
+    assert batch.positions_BS.tolist() == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 0, 1]]
+    assert batch.documents_BS.tolist() == [[0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 1, 1]]
+
+
+def test_padding_is_never_predicted() -> None:
+    rows = Rows(np.array([[7, 8, END], [END, END, END]]), np.array([[0, 0, 0], [0, PADDING, PADDING]]))
+    for document_mask in (False, True):
+        batch = pack(rows, document_mask=document_mask)
+        assert batch.labels_BS.tolist() == [[8, END], [NO, NO]]
+
+
+@given(sources, st.integers(1, 5), st.integers(1, 9), st.booleans())
+def test_rows_hold_the_lane_and_labels_are_the_lane_one_on(
+    source: InMemory, rows: int, sequence_length: int, document_mask: bool
+) -> None:
+    found = rows_of(source, rows, sequence_length)
+    batch = pack(found, document_mask=document_mask)
+    assert batch.tokens_BS.tolist() == found.tokens[:, :-1].tolist()
+    assert batch.tokens_BS[1:, 0].tolist() == found.tokens[:-1, -1].tolist(), "a lane goes on where its row ended"
+    counted = (batch.labels_BS != NO).numpy()
+    assert batch.labels_BS.numpy()[counted].tolist() == found.tokens[:, 1:][counted].tolist()
+    assert all(x is None or (x.dtype == torch.int64 and x.is_contiguous()) for x in vars(batch).values())
+    if not document_mask:
+        assert counted.all()
+
+
+@given(sources, st.integers(1, 5), st.integers(1, 9))
+def test_with_a_mask_positions_labels_and_documents_change_at_end_tokens_only(
+    source: InMemory, rows: int, sequence_length: int
+) -> None:
+    batch = pack(rows_of(source, rows, sequence_length), document_mask=True)
+    assert batch.documents_BS is not None
+    for tokens, labels, positions, documents in zip(
+        batch.tokens_BS.tolist(),
+        batch.labels_BS.tolist(),
+        batch.positions_BS.tolist(),
+        batch.documents_BS.tolist(),
+        strict=True,
+    ):
+        document, position = 0, 0
+        for s, token in enumerate(tokens):
+            assert (documents[s], positions[s]) == (document, position)
+            assert (labels[s] == NO) == (token == END)
+            document, position = (document + 1, 0) if token == END else (document, position + 1)
+
+
+def test_a_batch_shares_no_memory_with_the_stream() -> None:
+    rows = rows_of(numbered(8), 2, 4)
+    batch = pack(rows, document_mask=False)
+    batch.tokens_BS.zero_()
+    batch.positions_BS[0].zero_()
+    assert rows.tokens[0].tolist() == [0, 1, 2, 3, 4]
+    assert batch.labels_BS[0].tolist() == [1, 2, 3, 4]
+    assert batch.positions_BS[1].tolist() == [0, 1, 2, 3]
 
 
 def batch_of(rows: int, *, documents: bool) -> Batch:
@@ -33,17 +117,7 @@ def test_micro_batches_are_views_of_the_rows_in_order(documents: bool) -> None:
             assert pieces[0].data_ptr() == whole.data_ptr()
 
 
-def test_rows_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(AssertionError, match="6 rows do not divide into micro-batches of 4"):
-        batch_of(6, documents=False).micro_batches(4)
-
-
 def test_a_batch_moves_with_all_its_tensors() -> None:
     moved = batch_of(2, documents=True).to("meta")
     assert all(x.device.type == "meta" for x in vars(moved).values())
     assert batch_of(2, documents=False).to(torch.device("cpu")).documents_BS is None
-
-
-def test_a_batch_cannot_be_changed() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        batch_of(1, documents=False).tokens_BS = torch.zeros(1, 3)  # type: ignore[misc]

@@ -80,14 +80,12 @@ def test_a_small_split_is_covered_whole_however_few_rows_are_wanted() -> None:
     assert batch.tokens_BS[:, 0].tolist() == document_order(90, seed=0, epoch=0)[::3].tolist()
 
 
-def test_the_line_has_at_most_so_many_documents_if_they_hold_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.data.evaluation._DOCUMENTS", 4)
-    assert documents_in(evaluate(NINETY, limit_rows=8, sequence_length=1)) == first_documents(4)
-    wanted = 8 * 60 * 2 + 1
-    assert documents_in(evaluate(NINETY, limit_rows=60, sequence_length=2)) == first_documents(-(-wanted // 30))
-
-
-def test_large_documents_end_the_line_early(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_enough_documents_or_tokens_end_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("penstock.data.evaluation._DOCUMENTS", 4)
+        assert documents_in(evaluate(NINETY, limit_rows=8, sequence_length=1)) == first_documents(4)
+        wanted = 8 * 60 * 2 + 1
+        assert documents_in(evaluate(NINETY, limit_rows=60, sequence_length=2)) == first_documents(-(-wanted // 30))
     monkeypatch.setattr("penstock.data.evaluation._ENOUGH_TOKENS", 100)
     assert documents_in(evaluate(NINETY, limit_rows=8, sequence_length=1)) == first_documents(4)
 

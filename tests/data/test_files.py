@@ -1,11 +1,19 @@
-"""Names of files, folders and globs, and the files that they stand for."""
+"""From names to files, and decompressed copies, which are made once and whole."""
 
+import bz2
+import gzip
+import lzma
+import os
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import zstandard
 
 from penstock.base.errors import DataError
-from penstock.data.files import matched
+from penstock.data import files
+from penstock.data.files import matched, readable_copies
 
 
 @pytest.fixture
@@ -61,3 +69,101 @@ def test_what_stands_for_no_file_is_refused(corpus: Path, name: str, message: st
     (corpus / "empty").mkdir()
     with pytest.raises(DataError, match=message):
         matched([name], [".parquet", ".arrow"])
+
+
+TEXT = b"some text that repeats itself\n" * 20_000
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": zstandard.compress,
+}
+KINDS = pytest.mark.parametrize("suffix", COMPRESS)
+
+
+@KINDS
+def test_a_copy_holds_what_was_compressed(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"a.txt{suffix}"
+    path.write_bytes(
+        COMPRESS[suffix](TEXT) + COMPRESS[suffix](b"and more")
+    )  # Several streams in one file are one text.
+    (copy,) = readable_copies([path], tmp_path / "deep" / "cache")
+    assert copy.read_bytes() == TEXT + b"and more"
+    assert copy.suffix == ".txt"
+    assert os.listdir(copy.parent) == [copy.name], "no lock and no draft stays"
+
+
+def test_other_files_are_read_where_they_are(tmp_path: Path) -> None:
+    assert readable_copies([tmp_path / "a.txt"], tmp_path / "cache") == [tmp_path / "a.txt"]
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_copy_is_made_once_and_anew_if_the_file_changes(tmp_path: Path) -> None:
+    path = tmp_path / "a.gz"
+    path.write_bytes(gzip.compress(b"one", mtime=0))
+    (first,) = readable_copies([path], tmp_path / "cache")
+    before = first.stat()
+    assert readable_copies([path], tmp_path / "cache") == [first]
+    assert first.stat().st_mtime_ns == before.st_mtime_ns
+    path.write_bytes(gzip.compress(b"two", mtime=0))
+    (second,) = readable_copies([path], tmp_path / "cache")
+    assert (first.read_bytes(), second.read_bytes()) == (b"one", b"two")
+
+
+@KINDS
+@pytest.mark.parametrize("damage", ["cut", "foreign"])
+def test_a_damaged_file_leaves_nothing_behind(tmp_path: Path, suffix: str, damage: str) -> None:
+    whole = COMPRESS[suffix](TEXT)
+    path = tmp_path / f"a{suffix}"
+    path.write_bytes(whole[: len(whole) * 2 // 3] if damage == "cut" else b"no such thing")
+    with pytest.raises(DataError, match=rf"a\{suffix} cannot be decompressed: .*; fix: it is damaged or cut") as caught:
+        readable_copies([path], tmp_path / "deep" / "cache")
+    assert "\n" not in str(caught.value)
+    assert os.listdir(tmp_path) == [path.name]
+
+
+def test_copies_that_find_no_place_are_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "a.gz"
+    path.write_bytes(gzip.compress(b"one"))
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match=r"find no place in .*file/cache: .*; fix: set data\.cache"):
+        readable_copies([path], tmp_path / "file" / "cache")
+
+
+def test_ranks_share_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [tmp_path / f"{number}.gz" for number in range(6)]
+    for number, path in enumerate(paths):
+        path.write_bytes(gzip.compress(b"%d" % number * 10_000))
+    made: list[Path] = []
+    meet = threading.Barrier(2, timeout=60)
+    plain = files.contents
+
+    def content(path: Path) -> object:
+        if len(made) < 2:
+            made.append(path)
+            meet.wait()  # Both are at work before either goes on.
+        else:
+            made.append(path)
+        return plain(path)
+
+    monkeypatch.setattr(files, "contents", content)
+    ranks = [threading.Thread(target=readable_copies, args=(paths, tmp_path / "cache")) for _ in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert sorted(made) == paths, "each file is decompressed by one rank"
+    assert [copy.read_bytes()[:1] for copy in readable_copies(paths, tmp_path / "cache")] == [
+        b"%d" % n for n in range(6)
+    ]
+
+
+def test_a_missing_package_is_named_with_the_command_that_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.zst"
+    path.write_bytes(zstandard.compress(b"one"))
+    monkeypatch.setitem(__import__("sys").modules, "zstandard", None)
+    monkeypatch.setattr(files.sys, "version_info", (3, 13))
+    with pytest.raises(DataError, match=r"needs the package zstandard, .*; fix: pip install 'penstock\[zstd\]'"):
+        readable_copies([path], tmp_path / "cache")

@@ -1,7 +1,6 @@
 """Texts mixed by weight: shares of tokens, and a place in every part."""
 
 import json
-from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -116,22 +115,17 @@ def test_a_damaged_place_is_refused(change: dict[str, object], message: str) -> 
         loader.restore(loader.state() | change)
 
 
-def test_held_out_rows_are_shared_among_parts_by_weight() -> None:
-    evaluation = evaluation_batches(
-        mixed((WEB, 3.0), (BOOKS, 1.0)), rows=4, sequence_length=8, limit_rows=12, document_mask=False
-    )
+def test_held_out_rows_are_shared_by_weight_as_far_as_a_part_has_them() -> None:
+    sizes = {"rows": 4, "sequence_length": 8, "limit_rows": 12, "document_mask": False}
+    evaluation = evaluation_batches(mixed((WEB, 3.0), (BOOKS, 1.0)), **sizes)
     rows = [row for batch in evaluation.batches for row in batch.tokens_BS.tolist()]
     assert [sum(part in row for row in rows) for part in (1, 3)] == [9, 3]
-
-
-def test_a_part_with_little_held_out_text_gives_all_it_has() -> None:
-    small = numbered(6)
-    evaluation = evaluation_batches(
-        mixed((small, 1.0), (BOOKS, 1.0)), rows=2, sequence_length=4, limit_rows=20, document_mask=False
-    )
+    sizes = {"rows": 2, "sequence_length": 4, "limit_rows": 20, "document_mask": False}
+    evaluation = evaluation_batches(mixed((numbered(6), 1.0), (BOOKS, 1.0)), **sizes)
     rows = [row for batch in evaluation.batches for row in batch.tokens_BS.tolist()]
     assert sum(3 in row for row in rows[2:]) == 10
     assert rows[:2] == [[0, 1, 2, 3], [4, 5, 99, 99]]
+    assert str(mixed((WEB, 1.0), (CODE, 1.0))) == "4 documents of a, 3 documents of b"
 
 
 def test_held_out_rows_of_shards_are_read_from_a_sample() -> None:
@@ -139,9 +133,3 @@ def test_held_out_rows_of_shards_are_read_from_a_sample() -> None:
     evaluation = evaluation_batches(text, rows=2, sequence_length=4, limit_rows=4, document_mask=False)
     assert evaluation.tokens == 16
     assert 12 <= evaluation.text_bytes <= 16
-
-
-def test_parts_come_in_the_order_that_the_user_wrote() -> None:
-    text = mixed((WEB, 1.0), (CODE, 1.0))
-    assert str(text) == "4 documents of a, 3 documents of b"
-    assert all(one.name < other.name for one, other in pairwise(text.parts))

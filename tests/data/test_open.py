@@ -1,6 +1,8 @@
-"""From the settings of a run to a text, and what is refused on the way."""
+"""From the settings of a run to its text, the standard library included, and refused settings."""
 
 import json
+import sysconfig
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,83 @@ from penstock.base.errors import DataError
 from penstock.cli.main import main
 from penstock.config.data import Data, MixturePart
 from penstock.data.mixture import Text
-from penstock.data.open import open_text
+from penstock.data.open import open_standard_library, open_text
 from penstock.data.sources import Source, Split
+from penstock.data.text import PlainText
+from penstock.data.tokenizer import ByteTokenizer
+
+
+def open_split(split: Split) -> PlainText:
+    return open_standard_library(split, ByteTokenizer(), validation_share=0.03)
+
+
+def make_library(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(folder))
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def test_it_is_large_and_opens_fast() -> None:
+    start = time.perf_counter()
+    train, validation = open_split("train"), open_split("validation")
+    seconds = time.perf_counter() - start
+    assert len(train) > 400
+    assert 0.01 < len(validation) / (len(train) + len(validation)) < 0.05
+    assert seconds < 5, f"opening both splits took {seconds:.1f} s"
+
+
+def test_the_splits_share_no_file_and_cover_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = make_library(tmp_path / "lib", monkeypatch)
+    for number in range(200):
+        (library / f"module_{number}.py").write_text(f"number = {number}\n")
+    parts = {
+        split: {source.record(index) for index in range(len(source))}
+        for split in ("train", "validation")
+        for source in [open_split(split)]
+    }
+    assert not parts["train"] & parts["validation"]
+    assert parts["train"] | parts["validation"] == {f"number = {number}\n" for number in range(200)}
+    assert len(parts["validation"]) > 0
+
+
+def test_only_source_files_that_every_build_has_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = make_library(tmp_path / "lib", monkeypatch)
+    for name in [
+        "b.py",
+        "a/z.py",
+        "a.py",
+        "a/tests/test_z.py",
+        "notes.txt",
+        "__pycache__/b.py",
+        "site-packages/numpy/core.py",
+        "dist-packages/apt.py",
+        "config-3.11-x86_64-linux-gnu/python-config.py",
+        "_sysconfigdata__linux_x86_64-linux-gnu.py",
+        "sitecustomize.py",
+    ]:
+        path = library / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+    (library / "empty.py").touch()
+    (library / "latin.py").write_bytes(b"# -*- coding: latin-1 -*-\n# caf\xe9\n")
+    source = open_standard_library("train", ByteTokenizer(), validation_share=0.0)
+    assert [source.record(index) for index in range(len(source))] == ["a/tests/test_z.py", "a/z.py", "a.py", "b.py"]
+
+
+def test_two_machines_with_the_same_files_have_the_same_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fingerprints = set()
+    for name in ("first", "second"):
+        library = make_library(tmp_path / name, monkeypatch)
+        for number in reversed(range(20)) if name == "second" else range(20):
+            (library / f"module_{number}.py").write_text(f"number = {number}\n")
+        fingerprints.add(open_split("train").fingerprint)
+    assert len(fingerprints) == 1
+
+
+def test_a_python_without_sources_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_library(tmp_path / "lib", monkeypatch)
+    with pytest.raises(DataError, match=r'this Python has no source files in .*lib; fix: set data.source to "text"'):
+        open_split("train")
 
 
 def opened(data: Data, split: Split, *, vocab_size: int = 257, cache: Path = Path("unused")) -> Text:
@@ -62,12 +139,6 @@ def test_lines_are_split_by_content_whatever_their_order(lines: str) -> None:
     assert contents(open_files("jsonl", "validation", [lines])) == validation[::-1]
 
 
-def test_plain_files_are_split_by_content(plain: list[str]) -> None:
-    train, validation = (contents(open_files("text", split, plain)) for split in ("train", "validation"))
-    assert sorted(train + validation) == sorted(f"text {number}".encode() for number in range(40))
-    assert validation
-
-
 def in_one_document(kind: str, folder: Path, text: str) -> tuple[str, str]:
     """Source and files of a corpus that is one document, or a few lines of it."""
     path = folder / f"book.{kind}"
@@ -106,15 +177,14 @@ def test_a_document_of_a_few_letters_gives_a_quarter(tmp_path: Path) -> None:
     assert contents(open_files("text", "validation", files, share=0.01)) == [b"gh"]
 
 
-def test_documents_that_a_hash_tells_apart_stay_whole(plain: list[str]) -> None:
-    parts = [open_files("text", split, plain[:40], share=0.02) for split in ("train", "validation")]
-    held_out = contents(parts[1])
-    assert held_out
-    assert all(content.startswith(b"text ") for content in held_out)
-    assert sum(map(len, parts)) == 40
+@pytest.mark.parametrize("share", [0.02, 0.3])
+def test_plain_files_are_split_by_content_and_stay_whole(plain: list[str], share: float) -> None:
+    train, validation = (contents(open_files("text", split, plain, share=share)) for split in ("train", "validation"))
+    assert sorted(train + validation) == sorted(f"text {number}".encode() for number in range(40))
+    assert validation
 
 
-def test_validation_files_of_its_own_leave_all_files_to_training(plain: list[str]) -> None:
+def test_separate_validation_files_leave_all_files_to_training(plain: list[str]) -> None:
     own = tuple(plain[30:])
     assert len(open_files("text", "train", plain[:30], held_out=own)) == 30
     assert len(open_files("text", "validation", plain[:30], held_out=own)) == 10
@@ -134,9 +204,6 @@ def test_a_file_in_both_splits_is_refused(plain: list[str]) -> None:
     again = plain[0].replace("0.txt", "./0.txt")
     with pytest.raises(DataError, match=r"0\.txt is in data\.files and in data\.validation_files; fix: take it out"):
         open_files("text", "train", plain, held_out=(again,))
-
-
-def test_a_folder_that_holds_the_held_out_files_is_refused(plain: list[str]) -> None:
     with pytest.raises(DataError, match=r"39\.txt is in data\.files and in data\.validation_files"):
         open_files("text", "train", [str(Path(plain[0]).parent)], held_out=(plain[39],))
 

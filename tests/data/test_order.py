@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from penstock.data.order import BlockOrder, document_order, permutation
+from penstock.data.order import BlockOrder, permutation
 
 sizes = st.lists(st.integers(0, 6), min_size=1, max_size=12).filter(any)
 
@@ -56,8 +56,3 @@ def test_one_pool_mixes_all_blocks_and_epochs_differ() -> None:
     first, second = ([order[place] for place in range(100)] for order in orders)
     assert first != second
     assert 10 < sum(document < 50 for document in first[:50]) < 40
-
-
-def test_the_order_of_documents_has_not_changed() -> None:
-    """Runs go on with places in it."""
-    assert document_order(6, seed=3, epoch=1).tolist() == [0, 2, 1, 3, 4, 5]

@@ -101,7 +101,7 @@ def origin_of(tokenizer: Path) -> PackedMetadata:
         BYTES,
         tokenizer=str(tokenizer),
         fingerprint=read.fingerprint,
-        vocab_size=read.vocab_size,
+        vocabulary_size=read.vocab_size,
         end_of_document=read.end_of_document,
     )
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.data.sources import fingerprint_of, in_split
+from penstock.data.sources import DocumentPart, SplitFilter, fingerprint_of, in_split
 
 
 @given(st.binary(), st.floats(0, 0.99))
@@ -29,3 +29,9 @@ def test_fingerprints_fit_an_int64_and_see_where_parts_end() -> None:
     assert 0 <= fingerprint_of("x") < 2**56
     assert fingerprint_of(b"ab", b"c") != fingerprint_of(b"a", b"bc")
     assert fingerprint_of(1, "a") == fingerprint_of(1, "a")
+
+
+def test_fingerprints_of_split_settings_never_change() -> None:
+    """Checkpoints hold them: names of classes have no part in them."""
+    parts = SplitFilter("train", 0.05).identity(), DocumentPart("validation", 0.05).identity()
+    assert fingerprint_of(*parts) == 48966791030401258

@@ -85,19 +85,6 @@ def test_each_document_is_read_exactly_once_an_epoch(
     assert Counter(found.tokens[:, :-1].flatten().tolist()) == times_read(source, position, seed)
 
 
-@given(sources, st.booleans(), st.lists(st.integers(1, 30), min_size=1, max_size=6))
-def test_one_lane_is_one_line_of_documents(source: InMemory, shuffle: bool, sequence_lengths: list[int]) -> None:
-    stream = stream_of(source, seed=2, shuffle=shuffle)
-    position, line = stream.start(), [-1]
-    for sequence_length in sequence_lengths:
-        found, position = stream.read(position, 1, sequence_length)
-        line[-1:] = found.tokens[0].tolist()
-    documents, wanted = dealt(source, 2, shuffle), []
-    while len(wanted) < len(line):
-        wanted += next(documents)
-    assert line == wanted[: len(line)]
-
-
 @given(sources, st.integers(1, 8), st.integers(0, 5), st.integers(0, 20), st.integers(0, 20), st.integers(1, 9))
 def test_advancing_and_reading_come_to_the_same_position(
     source: InMemory, lanes: int, seed: int, first: int, second: int, sequence_length: int
@@ -121,24 +108,17 @@ def test_document_numbers_change_where_documents_end() -> None:
     assert found.tokens.tolist() == [[0, 1, END, 2, END, 3, 4, 5]]
     assert found.documents.tolist() == [[0, 0, 0, 1, 1, 2, 2, 2]]
     assert position.lanes == (Cursor(epoch=0, place=3, offset=2),)
-
-
-def test_two_visits_of_one_document_are_two_documents() -> None:
-    stream = stream_of(numbered(1), shuffle=True)
-    found, _ = stream.read(stream.start(), 1, 3)
+    again = stream_of(numbered(1), shuffle=True)
+    found, _ = again.read(again.start(), 1, 3)
     assert found.tokens.tolist() == [[0, END, 0, END]]
-    assert found.documents.tolist() == [[0, 0, 1, 1]]
+    assert found.documents.tolist() == [[0, 0, 1, 1]], "two visits of one document are two documents"
 
 
-def test_each_epoch_has_every_document_in_another_order() -> None:
+def test_the_order_of_an_epoch_never_changes() -> None:
     orders = [document_order(50, seed=3, epoch=epoch).tolist() for epoch in range(4)]
-    assert all(sorted(order) == list(range(50)) for order in orders)
     assert len({tuple(order) for order in orders}) == 4
-    assert orders[1] == document_order(50, seed=3, epoch=1).tolist()
     assert orders[1] != document_order(50, seed=4, epoch=1).tolist()
-
-
-def test_the_order_is_the_same_forever() -> None:
+    assert document_order(6, seed=3, epoch=1).tolist() == [0, 2, 1, 3, 4, 5]
     assert document_order(8, seed=1, epoch=0).tolist() == [2, 4, 7, 5, 0, 6, 3, 1], (
         "old checkpoints would resume wrongly"
     )
@@ -181,11 +161,6 @@ def test_lanes_of_several_epochs_resume() -> None:
     found, _ = stream.read(position, 2, 1)
     orders = {epoch: document_order(4, seed=0, epoch=epoch) for epoch in (1, 4)}
     assert found.tokens[:, 0].tolist() == [source.documents[orders[1][3]][0], source.documents[orders[4][1]][0]]
-
-
-def test_more_lanes_than_documents_are_refused() -> None:
-    with pytest.raises(AssertionError, match="3 lanes cannot read 2 documents side by side"):
-        Stream(numbered(1, 1), seed=0, shuffle=True, lanes=3)
 
 
 @pytest.mark.parametrize("lanes", [1, 3])

@@ -1,15 +1,38 @@
-"""Documents in files: plain and JSON Lines, whole and damaged."""
+"""Text files: where documents are in them, plain text and JSON Lines, whole and damaged."""
 
 import json
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.base.errors import DataError
-from penstock.data.text import JsonLines, PlainText
+from penstock.data import text
+from penstock.data.text import JsonLines, PlainText, lines_in, require_utf8
 from penstock.data.tokenizer import ByteTokenizer
+
+pieces = st.lists(st.sampled_from([b"a", b"bc ", b"\n", b"\r\n", b"\t", b" ", b"\x0b", "\u4e16".encode(), b"      "]))
+
+
+@given(pieces.map(b"".join), st.integers(1, 9))
+def test_lines_are_those_that_python_finds_whatever_the_size_of_blocks(
+    tmp_path_factory: pytest.TempPathFactory, content: bytes, block: int
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "lines"
+    path.write_bytes(content)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text, "_BLOCK", block)
+        found = [entry for part in lines_in(path, path, require_utf8) for entry in zip(*part, strict=True)]
+    wanted, start = [], 0
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        stripped = line.rstrip()
+        if stripped:
+            wanted.append((number, start, len(stripped), crc32(stripped)))
+        start += len(line) + 1
+    assert found == wanted
+
 
 BYTES = ByteTokenizer()
 
@@ -49,10 +72,23 @@ def test_json_lines_can_be_read_in_any_order_and_from_another_field(tmp_path: Pa
     path = write(tmp_path / "corpus.jsonl", '\n  {"body": "a"}\n\n{"body": "\\u4e16"}  \n{"body": ""}')
     source = JsonLines([path], BYTES, text_field="body")
     assert [source.record(index) for index in (2, 0, 1)] == ["", "a", "\u4e16"]
+    marked = write(tmp_path / "marked.jsonl", b'\xef\xbb\xbf{"text": "a"}')
+    assert texts(JsonLines([marked], BYTES)) == ["a"], "a byte-order mark is dropped"
 
 
-def test_a_byte_order_mark_before_the_first_line_is_dropped(tmp_path: Path) -> None:
-    assert texts(JsonLines([write(tmp_path / "c.jsonl", b'\xef\xbb\xbf{"text": "a"}')], BYTES)) == ["a"]
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\n \r\n\n", "is empty"),
+        (b'{"text": "a"}\n\n{"text": "\xff"}\n', "corpus:3 is not UTF-8: invalid start byte at byte 10; got 0xff"),
+        (b'{"text": "a"}\n\xe4\xb8', "corpus:2 is not UTF-8: unexpected end of data"),
+    ],
+)
+def test_json_lines_without_text_are_refused_when_opened(tmp_path: Path, content: bytes, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        JsonLines([write(tmp_path / "corpus", content)], BYTES)
+    with pytest.raises(DataError, match=r"cannot read data file .*: Is a directory"):
+        PlainText([tmp_path], BYTES)
 
 
 def test_fingerprints_follow_content_and_order_and_not_names(tmp_path: Path) -> None:
@@ -86,22 +122,6 @@ def test_files_without_text_are_refused_when_opened(
     with pytest.raises(DataError, match=message) as caught:
         kind([path], BYTES)
     assert "\n" not in str(caught.value)
-
-
-def test_a_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"cannot read data file .*: Is a directory"):
-        PlainText([tmp_path], BYTES)
-
-
-def test_a_file_of_blank_lines_is_empty(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="is empty"):
-        JsonLines([write(tmp_path / "corpus", "\n \r\n\n")], BYTES)
-
-
-def test_a_line_that_is_not_utf8_is_named_when_opened(tmp_path: Path) -> None:
-    path = write(tmp_path / "corpus", b'{"text": "a"}\n\n{"text": "\xff"}\n')
-    with pytest.raises(DataError, match="corpus:3 is not UTF-8: invalid start byte at byte 10; got 0xff"):
-        JsonLines([path], BYTES)
 
 
 BAD_LINES = [

@@ -31,20 +31,14 @@ def test_interleaving_on_16_ranks_with_16_micro_batches_has_the_published_bubble
 
 @pytest.mark.parametrize(
     ("name", "published_bubble", "published_peak"),
-    [("1f1b", 17.95, 8), ("zb-1f1b", 6.80, 8), ("interleaved", 9.86, 11.5), ("v-half", 8.13, 5)],
+    [("1f1b", 17.95, 8), ("zb-1f1b", 6.80, 8), ("interleaved", 9.86, 11.5), ("v-half", 8.13, 5), ("v-min", 11.93, 4)],
 )
 def test_8_ranks_with_32_micro_batches_have_the_published_bubble_and_memory(
     name: str, published_bubble: float, published_peak: float
 ):
     one = even(name, 8, 32)
-    assert bubble(one) == published_bubble
+    assert bubble(one) == published_bubble or (name == "v-min" and bubble(one) < published_bubble)
     assert peak(one) == published_peak
-
-
-def test_v_min_is_no_slower_than_published_with_the_published_memory():
-    one = even("v-min", 8, 32)
-    assert bubble(one) <= 11.93
-    assert peak(one) == 4
 
 
 @pytest.mark.parametrize("name", ["zb-v", "dualpipe-v"])
@@ -127,12 +121,9 @@ def test_a_deadlock_names_the_actions_that_wait():
     turned = replace(one, actions=(one.actions[0][::-1], one.actions[1]))
     with pytest.raises(DeadlockError, match=r"rank 0 at 0B0 \(needs 0F0 and 1I0\), rank 1 at 1F0 \(needs 0F0\)"):
         play(turned, even_costs(2))
-
-
-def test_a_list_that_asks_for_what_nobody_does_is_a_deadlock():
-    one = even("1f1b", 2, 1)
+    missing = replace(one, actions=((Action(0, Kind.WEIGHT, 0),), one.actions[1]))
     with pytest.raises(DeadlockError, match="1F0"):
-        play(replace(one, actions=((Action(0, Kind.WEIGHT, 0),), one.actions[1])), even_costs(2))
+        play(missing, even_costs(2))
 
 
 def test_a_schedule_of_nothing_takes_no_time():

@@ -62,12 +62,6 @@ def test_a_pipeline_stage_is_the_same_block_of_ranks_in_both_views(grid: Grid) -
     assert dense == tuple(tuple(range(stage * size, (stage + 1) * size)) for stage in range(grid.pipeline))
 
 
-@given(grid=grids())
-def test_both_views_agree_on_the_pipeline_place_of_every_rank(grid: Grid) -> None:
-    for rank in range(grid.world):
-        assert grid.place(rank, DENSE_AXES)["pipeline"] == grid.place(rank, EXPERT_AXES)["pipeline"]
-
-
 def test_tensor_ranks_are_neighbours_and_experts_fold_over_them() -> None:
     assert FOLDED.place(5) == {"pipeline": 0, "data": 2, "context": 0, "tensor": 1}
     assert FOLDED.place(5, EXPERT_AXES) == {"pipeline": 0, "expert_data": 1, "expert": 1, "expert_tensor": 0}
@@ -76,15 +70,12 @@ def test_tensor_ranks_are_neighbours_and_experts_fold_over_them() -> None:
     assert FOLDED.groups(("expert_data",)) == ((0, 4), (1, 5), (2, 6), (3, 7))
 
 
-def test_axes_of_two_views_make_no_group() -> None:
-    with pytest.raises(AssertionError, match="axes of two views"):
-        FOLDED.group(0, ("tensor", "expert"))
-
-
 @pytest.mark.parametrize("sizes", [{"tensor": 3}, {"expert": 3}, {"pipeline": 16}])
 def test_sizes_that_do_not_divide_the_ranks_make_no_grid(sizes: dict[str, int]) -> None:
     with pytest.raises(AssertionError, match="does not divide"):
         Grid(world=8, **sizes)
+    with pytest.raises(AssertionError, match="axes of two views"):
+        FOLDED.group(0, ("tensor", "expert"))
 
 
 def test_all_groups_of_16384_ranks_take_no_time() -> None:

@@ -15,7 +15,7 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 from penstock.config.model import GroupedQueryAttention
 from penstock.kernels.attention_window import AttentionWindow
 from penstock.models.attention import GroupedQueryLayer, query_scale
-from penstock.models.model_inputs import attention_mask
+from penstock.models.model_inputs import ForwardContext, attention_mask
 from tests.closeness import assert_close
 from tests.kernels.eager_attention import eager_attention, random_documents, seen_by, with_gradients
 from tests.models.attentions import ATTENTIONS
@@ -123,6 +123,11 @@ def _inputs(has_documents: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]
     return x_BSD, direction_BSD, places_BS - starts_BS.cummax(dim=1).values, documents_BS
 
 
+def _context(decoder: Any, positions_BS: Tensor, documents_BS: Tensor | None) -> ForwardContext:
+    tokens_BS = torch.zeros(ROWS, LENGTH, dtype=torch.int64)
+    return decoder.forward_context(reading_of(tokens_BS, positions_BS, documents_BS))
+
+
 def _their_order(name: str, weight: Tensor, head_dim: int, in_pairs: bool) -> Tensor:
     """Rows of queries and keys as they stand there: the two of a pair lie half a head apart."""
     if in_pairs or not name.startswith(("query", "key")):
@@ -162,9 +167,7 @@ def test_a_layer_equals_that_of_transformers(family: str, layer: int, has_docume
     )
     expected = with_gradients(out, direction_BSD, leaves)
 
-    context = decoder.forward_context(
-        reading_of(torch.zeros(ROWS, LENGTH, dtype=torch.int64), positions_BS, documents_BS)
-    )
+    context = _context(decoder, positions_BS, documents_BS)
     leaves = [x_BSD.clone().requires_grad_(), *ours.parameters()]
     got = with_gradients(ours(leaves[0], context), direction_BSD, leaves)
     for name, one, other in zip(("output", "x", *pairs), got, expected, strict=True):
@@ -173,51 +176,34 @@ def test_a_layer_equals_that_of_transformers(family: str, layer: int, has_docume
 
 
 @pytest.mark.parametrize("kind", ["window", "chunk"])
-def test_layers_that_see_as_much_as_the_row_has_are_plain(kind: str) -> None:
+def test_windows_as_long_as_the_row_are_plain_causal_attention(kind: str) -> None:
     local = {"kind": kind, "size": LENGTH}
     decoder, ours = _attention(
         GroupedQueryAttention.model_validate({"heads": 4, "kv_heads": 2, "head_dim": 8, "local": local}), 0
     )
     x_BSD, _, positions_BS, documents_BS = _inputs(True)
-    context = decoder.forward_context(
-        reading_of(torch.zeros(ROWS, LENGTH, dtype=torch.int64), positions_BS, documents_BS)
-    )
+    context = _context(decoder, positions_BS, documents_BS)
     assert context.nears == ()
     ours.reach, narrow = None, ours(x_BSD, context)
     assert torch.equal(ours(x_BSD, context), narrow)
 
 
-def test_masks_are_made_once_and_only_where_a_layer_reads_them() -> None:
-    decoder, _ = _attention(ATTENTIONS["gpt-oss"], 0)
-    reading = reading_of(torch.zeros(ROWS, LENGTH, dtype=torch.int64), torch.arange(LENGTH).expand(ROWS, -1))
-    (near,) = decoder.forward_context(reading).nears
+def test_masks_and_temperatures_are_computed_only_for_layers_that_read_them() -> None:
+    positions_BS = torch.arange(LENGTH).expand(ROWS, -1)
+    (near,) = _context(_attention(ATTENTIONS["gpt-oss"], 0)[0], positions_BS, None).nears
     (mask,) = near.masks
     assert mask is not None and mask.shape == (ROWS * 3, 5, 10)
-    plain, _ = _attention(ATTENTIONS["qwen3"], 0)
-    assert plain.forward_context(reading).nears == ()
-    assert plain.forward_context(reading).query_scale_S is None
+    plain = _context(_attention(ATTENTIONS["qwen3"], 0)[0], positions_BS, None)
+    assert plain.nears == () and plain.query_scale_S is None
+    scale = query_scale(ATTENTIONS["llama4"].local, torch.tensor([0, 1, 2, 5, 8]))
+    assert_close(scale, torch.tensor([1.0, 1.0, 1 + 0.3 * 0.693147, 1 + 0.3 * 1.098612, 1 + 0.3 * 1.386294]))
 
 
-def test_queries_grow_by_their_place_in_the_row() -> None:
-    local = ATTENTIONS["llama4"].local
-    assert local is not None
-    grown = query_scale(local, torch.tensor([0, 1, 2, 5, 8]))
-    expected = [1.0, 1.0, 1 + 0.3 * 0.693147, 1 + 0.3 * 1.098612, 1 + 0.3 * 1.386294]
-    assert_close(grown, torch.tensor(expected))
-
-
-def test_borders_and_reach_meet_in_a_block() -> None:
-    """Eagerly by hand: a packed row whose documents end inside windows."""
-    decoder, ours = _attention(
-        GroupedQueryAttention.model_validate(
-            {"heads": 4, "kv_heads": 2, "head_dim": 8, "sinks": True, "local": {"size": 4}}
-        ),
-        0,
-    )
+def test_documents_may_end_inside_a_window() -> None:
+    local = {"heads": 4, "kv_heads": 2, "head_dim": 8, "sinks": True, "local": {"size": 4}}
+    decoder, ours = _attention(GroupedQueryAttention.model_validate(local), 0)
     x_BSD, _, positions_BS, documents_BS = _inputs(True)
-    context = decoder.forward_context(
-        reading_of(torch.zeros(ROWS, LENGTH, dtype=torch.int64), positions_BS, documents_BS)
-    )
+    context = _context(decoder, positions_BS, documents_BS)
     assert torch.equal(context.allowed_BSS, attention_mask(documents_BS))
     q_BSHN, k_BSGN = ours._positioned(*ours._projected(x_BSD), context)
     v_BSGN = ours.value(x_BSD).unflatten(-1, (-1, 8))

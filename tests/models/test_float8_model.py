@@ -1,4 +1,4 @@
-"""Whole models whose products are in 8 bits: they train as in 16 bits nearly do, on any number of ranks."""
+"""Whole models with float8 products: they train nearly as in 16 bits, on any number of ranks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,9 +28,38 @@ from penstock.train.checkpoint import CheckpointStore
 from penstock.train.setup import Session, prepare
 from penstock.train.state import restore_state, save_state
 from tests.closeness import assert_close, is_close
-from tests.distributed.case import GQA
-from tests.distributed.one_loss import BASE, follow
+from tests.distributed.case import GQA, layout, pipeline
+from tests.distributed.one_loss import BASE, Trace, follow, trace
+from tests.distributed.pool import Pool
 from tests.parallel.recorded_graph import Graphs
+
+ON_RANKS = ("model.layers=2", "training.micro_batch=4", "evaluation.rows=4", "float8.dense=blockwise")
+
+CASES = {
+    "EP 2": layout("expert=2"),
+    "FSDP": layout("shard=full"),
+    "FSDP, weights gathered in 8 bits": layout("shard=full", "float8.gather=true"),
+    "TP 2": layout("tensor=2"),
+    "TP 2, grouped queries": layout("tensor=2"),
+    "FSDP, squares of grouped queries": layout("shard=full", "float8.gather=true"),
+    "PP 2, weight gradients put off": (*pipeline("zb-1f1b", 2), "training.micro_batch=2"),
+}
+
+
+@cache
+def alone(ranks: Pool, model: tuple[str, ...]) -> Trace:
+    return trace(ranks, 1, model, 2)
+
+
+@pytest.mark.often("TP 2", "FSDP, weights gathered in 8 bits", "PP 2, weight gradients put off")
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_see_the_losses_of_one(case: str, ranks: Pool) -> None:
+    model = (*ON_RANKS, *((*GQA, "float8.dense=blockwise-square") if "grouped" in case else ()))
+    expected, found = alone(ranks, model), trace(ranks, 2, (*model, *CASES[case]), 2)
+    # A number next to a tie may go to its other side.
+    assert_close(found.losses, expected.losses, what="losses")
+    assert_close(found.norms, expected.norms, tolerance=1e-4, what="norms")
+
 
 CPU = torch.device("cpu")
 SMALL = (*BASE, "model.layers=2", "training.micro_batch=4", "evaluation.rows=4")

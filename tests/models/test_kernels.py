@@ -26,21 +26,12 @@ H200 = named_device("H200", "bf16")
 def test_shapes_are_those_of_a_micro_batch() -> None:
     shapes = shapes_of(load_run("deepseek-v2-lite", ["training.micro_batch=2"]))
     assert (shapes.tokens, shapes.hidden, shapes.experts, shapes.top_k, shapes.ffn) == (8192, 2048, 64, 6, 1408)
-    assert (shapes.attention, shapes.heads, shapes.head_dim, shapes.rotary_dim, shapes.value_dim) == (
-        "mla",
-        16,
-        192,
-        64,
-        128,
-    )
+    of_attention = shapes.attention, shapes.heads, shapes.head_dim, shapes.rotary_dim, shapes.value_dim
+    assert of_attention == ("mla", 16, 192, 64, 128)
     assert (shapes.dense_ffn, shapes.expert_groups) == (2816, 1)
     assert shapes_of(load_run("deepseek-v3")).expert_groups == 8
-
-
-def test_a_dense_model_has_no_experts() -> None:
-    dense = SMALL.model_copy(update={"model": SMALL.model.model_copy(update={"moe": None})})
-    shapes = shapes_of(dense)
-    assert (shapes.experts, shapes.top_k, shapes.ffn, shapes.dense_ffn) == (0, 0, 0, SMALL.model.intermediate_size)
+    dense = shapes_of(SMALL.model_copy(update={"model": SMALL.model.model_copy(update={"moe": None})}))
+    assert (dense.experts, dense.top_k, dense.ffn, dense.dense_ffn) == (0, 0, 0, SMALL.model.intermediate_size)
 
 
 @pytest.mark.parametrize("name", PRESETS)

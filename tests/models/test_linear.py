@@ -16,7 +16,7 @@ from penstock.parallel.axes import ALONE, Axes, Axis, make_axes
 from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.recompute import recomputed
 from penstock.parallel.weight_grad_store import WeightGradStore
-from tests.closeness import assert_close
+from tests.closeness import assert_close, assert_equal
 from tests.distributed.pool import Pool
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -31,6 +31,10 @@ def _layer_context(rank: int, size: int) -> LayerContext:
     return LayerContext(axes=replace(ALONE, tensor=axis))
 
 
+def first_axis(rank: int, size: int) -> Axis:
+    return _layer_context(rank, size).axes.tensor
+
+
 def _whole(rows: int, columns: int, seed: int = 1) -> Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
 
@@ -40,67 +44,26 @@ def _fill(parameter: nn.Parameter, value: Tensor) -> None:
         parameter.copy_(value)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_parts_by_outputs_give_parts_of_the_output(size: int) -> None:
-    whole, x = _whole(OUTPUTS, INPUTS), torch.randn(3, INPUTS)
-    found = []
-    for rank in range(size):
-        part = Linear(INPUTS, OUTPUTS, _layer_context(rank, size), split="outputs")
-        assert part.cuts == {"weight": (Cut(0, rank, size),)}
-        _fill(part.weight, whole.chunk(size)[rank])
-        found.append(part(x))
-    assert_close(torch.cat(found, dim=-1), F.linear(x, whole))
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_parts_by_inputs_give_summands_of_the_output(size: int) -> None:
-    whole, x = _whole(OUTPUTS, INPUTS), torch.randn(3, INPUTS)
-    summands = []
-    for rank in range(size):
-        part = Linear(INPUTS, OUTPUTS, _layer_context(rank, size), split="inputs")
-        assert part.cuts == {"weight": (Cut(1, rank, size),)}
-        _fill(part.weight, whole.chunk(size, dim=1)[rank])
-        summands.append(part(x.chunk(size, dim=1)[rank]))
-    assert_close(torch.stack(summands).sum(0), F.linear(x, whole))
-
-
-def test_blocks_of_the_output_are_divided_each_by_itself() -> None:
+def test_unsharded_and_blockwise_parameters_have_their_cuts() -> None:
     part = Linear(INPUTS, OUTPUTS, _layer_context(1, 2), split="outputs", blocks=2)
-    assert part.cuts == {"weight": (Cut(0, 1, 2, blocks=2),)}
-    assert part.weight.shape == (OUTPUTS // 2, INPUTS)
-
-
-@pytest.mark.parametrize("layer_context", [LayerContext(), _layer_context(1, 2)], ids=["alone", "among two"])
-def test_a_matrix_that_nobody_divides_is_whole(layer_context: LayerContext) -> None:
-    matrix = Linear(INPUTS, OUTPUTS, layer_context)
-    assert matrix.cuts == {"weight": ()}
-    assert matrix.weight.shape == (OUTPUTS, INPUTS)
-
-
-def test_one_rank_cuts_nothing() -> None:
+    assert part.cuts == {"weight": (Cut(0, 1, 2, blocks=2),)} and part.weight.shape == (OUTPUTS // 2, INPUTS)
+    for layer_context in (LayerContext(), _layer_context(1, 2)):
+        matrix = Linear(INPUTS, OUTPUTS, layer_context)
+        assert matrix.cuts == {"weight": ()} and matrix.weight.shape == (OUTPUTS, INPUTS)
     assert Linear(INPUTS, OUTPUTS, LayerContext(), split="outputs").cuts == {"weight": ()}
     assert Embedding(V, D, LayerContext()).cuts == {"weight": ()}
-    assert cut_over(Axis(name="tensor"), dim=0) == ()
 
 
-def test_a_size_that_does_not_divide_is_our_own_mistake() -> None:
-    with pytest.raises(AssertionError, match="is not divided by"):
-        Linear(INPUTS, 9, _layer_context(0, 2), split="outputs")
-
-
-# Biases
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_bias_is_added_once_whoever_shares_the_matrix(size: int) -> None:
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_column_and_row_parallel_products_with_biases_equal_whole_ones(size: int) -> None:
     by_outputs, by_inputs = _whole(OUTPUTS, INPUTS), _whole(INPUTS, OUTPUTS)
     first_O, second_I, x = torch.randn(OUTPUTS), torch.randn(INPUTS), torch.randn(3, INPUTS)
     summands = []
     for rank in range(size):
         first = Linear(INPUTS, OUTPUTS, _layer_context(rank, size), split="outputs", bias=True)
         second = Linear(OUTPUTS, INPUTS, _layer_context(rank, size), split="inputs", bias=True)
-        assert first.cuts["bias"] == first.cuts["weight"]
-        assert second.cuts["bias"] == ()
+        assert first.cuts["bias"] == first.cuts["weight"] == cut_over(first_axis(rank, size), dim=0)
+        assert (second.cuts["weight"], second.cuts["bias"]) == (cut_over(first_axis(rank, size), dim=1), ())
         _fill(first.weight, by_outputs.chunk(size)[rank])
         _fill(second.weight, by_inputs.chunk(size, dim=1)[rank])
         _fill(first.bias, first_O.chunk(size)[rank])
@@ -110,43 +73,16 @@ def test_a_bias_is_added_once_whoever_shares_the_matrix(size: int) -> None:
     assert_close(found, F.linear(F.linear(x, by_outputs, first_O), by_inputs, second_I))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_bias_has_its_gradient_when_that_of_the_matrix_goes_into_a_sum(dtype: torch.dtype) -> None:
-    matrix = Linear(INPUTS, OUTPUTS, LayerContext(), bias=True).to(dtype)
-    _fill(matrix.weight, _whole(OUTPUTS, INPUTS))
-    _fill(matrix.bias, torch.randn(OUTPUTS))
-    x = torch.randn(2, 3, INPUTS).to(dtype)
-    expected = *_passes(matrix, x, 1), matrix.bias.grad
-    matrix.weight.grad = matrix.bias.grad = None
-    matrix.main_grad = torch.zeros(OUTPUTS, INPUTS)
-    found = *_passes(matrix, x, 1), matrix.bias.grad
-    for mine, other in zip(found, expected, strict=True):
-        assert_close(mine, other)
-    assert matrix.weight.grad is None and matrix.main_grad.any()
-
-
-def test_a_bias_has_its_gradient_when_that_of_the_matrix_comes_later() -> None:
-    later = WeightGradStore()
-    matrix = Linear(INPUTS, OUTPUTS, LayerContext(weight_grads=later), bias=True)
-    _fill(matrix.weight, _whole(OUTPUTS, INPUTS))
-    _fill(matrix.bias, torch.randn(OUTPUTS))
-    x = torch.randn(2, 3, INPUTS)
-    _passes(matrix, x, 1)
-    expected = matrix.weight.grad, matrix.bias.grad
-    matrix.weight.grad = matrix.bias.grad = None
-    with later.collecting() as work:
-        _passes(matrix, x, 1)
-    for task in work:
-        task()
-    assert_close((matrix.weight.grad, matrix.bias.grad), expected)
-
-
 # Into a sum
 
 
-def _matrix_and_input(dtype: torch.dtype, later: WeightGradStore | None = None) -> tuple[Linear, Tensor]:
-    matrix = Linear(INPUTS, OUTPUTS, LayerContext(weight_grads=later)).to(dtype)
+def _matrix_and_input(
+    dtype: torch.dtype, store: WeightGradStore | None = None, *, bias: bool = False
+) -> tuple[Linear, Tensor]:
+    matrix = Linear(INPUTS, OUTPUTS, LayerContext(weight_grads=store), bias=bias).to(dtype)
     _fill(matrix.weight, _whole(OUTPUTS, INPUTS))
+    if bias:
+        _fill(matrix.bias, _whole(1, OUTPUTS, seed=7)[0])
     return matrix, torch.randn(2, 3, INPUTS, generator=torch.Generator().manual_seed(5)).to(dtype)
 
 
@@ -160,22 +96,37 @@ def _passes(matrix: Linear, x: Tensor, count: int = 2) -> tuple[Tensor, Tensor]:
     return y.detach(), x.grad
 
 
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_gradient_goes_into_the_sum_and_nowhere_else(dtype: torch.dtype) -> None:
-    matrix, x = _matrix_and_input(dtype)
+def test_a_weight_gradient_is_the_same_by_autograd_in_a_buffer_and_deferred(dtype: torch.dtype, bias: bool) -> None:
+    store = WeightGradStore()
+    matrix, x = _matrix_and_input(dtype, store, bias=bias)
     expected = _passes(matrix, x)
-    matrix.weight.grad = None
+    by_autograd = [parameter.grad for parameter in matrix.parameters()]
+    matrix.zero_grad()
+    with store.collecting() as work:
+        assert_equal(_passes(matrix, x), expected)
+    assert matrix.weight.grad is None, "nothing yet"
+    for task in work:
+        task()
+    assert_close([parameter.grad for parameter in matrix.parameters()], by_autograd)
+
+    matrix.zero_grad()
     matrix.main_grad = torch.ones(OUTPUTS, INPUTS)
-    found = _passes(matrix, x)
-    for mine, other in zip(found, expected, strict=True):
-        assert torch.equal(mine, other)
-    assert matrix.weight.grad is None
-    exact = 2 * (2 * found[0].double().flatten(0, 1).to(dtype)).double().T @ x.double().flatten(0, 1)
+    assert_equal(_passes(matrix, x, 1), expected)
+    with store.collecting() as work:
+        assert_equal(_passes(matrix, x, 1), expected)
+    work.pop()()
+    assert not work and matrix.weight.grad is None
+    exact = 2 * (2 * expected[0].double().flatten(0, 1).to(dtype)).double().T @ x.double().flatten(0, 1)
+    # Not bit for bit: some CPUs start the second product's sums from the buffer.
     assert_close(matrix.main_grad.double(), 1.0 + exact, tolerance=1e-6)
+    if bias:
+        assert_close(matrix.bias.grad, by_autograd[1])
 
 
-def test_a_sum_and_a_gradient_by_autograd_may_come_of_one_weight() -> None:
-    """As where the embedding is the output projection, or a float32 parameter's gradient is the sum itself."""
+def test_a_weight_may_have_a_buffer_and_a_gradient_by_autograd() -> None:
+    """As a tied output projection, or a float32 parameter whose gradient is the buffer itself."""
     matrix, x = _matrix_and_input(torch.float32)
     matrix.weight.grad = matrix.main_grad = torch.zeros(OUTPUTS, INPUTS)
     (matrix(x).sum() + matrix.weight.square().sum()).backward()
@@ -191,23 +142,6 @@ def test_without_gradients_a_matrix_with_a_sum_is_a_plain_product() -> None:
         y = matrix(x)
     assert torch.equal(y, F.linear(x, matrix.weight.detach()))
     assert matrix(x).requires_grad
-
-
-def test_a_gradient_that_comes_later_goes_into_the_sum_when_it_comes() -> None:
-    later = WeightGradStore()
-    matrix, x = _matrix_and_input(torch.bfloat16, later)
-    matrix.main_grad = torch.zeros(OUTPUTS, INPUTS)
-    _, expected = _passes(matrix, x, 1)
-    at_once = matrix.main_grad.clone()
-    with later.collecting() as work:
-        _, found = _passes(matrix, x, 1)
-    assert torch.equal(found, expected)
-    assert torch.equal(matrix.main_grad, at_once), "nothing yet"
-    work.pop()()
-    assert not work
-    # Not bit for bit: some CPUs start the second product's sums from what stands there.
-    assert_close(matrix.main_grad, 2 * at_once, tolerance=1e-6)
-    assert matrix.weight.grad is None
 
 
 def test_a_replay_of_a_network_makes_no_last_product_and_adds_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:

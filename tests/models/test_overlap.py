@@ -112,27 +112,14 @@ def test_the_shared_expert_runs_beside_both_transfers_in_both_directions() -> No
     decoder = _model(layer_context)
     _mark(decoder, transfers)
     loss = _loss(decoder)
-    forward = [
-        "dispatch 0 leaves",
-        "widen",
-        "dispatch 0 arrives",
-        "experts",
-        "combine 1 leaves",
-        "narrow",
-        "combine 1 arrives",
-    ]
-    assert transfers.events[: len(forward)] == forward
+    travelled = list(transfers.events)
     transfers.events.clear()
+    dispatch, combine = (["dispatch 0 leaves", "widen", "dispatch 0 arrives"], ["combine 1 leaves", "narrow"])
+    assert travelled[:7] == [*dispatch, "experts", *combine, "combine 1 arrives"]
     loss.backward()
-    assert transfers.events[-len(forward) :] == [
-        "combine 1 back leaves",
-        "narrow back",
-        "combine 1 back arrives",
-        "experts back",
-        "dispatch 0 back leaves",
-        "widen back",
-        "dispatch 0 back arrives",
-    ]
+    combine_back = ["combine 1 back leaves", "narrow back", "combine 1 back arrives"]
+    dispatch_back = ["dispatch 0 back leaves", "widen back", "dispatch 0 back arrives"]
+    assert transfers.events[-7:] == [*combine_back, "experts back", *dispatch_back]
 
 
 def test_each_half_computes_while_the_other_travels_in_both_directions() -> None:

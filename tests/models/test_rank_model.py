@@ -1,28 +1,75 @@
-"""What one rank of a run is made of: stages, order, messages, positions."""
+"""The parts of one rank of a run: dispatcher, stages, schedule, messages, positions."""
 
+import math
 from typing import Any
 
 import pytest
 import torch
 
-from penstock.base.errors import ConfigError
-from penstock.config.parallel import Parallel, Pipeline
+from penstock.config.model import Balance
+from penstock.config.parallel import Dispatch, Parallel, Pipeline
 from penstock.config.run import Run
 from penstock.layout.grid import Grid
 from penstock.layout.stages import Stage
-from penstock.models.build import build_model
 from penstock.models.linear import Linear
 from penstock.models.rank_model import (
-    RankModel,
     build_rank,
     embedding_places,
     message_of,
     schedule_of,
     stages_of,
 )
+from penstock.moe.dispatch.all_gather import AllGatherDispatcher
+from penstock.moe.dispatch.all_to_all import AllToAllDispatcher, PaddedAllToAllDispatcher
+from penstock.moe.dispatch.contract import LocalDispatcher
+from penstock.moe.layer import MoE
 from penstock.parallel.axes import ALONE, Axes
 from tests.models.layouts import CPU, META, MODELS, V3, every_rank_model, laid_out
 from tests.parallel.simulated import every_rank
+
+PADDED = Balance(capacity_factor=1.0, pad_to_capacity=True)
+
+
+def _layers(layout: str, balance: Balance | None = None, **dispatch: Any) -> list[MoE]:
+    model = V3
+    assert model.moe is not None
+    if balance is not None:
+        model = model.model_copy(update={"moe": model.moe.model_copy(update={"balance": balance})})
+    run, world = laid_out(model, layout, "fp32")
+    run = run.model_copy(update={"dispatch": Dispatch(**dispatch)})
+    first = next(every_rank_model(run, world, META))
+    return [module for decoder in first.modules for module in decoder.modules() if isinstance(module, MoE)]
+
+
+@pytest.mark.parametrize(
+    ("dispatch", "kind", "bound"),
+    [
+        ({}, AllToAllDispatcher, None),
+        ({"sync_free": 1}, AllToAllDispatcher, None),
+        ({"sync_free": 2}, AllGatherDispatcher, 2.0),
+        ({"sync_free": 3}, AllGatherDispatcher, math.inf),
+        ({"method": "all-gather"}, AllGatherDispatcher, None),
+        ({"method": "all-gather", "sync_free": 2, "row_capacity_factor": 1.25}, AllGatherDispatcher, 1.25),
+        ({"method": "all-to-all", "sync_free": 1}, AllToAllDispatcher, None),
+    ],
+)
+def test_the_stage_decides_who_brings_tokens_and_with_how_much_room(
+    dispatch: dict[str, Any], kind: type, bound: float | None
+) -> None:
+    layers = _layers("expert", **dispatch)
+    assert layers
+    for layer in layers:
+        assert isinstance(layer.dispatcher, kind)
+        assert (None if layer.row_capacity is None else layer.row_capacity.factor) == bound
+        if isinstance(layer.dispatcher, AllGatherDispatcher):
+            assert layer.dispatcher.row_capacity is layer.row_capacity, "what a layer asks is what the step looks at"
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_one_rank_and_padded_rows_need_no_gathering(stage: int) -> None:
+    assert all(isinstance(one.dispatcher, LocalDispatcher) for one in _layers("one rank", sync_free=stage))
+    padded = _layers("expert", PADDED, sync_free=stage)
+    assert all(isinstance(one.dispatcher, PaddedAllToAllDispatcher) for one in padded)
 
 
 def _run(ranks: int, *, model: str = "v3", precision: str = "fp32", **pipeline: Any) -> Run:
@@ -45,17 +92,26 @@ def test_without_a_pipeline_one_stage_holds_everything() -> None:
     assert model.pipeline is None
     assert model.whole is model.modules[0]
     assert list(model.decoders) == [0]
+    assert schedule_of(_run(1), ALONE) is None
+    assert message_of(_run(2, precision="bf16"), ALONE, CPU).dtype == torch.bfloat16
+
+
+def test_a_rank_of_a_pipeline_has_its_stages_in_one_mode_and_no_whole_decoder() -> None:
+    run, world = laid_out(V3, "v")
+    models = list(every_rank_model(run, world, META))
+    assert [tuple(model.decoders) for model in models] == [(0, 3), (1, 2)]
+    for model in models:
+        with pytest.raises(AssertionError, match="no whole decoder"):
+            _ = model.whole
+        for mode in (False, True):
+            model.train(mode)
+            assert all(decoder.training == mode for decoder in model.modules)
 
 
 def test_stages_are_those_that_the_layout_names() -> None:
     first, second = stages_of(_run(2, layout="Et*2|t,m*2,L"))
     assert (first.embed, first.layers, first.mtp, first.norm_and_head) == (True, (0, 1), (), False)
     assert (second.embed, second.layers, second.mtp, second.norm_and_head) == (False, (2,), (0, 1), True)
-
-
-def test_a_layout_that_does_not_fit_the_model_is_refused() -> None:
-    with pytest.raises(ConfigError, match="decoder layers"):
-        stages_of(_run(2, layout="Et*2|t*2,m*2,L"))
 
 
 @pytest.mark.parametrize("stages_per_rank", [1, 2])
@@ -93,12 +149,6 @@ def test_two_stages_of_a_rank_share_one_embedding() -> None:
     assert names.count("embed.weight") == 1 and len(set(names)) == len(names)
 
 
-def test_the_names_of_all_ranks_are_those_of_the_whole_model() -> None:
-    run, world = laid_out(V3, "interleaved")
-    names = {name for model in every_rank_model(run, world, META) for name, _ in model.named_parameters()}
-    assert names == {name for name, _ in build_model(run, CPU).named_parameters()}
-
-
 # Who holds the embedding
 
 
@@ -123,21 +173,12 @@ def test_the_embedding_is_where_a_stage_reads_it(
 # Order and messages
 
 
-def test_a_run_without_pipeline_has_no_schedule() -> None:
-    assert schedule_of(_run(1), ALONE) is None
-
-
 def test_the_schedule_has_the_stages_and_micro_batches_of_the_run() -> None:
     run = _run(2, schedule="interleaved", stages_per_rank=2)
     for axes in _axes(pipeline=2):
         plan = schedule_of(run, axes)
         assert plan is not None
         assert (plan.name, plan.ranks, plan.stages, plan.micro_batches) == ("interleaved", 2, 4, 24)
-
-
-def test_a_rank_has_the_stages_that_its_schedule_gives_it() -> None:
-    run, world = laid_out(V3, "v")
-    assert [tuple(model.decoders) for model in every_rank_model(run, world, META)] == [(0, 3), (1, 2)]
 
 
 @pytest.mark.parametrize(("schedule", "stages", "puts_off"), [("1f1b", 1, False), ("zb-1f1b", 1, True)])
@@ -162,10 +203,6 @@ def test_a_message_is_the_positions_that_one_rank_holds(sizes: dict[str, int], p
         assert (message.shape, message.dtype, message.device) == ((1, positions, 32), torch.float32, CPU)
 
 
-def test_a_message_is_in_the_compute_dtype() -> None:
-    assert message_of(_run(2, precision="bf16"), ALONE, CPU).dtype == torch.bfloat16
-
-
 # Positions and mode
 
 
@@ -177,20 +214,3 @@ def test_only_ranks_that_share_rows_have_places_and_together_they_have_all() -> 
     first, second = sorted(set(places))
     assert sorted(first + second) == list(range(16))
     assert places.count(first) == 2, "tensor ranks read the same positions"
-
-
-def test_a_rank_of_a_pipeline_has_no_whole_decoder() -> None:
-    run, world = laid_out(V3, "pipeline")
-    for model in every_rank_model(run, world, META):
-        with pytest.raises(AssertionError, match="no whole decoder"):
-            _ = model.whole
-
-
-def test_the_mode_is_that_of_every_stage() -> None:
-    run, world = laid_out(V3, "v")
-    model: RankModel
-    for model in every_rank_model(run, world, META):
-        model.train(False)
-        assert not any(decoder.training for decoder in model.modules)
-        model.train()
-        assert all(decoder.training for decoder in model.modules)

@@ -1,20 +1,145 @@
-"""Whole models travel to files and back bit for bit, in every family and in the forms of the published files."""
+"""Weights between models and files: rearrangements, names, and whole models bit for bit."""
 
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from penstock.base.errors import CheckpointError
+from penstock.base.errors import CheckpointError, ConfigError
 from penstock.config.model import Model
+from penstock.config.presets.registry import preset
+from penstock.models.build import meta_model
 from penstock.models.decoder import Decoder
+from penstock.models.huggingface.families import GridTransposed, Rearrangement, Transposed, interleaved, rotary_halves
 from penstock.models.huggingface.weights import from_huggingface, load_huggingface, to_huggingface, weight_mappings
 from tests.models.families import in_transformers, tiny_decoder, tiny_model
 from tests.models.huggingface.family_models import V3, VARIANTS, gpt_oss, moe
 from tests.models.huggingface.parity import unsettled
 from tests.models.huggingface.saved import save_huggingface
+
+FORMS = st.builds(GridTransposed, dim=st.integers(0, 1), rows=st.integers(1, 5), columns=st.integers(1, 5)) | st.just(
+    Transposed()
+)
+
+
+def test_members_of_a_pair_become_neighbours() -> None:
+    theirs = torch.tensor([10, 20, 30, 11, 21, 31, 40, 50, 60, 41, 51, 61])  # two heads of 6: halves of 3 pairs
+    ours = GridTransposed(0, 2, 3).read(theirs)
+    assert ours.tolist() == [10, 11, 20, 21, 30, 31, 40, 41, 50, 51, 60, 61]
+
+
+def test_rows_of_gate_and_up_are_told_apart() -> None:
+    theirs = torch.tensor([[1, -1, 2, -2, 3, -3], [4, -4, 5, -5, 6, -6]])  # two experts
+    ours = GridTransposed(1, 3, 2).read(theirs)
+    assert ours.tolist() == [[1, 2, 3, -1, -2, -3], [4, 5, 6, -4, -5, -6]]
+
+
+@given(form=FORMS, blocks=st.integers(1, 3))
+def test_what_was_read_is_written_as_it_was(form: Rearrangement, blocks: int) -> None:
+    length = blocks * (form.rows * form.columns if isinstance(form, GridTransposed) else 2)
+    theirs = torch.arange(length * length * 2).view(length, length, 2)
+    assert torch.equal(form.write(form.read(theirs)), theirs)
+    assert torch.equal(form.read(form.write(theirs)), theirs)
+
+
+def test_sizes_of_a_form_are_those_of_the_model() -> None:
+    assert rotary_halves(VARIANTS["mixtral"]) == GridTransposed(0, 2, 4)
+    assert interleaved(VARIANTS["gpt-oss"]) == GridTransposed(1, 16, 2)
+
+
+PUBLISHED = {
+    "deepseek-v3-5l": {
+        "model.layers.0.mlp.gate_proj.weight": (18432, 7168),
+        "model.layers.3.self_attn.kv_a_proj_with_mqa.weight": (576, 7168),
+        "model.layers.3.self_attn.q_a_layernorm.weight": (1536,),
+        "model.layers.4.mlp.gate.e_score_correction_bias": (256,),
+        "model.layers.4.mlp.experts.255.up_proj.weight": (2048, 7168),
+        "model.layers.4.mlp.shared_experts.down_proj.weight": (7168, 2048),
+        "model.layers.5.eh_proj.weight": (7168, 14336),
+        "model.layers.5.shared_head.norm.weight": (7168,),
+        "lm_head.weight": (129280, 7168),
+    },
+    "mixtral-8x7b-2l": {
+        "model.embed_tokens.weight": (32000, 4096),
+        "model.layers.1.block_sparse_moe.gate.weight": (8, 4096),
+        "model.layers.1.block_sparse_moe.experts.7.w1.weight": (14336, 4096),
+        "model.layers.1.block_sparse_moe.experts.7.w2.weight": (4096, 14336),
+        "model.layers.1.block_sparse_moe.experts.7.w3.weight": (14336, 4096),
+        "model.layers.1.self_attn.k_proj.weight": (1024, 4096),
+    },
+    "qwen3-30b-a3b-2l": {
+        "model.layers.1.mlp.experts.127.gate_proj.weight": (768, 2048),
+        "model.layers.1.mlp.gate.weight": (128, 2048),
+        "model.layers.1.self_attn.q_norm.weight": (128,),
+    },
+    "olmoe-1b-7b-2l": {
+        "model.layers.1.mlp.experts.63.down_proj.weight": (2048, 1024),
+        "model.layers.1.self_attn.k_norm.weight": (2048,),
+    },
+    "llama4-maverick-2l": {
+        "model.layers.0.feed_forward.gate_proj.weight": (16384, 5120),
+        "model.layers.1.feed_forward.experts.gate_up_proj": (128, 5120, 16384),
+        "model.layers.1.feed_forward.experts.down_proj": (128, 8192, 5120),
+        "model.layers.1.feed_forward.router.weight": (128, 5120),
+        "model.layers.1.feed_forward.shared_expert.up_proj.weight": (8192, 5120),
+    },
+    "gpt-oss-20b-2l": {
+        "model.layers.1.mlp.experts.gate_up_proj": (32, 2880, 5760),
+        "model.layers.1.mlp.experts.gate_up_proj_bias": (32, 5760),
+        "model.layers.1.mlp.experts.down_proj": (32, 2880, 2880),
+        "model.layers.1.mlp.experts.down_proj_bias": (32, 2880),
+        "model.layers.1.mlp.router.bias": (32,),
+        "model.layers.1.self_attn.sinks": (64,),
+        "model.layers.1.self_attn.o_proj.bias": (2880,),
+    },
+    "qwen3-8b-2l": {"model.layers.1.self_attn.k_norm.weight": (128,), "lm_head.weight": (151936, 4096)},
+    "llama3.1-8b-2l": {"model.layers.1.mlp.up_proj.weight": (14336, 4096), "model.norm.weight": (4096,)},
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_names_and_shapes_are_those_of_the_published_files(name: str) -> None:
+    shapes = {line.hf_name: line.shape for line in weight_mappings(preset(name).model)}
+    assert {theirs: shapes.get(theirs) for theirs in PUBLISHED[name]} == PUBLISHED[name]
+
+
+@pytest.mark.parametrize(("name", "tensors"), [("olmoe-1b-7b", 3219), ("qwen3-235b-a22b", 36945)])
+def test_there_are_as_many_tensors_as_in_the_published_files(name: str, tensors: int) -> None:
+    lines = weight_mappings(preset(name).model)
+    assert len(lines) == len({line.hf_name for line in lines}) == tensors
+
+
+@pytest.mark.parametrize("config", [*VARIANTS.values(), tiny_model(mtp_layers=2)], ids=[*VARIANTS, "with prediction"])
+def test_every_number_of_ours_is_filled_once(config: Model) -> None:
+    filled = {name: torch.zeros(tensor.shape) for name, tensor in meta_model(config).state_dict().items()}
+    for line in weight_mappings(config):
+        place = line.place(filled[line.name])
+        assert line.read(torch.empty(line.shape)).shape == place.shape, line.hf_name
+        place += 1
+    assert all((count == 1).all() for count in filled.values())
+
+
+def test_a_model_of_no_family_has_no_names() -> None:
+    plain = VARIANTS["llama"].model_copy(update={"family": "plain"})
+    with pytest.raises(ConfigError, match="no Hugging Face form; got model.family=plain; allowed: deepseek-v2, "):
+        weight_mappings(plain)
+
+
+def test_a_parameter_that_the_family_does_not_have_is_named() -> None:
+    shared = VARIANTS["mixtral"].moe
+    assert shared is not None
+    config = VARIANTS["mixtral"].model_copy(
+        update={"moe": shared.model_copy(update={"shared_expert_intermediate_size": 16})}
+    )
+    with pytest.raises(
+        ConfigError, match=r"mixtral has no Hugging Face name for blocks\.0\.ffn\.shared\.gate_up\.weight"
+    ):
+        weight_mappings(config)
+
 
 FIRSTS = {name: config for name, config in VARIANTS.items() if "," not in name}
 """One model of each family."""

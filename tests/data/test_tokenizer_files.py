@@ -1,16 +1,18 @@
-"""Hugging Face's tokenizer files."""
+"""Tokenizers in files: Hugging Face's and sentencepiece's."""
 
 import json
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from penstock.base.errors import DataError
 from penstock.data.tokenizer import open_tokenizer
-from penstock.data.tokenizer_files import FileTokenizer
+from penstock.data.tokenizer_files import FileTokenizer, SentencePieceTokenizer
 from penstock.data.tokenizer_rules import END_OF_DOCUMENT_NAMES
-from tests.data.vocabularies import json_file
+from tests.data.vocabularies import json_file, sentencepiece_model
 
 
 @pytest.fixture(scope="module")
@@ -97,3 +99,65 @@ def test_a_file_that_is_no_tokenizer_is_refused_in_one_line(tmp_path: Path, cont
     with pytest.raises(DataError, match=message) as caught:
         open_tokenizer(str(path))
     assert "\n" not in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return sentencepiece_model(tmp_path_factory.mktemp("model") / "tokenizer.model")
+
+
+@pytest.fixture(scope="module")
+def pieces(model: Path) -> SentencePieceTokenizer:
+    return SentencePieceTokenizer(model)
+
+
+def test_the_file_says_which_token_ends_a_document(pieces: SentencePieceTokenizer) -> None:
+    assert (pieces.vocab_size, pieces.end_of_document) == (300, 2)
+    assert pieces.token_id("</s>") == 2
+    assert pieces.decode(np.array([2, 1])) == ""
+
+
+def test_a_symbol_that_text_can_spell_does_not_end_documents(model: Path) -> None:
+    assert SentencePieceTokenizer(model).token_id("<tool>") in SentencePieceTokenizer(model).encode("a <tool> b")
+    with pytest.raises(DataError, match="makes its token <tool> from text that spells it.*; fix: set data.end_of"):
+        SentencePieceTokenizer(model, end_of_document="<tool>")
+
+
+def test_a_model_without_an_end_is_refused(tmp_path: Path) -> None:
+    path = sentencepiece_model(tmp_path / "tokenizer.model", end=False)
+    with pytest.raises(DataError, match="no end-of-document token .*; fix: set data.end_of_document"):
+        SentencePieceTokenizer(path)
+    assert SentencePieceTokenizer(path, end_of_document="<s>").end_of_document == 1
+
+
+def test_characters_that_were_split_into_bytes_keep_their_bytes_together(pieces: SentencePieceTokenizer) -> None:
+    sizes = pieces.bytes_per_token("the \u4e16")
+    assert sizes.sum() == len("the \u4e16".encode())
+    assert sizes[-3:].tolist() == [0, 0, 3]
+
+
+def test_text_that_is_changed_before_it_is_encoded_counts_as_it_was(tmp_path: Path) -> None:
+    tokenizer = SentencePieceTokenizer(sentencepiece_model(tmp_path / "t.model", lossless=False))
+    text = "  the \uff54own  "
+    assert tokenizer.decode(tokenizer.encode(text)) == "the town"
+    assert tokenizer.bytes_per_token(text).sum() == len(text.encode())
+    assert tokenizer.bytes_of(tokenizer.encode(text)).sum() == len("the town")
+
+
+def test_a_file_that_is_no_sentencepiece_model_is_refused_in_one_line(tmp_path: Path, model: Path) -> None:
+    path = tmp_path / "tokenizer.model"
+    whole = model.read_bytes()
+    damaged = whole[:-50], whole.replace(b"<tool>", b"<to\xffl>")
+    for content in (b"", b"no model", b"\n\x0c\n\x05<unk>", *damaged):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match="is not a tokenizer; allowed: a .model file of sentencepiece") as caught:
+            open_tokenizer(str(path))
+        assert "\n" not in str(caught.value)
+
+
+def test_the_library_is_asked_for_where_it_is_missing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    with pytest.raises(
+        DataError, match=r"needs the package sentencepiece, .*; fix: pip install 'penstock\[sentencepiece\]'"
+    ):
+        open_tokenizer(str(model))
