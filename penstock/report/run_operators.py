@@ -127,6 +127,7 @@ def _blocks(one: RankAnalysis, number: int | None, idle: str) -> _Block:
         for label, colour in _path(leaf):
             block = block.inside.setdefault(label, _Block(colour=colour))
             block.add(leaf)
+    # The remaining time of the step is idle.
     start, end = window_us(one, number)
     idle_us = max(0.0, end - start - root.exposed_us)
     if idle_us:

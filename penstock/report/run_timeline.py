@@ -120,6 +120,7 @@ def _passes(one: RankAnalysis, calls: CollectiveCalls, step: int | None) -> list
     for number in np.unique(row[row != NONE]).tolist():
         mine = row == number
         what = span.passes[number]
+        # A pass lasts from its first kernel to its last.
         hull = hulls.setdefault(what, [np.inf, -np.inf])
         hull[0] = min(hull[0], float(trace.gpu.start_us[mine].min()))
         hull[1] = max(hull[1], float(trace.gpu.end_us[mine].max()))
@@ -310,6 +311,7 @@ def _merged(start: Floats, end: Floats, key: Integers) -> tuple[Floats, Floats, 
         return start, end, key
     reached = np.maximum.accumulate(end)
     begins = np.ones(len(start), dtype=bool)
+    # A new box: another key, or a gap.
     begins[1:] = (key[1:] != key[:-1]) | (start[1:] > reached[:-1] + TOUCHING_US)
     at = np.flatnonzero(begins)
     return start[at], np.maximum.reduceat(end, at), key[at]
@@ -319,6 +321,7 @@ def _slotted(start: Floats, end: Floats, group: Integers, edges: Floats) -> _Box
     """Slots between edges, each with the group that took most of it; a slot that is less than half busy is idle."""
     kinds = np.unique(group)
     covered = [union(start[group == one], end[group == one]).covered_us(edges[:-1], edges[1:]) for one in kinds]
+    # Slots that are less than half busy are idle.
     busy = union(start, end).covered_us(edges[:-1], edges[1:]) >= (edges[1] - edges[0]) / 2
     of_slot = np.where(busy, kinds[np.stack(covered).argmax(axis=0)], NONE)
     begins = np.ones(len(of_slot), dtype=bool)

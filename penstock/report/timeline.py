@@ -291,6 +291,7 @@ def _idle_share(timeline: Timeline) -> float:
 
 def _covered(lane: TimelineLane) -> float:
     """Time in which a lane has any interval."""
+    # Length of the union: a sweep over intervals sorted by start.
     until = covered = 0.0
     for one in sorted(lane.intervals, key=lambda interval: interval.start):
         covered += max(0.0, one.end - max(one.start, until))

@@ -115,6 +115,7 @@ class CollectiveTimes:
         ranks = len(self.calls.ranks)
         blamed = self.last != NONE
         cost_us = np.zeros((ranks, ranks))
+        # Row `last` of the transpose: column `last` of the matrix.
         np.add.at(cost_us.T, self.last[blamed], np.nan_to_num(self.wait_us[blamed]))
         return cost_us
 
@@ -155,9 +156,11 @@ def timed(meetings: MatchedCollectives) -> CollectiveTimes:
     start_us = np.where(present, clocks.start_us(calls)[met], -np.inf)
     spent_us = np.where(present, calls.duration_us[met], np.inf)
     pure_us = spent_us.min(axis=1, initial=np.inf)
+    # Absent ranks: -inf starts and inf durations drop out of max and min.
     behind_us = start_us.max(axis=1, initial=-np.inf)[:, None] - start_us
     most_us = np.where((sync == SyncKind.DEVICE)[:, None], spent_us - pure_us[:, None], spent_us)
     wait_us = np.where(present, np.clip(np.minimum(behind_us, most_us), 0.0, None), np.nan)
+    # Times zero keeps the nan of absent ranks.
     wait_us[sync == SyncKind.ALONE] *= 0.0
     known = _known(calls, met, sync)
     wait_us[~(known & clocks.is_joined(present))] = np.nan

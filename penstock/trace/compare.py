@@ -267,6 +267,7 @@ class _Side:
         start_us = _on_grid(work.start_us - (work.start_us.min() if count else 0.0))[inside]
         duration_us = _on_grid(work.duration_us)
         end_us = start_us + duration_us[inside]
+        # One cell for each (key, step) that has events.
         pairs, cell_of = np.unique(common[work.key_of[inside]] * steps + step_of[inside], return_inverse=True)
         edges = _step_edges(start_us, end_us, step_of[inside], steps)
         return cls(
@@ -303,6 +304,7 @@ class _Side:
         )
         costs = _costs(names, times, events)
         if steps:
+            # The two terms that turn the sum of the events into the duration of a step.
             overlap_us, idle_us = times.sum(axis=0) - self.busy_us, self.steps_us - self.busy_us
             costs |= _costs([OVERLAP, IDLE], np.stack([-overlap_us, idle_us]), np.zeros((2, steps)))
         return costs

@@ -272,6 +272,7 @@ def _host(
         thread=_codes(((event.pid, event.tid) for event in events), places, len(events)),
         sequence=_integers([join.sequence for join in joins]),
     )
+    # By start; of equal starts the longer first, so that parents precede children.
     return table.take(np.lexsort((-table.duration_us, table.start_us)))
 
 

@@ -203,11 +203,13 @@ def received_rows(trace: Trace, calls: CollectiveCalls, rows: Integers, products
         products: of the trace. The first one after an exchange consumes its rows and gives their width.
     """
     launched_us = _launched_us(trace, calls, rows)
+    # The first product after each exchange; the appended 0 stands for none.
     behind = np.searchsorted(trace.host.start_us[products.row], launched_us)
     width, operand_bytes = np.append(products.width, 0)[behind], np.append(products.row_bytes, 0)[behind]
     row_bytes = _row_bytes(trace, calls.item_bytes[rows], width, operand_bytes)
     came_bytes = calls.received_bytes[rows]
     by_bytes = np.divide(came_bytes, row_bytes, out=np.full(len(rows), np.nan), where=row_bytes > 0)
+    # A fraction of rows: the message carries something else.
     by_bytes[by_bytes != np.floor(by_bytes)] = np.nan
     parts = np.where(calls.received_rows[rows] == NONE, np.nan, calls.received_rows[rows])
     is_known = (operand_bytes > 0) & np.isfinite(calls.item_bytes[rows])
@@ -409,6 +411,7 @@ def _loads_of_exchanges(collectives: CollectiveTimes) -> tuple[Floats, Literal["
     received = (calls.received_rows[rows] if in_rows else calls.received_bytes[rows]).astype(np.float64)
     told = np.isfinite(sent).all(axis=1) & np.isfinite(received).all(axis=1)
     sent, received = sent[told], received[told]
+    # Forward, the experts receive unevenly; backward, they send unevenly.
     less_even = _unevenness(received) >= _unevenness(sent)
     return np.where(less_even[:, None], received, sent), "rows" if in_rows else "bytes"
 

@@ -104,6 +104,7 @@ def _stretches(ids: Integers, times: int) -> list[_Stretch]:
     """Stretches with this number of periods, the longest first; of overlapping ones only the longest."""
     found = []
     for period in range(SHORTEST, min(len(ids) // times, LONGEST) + 1):
+        # Runs of names that equal the name one period later, as pairs of edges.
         same = np.concatenate([[False], ids[:-period] == ids[period:], [False]])
         edges = np.flatnonzero(same[1:] != same[:-1]).reshape(-1, 2)
         for begin, end in edges[edges[:, 1] - edges[:, 0] >= period * (times - 1)].tolist():
@@ -256,6 +257,7 @@ def infer_replays(trace: Trace, placement: Placement) -> tuple[Placement, GraphR
     sources: dict[Source, int] = {}
     answers: dict[bytes, _Found | None] = {}
     for graph in graphs:
+        # Equal graphs are inferred once.
         key = trace.gpu.name_id[graph].tobytes()
         if key not in answers:
             answers[key] = _find(trace, placement, graph)

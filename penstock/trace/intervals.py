@@ -40,9 +40,11 @@ class Intervals:
         )
 
     def __and__(self, other: "Intervals") -> "Intervals":
+        # Interval i of this set overlaps the intervals first[i] .. last[i] - 1 of the other.
         first = np.searchsorted(other.end_us, self.start_us, side="right")
         last = np.searchsorted(other.start_us, self.end_us, side="left")
         count = np.maximum(last - first, 0)
+        # One row for each overlapping pair.
         mine = np.repeat(np.arange(len(self)), count)
         before = np.repeat(np.cumsum(count) - count, count)
         theirs = np.repeat(first, count) + np.arange(len(mine)) - before
@@ -82,6 +84,7 @@ class Intervals:
         total = np.append(0.0, np.cumsum(self.end_us - self.start_us))
         begun = np.searchsorted(self.start_us, time_us, side="right")
         last = np.maximum(begun - 1, 0)
+        # The part of the last begun interval that is after the time.
         beyond = np.maximum(self.end_us[last] - np.maximum(time_us, self.start_us[last]), 0.0)
         return np.where(begun > 0, total[begun] - beyond, 0.0)
 
@@ -92,6 +95,7 @@ def union(start_us: Floats, end_us: Floats) -> Intervals:
     start_us, end_us = start_us[some], end_us[some]
     order = np.argsort(start_us, kind="stable")
     start_us, reached = start_us[order], np.maximum.accumulate(end_us[order])
+    # A start beyond every earlier end begins a new interval.
     begins = np.append(True, start_us[1:] > reached[:-1])[: len(start_us)]
     ends = np.append(begins[1:], True)[: len(start_us)]
     return Intervals(start_us[begins], reached[ends])

@@ -155,6 +155,7 @@ def _gaps(trace: Trace) -> DeviceGaps:
     gaps, launch, is_hosts = _gaps_of(trace)
     lengths, is_known = gaps.end_us - gaps.start_us, launch != NONE
     order = np.argsort(-lengths, kind="stable")[:_NAMED]
+    # The event before a gap is the last one that ended by its start.
     by_end = np.argsort(gpu.end_us, kind="stable")
     before = by_end[np.searchsorted(gpu.end_us[by_end], gaps.start_us[order], side="right") - 1]
     tree = _tree(trace, launch[order][is_known[order]])
@@ -209,6 +210,7 @@ def idle_behind_waits(trace: Trace, inside: frozenset[str] | None = None) -> flo
     rows = rows[host.end_us[rows] > gaps.start_us[0]]
     behind = np.searchsorted(host.start_us[rows], host.start_us[launch[is_hosts]]) - 1
     lasts_us = (gaps.end_us - gaps.start_us)[is_hosts]
+    # Idle time after each wait, until the next.
     idle_us = np.bincount(behind[behind >= 0], lasts_us[behind >= 0], len(rows))
     tree = _tree(trace, rows)
     ahead_us = spared_us = 0.0
@@ -273,6 +275,7 @@ def _queue(trace: Trace) -> LaunchQueue | None:
     # The clocks of host and device differ slightly: clamp launches to the start of their event.
     launched = np.minimum(launched, begun)
     times = np.concatenate([launched, begun])
+    # Depth of the queue: +1 at each launch, -1 at each start.
     steps = np.concatenate([np.ones(len(rows), dtype=np.int64), np.full(len(rows), -1)])
     order = np.argsort(times, kind="stable")
     depth, lasts = np.cumsum(steps[order])[:-1], np.diff(times[order])

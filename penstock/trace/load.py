@@ -135,6 +135,7 @@ def _unpacked(packed: bytes, path: Path) -> bytes:
             parts.append(member.decompress(packed))
             if not member.eof:
                 raise TraceError(f"{path} was cut off: its gzip data do not end", fix="copy or record it again")
+            # A gzip file can have several members and zero padding.
             packed = member.unused_data.lstrip(b"\0")
     except zlib.error as error:
         raise _damaged(path, error) from error

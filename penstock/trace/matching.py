@@ -83,6 +83,7 @@ def align_clocks(calls: CollectiveCalls, met: Integers) -> ClockOffsets:
     circles = _circles(calls, met)
     for circle in sorted(circles, key=lambda one: (one.is_strict, one.moments), reverse=True):
         first, *others = circle.members
+        # Move the whole island of the other rank, so that known differences stay.
         for other, apart in zip(others, circle.ahead_us[1:] - circle.ahead_us[0], strict=True):
             if island[other] != island[first]:
                 moved = island == island[other]
@@ -91,6 +92,7 @@ def align_clocks(calls: CollectiveCalls, met: Integers) -> ClockOffsets:
     for one in np.unique(island):
         ahead_us[island == one] -= np.median(ahead_us[island == one])
     shared, spread_us = _spread(calls, met, ahead_us)
+    # Offsets below their standard error are noise: the clocks of one host are equal.
     ahead_us[np.abs(ahead_us) <= spread_us / np.sqrt(np.maximum(shared, 1))] = 0.0
     return ClockOffsets(ahead_us=ahead_us, island=island, shared=shared, spread_us=spread_us)
 
@@ -224,6 +226,7 @@ def match_collectives(calls: CollectiveCalls) -> MatchedCollectives:
     clocks = align_clocks(calls, found.met(ranks))
     for rows in sorted(_series(calls, np.flatnonzero(open_to_all & ~is_numbered)), key=len, reverse=True):
         _by_order(calls, rows, clocks, found)
+        # New matches can join islands.
         if len(np.unique(clocks.island)) > 1:
             clocks = align_clocks(calls, found.met(ranks))
     clocks = align_clocks(calls, found.met(ranks))
@@ -275,6 +278,7 @@ def _by_number(calls: CollectiveCalls, rows: Integers, found: _Found) -> None:
     occurrence = position - np.maximum.accumulate(begins)
     by_meeting = np.lexsort((calls.rank[rows], occurrence, calls.seq[rows], calls.group[rows]))
     rows, occurrence = rows[by_meeting], occurrence[by_meeting]
+    # Rows of one collective are contiguous now, one for each rank.
     is_new = _changes(calls.group[rows], calls.seq[rows], occurrence)
     firsts, meeting = np.flatnonzero(is_new), np.cumsum(is_new) - 1
     met = np.full((len(firsts), len(calls.ranks)), NONE)
@@ -412,6 +416,7 @@ def _pairs(calls: CollectiveCalls, lead: Integers, other: Integers, clocks: Cloc
         return (in_order, in_order) if len(lead) == len(other) else (lead[:0], lead[:0])
     if not is_device and _are_in_step(calls, lead, other, clocks):
         return in_order, in_order
+    # Candidates: pairs that are each other's nearest end on the common clock.
     ends, end = calls.end_us[lead], calls.end_us[other] - _apart(calls, lead, other, clocks)
     partner, back = _nearest(ends, end), _nearest(end, ends)
     shorter = np.minimum(calls.duration_us[lead][partner], calls.duration_us[other])
@@ -420,6 +425,7 @@ def _pairs(calls: CollectiveCalls, lead: Integers, other: Integers, clocks: Cloc
     shift = found - partner[found]
     if is_device and len(lead) == len(other) and np.count_nonzero(shift == 0) > len(lead) / 2:
         return in_order, in_order
+    # Runs of consecutive pairs with one shift.
     breaks = np.ones(len(found), dtype=bool)
     breaks[1:] = (np.diff(found) != 1) | (np.diff(shift) != 0)
     run = np.cumsum(breaks) - 1
@@ -457,10 +463,12 @@ def _apart(calls: CollectiveCalls, lead: Integers, other: Integers, clocks: Cloc
         return float(clocks.ahead_us[second] - clocks.ahead_us[first])
     window = max(TOLERANCE_US, TOLERANCE_SHARE * float(np.median(calls.duration_us[np.concatenate([lead, other])])))
     best, most = 0.0, RUN - 1
+    # Try each shift of the order; the most frequent difference of ends is the offset.
     for shift in sorted(range(-_SHIFTS, _SHIFTS + 1), key=abs):
         ours, theirs = lead[max(0, -shift) :], other[max(0, shift) :]
         count = min(len(ours), len(theirs))
         differences = np.sort(calls.end_us[theirs[:count]] - calls.end_us[ours[:count]])
+        # Differences within a window from each one on.
         inside = np.searchsorted(differences, differences + window, side="right") - np.arange(count)
         if count and int(inside.max()) > most:
             begin, most = int(inside.argmax()), int(inside.max())

@@ -156,6 +156,7 @@ class AllocatorHistory:
             return {}
         alive = self.blocks.alive(row)
         sizes = np.bincount(self.blocks.component[alive], self.blocks.size[alive], len(COMPONENTS)).astype(np.int64)
+        # Bytes without a recorded allocation were there before.
         sizes[_BEFORE] = self.allocated[row] - sizes.sum()
         return {COMPONENTS[one]: int(sizes[one]) for one in np.argsort(-sizes, kind="stable").tolist() if sizes[one]}
 
@@ -191,6 +192,7 @@ class AllocatorHistory:
         if len(rows) > points:
             span_us = self.time_us[-1] - self.time_us[0]
             part = ((self.time_us - self.time_us[0]) / max(span_us, 1e-9) * (points - 1)).astype(np.int64)
+            # The first change of each part in this order is its fullest.
             by_part = np.lexsort((-self.allocated, part))
             rows = by_part[np.append(True, np.diff(part[by_part]) > 0)]
         return list(
@@ -256,6 +258,7 @@ def _memory(trace: Trace, device: int, found: Sequence[tuple[int, _Args]]) -> Al
 
 def _blocks(addresses: Integers, changed: Integers, phases: Phases) -> AllocatedBlocks:
     """Blocks from each allocation to the next change at its address, if that is a free."""
+    # Changes of one address in the order of time: an allocation is followed by its free.
     order = np.lexsort((np.arange(len(changed)), addresses))
     is_next = np.append(addresses[order][1:] == addresses[order][:-1], False)
     after = np.append(order[1:], NONE)

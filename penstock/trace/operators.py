@@ -86,6 +86,7 @@ def calls_made(trace: Trace, placement: Placement) -> CallTable:
         args = _args_of(host.raw[row])
         plain = bytes(args.plain) if WITH_ARGUMENTS.search(name) else b""
         made_by = index_of(maker, NONE) if maker != NONE and "::" not in name and name.endswith("Backward") else NONE
+        # Equal text is an equal call; only the first one is decoded.
         key = (int(host.name_id[row]), bytes(args.dims), bytes(args.types), plain, made_by)
         if key not in known:
             known[key] = len(calls)

@@ -225,8 +225,10 @@ def charge(trace: Trace) -> Floats:
     for level in range(3):
         rows = np.flatnonzero(level_of == level)
         end = gpu.end_us[rows]
+        # Within a level, each moment is charged to the event that began first.
         before = np.append(-np.inf, np.maximum.accumulate(end))[: len(end)]
         start = np.minimum(np.maximum(gpu.start_us[rows], before), end)
+        # Moments of earlier levels are taken already.
         charged[rows] = (end - start) - taken.covered_us(start, end)
         taken = taken | union(start, end)
     return charged
@@ -276,6 +278,7 @@ def _exchanges(names: list[str], name_id: Integers, pass_id: Integers) -> tuple[
     if not exchange.any() or not products.any():
         return tuple(names), name_id, pass_id
     marks = np.flatnonzero(products | exchange)
+    # marks: products and exchanges in the order of time.
     to_experts = np.append(products[marks[1:]], False)[exchange[marks]]
     rows = marks[exchange[marks]]
     is_dispatch = to_experts ^ (pass_id[rows] == PASSES.index("backward"))

@@ -90,6 +90,7 @@ def roofline(trace: Trace, placement: Placement | None = None, *, used_rows: flo
     inferred = np.bincount(call_of, placement.is_inferred[is_asked], len(table.calls)) > 0
     # Calls of a graph share one launch; calls of the host have launches of their own.
     graph = np.where(placement.is_replayed, gpu.launch, NONE)[is_asked]
+    # One column for each execution of a call.
     pairs = np.unique(np.stack([call_of, table.row_of[is_asked], graph]), axis=1)
     counts = np.bincount(pairs[0], minlength=len(table.calls))
     chip = _chip(trace)

@@ -146,11 +146,13 @@ def _windows(regions: HostEvents, linked: GpuEvents, launched_us: Floats) -> lis
     """Start and end of every step on the device. A step that launched nothing has an empty window."""
     if not len(regions):
         return []
+    # The step of each launch: the last region that began before it, if it was still open.
     step = np.searchsorted(regions.start_us, launched_us, side="right") - 1
     inside = (step >= 0) & (launched_us < regions.end_us[step])
     first_us = np.full(len(regions), np.inf)
     np.minimum.at(first_us, step[inside], linked.start_us[inside])
     last_us = linked.end_us[inside].max(initial=-np.inf) if inside.any() else regions.end_us[-1]
+    # From the right: an empty step takes the begin of the next step, so its window is empty.
     bounds = np.minimum.accumulate(np.append(first_us, last_us)[::-1])[::-1]
     return list(pairwise(bounds.tolist()))
 

@@ -141,7 +141,9 @@ def _nested(host: HostEvents, rows: Integers) -> tuple[Integers, Integers]:
     start, place_ = host.start_us[rows], np.arange(len(rows))
     # Rounding can move an end behind the start of a neighbour that only touches.
     end = np.maximum(host.end_us[rows] - ROUNDING_US, np.nextafter(start, np.inf))
+    # Depth: events that began before, minus those that ended by then.
     depth = place_ - np.searchsorted(np.sort(end), start, side="right")
+    # Sorted by (depth, place), the parent is the last event one level higher before this place.
     key = depth * len(rows) + place_
     order = np.argsort(key)
     found = np.searchsorted(key[order], (depth - 1) * len(rows) + place_) - 1
@@ -167,6 +169,7 @@ def place(trace: Trace, tree: HostTree | None = None) -> Placement:
     tree = build_tree(trace) if tree is None else tree
     host, gpu = trace.host, trace.gpu
     facts = _facts(trace, tree)
+    # Index len(host) reads the NONE that `of_launch` appends.
     started = np.where(gpu.is_linked, gpu.launch, len(host))
 
     def of_launch(values: Integers) -> Integers:
@@ -224,6 +227,7 @@ def _facts(trace: Trace, tree: HostTree) -> _Facts:
     in_node = node != NONE
     is_call = _of_names(trace, lambda name: "::" in name and not name.startswith(NODE))[host.name_id]
     numbered = is_operator & is_call & (host.sequence != NONE) & (host.sequence != host.sequence[node])
+    # A numbered operator inside a node is forward work: recomputation.
     remade = tree.inherit(np.where(in_node & (numbered | again | (own_span != NONE)), row, NONE))
     made_by = np.where(is_node, _makers(host, is_node, in_node), NONE)
     maker = tree.inherit(np.where(is_node & (made_by == NONE), _NOTHING, made_by))
@@ -267,6 +271,7 @@ def _makers(host: HostEvents, is_node: Flags, in_node: Flags) -> Integers:
     candidates = (host.kind == HostKind.OPERATOR) & (host.sequence != NONE)
     made = np.full(len(host), NONE)
     wanted = np.flatnonzero(is_node & (host.sequence != NONE))
+    # Forward operators first; operators inside nodes made the nodes of double backward.
     for rows in (np.flatnonzero(candidates & ~in_node), np.flatnonzero(candidates & in_node & ~is_node)):
         if not len(rows):
             continue
