@@ -119,7 +119,7 @@ def contents_of(stage: Stage, model: Model) -> StageContents:
 
 @dataclass(frozen=True)
 class RankState:
-    """Model state of the ranks of a run: their parameters, who shards them, and bytes by kind of part."""
+    """Model state of the ranks of a run: their parameters, the ranks that shard them, and bytes by kind of part."""
 
     run: Run
     facts: ParamsByKind
@@ -386,7 +386,7 @@ class ComposedTimes:
     def _timer(self, composed: ComposedRun) -> StageTimer:
         key = composed.reuse_key
         if key not in self._timers:
-            ops = [piece.forward_work for stage in composed.activations.values() for piece in stage.pieces]
+            ops = [piece.forward_ops for stage in composed.activations.values() for piece in stage.pieces]
             self._timers[key] = StageTimer(composed.source, self._cluster, self._imbalance, ops)
         return self._timers[key]
 

@@ -86,15 +86,15 @@ class OpCosts:
     Args:
         hardware: of the devices.
         experts: routed rows of the run; None without experts.
-        rooms: rows of buffers (`buffer_rows`).
+        buffers: rows of buffers (`buffer_rows`).
     """
 
-    def __init__(self, hardware: Hardware, experts: RoutedRows | None, rooms: frozenset[int]) -> None:
+    def __init__(self, hardware: Hardware, experts: RoutedRows | None, buffers: frozenset[int]) -> None:
         self._rates = Rates(hardware)
         self._transfers = TransferTimes(hardware)
         self._experts = experts
-        self._rooms = rooms
-        self._room = max(rooms, default=0)
+        self._buffers = buffers
+        self._room = max(buffers, default=0)
         self.of = cache(self._of)
         """An operator's cost."""
 
@@ -213,9 +213,9 @@ class OpCosts:
         rows, ranks = operator.shapes[0][0], operator.shapes[-1][0]
         row_bytes = operator.sizes[0] // rows
         tokens = round(experts.tokens * experts.imbalance)
-        travel = TokenTraffic(tokens=tokens, copy_bytes=row_bytes, experts=experts.experts, top_k=experts.top_k)
-        way = self._transfers.dispatch("symmetric", "dispatch", travel, RankGroup(ranks, ranks)).seconds
-        return way if operator.name == "push_rows_kernel" else max(way, self._moving(operator, 0))
+        traffic = TokenTraffic(tokens=tokens, copy_bytes=row_bytes, experts=experts.experts, top_k=experts.top_k)
+        seconds = self._transfers.dispatch("symmetric", "dispatch", traffic, RankGroup(ranks, ranks)).seconds
+        return seconds if operator.name == "push_rows_kernel" else max(seconds, self._moving(operator, 0))
 
     def _collective(self, operator: RecordedOp) -> OpCost:
         assert operator.group is not None, operator
@@ -240,14 +240,14 @@ class OpCosts:
     def _filled(self, operator: RecordedOp, place: int) -> float:
         """Bytes of a tensor that hold rows."""
         shape, size = operator.shapes[place], operator.sizes[place]
-        if shape and shape[0] in self._rooms:
+        if shape and shape[0] in self._buffers:
             # A buffer by capacity: only the expected rows are read or written.
             return size * self._rows(shape[0]) / shape[0]
         return size
 
     def _rows(self, room: int) -> int:
         """Expected rows of a buffer with `room` slots."""
-        return room if self._experts is None or room not in self._rooms else min(room, self._experts.rows)
+        return room if self._experts is None or room not in self._buffers else min(room, self._experts.rows)
 
 
 def _last_twice(operator: RecordedOp, moved: float) -> float:

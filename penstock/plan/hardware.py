@@ -5,7 +5,7 @@ hold figures of data sheets and drivers. `overhead`, `host`, `host_link`, `effic
 figures that programs reach. Each table has a `source`, which begins with one word:
 
     measured:    by us, on this chip
-    reported:    measured by others, who are named
+    reported:    measured by others; the text names them
     datasheet:   from the vendor
     assumed:     not measured; the text says how it was estimated
 

@@ -81,9 +81,9 @@ class StagePiece:
         at_forward: memory at the peak of forward by label, less the memory before it.
         at_backward: the same at the peak of backward.
         left: waits for weight gradients after a backward pass that puts them off.
-        forward_work: operators of its forward.
-        backward_work: of its backward, without the weight gradients that are put off.
-        weight_work: of the weight gradients that are put off.
+        forward_ops: operators of its forward.
+        backward_ops: of its backward, without the weight gradients that are put off.
+        weight_ops: of the weight gradients that are put off.
     """
 
     name: str
@@ -93,9 +93,9 @@ class StagePiece:
     at_forward: Mapping[str, int]
     at_backward: Mapping[str, int]
     left: int = 0
-    forward_work: RecordedOps = ()
-    backward_work: RecordedOps = ()
-    weight_work: RecordedOps = ()
+    forward_ops: RecordedOps = ()
+    backward_ops: RecordedOps = ()
+    weight_ops: RecordedOps = ()
 
     @property
     def kept_bytes(self) -> int:

@@ -346,7 +346,7 @@ class _Passes:
         # Backward and weight gradients in the order of forward.
         ops = zip(self.ops[: len(names)], self.ops[len(names) :][::-1], weight_ops[::-1], strict=True)
         return [
-            replace(piece, forward_work=there, backward_work=back, weight_work=weights)
+            replace(piece, forward_ops=there, backward_ops=back, weight_ops=weights)
             for piece, (there, back, weights) in zip(_pieces(names, forward, backward, gradient), ops, strict=True)
         ]
 

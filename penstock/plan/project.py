@@ -53,13 +53,13 @@ def project(run: Run, cluster: Cluster, assumptions: Assumptions = DEFAULT_ASSUM
     """
     if assumptions.saving == "conventional":
         run = conventional(run)
-    rehearsals = meta_runs_of(run, cluster.devices, target_of(run, cluster, assumptions))
+    meta_runs = meta_runs_of(run, cluster.devices, target_of(run, cluster, assumptions))
     return Projection(
         run=run,
         cluster=cluster,
-        layout=layout_of(run, grid_of(run, cluster.devices), dispatcher_of(rehearsals[0]), shard_of(run)),
-        memories=tuple(memory_of_meta_run(one, overheads_of(cluster.hardware)) for one in rehearsals),
-        time=step_time(run, cluster, rehearsals, assumptions.imbalance),
+        layout=layout_of(run, grid_of(run, cluster.devices), dispatcher_of(meta_runs[0]), shard_of(run)),
+        memories=tuple(memory_of_meta_run(one, overheads_of(cluster.hardware)) for one in meta_runs),
+        time=step_time(run, cluster, meta_runs, assumptions.imbalance),
     )
 
 
@@ -97,9 +97,9 @@ def overheads_of(hardware: Hardware) -> Overheads:
     return Overheads(context=hardware.memory.capacity_bytes - hardware.usable_bytes)
 
 
-def dispatcher_of(rehearsal: MetaRun) -> str:
+def dispatcher_of(meta_run: MetaRun) -> str:
     """The dispatcher of a meta run; `none` without experts."""
-    for decoder in rehearsal.rank.decoders.values():
+    for decoder in meta_run.rank.decoders.values():
         for module in decoder.modules():
             if isinstance(module, MoE):
                 return module.dispatcher.name

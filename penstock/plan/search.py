@@ -82,23 +82,23 @@ class RoughTimes:
         tokens = sizes.micro_batch * sizes.sequence_length / (sizes.cp * sizes.tp)
         again = max((AGAIN.get(name, 0.0) for name in sizes.recompute), default=0.0)
         compute = (3 + again) * load.flops * tokens / self._rate
-        travel = (4 + 2 * (again >= AGAIN["moe"])) * load.moe * self._way(sizes, tokens)
+        dispatch = (4 + 2 * (again >= AGAIN["moe"])) * load.moe * self._dispatch(sizes, tokens)
         exchange = 2 * EXCHANGES * load.layers * self._exchange(sizes, tokens)
-        micro_batch = compute + travel + exchange
+        micro_batch = compute + dispatch + exchange
         ramp = RAMP[sizes.schedule] * (sizes.pp - 1) / (3 * sizes.vpp)
         return (sizes.micro_batches + ramp) * micro_batch + self._update(sizes, state)
 
-    def _way(self, sizes: Sizes, tokens: float) -> float:
+    def _dispatch(self, sizes: Sizes, tokens: float) -> float:
         if sizes.expert_ranks == 1:
             return 0.0
-        travel = TokenTraffic(
+        traffic = TokenTraffic(
             tokens=max(1, round(tokens)),
             copy_bytes=self._token_bytes,
             experts=sizes.model.experts,
             top_k=sizes.model.top_k * sizes.etp,
         )
         method: DispatchMethod = sizes.dispatcher  # type: ignore[assignment]
-        return self._transfers.dispatch(method, "dispatch", travel, self._cluster.group(sizes.expert_ranks)).seconds
+        return self._transfers.dispatch(method, "dispatch", traffic, self._cluster.group(sizes.expert_ranks)).seconds
 
     def _exchange(self, sizes: Sizes, tokens: float) -> float:
         found = 0.0
@@ -167,22 +167,22 @@ class SearchRequest:
     assumptions: Assumptions = DEFAULT_ASSUMPTIONS
 
 
-def search(question: SearchRequest, progress: Progress | None = None) -> Plan:
+def search(request: SearchRequest, progress: Progress | None = None) -> Plan:
     """Answer a request.
 
     Args:
-        question: the request. With every part of the layout fixed, the plan has that layout, whether it fits or not.
+        request: the request. With every part of the layout fixed, the plan has that layout, whether it fits or not.
         progress: told from time to time.
 
     Raises:
         ConfigError: a layout with every part fixed is illegal, or a fixed value is not one.
         HardwareError: the hardware file lacks a figure that the run needs.
     """
-    run = _prepared(question)
-    if set(ALL) <= set(question.fixed) and (one := _one(question, run)) is not None:
+    run = _prepared(request)
+    if set(ALL) <= set(request.fixed) and (one := _one(request, run)) is not None:
         return one
     with _no_collection():
-        return _Search(question, run, progress or (lambda _: None)).plan()
+        return _Search(request, run, progress or (lambda _: None)).plan()
 
 
 @contextmanager
@@ -197,14 +197,14 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _prepared(question: SearchRequest) -> Run:
+def _prepared(request: SearchRequest) -> Run:
     """The run without the parts that the search decides."""
-    check_fixed(question.fixed)
-    rows = question.global_batch
-    run = question.run if rows is None else _with(question.run, "training", global_batch=rows)
-    if question.assumptions.saving == "conventional":
+    check_fixed(request.fixed)
+    rows = request.global_batch
+    run = request.run if rows is None else _with(request.run, "training", global_batch=rows)
+    if request.assumptions.saving == "conventional":
         run = conventional(run)
-    shard = question.fixed.get("shard")
+    shard = request.fixed.get("shard")
     return run if shard is None else _with(run, "parallel", shard=shard)
 
 
@@ -212,29 +212,29 @@ def _with(run: Run, section: str, **values: object) -> Run:
     return run.model_copy(update={section: dict(run)[section].model_copy(update=values)})
 
 
-def _one(question: SearchRequest, run: Run) -> Plan | None:
+def _one(request: SearchRequest, run: Run) -> Plan | None:
     """A plan of one layout; None if its sizes do not fill the cluster."""
-    space = SearchSpace(_neutral(question, run), run, question.fixed)
+    space = SearchSpace(_neutral(request, run), run, request.fixed)
     if (grid := next(space.grids(), None)) is None:
         return None
     (pipeline,), (dispatch,), (modules,) = space.pipelines(grid), space.with_dispatches(grid), space.ladder
     sizes = replace(pipeline, dispatcher=dispatch.dispatcher, sync_free=dispatch.sync_free)
     asked = run_of(run, with_recompute(sizes, modules))
     check(asked)
-    found = project(asked, question.cluster, question.assumptions)
-    return Plan(model=run.name, cluster=question.cluster, candidates=(found,), refused=(), considered=1)
+    found = project(asked, request.cluster, request.assumptions)
+    return Plan(model=run.name, cluster=request.cluster, candidates=(found,), refused=(), considered=1)
 
 
-def _neutral(question: SearchRequest, run: Run) -> Sizes:
+def _neutral(request: SearchRequest, run: Run) -> Sizes:
     """One rank for everything."""
     counted = count(run.model, run.training.sequence_length)
     facts = facts_of(
         run.model,
         total_parameters=counted.parameters,
         active_parameters=counted.active_parameters,
-        most_sync_free=most_sync_free(run, device_of(question.cluster.hardware, run)),
+        most_sync_free=most_sync_free(run, device_of(request.cluster.hardware, run)),
     )
-    sizes = sizes_of(run, question.cluster, facts)
+    sizes = sizes_of(run, request.cluster, facts)
     return replace(
         sizes, tp=1, cp=1, pp=1, vpp=1, ep=1, etp=1, micro_batch=1, schedule="none", recompute=(), sync_free=0,
         dispatcher="local", overlap=searched_overlap(run), capture="none",
@@ -276,16 +276,16 @@ class _PlaceState:
 
 
 class _Search:
-    def __init__(self, question: SearchRequest, run: Run, progress: Progress) -> None:
-        cluster, assumptions = question.cluster, question.assumptions
-        self._question = question
+    def __init__(self, request: SearchRequest, run: Run, progress: Progress) -> None:
+        cluster, assumptions = request.cluster, request.assumptions
+        self._request = request
         self._run = run
         self._progress = progress
         self._capacity = cluster.hardware.memory.capacity_bytes
         self._composer = Composer(run, target_of(run, cluster, assumptions), overheads_of(cluster.hardware))
         self._times = ComposedTimes(cluster, assumptions.imbalance)
         self._rough_times = RoughTimes(cluster, run.model.hidden_size, run.training.precision)
-        self._space = SearchSpace(_neutral(question, run), run, question.fixed)
+        self._space = SearchSpace(_neutral(request, run), run, request.fixed)
         self._refusals = Refusals()
         self._filter = RuleFilter(self._space, self._refusals)
         self._place_states: dict[tuple[object, ...], _PlaceState] = {}
@@ -296,7 +296,7 @@ class _Search:
     def plan(self) -> Plan:
         """Search."""
         candidates = self._filter.candidates(first_refusal)
-        if not candidates and self._question.fixed:
+        if not candidates and self._request.fixed:
             # A part that is fixed by name may be legal and slow.
             self._refusals = Refusals()
             self._filter = RuleFilter(self._space, self._refusals)
@@ -310,7 +310,7 @@ class _Search:
         best = self._best()
         return Plan(
             model=self._run.name,
-            cluster=self._question.cluster,
+            cluster=self._request.cluster,
             candidates=tuple(best),
             refused=self._refusals.all(),
             considered=self._refusals.count + len(best),
@@ -380,7 +380,7 @@ class _Search:
 
     def _is_too_slow(self, seconds: float) -> bool:
         """Whether a layout that takes at least `seconds` cannot be among the best."""
-        top = self._question.top
+        top = self._request.top
         return len(self._found) >= top and seconds > heapq.nsmallest(top, (one.seconds for one in self._found))[-1]
 
     def _fits(self, one: Candidate, step: int) -> bool:
@@ -429,11 +429,11 @@ class _Search:
     def _best(self) -> list[Projection]:
         """The fastest layouts, their schedules played; the others are refused."""
         found = sorted(self._found, key=lambda one: one.seconds)
-        played = [(one, self._projection(one)) for one in found[: self._question.top + MORE_PLAYED]]
+        played = [(one, self._projection(one)) for one in found[: self._request.top + MORE_PLAYED]]
         played.sort(key=lambda one: (one[1].time.step_seconds, one[1].memory.total))
-        best, others = played[: self._question.top], [one for one, _ in played[self._question.top :]]
-        last = played[: self._question.top][-1][1].time.tokens_per_second_per_device if played else 0.0
-        for one in (*others, *found[self._question.top + MORE_PLAYED :]):
+        best, others = played[: self._request.top], [one for one, _ in played[self._request.top :]]
+        last = played[: self._request.top][-1][1].time.tokens_per_second_per_device if played else 0.0
+        for one in (*others, *found[self._request.top + MORE_PLAYED :]):
             tokens = self._tokens(one.seconds)
             reason = f"fits, with {tokens:.0f} tokens/s on a device at best; the last of the best has {last:.0f}"
             self._refusals.refuse(one.sizes, GRID, (SLOWER, reason), 1, -tokens)
@@ -444,7 +444,7 @@ class _Search:
         composed = self._composer.composed(run, one.composed.grid)
         return Projection(
             run=run,
-            cluster=self._question.cluster,
+            cluster=self._request.cluster,
             layout=layout_of(run, composed.grid, one.sizes.dispatcher, shard_of(run)),
             memories=tuple(composed.memory(place) for place in range(composed.grid.pipeline)),
             time=self._times.exact(composed),
@@ -452,11 +452,11 @@ class _Search:
 
     def _tokens(self, seconds: float) -> float:
         """Tokens per second of a device."""
-        return self._run.tokens_per_step / seconds / self._question.cluster.devices
+        return self._run.tokens_per_step / seconds / self._request.cluster.devices
 
     def _refuse_unseen(self, one: Candidate, step: int, seconds: float) -> None:
         tokens = self._tokens(seconds)
-        others = f"{self._question.top} others have more"
+        others = f"{self._request.top} others have more"
         reason = f"estimated at most {tokens:.0f} tokens/s on a device, and {others}"
         self._refusals.refuse(one.sizes, GRID, (SLOWER, reason), len(one.steps) - step, -tokens)
 

@@ -81,9 +81,9 @@ class StageTimer:
         pieces, back = stage.pieces, stage.pieces[::-1]
         forward, backward, weight = steady_state(
             (
-                [piece.forward_work for piece in pieces],
-                [piece.backward_work for piece in back],
-                [piece.weight_work for piece in back],
+                [piece.forward_ops for piece in pieces],
+                [piece.backward_ops for piece in back],
+                [piece.weight_ops for piece in back],
             ),
             self._streams(self._launch),
         )
@@ -170,7 +170,7 @@ def step_time(run: Run, cluster: Cluster, meta_runs: Sequence[MetaRun], imbalanc
     """
     grid = grid_of(run, cluster.devices)
     every = {stage.number: (place, stage) for place in meta_runs for stage in place.stages}
-    works = (piece.forward_work for _, stage in every.values() for piece in stage.pieces)
+    works = (piece.forward_ops for _, stage in every.values() for piece in stage.pieces)
     timer = StageTimer(run, cluster, imbalance, works)
     shards = cluster.group(min(run.parallel.shard_size or grid.data * grid.context, grid.data * grid.context))
     known: dict[int, StageTime] = {}

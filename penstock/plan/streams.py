@@ -175,7 +175,7 @@ class Streams:
             elif operator.name == ARRIVE:
                 self._wait_for_copies(self._copies.arrival(operator.switches[0]))
             elif is_side:
-                self._travel(self._cost_of(operator))
+                self._run_aside(self._cost_of(operator))
             else:
                 self._run(self._cost_of(operator))
 
@@ -194,7 +194,7 @@ class Streams:
         else:
             self._compute += cost.seconds
 
-    def _travel(self, cost: OpCost) -> None:
+    def _run_aside(self, cost: OpCost) -> None:
         """An operator of the second stream."""
         self._host += 2 * self._launch
         self._side = max(self._side, self._host) + cost.seconds

@@ -76,17 +76,17 @@ class TransferTimes:
         return self._collective(kind, buffer_bytes, group)
 
     def dispatch(
-        self, method: DispatchMethod, way: DispatchDirection, travel: TokenTraffic, group: RankGroup
+        self, method: DispatchMethod, direction: DispatchDirection, traffic: TokenTraffic, group: RankGroup
     ) -> Estimate:
         """Tokens to their experts, or the sums back; backward does the same in the other order.
 
         Args:
             method: the dispatcher; symmetric stays inside a node.
-            way: dispatch or combine.
-            travel: the tokens.
+            direction: dispatch or combine.
+            traffic: the tokens.
             group: ranks that share the experts evenly.
         """
-        return self._dispatch(method, way, travel, group)
+        return self._dispatch(method, direction, traffic, group)
 
     def _make_collective(self, kind: CollectiveName, buffer_bytes: float, group: RankGroup) -> Estimate:
         ranks, inside, nodes = group.ranks, group.node_ranks, group.nodes
@@ -171,29 +171,29 @@ class TransferTimes:
         return rate.latency_seconds + rate.peer_seconds * (group.ranks - 2) + crossing
 
     def _make_dispatch(
-        self, method: DispatchMethod, way: DispatchDirection, travel: TokenTraffic, group: RankGroup
+        self, method: DispatchMethod, direction: DispatchDirection, traffic: TokenTraffic, group: RankGroup
     ) -> Estimate:
         if group.ranks == 1:
             return NOTHING
-        token_bytes = float(travel.tokens * travel.copy_bytes)
+        token_bytes = float(traffic.tokens * traffic.copy_bytes)
         if method == "all-to-all":
-            return self.collective("all-to-all", token_bytes * travel.top_k, group)
+            return self.collective("all-to-all", token_bytes * traffic.top_k, group)
         if method == "all-gather":
-            kind: CollectiveName = "all-gather" if way == "dispatch" else "reduce-scatter"
+            kind: CollectiveName = "all-gather" if direction == "dispatch" else "reduce-scatter"
             return self.collective(kind, token_bytes * group.ranks, group)
         if group.nodes == 1:
             kind_inside: CollectiveKind = "deep-ep" if method == "deep-ep" else "symmetric"
-            return self._carry(kind_inside, token_bytes * copies(travel, group.ranks), 0.0, group)
+            return self._carry(kind_inside, token_bytes * copies(traffic, group.ranks), 0.0, group)
         assert method != "symmetric", "symmetric dispatch stays inside a node"
-        return self._over_nodes(method, token_bytes, travel, group)
+        return self._over_nodes(method, token_bytes, traffic, group)
 
     def _over_nodes(
-        self, method: DispatchMethod, token_bytes: float, travel: TokenTraffic, group: RankGroup
+        self, method: DispatchMethod, token_bytes: float, traffic: TokenTraffic, group: RankGroup
     ) -> Estimate:
         """Once to each node, and from there to its ranks: one after the other, or at the same time (DeepEP)."""
-        crossing = token_bytes * copies(travel, group.nodes)
+        crossing = token_bytes * copies(traffic, group.nodes)
         # Copies inside one node: L - 1 of the W - 1 other ranks are in it.
-        reached = copies(travel, group.ranks) * (group.node_ranks - 1) / (group.ranks - 1)
+        reached = copies(traffic, group.ranks) * (group.node_ranks - 1) / (group.ranks - 1)
         spread = token_bytes * reached * group.nodes
         if method == "deep-ep":
             return self._carry("deep-ep", spread, crossing, group)
@@ -204,13 +204,13 @@ class TransferTimes:
         return Estimate(between.seconds + inside.seconds, between.basis, between.source)
 
 
-def copies(travel: TokenTraffic, places: int) -> float:
+def copies(traffic: TokenTraffic, places: int) -> float:
     """Ranks or nodes other than its own that a token needs, with experts evenly on `places` of them."""
-    if travel.in_turn:
-        return _needed_in_turn(travel.experts, travel.top_k, places) * (places - 1) / places
-    elsewhere = travel.experts - travel.experts // places
+    if traffic.in_turn:
+        return _needed_in_turn(traffic.experts, traffic.top_k, places) * (places - 1) / places
+    elsewhere = traffic.experts - traffic.experts // places
     # The probability that no chosen expert is on a given other place.
-    missed = math.comb(elsewhere, travel.top_k) / math.comb(travel.experts, travel.top_k)
+    missed = math.comb(elsewhere, traffic.top_k) / math.comb(traffic.experts, traffic.top_k)
     return (places - 1) * (1 - missed)
 
 

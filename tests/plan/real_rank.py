@@ -130,12 +130,12 @@ LET_GO = 0.03
 machine, seen in one of four collectives."""
 
 
-def _collect_and_mark(ledger: MemoryTracker, name: str) -> TrackedSection:
+def _collect_and_mark(tracker: MemoryTracker, name: str) -> TrackedSection:
     """Mark when all have let go: the interpreter leaves tensors in cycles, gloo's threads are late."""
     gc.collect()
     if dist.is_initialized():
         time.sleep(LET_GO)
-    return _mark(ledger, name)
+    return _mark(tracker, name)
 
 
 def _as_a_gpu(x_TD: Tensor, weight_ED: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ def test_recomputed_passes_without_memory_keep_the_same_bytes(
 
 def check(overrides: list[str], kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare the pieces of one rank, with their peaks where kernels are the definitions."""
-    # torch's grouped products are promised in bfloat16 only.
+    # torch's grouped products are documented for bfloat16 only.
     overrides = [*overrides, f"training.precision={PRECISION[kernels]}"]
     compare(
         pieces_with_memory(overrides, kernels, world=1),

@@ -15,7 +15,7 @@ from penstock.plan.transfers import TokenTraffic, TransferTimes
 H200 = load_hardware("H200")
 RATES, TRANSFERS = Rates(H200), TransferTimes(H200)
 EXPERTS = RoutedRows(tokens=1024, experts=8, top_k=2, rows=2048, imbalance=1.0)
-COSTS = OpCosts(H200, EXPERTS, rooms=frozenset({4096}))
+COSTS = OpCosts(H200, EXPERTS, buffers=frozenset({4096}))
 BANDWIDTH = H200.peaks.memory_bytes_per_second * H200.efficiency.memory
 
 
@@ -47,7 +47,7 @@ def test_experts_compute_the_rows_that_arrive_whatever_the_capacity() -> None:
     cost = COSTS.of(experts_product("rows_kernel", *shapes))
     assert cost == (RATES.grouped("forward", 8, 2048 // 8, 1024, 512).seconds, "experts", False)
     every = replace(EXPERTS, rows=9999)
-    crowded = OpCosts(H200, every, rooms=frozenset({4096}))
+    crowded = OpCosts(H200, every, buffers=frozenset({4096}))
     assert crowded.of(experts_product("rows_kernel", *shapes)).seconds > cost.seconds
 
 
@@ -118,7 +118,7 @@ def test_rows_that_a_kernel_sends_cross_once_to_each_rank_that_needs_them() -> N
     travel = TokenTraffic(tokens=1024, copy_bytes=1024, experts=8, top_k=2)
     cost = COSTS.of(sent)
     assert cost == (TRANSFERS.dispatch("symmetric", "dispatch", travel, RankGroup(4, 4)).seconds, "dispatch", True)
-    uneven = OpCosts(H200, replace(EXPERTS, imbalance=2.0), rooms=frozenset({4096}))
+    uneven = OpCosts(H200, replace(EXPERTS, imbalance=2.0), buffers=frozenset({4096}))
     assert uneven.of(sent).seconds > cost.seconds
 
 

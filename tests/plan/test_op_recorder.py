@@ -28,10 +28,10 @@ def rows(*shape: int, trained: bool = False) -> Tensor:
 
 
 def written(work: Callable[[], object], ranks_per_node: int = 0) -> RecordedOps:
-    tape = OpRecorder(ranks_per_node)
-    with tape:
+    recorder = OpRecorder(ranks_per_node)
+    with recorder:
         work()
-    return tape.cut()
+    return recorder.cut()
 
 
 def test_a_recorder_with_a_tracker_returns_what_both_return_alone() -> None:
@@ -42,10 +42,10 @@ def test_a_recorder_with_a_tracker_returns_what_both_return_alone() -> None:
     alone, kept = MemoryTracker(), MemoryTracker()
     with alone:
         work()
-    tape = OpRecorder(tracker=kept)
-    with tape:
+    recorder = OpRecorder(tracker=kept)
+    with recorder:
         work()
-    assert tape.cut() == written(work)
+    assert recorder.cut() == written(work)
     assert alone.mark("work") == kept.mark("work")
     assert kept.sections[0].peak > 0
 
