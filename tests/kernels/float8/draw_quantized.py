@@ -60,3 +60,17 @@ def without_tail(columns: Quantized | None, counts_e: torch.Tensor | None) -> Qu
     end, depth = int(reference.aligned_starts(counts_e)[-1]), columns.block[1]
     scales = columns.scales[..., : end // depth] if depth else columns.scales
     return Quantized(columns.values[..., :end], scales, columns.block)
+
+
+def assert_same(found: Quantized | None, expected: Quantized | None, rows: int | None = None) -> None:
+    """The same blocks and the same bits of the first rows; a NaN may have either sign. None equals None."""
+    assert (found is None) == (expected is None)
+    if found is None or expected is None:
+        return
+    assert found.block == expected.block
+    for mine, other in zip(found[:2], expected[:2], strict=True):
+        assert (mine.dtype, mine.shape) == (other.dtype, other.shape)
+        mine, other = mine[..., :rows, :].contiguous(), other[..., :rows, :].contiguous()
+        is_nan = mine.float().isnan()
+        assert torch.equal(is_nan, other.float().isnan())
+        assert torch.equal(mine[~is_nan].view(torch.uint8), other[~is_nan].view(torch.uint8))

@@ -16,7 +16,6 @@ from penstock.kernels.float8.expert_ffn import expert_ffn
 from penstock.kernels.float8.launches import BACKWARD_LAUNCHES, CANDIDATES, PRODUCTS, Product, ProductLaunch, in_triton
 from penstock.kernels.float8.operators import Float8Rule
 from penstock.kernels.float8.products import _launch_rows, multiply_groups
-from penstock.kernels.float8.quantized import Quantized
 from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, TENSORWISE, Recipe
 from penstock.kernels.float8.swiglu import swiglu, swiglu_backward
 from penstock.kernels.float8.triton_operators import TRITON
@@ -25,7 +24,7 @@ from penstock.kernels.tile_table import tile_table
 from penstock.kernels.tuning import target_of
 from penstock.moe.dispatch.row_capacity import ActivationArena, forget_left_out, make_room
 from tests.kernels.ahead_of_time import ONE_OF_EACH_MAKER
-from tests.kernels.float8.draw_quantized import draw_rows, draw_weight, form_on, without_tail
+from tests.kernels.float8.draw_quantized import assert_same, draw_rows, draw_weight, form_on, without_tail
 from tests.kernels.float8.test_product_launches import compile_product
 from tests.kernels.float8.test_swiglu import compiled as compile_activation
 
@@ -62,7 +61,7 @@ def test_a_product_is_written_where_rows_are_kept_and_nothing_beside_it(
     assert kept_SF[:BEFORE].eq(5).all() and kept_SF[BEFORE + used :].eq(5).all(), "also what would be its tail"
 
 
-def test_where_nobody_reads_the_tail_only_its_last_row_is_set_to_zero(device: torch.device) -> None:
+def test_with_only_last_the_last_row_of_the_tail_is_set_to_zero(device: torch.device) -> None:
     counts_e = torch.tensor([3, 60], dtype=torch.int32, device=device)
     x, w, tiles = (
         draw_rows(80, 160, BLOCKWISE, device),
@@ -160,11 +159,6 @@ def test_the_kernels_compile_without_spills(target: str) -> None:
         assert made.spills == 0, f"{which}: {made.summary}"
         if target == "sm_90" and which == "rows":
             assert "ld.global.v4" in made.asm, "rows that are kept are loaded sixteen bytes at a time too"
-
-
-def assert_same(found: Quantized, expected: Quantized, rows: int | None = None) -> None:
-    assert torch.equal(found.scales[:rows], expected.scales[:rows])
-    assert torch.equal(found.values.view(torch.uint8)[:rows], expected.values.view(torch.uint8)[:rows])
 
 
 @pytest.mark.often("squares")
@@ -266,7 +260,7 @@ class Layers:
             if only_last:
                 places_TK = torch.where(places_TK < used, places_TK, len(index_R) - 1)
             options = {"places_TK": places_TK, "only_last": only_last, "recompute": recompute}
-            options["keep"] = None if arena is None else partial(arena.place, share=20.0)
+            options["keep"] = None if arena is None else partial(arena.place, even_share=20.0)
             ffn = partial(expert_ffn, float8=IN_8_BITS) if layer != 1 else partial(in_16_bits, kernels=IN_16_BITS)
             y_RD = ffn(x_TD, gate_up[layer], down[layer], counts_e, weights[layer], index_R, **options)
             outputs.append(y_RD)
@@ -283,7 +277,7 @@ class Layers:
 @pytest.mark.parametrize(
     ("parts", "only_last"), [((1.0, 0.1, 0.6), False), ((0.7, 1.0, 0.0), True)], ids=["uneven", "one has no rows"]
 )
-def test_experts_that_share_a_shelf_give_what_they_give_alone(
+def test_experts_that_share_an_arena_give_what_they_give_alone(
     parts: tuple[float, ...], only_last: bool, device: torch.device
 ) -> None:
     layers = Layers(parts, device)

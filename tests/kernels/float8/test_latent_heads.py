@@ -19,13 +19,14 @@ from penstock.kernels.float8.gradient_side_channel import (
 from penstock.kernels.float8.latent_heads import latent_heads_backward_kernel, shared_key_backward_kernel
 from penstock.kernels.float8.launches import ROTATING, ROTATING_DEFAULT, TRANSPOSING, TRANSPOSING_LAUNCHES, TileLaunch
 from penstock.kernels.float8.quantize import run_of
-from penstock.kernels.float8.quantized import Quantized, RowColQuantized
+from penstock.kernels.float8.quantized import RowColQuantized
 from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, E4M3, E5M2, MXFP8, ROWWISE, Format
 from penstock.kernels.float8.reference import quantize_rows
 from penstock.kernels.gluon import float8_launches
 from penstock.kernels.gluon.support import HAS_GLUON
 from penstock.kernels.tuning import target_of
 from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_for
+from tests.kernels.float8.draw_quantized import assert_same
 from tests.kernels.gluon.gluon_in_torch import QUANTIZING, interpreted, launch
 
 needs_gluon = pytest.mark.skipif(not HAS_GLUON, reason="no Gluon that the kernels know")
@@ -105,19 +106,12 @@ def by_definition(case: Case, form: Format = E4M3, mla_heads: Callable[..., Any]
     return Found(tuple(one.detach() for one in outputs), *both, dk_rope)
 
 
-def assert_same(found: Found, expected: Found) -> None:
+def assert_all_same(found: Found, expected: Found) -> None:
     """Bit for bit."""
     for one, other in zip((*found.outputs, found.dk_rope_BSP), (*expected.outputs, expected.dk_rope_BSP), strict=True):
         assert torch.equal(one, other)
     for mine, other in zip((*found.q, *found.kv), (*expected.q, *expected.kv), strict=True):
-        assert_equal(mine, other)
-
-
-def assert_equal(mine: Quantized | None, other: Quantized | None) -> None:
-    assert mine is not None and other is not None
-    assert (mine.values.shape, mine.scales.shape, mine.block) == (other.values.shape, other.scales.shape, other.block)
-    assert torch.equal(mine.scales, other.scales)
-    assert torch.equal(mine.values.view(torch.uint8), other.values.view(torch.uint8))
+        assert_same(mine, other)
 
 
 @pytest.mark.often("heads first-e4m3")
@@ -125,7 +119,7 @@ def assert_equal(mine: Quantized | None, other: Quantized | None) -> None:
 @pytest.mark.parametrize("heads_first", [False, True], ids=["positions first", "heads first"])
 def test_gradients_are_those_of_16_bits_quantized(heads_first: bool, form: Format) -> None:
     case = case_of(heads_first=heads_first)
-    assert_same(handed_over(case, form), by_definition(case, form))
+    assert_all_same(handed_over(case, form), by_definition(case, form))
 
 
 @pytest.mark.slow
@@ -134,7 +128,7 @@ def test_gradients_are_those_of_16_bits_quantized(heads_first: bool, form: Forma
 )
 def test_a_tile_may_reach_over_rows_of_the_batch(batch: int, positions: int, heads: int, dtype: torch.dtype) -> None:
     case = case_of(batch, positions, heads, dtype=dtype, heads_first=True, rows_of_angles=batch)
-    assert_same(handed_over(case), by_definition(case))
+    assert_all_same(handed_over(case), by_definition(case))
 
 
 @pytest.mark.slow
@@ -191,7 +185,7 @@ def test_hoppers_kernel_gives_the_same(heads_first: bool, form: Format, monkeypa
     # Triton's interpreter cuts 32 bits off to 16 where chips round them.
     expected = by_definition(case, form, reference.mla_heads)
     for mine, other in zip((*found.q, *found.kv), (*expected.q, *expected.kv), strict=True):
-        assert_equal(mine, other)
+        assert_same(mine, other)
 
 
 @pytest.mark.slow
@@ -200,7 +194,7 @@ def test_what_hoppers_kernel_cannot_do_tritons_does(monkeypatch: pytest.MonkeyPa
     """Rows of the batch that are no multiple of 128, and 32 bits."""
     monkeypatch.setattr(latent_heads, "target_of", lambda device: "sm_90")
     for case in (case_of(2, 64), case_of(1, 128, dtype=torch.float32)):
-        assert_same(handed_over(case, launch=GLUON["gluon"]), by_definition(case))
+        assert_all_same(handed_over(case, launch=GLUON["gluon"]), by_definition(case))
 
 
 @pytest.mark.gpu
@@ -217,7 +211,7 @@ def test_a_gpu_gives_the_gradients_of_16_bits_quantized(
         case_of(1, 1024, 128, device, heads_first=heads_first),
     ):
         found, expected = handed_over(case, launch=launch), by_definition(case)
-        assert_same(found._replace(q=expected.q), expected)
+        assert_all_same(found._replace(q=expected.q), expected)
         for mine, other in zip(found.q, expected.q, strict=True):
             assert mine is not None and other is not None
             # Compilers may contract products and sums of a rotation in other ways.

@@ -14,24 +14,14 @@ from penstock.kernels.float8 import norm, operators
 from penstock.kernels.float8.launches import TRANSPOSING
 from penstock.kernels.float8.norm import RUN, norm_quantize_kernel
 from penstock.kernels.float8.quantize import WAVE_FACTOR
-from penstock.kernels.float8.quantized import Quantized
 from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, E4M3, E4M3_FNUZ, MXFP8, ROWWISE, Format, Recipe
 from penstock.kernels.float8.reference import quantize_rows
 from tests.closeness import assert_close
 from tests.kernels.ahead_of_time import TARGETS, compile_for
+from tests.kernels.float8.draw_quantized import assert_same
 from tests.kernels.parity import assert_parity
 
 EPSILON = 1e-5
-
-
-def assert_equal(found: Quantized | None, expected: Quantized | None) -> None:
-    """Bit for bit."""
-    assert (found is None) == (expected is None)
-    if found is not None and expected is not None:
-        assert found.block == expected.block
-        for mine, other in ((found.values, expected.values), (found.scales, expected.scales)):
-            assert mine.dtype == other.dtype and mine.shape == other.shape
-            assert torch.equal(*(one.flatten().contiguous().view(torch.uint8) for one in (mine, other)))
 
 
 def inputs(tokens: int, width: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -54,8 +44,8 @@ def test_both_copies_are_of_the_very_rows_that_come_out(
     normed_TD, sum_TD, found = norm.rms_norm(x_TD, residual_TD, weight_D, EPSILON, recipe, E4M3, columns=columns)
     assert torch.equal(normed_TD, expected_TD) and torch.equal(sum_TD, expected_sum_TD)
     expected = quantize_rows(expected_TD, recipe, E4M3, columns=recipe.columns if columns else None)
-    assert_equal(found.rows, expected.rows)
-    assert_equal(found.columns, expected.columns)
+    assert_same(found.rows, expected.rows)
+    assert_same(found.columns, expected.columns)
 
 
 @pytest.mark.parametrize("form", [E4M3, E4M3_FNUZ], ids=["ocp", "fnuz"])
@@ -68,8 +58,8 @@ def test_rows_are_not_written_in_16_bits_without_keep_plain(form: Format, device
         assert (carrier_TD.shape, carrier_TD.dtype) == (kept_TD.shape, kept_TD.dtype)
         assert carrier_TD.untyped_storage().nbytes() == 4
         assert torch.equal(same_TD, sum_TD) and (residual is not None or torch.equal(sum_TD, x_TD))
-        assert_equal(found.rows, expected.rows)
-        assert_equal(found.columns, expected.columns)
+        assert_same(found.rows, expected.rows)
+        assert_same(found.columns, expected.columns)
 
 
 @pytest.mark.parametrize("keep_plain", [True, False])
@@ -106,7 +96,7 @@ def test_rows_that_lie_apart_are_read_where_they_are(device: torch.device) -> No
     wide_TD[:, :160] = x_TD
     _, _, expected = norm.rms_norm(x_TD, None, weight_D, EPSILON, BLOCKWISE, E4M3, columns=True)
     _, _, found = norm.rms_norm(wide_TD[:, :160], None, weight_D, EPSILON, BLOCKWISE, E4M3, columns=True)
-    assert_equal(found.columns, expected.columns)
+    assert_same(found.columns, expected.columns)
 
 
 def test_a_norm_in_8_bits_has_parity_with_its_reference(device: torch.device) -> None:

@@ -18,7 +18,7 @@ from penstock.kernels.float8.swiglu import swiglu, swiglu_backward
 from penstock.kernels.reference import SWIGLU
 from penstock.kernels.tuning import target_of
 from tests.closeness import decibels
-from tests.kernels.float8.draw_quantized import without_tail
+from tests.kernels.float8.draw_quantized import assert_same, without_tail
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -53,17 +53,9 @@ def experts(width: int) -> tuple[Tensor, Tensor]:
     return x_RD, torch.tensor(COUNTS, device=DEVICE)
 
 
-def assert_equal(found: Quantized | None, expected: Quantized | None, rows: int | None = None) -> None:
-    """Bit for bit."""
-    assert found is not None and expected is not None
-    values, others = found.values[:rows].view(torch.uint8), expected.values[:rows].view(torch.uint8)
-    assert torch.equal(found.scales[:rows], expected.scales[:rows]), "scales"
-    assert torch.equal(values, others), f"{(values != others).float().mean().item():.1%} of the values differ"
-
-
 def assert_both_equal(found: RowColQuantized, expected: RowColQuantized) -> None:
-    assert_equal(found.rows, expected.rows)
-    assert_equal(found.columns, expected.columns)
+    assert_same(found.rows, expected.rows)
+    assert_same(found.columns, expected.columns)
 
 
 def assert_near(found: Quantized | None, expected: Quantized | None, rows: int | None = None) -> None:
@@ -82,7 +74,7 @@ def test_rows_and_columns_equal_the_definition(shape: tuple[int, int], recipe: R
 
 def test_rows_alone_equal_the_definition() -> None:
     x_RD = normal(400, 576)
-    assert_equal(quantize_rows(x_RD, BLOCKWISE, FORM).rows, reference.quantize_rows(x_RD, BLOCKWISE, FORM).rows)
+    assert_same(quantize_rows(x_RD, BLOCKWISE, FORM).rows, reference.quantize_rows(x_RD, BLOCKWISE, FORM).rows)
 
 
 def test_gradients_of_5_bits_of_exponent_equal_the_definition() -> None:
@@ -98,8 +90,8 @@ def test_rows_of_experts_equal_the_definition(recipe: Recipe) -> None:
         make(x_RD, recipe, FORM, columns=recipe.columns, counts_e=counts_e)
         for make in (quantize_rows, reference.quantize_rows)
     )
-    assert_equal(both.rows, expected.rows, sum(COUNTS))
-    assert_equal(without_tail(both.columns, counts_e), without_tail(expected.columns, counts_e))
+    assert_same(both.rows, expected.rows, sum(COUNTS))
+    assert_same(without_tail(both.columns, counts_e), without_tail(expected.columns, counts_e))
 
 
 @with_squares
@@ -111,7 +103,7 @@ def test_gathered_rows_equal_the_definition(in_8_bits: bool, recipe: Recipe) -> 
     found, expected = (
         make(source, counts_e, recipe, FORM, index_R) for make in (quantize_groups, reference.quantize_groups)
     )
-    assert_equal(without_tail(found, counts_e), without_tail(expected, counts_e))
+    assert_same(without_tail(found, counts_e), without_tail(expected, counts_e))
 
 
 @pytest.mark.parametrize(
@@ -120,8 +112,8 @@ def test_gathered_rows_equal_the_definition(in_8_bits: bool, recipe: Recipe) -> 
 def test_both_copies_of_a_weight_equal_the_definition(recipe: Recipe, shape: tuple[int, ...]) -> None:
     w_eFD = normal(*shape)
     found, expected = (make(w_eFD, recipe, FORM) for make in (quantize_weight, reference.quantize_weight))
-    assert_equal(found.forward, expected.forward)
-    assert_equal(found.backward, expected.backward)
+    assert_same(found.forward, expected.forward)
+    assert_same(found.backward, expected.backward)
 
 
 def test_a_stack_of_32_bits_is_filled_in_place() -> None:
@@ -129,8 +121,8 @@ def test_a_stack_of_32_bits_is_filled_in_place() -> None:
     copies = quantize_weight(torch.zeros_like(w_eFD), BLOCKWISE, FORM)
     expected = reference.quantize_weight(w_eFD, BLOCKWISE, FORM)
     assert quantize_weight(w_eFD, BLOCKWISE, FORM, copies) is copies
-    assert_equal(copies.forward, expected.forward)
-    assert_equal(copies.backward, expected.backward)
+    assert_same(copies.forward, expected.forward)
+    assert_same(copies.backward, expected.backward)
 
 
 @pytest.mark.parametrize("recipe", [TENSORWISE, ROWWISE], ids=lambda recipe: recipe.name)
@@ -144,7 +136,7 @@ def test_bytes_are_transposed() -> None:
     copies = reference.quantize_weight(normal(3, 256, 576), BLOCKWISE, FORM)
     into = Quantized(torch.zeros_like(copies.backward.values).contiguous(), copies.backward.scales, BLOCKWISE.weights)
     transpose_weight(Quantized(copies.forward.values.contiguous(), *copies.forward[1:]), into)
-    assert_equal(into, copies.backward)
+    assert_same(into, copies.backward)
 
 
 @with_squares
@@ -186,6 +178,6 @@ def test_rows_are_packed_and_opened_as_the_definition_does() -> None:
     x_TD = normal(300, 2048)
     packed, expected = (module.pack_rows(x_TD, BLOCKWISE, FORM) for module in (quantize, reference))
     views = [quantized.as_quantized(one, 2048, BLOCKWISE, FORM) for one in (packed, expected)]
-    assert_equal(*views)
+    assert_same(*views)
     opened = [one.unpack_rows(expected, 2048, BLOCKWISE, FORM, torch.bfloat16) for one in (quantize, reference)]
     assert torch.equal(*opened)

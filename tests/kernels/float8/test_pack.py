@@ -8,11 +8,12 @@ from torch import Tensor
 
 from penstock.kernels.float8 import quantize, quantize_kernels, quantized, reference
 from penstock.kernels.float8.operators import REFERENCE
-from penstock.kernels.float8.quantized import Quantized, as_quantized, row_bytes
+from penstock.kernels.float8.quantized import as_quantized, row_bytes
 from penstock.kernels.float8.recipes import BLOCKWISE, E4M3, E4M3_FNUZ, E5M2, E5M2_FNUZ, MXFP8, ROWWISE, Format, Recipe
 from penstock.kernels.float8.reference import dequantize
 from tests.closeness import assert_equal
 from tests.kernels.ahead_of_time import TARGETS, compile_for
+from tests.kernels.float8.draw_quantized import assert_same
 
 FORMS = (E4M3, E5M2, E4M3_FNUZ, E5M2_FNUZ)
 RECIPES = (BLOCKWISE, MXFP8)
@@ -29,12 +30,6 @@ def _hostile(rows: int, width: int, dtype: torch.dtype, device: torch.device) ->
     return x_TD.to(device, dtype)
 
 
-def _assert_same(one: Quantized, other: Quantized) -> None:
-    """Bit for bit, but that one NaN is like another."""
-    for mine, theirs in zip(one[:2], other[:2], strict=True):
-        assert_equal(mine.float(), theirs.float())
-
-
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: str(form.dtype))
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 @pytest.mark.parametrize(("width", "dtype"), [(256, torch.bfloat16), (200, torch.float32), (8, torch.bfloat16)])
@@ -45,8 +40,8 @@ def test_one_kernel_gives_the_bits_that_the_definition_gives(
     packed, expected = quantize.pack_rows(x_TD, recipe, form), reference.pack_rows(x_TD, recipe, form)
     assert packed.shape == expected.shape == (9, row_bytes(width, recipe))
     found = as_quantized(packed, width, recipe, form)
-    _assert_same(found, as_quantized(expected, width, recipe, form))
-    _assert_same(found, REFERENCE.quantize_rows(x_TD, recipe, form).rows)
+    assert_same(found, as_quantized(expected, width, recipe, form))
+    assert_same(found, REFERENCE.quantize_rows(x_TD, recipe, form).rows)
     opened_TD = quantize.unpack_rows(packed, width, recipe, form, dtype)
     wanted_TD = dequantize(found).to(dtype)
     assert_equal(opened_TD, wanted_TD)

@@ -39,7 +39,7 @@ from penstock.kernels.float8.recipes import (
 )
 from tests.examples import examples
 from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_for
-from tests.kernels.float8.draw_quantized import without_tail
+from tests.kernels.float8.draw_quantized import assert_same, without_tail
 
 # Infinity times zero, in the interpreter's own arithmetic.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")
@@ -51,18 +51,6 @@ every_recipe_and_form = pytest.mark.parametrize(
     [(recipe, E4M3) for recipe in RECIPES] + [(BLOCKWISE, form) for form in (E5M2, E4M3_FNUZ, E5M2_FNUZ)],
     ids=[recipe.name for recipe in RECIPES] + ["e5m2", "e4m3fnuz", "e5m2fnuz"],
 )
-
-
-def assert_equal(found: Quantized | None, expected: Quantized | None) -> None:
-    """Bit for bit; a NaN may have either sign."""
-    assert found is not None and expected is not None
-    assert found.block == expected.block
-    for mine, other in ((found.values, expected.values), (found.scales, expected.scales)):
-        assert (mine.dtype, mine.shape) == (other.dtype, other.shape)
-        mine, other = mine.contiguous(), other.contiguous()
-        assert torch.equal(mine.float().isnan(), other.float().isnan())
-        sane = ~mine.float().isnan()
-        assert torch.equal(mine[sane].view(torch.uint8), other[sane].view(torch.uint8))
 
 
 def assert_whole_rows_apart(copy: Quantized) -> None:
@@ -94,9 +82,9 @@ def test_rows_and_columns_of_odd_sizes_equal_the_definition(recipe: Recipe, form
     x_RD = rows(130, 200, device)
     found, expected = both_copies(x_RD, recipe, form)
     for mine, other in zip(found, expected, strict=True):
-        assert_equal(mine, other)
+        assert_same(mine, other)
         assert_whole_rows_apart(mine)
-    assert_equal(quantize_rows(x_RD, recipe, form).rows, expected.rows)
+    assert_same(quantize_rows(x_RD, recipe, form).rows, expected.rows)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (33, 16)])
@@ -104,14 +92,14 @@ def test_rows_and_columns_of_odd_sizes_equal_the_definition(recipe: Recipe, form
 def test_rows_of_32_bits_and_other_sizes(recipe: Recipe, shape: tuple[int, int], device: torch.device) -> None:
     x_RD = rows(*shape, device, torch.float32)
     found, expected = both_copies(x_RD, recipe, E4M3)
-    assert_equal(found.rows, expected.rows)
-    assert_equal(found.columns, expected.columns)
+    assert_same(found.rows, expected.rows)
+    assert_same(found.columns, expected.columns)
 
 
 def test_rows_may_lie_apart_and_in_columns(device: torch.device) -> None:
     wide_RD = rows(20, 160, device)
     for x_RD in (wide_RD[:, 16:144], rows(128, 20, device).T):
-        assert_equal(quantize_rows(x_RD, BLOCKWISE, E4M3).rows, reference.quantize_rows(x_RD, BLOCKWISE, E4M3).rows)
+        assert_same(quantize_rows(x_RD, BLOCKWISE, E4M3).rows, reference.quantize_rows(x_RD, BLOCKWISE, E4M3).rows)
 
 
 def test_no_rows_give_no_rows(device: torch.device) -> None:
@@ -132,7 +120,7 @@ def test_scales_are_right_at_every_power_of_two(recipe: Recipe, form: Format, de
     x_RD = x_R[:, None] * torch.tensor([1.0, -0.37, 0.0, 2.0**-9], device=device)
     if recipe is TENSORWISE:
         x_RD = x_RD[:1]
-    assert_equal(quantize_rows(x_RD, recipe, form).rows, reference.quantize_rows(x_RD, recipe, form).rows)
+    assert_same(quantize_rows(x_RD, recipe, form).rows, reference.quantize_rows(x_RD, recipe, form).rows)
 
 
 @every_recipe_and_form
@@ -146,8 +134,8 @@ def test_what_is_not_finite_zero_or_tiny_equals_the_definition(
     x_RD[3], x_RD[4], x_RD[5], x_RD[6] = 0.0, -0.0, 2.0**-140, -(2.0**-126)
     x_RD[7], x_RD[8, 8] = 1e37, 3e38
     found, expected = both_copies(x_RD, recipe, form)
-    assert_equal(found.rows, expected.rows)
-    assert_equal(found.columns, expected.columns)
+    assert_same(found.rows, expected.rows)
+    assert_same(found.columns, expected.columns)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -155,7 +143,7 @@ def test_one_bad_number_is_seen_in_the_scale_of_the_whole(value: float, device: 
     x_RD = torch.randn(40, 200, device=device)
     x_RD[33, 150] = value
     found, expected = (module(x_RD, TENSORWISE, E4M3) for module in (quantize_rows, reference.quantize_rows))
-    assert_equal(found.rows, expected.rows)
+    assert_same(found.rows, expected.rows)
     assert not found.rows.scales.isfinite().any()
 
 
@@ -176,8 +164,8 @@ def test_weights_equal_the_definition_and_are_filled_in_place(
     filled = quantize_weight(w_eFD, recipe, E4M3, into=copies)
     assert filled is copies and [tensor.data_ptr() for copy in filled for tensor in copy[:2]] == memory
     for mine, fresh, other in zip(filled, quantize_weight(w_eFD, recipe, E4M3), expected, strict=True):
-        assert_equal(mine, other)
-        assert_equal(fresh, other)
+        assert_same(mine, other)
+        assert_same(fresh, other)
         assert_whole_rows_apart(fresh)
 
 
@@ -189,7 +177,7 @@ def test_copies_that_lie_otherwise_are_filled_too(device: torch.device) -> None:
     )
     quantize_weight(w_eFD, BLOCKWISE, E4M3, into=copies)
     for mine, other in zip(copies, expected, strict=True):
-        assert_equal(mine, other)
+        assert_same(mine, other)
 
 
 @pytest.mark.parametrize(
@@ -204,15 +192,15 @@ def test_experts_rows_are_aligned_and_what_is_between_them_is_zero(
     x_RD = rows(140, 40, device)
     x_RD[sum(counts) :] = math.nan
     expected = without_tail(reference.quantize_groups(x_RD, counts_e, recipe, E5M2), counts_e)
-    assert_equal(without_tail(quantize_groups(x_RD, counts_e.int(), recipe, E5M2), counts_e), expected)
+    assert_same(without_tail(quantize_groups(x_RD, counts_e.int(), recipe, E5M2), counts_e), expected)
     both = quantize_rows(x_RD, recipe, E5M2, columns=recipe.columns, counts_e=counts_e)
-    assert_equal(without_tail(both.columns, counts_e), expected)
+    assert_same(without_tail(both.columns, counts_e), expected)
     if used := sum(counts):
         alone = reference.quantize_rows(x_RD[:used], recipe, E5M2).rows
         scales = both.rows.scales if recipe is TENSORWISE else both.rows.scales[:used]
-        assert_equal(Quantized(both.rows.values[:used], scales, recipe.rows), alone)
+        assert_same(Quantized(both.rows.values[:used], scales, recipe.rows), alone)
         whole = quantize_rows(x_RD, recipe, E5M2, counts_e=counts_e).rows
-        assert_equal(Quantized(whole.values[:used], scales, recipe.rows), alone)
+        assert_same(Quantized(whole.values[:used], scales, recipe.rows), alone)
 
 
 @every_recipe
@@ -224,16 +212,16 @@ def test_rows_in_8_bits_are_gathered_and_quantized_again(recipe: Recipe, device:
     travelled = Quantized(source.values, source.scales.contiguous(), source.block)
     expected = without_tail(reference.quantize_groups(travelled, counts_e, recipe, E4M3, index_R), counts_e)
     for one in (source, travelled):
-        assert_equal(without_tail(quantize_groups(one, counts_e, recipe, E4M3, index_R), counts_e), expected)
+        assert_same(without_tail(quantize_groups(one, counts_e, recipe, E4M3, index_R), counts_e), expected)
 
 
 def test_gradients_are_transposed_by_blocks_of_rows(device: torch.device) -> None:
     dy_RD, counts_e = rows(60, 40, device), torch.tensor([50, 0, 10], device=device)
     given, block = (BLOCKWISE_SQUARE, E5M2), BLOCKWISE_SQUARE.rows
     expected = without_tail(reference.quantize_groups(dy_RD, counts_e, *given, block=block), counts_e)
-    assert_equal(without_tail(quantize_groups(dy_RD, counts_e, *given, block=block), counts_e), expected)
+    assert_same(without_tail(quantize_groups(dy_RD, counts_e, *given, block=block), counts_e), expected)
     both = quantize_rows(dy_RD, *given, columns=block, counts_e=counts_e)
-    assert_equal(without_tail(both.columns, counts_e), expected)
+    assert_same(without_tail(both.columns, counts_e), expected)
 
 
 def test_bad_numbers_in_8_bits_and_scales_are_seen_again(device: torch.device) -> None:
@@ -243,7 +231,7 @@ def test_bad_numbers_in_8_bits_and_scales_are_seen_again(device: torch.device) -
     for recipe in RECIPES:
         source = reference.quantize_rows(x_RD[:, 100:180], recipe, E4M3).rows
         expected = without_tail(reference.quantize_groups(source, counts_e, recipe, E4M3), counts_e)
-        assert_equal(without_tail(quantize_groups(source, counts_e, recipe, E4M3), counts_e), expected)
+        assert_same(without_tail(quantize_groups(source, counts_e, recipe, E4M3), counts_e), expected)
 
 
 @examples(25)

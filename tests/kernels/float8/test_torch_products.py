@@ -55,12 +55,12 @@ def test_a_rehearsed_product_with_a_place_is_one_product_and_no_copy(recipe: Rec
     a, b = without_memory(draw_rows(52, 512, recipe, CPU)), without_memory(draw_weight(recipe, CPU, 384, 512))
     out, works = torch.empty(52, 384, dtype=torch.bfloat16, device="meta"), []
     for given in (None, out):
-        ledger = MemoryTracker()
-        tape = OpRecorder(ledger=ledger)
+        tracker = MemoryTracker()
+        tape = OpRecorder(tracker=tracker)
         with tape:
             torch_products.multiply(a, b, torch.bfloat16, out=given)
         works.append([one for one in tape.cut() if one.name == "_scaled_mm_v2" or one.name.startswith("copy")])
-        passing = ledger.mark("product").passing
+        passing = tracker.mark("product").passing
     assert [one.name for one in works[0]] == ["_scaled_mm_v2"] and works[1] == works[0]
     assert passing < out.nbytes, "no tensor of the result's size besides"
 

@@ -21,7 +21,7 @@ from penstock.kernels.gluon import float8_launches
 from penstock.kernels.gluon.support import HAS_GLUON
 from penstock.kernels.tuning import target_of
 from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_for
-from tests.kernels.float8.draw_quantized import without_tail
+from tests.kernels.float8.draw_quantized import assert_same, without_tail
 from tests.kernels.gluon.gluon_in_torch import QUANTIZING, interpreted, launch
 
 pytestmark = pytest.mark.skipif(not HAS_GLUON, reason="no Gluon that the kernels know")
@@ -63,16 +63,6 @@ def rows(count: int, width: int, device: torch.device) -> Tensor:
     return (torch.randn(count, width, device=device) * torch.randn(count, 1, device=device).mul(4).exp()).bfloat16()
 
 
-def assert_equal(found: Quantized | None, expected: Quantized | None, used: int | None = None) -> None:
-    """Bit for bit; a NaN may have either sign."""
-    assert found is not None and expected is not None
-    for mine, other in ((found.values, expected.values), (found.scales, expected.scales)):
-        assert (mine.dtype, mine.shape) == (other.dtype, other.shape)
-        mine, other = mine[:used].float(), other[:used].float()
-        assert torch.equal(mine.isnan(), other.isnan())
-        assert torch.equal(mine[~mine.isnan()], other[~mine.isnan()])
-
-
 @pytest.mark.often("counts2-e4m3-blockwise", "counts1-e5m2-blockwise-square", "None-e4m3-blockwise-square")
 @every_recipe
 @pytest.mark.parametrize("form", [E4M3, E5M2], ids=lambda form: form.name)
@@ -86,8 +76,8 @@ def test_rows_in_16_bits_give_both_copies(
     how = {"columns": recipe.columns, "counts_e": None if counts is None else torch.tensor(counts)}
     found = quantize_rows(x_RD, recipe, form, **how, launch=GLUON)
     expected = reference.quantize_rows(x_RD, recipe, form, **how)
-    assert_equal(found.rows, expected.rows)
-    assert_equal(without_tail(found.columns, how["counts_e"]), without_tail(expected.columns, how["counts_e"]))
+    assert_same(found.rows, expected.rows)
+    assert_same(without_tail(found.columns, how["counts_e"]), without_tail(expected.columns, how["counts_e"]))
     assert launched == [(2, expected.columns.values.shape[1] // 128)]
 
 
@@ -106,7 +96,7 @@ def test_gathered_rows_give_the_transposed_copy(
     index_R = torch.randint(0, 40, (45,)) if is_gathered else None
     how = {"counts_e": torch.tensor([7, 0, 33]), "recipe": recipe, "form": E4M3, "index_R": index_R}
     copies = quantize_groups(source, **how, launch=GLUON), reference.quantize_groups(source, **how)
-    assert_equal(*(without_tail(copy, how["counts_e"]) for copy in copies))
+    assert_same(*(without_tail(copy, how["counts_e"]) for copy in copies))
     assert len(launched) == 1
 
 
@@ -116,9 +106,9 @@ def test_what_the_kernel_cannot_do_triton_does(launched: list[tuple[int, ...]]) 
     for x_RD in (wide[:130], wide[:, :144].contiguous(), wide.float()):
         found = quantize_rows(x_RD, BLOCKWISE, E4M3, columns=BLOCKWISE.columns, launch=GLUON)
         expected = reference.quantize_rows(x_RD, BLOCKWISE, E4M3, columns=BLOCKWISE.columns)
-        assert_equal(found.columns, expected.columns)
+        assert_same(found.columns, expected.columns)
     weight = quantize.quantize_weight(wide, BLOCKWISE_SQUARE, E4M3, launch=GLUON)
-    assert_equal(weight.forward, reference.quantize_weight(wide, BLOCKWISE_SQUARE, E4M3).forward)
+    assert_same(weight.forward, reference.quantize_weight(wide, BLOCKWISE_SQUARE, E4M3).forward)
     assert not launched
 
 
@@ -152,13 +142,13 @@ def test_a_hopper_gives_the_copies_of_the_definition(
         how = {"columns": recipe.columns, "counts_e": counts_e}
         found = quantize_rows(x_RD, recipe, form, **how, launch=launch)
         expected = reference.quantize_rows(x_RD, recipe, form, **how)
-        assert_equal(found.rows, expected.rows, used)
-        assert_equal(without_tail(found.columns, counts_e), without_tail(expected.columns, counts_e))
+        assert_same(found.rows, expected.rows, used)
+        assert_same(without_tail(found.columns, counts_e), without_tail(expected.columns, counts_e))
     source = reference.quantize_rows(rows(512, 1408, device), recipe, E4M3).rows
     how = {"counts_e": counts_e, "index_R": torch.randint(0, 512, (used + 9,), device=device)}
     found_columns = quantize_groups(source, recipe=recipe, form=E4M3, **how, launch=launch)
     expected_columns = reference.quantize_groups(source, recipe=recipe, form=E4M3, **how)
-    assert_equal(without_tail(found_columns, counts_e), without_tail(expected_columns, counts_e))
+    assert_same(without_tail(found_columns, counts_e), without_tail(expected_columns, counts_e))
 
 
 def compiled(launch: TileLaunch, *, eight: bool, square: bool, travelled: bool = False) -> Compiled:
