@@ -171,10 +171,8 @@ def test_our_kernels_equal_the_definitions(recipe: Recipe, options: dict[str, An
 
 
 @pytest.mark.parametrize("operators", OPERATORS.values(), ids=OPERATORS)
-def test_what_is_recomputed_from_rows_that_travelled_has_the_same_bits(
-    operators: Float8Operators, device: torch.device
-) -> None:
-    """Rows in 8 bits are as good as our own; nobody reads those in 16; and the first product can run again."""
+def test_recomputation_from_packed_rows_has_the_same_bits(operators: Float8Operators, device: torch.device) -> None:
+    """Rows in 8 bits replace our own, those in 16 bits are not read, and the first product can run again."""
     batch, float8 = draw("dropped slots", device), rule_of(operators, BLOCKWISE, device)
     own = run(batch, expert_ffn, float8=float8, places_TK=batch.order.places_TK)
     options = {"quantized": quantized_apart(batch.x_TD, float8), "recompute": True}
@@ -302,7 +300,7 @@ def test_weight_gradients_can_be_put_off(with_sums: bool, device: torch.device) 
 
     y_RD = expert_ffn(x_TD, *matrices, *batch.rest, float8=float8, accumulate_into=sums, put_off=put_off)
     y_RD.backward(torch.randn(y_RD.shape, generator=torch.Generator().manual_seed(1)).to(y_RD))
-    assert x_TD.grad is not None and torch.equal(x_TD.grad, at_once[1]), "the rows' gradient waits for nobody"
+    assert x_TD.grad is not None and torch.equal(x_TD.grad, at_once[1]), "the rows' gradient does not wait"
     assert matrices[0].grad is None and len(work) == 2
     for task in work:
         task()
@@ -310,9 +308,9 @@ def test_weight_gradients_can_be_put_off(with_sums: bool, device: torch.device) 
     assert all(decibels(mine, right.float()) > 40 for mine, right in zip(found, at_once[2:4], strict=True))
 
 
-def test_what_needs_no_gradient_is_not_worked_out(device: torch.device) -> None:
+def test_gradients_that_are_not_needed_are_not_computed(device: torch.device) -> None:
     def refuse(*_: Any, **__: Any) -> Tensor:
-        pytest.fail("a gradient was made that nobody wants")
+        pytest.fail("a gradient was made that is not needed")
 
     batch = draw("two experts a token", device)
     float8 = rule_of(replace(REFERENCE, multiply_columns=refuse), BLOCKWISE, device)

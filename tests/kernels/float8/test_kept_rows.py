@@ -189,7 +189,7 @@ def test_the_activation_and_its_gradients_are_those_of_the_kept_rows(
     assert_same(without_tail(kept.d_gate_up_columns, counts_e), without_tail(own.d_gate_up_columns, counts_e))
     assert_same(without_tail(kept.h_columns, counts_e), without_tail(own.h_columns, counts_e))
     assert torch.equal(kept.dweights_R, own.dweights_R)
-    assert not kept.dweights_R[used:].any(), "nobody has these weights"
+    assert not kept.dweights_R[used:].any(), "these weights belong to no expert"
     if rule.limit is not None:
         assert torch.equal(kept.plain_d_gate_up_RF[:used], own.plain_d_gate_up_RF[:used])
 
@@ -289,7 +289,7 @@ def test_experts_that_share_an_arena_give_what_they_give_alone(
 
 
 @pytest.mark.slow
-def test_what_finds_no_room_is_counted_and_found_the_next_time(device: torch.device) -> None:
+def test_rows_beyond_the_capacity_are_counted_and_stored_the_next_time(device: torch.device) -> None:
     layers = Layers((0.9, 1.0, 0.8), device)
     arena = arena_of(layers.count, bound=1.0).to(device)
     layers.run(arena)
@@ -301,7 +301,7 @@ def test_what_finds_no_room_is_counted_and_found_the_next_time(device: torch.dev
 
 
 @pytest.mark.slow
-def test_what_is_recomputed_takes_no_room(device: torch.device) -> None:
+def test_recomputed_rows_take_no_memory(device: torch.device) -> None:
     layers = Layers((0.9, 0.2), device)
     arena = arena_of(layers.count, bound=1.0).to(device)
     found, expected = layers.run(arena, recompute=True), layers.run(None)

@@ -132,7 +132,7 @@ def test_a_tile_may_reach_over_rows_of_the_batch(batch: int, positions: int, hea
 
 
 @pytest.mark.slow
-def test_a_gradient_that_nobody_took_is_replaced_by_the_next() -> None:
+def test_a_gradient_that_was_not_taken_is_replaced_by_the_next() -> None:
     channel, first, second = GradientSideChannel(), *(by_definition(case_of()).q for _ in range(2))
     channel.put(first)
     channel.put(second)
@@ -144,7 +144,7 @@ def test_a_carrier_has_one_number_of_memory() -> None:
     assert (found.shape, found.dtype, found.untyped_storage().nbytes()) == ((3, 4), torch.bfloat16, 2)
 
 
-def test_what_does_not_fill_tiles_stays_in_16_bits() -> None:
+def test_gradients_that_do_not_fill_tiles_stay_in_16_bits() -> None:
     for recipe in (BLOCKWISE, BLOCKWISE_SQUARE):
         assert latent_heads_obstacle(recipe, 16, 128, 64, 128) is None
     for recipe in (MXFP8, ROWWISE):
@@ -190,7 +190,7 @@ def test_hoppers_kernel_gives_the_same(heads_first: bool, form: Format, monkeypa
 
 @pytest.mark.slow
 @needs_gluon
-def test_what_hoppers_kernel_cannot_do_tritons_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_replaces_hoppers_kernel_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of the batch that are no multiple of 128, and 32 bits."""
     monkeypatch.setattr(latent_heads, "target_of", lambda device: "sm_90")
     for case in (case_of(2, 64), case_of(1, 128, dtype=torch.float32)):

@@ -124,7 +124,7 @@ def test_scales_are_right_at_every_power_of_two(recipe: Recipe, form: Format, de
 
 
 @every_recipe_and_form
-def test_what_is_not_finite_zero_or_tiny_equals_the_definition(
+def test_nan_infinity_zero_and_tiny_numbers_equal_the_definition(
     recipe: Recipe, form: Format, device: torch.device
 ) -> None:
     skip_unless_known(form, device)
@@ -185,7 +185,7 @@ def test_copies_that_lie_otherwise_are_filled_too(device: torch.device) -> None:
     [(recipe, [5, 0, 130, 1]) for recipe in RECIPES] + [(BLOCKWISE, [0, 0]), (BLOCKWISE, [140]), (MXFP8, [128, 0])],
     ids=lambda value: value.name if isinstance(value, Recipe) else str(value),
 )
-def test_experts_rows_are_aligned_and_what_is_between_them_is_zero(
+def test_experts_rows_are_aligned_and_padded_with_zeros(
     recipe: Recipe, counts: list[int], device: torch.device
 ) -> None:
     counts_e = torch.tensor(counts, device=device)

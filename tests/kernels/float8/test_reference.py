@@ -72,7 +72,7 @@ def test_outliers_make_no_nan_and_stay_themselves(recipe: Recipe, form: Format) 
 @every_form
 @every_recipe
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_stays_visible_in_its_block(value: float, recipe: Recipe, form: Format) -> None:
+def test_nan_and_infinity_stay_visible_in_their_block(value: float, recipe: Recipe, form: Format) -> None:
     x_RD = torch.randn(4, 256)
     x_RD[2, 40] = value
     found = dequantize(quantize_rows(x_RD, recipe, form).rows)

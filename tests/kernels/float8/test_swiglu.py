@@ -134,7 +134,9 @@ def test_places_without_rows_are_zero_in_transposed_copies(device: torch.device)
         is_row_R[first : first + count] = True
     for copy in (found.d_gate_up_columns, found.h_columns):
         assert not without_tail(copy, counts_e).values.float().cpu()[:, ~is_row_R].any()
-    assert found.dweights_R is not None and not found.dweights_R[sum(COUNTS) :].any(), "nobody has these weights"
+    assert found.dweights_R is not None and not found.dweights_R[sum(COUNTS) :].any(), (
+        "these weights belong to no expert"
+    )
 
 
 def test_one_number_that_is_none_is_seen_in_its_square(device: torch.device) -> None:

@@ -15,9 +15,7 @@ from tests.kernels.ahead_of_time import TARGETS, Target, compile_for
 
 
 @pytest.mark.parametrize("shape", [(144, 48), (3, 16, 272)])
-def test_what_is_transposed_equals_what_quantizing_the_transposed_weight_gives(
-    shape: tuple[int, ...], device: torch.device
-) -> None:
+def test_transposed_bytes_equal_the_quantized_transpose(shape: tuple[int, ...], device: torch.device) -> None:
     copies = reference.quantize_weight(torch.randn(shape, device=device), BLOCKWISE, E4M3)
     memory = torch.full_like(copies.backward.values.view(torch.uint8), 7, memory_format=torch.contiguous_format)
     transpose_weight(copies.forward, Quantized(memory.view(E4M3.dtype), copies.backward.scales, BLOCKWISE.weights))

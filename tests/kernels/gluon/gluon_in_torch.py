@@ -1,14 +1,13 @@
-"""Run a kernel written in Gluon on a CPU, by torch: Triton's interpreter knows no Gluon.
+"""Run a kernel written in Gluon on a CPU, by torch, because Triton's interpreter knows no Gluon.
 
-`interpreted(*modules)` executes the sources of modules again, where `triton` and its languages are what stands here,
-and gives them back; `launch` runs a kernel of one of them. Layouts mean nothing then, and pointers are a tensor's
-memory and places in it. Assembly is read, instruction by instruction, by PTX's own definitions: what is approximated
-there is computed.
+`interpreted(*modules)` executes the sources of modules again with this module's stand-ins for Triton and its languages,
+and returns them; `launch` runs a kernel of one of them. Layouts are ignored, and pointers are a tensor's memory with
+places in it. Inline assembly is interpreted instruction by instruction, by PTX's definitions, without approximations.
 
     module = interpreted(*QUANTIZING)[-1]
     launch(module.some_kernel, (3,), x, 16, LARGEST=448.0)
 
-Loads and stores outside of a tensor, and a mask that is missing, are mistakes here.
+Loads and stores outside of a tensor, and missing masks, are errors.
 """
 
 import re

@@ -118,7 +118,7 @@ def test_rows_that_are_gathered_are_copied_first(cpu_as_hopper: list[Mapping[str
     assert len(cpu_as_hopper) == 1
 
 
-def test_where_nobody_reads_the_tail_only_its_last_row_is_set_to_zero(cpu_as_hopper: list[Mapping[str, Any]]) -> None:
+def test_with_only_last_the_last_row_of_the_tail_is_set_to_zero(cpu_as_hopper: list[Mapping[str, Any]]) -> None:
     counts = [130, 3]
     dy_RF, w_eFD, counts_e = draw(counts, 1032, 16, torch.device("cpu"), True)
     tiles, launch = tile_table(counts_e, len(dy_RF)), replace(SMALL, block_columns=256)
@@ -131,7 +131,7 @@ def test_where_nobody_reads_the_tail_only_its_last_row_is_set_to_zero(cpu_as_hop
     assert [launched["ONLY_LAST"] for launched in cpu_as_hopper] == [False, True]
 
 
-def test_what_the_kernel_cannot_do_is_said_and_done_in_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_obstacles_are_named_and_triton_replaces_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     x_RD, index_R = torch.zeros(4, 16, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int32)
     assert obstacle(x_RD, x_RD, RING, "sm_90", index=index_R) is None
     assert "sm_100" in str(obstacle(x_RD, x_RD, RING, "sm_100"))

@@ -58,7 +58,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Mapping[str, Any]]:
 
 
 def spoil(x: Tensor, scales: Tensor) -> None:
-    """What nobody wrote may be anything."""
+    """Fill memory that was not written with garbage."""
     x.view(torch.uint8).fill_(0x7F)
     scales.fill_(float("nan"))
 
@@ -116,7 +116,7 @@ def test_rows_that_are_kept_are_written_from_the_first_one_on_and_nowhere_else(
     assert all(found["ONLY_LAST"] is False for found in launched)
 
 
-def test_where_nobody_reads_the_tail_only_its_last_row_is_set_to_zero(launched: list[Mapping[str, Any]]) -> None:
+def test_with_only_last_the_last_row_of_the_tail_is_set_to_zero(launched: list[Mapping[str, Any]]) -> None:
     counts, launch = [130, 3], CANDIDATES["sm_90"]["rows"]["gluon_three"]
     x, w = draw_rows(sum(counts) + TAIL, DEPTH, BLOCKWISE, CPU), draw_weight(BLOCKWISE, CPU, len(counts), WIDTH, DEPTH)
     tiles = replace(tile_table(torch.tensor(counts), len(x.values)), only_last=True)

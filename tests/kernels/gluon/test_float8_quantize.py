@@ -100,7 +100,7 @@ def test_gathered_rows_give_the_transposed_copy(
     assert len(launched) == 1
 
 
-def test_what_the_kernel_cannot_do_triton_does(launched: list[tuple[int, ...]]) -> None:
+def test_triton_replaces_the_kernel_where_it_cannot_run(launched: list[tuple[int, ...]]) -> None:
     """An odd number of rows, an odd width, 32 bits; a weight, which is squares by rows too."""
     wide = rows(256, 256, CPU)
     for x_RD in (wide[:130], wide[:, :144].contiguous(), wide.float()):

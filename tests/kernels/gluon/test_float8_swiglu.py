@@ -143,7 +143,7 @@ def test_nothing_is_read_or_written_behind_the_last_row(in_torch: ModuleType) ->
 
 @pytest.mark.often("blockwise-square")
 @pytest.mark.parametrize("recipe", [BLOCKWISE, BLOCKWISE_SQUARE], ids=lambda recipe: recipe.name)
-def test_what_is_not_finite_is_seen_in_its_row_and_its_block_of_columns(recipe: Recipe, in_torch: ModuleType) -> None:
+def test_nan_and_infinity_are_visible_in_their_row_and_block_of_columns(recipe: Recipe, in_torch: ModuleType) -> None:
     gate_up_RF, weights_R, dh_RF, counts_e = draw((20,), 128, torch.device("cpu"))
     dh_RF[7, 3], dh_RF[12, 100], gate_up_RF[5, 50] = math.nan, math.inf, math.nan
     given = (gate_up_RF, weights_R, dh_RF, counts_e, SWIGLU, recipe, E4M3, E4M3)
@@ -166,7 +166,7 @@ def test_what_is_not_finite_is_seen_in_its_row_and_its_block_of_columns(recipe: 
 
 
 @pytest.mark.slow
-def test_what_the_kernel_cannot_do_triton_does(device: torch.device) -> None:
+def test_triton_replaces_the_kernel_where_it_cannot_run(device: torch.device) -> None:
     """Another recipe, another dtype; here also another chip."""
     gate_up_RF, weights_R, dh_RF, counts_e = draw((30,), 128, device)
     for dtype, recipe in ((torch.bfloat16, MXFP8), (torch.float32, BLOCKWISE)):

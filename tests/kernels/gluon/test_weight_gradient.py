@@ -126,7 +126,7 @@ def test_rows_that_are_gathered_are_copied_first(cpu_as_hopper: list[Mapping[str
     assert len(cpu_as_hopper) == 1
 
 
-def test_what_the_kernel_cannot_do_is_said_and_done_in_triton() -> None:
+def test_obstacles_are_named_and_triton_replaces_the_kernel() -> None:
     dy_RF, index_R = torch.zeros(4, 16, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int32)
     assert obstacle(dy_RF, None, "sm_90") is None
     assert "sm_100" in str(obstacle(dy_RF, None, "sm_100"))
@@ -136,7 +136,7 @@ def test_what_the_kernel_cannot_do_is_said_and_done_in_triton() -> None:
     assert in_triton(in_triton(RING)) == in_triton(RING)
 
 
-def test_hopper_multiplies_through_a_ring_what_is_not_gathered_while_it_is_loaded_and_no_other_chip_does() -> None:
+def test_only_hopper_takes_rings_for_all_products_but_gathered_rows() -> None:
     taken = {
         (target, product)
         for target, products in GROUPED_GEMM.items()

@@ -1,11 +1,11 @@
-"""Run a kernel of Hopper's whose warps have trades of their own on a CPU: what `gluon_in_torch` lacks for that.
+"""Run a warp-specialized Hopper kernel on a CPU: the parts of Gluon that `gluon_in_torch` lacks.
 
-    launched = launched_on_cpu(monkeypatch, hopper_weight_gradient, "weight_gradient_kernel")
+    launched = launched_on_cpu(monkeypatch, grouped_gemm, "weight_gradient_kernel")
 
-Each partition of a program is a thread. What the hardware does behind a program's back is done as late as it may be:
-products when they are waited for, copies out of shared memory too, and those of threads when their barrier is told. So
-memory that is given away too early shows in the result: who has given it away lets all others go on as far as they
-can. Threads that wait for each other are a mistake, and end.
+Each partition of a program is a thread. Asynchronous operations finish as late as allowed: products when they are
+waited for, copies out of shared memory too, and copies of threads when they arrive at their barrier. A thread that
+frees memory lets all others run as far as they can, so memory that is freed too early changes the result. A deadlock is
+an error.
 """
 
 import threading
@@ -57,7 +57,7 @@ class Memory(Shared):
 
 @dataclass(eq=False)
 class Barrier:
-    """So many arrivals and all expected bytes end a phase; who waits for a parity goes on once that phase is over."""
+    """A phase ends after all arrivals and all expected bytes; a wait for a parity returns once that phase is over."""
 
     arrivals: int
     pending: int
@@ -235,7 +235,7 @@ def warp_specialize(parts: Sequence[tuple[Callable[..., None], tuple[Any, ...]]]
         MINE.number, MINE.copies, MINE.loads, MINE.products = number, [], [], []
         part(*arguments)
         assert not MINE.copies, "the program ends before its memory has been read"
-        assert not MINE.loads and not MINE.products, "something is begun that nobody waits for"
+        assert not MINE.loads and not MINE.products, "an operation is started that is never waited for"
 
     def tell_others(number: int, done: Future[None]) -> None:
         with TURN:
