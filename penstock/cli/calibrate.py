@@ -23,12 +23,7 @@ from penstock.base.errors import DeviceError
 from penstock.cli.main import main
 from penstock.cli.output import Force, check_output, print_next, print_table
 from penstock.kernels.device_facts import device_facts
-from penstock.parallel.launch.environment import (
-    Environment,
-    facts_of_machine,
-    prepare_environment,
-    read_environment,
-)
+from penstock.parallel.launch.environment import Environment, facts_of_machine, prepare_environment, read_environment
 from penstock.parallel.launch.host import gpu_vendor
 from penstock.parallel.launch.local import MOST_PROCESSES, LocalLaunch, run_processes
 from penstock.parallel.launch.process import choose_device, device_name, prepare_process

@@ -110,10 +110,7 @@ def diff(
 
 
 @app.command()
-def validate(
-    file: Target,
-    overrides: Overrides = None,
-) -> None:
+def validate(file: Target, overrides: Overrides = None) -> None:
     """Check a file, and say whether it could be trained."""
     run = load_run(file, overrides or ())
     warn_of_unfilled(run)

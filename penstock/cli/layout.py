@@ -172,10 +172,7 @@ def _stage_text(stage: Stage) -> str:
 def _parameters(run: Run, grid: Grid, rank: int, stages: dict[int, Stage]) -> tuple[int, int]:
     """Parameters of a rank outside and inside routed experts, counted on its meta model."""
     axes = Axes(
-        grid=grid,
-        rank=rank,
-        tensor=_axis(grid, rank, "tensor"),
-        expert=_axis(grid, rank, "expert", "expert_tensor"),
+        grid=grid, rank=rank, tensor=_axis(grid, rank, "tensor"), expert=_axis(grid, rank, "expert", "expert_tensor")
     )
     decoders = meta_stages(run, LayerContext(axes=axes), stages)
     # Two stages of a rank share their embedding.

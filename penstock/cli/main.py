@@ -69,8 +69,7 @@ app = typer.Typer(cls=on_one_screen(group_of(*VERBS)), rich_markup_mode=None, ad
 
 @app.callback(invoke_without_command=True)
 def penstock(
-    context: typer.Context,
-    show_version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    context: typer.Context, show_version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
 ) -> None:
     """Pretrain mixture-of-experts language models."""
     if show_version:

@@ -68,8 +68,7 @@ Tokens = Annotated[
 ]
 Top = Annotated[int, typer.Option("--top", metavar="N", min=1, help="Candidates to show.")]
 Topic = Annotated[
-    str | None,
-    typer.Option("--explain", metavar="TOPIC", help="memory, memory.activations, time, refused, hardware."),
+    str | None, typer.Option("--explain", metavar="TOPIC", help="memory, memory.activations, time, refused, hardware.")
 ]
 Compared = Annotated[
     tuple[str, str] | None, typer.Option("--compare", metavar="A B", help="Two runs: which term differs.")

@@ -50,11 +50,7 @@ class KnownError:
         return f"error against {self.runs}: memory {next(sizes)}, step {next(sizes)}"
 
 
-KNOWN_ERROR = KnownError(
-    runs="30 runs on H200",
-    memory=(0.002, 0.039),
-    step=(0.028, 0.086),
-)
+KNOWN_ERROR = KnownError(runs="30 runs on H200", memory=(0.002, 0.039), step=(0.028, 0.086))
 """From benchmarks/results/projection-h200.json, as docs/plan.md quotes it."""
 
 

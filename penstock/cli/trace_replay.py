@@ -20,11 +20,7 @@ def replay(
     ] = None,
     counts: Annotated[
         str | None,
-        typer.Option(
-            "--counts",
-            metavar="N,N,...",
-            help="Rows of each expert; else as the trace has them, or even.",
-        ),
+        typer.Option("--counts", metavar="N,N,...", help="Rows of each expert; else as the trace has them, or even."),
     ] = None,
     rank: Annotated[int | None, typer.Option("--rank", help="Which rank of several; else the lowest.")] = None,
     out: Annotated[Path | None, typer.Option("--out", help="File to write; else the script is printed.")] = None,

@@ -58,8 +58,7 @@ class Data(Documents):
         "tiktoken with their pattern, as in `ranks.tiktoken:cl100k`; see docs/tokenizers-and-packing.md.",
     )
     end_of_document: str = knob(
-        "",
-        doc="Name of the token that ends a document; empty takes the tokenizer's. For packed sources also an id.",
+        "", doc="Name of the token that ends a document; empty takes the tokenizer's. For packed sources also an id."
     )
     corrupt: Literal["stop", "skip"] = knob(
         "stop", doc="An unreadable record ends the run, or is skipped, counted and named."

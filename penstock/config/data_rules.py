@@ -48,10 +48,9 @@ def a_mixture_is_of_parts_only(run: Run) -> Problem | None:
     given = dict(run.data)
     for name, field in fields_of(Documents).items():
         if given[name] != field.default:
-            return Problem(
-                f"data.{name}",
-                "is given beside data.mixture, whose parts have their own",
-                fix=f"leave it out, or move it to data.mixture.{next(iter(run.data.mixture))}.{name}",
+            return Problem.from_line(
+                f"data.{name} is given beside data.mixture, whose parts have their own; "
+                f"fix: leave it out, or move it to data.mixture.{next(iter(run.data.mixture))}.{name}"
             )
     return None
 
@@ -60,11 +59,9 @@ def parts_have_plain_names(run: Run) -> Problem | None:
     """Names in `data.mixture` are letters, digits, dashes and underscores."""
     for name in run.data.mixture:
         if not _PART_NAME.fullmatch(name):
-            return Problem(
-                "data.mixture",
-                "has a part without a plain name",
-                got=f"{name[:60]!r}",
-                allowed="up to 50 letters, digits, '_' and '-', the first a letter or digit",
+            return Problem.from_line(
+                f"data.mixture has a part without a plain name; got {name[:60]!r}; "
+                "allowed: up to 50 letters, digits, '_' and '-', the first a letter or digit"
             )
     return None
 
@@ -81,10 +78,9 @@ def file_sources_have_files(run: Run) -> Problem | None:
     """`data.source` text, jsonl, parquet and packed need `data.files`; the same of parts of `data.mixture`."""
     for path, place in _places(run):
         if place.source in FILE_SOURCES and not place.files:
-            return Problem(
-                f"{path}.files",
-                f"is empty, but {path}.source {place.source} reads files",
-                fix=f"set {path}.files to the files to train on",
+            return Problem.from_line(
+                f"{path}.files is empty, but {path}.source {place.source} reads files; "
+                f"fix: set {path}.files to the files to train on"
             )
     return None
 
@@ -94,11 +90,10 @@ def other_sources_have_no_files(run: Run) -> Problem | None:
     for path, place in _places(run):
         if place.source not in FILE_SOURCES and (place.files or place.validation_files):
             name = "files" if place.files else "validation_files"
-            return Problem(
-                f"{path}.{name}",
-                f"is given, but {path}.source {place.source} reads no files",
-                got=", ".join((place.files or place.validation_files)[:3]),
-                fix=f"set {path}.source to text, jsonl, parquet or packed",
+            return Problem.from_line(
+                f"{path}.{name} is given, but {path}.source {place.source} reads no files; "
+                f"got {', '.join((place.files or place.validation_files)[:3])}; "
+                f"fix: set {path}.source to text, jsonl, parquet or packed"
             )
     return None
 
@@ -108,11 +103,9 @@ def held_out_files_are_not_trained_on(run: Run) -> Problem | None:
     for path, place in _places(run):
         shared = [name for name in place.files if name in place.validation_files]
         if shared:
-            return Problem(
-                f"{path}.validation_files",
-                f"has files of {path}.files: the model would be judged on what it learned",
-                got=", ".join(shared[:3]),
-                fix="take them out of one of the two",
+            return Problem.from_line(
+                f"{path}.validation_files has files of {path}.files: the model would be judged on what it learned; "
+                f"got {', '.join(shared[:3])}; fix: take them out of one of the two"
             )
     return None
 
@@ -128,10 +121,9 @@ def datasets_have_a_name(run: Run) -> Problem | None:
             continue
         for name in _DATASET_FIELDS:
             if values[name] != fields_of(Documents)[name].default:
-                return Problem(
-                    f"{path}.{name}",
-                    f"is given, but {path}.source {place.source} is no dataset of Hugging Face",
-                    fix=f"leave it out, or set {path}.source to huggingface",
+                return Problem.from_line(
+                    f"{path}.{name} is given, but {path}.source {place.source} is no dataset of Hugging Face; "
+                    f"fix: leave it out, or set {path}.source to huggingface"
                 )
     return None
 
@@ -140,11 +132,9 @@ def held_out_splits_are_not_trained_on(run: Run) -> Problem | None:
     """`data.validation_split` is not `data.split`."""
     for path, place in _places(run):
         if place.source == "huggingface" and place.validation_split == place.split:
-            return Problem(
-                f"{path}.validation_split",
-                f"is {path}.split: the model would be judged on what it learned",
-                got=place.split,
-                fix="leave it out to hold out a share of the documents",
+            return Problem.from_line(
+                f"{path}.validation_split is {path}.split: the model would be judged on what it learned; "
+                f"got {place.split}; fix: leave it out to hold out a share of the documents"
             )
     return None
 
@@ -157,11 +147,9 @@ def evaluation_has_text(run: Run) -> Problem | None:
     )
     if run.evaluation.rows == 0 or is_held_out:
         return None
-    return Problem(
-        "data.validation_share",
-        "holds out no text for evaluation.rows",
-        got="0",
-        fix="raise it, give data.validation_files, or set evaluation.rows to 0",
+    return Problem.from_line(
+        "data.validation_share holds out no text for evaluation.rows; got 0; "
+        "fix: raise it, give data.validation_files, or set evaluation.rows to 0"
     )
 
 
@@ -169,11 +157,9 @@ def vocabulary_holds_every_byte(run: Run) -> Problem | None:
     """With `data.tokenizer` bytes, `model.vocab_size` is at least 257: 256 bytes and the end of a document."""
     if not bytes_are_encoded(run) or run.model.vocab_size >= _BYTES_VOCABULARY:
         return None
-    return Problem(
-        "model.vocab_size",
-        "is too small for data.tokenizer bytes",
-        got=f"{run.model.vocab_size}",
-        allowed=f">= {_BYTES_VOCABULARY} (256 bytes and the end of a document)",
+    return Problem.from_line(
+        f"model.vocab_size is too small for data.tokenizer bytes; got {run.model.vocab_size}; "
+        f"allowed: >= {_BYTES_VOCABULARY} (256 bytes and the end of a document)"
     )
 
 
@@ -181,11 +167,9 @@ def vocabulary_holds_the_synthetic_language(run: Run) -> Problem | None:
     """With `data.source` synthetic-learnable, `model.vocab_size` is at least 5."""
     if run.data.source != "synthetic-learnable" or run.model.vocab_size >= _LEARNABLE_VOCABULARY:
         return None
-    return Problem(
-        "model.vocab_size",
-        "is too small for data.source synthetic-learnable",
-        got=f"{run.model.vocab_size}",
-        allowed=f">= {_LEARNABLE_VOCABULARY}",
+    return Problem.from_line(
+        f"model.vocab_size is too small for data.source synthetic-learnable; got {run.model.vocab_size}; "
+        f"allowed: >= {_LEARNABLE_VOCABULARY}"
     )
 
 
@@ -195,11 +179,9 @@ def bytes_have_one_end(run: Run) -> Problem | None:
     packed = [place for _, place in _places(run) if place.source == "packed"]
     if not end or run.data.tokenizer != "bytes" or (packed and end.isdecimal()):
         return None
-    return Problem(
-        "data.end_of_document",
-        "names a token, but data.tokenizer bytes has its own end of a document",
-        got=f"{run.data.end_of_document!r}",
-        fix="leave it out, or set data.tokenizer to a tokenizer.json",
+    return Problem.from_line(
+        "data.end_of_document names a token, but data.tokenizer bytes has its own end of a document; "
+        f"got {run.data.end_of_document!r}; fix: leave it out, or set data.tokenizer to a tokenizer.json"
     )
 
 
@@ -209,11 +191,9 @@ def middles_are_of_text(run: Run) -> Problem | None:
         return None
     for path, place in _places(run):
         if place.source == "packed" or place.source in SYNTHETIC_SOURCES:
-            return Problem(
-                "data.fill_in_middle",
-                f"cuts text, and {path}.source {place.source} has tokens",
-                got=f"{run.data.fill_in_middle:g}",
-                fix="set it to 0, or train on the text itself",
+            return Problem.from_line(
+                f"data.fill_in_middle cuts text, and {path}.source {place.source} has tokens; "
+                f"got {run.data.fill_in_middle:g}; fix: set it to 0, or train on the text itself"
             )
     return None
 
@@ -222,10 +202,9 @@ def middles_have_tokens(run: Run) -> Problem | None:
     """`data.fill_in_middle` above 0 needs three tokens that `data.tokenizer` bytes does not have."""
     if run.data.fill_in_middle == 0 or run.data.tokenizer != "bytes":
         return None
-    return Problem(
-        "data.fill_in_middle",
-        "needs tokens before prefix, suffix and middle, which data.tokenizer bytes does not have",
-        fix="set it to 0, or set data.tokenizer to a tokenizer.json",
+    return Problem.from_line(
+        "data.fill_in_middle needs tokens before prefix, suffix and middle, which data.tokenizer bytes does not have; "
+        "fix: set it to 0, or set data.tokenizer to a tokenizer.json"
     )
 
 
@@ -234,27 +213,7 @@ def middles_have_three_tokens(run: Run) -> Problem | None:
     names = run.data.fill_in_middle_tokens
     if not names or len(names) == len({*names}) == 3:
         return None
-    return Problem(
-        "data.fill_in_middle_tokens",
-        "must be three different names, of the tokens before prefix, suffix and middle",
-        got=", ".join(names),
+    return Problem.from_line(
+        "data.fill_in_middle_tokens must be three different names, of the tokens before prefix, suffix and middle; "
+        f"got {', '.join(names)}"
     )
-
-
-DATA_RULES = (
-    a_mixture_is_of_parts_only,
-    parts_have_plain_names,
-    parts_have_weight,
-    file_sources_have_files,
-    other_sources_have_no_files,
-    held_out_files_are_not_trained_on,
-    datasets_have_a_name,
-    held_out_splits_are_not_trained_on,
-    evaluation_has_text,
-    vocabulary_holds_every_byte,
-    vocabulary_holds_the_synthetic_language,
-    bytes_have_one_end,
-    middles_are_of_text,
-    middles_have_tokens,
-    middles_have_three_tokens,
-)

@@ -26,12 +26,9 @@ def sent_rows_are_counted_by_the_host(sizes: LayoutSizes) -> Problem | None:
     """
     if sizes.dispatcher != "all-to-all" or sizes.sync_free < COUNTS_STAY or sizes.model.pads:
         return None
-    return Problem(
-        "dispatch.sync_free",
-        "cannot be had with dispatch.method all-to-all, whose row counts the host reads",
-        got=f"{sizes.sync_free}",
-        allowed="0, 1",
-        fix="set dispatch.method=auto",
+    return Problem.from_line(
+        "dispatch.sync_free cannot be had with dispatch.method all-to-all, whose row counts the host reads; "
+        f"got {sizes.sync_free}; allowed: 0, 1; fix: set dispatch.method=auto"
     )
 
 
@@ -43,12 +40,9 @@ def padded_rows_are_sent(sizes: LayoutSizes) -> Problem | None:
     """
     if sizes.dispatcher in ("auto", "all-to-all", "local") or not sizes.model.pads:
         return None
-    return Problem(
-        "dispatch.method",
-        "sends no padding, but model.moe.balance.pad_to_capacity does",
-        got=sizes.dispatcher,
-        allowed="auto, all-to-all",
-        fix="set dispatch.method=auto, or model.moe.balance.pad_to_capacity=false",
+    return Problem.from_line(
+        f"dispatch.method sends no padding, but model.moe.balance.pad_to_capacity does; got {sizes.dispatcher}; "
+        "allowed: auto, all-to-all; fix: set dispatch.method=auto, or model.moe.balance.pad_to_capacity=false"
     )
 
 
@@ -75,10 +69,9 @@ def travels_happen_once(sizes: LayoutSizes) -> Problem | None:
     for field, names in (("recompute.modules", sizes.recompute), ("offload.activations", sizes.offloaded)):
         for name in names:
             if name in ("moe", "layer"):
-                return Problem(
-                    field,
-                    f"names {name}, which does not go with dispatch.overlap {sizes.overlap}",
-                    fix=f"name parts of a {name}, such as attention, or set dispatch.overlap=none",
+                return Problem.from_line(
+                    f"{field} names {name}, which does not go with dispatch.overlap {sizes.overlap}; "
+                    f"fix: name parts of a {name}, such as attention, or set dispatch.overlap=none"
                 )
     return None
 
@@ -89,11 +82,9 @@ def halves_are_whole_rows(sizes: LayoutSizes) -> Problem | None:
     rows = sizes.micro_batch
     if sizes.overlap != "halves" or rows % 2 == 0:
         return None
-    return Problem(
-        "training.micro_batch",
-        "must be even with dispatch.overlap halves",
-        got=f"{rows}",
-        fix=f"set training.micro_batch={rows + 1}, or dispatch.overlap=shared",
+    return Problem.from_line(
+        f"training.micro_batch must be even with dispatch.overlap halves; got {rows}; "
+        f"fix: set training.micro_batch={rows + 1}, or dispatch.overlap=shared"
     )
 
 
@@ -124,12 +115,9 @@ def pieces_have_their_weights(sizes: LayoutSizes) -> Problem | None:
     """
     if sizes.overlap not in ("halves", "passes") or sizes.shard != "full":
         return None
-    return Problem(
-        "parallel.shard",
-        f"full does not go with dispatch.overlap {sizes.overlap}",
-        got="full",
-        allowed="auto, none, optimizer",
-        fix="set parallel.shard=optimizer, or dispatch.overlap=shared",
+    return Problem.from_line(
+        f"parallel.shard full does not go with dispatch.overlap {sizes.overlap}; got full; "
+        "allowed: auto, none, optimizer; fix: set parallel.shard=optimizer, or dispatch.overlap=shared"
     )
 
 
@@ -145,15 +133,3 @@ def passes_stand_beside_each_other(sizes: LayoutSizes) -> Problem | None:
         allowed=f"{', '.join(OVERLAPPING_SCHEDULES)} on 2 or more",
         fix="set dispatch.overlap=halves" if sizes.pp == 1 else "set pipeline.schedule=interleaved",
     )
-
-
-DISPATCH_RULES = (
-    sent_rows_are_counted_by_the_host,
-    padded_rows_are_sent,
-    tokens_travel_to_experts,
-    travels_happen_once,
-    halves_are_whole_rows,
-    halves_are_routed_alone,
-    pieces_have_their_weights,
-    passes_stand_beside_each_other,
-)

@@ -222,12 +222,7 @@ def grid_of(run: Run, world: int) -> Grid:
     sizes = layout_sizes(run)
     refuse([problem for problem in (sizes_divide_the_ranks(sizes, world), _recording(run, world)) if problem])
     grid = Grid(
-        world=world,
-        tensor=sizes.tp,
-        context=sizes.cp,
-        pipeline=sizes.pp,
-        expert=sizes.ep,
-        expert_tensor=sizes.etp,
+        world=world, tensor=sizes.tp, context=sizes.cp, pipeline=sizes.pp, expert=sizes.ep, expert_tensor=sizes.etp
     )
     batch, order = micro_batches_are_whole(sizes, world), schedule_has_its_micro_batches(sizes, world)
     refuse([problem for problem in (batch, order, *_shards(run, grid)) if problem])
@@ -245,22 +240,17 @@ def sizes_divide_the_ranks(sizes: LayoutSizes, world: int) -> Problem | None:
     if world < least:
         larger = max(prod(dense.values()), prod(expert.values()))
         which = "the larger of" if least == larger else "the least common multiple of"
-        return Problem(
-            "parallel",
-            f"needs more ranks: {which} {_product(dense)} and {_product(expert)}",
-            got=counted(world, "rank"),
-            allowed=f"a multiple of {least}",
-            fix=f"start {least} processes: penstock train ... --processes {least}",
+        return Problem.from_line(
+            f"parallel needs more ranks: {which} {_product(dense)} and {_product(expert)}; "
+            f"got {counted(world, 'rank')}; allowed: a multiple of {least}; "
+            f"fix: start {least} processes: penstock train ... --processes {least}"
         )
     for view in (dense, expert):
         if world % prod(view.values()):
             below = world - world % least
-            return Problem(
-                "parallel",
-                f"does not divide the ranks: {_product(view)}",
-                got=counted(world, "rank"),
-                allowed=f"a multiple of {least}",
-                fix=f"run on {below} or {below + least} ranks, or change these sizes",
+            return Problem.from_line(
+                f"parallel does not divide the ranks: {_product(view)}; got {counted(world, 'rank')}; "
+                f"allowed: a multiple of {least}; fix: run on {below} or {below + least} ranks, or change these sizes"
             )
     return None
 
@@ -288,11 +278,9 @@ def micro_batches_are_whole(sizes: LayoutSizes, world: int) -> Problem | None:
     near = " or ".join(f"{batch}" for batch in (below, below + least) if batch)
     each, left = divmod(rows, data) if data else (0, 0)
     smaller = f", or training.micro_batch to {gcd(each, sizes.micro_batch)}" if each and not left else ""
-    return Problem(
-        "training.global_batch",
-        f"must be a multiple of training.micro_batch x data-parallel ranks ({sizes.micro_batch} x {data})",
-        got=f"{rows} on {counted(world, 'rank')}",
-        fix=f"set training.global_batch to {near}{smaller}",
+    return Problem.from_line(
+        f"training.global_batch must be a multiple of training.micro_batch x data-parallel ranks ({sizes.micro_batch} "
+        f"x {data}); got {rows} on {counted(world, 'rank')}; fix: set training.global_batch to {near}{smaller}"
     )
 
 
@@ -304,12 +292,9 @@ def schedule_has_its_micro_batches(sizes: LayoutSizes, world: int) -> Problem | 
     least, count = SCHEDULES[sizes.schedule].micro_batches_per_rank * sizes.pp, sizes.global_batch // max(1, rows)
     if count >= least:
         return None
-    return Problem(
-        "pipeline.schedule",
-        f"{sizes.schedule} on {sizes.pp} pipeline ranks has too few micro-batches",
-        got=f"{count}",
-        allowed=f"{least} or more",
-        fix=f"set training.global_batch={least * rows}, or pipeline.schedule=zb-v",
+    return Problem.from_line(
+        f"pipeline.schedule {sizes.schedule} on {sizes.pp} pipeline ranks has too few micro-batches; got {count}; "
+        f"allowed: {least} or more; fix: set training.global_batch={least * rows}, or pipeline.schedule=zb-v"
     )
 
 

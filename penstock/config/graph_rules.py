@@ -25,12 +25,9 @@ def captured_passes_are_not_cut_into_stages(sizes: LayoutSizes) -> Problem | Non
     """
     if sizes.capture not in ("full", "partial") or sizes.pp == 1:
         return None
-    return Problem(
-        "parallel.pipeline",
-        f"has several micro-batches in flight, and graphs.capture {sizes.capture} has memory for one",
-        got=f"{sizes.pp}",
-        allowed="1",
-        fix="set graphs.capture=none",
+    return Problem.from_line(
+        f"parallel.pipeline has several micro-batches in flight, and graphs.capture {sizes.capture} has memory for "
+        f"one; got {sizes.pp}; allowed: 1; fix: set graphs.capture=none"
     )
 
 
@@ -38,13 +35,10 @@ def captured_weights_stay_where_they_are(run: Run) -> Problem | None:
     """`graphs.capture` full and partial do not go with `parallel.shard` full, which gathers weights into new memory."""
     if not _captures(run) or shard(run) != "full":
         return None
-    return Problem(
-        "parallel.shard",
-        f"gathers weights into new memory in every pass, and graphs.capture {run.graphs.capture} reads them where they "
-        "were",
-        got="full",
-        allowed="auto, none, optimizer",
-        fix="set parallel.shard=optimizer, or graphs.capture=none",
+    return Problem.from_line(
+        f"parallel.shard gathers weights into new memory in every pass, and graphs.capture {run.graphs.capture} reads "
+        "them where they were; got full; allowed: auto, none, optimizer; fix: set parallel.shard=optimizer, or "
+        "graphs.capture=none"
     )
 
 
@@ -52,12 +46,10 @@ def captured_activations_stay_on_the_device(run: Run) -> Problem | None:
     """`graphs.capture` full does not go with `offload.activations`, whose copies the host starts."""
     if not _captures(run, "full") or not run.offload.activations:
         return None
-    return Problem(
-        "offload.activations",
-        "starts copies from the host, which takes no part in what graphs.capture full replays",
-        got=", ".join(run.offload.activations),
-        allowed="nothing",
-        fix="recompute them instead (recompute.modules), or set graphs.capture=none",
+    return Problem.from_line(
+        "offload.activations starts copies from the host, which takes no part in what graphs.capture full replays; "
+        f"got {', '.join(run.offload.activations)}; allowed: nothing; "
+        "fix: recompute them instead (recompute.modules), or set graphs.capture=none"
     )
 
 
@@ -70,12 +62,9 @@ def captured_shapes_are_known(run: Run) -> Problem | None:
     is_static = run.dispatch.sync_free >= COUNTS_STAY or run.dispatch.method == "symmetric"
     if not _captures(run, "full") or moe is None or not shares or is_static or moe.balance.pad_to_capacity:
         return None
-    return Problem(
-        "dispatch.sync_free",
-        "lets the host read how many rows travel, and graphs.capture full has one shape for all",
-        got=f"{run.dispatch.sync_free}",
-        allowed="2, 3",
-        fix="set dispatch.sync_free=2, or graphs.capture=partial",
+    return Problem.from_line(
+        "dispatch.sync_free lets the host read how many rows travel, and graphs.capture full has one shape for all; "
+        f"got {run.dispatch.sync_free}; allowed: 2, 3; fix: set dispatch.sync_free=2, or graphs.capture=partial"
     )
 
 
@@ -91,12 +80,9 @@ def captured_parts_are_kept(run: Run) -> Problem | None:
         chosen = run.recompute.modules if field == "recompute.modules" else run.offload.activations
         found = [name for name in chosen if name in refused]
         if found:
-            return Problem(
-                field,
-                "reaches into the captured parts of graphs.capture partial",
-                got=", ".join(found),
-                allowed=f"all but {', '.join(refused)}",
-                fix="leave them out, or set graphs.capture=full or none",
+            return Problem.from_line(
+                f"{field} reaches into the captured parts of graphs.capture partial; got {', '.join(found)}; "
+                f"allowed: all but {', '.join(refused)}; fix: leave them out, or set graphs.capture=full or none"
             )
     return None
 
@@ -107,12 +93,9 @@ def captured_parts_are_of_one_rank(run: Run) -> Problem | None:
         return None
     for field, ranks in (("tensor", run.parallel.tensor), ("context", run.parallel.context)):
         if ranks > 1:
-            return Problem(
-                f"parallel.{field}",
-                "lets ranks exchange in attention, and the graphs of graphs.capture partial hold no collectives",
-                got=f"{ranks}",
-                allowed="1",
-                fix="set graphs.capture=full or none",
+            return Problem.from_line(
+                f"parallel.{field} lets ranks exchange in attention, and the graphs of graphs.capture partial hold no "
+                f"collectives; got {ranks}; allowed: 1; fix: set graphs.capture=full or none"
             )
     return None
 
@@ -127,12 +110,9 @@ def captured_parts_are_judged_alone(run: Run) -> Problem | None:
         return None
     if not (moe.balance.aux_loss_coef or moe.balance.z_loss_coef):
         return None
-    return Problem(
-        "model.moe.balance.aux_loss",
-        "sums over ranks in the router, and the graphs of graphs.capture partial hold no collectives",
-        got="global-batch",
-        allowed="none, micro-batch, sequence",
-        fix="set graphs.capture=full or none",
+    return Problem.from_line(
+        "model.moe.balance.aux_loss sums over ranks in the router, and the graphs of graphs.capture partial hold no "
+        "collectives; got global-batch; allowed: none, micro-batch, sequence; fix: set graphs.capture=full or none"
     )
 
 
@@ -141,12 +121,9 @@ def captured_parts_run_once_in_a_pass(run: Run) -> Problem | None:
     overlap = run.dispatch.overlap
     if not _captures(run, "partial") or overlap not in ("halves", "passes"):
         return None
-    return Problem(
-        "dispatch.overlap",
-        "has two passes under way, and graphs.capture partial has memory for one",
-        got=overlap,
-        allowed="none, shared",
-        fix="set dispatch.overlap=shared, or graphs.capture=none",
+    return Problem.from_line(
+        f"dispatch.overlap has two passes under way, and graphs.capture partial has memory for one; got {overlap}; "
+        "allowed: none, shared; fix: set dispatch.overlap=shared, or graphs.capture=none"
     )
 
 
@@ -154,26 +131,10 @@ def captured_work_is_of_a_gpu(run: Run) -> Problem | None:
     """`graphs.capture` full and partial need a GPU: `device` cpu has no graphs."""
     if not _captures(run) or run.device != "cpu":
         return None
-    return Problem(
-        "graphs.capture",
-        "captures the work of a GPU, but device is cpu",
-        got=run.graphs.capture,
-        allowed="none, auto",
+    return Problem.from_line(
+        f"graphs.capture captures the work of a GPU, but device is cpu; got {run.graphs.capture}; allowed: none, auto"
     )
 
 
 def _captures(run: Run, *what: str) -> bool:
     return run.graphs.capture in (what or ("full", "partial"))
-
-
-GRAPH_RULES = (
-    captured_passes_are_not_cut_into_stages,
-    captured_weights_stay_where_they_are,
-    captured_activations_stay_on_the_device,
-    captured_shapes_are_known,
-    captured_parts_are_kept,
-    captured_parts_are_of_one_rank,
-    captured_parts_are_judged_alone,
-    captured_parts_run_once_in_a_pass,
-    captured_work_is_of_a_gpu,
-)

@@ -23,12 +23,9 @@ def experts_have_ranks_only_if_there_are_any(sizes: LayoutSizes) -> Problem | No
     """`parallel.expert` and `parallel.expert_tensor` above 1 need `model.moe`."""
     for name, size in (("expert", sizes.ep), ("expert_tensor", sizes.etp)):
         if size > 1 and not sizes.model.experts:
-            return Problem(
-                f"parallel.{name}",
-                "shares experts, but the model has none (model.moe)",
-                got=f"{size}",
-                allowed="1",
-                fix=f"set parallel.{name}=1",
+            return Problem.from_line(
+                f"parallel.{name} shares experts, but the model has none (model.moe); got {size}; allowed: 1; "
+                f"fix: set parallel.{name}=1"
             )
     return None
 
@@ -69,11 +66,9 @@ def tensor_ranks_divide_the_vocabulary(sizes: LayoutSizes) -> Problem | None:
     ranks, ids = sizes.tp, sizes.model.vocab_size
     if ids % ranks == 0:
         return None
-    return Problem(
-        "model.vocab_size",
-        f"must be a multiple of parallel.tensor ({ranks})",
-        got=f"{ids}",
-        fix=f"set model.vocab_size={ids + -ids % ranks}; unused token ids do no harm",
+    return Problem.from_line(
+        f"model.vocab_size must be a multiple of parallel.tensor ({ranks}); got {ids}; "
+        f"fix: set model.vocab_size={ids + -ids % ranks}; unused token ids do no harm"
     )
 
 
@@ -89,11 +84,9 @@ def ranks_divide_the_sequence(sizes: LayoutSizes) -> Problem | None:
         return None
     below = length - length % least
     near = " or ".join(f"{one}" for one in (below, below + least) if one)
-    return Problem(
-        "training.sequence_length",
-        f"must be a multiple of {'2 x ' if least > ranks else ''}parallel.context x parallel.tensor ({least})",
-        got=f"{length}",
-        fix=f"set training.sequence_length to {near}",
+    return Problem.from_line(
+        f"training.sequence_length must be a multiple of {'2 x ' if least > ranks else ''}parallel.context x "
+        f"parallel.tensor ({least}); got {length}; fix: set training.sequence_length to {near}"
     )
 
 
@@ -108,11 +101,9 @@ def ulysses_divides_heads(sizes: LayoutSizes) -> Problem | None:
         return None
     for name, heads in zip(_HEAD_FIELDS, sizes.model.head_counts, strict=False):
         if heads % ranks:
-            return Problem(
-                "parallel.context_method",
-                f"ulysses needs model.attention.{name} divided by parallel.context x parallel.tensor ({ranks})",
-                got=f"{heads}",
-                fix="set parallel.context_method=all-gather",
+            return Problem.from_line(
+                f"parallel.context_method ulysses needs model.attention.{name} divided by parallel.context x "
+                f"parallel.tensor ({ranks}); got {heads}; fix: set parallel.context_method=all-gather"
             )
     return None
 
@@ -148,12 +139,10 @@ def pipeline_has_enough_layers(sizes: LayoutSizes) -> Problem | None:
     layers = sizes.model.layers
     if sizes.pp == 1 or sizes.stages <= layers + 2:
         return None
-    return Problem(
-        "parallel.pipeline",
-        f"makes more stages than model.layers ({layers}), the embedding and the head can fill",
-        got=f"{sizes.pp} ranks x {sizes.vpp} stages = {sizes.stages}",
-        allowed=f"up to {layers + 2}",
-        fix="lower parallel.pipeline or pipeline.stages_per_rank",
+    return Problem.from_line(
+        f"parallel.pipeline makes more stages than model.layers ({layers}), the embedding and the head can fill; "
+        f"got {sizes.pp} ranks x {sizes.vpp} stages = {sizes.stages}; allowed: up to {layers + 2}; "
+        "fix: lower parallel.pipeline or pipeline.stages_per_rank"
     )
 
 
@@ -161,11 +150,9 @@ def layout_has_a_pipeline(run: Run) -> Problem | None:
     """`pipeline.layout` needs `parallel.pipeline` above 1."""
     if not run.pipeline.layout or run.parallel.pipeline > 1:
         return None
-    return Problem(
-        "pipeline.layout",
-        "divides a pipeline, but parallel.pipeline is 1",
-        got=f"'{run.pipeline.layout[:60]}'",
-        fix="set parallel.pipeline, or leave pipeline.layout out",
+    return Problem.from_line(
+        f"pipeline.layout divides a pipeline, but parallel.pipeline is 1; got '{run.pipeline.layout[:60]}'; "
+        "fix: set parallel.pipeline, or leave pipeline.layout out"
     )
 
 
@@ -195,12 +182,9 @@ def gathered_weights_meet_whole_backwards(sizes: LayoutSizes) -> Problem | None:
     """
     if sizes.pp == 1 or sizes.shard != "full" or sizes.schedule not in SPLITTING_SCHEDULES:
         return None
-    return Problem(
-        "parallel.shard",
-        f"full does not go with pipeline.schedule {sizes.schedule}, which splits backward",
-        got="full",
-        allowed="auto, none, optimizer",
-        fix="set parallel.shard=optimizer",
+    return Problem.from_line(
+        f"parallel.shard full does not go with pipeline.schedule {sizes.schedule}, which splits backward; got full; "
+        "allowed: auto, none, optimizer; fix: set parallel.shard=optimizer"
     )
 
 
@@ -208,11 +192,9 @@ def shards_have_something_to_divide(run: Run) -> Problem | None:
     """`parallel.shard_size` has no meaning with `parallel.shard` none."""
     if run.parallel.shard_size == 0 or run.parallel.shard != "none":
         return None
-    return Problem(
-        "parallel.shard_size",
-        "says how many ranks divide a copy, but parallel.shard none divides nothing",
-        got=f"{run.parallel.shard_size}",
-        fix="set parallel.shard_size=0, or parallel.shard=optimizer",
+    return Problem.from_line(
+        "parallel.shard_size says how many ranks divide a copy, but parallel.shard none divides nothing; "
+        f"got {run.parallel.shard_size}; fix: set parallel.shard_size=0, or parallel.shard=optimizer"
     )
 
 
@@ -247,11 +229,10 @@ def recompute_says_what(run: Run) -> Problem | None:
     """`recompute.layers` and `recompute.stages` select places, so they need `recompute.modules`."""
     for name, where in (("layers", run.recompute.layers), ("stages", run.recompute.stages)):
         if where and not run.recompute.modules:
-            return Problem(
-                f"recompute.{name}",
-                "says where, but recompute.modules does not say what",
-                got=", ".join(f"{one}" for one in where[:5]),
-                fix="set recompute.modules=layer to compute whole layers again",
+            return Problem.from_line(
+                f"recompute.{name} says where, but recompute.modules does not say what; "
+                f"got {', '.join(f'{one}' for one in where[:5])}; "
+                "fix: set recompute.modules=layer to compute whole layers again"
             )
     return None
 
@@ -293,26 +274,3 @@ def _out_of_range(field: str, numbers: Sequence[int], count: int) -> Problem | N
         return None
     shown = ", ".join(f"{number}" for number in strange[:5])
     return Problem(field, "has numbers that do not exist", got=shown, allowed=f"0 to {count - 1}")
-
-
-LAYOUT_RULES = (
-    experts_have_ranks_only_if_there_are_any,
-    expert_ranks_divide_experts,
-    expert_tensor_ranks_divide_an_expert,
-    tensor_ranks_divide_heads,
-    tensor_ranks_divide_widths,
-    tensor_ranks_divide_the_vocabulary,
-    ranks_divide_the_sequence,
-    ulysses_divides_heads,
-    schedule_has_its_stages,
-    pipeline_has_enough_layers,
-    layout_has_a_pipeline,
-    layout_can_be_read,
-    gathered_weights_meet_whole_backwards,
-    shards_have_something_to_divide,
-    recomputed_modules_exist,
-    offloaded_modules_exist,
-    recomputed_layers_exist,
-    recomputed_stages_exist,
-    recompute_says_what,
-)

@@ -116,16 +116,10 @@ class LatentAttention(Section):
     )
     kv_lora_rank: int = knob(doc="Rank of the key/value projection.", unit="features", low=1, high=MOST_FEATURES)
     qk_nope_head_dim: int = knob(
-        doc="Part of a query/key head without position.",
-        unit="features",
-        low=1,
-        high=MOST_FEATURES,
+        doc="Part of a query/key head without position.", unit="features", low=1, high=MOST_FEATURES
     )
     qk_rope_head_dim: int = knob(
-        doc="Part of a query/key head with position; even.",
-        unit="features",
-        low=2,
-        high=MOST_FEATURES,
+        doc="Part of a query/key head with position; even.", unit="features", low=2, high=MOST_FEATURES
     )
     v_head_dim: int = knob(doc="Width of a value head.", unit="features", low=1, high=MOST_FEATURES)
     rope: Rope = knob(Rope(), doc="Position embedding of the rotary part.")
@@ -226,16 +220,7 @@ class Model(Section):
     """A decoder-only language model."""
 
     family: Literal[
-        "deepseek-v2",
-        "deepseek-v3",
-        "mixtral",
-        "qwen3-moe",
-        "olmoe",
-        "llama4",
-        "gpt-oss",
-        "llama",
-        "qwen3",
-        "plain",
+        "deepseek-v2", "deepseek-v3", "mixtral", "qwen3-moe", "olmoe", "llama4", "gpt-oss", "llama", "qwen3", "plain"
     ] = knob(doc="Names of weights in files (plain: none); the values below decide everything else.")
     vocab_size: int = knob(doc="Token ids.", unit="tokens", low=2, high=MOST_TOKENS)
     hidden_size: int = knob(doc="Width of the residual stream.", unit="features", low=2, high=MOST_FEATURES)

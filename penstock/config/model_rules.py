@@ -13,11 +13,9 @@ def dense_model_has_only_dense_layers(run: Run) -> Problem | None:
     model = run.model
     if model.moe is not None or model.dense_layers == model.layers:
         return None
-    return Problem(
-        "model.dense_layers",
-        f"must equal model.layers ({model.layers}) in a model without model.moe",
-        got=f"{model.dense_layers}",
-        fix=f"set model.dense_layers to {model.layers}, or give model.moe",
+    return Problem.from_line(
+        f"model.dense_layers must equal model.layers ({model.layers}) in a model without model.moe; "
+        f"got {model.dense_layers}; fix: set model.dense_layers to {model.layers}, or give model.moe"
     )
 
 
@@ -41,11 +39,9 @@ def every_nth_layer_exists(run: Run) -> Problem | None:
     if model.moe is None or model.dense_layers >= model.layers or model.moe_layers > 0:
         return None
     behind = model.layers - model.dense_layers
-    return Problem(
-        "model.moe.moe_layer_freq",
-        "leaves no layer for the experts of model.moe",
-        got=f"every {model.moe.moe_layer_freq} of {behind} layers",
-        allowed=f"1 to {behind}",
+    return Problem.from_line(
+        "model.moe.moe_layer_freq leaves no layer for the experts of model.moe; "
+        f"got every {model.moe.moe_layer_freq} of {behind} layers; allowed: 1 to {behind}"
     )
 
 
@@ -55,12 +51,9 @@ def dense_layers_have_a_width(run: Run) -> Problem | None:
     dense = model.layers - model.moe_layers
     if dense == 0 or model.intermediate_size > 0:
         return None
-    return Problem(
-        "model.intermediate_size",
-        f"is the width of {dense} dense layers (model.dense_layers, model.moe.moe_layer_freq)",
-        got="0",
-        allowed=">= 1",
-        fix="set it; 4 times model.hidden_size is a common choice",
+    return Problem.from_line(
+        f"model.intermediate_size is the width of {dense} dense layers (model.dense_layers, model.moe.moe_layer_freq); "
+        "got 0; allowed: >= 1; fix: set it; 4 times model.hidden_size is a common choice"
     )
 
 
@@ -69,11 +62,9 @@ def kv_heads_divide_heads(run: Run) -> Problem | None:
     attention = run.model.attention
     if not isinstance(attention, GroupedQueryAttention) or attention.heads % attention.kv_heads == 0:
         return None
-    return Problem(
-        "model.attention.kv_heads",
-        f"must divide model.attention.heads ({attention.heads})",
-        got=f"{attention.kv_heads}",
-        allowed=divisors(attention.heads),
+    return Problem.from_line(
+        f"model.attention.kv_heads must divide model.attention.heads ({attention.heads}); got {attention.kv_heads}; "
+        f"allowed: {divisors(attention.heads)}"
     )
 
 
@@ -86,11 +77,9 @@ def rotary_width_is_even(run: Run) -> Problem | None:
         name, width = "head_dim", attention.head_dim
     if width % 2 == 0:
         return None
-    return Problem(
-        f"model.attention.{name}",
-        "must be even, since rotary embedding turns pairs",
-        got=f"{width}",
-        fix=f"use {width - 1} or {width + 1}",
+    return Problem.from_line(
+        f"model.attention.{name} must be even, since rotary embedding turns pairs; got {width}; "
+        f"fix: use {width - 1} or {width + 1}"
     )
 
 
@@ -99,11 +88,9 @@ def yarn_bounds_are_ordered(run: Run) -> Problem | None:
     yarn = run.model.attention.rope.yarn
     if yarn is None or 0 < yarn.beta_slow < yarn.beta_fast:
         return None
-    return Problem(
-        "model.attention.rope.yarn.beta_slow",
-        "must be above 0 and below beta_fast",
-        got=f"beta_slow {yarn.beta_slow:g}, beta_fast {yarn.beta_fast:g}",
-        fix="the usual values are 1 and 32",
+    return Problem.from_line(
+        "model.attention.rope.yarn.beta_slow must be above 0 and below beta_fast; "
+        f"got beta_slow {yarn.beta_slow:g}, beta_fast {yarn.beta_fast:g}; fix: the usual values are 1 and 32"
     )
 
 
@@ -125,11 +112,10 @@ def llama3_bounds_are_ordered(run: Run) -> Problem | None:
     llama3 = run.model.attention.rope.llama3
     if llama3 is None or 0 < llama3.low_freq_factor <= llama3.high_freq_factor:
         return None
-    return Problem(
-        "model.attention.rope.llama3.low_freq_factor",
-        "must be above 0 and at most high_freq_factor",
-        got=f"low_freq_factor {llama3.low_freq_factor:g}, high_freq_factor {llama3.high_freq_factor:g}",
-        fix="the usual values are 1 and 4",
+    return Problem.from_line(
+        "model.attention.rope.llama3.low_freq_factor must be above 0 and at most high_freq_factor; "
+        f"got low_freq_factor {llama3.low_freq_factor:g}, high_freq_factor {llama3.high_freq_factor:g}; "
+        "fix: the usual values are 1 and 4"
     )
 
 
@@ -159,12 +145,11 @@ def sequence_is_within_yarn(run: Run) -> Problem | None:
     yarn = run.model.attention.rope.yarn
     if yarn is None or run.training.sequence_length <= yarn.original_max_position_embeddings * yarn.factor:
         return None
-    return Problem(
-        "training.sequence_length",
-        f"is beyond what YaRN stretches to ({yarn.original_max_position_embeddings} x {yarn.factor:g})",
-        got=f"{run.training.sequence_length}",
-        allowed=f"at most {int(yarn.original_max_position_embeddings * yarn.factor)}",
-        fix="shorten it, or raise model.attention.rope.yarn.factor",
+    return Problem.from_line(
+        f"training.sequence_length is beyond what YaRN stretches to ({yarn.original_max_position_embeddings} x "
+        f"{yarn.factor:g}); got {run.training.sequence_length}; allowed: at most "
+        f"{int(yarn.original_max_position_embeddings * yarn.factor)}; fix: shorten it, or raise "
+        "model.attention.rope.yarn.factor"
     )
 
 
@@ -183,11 +168,9 @@ def groups_divide_experts(run: Run) -> Problem | None:
     moe = run.model.moe
     if moe is None or moe.experts % moe.router.n_group == 0:
         return None
-    return Problem(
-        "model.moe.router.n_group",
-        f"must divide model.moe.experts ({moe.experts})",
-        got=f"{moe.router.n_group}",
-        allowed=divisors(moe.experts),
+    return Problem.from_line(
+        f"model.moe.router.n_group must divide model.moe.experts ({moe.experts}); got {moe.router.n_group}; "
+        f"allowed: {divisors(moe.experts)}"
     )
 
 
@@ -196,11 +179,9 @@ def kept_groups_exist(run: Run) -> Problem | None:
     moe = run.model.moe
     if moe is None or moe.router.topk_group <= moe.router.n_group:
         return None
-    return Problem(
-        "model.moe.router.topk_group",
-        "is more than model.moe.router.n_group",
-        got=f"{moe.router.topk_group}",
-        allowed=f"1 to {moe.router.n_group}",
+    return Problem.from_line(
+        f"model.moe.router.topk_group is more than model.moe.router.n_group; got {moe.router.topk_group}; "
+        f"allowed: 1 to {moe.router.n_group}"
     )
 
 
@@ -212,12 +193,10 @@ def kept_groups_hold_top_k(run: Run) -> Problem | None:
     reachable = moe.router.topk_group * (moe.experts // moe.router.n_group)
     if moe.top_k <= reachable or moe.top_k > moe.experts:
         return None
-    return Problem(
-        "model.moe.top_k",
-        f"is more than the {reachable} experts in the groups that a token may choose from",
-        got=f"{moe.top_k}",
-        allowed=f"1 to {reachable}",
-        fix=f"raise model.moe.router.topk_group ({moe.router.topk_group} of {moe.router.n_group})",
+    return Problem.from_line(
+        f"model.moe.top_k is more than the {reachable} experts in the groups that a token may choose from; "
+        f"got {moe.top_k}; allowed: 1 to {reachable}; "
+        f"fix: raise model.moe.router.topk_group ({moe.router.topk_group} of {moe.router.n_group})"
     )
 
 
@@ -226,11 +205,9 @@ def groups_judged_by_two_have_two(run: Run) -> Problem | None:
     moe = run.model.moe
     if moe is None or moe.router.group_score != "top2" or moe.experts >= 2 * moe.router.n_group:
         return None
-    return Problem(
-        "model.moe.router.group_score",
-        "top2 needs groups of at least 2 experts",
-        got=f"{moe.experts} experts in {moe.router.n_group} groups",
-        fix="use group_score max, or fewer groups",
+    return Problem.from_line(
+        "model.moe.router.group_score top2 needs groups of at least 2 experts; "
+        f"got {moe.experts} experts in {moe.router.n_group} groups; fix: use group_score max, or fewer groups"
     )
 
 
@@ -239,11 +216,9 @@ def softmax_after_top_k_is_a_softmax(run: Run) -> Problem | None:
     moe = run.model.moe
     if moe is None or not moe.router.softmax_after_top_k or moe.router.scoring_func == "softmax":
         return None
-    return Problem(
-        "model.moe.router.softmax_after_top_k",
-        "needs model.moe.router.scoring_func softmax",
-        got=f"score {moe.router.scoring_func}",
-        fix="set one of the two",
+    return Problem.from_line(
+        "model.moe.router.softmax_after_top_k needs model.moe.router.scoring_func softmax; "
+        f"got score {moe.router.scoring_func}; fix: set one of the two"
     )
 
 
@@ -253,10 +228,9 @@ def router_has_a_gradient(run: Run) -> Problem | None:
     if moe is None or moe.top_k > 1 or not (moe.router.softmax_after_top_k or moe.router.norm_topk_prob):
         return None
     cause = "softmax_after_top_k" if moe.router.softmax_after_top_k else "norm_topk_prob"
-    return Problem(
-        f"model.moe.router.{cause}",
-        "makes the only weight of model.moe.top_k = 1 always 1: the router would not learn",
-        fix=f"set model.moe.router.{cause} to false, or model.moe.top_k to 2 or more",
+    return Problem.from_line(
+        f"model.moe.router.{cause} makes the only weight of model.moe.top_k = 1 always 1: the router would not learn; "
+        f"fix: set model.moe.router.{cause} to false, or model.moe.top_k to 2 or more"
     )
 
 
@@ -265,11 +239,9 @@ def expert_bias_goes_with_sigmoid(run: Run) -> Problem | None:
     moe = run.model.moe
     if moe is None or not moe.router.expert_bias or moe.router.scoring_func == "sigmoid":
         return None
-    return Problem(
-        "model.moe.router.expert_bias",
-        "needs model.moe.router.scoring_func sigmoid",
-        got=f"score {moe.router.scoring_func}",
-        fix="use sigmoid, or balance by model.moe.balance.aux_loss",
+    return Problem.from_line(
+        "model.moe.router.expert_bias needs model.moe.router.scoring_func sigmoid; "
+        f"got score {moe.router.scoring_func}; fix: use sigmoid, or balance by model.moe.balance.aux_loss"
     )
 
 
@@ -278,10 +250,8 @@ def biases_stand_behind_unweighted_inputs(run: Run) -> Problem | None:
     moe = run.model.moe
     if moe is None or not moe.bias or not moe.router.apply_probs_on_input:
         return None
-    return Problem(
-        "model.moe.bias",
-        "does not go with model.moe.router.apply_probs_on_input",
-        fix="set one of the two to false",
+    return Problem.from_line(
+        "model.moe.bias does not go with model.moe.router.apply_probs_on_input; fix: set one of the two to false"
     )
 
 
@@ -290,11 +260,9 @@ def padding_needs_a_capacity(run: Run) -> Problem | None:
     moe = run.model.moe
     if moe is None or not moe.balance.pad_to_capacity or moe.balance.capacity_factor > 0:
         return None
-    return Problem(
-        "model.moe.balance.pad_to_capacity",
-        "needs model.moe.balance.capacity_factor above 0",
-        got="0 (dropless)",
-        fix="set a capacity_factor such as 1.25, or leave the padding out",
+    return Problem.from_line(
+        "model.moe.balance.pad_to_capacity needs model.moe.balance.capacity_factor above 0; got 0 (dropless); "
+        "fix: set a capacity_factor such as 1.25, or leave the padding out"
     )
 
 
@@ -303,35 +271,7 @@ def auxiliary_weight_has_a_loss(run: Run) -> Problem | None:
     moe = run.model.moe
     if moe is None or moe.balance.aux_loss_coef == 0 or moe.balance.aux_loss != "none":
         return None
-    return Problem(
-        "model.moe.balance.aux_loss_coef",
-        "is given, but model.moe.balance.aux_loss is none",
-        got=f"{moe.balance.aux_loss_coef:g}",
-        allowed="0, or aux_loss micro-batch, sequence, global-batch",
+    return Problem.from_line(
+        "model.moe.balance.aux_loss_coef is given, but model.moe.balance.aux_loss is none; "
+        f"got {moe.balance.aux_loss_coef:g}; allowed: 0, or aux_loss micro-batch, sequence, global-batch"
     )
-
-
-MODEL_RULES = (
-    dense_model_has_only_dense_layers,
-    experts_have_a_layer,
-    every_nth_layer_exists,
-    dense_layers_have_a_width,
-    kv_heads_divide_heads,
-    rotary_width_is_even,
-    yarn_bounds_are_ordered,
-    context_is_extended_one_way,
-    llama3_bounds_are_ordered,
-    global_layers_exist_that_differ,
-    sequence_is_within_yarn,
-    top_k_is_within_experts,
-    groups_divide_experts,
-    kept_groups_exist,
-    kept_groups_hold_top_k,
-    groups_judged_by_two_have_two,
-    softmax_after_top_k_is_a_softmax,
-    router_has_a_gradient,
-    expert_bias_goes_with_sigmoid,
-    biases_stand_behind_unweighted_inputs,
-    padding_needs_a_capacity,
-    auxiliary_weight_has_a_loss,
-)

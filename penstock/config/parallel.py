@@ -173,8 +173,7 @@ class Host(Section):
 
     numa: bool = knob(True, doc="Bind each process to the cores and memory next to its GPU (Linux).")
     check_memory: bool = knob(
-        True,
-        doc="Refuse a run whose least memory exceeds that of its GPU or machine, before anything is made.",
+        True, doc="Refuse a run whose least memory exceeds that of its GPU or machine, before anything is made."
     )
     timeout_minutes: int = knob(
         30, doc="Time that a rank waits for the others before it gives up.", unit="minutes", low=1

@@ -1,11 +1,15 @@
 """A thing that is wrong with a run, as data: what checks return, and what becomes the one line that a user reads."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
 from penstock.base.errors import ConfigError
 
+_LINE = re.compile(
+    r"(?P<field>\S+) (?P<what>.*?)(; got (?P<got>.*?))?(; allowed: (?P<allowed>.*?))?(; fix: (?P<fix>.*))?", re.DOTALL
+)
 _MOST_OTHERS = 4
 _MOST_DIVISORS = 12
 
@@ -26,6 +30,16 @@ class Problem:
     got: str | None = None
     allowed: str | None = None
     fix: str | None = None
+
+    @classmethod
+    def from_line(cls, line: str) -> "Problem":
+        """The problem of a line as the user reads it: `FIELD WHAT; got GOT; allowed: ALLOWED; fix: FIX`.
+
+        All parts behind WHAT may be left out.
+        """
+        found = _LINE.fullmatch(line)
+        assert found is not None, f"{line!r} names a field and a mistake"
+        return cls(**found.groupdict())
 
 
 def refuse(problems: Sequence[Problem]) -> None:

@@ -3,31 +3,33 @@
 A rule is a function from a run to a `Problem`, or to None if the run obeys it. It never changes the run. Its docstring
 is the rule as users read it, with the full path of every field: the reference and `penstock config explain` print it.
 
-To add a rule: write the function beside similar ones, add it to the tuple there, and add a row to the tests.
+To add a rule: write a public function beside similar ones, and add its cases to tests/config/rule_cases.txt.
 """
 
 from collections.abc import Callable
+from types import ModuleType
 
-from penstock.config.data_rules import DATA_RULES
-from penstock.config.dispatch_rules import DISPATCH_RULES
-from penstock.config.graph_rules import GRAPH_RULES
-from penstock.config.layout_rules import LAYOUT_RULES
-from penstock.config.model_rules import MODEL_RULES
+from penstock.config import data_rules, dispatch_rules, graph_rules, layout_rules, model_rules, run_rules
 from penstock.config.parallel import Captured, Graphs
 from penstock.config.problem import Problem, refuse
 from penstock.config.run import Run
-from penstock.config.run_rules import RUN_RULES
 
 Rule = Callable[[Run], Problem | None]
 
-RULES: tuple[Rule, ...] = (
-    *MODEL_RULES,
-    *RUN_RULES,
-    *DATA_RULES,
-    *LAYOUT_RULES,
-    *DISPATCH_RULES,
-    *GRAPH_RULES,
-)
+
+def _rules_of(module: ModuleType) -> tuple[Rule, ...]:
+    """Public functions of a module that return a problem, in the order of their definition."""
+    own = (value for name, value in vars(module).items() if callable(value) and not name.startswith("_"))
+    return tuple(
+        value
+        for value in own
+        if value.__module__ == module.__name__ and value.__annotations__.get("return") == Problem | None
+    )
+
+
+_MODULES = (model_rules, run_rules, data_rules, layout_rules, dispatch_rules, graph_rules)
+
+RULES: tuple[Rule, ...] = tuple(rule for module in _MODULES for rule in _rules_of(module))
 """All rules, in the order in which problems are reported."""
 
 
@@ -48,7 +50,7 @@ def problems(run: Run) -> list[Problem]:
 def capture_problem(run: Run, what: Captured) -> Problem | None:
     """The first rule that forbids a kind of capture for a run, or None; the run's own capture is not read."""
     asked = run.model_copy(update={"graphs": Graphs(capture=what)})
-    return next((problem for rule in GRAPH_RULES if (problem := rule(asked)) is not None), None)
+    return next((problem for rule in _rules_of(graph_rules) if (problem := rule(asked)) is not None), None)
 
 
 def rule_text(rule: Callable[..., object]) -> str:

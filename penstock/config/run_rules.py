@@ -15,11 +15,9 @@ def name_is_a_folder_name(run: Run) -> Problem | None:
     """`name` is a plain folder name: letters, digits, dots, dashes and underscores, the first a letter or digit."""
     if _NAME.fullmatch(run.name):
         return None
-    return Problem(
-        "name",
-        "must be a plain folder name",
-        got=f"{run.name[:110]!r}",
-        allowed="up to 100 letters, digits, '.', '_' and '-', the first a letter or digit",
+    return Problem.from_line(
+        f"name must be a plain folder name; got {run.name[:110]!r}; "
+        "allowed: up to 100 letters, digits, '.', '_' and '-', the first a letter or digit"
     )
 
 
@@ -30,11 +28,9 @@ def micro_batches_fill_the_global_batch(run: Run) -> Problem | None:
         return None
     below = training.global_batch - training.global_batch % training.micro_batch
     near = [f"{batch}" for batch in (below, below + training.micro_batch) if batch > 0]
-    return Problem(
-        "training.global_batch",
-        f"must be a multiple of training.micro_batch ({training.micro_batch})",
-        got=f"{training.global_batch}",
-        fix=f"set training.global_batch to {' or '.join(near)}",
+    return Problem.from_line(
+        f"training.global_batch must be a multiple of training.micro_batch ({training.micro_batch}); "
+        f"got {training.global_batch}; fix: set training.global_batch to {' or '.join(near)}"
     )
 
 
@@ -42,10 +38,9 @@ def rows_hold_every_prediction_depth(run: Run) -> Problem | None:
     """`model.mtp_layers` is less than `training.sequence_length`: each depth looks one position further."""
     if run.model.mtp_layers < run.training.sequence_length:
         return None
-    return Problem(
-        "model.mtp_layers",
-        f"must be less than training.sequence_length ({run.training.sequence_length})",
-        got=f"{run.model.mtp_layers}",
+    return Problem.from_line(
+        f"model.mtp_layers must be less than training.sequence_length ({run.training.sequence_length}); "
+        f"got {run.model.mtp_layers}"
     )
 
 
@@ -53,12 +48,10 @@ def warmup_ends(run: Run) -> Problem | None:
     """`schedule.warmup_steps` is at most `training.steps`."""
     if run.schedule.warmup_steps <= run.training.steps:
         return None
-    return Problem(
-        "schedule.warmup_steps",
-        f"is more than training.steps ({run.training.steps})",
-        got=f"{run.schedule.warmup_steps}",
-        allowed=f"0 to {run.training.steps}",
-        fix=f"shorten the warm-up too: schedule.warmup_steps={run.training.steps // 10}",
+    return Problem.from_line(
+        f"schedule.warmup_steps is more than training.steps ({run.training.steps}); got {run.schedule.warmup_steps}; "
+        f"allowed: 0 to {run.training.steps}; "
+        f"fix: shorten the warm-up too: schedule.warmup_steps={run.training.steps // 10}"
     )
 
 
@@ -67,11 +60,9 @@ def decay_comes_after_warmup(run: Run) -> Problem | None:
     room = run.training.steps - run.schedule.warmup_steps
     if run.schedule.decay_steps <= room or room < 0:
         return None
-    return Problem(
-        "schedule.decay_steps",
-        f"is more than the {room} steps after the warm-up",
-        got=f"{run.schedule.decay_steps}",
-        allowed=f"0 to {room}",
+    return Problem.from_line(
+        f"schedule.decay_steps is more than the {room} steps after the warm-up; got {run.schedule.decay_steps}; "
+        f"allowed: 0 to {room}"
     )
 
 
@@ -79,11 +70,9 @@ def decay_steps_belong_to_wsd(run: Run) -> Problem | None:
     """`schedule.decay_steps` is for `schedule.decay` wsd only: the others decay over all steps after the warm-up."""
     if run.schedule.decay_steps == 0 or run.schedule.decay == "wsd":
         return None
-    return Problem(
-        "schedule.decay_steps",
-        f"has no meaning for schedule.decay {run.schedule.decay}",
-        got=f"{run.schedule.decay_steps}",
-        fix="set schedule.decay to wsd, or schedule.decay_steps to 0",
+    return Problem.from_line(
+        f"schedule.decay_steps has no meaning for schedule.decay {run.schedule.decay}; got {run.schedule.decay_steps}; "
+        "fix: set schedule.decay to wsd, or schedule.decay_steps to 0"
     )
 
 
@@ -100,11 +89,9 @@ def cpu_has_no_triton(run: Run) -> Problem | None:
     asking = [name for name, value in run.kernels if value == "triton"]
     if run.device != "cpu" or not asking:
         return None
-    return Problem(
-        f"kernels.{asking[0]}",
-        "names a backend that device cpu does not have",
-        got="triton",
-        fix=f"set kernels.{asking[0]} to auto",
+    return Problem.from_line(
+        f"kernels.{asking[0]} names a backend that device cpu does not have; got triton; "
+        f"fix: set kernels.{asking[0]} to auto"
     )
 
 
@@ -112,11 +99,9 @@ def cpu_has_the_attention_backend(run: Run) -> Problem | None:
     """With `device` cpu, `kernels.attention` is not efficient, cudnn or flash-4: only GPUs have these."""
     if run.device != "cpu" or run.kernels.attention not in _GPU_BACKENDS:
         return None
-    return Problem(
-        "kernels.attention",
-        "names a backend that device cpu does not have",
-        got=run.kernels.attention,
-        allowed="auto, default, math, flash",
+    return Problem.from_line(
+        f"kernels.attention names a backend that device cpu does not have; got {run.kernels.attention}; "
+        "allowed: auto, default, math, flash"
     )
 
 
@@ -126,11 +111,9 @@ def flash_heads_are_equally_wide(run: Run) -> Problem | None:
     is_flash = run.kernels.attention == "flash"
     if not is_flash or not isinstance(attention, LatentAttention) or attention.head_dim == attention.v_head_dim:
         return None
-    return Problem(
-        "kernels.attention",
-        "flash needs model.attention.v_head_dim = qk_nope_head_dim + qk_rope_head_dim",
-        got=f"{attention.v_head_dim} and {attention.head_dim}",
-        fix="set kernels.attention to auto",
+    return Problem.from_line(
+        "kernels.attention flash needs model.attention.v_head_dim = qk_nope_head_dim + qk_rope_head_dim; "
+        f"got {attention.v_head_dim} and {attention.head_dim}; fix: set kernels.attention to auto"
     )
 
 
@@ -143,10 +126,8 @@ def flash_on_a_gpu_has_no_mask(run: Run) -> Problem | None:
     asking = _masked_by(run)
     if run.kernels.attention != "flash" or run.device != "cuda" or asking is None:
         return None
-    return Problem(
-        "kernels.attention",
-        f"flash takes no mask on a GPU, and {asking} needs one",
-        fix="set kernels.attention to auto",
+    return Problem.from_line(
+        f"kernels.attention flash takes no mask on a GPU, and {asking} needs one; fix: set kernels.attention to auto"
     )
 
 
@@ -169,11 +150,9 @@ def recorded_steps_are_made(run: Run) -> Problem | None:
         return None
     if profile.steps > steps:
         return Problem("profile.steps", f"is more than training.steps ({steps})", got=f"{profile.steps}")
-    return Problem(
-        "profile.start",
-        f"leaves fewer than profile.steps ({profile.steps}) of training.steps ({steps})",
-        got=f"{profile.start}",
-        allowed=f"0 to {steps - profile.steps + 1}",
+    return Problem.from_line(
+        f"profile.start leaves fewer than profile.steps ({profile.steps}) of training.steps ({steps}); "
+        f"got {profile.start}; allowed: 0 to {steps - profile.steps + 1}"
     )
 
 
@@ -201,11 +180,9 @@ def layers_are_left_for_eight_bits(run: Run) -> Problem | None:
     first, last, layers = run.float8.first_layers, run.float8.last_layers, run.model.layers
     if not run.float8.is_used or first + last < layers:
         return None
-    return Problem(
-        "float8.first_layers",
-        f"and float8.last_layers leave none of the {layers} layers in 8 bits",
-        got=f"{first} and {last}",
-        fix="set both to 0, or float8.dense=none, float8.experts=none and float8.dispatch=none",
+    return Problem.from_line(
+        f"float8.first_layers and float8.last_layers leave none of the {layers} layers in 8 bits; got {first} and "
+        f"{last}; fix: set both to 0, or float8.dense=none, float8.experts=none and float8.dispatch=none"
     )
 
 
@@ -231,32 +208,8 @@ def gathered_blocks_are_squares(run: Run) -> Problem | None:
     for field, value in (("dense", run.float8.dense), ("experts", run.float8.experts)):
         if value in ("rowwise", "mxfp8"):
             what = "has two copies of each weight, and float8.gather sends one"
-            return Problem(
-                f"float8.{field}",
-                what,
-                got=value,
-                allowed="none, auto, tensorwise, blockwise, blockwise-square",
-                fix="set float8.gather=false",
+            return Problem.from_line(
+                f"float8.{field} {what}; got {value}; allowed: none, auto, tensorwise, blockwise, blockwise-square; "
+                "fix: set float8.gather=false"
             )
     return None
-
-
-RUN_RULES = (
-    name_is_a_folder_name,
-    micro_batches_fill_the_global_batch,
-    rows_hold_every_prediction_depth,
-    warmup_ends,
-    decay_comes_after_warmup,
-    decay_steps_belong_to_wsd,
-    moments_forget,
-    cpu_has_no_triton,
-    cpu_has_the_attention_backend,
-    flash_heads_are_equally_wide,
-    flash_on_a_gpu_has_no_mask,
-    recorded_steps_are_made,
-    recording_ranks_are_ranks,
-    eight_bits_have_experts,
-    layers_are_left_for_eight_bits,
-    gathered_bits_are_multiplied,
-    gathered_blocks_are_squares,
-)

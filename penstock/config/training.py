@@ -16,8 +16,7 @@ class Training(Section):
         "bf16", doc="bf16: parameters and compute in bfloat16, master weights, moments and gradients in float32."
     )
     initial_weights: str = knob(
-        "",
-        doc="Folder of `penstock import`, or of a run, whose weights a new run starts with; empty draws them.",
+        "", doc="Folder of `penstock import`, or of a run, whose weights a new run starts with; empty draws them."
     )
     mtp_weight: float = knob(0.3, doc="Factor of the multi-token prediction loss.", low=0.0)
     z_loss_coef: float = knob(0.0, doc="Factor of the z-loss on the output logits.", low=0.0)

@@ -117,11 +117,7 @@ def test_fish_gets_words_with_their_meaning(
 
 @pytest.mark.parametrize(
     ("shell", "beginning"),
-    [
-        ("bash", "_penstock_completion() {"),
-        ("zsh", "#compdef penstock"),
-        ("fish", "complete --command penstock"),
-    ],
+    [("bash", "_penstock_completion() {"), ("zsh", "#compdef penstock"), ("fish", "complete --command penstock")],
 )
 def test_every_shell_is_shown_its_script(
     shell: str, beginning: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

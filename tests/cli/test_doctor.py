@@ -120,10 +120,7 @@ def test_a_line_that_is_no_json_is_an_error(tmp_path: Path, capsys: pytest.Captu
 
 @pytest.mark.parametrize(
     ("arguments", "error"),
-    [
-        (("/nowhere",), "cannot read /nowhere"),
-        (("/nowhere", "--on", "8xH200"), "--on is for the folder of a run"),
-    ],
+    [(("/nowhere",), "cannot read /nowhere"), (("/nowhere", "--on", "8xH200"), "--on is for the folder of a run")],
 )
 def test_a_wrong_question_is_one_line(
     arguments: tuple[str, ...], error: str, capsys: pytest.CaptureFixture[str]

@@ -125,12 +125,7 @@ def test_errors_are_those_that_the_document_quotes(
 
 @pytest.mark.parametrize(
     "sizes",
-    [
-        {"pipeline": 2},
-        {"tensor": 2},
-        {"expert": 4, "expert_tensor": 2},
-        {"pipeline": 2, "tensor": 2, "expert": 2},
-    ],
+    [{"pipeline": 2}, {"tensor": 2}, {"expert": 4, "expert_tensor": 2}, {"pipeline": 2, "tensor": 2, "expert": 2}],
     ids=str,
 )
 def test_parameters_of_all_ranks_are_the_model(capsys: pytest.CaptureFixture[str], sizes: dict[str, int]) -> None:

@@ -42,10 +42,7 @@ def test_a_run_leads_from_training_to_its_page(tmp_path: Path, capsys: pytest.Ca
     ]
     ends = [f"penstock sample {run} 'The '", f"penstock report {run}"]
     assert _proposed(capsys, *words, "--name", "one") == ends
-    assert _proposed(capsys, "train", run, "--resume") == [
-        ends[0],
-        f"penstock train {run} --resume training.steps=2",
-    ]
+    assert _proposed(capsys, "train", run, "--resume") == [ends[0], f"penstock train {run} --resume training.steps=2"]
 
 
 def test_a_recorded_run_leads_to_the_doctor_and_to_a_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,10 +60,7 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     Path("junk.idx").write_bytes(b"no pair")
     Path("nothing").mkdir()
     run = tiny_run(Path("runs"))
-    update = {
-        "model": run.model.model_copy(update={"vocab_size": 257}),
-        "data": Data(validation_share=0.2),
-    }
+    update = {"model": run.model.model_copy(update={"vocab_size": 257}), "data": Data(validation_share=0.2)}
     Path("tiny.toml").write_text(dump_toml(run.model_copy(update=update)))
     text = Path("tiny.toml").read_text()
     start = text.index("[data]")

@@ -74,10 +74,7 @@ def result() -> dict[str, Any]:
                 },
                 "extras": [{"milliseconds": {"tile table": 0.004}}, {"milliseconds": {"tile table": 0.0051}}],
             },
-            "pointwise": {
-                "copy_bytes_per_s": 4.1e12,
-                "rows": [moved("route", 0.2, None), moved("norm", 0.8, 1500.0)],
-            },
+            "pointwise": {"copy_bytes_per_s": 4.1e12, "rows": [moved("route", 0.2, None), moved("norm", 0.8, 1500.0)]},
             "linear_cross_entropy": {
                 "candidates": {
                     kernel_tables.COMPILED: loss(10.0, 1.9),

@@ -2,13 +2,7 @@
 
 from penstock.config.model import Balance, LatentAttention, Model, Moe, Rope, Router
 from penstock.config.run import Run
-from penstock.config.training import (
-    Checkpoint,
-    Evaluation,
-    LearningRateSchedule,
-    Optimizer,
-    Training,
-)
+from penstock.config.training import Checkpoint, Evaluation, LearningRateSchedule, Optimizer, Training
 
 
 def debug() -> Run:
@@ -53,10 +47,7 @@ def debug_softmax() -> Run:
     base = debug()
     assert base.model.moe is not None, "the debug model has experts"
     moe = base.model.moe.model_copy(
-        update={
-            "router": Router(scoring_func="softmax"),
-            "balance": Balance(aux_loss="sequence", aux_loss_coef=1e-2),
-        }
+        update={"router": Router(scoring_func="softmax"), "balance": Balance(aux_loss="sequence", aux_loss_coef=1e-2)}
     )
     model = base.model.model_copy(update={"family": "deepseek-v2", "moe": moe})
     return base.model_copy(update={"name": "debug-softmax", "model": model})

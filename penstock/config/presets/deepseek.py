@@ -4,15 +4,7 @@ Sources: the Hugging Face configs of the three models (sizes, rotary scaling), a
 appendix B (V2, V2-Lite: optimizer, auxiliary loss), arXiv 2412.19437 sections 4.1 and 4.2 (V3).
 """
 
-from penstock.config.model import (
-    Balance,
-    LatentAttention,
-    Model,
-    Moe,
-    Rope,
-    Router,
-    Yarn,
-)
+from penstock.config.model import Balance, LatentAttention, Model, Moe, Rope, Router, Yarn
 from penstock.config.run import Run
 from penstock.config.training import LearningRateSchedule, Optimizer, Training
 

@@ -39,12 +39,7 @@ def _llama4(name: str, *, experts: int, every: int, qk_norm: bool, rope: Rope) -
         layers=48,
         intermediate_size=16384,
         attention=GroupedQueryAttention(
-            heads=40,
-            kv_heads=8,
-            head_dim=128,
-            rope=rope,
-            qk_norm="rotated-head" if qk_norm else "none",
-            local=local,
+            heads=40, kv_heads=8, head_dim=128, rope=rope, qk_norm="rotated-head" if qk_norm else "none", local=local
         ),
         moe=Moe(
             experts=experts,

@@ -179,20 +179,5 @@ def optimizer_on_the_device(sizes: Sizes) -> str | None:
     return "the optimizer's state passes through the host's link in each step" if sizes.offloads_optimizer else None
 
 
-ADVICE: tuple[Rule, ...] = (
-    stages_when_pipeline,
-    micro_batches_fill_the_pipeline,
-    stages_are_even,
-    context_for_long_rows,
-    long_rows_attend_once,
-    matrices_worth_cutting,
-    full_shards_with_tensor,
-    gathers_once_a_step,
-    experts_over_nodes_want_overlap,
-    overlap_if_exposed,
-    room_for_the_worst_case,
-    sums_over_many_in_fp32,
-    natural_routing,
-    optimizer_on_the_device,
-)
+ADVICE = tuple(value for value in list(vars().values()) if isinstance(value, Rule))
 """In the order in which they are told."""

@@ -161,14 +161,5 @@ def context_from_8k(sizes: Sizes) -> str | None:
     return f"CP {sizes.cp} cuts rows of {sizes.sequence_length} positions into {left}, fewer than {SHARD}"
 
 
-ORDER: tuple[Rule, ...] = (
-    bubble_under_half,
-    selective_before_full,
-    tensor_only_to_fit,
-    whole_weights_in_pipeline,
-    small_model_without_pipeline,
-    expert_product_inside_node,
-    context_inside_node,
-    context_from_8k,
-)
+ORDER = tuple(value for value in list(vars().values()) if isinstance(value, Rule))
 """From the costliest to the cheapest."""

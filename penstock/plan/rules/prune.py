@@ -134,17 +134,5 @@ def backward_soon(sizes: Sizes) -> str | None:
     return f"gpipe holds all {sizes.micro_batches} micro-batches; {other} has its bubble and holds at most {held}"
 
 
-PRUNE: tuple[Rule, ...] = (
-    tensor_inside_node,
-    expert_before_tensor,
-    context_keeps_2k,
-    gathers_if_fewer_copies,
-    nodes_first_if_several,
-    mapped_memory_inside_node,
-    dispatcher_where_tokens_travel,
-    stage_one_is_stage_zero,
-    stages_need_experts,
-    overlap_where_tokens_travel,
-    backward_soon,
-)
+PRUNE = tuple(value for value in list(vars().values()) if isinstance(value, Rule))
 """In the order in which they are asked."""
