@@ -21,11 +21,7 @@ class PenstockError(ValueError):
     Args:
         what: the wrong fact, with the name of the field, file or option.
         got: the offending value, if `what` does not have it.
-        allowed: right values.
         fix: the command or change that fixes it.
-
-    Attributes:
-        exit_code: of the program.
     """
 
     exit_code = WRONG_INPUT
@@ -92,25 +88,13 @@ class NonFiniteError(PenstockError):
 
 
 def nearest(got: object, names: Iterable[str], most: int = 1) -> list[str]:
-    """Names similar to a word, the best first; case does not count.
-
-    Args:
-        got: the word.
-        names: right names.
-        most: number of results.
-    """
+    """Names similar to a word, the best first; case does not count."""
     known = {name.lower(): name for name in names}
     return [known[word] for word in get_close_matches(f"{got}".lower(), known, n=most)]
 
 
 def did_you_mean(got: object, names: Iterable[str], most: int = 1) -> str | None:
-    """`did you mean train or trace?`, as the fix of an error; None if no name is similar.
-
-    Args:
-        got: the word.
-        names: right names.
-        most: number of proposals.
-    """
+    """`did you mean train or trace?`, as the fix of an error; None if no name is similar."""
     return asked(nearest(got, names, most))
 
 

@@ -122,10 +122,8 @@ def auxiliary_loss(
     Args:
         routed: sums over our tokens, from the router kernel.
         tokens: of the micro-batch, over all ranks that share its rows.
-        balance: which loss, and its weight.
         scope: sequences and share of the micro-batch.
         load: slots that the loss counts.
-        operators: kernels.
     """
     slots_BE, factor = load.counts_BE, balance.aux_loss_coef * scope.share / tokens
     if balance.aux_loss == "sequence":
@@ -149,7 +147,6 @@ def drop_over_capacity(routing: Routing, experts: int, limit: int, axis: Axis = 
 
     Args:
         routing: slots already dropped stay dropped.
-        experts: E.
         limit: slots that an expert keeps, over all ranks of `axis`.
         axis: ranks whose tokens compete for the same capacity.
 
@@ -210,7 +207,6 @@ def update_expert_bias(modules: Iterable[nn.Module], loads: Iterable[LayerLoad])
     """Move every expert bias against the load of the global batch. Call once a step.
 
     Args:
-        modules: with the routers.
         loads: of the whole global batch, over all ranks.
     """
     slots = {load.layer: load.slots_E for load in loads}

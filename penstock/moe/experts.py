@@ -112,7 +112,6 @@ class GroupedExperts(nn.Module):
         """Apply each expert to its rows, times their routing weights.
 
         Args:
-            rows: from the dispatcher.
             recompute: save no pre-activation; only if the network `is_one_function`.
             keep: allocates the memory of the pre-activation, for operators that write it where they are told.
 

@@ -46,7 +46,6 @@ class MoE(nn.Module):
     Args:
         router: chooses experts for every token.
         dispatcher: exchanges rows between ranks.
-        experts: the experts of this rank.
         shared: dense FFN that every token passes, or None.
         layer_context: kernels, recomputation, and the stream on which rows travel.
         row_capacity: limit of the dispatcher's row count, registered here so that the trainer finds it; or None.

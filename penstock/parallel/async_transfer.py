@@ -55,9 +55,7 @@ class TransferStream:
         """Start a transfer.
 
         Args:
-            name: for reports.
             function: see `Transfer`; tensors that it closes over have no gradient.
-            inputs: its arguments; may have gradients.
         """
         handle: AsyncTransfer[Rest] = AsyncTransfer(self, name)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):

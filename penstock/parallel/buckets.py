@@ -86,7 +86,6 @@ def reduce_rows(
         entries: `whole` is read, `own` is filled with the sum.
         shard: ranks that divide the sum; one rank alone gets all of it.
         replicate: ranks with the same rows, which the sum includes.
-        dtype: of the sum.
         values: of a bucket; None for the usual size.
     """
     if shard.group is not None or replicate.group is not None:

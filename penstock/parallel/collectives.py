@@ -72,7 +72,6 @@ def exchange_rows(
 
     Args:
         x_ND: rows (1 or more dims) in the order of their target ranks.
-        axis: the ranks.
         receive: rows from each rank; None if `x` is divided evenly, on all ranks.
         send: rows to each rank; None together with `receive`.
 

@@ -38,7 +38,6 @@ def attend(
         q_BSHN: queries of our positions; all positions where no ranks share the row.
         k_BSGN: keys of our positions.
         v_BSGM: values of our positions.
-        layer_context: kernels and ranks.
         scale: factor on the scores.
         allowed_BSS: boolean, which query position (first S) may look at which of the row's key positions. Its queries
             are all positions of the row with ulysses, ours with all-gather. None for plain causal.
@@ -77,7 +76,6 @@ def attend_locally(
         q_BSHN: queries of our positions.
         k_BSGN: keys of our positions.
         v_BSGM: values of our positions.
-        layer_context: kernels and ranks.
         scale: factor on the scores.
         nears: what `nears_of` gave for the layer's reach.
         sinks_H: of our queries' heads; None for a plain softmax.
@@ -174,7 +172,6 @@ def attend_to_row(
         q_BSHN: queries of our positions, near chunk before far chunk.
         k_BSGN: keys of every position, in order.
         v_BSGM: values of every position.
-        layer_context: kernels and ranks.
         scale: factor on the scores.
         allowed_BSS: boolean, our query positions x all key positions, causal already; None for plain causal.
         sinks_H: as of `attend`.

@@ -60,7 +60,6 @@ class CopyStream:
         Args:
             pairs: (source, target) of equal shape and dtype; the caller holds both until the copy is over or waited
                 for.
-            after: on another stream.
         """
         if self._stream is None:
             for source, target in pairs:
@@ -137,8 +136,6 @@ class TensorSlice:
     """Consecutive elements of one tensor of a list.
 
     Attributes:
-        index: of the tensor.
-        start: first element.
         stop: one past the last.
     """
 

@@ -38,7 +38,6 @@ class Float8Shard:
         parameter: F x D or e x F x D in float32, sharded by FSDP2 over dim 0, before the first forward pass.
         axis: ranks with copies of the parameter; those of `shard` divide it.
         recipe: of its products; blocks of weights are squares.
-        rule: format and kernels.
         compute_dtype: to which values are rounded first, and dtype of the gathered weight.
 
     Raises:

@@ -164,7 +164,6 @@ class PartialGraphs:
         Args:
             key: of the part; the same in every pass.
             function: tensors that it closes over are the same in every pass, or are from `hold`.
-            inputs: differentiable.
         """
         part = self._parts.get(key) or self._made(key, function, inputs)
         if part is None:
@@ -209,7 +208,6 @@ class PartialGraphs:
         """The address at which a graph reads a tensor: its own if another graph has written it; else a copy.
 
         Args:
-            given: of the first call.
             room: key of the copy's memory.
         """
         if _place(given) in self._written:
@@ -318,7 +316,6 @@ class _Inlet:
     """The address at which a graph reads a tensor.
 
     Attributes:
-        tensor: at that address.
         is_copy: each call copies its input there.
     """
 

@@ -29,8 +29,6 @@ class LayerContext:
     """Kernels, process groups and activation memory of a layer.
 
     Attributes:
-        operators: kernels.
-        axes: this rank's groups.
         weight_grads: store of deferred weight gradients; None if the schedule never defers.
         context_method: attention of ranks that share a row.
         dispatch: configuration of token dispatch.
@@ -58,7 +56,6 @@ class LayerContext:
         Args:
             kind: of the part, as in `recompute.modules` and `offload.activations`.
             function: returns a tensor or a tuple with tensors; see `penstock.parallel.recompute`.
-            arguments: of the function.
         """
         if kind in OFFLOADABLE:
             return self.offload.run(kind, self.recompute.run, kind, function, *arguments)

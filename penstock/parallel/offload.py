@@ -75,7 +75,6 @@ class HostStore:
     """Copies storages to the host and back.
 
     Args:
-        device: of the activations.
         smallest: bytes of a storage that moves.
         in_flight: bytes that may wait on the device for their copy.
     """
@@ -140,7 +139,6 @@ class _OffloadedStorage:
     """One storage on the host. Freed with the last slot of the graph that uses a part of it.
 
     Attributes:
-        version: of the saved tensor.
         left: the copy to the host.
     """
 
@@ -218,8 +216,6 @@ class _ModuleCall:
     Attributes:
         outer: asked first; tensors that it takes need no place on the host.
         previous: the call before this one, whose backward comes next.
-        moved: its storages, in order.
-        is_open: its backward has begun.
     """
 
     store: HostStore

@@ -69,8 +69,6 @@ class PipelineRunner:
     """One rank's part of a pipeline.
 
     Args:
-        schedule: for all ranks.
-        axes: of this rank.
         message: shape and dtype of messages.
         weight_grads: store that the stages were built with; for schedules that split the backward pass.
         transfers: stream that the stages were built with; for schedules with pairs.

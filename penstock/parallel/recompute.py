@@ -346,7 +346,6 @@ class _Replay:
     """The saver of the second run: fills the slots in the order of the first run.
 
     Args:
-        saves: of the first run.
         ends_early: outputs are not needed.
     """
 

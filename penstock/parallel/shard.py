@@ -40,7 +40,6 @@ class ParamShard:
     Attributes:
         name: in the whole model; the same on every rank and layout.
         parameter: the local part as a plain tensor, or FSDP2's DTensor over `data`.
-        shape: of the whole parameter.
         cuts: our part of it, before `data` divides it.
         data: ranks that hold the same part and see different tokens.
         partial: further axes over which the gradient is summed.
@@ -69,7 +68,6 @@ class ShardedTensor:
 
     Attributes:
         tensor: the local values; plain, on any device.
-        shape: of the whole tensor.
         pieces: rectangles of `tensor` in the whole; together they are all of `tensor`.
         writes: this rank saves it; of the ranks with equal values one does. All of them load it.
     """

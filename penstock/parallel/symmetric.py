@@ -86,7 +86,6 @@ class BufferSizes:
         tokens: most tokens of a rank, T.
         top_k: most choices of a token, times expert_tensor.
         row_bytes: scales included; a multiple of 16.
-        ranks: W.
         slots: of each direction; with one slot, consecutive transfers must alternate directions.
     """
 
@@ -141,10 +140,8 @@ class SymmetricBuffers:
     """This rank's memory, and its view of the others'. Made by `allocate`, and by hand for simulated ranks.
 
     Args:
-        sizes: the same on all ranks.
         memory: our own, uint8, `sizes.total_bytes`; zero on all ranks before the first transfer.
         addresses: of each rank's memory in this process.
-        rank: our place.
         looks: see `LOOKS`.
         memories: of all ranks as tensors, for copy engines; or empty.
 
@@ -247,7 +244,6 @@ class SymmetricBuffers:
         """Block the stream until all ranks have written the first chunk.
 
         Args:
-            channel: to wait for.
             signals: programs of each rank that write it.
         """
         wait(self._awaited(channel, signals))
@@ -258,10 +254,7 @@ class SymmetricBuffers:
         """Write our block of a section at all other ranks by copy engines, then set the flag.
 
         Args:
-            section: of rows.
-            slot: of the transfer.
             rows_of: rank -> its rows, T x D, contiguous.
-            channel: of the section.
         """
         rank, ranks = self.peers.rank, self.peers.size
         for peer in ((rank + step) % ranks for step in range(1, ranks)):
@@ -281,10 +274,7 @@ class SymmetricBuffers:
         """Launch a kernel that waits for chunks and reads them.
 
         Args:
-            function: launches it.
-            channel: to wait for.
             signals: programs of each rank that write.
-            chunks: of each rank's tokens.
         """
         function(self._awaited(channel, signals), chunks)
 

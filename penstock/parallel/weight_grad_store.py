@@ -86,9 +86,7 @@ def deferrable(
     """`function(*inputs, *weights)`, whose weight gradients the store may defer.
 
     Args:
-        function: of tensors only, differentiable.
         inputs: tensors whose gradients are needed at once.
-        weights: parameters.
         weight_grads: the store; None runs the function as it is.
     """
     if weight_grads is None or not torch.is_grad_enabled():

@@ -9,7 +9,6 @@ class Case:
 
     Attributes:
         name: of the layout, in the words of the field.
-        ranks: processes.
         overrides: what makes the layout, on top of BASE.
         model: what changes the model or the data, for the single process too.
     """

@@ -60,7 +60,6 @@ class Trace:
 
     Attributes:
         losses: of each step; then of each step those of multi-token prediction.
-        norms: gradient norms.
         balance: sums of auxiliary losses and of dropped slots over the layers.
         held_out: loss on held-out rows after the last step.
         left_out: rows that found no room at first, of each step.
@@ -155,8 +154,6 @@ def differences(got: Trace, expected: Trace, start: dict[str, Tensor]) -> dict[s
     """Largest relative difference of each figure.
 
     Args:
-        got: of a layout.
-        expected: of one process.
         start: tensors before the first step.
     """
 

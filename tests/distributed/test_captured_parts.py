@@ -22,7 +22,6 @@ def play(overrides: tuple[str, ...], replays: bool, fails_on: int = -1, layers: 
     """Train on this rank; what it saw, would save and would tell the user, and how often it captured.
 
     Args:
-        overrides: of the small run.
         replays: parts; else all is eager.
         fails_on: rank that finds no memory for its fourth graph; -1 if none does.
         layers: of the run, the one that predicts further included.

@@ -61,12 +61,9 @@ class Problem:
     """One layer's problem, of all ranks together. Its matrices are `weights_of`, its biases `biases_of`.
 
     Attributes:
-        placement: of its experts.
         x_TD: tokens, divided evenly among the places.
         weights_TK: of their choices; zero where a slot was dropped.
-        experts_TK: the choices.
         direction_TD: gradient of the output.
-        family: what its experts are like.
     """
 
     placement: ExpertPlacement

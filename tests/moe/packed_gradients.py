@@ -56,9 +56,6 @@ class Case:
 
     Attributes:
         rule: what is in 8 bits.
-        tokens: of all ranks.
-        dtype: of tokens and parameters.
-        bias: experts have biases.
         in_sixteen: gradients travel as they are.
         recompute: parts that are computed again.
         leaves: transfers leave beside other work.

@@ -66,13 +66,9 @@ def solve(
     """What `mix` gives on every rank.
 
     Args:
-        ranks: processes.
-        way: to the experts.
-        flights: all of one placement.
         triton: run on our kernels.
         bound: of the room, where there is one; 0 has room for all rows on one rank.
         per_node: ranks of a node; 0 is half of them.
-        wire_format: in which form rows travel.
     """
     placement = flights[0][0].placement
     bound = bound or float(placement.expert)

@@ -112,7 +112,6 @@ class Recording:
     """One of them.
 
     Attributes:
-        operations: in their order.
         forward: the graph of whose part this is the way back.
     """
 

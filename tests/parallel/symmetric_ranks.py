@@ -29,12 +29,7 @@ class StuckError(AssertionError):
 
 
 class Turns:
-    """Hands one baton round among threads.
-
-    Args:
-        ranks: number of threads.
-        seed: of the order of ranks.
-    """
+    """Hands one baton round among threads."""
 
     def __init__(self, ranks: int, seed: int) -> None:
         self._random = random.Random(seed)
@@ -136,9 +131,6 @@ def run_ranks(
     """`function(buffers, *args)` on every simulated rank; what each returned.
 
     Args:
-        function: what a rank does.
-        sizes: of the buffers.
-        args: for every rank.
         seed: of the order in which they go on.
         careless: all transfers use one slot, to see that the simulation notices.
     """

@@ -24,7 +24,6 @@ def make_dispatcher(
     """The dispatcher of one layer, and the limit of its row count if it has one.
 
     Args:
-        moe: the layer.
         layer_context: kernels, ranks, `dispatch.method`, and the memory that GPUs of the node map.
         in_arena: pre-activations are saved in an arena, see `shares_arena`.
 

@@ -53,7 +53,6 @@ def spread_padded(x_TD: Tensor, tokens_R: Tensor, places_TK: Tensor) -> Tensor:
     """Copy each token's row to its places.
 
     Args:
-        x_TD: hidden states.
         tokens_R: int64, the token of each place; T for an empty place.
         places_TK: int64, the places of each token; R for none.
 

@@ -135,7 +135,6 @@ class RowCapacity(CapacityTracker):
     """Capacity for the rows of one layer on one rank.
 
     Args:
-        placement: of the layer's experts.
         factor: capacity over the even share; infinity for the worst case.
     """
 
@@ -147,7 +146,6 @@ class RowCapacity(CapacityTracker):
         """The capacity in rows.
 
         Args:
-            tokens: of all ranks together.
             top_k: slots of each token, all of different experts.
         """
         worst = tokens * min(top_k, self.placement.per_place)
@@ -224,7 +222,6 @@ class ActivationArena(CapacityTracker):
             used: int32 [1], rows of the layer, on the device.
             capacity: most rows of the layer.
             like: width, dtype and device of the rows.
-            even_share: of the layer.
         """
         width = like.shape[1]
         if like.is_meta:  # A plan runs one layer at a time, so each layer counts only itself.

@@ -32,8 +32,6 @@ class LaunchFacts:
 
     Attributes:
         vendor: of the GPUs that are used; cpu if none is.
-        world: ranks of the run.
-        local_world: ranks on this machine.
         cores: CPU cores of these ranks; 0 if unknown.
         deterministic: operators with timing-dependent results are refused.
         computes: the process may multiply matrices; else it only reads files and counts.
@@ -67,7 +65,6 @@ class VariableRule:
         applies: whether the facts of a process ask for it.
         when: `applies` in words.
         why: what is wrong or slow without it.
-        source: of the reason.
         also: variables with the same meaning; if the shell has set one of them, this one is left alone.
     """
 
@@ -219,7 +216,6 @@ class Environment:
         color: terminal output may have colors.
         threads: of a CPU operator, or None if unset.
         world_size: processes that were started together.
-        rank: of this process.
         local_rank: among the processes of this machine.
         local_world_size: processes of this machine.
         started_by: the launcher; empty for a single process.
@@ -381,12 +377,7 @@ def environment_for_children(facts: LaunchFacts) -> Iterator[None]:
 
 
 def shell_variables(names: Iterable[str], variables: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Those of some variables that are set, for callers that only print them.
-
-    Args:
-        names: of the variables.
-        variables: all.
-    """
+    """Those of some variables that are set, for callers that only print them."""
     return {name: variables[name] for name in names if name in variables}
 
 
@@ -402,7 +393,6 @@ def environment_line(facts: LaunchFacts, variables: Mapping[str, str] = os.envir
     """Variables of the table in one line: first those with our value, then the shell's.
 
     Args:
-        facts: of the run.
         variables: after `prepare_environment`.
     """
     wanted = settings(facts)

@@ -31,7 +31,6 @@ class Binding:
 
     Attributes:
         node: NUMA node of its GPU.
-        cores: ascending.
         sharers: processes that divide the node's cores.
     """
 
@@ -114,9 +113,7 @@ def choose_binding(
 
     Args:
         bus_ids: PCI addresses of the GPUs of all processes of this machine, such as 0000:1b:00.0, in their order.
-        local_rank: of the process.
         allowed: cores that the process may use now.
-        root: of the system's files.
 
     Returns:
         None without a choice: one NUMA node, an unknown one, or none of its cores is allowed.

@@ -42,11 +42,9 @@ class Job:
 
     Attributes:
         words: after `penstock`: train, the target, overrides.
-        nodes: machines.
         gpus: of each machine, and so its ranks.
         cpus: cores of each machine, or None to leave that to the cluster.
         restarts: how often torchrun starts all ranks again after one has died.
-        facts: for the environment rules.
     """
 
     name: str
@@ -67,7 +65,6 @@ def slurm_script(job: Job, options: dict[str, str], container: str | None = None
     """A script for sbatch.
 
     Args:
-        job: the run.
         options: further options of sbatch, such as {"time": "24:00:00"}.
         container: an image for the pyxis plugin, or None.
 
@@ -129,7 +126,6 @@ def kubernetes_manifest(job: Job, image: str, claim: str, namespace: str | None 
     """A PyTorchJob (kubeflow.org/v1) in YAML.
 
     Args:
-        job: the run.
         image: with PyTorch and Penstock in it.
         claim: PersistentVolumeClaim of all pods, their working folder; runs stay in it.
         namespace: of the job; None for kubectl's default.

@@ -50,8 +50,6 @@ class LocalLaunch:
 
     Attributes:
         restarts: how often all are started again after one has died.
-        name: of the launch, unique.
-        facts: for the ranks' environment.
         say: prints a line for the user.
     """
 

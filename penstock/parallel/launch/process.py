@@ -84,7 +84,6 @@ def prepare_process(environment: Environment, *, seed: int, deterministic: bool)
     """Set threads, seeds and determinism for the whole process. Call once, before anything is allocated on a GPU.
 
     Args:
-        environment: the shell's settings.
         seed: of every generator that is not seeded otherwise.
         deterministic: refuse operators with timing-dependent results.
     """

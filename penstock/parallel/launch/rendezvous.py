@@ -51,7 +51,6 @@ class Rendezvous:
     """See the top of the file.
 
     Args:
-        environment: rank and address.
         leave: ends the process at once with an exit code: threads of a broken group cannot be joined.
 
     Attributes:
