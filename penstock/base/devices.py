@@ -10,15 +10,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Chip:
-    """One GPU.
+    """One GPU. Peaks are of dense products in FLOP per second, None if unknown or absent; `memory` is bytes per second.
 
     Attributes:
         pattern: part of the driver's name, by which people know it.
         target: as compilers and launch tables name it.
-        bf16: peak of dense bfloat16 products in FLOP per second.
-        fp8: the same of 8-bit products, or None if the chip has none.
-        fp32: the same of float32 products, or None where that is not known.
-        memory: bytes that its memory reads and writes in a second.
     """
 
     pattern: str

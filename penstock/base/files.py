@@ -16,11 +16,7 @@ MOST_JSON_BYTES = 128 * 2**20
 
 
 def read_bounded(path: Path, most_bytes: int) -> bytes:
-    """Content of a file.
-
-    Raises:
-        OSError: it cannot be read, or is larger than `most_bytes`.
-    """
+    """Content of a file. Raises OSError if it cannot be read or is larger than `most_bytes`."""
     with path.open("rb") as file:
         content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
@@ -29,11 +25,7 @@ def read_bounded(path: Path, most_bytes: int) -> bytes:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Tables of a TOML text.
-
-    Raises:
-        TOMLDecodeError: it is not TOML, is nested too deeply, or has a number with too many digits.
-    """
+    """Tables of a TOML text. Raises TOMLDecodeError, also for deep nesting and numbers with too many digits."""
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError:
@@ -45,11 +37,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value that a JSON text holds.
-
-    Raises:
-        ValueError: it is not JSON, not UTF-8, or nested too deeply.
-    """
+    """The value that a JSON text holds. Raises ValueError if it is not JSON, not UTF-8, or nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -57,20 +45,10 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Tables of a TOML file.
-
-    Raises:
-        OSError: it cannot be read or is too large.
-        ValueError: it is not UTF-8 or not TOML.
-    """
+    """Tables of a TOML file. Raises OSError or ValueError, as `read_bounded` and `parse_toml` do."""
     return parse_toml(read_bounded(path, MOST_TOML_BYTES).decode("utf-8-sig"))
 
 
 def read_json(path: Path) -> Any:
-    """The value that a JSON file holds.
-
-    Raises:
-        OSError: it cannot be read or is too large.
-        ValueError: it is not UTF-8 or not JSON.
-    """
+    """The value that a JSON file holds. Raises OSError or ValueError, as `read_bounded` and `parse_json` do."""
     return parse_json(read_bounded(path, MOST_JSON_BYTES))

@@ -24,7 +24,6 @@ def flops_text(number: float) -> str:
 
 
 def _by_thousands(number: float, suffixes: tuple[str, ...], plain: str) -> str:
-    """A number with two decimals below 10 and one above."""
     if number < 1000:
         return f"{number:.0f}{plain}"
     scaled, index = number / 1000, 0

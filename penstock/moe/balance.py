@@ -69,8 +69,6 @@ class LayerLoad:
 
 
 class _Attach(torch.autograd.Function):
-    """Identity on the first argument; the others receive precomputed gradients."""
-
     @staticmethod
     def forward(ctx: Any, carrier: Tensor, mass_BE: Tensor, z_B: Tensor, loss: LinearLoss) -> Tensor:
         ctx.save_for_backward(loss.dmass_BE, loss.dz_B)
@@ -119,11 +117,7 @@ def auxiliary_loss(
 ) -> LinearLoss:
     """Weighted balance loss plus router z-loss of this rank's tokens, scaled by their share of the global batch.
 
-    Args:
-        routed: sums over our tokens, from the router kernel.
-        tokens: of the micro-batch, over all ranks that share its rows.
-        scope: sequences and share of the micro-batch.
-        load: slots that the loss counts.
+    `tokens` counts those of the micro-batch over all ranks that share its rows.
     """
     slots_BE, factor = load.counts_BE, balance.aux_loss_coef * scope.share / tokens
     if balance.aux_loss == "sequence":
@@ -143,15 +137,9 @@ def capacity(tokens: int, top_k: int, experts: int, factor: float) -> int:
 
 
 def drop_over_capacity(routing: Routing, experts: int, limit: int, axis: Axis = ALONE.sequence) -> Routing:
-    """Drop the slots with the smallest weights of every expert that has more than `limit`.
+    """Drop the slots with the smallest weights of every expert that has more than `limit` over all ranks of `axis`.
 
-    Args:
-        routing: slots already dropped stay dropped.
-        limit: slots that an expert keeps, over all ranks of `axis`.
-        axis: ranks whose tokens compete for the same capacity.
-
-    Returns:
-        A routing in which dropped slots have expert id E and weight 0.
+    Slots that were dropped before stay dropped. In the result dropped slots have expert id E and weight 0.
     """
     weights_TK = all_gather(routing.weights_TK.detach().float(), axis, dim=0)
     experts_TK = all_gather(routing.experts_TK, axis, dim=0)
@@ -204,11 +192,7 @@ def layer_loads(modules: Iterable[nn.Module]) -> list[LayerLoad]:
 
 @torch.no_grad()
 def update_expert_bias(modules: Iterable[nn.Module], loads: Iterable[LayerLoad]) -> None:
-    """Move every expert bias against the load of the global batch. Call once a step.
-
-    Args:
-        loads: of the whole global batch, over all ranks.
-    """
+    """Move every expert bias against `loads`, the load of the global batch over all ranks. Call once a step."""
     slots = {load.layer: load.slots_E for load in loads}
     for router in _routers(modules):
         if router.expert_bias_E is not None:

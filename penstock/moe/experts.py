@@ -109,14 +109,9 @@ class GroupedExperts(nn.Module):
         self._copied = _versions(*held)
 
     def forward(self, rows: ExpertRows, *, recompute: bool = False, keep: SaveRows | None = None) -> Tensor:
-        """Apply each expert to its rows, times their routing weights.
+        """Apply each expert to its rows, times their routing weights. Returns y_RD in the dtype of the rows.
 
-        Args:
-            recompute: save no pre-activation; only if the network `is_one_function`.
-            keep: allocates the memory of the pre-activation, for operators that write it where they are told.
-
-        Returns:
-            y_RD in the dtype of the rows.
+        `recompute` saves no pre-activation (only if the network `is_one_function`); `keep` allocates its memory.
         """
         held = (self.gate_up_eFD, self.down_eDF, self.gate_up_bias_eF, self.down_bias_eD)
         parameters = tuple(parameter for parameter in held if parameter is not None)
@@ -191,7 +186,6 @@ class GroupedExperts(nn.Module):
 
 
 def _pair(of_biases: list[Tensor]) -> tuple[Tensor, Tensor | None] | None:
-    """Biases of both products; the second may be on another rank."""
     if not of_biases:
         return None
     return of_biases[0], of_biases[1] if len(of_biases) > 1 else None

@@ -46,10 +46,11 @@ class MoE(nn.Module):
     Args:
         router: chooses experts for every token.
         dispatcher: exchanges rows between ranks.
+        experts: this rank's.
         shared: dense FFN that every token passes, or None.
         layer_context: kernels, recomputation, and the stream on which rows travel.
         row_capacity: limit of the dispatcher's row count, registered here so that the trainer finds it; or None.
-        arena: buffer that the experts of several layers share for their pre-activations; None if each saves its own.
+        arena: buffer that several layers share for their pre-activations; None if each saves its own.
     """
 
     def __init__(

@@ -52,11 +52,7 @@ class TransferStream:
         self._work_meanwhile: Callable[[], None] | None = None
 
     def launch(self, name: str, function: "Transfer[Rest]", *inputs: Tensor) -> "AsyncTransfer[Rest]":
-        """Start a transfer.
-
-        Args:
-            function: see `Transfer`; tensors that it closes over have no gradient.
-        """
+        """Start a transfer of `inputs`; tensors that `function` closes over have no gradient."""
         handle: AsyncTransfer[Rest] = AsyncTransfer(self, name)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
             handle.outputs = _Launch.apply(handle, function, *inputs)
@@ -81,11 +77,7 @@ class TransferStream:
                 self._work_meanwhile()
 
     def fork(self, label: str, work: Callable[[], Result]) -> "tuple[Result, torch.cuda.Event | None]":
-        """Run `work` on the other stream, after all work of the current one.
-
-        Returns:
-            Its result, not to be read before `join`; and its end.
-        """
+        """Run `work` on the other stream after all work of the current one. Returns its result, valid after `join`, and its end."""
         del label
         if self._stream is None:
             return work(), None
@@ -101,11 +93,7 @@ class TransferStream:
 
 
 class AsyncTransfer(Generic[Rest]):
-    """One transfer under way. `wait` is called once, and backward runs once at most.
-
-    Attributes:
-        outputs: of the transfer; not to be read before `wait`.
-    """
+    """One transfer under way. `wait` is called once, and reads `outputs`; backward runs once at most."""
 
     def __init__(self, transfers: TransferStream, name: str) -> None:
         self.transfers = transfers

@@ -28,7 +28,6 @@ class Axis:
     Attributes:
         ranks: global ranks of the group, in the order of the axis.
         rank: our place among them.
-        group: None for one rank.
         inner: ranks that divide one copy, if there are several copies (hybrid sharding).
         outer: ranks with our part of the other copies.
     """
@@ -171,7 +170,6 @@ def _by_node(axis: Axis, groups: Sequence[tuple[int, ...]], per_node: int, made:
 
 
 def _own_axis(name: str, groups: Sequence[tuple[int, ...]], me: int, made: Made) -> Axis:
-    """The axis of this rank's group; all groups are made."""
     _make_missing(groups, made)
     own = next(ranks for ranks in groups if me in ranks)
     return Axis(name=name, ranks=own, rank=own.index(me), group=made[own] if len(own) > 1 else None)

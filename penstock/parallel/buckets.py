@@ -80,13 +80,10 @@ class Stripe:
 def reduce_rows(
     entries: Sequence[BucketEntry], shard: Axis, replicate: Axis, dtype: torch.dtype, values: int | None = None
 ) -> None:
-    """Sum tensors over ranks; each rank gets its own rows of the sum.
+    """Sum `whole` of each entry over the ranks of `shard` and `replicate`; `own` gets this rank's rows of the sum.
 
-    Args:
-        entries: `whole` is read, `own` is filled with the sum.
-        shard: ranks that divide the sum; one rank alone gets all of it.
-        replicate: ranks with the same rows, which the sum includes.
-        values: of a bucket; None for the usual size.
+    Ranks of `shard` divide the sum; ranks of `replicate` hold the same rows. A bucket has `values` values, None for the
+    usual number.
     """
     if shard.group is not None or replicate.group is not None:
         buckets = stripes_in_buckets(entries, shard.size, values)
@@ -95,13 +92,7 @@ def reduce_rows(
 
 @torch.no_grad()
 def gather_rows(entries: Sequence[BucketEntry], shard: Axis, values: int | None = None) -> None:
-    """Fill tensors from the rows that the ranks own.
-
-    Args:
-        entries: `own` is sent and `whole` is filled, in one dtype for all.
-        shard: ranks that own the rows.
-        values: of a bucket; None for the usual size.
-    """
+    """Fill `whole` of each entry from `own` on the ranks of `shard`; all entries have one dtype."""
     _overlap(_gather(bucket, shard) for bucket in stripes_in_buckets(entries, shard.size, values))
 
 

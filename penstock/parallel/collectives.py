@@ -68,15 +68,10 @@ def all_reduce(x: Tensor, axis: Axis) -> Tensor:
 def exchange_rows(
     x_ND: Tensor, axis: Axis, receive: Sequence[int] | None = None, send: Sequence[int] | None = None
 ) -> Tensor:
-    """Send rows to other ranks and receive theirs (all-to-all with row counts).
+    """Send rows to other ranks and receive theirs, in the order of the ranks (all-to-all with row counts).
 
-    Args:
-        x_ND: rows (1 or more dims) in the order of their target ranks.
-        receive: rows from each rank; None if `x` is divided evenly, on all ranks.
-        send: rows to each rank; None together with `receive`.
-
-    Returns:
-        The received rows, in the order of the ranks that sent them.
+    x_ND has its rows in the order of their target ranks, and one dim or more. `receive` and `send` are rows from and to
+    each rank; None for both if `x_ND` is divided evenly on all ranks.
     """
     assert (receive is None) == (send is None), "give both counts or neither"
     assert send is None or sum(send) == x_ND.shape[0], f"{x_ND.shape[0]} rows to send as {send}"
@@ -107,7 +102,6 @@ def _parts_first(x: Tensor, parts: int, dim: int) -> Tensor:
 
 
 def _joined(parts: Tensor, dim: int) -> Tensor:
-    """The inverse of `_parts_first`."""
     return parts.movedim(0, dim).flatten(dim, dim + 1)
 
 
@@ -182,11 +176,7 @@ class JsonGroup:
         return self._axis.size
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks on the first rank, in order; an empty list elsewhere.
-
-        Raises:
-            LostRankError: a rank is gone.
-        """
+        """The values of all ranks on the first rank, in order; an empty list elsewhere. Raises LostRankError."""
         if self._axis.group is None:
             return [value]
         with lost_ranks():
@@ -196,11 +186,7 @@ class JsonGroup:
         return [_value(row, size) for row, size in zip(rows, sizes, strict=True)] if rows else []
 
     def all_gather(self, value: Any) -> list[Any]:
-        """The values of all ranks on every rank, in order. A barrier.
-
-        Raises:
-            LostRankError: a rank is gone.
-        """
+        """The values of all ranks on every rank, in order. A barrier. Raises LostRankError."""
         with lost_ranks():
             return all_gather_json(value, self._axis)
 
@@ -231,13 +217,7 @@ def _value(row: Tensor, size: int) -> Any:
 
 @contextmanager
 def lost_ranks() -> Iterator[None]:
-    """Turn the error of a collective whose peer is gone into one line.
-
-    Gloo raises a RuntimeError that names its own source file.
-
-    Raises:
-        LostRankError: another rank has ended or does not answer.
-    """
+    """Turn gloo's RuntimeError of a collective whose peer is gone, which names gloo's source, into a LostRankError."""
     try:
         yield
     except RuntimeError as error:

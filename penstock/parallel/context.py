@@ -32,19 +32,10 @@ def attend(
     allowed_BSS: Tensor | None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of our own positions over the whole row, by the method of the layer_context.
+    """Causal attention of our own positions over the whole row, by `layer_context.context_method`. Returns o_BSHM.
 
-    Args:
-        q_BSHN: queries of our positions; all positions where no ranks share the row.
-        k_BSGN: keys of our positions.
-        v_BSGM: values of our positions.
-        scale: factor on the scores.
-        allowed_BSS: boolean, which query position (first S) may look at which of the row's key positions. Its queries
-            are all positions of the row with ulysses, ours with all-gather. None for plain causal.
-        sinks_H: of our queries' heads; None for a plain softmax.
-
-    Returns:
-        o_BSHM of our positions.
+    allowed_BSS is boolean: which query position (first S) may look at which of the row's key positions; None for plain
+    causal. Its queries are all positions of the row with ulysses, ours with all-gather. sinks_H are for our queries' heads.
     """
     axis, backend = layer_context.axes.context, layer_context.operators.attention_backend
     if axis.size > 1 and layer_context.context_method == "all-gather":
@@ -70,19 +61,7 @@ def attend_locally(
     nears: tuple[BlockMasks, ...],
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Attention of our own positions over the part of the row that each sees, by the method of the layer_context.
-
-    Args:
-        q_BSHN: queries of our positions.
-        k_BSGN: keys of our positions.
-        v_BSGM: values of our positions.
-        scale: factor on the scores.
-        nears: what `nears_of` gave for the layer's reach.
-        sinks_H: of our queries' heads; None for a plain softmax.
-
-    Returns:
-        o_BSHM of our positions.
-    """
+    """Attention of our own positions over the part of the row that each sees (`nears` of `nears_of`). Returns o_BSHM."""
     axis, backend = layer_context.axes.context, layer_context.operators.attention_backend
     gathers = axis.size > 1 and layer_context.context_method == "all-gather"
     if gathers:
@@ -105,10 +84,9 @@ def nears_of(
     allowed_BSS: Tensor | None,
     device: torch.device,
 ) -> tuple[BlockMasks, ...]:
-    """What `attend_locally` needs to know about a micro-batch, the same for all layers of one reach.
+    """Masks of a micro-batch for `attend_locally`, equal for all layers with one window: one for each range of queries.
 
-    Returns:
-        One of each range of queries; none if the row is no longer than the reach: then such a layer sees all of it.
+    Empty if the row is no longer than the window: such a layer sees all of it.
     """
     layout = _layout(layer_context, held)
     if layout.length <= reach.size:
@@ -135,20 +113,11 @@ def _layout(layer_context: LayerContext, held: int) -> SequenceLayout:
 
 
 def _of_own_heads(sinks_H: Tensor | None, axis: Axis) -> Tensor | None:
-    """Of the heads that a rank has when ranks have exchanged positions for heads."""
     return sinks_H if sinks_H is None or axis.size == 1 else sinks_H.chunk(axis.size)[axis.rank]
 
 
 def gather_positions(x_BS: Tensor, axis: Axis) -> Tensor:
-    """Gather what all ranks have for their two chunks of a row, and put it in the order of the row.
-
-    Args:
-        x_BS: ours, near chunk before far chunk; any dims may follow.
-        axis: ranks that share the row.
-
-    Returns:
-        The same for every position of the row. Its gradients are summed over the ranks.
-    """
+    """Gather all ranks' chunks (near before far) in the order of the row; gradients are summed over the ranks."""
     if axis.size == 1:
         return x_BS
     chunks = all_gather(x_BS, axis, dim=1).chunk(2 * axis.size, dim=1)
@@ -166,18 +135,9 @@ def attend_to_row(
     allowed_BSS: Tensor | None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of our two chunks over keys and values of the whole row.
+    """Causal attention of our two chunks (near before far) over keys and values of the whole row. Returns o_BSHM.
 
-    Args:
-        q_BSHN: queries of our positions, near chunk before far chunk.
-        k_BSGN: keys of every position, in order.
-        v_BSGM: values of every position.
-        scale: factor on the scores.
-        allowed_BSS: boolean, our query positions x all key positions, causal already; None for plain causal.
-        sinks_H: as of `attend`.
-
-    Returns:
-        o_BSHM of our positions.
+    allowed_BSS is boolean, our query positions x all key positions, causal already; None for plain causal.
     """
     axis = layer_context.axes.context
     size = q_BSHN.shape[1] // 2

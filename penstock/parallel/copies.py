@@ -21,11 +21,7 @@ ALIGNMENT = 512
 
 @dataclass(frozen=True)
 class PendingCopy:
-    """A copy that may still run.
-
-    Attributes:
-        event: its end; None on a CPU.
-    """
+    """A copy that may still run. Its end is `event`, None on a CPU."""
 
     event: torch.cuda.Event | None = None
 
@@ -55,11 +51,9 @@ class CopyStream:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], *, after: PendingCopy = DONE) -> PendingCopy:
-        """Copy after all work of the current stream so far, and after another copy.
+        """Copy each (source, target) after all work of the current stream so far, and after another copy.
 
-        Args:
-            pairs: (source, target) of equal shape and dtype; the caller holds both until the copy is over or waited
-                for.
+        The caller holds both until the copy is over or waited for.
         """
         if self._stream is None:
             for source, target in pairs:
@@ -133,11 +127,7 @@ def host_tensors(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: 
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """Consecutive elements of one tensor of a list.
-
-    Attributes:
-        stop: one past the last.
-    """
+    """Elements `start` to `stop` of tensor `index` of a list."""
 
     index: int
     start: int
@@ -149,12 +139,7 @@ class TensorSlice:
 
 
 def cut_into_chunks(sizes: Sequence[int], limit: int) -> list[list[TensorSlice]]:
-    """Cut a list of tensors into chunks of `limit` elements; the last is smaller. For element-wise work only.
-
-    Args:
-        sizes: elements of each tensor.
-        limit: elements of a chunk.
-    """
+    """Cut tensors of these sizes into chunks of `limit` elements; the last is smaller. For element-wise work only."""
     assert limit > 0, f"a chunk of {limit} elements"
     chunks: list[list[TensorSlice]] = [[]]
     room = limit
@@ -189,9 +174,8 @@ class ChunkStream:
     def run(self, chunks: Sequence[Sequence[Tensor]], work: Callable[[int, list[Tensor]], None]) -> None:
         """Work on every chunk in order. The host does not wait: see `finish`.
 
-        Args:
-            chunks: contiguous host tensors, pinned for a GPU; no two share memory.
-            work: (index of the chunk, its tensors on the device); changes them in place on the current stream.
+        Chunks are contiguous host tensors, pinned for a GPU; no two share memory. `work` gets a chunk's index and its tensors
+        on the device, and changes them in place on the current stream.
         """
         self._make_buffers(chunks)
         coming = [self._bring(index, chunk) for index, chunk in enumerate(chunks[:2])]
@@ -239,5 +223,4 @@ def buffer_bytes(chunks: Sequence[Sequence[Tensor]]) -> int:
 
 
 def _aligned(bytes_: int) -> int:
-    """Bytes that a tensor takes in a buffer or block."""
     return -(-bytes_ // ALIGNMENT) * ALIGNMENT

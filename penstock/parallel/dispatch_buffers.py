@@ -22,10 +22,7 @@ if TYPE_CHECKING:  # it imports Triton, which may be absent
 
 
 def shared_buffers(run: Run, axes: Axes, device: torch.device) -> "SymmetricBuffers | None":
-    """Buffers for the tokens of one micro-batch; all layers use the same. All ranks call it together.
-
-    Returns:
-        The buffers, or None if tokens travel in another way or not at all.
+    """Buffers for the tokens of one micro-batch, for all layers; None if tokens travel in another way. Collective.
 
     Raises:
         DeviceError: the method was asked for by name and cannot be had.
@@ -48,11 +45,7 @@ def shared_buffers(run: Run, axes: Axes, device: torch.device) -> "SymmetricBuff
 
 
 def refuse(choice: DispatcherChoice) -> None:
-    """Raise if the dispatcher that was asked for by name cannot be had.
-
-    Raises:
-        DeviceError: the reason.
-    """
+    """Raise a DeviceError if the dispatcher that was asked for by name cannot be had."""
     problem = choice.refusal
     if problem is not None:
         raise DeviceError(f"{problem.field} {problem.what}", got=problem.got, allowed=problem.allowed, fix=problem.fix)
@@ -108,8 +101,7 @@ def _machine_obstacle(device: torch.device) -> str:
 def _shared_index(gpus: Iterable[tuple[int, int]]) -> str:
     """An obstacle if ranks of a node give their GPUs the same index: then each sees its own only, and torch maps none.
 
-    Args:
-        gpus: for each rank, the first rank of its node that shares its experts, and the index of its GPU.
+    `gpus` has, for each rank, the first rank of its node that shares its experts, and the index of its GPU.
     """
     counts = Counter(gpus)
     if all(count == 1 for count in counts.values()):

@@ -34,11 +34,8 @@ from penstock.parallel.shard import local_rows
 class Float8Shard:
     """This rank's rows of a weight in 8 bits, and the scales of the whole.
 
-    Args:
-        parameter: F x D or e x F x D in float32, sharded by FSDP2 over dim 0, before the first forward pass.
-        axis: ranks with copies of the parameter; those of `shard` divide it.
-        recipe: of its products; blocks of weights are squares.
-        compute_dtype: to which values are rounded first, and dtype of the gathered weight.
+    `parameter` is F x D or e x F x D in float32, sharded by FSDP2 over dim 0, before the first forward pass. Its values
+    are rounded to `compute_dtype` first. Ranks of `axis` have copies of it; those of `axis.shard` divide it.
 
     Raises:
         KernelError: the recipe quantizes a weight and its transpose apart, so that both would have to travel.
@@ -124,11 +121,7 @@ class Float8Shard:
 
 @torch.no_grad()
 def refresh(weights: Sequence[Float8Shard]) -> None:
-    """Quantize the masters. All ranks that share any of the weights call it together.
-
-    Args:
-        weights: in the same order on all ranks; those of one axis have one recipe and format.
-    """
+    """Quantize the masters, in the same order on all ranks (collective). Weights of one axis have one recipe and format."""
     by_axis: dict[str, list[Float8Shard]] = defaultdict(list)
     for weight in weights:
         by_axis[weight.axis.name].append(weight)

@@ -82,14 +82,10 @@ class DeviceGraph:
 
 
 def capture(work: Callable[[], object], pool: Any = None) -> DeviceGraph:
-    """Capture work of the current device without running it.
+    """Capture work of the current device without running it; Python runs `work` once.
 
-    Cached memory is returned to the driver first, so that the pool does not come on top of it.
-
-    Args:
-        work: runs once in Python.
-        pool: shared by graphs that are always replayed in the order of their capture, see `one_pool`; None for an own
-            pool.
+    Cached memory is returned to the driver first, so that the pool does not come on top of it. Graphs with one `pool`
+    are replayed in the order of their capture (`one_pool`).
 
     Raises:
         torch.OutOfMemoryError: no memory for the pool; nothing is left of the attempt.
@@ -123,14 +119,7 @@ Function = Callable[..., tuple[Tensor, ...]]
 
 
 class PartialGraphs:
-    """Captured parts of one rank's layers; for one pass at a time.
-
-    Args:
-        capture: of one part in one direction; all share a pool.
-
-    Attributes:
-        obstacle: why there is no memory for a part, or empty.
-    """
+    """Captured parts of one rank's layers, for one pass at a time; `obstacle` is why a part found no memory."""
 
     def __init__(self, capture: Capture) -> None:
         self.obstacle = ""
@@ -159,11 +148,9 @@ class PartialGraphs:
         return len(self._graphs)
 
     def run(self, key: Hashable, function: Function, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """`function(*inputs)`, replayed from the first call on.
+        """`function(*inputs)`, replayed from the first call on; `key` names the part in every pass.
 
-        Args:
-            key: of the part; the same in every pass.
-            function: tensors that it closes over are the same in every pass, or are from `hold`.
+        Tensors that `function` closes over are the same in every pass, or are from `hold`.
         """
         part = self._parts.get(key) or self._made(key, function, inputs)
         if part is None:
@@ -205,11 +192,7 @@ class PartialGraphs:
         return graph
 
     def inlet(self, given: Tensor, room: Hashable) -> "_Inlet":
-        """The address at which a graph reads a tensor: its own if another graph has written it; else a copy.
-
-        Args:
-            room: key of the copy's memory.
-        """
+        """The address at which a graph reads a tensor: its own if another graph has written it, else a copy (key `room`)."""
         if _place(given) in self._written:
             return _Inlet(given.detach(), is_copy=False)
         if room not in self._copies:
@@ -231,12 +214,6 @@ class PartialGraphs:
 
 
 class _Part:
-    """One part: its two graphs, and their input and output tensors.
-
-    Attributes:
-        results: outputs, always at the same addresses.
-    """
-
     def __init__(self, parts: PartialGraphs, key: Hashable, function: Function, inputs: tuple[Tensor, ...]) -> None:
         self.results: tuple[Tensor, ...] = ()
         self._parts = parts
@@ -313,11 +290,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Inlet:
-    """The address at which a graph reads a tensor.
-
-    Attributes:
-        is_copy: each call copies its input there.
-    """
+    """The address at which a graph reads a tensor; with `is_copy` each call copies its input there."""
 
     tensor: Tensor
     is_copy: bool

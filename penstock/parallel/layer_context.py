@@ -51,12 +51,7 @@ class LayerContext:
     offload: OffloadRule = NOTHING_AWAY
 
     def run(self, kind: str, function: Callable[..., Result], *arguments: object) -> Result:
-        """`function(*arguments)` as a part that may be recomputed or offloaded.
-
-        Args:
-            kind: of the part, as in `recompute.modules` and `offload.activations`.
-            function: returns a tensor or a tuple with tensors; see `penstock.parallel.recompute`.
-        """
+        """`function(*arguments)` as a part that may be recomputed or offloaded; see `penstock.parallel.recompute`."""
         if kind in OFFLOADABLE:
             return self.offload.run(kind, self.recompute.run, kind, function, *arguments)
         return self.recompute.run(kind, function, *arguments)

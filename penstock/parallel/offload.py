@@ -43,12 +43,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadRule:
-    """Modules whose saved activations go to the host; models call `run` around each module that has a kind.
-
-    Attributes:
-        kinds: some of `OFFLOADABLE`.
-        store: one for all layers of a process; None if there are no kinds.
-    """
+    """Modules whose saved activations go to the host; models call `run` around each. One `store` serves all layers."""
 
     kinds: frozenset[str] = frozenset()
     store: HostStore | None = None
@@ -72,12 +67,7 @@ def rule_for(config: Offload, device: torch.device) -> OffloadRule:
 
 
 class HostStore:
-    """Copies storages to the host and back.
-
-    Args:
-        smallest: bytes of a storage that moves.
-        in_flight: bytes that may wait on the device for their copy.
-    """
+    """Copies storages of at least `smallest` bytes to the host and back; `in_flight` bytes may wait for their copy."""
 
     def __init__(
         self, device: torch.device, *, smallest: int = SMALLEST_BYTES, in_flight: int = IN_FLIGHT_BYTES
@@ -136,11 +126,7 @@ class HostStore:
 
 
 class _OffloadedStorage:
-    """One storage on the host. Freed with the last slot of the graph that uses a part of it.
-
-    Attributes:
-        left: the copy to the host.
-    """
+    """One storage on the host. Freed with the last slot of the graph that uses a part of it."""
 
     def __init__(self, store: HostStore, saved: Tensor) -> None:
         self.version = saved._version
@@ -192,7 +178,6 @@ class _OffloadedStorage:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The whole storage of a tensor."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
@@ -211,12 +196,7 @@ class _OffloadedTensor:
 
 @dataclass(eq=False)
 class _ModuleCall:
-    """The saver of one call of a module.
-
-    Attributes:
-        outer: asked first; tensors that it takes need no place on the host.
-        previous: the call before this one, whose backward comes next.
-    """
+    """The saver of one call of a module. `outer` is asked first; the backward pass of `previous` comes next."""
 
     store: HostStore
     outer: Saver

@@ -44,12 +44,7 @@ StageCall = Callable[[int, Tensor | None], Steps[Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """Hidden states of one micro-batch between stages, or their gradients.
-
-    Attributes:
-        shape: B x s x D.
-        dtype: compute dtype.
-    """
+    """Hidden states of one micro-batch between stages, B x s x D in the compute dtype, or their gradients."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -68,10 +63,8 @@ class _MessageTag:
 class PipelineRunner:
     """One rank's part of a pipeline.
 
-    Args:
-        message: shape and dtype of messages.
-        weight_grads: store that the stages were built with; for schedules that split the backward pass.
-        transfers: stream that the stages were built with; for schedules with pairs.
+    Schedules that split the backward pass need the `weight_grads` that the stages were built with, those with pairs the
+    `transfers`.
     """
 
     def __init__(
@@ -98,9 +91,7 @@ class PipelineRunner:
     def train(self, calls: Mapping[int, StageCall], enter: EnterPhase = untimed) -> None:
         """Forward and backward passes of one step; gradients are in the parameters afterwards.
 
-        Args:
-            calls: for each stage of this rank.
-            enter: called with the phase of each action; a pair counts as backward.
+        `calls` has the stages of this rank; `enter` gets the phase of each action, for a pair that of backward.
         """
         messenger = _Messenger(self.schedule, self._axes, self._message)
         _Run(self.schedule, messenger, calls, self._weight_grads, self._transfers).play(self.rank, enter)
@@ -113,8 +104,6 @@ class PipelineRunner:
 
 
 class _Run:
-    """State of one run of a schedule."""
-
     def __init__(
         self,
         schedule: Schedule,
@@ -133,7 +122,6 @@ class _Run:
         self._work: dict[tuple[int, int], list[Task]] = {}
 
     def play(self, rank: int, enter: EnterPhase = untimed) -> None:
-        """Run every action of our list."""
         for unit in self._schedule.units(rank):
             enter(Span.FORWARD if unit[-1].kind is Kind.FORWARD else Span.BACKWARD)
             with _span_of(unit[-1]):
@@ -278,7 +266,6 @@ class _Messenger:
 
 
 def _tags_between(schedule: Schedule, sender: int, receiver: int) -> list[_MessageTag]:
-    """All messages from one rank to another, in the sender's order."""
     tags = []
     for stage, kind, micro_batch in schedule.actions[sender]:
         if kind is Kind.FORWARD and stage + 1 < schedule.stages:

@@ -140,9 +140,8 @@ def saved_as_is() -> AbstractContextManager[None]:
 def recomputed(function: Callable[..., Result], *arguments: object) -> Result:
     """Run a function whose saved tensors are dropped and recomputed in backward.
 
-    Args:
-        function: returns a tensor or a (nested) tuple with tensors; the top of the file has its restrictions.
-        arguments: tensors, also in dataclasses, are saved by the surrounding saver; anything else is held.
+    It returns a tensor or a (nested) tuple with tensors; the top of the file has its restrictions. Tensors among the
+    arguments, also in dataclasses, are saved by the surrounding saver; anything else is held.
     """
     if is_inside() or not torch.is_grad_enabled():
         return function(*arguments)
@@ -195,7 +194,6 @@ def _in_phase(phase: _Phase) -> Iterator[None]:
 
 
 def _stream_of(arguments: tuple[object, ...]) -> torch.cuda.Stream | None:
-    """The stream of a region; None on a CPU."""
     device = next((tensor.device for tensor in _tensors_in(arguments) if tensor.is_cuda), None)
     return None if device is None else torch.cuda.current_stream(device)
 
@@ -214,7 +212,6 @@ def _save_argument(argument: object) -> Callable[[], object]:
 
 
 def _tensors_in(arguments: Iterable[object]) -> Iterator[Tensor]:
-    """Tensors among the arguments, and in dataclasses among them."""
     for argument in arguments:
         if isinstance(argument, Tensor):
             yield argument
@@ -224,8 +221,6 @@ def _tensors_in(arguments: Iterable[object]) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class _SavedInput:
-    """An input of a region."""
-
     saved: Tensor | Saved
     requires_grad: bool
     version: int
@@ -282,8 +277,6 @@ class _OutputView:
 
 @dataclass(frozen=True)
 class _Save:
-    """A tensor that a region saved."""
-
     slot: weakref.ref[_Slot]
     size: torch.Size
     dtype: torch.dtype
@@ -291,8 +284,6 @@ class _Save:
 
 @dataclass
 class _Output:
-    """A region's output that a consumer saved."""
-
     slot: weakref.ref[_Slot]
     geometry: Geometry
 
@@ -343,11 +334,7 @@ class _Enough(Exception):
 
 
 class _Replay:
-    """The saver of the second run: fills the slots in the order of the first run.
-
-    Args:
-        ends_early: outputs are not needed.
-    """
+    """The saver of the second run: fills the slots in the order of the first run."""
 
     def __init__(self, saves: list[_Save], *, ends_early: bool) -> None:
         self.saves = saves
@@ -411,7 +398,6 @@ def _storage(tensor: Tensor) -> StorageWeakRef:
 
 
 def _tensors_of(result: object) -> dict[int, Tensor]:
-    """Tensors among the (nested) outputs, by index."""
     return {index: tensor for index, tensor in enumerate(_leaves(result)) if isinstance(tensor, Tensor)}
 
 
@@ -466,12 +452,6 @@ class RecomputeRule:
 
 
 def rule_for(config: Recompute, layer: int, stage: int) -> RecomputeRule:
-    """The rule of one layer.
-
-    Args:
-        config: kinds, and the layers and stages where they are recomputed; both must name the layer.
-        layer: decoder layer; multi-token prediction layers count on after the last.
-        stage: pipeline stage of the layer.
-    """
+    """The rule of one layer of one stage; multi-token prediction layers count on after the last decoder layer."""
     is_here = (not config.layers or layer in config.layers) and (not config.stages or stage in config.stages)
     return RecomputeRule(kinds=frozenset(config.modules) if is_here else frozenset())

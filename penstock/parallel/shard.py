@@ -64,12 +64,9 @@ class ParamShard:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedTensor:
-    """A tensor of a checkpoint, as this rank holds it.
+    """A tensor of a checkpoint, as this rank holds it: plain, in `pieces` of the whole.
 
-    Attributes:
-        tensor: the local values; plain, on any device.
-        pieces: rectangles of `tensor` in the whole; together they are all of `tensor`.
-        writes: this rank saves it; of the ranks with equal values one does. All of them load it.
+    One of the ranks with equal values `writes`; all of them load.
     """
 
     tensor: Tensor
@@ -196,7 +193,6 @@ def _divide(
 
 
 def _mesh(axis: Axis, device: torch.device) -> DeviceMesh:
-    """FSDP2's mesh of an axis: sharded along the last dim, replicated along the first if there are two."""
     shard, replicate = axis.shard, axis.replicate
     assert shard.group is not None, f"{shard} divides nothing"
     if replicate.group is None:

@@ -241,21 +241,13 @@ class SymmetricBuffers:
         stream.wait_stream(self._side_stream)
 
     def wait(self, channel: Channel, signals: int) -> None:
-        """Block the stream until all ranks have written the first chunk.
-
-        Args:
-            signals: programs of each rank that write it.
-        """
+        """Block the stream until all ranks have written the first chunk, each with `signals` programs."""
         wait(self._awaited(channel, signals))
 
     def copy_to_others(
         self, section: BufferSection, slot: int, rows_of: Callable[[int], Tensor], channel: Channel
     ) -> None:
-        """Write our block of a section at all other ranks by copy engines, then set the flag.
-
-        Args:
-            rows_of: rank -> its rows, T x D, contiguous.
-        """
+        """Write our rows (T x D, contiguous, by rank) to a section of all other ranks by copy engines, then set the flag."""
         rank, ranks = self.peers.rank, self.peers.size
         for peer in ((rank + step) % ranks for step in range(1, ranks)):
             rows_TD = rows_of(peer)
@@ -271,11 +263,7 @@ class SymmetricBuffers:
     def read(
         self, function: Callable[[ChannelWait, TokenChunks], None], channel: Channel, signals: int, chunks: TokenChunks
     ) -> None:
-        """Launch a kernel that waits for chunks and reads them.
-
-        Args:
-            signals: programs of each rank that write.
-        """
+        """Launch a kernel that waits for chunks, which `signals` programs of each rank write, and reads them."""
         function(self._awaited(channel, signals), chunks)
 
     def _send(self, send: Callable[[TokenChunks], None], chunks: TokenChunks) -> None:
@@ -304,11 +292,7 @@ class SymmetricBuffers:
         return self._views[key]
 
     def check(self) -> None:
-        """Check that every wait ended as it should; the host waits for the device.
-
-        Raises:
-            DeviceError: a rank did not signal in time, so later results are wrong.
-        """
+        """Raise a DeviceError if a rank did not signal in time, so that later results are wrong. The host waits."""
         late = int(self.late)
         if late:
             raise DeviceError(

@@ -83,12 +83,7 @@ def deferrable(
     weights: Sequence[Tensor],
     weight_grads: WeightGradStore | None,
 ) -> Tensor:
-    """`function(*inputs, *weights)`, whose weight gradients the store may defer.
-
-    Args:
-        inputs: tensors whose gradients are needed at once.
-        weight_grads: the store; None runs the function as it is.
-    """
+    """`function(*inputs, *weights)`, whose weight gradients the store may defer; input gradients are needed at once."""
     if weight_grads is None or not torch.is_grad_enabled():
         return function(*inputs, *weights)
     output: Tensor = _Deferrable.apply(function, weight_grads, len(inputs), *inputs, *weights)
@@ -149,7 +144,6 @@ def entered(tensor: Tensor) -> Tensor:
 
 
 def _weight_gradients(output: GradientEdge, weights: list[tuple[Tensor, Tensor]], gradient: Tensor) -> None:
-    """Differentiate by the weights; gradients go through each parameter's own hooks."""
     found = torch.autograd.grad((output,), [own for own, _ in weights], (gradient,))
     for (_, parameter), value in zip(weights, found, strict=True):
         parameter.view_as(parameter).backward(value)

@@ -2,6 +2,19 @@
 
 from dataclasses import dataclass
 
+from penstock.config.model import (
+    Balance,
+    ClampedSwiglu,
+    GroupedQueryAttention,
+    LocalAttention,
+    Model,
+    Moe,
+    Rope,
+    Router,
+    Yarn,
+)
+from penstock.config.schema import as_toml, leaves
+
 
 @dataclass(frozen=True)
 class Case:
@@ -40,3 +53,162 @@ def pipeline(schedule: str, ranks: int = 4, *more: str) -> tuple[str, ...]:
     stages = 2 if schedule in SCHEDULES_V or schedule == "interleaved" else 1
     settings = (f"pipeline={ranks}", f"pipeline.schedule={schedule}", f"pipeline.stages_per_rank={stages}")
     return layout(*settings, *more)
+
+
+SINKS = (
+    *GQA,
+    "model.attention.rope={theta=150000.0, yarn={factor=4.0, original_max_position_embeddings=8, truncate=false}}",
+    "model.attention.bias=true",
+    "model.attention.sinks=true",
+    "model.attention.local={size=5, global_every=2}",
+)
+CHUNKED = (
+    *GQA,
+    'model.attention.qk_norm="rotated-head"',
+    'model.attention.local={kind="chunk", size=12, global_every=4, global_rope=false, global_temperature=0.3, '
+    "temperature_floor=7}",
+)
+QWEN3 = (*GQA, 'model.attention.qk_norm="head"')
+OLMOE = (*GQA, 'model.attention.qk_norm="projection"')
+
+SINKS_PACKED, CHUNKED_PACKED = (*SINKS, *DOCUMENTS), (*CHUNKED, *DOCUMENTS)
+
+GATHERED, EXCHANGED = "context_method=all-gather", "context_method=ulysses"
+
+ATTENTION_CASES = (
+    Case("TP 2, windows, sinks, biases, documents", 2, layout("tensor=2"), SINKS_PACKED),
+    Case("CP 2, heads exchanged, windows, sinks", 2, layout("context=2", EXCHANGED), SINKS),
+    Case("CP 2, keys gathered, windows, sinks, documents", 2, layout("context=2", GATHERED), SINKS_PACKED),
+    Case("TP 2 x CP 2, keys gathered, windows, sinks", 4, layout("tensor=2", "context=2", GATHERED), SINKS),
+    Case("EP 2 x EDP 2, FSDP, windows, sinks, documents", 4, layout("expert=2", "shard=full"), SINKS_PACKED),
+    Case("PP 2 x EP 2, ZB-V, windows, sinks", 4, pipeline("zb-v", 2, "expert=2"), SINKS),
+    Case("FSDP 2, windows, sinks, recompute attention", 2, layout("shard=full", "recompute.modules=attention"), SINKS),
+    Case("EP 2, windows, sinks, recompute layer", 2, layout("expert=2", "recompute.modules=layer"), SINKS_PACKED),
+    Case("TP 2, chunks without positions between", 2, layout("tensor=2"), CHUNKED),
+    Case("CP 2, heads exchanged, chunks, documents", 2, layout("context=2", EXCHANGED), CHUNKED_PACKED),
+    Case("CP 2, keys gathered, chunks", 2, layout("context=2", GATHERED), CHUNKED),
+    Case("CP 4, keys gathered, chunks, documents", 4, layout("context=4", GATHERED), CHUNKED_PACKED),
+    Case("PP 4, interleaved, chunks", 4, pipeline("interleaved"), CHUNKED),
+    Case("TP 2, norm of each head", 2, layout("tensor=2"), QWEN3),
+    Case("EP 2 x EDP 2, FSDP, norm of each head", 4, layout("expert=2", "shard=full"), QWEN3),
+    Case("TP 2, norm of all heads", 2, layout("tensor=2"), OLMOE),
+    Case("TP 2 x CP 2 folded with EP 4, norm of all heads", 4, layout("tensor=2", "context=2", "expert=4"), OLMOE),
+    Case("PP 2 x EP 2, norm of all heads", 4, pipeline("1f1b", 2, "expert=2"), OLMOE),
+)
+
+
+GPT_OSS = (
+    'model.family="plain"',
+    "model.moe.bias=true",
+    "model.moe.clamped={alpha=1.702, limit=0.05}",
+    'model.moe.router={scoring_func="softmax", softmax_after_top_k=true, '
+    "norm_topk_prob=false, expert_bias=false, logit_bias=true}",
+)
+LLAMA4 = (
+    'model.family="plain"',
+    "model.dense_layers=0",
+    "model.moe.moe_layer_freq=2",
+    "model.moe.top_k=1",
+    'model.moe.router={scoring_func="sigmoid", norm_topk_prob=false, apply_probs_on_input=true}',
+)
+CAPACITY = ("model.moe.balance.capacity_factor=1.0",)
+PADDED = (*CAPACITY, "model.moe.balance.pad_to_capacity=true")
+
+GATHERED_TOKENS = ("dispatch.method=all-gather", "dispatch.sync_free=3")
+BY_NODE = ("dispatch.method=hierarchical", "dispatch.sync_free=2")
+NO_ROOM = ("dispatch.method=all-gather", "dispatch.sync_free=2", "dispatch.row_capacity_factor=1.0")
+HALVES = ("dispatch.overlap=halves", "training.micro_batch=2")
+
+EXPERT_CASES = (
+    Case("EP 4, biases", 4, layout("expert=4"), GPT_OSS),
+    Case("ETP 2, biases", 2, layout("expert_tensor=2"), GPT_OSS),
+    Case("EP 2 x ETP 2, FSDP, biases", 8, layout("expert=2", "expert_tensor=2", "shard=full"), GPT_OSS),
+    Case("EP 2 x EDP 2, ZeRO-1, biases", 4, layout("expert=2"), GPT_OSS),
+    Case("TP 2 folded with ETP 2, biases", 2, layout("tensor=2", "expert_tensor=2"), GPT_OSS),
+    Case("EP 4, all-gather, sync-free 3, biases", 4, layout("expert=4", *GATHERED_TOKENS), GPT_OSS),
+    Case("EP 4, all-gather, too little room, biases", 4, layout("expert=4", *NO_ROOM), GPT_OSS),
+    Case("EP 2 x ETP 2 on 2 nodes, sync-free 2, biases", 4, layout("expert=2", "expert_tensor=2", *BY_NODE), GPT_OSS),
+    Case("EP 2, drop and pad, biases", 2, layout("expert=2"), (*GPT_OSS, *PADDED)),
+    Case("PP 2 x EP 2, ZB-1F1B, biases", 4, pipeline("zb-1f1b", 2, "expert=2"), GPT_OSS),
+    Case("PP 2 x ETP 2, ZB-V, biases", 4, pipeline("zb-v", 2, "expert_tensor=2"), GPT_OSS),
+    Case("EP 2, recompute experts, biases", 2, layout("expert=2", "recompute.modules=expert-activation"), GPT_OSS),
+    Case("EP 2, recompute moe, biases", 2, layout("expert=2", "recompute.modules=moe"), GPT_OSS),
+    Case("EP 2, overlap halves, biases", 2, layout("expert=2", *HALVES), GPT_OSS),
+    Case("EP 4, weighted inputs", 4, layout("expert=4"), LLAMA4),
+    Case("EP 2 x ETP 2, weighted inputs", 4, layout("expert=2", "expert_tensor=2"), LLAMA4),
+    Case("EP 2 x EDP 2, FSDP, weighted inputs", 4, layout("expert=2", "shard=full"), LLAMA4),
+    Case("EP 4, all-gather, sync-free 3, weighted inputs", 4, layout("expert=4", *GATHERED_TOKENS), LLAMA4),
+    Case("EP 2, capacity, weighted inputs", 2, layout("expert=2"), (*LLAMA4, *CAPACITY)),
+    Case("PP 4, interleaved, weighted inputs", 4, pipeline("interleaved"), LLAMA4),
+    Case("PP 2 x EP 2, ZB-V, weighted inputs", 4, pipeline("zb-v", 2, "expert=2"), LLAMA4),
+    Case(
+        "EP 2, recompute experts, weighted inputs", 2, layout("expert=2", "recompute.modules=expert-activation"), LLAMA4
+    ),
+    Case("EP 2, overlap halves, weighted inputs", 2, layout("expert=2", *HALVES), LLAMA4),
+)
+
+
+BALANCE = Balance(aux_loss="sequence", aux_loss_coef=0.01, z_loss_coef=0.001)
+
+
+def _attention(**changes: object) -> GroupedQueryAttention:
+    return GroupedQueryAttention.model_validate({"heads": 4, "kv_heads": 2, "head_dim": 8} | changes)
+
+
+def _moe(router: Router, **changes: object) -> Moe:
+    sizes = {"experts": 8, "top_k": 2, "moe_intermediate_size": 32, "router": router, "balance": BALANCE}
+    return Moe.model_validate(sizes | changes)
+
+
+def _overrides(family: str, **changes: object) -> tuple[str, ...]:
+    fields = {"family": family, "vocab_size": 64, "hidden_size": 32, "layers": 4, "intermediate_size": 64}
+    model = Model.model_validate({**fields, "attention": _attention(), **changes})
+    return tuple(f"model.{path}={as_toml(value)}" for path, value in leaves(model).items())
+
+
+CHUNKS = LocalAttention(
+    kind="chunk", size=12, global_every=2, global_rope=False, global_temperature=0.3, temperature_floor=8
+)
+
+FAMILIES = {
+    "Mixtral": _overrides("mixtral", moe=_moe(Router(softmax_after_top_k=True))),
+    "Qwen3-MoE": _overrides("qwen3-moe", moe=_moe(Router(norm_topk_prob=True)), attention=_attention(qk_norm="head")),
+    "OLMoE": _overrides("olmoe", moe=_moe(Router()), attention=_attention(qk_norm="projection")),
+    "Llama 4": DOCUMENTS
+    + _overrides(
+        "llama4",
+        moe=_moe(
+            Router(scoring_func="sigmoid", apply_probs_on_input=True),
+            top_k=1,
+            shared_expert_intermediate_size=32,
+            moe_layer_freq=2,
+        ),
+        attention=_attention(qk_norm="rotated-head", local=CHUNKS),
+    ),
+    "gpt-oss": DOCUMENTS
+    + _overrides(
+        "gpt-oss",
+        moe=_moe(Router(softmax_after_top_k=True, logit_bias=True), bias=True, clamped=ClampedSwiglu(limit=0.5)),
+        attention=_attention(
+            bias=True,
+            sinks=True,
+            local=LocalAttention(size=7, global_every=2),
+            rope=Rope(yarn=Yarn(factor=2.0, original_max_position_embeddings=16, truncate=False)),
+        ),
+    ),
+    "Qwen3, dense": _overrides("qwen3", dense_layers=4, attention=_attention(qk_norm="head"), tie_word_embeddings=True),
+}
+"""Overrides of the model by family. Llama has nothing that Qwen3 and Mixtral lack."""
+
+
+def _of_family(family: str, model: tuple[str, ...]) -> tuple[Case, ...]:
+    expert = () if "model.moe=none" in model else ("expert=2",)
+    layouts = {
+        "EP 2, FSDP" if expert else "FSDP 2": layout("shard=full", *expert),
+        "TP 2 folded with EP 2" if expert else "TP 2": layout("tensor=2", *expert),
+        "PP 2": pipeline("1f1b", 2),
+    }
+    return tuple(Case(f"{family}: {name}", 2, one, model) for name, one in layouts.items())
+
+
+FAMILY_CASES = tuple(case for family, model in FAMILIES.items() for case in _of_family(family, model))

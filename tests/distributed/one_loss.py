@@ -21,10 +21,7 @@ from penstock.config.parallel import RECOMPUTABLE
 from penstock.parallel.launch.environment import Environment
 from penstock.train.setup import Session, prepare
 from penstock.train.step import evaluate, train_step
-from tests.distributed.attention_cases import ATTENTION_CASES
-from tests.distributed.case import DOCUMENTS, GQA, Case, layout, pipeline
-from tests.distributed.expert_cases import EXPERT_CASES
-from tests.distributed.family_cases import FAMILY_CASES
+from tests.distributed.case import ATTENTION_CASES, DOCUMENTS, EXPERT_CASES, FAMILY_CASES, GQA, Case, layout, pipeline
 from tests.distributed.pool import Pool
 
 STEPS, RATE = 3, 1e-2
@@ -100,7 +97,6 @@ def start_session(overrides: tuple[str, ...]) -> Session:
 
 
 def follow(session: Session, steps: int = STEPS, rate: float = RATE) -> Trace:
-    """Train for some steps; what was seen, without tensors."""
     losses, norms, balance, left_out = [], [], [], []
     for _ in range(steps):
         batch = session.state.batches.next_batch()
@@ -115,7 +111,6 @@ def follow(session: Session, steps: int = STEPS, rate: float = RATE) -> Trace:
 
 
 def saved_by(session: Session) -> Saved:
-    """What this rank writes into a checkpoint."""
     saved = []
     for name, part in session.state.parts().items():
         if part.writes:
@@ -128,7 +123,6 @@ def saved_by(session: Session) -> Saved:
 
 
 def trace(ranks: Pool, count: int, overrides: tuple[str, ...], steps: int = STEPS, rate: float = RATE) -> Trace:
-    """Train on some ranks and put the state together; what all ranks must agree on is compared."""
     return put_together(ranks.run(count, play, overrides, steps, rate))
 
 
@@ -186,12 +180,10 @@ PADDED = (*CAPACITY, "model.moe.balance.pad_to_capacity=true")
 
 
 def gathered(stage: int, *settings: str) -> tuple[str, ...]:
-    """Tokens gathered, at a sync-free stage."""
     return (*layout(*settings), "dispatch.method=all-gather", f"dispatch.sync_free={stage}")
 
 
 def overlapped(overlap: str, *settings: str) -> tuple[str, ...]:
-    """Something is computed while tokens travel; two halves need two rows."""
     rows = ("training.micro_batch=2",) if overlap == "halves" else ()
     return (*layout(*settings), f"dispatch.overlap={overlap}", *rows)
 
@@ -201,7 +193,6 @@ PARTS = RECOMPUTABLE[: RECOMPUTABLE.index("moe")]
 
 
 def by_node(stage: int, *settings: str) -> tuple[str, ...]:
-    """Tokens sent to nodes first, at a sync-free stage."""
     return (*layout(*settings), TWO_NODES, f"dispatch.sync_free={stage}")
 
 
@@ -340,7 +331,6 @@ occurs, and every axis beside others. The rest is slow."""
 
 
 def main() -> None:
-    """Play every case and write what differs."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", default="", help="cases whose name contains this")
     record.add_arguments(parser)

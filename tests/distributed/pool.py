@@ -75,7 +75,6 @@ class Pool:
         return self._collect(ranks, function.__name__, timeout)
 
     def close(self) -> None:
-        """Kill all workers. The pool can be used again."""
         for process, pipe in self._workers:
             process.kill()
             pipe.close()
@@ -137,7 +136,6 @@ def _unpack(data: bytes) -> Any:
 
 
 def _work(pipe: Connection, port: int, stacks: Path) -> None:
-    """A worker's whole life: it ends when the parent is gone."""
     torch.set_num_threads(1)
     warm.hasten_interpreter(pytest.MonkeyPatch())
     warm.hasten_evaluation(pytest.MonkeyPatch())

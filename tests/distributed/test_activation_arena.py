@@ -59,7 +59,6 @@ def with_our_experts(run: Run, device: torch.device) -> Operators:
 
 
 def with_our_kernels(run: Run, device: torch.device) -> Float8Rule:
-    """Likewise in 8 bits."""
     return replace(choose_float8(run, device), operators=TRITON_IN_8_BITS)
 
 

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from penstock.train.capture import CapturedParts
 from tests.distributed.one_loss import Saved, Trace, follow, put_together, saved_by, start_session
 from tests.distributed.pool import Pool
-from tests.parallel.recorded_graph import Graphs
-from tests.parallel.same_addresses import SameAddresses
+from tests.parallel.recorded_graph import Graphs, SameAddresses
 
 SHARED = ("parallel.expert=2", "dispatch.method=all-to-all", "dispatch.sync_free=0")
 OVERLAPPED = (*SHARED, "dispatch.overlap=shared")

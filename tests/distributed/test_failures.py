@@ -64,7 +64,6 @@ def _spoil(session: Session, kind: str, name: str) -> None:
 
 
 def _spoiled_output(module: nn.Module, inputs: object, output: Tensor | Terms) -> Tensor | Terms:
-    """The last of several, as a mixture gives them."""
     return (*output[:-1], output[-1] * math.nan) if isinstance(output, tuple) else output * math.nan
 
 
@@ -231,13 +230,10 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_ranks: None) -> P
 
 
 def lines_of(text: str) -> list[str]:
-    """Lines of stderr, without warnings of PyTorch's C++ code."""
     return [line for line in text.splitlines() if not line.startswith("[W")]
 
 
 def when(is_time: Callable[[], bool], act: Callable[[], None]) -> None:
-    """Do something as soon as it is time."""
-
     def watch() -> None:
         while not is_time():
             time.sleep(0.005)

@@ -48,8 +48,6 @@ BF16 = ("training.precision=bf16",)
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks and how they share the work."""
-
     ranks: int
     overrides: tuple[str, ...] = ()
 
@@ -110,7 +108,6 @@ def _ride(
 
 
 def ride(ranks: Pool, on: Layout, folder: Path, begin: int, end: int, model: tuple[str, ...] = ()) -> Leg:
-    """Train from one step to another on a layout."""
     results = ranks.run(on.ranks, _ride, SHORT + model + on.overrides, str(folder), begin, end)
     places = results[0][3]
     assert all(other == places for *_, other in results), "ranks stand at different places"
@@ -130,7 +127,6 @@ def _uninterrupted(ranks: Pool, folder: Path, model: tuple[str, ...] = ()) -> tu
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for what several tests use."""
     return tmp_path_factory.mktemp("uninterrupted")
 
 

@@ -28,7 +28,7 @@ from penstock.parallel.recompute import RecomputeRule
 from penstock.plan.op_recorder import OpRecorder
 from tests.closeness import assert_close
 from tests.models.families import moe_with, reading_of, tiny_model
-from tests.parallel.same_addresses import SameAddresses
+from tests.parallel.recorded_graph import SameAddresses
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 ROWS, POSITIONS, HIDDEN = 2, 6, 32

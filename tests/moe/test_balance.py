@@ -36,7 +36,6 @@ def _logits(tokens: int = 12, seed: int = 0) -> Tensor:
 
 
 def _switch_loss(logits_TE: Tensor) -> Tensor:
-    """E * sum_e f_e P_e of one set of tokens."""
     scores_TE = logits_TE.softmax(-1)
     chosen_TE = torch.zeros_like(scores_TE).scatter_(1, scores_TE.topk(K).indices, 1)
     return E * (chosen_TE.sum(0) / chosen_TE.sum() * scores_TE.mean(0)).sum()

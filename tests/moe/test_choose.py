@@ -31,7 +31,6 @@ MOE = LITE.model.moe
 
 
 def _axes(grid: Grid, per_node: int) -> Axes:
-    """Of rank 0; its groups are gone and never used."""
     return next(every_rank(grid, ranks_per_node=per_node))
 
 
@@ -131,7 +130,6 @@ def test_no_memory_is_mapped_where_the_kernels_cannot_write(
 
 
 def _pretend_gpus(patch: pytest.MonkeyPatch, *, seen: int, has_triton: bool = True) -> None:
-    """This process sees so many, and they all reach each other."""
     patch.setattr(torch.cuda, "device_count", lambda: seen)
     patch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
     patch.setattr(dispatch_buffers, "installed", lambda _: has_triton)

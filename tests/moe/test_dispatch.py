@@ -17,7 +17,7 @@ from penstock.kernels.expert_ffn import expert_ffn as fused_expert_ffn
 from penstock.kernels.operators import REFERENCE, TORCH
 from penstock.kernels.reference import expert_ffn
 from penstock.layout.experts import ExpertPlacement
-from penstock.moe.dispatch.all_to_all import PaddedAllToAllDispatcher
+from penstock.moe.dispatch.all_to_all import PaddedAllToAllDispatcher, each_part
 from penstock.moe.dispatch.contract import Dispatcher, LocalDispatcher
 from penstock.moe.dispatch.row_capacity import RowCapacity, forget_left_out, make_room
 from penstock.moe.routing import Routing
@@ -25,8 +25,23 @@ from penstock.parallel.axes import ALONE
 from tests.closeness import assert_close
 from tests.distributed.pool import Pool
 from tests.examples import examples
-from tests.moe.mixture import D, Family, Problem, compare, mix, problem, random_routing, token_by_token, weights_of
-from tests.moe.ways import OVER_GLOO, Gloo, Way, dispatchers_on_a_rank, solve
+from tests.layout.test_experts import placements
+from tests.moe.mixture import (
+    OVER_GLOO,
+    D,
+    Family,
+    Gloo,
+    Problem,
+    Way,
+    compare,
+    dispatchers_on_a_rank,
+    mix,
+    problem,
+    random_routing,
+    solve,
+    token_by_token,
+    weights_of,
+)
 
 WHOLE = ExpertPlacement(experts=8)
 """All on one rank."""
@@ -164,7 +179,6 @@ def _skip_simulated_on_gpus(way: Way) -> None:
 
 
 def _hold(ranks: Pool, way: Way, flights: list[list[Problem]], **options: Any) -> None:
-    """Compare every problem with one rank that holds everything."""
     _skip_simulated_on_gpus(way)
     by_rank = solve(ranks, way, flights, **options)
     for whole, *got in zip([one for problems in flights for one in problems], *by_rank, strict=True):
@@ -191,7 +205,6 @@ def _hold(ranks: Pool, way: Way, flights: list[list[Problem]], **options: Any) -
 def test_whatever_was_chosen_ranks_that_share_the_experts_give_what_one_rank_gives(
     ranks: Pool, expert: int, expert_tensor: int, way: Way, kinds: tuple[str, ...]
 ) -> None:
-    """All routings are layers of one model and in flight together."""
     placement = ExpertPlacement(experts=8, expert=expert, expert_tensor=expert_tensor)
     tokens = 8 if way in SIMULATED else 16
     _hold(ranks, way, [[problem(placement, adversarial(kind, tokens)) for kind in kinds]])
@@ -201,7 +214,6 @@ def test_whatever_was_chosen_ranks_that_share_the_experts_give_what_one_rank_giv
 @pytest.mark.parametrize(("expert", "expert_tensor"), [(2, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize("way", [*FLAT, "by node, sent", "by node, bounded", "pushed"])
 def test_experts_of_any_family_are_divided_by_every_way(ranks: Pool, way: Way, expert: int, expert_tensor: int) -> None:
-    """Biases are added once, by whichever rank, and weights on inputs find their rows."""
     placement = ExpertPlacement(experts=8, expert=expert, expert_tensor=expert_tensor)
     families: tuple[Family, ...] = ("gpt-oss", "llama4")
     tokens, kinds = 8 if way in SIMULATED else 16, ("some dropped", "one choice")
@@ -333,3 +345,35 @@ def test_experts_without_a_single_row_have_gradients_of_zero(kernels: networks.E
     assert y_RD.shape == (0, D)
     for leaf, gradient in zip(leaves, torch.autograd.grad(y_RD.sum(), leaves), strict=True):
         assert torch.equal(gradient, torch.zeros_like(leaf))
+
+
+def _numbers(placement: ExpertPlacement) -> Tensor:
+    experts_TK = torch.arange(placement.experts)[:, None]
+    return each_part(Routing(torch.ones(experts_TK.shape), experts_TK), placement).experts_TK
+
+
+@given(placement=placements())
+def test_virtual_experts_of_a_place_are_consecutive_and_in_the_order_of_its_experts(placement: ExpertPlacement) -> None:
+    numbers = _numbers(placement)
+    for place in range(placement.places):
+        own = [numbers[expert, place % placement.expert_tensor].item() for expert in placement.experts_of(place)]
+        assert own == list(range(place * placement.per_place, (place + 1) * placement.per_place))
+
+
+def test_whole_experts_keep_their_numbers() -> None:
+    assert _numbers(ExpertPlacement(experts=8, expert=4)).flatten().tolist() == list(range(8))
+
+
+def test_the_example_of_the_file() -> None:
+    assert _numbers(ExpertPlacement(experts=8, expert=2, expert_tensor=2))[5].tolist() == [9, 13]
+
+
+@given(placement=placements())
+def test_each_part_has_the_weight_of_its_slot_and_a_dropped_one_the_number_past_the_last(
+    placement: ExpertPlacement,
+) -> None:
+    routing = Routing(torch.tensor([[0.25, 0.0]]), torch.tensor([[0, placement.experts]]))
+    parts = each_part(routing, placement)
+    assert parts.weights_TK.tolist() == [[0.25] * placement.expert_tensor + [0.0] * placement.expert_tensor]
+    dropped = parts.experts_TK[0, placement.expert_tensor :]
+    assert dropped.tolist() == [placement.virtual_experts] * placement.expert_tensor

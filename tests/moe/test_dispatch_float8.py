@@ -38,10 +38,9 @@ from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers
 from tests.closeness import assert_close, relative_error
 from tests.distributed.one_loss import trace
 from tests.distributed.pool import Pool
-from tests.moe.host_waits import HostWaits
-from tests.moe.mixture import D, Problem, problem, random_routing
+from tests.moe.mixture import OVER_GLOO, D, Gloo, Problem, Way, dispatchers_on_a_rank, problem, random_routing, solve
 from tests.moe.test_dispatch import adversarial
-from tests.moe.ways import OVER_GLOO, Gloo, Way, dispatchers_on_a_rank, solve
+from tests.moe.test_host_waits import HostWaits
 from tests.parallel.symmetric_ranks import run_ranks
 
 OPENED = WireFormat(recipe=BLOCKWISE, dequantizes=True)
@@ -53,7 +52,6 @@ SIMULATED = pytest.mark.skipif(torch.cuda.is_available(), reason="ranks are simu
 
 
 def _representable(whole: Problem, wire_format: WireFormat) -> Problem:
-    """The same problem with tokens that 8 bits hold exactly."""
     payload = wire_format.encode(whole.x_TD)
     assert payload.packed is not None and wire_format.recipe is not None
     width, dtype = whole.x_TD.shape[1], whole.x_TD.dtype
@@ -72,7 +70,6 @@ def _same(one: list[list[Tensor]], other: list[list[Tensor]]) -> bool:
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
 def test_what_8_bits_hold_gives_the_bits_that_16_bits_give(ranks: Pool, way: Way, recipe: Recipe) -> None:
-    """Outputs and all gradients, whether rows are opened where they arrive or read as they came."""
     wire_format = WireFormat(recipe=recipe)
     problems = [_representable(problem(EP4, adversarial(kind, 16)), wire_format) for kind in KINDS]
     plain = solve(ranks, way, [problems])
@@ -195,8 +192,6 @@ SENDING = {
 
 
 class _Sent(TorchDispatchMode):
-    """Counts the bytes that collectives are given, by dtype."""
-
     def __init__(self) -> None:
         super().__init__()
         self.bytes: Counter[torch.dtype] = Counter()

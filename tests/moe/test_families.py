@@ -156,7 +156,6 @@ FAMILIES = pytest.mark.parametrize("moe", [gpt_oss(2), llama4(1)], ids=["gpt-oss
 
 
 def trained(layer: MoE) -> list[Tensor]:
-    """Output, and the gradient of the input."""
     x_TD = torch.randn(T, D, generator=torch.Generator().manual_seed(0)).requires_grad_()
     y_TD = torch.stack(layer.layer_context.run("moe", layer, x_TD, Scope())).sum(0)
     y_TD.square().sum().backward()

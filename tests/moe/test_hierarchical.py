@@ -15,8 +15,7 @@ from penstock.moe.dispatch.row_capacity import RowCapacity
 from penstock.moe.routing import Routing
 from penstock.parallel.axes import Axis, make_axes
 from tests.distributed.pool import Pool
-from tests.moe.mixture import D, problem, random_routing
-from tests.moe.ways import Gloo, dispatchers_on_a_rank
+from tests.moe.mixture import D, Gloo, dispatchers_on_a_rank, problem, random_routing
 
 
 @given(

@@ -2,28 +2,160 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.multiprocessing.spawn import start_processes
 
 from penstock.base.errors import KernelError
+from penstock.config.model import Balance, Moe
+from penstock.config.model import Router as RouterRule
+from penstock.config.parallel import Dispatch
 from penstock.kernels.float8.expert_ffn import expert_ffn
 from penstock.kernels.float8.gradient_side_channel import GradientSideChannel
 from penstock.kernels.float8.operators import REFERENCE, Float8Operators, Float8Rule
 from penstock.kernels.float8.quantized import row_bytes
-from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, E4M3, E5M2, MXFP8, Format, Recipe
+from penstock.kernels.float8.recipes import (
+    BLOCKWISE,
+    BLOCKWISE_SQUARE,
+    E4M3,
+    E5M2,
+    MXFP8,
+    Format,
+    Recipe,
+    format_on,
+    obstacle,
+)
 from penstock.kernels.float8.reference import quantize_rows
 from penstock.kernels.float8.triton_operators import TRITON
+from penstock.kernels.tuning import target_of
+from penstock.layout.grid import Grid
 from penstock.moe.dispatch import symmetric
-from penstock.moe.routing import Scope
-from penstock.parallel.symmetric import SymmetricBuffers
+from penstock.moe.dispatch.build import make_dispatcher
+from penstock.moe.dispatch.contract import Dispatcher, DispatchMetadata, ExpertRows
+from penstock.moe.experts import GroupedExperts
+from penstock.moe.layer import MoE
+from penstock.moe.router import TopKRouter
+from penstock.moe.routing import Routing, Scope
+from penstock.parallel.async_transfer import TransferStream
+from penstock.parallel.axes import ALONE, Axes, Axis, make_axes
+from penstock.parallel.layer_context import LayerContext
+from penstock.parallel.recompute import RecomputeRule
+from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers, allocate
 from penstock.plan.op_recorder import OpRecorder
 from tests.closeness import decibels
-from tests.moe.packed_gradients import RANKS, READ, Case, D, F, layer_of, results_of
 from tests.parallel.symmetric_ranks import run_ranks
+
+D, F, EXPERTS, RANKS = 256, 128, 4, 2
+
+MOE = Moe(
+    experts=EXPERTS,
+    top_k=2,
+    moe_intermediate_size=F,
+    shared_expert_intermediate_size=0,
+    router=RouterRule(scoring_func="softmax", norm_topk_prob=True, expert_bias=False),
+    balance=Balance(aux_loss="none", aux_loss_coef=0.0),
+)
+READ = Float8Rule(dispatch=BLOCKWISE, experts=BLOCKWISE)
+
+
+@dataclass(frozen=True)
+class InSixteen:
+    """A dispatcher whose gradients travel as they are."""
+
+    inner: Dispatcher
+
+    def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[ExpertRows, DispatchMetadata]:
+        rows, metadata = self.inner.dispatch(x_TD, routing)
+        return replace(rows, gradients=None), metadata
+
+    def combine(self, y_RD: Tensor, metadata: DispatchMetadata) -> Tensor:
+        return self.inner.combine(y_RD, metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """How a layer runs.
+
+    Attributes:
+        rule: what is in 8 bits.
+        in_sixteen: gradients travel as they are.
+        recompute: parts that are computed again.
+        leaves: transfers leave beside other work.
+        bound: of the room; 0 has the host read how many rows there are.
+        passes: backward passes over the one graph.
+    """
+
+    rule: Float8Rule = READ
+    tokens: int = 12
+    dtype: torch.dtype = torch.float32
+    bias: bool = False
+    in_sixteen: bool = False
+    recompute: tuple[str, ...] = ()
+    leaves: bool = False
+    bound: float = 0
+    passes: int = 1
+
+    @property
+    def sizes(self) -> BufferSizes:
+        width = D * self.dtype.itemsize
+        return BufferSizes(tokens=self.tokens // RANKS, top_k=MOE.top_k, row_bytes=width, ranks=RANKS)
+
+
+def axes_of(rank: int) -> Axes:
+    expert = Axis(name="expert", ranks=tuple(range(RANKS)), rank=rank)
+    grid = Grid(world=RANKS, expert=RANKS)
+    return Axes(grid=grid, rank=rank, expert=expert, expert_node=replace(expert, name="expert_node"))
+
+
+def layer_of(case: Case, buffers: SymmetricBuffers | None, device: torch.device) -> MoE:
+    layer_context = LayerContext(
+        axes=ALONE if buffers is None else axes_of(buffers.peers.rank),
+        float8=case.rule,
+        dispatch=Dispatch(sync_free=2, row_capacity_factor=case.bound) if case.bound else Dispatch(),
+        buffers=buffers,
+        recompute=RecomputeRule(kinds=frozenset(case.recompute)),
+        transfers=TransferStream(device) if case.leaves else None,
+    )
+    dispatcher, row_capacity = make_dispatcher(MOE, layer_context)
+    experts = GroupedExperts(EXPERTS, D, F, layer_context, bias=case.bias)
+    layer = MoE(TopKRouter(MOE, D, 0, layer_context.operators), dispatcher, experts, None, layer_context, row_capacity)
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in layer.named_parameters():
+        is_experts = name.startswith("experts")
+        whole = torch.empty(EXPERTS, *parameter.shape[1:]) if is_experts else torch.empty(parameter.shape)
+        nn.init.normal_(whole, std=whole.shape[-1] ** -0.5, generator=generator)
+        parameter.data = (
+            whole.chunk(layer_context.axes.expert.size)[layer_context.axes.expert.rank] if is_experts else whole
+        )
+    if case.in_sixteen:
+        layer.dispatcher = InSixteen(layer.dispatcher)
+    layer.experts.to(case.dtype)
+    return layer.to(device)
+
+
+def drawn(case: Case, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    sizes_T1 = torch.randn(case.tokens, 1, generator=generator).exp()
+    return (torch.randn(case.tokens, D, generator=generator) * sizes_T1).to(case.dtype)
+
+
+def results_of(buffers: SymmetricBuffers | None, case: Case, device: torch.device) -> dict[str, Tensor]:
+    """Output of a rank, and the gradients of all passes together."""
+    place, ranks = (0, 1) if buffers is None else (buffers.peers.rank, RANKS)
+    layer = layer_of(case, buffers, device)
+    x_TD, dy_TD = (drawn(case, seed).chunk(ranks)[place].to(device) for seed in range(2))
+    (y_TD,) = layer.layer_context.run("moe", layer, x_TD.requires_grad_(), Scope(), None)
+    for left in reversed(range(case.passes)):
+        y_TD.backward(dy_TD, retain_graph=left > 0)
+    gradients = {name: parameter.grad for name, parameter in layer.named_parameters()}
+    return {"y": y_TD.detach(), "x": x_TD.grad, **gradients}
+
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 SIMULATED = pytest.mark.skipif(torch.cuda.is_available(), reason="ranks are simulated in Triton's interpreter")
@@ -36,7 +168,6 @@ def _solve(case: Case) -> list[dict[str, Tensor]]:
 
 @contextmanager
 def _pushed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[torch.dtype, int]]]:
-    """Type and width of rows, whenever rows of a chunk are pushed."""
     seen, push_rows = [], symmetric.push_rows
 
     def note(rows_T: Tensor, *arguments: Any, **options: Any) -> None:
@@ -200,3 +331,47 @@ def test_gradients_of_other_blocks_are_refused() -> None:
     channel.put(quantize_rows(y_RD, MXFP8, E4M3))
     with pytest.raises(KernelError, match="rows in 8 bits must be those of the output's gradient"):
         y_RD.sum().backward()
+
+
+def _on_a_gpu(rank: int, folder: Path, case: Case) -> None:
+    """On a rank: gradients pushed as they are, then in 8 bits, the second time beside what leaves the stream."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    store = dist.FileStore(str(folder / "store"), RANKS)
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=RANKS, device_id=device)
+    buffers = allocate(case.sizes, make_axes(Grid(world=RANKS, expert=RANKS)).expert, device)
+    cases = replace(case, in_sixteen=True), case, replace(case, leaves=True)
+    found = [results_of(buffers, one, device) for one in cases]
+    buffers.check()
+    torch.save([{name: tensor.cpu() for name, tensor in one.items()} for one in found], folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="needs two GPUs")
+@pytest.mark.parametrize("gradient", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("recipe", [BLOCKWISE, BLOCKWISE_SQUARE, MXFP8], ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize("bound", [0.0, 2.0], ids=["counted", "bounded"])
+def test_on_gpus_rows_of_gradients_are_those_that_are_quantized_on_arrival(
+    tmp_path: Path, recipe: Recipe, gradient: str, bound: float
+) -> None:
+    target = target_of(torch.device("cuda", 0))
+    problem = obstacle(recipe, target)
+    if problem is not None:
+        pytest.skip(problem)
+    rule = Float8Rule(
+        dispatch=BLOCKWISE if recipe is BLOCKWISE_SQUARE else recipe,
+        experts=recipe,
+        forward=format_on("e4m3", target),
+        gradient=format_on(gradient, target),
+        operators=TRITON,
+    )
+    case = Case(rule=rule, tokens=3000, dtype=torch.bfloat16, bound=bound)
+    # Not the tests' own ranks, which are forks: CUDA does not survive one.
+    start_processes(_on_a_gpu, (tmp_path, case), nprocs=RANKS, start_method="spawn")
+    for rank in range(RANKS):
+        plain, *packed = torch.load(tmp_path / f"{rank}.pt")
+        for found in packed:
+            down = found.pop("experts.down_eDF")
+            assert decibels(down, plain["experts.down_eDF"]) > 40
+            assert not [name for name, one in found.items() if not torch.equal(one, plain[name])]

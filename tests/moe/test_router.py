@@ -29,7 +29,6 @@ E = 12
 
 
 def _by_hand(logits: list[float], bias: list[float], rule: RouterRule) -> dict[int, float]:
-    """Weights of the chosen experts of one token."""
     if rule.score == "softmax":
         total = sum(math.exp(x) for x in logits)
         scores = [math.exp(x) / total for x in logits]

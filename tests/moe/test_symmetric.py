@@ -32,8 +32,6 @@ D, F, EXPERTS = 8, 4, 8
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer's problem, of all ranks together; weights are zero where a slot was dropped."""
-
     placement: ExpertPlacement
     x_TD: Tensor
     weights_TK: Tensor
@@ -44,12 +42,10 @@ class Layer:
 
     @property
     def leaves(self) -> list[Tensor]:
-        """What has gradients, anew."""
         tensors = (self.x_TD, self.weights_TK, self.gate_up_eFD, self.down_eDF)
         return [tensor.clone().requires_grad_() for tensor in tensors]
 
     def of(self, place: int) -> "Layer":
-        """What a place has of it."""
         own, parts = self.placement.experts_of(place), self.placement.expert_tensor
         part = place % parts
         tokens = (
@@ -93,7 +89,6 @@ def _in_large_tiles(transport: SymmetricTransport) -> SymmetricTransport:
 def _all_layers(
     buffers: SymmetricBuffers, layers: list[Layer], bound: float = 0, chunks: int = 0, by_engines: bool = False
 ) -> list[list[Tensor]]:
-    """All layers dispatch before the first combines, and their backward passes are one: all are in flight at once."""
     flying = []
     for whole in layers:
         layer = whole.of(buffers.peers.rank)
@@ -112,7 +107,6 @@ def _all_layers(
 
 
 def _compare(layers: list[Layer], got: list[list[list[Tensor]]], tolerance: float = 1e-4) -> None:
-    """`got` of every rank with one rank that holds all experts and tokens."""
     for number, layer in enumerate(layers):
         leaves = layer.leaves
         y_TD = _mix(LocalDispatcher(layer.placement.experts, REFERENCE), leaves, layer.experts_TK)
@@ -139,7 +133,6 @@ def _choices(tokens: int, top_k: int, experts: int = EXPERTS) -> Tensor:
 
 
 def _adversarial(kind: str, tokens: int) -> Tensor:
-    """Choices of 2 of 8 experts; 8 is a dropped slot."""
     experts_TK = _choices(tokens, 2)
     is_first_T1 = (torch.arange(tokens) < tokens // 4)[:, None]
     return {

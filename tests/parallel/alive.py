@@ -26,5 +26,4 @@ class Alive(TorchDispatchMode):
         return result
 
     def bytes(self) -> int:
-        """Of the storages that live."""
         return sum(size for storage, size in self._sizes.items() if not storage.expired())

@@ -36,7 +36,6 @@ class Recorded(TransferStream):
         super().join(label, end)
 
     def mark(self, name: str, x: Tensor) -> Tensor:
-        """`x`; writes down the name when it is passed, in both directions."""
         marked: Tensor = _Mark.apply(x, name, self.events)
         return marked
 

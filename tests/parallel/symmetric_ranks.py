@@ -40,7 +40,6 @@ class Turns:
         self.error: BaseException | None = None
 
     def begin(self, rank: int) -> None:
-        """Wait for the first turn."""
         with self._changed:
             if self._holder is None:
                 self._holder = 0
@@ -55,7 +54,6 @@ class Turns:
             del self._waiting[rank]
 
     def end(self, rank: int, error: BaseException | None = None) -> None:
-        """This rank has done all, or failed."""
         with self._changed:
             self._running.discard(rank)
             self.error = self.error or error

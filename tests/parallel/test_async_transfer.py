@@ -1,13 +1,15 @@
 """A transfer that leaves and is waited for is the function that it runs; backward is the mirror image of forward."""
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.parallel.async_transfer import AsyncTransfer, TransferStream
+from penstock.parallel.async_transfer import AsyncTransfer, Steps, TransferStream, drain, interleave, within
 from tests.closeness import assert_close
 from tests.parallel.alive import Alive
 from tests.parallel.recorded import Recorded, mirrored
@@ -20,7 +22,6 @@ CYCLES = 2_000_000
 
 
 def _scaled(x_TD: Tensor, scale_T: Tensor) -> tuple[tuple[Tensor, Tensor], int]:
-    """Two outputs, and a rest."""
     return (x_TD * scale_T[:, None], scale_T.square()), x_TD.shape[0]
 
 
@@ -59,7 +60,6 @@ def test_an_input_without_gradient_and_an_unused_output_are_left_out() -> None:
 
 
 def test_an_output_may_be_the_input_itself() -> None:
-    """Local dispatch gives the tokens as they are."""
     x_TD, _ = _leaves()
     (y_TD,), _ = TransferStream(torch.device("cpu")).launch("nothing", lambda x_TD: ((x_TD,), None), x_TD).wait()
     (3 * y_TD).sum().backward()
@@ -177,8 +177,6 @@ def test_what_has_no_gradient_is_no_output() -> None:
 
 
 class _Slow(torch.autograd.Function):
-    """Twice the input, long after it was asked for; of gradients the same."""
-
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor) -> Tensor:
         torch.cuda._sleep(CYCLES)
@@ -255,3 +253,37 @@ def test_on_a_gpu_both_directions_are_captured_and_replayed_with_other_inputs() 
     plain = _chain(other_TD, None)
     plain.backward()
     assert torch.equal(loss, plain) and torch.equal(x_TD.grad, other_TD.grad)
+
+
+def _count(name: str, pieces: int, seen: list[str]) -> Steps[str]:
+    for piece in range(pieces - 1):
+        seen.append(f"{name}{piece}")
+        yield
+    seen.append(f"{name}{pieces - 1}")
+    return name
+
+
+def test_one_alone_goes_straight_on() -> None:
+    seen: list[str] = []
+    assert drain(_count("a", 3, seen)) == "a"
+    assert seen == ["a0", "a1", "a2"]
+
+
+def test_works_alternate_and_the_longer_one_ends_alone() -> None:
+    seen: list[str] = []
+    assert interleave([_count("a", 2, seen), _count("b", 4, seen)]) == ["a", "b"]
+    assert seen == ["a0", "b0", "a1", "b1", "b2", "b3"]
+
+
+def test_a_context_is_left_at_every_stop() -> None:
+    seen: list[str] = []
+
+    @contextmanager
+    def bracket() -> Iterator[None]:
+        seen.append("(")
+        yield
+        seen.append(")")
+
+    works = [within(bracket, _count("a", 2, seen)), _count("b", 2, seen)]
+    assert interleave(works) == ["a", "b"]
+    assert "".join(seen) == "(a0)b0(a1)b1"

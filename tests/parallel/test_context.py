@@ -38,7 +38,6 @@ LENGTH = 16
 
 
 def _heads(shape: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Queries, keys and values of the whole row, and the direction in which the output is differentiated."""
     B, H, G, N, M = SHAPES[shape]
     generator = torch.Generator().manual_seed(3)
     sizes = ((H, N), (G, N), (G, M), (H, M))
@@ -47,7 +46,6 @@ def _heads(shape: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _borders(documents: bool, rows: int) -> Tensor | None:
-    """Borders inside chunks and at their edges, other ones in each row."""
     starts = torch.tensor([0, 3, 4, 9, 14])
     documents_BS = torch.stack(
         [torch.searchsorted(starts + row, torch.arange(LENGTH), right=True) for row in range(rows)]

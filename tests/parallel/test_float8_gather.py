@@ -38,8 +38,6 @@ SHAPES = {
 
 
 class _Product(torch.autograd.Function):
-    """x w^T by copies, as the modules in 8 bits do it."""
-
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, w_FD: Tensor, recipe: Recipe) -> Tensor:
         ctx.save_for_backward(x_TD, w_FD)
@@ -58,8 +56,6 @@ def _copies(w_FD: Tensor, recipe: Recipe, rule: Float8Rule = Float8Rule()) -> An
 
 
 class Product(nn.Module):
-    """One weight, or a stack, and a bias that stays in 16 bits."""
-
     def __init__(self, shape: tuple[int, ...], recipe: Recipe = BLOCKWISE) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(shape))
@@ -144,7 +140,6 @@ class _Gathers(TorchDispatchMode):
 
 
 def _one_matrix(shape: tuple[int, int], recipe: Recipe = BLOCKWISE) -> tuple[Any, Float8Shard]:
-    """A unit that is divided, and what is gathered of it."""
     axes = make_axes(Grid(world=dist.get_world_size()))
     with torch.device("meta"):
         model = nn.Sequential(Product(shape))
@@ -238,7 +233,6 @@ RUN = (
 
 
 def _run(gather: bool, folder: str, saves: bool) -> tuple[Trace, Saved]:
-    """Two steps of a run: the first two, which it saves, or those from there on."""
     session = start_session((*RUN, f"float8.gather={str(gather).lower()}"))
     assert bool(session.model.whole.blocks["0"].attention.out.gathered) == gather
     assert bool(session.model.whole.blocks["1"].ffn.experts.gathered) == gather

@@ -49,8 +49,6 @@ def _stage(
 
 
 class Seen:
-    """Stages of a rank, and what came out of the last one."""
-
     def __init__(
         self, stages: tuple[int, ...], count: int, weight_grads: WeightGradStore | None, dtype: torch.dtype
     ) -> None:
@@ -263,7 +261,6 @@ def _told(call: StageCall, order: list[str]) -> StageCall:
 
 
 def _split(micro_batches: int) -> Iterator[Action]:
-    """Every forward and input gradient first, then all weight gradients."""
     for number in range(micro_batches):
         yield Action(0, Kind.FORWARD, number)
         yield Action(0, Kind.INPUT, number)

@@ -20,8 +20,6 @@ CPU = torch.device("cpu")
 
 
 class Block(nn.Module):
-    """A matrix, a router that decides in float32, and experts."""
-
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.Linear(D, F)
@@ -35,8 +33,6 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """Blocks between two matrices."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Linear(D, D)

@@ -37,7 +37,6 @@ def _chain(x_TD: Tensor, weights: list[nn.Parameter], weight_grads: WeightGradSt
 
 
 def _ordinary(weights: list[nn.Parameter], dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Gradients of the input and of the weights without anything put off."""
     x_TD = _input().to(dtype)
     return list(torch.autograd.grad(_chain(x_TD, weights, None), [x_TD, *weights]))
 

@@ -28,7 +28,7 @@ from penstock.train.step import Passes, StepResult, StepRule, evaluate, step_rul
 from penstock.train.stop import StopRequest
 from tests.models.attentions import ATTENTIONS
 from tests.parallel.recorded_graph import Graphs as RecordedGraphs
-from tests.parallel.same_addresses import SameAddresses
+from tests.parallel.recorded_graph import SameAddresses
 from tests.train.tiny_run import CPU, ENVIRONMENT, Recorder, held_out_rows, one_rank, random_batch, tiny_model, tiny_run
 
 GPU = torch.device("cuda", 0)

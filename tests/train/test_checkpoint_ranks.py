@@ -17,7 +17,7 @@ from penstock.train import checkpoint
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.manifest import WrittenFiles
 from tests.distributed.pool import Pool, WorkerError
-from tests.parallel.test_messages import world
+from tests.parallel.test_collectives import world
 from tests.train.layouts import Layout, ranks_of
 
 ON_4 = {

@@ -14,7 +14,7 @@ from penstock.train.checkpoint import CheckpointStore
 from penstock.train.optimizer import MasterAdamW
 from penstock.train.state import TrainState, restore_state, save_state
 from tests.distributed.pool import Pool
-from tests.parallel.test_messages import world
+from tests.parallel.test_collectives import world
 from tests.train.small_model import SETTINGS, SmallModel, holdings_of
 from tests.train.test_state import IDENTITY, CountingBatches
 

@@ -70,7 +70,6 @@ class AllGatherDispatcher:
         return reduce_scatter(self.operators.unpermute(y_RD, metadata.order), self.axis, dim=0)
 
     def _keep_capacity(self, order: RowOrder) -> RowOrder:
-        """The order, cut to the rows that there is capacity for."""
         tokens, top_k = order.places_TK.shape
         if self.row_capacity is None:
             share = tokens * top_k / self.placement.expert
@@ -84,11 +83,8 @@ class AllGatherDispatcher:
 def first_rows(order: RowOrder, rows: int) -> RowOrder:
     """Keep the slots of the first rows; the others are dropped.
 
-    With places_TK = [[1, 0], [2, 3]] and counts_E = [1, 2, 1], two rows leave counts_E = [1, 1, 0] and places_TK = [[1,
-    0], [2, 2]]: the third row belongs to no slot that is kept, and all dropped slots share it.
-
-    Returns:
-        An order of rows + 1 places, or the same order if it has no more.
+    With places_TK = [[1, 0], [2, 3]] and counts_E = [1, 2, 1], two rows leave counts_E = [1, 1, 0] and places_TK =
+    [[1, 0], [2, 2]]. Dropped slots share the place after the last row, so the result has rows + 1 places.
     """
     if rows >= order.slots_R.numel():
         return order

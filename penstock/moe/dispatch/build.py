@@ -21,11 +21,7 @@ from penstock.parallel.layer_context import LayerContext
 def make_dispatcher(
     moe: Moe, layer_context: LayerContext, *, in_arena: bool = False
 ) -> tuple[Dispatcher, RowCapacity | None]:
-    """The dispatcher of one layer, and the limit of its row count if it has one.
-
-    Args:
-        layer_context: kernels, ranks, `dispatch.method`, and the memory that GPUs of the node map.
-        in_arena: pre-activations are saved in an arena, see `shares_arena`.
+    """The dispatcher of one layer, and the limit of its row count if it has one; `in_arena` as `shares_arena` says.
 
     Raises:
         DeviceError: hierarchical dispatch was asked for by name and the nodes hold unequal parts of the experts.
@@ -68,7 +64,6 @@ def _flat(
     layer_context: LayerContext,
     row_capacity: RowCapacity | None,
 ) -> Dispatcher:
-    """A dispatcher that treats all ranks of an axis alike."""
     wire_format = wire_format_of(layer_context.float8)
     if name == "symmetric":
         # By name, because it needs Triton, which may be absent.

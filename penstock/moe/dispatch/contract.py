@@ -83,19 +83,11 @@ class Dispatcher(Protocol):
     name: ClassVar[DispatcherName]
 
     def dispatch(self, x_TD: Tensor | DispatchPayload, routing: Routing) -> tuple[ExpertRows, DispatchMetadata]:
-        """Bring rows to the experts.
-
-        Returns:
-            Rows for the experts of this rank, and the metadata for `combine`.
-        """
+        """Bring rows to the experts. Returns the rows of this rank's experts, and the metadata for `combine`."""
         ...
 
     def combine(self, y_RD: Tensor, metadata: DispatchMetadata) -> Tensor:
-        """Sum the experts' outputs for each token.
-
-        Returns:
-            y_TD; zero for a token whose slots were all dropped.
-        """
+        """Sum the experts' outputs for each token. Returns y_TD; zero for a token whose slots were all dropped."""
         ...
 
 
@@ -104,20 +96,13 @@ class SlotSorter(Protocol):
     """A dispatcher that begins with a sort of this rank's slots, which the caller may run earlier."""
 
     def sorted_slots(self, routing: Routing) -> SortedSlots:
-        """The sort. `dispatch` uses `Routing.sorted` instead if it is there.
-
-        No collective, and with our kernels no wait of the host.
-        """
+        """The sort: no collective, and no wait of the host with our kernels. `dispatch` prefers `Routing.sorted`."""
         ...
 
 
 @dataclass(frozen=True)
 class LocalDispatcher:
-    """Sorts slots by expert; experts read rows from where the tokens are.
-
-    Attributes:
-        wire_format: format in which the experts read the rows; nothing travels.
-    """
+    """Sorts slots by expert; experts read rows from where the tokens are, in `wire_format`."""
 
     name: ClassVar[DispatcherName] = "local"
 

@@ -14,61 +14,31 @@ from penstock.kernels.reference import RowOrder
 
 
 def reorder(rows_R: Tensor, index_R: Tensor, inverse_R: Tensor) -> Tensor:
-    """Permute dim 0.
-
-    Args:
-        rows_R: 1 or more dims.
-        index_R: int64, source row of each place.
-        inverse_R: int64, the inverse of index_R.
-    """
+    """Permute dim 0 by index_R, int64 source row of each place; inverse_R is its inverse."""
     reordered: Tensor = _Reorder.apply(rows_R, index_R, inverse_R)
     return reordered
 
 
 def pick_kept(values_TK: Tensor, order: RowOrder) -> Tensor:
-    """The value of each place's slot; zero at empty places.
-
-    Args:
-        values_TK: one value a slot.
-        order: may have fewer places than there are slots.
-
-    Returns:
-        values_R; its gradient is zero at dropped slots.
-    """
+    """values_R: the value of each place's slot, zero at empty places. The gradient is zero at dropped slots."""
     values_R: Tensor = _PickKept.apply(values_TK, *order)
     return values_R
 
 
 def spread(x_TD: Tensor, order: RowOrder, operators: Operators) -> Tensor:
-    """Copy each token's row to the places of its slots, dropped ones too; the gradient is the sum over the places.
-
-    Returns:
-        x_RD; the gradient at places of dropped slots is ignored.
-    """
+    """x_RD: each token's row at the places of its slots, dropped ones too; the gradient is the sum over the kept places."""
     x_RD: Tensor = _Spread.apply(x_TD, order, operators)
     return x_RD
 
 
 def spread_padded(x_TD: Tensor, tokens_R: Tensor, places_TK: Tensor) -> Tensor:
-    """Copy each token's row to its places.
-
-    Args:
-        tokens_R: int64, the token of each place; T for an empty place.
-        places_TK: int64, the places of each token; R for none.
-
-    Returns:
-        x_RD; zero at empty places.
-    """
+    """x_RD: each token's row at its places (int64, R for none). tokens_R is T at empty places, which are zero."""
     x_RD: Tensor = _SpreadPadded.apply(x_TD, tokens_R, places_TK)
     return x_RD
 
 
 def collect_padded(y_RD: Tensor, tokens_R: Tensor, places_TK: Tensor) -> Tensor:
-    """Sum the rows at each token's places in float32: the transpose of `spread_padded`.
-
-    Returns:
-        y_TD in the dtype of y.
-    """
+    """Sum the rows at each token's places in float32, in the dtype of y: the transpose of `spread_padded`."""
     y_TD: Tensor = _CollectPadded.apply(y_RD, tokens_R, places_TK)
     return y_TD
 
@@ -78,7 +48,6 @@ def _rows_or_zero(x_TD: Tensor, tokens_R: Tensor) -> Tensor:
 
 
 def _sum_at_places(y_RD: Tensor, places_TK: Tensor) -> Tensor:
-    """One choice at a time: all at once would need K x T x D float32 values."""
     total_TD = y_RD.new_zeros(places_TK.shape[0], y_RD.shape[1], dtype=torch.float32)
     for places_T in places_TK.unbind(1):
         total_TD += _rows_or_zero(y_RD, places_T)

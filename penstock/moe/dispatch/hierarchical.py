@@ -42,11 +42,7 @@ from penstock.parallel.collectives import all_gather, exchange_rows
 
 @dataclass(frozen=True)
 class NodePlacement:
-    """The ranks that share the experts of a layer, by node.
-
-    Attributes:
-        across: ranks at our place of every node.
-    """
+    """The ranks that share the experts of a layer, by node; `across` are the ranks at our place of every node."""
 
     placement: ExpertPlacement
     node: Axis
@@ -58,11 +54,7 @@ class NodePlacement:
         return range(first, first + self.placement.block(self.node.size).experts)
 
     def needed(self, experts_TK: Tensor) -> Tensor:
-        """The nodes that each token needs.
-
-        Returns:
-            nodes_TW: int64 number of each node, or the number of nodes if the token does not need it.
-        """
+        """nodes_TW: int64 number of each node that a token needs, or the number of nodes where it needs none."""
         node_W = torch.arange(self.across.size, device=experts_TK.device)
         first_W = node_W * self.node.size // self.placement.expert_tensor * self.placement.per_place
         last_W = first_W + len(self.experts_of(0))
@@ -93,12 +85,9 @@ class HierarchicalDispatcher:
     """Sends each token once to each node, and spreads it there by another dispatcher.
 
     Attributes:
-        nodes: experts and ranks of each node.
         inner: dispatcher over `nodes.node`, with the placement `nodes.placement.block(nodes.node.size)`.
         is_counted: send only tokens that need a node; else all.
         is_even: the inner dispatcher needs equal token numbers on all ranks. Read only if they are counted.
-        counts: brings token counts to the host.
-        wire_format: format in which rows travel; the inner dispatcher has the same.
     """
 
     name: ClassVar[DispatcherName] = "hierarchical"
@@ -155,7 +144,6 @@ class HierarchicalDispatcher:
         return first_rows(order, sum(send)), receive, send, max(1, counts[-1])
 
     def _all(self, routing: Routing) -> tuple[RowOrder, None, None, int]:
-        """`_count` if every token goes to every node."""
         T, W = routing.experts_TK.shape[0], self.nodes.across.size
         number_R = torch.arange(T * W, device=routing.experts_TK.device)
         counts_W = torch.full((W,), T, dtype=torch.int32, device=number_R.device)
@@ -178,5 +166,4 @@ class HierarchicalDispatcher:
 
 
 def _more_rows(rows: Tensor, more: int, value: int = 0) -> Tensor:
-    """Append constant rows; no copy if there are none."""
     return F.pad(rows, (0, 0, 0, more), value=value) if more else rows

@@ -32,12 +32,7 @@ Move = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class DispatchPayload:
-    """Rows.
-
-    Attributes:
-        x_ND: rows in 16 bits; or the carrier of packed ones.
-        packed: uint8, N x bytes of a row, or None.
-    """
+    """Rows x_ND in 16 bits; or the carrier of `packed` ones, uint8, N x bytes of a row."""
 
     x_ND: Tensor
     packed: Tensor | None = None
@@ -45,9 +40,7 @@ class DispatchPayload:
     def move(self, out: Move, back: Move) -> "DispatchPayload":
         """The same rows elsewhere.
 
-        Args:
-            out: copies, omits or adds zero rows of any dtype; differentiable.
-            back: its transpose, on gradients in 16 bits; used for bytes only, because `out` differentiates itself.
+        `out` copies, omits or adds zero rows of any dtype, and is differentiable; `back` is its transpose, for packed rows.
         """
         if self.packed is None:
             return DispatchPayload(out(self.x_ND))
@@ -97,12 +90,7 @@ class WireFormat:
         return self.operators.pack_rows(dy_TD, self.recipe, self.gradient)
 
     def decode_gradients(self, packed: Tensor, width: int) -> Quantized:
-        """Arrived packed gradients, as experts multiply them.
-
-        Args:
-            packed: uint8, rows x bytes of a row.
-            width: values of a row.
-        """
+        """Arrived packed gradients (uint8, rows x bytes of a row of `width` values), as experts multiply them."""
         assert self.recipe is not None, "packed gradients need a recipe"
         return as_quantized(packed, width, self.recipe, self.gradient)
 
@@ -129,8 +117,6 @@ def carrier_like(x_TD: Tensor, rows: int) -> Tensor:
 
 
 class _MoveCarrier(torch.autograd.Function):
-    """Carriers of rows that moved; the gradient moves back."""
-
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, rows: int, back: Move) -> Tensor:
         ctx.back = back

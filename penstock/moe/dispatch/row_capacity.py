@@ -57,12 +57,7 @@ class SplitSizes:
         )
 
     def crossing(self, counts: Tensor, choices: tuple[int, ...]) -> list[int]:
-        """Tokens from each node, tokens to each, and tokens to allocate.
-
-        Args:
-            counts: all of these, on the device.
-            choices: T x K of this rank, over all nodes.
-        """
+        """Tokens from each node, tokens to each, and tokens to allocate: read from `counts`; `choices` is T x K."""
         if not counts.is_meta:
             read: list[int] = counts.tolist()
             return read
@@ -85,7 +80,6 @@ READ = SplitSizes()
 
 
 def _dealt(rows: int, ranks: int) -> list[int]:
-    """As even as whole numbers are."""
     each, more = divmod(rows, ranks)
     return [each + (rank < more) for rank in range(ranks)]
 
@@ -132,22 +126,14 @@ class CapacityTracker(nn.Module):
 
 
 class RowCapacity(CapacityTracker):
-    """Capacity for the rows of one layer on one rank.
-
-    Args:
-        factor: capacity over the even share; infinity for the worst case.
-    """
+    """Capacity for the rows of one layer on one rank: `factor` times the even share; infinity for the worst case."""
 
     def __init__(self, placement: ExpertPlacement, factor: float) -> None:
         super().__init__(factor)
         self.placement = placement
 
     def rows(self, tokens: int, top_k: int) -> int:
-        """The capacity in rows.
-
-        Args:
-            top_k: slots of each token, all of different experts.
-        """
+        """The capacity in rows; the `top_k` slots of a token are of different experts."""
         worst = tokens * min(top_k, self.placement.per_place)
         if math.isinf(self.factor) or not self.training:
             return worst
@@ -216,12 +202,9 @@ class ActivationArena(CapacityTracker):
         self.begin()
 
     def place(self, used: Tensor, capacity: int, like: Tensor, *, even_share: float) -> SavedRows:
-        """Allocate the rows of the next layer.
+        """Allocate up to `capacity` rows of the next layer, with width, dtype and device of `like`.
 
-        Args:
-            used: int32 [1], rows of the layer, on the device.
-            capacity: most rows of the layer.
-            like: width, dtype and device of the rows.
+        `used` is int32 [1] on the device: rows of the layer.
         """
         width = like.shape[1]
         if like.is_meta:  # A plan runs one layer at a time, so each layer counts only itself.

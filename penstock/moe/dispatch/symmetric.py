@@ -101,11 +101,7 @@ class SymmetricTransport:
 
 @dataclass(frozen=True)
 class SymmetricMetadata(DispatchMetadata):
-    """Its order is that of all ranks' slots, as our experts see them.
-
-    Attributes:
-        gradients: see `ExpertRows`.
-    """
+    """Its order is that of all ranks' slots, as our experts see them."""
 
     experts_TK: Tensor
     gradients: GradientSideChannel | None = None
@@ -172,15 +168,13 @@ class SymmetricDispatcher:
 def transport_of(
     placement: ExpertPlacement, buffers: SymmetricBuffers, programs: int = 0, *, by_engines: bool = False
 ) -> SymmetricTransport:
-    """The transport of a layer, with the measured launches.
+    """The transport of a layer, with the measured launches; all layers may share the buffers.
 
     Args:
         placement: on as many ranks as the buffers.
-        buffers: may be shared by all layers.
-        programs: of each kernel, the same on all ranks; 0 takes the fastest. Fewer leave multiprocessors to concurrent
-            compute.
-        by_engines: copy engines send the rows, if the buffers have mapped tensors: a plan's have none and counts
-            kernels.
+        buffers: peer memory.
+        programs: of each kernel, the same on all ranks; 0 takes the fastest. Fewer leave multiprocessors to compute.
+        by_engines: copy engines send the rows. A plan's buffers have no mapped tensors, so there kernels are counted.
     """
     assert placement.places == buffers.peers.size, f"{placement} on {buffers.peers.size} ranks"
     homes = ExpertRanks(per_rank=placement.per_place, parts=placement.expert_tensor)
@@ -192,7 +186,6 @@ def transport_of(
 
 
 def _used(arrivals: LocalOrder, rows: int) -> LocalOrder:
-    """Without empty places, except one."""
     slots_R, index_R, weights_R = (values_R[: rows + 1] for values_R in arrivals[:3])
     return LocalOrder(slots_R, index_R, weights_R, arrivals.places_NK.clamp(max=rows), arrivals.counts_e)
 
@@ -200,7 +193,6 @@ def _used(arrivals: LocalOrder, rows: int) -> LocalOrder:
 def _arrived(
     shape: tuple[int, int], dtype: torch.dtype, section: BufferSection, slot: int, transport: SymmetricTransport
 ) -> Tensor:
-    """A section of the receive slot: W ranks' tensors of this shape."""
     return transport.buffers.view(section, slot, (transport.buffers.peers.size * shape[0], shape[1]), dtype)
 
 
@@ -218,8 +210,6 @@ def _pusher(
 
 
 def _copier(rows_T: Tensor, slot: int, transport: SymmetricTransport) -> Callable[[TokenChunks], None]:
-    """Writes our rows to all ranks by copy engines, without choices."""
-
     def send(chunks: TokenChunks) -> None:
         transport.buffers.copy_to_others(BufferSection.OUT_ROWS, slot, lambda peer: rows_T, Channel.ROWS)
 
@@ -293,7 +283,6 @@ def _bring_back(
 
 
 def _home(returned: ReturnPayload, experts_TK: Tensor, slot: int, transport: SymmetricTransport) -> CombineBuffers:
-    """Receive buffers for rows and scalars, and the tensors for their sums."""
     tokens, width = len(experts_TK), returned.rows.shape[1]
     y_TD = returned.rows.new_empty(tokens, width)
     parts_ND = _arrived((tokens, width), y_TD.dtype, BufferSection.BACK_ROWS, slot, transport)

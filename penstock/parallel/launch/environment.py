@@ -253,7 +253,6 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
 
 
 def _from_torchrun(variables: Mapping[str, str], color: bool, threads: int | None) -> Environment:
-    """A process started by torchrun, or by a launcher that sets its variables."""
     world, rank = _whole_number(variables, "WORLD_SIZE") or 1, _whole_number(variables, "RANK", low=0) or 0
     local_world = _whole_number(variables, "LOCAL_WORLD_SIZE") or 1
     local_rank = _whole_number(variables, "LOCAL_RANK", low=0) or 0
@@ -282,7 +281,6 @@ def _from_torchrun(variables: Mapping[str, str], color: bool, threads: int | Non
 
 
 def _from_srun(variables: Mapping[str, str], color: bool, threads: int | None) -> Environment:
-    """A task of a Slurm step."""
     world, rank = _whole_number(variables, "SLURM_STEP_NUM_TASKS") or 1, _whole_number(variables, "SLURM_PROCID", low=0)
     job, step = _whole_number(variables, "SLURM_JOB_ID") or 1, _whole_number(variables, "SLURM_STEP_ID", low=0) or 0
     local_rank, node = (_whole_number(variables, name, low=0) or 0 for name in ("SLURM_LOCALID", "SLURM_NODEID"))
@@ -308,7 +306,6 @@ def _from_srun(variables: Mapping[str, str], color: bool, threads: int | None) -
 
 
 def _whole_number(variables: Mapping[str, str], name: str, *, low: int = 1) -> int | None:
-    """Value of a variable, or None if it is unset or empty."""
     text = variables.get(name, "").strip()
     if not text:
         return None
@@ -356,10 +353,9 @@ def facts_of_machine(environment: Environment) -> LaunchFacts:
 
 
 def prepare_environment(facts: LaunchFacts | None = None) -> None:
-    """Set the variables that the facts ask for. The shell's settings stand.
+    """Set the variables that the facts ask for; the shell's settings stand.
 
-    Args:
-        facts: of the run; None takes those of the machine, and must come before PyTorch is imported.
+    Without facts those of the machine count, and the call must come before PyTorch is imported.
     """
     os.environ.update(_missing(facts_of_machine(read_environment()) if facts is None else facts))
 
@@ -382,7 +378,6 @@ def shell_variables(names: Iterable[str], variables: Mapping[str, str] = os.envi
 
 
 def _missing(facts: LaunchFacts) -> dict[str, str]:
-    """Variables that the facts ask for and the shell has not set."""
     names = {rule.name: (rule.name, *rule.also) for rule in RULES}
     return {
         name: value for name, value in settings(facts).items() if not any(also in os.environ for also in names[name])
@@ -390,11 +385,7 @@ def _missing(facts: LaunchFacts) -> dict[str, str]:
 
 
 def environment_line(facts: LaunchFacts, variables: Mapping[str, str] = os.environ) -> str:
-    """Variables of the table in one line: first those with our value, then the shell's.
-
-    Args:
-        variables: after `prepare_environment`.
-    """
+    """Variables of the table in one line, after `prepare_environment`: those with our value, then the shell's."""
     wanted = settings(facts)
     ours = [f"{name}={value}" for name, value in wanted.items() if variables.get(name) == value]
     names = [name for rule in RULES for name in (rule.name, *rule.also)]

@@ -109,14 +109,9 @@ def ranges(numbers: Sequence[int]) -> str:
 def choose_binding(
     bus_ids: Sequence[str], local_rank: int, allowed: frozenset[int], root: Path = ROOT
 ) -> Binding | None:
-    """Cores that a process should be bound to.
+    """Allowed cores for the process of `local_rank`; `bus_ids` are the GPUs of all processes, in order.
 
-    Args:
-        bus_ids: PCI addresses of the GPUs of all processes of this machine, such as 0000:1b:00.0, in their order.
-        allowed: cores that the process may use now.
-
-    Returns:
-        None without a choice: one NUMA node, an unknown one, or none of its cores is allowed.
+    None without a choice: one NUMA node, an unknown one, or none of its cores is allowed.
     """
     if len(list((root / "sys/devices/system/node").glob("node[0-9]*"))) < 2:
         return None
@@ -143,13 +138,11 @@ def bind(binding: Binding) -> None:
 
 
 def _node_of(bus_id: str, root: Path) -> int | None:
-    """NUMA node of a PCI device, or None if unknown."""
     text = _read(root / "sys/bus/pci/devices" / bus_id.lower() / "numa_node")
     return int(text) if text and int(text) >= 0 else None
 
 
 def _physical_cores(threads: Sequence[int], allowed: frozenset[int], root: Path) -> list[tuple[int, ...]]:
-    """The allowed hardware threads, grouped by core."""
     cores: dict[tuple[int, ...], list[int]] = {}
     for thread in threads:
         if thread in allowed:
@@ -159,5 +152,4 @@ def _physical_cores(threads: Sequence[int], allowed: frozenset[int], root: Path)
 
 
 def _read(path: Path) -> str:
-    """Text of a small system file; empty if it does not exist."""
     return path.read_text().strip() if path.is_file() else ""

@@ -62,11 +62,7 @@ class Job:
 
 
 def slurm_script(job: Job, options: dict[str, str], container: str | None = None) -> str:
-    """A script for sbatch.
-
-    Args:
-        options: further options of sbatch, such as {"time": "24:00:00"}.
-        container: an image for the pyxis plugin, or None.
+    """A script for sbatch, with further options such as {"time": "24:00:00"} and a container image for the pyxis plugin.
 
     Raises:
         ConfigError: Slurm would refuse an option.
@@ -123,12 +119,7 @@ def slurm_script(job: Job, options: dict[str, str], container: str | None = None
 
 
 def kubernetes_manifest(job: Job, image: str, claim: str, namespace: str | None = None) -> str:
-    """A PyTorchJob (kubeflow.org/v1) in YAML.
-
-    Args:
-        image: with PyTorch and Penstock in it.
-        claim: PersistentVolumeClaim of all pods, their working folder; runs stay in it.
-        namespace: of the job; None for kubectl's default.
+    """A PyTorchJob (kubeflow.org/v1) in YAML. `claim` is the PersistentVolumeClaim of all pods, which holds the runs.
 
     Raises:
         ConfigError: Kubernetes would refuse a name.

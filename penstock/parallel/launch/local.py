@@ -46,12 +46,7 @@ RankFunction = Callable[[Sequence[str]], int]
 
 @dataclass(frozen=True, kw_only=True)
 class LocalLaunch:
-    """Ranks to start here.
-
-    Attributes:
-        restarts: how often all are started again after one has died.
-        say: prints a line for the user.
-    """
+    """Ranks to start here; `restarts` is how often all are started again after one has died, `say` prints a line."""
 
     processes: int
     restarts: int
@@ -72,11 +67,7 @@ def facts_of_run(run: Run, machine: LaunchFacts) -> LaunchFacts:
 def processes_to_start(run: Run, environment: Environment, asked: int | None) -> int:
     """Number of ranks that a command starts on this machine; 1 means that it is the rank itself.
 
-    Args:
-        run: its device decides whether GPUs count.
-        environment: says whether this is a rank already.
-        asked: `--processes`, or None for one process for each GPU, or for as many as the run can use: a small batch may
-            not divide among all.
+    `asked` is `--processes`; None asks for one process for each GPU, or for as many as divide the run's batch.
 
     Raises:
         DeviceError: this is a rank already, or there are fewer GPUs than processes.
@@ -129,7 +120,6 @@ def run_processes(work: RankFunction, words: Sequence[str], launch: LocalLaunch)
 
 
 def _run_once(work: RankFunction, words: Sequence[str], launch: LocalLaunch) -> dict[int, int]:
-    """Exit code of each rank, if all ended well or on request."""
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
         config = LaunchConfig(
             min_nodes=1,
@@ -180,11 +170,7 @@ def _end_of(failure: ProcessFailure) -> str:
 
 
 class _SignalForwarder:
-    """Inside the context, SIGINT and SIGTERM are forwarded to processes started since, and do not end the launcher.
-
-    Attributes:
-        signal: the first that came, or None.
-    """
+    """Forwards SIGINT and SIGTERM to processes started since; `signal` is the first that came. The launcher goes on."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
@@ -208,7 +194,6 @@ class _SignalForwarder:
 
 @contextmanager
 def _quiet_agent() -> Iterator[None]:
-    """Keep the agent from logging what the ranks have printed."""
     loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith(_AGENT)]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

@@ -18,11 +18,7 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 
 def choose_device(kind: str, environment: Environment | None = None) -> torch.device:
-    """The device of a run on this rank; a GPU becomes the current one.
-
-    Args:
-        kind: `cpu`, `cuda` (also AMD GPUs), or `auto`: a GPU if there is one.
-        environment: of this rank; None for a single process.
+    """The device of a run on this rank; a GPU becomes the current one. `kind` is `cpu`, `cuda` (AMD too) or `auto`.
 
     Raises:
         DeviceError: a GPU was asked for and there is none, or this machine has more ranks than GPUs.
@@ -75,18 +71,12 @@ def bind_near(device: torch.device, environment: Environment) -> Binding | None:
 
 
 def _bus_id(gpu: int) -> str:
-    """PCI address of a GPU as system files have it."""
     facts: Any = torch.cuda.get_device_properties(gpu)  # PyTorch's stubs lack these three
     return f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
 
 
 def prepare_process(environment: Environment, *, seed: int, deterministic: bool) -> None:
-    """Set threads, seeds and determinism for the whole process. Call once, before anything is allocated on a GPU.
-
-    Args:
-        seed: of every generator that is not seeded otherwise.
-        deterministic: refuse operators with timing-dependent results.
-    """
+    """Set threads, seeds and determinism for the whole process. Call once, before anything is allocated on a GPU."""
     # PyTorch's default is the machine's physical cores; a container or `taskset` may leave fewer, never more.
     torch.set_num_threads(environment.threads or min(torch.get_num_threads(), usable_cores()))
     random.seed(seed)

@@ -48,15 +48,7 @@ _ERRORS: dict[str, type[PenstockError]] = {kind.__name__: kind for kind in Penst
 
 
 class Rendezvous:
-    """See the top of the file.
-
-    Args:
-        leave: ends the process at once with an exit code: threads of a broken group cannot be joined.
-
-    Attributes:
-        timeout: how long a rank waits for the others.
-        store: shared by all ranks after `open`; None for one rank.
-    """
+    """See the top of the file. `leave` ends the process at once: threads of a broken group cannot be joined."""
 
     def __init__(self, environment: Environment, leave: Callable[[int], object] = os._exit) -> None:
         self.rank = environment.rank
@@ -68,10 +60,7 @@ class Rendezvous:
         self._agreements = 0
 
     def open(self, timeout_minutes: float) -> None:
-        """Wait until every rank is there.
-
-        Args:
-            timeout_minutes: here and wherever a rank waits for another.
+        """Wait until every rank is there; the timeout holds wherever a rank waits for another.
 
         Raises:
             DeviceError: a rank is missing.
@@ -91,10 +80,7 @@ class Rendezvous:
         self.store = PrefixStore(name, store)
 
     def agree(self, make: Callable[[], Json]) -> Json:
-        """The result of rank 0 on every rank. All ranks must call it, in the same order.
-
-        Args:
-            make: called on rank 0 only; returns JSON.
+        """The JSON result of `make` on rank 0, on every rank. All ranks must call it, in the same order.
 
         Raises:
             PenstockError: rank 0's, on every rank.
@@ -156,7 +142,6 @@ class Rendezvous:
         return store
 
     def _collect_ranks(self, store: Store) -> str:
-        """Rank 0's part of `open`."""
         name = uuid.uuid4().hex
         store.set("name", name)
         answers = [f"{name}/{rank}" for rank in range(1, self.world)]
@@ -173,7 +158,6 @@ class Rendezvous:
         return name
 
     def _register(self, store: Store) -> str:
-        """The other ranks' part of `open`."""
         word, deadline = uuid.uuid4().hex, time.monotonic() + self.timeout.total_seconds()
         answered = ""
         while time.monotonic() < deadline:
@@ -188,13 +172,11 @@ class Rendezvous:
 
 
 def _facts(error: PenstockError) -> dict[str, str | None]:
-    """Fields of an error, as text."""
     texts = {"got": error.got, "allowed": error.allowed, "fix": error.fix}
     return {"what": error.what, **{name: None if text is None else str(text) for name, text in texts.items()}}
 
 
 def _unpacked(message: dict[str, Any]) -> Any:
-    """The value or the error that rank 0 sent."""
     if "error" in message:
         raise _ERRORS[message["error"]](message["facts"].pop("what"), **message["facts"])
     return message["value"]

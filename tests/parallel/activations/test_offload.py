@@ -19,8 +19,6 @@ ONE = T * D * 4
 
 
 class Watched(HostStore):
-    """A store that writes down what it sends and brings."""
-
     def __init__(self, in_flight: int = 100 * ONE) -> None:
         super().__init__(CPU, smallest=ONE, in_flight=in_flight)
         self.sent: list[int] = []
@@ -125,8 +123,6 @@ def test_what_backward_asks_for_at_once_is_still_there() -> None:
 
 def test_memory_that_waits_for_its_copy_is_bounded() -> None:
     class Slow(HostStore):
-        """Copies are never over by themselves."""
-
         def call(self) -> object:
             assert self.leaving_bytes <= 3 * ONE
             return super().call()

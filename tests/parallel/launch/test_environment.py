@@ -39,7 +39,6 @@ NVIDIA = LaunchFacts(vendor="nvidia", world=16, local_world=8, cores=96)
 
 @pytest.fixture(autouse=True)
 def environment_as_it_was() -> Iterator[None]:
-    """Rules change the environment of the whole process."""
     before = dict(os.environ)
     yield
     os.environ.clear()

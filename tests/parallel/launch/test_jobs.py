@@ -46,7 +46,6 @@ def run_script(script: str, folder: Path, **variables: str) -> list[str]:
 
 
 def manifest(job: Job = JOB, **options: str) -> Any:
-    """The manifest as a parser reads it."""
     return yaml.safe_load(kubernetes_manifest(job, image="registry/penstock:1", claim="shared", **options))
 
 

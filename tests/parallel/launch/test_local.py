@@ -39,13 +39,10 @@ def launch(word: str, folder: Path, *, restarts: int = 0) -> tuple[int, list[str
 
 
 def notes(folder: Path) -> dict[str, str]:
-    """What each rank of each attempt wrote down."""
     return {path.name: path.read_text() for path in sorted(folder.glob("attempt-*"))}
 
 
 def when_ready(folder: Path, act: Callable[[], None]) -> None:
-    """Do something as soon as both ranks wait."""
-
     def watch() -> None:
         while len(list(folder.glob("ready-*"))) < 2:
             time.sleep(0.02)

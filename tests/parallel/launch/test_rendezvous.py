@@ -55,8 +55,6 @@ def meeting_of(rank: int, world: int, store: TCPStore) -> Rendezvous:
 
 
 def on_ranks(world: int, store: TCPStore, act: Callable[[Rendezvous], Any]) -> list[Future[Any]]:
-    """What each rank did, in a thread of its own."""
-
     def run(rank: int) -> Any:
         with meeting_of(rank, world, store) as meeting:
             return act(meeting)
