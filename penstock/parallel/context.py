@@ -35,7 +35,7 @@ def attend(
     """Causal attention of our own positions over the whole row, by `layer_context.context_method`. Returns o_BSHM.
 
     allowed_BSS is boolean: which query position (first S) may look at which of the row's key positions; None for plain
-    causal. Its queries are all positions of the row with ulysses, ours with all-gather. sinks_H are for our queries' heads.
+    causal. Its queries are all positions of the row with ulysses, ours with all-gather. sinks_H belong to our heads.
     """
     axis, backend = layer_context.axes.context, layer_context.operators.attention_backend
     if axis.size > 1 and layer_context.context_method == "all-gather":
@@ -61,7 +61,7 @@ def attend_locally(
     nears: tuple[BlockMasks, ...],
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Attention of our own positions over the part of the row that each sees (`nears` of `nears_of`). Returns o_BSHM."""
+    """Attention of our positions over the part of the row that each sees (`nears` of `nears_of`). Returns o_BSHM."""
     axis, backend = layer_context.axes.context, layer_context.operators.attention_backend
     gathers = axis.size > 1 and layer_context.context_method == "all-gather"
     if gathers:

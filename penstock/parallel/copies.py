@@ -174,8 +174,8 @@ class ChunkStream:
     def run(self, chunks: Sequence[Sequence[Tensor]], work: Callable[[int, list[Tensor]], None]) -> None:
         """Work on every chunk in order. The host does not wait: see `finish`.
 
-        Chunks are contiguous host tensors, pinned for a GPU; no two share memory. `work` gets a chunk's index and its tensors
-        on the device, and changes them in place on the current stream.
+        Chunks are contiguous host tensors, pinned for a GPU; no two share memory. `work` gets a chunk's index and its
+        tensors on the device, and changes them in place on the current stream.
         """
         self._make_buffers(chunks)
         coming = [self._bring(index, chunk) for index, chunk in enumerate(chunks[:2])]

@@ -121,7 +121,7 @@ class Float8Shard:
 
 @torch.no_grad()
 def refresh(weights: Sequence[Float8Shard]) -> None:
-    """Quantize the masters, in the same order on all ranks (collective). Weights of one axis have one recipe and format."""
+    """Quantize the masters, in the same order on all ranks (collective). An axis has one recipe and format."""
     by_axis: dict[str, list[Float8Shard]] = defaultdict(list)
     for weight in weights:
         by_axis[weight.axis.name].append(weight)

@@ -192,7 +192,7 @@ class PartialGraphs:
         return graph
 
     def inlet(self, given: Tensor, room: Hashable) -> "_Inlet":
-        """The address at which a graph reads a tensor: its own if another graph has written it, else a copy (key `room`)."""
+        """The address at which a graph reads a tensor: its own if another graph wrote it, else a copy (key `room`)."""
         if _place(given) in self._written:
             return _Inlet(given.detach(), is_copy=False)
         if room not in self._copies:

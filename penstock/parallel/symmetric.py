@@ -247,7 +247,7 @@ class SymmetricBuffers:
     def copy_to_others(
         self, section: BufferSection, slot: int, rows_of: Callable[[int], Tensor], channel: Channel
     ) -> None:
-        """Write our rows (T x D, contiguous, by rank) to a section of all other ranks by copy engines, then set the flag."""
+        """Write our rows (T x D, contiguous) to a section of all other ranks by copy engines, then set the flag."""
         rank, ranks = self.peers.rank, self.peers.size
         for peer in ((rank + step) % ranks for step in range(1, ranks)):
             rows_TD = rows_of(peer)

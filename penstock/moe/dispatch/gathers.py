@@ -26,7 +26,7 @@ def pick_kept(values_TK: Tensor, order: RowOrder) -> Tensor:
 
 
 def spread(x_TD: Tensor, order: RowOrder, operators: Operators) -> Tensor:
-    """x_RD: each token's row at the places of its slots, dropped ones too; the gradient is the sum over the kept places."""
+    """x_RD: each token's row at the places of its slots, dropped ones too; the gradient sums over the kept places."""
     x_RD: Tensor = _Spread.apply(x_TD, order, operators)
     return x_RD
 

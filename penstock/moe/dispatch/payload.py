@@ -40,7 +40,7 @@ class DispatchPayload:
     def move(self, out: Move, back: Move) -> "DispatchPayload":
         """The same rows elsewhere.
 
-        `out` copies, omits or adds zero rows of any dtype, and is differentiable; `back` is its transpose, for packed rows.
+        `out` copies, omits or adds zero rows of any dtype, differentiably; `back` is its transpose, for packed rows.
         """
         if self.packed is None:
             return DispatchPayload(out(self.x_ND))

@@ -62,7 +62,7 @@ class Job:
 
 
 def slurm_script(job: Job, options: dict[str, str], container: str | None = None) -> str:
-    """A script for sbatch, with further options such as {"time": "24:00:00"} and a container image for the pyxis plugin.
+    """A script for sbatch, with further options such as {"time": "24:00:00"} and a container for the pyxis plugin.
 
     Raises:
         ConfigError: Slurm would refuse an option.
