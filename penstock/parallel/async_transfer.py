@@ -77,7 +77,7 @@ class TransferStream:
                 self._work_meanwhile()
 
     def fork(self, label: str, work: Callable[[], Result]) -> "tuple[Result, torch.cuda.Event | None]":
-        """Run `work` on the other stream after the current one's. Returns its result, valid after `join`, and its end."""
+        """Run `work` on the other stream after this one's. Returns its result, valid after `join`, and its end."""
         del label
         if self._stream is None:
             return work(), None
