@@ -112,27 +112,27 @@ REFUSALS_SHOWN = 12
 
 def candidates_table(plan: Plan) -> str:
     """The candidates, fastest first: a column for each field in which they differ, and a line of common fields."""
-    told = differing_fields(plan.candidates)
-    is_text = {name: not all(text.isdecimal() for text in texts) for name, texts in told.items()}
-    heads = ["<th></th>", *(f"<th{_kind(is_text[name])}>{escape(field_label(name))}</th>" for name in told)]
+    differing = differing_fields(plan.candidates)
+    is_text = {name: not all(text.isdecimal() for text in texts) for name, texts in differing.items()}
+    heads = ["<th></th>", *(f"<th{_kind(is_text[name])}>{escape(field_label(name))}</th>" for name in differing)]
     results = ("memory", "step", plan.cluster.speed_unit, "MFU", "bubble", "exposed communication")
     heads += [f"<th>{name}</th>" for name in results]
     rows = []
     for place, one in enumerate(plan.candidates):
         cells = [f"<td>{place + 1}</td>"]
-        cells += [f"<td{_kind(is_text[name])}>{escape(texts[place])}</td>" for name, texts in told.items()]
+        cells += [f"<td{_kind(is_text[name])}>{escape(texts[place])}</td>" for name, texts in differing.items()]
         rows.append(f"<tr>{''.join([*cells, *_results(one)])}</tr>")
     table = f'<table class="candidates"><thead><tr>{"".join(heads)}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
-    return f'{scrolling(table)}<p class="faint">{escape(_shared_text(plan.candidates, told))}</p>'
+    return f'{scrolling(table)}<p class="faint">{escape(_shared_text(plan.candidates, differing))}</p>'
 
 
 def _kind(is_text: bool) -> str:
     return " class=text" if is_text else ""
 
 
-def _shared_text(candidates: Sequence[Projection], told: Container[str]) -> str:
+def _shared_text(candidates: Sequence[Projection], differing: Container[str]) -> str:
     """The common fields of all candidates, without sizes of 1."""
-    shared = {name: value for name, value in asdict(candidates[0].layout).items() if name not in told}
+    shared = {name: value for name, value in asdict(candidates[0].layout).items() if name not in differing}
     words = [
         f"{field_label(name)} {value}"
         for name, value in shared.items()

@@ -84,20 +84,20 @@ def bytes_figure(collectives: CollectiveTimes, traces: dict[int, Trace]) -> Figu
     """Bytes that all-to-alls sent from rank to rank, or None if no all-to-all records them."""
     calls = collectives.calls
     ranks = calls.ranks
-    sent, told, asked = np.zeros((len(ranks), len(ranks))), 0, 0
+    sent, recorded, total = np.zeros((len(ranks), len(ranks))), 0, 0
     for row in np.flatnonzero(calls.is_exchange).tolist():
-        asked += 1
+        total += 1
         parts = _parts(calls, row, traces[ranks[calls.rank[row]]])
         if parts is None:
             continue
-        told += 1
+        recorded += 1
         for member, size in parts:
             if member in ranks:
                 sent[calls.rank[row], ranks.index(member)] += size
     if not sent.any():
         return None
     size, unit = (1e9, "GB") if sent.max() >= 1e9 else (1e6, "MB")
-    words = f"{told:,} of {asked:,} all-to-alls say the sizes of their parts"
+    words = f"{recorded:,} of {total:,} all-to-alls say the sizes of their parts"
     return _square(
         "bytes",
         "Bytes between ranks",
@@ -207,17 +207,19 @@ def _why_not(evidence: RunEvidence) -> str:
 
 def load_figure(lines: Sequence[Mapping[str, Any]]) -> Figure | None:
     """Load of the fullest expert over the mean, by layer and step; None if no line of metrics.jsonl has layers."""
-    told = [line for line in lines if line.get("layers")]
-    layers = sorted({one["layer"] for line in told for one in line["layers"]})
+    recorded = [line for line in lines if line.get("layers")]
+    layers = sorted({one["layer"] for line in recorded for one in line["layers"]})
     if not layers:
         return None
-    table = np.full((len(layers), len(told)), np.nan)
-    for column, line in enumerate(told):
+    table = np.full((len(layers), len(recorded)), np.nan)
+    for column, line in enumerate(recorded):
         for one in line["layers"]:
             table[layers.index(one["layer"]), column] = one["max_over_mean"]
-    steps, last = [line["step"] for line in told], table[:, -1]
+    steps, last = [line["step"] for line in recorded], table[:, -1]
     worst = int(np.nanargmax(last))
-    thin = f" Of {len(lines):,} recorded steps {len(told):,} are drawn, evenly." if len(told) < len(lines) else ""
+    thin = (
+        f" Of {len(lines):,} recorded steps {len(recorded):,} are drawn, evenly." if len(recorded) < len(lines) else ""
+    )
     trace = _heat(table, [str(layer) for layer in layers], "layer %{y}, step %{x:,}<br><b>%{z:.3f}</b> x the mean")
     return Figure(
         name="experts",

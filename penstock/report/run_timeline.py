@@ -110,7 +110,7 @@ def _passes(one: RankAnalysis, calls: CollectiveCalls, step: int | None) -> list
     """The passes of a step, by start."""
     trace = one.trace
     span = _spans(trace)
-    row = np.where(_is_work(one, calls), span.of(_asked(trace)), NONE)
+    row = np.where(_is_pass_work(one, calls), span.of(_launch_times(trace)), NONE)
     in_step = one.phases.placement.step
     wanted = next((found.start_us for found in one.steps if found.number == step), None)
     if wanted is not None:
@@ -129,13 +129,13 @@ def _passes(one: RankAnalysis, calls: CollectiveCalls, step: int | None) -> list
     return sorted(found, key=lambda each: each.start_us)
 
 
-def _asked(trace: Trace) -> Floats:
+def _launch_times(trace: Trace) -> Floats:
     """Launch time of each GPU event; nan if unknown."""
     gpu = trace.gpu
     return np.append(trace.host.start_us, np.nan)[np.where(gpu.is_linked, gpu.launch, len(trace.host))]
 
 
-def _is_work(one: RankAnalysis, calls: CollectiveCalls) -> Flags:
+def _is_pass_work(one: RankAnalysis, calls: CollectiveCalls) -> Flags:
     """Mask of the GPU events that are not messages between stages or their preparation."""
     gpu, phases, placement = one.trace.gpu, one.phases, one.phases.placement
     is_work = placement.collective != CATEGORIES.index(Category.POINT_TO_POINT)
@@ -167,13 +167,13 @@ class _Spans:
     end_us: Floats
     start_us: Floats
 
-    def of(self, asked_us: Floats) -> Integers:
+    def of(self, launched_us: Floats) -> Integers:
         """The innermost span that was open at each time, or NONE."""
         if not len(self.rows):
-            return np.full(len(asked_us), NONE)
-        found = np.searchsorted(self.start_us, asked_us, side="right") - 1
-        row = np.where((found >= 0) & ~np.isnan(asked_us), self.rows[np.maximum(found, 0)], NONE)
-        while (closed := (row != NONE) & ~(asked_us < self.end_us[row])).any():
+            return np.full(len(launched_us), NONE)
+        found = np.searchsorted(self.start_us, launched_us, side="right") - 1
+        row = np.where((found >= 0) & ~np.isnan(launched_us), self.rows[np.maximum(found, 0)], NONE)
+        while (closed := (row != NONE) & ~(launched_us < self.end_us[row])).any():
             row = np.where(closed, self.parent[row], row)
         return row
 
@@ -391,8 +391,8 @@ def _pipeline(evidence: RunEvidence, plan: Timeline | None) -> tuple[list[Figure
     """Measured passes below the planned passes of the same place."""
     places = _places_of(evidence)
     count = len(plan.lanes) if plan is not None else max(places.values()) + 1
-    kept = _kept(sorted(set(places.values())), count, LANES // (1 if plan is None else 2))
-    ranks = _of_places(evidence.ranks, places, kept, LANES - (len(kept) if plan is not None else 0))
+    kept = _drawn_places(sorted(set(places.values())), count, LANES // (1 if plan is None else 2))
+    ranks = _ranks_of_places(evidence.ranks, places, kept, LANES - (len(kept) if plan is not None else 0))
     clock = clock_of(evidence, ranks)
     measured = replace(measured_passes(evidence, ranks, clock, places), gaps="bubble")
     timelines = [measured]
@@ -417,14 +417,14 @@ def _places_of(evidence: RunEvidence) -> Mapping[int, int]:
     return {one.rank: one.rank * places // world for one in evidence.ranks}
 
 
-def _kept(recorded: Sequence[int], count: int, most: int) -> list[int]:
+def _drawn_places(recorded: Sequence[int], count: int, most: int) -> list[int]:
     """Places to draw: those with a recorded rank first."""
     first = {recorded[at] for at in evenly(len(recorded), most)}
     rest = [place for place in range(count) if place not in first]
     return sorted(first | {rest[at] for at in evenly(len(rest), most - len(first))})
 
 
-def _of_places(
+def _ranks_of_places(
     ranks: Sequence[RankAnalysis], places: Mapping[int, int], kept: Sequence[int], most: int
 ) -> list[RankAnalysis]:
     """Equally many ranks of each drawn place."""
@@ -436,7 +436,7 @@ def _of_places(
     return chosen
 
 
-def _telling(evidence: RunEvidence) -> list[RankAnalysis]:
+def _drawn_ranks(evidence: RunEvidence) -> list[RankAnalysis]:
     """The ranks to draw: all, or the stragglers and evenly spaced others."""
     late = [one.rank for one in evidence.answer.collectives.stragglers()] if evidence.answer is not None else []
     first = [one for one in evidence.ranks if one.rank in late[:LATE]]
@@ -447,7 +447,7 @@ def _telling(evidence: RunEvidence) -> list[RankAnalysis]:
 
 def _phases(evidence: RunEvidence) -> Figure:
     """The phases of each rank."""
-    ranks = _telling(evidence)
+    ranks = _drawn_ranks(evidence)
     clock = clock_of(evidence, ranks)
     lanes = measured_phases(ranks, clock)
     step = last_step(ranks)

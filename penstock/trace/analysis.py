@@ -208,8 +208,8 @@ def _together_json(answer: TraceAnalysis) -> dict[str, Any]:
         "unmatched": [_unmatched_json(collectives.calls, one) for one in collectives.unmatched],
         "stragglers": [asdict(one) for one in collectives.stragglers()],
         "clocks": _clocks_json(collectives),
-        "bandwidth": [_told(asdict(one)) for one in bandwidths(collectives)],
-        "uneven": [_told(asdict(one)) for one in exchange_imbalances(collectives)],
+        "bandwidth": [_finite_values(asdict(one)) for one in bandwidths(collectives)],
+        "uneven": [_finite_values(asdict(one)) for one in exchange_imbalances(collectives)],
         "experts": answer.experts.as_json() | {"recorded": [asdict(one) for one in answer.recorded] or None},
     }
 
@@ -221,8 +221,8 @@ def _collectives_json(collectives: CollectiveTimes) -> list[dict[str, Any]]:
     for meeting, rank in np.argwhere(meetings.met != NONE).tolist():
         row = int(meetings.met[meeting, rank])
         split = {
-            "pure_us": _number(collectives.pure_us[meeting]),
-            "wait_us": _number(collectives.wait_us[meeting, rank]),
+            "pure_us": _finite(collectives.pure_us[meeting]),
+            "wait_us": _finite(collectives.wait_us[meeting, rank]),
         }
         rows.append(_call_json(calls, row, int(meetings.seq[meeting])) | split)
     pairs = np.flatnonzero(calls.sync == SyncKind.PAIR).tolist()
@@ -230,7 +230,7 @@ def _collectives_json(collectives: CollectiveTimes) -> list[dict[str, Any]]:
 
 
 def _call_json(calls: CollectiveCalls, row: int, seq: int) -> dict[str, Any]:
-    group, size = calls.group[row], _number(np.fmax(calls.sent_bytes[row], calls.received_bytes[row]))
+    group, size = calls.group[row], _finite(np.fmax(calls.sent_bytes[row], calls.received_bytes[row]))
     return {
         "rank": calls.ranks[calls.rank[row]],
         "group": None if group == NONE else calls.groups[group].name,
@@ -268,10 +268,10 @@ def _clocks_json(collectives: CollectiveTimes) -> list[dict[str, Any]]:
     ]
 
 
-def _number(value: float) -> float | None:
+def _finite(value: float) -> float | None:
     """None for nan and infinity, which JSON does not have."""
     return float(value) if math.isfinite(value) else None
 
 
-def _told(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: _number(value) if isinstance(value, float) else value for name, value in row.items()}
+def _finite_values(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: _finite(value) if isinstance(value, float) else value for name, value in row.items()}

@@ -267,29 +267,29 @@ def _decoded(text: bytes) -> _About:
 def _joined(trace: Trace, kernels: GpuEvents, about: list[_About]) -> list[_About]:
     """Completes missing metadata from the `record_param_comms` operators."""
     blank = [i for i, one in enumerate(about) if not one.name and library_of(kernels.name(i)) == "nccl"]
-    asked = trace.host.take(trace.host.called("record_param_comms"))
-    if not blank or not len(asked):
+    comms = trace.host.take(trace.host.called("record_param_comms"))
+    if not blank or not len(comms):
         return about
-    by_id = {int(asked.external_id[i]): i for i in range(len(asked)) if asked.external_id[i] != NONE}
-    by_thread = {int(thread): np.flatnonzero(asked.thread == thread) for thread in np.unique(asked.thread)}
+    by_id = {int(comms.external_id[i]): i for i in range(len(comms)) if comms.external_id[i] != NONE}
+    by_thread = {int(thread): np.flatnonzero(comms.thread == thread) for thread in np.unique(comms.thread)}
     found = list(about)
     for i in blank:
         launch = int(kernels.launch[i])
         ids = [int(kernels.external_id[i])] + ([] if launch == NONE else [int(trace.host.external_id[launch])])
         row = next((by_id[one] for one in ids if one in by_id), None)
         if row is None and launch != NONE:
-            row = _around(asked, by_thread.get(int(trace.host.thread[launch])), trace.host.start_us[launch])
+            row = _around(comms, by_thread.get(int(trace.host.thread[launch])), trace.host.start_us[launch])
         if row is not None:
-            found[i] = _decoded(asked.raw[row])
+            found[i] = _decoded(comms.raw[row])
     return found
 
 
-def _around(asked: HostEvents, rows: Integers | None, moment_us: float) -> int | None:
+def _around(comms: HostEvents, rows: Integers | None, moment_us: float) -> int | None:
     """The last of these operators that began before a moment, if it was still open."""
     if rows is None:
         return None
-    last = int(np.searchsorted(asked.start_us[rows], moment_us, side="right")) - 1
-    return int(rows[last]) if last >= 0 and moment_us < asked.end_us[rows[last]] else None
+    last = int(np.searchsorted(comms.start_us[rows], moment_us, side="right")) - 1
+    return int(rows[last]) if last >= 0 and moment_us < comms.end_us[rows[last]] else None
 
 
 def _width(dtype: str) -> float:

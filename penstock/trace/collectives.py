@@ -113,10 +113,10 @@ class CollectiveTimes:
     def cost_us(self) -> Floats:
         """Microseconds that each rank (row) waited for each other rank (column)."""
         ranks = len(self.calls.ranks)
-        blamed = self.last != NONE
+        has_last = self.last != NONE
         cost_us = np.zeros((ranks, ranks))
         # Row `last` of the transpose: column `last` of the matrix.
-        np.add.at(cost_us.T, self.last[blamed], np.nan_to_num(self.wait_us[blamed]))
+        np.add.at(cost_us.T, self.last[has_last], np.nan_to_num(self.wait_us[has_last]))
         return cost_us
 
     def stragglers(self) -> tuple[Straggler, ...]:
@@ -202,14 +202,14 @@ def bandwidths(collectives: CollectiveTimes) -> tuple[Bandwidth, ...]:
     """By name, ranks and size, where pure time and bytes are known."""
     calls, met = collectives.calls, collectives.meetings.met
     sizes, pure_us, row = message_bytes(collectives), collectives.pure_us, any_row(met)
-    told = (
+    is_known = (
         np.isfinite(sizes) & (sizes > 0) & np.isfinite(pure_us) & (pure_us > 0) & (calls.sync[row] <= SyncKind.UNEVEN)
     )
-    powers = np.ceil(np.log2(np.where(told, sizes, 1.0))).astype(np.int64)
+    powers = np.ceil(np.log2(np.where(is_known, sizes, 1.0))).astype(np.int64)
     keys = np.stack([calls.name_id[row], group_sizes(calls, met), powers])
     found = []
-    for name, ranks, power in np.unique(keys[:, told], axis=1).T.tolist():
-        chosen = told & np.all([name, ranks, power] == keys.T, axis=1)
+    for name, ranks, power in np.unique(keys[:, is_known], axis=1).T.tolist():
+        chosen = is_known & np.all([name, ranks, power] == keys.T, axis=1)
         rate = float(np.median(sizes[chosen] / pure_us[chosen])) / 1e3
         text, others = calls.names[name], 1 - 1 / max(1, ranks)
         is_shared = any(part in text for part in ("gather", "scatter", "all_to_all", "alltoall"))
@@ -234,11 +234,11 @@ def exchange_imbalances(collectives: CollectiveTimes) -> tuple[ExchangeImbalance
     calls, met = collectives.calls, collectives.meetings.met
     row = any_row(met)
     least = np.where(met != NONE, (calls.sent_bytes + calls.received_bytes)[met], np.inf).min(axis=1, initial=np.inf)
-    told = calls.is_exchange[row] & ((met != NONE).sum(axis=1) > 1) & (least > 0)
+    is_known = calls.is_exchange[row] & ((met != NONE).sum(axis=1) > 1) & (least > 0)
     keys = np.stack([calls.group[row], calls.name_id[row]])
     found = []
-    for group, name in np.unique(keys[:, told], axis=1).T.tolist():
-        rows = met[told & np.all([group, name] == keys.T, axis=1)]
+    for group, name in np.unique(keys[:, is_known], axis=1).T.tolist():
+        rows = met[is_known & np.all([group, name] == keys.T, axis=1)]
         members = np.flatnonzero(rows[0] != NONE)
         received, sent = calls.received_bytes[rows[:, members]], calls.sent_bytes[rows[:, members]]
         busier = np.where((received.max(axis=1) > sent.max(axis=1))[:, None], received, sent)

@@ -168,26 +168,28 @@ def used_rows(trace: Trace, calls: CollectiveCalls, rank: int, phases: Phases) -
     if not len(products.rows):
         return None
     given = float(products.rows.mean())
-    came = _came(trace, calls, rank, phases, products) if rows_travel(trace.header) else None
+    received = _mean_received_rows(trace, calls, rank, phases, products) if rows_travel(trace.header) else None
     if rows_are_exact(trace.header):
-        return UsedRows(share=1.0, source="shapes" if came is None else "all-to-all")
+        return UsedRows(share=1.0, source="shapes" if received is None else "all-to-all")
     configured = configured_rows(trace.header)
-    for source, rows in (("all-to-all", came), ("configuration", configured)):
+    for source, rows in (("all-to-all", received), ("configuration", configured)):
         if rows is not None and given and rows / given < 1 + AGREE:
             share = 1.0 if rows / given > 1 - AGREE else rows / given
             return UsedRows(share=share, source="all-to-all" if source == "all-to-all" else "configuration")
     return UsedRows(share=1.0, source="shapes")
 
 
-def _came(trace: Trace, calls: CollectiveCalls, rank: int, phases: Phases, products: GroupedProducts) -> float | None:
+def _mean_received_rows(
+    trace: Trace, calls: CollectiveCalls, rank: int, phases: Phases, products: GroupedProducts
+) -> float | None:
     """Mean rows received by all-to-alls in dispatch, forward; None if unknown."""
     mine = np.flatnonzero((calls.rank == calls.ranks.index(rank)) & calls.is_exchange)
     names = phases.name_id[calls.gpu_row[mine]]
     is_dispatch = np.array([name == Span.DISPATCH for name in phases.names], dtype=bool)[names]
     forward = mine[is_dispatch & (phases.pass_id[calls.gpu_row[mine]] == PASSES.index("forward"))]
-    came = received_rows(trace, calls, forward, products)
-    came = came[np.isfinite(came)]
-    return float(came.mean()) if len(came) else None
+    received = received_rows(trace, calls, forward, products)
+    received = received[np.isfinite(received)]
+    return float(received.mean()) if len(received) else None
 
 
 def received_rows(trace: Trace, calls: CollectiveCalls, rows: Integers, products: GroupedProducts) -> Floats:

@@ -204,7 +204,7 @@ MOST = 20_000
 
 _CAPTURES = ("StreamBeginCapture", "StreamEndCapture")
 _LAUNCHES = ("LaunchKernel", "LaunchCooperativeKernel", "MemcpyAsync", "MemsetAsync", "Memset2DAsync", "Memcpy2DAsync")
-_TAKEN = ("operator", "maker", "span", "layer", "category", "collective", "is_backward", "is_recomputed")
+_COPIED = ("operator", "maker", "span", "layer", "category", "collective", "is_backward", "is_recomputed")
 """Fields of a placement that an event takes from its partner."""
 
 
@@ -228,7 +228,7 @@ class GraphReplays:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Found:
+class _Inferred:
     """Inferred fields of a placement for the events of one graph, in their order."""
 
     source: Source
@@ -252,10 +252,10 @@ def infer_replays(trace: Trace, placement: Placement) -> tuple[Placement, GraphR
     launches = np.unique(trace.gpu.launch[rows])
     open_ = rows[(placement.layer[rows] == NONE) & ~placement.is_backward[rows]]
     graphs = _graphs(trace, open_)
-    columns = {name: vars(placement)[name].copy() for name in _TAKEN}
+    columns = {name: vars(placement)[name].copy() for name in _COPIED}
     is_inferred = placement.is_inferred.copy()
     sources: dict[Source, int] = {}
-    answers: dict[bytes, _Found | None] = {}
+    answers: dict[bytes, _Inferred | None] = {}
     for graph in graphs:
         # Equal graphs are inferred once.
         key = trace.gpu.name_id[graph].tobytes()
@@ -280,7 +280,7 @@ def _graphs(trace: Trace, rows: Integers) -> list[Integers]:
     return [graph for graph in np.split(order, cuts) if len(graph) >= LEAST]
 
 
-def _find(trace: Trace, placement: Placement, graph: Integers) -> _Found | None:
+def _find(trace: Trace, placement: Placement, graph: Integers) -> _Inferred | None:
     return _by_eager(trace, placement, graph) or _by_capture(trace, graph) or _by_repeats(trace, graph)
 
 
@@ -309,7 +309,7 @@ def _summary(trace: Trace, graphs: int, events: int, by_spans: int, sources: Map
 # -------------------------------------------------------------------------------------------------------- eager pass
 
 
-def _by_eager(trace: Trace, placement: Placement, graph: Integers) -> _Found | None:
+def _by_eager(trace: Trace, placement: Placement, graph: Integers) -> _Inferred | None:
     """From the eager pass whose kernels match best."""
     mine = trace.gpu.name_id[graph]
     best = np.full(len(graph), NONE)
@@ -322,9 +322,9 @@ def _by_eager(trace: Trace, placement: Placement, graph: Integers) -> _Found | N
     if (best != NONE).mean() < MATCHED:
         return None
     values = {
-        name: np.append(vars(placement)[name], False if name.startswith("is_") else NONE)[best] for name in _TAKEN
+        name: np.append(vars(placement)[name], False if name.startswith("is_") else NONE)[best] for name in _COPIED
     }
-    return _Found(source="eager pass", known=_between(best, values), values=values)
+    return _Inferred(source="eager pass", known=_between(best, values), values=values)
 
 
 def _between(partner: Integers, values: Mapping[str, Any]) -> Flags:
@@ -384,7 +384,7 @@ def _are_alike(mine: Integers, theirs: Integers) -> bool:
 # ----------------------------------------------------------------------------------------------------------- capture
 
 
-def _by_capture(trace: Trace, graph: Integers) -> _Found | None:
+def _by_capture(trace: Trace, graph: Integers) -> _Inferred | None:
     """From launches that only recorded a graph, if their number and kinds agree."""
     kinds = trace.gpu.kind[graph]
     for launches in _captured(trace):
@@ -400,8 +400,8 @@ def _by_capture(trace: Trace, graph: Integers) -> _Found | None:
         told = np.where(kinds == GpuKind.COMMUNICATION, GpuKind.COMPUTE, kinds)
         if (told == expected).mean() >= MATCHED:
             found = place(as_launches(trace, launches))
-            values = {name: vars(found)[name] for name in _TAKEN}
-            return _Found(source="capture", known=np.ones(len(graph), dtype=bool), values=values)
+            values = {name: vars(found)[name] for name in _COPIED}
+            return _Inferred(source="capture", known=np.ones(len(graph), dtype=bool), values=values)
     return None
 
 
@@ -428,7 +428,7 @@ def _captured(trace: Trace) -> list[Integers]:
 # -------------------------------------------------------------------------------------------------- repeating layers
 
 
-def _by_repeats(trace: Trace, graph: Integers) -> _Found | None:
+def _by_repeats(trace: Trace, graph: Integers) -> _Inferred | None:
     """From names that repeat once for each layer."""
     model = _model(trace)
     if model is None:
@@ -442,7 +442,7 @@ def _by_repeats(trace: Trace, graph: Integers) -> _Found | None:
         part = slice(region.begin, region.end)
         known[part], is_backward[part] = True, region.is_backward
         layer[part] = NONE if region.layer is None else region.layer
-    return _Found(source="repeating layers", known=known, values={"layer": layer, "is_backward": is_backward})
+    return _Inferred(source="repeating layers", known=known, values={"layer": layer, "is_backward": is_backward})
 
 
 def _model(trace: Trace) -> tuple[int, int] | None:

@@ -61,7 +61,7 @@ class ClockOffsets:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Circle:
+class _RankSet:
     """Relative clock offsets among one set of ranks."""
 
     members: Integers
@@ -79,12 +79,12 @@ def align_clocks(calls: CollectiveCalls, met: Integers) -> ClockOffsets:
     """
     ranks = len(calls.ranks)
     ahead_us, island = np.zeros(ranks), np.arange(ranks)
-    met = _telling(calls, met)
-    circles = _circles(calls, met)
-    for circle in sorted(circles, key=lambda one: (one.is_strict, one.moments), reverse=True):
-        first, *others = circle.members
+    met = _clock_moments(calls, met)
+    rank_sets = _rank_sets(calls, met)
+    for rank_set in sorted(rank_sets, key=lambda one: (one.is_strict, one.moments), reverse=True):
+        first, *others = rank_set.members
         # Move the whole island of the other rank, so that known differences stay.
-        for other, apart in zip(others, circle.ahead_us[1:] - circle.ahead_us[0], strict=True):
+        for other, apart in zip(others, rank_set.ahead_us[1:] - rank_set.ahead_us[0], strict=True):
             if island[other] != island[first]:
                 moved = island == island[other]
                 ahead_us[moved] += ahead_us[first] + apart - ahead_us[other]
@@ -97,17 +97,17 @@ def align_clocks(calls: CollectiveCalls, met: Integers) -> ClockOffsets:
     return ClockOffsets(ahead_us=ahead_us, island=island, shared=shared, spread_us=spread_us)
 
 
-def _telling(calls: CollectiveCalls, met: Integers) -> Integers:
+def _clock_moments(calls: CollectiveCalls, met: Integers) -> Integers:
     """Collectives of at least two ranks whose ends are one moment."""
     present = met != NONE
     sync = np.where(present, calls.sync[met], SyncKind.TOGETHER).max(axis=1, initial=SyncKind.TOGETHER)
     return met[(present.sum(axis=1) > 1) & (sync <= SyncKind.UNEVEN)]
 
 
-def _circles(calls: CollectiveCalls, met: Integers) -> list[_Circle]:
+def _rank_sets(calls: CollectiveCalls, met: Integers) -> list[_RankSet]:
     """One for each set of ranks that met, from its strict collectives if it has any."""
     present = met != NONE
-    circles = []
+    rank_sets = []
     packed: NDArray[np.uint8] = np.packbits(present, axis=1)
     _, first, kinds = np.unique(packed, axis=0, return_index=True, return_inverse=True)
     for kind, example in enumerate(first):
@@ -118,8 +118,8 @@ def _circles(calls: CollectiveCalls, met: Integers) -> list[_Circle]:
             rows = rows[is_strict]
         ends = calls.end_us[rows]
         ahead = np.median(ends - np.median(ends, axis=1, keepdims=True), axis=0)
-        circles.append(_Circle(members=members, ahead_us=ahead, moments=len(rows), is_strict=bool(is_strict.any())))
-    return circles
+        rank_sets.append(_RankSet(members=members, ahead_us=ahead, moments=len(rows), is_strict=bool(is_strict.any())))
+    return rank_sets
 
 
 def _spread(calls: CollectiveCalls, met: Integers, ahead_us: Floats) -> tuple[Integers, Floats]:
@@ -199,7 +199,7 @@ class MatchedCollectives:
 
 
 @dataclass
-class _Found:
+class _Matches:
     """Accumulates matched and unmatched collectives."""
 
     rows: list[Integers] = field(default_factory=list)
@@ -219,7 +219,7 @@ class _Found:
 
 def match_collectives(calls: CollectiveCalls) -> MatchedCollectives:
     """Match the kernels of all ranks."""
-    found, ranks = _Found(), len(calls.ranks)
+    found, ranks = _Matches(), len(calls.ranks)
     open_to_all = calls.sync != SyncKind.PAIR
     is_numbered = open_to_all & (calls.group != NONE) & (calls.seq != NONE)
     _by_number(calls, np.flatnonzero(is_numbered), found)
@@ -231,7 +231,7 @@ def match_collectives(calls: CollectiveCalls) -> MatchedCollectives:
             clocks = align_clocks(calls, found.met(ranks))
     clocks = align_clocks(calls, found.met(ranks))
     met, seqs = found.met(ranks), found.numbers()
-    together = _are_together(calls, met, clocks)
+    together = _met_at_once(calls, met, clocks)
     for rows, seq in zip(met[~together], seqs[~together], strict=True):
         present = tuple(int(row) for row in rows if row != NONE)
         found.unmatched.append(_unmatched(calls, int(seq), present, (), "its ranks were not inside at one moment"))
@@ -267,7 +267,7 @@ def _expected(calls: CollectiveCalls, rows: Integers) -> Flags:
     return table
 
 
-def _by_number(calls: CollectiveCalls, rows: Integers, found: _Found) -> None:
+def _by_number(calls: CollectiveCalls, rows: Integers, found: _Matches) -> None:
     """Matches kernels by sequence number. Repeated numbers of one rank match in order."""
     if not len(rows):
         return
@@ -295,7 +295,9 @@ def _by_number(calls: CollectiveCalls, rows: Integers, found: _Found) -> None:
         absent = np.flatnonzero(lacking[one])
         why = "its ranks call it by different names"
         if of_one_name[one]:
-            why = "; ".join(_absence(calls, recorded, int(groups[one]), int(seqs[one]), int(rank)) for rank in absent)
+            why = "; ".join(
+                _reason_missing(calls, recorded, int(groups[one]), int(seqs[one]), int(rank)) for rank in absent
+            )
         missing = tuple(calls.ranks[rank] for rank in absent)
         found.unmatched.append(_unmatched(calls, int(seqs[one]), present, missing, why))
 
@@ -309,7 +311,7 @@ def _recorded(calls: CollectiveCalls, rows: Integers) -> dict[tuple[int, int], t
     return bounds
 
 
-def _absence(
+def _reason_missing(
     calls: CollectiveCalls, recorded: dict[tuple[int, int], tuple[int, int]], group: int, seq: int, rank: int
 ) -> str:
     """The reason why a rank lacks a collective."""
@@ -350,7 +352,7 @@ def _series(calls: CollectiveCalls, rows: Integers) -> list[Integers]:
     return [rows[kind.reshape(-1) == one] for one in range(int(kind.max(initial=NONE)) + 1)]
 
 
-def _by_order(calls: CollectiveCalls, rows: Integers, clocks: ClockOffsets, found: _Found) -> None:
+def _by_order(calls: CollectiveCalls, rows: Integers, clocks: ClockOffsets, found: _Matches) -> None:
     """Matches the kernels of one series."""
     ranks = len(calls.ranks)
     own = [rows[calls.rank[rows] == rank] for rank in range(ranks)]
@@ -369,7 +371,7 @@ def _by_order(calls: CollectiveCalls, rows: Integers, clocks: ClockOffsets, foun
     places = _places(calls, own[lead])
     found.add(met[whole], places[whole])
     if taking_part.sum() > 1:
-        _list_the_rest(calls, own, met[whole], taking_part, found)
+        _add_unmatched(calls, own, met[whole], taking_part, found)
 
 
 def _places(calls: CollectiveCalls, rows: Integers) -> Integers:
@@ -386,8 +388,8 @@ def _places(calls: CollectiveCalls, rows: Integers) -> Integers:
     return places
 
 
-def _list_the_rest(
-    calls: CollectiveCalls, own: list[Integers], met: Integers, taking_part: Flags, found: _Found
+def _add_unmatched(
+    calls: CollectiveCalls, own: list[Integers], met: Integers, taking_part: Flags, found: _Matches
 ) -> None:
     """Lists the unmatched kernels of a series; kernels of the same place are one entry."""
     matched = set(met.reshape(-1).tolist())
@@ -414,10 +416,10 @@ def _pairs(calls: CollectiveCalls, lead: Integers, other: Integers, clocks: Cloc
     in_order = np.arange(len(lead))
     if is_device and clocks.island[calls.rank[lead[0]]] != clocks.island[calls.rank[other[0]]]:
         return (in_order, in_order) if len(lead) == len(other) else (lead[:0], lead[:0])
-    if not is_device and _are_in_step(calls, lead, other, clocks):
+    if not is_device and _in_step(calls, lead, other, clocks):
         return in_order, in_order
     # Candidates: pairs that are each other's nearest end on the common clock.
-    ends, end = calls.end_us[lead], calls.end_us[other] - _apart(calls, lead, other, clocks)
+    ends, end = calls.end_us[lead], calls.end_us[other] - _clock_difference(calls, lead, other, clocks)
     partner, back = _nearest(ends, end), _nearest(end, ends)
     shorter = np.minimum(calls.duration_us[lead][partner], calls.duration_us[other])
     near = np.abs(ends[partner] - end) <= np.maximum(TOLERANCE_US, TOLERANCE_SHARE * shorter)
@@ -433,7 +435,7 @@ def _pairs(calls: CollectiveCalls, lead: Integers, other: Integers, clocks: Cloc
     return partner[found[believed]], found[believed]
 
 
-def _are_in_step(calls: CollectiveCalls, lead: Integers, other: Integers, clocks: ClockOffsets) -> bool:
+def _in_step(calls: CollectiveCalls, lead: Integers, other: Integers, clocks: ClockOffsets) -> bool:
     """Two ranks of a group have the same collectives in the same order, and met in nearly all."""
     if len(lead) != len(other) or calls.group[lead[0]] == NONE or (calls.name_id[lead] != calls.name_id[other]).any():
         return False
@@ -456,7 +458,7 @@ def _nearest(times_us: Floats, wanted_us: Floats) -> Integers:
     return order[np.where(nearer_before, before, after)]
 
 
-def _apart(calls: CollectiveCalls, lead: Integers, other: Integers, clocks: ClockOffsets) -> float:
+def _clock_difference(calls: CollectiveCalls, lead: Integers, other: Integers, clocks: ClockOffsets) -> float:
     """Offset of the other rank's clock: known, or the difference of ends that most pairs of one shift share."""
     first, second = calls.rank[lead[0]], calls.rank[other[0]]
     if clocks.island[first] == clocks.island[second]:
@@ -476,7 +478,7 @@ def _apart(calls: CollectiveCalls, lead: Integers, other: Integers, clocks: Cloc
     return best
 
 
-def _are_together(calls: CollectiveCalls, met: Integers, clocks: ClockOffsets) -> Flags:
+def _met_at_once(calls: CollectiveCalls, met: Integers, clocks: ClockOffsets) -> Flags:
     """A moment exists at which all ranks of each collective were inside; True where that is not required."""
     present = met != NONE
     latest = np.where(present, clocks.start_us(calls)[met], -np.inf).max(axis=1, initial=-np.inf)

@@ -42,7 +42,7 @@ EXPERTS = frozenset({Span.ROUTE, Span.DISPATCH, Span.EXPERTS, Span.COMBINE})
 UPDATES = frozenset({Span.ZERO, Span.REDUCE, Span.CLIP, Span.READ, Span.OPTIMIZER, Span.BALANCE})
 """Spans and phases of the update, which is not a pass through the model."""
 
-SPOKEN = {Span.SORT: Category.INDEX.value}
+PHASE_NAMES = {Span.SORT: Category.INDEX.value}
 """Spans with another phase name: a sort outside of a span can be anything."""
 
 PRODUCTS = frozenset({Category.GROUPED, Category.GROUPED_WEIGHTS})
@@ -174,7 +174,7 @@ def find_phases(trace: Trace, placement: Placement | None = None, *, waited_us: 
             gets an entry of its own ("dispatch waiting").
     """
     placement, replays = infer_replays(trace, place(trace) if placement is None else placement)
-    names, name_id, pass_id = _name_all(trace, placement)
+    names, name_id, pass_id = _named_events(trace, placement)
     found = Phases(
         names=names,
         event=np.arange(len(trace.gpu)),
@@ -234,22 +234,22 @@ def charge(trace: Trace) -> Floats:
     return charged
 
 
-def _name_all(trace: Trace, placement: Placement) -> tuple[tuple[str, ...], Integers, Integers]:
+def _named_events(trace: Trace, placement: Placement) -> tuple[tuple[str, ...], Integers, Integers]:
     """Phase names, and the name and pass of each event; computed once for each distinct kind of event."""
     gpu = trace.gpu
     operator = np.append(trace.host.name_id, NONE)[placement.operator]
     ran = np.where(placement.is_recomputed, 2, np.where(placement.is_backward, 1, 0))
     is_told = ~placement.is_replayed | placement.is_inferred | placement.is_backward | (placement.layer != NONE)
     ran = np.where(gpu.is_linked & is_told, ran, 3)
-    talks = gpu.kind == GpuKind.COMMUNICATION
-    said = np.where(talks, placement.collective, placement.category)
+    communicates = gpu.kind == GpuKind.COMMUNICATION
+    categories = np.where(communicates, placement.collective, placement.category)
     # NCCL has one kernel for an all-to-all and for messages of a pipeline; only the args distinguish them.
     is_exchange = np.array([generic_category(name) is Category.ALL_TO_ALL for name in trace.names], dtype=bool)
-    asked = talks & (placement.span == NONE) & is_exchange[gpu.name_id]
-    for row in np.flatnonzero(asked).tolist():
+    unplaced = communicates & (placement.span == NONE) & is_exchange[gpu.name_id]
+    for row in np.flatnonzero(unplaced).tolist():
         if is_point_to_point(gpu.raw[row]):
-            said[row] = CATEGORIES.index(Category.POINT_TO_POINT)
-    kinds, kind = grouped(gpu.name_id, talks.astype(np.int64), operator, placement.span, said, ran)
+            categories[row] = CATEGORIES.index(Category.POINT_TO_POINT)
+    kinds, kind = grouped(gpu.name_id, communicates.astype(np.int64), operator, placement.span, categories, ran)
     names: list[str] = []
     found = []
     for name, kind_of, operator_name, span, part, how in kinds:
@@ -300,63 +300,63 @@ class _Event:
 
 
 def _name(event: _Event) -> tuple[str, str]:
-    own = _own(event)
-    does, pass_ = _does(event, own), _pass(event, own)
-    name = _phase(event, own, does, pass_)
+    category = _kernel_category(event)
+    operation, pass_ = _operation(event, category), _pass(event, category)
+    name = _phase(event, category, operation, pass_)
     # The phase of a collective is its own name, so only its span shows that it belongs to the update.
     is_update = event.span in UPDATES or name in UPDATES
     return name, "update" if is_update and pass_ in ("", "forward") else pass_
 
 
-def _does(event: _Event, own: Category | None) -> Category:
+def _operation(event: _Event, category: Category | None) -> Category:
     """The operation of the event: by its kernel first, then by its surroundings."""
-    does = own or generic_category(event.kernel) or generic_category(event.operator) or Category.OTHER
+    operation = category or generic_category(event.kernel) or generic_category(event.operator) or Category.OTHER
     if event.is_communication and event.category is Category.POINT_TO_POINT:
         return event.category
-    if event.is_communication and does in {Category.COLLECTIVE, Category.OTHER}:
+    if event.is_communication and operation in {Category.COLLECTIVE, Category.OTHER}:
         return event.category or Category.COLLECTIVE
-    return does
+    return operation
 
 
-def _pass(event: _Event, own: Category | None) -> str:
+def _pass(event: _Event, category: Category | None) -> str:
     """The pass from the tree, unless a name says that it is a gradient."""
     if event.ran not in ("", "forward"):
         return event.ran
-    is_named = own is Category.GROUPED_WEIGHTS or is_gradient(event.kernel) or is_gradient(event.operator)
+    is_named = category is Category.GROUPED_WEIGHTS or is_gradient(event.kernel) or is_gradient(event.operator)
     return "backward" if is_named else event.ran
 
 
-def _phase(event: _Event, own: Category | None, does: Category, pass_: str) -> str:
+def _phase(event: _Event, category: Category | None, operation: Category, pass_: str) -> str:
     """The phase: by the span, unless the kernel is more specific."""
     if event.span is None:
-        named = does if event.is_communication else own or event.category or does
+        named = operation if event.is_communication else category or event.category or operation
         return _experts(named, pass_) if named in PRODUCTS else _NAMED.get(named, named.value)
     if event.span in EXPERTS:
-        return _inside_experts(event.span, own, does, pass_)
-    is_point_to_point = event.is_communication and does in COLLECTIVES
-    if is_point_to_point or (own is Category.QUANTIZE and event.span != Span.NORM):
-        return does.value
-    return SPOKEN.get(event.span, event.span.value)
+        return _inside_experts(event.span, category, operation, pass_)
+    is_point_to_point = event.is_communication and operation in COLLECTIVES
+    if is_point_to_point or (category is Category.QUANTIZE and event.span != Span.NORM):
+        return operation.value
+    return PHASE_NAMES.get(event.span, event.span.value)
 
 
-def _own(event: _Event) -> Category | None:
+def _kernel_category(event: _Event) -> Category | None:
     """The category of the kernel's name; the span decides where several categories share a kernel."""
-    own = specific_category(event.kernel)
+    category = specific_category(event.kernel)
     if event.kernel == FLOAT8_GEMM and (event.span is Span.EXPERTS or event.category is Category.GROUPED):
         return Category.GROUPED_WEIGHTS
-    return own
+    return category
 
 
-def _inside_experts(span: Span, own: Category | None, does: Category, pass_: str) -> str:
+def _inside_experts(span: Span, category: Category | None, operation: Category, pass_: str) -> str:
     """The phase of a kernel inside a span of a mixture of experts."""
-    if own is Category.WAIT:
+    if category is Category.WAIT:
         return span.value + WAITING
-    if own in _WITHIN:
-        return own.value
-    if does is Category.LOOK_UP and span is not Span.ROUTE:
+    if category in _WITHIN:
+        return category.value
+    if operation is Category.LOOK_UP and span is not Span.ROUTE:
         return Category.PERMUTE.value
-    if span is Span.EXPERTS and does in PRODUCTS | {Category.PRODUCTS}:
-        return _experts(does, pass_)
+    if span is Span.EXPERTS and operation in PRODUCTS | {Category.PRODUCTS}:
+        return _experts(operation, pass_)
     return span.value
 
 

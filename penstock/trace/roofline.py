@@ -80,18 +80,18 @@ def roofline(trace: Trace, placement: Placement | None = None, *, used_rows: flo
     """
     placement = place(trace) if placement is None else placement
     gpu, table = trace.gpu, calls_made(trace, placement)
-    is_asked = (gpu.kind == GpuKind.COMPUTE) | gpu.called("Memcpy DtoD (Device -> Device)")
-    total = float(gpu.duration_us[is_asked].sum())
-    is_asked &= (table.call_of != NONE) & (~placement.is_replayed | placement.is_inferred)
-    if not is_asked.any():
+    is_counted = (gpu.kind == GpuKind.COMPUTE) | gpu.called("Memcpy DtoD (Device -> Device)")
+    total = float(gpu.duration_us[is_counted].sum())
+    is_counted &= (table.call_of != NONE) & (~placement.is_replayed | placement.is_inferred)
+    if not is_counted.any():
         return Roofline(rows=(), chip=_chip(trace), modelled_share=0.0)
-    call_of = table.call_of[is_asked]
-    kernel_us = np.bincount(call_of, gpu.duration_us[is_asked], len(table.calls))
-    inferred = np.bincount(call_of, placement.is_inferred[is_asked], len(table.calls)) > 0
+    call_of = table.call_of[is_counted]
+    kernel_us = np.bincount(call_of, gpu.duration_us[is_counted], len(table.calls))
+    inferred = np.bincount(call_of, placement.is_inferred[is_counted], len(table.calls)) > 0
     # Calls of a graph share one launch; calls of the host have launches of their own.
-    graph = np.where(placement.is_replayed, gpu.launch, NONE)[is_asked]
+    graph = np.where(placement.is_replayed, gpu.launch, NONE)[is_counted]
     # One column for each execution of a call.
-    pairs = np.unique(np.stack([call_of, table.row_of[is_asked], graph]), axis=1)
+    pairs = np.unique(np.stack([call_of, table.row_of[is_counted], graph]), axis=1)
     counts = np.bincount(pairs[0], minlength=len(table.calls))
     chip = _chip(trace)
     rows = [

@@ -176,12 +176,12 @@ def place(trace: Trace, tree: HostTree | None = None) -> Placement:
         found: Integers = np.append(values, NONE)[started]
         return found
 
-    asked = np.append(host.start_us, np.nan)[started]
-    action = _open_at(trace, lambda name: bool(ACTION.search(name)), asked)
+    launched_us = np.append(host.start_us, np.nan)[started]
+    action = _open_at(trace, lambda name: bool(ACTION.search(name)), launched_us)
     is_gradient = _of_names(trace, lambda name: bool(GRADIENTS.match(name)))
     gradients = np.append(is_gradient[host.name_id], False)[np.where(action == NONE, len(host), action)]
-    gradients |= _open_at(trace, Span.BACKWARD.__eq__, asked) != NONE
-    is_recomputed = of_launch(facts.remade) != NONE
+    gradients |= _open_at(trace, Span.BACKWARD.__eq__, launched_us) != NONE
+    is_recomputed = of_launch(facts.recomputed) != NONE
     return Placement(
         operator=_with_float8_products(trace, tree.parent, of_launch(facts.operator)),
         maker=of_launch(facts.maker),
@@ -190,7 +190,7 @@ def place(trace: Trace, tree: HostTree | None = None) -> Placement:
         category=of_launch(facts.category),
         collective=of_launch(facts.collective),
         action=action,
-        step=_steps(trace, asked),
+        step=_steps(trace, launched_us),
         is_backward=((of_launch(facts.node) != NONE) | gradients) & ~is_recomputed,
         is_recomputed=is_recomputed,
         is_replayed=np.append(_of_names(trace, lambda name: bool(GRAPH.search(name)))[host.name_id], False)[started],
@@ -205,7 +205,7 @@ class _Facts:
     operator: Integers
     node: Integers
     maker: Integers
-    remade: Integers
+    recomputed: Integers
     span: Integers
     layer: Integers
     category: Integers
@@ -218,21 +218,21 @@ def _facts(trace: Trace, tree: HostTree) -> _Facts:
     is_node = is_operator & _of_names(trace, lambda name: name.startswith(NODE))[host.name_id]
     node = tree.inherit(np.where(is_node, row, NONE))
     used = np.unique(host.name_id[is_operator | is_span])
-    said = np.full((len(names), 4), NONE)
+    in_name = np.full((len(names), 4), NONE)
     for one in used:
-        said[one] = _said_by(names[one])
+        in_name[one] = _parse_name(names[one])
     again = host.called(Span.RECOMPUTE) & is_span
-    own_span, own_layer = (np.where(is_span, said[host.name_id, one], NONE) for one in (0, 1))
-    own_part, own_collective = (np.where(is_operator | is_span, said[host.name_id, one], NONE) for one in (2, 3))
+    own_span, own_layer = (np.where(is_span, in_name[host.name_id, one], NONE) for one in (0, 1))
+    own_part, own_collective = (np.where(is_operator | is_span, in_name[host.name_id, one], NONE) for one in (2, 3))
     in_node = node != NONE
     is_call = _of_names(trace, lambda name: "::" in name and not name.startswith(NODE))[host.name_id]
     numbered = is_operator & is_call & (host.sequence != NONE) & (host.sequence != host.sequence[node])
     # A numbered operator inside a node is forward work: recomputation.
-    remade = tree.inherit(np.where(in_node & (numbered | again | (own_span != NONE)), row, NONE))
+    recomputed = tree.inherit(np.where(in_node & (numbered | again | (own_span != NONE)), row, NONE))
     made_by = np.where(is_node, _makers(host, is_node, in_node), NONE)
     maker = tree.inherit(np.where(is_node & (made_by == NONE), _NOTHING, made_by))
 
-    def handed_back(own: Integers) -> Integers:
+    def inherited(own: Integers) -> Integers:
         """Inherited values; an autograd node without its own takes that of the operator that made it."""
         forward = np.append(tree.inherit(own), NONE)[made_by]
         begun = np.where(is_node & (own == NONE), np.where(forward == NONE, _NOTHING, forward), own)
@@ -243,15 +243,15 @@ def _facts(trace: Trace, tree: HostTree) -> _Facts:
         operator=tree.inherit(np.where(is_operator, row, NONE)),
         node=node,
         maker=np.where(maker == _NOTHING, NONE, maker),
-        remade=remade,
-        span=handed_back(own_span),
-        layer=handed_back(own_layer),
-        category=handed_back(own_part),
+        recomputed=recomputed,
+        span=inherited(own_span),
+        layer=inherited(own_layer),
+        category=inherited(own_part),
         collective=tree.inherit(own_collective),
     )
 
 
-def _said_by(name: str) -> tuple[int, int, int, int]:
+def _parse_name(name: str) -> tuple[int, int, int, int]:
     """Span, layer, category and collective in the name of an operator or span; NONE for what it does not contain."""
     span = SPANS.index(Span(name)) if name in SPANS and name not in FRAMES else NONE
     layer = LAYER.search(name)
@@ -290,21 +290,21 @@ def _of_names(trace: Trace, test: Callable[[str], bool]) -> Flags:
     return np.fromiter((test(name) for name in trace.names), dtype=bool, count=len(trace.names))
 
 
-def _steps(trace: Trace, asked_us: Floats) -> Integers:
+def _steps(trace: Trace, launched_us: Floats) -> Integers:
     """The profiler's steps, or else Penstock's own."""
-    by_profiler = _open_at(trace, lambda name: bool(PROFILER_STEP.match(name)), asked_us)
+    by_profiler = _open_at(trace, lambda name: bool(PROFILER_STEP.match(name)), launched_us)
     if (by_profiler != NONE).any():
         return by_profiler
-    return _open_at(trace, lambda name: bool(STEP.match(name)), asked_us)
+    return _open_at(trace, lambda name: bool(STEP.match(name)), launched_us)
 
 
-def _open_at(trace: Trace, test: Callable[[str], bool], asked_us: Floats) -> Integers:
+def _open_at(trace: Trace, test: Callable[[str], bool], launched_us: Floats) -> Integers:
     """Row of the last matching span that was open at each time, or NONE."""
     host = trace.host
     is_open_once = (host.kind == HostKind.SPAN) & (host.end_us > host.start_us)
     rows = np.flatnonzero(is_open_once & _of_names(trace, test)[host.name_id])
     if not len(rows):
-        return np.full(len(asked_us), NONE)
+        return np.full(len(launched_us), NONE)
     # The innermost span from each begin or end until the next; at equal times, ends come first.
     times = np.concatenate([host.start_us[rows], host.end_us[rows]])
     is_begin = np.repeat([True, False], len(rows))
@@ -317,7 +317,7 @@ def _open_at(trace: Trace, test: Callable[[str], bool], asked_us: Floats) -> Int
         elif row in opened:
             opened.remove(row)
         innermost[place] = opened[-1] if opened else NONE
-    found = np.searchsorted(times[order], asked_us, side="right") - 1
+    found = np.searchsorted(times[order], launched_us, side="right") - 1
     return np.where(found >= 0, innermost[np.maximum(found, 0)], NONE)
 
 
@@ -361,15 +361,15 @@ def _with_float8_products(trace: Trace, parent: Integers, operator: Integers) ->
         operator: of each row of `Trace.gpu`, or NONE.
     """
     host, gpu = trace.host, trace.gpu
-    asked = np.flatnonzero(gpu.called(FLOAT8_GEMM, _ACTIVATION) & gpu.is_linked)
+    launched_us = np.flatnonzero(gpu.called(FLOAT8_GEMM, _ACTIVATION) & gpu.is_linked)
     functions = np.flatnonzero(host.called(LINEAR, NETWORK) & (host.kind == HostKind.OPERATOR))
-    if not len(asked) or not len(functions):
+    if not len(launched_us) or not len(functions):
         return operator
     found = operator.copy()
     by_place: dict[tuple[int, int], list[tuple[float, int, int]]] = defaultdict(list)
     for row in functions.tolist():
         by_place[int(host.thread[row]), int(parent[row])].append((float(host.start_us[row]), row, NONE))
-    for event in asked.tolist():
+    for event in launched_us.tolist():
         row = int(gpu.launch[event])
         by_place[int(host.thread[row]), int(parent[row])].append((float(host.start_us[row]), row, event))
     for met in by_place.values():

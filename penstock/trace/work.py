@@ -63,10 +63,10 @@ class UnknownShapeError(Exception):
     """An argument is missing or has no shape, so the work of the call is unknown."""
 
 
-Found = tuple[float, float]
+FlopsAndBytes = tuple[float, float]
 """FLOPs and bytes."""
 
-Model = Callable[[OperatorCall, list[CallTensor | None], float], Found]
+Model = Callable[[OperatorCall, list[CallTensor | None], float], FlopsAndBytes]
 """Model of work: from a call, its arguments, and the share of expert rows that held tokens."""
 
 
@@ -95,20 +95,20 @@ def optional(tensors: list[CallTensor | None], index: int) -> CallTensor | None:
 # ---------------------------------------------------------------------------------------------------------- float8 work
 
 
-def _float8_linear(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> Found:
+def _float8_linear(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:
     """A dense product: x_D, w_FD."""
     x, w = need(tensors, 0, 2), need(tensors, 1, 2)
     rows = x.numel // max(x.shape[-1], 1)
-    _refuse_others(call, most=4)
+    _check_arguments(call, most=4)
     return 2 * rows * w.numel, x.numel + w.numel + rows * w.shape[0] * x.width
 
 
-def _float8_networks(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> Found:
+def _float8_networks(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:
     """Both products of experts, with the arguments of 16 bits, or of a dense network: x_TD, gate_up, down."""
     x, gate_up, down = (need(tensors, one, 2) for one in range(3))
     is_dense = call.name == "_Float8Network"
     if is_dense:
-        _refuse_others(call, most=5)
+        _check_arguments(call, most=5)
     index = None if is_dense else optional(tensors, 5) or optional(tensors, 4)
     rows = (1 if is_dense else used_rows) * (index.shape[0] if index is not None and index.shape else x.shape[0])
     wide, hidden, narrow = gate_up.shape[-2], gate_up.shape[-1], down.shape[-1]
@@ -116,13 +116,13 @@ def _float8_networks(call: OperatorCall, tensors: list[CallTensor | None], used_
     return 2 * rows * hidden * (wide + narrow), moved
 
 
-def _latent_heads_backward(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> Found:
+def _latent_heads_backward(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:
     """Gradients of queries, keys and values, read in 16 bits and written twice in 8; a rotation has few FLOPs."""
     given = [need(tensors, place, 4) for place in range(3)]
     return sum(one.numel for one in given), 2 * sum(one.bytes for one in given)
 
 
-def _refuse_others(call: OperatorCall, *, most: int) -> None:
+def _check_arguments(call: OperatorCall, *, most: int) -> None:
     """Functions of the same name in other libraries have more arguments; Penstock's objects are not recorded."""
     if len(call.shapes) > most:
         raise UnknownShapeError
@@ -176,7 +176,7 @@ def _dtype(tensors: list[CallTensor | None]) -> Literal["bf16", "fp8", "fp32"]:
 def _product(first: int) -> Model:
     """A product of arguments `first` and `first + 1`, matrices or batches of them; an argument before them is added."""
 
-    def model(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> Found:
+    def model(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:
         a, b = need(tensors, first, 2), need(tensors, first + 1, 2)
         batch, (rows, depth), columns = math.prod(a.shape[:-2]), a.shape[-2:], b.shape[-1]
         added = tensors[0] if first else None
@@ -187,7 +187,7 @@ def _product(first: int) -> Model:
     return model
 
 
-def _grouped(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> Found:
+def _grouped(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:
     """`aten::_grouped_mm`: the rows of a 2D argument, or the depth of two, are divided into groups."""
     a, b = need(tensors, 0, 2), need(tensors, 1, 2)
     ends = optional(tensors, 2)
@@ -199,14 +199,14 @@ def _grouped(call: OperatorCall, tensors: list[CallTensor | None], used_rows: fl
     return used_rows * 2 * rows * depth * columns, a.bytes + b.bytes + 2 * written
 
 
-def _grouped_gemm(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> Found:
+def _grouped_gemm(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:
     """Penstock's grouped product: x_RD, w_eFD, counts_e, index_R."""
     x, w, index = need(tensors, 0, 2), need(tensors, 1, 3), optional(tensors, 3)
     rows = used_rows * (index.shape[0] if index is not None and index.shape else x.shape[0])
     return 2 * rows * w.shape[1] * w.shape[2], w.bytes + rows * (w.shape[1] + w.shape[2]) * x.width
 
 
-def _expert_ffn(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> Found:
+def _expert_ffn(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:
     """Both products of Penstock's experts: x_ND, gate_up_eFD, down_eDF, counts_e, weights_R, index_R."""
     x, gate_up, down = need(tensors, 0, 2), need(tensors, 1, 3), need(tensors, 2, 3)
     index = optional(tensors, 5) or optional(tensors, 4)
@@ -216,7 +216,7 @@ def _expert_ffn(call: OperatorCall, tensors: list[CallTensor | None], used_rows:
     return flops, gate_up.bytes + down.bytes + rows * (2 * hidden + wide + narrow) * x.width
 
 
-def _twice_the_forward(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> Found:
+def _twice_the_forward(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:
     """Both gradients of products: twice the FLOPs and bytes of the forward."""
     made = None if call.made_by is None else work_of(call.made_by, used_rows=used_rows)
     if made is None:
@@ -241,7 +241,7 @@ _ATTENTION: Mapping[str, tuple[int, int, bool]] = {
 """Index of the queries, index of the causal flag, and whether heads come before positions in the shapes."""
 
 
-def _attention(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> Found:
+def _attention(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:
     """Two products forward, five backward; half of each if causal (FlashAttention-2, arXiv 2307.08691)."""
     first, causal, heads_first = _ATTENTION[call.name]
     q, k, v = (need(tensors, first + one, 4) for one in range(3))
@@ -259,7 +259,7 @@ def _attention(call: OperatorCall, tensors: list[CallTensor | None], used_rows: 
 def _convolution(plain: int) -> Model:
     """Forward; padding, stride and dilation are the arguments from `plain` on, followed by the groups."""
 
-    def model(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> Found:
+    def model(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:
         x, w = need(tensors, 0, 3), need(tensors, 1, 3)
         padding, stride, dilation = (_numbers(call, plain + one, len(x.shape) - 2) for one in range(3))
         extents = zip(x.shape[2:], w.shape[2:], padding, stride, dilation, strict=True)
@@ -270,7 +270,7 @@ def _convolution(plain: int) -> Model:
     return model
 
 
-def _convolution_backward(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> Found:
+def _convolution_backward(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:
     """Gradients of the input and of the weights, those that the mask requests."""
     dy, x, w = (need(tensors, one, 3) for one in range(3))
     mask = call.plain[10] if len(call.plain) > 10 else "[True, True"
@@ -289,14 +289,14 @@ def _numbers(call: OperatorCall, index: int, count: int) -> list[int]:
 def _streaming(reads: float, writes: float, flops: float) -> Model:
     """Multiples of the first argument's bytes read and written, with `flops` for each of its elements."""
 
-    def model(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> Found:
+    def model(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:
         x = need(tensors, 0)
         return flops * x.numel, (reads + writes) * x.bytes
 
     return model
 
 
-def _everything(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> Found:
+def _everything(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:
     """All tensors are read once, and one of the size of the largest is written, or the first one if in place."""
     known = [one for one in tensors if one is not None]
     if not known:
@@ -306,14 +306,14 @@ def _everything(call: OperatorCall, tensors: list[CallTensor | None], used_rows:
     return written.numel, sum(one.bytes for one in known) + written.bytes
 
 
-def _copying(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> Found:
+def _copying(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:
     return 0.0, need(tensors, 0).bytes + need(tensors, 1).bytes
 
 
 def _rows_looked_up(of: int, by: int) -> Model:
     """Rows of argument `of` at the indices of argument `by`: each is read and written once."""
 
-    def model(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> Found:
+    def model(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:
         source, index = need(tensors, of, 1), need(tensors, by)
         per_index = 1 if len(index.shape) == len(source.shape) else source.shape[-1]
         return 0.0, 2 * index.numel * per_index * source.width + index.bytes
@@ -324,7 +324,7 @@ def _rows_looked_up(of: int, by: int) -> Model:
 def _lists(reads: tuple[int, ...], writes: int, flops: float) -> Model:
     """Lists of tensors: the indices of those read, and the number written, each of the size of the first."""
 
-    def model(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> Found:
+    def model(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:
         sizes = [_list_numel(one) for one in call.shapes]
         if not sizes or not sizes[0]:
             raise UnknownShapeError
@@ -338,21 +338,21 @@ def _list_numel(shapes: Any) -> int:
     return sum(math.prod(one) for one in shapes if isinstance(one, tuple))
 
 
-def _concatenation(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> Found:
+def _concatenation(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:
     numel = _list_numel(call.shapes[0])
     if not numel:
         raise UnknownShapeError
     return 0.0, 4 * numel
 
 
-def _loss(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> Found:
+def _loss(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:
     """Logits are read once and overwritten by their gradients; the products are calls of their own."""
     x, head = need(tensors, 0, 2), need(tensors, 1, 2)
     logits = x.shape[0] * head.shape[0]
     return 5 * logits, 2 * logits * x.width
 
 
-def _unpermute(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> Found:
+def _unpermute(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:
     """Rows are read once and summed per token: y_RD, weights_TK, places_TK."""
     y, places = need(tensors, 0, 2), need(tensors, 2, 2)
     return 2 * places.numel * y.shape[1], (places.numel + places.shape[0]) * y.shape[1] * y.width
