@@ -227,14 +227,11 @@ def float8_operators_of(backend: str) -> Float8Operators:
 
 
 def experts_of(products: Mapping[str, str]) -> dict[str, Any]:
-    """The experts' fields of `Operators`, for products on these backends. Imports them.
+    """The experts' fields of `Operators` for products on these backends, by product. Imports them.
 
     One backend for all three products gives that backend's own network. A mixture runs in the autograd function of
     `penstock.kernels.expert_ffn`; its other parts (SwiGLU, the sum over a token's rows) are Triton's if one of the
     products is.
-
-    Args:
-        products: backend of each of `PRODUCTS`.
     """
     names = {products[product] for product in PRODUCTS}
     if len(names) == 1:

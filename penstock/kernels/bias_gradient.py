@@ -40,17 +40,13 @@ def bias_gradient(
     accumulate_into: Tensor | None = None,
     tiles: TileTable | None = None,
 ) -> Tensor:
-    """The sum of each expert's rows, without autograd, in the dtype of dy; or `accumulate_into`.
+    """The sum of each expert's rows, without autograd, in the dtype of dy; or `accumulate_into`, to which it is added.
 
-    Args:
-        dy_RF: gradient of the rows to which the bias was added; rows past the last expert's may hold anything.
-        counts_e: rows of each expert.
-        weighted: weights that multiplied the bias, with their gradient to add to; or None.
-        accumulate_into: float32 e x F to which the sums are added.
-        tiles: `tile_table(counts_e, R)`, if the caller has it already.
+    Rows of `dy_RF` past the last expert's may hold anything. `weighted` has the weights that multiplied the bias, and
+    their gradient to add to.
 
     Raises:
-        KernelError: a part of `weighted`, or the sum, does not fit.
+        KernelError: a part of `weighted`, or the float32 sum, does not fit.
     """
     (rows, width), experts = dy_RF.shape, counts_e.numel()
     _check(dy_RF, experts, weighted, accumulate_into)

@@ -128,17 +128,10 @@ def add_or_return(dw_eFD: Tensor, accumulate_into: Tensor | None) -> Tensor:
 def put_gradient(
     make: Callable[[], Tensor], place: int, parameter: Tensor, total: Tensor | None, put_off: DeferGradient | None
 ) -> Tensor | None:
-    """Compute the gradient of a matrix now, or hand it to `put_off` as a task.
+    """Compute the gradient of a matrix now and return it for autograd, or hand it to `put_off` as a task.
 
-    Args:
-        make: computes it, and adds it to the sum if there is one.
-        place: index of the matrix.
-        parameter: the matrix.
-        total: float32 sum; None for the parameter's own `.grad`.
-        put_off: None computes it now.
-
-    Returns:
-        The gradient for autograd, or None.
+    `make` computes the gradient and adds it to `total`, the float32 sum, if there is one; then nothing is returned. A
+    deferred gradient without a sum goes to the parameter's own `.grad`.
     """
 
     def late() -> None:
@@ -160,15 +153,10 @@ def sum_over_places(
     places_TK: Tensor | None,
     unpermute: Callable[[Tensor, RowOrder], Tensor],
 ) -> Tensor:
-    """Gradient of the source rows: the sum of the gradients of the places that read each of them.
+    """Gradient of the N source rows: the sum of the gradients of the places that read each of them.
 
-    Args:
-        dx_RD: gradient of the row at each place.
-        rows: N, source rows.
-        counts_e: rows of each expert.
-        index_R: source row of each place; None if the places are the rows.
-        places_TK: its inverse, or None; without it rows are added by atomics.
-        unpermute: sums each source row's places.
+    Without an index the places are the rows. `places_TK` is the inverse of the index; without it rows are added by
+    atomics.
     """
     if index_R is None:
         return dx_RD

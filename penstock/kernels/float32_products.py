@@ -69,12 +69,10 @@ def linear_in_parts(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
 
 
 def in_parts(values: Tensor, dim: int, places: Sequence[slice]) -> Tensor:
-    """The three bfloat16 parts of a float32 tensor, repeated for the six pairs of a product.
+    """The three bfloat16 parts of a float32 tensor, stacked along `dim` and repeated for the six pairs of a product.
 
-    Args:
-        values: float32; the sum of the parts is exact unless its last bits are below bfloat16's smallest number.
-        dim: dim of the result along which the six are stacked.
-        places: positions of the largest, the middle and the smallest part, `LEFT` or `RIGHT`.
+    `places` are the positions of the largest, the middle and the smallest part, `LEFT` or `RIGHT`. The sum of the parts
+    is exact unless the last bits are below bfloat16's smallest number.
     """
     six = values.new_empty((*values.shape[:dim], 2 * PARTS, *values.shape[dim:]), dtype=torch.bfloat16)
     first, second, third = (six[(slice(None),) * dim + (place,)] for place in places)

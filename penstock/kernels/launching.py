@@ -30,11 +30,8 @@ _LIBRARY.impl("waited", _nothing, "Meta")
 def start_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     """Launch a kernel on the current stream, or report the launch if its tensors are on the meta device.
 
-    Args:
-        kernel: a `triton.jit` function.
-        grid: programs in each dim.
-        arguments: of the kernel; the first is a tensor or a descriptor of one.
-        constants: compile-time constants, warps and stages.
+    `kernel` is a `triton.jit` function, and its first argument a tensor or a descriptor of one. `constants` are
+    compile-time constants, warps and stages.
     """
     first = arguments[0]
     if isinstance(first, Tensor) and first.is_meta:

@@ -37,14 +37,8 @@ def block_masks(
 ) -> BlockMasks:
     """Blocks and masks for the `count` queries from position `first` on.
 
-    Args:
-        window: window of the layers.
-        first: position of the first query.
-        count: number of queries.
-        allowed_BSS: boolean, queries of the range by positions of the row: document borders, and causal. None if the
-            row is one document.
-        rows: rows of the micro-batch.
-        device: of the masks.
+    `allowed_BSS` is boolean, queries of the range by positions of the row: document borders, and causal. It is None if
+    each of the rows is one document.
     """
     blocks = blocks_of(window, first, count, by_document=allowed_BSS is not None)
     if allowed_BSS is None:

@@ -112,10 +112,8 @@ def user_file(device_name: str) -> Path | None:
 def find(device_name: str, path: Path | None = None, *, packaged: Path = PACKAGED) -> Measurements | None:
     """Measurements of a device: the user's own entries, then the package's; None if there are neither.
 
-    Args:
-        device_name: as the driver reports it.
-        path: file to read instead of the one in the user's home; it must exist and be about this device.
-        packaged: folder of the package's files.
+    `path` replaces the file in the user's home; it must exist and be about this device. `packaged` is the folder of the
+    package's files.
 
     Raises:
         KernelError: a file is damaged, or `path` is missing or about another device.

@@ -51,11 +51,8 @@ MOST_WARPS = 16
 def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float, *, launch: KernelLaunch | None = None) -> Tensor:
     """`penstock.kernels.reference.rms_norm` in one kernel, and two backward.
 
-    Args:
-        x_TD: any leading dims; rows may lie apart (a slice of a wider tensor) but each must be contiguous.
-        weight_D: float32 or the dtype of x.
-        epsilon: added to the mean square.
-        launch: elements and warps of a tile; None for `LAUNCH` and `BACKWARD_LAUNCH`.
+    `x_TD` may have any leading dims, and its rows may lie apart (a slice of a wider tensor), but each row must be
+    contiguous. `launch` sets the elements and warps of a tile; None takes `LAUNCH` and `BACKWARD_LAUNCH`.
 
     Raises:
         KernelError: the weight does not fit.

@@ -325,16 +325,10 @@ SCALES = KernelLaunch(block_rows=16, block_columns=256, warps=4)
 def gather_rows(
     x_ND: Tensor, index_R: Tensor, used: Tensor, *, multiple: int = 1, launch: KernelLaunch = LAUNCH
 ) -> Tensor:
-    """x_ND[index_R], of which the first rows are copied; the others hold anything.
+    """x_ND[index_R], of which the first `used` rows are copied; the others hold anything.
 
-    torch's `index_select` would copy all rows of the index.
-
-    Args:
-        x_ND: source rows, each contiguous.
-        index_R: integer source row of each place.
-        used: int32, one number, on the device: rows to copy.
-        multiple: rows of the copy lie a multiple of so many numbers apart.
-        launch: rows and columns that a program holds at a time.
+    torch's `index_select` would copy all rows of the index. `used` is an int32 number on the device; rows of the copy
+    lie a multiple of `multiple` numbers apart.
     """
     (rows,), width = index_R.shape, x_ND.shape[1]
     gathered_RD = x_ND.new_empty(rows, triton.cdiv(width, multiple) * multiple)[:, :width]

@@ -107,14 +107,9 @@ def swiglu_forward(
     used: Tensor | None = None,
     launch: KernelLaunch = LAUNCH,
 ) -> Tensor:
-    """`swiglu` without autograd.
+    """`swiglu` without autograd; `gate_up_RF` may also be its place in a buffer.
 
-    Args:
-        gate_up_RF: as given to `swiglu`; or its place in a buffer.
-        weights_R: as given to `swiglu`.
-        rule: as given to `swiglu`.
-        used: int32, one number, on the device: rows to compute, the first ones; the others hold anything. None for all.
-        launch: rows and columns that a program holds at a time.
+    `used` (int32, one number, on the device) limits the computation to the first rows; the others hold anything.
     """
     leading = (gate_up_RF.room,) if isinstance(gate_up_RF, SavedRows) else gate_up_RF.shape[:-1]
     gate_up_RF, first = _given(gate_up_RF, weights_R)

@@ -296,16 +296,9 @@ def take_rows(
 ) -> None:
     """Copy the received rows that have a place here, as they arrive, and this rank's own, which are not pushed.
 
-    Args:
-        rows_ND: section of the received rows, N = W x T, as in `push_rows`.
-        own_TD: the rows that this rank pushed.
-        places: of all ranks' choices.
-        out: N rows, or R if they are spread; rows that are not written hold anything.
-        awaited: flags of the rows.
-        chunks: of each rank's tokens.
-        rank: this rank.
-        is_spread: copy a row to its places instead of to the row of its number.
-        launch: rows and words of a tile, and programs.
+    `rows_ND` is the section of the received rows, N = W x T, and `own_TD` are the rows that this rank pushed. With
+    `is_spread` a row is copied to its places in `out` (R rows), else to the row of its number (N rows); rows that are
+    not written hold anything.
 
     Raises:
         KernelError: rows are not a multiple of 16 bytes.

@@ -59,14 +59,10 @@ class TileTable:
 
 
 def tile_table(counts_e: Tensor, rows: int) -> TileTable:
-    """Write the tables in one launch; no count is copied to the host.
-
-    Args:
-        counts_e: int32 or int64 rows of each expert, on the device. Rows past `rows` are ignored.
-        rows: R, rows of the buffer that holds the experts' rows.
+    """Write the tables in one launch; no count is copied to the host. Expert rows past `rows` are ignored.
 
     Raises:
-        KernelError: counts_e is not a vector of integers.
+        KernelError: counts_e is not a vector of int32 or int64.
     """
     if counts_e.ndim != 1 or counts_e.numel() == 0 or counts_e.dtype not in (int32, int64):
         raise KernelError(

@@ -253,9 +253,9 @@ PASSES = {"both": (True, True), "statistics": (True, False), "gradient": (False,
 @pytest.mark.parametrize(("statistics", "gradient"), PASSES.values(), ids=PASSES.keys())
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_row_kernel_compiles_without_spills(target: str, statistics: bool, gradient: bool) -> None:
-    signature = {"logits_ptr": "*bf16:16", "labels_ptr": "*i64:16", "logsumexp_ptr": "*fp32:16"}
-    signature |= {"target_ptr": "*fp32:16", "columns": "i32:16", "first_label": "i32", "vocabulary": "i32:16"}
-    signature |= {"z_weight": "fp32"}
+    signature = {"logits_ptr": "*bf16:16", "labels_ptr": "*i64:16", "first_label": "i32", "z_weight": "fp32"}
+    signature |= dict.fromkeys(("logsumexp_ptr", "target_ptr"), "*fp32:16")
+    signature |= dict.fromkeys(("columns", "vocabulary"), "i32:16")
     constexprs = {"IGNORED": IGNORED_LABEL, "STATISTICS": statistics, "GRADIENT": gradient}
     constexprs |= {"BLOCK": LAUNCH.block_columns, "STAGES": LAUNCH.stages}
     compiled = compile_without_spills(

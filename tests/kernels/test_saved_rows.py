@@ -55,10 +55,10 @@ def test_a_product_is_written_to_its_saved_rows_and_nowhere_else(
     w_eFD = torch.randn(len(COUNTS), 48, 32, device=device)
     used = sum(COUNTS)
     alone_RF = grouped_gemm_forward(x_RD, w_eFD, counts_e, launch=launch)
-    kept_SF = grouped_gemm_forward(x_RD, w_eFD, counts_e, keep=place, launch=launch)
-    assert kept_SF is place.rows_SF
-    assert torch.equal(kept_SF[37 : 37 + used], alone_RF[:used])
-    assert kept_SF[:37].eq(5).all() and kept_SF[37 + used :].eq(5).all(), "nor is a tail written"
+    saved_SF = grouped_gemm_forward(x_RD, w_eFD, counts_e, keep=place, launch=launch)
+    assert saved_SF is place.rows_SF
+    assert torch.equal(saved_SF[37 : 37 + used], alone_RF[:used])
+    assert saved_SF[:37].eq(5).all() and saved_SF[37 + used :].eq(5).all(), "nor is a tail written"
 
 
 def test_the_activation_reads_saved_rows_forward_and_backward(place: SavedRows, device: torch.device) -> None:
@@ -67,13 +67,13 @@ def test_the_activation_reads_saved_rows_forward_and_backward(place: SavedRows, 
     weights_R, dh_RF = torch.rand(ROOM, device=device), torch.randn(ROOM, 24, device=device)
     used = torch.tensor([sum(COUNTS)], dtype=torch.int32, device=device)
     given = {"used": used, "launch": SMALL}
-    h_RF, kept_h_RF = (swiglu_forward(rows, weights_R, **given)[:used] for rows in (own_RF, place))
-    assert torch.equal(kept_h_RF, h_RF)
-    own, kept = (swiglu_backward(rows, weights_R, dh_RF, recompute=True, **given) for rows in (own_RF, place))
-    assert kept.d_gate_up_RF.shape == own.d_gate_up_RF.shape
-    assert torch.equal(kept.d_gate_up_RF[:used], own.d_gate_up_RF[:used])
-    assert torch.equal(kept.h_RF[:used], own.h_RF[:used])
-    assert torch.equal(kept.dweights_R, own.dweights_R)
+    h_RF, saved_h_RF = (swiglu_forward(rows, weights_R, **given)[:used] for rows in (own_RF, place))
+    assert torch.equal(saved_h_RF, h_RF)
+    own, saved = (swiglu_backward(rows, weights_R, dh_RF, recompute=True, **given) for rows in (own_RF, place))
+    assert saved.d_gate_up_RF.shape == own.d_gate_up_RF.shape
+    assert torch.equal(saved.d_gate_up_RF[:used], own.d_gate_up_RF[:used])
+    assert torch.equal(saved.h_RF[:used], own.h_RF[:used])
+    assert torch.equal(saved.dweights_R, own.dweights_R)
 
 
 def test_with_only_last_just_the_last_row_of_the_tail_is_set_to_zero(device: torch.device) -> None:
