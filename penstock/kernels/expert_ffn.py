@@ -154,40 +154,40 @@ class _ExpertFfn(torch.autograd.Function):
         tiles = kernels.tile_table(counts_e, rows)
         if tiles is not None:
             tiles = replace(tiles, only_last=extras.only_last)
-        kept, first_product = None, partial(kernels.forward, x_ND, gate_up_eFD, counts_e, index_R)
+        saved, first_product = None, partial(kernels.forward, x_ND, gate_up_eFD, counts_e, index_R)
         if extras.keep is not None and tiles is not None:
-            kept = extras.keep(tiles.used, rows, x_ND.new_empty(0, gate_up_eFD.shape[1]))
-            first_product = partial(first_product, keep=kept)
+            saved = extras.keep(tiles.used, rows, x_ND.new_empty(0, gate_up_eFD.shape[1]))
+            first_product = partial(first_product, keep=saved)
         gate_up_RF = first_product(bias_eF=gate_up_bias_eF, tiles=tiles)
         used = None if tiles is None else tiles.used
-        h_RF = kernels.swiglu(gate_up_RF if kept is None else kept, weights_R, extras.rule, used=used)
-        kept_RF = None if extras.recompute else gate_up_RF  # saved for backward
+        h_RF = kernels.swiglu(gate_up_RF if saved is None else saved, weights_R, extras.rule, used=used)
+        saved_RF = None if extras.recompute else gate_up_RF  # saved for backward
         del gate_up_RF, first_product
         matrices, biases = (gate_up_eFD, down_eDF), (gate_up_bias_eF, down_bias_eD)
-        first = None if kept is None else kept.first
-        ctx.save_for_backward(x_ND, *matrices, counts_e, weights_R, index_R, *biases, kept_RF, first)
+        first = None if saved is None else saved.first
+        ctx.save_for_backward(x_ND, *matrices, counts_e, weights_R, index_R, *biases, saved_RF, first)
         ctx.extras, ctx.tiles = extras, tiles
         return kernels.forward(h_RF, down_eDF, counts_e, None, bias_eF=down_bias_eD, weights_R=weights_R, tiles=tiles)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_RD: Tensor) -> tuple[Tensor | None, ...]:
-        x_ND, gate_up_eFD, down_eDF, counts_e, weights_R, index_R, gate_up_bias, down_bias, *kept = ctx.saved_tensors
+        x_ND, gate_up_eFD, down_eDF, counts_e, weights_R, index_R, gate_up_bias, down_bias, *saved = ctx.saved_tensors
         wants_x, wants_gate_up, wants_down, _, wants_weights, *_ = ctx.needs_input_grad
         extras, tiles, dy_RD = ctx.extras, ctx.tiles, dy_RD.contiguous()
         kernels, (gate_up_sum, down_sum, gate_up_bias_sum, down_bias_sum) = extras.kernels, extras.sums
-        kept_RF, first = kept
+        saved_RF, first = saved
         dx_ND = d_gate_up_eFD = d_down_eDF = d_gate_up_bias_eF = d_down_bias_eD = None
 
-        if kept_RF is None:
-            kept_RF = kernels.forward(x_ND, gate_up_eFD, counts_e, index_R, bias_eF=gate_up_bias, tiles=tiles)
+        if saved_RF is None:
+            saved_RF = kernels.forward(x_ND, gate_up_eFD, counts_e, index_R, bias_eF=gate_up_bias, tiles=tiles)
         # 1. Back through the down projection and the activation; h is recomputed in the same pass.
         dh_RF = kernels.input_gradient(dy_RD, down_eDF, counts_e, tiles=tiles)
-        kept_RF = kept_RF if first is None else SavedRows(kept_RF, first, len(dy_RD))
+        saved_RF = saved_RF if first is None else SavedRows(saved_RF, first, len(dy_RD))
         d_gate_up_RF, dweights_R, h_RF = kernels.swiglu_backward(
-            kept_RF, weights_R, dh_RF, extras.rule, recompute=wants_down, used=None if tiles is None else tiles.used
+            saved_RF, weights_R, dh_RF, extras.rule, recompute=wants_down, used=None if tiles is None else tiles.used
         )
-        del dh_RF, kept_RF, kept
+        del dh_RF, saved_RF, saved
         # 2. Gradients of the down projection and of the biases.
         if wants_down:
             rows = dy_RD, h_RF, counts_e, None
