@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from penstock.base.errors import KernelError
-from penstock.kernels import attention_backends, flash_4
-from penstock.kernels.attention import causal_attention
-from penstock.kernels.attention_backends import (
+from penstock.kernels import attention, flash_4
+from penstock.kernels.attention import (
     AttentionOutput,
     ScoreOptions,
     backend_and_keys,
     backend_for,
     backward,
+    causal_attention,
     forward,
 )
 from penstock.kernels.attention_window import AttentionWindow
@@ -166,14 +166,14 @@ def test_padding_of_logarithms_is_not_read(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_bias_has_the_form_of_its_backend() -> None:
     scores = ScoreOptions(scale=SCALE, allowed=seen_by(None, 9)[:, None])
     q_BHSN = torch.zeros(1, 4, 9, 8)
-    efficient = attention_backends.bias_of(scores, q_BHSN, SDPBackend.EFFICIENT_ATTENTION)
+    efficient = attention.bias_of(scores, q_BHSN, SDPBackend.EFFICIENT_ATTENTION)
     assert efficient is not None
-    assert efficient.shape == (1, 4, 9, 9) and efficient.stride(2) == attention_backends.BIAS_STRIDE
+    assert efficient.shape == (1, 4, 9, 9) and efficient.stride(2) == attention.BIAS_STRIDE
     assert efficient[0, 0].isinf().sum() == 36
-    cudnn = attention_backends.bias_of(scores, q_BHSN, SDPBackend.CUDNN_ATTENTION)
+    cudnn = attention.bias_of(scores, q_BHSN, SDPBackend.CUDNN_ATTENTION)
     assert cudnn is not None
     assert cudnn.isfinite().all() and (cudnn < -65000).sum() == 36
-    assert attention_backends.bias_of(ScoreOptions(scale=SCALE), q_BHSN, SDPBackend.CUDNN_ATTENTION) is None
+    assert attention.bias_of(ScoreOptions(scale=SCALE), q_BHSN, SDPBackend.CUDNN_ATTENTION) is None
 
 
 @pytest.mark.gpu

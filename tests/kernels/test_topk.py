@@ -8,8 +8,17 @@ from penstock.base.errors import KernelError
 from penstock.kernels import reference
 from penstock.kernels.operators import LinearLoss, reference_balance_loss
 from penstock.kernels.reference import RouterRule
-from penstock.kernels.topk import LAUNCH, backward_constants, balance_loss, balance_loss_kernel, kernel_constants, route
-from penstock.kernels.topk_kernels import route_backward_kernel, route_kernel, sum_parts_kernel
+from penstock.kernels.topk import (
+    LAUNCH,
+    backward_constants,
+    balance_loss,
+    balance_loss_kernel,
+    kernel_constants,
+    route,
+    route_backward_kernel,
+    route_kernel,
+    sum_parts_kernel,
+)
 from penstock.kernels.tuning import KernelLaunch
 from tests.closeness import assert_close
 from tests.kernels.ahead_of_time import TARGETS, compile_without_spills
