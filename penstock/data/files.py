@@ -270,6 +270,6 @@ def _zst(path: Path) -> ModuleType:
 
 def _cache_error(cache: Path, error: OSError) -> DataError:
     return DataError(
-        f"decompressed copies find no place in {cache}: {error.strerror or error}",
+        f"decompressed copies cannot be written to {cache}: {error.strerror or error}",
         fix="set data.cache to a folder with space",
     )

@@ -147,7 +147,7 @@ def vocabulary_of(data: Data) -> Vocabulary:
         files = matched(places[0].files, SUFFIXES["packed"])
         origin = next((one for path in files if (one := IndexedDataset(prefix_of(path)).origin()) is not None), None)
         if origin is None:
-            raise DataError(f"nothing says which tokenizer packed {files[0]}", fix="set data.tokenizer")
+            raise DataError(f"no tokenizer is known for {files[0]}", fix="set data.tokenizer")
         setting, end = origin.tokenizer, end or origin.end_of_document_name
     tokenizer = open_tokenizer(setting, None if end.isdecimal() else end or None)
     return Vocabulary(

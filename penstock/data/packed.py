@@ -221,7 +221,7 @@ def _meaning(
     if stated is not None:
         return vocab_size, stated
     raise DataError(
-        f"nothing says what the ids of {pair.prefix} are",
+        f"no tokenizer is known for the ids of {pair.prefix}",
         fix="set data.tokenizer to what packed them, or data.end_of_document to the id that ends a document",
     )
 

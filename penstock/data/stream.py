@@ -67,7 +67,7 @@ def check_names(state: LoaderState, expected: LoaderState) -> None:
 
 def damaged(got: str, *, allowed: str | None = None) -> DataError:
     """Returns the error for a state that no run can have saved."""
-    return DataError("the saved place in the data is damaged", got=got, allowed=allowed)
+    return DataError("the saved position in the data is damaged", got=got, allowed=allowed)
 
 
 # ----------------------------------------------------------------------------------------------------------------- rows

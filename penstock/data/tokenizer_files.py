@@ -179,8 +179,8 @@ class SentencePieceTokenizer:
         found = find_end_of_document(self.token_id, name, path)
         if not self._processor.is_control(found):
             raise DataError(
-                f"data.tokenizer {path} makes its token {self._processor.id_to_piece(found)} from text that spells it: "
-                "it cannot end documents",
+                f"data.tokenizer {path} encodes text as its token {self._processor.id_to_piece(found)}, "
+                "which cannot end documents",
                 fix="set data.end_of_document to a control symbol",
             )
         return found

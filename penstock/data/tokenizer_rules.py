@@ -109,7 +109,7 @@ def bytes_by_repeating(codec: Codec, tokens: Tokens) -> Tokens:
         if matched == len(again):
             return found
     raise DataError(
-        "the bytes behind packed tokens cannot be told: their text is not encoded as these tokens",
+        "the bytes of packed tokens are unknown: their text is not encoded as these tokens",
         got=f"another token at {matched} of {len(tokens)}",
         fix="hold out documents as text (data.validation_files), or set evaluation.rows to 0",
     )

@@ -158,7 +158,7 @@ class TiktokenTokenizer:
             return np.asarray(self._encoding.encode_to_numpy(text, disallowed_special=()))
         except ValueError as error:
             raise RecordError(
-                f"tiktoken cannot cut a text: {error}", fix="take the text out, or break it up"
+                f"tiktoken cannot split a text: {error}", fix="take the text out, or break it up"
             ) from error
 
     def decode(self, tokens: Tokens) -> str:
@@ -235,7 +235,7 @@ def _choose(path: Path, name: str | None, content: bytes, behind: int) -> Patter
         if pattern.published == hashed:
             return pattern
     raise DataError(
-        f"data.tokenizer {path} does not say how text is cut, and is no published file",
+        f"data.tokenizer {path} has no split pattern and is no published file",
         fix=f"name a pattern ({path}:cl100k, of {', '.join(PATTERNS)}), or write {beside.name} beside it",
     )
 

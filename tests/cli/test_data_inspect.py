@@ -121,7 +121,7 @@ def test_parts_of_a_mixture_are_counted(tmp_path: Path, capsys: pytest.CaptureFi
         (None, None, "cannot read data file a.idx: No such file"),
         (GOOD_INDEX, None, "cannot read data file a.bin: No such file"),
         (GOOD_INDEX, b"\0", "a.idx cannot be used: the two files are not of one pair, or cut"),
-        (GOOD_INDEX, b"\0\0", "nothing says what the ids of a are; fix: set data.tokenizer"),
+        (GOOD_INDEX, b"\0\0", "no tokenizer is known for the ids of a; fix: set data.tokenizer"),
     ],
 )
 def test_a_packed_file_that_cannot_be_used_is_one_line(

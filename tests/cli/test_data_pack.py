@@ -142,7 +142,7 @@ def test_what_cannot_be_packed_is_one_line_and_leaves_nothing(
         ("t.model", "no model", "data.tokenizer t.model is not a tokenizer; allowed: a .model file of sentencepiece"),
         ("t.tiktoken", "IQ== 0", "data.tokenizer t.tiktoken is damaged; got no rank for byte 0"),
         ("t.tiktoken:gpt9", tiktoken_lines(RANKS), "data.tokenizer t.tiktoken:gpt9: unknown pattern; allowed: gpt2"),
-        ("t.tiktoken", tiktoken_lines(RANKS), "data.tokenizer t.tiktoken does not say how text is cut"),
+        ("t.tiktoken", tiktoken_lines(RANKS), "data.tokenizer t.tiktoken has no split pattern"),
         ("folder", None, "data.tokenizer folder is a folder without a tokenizer"),
     ],
 )

@@ -126,7 +126,7 @@ def test_copies_that_find_no_place_are_an_error(tmp_path: Path) -> None:
     path = tmp_path / "a.gz"
     path.write_bytes(gzip.compress(b"one"))
     (tmp_path / "file").touch()
-    with pytest.raises(DataError, match=r"find no place in .*file/cache: .*; fix: set data\.cache"):
+    with pytest.raises(DataError, match=r"cannot be written to .*file/cache: .*; fix: set data\.cache"):
         readable_copies([path], tmp_path / "file" / "cache")
 
 

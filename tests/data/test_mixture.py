@@ -111,7 +111,7 @@ def test_a_place_in_another_mixture_is_refused_and_says_what_changed(other: Text
 )
 def test_a_damaged_place_is_refused(change: dict[str, object], message: str) -> None:
     loader = loader_of(mixed((WEB, 1.0), (CODE, 1.0)))
-    with pytest.raises(DataError, match=f"saved place in the data is damaged; got {message}"):
+    with pytest.raises(DataError, match=f"saved position in the data is damaged; got {message}"):
         loader.restore(loader.state() | change)
 
 

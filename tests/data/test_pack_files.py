@@ -1,4 +1,4 @@
-"""Packing texts: the same files whoever encodes, corrupt texts by name, nothing half-written."""
+"""Packing texts: the same files for any number of processes, corrupt texts by name, nothing half-written."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,7 +110,7 @@ def test_a_text_that_cannot_be_encoded_is_corrupt(tmp_path: Path) -> None:
     texts = ["a", None, " " * 2_000_000 + "a", "b"]
     done = packed(tmp_path, *texts, tokenizer=tokenizer, skip_corrupt=True)
     assert [fault.split(":")[0] for fault in done.origin.left_out] == ["corpus.jsonl", "document 2"]
-    with pytest.raises(DataError, match="document 1: tiktoken cannot cut a text"):
+    with pytest.raises(DataError, match="document 1: tiktoken cannot split a text"):
         packed(tmp_path / "b", texts[0], texts[2], tokenizer=tokenizer)
 
 

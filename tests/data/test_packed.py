@@ -143,7 +143,7 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
 
 def test_files_of_others_need_a_tokenizer_or_the_id_that_ends_documents(tmp_path: Path) -> None:
     prefix = write(tmp_path / "a", [5, 6, 0], origin=None)
-    with pytest.raises(DataError, match=r"nothing says what the ids of .*a are; fix: set data\.tokenizer"):
+    with pytest.raises(DataError, match=r"no tokenizer is known for the ids of .*a; fix: set data\.tokenizer"):
         opened(prefix)
     tokenizer = json_file(tmp_path / "tokenizer.json")
     named = opened(prefix, tokenizer=str(tokenizer))

@@ -137,5 +137,5 @@ def test_a_sample_takes_of_all_shards_and_stops_when_it_has_enough() -> None:
 )
 def test_a_damaged_place_is_refused(change: dict[str, object], message: str) -> None:
     stream = stream_of(InShards([["abc"] * 4] * 3), lanes=2)
-    with pytest.raises(DataError, match=f"saved place in the data is damaged; got .*{message}"):
+    with pytest.raises(DataError, match=f"saved position in the data is damaged; got .*{message}"):
         stream.restore(stream.save(stream.start()) | change)

@@ -78,7 +78,7 @@ def test_a_vocabulary_of_words_tells_bytes_by_encoding_again(tmp_path: Path) -> 
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
     tokenizer.save(str(path))
-    with pytest.raises(DataError, match="cannot be told: their text is not encoded as these tokens; got another token"):
+    with pytest.raises(DataError, match="are unknown: their text is not encoded as these tokens; got another token"):
         FileTokenizer(path).bytes_of(FileTokenizer(path).encode("the unknown"))
 
 
@@ -119,7 +119,7 @@ def test_the_file_says_which_token_ends_a_document(pieces: SentencePieceTokenize
 
 def test_a_symbol_that_text_can_spell_does_not_end_documents(model: Path) -> None:
     assert SentencePieceTokenizer(model).token_id("<tool>") in SentencePieceTokenizer(model).encode("a <tool> b")
-    with pytest.raises(DataError, match="makes its token <tool> from text that spells it.*; fix: set data.end_of"):
+    with pytest.raises(DataError, match="encodes text as its token <tool>.*; fix: set data.end_of"):
         SentencePieceTokenizer(model, end_of_document="<tool>")
 
 

@@ -77,7 +77,7 @@ def test_a_json_file_beside_it_describes_a_vocabulary(tmp_path: Path) -> None:
 
 def test_a_llama_3_model_is_told_from_sentencepiece_by_its_content(tmp_path: Path) -> None:
     path = tiktoken_file(tmp_path / "tokenizer.model")
-    with pytest.raises(DataError, match="does not say how text is cut, and is no published file; fix: name a pattern"):
+    with pytest.raises(DataError, match="has no split pattern and is no published file; fix: name a pattern"):
         open_tokenizer(str(path))
     (tmp_path / "tokenizer.model.json").write_text('{"pattern": "llama3"}')
     assert open_tokenizer(str(tmp_path)).end_of_document == len(RANKS) + 1
@@ -145,7 +145,7 @@ def test_an_unknown_pattern_is_refused(ranks: Path) -> None:
 def test_a_text_that_the_pattern_cannot_cut_is_an_error_of_that_text(ranks: Path) -> None:
     tokenizer = open_tokenizer(f"{ranks}:llama3")
     assert len(tokenizer.encode(" " * 100_000 + "a")) > 0
-    with pytest.raises(DataError, match="tiktoken cannot cut a text: .*; fix: take the text out"):
+    with pytest.raises(DataError, match="tiktoken cannot split a text: .*; fix: take the text out"):
         tokenizer.encode(" " * 2_000_000 + "a")
 
 

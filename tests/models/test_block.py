@@ -39,7 +39,7 @@ MODELS = {
 }
 NORMS = {field: vars(TRITON)[field] for field in FIELDS["norm"]}
 OPERATORS = {"reference": REFERENCE, "torch": TORCH}
-if not torch.cuda.is_available():  # else nobody interprets kernels
+if not torch.cuda.is_available():  # with a GPU, Triton does not interpret kernels
     OPERATORS["triton"] = replace(REFERENCE, **NORMS)
 BY_MODEL = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 

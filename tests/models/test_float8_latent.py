@@ -146,7 +146,7 @@ def test_heads_hand_over_only_where_kernels_and_widths_are_such(monkeypatch: pyt
     layer_context = layer_context_of(hands_over=True)
     assert taken_by(layer_context) == 2
     assert taken_by(layer_context_of(hands_over=True, recipe=ROWWISE)) == 0
-    assert taken_by(replace(layer_context, operators=PLAIN)) == 0, "somebody wants the reference"
+    assert taken_by(replace(layer_context, operators=PLAIN)) == 0, "the run asks for the reference"
     assert taken_by(replace(layer_context, float8=replace(layer_context.float8, dense=None))) == 0
     for change in ({"v_head_dim": 64}, {"heads": 1}):
         assert taken_by(layer_context, CONFIG.model_copy(update=change)) == 0

@@ -1,4 +1,4 @@
-"""On every layout the ranks together hold the whole model, and know who else holds the same."""
+"""On every layout the ranks together hold the whole model, and gradients are summed over equal shards."""
 
 from math import prod
 

@@ -123,7 +123,7 @@ def _check_round_trip(config: Model, returned: Model) -> None:
     for path in {**ours, **theirs}:
         if ours.get(path) != theirs.get(path):
             raise ConfigError(
-                f"model.{path} cannot be said in the config.json of {config.family}",
+                f"model.{path} cannot be stated in the config.json of {config.family}",
                 got=as_toml(ours.get(path)),
                 allowed=as_toml(theirs.get(path)),
                 fix="change it, or choose the family that has it",

@@ -110,27 +110,27 @@ LOCAL = LocalAttention(size=7)
 CANNOT_BE_SAID = {
     "queries normed in a mixtral": (
         mixtral(attention=attention(qk_norm="head")),
-        'model.attention.qk_norm cannot be said in the config.json of mixtral; got "head"; allowed: "none"',
+        'model.attention.qk_norm cannot be stated in the config.json of mixtral; got "head"; allowed: "none"',
     ),
     "a shared expert in a mixtral": (
         mixtral(moe=moe(shared_expert_intermediate_size=16, router=Router(softmax_after_top_k=True))),
-        "model.moe.shared_expert_intermediate_size cannot be said in the config.json of mixtral; got 16; allowed: 0",
+        "model.moe.shared_expert_intermediate_size cannot be stated in the config.json of mixtral; got 16; allowed: 0",
     ),
     "softmax over all experts in a mixtral": (
         mixtral(moe=moe()),
-        "model.moe.router.softmax_after_top_k cannot be said in the config.json of mixtral; got false; allowed: true",
+        "model.moe.router.softmax_after_top_k cannot be stated in the config.json of mixtral; got false; allowed: true",
     ),
     "a window in an olmoe": (
         olmoe(attention=attention(qk_norm="projection", local=LOCAL)),
-        "model.attention.local.kind cannot be said in the config.json of olmoe",
+        "model.attention.local.kind cannot be stated in the config.json of olmoe",
     ),
     "heads of another width in an olmoe": (
         olmoe(attention=attention(qk_norm="projection", head_dim=16)),
-        "model.attention.head_dim cannot be said in the config.json of olmoe; got 16; allowed: 8",
+        "model.attention.head_dim cannot be stated in the config.json of olmoe; got 16; allowed: 8",
     ),
     "experts in a llama": (
         dense("llama", dense_layers=0, moe=moe()),
-        "model.dense_layers cannot be said in the config.json of llama",
+        "model.dense_layers cannot be stated in the config.json of llama",
     ),
     "no experts in a mixtral": (
         mixtral(moe=None, dense_layers=3, intermediate_size=8),
@@ -138,15 +138,15 @@ CANNOT_BE_SAID = {
     ),
     "prediction of more tokens in a V2": (
         V2.model_copy(update={"mtp_layers": 1}),
-        "model.mtp_layers cannot be said in the config.json of deepseek-v2; got 1; allowed: 0",
+        "model.mtp_layers cannot be stated in the config.json of deepseek-v2; got 1; allowed: 0",
     ),
     "a V3 without expert bias": (
         moe_with(V3, router=Router(scoring_func="sigmoid", group_score="top2")),
-        "model.moe.router.expert_bias cannot be said in the config.json of deepseek-v3; got false; allowed: true",
+        "model.moe.router.expert_bias cannot be stated in the config.json of deepseek-v3; got false; allowed: true",
     ),
     "a shared expert of one and a half": (
         moe_with(V3, shared_expert_intermediate_size=24),
-        "model.moe.shared_expert_intermediate_size cannot be said in the config.json of deepseek-v3; "
+        "model.moe.shared_expert_intermediate_size cannot be stated in the config.json of deepseek-v3; "
         "got 24; allowed: 16",
     ),
     "grouped queries in a V3": (
@@ -165,7 +165,7 @@ CANNOT_BE_SAID = {
         VARIANTS["gpt-oss"].model_copy(
             update={"attention": attention(bias=True, sinks=True, local=LocalAttention(kind="chunk", size=7))}
         ),
-        'model.attention.local.kind cannot be said in the config.json of gpt-oss; got "chunk"; allowed: "window"',
+        'model.attention.local.kind cannot be stated in the config.json of gpt-oss; got "chunk"; allowed: "window"',
     ),
 }
 
