@@ -157,25 +157,10 @@ def swiglu_backward(
     Raises:
         KernelError: odd width, or not one weight for each row.
     """
-    given = gate_up_RF, weights_R, dh_RF.contiguous(), counts_e, rule, recipe, forward, gradient
+    dh_RF = dh_RF.contiguous()
     is_fused = launch.engine != "passes" and rule.limit is None and _is_fused(recipe, dh_RF.shape[1])
     if keep_plain or not is_fused:
-        return _in_passes(*given, keep_plain)
-    return _in_one_pass(*given, launch)
-
-
-def _in_one_pass(
-    gate_up_RF: Tensor | SavedRows,
-    weights_R: Tensor | None,
-    dh_RF: Tensor,
-    counts_e: Tensor,
-    rule: ExpertRule,
-    recipe: Recipe,
-    forward: Format,
-    gradient: Format,
-    launch: BackwardLaunch,
-) -> SwigluForBackward:
-    """`swiglu_backward` whose tiles never leave the multiprocessor."""
+        return _in_passes(gate_up_RF, weights_R, dh_RF, counts_e, rule, recipe, forward, gradient, keep_plain)
     source_SF, first, rows = _given(gate_up_RF, weights_R)
     width = dh_RF.shape[1]
     places, parts = aligned_rows(rows, counts_e.numel()), triton.cdiv(width, launch.block_columns)
