@@ -106,6 +106,7 @@ def pack(rows: Rows, *, document_mask: bool) -> Batch:
     labels_BS[label_documents_BS == PADDING] = IGNORED_LABEL
     if document_mask:
         labels_BS[label_documents_BS != documents_BS] = IGNORED_LABEL
+        # True at the first token of each document in the row, the row's first token included.
         begins_BS = np.diff(documents_BS, axis=1, prepend=PADDING) != 0
         positions_BS -= np.maximum.accumulate(np.where(begins_BS, positions_BS, 0), axis=1)
         documents_BS = np.cumsum(begins_BS, axis=1) - begins_BS[:, :1]

@@ -223,6 +223,7 @@ def _measure(source: Source, tokens: int) -> _Line:
             continue
         line.documents.append(index)
         line.starts.append(line.tokens + length + 1)
+        # Long enough for the rows, and of enough documents, unless these are very large.
         if line.tokens >= tokens and (len(line.documents) >= _DOCUMENTS or line.tokens >= _ENOUGH_TOKENS):
             break
     if not line.documents:

@@ -77,11 +77,10 @@ class FillInMiddle:
         return self._joined(marks.prefix, prefix, marks.suffix, suffix, marks.middle, middle)
 
     def _joined(self, *parts: int | str) -> Tokens:
-        tokens = [np.array([part]) if isinstance(part, int) else self._encoded(part) for part in parts]
-        return np.concatenate(tokens)
-
-    def _encoded(self, text: str) -> Tokens:
-        return self._tokenizer.encode(text) if text else np.zeros(0, dtype=np.int64)
+        found = [
+            np.array([part]) if isinstance(part, int) else self._tokenizer.encode(part) for part in parts if part != ""
+        ]
+        return np.concatenate(found)
 
 
 def find_marks(tokenizer: Tokenizer, name: str, names: Sequence[str] = ()) -> FimTokens:

@@ -96,7 +96,8 @@ class IndexedDataset:
             DataError: the file has numbers with a fraction.
         """
         first, last = int(self._bounds[index]), int(self._bounds[index + 1])
-        parts = [self._sequence(sequence) for sequence in range(first, last)]
+        bounds = zip(self._lengths[first:last].tolist(), self._starts[first:last].tolist(), strict=True)
+        parts = [np.frombuffer(self._content, self.type, length, start) for length, start in bounds]
         tokens = parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, self.type), *parts])
         if self.type.kind != "f":
             return tokens
@@ -131,9 +132,6 @@ class IndexedDataset:
             raise DataError(
                 f"{path} does not describe packed tokens: {error}", fix="pack the text again, or take the file away"
             ) from error
-
-    def _sequence(self, sequence: int) -> Tokens:
-        return np.frombuffer(self._content, self.type, int(self._lengths[sequence]), int(self._starts[sequence]))
 
     def _read_header(self) -> tuple["np.dtype[Any]", int, int]:
         """Returns (type of the ids, number of sequences, number of document bounds)."""

@@ -436,7 +436,5 @@ def _encode(tokenizer: str, end_of_document: str | None, type_name: str, texts: 
     return _Encoded(whole, np.array(lengths, dtype=np.int64), text_bytes, empty, faults)
 
 
-@cache
-def _opened(tokenizer: str, end_of_document: str | None) -> Tokenizer:
-    """The tokenizer, opened once per process."""
-    return open_tokenizer(tokenizer, end_of_document)
+_opened = cache(open_tokenizer)
+"""Opens a tokenizer once per process."""

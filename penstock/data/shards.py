@@ -93,29 +93,15 @@ class _Reader:
 
 
 class ShardStream(LaneStream):
-    """Rows of shards. It caches each lane's current block and document.
-
-    Args:
-        shards: the documents.
-        shuffle: random order; else shards and documents come by number.
-        lanes: 1 to the number of shards.
-        middle: encodes the texts in place of the tokenizer; None without fill-in-the-middle.
-    """
+    """Rows of shards. It caches each lane's current block and document. Args as for `LaneStream`."""
 
     saved = ("epoch", "place", "offset", "document")
 
     def __init__(
         self, shards: Shards, *, seed: int, shuffle: bool, lanes: int, middle: FillInMiddle | None = None
     ) -> None:
-        super().__init__(units=len(shards), lanes=lanes, counted=f"{len(shards)} shards")
+        super().__init__(shards, "shards", seed=seed, shuffle=shuffle, lanes=lanes, middle=middle)
         self._shards = shards
-        self._seed = seed
-        self._shuffle = shuffle
-        self._middle = middle
-        self.vocab_size = shards.vocab_size
-        self.fingerprint = (
-            shards.fingerprint if middle is None else fingerprint_of(shards.fingerprint, middle.fingerprint)
-        )
         self._readers: dict[int, _Reader] = {}
         self._latest_documents: dict[int, tuple[Cursor, Tokens]] = {}
 

@@ -20,7 +20,7 @@ Lane 1 is the first that needs a third document:
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -184,23 +184,49 @@ class Position(NamedTuple):
     rows: int
 
 
+class Units(Protocol):
+    """Documents, or shards of them."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Every token id is below this."""
+
+    @property
+    def fingerprint(self) -> int:
+        """Changes with the documents."""
+
+    def __len__(self) -> int:
+        """Number of units."""
+
+
 class LaneStream(RowStream[Position]):
-    """Reads rows lane by lane. Subclasses define the units.
+    """Reads rows lane by lane. Subclasses read the units.
 
     Args:
-        units: documents, or shards, of an epoch.
-        lanes: 1 to `units`.
-        counted: the units with their number, for errors.
+        documents: the units.
+        counted: word for the units, for errors.
+        seed: of their order, >= 0.
+        shuffle: another order in each epoch; else units come by number.
+        lanes: 1 to the number of units.
+        middle: encodes texts with fill-in-the-middle; None without it.
     """
 
     saved: tuple[str, ...] = ("epoch", "place", "offset")
     """Cursor fields of the saved state; the others are 0."""
 
-    def __init__(self, *, units: int, lanes: int, counted: str) -> None:
-        assert 1 <= lanes <= units, f"{lanes} lanes cannot read {counted} side by side"
-        self._units = units
+    def __init__(
+        self, documents: Units, counted: str, *, seed: int, shuffle: bool, lanes: int, middle: FillInMiddle | None
+    ) -> None:
+        self._units = len(documents)
+        self._counted = f"{self._units} {counted}"
+        assert 1 <= lanes <= self._units, f"{lanes} lanes cannot read {self._counted} side by side"
+        self._seed = seed
+        self._shuffle = shuffle
         self._lanes = lanes
-        self._counted = counted
+        self._middle = middle
+        self.vocab_size = documents.vocab_size
+        own = documents.fingerprint
+        self.fingerprint = own if middle is None else fingerprint_of(own, middle.fingerprint)
 
     @abstractmethod
     def document(self, lane: int, cursor: Cursor) -> Tokens:
@@ -283,26 +309,13 @@ def with_end(tokens: Tokens, end_of_document: int, vocab_size: int) -> Tokens:
 
 
 class Stream(LaneStream):
-    """Rows of a source. It caches the latest document of each lane and the latest orders.
-
-    Args:
-        shuffle: another order in each epoch; else documents come by number.
-        lanes: 1 to the number of documents.
-        middle: encodes the texts in place of the source; None reads the source's own tokens.
-    """
+    """Rows of a source. It caches the latest document of each lane and the latest orders. Args as for `LaneStream`."""
 
     def __init__(
         self, source: Source, *, seed: int, shuffle: bool, lanes: int, middle: FillInMiddle | None = None
     ) -> None:
-        super().__init__(units=len(source), lanes=lanes, counted=f"{len(source)} documents")
+        super().__init__(source, "documents", seed=seed, shuffle=shuffle, lanes=lanes, middle=middle)
         self._source = source
-        self._seed = seed
-        self._shuffle = shuffle
-        self._middle = middle
-        self.vocab_size = source.vocab_size
-        self.fingerprint = (
-            source.fingerprint if middle is None else fingerprint_of(source.fingerprint, middle.fingerprint)
-        )
         self._latest_orders: dict[int, Order] = {}
         self._latest_documents: dict[int, tuple[int, int, Tokens]] = {}
 

@@ -92,6 +92,7 @@ class Tables(TextDocuments, InBlocks):
         self._ends = np.cumsum(self._block_sizes)
         if len(self) == 0:
             raise empty(self._files[0])
+        # As many blocks as fit into POOL_BYTES on average.
         mean = max(1, sum(block.size for block in self._blocks) // len(self._blocks))
         self._pool = max(1, min(len(self._blocks), POOL_BYTES // mean))
         super().__init__(tokenizer, fingerprint_of(digest.digest(), text_field), corrupt=corrupt, keep=keep)

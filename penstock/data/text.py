@@ -92,7 +92,7 @@ class DocumentIndex:
             else _NO
         )
         file_of = np.concatenate([_NONE, *numbers])
-        kept = keep.each(found.checksums)
+        kept = keep.each(found.checksums)  # by content: the split does not depend on names or order
         part = document_part(kept, keep)
         if part is None:
             found, file_of = FoundDocuments(*(column[kept] for column in found)), file_of[kept]
@@ -317,7 +317,8 @@ class JsonLines(IndexedText):
 
         def documents_in(path: Path, copy: Path) -> Iterator[FoundDocuments]:
             is_filled = False
-            for found in lines_in(path, copy, _ignore if corrupt.skips else require_utf8):
+            # Where records are skipped, a line that is not UTF-8 is reported when it is read.
+            for found in lines_in(path, copy, (lambda content, place: None) if corrupt.skips else require_utf8):
                 is_filled |= len(found.lines) > 0
                 yield found
             if not is_filled:
@@ -368,10 +369,6 @@ class JsonLines(IndexedText):
                 fix="set data.text_field to the field with the text",
             )
         return checked_text(record[self._text_field], f"{place}: field {self._text_field!a}")
-
-
-def _ignore(content: bytes, place: str) -> None:
-    """Accepts a line that is not UTF-8; the error comes when it is read."""
 
 
 def _filled_lines(path: Path) -> Iterator[tuple[int, bytes]]:

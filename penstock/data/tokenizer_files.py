@@ -17,9 +17,15 @@ import tokenizers
 from numpy.typing import NDArray
 
 from penstock.base.errors import DataError
-from penstock.base.files import MOST_JSON_BYTES, parse_json, read_bounded
+from penstock.base.files import parse_json
 from penstock.data.sources import Tokens, fingerprint_of, require
-from penstock.data.tokenizer_rules import byte_offsets, bytes_between, bytes_by_repeating, find_end_of_document
+from penstock.data.tokenizer_rules import (
+    byte_offsets,
+    bytes_between,
+    bytes_by_repeating,
+    find_end_of_document,
+    read_tokenizer,
+)
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
@@ -107,13 +113,10 @@ def _stated_end(config: Path) -> str | None:
 
 
 def _read_json_text(path: Path) -> str:
+    raw = read_tokenizer(path, f'give a {TOKENIZER_FILE}, or "bytes"')
     try:
-        content = read_bounded(path, MOST_JSON_BYTES).decode()
+        content = raw.decode()
         parse_json(content)
-    except OSError as error:
-        raise DataError(
-            f"cannot read data.tokenizer {path}: {error.strerror}", fix=f'give a {TOKENIZER_FILE}, or "bytes"'
-        ) from error
     except ValueError as error:
         raise _no_tokenizer(path, f"it is not JSON ({error})") from error
     return content
@@ -137,7 +140,9 @@ class SentencePieceTokenizer:
 
     def __init__(self, path: str | Path, *, end_of_document: str | None = None) -> None:
         library = require("sentencepiece", extra="sentencepiece", purpose=f"data.tokenizer {path}")
-        content = _read(Path(path))
+        content = read_tokenizer(Path(path), "give a .model file")
+        if not content:
+            raise _no_model(path)
         try:
             self._processor = library.SentencePieceProcessor(model_proto=content)
             self.vocab_size = self._processor.piece_size()
@@ -184,16 +189,6 @@ class SentencePieceTokenizer:
                 fix="set data.end_of_document to a control symbol",
             )
         return found
-
-
-def _read(path: Path) -> bytes:
-    try:
-        content = read_bounded(path, MOST_JSON_BYTES)
-    except OSError as error:
-        raise DataError(f"cannot read data.tokenizer {path}: {error.strerror}", fix="give a .model file") from error
-    if not content:
-        raise _no_model(path)
-    return content
 
 
 def _no_model(path: str | Path) -> DataError:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.base.errors import DataError
+from penstock.base.files import MOST_JSON_BYTES, read_bounded
 from penstock.data.sources import Tokens
 
 END_OF_DOCUMENT_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<\uff5cend\u2581of\u2581sentence\uff5c>")
@@ -46,6 +47,14 @@ def find_end_of_document(
         f"data.tokenizer {path} has no end-of-document token (looked for {looked_for})",
         fix="set data.end_of_document to a token of this tokenizer",
     )
+
+
+def read_tokenizer(path: Path, fix: str) -> bytes:
+    """Reads a tokenizer's file; `fix` says in errors what to give. Raises DataError if it cannot be read."""
+    try:
+        return read_bounded(path, MOST_JSON_BYTES)
+    except OSError as error:
+        raise DataError(f"cannot read data.tokenizer {path}: {error.strerror}", fix=fix) from error
 
 
 class Codec(Protocol):

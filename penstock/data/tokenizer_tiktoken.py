@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 
 from penstock.base.errors import DataError
-from penstock.base.files import MOST_JSON_BYTES, read_bounded, read_json
+from penstock.base.files import read_json
 from penstock.data.sources import RecordError, Tokens, fingerprint_of, require
-from penstock.data.tokenizer_rules import find_end_of_document
+from penstock.data.tokenizer_rules import find_end_of_document, read_tokenizer
 
 _RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n?")
 
@@ -116,7 +116,7 @@ class TiktokenTokenizer:
     def __init__(self, path: str | Path, *, pattern: str | None = None, end_of_document: str | None = None) -> None:
         library = require("tiktoken", extra="tiktoken", purpose=f"data.tokenizer {path}")
         path = Path(path)
-        content = _read(path)
+        content = read_tokenizer(path, "give a .tiktoken file")
         ranks = _ranks(content, path)
         behind = max(ranks.values()) + 1
         chosen = _choose(path, pattern, content, behind)
@@ -187,13 +187,6 @@ def holds_ranks(path: Path) -> bool:
             return _RANK_LINE.fullmatch(file.readline(4096)) is not None
     except OSError:
         return False
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return read_bounded(path, MOST_JSON_BYTES)
-    except OSError as error:
-        raise DataError(f"cannot read data.tokenizer {path}: {error.strerror}", fix="give a .tiktoken file") from error
 
 
 def _ranks(content: bytes, path: Path) -> dict[bytes, int]:

@@ -168,7 +168,7 @@ def execution_order(schedule: Schedule) -> ExecutionOrder:
     done: list[Step] = []
     links = _links(schedule)
     lists = [deque(schedule.units(rank)) for rank in range(len(schedule.actions))]
-    awake = deque(range(schedule.ranks))
+    awake = deque(range(schedule.ranks))  # ranks that may have a unit to run
     while awake:
         rank = awake.popleft()
         while lists[rank]:
@@ -237,6 +237,7 @@ def pair_up(schedule: Schedule) -> Schedule:
     )
     paired = replace(schedule, pairs=pairs)
     while blocked := execution_order(paired).blocked:
+        # Split the pair of the lowest blocked rank, and try again.
         rank, (begin, *_) = min((rank, unit) for rank, unit in blocked.items() if len(unit) > 1)
         own = pairs[rank] - {schedule.actions[rank].index(begin)}
         pairs = (*pairs[:rank], own, *pairs[rank + 1 :])

@@ -16,7 +16,7 @@ The code that runs, times or draws a schedule reads only the `Schedule`. There a
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import permutations, product
 from typing import Literal
@@ -49,6 +49,7 @@ def interleaved(ranks: int, rank: int, chunks: int, micro_batches: int, more: in
     """
     steps = chunks * micro_batches
     group = -(-micro_batches // groups_to_fill(ranks, micro_batches))
+    # Forwards until the first backward arrives: the way to the last rank and back, through all earlier stages.
     ahead = min(2 * (ranks - 1 - rank) + (chunks - 1) * group + more, steps)
     return [(ahead, "F"), (steps - ahead, "F B"), (ahead, "B")]
 
@@ -57,7 +58,7 @@ def zero_bubble_1f1b(ranks: int, rank: int, chunks: int, micro_batches: int) -> 
     """ZB-H1 (arXiv 2401.10241): 1F1B with deferred weight gradients, so that every rank holds as much as the first."""
     del chunks
     ahead = min(ranks - 1 - rank, micro_batches)
-    waiting = min(rank, micro_batches)
+    waiting = min(rank, micro_batches)  # deferred weight gradients, which fill the bubble at the end
     paired = min(waiting, micro_batches - ahead)
     return [
         (ahead, "F0"),
@@ -230,7 +231,7 @@ def _block(strides: tuple[int, int, int, int], ranks: int, pauses: tuple[int, in
             passed = rank if way % 2 == 0 else ranks - 1 - rank
             slots.append(turn + stride * passed)
             turn += stride * (ranks - 1) + 1 + pause
-        if len({slot % SLOTS for slot in slots}) < len(slots):
+        if len({slot % SLOTS for slot in slots}) < len(slots):  # repeated blocks would collide
             return None
         rows.append((*slots, *_weights(slots)))
     return Block(tuple(rows), max(map(_held, rows)))
@@ -313,6 +314,7 @@ class _Rank:
         Args:
             given: micro-batches of each stage and kind that are finished on all ranks, each in the order of its number.
         """
+        # Before the first gradient returns, and after the last forward starts.
         is_ramp = given[self.first_gradient] == 0 or given[self.first_forward] == self.micro_batches
         nexts = [queue[0] for queue in self.queues.values() if queue] if is_ramp else [self.left[0]]
         ready = [action for action in nexts if self._has_all(action, given) and self._fits(action)]
@@ -436,7 +438,8 @@ def _checked(name: str, ranks: int, stages_per_rank: int, micro_batches: int) ->
             f"pipeline.stages_per_rank does not suit pipeline.schedule={name}",
             got=stages_per_rank,
             allowed=allowed,
-            fix=f"pipeline.stages_per_rank={shape.fewest}, or {_suits(stages_per_rank)}",
+            fix=f"pipeline.stages_per_rank={shape.fewest}, or "
+            f"pipeline.schedule={'interleaved' if stages_per_rank > 1 else '1f1b'}",
         )
     least = max(1, shape.micro_batches_per_rank * ranks)
     if micro_batches < least:
@@ -447,11 +450,6 @@ def _checked(name: str, ranks: int, stages_per_rank: int, micro_batches: int) ->
             fix="raise training.global_batch, or pipeline.schedule=zb-v" if shape.micro_batches_per_rank else None,
         )
     return shape
-
-
-def _suits(stages_per_rank: int) -> str:
-    """A schedule that takes this number of stages."""
-    return f"pipeline.schedule={'interleaved' if stages_per_rank > 1 else '1f1b'}"
 
 
 def forward_only(training: Schedule, micro_batches: int) -> Schedule:
@@ -468,12 +466,4 @@ def forward_only(training: Schedule, micro_batches: int) -> Schedule:
     for rank in range(training.ranks):
         phrases = grammar(training.ranks, rank, training.stages_per_rank, micro_batches)
         actions.append(spell(phrases, training.stages_of(rank), micro_batches, groups))
-    return Schedule(
-        name=training.name,
-        ranks=training.ranks,
-        stages_per_rank=training.stages_per_rank,
-        placement=training.placement,
-        micro_batches=micro_batches,
-        actions=tuple(actions),
-        trains=False,
-    )
+    return replace(training, micro_batches=micro_batches, actions=tuple(actions), trains=False, pairs=())

@@ -276,7 +276,7 @@ def balanced_stages(*, layers: int, mtp_layers: int, stages: int, costs: StageCo
         ConfigError: there are more stages than parts.
     """
     assert (len(costs.layers), len(costs.mtp)) == (layers, mtp_layers), "every layer has a cost"
-    parts = [costs.embed, *costs.layers, costs.head + sum(costs.mtp)]
+    parts = [costs.embed, *costs.layers, costs.head + sum(costs.mtp)]  # MTP layers stay with the head
     if stages > len(parts):
         raise ConfigError(
             f"a model of {layers} layers is too short for parallel.pipeline x pipeline.stages_per_rank stages",

@@ -93,7 +93,7 @@ class GroupedQueryLayer(nn.Module):
         """
         tensor = self.layer_context.axes.tensor
         if tensor.size > 1:
-            x_BSD = all_gather(x_BSD, tensor, dim=1)
+            x_BSD = all_gather(x_BSD, tensor, dim=1)  # S / tensor -> S positions
             x_float8 = self.query.quantize_input(x_BSD)
         q_BSHN, k_BSGN = self._positioned(*self._projected(x_BSD, x_float8), context)
         v_BSGN = self.value(x_BSD, x_float8).unflatten(-1, (-1, self.config.head_dim))
@@ -105,8 +105,9 @@ class GroupedQueryLayer(nn.Module):
         q, k, split = self.query(x_BSD, x_float8), self.key(x_BSD, x_float8), (-1, self.config.head_dim)
         query_norm, key_norm = self.query_norm, self.key_norm
         if isinstance(query_norm, TensorParallelNorm) and isinstance(key_norm, TensorParallelNorm):
+            # Norms over all heads need sums of squares from every tensor rank: one exchange for both.
             q, k = norm_together(((query_norm, q), (key_norm, k)), self.layer_context.axes.tensor)
-        q_BSHN, k_BSGN = q.unflatten(-1, split), k.unflatten(-1, split)
+        q_BSHN, k_BSGN = q.unflatten(-1, split), k.unflatten(-1, split)  # H N -> H x N, this rank's heads
         if self.config.qk_norm == "head":
             assert query_norm is not None and key_norm is not None, "norms of heads have weights"
             q_BSHN, k_BSGN = query_norm(q_BSHN), key_norm(k_BSGN)

@@ -85,6 +85,7 @@ def _attention_flops(module: nn.Module, sequence_length: int) -> float:
             widths = layer.config.head_dim + layer.config.v_head_dim
             flops += layer.config.heads * widths * sequence_length
         elif isinstance(layer, GroupedQueryLayer):
+            # Keys per query: half of the row under a causal mask, fewer with a window or chunks.
             seen = sequence_length / 2 if layer.reach is None else layer.reach.pairs(sequence_length) / sequence_length
             flops += layer.config.heads * 2 * 2 * layer.config.head_dim * seen
     return flops

@@ -114,6 +114,7 @@ class Decoder(nn.Module):
             return drain(self.steps(inputs, x_BSD))
         parts_BSD = (None, None) if x_BSD is None else x_BSD.chunk(2)
         halves = zip(inputs.halves(), parts_BSD, strict=True)
+        # Each half computes while the tokens of the other travel.
         one, other = interleave([self.steps(half, part_BSD) for half, part_BSD in halves])
         mtp = tuple(torch.cat(depth) for depth in zip(one.mtp, other.mtp, strict=True))
         return Hidden(torch.cat((one.main_BSD, other.main_BSD)), mtp)

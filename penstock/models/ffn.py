@@ -46,7 +46,7 @@ class FeedForward(nn.Module):
 
     def widen(self, x_TD: Tensor, x_float8: RowColQuantized | None = None) -> Tensor:
         """The first product and the activation: this rank's part of h_TF, for the tokens of all tensor ranks."""
-        x_TD = all_gather(x_TD, self.axis, dim=0)
+        x_TD = all_gather(x_TD, self.axis, dim=0)  # tokens of all tensor ranks
         return self.operators.swiglu(self.gate_up(x_TD, x_float8))
 
     def narrow(self, h_TF: Tensor) -> Tensor:

@@ -234,7 +234,7 @@ class _Float8Network(torch.autograd.Function):
         gate_up_FD, down_DF = of_weights or (gate_up.parameter_FD, down.parameter_FD)
         rule = gate_up.rule
         dy = _quantize_gradient(dy_TD.contiguous(), rule)
-        dh_TF = rule.operators.multiply(dy.rows, down.copies(down_DF).backward, dy_TD.dtype)
+        dh_TF = rule.operators.multiply(dy.rows, down.copies(down_DF).backward, dy_TD.dtype)  # dy down
         # Recomputes the activation h from gate and up, for the weight gradient of `down`.
         activation = rule.operators.swiglu_backward(
             gate_up_T2F,
@@ -246,7 +246,7 @@ class _Float8Network(torch.autograd.Function):
             rule.forward,
             rule.gradient,
         )
-        del dh_TF, gate_up_T2F
+        del dh_TF, gate_up_T2F  # their memory is free for the products below
         dx_TD = dgate_up = ddown = None
         if ctx.needs_input_grad[2]:
             assert dy.columns is not None, "asked for"

@@ -163,6 +163,7 @@ class Embedding(nn.Embedding):
             if self.main_grad is not None and on_gpu(self.main_grad) and torch.is_grad_enabled():
                 return look_up_into(self.main_grad, tokens_BS, self.weight)
             return F.embedding(tokens_BS, self.weight)
+        # Rank r holds rows r V / n .. (r + 1) V / n - 1. Other tokens read row 0 and are zeroed before the sum.
         first = self.axis.rank * self.num_embeddings
         local_BS = tokens_BS - first
         is_here_BS = (local_BS >= 0) & (local_BS < self.num_embeddings)
@@ -217,8 +218,9 @@ class _LinearInto(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x_D, weight = ctx.saved_tensors
-        dx_D = dy @ weight if ctx.needs_input_grad[0] else None
+        dx_D = dy @ weight if ctx.needs_input_grad[0] else None  # (.., F) x (F, D)
         dbias = dy.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+        # main_grad += dy^T x: (F, T) x (T, D), accumulated in float32
         add = partial(add_product, ctx.main_grad, dy.flatten(0, -2).T, x_D.flatten(0, -2))
         if ctx.weight_grads is not None and ctx.weight_grads.is_collecting:
             ctx.weight_grads.add(add)

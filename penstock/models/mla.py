@@ -139,8 +139,9 @@ class LatentLayer(nn.Module):
         channels = self._grad_channels()
         query = self.query(x_BSD, x_float8, channels.q)
         latent_BSC, k_rope_BSP = self._split_latent(self.kv_down(x_BSD, x_float8))
-        latent_BSC = run("norm", self.kv_norm, latent_BSC)
+        latent_BSC = run("norm", self.kv_norm, latent_BSC)  # the rotary key has no norm
         if tensor.size > 1:
+            # One all-gather for both: S / tensor -> S positions.
             joined_BSC = all_gather(torch.cat((latent_BSC, k_rope_BSP), dim=-1), tensor, dim=1)
             latent_BSC, k_rope_BSP = self._split_latent(joined_BSC)
         heads = self._heads_of_row if self.gathers_row else partial(self._heads, channels=channels)
@@ -200,10 +201,12 @@ class LatentLayer(nn.Module):
         q_BSHN = self.query.expand(query).unflatten(-1, (self.heads, -1))
         q_nope, q_rope = q_BSHN.split([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
         q_BSHN = torch.cat((q_nope, rotate(q_rope, cos_BSP, sin_BSP)), dim=-1)
+        # Rotate before the gather: this rank has the angles of its own positions only.
         k_rope_BSP = rotate(k_rope_BSP[:, :, None], cos_BSP, sin_BSP)[:, :, 0]
         joined_BSC = gather_positions(torch.cat((latent_BSC, k_rope_BSP), dim=-1), self.layer_context.axes.context)
         latent_BSC, k_rope_BSP = self._split_latent(joined_BSC)
         kv_BSHN = self.kv_up(latent_BSC).unflatten(-1, (self.heads, -1))
         k_nope, v_BSHM = kv_BSHN.split([config.qk_nope_head_dim, config.v_head_dim], dim=-1)
-        k_BSHN = torch.cat((k_nope, k_rope_BSP[:, :, None].expand(-1, -1, self.heads, -1)), dim=-1)
+        k_rope_BSHP = k_rope_BSP[:, :, None].expand(-1, -1, self.heads, -1)  # one rotary key for all heads
+        k_BSHN = torch.cat((k_nope, k_rope_BSHP), dim=-1)
         return q_BSHN, k_BSHN, v_BSHM

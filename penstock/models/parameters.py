@@ -22,9 +22,10 @@ def param_shards(decoders: Iterable[Decoder], axes: Axes) -> list[ParamShard]:
     """Every trained parameter of a rank, once each."""
     found: dict[str, ParamShard] = {}
     for decoder in decoders:
-        for name, module, own_name, parameter in _parameters(decoder):
-            if name not in found:
-                found[name] = _shard(name, module, own_name, parameter, axes)
+        for path, module in decoder.named_modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                if f"{path}.{name}" not in found:
+                    found[f"{path}.{name}"] = _shard(f"{path}.{name}", module, name, parameter, axes)
     return list(found.values())
 
 
@@ -102,12 +103,6 @@ def head_main_grad(decoder: Decoder) -> Tensor | None:
     """Buffer for the gradient of the output projection; None leaves it to autograd."""
     owner = decoder.embed if decoder.head is None else decoder.head
     return None if owner is None else owner.main_grad
-
-
-def _parameters(decoder: Decoder) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
-    for path, module in decoder.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            yield f"{path}.{name}", module, name, parameter
 
 
 def _shard(name: str, module: nn.Module, own_name: str, parameter: nn.Parameter, axes: Axes) -> ParamShard:

@@ -102,6 +102,11 @@ def build_rank(run: Run, axes: Axes, device: torch.device) -> RankModel:
         own = {number: stages[number] for number in plan.stages_of(axes.pipeline.rank)}
     weight_grads = WeightGradStore() if plan is not None and plan.splits_backward else None
     method = context_method(run)
+    positions = None
+    if axes.context.size > 1:
+        length, context, tensor = run.training.sequence_length, axes.context, axes.tensor.size
+        layout = SequenceLayout(length=length, context=context.size, tensor=tensor, method=method)
+        positions = layout.of_context(context.rank)
     kernel_device = torch.device("cpu") if device.type == "meta" else device
     buffers = shared_buffers(run, axes, device)
     transfers = transfers_of(run, kernel_device)
@@ -127,20 +132,10 @@ def build_rank(run: Run, axes: Axes, device: torch.device) -> RankModel:
         pipeline=None
         if plan is None
         else PipelineRunner(plan, axes, message_of(run, axes, device), weight_grads, transfers),
-        positions=_positions(run, axes, method),
+        positions=positions,
         context_method=method,
         buffers=buffers,
     )
-
-
-def _positions(run: Run, axes: Axes, method: Method) -> tuple[int, ...] | None:
-    context, tensor = axes.context, axes.tensor
-    if context.size == 1:
-        return None
-    layout = SequenceLayout(
-        length=run.training.sequence_length, context=context.size, tensor=tensor.size, method=method
-    )
-    return layout.of_context(context.rank)
 
 
 def schedule_of(run: Run, axes: Axes) -> Schedule | None:
