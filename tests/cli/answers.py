@@ -1,26 +1,44 @@
 """Answers of `penstock` in this process: its output, or the one line of its refusal."""
 
-from pathlib import Path
-
-import pytest
+import io
+import json
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from typing import Any
 
 from penstock.cli.main import main
 
 
-def printed(verb: str, capsys: pytest.CaptureFixture[str], *words: str | Path, code: int = 0) -> str:
+def written(call: Callable[..., object], *arguments: object) -> str:
+    """Standard output of a function."""
+    with redirect_stdout(io.StringIO()) as out:
+        call(*arguments)
+    return out.getvalue()
+
+
+def outcome(*words: object) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of a command line."""
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+        code = main([str(word) for word in words])
+    return code, out.getvalue(), err.getvalue()
+
+
+def printed(verb: str, *words: object, code: int = 0) -> str:
     """Standard output of a verb that writes nothing to standard error."""
-    found = main([*verb.split(), *map(str, words)])
-    captured = capsys.readouterr()
-    assert (found, captured.err) == (code, "")
-    return captured.out
+    found, out, err = outcome(*verb.split(), *words)
+    assert (found, err) == (code, "")
+    return out
 
 
-def refused(verb: str, capsys: pytest.CaptureFixture[str], *words: str | Path, starts: bool = False) -> str:
+def told_as_json(verb: str, *words: object, code: int = 0) -> Any:
+    """The parsed answer to --json."""
+    return json.loads(printed(verb, *words, "--json", code=code))
+
+
+def refused(verb: str, *words: object, starts: bool = False) -> str:
     """The error of a verb without its beginning; a verb that starts its work may print before."""
-    code = main([*verb.split(), *map(str, words)])
-    captured = capsys.readouterr()
+    code, out, err = outcome(*verb.split(), *words)
     assert code == 2
-    assert starts or not captured.out
-    assert captured.err.startswith("error: ")
-    assert captured.err.count("\n") == 1
-    return captured.err.removeprefix("error: ").rstrip("\n")
+    assert starts or not out
+    assert err.startswith("error: ") and err.count("\n") == 1, err
+    return err.removeprefix("error: ").rstrip("\n")

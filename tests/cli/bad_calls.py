@@ -4,18 +4,13 @@ Every call is wrong by construction: an option that there is not, a value of ano
 is missing, damaged, of another kind or far too large, options that exclude each other, a layout that does not fit, a
 model of absurd size. `calls` draws so many of them, evenly over verbs and kinds; `attempt` runs one in a process of its
 own that has little memory, and says what is wrong with how it ended.
-
-    python -m tests.cli.bad_calls 400          runs 400 and prints those that end badly
-    python -m tests.cli.bad_calls 400 17 25    numbers 17 to 24 of them
 """
 
 import os
 import random
 import resource
 import shlex
-import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -28,7 +23,7 @@ from penstock.cli.main import VERBS
 from penstock.config.run import Run
 from penstock.config.schema import Field, every_field
 from tests import warm
-from tests.cli.bad_material import CONTRADICTIONS, RUN, make_material
+from tests.cli.bad_material import CONTRADICTIONS, RUN
 
 SEED = 20
 MOST_SECONDS = 20.0
@@ -302,8 +297,6 @@ def wrong_files() -> Iterator[BadCall]:
     """Files that are missing, damaged, of another kind, too large, or folders; and places that cannot be written."""
     places: dict[str, Sequence[str]] = {
         "trace {}": TRACES,
-        "trace {} --json": TRACES,
-        "trace {} --step 3": TRACES,
         "trace diff {} M/events.json": TRACES,
         "trace diff M/events.json {}": TRACES,
         "trace replay {} --op aten::mm": TRACES,
@@ -315,18 +308,7 @@ def wrong_files() -> Iterator[BadCall]:
         "init new.toml --yes --model {}": ("debgu", "", LONG),
         "init new.toml --yes --model debug --data {}": TEXTS,
         "init new.toml --yes --model debug --tokenizer {}": TOKENIZERS,
-        "init new.toml --yes --model debug --tokens {}": (
-            "banana",
-            "",
-            "-1",
-            "0",
-            "nan",
-            "inf",
-            "1e",
-            "2X",
-            "-3d",
-            LONG,
-        ),
+        "init new.toml --yes --model debug --tokens {}": ("banana", "", "-1", "0", "inf", "2X", LONG),
         "init {} --yes --model debug": ("new.json", "", "M/folder.toml", "no/where.toml", f"{LONG}.toml"),
         "data pack {} --output packed --tokenizer bytes --processes 1": TEXTS,
         "data pack {} --output packed --tokenizer bytes --processes 1 --source parquet": _files("parquet"),
@@ -476,22 +458,3 @@ def _measured(words: Words, figures: str) -> int:
         used = [resource.getrusage(whose) for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
         seconds = sum(one.ru_utime + one.ru_stime for one in used)
         Path(figures).write_text(f"{seconds} {max(one.ru_maxrss for one in used) * 1024}", encoding="utf-8")
-
-
-def main(number: int, first: int = 0, behind: int | None = None) -> int:
-    """Run calls and print those that end badly."""
-    bad = 0
-    with tempfile.TemporaryDirectory() as folder:
-        make_material(Path(folder))
-        begin = time.perf_counter()
-        for place, call in list(enumerate(calls(number)))[first:behind]:
-            ended = attempt(call, Path(folder))
-            if ended.faults:
-                bad += 1
-                print(f"{place}: {ended}", flush=True)
-        print(f"{bad} of {number} end badly; {time.perf_counter() - begin:.0f} s")
-    return 1 if bad else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(*map(int, sys.argv[1:])))

@@ -7,6 +7,7 @@ import pytest
 from penstock.cli.main import main
 from penstock.plan.calibrate import BenchmarkSizes
 from penstock.plan.hardware_file import read_hardware
+from tests.cli import answers
 from tests.plan.test_calibrate import TINY
 
 
@@ -16,25 +17,22 @@ def small_sizes(monkeypatch: pytest.MonkeyPatch) -> BenchmarkSizes:
     return TINY
 
 
-def test_a_file_is_written_and_what_was_measured_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_is_written_and_what_was_measured_is_shown(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
-    assert main(["calibrate", "--device", "cpu", "--name", "Mine", "--output", str(path)]) == 0
+    shown = answers.printed("calibrate --device cpu --name Mine --output", path)
     hardware = read_hardware(path)
     assert (hardware.name, hardware.vendor) == ("Mine", "cpu")
-    shown = capsys.readouterr().out
     assert "grouped_forward fp32" in shown
     assert f"8x{path}" in shown
 
 
-def test_without_a_file_the_text_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["calibrate", "--device", "cpu"]) == 0
-    (tmp_path / "printed.toml").write_text(capsys.readouterr().out)
+def test_without_a_file_the_text_is_printed(tmp_path: Path) -> None:
+    (tmp_path / "printed.toml").write_text(answers.printed("calibrate --device cpu"))
     assert read_hardware(tmp_path / "printed.toml").node.devices == 1
 
 
-def test_an_unknown_device_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["calibrate", "--device", "tpu"]) == 2
-    assert capsys.readouterr().err == "error: --device is unknown; got tpu; allowed: auto, cpu, cuda\n"
+def test_an_unknown_device_is_refused() -> None:
+    assert answers.refused("calibrate --device tpu") == "--device is unknown; got tpu; allowed: auto, cpu, cuda"
 
 
 @pytest.mark.slow

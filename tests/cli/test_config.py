@@ -1,4 +1,4 @@
-"""`penstock config`, verb by verb. `show` has a file of its own."""
+"""`penstock config`, verb by verb."""
 
 import json
 from functools import partial
@@ -7,69 +7,68 @@ from pathlib import Path
 import pytest
 
 from penstock.config.explain import explain, json_schema, reference_markdown
-from penstock.config.load import dump_toml
+from penstock.config.load import dump_toml, load_run
 from penstock.config.presets.debug import debug
 from penstock.config.presets.registry import PRESETS
+from penstock.models.count import count
 from tests.cli import answers
 
 printed = partial(answers.printed, "config")
-
-
 refused = partial(answers.refused, "config")
 
 
-def test_config_alone_shows_its_verbs(capsys: pytest.CaptureFixture[str]) -> None:
-    text = printed(capsys)
+def test_config_alone_shows_its_verbs() -> None:
+    text = printed()
     assert all(verb in text for verb in ("show", "list", "explain", "diff", "validate", "schema", "reference"))
 
 
-def test_list_shows_every_preset_on_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    header, *rows = printed(capsys, "list").splitlines()
+def test_list_shows_every_preset_on_a_line() -> None:
+    header, *rows = printed("list").splitlines()
     assert header.split() == ["preset", "layers", "experts", "what"]
     assert [row.split()[0] for row in rows] == list(PRESETS)
     assert " ".join(rows[2].split()).startswith("deepseek-v2-lite 27 6 of 64 DeepSeek-V2-Lite: ")
 
 
-def test_list_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert [one["name"] for one in json.loads(printed(capsys, "list", "--json"))] == list(PRESETS)
+def test_list_as_json() -> None:
+    assert [one["name"] for one in json.loads(printed("list", "--json"))] == list(PRESETS)
 
 
-def test_explain_prints_the_explanation(capsys: pytest.CaptureFixture[str]) -> None:
-    assert printed(capsys, "explain", "model.moe.top_k") == explain("model.moe.top_k") + "\n"
+def test_explain_prints_the_explanation() -> None:
+    assert printed("explain", "model.moe.top_k") == explain("model.moe.top_k") + "\n"
 
 
-def test_explain_refuses_an_unknown_field(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "fix: did you mean model.moe.top_k?" in refused(capsys, "explain", "topk")
+def test_explain_refuses_an_unknown_field() -> None:
+    assert "fix: did you mean model.moe.top_k?" in refused("explain", "topk")
 
 
-def test_diff_shows_fields_that_differ(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_diff_shows_fields_that_differ(tmp_path: Path) -> None:
     path = tmp_path / "dense.toml"
     path.write_text(
         'preset = "debug"\nname = "debug"\n[model]\nmoe = "none"\nlayers = 2\ndense_layers = 2\n', encoding="utf-8"
     )
-    rows = [line.split() for line in printed(capsys, "diff", "debug", str(path)).splitlines()]
+    rows = [line.split() for line in printed("diff", "debug", str(path)).splitlines()]
     assert rows[0] == ["field", "debug", str(path)]
     assert ["model.dense_layers", f"{debug().model.dense_layers}", "2"] in rows
     assert ["model.moe", "-", "none"] in rows
 
 
-def test_diff_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    found = json.loads(printed(capsys, "diff", "deepseek-v2-lite", "deepseek-v2-lite-8l", "--json"))
+def test_diff_as_json() -> None:
+    found = json.loads(printed("diff", "deepseek-v2-lite", "deepseek-v2-lite-8l", "--json"))
     assert found == [
         {"field": "name", "left": '"deepseek-v2-lite"', "right": '"deepseek-v2-lite-8l"'},
         {"field": "model.layers", "left": "27", "right": "8"},
     ]
 
 
-def test_diff_of_equal_runs_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_diff_of_equal_runs_says_so(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text(dump_toml(debug()), encoding="utf-8")
-    assert printed(capsys, "diff", "debug", str(tmp_path)) == f"debug and {tmp_path} are the same\n"
+    assert printed("diff", "debug", str(tmp_path)) == f"debug and {tmp_path} are the same\n"
 
 
-def test_validate_says_what_would_be_trained(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_validate_says_what_would_be_trained(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('preset = "debug"\n', encoding="utf-8")
-    assert printed(capsys, "validate", str(path), "training.steps=5000") == (
+    assert printed("validate", str(path), "training.steps=5000") == (
         f"{path} is valid: run mine, 5000 steps of {debug().tokens_per_step} tokens\n"
         f"next:  penstock train {path} training.steps=5000\n"
     )
@@ -89,17 +88,47 @@ def test_validate_says_what_would_be_trained(capsys: pytest.CaptureFixture[str],
         ("[training", "{path}:1: this is not TOML: Expected ']' at the end of a table declaration"),
     ],
 )
-def test_validate_refuses_in_one_line(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, message: str
-) -> None:
+def test_validate_refuses_in_one_line(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "bad.toml"
     path.write_text(text, encoding="utf-8")
-    assert refused(capsys, "validate", str(path)) == message.format(path=path)
+    assert refused("validate", str(path)) == message.format(path=path)
 
 
-def test_schema_prints_the_json_schema(capsys: pytest.CaptureFixture[str]) -> None:
-    assert json.loads(printed(capsys, "schema")) == json_schema()
+def test_schema_prints_the_json_schema() -> None:
+    assert json.loads(printed("schema")) == json_schema()
 
 
-def test_reference_prints_the_document(capsys: pytest.CaptureFixture[str]) -> None:
-    assert printed(capsys, "reference") == reference_markdown()
+def test_reference_prints_the_document() -> None:
+    assert printed("reference") == reference_markdown()
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "rest"),
+    [
+        ("deepseek-v2-lite", "15.7 B", ["active      2.66 B parameters for each token", "training    16.4 GFLOP"]),
+        ("deepseek-v3", "671.0 B", ["prediction  11.6 B more, for multi-token prediction", "active      37.6 B"]),
+    ],
+)
+def test_a_preset_is_shown_with_what_it_weighs(name: str, parameters: str, rest: list[str]) -> None:
+    lines = [line for line in printed("show", name).splitlines() if line.startswith("#")]
+    assert lines[0] == f"# parameters  {parameters}"
+    for line, beginning in zip(lines[1:], rest, strict=False):
+        assert line.startswith(f"# {beginning}")
+    assert lines[-1].endswith("for each token, at sequence length 4096")
+
+
+def test_the_output_is_a_file_that_gives_the_same_run(tmp_path: Path) -> None:
+    path = tmp_path / "shown.toml"
+    path.write_text(printed("show", "debug", "seed=30"), encoding="utf-8")
+    assert load_run(str(path)) == load_run("debug", ["seed=30"])
+
+
+def test_json_has_the_run_and_exact_counts() -> None:
+    found = json.loads(printed("show", "debug", "--json"))
+    assert found["run"] == debug().model_dump(mode="json")
+    assert found["count"]["parameters"] == count(debug().model, 256).parameters
+
+
+def test_what_cannot_be_loaded_is_refused() -> None:
+    message = answers.refused("config show debug training.steps=0")
+    assert message == "training.steps is out of range; got 0; allowed: whole number >= 1 (steps)"

@@ -2,20 +2,17 @@
 
 import json
 import struct
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from penstock.cli.main import main
 from penstock.config.load import dump_toml
+from tests.cli import answers
 from tests.train.test_batch_contents import text_run
 from tests.train.test_loop import start
 
-
-def outcome(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
-    code = main(["data", "inspect", *map(str, words)])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
+outcome = partial(answers.outcome, "data", "inspect")
 
 
 GOOD_INDEX = b"MMIDIDX\0\0" + struct.pack("<QBQQiqqq", 1, 8, 1, 2, 1, 0, 0, 1)
@@ -46,15 +43,13 @@ def described(tmp_path: Path) -> Path:
     return path
 
 
-def test_rows_are_shown_with_borders_positions_and_labels_that_do_not_count(
-    described: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_are_shown_with_borders_positions_and_labels_that_do_not_count(described: Path) -> None:
     words = ("data.shuffle=false", "data.validation_share=0", "evaluation.rows=0", "--rows", 1)
-    assert outcome(capsys, described, *words) == (0, SHOWN, "")
+    assert outcome(described, *words) == (0, SHOWN, "")
 
 
-def test_programs_get_the_same_as_json(described: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = outcome(capsys, described, "--rows", 3, "--step", 2, "--json")
+def test_programs_get_the_same_as_json(described: Path) -> None:
+    code, out, _ = outcome(described, "--rows", 3, "--step", 2, "--json")
     told = json.loads(out)
     assert (code, told["what"], told["counted_rows"], told["attention"]) == (0, "step 2 of tiny", 4, "document")
     assert len(told["shown"]) == 3
@@ -65,38 +60,38 @@ def test_programs_get_the_same_as_json(described: Path, capsys: pytest.CaptureFi
     )
 
 
-def test_a_run_folder_is_read_with_its_own_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_folder_is_read_with_its_own_settings(tmp_path: Path) -> None:
     _, folder = start(text_run(tmp_path))
-    code, out, _ = outcome(capsys, folder.path, "--step", 4, "--rows", 1)
+    code, out, _ = outcome(folder.path, "--step", 4, "--rows", 1)
     assert code == 0
     assert out.startswith("step 4 of tiny: 4 rows of 12 tokens")
     assert "\n    'a " in out
 
 
-def test_tokens_without_text_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = outcome(capsys, "debug", "data.source=synthetic-random", "--rows", 1)
+def test_tokens_without_text_are_shown_as_they_are() -> None:
+    code, out, _ = outcome("debug", "data.source=synthetic-random", "--rows", 1)
     assert code == 0
     assert "text                 unknown" in out
     assert "\n    ids " in out
 
 
-def test_held_out_rows_show_their_padding(described: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_held_out_rows_show_their_padding(described: Path) -> None:
     words = ("data.validation_share=0.3", "evaluation.rows=400", "--held-out", "--rows", 400)
-    code, out, _ = outcome(capsys, described, *words)
+    code, out, _ = outcome(described, *words)
     assert code == 0
     assert out.startswith("held-out rows of tiny: ")
     assert "11: padding" in out
 
 
-def test_long_texts_are_cut_unless_asked_for(described: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_long_texts_are_cut_unless_asked_for(described: Path) -> None:
     words = (described, "training.sequence_length=4000", "data.files=[]", "data.source=standard-library", "--rows", 1)
-    short, full = outcome(capsys, *words)[1], outcome(capsys, *words, "--full")[1]
+    short, full = outcome(*words)[1], outcome(*words, "--full")[1]
     assert " ... " in short
     assert max(map(len, short.splitlines())) < 200
     assert len(full) > len(short)
 
 
-def test_parts_of_a_mixture_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parts_of_a_mixture_are_counted(tmp_path: Path) -> None:
     text_run(tmp_path)
     mixture = [
         word
@@ -107,7 +102,7 @@ def test_parts_of_a_mixture_are_counted(tmp_path: Path, capsys: pytest.CaptureFi
             f"data.mixture.{name}.weight={weight}",
         )
     ]
-    code, out, _ = outcome(capsys, "debug", *mixture, "evaluation.rows=0")
+    code, out, _ = outcome("debug", *mixture, "evaluation.rows=0")
     assert code == 0
     assert "a     75.0%      75.0%" in out
     assert "row 0 of a: " in out
@@ -125,18 +120,13 @@ def test_parts_of_a_mixture_are_counted(tmp_path: Path, capsys: pytest.CaptureFi
     ],
 )
 def test_a_packed_file_that_cannot_be_used_is_one_line(
-    tmp_path: Path,
-    index: bytes | None,
-    content: bytes | None,
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, index: bytes | None, content: bytes | None, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name, part in (("a.idx", index), ("a.bin", content)):
         if part is not None:
             Path(name).write_bytes(part)
-    code, out, err = outcome(capsys, "debug", "data.source=packed", "data.files=a.bin")
+    code, out, err = outcome("debug", "data.source=packed", "data.files=a.bin")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith(f"error: {message}")
 
@@ -152,9 +142,7 @@ def test_a_packed_file_that_cannot_be_used_is_one_line(
         (("none",), "no preset is called 'none'"),
     ],
 )
-def test_what_cannot_be_shown_is_one_line(
-    words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, err = outcome(capsys, *words)
+def test_what_cannot_be_shown_is_one_line(words: tuple[str, ...], message: str) -> None:
+    code, out, err = outcome(*words)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert message in err

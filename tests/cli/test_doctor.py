@@ -4,11 +4,9 @@ import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from penstock.cli.main import main
 from penstock.config.load import RUN_FILE, dump_toml, load_run
 from penstock.plan.hardware_file import load_hardware, write_hardware
 from penstock.report.run_evidence import gather
@@ -28,14 +26,8 @@ LINE = {
 }
 
 
-def told(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str, Any]:
-    code = main(["doctor", *map(str, arguments), "--json"])
-    captured = capsys.readouterr()
-    assert (code, captured.err) == (0, "")
-    answer: dict[str, Any] = json.loads(captured.out)
-    return answer
-
-
+told = partial(answers.told_as_json, "doctor")
+shown = partial(answers.printed, "doctor")
 refused = partial(answers.refused, "doctor")
 
 
@@ -49,8 +41,8 @@ def run_folder(path: Path, *overrides: str, steps: int = 4, rest: str = "") -> P
     return path
 
 
-def test_traces_alone_have_a_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    answer = told(capsys, make(Job(hot_rank=2)).write(tmp_path))
+def test_traces_alone_have_a_verdict(tmp_path: Path) -> None:
+    answer = told(make(Job(hot_rank=2)).write(tmp_path))
     assert answer["wall"] == "communication"
     assert "rank 2 (its experts)" in answer["verdict"]
     gains = [one["gain_us"] for one in answer["remedies"]]
@@ -58,18 +50,17 @@ def test_traces_alone_have_a_verdict(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert all(one["rule"] and one["source"] and one["change"] for one in answer["remedies"])
 
 
-def test_text_has_the_conclusion_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_has_the_conclusion_first(tmp_path: Path) -> None:
     folder = make(Job(stall_us=1_300.0)).write(tmp_path)
-    assert main(["doctor", str(folder)]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = shown(folder).splitlines()
     assert lines[0].startswith("host: the device is idle")
     assert any(line.startswith("gains do not add up") for line in lines)
 
 
-def test_a_run_is_judged_by_its_traces_metrics_and_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_judged_by_its_traces_metrics_and_plan(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run", "training.global_batch=64")
     make(Job(ranks=1, stall_us=1_300.0)).write(folder / "profile")
-    answer = told(capsys, folder, "--on", "1xH200")
+    answer = told(folder, "--on", "1xH200")
     assert answer["wall"] == "host"
     changes = [one["change"] for one in answer["remedies"]]
     assert 'graphs.capture="full"' in changes
@@ -80,73 +71,68 @@ def test_a_run_is_judged_by_its_traces_metrics_and_plan(tmp_path: Path, capsys: 
     assert 9_000_000_000 in [one["bytes"] for one in answer["evidence"]]
 
 
-def test_a_run_without_traces_is_judged_by_its_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    answer = told(capsys, run_folder(tmp_path / "run"), "--on", "1xH200")
+def test_a_run_without_traces_is_judged_by_its_plan(tmp_path: Path) -> None:
+    answer = told(run_folder(tmp_path / "run"), "--on", "1xH200")
     assert answer["wall"] == "host"
     assert any(line.startswith("no trace: ") for line in answer["missing"])
     assert any("times are those of the plan" in line for line in answer["missing"])
 
 
-def test_a_run_that_nobody_knows_the_place_of_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_nobody_knows_the_place_of_says_so(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run")
-    assert "neither a trace nor a plan" in refused(capsys, folder)
+    assert "neither a trace nor a plan" in refused(folder)
     make(Job(ranks=1)).write(folder / "profile")
-    missing = told(capsys, folder)["missing"]
+    missing = told(folder)["missing"]
     assert isinstance(missing, list)
 
 
-def test_a_run_that_does_not_fit_is_told_what_would_make_it_fit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_does_not_fit_is_told_what_would_make_it_fit(tmp_path: Path) -> None:
     hardware = load_hardware("H200")
     little = hardware.memory.model_copy(update={"capacity_bytes": hardware.memory.capacity_bytes // 2000})
     write_hardware(tmp_path / "little.toml", replace(hardware, memory=little))
     folder = run_folder(tmp_path / "run", "training.micro_batch=16", "training.global_batch=16", steps=0)
-    answer = told(capsys, folder, "--on", f"1x{tmp_path / 'little.toml'}")
+    answer = told(folder, "--on", f"1x{tmp_path / 'little.toml'}")
     assert answer["wall"] == "memory"
     freed = [one["gain_bytes"] for one in answer["remedies"] if one["gain_bytes"]]
     assert freed
     assert freed == sorted(freed, reverse=True)
 
 
-def test_half_a_last_line_of_metrics_is_what_a_kill_leaves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert told(capsys, run_folder(tmp_path / "run", rest='{"step": 5, "lo'), "--on", "1xH200")["wall"] == "host"
+def test_half_a_last_line_of_metrics_is_what_a_kill_leaves(tmp_path: Path) -> None:
+    assert told(run_folder(tmp_path / "run", rest='{"step": 5, "lo'), "--on", "1xH200")["wall"] == "host"
 
 
-def test_a_line_that_is_no_json_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_that_is_no_json_is_an_error(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run", rest="nonsense\n{}\n")
-    assert "line 5, is no JSON" in refused(capsys, folder, "--on", "1xH200")
+    assert "line 5, is no JSON" in refused(folder, "--on", "1xH200")
 
 
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [(("/nowhere",), "cannot read /nowhere"), (("/nowhere", "--on", "8xH200"), "--on is for the folder of a run")],
 )
-def test_a_wrong_question_is_one_line(
-    arguments: tuple[str, ...], error: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert error in refused(capsys, *arguments)
+def test_a_wrong_question_is_one_line(arguments: tuple[str, ...], error: str) -> None:
+    assert error in refused(*arguments)
 
 
-def test_a_toml_file_is_judged_as_a_run_that_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_toml_file_is_judged_as_a_run_that_is_planned(tmp_path: Path) -> None:
     path = tmp_path / "best.toml"
     path.write_text(dump_toml(load_run("debug")))
-    answer = told(capsys, path, "--on", "1xH200")
+    answer = told(path, "--on", "1xH200")
     assert answer["wall"] == "host"
     assert "the run is only planned: no step is recorded" in answer["missing"]
 
 
-def test_a_place_that_is_no_run_is_told_what_a_run_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    error = refused(capsys, tmp_path, "--on", "1xH200")
+def test_a_place_that_is_no_run_is_told_what_a_run_is(tmp_path: Path) -> None:
+    error = refused(tmp_path, "--on", "1xH200")
     assert f"one folder with {RUN_FILE} in it, or one TOML file" in error
 
 
-def test_text_json_and_page_say_the_same_gain_and_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_json_and_page_say_the_same_gain_and_step(tmp_path: Path) -> None:
     folder = make(Job(stall_us=1_300.0)).write(tmp_path)
-    verdict = told(capsys, folder)
+    verdict = told(folder)
     first = verdict["remedies"][0]
-    assert main(["doctor", str(folder)]) == 0
-    text = capsys.readouterr().out
+    text = shown(folder)
     row = text[text.index("gains ms per step, at most") :].splitlines()[1]
     spent = f"imes are of the traces, per step: {verdict['total_us'] / 1e3:,.2f} ms, the mean of 2 steps and of ranks"
     assert row.split()[0] == ms_text(first["gain_us"])
@@ -158,45 +144,38 @@ def test_text_json_and_page_say_the_same_gain_and_step(tmp_path: Path, capsys: p
     assert spent in page
 
 
-def test_a_run_on_a_cpu_has_its_operators_and_no_wall(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_on_a_cpu_has_its_operators_and_no_wall(tmp_path: Path) -> None:
     folder = host_folder(tmp_path / "run", ranks=1)
-    assert main(["doctor", str(folder)]) == 0
-    text = capsys.readouterr().out
+    text = shown(folder)
     assert text.startswith("no wall is judged: memory, communication, compute and host are judged from kernels")
     assert "aten::addmm" in text and "ms per step" in text
     assert "training.micro_batch=8: one pass a step instead of 2: no operator runs in " in text
     assert text.splitlines()[-1] == f"next:  penstock train {folder}/config.toml training.micro_batch=8"
-    found = told(capsys, folder)
+    found = told(folder)
     assert (found["wall"], found["host"]["operators"][0]["name"]) == (None, "aten::addmm")
 
 
-def test_another_chip_than_the_runs_is_said_to_be_another_machine(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_chip_than_the_runs_is_said_to_be_another_machine(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run")
     (folder / "starts.jsonl").write_text('{"device": "NVIDIA H200"}\n')
-    (note,) = told(capsys, folder, "--on", "1xMI300X")["notes"]
+    (note,) = told(folder, "--on", "1xMI300X")["notes"]
     assert note.startswith("two machines are compared: the run was on NVIDIA H200, and the plan is of 1 x MI300X")
-    assert told(capsys, folder, "--on", "1xH200")["notes"] == []
+    assert told(folder, "--on", "1xH200")["notes"] == []
 
 
-def test_a_run_without_a_trace_is_told_the_command_that_records_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_without_a_trace_is_told_the_command_that_records_one(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run", "training.steps=12", "schedule.warmup_steps=2")
-    error = refused(capsys, folder)
+    error = refused(folder)
     assert f"fix: record one: penstock train {folder}/config.toml profile.start=5 profile.steps=2; or say" in error
     (folder / "checkpoints" / "step-000012").mkdir(parents=True)
     command = recording_command(folder)
     assert command == f"penstock train {folder} --resume training.steps=19 profile.start=17 profile.steps=2"
-    assert main(["trace", str(folder)]) == 2
-    assert f"fix: record some steps: {command}" in capsys.readouterr().err
+    assert f"fix: record some steps: {command}" in answers.refused("trace", folder)
 
 
-def test_unknown_hardware_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "abacus" in refused(capsys, run_folder(tmp_path / "run"), "--on", "1xabacus")
+def test_unknown_hardware_is_refused(tmp_path: Path) -> None:
+    assert "abacus" in refused(run_folder(tmp_path / "run"), "--on", "1xabacus")
 
 
-def test_help_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--help"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) <= 25
+def test_help_fits_a_screen() -> None:
+    assert len(shown("--help").splitlines()) <= 25

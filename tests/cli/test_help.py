@@ -4,14 +4,16 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 
-from penstock.cli.main import VERBS, main
+from penstock.cli.main import VERBS
 from penstock.cli.preflight import print_checks
 from penstock.parallel.launch.environment import read_environment
 from penstock.tune.preflight.check import PreflightCheck
+from tests.cli import answers
 from tools.commands_page import commands_page
 
 COLOR = re.compile(r"\x1b\[(?:[0-9;]*;)?(?:3[0-9]|4[0-9]|9[0-7])[;m]")
@@ -28,9 +30,8 @@ def all_verbs() -> list[list[str]]:
     return [words for verb in VERBS for words in verbs_below([verb.name], verb.load())]
 
 
-def lines_of(capsys: pytest.CaptureFixture[str], words: list[str]) -> list[str]:
-    assert main([*words, "--help"]) == 0
-    return capsys.readouterr().out.splitlines()
+def lines_of(words: list[str]) -> list[str]:
+    return answers.printed(" ".join(words), "--help").splitlines()
 
 
 @pytest.fixture(autouse=True)
@@ -38,8 +39,8 @@ def a_screen_of_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
 
 
-def test_the_first_screen_is_no_larger_than_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = lines_of(capsys, [])
+def test_the_first_screen_is_no_larger_than_a_terminal() -> None:
+    lines = lines_of([])
     assert len(lines) <= 24
     assert max(map(len, lines)) <= 80
     assert not any("..." in line for line in lines[1:]), "no summary is cut"
@@ -48,8 +49,8 @@ def test_the_first_screen_is_no_larger_than_a_terminal(capsys: pytest.CaptureFix
         assert f"  {verb.name} " in "\n".join(lines)
 
 
-def test_the_help_of_every_verb_fits_a_screen_or_little_more(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = {" ".join(words): lines_of(capsys, words) for words in all_verbs()}
+def test_the_help_of_every_verb_fits_a_screen_or_little_more() -> None:
+    sizes = {" ".join(words): lines_of(words) for words in all_verbs()}
     assert {verb: len(lines) for verb, lines in sizes.items() if len(lines) > 40} == {}
     assert [verb for verb, lines in sizes.items() if max(map(len, lines)) > 80] == []
     assert [verb for verb, lines in sizes.items() if not lines[0].startswith(f"Usage: penstock {verb}")] == []
@@ -62,25 +63,20 @@ def test_every_verb_and_option_says_what_it_is() -> None:
 
 
 @pytest.mark.parametrize(("no_color", "is_colored"), [("1", False), ("", True)])
-def test_colors_are_for_who_wants_them(
-    no_color: str, is_colored: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_colors_are_for_who_wants_them(no_color: str, is_colored: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"FORCE_COLOR": "1", "NO_COLOR": no_color, "TERM": "xterm-256color"}.items():
         monkeypatch.setenv(name, value)  # The first makes rich believe in a terminal.
     bad = PreflightCheck(area="disk", name="room", status="failed", got="none")
-    print_checks([bad], read_environment(), as_json=False)
-    out = capsys.readouterr().out
+    out = answers.written(partial(print_checks, as_json=False), [bad], read_environment())
     assert "failed" in out
     assert bool(COLOR.search(out)) is is_colored
 
 
-def test_help_that_was_written_down_is_that_of_the_verb(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_help_that_was_written_down_is_that_of_the_verb(monkeypatch: pytest.MonkeyPatch) -> None:
     verbs = all_verbs()
-    written = {" ".join(words): lines_of(capsys, words) for words in verbs}
+    written = {" ".join(words): lines_of(words) for words in verbs}
     monkeypatch.setattr("penstock.cli.verbs.screen_asked_for", lambda verb, words: None)
-    assert {" ".join(words): lines_of(capsys, words) for words in verbs} == written
+    assert {" ".join(words): lines_of(words) for words in verbs} == written
 
 
 def test_help_of_every_verb_imports_neither_pytorch_nor_pydantic_and_config_show_no_pytorch() -> None:

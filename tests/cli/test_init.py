@@ -15,6 +15,7 @@ from penstock.config.load import load_run
 from penstock.config.presets.debug import debug
 from penstock.config.presets.registry import preset
 from penstock.config.run import Run
+from tests.cli import answers
 
 ALL = ("--model", "debug", "--on", "here", "--data", "notes", "--tokenizer", "bytes", "--tokens", "10k")
 
@@ -36,13 +37,11 @@ def written(*arguments: str, file: str = "mine.toml") -> Run:
     return load_run(file)
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def refused(*arguments: str) -> str:
     before = sorted(Path().iterdir())
-    assert main(["init", *arguments]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.count("\n") == 1
+    message = answers.refused("init", *arguments, starts=True)
     assert sorted(Path().iterdir()) == before, "nothing is written"
-    return captured.err.removeprefix("error: ").rstrip("\n")
+    return message
 
 
 # Told
@@ -179,41 +178,35 @@ def test_amounts_are_read_as_people_write_them(text: str, tokens: float) -> None
         (["optimizer.learning_rte=1"], "did you mean optimizer.learning_rate?"),
     ],
 )
-def test_an_answer_that_cannot_be_used_is_refused(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert message in refused(capsys, "new.toml", "--yes", *arguments)
+def test_an_answer_that_cannot_be_used_is_refused(arguments: list[str], message: str) -> None:
+    assert message in refused("new.toml", "--yes", *arguments)
 
 
-def test_a_model_that_this_machine_cannot_hold_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    message = refused(capsys, "new.toml", "--yes", "--model", "deepseek-v3", "--data", "notes")
+def test_a_model_that_this_machine_cannot_hold_is_refused() -> None:
+    message = refused("new.toml", "--yes", "--model", "deepseek-v3", "--data", "notes")
     assert message.startswith("new needs 12.3 TB for weights, gradients and optimizer alone")
 
 
-def test_a_time_needs_a_known_speed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_time_needs_a_known_speed() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    assert "say how many tokens, or name hardware" in refused(capsys, "new.toml", "--yes", "--tokens", "3d")
+    assert "say how many tokens, or name hardware" in refused("new.toml", "--yes", "--tokens", "3d")
 
 
-def test_a_cluster_that_is_too_small_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "no layout of new fits 1 x H100" in refused(
-        capsys, "new.toml", "--yes", "--model", "deepseek-v2", "--on", "1xH100"
-    )
+def test_a_cluster_that_is_too_small_is_refused() -> None:
+    assert "no layout of new fits 1 x H100" in refused("new.toml", "--yes", "--model", "deepseek-v2", "--on", "1xH100")
 
 
-def test_a_file_that_is_there_is_kept_unless_forced(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_there_is_kept_unless_forced() -> None:
     Path("mine.toml").write_text("precious")
-    assert refused(capsys, "mine.toml", "--yes").startswith("FILE: mine.toml is there already")
+    assert refused("mine.toml", "--yes").startswith("FILE: mine.toml is there already")
     assert Path("mine.toml").read_text() == "precious"
     assert written("--yes", "--force").name == "mine"
 
 
 @pytest.mark.parametrize("file", ["mine.json", "no/folder.toml"])
-def test_a_file_that_cannot_be_written_is_refused_before_any_question(
-    file: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    refused(capsys, file)
+def test_a_file_that_cannot_be_written_is_refused_before_any_question(file: str) -> None:
+    refused(file)
 
 
 # Asked
@@ -266,8 +259,8 @@ def test_somebody_who_leaves_gets_no_file(person: list[str], capsys: pytest.Capt
     assert not Path("new.toml").exists()
 
 
-def test_nobody_at_the_terminal_is_asked_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert refused(capsys, "new.toml", "--model", "debug", "--tokens", "5k") == (
+def test_nobody_at_the_terminal_is_asked_nothing() -> None:
+    assert refused("new.toml", "--model", "debug", "--tokens", "5k") == (
         "standard input is not a terminal, so questions cannot be asked; got no --on --data --tokenizer; "
         "fix: --on --data --tokenizer, or --yes"
     )

@@ -41,8 +41,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 printed = partial(answers.printed, "kernels")
-
-
 refused = partial(answers.refused, "kernels")
 
 
@@ -52,33 +50,33 @@ def table(text: str) -> dict[tuple[str, str], tuple[str, str]]:
     return {(row[0], row[1]): (row[2], row[3]) for row in rows}
 
 
-def test_kernels_alone_shows_its_verbs(capsys: pytest.CaptureFixture[str]) -> None:
-    text = printed(capsys)
+def test_kernels_alone_shows_its_verbs() -> None:
+    text = printed()
     assert "list" in text
     assert "tune" in text
 
 
-def test_list_says_what_runs_on_this_cpu(capsys: pytest.CaptureFixture[str]) -> None:
-    text = printed(capsys, "list", "--device", "cpu")
+def test_list_says_what_runs_on_this_cpu() -> None:
+    text = printed("list", "--device", "cpu")
     assert text.splitlines()[0] == "debug on CPU: fp32, 512 tokens in a micro-batch"
     assert table(text)["experts", "weight gradient"] == ("torch", "no GPU")
     assert table(text)["route", "both"] == ("reference", "no GPU")
 
 
-def test_list_says_what_would_run_on_a_gpu_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
-    text = printed(capsys, "list", "deepseek-v3", "--device", "MI355X")
+def test_list_says_what_would_run_on_a_gpu_that_is_not_here() -> None:
+    text = printed("list", "deepseek-v3", "--device", "MI355X")
     assert text.startswith("deepseek-v3 on AMD Instinct MI355X: bf16, 4096 tokens in a micro-batch\n")
     assert table(text)["experts", "forward"] == ("triton", "no measurement for this chip: Triton by default")
     assert table(text)["attention", "both"][0] == "flash first"
 
 
-def test_list_obeys_overrides(capsys: pytest.CaptureFixture[str]) -> None:
-    text = printed(capsys, "list", "debug", "kernels.norm=reference", "--device", "h200")
+def test_list_obeys_overrides() -> None:
+    text = printed("list", "debug", "kernels.norm=reference", "--device", "h200")
     assert table(text)["norm", "both"] == ("reference", "kernels.norm=reference")
 
 
-def test_list_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    found = json.loads(printed(capsys, "list", "deepseek-v2-lite", "--device", "H100", "--json"))
+def test_list_as_json() -> None:
+    found = json.loads(printed("list", "deepseek-v2-lite", "--device", "H100", "--json"))
     assert (found["run"], found["device"]["target"], found["shapes"]["experts"]) == ("deepseek-v2-lite", "sm_90", 64)
     assert {"op": "loss", "direction": "both", "backend": "triton", "reason": "its only form on a GPU"} in found[
         "choices"
@@ -94,13 +92,13 @@ def test_list_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         (("debug", "kernels.measured=gone.json", "--device", "H200"), "measurements gone.json cannot be read"),
     ],
 )
-def test_list_refuses_in_one_line(capsys: pytest.CaptureFixture[str], arguments: Sequence[str], message: str) -> None:
-    assert refused(capsys, "list", *arguments).startswith(message)
+def test_list_refuses_in_one_line(arguments: Sequence[str], message: str) -> None:
+    assert refused("list", *arguments).startswith(message)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_tune_without_a_gpu_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    message = refused(capsys, "tune", "debug", "--output", str(tmp_path / "m.json"))
+def test_tune_without_a_gpu_is_refused(tmp_path: Path) -> None:
+    message = refused("tune", "debug", "--output", str(tmp_path / "m.json"))
     assert message.startswith("kernels are measured on a GPU, and there is none; got PyTorch")
     assert not (tmp_path / "m.json").exists()
 
@@ -115,9 +113,7 @@ def test_a_measured_winner_is_what_list_shows_then(capsys: pytest.CaptureFixture
     assert f"it takes effect with kernels.measured={path}" in out
     assert len(load(path).entries) == 28
 
-    again = printed(
-        capsys, "list", "debug", *TINY, "training.precision=bf16", f"kernels.measured={path}", "--device", "H200"
-    )
+    again = printed("list", "debug", *TINY, "training.precision=bf16", f"kernels.measured={path}", "--device", "H200")
     assert table(again)["norm", "both"][1].endswith("x faster than torch on NVIDIA H200 at 64 tokens")
 
 

@@ -55,14 +55,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def climb(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
-    own = ("training.micro_batch=1", "device=cpu")
-    assert main(["ladder", "debug", *own, *SHORT, "--ladder", "mine.toml", *arguments]) == code
-    captured = capsys.readouterr()
-    assert captured.err == ""
-    return captured.out
-
-
+climb = partial(answers.printed, "ladder debug training.micro_batch=1 device=cpu", *SHORT, "--ladder", "mine.toml")
 refused = partial(answers.refused, "ladder", starts=True)
 
 
@@ -81,8 +74,8 @@ def table(text: str) -> dict[str, dict[str, str]]:
     return rows
 
 
-def test_the_table_has_a_row_for_every_step(capsys: pytest.CaptureFixture[str], asked: list[str]) -> None:
-    rows = table(climb(capsys))
+def test_the_table_has_a_row_for_every_step(asked: list[str]) -> None:
+    rows = table(climb())
     assert list(rows) == ["ground", "faster", "broken", "later", "larger (size)"]
     assert asked == ["ground", "faster", "broken", "larger"]
     top = rows["larger (size)"]
@@ -92,20 +85,18 @@ def test_the_table_has_a_row_for_every_step(capsys: pytest.CaptureFixture[str], 
     assert (top["loss"], top["gap"], top["changed"]) == ("6.0000 -> 4.0000", "0.0e+00", "training.micro_batch=2")
 
 
-def test_a_step_that_did_not_run_says_why(capsys: pytest.CaptureFixture[str], asked: list[str]) -> None:
-    rows = table(climb(capsys))
+def test_a_step_that_did_not_run_says_why(asked: list[str]) -> None:
+    rows = table(climb())
     assert (rows["broken"]["tokens/s/process"], rows["broken"]["changed"]) == ("failed", "no memory")
     assert (rows["later"]["tokens/s/process"], rows["later"]["changed"]) == ("skipped", "this version has no oven.heat")
 
 
-def test_repeated_training_steps_are_told(capsys: pytest.CaptureFixture[str], asked: list[str]) -> None:
-    assert table(climb(capsys))["faster"]["changed"] == "kernels.norm=torch (2 steps repeated)"
+def test_repeated_training_steps_are_told(asked: list[str]) -> None:
+    assert table(climb())["faster"]["changed"] == "kernels.norm=torch (2 steps repeated)"
 
 
-def test_a_line_comes_as_soon_as_a_step_has_ended_and_routing_is_told(
-    capsys: pytest.CaptureFixture[str], asked: list[str]
-) -> None:
-    head = climb(capsys).partition("\n\n")[0].splitlines()
+def test_a_line_comes_as_soon_as_a_step_has_ended_and_routing_is_told(asked: list[str]) -> None:
+    head = climb().partition("\n\n")[0].splitlines()
     assert head[0] == "ladder of debug: 5 ladder steps on 1 CPU process(es), 3 steps of 4 x 128 tokens each"
     assert head[1] == "routing: natural routing, auxiliary loss 0.0001 by sequence, expert bias"
     assert head[2] == "runs and what they print: runs/ladder-debug"
@@ -118,11 +109,9 @@ def read(path: str) -> dict[str, Any]:
     return found
 
 
-def test_everything_is_written_down(
-    capsys: pytest.CaptureFixture[str], asked: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_everything_is_written_down(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verb.sys, "argv", ["penstock", "ladder", "debug", "--json", "l.json"])
-    climb(capsys, "--json", "l.json", "--commit", "0123abc")
+    climb("--json", "l.json", "--commit", "0123abc")
     found = read("l.json")
     assert (found["command"], found["commit"]) == ("penstock ladder debug --json l.json", "0123abc")
     assert {"device", "torch", "python", "ranks", "steps", "warm_up_steps"} <= found["environment"].keys()
@@ -134,15 +123,13 @@ def test_everything_is_written_down(
     assert (steps["broken"]["state"], steps["broken"]["figures"]) == ("failed", None)
 
 
-def test_a_ladder_that_was_ended_goes_on_and_measures_nothing_twice(
-    capsys: pytest.CaptureFixture[str], asked: list[str]
-) -> None:
-    climb(capsys, "--json", "l.json", "--only", "ground,faster")
+def test_a_ladder_that_was_ended_goes_on_and_measures_nothing_twice(asked: list[str]) -> None:
+    climb("--json", "l.json", "--only", "ground,faster")
     asked.clear()
-    climb(capsys, "--json", "l.json", "--resume")
+    climb("--json", "l.json", "--resume")
     assert asked == ["broken", "larger"]
     asked.clear()
-    climb(capsys, "--json", "l.json", "--resume")
+    climb("--json", "l.json", "--resume")
     assert asked == ["broken"], "what broke may not break again"
     names = [step["name"] for step in read("l.json")["numbers"]["ladder_steps"]]
     assert names == ["ground", "faster", "broken", "later", "larger"]
@@ -182,10 +169,8 @@ def tight(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
-def test_what_a_step_gave_up_and_what_was_tried_before_is_told(
-    capsys: pytest.CaptureFixture[str], tight: list[str]
-) -> None:
-    text = climb(capsys)
+def test_what_a_step_gave_up_and_what_was_tried_before_is_told(tight: list[str]) -> None:
+    text = climb()
     head = text.partition("\n\n")[0].splitlines()[4:7]
     assert head[0].startswith("larger ")
     assert "1.20 x the step before, 1.20 x the first  (2 s)  with dispatch.sync_free=1" in head[0]
@@ -202,8 +187,8 @@ def test_what_a_step_gave_up_and_what_was_tried_before_is_told(
     )
 
 
-def test_what_was_tried_is_written_down(capsys: pytest.CaptureFixture[str], tight: list[str]) -> None:
-    climb(capsys, "--json", "l.json")
+def test_what_was_tried_is_written_down(tight: list[str]) -> None:
+    climb("--json", "l.json")
     ground, larger, _ = read("l.json")["numbers"]["ladder_steps"]
     assert (ground["trial"], ground["fallback"], ground["tried"]) == ("ground", [], [])
     assert (larger["trial"], larger["fallback"], larger["kind"]) == ("larger-least", ["dispatch.sync_free=1"], "size")
@@ -213,71 +198,52 @@ def test_what_was_tried_is_written_down(capsys: pytest.CaptureFixture[str], tigh
     ]
 
 
-def test_a_ladder_that_goes_on_does_not_try_again_what_found_no_memory(
-    capsys: pytest.CaptureFixture[str], tight: list[str]
-) -> None:
-    first = climb(capsys, "--json", "l.json")
+def test_a_ladder_that_goes_on_does_not_try_again_what_found_no_memory(tight: list[str]) -> None:
+    first = climb("--json", "l.json")
     assert tight == ["ground", "larger", "larger-less", "larger-least", "faster"]
     before = read("l.json")["numbers"]
     tight.clear()
-    assert table(climb(capsys, "--json", "l.json", "--resume")) == table(first)
+    assert table(climb("--json", "l.json", "--resume")) == table(first)
     assert tight == []
     assert read("l.json")["numbers"] == before
 
 
-def test_what_a_ladder_that_goes_on_has_not_come_to_stays_in_the_file(
-    capsys: pytest.CaptureFixture[str], tight: list[str]
-) -> None:
-    climb(capsys, "--json", "l.json")
-    climb(capsys, "--json", "l.json", "--resume", "--only", "ground")
+def test_what_a_ladder_that_goes_on_has_not_come_to_stays_in_the_file(tight: list[str]) -> None:
+    climb("--json", "l.json")
+    climb("--json", "l.json", "--resume", "--only", "ground")
     numbers = read("l.json")["numbers"]
     assert [step["name"] for step in numbers["ladder_steps"]] == ["ground"]
     assert [step["name"] for step in numbers["still_ahead"]] == ["larger", "faster"]
     tight.clear()
-    climb(capsys, "--json", "l.json", "--resume")
+    climb("--json", "l.json", "--resume")
     assert tight == []
     assert read("l.json")["numbers"]["still_ahead"] == []
 
 
-def test_of_a_step_of_which_no_form_finds_memory_all_forms_are_told_and_none_is_tried_again(
-    capsys: pytest.CaptureFixture[str], tight: list[str]
-) -> None:
+def test_of_a_step_of_which_no_form_finds_memory_all_forms_are_told_and_none_is_tried_again(tight: list[str]) -> None:
     text = Path("mine.toml").read_text().replace('[step.fallbacks.least]\nchange = ["dispatch.sync_free=1"]\n', "")
     Path("mine.toml").write_text(text, encoding="utf-8")
-    first = climb(capsys, "--json", "l.json")
+    first = climb("--json", "l.json")
     row = table(first)["larger (size)"]
     less = "(not with training.micro_batch=2 dispatch.sync_free=2: the GPU is out of memory)"
     assert (row["tokens/s/process"], row["changed"]) == ("refused", f"{FULL} {less}")
     tight.clear()
-    assert table(climb(capsys, "--json", "l.json", "--resume")) == table(first)
+    assert table(climb("--json", "l.json", "--resume")) == table(first)
     assert tight == []
 
 
-def test_a_ladder_of_other_steps_is_not_gone_on_with(capsys: pytest.CaptureFixture[str], asked: list[str]) -> None:
-    climb(capsys, "--json", "l.json", "--only", "ground")
+def test_a_ladder_of_other_steps_is_not_gone_on_with(asked: list[str]) -> None:
+    climb("--json", "l.json", "--only", "ground")
     told = refused(
-        capsys,
-        "debug",
-        "device=cpu",
-        "--processes",
-        "1",
-        "--steps",
-        "4",
-        "--warm-up",
-        "1",
-        "--json",
-        "l.json",
-        "--resume",
+        "debug", "device=cpu", "--processes", "1", "--steps", "4", "--warm-up", "1", "--json", "l.json", "--resume"
     )
     assert "another environment; got steps 3" in told
     Path("l.json").write_text("{}")
-    assert "is no ladder to go on with" in refused(
-        capsys, "debug", "device=cpu", *SHORT, "--json", "l.json", "--resume"
-    )
+    assert "is no ladder to go on with" in refused("debug", "device=cpu", *SHORT, "--json", "l.json", "--resume")
 
 
-def test_a_ladder_of_which_nothing_ran_ends_with_one(capsys: pytest.CaptureFixture[str], asked: list[str]) -> None:
-    assert "failed" in climb(capsys, "--only", "broken", code=1)
+def test_a_ladder_of_which_nothing_ran_ends_with_one(asked: list[str]) -> None:
+    assert "failed" in climb("--only", "broken", code=1)
 
 
 @pytest.mark.parametrize(
@@ -291,25 +257,19 @@ def test_a_ladder_of_which_nothing_ran_ends_with_one(capsys: pytest.CaptureFixtu
         (("debug", "device=cpu", "--processes", "3"), "training.global_batch must be a multiple"),
     ],
 )
-def test_a_mistake_is_one_line_and_starts_nothing(
-    capsys: pytest.CaptureFixture[str], asked: list[str], arguments: tuple[str, ...], told: str
-) -> None:
-    assert told in refused(capsys, *arguments)
+def test_a_mistake_is_one_line_and_starts_nothing(asked: list[str], arguments: tuple[str, ...], told: str) -> None:
+    assert told in refused(*arguments)
     assert asked == []
 
 
-def test_a_rank_cannot_climb(
-    capsys: pytest.CaptureFixture[str], asked: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_cannot_climb(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert "a ladder starts its own processes" in refused(capsys, "debug")
+    assert "a ladder starts its own processes" in refused("debug")
 
 
 @pytest.mark.slow
-def test_two_real_steps_on_two_ranks_have_one_loss(
-    capsys: pytest.CaptureFixture[str], asked: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_real_steps_on_two_ranks_have_one_loss(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verb, "run_trial", run_trial)
     own = ("debug-2l", "training.micro_batch=1", "parallel.expert=2", "device=cpu", "--processes", "2")
     words = ["ladder", *own, "--steps", "3", "--warm-up", "1", "--only", "baseline,sync-free-2", "--json", "l.json"]

@@ -7,9 +7,17 @@ import pytest
 import yaml
 
 from penstock.cli.main import main
+from tests.cli import answers
 
 LITE = ["deepseek-v2-lite", "parallel.expert=8", "--gpus-per-node", "8"]
 POD = ["--image", "image", "--claim", "claim"]
+
+
+def job(words: str, *more: str) -> str:
+    """What a verb of `launch` prints; it may warn of the vocabulary on standard error."""
+    code, out, _ = answers.outcome("launch", *words.split(), *more)
+    assert code == 0
+    return out
 
 
 @pytest.fixture(autouse=True)
@@ -17,9 +25,8 @@ def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.chdir(tmp_path)
 
 
-def test_slurm_prints_a_script_that_a_shell_understands(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["launch", "slurm", *LITE, "--nodes", "2", "--account", "moe", "--name", "night"]) == 0
-    script = capsys.readouterr().out
+def test_slurm_prints_a_script_that_a_shell_understands() -> None:
+    script = job("slurm", *LITE, *["--nodes", "2", "--account", "moe", "--name", "night"])
     subprocess.run(["bash", "-n", "-c", script], check=True)
     assert "#SBATCH --account=moe\n" in script
     assert "#SBATCH --job-name=night\n" in script
@@ -27,19 +34,16 @@ def test_slurm_prints_a_script_that_a_shell_understands(capsys: pytest.CaptureFi
     assert "HSA_KERNARG_POOL_SIZE" not in script
 
 
-def test_kubernetes_prints_a_manifest_for_the_vendors_gpus(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["launch", "kubernetes", *LITE, *POD, "--nodes", "2", "--vendor", "amd"]) == 0
-    job = yaml.safe_load(capsys.readouterr().out)
-    container = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
+def test_kubernetes_prints_a_manifest_for_the_vendors_gpus() -> None:
+    manifest = yaml.safe_load(job("kubernetes --nodes 2 --vendor amd", *LITE, *POD))
+    container = manifest["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
     assert container["resources"]["limits"] == {"amd.com/gpu": 8}
     assert {"name": "HSA_KERNARG_POOL_SIZE", "value": "12582912"} in container["env"]
 
 
-def test_what_is_written_is_what_would_be_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["launch", "slurm", *LITE, "--nodes", "2"]) == 0
-    printed = capsys.readouterr().out
-    assert main(["launch", "slurm", *LITE, "--nodes", "2", "--output", "job.sh"]) == 0
-    assert capsys.readouterr().out == "wrote job.sh\n"
+def test_what_is_written_is_what_would_be_printed() -> None:
+    printed = job("slurm --nodes 2", *LITE)
+    assert job("slurm --nodes 2 --output job.sh", *LITE) == "wrote job.sh\n"
     assert Path("job.sh").read_text() == printed
 
 
@@ -53,11 +57,8 @@ def test_what_is_written_is_what_would_be_printed(capsys: pytest.CaptureFixture[
         (["slurm", *LITE, "--nodes", "1", "--output", "gone/job.sh"], "there is no folder gone"),
     ],
 )
-def test_what_cannot_run_is_refused_here(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["launch", *arguments]) == 2
-    assert message in capsys.readouterr().err
+def test_what_cannot_run_is_refused_here(arguments: list[str], message: str) -> None:
+    assert message in answers.refused("launch", *arguments)
     assert list(Path.cwd().iterdir()) == []
 
 
@@ -77,17 +78,14 @@ def test_what_cannot_run_is_refused_here(
         (["kubernetes", "--claim", "claim", "--image", "Registry"], "--image"),
     ],
 )
-def test_what_the_cluster_would_refuse_is_refused_here(
-    wrong: list[str], told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["launch", *wrong, *LITE, "--nodes", "2"]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {told} would be refused where the job runs; got ")
+def test_what_the_cluster_would_refuse_is_refused_here(wrong: list[str], told: str) -> None:
+    message = answers.refused("launch", *wrong, *LITE, "--nodes", 2)
+    assert message.startswith(f"{told} would be refused where the job runs; got ")
 
 
 @pytest.mark.parametrize("limit", ["90", "90:30", "48:00:00", "2-12", "2-12:30", "2-12:30:00", "UNLIMITED", "0"])
-def test_every_form_of_a_time_of_slurm_is_taken(limit: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["launch", "slurm", *LITE, "--nodes", "2", "--time", limit]) == 0
-    assert f"#SBATCH --time={limit}\n" in capsys.readouterr().out
+def test_every_form_of_a_time_of_slurm_is_taken(limit: str) -> None:
+    assert f"#SBATCH --time={limit}\n" in job("slurm --nodes 2 --time", limit, *LITE)
 
 
 @pytest.mark.parametrize(

@@ -5,22 +5,19 @@ from pathlib import Path
 import pytest
 
 from penstock.cli.layout import step_figures
-from penstock.cli.main import main
 from penstock.config.fit import grid_of, micro_batches
 from penstock.layout.clock import ActionCosts, play
 from penstock.layout.schedules import SCHEDULES, schedule
 from penstock.models.count import count
+from tests.cli import answers
 from tests.config.small import SMALL, unchecked_run
 
 DOCUMENT = Path(__file__).parents[2] / "docs/layouts.md"
 
 
-def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, str]:
+def shown(*arguments: str) -> dict[str, str]:
     """The first block of the output, by label, and under `stages of ranks` and `groups` the lines of the tables."""
-    code = main(["layout", *arguments])
-    captured = capsys.readouterr()
-    assert (code, captured.err) == (0, "")
-    facts, *tables = captured.out.split("\n\n")
+    facts, *tables = answers.printed("layout", *arguments).split("\n\n")
     found = {line.split(maxsplit=1)[0]: line.split(maxsplit=1)[1] for line in facts.splitlines()}
     return found | dict(zip(("stages of ranks", "groups"), tables, strict=False))
 
@@ -31,16 +28,16 @@ def cells(table: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("  ") if cell] for line in lines]
 
 
-def test_one_rank_holds_everything(capsys: pytest.CaptureFixture[str]) -> None:
-    found = shown(capsys, "debug")
+def test_one_rank_holds_everything() -> None:
+    found = shown("debug")
     assert found["run"] == "debug on 1 rank"
     assert "groups" not in found
     assert [row[:4] for row in cells(found["stages of ranks"])] == [["0", "0", "0", "embedding, layers 0-3, head"]]
 
 
-def test_both_views_their_groups_and_every_stage_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_both_views_their_groups_and_every_stage_are_shown() -> None:
     sizes = ("parallel.pipeline=2", "parallel.tensor=2", "parallel.context=2", "parallel.expert=4")
-    found = shown(capsys, "debug", *sizes, "model.vocab_size=260", "training.global_batch=16", "--world", "16")
+    found = shown("debug", *sizes, "model.vocab_size=260", "training.global_batch=16", "--world", "16")
     assert found["dense"] == "16 = pipeline 2 x data 2 x context 2 x tensor 2"
     assert found["experts"] == "16 = pipeline 2 x expert_data 2 x expert 4 x expert_tensor 1"
     assert found["batch"] == "16 rows = data 2 x 2 micro-batches x 4, of 128 positions"
@@ -62,16 +59,16 @@ def test_both_views_their_groups_and_every_stage_are_shown(capsys: pytest.Captur
     ]
 
 
-def test_the_fewest_ranks_that_fit_are_the_default(capsys: pytest.CaptureFixture[str]) -> None:
-    found = shown(capsys, "debug", "parallel.pipeline=2", "parallel.expert=4", "training.global_batch=16")
+def test_the_fewest_ranks_that_fit_are_the_default() -> None:
+    found = shown("debug", "parallel.pipeline=2", "parallel.expert=4", "training.global_batch=16")
     assert found["run"] == "debug on 8 ranks"
 
 
-def test_a_layout_with_chunks_parts_and_prediction_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_layout_with_chunks_parts_and_prediction_is_shown() -> None:
     stages = ("parallel.pipeline=2", "pipeline.schedule=zb-v", "pipeline.stages_per_rank=2", "model.mtp_layers=1")
     method = ("parallel.context=2", "parallel.context_method=all-gather", "parallel.expert_tensor=2")
     layout = "pipeline.layout=E|t*2|t,|tmL"
-    found = shown(capsys, "debug", *stages, *method, layout, "training.global_batch=8")
+    found = shown("debug", *stages, *method, layout, "training.global_batch=8")
     assert found["sequence"] == "64 of 128 positions of a row, rank 0: 0-31 96-127 (all-gather)"
     assert found["routed"] == "8 of 8 experts of a layer, 1/2 of each"
     assert found["stages"] == "E|t*2|t|tmL"
@@ -82,29 +79,28 @@ def test_a_layout_with_chunks_parts_and_prediction_is_shown(capsys: pytest.Captu
     ]
 
 
-def test_hybrid_and_no_sharding_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
+def test_hybrid_and_no_sharding_are_told_apart() -> None:
     ranks = ("training.global_batch=32", "parallel.expert=2", "--world", "8")
-    assert shown(capsys, "debug", "parallel.shard_size=2", *ranks)["shard"] == (
+    assert shown("debug", "parallel.shard_size=2", *ranks)["shard"] == (
         "optimizer: dense matrices by 2 of 8 ranks, experts by 2 of 4 ranks"
     )
-    assert shown(capsys, "debug", "parallel.shard=none", *ranks)["shard"] == (
+    assert shown("debug", "parallel.shard=none", *ranks)["shard"] == (
         "none: dense matrices on 8 ranks, experts on 4 ranks"
     )
 
 
-def test_a_long_group_is_cut_in_the_middle(capsys: pytest.CaptureFixture[str]) -> None:
-    groups = cells(shown(capsys, "debug", "parallel.expert=8", "training.global_batch=32")["groups"])
+def test_a_long_group_is_cut_in_the_middle() -> None:
+    groups = cells(shown("debug", "parallel.expert=8", "training.global_batch=32")["groups"])
     assert groups[-1] == ["expert", "8", "1", "0 1 2 3 4 ... 7", "0 1 2 3 4 ... 7"]
 
 
-def test_what_does_not_fit_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["layout", "debug", "parallel.expert=4", "--world", "6"]) == 2
-    assert capsys.readouterr().err == (
-        "error: parallel does not divide the ranks: pipeline 1 x expert 4 x expert_tensor 1 = 4; got 6 ranks; "
-        "allowed: a multiple of 4; fix: run on 4 or 8 ranks, or change these sizes\n"
+def test_what_does_not_fit_is_refused_in_one_line() -> None:
+    assert answers.refused("layout debug parallel.expert=4 --world 6") == (
+        "parallel does not divide the ranks: pipeline 1 x expert 4 x expert_tensor 1 = 4; got 6 ranks; "
+        "allowed: a multiple of 4; fix: run on 4 or 8 ranks, or change these sizes"
     )
-    assert main(["layout", "debug", "parallel.pipeline=2", "pipeline.layout=Et|tL"]) == 2
-    assert "pipeline.layout has the wrong number of decoder layers" in capsys.readouterr().err
+    message = answers.refused("layout debug parallel.pipeline=2 pipeline.layout=Et|tL")
+    assert "pipeline.layout has the wrong number of decoder layers" in message
 
 
 @pytest.mark.parametrize(
@@ -116,11 +112,8 @@ def test_what_does_not_fit_is_refused_in_one_line(capsys: pytest.CaptureFixture[
         ("parallel.pipeline=2", "pipeline.layout=Et*13|t*13,L"),
     ],
 )
-def test_errors_are_those_that_the_document_quotes(
-    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
-) -> None:
-    assert main(["layout", "deepseek-v2-lite", *arguments]) == 2
-    assert capsys.readouterr().err.removeprefix("error: ") in DOCUMENT.read_text(encoding="utf-8")
+def test_errors_are_those_that_the_document_quotes(arguments: tuple[str, ...]) -> None:
+    assert answers.refused("layout deepseek-v2-lite", *arguments) in DOCUMENT.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -128,10 +121,10 @@ def test_errors_are_those_that_the_document_quotes(
     [{"pipeline": 2}, {"tensor": 2}, {"expert": 4, "expert_tensor": 2}, {"pipeline": 2, "tensor": 2, "expert": 2}],
     ids=str,
 )
-def test_parameters_of_all_ranks_are_the_model(capsys: pytest.CaptureFixture[str], sizes: dict[str, int]) -> None:
+def test_parameters_of_all_ranks_are_the_model(sizes: dict[str, int]) -> None:
     """Tensor-parallel ranks hold norms, routers and narrow projections whole; everything else is divided."""
     path = [f"parallel.{name}={size}" for name, size in sizes.items()]
-    table = shown(capsys, "debug", *path, "model.vocab_size=260", "training.global_batch=32")["stages of ranks"]
+    table = shown("debug", *path, "model.vocab_size=260", "training.global_batch=32")["stages of ranks"]
     whole = count(SMALL.model.model_copy(update={"vocab_size": 260}), 128).parameters
     dense, experts = (sum(_number(row[column]) for row in cells(table)) for column in (4, 5))
     every_expert = 3 * 8 * 3 * 128 * 128
@@ -162,7 +155,7 @@ def test_a_long_step_is_told_from_short_ones_exactly(name: str, batch: int) -> N
     assert live == pytest.approx(played.peak_live)
 
 
-def test_a_file_is_a_target_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_file_is_a_target_too(tmp_path: Path) -> None:
     path = tmp_path / "two.toml"
     path.write_text('preset = "debug"\n[parallel]\nexpert = 2\n[training]\nglobal_batch = 8\n', encoding="utf-8")
-    assert shown(capsys, str(path))["run"] == "two on 2 ranks"
+    assert shown(str(path))["run"] == "two on 2 ranks"

@@ -12,12 +12,7 @@ import pytest
 from penstock.base.errors import DataError
 from penstock.cli.interrupts import imports_end_at_once
 from penstock.cli.main import VERBS, main
-
-
-def outcome(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    code = main(arguments)
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
+from tests.cli import answers
 
 
 def replace_train(monkeypatch: pytest.MonkeyPatch, error: BaseException | None = None, code: object = None) -> None:
@@ -33,20 +28,20 @@ def replace_train(monkeypatch: pytest.MonkeyPatch, error: BaseException | None =
     monkeypatch.setitem(sys.modules, "penstock.cli.train", module)
 
 
-def test_nothing_typed_shows_the_verbs(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = outcome(capsys)
+def test_nothing_typed_shows_the_verbs() -> None:
+    code, out, err = answers.outcome()
     assert (code, err) == (0, "")
     assert all(verb.name in out for verb in VERBS)
 
 
-def test_help_shows_the_verbs_and_their_summaries(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = outcome(capsys, "--help")
+def test_help_shows_the_verbs_and_their_summaries() -> None:
+    code, out, _ = answers.outcome("--help")
     assert code == 0
     assert "List, show, explain, compare and check configurations." in out
 
 
-def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = outcome(capsys, "--version")
+def test_the_version_is_printed() -> None:
+    code, out, _ = answers.outcome("--version")
     assert code == 0
     assert out.startswith("penstock ")
 
@@ -63,17 +58,13 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         (["config", "list", "debug"], "Got unexpected extra argument(s) (debug) (see --help)"),
     ],
 )
-def test_wrong_usage_is_one_line_and_code_2(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
-    assert outcome(capsys, *arguments) == (2, "", f"error: {message}\n")
+def test_wrong_usage_is_one_line_and_code_2(arguments: list[str], message: str) -> None:
+    assert answers.outcome(*arguments) == (2, "", f"error: {message}\n")
 
 
-def test_an_error_of_the_user_is_one_line_and_code_2(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_the_user_is_one_line_and_code_2(monkeypatch: pytest.MonkeyPatch) -> None:
     replace_train(monkeypatch, DataError("the file\nis empty", fix="give another"))
-    assert outcome(capsys, "train") == (2, "", "error: the file is empty; fix: give another\n")
+    assert answers.outcome("train") == (2, "", "error: the file is empty; fix: give another\n")
 
 
 def test_a_fault_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,9 +73,9 @@ def test_a_fault_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) ->
         main(["train"])
 
 
-def test_an_interrupt_is_code_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_is_code_130(monkeypatch: pytest.MonkeyPatch) -> None:
     replace_train(monkeypatch, KeyboardInterrupt())
-    code, out, _ = outcome(capsys, "train")
+    code, out, _ = answers.outcome("train")
     assert (code, out) == (130, "")
 
 
@@ -103,11 +94,9 @@ def test_a_closed_pipe_says_nothing(capsys: pytest.CaptureFixture[str], monkeypa
         (MemoryError(), "the memory of this machine, or what this process may have of it, is used up"),
     ],
 )
-def test_what_the_machine_lacks_is_one_line(
-    error: BaseException, told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_machine_lacks_is_one_line(error: BaseException, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     replace_train(monkeypatch, error)
-    assert outcome(capsys, "train") == (2, "", f"error: {told}\n")
+    assert answers.outcome("train") == (2, "", f"error: {told}\n")
 
 
 def test_a_file_that_the_program_misses_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,9 +105,9 @@ def test_a_file_that_the_program_misses_keeps_its_traceback(monkeypatch: pytest.
         main(["train"])
 
 
-def test_a_long_value_is_cut_in_its_middle(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_value_is_cut_in_its_middle(monkeypatch: pytest.MonkeyPatch) -> None:
     replace_train(monkeypatch, DataError("x" * 10_000, fix="a shorter one"))
-    _, _, err = outcome(capsys, "train")
+    _, _, err = answers.outcome("train")
     assert len(err) < 2100 and err.endswith("xxx; fix: a shorter one\n")
 
 

@@ -1,12 +1,11 @@
 """What a typo means is said in one way, whatever was mistyped, and only for what resembles something."""
 
-import shlex
 from pathlib import Path
 
 import pytest
 
 from penstock.base.errors import did_you_mean, did_you_mean_path
-from penstock.cli.main import main
+from tests.cli import answers
 
 
 @pytest.mark.parametrize(
@@ -44,17 +43,13 @@ from penstock.cli.main import main
     ],
 )
 def test_a_typo_is_answered_with_what_was_meant(
-    line: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    line: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "first").mkdir(parents=True)
     for name in ("my-run.toml", "mine.toml", "book.txt"):
         (tmp_path / name).touch()
-    assert main(shlex.split(line)) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.count("\n") == 1
-    assert f"; fix: did you mean {meant}?" in err
+    assert f"; fix: did you mean {meant}?" in answers.refused(line)
 
 
 def test_what_resembles_nothing_gets_no_proposal() -> None:

@@ -4,10 +4,8 @@ import json
 import shlex
 from pathlib import Path
 
-import pytest
-
-from penstock.cli.main import main
 from penstock.cli.output import next_line
+from tests.cli import answers
 from tests.promises.test_documents import parse_penstock
 from tests.report.made_runs import host_folder, run_folder
 from tests.train.saved_run import byte_run, random_model, save_run
@@ -15,11 +13,11 @@ from tests.train.saved_run import byte_run, random_model, save_run
 MARK = "next:  "
 
 
-def _proposed(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[str]:
+def _proposed(*arguments: object) -> list[str]:
     """The commands that a verb proposes; each of ours is one that the command line takes."""
-    assert main([str(word) for word in arguments]) == 0, arguments
-    captured = capsys.readouterr()
-    lines = [line.removeprefix(MARK) for line in (captured.out + captured.err).splitlines() if line.startswith(MARK)]
+    code, out, err = answers.outcome(*arguments)
+    assert code == 0, arguments
+    lines = [line.removeprefix(MARK) for line in (out + err).splitlines() if line.startswith(MARK)]
     for line in lines:
         program, *words = shlex.split(line)
         assert program in ("penstock", "python"), line
@@ -33,67 +31,58 @@ def test_words_are_quoted_for_a_shell() -> None:
     assert line == "next:  penstock train 'my run' 'recompute.modules=[]'"
 
 
-def test_a_run_leads_from_training_to_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_leads_from_training_to_its_page(tmp_path: Path) -> None:
     run = f"{tmp_path}/runs/one"
     options = [f'record.folder="{tmp_path}/runs"', "evaluation.rows=0", "training.global_batch=1"]
     words = ["train", "debug-2l", "training.steps=1", "training.micro_batch=1", "schedule.warmup_steps=0", *options]
-    assert _proposed(capsys, *words, "--name", "one", "--dry-run") == [
-        shlex.join(["penstock", *words, "--name", "one"])
-    ]
+    assert _proposed(*words, "--name", "one", "--dry-run") == [shlex.join(["penstock", *words, "--name", "one"])]
     ends = [f"penstock sample {run} 'The '", f"penstock report {run}"]
-    assert _proposed(capsys, *words, "--name", "one") == ends
-    assert _proposed(capsys, "train", run, "--resume") == [ends[0], f"penstock train {run} --resume training.steps=2"]
+    assert _proposed(*words, "--name", "one") == ends
+    assert _proposed("train", run, "--resume") == [ends[0], f"penstock train {run} --resume training.steps=2"]
 
 
-def test_a_recorded_run_leads_to_the_doctor_and_to_a_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recorded_run_leads_to_the_doctor_and_to_a_change(tmp_path: Path) -> None:
     folder = host_folder(tmp_path / "run")
-    assert _proposed(capsys, "trace", folder) == [f"penstock doctor {folder}"]
+    assert _proposed("trace", folder) == [f"penstock doctor {folder}"]
     change = f"penstock train {folder}/config.toml training.micro_batch=8"
-    assert _proposed(capsys, "doctor", folder) == [change]
-    assert _proposed(capsys, "doctor", folder / "profile") == [f"penstock report {folder}/profile --html report.html"]
+    assert _proposed("doctor", folder) == [change]
+    assert _proposed("doctor", folder / "profile") == [f"penstock report {folder}/profile --html report.html"]
 
 
-def test_json_holds_no_proposal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_holds_no_proposal(tmp_path: Path) -> None:
     folder = host_folder(tmp_path / "run")
     for verb in ("trace", "doctor"):
-        assert main([verb, str(folder), "--json"]) == 0
-        assert isinstance(json.loads(capsys.readouterr().out), dict)
+        assert isinstance(answers.told_as_json(verb, folder), dict)
 
 
-def test_what_is_planned_checked_or_laid_out_leads_to_training(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_planned_checked_or_laid_out_leads_to_training(tmp_path: Path) -> None:
     (tmp_path / "own.toml").write_text('preset = "debug-2l"\n')
     file = tmp_path / "own.toml"
-    assert _proposed(capsys, "config", "validate", file, "seed=2") == [f"penstock train {file} seed=2"]
-    assert _proposed(capsys, "layout", file) == [f"penstock train {file} --fake-world 1 --rank 0"]
+    assert _proposed("config", "validate", file, "seed=2") == [f"penstock train {file} seed=2"]
+    assert _proposed("layout", file) == [f"penstock train {file} --fake-world 1 --rank 0"]
     best = tmp_path / "best.toml"
-    assert _proposed(capsys, "plan", file, "--on", "1xH200", "--only", "ep=1", "--top", 1) == [
+    assert _proposed("plan", file, "--on", "1xH200", "--only", "ep=1", "--top", 1) == [
         f"penstock plan {file} --on 1xH200 --only ep=1 --write best.toml"
     ]
-    assert _proposed(capsys, "plan", file, "--on", "1xH200", "--top", 1, "--write", best) == [f"penstock train {best}"]
+    assert _proposed("plan", file, "--on", "1xH200", "--top", 1, "--write", best) == [f"penstock train {best}"]
 
 
-def test_text_leads_from_a_tokenizer_to_packing_and_training(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_text_leads_from_a_tokenizer_to_packing_and_training(tmp_path: Path) -> None:
     text, tokenizer, prefix = (tmp_path / name for name in ("text.jsonl", "tokenizer.json", "packed"))
     text.write_text(json.dumps({"text": "the penstock feeds the turbine " * 20}) + "\n")
-    made = _proposed(capsys, "data", "tokenizer", "train", text, "--vocabulary", 270, "--output", tokenizer)
+    made = _proposed("data", "tokenizer", "train", text, "--vocabulary", 270, "--output", tokenizer)
     assert made == [f"penstock data pack {text} --output packed/text --tokenizer {tokenizer}"]
-    assert _proposed(capsys, "data", "pack", text, "--output", prefix, "--tokenizer", tokenizer, "--processes", 1) == [
+    assert _proposed("data", "pack", text, "--output", prefix, "--tokenizer", tokenizer, "--processes", 1) == [
         f"penstock train debug data.source=packed data.files={prefix} model.vocab_size=270"
     ]
 
 
-def test_weights_lead_to_transformers_and_a_page_to_a_browser(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_weights_lead_to_transformers_and_a_page_to_a_browser(tmp_path: Path) -> None:
     run = byte_run(tmp_path)
     folder, out = save_run(run, random_model(run)), tmp_path / "out"
-    (line,) = _proposed(capsys, "export", folder, out)
+    (line,) = _proposed("export", folder, out)
     python, flag, code = shlex.split(line)
     assert (python, flag) == ("python", "-c") and f"'{out}'" in code
     compile(code, "next", "exec")
     page = run_folder(tmp_path / "other")
-    assert _proposed(capsys, "report", page, "--no-plan") == [f"python -m webbrowser {page}/report.html"]
+    assert _proposed("report", page, "--no-plan") == [f"python -m webbrowser {page}/report.html"]

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from penstock.cli.main import main
+from tests.cli import answers
 
 OWN = "# edited by hand\n"
 
@@ -23,12 +24,12 @@ OWN = "# edited by hand\n"
     ],
 )
 def test_a_file_that_is_there_stays_as_it_is(
-    words: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path(name).write_text(OWN, encoding="utf-8")
-    assert main(words.format(name).split()) == 2
-    assert f"{name} is there already; fix: another name, or --force to write over it" in capsys.readouterr().err
+    told = f"{name} is there already; fix: another name, or --force to write over it"
+    assert told in answers.refused(words.format(name))
     assert [(path.name, path.read_text(encoding="utf-8")) for path in tmp_path.iterdir()] == [(name, OWN)]
 
 
@@ -41,9 +42,6 @@ def test_force_writes_over_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("place", "told"), [("gone/job.sh", "there is no folder"), (".", "is a folder")])
-def test_a_place_that_takes_no_file_is_refused_before_any_work(
-    place: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_place_that_takes_no_file_is_refused_before_any_work(place: str, told: str, tmp_path: Path) -> None:
     words = f"launch slurm debug-2l --nodes 1 --gpus-per-node 1 --output {tmp_path / place}"
-    assert main(words.split()) == 2
-    assert told in capsys.readouterr().err
+    assert told in answers.refused(words)

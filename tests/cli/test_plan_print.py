@@ -20,23 +20,22 @@ from penstock.cli.plan_print import (
 )
 from penstock.plan.hardware_file import parse_cluster
 from penstock.plan.projection import Plan
+from tests.cli import answers
 from tests.cli.made_plans import GB, plan, projection, refusal, run_of
 
 MEASURED = Path(__file__).parents[2] / "benchmarks" / "results" / "projection-h200.json"
 
 
-def printed(capsys: pytest.CaptureFixture[str], shown: Plan) -> list[str]:
-    print_plan(shown, ["rows are even"])
-    return capsys.readouterr().out.splitlines()
+def printed(shown: Plan) -> list[str]:
+    return answers.written(print_plan, shown, ["rows are even"]).splitlines()
 
 
 def cells(line: str) -> list[str]:
     return re.split(r"  +", line)
 
 
-def explained(capsys: pytest.CaptureFixture[str], shown: Plan, topic: str) -> list[str]:
-    explain(shown, topic)
-    return capsys.readouterr().out.splitlines()
+def explained(shown: Plan, topic: str) -> list[str]:
+    return answers.written(explain, shown, topic).splitlines()
 
 
 def test_the_conclusion_says_layout_time_speed_and_memory_of_what_there_is() -> None:
@@ -50,14 +49,14 @@ def test_what_does_not_fit_says_by_how_much_and_which_part_is_largest() -> None:
     assert "does not fit: 38.9 GB too much on rank 0, which needs 245.0 GB of 206.1 GB (activations 200.0 GB)" in told
 
 
-def test_the_first_lines_are_the_question_and_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = printed(capsys, plan(projection(), projection(run_of("training.micro_batch=2"), step=12.5)))
+def test_the_first_lines_are_the_question_and_the_answer() -> None:
+    lines = printed(plan(projection(), projection(run_of("training.micro_batch=2"), step=12.5)))
     assert lines[0] == "debug on 16 MI300X (2 nodes of 8), 206.1 GB each"
     assert lines[1] == f"best: {conclusion(projection())}"
 
 
-def test_candidates_have_columns_for_what_differs_and_one_line_for_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = printed(capsys, plan(projection(), projection(run_of("training.micro_batch=2"), step=12.5)))
+def test_candidates_have_columns_for_what_differs_and_one_line_for_the_rest() -> None:
+    lines = printed(plan(projection(), projection(run_of("training.micro_batch=2"), step=12.5)))
     assert lines[3].split() == (
         ["layout", "micro-batch", "step", "tokens/s/GPU", "MFU", "bubble", "exposed", "memory", "left"]
     )
@@ -82,40 +81,40 @@ def test_candidates_have_columns_for_what_differs_and_one_line_for_the_rest(caps
     assert lines[6] == ("all: schedule 1f1b, recompute none, sync-free stage 0, dispatcher all-to-all, shard optimizer")
 
 
-def test_the_best_is_told_by_component_and_by_part_of_the_step(capsys: pytest.CaptureFixture[str]) -> None:
-    text = "\n".join(printed(capsys, plan(projection())))
+def test_the_best_is_told_by_component_and_by_part_of_the_step() -> None:
+    text = "\n".join(printed(plan(projection())))
     assert "batch     64 rows of 128 = 8,192 tokens a step: 8 x 2 micro-batches of 4" in text
     assert "parameters 10.0 GB, gradients 20.0 GB, master 5.00 GB, moments 10.0 GB, activations 50.0 GB; rank 0" in text
     assert "passes 10.7 s, waiting 0 s, update 500 ms; rank 0, which waits least" in text
 
 
-def test_refusals_are_grouped_by_rule_the_most_frequent_first(capsys: pytest.CaptureFixture[str]) -> None:
+def test_refusals_are_grouped_by_rule_the_most_frequent_first() -> None:
     refused = (
         refusal("ep-divides", "EP 3 does not divide 64 experts", ep=3, pp=None),
         refusal("memory", "activations exceed by 23.4 GB", count=40, pp=8, vpp=4, ep=8, micro_batch=2),
         refusal("memory", "activations exceed by 99.9 GB", count=21, pp=4),
     )
-    lines = printed(capsys, plan(projection(), refused=refused))
+    lines = printed(plan(projection(), refused=refused))
     at = lines.index("refused: 62 of 63 layouts; a reason of each rule (all: --explain refused)")
     assert cells(lines[at + 2]) == ["memory", "61", "PP8 x 4 EP8, mb 2", "activations exceed by 23.4 GB"]
     assert lines[at + 3].split()[:3] == ["ep-divides", "1", "EP3"]
 
 
-def test_nothing_that_fits_is_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_that_fits_is_an_answer() -> None:
     refused = (refusal("memory", "moments exceed by 1.0 GB", 7, pp=2), refusal("ep-divides", "EP 3 does not", ep=3))
-    lines = printed(capsys, plan(refused=refused))
+    lines = printed(plan(refused=refused))
     assert lines[1] == "nothing fits, of 8 layouts"
     assert any("moments exceed by 1.0 GB" in line for line in lines)
 
 
-def test_one_layout_that_is_refused_gets_its_whole_reason(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_layout_that_is_refused_gets_its_whole_reason() -> None:
     reason = f"{'long ' * 40}end"
-    lines = printed(capsys, plan(refused=(refusal("ep-divides", reason, ep=3),)))
+    lines = printed(plan(refused=(refusal("ep-divides", reason, ep=3),)))
     assert lines[1] == f"asked: EP3: refused by ep-divides: {reason}"
 
 
-def test_a_plan_says_what_it_rests_on(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = printed(capsys, plan(projection()))
+def test_a_plan_says_what_it_rests_on() -> None:
+    lines = printed(plan(projection()))
     assert "assumed: rows are even" in lines
     figures = next(line for line in lines if line.startswith("figures of MI300X: reported memory, 2 of 11 collectives"))
     assert "; assumed overhead, host, host link, efficiency, 9 of 11 collectives (" in figures
@@ -153,24 +152,24 @@ def test_sizes_that_nobody_settled_are_not_taken_for_one() -> None:
     assert sizes_text(dict.fromkeys(("tp", "cp", "pp", "ep", "etp"), 1)) == "one rank for all"
 
 
-def test_memory_is_explained_by_place(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = explained(capsys, plan(projection()), "memory")
+def test_memory_is_explained_by_place() -> None:
+    lines = explained(plan(projection()), "memory")
     head = next(line for line in lines if line.startswith("component"))
     assert head.split() == ["component", "rank", "0", "rank", "8"]
     assert "activations  50.0 GB             49.0 GB" in lines
     assert "total        95.0 GB             94.0 GB" in lines
 
 
-def test_a_long_pipeline_is_explained_with_a_row_for_each_place(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_long_pipeline_is_explained_with_a_row_for_each_place() -> None:
     one = projection()
     many = replace(one, memories=tuple(replace(one.memory, rank=rank) for rank in range(6)))
-    lines = explained(capsys, plan(many), "memory")
+    lines = explained(plan(many), "memory")
     assert sum(line.startswith("rank ") for line in lines) == 6
     assert next(line for line in lines if line.startswith("place")).split()[:2] == ["place", "parameters"]
 
 
-def test_activations_are_explained_by_module_and_moment(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = explained(capsys, plan(projection()), "memory.activations")
+def test_activations_are_explained_by_module_and_moment() -> None:
+    lines = explained(plan(projection()), "memory.activations")
     assert "other micro-batches  47.0 GB  94.0%" in lines
     assert "layers.1.moe         2.00 GB  4.0%" in lines
     assert "together             50.0 GB" in lines
@@ -178,8 +177,8 @@ def test_activations_are_explained_by_module_and_moment(capsys: pytest.CaptureFi
     assert any(line.startswith("rank 8  forward of stage 0") and line.endswith("49.0 GB") for line in lines)
 
 
-def test_time_is_explained_by_place_and_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = explained(capsys, plan(projection(step=12.0)), "time")
+def test_time_is_explained_by_place_and_adds_up() -> None:
+    lines = explained(plan(projection(step=12.0)), "time")
     rows = {line.split("  ")[0]: cells(line)[1:] for line in lines}
     assert rows["experts"] == ["9.00 s", "8.00 s"]
     assert rows["waiting"] == ["0 s", "1.00 s"]
@@ -187,17 +186,15 @@ def test_time_is_explained_by_place_and_adds_up(capsys: pytest.CaptureFixture[st
     assert rows["(exposed)"] == ["34.0 ms", "34.0 ms"]
 
 
-def test_every_refusal_can_be_read_in_full(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_refusal_can_be_read_in_full() -> None:
     reason = "x" * 200
-    lines = explained(
-        capsys, plan(refused=(refusal("memory", reason, pp=2), refusal("memory", "other", pp=4))), "refused"
-    )
+    lines = explained(plan(refused=(refusal("memory", reason, pp=2), refusal("memory", "other", pp=4))), "refused")
     assert any(line.endswith(reason) for line in lines)
     assert any(line.endswith("other") for line in lines)
 
 
-def test_the_sources_of_the_hardware_can_be_read(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = explained(capsys, plan(projection()), "hardware")
+def test_the_sources_of_the_hardware_can_be_read() -> None:
+    lines = explained(plan(projection()), "hardware")
     assert any(line.startswith("memory ") and "rocm-smi" in line for line in lines)
 
 
@@ -213,6 +210,6 @@ def test_an_unknown_topic_names_those_that_there_are() -> None:
     assert all(topic in str(told.value) for topic in TOPICS)
 
 
-def test_sizes_that_no_grid_has_are_told_as_that(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = printed(capsys, plan())
+def test_sizes_that_no_grid_has_are_told_as_that() -> None:
+    lines = printed(plan())
     assert lines[1] == "nothing fits: no grid of 16 devices has the sizes that are asked for"

@@ -8,13 +8,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from penstock.cli import preflight
-from penstock.cli.main import main
 from penstock.tune.preflight.check import PreflightCheck
 from penstock.tune.preflight.host import read_disk
 from tests.cli import answers
@@ -33,14 +31,11 @@ def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
 printed = partial(answers.printed, "preflight --processes 1")
 
 
-def answer(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> dict[str, Any]:
-    found = json.loads(printed(capsys, *arguments, "--json", code=code))
-    assert isinstance(found, dict)
-    return found
+answer = partial(answers.told_as_json, "preflight --processes 1")
 
 
-def test_every_area_is_looked_at_and_nothing_is_left_behind(capsys: pytest.CaptureFixture[str]) -> None:
-    found = answer(capsys)
+def test_every_area_is_looked_at_and_nothing_is_left_behind() -> None:
+    found = answer()
     assert {one["area"] for one in found["checks"]} == {
         "versions", "environment", "host", "disk", "devices", "transfers",
     }  # fmt: skip
@@ -50,29 +45,29 @@ def test_every_area_is_looked_at_and_nothing_is_left_behind(capsys: pytest.Captu
     assert list(Path().iterdir()) == []
 
 
-def test_people_read_a_line_for_each_check_and_a_sum(capsys: pytest.CaptureFixture[str]) -> None:
-    *lines, last, proposed = printed(capsys).splitlines()
+def test_people_read_a_line_for_each_check_and_a_sum() -> None:
+    *lines, last, proposed = printed().splitlines()
     assert any(line.startswith("ok       versions     Python") for line in lines)
     assert " 0 failed on " in last and proposed == "next:  penstock train debug"
     assert "\x1b" not in "".join(lines)
 
 
-def test_what_failed_is_exit_code_1(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_failed_is_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
     bad = PreflightCheck(area="disk", name="room", status="failed", got="none", expected="some", fix="buy a disk")
     monkeypatch.setattr(preflight, "judge_disk", lambda *_: [bad])
-    text = printed(capsys, code=1)
+    text = printed(code=1)
     assert "failed   disk         room             none\n" in text
     assert f"\n{' ' * 39}expected: some\n{' ' * 39}fix: buy a disk\n" in text
 
 
-def test_a_variable_that_hurts_is_seen(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_that_hurts_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
-    (found,) = (one for one in answer(capsys)["checks"] if one["name"] == "NCCL_P2P_DISABLE")
+    (found,) = (one for one in answer()["checks"] if one["name"] == "NCCL_P2P_DISABLE")
     assert (found["status"], found["fix"]) == ("warning", "unset NCCL_P2P_DISABLE")
 
 
-def test_a_run_that_is_named_says_how_much_room_its_checkpoints_need(capsys: pytest.CaptureFixture[str]) -> None:
-    found = answer(capsys, "deepseek-v3", "checkpoint.keep=9", code=1)
+def test_a_run_that_is_named_says_how_much_room_its_checkpoints_need() -> None:
+    found = answer("deepseek-v3", "checkpoint.keep=9", code=1)
     (room,) = (one for one in found["checks"] if one["name"] == "room")
     # 671 B parameters and a layer of multi-token prediction, 12 bytes each
     assert room["expected"].endswith("10 checkpoints of 8,191.6 GB")
@@ -86,13 +81,8 @@ def test_a_run_that_is_named_says_how_much_room_its_checkpoints_need(capsys: pyt
         (["--processes", "0"], "--processes"),
     ],
 )
-def test_a_wrong_question_is_one_line_and_code_2(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["preflight", *arguments]) == 2
-    captured = capsys.readouterr()
-    assert (captured.out, captured.err.count("\n")) == ("", 1)
-    assert message in captured.err
+def test_a_wrong_question_is_one_line_and_code_2(arguments: list[str], message: str) -> None:
+    assert message in answers.refused("preflight", *arguments)
 
 
 @pytest.mark.slow
@@ -115,10 +105,8 @@ def test_ranks_find_each_other_and_are_compared_with_a_file(tmp_path: Path) -> N
     assert done.returncode == 1
 
 
-def test_ranks_that_do_not_come_to_an_end_fail(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_do_not_come_to_an_end_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "run_processes", lambda *_: 1)
-    assert main(["preflight", "--processes", "2", "--json"]) == 1
-    (broken,) = (one for one in json.loads(capsys.readouterr().out)["checks"] if one["status"] == "failed")
+    found = answers.told_as_json("preflight --processes 2", code=1)
+    (broken,) = (one for one in found["checks"] if one["status"] == "failed")
     assert (broken["area"], broken["name"]) == ("transfers", "ranks together")

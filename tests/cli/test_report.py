@@ -3,8 +3,6 @@
 from functools import partial
 from pathlib import Path
 
-import pytest
-
 from penstock.cli.main import main
 from tests.cli import answers
 from tests.report.made_runs import run_folder
@@ -13,10 +11,9 @@ from tests.trace.tiny import tiny, write
 refused = partial(answers.refused, "report")
 
 
-def test_the_page_stands_in_the_folder_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_stands_in_the_folder_of_the_run(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "first")
-    assert main(["report", str(folder)]) == 0
-    assert capsys.readouterr().err.startswith(f"written to {folder / 'report.html'}\n")
+    assert answers.outcome("report", folder)[2].startswith(f"written to {folder / 'report.html'}\n")
     assert "<title>first</title>" in (folder / "report.html").read_text()
 
 
@@ -32,20 +29,20 @@ def test_devices_may_be_named(tmp_path: Path) -> None:
     assert "Dashed: the capacity of H200" in (folder / "report.html").read_text()
 
 
-def test_what_cannot_be_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_is_one_line(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "first")
     trace = write(tmp_path / "traces" / "rank-0.json", tiny())
-    assert "there is no" in refused(capsys, tmp_path / "gone")
-    assert "the page needs a place" in refused(capsys, trace)
-    assert "ends in .html" in refused(capsys, folder, "--html", tmp_path / "page.pdf")
-    assert "there is no folder" in refused(capsys, folder, "--html", tmp_path / "gone" / "page.html")
-    assert "leave one of them out" in refused(capsys, folder, "--on", "1xH200", "--no-plan")
+    assert "there is no" in refused(tmp_path / "gone")
+    assert "the page needs a place" in refused(trace)
+    assert "ends in .html" in refused(folder, "--html", tmp_path / "page.pdf")
+    assert "there is no folder" in refused(folder, "--html", tmp_path / "gone" / "page.html")
+    assert "leave one of them out" in refused(folder, "--on", "1xH200", "--no-plan")
     (tmp_path / "empty").mkdir()
-    assert "holds no trace" in refused(capsys, tmp_path / "empty")
+    assert "holds no trace" in refused(tmp_path / "empty")
 
 
-def test_a_page_that_cannot_be_made_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_page_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "first")
     (folder / "metrics.jsonl").write_text("{\n{}\n")
-    assert "is no JSON" in refused(capsys, folder)
+    assert "is no JSON" in refused(folder)
     assert sorted(path.name for path in folder.iterdir()) == ["config.toml", "metrics.jsonl"]

@@ -1,17 +1,16 @@
-"""`penstock trace` from the outside."""
+"""`penstock trace`, `trace diff` and `trace replay` from the outside."""
 
-import json
 import subprocess
 import sys
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.cli import answers
 from tests.trace.synthetic import Job, Traces, make
-from tests.trace.tiny import event, kernel, trace_of, write
+from tests.trace.tiny import event, kernel, launch, tiny, trace_of, write
 
 JOB = Job(ranks=4, hot_rank=1, missing=((2, 5),))
 
@@ -29,16 +28,12 @@ def folder(traces: Traces, tmp_path_factory: pytest.TempPathFactory) -> Path:
 shown = partial(answers.printed, "trace")
 
 
-def told(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str, Any]:
-    answer: dict[str, Any] = json.loads(shown(capsys, *arguments, "--json"))
-    return answer
-
-
+told = partial(answers.told_as_json, "trace")
 refused = partial(answers.refused, "trace")
 
 
-def test_json_of_one_rank_has_the_keys_of_the_contract(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    answer = told(capsys, folder / "rank1_trace.json.gz")
+def test_json_of_one_rank_has_the_keys_of_the_contract(folder: Path) -> None:
+    answer = told(folder / "rank1_trace.json.gz")
     keys = {
         "timeline",
         "steps",
@@ -56,10 +51,8 @@ def test_json_of_one_rank_has_the_keys_of_the_contract(folder: Path, capsys: pyt
     assert "ranks" not in answer
 
 
-def test_json_of_many_ranks_has_their_tables_by_number(
-    folder: Path, traces: Traces, capsys: pytest.CaptureFixture[str]
-) -> None:
-    answer = told(capsys, folder)
+def test_json_of_many_ranks_has_their_tables_by_number(folder: Path, traces: Traces) -> None:
+    answer = told(folder)
     assert set(answer["ranks"]) == {"0", "1", "2", "3"}
     for rank, truth in enumerate(traces.truth.timelines):
         timeline = answer["ranks"][f"{rank}"]["timeline"]["all"]
@@ -67,8 +60,8 @@ def test_json_of_many_ranks_has_their_tables_by_number(
             assert timeline[f"{name}_us"] == pytest.approx(time_us, abs=1.0), (rank, name)
 
 
-def test_json_of_collectives_is_the_truth(folder: Path, traces: Traces, capsys: pytest.CaptureFixture[str]) -> None:
-    answer = told(capsys, folder)
+def test_json_of_collectives_is_the_truth(folder: Path, traces: Traces) -> None:
+    answer = told(folder)
     assert {"rank", "group", "seq", "name", "bytes", "pure_us", "wait_us"} <= set(answer["collectives"][0])
     found = {(one["group"], one["seq"], one["rank"]): one for one in answer["collectives"]}
     whole = [one for one in traces.truth.meetings if (one.group, one.seq, 0) in found]
@@ -81,16 +74,16 @@ def test_json_of_collectives_is_the_truth(folder: Path, traces: Traces, capsys: 
     assert answer["experts"]["fullest_rank"] == 1
 
 
-def test_one_rank_of_many_is_compared_with_all(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    answer = told(capsys, folder, "--rank", "3")
+def test_one_rank_of_many_is_compared_with_all(folder: Path) -> None:
+    answer = told(folder, "--rank", "3")
     assert set(answer["ranks"]) == {"3"}
     assert {one["rank"] for one in answer["collectives"]} == {3}
     assert answer["stragglers"][0]["rank"] == 1
 
 
-def test_a_step_is_a_part_of_the_whole(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_step_is_a_part_of_the_whole(folder: Path) -> None:
     file = folder / "rank0_trace.json.gz"
-    whole, step = told(capsys, file), told(capsys, file, "--step", "6")
+    whole, step = told(file), told(file, "--step", "6")
     assert [one["number"] for one in whole["steps"]] == [5, 6]
     assert [one["number"] for one in step["steps"]] == [6]
     window = whole["steps"][1]["timeline"]
@@ -98,8 +91,8 @@ def test_a_step_is_a_part_of_the_whole(folder: Path, capsys: pytest.CaptureFixtu
     assert step["timeline"]["all"]["compute_us"] < 0.6 * whole["timeline"]["all"]["compute_us"]
 
 
-def test_tables_say_it_for_people(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = shown(capsys, folder)
+def test_tables_say_it_for_people(folder: Path) -> None:
+    text = shown(folder)
     for part in (
         "times are sums over 2 recorded steps",
         "time on the device",
@@ -110,12 +103,10 @@ def test_tables_say_it_for_people(folder: Path, capsys: pytest.CaptureFixture[st
     ):
         assert part in text
     assert "experts: fullest rank over the mean" in text
-    assert "layer" in shown(capsys, folder, "--layers")
+    assert "layer" in shown(folder, "--layers")
 
 
-def test_waits_of_the_host_are_added_up_over_layers_and_steps(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_waits_of_the_host_are_added_up_over_layers_and_steps(tmp_path: Path) -> None:
     events = [kernel("some_kernel", 0, 10, correlation=1)]
     for layer in range(3):
         at = 100 * layer
@@ -125,18 +116,18 @@ def test_waits_of_the_host_are_added_up_over_layers_and_steps(
             event("cpu_op", "aten::item", at + 20, 50),
             event("cuda_runtime", "cudaStreamSynchronize", at + 30, 20),
         ]
-    text = shown(capsys, write(tmp_path / "trace.json", trace_of(*events)))
+    text = shown(write(tmp_path / "trace.json", trace_of(*events)))
     (row,) = [line.split() for line in text.splitlines() if line.startswith("cudaStreamSynchronize")]
     assert row == ["cudaStreamSynchronize", "3", "0.060", "dispatch", ">", "aten::item"]
 
 
-def test_one_rank_says_that_it_cannot_tell_waiting(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "one rank cannot tell waiting from transfer" in shown(capsys, folder / "rank0_trace.json.gz")
+def test_one_rank_says_that_it_cannot_tell_waiting(folder: Path) -> None:
+    assert "one rank cannot tell waiting from transfer" in shown(folder / "rank0_trace.json.gz")
 
 
-def test_long_tables_are_cut_and_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_long_tables_are_cut_and_say_so(tmp_path: Path) -> None:
     folder = make(Job(ranks=1, steps=15, layers=1, is_even=True)).write(tmp_path)
-    assert "3 more" in shown(capsys, folder)
+    assert "3 more" in shown(folder)
 
 
 @pytest.mark.parametrize(
@@ -148,26 +139,24 @@ def test_long_tables_are_cut_and_say_so(tmp_path: Path, capsys: pytest.CaptureFi
         (("--rank", "-1"), "--rank"),
     ],
 )
-def test_a_wrong_question_is_one_line(
-    folder: Path, arguments: tuple[str, ...], error: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_question_is_one_line(folder: Path, arguments: tuple[str, ...], error: str) -> None:
     paths = () if arguments[0].startswith("/") else (folder,)
-    assert error in refused(capsys, *paths, *arguments)
+    assert error in refused(*paths, *arguments)
 
 
-def test_no_path_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "Missing argument" in refused(capsys)
+def test_no_path_is_an_error() -> None:
+    assert "Missing argument" in refused()
 
 
-def test_help_is_that_of_the_files(capsys: pytest.CaptureFixture[str]) -> None:
-    text = shown(capsys, "--help")
+def test_help_is_that_of_the_files() -> None:
+    text = shown("--help")
     assert "penstock trace diff A B" in text
     assert len(text.splitlines()) <= 25
 
 
 @pytest.mark.parametrize("verb", ["diff", "replay"])
-def test_a_verb_is_no_path(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert f"penstock trace {verb}" in shown(capsys, verb, "--help")
+def test_a_verb_is_no_path(verb: str) -> None:
+    assert f"penstock trace {verb}" in shown(verb, "--help")
 
 
 @pytest.mark.often("flags0")
@@ -180,13 +169,81 @@ def test_a_trace_is_read_without_what_takes_long_to_import(folder: Path, flags: 
     assert done.stdout.splitlines()[-1] == "set()"
 
 
-def test_with_a_rank_the_answer_is_the_same(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_with_a_rank_the_answer_is_the_same(folder: Path) -> None:
     """What takes other values than paths goes another way, through typer's checks."""
     file = folder / "rank0_trace.json.gz"
-    assert shown(capsys, file, "--rank", "0") == shown(capsys, file)
-    assert told(capsys, file, "--rank", "0") == told(capsys, file)
+    assert shown(file, "--rank", "0") == shown(file)
+    assert told(file, "--rank", "0") == told(file)
 
 
-def test_wrong_flags_are_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "No such option: --jsn" in refused(capsys, folder, "--jsn")
-    assert "Missing argument" in refused(capsys, "--json")
+def test_wrong_flags_are_one_line(folder: Path) -> None:
+    assert "No such option: --jsn" in refused(folder, "--jsn")
+    assert "Missing argument" in refused("--json")
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[str, str]:
+    """Two traces: in the second, the product of every step takes 15 us more."""
+    slower = tiny()
+    for one in slower["traceEvents"]:
+        if one["name"] == "ampere_bf16_gemm":
+            one["dur"] += 15
+    return str(write(tmp_path / "a.json.gz", tiny())), str(write(tmp_path / "b.json", slower))
+
+
+def test_a_diff_says_what_got_slower(pair: tuple[str, str]) -> None:
+    printed = answers.printed("trace diff", *pair)
+    assert "for a step (medians of 2 and 2)" in printed
+    assert "slower: +0.015 ms in 1 row" in printed
+    line = next(line for line in printed.splitlines() if "aten::mm" in line)
+    assert line.split()[:3] == ["+15.0*", "40.0", "55.0"]
+    assert "belong to no step and are not compared" in printed
+
+
+def test_rows_of_json_add_up_to_the_change_exactly(pair: tuple[str, str]) -> None:
+    tree = answers.told_as_json("trace diff", *pair)
+    assert sum(Fraction(row["change_us"]) for row in tree["rows"]) == Fraction(tree["change_us"])
+    assert tree["change_us"] == tree["b"]["total_us"] - tree["a"]["total_us"]
+    assert {row["verdict"] for row in tree["rows"] if row["operator"] == "aten::mm"} == {"slower"}
+
+
+def test_a_trace_against_itself_is_zero(pair: tuple[str, str]) -> None:
+    tree = answers.told_as_json("trace diff", pair[0], pair[0])
+    assert {row["change_us"] for row in tree["rows"]} == {0}
+    assert {row["verdict"] for row in tree["rows"]} == {"same"}
+
+
+def test_a_rank_that_is_not_there_is_refused(pair: tuple[str, str]) -> None:
+    assert "has no trace of this rank; got 7" in answers.refused("trace diff", *pair, "--rank", 7)
+
+
+def test_a_file_that_is_not_there_is_one_line() -> None:
+    assert "no.json" in answers.refused("trace diff no.json no.json")
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> str:
+    dims = {"Input type": ["float", "float"], "Input Dims": [[4, 8], [8, 3]], "Concrete Inputs": ["", ""]}
+    events = [event("cpu_op", "aten::mm", 0, 9, **dims), launch(3, correlation=1), kernel("gemm", 20, 5, correlation=1)]
+    return str(write(tmp_path / "trace.json", trace_of(*events)))
+
+
+def test_a_script_is_written_or_printed(recorded: str, tmp_path: Path) -> None:
+    out = tmp_path / "replayed.py"
+    told = answers.printed("trace replay", recorded, "--op", "aten::mm", "--out", out)
+    assert told == f"wrote {out}\nnext:  python {out}\n"
+    assert answers.printed("trace replay", recorded, "--op", "mm") == out.read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (["--op", "aten::nothing"], "no operator or kernel of this trace has this name"),
+        (["--op", "mm", "--shape", "1x1"], "has no such shape"),
+        (["--op", "mm", "--counts", "1,x"], "--counts takes whole numbers"),
+        (["--op", "mm", "--rank", "3"], "has no trace of this rank"),
+        (["--op", "mm", "--out", "/no/such/folder/x.py"], "there is no folder"),
+    ],
+)
+def test_what_cannot_be_replayed_is_one_line(options: list[str], error: str, recorded: str) -> None:
+    assert error in answers.refused("trace replay", recorded, *options)

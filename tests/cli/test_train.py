@@ -1,12 +1,15 @@
-"""`penstock train` from the outside: what it leaves, what it prints, what it refuses, and how it is stopped."""
+"""`penstock train` from the outside: what it leaves, prints and refuses, how it is stopped and started again."""
 
 import errno
 import json
+import multiprocessing
 import os
 import re
 import shutil
 import signal
 import subprocess
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -45,8 +48,6 @@ def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 printed = partial(answers.printed, "train")
-
-
 refused = partial(answers.refused, "train", starts=True)
 
 
@@ -88,8 +89,8 @@ def _train_and_signal(step: int, number: signal.Signals, arguments: Sequence[str
 # A run from its start to its end
 
 
-def test_a_run_leaves_configuration_metrics_checkpoints_and_events(capsys: pytest.CaptureFixture[str]) -> None:
-    text = printed(capsys, "tiny.toml", "record.tensorboard=true")
+def test_a_run_leaves_configuration_metrics_checkpoints_and_events() -> None:
+    text = printed("tiny.toml", "record.tensorboard=true")
     folder = Path("runs/tiny")
     assert sorted(path.name for path in folder.iterdir()) == [
         "checkpoints", "config.toml", "metrics.jsonl", "starts.jsonl", "tensorboard",
@@ -105,31 +106,31 @@ def test_a_run_leaves_configuration_metrics_checkpoints_and_events(capsys: pytes
     assert "held out" in text
 
 
-def test_the_next_run_of_the_same_name_gets_a_number(capsys: pytest.CaptureFixture[str]) -> None:
-    printed(capsys, "tiny.toml", "training.steps=1", "schedule.warmup_steps=1")
-    assert "in runs/tiny-2" in printed(capsys, "tiny.toml", "training.steps=1", "schedule.warmup_steps=1")
+def test_the_next_run_of_the_same_name_gets_a_number() -> None:
+    printed("tiny.toml", "training.steps=1", "schedule.warmup_steps=1")
+    assert "in runs/tiny-2" in printed("tiny.toml", "training.steps=1", "schedule.warmup_steps=1")
     assert load_run("runs/tiny-2").name == "tiny-2"
 
 
-def test_overrides_win(capsys: pytest.CaptureFixture[str]) -> None:
-    printed(capsys, "tiny.toml", "training.steps=2", "--name", "short")
+def test_overrides_win() -> None:
+    printed("tiny.toml", "training.steps=2", "--name", "short")
     assert [line["step"] for line in metrics_of("runs/short")] == [1, 2]
 
 
-def test_deterministic_mode_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_mode_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    printed(capsys, "tiny.toml", "training.deterministic=true")
+    printed("tiny.toml", "training.deterministic=true")
 
 
-def test_two_runs_are_the_same_bit_for_bit(capsys: pytest.CaptureFixture[str]) -> None:
-    printed(capsys, "tiny.toml")
-    printed(capsys, "tiny.toml")
+def test_two_runs_are_the_same_bit_for_bit() -> None:
+    printed("tiny.toml")
+    printed("tiny.toml")
     assert metrics_of("runs/tiny") == metrics_of("runs/tiny-2")
 
 
-def test_a_dry_run_says_what_would_be_and_writes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_says_what_would_be_and_writes_nothing() -> None:
     before = everything()
-    text = printed(capsys, "tiny.toml", "--dry-run")
+    text = printed("tiny.toml", "--dry-run")
     assert everything() == before
     assert "run tiny is new, in runs; nothing was written" in text
     assert "FLOP a token" in text
@@ -137,20 +138,17 @@ def test_a_dry_run_says_what_would_be_and_writes_nothing(capsys: pytest.CaptureF
     assert "48 tokens a step, 192 in 4 steps" in text
 
 
-def test_a_run_that_cannot_fit_is_refused_at_once_and_a_dry_run_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_cannot_fit_is_refused_at_once_and_a_dry_run_says_so() -> None:
     before = everything()
     huge = ("tiny.toml", "training.sequence_length=1000000000")
-    assert "does not fit into the memory of this machine" in refused(capsys, *huge)
-    assert main(["train", *huge, "--dry-run"]) == 0
-    out, err = capsys.readouterr()
+    assert "does not fit into the memory of this machine" in refused(*huge)
+    _, out, err = answers.outcome("train", *huge, "--dry-run")
     assert "warning: run tiny does not fit" in err
     assert "rows not cut" in out
     assert everything() == before
 
 
-def test_a_tokenizer_that_leaves_most_of_the_vocabulary_is_warned_of(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_tokenizer_that_leaves_most_of_the_vocabulary_is_warned_of(tmp_path: Path) -> None:
     bytes_of_many = ("debug-2l", "model.vocab_size=5000")
     for words in (
         ["train", *bytes_of_many, "--dry-run"],
@@ -158,83 +156,80 @@ def test_a_tokenizer_that_leaves_most_of_the_vocabulary_is_warned_of(
         ["launch", "slurm", *bytes_of_many, "--nodes", "1", "--gpus-per-node", "1"],
         ["train", *bytes_of_many, "training.steps=1", "evaluation.rows=1"],
     ):
-        assert main(words) == 0, capsys.readouterr().err
-        err = capsys.readouterr().err
+        code, _, err = answers.outcome(*words)
+        assert code == 0
         assert err.count("warning: data.tokenizer bytes has 257 ids of model.vocab_size 5,000") == 1, words
-    assert main(["config", "validate", "debug"]) == 0
-    assert capsys.readouterr().err == ""
+    answers.printed("config validate debug")
 
 
 # Stopping and going on
 
 
 @pytest.mark.parametrize("how", ["gone", "empty"])
-def test_a_run_whose_checkpoints_were_taken_away_is_not_begun_again(
-    how: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    printed(capsys, "tiny.toml")
+def test_a_run_whose_checkpoints_were_taken_away_is_not_begun_again(how: str) -> None:
+    printed("tiny.toml")
     before = metrics_of("runs/tiny")
     shutil.rmtree("runs/tiny/checkpoints")
     if how == "empty":
         Path("runs/tiny/checkpoints").mkdir()
-    message = refused(capsys, "runs/tiny", "--resume", "training.steps=8")
+    message = refused("runs/tiny", "--resume", "training.steps=8")
     assert f"checkpoints {'is gone' if how == 'gone' else 'holds no checkpoint'}: the run cannot go on" in message
     assert "got 4 steps in runs/tiny/metrics.jsonl" in message
     assert metrics_of("runs/tiny") == before
     assert message.endswith("begin a new run: penstock train runs/tiny/config.toml")
-    assert "in runs/tiny-2" in printed(capsys, "runs/tiny/config.toml")
+    assert "in runs/tiny-2" in printed("runs/tiny/config.toml")
 
 
-def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(capsys: pytest.CaptureFixture[str]) -> None:
-    printed(capsys, "tiny.toml", "--name", "whole")
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again() -> None:
+    printed("tiny.toml", "--name", "whole")
     killed = run_and_signal(2, signal.SIGKILL, "tiny.toml", "checkpoint.every=3", "--name", "broken")
     assert killed.returncode == -signal.SIGKILL
-    text = printed(capsys, "runs/broken", "--resume")
+    text = printed("runs/broken", "--resume")
     assert "runs/broken has no checkpoint: it begins at its first step" in text
     assert [line["step"] for line in metrics_of("runs/broken")] == [1, 2, 3, 4]
 
 
-def test_twenty_steps_are_ten_and_kill_9_and_ten(capsys: pytest.CaptureFixture[str]) -> None:
+def test_twenty_steps_are_ten_and_kill_9_and_ten() -> None:
     longer = ("training.steps=20", "checkpoint.every=10")
-    printed(capsys, "tiny.toml", *longer, "--name", "whole")
+    printed("tiny.toml", *longer, "--name", "whole")
     killed = run_and_signal(13, signal.SIGKILL, "tiny.toml", *longer, "--name", "broken")
     assert killed.returncode == -signal.SIGKILL
     assert [line["step"] for line in metrics_of("runs/broken")] == list(range(1, 14))
     assert [path.name for path in Path("runs/broken/checkpoints").iterdir()] == ["step-000010"]
-    text = printed(capsys, "runs/broken", "--resume")
+    text = printed("runs/broken", "--resume")
     assert metrics_of("runs/broken") == metrics_of("runs/whole")
     assert "done: 20 steps" in text
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_stops_after_the_step_with_a_checkpoint(
-    number: signal.Signals, code: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    number: signal.Signals, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at_step(monkeypatch, 3, number)
-    text = printed(capsys, "tiny.toml", code=code)
+    text = printed("tiny.toml", code=code)
     assert "stopping after this step; Ctrl-C once more" in text
     assert f"stopped by {number.name} after step 3 of 4, saved in runs/tiny/checkpoints/step-000003" in text
     assert "next:  penstock train runs/tiny --resume" in text
 
 
-def test_a_stopped_run_goes_on_as_it_says(in_a_folder_of_its_own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stopped_run_goes_on_as_it_says(in_a_folder_of_its_own: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         at_step(patch, 3, signal.SIGTERM)
-        text = printed(capsys, "tiny.toml", code=143)
+        text = printed("tiny.toml", code=143)
     command = text[text.index("penstock train ") :].split()[2:]
-    printed(capsys, *command)
-    printed(capsys, "tiny.toml", "--name", "whole")
+    printed(*command)
+    printed("tiny.toml", "--name", "whole")
     assert metrics_of("runs/tiny") == metrics_of("runs/whole")
 
 
-def test_a_run_without_checkpoints_says_that_nothing_is_saved(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_checkpoints_says_that_nothing_is_saved() -> None:
     with pytest.MonkeyPatch.context() as patch:
         at_step(patch, 3, signal.SIGTERM)
-        text = printed(capsys, "tiny.toml", "checkpoint.enabled=false", code=143)
+        text = printed("tiny.toml", "checkpoint.enabled=false", code=143)
     assert "stopped by SIGTERM after step 3 of 4, nothing is saved" in text
     assert "go on" not in text
     assert not any(Path("runs/tiny/checkpoints").iterdir())
-    text = printed(capsys, "tiny.toml", "checkpoint.enabled=false")
+    text = printed("tiny.toml", "checkpoint.enabled=false")
     assert re.search(r"done: 4 steps in 0:\d\d, nothing is saved", text)
 
 
@@ -244,25 +239,25 @@ def test_a_second_ctrl_c_stops_at_once() -> None:
     assert stopped.stderr == "stopped at once; newest checkpoint: step 2\n"
 
 
-def test_the_newest_run_of_a_name_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_newest_run_of_a_name_goes_on() -> None:
     for _ in range(2):
-        printed(capsys, "tiny.toml")
-    text = printed(capsys, "tiny.toml", "--resume", "training.steps=5")
+        printed("tiny.toml")
+    text = printed("tiny.toml", "--resume", "training.steps=5")
     assert "in runs/tiny-2" in text
     assert [line["step"] for line in metrics_of("runs/tiny-2")] == [1, 2, 3, 4, 5]
     assert len(metrics_of("runs/tiny")) == 4
 
 
-def test_a_named_run_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_named_run_goes_on() -> None:
     for _ in range(2):
-        printed(capsys, "tiny.toml")
-    assert "in runs/tiny\n" in printed(capsys, "tiny.toml", "--resume", "--name", "tiny", "training.steps=5")
+        printed("tiny.toml")
+    assert "in runs/tiny\n" in printed("tiny.toml", "--resume", "--name", "tiny", "training.steps=5")
 
 
-def test_a_finished_run_has_nothing_to_go_on_with(capsys: pytest.CaptureFixture[str]) -> None:
-    printed(capsys, "tiny.toml")
+def test_a_finished_run_has_nothing_to_go_on_with() -> None:
+    printed("tiny.toml")
     before = everything()
-    text = printed(capsys, "runs/tiny", "--resume")
+    text = printed("runs/tiny", "--resume")
     assert everything() == before
     assert "runs/tiny is finished: all 4 steps are done" in text
 
@@ -289,52 +284,48 @@ def test_a_finished_run_has_nothing_to_go_on_with(capsys: pytest.CaptureFixture[
         (["tiny.toml", "record.folder=tiny.toml"], "record.folder tiny.toml is no folder"),
     ],
 )
-def test_what_cannot_start_leaves_nothing_behind(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_start_leaves_nothing_behind(arguments: list[str], message: str) -> None:
     Path("empty.txt").write_bytes(b"")
     Path("latin.txt").write_bytes("caf\N{LATIN SMALL LETTER E WITH ACUTE}".encode("latin-1"))
     text = dump_toml(tiny_run(Path("runs"))).replace("vocab_size = 17", "vocab_size = 257")
     Path("tiny.toml").write_text(text, encoding="utf-8")
     before = everything()
-    assert message in refused(capsys, *arguments)
+    assert message in refused(*arguments)
     assert everything() == before
     assert not Path("runs").exists()
 
 
-def test_a_missing_gpu_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "device is cuda, but there is no GPU to use" in refused(capsys, "tiny.toml", "device=cuda")
+    assert "device is cuda, but there is no GPU to use" in refused("tiny.toml", "device=cuda")
     assert not Path("runs").exists()
 
 
-def test_more_processes_than_the_batch_can_feed_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "on 64 ranks" in refused(capsys, "tiny.toml", "--processes", "64")
+def test_more_processes_than_the_batch_can_feed_are_refused() -> None:
+    assert "on 64 ranks" in refused("tiny.toml", "--processes", "64")
     assert not Path("runs").exists()
 
 
-def test_a_name_that_is_taken_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    printed(capsys, "tiny.toml", "--name", "first")
+def test_a_name_that_is_taken_is_refused() -> None:
+    printed("tiny.toml", "--name", "first")
     before = everything()
-    message = refused(capsys, "tiny.toml", "--name", "first")
+    message = refused("tiny.toml", "--name", "first")
     assert message == "runs/first exists already; fix: --resume to go on with it, or another --name"
     assert everything() == before
 
 
-def test_a_run_folder_is_no_start(capsys: pytest.CaptureFixture[str]) -> None:
-    printed(capsys, "tiny.toml")
-    assert "runs/tiny is the folder of a run; fix: add --resume" in refused(capsys, "runs/tiny")
-    assert "both say which run" in refused(capsys, "runs/tiny", "--resume", "--name", "tiny")
+def test_a_run_folder_is_no_start() -> None:
+    printed("tiny.toml")
+    assert "runs/tiny is the folder of a run; fix: add --resume" in refused("runs/tiny")
+    assert "both say which run" in refused("runs/tiny", "--resume", "--name", "tiny")
 
 
-def test_a_rank_goes_on_with_the_folder_of_the_first_and_stops_where_that_does(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_goes_on_with_the_folder_of_the_first_and_stops_where_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
-        printed(capsys, "tiny.toml", "checkpoint.enabled=false")
+        printed("tiny.toml", "checkpoint.enabled=false")
     answers = iter(["runs/tiny", True])
     monkeypatch.setattr(Rendezvous, "agree", lambda *arguments: next(answers))
-    assert "runs/tiny is finished" in printed(capsys, "tiny.toml", "--resume")
+    assert "runs/tiny is finished" in printed("tiny.toml", "--resume")
 
 
 @pytest.mark.parametrize(
@@ -345,39 +336,37 @@ def test_a_rank_goes_on_with_the_folder_of_the_first_and_stops_where_that_does(
         ("training.precision=bf16", "a run cannot be resumed with another training.precision"),
     ],
 )
-def test_another_model_or_other_data_are_refused(
-    override: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    printed(capsys, "tiny.toml")
+def test_another_model_or_other_data_are_refused(override: str, message: str) -> None:
+    printed("tiny.toml")
     before = everything()
-    assert message in refused(capsys, "runs/tiny", "--resume", "training.steps=5", override)
+    assert message in refused("runs/tiny", "--resume", "training.steps=5", override)
     assert everything() == before
 
 
 @pytest.mark.parametrize("name", ["facts.json", "manifest.json", "tensors-00000-00000.safetensors"])
-def test_a_damaged_checkpoint_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    printed(capsys, "tiny.toml")
+def test_a_damaged_checkpoint_is_refused(name: str) -> None:
+    printed("tiny.toml")
     path = Path("runs/tiny/checkpoints/step-000004") / name
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 0x10
     path.write_bytes(content)
     before = everything()
-    assert "is damaged" in refused(capsys, "runs/tiny", "--resume", "training.steps=5")
+    assert "is damaged" in refused("runs/tiny", "--resume", "training.steps=5")
     assert everything() == before
 
 
-def test_a_foreign_checkpoint_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    printed(capsys, "tiny.toml")
+def test_a_foreign_checkpoint_is_refused() -> None:
+    printed("tiny.toml")
     foreign = Path("runs/tiny/checkpoints/step-000009")
     foreign.mkdir()
     torch.save({"model": 1}, foreign / "model.pt")
-    message = refused(capsys, "runs/tiny", "--resume", "training.steps=12")
+    message = refused("runs/tiny", "--resume", "training.steps=12")
     assert "step-000009 is not a Penstock checkpoint" in message
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_with_a_report(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_loss_that_is_not_finite_ends_the_run_with_a_report() -> None:
     diverging = ("optimizer.learning_rate=1e20", "schedule.warmup_steps=0", "evaluation.rows=0")
-    message = refused(capsys, "tiny.toml", *diverging)
+    message = refused("tiny.toml", *diverging)
     assert re.match("the (loss|gradient norm) of step 2 is nan: it began in the (output|gradient) of ", message)
     assert "fix: read runs/tiny/nonfinite.json; newest checkpoint: runs/tiny/checkpoints/step-000001" in message
     report = json.loads(Path("runs/tiny/nonfinite.json").read_text())
@@ -386,25 +375,93 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_a_report(capsys: pytest.Cap
     assert [line["step"] for line in metrics_of("runs/tiny")] == [1]
 
 
-def test_a_full_disk_is_one_line_and_the_run_can_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_is_one_line_and_the_run_can_go_on() -> None:
     def no_space(path: Path, tensors: object) -> str:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(manifest, "write_tensors", no_space)
-        message = refused(capsys, "tiny.toml")
+        message = refused("tiny.toml")
     assert message == "cannot write runs/tiny/checkpoints/step-000002; got No space left on device"
     assert list(Path("runs/tiny/checkpoints").iterdir()) == []
-    printed(capsys, "runs/tiny", "--resume")
+    printed("runs/tiny", "--resume")
     assert [line["step"] for line in metrics_of("runs/tiny")] == [1, 2, 3, 4]
 
 
-def test_a_full_disk_at_the_start_leaves_nothing_behind(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_at_the_start_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_space(path: Path, text: str) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(run_folder, "write_whole", no_space)
-    assert "cannot make a run folder in runs; got No space left on device" in refused(capsys, "tiny.toml")
+    assert "cannot make a run folder in runs; got No space left on device" in refused("tiny.toml")
     assert list(Path("runs").iterdir()) == []
+
+
+def be_the_only_rank(monkeypatch: pytest.MonkeyPatch, *, launch: str, restarts: int = 0) -> None:
+    """What torchrun would say to this process."""
+    for name, value in {
+        "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": launch, "TORCHELASTIC_RESTART_COUNT": str(restarts),
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+
+
+def test_a_run_says_what_is_in_force_in_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    lines = printed("tiny.toml").splitlines()
+    assert lines[0].startswith("environment: ")
+    assert "OMP_WAIT_POLICY=PASSIVE" in lines[0]
+    assert not [line for line in lines[1:] if line.startswith("environment")]
+
+
+@pytest.mark.often("options1")
+@pytest.mark.parametrize("options", [(), ("--name", "first")])
+def test_a_launch_that_starts_again_goes_on_with_its_run(
+    options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    printed("tiny.toml", "--name", "whole")
+    be_the_only_rank(monkeypatch, launch="job-7")
+    with pytest.MonkeyPatch.context() as patch:
+        at_step(patch, 2, signal.SIGTERM)
+        printed("tiny.toml", *options, code=143)
+    be_the_only_rank(monkeypatch, launch="job-7", restarts=1)
+    printed("tiny.toml", *options)
+    name = options[1] if options else "tiny"
+    assert metrics_of(f"runs/{name}") == metrics_of("runs/whole")
+    assert sorted(path.name for path in Path("runs").iterdir()) == sorted([name, "whole"])
+    assert "is finished" in printed("tiny.toml", *options)
+
+
+def test_another_launch_starts_another_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    for launch in ("job-7", "job-8"):
+        be_the_only_rank(monkeypatch, launch=launch)
+        printed("tiny.toml")
+    assert {path.name: (path / "launch").read_text() for path in Path("runs").iterdir()} == {
+        "tiny": "job-7", "tiny-2": "job-8",
+    }  # fmt: skip
+
+
+def test_a_restart_that_does_not_know_its_run_starts_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    be_the_only_rank(monkeypatch, launch="none", restarts=1)
+    assert "a restart does not know with which run it goes on" in refused("tiny.toml")
+    assert not Path("runs").exists()
+
+
+def test_a_rank_that_is_killed_is_started_again_and_loses_nothing(warm_ranks: None) -> None:
+    longer = ("training.steps=40", "checkpoint.every=10")
+    printed("tiny.toml", *longer, "--name", "whole")
+
+    others = multiprocessing.active_children()  # of the pool that other tests share
+
+    def kill_after_the_first_checkpoint() -> None:
+        while not Path("runs/broken/checkpoints/step-000010/manifest.json").exists():
+            time.sleep(0.001)
+        for child in set(multiprocessing.active_children()).difference(others):
+            child.kill()
+
+    watcher = threading.Thread(target=kill_after_the_first_checkpoint, daemon=True)
+    watcher.start()
+    text = printed("tiny.toml", *longer, "--name", "broken", "--processes", "1", "--restarts", "1")
+    watcher.join(timeout=10)
+    assert re.search(r"rank 0 \(process \d+\) was ended by SIGKILL; restart 1 of 1", text)
+    assert metrics_of("runs/broken") == metrics_of("runs/whole")

@@ -71,8 +71,6 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 printed = partial(answers.printed, "train")
-
-
 refused = partial(answers.refused, "train", starts=True)
 
 
@@ -115,53 +113,53 @@ REFUSED = [
 
 @pytest.mark.parametrize(("overrides", "message"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
 def test_what_cannot_be_read_is_refused_with_one_line_and_leaves_nothing_behind(
-    overrides: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    overrides: list[str], message: str
 ) -> None:
     before = everything()
-    assert message in refused(capsys, "tiny.toml", *overrides)
+    assert message in refused("tiny.toml", *overrides)
     assert everything() == before
 
 
-def test_a_mixture_trains_and_goes_on_to_the_same_losses(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = printed(capsys, "mixed.toml", "--dry-run")
+def test_a_mixture_trains_and_goes_on_to_the_same_losses() -> None:
+    plan = printed("mixed.toml", "--dry-run")
     assert "documents of web, 60 documents of code" in plan
-    printed(capsys, "mixed.toml", "--name", "whole", "training.steps=6")
-    printed(capsys, "mixed.toml", "--name", "parts", "training.steps=6", "checkpoint.every=1")
+    printed("mixed.toml", "--name", "whole", "training.steps=6")
+    printed("mixed.toml", "--name", "parts", "training.steps=6", "checkpoint.every=1")
     for newer in sorted(Path("runs/parts/checkpoints").iterdir())[3:]:
         for file in newer.iterdir():
             file.unlink()
         newer.rmdir()
-    printed(capsys, "mixed.toml", "--name", "parts", "--resume", "training.steps=6", "checkpoint.every=1")
+    printed("mixed.toml", "--name", "parts", "--resume", "training.steps=6", "checkpoint.every=1")
     assert [line["loss"] for line in metrics_of("runs/parts")] == [line["loss"] for line in metrics_of("runs/whole")]
 
 
-def test_compressed_files_are_read_from_copies_beside_the_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    printed(capsys, "mixed.toml")
+def test_compressed_files_are_read_from_copies_beside_the_runs() -> None:
+    printed("mixed.toml")
     (copy,) = Path("runs/cache").iterdir()
     assert copy.read_bytes() == gzip.decompress(Path("web/b.jsonl.gz").read_bytes())
-    printed(capsys, "mixed.toml", "data.cache=elsewhere")
+    printed("mixed.toml", "data.cache=elsewhere")
     assert len(list(Path("elsewhere").iterdir())) == 1
 
 
 @pytest.mark.slow
-def test_skipped_records_are_named_and_counted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_skipped_records_are_named_and_counted() -> None:
     own = ("data.source=jsonl", "data.files=bad.jsonl", "training.sequence_length=100", "training.steps=20")
-    text = printed(capsys, "tiny.toml", *own, "data.corrupt=skip")
+    text = printed("tiny.toml", *own, "data.corrupt=skip")
     assert "data: skipped a record: bad.jsonl:5 is not JSON" in text
     counts = [line["records_skipped"] for line in metrics_of("runs/tiny")]
     assert counts == sorted(counts)
     assert counts[-1] >= 1
-    error = refused(capsys, "tiny.toml", *own, "--name", "stopped")
+    error = refused("tiny.toml", *own, "--name", "stopped")
     assert "bad.jsonl:5 is not JSON" in error
-    resumed = printed(capsys, "tiny.toml", *own, "--name", "stopped", "--resume", "data.corrupt=skip")
+    resumed = printed("tiny.toml", *own, "--name", "stopped", "--resume", "data.corrupt=skip")
     assert "done: 20 steps" in resumed
     assert [line["loss"] for line in metrics_of("runs/stopped")] == [line["loss"] for line in metrics_of("runs/tiny")]
 
 
 @pytest.mark.parametrize("streaming", ["true", "false"])
-def test_a_dataset_trains(capsys: pytest.CaptureFixture[str], streaming: str) -> None:
+def test_a_dataset_trains(streaming: str) -> None:
     datasets.disable_progress_bars()
     rows = datasets.Dataset.from_dict({"text": [f"document {number} of a dataset" for number in range(60)]})
     rows.save_to_disk("set", num_shards=3)
     own = ("data.source=huggingface", "data.dataset=set", f"data.streaming={streaming}")
-    assert "done: 4 steps" in printed(capsys, "tiny.toml", *own)
+    assert "done: 4 steps" in printed("tiny.toml", *own)

@@ -8,6 +8,7 @@ import pytest
 import typer
 
 from penstock.cli.verbs import Verb, group_of
+from tests.cli import answers
 
 
 @pytest.fixture
@@ -54,16 +55,15 @@ def call(app: typer.Typer, *arguments: str) -> object:
     return typer.main.get_command(app).main(arguments, prog_name="test", standalone_mode=False)
 
 
-def test_a_function_is_a_verb(app: typer.Typer) -> None:
-    assert call(app, "double", "4") == 8
-
-
-def test_a_group_is_a_verb(app: typer.Typer) -> None:
-    assert call(app, "inner", "triple", "4") == 12
-
-
-def test_a_group_keeps_its_own_verbs(app: typer.Typer) -> None:
-    assert call(app, "own") == 7
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [(("double", "4"), 8), (("inner", "triple", "4"), 12), (("own",), 7)],
+    ids=lambda value: f"{value}",
+)
+def test_a_verb_is_a_function_a_group_or_one_of_the_groups_own(
+    app: typer.Typer, words: tuple[str, ...], answer: int
+) -> None:
+    assert call(app, *words) == answer
 
 
 def test_the_list_imports_nothing(app: typer.Typer, capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,10 +74,12 @@ def test_the_list_imports_nothing(app: typer.Typer, capsys: pytest.CaptureFixtur
     assert "Cannot be imported." in text
 
 
-def test_help_tells_of_itself_at_every_level(app: typer.Typer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_is_that_of_the_verb_at_every_level(app: typer.Typer) -> None:
     for words in ((), ("double",), ("inner",), ("inner", "triple"), ("own",)):
-        call(app, *words, "--help")
-        assert "Show this message and exit." in capsys.readouterr().out
+        text = answers.written(call, app, *words, "--help")
+        assert "Show this message and exit." in text
+    text = answers.written(call, app, "double", "--help")
+    assert "Double a number." in text and "test double" in text
 
 
 def test_verbs_and_their_options_are_completed(app: typer.Typer) -> None:
@@ -85,13 +87,6 @@ def test_verbs_and_their_options_are_completed(app: typer.Typer) -> None:
     with command.make_context("test", ["double"], resilient_parsing=True) as context:
         assert {one.value for one in command.shell_complete(context, "")} == {"double", "inner", "broken", "own"}
         assert [one.value for one in command.shell_complete(context, "--he")] == ["--help"]
-
-
-def test_help_of_a_verb_comes_from_the_verb(app: typer.Typer, capsys: pytest.CaptureFixture[str]) -> None:
-    call(app, "double", "--help")
-    text = capsys.readouterr().out
-    assert "Double a number." in text
-    assert "test double" in text
 
 
 def test_a_verb_that_cannot_be_imported_fails_when_called(app: typer.Typer) -> None:

@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from penstock.cli.main import VERBS
+from tests import fresh_machine
 from tests.shown_commands import commands_in
 from tools import style
 
@@ -125,3 +126,9 @@ def test_every_verb_runs_with_the_core_dependencies_alone(tmp_path: Path) -> Non
     for (line, advice), (code, _, text) in zip(REFUSED, outcomes[len(lines) :], strict=True):
         assert code == 2 and advice in text.splitlines()[-1], f"penstock {line}\n{text}"
     assert not any((tmp_path / "runs" / name).exists() for name in "wpthsk") and not (tmp_path / "again").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_every_command_of_the_first_pages_works_after_make_train(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fresh_machine.main([]) == 0, capsys.readouterr().out

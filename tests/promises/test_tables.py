@@ -1,11 +1,17 @@
-"""Tables of measurements say what was measured, and judge it by the numbers alone."""
+"""Tables of measurements, of families and of ladders: they judge by the numbers alone, and say what is missing."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tools import documents, kernel_tables
+from penstock.config.presets.registry import PRESETS
+from penstock.models.huggingface.families import FAMILIES
+from tests.tune.trials import figures
+from tools import documents, kernel_tables, ladder_tables
+from tools.family_tables import parity, parity_verdict
+from tools.models_page import models_page
 
 
 def ratio(mean: float, least: float) -> dict[str, float]:
@@ -171,3 +177,123 @@ def test_a_table_that_cannot_be_made_is_refused(tmp_path: Path, marker: str) -> 
     (folder / "speed.json").write_text('{"numbers": {}}')
     with pytest.raises(LookupError):
         documents.with_measurements(f"<!--table {marker}-->\n<!--/table-->\n", tmp_path)
+
+
+ENVIRONMENT = {"device": "H200", "torch": "2.11", "ranks": 4, "steps": 30, "warm_up_steps": 10}
+GAIN = {"before": 1.5, "first": 3.0, "by_optimization": 2.0, "by_size": 1.5, "loss_gap": 0.001}
+
+
+def ladder_result(**numbers: Any) -> dict[str, Any]:
+    common = {"target": "small", "overrides": ["seed=1"], "routing": "natural routing"}
+    return {"commit": "0123abc", "environment": ENVIRONMENT, "numbers": common | numbers}
+
+
+def ladder_step(name: str, **changes: Any) -> dict[str, Any]:
+    measured = asdict(figures(16_894.0)) | {"jitter": 1.2, "flops_per_second_per_device": 2.5e14}
+    fields = {"name": name, "what": f"the {name}", "kind": "optimization", "state": "ran", "reason": ""}
+    return fields | {"changed": ["seed=2"], "figures": measured, "gain": GAIN} | changes
+
+
+def assert_is_table(text: str) -> None:
+    """Every row has as many cells as the head."""
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert {row.count("|") for row in rows} == {rows[0].count("|")}
+
+
+def test_a_ladder_tells_every_step_and_why_one_did_not_run() -> None:
+    failed = ladder_step("graphs", state="failed", reason="a | b", figures=None, gain=None, changed=[])
+    made = ladder_result(ladder_steps=[ladder_step("baseline"), failed, ladder_step("larger", kind="size")])
+    text = ladder_tables.ladder(made)
+    assert_is_table(text)
+    assert "Measured on 4 x H200 (torch 2.11), commit `0123abc`; 30 training steps each, medians after 10." in text
+    assert "`small seed=1`; natural routing" in text
+    assert row_of(text, "graphs")[1] == "failed: a / b"
+    assert row_of(text, "larger (size)")[1:] == [
+        "16,894",
+        "100.0 ms, 1.20",
+        "25.0%, 250",
+        "3.0 GiB",
+        "6.0000 -> 4.0000, 1.0e-03",
+        "1.50",
+        "2.00",
+        "1.50",
+        "3.00",
+    ]
+    changes = ladder_tables.ladder_changes(made)
+    assert_is_table(changes)
+    assert row_of(changes, "baseline")[1:] == ["the baseline", "`seed=2`"]
+    assert row_of(changes, "graphs")[2] == "nothing: failed"
+
+
+def test_scaling_is_told_over_one_rank_and_over_two() -> None:
+    measured = asdict(figures(9_000.0))
+    cases = [
+        {"expert_ranks": 4, "method": "symmetric", "reason": "", "figures": measured, "over_1": 0.9, "over_2": None},
+        {
+            "expert_ranks": 4,
+            "method": "all-to-all",
+            "reason": "no memory",
+            "figures": None,
+            "over_1": None,
+            "over_2": None,
+        },
+    ]
+    text = ladder_tables.scaling(ladder_result(rows_per_device=16, micro_batch=4, cases=cases))
+    assert_is_table(text)
+    assert row_of(text, "4 | symmetric")[2:] == ["9,000", "90.0%", "", "3.0 GiB"]
+    assert row_of(text, "4 | all-to-all")[2] == "no memory"
+
+
+def test_jitter_is_told_as_ratios_to_the_median() -> None:
+    cases = [
+        {"garbage": "between steps", "graphs": "none", "reason": "", "figures": asdict(figures(1.0))},
+        {"garbage": "between steps", "graphs": "passes", "reason": "no GPU", "figures": None},
+    ]
+    text = ladder_tables.jitter(ladder_result(cases=cases))
+    assert_is_table(text)
+    assert row_of(text, "between steps | none")[2:] == ["100.0 ms", "120.0 ms", "125.0 ms", "1.200", "1.250"]
+    assert row_of(text, "between steps | passes")[2] == "no GPU"
+
+
+def test_a_table_that_may_be_missing_says_so_until_it_is_measured(tmp_path: Path) -> None:
+    marked = "<!--table? later.json jitter-->\n{}\n<!--/table-->\n"
+    waiting = marked.format("Not measured yet.")
+    assert documents.with_measurements(marked.format("old"), tmp_path) == waiting
+    folder = tmp_path / documents.RESULTS
+    folder.mkdir(parents=True)
+    (folder / "later.json").write_text('{"numbers": {}}')
+    with pytest.raises(LookupError):
+        documents.with_measurements(waiting, tmp_path)
+
+
+def _figures(gradient: float) -> dict[str, Any]:
+    return {"logits": 1e-7, "loss": 0.0, "gradient": gradient, "weight": "blocks.12.attention.query.weight"}
+
+
+def _result(gradient: float) -> dict[str, Any]:
+    models = [
+        {"model": "mixtral", "family": "mixtral", "plain": _figures(2e-6), "packed": _figures(gradient)},
+        {"model": "mixtral, window", "family": "mixtral", "plain": _figures(1e-6), "packed": _figures(1e-6)},
+    ]
+    tolerances = {"logits": 2e-5, "loss": 1e-5, "gradient": 1e-4}
+    return {"environment": {"transformers": "5.23.0"}, "numbers": {"tolerances": tolerances, "models": models}}
+
+
+def test_a_model_passes_if_both_kinds_of_rows_do() -> None:
+    assert parity_verdict(_result(3e-6)).startswith("2 of 2 models of 1 families pass, beside transformers 5.23.0.")
+    failed = parity_verdict(_result(3e-4))
+    assert failed.startswith("1 of 2 models")
+    assert failed.endswith("The largest differences: logits 1.0e-07, loss 0.0e+00, gradient 3.0e-04.")
+
+
+def test_weights_are_named_within_their_layer() -> None:
+    row = parity(_result(3e-6)).splitlines()[3]
+    assert row == (
+        "| mixtral | 1.0e-07 | 2.0e-06 | `attention.query.weight` | 1.0e-07 | 3.0e-06 | `attention.query.weight` |"
+    )
+
+
+def test_the_page_names_every_preset_and_family() -> None:
+    page = models_page()
+    assert all(f"| `{name}` |" in page for name in PRESETS)
+    assert all(f"| {name} |" in page for name in FAMILIES)
