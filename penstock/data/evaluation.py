@@ -89,7 +89,7 @@ def _documents(shards: Shards) -> Iterator[tuple[str, Tokens]]:
 
 
 _ORDER_SEED = 0
-"""All runs evaluate on the same documents, whatever their own seed is."""
+"""All runs evaluate on the same documents, with any seed."""
 
 _SPREAD = 8
 """The line has this many rows per chosen row, if the split has."""

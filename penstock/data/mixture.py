@@ -1,8 +1,8 @@
 """The data of a run: one text or a weighted mixture, and the stream of rows over it.
 
 The next row of a mixture comes from the part with the fewest tokens over weight, counting this row's tokens. So at any
-time each part's share of all tokens equals its share of the weights, up to one row, whatever the lengths of its
-documents. Each part is a stream of its own, with its own lanes, order and epochs. A row belongs to one part.
+time each part's share of all tokens equals its share of the weights, up to one row, for documents of any length. Each
+part is a stream of its own, with its own lanes, order and epochs. A row belongs to one part.
 
 Example: with weights 2 and 1 the parts come as `a a b a a b ...`.
 """

@@ -185,7 +185,7 @@ _WORK = ((Kind.FORWARD, 0), (Kind.FORWARD, 1), (Kind.INPUT, 1), (Kind.INPUT, 0),
 
 
 @dataclass(frozen=True)
-class Block:
+class BuildingBlock:
     """A building block.
 
     Attributes:
@@ -196,7 +196,7 @@ class Block:
     held: int
 
 
-def building_block(name: str, ranks: int) -> Block:
+def building_block(name: str, ranks: int) -> BuildingBlock:
     """The building block of a schedule that holds least.
 
     A block is the way of one micro-batch: down the ranks (F0), back up (F1), and the same ways for the input gradients
@@ -222,7 +222,7 @@ def building_block(name: str, ranks: int) -> Block:
     return blocks[min(blocks)]
 
 
-def _block(strides: tuple[int, int, int, int], ranks: int, pauses: tuple[int, int, int]) -> Block | None:
+def _block(strides: tuple[int, int, int, int], ranks: int, pauses: tuple[int, int, int]) -> BuildingBlock | None:
     """The block with these pauses before F1, I1 and I0; None if two of a rank's slots collide."""
     rows = []
     for rank in range(ranks):
@@ -234,7 +234,7 @@ def _block(strides: tuple[int, int, int, int], ranks: int, pauses: tuple[int, in
         if len({slot % SLOTS for slot in slots}) < len(slots):  # repeated blocks would collide
             return None
         rows.append((*slots, *_weights(slots)))
-    return Block(tuple(rows), max(map(_held, rows)))
+    return BuildingBlock(tuple(rows), max(map(_held, rows)))
 
 
 def _weights(slots: list[int]) -> tuple[int, int]:
@@ -256,7 +256,7 @@ def _held(row: RankSlots) -> int:
     )
 
 
-def repeat(block: Block, micro_batches: int) -> list[list[Action]]:
+def repeat(block: BuildingBlock, micro_batches: int) -> list[list[Action]]:
     """The actions of each rank, in the order of slots, with a block started every 6 slots."""
     plans = []
     for rank, row in enumerate(block.rows):
