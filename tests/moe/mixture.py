@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from penstock.config.model import Balance, Moe, Router
 from penstock.kernels.expert_ffn import expert_ffn
 from penstock.kernels.float8.quantized import Quantized
 from penstock.kernels.float8.reference import dequantize
@@ -16,15 +18,21 @@ from penstock.kernels.symmetric import PersistentLaunch
 from penstock.kernels.triton_operators import TRITON
 from penstock.layout.experts import ExpertPlacement
 from penstock.layout.grid import Grid
+from penstock.models.ffn import FeedForward
 from penstock.moe.dispatch.all_gather import AllGatherDispatcher
 from penstock.moe.dispatch.all_to_all import AllToAllDispatcher, PaddedAllToAllDispatcher
+from penstock.moe.dispatch.build import make_dispatcher
 from penstock.moe.dispatch.contract import Dispatcher, ExpertRows, LocalDispatcher
 from penstock.moe.dispatch.hierarchical import HierarchicalDispatcher, NodePlacement
 from penstock.moe.dispatch.payload import UNQUANTIZED, WireFormat
 from penstock.moe.dispatch.row_capacity import RowCapacity
 from penstock.moe.dispatch.symmetric import SymmetricDispatcher, SymmetricTransport, transport_of
+from penstock.moe.experts import GroupedExperts, expert_rule
+from penstock.moe.layer import MoE
+from penstock.moe.router import TopKRouter
 from penstock.moe.routing import Routing
 from penstock.parallel.axes import Axes, Axis, make_axes
+from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers
 from tests.closeness import assert_close
 from tests.distributed.pool import Pool
@@ -89,7 +97,7 @@ class Problem:
     def parameters(self) -> tuple[Tensor, ...]:
         experts = self.placement.experts
         biases = biases_of(experts) if self.family == "gpt-oss" else ()
-        return tuple(one.detach() for one in (*weights_of(experts), *biases))
+        return tuple(one.detach().to(self.x_TD.dtype) for one in (*weights_of(experts), *biases))
 
     def of(self, place: int) -> "Problem":
         whole = (self.x_TD, self.weights_TK, self.experts_TK, self.direction_TD)
@@ -163,18 +171,18 @@ class _Read(torch.autograd.Function):
         return gradient_ND, None
 
 
-def compare(whole: Problem, got: Sequence[Sequence[Tensor]]) -> None:
+def compare(whole: Problem, got: Sequence[Sequence[Tensor]], tolerance: float = 1e-4) -> None:
     placement = whole.placement
     alone = replace(whole, placement=ExpertPlacement(experts=placement.experts))
     y_TD, dx_TD, dweights_TK, *parameters = mix([LocalDispatcher(placement.experts, REFERENCE)], [alone], 0)[0]
     is_kept_TK = whole.experts_TK < placement.experts
     together = [torch.cat([one[index] for one in got]) for index in range(3)]
-    assert_close(together[0], y_TD, tolerance=1e-4)
-    assert_close(together[1], dx_TD, tolerance=1e-4, what="gradient of x")
-    assert_close(together[2][is_kept_TK], dweights_TK[is_kept_TK], tolerance=1e-4)
+    assert_close(together[0], y_TD, tolerance=tolerance)
+    assert_close(together[1], dx_TD, tolerance=tolerance, what="gradient of x")
+    assert_close(together[2][is_kept_TK], dweights_TK[is_kept_TK], tolerance=tolerance)
     for place, one in enumerate(got):
         for mine, theirs in zip(one[3:], parts_of(parameters, place, placement), strict=True):
-            assert_close(mine, theirs, tolerance=1e-4, what=f"parameters of place {place}")
+            assert_close(mine, theirs, tolerance=tolerance, what=f"parameters of place {place}")
 
 
 Gloo = Literal[
@@ -204,62 +212,45 @@ def solve(
     flights: Flights,
     *,
     triton: bool = False,
-    bound: float = 0,
     per_node: int = 0,
     wire_format: WireFormat = UNQUANTIZED,
 ) -> list[Results]:
-    """What `mix` gives on every rank.
-
-    Args:
-        triton: run on our kernels.
-        bound: of the room, where there is one; 0 has room for all rows on one rank.
-        per_node: ranks of a node; 0 is half of them.
-    """
+    """What `mix` gives on every rank; `per_node` ranks are on a node, or half of them. All rows find room."""
     placement = flights[0][0].placement
-    bound = bound or float(placement.expert)
+    bound = float(placement.expert)
     if way == "alone":
         alone = LocalDispatcher(placement.experts, TRITON if triton else REFERENCE, wire_format)
-        dispatchers = [alone for _ in flights[0]]
-        return [[one for problems in flights for one in mix(dispatchers, problems, 0)]]
+        return [[one for problems in flights for one in mix([alone] * len(problems), problems, 0)]]
     if way == "pushed":
-        return run_ranks(_pushed, _sizes(flights, nodes=1), flights, bound, wire_format)
+        return run_ranks(_pushed, buffer_sizes(flights, nodes=1), flights, bound, wire_format)
     if way == "by node, pushed":
         by_node = ranks.run(2, _node_of_pushed, flights, bound, wire_format)
         return [results for node in by_node for results in node]
-    arguments = (way, flights, triton, bound, per_node, wire_format)
-    return [results for results, _ in ranks.run(placement.places, over_gloo, *arguments)]
+    return ranks.run(placement.places, _over_gloo, way, flights, triton, bound, per_node, wire_format)
 
 
-def over_gloo(
-    way: Gloo,
-    flights: Flights,
-    triton: bool,
-    bound: float,
-    per_node: int = 0,
-    wire_format: WireFormat = UNQUANTIZED,
-) -> tuple[Results, list[int]]:
+def _over_gloo(
+    way: Gloo, flights: Flights, triton: bool, bound: float, per_node: int, wire_format: WireFormat
+) -> Results:
     placement = flights[0][0].placement
     row_capacities = [RowCapacity(placement, bound) for _ in flights[0]]
     dispatchers, place = dispatchers_on_a_rank(way, placement, row_capacities, triton, per_node, wire_format)
-    results = [one for problems in flights for one in mix(dispatchers, problems, place)]
-    return results, [int(row_capacity.left_out) for row_capacity in row_capacities]
+    return [one for problems in flights for one in mix(dispatchers, problems, place)]
 
 
 def dispatchers_on_a_rank(
     way: Gloo,
     placement: ExpertPlacement,
     row_capacities: Sequence[RowCapacity],
-    triton: bool,
+    triton: bool = False,
     per_node: int = 0,
     wire_format: WireFormat = UNQUANTIZED,
 ) -> tuple[list[Dispatcher], int]:
-    """A dispatcher for each room, and our place."""
+    """A dispatcher for each capacity, and our place."""
     grid = Grid(world=placement.places, expert=placement.expert, expert_tensor=placement.expert_tensor)
     axes = make_axes(grid, ranks_per_node=per_node or max(1, placement.places // 2))
-    operators: Operators = TRITON if triton else REFERENCE
-    return [
-        _dispatcher(way, placement, axes, operators, row_capacity, wire_format) for row_capacity in row_capacities
-    ], axes.expert.rank
+    make = partial(_dispatcher, way, placement, axes, TRITON if triton else REFERENCE, wire_format)
+    return [make(row_capacity) for row_capacity in row_capacities], axes.expert.rank
 
 
 def _dispatcher(
@@ -267,30 +258,27 @@ def _dispatcher(
     placement: ExpertPlacement,
     axes: Axes,
     operators: Operators,
-    row_capacity: RowCapacity,
     wire_format: WireFormat,
+    row_capacity: RowCapacity,
 ) -> Dispatcher:
     if way == "padded":
         # a factor of E gives every expert room for all slots, so padding itself drops none
         return PaddedAllToAllDispatcher(placement, axes.expert, float(placement.experts), operators, wire_format)
-    if way == "sent":
-        return AllToAllDispatcher(placement, axes.expert, operators, wire_format=wire_format)
-    if way.startswith("gathered"):
-        asked = None if way == "gathered, counted" else row_capacity
-        return AllGatherDispatcher(placement, axes.expert, operators, asked, wire_format=wire_format)
     nodes = NodePlacement(placement, axes.expert_node, axes.expert_across)
-    block = placement.block(nodes.node.size)
-    if way == "by node, sent":
-        inner: Dispatcher = AllToAllDispatcher(block, nodes.node, operators, wire_format=wire_format)
-        return HierarchicalDispatcher(nodes, inner, operators, is_counted=True, wire_format=wire_format)
-    if way == "by node, gathered":
-        inner = AllGatherDispatcher(block, nodes.node, operators, wire_format=wire_format)
-        return HierarchicalDispatcher(nodes, inner, operators, is_counted=True, is_even=True, wire_format=wire_format)
-    inner = AllGatherDispatcher(block, nodes.node, operators, row_capacity, wire_format=wire_format)
-    return HierarchicalDispatcher(nodes, inner, operators, is_counted=False, wire_format=wire_format)
+    by_node = way.startswith("by node")
+    held, axis = (placement.block(nodes.node.size), nodes.node) if by_node else (placement, axes.expert)
+    is_counted = way in ("gathered, counted", "by node, sent", "by node, gathered")
+    if way.endswith("sent"):
+        flat: Dispatcher = AllToAllDispatcher(held, axis, operators, wire_format=wire_format)
+    else:
+        flat = AllGatherDispatcher(held, axis, operators, None if is_counted else row_capacity, wire_format=wire_format)
+    if not by_node:
+        return flat
+    is_even = way == "by node, gathered"
+    return HierarchicalDispatcher(nodes, flat, operators, is_counted, is_even, wire_format=wire_format)
 
 
-def _sizes(flights: Flights, nodes: int) -> BufferSizes:
+def buffer_sizes(flights: Flights, nodes: int) -> BufferSizes:
     placement, problems = flights[0][0].placement, [one for problems in flights for one in problems]
     per_node = placement.places // nodes
     return BufferSizes(
@@ -301,17 +289,18 @@ def _sizes(flights: Flights, nodes: int) -> BufferSizes:
     )
 
 
-def _transport(placement: ExpertPlacement, buffers: SymmetricBuffers) -> SymmetricTransport:
+def in_large_tiles(transport: SymmetricTransport) -> SymmetricTransport:
+    """The interpreter's time is that of the tiles, whatever is in them. Small ones are in tests/kernels."""
     launch = PersistentLaunch(block_rows=8, block_columns=64, warps=1, programs=3)
-    return replace(transport_of(placement, buffers), push=launch, take=launch, back=launch, sum=launch)
+    return replace(transport, **dict.fromkeys(("push", "take", "take_all", "back", "sum", "sum_all"), launch))
 
 
 def _pushed(buffers: SymmetricBuffers, flights: Flights, bound: float, wire_format: WireFormat) -> Results:
     placement = flights[0][0].placement
-    transport, row_capacities = _transport(placement, buffers), [RowCapacity(placement, bound) for _ in flights[0]]
+    transport = in_large_tiles(transport_of(placement, buffers))
     dispatchers = [
-        SymmetricDispatcher(placement, transport, row_capacity=row_capacity, wire_format=wire_format)
-        for row_capacity in row_capacities
+        SymmetricDispatcher(placement, transport, RowCapacity(placement, bound), wire_format=wire_format)
+        for _ in flights[0]
     ]
     return [one for problems in flights for one in mix(dispatchers, problems, buffers.peers.rank)]
 
@@ -323,7 +312,7 @@ def _node_of_pushed(flights: Flights, bound: float, wire_format: WireFormat) -> 
     the collectives between them.
     """
     across = make_axes(Grid(world=2)).world
-    return run_ranks(_by_node_pushed, _sizes(flights, nodes=2), flights, bound, across, wire_format)
+    return run_ranks(_by_node_pushed, buffer_sizes(flights, nodes=2), flights, bound, across, wire_format)
 
 
 def _by_node_pushed(
@@ -332,10 +321,32 @@ def _by_node_pushed(
     placement, rank, per_node = flights[0][0].placement, buffers.peers.rank, buffers.peers.size
     nodes = NodePlacement(placement, Axis(name="expert_node", ranks=tuple(range(per_node)), rank=rank), across)
     block = placement.block(per_node)
-    inner = SymmetricDispatcher(
-        block, _transport(block, buffers), row_capacity=RowCapacity(placement, bound), wire_format=wire_format
-    )
+    transport, room = in_large_tiles(transport_of(block, buffers)), RowCapacity(placement, bound)
+    inner = SymmetricDispatcher(block, transport, room, wire_format=wire_format)
     outer = HierarchicalDispatcher(nodes, inner, REFERENCE, is_counted=False, wire_format=wire_format)
-    dispatchers = [outer for _ in flights[0]]
     place = across.rank * per_node + rank
-    return [one for problems in flights for one in mix(dispatchers, problems, place)]
+    return [one for problems in flights for one in mix([outer] * len(problems), problems, place)]
+
+
+def plain_moe(experts: int, width: int, **changes: Any) -> Moe:
+    """A mixture without shared expert and balance loss."""
+    router = Router(scoring_func="softmax", norm_topk_prob=True, expert_bias=False)
+    fields = {"experts": experts, "top_k": 2, "moe_intermediate_size": width, "shared_expert_intermediate_size": 0}
+    balance = Balance(aux_loss="none", aux_loss_coef=0.0)
+    return Moe.model_validate({**fields, "router": router, "balance": balance, **changes})
+
+
+def make_layer(moe: Moe, layer_context: LayerContext, hidden: int, std: float = 0.3) -> MoE:
+    """The layer of a run, with the same initial values each time."""
+    dispatcher, row_capacity = make_dispatcher(moe, layer_context)
+    experts = GroupedExperts(
+        moe.experts, hidden, moe.moe_intermediate_size, layer_context, rule=expert_rule(moe), bias=moe.bias
+    )
+    width = moe.shared_expert_intermediate_size
+    shared = FeedForward(hidden, width, layer_context) if width else None
+    router = TopKRouter(moe, hidden, 0, layer_context.operators)
+    layer = MoE(router, dispatcher, experts, shared, layer_context, row_capacity)
+    torch.manual_seed(1)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=std)
+    return layer

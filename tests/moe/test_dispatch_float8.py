@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.dispatch_cases import SMALL, Exact
 from penstock.config.load import load_run
-from penstock.config.model import Balance, Moe
-from penstock.config.model import Router as RouterRule
 from penstock.kernels.float8 import quantize
 from penstock.kernels.float8.operators import REFERENCE, Float8Operators, Float8Rule
 from penstock.kernels.float8.quantized import as_quantized, row_bytes
@@ -26,9 +24,6 @@ from penstock.moe.dispatch.contract import Dispatcher, LocalDispatcher
 from penstock.moe.dispatch.payload import UNQUANTIZED, WireFormat, wire_format_of
 from penstock.moe.dispatch.row_capacity import RowCapacity
 from penstock.moe.dispatch.symmetric import SymmetricDispatcher, transport_of
-from penstock.moe.experts import GroupedExperts
-from penstock.moe.layer import MoE
-from penstock.moe.router import TopKRouter
 from penstock.moe.routing import Routing, Scope
 from penstock.parallel.async_transfer import TransferStream
 from penstock.parallel.axes import ALONE
@@ -38,7 +33,19 @@ from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers
 from tests.closeness import assert_close, relative_error
 from tests.distributed.one_loss import trace
 from tests.distributed.pool import Pool
-from tests.moe.mixture import OVER_GLOO, D, Gloo, Problem, Way, dispatchers_on_a_rank, problem, random_routing, solve
+from tests.moe.mixture import (
+    OVER_GLOO,
+    D,
+    Gloo,
+    Problem,
+    Way,
+    dispatchers_on_a_rank,
+    make_layer,
+    plain_moe,
+    problem,
+    random_routing,
+    solve,
+)
 from tests.moe.test_dispatch import adversarial
 from tests.moe.test_host_waits import HostWaits
 from tests.parallel.symmetric_ranks import run_ranks
@@ -58,9 +65,13 @@ def _representable(whole: Problem, wire_format: WireFormat) -> Problem:
     return replace(whole, x_TD=unpack_rows(payload.packed, width, wire_format.recipe, wire_format.form, dtype))
 
 
-def _same(one: list[list[Tensor]], other: list[list[Tensor]]) -> bool:
-    pairs = [pair for mine, theirs in zip(one, other, strict=True) for pair in zip(mine, theirs, strict=True)]
-    return all(torch.equal(mine, theirs) for mine, theirs in pairs)
+def _same(found: list[list[list[Tensor]]], plain: list[list[list[Tensor]]]) -> bool:
+    return all(
+        torch.equal(mine, theirs)
+        for of_rank, other in zip(found, plain, strict=True)
+        for one, two in zip(of_rank, other, strict=True)
+        for mine, theirs in zip(one, two, strict=True)
+    )
 
 
 @pytest.mark.often("sent-*", "gathered, bounded-blockwise", "by node, worst case-blockwise", "padded-blockwise")
@@ -70,12 +81,12 @@ def _same(one: list[list[Tensor]], other: list[list[Tensor]]) -> bool:
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
 def test_what_8_bits_hold_gives_the_bits_that_16_bits_give(ranks: Pool, way: Way, recipe: Recipe) -> None:
+    """Outputs and all gradients, whether rows are opened where they arrive or read as they came."""
     wire_format = WireFormat(recipe=recipe)
     problems = [_representable(problem(EP4, adversarial(kind, 16)), wire_format) for kind in KINDS]
     plain = solve(ranks, way, [problems])
     for packed in (replace(wire_format, dequantizes=True), wire_format):
-        found = solve(ranks, way, [problems], wire_format=packed)
-        assert all(_same(one, other) for one, other in zip(found, plain, strict=True))
+        assert _same(solve(ranks, way, [problems], wire_format=packed), plain)
 
 
 @SIMULATED
@@ -83,22 +94,17 @@ def test_what_8_bits_hold_gives_the_bits_that_16_bits_give(ranks: Pool, way: Way
 def test_what_8_bits_hold_is_pushed_with_the_bits_of_16(ranks: Pool, way: Way, expert: int) -> None:
     placement = ExpertPlacement(experts=8, expert=expert)
     problems = [_representable(problem(placement, adversarial("some dropped", 8)), READ)]
-    plain = solve(ranks, way, [problems])
-    found = solve(ranks, way, [problems], wire_format=READ)
-    assert all(_same(one, other) for one, other in zip(found, plain, strict=True))
+    assert _same(solve(ranks, way, [problems], wire_format=READ), solve(ranks, way, [problems]))
 
 
-@pytest.mark.parametrize("way", ["alone", *OVER_GLOO])
+@pytest.mark.parametrize("way", OVER_GLOO)
 def test_rows_are_rounded_once_and_the_same_whichever_way_they_go(ranks: Pool, way: Way) -> None:
-    placement = ExpertPlacement(experts=8) if way == "alone" else ExpertPlacement(experts=8, expert=2, expert_tensor=2)
-    whole = problem(placement, adversarial("some dropped", 16))
+    whole = problem(ExpertPlacement(experts=8, expert=2, expert_tensor=2), adversarial("some dropped", 16))
+    alone = replace(whole, placement=ExpertPlacement(experts=8))
     found = solve(ranks, way, [[whole]], wire_format=OPENED)
-    together_TD = torch.cat([one[0][0] for one in found])
-    (((y_TD, *_),),) = solve(
-        ranks, "alone", [[replace(whole, placement=ExpertPlacement(experts=8))]], wire_format=OPENED
-    )
-    assert_close(together_TD, y_TD, tolerance=1e-4)
-    (((exact_TD, *_),),) = solve(ranks, "alone", [[replace(whole, placement=ExpertPlacement(experts=8))]])
+    (((y_TD, *_),),) = solve(ranks, "alone", [[alone]], wire_format=OPENED)
+    (((exact_TD, *_),),) = solve(ranks, "alone", [[alone]])
+    assert_close(torch.cat([one[0][0] for one in found]), y_TD, tolerance=1e-4)
     assert relative_error(y_TD, exact_TD, by="norm") > 0.01, "nothing was rounded"
 
 
@@ -139,13 +145,22 @@ def _expected(x_TD: Tensor, experts_TK: Tensor, own: range, wire_format: WireFor
 
 
 def _arrives_over_gloo(way: Gloo, x_TD: Tensor, experts_TK: Tensor, wire_format: WireFormat) -> bool:
-    (dispatcher,), place = dispatchers_on_a_rank(
-        way, EP4, [RowCapacity(EP4, 4.0)], triton=False, wire_format=wire_format
-    )
-    own_TK = experts_TK.chunk(4)[place]
+    room = [RowCapacity(EP4, 4.0)]
+    (dispatcher,), place = dispatchers_on_a_rank(way, EP4, room, wire_format=wire_format)
+    return _arrives(dispatcher, EP4, place, x_TD, experts_TK, wire_format)
+
+
+def _arrives(
+    dispatcher: Dispatcher,
+    placement: ExpertPlacement,
+    place: int,
+    x_TD: Tensor,
+    experts_TK: Tensor,
+    wire_format: WireFormat,
+) -> bool:
+    own_TK, own = experts_TK.chunk(placement.places)[place], placement.experts_of(place)
     routing = Routing(torch.ones(own_TK.shape).masked_fill(own_TK == 8, 0), own_TK)
-    own = EP4.experts_of(place)
-    found = _arrived(dispatcher, x_TD.chunk(4)[place], routing, own)
+    found = _arrived(dispatcher, x_TD.chunk(placement.places)[place], routing, own)
     return found == _expected(x_TD, experts_TK, own, wire_format)
 
 
@@ -171,14 +186,10 @@ def test_pushed_bytes_take_half_the_memory_on_their_way(recipe: Recipe) -> None:
 
 
 def _arrives_pushed(buffers: SymmetricBuffers, x_TD: Tensor, experts_TK: Tensor, wire_format: WireFormat) -> bool:
-    placement, place = ExpertPlacement(experts=8, expert=2), buffers.peers.rank
-    dispatcher = SymmetricDispatcher(
-        placement, transport_of(placement, buffers), RowCapacity(placement, 2.0), wire_format=wire_format
-    )
-    own_TK = experts_TK.chunk(2)[place]
-    routing = Routing(torch.ones(own_TK.shape).masked_fill(own_TK == 8, 0), own_TK)
-    found = _arrived(dispatcher, x_TD.chunk(2)[place], routing, placement.experts_of(place))
-    return found == _expected(x_TD, experts_TK, placement.experts_of(place), wire_format)
+    placement = ExpertPlacement(experts=8, expert=2)
+    transport, room = transport_of(placement, buffers), RowCapacity(placement, 2.0)
+    dispatcher = SymmetricDispatcher(placement, transport, room, wire_format=wire_format)
+    return _arrives(dispatcher, placement, buffers.peers.rank, x_TD, experts_TK, wire_format)
 
 
 # What is sent.
@@ -204,9 +215,7 @@ class _Sent(TorchDispatchMode):
 
 def _sent(way: Gloo, x_TD: Tensor, experts_TK: Tensor, wire_format: WireFormat) -> tuple[Counter[torch.dtype], ...]:
     """On a rank: bytes sent by dispatch, and by its backward."""
-    (dispatcher,), place = dispatchers_on_a_rank(
-        way, EP4, [RowCapacity(EP4, 4.0)], triton=False, wire_format=wire_format
-    )
+    (dispatcher,), place = dispatchers_on_a_rank(way, EP4, [RowCapacity(EP4, 4.0)], wire_format=wire_format)
     own_TD, own_TK = x_TD.chunk(4)[place].requires_grad_(), experts_TK.chunk(4)[place]
     with _Sent() as out:
         rows, _ = dispatcher.dispatch(own_TD, Routing(torch.ones(own_TK.shape), own_TK))
@@ -269,7 +278,7 @@ def test_rows_stay_in_8_bits_where_experts_read_them_in_the_same_blocks(
 ) -> None:
     rule = Float8Rule(dispatch=BLOCKWISE, experts=experts)
     assert wire_format_of(rule) == WireFormat(recipe=BLOCKWISE, dequantizes=dequantizes)
-    dispatcher, _ = make_dispatcher(MOE, LayerContext(float8=rule))
+    dispatcher, _ = make_dispatcher(plain_moe(8, 16), LayerContext(float8=rule))
     assert isinstance(dispatcher, LocalDispatcher)
     rows, _ = dispatcher.dispatch(torch.randn(4, D), random_routing(4, 8, 2, seed=0))
     assert (rows.quantized is None) == dequantizes
@@ -279,57 +288,28 @@ def test_rows_stay_in_8_bits_where_experts_read_them_in_the_same_blocks(
 def test_nothing_of_8_bits_makes_the_host_wait() -> None:
     waits, placement = HostWaits(), ExpertPlacement(experts=8)
     x_TD, routing = torch.randn(8, D, requires_grad=True), random_routing(8, 8, 2, seed=1)
-    for wire_format in (OPENED, READ):
-        dispatcher = AllGatherDispatcher(
-            placement, ALONE.expert, PLAIN, RowCapacity(placement, 1.0), wire_format=wire_format
-        )
-        plain = replace(dispatcher, wire_format=UNQUANTIZED)
-        counts = []
-        for one in (plain, dispatcher):
-            waits.counts.clear()
-            with waits.watching():
-                rows, _ = one.dispatch(x_TD, routing)
-                rows.x_ND.backward(torch.ones(rows.x_ND.shape))
-            counts.append(dict(waits.counts))
-        assert counts[0] == counts[1], "8 bits wait where 16 do not"
-
-
-MOE = Moe(
-    experts=8,
-    top_k=2,
-    moe_intermediate_size=16,
-    shared_expert_intermediate_size=0,
-    router=RouterRule(scoring_func="softmax", norm_topk_prob=True, expert_bias=False),
-    balance=Balance(aux_loss="none", aux_loss_coef=0.0),
-)
-
-
-def _layer(rule: Float8Rule, transfers: TransferStream | None) -> MoE:
-    layer_context = LayerContext(float8=rule, transfers=transfers)
-    dispatcher, row_capacity = make_dispatcher(MOE, layer_context)
-    layer = MoE(
-        TopKRouter(MOE, D, 0, PLAIN),
-        dispatcher,
-        GroupedExperts(8, D, 16, layer_context),
-        None,
-        layer_context,
-        row_capacity,
-    )
-    torch.manual_seed(1)
-    for parameter in layer.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    return layer
+    counts = []
+    for wire_format in (UNQUANTIZED, OPENED, READ):
+        room = RowCapacity(placement, 1.0)
+        dispatcher = AllGatherDispatcher(placement, ALONE.expert, PLAIN, room, wire_format=wire_format)
+        waits.counts.clear()
+        with waits.watching():
+            rows, _ = dispatcher.dispatch(x_TD, routing)
+            rows.x_ND.backward(torch.ones(rows.x_ND.shape))
+        counts.append(dict(waits.counts))
+    assert counts[0] == counts[1] == counts[2], "8 bits wait where 16 do not"
 
 
 @pytest.mark.parametrize("experts", [None, BLOCKWISE], ids=["opened", "read"])
 def test_rows_in_8_bits_leave_beside_other_work_too(experts: Recipe | None) -> None:
     rule, results = Float8Rule(dispatch=BLOCKWISE, experts=experts), []
     for transfers in (None, TransferStream(torch.device("cpu"))):
-        layer, x_TD = _layer(rule, transfers), torch.randn(12, D, generator=torch.Generator().manual_seed(0))
-        (y_TD,) = layer(x_TD.requires_grad_(), Scope())
+        layer = make_layer(plain_moe(8, 16), LayerContext(float8=rule, transfers=transfers), D)
+        x_TD = torch.randn(12, D, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        (y_TD,) = layer(x_TD, Scope())
         y_TD.square().sum().backward()
         results.append([y_TD.detach(), x_TD.grad, *(parameter.grad for parameter in layer.parameters())])
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.slow

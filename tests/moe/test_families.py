@@ -17,16 +17,13 @@ from penstock.kernels import operators
 from penstock.kernels.expert_ffn import expert_ffn
 from penstock.kernels.expert_kernels import REFERENCE, TORCH, TRITON
 from penstock.kernels.operators import Operators
-from penstock.models.ffn import FeedForward
-from penstock.moe import router as router_module
-from penstock.moe.dispatch.build import make_dispatcher
-from penstock.moe.experts import GroupedExperts, expert_rule
 from penstock.moe.layer import MoE
 from penstock.moe.routing import Scope
 from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.recompute import RecomputeRule
 from penstock.parallel.weight_grad_store import WeightGradStore
 from tests.closeness import assert_close
+from tests.moe.mixture import make_layer, plain_moe
 
 T, D, F, E = 13, 16, 8, 6
 
@@ -44,39 +41,12 @@ FORMS: dict[str, Operators] = {
 
 def gpt_oss(top_k: int) -> Moe:
     router = Router(softmax_after_top_k=top_k > 1, logit_bias=True)
-    clamped = ClampedSwiglu(alpha=1.702, limit=0.5)
-    return Moe(experts=E, top_k=top_k, moe_intermediate_size=F, bias=True, clamped=clamped, router=router)
+    return plain_moe(E, F, top_k=top_k, bias=True, clamped=ClampedSwiglu(alpha=1.702, limit=0.5), router=router)
 
 
 def llama4(top_k: int) -> Moe:
-    return Moe(
-        experts=E,
-        top_k=top_k,
-        moe_intermediate_size=F,
-        shared_expert_intermediate_size=F,
-        router=Router(scoring_func="sigmoid", apply_probs_on_input=True),
-    )
-
-
-def layer_of(moe: Moe, layer_context: LayerContext) -> MoE:
-    dispatcher, row_capacity = make_dispatcher(moe, layer_context)
-    experts = GroupedExperts(E, D, F, layer_context, rule=expert_rule(moe), bias=moe.bias)
-    shared = (
-        FeedForward(D, moe.shared_expert_intermediate_size, layer_context)
-        if moe.shared_expert_intermediate_size
-        else None
-    )
-    layer = MoE(
-        router_module.TopKRouter(moe, D, 0, layer_context.operators),
-        dispatcher,
-        experts,
-        shared,
-        layer_context,
-        row_capacity,
-    )
-    for parameter in layer.parameters():
-        nn.init.normal_(parameter, std=0.5)
-    return layer
+    router = Router(scoring_func="sigmoid", apply_probs_on_input=True)
+    return plain_moe(E, F, top_k=top_k, shared_expert_intermediate_size=F, router=router)
 
 
 Named = dict[str, Tensor]
@@ -109,8 +79,7 @@ def as_llama4(ours: Named) -> Named:
 
 def compare(layer: MoE, theirs: nn.Module, renamed: Callable[[Named], Named]) -> None:
     theirs.load_state_dict({name: value.detach() for name, value in renamed(dict(layer.named_parameters())).items()})
-    x_TD = torch.randn(T, D)
-    direction_TD = torch.randn(T, D)
+    x_TD, direction_TD = torch.randn(T, D), torch.randn(T, D)
     inputs = [x_TD.clone().requires_grad_() for _ in range(2)]
     y_TD = torch.stack(layer(inputs[0], Scope())).sum(0)
     right_TD, _ = theirs(inputs[1][None])
@@ -118,44 +87,31 @@ def compare(layer: MoE, theirs: nn.Module, renamed: Callable[[Named], Named]) ->
     (y_TD * direction_TD).sum().backward()
     (right_TD.view(T, D) * direction_TD).sum().backward()
     assert_close(inputs[0].grad, inputs[1].grad, tolerance=1e-4)
-    found = renamed(
-        {name: parameter.grad for name, parameter in layer.named_parameters() if parameter.grad is not None}
-    )
+    found = renamed({name: one.grad for name, one in layer.named_parameters() if one.grad is not None})
     for name, parameter in theirs.named_parameters():
         assert_close(found.pop(name), parameter.grad, tolerance=1e-4, what=f"gradient of {name}")
     assert not found
 
 
-@pytest.mark.parametrize("top_k", [2, 4])
 @pytest.mark.parametrize("forms", FORMS.values(), ids=FORMS)
-def test_the_layer_of_gpt_oss_equals_that_of_transformers(forms: Operators, top_k: int) -> None:
-    torch.manual_seed(0)
-    config = GptOssConfig(
-        hidden_size=D,
-        intermediate_size=F,
-        num_local_experts=E,
-        num_experts_per_tok=top_k,
-        swiglu_limit=0.5,
-        num_hidden_layers=1,
-    )
+@pytest.mark.parametrize(("family", "top_k"), [("gpt-oss", 2), ("gpt-oss", 4), ("llama4", 1), ("llama4", 2)])
+def test_the_layer_of_a_family_equals_that_of_transformers(family: str, top_k: int, forms: Operators) -> None:
+    context = LayerContext(operators=forms)
+    sizes = {"hidden_size": D, "intermediate_size": F, "num_local_experts": E, "num_experts_per_tok": top_k}
+    if family == "llama4":
+        config = Llama4TextConfig(**sizes, num_hidden_layers=1)
+        compare(make_layer(llama4(top_k), context, D, std=0.5), Llama4TextMoe(config), as_llama4)
+        return
+    config = GptOssConfig(**sizes, num_hidden_layers=1, swiglu_limit=0.5)
     config._experts_implementation = "eager"
-    compare(layer_of(gpt_oss(top_k), LayerContext(operators=forms)), GptOssMLP(config), as_gpt_oss)
-
-
-@pytest.mark.parametrize("top_k", [1, 2])
-@pytest.mark.parametrize("forms", FORMS.values(), ids=FORMS)
-def test_the_layer_of_llama4_equals_that_of_transformers(forms: Operators, top_k: int) -> None:
-    torch.manual_seed(0)
-    config = Llama4TextConfig(
-        hidden_size=D, intermediate_size=F, num_local_experts=E, num_experts_per_tok=top_k, num_hidden_layers=1
-    )
-    compare(layer_of(llama4(top_k), LayerContext(operators=forms)), Llama4TextMoe(config), as_llama4)
+    compare(make_layer(gpt_oss(top_k), context, D, std=0.5), GptOssMLP(config), as_gpt_oss)
 
 
 FAMILIES = pytest.mark.parametrize("moe", [gpt_oss(2), llama4(1)], ids=["gpt-oss", "llama4"])
 
 
 def trained(layer: MoE) -> list[Tensor]:
+    """Output, and the gradient of the input."""
     x_TD = torch.randn(T, D, generator=torch.Generator().manual_seed(0)).requires_grad_()
     y_TD = torch.stack(layer.layer_context.run("moe", layer, x_TD, Scope())).sum(0)
     y_TD.square().sum().backward()
@@ -166,7 +122,7 @@ def trained(layer: MoE) -> list[Tensor]:
 def gradients(layer: MoE) -> list[Tensor]:
     found = [parameter.grad for parameter in layer.parameters()]
     assert all(gradient is not None for gradient in found), "every parameter takes part"
-    return [gradient for gradient in found if gradient is not None]
+    return found
 
 
 @FAMILIES
@@ -175,38 +131,30 @@ def gradients(layer: MoE) -> list[Tensor]:
 def test_what_is_recomputed_gives_the_same_bits(forms: Operators, kinds: tuple[str, ...], moe: Moe) -> None:
     found = []
     for rule in (frozenset[str](), frozenset(kinds)):
-        torch.manual_seed(0)
-        layer = layer_of(moe, LayerContext(operators=forms, recompute=RecomputeRule(kinds=rule)))
+        layer = make_layer(moe, LayerContext(operators=forms, recompute=RecomputeRule(kinds=rule)), D, std=0.5)
         found.append([*trained(layer), *gradients(layer)])
-    for plain, again in zip(*found, strict=True):
-        assert torch.equal(plain, again)
+    assert all(map(torch.equal, *found))
 
 
 @FAMILIES
 @pytest.mark.parametrize("forms", FORMS.values(), ids=FORMS)
 def test_gradients_of_matrices_may_be_put_off_beside_those_of_biases(forms: Operators, moe: Moe) -> None:
     weight_grads = WeightGradStore()
-    torch.manual_seed(0)
-    at_once = layer_of(moe, LayerContext(operators=forms))
-    torch.manual_seed(0)
-    layer = layer_of(moe, LayerContext(operators=forms, weight_grads=weight_grads))
+    at_once = make_layer(moe, LayerContext(operators=forms), D, std=0.5)
+    layer = make_layer(moe, LayerContext(operators=forms, weight_grads=weight_grads), D, std=0.5)
     expected = [*trained(at_once), *gradients(at_once)]
     with weight_grads.collecting() as work:
         found = trained(layer)
     assert layer.experts.gate_up_eFD.grad is None and layer.experts.down_eDF.grad is None
     for task in work:
         task()
-    for one, right in zip([*found, *gradients(layer)], expected, strict=True):
-        assert torch.equal(one, right)
+    assert all(map(torch.equal, [*found, *gradients(layer)], expected))
 
 
 def test_a_learned_bias_of_logits_is_trained_and_chooses() -> None:
-    layer = layer_of(gpt_oss(2), LayerContext())
-    router = layer.router
+    router = make_layer(gpt_oss(2), LayerContext(), D, std=0.5).router
     assert router.logit_bias_E is not None and router.logit_bias_E.dtype == torch.float32
-    with torch.no_grad():
-        router.logit_bias_E.zero_()
-        router.logit_bias_E[4] = 100.0
+    router.logit_bias_E.data.copy_(100.0 * (torch.arange(E) == 4))
     routing = router(torch.randn(T, D), Scope())
     assert (routing.experts_TK[:, 0] == 4).all()
     routing.weights_TK[:, 0].sum().backward()

@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from penstock.config.model import Balance, Moe
-from penstock.config.model import Router as RouterRule
 from penstock.kernels import operators
 from penstock.kernels.expert_ffn import expert_ffn
 from penstock.kernels.expert_kernels import REFERENCE
@@ -19,45 +17,25 @@ from penstock.kernels.float8.operators import Float8Rule
 from penstock.kernels.float8.recipes import BLOCKWISE
 from penstock.kernels.operators import Operators
 from penstock.kernels.reference import RowOrder
-from penstock.moe.dispatch.contract import ExpertRows, LocalDispatcher
+from penstock.moe.dispatch.contract import ExpertRows
 from penstock.moe.experts import GroupedExperts
 from penstock.moe.layer import MoE, Terms
-from penstock.moe.router import TopKRouter
 from penstock.moe.routing import Routing, Scope
 from penstock.parallel.async_transfer import TransferStream
 from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.recompute import RecomputeRule
 from penstock.parallel.weight_grad_store import DeferredWork, WeightGradStore
 from tests.closeness import decibels
+from tests.moe.mixture import make_layer, plain_moe
 from tests.parallel.alive import Alive
 
 T, D, F, E, K = 24, 8, 16, 4, 2
 PRE_ACTIVATION = T * K * 2 * F * 4
-MOE = Moe(
-    experts=E,
-    top_k=K,
-    moe_intermediate_size=F,
-    shared_expert_intermediate_size=0,
-    router=RouterRule(scoring_func="softmax", norm_topk_prob=True, expert_bias=False),
-    balance=Balance(aux_loss="none", aux_loss_coef=0.0),
-)
 
 
 def _layer(network: Operators, kinds: tuple[str, ...], *, weight_grads: WeightGradStore | None = None) -> MoE:
-    layer_context = LayerContext(
-        operators=network, recompute=RecomputeRule(kinds=frozenset(kinds)), weight_grads=weight_grads
-    )
-    layer = MoE(
-        TopKRouter(MOE, D, 0, network),
-        LocalDispatcher(E, network),
-        GroupedExperts(E, D, F, layer_context),
-        None,
-        layer_context,
-    )
-    torch.manual_seed(1)
-    for parameter in layer.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    return layer
+    rule = RecomputeRule(kinds=frozenset(kinds))
+    return make_layer(plain_moe(E, F), LayerContext(operators=network, recompute=rule, weight_grads=weight_grads), D)
 
 
 def _whole(layer: MoE, run: Callable[..., Terms] | None = None) -> list[Tensor]:
@@ -88,11 +66,11 @@ def _by_itself(products: Counter[str]) -> Operators:
     ("kinds", "forward"), [((), 2), (("expert-activation",), 3), (("expert-activation", "moe"), 4)]
 )
 def test_a_network_that_recomputes_by_itself_repeats_one_product(kinds: tuple[str, ...], forward: int) -> None:
+    """A region around it, here the whole layer's, repeats both."""
     products: Counter[str] = Counter()
-    expected = _whole(_layer(_by_itself(Counter()), ()))
     layer = _layer(_by_itself(products), kinds)
-    for found, right in zip(_whole(layer, partial(layer.layer_context.run, "moe", layer)), expected, strict=True):
-        assert torch.equal(found, right)
+    found = _whole(layer, partial(layer.layer_context.run, "moe", layer))
+    assert all(map(torch.equal, found, _whole(_layer(_by_itself(Counter()), ()))))
     assert products == {"forward": forward, "input_gradient": 2}
 
 
@@ -100,21 +78,21 @@ def test_a_network_that_recomputes_by_itself_repeats_one_product(kinds: tuple[st
 def test_expert_activations_are_freed_whatever_the_network_is(network: Operators) -> None:
     kept, found = [], []
     for kinds in ((), ("expert-activation",)):
-        layer = _layer(network, kinds)
-        x_TD = torch.randn(T, D, generator=torch.Generator().manual_seed(0)).requires_grad_()
-        with Alive() as alive:
-            (y_TD,) = layer(x_TD, Scope())
-            kept.append(alive.bytes())
-        y_TD.square().sum().backward()
-        found.append([x_TD.grad, *(parameter.grad for parameter in layer.parameters())])
+        layer, alive = _layer(network, kinds), Alive()
+
+        def run(x_TD: Tensor, scope: Scope, layer: MoE = layer, alive: Alive = alive) -> Terms:
+            with alive:
+                terms = layer(x_TD, scope)
+                kept.append(alive.bytes())
+            return terms
+
+        found.append(_whole(layer, run))
     assert kept[0] - kept[1] >= PRE_ACTIVATION
-    for plain, again in zip(*found, strict=True):
-        assert torch.equal(plain, again)
+    assert all(map(torch.equal, *found))
 
 
 def test_recomputed_experts_may_put_their_weight_gradients_off() -> None:
     weight_grads, products = WeightGradStore(), Counter()
-    expected = _whole(_layer(_by_itself(Counter()), ()))
     layer = _layer(_by_itself(products), ("expert-activation",), weight_grads=weight_grads)
     with weight_grads.collecting() as work:
         found = _whole(layer)[:2]
@@ -122,8 +100,7 @@ def test_recomputed_experts_may_put_their_weight_gradients_off() -> None:
     for task in work:
         task()
     found += [parameter.grad for parameter in layer.parameters()]
-    for one, right in zip(found, expected, strict=True):
-        assert torch.equal(one, right)
+    assert all(map(torch.equal, found, _whole(_layer(_by_itself(Counter()), ()))))
     assert products["forward"] == 3, "backward makes the first product again, once"
 
 
@@ -206,12 +183,6 @@ def test_copies_are_read_as_long_as_they_are_fresh() -> None:
     with torch.no_grad():
         experts.gate_up_eFD.mul_(1)
     assert torch.equal(experts(rows), made_now), "the matrices may have changed"
-
-
-def test_without_8_bits_there_are_no_copies() -> None:
-    experts = make(LayerContext())
-    experts.refresh_float8()
-    assert experts.float8_copies is None and not experts.is_one_function
 
 
 @pytest.mark.parametrize("with_sums", [True, False], ids=["sums", "autograd"])

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import start_processes
 
 from penstock.base.errors import KernelError
-from penstock.config.model import Balance, Moe
-from penstock.config.model import Router as RouterRule
 from penstock.config.parallel import Dispatch
 from penstock.kernels.float8.expert_ffn import expert_ffn
 from penstock.kernels.float8.gradient_side_channel import GradientSideChannel
@@ -36,11 +34,8 @@ from penstock.kernels.float8.triton_operators import TRITON
 from penstock.kernels.tuning import target_of
 from penstock.layout.grid import Grid
 from penstock.moe.dispatch import symmetric
-from penstock.moe.dispatch.build import make_dispatcher
 from penstock.moe.dispatch.contract import Dispatcher, DispatchMetadata, ExpertRows
-from penstock.moe.experts import GroupedExperts
 from penstock.moe.layer import MoE
-from penstock.moe.router import TopKRouter
 from penstock.moe.routing import Routing, Scope
 from penstock.parallel.async_transfer import TransferStream
 from penstock.parallel.axes import ALONE, Axes, Axis, make_axes
@@ -49,18 +44,11 @@ from penstock.parallel.recompute import RecomputeRule
 from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers, allocate
 from penstock.plan.op_recorder import OpRecorder
 from tests.closeness import decibels
+from tests.moe.mixture import make_layer, plain_moe
 from tests.parallel.symmetric_ranks import run_ranks
 
 D, F, EXPERTS, RANKS = 256, 128, 4, 2
 
-MOE = Moe(
-    experts=EXPERTS,
-    top_k=2,
-    moe_intermediate_size=F,
-    shared_expert_intermediate_size=0,
-    router=RouterRule(scoring_func="softmax", norm_topk_prob=True, expert_bias=False),
-    balance=Balance(aux_loss="none", aux_loss_coef=0.0),
-)
 READ = Float8Rule(dispatch=BLOCKWISE, experts=BLOCKWISE)
 
 
@@ -104,7 +92,7 @@ class Case:
     @property
     def sizes(self) -> BufferSizes:
         width = D * self.dtype.itemsize
-        return BufferSizes(tokens=self.tokens // RANKS, top_k=MOE.top_k, row_bytes=width, ranks=RANKS)
+        return BufferSizes(tokens=self.tokens // RANKS, top_k=2, row_bytes=width, ranks=RANKS)
 
 
 def axes_of(rank: int) -> Axes:
@@ -114,7 +102,7 @@ def axes_of(rank: int) -> Axes:
 
 
 def layer_of(case: Case, buffers: SymmetricBuffers | None, device: torch.device) -> MoE:
-    layer_context = LayerContext(
+    context = LayerContext(
         axes=ALONE if buffers is None else axes_of(buffers.peers.rank),
         float8=case.rule,
         dispatch=Dispatch(sync_free=2, row_capacity_factor=case.bound) if case.bound else Dispatch(),
@@ -122,17 +110,13 @@ def layer_of(case: Case, buffers: SymmetricBuffers | None, device: torch.device)
         recompute=RecomputeRule(kinds=frozenset(case.recompute)),
         transfers=TransferStream(device) if case.leaves else None,
     )
-    dispatcher, row_capacity = make_dispatcher(MOE, layer_context)
-    experts = GroupedExperts(EXPERTS, D, F, layer_context, bias=case.bias)
-    layer = MoE(TopKRouter(MOE, D, 0, layer_context.operators), dispatcher, experts, None, layer_context, row_capacity)
+    layer, expert = make_layer(plain_moe(EXPERTS, F, bias=case.bias), context, D), context.axes.expert
     generator = torch.Generator().manual_seed(1)
-    for name, parameter in layer.named_parameters():
+    for name, parameter in layer.named_parameters():  # values as the experts of one rank alone have them
         is_experts = name.startswith("experts")
         whole = torch.empty(EXPERTS, *parameter.shape[1:]) if is_experts else torch.empty(parameter.shape)
         nn.init.normal_(whole, std=whole.shape[-1] ** -0.5, generator=generator)
-        parameter.data = (
-            whole.chunk(layer_context.axes.expert.size)[layer_context.axes.expert.rank] if is_experts else whole
-        )
+        parameter.data = whole.chunk(expert.size)[expert.rank] if is_experts else whole
     if case.in_sixteen:
         layer.dispatcher = InSixteen(layer.dispatcher)
     layer.experts.to(case.dtype)

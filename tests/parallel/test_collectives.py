@@ -104,15 +104,6 @@ def test_swap_joins_one_dim_and_splits_the_other(ranks: Pool, size: int, split: 
     _check(ranks, partial(all_to_all, split_dim=split, join_dim=join), _inputs(size), math)
 
 
-def test_swapping_back_gives_what_was(ranks: Pool) -> None:
-    inputs = _inputs(2)
-    _check(ranks, _there_and_back, inputs, lambda xs: [x + 0 for x in xs])
-
-
-def _there_and_back(x: Tensor, axis: Axis) -> Tensor:
-    return all_to_all(all_to_all(x, axis, split_dim=2, join_dim=1), axis, split_dim=1, join_dim=2)
-
-
 # Row counts from each rank (row of the matrix) to each (column); ranks and pairs with nothing to send among them.
 TRAFFIC = {2: [[3, 0], [2, 4]], 4: [[1, 2, 0, 3], [0, 0, 0, 0], [5, 0, 1, 0], [0, 0, 0, 2]]}
 

@@ -6,18 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.parallel.copies import ALIGNMENT, ChunkStream, CopyStream, TensorSlice, cut_into_chunks, host_tensors
+from penstock.parallel.copies import ALIGNMENT, ChunkStream, cut_into_chunks, host_tensors
 from tests.closeness import assert_close
 
 CPU = torch.device("cpu")
-
-
-def test_a_lane_copies() -> None:
-    target = torch.zeros(3)
-    copied = CopyStream(CPU).copy([(torch.ones(3), target)])
-    copied.wait()
-    copied.wait_on_host()
-    assert copied.is_over() and target.tolist() == [1, 1, 1]
 
 
 @given(sizes=st.lists(st.integers(0, 40), max_size=8), limit=st.integers(1, 30))
@@ -27,12 +19,6 @@ def test_chunks_hold_every_element_once_in_order_and_are_full_but_for_the_last(s
     assert elements == [(index, i) for index, size in enumerate(sizes) for i in range(size)]
     filled = [sum(p.stop - p.start for p in chunk) for chunk in chunks]
     assert all(fill == limit for fill in filled[:-1]) and all(0 < fill <= limit for fill in filled)
-
-
-def test_a_piece_is_a_part_of_its_tensor() -> None:
-    tensors = [torch.zeros(2), torch.arange(6.0).view(2, 3)]
-    TensorSlice(1, 2, 5).of(tensors).add_(10)
-    assert tensors[1].flatten().tolist() == [0, 1, 12, 13, 14, 5]
 
 
 @pytest.mark.parametrize("chunks", [0, 1, 2, 3, 7])

@@ -11,7 +11,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from penstock.base.spans import ACTIONS, LAYER, Span
 from penstock.layout.actions import Kind
-from penstock.parallel import spans
 from penstock.parallel.recompute import recomputed
 from penstock.parallel.spans import Stopwatch, span, untimed
 
@@ -33,22 +32,20 @@ def test_without_a_profiler_a_span_is_no_object_of_its_own() -> None:
     with span(LAYER, number) as one, span(Span.ROUTE) as other:
         assert one is other is None
     assert span(LAYER, number) is span(Span.ROUTE)
+    untimed(Span.FORWARD)
 
 
-def test_a_span_is_recorded_under_its_name() -> None:
-    with profile(activities=[ProfilerActivity.CPU]) as profiler, span(LAYER, 3), span(Span.ROUTE):
-        torch.zeros(2) + 1
-    assert [name for name in names_in(profiler) if name in ("layer 3", "route")] == ["layer 3", "route"]
-
-
-def test_a_span_ends_where_an_error_leaves_it() -> None:
+def test_a_span_is_recorded_under_its_name_and_ends_where_an_error_leaves_it() -> None:
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        with pytest.raises(KeyError), span(Span.ROUTE):
+        with pytest.raises(KeyError), span(LAYER, 3), span(Span.ROUTE):
             raise KeyError
         with span(Span.EXPERTS):
             torch.zeros(2) + 1
-    route, experts = (next(e for e in profiler.events() if e.name == name) for name in ("route", "experts"))
-    assert route.time_range.end <= experts.time_range.start
+    layer, route, experts = (
+        next(e for e in profiler.events() if e.name == name) for name in ("layer 3", "route", "experts")
+    )
+    assert layer.time_range.start <= route.time_range.start
+    assert max(layer.time_range.end, route.time_range.end) <= experts.time_range.start
 
 
 def test_what_is_computed_again_is_recorded_again() -> None:
@@ -56,14 +53,10 @@ def test_what_is_computed_again_is_recorded_again() -> None:
         with span(Span.DENSE):
             return x.sin().cos()
 
-    x = torch.ones(3, requires_grad=True)
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        recomputed(part, x).sum().backward()
+        recomputed(part, torch.ones(3, requires_grad=True)).sum().backward()
     again = [name for name in names_in(profiler) if name in ("dense", "recompute")]
     assert again == ["dense", "recompute", "dense"]
-    given = x.grad
-    assert given is not None
-    assert torch.equal(given, -(torch.ones(3).cos() * torch.ones(3).sin().sin()))
 
 
 def test_every_kind_of_a_pipeline_has_a_name() -> None:
@@ -79,49 +72,19 @@ def test_only_one_module_asks_for_spans_of_the_profiler() -> None:
 CPU = torch.device("cpu")
 
 
-def test_times_are_those_of_the_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([0.0, 1.0, 3.0, 7.0, 8.0, 100.0, 101.0, 200.0, 201.0])
-    monkeypatch.setattr(spans.time, "perf_counter", lambda: next(clock))
+def test_times_are_those_of_the_step_before_and_of_no_failed_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 1.0, 3.0, 7.0, 8.0, 100.0, 101.0, 150.0, 200.0, 201.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     watch = Stopwatch(CPU)
     watch.start(Span.DATA)
-    watch.enter(Span.FORWARD)
-    watch.enter(Span.BACKWARD)
-    watch.enter(Span.FORWARD)
+    for phase in (Span.FORWARD, Span.BACKWARD, Span.FORWARD):
+        watch.enter(phase)
     assert watch.stop() == {}
     watch.start(Span.DATA)
     assert watch.stop() == {"data": 1.0, "forward": 2.0 + 1.0, "backward": 4.0}
+    watch.start(Span.REDUCE)  # this step fails
     watch.start(Span.DATA)
     assert watch.stop() == {"data": 1.0}, "what lies between two steps is of none"
-
-
-def test_what_a_failed_step_left_is_forgotten() -> None:
-    watch = Stopwatch(CPU)
-    watch.start(Span.DATA)
-    watch.enter(Span.FORWARD)
-    watch.start(Span.REDUCE)
-    watch.stop()
-    watch.start(Span.DATA)
-    assert list(watch.stop()) == ["reduce"]
-
-
-def test_phases_together_are_the_step() -> None:
-    watch = Stopwatch(CPU)
-    begin = time.perf_counter()
-    watch.start(Span.DATA)
-    time.sleep(0.01)
-    watch.enter(Span.FORWARD)
-    time.sleep(0.02)
-    watch.stop()
-    whole = time.perf_counter() - begin
-    watch.start(Span.DATA)
-    seconds = watch.stop()
-    assert seconds["data"] >= 0.01
-    assert seconds["forward"] >= 0.02
-    assert sum(seconds.values()) <= whole
-
-
-def test_phases_may_be_untimed() -> None:
-    untimed(Span.FORWARD)
 
 
 @pytest.mark.gpu

@@ -1,5 +1,7 @@
 """Weight gradients that come later are the ones that would have come at once."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -41,16 +43,16 @@ def _ordinary(weights: list[nn.Parameter], dtype: torch.dtype = torch.float32) -
     return list(torch.autograd.grad(_chain(x_TD, weights, None), [x_TD, *weights]))
 
 
-def test_gradients_that_come_later_are_those_of_an_ordinary_backward_pass() -> None:
+@pytest.mark.parametrize("collects", [True, False])
+def test_gradients_that_come_later_are_those_of_an_ordinary_backward_pass(collects: bool) -> None:
     weights, x_TD, weight_grads = _weights(), _input(), WeightGradStore()
     loss = _chain(x_TD, weights, weight_grads)
-    with weight_grads.collecting() as work:
+    with weight_grads.collecting() if collects else nullcontext([]) as work:
         loss.backward()
+    assert len(work) == 2 * collects
     for task in work:
         task()
-    found = [x_TD.grad, *(weight.grad for weight in weights)]
-    for one, other in zip(found, _ordinary(weights), strict=True):
-        assert one is not None and torch.equal(one, other)
+    assert all(map(torch.equal, [x_TD.grad, *(weight.grad for weight in weights)], _ordinary(weights)))
 
 
 def test_a_function_with_inner_stages_and_two_inputs_has_the_same_gradients() -> None:
@@ -63,8 +65,7 @@ def test_a_function_with_inner_stages_and_two_inputs_has_the_same_gradients() ->
     assert x_TD.grad is not None and scale_T.grad is not None
     for task in work:
         task()
-    for tensor, other in zip(tensors, expected, strict=True):
-        assert tensor.grad is not None and torch.equal(tensor.grad, other)
+    assert all(torch.equal(tensor.grad, other) for tensor, other in zip(tensors, expected, strict=True))
 
 
 def test_the_input_has_its_gradient_at_once_and_the_weights_have_none_before_their_turn() -> None:
@@ -135,40 +136,22 @@ def test_gradients_that_come_later_add_up_in_the_optimizers_float32_buffers() ->
     assert torch.equal(optimizer.gradient_of("w"), 2 * _ordinary([weight], torch.bfloat16)[1].float())
 
 
-def test_when_the_work_is_done_nothing_of_the_pass_is_left_in_memory() -> None:
+@pytest.mark.parametrize("collects", [True, False])
+def test_when_the_work_is_done_nothing_of_the_pass_is_left_in_memory(collects: bool) -> None:
     weight_grads, weight = WeightGradStore(), nn.Parameter(torch.randn(WIDE, WIDE))
     x_TD = torch.randn(T, WIDE, requires_grad=True)
     activation, gradient = T * WIDE * 4, WIDE * WIDE * 4
     with Alive() as alive:
         output = deferrable(F.linear, (x_TD.tanh(),), (weight,), weight_grads)
         direction = torch.ones_like(output)
-        with weight_grads.collecting() as work:
+        with weight_grads.collecting() if collects else nullcontext([]) as work:
             output.backward(direction)
         del output, direction
-        assert alive.bytes() > 2 * activation, "the work needs what forward has left"
+        assert not collects or alive.bytes() > 2 * activation, "the work needs what forward has left"
         while work:
             work.pop()()
         assert alive.bytes() <= activation + gradient, "only gradients of the input and of the weight are left"
     assert x_TD.grad is not None and weight.grad is not None
-
-
-def test_without_a_collecting_store_backward_is_an_ordinary_one() -> None:
-    weights, x_TD, weight_grads = _weights(), _input(), WeightGradStore()
-    _chain(x_TD, weights, weight_grads).backward()
-    found = [x_TD.grad, *(weight.grad for weight in weights)]
-    for one, other in zip(found, _ordinary(weights), strict=True):
-        assert one is not None and torch.equal(one, other)
-    with weight_grads.collecting() as work:
-        pass
-    assert work == []
-
-
-def test_an_ordinary_pass_leaves_nothing_in_memory_but_gradients() -> None:
-    weight_grads, weight = WeightGradStore(), nn.Parameter(torch.randn(WIDE, WIDE))
-    x_TD = torch.randn(T, WIDE, requires_grad=True)
-    with Alive() as alive:
-        deferrable(F.linear, (x_TD.tanh(),), (weight,), weight_grads).sum().backward()
-        assert alive.bytes() <= T * WIDE * 4 + WIDE * WIDE * 4
 
 
 def test_without_a_later_or_without_gradients_nothing_is_recorded() -> None:
@@ -179,7 +162,7 @@ def test_without_a_later_or_without_gradients_nothing_is_recorded() -> None:
         assert deferrable(F.linear, (x_TD,), (weights[0],), WeightGradStore()).grad_fn is None
 
 
-def test_an_input_without_gradient_puts_off_all_the_work() -> None:
+def test_an_input_without_gradient_puts_off_all_the_work_and_an_untrained_weight_is_none() -> None:
     (weight,), weight_grads, x_TD = _weights(1), WeightGradStore(), _input().detach()
     output = deferrable(F.linear, (x_TD,), (weight,), weight_grads)
     with weight_grads.collecting() as work:
@@ -188,31 +171,18 @@ def test_an_input_without_gradient_puts_off_all_the_work() -> None:
     (task,) = work
     task()
     assert_close(weight.grad, x_TD.sum(0).expand(D, -1))
-
-
-def test_a_weight_that_is_not_trained_is_no_work() -> None:
-    (weight,), weight_grads, x_TD = _weights(1), WeightGradStore(), _input()
-    weight.requires_grad_(False)
-    output = deferrable(F.linear, (x_TD,), (weight,), weight_grads)
+    output = deferrable(F.linear, (x_TD.requires_grad_(),), (weight.requires_grad_(False),), weight_grads)
     with weight_grads.collecting() as work:
         output.sum().backward()
     assert work == []
     assert_close(x_TD.grad, weight.sum(0).expand(T, -1))
 
 
-def test_two_passes_cannot_collect_at_once() -> None:
+def test_two_passes_cannot_collect_at_once_and_one_that_fails_stops() -> None:
     weight_grads = WeightGradStore()
-    with (
-        weight_grads.collecting(),
-        pytest.raises(AssertionError, match="two backward passes"),
-        weight_grads.collecting(),
-    ):
+    outer, inner = weight_grads.collecting(), weight_grads.collecting()
+    with outer, pytest.raises(AssertionError, match="two backward passes"), inner:
         pass
-    assert not weight_grads.is_collecting
-
-
-def test_a_pass_that_fails_stops_collecting() -> None:
-    weight_grads = WeightGradStore()
     with pytest.raises(ValueError, match="too bad"), weight_grads.collecting():
         raise ValueError("too bad")
     assert not weight_grads.is_collecting

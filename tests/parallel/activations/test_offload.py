@@ -2,6 +2,8 @@
 
 import gc
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -10,37 +12,29 @@ from torch import Tensor, nn
 from penstock.config.parallel import OFFLOADABLE, Offload
 from penstock.parallel.offload import HostStore, OffloadRule, rule_for
 from penstock.parallel.recompute import RecomputeRule, current, discarding, recomputed, save_plainly
+from tests.parallel.activations.test_recompute import ONE, D, T, assert_same, gradients, source
 from tests.parallel.alive import Alive
 
 CPU = torch.device("cpu")
-T, D = 32, 16
-ONE = T * D * 4
-"""Bytes of one activation; storages of this size move in these tests."""
 
 
 class Watched(HostStore):
+    """A store that writes down what it sends and brings."""
+
     def __init__(self, in_flight: int = 100 * ONE) -> None:
         super().__init__(CPU, smallest=ONE, in_flight=in_flight)
         self.sent: list[int] = []
         self.brought: list[int] = []
-        out, back = self.outward.copy, self.inward.copy
-        self.outward.copy = lambda pairs, **rest: (self.sent.extend(s.nbytes for s, _ in pairs), out(pairs, **rest))[1]
-        self.inward.copy = lambda pairs, **rest: (self.brought.extend(s.nbytes for s, _ in pairs), back(pairs, **rest))[
-            1
-        ]
+        self.outward.copy = partial(self._noted, self.sent, self.outward.copy)  # type: ignore[method-assign]
+        self.inward.copy = partial(self._noted, self.brought, self.inward.copy)  # type: ignore[method-assign]
+
+    def _noted(self, noted: list[int], copy: Any, pairs: Any, **rest: Any) -> Any:
+        noted.extend(source.nbytes for source, _ in pairs)
+        return copy(pairs, **rest)
 
 
 def rule_of(store: HostStore) -> OffloadRule:
     return OffloadRule(kinds=frozenset(OFFLOADABLE), store=store)
-
-
-def source() -> Tensor:
-    return torch.randn(T, D, requires_grad=True)
-
-
-def gradients(loss: Tensor, *of: Tensor | nn.Module) -> list[Tensor]:
-    tensors = [t for one in of for t in (one.parameters() if isinstance(one, nn.Module) else [one])]
-    return list(torch.autograd.grad(loss, tensors))
 
 
 def network() -> nn.Sequential:
@@ -91,10 +85,9 @@ def test_a_storage_moves_once_however_many_views_are_saved() -> None:
         one, other = (x_TD * 1).chunk(2, dim=1)
         return (one * other).sum() + one.square().sum() + other.exp().sum()
 
-    expected = gradients(part(x_TD), x_TD)
     loss = rule_of(store).run("dense", part, x_TD)
     assert store.sent == [ONE]
-    assert torch.equal(gradients(loss, x_TD)[0], expected[0])
+    assert_same(gradients(loss, x_TD), gradients(part(x_TD), x_TD))
 
 
 def test_a_storage_that_changes_before_its_copy_is_over_is_found_out() -> None:
@@ -105,19 +98,13 @@ def test_a_storage_that_changes_before_its_copy_is_over_is_found_out() -> None:
         y_TD.sum().backward()
 
 
-def test_what_is_small_or_a_parameter_stays() -> None:
+def test_what_is_small_or_a_parameter_stays_and_what_backward_asks_for_at_once_is_still_there() -> None:
     store, weight = Watched(), nn.Parameter(torch.randn(T, D))
     x_TD = torch.randn(4, D, requires_grad=True)
-    loss = rule_of(store).run("dense", lambda x: ((x @ weight.t()) @ weight).tanh(), x_TD).sum()
+    rule_of(store).run("dense", lambda x: ((x @ weight.t()) @ weight).tanh(), x_TD).sum().backward()
     assert store.sent == []
-    loss.backward()
-
-
-def test_what_backward_asks_for_at_once_is_still_there() -> None:
-    store = Watched(in_flight=100 * ONE)
     x_TD = source()
-    y_TD = rule_of(store).run("dense", torch.tanh, x_TD)
-    gradients(y_TD.sum(), x_TD)
+    gradients(rule_of(store).run("dense", torch.tanh, x_TD).sum(), x_TD)
     assert store.sent == [ONE] and store.brought == []
 
 
@@ -175,19 +162,15 @@ def test_a_discarded_output_does_not_move_but_is_computed_again() -> None:
         h_TD = recomputed(lambda x: x * 2, x_TD * 1)
         y_TD = rule_of(store).run("attention", net, h_TD)
     assert store.sent == []
-    expected = gradients(net(x_TD * 2).sum(), x_TD, net)
-    for found, right in zip(gradients(y_TD.sum(), x_TD, net), expected, strict=True):
-        assert torch.equal(found, right)
+    assert_same(gradients(y_TD.sum(), x_TD, net), gradients(net(x_TD * 2).sum(), x_TD, net))
 
 
 def test_a_module_that_is_recomputed_too_keeps_its_input_on_the_host() -> None:
     store, x_TD, net = Watched(in_flight=0), source(), network()
     recompute = RecomputeRule(kinds=frozenset({"layer"}))
-    expected = gradients(net(x_TD * 1).sum(), x_TD, net)
     y_TD = rule_of(store).run("layer", recompute.run, "layer", net, x_TD * 1)
     assert store.sent == [ONE]
-    for found, right in zip(gradients(y_TD.sum(), x_TD, net), expected, strict=True):
-        assert torch.equal(found, right)
+    assert_same(gradients(y_TD.sum(), x_TD, net), gradients(net(x_TD * 1).sum(), x_TD, net))
     assert store.brought == [] and len(store.sent) == 1  # a replay sends nothing
 
 

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from penstock.config.parallel import OFFLOADABLE
 from penstock.parallel.copies import ChunkStream
 from penstock.parallel.offload import HostStore, OffloadRule
 from penstock.parallel.recompute import discarding, is_recomputing, recomputed
+from tests.parallel.activations.test_recompute import assert_same, gradients
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,15 +37,6 @@ def make(layers: int = 6) -> tuple[Tensor, nn.ModuleList]:
     return x_TD, nn.ModuleList(nn.Linear(D, D, device="cuda") for _ in range(layers))
 
 
-def gradients(loss: Tensor, x_TD: Tensor, layers: nn.Module) -> list[Tensor]:
-    return list(torch.autograd.grad(loss, [x_TD, *layers.parameters()]))
-
-
-def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other)
-
-
 def norm(x_TD: Tensor) -> Tensor:
     return F.rms_norm(x_TD, (D,))
 
@@ -53,10 +46,6 @@ def forward(x_TD: Tensor, layers: nn.ModuleList, run: Callable[..., Tensor]) -> 
         with discarding():
             x_TD = x_TD + layer(run(norm, x_TD)).tanh()
     return x_TD.square().sum()
-
-
-def plainly(function: Callable[..., Tensor], *arguments: Tensor) -> Tensor:
-    return function(*arguments)
 
 
 def held_after(make_loss: Callable[[], Tensor]) -> int:
@@ -70,9 +59,9 @@ def held_after(make_loss: Callable[[], Tensor]) -> int:
 
 def test_recomputed_gradients_are_the_same_to_the_bit_and_memory_falls() -> None:
     x_TD, layers = make()
-    expected = gradients(forward(x_TD, layers, plainly), x_TD, layers)
+    expected = gradients(forward(x_TD, layers, lambda f, x: f(x)), x_TD, layers)
     assert_same(gradients(forward(x_TD, layers, recomputed), x_TD, layers), expected)
-    plain = held_after(lambda: forward(x_TD, layers, plainly))
+    plain = held_after(lambda: forward(x_TD, layers, lambda f, x: f(x)))
     freed = plain - held_after(lambda: forward(x_TD, layers, recomputed))
     assert freed >= len(layers) * ONE  # the norms' outputs
 
@@ -106,7 +95,7 @@ def test_regions_on_two_streams_wait_for_each_other() -> None:
             h_TD.record_stream(side)
             return (one_TD * other_TD).square().sum()
 
-    expected = gradients(both(plainly), x_TD, layers)
+    expected = gradients(both(lambda f, x: f(x)), x_TD, layers)
     for _ in range(5):
         assert_same(gradients(both(recomputed), x_TD, layers), expected)
 
@@ -116,26 +105,18 @@ def test_offloaded_gradients_are_the_same_to_the_bit_and_memory_falls(in_flight:
     x_TD, layers = make()
     rule = OffloadRule(kinds=frozenset(OFFLOADABLE), store=HostStore(torch.device("cuda"), in_flight=in_flight))
 
-    def run(function: Callable[..., Tensor], x_TD: Tensor) -> Tensor:
-        return rule.run("dense", function, x_TD)
-
-    def offloaded() -> Tensor:
+    def run(away: bool) -> Tensor:
         h_TD = x_TD * 1
         for layer in layers:
-            h_TD = run(lambda h, layer=layer: layer(norm(h).sigmoid()).tanh(), h_TD)
+            part = partial(lambda layer, h: layer(norm(h).sigmoid()).tanh(), layer)
+            h_TD = rule.run("dense", part, h_TD) if away else part(h_TD)
         return h_TD.square().sum()
 
-    def plain() -> Tensor:
-        h_TD = x_TD * 1
-        for layer in layers:
-            h_TD = layer(norm(h_TD).sigmoid()).tanh()
-        return h_TD.square().sum()
-
-    expected = gradients(plain(), x_TD, layers)
+    expected = gradients(run(False), x_TD, layers)
     for _ in range(4):
-        assert_same(gradients(offloaded(), x_TD, layers), expected)
-    held = held_after(offloaded)
-    assert held <= in_flight + 4 * ONE and (in_flight > 50 * ONE or held < held_after(plain) / 2)
+        assert_same(gradients(run(True), x_TD, layers), expected)
+    held = held_after(partial(run, True))
+    assert held <= in_flight + 4 * ONE and (in_flight > 50 * ONE or held < held_after(partial(run, False)) / 2)
 
 
 def test_a_graph_may_be_thrown_away_while_copies_run() -> None:
@@ -152,7 +133,7 @@ def test_chunks_come_and_go_on_a_gpu() -> None:
     host = [[torch.full((1 << 20,), float(i), pin_memory=True) for _ in range(3)] for i in range(7)]
     stream = ChunkStream(torch.device("cuda"))
     for _ in range(3):
-        stream.run(host, lambda index, tensors: [tensor.add_(index + 1) for tensor in tensors])
+        stream.run(host, lambda index, tensors: torch._foreach_add_(tensors, index + 1))
     stream.finish()
     for index, chunk in enumerate(host):
         for tensor in chunk:

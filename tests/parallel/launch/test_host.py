@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,18 +17,15 @@ from penstock.base.errors import DeviceError
 from penstock.parallel.launch import host, process
 from penstock.parallel.launch.environment import Environment
 from penstock.parallel.launch.host import Binding, choose_binding, gpu_vendor, parse_ranges, ranges, usable_cores
-from penstock.parallel.launch.process import bind_near, choose_device, device_name, peak_memory_bytes, prepare_process
+from penstock.parallel.launch.process import bind_near, choose_device, peak_memory_bytes, prepare_process
 
 BUS = ("0000:1b:00.0", "0000:2c:00.0", "0000:9a:00.0", "0000:ab:00.0")
 
 
-@pytest.fixture
-def two_sockets(tmp_path: Path) -> Path:
+@pytest.fixture(scope="session")
+def two_sockets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two nodes of four cores with two hardware threads each, two GPUs on each node."""
-    return make_two_sockets(tmp_path)
-
-
-def make_two_sockets(root: Path) -> Path:
+    root = tmp_path_factory.mktemp("sockets")
     for node, cores in enumerate(("0-3,8-11", "4-7,12-15")):
         put(root / f"sys/devices/system/node/node{node}/cpulist", cores)
     for thread in range(16):
@@ -53,41 +51,33 @@ def test_ranks_share_the_cores_of_their_gpus_node_and_keep_hardware_threads_toge
     assert [cores_of(two_sockets, rank) for rank in range(4)] == [
         [0, 1, 8, 9], [2, 3, 10, 11], [4, 5, 12, 13], [6, 7, 14, 15],
     ]  # fmt: skip
-
-
-def test_a_rank_alone_on_a_node_has_all_of_it(two_sockets: Path) -> None:
-    assert cores_of(two_sockets, 1, bus=BUS[1:3]) == [4, 5, 6, 7, 12, 13, 14, 15]
-    assert cores_of(two_sockets, 0, bus=(BUS[3],)) == [4, 5, 6, 7, 12, 13, 14, 15]
+    whole_node = [4, 5, 6, 7, 12, 13, 14, 15]
+    assert cores_of(two_sockets, 1, bus=BUS[1:3]) == cores_of(two_sockets, 0, bus=(BUS[3],)) == whole_node
 
 
 @given(allowed=st.sets(st.integers(0, 15)), rank=st.integers(0, 3))
-def test_a_binding_has_only_allowed_cores(
-    allowed: set[int], rank: int, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    root = tmp_path_factory.getbasetemp() / "sockets"
-    own = cores_of(root if root.exists() else make_two_sockets(root), rank, allowed)
-    assert set(own) <= allowed
-    assert not set(own) & set(cores_of(root, rank ^ 1, allowed))
+def test_a_binding_has_only_allowed_cores(allowed: set[int], rank: int, two_sockets: Path) -> None:
+    own = set(cores_of(two_sockets, rank, allowed))
+    assert own <= allowed
+    assert not own & set(cores_of(two_sockets, rank ^ 1, allowed))
 
 
-def test_a_gpu_of_unknown_node_is_not_bound(two_sockets: Path) -> None:
-    put(two_sockets / f"sys/bus/pci/devices/{BUS[0]}/numa_node", "-1")
-    assert cores_of(two_sockets, 0) == []
-    assert cores_of(two_sockets, 1) == [0, 1, 2, 3, 8, 9, 10, 11]
-    assert cores_of(two_sockets, 0, bus=("0000:ff:00.0",)) == []
+def test_a_gpu_of_unknown_node_or_of_the_only_one_is_not_bound(two_sockets: Path, tmp_path: Path) -> None:
+    root = tmp_path / "changed"
+    shutil.copytree(two_sockets, root)
+    put(root / f"sys/bus/pci/devices/{BUS[0]}/numa_node", "-1")
+    assert cores_of(root, 0) == []
+    assert cores_of(root, 1) == [0, 1, 2, 3, 8, 9, 10, 11]
+    assert cores_of(root, 0, bus=("0000:ff:00.0",)) == []
+    shutil.rmtree(root / "sys/devices/system/node/node1")
+    assert cores_of(root, 1) == []
+    assert choose_binding(BUS, 0, frozenset(range(16)), root / "nothing here") is None
 
 
 def test_cores_elsewhere_are_no_cores(two_sockets: Path) -> None:
     assert cores_of(two_sockets, 0, allowed={4, 5, 6, 7}) == []
     assert cores_of(two_sockets, 0, allowed={2}) == []
     assert cores_of(two_sockets, 0, allowed={2, 10, 3}) == [2, 10]
-
-
-def test_one_node_is_left_alone(two_sockets: Path) -> None:
-    (two_sockets / "sys/devices/system/node/node1/cpulist").unlink()
-    (two_sockets / "sys/devices/system/node/node1").rmdir()
-    assert cores_of(two_sockets, 0) == []
-    assert choose_binding(BUS, 0, frozenset(range(16)), two_sockets / "nothing here") is None
 
 
 def test_a_binding_says_itself_in_words() -> None:
@@ -142,22 +132,15 @@ def process_as_it_was() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def test_a_missing_gpu_is_refused_and_auto_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_a_gpu_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_device("auto") == choose_device("cpu") == torch.device("cpu")
     with pytest.raises(DeviceError, match="device is cuda, but there is no GPU"):
         choose_device("cuda")
-
-
-def test_auto_takes_a_gpu_and_cpu_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     assert choose_device("auto") == choose_device("cuda") == torch.device("cuda", 0)
     assert choose_device("cpu") == torch.device("cpu")
-
-
-def test_the_cpu_has_a_name() -> None:
-    assert device_name(torch.device("cpu"))
 
 
 def test_each_rank_takes_the_gpu_of_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,16 +195,11 @@ def test_the_seed_decides_every_draw() -> None:
     assert draws[0] == draws[1] != draws[2]
 
 
-def test_threads_are_those_that_were_chosen() -> None:
-    prepare_process(Environment(color=True, threads=2, world_size=1), seed=0, deterministic=False)
-    assert torch.get_num_threads() == 2
-
-
-def test_threads_are_never_more_than_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.set_num_threads(2)
+def test_threads_are_those_that_were_chosen_and_never_more_than_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "usable_cores", lambda: 1)
-    prepare_process(Environment(color=True, threads=None, world_size=1), seed=0, deterministic=False)
-    assert torch.get_num_threads() == 1
+    for threads, expected in ((2, 2), (None, 1)):
+        prepare_process(replace(PLAIN, threads=threads), seed=0, deterministic=False)
+        assert torch.get_num_threads() == expected
 
 
 def test_deterministic_mode_is_switched_on_and_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,14 +116,12 @@ def test_one_rank_for_each_gpu_by_default(monkeypatch: pytest.MonkeyPatch) -> No
         processes_to_start(run, SHELL, 9)
 
 
-def test_a_small_batch_takes_as_many_gpus_as_divide_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_batch_takes_as_many_gpus_as_divide_it_and_a_rank_starts_no_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     assert processes_to_start(load_run("debug"), SHELL, None) == 1
     assert processes_to_start(load_run("debug", ["training.micro_batch=1"]), SHELL, None) == 4
-
-
-def test_a_rank_starts_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     rank = Environment(color=False, threads=None, world_size=1, started_by="torchrun")
     assert processes_to_start(load_run("debug"), rank, None) == 1
     with pytest.raises(DeviceError, match="torchrun has started the processes already; got --processes 2"):

@@ -37,21 +37,18 @@ class LeavesError(Exception):
     """Stands for the end of the process."""
 
 
+def environment_of(rank: int, world: int, port: int, started_by: str = "torchrun") -> Environment:
+    where = f"127.0.0.1:{port}"
+    return Environment(color=False, threads=1, world_size=world, rank=rank, started_by=started_by, meeting_point=where)
+
+
 def meeting_of(rank: int, world: int, store: TCPStore) -> Rendezvous:
     """The meeting of one rank; when the process should end, it raises."""
 
     def leave(code: int) -> None:
         raise LeavesError(code)
 
-    environment = Environment(
-        color=False,
-        threads=1,
-        world_size=world,
-        rank=rank,
-        started_by="torchrun",
-        meeting_point=f"127.0.0.1:{store.port}",
-    )
-    return Rendezvous(environment, leave)
+    return Rendezvous(environment_of(rank, world, store.port), leave)
 
 
 def on_ranks(world: int, store: TCPStore, act: Callable[[Rendezvous], Any]) -> list[Future[Any]]:
@@ -110,54 +107,36 @@ def test_every_kind_of_error_travels() -> None:
     assert set(module._ERRORS.values()) == set(PenstockError.__subclasses__())
 
 
-def test_the_first_to_fail_speaks_and_the_others_leave(store: TCPStore) -> None:
+@pytest.mark.parametrize(("fault", "code"), [(KeyError("a fault of ours"), 1), (ConfigError("only rank 2 sees it"), 2)])
+def test_the_first_to_fail_speaks_and_the_others_leave_with_its_code(
+    store: TCPStore, fault: Exception, code: int
+) -> None:
     spoken = threading.Event()
 
     def act(meeting: Rendezvous) -> None:
         meeting.open(1)
         if meeting.rank == 2:
             spoken.set()
-            raise KeyError("a fault of ours")
+            raise fault
         spoken.wait()
         time.sleep(0.3)
         raise RuntimeError("connection closed by peer")
 
-    errors = [future.exception() for future in on_ranks(3, store, act)]
-    assert isinstance(errors[2], KeyError)
-    assert [error.args for error in errors[:2] if isinstance(error, LeavesError)] == [(1,), (1,)]
-
-
-def test_the_others_leave_with_the_code_of_the_first(store: TCPStore) -> None:
-    def act(meeting: Rendezvous) -> None:
-        meeting.open(1)
-        if meeting.rank == 1:
-            raise ConfigError("a mistake that only rank 1 sees")
-        time.sleep(0.5)
-        raise RuntimeError("connection closed by peer")
-
-    errors = [future.exception() for future in on_ranks(2, store, act)]
-    assert isinstance(errors[0], LeavesError)
-    assert errors[0].args == (2,)
+    *others, first = (future.exception() for future in on_ranks(3, store, act))
+    assert first is fault
+    assert [error.args for error in others if isinstance(error, LeavesError)] == [(code,)] * 2
 
 
 def test_an_error_before_the_meeting_is_said_once(store: TCPStore) -> None:
     def act(meeting: Rendezvous) -> None:
         raise ConfigError("an unknown field")
 
-    errors = [future.exception() for future in on_ranks(4, store, act)]
-    assert sorted(type(error).__name__ for error in errors) == [
-        "ConfigError",
-        "LeavesError",
-        "LeavesError",
-        "LeavesError",
-    ]
+    errors = sorted(type(future.exception()).__name__ for future in on_ranks(4, store, act))
+    assert errors == ["ConfigError", *["LeavesError"] * 3]
 
 
 def test_under_srun_rank_0_says_what_is_wrong_before_the_meeting() -> None:
-    ranks = [
-        Rendezvous(Environment(color=False, threads=1, world_size=2, rank=rank, started_by="srun", meeting_point="x:1"))
-        for rank in range(2)
-    ]
+    ranks = [Rendezvous(environment_of(rank, 2, 1, "srun")) for rank in range(2)]
     assert [meeting.first_to_fail() for meeting in ranks] == [True, False]
 
 
@@ -187,11 +166,8 @@ def test_ranks_that_do_not_come_are_named(store: TCPStore) -> None:
 
 
 def test_an_address_without_a_store_is_an_error(store: TCPStore) -> None:
-    environment = Environment(
-        color=False, threads=1, world_size=2, rank=1, started_by="torchrun", meeting_point="127.0.0.1:1"
-    )
     with pytest.raises(DeviceError, match="rank 1 does not find the others at 127.0.0.1:1"):
-        Rendezvous(environment).open(1 / 60)
+        Rendezvous(environment_of(1, 2, 1)).open(1 / 60)
 
 
 def test_a_fake_group_is_whatever_rank_it_is_told() -> None:
