@@ -104,6 +104,7 @@ def _measure(environment: Environment, device_kind: str, name: str | None) -> Ha
             if on_gpu:  # the collectives' library has buffers of its own
                 findings = replace(findings, context_bytes=device_memory(device)[1])
         stop_process_group()
+    # A known chip keeps the peaks of its data sheet.
     chip = chip_named(facts.name) if on_gpu else None
     known = chip is not None and chip.pattern in known_hardware()
     shown = device_name(device)

@@ -9,6 +9,7 @@ import typer
 from penstock.base.errors import PenstockError
 from penstock.base.numbers import count_text, flops_text
 from penstock.cli.output import print_next, print_table, warn
+from penstock.cli.verbs import group_app
 from penstock.config.data_rules import bytes_are_encoded
 from penstock.config.explain import explain as explain_field
 from penstock.config.explain import json_schema, reference_markdown
@@ -25,14 +26,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 BYTES_IDS = 257
 """256 values of a byte and the end of a document."""
 
-app = typer.Typer(add_completion=False)
-
-
-@app.callback(invoke_without_command=True)
-def config(context: typer.Context) -> None:
-    """List, show, explain, compare and check configurations."""
-    if context.invoked_subcommand is None:
-        print(context.get_help())
+app = group_app("List, show, explain, compare and check configurations.")
 
 
 @app.command()

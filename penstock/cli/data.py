@@ -35,7 +35,7 @@ from rich.progress import (
 from penstock.base.numbers import bytes_text, count_text, duration_text
 from penstock.cli.config import Json
 from penstock.cli.output import Force, check_output, print_next
-from penstock.cli.verbs import Verb, group_of
+from penstock.cli.verbs import Verb, group_app
 from penstock.config.data import Data
 from penstock.data.documents import TextDocuments
 from penstock.data.indexed_dataset import prefix_of
@@ -211,14 +211,7 @@ Vocabulary = Annotated[
 TokenizerOutput = Annotated[Path, typer.Option("--output", help="File to write, such as tokenizer.json.")]
 Special = Annotated[list[str] | None, typer.Option("--special", help="One more special token; any number of times.")]
 
-tokenizer_app = typer.Typer(add_completion=False)
-
-
-@tokenizer_app.callback(invoke_without_command=True)
-def tokenizer(context: typer.Context) -> None:
-    """Train a tokenizer."""
-    if context.invoked_subcommand is None:
-        print(context.get_help())
+tokenizer_app = group_app("Train a tokenizer.")
 
 
 @tokenizer_app.command("train")
@@ -263,13 +256,6 @@ def _readable(texts: TextDocuments, left_out: list[str], *, skip: bool) -> Itera
 
 _INSPECT = Verb("inspect", "penstock.cli.data_inspect", "inspect", "Show what the batches of a run really hold.")
 
-app = typer.Typer(cls=group_of(_INSPECT), add_completion=False)
+app = group_app("Inspect batches, pack text, train tokenizers.", _INSPECT)
 app.command("pack", short_help="Encode text once, into files that Megatron reads too.")(pack_texts)
 app.add_typer(tokenizer_app, name="tokenizer", help="Train a tokenizer.")
-
-
-@app.callback(invoke_without_command=True)
-def data(context: typer.Context) -> None:
-    """Inspect batches, pack text, train tokenizers."""
-    if context.invoked_subcommand is None:
-        print(context.get_help())

@@ -82,6 +82,7 @@ def _print_next(paths: list[Path], evidence: Evidence, changes: list[str]) -> No
     """Propose the run with the first change that its configuration accepts, or else a report."""
     path, run = paths[0], evidence.facts.run
     if run is not None and (is_run(path) or is_planned(path)):
+        # Remedies come largest gain first; propose the first that the rules accept.
         fitting = (change for change in changes if accepted(run, change, evidence.facts.world) is not None)
         change = next(fitting, None)
         if change is not None:

@@ -9,7 +9,6 @@ What is answered by an option is not asked. With a cluster the planner chooses t
 run is checked before anything is written.
 """
 
-import os
 import shlex
 import sys
 import tempfile
@@ -34,7 +33,7 @@ from penstock.cli.init_run import (
     tokens_of,
     usual_tokens,
 )
-from penstock.cli.output import Force, check_output, print_next
+from penstock.cli.output import Force, check_output, print_next, write_file
 from penstock.cli.plan_print import cluster_text, conclusion
 from penstock.config.load import load_run
 from penstock.config.presets.registry import PRESETS, preset
@@ -78,7 +77,7 @@ def init(  # noqa: PLR0913 - one argument for each option
         made = make_run(answers, file.stem, overrides or ())
     options = [word for name, value in vars(answers).items() for word in (f"--{name}", value)]
     words = shlex.join(["penstock", "init", str(file), *options, *(overrides or [])])
-    write_run(file, run_text(made, answers.model, file, words))
+    write_file(file, run_text(made, answers.model, file, words))
     warn_of_unfilled(made.run)
     for note in made.notes:
         print(f"note: {note}")
@@ -178,27 +177,13 @@ def run_text(made: Made, model: str, path: Path, words: str) -> str:
         ConfigError: the file would not load as the run.
     """
     text = "\n".join([*_head(made, model, path, words), *_fields(made.run, preset(model)), ""])
+    # Load the draft: the file must say the run exactly.
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
         draft = Path(folder) / path.name
         draft.write_text(text, encoding="utf-8")
         if load_run(str(draft)) != made.run:
             raise ConfigError(f"{path} cannot say what was asked for", fix="start from penstock config show MODEL")
     return text
-
-
-def write_run(path: Path, text: str) -> None:
-    """Write a file whole or not at all.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(path)
-    except OSError as error:
-        draft.unlink(missing_ok=True)
-        raise ConfigError(f"cannot write {path}", got=error.strerror) from error
 
 
 def _head(made: Made, model: str, path: Path, words: str) -> Iterator[str]:

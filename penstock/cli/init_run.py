@@ -100,6 +100,7 @@ def make_run(answers: Answers, name: str, overrides: Sequence[str] = ()) -> Made
     """
     data = {**text_fields(answers.data), "tokenizer": answers.tokenizer}
     run, notes = _with_vocabulary(_with(preset(answers.model), {"name": name, "data": data}))
+    # No cluster: this machine, whose speed is unknown.
     cluster, projection = cluster_named(answers.on), None
     if cluster is None and not torch.cuda.is_available():
         run, small = _on_cpu(run)
@@ -237,6 +238,7 @@ def _with_text(run: Run, *, is_here: bool) -> tuple[Run, tuple[str, ...]]:
     try:
         open_texts(run)
     except DataError as error:
+        # Too little text to hold some out: evaluate nothing, if that alone is the fault.
         without = _with(run, {"evaluation": {"rows": 0}})
         try:
             open_texts(without)

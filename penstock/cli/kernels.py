@@ -22,6 +22,7 @@ from rich.console import Console
 from penstock.base.errors import DeviceError, KernelError
 from penstock.cli.config import Json, Overrides, Target
 from penstock.cli.output import print_table
+from penstock.cli.verbs import group_app
 from penstock.config.load import load_run
 from penstock.config.run import Run
 from penstock.kernels.choose import shown
@@ -32,14 +33,7 @@ from penstock.parallel.launch.environment import read_environment
 from penstock.parallel.launch.process import choose_device
 from penstock.tune.kernels import CallTimer, GpuCallTimer, environment, measure, merged, winner, workload_of
 
-app = typer.Typer(add_completion=False)
-
-
-@app.callback(invoke_without_command=True)
-def kernels(context: typer.Context) -> None:
-    """List which kernels will run and why; measure them on this GPU."""
-    if context.invoked_subcommand is None:
-        print(context.get_help())
+app = group_app("List which kernels will run and why; measure them on this GPU.")
 
 
 @app.command("list")
@@ -97,7 +91,7 @@ def tune_on(run: Run, facts: DeviceFacts, device: torch.device, clock: CallTimer
             status.update(f"measuring: {len(entries)} done, the last {entry.op} {entry.direction}")
     print_entries(entries)
     new = Measurements(device=facts.name, environment=environment(), entries=tuple(entries))
-    kept = merged(old, new)
+    kept = merged(old, new)  # Entries of the same shapes are replaced, others stay.
     save(path, kept)
     print(f"{len(entries)} entries of {len(kept.entries)} in {path} are new")
     if path != user_file(facts.name):

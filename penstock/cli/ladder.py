@@ -153,6 +153,7 @@ def climb_and_print(plan: LadderPlan, measure: Measure) -> list[Outcome]:
     if plan.resumes and plan.output is not None:
         saved = read_saved_trials(plan.output, _environment(plan), plan.commit or commit_of_code())
     outcomes: list[Outcome] = []
+    # The file is written after every step, so an ended ladder can go on.
     for outcome in climb(plan.steps, plan.wanted, options, saved.or_measured(measure)):
         outcomes.append(outcome)
         print("\n".join(_lines(outcome, gains(outcomes)[-1], plan)), flush=True)

@@ -14,9 +14,9 @@ from typing import Annotated
 
 import typer
 
-from penstock.base.errors import RunFolderError
 from penstock.cli.config import Overrides, warn_of_unfilled
-from penstock.cli.output import Force, check_output
+from penstock.cli.output import Force, check_output, write_file
+from penstock.cli.verbs import group_app
 from penstock.config.fit import grid_of
 from penstock.config.load import load_run
 from penstock.parallel.launch.environment import LaunchFacts
@@ -40,14 +40,7 @@ WhoseGpus = Annotated[Vendor, typer.Option("--vendor", help="Whose GPUs they are
 Output = Annotated[Path | None, typer.Option("--output", help="Write to this file instead of printing.")]
 Name = Annotated[str | None, typer.Option("--name", help="Name of the job, instead of the run's.")]
 
-app = typer.Typer(add_completion=False)
-
-
-@app.callback(invoke_without_command=True)
-def launch(context: typer.Context) -> None:
-    """Print a job script for Slurm, or a manifest for Kubernetes."""
-    if context.invoked_subcommand is None:
-        print(context.get_help())
+app = group_app("Print a job script for Slurm, or a manifest for Kubernetes.")
 
 
 @app.command()
@@ -136,8 +129,5 @@ def _hand_over(text: str, output: Path | None) -> None:
     if output is None:
         print(text, end="")
         return
-    try:
-        output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise RunFolderError(f"cannot write {output}", got=error.strerror) from error
+    write_file(output, text)
     print(f"wrote {output}")

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from typing import Annotated
 
 import typer
-from torch import nn
 
 from penstock.base.numbers import count_text, counted
 from penstock.cli.config import Overrides, Target
@@ -176,14 +175,14 @@ def _parameters(run: Run, grid: Grid, rank: int, stages: dict[int, Stage]) -> tu
     )
     decoders = meta_stages(run, LayerContext(axes=axes), stages)
     # Two stages of a rank share their embedding.
+    # By identity, so that a shared embedding counts once.
     modules = {id(module): module for decoder in decoders.values() for module in decoder.modules()}
-    own = [(module, _own_parameters(module)) for module in modules.values()]
+    own = [
+        (module, sum(parameter.numel() for parameter in module.parameters(recurse=False)))
+        for module in modules.values()
+    ]
     experts = sum(count for module, count in own if isinstance(module, GroupedExperts))
     return sum(count for _, count in own) - experts, experts
-
-
-def _own_parameters(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters(recurse=False))
 
 
 def _axis(grid: Grid, rank: int, *axes: str) -> Axis:

@@ -51,11 +51,7 @@ VERBS = (
         computes=False,
     ),
     Verb(
-        "doctor",
-        "penstock.cli.doctor",
-        "doctor",
-        "Name the bottleneck of a run, and the gain of each remedy.",
-        computes=False,
+        "doctor", "penstock.cli.doctor", "doctor", "Name the bottleneck of a run, and the gain of each remedy.", False
     ),
     Verb("report", "penstock.cli.report", "report", "Write one HTML page of a run, planned beside measured."),
     Verb("ladder", "penstock.cli.ladder", "ladder", "Measure what each optimization is worth, on this machine."),

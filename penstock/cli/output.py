@@ -4,9 +4,11 @@ A table is drawn on a terminal (`penstock.cli.table`, loaded only then, because 
 all tables of a small trace) and is aligned plain text elsewhere, with every column however long the lines become.
 """
 
+import os
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -53,6 +55,22 @@ def check_output(path: Path, option: str, *, force: bool, makes_folder: bool = F
         raise PenstockError(f"{option}: {path} is there already", fix="another name, or --force to write over it")
     if not makes_folder and not path.absolute().parent.is_dir():
         raise PenstockError(f"{option}: there is no folder {path.parent}", fix="make it first")
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a file whole or not at all.
+
+    Raises:
+        PenstockError: the file cannot be written.
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise PenstockError(f"cannot write {path}", got=error.strerror) from error
 
 
 def next_line(*words: object) -> str:

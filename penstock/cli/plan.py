@@ -14,7 +14,6 @@ is asked; the answers come from penstock/plan/search.py (many layouts), project.
 """
 
 import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -28,7 +27,7 @@ from rich.status import Status
 
 from penstock.base.errors import PenstockError, did_you_mean
 from penstock.cli.config import Json, Overrides, warn_of_unfilled
-from penstock.cli.output import Force, check_output, print_next
+from penstock.cli.output import Force, check_output, print_next, write_file
 from penstock.cli.plan_print import (
     check_topic,
     cluster_text,
@@ -131,12 +130,14 @@ def plan(  # noqa: PLR0913 - one argument for each option
         raise PenstockError("there is nothing to plan", fix="name it: penstock plan deepseek-v3 --on 512xMI325X")
     run = load_run(target, overrides or ())
     if layout is None:
+        # Overrides of a layout bind the search as --only does; those of a file do not.
         fixed = fixed_by(run, overrides or (), parse_layout(only) if only else {})
         rows = None if tokens is None else rows_to_share(tokens / run.training.sequence_length, cluster.devices)
         question = SearchRequest(
             run=run, cluster=cluster, global_batch=rows, fixed=fixed, top=top, assumptions=assumptions
         )
-        found = _searched(question)
+        with _working() as status:
+            found = search(question, status.update)
     else:
         found = _asked(run, cluster, {} if layout == OWN else parse_layout(layout), planner, tokens)
     more: list[Figure] = []
@@ -173,12 +174,6 @@ def _check(questions: Mapping[str, object], files: Mapping[str, Path | None], *,
                     "--write writes a candidate, and --compare has two runs of yours", fix="leave it out"
                 )
             check_file(path, option, force=force)
-
-
-def _searched(question: SearchRequest) -> Plan:
-    """Search, with progress on a terminal."""
-    with _working() as status:
-        return search(question, status.update)
 
 
 def _assumptions(imbalance: float, saving: str, *, writes: bool) -> Assumptions:
@@ -329,19 +324,9 @@ def write_run(path: Path, plan: Plan) -> None:
     """
     if not plan.candidates:
         raise PenstockError(f"no layout of {plan.model} fits, so {path} is not written", fix="see --explain refused")
-    text = run_text(plan.candidates[0])
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
-    except OSError as error:
-        raise PenstockError(f"the run cannot be written to {path}", got=error.strerror) from error
-
-
-def run_text(projection: Projection) -> str:
-    """A file that loads as the run of a projection, with the projection as comments."""
-    head = (f"planned by penstock for {cluster_text(projection.cluster)}", conclusion(projection))
-    return "".join(f"# {line}\n" for line in head) + f"\n{dump_toml(projection.run)}"
+    best = plan.candidates[0]
+    head = (f"planned by penstock for {cluster_text(best.cluster)}", conclusion(best))
+    write_file(path, "".join(f"# {line}\n" for line in head) + f"\n{dump_toml(best.run)}")
 
 
 def write_pictures(path: Path, plan: Plan, more: Sequence[Figure]) -> list[Path]:

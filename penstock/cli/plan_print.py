@@ -298,7 +298,11 @@ def _activations(plan: Plan) -> None:
         f"rank {memory.rank} at its fullest, {moment_text(memory.moment)}: activations {bytes_text(memory.activations)}"
     )
     terms = sorted(memory.terms.items(), key=lambda term: -term[1])
-    rows = [(_term_name(name), bytes_text(size), _share(size, whole)) for name, size in terms if size]
+    rows = [
+        ("other micro-batches" if name == _HELD else name, bytes_text(size), f"{size / whole:.1%}" if whole else "")
+        for name, size in terms
+        if size
+    ]
     rows.append(("together", bytes_text(sum(memory.terms.values())), ""))
     print_table(("allocated by", "bytes", "share"), rows)
     if memory.logits:
@@ -321,18 +325,11 @@ def _moments(best: Projection) -> None:
     print_table(("place", "fullest at", "of other micro-batches", "activations"), rows)
 
 
-def _term_name(name: str) -> str:
-    return "other micro-batches" if name == _HELD else name
-
-
-def _share(part: float, whole: float) -> str:
-    return f"{part / whole:.1%}" if whole else ""
-
-
 def _time(plan: Plan) -> None:
     best = plan.candidates[0]
     ranks = best.time.ranks
-    names = sorted({name for rank in ranks for name in rank.terms}, key=lambda name: -_most(best, name))
+    most = {name: max(one.terms.get(name, 0.0) for one in ranks) for rank in ranks for name in rank.terms}
+    names = sorted(sorted(most), key=lambda name: -most[name])
     rows = [(name, *(time_text(rank.terms.get(name, 0.0)) for rank in ranks)) for name in names]
     rows.append(("together", *(time_text(sum(rank.terms.values())) for rank in ranks)))
     for name, word in (
@@ -343,10 +340,6 @@ def _time(plan: Plan) -> None:
         rows.append((f"({word})", *(time_text(vars(rank)[name]) for rank in ranks)))
     _print_places(best, "term", rows)
     print("terms add up to the time of a place; those in brackets are part of others")
-
-
-def _most(best: Projection, name: str) -> float:
-    return max(rank.terms.get(name, 0.0) for rank in best.time.ranks)
 
 
 def _refused(plan: Plan) -> None:
@@ -396,20 +389,12 @@ def print_comparison(comparison: ProjectionComparison, left: str, right: str) ->
     if rows := _change_rows(terms, bytes_text):
         print_table(("activations of", left, right, "more"), rows)
         print()
-    step = _step_change(comparison)
+    before, after = comparison.left.time, comparison.right.time
+    step = TermChange(name="step", left=before.step_seconds, right=after.step_seconds)
     seconds = _change_rows(comparison.seconds, time_text)
     print_table(("time", left, right, "more"), [*seconds, *_change_rows([step], time_text, all_of_them=True)])
-    print(f"terms of the place that waits least; {_speed_text(comparison, left, right)}")
-
-
-def _step_change(comparison: ProjectionComparison) -> TermChange:
-    left, right = comparison.left.time.step_seconds, comparison.right.time.step_seconds
-    return TermChange(name="step", left=left, right=right)
-
-
-def _speed_text(comparison: ProjectionComparison, left: str, right: str) -> str:
-    speeds = [one.time.tokens_per_second_per_device for one in (comparison.left, comparison.right)]
-    return f"{right} trains {speeds[1] / speeds[0]:.2f} x the tokens per second of {left}"
+    speedup = after.tokens_per_second_per_device / before.tokens_per_second_per_device
+    print(f"terms of the place that waits least; {right} trains {speedup:.2f} x the tokens per second of {left}")
 
 
 def _change_rows(
@@ -418,11 +403,10 @@ def _change_rows(
     """Rows of differing terms, the largest difference first."""
     told = [change for change in changes if change.more or all_of_them]
     told.sort(key=lambda change: -abs(change.more))
-    return [(one.name, text(one.left), text(one.right), _signed(one.more, text)) for one in told]
-
-
-def _signed(more: float, text: Callable[[float], str]) -> str:
-    return f"{'-' if more < 0 else '+'}{text(abs(more))}"
+    return [
+        (one.name, text(one.left), text(one.right), f"{'-' if one.more < 0 else '+'}{text(abs(one.more))}")
+        for one in told
+    ]
 
 
 def comparison_json(comparison: ProjectionComparison) -> dict[str, Any]:

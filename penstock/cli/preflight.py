@@ -160,6 +160,7 @@ def _measured(environment: Environment, ranks: int, gpus: int) -> str:
             facts=facts if gpus else replace(facts, vendor="cpu"),
             say=lambda line: print(line, file=sys.stderr),
         )
+        # Each rank runs this verb again, with the file that takes the measurements.
         code = run_processes(main, ["preflight", "--result", str(result), "--processes", str(ranks)], launch)
         return result.read_text(encoding="utf-8") if code == 0 else ""
 

@@ -64,6 +64,7 @@ def _widths(cells: Sequence[Sequence[str]], width: int) -> list[int]:
     widths = [_narrowest(column) for column in cells]
     spare = width - _drawn(widths)
     wishes = {place: _natural(column) - widths[place] for place, column in enumerate(cells)}
+    # The smallest wishes first: what they leave is shared by the others.
     for number, place in enumerate(sorted(wishes, key=lambda place: wishes[place])):
         more = min(wishes[place], max(spare, 0) // (len(wishes) - number))
         widths[place] += more

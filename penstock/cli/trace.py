@@ -67,6 +67,7 @@ class _PathsOrVerb(_Verbs):
         if args and not Path(args[0]).exists() and (fix := did_you_mean(args[0], [verb.name for verb in VERBS])):
             raise TraceError(f"there is no {args[0]}, and no verb of this name", fix=fix)
         options = {word for word in args if word.startswith("-")}
+        # Flags without values need no check by pydantic.
         is_plain = options <= {JSON, LAYERS} and len(options) < len(args)
         return super().parse_args(ctx, [READ_ALL if is_plain else READ, *args])
 
@@ -369,6 +370,7 @@ def _waits(waits: Sequence[HostWait]) -> list[tuple[str, ...]]:
     """A row for each call, span and pair of operators around it; layers and steps are added up."""
     times: dict[tuple[str, str], tuple[int, float]] = {}
     for one in waits:
+        # The innermost span, and the two innermost operators.
         spans = [name for name in one.where if name in tuple(Span)]
         around = dict.fromkeys((*spans[-1:], *one.where[-2:]))
         place = (one.call, " > ".join(_short(name) for name in around))

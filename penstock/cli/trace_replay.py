@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from penstock.base.errors import TraceError
-from penstock.cli.output import Force, check_output
+from penstock.cli.output import Force, check_output, write_file
 from penstock.trace.load import load_ranks
 from penstock.trace.replay import replay_script
 
@@ -38,10 +38,7 @@ def replay(
     if out is None:
         print(script, end="")
         return
-    try:
-        out.write_text(script, encoding="utf-8")
-    except OSError as error:
-        raise TraceError(f"cannot write {out}: {error.strerror}") from error
+    write_file(out, script)
     print(f"wrote {out}")
     print(f"next:  python {shlex.quote(str(out))}")
 

@@ -121,6 +121,7 @@ def train(  # noqa: PLR0913 - one argument for each option
     environment = read_environment()
     console = Console(no_color=not environment.color, highlight=False, quiet=environment.rank > 0)
     with Rendezvous(environment) as meeting:
+        # Everything that a user can mend is refused before a process or a folder is made.
         launch = (_find_run if resumes else _new_run)(target, overrides, name)
         if fake_world is not None:
             print_rehearsal(launch.run, world=fake_world, rank=rank or 0)
@@ -141,6 +142,7 @@ def train(  # noqa: PLR0913 - one argument for each option
             goes_on = ["--resume"] if resumes else []
             console.print(next_line("train", target, *overrides, *named, *goes_on), markup=False, soft_wrap=True)
             return 0
+        # On a GPU each rank checks the memory of its own device.
         if launch.run.device == "cpu" or not torch.cuda.is_available():
             _check_memory(launch.run, grid, torch.device("cpu"), max(started, environment.local_world_size))
         if started > 1 or restarts:
@@ -224,6 +226,7 @@ def _launch_of_all(environment: Environment, meeting: Rendezvous, launch: Launch
             check_is_free(parent, launch.run.name)
         return None if folder is None else str(folder.path)
 
+    # Rank 0 looks, and all ranks take its answer.
     path = meeting.agree(folder_of_first)
     own = None if launch.folder is None else str(launch.folder.path)
     return launch if path == own else _find_run(str(path), overrides, None)
@@ -353,6 +356,7 @@ def _print_plan(console: Console, launch: Launch, grid: Grid, local_ranks: int) 
     size = count(run.model, run.training.sequence_length)
     parameters, active = count_text(size.parameters + size.mtp_parameters), count_text(size.active_parameters)
     tokens = run.tokens_per_step * run.training.steps
+    # FLOPs of one token, forward and backward.
     flops = size.flops_per_token
     held_out = "nothing" if texts.held_out is None else f"{texts.held_out.tokens:,} tokens"
     held_out = held_out if shortage is None else "rows not cut,"

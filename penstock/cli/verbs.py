@@ -178,3 +178,15 @@ def group_of(*verbs: Verb) -> type[TyperGroup]:
             return super().parse_args(ctx, args)
 
     return LazyGroup
+
+
+def group_app(summary: str, *lazy: Verb) -> typer.Typer:
+    """A group of verbs, the lazily loaded ones first, that prints its help if no verb is named."""
+    app = typer.Typer(cls=group_of(*lazy) if lazy else None, add_completion=False)
+
+    @app.callback(invoke_without_command=True, help=summary)
+    def print_help(context: typer.Context) -> None:
+        if context.invoked_subcommand is None:
+            print(context.get_help())
+
+    return app

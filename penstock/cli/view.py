@@ -20,7 +20,6 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.base.numbers import bytes_text, count_text, duration_text
-from penstock.config.run import Run
 from penstock.train.observer import LayerReport, Observer, RunStart, StepReport
 
 BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
@@ -59,7 +58,7 @@ def facts_of(start: RunStart) -> dict[str, str]:
     if start.active_parameters != start.parameters:
         size += f", {count_text(start.active_parameters)} active for a token"
     batch = f"{run.training.global_batch} x {run.training.sequence_length} tokens"
-    sharers = start.ranks // _sharing(run)
+    sharers = start.ranks // (run.parallel.tensor * run.parallel.context * run.parallel.pipeline)
     if start.micro_batches > 1 or sharers > 1:
         batch += f" in {start.micro_batches} micro-batch{'es' if start.micro_batches > 1 else ''}"
     if sharers > 1:
@@ -70,10 +69,6 @@ def facts_of(start: RunStart) -> dict[str, str]:
         "device": start.device_name if start.ranks == 1 else f"{start.ranks} x {start.device_name}",
         "kernels": start.kernels,
     } | ({"graphs": start.graphs} if start.graphs else {})
-
-
-def _sharing(run: Run) -> int:
-    return run.parallel.tensor * run.parallel.context * run.parallel.pipeline
 
 
 def is_forced(start: RunStart) -> bool:
@@ -221,6 +216,7 @@ class RunPanel:
             time_left = f"{duration_text(left)} left" if done < self.steps else f"in {duration_text(seconds)}"
 
         def draw(width: int) -> RenderableType:
+            # share, bar, time left; without room for a bar only the share and the time.
             bar_width = width - len(share) - len(time_left) - 2 * GAP
             if bar_width < len(share):
                 return f"{share.strip()}  {time_left}"
@@ -330,6 +326,7 @@ class PlainView(Observer):
             self.note(notice)
         is_last = report.step == self._start.run.training.steps
         if is_last or report.evaluation is not None or report.elapsed_seconds >= self._next_seconds:
+            # Lines come at intervals of a twentieth of the time so far.
             pause = min(max(report.elapsed_seconds / 20, FIRST_LINE_SECONDS), SLOWEST_LINE_SECONDS)
             self._next_seconds = report.elapsed_seconds + pause
             cells = zip(_cells(report), COLUMNS.values(), strict=True)
@@ -391,8 +388,10 @@ def spark_line(values: Sequence[float], width: int) -> str:
 def load_bars(slots: Sequence[int], width: int) -> str:
     """Load of each expert as a bar: half high is the mean, full twice the mean; of many, the fullest neighbour."""
     mean = sum(slots) / len(slots) or 1.0
+    # Experts of one bar, rounded up.
     group = -(-len(slots) // width)
     fullest = [max(slots[start : start + group]) for start in range(0, len(slots), group)]
+    # Two blocks and a gap for each expert, if there is room.
     cell = 3 if len(fullest) * 3 <= width else 1
     half = len(BLOCKS) // 2
     bars = (BLOCKS[min(max(round(load / mean * half), 1), len(BLOCKS)) - 1] for load in fullest)

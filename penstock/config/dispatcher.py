@@ -79,6 +79,7 @@ def choose_dispatcher(facts: DispatchFacts) -> DispatcherChoice:
         return DispatcherChoice(name="padded")
     if facts.ranks == 1:
         return DispatcherChoice(name="local")
+    # First whether tokens go to nodes, then the way inside a node (or among all ranks).
     crosses, refusal = _crosses_nodes(facts)
     obstacle = ""
     if facts.method in ("auto", "symmetric", "hierarchical"):

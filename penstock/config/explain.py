@@ -37,6 +37,7 @@ def _explain_value(fields: Sequence[Field]) -> str:
     """Alternatives of a section may share a field; they differ at most in its doc and type."""
     first = fields[0]
     parent = find(Run, first.path.rpartition(".")[0])
+    # A field of some kinds of its section only is shown with these kinds.
     is_everywhere = not parent or len(fields) == len(parent[0].sections)
     rows = [("type", " or ".join(dict.fromkeys(field.allowed_text for field in fields)))]
     if not is_everywhere:
@@ -53,14 +54,12 @@ def _explain_section(field: Field) -> str:
         kind = kind_of(section)
         path = f"{field.path}.{NAME}" if field.named else field.path
         title = path if kind is None else f"{path} ({KIND} = {kind})"
-        rows = [(name, f"{one.allowed_text}; {_default_clause(one)}") for name, one in fields_of(section).items()]
+        rows = []
+        for name, one in fields_of(section).items():
+            has_value = not one.required and not isinstance(one.default, Section) and not one.named
+            rows.append((name, f"{one.allowed_text}; {'default ' if has_value else ''}{default_text(one)}"))
         pages.append(_text_page(title, " ".join((section.__doc__ or "").split()), rows))
     return "\n\n".join(pages)
-
-
-def _default_clause(field: Field) -> str:
-    has_value = not field.required and not isinstance(field.default, Section) and not field.named
-    return f"default {default_text(field)}" if has_value else default_text(field)
 
 
 def _preset_lines(field: Field) -> list[str]:
@@ -88,6 +87,7 @@ def _unknown(path: str) -> ConfigError:
     """Suggest a similar path, or paths that end in a similar name: `topk` suggests `model.moe.top_k`."""
     names = {field.path: field.path.rpartition(".")[2] for field in every_field(Run)}
     name = path.rpartition(".")[2]
+    # The last name of the path, or the names that resemble it.
     meant = [name] if name in names.values() else nearest(name, names.values())
     near = nearest(path, names) if "." in path else []
     return ConfigError(

@@ -205,6 +205,7 @@ def smallest_world(run: Run) -> int:
 
 
 def _least_ranks(sizes: LayoutSizes) -> int:
+    # Both views divide the same ranks, so a stage needs a common multiple of the two.
     return sizes.pp * lcm(sizes.tp * sizes.cp, sizes.expert_ranks)
 
 
@@ -225,6 +226,7 @@ def grid_of(run: Run, world: int) -> Grid:
         world=world, tensor=sizes.tp, context=sizes.cp, pipeline=sizes.pp, expert=sizes.ep, expert_tensor=sizes.etp
     )
     batch, order = micro_batches_are_whole(sizes, world), schedule_has_its_micro_batches(sizes, world)
+    # These are asked of a grid that exists: they divide by its data-parallel ranks.
     refuse([problem for problem in (batch, order, *_shards(run, grid)) if problem])
     return grid
 
@@ -276,6 +278,7 @@ def micro_batches_are_whole(sizes: LayoutSizes, world: int) -> Problem | None:
         return None
     below = rows - rows % least if least else 0
     near = " or ".join(f"{batch}" for batch in (below, below + least) if batch)
+    # A smaller micro-batch helps only if the data-parallel ranks divide the rows.
     each, left = divmod(rows, data) if data else (0, 0)
     smaller = f", or training.micro_batch to {gcd(each, sizes.micro_batch)}" if each and not left else ""
     return Problem.from_line(

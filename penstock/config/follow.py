@@ -114,6 +114,7 @@ def _layers(run: Run, is_written: Written) -> Values:
         return {}
     if is_written("model.dense_layers"):
         return {"model.moe.moe_layer_freq": max(1, model.layers - model.dense_layers)}
+    # The last layer keeps its experts: the dense layers before it give way.
     every = min(moe.moe_layer_freq, model.layers)
     return {"model.moe.moe_layer_freq": every, "model.dense_layers": min(model.dense_layers, model.layers - every)}
 
@@ -159,6 +160,7 @@ def _groups(run: Run, _: Written) -> Values:
     moe = run.model.moe
     if moe is None:
         return {}
+    # The largest divisor of the given number of groups that leaves `least` experts in each.
     least = 2 if moe.router.group_score == "top2" and moe.experts > 1 else 1
     most = gcd(moe.router.n_group, moe.experts)
     groups = max(one for one in range(1, most + 1) if most % one == 0 and moe.experts >= least * one)
@@ -173,6 +175,7 @@ def _choice(run: Run, is_written: Written) -> Values:
         return {}
     kept, of_group = min(moe.router.topk_group, moe.router.n_group), moe.experts // moe.router.n_group
     if is_written("model.moe.top_k"):
+        # Enough groups for top_k, rounded up.
         kept = min(max(kept, -(-moe.top_k // of_group)), moe.router.n_group)
     elif is_written("model.moe.router.topk_group"):
         kept = moe.router.topk_group

@@ -46,6 +46,7 @@ def load_run(target: str, overrides: Sequence[str] = (), *, follows: bool = True
     Raises:
         ConfigError: the target is not there or cannot be read, or what it describes is not a run.
     """
+    # A tree of plain values, and the paths that the user wrote.
     tree, written = _read_target(target)
     return _built(tree, overrides, written if follows else None)
 
@@ -106,6 +107,7 @@ def _read_file(path: Path) -> tuple[Tree, frozenset[str]]:
     if name is not None and not isinstance(name, str):
         raise ConfigError(f"{path}: {_PRESET} must be the name of a preset", got=name)
     base: Tree = {} if name is None else preset(name).model_dump()
+    # The file wins over its preset; its own name wins over the name of the file.
     own = settle(fields_of(Run), table)
     return merge(Run, {**base, "name": path.stem}, own), frozenset() if path.name == RUN_FILE else paths_in(own)
 

@@ -1,5 +1,6 @@
 """The model: one decoder made of parts. A family (DeepSeek, Qwen, Mixtral, ...) is values of these fields, not code."""
 
+from functools import partial
 from typing import Annotated, Literal
 
 from pydantic import Discriminator
@@ -12,6 +13,11 @@ MOST_HEADS = 2**16
 MOST_EXPERTS = 2**16
 MOST_LAYERS = 10_000
 MOST_TOKENS = 2**31
+
+_width = partial(knob, unit="features", high=MOST_FEATURES)
+_heads = partial(knob, unit="heads", high=MOST_HEADS)
+_experts = partial(knob, unit="experts", high=MOST_EXPERTS)
+_layers = partial(knob, unit="layers", high=MOST_LAYERS)
 
 
 class Yarn(Section):
@@ -56,13 +62,7 @@ class LocalAttention(Section):
         "window", doc="`window`: the last `size` positions, with the position itself; `chunk`: its block of `size`."
     )
     size: int = knob(doc="Positions that a layer attends to at most.", unit="positions", low=1)
-    global_every: int = knob(
-        0,
-        doc="Every n-th layer, the n-th first, has global attention; 0: none.",
-        unit="layers",
-        low=0,
-        high=MOST_LAYERS,
-    )
+    global_every: int = _layers(0, doc="Every n-th layer, the n-th first, has global attention; 0: none.", low=0)
     global_rope: bool = knob(True, doc="Whether global layers have rotary embedding (Llama 4: no).")
     global_temperature: float = knob(
         0.0,
@@ -78,9 +78,9 @@ class GroupedQueryAttention(Section):
     """Attention whose query heads share key/value heads (arXiv 2305.13245)."""
 
     kind: Literal["gqa"] = knob("gqa", doc="Grouped-query attention.")
-    heads: int = knob(doc="Query heads.", unit="heads", low=1, high=MOST_HEADS)
-    kv_heads: int = knob(doc="Key/value heads; must divide `heads`.", unit="heads", low=1, high=MOST_HEADS)
-    head_dim: int = knob(doc="Width of a head; even.", unit="features", low=2, high=MOST_FEATURES)
+    heads: int = _heads(doc="Query heads.", low=1)
+    kv_heads: int = _heads(doc="Key/value heads; must divide `heads`.", low=1)
+    head_dim: int = _width(doc="Width of a head; even.", low=2)
     rope: Rope = knob(Rope(), doc="Position embedding.")
     qk_norm: Literal["none", "head", "projection", "rotated-head"] = knob(
         "none",
@@ -110,18 +110,12 @@ class LatentAttention(Section):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434 section 2.1)."""
 
     kind: Literal["mla"] = knob("mla", doc="Multi-head latent attention.")
-    heads: int = knob(doc="Heads.", unit="heads", low=1, high=MOST_HEADS)
-    q_lora_rank: int = knob(
-        0, doc="Rank of the query projection; 0 projects queries directly.", unit="features", low=0, high=MOST_FEATURES
-    )
-    kv_lora_rank: int = knob(doc="Rank of the key/value projection.", unit="features", low=1, high=MOST_FEATURES)
-    qk_nope_head_dim: int = knob(
-        doc="Part of a query/key head without position.", unit="features", low=1, high=MOST_FEATURES
-    )
-    qk_rope_head_dim: int = knob(
-        doc="Part of a query/key head with position; even.", unit="features", low=2, high=MOST_FEATURES
-    )
-    v_head_dim: int = knob(doc="Width of a value head.", unit="features", low=1, high=MOST_FEATURES)
+    heads: int = _heads(doc="Heads.", low=1)
+    q_lora_rank: int = _width(0, doc="Rank of the query projection; 0 projects queries directly.", low=0)
+    kv_lora_rank: int = _width(doc="Rank of the key/value projection.", low=1)
+    qk_nope_head_dim: int = _width(doc="Part of a query/key head without position.", low=1)
+    qk_rope_head_dim: int = _width(doc="Part of a query/key head with position; even.", low=2)
+    v_head_dim: int = _width(doc="Width of a value head.", low=1)
     rope: Rope = knob(Rope(), doc="Position embedding of the rotary part.")
 
     @property
@@ -193,22 +187,14 @@ class ClampedSwiglu(Section):
 class Moe(Section):
     """Mixture-of-experts feed-forward network."""
 
-    experts: int = knob(doc="Routed experts of a layer.", unit="experts", low=1, high=MOST_EXPERTS)
-    top_k: int = knob(doc="Experts per token.", unit="experts", low=1, high=MOST_EXPERTS)
-    moe_intermediate_size: int = knob(doc="Width of one expert.", unit="features", low=1, high=MOST_FEATURES)
-    shared_expert_intermediate_size: int = knob(
-        0,
-        doc="Width of the shared expert that sees every token; 0 for none.",
-        unit="features",
-        low=0,
-        high=MOST_FEATURES,
+    experts: int = _experts(doc="Routed experts of a layer.", low=1)
+    top_k: int = _experts(doc="Experts per token.", low=1)
+    moe_intermediate_size: int = _width(doc="Width of one expert.", low=1)
+    shared_expert_intermediate_size: int = _width(
+        0, doc="Width of the shared expert that sees every token; 0 for none.", low=0
     )
-    moe_layer_freq: int = knob(
-        1,
-        doc="Every n-th layer after the first dense ones has experts, the n-th first.",
-        unit="layers",
-        low=1,
-        high=MOST_LAYERS,
+    moe_layer_freq: int = _layers(
+        1, doc="Every n-th layer after the first dense ones has experts, the n-th first.", low=1
     )
     bias: bool = knob(False, doc="Biases on both products of every routed expert.")
     clamped: ClampedSwiglu | None = knob(None, doc="gpt-oss's activation in routed experts; none for SwiGLU.")
@@ -223,23 +209,15 @@ class Model(Section):
         "deepseek-v2", "deepseek-v3", "mixtral", "qwen3-moe", "olmoe", "llama4", "gpt-oss", "llama", "qwen3", "plain"
     ] = knob(doc="Names of weights in files (plain: none); the values below decide everything else.")
     vocab_size: int = knob(doc="Token ids.", unit="tokens", low=2, high=MOST_TOKENS)
-    hidden_size: int = knob(doc="Width of the residual stream.", unit="features", low=2, high=MOST_FEATURES)
-    layers: int = knob(doc="Decoder layers.", unit="layers", low=1, high=MOST_LAYERS)
-    dense_layers: int = knob(
-        0,
-        doc="First layers whose feed-forward network is dense; `moe.moe_layer_freq` may leave more.",
-        unit="layers",
-        low=0,
-        high=MOST_LAYERS,
+    hidden_size: int = _width(doc="Width of the residual stream.", low=2)
+    layers: int = _layers(doc="Decoder layers.", low=1)
+    dense_layers: int = _layers(
+        0, doc="First layers whose feed-forward network is dense; `moe.moe_layer_freq` may leave more.", low=0
     )
-    intermediate_size: int = knob(
-        0, doc="Width of a dense feed-forward network.", unit="features", low=0, high=MOST_FEATURES
-    )
+    intermediate_size: int = _width(0, doc="Width of a dense feed-forward network.", low=0)
     attention: Attention = knob(doc="Attention of every layer.")
     moe: Moe | None = knob(None, doc="Mixture of experts of the other layers; none for a dense model.")
-    mtp_layers: int = knob(
-        0, doc="Multi-token prediction depth (DeepSeek-V3 section 2.2).", unit="layers", low=0, high=MOST_LAYERS
-    )
+    mtp_layers: int = _layers(0, doc="Multi-token prediction depth (DeepSeek-V3 section 2.2).", low=0)
     rms_norm_eps: float = knob(1e-6, doc="Epsilon of RMSNorm.", low=0.0)
     tie_word_embeddings: bool = knob(False, doc="Output projection shares the embedding's weights.")
     initializer_range: float = knob(0.02, doc="Standard deviation of initial weights.", low=0.0)

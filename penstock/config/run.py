@@ -11,6 +11,9 @@ from penstock.config.training import Checkpoint, Evaluation, LearningRateSchedul
 RecipeKnob = Literal["none", "auto", "tensorwise", "rowwise", "blockwise", "blockwise-square", "mxfp8"]
 
 
+OperatorBackend = Literal["auto", "reference", "torch", "triton"]
+
+
 class Float8(Section):
     """Products in 8 bits; routers, embedding, output projection, norms, sums of gradients and the optimizer never are.
 
@@ -44,29 +47,27 @@ class Kernels(Section):
     reference is the definition in eager PyTorch, torch is PyTorch's fused operators, triton is our kernels.
     """
 
-    all: Literal["auto", "reference", "torch", "triton"] = knob(
+    all: OperatorBackend = knob(
         "auto", doc="Value of every other field that is auto; an operator without this implementation takes reference."
     )
     route: Literal["auto", "reference", "triton"] = knob("auto", doc="Router: scores, choice, weights, counts.")
     permute: Literal["auto", "reference", "triton"] = knob(
         "auto", doc="Order of rows by expert, and the sum over a token's rows."
     )
-    experts: Literal["auto", "reference", "torch", "triton"] = knob(
+    experts: OperatorBackend = knob(
         "auto", doc="The experts' matrix products: a loop over experts (reference), torch's grouped_mm, or ours."
     )
-    experts_forward: Literal["auto", "reference", "torch", "triton"] = knob(
-        "auto", doc="The forward products only; auto follows `experts`."
-    )
-    experts_input_gradient: Literal["auto", "reference", "torch", "triton"] = knob(
+    experts_forward: OperatorBackend = knob("auto", doc="The forward products only; auto follows `experts`.")
+    experts_input_gradient: OperatorBackend = knob(
         "auto", doc="The gradient of the experts' inputs only; auto follows `experts`."
     )
-    experts_weight_gradient: Literal["auto", "reference", "torch", "triton"] = knob(
+    experts_weight_gradient: OperatorBackend = knob(
         "auto", doc="The gradient of the experts' weights only; auto follows `experts`."
     )
-    swiglu: Literal["auto", "reference", "torch", "triton"] = knob(
+    swiglu: OperatorBackend = knob(
         "auto", doc="SwiGLU of dense networks and shared experts; inside the experts it goes with their products."
     )
-    norm: Literal["auto", "reference", "torch", "triton"] = knob(
+    norm: OperatorBackend = knob(
         "auto", doc="RMSNorm, alone and of a residual sum, and other sums of the residual stream."
     )
     rope: Literal["auto", "reference", "triton"] = knob(

@@ -127,6 +127,7 @@ def fields_of(section: type[Section]) -> Mapping[str, Field]:
 def _field(owner: type[Section], name: str, info: FieldInfo) -> Field:
     types = _alternatives(info.annotation)
     named = any(get_origin(one) is dict for one in types)
+    # dict[str, Section]: the alternatives are those of its values.
     if named:
         types = tuple(get_args(one)[1] for one in types)
     sections = tuple(one for one in types if isinstance(one, type) and issubclass(one, Section))

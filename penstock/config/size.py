@@ -48,6 +48,7 @@ def size_of(model: Model, sequence_length: int) -> Count:
     head = _Part(0 if model.tie_word_embeddings else matrix, flops=2 * matrix)
     layers = [_block(model, layer, sequence_length) for layer in range(model.layers)]
     whole = _sum([_Part(matrix), *layers, _Part(model.hidden_size), head])
+    # A depth joins the hidden state and the next embedding: [2H] -> [H].
     join = 2 * model.hidden_size**2
     depths = [
         _sum([_block(model, model.layers + depth, sequence_length), _Part(join + 3 * model.hidden_size, 0, 2 * join)])
@@ -58,6 +59,7 @@ def size_of(model: Model, sequence_length: int) -> Count:
         parameters=whole.parameters,
         active_parameters=whole.parameters - whole.idle,
         mtp_parameters=ahead.parameters,
+        # Backward has twice the FLOPs of forward.
         flops_per_token=3 * (whole.flops + ahead.flops + head.flops * len(depths)),
     )
 
@@ -86,6 +88,7 @@ def _sum(parts: Iterable[_Part]) -> _Part:
 def _matrices(*shapes: tuple[int, int]) -> _Part:
     """Matrices that every token passes."""
     numbers = sum(rows * columns for rows, columns in shapes)
+    # A multiplication and an addition for each weight.
     return _Part(numbers, flops=2 * numbers)
 
 
@@ -102,6 +105,7 @@ def _block(model: Model, layer: int, sequence_length: int) -> _Part:
 def _grouped(attention: GroupedQueryAttention, hidden: int, layer: int, sequence_length: int) -> _Part:
     local, width = attention.local, attention.head_dim
     queries, keys = attention.heads * width, attention.kv_heads * width
+    # Causal attention: a position sees half of the row on average.
     seen = sequence_length / 2
     if local is not None and not attention.is_global(layer):
         seen = AttentionWindow(kind=local.kind, size=local.size).pairs(sequence_length) / sequence_length

@@ -54,6 +54,7 @@ def parse_overrides(root: type[Section], overrides: Sequence[str]) -> Tree:
             )
         if any("\ud800" <= letter <= "\udfff" for letter in text):  # How Python passes on bytes that are not UTF-8.
             raise ConfigError(f"override {path} is not UTF-8 text", got=ascii(text))
+        # Walk to the table of the last name; a value on the way, such as moe=none, gives way.
         *parents, last = names
         table = tree
         for name in parents:
@@ -135,6 +136,7 @@ def _merge_section(field: Field, base: Mapping[str, Any], overlay: Mapping[str, 
     if section is None:  # An unknown kind: the schema will refuse it and name the known ones.
         return {**base, **overlay}
     if kind != base.get(KIND):
+        # Fields of the old kind go; those that the overlay gives stay and are refused if unknown.
         base = {key: value for key, value in base.items() if key in fields_of(section) and key != KIND}
     return merge(section, base, overlay)
 
@@ -208,6 +210,7 @@ def _locate(root: type[Section], location: tuple[int | str, ...]) -> _Place:
     wants_name = False
     owner = root
     sections: tuple[type[Section], ...] = (root,)
+    # location: field, kind if there are alternatives, field, ..., index in a list.
     for part in location:
         if isinstance(part, int):
             break
@@ -233,6 +236,7 @@ def _unknown_key(root: type[Section], path: str, owner: type[Section]) -> Proble
     parent, _, name = path.rpartition(".")
     siblings = fields_of(owner)
     what = "is an unknown key"
+    # The path exists for another kind of this section.
     if elsewhere := find(root, path):
         kinds = " or ".join(str(kind_of(field.owner)) for field in elsewhere)
         return Problem(path, what, fix=f"leave it out: it belongs to {parent}.{KIND} = {kinds}")

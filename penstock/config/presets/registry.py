@@ -10,50 +10,35 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from penstock.base.errors import ConfigError, asked, nearest
-from penstock.config.presets.debug import debug, debug_softmax
-from penstock.config.presets.deepseek import deepseek_v2, deepseek_v2_lite, deepseek_v3
-from penstock.config.presets.gpt_oss import gpt_oss_20b, gpt_oss_120b
-from penstock.config.presets.llama import llama4_maverick, llama4_scout, llama_3_1_8b
-from penstock.config.presets.mixtral_olmoe import mixtral_8x7b, mixtral_8x22b, olmoe_1b_7b
-from penstock.config.presets.proxies import moe_1t, moe_2t, moe_515b
-from penstock.config.presets.qwen3 import (
-    qwen3_0_6b,
-    qwen3_1_7b,
-    qwen3_4b,
-    qwen3_8b,
-    qwen3_14b,
-    qwen3_30b_a3b,
-    qwen3_32b,
-    qwen3_235b_a22b,
-)
+from penstock.config.presets import debug, deepseek, gpt_oss, llama, mixtral_olmoe, proxies, qwen3
 from penstock.config.run import Run
 
 PRESETS: Mapping[str, Callable[[], Run]] = MappingProxyType(
     {
-        "debug": debug,
-        "debug-softmax": debug_softmax,
-        "deepseek-v2-lite": deepseek_v2_lite,
-        "deepseek-v2": deepseek_v2,
-        "deepseek-v3": deepseek_v3,
-        "mixtral-8x7b": mixtral_8x7b,
-        "mixtral-8x22b": mixtral_8x22b,
-        "qwen3-30b-a3b": qwen3_30b_a3b,
-        "qwen3-235b-a22b": qwen3_235b_a22b,
-        "olmoe-1b-7b": olmoe_1b_7b,
-        "llama4-scout": llama4_scout,
-        "llama4-maverick": llama4_maverick,
-        "gpt-oss-20b": gpt_oss_20b,
-        "gpt-oss-120b": gpt_oss_120b,
-        "llama3.1-8b": llama_3_1_8b,
-        "qwen3-0.6b": qwen3_0_6b,
-        "qwen3-1.7b": qwen3_1_7b,
-        "qwen3-4b": qwen3_4b,
-        "qwen3-8b": qwen3_8b,
-        "qwen3-14b": qwen3_14b,
-        "qwen3-32b": qwen3_32b,
-        "moe-515b": moe_515b,
-        "moe-1t": moe_1t,
-        "moe-2t": moe_2t,
+        "debug": debug.debug,
+        "debug-softmax": debug.debug_softmax,
+        "deepseek-v2-lite": deepseek.deepseek_v2_lite,
+        "deepseek-v2": deepseek.deepseek_v2,
+        "deepseek-v3": deepseek.deepseek_v3,
+        "mixtral-8x7b": mixtral_olmoe.mixtral_8x7b,
+        "mixtral-8x22b": mixtral_olmoe.mixtral_8x22b,
+        "qwen3-30b-a3b": qwen3.qwen3_30b_a3b,
+        "qwen3-235b-a22b": qwen3.qwen3_235b_a22b,
+        "olmoe-1b-7b": mixtral_olmoe.olmoe_1b_7b,
+        "llama4-scout": llama.llama4_scout,
+        "llama4-maverick": llama.llama4_maverick,
+        "gpt-oss-20b": gpt_oss.gpt_oss_20b,
+        "gpt-oss-120b": gpt_oss.gpt_oss_120b,
+        "llama3.1-8b": llama.llama_3_1_8b,
+        "qwen3-0.6b": qwen3.qwen3_0_6b,
+        "qwen3-1.7b": qwen3.qwen3_1_7b,
+        "qwen3-4b": qwen3.qwen3_4b,
+        "qwen3-8b": qwen3.qwen3_8b,
+        "qwen3-14b": qwen3.qwen3_14b,
+        "qwen3-32b": qwen3.qwen3_32b,
+        "moe-515b": proxies.moe_515b,
+        "moe-1t": proxies.moe_1t,
+        "moe-2t": proxies.moe_2t,
     }
 )
 
@@ -97,6 +82,7 @@ def keep_layers(run: Run, layers: int) -> Run:
         raise ConfigError(f"{name}: cannot keep {layers} layers of {run.name}", allowed=f"1 to {model.layers}")
     update: dict[str, object] = {"layers": layers, "dense_layers": layers}
     if model.moe is not None:
+        # At least one of the layers has experts.
         every = min(model.moe.moe_layer_freq, layers)
         moe = model.moe.model_copy(update={"moe_layer_freq": every})
         update |= {"dense_layers": min(model.dense_layers, layers - every), "moe": moe}

@@ -129,6 +129,7 @@ def order_key(sizes: Sizes) -> OrderKey:
 def out_of_order(sizes: Sizes, fits: OrderKey) -> tuple[Rule, str] | None:
     """The rule that puts a layout behind the least key that fits, with the reason; None if no rule does."""
     for rule, own, other in zip(ORDER, order_key(sizes), fits, strict=True):
+        # Keys are compared from the left, as tuples are.
         if own < other:
             return None
         if own > other:

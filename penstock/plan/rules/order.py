@@ -35,14 +35,10 @@ def _doublings(times: int, unit: int) -> int:
     return (-(-times // unit) - 1).bit_length()
 
 
-def _bubble_rank(sizes: Sizes) -> int:
-    return int(bubble_of(sizes) > HALF)
-
-
 @rule(
     "order",
     "L12 (Megatron-Core); docs/schedules.md; AMD: 54.4 % at PP 16, VPP 1, 16 micro-batches and 14.5 % at VPP 6",
-    rank=_bubble_rank,
+    rank=lambda sizes: int(bubble_of(sizes) > HALF),
 )
 def bubble_under_half(sizes: Sizes) -> str | None:
     """A pipeline whose ranks wait more than half of their time comes after everything else.
@@ -75,15 +71,11 @@ def selective_before_full(sizes: Sizes) -> str | None:
     )
 
 
-def _tensor_rank(sizes: Sizes) -> int:
-    return _doublings(sizes.tp, 1)
-
-
 @rule(
     "order",
     "L8, L11 (Megatron Bridge, memory tuning); AMD's plans for 768 GPUs",
     "parallel.tensor=1",
-    rank=_tensor_rank,
+    rank=lambda sizes: _doublings(sizes.tp, 1),
 )
 def tensor_only_to_fit(sizes: Sizes) -> str | None:
     """TP is the last kind of model parallelism: 1 while anything fits so.
@@ -95,11 +87,12 @@ def tensor_only_to_fit(sizes: Sizes) -> str | None:
     return f"TP {sizes.tp} cuts matrices of a model of {active:.3g}B active parameters"
 
 
-def _gathered_rank(sizes: Sizes) -> int:
-    return int(sizes.shard == "full" and sizes.pp > 1)
-
-
-@rule("order", "docs/decisions/0013-sharing-the-optimizer.md", "parallel.shard=optimizer", rank=_gathered_rank)
+@rule(
+    "order",
+    "docs/decisions/0013-sharing-the-optimizer.md",
+    "parallel.shard=optimizer",
+    rank=lambda sizes: int(sizes.shard == "full" and sizes.pp > 1),
+)
 def whole_weights_in_pipeline(sizes: Sizes) -> str | None:
     """In a pipeline, ranks divide the optimizer and keep their weights whole.
 
@@ -108,11 +101,12 @@ def whole_weights_in_pipeline(sizes: Sizes) -> str | None:
     return f"full shards gather weights for each of {sizes.micro_batches} micro-batches of a pipeline"
 
 
-def _small_rank(sizes: Sizes) -> int:
-    return _doublings(sizes.pp, 1) if sizes.model.total_parameters < SMALL_MODEL else 0
-
-
-@rule("order", "L11 (Megatron Bridge, parallelisms); layouts-h200x4.json", "parallel.pipeline=1", rank=_small_rank)
+@rule(
+    "order",
+    "L11 (Megatron Bridge, parallelisms); layouts-h200x4.json",
+    "parallel.pipeline=1",
+    rank=lambda sizes: _doublings(sizes.pp, 1) if sizes.model.total_parameters < SMALL_MODEL else 0,
+)
 def small_model_without_pipeline(sizes: Sizes) -> str | None:
     """Below 20B parameters experts are all that is shared.
 
@@ -122,13 +116,16 @@ def small_model_without_pipeline(sizes: Sizes) -> str | None:
     return f"PP {sizes.pp} for a model of {sizes.model.total_parameters / 1e9:.3g}B parameters"
 
 
-def _expert_rank(sizes: Sizes) -> int:
-    if sizes.is_inside_node(sizes.expert_ranks):
-        return 0
-    return max(1, _doublings(sizes.expert_ranks, sizes.node_devices))
+def _crossing_rank(sizes: Sizes, ranks: int) -> int:
+    """Doublings of a node that hold neighbouring ranks; 0 if they lie inside nodes."""
+    return 0 if sizes.is_inside_node(ranks) else max(1, _doublings(ranks, sizes.node_devices))
 
 
-@rule("order", "L10 (Megatron-Core, MoE guide); docs/hardware.md (links over network)", rank=_expert_rank)
+@rule(
+    "order",
+    "L10 (Megatron-Core, MoE guide); docs/hardware.md (links over network)",
+    rank=lambda sizes: _crossing_rank(sizes, sizes.expert_ranks),
+)
 def expert_product_inside_node(sizes: Sizes) -> str | None:
     """EP x ETP stays inside the fast link, where tokens have 9 to 18 times the bandwidth.
 
@@ -137,24 +134,22 @@ def expert_product_inside_node(sizes: Sizes) -> str | None:
     return f"EP {sizes.ep} x ETP {sizes.etp} = {sizes.expert_ranks} crosses nodes of {sizes.node_devices} devices"
 
 
-def _context_node_rank(sizes: Sizes) -> int:
-    ranks = sizes.tp * sizes.cp
-    if sizes.cp == 1 or sizes.is_inside_node(ranks):
-        return 0
-    return max(1, _doublings(ranks, sizes.node_devices))
-
-
-@rule("order", "3.0 (Megatron-Core, MoE guide)", rank=_context_node_rank)
+@rule(
+    "order",
+    "3.0 (Megatron-Core, MoE guide)",
+    rank=lambda sizes: 0 if sizes.cp == 1 else _crossing_rank(sizes, sizes.tp * sizes.cp),
+)
 def context_inside_node(sizes: Sizes) -> str | None:
     """CP x TP stays inside the fast link: ranks that share a row exchange it in every layer."""
     return f"CP {sizes.cp} x TP {sizes.tp} = {sizes.cp * sizes.tp} crosses nodes of {sizes.node_devices} devices"
 
 
-def _context_rank(sizes: Sizes) -> int:
-    return 0 if sizes.cp == 1 else _doublings(sizes.cp * SHARD, sizes.sequence_length)
-
-
-@rule("order", "L7 (Megatron Bridge, parallelisms and long context)", "parallel.context=1", rank=_context_rank)
+@rule(
+    "order",
+    "L7 (Megatron Bridge, parallelisms and long context)",
+    "parallel.context=1",
+    rank=lambda sizes: 0 if sizes.cp == 1 else _doublings(sizes.cp * SHARD, sizes.sequence_length),
+)
 def context_from_8k(sizes: Sizes) -> str | None:
     """CP begins with rows of 8,192 and leaves a rank 4,096 positions; shorter rows are cut if nothing else fits."""
     left = sizes.sequence_length // sizes.cp

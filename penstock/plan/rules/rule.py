@@ -192,6 +192,7 @@ def rule(kind: Kind, source: str, *fix: str, rank: Rank | None = None) -> Callab
 
     def made(function: Check) -> Rule:
         assert function.__doc__ is not None, f"{function} is documented"
+        # An order rule gives a reason only where its rank is above 0.
         check = function if rank is None else lambda sizes: function(sizes) if rank(sizes) else None
         name = function.__name__.replace("_", "-")
         doc = " ".join(function.__doc__.split())
