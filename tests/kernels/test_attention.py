@@ -177,7 +177,6 @@ def test_a_bias_has_the_form_of_its_backend() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("backend", ["auto", "cudnn", "flash", "efficient"])
 @pytest.mark.parametrize(
     "window", [None, AttentionWindow(kind="window", size=32), AttentionWindow(kind="chunk", size=48)]

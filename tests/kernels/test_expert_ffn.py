@@ -197,7 +197,6 @@ def test_a_whole_expert_block_equals_the_reference(device: torch.device) -> None
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_host_does_not_wait_for_the_device(device: torch.device) -> None:
     batch = draw("dropped slots", device)
     leaves = [leaf.requires_grad_() for leaf in (batch.x_TD, batch.gate_up_eFD, batch.down_eDF)]

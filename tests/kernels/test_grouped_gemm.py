@@ -233,7 +233,6 @@ def test_rows_are_copied_where_their_source_is_too_large_for_32_bits(launch: Gem
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("spare", [1, 0], ids=["just below", "at the limit"])
 def test_the_last_rows_of_a_large_source_are_gathered(spare: int, device: torch.device) -> None:
     depth, width, rows = 2048, 256, 300
@@ -257,7 +256,6 @@ def test_an_empty_buffer_has_an_empty_output_and_zero_gradients(device: torch.de
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("product", ["rows", "weights"])
 def test_every_launch_of_this_chip_computes_the_same(product: str, device: torch.device) -> None:
     counts = [700, 0, 3, 1025, 256]

@@ -320,7 +320,6 @@ def test_gradients_that_are_not_needed_are_not_computed(device: torch.device) ->
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_nothing_waits_for_the_device(device: torch.device) -> None:
     batch, float8 = draw("dropped slots", device), rule_of(TRITON, BLOCKWISE, device)
     leaves = [one.requires_grad_() for one in (batch.x_TD, batch.gate_up_eFD, batch.down_eDF)]

@@ -25,7 +25,7 @@ from penstock.kernels.tuning import target_of
 from penstock.moe.dispatch.row_capacity import ActivationArena, forget_left_out, make_room
 from tests.kernels.ahead_of_time import ONE_OF_EACH_MAKER
 from tests.kernels.float8.draw_quantized import assert_same, draw_rows, draw_weight, form_on, without_tail
-from tests.kernels.float8.test_product_launches import compile_product
+from tests.kernels.float8.test_products import compile_product
 from tests.kernels.float8.test_swiglu import compiled as compile_activation
 
 POINTERS = ProductLaunch(block_rows=64, block_columns=64, stages=2, group=2, descriptors=False)
@@ -84,7 +84,6 @@ def launches_on(device: torch.device, product: Product, dtype: torch.dtype) -> d
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("before", [37, 2**31 // 384 + 5], ids=["near", "behind 2**31 numbers"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
 @pytest.mark.parametrize("counts", [[700, 0, 3, 1025, 256], [0, 0, 0], [4000, 1, 900]], ids=str)
@@ -109,7 +108,6 @@ def test_every_launch_of_a_gpu_writes_where_rows_are_kept_and_nothing_beside_it(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_every_launch_of_a_gpu_sets_the_last_row_of_the_tail_to_zero(device: torch.device) -> None:
     counts_e = torch.tensor([130, 0, 70], device=device)
     x, w = draw_rows(400, 640, BLOCKWISE, device), draw_weight(BLOCKWISE, device, 3, 384, 640)
@@ -124,7 +122,6 @@ def test_every_launch_of_a_gpu_sets_the_last_row_of_the_tail_to_zero(device: tor
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("before", [37, 2**31 // 2816 + 5], ids=["near", "behind 2**31 numbers"])
 def test_a_gpu_reads_kept_rows_of_16_bits_where_they_stand(before: int, device: torch.device) -> None:
     """Forward, and by both kernels backward; what stands around them is no number."""

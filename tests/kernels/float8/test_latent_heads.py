@@ -22,12 +22,11 @@ from penstock.kernels.float8.quantize import run_of
 from penstock.kernels.float8.quantized import RowColQuantized
 from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, E4M3, E5M2, MXFP8, ROWWISE, Format
 from penstock.kernels.float8.reference import quantize_rows
-from penstock.kernels.gluon import float8_launches
 from penstock.kernels.gluon.support import HAS_GLUON
 from penstock.kernels.tuning import target_of
 from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_for
 from tests.kernels.float8.draw_quantized import assert_same
-from tests.kernels.gluon.gluon_in_torch import QUANTIZING, interpreted, launch
+from tests.kernels.gluon.gluon_in_torch import quantizing_in_torch
 
 needs_gluon = pytest.mark.skipif(not HAS_GLUON, reason="no Gluon that the kernels know")
 
@@ -163,22 +162,7 @@ def test_gradients_that_do_not_fill_tiles_stay_in_16_bits() -> None:
 @pytest.mark.parametrize("heads_first", [False, True], ids=["positions first", "heads first"])
 def test_hoppers_kernel_gives_the_same(heads_first: bool, form: Format, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU that is taken for a Hopper, where torch runs its source."""
-    if torch.cuda.is_available():
-        pytest.skip("the other kernels run on the GPU that there is")
-    launched = []
-    module = interpreted(*QUANTIZING)[-1]
-
-    def start_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-        assert kernel is float8_quantize_kernels.latent_heads_backward_kernel
-        launched.append(grid)
-        source, *rest = arguments
-        constants = {name: value for name, value in constants.items() if name.isupper()}
-        # A pointer is to whole memory; of a part of the columns it begins where theirs do.
-        whole = source.as_strided((source.untyped_storage().nbytes() // source.itemsize,), (1,), 0)
-        launch(module.latent_heads_backward_kernel, grid, whole[source.storage_offset() :], *rest, **constants)
-
-    monkeypatch.setattr(float8_launches, "start_kernel", start_kernel)
-    monkeypatch.setattr(latent_heads, "target_of", lambda device: "sm_90")
+    launched = quantizing_in_torch(monkeypatch, latent_heads)
     case = case_of(2, 128, 2, heads_first=heads_first, rows_of_angles=2)
     found = handed_over(case, form, GLUON["gluon"])
     assert launched == [(3, 2), (2, 2), (2, 2)], "dq, dk, dv"
@@ -198,7 +182,6 @@ def test_triton_replaces_hoppers_kernel_where_it_cannot_run(monkeypatch: pytest.
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("launch", {"triton": TRANSPOSING, **GLUON}.values(), ids=["triton", *GLUON])
 @pytest.mark.parametrize("heads_first", [False, True], ids=["positions first", "heads first"])
 def test_a_gpu_gives_the_gradients_of_16_bits_quantized(

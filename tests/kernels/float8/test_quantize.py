@@ -1,4 +1,4 @@
-"""Our quantization equals its definition bit for bit, and what it becomes on every chip."""
+"""Quantization, packed rows and transposed weights equal their definitions bit for bit, and compile for every chip."""
 
 import math
 import re
@@ -10,19 +10,28 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.base.errors import KernelError
-from penstock.kernels.float8 import reference
+from penstock.kernels.float8 import quantize, quantize_kernels, quantized, reference
 from penstock.kernels.float8.launches import ROWS_ONLY, TRANSPOSING
+from penstock.kernels.float8.operators import REFERENCE
 from penstock.kernels.float8.quantize import (
     TILES,
+    TRANSPOSE_BLOCK,
+    TRANSPOSE_WARPS,
     WAVE_FACTOR,
     group_tiles,
     quantize_groups,
     quantize_rows,
     quantize_weight,
     run_of,
+    transpose_weight,
 )
-from penstock.kernels.float8.quantize_kernels import group_tiles_kernel, measure_kernel, quantize_kernel
-from penstock.kernels.float8.quantized import Quantized, RowColQuantized, WeightCopies
+from penstock.kernels.float8.quantize_kernels import (
+    group_tiles_kernel,
+    measure_kernel,
+    quantize_kernel,
+    transpose_kernel,
+)
+from penstock.kernels.float8.quantized import Quantized, RowColQuantized, WeightCopies, as_quantized, row_bytes
 from penstock.kernels.float8.recipes import (
     ALIGNMENT,
     BLOCKWISE,
@@ -37,8 +46,10 @@ from penstock.kernels.float8.recipes import (
     Format,
     Recipe,
 )
+from penstock.kernels.float8.reference import dequantize
+from tests.closeness import assert_equal
 from tests.examples import examples
-from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_for
+from tests.kernels.ahead_of_time import TARGETS, Compiled, Target, compile_for
 from tests.kernels.float8.draw_quantized import assert_same, without_tail
 
 # Infinity times zero, in the interpreter's own arithmetic.
@@ -387,3 +398,112 @@ def test_the_small_kernels_compile_without_spills(target: str) -> None:
         TARGETS[target],
     )
     assert tiles.spills == 0, tiles.summary
+
+
+FORMS = (E4M3, E5M2, E4M3_FNUZ, E5M2_FNUZ)
+packed_recipe = pytest.mark.parametrize("recipe", [BLOCKWISE, MXFP8], ids=lambda recipe: recipe.name)
+
+
+def hostile(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers of all sizes; rows of zeros, of huge and tiny numbers, with NaN and with infinities."""
+    x_TD = torch.randn(rows, width) * torch.exp(4 * torch.randn(rows, width))
+    x_TD[1] = 0
+    x_TD[2] *= 1e30
+    # The interpreter misreads bfloat16 below the normal numbers.
+    x_TD[3] *= 1e-38 if dtype == torch.float32 else 1e-30
+    x_TD[4, 0], x_TD[5, 1], x_TD[6, width - 1] = float("nan"), float("inf"), -float("inf")
+    return x_TD.to(device, dtype)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: str(form.dtype))
+@packed_recipe
+@pytest.mark.parametrize(("width", "dtype"), [(256, torch.bfloat16), (200, torch.float32), (8, torch.bfloat16)])
+def test_one_kernel_gives_the_bits_that_the_definition_gives(
+    width: int, dtype: torch.dtype, recipe: Recipe, form: Format, device: torch.device
+) -> None:
+    x_TD = hostile(9, width, dtype, device)
+    packed, expected = quantize.pack_rows(x_TD, recipe, form), reference.pack_rows(x_TD, recipe, form)
+    assert packed.shape == expected.shape == (9, row_bytes(width, recipe))
+    found = as_quantized(packed, width, recipe, form)
+    assert_same(found, as_quantized(expected, width, recipe, form))
+    assert_same(found, REFERENCE.quantize_rows(x_TD, recipe, form).rows)
+    opened_TD = quantize.unpack_rows(packed, width, recipe, form, dtype)
+    wanted_TD = dequantize(found).to(dtype)
+    assert_equal(opened_TD, wanted_TD)
+
+
+def test_a_packed_row_takes_a_byte_for_each_number_and_a_byte_for_32(device: torch.device) -> None:
+    for recipe in (BLOCKWISE, MXFP8):
+        assert [row_bytes(width, recipe) for width in (2048, 7168, 2880, 8)] == [2112, 7392, 2976, 32]
+    with pytest.raises(AssertionError, match="do not travel by the recipe rowwise"):
+        row_bytes(64, ROWWISE)
+    assert quantize.pack_rows(torch.zeros(0, 64, device=device), BLOCKWISE, E4M3).shape == (0, 96)
+    packed = quantize.pack_rows(torch.empty(7, 256, dtype=torch.bfloat16, device="meta"), BLOCKWISE, E4M3)
+    assert packed.untyped_storage().nbytes() == 7 * 288
+    assert quantize.unpack_rows(packed, 256, BLOCKWISE, E4M3, torch.bfloat16).shape == (7, 256)
+
+
+@packed_recipe
+def test_packed_rows_are_operands_as_they_lie(recipe: Recipe) -> None:
+    x_TD = torch.randn(5, 384)
+    packed = reference.pack_rows(x_TD, recipe, E4M3)
+    found = as_quantized(packed, 384, recipe, E4M3)
+    assert found.values.untyped_storage().data_ptr() == found.scales.untyped_storage().data_ptr() == packed.data_ptr()
+    assert found.values.stride() == (packed.shape[1], 1) and packed.shape[1] % 32 == 0
+    assert found.scales.shape == (5, 384 // recipe.rows[1])
+    assert torch.equal(dequantize(found), dequantize(REFERENCE.quantize_rows(x_TD, recipe, E4M3).rows))
+
+
+@pytest.mark.often("7168-*-sm_90", "2880-*-gfx942")
+# 2880 is gpt-oss's: its last block of 128 is half a block.
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("width", "recipe"), [(7168, BLOCKWISE), (2880, BLOCKWISE), (2048, MXFP8)])
+def test_packing_compiles_without_spills_with_wide_loads_and_stores(target: str, width: int, recipe: Recipe) -> None:
+    is_nvidia, (_, depth) = TARGETS[target].backend == "cuda", recipe.rows
+    row = {
+        "D": width,
+        "BLOCKS": quantized.blocks_of(width, recipe),
+        "BYTES": row_bytes(width, recipe),
+        "SCALES_AT": quantized.scales_at(width),
+        "E8M0": recipe is MXFP8,
+        "BLOCK_R": quantize.PACKING.block_rows * quantize.PACKING.block_columns // depth,
+        "DEPTH": depth,
+    }
+    value = "fp8e4b8" if target == "gfx942" else "fp8e4nv"
+    signature = {"x_ptr": "*bf16:16", "packed_ptr": f"*{value}:16", "rows": "i32:16"}
+    wide = (r"ld\.global\S*\.v4", r"st\.global\S*\.v[24]") if is_nvidia else (r"load_dwordx4", r"store_dwordx[24]")
+    for kernel, options in (
+        (quantize_kernels.pack_rows_kernel, {"LARGEST": 448.0, "POWER": True}),
+        (quantize_kernels.unpack_rows_kernel, {}),
+    ):
+        compiled = compile_for(kernel, signature, row | options, TARGETS[target], num_warps=quantize.PACKING.warps)
+        assert compiled.spills == 0, compiled.summary
+        loads, stores = (
+            wide if kernel is quantize_kernels.pack_rows_kernel else (r"load|ld\.global", wide[0].replace("ld", "st"))
+        )
+        assert re.search(loads, compiled.asm) and re.search(stores, compiled.asm), f"narrow on {target}"
+
+
+@pytest.mark.parametrize("shape", [(144, 48), (3, 16, 272)])
+def test_transposed_bytes_equal_the_quantized_transpose(shape: tuple[int, ...], device: torch.device) -> None:
+    copies = reference.quantize_weight(torch.randn(shape, device=device), BLOCKWISE, E4M3)
+    memory = torch.full_like(copies.backward.values.view(torch.uint8), 7, memory_format=torch.contiguous_format)
+    transpose_weight(copies.forward, Quantized(memory.view(E4M3.dtype), copies.backward.scales, BLOCKWISE.weights))
+    assert torch.equal(memory, copies.backward.values.view(torch.uint8))
+    assert torch.equal(copies.forward.scales.transpose(-1, -2), copies.backward.scales)
+
+
+def test_a_matrix_that_is_a_part_of_another_is_refused(device: torch.device) -> None:
+    weight = reference.quantize_weight(torch.randn(32, 32, device=device), BLOCKWISE, E4M3).forward
+    part = Quantized(weight.values[:, :16], weight.scales, weight.block)
+    with pytest.raises(KernelError, match="contiguous"):
+        transpose_weight(part, part)
+
+
+@pytest.mark.parametrize("target", TARGETS.values(), ids=lambda target: target.name)
+def test_every_chip_moves_wide_words_without_spilling(target: Target) -> None:
+    signature = {"x_ptr": "*u8:16", "out_ptr": "*u8:16", "rows": "i32:16", "columns": "i32:16"}
+    compiled = compile_for(transpose_kernel, signature, {"BLOCK": TRANSPOSE_BLOCK}, target, num_warps=TRANSPOSE_WARPS)
+    assert compiled.spills == 0, compiled.summary
+    for move in ("ld", "st") if target.backend == "cuda" else ("load", "store"):
+        assert re.search(rf"{move}\.global\.v4\.b32|_{move}_dwordx4", compiled.asm), f"{move} of less than 16 bytes"

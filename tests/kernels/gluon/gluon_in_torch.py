@@ -21,8 +21,11 @@ from itertools import product
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
+
+from penstock.kernels.gluon import float8_launches
 
 QUANTIZING = (
     "penstock.kernels.float8.scaling",
@@ -370,3 +373,24 @@ def launch(kernel: Callable[..., None], grid: Sequence[int], *arguments: Any, **
     GRID[:] = grid
     for PROGRAM[:] in product(*(range(size) for size in grid)):
         kernel(*given, **constants)
+
+
+def quantizing_in_torch(monkeypatch: pytest.MonkeyPatch, caller: ModuleType) -> list[tuple[int, ...]]:
+    """Grids of the launched kernels that quantize. Torch runs them, and `caller` takes the CPU for a Hopper."""
+    if torch.cuda.is_available():
+        pytest.skip("tables of tiles are made on the GPU that there is")
+    launched, module = [], interpreted(*QUANTIZING)[-1]
+
+    def start_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+        launched.append(grid)
+        constants = {name: value for name, value in constants.items() if name.isupper()}
+        # A pointer to some of the columns has all memory behind it, from their first number on.
+        source, *rest = arguments
+        if isinstance(source, Tensor):
+            whole = source.as_strided((source.untyped_storage().nbytes() // source.itemsize,), (1,), 0)
+            source = whole[source.storage_offset() :]
+        launch(getattr(module, kernel.fn.__name__), grid, source, *rest, **constants)
+
+    monkeypatch.setattr(float8_launches, "start_kernel", start_kernel)
+    monkeypatch.setattr(caller, "target_of", lambda device: "sm_90")
+    return launched

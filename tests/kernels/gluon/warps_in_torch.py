@@ -299,28 +299,23 @@ def interpret_trades(*names: str) -> ModuleType:
     return interpreted(ring, *names, language=HoppersLanguage("language"), more=more)[-1]
 
 
-def launched_on_cpu(
-    monkeypatch: pytest.MonkeyPatch, launcher: ModuleType, *names: str, parts: Sequence[str] = ()
-) -> list[Mapping[str, Any]]:
+def launched_on_cpu(monkeypatch: pytest.MonkeyPatch, launcher: ModuleType, *names: str) -> list[Mapping[str, Any]]:
     """Let torch run kernels of a module that launches them; what they were launched with comes into the list.
 
-    Args:
-        monkeypatch: until it is undone.
-        launcher: the module.
-        names: of the kernels.
-        parts: modules that those of the kernels import, which are executed before.
+    `names` are those of the kernels.
     """
     if torch.cuda.is_available():
         pytest.skip("tables of tiles are made on the GPU that there is")
     kernels = {}
     for name in names:
         kernel = getattr(launcher, name)
-        kernels[kernel] = getattr(interpret_trades(*parts, kernel.fn.__module__), name)
+        kernels[kernel] = getattr(interpret_trades(kernel.fn.__module__), name)
     found: list[Mapping[str, Any]] = []
 
     def start_kernel(started: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
         found.append({"programs": grid[0], **constants})
         constants = {name: value for name, value in constants.items() if name.isupper()}
+        assert list(started.arg_names[len(arguments) :]) == list(constants), "constants follow the arguments"
         launch(kernels[started], grid, *map(in_memory, arguments), **constants)
 
     monkeypatch.setattr(launcher, "start_kernel", start_kernel)
