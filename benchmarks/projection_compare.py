@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.projection_cases import FROZEN, MADE, Case
+from benchmarks.record import current_overrides
 from penstock.plan.hardware_file import parse_cluster
 from penstock.plan.project import Assumptions, project
 from penstock.train.run_folder import write_whole
@@ -62,7 +63,7 @@ def compared(row: Row, hardware: str, steps: int) -> Row:
     case = Case(
         name=row["name"],
         target=row["target"],
-        overrides=tuple(row["overrides"]),
+        overrides=current_overrides(row["overrides"]),
         processes=row["processes"],
         chosen=row["chosen"],
     )

@@ -7,12 +7,13 @@ files but not their history, `--commit` says which commit they are.
 import argparse
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from penstock.config.versions import RENAMED_VALUES, new_path
 from penstock.tune.result_file import write_result
 
 
@@ -39,6 +40,12 @@ def write(options: argparse.Namespace, numbers: Mapping[str, Any], **environment
         environment=describe() | environment,
         numbers=numbers,
     )
+
+
+def current_overrides(recorded: Iterable[str]) -> tuple[str, ...]:
+    """Recorded overrides with the keys and values of this version: `graphs.capture=passes` becomes `=full`."""
+    pairs = [override.partition("=")[::2] for override in recorded]
+    return tuple(f"{new_path(path) or path}={RENAMED_VALUES.get(path, {}).get(value, value)}" for path, value in pairs)
 
 
 def _module() -> str:

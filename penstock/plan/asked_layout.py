@@ -103,9 +103,7 @@ def with_layout(run: Run, choices: Mapping[str, str], world: int, tokens: float 
     """The run with these parts of a layout; the rules are not asked.
 
     Args:
-        run: any run.
         choices: texts by the names of a layout.
-        world: ranks.
         tokens: of a step, as for `with_overrides`.
 
     Raises:
@@ -133,9 +131,6 @@ def with_overrides(run: Run, overrides: Sequence[str], world: int, tokens: float
     """The run with overrides `a.b=c`, of which later ones win; the rules are not asked.
 
     Args:
-        run: any run.
-        overrides: applied in order.
-        world: ranks.
         tokens: of a step, about: the batch becomes the nearest one with whole micro-batches for every data-parallel
             rank. None keeps the batch.
 

@@ -130,11 +130,8 @@ class DeviceFigures:
     """Measurements of one device.
 
     Attributes:
-        points: of each operator.
-        capacity_bytes: of its memory.
         context_bytes: used before the first tensor.
         memory_bytes_per_second: read and written by a large copy.
-        kernel_seconds: of the smallest kernel.
         launch_seconds: of the host, for one operator with autograd.
     """
 
@@ -416,7 +413,6 @@ def measured_hardware(
     """The hardware that was measured.
 
     Args:
-        name: of the file.
         vendor: of the device.
         findings: of one device.
         transfers: between devices; may be empty.

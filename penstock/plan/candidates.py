@@ -126,7 +126,6 @@ class SearchSpace:
 
     Args:
         neutral: sizes of the request, with one rank for everything.
-        run: its layout is sought.
         fixed: texts by the names of a layout.
 
     Attributes:

@@ -69,8 +69,6 @@ class ProxyStage:
     """A stage of a proxy model that ran on the meta device.
 
     Attributes:
-        rank: of the proxy model.
-        stage: its passes.
         symmetric_bytes: of memory that GPUs of a node write into.
         batch_bytes: of the rows of one micro-batch.
     """
@@ -163,15 +161,10 @@ class ComposedRun:
     """A run composed of pieces.
 
     Attributes:
-        run: its configuration.
-        grid: of its ranks.
-        contents: of every stage.
         activations: of stages by their contents; the numbers of the stages are not set.
         proxy: a stage of the proxy model.
         rows: rows of a micro-batch for each row of the proxy model.
-        state: of its ranks.
         shape: of its pipeline; None without one.
-        overheads: of the hardware.
         source: the run that the pieces belong to: the run itself, or one that is nearly like it.
         reuse_key: equal for runs with the same pieces.
     """

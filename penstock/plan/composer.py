@@ -68,7 +68,6 @@ class ReuseKey:
 
     Attributes:
         sizes: tensor, context, expert, expert_tensor, and whether there is a pipeline.
-        micro_batch: rows.
         recompute: `recompute.modules`.
         dispatch: method, sync-free stage, row capacity factor, overlap.
         splits: weight gradients are put off.
@@ -180,8 +179,6 @@ def rank_of_proxy(run: Run, view: View, target: Target, kinds: Sequence[str] | N
 
     Args:
         run: the run that is cut down.
-        view: the stage.
-        target: where the run would be.
         kinds: of its layers, in the order of some stage of the run; None for those that the view shows.
     """
     kinds = kinds_of(run.model, view) if kinds is None else kinds
@@ -220,8 +217,6 @@ class Composer:
 
     Args:
         run: any run of the model.
-        target: where the runs would be.
-        overheads: of the hardware.
 
     Attributes:
         costs: FLOPs of the parts of the model.
@@ -296,7 +291,6 @@ class Composer:
 
         Args:
             run: composable, and of the composer's model.
-            grid: fits the run.
             closely: run rare stages on the meta device too; else they are composed of pieces of other stages, which
                 differ by the memory of one message.
         """
@@ -353,7 +347,6 @@ class Composer:
 
         Args:
             run: the run that is cut down.
-            view: the stage.
             kinds: of its layers, in the order of some stage of the run; empty for those that the view shows.
         """
         key = reuse_key(run), view, kinds or self._kinds(view)

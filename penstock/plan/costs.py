@@ -41,9 +41,7 @@ class RoutedRows:
 
     Attributes:
         tokens: of a rank before dispatch; of half a micro-batch where its halves follow each other.
-        experts: of a layer.
         top_k: experts of a token, times the ranks that share an expert's matrices.
-        rows: of the fullest rank's experts.
         imbalance: `rows` over the even share.
     """
 
@@ -58,7 +56,6 @@ def routed_rows(run: Run, imbalance: float) -> RoutedRows | None:
     """Rows of a run with experts, or None.
 
     Args:
-        run: its configuration.
         imbalance: rows of the fullest rank over the even share. It is cut to the most that can be: every token chooses
             as many of the rank's experts as it can.
     """

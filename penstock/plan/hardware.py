@@ -271,17 +271,13 @@ class Hardware:
     """One kind of device and its node.
 
     Attributes:
-        name: of the chip.
         vendor: cpu for a machine without GPUs.
         memory: of one device.
-        peaks: of the data sheet.
-        node: of the data sheet.
         overhead: measured, like all that follows.
         host: time to start work.
         efficiency: far from measured points.
         collectives: at most one of a kind and reach.
         measured: points; one operator may have several tables.
-        host_link: to the host's memory.
     """
 
     name: str

@@ -81,7 +81,6 @@ class StagePiece:
         at_forward: memory at the peak of forward by label, less the memory before it.
         at_backward: the same at the peak of backward.
         left: waits for weight gradients after a backward pass that puts them off.
-        forward_ops: operators of its forward.
         backward_ops: of its backward, without the weight gradients that are put off.
         weight_ops: of the weight gradients that are put off.
     """
@@ -116,7 +115,6 @@ class StageActivations:
     """One stage of a rank.
 
     Attributes:
-        number: of the stage.
         pieces: first to last; one for each layer.
         weight: peak of the put-off weight gradients, over the memory that waits for them.
     """
@@ -188,7 +186,6 @@ class PeakPoint:
     """A rank at the start of an action.
 
     Attributes:
-        work: the action.
         kept: micro-batches between forward and backward, for each stage of the rank.
         left: micro-batches with weight gradients that are put off, for each stage.
     """
@@ -208,9 +205,6 @@ class PipelineShape:
     """A schedule and its sizes, as far as memory depends on them.
 
     Attributes:
-        name: of the schedule.
-        ranks: of the pipeline.
-        stages_per_rank: stages of each rank.
         micro_batches: of a step, or a smaller number that holds the same (`enough`).
         pairs: as in `penstock.layout.schedules.schedule`.
     """

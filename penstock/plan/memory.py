@@ -52,8 +52,6 @@ class RankMemory:
     """Memory of one rank at the fullest moment of a step, in bytes.
 
     Attributes:
-        rank: its number.
-        parameters: weights between steps.
         gradients: float32 sums.
         master: float32 weights, where the weights themselves are not float32.
         moments: both; on the device. With the optimizer on the host, the buffers that they pass through.
@@ -121,11 +119,9 @@ class MemoryParts:
     """Everything that a rank's memory is assembled from, in bytes.
 
     Attributes:
-        rank: its number.
         state: between steps, on the device.
         passes: the fullest moment of the passes.
         gathered: whole weights during the passes, with FSDP2.
-        update: peak of the update.
         buffers: memory that GPUs write into, and the rows of the step.
         host: the optimizer's host memory.
         is_captured: the passes are captured as a graph with a memory pool of its own.

@@ -99,9 +99,7 @@ def separate_expert_ffn(  # noqa: PLR0913 (it stands in for an operator)
     """`penstock.kernels.expert_ffn.expert_ffn` as a copy and three operators, each of which saves its inputs.
 
     Args:
-        x_ND: source rows.
         gate_up_eFD: gate and up projections, stacked.
-        down_eDF: down projection.
         counts_e: int32 rows of each expert.
         weights_R: float32 routing weight of each row, or None for 1.
         index_R: source row of each row, or None if x is in the experts' order.
@@ -132,7 +130,6 @@ class Target:
     """Where a rank runs, as far as its memory depends on it.
 
     Attributes:
-        device: the chip.
         ranks_per_node: ranks that fast links join; 0 for all.
         imbalance: rows of the fullest rank's experts over the even share, for dispatchers without a fixed capacity.
         saving: activations that are saved for backward.
@@ -149,15 +146,11 @@ class MetaRank:
     """A rank without memory.
 
     Attributes:
-        run: its configuration.
-        target: where it runs.
-        axes: its process groups.
         decoders: its stages by number, with whole weights.
         state: bytes between steps; weights with their copies in 8 bits.
         moment_bytes: of both moments, part of `state`; 0 with the optimizer on the host.
         sharded: names of the parameters that FSDP2 shards.
         optimizer: of the parameters that are not sharded; None if all are.
-        full_optimizer: of all parameters.
         schedule: of the pipeline, or None.
         weight_grads: collects weight gradients if the schedule splits backward passes, else None.
         symmetric_bytes: of the memory that GPUs of the node write into.
@@ -183,7 +176,6 @@ def make_meta_rank(run: Run, axes: Axes, target: Target, stages: Sequence[Stage]
     Args:
         run: its configuration; fits the grid of the axes.
         axes: of the rank, on a fake process group.
-        target: where it runs.
         stages: contents of each stage, which need not be the whole model; None for the run's own.
 
     Raises:

@@ -51,7 +51,6 @@ class UpdateOps:
         peak_bytes: the most that sums over ranks, norm and update hold.
         zero: sets gradients to zero, before the passes.
         reduce: sums gradients over ranks.
-        norm: of the gradient.
         step: the optimizer, and new weights for the other ranks.
         host_bytes: masters and moments that come from the host and go back.
     """
@@ -71,12 +70,9 @@ class MetaRun:
     Attributes:
         rank: on the meta device.
         first_rank: number of the first rank at this place of the pipeline.
-        place: on the pipeline.
-        stages: their passes.
         batch_bytes: rows of the whole step, which are all on the device.
         gathered_bytes: whole weights under FSDP2, and gradients that are being reduced.
         gathers: by stage, bytes of whole weights that FSDP2 gathers for each piece; empty without it.
-        update: after the passes.
     """
 
     rank: MetaRank
@@ -105,12 +101,6 @@ class MetaRun:
 
 def meta_run_of(run: Run, *, world: int, rank: int, target: Target) -> MetaRun:
     """Run one rank on the meta device. Starts and ends a process group, so none may be running.
-
-    Args:
-        run: its configuration.
-        world: ranks of the run.
-        rank: the rank to build.
-        target: where it would run.
 
     Raises:
         ConfigError: the layout does not fit the ranks or the model.
@@ -201,7 +191,6 @@ def gathered_bytes(run: Run, always: int, largest: int) -> int:
     """Whole weights under FSDP2, and gradients that are being reduced, at the fullest moment.
 
     Args:
-        run: its configuration.
         always: parameters outside of blocks, which stay whole from the start of forward to the end of backward.
         largest: the largest block. There are its weights, the flat buffer that they came in, those of the blocks that
             are prefetched, and the float32 gradients of the block before, in one buffer.
@@ -463,8 +452,6 @@ def _pieces(
     """Pieces of the sections.
 
     Args:
-        names: of the pieces.
-        forward: sections of forward.
         backward: sections of backward, in the order of forward.
         gradient: bytes of the gradient that a piece hands to the one before it, if weight gradients are put off; else
             0, because nothing is left behind.

@@ -65,7 +65,6 @@ class TrackedSection:
     """Memory between two marks, in bytes.
 
     Attributes:
-        name: of the work.
         start: held at the start.
         end: held at the end.
         peak: the most in between.
@@ -94,7 +93,6 @@ class MemoryTracker(TorchDispatchMode):
     Attributes:
         live: bytes held now.
         held: bytes held now, by the label of the allocating module.
-        sections: marked so far.
     """
 
     def __init__(self) -> None:
@@ -194,7 +192,6 @@ class RecordedOp(NamedTuple):
         sizes: bytes of each tensor; a tensor that is changed in place appears once. Of a copy, its own bytes.
         itemsize: bytes of an element of the first tensor.
         switches: constants of a kernel that are true; the number of a mark or of a storage.
-        group: ranks of a collective.
     """
 
     name: str
@@ -299,7 +296,6 @@ class RecordedCopy(PendingCopy):
     """A copy of a `RecordedCopyStream`, which takes no time while it is recorded.
 
     Attributes:
-        number: of the storage.
         is_back: it comes from the host. A wait for a copy to the host is a wait for room, which depends on times.
     """
 

@@ -36,7 +36,6 @@ class ParamFacts:
     """A parameter, as a rank holds it.
 
     Attributes:
-        rows: of its first dim.
         width: values of a row.
         itemsize: bytes of a value between steps.
         is_expert: held by the ranks of `expert_data`, not of `dense_data`.
@@ -77,7 +76,6 @@ class ShardCounts:
 
     Attributes:
         dense: ranks that shard a dense matrix.
-        expert: ranks that shard an expert.
         shards_optimizer: parameters that FSDP2 leaves alone are sharded when they are updated.
         reduce_bytes: of a value of a gradient in a message.
     """
@@ -114,10 +112,8 @@ class PartState:
     """Bytes of the parameters of some parts of a rank.
 
     Attributes:
-        weights: between steps.
         gradients: float32 sums.
         master: float32 weights, where the weights are not float32.
-        moments: both.
         whole: weights that FSDP2 shards, when they are whole.
     """
 
@@ -254,7 +250,6 @@ def update_of(
     """The update of a rank.
 
     Args:
-        parts: its parameters.
         shards: ranks that shard them.
         dense: ranks that hold the same dense matrices.
         expert: ranks that hold the same experts.
@@ -300,7 +295,6 @@ class _Load:
 
     Attributes:
         values: with a float32 sum on this rank.
-        own: that this rank updates.
         copied: values of `own` with a master of their own.
         width: values of a row of buckets, of parameters that FSDP2 leaves alone.
         own_sent: values of `own` that pass through buckets.

@@ -42,7 +42,6 @@ def project(run: Run, cluster: Cluster, assumptions: Assumptions = DEFAULT_ASSUM
     """Project one run.
 
     Args:
-        run: its configuration.
         cluster: the devices.
         assumptions: facts that the configuration does not say.
 

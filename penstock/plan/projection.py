@@ -26,7 +26,6 @@ class Layout:
     """The layout of a run on its ranks. Names are those of the JSON contract.
 
     Attributes:
-        pp: pipeline ranks.
         vpp: stages of each pipeline rank.
         ep: ranks that share the experts of a layer.
         etp: ranks that share each expert's matrices.
@@ -98,12 +97,10 @@ class RankTime:
     """The step of one place on the pipeline, in seconds.
 
     Attributes:
-        rank: its first rank.
         passes: forward and backward, without waits for other stages.
         waiting: for other stages, between the first pass of the step and its last on any rank.
         update: gradient sums over ranks, norm, optimizer, new weights.
         compute: of the device, in passes and update.
-        communication: collectives and dispatch.
         exposed_communication: part of it without compute beside it.
         host: the device waits for launches; part of `passes` and `update`.
         host_link: only copies to or from host memory run; part of `passes` and `update`.
@@ -127,11 +124,8 @@ class StepTime:
     """A step, in seconds.
 
     Attributes:
-        step_seconds: of the slowest place.
-        tokens_per_second_per_device: trained.
         model_flops_utilization: the model's FLOPs over the devices' bf16 peak.
         bubble: share of the passes' time, over all places, that waits for other stages.
-        exposed_communication_seconds: of the place with most.
         ranks: one for each place on the pipeline.
         schedule: of the pipeline; None without one.
         playback: of the schedule by the clock; None without one.
@@ -207,9 +201,7 @@ class Advice:
     """A sign that another layout may be faster than the requested one.
 
     Attributes:
-        rule: its name (penstock/plan/rules).
         reason: one line with the numbers of the case.
-        source: of the rule.
         changes: overrides to try; empty where they depend on the case.
     """
 
@@ -224,10 +216,8 @@ class Plan:
     """The result of a search.
 
     Attributes:
-        model: name of the run.
         cluster: the devices.
         candidates: that fit, fastest first; a single requested layout even if it does not fit.
-        refused: the others.
         considered: number of layouts, refused ones included.
         advice: about a single requested layout; a search has none.
     """

@@ -77,8 +77,6 @@ def corrected(seconds: float, sizes: Sequence[int], points: Sequence[MeasuredRat
     Args:
         seconds: the roofline at these sizes.
         sizes: all above 0, in the points' order.
-        points: of the same operator.
-        source: of the roofline.
     """
     logs = [math.log(size) for size in sizes]
     nearest, from_where = math.inf, source
@@ -131,11 +129,9 @@ class Rates:
 
         Args:
             product: one of the experts' products; the sizes are always those of the forward product.
-            groups: experts.
             rows: of each expert; for uneven loads the mean.
             n: width of the forward output.
             k: width of the forward input.
-            dtype: of the computation.
             by_rows: as in `product`.
         """
         return self._grouped(product, groups, rows, n, k, dtype, by_rows)
@@ -160,7 +156,6 @@ class Rates:
             keys: positions with a key.
             widths: of a query or key, and of a value.
             causal: a position attends to itself and to those before it only.
-            dtype: of the computation.
         """
         return self._attention(direction, heads, queries, keys, widths, causal, dtype)
 

@@ -69,10 +69,7 @@ class Refusals:
         """`count` layouts are not among the candidates.
 
         Args:
-            sizes: one of them.
             settled: parts that all of them have in common.
-            why: rule and reason.
-            count: of layouts.
             weight: of refusals in one group, the reason with the least weight is shown.
         """
         rule, reason = why

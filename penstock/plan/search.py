@@ -75,7 +75,6 @@ class RoughTimes:
         """Seconds of a step.
 
         Args:
-            sizes: the layout.
             load: of the place on the pipeline with most work.
             state: of the place with most state.
         """
@@ -155,7 +154,6 @@ class SearchRequest:
         cluster: the devices.
         global_batch: rows of a step; None for the run's.
         fixed: texts by names of a layout (penstock/plan/asked_layout.py): parts that the search does not choose.
-        top: layouts to return.
         assumptions: facts that the configuration does not say.
     """
 

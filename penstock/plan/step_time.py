@@ -56,7 +56,6 @@ class StageTimer:
     """Times of one run on one cluster.
 
     Args:
-        run: its configuration.
         cluster: the devices.
         imbalance: rows of the fullest rank's experts over the even share.
         works: operators of its forward passes, which tell the size of the experts' buffers.
@@ -74,7 +73,6 @@ class StageTimer:
         """Passes of a stage.
 
         Args:
-            stage: its pieces.
             gathers: bytes of whole weights that FSDP2 gathers for each piece; empty without it.
             shards: ranks that shard them.
         """
@@ -163,7 +161,6 @@ def step_time(run: Run, cluster: Cluster, meta_runs: Sequence[MetaRun], imbalanc
     """Time of a step.
 
     Args:
-        run: its configuration.
         cluster: the devices.
         meta_runs: one for each place on the pipeline.
         imbalance: rows of the fullest rank's experts over the even share.

@@ -45,7 +45,6 @@ class Timing:
     Attributes:
         seconds: from the end of the work before it to its own end.
         compute: of the device's operators.
-        communication: of transfers.
         exposed: part of `seconds` with transfers only.
         idle: part of `seconds` with nothing.
         host_link: part of `seconds` with nothing but copies to or from host memory.
@@ -80,7 +79,6 @@ class HostCopies:
         Args:
             number: of the storage; an earlier storage with this number is gone.
             size: in bytes.
-            seconds: of the copy.
             launched: when the host starts it.
             done: when compute has caught up.
 
@@ -116,7 +114,6 @@ class Streams:
     """A host and a device.
 
     Args:
-        cost_of: cost of an operator.
         launch_seconds: of the host for each operator; 0 if the work is captured.
         gap_seconds: of the device between two operators.
         put_off_seconds: of the host for each weight gradient that is put off.
@@ -234,7 +231,6 @@ def steady_state(parts: Sequence[Sequence[RecordedOps]], streams: Streams) -> li
 
     Args:
         parts: each a list of works.
-        streams: unused so far.
     """
     found: list[Timing] = []
     for _ in range(2):

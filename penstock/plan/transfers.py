@@ -36,7 +36,6 @@ class TokenTraffic:
     """Tokens that go to the experts of a layer.
 
     Attributes:
-        tokens: of one rank.
         copy_bytes: of one token: hidden size times bytes of a number.
         experts: routed experts of the layer.
         top_k: experts of a token.
@@ -68,7 +67,6 @@ class TransferTimes:
             kind: of the collective; point-to-point is from one rank of the group to another.
             buffer_bytes: the larger buffer of a rank: the result of an all-gather, the input of a reduce-scatter or
                 all-reduce, the input of an all-to-all with the rank's own part, or the message.
-            group: its ranks.
 
         Raises:
             HardwareError: the file has no such collective, here and below.
@@ -83,7 +81,6 @@ class TransferTimes:
         Args:
             method: the dispatcher; symmetric stays inside a node.
             direction: dispatch or combine.
-            traffic: the tokens.
             group: ranks that share the experts evenly.
         """
         return self._dispatch(method, direction, traffic, group)

@@ -56,9 +56,6 @@ class ProjectionComparison:
     """Two runs side by side.
 
     Attributes:
-        left: the first.
-        right: the second.
-        fields: in which their configurations differ.
         memory: components of the fullest ranks.
         activations: of these ranks, by the label of the allocating module.
         seconds: terms of the slowest places.
@@ -122,10 +119,8 @@ def scale(
     """One layout on several numbers of devices, which differ in their data-parallel ranks.
 
     Args:
-        run: with its layout.
         cluster: on which the run's global batch is as it is.
         worlds: numbers of devices.
-        plan: projects a run.
         kind: strong: the global batch stays. weak: it grows with the devices.
 
     Raises:
@@ -152,11 +147,8 @@ def sweep(run: Run, cluster: Cluster, name: str, values: Sequence[str], plan: Pl
     """One run with several values of one field, at about the same tokens of a step.
 
     Args:
-        run: with its layout.
         cluster: the devices.
         name: a part of the layout, `sequence_length`, or the full path of a field; `ep` is asked for every dispatcher.
-        values: of the field, as text.
-        plan: projects a run.
 
     Raises:
         ConfigError: there is no such field, or it does not take a value.
