@@ -43,12 +43,7 @@ _SIZES = ("pp", "vpp", "ep", "etp", "cp", "tp", "dp", "edp")
 
 
 def differing_fields(projections: Sequence[Projection]) -> dict[str, list[str]]:
-    """The fields of layouts, and then of runs, that are not the same in all projections.
-
-    Returns:
-        Values as texts, one for each projection, by the name in a layout, or by the path in a run (`a.b`) of a field
-        that no layout has.
-    """
+    """Fields of layouts (`pp`), then of runs (`a.b`), that differ: one text for each projection."""
     said = set(FIELDS.values())
     tables = [
         {**asdict(one.layout), **{path: value for path, value in leaves(one.run).items() if path not in said}}
@@ -72,11 +67,7 @@ def field_label(name: str) -> str:
 
 
 def parse_layout(text: str) -> dict[str, str]:
-    """Texts by name, from a text such as `pp=24,ep=8`.
-
-    Raises:
-        ConfigError: a part is no assignment, or has an unknown name.
-    """
+    """Texts by name, from a text such as `pp=24,ep=8`; a ConfigError for any other text."""
     choices = {}
     for part in text.split(","):
         name, equals, value = (word.strip() for word in part.partition("="))
@@ -88,11 +79,7 @@ def parse_layout(text: str) -> dict[str, str]:
 
 
 def check_name(name: str) -> None:
-    """Refuse a name that no layout has.
-
-    Raises:
-        ConfigError: there is no such name.
-    """
+    """Refuse a name that no layout has with a ConfigError."""
     known = (*FIELDS, *FOLLOW)
     if name not in known:
         told = did_you_mean(name, known)
@@ -101,10 +88,6 @@ def check_name(name: str) -> None:
 
 def with_layout(run: Run, choices: Mapping[str, str], world: int, tokens: float | None = None) -> Run:
     """The run with these parts of a layout; the rules are not asked.
-
-    Args:
-        choices: texts by the names of a layout.
-        tokens: of a step, as for `with_overrides`.
 
     Raises:
         ConfigError: a field does not take its value, or `dp` or `edp` differs.
@@ -130,9 +113,7 @@ def layout_fields(run: Run) -> dict[str, object]:
 def with_overrides(run: Run, overrides: Sequence[str], world: int, tokens: float | None = None) -> Run:
     """The run with overrides `a.b=c`, of which later ones win; the rules are not asked.
 
-    Args:
-        tokens: of a step, about: the batch becomes the nearest one with whole micro-batches for every data-parallel
-            rank. None keeps the batch.
+    With `tokens` of a step, the batch becomes the nearest one with whole micro-batches for every data-parallel rank.
 
     Raises:
         ConfigError: there is no such field, or it does not take the value.
@@ -184,7 +165,7 @@ def _stages(run: Run, choices: Mapping[str, str]) -> Iterator[str]:
 def rows_to_share(rows: float, world: int) -> int:
     """A global batch of about `rows` that layouts with any number of data-parallel ranks can share.
 
-    A multiple of `world` is taken, or of a half, a quarter, ... of it where rows are fewer.
+    It is a multiple of `world`, or of a half, a quarter, ... of it where rows are fewer.
     """
     unit = world
     while unit > max(1.0, rows):

@@ -331,15 +331,10 @@ CPU_BUFFERS = (2**14, 2**17, 2**20, 2**23)
 def measure_transfers(
     device: torch.device, node_ranks: int, buffers: Sequence[int]
 ) -> Mapping[CollectiveKind, tuple[TransferPoint, ...]]:
-    """Measure each collective between all ranks, and a message from the first rank to the last.
+    """Measure each collective between all ranks, and a message from the first rank to the last; all ranks get the same.
 
-    Args:
-        device: of this rank; the process group is started.
-        node_ranks: ranks of each machine.
-        buffers: in bytes.
-
-    Returns:
-        The same on all ranks.
+    `device` is that of this rank, each machine has `node_ranks` ranks, `buffers` are sizes in bytes. The process group
+    runs.
     """
     world, found = dist.get_world_size(), {}
     kinds: tuple[CollectiveKind, ...] = ("all-to-all", "all-gather", "reduce-scatter", "point-to-point")
@@ -356,7 +351,6 @@ def measure_transfers(
 
 
 def _calls(kind: CollectiveKind, whole: Tensor) -> Call:
-    """One collective on a buffer of its own; some ranks of a message do nothing."""
     world, rank = dist.get_world_size(), dist.get_rank()
     part = whole.new_zeros(len(whole) // world)
     if kind == "all-to-all":
@@ -412,12 +406,8 @@ def measured_hardware(
 ) -> Hardware:
     """The hardware that was measured.
 
-    Args:
-        vendor: of the device.
-        findings: of one device.
-        transfers: between devices; may be empty.
-        known: the packaged description of the chip, or None.
-        where: device and versions, for the sources.
+    `vendor`, `name` and `findings` describe one device, `transfers` the links between devices, if any. `known` is the
+    packaged description of the chip, and `where` names device and versions for the sources.
     """
     measured = f"measured: {where}"
     peaks = Peaks(**_peaks(findings), source=f"{measured}; the fastest that was seen") if known is None else known.peaks
@@ -434,9 +424,7 @@ def measured_hardware(
         peaks=peaks,
         node=node,
         overhead=MemoryOverhead(
-            context_bytes=findings.context_bytes,
-            reserve_share=reserve,
-            source=f"{measured}; the reserve is assumed",
+            context_bytes=findings.context_bytes, reserve_share=reserve, source=f"{measured}; the reserve is assumed"
         ),
         host=LaunchOverhead(
             launch_seconds=findings.launch_seconds,
@@ -461,9 +449,9 @@ def _host_link(vendor: str, findings: DeviceFigures, source: str) -> HostLink:
 
 
 def fit(points: Sequence[TransferPoint]) -> tuple[float, float]:
-    """Latency in seconds and bandwidth in bytes per second with the least relative error.
+    """Latency in seconds and bandwidth in bytes per second that minimize the sum of squared relative errors.
 
-    Minimizes the sum of ((latency + bytes / bandwidth) / seconds - 1)^2 with no latency below 0.
+    The latency is at least 0.
     """
     ones = [1 / point.seconds for point in points]
     sizes = [point.leaving_bytes / point.seconds for point in points]
@@ -530,10 +518,7 @@ def _efficiency(findings: DeviceFigures, peaks: Peaks, source: str) -> Efficienc
     )
 
 
-_LIKE = {
-    "grouped_forward_gathered": "grouped_forward",
-    "grouped_weight_gradient_gathered": "grouped_weight_gradient",
-}
+_LIKE = {"grouped_forward_gathered": "grouped_forward", "grouped_weight_gradient_gathered": "grouped_weight_gradient"}
 """Operators that are measured on GPUs with our kernels only, and a similar one."""
 
 

@@ -62,11 +62,7 @@ ROOM_FOR_ALL = 3
 
 
 def check_fixed(fixed: Mapping[str, str]) -> None:
-    """Refuse a name that is no part of a layout, or a text that is no value of its part.
-
-    Raises:
-        ConfigError: the first of them.
-    """
+    """Refuse a name that is no part of a layout, or a text that is no value of its part, with a ConfigError."""
     for name, text in fixed.items():
         check_name(name)
         allowed = _TEXTS.get(name)
@@ -77,15 +73,9 @@ def check_fixed(fixed: Mapping[str, str]) -> None:
 
 
 def fixed_by(run: Run, overrides: Sequence[str], only: Mapping[str, str]) -> dict[str, str]:
-    """The parts of a layout that a command line fixes, by its overrides and `--only`.
+    """The parts of a layout that a command line fixes by its overrides and `--only`, as texts by name.
 
-    Args:
-        run: with the overrides. The search chooses the parts that its preset or file sets.
-        overrides: `a.b=c` each; `auto` leaves the choice to the search.
-        only: texts by the names of a layout.
-
-    Returns:
-        Texts by the names of a layout.
+    `run` has the overrides. The search chooses the parts that its preset or file sets, and those that are `auto`.
 
     Raises:
         ConfigError: both fix a part differently; or an override asks for a value that no layout of a search has.
@@ -126,6 +116,7 @@ class SearchSpace:
 
     Args:
         neutral: sizes of the request, with one rank for everything.
+        run: the run to lay out.
         fixed: texts by the names of a layout.
 
     Attributes:
@@ -299,11 +290,7 @@ def _dispatches(grid: Sizes) -> Sequence[tuple[str, int]]:
         return (("all-to-all", 0),)
     node_ranks = ranks_on_a_node(grid.expert_ranks, grid.node_devices)
     facts = DispatchFacts(
-        method="auto",
-        pads=grid.model.pads,
-        ranks=grid.expert_ranks,
-        node_ranks=node_ranks,
-        expert_tensor=grid.etp,
+        method="auto", pads=grid.model.pads, ranks=grid.expert_ranks, node_ranks=node_ranks, expert_tensor=grid.etp
     )
     name = choose_dispatcher(facts).name
     if name == "symmetric":

@@ -275,9 +275,7 @@ class ComposedRun:
 class ComposedTimes:
     """Step times of composed runs of one model on one cluster; remembers stages, updates and schedules.
 
-    Args:
-        cluster: the devices.
-        imbalance: rows of the fullest rank's experts over the even share.
+    `imbalance` is rows of the fullest rank's experts over the even share.
     """
 
     def __init__(self, cluster: Cluster, imbalance: float) -> None:
@@ -309,7 +307,6 @@ class ComposedTimes:
         return step_time(composed.run, self._cluster, self._meta_runs(composed), self._imbalance)
 
     def _meta_runs(self, composed: ComposedRun) -> tuple[MetaRun, ...]:
-        """The meta run of each place, as far as time depends on it."""
         grid = composed.grid
         axes = Axes(
             grid=grid,

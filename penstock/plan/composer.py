@@ -37,26 +37,12 @@ from penstock.models.count import stage_costs
 from penstock.models.decoder import OVERLAPS_IN_STEPS
 from penstock.parallel.axes import make_axes
 from penstock.parallel.launch.rendezvous import start_fake_process_group, stop_process_group
-from penstock.plan.composed_run import (
-    ComposedRun,
-    PlaceLoad,
-    ProxyStage,
-    RankState,
-    StageContents,
-    contents_of,
-)
+from penstock.plan.composed_run import ComposedRun, PlaceLoad, ProxyStage, RankState, StageContents, contents_of
 from penstock.plan.liveness import PipelineShape, StageActivations, enough, first_of_kinds, layers_in_order
 from penstock.plan.memory import NO_OVERHEADS, Overheads, RankMemory
 from penstock.plan.meta_rank import MetaRank, Target, make_meta_rank
 from penstock.plan.meta_run import activations_of, micro_batch_bytes
-from penstock.plan.param_state import (
-    ParamsByKind,
-    PartState,
-    ShardCounts,
-    facts_of,
-    part_state,
-    shards_of,
-)
+from penstock.plan.param_state import ParamsByKind, PartState, ShardCounts, facts_of, part_state, shards_of
 
 View = Literal["whole", "first", "last", "middle", "mixed", "embed", "head"]
 """See the top of the file."""
@@ -177,9 +163,7 @@ def proxy_ranks(small: Run) -> int:
 def rank_of_proxy(run: Run, view: View, target: Target, kinds: Sequence[str] | None = None) -> Iterator[MetaRank]:
     """The first rank with the stage of a view. Starts and ends a process group.
 
-    Args:
-        run: the run that is cut down.
-        kinds: of its layers, in the order of some stage of the run; None for those that the view shows.
+    `kinds` of the layers are in the order of some stage of the run; None takes those that the view shows.
     """
     kinds = kinds_of(run.model, view) if kinds is None else kinds
     small, stages = proxy_model(run, view), proxy_stages(run.model, view, kinds)
@@ -215,10 +199,8 @@ def is_composable(run: Run) -> bool:
 class Composer:
     """Composes runs of one model, sequence length and precision for one target; remembers the pieces.
 
-    Args:
-        run: any run of the model.
-
     Attributes:
+        run: any run of the model.
         costs: FLOPs of the parts of the model.
         leading: kinds of layers that occur at the beginning of the model only.
         meta_runs: stages that ran so far.
@@ -241,11 +223,7 @@ class Composer:
         self._activations: dict[tuple[ReuseKey, StageContents, bool], StageActivations] = {}
 
     def stages(self, run: Run) -> tuple[Stage, ...]:
-        """`penstock.models.rank_model.stages_of`, with FLOPs that are counted once.
-
-        Raises:
-            ConfigError: `pipeline.layout` does not fit the model.
-        """
+        """`penstock.models.rank_model.stages_of`, with FLOPs that are counted once."""
         model, count = run.model, run.parallel.pipeline * run.pipeline.stages_per_rank
         if run.parallel.pipeline == 1:
             return (whole_model(model),)
@@ -287,12 +265,10 @@ class Composer:
         return tuple(composed.memory(place) for place in range(grid.pipeline))
 
     def composed(self, run: Run, grid: Grid, *, closely: bool = True) -> ComposedRun:
-        """A run composed of its pieces.
+        """A composable run of the composer's model, composed of its pieces.
 
-        Args:
-            run: composable, and of the composer's model.
-            closely: run rare stages on the meta device too; else they are composed of pieces of other stages, which
-                differ by the memory of one message.
+        Only `closely` are rare stages run on the meta device too. Otherwise they are composed of pieces of other
+        stages, which differ by the memory of one message.
         """
         assert is_composable(run), f"{run.name} has layers that differ from others of their kind"
         return self._compose(run, grid, run, closely=closely)
@@ -345,9 +321,7 @@ class Composer:
     def proxy(self, run: Run, view: View, kinds: tuple[str, ...] = ()) -> ProxyStage:
         """A stage of the run's proxy model, run once for all runs with equal keys.
 
-        Args:
-            run: the run that is cut down.
-            kinds: of its layers, in the order of some stage of the run; empty for those that the view shows.
+        `kinds` of the layers are in the order of some stage of the run; empty takes those that the view shows.
         """
         key = reuse_key(run), view, kinds or self._kinds(view)
         if key not in self._proxies:
@@ -355,10 +329,7 @@ class Composer:
             with rank_of_proxy(run, view, self.target, key[2]) as rank:
                 (stage,) = activations_of(rank)
                 self._proxies[key] = ProxyStage(
-                    rank=rank,
-                    stage=stage,
-                    symmetric_bytes=rank.symmetric_bytes,
-                    batch_bytes=micro_batch_bytes(rank),
+                    rank=rank, stage=stage, symmetric_bytes=rank.symmetric_bytes, batch_bytes=micro_batch_bytes(rank)
                 )
         return self._proxies[key]
 

@@ -55,9 +55,8 @@ class RoutedRows:
 def routed_rows(run: Run, imbalance: float) -> RoutedRows | None:
     """Rows of a run with experts, or None.
 
-    Args:
-        imbalance: rows of the fullest rank over the even share. It is cut to the most that can be: every token chooses
-            as many of the rank's experts as it can.
+    `imbalance` is rows of the fullest rank over the even share. It is cut to the most that can be: every token chooses
+    as many of the rank's experts as it can.
     """
     moe, parallel = run.model.moe, run.parallel
     if moe is None:
@@ -80,10 +79,7 @@ def buffer_rows(works: tuple[RecordedOps, ...]) -> frozenset[int]:
 class OpCosts:
     """Costs of the operators of a run on one kind of hardware; each is computed once.
 
-    Args:
-        hardware: of the devices.
-        experts: routed rows of the run; None without experts.
-        buffers: rows of buffers (`buffer_rows`).
+    `experts` are the routed rows of the run, None without experts; `buffers` are rows of buffers (`buffer_rows`).
     """
 
     def __init__(self, hardware: Hardware, experts: RoutedRows | None, buffers: frozenset[int]) -> None:

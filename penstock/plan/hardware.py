@@ -350,11 +350,7 @@ CLUSTER = re.compile(r"\s*(?P<devices>[0-9]{1,40})\s*[xX]\s*(?P<hardware>\S.*?)\
 
 
 def split_cluster(text: str) -> tuple[int, str]:
-    """Number of devices, and the name or file of their hardware.
-
-    Raises:
-        HardwareError: the text does not have this form, or there is no device.
-    """
+    """Number of devices, and the name or file of their hardware; a HardwareError for any other text."""
     match = CLUSTER.fullmatch(text)
     if match is None or int(match["devices"]) < 1:
         loose = re.fullmatch(r"\s*(\d+)[\s*]*(\w.*)", text)
@@ -368,11 +364,7 @@ def split_cluster(text: str) -> tuple[int, str]:
 
 
 def cluster_of(devices: int, hardware: Hardware) -> Cluster:
-    """So many devices: a part of one node, or whole nodes.
-
-    Raises:
-        HardwareError: they do not fill their nodes.
-    """
+    """So many devices: a part of one node, or whole nodes; else a HardwareError."""
     each = hardware.node.devices
     if devices > MOST_RANKS:
         raise HardwareError("the cluster is too large", got=f"{devices:,} devices", allowed=f"at most {MOST_RANKS:,}")

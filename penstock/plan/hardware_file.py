@@ -73,11 +73,7 @@ def known_hardware() -> tuple[str, ...]:
 
 
 def load_hardware(name_or_path: str) -> Hardware:
-    """Hardware by name (`H200` in any case, or the driver's `NVIDIA H200`), or by the path of a TOML file.
-
-    Raises:
-        HardwareError: there is no such hardware or file, or the file is wrong.
-    """
+    """Hardware by name (`H200` in any case, or the driver's `NVIDIA H200`), or by the path of a TOML file."""
     path = Path(name_or_path)
     if path.suffix == ".toml" or os.sep in name_or_path:
         return read_hardware(path)
@@ -95,21 +91,13 @@ def load_hardware(name_or_path: str) -> Hardware:
 
 
 def parse_cluster(text: str) -> Cluster:
-    """A cluster from a text such as `768xMI300X` or `8xmine.toml`.
-
-    Raises:
-        HardwareError: the text is no cluster, its hardware is not known, or the devices do not fill their nodes.
-    """
+    """A cluster from a text such as `768xMI300X` or `8xmine.toml`; a HardwareError if it is none."""
     devices, name = split_cluster(text)
     return cluster_of(devices, load_hardware(name))
 
 
 def read_hardware(path: Path) -> Hardware:
-    """Hardware from a file.
-
-    Raises:
-        HardwareError: it cannot be read, or a key is missing, unknown or wrong.
-    """
+    """Hardware from a file; a HardwareError if it cannot be read, or a key is missing, unknown or wrong."""
     tree = _parse(path)
     lists = {name: tree.pop(name, []) for name in _LISTS}
     for name, tables in lists.items():
@@ -125,11 +113,7 @@ def read_hardware(path: Path) -> Hardware:
 
 
 def write_hardware(path: Path, hardware: Hardware, comment: Sequence[str] = ()) -> None:
-    """Write a file that reads back as the same hardware, whole or not at all; `comment` are its first lines.
-
-    Raises:
-        HardwareError: it cannot be written.
-    """
+    """Write a file that reads back as the same hardware, whole or not at all; `comment` are its first lines."""
     during_transfers = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -116,14 +116,11 @@ class PassPeak:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryParts:
-    """Everything that a rank's memory is assembled from, in bytes.
+    """Everything that a rank's memory is assembled from, in bytes; fields as in `RankMemory`.
 
     Attributes:
         state: between steps, on the device.
         passes: the fullest moment of the passes.
-        gathered: whole weights during the passes, with FSDP2.
-        buffers: memory that GPUs write into, and the rows of the step.
-        host: the optimizer's host memory.
         is_captured: the passes are captured as a graph with a memory pool of its own.
     """
 
@@ -175,10 +172,9 @@ def fullest_rank(memories: Iterable[RankMemory]) -> RankMemory:
 
 
 def ranks_that_differ(run: Run, world: int) -> tuple[int, ...]:
-    """The first rank of each place on the pipeline.
+    """The first rank of each place on the pipeline, which needs the most of its place.
 
-    With equal tokens, the other ranks of a stage need the same or less: where rows do not divide evenly, the first
-    ranks have the larger part.
+    Where rows do not divide evenly, the first ranks have the larger part.
     """
     return tuple(range(0, world, world // run.parallel.pipeline))
 

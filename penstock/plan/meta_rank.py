@@ -98,17 +98,8 @@ def separate_expert_ffn(  # noqa: PLR0913 (it stands in for an operator)
 ) -> Tensor:
     """`penstock.kernels.expert_ffn.expert_ffn` as a copy and three operators, each of which saves its inputs.
 
-    Args:
-        gate_up_eFD: gate and up projections, stacked.
-        counts_e: int32 rows of each expert.
-        weights_R: float32 routing weight of each row, or None for 1.
-        index_R: source row of each row, or None if x is in the experts' order.
-        places_TK: not read; autograd derives the gradient of the copy.
-        biases: of gate and up, and of down; the second is None where the caller adds it.
-        rule: the function between the products.
-
-    Returns:
-        y_RD; rows past the last expert's are zero.
+    Arguments and result are those of that function; `places_TK` is not read, because autograd derives the gradient of
+    the copy.
     """
     check_biases(biases is not None, rule)
     x_RD = x_ND if index_R is None else x_ND.index_select(0, index_R)
@@ -171,12 +162,9 @@ class MetaRank:
 
 
 def make_meta_rank(run: Run, axes: Axes, target: Target, stages: Sequence[Stage] | None = None) -> MetaRank:
-    """Build one rank.
+    """Build one rank on the axes of a fake process group.
 
-    Args:
-        run: its configuration; fits the grid of the axes.
-        axes: of the rank, on a fake process group.
-        stages: contents of each stage, which need not be the whole model; None for the run's own.
+    `stages` are the contents of each stage, which need not be the whole model; None takes the run's own.
 
     Raises:
         KernelError: the run asks for kernels that the target cannot run.

@@ -190,10 +190,9 @@ def _update(rank: MetaRank) -> UpdateOps:
 def gathered_bytes(run: Run, always: int, largest: int) -> int:
     """Whole weights under FSDP2, and gradients that are being reduced, at the fullest moment.
 
-    Args:
-        always: parameters outside of blocks, which stay whole from the start of forward to the end of backward.
-        largest: the largest block. There are its weights, the flat buffer that they came in, those of the blocks that
-            are prefetched, and the float32 gradients of the block before, in one buffer.
+    `always` are bytes outside of blocks, which stay whole from the start of forward to the end of backward. Of the
+    largest block there are its weights, the flat buffer that they came in, those of the blocks that are prefetched, and
+    the float32 gradients of the block before, in one buffer.
     """
     values = largest // (2 if run.training.precision == "bf16" else 4)
     return always + largest * (2 + run.parallel.prefetch) + 4 * values
@@ -223,9 +222,7 @@ def _sharded_bytes(rank: MetaRank, decoder: Decoder, part: nn.Module) -> int:
 def activations_of(rank: MetaRank, batch: MicroBatch | None = None) -> tuple[StageActivations, ...]:
     """Run the passes of every stage of a rank once.
 
-    Args:
-        rank: on the meta device, or with memory, where the result must be the same.
-        batch: input of the stages; None for a micro-batch on the meta device.
+    `rank` is on the meta device, or has memory and a `batch`; the result must be the same.
     """
     batch = batch or micro_batch_of(rank)
     return tuple(_stage(rank, number, decoder, batch) for number, decoder in rank.decoders.items())
@@ -449,12 +446,10 @@ def _label(path: str, module: nn.Module) -> str:
 def _pieces(
     names: Sequence[str], forward: Sequence[TrackedSection], backward: Sequence[TrackedSection], gradient: int
 ) -> list[StagePiece]:
-    """Pieces of the sections.
+    """Pieces of the sections, all in the order of forward.
 
-    Args:
-        backward: sections of backward, in the order of forward.
-        gradient: bytes of the gradient that a piece hands to the one before it, if weight gradients are put off; else
-            0, because nothing is left behind.
+    `gradient` are bytes of the gradient that a piece hands to the one before it, if weight gradients are put off; else
+    0, because nothing is left behind.
     """
     pieces: list[StagePiece] = []
     behind = gradient

@@ -213,9 +213,8 @@ RecordedOps = tuple[RecordedOp, ...]
 class OpRecorder(TorchDispatchMode):
     """Records operators while it is entered.
 
-    Args:
-        ranks_per_node: ranks that fast links join; 0 for all.
-        tracker: counts the results of the same operators. Two dispatch modes would run Python twice for each operator.
+    `ranks_per_node` ranks are joined by fast links; 0 means all. `tracker` counts the results of the same operators,
+    because two dispatch modes would run Python twice for each operator.
     """
 
     def __init__(self, ranks_per_node: int = 0, tracker: MemoryTracker | None = None) -> None:

@@ -241,19 +241,12 @@ class Partners:
 
 
 def update_of(
-    parts: ParamCounts,
-    shards: ShardCounts,
-    dense: Partners,
-    expert: Partners,
-    embedding: tuple[RankGroup, int] | None,
+    parts: ParamCounts, shards: ShardCounts, dense: Partners, expert: Partners, embedding: tuple[RankGroup, int] | None
 ) -> UpdateOps:
-    """The update of a rank.
+    """The update of a rank with `parts`.
 
-    Args:
-        shards: ranks that shard them.
-        dense: ranks that hold the same dense matrices.
-        expert: ranks that hold the same experts.
-        embedding: stages that hold the embedding too, and values of it that this rank updates; None if no other does.
+    `dense` and `expert` are the ranks that hold the same dense matrices and the same experts. `embedding` are the
+    stages that hold the embedding too, and values of it that this rank updates; None if no other does.
     """
     loads = {False: _Load(), True: _Load()}
     for facts, times in parts:

@@ -41,10 +41,6 @@ DEFAULT_ASSUMPTIONS = Assumptions()
 def project(run: Run, cluster: Cluster, assumptions: Assumptions = DEFAULT_ASSUMPTIONS) -> Projection:
     """Project one run.
 
-    Args:
-        cluster: the devices.
-        assumptions: facts that the configuration does not say.
-
     Raises:
         ConfigError: the layout does not fit the devices or the model.
         KernelError: the run asks for kernels that the devices cannot run.
@@ -74,11 +70,7 @@ def target_of(run: Run, cluster: Cluster, assumptions: Assumptions) -> Target:
 
 
 def device_of(hardware: Hardware, run: Run) -> DeviceFacts:
-    """The device, as the choice of kernels needs it.
-
-    Raises:
-        HardwareError: a GPU has a name that no known chip has.
-    """
+    """The device, as the choice of kernels needs it; a HardwareError if a GPU has a name that no known chip has."""
     dtype = run.training.precision
     if hardware.vendor == "cpu":
         return DeviceFacts(kind="cpu", name="CPU", target="cpu", packages=frozenset(), dtype=dtype)

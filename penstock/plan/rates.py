@@ -72,12 +72,7 @@ class MeasuredRatio(NamedTuple):
 
 
 def corrected(seconds: float, sizes: Sequence[int], points: Sequence[MeasuredRatio], source: str) -> Estimate:
-    """A roofline, corrected by measured points.
-
-    Args:
-        seconds: the roofline at these sizes.
-        sizes: all above 0, in the points' order.
-    """
+    """A roofline in seconds, corrected by measured points; `sizes` are above 0 and in the points' order."""
     logs = [math.log(size) for size in sizes]
     nearest, from_where = math.inf, source
     total, weights = 0.0, NEAR**-4
@@ -105,9 +100,7 @@ class Rates:
         self._points: dict[tuple[str, Dtype], tuple[MeasuredRatio, ...]] = {}
 
     def product(self, m: int, n: int, k: int, dtype: Dtype = "bf16", *, by_rows: bool = False) -> Estimate:
-        """A matrix product: m x k times k x n.
-
-        `by_rows` tells, in 8 bits, that both operands have scales of single rows.
+        """A matrix product: m x k times k x n. In 8 bits, `by_rows`: both operands have scales of single rows.
 
         Raises:
             HardwareError: the peak of this type is not known, here and below.
@@ -125,14 +118,10 @@ class Rates:
         *,
         by_rows: bool = False,
     ) -> Estimate:
-        """A product for each expert.
+        """A product for each expert; sizes are those of the forward product.
 
-        Args:
-            product: one of the experts' products; the sizes are always those of the forward product.
-            rows: of each expert; for uneven loads the mean.
-            n: width of the forward output.
-            k: width of the forward input.
-            by_rows: as in `product`.
+        `rows` are those of each expert, for uneven loads the mean; `n` and `k` are the widths of the forward output and
+        input.
         """
         return self._grouped(product, groups, rows, n, k, dtype, by_rows)
 
@@ -149,13 +138,8 @@ class Rates:
     ) -> Estimate:
         """Attention of some heads.
 
-        Args:
-            direction: forward or backward.
-            heads: query heads of a device, over all rows of the micro-batch.
-            queries: positions with a query: the last ones of the keys, if causal.
-            keys: positions with a key.
-            widths: of a query or key, and of a value.
-            causal: a position attends to itself and to those before it only.
+        `heads` are query heads of a device over all rows of the micro-batch. `queries` are the last positions of the
+        keys, if causal. `widths` are those of a query or key, and of a value.
         """
         return self._attention(direction, heads, queries, keys, widths, causal, dtype)
 
@@ -239,14 +223,7 @@ class Rates:
         return corrected(roofline(sizes), sizes, points, self.hardware.efficiency.source)
 
     def _make_attention(
-        self,
-        direction: Pass,
-        heads: int,
-        queries: int,
-        keys: int,
-        widths: tuple[int, int],
-        causal: bool,
-        dtype: Dtype,
+        self, direction: Pass, heads: int, queries: int, keys: int, widths: tuple[int, int], causal: bool, dtype: Dtype
     ) -> Estimate:
         operator = cast(OperatorKind, f"attention_{direction}")
 

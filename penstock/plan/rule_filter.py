@@ -66,11 +66,9 @@ class Refusals:
     def refuse(
         self, sizes: Sizes, settled: tuple[str, ...], why: tuple[str, str], count: int, weight: float = 0.0
     ) -> None:
-        """`count` layouts are not among the candidates.
+        """`count` layouts that agree in the parts `settled` are not candidates; `why` is the rule and its reason.
 
-        Args:
-            settled: parts that all of them have in common.
-            weight: of refusals in one group, the reason with the least weight is shown.
+        Of refusals in one group, the reason with the least `weight` is shown.
         """
         rule, reason = why
         layout = layout_of_sizes(sizes, settled)
@@ -166,7 +164,6 @@ class RuleFilter:
         return candidates
 
     def _is_refused(self, pipeline: Sizes, refusal_of: Judge) -> bool:
-        """Whether a rule refuses a pipeline, which is noted."""
         if (refusal := refusal_of(pipeline)) is None:
             return False
         self._refusals.by_rule(pipeline, refusal, len(self._space.dispatches(pipeline)) * len(self._space.ladder))
@@ -198,7 +195,6 @@ class RuleFilter:
                 candidates[key].append(Candidates(pipeline, named, tuple(found)))
 
     def _is_refused_dispatch(self, dispatch: Sizes, pipelines: int, refusal_of: Judge) -> bool:
-        """Whether a rule refuses a dispatch, which is noted."""
         if (refusal := refusal_of(dispatch)) is not None:
             self._refusals.by_rule(dispatch, refusal, pipelines * len(self._space.ladder))
             return True

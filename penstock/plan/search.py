@@ -72,12 +72,7 @@ class RoughTimes:
         self._token_bytes = hidden * BYTES[dtype]
 
     def seconds(self, sizes: Sizes, load: PlaceLoad, state: PartState) -> float:
-        """Seconds of a step.
-
-        Args:
-            load: of the place on the pipeline with most work.
-            state: of the place with most state.
-        """
+        """Seconds of a step, from the load of the busiest place and the state of the place with most state."""
         tokens = sizes.micro_batch * sizes.sequence_length / (sizes.cp * sizes.tp)
         again = max((AGAIN.get(name, 0.0) for name in sizes.recompute), default=0.0)
         compute = (3 + again) * load.flops * tokens / self._rate
@@ -151,10 +146,8 @@ class SearchRequest:
 
     Attributes:
         run: to train; the search ignores the parts of its layout that it chooses.
-        cluster: the devices.
         global_batch: rows of a step; None for the run's.
         fixed: texts by names of a layout (penstock/plan/asked_layout.py): parts that the search does not choose.
-        assumptions: facts that the configuration does not say.
     """
 
     run: Run
@@ -166,11 +159,9 @@ class SearchRequest:
 
 
 def search(request: SearchRequest, progress: Progress | None = None) -> Plan:
-    """Answer a request.
+    """Answer a request; `progress` is told from time to time.
 
-    Args:
-        request: the request. With every part of the layout fixed, the plan has that layout, whether it fits or not.
-        progress: told from time to time.
+    With every part of the layout fixed, the plan has that layout, whether it fits or not.
 
     Raises:
         ConfigError: a layout with every part fixed is illegal, or a fixed value is not one.
@@ -235,7 +226,7 @@ def _neutral(request: SearchRequest, run: Run) -> Sizes:
     sizes = sizes_of(run, request.cluster, facts)
     return replace(
         sizes, tp=1, cp=1, pp=1, vpp=1, ep=1, etp=1, micro_batch=1, schedule="none", recompute=(), sync_free=0,
-        dispatcher="local", overlap=searched_overlap(run), capture="none",
+        dispatcher="local", overlap=searched_overlap(run), capture="none"
     )  # fmt: skip
 
 
@@ -315,7 +306,6 @@ class _Search:
         )
 
     def _state_overflows(self, candidates: Candidates) -> bool:
-        """Whether the state alone overflows, which is noted."""
         memory = self._place_state(candidates.pipeline).memory
         if memory.total <= self._capacity:
             return False
@@ -398,7 +388,6 @@ class _Search:
         return False
 
     def _keep(self, one: Candidate, step: int) -> _Found:
-        """Keep a layout that fits."""
         sizes, more = one.with_recompute(one.steps[step]), len(one.steps) - step - 1
         composed = self._composer.composed(run_of(self._run, sizes), _grid_of(sizes), closely=False)
         found = _Found(sizes, composed, self._times.rough(composed))
@@ -449,7 +438,6 @@ class _Search:
         )
 
     def _tokens(self, seconds: float) -> float:
-        """Tokens per second of a device."""
         return self._run.tokens_per_step / seconds / self._request.cluster.devices
 
     def _refuse_unseen(self, one: Candidate, step: int, seconds: float) -> None:

@@ -55,10 +55,8 @@ class StageTime:
 class StageTimer:
     """Times of one run on one cluster.
 
-    Args:
-        cluster: the devices.
-        imbalance: rows of the fullest rank's experts over the even share.
-        works: operators of its forward passes, which tell the size of the experts' buffers.
+    `imbalance` is rows of the fullest rank's experts over the even share. `works` are operators of forward passes,
+    which tell the size of the experts' buffers.
     """
 
     def __init__(self, run: Run, cluster: Cluster, imbalance: float, works: Iterable[RecordedOps]) -> None:
@@ -70,12 +68,7 @@ class StageTimer:
         self._launch = hardware.host.launch_seconds * _LAUNCHED[run.graphs.capture]
 
     def stage(self, stage: StageActivations, gathers: Sequence[int], shards: RankGroup) -> StageTime:
-        """Passes of a stage.
-
-        Args:
-            gathers: bytes of whole weights that FSDP2 gathers for each piece; empty without it.
-            shards: ranks that shard them.
-        """
+        """Passes of a stage; FSDP2 gathers `gathers` bytes for each piece from the ranks `shards`."""
         pieces, back = stage.pieces, stage.pieces[::-1]
         forward, backward, weight = steady_state(
             (
@@ -158,12 +151,9 @@ class StageTimer:
 
 
 def step_time(run: Run, cluster: Cluster, meta_runs: Sequence[MetaRun], imbalance: float) -> StepTime:
-    """Time of a step.
+    """Time of a step, from the meta run of each place on the pipeline.
 
-    Args:
-        cluster: the devices.
-        meta_runs: one for each place on the pipeline.
-        imbalance: rows of the fullest rank's experts over the even share.
+    `imbalance` is rows of the fullest rank's experts over the even share.
     """
     grid = grid_of(run, cluster.devices)
     every = {stage.number: (place, stage) for place in meta_runs for stage in place.stages}

@@ -63,8 +63,7 @@ class Timing:
 class HostCopies:
     """Copies between a device and its host's memory, in seconds on the device's clock; storages have a number.
 
-    Args:
-        room: bytes that may be on their way out.
+    `room` are bytes that may be on their way out.
     """
 
     def __init__(self, room: int = IN_FLIGHT_BYTES) -> None:
@@ -74,16 +73,10 @@ class HostCopies:
         self._came: dict[str, float] = {}
 
     def leave(self, number: str, size: int, seconds: float, *, launched: float, done: float) -> float:
-        """A storage starts its copy to the host.
+        """A storage of `size` bytes starts its copy to the host; an earlier storage with this number is gone.
 
-        Args:
-            number: of the storage; an earlier storage with this number is gone.
-            size: in bytes.
-            launched: when the host starts it.
-            done: when compute has caught up.
-
-        Returns:
-            Until when compute waits for room.
+        The host starts it at `launched`, and compute has caught up at `done`. Returns until when compute waits for
+        room.
         """
         self._leaving.pop(number, None)
         while self._leaving:
@@ -113,11 +106,8 @@ class HostCopies:
 class Streams:
     """A host and a device.
 
-    Args:
-        launch_seconds: of the host for each operator; 0 if the work is captured.
-        gap_seconds: of the device between two operators.
-        put_off_seconds: of the host for each weight gradient that is put off.
-        copies: to and from host memory; None for an empty `HostCopies`.
+    The host takes `launch_seconds` for each operator (0 if the work is captured) and `put_off_seconds` for each weight
+    gradient that is put off; the device takes `gap_seconds` between two operators.
     """
 
     def __init__(
@@ -177,7 +167,6 @@ class Streams:
                 self._run(self._cost_of(operator))
 
     def _run(self, cost: OpCost) -> None:
-        """An operator of the first stream."""
         # The host needs twice the time for a collective (docs/projection.md).
         self._host += self._launch * (1 + cost.is_communication)
         wait = max(self._gap, self._host - self._main)
@@ -192,14 +181,12 @@ class Streams:
             self._compute += cost.seconds
 
     def _run_aside(self, cost: OpCost) -> None:
-        """An operator of the second stream."""
         self._host += 2 * self._launch
         self._side = max(self._side, self._host) + cost.seconds
         self._hidden += cost.seconds
         self._communication += cost.seconds
 
     def _copy(self, operator: RecordedOp) -> None:
-        """A storage starts its copy to the host, or back."""
         self._host += self._launch
         number, seconds = operator.switches[0], self._cost_of(operator).seconds
         if operator.name == FROM_HOST:
@@ -227,10 +214,9 @@ class Streams:
 
 
 def steady_state(parts: Sequence[Sequence[RecordedOps]], streams: Streams) -> list[Timing]:
-    """Time of each part when the parts repeat: the second round counts, because the host is ahead by then.
+    """Time of each part, a list of works, when the parts repeat.
 
-    Args:
-        parts: each a list of works.
+    The second round counts, because the host is ahead by then.
     """
     found: list[Timing] = []
     for _ in range(2):

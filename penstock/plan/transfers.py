@@ -61,12 +61,10 @@ class TransferTimes:
         self._corrections = cache(self._make_corrections)
 
     def collective(self, kind: CollectiveName, buffer_bytes: float, group: RankGroup) -> Estimate:
-        """One collective.
+        """One collective; point-to-point is from one rank of the group to another.
 
-        Args:
-            kind: of the collective; point-to-point is from one rank of the group to another.
-            buffer_bytes: the larger buffer of a rank: the result of an all-gather, the input of a reduce-scatter or
-                all-reduce, the input of an all-to-all with the rank's own part, or the message.
+        `buffer_bytes` is the larger buffer of a rank: the result of an all-gather, the input of a reduce-scatter or
+        all-reduce, the input of an all-to-all with the rank's own part, or the message.
 
         Raises:
             HardwareError: the file has no such collective, here and below.
@@ -76,12 +74,9 @@ class TransferTimes:
     def dispatch(
         self, method: DispatchMethod, direction: DispatchDirection, traffic: TokenTraffic, group: RankGroup
     ) -> Estimate:
-        """Tokens to their experts, or the sums back; backward does the same in the other order.
+        """Tokens to their experts, which `group` shares evenly, or the sums back.
 
-        Args:
-            method: the dispatcher; symmetric stays inside a node.
-            direction: dispatch or combine.
-            group: ranks that share the experts evenly.
+        Backward does the same in the other order. The dispatcher symmetric stays inside a node.
         """
         return self._dispatch(method, direction, traffic, group)
 

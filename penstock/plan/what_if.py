@@ -118,10 +118,8 @@ def scale(
 ) -> tuple[SweepPoint, ...]:
     """One layout on several numbers of devices, which differ in their data-parallel ranks.
 
-    Args:
-        cluster: on which the run's global batch is as it is.
-        worlds: numbers of devices.
-        kind: strong: the global batch stays. weak: it grows with the devices.
+    On `cluster` the run's global batch is as it is. Strong scaling keeps it, weak scaling lets it grow with the
+    devices.
 
     Raises:
         HardwareError: a number of devices does not fill its nodes.
@@ -146,9 +144,7 @@ def _with_efficiency(point: SweepPoint, first: Projection) -> SweepPoint:
 def sweep(run: Run, cluster: Cluster, name: str, values: Sequence[str], plan: Planner) -> tuple[SweepPoint, ...]:
     """One run with several values of one field, at about the same tokens of a step.
 
-    Args:
-        cluster: the devices.
-        name: a part of the layout, `sequence_length`, or the full path of a field; `ep` is asked for every dispatcher.
+    `name` is a part of the layout, `sequence_length`, or the full path of a field; `ep` is asked for every dispatcher.
 
     Raises:
         ConfigError: there is no such field, or it does not take a value.

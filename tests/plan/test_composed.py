@@ -42,12 +42,12 @@ CASES = {
     "zb-v, selective recompute": (
         LITE, 16,
         f"parallel.pipeline=2 parallel.expert=2 pipeline.schedule=zb-v {TWO_STAGES} "
-        'recompute.modules=["expert-activation","norm"]',
+        'recompute.modules=["expert-activation","norm"]'
     ),
     "v-half, tensor ranks, full recompute": (
         LITE, 16,
         f"parallel.pipeline=2 parallel.tensor=2 parallel.expert=4 pipeline.schedule=v-half {TWO_STAGES} "
-        'recompute.modules=["layer"]',
+        'recompute.modules=["layer"]'
     ),
     "gathered weights": (LITE, 16, "parallel.expert=8 parallel.shard=full"),
     "whole optimizers": (LITE, 16, "parallel.expert=8 parallel.shard=none"),
@@ -55,7 +55,7 @@ CASES = {
     "experts in halves": (
         V3, 32,
         "parallel.pipeline=4 parallel.expert=4 parallel.expert_tensor=2 parallel.tensor=2 "
-        f"pipeline.schedule=dualpipe-v {TWO_STAGES}",
+        f"pipeline.schedule=dualpipe-v {TWO_STAGES}"
     ),
     "several copies": (V3, 64, "parallel.pipeline=8 parallel.expert=8 parallel.shard_size=2"),
     "grouped queries": ("moe-1t-4l", 32, "parallel.pipeline=2 parallel.expert=8 parallel.context=2"),
@@ -63,7 +63,7 @@ CASES = {
     "experts in every second layer, gathered weights": (LITE, 16, f"{EVERY} parallel.expert=8 parallel.shard=full"),
     "biases, experts in halves": (
         LITE, 16,
-        f"{BIASES} parallel.pipeline=2 parallel.expert=2 parallel.expert_tensor=2 pipeline.schedule=zb-1f1b",
+        f"{BIASES} parallel.pipeline=2 parallel.expert=2 parallel.expert_tensor=2 pipeline.schedule=zb-1f1b"
     ),
     "local layers": ("moe-1t-8l", 32, f"{LOCAL} parallel.pipeline=4 parallel.expert=8"),
     "four kinds, zb-v": ("moe-1t-8l", 32, f"{FOUR_KINDS} pipeline.schedule=zb-v {TWO_STAGES}"),
@@ -73,7 +73,7 @@ CASES = {
     "eight bits": (LITE, 16, f"{FLOAT8} parallel.expert=4 parallel.pipeline=2"),
     "eight bits, gathered in 16": (LITE, 16, f"{FLOAT8} parallel.shard=full"),
     "eight bits, gathered so": (LITE, 16, f"{FLOAT8} parallel.shard=full float8.gather=true"),
-    "no experts": ("debug", 8, f"{PLAIN} parallel.pipeline=2"),
+    "no experts": ("debug", 8, f"{PLAIN} parallel.pipeline=2")
 }  # fmt: skip
 OFTEN = ["one rank", "experts by all-to-all", "a context", "interleaved", "zb-v, selective recompute"]
 OFTEN += ["gathered weights", "several copies", "experts in every second layer, gathered weights", "prediction layers"]

@@ -60,11 +60,7 @@ def test_hundreds_of_actions_have_few_peak_points() -> None:
     assert len(peak_points(PipelineShape("1f1b", 16, 1, enough("1f1b", 16, 512)), 0)) == 2
 
 
-@given(
-    name=st.sampled_from(sorted(SCHEDULES)),
-    ranks=st.integers(2, 6),
-    data=st.data(),
-)
+@given(name=st.sampled_from(sorted(SCHEDULES)), ranks=st.integers(2, 6), data=st.data())
 def test_no_peak_point_is_covered_by_another(name: str, ranks: int, data: st.DataObject) -> None:
     shape = PipelineShape(name, ranks, SCHEDULES[name].fewest, 2 * ranks)
     found = peak_points(shape, data.draw(st.integers(0, ranks - 1)))

@@ -71,12 +71,7 @@ def test_a_hidden_transfer_gains_a_part_of_its_time_and_a_longer_one_is_waited_f
 
 
 works = st.lists(
-    st.one_of(
-        st.floats(0, 4).map(compute),
-        st.floats(0, 4).map(send),
-        st.just(RecordedOp(WAIT)),
-    ),
-    max_size=12,
+    st.one_of(st.floats(0, 4).map(compute), st.floats(0, 4).map(send), st.just(RecordedOp(WAIT))), max_size=12
 )
 
 

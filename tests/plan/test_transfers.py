@@ -82,12 +82,7 @@ def test_bytes_take_the_slower_of_links_and_network(
 
 
 @examples(100, deadline=None)
-@given(
-    kind=st.sampled_from(KINDS),
-    size=st.floats(1, 1e10),
-    nodes=st.integers(1, 64),
-    inside=st.integers(1, 8),
-)
+@given(kind=st.sampled_from(KINDS), size=st.floats(1, 1e10), nodes=st.integers(1, 64), inside=st.integers(1, 8))
 def test_more_bytes_never_take_less_time_and_no_way_beats_its_bandwidth(
     kind: CollectiveName, size: float, nodes: int, inside: int
 ) -> None:
@@ -123,7 +118,7 @@ def test_dispatchers_send_what_they_send() -> None:
     least = pytest.approx(copies(V2_LITE, 4))
     assert times == {
         "all-to-all": pytest.approx(4.5), "all-gather": pytest.approx(3), "symmetric": least,
-        "hierarchical": least, "deep-ep": least,
+        "hierarchical": least, "deep-ep": least
     }  # fmt: skip
 
 
