@@ -18,7 +18,7 @@ PENSTOCK = str(Path(sys.executable).with_name("penstock"))
 
 def offered(line: str) -> list[str]:
     """Words that are proposed for the last word of a line."""
-    verb, *words = line.removeprefix("penstock ").split(" ")
+    verb, *words = line.split(" ")
     return [word for word, _ in proposals(verb, words[:-1], words[-1])]
 
 
@@ -34,51 +34,43 @@ def asked(capsys: pytest.CaptureFixture[str]) -> str:
 # What is proposed
 
 
-def test_a_target_is_a_preset_with_a_word_on_it() -> None:
-    assert offered("penstock train ") == list(PRESETS)
-    assert offered("penstock train debug-") == ["debug-softmax"]
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        # A target is a preset; behind it come fields, and the values of a field of few values.
+        ("train ", list(PRESETS)),
+        ("train debug-", ["debug-softmax"]),
+        ("train debug training.st", ["training.steps="]),
+        ("train debug nothing", []),
+        ("train debug training.precision=", ["training.precision=bf16", "training.precision=fp32"]),
+        ("train debug training.precision=f", ["training.precision=fp32"]),
+        ("train debug training.steps=", []),
+        # Options are offered once, and the value of an option is no argument.
+        ("train debug --res", ["--resume", "--restarts"]),
+        ("train debug --resume --res", ["--restarts"]),
+        ("train --processes 4 debu", ["debug", "debug-softmax"]),
+        ("train --processes=4 debug seed", ["seed="]),
+        ("train --name ", []),
+        # A cluster has the devices that were typed; an option with two values takes two.
+        ("plan deepseek-v3 --on 512xMI3", ["512xMI300X", "512xMI325X", "512xMI355X"]),
+        ("plan --on 8xH200 --compare debug debug-softmax deb", ["debug", "debug-softmax"]),
+        ("plan --on 8xH200 --compare debug debug-s", ["debug-softmax"]),
+        # A verb of verbs offers them.
+        ("config ex", ["explain"]),
+        ("config explain model.moe.top", ["model.moe.top_k"]),
+        ("launch kubernetes --vendor ", ["nvidia", "amd"]),
+    ],
+)
+def test_words_are_proposed_for_the_last_word(line: str, words: list[str]) -> None:
+    assert offered(line) == words
+
+
+def test_a_proposal_has_its_meaning() -> None:
     assert dict(proposals("train", (), "deepseek-v2-l")) == {
         "deepseek-v2-lite": "DeepSeek-V2-Lite: 15.7 B parameters, 2.7 B active"
     }
-
-
-def test_what_comes_after_a_target_is_a_field_with_its_meaning() -> None:
-    assert offered("penstock train debug training.st") == ["training.steps="]
     assert ("training.steps=", "Optimizer steps.") in proposals("train", ("debug", "seed=3"), "training.")
-    assert offered("penstock train debug nothing") == []
-
-
-def test_a_field_of_few_values_offers_them() -> None:
-    assert offered("penstock train debug training.precision=") == ["training.precision=bf16", "training.precision=fp32"]
-    assert offered("penstock train debug training.precision=f") == ["training.precision=fp32"]
-    assert offered("penstock train debug training.steps=") == []
-
-
-def test_options_are_offered_once() -> None:
-    assert offered("penstock train debug --res") == ["--resume", "--restarts"]
-    assert offered("penstock train debug --resume --res") == ["--restarts"]
-
-
-def test_the_value_of_an_option_is_no_argument() -> None:
-    assert offered("penstock train --processes 4 debu") == ["debug", "debug-softmax"]
-    assert offered("penstock train --processes=4 debug seed") == ["seed="]
-    assert offered("penstock train --name ") == [], "only its user knows the name"
-
-
-def test_a_cluster_is_offered_with_the_devices_that_were_typed() -> None:
-    assert offered("penstock plan deepseek-v3 --on 512xMI3") == ["512xMI300X", "512xMI325X", "512xMI355X"]
-    assert "8xH200" in offered("penstock plan --on ")
-
-
-def test_an_option_with_two_values_takes_two() -> None:
-    assert "debug" in offered("penstock plan --on 8xH200 --compare debug ")
-    assert offered("penstock plan --on 8xH200 --compare debug debug-softmax deb") == ["debug", "debug-softmax"]
-
-
-def test_a_verb_of_verbs_offers_them() -> None:
-    assert offered("penstock config ex") == ["explain"]
-    assert offered("penstock config explain model.moe.top") == ["model.moe.top_k"]
-    assert offered("penstock launch kubernetes --vendor ") == ["nvidia", "amd"]
+    assert "8xH200" in offered("plan --on ")
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.name)

@@ -26,18 +26,12 @@ def test_list_shows_every_preset_on_a_line() -> None:
     header, *rows = printed("list").splitlines()
     assert header.split() == ["preset", "layers", "experts", "what"]
     assert [row.split()[0] for row in rows] == list(PRESETS)
+    assert [one["name"] for one in json.loads(printed("list", "--json"))] == list(PRESETS)
     assert " ".join(rows[2].split()).startswith("deepseek-v2-lite 27 6 of 64 DeepSeek-V2-Lite: ")
 
 
-def test_list_as_json() -> None:
-    assert [one["name"] for one in json.loads(printed("list", "--json"))] == list(PRESETS)
-
-
-def test_explain_prints_the_explanation() -> None:
+def test_explain_prints_the_explanation_and_refuses_an_unknown_field() -> None:
     assert printed("explain", "model.moe.top_k") == explain("model.moe.top_k") + "\n"
-
-
-def test_explain_refuses_an_unknown_field() -> None:
     assert "fix: did you mean model.moe.top_k?" in refused("explain", "topk")
 
 
@@ -94,11 +88,8 @@ def test_validate_refuses_in_one_line(tmp_path: Path, text: str, message: str) -
     assert refused("validate", str(path)) == message.format(path=path)
 
 
-def test_schema_prints_the_json_schema() -> None:
+def test_schema_and_reference_are_those_of_the_library() -> None:
     assert json.loads(printed("schema")) == json_schema()
-
-
-def test_reference_prints_the_document() -> None:
     assert printed("reference") == reference_markdown()
 
 

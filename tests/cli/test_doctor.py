@@ -98,13 +98,11 @@ def test_a_run_that_does_not_fit_is_told_what_would_make_it_fit(tmp_path: Path) 
     assert freed == sorted(freed, reverse=True)
 
 
-def test_half_a_last_line_of_metrics_is_what_a_kill_leaves(tmp_path: Path) -> None:
-    assert told(run_folder(tmp_path / "run", rest='{"step": 5, "lo'), "--on", "1xH200")["wall"] == "host"
-
-
-def test_a_line_that_is_no_json_is_an_error(tmp_path: Path) -> None:
-    folder = run_folder(tmp_path / "run", rest="nonsense\n{}\n")
-    assert "line 5, is no JSON" in refused(folder, "--on", "1xH200")
+def test_a_cut_last_line_of_metrics_is_left_out_and_another_that_is_no_json_is_an_error(tmp_path: Path) -> None:
+    assert told(run_folder(tmp_path / "cut", rest='{"step": 5, "lo'), "--on", "1xH200")["wall"] == "host"
+    damaged = run_folder(tmp_path / "run", rest="nonsense\n{}\n")
+    assert "line 5, is no JSON" in refused(damaged, "--on", "1xH200")
+    assert "abacus" in refused(tmp_path / "cut", "--on", "1xabacus")
 
 
 @pytest.mark.parametrize(
@@ -171,10 +169,6 @@ def test_a_run_without_a_trace_is_told_the_command_that_records_one(tmp_path: Pa
     command = recording_command(folder)
     assert command == f"penstock train {folder} --resume training.steps=19 profile.start=17 profile.steps=2"
     assert f"fix: record some steps: {command}" in answers.refused("trace", folder)
-
-
-def test_unknown_hardware_is_refused(tmp_path: Path) -> None:
-    assert "abacus" in refused(run_folder(tmp_path / "run"), "--on", "1xabacus")
 
 
 def test_help_fits_a_screen() -> None:

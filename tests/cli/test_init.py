@@ -110,17 +110,13 @@ def test_a_dataset_is_named_and_not_looked_at(capsys: pytest.CaptureFixture[str]
     assert "note: the dataset was not looked at: that needs the network" in capsys.readouterr().out
 
 
-def test_the_end_of_one_document_is_evaluated_on(capsys: pytest.CaptureFixture[str]) -> None:
-    run = written("--yes", "--data", "notes/1.txt", "--tokens", "10k")
-    assert run.evaluation.rows == 64
-    assert "nothing is evaluated" not in capsys.readouterr().out
-
-
-def test_a_document_of_one_letter_leaves_nothing_to_evaluate_on(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("name", "rows"), [("notes/1.txt", 64), ("letter.txt", 0)])
+def test_the_end_of_one_document_is_evaluated_on_if_there_is_enough_of_it(
+    name: str, rows: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     Path("letter.txt").write_text("a")
-    run = written("--yes", "--data", "letter.txt", "--tokens", "10k")
-    assert run.evaluation.rows == 0
-    assert "note: nothing is evaluated: " in capsys.readouterr().out
+    assert written("--yes", "--data", name, "--tokens", "10k").evaluation.rows == rows
+    assert ("note: nothing is evaluated: " in capsys.readouterr().out) == (rows == 0)
 
 
 def test_a_tokenizer_with_more_ids_gets_a_larger_vocabulary(capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,16 +181,14 @@ def test_an_answer_that_cannot_be_used_is_refused(arguments: list[str], message:
 def test_a_model_that_this_machine_cannot_hold_is_refused() -> None:
     message = refused("new.toml", "--yes", "--model", "deepseek-v3", "--data", "notes")
     assert message.startswith("new needs 12.3 TB for weights, gradients and optimizer alone")
+    message = refused("new.toml", "--yes", "--model", "deepseek-v2", "--on", "1xH100")
+    assert "no layout of new fits 1 x H100" in message
 
 
 def test_a_time_needs_a_known_speed() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     assert "say how many tokens, or name hardware" in refused("new.toml", "--yes", "--tokens", "3d")
-
-
-def test_a_cluster_that_is_too_small_is_refused() -> None:
-    assert "no layout of new fits 1 x H100" in refused("new.toml", "--yes", "--model", "deepseek-v2", "--on", "1xH100")
 
 
 def test_a_file_that_is_there_is_kept_unless_forced() -> None:

@@ -28,22 +28,11 @@ def replace_train(monkeypatch: pytest.MonkeyPatch, error: BaseException | None =
     monkeypatch.setitem(sys.modules, "penstock.cli.train", module)
 
 
-def test_nothing_typed_shows_the_verbs() -> None:
-    code, out, err = answers.outcome()
-    assert (code, err) == (0, "")
-    assert all(verb.name in out for verb in VERBS)
-
-
-def test_help_shows_the_verbs_and_their_summaries() -> None:
-    code, out, _ = answers.outcome("--help")
-    assert code == 0
-    assert "List, show, explain, compare and check configurations." in out
-
-
-def test_the_version_is_printed() -> None:
-    code, out, _ = answers.outcome("--version")
-    assert code == 0
-    assert out.startswith("penstock ")
+def test_nothing_typed_and_help_show_the_verbs_and_version_the_version() -> None:
+    for words in ((), ("--help",)):
+        out = answers.printed("", *words)
+        assert all(verb.name in out for verb in VERBS)
+    assert answers.printed("--version").startswith("penstock ")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli.main import main
 from tests.cli import answers
 
 OWN = "# edited by hand\n"
@@ -36,8 +35,7 @@ def test_a_file_that_is_there_stays_as_it_is(
 def test_force_writes_over_it(tmp_path: Path) -> None:
     script = tmp_path / "job.sh"
     script.write_text(OWN, encoding="utf-8")
-    words = f"launch slurm debug-2l --nodes 1 --gpus-per-node 1 --output {script} --force"
-    assert main(words.split()) == 0
+    answers.outcome(*f"launch slurm debug-2l --nodes 1 --gpus-per-node 1 --output {script} --force".split())
     assert script.read_text(encoding="utf-8").startswith("#!/bin/bash\n")
 
 

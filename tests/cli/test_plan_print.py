@@ -49,34 +49,14 @@ def test_what_does_not_fit_says_by_how_much_and_which_part_is_largest() -> None:
     assert "does not fit: 38.9 GB too much on rank 0, which needs 245.0 GB of 206.1 GB (activations 200.0 GB)" in told
 
 
-def test_the_first_lines_are_the_question_and_the_answer() -> None:
+def test_a_plan_begins_with_question_and_answer_and_a_column_for_each_choice_that_differs() -> None:
     lines = printed(plan(projection(), projection(run_of("training.micro_batch=2"), step=12.5)))
     assert lines[0] == "debug on 16 MI300X (2 nodes of 8), 206.1 GB each"
     assert lines[1] == f"best: {conclusion(projection())}"
-
-
-def test_candidates_have_columns_for_what_differs_and_one_line_for_the_rest() -> None:
-    lines = printed(plan(projection(), projection(run_of("training.micro_batch=2"), step=12.5)))
     assert lines[3].split() == (
         ["layout", "micro-batch", "step", "tokens/s/GPU", "MFU", "bubble", "exposed", "memory", "left"]
     )
-    assert lines[4].split() == [
-        "1",
-        "PP2",
-        "EP4",
-        "4",
-        "11.2",
-        "s",
-        "46",
-        "32.1%",
-        "6.7%",
-        "34.0",
-        "ms",
-        "95.0",
-        "GB",
-        "111.1",
-        "GB",
-    ]
+    assert " ".join(lines[4].split()) == "1 PP2 EP4 4 11.2 s 46 32.1% 6.7% 34.0 ms 95.0 GB 111.1 GB"
     assert lines[5].split()[:5] == ["2", "PP2", "EP4", "2", "12.5"]
     assert lines[6] == ("all: schedule 1f1b, recompute none, sync-free stage 0, dispatcher all-to-all, shard optimizer")
 
@@ -101,6 +81,7 @@ def test_refusals_are_grouped_by_rule_the_most_frequent_first() -> None:
 
 
 def test_nothing_that_fits_is_an_answer() -> None:
+    assert printed(plan())[1] == "nothing fits: no grid of 16 devices has the sizes that are asked for"
     refused = (refusal("memory", "moments exceed by 1.0 GB", 7, pp=2), refusal("ep-divides", "EP 3 does not", ep=3))
     lines = printed(plan(refused=refused))
     assert lines[1] == "nothing fits, of 8 layouts"
@@ -208,8 +189,3 @@ def test_an_unknown_topic_names_those_that_there_are() -> None:
     with pytest.raises(ValueError, match="memory.activations, time, refused, hardware; fix: did you mean time") as told:
         check_topic("times")
     assert all(topic in str(told.value) for topic in TOPICS)
-
-
-def test_sizes_that_no_grid_has_are_told_as_that() -> None:
-    lines = printed(plan())
-    assert lines[1] == "nothing fits: no grid of 16 devices has the sizes that are asked for"

@@ -106,26 +106,19 @@ def test_a_run_leaves_configuration_metrics_checkpoints_and_events() -> None:
     assert "held out" in text
 
 
-def test_the_next_run_of_the_same_name_gets_a_number() -> None:
-    printed("tiny.toml", "training.steps=1", "schedule.warmup_steps=1")
-    assert "in runs/tiny-2" in printed("tiny.toml", "training.steps=1", "schedule.warmup_steps=1")
+def test_overrides_win_and_the_next_run_of_the_same_name_gets_a_number() -> None:
+    short = ("tiny.toml", "training.steps=2", "schedule.warmup_steps=1")
+    printed(*short)
+    assert "in runs/tiny-2" in printed(*short)
     assert load_run("runs/tiny-2").name == "tiny-2"
+    assert [line["step"] for line in metrics_of("runs/tiny-2")] == [1, 2]
 
 
-def test_overrides_win() -> None:
-    printed("tiny.toml", "training.steps=2", "--name", "short")
-    assert [line["step"] for line in metrics_of("runs/short")] == [1, 2]
-
-
-def test_deterministic_mode_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_runs_are_the_same_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    printed("tiny.toml", "training.deterministic=true")
-
-
-def test_two_runs_are_the_same_bit_for_bit() -> None:
-    printed("tiny.toml")
-    printed("tiny.toml")
-    assert metrics_of("runs/tiny") == metrics_of("runs/tiny-2")
+    for options in ((), (), ("training.deterministic=true",)):
+        printed("tiny.toml", *options)
+    assert metrics_of("runs/tiny") == metrics_of("runs/tiny-2") == metrics_of("runs/tiny-3")
 
 
 def test_a_dry_run_says_what_would_be_and_writes_nothing() -> None:
@@ -239,18 +232,12 @@ def test_a_second_ctrl_c_stops_at_once() -> None:
     assert stopped.stderr == "stopped at once; newest checkpoint: step 2\n"
 
 
-def test_the_newest_run_of_a_name_goes_on() -> None:
+def test_the_newest_run_of_a_name_goes_on_or_the_one_that_is_named() -> None:
     for _ in range(2):
         printed("tiny.toml")
-    text = printed("tiny.toml", "--resume", "training.steps=5")
-    assert "in runs/tiny-2" in text
+    assert "in runs/tiny-2" in printed("tiny.toml", "--resume", "training.steps=5")
     assert [line["step"] for line in metrics_of("runs/tiny-2")] == [1, 2, 3, 4, 5]
     assert len(metrics_of("runs/tiny")) == 4
-
-
-def test_a_named_run_goes_on() -> None:
-    for _ in range(2):
-        printed("tiny.toml")
     assert "in runs/tiny\n" in printed("tiny.toml", "--resume", "--name", "tiny", "training.steps=5")
 
 

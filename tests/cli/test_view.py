@@ -1,7 +1,6 @@
 """The two views: what stands in them, and that they fit."""
 
 import io
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -98,13 +97,9 @@ def test_large_figures_are_whole_at_any_width(tmp_path: Path) -> None:
             assert figure in words, f"{figure} at {width}"
 
 
-def test_the_panel_can_be_drawn_before_the_first_step(tmp_path: Path) -> None:
+def test_the_panel_can_be_drawn_before_the_first_step_and_of_a_dense_model(tmp_path: Path) -> None:
     text = "\n".join(drawn(RunPanel(run_start(tiny_run(tmp_path), steps_done=2)), 80))
-    assert "2 of 4" in text
-    assert "left" not in text
-
-
-def test_a_dense_model_shows_no_experts(tmp_path: Path) -> None:
+    assert "2 of 4" in text and "left" not in text
     panel = RunPanel(run_start(tiny_run(tmp_path)))
     panel.add(step_report(1, layers=()))
     assert "experts" not in "\n".join(drawn(panel, 80))
@@ -243,10 +238,7 @@ def test_a_bar_is_half_high_at_the_mean_and_full_at_twice_it() -> None:
     assert load_bars([4, 0, 2, 2], 4) == BLOCKS[7] + BLOCKS[0] + BLOCKS[3] * 2
     assert load_bars([80, 0, 0, 0], 4) == BLOCKS[7] + BLOCKS[0] * 3
     assert load_bars([0, 0], 2) == BLOCKS[0] * 2
-
-
-def test_few_experts_get_wide_bars() -> None:
-    assert load_bars([1, 1], 6) == f"{BLOCKS[3] * 2} {BLOCKS[3] * 2}"
+    assert load_bars([1, 1], 6) == f"{BLOCKS[3] * 2} {BLOCKS[3] * 2}", "few experts get wide bars"
 
 
 def test_many_experts_share_bars_and_the_fullest_is_seen() -> None:
@@ -273,4 +265,3 @@ def test_a_short_trail_is_exact() -> None:
     for step in range(5):
         trail.add(float(step))
     assert trail.values == [0, 1, 2, 3, 4]
-    assert math.isclose(sum(trail.values), 10)

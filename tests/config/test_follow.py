@@ -22,17 +22,9 @@ ONE_OVERRIDE = (
 )
 ONE_OVERRIDE_OF_EXPERTS = (
     *(f"model.moe.experts={experts}" for experts in (1, 2, 4, 12, 60)),
-    *(
-        "model.moe.top_k=1",
-        "model.moe.moe_layer_freq=2",
-        "model.moe.router.n_group=1",
-        "model.moe.router.apply_probs_on_input=true",
-    ),
-    *(
-        "model.moe.router.scoring_func=softmax",
-        "model.moe.router.scoring_func=sigmoid",
-        "model.moe.balance.aux_loss=none",
-    ),
+    *("model.moe.top_k=1", "model.moe.moe_layer_freq=2", "model.moe.router.n_group=1"),
+    *("model.moe.router.apply_probs_on_input=true", "model.moe.balance.aux_loss=none"),
+    *("model.moe.router.scoring_func=softmax", "model.moe.router.scoring_func=sigmoid"),
     *("model.dense_layers=1", "model.dense_layers=2"),
 )
 

@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -77,12 +77,9 @@ def sizes_for(run: Run, world: int) -> Sizes:
     return sizes_of(run, Cluster(devices=world, hardware=H200), facts)
 
 
-def test_every_rule_has_a_name_of_its_own() -> None:
+def test_every_rule_has_a_name_of_its_own_and_a_case() -> None:
     assert len(BY_NAME) == len(RULES)
     assert all(re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name) for name in BY_NAME)
-
-
-def test_every_rule_has_a_case() -> None:
     assert {case.rule for case in CASES} == set(BY_NAME)
 
 
@@ -93,14 +90,9 @@ def test_a_rule_has_something_against_what_it_is_about_and_nothing_against_its_n
     reason = rule.check(against)
     assert reason is not None and case.says in reason and "\n" not in reason
     assert rule.check(passes) is None
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.rule)
-def test_a_rank_and_a_reason_come_together(case: Case) -> None:
-    rank = BY_NAME[case.rule].rank
-    assert (rank is not None) == (BY_NAME[case.rule].kind == "order")
-    if rank is not None:
-        assert rank(replace(PLAIN, **case.against)) > 0 == rank(replace(PLAIN, **case.passes))
+    assert (rule.rank is not None) == (rule.kind == "order")
+    if rule.rank is not None:
+        assert rule.rank(against) > 0 == rule.rank(passes)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
@@ -348,10 +340,6 @@ def test_rules_are_asked_without_pytorch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_sizes_are_small_and_frozen() -> None:
-    assert not hasattr(PLAIN, "__dict__") and len(fields(PLAIN)) < 30
-
-
 @pytest.mark.parametrize(
     ("method", "world", "expert", "expert_tensor"),
     [
@@ -364,11 +352,8 @@ def test_sizes_are_small_and_frozen() -> None:
 def test_the_dispatcher_of_sizes_is_the_one_that_the_model_gets(
     method: str, world: int, expert: int, expert_tensor: int, stage: int
 ) -> None:
-    overrides = [
-        f"parallel.expert={expert}",
-        f"parallel.expert_tensor={expert_tensor}",
-        "model.moe.moe_intermediate_size=384",
-    ]
+    overrides = [f"parallel.expert={expert}", f"parallel.expert_tensor={expert_tensor}"]
+    overrides += ["model.moe.moe_intermediate_size=384"]
     overrides += [f"dispatch.method={method}", f"dispatch.sync_free={stage}", "training.global_batch=192"]
     run = unchecked_run([*overrides, "training.precision=bf16"])
     start_fake_process_group(0, world)

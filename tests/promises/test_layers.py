@@ -69,23 +69,28 @@ def test_the_layers_are_kept() -> None:
     assert result.returncode == 0, result.stdout
 
 
-def test_the_contract_sees_an_import_that_points_up(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("path", "text", "told"),
+    [
+        (
+            "base/upward.py",
+            "from penstock.models.build import build_model\n",
+            "penstock.base.upward -> penstock.models.build",
+        ),
+        ("elsewhere/__init__.py", '"""A folder without a layer."""\n', "elsewhere"),
+    ],
+)
+def test_an_import_that_points_up_and_a_folder_without_a_layer_are_seen(
+    path: str, text: str, told: str, tmp_path: Path
+) -> None:
     shutil.copy(style.ROOT / "pyproject.toml", tmp_path)
     shutil.copytree(style.ROOT / "penstock", tmp_path / "penstock", ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / "penstock/base/upward.py").write_text("from penstock.models.build import build_model\n")
+    file = tmp_path / "penstock" / path
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(text)
     result = lint_imports(tmp_path)
     assert result.returncode == 1, result.stdout + result.stderr
-    assert "penstock.base.upward -> penstock.models.build" in result.stdout
-
-
-def test_a_new_folder_must_find_its_layer(tmp_path: Path) -> None:
-    shutil.copy(style.ROOT / "pyproject.toml", tmp_path)
-    shutil.copytree(style.ROOT / "penstock", tmp_path / "penstock", ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / "penstock/elsewhere").mkdir()
-    (tmp_path / "penstock/elsewhere/__init__.py").write_text('"""A folder without a layer."""\n')
-    result = lint_imports(tmp_path)
-    assert result.returncode == 1, result.stdout + result.stderr
-    assert "elsewhere" in result.stdout
+    assert told in result.stdout
 
 
 def test_no_first_party_import_hides_in_a_function() -> None:
