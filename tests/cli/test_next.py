@@ -8,7 +8,7 @@ from penstock.cli.output import next_line
 from tests.cli import answers
 from tests.promises.test_documents import parse_penstock
 from tests.report.made_runs import host_folder, run_folder
-from tests.train.saved_run import byte_run, random_model, save_run
+from tests.train.tiny_run import byte_run, random_model, save_run
 
 MARK = "next:  "
 

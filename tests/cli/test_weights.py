@@ -15,9 +15,8 @@ from penstock.train.run_folder import RunFolder
 from tests.cli import answers
 from tests.models.huggingface.family_models import VARIANTS
 from tests.models.huggingface.saved import save_huggingface
-from tests.train.saved_run import byte_run, random_model, save_run
 from tests.train.test_loop import start
-from tests.train.tiny_run import tiny_run
+from tests.train.tiny_run import byte_run, random_model, save_run, tiny_run
 
 
 @pytest.fixture(scope="module")

@@ -61,13 +61,6 @@ def test_a_run_is_looked_into_from_its_newest_checkpoint_before_the_step(tmp_pat
         assert training_contents(run, text, step, store) == training_contents(run, text, step)
 
 
-def test_tokens_without_text_are_shown_as_they_are(tmp_path: Path) -> None:
-    run = tiny_run(tmp_path)
-    contents = training_contents(run, open_split(run, "train"), 1)
-    assert contents.bytes_per_token is None
-    assert {piece.text for row in contents.rows for piece in row.pieces} == {None}
-
-
 def test_of_a_mixture_the_part_of_each_row_is_known(tmp_path: Path) -> None:
     parts = {
         name: MixturePart(source="jsonl", files=(f"{tmp_path}/{name}.jsonl",), weight=weight)
@@ -109,8 +102,10 @@ def test_of_a_huge_batch_the_first_rows_are_looked_at(tmp_path: Path, monkeypatc
     assert (some.rows, some.batch_rows) == (whole.rows[:3], 8)
 
 
-def test_the_tokenizer_is_that_of_the_run(tmp_path: Path) -> None:
+def test_the_tokenizer_is_that_of_the_run_and_tokens_without_one_have_no_text(tmp_path: Path) -> None:
     run = text_run(tmp_path)
     tokenizer = tokenizer_of(run, open_split(run, "train"))
-    assert tokenizer is not None
-    assert tokenizer.vocab_size == 257
+    assert tokenizer is not None and tokenizer.vocab_size == 257
+    contents = training_contents(tiny_run(tmp_path), open_split(tiny_run(tmp_path), "train"), 1)
+    assert contents.bytes_per_token is None
+    assert {piece.text for row in contents.rows for piece in row.pieces} == {None}

@@ -15,7 +15,7 @@ from penstock.models.decoder import Decoder
 from penstock.models.parameters import param_shards
 from penstock.models.rank_model import RankModel
 from penstock.moe.balance import layer_loads
-from penstock.train.diagnose import NO_ORIGIN, NonFiniteFinding, NonFiniteOrigin, find_origin, layer_of
+from penstock.train.diagnose import NO_ORIGIN, NonFiniteFinding, NonFiniteOrigin, find_origin
 from penstock.train.loss import LossRule
 from penstock.train.optimizer import MasterAdamW
 from penstock.train.step import StepRule
@@ -124,30 +124,17 @@ def test_a_gradient_is_traced_to_the_deepest_layer(model: Decoder, batch: Batch)
     assert not any(name.startswith("blocks.1") for name in origin.parameters)
 
 
-def test_a_fault_that_does_not_happen_again_is_said_to_be_one(model: Decoder, batch: Batch) -> None:
+def test_a_search_changes_nothing_and_a_fault_that_does_not_happen_again_is_said_to_be_one(
+    model: Decoder, batch: Batch
+) -> None:
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     origin = origin_in(model, batch)
     assert (origin.place, origin.name) == ("sum of gradients", "")
     assert "every micro-batch is finite" in str(origin)
-
-
-def test_looking_changes_nothing(model: Decoder, batch: Batch) -> None:
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    search(model, batch)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(bool((parameter.grad == 7).all()) for parameter in model.parameters())
     assert all(int(load.slots_E.sum()) == 0 for load in layer_loads([model]))
     assert not any(module._forward_hooks for module in model.modules())
-
-
-@pytest.mark.parametrize(
-    ("name", "layer"), [("blocks.3.ffn.router", 3), ("blocks.12", 12), ("embed", None), ("mtp.0.block.attention", None)]
-)
-def test_a_path_holds_its_layer(name: str, layer: int | None) -> None:
-    assert layer_of(name) == layer
-
-
-def test_a_phrase_without_layer_and_micro_batch() -> None:
-    assert str(NonFiniteOrigin(place="parameter", name="embed.weight")) == "it began in the parameter of embed.weight"
 
 
 def test_a_gpu_without_memory_for_the_search_is_no_fault(

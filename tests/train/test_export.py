@@ -27,17 +27,7 @@ from tests.models.huggingface.saved import save_huggingface
 from tests.parallel.test_collectives import world
 from tests.train.layouts import Layout, ranks_of
 from tests.train.small_model import holdings_of
-from tests.train.tiny_run import tiny_model, tiny_run
-
-
-def _model(run: Run) -> Decoder:
-    """A model whose every tensor, buffers too, has values of its own."""
-    model = build_model(run, torch.device("cpu"))
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for tensor in model.state_dict().values():
-            tensor.copy_(torch.randn(tensor.shape, generator=generator))
-    return model
+from tests.train.tiny_run import random_model, tiny_model, tiny_run
 
 
 def _tensors(model: Decoder) -> dict[str, Tensor]:
@@ -77,7 +67,7 @@ def _store(folder: Path) -> CheckpointStore:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_what_four_ranks_saved_is_exported_as_if_one_had(ranks: Pool, tmp_path: Path, precision: Any) -> None:
     run = tiny_run(tmp_path)
-    model = _model(run)
+    model = random_model(run)
     _save(_store(tmp_path / "one"), run, model)
     ranks.run(4, _save_on_ranks, str(tmp_path / "four"), _tensors(model), {"model": identity_of(run)})
     assert len(list((tmp_path / "four" / "step-000001").glob("*.safetensors"))) == 4
@@ -98,7 +88,7 @@ def test_what_four_ranks_saved_is_exported_as_if_one_had(ranks: Pool, tmp_path: 
 
 def test_an_export_holds_the_very_weights(tmp_path: Path) -> None:
     run = tiny_run(tmp_path)
-    model = _model(run)
+    model = random_model(run)
     _save(_store(tmp_path / "saved"), run, model)
     export_huggingface(run, _store(tmp_path / "saved"), 1, tmp_path / "deep" / "out", "fp32")
     save_huggingface(model, tmp_path / "direct", run.training.sequence_length)
@@ -114,7 +104,7 @@ def test_an_export_holds_the_very_weights(tmp_path: Path) -> None:
 
 def test_others_may_read_an_export(tmp_path: Path) -> None:
     run = tiny_run(tmp_path)
-    _save(_store(tmp_path / "saved"), run, _model(run))
+    _save(_store(tmp_path / "saved"), run, random_model(run))
     export_huggingface(run, _store(tmp_path / "saved"), 1, tmp_path / "out", "bf16")
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in [tmp_path / "out", *(tmp_path / "out").iterdir()]}
     assert modes == {"out": 0o755, "config.json": 0o644, "model.safetensors": 0o644}
@@ -129,7 +119,7 @@ def test_a_folder_that_is_there_is_left_alone(tmp_path: Path) -> None:
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tiny_run(tmp_path)
-    _save(_store(tmp_path / "saved"), run, _model(run))
+    _save(_store(tmp_path / "saved"), run, random_model(run))
 
     def fail(path: Path, entries: list[TensorEntry], metadata: object) -> None:
         write_entries(path, entries[:3])
@@ -143,7 +133,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_model_that_is_not_the_checkpoints_is_refused(tmp_path: Path) -> None:
     run = tiny_run(tmp_path)
-    _save(_store(tmp_path / "saved"), run, _model(run))
+    _save(_store(tmp_path / "saved"), run, random_model(run))
     other = run.model_copy(update={"model": tiny_model(rms_norm_eps=1e-3)})
     with pytest.raises(CheckpointError, match=r"of another model; got model\.rms_norm_eps = 0\.001"):
         export_huggingface(other, _store(tmp_path / "saved"), 1, tmp_path / "out", "fp32")
@@ -158,7 +148,7 @@ def test_a_model_without_hugging_face_form_is_refused_before_anything_is_read(tm
 
 def test_a_large_model_has_several_files_and_an_index(tmp_path: Path) -> None:
     run = tiny_run(tmp_path)
-    model = _model(run)
+    model = random_model(run)
     _save(_store(tmp_path / "saved"), run, model)
     export_huggingface(run, _store(tmp_path / "saved"), 1, tmp_path / "out", "fp32", shard_bytes=4000)
     files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))

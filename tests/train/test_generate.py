@@ -13,8 +13,7 @@ from penstock.models.decoder import Decoder
 from penstock.train import generate as module
 from penstock.train.generate import SamplingRule, generate, load_decoder, text_pieces
 from penstock.train.saved_weights import open_saved
-from tests.train.saved_run import byte_run, random_model, save_run
-from tests.train.tiny_run import TRAINING, tiny_model
+from tests.train.tiny_run import TRAINING, byte_run, random_model, save_run, tiny_model
 
 CPU = torch.device("cpu")
 PROMPT = list(b"def ")

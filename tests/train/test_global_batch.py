@@ -1,4 +1,4 @@
-"""What each rank reads of a step's rows is its part of what one rank reads of them."""
+"""Each rank reads its part of the rows of a step; losses are averaged over the counted tokens of the global batch."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,16 +6,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.base.errors import DataError
+from penstock.data.batch import Batch
 from penstock.kernels.reference import IGNORED_LABEL
 from penstock.layout.grid import Grid
 from penstock.layout.sequence import Method, SequenceLayout
+from penstock.models.decoder import Hidden
 from penstock.models.model_inputs import attention_mask, shifted_tokens
 from penstock.parallel.axes import Axis, make_axes
 from penstock.train.global_batch import CutRule, cut, labels_at_depth, read
+from penstock.train.loss import LossRule, batch_loss
+from tests.closeness import assert_close
 from tests.distributed.pool import Pool
 from tests.train.tiny_run import cut_rule, random_batch
 
@@ -32,38 +37,16 @@ def _of(places: tuple[int, ...], *, sees_row: bool = False) -> CutRule:
     return replace(cut_rule(1, DEPTHS), places=places, sees_row=sees_row)
 
 
+@pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("method", ["all-gather", "ulysses"])
-def test_a_rank_reads_its_positions_of_everything(method: Method) -> None:
-    batch = random_batch(2, LENGTH)
+def test_a_rank_reads_its_positions_of_everything(method: Method, documents: bool) -> None:
+    batch = random_batch(2, LENGTH, documents=documents)
     for places in _places(2, method):
-        micro_batch = read(batch, _of(places))
+        micro_batch = read(batch, _of(places, sees_row=method == "ulysses"))
         assert torch.equal(micro_batch.reading.tokens_BS, batch.tokens_BS[:, places])
         assert torch.equal(micro_batch.reading.positions_BS, batch.positions_BS[:, places])
         for depth, labels_BS in enumerate(micro_batch.labels):
             assert torch.equal(labels_BS, labels_at_depth(batch, depth)[:, places])
-
-
-def test_all_ranks_together_read_every_label_once() -> None:
-    batch = random_batch(2, LENGTH)
-    parts = [(places, read(batch, _of(places))) for places in _places(4)]
-    for depth in range(DEPTHS + 1):
-        labels_BS = torch.full_like(batch.labels_BS, -7)
-        for places, part in parts:
-            assert bool((labels_BS[:, places] == -7).all()), "a position is read twice"
-            labels_BS[:, places] = part.labels[depth]
-        assert torch.equal(labels_BS, labels_at_depth(batch, depth))
-
-
-def test_labels_and_tokens_ahead_come_from_behind_the_border_of_a_chunk() -> None:
-    batch = random_batch(1, LENGTH)
-    places = _places(2)[0]
-    assert places[:5] == (0, 1, 2, 3, 12), "the first chunk ends after position 3"
-    micro_batch = read(batch, _of(places))
-    for depth in range(1, DEPTHS + 1):
-        # Position 3 + depth, and its label, belong to the other rank.
-        assert micro_batch.reading.ahead[depth - 1][0, 3] == batch.tokens_BS[0, 3 + depth]
-        assert micro_batch.labels[depth][0, 3] == batch.labels_BS[0, 3 + depth]
-        assert micro_batch.labels[depth][0, -1] == IGNORED_LABEL, "behind the row is nothing"
 
 
 def test_tokens_ahead_are_those_of_the_whole_row() -> None:
@@ -75,30 +58,16 @@ def test_tokens_ahead_are_those_of_the_whole_row() -> None:
             assert torch.equal(ahead_BS, whole_BS if places is None else whole_BS[:, places])
 
 
-def test_labels_ahead_stop_at_a_document_even_where_that_is_another_ranks() -> None:
-    batch = random_batch(1, LENGTH, documents=True)  # the second document begins at 8
-    places = _places(2, "ulysses")[0]
-    labels = read(batch, _of(places, sees_row=True)).labels
-    assert labels[1][0, 7] == labels[2][0, 6] == labels[2][0, 7] == IGNORED_LABEL
-    assert labels[1][0, 6] == batch.labels_BS[0, 7]
-
-
-def test_borders_are_for_our_queries_and_all_keys() -> None:
+@pytest.mark.parametrize("method", ["all-gather", "ulysses"])
+def test_borders_are_for_the_queries_of_a_rank_or_whole_where_ranks_divide_heads(method: Method) -> None:
     batch = random_batch(2, LENGTH, documents=True)
     whole_BSS = attention_mask(batch.documents_BS)
     assert whole_BSS is not None
-    for places in _places(2):
-        allowed_BSS = read(batch, _of(places)).reading.allowed_BSS()
+    for places in _places(2, method):
+        allowed_BSS = read(batch, _of(places, sees_row=method == "ulysses")).reading.allowed_BSS()
         assert allowed_BSS is not None
-        assert torch.equal(allowed_BSS, whole_BSS[:, places])
-
-
-def test_borders_are_whole_where_ranks_divide_heads() -> None:
-    batch = random_batch(2, LENGTH, documents=True)
-    allowed_BSS = read(batch, _of(_places(2, "ulysses")[1], sees_row=True)).reading.allowed_BSS()
-    whole_BSS = attention_mask(batch.documents_BS)
-    assert allowed_BSS is not None and whole_BSS is not None
-    assert torch.equal(allowed_BSS, whole_BSS)
+        assert torch.equal(allowed_BSS, whole_BSS if method == "ulysses" else whole_BSS[:, places])
+    assert read(random_batch(1, LENGTH), cut_rule(1)).reading.allowed_BSS() is None
 
 
 def test_borders_are_causal_and_inside_a_document() -> None:
@@ -126,7 +95,7 @@ def _copied(of: CutRule) -> list[tuple[int, bool]]:
 
 
 @pytest.mark.parametrize("sees_row", [False, True])
-def test_what_is_copied_grows_with_the_row_and_not_its_square_and_nobody_waits(sees_row: bool) -> None:
+def test_what_is_copied_grows_with_the_row_and_not_its_square_and_the_host_does_not_wait(sees_row: bool) -> None:
     method: Method = "ulysses" if sees_row else "all-gather"
     for of in (cut_rule(1, DEPTHS), _of(_places(2, method)[1], sees_row=sees_row)):
         copies = _copied(of)
@@ -149,10 +118,6 @@ def test_the_host_does_not_wait_for_a_gpu() -> None:
     assert whole_BSS is not None
     found = [one.cpu() for one in allowed_BSS if one is not None]
     assert torch.equal(torch.cat(found), whole_BSS[:, _places(2)[1]])
-
-
-def test_without_documents_there_are_no_borders() -> None:
-    assert read(random_batch(1, LENGTH), cut_rule(1)).reading.allowed_BSS() is None
 
 
 def test_micro_batches_are_the_rows_in_order_with_their_share() -> None:
@@ -191,8 +156,68 @@ def test_labels_are_counted_over_all_ranks_even_if_one_has_none(empty_rank: int 
     assert all(torch.equal(counted, expected) for counted, _ in results)
 
 
-def test_a_batch_of_one_rank_without_a_label_is_refused() -> None:
-    batch = random_batch(2, LENGTH)
-    batch.labels_BS.fill_(IGNORED_LABEL)
+def batch_of(labels: list[list[int]], documents: list[list[int]] | None = None) -> Batch:
+    labels_BS = torch.tensor(labels)
+    documents_BS = None if documents is None else torch.tensor(documents)
+    return Batch(tokens_BS=labels_BS, labels_BS=labels_BS, positions_BS=labels_BS, documents_BS=documents_BS)
+
+
+def test_a_depth_looks_further_on_and_not_past_the_end_of_the_row() -> None:
+    batch = batch_of([[1, 2, 3, 4], [5, 6, 7, 8]])
+    assert labels_at_depth(batch, 0).tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]
+    assert labels_at_depth(batch, 1).tolist() == [[2, 3, 4, -100], [6, 7, 8, -100]]
+    assert labels_at_depth(batch, 2).tolist() == [[3, 4, -100, -100], [7, 8, -100, -100]]
+
+
+def test_a_depth_does_not_look_into_another_document() -> None:
+    batch = batch_of([[1, 2, -100, 4, 5]], documents=[[0, 0, 0, 1, 1]])
+    assert labels_at_depth(batch, 1).tolist() == [[2, -100, -100, 5, -100]]
+
+
+def test_a_batch_without_a_counted_label_is_refused() -> None:
     with pytest.raises(DataError, match="no token of the global batch is counted"):
-        cut(batch, cut_rule(1))
+        cut(batch_of([[IGNORED_LABEL] * 4]), cut_rule(1, depths=0))
+
+
+def test_parts_of_micro_batches_add_up_to_means_over_the_global_batch() -> None:
+    batch, rule = random_batch(4, 6), LossRule(depths=1, mtp_weight=0.3, z_weight=0.0, chunk_tokens=None)
+    whole = cut(batch, cut_rule(1))
+    hidden_BSD, deeper_BSD, head_VD = torch.randn(4, 6, 8), torch.randn(4, 6, 8), torch.randn(17, 8)
+    losses = [
+        batch_loss(Hidden(hidden_BSD[[row]], (deeper_BSD[[row]],)), head_VD, part.labels, whole.counted, rule)
+        for row, part in enumerate(whole.micro_batches)
+    ]
+    main = F.cross_entropy((hidden_BSD @ head_VD.T).flatten(0, 1), batch.labels_BS.flatten())
+    deeper = F.cross_entropy((deeper_BSD @ head_VD.T).flatten(0, 1), labels_at_depth(batch, 1).flatten())
+    assert_close(sum(loss.parts for loss in losses), torch.stack([main, deeper]))
+    assert_close(sum(loss.total for loss in losses), main + 0.3 * deeper)
+
+
+def test_the_mtp_weight_is_shared_by_the_depths() -> None:
+    batch, head_VD = random_batch(1, 6), torch.randn(17, 8)
+    hidden = Hidden(torch.randn(1, 6, 8), (torch.randn(1, 6, 8), torch.randn(1, 6, 8)))
+    rule = LossRule(depths=2, mtp_weight=0.5, z_weight=0.0, chunk_tokens=None)
+    whole = cut(batch, cut_rule(1, depths=2))
+    loss = batch_loss(hidden, head_VD, whole.micro_batches[0].labels, whole.counted, rule)
+    assert_close(loss.total, loss.parts[0] + 0.25 * (loss.parts[1] + loss.parts[2]))
+
+
+def test_a_depth_that_no_row_is_long_enough_for_costs_nothing() -> None:
+    batch, head_VD = random_batch(2, 2), torch.randn(17, 8)
+    hidden = Hidden(torch.randn(2, 2, 8), (torch.randn(2, 2, 8), torch.randn(2, 2, 8)))
+    rule = LossRule(depths=2, mtp_weight=1.0, z_weight=0.0, chunk_tokens=None)
+    whole = cut(batch, cut_rule(2, depths=2))
+    assert whole.counted[2] == 0
+    assert batch_loss(hidden, head_VD, whole.micro_batches[0].labels, whole.counted, rule).parts[2] == 0
+
+
+def test_the_z_loss_is_part_of_the_loss() -> None:
+    batch, hidden_BSD, head_VD = random_batch(1, 6), torch.randn(1, 6, 8), torch.randn(17, 8)
+    whole = cut(batch, cut_rule(1, depths=0))
+
+    def loss(z_weight: float) -> torch.Tensor:
+        rule = LossRule(depths=0, mtp_weight=0.0, z_weight=z_weight, chunk_tokens=None)
+        return batch_loss(Hidden(hidden_BSD, ()), head_VD, whole.micro_batches[0].labels, whole.counted, rule).total
+
+    z = (hidden_BSD @ head_VD.T).logsumexp(-1).square().mean()
+    assert_close(loss(0.1) - loss(0.0), 0.1 * z)

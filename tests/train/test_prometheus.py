@@ -76,18 +76,12 @@ def test_it_tells_the_last_step(endpoint: PrometheusEndpoint) -> None:
     assert loads == {"1": pytest.approx(1.6), "2": 1.0}
 
 
-def test_what_is_not_known_is_absent(endpoint: PrometheusEndpoint) -> None:
-    endpoint.stepped(step_report(1))
-    samples = samples_of(endpoint)
-    assert not {"penstock_model_flops_utilization_ratio", "penstock_evaluation_loss_nats", "penstock_phase_seconds"} & {
-        *samples
-    }
-
-
-def test_an_evaluation_stays_until_the_next(endpoint: PrometheusEndpoint) -> None:
+def test_an_evaluation_stays_until_the_next_and_unknown_values_are_absent(endpoint: PrometheusEndpoint) -> None:
     endpoint.stepped(step_report(1, evaluation=HELD_OUT))
     endpoint.stepped(step_report(2))
-    assert one(samples_of(endpoint), "penstock_evaluation_loss_nats") == 2.0
+    samples = samples_of(endpoint)
+    assert one(samples, "penstock_evaluation_loss_nats") == 2.0
+    assert not {"penstock_model_flops_utilization_ratio", "penstock_phase_seconds"} & {*samples}
 
 
 def test_only_what_grows_is_a_counter(endpoint: PrometheusEndpoint) -> None:

@@ -89,9 +89,6 @@ def test_wsd_falls_over_the_last_tenth_if_nothing_else_is_said() -> None:
 
 def test_a_run_that_ends_within_its_warm_up_never_decays() -> None:
     schedule = LearningRateSchedule(warmup_steps=10)
+    assert learning_rate(0, 1, 1.0, LearningRateSchedule()) == 1.0
     assert learning_rate(0, 4, 1.0, schedule) == pytest.approx(0.1)
     assert learning_rate(3, 4, 1.0, schedule) == pytest.approx(0.4)
-
-
-def test_a_run_of_one_step_runs_at_the_peak() -> None:
-    assert learning_rate(0, 1, 1.0, LearningRateSchedule()) == 1.0

@@ -5,6 +5,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -43,30 +44,23 @@ def with_record(folder: Path, **changes: object) -> Run:
 
 
 @pytest.mark.parametrize(
-    ("package", "changes", "message"),
+    ("package", "key", "value", "extra", "off"),
     [
-        (
-            "wandb",
-            {"wandb": "offline"},
-            "record.wandb=offline needs the package wandb, which is not installed; "
-            "fix: pip install 'penstock[wandb]', or record.wandb=off",
-        ),
-        (
-            "prometheus_client",
-            {"prometheus_port": 9400},
-            "record.prometheus_port=9400 needs the package prometheus_client, which is not installed; "
-            "fix: pip install 'penstock[prometheus]', or record.prometheus_port=0",
-        ),
+        ("wandb", "wandb", "offline", "wandb", "off"),
+        ("prometheus_client", "prometheus_port", 9400, "prometheus", "0"),
     ],
 )
 def test_a_package_that_is_missing_is_refused_before_the_run(
-    package: str, changes: dict[str, object], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    package: str, key: str, value: object, extra: str, off: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hide(monkeypatch, package)
     check_sinks(with_record(tmp_path))
     with pytest.raises(DeviceError) as refusal:
-        check_sinks(with_record(tmp_path, **changes))
-    assert str(refusal.value) == message
+        check_sinks(with_record(tmp_path, **{key: value}))
+    assert str(refusal.value) == (
+        f"record.{key}={value} needs the package {package}, which is not installed; "
+        f"fix: pip install 'penstock[{extra}]', or record.{key}={off}"
+    )
 
 
 @pytest.mark.parametrize("is_known", [True, False])
@@ -75,10 +69,7 @@ def test_online_needs_an_account(is_known: bool, tmp_path: Path, monkeypatch: py
     module.login = lambda *, prompt, verify: is_known and not prompt and not verify  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", module)
     monkeypatch.setattr("penstock.train.sinks.find_spec", lambda name: object())
-    if is_known:
-        check_sinks(with_record(tmp_path, wandb="online"))
-        return
-    with pytest.raises(DeviceError, match="needs an account"):
+    with nullcontext() if is_known else pytest.raises(DeviceError, match="needs an account"):
         check_sinks(with_record(tmp_path, wandb="online"))
 
 
@@ -157,19 +148,6 @@ def test_everything_reaches_a_sink_in_its_order(start: RunStart) -> None:
     assert (inner.saves, inner.is_closed, told) == ([3], True, [])
 
 
-def test_a_sink_works_in_a_thread_of_its_own(start: RunStart) -> None:
-    threads = []
-
-    def open_sink() -> Observer:
-        threads.append(threading.current_thread())
-        return Sink()
-
-    sink = BackgroundSink("a service", open_sink, lambda line: None)
-    sink.closed()
-    assert threads[0] is not threading.current_thread()
-    assert not threads[0].is_alive()
-
-
 def test_a_sink_that_fails_is_told_once_and_closed(start: RunStart) -> None:
     inner, told = Sink(fails_at=2), list[str]()
     sink = BackgroundSink("a service", lambda: inner, told.append)
@@ -183,29 +161,25 @@ def test_a_sink_that_fails_is_told_once_and_closed(start: RunStart) -> None:
     assert inner.is_closed
 
 
-def test_a_sink_that_cannot_be_opened_is_told_once(start: RunStart) -> None:
-    told = list[str]()
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (OSError(98, "Address already in use"), "OSError: [Errno 98] Address already in use"),
+        (SystemExit(1), "SystemExit: 1"),
+    ],
+)
+def test_a_sink_that_cannot_be_opened_is_told_once(error: BaseException, told: str, start: RunStart) -> None:
+    lines, threads = list[str](), list[threading.Thread]()
 
     def open_sink() -> Observer:
-        raise OSError(98, "Address already in use")
+        threads.append(threading.current_thread())
+        raise error
 
-    sink = BackgroundSink("the endpoint", open_sink, told.append)
+    sink = BackgroundSink("the endpoint", open_sink, lines.append)
     drive(sink, start, 3)
     sink.closed()
-    assert told == [
-        "the endpoint is off from here on, the run goes on without it (OSError: [Errno 98] Address already in use)"
-    ]
-
-
-def test_even_a_sink_that_ends_its_program_ends_only_itself(start: RunStart) -> None:
-    told = list[str]()
-
-    def open_sink() -> Observer:
-        raise SystemExit(1)
-
-    sink = BackgroundSink("a service", open_sink, told.append)
-    sink.closed()
-    assert told == ["a service is off from here on, the run goes on without it (SystemExit: 1)"]
+    assert lines == [f"the endpoint is off from here on, the run goes on without it ({told})"]
+    assert threads[0] is not threading.current_thread() and not threads[0].is_alive()
 
 
 def test_a_slow_sink_misses_steps_and_the_run_does_not_wait(start: RunStart) -> None:
@@ -273,11 +247,8 @@ def start_of(steps_done: int = 0) -> RunStart:
 def test_a_start_says_what_was_typed_and_on_what() -> None:
     line = start_record(start_of(), ["/usr/bin/penstock", "train", "debug", "seed=1", 'data.files=["a b"]'])
     assert line["command"] == "penstock train debug seed=1 'data.files=[\"a b\"]'"
-    assert (line["device"], line["ranks"], line["torch"]) == ("NVIDIA H200", 4, torch.__version__)
-
-
-def test_a_module_is_called_by_the_name_of_the_program() -> None:
     assert start_record(start_of(), ["/x/penstock/__main__.py", "train"])["command"] == "penstock train"
+    assert (line["device"], line["ranks"], line["torch"]) == ("NVIDIA H200", 4, torch.__version__)
 
 
 def test_every_start_adds_a_line(tmp_path: Path) -> None:

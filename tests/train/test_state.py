@@ -1,4 +1,4 @@
-"""A run that is stopped and continued is, bit for bit, the run that was not stopped."""
+"""A run that is stopped and resumed, on as many ranks or on others, equals one that was not stopped bit for bit."""
 
 import random
 from collections.abc import Callable, Mapping
@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.base.errors import CheckpointError, DataError
+from penstock.config.parallel import Parallel
 from penstock.data.batch import Batch
-from penstock.parallel.axes import Axis
+from penstock.parallel.axes import ALONE, Axis
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.optimizer import MasterAdamW, clip_divisor
 from penstock.train.state import (
@@ -24,6 +26,8 @@ from penstock.train.state import (
     restore_state,
     save_state,
 )
+from tests.distributed.pool import Pool
+from tests.parallel.test_collectives import world
 from tests.train.small_model import SETTINGS, SmallModel, holdings_of, tokens
 
 IDENTITY = {"layers": 2, "moe": {"top_k": 4, "experts": 8}, "heads": (1, 2)}
@@ -118,18 +122,13 @@ def test_a_checkpoint_of_before_the_first_step_is_a_good_one(tmp_path: Path) -> 
     assert _train(resumed, 2) == expected
 
 
-def test_all_that_lasts_is_saved_and_nothing_else() -> None:
+def test_all_that_lasts_is_saved_once_and_weights_in_float32() -> None:
     state = _fresh(torch.bfloat16, seed=0)
-    names = {name.removeprefix("model.") for name in state.parts() if name.startswith("model.")}
+    parts = state.parts()
+    names = {name.removeprefix("model.") for name in parts if name.startswith("model.")}
     assert names == state.modules[0].state_dict().keys()
-    assert "counts_F" in names
-    assert "scratch" not in names
-
-
-def test_a_weight_is_saved_once_in_float32_whatever_it_is_computed_in() -> None:
-    parts = _fresh(torch.bfloat16, seed=0).parts()
-    kinds = {name.partition(".")[0] for name in parts}
-    assert kinds == {"model", "moment1", "moment2", "step"}
+    assert "counts_F" in names and "scratch" not in names
+    assert {name.partition(".")[0] for name in parts} == {"model", "moment1", "moment2", "step"}
     assert parts["model.counts_F"].tensor.dtype == torch.int64
     assert {part.tensor.dtype for name, part in parts.items() if name != "model.counts_F"} == {torch.float32}
 
@@ -181,10 +180,6 @@ def test_another_model_is_refused_and_every_field_that_differs_is_named(tmp_path
         "allowed: layers = 2, moe.experts = 8, mtp = None; "
         "fix: resume with the configuration that it was saved with, or start a new run"
     )
-
-
-def test_the_same_model_is_the_same_before_and_after_json() -> None:
-    check_same_model(0, {"heads": [1, 2], "rate": 1e-3}, {"heads": (1, 2), "rate": 1e-3})
 
 
 def test_a_checkpoint_does_not_depend_on_the_precision_of_the_model(tmp_path: Path) -> None:
@@ -242,7 +237,54 @@ def test_a_state_on_a_gpu_is_saved_and_restored(tmp_path: Path, asynchronous: bo
 
 
 def test_a_checkpoint_from_before_there_was_a_choice_has_its_default() -> None:
+    check_same_model(0, {"heads": [1, 2], "rate": 1e-3}, {"heads": (1, 2), "rate": 1e-3})  # as before and after JSON
     today = {"model.layers": 2, "model.moe.moe_layer_freq": 1, "model.attention.qk_norm": "none"}
     check_same_model(7, {"model.layers": 2}, today)
     with pytest.raises(CheckpointError, match=r"another model; got model\.moe\.moe_layer_freq = 2; allowed: .* = None"):
         check_same_model(7, {"model.layers": 2}, today | {"model.moe.moe_layer_freq": 2})
+
+
+def _state_on_ranks(axis: Axis, shard: str, seed: int) -> TrainState:
+    model = SmallModel(torch.bfloat16, seed).eval()  # ranks draw no random numbers
+    settings = Parallel.model_validate({"shard": shard})
+    held = [replace(holding, data=axis) for holding in holdings_of(model)]
+    optimizer = MasterAdamW(held, SETTINGS, parallel=settings, world=axis)
+    return TrainState(identity=IDENTITY, modules=[model], optimizer=optimizer, batches=CountingBatches(), stage=axis)
+
+
+def _train_on_ranks(state: TrainState, ranks: int, steps: int) -> list[float]:
+    """Every rank does the same part of the same batch, so that sums over 1, 2 or 4 ranks are equal to the bit."""
+    losses = []
+    for _ in range(steps):
+        state.optimizer.zero_gradients()
+        loss = state.modules[0](state.batches.next_batch().tokens_BS[0])
+        (loss / ranks).backward()
+        state.optimizer.reduce_gradients()
+        state.optimizer.step(0.01)
+        losses.append(loss.item())
+    return losses
+
+
+def _go_on(folder: str, shard: str, begin: int | None, steps: int) -> list[float]:
+    """Train on as many ranks as there are, from a checkpoint or from the start, and save."""
+    axis = world() if dist.is_initialized() else ALONE.world
+    state = _state_on_ranks(axis, shard, seed=0 if begin is None else 1)
+    store = CheckpointStore(Path(folder), keep=0, asynchronous=True, world=axis)
+    if begin is not None:
+        restore_state(store, begin, state)
+    losses = _train_on_ranks(state, axis.size, steps)
+    save_state(store, (begin or 0) + steps, state, notes={})
+    store.close()
+    return losses
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "none"])
+def test_a_run_that_changes_its_ranks_equals_one_that_does_not(ranks: Pool, tmp_path: Path, shard: Any) -> None:
+    expected = _go_on(str(tmp_path / "alone"), shard, None, 8)
+    folder = str(tmp_path / "changing")
+    on_2 = ranks.run(2, _go_on, folder, shard, None, 3)
+    on_4 = ranks.run(4, _go_on, folder, "optimizer", 3, 2)
+    alone = _go_on(folder, "none", 5, 3)
+    assert on_2 == [expected[:3]] * 2
+    assert on_4 == [expected[3:5]] * 4
+    assert alone == expected[5:]

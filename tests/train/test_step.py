@@ -24,14 +24,13 @@ from penstock.moe.balance import layer_loads
 from penstock.parallel.launch.process import peak_memory_bytes
 from penstock.parallel.symmetric import BufferSizes, Channel, SymmetricBuffers
 from penstock.train.loss import LossRule
-from penstock.train.observer import HeldOutLoss
 from penstock.train.optimizer import MasterAdamW
 from penstock.train.step import StepResult, StepRule, evaluate, step_rule, train_step
 from penstock.train.stop import StopRequest
 from tests.closeness import assert_close, assert_equal
 from tests.distributed.one_loss import layout, start_session
 from tests.distributed.pool import Pool
-from tests.train.tiny_run import CPU, cut_rule, one_rank, random_batch, tiny_model, tiny_run
+from tests.train.tiny_run import CPU, TRAINING, cut_rule, one_rank, random_batch, tiny_model, tiny_run
 
 Snapshot = dict[str, Tensor]
 
@@ -73,6 +72,8 @@ def test_one_micro_batch_of_eight_rows_and_eight_of_one_give_the_same_gradients(
         assert_close(parts_result.loss, result.loss)
         assert_close(parts_result.gradient_norm, result.gradient_norm, tolerance=1e-5)
         assert [layer.slots for layer in parts_result.layers] == [layer.slots for layer in result.layers]
+    means = [gradients_of(run, part, 1)[1].loss for part in batch.micro_batches(1)]
+    assert not math.isclose(sum(means) / len(means), result.loss, rel_tol=1e-4), "the average of means differs"
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
@@ -90,7 +91,6 @@ def test_products_that_add_to_the_sums_give_the_gradients_of_autograd(
 
 
 def test_in_bf16_products_that_add_lose_less_than_gradients_that_are_rounded_first(tmp_path: Path) -> None:
-    """Against float32 arithmetic on the same bfloat16 weights: the head's gradient, which no other rounding spoils."""
     training = Training(steps=4, sequence_length=12, micro_batch=2, global_batch=4, precision="bf16")
     run = tiny_run(tmp_path, training=training)
     batch = random_batch(8, 12)
@@ -102,41 +102,31 @@ def test_in_bf16_products_that_add_lose_less_than_gradients_that_are_rounded_fir
     assert errors[1] < errors[0]
 
 
-def test_a_mean_of_micro_batch_means_would_be_something_else(tmp_path: Path) -> None:
-    """Shows that the labels of these tests are uneven enough for the exact average to matter."""
-    run = tiny_run(tmp_path)
-    batch = random_batch(8, 12)
-    _, whole = gradients_of(run, batch, 8)
-    means = [gradients_of(run, part, 1)[1].loss for part in batch.micro_batches(1)]
-    assert not math.isclose(sum(means) / len(means), whole.loss, rel_tol=1e-4)
-
-
-def test_the_result_says_what_happened(tmp_path: Path) -> None:
-    run = tiny_run(tmp_path)
-    model, optimizer, rule = fresh(run)
-    result = train_step(model, optimizer, random_batch(4, 12), rule, 1e-2)
-    assert result.is_finite
+def test_a_step_reports_losses_layers_memory_and_a_request_to_stop(tmp_path: Path) -> None:
+    model, optimizer, rule = fresh(tiny_run(tmp_path))
+    stop, before = StopRequest(), peak_memory_bytes(CPU)
+    result = train_step(model, optimizer, random_batch(4, 12), rule, 1e-2, stop)
+    assert result.is_finite and not result.wants_stop
     assert 1.0 < result.loss < 10.0
     assert len(result.mtp_losses) == 1
     assert [layer.layer for layer in result.layers] == [1, 2]
-    assert all(sum(layer.slots) == 4 * 12 * 2 for layer in result.layers)
-    assert all(layer.auxiliary_loss > 0 for layer in result.layers)
-
-
-def test_the_result_says_how_much_memory_was_taken_and_who_was_asked_to_stop(tmp_path: Path) -> None:
-    model, optimizer, rule = fresh(tiny_run(tmp_path))
-    stop = StopRequest()
-    before = peak_memory_bytes(CPU)
-    first = train_step(model, optimizer, random_batch(4, 12), rule, 1e-2, stop)
-    assert before <= first.peak_memory_bytes <= peak_memory_bytes(CPU)
-    assert not first.wants_stop
+    assert all(sum(layer.slots) == 4 * 12 * 2 and layer.auxiliary_loss > 0 for layer in result.layers)
+    assert before <= result.peak_memory_bytes <= peak_memory_bytes(CPU)
     stop.signal = signal.SIGTERM
     assert train_step(model, optimizer, random_batch(4, 12), rule, 1e-2, stop).wants_stop
-    assert not train_step(model, optimizer, random_batch(4, 12), rule, 1e-2).wants_stop, "there is no stop request"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_step_learns(precision: str, tmp_path: Path) -> None:
+    training = Training.model_validate(TRAINING.model_dump() | {"precision": precision})
+    model, optimizer, rule = fresh(tiny_run(tmp_path, training=training))
+    losses = [train_step(model, optimizer, random_batch(4, 12), rule, 1e-2).loss for _ in range(10)]
+    assert (model.whole.head_VD.dtype == torch.bfloat16) == (precision == "bf16")
+    assert losses[-1] < losses[0] - 0.3
 
 
 def _told(asked: int) -> tuple[tuple[bool, int], ...]:
-    """What a rank hears in three steps, of which rank `asked` is asked to stop in the second."""
+    """Stop request and peak memory in three steps; rank `asked` gets a signal in the second."""
     session, stop = start_session(layout("expert=2", "evaluation.rows=0")), StopRequest()
     heard = []
     for step in range(3):
@@ -179,13 +169,6 @@ def test_a_timeout_of_a_rank_ends_the_step_and_the_evaluation_of_every_rank(rank
     first, second = ranks.run(2, _one_is_late, 1, evaluates)
     assert "no signal ROWS" in second
     assert first == "another rank timed out waiting for the GPUs of its node; fix: read the message of that rank"
-
-
-def test_a_step_learns(tmp_path: Path) -> None:
-    run = tiny_run(tmp_path)
-    model, optimizer, rule = fresh(run)
-    losses = [train_step(model, optimizer, random_batch(4, 12), rule, 1e-2).loss for _ in range(10)]
-    assert losses[-1] < losses[0] - 0.3
 
 
 def test_the_expert_bias_moves_once_a_global_batch(tmp_path: Path) -> None:
@@ -241,23 +224,14 @@ def test_dropped_slots_are_reported(tmp_path: Path) -> None:
     assert all(layer.dropped >= 48 for layer in result.layers)
 
 
-def test_a_dense_model_has_no_layers_to_report(tmp_path: Path) -> None:
-    run = tiny_run(tmp_path, model=tiny_model(moe=None, dense_layers=2, mtp_layers=0))
-    model, optimizer, rule = fresh(run)
-    result = train_step(model, optimizer, random_batch(4, 12), rule, 1e-2)
-    assert result.is_finite
-    assert result.layers == ()
-    assert result.mtp_losses == ()
-
-
 def test_layers_with_experts_are_reported_by_their_numbers(tmp_path: Path) -> None:
     moe = tiny_model().moe
     assert moe is not None
-    run = tiny_run(tmp_path, model=tiny_model(layers=6, moe=moe.model_copy(update={"moe_layer_freq": 2})))
-    model, optimizer, rule = fresh(run)
-    result = train_step(model, optimizer, random_batch(4, 12), rule, 1e-2)
-    assert [layer.layer for layer in result.layers] == [2, 4, 6], "every second one behind the first, and a prediction"
-    assert rule.moe_layers == (2, 4, 6)
+    every_second = tiny_model(layers=6, moe=moe.model_copy(update={"moe_layer_freq": 2}))
+    for changed, layers in ((every_second, (2, 4, 6)), (tiny_model(moe=None, dense_layers=2, mtp_layers=0), ())):
+        model, optimizer, rule = fresh(tiny_run(tmp_path, model=changed))
+        result = train_step(model, optimizer, random_batch(4, 12), rule, 1e-2)
+        assert tuple(layer.layer for layer in result.layers) == rule.moe_layers == layers
 
 
 def test_bf16_parameters_of_experts_with_biases_train(tmp_path: Path) -> None:
@@ -276,15 +250,6 @@ def test_bf16_parameters_of_experts_with_biases_train(tmp_path: Path) -> None:
         assert name not in before or not torch.equal(parameter, before[name]), f"{name} is not trained"
 
 
-def test_bf16_parameters_train(tmp_path: Path) -> None:
-    training = Training(steps=4, sequence_length=12, micro_batch=2, global_batch=4, precision="bf16")
-    run = tiny_run(tmp_path, training=training)
-    model, optimizer, rule = fresh(run)
-    losses = [train_step(model, optimizer, random_batch(4, 12), rule, 1e-2).loss for _ in range(10)]
-    assert model.whole.head_VD.dtype == torch.bfloat16
-    assert losses[-1] < losses[0] - 0.3
-
-
 RULE = LossRule(depths=1, mtp_weight=0.3, z_weight=0.1, chunk_tokens=None)
 
 
@@ -299,40 +264,22 @@ def rows_of(size: int) -> EvaluationRows:
     return EvaluationRows(batches=tuple(batch.micro_batches(size)), tokens=counted, text_bytes=3 * counted)
 
 
-def measure(model: RankModel, rows: EvaluationRows) -> HeldOutLoss:
-    return evaluate(model, rows, cut_rule(1), RULE)
-
-
-def test_the_loss_is_the_mean_over_counted_tokens(model: RankModel) -> None:
+def test_the_held_out_loss_is_the_mean_over_counted_tokens_however_they_are_cut(model: RankModel) -> None:
     batch = random_batch(4, 12)
     logits_BSV = model.whole.logits(batch.tokens_BS, batch.positions_BS)
     expected = F.cross_entropy(logits_BSV.flatten(0, 1), batch.labels_BS.flatten()).item()
-    held_out = measure(model, rows_of(2))
-    assert_close(held_out.loss, expected)
-    assert held_out.tokens == rows_of(2).tokens
-
-
-def test_bits_per_byte_are_nats_over_ln_2_and_bytes(model: RankModel) -> None:
-    held_out = measure(model, rows_of(4))
-    assert math.isclose(held_out.bits_per_byte, held_out.loss / math.log(2) / 3, rel_tol=1e-12)
-
-
-def test_the_loss_does_not_depend_on_the_cut(model: RankModel) -> None:
-    losses = [measure(model, rows_of(size)).loss for size in (1, 2, 4)]
-    assert_close(losses[1:], 2 * losses[:1])
+    for size in (1, 2, 4):
+        held_out = evaluate(model, rows_of(size), cut_rule(1), RULE)
+        assert_close(held_out.loss, expected)
+        assert held_out.tokens == rows_of(2).tokens
+        assert math.isclose(held_out.bits_per_byte, held_out.loss / math.log(2) / 3, rel_tol=1e-12)
 
 
 def test_measuring_leaves_weights_loads_gradients_and_mode_alone(model: RankModel) -> None:
     before = {name: tensor.clone() for name, tensor in model.whole.state_dict().items()}
-    measure(model, rows_of(2))
+    evaluate(model, rows_of(2), cut_rule(1), RULE)
     assert model.whole.training
     assert all(int(load.slots_E.sum()) == 0 for load in layer_loads(model.modules))
     assert all(parameter.grad is None for parameter in model.whole.parameters())
     for name, tensor in model.whole.state_dict().items():
         assert torch.equal(tensor, before[name])
-
-
-def test_an_untrained_model_costs_what_a_uniform_guess_costs(tmp_path: Path) -> None:
-    run = tiny_run(tmp_path)
-    run = run.model_copy(update={"model": run.model.model_copy(update={"initializer_range": 1e-4})})
-    assert_close(measure(one_rank(run), rows_of(4)).loss, math.log(17), tolerance=1e-4)

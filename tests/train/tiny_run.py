@@ -1,4 +1,4 @@
-"""A run so small that a step takes milliseconds, and everything around it that tests of training need."""
+"""A run of which a step takes milliseconds, its data, reports and saved folder, for tests of training."""
 
 from functools import cache
 from pathlib import Path
@@ -15,11 +15,16 @@ from penstock.data.batch import Batch
 from penstock.data.evaluation import EvaluationRows as HeldOut
 from penstock.kernels.reference import IGNORED_LABEL
 from penstock.models.build import build_model
+from penstock.models.decoder import Decoder
 from penstock.models.rank_model import RankModel
 from penstock.parallel.launch.environment import Environment
+from penstock.parallel.shard import whole
+from penstock.train.checkpoint import CheckpointStore
 from penstock.train.global_batch import CutRule
 from penstock.train.observer import HeldOutLoss, LayerReport, Observer, RunStart, StepReport
+from penstock.train.run_folder import RunFolder
 from penstock.train.setup import open_texts
+from penstock.train.state import identity_of
 
 ENVIRONMENT = Environment(color=False, threads=1, world_size=1)
 CPU = torch.device("cpu")
@@ -72,21 +77,19 @@ def tiny_run(folder: Path, **changes: Any) -> Run:
 
 @cache
 def held_out_rows() -> HeldOut:
-    """What tiny runs are judged by; to choose it, 512 documents are read, which takes longer than a step."""
+    """Held-out rows of tiny runs: to choose them, 512 documents are read, which takes longer than a step."""
     rows = open_texts(tiny_run(Path())).held_out
     assert rows is not None
     return rows
 
 
 def one_rank(run: Run) -> RankModel:
-    """The whole model of a run, in training mode."""
     model = RankModel(decoders={0: build_model(run, CPU)})
     model.train()
     return model
 
 
 def cut_rule(rows: int, depths: int = 1) -> CutRule:
-    """Micro-batches of so many rows, on the CPU."""
     return CutRule(micro_batch=rows, depths=depths, device=CPU)
 
 
@@ -138,7 +141,6 @@ HELD_OUT = HeldOutLoss(loss=2.0, bits_per_byte=2.885, tokens=36, seconds=0.1)
 
 
 def run_start(run: Run, *, steps_done: int = 0) -> RunStart:
-    """What the loop would announce."""
     return RunStart(
         run=run,
         folder=Path(run.record.folder) / run.name,
@@ -170,3 +172,35 @@ class Recorder(Observer):
 
     def closed(self) -> None:
         self.is_closed = True
+
+
+def byte_run(folder: Path, **changes: Any) -> Run:
+    """A tiny run over bytes of text, with a context of 32."""
+    fields: dict[str, Any] = {
+        "model": tiny_model(vocab_size=257),
+        "training": TRAINING.model_copy(update={"sequence_length": 32}),
+        "data": Data(),
+    }
+    return tiny_run(folder, **(fields | changes))
+
+
+def random_model(run: Run) -> Decoder:
+    """The whole model of a run in float32, every tensor and buffer with values of its own."""
+    training = run.training.model_copy(update={"precision": "fp32"})
+    model = build_model(run.model_copy(update={"training": training}), torch.device("cpu"))
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    return model
+
+
+def save_run(run: Run, model: Decoder, step: int = 1) -> Path:
+    """Write the folder of a run with one checkpoint of a model."""
+    folder = RunFolder(Path(run.record.folder) / run.name)
+    folder.path.mkdir(parents=True, exist_ok=True)
+    folder.write_config(run)
+    store = CheckpointStore(folder.checkpoints, keep=0, asynchronous=False)
+    parts = {f"model.{name}": whole(tensor) for name, tensor in model.state_dict().items()}
+    store.save(step, parts, {"model": identity_of(run)})
+    return folder.path
