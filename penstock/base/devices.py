@@ -10,11 +10,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Chip:
-    """One GPU. Peaks are of dense products in FLOP per second, None if unknown or absent; `memory` is bytes per second.
+    """One GPU: `pattern` is a part of the driver's name, `target` the name that compilers and launch tables use.
 
-    Attributes:
-        pattern: part of the driver's name, by which people know it.
-        target: as compilers and launch tables name it.
+    Peaks are of dense products in FLOP per second, None if unknown or absent; `memory` is bytes per second.
     """
 
     pattern: str

@@ -53,13 +53,9 @@ class LoadMeter(nn.Module):
 
 @dataclass(frozen=True)
 class LayerLoad:
-    """One layer's load since the last reset.
+    """One layer's load since the last reset; multi-token prediction layers count on after the last decoder layer.
 
-    Attributes:
-        layer: index of the decoder layer; multi-token prediction layers count on after the last one.
-        slots_E: int64, slots that chose each expert, dropped ones too.
-        dropped: int64 scalar, slots over capacity.
-        auxiliary_loss: float32 scalar, scaled by its weight.
+    slots_E (int64) counts slots that chose each expert, dropped ones too; `dropped` (int64) those over capacity.
     """
 
     layer: int
@@ -115,10 +111,7 @@ def slot_counts(counts_BE: Tensor, meter: LoadMeter, balance: Balance, axes: Axe
 def auxiliary_loss(
     routed: Routed, tokens: int, balance: Balance, scope: Scope, load: SlotCounts, operators: Operators
 ) -> LinearLoss:
-    """Weighted balance loss plus router z-loss of this rank's tokens, scaled by their share of the global batch.
-
-    `tokens` counts those of the micro-batch over all ranks that share its rows.
-    """
+    """Balance loss plus router z-loss of this rank's tokens, scaled by their share of the global batch."""
     slots_BE, factor = load.counts_BE, balance.aux_loss_coef * scope.share / tokens
     if balance.aux_loss == "sequence":
         factor *= scope.sequences / len(slots_BE)
@@ -165,12 +158,7 @@ def spread_evenly(routing: Routing, experts: int) -> Routing:
 
 
 class BalancedRouter(nn.Module):
-    """The part of a router that balance needs. Only `TopKRouter` inherits it.
-
-    Attributes:
-        layer: index of the decoder layer, for reports.
-        expert_bias_E: float32 buffer, saved with the model; None if the layer has no expert bias.
-    """
+    """The part of a router that balance needs; only `TopKRouter` inherits it. expert_bias_E is None without bias."""
 
     layer: int
     meter: LoadMeter

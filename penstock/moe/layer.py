@@ -15,10 +15,18 @@
 With one rank, dispatch is a sort and combine is a sum. With several, `penstock.moe.dispatch` has five ways to exchange
 rows; this file is the same for all of them. If `dispatch.overlap` is set, the layer runs in steps: it yields while
 tokens travel, so that the shared expert, the other half of the micro-batch or another micro-batch can compute.
+
+    route, start dispatch                 | first product of the shared expert
+    wait, experts, start combine          | second product of the shared expert
+    wait, sum
+
+Backward is the mirror image (penstock/parallel/async_transfer.py).
 """
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,13 +34,12 @@ from torch import Tensor, nn
 from penstock.base.spans import Span
 from penstock.kernels.expert_parts import SaveRows
 from penstock.kernels.float8.quantized import RowColQuantized
-from penstock.moe.dispatch.contract import Dispatcher, ExpertRows, SlotSorter
+from penstock.moe.dispatch.contract import Dispatcher, DispatchMetadata, ExpertRows, SlotSorter
 from penstock.moe.dispatch.row_capacity import ActivationArena, RowCapacity
 from penstock.moe.experts import GroupedExperts
-from penstock.moe.overlap import AsyncDispatcher, SharedExpert
 from penstock.moe.router import TopKRouter
 from penstock.moe.routing import Routing, Scope
-from penstock.parallel.async_transfer import Steps, drain
+from penstock.parallel.async_transfer import Steps, TransferStream, drain
 from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.spans import span
 
@@ -40,17 +47,71 @@ Terms = tuple[Tensor, ...]
 """Summands for the residual stream, each T x D: the routed experts' output, and the shared expert's if there is one."""
 
 
+class SharedExpert(Protocol):
+    """A dense FFN that every token passes, callable in two halves. Its input may be there in 8 bits already."""
+
+    def __call__(self, x_TD: Tensor, ready: RowColQuantized | None = None) -> Tensor:
+        """Both halves."""
+        ...
+
+    def widen(self, x_TD: Tensor, ready: RowColQuantized | None = None) -> Tensor:
+        """The first product and the activation. Returns h_TF."""
+        ...
+
+    def narrow(self, h_TF: Tensor) -> Tensor:
+        """The second product. Returns y_TD."""
+        ...
+
+
+@dataclass(frozen=True)
+class AsyncDispatcher:
+    """A dispatcher whose methods start a transfer and return a function that waits for it."""
+
+    dispatcher: Dispatcher
+    transfers: TransferStream
+
+    def dispatch(self, x_TD: Tensor, routing: Routing) -> Callable[[], tuple[ExpertRows, DispatchMetadata]]:
+        """Start `Dispatcher.dispatch`."""
+
+        def transfer(
+            x_TD: Tensor, weights_TK: Tensor
+        ) -> tuple[tuple[Tensor, Tensor], tuple[ExpertRows, DispatchMetadata]]:
+            rows, metadata = self.dispatcher.dispatch(x_TD, Routing(weights_TK, routing.experts_TK))
+            plain = replace(rows, x_ND=rows.x_ND.detach(), weights_R=rows.weights_R.detach())
+            return (rows.x_ND, rows.weights_R), (plain, metadata)
+
+        with span(Span.DISPATCH):
+            handle = self.transfers.launch("dispatch", transfer, x_TD, routing.weights_TK)
+
+        def wait() -> tuple[ExpertRows, DispatchMetadata]:
+            with span(Span.DISPATCH):
+                (x_ND, weights_R), (rows, metadata) = handle.wait()
+            return replace(rows, x_ND=x_ND, weights_R=weights_R), metadata
+
+        return wait
+
+    def combine(self, y_RD: Tensor, metadata: DispatchMetadata) -> Callable[[], Tensor]:
+        """Start `Dispatcher.combine`."""
+
+        def transfer(y_RD: Tensor) -> tuple[tuple[Tensor], None]:
+            return (self.dispatcher.combine(y_RD, metadata),), None
+
+        with span(Span.COMBINE):
+            handle = self.transfers.launch("combine", transfer, y_RD)
+
+        def wait() -> Tensor:
+            with span(Span.COMBINE):
+                (y_TD,), _ = handle.wait()
+            return y_TD
+
+        return wait
+
+
 class MoE(nn.Module):
     """A mixture-of-experts feed-forward network.
 
-    Args:
-        router: chooses experts for every token.
-        dispatcher: exchanges rows between ranks.
-        experts: this rank's.
-        shared: dense FFN that every token passes, or None.
-        layer_context: kernels, recomputation, and the stream on which rows travel.
-        row_capacity: limit of the dispatcher's row count, registered here so that the trainer finds it; or None.
-        arena: buffer that several layers share for their pre-activations; None if each saves its own.
+    `row_capacity` is registered here so that the trainer finds it; several layers may share an `arena` for their
+    pre-activations.
     """
 
     def __init__(

@@ -22,12 +22,7 @@ class Scope:
 
 @dataclass(frozen=True)
 class SortedSlots:
-    """Slots of this rank, sorted by expert.
-
-    Attributes:
-        order: of the slots, by expert or by part of an expert.
-        weights_R: float32 routing weights in this order, differentiable.
-    """
+    """Slots of this rank sorted by expert (or part of one), with their float32 routing weights, differentiable."""
 
     order: RowOrder
     weights_R: Tensor

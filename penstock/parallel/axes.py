@@ -23,13 +23,9 @@ from penstock.layout.grid import Grid
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """One rank's group on one axis.
+    """One rank's group on one axis: global `ranks` in its order, and our place `rank` among them.
 
-    Attributes:
-        ranks: global ranks of the group, in the order of the axis.
-        rank: our place among them.
-        inner: ranks that divide one copy, if there are several copies (hybrid sharding).
-        outer: ranks with our part of the other copies.
+    With hybrid sharding `inner` has the ranks that divide one copy, `outer` those with our part of the other copies.
     """
 
     name: str
@@ -110,8 +106,7 @@ def make_axes(
     Args:
         grid: its `world` is the number of processes.
         embedding_places: places on `pipeline` that hold the embedding, ascending.
-        shard_size: neighbours on `dense_data` and on `expert_data` that divide one copy; 0, or as many as there are or
-            more, means all. Divides both.
+        shard_size: neighbours on `dense_data` and on `expert_data` that divide one copy; 0 or too many means all.
         ranks_per_node: neighbours that share a machine; 0 means all.
     """
     if grid.world == 1:
@@ -126,19 +121,15 @@ def make_axes(
         axes[name] = _divide(axes[name], grid.groups(_AXES[name]), shard_size, made)
     axes |= _by_node(axes["expert"], grid.groups(_AXES["expert"]), ranks_per_node or grid.world, made)
     if grid.pipeline > 1:
-        axes["pipeline_back"] = _way_back(axes["pipeline"], grid.groups(("pipeline",)))
+        # Messages up and down would wait for each other in one communicator.
+        back = {ranks: dist.new_group(list(ranks)) for ranks in grid.groups(("pipeline",))}
+        axes["pipeline_back"] = replace(axes["pipeline"], name="pipeline_back", group=back[axes["pipeline"].ranks])
     if len(embedding_places) > 1:
         holders = tuple(tuple(ranks[place] for place in embedding_places) for ranks in grid.groups(("pipeline",)))
         _make_missing(holders, made)
         if any(rank in ranks for ranks in holders):
             axes["embedding"] = _own_axis("embedding", holders, rank, made)
     return Axes(grid=grid, rank=rank, **axes)
-
-
-def _way_back(pipeline: Axis, groups: Sequence[tuple[int, ...]]) -> Axis:
-    """Messages up and down would wait for each other in one communicator."""
-    made = {ranks: dist.new_group(list(ranks)) for ranks in groups}
-    return replace(pipeline, name="pipeline_back", group=made[pipeline.ranks])
 
 
 def _divide(axis: Axis, groups: Sequence[tuple[int, ...]], size: int, made: Made) -> Axis:

@@ -38,12 +38,7 @@ IN_FLIGHT = 2
 
 @dataclass(frozen=True)
 class BucketEntry:
-    """A tensor that travels.
-
-    Attributes:
-        whole: contiguous; all rows.
-        own: rows of this rank (`rows_of_shard`); may be a view of `whole`, and of another dtype.
-    """
+    """A tensor that travels, contiguous; `own` are the rows of this rank (`rows_of_shard`), maybe in another dtype."""
 
     whole: Tensor
     own: Tensor
@@ -80,11 +75,7 @@ class Stripe:
 def reduce_rows(
     entries: Sequence[BucketEntry], shard: Axis, replicate: Axis, dtype: torch.dtype, values: int | None = None
 ) -> None:
-    """Sum `whole` of each entry over the ranks of `shard` and `replicate`; `own` gets this rank's rows of the sum.
-
-    Ranks of `shard` divide the sum; ranks of `replicate` hold the same rows. A bucket has `values` values, None for the
-    usual number.
-    """
+    """Sum `whole` of each entry over `shard`, whose ranks divide the sum, and `replicate`; the result is in `own`."""
     if shard.group is not None or replicate.group is not None:
         buckets = stripes_in_buckets(entries, shard.size, values)
         _overlap(_reduce(bucket, shard, replicate, dtype) for bucket in buckets)

@@ -135,10 +135,7 @@ def attend_to_row(
     allowed_BSS: Tensor | None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of our two chunks (near before far) over keys and values of the whole row. Returns o_BSHM.
-
-    allowed_BSS is boolean, our query positions x all key positions, causal already; None for plain causal.
-    """
+    """Causal attention of our two chunks (near before far) over the whole row; allowed_BSS is causal already."""
     axis = layer_context.axes.context
     size = q_BSHN.shape[1] // 2
     assert k_BSGN.shape[1] == 2 * size * axis.size, (

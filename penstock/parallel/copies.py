@@ -51,10 +51,7 @@ class CopyStream:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], *, after: PendingCopy = DONE) -> PendingCopy:
-        """Copy each (source, target) after all work of the current stream so far, and after another copy.
-
-        The caller holds both until the copy is over or waited for.
-        """
+        """Copy each (source, target) after the current stream and another copy; the caller holds both until then."""
         if self._stream is None:
             for source, target in pairs:
                 if not source.is_meta:
@@ -94,10 +91,7 @@ class _Block:
 
 
 def host_empty(bytes_: int, device: torch.device) -> Tensor:
-    """Host memory of some bytes, pinned for a GPU. torch pools it and reuses no block while copies run.
-
-    For the meta device, a tensor of this size that takes one byte there.
-    """
+    """Host memory, pinned for a GPU: torch reuses no block while copies run. On meta it takes one byte."""
     if device.type == "meta":
         return torch.empty((), dtype=torch.uint8, device=device).expand(bytes_)
     return torch.empty(bytes_, dtype=torch.uint8, pin_memory=device.type == "cuda")

@@ -24,8 +24,7 @@ if TYPE_CHECKING:  # it imports Triton, which may be absent
 def shared_buffers(run: Run, axes: Axes, device: torch.device) -> "SymmetricBuffers | None":
     """Buffers for the tokens of one micro-batch, for all layers; None if tokens travel in another way. Collective.
 
-    Raises:
-        DeviceError: the method was asked for by name and cannot be had.
+    Raises a DeviceError if the method was asked for by name and cannot be had.
     """
     if run.model.moe is None or axes.expert.size == 1 or device.type == "meta":
         return None
@@ -77,32 +76,22 @@ def widest_row(run: Run) -> int:
 
 
 def peer_obstacle(choice: DispatcherChoice, axes: Axes, device: torch.device) -> str:
-    """Reason why ranks cannot write to each other's memory; empty if they can.
-
-    All ranks call it together. An obstacle of one rank holds for all: they must use the same dispatcher.
-    """
+    """Reason why ranks cannot write to each other's memory, the same for all (collective); empty if they can."""
     if device.type != "cuda":
         return f"device {device.type}, which is no GPU"
-    own = choice.obstacle or _machine_obstacle(device)
+    others = [other for other in range(torch.cuda.device_count()) if other != device.index]
+    own = choice.obstacle
+    if not own and not installed((TRITON,)):
+        own = "no Triton"
+    if not own and not all(torch.cuda.can_device_access_peer(device, other) for other in others):
+        own = "GPUs that cannot reach each other's memory"
     said = all_gather_json([own, axes.expert_node.ranks[0], device.index], axes.world)
     obstacle = next((one for one, *_ in said if one), "")
     return obstacle or _shared_index((first, index) for _, first, index in said)
 
 
-def _machine_obstacle(device: torch.device) -> str:
-    if not installed((TRITON,)):
-        return "no Triton"
-    others = [other for other in range(torch.cuda.device_count()) if other != device.index]
-    if not all(torch.cuda.can_device_access_peer(device, other) for other in others):
-        return "GPUs that cannot reach each other's memory"
-    return ""
-
-
 def _shared_index(gpus: Iterable[tuple[int, int]]) -> str:
-    """An obstacle if ranks of a node give their GPUs the same index: then each sees its own only, and torch maps none.
-
-    `gpus` has, for each rank, the first rank of its node that shares its experts, and the index of its GPU.
-    """
+    """An obstacle if ranks of a node give their GPUs the same index: each sees its own only, and torch maps none."""
     counts = Counter(gpus)
     if all(count == 1 for count in counts.values()):
         return ""

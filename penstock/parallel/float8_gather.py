@@ -35,16 +35,20 @@ class Float8Shard:
     """This rank's rows of a weight in 8 bits, and the scales of the whole.
 
     `parameter` is F x D or e x F x D in float32, sharded by FSDP2 over dim 0, before the first forward pass. Its values
-    are rounded to `compute_dtype` first. Ranks of `axis` have copies of it; those of `axis.shard` divide it.
-
-    Raises:
-        KernelError: the recipe quantizes a weight and its transpose apart, so that both would have to travel.
+    are rounded to `compute_dtype` first. Ranks of `axis` have copies of it; those of `axis.shard` divide it. Raises a
+    KernelError for a recipe that quantizes a weight and its transpose apart, so that both would have to travel.
     """
 
     def __init__(
         self, parameter: Tensor, axis: Axis, recipe: Recipe, rule: Float8Rule, compute_dtype: torch.dtype
     ) -> None:
-        _refuse(recipe)
+        if recipe.weights[0] != recipe.weights[1]:
+            raise KernelError(
+                f"weights of recipe {recipe.name} cannot be gathered in 8 bits",
+                got="one copy for the output and another for the input's gradient, together as many bytes as 16 bits",
+                allowed="blockwise, blockwise-square, tensorwise",
+                fix="set float8.gather=false, or the recipe to blockwise",
+            )
         assert isinstance(parameter, DTensor), "FSDP2 has not divided this parameter"
         # Its very own tensor: `to_local` gives an alias, at which FSDP2 does not look.
         self.master: Tensor = parameter._local_tensor
@@ -134,13 +138,3 @@ def refresh(weights: Sequence[Float8Shard]) -> None:
         scales = reference.quantize(maxima[None], (1, 1), first.form, first.recipe.scaling).scales[0]
         for weight, own in zip(together, scales.split([weight.scales.numel() for weight in together]), strict=True):
             weight.quantize(own)
-
-
-def _refuse(recipe: Recipe) -> None:
-    if recipe.weights[0] != recipe.weights[1]:
-        raise KernelError(
-            f"weights of recipe {recipe.name} cannot be gathered in 8 bits",
-            got="one copy for the output and another for the input's gradient, together as many bytes as 16 bits",
-            allowed="blockwise, blockwise-square, tensorwise",
-            fix="set float8.gather=false, or the recipe to blockwise",
-        )

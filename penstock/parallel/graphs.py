@@ -85,10 +85,7 @@ def capture(work: Callable[[], object], pool: Any = None) -> DeviceGraph:
     """Capture work of the current device without running it; Python runs `work` once.
 
     Cached memory is returned to the driver first, so that the pool does not come on top of it. Graphs with one `pool`
-    are replayed in the order of their capture (`one_pool`).
-
-    Raises:
-        torch.OutOfMemoryError: no memory for the pool; nothing is left of the attempt.
+    are replayed in the order of their capture. Without memory it raises, and nothing is left of the attempt.
     """
     begin = time.perf_counter()
     torch.cuda.synchronize()
@@ -106,10 +103,7 @@ def capture(work: Callable[[], object], pool: Any = None) -> DeviceGraph:
 
 
 def one_pool() -> Capture:
-    """Captures graphs that share a pool: a capture may reuse memory that earlier graphs have freed.
-
-    They must be replayed in the order of their capture, never concurrently.
-    """
+    """Captures graphs that share a pool, which are replayed in the order of their capture and never concurrently."""
     gc.collect()
     return partial(capture, pool=torch.cuda.graph_pool_handle())
 
@@ -148,13 +142,13 @@ class PartialGraphs:
         return len(self._graphs)
 
     def run(self, key: Hashable, function: Function, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """`function(*inputs)`, replayed from the first call on; `key` names the part in every pass.
-
-        Tensors that `function` closes over are the same in every pass, or are from `hold`.
-        """
-        part = self._parts.get(key) or self._made(key, function, inputs)
+        """`function(*inputs)`, replayed from the first call on; other tensors stay the same or are from `hold`."""
+        part = self._parts.get(key)
         if part is None:
-            return function(*inputs)
+            part = None if self.obstacle else _Part(self, key, function, inputs)
+            if part is None or not part.is_captured:
+                return function(*inputs)
+            self._parts[key] = part
         outputs: tuple[Tensor, ...] = _Replay.apply(part, self._anchor, *inputs)
         return outputs
 
@@ -203,15 +197,6 @@ class PartialGraphs:
         """Note tensors that graphs write and that are held for good."""
         self._written.update(map(_place, tensors))
 
-    def _made(self, key: Hashable, function: Function, inputs: tuple[Tensor, ...]) -> "_Part | None":
-        if self.obstacle:
-            return None
-        part = _Part(self, key, function, inputs)
-        if not part.is_captured:
-            return None
-        self._parts[key] = part
-        return part
-
 
 class _Part:
     def __init__(self, parts: PartialGraphs, key: Hashable, function: Function, inputs: tuple[Tensor, ...]) -> None:
@@ -249,7 +234,10 @@ class _Part:
         self._is_under_way = False
         is_first = self._gradient_inlets is None
         if self._gradient_inlets is None:
-            self._gradient_inlets = self._open(gradients)
+            self._gradient_inlets = tuple(
+                None if one is None else self._parts.inlet(one, ("gradient", place, one.shape, one.dtype))
+                for place, one in enumerate(gradients)
+            )
         _fill(self._gradient_inlets, gradients)
         if is_first:
             self._back = self._parts.captured(self._run_back)
@@ -262,12 +250,6 @@ class _Part:
             self.results = tuple(result.detach() for result in self.results)
             self._parts.written(gradient for gradient in found if gradient is not None)
         return found
-
-    def _open(self, gradients: tuple[Tensor | None, ...]) -> "tuple[_Inlet | None, ...]":
-        return tuple(
-            None if one is None else self._parts.inlet(one, ("gradient", place, one.shape, one.dtype))
-            for place, one in enumerate(gradients)
-        )
 
     def _run(self) -> tuple[Tensor, ...]:
         with torch.enable_grad():

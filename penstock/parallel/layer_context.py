@@ -28,15 +28,8 @@ Result = TypeVar("Result")
 class LayerContext:
     """Kernels, process groups and activation memory of a layer.
 
-    Attributes:
-        weight_grads: store of deferred weight gradients; None if the schedule never defers.
-        context_method: attention of ranks that share a row.
-        dispatch: configuration of token dispatch.
-        buffers: peer memory of the node, if tokens travel through it.
-        transfers: stream for tokens, if they overlap with compute.
-        float8: rule of 8-bit products.
-        recompute: parts that are recomputed in backward.
-        offload: modules whose activations go to the host.
+    `weight_grads` is None if the schedule never defers, `buffers` if tokens use no peer memory, `transfers` if they do
+    not overlap with compute.
     """
 
     operators: Operators = REFERENCE

@@ -133,7 +133,7 @@ class _OffloadedStorage:
         self._store = store
         self._saved: Tensor | None = saved
         self._stream = torch.cuda.current_stream(saved.device) if saved.is_cuda else None
-        source = _bytes(saved)
+        source = torch.empty(0, dtype=torch.uint8, device=saved.device).set_(saved.untyped_storage())
         self._host = host_empty(source.nbytes, saved.device)
         self.left = store.outward.copy([(source, self._host)])
         self._back: Tensor | None = None
@@ -175,10 +175,6 @@ class _OffloadedStorage:
         if self._stream is not None:
             self.left.wait(self._stream)
             self._came.wait(self._stream)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -61,11 +61,7 @@ class _MessageTag:
 
 
 class PipelineRunner:
-    """One rank's part of a pipeline.
-
-    Schedules that split the backward pass need the `weight_grads` that the stages were built with, those with pairs the
-    `transfers`.
-    """
+    """One rank's part of a pipeline, with the `weight_grads` and `transfers` that its stages were built with."""
 
     def __init__(
         self,
@@ -226,7 +222,7 @@ class _Messenger:
         """Wait for a message. On a GPU the stream waits, not the host."""
         if tag in self._local:
             return self._local.pop(tag).detach()
-        peer = self._sender(tag)
+        peer = self._schedule.rank_of(tag.stage + 1 if tag.is_gradient else tag.stage - 1)
         while tag not in self._posted:
             self._receive_next(peer, tag)
         tensor, work = self._posted.pop(tag)
@@ -247,9 +243,6 @@ class _Messenger:
         """Wait until all messages have left."""
         for _, work in self._sent:
             work.wait()
-
-    def _sender(self, tag: _MessageTag) -> int:
-        return self._schedule.rank_of(tag.stage + 1 if tag.is_gradient else tag.stage - 1)
 
     def _axis(self, upwards: bool) -> Axis:
         return self._axes.pipeline if upwards else self._axes.pipeline_back

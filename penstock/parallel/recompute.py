@@ -416,16 +416,13 @@ def is_parameter(tensor: Tensor) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeRule:
-    """The recomputed parts of a layer; models call `run` around each part.
+    """The recomputed parts of a layer (`kinds`); models call `run` around each part.
 
-        norm                a norm before a projection; its input is the residual stream, which lives anyway
-        latent-up           latent attention's up projections and the assembly of its heads
-        attention           core attention, without projections
-        expert-activation   output of the experts' first product; fused experts recompute it by themselves
-        shared-expert, dense, moe, layer    a whole network, mixture or block
-
-    Attributes:
-        kinds: some of `RECOMPUTABLE`.
+    norm                a norm before a projection; its input is the residual stream, which lives anyway
+    latent-up           latent attention's up projections and the assembly of its heads
+    attention           core attention, without projections
+    expert-activation   output of the experts' first product; fused experts recompute it by themselves
+    shared-expert, dense, moe, layer    a whole network, mixture or block
     """
 
     kinds: frozenset[str] = frozenset()

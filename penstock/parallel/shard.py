@@ -94,18 +94,9 @@ def shard_fully(
     """Shard the parameters of a model by FSDP2, in place.
 
     They become DTensors, so make `ParamShard`s after this. On the meta device, `to_empty` of `root` and filling the
-    local rows come after this too.
-
-    Args:
-        units: in the order of forward; none inside another.
-        root: holds them and the modules of no unit (embedding, head), which stay gathered from forward to backward.
-            Parameters that two roots of a rank share must be ignored by both.
-        axis: ranks that hold the same units.
-        settings: `reshard`, `prefetch`, `reduce`.
-        device: of forward and backward; parameters are there or on the meta device, in float32.
-        compute_dtype: dtype in which weights are gathered.
-        ignored: parameters that are not sharded.
-        inner: modules inside units with their own axis.
+    local rows come after this too. `units` are in the order of forward, none inside another; modules of `inner` have
+    their own axis. `root` holds the units and the modules of none (embedding, head), which stay gathered from forward
+    to backward; parameters that two roots of a rank share must be ignored by both.
     """
     ignored = ignored | {
         parameter for module, own in inner.items() if own.shard.size == 1 for parameter in module.parameters()

@@ -30,12 +30,7 @@ _NOTHING = nullcontext()
 
 
 def span(name: str, *numbers: int | str) -> AbstractContextManager[object]:
-    """A region of the current thread.
-
-    Args:
-        name: of `penstock.base.spans`.
-        numbers: for the placeholders of the name.
-    """
+    """A region of the current thread; the numbers fill the placeholders of a name of `penstock.base.spans`."""
     return record_function(name.format(*numbers)) if _profiler_enabled() else _NOTHING
 
 

@@ -82,11 +82,8 @@ class BufferSection(IntEnum):
 class BufferSizes:
     """Sizes of the sections; the same on all ranks.
 
-    Attributes:
-        tokens: most tokens of a rank, T.
-        top_k: most choices of a token, times expert_tensor.
-        row_bytes: scales included; a multiple of 16.
-        slots: of each direction; with one slot, consecutive transfers must alternate directions.
+    top_k is times expert_tensor; row_bytes, a multiple of 16, includes scales. With one slot, consecutive transfers
+    must alternate directions.
     """
 
     tokens: int
@@ -139,14 +136,9 @@ def _aligned(size: int) -> int:
 class SymmetricBuffers:
     """This rank's memory, and its view of the others'. Made by `allocate`, and by hand for simulated ranks.
 
-    Args:
-        memory: our own, uint8, `sizes.total_bytes`; zero on all ranks before the first transfer.
-        addresses: of each rank's memory in this process.
-        looks: see `LOOKS`.
-        memories: of all ranks as tensors, for copy engines; or empty.
-
-    Attributes:
-        late: int32 scalar; 0, or one more than the channel whose wait was given up.
+    `memory` is ours, zero on all ranks before the first transfer; `addresses` are those of all ranks in this process,
+    and `memories` the same as tensors for copy engines. `late` is an int32 scalar: 0, or one more than the channel
+    whose wait was given up.
     """
 
     def __init__(

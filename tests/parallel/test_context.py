@@ -45,12 +45,14 @@ def _heads(shape: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return q, k, v, direction
 
 
-def _borders(documents: bool, rows: int) -> Tensor | None:
+def _documents(rows: int) -> Tensor:
+    """Borders inside chunks and at their edges, other ones in each row."""
     starts = torch.tensor([0, 3, 4, 9, 14])
-    documents_BS = torch.stack(
-        [torch.searchsorted(starts + row, torch.arange(LENGTH), right=True) for row in range(rows)]
-    )
-    return attention_mask(documents_BS if documents else None)
+    return torch.stack([torch.searchsorted(starts + row, torch.arange(LENGTH), right=True) for row in range(rows)])
+
+
+def _borders(documents: bool, rows: int) -> Tensor | None:
+    return attention_mask(_documents(rows) if documents else None)
 
 
 def _axes(size: int) -> Axes:
@@ -129,11 +131,6 @@ REACHES = {
     "the whole row": None,
 }
 SINKS_H = torch.tensor([0.5, -1.0, 2.0, 0.0, 0.1, 0.2, -0.3, 1.0], dtype=torch.float64)
-
-
-def _documents(rows: int) -> Tensor:
-    starts = torch.tensor([0, 3, 4, 9, 14])
-    return torch.stack([torch.searchsorted(starts + row, torch.arange(LENGTH), right=True) for row in range(rows)])
 
 
 def _near_on_a_rank(size: int, method: Method, documents: bool) -> list[list[Tensor]]:

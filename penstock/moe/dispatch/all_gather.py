@@ -36,12 +36,7 @@ from penstock.parallel.recompute import is_recomputing
 
 @dataclass(frozen=True)
 class AllGatherDispatcher:
-    """Gathers all tokens of the axis; all ranks have the same number of tokens.
-
-    Attributes:
-        axis: the ranks that share the experts.
-        row_capacity: limit of the row count; None reads the count on the host.
-    """
+    """Gathers all tokens of `axis`, equally many of each rank; without `row_capacity` the host reads the row count."""
 
     name: ClassVar[DispatcherName] = "all-gather"
 
@@ -57,7 +52,7 @@ class AllGatherDispatcher:
         payload = self.wire_format.encode(x_TD).move(
             lambda rows: all_gather(rows, self.axis, dim=0), lambda gradient: reduce_scatter(gradient, self.axis, dim=0)
         )
-        weights_NK, experts_NK = _gather_choices(routing, self.axis)
+        weights_NK, experts_NK = unpacked(all_gather(packed(routing), self.axis, dim=0))
         own_NK = as_local(experts_NK, self.placement.experts_of(self.axis.rank))
         order = self._keep_capacity(self.operators.order_rows(own_NK, self.placement.per_place))
         weights_R = pick_kept(weights_NK, order)
@@ -108,9 +103,3 @@ def as_local(experts_TK: Tensor, own: range) -> Tensor:
     """Ids among our own experts; `len(own)`, which marks a dropped slot, for all others."""
     is_own_TK = (experts_TK >= own.start) & (experts_TK < own.stop)
     return torch.where(is_own_TK, experts_TK - own.start, len(own))
-
-
-def _gather_choices(routing: Routing, axis: Axis) -> tuple[Tensor, Tensor]:
-    if axis.size == 1:
-        return routing.weights_TK, routing.experts_TK
-    return unpacked(all_gather(packed(routing), axis, dim=0))

@@ -43,11 +43,8 @@ from penstock.parallel.spans import span
 class AllToAllMetadata(DispatchMetadata):
     """Its order is that of our own slots; R counts the rows that arrived here.
 
-    Attributes:
-        arrived_R: int64, for each place of the experts' order the row in order of arrival.
-        places_R: int64, the inverse of arrived_R.
-        receive: rows from each rank; None if all are equal.
-        send: rows to each rank; None if all are equal.
+    arrived_R has, for each place of the experts' order, the row in order of arrival (int64); places_R is its inverse.
+    `receive` and `send` are rows from and to each rank; None if all are equal.
     """
 
     arrived_R: Tensor
@@ -58,11 +55,7 @@ class AllToAllMetadata(DispatchMetadata):
 
 @dataclass(frozen=True)
 class AllToAllDispatcher:
-    """Sends each row to the ranks of its expert.
-
-    Attributes:
-        axis: the ranks that share the experts.
-    """
+    """Sends each row to the ranks of its expert."""
 
     name: ClassVar[DispatcherName] = "all-to-all"
 
@@ -124,14 +117,10 @@ class AllToAllDispatcher:
 
 @dataclass(frozen=True)
 class PaddedAllToAllDispatcher:
-    """Sends the capacity of every expert: static shapes, at the price of padding.
+    """Sends the capacity of every expert, `factor` times the even share of one rank's tokens: static shapes, padding.
 
     All ranks of the axis have the same number of tokens. A rank sends the whole capacity for each expert, because all
     slots that were kept may be its own. Slots over capacity must have been dropped.
-
-    Attributes:
-        axis: the ranks that share the experts.
-        factor: capacity over the even share of one rank's tokens.
     """
 
     name: ClassVar[DispatcherName] = "padded"
@@ -193,13 +182,10 @@ def _first(rows_R: Tensor, count: int) -> Tensor:
 
 
 def _by_expert(arriving_We: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """The permutation from order of arrival (source, expert) to the experts' order (expert, source).
+    """The permutation from order of arrival (source, expert) to the experts' order (expert, source), and its inverse.
 
     With 2 sources and 2 experts, arriving_We = [[1, 2], [1, 0]]: the rows a | b b | c are read as a c | b b, so
     arrived_R = [0, 3, 1, 2] and places_R = [0, 2, 3, 1].
-
-    Returns:
-        The row of each place and the place of each row, int64.
     """
     # A block is what came from one source for one expert: it lies together in both orders, only shifted.
     by_source, by_expert = arriving_We.flatten(), arriving_We.T.flatten()

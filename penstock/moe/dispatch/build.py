@@ -23,8 +23,7 @@ def make_dispatcher(
 ) -> tuple[Dispatcher, RowCapacity | None]:
     """The dispatcher of one layer, and the limit of its row count if it has one; `in_arena` as `shares_arena` says.
 
-    Raises:
-        DeviceError: hierarchical dispatch was asked for by name and the nodes hold unequal parts of the experts.
+    Raises a DeviceError if hierarchical dispatch was asked for and the nodes hold unequal parts of the experts.
     """
     axes, dispatch, operators = layer_context.axes, layer_context.dispatch, layer_context.operators
     grid, axis, wire_format = axes.grid, axes.expert, wire_format_of(layer_context.float8)

@@ -67,11 +67,9 @@ register_dataclass(ExpertRows)
 
 @dataclass(frozen=True)
 class DispatchMetadata:
-    """State that `combine` needs from its `dispatch`.
+    """State that `combine` needs from its `dispatch`: places of the slots among the rows that the experts return.
 
-    Attributes:
-        order: places of the slots among the rows that the experts return. A dropped slot's place lies past the last
-            expert's, so it counts as zero.
+    A dropped slot's place lies past the last expert's, so it counts as zero.
     """
 
     order: RowOrder

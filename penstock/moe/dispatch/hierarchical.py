@@ -65,13 +65,9 @@ class NodePlacement:
 
 @dataclass(frozen=True)
 class HierarchicalMetadata(DispatchMetadata):
-    """Its order is that of the slots (token, node).
+    """Its order is that of the slots (token, node); `arrived` counts the tokens that arrived here, without empty rows.
 
-    Attributes:
-        inner: metadata of the inner dispatcher.
-        arrived: tokens that arrived here, without empty rows.
-        receive: tokens from each node; None if all are equal.
-        send: tokens to each node; None if all are equal.
+    `receive` and `send` are tokens from and to each node; None if all are equal.
     """
 
     inner: DispatchMetadata

@@ -52,12 +52,9 @@ class DispatchPayload:
 
 @dataclass(frozen=True, kw_only=True)
 class WireFormat:
-    """Format in which rows travel.
+    """Format in which rows travel: in the blocks of `recipe`, or in 16 bits without one.
 
-    Attributes:
-        recipe: blocks of the quantization; None sends rows as they are.
-        gradient: 8-bit format of output gradients.
-        dequantizes: rows are dequantized on arrival; else experts multiply them as they came.
+    If it `dequantizes`, rows are opened on arrival; else experts multiply them as they came.
     """
 
     recipe: Recipe | None = None

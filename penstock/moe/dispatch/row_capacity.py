@@ -30,9 +30,7 @@ from penstock.layout.experts import ExpertPlacement
 class SplitSizes:
     """Reads counts; the host waits for the device.
 
-    Attributes:
-        imbalance: on the meta device, rows of this rank's experts over the even share.
-        part: on the meta device, share of the choices that are not dropped.
+    A meta device has none: there a rank has `imbalance` times the even share, of the `part` that is not dropped.
     """
 
     imbalance: float = 1.0
@@ -94,10 +92,8 @@ SPARE = 1.1
 class CapacityTracker(nn.Module):
     """A limited number of rows, and a count of those over it.
 
-    Attributes:
-        even_share: rows of the last pass if all ranks had as many.
-        widenings: number of shape changes, the same on all ranks.
-        meter: int64 [2]: rows over capacity, and most rows of a pass, since `forget`.
+    `meter` (int64 [2]) has the rows over capacity and the most rows of a pass since `forget`; `widenings` counts shape
+    changes, the same on all ranks.
     """
 
     meter: Tensor

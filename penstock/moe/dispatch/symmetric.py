@@ -64,14 +64,9 @@ from penstock.parallel.weight_grad_store import DeferredWork
 class SymmetricTransport:
     """Buffers and kernel launches of both directions.
 
-    Attributes:
-        push: launch of the kernel that sends rows to experts.
-        take: launch of the kernel that copies rows out of the buffer as they come.
-        take_all: the same, if all rows are there.
-        back: launch of the kernel that sends outputs back.
-        sum: launch of the kernel that adds them up as they come.
-        chunks: of tokens; 0 asks `chunks_for`.
-        by_engines: copy engines send all rows to all ranks, in one chunk.
+    `push` sends rows to experts, `take` copies them out as they come and `take_all` once all are there; `back` sends
+    outputs back, `sum` and `sum_all` add them up. `chunks` of 0 asks `chunks_for`; `by_engines` sends all rows to all
+    ranks by copy engines, in one chunk.
     """
 
     buffers: SymmetricBuffers
@@ -116,10 +111,8 @@ class SymmetricMetadata(DispatchMetadata):
 class SymmetricDispatcher:
     """Pushes rows to experts and back; each rank of the axis has the same number of tokens.
 
-    Attributes:
-        row_capacity: limit of the row count; None reads the count on the host.
-        overlaps_backward: a part of the experts' backward pass runs while row gradients travel; False if transfers run
-            on their own stream anyway.
+    With `overlaps_backward` a part of the experts' backward pass runs while row gradients travel, which transfers on
+    their own stream do anyway.
     """
 
     name: ClassVar[DispatcherName] = "symmetric"
@@ -159,7 +152,10 @@ class SymmetricDispatcher:
         if self.row_capacity is None:
             arrivals = order_local_rows(experts_NK, weights_NK, own, tokens * min(top_k, len(own)))
             share = tokens * top_k / self.placement.expert
-            return _used(arrivals, self.counts.total(arrivals.counts_e, share, tokens * top_k))
+            # Without empty places, except one.
+            rows = self.counts.total(arrivals.counts_e, share, tokens * top_k)
+            slots_R, index_R, weights_R = (values_R[: rows + 1] for values_R in arrivals[:3])
+            return LocalOrder(slots_R, index_R, weights_R, arrivals.places_NK.clamp(max=rows), arrivals.counts_e)
         is_counted = self.row_capacity.training and not is_recomputing()
         meter = self.row_capacity.meter if is_counted else None
         return order_local_rows(experts_NK, weights_NK, own, self.row_capacity.rows(tokens, top_k), meter)
@@ -170,11 +166,8 @@ def transport_of(
 ) -> SymmetricTransport:
     """The transport of a layer, with the measured launches; all layers may share the buffers.
 
-    Args:
-        placement: on as many ranks as the buffers.
-        buffers: peer memory.
-        programs: of each kernel, the same on all ranks; 0 takes the fastest. Fewer leave multiprocessors to compute.
-        by_engines: copy engines send the rows. A plan's buffers have no mapped tensors, so there kernels are counted.
+    All ranks take the same number of `programs`: 0 is the fastest, fewer leave multiprocessors to compute. A plan's
+    buffers have no mapped tensors, so there kernels are counted even with `by_engines`.
     """
     assert placement.places == buffers.peers.size, f"{placement} on {buffers.peers.size} ranks"
     homes = ExpertRanks(per_rank=placement.per_place, parts=placement.expert_tensor)
@@ -183,11 +176,6 @@ def transport_of(
         return transport
     names = ("push", "take", "take_all", "back", "sum", "sum_all")
     return replace(transport, **{name: replace(getattr(transport, name), programs=programs) for name in names})
-
-
-def _used(arrivals: LocalOrder, rows: int) -> LocalOrder:
-    slots_R, index_R, weights_R = (values_R[: rows + 1] for values_R in arrivals[:3])
-    return LocalOrder(slots_R, index_R, weights_R, arrivals.places_NK.clamp(max=rows), arrivals.counts_e)
 
 
 def _arrived(

@@ -28,13 +28,9 @@ KERNARG_POOL_BYTES = 12 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchFacts:
-    """Facts of a process that the rules depend on.
+    """Facts of a process that the rules depend on; 0 cores are unknown ones.
 
-    Attributes:
-        vendor: of the GPUs that are used; cpu if none is.
-        cores: CPU cores of these ranks; 0 if unknown.
-        deterministic: operators with timing-dependent results are refused.
-        computes: the process may multiply matrices; else it only reads files and counts.
+    A process that does not compute only reads files and counts.
     """
 
     vendor: Vendor = "cpu"
@@ -57,15 +53,9 @@ class LaunchFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class VariableRule:
-    """One variable.
+    """One variable, its `value` with facts in braces and `shown` in words; if it `applies` is `when` in words.
 
-    Attributes:
-        value: a part in braces is taken from `facts`.
-        shown: the value in words, if it depends on facts.
-        applies: whether the facts of a process ask for it.
-        when: `applies` in words.
-        why: what is wrong or slow without it.
-        also: variables with the same meaning; if the shell has set one of them, this one is left alone.
+    If the shell has set a variable of `also`, which has the same meaning, this one is left alone.
     """
 
     name: str
@@ -213,11 +203,7 @@ class Environment:
     """Values of the environment variables.
 
     Attributes:
-        color: terminal output may have colors.
         threads: of a CPU operator, or None if unset.
-        world_size: processes that were started together.
-        local_rank: among the processes of this machine.
-        local_world_size: processes of this machine.
         started_by: the launcher; empty for a single process.
         launch: name of the launch, the same after a restart; may be empty.
         restarts: earlier starts of these ranks.
@@ -239,11 +225,7 @@ class Environment:
 
 
 def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
-    """Read every variable.
-
-    Raises:
-        DeviceError: a variable that should be a number is none, or they contradict each other.
-    """
+    """Read every variable. Raises a DeviceError if one is no number where it must be, or if two contradict."""
     color, threads = not variables.get("NO_COLOR"), _whole_number(variables, "OMP_NUM_THREADS")
     if variables.get("WORLD_SIZE", "").strip():
         return _from_torchrun(variables, color, threads)

@@ -27,12 +27,7 @@ ROOT = Path("/")
 
 @dataclass(frozen=True, kw_only=True)
 class Binding:
-    """Cores that a process is bound to.
-
-    Attributes:
-        node: NUMA node of its GPU.
-        sharers: processes that divide the node's cores.
-    """
+    """Cores of the GPU's NUMA `node` that a process is bound to; `sharers` processes divide them."""
 
     node: int
     cores: tuple[int, ...]
@@ -115,11 +110,11 @@ def choose_binding(
     """
     if len(list((root / "sys/devices/system/node").glob("node[0-9]*"))) < 2:
         return None
-    nodes = [_node_of(bus_id, root) for bus_id in bus_ids]
-    node = nodes[local_rank]
-    if node is None:
+    nodes = [_read(root / "sys/bus/pci/devices" / bus_id.lower() / "numa_node") for bus_id in bus_ids]
+    node = int(nodes[local_rank] or -1)
+    if node < 0:
         return None
-    sharers = [rank for rank, other in enumerate(nodes) if other == node]
+    sharers = [rank for rank, other in enumerate(nodes) if other == str(node)]
     cores = _physical_cores(parse_ranges(_read(root / f"sys/devices/system/node/node{node}/cpulist")), allowed, root)
     place, count = sharers.index(local_rank), len(sharers)
     if len(cores) < count:
@@ -135,11 +130,6 @@ def bind(binding: Binding) -> None:
             os.sched_setaffinity(thread, binding.cores)
         except ProcessLookupError:
             continue  # it ended since we looked
-
-
-def _node_of(bus_id: str, root: Path) -> int | None:
-    text = _read(root / "sys/bus/pci/devices" / bus_id.lower() / "numa_node")
-    return int(text) if text and int(text) >= 0 else None
 
 
 def _physical_cores(threads: Sequence[int], allowed: frozenset[int], root: Path) -> list[tuple[int, ...]]:

@@ -38,13 +38,9 @@ _RESOURCE: dict[Vendor, str] = {"nvidia": "nvidia.com/gpu", "amd": "amd.com/gpu"
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A run on many machines.
+    """A run on many machines, with as many ranks as `gpus` on each; the cluster chooses `cpus` of None.
 
-    Attributes:
-        words: after `penstock`: train, the target, overrides.
-        gpus: of each machine, and so its ranks.
-        cpus: cores of each machine, or None to leave that to the cluster.
-        restarts: how often torchrun starts all ranks again after one has died.
+    `words` come after `penstock`; torchrun starts all ranks `restarts` times again after one has died.
     """
 
     name: str
@@ -64,8 +60,7 @@ class Job:
 def slurm_script(job: Job, options: dict[str, str], container: str | None = None) -> str:
     """A script for sbatch, with further options such as {"time": "24:00:00"} and a container for the pyxis plugin.
 
-    Raises:
-        ConfigError: Slurm would refuse an option.
+    Raises a ConfigError if Slurm would refuse an option.
     """
     for option, value in {"name": job.name, **options}.items():
         if option == "time":
@@ -121,8 +116,7 @@ def slurm_script(job: Job, options: dict[str, str], container: str | None = None
 def kubernetes_manifest(job: Job, image: str, claim: str, namespace: str | None = None) -> str:
     """A PyTorchJob (kubeflow.org/v1) in YAML. `claim` is the PersistentVolumeClaim of all pods, which holds the runs.
 
-    Raises:
-        ConfigError: Kubernetes would refuse a name.
+    Raises a ConfigError if Kubernetes would refuse a name.
     """
     assert job.facts.vendor != "cpu", "a cluster without GPUs is not planned for"
     name = job.name

@@ -23,7 +23,7 @@ from types import FrameType, TracebackType
 
 import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from penstock.base.errors import FAILED, WRONG_INPUT, ConfigError, DeviceError
@@ -67,10 +67,8 @@ def facts_of_run(run: Run, machine: LaunchFacts) -> LaunchFacts:
 def processes_to_start(run: Run, environment: Environment, asked: int | None) -> int:
     """Number of ranks that a command starts on this machine; 1 means that it is the rank itself.
 
-    `asked` is `--processes`; None asks for one process for each GPU, or for as many as divide the run's batch.
-
-    Raises:
-        DeviceError: this is a rank already, or there are fewer GPUs than processes.
+    `asked` is `--processes`; None asks for one process for each GPU, or for as many as divide the run's batch. Raises a
+    DeviceError if this is a rank already or there are fewer GPUs than processes.
     """
     if environment.started_by:
         if asked is not None:
@@ -114,8 +112,10 @@ def run_processes(work: RankFunction, words: Sequence[str], launch: LocalLaunch)
                 return 128 + forwarder.signal
             if failure.exitcode == WRONG_INPUT:
                 return WRONG_INPUT
+            code = failure.exitcode
+            end = f"failed with exit code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
             again = f"; restart {attempt + 1} of {launch.restarts}" if attempt < launch.restarts else ""
-            launch.say(f"rank {rank} {_end_of(failure)}{again}")
+            launch.say(f"rank {rank} (process {failure.pid}) {end}{again}")
     return FAILED
 
 
@@ -161,12 +161,6 @@ class _TracebackPrinter:
     ) -> None:
         if error is not None and not isinstance(error, SystemExit):
             traceback.print_exception(error)
-
-
-def _end_of(failure: ProcessFailure) -> str:
-    if failure.exitcode < 0:
-        return f"(process {failure.pid}) was ended by {signal.Signals(-failure.exitcode).name}"
-    return f"(process {failure.pid}) failed with exit code {failure.exitcode}"
 
 
 class _SignalForwarder:

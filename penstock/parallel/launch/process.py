@@ -20,8 +20,7 @@ CPU_INFO = Path("/proc/cpuinfo")
 def choose_device(kind: str, environment: Environment | None = None) -> torch.device:
     """The device of a run on this rank; a GPU becomes the current one. `kind` is `cpu`, `cuda` (AMD too) or `auto`.
 
-    Raises:
-        DeviceError: a GPU was asked for and there is none, or this machine has more ranks than GPUs.
+    Raises a DeviceError without the GPU that was asked for, and for more ranks than GPUs.
     """
     has_gpu = torch.cuda.is_available()
     if kind == "cuda" and not has_gpu:
@@ -63,16 +62,12 @@ def bind_near(device: torch.device, environment: Environment) -> Binding | None:
         return None
     sees_all = torch.cuda.device_count() >= environment.local_world_size > 1
     gpus = range(environment.local_world_size) if sees_all else [device.index]
-    bus_ids = [_bus_id(gpu) for gpu in gpus]
+    facts: list[Any] = [torch.cuda.get_device_properties(gpu) for gpu in gpus]  # PyTorch's stubs lack these three
+    bus_ids = [f"{one.pci_domain_id:04x}:{one.pci_bus_id:02x}:{one.pci_device_id:02x}.0" for one in facts]
     binding = choose_binding(bus_ids, environment.local_rank if sees_all else 0, allowed_cores())
     if binding is not None:
         bind(binding)
     return binding
-
-
-def _bus_id(gpu: int) -> str:
-    facts: Any = torch.cuda.get_device_properties(gpu)  # PyTorch's stubs lack these three
-    return f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
 
 
 def prepare_process(environment: Environment, *, seed: int, deterministic: bool) -> None:
@@ -93,10 +88,7 @@ def free_memory_bytes(device: torch.device) -> int | None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Peak memory since the process began.
-
-    On a GPU: allocated by PyTorch on that device. On a CPU: the resident set of the whole process.
-    """
+    """Peak memory since the process began: PyTorch's on a GPU, the resident set of the whole process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

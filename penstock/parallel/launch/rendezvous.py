@@ -24,7 +24,7 @@ import uuid
 from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -60,11 +60,7 @@ class Rendezvous:
         self._agreements = 0
 
     def open(self, timeout_minutes: float) -> None:
-        """Wait until every rank is there; the timeout holds wherever a rank waits for another.
-
-        Raises:
-            DeviceError: a rank is missing.
-        """
+        """Wait until every rank is there, or raise a DeviceError. The timeout holds for later waits too."""
         self.timeout = timedelta(minutes=timeout_minutes)
         if self.world == 1:
             return
@@ -80,22 +76,23 @@ class Rendezvous:
         self.store = PrefixStore(name, store)
 
     def agree(self, make: Callable[[], Json]) -> Json:
-        """The JSON result of `make` on rank 0, on every rank. All ranks must call it, in the same order.
-
-        Raises:
-            PenstockError: rank 0's, on every rank.
-        """
+        """The JSON result of `make` on rank 0, or its PenstockError, on every rank. All call it, in the same order."""
         if self.world == 1:
             return make()
         assert self.store is not None, "ranks must meet before they agree"
         self._agreements += 1
         key = f"agreed/{self._agreements}"
         if self.rank > 0:
-            return _unpacked(json.loads(self.store.get(key)))
+            message = json.loads(self.store.get(key))
+            if "error" in message:
+                raise _ERRORS[message["error"]](message["facts"].pop("what"), **message["facts"])
+            return message["value"]
         try:
             value = make()
         except PenstockError as error:
-            self.store.set(key, json.dumps({"error": type(error).__name__, "facts": _facts(error)}))
+            facts = {"what": error.what, "got": error.got, "allowed": error.allowed, "fix": error.fix}
+            texts = {name: None if fact is None else str(fact) for name, fact in facts.items()}
+            self.store.set(key, json.dumps({"error": type(error).__name__, "facts": texts}))
             raise
         self.store.set(key, json.dumps({"value": value}))
         return value
@@ -169,17 +166,6 @@ class Rendezvous:
                 return name
             time.sleep(LOOK_SECONDS)
         raise DeviceError("rank 0 waits for other ranks", got=f"{self.timeout} of waiting at rank {self.rank}")
-
-
-def _facts(error: PenstockError) -> dict[str, str | None]:
-    texts = {"got": error.got, "allowed": error.allowed, "fix": error.fix}
-    return {"what": error.what, **{name: None if text is None else str(text) for name, text in texts.items()}}
-
-
-def _unpacked(message: dict[str, Any]) -> Any:
-    if "error" in message:
-        raise _ERRORS[message["error"]](message["facts"].pop("what"), **message["facts"])
-    return message["value"]
 
 
 def start_process_group(rendezvous: Rendezvous, device: torch.device) -> None:
