@@ -58,7 +58,6 @@ class Scaling:
 
     Attributes:
         name: `weak` (the batch grows with the devices) or `strong` (it does not), or a published curve.
-        devices: ascending.
         tokens_per_second_per_device: of each; None where nothing fits.
     """
 

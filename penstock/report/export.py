@@ -61,16 +61,7 @@ def write_images(
 ) -> list[Path]:
     """Write each figure to a file of its name.
 
-    Args:
-        figures: with different names.
-        folder: an existing one.
-        kind: format of the files.
-        theme: colour scheme.
-        width: in pixels; the height is the figure's own.
-        scale: device pixels per pixel of a PNG.
-
-    Returns:
-        The files, in the order of the figures.
+    `width` is in pixels, and `scale` is device pixels per pixel of a PNG.
 
     Raises:
         PicturesError: there is no browser or no Plotly, or the browser did not draw.
@@ -87,7 +78,10 @@ def write_images(
     boxes = "".join(f'<div class="figure" id="{escape(figure.name)}"></div>' for figure in figures)
     body = f'{boxes}<script type="application/json" id="export">{as_script(export)}</script>'
     drawn = open_in_browser(browser, document("export", body, figures, script="export.js"))
-    images = {unescape(match["name"]): _content(match) for match in _IMAGE.finditer(drawn)}
+    images = {
+        unescape(match["name"]): (b64decode(match["data"]) if match["packed"] else unquote(match["data"]).encode())
+        for match in _IMAGE.finditer(drawn)
+    }
     missing = [figure.name for figure in figures if figure.name not in images]
     if missing:
         trouble = _TROUBLE.search(drawn)
@@ -103,13 +97,8 @@ def write_images(
 def write_image(plan: Plan, path: Path, *, more: Sequence[Figure] = ()) -> list[Path]:
     """Write each figure of a plan next to a path: `plan.svg` gives `plan-memory.svg`, `plan-step-time.svg`, ...
 
-    Args:
-        plan: its candidates are drawn.
-        path: ends in .png or .svg.
-        more: further figures, see `penstock.report.page.page`.
+    `path` ends in .png or .svg; `more` are further figures, see `penstock.report.page.page`.
 
-    Returns:
-        The files.
 
     Raises:
         PicturesError: nothing fits, so nothing can be drawn; or see `write_images`.
@@ -122,11 +111,6 @@ def write_image(plan: Plan, path: Path, *, more: Sequence[Figure] = ()) -> list[
 
 def open_in_browser(browser: str, html: str, *options: str) -> str:
     """Let a browser open an HTML document, run its scripts, and print the result.
-
-    Args:
-        browser: program.
-        html: the document.
-        options: further options of the browser.
 
     Raises:
         PicturesError: the browser failed, or exceeded the time limit.
@@ -144,7 +128,3 @@ def open_in_browser(browser: str, html: str, *options: str) -> str:
         except (OSError, subprocess.CalledProcessError) as error:
             raise PicturesError(f"{browser} failed", got=error) from error
     return result.stdout.decode()
-
-
-def _content(match: re.Match[str]) -> bytes:
-    return b64decode(match["data"]) if match["packed"] else unquote(match["data"]).encode()

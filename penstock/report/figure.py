@@ -19,11 +19,7 @@ class Figure:
 
     Attributes:
         name: letters, digits and hyphens; also the name of an exported file.
-        caption: below the title.
-        data: Plotly's traces.
         layout: Plotly's layout, without the theme.
-        height: in pixels.
-        is_wide: it takes the whole width of a page.
         hint: how to interact with it, after the caption.
     """
 
@@ -40,13 +36,7 @@ class Figure:
 def _theme(ink: str, faint: str, grid: str, paper: str, raised: str, hues: Sequence[str]) -> dict[str, Any]:
     """A theme as the layout of a Plotly template.
 
-    Args:
-        ink: text colour.
-        faint: colour of secondary text.
-        grid: line colour.
-        paper: background.
-        raised: background of hover labels.
-        hues: of heat maps: zero, half and full of a scale from zero, and below zero.
+    `raised` is the background of hover labels; `hues` are those of heat maps: zero, half, full, and below zero.
     """
     axis = {
         "gridcolor": grid,

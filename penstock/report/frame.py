@@ -57,11 +57,7 @@ _SAVE = '<div class="save"><button value="svg">SVG</button> <button value="png">
 def document(title: str, body: str, figures: Sequence[Figure], script: str = "page.js") -> str:
     """A whole HTML document with its style, figures and scripts.
 
-    Args:
-        title: of the window.
-        body: HTML, in which a figure has an element `<div class="figure" id=NAME>`.
-        figures: with different names.
-        script: file of assets that draws them.
+    In `body`, a figure is an element `<div class="figure" id=NAME>`; `script` is the asset that draws them.
 
     Raises:
         PicturesError: Plotly is not installed.

@@ -45,10 +45,7 @@ def plan_figures(plan: Plan, timelines: int = TIMELINES) -> list[Figure]:
 def page(plan: Plan, *, more: Sequence[Figure] = (), timelines: int = TIMELINES) -> str:
     """The page of a plan.
 
-    Args:
-        plan: its candidates and refusals.
-        more: figures after the plan's own: curves of what-ifs.
-        timelines: number of candidates whose pipelines are drawn.
+    `more` are figures after the plan's own: curves of what-ifs.
 
     Raises:
         PicturesError: Plotly is not installed.
@@ -144,23 +141,19 @@ def _shared_text(candidates: Sequence[Projection], differing: Container[str]) ->
 
 def _results(one: Projection) -> list[str]:
     time = one.time
+    # Memory of the fullest rank, with a bar of its share of the device.
+    share = min(one.memory.total / one.capacity_bytes, 1.0)
+    state = "fits" if one.fits else "over"
+    title = f"{one.memory.total / one.capacity_bytes:.1%} of {one.capacity_bytes / 1e9:.0f} GB"
+    bar = f'<i class="bar {state}"><i style="width:{share:.1%}"></i></i>'
     return [
-        _memory_cell(one),
+        f'<td class="memory" title="{title}">{bar}<span>{one.memory.total / 1e9:.1f} GB</span></td>',
         f"<td>{time_text(time.step_seconds)}</td>",
         f"<td><b>{time.tokens_per_second_per_device:,.0f}</b></td>",
         f"<td>{share_text(time.model_flops_utilization)}</td>",
         f"<td>{share_text(time.bubble)}</td>",
         f"<td>{time_text(time.exposed_communication_seconds)}</td>",
     ]
-
-
-def _memory_cell(one: Projection) -> str:
-    """Memory of the fullest rank, with a bar of its share of the device."""
-    share = min(one.memory.total / one.capacity_bytes, 1.0)
-    state = "fits" if one.fits else "over"
-    title = f"{one.memory.total / one.capacity_bytes:.1%} of {one.capacity_bytes / 1e9:.0f} GB"
-    bar = f'<i class="bar {state}"><i style="width:{share:.1%}"></i></i>'
-    return f'<td class="memory" title="{title}">{bar}<span>{one.memory.total / 1e9:.1f} GB</span></td>'
 
 
 def refusals_table(refusals: Sequence[Refusal]) -> str:

@@ -63,10 +63,8 @@ class RunEvidence:
         path: of the run, or of traces.
         judged: input of the doctor.
         lines: of metrics.jsonl; only some of them have layers.
-        starts: lines of starts.jsonl.
         is_host: the traces are of a CPU, which takes the place of the device.
         projection: of the run on its hardware.
-        verdict: of the doctor.
     """
 
     path: Path
@@ -123,10 +121,8 @@ def sentence(reason: str) -> str:
 def gather(path: Path, *, on: str | None = None, plans: bool = True) -> RunEvidence:
     """Read everything.
 
-    Args:
-        path: the folder of a run, a trace, or a folder of traces.
-        on: hardware of the run (`8xH200`); None takes it from the traces or starts.
-        plans: project the run.
+    `path` is the folder of a run, a trace, or a folder of traces. `on` is hardware (`8xH200`); None takes it from the
+    traces or starts.
 
     Raises:
         TraceError: a trace is damaged, or the path holds neither a run nor a trace.
@@ -227,7 +223,6 @@ class StepClock:
     Attributes:
         windows_us: of each rank, start and end of the step on the device, on the clock of its file.
         zero_us: of each rank, the origin of the axis, on the same clock.
-        words: how the clocks were aligned.
     """
 
     windows_us: Mapping[int, tuple[float, float]]

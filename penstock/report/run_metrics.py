@@ -90,12 +90,7 @@ def extremes(xs: Sequence[float], ys: Sequence[float], most: int = POINTS) -> tu
 def curve(points: ThinnedCurve, name: str, colour: str, hover: str, **more: Any) -> list[dict[str, Any]]:
     """A thinned curve as Plotly traces: its band, the curve, and over a noisy one its trailing mean.
 
-    Args:
-        points: the curve.
-        name: in the legend.
-        colour: of all traces.
-        hover: template with `%{x}` and `%{y}`.
-        more: further fields of all traces, such as the axis.
+    `hover` is a template with `%{x}` and `%{y}`.
     """
     traces: list[dict[str, Any]] = []
     if points.each > 1:
@@ -116,16 +111,18 @@ def curve(points: ThinnedCurve, name: str, colour: str, hover: str, **more: Any)
     }
     traces.append(line | ({"opacity": 0.4, "showlegend": False} if is_noisy else {}) | more)
     if is_noisy:
-        mean = {"type": "scatter", "mode": "lines", "x": list(points.xs), "y": _short(_trailing(points.ys))}
+        # The mean over the window that ends at each value.
+        values = points.ys
+        width = max(2, len(values) // WINDOW)
+        mean = {
+            "type": "scatter",
+            "mode": "lines",
+            "x": list(points.xs),
+            "y": _short([fmean(values[max(0, at + 1 - width) : at + 1]) for at in range(len(values))]),
+        }
         style = {"name": name, "line": {"color": colour, "width": 2.2}, "hoverinfo": "skip"}
         traces.append(mean | style | {"legendgroup": name} | more)
     return traces
-
-
-def _trailing(values: Sequence[float]) -> list[float]:
-    """The mean over the window that ends at each value."""
-    width = max(2, len(values) // WINDOW)
-    return [fmean(values[max(0, at + 1 - width) : at + 1]) for at in range(len(values))]
 
 
 def _short(values: Sequence[float]) -> list[float]:
@@ -183,6 +180,8 @@ def gradient_figure(lines: Sequence[Line], run: Run | None) -> Figure | None:
         shapes = [_level(run.training.clip_norm, "y")]
         above = sum(line["gradient_norm"] > run.training.clip_norm for line in _having(lines, "gradient_norm"))
         clipped = f" Dashed: clipped to {run.training.clip_norm:g}, in {above / len(lines):.0%} of the recorded steps."
+    # A logarithmic axis if values differ by much.
+    least, most = min(norm.lows), max(norm.highs)
     return Figure(
         name="gradient",
         title="Gradient norm and learning rate",
@@ -190,7 +189,11 @@ def gradient_figure(lines: Sequence[Line], run: Run | None) -> Figure | None:
         data=data,
         layout={
             "xaxis": _steps() | {"anchor": "y2"},
-            "yaxis": {"title": {"text": "gradient norm"}, "domain": TOP, **_scale(norm)},
+            "yaxis": {
+                "title": {"text": "gradient norm"},
+                "domain": TOP,
+                **({"type": "log", "dtick": 1} if least > 0 and most / least > DECADES else {"rangemode": "tozero"}),
+            },
             "yaxis2": {"title": {"text": "learning rate"}, "rangemode": "tozero", "domain": BOTTOM, "tickformat": "~g"},
             "shapes": shapes,
             "showlegend": False,
@@ -202,10 +205,7 @@ def gradient_figure(lines: Sequence[Line], run: Run | None) -> Figure | None:
 def speed_figure(lines: Sequence[Line], planned: Projection | None, unit: str = "tokens/s/device") -> Figure | None:
     """Tokens per second of a device, and model FLOPs utilization below it if known.
 
-    Args:
-        lines: of metrics.jsonl.
-        planned: projection of the run, drawn as dashed lines.
-        unit: of the speed.
+    `planned` is drawn as dashed lines.
     """
     speed, mfu = _points(lines, "tokens_per_second_per_device"), _points(lines, "model_flops_utilization")
     if speed is None:
@@ -254,7 +254,10 @@ def step_figure(lines: Sequence[Line], planned: Projection | None) -> Figure | N
     for name in names:
         points = thinned(xs, [line["phase_seconds"].get(name, 0.0) / size for line in timed])
         data.append(_layer(points, name, colours[name], unit))
-    scaled = thinned([line["step"] for line in _having(lines, "step_seconds")], _scaled(lines, size))
+    scaled = thinned(
+        [line["step"] for line in _having(lines, "step_seconds")],
+        [line["step_seconds"] / size for line in _having(lines, "step_seconds")],
+    )
     total = curve(scaled, "step", SERIES[4], f"step %{{x:,}}<br>%{{y:.4~g}} {unit}")
     usual = usual_of(lines, "step_seconds")
     caption = [f"Usual (median of the last half): {time_text(usual)}." if usual is not None else ""]
@@ -276,12 +279,6 @@ def step_figure(lines: Sequence[Line], planned: Projection | None) -> Figure | N
             "showlegend": bool(names),
         },
     )
-
-
-def _scale(points: ThinnedCurve) -> dict[str, Any]:
-    """A logarithmic axis if values differ by much."""
-    least, most = min(points.lows), max(points.highs)
-    return {"type": "log", "dtick": 1} if least > 0 and most / least > DECADES else {"rangemode": "tozero"}
 
 
 def usual_of(lines: Sequence[Line], name: str) -> float | None:
@@ -307,10 +304,6 @@ def _layer(points: ThinnedCurve, name: str, colour: str, unit: str) -> dict[str,
 def _having(lines: Sequence[Line], name: str) -> list[Line]:
     """Lines in which a field is a number."""
     return [line for line in lines if isinstance(line.get(name), int | float)]
-
-
-def _scaled(lines: Sequence[Line], size: float) -> list[float]:
-    return [line["step_seconds"] / size for line in _having(lines, "step_seconds")]
 
 
 def _points(lines: Sequence[Line], name: str) -> ThinnedCurve | None:
@@ -411,7 +404,6 @@ def place_name(planned: Projection, place: int) -> str:
 
 
 def _measured_words(evidence: RunEvidence) -> str:
-    """The meaning of a mark."""
     if not measured_peaks(evidence):
         return "Nothing was measured."
     if evidence.is_cpu:

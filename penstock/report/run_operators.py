@@ -221,8 +221,12 @@ def roofline_figure(evidence: RunEvidence) -> Figure | None:
     if one is None:
         return None
     known, chip = _known(one), one.roofline.chip
-    rows = _drawn(known, chip)
-    size, unit = _unit(rows, chip)
+    # The longest calls above the least share of the peak.
+    peak = chip.bf16 if chip is not None else max(row.flops_per_second or 0.0 for row in known)
+    rows = [row for row in known if (row.flops_per_second or 0.0) >= LEAST * peak][:POINTS]
+    # FLOP/s of the unit, and its name.
+    most = chip.bf16 if chip is not None else max(row.flops_per_second or 0.0 for row in rows)
+    size, unit = next((unit for unit in UNITS if most >= unit[0]), UNITS[-1])
     data = _points(rows, size, unit)
     reach = [row.flops / row.bytes for row in rows if row.flops and row.bytes]
     if chip is not None:
@@ -260,22 +264,11 @@ def _known(one: RankAnalysis) -> list[RooflineRow]:
     return [row for row in one.roofline.rows if row.flops and row.bytes and row.flops_per_second]
 
 
-def _drawn(rows: Sequence[RooflineRow], chip: Chip | None) -> Sequence[RooflineRow]:
-    """The longest calls above the least share of the peak."""
-    peak = chip.bf16 if chip is not None else max(row.flops_per_second or 0.0 for row in rows)
-    return [row for row in rows if (row.flops_per_second or 0.0) >= LEAST * peak][:POINTS]
-
-
-def _unit(rows: Sequence[RooflineRow], chip: Chip | None) -> tuple[float, str]:
-    """FLOP/s of the unit, and its name."""
-    most = chip.bf16 if chip is not None else max(row.flops_per_second or 0.0 for row in rows)
-    return next((unit for unit in UNITS if most >= unit[0]), UNITS[-1])
-
-
 def _points(rows: Sequence[RooflineRow], size: float, unit: str) -> list[dict[str, Any]]:
     groups: dict[str, list[RooflineRow]] = {}
     for row in rows:
-        groups.setdefault(_group(row.operator), []).append(row)
+        part = specific_category(row.operator) or generic_category(row.operator)
+        groups.setdefault("other" if part is None else kernel_group(part.value), []).append(row)
     longest = max(row.kernel_us for row in rows)
     traces = []
     for name in (name for name in KERNELS if name in groups):
@@ -301,13 +294,7 @@ def _points(rows: Sequence[RooflineRow], size: float, unit: str) -> list[dict[st
     return traces
 
 
-def _group(operator: str) -> str:
-    part = specific_category(operator) or generic_category(operator)
-    return "other" if part is None else kernel_group(part.value)
-
-
 def _facts(row: RooflineRow) -> list[str]:
-    """Name, time and shapes."""
     time = f"{row.count:,} calls, {row.kernel_us / 1e3:,.3f} ms, {row.share:.1%} of the computing"
     if row.reached is not None and row.bound is not None:
         time += f"; {row.reached:.0%} of its roof ({row.bound})"

@@ -41,7 +41,6 @@ class PageSection:
     """A section of the page.
 
     Attributes:
-        name: its anchor.
         cards: title and HTML of other cards.
         missing: lines about missing evidence.
     """
@@ -251,7 +250,6 @@ def where_text(evidence: RunEvidence) -> str:
 
 
 def _layout_text(run: Run, world: int) -> str:
-    """Parallel sizes above 1."""
     grid = grid_of(run, world)
     sizes = {"PP": grid.pipeline, "EP": grid.expert, "TP": grid.tensor, "CP": grid.context, "DP": grid.data}
     return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
@@ -353,7 +351,11 @@ def environment_html(evidence: RunEvidence) -> str:
     if not evidence.starts:
         return pairs(known.items()) if any(known.values()) else ""
     shown = evidence.starts[-1]
-    facts = {name.replace("_", " "): _text(value) for name, value in shown.items() if value is not None}
+    facts = {
+        name.replace("_", " "): (f"{value:,}" if isinstance(value, int) else str(value))
+        for name, value in shown.items()
+        if value is not None
+    }
     facts |= known
     earlier = "".join(f"<li>{escape(_line(one))}</li>" for one in evidence.starts[:-1])
     before = (
@@ -382,10 +384,6 @@ _VERSIONS = {
     "hip_runtime_version": "HIP runtime",
     "hip_driver_version": "HIP driver",
 }
-
-
-def _text(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _line(start: Mapping[str, Any]) -> str:

@@ -140,7 +140,10 @@ def _square(
     names = [str(rank) for rank in ranks]
     if len(ranks) > RANKS:
         each = -(-len(ranks) // RANKS)
-        table, names = _joined(table, each), names[::each]
+        # Sums over squares of neighbours.
+        at = np.arange(0, len(table), each)
+        joined: Floats = np.add.reduceat(np.add.reduceat(table, at, axis=0), at, axis=1)
+        table, names = joined, names[::each]
         caption += f" A square is {each} by {each} ranks, added up, under the name of the first."
     trace: dict[str, Any] = {
         "type": "heatmap",
@@ -162,13 +165,6 @@ def _square(
         "yaxis": {"title": {"text": axes[1]}, "type": "category", "autorange": "reversed", "showgrid": False},
     }
     return Figure(name=name, title=title, caption=caption, data=[trace], layout=layout, height=420)
-
-
-def _joined(table: Floats, each: int) -> Floats:
-    """Sums over squares of neighbours."""
-    at = np.arange(0, len(table), each)
-    joined: Floats = np.add.reduceat(np.add.reduceat(table, at, axis=0), at, axis=1)
-    return joined
 
 
 # ---------------------------------------------------------------------------------------------------------- run experts

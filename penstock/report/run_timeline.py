@@ -78,14 +78,7 @@ def has_passes(one: RankAnalysis) -> bool:
 def measured_passes(
     evidence: RunEvidence, ranks: Sequence[RankAnalysis], clock: StepClock, places: Mapping[int, int]
 ) -> Timeline:
-    """The timeline of a recorded step.
-
-    Args:
-        evidence: of the run.
-        ranks: the drawn ones.
-        clock: of these ranks.
-        places: of ranks on the pipeline.
-    """
+    """The timeline of a recorded step."""
     step = last_step(ranks)
     assert evidence.answer is not None, "ranks have traces"
     calls = evidence.answer.collectives.calls
@@ -110,7 +103,13 @@ def _passes(one: RankAnalysis, calls: CollectiveCalls, step: int | None) -> list
     """The passes of a step, by start."""
     trace = one.trace
     span = _spans(trace)
-    row = np.where(_is_pass_work(one, calls), span.of(_launch_times(trace)), NONE)
+    # Launch time of each GPU event; nan if unknown.
+    gpu = trace.gpu
+    row = np.where(
+        _is_pass_work(one, calls),
+        span.of(np.append(trace.host.start_us, np.nan)[np.where(gpu.is_linked, gpu.launch, len(trace.host))]),
+        NONE,
+    )
     in_step = one.phases.placement.step
     wanted = next((found.start_us for found in one.steps if found.number == step), None)
     if wanted is not None:
@@ -127,12 +126,6 @@ def _passes(one: RankAnalysis, calls: CollectiveCalls, step: int | None) -> list
         within[what] |= number in span.paired
     found = [_Measured(what=what, start_us=a, end_us=b, is_within=within[what]) for what, (a, b) in hulls.items()]
     return sorted(found, key=lambda each: each.start_us)
-
-
-def _launch_times(trace: Trace) -> Floats:
-    """Launch time of each GPU event; nan if unknown."""
-    gpu = trace.gpu
-    return np.append(trace.host.start_us, np.nan)[np.where(gpu.is_linked, gpu.launch, len(trace.host))]
 
 
 def _is_pass_work(one: RankAnalysis, calls: CollectiveCalls) -> Flags:
@@ -152,9 +145,7 @@ class _Spans:
     """Spans of passes.
 
     Attributes:
-        passes: by row of the host.
         paired: rows that enclose another span, or are enclosed.
-        rows: of the host, by start.
         parent: of each row of the host the enclosing span, or NONE.
         end_us: of each row of the host.
         start_us: of `rows`.
@@ -245,10 +236,7 @@ class _Boxes:
 def measured_phases(ranks: Sequence[RankAnalysis], clock: StepClock, boxes: int = BOXES) -> PhaseLanes:
     """The lanes of some ranks over a step.
 
-    Args:
-        ranks: with a trace.
-        clock: of these ranks.
-        boxes: largest number over all lanes.
+    `boxes` is the largest number over all lanes.
     """
     sends = any((one.trace.gpu.kind == GpuKind.COMMUNICATION)[_in_window(one, clock)].any() for one in ranks)
     each = max(10, boxes // (len(ranks) * (2 if sends else 1)))
@@ -260,7 +248,19 @@ def measured_phases(ranks: Sequence[RankAnalysis], clock: StepClock, boxes: int 
             found, slot_us = _half(one, clock, (computes != is_sent) if sends else None, each)
             part = (0.0, 1.0) if not sends else (0.0, 0.46) if is_sent else (0.5, 1.0)
             slots = max(slots, slot_us)
-            intervals += _intervals(found, part)
+            intervals += [
+                Interval(
+                    start=start / 1e6,
+                    end=end / 1e6,
+                    name=words,
+                    colour=KERNELS[group],
+                    group=group,
+                    part=part,
+                )
+                for start, end, (group, words) in zip(
+                    found.start_us.tolist(), found.end_us.tolist(), found.what, strict=True
+                )
+            ]
         lanes.append(TimelineLane(name=f"rank {one.rank}", intervals=sorted(intervals, key=lambda box: box.start)))
     timeline = Timeline(name="measured", lanes=lanes, ground="idle", has_edges=False)
     return PhaseLanes(timeline=timeline, slot_us=slots, has_halves=sends)
@@ -343,20 +343,6 @@ def _words(one: RankAnalysis, code: int) -> tuple[str, str]:
     return kernel_group(phase), ", ".join(words)
 
 
-def _intervals(boxes: _Boxes, part: tuple[float, float]) -> list[Interval]:
-    return [
-        Interval(
-            start=start / 1e6,
-            end=end / 1e6,
-            name=words,
-            colour=KERNELS[group],
-            group=group,
-            part=part,
-        )
-        for start, end, (group, words) in zip(boxes.start_us.tolist(), boxes.end_us.tolist(), boxes.what, strict=True)
-    ]
-
-
 # --------------------------------------------------------------------------------------------------------- run timeline
 
 LANES = 64
@@ -391,7 +377,12 @@ def _pipeline(evidence: RunEvidence, plan: Timeline | None) -> tuple[list[Figure
     """Measured passes below the planned passes of the same place."""
     places = _places_of(evidence)
     count = len(plan.lanes) if plan is not None else max(places.values()) + 1
-    kept = _drawn_places(sorted(set(places.values())), count, LANES // (1 if plan is None else 2))
+    # Places to draw: those with a recorded rank first.
+    recorded = sorted(set(places.values()))
+    most = LANES // (1 if plan is None else 2)
+    first = {recorded[at] for at in evenly(len(recorded), most)}
+    rest = [place for place in range(count) if place not in first]
+    kept = sorted(first | {rest[at] for at in evenly(len(rest), most - len(first))})
     ranks = _ranks_of_places(evidence.ranks, places, kept, LANES - (len(kept) if plan is not None else 0))
     clock = clock_of(evidence, ranks)
     measured = replace(measured_passes(evidence, ranks, clock, places), gaps="bubble")
@@ -417,13 +408,6 @@ def _places_of(evidence: RunEvidence) -> Mapping[int, int]:
     return {one.rank: one.rank * places // world for one in evidence.ranks}
 
 
-def _drawn_places(recorded: Sequence[int], count: int, most: int) -> list[int]:
-    """Places to draw: those with a recorded rank first."""
-    first = {recorded[at] for at in evenly(len(recorded), most)}
-    rest = [place for place in range(count) if place not in first]
-    return sorted(first | {rest[at] for at in evenly(len(rest), most - len(first))})
-
-
 def _ranks_of_places(
     ranks: Sequence[RankAnalysis], places: Mapping[int, int], kept: Sequence[int], most: int
 ) -> list[RankAnalysis]:
@@ -436,18 +420,14 @@ def _ranks_of_places(
     return chosen
 
 
-def _drawn_ranks(evidence: RunEvidence) -> list[RankAnalysis]:
-    """The ranks to draw: all, or the stragglers and evenly spaced others."""
+def _phases(evidence: RunEvidence) -> Figure:
+    """The phases of each rank."""
+    # The ranks to draw: all, or the stragglers and evenly spaced others.
     late = [one.rank for one in evidence.answer.collectives.stragglers()] if evidence.answer is not None else []
     first = [one for one in evidence.ranks if one.rank in late[:LATE]]
     rest = [one for one in evidence.ranks if one not in first]
     chosen = [*first, *(rest[at] for at in evenly(len(rest), LANES - len(first)))]
-    return sorted(chosen, key=lambda one: one.rank)
-
-
-def _phases(evidence: RunEvidence) -> Figure:
-    """The phases of each rank."""
-    ranks = _drawn_ranks(evidence)
+    ranks = sorted(chosen, key=lambda one: one.rank)
     clock = clock_of(evidence, ranks)
     lanes = measured_phases(ranks, clock)
     step = last_step(ranks)

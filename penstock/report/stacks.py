@@ -3,7 +3,7 @@
 One horizontal bar for each layout; its name has only the settings in which the layouts differ (`names_of`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -77,11 +77,7 @@ def memory_figure(projections: Sequence[Projection]) -> Figure:
 
 
 def time_figure(projections: Sequence[Projection]) -> Figure:
-    """The time of a step of each layout by term, on the pipeline rank that waits least.
-
-    Args:
-        projections: at least one.
-    """
+    """The time of a step of each layout by term, on the pipeline rank that waits least."""
     ranks = [slowest(one) for one in projections]
     size, unit = time_unit(max(one.time.step_seconds for one in projections))
     bars = [{name: seconds / size for name, seconds in time_parts(rank).items()} for rank in ranks]
@@ -103,11 +99,7 @@ def memory_layout(
 ) -> dict[str, Any]:
     """The layout of memory figures: the axis, the line of the capacity, and sums beside the bars.
 
-    Args:
-        names: of the bars.
-        bars: parts of each, in GB.
-        capacity: of a device, in GB; None if unknown.
-        marks: further values in the figure, in GB.
+    All sizes are in GB; `marks` are further values in the figure.
     """
     most = max(capacity or 0.0, *marks, *(sum(bar.values()) for bar in bars))
     return {
@@ -148,15 +140,15 @@ def part_bars(
 ) -> list[dict[str, Any]]:
     """One trace for each part.
 
-    Args:
-        names: of the bars.
-        bars: parts of each; a missing part is 0.
-        notes: shown below a bar's name on hover.
-        unit: of all numbers.
-        known: colours of parts.
+    A part that a bar lacks is 0; `notes` are shown below a bar's name on hover.
     """
     bars = [_without_small(bar, _small_parts(bars)) for bar in bars]
-    parts = sorted({name for bar in bars for name in bar}, key=_order(bars, known))
+    # Parts with a colour come first, in the order of their colours; the others in the order of appearance.
+    places, found = list(known), list(dict.fromkeys(name for bar in bars for name in bar))
+    parts = sorted(
+        {name for bar in bars for name in bar},
+        key=lambda name: (places.index(name) if name in known else len(places), found.index(name)),
+    )
     colours = part_colours(parts, known)
     totals = [sum(bar.values()) for bar in bars]
     return [
@@ -176,12 +168,6 @@ def part_bars(
         }
         for part in parts
     ]
-
-
-def _order(bars: Sequence[Mapping[str, float]], known: Mapping[str, str]) -> Callable[[str], tuple[int, int]]:
-    """Parts with a colour come first, in the order of their colours; the others in the order of appearance."""
-    places, found = list(known), list(dict.fromkeys(name for bar in bars for name in bar))
-    return lambda name: (places.index(name) if name in known else len(places), found.index(name))
 
 
 def _small_parts(bars: Sequence[Mapping[str, float]]) -> set[str]:

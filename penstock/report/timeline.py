@@ -43,9 +43,6 @@ class Interval:
 
     Attributes:
         start: in seconds from the start of the step.
-        end: in seconds from the start of the step.
-        name: full description.
-        group: its entry of the legend.
         label: written into the box if there is room.
         part: bottom and top of the box within the lane, 0 to 1.
     """
@@ -64,8 +61,6 @@ class TimelineLane:
     """One rank.
 
     Attributes:
-        name: beside the lane.
-        intervals: by start.
         held: (time, held amount) from that time on, by time; empty if unknown.
         place: lanes of several timelines with one place are drawn together; None is the lane's number.
     """
@@ -156,7 +151,6 @@ def planned(schedule: Schedule, playback: Playback, shares: ActivationShares = W
 
 
 def _interval(schedule: Schedule, rank: int, action: Action, times: tuple[float, float], is_pair: bool) -> Interval:
-    """A pass as an interval."""
     stages = schedule.stages_of(rank)
     what = PipelinePass(kind=action.kind, stage=action.stage, micro_batch=action.micro_batch)
     return pass_interval(what, times, (stages.index(action.stage), len(stages)), is_pair=is_pair)
@@ -174,11 +168,8 @@ class PipelinePass:
 def pass_interval(what: PipelinePass, times: tuple[float, float], chunk: tuple[int, int], *, is_pair: bool) -> Interval:
     """A pass as an interval.
 
-    Args:
-        what: the pass.
-        times: start and end, in seconds.
-        chunk: index of the stage among those of the rank, and their number.
-        is_pair: another pass runs at the same time.
+    `times` are in seconds; `chunk` is the index of the stage among those of the rank, and their number. With `is_pair`
+    another pass runs at the same time.
     """
     number, count = chunk
     group = KIND_NAMES[what.kind]
@@ -207,10 +198,7 @@ def _summed(changes: list[tuple[float, float]]) -> tuple[tuple[float, float], ..
 def timeline_figure(name: str, title: str, timelines: Sequence[Timeline]) -> Figure:
     """Draw timelines over one axis of time.
 
-    Args:
-        name: of the figure.
-        title: of the figure.
-        timelines: one, or several of the same ranks: planned and measured.
+    Several timelines are of the same ranks: planned and measured.
     """
     rows, left = _few(_rows(timelines))
     span = max(timeline.span for timeline in timelines)
@@ -365,10 +353,7 @@ def _group_order(name: str) -> tuple[int, str]:
 def _held(rows: list[_Row], size: float, held: tuple[float, str]) -> list[dict[str, Any]]:
     """Held memory as steps below the boxes, all on one scale.
 
-    Args:
-        rows: the lanes.
-        size: seconds per unit of the axis.
-        held: the most that a lane holds, and its unit.
+    `size` is seconds per unit of the axis; `held` is the most that a lane holds, and its unit.
     """
     most, unit = held
     if not most:

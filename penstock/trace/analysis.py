@@ -35,8 +35,6 @@ class RankAnalysis:
     """The analysis of one rank.
 
     Attributes:
-        timelines: `all` and `linked`.
-        steps: those that the trace marks.
         used_rows: rows of grouped products that held tokens; None without grouped products.
         memory: of each device's allocator, if it was recorded.
     """
@@ -59,8 +57,6 @@ class TraceAnalysis:
     Attributes:
         ranks: one for each requested rank, in ascending order.
         loaded: ranks that were compared; more than `ranks` if one was requested.
-        collectives: of all loaded ranks.
-        experts: load of the experts of all loaded ranks.
         recorded: expert loads from the run's metrics, for the steps in the traces.
         is_host: CPU traces, in which operators take the place of kernels (penstock/trace/load.py).
     """
@@ -86,10 +82,8 @@ class TraceAnalysis:
 def analyse_files(paths: Sequence[Path], *, step: int | None = None, rank: int | None = None) -> TraceAnalysis:
     """Read and analyse traces.
 
-    Args:
-        paths: files, folders, the folder of a run.
-        step: limits the analysis to the device window of this step.
-        rank: limits the tables to this rank; the others are read for comparison.
+    `step` limits the analysis to the device window of a step. `rank` limits the tables to one rank; the others are read
+    for comparison.
 
     Raises:
         TraceError: a file cannot be read, or there is no such rank or step.
@@ -110,11 +104,7 @@ def analyse_traces(
 ) -> TraceAnalysis:
     """Analyse loaded traces.
 
-    Args:
-        traces: by rank.
-        rank: see `analyse_files`.
-        step: the step that the traces were cut to; None if they were not.
-        is_host: see `TraceAnalysis`.
+    `step` is the step that the traces were cut to; None if they were not.
     """
     collectives = collectives_of(traces)
     waited_us = _waited(traces, collectives)
@@ -175,30 +165,29 @@ def _waited(traces: Mapping[int, Trace], collectives: CollectiveTimes) -> dict[i
 
 def analysis_json(answer: TraceAnalysis) -> dict[str, Any]:
     """The JSON contract of `penstock trace --json`."""
-    of_ranks = {f"{one.rank}": _rank_json(one) for one in answer.ranks}
+    of_ranks = {
+        f"{one.rank}": {
+            "timeline": {name: asdict(timeline) for name, timeline in one.timelines.items()},
+            "steps": [asdict(step) for step in one.steps],
+            "phases": [row.as_json() for row in one.phases.rows()],
+            "other_share": one.phases.other_share,
+            "replays": None if one.phases.replays is None else asdict(one.phases.replays),
+            "roofline": one.roofline.as_json(),
+            "modelled_share": one.roofline.modelled_share,
+            "grouped_rows": None if one.used_rows is None else asdict(one.used_rows),
+            "launches": asdict(one.launches),
+            "memory": [memory_json(memory, one.steps) for memory in one.memory],
+            "device": one.trace.device_name,
+            "file": str(one.trace.path),
+            "notes": list(one.trace.notes),
+        }
+        for one in answer.ranks
+    }
     together = _together_json(answer)
     if len(answer.loaded) == 1:
         (only,) = of_ranks.values()
         return only | together
     return {"ranks": of_ranks} | together
-
-
-def _rank_json(one: RankAnalysis) -> dict[str, Any]:
-    return {
-        "timeline": {name: asdict(timeline) for name, timeline in one.timelines.items()},
-        "steps": [asdict(step) for step in one.steps],
-        "phases": [row.as_json() for row in one.phases.rows()],
-        "other_share": one.phases.other_share,
-        "replays": None if one.phases.replays is None else asdict(one.phases.replays),
-        "roofline": one.roofline.as_json(),
-        "modelled_share": one.roofline.modelled_share,
-        "grouped_rows": None if one.used_rows is None else asdict(one.used_rows),
-        "launches": asdict(one.launches),
-        "memory": [memory_json(memory, one.steps) for memory in one.memory],
-        "device": one.trace.device_name,
-        "file": str(one.trace.path),
-        "notes": list(one.trace.notes),
-    }
 
 
 def _together_json(answer: TraceAnalysis) -> dict[str, Any]:
@@ -269,7 +258,6 @@ def _clocks_json(collectives: CollectiveTimes) -> list[dict[str, Any]]:
 
 
 def _finite(value: float) -> float | None:
-    """None for nan and infinity, which JSON does not have."""
     return float(value) if math.isfinite(value) else None
 
 

@@ -66,22 +66,15 @@ class CollectiveCalls:
     """One row for each communication kernel; the rows of a rank are contiguous and sorted by start.
 
     Attributes:
-        ranks: ranks with a trace, which `rank` indexes.
-        groups: indexed by `group`.
         names: of collectives (`all_to_allv`) or kernels, indexed by `name_id`.
         rank: index into `ranks`.
         start_us: on the clock of the rank.
-        end_us: on the clock of the rank.
         group: index into `groups`, or NONE.
         seq: PyTorch's number of the collective in its group, or NONE.
-        name_id: index into `names`.
-        sync: SyncKind.
-        stream: of the device.
         sent_bytes: nan if unknown.
         received_bytes: nan if unknown.
         item_bytes: bytes per element; nan if unknown.
         sent_rows: sum of the split sizes of an all-to-all if these count rows; else NONE.
-        received_rows: the same for the received parts.
         gpu_row: row in `Trace.gpu` of its rank.
     """
 
@@ -188,7 +181,6 @@ def _sync_of(name: str) -> SyncKind:
 
 @lru_cache(maxsize=4096)
 def _sync_of_kernel(kernel: str) -> SyncKind:
-    """Synchronization of a kernel without metadata."""
     function = function_of(kernel)
     if function in _ALONE:
         return SyncKind.ALONE

@@ -49,8 +49,6 @@ class Bandwidth:
     """Collectives of one name, number of ranks and size (to the next power of two).
 
     Attributes:
-        message_bytes: median.
-        pure_us: median.
         algorithm_gb_s: message bytes over pure time, in 1e9 bytes per second.
         bus_gb_s: traffic of each rank's links, by the formula of nccl-tests.
     """
@@ -69,9 +67,7 @@ class ExchangeImbalance:
     """All-to-alls of one group: how unequal the ranks' parts are, as a mean over them.
 
     Attributes:
-        mean_bytes: received by a rank.
         received_max_over_mean: of bytes; 1 is even.
-        sent_max_over_mean: of bytes; 1 is even.
         fullest_rank: the rank with the most traffic in most of them; None if all have the same.
     """
 

@@ -46,7 +46,6 @@ class NamedEvents:
     """Events of one trace; a column has an entry for each.
 
     Attributes:
-        keys: can repeat.
         key_of: index into `keys`.
         step_of: index of the step in the order of time; NONE outside of steps.
         steps: number of steps, 0 if the trace marks none.
@@ -131,8 +130,6 @@ class RowTime:
 
     Attributes:
         time_us: median over steps; negative for `(overlap)`.
-        least_us: least over steps.
-        most_us: most over steps.
         events: median number in a step.
     """
 
@@ -182,13 +179,9 @@ class TraceComparison:
 
     Attributes:
         a_us: a typical step of A (or all of it if steps are not compared), from start to end.
-        b_us: of B.
         a_steps: number of compared steps, 0 if the whole traces were compared.
-        b_steps: of B.
         a_outside_us: GPU time of A's events outside of steps, which rows leave out.
-        b_outside_us: of B.
         by_span: spans were matched too.
-        rows: largest change first.
     """
 
     a_us: float
@@ -243,9 +236,6 @@ class _Side:
         keys: without spans if those are not compared.
         pairs: key x steps + step of each cell that has events; sorted.
         cells_us: sum of the events of each cell.
-        cells_events: number of events of each cell.
-        steps_us: duration of each step.
-        busy_us: busy time of each step.
         outside_us: sum of the events outside of steps.
     """
 
@@ -259,7 +249,9 @@ class _Side:
 
     @classmethod
     def of(cls, work: NamedEvents, *, by_span: bool, by_step: bool) -> "_Side":
-        keys, common = _distinct(work.keys, by_span=by_span)
+        index: dict[EventKey, int] = {}
+        found = [index.setdefault(key if by_span else key._replace(span=""), len(index)) for key in work.keys]
+        keys, common = tuple(index), np.array(found, dtype=np.int64)
         count = len(work.start_us)
         step_of = work.step_of if by_step else np.zeros(count, dtype=np.int64)
         steps = work.steps if by_step else min(1, count)
@@ -315,13 +307,6 @@ def _summed(place: Integers, values: Floats, size: int) -> Floats:
     return np.bincount(place, weights=values, minlength=size).astype(np.float64)
 
 
-def _distinct(keys: Sequence[EventKey], *, by_span: bool) -> tuple[tuple[EventKey, ...], Integers]:
-    """Distinct keys, and the index of each given key."""
-    index: dict[EventKey, int] = {}
-    found = [index.setdefault(key if by_span else key._replace(span=""), len(index)) for key in keys]
-    return tuple(index), np.array(found, dtype=np.int64)
-
-
 def _on_grid(times_us: Floats) -> Floats:
     return np.round(times_us / GRID_US) * GRID_US
 
@@ -350,7 +335,6 @@ def _busy_until(start_us: Floats, end_us: Floats, edges_us: Floats) -> Floats:
 
 
 def _costs(keys: Sequence[EventKey], times: Floats, events: Floats) -> dict[EventKey, RowTime]:
-    """Time of each key, from its times and numbers of events by step."""
     if not times.size:
         return {}
     columns = (np.median(times, axis=1), times.min(axis=1), times.max(axis=1), np.median(events, axis=1))

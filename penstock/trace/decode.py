@@ -194,6 +194,8 @@ def columns_of(file: TraceFile, path: Path, *, python_functions: bool, gpu_requi
         if len(devices := np.unique(gpu.device)) > 1:
             notes.append(f"events of {len(devices)} devices in one file are taken as of one")
         distributed = _mapping(value_of(file.distributedInfo))
+        properties = value_of(file.deviceProperties)
+        each = [_mapping(one) for one in properties] if isinstance(properties, list) else []
         return Trace(
             path=path,
             rank=_whole_or_none(distributed.get("rank")),
@@ -201,7 +203,7 @@ def columns_of(file: TraceFile, path: Path, *, python_functions: bool, gpu_requi
             gpu=replace(gpu, names=tuple(names)),
             host=replace(host, names=tuple(names)),
             threads=_threads(events.threads, places),
-            devices=_devices(value_of(file.deviceProperties)),
+            devices=tuple(one for one in each if isinstance(one.get("id"), int) and isinstance(one.get("name"), str)),
             distributed=distributed,
             header={key: value for key in _HEADER if (value := value_of(getattr(file, key))) is not None},
             notes=tuple(notes),
@@ -279,7 +281,6 @@ def _host(
 def _common(
     events: list[ChromeEvent], joins: list[JoinKeys], names: dict[str, int], path: Path, notes: list[str]
 ) -> dict[str, Any]:
-    """The columns of `Events`."""
     start_us = np.array([event.ts for event in events], dtype=np.float64)
     duration_us = np.array([event.dur for event in events], dtype=np.float64)
     if not (sound := (np.abs(start_us) < _FOREVER_US) & ~(np.abs(duration_us) >= _FOREVER_US)).all():
@@ -356,12 +357,6 @@ def _launches_by_arrow(
         head = heads.get((int(gpu.device[row]), int(gpu.stream[row]), float(gpu.start_us[row])))
         launch[row] = rows.get(tails.get(head), NONE)  # type: ignore[arg-type]
     return launch
-
-
-def _devices(properties: object) -> tuple[dict[str, Any], ...]:
-    """Properties of devices that have a number and a name."""
-    each = [_mapping(one) for one in properties] if isinstance(properties, list) else []
-    return tuple(one for one in each if isinstance(one.get("id"), int) and isinstance(one.get("name"), str))
 
 
 def _threads(named: Sequence[ChromeEvent], places: Mapping[Place, int]) -> tuple[Thread, ...]:

@@ -76,7 +76,6 @@ class ArgsColumn:
     """A column of JSON texts, as slices of one buffer, so that the file itself can be freed.
 
     Attributes:
-        whole: all texts, concatenated.
         start: offset of each row.
         end: offset behind each row.
     """
@@ -103,8 +102,6 @@ class Events:
     Attributes:
         names: all names of the trace, shared by both tables.
         name_id: index into `names`.
-        start_us: sorted.
-        duration_us: never negative.
         correlation: joins a runtime call and the GPU event that it started, or NONE.
         external_id: joins an operator, its runtime calls and its kernels, or NONE.
         raw: the `args` as UTF-8 JSON, not decoded; empty where there are none.
@@ -171,9 +168,7 @@ class GpuEvents(Events):
     """Kernels, copies and fills.
 
     Attributes:
-        kind: GpuKind.
         device: its number in the file, or NONE.
-        stream: its number in the file, or NONE.
         launch: row in `Trace.host` of the runtime call that started the event, or NONE if it is not in the trace.
     """
 
@@ -198,7 +193,6 @@ class HostEvents(Events):
     """Operators, spans and runtime calls. Of events with the same start the longer is first.
 
     Attributes:
-        kind: HostKind.
         thread: index into `Trace.threads`.
         sequence: joins an operator and its backward, or NONE.
     """

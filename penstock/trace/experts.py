@@ -83,7 +83,6 @@ class GroupedProducts:
 
     Attributes:
         row: in `Trace.host`.
-        rows: of the matrix.
         width: elements of one row.
         row_bytes: bytes of one row; 0 if the dtype is unknown.
     """
@@ -158,11 +157,7 @@ def _shapes(raw: bytes | None) -> _Shapes | None:
 def used_rows(trace: Trace, calls: CollectiveCalls, rank: int, phases: Phases) -> UsedRows | None:
     """The share of the rows of grouped products that held tokens; None without grouped products.
 
-    Args:
-        trace: of one rank.
-        calls: of all ranks, this one included.
-        rank: its number.
-        phases: of the trace.
+    `calls` are those of all ranks, this one included.
     """
     products = grouped_products(trace)
     if not len(products.rows):
@@ -198,17 +193,19 @@ def received_rows(trace: Trace, calls: CollectiveCalls, rows: Integers, products
     Messages with another dtype than the product's rows (and not 8 bits), or whose size the row width does not divide,
     are counts or routing weights. Where dtypes are unknown, splits that count rows are accepted.
 
-    Args:
-        trace: of one rank.
-        calls: with those of that rank.
-        rows: of `calls`, all of that rank.
-        products: of the trace. The first one after an exchange consumes its rows and gives their width.
+    `rows` are those of the trace's rank in `calls`. The first product after an exchange consumes its rows and gives
+    their width.
     """
     launched_us = _launched_us(trace, calls, rows)
     # The first product after each exchange; the appended 0 stands for none.
     behind = np.searchsorted(trace.host.start_us[products.row], launched_us)
     width, operand_bytes = np.append(products.width, 0)[behind], np.append(products.row_bytes, 0)[behind]
-    row_bytes = _row_bytes(trace, calls.item_bytes[rows], width, operand_bytes)
+    # Bytes of a row in messages with this element size, scales included for 8 bits; 0 if they do not carry rows.
+    item_bytes = calls.item_bytes[rows]
+    is_plain = (item_bytes * width == operand_bytes) | (item_bytes == 1)
+    plain = np.where(is_plain, item_bytes * width, 0.0)
+    is_packed = _packs(trace.header) & (item_bytes == PACKED_ITEM)
+    row_bytes = np.where(is_packed, packed_row_bytes(width), np.nan_to_num(plain)).astype(np.float64)
     came_bytes = calls.received_bytes[rows]
     by_bytes = np.divide(came_bytes, row_bytes, out=np.full(len(rows), np.nan), where=row_bytes > 0)
     # A fraction of rows: the message carries something else.
@@ -223,14 +220,6 @@ def received_rows(trace: Trace, calls: CollectiveCalls, rows: Integers, products
     are_weights = (behind[before] == behind[after]) & (came_bytes[before] == came_bytes[after] * width[after])
     found[after[are_weights & np.isnan(parts[after])]] = np.nan
     return found
-
-
-def _row_bytes(trace: Trace, item_bytes: Floats, width: Integers, operand_bytes: Integers) -> Floats:
-    """Bytes of a row in messages with this element size, scales included for 8 bits; 0 if they do not carry rows."""
-    is_plain = (item_bytes * width == operand_bytes) | (item_bytes == 1)
-    plain = np.where(is_plain, item_bytes * width, 0.0)
-    is_packed = _packs(trace.header) & (item_bytes == PACKED_ITEM)
-    return np.where(is_packed, packed_row_bytes(width), np.nan_to_num(plain)).astype(np.float64)
 
 
 def _launched_us(trace: Trace, calls: CollectiveCalls, rows: Integers) -> Floats:
@@ -298,7 +287,6 @@ class ExpertLoad:
     """Load of the ranks' experts.
 
     Attributes:
-        ranks: the columns.
         loads: [layer of a step, rank], in the order of time, without repetitions; empty if unknown.
         unit: of `loads`: (token, expert) pairs, or tokens once per rank; bytes if the row width is unknown.
         kernel_us: [rank], time of grouped products.
@@ -348,12 +336,7 @@ class ExpertLoad:
 
 
 def expert_load(traces: Mapping[int, Trace], collectives: CollectiveTimes) -> ExpertLoad:
-    """Load of the experts of some ranks.
-
-    Args:
-        traces: by rank.
-        collectives: of the same traces.
-    """
+    """Load of the experts of some ranks."""
     ranks = collectives.calls.ranks
     by_shape = _lists([grouped_products(traces[rank]).rows.tolist() for rank in ranks])
     by_bytes, unit = _loads_of_exchanges(collectives)
@@ -451,9 +434,6 @@ _LINE = msgspec.json.Decoder(_Line)
 
 def recorded_loads(folder: Path) -> tuple[RecordedLoad, ...]:
     """Loads of all steps of a run; empty without metrics. A last line that was cut off is skipped.
-
-    Args:
-        folder: of the run.
 
     Raises:
         TraceError: its metrics cannot be read.

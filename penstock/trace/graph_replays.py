@@ -51,7 +51,6 @@ class LayerRegion:
     Attributes:
         end: index behind its last name.
         layer: its number, or None outside of layers.
-        is_backward: it computes gradients.
     """
 
     begin: int
@@ -72,10 +71,7 @@ class _Stretch:
 def layers_of(names: Sequence[str], *, layers: int, dense_layers: int) -> list[LayerRegion]:
     """The layers of one or both passes in a list of kernels; empty if the names do not repeat accordingly.
 
-    Args:
-        names: of kernels, in the order of time.
-        layers: number of layers of the model.
-        dense_layers: number of first layers that differ from the others.
+    `dense_layers` is the number of first layers that differ from the others.
     """
     times = layers - dense_layers
     if times < 2:
@@ -213,8 +209,6 @@ class GraphReplays:
     """Summary of the CUDA graph replays of a trace.
 
     Attributes:
-        graphs: number of launches.
-        events: that they started on the device.
         placed: events with a known layer or pass.
         source: of the placement; None without one, or if spans around the launches give it.
         told: a sentence for users.
@@ -239,10 +233,6 @@ class _Inferred:
 def infer_replays(trace: Trace, placement: Placement) -> tuple[Placement, GraphReplays | None]:
     """Place the kernels of CUDA graphs, as far as that can be inferred.
 
-    Args:
-        trace: of one rank.
-        placement: of its events.
-
     Returns:
         The completed placement, and a summary; None without graph replays.
     """
@@ -251,7 +241,10 @@ def infer_replays(trace: Trace, placement: Placement) -> tuple[Placement, GraphR
         return placement, None
     launches = np.unique(trace.gpu.launch[rows])
     open_ = rows[(placement.layer[rows] == NONE) & ~placement.is_backward[rows]]
-    graphs = _graphs(trace, open_)
+    # Events by the launch of their graph, in the order of time.
+    order = open_[np.argsort(trace.gpu.launch[open_], kind="stable")]
+    cuts = np.flatnonzero(np.diff(trace.gpu.launch[order])) + 1
+    graphs = [graph for graph in np.split(order, cuts) if len(graph) >= LEAST]
     columns = {name: vars(placement)[name].copy() for name in _COPIED}
     is_inferred = placement.is_inferred.copy()
     sources: dict[Source, int] = {}
@@ -260,7 +253,7 @@ def infer_replays(trace: Trace, placement: Placement) -> tuple[Placement, GraphR
         # Equal graphs are inferred once.
         key = trace.gpu.name_id[graph].tobytes()
         if key not in answers:
-            answers[key] = _find(trace, placement, graph)
+            answers[key] = _by_eager(trace, placement, graph) or _by_capture(trace, graph) or _by_repeats(trace, graph)
         found = answers[key]
         if found is None:
             continue
@@ -271,17 +264,6 @@ def infer_replays(trace: Trace, placement: Placement) -> tuple[Placement, GraphR
     placed = replace(placement, is_inferred=is_inferred, **columns)
     replays = _summary(trace, len(launches), len(rows), len(rows) - len(open_), sources)
     return placed, replays
-
-
-def _graphs(trace: Trace, rows: Integers) -> list[Integers]:
-    """Events by the launch of their graph, in the order of time."""
-    order = rows[np.argsort(trace.gpu.launch[rows], kind="stable")]
-    cuts = np.flatnonzero(np.diff(trace.gpu.launch[order])) + 1
-    return [graph for graph in np.split(order, cuts) if len(graph) >= LEAST]
-
-
-def _find(trace: Trace, placement: Placement, graph: Integers) -> _Inferred | None:
-    return _by_eager(trace, placement, graph) or _by_capture(trace, graph) or _by_repeats(trace, graph)
 
 
 def _summary(trace: Trace, graphs: int, events: int, by_spans: int, sources: Mapping[Source, int]) -> GraphReplays:
@@ -357,12 +339,7 @@ def _eager_passes(trace: Trace, placement: Placement, size: int) -> list[Integer
 
 
 def aligned(mine: Integers, theirs: Integers) -> Integers:
-    """For each element of `mine` the index of its partner in `theirs`, or NONE; partners are in equal blocks of both.
-
-    Args:
-        mine: name indices.
-        theirs: name indices.
-    """
+    """For each element of `mine` the index of its partner in `theirs`, or NONE; both have equal blocks of partners."""
     if len(mine) == len(theirs) and (mine == theirs).all():
         return np.arange(len(mine))
     partner = np.full(len(mine), NONE)

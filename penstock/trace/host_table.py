@@ -21,9 +21,6 @@ class HostRow:
 
     Attributes:
         pass_: one of `PASSES`; empty in rows of operators.
-        calls: per step.
-        own_us: own time per step.
-        share: of the step.
     """
 
     name: str
@@ -41,8 +38,6 @@ class HostTable:
         steps: recorded ones; 0 if none is marked, and then figures are of the whole recording.
         step_us: from the first operator of a step to its last.
         outside_us: time without an operator: Python, and waiting.
-        operators: the longest first.
-        phases: the longest first.
     """
 
     rank: int

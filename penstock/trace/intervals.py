@@ -20,12 +20,7 @@ from penstock.trace.events import Floats
 
 @dataclass(frozen=True, eq=False)
 class Intervals:
-    """A set of times.
-
-    Attributes:
-        start_us: ascending.
-        end_us: each after its start and before the next start.
-    """
+    """A set of times."""
 
     start_us: Floats
     end_us: Floats

@@ -62,11 +62,9 @@ class DeviceGaps:
     Attributes:
         count: longer than 10 us.
         long_count: longer than 100 us.
-        total_us: of all gaps.
         hosts_us: of gaps that the host caused.
         devices_us: of gaps in which the work had been launched.
         unknown_us: of gaps before an event whose launch is not in the trace.
-        longest: the longest ones, longest first.
     """
 
     count: int
@@ -84,7 +82,6 @@ class HostWait:
     """Calls of one kind from one place in which the host waited for the device.
 
     Attributes:
-        call: name of the runtime call.
         where: operators and spans around it, from the outside in.
     """
 
@@ -101,7 +98,6 @@ class LaunchQueue:
 
     Attributes:
         mean: depth over the time from the first launch to the last start.
-        max: largest depth.
         empty_share: share of that time with an empty queue.
         median_delay_us: from the end of a launch to the start of its work.
     """
@@ -118,8 +114,6 @@ class LaunchSummary:
 
     Attributes:
         short_count: kernels below 10 us.
-        short_us: sum of their durations.
-        waits: longest first.
         queue: None if no launch is in the trace.
     """
 
@@ -134,9 +128,7 @@ class LaunchSummary:
 def find_launches(trace: Trace, within: tuple[float, float] | None = None) -> LaunchSummary:
     """Summarise launches, gaps and waits of one rank.
 
-    Args:
-        trace: of one rank.
-        within: only waits that begin between these host times; None for all.
+    `within`: only waits that begin between these host times.
     """
     kernels = trace.gpu.duration_us[trace.gpu.is_kernel]
     is_short = kernels < SHORT_US
@@ -198,10 +190,7 @@ def idle_behind_waits(trace: Trace, inside: frozenset[str] | None = None) -> flo
     A late launch would have been earlier by the preceding waits, minus the idle time that these already explain. A host
     that launches too slowly is late without waiting as well.
 
-    Args:
-        trace: of one rank.
-        inside: counts only waits in one of these spans; before other waits the device must finish anyway. None counts
-            all.
+    `inside` counts only waits in one of these spans; before other waits the device must finish anyway.
     """
     host, rows = trace.host, waiting_calls(trace)
     gaps, launch, is_hosts = _gaps_of(trace)

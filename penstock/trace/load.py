@@ -69,10 +69,7 @@ def load_ranks(
 ) -> dict[int, Trace]:
     """Load the traces of several ranks, in ascending order of rank.
 
-    Args:
-        paths: a file, a folder of files, the folder of a run, or several files.
-        python_functions: keep Python functions among the host events.
-        gpu_required: a trace without GPU events is an error.
+    `paths` is a file, a folder of files, the folder of a run, or several files; for the options see `load_trace`.
 
     Raises:
         TraceError: a file is invalid, there is none, or two have the same rank.
@@ -210,16 +207,18 @@ COMMUNICATION = ("gloo:", "c10d::")
 
 
 def on_host(trace: Trace) -> Trace:
-    """The trace with the host's work in place of GPU events.
-
-    Args:
-        trace: without any GPU event.
-    """
+    """The trace with the host's work in place of GPU events."""
     assert not len(trace.gpu), "a trace with a GPU has a device of its own"
     host, names = trace.host, trace.names
     talks = np.array([name.startswith(COMMUNICATION) for name in names], dtype=bool)[host.name_id]
     works = (host.kind == HostKind.OPERATOR) | ((host.kind == HostKind.SPAN) & talks)
-    row, start_us, end_us = _innermost(host.thread, host.start_us, host.end_us, np.flatnonzero(works))
+    # Stretches of time in which each row is the innermost of its thread: row, start, end.
+    rows = np.flatnonzero(works)
+    found: list[tuple[int, float, float]] = []
+    for one in np.unique(host.thread[rows]):
+        _stretches(found, rows[host.thread[rows] == one], host.start_us, host.end_us)
+    table = np.array(found, dtype=np.float64).reshape(-1, 3)
+    row, start_us, end_us = table[:, 0].astype(np.int64), table[:, 1], table[:, 2]
     order = np.argsort(start_us, kind="stable")
     row = row[order]
     events = GpuEvents(
@@ -236,15 +235,6 @@ def on_host(trace: Trace) -> Trace:
         launch=row,
     )
     return replace(trace, gpu=events)
-
-
-def _innermost(thread: Integers, start_us: Floats, end_us: Floats, rows: Integers) -> tuple[Integers, Floats, Floats]:
-    """Stretches of time in which each row is the innermost of its thread: row, start, end."""
-    found: list[tuple[int, float, float]] = []
-    for one in np.unique(thread[rows]):
-        _stretches(found, rows[thread[rows] == one], start_us, end_us)
-    table = np.array(found, dtype=np.float64).reshape(-1, 3)
-    return table[:, 0].astype(np.int64), table[:, 1], table[:, 2]
 
 
 def _stretches(found: list[tuple[int, float, float]], rows: Integers, start_us: Floats, end_us: Floats) -> None:
@@ -272,9 +262,6 @@ def _stretches(found: list[tuple[int, float, float]], rows: Integers, start_us: 
 
 def read_traces(paths: Path | Sequence[Path]) -> tuple[dict[int, Trace], bool]:
     """Traces by rank, and whether they are of a CPU (see `on_host`).
-
-    Args:
-        paths: files, folders, the folder of a run.
 
     Raises:
         TraceError: a file cannot be read, or has no event.

@@ -73,13 +73,14 @@ class _RankSet:
 def align_clocks(calls: CollectiveCalls, met: Integers) -> ClockOffsets:
     """Offsets of all ranks' clocks.
 
-    Args:
-        calls: the kernels.
-        met: [collective, rank], row of `calls`; NONE for a rank that took no part.
+    `met` [collective, rank] is a row of `calls`; NONE for a rank that took no part.
     """
     ranks = len(calls.ranks)
     ahead_us, island = np.zeros(ranks), np.arange(ranks)
-    met = _clock_moments(calls, met)
+    # Collectives of at least two ranks whose ends are one moment.
+    present = met != NONE
+    sync = np.where(present, calls.sync[met], SyncKind.TOGETHER).max(axis=1, initial=SyncKind.TOGETHER)
+    met = met[(present.sum(axis=1) > 1) & (sync <= SyncKind.UNEVEN)]
     rank_sets = _rank_sets(calls, met)
     for rank_set in sorted(rank_sets, key=lambda one: (one.is_strict, one.moments), reverse=True):
         first, *others = rank_set.members
@@ -95,13 +96,6 @@ def align_clocks(calls: CollectiveCalls, met: Integers) -> ClockOffsets:
     # Offsets below their standard error are noise: the clocks of one host are equal.
     ahead_us[np.abs(ahead_us) <= spread_us / np.sqrt(np.maximum(shared, 1))] = 0.0
     return ClockOffsets(ahead_us=ahead_us, island=island, shared=shared, spread_us=spread_us)
-
-
-def _clock_moments(calls: CollectiveCalls, met: Integers) -> Integers:
-    """Collectives of at least two ranks whose ends are one moment."""
-    present = met != NONE
-    sync = np.where(present, calls.sync[met], SyncKind.TOGETHER).max(axis=1, initial=SyncKind.TOGETHER)
-    return met[(present.sum(axis=1) > 1) & (sync <= SyncKind.UNEVEN)]
 
 
 def _rank_sets(calls: CollectiveCalls, met: Integers) -> list[_RankSet]:
@@ -163,8 +157,6 @@ class UnmatchedCollective:
     Attributes:
         group: of the collective; "" if unknown.
         seq: its number in the group, or its place among the rank's kernels without number.
-        why: the reason.
-        rows: of `CollectiveCalls`.
         missing: ranks that lack it.
     """
 
@@ -181,10 +173,8 @@ class MatchedCollectives:
     """Collectives that were found on all ranks of their group; kernels of `SyncKind.PAIR` are in none.
 
     Attributes:
-        calls: the kernels.
         met: [collective, rank], row of `calls`; NONE if the rank is not in the group.
         seq: [collective], number in the group, or place.
-        clocks: by which times of different ranks are compared.
         unmatched: kernels that were not found on all ranks.
     """
 

@@ -66,7 +66,6 @@ class MemoryRow:
     """Memory of one phase, over the whole recording.
 
     Attributes:
-        handed_out_bytes: allocated in it.
         kept_bytes: allocated in it minus freed in it, whichever phase allocated the freed blocks.
         most_bytes: largest total while it worked.
         at_peak_bytes: of its blocks that are alive at the peak; None without blocks.
@@ -86,7 +85,6 @@ class MemoryPeak:
     """The moment with the most allocated memory.
 
     Attributes:
-        time_us: on the clock of the trace.
         layer: its number, or None.
         spans: open around it, from the outside in.
         components: bytes by component, the largest first; empty without blocks.
@@ -107,14 +105,11 @@ class AllocatorHistory:
     """The allocator of one device; arrays have one entry for each change.
 
     Attributes:
-        device: its number.
-        time_us: of the change.
         allocated: total bytes after it.
         reserved: bytes that the allocator holds after it.
         changed: bytes allocated, or negative bytes freed.
         phases: phase of the host at each change.
         blocks: None if the trace has no addresses.
-        spans: open around the peak, from the outside in.
     """
 
     device: int
@@ -330,5 +325,4 @@ def _step_json(memory: AllocatorHistory, step: RecordedStep) -> dict[str, Any]:
 
 
 def _spoken(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Renames the key `pass_` to `pass`."""
     return {name.rstrip("_"): value for name, value in row.items()}

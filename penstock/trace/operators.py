@@ -134,10 +134,8 @@ class Leaf(NamedTuple):
     Attributes:
         step: name of the step, or empty.
         action: of the pipeline, or empty.
-        layer: its number, or None.
         operator: the innermost one, or empty.
         kernel: name of its function.
-        events: number of GPU events.
         kernel_us: sum of their durations.
         exposed_us: busy time of the device that is charged to them.
     """

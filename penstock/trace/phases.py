@@ -69,12 +69,9 @@ class Phase:
     """One row of the table.
 
     Attributes:
-        layer: its number, or None.
         pass_: one of `PASSES`.
-        kernel_us: sum of durations.
         exposed_us: busy time of the device that is charged to it.
         share: of all `kernel_us`.
-        count: GPU events.
         inferred: layer and pass of some events were inferred, because a CUDA graph launched them.
     """
 
@@ -97,12 +94,10 @@ class Phases:
     """All GPU events of a trace, named. An event that partly waited has two entries.
 
     Attributes:
-        names: of phases.
         event: row in `Trace.gpu`.
         name_id: index into `names`.
         pass_id: index into `PASSES`.
         layer: number, or NONE.
-        exposed_us: busy time that is charged to each entry.
         placement: of the events, one entry for each row of `Trace.gpu`.
         replays: summary of CUDA graph replays, or None without any.
     """
@@ -167,11 +162,8 @@ def grouped(*columns: Integers) -> tuple[list[tuple[int, ...]], Integers]:
 def find_phases(trace: Trace, placement: Placement | None = None, *, waited_us: Floats | None = None) -> Phases:
     """Name every GPU event.
 
-    Args:
-        trace: of one rank.
-        placement: of its events, if already known.
-        waited_us: for each row of `Trace.gpu`, the part of its duration in which it waited for other ranks. This part
-            gets an entry of its own ("dispatch waiting").
+    `waited_us` is the part of each event's duration in which it waited for other ranks. This part gets an entry of its
+    own ("dispatch waiting").
     """
     placement, replays = infer_replays(trace, place(trace) if placement is None else placement)
     names, name_id, pass_id = _named_events(trace, placement)
@@ -211,7 +203,6 @@ def _with_waiting(phases: Phases, waited_us: Floats) -> Phases:
 
 
 def _index_in(names: list[str], name: str) -> int:
-    """Index of a name in a list; it is added if missing."""
     if name not in names:
         names.append(name)
     return names.index(name)

@@ -90,7 +90,6 @@ class TensorArgument:
 
     Attributes:
         dtype: PyTorch's name, `bfloat16`.
-        stride: of each dim, in elements.
         below: integers are in [0, below); None for other dtypes.
         values: exact contents, if known.
         is_number: it was a Python number.
@@ -113,11 +112,8 @@ def recorded_arguments(
 ) -> tuple[Argument, ...]:
     """The arguments of an operator call.
 
-    Args:
-        name: of the operator.
-        args: of its event.
-        list_dtype: of tensors in lists, which profilers do not record.
-        counts: rows of each expert for grouped products; None makes them even.
+    `list_dtype` is that of tensors in lists, which profilers do not record. `counts` are the rows of each expert for
+    grouped products; None makes them even.
 
     Raises:
         TraceError: the trace lacks something, or the counts do not fit.

@@ -52,17 +52,18 @@ class _RecordedCalls:
 def replay_script(trace: Trace, op: str, *, shape: str | None = None, counts: tuple[int, ...] | None = None) -> str:
     """The text of a script that runs one call of a trace again.
 
-    Args:
-        trace: of one rank.
-        op: name of an operator, or a part of a kernel's name.
-        shape: sizes as `penstock trace diff` prints them; the call must have them next to each other. None takes the
-            shape with the most GPU time.
-        counts: rows of each expert of a grouped product; None takes the sizes of the nearest split, or even counts.
+    `op` is the name of an operator, or a part of a kernel's name. `shape` has the sizes as `penstock trace diff` prints
+    them, next to each other; None takes the shape with the most GPU time. `counts` are the rows of each expert of a
+    grouped product; None takes the sizes of the nearest split, or even counts.
 
     Raises:
         TraceError: the trace has no such operator, it cannot be replayed, or its arguments were not recorded.
     """
-    names, launched = _operators(trace, op), ""
+    # Names of the recorded operators that match: in full, or without the namespace.
+    kinds = np.isin(trace.host.kind, (HostKind.OPERATOR, HostKind.SPAN))
+    present = [trace.names[name] for name in np.unique(trace.host.name_id[kinds])]
+    exact = [name for name in present if name == op]
+    names, launched = (exact or [name for name in present if "::" in name and name.rpartition("::")[2] == op]), ""
     if not names:
         name, launched = _operator_of_kernel(trace, op)
         names = [name]
@@ -85,14 +86,6 @@ def replay_script(trace: Trace, op: str, *, shape: str | None = None, counts: tu
 
 
 # ------------------------------------------------------------------------------------------------- finding the call
-
-
-def _operators(trace: Trace, op: str) -> list[str]:
-    """Names of the recorded operators that match: in full, or without the namespace."""
-    kinds = np.isin(trace.host.kind, (HostKind.OPERATOR, HostKind.SPAN))
-    present = [trace.names[name] for name in np.unique(trace.host.name_id[kinds])]
-    exact = [name for name in present if name == op]
-    return exact or [name for name in present if "::" in name and name.rpartition("::")[2] == op]
 
 
 def _operator_of_kernel(trace: Trace, op: str) -> tuple[str, str]:
@@ -184,11 +177,7 @@ def _list_dtype(kernels: Sequence[str]) -> str:
 def _split_counts(trace: Trace, row: int, groups: int, most: int) -> tuple[int, ...] | None:
     """Rows of each expert in one product, by the nearest split on its thread into as many parts; None without one.
 
-    Args:
-        trace: of one rank.
-        row: of the product in `Trace.host`.
-        groups: number of experts.
-        most: rows of the buffer.
+    `row` is that of the product in `Trace.host`; `most` is the number of rows of its buffer.
     """
     host = trace.host
     splits = np.flatnonzero(host.called(SPLIT) & (host.thread == host.thread[row]) & (host.kind == HostKind.OPERATOR))
@@ -295,11 +284,7 @@ def bind(name, values):
 def _script(name: str, arguments: Sequence[Argument], seen: Sequence[str], recorded_us: float) -> str:
     """The script for an operator.
 
-    Args:
-        name: of its schema, `aten::mm`.
-        arguments: recorded ones.
-        seen: lines for the script's docstring.
-        recorded_us: median GPU time of a call in the trace.
+    `seen` are lines for the script's docstring; `recorded_us` is the median GPU time of a call in the trace.
     """
     lines, values = "\n".join(seen), ",\n".join(f"        {literal(one)}" for one in arguments)
     return (

@@ -27,12 +27,10 @@ class RooflineRow:
     """All calls of an operator on the same shapes.
 
     Attributes:
-        kernel_us: of all their kernels.
         share: of the time of all compute kernels.
         flops: of one call, or None without a model.
         bytes: that one call has to read and write at least, or None.
         bound: the limit of its roof, or None if the work or the device is unknown.
-        reached: roof over time, or None.
         inferred: some of its kernels are of a CUDA graph, and the operator is that of an eager pass.
     """
 
@@ -72,11 +70,8 @@ class Roofline:
 def roofline(trace: Trace, placement: Placement | None = None, *, used_rows: float = 1.0) -> Roofline:
     """Work and time of every different call whose kernels compute.
 
-    Args:
-        trace: of one rank.
-        placement: of its events, if already known.
-        used_rows: share of the rows of grouped products that held tokens. Dispatchers that do not wait for the host
-            provide buffers for the worst case.
+    `used_rows` is the share of the rows of grouped products that held tokens. Dispatchers that do not wait for the host
+    provide buffers for the worst case.
     """
     placement = place(trace) if placement is None else placement
     gpu, table = trace.gpu, calls_made(trace, placement)

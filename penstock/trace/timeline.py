@@ -53,7 +53,6 @@ class RecordedStep:
         name: of the region, such as `ProfilerStep#15`.
         number: from the name, or counted from 0.
         start_us: when the host began it.
-        duration_us: on the host.
         window_us: start and end on the device.
         timeline: of that window, from linked events.
     """

@@ -324,9 +324,7 @@ def _open_at(trace: Trace, test: Callable[[str], bool], launched_us: Floats) -> 
 def as_launches(trace: Trace, rows: Integers) -> Trace:
     """The trace with rows of the host in place of GPU events, so that `place` gives the origin of these rows.
 
-    Args:
-        trace: of one rank.
-        rows: of `Trace.host`, ascending.
+    `rows` of `Trace.host` are ascending.
     """
     host = trace.host
     nothing = np.full(len(rows), NONE)
@@ -353,13 +351,7 @@ _ACTIVATION = "swiglu_float8_kernel"
 
 
 def _with_float8_products(trace: Trace, parent: Integers, operator: Integers) -> Integers:
-    """The operators of GPU events, where dense products in 8 bits belong to their functions.
-
-    Args:
-        trace: of one rank.
-        parent: of each row of `Trace.host`, or NONE.
-        operator: of each row of `Trace.gpu`, or NONE.
-    """
+    """The operators of GPU events, where dense products in 8 bits belong to their functions."""
     host, gpu = trace.host, trace.gpu
     launched_us = np.flatnonzero(gpu.called(FLOAT8_GEMM, _ACTIVATION) & gpu.is_linked)
     functions = np.flatnonzero(host.called(LINEAR, NETWORK) & (host.kind == HostKind.OPERATOR))

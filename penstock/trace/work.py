@@ -151,9 +151,7 @@ class CallWork:
 def work_of(call: OperatorCall, *, used_rows: float = 1.0) -> CallWork | None:
     """The work of a call, or None if it has no model or its arguments are not recorded.
 
-    Args:
-        call: an operator on shapes.
-        used_rows: share of the rows of grouped products that held tokens.
+    `used_rows` is the share of the rows of grouped products that held tokens.
     """
     model = _model(call.name)
     tensors = [tensor_at(call, one) for one in range(len(call.shapes))]
