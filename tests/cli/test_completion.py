@@ -81,30 +81,31 @@ def test_every_verb_has_something_to_offer(verb: object) -> None:
 # What shells see
 
 
-def test_bash_gets_words(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("_PENSTOCK_COMPLETE", "complete_bash")
-    for words, place, found in (("penstock tr", 1, "train\ntrace\n"), ("penstock train debug-", 2, "debug-softmax\n")):
-        monkeypatch.setenv("COMP_WORDS", words)
-        monkeypatch.setenv("COMP_CWORD", f"{place}")
-        assert asked(capsys) == found
-
-
-def test_zsh_gets_words_with_their_meaning(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("_PENSTOCK_COMPLETE", "complete_zsh")
-    monkeypatch.setenv("_TYPER_COMPLETE_ARGS", "penstock train debug-")
-    text = asked(capsys)
-    assert '"debug-softmax":"The same with a softmax router' in text
-    monkeypatch.setenv("_TYPER_COMPLETE_ARGS", "penstock pla")
-    assert '"plan":"Rank layouts on a cluster by speed' in asked(capsys)
-
-
-def test_fish_gets_words_with_their_meaning(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("shell", "variables", "told"),
+    [
+        ("bash", {"COMP_WORDS": "penstock tr", "COMP_CWORD": "1"}, "train\ntrace\n"),
+        ("bash", {"COMP_WORDS": "penstock train debug-", "COMP_CWORD": "2"}, "debug-softmax\n"),
+        ("zsh", {"_TYPER_COMPLETE_ARGS": "penstock train debug-"}, '"debug-softmax":"The same with a softmax router'),
+        ("zsh", {"_TYPER_COMPLETE_ARGS": "penstock pla"}, '"plan":"Rank layouts on a cluster by speed'),
+        (
+            "fish",
+            {"_TYPER_COMPLETE_ARGS": "penstock train debug training.st", "_TYPER_COMPLETE_FISH_ACTION": "get-args"},
+            "training.steps=\tOptimizer steps.\n",
+        ),
+    ],
+)
+def test_a_shell_gets_words_and_their_meaning(
+    shell: str,
+    variables: dict[str, str],
+    told: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("_PENSTOCK_COMPLETE", "complete_fish")
-    monkeypatch.setenv("_TYPER_COMPLETE_FISH_ACTION", "get-args")
-    monkeypatch.setenv("_TYPER_COMPLETE_ARGS", "penstock train debug training.st")
-    assert asked(capsys) == "training.steps=\tOptimizer steps.\n"
+    for name, value in {"_PENSTOCK_COMPLETE": f"complete_{shell}", **variables}.items():
+        monkeypatch.setenv(name, value)
+    text = asked(capsys)
+    assert told in text if shell == "zsh" else text == told
 
 
 @pytest.mark.parametrize(

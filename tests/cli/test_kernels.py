@@ -63,9 +63,6 @@ def test_list_says_what_would_run_on_a_gpu_that_is_not_here() -> None:
     assert text.startswith("deepseek-v3 on AMD Instinct MI355X: bf16, 4096 tokens in a micro-batch\n")
     assert table(text)["experts", "forward"] == ("triton", "no measurement for this chip: Triton by default")
     assert table(text)["attention", "both"][0] == "flash first"
-
-
-def test_list_obeys_overrides() -> None:
     text = printed("list", "debug", "kernels.norm=reference", "--device", "h200")
     assert table(text)["norm", "both"] == ("reference", "kernels.norm=reference")
 

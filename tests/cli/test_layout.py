@@ -59,7 +59,10 @@ def test_both_views_their_groups_and_every_stage_are_shown() -> None:
     ]
 
 
-def test_the_fewest_ranks_that_fit_are_the_default() -> None:
+def test_the_fewest_ranks_that_fit_are_the_default_also_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "two.toml"
+    path.write_text('preset = "debug"\n[parallel]\nexpert = 2\n[training]\nglobal_batch = 8\n', encoding="utf-8")
+    assert shown(str(path))["run"] == "two on 2 ranks"
     found = shown("debug", "parallel.pipeline=2", "parallel.expert=4", "training.global_batch=16")
     assert found["run"] == "debug on 8 ranks"
 
@@ -153,9 +156,3 @@ def test_a_long_step_is_told_from_short_ones_exactly(name: str, batch: int) -> N
     bubble, live = step_figures(run, grid, costs)
     assert bubble == pytest.approx(played.bubble, abs=1e-9)
     assert live == pytest.approx(played.peak_live)
-
-
-def test_a_file_is_a_target_too(tmp_path: Path) -> None:
-    path = tmp_path / "two.toml"
-    path.write_text('preset = "debug"\n[parallel]\nexpert = 2\n[training]\nglobal_batch = 8\n', encoding="utf-8")
-    assert shown(str(path))["run"] == "two on 2 ranks"

@@ -51,14 +51,12 @@ def test_wrong_usage_is_one_line_and_code_2(arguments: list[str], message: str) 
     assert answers.outcome(*arguments) == (2, "", f"error: {message}\n")
 
 
-def test_an_error_of_the_user_is_one_line_and_code_2(monkeypatch: pytest.MonkeyPatch) -> None:
-    replace_train(monkeypatch, DataError("the file\nis empty", fix="give another"))
-    assert answers.outcome("train") == (2, "", "error: the file is empty; fix: give another\n")
-
-
-def test_a_fault_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    replace_train(monkeypatch, ZeroDivisionError("ours"))
-    with pytest.raises(ZeroDivisionError, match="ours"):
+@pytest.mark.parametrize(
+    "error", [ZeroDivisionError("ours"), FileNotFoundError(errno.ENOENT, "No such file", "own.txt")]
+)
+def test_a_fault_of_the_program_keeps_its_traceback(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_train(monkeypatch, error)
+    with pytest.raises(type(error)):
         main(["train"])
 
 
@@ -78,20 +76,17 @@ def test_a_closed_pipe_says_nothing(capsys: pytest.CaptureFixture[str], monkeypa
 @pytest.mark.parametrize(
     ("error", "told"),
     [
+        (DataError("the file\nis empty", fix="give another"), "the file is empty; fix: give another"),
         (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
         (PermissionError(errno.EACCES, "Permission denied", "a.txt"), "Permission denied: a.txt"),
         (MemoryError(), "the memory of this machine, or what this process may have of it, is used up"),
     ],
 )
-def test_what_the_machine_lacks_is_one_line(error: BaseException, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_user_or_of_the_machine_is_one_line_and_code_2(
+    error: BaseException, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     replace_train(monkeypatch, error)
     assert answers.outcome("train") == (2, "", f"error: {told}\n")
-
-
-def test_a_file_that_the_program_misses_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    replace_train(monkeypatch, FileNotFoundError(errno.ENOENT, "No such file", "own.txt"))
-    with pytest.raises(FileNotFoundError):
-        main(["train"])
 
 
 def test_a_long_value_is_cut_in_its_middle(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,12 +49,6 @@ def test_a_recorded_run_leads_to_the_doctor_and_to_a_change(tmp_path: Path) -> N
     assert _proposed("doctor", folder / "profile") == [f"penstock report {folder}/profile --html report.html"]
 
 
-def test_json_holds_no_proposal(tmp_path: Path) -> None:
-    folder = host_folder(tmp_path / "run")
-    for verb in ("trace", "doctor"):
-        assert isinstance(answers.told_as_json(verb, folder), dict)
-
-
 def test_what_is_planned_checked_or_laid_out_leads_to_training(tmp_path: Path) -> None:
     (tmp_path / "own.toml").write_text('preset = "debug-2l"\n')
     file = tmp_path / "own.toml"

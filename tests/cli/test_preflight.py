@@ -29,8 +29,6 @@ def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 printed = partial(answers.printed, "preflight --processes 1")
-
-
 answer = partial(answers.told_as_json, "preflight --processes 1")
 
 
@@ -43,9 +41,6 @@ def test_every_area_is_looked_at_and_nothing_is_left_behind() -> None:
     assert sum(found["counts"].values()) == len(found["checks"])
     assert set(found["checks"][0]) == {"area", "name", "status", "got", "expected", "fix"}
     assert list(Path().iterdir()) == []
-
-
-def test_people_read_a_line_for_each_check_and_a_sum() -> None:
     *lines, last, proposed = printed().splitlines()
     assert any(line.startswith("ok       versions     Python") for line in lines)
     assert " 0 failed on " in last and proposed == "next:  penstock train debug"

@@ -17,13 +17,10 @@ def test_the_page_stands_in_the_folder_of_the_run(tmp_path: Path) -> None:
     assert "<title>first</title>" in (folder / "report.html").read_text()
 
 
-def test_another_place_may_be_named(tmp_path: Path) -> None:
+def test_another_place_and_devices_may_be_named(tmp_path: Path) -> None:
     trace = write(tmp_path / "rank-0.json", tiny())
     assert main(["report", str(trace), "--html", str(tmp_path / "page.html")]) == 0
     assert (tmp_path / "page.html").stat().st_size > 1e6
-
-
-def test_devices_may_be_named(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "first")
     assert main(["report", str(folder), "--on", "1xH200"]) == 0
     assert "Dashed: the capacity of H200" in (folder / "report.html").read_text()

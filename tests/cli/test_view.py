@@ -214,23 +214,16 @@ def test_the_live_view_does_not_draw_at_every_step(tmp_path: Path) -> None:
         view.stepped(step_report(step + 4))
     view.closed()
     assert file.getvalue().count("penstock") < 20
-
-
-def test_a_view_that_never_started_can_be_closed() -> None:
-    LiveView(Console(file=io.StringIO(), force_terminal=True)).closed()
+    LiveView(Console(file=io.StringIO(), force_terminal=True)).closed()  # A view that never started can be closed.
 
 
 def test_a_spark_line_goes_from_its_lowest_to_its_highest() -> None:
     assert spark_line([1, 2, 3], 10) == BLOCKS[0] + BLOCKS[4] + BLOCKS[7]
     assert spark_line([2, 2], 10) == BLOCKS[0] * 2
     assert spark_line([], 10) == ""
-
-
-def test_a_spark_line_fits() -> None:
     for count in (1, 9, 10, 11, 25, 1000):
         line = spark_line([float(index) for index in range(count)], 10)
-        assert len(line) == min(count, 10)
-        assert list(line) == sorted(line)
+        assert len(line) == min(count, 10) and list(line) == sorted(line)
 
 
 def test_a_bar_is_half_high_at_the_mean_and_full_at_twice_it() -> None:

@@ -137,16 +137,10 @@ def test_key_and_value_heads_must_divide_as_well() -> None:
         assert context_method(run) == method
 
 
-def test_stages_are_counted_only_in_a_pipeline() -> None:
+def test_settled_values_of_a_run() -> None:
     assert stage_count(unchecked_run(("pipeline.stages_per_rank=2",))) == 1
     assert stage_count(unchecked_run(("pipeline.stages_per_rank=2", "parallel.pipeline=4"))) == 8
-
-
-def test_a_schedule_may_have_just_enough_micro_batches() -> None:
     run = unchecked_run((*DUALPIPE, "training.global_batch=128"))
-    assert micro_batches(run, grid_of(run, 8)) == 8
-
-
-def test_auto_divides_the_optimizer() -> None:
+    assert micro_batches(run, grid_of(run, 8)) == 8, "a schedule may have just enough micro-batches"
     assert shard(unchecked_run(())) == "optimizer"
     assert shard(unchecked_run(("parallel.shard=full",))) == "full"
