@@ -41,8 +41,7 @@ class WorkerError(AssertionError):
 class Pool:
     """Worker processes that live until `close`. After a hang all are killed, and the next call starts new ones.
 
-    Args:
-        grace: seconds in which the other ranks must answer after one has failed.
+    After one rank has failed the others must answer within `grace` seconds.
     """
 
     def __init__(self, grace: float = 10) -> None:
@@ -53,19 +52,9 @@ class Pool:
         self._calls = 0
 
     def run(self, ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
-        """Call a function on every rank of a fresh process group, all at once.
+        """Call a function of the top of a module on every rank of a fresh process group; what each returned.
 
-        Args:
-            ranks: size of the group, 1 to 8.
-            function: of the top of a module; finds its rank by torch.distributed.
-            args: the same for every rank; tensors arrive as copies.
-            timeout: seconds until the call counts as hanging.
-
-        Returns:
-            What each rank returned, in the order of ranks.
-
-        Raises:
-            WorkerError: a rank raised, or did not answer in time.
+        Raises a WorkerError if a rank raised, or did not answer within `timeout` seconds.
         """
         assert 1 <= ranks <= MOST_RANKS, f"{ranks} ranks"
         self._start(ranks)

@@ -136,45 +136,44 @@ def _assert_equal(got: dict[str, Any], expected: dict[str, Any]) -> None:
         assert torch.equal(got[name], tensor), name
 
 
+def _check_legs(
+    ranks: Pool,
+    kept: Path,
+    folder: Path,
+    legs: tuple[Layout, Layout],
+    model: tuple[str, ...],
+    allowed: dict[str, float],
+) -> None:
+    whole, expected = _uninterrupted(ranks, kept, model)
+    first, second = (ride(ranks, on, folder, n * HALF, (n + 1) * HALF, model) for n, on in enumerate(legs))
+    _assert_equal(second.begun.tensors, first.seen.tensors)
+    assert second.places == (first.places[1], whole.places[1])
+    assert second.places[1]["tokens"] == STEPS * 8 * 32
+    found = differences(second.seen, expected, whole.begun.tensors)
+    too_large = {figure: value for figure, value in found.items() if not value <= allowed[figure]}
+    assert not too_large, f"allowed: {allowed}"
+
+
 @pytest.mark.often("EP 4, ZeRO-1 to PP 2 x EP 2, ZB-V")
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_run_goes_on_in_another_layout_as_if_nothing_had_happened(
     name: str, ranks: Pool, kept: Path, tmp_path: Path
 ) -> None:
-    whole, expected = _uninterrupted(ranks, kept)
-    before, after = PAIRS[name]
-    first = ride(ranks, before, tmp_path, 0, HALF)
-    second = ride(ranks, after, tmp_path, HALF, STEPS)
-
-    _assert_equal(second.begun.tensors, first.seen.tensors)
-    assert second.places[0] == first.places[1]
-    assert second.places[1] == whole.places[1]
-    assert second.places[1]["tokens"] == STEPS * 8 * 32
-    found = differences(second.seen, expected, whole.begun.tensors)
-    too_large = {figure: value for figure, value in found.items() if not value <= TOLERANCES[figure]}
-    assert not too_large, f"allowed: {TOLERANCES}"
+    _check_legs(ranks, kept, tmp_path, PAIRS[name], (), TOLERANCES)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("before", "after"),
+    "legs",
     [
-        pytest.param(EP4, Layout(2, pipeline("zb-1f1b", 2)), id="EP 4, ZeRO-1 to PP 2, zb-1f1b"),
-        pytest.param(Layout(2, layout("shard=full")), EP4, id="FSDP 2 to EP 4, ZeRO-1"),
+        pytest.param((EP4, Layout(2, pipeline("zb-1f1b", 2))), id="EP 4, ZeRO-1 to PP 2, zb-1f1b"),
+        pytest.param((Layout(2, layout("shard=full")), EP4), id="FSDP 2 to EP 4, ZeRO-1"),
     ],
 )
 def test_in_bf16_a_run_goes_on_from_the_very_float32_weights(
-    before: Layout, after: Layout, ranks: Pool, kept: Path, tmp_path: Path
+    legs: tuple[Layout, Layout], ranks: Pool, kept: Path, tmp_path: Path
 ) -> None:
-    whole, expected = _uninterrupted(ranks, kept / "bf16", BF16)
-    first = ride(ranks, before, tmp_path, 0, HALF, BF16)
-    second = ride(ranks, after, tmp_path, HALF, STEPS, BF16)
-
-    _assert_equal(second.begun.tensors, first.seen.tensors)
-    assert second.places == (first.places[1], whole.places[1])
-    found = differences(second.seen, expected, whole.begun.tensors)
-    too_large = {figure: value for figure, value in found.items() if not value <= IN_BF16[figure]}
-    assert not too_large, f"allowed: {IN_BF16}"
+    _check_legs(ranks, kept / "bf16", tmp_path, legs, BF16, IN_BF16)
 
 
 def test_what_a_pipeline_saved_is_exported_as_one_process_would(

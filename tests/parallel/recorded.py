@@ -48,7 +48,7 @@ class _Mark(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         ctx.events.append(f"{ctx.name} back")
         return gradient, None, None
 

@@ -9,10 +9,6 @@ from penstock.parallel.axes import ALONE, Axes, make_axes
 from tests.parallel.simulated import every_rank
 
 
-def _every(grid: Grid, per_node: int) -> list[Axes]:
-    return list(every_rank(grid, ranks_per_node=per_node))
-
-
 @pytest.mark.parametrize(
     ("grid", "per_node", "on_node"),
     [
@@ -30,7 +26,7 @@ def _every(grid: Grid, per_node: int) -> list[Axes]:
 def test_every_rank_knows_the_ranks_of_its_node_and_those_at_its_place_of_others(
     grid: Grid, per_node: int, on_node: int
 ) -> None:
-    every = _every(grid, per_node)
+    every = list(every_rank(grid, ranks_per_node=per_node))
     for rank, axes in enumerate(every):
         expert, node, across = axes.expert, axes.expert_node, axes.expert_across
         assert (node.size, across.size) == (on_node, expert.size // on_node)
@@ -53,20 +49,15 @@ def test_every_rank_knows_the_ranks_of_its_node_and_those_at_its_place_of_others
     ],
 )
 def test_ranks_of_unequal_parts_count_as_nodes_of_their_own(grid: Grid, per_node: int) -> None:
-    for rank, axes in enumerate(_every(grid, per_node)):
+    for rank, axes in enumerate(every_rank(grid, ranks_per_node=per_node)):
         assert axes.expert_node.ranks == (rank,)
         assert axes.expert_across.ranks == axes.expert.ranks
 
 
-def test_a_group_that_fits_its_node_crosses_nothing_whatever_the_others_do() -> None:
-    for axes in _every(Grid(world=12, expert=2), 4):
+def test_a_group_that_fits_its_node_crosses_nothing_and_all_ranks_are_on_one_by_default() -> None:
+    for axes in (*every_rank(Grid(world=12, expert=2), ranks_per_node=4), *every_rank(Grid(world=4, expert=4))):
         assert axes.expert_node.ranks == axes.expert.ranks
         assert axes.expert_across.size == 1
-
-
-def test_all_ranks_are_on_one_node_by_default() -> None:
-    for axes in _every(Grid(world=4, expert=4), 0):
-        assert (axes.expert_node.size, axes.expert_across.size) == (4, 1)
     assert (ALONE.expert_node.size, ALONE.expert_across.size) == (1, 1)
 
 

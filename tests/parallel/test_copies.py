@@ -48,14 +48,6 @@ def test_two_buffers_serve_all_chunks_and_grow_with_the_largest() -> None:
     stream.run([[torch.zeros(1000)], [torch.zeros(1)]], lambda _, tensors: tensors[0].fill_(7))
 
 
-def adamw(master: Tensor, gradient: Tensor, moment1: Tensor, moment2: Tensor, step: int) -> None:
-    """One step in place: rate 0.1, decay 0.2, betas 0.9 and 0.999."""
-    master.mul_(1 - 0.1 * 0.2)
-    moment1.lerp_(gradient, 0.1)
-    moment2.mul_(0.999).addcmul_(gradient, gradient, value=0.001)
-    master.addcdiv_(moment1 / (1 - 0.9**step), (moment2 / (1 - 0.999**step)).sqrt_().add_(1e-8), value=-0.1)
-
-
 def test_adam_over_streamed_chunks_is_adam() -> None:
     masters = [torch.randn(7, 5), torch.randn(3), torch.randn(11, 2)]
     expected = [master.clone().requires_grad_() for master in masters]
@@ -72,8 +64,12 @@ def test_adam_over_streamed_chunks_is_adam() -> None:
 
         def work(index: int, tensors: list[Tensor], step: int = step, gradients: list[Tensor] = gradients) -> None:
             for place, piece in enumerate(pieces[index]):
-                master, moment1, moment2 = tensors[3 * place : 3 * place + 3]
-                adamw(master, piece.of(gradients), moment1, moment2, step)
+                (master, moment1, moment2), gradient = tensors[3 * place : 3 * place + 3], piece.of(gradients)
+                master.mul_(1 - 0.1 * 0.2)
+                moment1.lerp_(gradient, 0.1)
+                moment2.mul_(0.999).addcmul_(gradient, gradient, value=0.001)
+                divisor = (moment2 / (1 - 0.999**step)).sqrt_().add_(1e-8)
+                master.addcdiv_(moment1 / (1 - 0.9**step), divisor, value=-0.1)
 
         stream.run(chunks, work)
         stream.finish()
