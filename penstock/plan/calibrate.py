@@ -186,16 +186,12 @@ class DeviceBenchmark:
         return statistics.median(self._round(call, times) for _ in range(ROUNDS)) / times
 
     def _round(self, call: Call, times: int) -> float:
-        self._wait()
+        _synchronize(self._device)
         began = time.perf_counter()
         for _ in range(times):
             call()
-        self._wait()
+        _synchronize(self._device)
         return time.perf_counter() - began
-
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
     def _normal(self, *size: int, dtype: Dtype | None = None) -> Tensor:
         return torch.randn(*size, device=self._device, dtype=TORCH_DTYPES[dtype or self._facts.dtype])
@@ -287,7 +283,7 @@ class DeviceBenchmark:
             return self.seconds(lambda: few.add_(1))
         graph = torch.cuda.CUDAGraph()
         few.add_(1)
-        self._wait()
+        _synchronize(self._device)
         with torch.cuda.graph(graph):
             for _ in range(times):
                 few.add_(1)
@@ -310,6 +306,11 @@ class DeviceBenchmark:
 
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def device_memory(device: torch.device) -> tuple[int, int]:
@@ -367,19 +368,14 @@ def _calls(kind: CollectiveKind, whole: Tensor) -> Call:
 
 def _seconds(call: Call, device: torch.device, times: int) -> float:
     """Seconds of one call on the slowest rank."""
-
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
     rounds = []
     for number in range(ROUNDS + 2):
-        wait()
+        _synchronize(device)
         dist.barrier()
         began = time.perf_counter()
         for _ in range(times):
             call()
-        wait()
+        _synchronize(device)
         slowest = torch.tensor((time.perf_counter() - began) / times, dtype=torch.float64, device=device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         if number >= 2:
@@ -416,6 +412,10 @@ def measured_hardware(
     fresh = {(one.kind, one.reach) for one in collectives}
     kept = () if known is None else known.collectives
     reserve = RESERVE_SHARE if known is None else known.overhead.reserve_share
+    # A CPU's host memory is its own; the link of a GPU is not measured.
+    quarter = f"{measured}; of the memory a quarter, as a copy reads and writes and both ways share it"
+    own_link = HostLink(bytes_per_second=findings.memory_bytes_per_second / 4, source=quarter)
+    link = own_link if vendor == "cpu" else USUAL_HOST_LINK
     points: list[tuple[str, tuple[MeasuredPoint, ...]]] = [*findings.points.items(), *transfers.items()]
     return Hardware(
         name=name,
@@ -432,19 +432,9 @@ def measured_hardware(
             source=f"{measured}; the launch of operators of a small network",
         ),
         efficiency=_efficiency(findings, peaks, measured),
-        host_link=_host_link(vendor, findings, measured) if known is None else known.host_link,
+        host_link=link if known is None else known.host_link,
         collectives=(*collectives, *(one for one in kept if (one.kind, one.reach) not in fresh)),
         measured=tuple(MeasuredPoints(operator=operator, source=measured, points=found) for operator, found in points),
-    )
-
-
-def _host_link(vendor: str, findings: DeviceFigures, source: str) -> HostLink:
-    """A CPU's host memory is its own; the link of a GPU is not measured."""
-    if vendor != "cpu":
-        return USUAL_HOST_LINK
-    return HostLink(
-        bytes_per_second=findings.memory_bytes_per_second / 4,
-        source=f"{source}; of the memory a quarter, as a copy reads and writes and both ways share it",
     )
 
 

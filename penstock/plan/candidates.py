@@ -137,7 +137,7 @@ class SearchSpace:
         for tp, cp, pp, ep, etp in product(*axes):
             if max(tp * cp, ep * etp) * pp > world or world % (tp * cp * pp) or world % (ep * etp * pp):
                 continue
-            schedule, capture = "1f1b" if pp > 1 else NO_PIPELINE, self._capture(pp)
+            schedule, capture = ("1f1b", "none") if pp > 1 else (NO_PIPELINE, self._run.graphs.capture)
             grid = replace(self._neutral, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, schedule=schedule, capture=capture)
             if all((grid.dp, grid.edp)[name == "edp"] == size for name, size in wanted.items()):
                 dispatcher, sync_free = self.dispatches(grid)[0]
@@ -189,40 +189,29 @@ class SearchSpace:
         default = _dispatches(grid)[0]
         return [(self._fixed.get("dispatcher", default[0]), int(self._fixed.get("sync_free_stage", f"{default[1]}")))]
 
-    def _capture(self, pipeline: int) -> str:
-        return "none" if pipeline > 1 else self._run.graphs.capture
-
     def _values(self, name: str) -> Sequence[int]:
         if name in self._fixed:
             return (int(self._fixed[name]),)
         model, world, node = self._neutral.model, self._neutral.world, self._neutral.node_devices
-        least = min(model.head_counts)
+        sizes = [size for size in range(1, world + 1) if world % size == 0]
         match name:
             case "tp":
-                return [size for size in _divisors(world) if size <= 2 * node and least % size == 0]
+                return [size for size in sizes if size <= 2 * node and min(model.head_counts) % size == 0]
             case "cp":
-                return [size for size in _divisors(world) if size <= MOST_CONTEXT and size & (size - 1) == 0]
+                return [size for size in sizes if size <= MOST_CONTEXT and size & (size - 1) == 0]
             case "pp":
-                return [size for size in _divisors(world) if size <= model.layers + 2]
+                return [size for size in sizes if size <= model.layers + 2]
             case "ep":
-                return [size for size in _divisors(world) if model.experts % size == 0] if model.experts else (1,)
-        return [size for size in _divisors(world) if size <= node and model.expert_width % size == 0] or (1,)
+                return [size for size in sizes if model.experts % size == 0] if model.experts else (1,)
+        return [size for size in sizes if size <= node and model.expert_width % size == 0] or (1,)
 
 
 def ladder_of(model: Model) -> tuple[tuple[str, ...], ...]:
     """Modules to recompute, cheapest first, whole layers last."""
-    parts: list[str] = []
-    found: list[tuple[str, ...]] = [()]
-    if model.moe is not None:
-        parts.append("expert-activation")
-        found.append(tuple(parts))
-    parts.append("norm")
-    if isinstance(model.attention, LatentAttention):
-        parts.append("latent-up")
-    found.append(tuple(parts))
-    if model.moe is not None:
-        found.append(("moe", *(part for part in parts if part != "expert-activation")))
-    return (*found, ("layer",))
+    parts = ("norm", "latent-up") if isinstance(model.attention, LatentAttention) else ("norm",)
+    if model.moe is None:
+        return (), parts, ("layer",)
+    return (), ("expert-activation",), ("expert-activation", *parts), ("moe", *parts), ("layer",)
 
 
 def run_of(run: Run, sizes: Sizes) -> Run:
@@ -286,19 +275,14 @@ def _dispatches(grid: Sizes) -> Sequence[tuple[str, int]]:
     """Dispatchers of a grid with their sync-free stages, the usual one first."""
     if grid.expert_ranks == 1 or grid.model.experts == 0:
         return (("local", 0),)
+    sent = ("all-to-all", 0)
     if grid.vendor == "cpu":
-        return (("all-to-all", 0),)
+        return (sent,)
     node_ranks = ranks_on_a_node(grid.expert_ranks, grid.node_devices)
     facts = DispatchFacts(
         method="auto", pads=grid.model.pads, ranks=grid.expert_ranks, node_ranks=node_ranks, expert_tensor=grid.etp
     )
     name = choose_dispatcher(facts).name
     if name == "symmetric":
-        return ((name, 2), (name, 0), (name, ROOM_FOR_ALL), ("all-to-all", 0))
-    if name == "hierarchical":
-        return ((name, 0), (name, 2), (name, ROOM_FOR_ALL), ("all-to-all", 0))
-    return (("all-to-all", 0),)
-
-
-def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
+        return ((name, 2), (name, 0), (name, ROOM_FOR_ALL), sent)
+    return ((name, 0), (name, 2), (name, ROOM_FOR_ALL), sent) if name == "hierarchical" else (sent,)

@@ -208,7 +208,9 @@ class OpCosts:
         tokens = round(experts.tokens * experts.imbalance)
         traffic = TokenTraffic(tokens=tokens, copy_bytes=row_bytes, experts=experts.experts, top_k=experts.top_k)
         seconds = self._transfers.dispatch("symmetric", "dispatch", traffic, RankGroup(ranks, ranks)).seconds
-        return seconds if operator.name == "push_rows_kernel" else max(seconds, self._moving(operator, 0))
+        if operator.name == "push_rows_kernel":
+            return seconds
+        return max(seconds, self._filled(operator, 0) / self._bandwidth)
 
     def _collective(self, operator: RecordedOp) -> OpCost:
         assert operator.group is not None, operator
@@ -226,9 +228,6 @@ class OpCosts:
         if operator.name.endswith("_") and operator.sizes:
             return moved + self._filled(operator, 0)
         return moved
-
-    def _moving(self, operator: RecordedOp, place: int) -> float:
-        return self._filled(operator, place) / self._bandwidth
 
     def _filled(self, operator: RecordedOp, place: int) -> float:
         """Bytes of a tensor that hold rows."""

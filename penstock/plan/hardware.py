@@ -13,13 +13,12 @@ figures that programs reach. Each table has a `source`, which begins with one wo
 needs PyTorch. Bandwidths are in one direction. Fast links join the devices of a node: 8 GPUs, or 72 of an NVL72 rack.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, get_args
 
-from penstock.base.errors import HardwareError, asked
+from penstock.base.errors import HardwareError
 from penstock.config.schema import Section, knob
 from penstock.layout.grid import MOST_RANKS
 
@@ -343,24 +342,6 @@ class Cluster:
         while ranks % inside:
             inside -= 1
         return RankGroup(ranks, inside)
-
-
-CLUSTER = re.compile(r"\s*(?P<devices>[0-9]{1,40})\s*[xX]\s*(?P<hardware>\S.*?)\s*")
-"""Such as `768xMI300X`, or `16xmine.toml`."""
-
-
-def split_cluster(text: str) -> tuple[int, str]:
-    """Number of devices, and the name or file of their hardware; a HardwareError for any other text."""
-    match = CLUSTER.fullmatch(text)
-    if match is None or int(match["devices"]) < 1:
-        loose = re.fullmatch(r"\s*(\d+)[\s*]*(\w.*)", text)
-        raise HardwareError(
-            "a cluster is a number of devices, x, and their name",
-            got=repr(text),
-            allowed="768xMI300X, 8xmine.toml",
-            fix=asked([f"{loose[1]}x{loose[2]}"]) if loose is not None and int(loose[1]) else None,
-        )
-    return int(match["devices"]), match["hardware"]
 
 
 def cluster_of(devices: int, hardware: Hardware) -> Cluster:

@@ -14,6 +14,7 @@ An error is one line that begins with the file and the place in it.
 """
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -21,7 +22,7 @@ from typing import Any, Literal, TypeVar
 import tomli_w
 
 from penstock.base.devices import chip_named
-from penstock.base.errors import ConfigError, HardwareError, did_you_mean, did_you_mean_path
+from penstock.base.errors import ConfigError, HardwareError, asked, did_you_mean, did_you_mean_path
 from penstock.base.files import read_toml
 from penstock.config.schema import Section, fields_of, knob
 from penstock.config.tree import build, settle
@@ -42,7 +43,6 @@ from penstock.plan.hardware import (
     Peaks,
     SourcedTable,
     cluster_of,
-    split_cluster,
 )
 
 PACKAGED = Path(__file__).with_name("hardware_data")
@@ -92,13 +92,28 @@ def load_hardware(name_or_path: str) -> Hardware:
 
 def parse_cluster(text: str) -> Cluster:
     """A cluster from a text such as `768xMI300X` or `8xmine.toml`; a HardwareError if it is none."""
-    devices, name = split_cluster(text)
-    return cluster_of(devices, load_hardware(name))
+    match = re.fullmatch(r"\s*(?P<devices>[0-9]{1,40})\s*[xX]\s*(?P<hardware>\S.*?)\s*", text)
+    if match is None or int(match["devices"]) < 1:
+        loose = re.fullmatch(r"\s*(\d+)[\s*]*(\w.*)", text)
+        raise HardwareError(
+            "a cluster is a number of devices, x, and their name",
+            got=repr(text),
+            allowed="768xMI300X, 8xmine.toml",
+            fix=asked([f"{loose[1]}x{loose[2]}"]) if loose is not None and int(loose[1]) else None,
+        )
+    return cluster_of(int(match["devices"]), load_hardware(match["hardware"]))
 
 
 def read_hardware(path: Path) -> Hardware:
     """Hardware from a file; a HardwareError if it cannot be read, or a key is missing, unknown or wrong."""
-    tree = _parse(path)
+    try:
+        tree = read_toml(path)
+    except FileNotFoundError as error:
+        raise HardwareError(f"there is no hardware file {path}", fix=did_you_mean_path(path)) from error
+    except OSError as error:
+        raise HardwareError(f"cannot read hardware file {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise HardwareError(f"{path} is not TOML: {error}") from error
     lists = {name: tree.pop(name, []) for name in _LISTS}
     for name, tables in lists.items():
         if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
@@ -114,21 +129,19 @@ def read_hardware(path: Path) -> Hardware:
 
 def write_hardware(path: Path, hardware: Hardware, comment: Sequence[str] = ()) -> None:
     """Write a file that reads back as the same hardware, whole or not at all; `comment` are its first lines."""
-    during_transfers = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        during_transfers.write_text(hardware_text(hardware, comment), encoding="utf-8")
-        during_transfers.replace(path)
+        unfinished.write_text(hardware_text(hardware, comment), encoding="utf-8")
+        unfinished.replace(path)
     except OSError as error:
         raise HardwareError(f"hardware cannot be written to {path}", got=error.strerror) from error
 
 
 def hardware_text(hardware: Hardware, comment: Sequence[str] = ()) -> str:
     """The text of a file that reads back as the same hardware."""
-    tree: dict[str, Any] = {}
-    for name in _Head.model_fields:
-        value = vars(hardware)[name]
-        tree[name] = _as_table(value) if isinstance(value, Section) else value
+    head = {name: vars(hardware)[name] for name in _Head.model_fields}
+    tree = {name: _as_table(value) if isinstance(value, Section) else value for name, value in head.items()}
     if hardware.collectives:
         tree["collective"] = [_as_table(one) for one in hardware.collectives]
     if hardware.measured:
@@ -141,17 +154,6 @@ def hardware_text(hardware: Hardware, comment: Sequence[str] = ()) -> str:
 
 def _as_table(section: Section) -> dict[str, Any]:
     return {name: value for name, value in section if value is not None}
-
-
-def _parse(path: Path) -> dict[str, Any]:
-    try:
-        return read_toml(path)
-    except FileNotFoundError as error:
-        raise HardwareError(f"there is no hardware file {path}", fix=did_you_mean_path(path)) from error
-    except OSError as error:
-        raise HardwareError(f"cannot read hardware file {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise HardwareError(f"{path} is not TOML: {error}") from error
 
 
 def _built(section: type[AnySection], tree: Mapping[str, Any], place: str) -> AnySection:

@@ -196,13 +196,14 @@ def make_meta_rank(run: Run, axes: Axes, target: Target, stages: Sequence[Stage]
         modules = chain.from_iterable(decoder.modules() for decoder in decoders.values())
         copies = sum(sum(copy_bytes(module).values()) for module in modules)
         state = replace(state, weights=state.weights + copies)
+    moments = [part.tensor.nbytes for name, part in full_optimizer.parts().items() if name.startswith("moment")]
     return MetaRank(
         run=run,
         target=target,
         axes=axes,
         decoders=decoders,
         state=state,
-        moment_bytes=_moment_bytes(run, full_optimizer),
+        moment_bytes=0 if run.offload.optimizer else sum(moments),
         sharded=sharded,
         optimizer=optimizer,
         full_optimizer=full_optimizer,
@@ -216,6 +217,9 @@ def _layer_context(
     run: Run, axes: Axes, target: Target, weight_grads: WeightGradStore | None, buffers: SymmetricBuffers | None
 ) -> LayerContext:
     chosen = operators(kernel_choices(run, target.device))
+    rule = offload.rule_for(run.offload, META)
+    if rule.store is not None:
+        rule.store.outward, rule.store.inward = RecordedCopyStream(is_back=False), RecordedCopyStream(is_back=True)
     return LayerContext(
         operators=chosen if target.saving == "run" else conventional_operators(chosen),
         axes=axes,
@@ -225,16 +229,8 @@ def _layer_context(
         buffers=buffers,
         transfers=None if transfers_of(run, HOME) is None else RecordedTransferStream(),
         float8=float8_rule(run, target.device),
-        offload=_offload(run),
+        offload=rule,
     )
-
-
-def _offload(run: Run) -> offload.OffloadRule:
-    """Activations in host memory, with recorded copies."""
-    rule = offload.rule_for(run.offload, META)
-    if rule.store is not None:
-        rule.store.outward, rule.store.inward = RecordedCopyStream(is_back=False), RecordedCopyStream(is_back=True)
-    return rule
 
 
 def _unsharded(run: Run) -> Run:
@@ -265,12 +261,6 @@ def _optimizer(run: Run, axes: Axes, decoders: Mapping[int, Decoder], sharded: f
         return None
     parallel = _unsharded(run).parallel if sharded else run.parallel
     return MasterAdamW(shards, run.optimizer, parallel=parallel, world=axes.world, offload=run.offload)
-
-
-def _moment_bytes(run: Run, optimizer: MasterAdamW) -> int:
-    if run.offload.optimizer:
-        return 0
-    return sum(part.tensor.nbytes for name, part in optimizer.parts().items() if name.startswith("moment"))
 
 
 def _shared_buffers(run: Run, axes: Axes, device: DeviceFacts) -> SymmetricBuffers | None:

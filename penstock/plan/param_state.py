@@ -9,7 +9,7 @@ messages are full buckets. The norm's sum over ranks and gradients that tensor-p
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from penstock.config.parallel import Parallel
 from penstock.layout.sharding import rows_of_shard
@@ -149,13 +149,7 @@ def part_state(facts: Iterable[ParamFacts], shards: ShardCounts) -> PartState:
 def together(parts: Iterable[tuple[PartState, int]]) -> PartState:
     """The sum of several parts of a rank, each with its count."""
     found = list(parts)
-    return PartState(
-        weights=sum(count * one.weights for one, count in found),
-        gradients=sum(count * one.gradients for one, count in found),
-        master=sum(count * one.master for one, count in found),
-        moments=sum(count * one.moments for one, count in found),
-        whole=sum(count * one.whole for one, count in found),
-    )
+    return PartState(*(sum(count * vars(one)[part.name] for one, count in found) for part in fields(PartState)))
 
 
 def facts_of(rank: MetaRank) -> ParamsByKind:
@@ -221,15 +215,13 @@ def update_bytes(parts: ParamCounts, shards: ShardCounts) -> int:
                 columns[f"new {fact.itemsize}", fact.is_expert, ranks] += times * width
             if fact.is_partial:
                 columns["part", False, 1] += times * fact.own(ranks)
-    return max((_most(what, ranks, width, shards) for (what, _, ranks), width in columns.items()), default=0)
-
-
-def _most(what: str, ranks: int, width: int, shards: ShardCounts) -> int:
-    """Bytes of the buckets that are in flight at once; a sum also has the rank's own row."""
-    most = IN_FLIGHT * max(BUCKET_VALUES // ranks, ROW_VALUES)
-    if what.startswith("new"):
-        return min(width, most) * ranks * int(what.split()[1])
-    return min(width, most) * (ranks + (ranks > 1)) * shards.reduce_bytes
+    peak = 0
+    for (what, _, ranks), width in columns.items():
+        in_flight = min(width, IN_FLIGHT * max(BUCKET_VALUES // ranks, ROW_VALUES))
+        # A sum also has the rank's own row.
+        row = ranks * int(what.split()[1]) if what.startswith("new") else (ranks + (ranks > 1)) * shards.reduce_bytes
+        peak = max(peak, in_flight * row)
+    return peak
 
 
 @dataclass(frozen=True)

@@ -28,34 +28,18 @@ _FILLED = (*STATE, "buffers", *FIXED, "gathered", "logits", "activations", "grap
 """The order in which memory is filled to find the component that overflows: state first, then the passes."""
 
 
-def layout_of_sizes(sizes: Sizes, settled: tuple[str, ...]) -> dict[str, Any]:
-    """A layout by the names of the JSON contract; None for parts that are not settled."""
-    follows = ("dp", "edp") if {"tp", "cp", "pp", "ep", "etp"} <= set(settled) else ()
-    values = {name: size_of(sizes, name) for name in (*settled, *follows)}
-    return {name: values.get(name) for name in _NAMES}
-
-
 def size_of(sizes: Sizes, name: str) -> Any:
     """A part of a layout by its name in the JSON contract."""
-    match name:
-        case "recompute":
-            return "+".join(sizes.recompute) or "none"
-        case "sync_free_stage":
-            return sizes.sync_free
-    return getattr(sizes, name)
-
-
-@dataclass(frozen=True)
-class _Group:
-    refusal: Refusal
-    weight: float
+    if name == "recompute":
+        return "+".join(sizes.recompute) or "none"
+    return getattr(sizes, "sync_free" if name == "sync_free_stage" else name)
 
 
 class Refusals:
     """Refused layouts, grouped by reason."""
 
     def __init__(self) -> None:
-        self._groups: dict[Hashable, _Group] = {}
+        self._groups: dict[Hashable, tuple[Refusal, float]] = {}
         self.count = 0
 
     def by_rule(self, sizes: Sizes, refusal: tuple[Rule, str], count: int) -> None:
@@ -71,7 +55,10 @@ class Refusals:
         Of refusals in one group, the reason with the least `weight` is shown.
         """
         rule, reason = why
-        layout = layout_of_sizes(sizes, settled)
+        follows = ("dp", "edp") if set(GRID) <= set(settled) else ()
+        values = {name: size_of(sizes, name) for name in (*settled, *follows)}
+        # By the names of the JSON contract; None for parts that are not settled.
+        layout = {name: values.get(name) for name in _NAMES}
         # Layouts that do not fit, or are slow, are grouped by grid; those that a rule refuses by rule.
         grid = tuple(layout[name] for name in GRID) if rule in (MEMORY, SLOWER) else ()
         self.add(Refusal(layout=layout, rule=rule, reason=reason, count=count), (rule, grid), weight)
@@ -79,18 +66,16 @@ class Refusals:
     def add(self, refusal: Refusal, key: Hashable, weight: float = 0.0) -> None:
         """Add a refusal to the group of a key: the layout keeps the parts that all agree on."""
         self.count += refusal.count
-        held = self._groups.get(key)
-        if held is None:
-            self._groups[key] = _Group(refusal, weight)
-            return
-        told = refusal if weight < held.weight else held.refusal
-        common = {name: value if refusal.layout[name] == value else None for name, value in held.refusal.layout.items()}
-        both = replace(told, layout=common, count=refusal.count + held.refusal.count)
-        self._groups[key] = _Group(both, min(weight, held.weight))
+        held, least = self._groups.get(key, (None, weight))
+        if held is not None:
+            told = refusal if weight < least else held
+            common = {name: value if refusal.layout[name] == value else None for name, value in held.layout.items()}
+            refusal = replace(told, layout=common, count=refusal.count + held.count)
+        self._groups[key] = refusal, min(weight, least)
 
     def all(self) -> tuple[Refusal, ...]:
         """One refusal for each group, the largest first."""
-        return tuple(sorted((one.refusal for one in self._groups.values()), key=lambda one: -one.count))
+        return tuple(sorted((one for one, _ in self._groups.values()), key=lambda one: -one.count))
 
 
 def overflow(memory: RankMemory, capacity: int) -> str:
@@ -156,18 +141,15 @@ class RuleFilter:
             if (refusal := refusal_of(grid)) is not None:
                 self._refusals.by_rule(grid, refusal, self._space.size_of_grid(grid))
                 continue
-            pipelines = [
-                pipeline for pipeline in self._space.pipelines(grid) if not self._is_refused(pipeline, refusal_of)
-            ]
+            pipelines, each = [], len(self._space.dispatches(grid)) * len(self._space.ladder)
+            for pipeline in self._space.pipelines(grid):
+                if (refusal := refusal_of(pipeline)) is None:
+                    pipelines.append(pipeline)
+                else:
+                    self._refusals.by_rule(pipeline, refusal, each)
             if pipelines:
                 self._sort(grid, pipelines, candidates, refusal_of)
         return candidates
-
-    def _is_refused(self, pipeline: Sizes, refusal_of: Judge) -> bool:
-        if (refusal := refusal_of(pipeline)) is None:
-            return False
-        self._refusals.by_rule(pipeline, refusal, len(self._space.dispatches(pipeline)) * len(self._space.ladder))
-        return True
 
     def _sort(
         self, grid: Sizes, pipelines: Sequence[Sizes], candidates: dict[OrderKey, list[Candidates]], refusal_of: Judge
@@ -195,14 +177,14 @@ class RuleFilter:
                 candidates[key].append(Candidates(pipeline, named, tuple(found)))
 
     def _is_refused_dispatch(self, dispatch: Sizes, pipelines: int, refusal_of: Judge) -> bool:
+        count = pipelines * len(self._space.ladder)
         if (refusal := refusal_of(dispatch)) is not None:
-            self._refusals.by_rule(dispatch, refusal, pipelines * len(self._space.ladder))
-            return True
-        if (worse := worse_dispatch(dispatch, self._space.dispatches(dispatch))) is not None:
-            count = pipelines * len(self._space.ladder)
+            self._refusals.by_rule(dispatch, refusal, count)
+        elif (worse := worse_dispatch(dispatch, self._space.dispatches(dispatch))) is not None:
             self._refusals.refuse(dispatch, ("sync_free_stage", "dispatcher"), worse, count)
-            return True
-        return False
+        else:
+            return False
+        return True
 
     def refuse_later(self, candidates: Sequence[Candidates], fits: OrderKey) -> None:
         """Refuse candidates of one place in the order, because layouts before them fit."""

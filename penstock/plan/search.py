@@ -17,9 +17,7 @@ refusal with a reason.
 import gc
 import heapq
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import NamedTuple
@@ -113,20 +111,6 @@ class RoughTimes:
         return sums + self._transfers.collective("all-gather", state.weights, group).seconds
 
 
-class EstimateRatio:
-    """The lowest ratio of real to estimated seconds; 1 before the first."""
-
-    def __init__(self) -> None:
-        self.least = 1.0
-        self._is_new = True
-
-    def note(self, estimated: float, seconds: float) -> None:
-        """A layout's time is known."""
-        ratio = seconds / estimated
-        self.least = ratio if self._is_new else min(self.least, ratio)
-        self._is_new = False
-
-
 Progress = Callable[[str], None]
 """Told what the search is doing, in a few words."""
 
@@ -170,17 +154,11 @@ def search(request: SearchRequest, progress: Progress | None = None) -> Plan:
     run = _prepared(request)
     if set(ALL) <= set(request.fixed) and (one := _one(request, run)) is not None:
         return one
-    with _no_collection():
-        return _Search(request, run, progress or (lambda _: None)).plan()
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """No garbage collection of cycles, which takes a sixth of a search and finds next to nothing."""
+    # The garbage collection of cycles takes a sixth of a search and finds next to nothing.
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        yield
+        return _Search(request, run, progress or (lambda _: None)).plan()
     finally:
         if was_enabled:
             gc.enable()
@@ -279,7 +257,8 @@ class _Search:
         self._filter = RuleFilter(self._space, self._refusals)
         self._place_states: dict[tuple[object, ...], _PlaceState] = {}
         self._rows_over: dict[Sizes, int] = {}
-        self._ratios: defaultdict[str, EstimateRatio] = defaultdict(EstimateRatio)
+        self._ratios: dict[str, float] = {}
+        """The lowest ratio of real to estimated seconds, by kind of the estimate."""
         self._found: list[_Found] = []
 
     def plan(self) -> Plan:
@@ -342,19 +321,24 @@ class _Search:
         while waiting:
             estimate, number, step, kind = heapq.heappop(waiting)
             # Estimates of one kind are off by much the same factor; the least one seen corrects them.
-            one, ratio = candidates[number], self._ratios[kind].least
+            one, ratio = candidates[number], self._ratios.get(kind, 1.0)
             if kind == ROUGH and estimate == rough[number]:
                 # Back in the queue, corrected by the known ratio; then it is looked at.
                 heapq.heappush(waiting, _Waiting(max(estimate * ratio * CAUTION, estimate + TICK), number, 0, ROUGH))
-            elif self._is_too_slow(estimate if kind == ROUGH else estimate * ratio):
-                self._refuse_unseen(one, step, estimate if kind == ROUGH else estimate * ratio)
+            elif self._is_too_slow(seconds := estimate if kind == ROUGH else estimate * ratio):
+                tokens = self._tokens(seconds)
+                others = f"{self._request.top} others have more"
+                reason = f"estimated at most {tokens:.0f} tokens/s on a device, and {others}"
+                self._refusals.refuse(one.sizes, GRID, (SLOWER, reason), len(one.steps) - step, -tokens)
             elif kind == ROUGH:
                 near = self._times.rough(self._nearly(one.with_recompute(one.steps[0])))
-                self._ratios[ROUGH].note(rough[number], near)
-                heapq.heappush(waiting, _Waiting(near, number, 0, _kind_of(one.sizes)))
+                self._ratios[ROUGH] = min(self._ratios.get(ROUGH, math.inf), near / rough[number])
+                # The approximation of split passes is further off.
+                kind = "split" if one.sizes.schedule in SPLITTING_SCHEDULES else "whole"
+                heapq.heappush(waiting, _Waiting(near, number, 0, kind))
             elif self._fits(one, step):
-                found = self._keep(one, step)
-                self._ratios[kind].note(estimate, found.seconds)
+                seconds = self._keep(one, step).seconds
+                self._ratios[kind] = min(self._ratios.get(kind, math.inf), seconds / estimate)
             elif step + 1 < len(one.steps):
                 near = self._times.rough(self._nearly(one.with_recompute(one.steps[step + 1])))
                 heapq.heappush(waiting, _Waiting(near, number, step + 1, kind))
@@ -402,11 +386,10 @@ class _Search:
         """The component of a layout that overflows and its total memory; None if the layout fits."""
         run, grid = run_of(self._run, sizes), _grid_of(sizes)
         for composed in self._composer.closer_and_closer(run, grid):
-            place = composed.fullest
-            total = composed.total(place)
+            total = composed.total(composed.fullest)
             if total > self._capacity * SURE:
                 about = "" if composed.is_exact else "about "
-                return about + overflow(composed.memory(place), self._capacity), total
+                return about + overflow(composed.memory(composed.fullest), self._capacity), total
         if total * SURE <= self._capacity:
             return None
         # So near the capacity the rare stages matter.
@@ -439,17 +422,6 @@ class _Search:
 
     def _tokens(self, seconds: float) -> float:
         return self._run.tokens_per_step / seconds / self._request.cluster.devices
-
-    def _refuse_unseen(self, one: Candidate, step: int, seconds: float) -> None:
-        tokens = self._tokens(seconds)
-        others = f"{self._request.top} others have more"
-        reason = f"estimated at most {tokens:.0f} tokens/s on a device, and {others}"
-        self._refusals.refuse(one.sizes, GRID, (SLOWER, reason), len(one.steps) - step, -tokens)
-
-
-def _kind_of(sizes: Sizes) -> str:
-    """Kind of a layout's estimate: the approximation is further off for split passes."""
-    return "split" if sizes.schedule in SPLITTING_SCHEDULES else "whole"
 
 
 def _grid_of(sizes: Sizes) -> Grid:

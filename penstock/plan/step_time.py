@@ -61,7 +61,6 @@ class StageTimer:
 
     def __init__(self, run: Run, cluster: Cluster, imbalance: float, works: Iterable[RecordedOps]) -> None:
         hardware = cluster.hardware
-        self._run = run
         self._cluster = cluster
         self._costs = OpCosts(hardware, routed_rows(run, imbalance), buffer_rows(tuple(works)))
         self._transfers = TransferTimes(hardware)
@@ -141,14 +140,6 @@ class StageTimer:
             terms={"gradients": max(sent, copied)} if work else {},
         )
 
-    def send(self, message_bytes: int) -> float:
-        """Seconds of a message from one stage to the next."""
-        ranks = self._run.parallel.pipeline
-        if ranks == 1:
-            return 0.0
-        group = self._cluster.group(2, self._cluster.devices // ranks)
-        return self._transfers.collective("point-to-point", message_bytes, group).seconds
-
 
 def step_time(run: Run, cluster: Cluster, meta_runs: Sequence[MetaRun], imbalance: float) -> StepTime:
     """Time of a step, from the meta run of each place on the pipeline.
@@ -170,7 +161,9 @@ def step_time(run: Run, cluster: Cluster, meta_runs: Sequence[MetaRun], imbalanc
     schedule = meta_runs[0].rank.schedule
     count_of_passes = micro_batches(run, grid)
     message = message_of(run, meta_runs[0].rank.axes, META)
-    send = timer.send(prod(message.shape) * message.dtype.itemsize)
+    pair = cluster.group(2 if grid.pipeline > 1 else 1, cluster.devices // grid.pipeline)
+    size = prod(message.shape) * message.dtype.itemsize
+    send = TransferTimes(cluster.hardware).collective("point-to-point", size, pair).seconds
     kept = tuple(stage.kept_bytes for _, (_, stage) in sorted(every.items()))
     playback = None if schedule is None else play(schedule, _clock_costs(stages, send, kept))
     ranks = []
@@ -178,11 +171,19 @@ def step_time(run: Run, cluster: Cluster, meta_runs: Sequence[MetaRun], imbalanc
         passes = _passes(place, stages, schedule, count_of_passes)
         span = passes.seconds if playback is None else playback.span
         ranks.append(_rank_time(place, passes, span, timer.update(place.update)))
-    step = _step(run, cluster, ranks)
-    return (
-        replace(step, schedule=schedule, playback=playback, bubble=playback.bubble, kept_bytes=kept)
-        if playback
-        else step
+    seconds = max(rank.passes + rank.waiting + rank.update for rank in ranks)
+    rate = run.training.global_batch * run.training.sequence_length / seconds / cluster.devices
+    flops = count(run.model, run.training.sequence_length).flops_per_token
+    return StepTime(
+        step_seconds=seconds,
+        tokens_per_second_per_device=rate,
+        model_flops_utilization=rate * flops / cluster.hardware.peaks.bf16,
+        bubble=0.0 if playback is None else playback.bubble,
+        exposed_communication_seconds=max(rank.exposed_communication for rank in ranks),
+        ranks=tuple(ranks),
+        schedule=schedule,
+        playback=playback,
+        kept_bytes=() if schedule is None else kept,
     )
 
 
@@ -201,15 +202,9 @@ def _passes(place: MetaRun, stages: Mapping[int, StageTime], schedule: Schedule 
 
 
 def _timing_of(kind: Kind, stage: StageTime) -> Timing:
-    match kind:
-        case Kind.FORWARD:
-            return stage.forward
-        case Kind.BACKWARD:
-            return add_timing(stage.backward, stage.weight)
-        case Kind.INPUT:
-            return stage.backward
-        case Kind.WEIGHT:
-            return stage.weight
+    if kind is Kind.BACKWARD:
+        return add_timing(stage.backward, stage.weight)
+    return {Kind.FORWARD: stage.forward, Kind.INPUT: stage.backward, Kind.WEIGHT: stage.weight}[kind]
 
 
 def _clock_costs(stages: Mapping[int, StageTime], send: float, kept: tuple[int, ...]) -> ActionCosts:
@@ -245,21 +240,6 @@ def _rank_time(place: MetaRun, passes: Timing, span: float, update: tuple[Timing
         host=whole.idle,
         host_link=whole.host_link,
         terms={name: seconds for name, seconds in terms.items() if seconds},
-    )
-
-
-def _step(run: Run, cluster: Cluster, ranks: Sequence[RankTime]) -> StepTime:
-    seconds = max(rank.passes + rank.waiting + rank.update for rank in ranks)
-    tokens = run.training.global_batch * run.training.sequence_length
-    rate = tokens / seconds / cluster.devices
-    flops = count(run.model, run.training.sequence_length).flops_per_token
-    return StepTime(
-        step_seconds=seconds,
-        tokens_per_second_per_device=rate,
-        model_flops_utilization=rate * flops / cluster.hardware.peaks.bf16,
-        bubble=0.0,
-        exposed_communication_seconds=max(rank.exposed_communication for rank in ranks),
-        ranks=tuple(ranks),
     )
 
 

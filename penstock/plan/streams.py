@@ -231,15 +231,8 @@ def steady_state(parts: Sequence[Sequence[RecordedOps]], streams: Streams) -> li
 
 def add_timing(one: Timing, other: Timing, times: float = 1) -> Timing:
     """`one` and `times` times `other`."""
+    sums = {name: value + times * vars(other)[name] for name, value in vars(one).items() if name != "terms"}
     terms = dict(one.terms)
     for name, seconds in other.terms.items():
         terms[name] = terms.get(name, 0.0) + seconds * times
-    return Timing(
-        seconds=one.seconds + times * other.seconds,
-        compute=one.compute + times * other.compute,
-        communication=one.communication + times * other.communication,
-        exposed=one.exposed + times * other.exposed,
-        idle=one.idle + times * other.idle,
-        host_link=one.host_link + times * other.host_link,
-        terms=terms,
-    )
+    return Timing(**sums, terms=terms)

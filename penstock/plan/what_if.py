@@ -130,15 +130,14 @@ def scale(
         there = with_overrides(run, (), world, run.tokens_per_step * share)
         answer = answer_to(there, cluster_of(world, cluster.hardware), plan)
         points.append(SweepPoint(asked={"devices": f"{world}"}, answer=answer))
-    first = next((point.answer for point in points if isinstance(point.answer, Projection)), None)
-    return tuple(point if first is None else _with_efficiency(point, first) for point in points)
-
-
-def _with_efficiency(point: SweepPoint, first: Projection) -> SweepPoint:
-    if isinstance(point.answer, Refusal):
-        return point
-    speed = point.answer.time.tokens_per_second_per_device
-    return replace(point, efficiency=speed / first.time.tokens_per_second_per_device)
+    answers = (point.answer for point in points if isinstance(point.answer, Projection))
+    first = next((answer.time.tokens_per_second_per_device for answer in answers), 1.0)
+    return tuple(
+        replace(point, efficiency=point.answer.time.tokens_per_second_per_device / first)
+        if isinstance(point.answer, Projection)
+        else point
+        for point in points
+    )
 
 
 def sweep(run: Run, cluster: Cluster, name: str, values: Sequence[str], plan: Planner) -> tuple[SweepPoint, ...]:
@@ -149,18 +148,14 @@ def sweep(run: Run, cluster: Cluster, name: str, values: Sequence[str], plan: Pl
     Raises:
         ConfigError: there is no such field, or it does not take a value.
     """
-    field = _field(name)
-    questions = [asked for value in values for asked in _asked(name, value)]
+    field, questions = _field(name), list[dict[str, str]]()
+    for value in values:
+        ways = DISPATCHERS if name == "ep" and value != "1" else ()
+        questions += [{name: value, "dispatcher": way} for way in ways] or [{name: value}]
     return tuple(
         SweepPoint(asked=asked, answer=answer_to(_with(run, cluster, field, asked), cluster, plan))
         for asked in questions
     )
-
-
-def _asked(name: str, value: str) -> list[dict[str, str]]:
-    if name != "ep" or value == "1":
-        return [{name: value}]
-    return [{name: value, "dispatcher": way} for way in DISPATCHERS]
 
 
 def _with(run: Run, cluster: Cluster, field: str | None, asked: Mapping[str, str]) -> Run:
