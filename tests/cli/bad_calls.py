@@ -109,8 +109,6 @@ CLUSTERS = (
 )
 OUTPUTS = ("M/folder", "nowhere/there/{}", "/proc/nothing/{}", f"{LONG}.{{}}", "M/binary.txt/{}", "/dev/full/{}")
 
-# ---------------------------------------------------------------------------------------------------- what is right
-
 SHORT = {
     "init": "init new.toml --model debug --yes",
     "train": f"train {RUN} --dry-run",
@@ -159,9 +157,6 @@ def commands() -> dict[str, Any]:
     for verb in VERBS:
         visit(verb.load(), verb.name)
     return found
-
-
-# ---------------------------------------------------------------------------------------------------------- drawing
 
 
 def wrong_words() -> Iterator[BadCall]:
@@ -311,7 +306,6 @@ def wrong_files() -> Iterator[BadCall]:
         "init new.toml --yes --model debug --tokens {}": ("banana", "", "-1", "0", "inf", "2X", LONG),
         "init {} --yes --model debug": ("new.json", "", "M/folder.toml", "no/where.toml", f"{LONG}.toml"),
         "data pack {} --output packed --tokenizer bytes --processes 1": TEXTS,
-        "data pack {} --output packed --tokenizer bytes --processes 1 --source parquet": _files("parquet"),
         "data pack M/good.jsonl --output packed --processes 1 --tokenizer {}": TOKENIZERS,
         "data pack M/good.jsonl --output packed --processes 1 --tokenizer bytes --text-field {}": ("body", LONG),
         "data pack M/good.jsonl --tokenizer bytes --processes 1 --output {}": ("/proc/no/x", LONG, "M/binary.txt/x"),
@@ -335,7 +329,7 @@ def wrong_files() -> Iterator[BadCall]:
         "export {} out": (*_files("toml"), "M/run", "M/cut-run", "M/damaged-run", "M/folder", "M/weights"),
         "import {} --output out": (*_files("json"), "M/weights", "M/damaged-weights", "M/folder", "M/run"),
         "import {} --output out --preset debug": ("M/weights", "M/damaged-weights", "M/folder", "M/nothing"),
-        "report {}": ("M/folder", "M/damaged-run", "M/nothing", "M/binary.json", "M/run --on 8xBanana"),
+        "report {}": ("M/damaged-run", "M/nothing", "M/run --on 8xBanana"),
         f"ladder {RUN} --ladder {{}}": HARDWARE,
         "preflight --hardware {}": HARDWARE,
         f"kernels list {RUN} --device {{}}": ("banana", "", LONG),
@@ -346,13 +340,12 @@ def wrong_files() -> Iterator[BadCall]:
         for value in wrong:
             words = [word.replace("{}", value) for word in template.split()]
             yield BadCall(tuple(words), "a wrong file or value")
-    written = {"--write": "toml", "--html": "html", "--png": "png", "--svg": "svg"}
-    for option, ending in written.items():
-        for place in (*OUTPUTS, "new.banana"):
-            yield BadCall((*short("plan"), option, place.format(f"x.{ending}")), "cannot be written")
-    for place in OUTPUTS:
-        yield BadCall((*short("launch slurm"), "--output", place.format("x.sh")), "cannot be written")
-        yield BadCall((*short("launch kubernetes"), "--output", place.format("x.yaml")), "cannot be written")
+    for verb, option, ending in (
+        *(("plan", f"--{kind}", kind) for kind in ("html", "png", "svg")),
+        *(("plan", "--write", "toml"), ("launch slurm", "--output", "sh"), ("launch kubernetes", "--output", "yaml")),
+    ):
+        for place in (*OUTPUTS, *(["new.banana"] if verb == "plan" else [])):
+            yield BadCall((*short(verb), option, place.format(f"x.{ending}")), "cannot be written")
 
 
 def wrong_names() -> Iterator[BadCall]:
@@ -406,15 +399,8 @@ def _in_turn(every: list[BadCall], draw: random.Random) -> Iterator[BadCall]:
                 yield waiting.pop()
 
 
-# ---------------------------------------------------------------------------------------------------------- running
-
-
 def attempt(call: BadCall, folder: Path) -> Ended:
-    """Run a call in an empty folder of its own.
-
-    Args:
-        folder: holds the material (`make_material`), which the call sees as `M`.
-    """
+    """Run a call in an empty folder of its own; `folder` holds the material (`make_material`), its `M`."""
     with tempfile.TemporaryDirectory() as place:
         (Path(place) / "M").symlink_to(folder)
         figures = Path(place).with_suffix(".figures")

@@ -166,12 +166,6 @@ def test_a_generated_document_is_fresh(name: str) -> None:
     assert (documents.ROOT / name).read_text(encoding="utf-8") == documents.GENERATED[name](), "run `make docs`"
 
 
-def test_the_readme_shows_commands_and_runs_some() -> None:
-    readme = [command for command in all_commands() if command.file == "README.md"]
-    assert any(command.runs for command in readme)
-    assert any(command.words[0] == "make" for command in readme)
-
-
 @pytest.mark.parametrize(
     "line", ["make bread", "penstock bake", "penstock train --oven debug", "penstock config show", "rm -rf x"]
 )
@@ -185,13 +179,8 @@ def test_a_command_that_does_not_exist_is_seen(line: str) -> None:
 def test_a_dead_link_is_seen(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.md").write_text(text)
     assert len(dead_links(tmp_path / "a.md")) == 1
-
-
-def test_a_living_link_passes(tmp_path: Path) -> None:
-    (tmp_path / "a.md").write_text(
-        "# A title, here\n[a](a.md#a-title-here) [b](https://x.org) `penstock/base/shapes.py:3`"
-    )
-    assert dead_links(tmp_path / "a.md") == []
+    (tmp_path / "b.md").write_text("# A b, c\n[a](b.md#a-b-c) [b](https://x.org) `penstock/base/shapes.py:3`")
+    assert dead_links(tmp_path / "b.md") == []
 
 
 def test_comments_and_continued_lines_are_understood() -> None:
