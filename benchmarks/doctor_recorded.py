@@ -4,7 +4,7 @@
 
 Each folder is that of a run with traces of all its ranks, named after what was done to it (`DONE`). The numbers are
 those that `penstock doctor FOLDER` prints, with the plan, and the part of the kernels' time that has no name. Needs no
-GPU. Small versions of the same recordings are data of tests/tune/test_doctor_recorded.py.
+GPU. Small versions of the same recordings are data of tests/tune/test_doctor_trace.py.
 """
 
 import argparse

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
+from functools import reduce
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,6 @@ LOSSES = {("none", 0): 2.0, ("none", 1): 4.0, ("blockwise", 0): 2.02, ("blockwis
 
 
 def lines(loss: float) -> list[dict[str, Any]]:
-    """What a run records whose loss falls to one that it holds for two steps."""
     return [
         {"step": 1, "loss": 9.0, "tokens_seen": 8, "evaluation_loss": 9.0},
         {"step": 2, "loss": loss, "tokens_seen": 16},
@@ -30,16 +30,10 @@ def lines(loss: float) -> list[dict[str, Any]]:
 
 
 def case(name: str, *seeds: int) -> dict[str, Any]:
-    """A case of `LOSSES` with these seeds."""
-    runs = [of_run(name, seed, lines(LOSSES[name, seed]), last=2) for seed in seeds]
-    whole = runs[0]
-    for run in runs[1:]:
-        whole = united(whole, run)
-    return whole
+    return reduce(united, (of_run(name, seed, lines(LOSSES[name, seed]), last=2) for seed in seeds))
 
 
 def write(path: Path, *cases: dict[str, Any], **others: Any) -> Path:
-    """A result of these cases."""
     numbers = {"target": "debug", "steps": 3, "first": cases[0]["case"], "cases": cases, "failed": []} | others
     path.write_text(json.dumps({"environment": {"device": "a chip"}, "numbers": numbers}))
     return path
@@ -79,12 +73,9 @@ def test_seeds_of_a_case_are_united_and_its_figures_are_means() -> None:
     assert third["curve"][1] == [2, pytest.approx(5.0)], "two seeds weigh twice as much as one"
 
 
-def test_a_seed_that_is_there_twice_is_refused() -> None:
+def test_a_repeated_seed_and_curves_of_other_steps_are_refused() -> None:
     with pytest.raises(ValueError, match=r"case none has seeds \[1\] twice"):
         united(case("none", 0, 1), case("none", 1))
-
-
-def test_curves_of_other_steps_are_not_united() -> None:
     with pytest.raises(ValueError, match="curves of case none have other steps"):
         united(case("none", 0), of_run("none", 1, lines(4.0)[:2], last=2))
 
@@ -106,28 +97,17 @@ def test_only_seeds_that_both_have_are_compared() -> None:
     assert compared(case("blockwise", 0), None)["difference"] is None
 
 
-def test_without_held_out_text_only_the_last_loss_is_compared() -> None:
-    bare = [{key: value for key, value in line.items() if key != "evaluation_loss"} for line in lines(2.0)]
-    one = of_run("none", 0, bare, last=2)
-    found = compared(one, one)
-    assert one["held_out_loss"] is None and found["held_out_difference"] is None and found["difference"] == 0
-
-
-def test_files_of_two_gpus_are_joined_by_case_and_seed(tmp_path: Path) -> None:
-    one = write(tmp_path / "one.json", case("none", 0), case("blockwise", 0))
-    two = write(tmp_path / "two.json", case("blockwise", 1), case("none", 1))
-    numbers = joined([one, two]).numbers()
-    assert numbers["steps"] == 3 and numbers["first"] == "none"
-    assert [(found["case"], len(found["seeds"])) for found in numbers["cases"]] == [("none", 2), ("blockwise", 2)]
-    assert numbers["cases"][1]["difference"] == pytest.approx(0.02)
-
-
-def test_a_joined_file_names_the_machine_that_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = [write(tmp_path / f"{seed}.json", case("none", seed)) for seed in (0, 1)]
+def test_files_of_two_gpus_are_joined_by_case_and_seed_and_name_their_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [write(tmp_path / f"{seed}.json", case("none", seed), case("blockwise", seed)) for seed in (0, 1)]
     output = tmp_path / "out.json"
     assert trained(monkeypatch, output, "--cases", "--add-to", *map(str, files)) == []
     result = json.loads(output.read_text())
-    assert result["environment"]["device"] == "a chip" and len(result["numbers"]["cases"][0]["seeds"]) == 2
+    assert result["environment"]["device"] == "a chip" and result["numbers"]["first"] == "none"
+    cases = result["numbers"]["cases"]
+    assert [(found["case"], len(found["seeds"])) for found in cases] == [("none", 2), ("blockwise", 2)]
+    assert cases[1]["difference"] == pytest.approx(0.02)
 
 
 def test_files_of_different_runs_are_not_joined(tmp_path: Path) -> None:
@@ -136,9 +116,6 @@ def test_files_of_different_runs_are_not_joined(tmp_path: Path) -> None:
         joined([one, write(tmp_path / "two.json", case("none", 1), steps=4)])
     with pytest.raises(ValueError, match="target of .*one.json: got debug; allowed: other.toml"):
         joined([one], target="other.toml")
-
-
-def test_a_file_without_seeds_is_not_joined(tmp_path: Path) -> None:
     old = {key: value for key, value in case("none", 0).items() if key != "seeds"}
     with pytest.raises(ValueError, match=r"cases of .*old.json have no seeds"):
         joined([write(tmp_path / "old.json", old)])
@@ -154,17 +131,14 @@ def test_every_case_is_trained_with_every_seed(tmp_path: Path, monkeypatch: pyte
     assert numbers["cases"][1]["difference_error"] == pytest.approx(0.01) and numbers["failed"] == []
 
 
-def test_without_seeds_the_one_of_the_target_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert trained(monkeypatch, tmp_path / "out.json", "--cases", "none", "--set", "seed=1") == [("none", 1)]
-    numbers = json.loads((tmp_path / "out.json").read_text())["numbers"]
-    assert numbers["cases"][0]["difference_error"] is None and (numbers["target"], numbers["steps"]) == ("debug", 2000)
-
-
 def test_runs_that_fail_are_named_and_others_kept_and_they_are_trained_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "out.json"
-    failing = {("none", 0): subprocess.CalledProcessError(2, ["penstock"]), ("blockwise", 1): timeout()}
+    failing = {
+        ("none", 0): subprocess.CalledProcessError(2, ["penstock"]),
+        ("blockwise", 1): subprocess.TimeoutExpired(["penstock"], 60.0),
+    }
     words = ("--cases", "none", "blockwise", "--seeds", "0", "1")
     with pytest.raises(SystemExit, match="2 of 4 runs failed"):
         trained(monkeypatch, output, *words, failing=failing)
@@ -180,11 +154,6 @@ def test_runs_that_fail_are_named_and_others_kept_and_they_are_trained_again(
     assert sorted(again) == [("blockwise", 1), ("none", 0)]
     numbers = json.loads(output.read_text())["numbers"]
     assert numbers["failed"] == [] and numbers["cases"][1]["difference"] == pytest.approx(0.02)
-
-
-def timeout() -> subprocess.TimeoutExpired:
-    """What a run raises that takes longer than a minute."""
-    return subprocess.TimeoutExpired(["penstock"], 60.0)
 
 
 def test_a_first_case_that_comes_later_stays_the_first(tmp_path: Path) -> None:
@@ -241,12 +210,3 @@ def test_a_table_says_which_case_has_fewer_seeds_and_what_cannot_be_compared() -
     assert "seeds a case: 2 (`none`), 1 (`blockwise`)" in text and "| +3.00% | 8.2400 | +3.00% |" in text
     alone = table({"command": "python", "commit": "c", "numbers": {"steps": 3, "cases": [compared(first, None)]}})
     assert "| none in 8 bits | 3.0000 | - | 6.0000 | - |" in alone
-
-
-def test_a_table_reads_results_without_seeds() -> None:
-    old = [
-        {"case": "none", "last_loss": 2.0, "held_out_loss": 4.0, "tokens": 24, "difference": 0.0},
-        {"case": "mxfp8", "last_loss": 2.1, "held_out_loss": 4.1, "tokens": 24, "difference": 0.05},
-    ]
-    text = table({"command": "python", "commit": "c", "numbers": {"steps": 3, "cases": old}})
-    assert "3 steps, 0.0 M tokens.\n" in text and "| `mxfp8` | 2.1000 | +5.00% | 4.1000 | +2.50% |" in text

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from benchmarks import projection
-from benchmarks.projection import rank_loads
 from benchmarks.projection_cases import CASES, FROZEN, MADE, Case, named
 from benchmarks.projection_compare import compared, summary
 from tools import documents, projection_tables
@@ -18,16 +17,13 @@ STEPS = 9
 METHOD = "dispatch.method=all-to-all"
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_case_is_a_run_that_loads(case: Case) -> None:
-    run = case.run(STEPS)
-    assert run.training.steps == STEPS
-    assert run.evaluation.rows == 0 and not run.checkpoint.enabled
-    assert case.processes % (run.parallel.pipeline * run.parallel.tensor * run.parallel.context) == 0
-
-
-def test_cases_differ_and_half_of_them_waited_for_the_freeze() -> None:
+def test_cases_are_runs_that_differ_and_half_of_them_waited_for_the_freeze() -> None:
     runs = [case.run(STEPS) for case in CASES]
+    for case, run in zip(CASES, runs, strict=True):
+        assert (run.training.steps, run.evaluation.rows, run.checkpoint.enabled) == (STEPS, 0, False)
+        assert case.processes % (run.parallel.pipeline * run.parallel.tensor * run.parallel.context) == 0
+    assert named([CASES[0].name], "") == CASES[:1] and named([], "") == CASES
+    assert {*named([], MADE), *named([], FROZEN)} == set(CASES)
     assert len({(case.target, *case.overrides) for case in CASES}) == len({case.name for case in CASES}) == len(CASES)
     chosen = Counter(case.chosen for case in CASES)
     assert len(CASES) >= 16 and chosen[FROZEN] >= chosen[MADE]
@@ -39,23 +35,6 @@ def test_cases_differ_and_half_of_them_waited_for_the_freeze() -> None:
     assert {run.model.hidden_size for run in runs} >= {2048, 7168}
     assert {run.model.layers for run in runs} >= {27, 14, 4}
     assert len({run.recompute.modules for run in runs}) >= 5
-
-
-def test_cases_are_taken_by_name_and_by_when_they_were_run() -> None:
-    name = CASES[0].name
-    assert named([name], "") == CASES[:1]
-    assert named([name], FROZEN) == ()
-    assert {*named([], MADE), *named([], FROZEN)} == set(CASES) and named([], "") == CASES
-
-
-def test_the_time_is_told_the_median_step_and_the_memory_the_fullest() -> None:
-    steps = [
-        {"expert_rank_load_max_over_mean": seen, "expert_rank_load_fullest": held}
-        for seen, held in ((1.9, 1.8), (1.1, 1.0), (1.2, 1.1), (1.4, 1.3))
-    ]
-    assert rank_loads(steps, 1) == {"expert_rank_load_max_over_mean": 1.2, "expert_rank_load_fullest": 1.8}
-    alone = [dict.fromkeys(steps[0])] * 3
-    assert set(rank_loads(alone, 1).values()) == {None}
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from penstock.cli import ladder as verb
 from penstock.cli.main import main
 from penstock.tune.trial import Failure, Figures, Trial, run_trial
 from tests.cli import answers
-from tests.tune.trials import figures
+from tests.tune.test_ladder import figures
 
 SHORT = ("--steps", "3", "--warm-up", "1", "--processes", "1")
 

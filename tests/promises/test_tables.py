@@ -8,7 +8,7 @@ import pytest
 
 from penstock.config.presets.registry import PRESETS
 from penstock.models.huggingface.families import FAMILIES
-from tests.tune.trials import figures
+from tests.tune.test_ladder import figures
 from tools import documents, kernel_tables, ladder_tables
 from tools.family_tables import parity, parity_verdict
 from tools.models_page import models_page

@@ -44,17 +44,17 @@ def wrong(facts: HostFacts) -> dict[str, str]:
 def test_a_good_node_and_a_laptop_pass() -> None:
     assert wrong(EIGHT_GPUS) == {}
     assert wrong(LAPTOP) == {}
+    assert wrong(replace(EIGHT_GPUS, locked_bytes=64 << 10, has_infiniband=False)) == {}, "InfiniBand alone needs it"
+    assert read_host(0, 0).cores >= 1, "this machine can be read"
 
 
 @pytest.mark.parametrize(
     ("name", "changes", "status"),
     [
-        ("cores", {"cores": 16}, "warning"),
         ("cores", {"cores": 4}, "failed"),
         ("NUMA balancing", {"numa_balancing": True}, "warning"),
         ("memory", {"free_bytes": 100 * GIB}, "warning"),
         ("memory", {"free_bytes": GIB // 2}, "failed"),
-        ("open files", {"open_files": 1024}, "warning"),
         ("open files", {"open_files": 256}, "failed"),
         ("locked memory", {"locked_bytes": 64 << 10}, "failed"),
         ("shared memory", {"shared_bytes": 2 * GIB}, "warning"),
@@ -69,10 +69,6 @@ def test_what_a_node_lacks_is_told_with_how_to_mend_it(name: str, changes: dict[
     (check,) = (one for one in judge_host(facts) if one.status != "ok")
     assert check.expected
     assert check.fix
-
-
-def test_locked_memory_matters_to_infiniband_only() -> None:
-    assert wrong(replace(EIGHT_GPUS, locked_bytes=64 << 10, has_infiniband=False)) == {}
 
 
 def test_what_is_not_known_is_left_out() -> None:
@@ -103,21 +99,6 @@ def test_facts_are_read_from_the_system(tmp_path: Path) -> None:
     assert facts.shared_bytes
 
 
-def test_a_container_may_have_less_memory_than_its_machine(tmp_path: Path) -> None:
-    cgroup = tmp_path / "sys/fs/cgroup"
-    cgroup.mkdir(parents=True)
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/meminfo").write_text("MemAvailable: 8388608 kB\n")
-    for limit, free in ((f"{2 * GIB}", GIB), ("max", 8 * GIB)):
-        (cgroup / "memory.max").write_text(f"{limit}\n")
-        (cgroup / "memory.current").write_text(f"{GIB}\n")
-        assert read_host(0, 0, tmp_path).free_bytes == free
-
-
-def test_this_machine_can_be_read() -> None:
-    assert read_host(0, 0).cores >= 1
-
-
 GOOD = DiskFacts(folder=Path("/runs"), free_bytes=10**12, written=2e9, read=4e9)
 
 
@@ -142,12 +123,9 @@ def test_a_folder_that_cannot_be_written_fails(tmp_path: Path, monkeypatch: pyte
     assert (check.status, check.got) == ("failed", "Permission denied")
 
 
-def test_a_good_disk_passes() -> None:
-    assert wrong_disk(GOOD) == {}
-    assert wrong_disk(GOOD, checkpoint_bytes=10**11, kept=3) == {}
-
-
 def test_room_is_asked_for_what_is_kept_and_what_is_written() -> None:
+    assert wrong_disk(GOOD) == wrong_disk(GOOD, checkpoint_bytes=10**11, kept=3) == {}
+    assert wrong_disk(replace(GOOD, written=20e6))["speed"] == ("warning", ">= 100 MB/s")
     assert wrong_disk(GOOD, checkpoint_bytes=4 * 10**11, kept=2) == {
         "room": ("warning", ">= 1,200 GB: 3 checkpoints of 400.0 GB")
     }
@@ -158,10 +136,6 @@ def test_room_is_asked_for_what_is_kept_and_what_is_written() -> None:
 def test_the_time_of_a_checkpoint_is_told() -> None:
     (speed,) = (one for one in judge_disk(GOOD, checkpoint_bytes=10**11, kept=1) if one.name == "speed")
     assert speed.got.endswith("a checkpoint of 100.0 GB by one writer in 50 s")
-
-
-def test_a_slow_disk_is_a_warning() -> None:
-    assert wrong_disk(replace(GOOD, written=20e6))["speed"] == ("warning", ">= 100 MB/s")
 
 
 @pytest.mark.parametrize(("seconds", "way"), [(30.0, "ahead of"), (-30.0, "behind")])
