@@ -7,6 +7,7 @@ the same colour in every figure.
 from collections.abc import Mapping, Sequence
 
 from penstock.layout.actions import Kind
+from penstock.trace.kernel_names import COLLECTIVES
 
 HUES: dict[Kind, str] = {
     Kind.FORWARD: "#3579c8",
@@ -95,37 +96,20 @@ KERNELS: dict[str, str] = {
 }
 """Of groups of phases on a device: hues as in `TIME_PARTS`; waiting for other ranks is red."""
 
-_KERNEL_GROUPS: dict[str, str] = {
-    "positions": "attention",
-    "key-value cache": "attention",
-    "shared": "dense",
-    "matrix products": "dense",
-    "convolution": "dense",
-    "embed": "norm",
-    "residual": "norm",
-    "elementwise": "norm",
-    "reductions": "norm",
-    "quantize": "norm",
-    "pooling": "norm",
-    "index": "route",
-    "sort": "route",
-    "gather and scatter": "permute",
-    "grouped products": "experts",
-    "grouped products of weight gradients": "experts",
-    "all-to-all": "collectives",
-    "all-reduce": "collectives",
-    "all-gather": "collectives",
-    "reduce-scatter": "collectives",
-    "broadcast": "collectives",
-    "send and receive": "collectives",
-    "other collectives": "collectives",
-    "reduce": "collectives",
-    "clip": "optimizer",
-    "zero": "optimizer",
-    "balance": "optimizer",
-    "gradient sums": "optimizer",
-    "copy": "copies",
-    "fill": "copies",
+_KERNEL_GROUPS = {
+    phase: group
+    for group, phases in {
+        "attention": ("positions", "key-value cache"),
+        "dense": ("shared", "matrix products", "convolution"),
+        "norm": ("embed", "residual", "elementwise", "reductions", "quantize", "pooling"),
+        "route": ("index", "sort"),
+        "permute": ("gather and scatter",),
+        "experts": ("grouped products", "grouped products of weight gradients"),
+        "collectives": (*COLLECTIVES, "reduce"),
+        "optimizer": ("clip", "zero", "balance", "gradient sums"),
+        "copies": ("copy", "fill"),
+    }.items()
+    for phase in phases
 }
 """Groups of the phases of a trace that are not groups themselves."""
 

@@ -68,13 +68,7 @@ def write_images(
     """
     browser = find_browser()
     words = {figure.name: [escape(figure.title), escape(figure.caption)] for figure in figures}
-    export = {
-        "theme": theme,
-        "format": kind,
-        "width": width,
-        "scale": scale if kind == "png" else 1,
-        "words": words,
-    }
+    export = {"theme": theme, "format": kind, "width": width, "scale": scale if kind == "png" else 1, "words": words}
     boxes = "".join(f'<div class="figure" id="{escape(figure.name)}"></div>' for figure in figures)
     body = f'{boxes}<script type="application/json" id="export">{as_script(export)}</script>'
     drawn = open_in_browser(browser, document("export", body, figures, script="export.js"))

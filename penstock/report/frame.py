@@ -25,22 +25,8 @@ from penstock.report.figure import THEMES, Figure, plotly_json
 SCRIPT = "package_data/plotly.min.js"
 
 
-def packed_plotly() -> str:
-    """Plotly's script, gzipped, in base64.
-
-    Raises:
-        PicturesError: the package is not installed.
-    """
-    # mtime=0: equal content gives an equal file.
-    return b64encode(gzip.compress(plotly_script().read_bytes(), mtime=0)).decode()
-
-
 def plotly_script() -> Path:
-    """The path of Plotly's script.
-
-    Raises:
-        PicturesError: the package is not installed.
-    """
+    """The path of Plotly's script."""
     spec = find_spec("plotly")
     folders = spec.submodule_search_locations if spec is not None else None
     scripts = [Path(folder) / SCRIPT for folder in folders or () if (Path(folder) / SCRIPT).is_file()]
@@ -58,10 +44,9 @@ def document(title: str, body: str, figures: Sequence[Figure], script: str = "pa
     """A whole HTML document with its style, figures and scripts.
 
     In `body`, a figure is an element `<div class="figure" id=NAME>`; `script` is the asset that draws them.
-
-    Raises:
-        PicturesError: Plotly is not installed.
     """
+    # mtime=0: equal content gives an equal file.
+    packed = b64encode(gzip.compress(plotly_script().read_bytes(), mtime=0)).decode()
     names = [figure.name for figure in figures]
     assert len(set(names)) == len(names), f"pictures have the same name: {names}"
     pictures = {"themes": THEMES, "figures": {figure.name: plotly_json(figure) for figure in figures}}
@@ -76,7 +61,7 @@ def document(title: str, body: str, figures: Sequence[Figure], script: str = "pa
 <body>
 {body}
 <script type="application/json" id="pictures">{as_script(pictures)}</script>
-<script type="text/plain" id="plotly">{packed_plotly()}</script>
+<script type="text/plain" id="plotly">{packed}</script>
 <script>
 {asset("draw.js")}{asset(script)}</script>
 </body>

@@ -46,9 +46,6 @@ def page(plan: Plan, *, more: Sequence[Figure] = (), timelines: int = TIMELINES)
     """The page of a plan.
 
     `more` are figures after the plan's own: curves of what-ifs.
-
-    Raises:
-        PicturesError: Plotly is not installed.
     """
     figures = [*plan_figures(plan, timelines), *more]
     wide, narrow = [one for one in figures if one.is_wide], [one for one in figures if not one.is_wide]
@@ -78,11 +75,7 @@ _NOTHING = "<p>No layout fits. The table of refusals says what is in the way.</p
 
 
 def write_page(plan: Plan, path: Path, *, more: Sequence[Figure] = (), timelines: int = TIMELINES) -> None:
-    """Write the page of a plan, see `page`, in place of an existing file.
-
-    Raises:
-        PicturesError: Plotly is not installed, or the file cannot be written.
-    """
+    """Write the page of a plan, see `page`, in place of an existing file."""
     write_whole(path, page(plan, more=more, timelines=timelines).encode())
 
 

@@ -60,8 +60,6 @@ class RunEvidence:
     """The content of a page.
 
     Attributes:
-        path: of the run, or of traces.
-        judged: input of the doctor.
         lines: of metrics.jsonl; only some of them have layers.
         is_host: the traces are of a CPU, which takes the place of the device.
         projection: of the run on its hardware.
@@ -134,7 +132,7 @@ def gather(path: Path, *, on: str | None = None, plans: bool = True) -> RunEvide
     found = _with_traces(found)
     if found.answer is None and not is_run(path):
         raise TraceError(found.lacks.trace)
-    evidence = _judged(found)
+    evidence = found.judged if found.answer is None else evidence_of(found.answer, found.facts)
     cluster = cluster_for(evidence.facts, on) if plans and evidence.facts.run is not None else None
     projection, lack = _projected(evidence, cluster, plans=plans)
     if projection is not None:
@@ -178,12 +176,6 @@ def _with_traces(found: RunEvidence) -> RunEvidence:
             return replace(found, lacks=replace(found.lacks, trace=lack))
         raise
     return replace(found, answer=analyse_traces(traces, is_host=is_host), is_host=is_host)
-
-
-def _judged(found: RunEvidence) -> Evidence:
-    if found.answer is None:
-        return found.judged
-    return evidence_of(found.answer, found.facts)
 
 
 def _projected(evidence: Evidence, cluster: Cluster | None, *, plans: bool) -> tuple[Projection | None, str]:

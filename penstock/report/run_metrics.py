@@ -38,15 +38,7 @@ WINDOW = 50
 
 @dataclass(frozen=True, kw_only=True)
 class ThinnedCurve:
-    """A curve.
-
-    Attributes:
-        xs: steps; of a bin the last.
-        ys: values; of a bin the mean.
-        lows: least of each bin.
-        highs: most of each bin.
-        each: number of values in a bin.
-    """
+    """A curve over steps: for each bin of `each` values its last step, and the mean, least and most of its values."""
 
     xs: Sequence[float]
     ys: Sequence[float]

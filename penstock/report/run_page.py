@@ -38,12 +38,7 @@ from penstock.tune.doctor.evidence import Evidence
 
 @dataclass(frozen=True, kw_only=True)
 class PageSection:
-    """A section of the page.
-
-    Attributes:
-        cards: title and HTML of other cards.
-        missing: lines about missing evidence.
-    """
+    """A section of the page: figures, other cards (title, HTML), and lines about missing evidence."""
 
     name: str
     title: str
@@ -54,7 +49,24 @@ class PageSection:
 
 def sections_of(evidence: RunEvidence) -> list[PageSection]:
     """All sections in order."""
-    return [make(evidence) for make in SECTIONS]
+    lines, planned = evidence.lines, evidence.projection
+    loss = [loss_figure(lines), gradient_figure(lines, evidence.run)]
+    speed = [speed_figure(lines, planned, evidence.speed_unit), step_figure(lines, planned)]
+    timeline, no_timeline = timeline_pictures(evidence)
+    ranks, no_ranks = rank_pictures(evidence)
+    experts, no_experts = expert_pictures(evidence)
+    return [
+        _verdict(evidence),
+        _of_metrics(evidence, "loss", "Loss", loss),
+        _of_metrics(evidence, "speed", "Speed", speed),
+        _memory(evidence),
+        PageSection(name="timeline", title="Timeline", figures=timeline, missing=no_timeline),
+        _of_trace(evidence, "flame", "Flame", flame_figure(evidence)),
+        _roofline(evidence),
+        PageSection(name="ranks", title="Rank to rank", figures=ranks, missing=no_ranks),
+        PageSection(name="experts", title="Experts", figures=experts, missing=no_experts),
+        _setting(evidence),
+    ]
 
 
 def _verdict(evidence: RunEvidence) -> PageSection:
@@ -64,19 +76,6 @@ def _verdict(evidence: RunEvidence) -> PageSection:
     if evidence.judged.host is not None:
         cards.append(("What the CPU did", host_html(evidence.judged.host)))
     return PageSection(name="verdict", title="Verdict", cards=cards, missing=missing)
-
-
-def _loss(evidence: RunEvidence) -> PageSection:
-    figures = [loss_figure(evidence.lines), gradient_figure(evidence.lines, evidence.run)]
-    return _of_metrics(evidence, "loss", "Loss", figures)
-
-
-def _speed(evidence: RunEvidence) -> PageSection:
-    figures = [
-        speed_figure(evidence.lines, evidence.projection, evidence.speed_unit),
-        step_figure(evidence.lines, evidence.projection),
-    ]
-    return _of_metrics(evidence, "speed", "Speed", figures)
 
 
 def _of_metrics(evidence: RunEvidence, name: str, title: str, figures: Sequence[Figure | None]) -> PageSection:
@@ -100,15 +99,6 @@ def _memory(evidence: RunEvidence) -> PageSection:
     return PageSection(name="memory", title="Memory", figures=found, missing=missing)
 
 
-def _timeline(evidence: RunEvidence) -> PageSection:
-    figures, missing = timeline_pictures(evidence)
-    return PageSection(name="timeline", title="Timeline", figures=figures, missing=missing)
-
-
-def _flame(evidence: RunEvidence) -> PageSection:
-    return _of_trace(evidence, "flame", "Flame", flame_figure(evidence))
-
-
 def _roofline(evidence: RunEvidence) -> PageSection:
     if evidence.is_host:
         lack = "No roofline: the peaks of a CPU are not known, and its operators take part of their time in each other."
@@ -120,16 +110,6 @@ def _of_trace(evidence: RunEvidence, name: str, title: str, figure: Figure | Non
     lack = sentence(evidence.lacks.trace or "no operator in the traces has shapes, so its work is not known")
     found = [figure] if figure is not None else []
     return PageSection(name=name, title=title, figures=found, missing=() if found else (lack,))
-
-
-def _ranks(evidence: RunEvidence) -> PageSection:
-    figures, missing = rank_pictures(evidence)
-    return PageSection(name="ranks", title="Rank to rank", figures=figures, missing=missing)
-
-
-def _experts(evidence: RunEvidence) -> PageSection:
-    figures, missing = expert_pictures(evidence)
-    return PageSection(name="experts", title="Experts", figures=figures, missing=missing)
 
 
 def _setting(evidence: RunEvidence) -> PageSection:
@@ -144,11 +124,6 @@ def _setting(evidence: RunEvidence) -> PageSection:
     return PageSection(name="setting", title="Configuration and environment", cards=shown, missing=missing)
 
 
-SECTIONS: tuple[Callable[[RunEvidence], PageSection], ...] = (
-    _verdict, _loss, _speed, _memory, _timeline, _flame, _roofline, _ranks, _experts, _setting,
-)  # fmt: skip
-
-
 def _not_shown(parts: Sequence[PageSection]) -> PageSection:
     """The reasons why evidence is missing, each once, with the sections that it applies to."""
     titles: dict[str, list[str]] = {}
@@ -161,11 +136,7 @@ def _not_shown(parts: Sequence[PageSection]) -> PageSection:
 
 
 def run_page(evidence: RunEvidence) -> str:
-    """The page of a run.
-
-    Raises:
-        PicturesError: Plotly is not installed.
-    """
+    """The page of a run."""
     made = sections_of(evidence)
     parts = [part for part in (*made, _not_shown(made)) if part.figures or part.cards]
     where = where_text(evidence)
@@ -182,11 +153,7 @@ def run_page(evidence: RunEvidence) -> str:
 
 
 def write_run_page(evidence: RunEvidence, path: Path) -> None:
-    """Write the page of a run in place of an existing file.
-
-    Raises:
-        PicturesError: Plotly is not installed, or the file cannot be written.
-    """
+    """Write the page of a run in place of an existing file."""
     write_whole(path, run_page(evidence).encode())
 
 

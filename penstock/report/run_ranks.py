@@ -128,12 +128,7 @@ def _parts(calls: CollectiveCalls, row: int, trace: Trace) -> list[tuple[int, fl
 
 
 def _square(
-    name: str,
-    title: str,
-    caption: str,
-    values: tuple[Floats, str],
-    ranks: Sequence[int],
-    axes: tuple[str, str],
+    name: str, title: str, caption: str, values: tuple[Floats, str], ranks: Sequence[int], axes: tuple[str, str]
 ) -> Figure:
     """A heat map of ranks by ranks."""
     table, unit = values

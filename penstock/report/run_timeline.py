@@ -70,11 +70,6 @@ class _Measured:
     is_within: bool
 
 
-def has_passes(one: RankAnalysis) -> bool:
-    """A trace has spans of a pipeline."""
-    return any(PASS.fullmatch(name) for name in one.trace.names)
-
-
 def measured_passes(
     evidence: RunEvidence, ranks: Sequence[RankAnalysis], clock: StepClock, places: Mapping[int, int]
 ) -> Timeline:
@@ -249,14 +244,7 @@ def measured_phases(ranks: Sequence[RankAnalysis], clock: StepClock, boxes: int 
             part = (0.0, 1.0) if not sends else (0.0, 0.46) if is_sent else (0.5, 1.0)
             slots = max(slots, slot_us)
             intervals += [
-                Interval(
-                    start=start / 1e6,
-                    end=end / 1e6,
-                    name=words,
-                    colour=KERNELS[group],
-                    group=group,
-                    part=part,
-                )
+                Interval(start=start / 1e6, end=end / 1e6, name=words, colour=KERNELS[group], group=group, part=part)
                 for start, end, (group, words) in zip(
                     found.start_us.tolist(), found.end_us.tolist(), found.what, strict=True
                 )
@@ -354,7 +342,7 @@ LATE = 4
 
 def timeline_pictures(evidence: RunEvidence) -> tuple[list[Figure], list[str]]:
     """The figure, and what it lacks."""
-    has_pipeline = any(has_passes(one) for one in evidence.ranks)
+    has_pipeline = any(PASS.fullmatch(name) for one in evidence.ranks for name in one.trace.names)
     plan = _planned(evidence.projection)
     if not evidence.ranks:
         figures = [] if plan is None else [timeline_figure("timeline", "Pipeline, planned", [plan])]

@@ -4,7 +4,7 @@ One horizontal bar for each layout; its name has only the settings in which the 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from penstock.base.numbers import rounded, three_digits, time_unit
@@ -67,7 +67,7 @@ def memory_figure(projections: Sequence[Projection]) -> Figure:
     return stacked(
         Figure(
             name="memory",
-            title="RankMemory of the fullest rank",
+            title="Memory of the fullest rank",
             caption=f"At the fullest moment of a step. Dashed: the capacity of {hardware}, {capacity:.0f} GB.",
             data=part_bars(names, bars, ranks, "GB", MEMORY_PARTS),
             layout=memory_layout(names, bars, capacity),
@@ -190,11 +190,4 @@ def stacked(figure: Figure) -> Figure:
         "hovermode": "closest",
         "yaxis": {"autorange": "reversed", "showgrid": False, "fixedrange": True, "tickfont": {"size": 11}},
     }
-    return Figure(
-        name=figure.name,
-        title=figure.title,
-        caption=figure.caption,
-        data=figure.data,
-        layout=layout,
-        height=figure.height,
-    )
+    return replace(figure, layout=layout)

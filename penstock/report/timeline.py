@@ -76,8 +76,6 @@ class Timeline:
     """A step, planned or measured.
 
     Attributes:
-        name: `planned`, `measured`.
-        lanes: one for each rank.
         held_unit: unit of the held amounts.
         gaps: word for the share of time without an interval.
         ground: word for time without an interval.

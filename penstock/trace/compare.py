@@ -11,8 +11,7 @@ its own, `(uneven)`. So the changes of all rows add up to the change of the tota
 1. Times are rounded to 2^-20 us. Sums of such numbers below an hour are exact in float64, in any order.
 2. A step lasts from the end of the steps before it to its own last event, so no time between steps is left out.
 3. Rows are matched by span, operator and shape. Shapes that come and go between steps (rows of an expert), and shapes
-of
-   one operator that only one trace has while both have such, are one row.
+   of one operator that only one trace has while both have such, are one row.
 4. If the traces share no span, spans are not compared; if one has no steps, each is taken as one step.
 
 An event without an operator has the name of its kernel's function. Layers are not distinguished: differences between
@@ -130,7 +129,6 @@ class RowTime:
 
     Attributes:
         time_us: median over steps; negative for `(overlap)`.
-        events: median number in a step.
     """
 
     time_us: float = 0.0
@@ -181,7 +179,6 @@ class TraceComparison:
         a_us: a typical step of A (or all of it if steps are not compared), from start to end.
         a_steps: number of compared steps, 0 if the whole traces were compared.
         a_outside_us: GPU time of A's events outside of steps, which rows leave out.
-        by_span: spans were matched too.
     """
 
     a_us: float

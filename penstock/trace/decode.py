@@ -2,7 +2,7 @@
 
 1. One typed pass over the JSON, in which the `args` of an event stay text. Profilers have written numbers that are not
    JSON (`inf`, `nan`) and bytes that are not UTF-8; such a text is repaired once before it is refused.
-2. Events are sorted by category. Python functions are most of a file with stacks, and are skipped unless requested.
+2. Events are sorted by category. Python functions are most of a file with stacks, and are skipped.
 3. Of the remaining events, only the integers in `args` that join events are decoded.
 4. Every GPU event gets the runtime call that started it: by `correlation`, or by the arrow (`ac2g`) between them where
    a tool wrote no correlation.
@@ -11,7 +11,7 @@
 import re
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -133,34 +133,15 @@ _GPU = ("kernel", "gpu_memcpy", "gpu_memset", "Kernel", "Memcpy", "Memset")
 """Categories of GPU events, old spellings included."""
 
 _HOST = {
-    "cpu_op": HostKind.OPERATOR,
-    "Operator": HostKind.OPERATOR,
+    **dict.fromkeys(("cpu_op", "Operator"), HostKind.OPERATOR),
     "user_annotation": HostKind.SPAN,
-    "cuda_runtime": HostKind.RUNTIME,
-    "cuda_driver": HostKind.RUNTIME,
-    "hip_runtime": HostKind.RUNTIME,
-    "hip_driver": HostKind.RUNTIME,
-    "Runtime": HostKind.RUNTIME,
-    "python_function": HostKind.PYTHON,
+    **dict.fromkeys(("cuda_runtime", "cuda_driver", "hip_runtime", "hip_driver", "Runtime"), HostKind.RUNTIME),
     "cuda_sync": HostKind.SYNC,
     "overhead": HostKind.OVERHEAD,
     "cpu_instant_event": HostKind.INSTANT,
 }
 
-_HEADER = (
-    "schemaVersion",
-    "traceName",
-    "baseTimeNanoseconds",
-    "record_shapes",
-    "with_stack",
-    "with_flops",
-    "profile_memory",
-    "cuda_runtime_version",
-    "cuda_driver_version",
-    "hip_runtime_version",
-    "hip_driver_version",
-    "penstock",
-)
+_HEADER = TraceFile.__struct_fields__[3:]
 
 _TIMED = ("X", "i", "I")
 _ARROW = "ac2g"
@@ -173,24 +154,34 @@ Place = tuple[int | str, int | str]
 """Process and thread, or device and stream."""
 
 
-def columns_of(file: TraceFile, path: Path, *, python_functions: bool, gpu_required: bool) -> Trace:
+def columns_of(file: TraceFile, path: Path, *, gpu_required: bool) -> Trace:
     """The trace of parsed events. Clears the list of events, because it holds most of the memory.
 
     Raises:
         TraceError: a number or the `args` of an event are damaged, or there is no GPU event.
     """
-    events = _sorted_out(file.traceEvents, python_functions=python_functions)
-    if gpu_required and not events.gpu:
+    tables: list[list[ChromeEvent]] = [[], [], [], []]
+    on_gpu, on_host, arrows, named = tables
+    table_of = dict.fromkeys(_GPU, on_gpu) | dict.fromkeys(_HOST, on_host)
+    for event in file.traceEvents:
+        table = table_of.get(event.cat or "")
+        if table is not None and event.ph in _TIMED:
+            table.append(event)
+        elif event.cat == _ARROW:
+            arrows.append(event)
+        elif event.name == "thread_name" and event.ph == "M":
+            named.append(event)
+    if gpu_required and not on_gpu:
         raise _no_gpu(file, path)
     file.traceEvents.clear()
     names: dict[str, int] = {}
     places: dict[Place, int] = {}
     notes: list[str] = []
     try:
-        host = _host(events.host, names, places, path, notes)
-        gpu = _gpu(events.gpu, names, path, notes)
+        host = _host(on_host, names, places, path, notes)
+        gpu = _gpu(on_gpu, names, path, notes)
         gpu = replace(gpu, launch=launches(gpu.correlation, host))
-        gpu = replace(gpu, launch=_launches_by_arrow(events.arrows, gpu, host, places))
+        gpu = replace(gpu, launch=_launches_by_arrow(arrows, gpu, host, places))
         if len(devices := np.unique(gpu.device)) > 1:
             notes.append(f"events of {len(devices)} devices in one file are taken as of one")
         distributed = _mapping(value_of(file.distributedInfo))
@@ -202,7 +193,7 @@ def columns_of(file: TraceFile, path: Path, *, python_functions: bool, gpu_requi
             world=_whole_or_none(distributed.get("world_size")),
             gpu=replace(gpu, names=tuple(names)),
             host=replace(host, names=tuple(names)),
-            threads=_threads(events.threads, places),
+            threads=_threads(named, places),
             devices=tuple(one for one in each if isinstance(one.get("id"), int) and isinstance(one.get("name"), str)),
             distributed=distributed,
             header={key: value for key in _HEADER if (value := value_of(getattr(file, key))) is not None},
@@ -221,32 +212,6 @@ def launches(correlation: Integers, host: HostEvents) -> Integers:
     keys = host.correlation[calls]
     at = np.minimum(np.searchsorted(keys, correlation), len(keys) - 1)
     return np.where(keys[at] == correlation, calls[at], NONE)
-
-
-@dataclass(frozen=True)
-class _Sorted:
-    """Events by the table that they go to."""
-
-    gpu: list[ChromeEvent]
-    host: list[ChromeEvent]
-    arrows: list[ChromeEvent]
-    threads: list[ChromeEvent]
-
-
-def _sorted_out(events: Sequence[ChromeEvent], *, python_functions: bool) -> _Sorted:
-    found = _Sorted([], [], [], [])
-    side = dict.fromkeys(_GPU, found.gpu) | {
-        name: found.host for name, kind in _HOST.items() if python_functions or kind is not HostKind.PYTHON
-    }
-    for event in events:
-        kept = side.get(event.cat or "")
-        if kept is not None and event.ph in _TIMED:
-            kept.append(event)
-        elif event.cat == _ARROW:
-            found.arrows.append(event)
-        elif event.name == "thread_name" and event.ph == "M":
-            found.threads.append(event)
-    return found
 
 
 def _gpu(events: list[ChromeEvent], names: dict[str, int], path: Path, notes: list[str]) -> GpuEvents:
@@ -294,9 +259,7 @@ def _common(
         "start_us": start_us,
         "duration_us": np.maximum(np.nan_to_num(duration_us), 0.0),
         "correlation": _integers([join.correlation for join in joins]),
-        "external_id": _integers(
-            [join.external_once if join.external == NONE else join.external for join in joins],
-        ),
+        "external_id": _integers([join.external_once if join.external == NONE else join.external for join in joins]),
         "raw": _texts([event.args for event in events]),
     }
 

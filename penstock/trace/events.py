@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import msgspec
 import numpy as np
@@ -30,9 +30,6 @@ NONE = -1
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 Flags = NDArray[np.bool_]
-
-
-Decoded = TypeVar("Decoded")
 
 _DICTIONARY = msgspec.json.Decoder(dict[str, Any])
 
@@ -49,17 +46,16 @@ class GpuKind(IntEnum):
 class HostKind(IntEnum):
     """Kind of a host event.
 
-    `RUNTIME` are calls of the CUDA or HIP runtime and driver, `SPAN` are `record_function` regions, `PYTHON` is loaded
-    on request only, `SYNC` are waits that the profiler saw on a stream, `INSTANT` have no duration (memory events).
+    `RUNTIME` are calls of the CUDA or HIP runtime and driver, `SPAN` are `record_function` regions, `SYNC` are waits
+    that the profiler saw on a stream, `INSTANT` have no duration (memory events).
     """
 
     OPERATOR = 0
     SPAN = 1
     RUNTIME = 2
-    PYTHON = 3
-    SYNC = 4
-    OVERHEAD = 5
-    INSTANT = 6
+    SYNC = 3
+    OVERHEAD = 4
+    INSTANT = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,12 +69,7 @@ class Thread:
 
 @dataclass(frozen=True, eq=False)
 class ArgsColumn:
-    """A column of JSON texts, as slices of one buffer, so that the file itself can be freed.
-
-    Attributes:
-        start: offset of each row.
-        end: offset behind each row.
-    """
+    """A column of JSON texts, as slices (start, end) of one buffer, so that the file itself can be freed."""
 
     whole: bytes
     start: Integers
@@ -133,16 +124,8 @@ class Events:
         Raises:
             TraceError: they are damaged.
         """
-        return self.args_as(row, _DICTIONARY)
-
-    def args_as(self, row: int, decoder: msgspec.json.Decoder[Decoded]) -> Decoded:
-        """The `args` as a msgspec type, which is faster because other fields are skipped.
-
-        Raises:
-            TraceError: they are damaged, or have other types.
-        """
         try:
-            return decoder.decode(self.raw[row] or b"{}")
+            return _DICTIONARY.decode(self.raw[row] or b"{}")
         except (msgspec.DecodeError, RecursionError) as error:
             raise TraceError(f"args of {self.name(row)[:80]!r} are damaged: {error}", fix="record it again") from error
 

@@ -29,10 +29,7 @@ class Intervals:
         return len(self.start_us)
 
     def __or__(self, other: "Intervals") -> "Intervals":
-        return union(
-            np.concatenate([self.start_us, other.start_us]),
-            np.concatenate([self.end_us, other.end_us]),
-        )
+        return union(np.concatenate([self.start_us, other.start_us]), np.concatenate([self.end_us, other.end_us]))
 
     def __and__(self, other: "Intervals") -> "Intervals":
         # Interval i of this set overlaps the intervals first[i] .. last[i] - 1 of the other.
@@ -44,8 +41,7 @@ class Intervals:
         before = np.repeat(np.cumsum(count) - count, count)
         theirs = np.repeat(first, count) + np.arange(len(mine)) - before
         return Intervals(
-            np.maximum(self.start_us[mine], other.start_us[theirs]),
-            np.minimum(self.end_us[mine], other.end_us[theirs]),
+            np.maximum(self.start_us[mine], other.start_us[theirs]), np.minimum(self.end_us[mine], other.end_us[theirs])
         )
 
     def __sub__(self, other: "Intervals") -> "Intervals":

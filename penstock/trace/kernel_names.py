@@ -70,17 +70,8 @@ class Category(StrEnum):
 FLOAT8_GEMM = "float8_matrices_kernel"
 """Products of dense matrices in 8 bits and weight gradients of experts; the surroundings tell them apart."""
 
-COLLECTIVES = frozenset(
-    {
-        Category.ALL_TO_ALL,
-        Category.ALL_REDUCE,
-        Category.ALL_GATHER,
-        Category.REDUCE_SCATTER,
-        Category.BROADCAST,
-        Category.POINT_TO_POINT,
-        Category.COLLECTIVE,
-    }
-)
+_CATEGORIES = tuple(Category)
+COLLECTIVES = _CATEGORIES[_CATEGORIES.index(Category.ALL_TO_ALL) : _CATEGORIES.index(Category.COLLECTIVE) + 1]
 
 SPECIFIC_PATTERNS: tuple[tuple[Category, str], ...] = (
     # Penstock's kernels and autograd functions.
@@ -92,19 +83,13 @@ SPECIFIC_PATTERNS: tuple[tuple[Category, str], ...] = (
         Category.PERMUTE,
         r"^(spread|sum_rows|gather_rows|gather_columns)_kernel$|^_(Permute|Unpermute|Reorder|PickKept|Spread|CollectPadded)",
     ),
-    (
-        Category.ROUTE,
-        r"^(route|route_backward|sum_parts|balance_loss)_kernel$|^_(Route|LinearInParts)(Backward)?$",
-    ),
+    (Category.ROUTE, r"^(route|route_backward|sum_parts|balance_loss)_kernel$|^_(Route|LinearInParts)(Backward)?$"),
     (Category.GROUPED_WEIGHTS, r"^(weights|weight_gradient)_kernel$"),
     (Category.GROUPED, r"^(float8_|expert_)?rows_kernel$|^_(GroupedGemm|(Float8)?ExpertFfn)(Backward)?$"),
     (Category.ACTIVATION, r"^swiglu(_backward)?(_float8)?_kernel$|^_Swiglu"),
     (Category.QUANTIZE, r"^(quantize|measure|group_tiles|norm_quantize|pack_rows|unpack_rows|transpose)_kernel$"),
     (Category.EXPERTS, r"^bias_(parts|sums)_kernel$"),
-    (
-        Category.NORM,
-        r"^rms_norm_(backward_)?kernel$|^sum_table_kernel$|^_RmsNorm|^_Float8Norm(Backward)?$",
-    ),
+    (Category.NORM, r"^rms_norm_(backward_)?kernel$|^sum_table_kernel$|^_RmsNorm|^_Float8Norm(Backward)?$"),
     (
         Category.ATTENTION,
         r"^(mla|latent)_heads_(backward_)?kernel$|^shared_key_backward_kernel$|^_(Mla|Latent)Heads(Backward)?$",
@@ -114,10 +99,7 @@ SPECIFIC_PATTERNS: tuple[tuple[Category, str], ...] = (
     (Category.EMBED, r"^_LookUpInto"),
     # Dispatch and combine of other libraries.
     (Category.WAIT, r"deep_ep::.*(notify|barrier)|DeepEP.*notify"),
-    (
-        Category.DISPATCH,
-        r"deep_ep::.*dispatch|hybrid_ep.*dispatch|EpDispatch|moe_?a2a.*dispatch|uccl::.*dispatch",
-    ),
+    (Category.DISPATCH, r"deep_ep::.*dispatch|hybrid_ep.*dispatch|EpDispatch|moe_?a2a.*dispatch|uccl::.*dispatch"),
     (Category.COMBINE, r"deep_ep::.*combine|hybrid_ep.*combine|EpCombine|moe_?a2a.*combine|uccl::.*combine"),
     (
         Category.INDEX,
@@ -128,10 +110,7 @@ SPECIFIC_PATTERNS: tuple[tuple[Category, str], ...] = (
         Category.ROUTE,
         r"moe::dev::routing|topk_gating|moe_fused_gate|grouped_topk|fused_topk|sbtopk|gatherTopK|moe_router",
     ),
-    (
-        Category.INDEX,
-        r"routing(Indices|Renormalize|Deep)|sort_chunks|compute_problem_sizes|expandInput|expert_?map",
-    ),
+    (Category.INDEX, r"routing(Indices|Renormalize|Deep)|sort_chunks|compute_problem_sizes|expandInput|expert_?map"),
     (Category.COMBINE, r"moe::dev::finalize|finalizeMoe|moe_sum|unpermute_and_sum|moe_finalize"),
     (
         Category.PERMUTE,
@@ -202,10 +181,7 @@ GENERIC_PATTERNS: tuple[tuple[Category, str], ...] = (
         r"gather|scatter|index(Select|Func|_select|_add|_put|ing_backward|_elementwise|_kernel|_copy)|aten::index"
         r"|take_along|permute_2D|permute_indices|linearize_index|bounds_check|nonzero|masked_(select|scatter)",
     ),
-    (
-        Category.COPY,
-        r"^Memcpy|copy|CatArray|aten::(cat|clone|contiguous|to|_to_copy|stack)\b|transpose|cat_kernel",
-    ),
+    (Category.COPY, r"^Memcpy|copy|CatArray|aten::(cat|clone|contiguous|to|_to_copy|stack)\b|transpose|cat_kernel"),
     (Category.FILL, r"^Memset|FillFunctor|fill|zero_|arange|distribution|rand|bernoulli|philox"),
     (
         Category.REDUCTION,

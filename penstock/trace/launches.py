@@ -40,10 +40,7 @@ class DeviceGap:
     """A time without work on the device.
 
     Attributes:
-        start_us: on the clock of the trace.
         is_hosts: the next event was launched after the gap began; None if that launch is not in the trace.
-        before: name of the event that ended at its start.
-        after: name of the event that ended it.
         host: the outermost operator or span (except steps) around the launch after the gap; empty if none.
     """
 
@@ -242,9 +239,9 @@ def _waits(trace: Trace, within: tuple[float, float] | None) -> tuple[HostWait, 
 
 
 def _tree(trace: Trace, rows: Integers) -> HostTree:
-    """Operators, spans and loaded Python functions around these calls."""
+    """Operators and spans around these calls."""
     host = trace.host
-    is_node: Flags = np.isin(host.kind, [HostKind.OPERATOR, HostKind.SPAN, HostKind.PYTHON])
+    is_node: Flags = np.isin(host.kind, [HostKind.OPERATOR, HostKind.SPAN])
     is_node[rows] = True
     return nest(host, np.flatnonzero(is_node))
 

@@ -42,31 +42,26 @@ _GZIP = 31
 """zlib's `wbits` for a gzip header and the largest window."""
 
 
-def load_trace(path: Path, *, python_functions: bool = False, gpu_required: bool = True) -> Trace:
+def load_trace(path: Path, *, gpu_required: bool = True) -> Trace:
     """Load one file.
 
     Args:
         path: ends in .json or .json.gz; compression is detected by the first bytes.
-        python_functions: keep Python functions among the host events.
         gpu_required: a trace without GPU events is an error.
 
     Raises:
         TraceError: it cannot be read, is damaged or of another tool, or has no GPU event.
     """
     text = read_text(path)
-    return decode_trace(text, path=path, python_functions=python_functions, gpu_required=gpu_required)
+    return decode_trace(text, path=path, gpu_required=gpu_required)
 
 
-def decode_trace(
-    text: bytes, *, path: Path = Path("trace"), python_functions: bool = False, gpu_required: bool = True
-) -> Trace:
+def decode_trace(text: bytes, *, path: Path = Path("trace"), gpu_required: bool = True) -> Trace:
     """Decode the text of a file; `path` names it in errors."""
-    return columns_of(parse(text, path), path, python_functions=python_functions, gpu_required=gpu_required)
+    return columns_of(parse(text, path), path, gpu_required=gpu_required)
 
 
-def load_ranks(
-    paths: Path | Sequence[Path], *, python_functions: bool = False, gpu_required: bool = True
-) -> dict[int, Trace]:
+def load_ranks(paths: Path | Sequence[Path], *, gpu_required: bool = True) -> dict[int, Trace]:
     """Load the traces of several ranks, in ascending order of rank.
 
     `paths` is a file, a folder of files, the folder of a run, or several files; for the options see `load_trace`.
@@ -77,10 +72,7 @@ def load_ranks(
     files = trace_files(paths)
     # The pool ends here and not in `_texts`: collecting an abandoned generator must not wait for a thread.
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix=READER) as reader:
-        traces = [
-            decode_trace(text, path=path, python_functions=python_functions, gpu_required=gpu_required)
-            for path, text in _texts(files, reader)
-        ]
+        traces = [decode_trace(text, path=path, gpu_required=gpu_required) for path, text in _texts(files, reader)]
     ranks = _ranks(traces)
     return {rank: replace(trace, rank=rank) for rank, trace in sorted(zip(ranks, traces, strict=True))}
 

@@ -45,7 +45,6 @@ class AllocatedBlocks:
     """Blocks that were allocated during the recording.
 
     Attributes:
-        size: bytes.
         born: row of the allocation.
         died: row of the free, or NONE.
         component: index into `COMPONENTS`.
@@ -85,7 +84,6 @@ class MemoryPeak:
     """The moment with the most allocated memory.
 
     Attributes:
-        layer: its number, or None.
         spans: open around it, from the outside in.
         components: bytes by component, the largest first; empty without blocks.
     """

@@ -129,16 +129,7 @@ def _frozen(value: Any) -> Any:
 
 
 class Leaf(NamedTuple):
-    """Kernels of one name from calls of one operator on the same shapes, at one place.
-
-    Attributes:
-        step: name of the step, or empty.
-        action: of the pipeline, or empty.
-        operator: the innermost one, or empty.
-        kernel: name of its function.
-        kernel_us: sum of their durations.
-        exposed_us: busy time of the device that is charged to them.
-    """
+    """Kernels of one name from calls of one operator on the same shapes, at one place: its name, events and time."""
 
     step: str
     action: str

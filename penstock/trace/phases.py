@@ -48,19 +48,8 @@ PHASE_NAMES = {Span.SORT: Category.INDEX.value}
 PRODUCTS = frozenset({Category.GROUPED, Category.GROUPED_WEIGHTS})
 WAITING = " waiting"
 
-_NAMED = {
-    Category.POSITIONS: Category.ATTENTION.value,
-    Category.CACHE: Category.ATTENTION.value,
-}
-_WITHIN = frozenset(
-    {
-        Category.INDEX,
-        Category.PERMUTE,
-        Category.ACTIVATION,
-        Category.ROUTE,
-        Category.QUANTIZE,
-    }
-)
+_NAMED = {Category.POSITIONS: Category.ATTENTION.value, Category.CACHE: Category.ATTENTION.value}
+_WITHIN = frozenset({Category.INDEX, Category.PERMUTE, Category.ACTIVATION, Category.ROUTE, Category.QUANTIZE})
 _PRIORITY = {GpuKind.COMPUTE: 0, GpuKind.SET: 0, GpuKind.COMMUNICATION: 1, GpuKind.COPY: 2}
 
 

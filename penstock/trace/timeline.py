@@ -88,9 +88,7 @@ def busy_of(events: GpuEvents) -> BusyIntervals:
         return union(events.start_us[rows], events.end_us[rows])
 
     return BusyIntervals(
-        compute=when(GpuKind.COMPUTE, GpuKind.SET),
-        communication=when(GpuKind.COMMUNICATION),
-        copies=when(GpuKind.COPY),
+        compute=when(GpuKind.COMPUTE, GpuKind.SET), communication=when(GpuKind.COMMUNICATION), copies=when(GpuKind.COPY)
     )
 
 

@@ -168,7 +168,6 @@ def place(trace: Trace, tree: HostTree | None = None) -> Placement:
     """The origin of every GPU event."""
     tree = build_tree(trace) if tree is None else tree
     host, gpu = trace.host, trace.gpu
-    facts = _facts(trace, tree)
     # Index len(host) reads the NONE that `of_launch` appends.
     started = np.where(gpu.is_linked, gpu.launch, len(host))
 
@@ -181,38 +180,24 @@ def place(trace: Trace, tree: HostTree | None = None) -> Placement:
     is_gradient = _of_names(trace, lambda name: bool(GRADIENTS.match(name)))
     gradients = np.append(is_gradient[host.name_id], False)[np.where(action == NONE, len(host), action)]
     gradients |= _open_at(trace, Span.BACKWARD.__eq__, launched_us) != NONE
-    is_recomputed = of_launch(facts.recomputed) != NONE
+    facts = {name: of_launch(values) for name, values in _facts(trace, tree).items()}
+    is_recomputed = facts.pop("recomputed") != NONE
+    is_in_node = facts.pop("node") != NONE
+    operator = _with_float8_products(trace, tree.parent, facts.pop("operator"))
     return Placement(
-        operator=_with_float8_products(trace, tree.parent, of_launch(facts.operator)),
-        maker=of_launch(facts.maker),
-        span=of_launch(facts.span),
-        layer=of_launch(facts.layer),
-        category=of_launch(facts.category),
-        collective=of_launch(facts.collective),
+        operator=operator,
         action=action,
         step=_steps(trace, launched_us),
-        is_backward=((of_launch(facts.node) != NONE) | gradients) & ~is_recomputed,
+        is_backward=(is_in_node | gradients) & ~is_recomputed,
         is_recomputed=is_recomputed,
         is_replayed=np.append(_of_names(trace, lambda name: bool(GRAPH.search(name)))[host.name_id], False)[started],
         is_inferred=np.zeros(len(gpu), dtype=bool),
+        **facts,  # maker, span, layer, category, collective
     )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Facts:
-    """What encloses each row of the host, or NONE."""
-
-    operator: Integers
-    node: Integers
-    maker: Integers
-    recomputed: Integers
-    span: Integers
-    layer: Integers
-    category: Integers
-    collective: Integers
-
-
-def _facts(trace: Trace, tree: HostTree) -> _Facts:
+def _facts(trace: Trace, tree: HostTree) -> dict[str, Integers]:
+    """For each row of the host, the operator, node, span, ... that encloses it, or NONE."""
     host, names = trace.host, trace.names
     row, is_operator, is_span = np.arange(len(host)), host.kind == HostKind.OPERATOR, host.kind == HostKind.SPAN
     is_node = is_operator & _of_names(trace, lambda name: name.startswith(NODE))[host.name_id]
@@ -239,16 +224,16 @@ def _facts(trace: Trace, tree: HostTree) -> _Facts:
         value = tree.inherit(begun)
         return np.where(value == _NOTHING, NONE, value)
 
-    return _Facts(
-        operator=tree.inherit(np.where(is_operator, row, NONE)),
-        node=node,
-        maker=np.where(maker == _NOTHING, NONE, maker),
-        recomputed=recomputed,
-        span=inherited(own_span),
-        layer=inherited(own_layer),
-        category=inherited(own_part),
-        collective=tree.inherit(own_collective),
-    )
+    return {
+        "operator": tree.inherit(np.where(is_operator, row, NONE)),
+        "node": node,
+        "maker": np.where(maker == _NOTHING, NONE, maker),
+        "recomputed": recomputed,
+        "span": inherited(own_span),
+        "layer": inherited(own_layer),
+        "category": inherited(own_part),
+        "collective": tree.inherit(own_collective),
+    }
 
 
 def _parse_name(name: str) -> tuple[int, int, int, int]:

@@ -1,9 +1,8 @@
 """FLOPs and bytes of an operator call, from the shapes and types of its arguments.
 
 A multiply-add counts as two FLOPs. Bytes are those that must be read and written at least once. Models are in a table
-by
-name: matrix products, grouped products, attention, convolution, and pointwise operators by their reads and writes. Only
-PyTorch's operators and Penstock's functions have a model.
+by name: matrix products, grouped products, attention, convolution, and pointwise operators by their reads and writes.
+Only PyTorch's operators and Penstock's functions have a model.
 
 Products in 8 bits: operands are quantized before the product or inside its function, and results are written in 16
 bits. The bytes of quantization are not counted, so its cost shows as a lower share of the roof.
@@ -21,23 +20,11 @@ from typing import Any, Literal
 from penstock.trace.operators import OperatorCall
 
 BYTES: Mapping[str, int] = {
-    "double": 8,
-    "long int": 8,
-    "long": 8,
-    "float": 4,
-    "int": 4,
-    "c10::BFloat16": 2,
-    "c10::Half": 2,
-    "short": 2,
-    "bool": 1,
-    "unsigned char": 1,
-    "signed char": 1,
-    "char": 1,
-    "c10::Float8_e4m3fn": 1,
-    "c10::Float8_e4m3fnuz": 1,
-    "c10::Float8_e5m2": 1,
-    "c10::Float8_e5m2fnuz": 1,
-    "c10::Float8_e8m0fnu": 1,
+    **dict.fromkeys(("double", "long int", "long"), 8),
+    **dict.fromkeys(("float", "int"), 4),
+    **dict.fromkeys(("c10::BFloat16", "c10::Half", "short"), 2),
+    **dict.fromkeys(("bool", "unsigned char", "signed char", "char"), 1),
+    **{f"c10::Float8_{one}": 1 for one in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")},
 }
 
 
@@ -356,59 +343,41 @@ def _unpermute(call: OperatorCall, tensors: list[CallTensor | None], used_rows: 
     return 2 * places.numel * y.shape[1], (places.numel + places.shape[0]) * y.shape[1] * y.width
 
 
+_EVERYTHING = "_RmsNorm _RmsNormBeside _Float8Norm _AddThree _FanOutBackward _MlaHeads _MlaHeadsBackward _Route"
+"""Penstock's functions that read and write every tensor once."""
+
 MODELS: Mapping[str, Model] = {
-    "aten::mm": _product(0),
-    "aten::bmm": _product(0),
-    "aten::_scaled_mm": _product(0),
-    "aten::addmm": _product(1),
-    "aten::_addmm_activation": _product(1),
-    "aten::baddbmm": _product(1),
-    "aten::_grouped_mm": _grouped,
-    "aten::_scaled_grouped_mm": _grouped,
+    **dict.fromkeys(("aten::mm", "aten::bmm", "aten::_scaled_mm"), _product(0)),
+    **dict.fromkeys(("aten::addmm", "aten::_addmm_activation", "aten::baddbmm"), _product(1)),
+    **dict.fromkeys(("aten::_grouped_mm", "aten::_scaled_grouped_mm"), _grouped),
     "_GroupedGemm": _grouped_gemm,
-    "_GroupedGemmBackward": _twice_the_forward,
     "_ExpertFfn": _expert_ffn,
-    "_ExpertFfnBackward": _twice_the_forward,
     **_FLOAT8_FORWARD,
-    **{f"{name}Backward": _twice_the_forward for name in _FLOAT8_FORWARD},
+    **{f"{name}Backward": _twice_the_forward for name in ("_GroupedGemm", "_ExpertFfn", *_FLOAT8_FORWARD)},
     **dict.fromkeys(_ATTENTION, _attention),
     "aten::miopen_convolution": _convolution(3),
     "aten::cudnn_convolution": _convolution(2),
     "aten::convolution_backward": _convolution_backward,
-    "_RmsNorm": _everything,
+    **dict.fromkeys(_EVERYTHING.split(), _everything),
     "_RmsNormBackward": _streaming(2, 1, 8),
-    "_RmsNormBeside": _everything,
-    "_RmsNormBesideBackward": _streaming(3, 1, 9),
-    "_Float8Norm": _everything,
-    "_Float8NormBackward": _streaming(3, 1, 9),
-    "_AddThree": _everything,
-    "_FanOutBackward": _everything,
+    **dict.fromkeys(("_RmsNormBesideBackward", "_Float8NormBackward"), _streaming(3, 1, 9)),
     "_Swiglu": _streaming(1, 0.5, 4),
     "_SwigluBackward": _streaming(3, 2, 10),
-    "_MlaHeads": _everything,
-    "_MlaHeadsBackward": _everything,
     "_LatentHeadsBackward": _latent_heads_backward,
     "_Unpermute": _unpermute,
     "_LinearCrossEntropy": _loss,
-    "_Route": _everything,
     "aten::copy_": _copying,
-    "aten::fill_": _streaming(0, 1, 0),
-    "aten::zero_": _streaming(0, 1, 0),
-    "aten::sum": _streaming(1, 0, 1),
-    "aten::mean": _streaming(1, 0, 1),
-    "aten::gather": _rows_looked_up(0, 2),
-    "aten::index_select": _rows_looked_up(0, 2),
+    **dict.fromkeys(("aten::fill_", "aten::zero_"), _streaming(0, 1, 0)),
+    **dict.fromkeys(("aten::sum", "aten::mean"), _streaming(1, 0, 1)),
+    **dict.fromkeys(("aten::gather", "aten::index_select"), _rows_looked_up(0, 2)),
     "aten::embedding": _rows_looked_up(0, 1),
-    "aten::_softmax": _streaming(1, 1, 5),
-    "aten::_log_softmax": _streaming(1, 1, 5),
+    **dict.fromkeys(("aten::_softmax", "aten::_log_softmax"), _streaming(1, 1, 5)),
     "aten::native_layer_norm": _streaming(1, 1, 8),
     "aten::native_layer_norm_backward": _streaming(2, 1, 12),
     "aten::_fused_rms_norm": _streaming(1, 1, 4),
-    "aten::native_batch_norm": _streaming(2, 1, 8),
-    "aten::miopen_batch_norm": _streaming(2, 1, 8),
+    **dict.fromkeys(("aten::native_batch_norm", "aten::miopen_batch_norm"), _streaming(2, 1, 8)),
     "aten::cat": _concatenation,
-    "aten::_fused_adamw_": _lists((0, 1, 2, 3), 3, 15),
-    "aten::_fused_adam_": _lists((0, 1, 2, 3), 3, 15),
+    **dict.fromkeys(("aten::_fused_adamw_", "aten::_fused_adam_"), _lists((0, 1, 2, 3), 3, 15)),
     "aten::_foreach_copy_": _lists((1,), 1, 0),
     "aten::_foreach_zero_": _lists((), 1, 0),
     "aten::_foreach_norm": _lists((0,), 0, 2),

@@ -7,12 +7,7 @@ import pytest
 
 from penstock.plan.projection import Plan, Refusal
 from penstock.plan.what_if import SweepPoint
-from penstock.report.curves import (
-    Scaling,
-    scaling_figure,
-    scaling_pictures,
-    sweep_pictures,
-)
+from penstock.report.curves import Scaling, scaling_figure, scaling_pictures, sweep_pictures
 from tools.projection_picture import ProjectionCheck, checks_figure
 
 REFUSED = Refusal(layout={}, rule="experts-divide", reason="64 experts do not divide among 48 ranks")

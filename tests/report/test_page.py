@@ -15,13 +15,7 @@ from penstock.layout.schedules import schedule
 from penstock.plan.asked_layout import field_label
 from penstock.plan.projection import Layout, Plan, Refusal
 from penstock.report import frame
-from penstock.report.curves import (
-    Curve,
-    CurveAxes,
-    Scaling,
-    curves_figure,
-    scaling_figure,
-)
+from penstock.report.curves import Curve, CurveAxes, Scaling, curves_figure, scaling_figure
 from penstock.report.figure import THEMES, Figure, plotly_json
 from penstock.report.page import candidates_table, page, plan_figures, write_page
 from tests.report.looking import looked_at

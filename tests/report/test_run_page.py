@@ -11,7 +11,7 @@ from plotly.graph_objects import Figure as CheckedFigure
 from penstock.report.figure import THEMES, plotly_json
 from penstock.report.frame import asset
 from penstock.report.run_evidence import RunEvidence, gather
-from penstock.report.run_page import SECTIONS, run_page, sections_of, summary, write_run_page
+from penstock.report.run_page import run_page, sections_of, summary, write_run_page
 from tests.report.looking import channels, contrast, looked_at
 from tests.report.made_runs import host_folder, metrics_line, piped_folder, run_folder, traced_folder
 from tests.trace.synthetic import Job, make
@@ -103,7 +103,7 @@ def test_plotly_knows_every_word_of_every_picture(tmp_path: Path, traced: RunEvi
 
 def test_the_page_has_ten_parts_and_a_way_to_each_that_has_content(traced: RunEvidence) -> None:
     text = run_page(traced)
-    assert len(SECTIONS) == 10
+    assert len(sections_of(traced)) == 10
     full = [part.name for part in sections_of(traced) if part.figures or part.cards]
     assert re.findall(r'class="part" id="part-(\w+)"', text) == [*full, "missing"]
     assert re.findall(r'<a href="#(part-\w+)"', text) == re.findall(r'class="part" id="(part-\w+)"', text)

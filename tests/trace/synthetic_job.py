@@ -58,16 +58,7 @@ class Job:
     bound: float = 0.0
 
 
-V2_LITE = Job(
-    ranks=4,
-    layers=6,
-    tokens=8192,
-    hidden=2048,
-    expert_hidden=1408,
-    experts=64,
-    top_k=6,
-    shared=2816,
-)
+V2_LITE = Job(ranks=4, layers=6, tokens=8192, hidden=2048, expert_hidden=1408, experts=64, top_k=6, shared=2816)
 """In the proportions of DeepSeek-V2-Lite at two rows of 4,096 tokens on each of four H200, with fewer layers."""
 
 

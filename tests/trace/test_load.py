@@ -60,10 +60,9 @@ def test_events_of_the_host_know_thread_sequence_and_external_id() -> None:
     assert trace.host.take(trace.host.kind == HostKind.SPAN).sequence.tolist() == [NONE, NONE]
 
 
-def test_python_functions_are_loaded_on_request_only() -> None:
-    text = text_of(tiny())
-    assert HostKind.PYTHON not in decode_trace(text).host.kind
-    assert (decode_trace(text, python_functions=True).host.kind == HostKind.PYTHON).sum() == 2
+def test_python_functions_are_not_loaded() -> None:
+    host = decode_trace(text_of(tiny())).host
+    assert not any(host.name(row).startswith("train.py") for row in range(len(host)))
 
 
 def test_of_host_events_that_start_together_the_longer_is_first() -> None:
@@ -123,10 +122,7 @@ def test_numbers_without_a_sign_wrap_around() -> None:
 
 
 def test_notes_list_oddities() -> None:
-    trace = decoded(
-        kernel("backwards", 50, -5, correlation=4),
-        event("kernel", "elsewhere", 70, 5, stream=1, device=1),
-    )
+    trace = decoded(kernel("backwards", 50, -5, correlation=4), event("kernel", "elsewhere", 70, 5, stream=1, device=1))
     assert trace.gpu.duration_us.tolist() == [0, 5]
     assert len(trace.notes) == 2
     assert "end before they start" in trace.notes[0]

@@ -61,12 +61,7 @@ def test_memory_is_what_the_allocator_of_a_gpu_held_after_each_change() -> None:
 def test_each_block_is_what_its_life_says() -> None:
     memory = memory_of(*a_step())
     assert memory.components(1) == {"before": 10 * GB, "activations": 4 * GB, "temporary": 2 * GB}
-    assert memory.components(4) == {
-        "before": 10 * GB,
-        "activations": 4 * GB,
-        "gradients": 3 * GB,
-        "temporary": 1 * GB,
-    }
+    assert memory.components(4) == {"before": 10 * GB, "activations": 4 * GB, "gradients": 3 * GB, "temporary": 1 * GB}
     assert memory.components(8) == {"before": 10 * GB, "optimizer": 1 * GB}
 
 
