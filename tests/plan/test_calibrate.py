@@ -12,7 +12,6 @@ from penstock.plan.calibrate import (
     GROUPED_PRODUCTS,
     BenchmarkSizes,
     DeviceFigures,
-    device_memory,
     fit,
     measure_device,
     measure_transfers,
@@ -101,11 +100,6 @@ def test_measurements_of_this_machine_are_a_file_that_rates_read(tmp_path: Path)
     assert again.host_link.bytes_per_second == pytest.approx(found.memory_bytes_per_second / 4, rel=1e-3)
     with pytest.raises(HardwareError, match=r"nothing is known of all-to-all.*penstock calibrate --processes"):
         TransferTimes(again).collective("all-to-all", 1e6, RankGroup(2, 2))
-
-
-def test_memory_of_a_cpu_is_the_memory_of_the_machine() -> None:
-    capacity, gone = device_memory(CPU)
-    assert 2**20 < gone < capacity
 
 
 def test_a_known_chip_keeps_its_peaks_and_what_was_not_measured() -> None:

@@ -30,7 +30,6 @@ CASES = {
     "one rank": (LITE, 1, "training.micro_batch=2"),
     "experts by symmetric": (LITE, 8, "parallel.expert=4 dispatch.sync_free=2"),
     "experts by all-to-all": (LITE, 8, "parallel.expert=4 dispatch.method=all-to-all"),
-    "experts over nodes": (LITE, 32, "parallel.pipeline=2 parallel.expert=16"),
     "a context": (LITE, 16, "parallel.pipeline=2 parallel.context=2 parallel.expert=4"),
     "1f1b": (LITE, 16, "parallel.pipeline=4 parallel.expert=2"),
     "interleaved": (
@@ -50,7 +49,6 @@ CASES = {
         'recompute.modules=["layer"]'
     ),
     "gathered weights": (LITE, 16, "parallel.expert=8 parallel.shard=full"),
-    "whole optimizers": (LITE, 16, "parallel.expert=8 parallel.shard=none"),
     "prediction layers": (V3, 32, "parallel.pipeline=4 parallel.expert=8"),
     "experts in halves": (
         V3, 32,

@@ -45,23 +45,26 @@ def refusal(path: Path) -> str:
     return str(raised.value)
 
 
-def test_the_packaged_chips_are_known() -> None:
-    assert sorted(KNOWN) == list(known_hardware())
-
-
 @pytest.mark.parametrize("name", KNOWN)
 def test_a_packaged_file_is_named_as_its_chip_and_peaks_are_those_that_utilization_divides_by(name: str) -> None:
     hardware = load_hardware(name)
     assert hardware.name == name
     assert any(chip.pattern == name for chip in CHIPS)
     assert hardware.peaks.bf16 == peak_flops(name)
+    both = {"all-to-all", "all-gather", "reduce-scatter", "point-to-point", "deep-ep"}
+    expected = {(kind, reach) for kind in both for reach in ("node", "cluster")} | {("symmetric", "node")}
+    assert {(one.kind, one.reach) for one in hardware.collectives} == expected
 
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_measured_rates_are_below_the_peak_and_memory_leaves_room(name: str) -> None:
     hardware = load_hardware(name)
+    assert "host_link" in tomllib.loads((PACKAGED / f"{name.lower()}.toml").read_text())
+    assert hardware.host_link.origin in ("datasheet", "assumed")
+    assert hardware.host_link.bytes_per_second < hardware.peaks.memory_bytes_per_second / 10
     assert 0.9 * hardware.memory.capacity_bytes < hardware.usable_bytes < hardware.memory.capacity_bytes
     for measured in hardware.measured:
+        assert {type(point) for point in measured.points} == {POINTS[measured.operator]}
         for point in measured.points:
             if not isinstance(point, TransferPoint):
                 assert point.flops_per_second < hardware.peaks.flops_per_second(point.dtype)  # type: ignore[attr-defined]
@@ -72,13 +75,6 @@ def test_no_figure_of_a_chip_without_measurements_is_called_measured(name: str) 
     text = (PACKAGED / f"{name.lower()}.toml").read_text()
     assert not re.search(r'^source = "measured', text, re.MULTILINE)
     assert load_hardware(name).measured == ()
-
-
-def test_every_collective_that_a_dispatcher_or_a_schedule_uses_is_in_every_packaged_file() -> None:
-    for name in KNOWN:
-        found = {(one.kind, one.reach) for one in load_hardware(name).collectives}
-        both = {"all-to-all", "all-gather", "reduce-scatter", "point-to-point", "deep-ep"}
-        assert found == {(kind, reach) for kind in both for reach in ("node", "cluster")} | {("symmetric", "node")}
 
 
 def test_the_grouped_products_of_the_h200_are_those_of_the_result_file() -> None:
@@ -96,6 +92,7 @@ def test_the_grouped_products_of_the_h200_are_those_of_the_result_file() -> None
 
 
 def test_a_chip_is_found_by_any_case_and_by_its_drivers_name_and_an_unknown_one_is_refused() -> None:
+    assert sorted(KNOWN) == list(known_hardware())
     assert load_hardware("h200") == load_hardware("NVIDIA H200") == load_hardware("H200")
     assert load_hardware("NVIDIA GB200").name == "GB200"
     with pytest.raises(HardwareError, match="no hardware is called 'H300'; allowed: B200, .*; fix: did you mean"):
@@ -157,12 +154,6 @@ def test_a_file_that_is_missing_or_no_toml_or_has_a_wrong_list_is_refused(tmp_pa
     assert "collective 2: all-to-all in a node comes twice" in refusal(changed(tmp_path, collective=[one, one]))
 
 
-def test_every_operator_of_a_file_has_points_of_one_kind() -> None:
-    for name in KNOWN:
-        for measured in load_hardware(name).measured:
-            assert {type(point) for point in measured.points} == {POINTS[measured.operator]}
-
-
 def test_a_cluster_is_a_number_and_a_chip_or_a_file(tmp_path: Path) -> None:
     cluster = parse_cluster("768xMI300X")
     assert (cluster.devices, cluster.nodes, cluster.node_devices, cluster.hardware.name) == (768, 96, 8, "MI300X")
@@ -189,3 +180,9 @@ def test_devices_that_do_not_fill_their_nodes_are_refused() -> None:
 )
 def test_a_group_knows_how_many_of_its_ranks_share_a_node(ranks: int, stride: int, inside: int) -> None:
     assert parse_cluster("64xH200").group(ranks, stride) == RankGroup(ranks, inside)
+
+
+def test_a_file_without_a_link_has_the_usual_one(tmp_path: Path) -> None:
+    old = read_hardware(changed(tmp_path, host_link=None))
+    assert old.host_link.bytes_per_second == 50e9 and old.host_link.origin == "assumed"
+    assert "[host_link]" in hardware_text(old)

@@ -2,7 +2,6 @@
 
 import json
 import math
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -135,12 +134,3 @@ def test_twice_the_rows_never_take_less_time(groups: int, rows: int, n: int, k: 
 
 def test_products_of_experts_have_the_names_of_the_kernels() -> None:
     assert GroupedProduct.__args__ == GemmProduct.__args__  # type: ignore[attr-defined]
-
-
-def test_an_answer_is_computed_once_and_a_search_can_ask_a_hundred_thousand_times() -> None:
-    rates = Rates(replace(H200, name="again"))
-    began = time.perf_counter()
-    for number in range(100_000):
-        rates.grouped("forward", 32, 64 + number % 1000, 4096, 7168)
-    assert time.perf_counter() - began < 2.0
-    assert rates.product(64, 64, 64) is rates.product(64, 64, 64)

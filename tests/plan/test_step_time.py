@@ -1,21 +1,36 @@
 """Projected steps of small models: nothing is lost between operators and the step, and knobs move what they should."""
 
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 
 import pytest
 
 from penstock.config.load import load_run
+from penstock.plan.costs import HOST_LINK
+from penstock.plan.hardware import HostLink
 from penstock.plan.hardware_file import parse_cluster
 from penstock.plan.project import Assumptions, project
-from penstock.plan.projection import Projection, StepTime
+from penstock.plan.projection import Projection, StepTime, candidate_json
+from penstock.tune.doctor.evidence import Evidence, RunFacts
+from penstock.tune.doctor.planned import with_projection
 
 SMALL = ("training.precision=bf16", "training.global_batch=16", "training.micro_batch=2")
 
 
+LITE = ("training.global_batch=16", "training.micro_batch=2", "training.sequence_length=4096")
+
+
 @cache
-def projected(on: str, *overrides: str, imbalance: float = 1.0) -> Projection:
-    run = load_run("debug", (*SMALL, *overrides))
-    return project(run, parse_cluster(on), Assumptions(imbalance=imbalance))
+def projected(on: str, *overrides: str, imbalance: float = 1.0, preset: str = "debug", link: float = 0.0) -> Projection:
+    run = load_run(preset, (*(SMALL if preset == "debug" else LITE), *overrides))
+    cluster = parse_cluster(on)
+    if link:
+        slower = HostLink(bytes_per_second=link, source="assumed: by a test")
+        cluster = replace(cluster, hardware=replace(cluster.hardware, host_link=slower))
+    return project(run, cluster, Assumptions(imbalance=imbalance))
+
+
+lite = partial(projected, preset="deepseek-v2-lite-2l")
 
 
 def time_of(on: str, *overrides: str, imbalance: float = 1.0) -> StepTime:
@@ -105,3 +120,63 @@ def test_the_layout_has_the_dispatcher_that_the_run_comes_down_to() -> None:
     assert projected(*LAYOUTS["symmetric"]).layout.dispatcher == "symmetric"
     assert projected("2xH200", *EP2).layout.dispatcher == "symmetric", "auto takes what the node can do"
     assert projected(*LAYOUTS["hierarchical"], *WIDER["hierarchical"]).layout.dispatcher == "hierarchical"
+
+
+OPTIMIZER, ACTIVATIONS = "offload.optimizer=true", 'offload.activations=["layer"]'
+OFFLOADING = {
+    "alone": ("1xH200",),
+    "divided": ("2xH200",),
+    "whole": ("2xH200", "parallel.shard=none"),
+    "FSDP": ("2xH200", "parallel.shard=full"),
+    "experts and graphs": ("2xH200", "parallel.expert=2", "dispatch.sync_free=2", "graphs.capture=full"),
+    "pipeline": ("2xH200", "parallel.pipeline=2"),
+}
+
+
+@pytest.mark.often("divided", "pipeline", "FSDP")
+@pytest.mark.parametrize("layout", OFFLOADING)
+def test_an_update_takes_at_least_as_long_as_the_optimizer_passes_through_the_link(layout: str) -> None:
+    plain, away = lite(*OFFLOADING[layout]), lite(*OFFLOADING[layout], OPTIMIZER)
+    assert all(HOST_LINK not in rank.terms and rank.host_link == 0 for rank in plain.time.ranks)
+    assert lite(*OFFLOADING[layout], link=1e9).time.step_seconds == plain.time.step_seconds
+    assert away.time.step_seconds > 1.2 * plain.time.step_seconds
+    rate = away.cluster.hardware.host_link.bytes_per_second
+    for memory, rank, before in zip(away.memories, away.time.ranks, plain.time.ranks, strict=True):
+        assert memory.host > 0
+        assert rank.update >= memory.host / rate
+        # Kernels run beside it: nothing is paid for twice.
+        assert rank.update < before.update * 1.2 + memory.host / rate
+        assert rank.terms[HOST_LINK] == pytest.approx(rank.host_link)
+        assert sum(rank.terms.values()) == pytest.approx(rank.passes + rank.waiting + rank.update)
+
+
+def test_a_fast_link_costs_nothing_and_json_has_the_time_of_the_link() -> None:
+    (fast,) = lite("1xH200", OPTIMIZER, link=1e15).time.ranks
+    assert HOST_LINK not in fast.terms and fast.host_link == 0
+    assert candidate_json(lite("1xH200"))["host_link_seconds"] == 0
+    away = lite("1xH200", OPTIMIZER)
+    assert candidate_json(away)["host_link_seconds"] == max(rank.host_link for rank in away.time.ranks) > 0
+
+
+def test_offloaded_activations_cost_next_to_nothing_unless_the_link_is_slow() -> None:
+    rows, rate = "training.micro_batch=4", 5e9
+    plain, away = lite("1xH200", rows), lite("1xH200", rows, ACTIVATIONS, link=400e9)
+    (here,), (there,) = plain.time.ranks, away.time.ranks
+    assert there.passes < 1.03 * here.passes
+    assert there.terms["elementwise"] == pytest.approx(here.terms["elementwise"])  # No copy on the device.
+    (slow,) = lite("1xH200", rows, ACTIVATIONS, link=rate).time.ranks
+    saved = 4 * (plain.memory.activations - away.memory.activations)  # Of four micro-batches.
+    assert slow.passes > saved / rate
+    assert slow.terms[HOST_LINK] == pytest.approx(slow.host_link)
+    parts = slow.compute + slow.exposed_communication + slow.host + slow.host_link
+    assert parts == pytest.approx(slow.passes + slow.update)
+
+
+def test_a_doctor_without_a_trace_knows_the_time_of_the_link() -> None:
+    away = projected("1xH200", OPTIMIZER)
+    assert away.time.host_link_seconds > 0
+    evidence = with_projection(Evidence(source="none", ranks=(), facts=RunFacts(run=away.run)), away)
+    (rank,) = evidence.ranks
+    assert rank.exposed_copies_us == pytest.approx(away.time.ranks[0].host_link * 1e6)
+    parts = rank.compute_us + rank.exposed_communication_us + rank.exposed_copies_us + rank.idle_us
+    assert parts == pytest.approx(rank.total_us)

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.plan.costs import OpCost
-from penstock.plan.op_recorder import END, FORK, JOIN, WAIT, RecordedOp, RecordedOps
-from penstock.plan.streams import OVERLAP_GAIN, Streams, Timing, steady_state
+from penstock.plan.costs import HOST_LINK, OpCost
+from penstock.plan.op_recorder import ARRIVE, END, FORK, FROM_HOST, JOIN, TO_HOST, WAIT, RecordedOp, RecordedOps
+from penstock.plan.streams import OVERLAP_GAIN, HostCopies, Streams, Timing, steady_state
 
 
 def compute(seconds: float) -> RecordedOp:
@@ -17,18 +17,32 @@ def send(seconds: float) -> RecordedOp:
     return RecordedOp("send", switches=(str(seconds),))
 
 
+def out(number: int, bytes_: int) -> RecordedOp:
+    return RecordedOp(TO_HOST, sizes=(bytes_,), switches=(str(number),))
+
+
+def back(number: int, bytes_: int) -> RecordedOp:
+    return RecordedOp(FROM_HOST, sizes=(bytes_,), switches=(str(number),))
+
+
+def opened(number: int) -> RecordedOp:
+    return RecordedOp(ARRIVE, switches=(str(number),))
+
+
 def cost_of(operator: RecordedOp) -> OpCost:
-    return OpCost(float(operator.switches[0]), operator.name, is_communication=operator.name == "send")
+    """A byte of a copy takes a second."""
+    seconds = float(operator.switches[0]) if operator.name in ("compute", "send") else operator.sizes[0]
+    return OpCost(seconds, operator.name, is_communication=operator.name == "send")
 
 
-def played(*work: RecordedOp, launch: float = 0.0, gap: float = 0.0) -> Timing:
-    streams = Streams(cost_of, launch, gap)
+def played(*work: RecordedOp, launch: float = 0.0, gap: float = 0.0, room: int = 0) -> Timing:
+    streams = Streams(cost_of, launch, gap, copies=HostCopies(room))
     streams.play(work)
     return streams.timing
 
 
-def again(*work: RecordedOp, launch: float) -> Timing:
-    (timing,) = steady_state([[work]], Streams(cost_of, launch))
+def again(*work: RecordedOp, launch: float = 0.0, room: int = 0) -> Timing:
+    (timing,) = steady_state([[work]], Streams(cost_of, launch, copies=HostCopies(room)))
     return timing
 
 
@@ -90,3 +104,37 @@ def test_times_add_up_and_are_no_shorter_than_those_of_the_device_or_the_host(
 def test_a_wait_makes_nothing_faster(work: list[RecordedOp], launch: float) -> None:
     without = [one for one in work if one.name != WAIT]
     assert played(*work, launch=launch).seconds >= played(*without, launch=launch).seconds - 1e-9
+
+
+def test_copies_beside_compute_cost_nothing() -> None:
+    timing = played(out(1, 3), compute(4), out(2, 1), compute(4), back(1, 3), compute(5), opened(1), room=3)
+    assert (timing.seconds, timing.compute, timing.host_link) == (13, 13, 0)
+
+
+def test_compute_waits_for_room_and_for_a_storage_that_is_not_back() -> None:
+    leaving = played(out(1, 5), compute(2), out(2, 5), compute(2), room=5)
+    assert (leaving.seconds, leaving.host_link, leaving.terms[HOST_LINK]) == (5 + 2, 3, 3)
+    coming = played(out(1, 5), compute(5), out(2, 5), back(1, 5), compute(2), opened(1), compute(1), room=5)
+    assert (coming.seconds, coming.host_link) == (5 + 5 + 1, 3)
+
+
+def test_copies_of_two_directions_run_at_once_and_of_one_direction_one_at_a_time() -> None:
+    work = (out(1, 4), compute(4), out(2, 4), back(1, 4), opened(1))
+    assert played(*work, room=4).seconds == 8
+    one_way = (out(1, 4), out(2, 4), compute(8), out(3, 5), back(1, 4), back(2, 4), opened(2))
+    assert played(*one_way, room=8).seconds == 8 + 8
+
+
+def test_a_storage_that_has_not_left_is_still_there() -> None:
+    work = (out(1, 4), compute(1), back(1, 4), opened(1), compute(1))
+    assert played(*work, room=4).seconds == 2
+
+
+def test_a_micro_batch_after_another_takes_as_long() -> None:
+    work = (out(1, 5), compute(6), out(2, 5), compute(6), back(1, 5), compute(2), opened(1), compute(2))
+    timing = again(*work, room=5)
+    assert (timing.seconds, timing.host_link) == (16 + 3, 3)
+
+
+def test_a_copy_takes_a_launch_of_the_host() -> None:
+    assert played(out(1, 0), compute(0), launch=2.0).idle == 4
