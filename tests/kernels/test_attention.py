@@ -146,7 +146,7 @@ def test_padding_of_logarithms_is_not_read(monkeypatch: pytest.MonkeyPatch) -> N
     """The efficient backend has more logarithms than queries, infinite ones at the end; cuDNN's have one more dim."""
 
     def widened(*arguments: object) -> AttentionOutput:
-        plain = forward(*arguments)  # type: ignore[arg-type]
+        plain = forward(*arguments)
         return AttentionOutput(
             plain.o_BHSM, torch.nn.functional.pad(plain.log_sums, (0, 8), value=float("inf")), plain.rest
         )
@@ -167,11 +167,9 @@ def test_a_bias_has_the_form_of_its_backend() -> None:
     scores = ScoreOptions(scale=SCALE, allowed=seen_by(None, 9)[:, None])
     q_BHSN = torch.zeros(1, 4, 9, 8)
     efficient = attention.bias_of(scores, q_BHSN, SDPBackend.EFFICIENT_ATTENTION)
-    assert efficient is not None
     assert efficient.shape == (1, 4, 9, 9) and efficient.stride(2) == attention.BIAS_STRIDE
     assert efficient[0, 0].isinf().sum() == 36
     cudnn = attention.bias_of(scores, q_BHSN, SDPBackend.CUDNN_ATTENTION)
-    assert cudnn is not None
     assert cudnn.isfinite().all() and (cudnn < -65000).sum() == 36
     assert attention.bias_of(ScoreOptions(scale=SCALE), q_BHSN, SDPBackend.CUDNN_ATTENTION) is None
 

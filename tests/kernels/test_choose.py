@@ -287,7 +287,7 @@ def test_mixed_products_give_the_gradients_of_the_definition(products: tuple[str
 
     def run(network: object) -> list[torch.Tensor]:
         leaves = [one.detach().clone().requires_grad_() for one in (x_TD, gate_up_eFD, down_eDF, weights_R)]
-        y_RD = network(*leaves[:3], order.counts_E, leaves[3], order.slots_R // 2, places_TK=order.places_TK)  # type: ignore[operator]
+        y_RD = network(*leaves[:3], order.counts_E, leaves[3], order.slots_R // 2, places_TK=order.places_TK)
         y_RD.float().square().sum().backward()
         return [y_RD.detach(), *(leaf.grad for leaf in leaves)]
 

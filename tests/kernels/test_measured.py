@@ -84,11 +84,9 @@ def test_a_devices_name_becomes_a_file_name(home: Path) -> None:
 
 def test_a_users_own_entries_come_before_the_packages(tmp_path: Path, home: Path) -> None:
     own = user_file(DEVICE)
-    assert own is not None
     save(own, measurements(entry(1000, triton=5.0)))
     save(tmp_path / "nvidia-h200.json", measurements(entry(1000), entry(4000)))
     found = find(DEVICE, packaged=tmp_path)
-    assert found is not None
     near = {
         tokens: found.nearest("swiglu", "forward", "bf16", {"tokens": tokens, "dense_ffn": 512})
         for tokens in (1000, 4000)
@@ -98,11 +96,9 @@ def test_a_users_own_entries_come_before_the_packages(tmp_path: Path, home: Path
 
 def test_a_named_file_stands_in_for_the_users_own(tmp_path: Path, home: Path) -> None:
     own = user_file(DEVICE)
-    assert own is not None
     save(own, measurements(entry(1000, triton=5.0)))
     save(tmp_path / "mine.json", measurements(entry(1000, triton=7.0)))
     found = find(DEVICE, tmp_path / "mine.json", packaged=tmp_path)
-    assert found is not None
     assert [one.microseconds["triton"] for one in found.entries] == [7.0]
 
 

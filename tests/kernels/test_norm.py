@@ -200,7 +200,7 @@ def test_three_readers_of_one_tensor_give_it_the_sum_of_their_gradients(
     readers: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
     def read(form: object, x_TD: Tensor) -> tuple[Tensor, ...]:
-        copies = form(x_TD)  # type: ignore[operator]
+        copies = form(x_TD)
         return tuple(copies[reader] * (1 + reader) for reader in readers)
 
     x_TD = torch.randn(5, 7, device=device, dtype=dtype)

@@ -97,7 +97,6 @@ def test_a_row_of_nan_stays_alone(device: torch.device) -> None:
     gate_up_RF[4:] = float("nan")
     weights_R = torch.rand(6, device=device)
     gradients = swiglu_backward(gate_up_RF, weights_R, torch.randn(6, 4, device=device), launch=SMALL)
-    assert gradients.dweights_R is not None
     assert _fast(gate_up_RF, weights_R)[:4].isfinite().all(), "NaN must not reach another row"
     assert gradients.d_gate_up_RF[:4].isfinite().all() and gradients.dweights_R[:4].isfinite().all()
 
@@ -106,7 +105,6 @@ def test_backward_gives_the_weighted_activation_again_if_asked(device: torch.dev
     gate_up_RF, weights_R = torch.randn(5, 24, device=device), torch.rand(5, device=device)
     dh_RF = torch.randn(5, 12, device=device)
     gradients = swiglu_backward(gate_up_RF, weights_R, dh_RF, recompute=True, launch=SMALL)
-    assert gradients.h_RF is not None
     assert_near(gradients.h_RF, reference.swiglu(gate_up_RF, weights_R), "recomputed h")
     assert swiglu_backward(gate_up_RF, None, dh_RF, launch=SMALL).dweights_R is None
     assert swiglu_backward(gate_up_RF, None, dh_RF, launch=SMALL).h_RF is None

@@ -54,7 +54,6 @@ def draw_columns(
 
 def without_tail(columns: Quantized | None, counts_e: torch.Tensor | None) -> Quantized:
     """The copy as far as experts' tiles reach; what kernels leave behind them is anything. All without counts."""
-    assert columns is not None
     if counts_e is None:
         return columns
     end, depth = int(reference.aligned_starts(counts_e)[-1]), columns.block[1]

@@ -61,19 +61,20 @@ def test_a_product_is_written_where_rows_are_kept_and_nothing_beside_it(
     assert kept_SF[:BEFORE].eq(5).all() and kept_SF[BEFORE + used :].eq(5).all(), "also what would be its tail"
 
 
-def test_with_only_last_the_last_row_of_the_tail_is_set_to_zero(device: torch.device) -> None:
-    counts_e = torch.tensor([3, 60], dtype=torch.int32, device=device)
-    x, w, tiles = (
-        draw_rows(80, 160, BLOCKWISE, device),
-        draw_weight(BLOCKWISE, device, 2, 72, 160),
-        tile_table(counts_e, 80),
-    )
-    whole, last = (torch.full((80, 72), 7.0, device=device) for _ in range(2))
-    _launch_rows(x, w, whole, None, tiles, POINTERS, "promoted", None)
-    _launch_rows(x, w, last, None, replace(tiles, only_last=True), POINTERS, "promoted", None)
-    assert whole[63:].eq(0).all()
-    assert torch.equal(last[:63], whole[:63])
-    assert last[63:79].eq(7).all() and last[79].eq(0).all()
+def test_with_only_last_just_the_last_row_of_the_tail_is_set_to_zero(device: torch.device) -> None:
+    counts = [130, 0, 70] if device.type == "cuda" else [3, 60]
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    counts_e, used, room = torch.tensor(counts, dtype=torch.int32, device=device), sum(counts), sum(counts) + 17
+    x, w = draw_rows(room, 640, BLOCKWISE, device), draw_weight(BLOCKWISE, device, len(counts), 384, 640)
+    tiles = tile_table(counts_e, room)
+    launches = launches_on(device, "rows", dtype) if device.type == "cuda" else {"pointers": POINTERS}
+    for name, launch in launches.items():
+        whole, last = (torch.full((room, 384), 7.0, dtype=dtype, device=device) for _ in range(2))
+        _launch_rows(x, w, whole, None, tiles, launch, "promoted", None)
+        _launch_rows(x, w, last, None, replace(tiles, only_last=True), launch, "promoted", None)
+        assert whole[used:].eq(0).all(), name
+        assert torch.equal(last[:used], whole[:used]), name
+        assert last[used:-1].eq(7).all() and last[-1].eq(0).all(), name
 
 
 def launches_on(device: torch.device, product: Product, dtype: torch.dtype) -> dict[str, ProductLaunch]:
@@ -107,43 +108,6 @@ def test_every_launch_of_a_gpu_writes_where_rows_are_kept_and_nothing_beside_it(
             assert not own_RN[used:].any(), f"{product}, {name}"
 
 
-@pytest.mark.gpu
-def test_every_launch_of_a_gpu_sets_the_last_row_of_the_tail_to_zero(device: torch.device) -> None:
-    counts_e = torch.tensor([130, 0, 70], device=device)
-    x, w = draw_rows(400, 640, BLOCKWISE, device), draw_weight(BLOCKWISE, device, 3, 384, 640)
-    tiles = tile_table(counts_e, 400)
-    for name, launch in launches_on(device, "rows", torch.bfloat16).items():
-        whole, last = (torch.full((400, 384), 7.0, dtype=torch.bfloat16, device=device) for _ in range(2))
-        _launch_rows(x, w, whole, None, tiles, launch, "promoted", None)
-        _launch_rows(x, w, last, None, replace(tiles, only_last=True), launch, "promoted", None)
-        assert whole[200:].eq(0).all(), name
-        assert torch.equal(last[:200], whole[:200]), name
-        assert last[200:399].eq(7).all() and last[399].eq(0).all(), name
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("before", [37, 2**31 // 2816 + 5], ids=["near", "behind 2**31 numbers"])
-def test_a_gpu_reads_kept_rows_of_16_bits_where_they_stand(before: int, device: torch.device) -> None:
-    """Forward, and by both kernels backward; what stands around them is no number."""
-    used, room, form = 1984, 2000, form_on(device)
-    counts_e = torch.tensor([700, 0, 3, 1025, 256], device=device)
-    own_RF = torch.randn(room, 2816, device=device).bfloat16()
-    own_RF[used:] = math.nan
-    rows_SF = torch.full((before + room + 3, 2816), math.nan, dtype=torch.bfloat16, device=device)
-    rows_SF[before : before + used] = own_RF[:used]
-    place = SavedRows(rows_SF, torch.tensor([before], device=device), room)
-    weights_R, dh_RF = torch.rand(room, device=device), torch.randn(room, 1408, device=device).bfloat16()
-    own, kept = (swiglu(one, weights_R, SWIGLU, BLOCKWISE, form, counts_e=counts_e) for one in (own_RF, place))
-    assert_same(kept.rows, own.rows, used)
-    rest = (weights_R, dh_RF, counts_e, SWIGLU, BLOCKWISE, form, form)
-    for name, launch in BACKWARD_LAUNCHES.items():
-        back, kept_back = (swiglu_backward(one, *rest, launch=launch) for one in (own_RF, place))
-        assert_same(kept_back.d_gate_up, back.d_gate_up, used)
-        for found, expected in zip(kept_back[1:3], back[1:3], strict=True):
-            assert_same(without_tail(found, counts_e), without_tail(expected, counts_e))
-        assert torch.equal(kept_back.dweights_R, back.dweights_R), name
-
-
 @pytest.mark.often("gfx942")
 @pytest.mark.parametrize("target", ONE_OF_EACH_MAKER)
 def test_the_kernels_compile_without_spills(target: str) -> None:
@@ -158,37 +122,40 @@ def test_the_kernels_compile_without_spills(target: str) -> None:
             assert "ld.global.v4" in made.asm, "rows that are kept are loaded sixteen bytes at a time too"
 
 
-@pytest.mark.often("squares")
+@pytest.mark.often("squares-37")
+@pytest.mark.parametrize("before", [37, pytest.param(2**31 // 2816 + 5, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
     ("recipe", "rule"),
-    [(BLOCKWISE_SQUARE, SWIGLU), (MXFP8, SWIGLU), (TENSORWISE, SWIGLU), (BLOCKWISE, CLAMPED)],
-    ids=["squares", "mxfp8", "in passes", "clamped"],
+    [(BLOCKWISE, SWIGLU), (BLOCKWISE_SQUARE, SWIGLU), (MXFP8, SWIGLU), (TENSORWISE, SWIGLU), (BLOCKWISE, CLAMPED)],
+    ids=["blocks", "squares", "mxfp8", "in passes", "clamped"],
 )
 def test_the_activation_and_its_gradients_are_those_of_the_kept_rows(
-    recipe: Recipe, rule: ExpertRule, device: torch.device
+    recipe: Recipe, rule: ExpertRule, before: int, device: torch.device
 ) -> None:
-    """What stands before and behind them is no number."""
-    counts_e, used = torch.tensor(COUNTS, dtype=torch.int32, device=device), sum(COUNTS)
-    place, own_RF = board(2 * WIDTH, device, math.nan), torch.full((ROOM, 2 * WIDTH), math.nan, device=device)
-    own_RF[:used] = torch.randn(used, 2 * WIDTH, device=device)
-    place.rows_SF[BEFORE : BEFORE + used] = own_RF[:used]
-    weights_R, dh_RF = torch.rand(ROOM, device=device), torch.randn(ROOM, WIDTH, device=device)
-    dh_RF[used:] = weights_R[used:] = math.nan
-    form = form_on(device)
+    """The rows before and behind them are NaN."""
+    is_gpu, form = device.type == "cuda", form_on(device)
+    counts, width, dtype = ((700, 0, 3, 1025, 256), 1408, torch.bfloat16) if is_gpu else (COUNTS, WIDTH, torch.float32)
+    counts_e, used, room = torch.tensor(counts, dtype=torch.int32, device=device), sum(counts), sum(counts) + 7
+    own_RF = torch.randn(room, 2 * width, device=device).to(dtype)
+    rows_SF = torch.full((before + room + 3, 2 * width), math.nan, dtype=dtype, device=device)
+    rows_SF[before : before + used] = own_RF[:used]
+    place = SavedRows(rows_SF, torch.tensor([before], device=device), room)
+    weights_R, dh_RF = torch.rand(room, device=device), torch.randn(room, width, device=device).to(dtype)
+    own_RF[used:] = dh_RF[used:] = weights_R[used:] = math.nan
     own, kept = (swiglu(rows, weights_R, rule, recipe, form, counts_e=counts_e) for rows in (own_RF, place))
-    assert kept.rows.values.shape == (ROOM, WIDTH)
+    assert kept.rows.values.shape == (room, width)
     assert_same(kept.rows, own.rows, used)
-    own, kept = (
-        swiglu_backward(rows, weights_R, dh_RF, counts_e, rule, recipe, form, form, keep_plain=rule.limit is not None)
-        for rows in (own_RF, place)
-    )
-    assert_same(kept.d_gate_up, own.d_gate_up, used)
-    assert_same(without_tail(kept.d_gate_up_columns, counts_e), without_tail(own.d_gate_up_columns, counts_e))
-    assert_same(without_tail(kept.h_columns, counts_e), without_tail(own.h_columns, counts_e))
-    assert torch.equal(kept.dweights_R, own.dweights_R)
-    assert not kept.dweights_R[used:].any(), "these weights belong to no expert"
-    if rule.limit is not None:
-        assert torch.equal(kept.plain_d_gate_up_RF[:used], own.plain_d_gate_up_RF[:used])
+    given = weights_R, dh_RF, counts_e, rule, recipe, form, form
+    for launch in BACKWARD_LAUNCHES.values():
+        options = {"keep_plain": rule.limit is not None, "launch": launch}
+        own, kept = (swiglu_backward(rows, *given, **options) for rows in (own_RF, place))
+        assert_same(kept.d_gate_up, own.d_gate_up, used)
+        assert_same(without_tail(kept.d_gate_up_columns, counts_e), without_tail(own.d_gate_up_columns, counts_e))
+        assert_same(without_tail(kept.h_columns, counts_e), without_tail(own.h_columns, counts_e))
+        assert torch.equal(kept.dweights_R, own.dweights_R)
+        assert not kept.dweights_R[used:].any(), "these weights belong to no expert"
+        if rule.limit is not None:
+            assert torch.equal(kept.plain_d_gate_up_RF[:used], own.plain_d_gate_up_RF[:used])
 
 
 TOKENS, TOP_K, EXPERTS, HIDDEN = 24, 2, 3, 64
@@ -212,11 +179,9 @@ def arena_of(layers: int, bound: float) -> ActivationArena:
 
 
 class Layers:
-    """Experts of several layers that all read the same tokens; those of the second one compute in 16 bits.
+    """Experts of several layers that all read the same tokens; those of the second layer compute in 16 bits.
 
-    Args:
-        parts: of each layer's slots, how many are not dropped.
-        device: where.
+    `parts` are the shares of each layer's slots that are not dropped.
     """
 
     def __init__(self, parts: tuple[float, ...], device: torch.device) -> None:

@@ -24,7 +24,7 @@ from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, E4M3, E
 from penstock.kernels.float8.reference import quantize_rows
 from penstock.kernels.gluon.support import HAS_GLUON
 from penstock.kernels.tuning import target_of
-from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_for
+from tests.kernels.ahead_of_time import TARGETS, compile_for, compile_without_spills
 from tests.kernels.float8.draw_quantized import assert_same
 from tests.kernels.gluon.gluon_in_torch import quantizing_in_torch
 
@@ -41,7 +41,7 @@ GLUON = {name: one for name, one in TRANSPOSING_LAUNCHES.items() if one.engine =
 
 
 class Case(NamedTuple):
-    """Inputs of the heads, and gradients of what they give."""
+    """Inputs of the heads, and gradients of their outputs."""
 
     inputs: tuple[Tensor, ...]
     angles: tuple[Tensor, Tensor]
@@ -49,8 +49,6 @@ class Case(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What both forms give."""
-
     outputs: tuple[Tensor, ...]
     q: RowColQuantized
     kv: RowColQuantized
@@ -67,15 +65,14 @@ def case_of(
     heads_first: bool = False,
     rows_of_angles: int = 1,
 ) -> Case:
-    """With `heads_first` gradients lie in memory as cuDNN may leave them."""
+    """With `heads_first` gradients have the memory order of cuDNN."""
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, device=device, dtype=dtype)
 
     def gradient(width: int) -> Tensor:
-        # Of very different sizes.
-        sizes = torch.randn(batch, positions, heads, 1, device=device).mul(3).exp()
-        drawn = (draw(batch, positions, heads, width) * sizes).to(dtype)
+        magnitudes = torch.randn(batch, positions, heads, 1, device=device).mul(3).exp()
+        drawn = (draw(batch, positions, heads, width) * magnitudes).to(dtype)
         return drawn.transpose(1, 2).contiguous().transpose(1, 2) if heads_first else drawn
 
     angles_BSP = torch.rand(rows_of_angles, positions, ROTARY // 2, device=device) * 6
@@ -90,7 +87,6 @@ def handed_over(case: Case, form: Format = E4M3, launch: TileLaunch = TRANSPOSIN
     outputs = latent_heads.mla_heads(*inputs, *case.angles, channels, form, launch=launch)
     dq, dkv, dk_rope = torch.autograd.grad(outputs, inputs, case.gradients)
     assert dq.untyped_storage().nbytes() == dkv.untyped_storage().nbytes() == dq.itemsize, "carriers"
-    assert channels.q is not None and channels.kv is not None
     q, kv = channels.q.take(), channels.kv.take()
     assert q is not None and kv is not None and channels.q.take() is None, "they are taken once"
     return Found(tuple(one.detach() for one in outputs), q, kv, dk_rope)
@@ -106,39 +102,33 @@ def by_definition(case: Case, form: Format = E4M3, mla_heads: Callable[..., Any]
 
 
 def assert_all_same(found: Found, expected: Found) -> None:
-    """Bit for bit."""
     for one, other in zip((*found.outputs, found.dk_rope_BSP), (*expected.outputs, expected.dk_rope_BSP), strict=True):
         assert torch.equal(one, other)
     for mine, other in zip((*found.q, *found.kv), (*expected.q, *expected.kv), strict=True):
         assert_same(mine, other)
 
 
+CASES = {
+    "positions first": {},
+    "heads first": {"heads_first": True},
+    "tiles over rows": {"batch": 2, "positions": 40, "heads_first": True, "rows_of_angles": 2},
+    "tiles over rows, float32": {"batch": 3, "positions": 50, "heads": 4, "dtype": torch.float32, "rows_of_angles": 3},
+}
+
+
 @pytest.mark.often("heads first-e4m3")
 @pytest.mark.parametrize("form", [E4M3, E5M2], ids=lambda form: form.name)
-@pytest.mark.parametrize("heads_first", [False, True], ids=["positions first", "heads first"])
-def test_gradients_are_those_of_16_bits_quantized(heads_first: bool, form: Format) -> None:
-    case = case_of(heads_first=heads_first)
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_those_of_16_bits_quantized(name: str, form: Format) -> None:
+    case = case_of(**CASES[name])
     assert_all_same(handed_over(case, form), by_definition(case, form))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("batch", "positions", "heads", "dtype"), [(2, 40, 2, torch.bfloat16), (3, 50, 4, torch.float32)]
-)
-def test_a_tile_may_reach_over_rows_of_the_batch(batch: int, positions: int, heads: int, dtype: torch.dtype) -> None:
-    case = case_of(batch, positions, heads, dtype=dtype, heads_first=True, rows_of_angles=batch)
-    assert_all_same(handed_over(case), by_definition(case))
-
-
-@pytest.mark.slow
-def test_a_gradient_that_was_not_taken_is_replaced_by_the_next() -> None:
-    channel, first, second = GradientSideChannel(), *(by_definition(case_of()).q for _ in range(2))
+def test_a_gradient_that_was_not_taken_is_replaced_by_the_next_and_its_carrier_holds_one_number() -> None:
+    channel, first, second = GradientSideChannel(), *(RowColQuantized(None, None) for _ in range(2))
     channel.put(first)
     channel.put(second)
     assert channel.take() is second
-
-
-def test_a_carrier_has_one_number_of_memory() -> None:
     found = carrier_of((3, 4), torch.zeros(2, dtype=torch.bfloat16))
     assert (found.shape, found.dtype, found.untyped_storage().nbytes()) == ((3, 4), torch.bfloat16, 2)
 
@@ -175,7 +165,7 @@ def test_hoppers_kernel_gives_the_same(heads_first: bool, form: Format, monkeypa
 @pytest.mark.slow
 @needs_gluon
 def test_triton_replaces_hoppers_kernel_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of the batch that are no multiple of 128, and 32 bits."""
+    """With rows of the batch that are no multiple of 128, and in float32."""
     monkeypatch.setattr(latent_heads, "target_of", lambda device: "sm_90")
     for case in (case_of(2, 64), case_of(1, 128, dtype=torch.float32)):
         assert_all_same(handed_over(case, launch=GLUON["gluon"]), by_definition(case))
@@ -196,7 +186,6 @@ def test_a_gpu_gives_the_gradients_of_16_bits_quantized(
         found, expected = handed_over(case, launch=launch), by_definition(case)
         assert_all_same(found._replace(q=expected.q), expected)
         for mine, other in zip(found.q, expected.q, strict=True):
-            assert mine is not None and other is not None
             # Compilers may contract products and sums of a rotation in other ways.
             for one, truth in (
                 (mine.values.view(torch.uint8), other.values.view(torch.uint8)),
@@ -205,47 +194,38 @@ def test_a_gpu_gives_the_gradients_of_16_bits_quantized(
                 assert (one != truth).float().mean() < 1e-3
 
 
-SIGNATURE = (
-    dict.fromkeys(("x_ptr",), "*bf16:16")
-    | dict.fromkeys(("row_scales_ptr", "column_scales_ptr"), "*fp32:16")
-    | dict.fromkeys(("x_batch", "x_position", "x_head", "cos_batch", "cos_position"), "i32:16")
-    | dict.fromkeys(("rows_stride", "columns_stride", "D", "R", "positions"), "i32:16")
-)
+SIGNATURE = {
+    "x_ptr": "*bf16:16",
+    **dict.fromkeys(("row_scales_ptr", "column_scales_ptr"), "*fp32:16"),
+    **dict.fromkeys(("x_batch", "x_position", "x_head", "cos_batch", "cos_position"), "i32:16"),
+    **dict.fromkeys(("rows_stride", "columns_stride", "D", "R", "positions"), "i32:16"),
+}
 QUERIES = {"WIDTH": 192, "APART": 192, "FIRST": 0, "PLAIN": 128, "LARGEST": 448.0}
 VALUES = {"WIDTH": 128, "APART": 256, "FIRST": 128, "PLAIN": 128, "LARGEST": 448.0}
 
 
-def signature_of(*, turns: bool, hoppers: bool) -> tuple[dict[str, str], dict[str, Any]]:
-    """Types of arguments, and constants."""
-    angles = ("cos_ptr", "sin_ptr")
-    copies = ("*i8:16", "*i64:16") if hoppers else ("*fp8e4nv:16", "*fp8e4nv:16")
-    signature = SIGNATURE | dict(zip(("rows_ptr", "columns_ptr"), copies, strict=True))
+def signature_of(*, turns: bool, copies: tuple[str, str]) -> tuple[dict[str, str], dict[str, Any]]:
+    """Types of arguments, and constants; `copies` are the types of rows and columns."""
+    signature, angles = SIGNATURE | dict(zip(("rows_ptr", "columns_ptr"), copies, strict=True)), ("cos_ptr", "sin_ptr")
     if turns:
         return signature | dict.fromkeys(angles, "*fp32:16"), dict(QUERIES)
     return signature, VALUES | dict.fromkeys(angles)
-
-
-def compiled(target: str, *, turns: bool) -> Compiled:
-    is_amd = target.startswith("gfx")
-    signature, constants = signature_of(turns=turns, hoppers=False)
-    if target == "gfx942":
-        signature |= dict.fromkeys(("rows_ptr", "columns_ptr"), "*fp8e4b8:16")
-        constants["LARGEST"] = 240.0
-    launch = ROTATING if turns else TRANSPOSING
-    constants |= {"BLOCK_R": 128, "BLOCK_D": 128, "RUN": run_of(launch)}
-    options = {"num_warps": launch.warps // 2} if is_amd else {"num_warps": launch.warps, "maxnreg": launch.registers}
-    return compile_for(latent_heads_backward_kernel, signature, constants, TARGETS[target], **options)
 
 
 @pytest.mark.often("sm_90-queries", "gfx942-values")
 @pytest.mark.parametrize("turns", [False, True], ids=["values", "queries"])
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_kernel_compiles_for_every_chip(target: str, turns: bool) -> None:
-    found = compiled(target, turns=turns)
-    assert found.spills == 0, found.summary
-    if not target.startswith("gfx"):
-        assert re.search(r"ld\.global(?:\.\w+)*\.v4\.b32", found.asm), "numbers are loaded in wide pieces"
-        assert not re.search(r"st\.global(?:\.\w+)*\.b8", found.asm), "and stored so"
+    is_amd, value = target.startswith("gfx"), "*fp8e4b8:16" if target == "gfx942" else "*fp8e4nv:16"
+    signature, constants = signature_of(turns=turns, copies=(value, value))
+    launch = ROTATING if turns else TRANSPOSING
+    constants |= {"BLOCK_R": 128, "BLOCK_D": 128, "RUN": run_of(launch)}
+    constants["LARGEST"] = 240.0 if target == "gfx942" else 448.0
+    options = {"num_warps": launch.warps // 2} if is_amd else {"num_warps": launch.warps, "maxnreg": launch.registers}
+    found = compile_without_spills(latent_heads_backward_kernel, signature, constants, TARGETS[target], **options)
+    if not is_amd:
+        assert re.search(r"ld\.global(?:\.\w+)*\.v4\.b32", found.asm), "loads are 16 bytes wide"
+        assert not re.search(r"st\.global(?:\.\w+)*\.b8", found.asm), "and stores more than a byte"
 
 
 @pytest.mark.often("*sm_90*", "*gfx942*")
@@ -254,8 +234,8 @@ def test_the_kernel_of_the_shared_key_compiles_for_every_chip(target: str) -> No
     signature = dict.fromkeys(("dk_ptr", "dk_rope_ptr"), "*bf16:16") | dict.fromkeys(("cos_ptr", "sin_ptr"), "*fp32:16")
     signature |= dict.fromkeys(("dk_batch", "dk_position", "dk_head", "cos_batch", "cos_position"), "i32:16")
     constants = {"H": 16, "P": 64, "BLOCK_H": rope.LAUNCH.block_rows, "BLOCK_P": 64}
-    found = compile_for(shared_key_backward_kernel, signature, constants, TARGETS[target], num_warps=rope.LAUNCH.warps)
-    assert found.spills == 0, found.summary
+    warps = rope.LAUNCH.warps
+    compile_without_spills(shared_key_backward_kernel, signature, constants, TARGETS[target], num_warps=warps)
 
 
 @pytest.mark.often("gluon-queries", "gluon_8-values")
@@ -263,7 +243,7 @@ def test_the_kernel_of_the_shared_key_compiles_for_every_chip(target: str) -> No
 @pytest.mark.parametrize("turns", [False, True], ids=["values", "queries"])
 @pytest.mark.parametrize("launch", GLUON.values(), ids=GLUON)
 def test_hoppers_kernel_moves_tiles_in_wide_pieces_without_spills(launch: TileLaunch, turns: bool) -> None:
-    signature, constants = signature_of(turns=turns, hoppers=True)
+    signature, constants = signature_of(turns=turns, copies=("*i8:16", "*i64:16"))
     found = compile_for(
         float8_quantize_kernels.latent_heads_backward_kernel,
         signature,

@@ -268,7 +268,6 @@ def test_torch_takes_a_weights_gradient_whose_activation_has_squares() -> None:
     dy_RF, x_RD = torch.randn(384, 80), torch.randn(384, 256)
     dy = reference.quantize_rows(dy_RF, BLOCKWISE_SQUARE, E4M3, columns=BLOCKWISE_SQUARE.rows).columns
     x = reference.quantize_rows(x_RD, BLOCKWISE_SQUARE, E4M3, columns=BLOCKWISE_SQUARE.columns).columns
-    assert dy is not None and x is not None
     a, b = (without_memory(lay_out(one)) for one in (dy, x))
     assert torch_products.shape_obstacle(a, b) is None
     sums = torch.empty(80, 256, device="meta")

@@ -51,7 +51,6 @@ def test_signal_to_noise_is_what_the_format_has_bits_for(recipe: Recipe, form: F
     x_RD = torch.randn(200, 300)
     rows, columns = quantize_rows(x_RD, recipe, form, columns=recipe.columns)
     bar = 25 if form.name == "e4m3" else 20
-    assert columns is not None
     assert decibels(dequantize(rows), x_RD) > bar
     assert decibels(dequantize(columns).T, x_RD) > bar
 
@@ -116,7 +115,6 @@ def test_an_error_is_half_a_step_of_the_number_or_of_the_smallest(numbers: list[
 def test_a_last_block_is_smaller_and_all_shapes_are_kept(outer: int, depth: int, recipe: Recipe) -> None:
     x_RD = torch.full((outer, depth), 3.0)
     found, columns = quantize_rows(x_RD, recipe, E4M3, columns=recipe.columns)
-    assert columns is not None
     for copy, sizes, block in ((found, (outer, depth), recipe.rows), (columns, (depth, outer), recipe.columns)):
         assert copy.values.shape == sizes and copy.block == block
         assert copy.scales.shape == tuple(-(-size // (side or size)) for size, side in zip(sizes, block, strict=True))
@@ -211,7 +209,6 @@ def test_squares_are_of_activations_along_the_rows_of_one_expert() -> None:
         quantize_rows(x_RD, recipe, E4M3, columns=recipe.columns, counts_e=counts)
         for recipe in (BLOCKWISE_SQUARE, BLOCKWISE)
     )
-    assert found.columns is not None and plain.columns is not None
     assert torch.equal(dequantize(found.rows), dequantize(plain.rows))
     of_gradient = quantize_groups(x_RD, counts, BLOCKWISE_SQUARE, E4M3, block=BLOCKWISE_SQUARE.rows)
     assert torch.equal(dequantize(of_gradient), dequantize(plain.columns))

@@ -43,14 +43,14 @@ PROGRAM: list[int] = []
 class Value(Tensor):
     """A tensor, or a number of no dims, of a program."""
 
-    def to(self, dtype: torch.dtype, *, bitcast: bool = False) -> Tensor:  # type: ignore[override]
+    def to(self, dtype: torch.dtype, *, bitcast: bool = False) -> Tensor:
         return self.view(dtype) if bitcast else super().to(dtype)
 
     # Names are bound anew, and what they stood for before stays.
-    def __iadd__(self, other: Any) -> Tensor:  # type: ignore[override,misc]
+    def __iadd__(self, other: Any) -> Tensor:
         return self + other
 
-    def __imul__(self, other: Any) -> Tensor:  # type: ignore[override,misc]
+    def __imul__(self, other: Any) -> Tensor:
         return self * other
 
 
