@@ -70,14 +70,7 @@ class ExpertCopies(NamedTuple):
 def copy_experts(
     gate_up_eFD: Tensor, down_eDF: Tensor, float8: Float8Rule, into: ExpertCopies | None = None
 ) -> ExpertCopies:
-    """Quantize the experts' matrices for both passes.
-
-    Args:
-        gate_up_eFD: gate and up projections.
-        down_eDF: down projection.
-        float8: recipe, format and kernels.
-        into: copies whose memory is filled, because captured graphs read it.
-    """
+    """Quantize the experts' matrices for both passes; `into` is filled in place, because captured graphs read it."""
     recipe, quantize = _recipe_of(float8), float8.operators.quantize_weight
     old = into or (None, None)
     return ExpertCopies(
@@ -338,14 +331,7 @@ def _recipe_of(float8: Float8Rule) -> Recipe:
 
 
 def _source_rows(x_ND: Tensor, quantized: Quantized | None, counts_e: Tensor | None, float8: Float8Rule) -> Quantized:
-    """The source rows in 8 bits: those that were received, or quantized now.
-
-    Args:
-        x_ND: source rows in 16 bits.
-        quantized: the same in 8 bits, or None.
-        counts_e: rows of each expert if the rows are in their order; None if all rows are real.
-        float8: recipe, format and kernels.
-    """
+    """The source rows in 8 bits: those that were received, or quantized now; without counts all rows are real."""
     recipe, form = _recipe_of(float8), float8.forward
     if quantized is None:
         made: Quantized = float8.operators.quantize_rows(x_ND, recipe, form, counts_e=counts_e).rows

@@ -23,13 +23,10 @@ class GradientSideChannel:
 
     Both nodes of a graph must hold the same object, so it is no dataclass: a region that is recomputed would rebuild
     it. A recomputed region has a channel of its own, which stays empty.
-
-    Attributes:
-        is_expected: whether the reader announced in forward that it looks here. Only then may the maker put a gradient.
-            The same on all ranks.
     """
 
     def __init__(self) -> None:
+        # The maker may put a gradient only if the reader announced in forward that it looks here, on all ranks.
         self.is_expected = False
         self._gradient: RowColQuantized | None = None
 
@@ -48,36 +45,21 @@ class GradientSideChannel:
 
 
 class LatentHeadChannels(NamedTuple):
-    """Side channels of the two products before latent attention's heads; None where 16 bits come by autograd.
+    """Side channels of the two products before latent attention's heads; None where 16 bits come by autograd."""
 
-    Attributes:
-        q: gradient of the queries, tokens x (H N).
-        kv: gradient of keys and values, tokens x (H (qk_nope + M)).
-    """
-
-    q: GradientSideChannel | None = None
-    kv: GradientSideChannel | None = None
+    q: GradientSideChannel | None = None  # tokens x (H N)
+    kv: GradientSideChannel | None = None  # tokens x (H (qk_nope + M))
 
 
 def carrier_of(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """A tensor of a shape with one element of memory, which autograd gets in place of a gradient.
-
-    Args:
-        shape: of the gradient.
-        like: gives dtype and device.
-    """
+    """A tensor of a shape with one element of memory, which autograd gets in place of a gradient."""
     return like.new_empty_strided(shape, (0,) * len(shape))
 
 
 def latent_heads_obstacle(recipe: Recipe, heads: int, nope: int, rotary: int, value: int) -> str | None:
     """Why the gradients of latent attention's heads cannot be handed over in 8 bits, or None.
 
-    Args:
-        recipe: of the products that read them.
-        heads: of this rank.
-        nope: columns of a head of queries and keys without the rotary ones.
-        rotary: rotary columns of a head.
-        value: columns of a head of values.
+    `nope` and `rotary` are columns of a head of queries and keys, `value` those of a head of values.
     """
     if (recipe.rows, recipe.scaling) != (BLOCKWISE.rows, BLOCKWISE.scaling):
         return f"gradients are quantized tile by tile in blocks of 1 x {DEPTH}, and {recipe.name} has others"

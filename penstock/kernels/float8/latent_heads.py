@@ -47,18 +47,8 @@ def mla_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`penstock.kernels.rope.mla_heads` whose gradients of queries, keys and values go into side channels in 8 bits.
 
-    Args:
-        q_BSHN: queries, [no position | rotary] in the last dim; see `latent_heads_obstacle` for the widths.
-        kv_BSHN: [key without position | value] in the last dim.
-        k_rope_BSP: the one rotary key that all heads share; its gradient has its own dtype.
-        cos_BSP: float32, P / 2 wide; B may be 1.
-        sin_BSP: float32.
-        channels: where backward leaves its gradients.
-        form: of their values.
-        launch: of the kernel that quantizes, instead of the default.
-
-    Returns:
-        q_BSHN and k_BSHN, contiguous; v_BSHM, a view of kv.
+    See `latent_heads_obstacle` for the widths of heads. The gradient of `k_rope_BSP` has its own dtype. `launch`
+    replaces the default of the kernel that quantizes.
 
     Raises:
         KernelError: angles do not fit the rotary part, or widths do not fit each other.
@@ -102,16 +92,10 @@ class _LatentHeads(torch.autograd.Function):
 
 
 class LatentHeadGradients(NamedTuple):
-    """Gradients of the inputs of `mla_heads`.
+    """Gradients of the inputs of `mla_heads`."""
 
-    Attributes:
-        q: tokens x (H N).
-        kv: tokens x (H (plain + M)).
-        k_rope_BSP: of the shared key, in its own dtype.
-    """
-
-    q: RowColQuantized
-    kv: RowColQuantized
+    q: RowColQuantized  # tokens x (H N)
+    kv: RowColQuantized  # tokens x (H (plain + M))
     k_rope_BSP: Tensor
 
 
@@ -125,16 +109,9 @@ def mla_heads_backward(
     *,
     launch: TileLaunch | None = None,
 ) -> LatentHeadGradients:
-    """Gradients of the inputs of `mla_heads` from those of its outputs.
+    """Gradients of the inputs of `mla_heads` from those of its outputs, whose dims have any memory order.
 
-    Args:
-        dq_BSHN: of queries; batch, position and head in any memory order.
-        dk_BSHN: of keys, in any memory order.
-        dv_BSHM: of values, in any memory order.
-        cos_BSP: float32, P / 2 wide, contiguous; B may be 1.
-        sin_BSP: float32, contiguous.
-        form: of the values.
-        launch: as of `mla_heads`.
+    Cosines and sines are float32, P / 2 wide and contiguous; B may be 1.
     """
     angles = cos_BSP, sin_BSP
     plain, value = dq_BSHN.shape[-1] - 2 * cos_BSP.shape[-1], dv_BSHM.shape[-1]

@@ -25,7 +25,7 @@ from penstock.kernels.float8.launches import TRANSPOSING
 from penstock.kernels.float8.quantize import empty_copy, memory_of, quantize_rows, register_limit, warps_of
 from penstock.kernels.float8.quantize_kernels import quantize_tile, store_columns, store_scales, tile_rows
 from penstock.kernels.float8.quantized import Quantized, RowColQuantized
-from penstock.kernels.float8.recipes import DEPTH, Block, Format, Recipe
+from penstock.kernels.float8.recipes import DEPTH, Format, Recipe
 from penstock.kernels.language import tl, triton
 from penstock.kernels.launching import start_kernel
 
@@ -43,16 +43,8 @@ def rms_norm(
 ) -> tuple[Tensor, Tensor, RowColQuantized]:
     """`penstock.kernels.float8.operators.rms_norm` in two kernels, and two more in backward.
 
-    Args:
-        x_TD: rows may lie apart, but each must be contiguous.
-        residual_TD: of the same shape, added before the norm; None adds nothing.
-        weight_D: float32 or the dtype of x.
-        epsilon: added to the mean square.
-        recipe: block sizes.
-        form: dtype of the values.
-        columns: also quantize the transposed rows, in the blocks of activations.
-        keep_plain: also write the rows in 16 bits. Without it they are a carrier of gradients with one element of
-            memory.
+    Rows of x may lie apart, but each must be contiguous. `columns` also quantizes the transposed rows, in the blocks of
+    activations. Without `keep_plain` the normed rows are not written in 16 bits, but are a carrier.
 
     Returns:
         (normed rows or their carrier, x + residual or x itself, both 8-bit copies). Backward adds the gradients of the
@@ -167,12 +159,9 @@ def _both(copies: list[Tensor], recipe: Recipe) -> RowColQuantized:
 
 def _fits(recipe: Recipe) -> bool:
     """Whether a tile contains all numbers of its scales."""
-    return recipe.rows[0] == 1 and recipe.rows[1] > 0 and _is_tiled(recipe.columns)
-
-
-def _is_tiled(block: Block) -> bool:
-    """Whether a transposed tile has whole blocks: of single columns, or the whole tile."""
-    return block[0] == 1 or block == (TRANSPOSING.block_columns, TRANSPOSING.block_rows)
+    # A transposed tile has blocks of single columns, or is one block.
+    is_tiled = recipe.columns[0] == 1 or recipe.columns == (TRANSPOSING.block_columns, TRANSPOSING.block_rows)
+    return recipe.rows[0] == 1 and recipe.rows[1] > 0 and is_tiled
 
 
 @triton.jit

@@ -113,19 +113,7 @@ def swiglu_backward(
     *,
     keep_plain: bool = False,
 ) -> SwigluForBackward:
-    """Gradients by autograd through the reference, quantized.
-
-    Args:
-        gate_up_RF: R x 2F.
-        weights_R: float32 routing weights, or None for 1.
-        dh_RF: gradient of h.
-        counts_e: rows of each expert.
-        rule: which activation.
-        recipe: block sizes.
-        forward: format of h.
-        gradient: format of gradients.
-        keep_plain: also return the gradient in 16 bits.
-    """
+    """Gradients by autograd through the reference, quantized; `keep_plain` also returns that in 16 bits."""
     with torch.enable_grad():
         inputs = [gate_up_RF := gate_up_RF.detach().requires_grad_()]
         if weights_R is not None:
@@ -198,9 +186,8 @@ class Float8Rule:
         dense: recipe of the products of attention, dense networks and shared experts; None leaves them in 16 bits.
         experts: recipe of the routed experts' products.
         dispatch: recipe of the rows that travel to their experts; None sends 16 bits.
-        forward: format of activations and weights.
-        gradient: format of the gradients of outputs.
-        operators: kernels.
+        forward: of activations and weights.
+        gradient: of the gradients of outputs.
     """
 
     dense: Recipe | None = None

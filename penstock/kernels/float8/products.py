@@ -133,7 +133,10 @@ def _gather(
 ) -> tuple[Quantized, Tensor | None]:
     """Rows and index for the kernel: unchanged, or the rows copied first, also where 32 bits cannot count them."""
     if index_R is None:
-        return _countable(x), None
+        if x.scales.stride(0) * len(x.values) < GATHER_LIMIT:
+            return x, None
+        # Scales far apart, as in packed rows, are copied where 32 bits cannot count them.
+        return x._replace(scales=_scales(x).T.contiguous().T.view(x.scales.dtype)), None
     if not launch.copy_gathered and len(x.values) * x.values.stride(0) < GATHER_LIMIT:
         return x, index_R
     words, scales = x.values.view(torch.int16 if x.values.shape[1] % 2 == 0 else torch.int8), x.scales
@@ -142,13 +145,6 @@ def _gather(
         memory = scales.view(torch.uint8) if scales.itemsize == 1 else scales
         scales = gather_columns(memory.T.contiguous(), index_R, tiles.used).T.view(scales.dtype)
     return Quantized(values, scales, x.block), None
-
-
-def _countable(x: Quantized) -> Quantized:
-    """Rows in place; scales far apart, as in packed rows, are copied where 32 bits cannot count them."""
-    if x.scales.stride(0) * len(x.values) < GATHER_LIMIT:
-        return x
-    return x._replace(scales=_scales(x).T.contiguous().T.view(x.scales.dtype))
 
 
 def _check(product: str, **operands: tuple[Quantized, tuple[int, ...]]) -> Scaling:

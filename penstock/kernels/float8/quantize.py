@@ -115,7 +115,10 @@ def quantize_weight(
         empty_copy(w_FD, (*w_FD.shape[:-2], outer, depth), recipe.weights, form, recipe.scaling),
         empty_copy(w_FD, (*w_FD.shape[:-2], depth, outer), recipe.weights, form, recipe.scaling),
     )
-    fits = into is not None and all(_lie_alike(*pair) for pair in zip(into, made, strict=True))
+    fits = into is not None and all(
+        old.values.stride() == new.values.stride() and old.scales.stride() == new.scales.stride()
+        for old, new in zip(into, made, strict=True)
+    )
     filled = into if into is not None and fits else made
     source = _Source(w_FD, None, None, None, (0, 0), outer, outer, w_FD.shape[0] if w_FD.ndim == 3 else 1)
     _quantize(source, filled, form, recipe.scaling, launch)
@@ -128,15 +131,7 @@ def quantize_weight(
 
 
 def empty_copy(like: Tensor, shape: tuple[int, ...], block: Block, form: Format, scaling: Scaling) -> Quantized:
-    """Memory for 8-bit numbers and their scales, in the layout of the module's docstring.
-
-    Args:
-        like: a tensor of the device.
-        shape: ... x outer x depth.
-        block: rows and columns that share a scale; 0 for the whole dim.
-        form: of the values.
-        scaling: form of the scales.
-    """
+    """Memory for 8-bit numbers (... x outer x depth) and their scales, in the layout of the module's docstring."""
     *stack, outer, depth = shape
     apart = triton.cdiv(depth, 16) * 16
     values = like.new_empty(*stack, outer, apart, dtype=form.dtype)[..., :depth]
@@ -147,13 +142,9 @@ def empty_copy(like: Tensor, shape: tuple[int, ...], block: Block, form: Format,
 
 
 def group_tiles(counts_e: Tensor, rows: int) -> Tensor:
-    """The rows in each tile of `ALIGNMENT` places of an aligned copy: int32, (tiles + 1) x 2.
+    """The rows in each tile of `ALIGNMENT` slots of an aligned copy of `rows` rows: int32, (tiles + 1) x 2.
 
     Each tile has its first row and its number of rows; the last pair is (number of tiles that have rows, 0).
-
-    Args:
-        counts_e: rows of each expert, int32 or int64.
-        rows: R, of the buffer that holds them.
     """
     experts = counts_e.numel()
     tiles = aligned_rows(rows, experts) // ALIGNMENT
@@ -167,26 +158,15 @@ def group_tiles(counts_e: Tensor, rows: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _Source:
-    """The tensor to quantize.
+    """The tensor to quantize."""
 
-    Attributes:
-        values: (e x) rows x width; with an index any number of rows.
-        scales: of 8-bit values, or None.
-        index_R: source row of each row, or None.
-        tiles: of `group_tiles`, or None.
-        block: of the scales.
-        rows: R, of one matrix.
-        places: rows with the padding between experts.
-        matrices: e, or 1.
-    """
-
-    values: Tensor
-    scales: Tensor | None
-    index_R: Tensor | None
-    tiles: Tensor | None
+    values: Tensor  # (e x) rows x width; with an index any number of rows
+    scales: Tensor | None  # of 8-bit values
+    index_R: Tensor | None  # source row of each row
+    tiles: Tensor | None  # of `group_tiles`
     block: Block
-    rows: int
-    places: int
+    rows: int  # R, of one matrix
+    places: int  # rows with the padding between experts
     matrices: int = 1
 
     @property
@@ -235,7 +215,6 @@ def _quantize(
             return
         launch = TRANSPOSING
     power = scaling != "float32"
-    device = source.values.device
     start_kernel(
         quantize_kernel,
         _grid(source, launch),
@@ -265,9 +244,9 @@ def _quantize(
         BLOCK_R=launch.block_rows,
         BLOCK_D=launch.block_columns,
         RUN=1 if columns is None else run_of(launch),
-        num_warps=warps_of(launch, device),
+        num_warps=warps_of(launch, source.values.device),
         # Divisions by other scales take more registers.
-        **(register_limit(launch, device) if power else {}),
+        **(register_limit(launch, source.values.device) if power else {}),
     )
 
 
@@ -338,11 +317,6 @@ def memory_of(scales: Tensor) -> Tensor:
 def _bytes_of(scales: Tensor) -> Tensor:
     """E8M0 as bytes, because Triton has no such type."""
     return scales.view(torch.uint8) if scales.dtype == torch.float8_e8m0fnu else scales
-
-
-def _lie_alike(given: Quantized, made: Quantized) -> bool:
-    """Whether a copy lies in memory as `empty_copy` would have made it."""
-    return given.values.stride() == made.values.stride() and given.scales.stride() == made.scales.stride()
 
 
 def warps_of(launch: KernelLaunch, device: torch.device) -> int:

@@ -41,27 +41,17 @@ class Quantized(NamedTuple):
 
 
 class RowColQuantized(NamedTuple):
-    """A matrix as both of its products read it.
+    """A matrix as both of its products read it."""
 
-    Attributes:
-        rows: x_RD as it is, contracted over D.
-        columns: transposed, D x R, contracted over R; None if it was not asked for.
-    """
-
-    rows: Quantized
-    columns: Quantized | None
+    rows: Quantized  # x_RD, contracted over D
+    columns: Quantized | None  # transposed, D x R, contracted over R; None if it was not asked for
 
 
 class WeightCopies(NamedTuple):
-    """A weight, or a stack of experts' weights, quantized once an optimizer step.
+    """A weight, or a stack of experts' weights, quantized once an optimizer step."""
 
-    Attributes:
-        forward: ... F x D, contracted over D.
-        backward: ... D x F, contracted over F, for the gradient of the input.
-    """
-
-    forward: Quantized
-    backward: Quantized
+    forward: Quantized  # ... F x D, contracted over D
+    backward: Quantized  # ... D x F, contracted over F, for the gradient of the input
 
 
 _ALIASES = frozenset({torch.ops.aten.detach.default, torch.ops.aten.view.default, torch.ops.aten.as_strided.default})
@@ -71,10 +61,7 @@ _ALIASES = frozenset({torch.ops.aten.detach.default, torch.ops.aten.view.default
 class GatheredCopies:
     """Both copies of a gathered weight, in memory that is freed and filled again.
 
-    Args:
-        forward: ... F x D.
-        backward: ... D x F: its scales, and memory for its values.
-        transpose: fills the second's values from the first's (`Float8Operators.transpose_weight`).
+    `backward` has scales, and memory for the values that `transpose` (`Float8Operators.transpose_weight`) fills.
     """
 
     def __init__(
@@ -100,12 +87,7 @@ class GatheredCopies:
 
 
 class GatheredWeight(Tensor):
-    """A weight that FSDP gathered in 8 bits only; see the top of the file.
-
-    Args:
-        copies: its numbers.
-        dtype: the dtype that modules and autograd see.
-    """
+    """A weight that FSDP gathered in 8 bits only, with the dtype that modules and autograd see; see the top."""
 
     copies: GatheredCopies
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment] # as in torch
@@ -136,13 +118,7 @@ class GatheredWeight(Tensor):
 def copies_of(
     weight: Tensor, kept: WeightCopies | None, quantize: Callable[[Tensor], WeightCopies]
 ) -> WeightCopies | GatheredCopies:
-    """The copies of a weight that products read: kept, gathered, or made now.
-
-    Args:
-        weight: as its module has it during the pass, or as backward finds it again.
-        kept: copies that stay from step to step, or None.
-        quantize: makes copies of a weight.
-    """
+    """The copies of a weight that products read: kept from step to step, gathered, or made now."""
     if kept is not None:
         return kept
     return weight.copies if isinstance(weight, GatheredWeight) else quantize(weight.detach())
@@ -156,12 +132,7 @@ ROW_MULTIPLE = 32
 
 
 def blocks_of(width: int, recipe: Recipe) -> int:
-    """Scales of a packed row; the last block may be smaller than the others.
-
-    Args:
-        width: D.
-        recipe: its blocks must lie in one row and be shorter than it.
-    """
+    """Scales of a packed row; the last block may be smaller. The recipe's blocks must lie in one row."""
     rows, depth = recipe.rows
     assert rows == 1 and depth > 0, f"rows do not travel by the recipe {recipe.name}"
     return -(-width // depth)
@@ -183,14 +154,7 @@ def scale_dtype(recipe: Recipe) -> torch.dtype:
 
 
 def as_quantized(packed: Tensor, width: int, recipe: Recipe, form: Format) -> Quantized:
-    """Packed rows as an operand: views of the same memory.
-
-    Args:
-        packed: uint8, rows x `row_bytes`.
-        width: D.
-        recipe: that packed them.
-        form: of the values.
-    """
+    """Packed rows (uint8, rows x `row_bytes`) as an operand: views of the same memory."""
     assert packed.shape[1] == row_bytes(width, recipe), f"rows of {packed.shape[1]} bytes for {width} numbers"
     dtype, first = scale_dtype(recipe), scales_at(width)
     scales = packed[:, first : first + blocks_of(width, recipe) * dtype.itemsize]

@@ -33,13 +33,7 @@ FormatName = Literal["e4m3", "e5m2"]
 
 @dataclass(frozen=True)
 class Format:
-    """An 8-bit floating-point format.
-
-    Attributes:
-        name: number of exponent and mantissa bits.
-        dtype: torch's dtype.
-        largest: largest finite number.
-    """
+    """An 8-bit floating-point format, named by its exponent and mantissa bits."""
 
     name: FormatName
     dtype: torch.dtype
@@ -56,12 +50,7 @@ FNUZ_TARGETS = frozenset({"gfx942"})
 
 
 def format_on(name: FormatName, target: str) -> Format:
-    """The form of a format that a chip computes with.
-
-    Args:
-        name: e4m3 or e5m2.
-        target: chip as compilers name it (`penstock.base.devices.Chip.target`); `cpu` and unknown chips get OCP's form.
-    """
+    """The form of a format that a chip computes with; `cpu` and unknown chips get OCP's."""
     if target in FNUZ_TARGETS:
         return E4M3_FNUZ if name == "e4m3" else E5M2_FNUZ
     return E4M3 if name == "e4m3" else E5M2
@@ -84,11 +73,8 @@ class Recipe:
     """Block sizes of each kind of operand, and the form of their scales.
 
     Attributes:
-        name: as in the configuration.
         rows: block of activations that are contracted over their columns, and of gradients in either direction.
         columns: block of activations that are contracted over their rows, in the gradient of a weight.
-        weights: block of weights.
-        scaling: form of the scales.
     """
 
     name: RecipeName
@@ -116,10 +102,7 @@ HAS_MICROSCALING = frozenset({"sm_100", "sm_103", "gfx950"})
 
 
 def default_recipe(target: str) -> Recipe:
-    """The recipe of `auto` on a chip: mxfp8 where the matrix units apply its scales, else blockwise.
-
-    Args:
-        target: chip as compilers name it, or `cpu`, where the reference computes any recipe.
+    """The recipe of `auto` on a chip (or `cpu`): mxfp8 where the matrix units apply its scales, else blockwise.
 
     Raises:
         KernelError: the chip has no 8-bit products.

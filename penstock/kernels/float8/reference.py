@@ -20,14 +20,7 @@ LEAST_SCALE = 2.0**-126
 
 
 def quantize(x: Tensor, block: Block, form: Format, scaling: Scaling) -> Quantized:
-    """Quantize the last two dims of a tensor by blocks.
-
-    Args:
-        x: ... x outer x depth, any floating dtype.
-        block: rows and columns that share a scale; 0 for the whole dim.
-        form: of the values.
-        scaling: form of the scales.
-    """
+    """Quantize the last two dims of a tensor (... x outer x depth, any floating dtype) by blocks."""
     outer, depth = x.shape[-2:]
     rows, columns = block[0] or max(outer, 1), block[1] or max(depth, 1)
     padded = F.pad(x.float(), (0, -depth % columns, 0, -outer % rows))
@@ -54,9 +47,6 @@ def quantize_rows(
     """Quantize activations or gradients.
 
     Args:
-        x_RD: rows.
-        recipe: block sizes.
-        form: of the values.
         columns: block of a transposed copy, `recipe.columns` of activations and `recipe.rows` of gradients; None makes
             no such copy.
         counts_e: rows of each expert. Rows past them may then hold anything, in the row-wise copy too, and the
@@ -75,11 +65,7 @@ def quantize_rows(
 def quantize_weight(w_FD: Tensor, recipe: Recipe, form: Format, into: WeightCopies | None = None) -> WeightCopies:
     """Quantize a weight (F x D) or a stack (e x F x D) for the output and for the gradient of the input.
 
-    Args:
-        w_FD: the matrix or matrices.
-        recipe: block sizes.
-        form: of the values.
-        into: copies to fill in place, because captured graphs read them.
+    Copies in `into` are filled in place, because captured graphs read them.
     """
     found = WeightCopies(
         quantize(w_FD, recipe.weights, form, recipe.scaling),
@@ -94,12 +80,7 @@ def quantize_weight(w_FD: Tensor, recipe: Recipe, form: Format, into: WeightCopi
 
 
 def transpose_weight(weight: Quantized, into: Quantized) -> None:
-    """Fill the values of the transposed copy of a weight whose blocks are squares; its scales are filled already.
-
-    Args:
-        weight: ... F x D, contiguous.
-        into: ... D x F, contiguous.
-    """
+    """Fill the transposed copy (... D x F) of a contiguous weight with square blocks; its scales are filled already."""
     into.values.view(torch.uint8).copy_(weight.values.view(torch.uint8).transpose(-1, -2))
 
 
@@ -125,14 +106,12 @@ def quantize_groups(
 ) -> Quantized:
     """Rows in the order of the experts, transposed and quantized along the rows: D x `aligned_rows(R, e)`.
 
-    Places between an expert's last row and the next expert's first are zero. A block never holds rows of two experts.
+    Slots between an expert's last row and the next expert's first are zero. A block never holds rows of two experts,
+    but a scale for all rows (`rowwise`, `tensorwise`) is one for all rows of all experts.
 
     Args:
         x_RD: rows, in 16 or in 8 bits; with `index_R` their source.
-        counts_e: rows of each expert.
-        recipe: block sizes; a scale for all rows (`rowwise`, `tensorwise`) is one for all rows of all experts.
-        form: of the values.
-        index_R: source row of each place.
+        index_R: source row of each slot.
         block: as `columns` in `quantize_rows`; None takes `recipe.columns`.
     """
     source = dequantize(x_RD) if isinstance(x_RD, Quantized) else x_RD.float()
@@ -152,14 +131,10 @@ def multiply(
     out: Tensor | None = None,
     accumulate_into: Tensor | None = None,
 ) -> Tensor:
-    """The dense product a @ b^T.
+    """The dense product a @ b^T of M x K and N x K.
 
-    Args:
-        a: M x K.
-        b: N x K.
-        dtype: of the result.
-        out: memory of the result, contiguous and of that dtype; None allocates it.
-        accumulate_into: float32 sums that the product is added to; they are returned.
+    `out` is memory of the result, contiguous and of that dtype; `accumulate_into` has float32 sums that the product is
+    added to. Either is returned.
     """
     found = dequantize(a) @ dequantize(b).T
     if accumulate_into is not None:
@@ -176,15 +151,9 @@ def multiply_groups(
     dtype: torch.dtype,
     tiles: object = None,
 ) -> Tensor:
-    """Each expert's rows times the transpose of its matrix: R x N; rows past the last expert's are zero.
+    """Each expert's rows (R x K) times the transpose of its matrix (N x K): R x N, zero past the last expert's.
 
-    Args:
-        x: R x K, or with `index_R` the rows' source.
-        w: e x N x K.
-        counts_e: rows of each expert.
-        index_R: source row of each place.
-        dtype: of the result.
-        tiles: tile table that products share; not used here.
+    With `index_R`, the source row of each row, x is the rows' source. Only kernels use `tiles`.
     """
     x_RK, w_eNK = dequantize(x), dequantize(w)
     rows_RK = x_RK if index_R is None else x_RK[index_R]
@@ -203,15 +172,9 @@ def multiply_columns(
     accumulate_into: Tensor | None = None,
     tiles: object = None,
 ) -> Tensor:
-    """Gradients of the experts' weights: e x M x N, each contracted over its expert's rows.
+    """Gradients of the experts' weights, e x M x N, from M x R and N x R of `quantize_groups`.
 
-    Args:
-        dy: M x R of `quantize_groups`.
-        x: N x R of `quantize_groups`.
-        counts_e: rows of each expert.
-        dtype: of the result.
-        accumulate_into: float32 sums that the gradients are added to; they are returned.
-        tiles: not used here.
+    `accumulate_into` has float32 sums that the gradients are added to; they are returned.
     """
     counts = counts_on_host(counts_e, max(dy.values.shape[1] - counts_e.numel() * (ALIGNMENT - 1), 0))
     starts = [0, *accumulate(-(-count // ALIGNMENT) * ALIGNMENT for count in counts)]
@@ -235,13 +198,7 @@ def _scale_dtype(scaling: Scaling) -> torch.dtype:
 
 
 def pack_rows(x_TD: Tensor, recipe: Recipe, form: Format) -> Tensor:
-    """Quantize rows into messages of values and scales: uint8, T x `row_bytes`.
-
-    Args:
-        x_TD: rows.
-        recipe: see `blocks_of`.
-        form: of the values.
-    """
+    """Quantize rows into messages of values and scales: uint8, T x `row_bytes`."""
     tokens, width = x_TD.shape
     packed = torch.zeros(tokens, row_bytes(width, recipe), dtype=torch.uint8, device=x_TD.device)
     found, into = quantize_rows(x_TD, recipe, form).rows, as_quantized(packed, width, recipe, form)
@@ -251,13 +208,5 @@ def pack_rows(x_TD: Tensor, recipe: Recipe, form: Format) -> Tensor:
 
 
 def unpack_rows(packed: Tensor, width: int, recipe: Recipe, form: Format, dtype: torch.dtype) -> Tensor:
-    """The numbers of packed rows, rows x D.
-
-    Args:
-        packed: uint8, rows x `row_bytes`.
-        width: D.
-        recipe: that packed them.
-        form: of the values.
-        dtype: of the result.
-    """
+    """The numbers of packed rows, rows x D."""
     return dequantize(as_quantized(packed, width, recipe, form)).to(dtype)

@@ -76,10 +76,6 @@ def swiglu(
     Args:
         gate_up_RF: R x 2F, 16 or 32 bits; or saved rows, only together with `counts_e`.
         weights_R: float32 routing weights, or None for 1.
-        rule: which activation, and where the weight is applied.
-        recipe: block sizes.
-        form: of the values.
-        columns: also transposed.
         counts_e: rows of each expert; those past them are not read, and hold anything in the result.
 
     Raises:
@@ -136,23 +132,11 @@ def swiglu_backward(
     keep_plain: bool = False,
     launch: BackwardLaunch = BACKWARD_DEFAULT,
 ) -> SwigluForBackward:
-    """Gradients around the experts' activation, from one read of both tensors.
+    """Gradients around the experts' activation, from one read of both tensors; arguments as of `swiglu`.
 
-    Args:
-        gate_up_RF: as given to `swiglu`.
-        weights_R: as given to `swiglu`.
-        dh_RF: gradient of h; rows past the experts' are not read.
-        counts_e: rows of each expert.
-        rule: as given to `swiglu`.
-        recipe: block sizes.
-        forward: format of h.
-        gradient: format of gradients.
-        keep_plain: also return the gradient in the dtype of `dh`, which is that of `gate_up`.
-        launch: tiles.
-
-    Returns:
-        Transposed copies are zero in places without a row. Rows past the experts' hold anything in the row-wise copy
-        and in the plain gradient; the gradients of their weights are zero.
+    `keep_plain` also returns the gradient in the dtype of `dh`, which is that of `gate_up`. Transposed copies are zero
+    in slots without a row. Rows past the experts' are not read; they hold anything in the row-wise copy and in the
+    plain gradient, and the gradients of their weights are zero.
 
     Raises:
         KernelError: odd width, or not one weight for each row.

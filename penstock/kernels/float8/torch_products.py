@@ -36,10 +36,7 @@ _KINDS = {
 def obstacle(recipe: Recipe, target: str, cuda: str | None) -> str | None:
     """Why torch's products cannot compute by a recipe on a chip, or None.
 
-    Args:
-        recipe: of the operands.
-        target: chip as compilers name it.
-        cuda: version of CUDA that torch was built with, `torch.version.cuda`; None if the chip is not here.
+    `cuda` is the version that torch was built with, `torch.version.cuda`; None if the chip is not here.
     """
     if recipe.name not in ("blockwise", "blockwise-square", "rowwise"):
         return f"no product of torch takes the scales of {recipe.name} as they are quantized here"

@@ -4,12 +4,14 @@
 and its obstacle is None: `launch_rows` and `launch_matrices` multiply, the others quantize tiles along both sides.
 """
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor
 
-from penstock.kernels.float8.launches import ProductLaunch
-from penstock.kernels.float8.quantized import Quantized
-from penstock.kernels.float8.recipes import BLOCKWISE, DEPTH
+from penstock.kernels.float8.launches import BackwardLaunch, ProductLaunch, TileLaunch
+from penstock.kernels.float8.quantized import Quantized, RowColQuantized
+from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, DEPTH, E4M3, E5M2, Block, Format, Scaling
 from penstock.kernels.gluon import support
 from penstock.kernels.gluon.support import HAS_GLUON, PIECE_ROWS, REGISTERS, blocks_of, ragged_blocks_of
 from penstock.kernels.launching import start_kernel
@@ -17,17 +19,8 @@ from penstock.kernels.tile_table import BLOCK_SIZES, TileTable
 from penstock.kernels.tuning import programs_of
 
 if HAS_GLUON:
-    from penstock.kernels.gluon.float8_gemm_kernels import float8_matrices_kernel, float8_rows_kernel
-from collections.abc import Mapping, Sequence
-
-from penstock.kernels.float8.launches import BackwardLaunch, TileLaunch
-from penstock.kernels.float8.quantized import RowColQuantized
-from penstock.kernels.float8.recipes import BLOCKWISE_SQUARE, E4M3, E5M2, Block, Format, Scaling
-from penstock.kernels.gluon.support import HAS_GLUON
-
-if HAS_GLUON:
     from penstock.kernels.gluon import float8_quantize_kernels as kernels
-
+    from penstock.kernels.gluon.float8_gemm_kernels import float8_matrices_kernel, float8_rows_kernel
 
 WIDTH = 128
 """Columns of a tile."""
@@ -37,13 +30,7 @@ TRIOS_REGISTERS = 128
 
 
 def gemm_obstacle(a: Quantized, b: Quantized, target: str) -> str | None:
-    """Why the kernels cannot multiply two operands that fit each other, or None.
-
-    Args:
-        a: rows.
-        b: a weight, a stack of experts' weights, or rows.
-        target: chip as compilers name it.
-    """
+    """Why the kernels cannot multiply rows by rows or weights (b) that fit each other, or None."""
     if (reason := support.obstacle(target)) is not None:
         return reason
     if a.block != BLOCKWISE.rows or b.block not in (BLOCKWISE.rows, BLOCKWISE.weights):
@@ -68,8 +55,6 @@ def launch_rows(
         x: R x K.
         w: e x N x K; or N x K without `tiles`, for all rows.
         y: R x N, bfloat16 or float32; with `first` a larger buffer.
-        tiles: tile table of the experts' counts.
-        launch: how the product is cut.
         first: int64 [1], the first row of y to write; then only the experts' rows are written.
     """
     (rows, depth), columns = x.values.shape, y.shape[1]
@@ -115,7 +100,6 @@ def launch_matrices(
         c: e x M x N, contiguous.
         starts: int32, first column of each expert, multiples of 128, and the end of the last one; None for one matrix,
             contracted over all.
-        launch: how the product is cut.
         accumulate: add to c, which is then float32.
     """
     experts, rows, columns = c.shape
@@ -160,14 +144,9 @@ RECIPE = BLOCKWISE_SQUARE
 def quantize_obstacle(
     blocks: Sequence[Block], scaling: Scaling, forms: Sequence[Format], width: int, target: str
 ) -> str | None:
-    """Why the kernels cannot write copies, or None.
+    """Why the kernels cannot write copies of `width` columns, or None.
 
-    Args:
-        blocks: of numbers by rows, written, or read in 8 bits, if there are any; last, of transposed ones.
-        scaling: of their scales.
-        forms: of their values.
-        width: columns of the numbers to quantize.
-        target: chip as compilers name it.
+    `blocks` are those of numbers by rows, written or read in 8 bits, if there are any; last, of transposed ones.
     """
     if (reason := support.obstacle(target)) is not None:
         return reason
@@ -195,8 +174,6 @@ def launch_quantize(
         index_R: source row of each place, or None.
         tiles: of `group_tiles`; or None if the rows are a multiple of 128.
         copies: of the same width; blocks of 1 x 128, of the second also squares.
-        form: of both.
-        launch: warps and registers.
     """
     by_row, by_column = copies
     values, scales = (x_RD.values, x_RD.scales) if isinstance(x_RD, Quantized) else (x_RD, None)
@@ -244,7 +221,6 @@ def launch_latent_heads(
         positions: S, a multiple of 128.
         strides: of batch, position and head, and of the angles' batch and position.
         sizes: constants of the kernel.
-        launch: warps and registers.
     """
     by_row, by_column = both
     assert by_column is not None, "both are written"
@@ -289,7 +265,6 @@ def launch_swiglu_backward(
         copies: the three, in this order; blocks of 1 x 128, of h also squares.
         products_PR: float32, the parts of each 128 columns; None without weights.
         forms: of h, and of the gradients.
-        launch: how it is cut.
         weighs_input: weights are applied to the input.
     """
     by_row, by_column, h_by_column = copies

@@ -25,16 +25,7 @@ def rows_obstacle(
     bias: Tensor | None = None,
     index: Tensor | None = None,
 ) -> str | None:
-    """Why `launch_rows` cannot multiply operands that fit each other, or None.
-
-    Args:
-        x: rows.
-        y: the result.
-        launch: how the product is cut.
-        target: chip as compilers name it.
-        bias: added to the rows of each expert, or None.
-        index: source row of each place, or None.
-    """
+    """Why `launch_rows` cannot multiply operands that fit each other, or None."""
     if (reason := obstacle(target)) is not None:
         return reason
     if not x.dtype == y.dtype == torch.bfloat16:
@@ -62,9 +53,6 @@ def launch_rows(
         x: R x K, bfloat16, contiguous; rows past the last expert's may hold anything.
         w: e x N x K, or e x K x N if depth_first; bfloat16, contiguous.
         y: R x N, bfloat16, contiguous; with `first` a larger buffer.
-        tiles: tile table of the experts' counts.
-        launch: how the product is cut.
-        depth_first: the contracted dim of w is the first of each matrix.
         first: int64 [1], the first row of y to write; then only the experts' rows are written.
     """
     (rows, depth), experts, columns = x.shape, len(w), y.shape[1]
@@ -96,13 +84,7 @@ def launch_rows(
 
 
 def weights_obstacle(dy: Tensor, index: Tensor | None, target: str) -> str | None:
-    """Why `launch_weights` cannot multiply operands that fit each other, or None.
-
-    Args:
-        dy: gradient of the output.
-        index: rows of x that are gathered while they are loaded, or None.
-        target: chip as compilers name it.
-    """
+    """Why `launch_weights` cannot multiply operands that fit each other, or None; `index` gathers rows of x."""
     if (reason := obstacle(target)) is not None:
         return reason
     if dy.dtype != torch.bfloat16:
@@ -115,15 +97,10 @@ def weights_obstacle(dy: Tensor, index: Tensor | None, target: str) -> str | Non
 def launch_weights(
     dy: Tensor, x: Tensor, dw: Tensor, tiles: TileTable, launch: RingLaunch, *, accumulate: bool
 ) -> None:
-    """Write or add the transpose of each expert's rows of dy times its rows of x.
+    """Write the transpose of each expert's rows of dy times its rows of x, or add it to dw in float32.
 
-    Args:
-        dy: R x M, bfloat16, contiguous; rows past the last expert's may hold anything.
-        x: R x N, like dy.
-        dw: e x M x N, contiguous; bfloat16 or float32.
-        tiles: tile table of the experts' counts.
-        launch: how the product is cut.
-        accumulate: add to dw, which is then float32.
+    dy (R x M) and x (R x N) are bfloat16; rows past the last expert's may hold anything. dw is e x M x N, bfloat16 or
+    float32. All are contiguous.
     """
     experts, rows, columns = dw.shape
     # Pieces of a 16-bit result are twice as wide, so they have as many bytes.

@@ -35,11 +35,7 @@ SWIZZLE = 128
 
 
 def obstacle(target: str) -> str | None:
-    """Why the kernels cannot run on a chip, or None.
-
-    Args:
-        target: chip as compilers name it.
-    """
+    """Why the kernels cannot run on a chip, or None."""
     if target != "sm_90":
         return f"the kernel is Hopper's, this is {target}"
     return None if HAS_GLUON else f"Triton {triton.__version__} has no Gluon of the versions {', '.join(VERSIONS)}"
@@ -48,20 +44,13 @@ def obstacle(target: str) -> str | None:
 def blocks_of(memory: Tensor, *block: int) -> "TensorDescriptor":
     """A descriptor of blocks, laid out in shared memory as the matrix unit reads them.
 
-    Args:
-        memory: contiguous, or rows a multiple of 16 bytes apart.
-        block: shape of a block.
+    `memory` is contiguous, or has rows a multiple of 16 bytes apart.
     """
     return TensorDescriptor.from_tensor(memory, list(block), _layout(memory, block[-1], len(block)))
 
 
 def ragged_blocks_of(rows: Tensor, *block: int) -> "TensorDescriptor":
-    """A descriptor of blocks that end with the rows of an expert (`penstock.kernels.grouped_gemm_kernels`).
-
-    Args:
-        rows: R x columns, contiguous.
-        block: rows and columns of a block.
-    """
+    """A descriptor of blocks of R x columns that end with an expert (`penstock.kernels.grouped_gemm_kernels`)."""
     ragged = create_ragged_descriptor(rows, list(block))
     layout = _layout(rows, block[-1], len(ragged.shape))
     return TensorDescriptor(ragged.base, ragged.shape, ragged.strides, ragged.block_shape, layout)
