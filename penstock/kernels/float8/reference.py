@@ -46,11 +46,9 @@ def quantize_rows(
 ) -> RowColQuantized:
     """Quantize activations or gradients.
 
-    Args:
-        columns: block of a transposed copy, `recipe.columns` of activations and `recipe.rows` of gradients; None makes
-            no such copy.
-        counts_e: rows of each expert. Rows past them may then hold anything, in the row-wise copy too, and the
-            transposed copy is that of `quantize_groups`.
+    `columns` is the block of a transposed copy, `recipe.columns` of activations and `recipe.rows` of gradients; None
+    makes no such copy. With counts, rows past the last expert's may hold anything, in the row-wise copy too, and the
+    transposed copy is that of `quantize_groups`.
     """
     if counts_e is not None:
         x_RD = used(x_RD, counts_e)
@@ -107,12 +105,8 @@ def quantize_groups(
     """Rows in the order of the experts, transposed and quantized along the rows: D x `aligned_rows(R, e)`.
 
     Slots between an expert's last row and the next expert's first are zero. A block never holds rows of two experts,
-    but a scale for all rows (`rowwise`, `tensorwise`) is one for all rows of all experts.
-
-    Args:
-        x_RD: rows, in 16 or in 8 bits; with `index_R` their source.
-        index_R: source row of each slot.
-        block: as `columns` in `quantize_rows`; None takes `recipe.columns`.
+    but a scale for all rows (`rowwise`, `tensorwise`) is one for all rows of all experts. With
+    `index_R`, the source row of each row, `x_RD` is the source. `block` is as `columns` in `quantize_rows`; None takes `recipe.columns`.
     """
     source = dequantize(x_RD) if isinstance(x_RD, Quantized) else x_RD.float()
     rows_RD = source if index_R is None else source[index_R]

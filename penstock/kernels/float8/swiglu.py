@@ -73,10 +73,8 @@ def swiglu(
 ) -> RowColQuantized:
     """The activation of a feed-forward network, quantized.
 
-    Args:
-        gate_up_RF: R x 2F, 16 or 32 bits; or saved rows, only together with `counts_e`.
-        weights_R: float32 routing weights, or None for 1.
-        counts_e: rows of each expert; those past them are not read, and hold anything in the result.
+    `gate_up_RF` is R x 2F in 16 or 32 bits, or saved rows, only together with `counts_e`. Rows past the experts' are
+    not read, and hold anything in the result. `weights_R` are float32 routing weights, or None for 1.
 
     Raises:
         KernelError: odd width, or not one weight for each row; `columns` of rows of experts.

@@ -51,11 +51,8 @@ def launch_rows(
 ) -> None:
     """Write rows times the transpose of their expert's matrix, and zeros behind the last expert's rows.
 
-    Args:
-        x: R x K.
-        w: e x N x K; or N x K without `tiles`, for all rows.
-        y: R x N, bfloat16 or float32; with `first` a larger buffer.
-        first: int64 [1], the first row of y to write; then only the experts' rows are written.
+    x is R x K, w e x N x K, or N x K for all rows without `tiles`; y is R x N, bfloat16 or float32. With `first`, int64
+    [1], y is a larger buffer, of which only the experts' rows are written, from that row on.
     """
     (rows, depth), columns = x.values.shape, y.shape[1]
     values = w.values if tiles is not None else w.values[None]
@@ -94,13 +91,9 @@ def launch_matrices(
 ) -> None:
     """Write or add a times the transpose of b, contracted over each expert's columns.
 
-    Args:
-        a: M x R, a scale for each row.
-        b: N x R, a scale for each row or for 128 rows.
-        c: e x M x N, contiguous.
-        starts: int32, first column of each expert, multiples of 128, and the end of the last one; None for one matrix,
-            contracted over all.
-        accumulate: add to c, which is then float32.
+    a (M x R) has a scale for each row, b (N x R) for each row or for 128 rows; c is e x M x N, contiguous, and float32
+    to `accumulate`. `starts`, int32, has the first column of each expert, multiples of 128, and the end of the last
+    one; None is for one matrix, contracted over all.
     """
     experts, rows, columns = c.shape
     is_square = b.block[0] == WIDTH
@@ -169,11 +162,9 @@ def launch_quantize(
 ) -> None:
     """Write rows and their transpose; of rows in 8 bits only the transpose.
 
-    Args:
-        x_RD: bfloat16; or E4M3 or E5M2 by blocks of 1 x 128, without a first copy.
-        index_R: source row of each place, or None.
-        tiles: of `group_tiles`; or None if the rows are a multiple of 128.
-        copies: of the same width; blocks of 1 x 128, of the second also squares.
+    x is bfloat16; or E4M3 or E5M2 by blocks of 1 x 128, without a first copy. `index_R` has the source row of each row.
+    `tiles` are those of `group_tiles`, or None if the rows are a multiple of 128. Both copies have blocks of 1 x 128,
+    the second also squares.
     """
     by_row, by_column = copies
     values, scales = (x_RD.values, x_RD.scales) if isinstance(x_RD, Quantized) else (x_RD, None)
@@ -215,12 +206,9 @@ def launch_latent_heads(
 ) -> None:
     """Write some columns of the heads' gradients, by rows and transposed.
 
-    Args:
-        source: in bfloat16, B x S x H x N; cosines and sines by which its last columns are rotated back, or None twice.
-        both: of all columns; blocks of 1 x 128.
-        positions: S, a multiple of 128.
-        strides: of batch, position and head, and of the angles' batch and position.
-        sizes: constants of the kernel.
+    `source` is in bfloat16, B x S x H x N, with cosines and sines by which its last columns are rotated back, or None
+    twice. `both` are copies of all columns in blocks of 1 x 128; S is a multiple of 128. `strides` are those of batch,
+    position and head, and of the angles' batch and position; `sizes` are constants of the kernel.
     """
     by_row, by_column = both
     assert by_column is not None, "both are written"
@@ -258,14 +246,9 @@ def launch_swiglu_backward(
 ) -> None:
     """Write the gradients of gate and up by rows and by columns, h by columns, and parts of the weights' gradients.
 
-    Args:
-        sources: gate and up (bfloat16), the number of their first row on the device or None, the weights or None, and
-            dh (bfloat16).
-        tiles: of `group_tiles`.
-        copies: the three, in this order; blocks of 1 x 128, of h also squares.
-        products_PR: float32, the parts of each 128 columns; None without weights.
-        forms: of h, and of the gradients.
-        weighs_input: weights are applied to the input.
+    `sources` are gate and up (bfloat16), the number of their first row on the device or None, the weights or None, and
+    dh (bfloat16). `copies` have blocks of 1 x 128, that of h also squares. `products_PR` (float32) takes the parts of
+    each 128 columns; None without weights. `forms` are those of h and of the gradients.
     """
     by_row, by_column, h_by_column = copies
     rows, width = sources[3].shape

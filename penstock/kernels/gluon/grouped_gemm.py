@@ -49,11 +49,9 @@ def launch_rows(
 ) -> None:
     """Write each row times the matrix of its expert, and zeros behind the last expert's rows.
 
-    Args:
-        x: R x K, bfloat16, contiguous; rows past the last expert's may hold anything.
-        w: e x N x K, or e x K x N if depth_first; bfloat16, contiguous.
-        y: R x N, bfloat16, contiguous; with `first` a larger buffer.
-        first: int64 [1], the first row of y to write; then only the experts' rows are written.
+    x (R x K), w (e x N x K, or with `depth_first` e x K x N) and y (R x N) are bfloat16 and contiguous; rows of x past
+    the last expert's may hold anything. With `first`, int64 [1], y is a larger buffer, of which only the experts' rows
+    are written, from that row on.
     """
     (rows, depth), experts, columns = x.shape, len(w), y.shape[1]
     size = BLOCK_SIZES.index(launch.block_rows)
