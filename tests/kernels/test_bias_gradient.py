@@ -90,17 +90,11 @@ def test_sums_are_added_to_a_float32_buffer(kernels: ExpertKernels, device: torc
     assert_near(total_eF, expected_eF, "added sums")
 
 
-def test_wide_rows_are_walked_by_several_programs(device: torch.device) -> None:
-    dy_RF = torch.randn(70, WALKED_COLUMNS + 40, device=device)
-    counts_e = torch.tensor([3, 66], device=device)
+def test_wide_rows_are_walked_by_several_programs_in_a_fixed_order(device: torch.device) -> None:
+    dy_RF, counts_e = torch.randn(70, WALKED_COLUMNS + 40, device=device), torch.tensor([3, 66], device=device)
     sums_eF = bias_gradient(dy_RF, counts_e)
     assert_near(sums_eF, sums_of(dy_RF, [3, 66]), "sums of wide rows")
-
-
-def test_the_order_of_a_sum_is_always_the_same(device: torch.device) -> None:
-    dy_RF, counts_e, _ = draw(COUNTS["skewed"], device)
-    first_eF, second_eF = bias_gradient(dy_RF, counts_e), bias_gradient(dy_RF, counts_e)
-    assert torch.equal(first_eF, second_eF)
+    assert torch.equal(bias_gradient(dy_RF, counts_e), sums_eF)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Rotary embedding and the assembly of latent attention's heads against their references, on every chip."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -40,11 +42,8 @@ def test_rotate_reads_heads_in_any_memory_order(device: torch.device) -> None:
         torch.randn(2, 3, 5, 12, device=device)[..., :8],
         torch.randn(8, 2, 3, 5, device=device).permute(1, 2, 3, 0),
     ):
-        assert_parity(
-            lambda x: rotate(x, cos_BSP, sin_BSP, launch=SMALL),
-            lambda x: reference.rotate(x, cos_BSP, sin_BSP),
-            [x_BSHP],
-        )
+        fast, truth = partial(rotate, launch=SMALL), reference.rotate
+        assert_parity(*(lambda x, f=f: f(x, cos_BSP, sin_BSP) for f in (fast, truth)), [x_BSHP])
 
 
 @pytest.mark.often("3-8-*-dtype1", "4-6-*-dtype0", "1-1-*-dtype0", "5-16-*-dtype1")
@@ -60,22 +59,17 @@ def test_mla_heads_and_all_gradients_equal_the_reference(
     q_BSHN = torch.randn(2, 3, heads, plain + rotary, device=device, dtype=dtype)
     kv_BSHN = torch.randn(2, 3, heads, plain + value, device=device, dtype=dtype)
     k_rope_BSP = torch.randn(2, 3, rotary, device=device, dtype=dtype)
-    assert_parity(
-        lambda q, kv, k_rope: mla_heads(q, kv, k_rope, cos_BSP, sin_BSP, launch=SMALL),
-        lambda q, kv, k_rope: reference.mla_heads(q, kv, k_rope, cos_BSP, sin_BSP),
-        [q_BSHN, kv_BSHN, k_rope_BSP],
-    )
+    fast, truth = partial(mla_heads, launch=SMALL), reference.mla_heads
+    assert_parity(*(lambda *x, f=f: f(*x, cos_BSP, sin_BSP) for f in (fast, truth)), [q_BSHN, kv_BSHN, k_rope_BSP])
 
 
 def test_mla_heads_reads_the_shared_key_where_the_projection_left_it(device: torch.device) -> None:
     cos_BSP, sin_BSP = _angles(1, 3, 4, device)
     latent_and_key = torch.randn(2, 3, 20, device=device)
     q_BSHN, kv_BSHN = torch.randn(2, 3, 2, 10, device=device), torch.randn(2, 3, 2, 12, device=device)
-    assert_parity(
-        lambda q, kv, k_rope: mla_heads(q, kv, k_rope, cos_BSP, sin_BSP, launch=SMALL),
-        lambda q, kv, k_rope: reference.mla_heads(q, kv, k_rope, cos_BSP, sin_BSP),
-        [q_BSHN, kv_BSHN, latent_and_key[..., 16:]],
-    )
+    fast, truth = partial(mla_heads, launch=SMALL), reference.mla_heads
+    given = [q_BSHN, kv_BSHN, latent_and_key[..., 16:]]
+    assert_parity(*(lambda *x, f=f: f(*x, cos_BSP, sin_BSP) for f in (fast, truth)), given)
 
 
 def test_attention_takes_the_value_as_a_view(device: torch.device) -> None:

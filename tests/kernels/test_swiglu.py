@@ -73,15 +73,12 @@ def test_a_weight_of_zero_on_the_input_has_a_gradient(device: torch.device) -> N
     )
 
 
-def test_swiglu_takes_leading_dims_and_transposed_memory(device: torch.device) -> None:
+def test_swiglu_takes_leading_dims_transposed_memory_and_large_gates(device: torch.device) -> None:
     gate_up = torch.randn(2, 12, 3, device=device).transpose(1, 2)
     assert_parity(_fast, reference.swiglu, [gate_up])
     assert_parity(_fast, reference.swiglu, [gate_up, torch.rand(2, 3, device=device)])
-
-
-def test_large_gates_neither_overflow_nor_make_nan(device: torch.device) -> None:
-    gate_up_RF = torch.tensor([[-1e4, 1e4, -80.0, 2.0, 3.0, 1.0]], device=device)
-    assert_parity(_fast, reference.swiglu, [gate_up_RF, torch.ones(1, device=device)])
+    large_RF = torch.tensor([[-1e4, 1e4, -80.0, 2.0, 3.0, 1.0]], device=device)
+    assert_parity(_fast, reference.swiglu, [large_RF, torch.ones(1, device=device)])
 
 
 def test_no_rows_give_no_rows(device: torch.device) -> None:
@@ -90,15 +87,6 @@ def test_no_rows_give_no_rows(device: torch.device) -> None:
     h_RF.sum().backward()
     assert h_RF.shape == (0, 4), "an empty input has an empty output"
     assert gate_up_RF.grad is not None and gate_up_RF.grad.shape == (0, 8), "and an empty gradient"
-
-
-def test_a_row_of_nan_stays_alone(device: torch.device) -> None:
-    gate_up_RF = torch.randn(6, 8, device=device)
-    gate_up_RF[4:] = float("nan")
-    weights_R = torch.rand(6, device=device)
-    gradients = swiglu_backward(gate_up_RF, weights_R, torch.randn(6, 4, device=device), launch=SMALL)
-    assert _fast(gate_up_RF, weights_R)[:4].isfinite().all(), "NaN must not reach another row"
-    assert gradients.d_gate_up_RF[:4].isfinite().all() and gradients.dweights_R[:4].isfinite().all()
 
 
 def test_backward_gives_the_weighted_activation_again_if_asked(device: torch.device) -> None:

@@ -62,8 +62,9 @@ def test_bfloat16_logits_are_routed_in_float32(name: str, device: torch.device) 
 
 
 @pytest.mark.parametrize(("tokens", "experts", "sequences"), [(1, 7, 1), (67, 9, 1), (3, 300, 3), (0, 8, 2)])
-def test_odd_sizes_are_routed(tokens: int, experts: int, sequences: int, device: torch.device) -> None:
+def test_odd_sizes_and_all_experts_are_routed(tokens: int, experts: int, sequences: int, device: torch.device) -> None:
     _check(torch.randn(tokens, experts, device=device), None, RouterRule(top_k=3), sequences)
+    _check(torch.randn(5, 6, device=device), None, RouterRule(top_k=6, groups=2, topk_group=2), sequences=1)
 
 
 @pytest.mark.parametrize("choice", [0, 3, 4])
@@ -74,10 +75,6 @@ def test_each_output_alone_may_be_used(choice: int, device: torch.device) -> Non
             lambda logits, rule=RULES[name]: reference.route(logits, None, rule, 2)[choice],
             [torch.randn(6, 12, device=device)],
         )
-
-
-def test_all_experts_may_be_chosen(device: torch.device) -> None:
-    _check(torch.randn(5, 6, device=device), None, RouterRule(top_k=6, groups=2, topk_group=2), sequences=1)
 
 
 def test_ties_go_to_the_lowest_expert(device: torch.device) -> None:

@@ -105,8 +105,8 @@ def quantize_groups(
     """Rows in the order of the experts, transposed and quantized along the rows: D x `aligned_rows(R, e)`.
 
     Slots between an expert's last row and the next expert's first are zero. A block never holds rows of two experts,
-    but a scale for all rows (`rowwise`, `tensorwise`) is one for all rows of all experts. With
-    `index_R`, the source row of each row, `x_RD` is the source. `block` is as `columns` in `quantize_rows`; None takes `recipe.columns`.
+    but a scale for all rows (`rowwise`, `tensorwise`) is one for all rows of all experts. With `index_R`, the source
+    row of each row, `x_RD` is the source. `block` is as `columns` in `quantize_rows`; None takes `recipe.columns`.
     """
     source = dequantize(x_RD) if isinstance(x_RD, Quantized) else x_RD.float()
     rows_RD = source if index_R is None else source[index_R]
