@@ -32,20 +32,17 @@ SCALE = 0.3
 ROWS, LENGTH = 2, 24
 
 
-def _allowed(has_documents: bool) -> Tensor | None:
-    return seen_by(None, LENGTH, random_documents(ROWS, LENGTH)) if has_documents else None
-
-
 @pytest.mark.parametrize("backend", ["auto", "default", "flash", "math"])
 @pytest.mark.parametrize("has_documents", [False, True], ids=["one document", "documents"])
 def test_a_sink_takes_part_in_the_softmax(backend: str, has_documents: bool) -> None:
-    _check_sinks(backend, _allowed(has_documents))
+    _check_sinks(backend, has_documents)
 
 
-def _check_sinks(backend: str, allowed_BSS: Tensor | None) -> None:
+def _check_sinks(backend: str, has_documents: bool) -> None:
     """Output and gradients equal eager attention with sinks."""
     q, k, v, sinks_H, direction = random_heads(ROWS, LENGTH)
     leaves = [x.requires_grad_() for x in (q, k, v, sinks_H)]
+    allowed_BSS = seen_by(None, LENGTH, random_documents(ROWS, LENGTH)) if has_documents else None
     seen_BSS = seen_by(None, LENGTH) if allowed_BSS is None else allowed_BSS
     expected = with_gradients(eager_attention(q, k, v, seen_BSS, SCALE, sinks_H), direction, leaves)
     o_BSHM = causal_attention(q, k, v, scale=SCALE, allowed_BSS=allowed_BSS, backend=backend, sinks_H=sinks_H)
@@ -77,17 +74,13 @@ def test_a_very_low_sink_changes_nothing_and_a_very_high_one_leaves_nothing() ->
     assert not close.any()
 
 
-def test_a_named_backend_that_cannot_run_is_not_replaced() -> None:
+def test_a_named_backend_that_cannot_run_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v, sinks_H, _ = random_heads(ROWS, LENGTH)
     with pytest.raises(RuntimeError, match="No viable backend"):
         causal_attention(q, k, v, scale=SCALE, allowed_BSS=None, backend="cudnn", sinks_H=sinks_H)
-
-
-def test_a_backend_that_torch_refuses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *args, **kwargs: SDPBackend.ERROR.value)
-    q, k, v, _, _ = (x.transpose(1, 2) if x.ndim == 4 else x for x in random_heads(ROWS, LENGTH))
     with pytest.raises(KernelError, match="backend cudnn cannot"):
-        backend_for(q, k, v, ScoreOptions(scale=SCALE), "cudnn")
+        backend_for(*(x.transpose(1, 2) for x in (q, k, v)), ScoreOptions(scale=SCALE), "cudnn")
 
 
 def test_keys_are_repeated_where_torch_would_materialize_all_scores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +92,7 @@ def test_keys_are_repeated_where_torch_would_materialize_all_scores(monkeypatch:
         return SDPBackend.MATH.value if q.shape[1] != k.shape[1] else real(q, k, *args, **kwargs)
 
     monkeypatch.setattr(torch, "_fused_sdp_choice", choice)
-    _check_sinks("auto", _allowed(True))
+    _check_sinks("auto", True)
     assert asked == [2, 4]
 
 
@@ -160,7 +153,7 @@ def test_padding_of_logarithms_is_not_read(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr("penstock.kernels.attention.forward", widened)
     monkeypatch.setattr("penstock.kernels.attention.backward", narrowed)
-    _check_sinks("auto", None)
+    _check_sinks("auto", False)
 
 
 def test_a_bias_has_the_form_of_its_backend() -> None:
@@ -219,46 +212,29 @@ def attention_choice(device: Any, wanted: str = "auto") -> Choice:
     return next(one for one in choose({"attention": wanted}, device, SHAPES, None) if one.op == "attention")
 
 
-def test_auto_takes_the_package_where_it_is_installed_and_was_measured() -> None:
-    assert attention_choice(WITH_PACKAGE).backend == "flash-4"
-    assert "flash-4: attention" in summary(choose({}, WITH_PACKAGE, SHAPES, None))
-    assert attention_choice(H200).backend == "auto"
-    b200 = named_device("B200", "bf16")
-    assert attention_choice(replace(b200, packages=WITH_PACKAGE.packages)).backend == "auto"
-
-
-def test_the_package_can_be_named_and_is_refused_with_the_reason() -> None:
-    b200 = named_device("B200", "bf16")
-    assert attention_choice(replace(b200, packages=WITH_PACKAGE.packages), "flash-4").backend == "flash-4"
-    with pytest.raises(KernelError, match="not installed"):
-        attention_choice(H200, "flash-4")
-    mi300x = named_device("MI300X", "bf16")
-    with pytest.raises(KernelError, match="no kernels for"):
-        attention_choice(replace(mi300x, packages=WITH_PACKAGE.packages), "flash-4")
-    with pytest.raises(KernelError, match="no kernels for CPU"):
-        attention_choice(replace(CPU, packages=WITH_PACKAGE.packages), "flash-4")
-
-
-def test_a_named_backend_wins_over_the_installed_package() -> None:
-    assert attention_choice(WITH_PACKAGE, "cudnn").backend == "cudnn"
+def test_the_package_is_taken_where_it_is_installed_and_was_measured_or_if_it_is_named() -> None:
+    b200, mi300x = (replace(named_device(name, "bf16"), packages=WITH_PACKAGE.packages) for name in ("B200", "MI300X"))
     on_cpu = replace(CPU, packages=WITH_PACKAGE.packages)
-    assert attention_choice(on_cpu).backend == "default"
+    assert "flash-4: attention" in summary(choose({}, WITH_PACKAGE, SHAPES, None))
+    for device, wanted, backend in (
+        (WITH_PACKAGE, "auto", "flash-4"),
+        (H200, "auto", "auto"),
+        (b200, "auto", "auto"),
+        (b200, "flash-4", "flash-4"),
+        (WITH_PACKAGE, "cudnn", "cudnn"),
+        (on_cpu, "auto", "default"),
+    ):
+        assert attention_choice(device, wanted).backend == backend
+    for device, says in ((H200, "not installed"), (mi300x, "no kernels for"), (on_cpu, "no kernels for CPU")):
+        with pytest.raises(KernelError, match=says):
+            attention_choice(device, "flash-4")
 
 
-@pytest.mark.parametrize(
-    ("keys", "values", "target", "expected"),
-    [
-        (192, 128, "sm_90", True),
-        (192, 128, "sm_100", True),
-        (256, 256, "sm_90", True),
-        (256, 256, "sm_100", False),
-        (64, 64, "sm_100", True),
-        (36, 36, "sm_90", False),
-        (128, 128, "gfx942", False),
-    ],
-)
-def test_head_widths_with_a_kernel(keys: int, values: int, target: str, expected: bool) -> None:
-    assert flash_4.has_kernel(keys, values, target) is expected
+def test_head_widths_with_a_kernel() -> None:
+    for target, widths in (("sm_90", [(192, 128), (256, 256)]), ("sm_100", [(192, 128), (64, 64)])):
+        assert all(flash_4.has_kernel(*pair, target) for pair in widths)
+    assert not flash_4.has_kernel(256, 256, "sm_100") and not flash_4.has_kernel(36, 36, "sm_90")
+    assert not flash_4.has_kernel(128, 128, "gfx942")
 
 
 def heads(device: str = "cpu", dtype: torch.dtype = torch.float32, length: int = 24) -> list[Tensor]:
@@ -286,17 +262,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 def test_attention_without_mask_is_computed_by_the_package(calls: list[dict[str, Any]]) -> None:
     q, k, v = heads()
     expected = causal_attention(q, k, v, scale=0.1, allowed_BSS=None, backend="math")
-    assert_close(causal_attention(q, k, v, scale=0.1, allowed_BSS=None, backend="flash-4"), expected)
-    assert calls == [{"softmax_scale": 0.1, "causal": True, "deterministic": False}]
-
-
-def test_deterministic_runs_ask_for_a_fixed_order_of_sums(calls: list[dict[str, Any]]) -> None:
-    torch.use_deterministic_algorithms(True)
-    try:
-        causal_attention(*heads(), scale=0.1, allowed_BSS=None, backend="flash-4")
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert calls[0]["deterministic"] is True
+    for deterministic in (False, True):
+        torch.use_deterministic_algorithms(deterministic)
+        try:
+            found = causal_attention(q, k, v, scale=0.1, allowed_BSS=None, backend="flash-4")
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert_close(found, expected)
+        assert calls.pop() == {"softmax_scale": 0.1, "causal": True, "deterministic": deterministic}
 
 
 def test_masks_and_sinks_go_to_torch(calls: list[dict[str, Any]]) -> None:

@@ -134,14 +134,10 @@ def test_all_scores_may_be_asked_for(window: AttentionWindow) -> None:
     assert_close(got, expected)
 
 
-def test_whole_chunks_of_one_document_need_no_mask() -> None:
-    window = AttentionWindow(kind="chunk", size=4)
-    assert block_masks(window, 0, 12, None, rows=2, device=CPU).masks == (None,)
-    assert block_masks(window, 0, 10, None, rows=2, device=CPU).masks == (None, None)
-
-
-def test_masks_grow_with_the_window_and_not_with_the_square_of_the_row() -> None:
-    window = AttentionWindow(kind="window", size=8)
+def test_chunks_of_one_document_need_no_mask_and_masks_of_windows_grow_with_the_window() -> None:
+    chunk, window = AttentionWindow(kind="chunk", size=4), AttentionWindow(kind="window", size=8)
+    assert block_masks(chunk, 0, 12, None, rows=2, device=CPU).masks == (None,)
+    assert block_masks(chunk, 0, 10, None, rows=2, device=CPU).masks == (None, None)
     (mask,) = block_masks(window, 0, 800, None, rows=1, device=CPU).masks
     assert mask.numel() == 800 * 16
 

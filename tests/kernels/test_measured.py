@@ -34,17 +34,13 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
-def test_a_saved_file_is_loaded_unchanged(tmp_path: Path) -> None:
+def test_a_saved_file_is_loaded_unchanged_and_has_one_line_for_each_entry(tmp_path: Path) -> None:
     saved = measurements(entry(), entry(skew=0.6), entry(tokens=2048, triton=1.25))
     save(tmp_path / "deep" / "m.json", saved)
     assert load(tmp_path / "deep" / "m.json") == saved
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["m.json"]
-
-
-def test_a_file_has_one_line_for_each_entry(tmp_path: Path) -> None:
-    save(tmp_path / "m.json", measurements(entry(), entry(skew=0.6)))
-    lines = (tmp_path / "m.json").read_text().splitlines()
-    assert [json.loads(line.rstrip(","))["skew"] for line in lines if '"op"' in line] == [0.0, 0.6]
+    lines = (tmp_path / "deep" / "m.json").read_text().splitlines()
+    assert [json.loads(line.rstrip(","))["skew"] for line in lines if '"op"' in line] == [0.0, 0.6, 0.0]
 
 
 def test_nearest_is_by_ratio_and_gives_every_skew() -> None:
@@ -57,19 +53,11 @@ def test_nearest_is_by_ratio_and_gives_every_skew() -> None:
     assert known.nearest("swiglu", "forward", "bf16", {**shape, "tokens": 2100})[0].shape["tokens"] == 4000
 
 
-@pytest.mark.parametrize(
-    ("op", "direction", "dtype", "sizes"),
-    [
-        ("route", "forward", "bf16", ("tokens", "dense_ffn")),
-        ("swiglu", "backward", "bf16", ("tokens", "dense_ffn")),
-        ("swiglu", "forward", "fp32", ("tokens", "dense_ffn")),
-        ("swiglu", "forward", "bf16", ("tokens", "hidden")),
-    ],
-)
-def test_operators_that_were_not_measured_have_no_nearest_entry(
-    op: str, direction: str, dtype: str, sizes: tuple[str, ...]
-) -> None:
-    assert measurements(entry()).nearest(op, direction, dtype, dict.fromkeys(sizes, 512)) == ()
+def test_operators_that_were_not_measured_have_no_nearest_entry() -> None:
+    known, shape = measurements(entry()), {"tokens": 512, "dense_ffn": 512}
+    for key in (("route", "forward", "bf16"), ("swiglu", "backward", "bf16"), ("swiglu", "forward", "fp32")):
+        assert known.nearest(*key, shape) == ()
+    assert known.nearest("swiglu", "forward", "bf16", {"tokens": 512, "hidden": 512}) == ()
 
 
 def test_new_entries_take_the_place_of_old_ones_of_the_same_thing() -> None:
@@ -82,34 +70,24 @@ def test_a_devices_name_becomes_a_file_name(home: Path) -> None:
     assert user_file(DEVICE) == home / ".config/penstock/kernels/nvidia-h200.json"
 
 
-def test_a_users_own_entries_come_before_the_packages(tmp_path: Path, home: Path) -> None:
-    own = user_file(DEVICE)
-    save(own, measurements(entry(1000, triton=5.0)))
+def test_a_users_own_entries_come_before_the_packages_and_a_named_file_before_both(tmp_path: Path, home: Path) -> None:
+    save(user_file(DEVICE), measurements(entry(1000, triton=5.0)))
     save(tmp_path / "nvidia-h200.json", measurements(entry(1000), entry(4000)))
     found = find(DEVICE, packaged=tmp_path)
-    near = {
-        tokens: found.nearest("swiglu", "forward", "bf16", {"tokens": tokens, "dense_ffn": 512})
-        for tokens in (1000, 4000)
-    }
-    assert [near[1000][0].microseconds["triton"], near[4000][0].microseconds["triton"]] == [5.0, 1.0]
-
-
-def test_a_named_file_stands_in_for_the_users_own(tmp_path: Path, home: Path) -> None:
-    own = user_file(DEVICE)
-    save(own, measurements(entry(1000, triton=5.0)))
+    near = (found.nearest("swiglu", "forward", "bf16", {"tokens": tokens, "dense_ffn": 512}) for tokens in (1000, 4000))
+    assert [one[0].microseconds["triton"] for one in near] == [5.0, 1.0]
     save(tmp_path / "mine.json", measurements(entry(1000, triton=7.0)))
-    found = find(DEVICE, tmp_path / "mine.json", packaged=tmp_path)
+    found = find(DEVICE, tmp_path / "mine.json", packaged=tmp_path / "none")
     assert [one.microseconds["triton"] for one in found.entries] == [7.0]
 
 
-def test_an_unknown_device_has_no_measurements(tmp_path: Path, home: Path) -> None:
-    assert find("NVIDIA Nothing", packaged=tmp_path) is None
-
-
-def test_a_user_without_a_home_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_device_and_a_user_without_a_home_have_no_measurements(
+    tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def homeless() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
+    assert find("NVIDIA Nothing", packaged=tmp_path) is None
     monkeypatch.setattr(Path, "home", homeless)
     assert find(DEVICE, packaged=tmp_path) is None
 

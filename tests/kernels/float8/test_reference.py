@@ -157,15 +157,6 @@ def test_each_matrix_of_a_stack_has_scales_of_its_own(recipe: Recipe) -> None:
         assert torch.equal(dequantize(alone.backward), dequantize(stack.backward)[expert])
 
 
-def test_copies_are_filled_in_place() -> None:
-    copies = quantize_weight(torch.zeros(2, 32, 64), MXFP8, E4M3)
-    memory = [tensor.data_ptr() for copy in copies for tensor in copy[:2]]
-    w_eFD = torch.randn(2, 32, 64)
-    filled = quantize_weight(w_eFD, MXFP8, E4M3, into=copies)
-    assert [tensor.data_ptr() for copy in filled for tensor in copy[:2]] == memory
-    assert torch.equal(dequantize(copies.backward), dequantize(quantize_weight(w_eFD, MXFP8, E4M3).backward))
-
-
 def test_chips_compute_with_their_own_forms() -> None:
     assert format_on("e4m3", "gfx942").largest == 240
     assert format_on("e5m2", "gfx942").dtype == torch.float8_e5m2fnuz
@@ -241,10 +232,3 @@ def test_products_are_those_of_the_numbers(recipe: Recipe) -> None:
     expected = torch.stack([dy.T @ x for dy, x in zip(dy_RF[:35].split(counts.tolist()), pieces, strict=True)])
     assert found is sums and decibels(found - 1, expected) > 24
     assert (found[1] == 1).all(), "an expert without rows has no gradient"
-
-
-def test_products_of_tensors_without_memory_have_shapes() -> None:
-    counts = torch.empty(4, dtype=torch.int64, device="meta")
-    columns = quantize_groups(torch.empty(60, 96, device="meta"), counts, BLOCKWISE, E4M3)
-    assert columns.values.shape == (96, aligned_rows(60, 4))
-    assert multiply_columns(columns, columns, counts, dtype=torch.bfloat16).shape == (4, 96, 96)
