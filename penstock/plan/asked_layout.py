@@ -119,16 +119,14 @@ def with_overrides(run: Run, overrides: Sequence[str], world: int, tokens: float
         ConfigError: there is no such field, or it does not take the value.
     """
     changed = build(Run, merge(Run, run.model_dump(), parse_overrides(Run, overrides)))
-    return changed if tokens is None else _with_tokens(changed, world, tokens)
-
-
-def _with_tokens(run: Run, world: int, tokens: float) -> Run:
-    parallel, training = run.parallel, run.training
+    if tokens is None:
+        return changed
+    parallel, training = changed.parallel, changed.training
     data = max(1, world // (parallel.tensor * parallel.context * parallel.pipeline))
     # Rows of one pass on every data-parallel rank.
     unit = training.micro_batch * data
     rows = unit * max(1, floor(tokens / training.sequence_length / unit + 0.5))
-    return run.model_copy(update={"training": training.model_copy(update={"global_batch": rows})})
+    return changed.model_copy(update={"training": training.model_copy(update={"global_batch": rows})})
 
 
 def _overrides(run: Run, choices: Mapping[str, str]) -> Iterator[str]:

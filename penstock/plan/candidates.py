@@ -127,7 +127,9 @@ class SearchSpace:
         self._neutral = neutral
         self._run = run
         self._fixed = dict(fixed)
-        self.ladder = ladder_of(run.model) if "recompute" not in fixed else (_modules(fixed["recompute"]),)
+        recompute = fixed.get("recompute", "none")
+        modules = () if recompute == "none" else tuple(recompute.split("+"))
+        self.ladder = ladder_of(run.model) if "recompute" not in fixed else (modules,)
 
     def grids(self) -> Iterator[Sizes]:
         """Every grid, least model parallelism first, with a schedule and a dispatch that it may have."""
@@ -265,10 +267,6 @@ def worse_dispatch(dispatch: Sizes, dispatches: Sequence[tuple[str, int]]) -> tu
 def searched_overlap(run: Run) -> Overlap:
     """The overlap of a search: the run's, unless it interleaves passes."""
     return "none" if run.dispatch.overlap in OVERLAPS_IN_STEPS else run.dispatch.overlap
-
-
-def _modules(text: str) -> tuple[str, ...]:
-    return () if text == "none" else tuple(text.split("+"))
 
 
 def _dispatches(grid: Sizes) -> Sequence[tuple[str, int]]:

@@ -20,6 +20,7 @@ a percent of memory. Settings that make layers of one kind differ cannot be comp
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache, partial
 from math import lcm
 from types import MappingProxyType
 from typing import Literal
@@ -190,10 +191,9 @@ def _sharing(run: Run) -> _Sharing:
 
 def is_composable(run: Run) -> bool:
     """Whether layers of one kind hold the same in this run, and all that it holds is on the device."""
-    is_whole = (
-        run.dispatch.overlap not in OVERLAPS_IN_STEPS and not run.offload.activations and not run.offload.optimizer
-    )
-    return is_whole and not run.recompute.layers and not run.recompute.stages
+    if run.dispatch.overlap in OVERLAPS_IN_STEPS or run.offload.activations or run.offload.optimizer:
+        return False
+    return not run.recompute.layers and not run.recompute.stages
 
 
 class Composer:
@@ -213,7 +213,7 @@ class Composer:
         self.costs = stage_costs(run.model, run.training.sequence_length)
         self.leading = frozenset(first_of_kinds(run.model, range(run.model.layers))) - later_kinds(run.model).keys()
         self.meta_runs = 0
-        self._kinds_of_views: dict[View, tuple[str, ...]] = {}
+        self._kinds = cache(partial(kinds_of, run.model))
         self._stages: dict[int, tuple[Stage, ...]] = {}
         self._proxies: dict[tuple[ReuseKey, View, tuple[str, ...]], ProxyStage] = {}
         self._facts: dict[_Sharing, ParamsByKind] = {}
@@ -333,11 +333,6 @@ class Composer:
                 )
         return self._proxies[key]
 
-    def _kinds(self, view: View) -> tuple[str, ...]:
-        if view not in self._kinds_of_views:
-            self._kinds_of_views[view] = kinds_of(self.run.model, view)
-        return self._kinds_of_views[view]
-
     def _stage(self, run: Run, key: ReuseKey, contents: StageContents, closely: bool) -> StageActivations:
         if (key, contents, closely) not in self._activations:
             self._activations[key, contents, closely] = self._compose_stage(run, key, contents, closely)
@@ -348,7 +343,9 @@ class Composer:
         if not closely:
             view = _COMMON.get(view, view)
         # A layer directly after the embedding does less than one after a layer of another kind.
-        order = () if not closely or self._has_usual_order(view, contents) else contents.kinds
+        usual, order = self._kinds(view), contents.kinds
+        if not closely or order == usual[: len(order)] or not set(order) <= set(usual):
+            order = ()
         # With split backward passes each view has a peak of put-off weight gradients, so it runs itself.
         if view in ("middle", "mixed") and not (key.splits or order):
             # The views `first` and `last` show all of its pieces.
@@ -368,11 +365,6 @@ class Composer:
                 by_kind[kind] = next(one for one in self.proxy(run, "first").stage.pieces if one.name == kind)
         middle = [by_kind[kind] for kind, count in contents.layers for _ in range(count)]
         return StageActivations(number=0, pieces=(begin, *middle, end), weight=weight)
-
-    def _has_usual_order(self, view: View, contents: StageContents) -> bool:
-        """Whether a view shows the layers of a stage in their order, or not all of their kinds."""
-        usual, kinds = self._kinds(view), contents.kinds
-        return kinds == usual[: len(kinds)] or not set(kinds) <= set(usual)
 
 
 def view_of(contents: StageContents, leading: frozenset[str]) -> View:

@@ -93,35 +93,24 @@ class MemoryOverhead(SourcedTable):
     """Memory that no tensor can have."""
 
     context_bytes: int = knob(doc="Driver context and libraries of one process.", unit="bytes", low=0)
-    reserve_share: float = knob(
-        doc="Share of the capacity that fragmentation and libraries' buffers take.", low=0, high=0.9
-    )
+    reserve_share: float = knob(doc="Share of the capacity for fragmentation and libraries' buffers.", low=0, high=0.9)
 
 
 class LaunchOverhead(SourcedTable):
     """Time to start work."""
 
     launch_seconds: float = knob(
-        doc="Host time of one operator of a step that is not captured as a graph; Python and autograd counted.",
-        unit="seconds",
-        low=0,
+        doc="Host time of one operator outside of a graph, with Python and autograd.", unit="seconds", low=0
     )
     kernel_seconds: float = knob(doc="Device time that the smallest kernel takes.", unit="seconds", low=0)
     put_off_seconds: float = knob(
-        0.36e-3,
-        doc="Host time that a weight gradient takes besides, if it is put off: autograd is asked twice.",
-        unit="seconds",
-        low=0,
+        0.36e-3, doc="More host time of a weight gradient that is put off: autograd runs twice.", unit="seconds", low=0
     )
     gap_seconds: float = knob(
         1.5e-6, doc="Device time between one kernel and the next, when both were launched.", unit="seconds", low=0
     )
     step_seconds: float = knob(
-        5e-3,
-        doc="Of a step, in which the device has nothing to do: after the step's figures are read, and around copies of "
-        "its rows.",
-        unit="seconds",
-        low=0,
+        5e-3, doc="Idle time of a step, while its figures are read and its rows are copied.", unit="seconds", low=0
     )
 
 
@@ -155,17 +144,11 @@ class Efficiency(SourcedTable):
         0.72, doc="The same, by operators over many tensors: norm, optimizer, rounding.", low=0.001, high=1
     )
     float8: float = knob(
-        0.8,
-        doc="Share of the 8-bit peak that a product reaches, over the share of the 16-bit peak that it would reach.",
-        low=0.001,
-        high=1,
+        0.8, doc="Share of the 8-bit peak of a product over its share of the 16-bit peak.", low=0.001, high=1
     )
     float8_grouped: float = knob(0.74, doc="The same of grouped products.", low=0.001, high=1)
     float8_by_rows: float = knob(
-        0.52,
-        doc="The same of either, where both operands have scales of single rows: gradients of weights without squares.",
-        low=0.001,
-        high=1,
+        0.52, doc="The same of either, where both operands have scales of single rows.", low=0.001, high=1
     )
 
     def of(self, operator: OperatorKind) -> float:

@@ -58,10 +58,10 @@ class _Head(Section):
 
     name: str = knob(doc="By which people know it.")
     vendor: Literal["nvidia", "amd", "cpu"] = knob(doc="Whose it is.")
-    memory: DeviceMemory = knob(doc="DeviceMemory of a device.")
+    memory: DeviceMemory = knob(doc="Memory of a device.")
     peaks: Peaks = knob(doc="What it can do at most.")
     node: Node = knob(doc="What fast links join.")
-    overhead: MemoryOverhead = knob(doc="DeviceMemory that no tensor can have.")
+    overhead: MemoryOverhead = knob(doc="Memory that no tensor can have.")
     host: LaunchOverhead = knob(doc="What starting work costs.")
     efficiency: Efficiency = knob(doc="Shares of the peak.")
     host_link: HostLink = knob(USUAL_HOST_LINK, doc="The way to the host's memory.")

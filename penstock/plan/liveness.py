@@ -71,18 +71,15 @@ def first_of_kinds(model: Model, layers: Iterable[int]) -> dict[str, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class StagePiece:
-    """A piece of a stage, in bytes.
+    """A piece of a stage, in bytes; see the top of the file.
 
     Attributes:
         name: `embed`, a layer's kind, or `head`.
         kept: from forward to backward, by the label of the allocating module.
-        forward: see the top of the file.
-        backward: see the top of the file.
         at_forward: memory at the peak of forward by label, less the memory before it.
         at_backward: the same at the peak of backward.
         left: waits for weight gradients after a backward pass that puts them off.
-        backward_ops: of its backward, without the weight gradients that are put off.
-        weight_ops: of the weight gradients that are put off.
+        backward_ops: of its backward, without the weight gradients that are put off, which are `weight_ops`.
     """
 
     name: str
@@ -229,9 +226,9 @@ class PipelineShape:
     def holds_most_first(self) -> bool:
         """Of ranks with equal stages, an earlier one needs at least as much memory as a later one.
 
-        This is so in a loop, where an earlier rank starts further ahead. It is not so on a v, where each rank is near
-        one end of the model and far from the other; with weight gradients that are put off, of which later ranks have
-        more; and with paired passes, which belong to different stages on different ranks.
+        This is so in a loop, where an earlier rank starts further ahead. It is not so on a v, with weight gradients
+        that are put off, of which later ranks have more, nor with paired passes, which belong to different stages on
+        different ranks.
         """
         return SCHEDULES[self.name].placement == "loop" and not self.splits_backward and not self.pairs
 

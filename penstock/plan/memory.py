@@ -54,10 +54,9 @@ class RankMemory:
     Attributes:
         gradients: float32 sums.
         master: float32 weights, where the weights themselves are not float32.
-        moments: both; on the device. With the optimizer on the host, the buffers that they pass through.
+        moments: on the device; with the optimizer on the host, the buffers that they pass through.
         gathered: whole weights, and gradients that are being reduced, with FSDP2.
-        activations: memory of forward and backward, without the loss.
-        logits: memory of the loss.
+        activations: memory of forward and backward, without the loss, whose memory is `logits`.
         buffers: memory that GPUs write into, and the rows of the step.
         communication: buckets; 0 if a pass is the fullest moment.
         graph_pool: memory of the update beside the pool of a captured pass, which it cannot use; 0 without graphs.

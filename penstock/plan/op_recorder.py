@@ -65,9 +65,6 @@ class TrackedSection:
     """Memory between two marks, in bytes.
 
     Attributes:
-        start: held at the start.
-        end: held at the end.
-        peak: the most in between.
         before: held at the start, by the label of the allocating module.
         held: held at the end, by label.
         at_peak: held at the peak, by label.

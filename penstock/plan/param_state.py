@@ -33,10 +33,9 @@ OTHERS = ("embed", "mtp", "head")
 
 @dataclass(frozen=True)
 class ParamFacts:
-    """A parameter, as a rank holds it.
+    """A parameter, as a rank holds it: `rows` of `width` values.
 
     Attributes:
-        width: values of a row.
         itemsize: bytes of a value between steps.
         is_expert: held by the ranks of `expert_data`, not of `dense_data`.
         is_sharded: by FSDP2.

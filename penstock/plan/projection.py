@@ -18,21 +18,15 @@ from penstock.layout.actions import Schedule
 from penstock.layout.clock import Playback
 from penstock.layout.grid import Grid
 from penstock.plan.hardware import Cluster
-from penstock.plan.memory import RankMemory, fullest_rank
+from penstock.plan.memory import STATE, RankMemory, fullest_rank
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The layout of a run on its ranks. Names are those of the JSON contract.
+    """The layout of a run on its ranks. Names are those of the JSON contract, `pp` to `edp` numbers of ranks.
 
     Attributes:
         vpp: stages of each pipeline rank.
-        ep: ranks that share the experts of a layer.
-        etp: ranks that share each expert's matrices.
-        cp: ranks that share a row of tokens.
-        tp: ranks that share each dense matrix.
-        dp: ranks that train on different rows.
-        edp: ranks that hold the same experts.
         schedule: of the pipeline; `none` without one.
         micro_batch: rows of a pass.
         recompute: `none`, `layer`, or other modules of `recompute.modules`, joined by +.
@@ -58,14 +52,8 @@ class Layout:
 
     def __str__(self) -> str:
         stages = f"PP{self.pp} x {self.vpp}" if self.vpp > 1 else f"PP{self.pp}"
-        sizes = [
-            f"{name}{size}"
-            for name, size in (("TP", self.tp), ("CP", self.cp), ("EP", self.ep), ("ETP", self.etp))
-            if size > 1
-        ]
-        # The pipeline comes after tensor and context ranks, as in a command line.
-        if self.pp > 1:
-            sizes = [*sizes[: (self.tp > 1) + (self.cp > 1)], stages, *sizes[(self.tp > 1) + (self.cp > 1) :]]
+        named = (("TP", self.tp), ("CP", self.cp), (stages, self.pp), ("EP", self.ep), ("ETP", self.etp))
+        sizes = [name if name == stages else f"{name}{size}" for name, size in named if size > 1]
         schedule = f"{self.schedule}, " if self.pp > 1 else ""
         what = f"{schedule}mb {self.micro_batch}, {self.dispatcher}, recompute {self.recompute}"
         return f"{' '.join(sizes) or 'data parallel'}, {what}"
@@ -100,8 +88,7 @@ class RankTime:
         passes: forward and backward, without waits for other stages.
         waiting: for other stages, between the first pass of the step and its last on any rank.
         update: gradient sums over ranks, norm, optimizer, new weights.
-        compute: of the device, in passes and update.
-        exposed_communication: part of it without compute beside it.
+        exposed_communication: communication without compute beside it.
         host: the device waits for launches; part of `passes` and `update`.
         host_link: only copies to or from host memory run; part of `passes` and `update`.
         terms: by term (`attention`, `experts`, `dispatch`, ...); they add up to the step.
@@ -127,8 +114,7 @@ class StepTime:
         model_flops_utilization: the model's FLOPs over the devices' bf16 peak.
         bubble: share of the passes' time, over all places, that waits for other stages.
         ranks: one for each place on the pipeline.
-        schedule: of the pipeline; None without one.
-        playback: of the schedule by the clock; None without one.
+        playback: of the schedule by the clock; None without a pipeline, as is `schedule`.
         kept_bytes: of each stage, from a micro-batch's forward to its backward.
     """
 
@@ -186,7 +172,6 @@ class Refusal:
     Attributes:
         layout: None for parts that were not settled.
         rule: name of the rule (penstock/plan/rules), or `memory`.
-        reason: one line: the component that overflows and by how much, or the rule's reason.
         count: layouts that this refusal stands for.
     """
 
@@ -198,12 +183,7 @@ class Refusal:
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """A sign that another layout may be faster than the requested one.
-
-    Attributes:
-        reason: one line with the numbers of the case.
-        changes: overrides to try; empty where they depend on the case.
-    """
+    """A sign that another layout may be faster than the requested one, and overrides to try, if they are known."""
 
     rule: str
     reason: str
@@ -216,7 +196,6 @@ class Plan:
     """The result of a search.
 
     Attributes:
-        cluster: the devices.
         candidates: that fit, fastest first; a single requested layout even if it does not fit.
         considered: number of layouts, refused ones included.
         advice: about a single requested layout; a search has none.
@@ -230,6 +209,10 @@ class Plan:
     advice: tuple[Advice, ...] = ()
 
 
+_TIMES = ("step_seconds", "tokens_per_second_per_device", "model_flops_utilization", "bubble")
+_TIMES += ("exposed_communication_seconds", "host_link_seconds")
+
+
 def candidate_json(projection: Projection) -> dict[str, Any]:
     """One candidate of the JSON contract: bytes and seconds, of the fullest rank."""
     memory, time = projection.memory, projection.time
@@ -237,23 +220,14 @@ def candidate_json(projection: Projection) -> dict[str, Any]:
         "layout": asdict(projection.layout),
         "fits": projection.fits,
         "memory": {
-            "parameters": memory.parameters,
-            "gradients": memory.gradients,
-            "master": memory.master,
-            "moments": memory.moments,
-            "activations": memory.activations,
+            **{name: vars(memory)[name] for name in (*STATE, "activations")},
             "buffers": memory.buffers + memory.gathered + memory.communication + memory.graph_pool,
             "logits": memory.logits,
             "reserve": memory.reserve + memory.libraries,
             "total": memory.total,
             "rank": memory.rank,
         },
-        "step_seconds": time.step_seconds,
-        "tokens_per_second_per_device": time.tokens_per_second_per_device,
-        "model_flops_utilization": time.model_flops_utilization,
-        "bubble": time.bubble,
-        "exposed_communication_seconds": time.exposed_communication_seconds,
-        "host_link_seconds": time.host_link_seconds,
+        **{name: getattr(time, name) for name in _TIMES},
     }
 
 
@@ -264,9 +238,6 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "hardware": plan.cluster.hardware.name,
         "world": plan.cluster.devices,
         "candidates": [candidate_json(one) for one in plan.candidates],
-        "refused": [
-            {"layout": dict(one.layout), "rule": one.rule, "reason": one.reason, "count": one.count}
-            for one in plan.refused
-        ],
+        "refused": [asdict(one) for one in plan.refused],
         "advice": [asdict(one) for one in plan.advice],
     }

@@ -315,7 +315,10 @@ class _Search:
         waits again with the next step of its ladder.
         """
         candidates = [one for several in group if not self._state_overflows(several) for one in several.each()]
-        rough = [self._estimate(one.with_recompute(one.steps[0])) for one in candidates]
+        firsts = [one.with_recompute(one.steps[0]) for one in candidates]
+        rough = [
+            self._rough_times.seconds(one, self._place_state(one).load, self._place_state(one).state) for one in firsts
+        ]
         waiting = [_Waiting(estimate, number, 0, ROUGH) for number, estimate in enumerate(rough)]
         heapq.heapify(waiting)
         while waiting:
@@ -345,10 +348,6 @@ class _Search:
 
     def _nearly(self, sizes: Sizes) -> ComposedRun:
         return next(iter(self._composer.closer_and_closer(run_of(self._run, sizes), _grid_of(sizes))))
-
-    def _estimate(self, sizes: Sizes) -> float:
-        place = self._place_state(sizes)
-        return self._rough_times.seconds(sizes, place.load, place.state)
 
     def _is_too_slow(self, seconds: float) -> bool:
         """Whether a layout that takes at least `seconds` cannot be among the best."""

@@ -221,7 +221,6 @@ def _clock_costs(stages: Mapping[int, StageTime], send: float, kept: tuple[int, 
 
 
 def _hidden(passes: Timing) -> float:
-    """Time that a pass saves while the other half of a pair computes."""
     return OVERLAP_GAIN * passes.exposed
 
 

@@ -44,7 +44,6 @@ class Timing:
 
     Attributes:
         seconds: from the end of the work before it to its own end.
-        compute: of the device's operators.
         exposed: part of `seconds` with transfers only.
         idle: part of `seconds` with nothing.
         host_link: part of `seconds` with nothing but copies to or from host memory.
