@@ -1,13 +1,10 @@
 """Measure this machine, and describe it as a hardware file.
 
-`measure_device` times the operators of a training step: PyTorch's matrix product, the experts' products by our kernels
-(or by definition, where those cannot run), causal attention in the model's layout, a copy, the smallest kernel, and the
-host's part of an operator with autograd. Sizes are those of training on a GPU, and small on a CPU. A figure is a median
-of rounds of calls on the same inputs, so small inputs stay in a cache. Inputs are random: a product of zeros needs less
-power and runs faster than training.
+`measure_device` times the operators of a training step. Sizes are those of training on a GPU, and small on a CPU. A
+figure is a median of rounds of calls on the same inputs, so small inputs stay in a cache. Inputs are random: a product
+of zeros needs less power and runs faster than training.
 
-`measure_transfers` times collectives between the processes of a process group. Every rank calls them in the same order;
-a time is that of the slowest rank. With processes on one machine it measures the links, with several the network.
+`measure_transfers` times collectives between the processes of a process group; a time is that of the slowest rank.
 
 `measured_hardware` makes a hardware description of both. A chip of the package keeps its data sheet's peaks and every
 figure that was not measured. For another chip the fastest product of each type, the copy and the fastest transfer are
@@ -408,7 +405,7 @@ def measured_hardware(
     measured = f"measured: {where}"
     peaks = Peaks(**_peaks(findings), source=f"{measured}; the fastest that was seen") if known is None else known.peaks
     node = _node(transfers, measured) if known is None else known.node
-    collectives = tuple(_collective(kind, points, node, measured) for kind, points in transfers.items())
+    collectives = tuple(_collective_rate(kind, points, node, measured) for kind, points in transfers.items())
     fresh = {(one.kind, one.reach) for one in collectives}
     kept = () if known is None else known.collectives
     reserve = RESERVE_SHARE if known is None else known.overhead.reserve_share
@@ -457,7 +454,7 @@ def fit(points: Sequence[TransferPoint]) -> tuple[float, float]:
     return latency, 1 / per_byte
 
 
-def _collective(kind: CollectiveKind, points: Sequence[TransferPoint], node: Node, source: str) -> CollectiveRate:
+def _collective_rate(kind: CollectiveKind, points: Sequence[TransferPoint], node: Node, source: str) -> CollectiveRate:
     latency, bandwidth = fit(points)
     reach: Literal["node", "cluster"] = "node" if points[0].ranks == points[0].node_ranks else "cluster"
     peak = node.link_bytes_per_second if reach == "node" else node.network_bytes_per_second

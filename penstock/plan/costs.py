@@ -88,6 +88,12 @@ class OpCosts:
         self._experts = experts
         self._buffers = buffers
         self._room = max(buffers, default=0)
+        self._of_experts = {
+            "_grouped_mm": self._torch_grouped,
+            "rows_kernel": self._rows_product,
+            "weights_kernel": self._weights_product,
+            "float8_rows_kernel": self._float8_rows,
+        }
         self.of = cache(self._of)
         """An operator's cost."""
 
@@ -99,18 +105,14 @@ class OpCosts:
             return OpCost(operator.moved_bytes / self._rates.hardware.host_link.bytes_per_second, HOST_LINK)
         if name in _PRODUCTS:
             return OpCost(self._product(operator), "products")
-        if name == "_grouped_mm":
-            return OpCost(self._torch_grouped(operator), "experts")
-        if name in ("rows_kernel", "weights_kernel"):
-            return OpCost(self._grouped(operator), "experts")
-        if name == "float8_rows_kernel":
-            return OpCost(self._float8_rows(operator), "experts")
+        if name in self._of_experts:
+            return OpCost(self._of_experts[name](operator), "experts")
         if name == "float8_matrices_kernel":
             return self._float8_matrices(operator)
         if name.startswith("_scaled_dot_product") and name != "_scaled_dot_product_attention_math":
             return OpCost(self._attention(operator), "attention")
         if name in _SENDERS:
-            return OpCost(self._send(operator), _SENDERS[name], is_communication=True)
+            return OpCost(self._send(operator), "dispatch", is_communication=True)
         if name in _NOTHING:
             return OpCost(0.0, _TERMS.get(name, "elementwise"))
         term = _TERMS.get(name, "elementwise")
@@ -132,24 +134,24 @@ class OpCosts:
         hardware = self._rates.hardware
         return hardware.peaks.memory_bytes_per_second * hardware.efficiency.memory
 
-    def _grouped(self, operator: RecordedOp) -> float:
-        first, second, third = operator.shapes[:3]
-        gathers, dtype = "GATHER" in operator.switches, _DTYPES[operator.itemsize]
-        if operator.name == "rows_kernel":
-            groups, rows = second[0], self._rows(third[0]) // second[0]
-            if "DEPTH_FIRST" in operator.switches:
-                return self._rates.grouped("input_gradient", groups, max(1, rows), first[1], third[1], dtype).seconds
-            product: GroupedProduct = "forward_gathered" if gathers else "forward"
-            return self._rates.grouped(product, groups, max(1, rows), third[1], first[1], dtype).seconds
-        groups, n, k = third
-        rows = max(1, self._rows(first[0]) // groups)
+    def _rows_product(self, operator: RecordedOp) -> float:
+        (_, depth), (groups, *_), (room, width) = operator.shapes[:3]
+        rows, dtype = max(1, self._rows(room) // groups), _DTYPES[operator.itemsize]
+        if "DEPTH_FIRST" in operator.switches:
+            return self._rates.grouped("input_gradient", groups, rows, depth, width, dtype).seconds
+        product: GroupedProduct = "forward_gathered" if "GATHER" in operator.switches else "forward"
+        return self._rates.grouped(product, groups, rows, width, depth, dtype).seconds
+
+    def _weights_product(self, operator: RecordedOp) -> float:
+        (room, *_), _, (groups, n, k) = operator.shapes[:3]
+        rows = max(1, self._rows(room) // groups)
 
         def seconds(product: GroupedProduct) -> float:
-            return self._rates.grouped(product, groups, rows, n, k, dtype).seconds
+            return self._rates.grouped(product, groups, rows, n, k, _DTYPES[operator.itemsize]).seconds
 
         # Points are measured for each variant alone; a kernel that gathers and accumulates pays both differences.
         plain = seconds("weight_gradient")
-        more = seconds("weight_gradient_gathered") - plain if gathers else 0.0
+        more = seconds("weight_gradient_gathered") - plain if "GATHER" in operator.switches else 0.0
         summed = seconds("weight_gradient_accumulated") - plain if "ACCUMULATE" in operator.switches else 0.0
         return plain + more + summed
 
@@ -242,22 +244,12 @@ class OpCosts:
         return room if self._experts is None or room not in self._buffers else min(room, self._experts.rows)
 
 
-def _last_twice(operator: RecordedOp, moved: float) -> float:
-    """The selected rows are read and written."""
-    return 2.0 * operator.sizes[-1]
-
-
-def _all(operator: RecordedOp, moved: float) -> float:
-    """Each tensor is read or written, none both."""
-    return moved
-
-
 _BYTES: Mapping[str, Callable[[RecordedOp, float], float]] = MappingProxyType(
     {
-        "embedding": _last_twice,
-        "index_select": _last_twice,
-        "index": _last_twice,
-        "gather": _last_twice,
+        # The selected rows are read and written.
+        **dict.fromkeys(
+            ("embedding", "index_select", "index", "gather"), lambda operator, moved: 2.0 * operator.sizes[-1]
+        ),
         # Of what rows are copied from, as much is read as is written.
         **dict.fromkeys(
             ("gather_rows_kernel", "gather_columns_kernel"), lambda operator, moved: 2.0 * (moved - operator.sizes[0])
@@ -265,7 +257,8 @@ _BYTES: Mapping[str, Callable[[RecordedOp, float], float]] = MappingProxyType(
         # Rows and transposed ones of 8 bits are as many bytes as what they are made of; both are larger than that part.
         "latent_heads_backward_kernel": lambda operator, moved: 2.0 * operator.sizes[0],
         "index_put_": lambda operator, moved: 3.0 * operator.sizes[-1],
-        **dict.fromkeys(("copy_", "zero_", "fill_", "_foreach_zero_", "_foreach_copy_"), _all),
+        # Each tensor is read or written, none both.
+        **dict.fromkeys(("copy_", "zero_", "fill_", "_foreach_zero_", "_foreach_copy_"), lambda operator, moved: moved),
         # Of parameter, gradient and two moments only the gradient stays as it is.
         "_fused_adamw_": lambda operator, moved: 1.75 * moved,
         # Logits are read for the sum, read again and written as gradients. A profiler saw a little more than 3 times.
@@ -292,8 +285,8 @@ _OF_ROWS = frozenset({"rows_kernel", "float8_rows_kernel"})
 _PRODUCTS: Mapping[str, int] = MappingProxyType({"mm": 2, "bmm": 2, "addmm": 3, "baddbmm": 3, "_scaled_mm_v2": 2})
 """Matrix products, and their number of tensor arguments; the last two are multiplied."""
 
-_SENDERS: Mapping[str, str] = MappingProxyType({"push_rows_kernel": "dispatch", "return_rows_kernel": "dispatch"})
-"""Kernels that write into other GPUs' memory, and their term."""
+_SENDERS = frozenset({"push_rows_kernel", "return_rows_kernel"})
+"""Kernels that write into other GPUs' memory."""
 
 _TERMS: Mapping[str, str] = MappingProxyType(
     {

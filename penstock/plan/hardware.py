@@ -1,8 +1,7 @@
 """Hardware as data: data sheet figures of a chip and its node, measured figures, and the source of each.
 
-A hardware file (penstock/plan/hardware_data, or a user's own) has two kinds of tables. `memory`, `peaks` and `node`
-hold figures of data sheets and drivers. `overhead`, `host`, `host_link`, `efficiency`, `collective` and `measured` hold
-figures that programs reach. Each table has a `source`, which begins with one word:
+In a hardware file (penstock/plan/hardware_data, or a user's own), `memory`, `peaks` and `node` hold figures of data
+sheets and drivers, the other tables figures that programs reach. Each table has a `source`, which begins with one word:
 
     measured:    by us, on this chip
     reported:    measured by others; the text names them

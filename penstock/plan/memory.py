@@ -205,8 +205,8 @@ def _peaks(meta_run: MetaRun) -> list[PassPeak]:
     schedule = meta_run.rank.schedule
     if schedule is None:
         (stage,) = meta_run.stages
-        passes = {"forward": stage.forward, "backward": stage.backward}
-        return [PassPeak(name=name, bytes=peak.bytes, terms=peak.terms) for name, peak in passes.items()]
+        passes = (("forward", stage.forward), ("backward", stage.backward))
+        return [PassPeak(name=name, bytes=peak.bytes, terms=peak.terms) for name, peak in passes]
     found: list[PassPeak] = []
     held: Counter[str] = Counter()
     peaks = {stage.number: _peaks_by_kind(stage) for stage in meta_run.stages}

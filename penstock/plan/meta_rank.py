@@ -5,19 +5,13 @@ that GPUs of a node share has a size and no addresses; dispatchers that read row
 nothing is sharded, because FSDP2 gives a module whole weights whenever it computes.
 
 A rank can also save activations as a trainer with unfused kernels would (`Saving`), to compare with published memory
-plans, which count what separate operators save. The run is changed, the experts are put together from smaller
-operators, and the same meta run is tracked:
+plans. Then the run and its experts are made of smaller operators:
 
     experts    tokens are copied into the experts' order; product, SwiGLU and product each save their input:
-               K (D + 3 F) numbers a token. The fused kernels read tokens through an index and recompute SwiGLU: they
-               save K 2 F numbers, and the tokens that arrived, of which de-duplicating dispatch has fewer than K.
+               K (D + 3 F) numbers a token. The fused kernels save K 2 F numbers and the tokens that arrived.
     weight     gradients of the experts are tensors of their own; autograd adds them to the sums
     dispatch   `auto` becomes all-to-all, one row for each choice
     logits     of all tokens at once
-
-Everything else is saved alike: residual sums, inputs of the products of attention and dense networks, queries, keys,
-values and the result of attention. A trainer that fuses less saves more: `kernels.experts=torch` and
-`kernels.all=reference` show how much.
 """
 
 from collections.abc import Mapping, Sequence

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from penstock.config.fit import context_method, grid_of, micro_batches
 from penstock.config.run import Run
@@ -318,8 +318,13 @@ class _Passes:
             end = output if self.decoder.norm is not None else get_gradient_edge(output)
             del output  # As in penstock/parallel/pipeline.py, after it was sent.
             self._mark("forward")
-            self._backward(end)
-            del end
+            gradient = self._message() if self.decoder.norm is None else None
+            with ExitStack() as around:
+                around.enter_context(self.tracker.named("gradients"))
+                if self.rank.weight_grads is not None:
+                    self.tasks = around.enter_context(self.rank.weight_grads.collecting())
+                torch.autograd.backward(end, gradient)
+            del end, gradient
             self._end_of_backward()
             weight_ops = self._weights()
         # Forward marks the pieces first to last, backward last to first.
@@ -328,12 +333,12 @@ class _Passes:
         assert len(backward) == len(names), f"{len(sections)} sections of {names}"
         self.weight = self.tracker.mark("weight").passing
         message = message_of(run, self.rank.axes, META)
-        gradient = 0 if self.rank.weight_grads is None else prod(message.shape) * message.dtype.itemsize
+        handed = 0 if self.rank.weight_grads is None else prod(message.shape) * message.dtype.itemsize
         # Backward and weight gradients in the order of forward.
         ops = zip(self.ops[: len(names)], self.ops[len(names) :][::-1], weight_ops[::-1], strict=True)
         return [
             replace(piece, forward_ops=there, backward_ops=back, weight_ops=weights)
-            for piece, (there, back, weights) in zip(_pieces(names, forward, backward, gradient), ops, strict=True)
+            for piece, (there, back, weights) in zip(_pieces(names, forward, backward, handed), ops, strict=True)
         ]
 
     def _mark(self, name: str) -> None:
@@ -368,14 +373,6 @@ class _Passes:
         with self.tracker.named("loss"):
             rule = loss_rule(rank.run, rank.axes)
             return batch_loss(hidden, decoder.head_VD, batch.labels, counted, rule, head_main_grad(decoder)).total
-
-    def _backward(self, end: Tensor | GradientEdge) -> None:
-        gradient = self._message() if self.decoder.norm is None else None
-        with ExitStack() as around:
-            around.enter_context(self.tracker.named("gradients"))
-            if self.rank.weight_grads is not None:
-                self.tasks = around.enter_context(self.rank.weight_grads.collecting())
-            torch.autograd.backward(end, gradient)
 
     @contextmanager
     def _marked(self) -> Iterator[None]:

@@ -209,8 +209,10 @@ class Plan:
     advice: tuple[Advice, ...] = ()
 
 
-_TIMES = ("step_seconds", "tokens_per_second_per_device", "model_flops_utilization", "bubble")
-_TIMES += ("exposed_communication_seconds", "host_link_seconds")
+_TIMES = (
+    *("step_seconds", "tokens_per_second_per_device", "model_flops_utilization", "bubble"),
+    *("exposed_communication_seconds", "host_link_seconds"),
+)
 
 
 def candidate_json(projection: Projection) -> dict[str, Any]:

@@ -3,15 +3,13 @@
     1. rules        refuse grids of ranks by whole numbers alone (penstock/plan/rules)
     2. state        the model state of the fullest rank refuses pipelines on a grid, without activations
     3. order        the rest is walked through in the order of the workflow: least model parallelism first, little
-                    recomputation first, experts inside the fast links. After the first place of that order at which a
-                    layout fits, the search looks no further
+                    recomputation first, experts inside the fast links, up to the first place where a layout fits
     4. estimate     within a place, layouts with the lowest estimated time come first (`RoughTimes`). A layout is
                     composed (penstock/plan/composed_run.py) with as little recomputation as fits
     5. clock        the actions of the best schedules are played, and the layouts ranked by tokens/s
 
-A place ends when every layout that was not looked at is estimated slower than the last of the best. An estimate is
-corrected by the lowest ratio of real to estimated time so far. Every layout is counted once: as a candidate, or in a
-refusal with a reason.
+A place ends when every layout that was not looked at is estimated slower than the last of the best; the lowest ratio of
+real to estimated time so far corrects an estimate. Every layout is counted once: as a candidate, or in a refusal.
 """
 
 import gc
