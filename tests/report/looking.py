@@ -27,14 +27,7 @@ LOOKING = """<script>
 
 
 def looked_at(browser: str, html: str, looking: str, *options: str) -> dict[str, Any]:
-    """What a page has become in a browser.
-
-    Args:
-        browser: program.
-        html: the page.
-        looking: statements of JavaScript that fill `found`, in which `errors` are those of the page.
-        options: more of the browser's own.
-    """
+    """What a page has become in a browser."""
     script = LOOKING.format(looking=looking)
     prepared = html.replace("<body>", f"<body>{LISTENING}", 1).replace("</body>", f"{script}</body>", 1)
     drawn = open_in_browser(browser, prepared, "--window-size=1400,2000", *options)

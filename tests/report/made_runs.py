@@ -46,15 +46,7 @@ def metrics_line(step: int, *, layers: int = 3, mfu: float | None = 0.4) -> dict
 def run_folder(
     path: Path, *overrides: str, steps: int = 12, device: str | None = None, mfu: float | None = 0.4
 ) -> Path:
-    """The folder of a run on one rank, by default without a trace.
-
-    Args:
-        path: is made.
-        overrides: of the debug preset.
-        steps: that metrics tell of.
-        device: that starts.jsonl names; None leaves the file out.
-        mfu: None where the peak of the device is not known.
-    """
+    """The folder of a run on one rank, by default without a trace."""
     path.mkdir(parents=True)
     run = load_run("debug", overrides)
     (path / RUN_FILE).write_text(dump_toml(run))
@@ -97,12 +89,7 @@ def traced_folder(path: Path, *overrides: str) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class Piped:
-    """A pipeline that was recorded.
-
-    Attributes:
-        schedule: that the ranks follow.
-        offsets_us: how far each rank's clock is ahead.
-    """
+    """A pipeline that was recorded."""
 
     schedule: Schedule
     offsets_us: Sequence[float]

@@ -1,10 +1,12 @@
 """A page holds everything that it needs, says what the plan says, and is drawn without an error."""
 
 import re
+import shutil
 from dataclasses import fields, replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from plotly.graph_objects import Figure as CheckedFigure
@@ -16,6 +18,7 @@ from penstock.plan.asked_layout import field_label
 from penstock.plan.projection import Layout, Plan, Refusal
 from penstock.report import frame
 from penstock.report.curves import Curve, CurveAxes, Scaling, curves_figure, scaling_figure
+from penstock.report.export import write_image, write_images
 from penstock.report.figure import THEMES, Figure, plotly_json
 from penstock.report.page import candidates_table, page, plan_figures, write_page
 from tests.report.looking import looked_at
@@ -62,8 +65,11 @@ def test_plotly_knows_every_word_of_every_picture(plan: Plan) -> None:
             CheckedFigure({"data": picture["data"], "layout": picture["layout"] | {"template": {"layout": theme}}})
 
 
-def test_a_page_fetches_nothing(plan: Plan) -> None:
+def test_a_page_fetches_nothing_and_is_the_same_again(plan: Plan, tmp_path: Path) -> None:
     text = page(plan, more=what_ifs())
+    assert page(plan, more=what_ifs()) == text
+    with pytest.raises(PicturesError, match="cannot be written"):
+        write_page(plan, tmp_path / "nowhere" / "plan.html")
     assert re.findall(r"https?://[^\"' ]*|\b(?:src|href)=|@import|url\(", text) == []
 
 
@@ -81,10 +87,6 @@ def test_ranks_are_left_out_where_a_step_has_too_many_passes(plan: Plan) -> None
     assert sum(len(trace["x"]) for trace in figure.data if trace.get("meta", {}).get("role") == "boxes") < 6 * 16_000
 
 
-def test_the_same_plan_gives_the_same_page(plan: Plan) -> None:
-    assert page(plan) == page(plan)
-
-
 def test_tables_say_what_the_plan_says(plan: Plan) -> None:
     text = page(plan)
     assert f"{plan.considered:,} layouts looked at" in text
@@ -92,6 +94,9 @@ def test_tables_say_what_the_plan_says(plan: Plan) -> None:
     assert f"{plan.candidates[0].time.tokens_per_second_per_device:,.0f}" in text
     assert "layers-divide" in text and "4 layers do not fill &lt;6&gt; stages" in text
     assert text.index("layers-divide") < text.index("activations overflow by 12.3 GB"), "most layouts first"
+    many = tuple(Refusal(layout={"pp": pp}, rule="memory", reason=f"{pp}", count=1) for pp in range(2, 32))
+    assert "18 more, of 18 layouts" in page(replace(plan, refused=many))
+    assert "<h2>Refused</h2>" in text and "<h2>Refused</h2>" not in page(replace(plan, refused=()))
 
 
 def test_the_table_has_every_field_in_which_candidates_differ(plan: Plan) -> None:
@@ -115,20 +120,10 @@ def test_what_all_candidates_have_is_said_once(plan: Plan) -> None:
     assert "With: PP 2, " in table and "<th>PP</th>" not in table and "TP 1" not in table
 
 
-def test_a_plan_that_refuses_nothing_has_no_section_of_refusals(plan: Plan) -> None:
-    assert "<h2>Refused</h2>" in page(plan)
-    assert "<h2>Refused</h2>" not in page(replace(plan, refused=()))
-
-
 def test_every_tile_of_a_plan_has_a_unit(plan: Plan) -> None:
     tiles = dict(re.findall(r"<dt>([^<]*)</dt><dd[^>]*>([^<]*)</dd>", page(plan)))
     assert tiles["speed"].endswith(" tokens/s/GPU") and tiles["time"].endswith("s per step")
     assert tiles["memory"].count(" GB") == 2 and tiles["MFU"].endswith("%") and tiles["bubble"].endswith("%")
-
-
-def test_many_refusals_are_folded_away(plan: Plan) -> None:
-    many = tuple(Refusal(layout={"pp": pp}, rule="memory", reason=f"{pp}", count=1) for pp in range(2, 32))
-    assert "18 more, of 18 layouts" in page(replace(plan, refused=many))
 
 
 def test_a_name_cannot_end_a_script(plan: Plan) -> None:
@@ -157,11 +152,6 @@ def test_without_plotly_the_error_says_what_to_install(plan: Plan, monkeypatch: 
     monkeypatch.setattr(frame, "find_spec", nothing)
     with pytest.raises(PicturesError, match=r"fix: pip install plotly"):
         page(plan)
-
-
-def test_a_page_that_cannot_be_written_is_one_line(plan: Plan, tmp_path: Path) -> None:
-    with pytest.raises(PicturesError, match="cannot be written"):
-        write_page(plan, tmp_path / "nowhere" / "plan.html")
 
 
 @pytest.fixture(scope="module")
@@ -202,3 +192,55 @@ def test_sixteen_ranks_are_drawn(browser: str, plan: Plan) -> None:
     large = schedule("zb-v", ranks=16, stages_per_rank=2, micro_batches=64)
     found = looked_at(browser, page(with_schedule(plan, large)), LOOKING)
     assert found["errors"] == [] and found["outlines"] == 8
+
+
+def test_without_a_browser_the_error_says_what_to_install(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nothing(name: str) -> str | None:
+        return None
+
+    monkeypatch.setattr(shutil, "which", nothing)
+    with pytest.raises(PicturesError, match="apt install chromium"):
+        write_image(plan, tmp_path / "plan.png")
+
+
+def test_a_plan_without_candidates_has_no_picture(plan: Plan, tmp_path: Path) -> None:
+    with pytest.raises(PicturesError, match="nothing to draw"):
+        write_image(replace(plan, candidates=()), tmp_path / "plan.svg")
+
+
+def test_a_browser_that_does_not_draw_is_told(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def blind(name: str) -> str | None:
+        return "/bin/true"
+
+    monkeypatch.setattr(shutil, "which", blind)
+    with pytest.raises(PicturesError, match="did not draw memory, step-time, timeline-1"):
+        write_images(plan_figures(plan), tmp_path)
+
+
+@pytest.mark.slow
+def test_every_picture_is_an_svg_that_says_what_it_shows(browser: str, plan: Plan, tmp_path: Path) -> None:
+    paths = write_image(plan, tmp_path / "plan.svg")
+    assert [path.name for path in paths] == ["plan-memory.svg", "plan-step-time.svg", "plan-timeline-1.svg"]
+    for path, figure in zip(paths, plan_figures(plan), strict=True):
+        root = ElementTree.parse(path).getroot()
+        assert root.attrib["width"] == "1000"
+        assert figure.title in "".join(root.itertext())
+
+
+@pytest.mark.slow
+def test_a_png_has_as_many_pixels_as_asked_for(browser: str, plan: Plan, tmp_path: Path) -> None:
+    (path,) = write_images(plan_figures(plan)[:1], tmp_path, kind="png", theme="dark", width=600, scale=3)
+    content = path.read_bytes()
+    assert content.startswith(b"\x89PNG")
+    assert int.from_bytes(content[16:20]) == 1800
+
+
+@pytest.mark.slow
+def test_pictures_of_what_ifs_are_among_the_files(browser: str, plan: Plan, tmp_path: Path) -> None:
+    curve = Curve(name="</div>", xs=[1, 2], ys=[1.0, None])
+    more = [curves_figure("sweep", "A <sweep>", 'of "x"', CurveAxes(x="x", y="y"), [curve])]
+    paths = write_image(replace(plan, candidates=()), tmp_path / "what if.svg", more=more)
+    assert [path.name for path in paths] == ["what if-sweep.svg"] == [path.name for path in tmp_path.iterdir()]
+    assert "A <sweep>" in "".join(ElementTree.parse(paths[0]).getroot().itertext())

@@ -234,8 +234,9 @@ def test_a_long_pipeline_shows_the_fullest_place_among_some(tmp_path: Path) -> N
 
 def test_memory_over_a_step_keeps_its_peak(tmp_path: Path) -> None:
     sizes = [10**9 * (1 + (7 * number) % 50) for number in range(5000)]
+    held: dict[str, Any] = {"Device Type": 1, "Device Id": 0, "Total Reserved": 60 * 10**9}
     blocks = [
-        event("cpu_instant_event", "[memory]", 1 + number * 0.1, 0, **_memory(size)) | {"ph": "i"}
+        event("cpu_instant_event", "[memory]", 1 + number * 0.1, 0, **held | {"Total Allocated": size}) | {"ph": "i"}
         for number, size in enumerate(sizes)
     ]
     step = event("user_annotation", "step 1", 0, 600)
@@ -244,10 +245,6 @@ def test_memory_over_a_step_keeps_its_peak(tmp_path: Path) -> None:
     allocated, reserved = figure.data
     assert max(allocated["y"]) == 50.0 and set(reserved["y"]) == {60.0}
     assert len(allocated["x"]) <= 1600 and allocated["x"] == sorted(allocated["x"])
-
-
-def _memory(size: int) -> dict[str, Any]:
-    return {"Device Type": 1, "Device Id": 0, "Total Allocated": size, "Total Reserved": 60 * 10**9}
 
 
 def test_without_a_trace_there_is_no_flame_and_no_roofline(tmp_path: Path) -> None:

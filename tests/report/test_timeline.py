@@ -89,9 +89,11 @@ def test_the_share_of_waiting_is_that_of_the_clock() -> None:
     assert shares == [f"{1 - busy / playback.span:.0%} idle" for busy in playback.busy]
 
 
+INTERVAL = Interval(start=0.0, end=0.5, name="forward of stage 0", colour="#3579c8", group="forward")
+
+
 def test_a_measured_timeline_lies_under_the_planned_one() -> None:
-    interval = Interval(start=0.0, end=0.5, name="forward of stage 0", colour="#3579c8", group="forward")
-    lanes = [TimelineLane(name=f"rank {rank}", intervals=[interval]) for rank in range(2)]
+    lanes = [TimelineLane(name=f"rank {rank}", intervals=[INTERVAL]) for rank in range(2)]
     figure = timeline_figure("t", "T", [timeline_of(ONE_F_ONE_B), Timeline(name="measured", lanes=lanes)])
     names = [text.split(" \u00b7")[0] for text in figure.layout["yaxis"]["ticktext"]]
     assert names == ["rank 0 planned", "rank 0 measured", "rank 1 planned", "rank 1 measured"]
@@ -100,8 +102,7 @@ def test_a_measured_timeline_lies_under_the_planned_one() -> None:
 
 
 def test_lanes_stand_under_the_place_that_they_name() -> None:
-    interval = Interval(start=0.0, end=0.5, name="forward of stage 0", colour="#3579c8", group="forward")
-    lanes = [TimelineLane(name=f"rank {rank}", intervals=[interval], place=rank // 2) for rank in range(4)]
+    lanes = [TimelineLane(name=f"rank {rank}", intervals=[INTERVAL], place=rank // 2) for rank in range(4)]
     figure = timeline_figure("t", "T", [timeline_of(ONE_F_ONE_B), Timeline(name="measured", lanes=lanes)])
     names = [text.split(" \u00b7")[0] for text in figure.layout["yaxis"]["ticktext"]]
     assert names[:3] == ["rank 0 planned", "rank 0 measured", "rank 1 measured"]
@@ -109,8 +110,7 @@ def test_lanes_stand_under_the_place_that_they_name() -> None:
 
 
 def test_without_anything_held_boxes_have_the_whole_lane() -> None:
-    interval = Interval(start=0.0, end=0.5, name="a", colour="#3579c8", group="a")
-    timeline = Timeline(name="measured", lanes=[TimelineLane(name="rank 0", intervals=[interval])], ground="idle")
+    timeline = Timeline(name="measured", lanes=[TimelineLane(name="rank 0", intervals=[INTERVAL])], ground="idle")
     figure = timeline_figure("t", "T", [timeline])
     ((_, _, top, _, _, _),) = [trace["y"] for trace in boxes(figure)]
     (bottom, *_) = boxes(figure)[0]["y"]

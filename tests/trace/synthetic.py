@@ -25,6 +25,8 @@ from tests.trace.synthetic_job import (
     GEMM,
     MEMORY_BYTES_PER_US,
     Job,
+    Meeting,
+    Truth,
     Work,
     attention,
     distinct,
@@ -32,9 +34,9 @@ from tests.trace.synthetic_job import (
     matmul,
     rows_sent,
     shared,
+    timeline,
     unpermute,
 )
-from tests.trace.synthetic_truth import Meeting, Truth, timeline
 
 Event = dict[str, Any]
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import comb
 from typing import Any, Literal
 
@@ -64,13 +65,7 @@ V2_LITE = Job(ranks=4, layers=6, tokens=8192, hidden=2048, expert_hidden=1408, e
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """One operator of one kernel.
-
-    Attributes:
-        span: that it belongs to.
-        us: what it takes on each rank, forward.
-        dims: of its inputs on each rank.
-    """
+    """One operator of one kernel."""
 
     span: str
     op: str
@@ -156,3 +151,86 @@ def unpermute(job: Job) -> Work:
     dims = [[[job.tokens, job.hidden], [], [job.tokens * job.top_k]]] * job.ranks
     kernel = "void at::native::indexFuncLargeIndex<c10::BFloat16, long, unsigned int, 2, 2, -2, true>"
     return Work(span="combine", op="aten::index_add_", kernel=kernel, us=[us] * job.ranks, dims=dims)
+
+
+COMMUNICATION = ("nccl", "deep_ep", "push_rows", "take_rows", "return_rows", "sum_ranks", "wait_kernel")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """A collective as it was."""
+
+    group: str
+    seq: int
+    name: str
+    pure_us: float
+    wait_us: tuple[float, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def last(self) -> int | None:
+        """The last rank; None if no rank waited."""
+        return self.wait_us.index(0.0) if max(self.wait_us) else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Truth:
+    """The expected results."""
+
+    timelines: tuple[dict[str, float], ...]
+    meetings: tuple[Meeting, ...]
+    rows: tuple[tuple[tuple[int, ...], ...], ...]
+    offsets_us: tuple[float, ...]
+
+    def times_last(self) -> dict[int, int]:
+        """Number of collectives in which others waited for a rank."""
+        lasts = [one.last for one in self.meetings if one.last is not None]
+        return {rank: lasts.count(rank) for rank in sorted(set(lasts))}
+
+    def caused_wait_us(self) -> dict[int, float]:
+        """Waiting of all others together for each rank."""
+        cost: dict[int, float] = {}
+        for one in self.meetings:
+            if one.last is not None:
+                cost[one.last] = cost.get(one.last, 0.0) + sum(one.wait_us)
+        return cost
+
+
+def timeline(events: list[dict[str, Any]]) -> dict[str, float]:
+    """Total, busy, compute, communication, exposed and idle time of a rank, in microseconds, moment by moment."""
+    ends = []
+    for event in events:
+        kind = _kind(event)
+        if kind is not None:
+            ends += [(event["ts"], kind, 1), (event["ts"] + event["dur"], kind, -1)]
+    names = ("busy", "compute", "communication", "exposed_communication", "memcpy", "exposed_memcpy", "idle")
+    sums = dict.fromkeys(names, 0.0)
+    running = {"compute": 0, "communication": 0, "memcpy": 0}
+    ends.sort(key=lambda end: end[0])
+    for (begin, kind, change), (end, _, _) in pairwise(ends):
+        running[kind] += change
+        for name in _true_now(running):
+            sums[name] += end - begin
+    return {"total": ends[-1][0] - ends[0][0]} | sums
+
+
+def _true_now(running: dict[str, int]) -> list[str]:
+    names = [name for name, number in running.items() if number]
+    if not names:
+        return ["idle"]
+    if names == ["communication"] or names == ["communication", "memcpy"]:
+        names = [*names, "exposed_communication"]
+    if names == ["memcpy"]:
+        names = [*names, "exposed_memcpy"]
+    return [*names, "busy"]
+
+
+def _kind(event: dict[str, Any]) -> str | None:
+    """Which part of the timeline a device event belongs to."""
+    if event["cat"] == "gpu_memcpy":
+        return "memcpy"
+    if event["cat"] == "gpu_memset":
+        return "compute"
+    if event["cat"] != "kernel":
+        return None
+    return "communication" if any(name in event["name"] for name in COMMUNICATION) else "compute"

@@ -3,22 +3,21 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.trace.calls import SyncKind
+from penstock.trace.calls import CollectiveCalls, ProcessGroup, SyncKind, calls_of
 from penstock.trace.collectives import CollectiveTimes, bandwidths, collectives_of, exchange_imbalances, timed
 from penstock.trace.events import NONE, Trace
 from penstock.trace.load import decode_trace
-from penstock.trace.matching import match_collectives
+from penstock.trace.matching import ClockOffsets, match_collectives
 from tests.examples import examples
-from tests.trace.made_calls import Call, table
 from tests.trace.synthetic import Traces, make
-from tests.trace.synthetic_job import Job
-from tests.trace.synthetic_truth import Meeting
+from tests.trace.synthetic_job import Job, Meeting
 
 OFFSETS = (0.0, 812.5, -1450.25, 96.125)
 JOBS = {
@@ -54,18 +53,13 @@ def waits(collectives: CollectiveTimes, meetings: tuple[Meeting, ...]) -> tuple[
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_every_collective_is_found_with_its_pure_time_and_each_ranks_wait(name: str) -> None:
+def test_every_collective_is_found_with_its_pure_time_each_ranks_wait_and_the_stragglers(name: str) -> None:
     collectives, traces = found_in(JOBS[name])
     found, true = waits(collectives, traces.truth.meetings)
     assert collectives.unmatched == ()
     assert len(found) == len(true)
     assert np.sort(found, axis=0) == pytest.approx(np.sort(true, axis=0), abs=1e-3)
     assert found.sum(axis=0) == pytest.approx(true.sum(axis=0), abs=1e-2)
-
-
-@pytest.mark.parametrize("name", JOBS)
-def test_stragglers_are_counted_with_the_waiting_that_they_caused(name: str) -> None:
-    collectives, traces = found_in(JOBS[name])
     late = {one.rank: one for one in collectives.stragglers()}
     cost = traces.truth.caused_wait_us()
     assert {rank: one.times_last for rank, one in late.items()} == traces.truth.times_last()
@@ -85,19 +79,9 @@ def test_clocks_however_far_apart_change_no_wait(
     offsets: list[int], seed: int, slow: float, metadata: str, has_sequence: bool
 ) -> None:
     apart = tuple(one / 8 for one in offsets)
+    sizes = Job(ranks=3, layers=2, experts=12, seed=seed, slow_rank=1, slow=slow, hot_rank=2)
     collectives, traces = found_in(
-        Job(
-            ranks=3,
-            layers=2,
-            experts=12,
-            offsets_us=apart,
-            seed=seed,
-            slow_rank=1,
-            slow=slow,
-            hot_rank=2,
-            metadata=metadata,
-            has_sequence=has_sequence,
-        )
+        replace(sizes, offsets_us=apart, metadata=metadata, has_sequence=has_sequence)  # type: ignore[arg-type]
     )
     ahead_us = collectives.meetings.clocks.ahead_us
     assert ahead_us - ahead_us[0] == pytest.approx(np.array(apart) - apart[0], abs=1e-3)
@@ -292,3 +276,208 @@ def test_traces_without_communication_have_no_collectives() -> None:
     collectives = collectives_of(silent)
     assert len(collectives.meetings) == 0 and collectives.unmatched == ()
     assert bandwidths(collectives) == () and exchange_imbalances(collectives) == ()
+
+
+class Call(NamedTuple):
+    """One kernel: `group` is a tuple of members, or None for a kernel that says nothing."""
+
+    rank: int
+    start_us: float
+    end_us: float
+    group: tuple[int, ...] | None = None
+    seq: int = NONE
+    name: str = "allreduce"
+    sync: SyncKind = SyncKind.TOGETHER
+    stream: int = 16
+
+
+def table(*calls: Call) -> CollectiveCalls:
+    """Columns of these kernels. All groups have one name, as groups of disjoint ranks may."""
+    rows = sorted(calls, key=lambda one: (one.rank, one.start_us))
+    ranks = tuple(sorted({one.rank for one in rows}))
+    groups = sorted({one.group for one in rows if one.group is not None})
+    names = sorted({one.name for one in rows})
+    unknown = np.full(len(rows), np.nan)
+    return CollectiveCalls(
+        ranks=ranks,
+        groups=tuple(ProcessGroup(name="g", members=members, size=len(members)) for members in groups),
+        names=tuple(names),
+        rank=np.array([ranks.index(one.rank) for one in rows]),
+        start_us=np.array([one.start_us for one in rows]),
+        end_us=np.array([one.end_us for one in rows]),
+        group=np.array([NONE if one.group is None else groups.index(one.group) for one in rows]),
+        seq=np.array([one.seq for one in rows]),
+        name_id=np.array([names.index(one.name) for one in rows]),
+        sync=np.array([one.sync for one in rows], dtype=np.int8),
+        stream=np.array([one.stream for one in rows]),
+        sent_bytes=unknown,
+        received_bytes=unknown,
+        item_bytes=unknown,
+        sent_rows=np.full(len(rows), NONE),
+        received_rows=np.full(len(rows), NONE),
+        gpu_row=np.arange(len(rows)),
+    )
+
+
+def clocks_after(groups: list[tuple[int, ...]], ahead_us: list[float], *, meetings: int = 3) -> ClockOffsets:
+    """Clocks of ranks that are so far ahead, after some collectives in each of these groups."""
+    calls = []
+    for number, group in enumerate(groups):
+        for seq in range(meetings):
+            end = 1000.0 * (seq * len(groups) + number) + 500.0
+            calls += [Call(r, end - 100.0 - r + ahead_us[r], end + ahead_us[r], group, seq) for r in group]
+    return match_collectives(table(*calls)).clocks
+
+
+@given(st.lists(st.integers(-(10**9), 10**9), min_size=4, max_size=4))
+def test_groups_that_share_ranks_tell_the_clocks_of_all(apart: list[int]) -> None:
+    ahead_us = [one / 16 for one in apart]
+    clocks = clocks_after([(0, 1), (2, 3), (1, 3)], ahead_us)
+    assert len(set(clocks.island)) == 1
+    assert clocks.ahead_us - clocks.ahead_us[0] == pytest.approx(np.array(ahead_us) - ahead_us[0], abs=1e-4)
+
+
+def test_ranks_that_nothing_joins_stay_apart() -> None:
+    clocks = clocks_after([(0, 1), (2, 3)], [0.0, 9.0, 5000.0, 5004.0])
+    assert clocks.island[0] == clocks.island[1] != clocks.island[2] == clocks.island[3]
+    assert clocks.ahead_us == pytest.approx([-4.5, 4.5, -2.0, 2.0])
+    both = np.array([[True, True, False, False], [True, False, True, False]])
+    assert clocks.is_joined(both).tolist() == [True, False]
+
+
+def test_a_few_uneven_ends_move_no_clock() -> None:
+    calls = [Call(rank, 1000.0 * i, 1000.0 * i + 90.0, (0, 1, 2), i) for i in range(9) for rank in range(3)]
+    odd = [Call(rank, 20_000.0, 20_090.0 + 33.0 * rank, (0, 1, 2), 9) for rank in range(3)]
+    clocks = match_collectives(table(*calls, *odd)).clocks
+    assert clocks.ahead_us == pytest.approx([0.0, 0.0, 0.0])
+    assert clocks.spread_us == pytest.approx([0.0, 0.0, 0.0])
+    assert clocks.shared.tolist() == [10, 10, 10]
+
+
+def test_ends_that_scatter_more_than_clocks_differ_move_no_clock() -> None:
+    late_us = [40.0, -300.0, 12.0, 200.0]
+    calls = [
+        Call(rank, 1000.0 * i, 1000.0 * i + 600.0 + rank * late, (0, 1), i)
+        for i, late in enumerate(late_us)
+        for rank in (0, 1)
+    ]
+    clocks = match_collectives(table(*calls)).clocks
+    assert clocks.ahead_us.tolist() == [0.0, 0.0]
+    assert (clocks.spread_us > 10.0).all()
+
+
+def test_strict_collectives_are_believed_before_uneven_ones() -> None:
+    strict = [Call(rank, 10.0, 100.0 + 7.0 * rank, (0, 1), 0) for rank in (0, 1)]
+    uneven = [
+        Call(rank, 200.0 * i, 200.0 * i + 99.0 + 30.0 * rank, (0, 1), i, "all_to_allv", SyncKind.UNEVEN)
+        for i in range(1, 8)
+        for rank in (0, 1)
+    ]
+    ahead_us = match_collectives(table(*strict, *uneven)).clocks.ahead_us
+    assert ahead_us[1] - ahead_us[0] == pytest.approx(7.0)
+
+
+@pytest.mark.parametrize("sync", [SyncKind.DEVICE, SyncKind.ALONE, SyncKind.ROOTED])
+def test_kernels_whose_ends_mean_nothing_tell_no_clock(sync: SyncKind) -> None:
+    calls = [Call(rank, 5.0, 100.0 + rank, (0, 1), 0, "kernel", sync) for rank in (0, 1)]
+    clocks = match_collectives(table(*calls)).clocks
+    assert clocks.shared.tolist() == [0, 0]
+    assert clocks.island[0] != clocks.island[1]
+
+
+def test_a_meeting_of_one_rank_alone_tells_no_clock() -> None:
+    meetings = match_collectives(table(Call(0, 0.0, 5.0, (0,), 0), Call(1, 0.0, 9.0, (1,), 0)))
+    assert (meetings.met != NONE).sum(axis=1).tolist() == [1, 1]
+    assert meetings.clocks.ahead_us.tolist() == [0.0, 0.0]
+
+
+SAID = {
+    "Collective name": "all_to_allv",
+    "Process Group Name": "3",
+    "Process Group Ranks": "[0, 2, 4]",
+    "Group size": 3,
+    "Seq": 17,
+    "In msg nelems": 600,
+    "Out msg nelems": 900,
+    "dtype": "BFloat16",
+    "In split size": "[1, 2, 3]",
+    "Out split size": "[4, 0, 5]",
+}
+
+
+def calls_with(args: dict[str, Any], kernel: str = "ncclDevKernel_SendRecv(ncclDevKernelArgs)") -> CollectiveCalls:
+    """The table of one kernel with these args."""
+    event = {"ph": "X", "cat": "kernel", "name": kernel, "ts": 10.0, "dur": 5.0, "pid": 0, "tid": 7}
+    text = json.dumps({"traceEvents": [event | {"args": {"stream": 7, "device": 0} | args}]})
+    return calls_of({0: decode_trace(text.encode(), path=Path("one"))})
+
+
+def test_group_number_sizes_and_rows_are_read() -> None:
+    calls = calls_with(SAID)
+    assert (calls.name(0), calls.seq[0], calls.sync[0]) == ("all_to_allv", 17, SyncKind.UNEVEN)
+    assert (calls.groups[0].name, calls.groups[0].members, calls.groups[0].size) == ("3", (0, 2, 4), 3)
+    assert (calls.sent_bytes[0], calls.received_bytes[0]) == (1200.0, 1800.0)
+    assert (calls.sent_rows[0], calls.received_rows[0]) == (6, 9)
+
+
+def test_parts_that_are_counted_in_elements_are_no_rows() -> None:
+    calls = calls_with(SAID | {"In split size": "[100, 200, 300]", "Out split size": "[]"})
+    assert (calls.sent_rows[0], calls.received_rows[0]) == (NONE, NONE)
+
+
+def test_members_of_a_large_group_are_told_by_first_and_stride_where_the_list_is_cut_short() -> None:
+    cut = {"Process Group Ranks": "[0, 8, 16, ...]", "Global rank start": 0, "Global rank stride": 8, "Group size": 64}
+    assert calls_with(SAID | cut).groups[0].members == tuple(range(0, 512, 8))
+    assert calls_with(SAID | cut | {"Global rank stride": -1}).groups[0].members == ()
+
+
+@pytest.mark.parametrize(("dtype", "width"), [("Float", 4), ("Float8_e4m3fn", 1), ("Long", 8), ("c10::Half", 2)])
+def test_bytes_follow_the_type(dtype: str, width: int) -> None:
+    assert calls_with(SAID | {"dtype": dtype}).sent_bytes[0] == 600 * width
+
+
+@pytest.mark.parametrize("damage", [{"dtype": "Quaternion"}, {"In msg nelems": -1, "Out msg nelems": -1}])
+def test_unknown_bytes_are_nan(damage: dict[str, Any]) -> None:
+    assert np.isnan(calls_with(SAID | damage).sent_bytes[0])
+
+
+@pytest.mark.parametrize("damage", [{"Seq": "x"}, {"Seq": 10**30}, {"Group size": None}, {"Process Group Name": []}])
+def test_args_of_other_types_are_ignored(damage: dict[str, Any]) -> None:
+    calls = calls_with(SAID | damage)
+    assert (calls.group[0], calls.seq[0], calls.name(0)) == (NONE, NONE, "ncclDevKernel_SendRecv")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "sync"),
+    [
+        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgs)", SyncKind.TOGETHER),
+        ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgs)", SyncKind.TOGETHER),
+        ("ncclDevKernel_SendRecv(ncclDevKernelArgs)", SyncKind.UNEVEN),
+        ("ncclDevKernel_Generic(ncclDevKernelArgs)", SyncKind.UNEVEN),
+        ("ncclDevKernel_Broadcast_RING_LL(ncclDevKernelArgs)", SyncKind.ROOTED),
+        ("push_rows_kernel", SyncKind.ALONE),
+        ("sum_ranks_kernel", SyncKind.DEVICE),
+        ("void deep_ep::intranode::combine<__nv_bfloat16, 8, 768, 4096>(void*)", SyncKind.DEVICE),
+        ("void (anonymous namespace)::multimem_all_reduce_kernel<c10::BFloat16, 16>(c10::BFloat16*)", SyncKind.DEVICE),
+    ],
+)
+def test_a_kernel_without_metadata_is_known_by_its_name(kernel: str, sync: SyncKind) -> None:
+    calls = calls_with({}, kernel)
+    assert calls.sync[0] == sync
+    assert calls.group[0] == NONE
+
+
+@pytest.mark.parametrize(
+    ("name", "sync"),
+    [
+        ("allreduce_coalesced", SyncKind.TOGETHER),
+        ("all_to_all", SyncKind.TOGETHER),
+        ("all_to_allv", SyncKind.UNEVEN),
+        ("broadcast", SyncKind.ROOTED),
+        ("reduce", SyncKind.ROOTED),
+        ("send", SyncKind.PAIR),
+        ("recv", SyncKind.PAIR),
+    ],
+)
+def test_the_name_of_a_collective_gives_its_kind_of_synchronization(name: str, sync: SyncKind) -> None:
+    assert calls_with(SAID | {"Collective name": name}).sync[0] == sync

@@ -12,12 +12,11 @@ from penstock.cli.trace import print_answer
 from penstock.trace.analysis import analyse_traces, analysis_json
 from penstock.trace.load import decode_trace
 from penstock.trace.replay import replay_script
-from tests.trace.mutation import STRANGE, places
 from tests.trace.synthetic_graph import Recording
 from tests.trace.test_experts import grouped_events, recording
 from tests.trace.test_memory import a_step
 from tests.trace.test_replay import split
-from tests.trace.tiny import kernel, text_of, trace_of
+from tests.trace.tiny import STRANGE, kernel, places, text_of, trace_of
 
 MORE = (*STRANGE, 3, 12, "[3, 4]", [7, 8], [[1]])
 

@@ -204,10 +204,6 @@ def test_recorded_steps_of_an_exchange_without_room_have_no_empty_rows(rank: int
     assert used(alone, rank) == UsedRows(share=1.0, source="all-to-all")
 
 
-def test_without_a_bound_every_row_holds_a_token() -> None:
-    assert used(traces_of(Job(hot_rank=2)), 1) == UsedRows(share=1.0, source="all-to-all")
-
-
 def test_even_exchanges_count_bytes_and_say_it_as_well() -> None:
     found = used(traces_of(Job(is_even=True, bound=1.6)), 3)
     assert found is not None
@@ -251,11 +247,10 @@ def test_the_roofline_counts_rows_that_held_tokens() -> None:
 
 
 def test_our_own_products_count_the_rows_that_they_pick() -> None:
-    call = (
-        "_ExpertFfn",
-        shapes([BF16, BF16, BF16, "int", "float", LONG], [[6, 8], [3, 16, 8], [3, 8, 8], [3], [12], [12]]),
+    args = shapes([BF16, BF16, BF16, "int", "float", LONG], [[6, 8], [3, 16, 8], [3, 8, 8], [3], [12], [12]])
+    trace = decode_trace(
+        text_of(trace_of(event("cpu_op", "_ExpertFfn", 0, 9, **args), kernel("a", 0, 9, correlation=1)))
     )
-    trace = decode_trace(text_of(trace_of(event("cpu_op", call[0], 0, 9, **call[1]), kernel("a", 0, 9, correlation=1))))
     assert grouped_products(trace).rows.tolist() == [12]
 
 

@@ -55,40 +55,6 @@ def test_every_kernel_of_8_bits_has_a_part_of_its_own() -> None:
     assert generic_category(FLOAT8_GEMM) is Category.PRODUCTS
 
 
-@pytest.mark.parametrize(
-    ("around", "name", "phase"),
-    [
-        (Span.EXPERTS, "float8_rows_kernel", "experts"),
-        (Span.EXPERTS, "swiglu_float8_kernel", "activation"),
-        (Span.EXPERTS, "quantize_kernel", "quantize"),
-        (Span.EXPERTS, "group_tiles_kernel", "quantize"),
-        (Span.DISPATCH, "pack_rows_kernel", "quantize"),
-        (Span.DISPATCH, "unpack_rows_kernel", "quantize"),
-        (Span.NORM, "norm_quantize_kernel", "norm"),
-        (Span.NORM, "quantize_kernel", "norm"),
-        (Span.ATTENTION, "quantize_kernel", "quantize"),
-        (Span.ATTENTION, "latent_heads_backward_kernel", "attention"),
-        (None, "shared_key_backward_kernel", "attention"),
-        (Span.ATTENTION, FLOAT8_GEMM, "attention"),
-        (Span.DENSE, "swiglu_float8_kernel", "dense"),
-        (Span.SHARED, FLOAT8_GEMM, "shared"),
-        (None, "norm_quantize_kernel", "quantize"),
-        (None, "transpose_kernel", "quantize"),
-        (None, "swiglu_backward_float8_kernel", "activation"),
-        (None, FLOAT8_GEMM, "matrix products"),
-    ],
-)
-def test_quantization_is_a_phase_and_products_are_where_their_span_says(
-    around: Span | None, name: str, phase: str
-) -> None:
-    spans = [] if around is None else [span(around, 0, 50)]
-    assert [found for found, _ in named(decoded(*spans, *started(5, 1, name)))] == [phase]
-
-
-def test_weights_quantized_behind_the_optimizer_are_of_the_update() -> None:
-    assert named(decoded(span(Span.OPTIMIZER, 0, 50), *started(5, 1, "quantize_kernel"))) == [("quantize", "update")]
-
-
 @pytest.mark.parametrize("around", [span(Span.EXPERTS, 190, 70), span("other", 190, 70)])
 def test_a_product_of_matrices_among_experts_is_their_weight_gradient(around: dict[str, Any]) -> None:
     node = operator(NODE + "_Float8ExpertFfnBackward", 200, 50, **{"Sequence number": 8, "Fwd thread id": 1})
@@ -288,7 +254,3 @@ def test_models_of_work_read_the_recorded_arguments_of_our_functions() -> None:
         args = host.args(int(np.flatnonzero(host.called(name))[0]))
         dims = tuple(tuple(one) for one in args["Input Dims"])
         assert work(OperatorCall(name=name, shapes=dims, types=tuple(args["Input type"]))).flops > 0
-
-
-def test_phases_of_a_step_in_8_bits_leave_nothing_unnamed() -> None:
-    assert find_phases(step()).other_share == 0

@@ -14,8 +14,7 @@ from penstock.base.errors import TraceError
 from penstock.trace.events import NONE, GpuKind, HostKind, Trace
 from penstock.trace.load import READER, decode_trace, load_ranks, load_trace, trace_files
 from penstock.trace.timeline import steps_of, timelines
-from tests.trace.mutation import damaged
-from tests.trace.tiny import event, kernel, launch, text_of, tiny, trace_of, write
+from tests.trace.tiny import damaged, event, kernel, launch, text_of, tiny, trace_of, write
 
 
 def decoded(*events: dict[str, Any]) -> Trace:
@@ -58,11 +57,6 @@ def test_events_of_the_host_know_thread_sequence_and_external_id() -> None:
     assert (operators.external_id.tolist(), operators.sequence.tolist()) == ([1, 11], [5, 5])
     assert trace.threads[operators.thread[0]].name == "thread 77 (python)"
     assert trace.host.take(trace.host.kind == HostKind.SPAN).sequence.tolist() == [NONE, NONE]
-
-
-def test_python_functions_are_not_loaded() -> None:
-    host = decode_trace(text_of(tiny())).host
-    assert not any(host.name(row).startswith("train.py") for row in range(len(host)))
 
 
 def test_of_host_events_that_start_together_the_longer_is_first() -> None:
@@ -175,22 +169,12 @@ def test_a_folder_holds_a_trace_for_each_rank(tmp_path: Path, names: tuple[str, 
     assert [(rank, trace.rank) for rank, trace in ranks.items()] == [(2, 2), (10, 10)]
 
 
-def test_ranks_come_from_the_files_if_names_do_not_tell(tmp_path: Path) -> None:
-    for name, rank in (("a.pt.trace.json", 5), ("b.pt.trace.json.gz", 4)):
-        write(tmp_path / name, tiny(rank))
-    assert list(load_ranks(tmp_path)) == [4, 5]
-
-
-def test_names_of_files_take_precedence_over_their_content(tmp_path: Path) -> None:
-    paths = [write(tmp_path / f"rank-{rank}.json", tiny(rank=0)) for rank in range(3)]
-    ranks = load_ranks(paths)
-    assert [(rank, trace.rank) for rank, trace in ranks.items()] == [(0, 0), (1, 1), (2, 2)]
-
-
-def test_a_file_without_a_rank_is_rank_0(tmp_path: Path) -> None:
-    trace = tiny()
-    del trace["distributedInfo"]
-    assert list(load_ranks(write(tmp_path / "trace.json", trace))) == [0]
+def test_ranks_come_from_names_else_from_the_files_and_one_file_without_is_rank_0(tmp_path: Path) -> None:
+    written = [write(tmp_path / name, tiny(rank)) for name, rank in (("a.pt.json", 5), ("b.pt.json.gz", 4))]
+    assert list(load_ranks(written)) == [4, 5]
+    named = [write(tmp_path / f"rank-{rank}.json", tiny(rank=0)) for rank in range(3)]
+    assert [(rank, trace.rank) for rank, trace in load_ranks(named).items()] == [(0, 0), (1, 1), (2, 2)]
+    assert list(load_ranks(write(tmp_path / "trace.json", tiny() | {"distributedInfo": {}}))) == [0]
 
 
 def test_drafts_of_a_recorder_are_left_alone(tmp_path: Path) -> None:
@@ -225,11 +209,8 @@ def test_the_folder_of_a_run_without_a_recording_says_how_to_record(tmp_path: Pa
     ("content", "says"),
     [
         (b"", "is empty"),
-        (b" \n", "is empty"),
         (b"SQLite format 3\x00", "no trace of torch.profiler"),
-        (b"\x80\x04\x95pickled", "no trace of torch.profiler"),
         (b'{"a": 1}', "missing required field `traceEvents`"),
-        (b"7", "Expected `object`, got `int`"),
         (b'{"traceEvents": {}}', "Expected `array`"),
         (b'{"traceEvents": []}', "no trace of torch.profiler; got 0 events"),
         (b"[" * 100_000, "no trace of torch.profiler"),
@@ -265,14 +246,6 @@ def test_a_file_that_was_cut_off_is_refused_wherever_the_cut_is(tmp_path: Path, 
     for length in range(0, len(text) - 1, 97):
         path.write_bytes(text[:length])
         assert "cop" in told(path) or length < 3
-
-
-def test_packed_data_with_one_wrong_byte_are_refused(tmp_path: Path) -> None:
-    text = bytearray(gzip.compress(text_of(tiny()), mtime=0))
-    text[len(text) // 2] ^= 0x10
-    path = tmp_path / "rank-0.json.gz"
-    path.write_bytes(text)
-    assert "gzip data are wrong" in told(path)
 
 
 def test_no_thread_is_left_behind_by_a_file_that_is_refused(tmp_path: Path) -> None:

@@ -111,10 +111,6 @@ def test_a_damaged_change_is_left_out(args: dict[str, Any]) -> None:
     assert memory_of(change(5, 300, 300), bad).allocated.tolist() == [300]
 
 
-def test_a_trace_without_memory_has_none() -> None:
-    assert find_memory(decoded(kernel("a", 0, 10, correlation=1))) == ()
-
-
 def test_json_has_each_step_with_its_own_peak() -> None:
     trace = decoded(kernel("a", 0, 10, correlation=1), *a_step())
     (memory,) = find_memory(trace)

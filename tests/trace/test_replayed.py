@@ -110,6 +110,8 @@ def test_how_many_layers_there_are_must_be_known() -> None:
     assert (replays.source, replays.placed, replays.events) == (None, 0, len(recording.steps))
     assert "not told: no pass without graphs, no capture and no number of layers" in replays.told
     assert not placement.is_inferred.any()
+    recording.model["moe"]["moe_layer_freq"] = 2  # MoE in every second layer: layers are not equal
+    assert inferred(recording.trace())[1] is None
 
 
 @pytest.mark.parametrize("told", [5, 3, 13])
@@ -123,13 +125,6 @@ def test_another_number_of_layers_than_names_repeat_tells_nothing(told: int) -> 
     assert replays.source is None
     assert "names do not repeat as often as layers should" in replays.told
     assert (placement.layer == NONE).all()
-
-
-def test_experts_in_every_second_layer_are_no_equal_layers() -> None:
-    recording = Recording()
-    recording.replay()
-    recording.model["moe"]["moe_layer_freq"] = 2
-    assert inferred(recording.trace())[1] is None
 
 
 def test_a_graph_of_anything_else_is_not_taken_for_layers() -> None:
