@@ -57,7 +57,6 @@ from penstock.parallel.launch.process import bind_near, choose_device, device_na
 from penstock.parallel.launch.rendezvous import Rendezvous, start_process_group, stop_process_group
 from penstock.train.loop import open_store, resume, start, train_run
 from penstock.train.observer import RunEnd
-from penstock.train.rehearsal import Rehearsal, rehearse
 from penstock.train.run_folder import (
     RunFolder,
     check_is_free,
@@ -68,7 +67,17 @@ from penstock.train.run_folder import (
     find_launched,
     find_run_folder,
 )
-from penstock.train.setup import RunData, Session, find_shortage, open_split, open_texts, prepare, state_bytes
+from penstock.train.setup import (
+    Rehearsal,
+    RunData,
+    Session,
+    find_shortage,
+    open_split,
+    open_texts,
+    prepare,
+    rehearse,
+    state_bytes,
+)
 from penstock.train.sinks import check_sinks, open_sinks
 from penstock.train.stop import StopRequest
 
@@ -410,12 +419,12 @@ def _lines(run: Run, rehearsal: Rehearsal) -> list[tuple[str, str]]:
         )
     lines += [
         ("parameters", f"{count_text(rehearsal.dense)} dense, {count_text(rehearsal.expert)} in experts"),
-        ("weights", bytes_text(rehearsal.weight_bytes)),
-        ("gradients", bytes_text(rehearsal.gradient_bytes)),
-        ("optimizer", bytes_text(rehearsal.optimizer_bytes)),
+        ("weights", bytes_text(rehearsal.memory.weights)),
+        ("gradients", bytes_text(rehearsal.memory.gradients)),
+        ("optimizer", bytes_text(rehearsal.memory.optimizer)),
     ]
-    if rehearsal.host_bytes:
-        lines.append(("on the host", bytes_text(rehearsal.host_bytes)))
+    if rehearsal.memory.host:
+        lines.append(("on the host", bytes_text(rehearsal.memory.host)))
     if model.pipeline is not None:
         schedule = model.pipeline.schedule
         steps = actions.text(schedule, axes.pipeline.rank).split()

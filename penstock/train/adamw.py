@@ -71,8 +71,6 @@ def update_all(
     Args:
         updates: none is empty.
         step: float32 scalar on the same device: number of earlier steps; unchanged.
-        learning_rate: of this step.
-        settings: all else.
         divisor: of the gradients, in place, in the same pass over memory.
     """
     # Filled on the device: a copy from the host would wait for the device.
@@ -108,14 +106,12 @@ class FusedAdamW:
     Args:
         values: updated in place, by name; decay depends on the name. All on one device; some may be empty.
         gradients: float32, of the same shapes; every update reads these tensors.
-        settings: all but the learning rate.
 
     Attributes:
         masters: the values, or float32 copies of those of a smaller type.
         moments1: means of the gradients.
         moments2: means of their squares.
         step: float32 scalar on the device: number of updates.
-        host_bytes: of host memory.
         device_bytes: of separate masters, moments and buffers on the device.
     """
 
@@ -203,7 +199,6 @@ class StreamedAdamW:
     Args:
         values: contiguous.
         gradients: contiguous.
-        settings: of AdamW.
         chunk_bytes: device memory of one of the two chunks.
     """
 

@@ -30,10 +30,7 @@ class BatchContents:
     Attributes:
         rows: all rows of the batch, or MOST_ROWS of them.
         parts: mixture part of each row; empty names without a mixture.
-        weights: of the mixture parts.
-        batch_rows: of the whole batch.
         skipped: corrupt records on the way.
-        notices: which ones, a line each.
     """
 
     rows: tuple[RowContents, ...]
@@ -81,8 +78,6 @@ def training_contents(run: Run, text: Text, step: int, store: CheckpointStore | 
     """Analyze the batch of a training step.
 
     Args:
-        run: the configuration.
-        text: training data.
         step: from 1.
         store: checkpoints of the run to begin from; None begins at the first step.
 

@@ -55,7 +55,6 @@ class CapturedPasses:
 
     Args:
         is_asked_for: out of memory is an error; otherwise passes stay eager, with a notice.
-        capture: captures a callable.
 
     Attributes:
         pool_bytes: device memory of the graph; 0 without one.
@@ -144,9 +143,7 @@ class _CapturedPass:
     """A graph with its input and output tensors.
 
     Attributes:
-        batch: input, one micro-batch.
         parts: output, see `MicroLoss.parts`.
-        transfers: through symmetric memory.
     """
 
     graph: Replayable
@@ -311,8 +308,6 @@ def choose_capture(
 
     Args:
         run: with the user's `graphs.capture`.
-        device: of the rank.
-        choices: of kernels.
 
     Returns:
         The passes, or None for eager ones; and a note for the user, empty with `graphs.capture` none.

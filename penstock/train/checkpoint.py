@@ -67,7 +67,6 @@ class CheckpointStore:
         folder: of `step-000123` folders; all ranks see it.
         keep: number of checkpoints after a save; 0 keeps all.
         asynchronous: write in the background, which needs host memory for this rank's tensors.
-        world: all ranks of the run.
     """
 
     def __init__(self, folder: Path, keep: int, asynchronous: bool, world: Axis = ALONE.world) -> None:
@@ -145,7 +144,6 @@ class CheckpointStore:
         """Fill tensors from a checkpoint of any layout. Nothing is changed unless the checkpoint is valid.
 
         Args:
-            step: of the checkpoint.
             into: parts of this rank, on any device. All ranks together hold exactly the saved tensors: names, types,
                 shapes.
             all_of_it: False allows tensors of the checkpoint to be left out.
@@ -293,7 +291,6 @@ class _Phase:
     traceback on their rank.
 
     Args:
-        messages: between the ranks.
         what: message of the error.
     """
 

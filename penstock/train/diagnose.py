@@ -83,7 +83,6 @@ class NonFiniteFinding:
 
     Attributes:
         value: `nan`, `inf` or `-inf`; JSON has no such numbers.
-        step: of the figure.
         origin: None before the search, and if it could not finish.
         checkpoint: the newest checkpoint; None if there is none, or before the lookup.
         unsaved: reason why no checkpoint could be written after the figure was found, or None.
@@ -108,7 +107,6 @@ class NonFiniteFinding:
         """The error that ends the run.
 
         Args:
-            path: nonfinite.json.
             unwritten: reason why there is no such file, or None.
         """
         where = NO_ORIGIN if self.origin is None else str(self.origin)
@@ -132,8 +130,6 @@ def report_figure(
 
     Args:
         finding: written at once by the first rank, and again with later results.
-        path: nonfinite.json.
-        world: all ranks.
         save: saves the state, and waits for the disk; may raise CheckpointError, on all ranks.
         newest: returns the newest checkpoint; called on the first rank.
         look: searches; see `find_origin`.
@@ -166,7 +162,6 @@ def find_origin(model: RankModel, optimizer: MasterAdamW, batch: Batch, rule: St
         model: as before the step, in training mode.
         optimizer: with the gradients of the step.
         batch: this rank's rows of the step.
-        rule: of the step.
 
     Returns:
         The origin, or None if the search could not finish on some rank (out of memory, or a lost rank). Other ranks may

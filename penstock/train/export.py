@@ -47,10 +47,6 @@ def export_huggingface(
     """Write the weights of a checkpoint for `transformers`, and the tokenizer.
 
     Args:
-        run: the configuration.
-        store: of the run.
-        step: of the checkpoint.
-        folder: created here.
         precision: of the exported weights. Router weights stay float32, as in training.
         shard_bytes: maximum size of a file with several weights.
 

@@ -41,7 +41,6 @@ class SamplingRule:
     Attributes:
         temperature: divisor of the logits; 0 takes the largest logit.
         top_p: only the most probable tokens whose probabilities reach this sum are drawn from.
-        seed: of the draws.
     """
 
     temperature: float = 0.0
@@ -54,9 +53,6 @@ def load_decoder(run: Run, store: CheckpointStore, step: int, device: torch.devi
 
     Args:
         run: configuration of the checkpoint.
-        store: of the run.
-        step: of the checkpoint.
-        device: of the decoder.
 
     Raises:
         CheckpointError: the checkpoint is damaged or of another model.
@@ -85,12 +81,10 @@ def generate(
     """Token ids that continue a prompt, without the end of the document.
 
     Args:
-        decoder: in evaluation mode.
         prompt: at least one id.
         most: maximum number of ids.
         end: id that ends a document.
         vocabulary: larger ids stand for no text and are never chosen.
-        rule: of the sampling.
     """
     device = decoder.head_VD.device
     generator = torch.Generator().manual_seed(rule.seed)
@@ -111,7 +105,6 @@ def text_pieces(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Iterable[in
     """The text of tokens as they come, each character once and complete.
 
     Args:
-        tokenizer: of the tokens.
         prompt: ids before them, whose text is left out.
         tokens: ids.
     """

@@ -27,8 +27,6 @@ class CutRule:
 
     Attributes:
         micro_batch: rows of one forward pass.
-        depths: multi-token prediction depths.
-        device: of the model.
         data: ranks that read other rows of the same global batch.
         places: this rank's positions of a row, in its order; None for all.
         sees_row: attention reads every position of the row, because heads are divided instead of positions.
@@ -60,7 +58,6 @@ class GlobalBatch:
     """The rows of one step on the device.
 
     Attributes:
-        micro_batches: with equal numbers of rows.
         counted: float64 on the device: number of counted labels over all ranks, of the main loss, then of each depth.
     """
 

@@ -53,7 +53,6 @@ class Upcycling:
         copies: of the dense network in each layer.
         chosen: copies for each token.
         granularity: experts for each copy.
-        seed: of the router's weights.
     """
 
     copies: int
@@ -160,11 +159,9 @@ def import_weights(weights: WeightFolder, source: Model, run: Run, upcycling: Up
     """Write weights as the start of a run, and a file that starts it.
 
     Args:
-        weights: with Hugging Face names.
         source: the model of the weights.
         run: whose `training.initial_weights` names the folder.
         upcycling: makes the run's model of `source`; None if they are the same.
-        folder: created here.
 
     Raises:
         CheckpointError: the weights are not those of the model, cannot be read, or a write fails.

@@ -72,7 +72,6 @@ def open_store(run: Run, folder: RunFolder, world: Axis = ALONE.world) -> Checkp
 
     Args:
         run: says how many are kept, and whether they are written in the background.
-        folder: of the run.
         world: all ranks, which call this together; a single reader passes none.
     """
     return CheckpointStore(folder.checkpoints, run.checkpoint.keep, run.checkpoint.asynchronous, world)
@@ -125,9 +124,6 @@ def train_run(
 
     Args:
         session: the run, in the state of `begin`.
-        folder: of the run.
-        store: its checkpoints; closed on return.
-        begin: completed steps.
         observers: receive every report; closed on return, also after an error.
         stop: read after every step.
 

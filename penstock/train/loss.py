@@ -90,7 +90,6 @@ def batch_loss(
         head_VD: output projection, or this rank's rows of it.
         labels: of the main loss, then of each depth, for the positions of all tensor-parallel ranks.
         counted: counted labels of the GLOBAL batch, see `GlobalBatch`.
-        rule: factors and ranks.
         total_VD: float32 sum of the head's gradients, which backward adds to; None leaves it to autograd.
     """
     parts = []

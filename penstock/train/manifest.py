@@ -94,11 +94,8 @@ class Manifest:
     """Content of a checkpoint folder.
 
     Attributes:
-        format: FORMAT.
-        version: of the folder's layout.
         penstock: version of the program that wrote it.
         step: number of optimizer steps.
-        tensors: all, by name.
         files: name -> size and checksum, such as `120 bytes, crc32 0a1b2c3d`; without the manifest.
     """
 
@@ -230,7 +227,6 @@ def check_tensors(folder: Path, saved: Mapping[str, str], wanted: Mapping[str, s
     """Refuse a checkpoint with other tensors than wanted.
 
     Args:
-        folder: for the message.
         saved: kinds of the manifest's tensors.
         wanted: `describe` of the tensors to fill, on all ranks together.
 
@@ -300,8 +296,6 @@ def write_parts(folder: Path, parts: Mapping[str, ShardedTensor], rank: int) -> 
     """Write this rank's rectangles, and sync them to disk.
 
     Args:
-        folder: of the checkpoint.
-        parts: all that the rank holds.
         rank: part of the file names.
 
     Raises:
@@ -344,7 +338,6 @@ def fill_parts(folder: Path, saved: Mapping[str, SavedTensor], into: Mapping[str
     """Read this rank's parts; each file is opened once, and only the needed elements are read.
 
     Args:
-        folder: of the checkpoint.
         saved: every tensor of `into`.
         into: filled in place, on any device.
 

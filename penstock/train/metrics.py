@@ -66,8 +66,7 @@ FIELDS: dict[str, MetricField] = {
     ),
     "dropped_slots": MetricField("slots", "(token, expert) pairs over capacity, all layers together."),
     "rows_left_out": MetricField(
-        "rows",
-        "Rows that exceeded the expert buffers (dispatch.row_capacity_factor); if any, the step was repeated.",
+        "rows", "Rows that exceeded the expert buffers (dispatch.row_capacity_factor); if any, the step was repeated."
     ),
     "records_skipped": MetricField(
         "records", "Records of text that could not be read and were skipped so far (data.corrupt); each epoch anew."
@@ -176,7 +175,6 @@ def drop_after(path: Path, step: int) -> None:
 
     Args:
         path: metrics.jsonl; may be missing.
-        step: of the checkpoint.
 
     Raises:
         RunFolderError: the file is no metrics file, or cannot be changed.
@@ -216,7 +214,6 @@ class MetricsFile(Observer):
     """Observer that appends to metrics.jsonl.
 
     Args:
-        path: the file.
         every: steps between lines; steps with an evaluation are always written.
     """
 

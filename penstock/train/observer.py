@@ -20,7 +20,6 @@ class LayerReport:
     Attributes:
         layer: index of the decoder layer.
         slots: (token, choice) pairs of each expert, dropped ones included.
-        dropped: slots over capacity.
         auxiliary_loss: balance losses of the layer, weighted.
     """
 
@@ -59,7 +58,6 @@ class HeldOutLoss:
     Attributes:
         loss: cross entropy, nats per token.
         bits_per_byte: cross entropy in bits per byte of UTF-8 text, comparable between tokenizers.
-        tokens: counted tokens.
     """
 
     loss: float
@@ -153,8 +151,6 @@ class RunEnd:
     """End of a run.
 
     Attributes:
-        step: last finished step.
-        steps: steps of the whole run.
         seconds: since this process began to train.
         checkpoint: the newest on disk, or None.
         last: report of the last step, or None without a step.

@@ -28,7 +28,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from penstock.config.parallel import Offload, Parallel
@@ -45,48 +45,42 @@ class OptimizerShard:
     """The part of one parameter that this rank updates.
 
     Attributes:
-        holding: the parameter.
         rows: first and last + 1 of the updated rows; None for all.
         total: float32 sum of the gradients of all backward passes, in the shape of the parameter on this rank.
         gradient: the updated rows of `total`; of the global batch after the reduction.
         values: the updated rows of the parameter.
         attached: value of `parameter.grad` outside of backward: a buffer that autograd adds to, or None with a hook.
-        shard: ranks that divide the rows and reduce the gradient here, not in FSDP2.
-        replicate: ranks that update the same rows and sum the gradient here.
+        shard_axis: ranks that divide the rows and reduce the gradient here, not in FSDP2.
+        replicate_axis: ranks that update the same rows and sum the gradient here.
         writes: this rank saves the rows.
     """
 
-    holding: ParamShard
+    param: ParamShard
     rows: tuple[int, int] | None
     total: Tensor
     gradient: Tensor
     values: Tensor
     attached: Tensor | None
-    shard: Axis
-    replicate: Axis
+    shard_axis: Axis
+    replicate_axis: Axis
     writes: bool
-
-    @property
-    def parameter(self) -> nn.Parameter:
-        """The module's parameter."""
-        return self.holding.parameter
 
     def part(self, tensor: Tensor) -> ShardedTensor:
         """A tensor of the updated rows, as a part of a checkpoint."""
-        holding = self.holding
-        return ShardedTensor(tensor=tensor, shape=holding.shape, pieces=holding.pieces(self.rows), writes=self.writes)
+        param = self.param
+        return ShardedTensor(tensor=tensor, shape=param.shape, pieces=param.pieces(self.rows), writes=self.writes)
 
 
 @torch.no_grad()
-def optimizer_shard_of(holding: ParamShard, parallel: Parallel) -> OptimizerShard:
+def optimizer_shard_of(param: ParamShard, parallel: Parallel) -> OptimizerShard:
     """Decide which rows of a parameter this rank updates, and create the gradient."""
-    parameter, data = holding.parameter, holding.data
+    parameter, data = param.parameter, param.data
     is_precise = is_own_master(parameter)
     rows: tuple[int, int] | None = None
     shard, replicate = NO_AXIS, data
     attached: Tensor | None = None
     if isinstance(parameter, DTensor):
-        assert is_precise, f"{holding.name} is sharded, so it must be its own float32 master"
+        assert is_precise, f"{param.name} is sharded, so it must be its own float32 master"
         rows, writer = local_rows(parameter), data.replicate.rank == 0
         attached = torch.zeros_like(parameter)
         assert isinstance(attached, DTensor), "zeros like a DTensor are one"
@@ -102,15 +96,15 @@ def optimizer_shard_of(holding: ParamShard, parallel: Parallel) -> OptimizerShar
             rows = rows_of_shard(parameter.shape[0], shard.rank, shard.size)
             gradient, values = total[slice(*rows)], values[slice(*rows)]
     return OptimizerShard(
-        holding=holding,
+        param=param,
         rows=rows,
         total=total,
         gradient=gradient,
         values=values,
         attached=attached,
-        shard=shard,
-        replicate=replicate,
-        writes=writer and all(axis.rank == 0 for axis in holding.partial) and values.numel() > 0,
+        shard_axis=shard,
+        replicate_axis=replicate,
+        writes=writer and all(axis.rank == 0 for axis in param.partial) and values.numel() > 0,
     )
 
 
@@ -138,9 +132,8 @@ class MasterAdamW:
     """AdamW (arXiv 1711.05101) over the parameters of one rank, all on one device.
 
     Args:
-        holdings: parameters and names are unique; those without gradients are skipped. Ranks with the same parameters
+        params: parameters and names are unique; those without gradients are skipped. Ranks with the same parameters
             create their optimizers together.
-        settings: all but the learning rate.
         parallel: with `shard`, and `reduce`, the dtype of the gradient sums over ranks.
         world: all ranks, for the norm of the whole gradient.
         bucket_values: of a message; None for the default (penstock/parallel/buckets.py).
@@ -149,7 +142,7 @@ class MasterAdamW:
 
     def __init__(
         self,
-        holdings: Sequence[ParamShard],
+        params: Sequence[ParamShard],
         settings: Optimizer,
         *,
         parallel: Parallel = _DEFAULTS,
@@ -157,56 +150,56 @@ class MasterAdamW:
         bucket_values: int | None = None,
         offload: Offload = _ON_DEVICE,
     ) -> None:
-        trained = [holding for holding in holdings if holding.parameter.requires_grad]
+        trained = [param for param in params if param.parameter.requires_grad]
         assert trained, "an optimizer needs a parameter that is trained"
         # In the order of names, so that messages match even between ranks that hold different layers.
-        self._shares = {
+        self._shards = {
             one.name: optimizer_shard_of(one, parallel) for one in sorted(trained, key=lambda one: one.name)
         }
-        assert len({id(one.parameter) for one in trained}) == len(self._shares) == len(trained), "one comes twice"
+        assert len({id(one.parameter) for one in trained}) == len(self._shards) == len(trained), "one comes twice"
         self._world = world
         self._reduce_dtype = torch.float32 if parallel.reduce == "fp32" else torch.bfloat16
         self._bucket_values = bucket_values
-        for share in self._shares.values():
-            share.parameter.grad = share.attached
-            if share.attached is None:
-                share.parameter.register_post_accumulate_grad_hook(partial(_move_gradient, share.total))
+        for one in self._shards.values():
+            one.param.parameter.grad = one.attached
+            if one.attached is None:
+                one.param.parameter.register_post_accumulate_grad_hook(partial(_move_gradient, one.total))
         self._adamw = (StreamedAdamW if offload.optimizer else FusedAdamW)(
-            {name: share.values for name, share in self._shares.items()},
-            {name: share.gradient for name, share in self._shares.items()},
+            {name: one.values for name, one in self._shards.items()},
+            {name: one.gradient for name, one in self._shards.items()},
             settings,
         )
 
     def gradient_of(self, name: str) -> Tensor:
         """The float32 buffer of a parameter's gradients; the same tensor for the whole run."""
-        return self._shares[name].total
+        return self._shards[name].total
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Names, and gradients of the rows that this rank updates; complete after `reduce_gradients`."""
-        for name, share in self._shares.items():
-            yield name, share.gradient
+        for name, one in self._shards.items():
+            yield name, one.gradient
 
     @torch.no_grad()
     def zero_gradients(self) -> None:
         """Zero the buffers. `model.zero_grad` would detach them."""
-        torch._foreach_zero_([share.total for share in self._shares.values()])
+        torch._foreach_zero_([one.total for one in self._shards.values()])
 
     def reduce_gradients(self) -> None:
         """Sum the gradients over ranks, once a step after the last backward pass."""
         # All ranks take the axes in the order of their names, which avoids deadlocks.
         by_axes: dict[tuple[str, str], list[OptimizerShard]] = defaultdict(list)
-        for share in self._shares.values():
-            by_axes[share.shard.name, share.replicate.name].append(share)
-        for _, shares in sorted(by_axes.items()):
-            cargo = [BucketEntry(whole=share.total, own=share.gradient) for share in shares]
-            self._reduce(cargo, shares[0].shard, shares[0].replicate)
-        for axis, shares in self._by_partial_axis():
-            self._reduce([BucketEntry(whole=share.gradient, own=share.gradient) for share in shares], NO_AXIS, axis)
+        for one in self._shards.values():
+            by_axes[one.shard_axis.name, one.replicate_axis.name].append(one)
+        for _, shards in sorted(by_axes.items()):
+            entries = [BucketEntry(whole=one.total, own=one.gradient) for one in shards]
+            self._reduce(entries, shards[0].shard_axis, shards[0].replicate_axis)
+        for axis, shards in self._by_partial_axis():
+            self._reduce([BucketEntry(whole=one.gradient, own=one.gradient) for one in shards], NO_AXIS, axis)
 
     @torch.no_grad()
     def gradient_norm(self) -> Tensor:
         """2-norm of the gradient of the whole model, over all ranks: float32 scalar on the device."""
-        counted = [share.gradient for share in self._shares.values() if share.writes]
+        counted = [one.gradient for one in self._shards.values() if one.writes]
         norms = torch._foreach_norm(counted) if counted else [torch.zeros_like(self._adamw.step)]
         norm = torch.linalg.vector_norm(torch.stack(norms))
         if self._world.group is None:
@@ -218,8 +211,8 @@ class MasterAdamW:
     @torch.no_grad()
     def step(self, learning_rate: float, divisor: float = 1.0) -> None:
         """Update every parameter from the gradients, which are divided by `divisor` first (`clip_divisor`)."""
-        for name, share in self._shares.items():
-            assert share.parameter.grad is share.attached, f"the gradient buffer of {name} was detached"
+        for name, one in self._shards.items():
+            assert one.param.parameter.grad is one.attached, f"the gradient buffer of {name} was detached"
         self._adamw.update(learning_rate, divisor)
         self._gather_values()
 
@@ -232,7 +225,7 @@ class MasterAdamW:
         self._adamw.settle()
         kinds = {"model": self._adamw.masters, "moment1": self._adamw.moments1, "moment2": self._adamw.moments2}
         parts = {
-            f"{kind}.{name}": self._shares[name].part(tensor)
+            f"{kind}.{name}": self._shards[name].part(tensor)
             for kind, tensors in kinds.items()
             for name, tensor in tensors.items()
         }
@@ -240,11 +233,11 @@ class MasterAdamW:
 
     def memory(self) -> StateBytes:
         """Memory of this optimizer; works on the meta device."""
-        shares = self._shares.values()
-        weights = [share.values if isinstance(share.parameter, DTensor) else share.parameter for share in shares]
+        shards = self._shards.values()
+        weights = [one.values if isinstance(one.param.parameter, DTensor) else one.param.parameter for one in shards]
         return StateBytes(
             weights=_bytes(weights),
-            gradients=_bytes(share.total for share in shares),
+            gradients=_bytes(one.total for one in shards),
             optimizer=self._adamw.device_bytes,
             host=self._adamw.host_bytes,
         )
@@ -254,26 +247,26 @@ class MasterAdamW:
         self._adamw.loaded()
         self._gather_values()
 
-    def _reduce(self, cargo: Sequence[BucketEntry], shard: Axis, replicate: Axis) -> None:
-        reduce_rows(cargo, shard, replicate, self._reduce_dtype, self._bucket_values)
+    def _reduce(self, entries: Sequence[BucketEntry], shard: Axis, replicate: Axis) -> None:
+        reduce_rows(entries, shard, replicate, self._reduce_dtype, self._bucket_values)
 
     def _by_partial_axis(self) -> list[tuple[Axis, list[OptimizerShard]]]:
         """Axes besides data over which gradients are summed, with their parameters."""
-        axes = {axis.name: axis for share in self._shares.values() for axis in share.holding.partial}
+        axes = {axis.name: axis for one in self._shards.values() for axis in one.param.partial}
         return [
-            (axes[name], [share for share in self._shares.values() if axes[name] in share.holding.partial])
+            (axes[name], [one for one in self._shards.values() if axes[name] in one.param.partial])
             for name in sorted(axes)
         ]
 
     def _gather_values(self) -> None:
         """Fetch the rows of parameters that other ranks have updated."""
         divided: dict[tuple[str, str], list[OptimizerShard]] = defaultdict(list)
-        for share in self._shares.values():
-            if share.shard.size > 1:
-                divided[share.shard.name, str(share.parameter.dtype)].append(share)
-        for _, shares in sorted(divided.items()):
-            cargo = [BucketEntry(whole=share.parameter.detach(), own=share.values) for share in shares]
-            gather_rows(cargo, shares[0].shard, self._bucket_values)
+        for one in self._shards.values():
+            if one.shard_axis.size > 1:
+                divided[one.shard_axis.name, str(one.param.parameter.dtype)].append(one)
+        for _, shards in sorted(divided.items()):
+            entries = [BucketEntry(whole=one.param.parameter.detach(), own=one.values) for one in shards]
+            gather_rows(entries, shards[0].shard_axis, self._bucket_values)
 
 
 def clip_divisor(norm: float, limit: float) -> float:

@@ -24,9 +24,6 @@ def forward_backward(model: RankModel, batch: GlobalBatch, rule: LossRule, enter
     """Differentiate the loss of a global batch into the parameters' gradients.
 
     Args:
-        model: in training mode.
-        batch: cut for this rank.
-        rule: of the loss.
         enter: called when a phase begins.
 
     Returns:
@@ -57,10 +54,7 @@ def differentiate(
     """Forward and backward pass of one micro-batch on a rank without pipeline; may be captured as a graph.
 
     Args:
-        model: in training mode.
-        batch: the micro-batch.
         counted: see `GlobalBatch`.
-        rule: of the loss.
         enter: called when a phase begins; not inside of a graph, which cannot be timed in parts.
 
     Returns:
@@ -80,7 +74,6 @@ def held_out_nats(model: RankModel, batches: Sequence[MicroBatch], rule: LossRul
     """Sum of the main loss over the counted labels of this rank's rows.
 
     Args:
-        model: in evaluation mode.
         batches: of equal number on every rank.
         rule: of the loss; its z-loss is left out.
 

@@ -41,9 +41,7 @@ class Recorder:
     Args:
         run: with the steps and ranks to record.
         folder: for the files; created when needed.
-        device: of the rank.
         grid: the layout, for the trace.
-        rank: of this process.
     """
 
     def __init__(self, run: Run, folder: Path, device: torch.device, grid: Grid, rank: int) -> None:

@@ -99,11 +99,7 @@ class PrometheusEndpoint(Observer):
     """Observer that answers HTTP requests.
 
     Args:
-        address: of the network interface.
         port: 0 takes a free one.
-
-    Attributes:
-        port: of the server.
 
     Raises:
         OSError: the port is taken, or the address is none of this machine.

@@ -23,7 +23,6 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.base.errors import CheckpointError, RunFolderError, did_you_mean_path
@@ -47,56 +46,20 @@ stopped at a corrupt record may skip it.
 """
 
 
-@dataclass(frozen=True)
 class RunFolder:
-    """Paths of one run."""
+    """Paths of one run, see the top of this file."""
 
-    path: Path
-
-    @property
-    def config(self) -> Path:
-        """The resolved configuration."""
-        return self.path / RUN_FILE
-
-    @property
-    def metrics(self) -> Path:
-        """One JSON object a step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def starts(self) -> Path:
-        """One JSON object a start."""
-        return self.path / "starts.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Saved states."""
-        return self.path / CHECKPOINTS
-
-    @property
-    def tensorboard(self) -> Path:
-        """Event files."""
-        return self.path / "tensorboard"
-
-    @property
-    def wandb(self) -> Path:
-        """Files of Weights & Biases."""
-        return self.path / "wandb"
-
-    @property
-    def profile(self) -> Path:
-        """Traces of recorded steps."""
-        return self.path / "profile"
-
-    @property
-    def nonfinite(self) -> Path:
-        """Where a NaN or infinity began."""
-        return self.path / "nonfinite.json"
-
-    @property
-    def launch(self) -> Path:
-        """Name of the launch that made the folder, if it has one."""
-        return self.path / "launch"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / RUN_FILE
+        self.metrics = path / "metrics.jsonl"
+        self.starts = path / "starts.jsonl"
+        self.checkpoints = path / CHECKPOINTS
+        self.tensorboard = path / "tensorboard"
+        self.wandb = path / "wandb"
+        self.profile = path / "profile"
+        self.nonfinite = path / "nonfinite.json"
+        self.launch = path / "launch"
 
     @property
     def exists(self) -> bool:
@@ -200,7 +163,6 @@ def find_run_folder(parent: Path, name: str, *, newest: bool) -> RunFolder:
 
     Args:
         parent: folder of all runs.
-        name: of the run.
         newest: take the highest of name, name-2, name-3, ...; otherwise exactly `name`.
 
     Raises:
@@ -250,7 +212,6 @@ def check_nothing_is_lost(folder: RunFolder, run: Run) -> None:
 
     Args:
         folder: of a run without a checkpoint now; one that was killed before its first checkpoint may begin again.
-        run: its configuration.
 
     Raises:
         RunFolderError: the folder of checkpoints is gone, or empty although a checkpoint was due.

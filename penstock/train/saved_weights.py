@@ -55,7 +55,6 @@ class WeightPiece:
 
     Attributes:
         name: of the weight in `Decoder.state_dict()`.
-        shape: of the whole weight.
         make: returns the values; called once, when they are written.
     """
 
@@ -69,7 +68,6 @@ def write_weights(folder: Path, pieces: Iterable[WeightPiece], facts: Mapping[st
     """Write a checkpoint of step 0 with weights only. The caller makes the folder appear atomically.
 
     Args:
-        folder: of the checkpoint; created here.
         pieces: each weight exactly once, in any order; pieces of one file should be close together.
         facts: of the checkpoint, as JSON values.
 
@@ -116,8 +114,6 @@ class SavedWeights:
     """The weights of a complete, undamaged checkpoint.
 
     Args:
-        store: the checkpoints of a run.
-        step: of the checkpoint.
         kinds: type and shape of each wanted weight, by name in the model.
 
     Raises:

@@ -21,8 +21,6 @@ def learning_rate(step: int, steps: int, peak: float, schedule: LearningRateSche
 
     Args:
         step: from 0. Steps past the end have the rate of the last one.
-        steps: of the whole run.
-        peak: highest rate.
         schedule: warm-up and shape.
     """
     if step < schedule.warmup_steps:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from penstock.base.devices import peak_flops
-from penstock.base.errors import DataError, DeviceError
+from penstock.base.errors import ConfigError, DataError, DeviceError
 from penstock.config.fit import grid_of, shard
 from penstock.config.run import Run
 from penstock.config.size import Count, routed_parameters, size_of
@@ -24,19 +24,22 @@ from penstock.data.tokenizer import BYTES
 from penstock.kernels.choose import summary
 from penstock.kernels.device_facts import device_facts
 from penstock.layout.grid import Grid
+from penstock.layout.stages import Stage
 from penstock.models.build import meta_model
 from penstock.models.count import count
 from penstock.models.init import initialize_masters
 from penstock.models.kernels import kernel_choices
 from penstock.models.parameters import fuse_wgrad_accumulation, param_shards, refresh_float8
-from penstock.models.rank_model import RankModel, build_rank, embedding_places
+from penstock.models.rank_model import RankModel, build_rank, embedding_places, stages_of
+from penstock.moe.experts import GroupedExperts
 from penstock.moe.router import TopKRouter
 from penstock.parallel.axes import ALONE, Axes, make_axes
 from penstock.parallel.launch.environment import Environment
 from penstock.parallel.launch.host import host_bytes
 from penstock.parallel.launch.process import choose_device, device_name, prepare_process
+from penstock.parallel.launch.rendezvous import start_fake_process_group, stop_process_group
 from penstock.train.capture import CapturedParts, CapturedPasses, choose_capture
-from penstock.train.optimizer import MasterAdamW
+from penstock.train.optimizer import MasterAdamW, StateBytes
 from penstock.train.passes import forward_backward
 from penstock.train.state import TrainState, identity_of
 from penstock.train.step import StepRule, step_rule
@@ -95,7 +98,6 @@ def prepare(run: Run, environment: Environment) -> Session:
     """Build a run on one rank. Sets seeds, threads and determinism of the process.
 
     Args:
-        run: the configuration, checked.
         environment: of the process. Several ranks call this after `start_process_group`.
 
     Raises:
@@ -218,7 +220,6 @@ class MemoryNeed:
 
     Attributes:
         state: weights, gradients and optimizer.
-        activations: layer inputs.
         rows: token ids of a step, in host memory.
     """
 
@@ -245,9 +246,6 @@ def find_shortage(run: Run, grid: Grid, device: torch.device, local_ranks: int) 
     """The error if a run cannot fit into the memory of this machine; None if it can, or with host.check_memory=false.
 
     Args:
-        run: the run.
-        grid: of all its ranks.
-        device: of this rank.
         local_ranks: ranks of this machine, which share its memory.
     """
     if not run.host.check_memory:
@@ -288,3 +286,49 @@ def _state(run: Run, parameters: float, copies: int) -> float:
     if divides == "full":
         return parameters * (weight + gradient + optimizer) / shards
     return parameters * (weight + gradient + optimizer / (shards if divides == "optimizer" else 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsal:
+    """One rank of a run without memory: its groups, model, shards, optimizer and schedule on the meta device.
+
+    Attributes:
+        stages: content of each stage of this rank, by number.
+        dense: parameters outside of routed experts on this rank, before sharding over data ranks.
+        expert: parameters of its experts.
+        memory: held from its first step to its last.
+    """
+
+    model: RankModel
+    stages: dict[int, Stage]
+    dense: int
+    expert: int
+    memory: StateBytes
+
+
+def rehearse(run: Run, *, world: int, rank: int) -> Rehearsal:
+    """Build one rank of a run as a real run does, with a process group that moves nothing.
+
+    Starts and ends the process group, so there must be none.
+
+    Raises:
+        ConfigError: the layout does not fit the ranks or the model, or there is no such rank.
+    """
+    grid = grid_of(run, world)
+    if rank >= world:
+        raise ConfigError("--rank is not a rank of --fake-world", got=rank, allowed=f"0 to {world - 1}")
+    start_fake_process_group(rank, world)
+    try:
+        axes = make_axes(grid, embedding_places(run), run.parallel.shard_size)
+        model = build_rank(run, axes, torch.device("meta"))
+        held = param_shards(model.modules, axes)
+        optimizer = MasterAdamW(held, run.optimizer, parallel=run.parallel, world=axes.world, offload=run.offload)
+        memory = optimizer.memory()
+    finally:
+        stop_process_group()
+    modules = [module for decoder in model.modules for module in decoder.modules()]
+    expert = sum(p.numel() for one in modules if isinstance(one, GroupedExperts) for p in one.parameters())
+    dense = sum(parameter.numel() for _, parameter in model.named_parameters()) - expert
+    stages = stages_of(run)
+    own = {number: stages[number] for number in model.decoders}
+    return Rehearsal(model=model, stages=own, dense=dense, expert=expert, memory=memory)

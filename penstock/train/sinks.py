@@ -73,8 +73,6 @@ def open_sinks(run: Run, folder: RunFolder, steps_done: int, tell: Callable[[str
     """Open every sink of a run; the run closes them.
 
     Args:
-        run: the configuration.
-        folder: of the run.
         steps_done: steps of the checkpoint that the run resumes from.
         tell: prints a line for the user.
     """
@@ -107,7 +105,6 @@ class BackgroundSink(Observer):
     """Observer that forwards all calls to a sink in a thread, until the sink fails.
 
     Args:
-        name: of the sink, for messages.
         open_sink: creates it, in the thread.
         tell: prints a line for the user, from the training thread.
         close_seconds: time limit of `closed`.
@@ -208,8 +205,6 @@ class TensorBoard(Observer):
     """Observer that writes the numbers of `penstock.train.metrics.scalars` as TensorBoard events.
 
     Args:
-        folder: of the event files.
-        every: steps between points.
         steps_done: later points in the folder, of a process that was killed, are hidden.
     """
 

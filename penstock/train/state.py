@@ -43,7 +43,6 @@ class TrainState:
         identity: of the model, as JSON values; a checkpoint is bound to it.
         modules: this rank's stages of the model.
         optimizer: over the parameters of `modules`.
-        batches: training data.
         stage: ranks that hold the same buffers; the first of them saves them.
     """
 
@@ -70,9 +69,7 @@ def save_state(store: CheckpointStore, step: int, state: TrainState, notes: Mapp
     """Save everything that the next step depends on. All ranks call it together.
 
     Args:
-        store: of the run.
         step: number of optimizer steps.
-        state: of the run.
         notes: returned by `restore_state`, as JSON values.
 
     Raises:
@@ -92,8 +89,6 @@ def restore_state(store: CheckpointStore, step: int, state: TrainState) -> dict[
     """Restore a run from a checkpoint of any layout; returns its notes. All ranks call it together.
 
     Args:
-        store: of the run.
-        step: of the checkpoint.
         state: newly built; filled in place.
 
     Raises:
@@ -120,8 +115,6 @@ def check_same_model(step: int, saved: Mapping[str, Any], wanted: Mapping[str, A
 
     Args:
         step: of the checkpoint, for the message.
-        saved: its identity.
-        wanted: identity of this run.
 
     Raises:
         CheckpointError: options differ; all of them are named.

@@ -51,9 +51,7 @@ class StepRule:
     Attributes:
         cut: of a rank's rows into micro-batches.
         clip_norm: largest gradient norm; 0 does not clip.
-        loss: factors of the loss.
         moe_layers: indices of the MoE layers of all ranks.
-        experts: in each MoE layer.
         passes: makes the forward and backward passes.
     """
 
@@ -72,7 +70,6 @@ class StepResult:
     Attributes:
         loss: mean over the counted tokens of the global batch.
         mtp_losses: the same for each multi-token prediction depth.
-        gradient_norm: before clipping.
         layers: load of each MoE layer, before the update of the expert bias.
         peak_memory_bytes: maximum over ranks when the passes were launched; an update shows in the next step.
         wants_stop: a rank had received a stop request by then.
@@ -127,11 +124,8 @@ def train_step(
     """Train on one global batch, unless its loss or gradients are not finite. All ranks call it together.
 
     Args:
-        model: in training mode.
-        optimizer: of the model's parameters.
         batch: this rank's rows of the global batch, on the CPU.
         rule: constants of every step.
-        learning_rate: of this step.
         stop: read when the passes are launched, and sent to the other ranks; None if there can be none.
         enter: called when a phase begins.
 
@@ -215,7 +209,6 @@ class _Figures:
     Attributes:
         losses: main loss, then those of multi-token prediction.
         left_out: scalar, rows without room.
-        loads: of all MoE layers.
         words: float64, 2 + ranks: number of ranks with a stop request, number of ranks that timed out, and the peak
             memory of each rank.
     """
@@ -293,10 +286,7 @@ def evaluate(model: RankModel, rows: EvaluationRows, cut: CutRule, rule: LossRul
     """Held-out loss of a model. Weights, expert loads and mode stay the same. All ranks call it together.
 
     Args:
-        model: in training mode.
         rows: this rank's held-out rows on the CPU, with the bytes of text of all ranks' rows.
-        cut: of rows into micro-batches.
-        rule: of the loss.
 
     Raises:
         DeviceError: a GPU of a node did not send its rows in time.

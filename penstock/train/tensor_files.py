@@ -61,7 +61,6 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     """Write a new file and sync it to disk.
 
     Args:
-        path: of the file.
         tensors: on any device; copied to the host one by one.
 
     Returns:
@@ -81,7 +80,6 @@ def write_entries(path: Path, entries: Iterable[TensorEntry], metadata: Mapping[
     """`write_tensors` for tensors that are never in memory together.
 
     Args:
-        path: of the file.
         entries: in the order of the file.
         metadata: texts in the header.
     """

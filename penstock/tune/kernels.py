@@ -54,7 +54,6 @@ class Workload:
     Attributes:
         rule: of the router; None for a dense model.
         sequences: rows of the micro-batch.
-        epsilon: of the norms.
     """
 
     shapes: Shapes
@@ -75,8 +74,6 @@ class Case:
 
     Attributes:
         shape: sizes by which the result is looked up.
-        skew: of the experts' load.
-        backends: that support the part here.
         draw: returns new inputs, the same for every backend.
         bind: returns the call of a backend on such inputs; untimed preparation has run.
     """
@@ -139,7 +136,6 @@ class _Operator:
 
     Attributes:
         draw: inputs for a skew.
-        apply: one call.
         leaves: number of first inputs with gradients.
     """
 

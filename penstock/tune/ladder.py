@@ -49,7 +49,6 @@ class LadderOptions:
     Attributes:
         target: preset, TOML file or folder of a run.
         overrides: the user's and those of `first_steps`; the steps' overrides come after them.
-        processes: number of ranks.
         warm_up: first training steps, which are not timed.
         folder: parent of the folders of the runs.
         most_seconds: time limit of one step; 0 for none.
@@ -72,7 +71,6 @@ class Attempt:
     Attributes:
         trial: name of its run, even if it was not started.
         change: overrides of the step, then those of the fallback.
-        overrides: all overrides of the target.
         seconds: duration of the trial.
     """
 
@@ -91,10 +89,8 @@ class Outcome:
     Attributes:
         state: `slower` if it ran but is left out of later steps.
         reason: one line; empty if it ran.
-        trial: name of its run.
         fallback: overrides of the fallback; empty without one.
         changed: differences from the last step that ran, `field=value` each; for the first step its overrides.
-        overrides: all overrides of the target.
         figures: None if it did not run.
         seconds: duration, without earlier attempts.
         tried: variants that were refused or ran out of memory, in order.
@@ -122,11 +118,8 @@ class _Variant:
     """A step, plain or with a fallback.
 
     Attributes:
-        trial: name of its run.
         own: overrides of the step.
-        fallback: overrides of the fallback.
         held: overrides of the steps before and of this one.
-        overrides: all overrides of the target.
         run: the configuration, or the reason why it is refused.
     """
 
@@ -163,10 +156,7 @@ def climb(
     """Measure one step after another; a generator, so that the caller can report progress.
 
     Args:
-        steps: the ladder, checked.
         wanted: names of the steps to measure (`penstock.tune.ladder_steps.chosen`).
-        options: of all steps.
-        measure: runs a trial.
     """
     held: tuple[str, ...] = ()
     below, last, best = load_run(options.target, options.overrides), None, None
@@ -229,11 +219,8 @@ def _measured(
     """The outcome of a step, and the variant that it belongs to.
 
     Args:
-        step: the step.
         variants: of the step, the plain one first.
         last: run of the last step that was kept.
-        options: of all steps.
-        measure: runs a trial.
     """
     tried: list[Attempt] = []
     outcomes: list[Outcome] = []
@@ -293,7 +280,6 @@ def _judged(outcome: Outcome, best: Figures | None) -> Outcome:
     """Mark an outcome as slower if its fastest training step is slower than the slowest one without it, beyond NOISE.
 
     Args:
-        outcome: of a step.
         best: figures of the last step that was kept; None if there is none.
     """
     figures = outcome.figures
@@ -365,7 +351,6 @@ class SavedTrials:
     """Content of an earlier ladder's file.
 
     Attributes:
-        trials: by name and all overrides.
         steps: entries of the file.
     """
 
@@ -391,12 +376,7 @@ NO_TRIALS = SavedTrials(trials={})
 
 
 def steps_as_json(outcomes: Sequence[Outcome], flops_per_token: float) -> list[dict[str, Any]]:
-    """Outcomes as JSON entries.
-
-    Args:
-        outcomes: of the steps so far.
-        flops_per_token: of the model.
-    """
+    """Outcomes as JSON entries."""
     found = []
     for outcome, gain in zip(outcomes, gains(outcomes), strict=True):
         figures = outcome.figures
@@ -425,8 +405,6 @@ def read_saved_trials(path: Path, environment: Mapping[str, Any], commit: str) -
 
     Args:
         path: file of the earlier ladder; may be missing.
-        environment: of this ladder.
-        commit: of this ladder.
 
     Raises:
         ConfigError: the file is no ladder, or has another environment.

@@ -224,10 +224,7 @@ LADDER = (
         needs=("gpu",),
     ),
     LadderStep(
-        name="float8-experts",
-        what="those of the experts",
-        change=("float8.experts=auto",),
-        needs=("experts", "gpu"),
+        name="float8-experts", what="those of the experts", change=("float8.experts=auto",), needs=("experts", "gpu")
     ),
     LadderStep(
         name="float8-dispatch",
@@ -293,7 +290,6 @@ def _check_change(name: str, change: LadderChange, taken: set[str]) -> None:
     """Check the name of a run and its requirements.
 
     Args:
-        name: of the run.
         change: a step or a fallback.
         taken: names of other runs; receives this one.
     """
@@ -311,7 +307,6 @@ def chosen(steps: Sequence[LadderStep], names: Sequence[str]) -> frozenset[str]:
     """Names of the steps to measure.
 
     Args:
-        steps: the ladder.
         names: the user's `--only`; empty for all steps.
 
     Raises:
@@ -344,8 +339,6 @@ def why_skipped(step: LadderStep, run: Run, has_gpu: bool) -> str:
     """Reason for skipping a step; empty if it applies.
 
     Args:
-        step: a step.
-        run: of the step before.
         has_gpu: the run is on a GPU.
     """
     for field in step.fields:

@@ -25,11 +25,8 @@ def write_result(
     """Write a measurement atomically.
 
     Args:
-        path: JSON file.
-        command: that repeats the measurement.
         commit: of the code; empty asks git.
         environment: conditions of the measurement.
-        numbers: results.
 
     Raises:
         ConfigError: the file cannot be written.

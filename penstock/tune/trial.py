@@ -64,14 +64,10 @@ class Figures:
     """Results of a trial; times and rates are of the steps after warm-up.
 
     Attributes:
-        tokens_per_second_per_device: median.
-        step_seconds: of every step, in order.
-        step_seconds_p99: interpolated.
         model_flops_utilization: median; None if the device's peak is unknown.
         peak_memory_bytes: maximum over ranks, warm-up included.
         expert_load_max_over_mean: median; None for a dense model.
         repeated_steps: steps that ran twice because rows exceeded their buffers (dispatch.row_capacity_factor).
-        losses: of all steps, warm-up included.
         seconds: duration of the trial, start and end of the processes included.
     """
 
@@ -108,8 +104,6 @@ class Failure:
 
     Attributes:
         kind: `refused` if the run ended with an error message for the user.
-        reason: one line.
-        seconds: duration.
         had_begun: the run folder existed, so all checks before the first step had passed.
     """
 
@@ -132,12 +126,7 @@ _NO_MEMORY = re.compile(r"out of memory|finds no memory|_ALLOC_FAILED", re.IGNOR
 
 
 def first_steps(run: Run, steps: int) -> tuple[str, ...]:
-    """Overrides that reduce a run to its first steps, without evaluation, checkpoints and other output.
-
-    Args:
-        run: the full run.
-        steps: number of steps.
-    """
+    """Overrides that reduce a run to its first steps, without evaluation, checkpoints and other output."""
     peak, warmup = run.optimizer.learning_rate, run.schedule.warmup_steps
     if warmup > steps:
         peak, warmup = peak * steps / warmup, steps
@@ -219,7 +208,6 @@ def failure_of(log: str, code: int, seconds: float, *, had_begun: bool = True) -
 
     Args:
         log: output of all ranks.
-        code: exit code.
         seconds: duration of the trial.
         had_begun: see `Failure`.
     """

@@ -277,8 +277,7 @@ def test_parameters_follow_masters_that_are_loaded(ranks: Pool, shard: str, offl
 
 
 @pytest.mark.parametrize(
-    ("shard", "weights", "gradients", "optimizer"),
-    [("none", 2, 4, 12), ("optimizer", 2, 4, 3), ("full", 1, 1, 2)],
+    ("shard", "weights", "gradients", "optimizer"), [("none", 2, 4, 12), ("optimizer", 2, 4, 3), ("full", 1, 1, 2)]
 )
 @pytest.mark.parametrize("offload", [False, True])
 def test_memory_is_known_before_there_is_any(

@@ -13,8 +13,16 @@ from penstock.config.parallel import Offload
 from penstock.config.run import Run
 from penstock.config.training import Evaluation
 from penstock.parallel.launch.host import host_bytes
-from penstock.train.rehearsal import Rehearsal, rehearse
-from penstock.train.setup import Session, find_shortage, least_memory_need, open_texts, prepare, state_bytes
+from penstock.train.setup import (
+    Rehearsal,
+    Session,
+    find_shortage,
+    least_memory_need,
+    open_texts,
+    prepare,
+    rehearse,
+    state_bytes,
+)
 from tests.train.tiny_run import ENVIRONMENT, tiny_run
 
 
@@ -108,7 +116,7 @@ def test_the_state_of_a_rank_is_what_it_holds_or_little_less(overrides: tuple[st
     run = load_run("debug-2l", overrides)
     world = 4 if overrides[1:] or "parallel" in "".join(overrides) else 1
     held = rehearse(run, world=world, rank=0)
-    holds = held.weight_bytes + held.gradient_bytes + held.optimizer_bytes
+    holds = held.memory.weights + held.memory.gradients + held.memory.optimizer
     needs = least_memory_need(run, grid_of(run, world)).state
     passing_through = 0.5 if run.offload.optimizer else 0  # Room for what is on its way between host and device.
     assert (0.85 - passing_through) * holds <= needs <= 1.001 * holds
@@ -182,15 +190,15 @@ def test_experts_are_divided_and_the_optimizer_of_dense_matrices_too() -> None:
     alone, shared = of(world=1), of("parallel.expert=4", world=4)
     assert shared.expert == alone.expert // 4 and shared.dense == alone.dense
     # Master and two moments of 4 bytes, for the experts that are here and a quarter of everything else.
-    assert shared.optimizer_bytes == pytest.approx(12 * (shared.expert + shared.dense / 4), rel=1e-3)
-    assert shared.gradient_bytes == 4 * (shared.expert + shared.dense)
+    assert shared.memory.optimizer == pytest.approx(12 * (shared.expert + shared.dense / 4), rel=1e-3)
+    assert shared.memory.gradients == 4 * (shared.expert + shared.dense)
 
 
 @pytest.mark.parametrize("rank", [0, 3])
 def test_fsdp_divides_weights_and_gradients_among_the_ranks(rank: int) -> None:
     alone, sharded = of(world=1), of("parallel.shard=full", world=8, rank=rank)
-    assert sharded.weight_bytes == pytest.approx(4 * (alone.dense + alone.expert) / 8, rel=0.01)
-    assert sharded.gradient_bytes == pytest.approx(sharded.weight_bytes, rel=0.01)
+    assert sharded.memory.weights == pytest.approx(4 * (alone.dense + alone.expert) / 8, rel=0.01)
+    assert sharded.memory.gradients == pytest.approx(sharded.memory.weights, rel=0.01)
 
 
 def test_a_rank_outside_of_the_world_is_refused() -> None:

@@ -45,10 +45,7 @@ def with_record(folder: Path, **changes: object) -> Run:
 
 @pytest.mark.parametrize(
     ("package", "key", "value", "extra", "off"),
-    [
-        ("wandb", "wandb", "offline", "wandb", "off"),
-        ("prometheus_client", "prometheus_port", 9400, "prometheus", "0"),
-    ],
+    [("wandb", "wandb", "offline", "wandb", "off"), ("prometheus_client", "prometheus_port", 9400, "prometheus", "0")],
 )
 def test_a_package_that_is_missing_is_refused_before_the_run(
     package: str, key: str, value: object, extra: str, off: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -154,9 +151,7 @@ def test_a_sink_that_fails_is_told_once_and_closed(start: RunStart) -> None:
     drive(sink, start, 9)
     sink.closed()
     sink.closed()
-    assert told == [
-        "a service is off from here on, the run goes on without it (ConnectionError: the service)",
-    ]
+    assert told == ["a service is off from here on, the run goes on without it (ConnectionError: the service)"]
     assert [report.step for report in inner.reports] == [1, 2]
     assert inner.is_closed
 

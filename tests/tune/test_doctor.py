@@ -158,12 +158,7 @@ def test_dispatch_symmetric_wins_the_copies_that_it_spares() -> None:
 
 
 def test_what_a_run_does_already_is_not_offered() -> None:
-    overrides = (
-        "dispatch.method=symmetric",
-        "dispatch.sync_free=2",
-        "graphs.capture=full",
-        "dispatch.overlap=shared",
-    )
+    overrides = ("dispatch.method=symmetric", "dispatch.sync_free=2", "graphs.capture=full", "dispatch.overlap=shared")
     found = costs(idle_us=30_000.0, sync_idle_us=9_000.0, exposed_communication_us=40_000.0)
     assert rules(diagnose(with_run(evidence(found), *overrides))) == ["larger-passes"]
 

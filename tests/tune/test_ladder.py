@@ -333,9 +333,7 @@ def test_a_refusal_that_no_fallback_mends_is_told_once_and_starts_nothing() -> N
 
 def test_a_step_that_is_not_measured_stays_in_the_first_form_that_the_configuration_allows() -> None:
     refused = LadderStep(
-        name="wrong",
-        change=("kernels.norm=magic",),
-        fallbacks={"right": LadderChange(change=("kernels.norm=torch",))},
+        name="wrong", change=("kernels.norm=magic",), fallbacks={"right": LadderChange(change=("kernels.norm=torch",))}
     )
     bench = Bench()
     fallen_back(bench, (GROUND, refused, TOP), wanted=["ground", "top"])

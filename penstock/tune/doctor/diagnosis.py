@@ -56,7 +56,6 @@ class Diagnosis:
 
     Attributes:
         others: further losses that are worth a look, the largest first.
-        sentence: the conclusion.
         lines: evidence, starting with the bottleneck's.
         remedies: the largest gain first.
         missing: unavailable inputs and how to get them.
@@ -81,8 +80,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     """
     if not evidence.ranks and evidence.fits:
         raise TraceError(
-            "there is neither a trace nor a plan to judge by",
-            fix="record one, or say what the run is on: --on 8xH200",
+            "there is neither a trace nor a plan to judge by", fix="record one, or say what the run is on: --on 8xH200"
         )
     times = bottlenecks_of(evidence)
     order = (times.largest, *(name for name in times.losses if name != times.largest))
@@ -320,8 +318,7 @@ def _host(evidence: Evidence, times: Bottlenecks) -> Iterator[EvidenceLine]:
         waits = f"; waits of the host: {launches.synchronizations / many:,.0f}"
         of = "a rank's step" if evidence.steps else "a rank"
         yield EvidenceLine(
-            f"{of}: {launches.kernels / many:,.0f} kernels{graphs}, {small:.0%} under 10 us{waits}",
-            "host",
+            f"{of}: {launches.kernels / many:,.0f} kernels{graphs}, {small:.0%} under 10 us{waits}", "host"
         )
 
 
@@ -346,8 +343,7 @@ def _memory_sizes(evidence: Evidence) -> Iterator[EvidenceLine]:
             yield EvidenceLine(f"{change} is not offered: the fullest rank lacks, by the plan", "memory", size=size)
     if facts.repeated_steps:
         yield EvidenceLine(
-            f"{facts.repeated_steps} recorded steps ran twice (dispatch.row_capacity_factor is too small)",
-            "memory",
+            f"{facts.repeated_steps} recorded steps ran twice (dispatch.row_capacity_factor is too small)", "memory"
         )
 
 

@@ -109,7 +109,6 @@ class KernelLaunches:
     """Counts over all traced steps and ranks.
 
     Attributes:
-        kernels: all kernels that ran.
         small_kernels: kernels under 10 us.
         from_graphs: kernels launched by a CUDA or HIP graph.
         synchronizations: waits of the host for the device inside of steps.
@@ -126,8 +125,6 @@ class RunFacts:
     """Configuration, metrics and plan of a run; None and empty where they are unknown.
 
     Attributes:
-        device: its name.
-        world: number of ranks.
         peak_bytes: the allocator's highest figure.
         capacity_bytes: device memory.
         step_seconds: median step by the metrics, recorded steps excluded.
@@ -136,7 +133,6 @@ class RunFacts:
         repeated_steps: steps that ran twice because the rows exceeded their buffers.
         expert_load: rows of the fullest expert rank over the mean.
         planned_bytes: need of the fullest rank by the plan, context and reserve included.
-        planned_terms: the same by component.
         freed_bytes: by change, memory that it frees on the fullest rank by the plan; only if the run does not fit.
         lacking_bytes: by change that the plan refuses, missing memory on the fullest rank; 0 if it has no effect.
         planned_step_seconds: step time by the plan.
@@ -175,7 +171,6 @@ class Evidence:
         other_wait_us: waiting for ranks that are too cheap to be in `late`.
         unmatched: collectives without a partner on another rank.
         max_over_mean: rows of the fullest expert rank over the mean, by the trace.
-        trains: gradients are computed.
         missing: unavailable inputs and how to get them, one line each.
         notes: remarks for the reader, one line each.
         host: operators of a CPU trace; `ranks` is then empty unless a plan fills it.
@@ -246,7 +241,6 @@ class Bottlenecks:
         communication_us: exposed, without `late_host_us`.
         host_us: idle time and `late_host_us`, without `recording_us`.
         memory_us: recomputation and exposed copies.
-        compute_us: all other computing.
         waiting_us: part of `communication_us` that waits for later ranks; 0 if unknown.
         late_host_us: waiting for ranks whose device was idle before they came.
         recording_us: time by which recording delays the host; 0 if unknown.

@@ -357,7 +357,6 @@ def _with_work(late: LateRank, answer: TraceAnalysis, times: dict[int, dict[str,
     The experts of a generally slow rank are slow too, so they are the cause only if they exceed that slowness.
 
     Args:
-        late: without a cause.
         answer: analysis of all ranks.
         times: of each rank before the collectives that the late rank joined last, by phase, per step.
     """

@@ -32,7 +32,6 @@ def with_plan(evidence: Evidence, cluster: Cluster) -> Evidence:
 
     Args:
         evidence: of a run with a known configuration.
-        cluster: of the run.
     """
     run = evidence.facts.run
     assert run is not None, "a plan needs a configuration"
@@ -48,7 +47,6 @@ def with_projection(evidence: Evidence, planned: Projection) -> Evidence:
 
     Args:
         evidence: of a run with a known configuration.
-        planned: projection of that run.
     """
     facts = replace(
         evidence.facts,

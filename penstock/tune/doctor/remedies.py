@@ -12,8 +12,10 @@ trace the change is in words; `what` always has the words. Rules that the plan h
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from math import comb
+from typing import TypeAlias
 
 from penstock.base.errors import ConfigError
 from penstock.config.fit import grid_of, micro_batches
@@ -29,9 +31,6 @@ WORTH_SAYING = 0.005
 
 DOUBLED = 0.5
 """Share of the cost of a pass, or of a step, that disappears if it has twice the rows."""
-
-PLAN_SOURCES: Mapping[str, str] = {rule.name: rule.source for rule in (*ADVICE, *ORDER)}
-"""Sources of the plan's rules, by name."""
 
 LEAST_SPARED = 0.24
 """Saved share of token copies if each token goes to a rank once, for an unknown model: DeepSeek-V2-Lite on 8 ranks,
@@ -80,7 +79,6 @@ class Remedy:
         change: overrides of the run, separated by blanks; words if no override makes the change.
         what: the change in words.
         gain_us: upper bound per step.
-        rule: name of the rule.
         source: of the gain or of the rule.
         gain_bytes: freed memory, for a run that does not fit.
     """
@@ -95,26 +93,24 @@ class Remedy:
 
 def remedies(evidence: Evidence, bottlenecks: Bottlenecks) -> tuple[Remedy, ...]:
     """All offered remedies, the largest gain first; a run that does not fit gets changes that free memory first."""
-    found = [one for rule in RULES if (one := rule(evidence, bottlenecks)) is not None]
-    offered = [_as_planned(one, evidence) for one in found if one.change not in evidence.facts.lacking_bytes]
+    facts = evidence.facts
+    offered: list[Remedy] = []
+    for one in RULES:
+        if (found := one.offer(evidence, bottlenecks)) is None or found[0] in facts.lacking_bytes:
+            continue
+        change, what, gain_us = found
+        if evidence.source == "plan" and change in facts.saved_seconds:  # the plan's saving limits the gain
+            gain_us = min(gain_us, facts.saved_seconds[change] * 1e6)
+        offered.append(Remedy(change=change, what=what, gain_us=gain_us, rule=one.name, source=one.source))
     worth = [one for one in offered if bottlenecks.share(one.gain_us) >= WORTH_SAYING]
     fitting = [] if bottlenecks.fits else make_it_fit(evidence)
     return (*fitting, *sorted(worth, key=lambda one: -one.gain_us))
-
-
-def _as_planned(offered: Remedy, evidence: Evidence) -> Remedy:
-    """If the times are the plan's, limit the gain to the plan's saving."""
-    saved = evidence.facts.saved_seconds.get(offered.change)
-    if evidence.source != "plan" or saved is None:
-        return offered
-    return replace(offered, gain_us=min(offered.gain_us, saved * 1e6))
 
 
 def accepted(run: Run, change: str, world: int | None = None) -> Run | None:
     """The run with a change, or None if that run could not start or is the same run.
 
     Args:
-        run: the unchanged run.
         change: overrides, separated by blanks.
         world: number of ranks; None skips the rules that need it.
     """
@@ -143,22 +139,42 @@ def first_accepted(evidence: Evidence, *changes: str, words: str = "") -> str | 
     return next((one for one in asked if accepted(facts.run, one, facts.world) is not None), None)
 
 
+Offer: TypeAlias = tuple[str, str, float]
+"""`change`, `what` and `gain_us` of a remedy."""
+
+PLAN_SOURCES: Mapping[str, str] = {advice.name: advice.source for advice in (*ADVICE, *ORDER)}
+"""Sources of the plan's rules, by name."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Offers a change, or None where the change cannot help."""
+
+    name: str
+    source: str
+    offer: Callable[[Evidence, Bottlenecks], Offer | None]
+
+
+def rule(name: str, source: str = "") -> Callable[[Callable[[Evidence, Bottlenecks], Offer | None]], Rule]:
+    """Make a function a rule; without a source it has that of the plan's rule with its name."""
+    return partial(Rule, name, source or PLAN_SOURCES[name])
+
+
 # Communication: fewer bytes, transfers during computing, no late rank.
 
 
-def symmetric(evidence: Evidence, bottlenecks: Bottlenecks) -> Remedy | None:
+@rule("tokens-travel-once", "docs/dispatch.md, What each sends (computed)")
+def symmetric(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     """Symmetric dispatch sends each token once to each rank that needs it."""
     run = evidence.facts.run
     change = first_accepted(evidence, 'dispatch.method="symmetric"', words="each token once to each rank that needs it")
     if change is None or not evidence.has_experts or (run is not None and run.parallel.expert == 1):
         return None
     spared = spared_copies(evidence)
-    return Remedy(
-        change=change,
-        what=f"send each token once to each rank that needs it, inside a node: {spared:.0%} fewer copies",
-        gain_us=spared * _transfers(evidence, bottlenecks, "all-to-all"),
-        rule="tokens-travel-once",
-        source="docs/dispatch.md, What each sends (computed)",
+    return (
+        change,
+        f"send each token once to each rank that needs it, inside a node: {spared:.0%} fewer copies",
+        spared * _transfers(evidence, bottlenecks, "all-to-all"),
     )
 
 
@@ -175,7 +191,8 @@ def spared_copies(evidence: Evidence) -> float:
     return 1 - needed / (chosen * (ranks - 1) / ranks)
 
 
-def overlap(evidence: Evidence, bottlenecks: Bottlenecks) -> Remedy | None:
+@rule("overlap-if-exposed")
+def overlap(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     """Computing continues while tokens travel."""
     run = evidence.facts.run
     ranks = evidence.facts.world if run is None else run.parallel.expert * run.parallel.expert_tensor
@@ -188,16 +205,15 @@ def overlap(evidence: Evidence, bottlenecks: Bottlenecks) -> Remedy | None:
         return None
     tokens = ("all-to-all",) if run is not None and run.parallel.pipeline > 1 else ("all-to-all", "send-recv")
     transfers = _transfers(evidence, bottlenecks, *tokens)
-    return Remedy(
-        change=change,
-        what="compute while tokens travel: the other half of the rows, or another micro-batch",
-        gain_us=min(transfers, OVERLAP_GAINS * bottlenecks.total_us, bottlenecks.compute_us),
-        rule="overlap-if-exposed",
-        source=PLAN_SOURCES["overlap-if-exposed"],
+    return (
+        change,
+        "compute while tokens travel: the other half of the rows, or another micro-batch",
+        min(transfers, OVERLAP_GAINS * bottlenecks.total_us, bottlenecks.compute_us),
     )
 
 
-def even_experts(evidence: Evidence, bottlenecks: Bottlenecks) -> Remedy | None:
+@rule("even-experts", "waiting that these ranks caused; arXiv 2408.15664 (bias), arXiv 2101.03961 (auxiliary loss)")
+def even_experts(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     """A router bias or an auxiliary loss evens out the rows of the experts."""
     hot = [one for one in evidence.late if one.cause == "experts"]
     run = evidence.facts.run
@@ -210,30 +226,24 @@ def even_experts(evidence: Evidence, bottlenecks: Bottlenecks) -> Remedy | None:
     change = first_accepted(evidence, *changes, words="a bias of the router by load, or an auxiliary loss")
     if not hot or change is None:
         return None
-    return Remedy(
-        change=change,
-        what=f"even out the experts of {_named(hot)}: {hot[0].detail}",
-        gain_us=_waits_for(hot, evidence, bottlenecks),
-        rule="even-experts",
-        source="waiting that these ranks caused; arXiv 2408.15664 (bias), arXiv 2101.03961 (auxiliary loss)",
-    )
+    return (change, f"even out the experts of {_named(hot)}: {hot[0].detail}", _waits_for(hot, evidence, bottlenecks))
 
 
-def late_rank(evidence: Evidence, bottlenecks: Bottlenecks) -> Remedy | None:
+@rule("no-rank-is-late", "waiting that these ranks caused")
+def late_rank(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     """A rank that computes the same work more slowly needs repair."""
     slow = [one for one in evidence.late if one.cause in ("compute", "unknown")]
     if not slow:
         return None
-    return Remedy(
-        change=f"mend or leave out {_named(slow)}",
-        what=f"find out why {_named(slow)} comes last ({slow[0].detail}): clocks, heat, power, more rows",
-        gain_us=_waits_for(slow, evidence, bottlenecks),
-        rule="no-rank-is-late",
-        source="waiting that these ranks caused",
+    return (
+        f"mend or leave out {_named(slow)}",
+        f"find out why {_named(slow)} comes last ({slow[0].detail}): clocks, heat, power, more rows",
+        _waits_for(slow, evidence, bottlenecks),
     )
 
 
-def gathers(evidence: Evidence, bottlenecks: Bottlenecks) -> Remedy | None:
+@rule("gathers-once-a-step")
+def gathers(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     """Sharding only the optimizer keeps the weights whole on each rank."""
     run = evidence.facts.run
     if run is None or evidence.facts.world is None or run.parallel.shard != "full":
@@ -242,16 +252,15 @@ def gathers(evidence: Evidence, bottlenecks: Bottlenecks) -> Remedy | None:
     passes = micro_batches(run, grid_of(run, evidence.facts.world))
     if change is None:
         return None
-    return Remedy(
-        change=change,
-        what=f"gather weights once a step, not in each of {passes} micro-batches; they stay whole",
-        gain_us=(1 - 1 / passes) * _transfers(evidence, bottlenecks, "all-gather", "reduce-scatter"),
-        rule="gathers-once-a-step",
-        source=PLAN_SOURCES["gathers-once-a-step"],
+    return (
+        change,
+        f"gather weights once a step, not in each of {passes} micro-batches; they stay whole",
+        (1 - 1 / passes) * _transfers(evidence, bottlenecks, "all-gather", "reduce-scatter"),
     )
 
 
-def fewer_sums(evidence: Evidence, bottlenecks: Bottlenecks) -> Remedy | None:
+@rule("sums-once-for-more-rows", "bytes of a sum do not depend on rows")
+def fewer_sums(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     """A global batch twice as large needs half as many gradient sums for the same tokens."""
     run = evidence.facts.run
     if not evidence.trains or (run is not None and run.parallel.tensor * run.parallel.context > 1):
@@ -260,16 +269,15 @@ def fewer_sums(evidence: Evidence, bottlenecks: Bottlenecks) -> Remedy | None:
     change = first_accepted(evidence, *changes, words="twice the rows for each sum of gradients")
     if change is None:
         return None
-    return Remedy(
-        change=change,
-        what="sum gradients once for twice the rows: half as many sums for the same tokens; it trains differently",
-        gain_us=DOUBLED * _transfers(evidence, bottlenecks, "all-reduce"),
-        rule="sums-once-for-more-rows",
-        source="bytes of a sum do not depend on rows",
+    return (
+        change,
+        "sum gradients once for twice the rows: half as many sums for the same tokens; it trains differently",
+        DOUBLED * _transfers(evidence, bottlenecks, "all-reduce"),
     )
 
 
-def sums_in_two_bytes(evidence: Evidence, bottlenecks: Bottlenecks) -> Remedy | None:
+@rule("sums-over-many-in-fp32")
+def sums_in_two_bytes(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     """Few ranks can sum gradients in bfloat16."""
     run, world = evidence.facts.run, evidence.facts.world
     if run is None or world is None or run.parallel.reduce != "fp32":
@@ -280,16 +288,15 @@ def sums_in_two_bytes(evidence: Evidence, bottlenecks: Bottlenecks) -> Remedy | 
     grid = grid_of(run, world)
     if grid.data * grid.context >= MANY_COPIES:
         return None
-    return Remedy(
-        change=change,
-        what=f"sum gradients in bfloat16: half the bytes; below {MANY_COPIES} ranks",
-        gain_us=DOUBLED * _transfers(evidence, bottlenecks, "all-reduce", "reduce-scatter"),
-        rule="sums-over-many-in-fp32",
-        source=PLAN_SOURCES["sums-over-many-in-fp32"],
+    return (
+        change,
+        f"sum gradients in bfloat16: half the bytes; below {MANY_COPIES} ranks",
+        DOUBLED * _transfers(evidence, bottlenecks, "all-reduce", "reduce-scatter"),
     )
 
 
-def more_stages(evidence: Evidence, bottlenecks: Bottlenecks) -> Remedy | None:
+@rule("stages-when-pipeline")
+def more_stages(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     """Two stages on each pipeline rank halve the bubble."""
     run = evidence.facts.run
     if run is None or run.parallel.pipeline == 1 or run.pipeline.stages_per_rank > 1:
@@ -297,19 +304,18 @@ def more_stages(evidence: Evidence, bottlenecks: Bottlenecks) -> Remedy | None:
     change = first_accepted(evidence, 'pipeline.schedule="interleaved" pipeline.stages_per_rank=2')
     if change is None:
         return None
-    return Remedy(
-        change=change,
-        what="two stages on each pipeline rank: ranks wait half as long at both ends of a step",
-        gain_us=DOUBLED * evidence.communication("send-recv"),
-        rule="stages-when-pipeline",
-        source=PLAN_SOURCES["stages-when-pipeline"],
+    return (
+        change,
+        "two stages on each pipeline rank: ranks wait half as long at both ends of a step",
+        DOUBLED * evidence.communication("send-recv"),
     )
 
 
 # Host: fewer launches, no waits, no late host.
 
 
-def graphs(evidence: Evidence, bottlenecks: Bottlenecks) -> Remedy | None:
+@rule("launches-in-one-call", "G1 (Megatron Bridge, CUDA graphs); docs/graphs.md")
+def graphs(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     """A graph launches the kernels of a pass in one call."""
     run, launches = evidence.facts.run, evidence.launches
     if launches is not None and launches.from_graphs > DOUBLED * launches.kernels:
@@ -320,17 +326,16 @@ def graphs(evidence: Evidence, bottlenecks: Bottlenecks) -> Remedy | None:
     gain = LAUNCHES_OF_PARTS * _late_launches(evidence, bottlenecks)
     if change != _PARTS:  # a whole pass in one launch contains no wait
         gain = LAUNCHES_OF_PASSES * _late_launches(evidence, bottlenecks) + _behind_counts(evidence, bottlenecks)
-    return Remedy(
-        change=change,
-        what="launch the kernels of a pass in one call (CUDA or HIP graphs), if memory allows; a compiler that fuses "
+    return (
+        change,
+        "launch the kernels of a pass in one call (CUDA or HIP graphs), if memory allows; a compiler that fuses "
         "them spares a part",
-        gain_us=gain,
-        rule="launches-in-one-call",
-        source="G1 (Megatron Bridge, CUDA graphs); docs/graphs.md",
+        gain,
     )
 
 
-def larger_passes(evidence: Evidence, bottlenecks: Bottlenecks) -> Remedy | None:
+@rule("larger-passes", "launches of a pass do not depend on rows")
+def larger_passes(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     """Larger micro-batches need fewer launches for the same tokens."""
     facts = evidence.facts
     if facts.peak_bytes is not None and facts.capacity_bytes and facts.peak_bytes > DOUBLED * facts.capacity_bytes:
@@ -341,16 +346,17 @@ def larger_passes(evidence: Evidence, bottlenecks: Bottlenecks) -> Remedy | None
     change = first_accepted(evidence, *changes, words="twice the rows in a pass")
     if change is None:
         return None
-    return Remedy(
-        change=change,
-        what="twice the rows in a pass: half as many launches for the same tokens, if memory allows",
-        gain_us=DOUBLED * _late_launches(evidence, bottlenecks),
-        rule="larger-passes",
-        source="launches of a pass do not depend on rows",
+    return (
+        change,
+        "twice the rows in a pass: half as many launches for the same tokens, if memory allows",
+        DOUBLED * _late_launches(evidence, bottlenecks),
     )
 
 
-def sync_free(evidence: Evidence, bottlenecks: Bottlenecks) -> Remedy | None:
+@rule(
+    "host-never-waits", "the trace, idle time behind waits; docs/dispatch.md, Sync-free stages; host-waits-h200x2.json"
+)
+def sync_free(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     """With bounded buffers the host reads no row counts, so it never waits for the device."""
     run = evidence.facts.run
     if not evidence.has_experts or (run is not None and run.dispatch.sync_free >= 2):
@@ -359,16 +365,15 @@ def sync_free(evidence: Evidence, bottlenecks: Bottlenecks) -> Remedy | None:
     change = first_accepted(evidence, *changes, words="buffers of the experts with a bound")
     if change is None:
         return None
-    return Remedy(
-        change=change,
-        what="bound the buffers of the experts, so that the host need not read how many rows come",
-        gain_us=_behind_counts(evidence, bottlenecks),
-        rule="host-never-waits",
-        source="the trace, idle time behind waits; docs/dispatch.md, Sync-free stages; host-waits-h200x2.json",
+    return (
+        change,
+        "bound the buffers of the experts, so that the host need not read how many rows come",
+        _behind_counts(evidence, bottlenecks),
     )
 
 
-def late_host(evidence: Evidence, bottlenecks: Bottlenecks) -> Remedy | None:
+@rule("no-host-is-late", "waiting that these ranks caused")
+def late_host(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     """All ranks wait for a rank with a late host."""
     late = [one for one in evidence.late if one.cause == "host"]
     if not late:
@@ -376,64 +381,60 @@ def late_host(evidence: Evidence, bottlenecks: Bottlenecks) -> Remedy | None:
     change = None
     if evidence.facts.run is not None:
         change = first_accepted(evidence, "host.numa=true", "training.collect_garbage_every=50")
-    return Remedy(
-        change=change or f"mend the host of {_named(late)}",
-        what=f"find out what the host of {_named(late)} does meanwhile ({late[0].detail}): other processes, data, "
+    return (
+        change or f"mend the host of {_named(late)}",
+        f"find out what the host of {_named(late)} does meanwhile ({late[0].detail}): other processes, data, "
         "garbage, cores far from the device",
-        gain_us=bottlenecks.usual_host * bottlenecks.late_host_us,
-        rule="no-host-is-late",
-        source="waiting that these ranks caused",
+        bottlenecks.usual_host * bottlenecks.late_host_us,
     )
 
 
 # Memory and computing: less recomputation, fewer copies, faster kernels.
 
 
-def recompute_less(evidence: Evidence, bottlenecks: Bottlenecks) -> Remedy | None:
+@rule("selective-before-full")
+def recompute_less(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     """Selective recomputation replaces that of whole layers."""
     run = evidence.facts.run
     change = first_accepted(evidence, SELECTIVE, words="compute less of forward again in backward")
     if change is None or (run is not None and not {"layer", "moe"} & set(run.recompute.modules)):
         return None
-    return Remedy(
-        change=change,
-        what="compute again only what is cheap for its bytes (norms, activations), if memory allows",
-        gain_us=min(evidence.mean("recompute_us"), bottlenecks.memory_us),
-        rule="selective-before-full",
-        source=PLAN_SOURCES["selective-before-full"],
+    return (
+        change,
+        "compute again only what is cheap for its bytes (norms, activations), if memory allows",
+        min(evidence.mean("recompute_us"), bottlenecks.memory_us),
     )
 
 
-def optimizer_on_device(evidence: Evidence, bottlenecks: Bottlenecks) -> Remedy | None:
+@rule("optimizer-on-the-device")
+def optimizer_on_device(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     """Without offloading there are no copies to the host and back."""
     run = evidence.facts.run
     if run is None or not (run.offload.optimizer or run.offload.activations):
         return None
-    return Remedy(
-        change="offload.optimizer=false" if run.offload.optimizer else "offload.activations=[]",
-        what="keep on the device what is copied to the host and back, if memory allows",
-        gain_us=min(evidence.mean("exposed_copies_us"), bottlenecks.memory_us),
-        rule="optimizer-on-the-device",
-        source=PLAN_SOURCES["optimizer-on-the-device"],
+    return (
+        "offload.optimizer=false" if run.offload.optimizer else "offload.activations=[]",
+        "keep on the device what is copied to the host and back, if memory allows",
+        min(evidence.mean("exposed_copies_us"), bottlenecks.memory_us),
     )
 
 
-def kernels(evidence: Evidence, bottlenecks: Bottlenecks) -> Remedy | None:
+@rule("kernels-by-measurement", "README.md, How fast; one-gpu.json")
+def kernels(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     """Our kernels replace eager or fused PyTorch operators."""
     run = evidence.facts.run
     if run is None or run.kernels.all not in ("reference", "torch"):
         return None
     share = REFERENCE_COSTS if run.kernels.all == "reference" else TORCH_COSTS
-    return Remedy(
-        change='kernels.all="auto"',
-        what=f"compute with our kernels instead of {run.kernels.all} forms",
-        gain_us=share * bottlenecks.compute_us,
-        rule="kernels-by-measurement",
-        source="README.md, How fast; one-gpu.json",
+    return (
+        'kernels.all="auto"',
+        f"compute with our kernels instead of {run.kernels.all} forms",
+        share * bottlenecks.compute_us,
     )
 
 
-def float8(evidence: Evidence, bottlenecks: Bottlenecks) -> Remedy | None:
+@rule("eight-bits-where-they-pay", "penstock plan of the same run in 8 bits; rules P3, P6")
+def float8(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     """Products in 8 bits, where computing takes the time and the plan projects a saving.
 
     On Hopper many published MoE models are slower in 8 bits than tuned ones in 16, because of quantization and
@@ -447,12 +448,10 @@ def float8(evidence: Evidence, bottlenecks: Bottlenecks) -> Remedy | None:
     change, saved = max(in_8_bits.items(), key=lambda item: item[1])
     if saved <= 0:
         return None
-    return Remedy(
-        change=change,
-        what="compute products in 8 bits; look at the loss beside one in 16 (docs/float8.md)",
-        gain_us=min(saved / planned * bottlenecks.total_us, bottlenecks.compute_us),
-        rule="eight-bits-where-they-pay",
-        source="penstock plan of the same run in 8 bits; rules P3, P6",
+    return (
+        change,
+        "compute products in 8 bits; look at the loss beside one in 16 (docs/float8.md)",
+        min(saved / planned * bottlenecks.total_us, bottlenecks.compute_us),
     )
 
 
@@ -479,23 +478,10 @@ def make_it_fit(evidence: Evidence) -> list[Remedy]:
     ]
 
 
-RULES: tuple[Callable[[Evidence, Bottlenecks], Remedy | None], ...] = (
-    symmetric,
-    overlap,
-    even_experts,
-    late_rank,
-    gathers,
-    fewer_sums,
-    sums_in_two_bytes,
-    more_stages,
-    graphs,
-    larger_passes,
-    sync_free,
-    late_host,
-    recompute_less,
-    optimizer_on_device,
-    kernels,
-    float8,
+RULES: tuple[Rule, ...] = (
+    *(symmetric, overlap, even_experts, late_rank, gathers, fewer_sums, sums_in_two_bytes, more_stages),
+    *(graphs, larger_passes, sync_free, late_host),
+    *(recompute_less, optimizer_on_device, kernels, float8),
 )
 """In the order in which remedies with equal gains are listed."""
 

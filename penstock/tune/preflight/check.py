@@ -9,7 +9,7 @@ Status = Literal["ok", "warning", "failed"]
 Area = Literal["versions", "environment", "host", "disk", "devices", "transfers"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PreflightCheck:
     """Result of one check.
 
@@ -29,4 +29,4 @@ class PreflightCheck:
 
 def fine(area: Area, name: str, got: str) -> PreflightCheck:
     """A passed check."""
-    return PreflightCheck(area=area, name=name, status="ok", got=got)
+    return PreflightCheck(area, name, "ok", got)

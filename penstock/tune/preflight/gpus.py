@@ -23,7 +23,7 @@ from penstock.plan.calibrate import TORCH_DTYPES, DeviceBenchmark, measure_trans
 from penstock.plan.hardware import CollectiveKind, Hardware, RankGroup, TransferPoint
 from penstock.plan.rates import Rates
 from penstock.plan.transfers import TransferTimes
-from penstock.tune.preflight.check import PreflightCheck, fine
+from penstock.tune.preflight.check import PreflightCheck, Status, fine
 
 OTHERS_BYTES = 3 << 30
 """Memory of an idle GPU: driver, firmware and our context. More belongs to another process."""
@@ -37,7 +37,6 @@ class Gpu:
     """One GPU.
 
     Attributes:
-        name: from the driver.
         reaches: numbers of the GPUs whose memory it can access directly.
     """
 
@@ -49,125 +48,74 @@ class Gpu:
 
 def read_gpus() -> list[Gpu]:
     """Every GPU that PyTorch finds."""
-    numbers = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    return [_read_gpu(number, numbers) for number in numbers]
-
-
-def _read_gpu(number: int, numbers: Sequence[int]) -> Gpu:
-    free, total = torch.cuda.mem_get_info(number)
-    reaches = {other for other in numbers if other != number and torch.cuda.can_device_access_peer(number, other)}
-    return Gpu(name=torch.cuda.get_device_name(number), total_bytes=total, free_bytes=free, reaches=frozenset(reaches))
+    numbers, gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0), []
+    for number in numbers:
+        free, total = torch.cuda.mem_get_info(number)
+        reaches = {other for other in numbers if other != number and torch.cuda.can_device_access_peer(number, other)}
+        name = torch.cuda.get_device_name(number)
+        gpus.append(Gpu(name=name, total_bytes=total, free_bytes=free, reaches=frozenset(reaches)))
+    return gpus
 
 
 def judge_gpus(gpus: Sequence[Gpu], vendor: Vendor, known: Hardware | None) -> list[PreflightCheck]:
     """All checks of the GPUs.
 
     Args:
-        gpus: found by PyTorch.
         vendor: of the machine's GPUs, by their driver.
         known: hardware model of the chip; None if unknown.
     """
+    if not gpus and vendor == "cpu":
+        return [fine("devices", "GPUs", "none; runs use the CPU")]
     if not gpus:
-        return [_none(vendor)]
-    return [*_kind(gpus), *_known(gpus, known), *_whole(gpus, known), *_free(gpus), *_reach(gpus)]
+        got = f"none that PyTorch can use, though there is a driver of {vendor}"
+        fix = "see the versions above, CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES, and the container's devices"
+        return [PreflightCheck("devices", "GPUs", "failed", got, "the GPUs of this machine", fix)]
+    return [*_kind(gpus, known), *_memory(gpus, known), *_reach(gpus)]
 
 
-def _none(vendor: Vendor) -> PreflightCheck:
-    if vendor == "cpu":
-        return fine("devices", "GPUs", "none; runs use the CPU")
-    return PreflightCheck(
-        area="devices",
-        name="GPUs",
-        status="failed",
-        got=f"none that PyTorch can use, though there is a driver of {vendor}",
-        expected="the GPUs of this machine",
-        fix="see the versions above, CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES, and the container's devices",
-    )
-
-
-def _kind(gpus: Sequence[Gpu]) -> Iterator[PreflightCheck]:
+def _kind(gpus: Sequence[Gpu], known: Hardware | None) -> Iterator[PreflightCheck]:
     kinds = {gpu.name: sum(other.name == gpu.name for other in gpus) for gpu in gpus}
     got = ", ".join(f"{count} x {name}" for name, count in kinds.items())
     if len(kinds) == 1:
         yield fine("devices", "GPUs", got)
-        return
-    yield PreflightCheck(
-        area="devices",
-        name="GPUs",
-        status="warning",
-        got=got,
-        expected="one kind: all wait for the slowest",
-        fix="leave the others out: CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES",
-    )
-
-
-def _known(gpus: Sequence[Gpu], known: Hardware | None) -> Iterator[PreflightCheck]:
+    else:
+        fix = "leave the others out: CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES"
+        yield PreflightCheck("devices", "GPUs", "warning", got, "one kind: all wait for the slowest", fix)
     if known is None and chip_named(gpus[0].name) is None:
-        yield PreflightCheck(
-            area="devices",
-            name="chip",
-            status="warning",
-            got=f"nothing is known of {gpus[0].name}",
-            expected="its peak, for model FLOPs utilization and for plans",
-            fix="penstock calibrate --output mine.toml, and penstock preflight --hardware mine.toml",
-        )
+        got, expected = f"nothing is known of {gpus[0].name}", "its peak, for model FLOPs utilization and for plans"
+        fix = "penstock calibrate --output mine.toml, and penstock preflight --hardware mine.toml"
+        yield PreflightCheck("devices", "chip", "warning", got, expected, fix)
 
 
-def _whole(gpus: Sequence[Gpu], known: Hardware | None) -> Iterator[PreflightCheck]:
-    if known is None:
-        return
-    wanted = known.memory.capacity_bytes
+def _memory(gpus: Sequence[Gpu], known: Hardware | None) -> Iterator[PreflightCheck]:
     for number, gpu in enumerate(gpus):
-        if gpu.total_bytes < WHOLE * wanted:
-            yield PreflightCheck(
-                area="devices",
-                name=f"GPU {number}",
-                status="warning",
-                got=f"{gpu.total_bytes / 1e9:.0f} GB of memory",
-                expected=f"{wanted / 1e9:.0f} GB: this is a part of an {known.name}",
-                fix="switch partitions off (nvidia-smi -mig 0, amd-smi set --compute-partition SPX), if you may",
-            )
-
-
-def _free(gpus: Sequence[Gpu]) -> Iterator[PreflightCheck]:
-    busy = 0
-    for number, gpu in enumerate(gpus):
+        if known is not None and gpu.total_bytes < WHOLE * known.memory.capacity_bytes:
+            got = f"{gpu.total_bytes / 1e9:.0f} GB of memory"
+            expected = f"{known.memory.capacity_bytes / 1e9:.0f} GB: this is a part of an {known.name}"
+            fix = "switch partitions off (nvidia-smi -mig 0, amd-smi set --compute-partition SPX), if you may"
+            yield PreflightCheck("devices", f"GPU {number}", "warning", got, expected, fix)
+    busy = {number: gpu for number, gpu in enumerate(gpus) if gpu.total_bytes - gpu.free_bytes > OTHERS_BYTES}
+    for number, gpu in busy.items():
         used = gpu.total_bytes - gpu.free_bytes
-        if used <= OTHERS_BYTES:
-            continue
-        busy += 1
-        yield PreflightCheck(
-            area="devices",
-            name=f"GPU {number}",
-            status="failed" if used > gpu.total_bytes / 2 else "warning",
-            got=f"{used / 1e9:.1f} of {gpu.total_bytes / 1e9:.1f} GB are taken",
-            expected=f"<= {OTHERS_BYTES / 1e9:.1f} GB: no other process",
-            fix="end it; nvidia-smi or amd-smi process names it",
-        )
+        status: Status = "failed" if used > gpu.total_bytes / 2 else "warning"
+        got = f"{used / 1e9:.1f} of {gpu.total_bytes / 1e9:.1f} GB are taken"
+        expected = f"<= {OTHERS_BYTES / 1e9:.1f} GB: no other process"
+        fix = "end it; nvidia-smi or amd-smi process names it"
+        yield PreflightCheck("devices", f"GPU {number}", status, got, expected, fix)
     if not busy:
         yield fine("devices", "memory", f"{min(gpu.free_bytes for gpu in gpus) / 1e9:.1f} GB free on each")
 
 
 def _reach(gpus: Sequence[Gpu]) -> Iterator[PreflightCheck]:
-    pairs = len(gpus) * (len(gpus) - 1)
-    apart = [
-        f"{number} to {other}"
-        for number, gpu in enumerate(gpus)
-        for other in range(len(gpus))
-        if other != number and other not in gpu.reaches
-    ]
-    if pairs and not apart:
-        yield fine("devices", "peer access", f"all {pairs} ways between {len(gpus)} GPUs")
-    elif apart:
-        more = f" and {len(apart) - 4} more" if len(apart) > 4 else ""
-        yield PreflightCheck(
-            area="devices",
-            name="peer access",
-            status="warning",
-            got=f"none from GPU {', '.join(apart[:4])}{more}",
-            expected="every GPU reads and writes the others' memory; else all goes through the host's",
-            fix="nvidia-smi topo -m or amd-smi topology; IOMMU off or in passthrough (iommu=pt), ACS off",
-        )
+    pairs = [(number, other) for number in range(len(gpus)) for other in range(len(gpus)) if other != number]
+    apart = [f"{number} to {other}" for number, other in pairs if other not in gpus[number].reaches]
+    if apart:
+        got = f"none from GPU {', '.join(apart[:4])}{f' and {len(apart) - 4} more' if len(apart) > 4 else ''}"
+        expected = "every GPU reads and writes the others' memory; else all goes through the host's"
+        fix = "nvidia-smi topo -m or amd-smi topology; IOMMU off or in passthrough (iommu=pt), ACS off"
+        yield PreflightCheck("devices", "peer access", "warning", got, expected, fix)
+    elif pairs:
+        yield fine("devices", "peer access", f"all {len(pairs)} ways between {len(gpus)} GPUs")
 
 
 GPU_SIDE, CPU_SIDE = 8192, 512
@@ -193,7 +141,6 @@ class NodeMeasurements:
     """Measurements of all ranks.
 
     Attributes:
-        side: of the square matrices.
         flops: FLOP per second of each rank's product.
         transfers: times of each collective; empty for one rank.
         wrong_sums: of each rank, number of wrong sums over ranks.
@@ -210,7 +157,6 @@ def measure(device: torch.device, node_ranks: int) -> NodeMeasurements:
     """Measure on all ranks at once; returns the same on all.
 
     Args:
-        device: of this rank.
         node_ranks: ranks of each machine.
     """
     on_gpu = device.type == "cuda"
@@ -265,34 +211,24 @@ def parse_measured(text: str) -> NodeMeasurements:
 
 def judge_measured(found: NodeMeasurements, known: Hardware | None) -> list[PreflightCheck]:
     """All checks of the measurements; `known` is None for unknown hardware."""
-    return [*_products(found, known), *_sums(found), *_collectives(found, known)]
+    return [_products(found, known), *_sums(found), *_collectives(found, known)]
 
 
-def _products(found: NodeMeasurements, known: Hardware | None) -> Iterator[PreflightCheck]:
+def _products(found: NodeMeasurements, known: Hardware | None) -> PreflightCheck:
     fastest, slowest = max(found.flops), min(found.flops)
     got = f"{slowest / 1e12:.3g} TFLOP/s in {found.dtype}" + (" on the slowest" if len(found.flops) > 1 else "")
     rate = None if known is None else _expected_flops(found, known)
     behind = [f"rank {rank}" for rank, flops in enumerate(found.flops) if flops < BEHIND * fastest]
     if rate is not None and rate > SLOW * slowest:
-        yield PreflightCheck(
-            area="transfers",
-            name="products",
-            status="failed" if rate > VERY_SLOW * slowest else "warning",
-            got=got,
-            expected=f"{rate / 1e12:.3g} TFLOP/s",
-            fix="look for other processes, power limits and temperature (nvidia-smi -q, amd-smi metric)",
-        )
-    elif behind and known is not None:
-        yield PreflightCheck(
-            area="transfers",
-            name="products",
-            status="warning",
-            got=f"{', '.join(behind)} below {BEHIND:.0%} of the fastest ({fastest / 1e12:.3g} TFLOP/s)",
-            expected="devices of one speed: all wait for the slowest",
-            fix="look for other processes, power limits and temperature there",
-        )
-    else:
-        yield fine("transfers", "products", got)
+        status: Status = "failed" if rate > VERY_SLOW * slowest else "warning"
+        fix = "look for other processes, power limits and temperature (nvidia-smi -q, amd-smi metric)"
+        return PreflightCheck("transfers", "products", status, got, f"{rate / 1e12:.3g} TFLOP/s", fix)
+    if behind and known is not None:
+        got = f"{', '.join(behind)} below {BEHIND:.0%} of the fastest ({fastest / 1e12:.3g} TFLOP/s)"
+        expected = "devices of one speed: all wait for the slowest"
+        fix = "look for other processes, power limits and temperature there"
+        return PreflightCheck("transfers", "products", "warning", got, expected, fix)
+    return fine("transfers", "products", got)
 
 
 def _expected_flops(found: NodeMeasurements, known: Hardware) -> float | None:
@@ -309,14 +245,9 @@ def _sums(found: NodeMeasurements) -> Iterator[PreflightCheck]:
     if not wrong:
         yield fine("transfers", "sums over ranks", f"right on all {len(found.flops)}")
         return
-    yield PreflightCheck(
-        area="transfers",
-        name="sums over ranks",
-        status="failed",
-        got=", ".join(f"{count:,} of {SUMMED:,} wrong on rank {rank}" for rank, count in wrong.items()),
-        expected="none wrong",
-        fix="IOMMU in passthrough (iommu=pt) and ACS off; NCCL_P2P_DISABLE=1 shows whether direct links are to blame",
-    )
+    got = ", ".join(f"{count:,} of {SUMMED:,} wrong on rank {rank}" for rank, count in wrong.items())
+    fix = "IOMMU in passthrough (iommu=pt) and ACS off; NCCL_P2P_DISABLE=1 shows whether direct links are to blame"
+    yield PreflightCheck("transfers", "sums over ranks", "failed", got, "none wrong", fix)
 
 
 def _collectives(found: NodeMeasurements, known: Hardware | None) -> Iterator[PreflightCheck]:
@@ -329,15 +260,10 @@ def _collectives(found: NodeMeasurements, known: Hardware | None) -> Iterator[Pr
             yield fine("transfers", kind, got)
             continue
         times = max(point.seconds / expected for point, expected in slow)
-        yield PreflightCheck(
-            area="transfers",
-            name=kind,
-            status="failed" if times > VERY_SLOW else "warning",
-            got=got,
-            expected="; ".join(f"{expected * 1e6:,.0f} us for {_size(point)}" for point, expected in slow)
-            + f", which took up to {times:.1f} times that",
-            fix="NCCL_DEBUG=INFO shows which links are used; see peer access and the variables above",
-        )
+        status: Status = "failed" if times > VERY_SLOW else "warning"
+        told = "; ".join(f"{expected * 1e6:,.0f} us for {_size(point)}" for point, expected in slow)
+        fix = "NCCL_DEBUG=INFO shows which links are used; see peer access and the variables above"
+        yield PreflightCheck("transfers", kind, status, got, f"{told}, which took up to {times:.1f} times that", fix)
 
 
 def _slow(

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.parallel.launch.host import ROOT, free_host_bytes, usable_cores
-from penstock.tune.preflight.check import PreflightCheck, fine
+from penstock.tune.preflight.check import PreflightCheck, Status, fine
 
 CORES_EACH = 4
 """Of a rank: one for the model, one for its backward pass, the others for data and collectives."""
@@ -51,7 +51,6 @@ class HostFacts:
     """State of the machine.
 
     Attributes:
-        gpus: number.
         gpu_bytes: memory of all GPUs.
         cores: available to this process.
         numa_balancing: the kernel moves pages.
@@ -81,7 +80,6 @@ class HostFacts:
 def read_host(gpus: int, gpu_bytes: int, root: Path = ROOT) -> HostFacts:
     """Facts of this machine; `root` is the root of the system's files."""
     shared = root / "dev/shm"
-    governor = _read(root / "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
     return HostFacts(
         gpus=gpus,
         gpu_bytes=gpu_bytes,
@@ -92,8 +90,8 @@ def read_host(gpus: int, gpu_bytes: int, root: Path = ROOT) -> HostFacts:
         open_files=_limit(resource.RLIMIT_NOFILE),
         locked_bytes=_limit(resource.RLIMIT_MEMLOCK),
         has_infiniband=any((root / "sys/class/infiniband").glob("*")),
-        shared_bytes=_size(shared) if shared.is_dir() else None,
-        governor=governor,
+        shared_bytes=shutil.disk_usage(shared).total if shared.is_dir() else None,
+        governor=_read(root / "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
         clock_is_kept=_clock_is_kept(),
     )
 
@@ -107,11 +105,6 @@ def _limit(kind: int) -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-def _size(path: Path) -> int:
-    found = os.statvfs(path)
-    return found.f_blocks * found.f_frsize
-
-
 def _clock_is_kept() -> bool | None:
     """Ask the kernel whether its clock is synchronized; nothing is changed."""
     if sys.platform != "linux":
@@ -123,144 +116,92 @@ def _clock_is_kept() -> bool | None:
 
 def judge_host(facts: HostFacts) -> list[PreflightCheck]:
     """All checks of the machine."""
-    return [
-        _cores(facts),
-        *_numa(facts),
-        *_memory(facts),
-        _open_files(facts),
-        *_locked(facts),
-        *_shared(facts),
-        *_governor(facts),
-        *_clock(facts),
-    ]
+    judges = (_cores, _numa, _memory, _open_files, _locked, _shared, _governor, _clock)
+    return [check for judge in judges if (check := judge(facts)) is not None]
 
 
 def _cores(facts: HostFacts) -> PreflightCheck:
-    ranks = max(1, facts.gpus)
-    each = facts.cores / ranks
+    each = facts.cores / max(1, facts.gpus)
     if facts.gpus == 0 or each >= CORES_EACH:
         return fine("host", "cores", f"{facts.cores}")
-    return PreflightCheck(
-        area="host",
-        name="cores",
-        status="failed" if each < 1 else "warning",
-        got=f"{facts.cores} for {facts.gpus} GPUs",
-        expected=f">= {CORES_EACH * facts.gpus}",
-        fix="ask for more: --cpus-per-task of Slurm, limits of the container, taskset",
-    )
+    got, expected = f"{facts.cores} for {facts.gpus} GPUs", f">= {CORES_EACH * facts.gpus}"
+    fix = "ask for more: --cpus-per-task of Slurm, limits of the container, taskset"
+    return PreflightCheck("host", "cores", "failed" if each < 1 else "warning", got, expected, fix)
 
 
-def _numa(facts: HostFacts) -> Iterator[PreflightCheck]:
+def _numa(facts: HostFacts) -> PreflightCheck | None:
     if facts.numa_nodes > 1 and facts.numa_balancing and facts.gpus:
-        yield PreflightCheck(
-            area="host",
-            name="NUMA balancing",
-            status="warning",
-            got=f"on, with {facts.numa_nodes} nodes",
-            expected="off: ranks stay on their node already, and moving pages stops the threads that use them",
-            fix="sysctl kernel.numa_balancing=0",
-        )
-    elif facts.numa_nodes:
-        yield fine("host", "NUMA nodes", f"{facts.numa_nodes}")
+        got = f"on, with {facts.numa_nodes} nodes"
+        expected = "off: ranks stay on their node already, and moving pages stops the threads that use them"
+        return PreflightCheck("host", "NUMA balancing", "warning", got, expected, "sysctl kernel.numa_balancing=0")
+    return fine("host", "NUMA nodes", f"{facts.numa_nodes}") if facts.numa_nodes else None
 
 
-def _memory(facts: HostFacts) -> Iterator[PreflightCheck]:
+def _memory(facts: HostFacts) -> PreflightCheck | None:
     if facts.free_bytes is None:
-        return
+        return None
     got = f"{facts.free_bytes / 1e9:.0f} GB free"
     wanted = max(LEAST_BYTES * max(1, facts.gpus), MEMORY_SHARE * facts.gpu_bytes)
     if facts.free_bytes >= wanted:
-        yield fine("host", "memory", got)
-        return
-    reason = "half of the GPUs' memory, for checkpoints on their way to disk" if facts.gpus else "for a rank"
-    yield PreflightCheck(
-        area="host",
-        name="memory",
-        status="failed" if facts.free_bytes < LEAST_BYTES / 4 else "warning",
-        got=got,
-        expected=f">= {wanted / 1e9:.0f} GB: {reason}",
-        fix="end other programs, ask for more, or checkpoint.asynchronous=false"
-        if facts.gpus
-        else "end other programs",
-    )
+        return fine("host", "memory", got)
+    reason, fix = "for a rank", "end other programs"
+    if facts.gpus:
+        reason, fix = "half of the GPUs' memory, for checkpoints on their way to disk", f"{fix}, ask for more, or "
+        fix += "checkpoint.asynchronous=false"
+    status: Status = "failed" if facts.free_bytes < LEAST_BYTES / 4 else "warning"
+    return PreflightCheck("host", "memory", status, got, f">= {wanted / 1e9:.0f} GB: {reason}", fix)
 
 
 def _open_files(facts: HostFacts) -> PreflightCheck:
     files, wanted = facts.open_files, OPEN_FILES if facts.gpus else FEWEST_OPEN_FILES
     if files is None or files >= wanted:
         return fine("host", "open files", "any number" if files is None else f"{files:,}")
-    return PreflightCheck(
-        area="host",
-        name="open files",
-        status="failed" if facts.gpus and files < FEWEST_OPEN_FILES else "warning",
-        got=f"{files:,}",
-        expected=f">= {wanted:,}",
-        fix=f"ulimit -n {wanted}, or nofile in /etc/security/limits.conf, or --ulimit nofile of the container",
-    )
+    status: Status = "failed" if facts.gpus and files < FEWEST_OPEN_FILES else "warning"
+    fix = f"ulimit -n {wanted}, or nofile in /etc/security/limits.conf, or --ulimit nofile of the container"
+    return PreflightCheck("host", "open files", status, f"{files:,}", f">= {wanted:,}", fix)
 
 
-def _locked(facts: HostFacts) -> Iterator[PreflightCheck]:
+def _locked(facts: HostFacts) -> PreflightCheck | None:
     if facts.locked_bytes is None:
-        yield fine("host", "locked memory", "any amount")
-    elif facts.has_infiniband:
-        yield PreflightCheck(
-            area="host",
-            name="locked memory",
-            status="failed",
-            got=f"{facts.locked_bytes / 1e6:.3g} MB",
-            expected="any amount: InfiniBand and RoCE read memory that stays in place",
-            fix="ulimit -l unlimited, or memlock in /etc/security/limits.conf, or --ulimit memlock=-1 of the container",
-        )
+        return fine("host", "locked memory", "any amount")
+    if not facts.has_infiniband:
+        return None
+    got, expected = (
+        f"{facts.locked_bytes / 1e6:.3g} MB",
+        "any amount: InfiniBand and RoCE read memory that stays in place",
+    )
+    fix = "ulimit -l unlimited, or memlock in /etc/security/limits.conf, or --ulimit memlock=-1 of the container"
+    return PreflightCheck("host", "locked memory", "failed", got, expected, fix)
 
 
-def _shared(facts: HostFacts) -> Iterator[PreflightCheck]:
+def _shared(facts: HostFacts) -> PreflightCheck | None:
     shared = facts.shared_bytes
     if shared is None:
-        return
+        return None
     got = f"{shared / 1e9:.3g} GB"
     if facts.gpus < 2 or shared >= SHARED_BYTES:
-        yield fine("host", "shared memory", got)
-        return
-    yield PreflightCheck(
-        area="host",
-        name="shared memory",
-        status="failed" if shared < LEAST_SHARED_BYTES else "warning",
-        got=f"{got} in /dev/shm",
-        expected=f">= {SHARED_BYTES / 1e9:.3g} GB",
-        fix="--shm-size=16g or --ipc=host of the container, or an emptyDir of medium Memory at /dev/shm",
+        return fine("host", "shared memory", got)
+    status: Status = "failed" if shared < LEAST_SHARED_BYTES else "warning"
+    fix = "--shm-size=16g or --ipc=host of the container, or an emptyDir of medium Memory at /dev/shm"
+    return PreflightCheck("host", "shared memory", status, f"{got} in /dev/shm", f">= {SHARED_BYTES / 1e9:.3g} GB", fix)
+
+
+def _governor(facts: HostFacts) -> PreflightCheck | None:
+    if not facts.governor or facts.governor == "performance" or not facts.gpus:
+        return fine("host", "clock of cores", facts.governor) if facts.governor else None
+    expected, fix = (
+        "performance: a host that is slow to wake starts kernels late",
+        "cpupower frequency-set -g performance",
     )
+    return PreflightCheck("host", "clock of cores", "warning", facts.governor, expected, fix)
 
 
-def _governor(facts: HostFacts) -> Iterator[PreflightCheck]:
-    if not facts.governor:
-        return
-    if facts.governor == "performance" or not facts.gpus:
-        yield fine("host", "clock of cores", facts.governor)
-        return
-    yield PreflightCheck(
-        area="host",
-        name="clock of cores",
-        status="warning",
-        got=facts.governor,
-        expected="performance: a host that is slow to wake starts kernels late",
-        fix="cpupower frequency-set -g performance",
-    )
-
-
-def _clock(facts: HostFacts) -> Iterator[PreflightCheck]:
-    if facts.clock_is_kept is None:
-        return
-    if facts.clock_is_kept:
-        yield fine("host", "time", "kept right")
-        return
-    yield PreflightCheck(
-        area="host",
-        name="time",
-        status="warning",
-        got="the clock is not synchronized",
-        expected="chrony, systemd-timesyncd or the like: machines are compared by their times",
-        fix="timedatectl set-ntp true",
-    )
+def _clock(facts: HostFacts) -> PreflightCheck | None:
+    if facts.clock_is_kept is None or facts.clock_is_kept:
+        return fine("host", "time", "kept right") if facts.clock_is_kept else None
+    expected = "chrony, systemd-timesyncd or the like: machines are compared by their times"
+    got, fix = "the clock is not synchronized", "timedatectl set-ntp true"
+    return PreflightCheck("host", "time", "warning", got, expected, fix)
 
 
 FILE_BYTES = 256 << 20
@@ -341,21 +282,12 @@ def judge_disk(facts: DiskFacts, checkpoint_bytes: int = 0, kept: int = 0) -> li
     """All checks of the disk.
 
     Args:
-        facts: of the disk.
         checkpoint_bytes: of the planned run; 0 without one.
         kept: number of checkpoints that the run keeps, beside the one that it writes.
     """
     if facts.trouble:
-        return [
-            PreflightCheck(
-                area="disk",
-                name=f"{facts.folder}",
-                status="failed",
-                got=facts.trouble,
-                expected="a folder that can be written",
-                fix="record.folder=ANOTHER, or its permissions",
-            )
-        ]
+        expected, fix = "a folder that can be written", "record.folder=ANOTHER, or its permissions"
+        return [PreflightCheck("disk", f"{facts.folder}", "failed", facts.trouble, expected, fix)]
     return [_room(facts, checkpoint_bytes, kept), _speed(facts, checkpoint_bytes), *_clocks(facts)]
 
 
@@ -364,15 +296,10 @@ def _room(facts: DiskFacts, checkpoint_bytes: int, kept: int) -> PreflightCheck:
     got = f"{facts.free_bytes / 1e9:,.0f} GB free in {facts.folder}"
     if facts.free_bytes >= wanted:
         return fine("disk", "room", got)
-    return PreflightCheck(
-        area="disk",
-        name="room",
-        status="failed" if facts.free_bytes < checkpoint_bytes else "warning",
-        got=got,
-        expected=f">= {wanted / 1e9:,.0f} GB"
-        + (f": {kept + 1} checkpoints of {checkpoint_bytes / 1e9:,.1f} GB" if checkpoint_bytes else ""),
-        fix="record.folder=ANOTHER, or checkpoint.keep=1",
-    )
+    status: Status = "failed" if facts.free_bytes < checkpoint_bytes else "warning"
+    reason = f": {kept + 1} checkpoints of {checkpoint_bytes / 1e9:,.1f} GB" if checkpoint_bytes else ""
+    expected, fix = f">= {wanted / 1e9:,.0f} GB{reason}", "record.folder=ANOTHER, or checkpoint.keep=1"
+    return PreflightCheck("disk", "room", status, got, expected, fix)
 
 
 def _speed(facts: DiskFacts, checkpoint_bytes: int) -> PreflightCheck:
@@ -382,25 +309,12 @@ def _speed(facts: DiskFacts, checkpoint_bytes: int) -> PreflightCheck:
         got += f"; a checkpoint of {checkpoint_bytes / 1e9:,.1f} GB by one writer in {seconds:,.0f} s"
     if min(facts.written, facts.read) >= SLOW:
         return fine("disk", "speed", got)
-    return PreflightCheck(
-        area="disk",
-        name="speed",
-        status="warning",
-        got=got,
-        expected=f">= {SLOW / 1e6:.0f} MB/s",
-        fix="record.folder on a faster file system, or a larger checkpoint.every",
-    )
+    fix = "record.folder on a faster file system, or a larger checkpoint.every"
+    return PreflightCheck("disk", "speed", "warning", got, f">= {SLOW / 1e6:.0f} MB/s", fix)
 
 
 def _clocks(facts: DiskFacts) -> Iterator[PreflightCheck]:
-    if abs(facts.ahead_seconds) <= APART_SECONDS:
-        return
-    way = "ahead of" if facts.ahead_seconds > 0 else "behind"
-    yield PreflightCheck(
-        area="disk",
-        name="its clock",
-        status="warning",
-        got=f"{abs(facts.ahead_seconds):.1f} s {way} this machine's",
-        expected="the same time",
-        fix="let the file server and this machine keep their clocks by the same source",
-    )
+    if abs(facts.ahead_seconds) > APART_SECONDS:
+        got = f"{abs(facts.ahead_seconds):.1f} s {'ahead of' if facts.ahead_seconds > 0 else 'behind'} this machine's"
+        fix = "let the file server and this machine keep their clocks by the same source"
+        yield PreflightCheck("disk", "its clock", "warning", got, "the same time", fix)

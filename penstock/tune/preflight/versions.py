@@ -36,7 +36,6 @@ class Builds:
         cuda: version of PyTorch's build.
         hip: version of PyTorch's build.
         collectives: version of NCCL or RCCL.
-        vendor: of the machine's GPUs.
     """
 
     torch: str
@@ -86,9 +85,7 @@ def _python() -> PreflightCheck:
     got, oldest = platform.python_version(), ".".join(map(str, OLDEST_PYTHON))
     if sys.version_info >= OLDEST_PYTHON:
         return fine("versions", "Python", got)
-    return PreflightCheck(
-        area="versions", name="Python", status="failed", got=got, expected=f">= {oldest}", fix="make a new environment"
-    )
+    return PreflightCheck("versions", "Python", "failed", got, f">= {oldest}", "make a new environment")
 
 
 def _requirements() -> list[str]:
@@ -109,14 +106,8 @@ def _packages(requirements: Sequence[str]) -> Iterator[PreflightCheck]:
         got = _version(bound["name"])
         if not got or is_older(got, bound["version"]):
             wrong += 1
-            yield PreflightCheck(
-                area="versions",
-                name=bound["name"],
-                status="failed",
-                got=got or "not installed",
-                expected=f">= {bound['version']}",
-                fix=f"pip install '{requirement}'",
-            )
+            got, fix = got or "not installed", f"pip install '{requirement}'"
+            yield PreflightCheck("versions", bound["name"], "failed", got, f">= {bound['version']}", fix)
     if requirements and not wrong:
         yield fine("versions", "packages", f"all {len(requirements)} that are needed")
 
@@ -142,7 +133,10 @@ def is_older(got: str, bound: str) -> bool:
 
 def judge_builds(builds: Builds) -> list[PreflightCheck]:
     """All checks of PyTorch and the layers below it."""
-    return [_torch(builds), *_cuda_driver(builds), *_triton(builds), *_collectives(builds)]
+    checks = [_torch(builds), *_cuda_driver(builds), _triton(builds)]
+    if builds.finds_gpus:
+        checks.append(fine("versions", "RCCL" if builds.hip else "NCCL", builds.collectives or "unknown"))
+    return checks
 
 
 def _torch(builds: Builds) -> PreflightCheck:
@@ -151,70 +145,34 @@ def _torch(builds: Builds) -> PreflightCheck:
     wanted = {"nvidia": "a build for CUDA", "amd": "a build for ROCm", "cpu": ""}[builds.vendor]
     fits = {"nvidia": builds.cuda, "amd": builds.hip, "cpu": "any"}[builds.vendor]
     if not fits:
-        return PreflightCheck(
-            area="versions",
-            name="PyTorch",
-            status="failed",
-            got=got,
-            expected=f"{wanted}: this machine has such GPUs",
-            fix="install PyTorch for them (https://pytorch.org/get-started), then pip install penstock again",
-        )
+        fix = "install PyTorch for them (https://pytorch.org/get-started), then pip install penstock again"
+        return PreflightCheck("versions", "PyTorch", "failed", got, f"{wanted}: this machine has such GPUs", fix)
     if builds.vendor != "cpu" and not builds.finds_gpus:
-        return PreflightCheck(
-            area="versions",
-            name="PyTorch",
-            status="failed",
-            got=f"{got}, which finds no GPU",
-            expected="the GPUs of this machine",
-            fix="look at CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES, at the container's devices, and at the driver",
-        )
+        got += ", which finds no GPU"
+        fix = "look at CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES, at the container's devices, and at the driver"
+        return PreflightCheck("versions", "PyTorch", "failed", got, "the GPUs of this machine", fix)
     return fine("versions", "PyTorch", got)
 
 
 def _cuda_driver(builds: Builds) -> Iterator[PreflightCheck]:
-    if not builds.driver:
-        return
     oldest = DRIVERS.get(int(builds.cuda.split(".")[0])) if builds.cuda else None
-    if oldest is not None and is_older(builds.driver, str(oldest)):
-        yield PreflightCheck(
-            area="versions",
-            name="driver",
-            status="failed",
-            got=builds.driver,
-            expected=f">= {oldest} for CUDA {builds.cuda}",
-            fix="a newer driver, or a PyTorch build for an older CUDA",
-        )
-    else:
+    if builds.driver and oldest is not None and is_older(builds.driver, str(oldest)):
+        expected, fix = f">= {oldest} for CUDA {builds.cuda}", "a newer driver, or a PyTorch build for an older CUDA"
+        yield PreflightCheck("versions", "driver", "failed", builds.driver, expected, fix)
+    elif builds.driver:
         yield fine("versions", "driver", builds.driver)
 
 
-def _triton(builds: Builds) -> Iterator[PreflightCheck]:
+def _triton(builds: Builds) -> PreflightCheck:
     """A CPU needs none; a GPU without it runs the slow reference operators."""
     if not builds.triton and builds.finds_gpus:
-        yield PreflightCheck(
-            area="versions",
-            name="Triton",
-            status="failed",
-            got="not installed",
-            expected=f">= {OLDEST_TRITON}: our kernels are written in it",
-            fix="install the Triton that belongs to this PyTorch; its GPU builds bring it",
-        )
-    elif builds.triton and is_older(builds.triton, OLDEST_TRITON):
-        yield PreflightCheck(
-            area="versions",
-            name="Triton",
-            status="warning",
-            got=builds.triton,
-            expected=f">= {OLDEST_TRITON}",
-            fix="a newer PyTorch brings a newer Triton",
-        )
-    else:
-        yield fine("versions", "Triton", builds.triton or "none, and a CPU needs none")
-
-
-def _collectives(builds: Builds) -> Iterator[PreflightCheck]:
-    if builds.finds_gpus:
-        yield fine("versions", "RCCL" if builds.hip else "NCCL", builds.collectives or "unknown")
+        expected = f">= {OLDEST_TRITON}: our kernels are written in it"
+        fix = "install the Triton that belongs to this PyTorch; its GPU builds bring it"
+        return PreflightCheck("versions", "Triton", "failed", "not installed", expected, fix)
+    if builds.triton and is_older(builds.triton, OLDEST_TRITON):
+        fix = "a newer PyTorch brings a newer Triton"
+        return PreflightCheck("versions", "Triton", "warning", builds.triton, f">= {OLDEST_TRITON}", fix)
+    return fine("versions", "Triton", builds.triton or "none, and a CPU needs none")
 
 
 ON = r"1|true|on|yes|y"
@@ -226,7 +184,6 @@ class HarmfulVariable:
 
     Attributes:
         when: pattern of harmful values, in any case.
-        what: effect.
     """
 
     name: str
@@ -274,14 +231,7 @@ def check_environment(variables: Mapping[str, str], *, has_gpu: bool) -> list[Pr
         value = variables.get(one.name)
         if value is None or not re.fullmatch(one.when, value.strip(), re.IGNORECASE):
             continue
-        found.append(
-            PreflightCheck(
-                area="environment",
-                name=one.name,
-                status=one.status if has_gpu or one.status != "failed" else "warning",
-                got=f"{value.strip()}: {one.what}",
-                expected="not set",
-                fix=f"unset {one.name}",
-            )
-        )
+        status = one.status if has_gpu or one.status != "failed" else "warning"
+        got, fix = f"{value.strip()}: {one.what}", f"unset {one.name}"
+        found.append(PreflightCheck("environment", one.name, status, got, "not set", fix))
     return found or [fine("environment", "variables", f"none of {len(HARMFUL)} that hurt is set")]
