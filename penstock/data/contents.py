@@ -59,8 +59,6 @@ def row_of(batch: Batch, number: int, *, end_of_document: int, tokenizer: Tokeni
     """Split a row of a batch into documents.
 
     Args:
-        batch: on the CPU.
-        number: of the row.
         end_of_document: the id that ends documents.
         tokenizer: for decoding; None if tokens have no text or the tokenizer is not available.
     """

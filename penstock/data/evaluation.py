@@ -138,7 +138,6 @@ def evaluation_batches(
         limit_rows: most rows with text, > 0.
         document_mask: separate documents (see `batch`).
         rank: index of this rank's part of each batch.
-        ranks: number of parts.
 
     Raises:
         DataError: a document cannot be read, or none has text.
@@ -242,8 +241,6 @@ def _read_rows(source: Source, line: _Line, starts: Sequence[int], sequence_leng
     """Returns rows of the line, and the bytes of text of each token.
 
     Args:
-        source: the documents.
-        line: the documents of the line.
         starts: start of each row, ascending; a row beyond the end of the line is padded.
         sequence_length: tokens of a row, S; one more is read.
     """

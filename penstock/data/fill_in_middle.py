@@ -62,7 +62,6 @@ class FillInMiddle:
         """Returns the tokens of a text.
 
         Args:
-            text: any text.
             document: whole numbers that identify it: epoch and number.
         """
         draws = PCG64([self._seed, *document, _TAG]).random_raw(4)
@@ -87,8 +86,6 @@ def find_marks(tokenizer: Tokenizer, name: str, names: Sequence[str] = ()) -> Fi
     """Returns the tokens before prefix, suffix and middle.
 
     Args:
-        tokenizer: that may have them.
-        name: of the tokenizer, for errors.
         names: of the tokens; empty tries USUAL_NAMES.
 
     Raises:

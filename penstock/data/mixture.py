@@ -142,7 +142,6 @@ def stream_of(text: Text, *, seed: int, shuffle: bool) -> RowStream[Any]:
     """Returns the rows of a text.
 
     Args:
-        text: all documents.
         seed: of their order, >= 0.
         shuffle: another order in each epoch, with up to LANES lanes; else documents come by number, in one lane.
     """

@@ -93,10 +93,8 @@ def open_text(data: Data, split: Split, *, vocab_size: int, seed: int, cache: Pa
     """Opens the documents of one split.
 
     Args:
-        data: the settings, checked.
         split: training or validation.
         vocab_size: of the model; larger ids cannot be embedded.
-        seed: of synthetic documents and fill-in-the-middle.
         cache: folder of decompressed copies.
 
     Raises:

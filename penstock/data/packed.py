@@ -140,7 +140,6 @@ def open_packed(
     Args:
         paths: prefixes of pairs, or either of their files; a repeated pair counts once.
         keep: selects the documents of the split, by their numbers.
-        vocab_size: of the model.
         tokenizer: setting `data.tokenizer`; its default "bytes" takes the tokenizer that the files name.
         end_of_document: setting `data.end_of_document`: a token's name, or its id in digits.
 
@@ -298,8 +297,6 @@ def pack(
     """Writes the tokens of all texts to PREFIX.bin and PREFIX.idx, whole or not at all.
 
     Args:
-        texts: the documents.
-        prefix: of the files.
         tokenizer: as `data.tokenizer`; each process opens it.
         end_of_document: as `data.end_of_document`.
         processes: that encode; 1 encodes in this process.

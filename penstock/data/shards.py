@@ -50,10 +50,6 @@ class Shards(ABC):
     def blocks(self, shard: int, first: int) -> Iterator[Sequence[object]]:
         """Yields the records of a shard in blocks; only the last block may be shorter.
 
-        Args:
-            shard: its number.
-            first: blocks to skip.
-
         Raises:
             DataError: they cannot be read.
         """
@@ -66,10 +62,7 @@ class Shards(ABC):
         """Returns a document's text and tokens; both empty if it is skipped or belongs to the other split.
 
         Args:
-            shard: number of its shard.
-            document: its number there.
             value: its record, from `blocks`.
-            encode: makes the tokens.
         """
 
         def read() -> tuple[str, Tokens]:

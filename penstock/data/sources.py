@@ -121,7 +121,6 @@ def document_part(kept: NDArray[np.bool_], keep: SplitFilter) -> DocumentPart | 
 
     Args:
         kept: the documents that `keep` selects.
-        keep: of one split.
     """
     if keep.split is None or keep.validation_share == 0 or len(kept) == 0 or 0 < kept.sum() < len(kept):
         return None
@@ -162,7 +161,6 @@ def require(module: str, *, extra: str, purpose: str) -> ModuleType:
     """Imports a module of an optional package.
 
     Args:
-        module: its dotted name.
         extra: the extra of Penstock that installs it.
         purpose: the feature that needs it, as the beginning of a sentence.
 

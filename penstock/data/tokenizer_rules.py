@@ -31,8 +31,6 @@ def find_end_of_document(
     Args:
         token_id: gives the id of a token by its name, or None.
         name: of the token; None or empty tries `usual`.
-        path: of the tokenizer.
-        usual: common names.
 
     Raises:
         DataError: there is no such token.

@@ -28,8 +28,6 @@ class ActionCosts:
     Attributes:
         forward: of each stage, in seconds or any other unit.
         backward: of each stage; about `input` + `weight`.
-        input: of each stage.
-        weight: of each stage.
         send: from the end of an action to the start of one on another rank that needs it.
         activation: of each stage and micro-batch; empty is 1 / stages_per_rank for every stage.
         freed_by_input: share of the activations that the input gradient frees already.
@@ -69,7 +67,6 @@ def even_costs(stages: int, times: tuple[float, float, float] = (1.0, 1.0, 1.0),
     """Costs of equal stages.
 
     Args:
-        stages: of the whole pipeline.
         times: of a forward, an input gradient and weight gradients; a whole backward takes the last two.
         send: see `ActionCosts`.
     """
@@ -134,7 +131,6 @@ def play(schedule: Schedule, costs: ActionCosts) -> Playback:
 
     Args:
         schedule: any; it need not be one of `SCHEDULES`.
-        costs: of its stages.
 
     Raises:
         DeadlockError: names the actions that never start.

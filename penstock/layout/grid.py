@@ -71,7 +71,6 @@ class Grid:
         """Ranks that differ from `rank` on these axes only, ascending, `rank` included.
 
         Args:
-            rank: one of them.
             axes: all of one view. `("context", "tensor")` are the ranks that divide a row of tokens.
         """
         view = _view_of(axes)

@@ -142,9 +142,6 @@ def spell(phrases: list[Phrase], stages: Sequence[int], micro_batches: int, grou
     """The actions of a rank's phrases.
 
     Args:
-        phrases: of the rank.
-        stages: of the rank.
-        micro_batches: of a step.
         groups: of micro-batches, for words without a number.
     """
     orders = {
@@ -364,7 +361,6 @@ class Shape:
     """Constraints of a schedule on its sizes.
 
     Attributes:
-        fewest: stages of a rank.
         most: stages of a rank; None for any.
         micro_batches_per_rank: least micro-batches of a step per rank of the pipeline.
     """
@@ -394,10 +390,6 @@ def schedule(name: str, *, ranks: int, stages_per_rank: int, micro_batches: int,
     """The actions of one training step.
 
     Args:
-        name: of SCHEDULES.
-        ranks: of the pipeline.
-        stages_per_rank: stages of each rank.
-        micro_batches: of a step.
         pairs: pair each forward with the backward of another micro-batch; only for PAIRED_GRAMMARS.
 
     Raises:

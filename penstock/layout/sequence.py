@@ -26,7 +26,6 @@ class SequenceLayout:
 
     Attributes:
         tensor: tensor-parallel ranks of each of them.
-        method: how context-parallel ranks attend.
     """
 
     length: int

@@ -70,7 +70,6 @@ def local_slices(
     """The slices of a parameter on a rank.
 
     Args:
-        shape: of the whole parameter.
         cuts: at most one for each dim.
         rows: (first, end) of a range of LOCAL rows (dim 0); None for all. Offsets in `LocalSlice.here` count from its
             first row.
@@ -163,7 +162,6 @@ def not_the_whole(shape: tuple[int, ...], rectangles: Iterable[Rectangle]) -> st
     """The reason why rectangles do not tile a tensor exactly: missing, overlapping, or outside; None if they do.
 
     Args:
-        shape: of the tensor.
         rectangles: in any order, none of them empty. A tensor without elements has none.
     """
     ordered = sorted(rectangles)

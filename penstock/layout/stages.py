@@ -60,7 +60,6 @@ class StageCosts:
     """The cost of each part of a model, all in one unit.
 
     Attributes:
-        layers: each decoder layer.
         mtp: each multi-token prediction layer, including its use of the output projection.
         head: final norm, output projection and loss.
     """
@@ -80,9 +79,7 @@ def parse_stages(text: str, *, layers: int, mtp_layers: int, stages: int) -> tup
     """Parse a layout string; the module docstring has the grammar.
 
     Args:
-        text: the layout.
         layers: decoder layers of the model.
-        mtp_layers: its multi-token prediction layers.
         stages: stages of the pipeline, including virtual ones.
 
     Raises:
@@ -267,10 +264,7 @@ def balanced_stages(*, layers: int, mtp_layers: int, stages: int, costs: StageCo
     ones hold more micro-batches.
 
     Args:
-        layers: decoder layers.
-        mtp_layers: multi-token prediction layers.
         stages: stages to make, including virtual ones.
-        costs: of every part.
 
     Raises:
         ConfigError: there are more stages than parts.

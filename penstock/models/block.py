@@ -150,7 +150,6 @@ class MultiTokenPrediction(nn.Module):
         Args:
             previous_BSD: hidden states of the depth before.
             ahead_BSD: embeddings of the tokens k positions ahead.
-            context: of the micro-batch.
         """
         joined_BSD = self.join(torch.cat((self.embed_norm(ahead_BSD), self.hidden_norm(previous_BSD)), dim=-1))
         out_BSD: Tensor = self.norm(self.block(joined_BSD, context))

@@ -63,7 +63,6 @@ def meta_model(
     """The model on the meta device: shapes and float32 dtypes, no memory.
 
     Args:
-        config: the whole model.
         layer_context: kernels and ranks; None for the reference kernels and one rank.
         stage: parts of this decoder; None for everything.
         layer_context_of: the context of each layer; None uses `layer_context` for all.
@@ -100,7 +99,6 @@ def build_model(run: Run, device: torch.device, operators: Operators | None = No
 
     Args:
         run: its seed decides the weights, its precision their dtype. TopKRouter weights stay float32.
-        device: of the weights.
         operators: kernels; None chooses them for the run and the device.
 
     Raises:
@@ -129,7 +127,6 @@ def meta_stages(run: Run, layer_context: LayerContext, stages: Mapping[int, Stag
 
     Args:
         run: recomputation and float8 layers.
-        layer_context: kernels and ranks.
         stages: parts of each stage of this rank, by number.
     """
     decoders = {
@@ -161,9 +158,6 @@ def set_dtypes(run: Run, decoders: Collection[Decoder], axes: Axes, device: torc
 
     Args:
         run: reads precision and `parallel`.
-        decoders: of one rank.
-        axes: its groups.
-        device: on which they will run.
     """
     dtype = _compute_dtype(run)
     if run.parallel.shard == "full":
@@ -202,8 +196,6 @@ def gather_in_float8(run: Run, decoders: Iterable[Decoder], axes: Axes) -> None:
 
     Args:
         run: reads `float8.gather` and precision.
-        decoders: of one rank.
-        axes: its groups.
 
     Raises:
         KernelError: a recipe's weights cannot be gathered in float8.

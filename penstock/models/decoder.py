@@ -106,7 +106,6 @@ class Decoder(nn.Module):
         """Hidden states of this rank's positions.
 
         Args:
-            inputs: the micro-batch.
             x_BSD: output of the previous stage; None on the first.
         """
         self._begin()

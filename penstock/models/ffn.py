@@ -14,9 +14,6 @@ class FeedForward(nn.Module):
 
     Tensor-parallel ranks divide the width F. Every token passes the whole width, so their tokens are gathered before
     the products, and the partial outputs are reduce-scattered after them.
-
-    Args:
-        ffn_size: F.
     """
 
     def __init__(self, hidden_size: int, ffn_size: int, layer_context: LayerContext) -> None:
@@ -35,7 +32,6 @@ class FeedForward(nn.Module):
         """Apply to every token. Returns y_TD.
 
         Args:
-            x_TD: this rank's tokens.
             x_float8: their quantized copy, if the caller has one.
         """
         if self.gate_up.float8 is None or self.down.float8 is None:

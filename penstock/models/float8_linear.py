@@ -142,7 +142,6 @@ def float8_swiglu_network(
     """down(silu(gate(x)) * up(x)) with all six products in float8.
 
     Args:
-        x_TD: tokens.
         gate_up: 2F x D.
         down: D x F.
         x_float8: quantized copy of x; None quantizes it here.

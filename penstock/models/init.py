@@ -82,8 +82,6 @@ def initialize(model: nn.Module, seed: int, std: float) -> None:
 
     Args:
         model: on a real device, contents undefined; parameters may be shards, also of FSDP2.
-        seed: of the run.
-        std: standard deviation.
     """
     for module, name, parameter, init in _param_inits(model, seed, std):
         local, rows = own_rows(parameter)
@@ -99,10 +97,7 @@ def initialize_masters(models: Iterable[nn.Module], parts: Mapping[str, ShardedT
     """Give masters the float32 values from which bfloat16 parameters were rounded.
 
     Args:
-        models: initialized.
         parts: float32 masters by `model.NAME`, or rows of them, on any device.
-        seed: of the run.
-        std: standard deviation.
     """
     for model in models:
         for _, _, parameter, init in _param_inits(model, seed, std):

@@ -132,9 +132,6 @@ class Linear(nn.Linear):
 class Embedding(nn.Embedding):
     """Token embedding; tensor-parallel ranks hold equal ranges of the vocabulary.
 
-    Args:
-        vocab_size: V.
-
     Attributes:
         main_grad: as in `Linear`; a tied output projection adds its gradient there too.
     """
@@ -185,7 +182,6 @@ def linear_into(
         x_D: input with any leading dims.
         weight: outputs x inputs.
         weight_grads: while it collects, the weight gradient is stored as a task.
-        bias: its gradient goes to autograd.
     """
     y: Tensor = _LinearInto.apply(x_D, weight, bias, main_grad, weight_grads)
     # Multiply after the tensors are saved: recomputation of a region stops at the last saved tensor, so it skips a

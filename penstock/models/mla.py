@@ -131,8 +131,6 @@ class LatentLayer(nn.Module):
         """Attend. Returns B x S x D of this rank's positions.
 
         Args:
-            x_BSD: this rank's positions.
-            context: of the micro-batch.
             x_float8: quantized copy of x, if the caller has one.
         """
         tensor, run = self.layer_context.axes.tensor, self.layer_context.run

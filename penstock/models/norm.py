@@ -107,11 +107,7 @@ class PreNorm(Norm):
 
 
 class TensorParallelNorm(RMSNorm):
-    """RMSNorm over a width that tensor-parallel ranks divide; each rank holds its part of the scale.
-
-    Args:
-        size: the whole width.
-    """
+    """RMSNorm over a width that tensor-parallel ranks divide; each rank holds its part of the scale."""
 
     def __init__(self, size: int, epsilon: float, layer_context: LayerContext) -> None:
         cuts = cut_over(layer_context.axes.tensor, dim=0)
@@ -125,7 +121,6 @@ def norm_together(pairs: tuple[tuple[TensorParallelNorm, Tensor], ...], axis: Ax
 
     Args:
         pairs: each norm with its input: this rank's part of the last dim at every position of the ranks, B x S x D.
-        axis: tensor-parallel ranks.
     """
     if axis.size == 1:
         return tuple(norm(x_BSD) for norm, x_BSD in pairs)

@@ -40,7 +40,6 @@ def fuse_wgrad_accumulation(decoders: Iterable[Decoder], buffer_of: Callable[[st
     """Let products add weight gradients to float32 buffers: this saves a bfloat16 copy, its rounding, and one pass.
 
     Args:
-        decoders: the rank's stages.
         buffer_of: the gradient buffer of a parameter, by its name.
     """
     for decoder in decoders:

@@ -43,7 +43,6 @@ class RankModel:
         decoders: its stages by number; without a pipeline one decoder that holds everything.
         pipeline: runs the stages; None without one.
         positions: positions of a row on this rank; None for all.
-        context_method: how context-parallel ranks attend.
         buffers: symmetric memory of the node's GPUs, if dispatch uses it.
     """
 
@@ -87,7 +86,6 @@ def build_rank(run: Run, axes: Axes, device: torch.device) -> RankModel:
 
     Args:
         run: the run; `penstock.config.fit.grid_of` gives its `axes.grid`.
-        axes: of this rank.
         device: of the model; the meta device gives shapes without memory.
 
     Raises:

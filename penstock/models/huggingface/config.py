@@ -28,7 +28,6 @@ def huggingface_config(config: Model, positions: int | None = None) -> dict[str,
     """The `config.json` from which `transformers` builds the same model.
 
     Args:
-        config: the model.
         positions: longest row of training; None if unknown. A scaled rotary embedding sets the length itself.
 
     Raises:

@@ -153,7 +153,6 @@ def rotary(default_theta: float, *, scales_scores: bool = False) -> Part:
     """Rotary embedding in today's form (`rope_parameters`) and in the older one (`rope_theta`, `rope_scaling`).
 
     Args:
-        default_theta: for files without one.
         scales_scores: the family's YaRN scales attention scores as well (`mscale_all_dim`).
     """
 
@@ -338,9 +337,7 @@ def layers_with_experts(has_experts: Sequence[bool], step: int, key: str) -> Val
     """`dense_layers` and `moe_layer_freq` for a list of layers: dense layers first, then every n-th layer with experts.
 
     Args:
-        has_experts: for each layer.
         step: the n of the file; of two equivalent results, the one with this n and no dense layers is preferred.
-        key: named in errors.
     """
     layers = len(has_experts)
     places = [layer for layer, has in enumerate(has_experts) if has]

@@ -63,7 +63,6 @@ class GridTransposed:
     A head of 6 rows, for example, is stored as a0 a1 a2 b0 b1 b2 (2 rows, 3 columns) and read as a0 b0 a1 b1 a2 b2.
 
     Attributes:
-        dim: of both tensors.
         rows: of the stored grid.
         columns: of the stored grid; a block has `rows` x `columns` entries.
     """
