@@ -33,55 +33,8 @@ def compare(expected: Sequence[StagePiece], found: Sequence[StagePiece], *, also
             assert 0 <= planned.backward - real.backward <= 2 * SEEDS, real.name
 
 
-RECOMPUTED = [[], ["norm"], ["latent-up"], ["attention"], ["expert-activation"], ["shared-expert", "dense"]]
-RECOMPUTED += [["moe"], ["layer"], ["norm", "latent-up", "expert-activation", "shared-expert"]]
-
-
-CASES = [("reference", modules) for modules in RECOMPUTED]
-CASES += [("torch", modules) for modules in RECOMPUTED[:2]]
-CASES.append(("triton", []))
-CASES.append(pytest.param("triton", ["expert-activation"], marks=pytest.mark.slow))
-
-
-@pytest.mark.parametrize(
-    ("kernels", "modules"), CASES, ids=lambda part: part if isinstance(part, str) else "-".join(part)
-)
-def test_recomputed_passes_without_memory_keep_the_same_bytes(
-    kernels: str, modules: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check([f"recompute.modules={modules}".replace("'", '"')], kernels, monkeypatch)
-
-
-def check(overrides: list[str], kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compare the pieces of one rank, with their peaks where kernels are the definitions."""
-    # torch's grouped products are documented for bfloat16 only.
-    overrides = [*overrides, f"training.precision={PRECISION[kernels]}"]
-    compare(
-        pieces_with_memory(overrides, kernels, world=1),
-        pieces_without_memory(overrides, kernels, 1, monkeypatch),
-        also_peaks=kernels == "reference",
-    )
-
-
-FAMILIES = {
-    "gpt-oss": ["model.moe.bias=true", "model.moe.clamped.limit=7", "model.moe.router.logit_bias=true"],
-    "llama4": ["model.moe.router.apply_probs_on_input=true", "model.moe.moe_layer_freq=2", "model.dense_layers=0"],
-}
-
-
-@pytest.mark.parametrize("kernels", ["reference", "torch", pytest.param("triton", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_experts_of_any_family_keep_the_same_bytes(family: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    check(FAMILIES[family], kernels, monkeypatch)
-
-
-def test_a_prediction_layer_keeps_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    overrides = ["model.mtp_layers=1"]
-    expected = pieces_with_memory(overrides, "reference", world=1)
-    compare(expected, pieces_without_memory(overrides, "reference", 1, monkeypatch))
-    assert any(name.startswith("mtp") for name in expected[-1].kept)
-
-
+RECOMPUTED = ["", "norm", "latent-up", "attention", "expert-activation", "shared-expert dense", "moe", "layer"]
+RECOMPUTED += ["norm latent-up expert-activation shared-expert"]
 HEADS = "kind='gqa', heads=4, kv_heads=4, head_dim=16"
 ATTENTIONS = {
     "windows with sinks and biases": "bias=true, sinks=true, local={size=32, global_every=2}",
@@ -89,50 +42,64 @@ ATTENTIONS = {
     "a norm of all heads": "qk_norm='projection'",
     "a norm of each head": "qk_norm='head'",
 }
-
-
-@pytest.mark.parametrize("attention", ATTENTIONS)
-def test_attention_of_every_family_keeps_the_same_bytes(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    overrides = ["model.family='plain'", f"model.attention={{{HEADS}, {ATTENTIONS[attention]}}}"]
-    check([*overrides, "training.sequence_length=128"], "reference", monkeypatch)
-
-
-DISPATCHES = {
-    "sent": ["dispatch.method=all-to-all"],
-    "sent, counts of the device": ["dispatch.method=all-to-all", "dispatch.sync_free=1"],
-    "gathered": ["dispatch.method=all-gather"],
-    "gathered, bounded": ["dispatch.method=all-gather", "dispatch.sync_free=2", "dispatch.row_capacity_factor=1.5"],
-    # The arena of one layer is as large as the layer.
-    "gathered, on a arena": ["dispatch.method=all-gather", "dispatch.sync_free=2", "dispatch.row_capacity_factor=2.0"],
-    "gathered, worst case": ["dispatch.method=all-gather", "dispatch.sync_free=3"],
-    "padded": ["model.moe.balance.capacity_factor=2.0", "model.moe.balance.pad_to_capacity=true"],
+SETTINGS = {
+    **{f"recompute {words}": [f"recompute.modules={words.split()}".replace("'", '"')] for words in RECOMPUTED},
+    **{
+        name: ["model.family='plain'", f"model.attention={{{HEADS}, {words}}}", "training.sequence_length=128"]
+        for name, words in ATTENTIONS.items()
+    },
+    "gpt-oss": ["model.moe.bias=true", "model.moe.clamped.limit=7", "model.moe.router.logit_bias=true"],
+    "llama4": ["model.moe.router.apply_probs_on_input=true", "model.moe.moe_layer_freq=2", "model.dense_layers=0"],
+    "a prediction layer": ["model.mtp_layers=1"],
 }
-
-
-BY_KERNELS = [
-    *((way, "reference") for way in DISPATCHES),
-    pytest.param("gathered, on a arena", "triton", marks=pytest.mark.slow),
+SLOW = ("recompute expert-activation", "gpt-oss", "llama4")
+ONE_RANK = [
+    *((name, "reference") for name in SETTINGS),
+    *((name, "torch") for name in ("recompute ", "recompute norm", "gpt-oss", "llama4")),
+    ("recompute ", "triton"),
+    *(pytest.param(one, "triton", marks=pytest.mark.slow) for one in SLOW),
 ]
 
 
-@pytest.mark.often("sent, counts of the device-reference")
+@pytest.mark.parametrize(("setting", "kernels"), ONE_RANK)
+def test_passes_of_one_rank_keep_the_same_bytes(setting: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # torch's grouped products are documented for bfloat16 only.
+    overrides = [*SETTINGS[setting], f"training.precision={PRECISION[kernels]}"]
+    expected = pieces_with_memory(overrides, kernels, world=1)
+    found = pieces_without_memory(overrides, kernels, 1, monkeypatch)
+    has_mtp = setting == "a prediction layer"
+    # With a prediction layer only the kept bytes are compared.
+    compare(expected, found, also_peaks=kernels == "reference" and not has_mtp)
+    assert any(name.startswith("mtp") for name in expected[-1].kept) == has_mtp
+
+
+EP2, SENT = "parallel.expert=2", "dispatch.method=all-to-all"
+GATHERED = [EP2, "dispatch.method=all-gather"]
+DISPATCHES = {
+    "sent": [EP2, SENT],
+    "sent, counts of the device": [EP2, SENT, "dispatch.sync_free=1"],
+    "gathered": GATHERED,
+    "gathered, bounded": [*GATHERED, "dispatch.sync_free=2", "dispatch.row_capacity_factor=1.5"],
+    # The arena of one layer is as large as the layer.
+    "gathered, in an arena": [*GATHERED, "dispatch.sync_free=2", "dispatch.row_capacity_factor=2.0"],
+    "gathered, worst case": [*GATHERED, "dispatch.sync_free=3"],
+    "padded": [EP2, "model.moe.balance.capacity_factor=2.0", "model.moe.balance.pad_to_capacity=true"],
+    **{f"{axis} ranks": [f"parallel.{axis}=2", SENT] for axis in ("tensor", "context", "expert_tensor")},
+}
+BY_KERNELS = [
+    *((way, "reference") for way in DISPATCHES),
+    pytest.param("gathered, in an arena", "triton", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.often("sent, counts of the device-reference", "tensor ranks-reference")
 @pytest.mark.parametrize(("way", "kernels"), BY_KERNELS)
-def test_every_dispatch_keeps_the_same_bytes(
+def test_every_division_of_work_keeps_the_same_bytes(
     way: str, kernels: str, ranks: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    overrides = ["parallel.expert=2", "training.global_batch=2", *DISPATCHES[way]]
+    overrides = ["training.global_batch=2", *DISPATCHES[way]]
     expected, _ = ranks.run(2, pieces_with_memory, overrides, kernels, 2)
     compare(expected, pieces_without_memory(overrides, kernels, 2, monkeypatch))
-
-
-@pytest.mark.often("tensor=2")
-@pytest.mark.parametrize("parallel", ["tensor=2", "context=2", "expert_tensor=2"])
-def test_ranks_that_share_matrices_or_rows_keep_the_same_bytes(
-    parallel: str, ranks: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    overrides = [f"parallel.{parallel}", "training.global_batch=2", "dispatch.method=all-to-all"]
-    expected, _ = ranks.run(2, pieces_with_memory, overrides, "reference", 2)
-    compare(expected, pieces_without_memory(overrides, "reference", 2, monkeypatch))
 
 
 @pytest.mark.slow

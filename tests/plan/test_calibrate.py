@@ -35,10 +35,6 @@ TINY = BenchmarkSizes(
 WHERE = "1 x a test, torch 0"
 
 
-def grouped(rate: float) -> tuple[GroupedPoint]:
-    return (GroupedPoint(groups=8, rows=512, n=2048, k=2048, flops_per_second=rate),)
-
-
 def transfer(size: int, seconds: float, ranks: int = 4, node_ranks: int = 4) -> TransferPoint:
     return TransferPoint(ranks=ranks, node_ranks=node_ranks, leaving_bytes=size, seconds=seconds)
 
@@ -51,9 +47,10 @@ def findings() -> DeviceFigures:
             ProductPoint(m=size, n=size, k=size, flops_per_second=rate)
             for size, rate in ((4096, 700e12), (1024, 300e12))
         ),
-        "grouped_forward": grouped(500e12),
-        "grouped_input_gradient": grouped(400e12),
-        "grouped_weight_gradient": grouped(300e12),
+        **{
+            f"grouped_{name}": (GroupedPoint(groups=8, rows=512, n=2048, k=2048, flops_per_second=rate),)
+            for name, rate in (("forward", 500e12), ("input_gradient", 400e12), ("weight_gradient", 300e12))
+        },
         **{name: real.points[name] for name in ("attention_forward", "attention_backward")},
     }
     return DeviceFigures(
@@ -125,19 +122,15 @@ def test_the_fastest_product_of_an_unknown_chip_stands_for_its_peak() -> None:
     assert "the fastest that was seen" in mine.peaks.source
 
 
-def test_collectives_between_machines_say_nothing_of_links() -> None:
+def test_collectives_between_machines_say_nothing_of_links_and_those_of_a_mesh_count_the_links_used() -> None:
     points = tuple(transfer(size, 1e-4 + size / 5e9, node_ranks=2) for size in (10**6, 10**8))
     mine = described(findings(), {"all-gather": points}, None)
     assert (mine.node.devices, mine.node.link_bytes_per_second) == (2, None)
     assert mine.node.network_bytes_per_second == pytest.approx(5e9)
     assert [(one.kind, one.reach) for one in mine.collectives] == [("all-gather", "cluster")]
-
-
-def test_the_efficiency_of_a_mesh_counts_the_links_that_took_part() -> None:
-    mi300x = load_hardware("MI300X")
     point = transfer(10**9, 1e9 / (0.7 * 3 * 64e9))
-    mine = described(findings(), {"all-to-all": (point,)}, mi300x)
-    assert mine.collectives[0].efficiency == pytest.approx(0.7)
+    mesh = described(findings(), {"all-to-all": (point,)}, load_hardware("MI300X"))
+    assert mesh.collectives[0].efficiency == pytest.approx(0.7)
 
 
 def test_a_fit_finds_latency_and_bandwidth_and_no_negative_latency() -> None:

@@ -56,10 +56,6 @@ def test_a_short_step_holds_as_much_as_a_long_one(
     assert most_held(short, rank, kept, left) == walked(long, rank, kept, left)
 
 
-def test_hundreds_of_actions_have_few_peak_points() -> None:
-    assert len(peak_points(PipelineShape("1f1b", 16, 1, enough("1f1b", 16, 512)), 0)) == 2
-
-
 @given(name=st.sampled_from(sorted(SCHEDULES)), ranks=st.integers(2, 6), data=st.data())
 def test_no_peak_point_is_covered_by_another(name: str, ranks: int, data: st.DataObject) -> None:
     shape = PipelineShape(name, ranks, SCHEDULES[name].fewest, 2 * ranks)

@@ -84,8 +84,6 @@ def test_weights_in_8_bits_are_held_twice_beside_those_in_16_and_activations_onc
     assert eight.activations < plain.activations
     assert (eight.gradients, eight.moments) == (plain.gradients, plain.moments)
 
-
-def test_layers_that_stay_in_16_bits_have_no_copies() -> None:
     def copies(*overrides: str) -> int:
         return planned("float8.experts=blockwise", *overrides).parameters - planned().parameters
 

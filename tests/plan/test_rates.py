@@ -82,17 +82,13 @@ def test_a_gradient_that_is_added_to_a_sum_costs_what_the_sum_moves() -> None:
     assert summed > plain + 0.9 * least
 
 
-def test_a_type_without_a_peak_is_refused() -> None:
+def test_fp8_is_a_roofline_where_only_bf16_was_measured_and_a_type_without_a_peak_is_refused() -> None:
+    found = RATES.product(8192, 8192, 8192, "fp8")
+    share = H200.efficiency.product * H200.efficiency.float8
+    assert found == (pytest.approx(2 * 8192**3 / (1979e12 * share)), "roofline", H200.efficiency.source)
     unknown = Rates(replace(H200, peaks=H200.peaks.model_copy(update={"fp32": None})))
     with pytest.raises(HardwareError, match=r"nothing is known of fp32 products on H200; fix: write peaks\.fp32"):
         unknown.product(8, 8, 8, "fp32")
-
-
-def test_fp8_is_a_roofline_where_only_bf16_was_measured() -> None:
-    found = RATES.product(8192, 8192, 8192, "fp8")
-    assert found.basis == "roofline"
-    share = H200.efficiency.product * H200.efficiency.float8
-    assert found.seconds == pytest.approx(2 * 8192**3 / (1979e12 * share))
 
 
 def test_attention_counts_the_triangle_that_it_computes() -> None:

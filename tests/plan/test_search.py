@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from penstock.base.errors import ConfigError
 from penstock.config.fit import grid_of
 from penstock.config.load import dump_toml, load_run
-from penstock.config.run import Run
 from penstock.plan.candidates import GRID, SearchSpace, fixed_by, ladder_of, run_of, with_recompute
 from penstock.plan.hardware_file import parse_cluster
 from penstock.plan.project import project
@@ -21,7 +20,6 @@ from penstock.plan.search import SearchRequest, search
 from tests.examples import examples
 
 LITE = load_run("deepseek-v2-lite-6l", ["training.global_batch=64"])
-V3 = load_run("deepseek-v3")
 
 
 @cache
@@ -135,12 +133,9 @@ def test_every_layout_that_no_rule_calls_illegal_is_a_run(devices: str, data: st
     if illegal(sizes) is None:
         run = run_of(LITE, sizes)
         assert config_refusal(run, sizes.world) is None
-        assert all(getattr(sizes, name) == value for name, value in zip(GRID, _grid(run, sizes), strict=True))
-
-
-def _grid(run: Run, sizes: Sizes) -> tuple[int, ...]:
-    grid = grid_of(run, sizes.world)
-    return grid.tensor, grid.context, grid.pipeline, grid.expert, grid.expert_tensor
+        grid = grid_of(run, sizes.world)
+        axes = (grid.tensor, grid.context, grid.pipeline, grid.expert, grid.expert_tensor)
+        assert axes == tuple(getattr(sizes, name) for name in GRID)
 
 
 @examples(60)
@@ -158,8 +153,8 @@ def test_a_ladder_changes_the_order_alike_on_all_schedules(data: st.DataObject) 
 
 
 def test_a_ladder_ends_with_whole_layers() -> None:
-    assert ladder_of(V3.model)[0] == () and ladder_of(V3.model)[-1] == ("layer",)
-    assert "latent-up" in ladder_of(V3.model)[2]
+    ladder = ladder_of(load_run("deepseek-v3").model)
+    assert ladder[0] == () and ladder[-1] == ("layer",) and "latent-up" in ladder[2]
     assert not any("latent-up" in step for step in ladder_of(load_run("moe-1t").model))
 
 
