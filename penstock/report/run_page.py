@@ -55,8 +55,13 @@ def sections_of(evidence: RunEvidence) -> list[PageSection]:
     timeline, no_timeline = timeline_pictures(evidence)
     ranks, no_ranks = rank_pictures(evidence)
     experts, no_experts = expert_pictures(evidence)
+    verdict = evidence.verdict
+    cards = [("The doctor's verdict", verdict_html(verdict, evidence.judged))] if verdict is not None else []
+    missing = [sentence(evidence.lacks.verdict)] if verdict is None else []
+    if evidence.judged.host is not None:
+        cards.append(("What the CPU did", host_html(evidence.judged.host)))
     return [
-        _verdict(evidence),
+        PageSection(name="verdict", title="Verdict", cards=cards, missing=missing),
         _of_metrics(evidence, "loss", "Loss", loss),
         _of_metrics(evidence, "speed", "Speed", speed),
         _memory(evidence),
@@ -67,15 +72,6 @@ def sections_of(evidence: RunEvidence) -> list[PageSection]:
         PageSection(name="experts", title="Experts", figures=experts, missing=no_experts),
         _setting(evidence),
     ]
-
-
-def _verdict(evidence: RunEvidence) -> PageSection:
-    verdict = evidence.verdict
-    cards = [("The doctor's verdict", verdict_html(verdict, evidence.judged))] if verdict is not None else []
-    missing = [sentence(evidence.lacks.verdict)] if verdict is None else []
-    if evidence.judged.host is not None:
-        cards.append(("What the CPU did", host_html(evidence.judged.host)))
-    return PageSection(name="verdict", title="Verdict", cards=cards, missing=missing)
 
 
 def _of_metrics(evidence: RunEvidence, name: str, title: str, figures: Sequence[Figure | None]) -> PageSection:
@@ -185,23 +181,19 @@ def summary(evidence: RunEvidence) -> dict[str, str]:
         held_out = [line for line in lines if "evaluation_loss" in line]
         if held_out:
             facts["held out"] = f"{held_out[-1]['evaluation_loss']:.4f} nats/token"
-    facts |= _speeds(evidence)
-    if evidence.facts.peak_bytes is not None:
-        facts["peak memory"] = bytes_text(evidence.facts.peak_bytes)
-    if evidence.verdict is not None:
-        facts["wall"] = evidence.verdict.bottleneck
-    return facts
-
-
-def _speeds(evidence: RunEvidence) -> dict[str, str]:
-    """Key figures of the usual step."""
+    # Key figures of the usual step.
     texts: dict[str, tuple[str, Callable[[float], str]]] = {
         "tokens_per_second_per_device": ("speed", lambda speed: f"{three_digits(speed)} {evidence.speed_unit}"),
         "step_seconds": ("time", lambda seconds: f"{time_text(seconds)} per step"),
         "model_flops_utilization": ("MFU", share_text),
     }
     usual = {field: usual_of(evidence.lines, field) for field in texts}
-    return {name: text(value) for field, (name, text) in texts.items() if (value := usual[field]) is not None}
+    facts |= {name: text(value) for field, (name, text) in texts.items() if (value := usual[field]) is not None}
+    if evidence.facts.peak_bytes is not None:
+        facts["peak memory"] = bytes_text(evidence.facts.peak_bytes)
+    if evidence.verdict is not None:
+        facts["wall"] = evidence.verdict.bottleneck
+    return facts
 
 
 def where_text(evidence: RunEvidence) -> str:

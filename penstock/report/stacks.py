@@ -142,7 +142,7 @@ def part_bars(
 
     A part that a bar lacks is 0; `notes` are shown below a bar's name on hover.
     """
-    bars = [_without_small(bar, _small_parts(bars)) for bar in bars]
+    bars = _without_small(bars)
     # Parts with a colour come first, in the order of their colours; the others in the order of appearance.
     places, found = list(known), list(dict.fromkeys(name for bar in bars for name in bar))
     parts = sorted(
@@ -170,15 +170,15 @@ def part_bars(
     ]
 
 
-def _small_parts(bars: Sequence[Mapping[str, float]]) -> set[str]:
-    """Parts that are too small in every bar."""
-    longest = max(sum(bar.values()) for bar in bars)
-    return {name for bar in bars for name in bar if all(other.get(name, 0.0) < SMALL * longest for other in bars)}
-
-
-def _without_small(bar: Mapping[str, float], small: set[str]) -> dict[str, float]:
-    rest = sum(value for name, value in bar.items() if name in small)
-    return {name: value for name, value in bar.items() if name not in small} | ({"other": rest} if rest else {})
+def _without_small(bars: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
+    """The bars, with parts that are too small in every bar joined to `other`."""
+    least, joined = SMALL * max(sum(bar.values()) for bar in bars), []
+    large = {name for bar in bars for name, value in bar.items() if value >= least}
+    for bar in bars:
+        rest = sum(value for name, value in bar.items() if name not in large)
+        kept = {name: value for name, value in bar.items() if name in large}
+        joined.append(kept | ({"other": rest} if rest else {}))
+    return joined
 
 
 def stacked(figure: Figure) -> Figure:

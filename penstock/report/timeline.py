@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 from penstock.base.numbers import BYTE_UNITS, rounded, time_text, time_unit
-from penstock.layout.actions import Action, Kind, Schedule
+from penstock.layout.actions import Kind, Schedule
 from penstock.layout.clock import Playback
 from penstock.plan.projection import Projection
 from penstock.report.colours import HELD, HUES, IDLE, KERNELS, ink_on, shade
@@ -135,10 +135,13 @@ def planned(schedule: Schedule, playback: Playback, shares: ActivationShares = W
     # Change of the held memory, relative to the stage's share.
     changes = {Kind.FORWARD: 1.0, Kind.BACKWARD: -1.0, Kind.INPUT: -freed, Kind.WEIGHT: freed - 1.0}
     for event in playback.events:
+        stage, kind, micro_batch = event.action
+        stages = schedule.stages_of(event.rank)
+        times, chunk = (event.start, event.end), (stages.index(stage), len(stages))
+        what = PipelinePass(kind=kind, stage=stage, micro_batch=micro_batch)
         is_pair = (event.rank, event.action) in paired
-        intervals[event.rank].append(_interval(schedule, event.rank, event.action, (event.start, event.end), is_pair))
-        kind = event.action.kind
-        change = changes[kind] * sizes[event.action.stage]
+        intervals[event.rank].append(pass_interval(what, times, chunk, is_pair=is_pair))
+        change = changes[kind] * sizes[stage]
         # A forward allocates at its start; a backward frees at its end.
         held[event.rank].append((event.start if kind is Kind.FORWARD else event.end, change))
     lanes = [
@@ -146,12 +149,6 @@ def planned(schedule: Schedule, playback: Playback, shares: ActivationShares = W
         for rank in range(schedule.ranks)
     ]
     return Timeline(name="planned", lanes=lanes, held_unit=shares.unit)
-
-
-def _interval(schedule: Schedule, rank: int, action: Action, times: tuple[float, float], is_pair: bool) -> Interval:
-    stages = schedule.stages_of(rank)
-    what = PipelinePass(kind=action.kind, stage=action.stage, micro_batch=action.micro_batch)
-    return pass_interval(what, times, (stages.index(action.stage), len(stages)), is_pair=is_pair)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -183,16 +183,8 @@ def analysis_json(answer: TraceAnalysis) -> dict[str, Any]:
         }
         for one in answer.ranks
     }
-    together = _together_json(answer)
-    if len(answer.loaded) == 1:
-        (only,) = of_ranks.values()
-        return only | together
-    return {"ranks": of_ranks} | together
-
-
-def _together_json(answer: TraceAnalysis) -> dict[str, Any]:
     collectives, shown = answer.collectives, {one.rank for one in answer.ranks}
-    return {
+    together = {
         "collectives": [row for row in _collectives_json(collectives) if row["rank"] in shown],
         "unmatched": [_unmatched_json(collectives.calls, one) for one in collectives.unmatched],
         "stragglers": [asdict(one) for one in collectives.stragglers()],
@@ -201,6 +193,10 @@ def _together_json(answer: TraceAnalysis) -> dict[str, Any]:
         "uneven": [_finite_values(asdict(one)) for one in exchange_imbalances(collectives)],
         "experts": answer.experts.as_json() | {"recorded": [asdict(one) for one in answer.recorded] or None},
     }
+    if len(answer.loaded) == 1:
+        (only,) = of_ranks.values()
+        return only | together
+    return {"ranks": of_ranks} | together
 
 
 def _collectives_json(collectives: CollectiveTimes) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.trace.calls import CollectiveCalls, SyncKind, calls_of
-from penstock.trace.events import NONE, Flags, Floats, Integers, Trace
+from penstock.trace.events import NONE, Floats, Integers, Trace
 from penstock.trace.matching import MatchedCollectives, UnmatchedCollective, match_collectives
 
 LAST_US = 1.0
@@ -158,19 +158,14 @@ def timed(meetings: MatchedCollectives) -> CollectiveTimes:
     wait_us = np.where(present, np.clip(np.minimum(behind_us, most_us), 0.0, None), np.nan)
     # Times zero keeps the nan of absent ranks.
     wait_us[sync == SyncKind.ALONE] *= 0.0
-    known = _known(calls, met, sync)
+    # Waiting is known where all ranks wait, and more than one has a trace or none is missing.
+    known = (present.sum(axis=1) > 1) | (group_sizes(calls, met) == 1) | (sync == SyncKind.ALONE)
+    known &= sync != SyncKind.ROOTED
     wait_us[~(known & clocks.is_joined(present))] = np.nan
     longest_us = np.nan_to_num(wait_us).max(axis=1, initial=0.0)
     doubt_us = 2 * np.where(present, clocks.spread_us, 0.0).max(axis=1, initial=0.0)
     last = np.where(longest_us > np.maximum(LAST_US, doubt_us), start_us.argmax(axis=1), NONE)
     return CollectiveTimes(meetings=meetings, pure_us=np.where(known, pure_us, np.nan), wait_us=wait_us, last=last)
-
-
-def _known(calls: CollectiveCalls, met: Integers, sync: Integers) -> Flags:
-    """Collectives whose waiting is known: all ranks wait in them, and more than one has a trace or none is missing."""
-    present = (met != NONE).sum(axis=1)
-    enough: Flags = (present > 1) | (group_sizes(calls, met) == 1) | (sync == SyncKind.ALONE)
-    return enough & (sync != SyncKind.ROOTED)
 
 
 def group_sizes(calls: CollectiveCalls, met: Integers) -> Integers:

@@ -196,7 +196,8 @@ def received_rows(trace: Trace, calls: CollectiveCalls, rows: Integers, products
     `rows` are those of the trace's rank in `calls`. The first product after an exchange consumes its rows and gives
     their width.
     """
-    launched_us = _launched_us(trace, calls, rows)
+    # Host time of each launch; infinite if it is not in the trace.
+    launched_us: Floats = np.append(trace.host.start_us, np.inf)[trace.gpu.launch[calls.gpu_row[rows]]]
     # The first product after each exchange; the appended 0 stands for none.
     behind = np.searchsorted(trace.host.start_us[products.row], launched_us)
     width, operand_bytes = np.append(products.width, 0)[behind], np.append(products.row_bytes, 0)[behind]
@@ -219,13 +220,6 @@ def received_rows(trace: Trace, calls: CollectiveCalls, rows: Integers, products
     before, after = fits[:-1], fits[1:]
     are_weights = (behind[before] == behind[after]) & (came_bytes[before] == came_bytes[after] * width[after])
     found[after[are_weights & np.isnan(parts[after])]] = np.nan
-    return found
-
-
-def _launched_us(trace: Trace, calls: CollectiveCalls, rows: Integers) -> Floats:
-    """Host time at which calls of one rank were launched; infinite if not in the trace."""
-    launch = trace.gpu.launch[calls.gpu_row[rows]]
-    found: Floats = np.append(trace.host.start_us, np.inf)[launch]
     return found
 
 

@@ -138,7 +138,10 @@ def _backward_begin(stretch: _Stretch, names: Sequence[str]) -> int:
     """Behind the last norm that can belong to the layer before, and behind the kernels that add up its gradients."""
     last = stretch.begin + stretch.slack
     norms = [at for at in range(stretch.begin, last) if specific_category(names[at]) is Category.NORM]
-    return _added_up(norms[-1] + 1 if norms else stretch.begin, names, last)
+    at = norms[-1] + 1 if norms else stretch.begin
+    while at < last and specific_category(names[at]) is None and generic_category(names[at]) in _AFTER_A_NORM:
+        at += 1
+    return at
 
 
 def _around(regions: Sequence[LayerRegion], names: Sequence[str], *, has_one: bool) -> list[LayerRegion]:
@@ -175,14 +178,6 @@ def _behind_norm(regions: Sequence[LayerRegion], names: Sequence[str]) -> int:
         - 1
         - max((at for at in range(begin, end) if specific_category(names[at]) is Category.NORM), default=end - 1)
     )
-
-
-def _added_up(begin: int, names: Sequence[str], end: int) -> int:
-    """Index behind the kernels that add up gradients."""
-    at = begin
-    while at < end and specific_category(names[at]) is None and generic_category(names[at]) in _AFTER_A_NORM:
-        at += 1
-    return at
 
 
 # ------------------------------------------------------------------------------------------------------------- replayed
@@ -306,15 +301,8 @@ def _by_eager(trace: Trace, placement: Placement, graph: Integers) -> _Inferred 
     values = {
         name: np.append(vars(placement)[name], False if name.startswith("is_") else NONE)[best] for name in _COPIED
     }
-    return _Inferred(source="eager pass", known=_between(best, values), values=values)
-
-
-def _between(partner: Integers, values: Mapping[str, Any]) -> Flags:
-    """Mask of the events with a partner, and of those between two partners with the same placement.
-
-    The values of the latter are written into `values`.
-    """
-    known = partner != NONE
+    # Mask of the events with a partner, and of those between two partners with the same placement.
+    known = best != NONE
     have = np.flatnonzero(known)
     for low, high in pairwise(have.tolist()):
         same = all(values[name][low] == values[name][high] for name in ("span", "layer", "is_backward"))
@@ -322,7 +310,7 @@ def _between(partner: Integers, values: Mapping[str, Any]) -> Flags:
             known[low + 1 : high] = True
             for name in ("span", "layer", "category", "is_backward", "is_recomputed"):
                 values[name][low + 1 : high] = values[name][low]
-    return known
+    return _Inferred(source="eager pass", known=known, values=values)
 
 
 def _eager_passes(trace: Trace, placement: Placement, size: int) -> list[Integers]:

@@ -247,16 +247,6 @@ def _unmatched(
     )
 
 
-def _expected(calls: CollectiveCalls, rows: Integers) -> Flags:
-    """[group, rank]: the ranks that should take part."""
-    table = np.zeros((len(calls.groups), len(calls.ranks)), dtype=bool)
-    table[calls.group[rows], calls.rank[rows]] = True
-    for number, group in enumerate(calls.groups):
-        if group.members:
-            table[number] |= np.isin(calls.ranks, group.members)
-    return table
-
-
 def _by_number(calls: CollectiveCalls, rows: Integers, found: _Matches) -> None:
     """Matches kernels by sequence number. Repeated numbers of one rank match in order."""
     if not len(rows):
@@ -276,7 +266,13 @@ def _by_number(calls: CollectiveCalls, rows: Integers, found: _Matches) -> None:
     groups, seqs = calls.group[rows[firsts]], calls.seq[rows[firsts]]
     names = calls.name_id[rows]
     of_one_name = np.minimum.reduceat(names, firsts) == np.maximum.reduceat(names, firsts)
-    lacking = _expected(calls, rows)[groups] & (met == NONE)
+    # [group, rank]: the ranks that should take part.
+    table = np.zeros((len(calls.groups), len(calls.ranks)), dtype=bool)
+    table[calls.group[rows], calls.rank[rows]] = True
+    for number, group in enumerate(calls.groups):
+        if group.members:
+            table[number] |= np.isin(calls.ranks, group.members)
+    lacking = table[groups] & (met == NONE)
     whole = of_one_name & ~lacking.any(axis=1)
     found.add(met[whole], seqs[whole])
     recorded = _recorded(calls, rows)

@@ -18,5 +18,4 @@ def browser() -> str:
 
 @pytest.fixture(scope="session")
 def plan() -> Plan:
-    """Four candidates on two pipeline ranks."""
     return small_plan()

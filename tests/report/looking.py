@@ -38,7 +38,6 @@ def looked_at(browser: str, html: str, looking: str, *options: str) -> dict[str,
 
 
 def channels(colour: str) -> tuple[int, int, int]:
-    """Red, green and blue of `#rrggbb`."""
     return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
 
 

@@ -46,7 +46,6 @@ def metrics_line(step: int, *, layers: int = 3, mfu: float | None = 0.4) -> dict
 def run_folder(
     path: Path, *overrides: str, steps: int = 12, device: str | None = None, mfu: float | None = 0.4
 ) -> Path:
-    """The folder of a run on one rank, by default without a trace."""
     path.mkdir(parents=True)
     run = load_run("debug", overrides)
     (path / RUN_FILE).write_text(dump_toml(run))
@@ -81,7 +80,6 @@ def exchanging() -> Job:
 
 
 def traced_folder(path: Path, *overrides: str) -> Path:
-    """A run on four ranks with traces of two steps."""
     folder = with_world(run_folder(path, "parallel.expert=4", "training.global_batch=16", *overrides), 4)
     make(exchanging()).write(folder / "profile")
     return folder
@@ -89,8 +87,6 @@ def traced_folder(path: Path, *overrides: str) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class Piped:
-    """A pipeline that was recorded."""
-
     schedule: Schedule
     offsets_us: Sequence[float]
 
@@ -101,7 +97,6 @@ class Piped:
         return play(self.schedule, costs)
 
     def write(self, folder: Path) -> Path:
-        """Write `rank-N.json` for each rank."""
         for rank in range(self.schedule.ranks):
             trace = trace_of(*self._events(rank), rank=rank)
             trace["distributedInfo"]["world_size"] = self.schedule.ranks
@@ -147,13 +142,11 @@ def _message(start: float, duration: float, correlation: int) -> dict[str, Any]:
 
 
 def piped(ranks: int = 2, offsets_us: Sequence[float] = (0.0, 700.0)) -> Piped:
-    """Interleaved 1F1B."""
     plan = schedule("interleaved", ranks=ranks, stages_per_rank=2, micro_batches=2 * ranks)
     return Piped(schedule=plan, offsets_us=offsets_us)
 
 
 def piped_folder(path: Path) -> Path:
-    """A run with a pipeline of two ranks, and its traces."""
     overrides = ("parallel.pipeline=2", "pipeline.stages_per_rank=2", "pipeline.schedule=interleaved")
     folder = with_world(run_folder(path, *overrides, "training.micro_batch=2", "training.global_batch=8"), 2)
     piped().write(folder / "profile")
@@ -177,7 +170,6 @@ def host_trace(rank: int = 0) -> dict[str, Any]:
 
 
 def host_folder(path: Path, ranks: int = 1) -> Path:
-    """A run on a CPU with traces."""
     overrides = ("training.global_batch=8", *([f"parallel.expert={ranks}"] if ranks > 1 else []))
     folder = with_world(run_folder(path, *overrides, device="AMD EPYC", mfu=None), ranks)
     for rank in range(ranks):
@@ -186,5 +178,4 @@ def host_folder(path: Path, ranks: int = 1) -> Path:
 
 
 def pass_name(action: Action) -> str:
-    """Name of a pass as timelines have it."""
     return NAMES[action.kind].format(action.stage, action.micro_batch).replace(" gradient", "")

@@ -28,7 +28,6 @@ REFUSALS = (
 
 @cache
 def memories(*overrides: str) -> tuple[RankMemory, ...]:
-    """Memory of each place of the run on H200s."""
     run = load_run(PRESET, [*BASE, *overrides])
     target = Target(device=named_device("H200", "bf16"), imbalance=1.0)
     return tuple(memory_of(run, world=WORLD, rank=rank, target=target) for rank in ranks_that_differ(run, WORLD))
@@ -69,7 +68,6 @@ def step_time(plan: Schedule) -> StepTime:
 
 
 def projection(*overrides: str) -> Projection:
-    """The run with overrides on two H200."""
     run = load_run(PRESET, [*BASE, *overrides])
     grid = grid_of(run, WORLD)
     plan = schedule(
@@ -96,13 +94,11 @@ SCHEDULES: Sequence[tuple[str, ...]] = (
 
 
 def small_plan() -> Plan:
-    """Four candidates and two refusals."""
     candidates = tuple(projection(*overrides) for overrides in SCHEDULES)
     ordered = tuple(sorted(candidates, key=lambda one: one.time.step_seconds))
     return Plan(model=PRESET, cluster=ordered[0].cluster, candidates=ordered, refused=REFUSALS, considered=1235)
 
 
 def with_schedule(plan: Plan, large: Schedule) -> Plan:
-    """A plan whose fastest candidate has another pipeline."""
     first, *others = plan.candidates
     return replace(plan, candidates=(replace(first, time=step_time(large)), *others))

@@ -84,7 +84,6 @@ def test_a_cpu_has_a_flame_of_operators(tmp_path: Path) -> None:
 
 
 def product(side: int, start: float, us: float, number: int) -> list[dict[str, Any]]:
-    """A product of two square matrices in bfloat16, which takes so long."""
     dims = {"Input Dims": [[side, side], [side, side]], "Input type": ["c10::BFloat16", "c10::BFloat16"]}
     host = event("cpu_op", "aten::mm", 10 * number, 6, **dims)
     return [host, launch(10 * number + 1, correlation=number), kernel("gemm", start, us, correlation=number)]

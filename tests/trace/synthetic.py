@@ -67,8 +67,6 @@ class Traces:
 
 @dataclass
 class _Rank:
-    """A host and its device, while the job runs."""
-
     host_us: float = 0.0
     streams: dict[int, float] = field(default_factory=lambda: {MAIN: 0.0, EXCHANGE: 0.0, GRADIENTS: 0.0})
     events: list[Event] = field(default_factory=list)
@@ -81,7 +79,6 @@ class _Rank:
 
 
 def make(job: Job) -> Traces:
-    """Simulate a job."""
     run = _Run(job)
     for step in range(job.steps):
         run.step(step)
@@ -89,8 +86,6 @@ def make(job: Job) -> Traces:
 
 
 class _Run:
-    """A job in progress."""
-
     def __init__(self, job: Job) -> None:
         self.job = job
         self.ranks = [_Rank() for _ in range(job.ranks)]
@@ -216,7 +211,6 @@ class _Run:
         return event
 
     def wait_for_device(self, call: str, stream: int | None = None) -> None:
-        """The host waits for one stream, or for all."""
         for rank in self.ranks:
             end = max(rank.streams.values()) if stream is None else rank.streams[stream]
             us = max(1.0, round(end + 2.5 - rank.host_us, 3))
@@ -353,7 +347,6 @@ def _meeting(group: str, seq: int, name: str, events: list[Event], sizes: list[i
 
 
 def _about(job: Job, group: str, name: str, sizes: tuple[int, int]) -> dict[str, Any]:
-    """What the profiler writes down about a collective."""
     return {
         "Collective name": name,
         "In msg nelems": sizes[0],

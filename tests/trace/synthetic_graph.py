@@ -30,7 +30,6 @@ class Step(NamedTuple):
 
 
 def one_pass(layers: int = 4, dense_layers: int = 1) -> list[Step]:
-    """Kernels of forward and backward in their order."""
     return [*_forward(layers, dense_layers), *_backward(layers, dense_layers)]
 
 
@@ -89,22 +88,18 @@ class Recording:
         self._micro_batch = 0
 
     def trace(self, *, says_model: bool = True) -> Trace:
-        """The trace so far."""
         content = self.content()
         if not says_model:
             del content["penstock"]
         return decode_trace(text_of(content))
 
     def content(self) -> dict[str, Any]:
-        """Of the file."""
         return trace_of(*self.events) | {"penstock": {"config": {"model": self.model}}}
 
     def eager(self, steps: list[Step] | None = None) -> None:
-        """A pass that the host launches kernel by kernel."""
         self._host(self.steps if steps is None else steps, runs=True)
 
     def captured(self) -> None:
-        """A pass that is captured: nothing runs."""
         begin = self._at
         self._call("cudaStreamBeginCapture", begin)
         self._host(self.steps, runs=False)
@@ -112,7 +107,6 @@ class Recording:
         self._at += 5
 
     def replay(self, steps: list[Step] | None = None) -> None:
-        """A pass that one launch starts."""
         steps = self.steps if steps is None else steps
         begin, self._number = self._at, self._number + 1
         self._call("cudaGraphLaunch", begin + 2, self._number)
@@ -153,7 +147,6 @@ class Recording:
         self.events.append(event("cuda_runtime", name, at, 1.0, correlation=number))
 
     def _close(self, begin: float, end: float) -> None:
-        """The span of the micro-batch."""
         name = MICRO_BATCH.format(self._micro_batch)
         self.events.append(event("user_annotation", name, begin + 0.5, end - begin))
         self._micro_batch += 1

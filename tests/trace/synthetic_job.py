@@ -65,8 +65,6 @@ V2_LITE = Job(ranks=4, layers=6, tokens=8192, hidden=2048, expert_hidden=1408, e
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """One operator of one kernel."""
-
     span: str
     op: str
     kernel: str
@@ -75,7 +73,6 @@ class Work:
 
 
 def rows_sent(job: Job, random: np.random.Generator) -> np.ndarray:
-    """Rows from each rank (row) to each (column)."""
     slots = job.tokens * job.top_k
     if job.is_even:
         return np.full((job.ranks, job.ranks), slots // job.ranks)
@@ -139,7 +136,6 @@ def experts(job: Job, rows_D: np.ndarray) -> list[Work]:
 
 
 def shared(job: Job) -> list[Work]:
-    """The experts that every token passes."""
     if not job.shared:
         return []
     sizes = ((job.tokens, job.hidden, 2 * job.shared), (job.tokens, job.shared, job.hidden))
@@ -158,7 +154,7 @@ COMMUNICATION = ("nccl", "deep_ep", "push_rows", "take_rows", "return_rows", "su
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """A collective as it was."""
+    """A collective: time from the last arrival to the end, each rank's wait for the last, bytes of the larger side."""
 
     group: str
     seq: int
@@ -175,20 +171,16 @@ class Meeting:
 
 @dataclass(frozen=True, kw_only=True)
 class Truth:
-    """The expected results."""
-
     timelines: tuple[dict[str, float], ...]
     meetings: tuple[Meeting, ...]
     rows: tuple[tuple[tuple[int, ...], ...], ...]
     offsets_us: tuple[float, ...]
 
     def times_last(self) -> dict[int, int]:
-        """Number of collectives in which others waited for a rank."""
         lasts = [one.last for one in self.meetings if one.last is not None]
         return {rank: lasts.count(rank) for rank in sorted(set(lasts))}
 
     def caused_wait_us(self) -> dict[int, float]:
-        """Waiting of all others together for each rank."""
         cost: dict[int, float] = {}
         for one in self.meetings:
             if one.last is not None:
@@ -226,7 +218,6 @@ def _true_now(running: dict[str, int]) -> list[str]:
 
 
 def _kind(event: dict[str, Any]) -> str | None:
-    """Which part of the timeline a device event belongs to."""
     if event["cat"] == "gpu_memcpy":
         return "memcpy"
     if event["cat"] == "gpu_memset":

@@ -406,7 +406,6 @@ SAID = {
 
 
 def calls_with(args: dict[str, Any], kernel: str = "ncclDevKernel_SendRecv(ncclDevKernelArgs)") -> CollectiveCalls:
-    """The table of one kernel with these args."""
     event = {"ph": "X", "cat": "kernel", "name": kernel, "ts": 10.0, "dur": 5.0, "pid": 0, "tid": 7}
     text = json.dumps({"traceEvents": [event | {"args": {"stream": 7, "device": 0} | args}]})
     return calls_of({0: decode_trace(text.encode(), path=Path("one"))})

@@ -33,7 +33,6 @@ NORM = EventKey("norm forward", "aten::rms_norm", "128x64")
 
 
 def work(events: Sequence[Event], steps: int = 0) -> NamedEvents:
-    """A trace from (key, start, duration, step)."""
     keys = sorted({event[0] for event in events})
     return NamedEvents(
         keys=keys,

@@ -140,7 +140,6 @@ def used(traces: dict[int, Trace], rank: int) -> UsedRows | None:
 
 
 def recording(**changed: Any) -> dict[str, Any]:
-    """What a recording of ours says of its configuration."""
     config: dict[str, Any] = {
         "training": {"micro_batch": 3, "sequence_length": 512},
         "parallel": {"tensor": 1, "expert_tensor": 1, "context": 1},
@@ -273,7 +272,6 @@ def product(rows: int = 12, dtype: str = BF16) -> list[dict[str, Any]]:
 
 
 def grouped_events() -> list[dict[str, Any]]:
-    """A grouped product, and everything that may tell its rows."""
     return [*exchange(50, [3, 4]), *product()]
 
 

@@ -41,7 +41,6 @@ RULE = Float8Rule(dense=BLOCKWISE, experts=BLOCKWISE)
 
 
 def float8_kernels() -> Iterator[str]:
-    """Names of all kernels in the package."""
     for path in Path(penstock.kernels.float8.__path__[0]).glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):

@@ -269,7 +269,6 @@ def test_damaged_args_are_refused_on_access() -> None:
 
 
 def read_all(path: Path) -> None:
-    """Use a file in every way."""
     trace = load_ranks(path)[load_trace(path).rank or 0]
     assert all(np.isfinite(value) for value in vars(timelines(trace)["all"]).values())
     assert trace.device_name is None or isinstance(trace.device_name, str)

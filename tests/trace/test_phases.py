@@ -36,7 +36,6 @@ ALL_TO_ALL = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
 
 
 def named(trace: Trace) -> list[tuple[str, str]]:
-    """Phase and pass of each GPU event in order."""
     found = find_phases(trace)
     order = np.argsort(found.event, kind="stable")
     passes = ("", "forward", "backward", "recompute", "update")

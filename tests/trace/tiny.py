@@ -69,7 +69,6 @@ def text_of(trace: Any) -> bytes:
 
 
 def write(path: Path, trace: Any) -> Path:
-    """Write a trace, packed if its name ends in .gz."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = text_of(trace)
     path.write_bytes(gzip.compress(text, 1) if path.name.endswith(".gz") else text)
@@ -117,7 +116,6 @@ def _with_strange_values(trace: dict[str, Any], random_: random.Random) -> Any:
 
 
 def places(node: Any) -> Any:
-    """Everything that can be replaced, as what holds it and the key there."""
     keys = list(node) if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ()
     for key in keys:
         yield node, key
