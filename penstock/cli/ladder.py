@@ -33,7 +33,6 @@ from penstock.train.run_folder import free_name
 from penstock.tune.ladder import (
     NO_TRIALS,
     LadderGain,
-    LadderOptions,
     Measure,
     Outcome,
     SavedTrials,
@@ -45,7 +44,7 @@ from penstock.tune.ladder import (
 )
 from penstock.tune.ladder_steps import LADDER, LadderStep, chosen, load_ladder_steps
 from penstock.tune.result_file import commit_of_code, describe_machine, write_result
-from penstock.tune.trial import first_steps, run_trial
+from penstock.tune.trial import Trial, first_steps, run_trial
 
 _LEAST = ("x size", "x optimization", "gap", "TFLOP/s", "p99/p50", "changed", "loss", "peak GiB", "MFU", "x before")
 """Columns that a narrow terminal misses least."""
@@ -64,7 +63,8 @@ class LadderPlan:
 
     steps: tuple[LadderStep, ...]
     wanted: frozenset[str]
-    options: LadderOptions
+    options: Trial
+    has_gpu: bool
     own: tuple[str, ...]
     training_steps: int
     routing: str
@@ -112,20 +112,21 @@ def ladder(  # noqa: PLR0913 - one argument for each option
     whole, own = load_run(target, overrides or ()), tuple(overrides or ())
     table = LADDER if file is None else load_ladder_steps(file)
     parent = Path(whole.record.folder)
-    options = LadderOptions(
+    options = Trial(
+        name="",
         target=target,
         overrides=(*own, *first_steps(whole, steps)),
         processes=processes_to_start(whole, environment, processes),
         warm_up=warm_up,
         folder=parent / free_name(parent, f"ladder-{whole.name}"),
         most_seconds=most_seconds,
-        has_gpu=whole.device != "cpu" and torch.cuda.device_count() > 0,
     )
     grid_of(load_run(target, options.overrides), options.processes)
     plan = LadderPlan(
         steps=table,
         wanted=chosen(table, [name.strip() for name in only.split(",") if name.strip()]),
         options=options,
+        has_gpu=whole.device != "cpu" and torch.cuda.device_count() > 0,
         own=own,
         training_steps=steps,
         routing=balancing(whole),
@@ -144,7 +145,7 @@ def climb_and_print(plan: LadderPlan, measure: Measure) -> list[Outcome]:
     options = plan.options
     run = load_run(options.target, options.overrides)
     tokens = f"{run.training.global_batch} x {run.training.sequence_length} tokens"
-    where = f"{options.processes} GPU(s)" if options.has_gpu else f"{options.processes} CPU process(es)"
+    where = f"{options.processes} GPU(s)" if plan.has_gpu else f"{options.processes} CPU process(es)"
     length = f"{plan.training_steps} steps of {tokens} each"
     print(f"ladder of {run.name}: {len(plan.wanted)} ladder steps on {where}, {length}")
     print(f"routing: {plan.routing}")
@@ -154,7 +155,7 @@ def climb_and_print(plan: LadderPlan, measure: Measure) -> list[Outcome]:
         saved = read_saved_trials(plan.output, _environment(plan), plan.commit or commit_of_code())
     outcomes: list[Outcome] = []
     # The file is written after every step, so an ended ladder can go on.
-    for outcome in climb(plan.steps, plan.wanted, options, saved.or_measured(measure)):
+    for outcome in climb(plan.steps, plan.wanted, options, saved.or_measured(measure), has_gpu=plan.has_gpu):
         outcomes.append(outcome)
         print("\n".join(_lines(outcome, gains(outcomes)[-1], plan)), flush=True)
         if plan.output is not None:
@@ -167,11 +168,11 @@ def climb_and_print(plan: LadderPlan, measure: Measure) -> list[Outcome]:
 
 
 def _noun(plan: LadderPlan) -> str:
-    return "GPU" if plan.options.has_gpu else "process"
+    return "GPU" if plan.has_gpu else "process"
 
 
 def _environment(plan: LadderPlan) -> dict[str, Any]:
-    return describe_machine(on_gpu=plan.options.has_gpu) | {
+    return describe_machine(on_gpu=plan.has_gpu) | {
         "ranks": plan.options.processes,
         "steps": plan.training_steps,
         "warm_up_steps": plan.options.warm_up,

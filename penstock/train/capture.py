@@ -50,7 +50,23 @@ if TYPE_CHECKING:  # the module imports Triton, which may be absent
     from penstock.parallel.symmetric import TransferDirection
 
 
-class CapturedPasses:
+class _Captured:
+    """State that captured passes and captured parts share."""
+
+    def __init__(self, *, is_asked_for: bool) -> None:
+        self.pool_bytes = 0
+        self._is_asked_for = is_asked_for
+        self._is_warm = False
+        self._is_given_up = False
+        self._notices: list[str] = []
+
+    def take_notices(self) -> tuple[str, ...]:
+        """New notices for the user."""
+        notices, self._notices = tuple(self._notices), []
+        return notices
+
+
+class CapturedPasses(_Captured):
     """`forward_backward` by replaying a graph; called the same way.
 
     Args:
@@ -61,14 +77,10 @@ class CapturedPasses:
     """
 
     def __init__(self, *, is_asked_for: bool, capture: Capture = capture) -> None:
-        self.pool_bytes = 0
-        self._is_asked_for = is_asked_for
+        super().__init__(is_asked_for=is_asked_for)
         self._capture = capture
-        self._is_warm = False
-        self._is_given_up = False
         self._widenings = 0
         self._pass: _CapturedPass | None = None
-        self._notices: list[str] = []
 
     def __call__(self, model: RankModel, batch: GlobalBatch, rule: LossRule, enter: EnterPhase = untimed) -> Tensor:
         """See `forward_backward`.
@@ -91,11 +103,6 @@ class CapturedPasses:
             with span(MICRO_BATCH, number), span(Span.REPLAY):
                 sums += self._pass.replay(micro_batch, batch.counted)
         return sums
-
-    def take_notices(self) -> tuple[str, ...]:
-        """New notices for the user."""
-        notices, self._notices = tuple(self._notices), []
-        return notices
 
     def release(self) -> None:
         """Release the graph; the next step captures another. Call it before the process group ends."""
@@ -220,7 +227,7 @@ def _tensors(micro_batch: MicroBatch, counted: Tensor) -> dict[str, Tensor]:
     return micro_batch.reading.tensors | labels | {"counted": counted}
 
 
-class CapturedParts:
+class CapturedParts(_Captured):
     """`forward_backward` with replayed parts; called the same way.
 
     Args:
@@ -232,13 +239,9 @@ class CapturedParts:
     """
 
     def __init__(self, *, is_asked_for: bool, begin_pool: Callable[[], Capture] = one_pool) -> None:
-        self.pool_bytes = 0
-        self._is_asked_for = is_asked_for
+        super().__init__(is_asked_for=is_asked_for)
         self._begin_pool = begin_pool
-        self._is_warm = False
-        self._is_given_up = False
         self._parts: PartialGraphs | None = None
-        self._notices: list[str] = []
 
     def __call__(self, model: RankModel, batch: GlobalBatch, rule: LossRule, enter: EnterPhase = untimed) -> Tensor:
         """See `forward_backward`.
@@ -254,11 +257,6 @@ class CapturedParts:
             with span(MICRO_BATCH, number):
                 sums += self._differentiate(model, micro_batch, batch.counted, rule, enter)
         return sums
-
-    def take_notices(self) -> tuple[str, ...]:
-        """New notices for the user."""
-        notices, self._notices = tuple(self._notices), []
-        return notices
 
     def release(self) -> None:
         """Release the parts; the next step captures others."""

@@ -8,7 +8,7 @@ float32 on the CPU.
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -29,7 +29,7 @@ from penstock.train.checkpoint import CheckpointStore
 from penstock.train.run_folder import sync
 from penstock.train.saved_weights import SavedWeights
 from penstock.train.state import check_same_model, identity_of
-from penstock.train.tensor_files import TensorEntry, write_entries
+from penstock.train.tensor_files import TensorEntry, in_files, write_entries
 
 Precision: TypeAlias = Literal["bf16", "fp32"]
 """As in `training.precision`."""
@@ -115,7 +115,7 @@ def _write(entries: list[TensorEntry], texts: Mapping[str, str], folder: Path, s
 
 
 def _write_files(entries: list[TensorEntry], folder: Path, shard_bytes: int) -> None:
-    shards = list(_shards(entries, shard_bytes))
+    shards = list(in_files(entries, lambda entry: entry.nbytes, shard_bytes))
     if len(shards) == 1:
         write_entries(folder / WEIGHTS_FILE, entries, _METADATA)
         return
@@ -128,19 +128,6 @@ def _write_files(entries: list[TensorEntry], folder: Path, shard_bytes: int) -> 
     index = {"metadata": {"total_size": sum(entry.nbytes for entry in entries)}, "weight_map": places}
     (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
     sync(folder / INDEX_FILE)
-
-
-def _shards(entries: list[TensorEntry], most_bytes: int) -> Iterator[list[TensorEntry]]:
-    """Entries grouped into files, in order."""
-    shard: list[TensorEntry] = []
-    size = 0
-    for entry in entries:
-        if shard and size + entry.nbytes > most_bytes:
-            yield shard
-            shard, size = [], 0
-        shard.append(entry)
-        size += entry.nbytes
-    yield shard
 
 
 ROWS, POSITIONS = 2, 64

@@ -35,7 +35,7 @@ from penstock.base.files import read_json
 from penstock.layout.sharding import Rectangle, not_the_whole, parse_rectangle
 from penstock.parallel.shard import ShardedTensor
 from penstock.train.run_folder import write_whole
-from penstock.train.tensor_files import fingerprint, write_tensors
+from penstock.train.tensor_files import fingerprint, in_files, write_tensors
 
 FORMAT = "penstock-checkpoint"
 VERSION = 2
@@ -302,25 +302,12 @@ def write_parts(folder: Path, parts: Mapping[str, ShardedTensor], rank: int) -> 
         OSError: a file cannot be written.
     """
     written = WrittenFiles({name: SavedTensor(kind) for name, kind in describe(parts).items()}, {})
-    file: dict[str, Tensor] = {}
-
-    def flush() -> None:
-        name = _file_name(rank, len(written.files))
-        written.files[name] = write_tensors(folder / name, file)
-        file.clear()
-
-    for name, rectangle, tensor in _rectangles(parts):
-        if file and sum(other.nbytes for other in file.values()) + tensor.nbytes > FILE_BYTES:
-            flush()
-        written.tensors[name].rectangles[str(rectangle)] = _file_name(rank, len(written.files))
-        file[f"{name}{rectangle}"] = tensor
-    if file:
-        flush()
+    for number, group in enumerate(in_files(_rectangles(parts), lambda one: one[2].nbytes, FILE_BYTES)):
+        file = f"tensors-{rank:05d}-{number:05d}.safetensors"
+        for name, rectangle, _ in group:
+            written.tensors[name].rectangles[str(rectangle)] = file
+        written.files[file] = write_tensors(folder / file, {f"{name}{place}": tensor for name, place, tensor in group})
     return written
-
-
-def _file_name(rank: int, number: int) -> str:
-    return f"tensors-{rank:05d}-{number:05d}.safetensors"
 
 
 def _rectangles(parts: Mapping[str, ShardedTensor]) -> Iterator[tuple[str, Rectangle, Tensor]]:

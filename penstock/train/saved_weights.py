@@ -40,7 +40,7 @@ from penstock.train.manifest import (
 )
 from penstock.train.run_folder import RunFolder, sync, write_whole
 from penstock.train.state import TrainState, check_same_model
-from penstock.train.tensor_files import TensorEntry, fingerprint, write_entries
+from penstock.train.tensor_files import TensorEntry, fingerprint, in_files, write_entries
 
 RUN_FILE = "run.toml"
 WEIGHTS = "weights"
@@ -76,10 +76,9 @@ def write_weights(folder: Path, pieces: Iterable[WeightPiece], facts: Mapping[st
     """
     folder.mkdir(parents=True)
     written = WrittenFiles({}, {})
-    for number, group in enumerate(_files(pieces)):
+    for number, group in enumerate(in_files(pieces, lambda piece: 4 * piece.rectangle.elements, FILE_BYTES)):
         name = f"tensors-{number:05d}.safetensors"
-        entries = [_entry(piece) for piece in group]
-        written.files[name] = write_entries(folder / name, entries)
+        written.files[name] = write_entries(folder / name, map(_entry, group))
         for piece in group:
             kind = f"float32 {list(piece.shape)}"
             saved = written.tensors.setdefault(PREFIX + piece.name, SavedTensor(kind))
@@ -93,21 +92,6 @@ def write_weights(folder: Path, pieces: Iterable[WeightPiece], facts: Mapping[st
 def _entry(piece: WeightPiece) -> TensorEntry:
     name = f"{PREFIX}{piece.name}{piece.rectangle}"
     return TensorEntry(name=name, dtype=torch.float32, shape=piece.rectangle.sizes, make=piece.make)
-
-
-def _files(pieces: Iterable[WeightPiece]) -> Iterable[list[WeightPiece]]:
-    """Pieces grouped into files."""
-    group: list[WeightPiece] = []
-    size = 0
-    for piece in pieces:
-        more = 4 * piece.rectangle.elements
-        if group and size + more > FILE_BYTES:
-            yield group
-            group, size = [], 0
-        group.append(piece)
-        size += more
-    if group:
-        yield group
 
 
 class SavedWeights:

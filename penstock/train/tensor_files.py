@@ -17,6 +17,7 @@ from functools import partial
 from itertools import chain
 from math import prod
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +35,8 @@ DTYPES = {
     torch.bool: "BOOL",
 }
 """Names of types in the format."""
+
+Item = TypeVar("Item")
 
 ALIGNMENT = 64
 """Bytes. Spaces pad the header, so that tensors are aligned in a mapped file."""
@@ -95,7 +98,7 @@ def write_entries(path: Path, entries: Iterable[TensorEntry], metadata: Mapping[
     checksum = size = 0
     with path.open("xb", buffering=0) as file:
         begin_of_file = memoryview(len(text).to_bytes(8, "little") + text)
-        for view in chain([begin_of_file], _values(entries)):
+        for view in chain([begin_of_file], map(_bytes_of, entries)):
             for begin in range(0, len(view), BLOCK_BYTES):
                 part = view[begin : begin + BLOCK_BYTES]
                 checksum = zlib.crc32(part, checksum)
@@ -106,11 +109,18 @@ def write_entries(path: Path, entries: Iterable[TensorEntry], metadata: Mapping[
     return describe_file(size, checksum)
 
 
-def _values(entries: Iterable[TensorEntry]) -> Iterator[memoryview]:
-    for entry in entries:
-        tensor = entry.make()
-        assert (tensor.dtype, tuple(tensor.shape)) == (entry.dtype, entry.shape), f"{entry.name} is not what it said"
-        yield _bytes_of(tensor)
+def in_files(items: Iterable[Item], nbytes: Callable[[Item], int], most_bytes: int) -> Iterator[list[Item]]:
+    """Items grouped into files of at most this size, in order; a larger item has its own file."""
+    group: list[Item] = []
+    size = 0
+    for item in items:
+        if group and size + nbytes(item) > most_bytes:
+            yield group
+            group, size = [], 0
+        group.append(item)
+        size += nbytes(item)
+    if group:
+        yield group
 
 
 def fingerprint(path: Path) -> str:
@@ -129,7 +139,9 @@ def describe_file(size: int, checksum: int) -> str:
     return f"{size} bytes, crc32 {checksum:08x}"
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """A tensor's values, row by row."""
+def _bytes_of(entry: TensorEntry) -> memoryview:
+    """Values of a tensor, row by row."""
+    tensor = entry.make()
+    assert (tensor.dtype, tuple(tensor.shape)) == (entry.dtype, entry.shape), f"{entry.name} is not what it said"
     flat = tensor.detach().cpu().contiguous().view(-1)
     return flat.view(torch.uint8).numpy().data

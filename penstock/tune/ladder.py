@@ -43,28 +43,6 @@ NOISE = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
-class LadderOptions:
-    """Options that all steps share.
-
-    Attributes:
-        target: preset, TOML file or folder of a run.
-        overrides: the user's and those of `first_steps`; the steps' overrides come after them.
-        warm_up: first training steps, which are not timed.
-        folder: parent of the folders of the runs.
-        most_seconds: time limit of one step; 0 for none.
-        has_gpu: the ranks are on GPUs.
-    """
-
-    target: str
-    overrides: tuple[str, ...]
-    processes: int
-    warm_up: int
-    folder: Path
-    most_seconds: float
-    has_gpu: bool
-
-
-@dataclass(frozen=True, kw_only=True)
 class Attempt:
     """A variant of a step that was refused or ran out of memory.
 
@@ -151,24 +129,26 @@ class LadderGain:
 
 
 def climb(
-    steps: Sequence[LadderStep], wanted: frozenset[str], options: LadderOptions, measure: Measure
+    steps: Sequence[LadderStep], wanted: frozenset[str], base: Trial, measure: Measure, *, has_gpu: bool
 ) -> Iterator[Outcome]:
     """Measure one step after another; a generator, so that the caller can report progress.
 
     Args:
         wanted: names of the steps to measure (`penstock.tune.ladder_steps.chosen`).
+        base: options that all steps share; the steps' overrides come after its own.
+        has_gpu: the ranks are on GPUs.
     """
     held: tuple[str, ...] = ()
-    below, last, best = load_run(options.target, options.overrides), None, None
+    below, last, best = load_run(base.target, base.overrides), None, None
     for place, step in enumerate(steps):
-        skipped = why_skipped(step, below, options.has_gpu)
-        variants = [] if skipped else _variants(step, held, below, options)
+        skipped = why_skipped(step, below, has_gpu)
+        variants = [] if skipped else _variants(step, held, below, base, has_gpu)
         variant = next((one for one in variants if isinstance(one.run, Run)), None)
         pays = False
         if step.name in wanted:
             outcome = Outcome(step=step, state="skipped", reason=skipped)
             if variants:
-                outcome, variant = _measured(step, variants, last, options, measure)
+                outcome, variant = _measured(step, variants, last, base, measure)
             outcome = _judged(outcome, best)
             yield outcome
             pays = outcome.state == "ran"
@@ -180,22 +160,22 @@ def climb(
             held, below = variant.held, variant.run
 
 
-def _variants(step: LadderStep, held: tuple[str, ...], below: Run, options: LadderOptions) -> list[_Variant]:
+def _variants(step: LadderStep, held: tuple[str, ...], below: Run, base: Trial, has_gpu: bool) -> list[_Variant]:
     """The plain step, and the step with each fallback that applies and makes a different run or refusal."""
     own = step.change
     if step.micro_batch_times > 1:
         own = (*own, f"{MICRO_BATCH}={below.training.micro_batch * step.micro_batch_times}")
     found: list[_Variant] = []
     for name, fallback in {"": LadderChange(), **step.fallbacks}.items():
-        if why_unmet(fallback, below, options.has_gpu):
+        if why_unmet(fallback, below, has_gpu):
             continue
         mine = (*held, *own, *fallback.change)
-        overrides = (*options.overrides, *mine)
-        run = _describe(overrides, options)
+        overrides = (*base.overrides, *mine)
+        run = _describe(overrides, base)
         if isinstance(run, Run) and run.training.global_batch != below.training.global_batch:
             # All steps use one global batch; written out, it does not follow the micro-batch.
             overrides = (*overrides, f"training.global_batch={below.training.global_batch}")
-            run = _describe(overrides, options)
+            run = _describe(overrides, base)
         if name and run in (below, *(one.run for one in found)):
             continue
         trial = step.trial_name(name)
@@ -203,18 +183,18 @@ def _variants(step: LadderStep, held: tuple[str, ...], below: Run, options: Ladd
     return found
 
 
-def _describe(overrides: tuple[str, ...], options: LadderOptions) -> Run | Failure:
+def _describe(overrides: tuple[str, ...], base: Trial) -> Run | Failure:
     """The run of these overrides, or the reason why the configuration is refused."""
     try:
-        run = load_run(options.target, overrides)
-        grid_of(run, options.processes)
+        run = load_run(base.target, overrides)
+        grid_of(run, base.processes)
     except PenstockError as error:
         return Failure(kind="refused", reason=str(error), had_begun=False)
     return run
 
 
 def _measured(
-    step: LadderStep, variants: Sequence[_Variant], last: Run | None, options: LadderOptions, measure: Measure
+    step: LadderStep, variants: Sequence[_Variant], last: Run | None, base: Trial, measure: Measure
 ) -> tuple[Outcome, _Variant]:
     """The outcome of a step, and the variant that it belongs to.
 
@@ -225,7 +205,11 @@ def _measured(
     tried: list[Attempt] = []
     outcomes: list[Outcome] = []
     for variant in variants:
-        found = variant.run if isinstance(variant.run, Failure) else measure(_trial(variant, options))
+        found = (
+            variant.run
+            if isinstance(variant.run, Failure)
+            else measure(replace(base, name=variant.trial, overrides=variant.overrides))
+        )
         outcome = _outcome(step, variant, last, found)
         if isinstance(found, Figures) or not found.is_mendable:
             return replace(outcome, tried=tuple(tried)), variant
@@ -241,18 +225,6 @@ def _measured(
             )
         )
     return replace(outcomes[0], tried=tuple(tried)), variants[0]
-
-
-def _trial(variant: _Variant, options: LadderOptions) -> Trial:
-    return Trial(
-        name=variant.trial,
-        target=options.target,
-        overrides=variant.overrides,
-        processes=options.processes,
-        warm_up=options.warm_up,
-        folder=options.folder,
-        most_seconds=options.most_seconds,
-    )
 
 
 def _outcome(step: LadderStep, variant: _Variant, last: Run | None, found: Figures | Failure) -> Outcome:

@@ -26,7 +26,6 @@ FROM_8_BITS = [f"{recipe}, rows in 8 bits" for recipe in RECIPES]
 
 
 def run(only: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict:
-    """The result of the benchmark on its small networks."""
     file = tmp_path / "found.json"
     monkeypatch.setattr(sys, "argv", ["float8_ffn", "--tiny", "--only", only, "--output", str(file)])
     main()

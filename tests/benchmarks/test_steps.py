@@ -10,7 +10,6 @@ from benchmarks.step_trace import distilled
 
 
 def answers(clocks: list[float], powers: list[float]) -> list[Answer]:
-    """One each tenth of a second."""
     pairs = enumerate(zip(clocks, powers, strict=True))
     return [Answer(number / 10, clock, 1980, power, 700) for number, (clock, power) in pairs]
 

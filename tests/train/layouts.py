@@ -30,7 +30,6 @@ class Layout:
     copies: int = 1
 
     def parts(self, whole: Tensor) -> Iterator[ShardedTensor]:
-        """What each rank holds of a tensor; the values are copies."""
         shape = tuple(whole.shape)
         for indexes in product(*(range(count) for count in self.counts)):
             cuts = tuple(
@@ -43,7 +42,6 @@ class Layout:
 
 
 def _part(whole: Tensor, cuts: tuple[Cut, ...], rows: tuple[int, int], copy: int) -> ShardedTensor:
-    """By torch.chunk, not by the arithmetic of penstock.layout."""
     local = whole
     for cut in cuts:
         blocks = local.chunk(cut.blocks, cut.dim)
@@ -71,5 +69,4 @@ def ranks_of(
 
 
 def write_ranks(folder: Path, ranks: list[dict[str, ShardedTensor]]) -> WrittenFiles:
-    """What all ranks together write."""
     return merge([write_parts(folder, parts, rank) for rank, parts in enumerate(ranks)])

@@ -31,7 +31,6 @@ class SmallModel(nn.Module):
         self.register_buffer("scratch", torch.zeros(1), persistent=False)
 
     def forward(self, tokens_T: Tensor) -> Tensor:
-        """Mean cross entropy of predicting each token from itself."""
         x_TD = self.norm(self.embed(tokens_T))
         gate_TF = self.router(x_TD.float()).sigmoid()
         self.counts_F += (gate_TF > 0.5).sum(0)
@@ -41,7 +40,6 @@ class SmallModel(nn.Module):
 
 
 def tokens(seed: int, count: int = 24) -> Tensor:
-    """Random tokens that depend on nothing but the seed."""
     return torch.randint(V, (count,), generator=torch.Generator().manual_seed(seed))
 
 

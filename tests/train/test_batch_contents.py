@@ -18,7 +18,6 @@ from tests.train.tiny_run import tiny_model, tiny_run
 
 
 def text_run(folder: Path, **data: object) -> Run:
-    """A run over lines of text, as bytes."""
     for name in ("a", "b"):
         lines = [json.dumps({"text": f"{name} {number} " * (number % 5)}) for number in range(40)]
         (folder / f"{name}.jsonl").write_text("\n".join(lines))

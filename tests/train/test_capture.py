@@ -91,7 +91,6 @@ def steps(
 
 
 def assert_same(one: tuple[Any, Any, dict[str, Tensor]], other: tuple[Any, Any, dict[str, Tensor]]) -> None:
-    """Equal figures, and bit-identical state."""
     assert one[:2] == other[:2]
     for name, tensor in other[2].items():
         assert torch.equal(one[2][name], tensor), name

@@ -41,7 +41,6 @@ def _tensors(step: int) -> dict[str, Tensor]:
 
 
 def _parts(tensors: Mapping[str, Tensor]) -> dict[str, ShardedTensor]:
-    """All of them, held whole."""
     return {name: whole(tensor) for name, tensor in tensors.items()}
 
 
@@ -60,7 +59,6 @@ def _assert_holds(store: CheckpointStore, step: int) -> None:
 
 
 def _save(store: CheckpointStore, step: int) -> None:
-    """Save and see it through, in the background or not."""
     store.save(step, _parts(_tensors(step)), _facts(step))
     store.wait()
 
@@ -71,7 +69,6 @@ def _names(folder: Path) -> list[str]:
 
 @pytest.fixture(params=[False, True], ids=["synchronous", "asynchronous"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CheckpointStore]:
-    """An empty store whose folder is not made yet."""
     store = CheckpointStore(tmp_path / "run" / "checkpoints", keep=2, asynchronous=request.param)
     yield store
     store.close()

@@ -143,7 +143,6 @@ def test_an_error_on_one_rank_fails_the_save_on_all_and_leaves_nothing(
 
 
 def _refused(folder: str, steps: list[int]) -> str:
-    """The error of loading, and that nothing was filled."""
     store = _store(folder, asynchronous=False)
     into = _ours(1, ON_2)
     for part in into.values():

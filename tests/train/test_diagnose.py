@@ -69,7 +69,6 @@ def origin_in(model: Decoder, batch: Batch) -> NonFiniteOrigin:
 
 
 def spoil_output(module: nn.Module, from_call: int = 0) -> None:
-    """Make a module return NaN from its n-th call on."""
     calls = iter(range(1000))
 
     def hook(module: nn.Module, inputs: object, output: Tensor) -> Tensor:

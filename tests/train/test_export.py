@@ -31,7 +31,6 @@ from tests.train.tiny_run import random_model, tiny_model, tiny_run
 
 
 def _tensors(model: Decoder) -> dict[str, Tensor]:
-    """What a run saves, with moments of one value."""
     trained = [holding.name for holding in holdings_of(model)]
     tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     return {**tensors, **{f"moment1.{name}": torch.ones_like(tensors[f"model.{name}"]) for name in trained}}

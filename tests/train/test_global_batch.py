@@ -139,7 +139,6 @@ def test_labels_are_counted_in_whole_rows_whatever_of_them_is_ours() -> None:
 
 
 def _counted(empty_rank: int | None) -> tuple[Tensor, Tensor]:
-    """Counts of the global batch, and of our own rows."""
     size = dist.get_world_size()
     batch = random_batch(4, LENGTH, seed=dist.get_rank())
     if dist.get_rank() == empty_rank:

@@ -31,14 +31,12 @@ from tests.train.tiny_run import ENVIRONMENT, Recorder, tiny_model, tiny_run
 
 
 def start(run: Run, observers: Sequence[Observer] = (), stop: StopRequest | None = None) -> tuple[RunEnd, RunFolder]:
-    """Train a new run to its end."""
     session = prepare(run, ENVIRONMENT)
     _, folder = create_run_folder(run, number_if_taken=False)
     return _train(session, folder, Progress(), observers, stop), folder
 
 
 def go_on(run: Run, folder: RunFolder, observers: Sequence[Observer] = ()) -> RunEnd:
-    """Train a run from its newest checkpoint to its end."""
     session = prepare(run, ENVIRONMENT)
     begin = resume(session, folder, open_store(run, folder))
     return _train(session, folder, begin, observers, None)

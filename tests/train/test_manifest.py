@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -47,7 +46,6 @@ A = SavedTensor("float32 [2, 3]", {"[0:1, 0:3]": FILE, "[1:2, 0:3]": FILE})
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A sealed folder of two files."""
     (tmp_path / FILE).write_bytes(bytes(range(256)) * 40)
     (tmp_path / "facts.json").write_text("{}")
     _seal(tmp_path, {"model.a": A, "model.b": SavedTensor("bfloat16 []", {"[]": FILE})})
@@ -248,45 +246,18 @@ def test_what_one_layout_wrote_every_other_reads(case: tuple[Tensor, Layout, Lay
             assert torch.equal(target, expected.tensor)
 
 
-def test_only_what_is_needed_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_is_needed_is_read(tmp_path: Path) -> None:
     tensor = torch.arange(64.0).view(8, 8)
     written = write_ranks(tmp_path, ranks_of({"w": tensor}, {"w": Layout((4, 1), (1, 1))}, 4))
-    read: list[tuple[str, str, tuple[slice, ...]]] = []
-
-    class Spy:
-        def __init__(self, path: Path, framework: str) -> None:
-            self.name, self.file = path.name, safe_open(path, framework)
-
-        def __enter__(self) -> "Spy":
-            return self
-
-        def __exit__(self, *error: object) -> None: ...
-
-        def get_slice(self, key: str) -> Any:
-            return SpySlice(self, key)
-
-    class SpySlice:
-        def __init__(self, spy: Spy, key: str) -> None:
-            self.spy, self.key = spy, key
-
-        def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
-            read.append((self.spy.name, self.key, index))
-            return self.spy.file.get_slice(self.key)[index]
-
-    monkeypatch.setattr(manifest, "safe_open", Spy)
-    target = torch.zeros(4, 4)
-    fill_parts(
-        tmp_path,
-        written.tensors,
-        {"w": ShardedTensor(tensor=target, shape=(8, 8), pieces=(LocalSlice((0, 0), (1, 2), (4, 4)),))},
-    )
-    assert torch.equal(target, tensor[1:5, 2:6])
+    wanted = ShardedTensor(tensor=torch.zeros(4, 4), shape=(8, 8), pieces=(LocalSlice((0, 0), (1, 2), (4, 4)),))
     columns = slice(2, 6)
-    assert read == [
+    assert [(file, read.key, read.source) for file, read in manifest._reads("w", wanted, written.tensors["w"])] == [
         ("tensors-00000-00000.safetensors", "w[0:2, 0:8]", (slice(1, 2), columns)),
         ("tensors-00001-00000.safetensors", "w[2:4, 0:8]", (slice(0, 2), columns)),
         ("tensors-00002-00000.safetensors", "w[4:6, 0:8]", (slice(0, 1), columns)),
     ]
+    fill_parts(tmp_path, written.tensors, {"w": wanted})
+    assert torch.equal(wanted.tensor, tensor[1:5, 2:6])
 
 
 def test_a_rank_that_writes_nothing_leaves_no_file_and_says_what_it_holds(tmp_path: Path) -> None:
@@ -309,19 +280,23 @@ def test_files_hold_as_many_tensors_as_fit(tmp_path: Path, monkeypatch: pytest.M
     assert all(torch.equal(into[name].tensor, tensor) for name, tensor in tensors.items())
 
 
-def test_the_library_reads_every_type_and_shape(tmp_path: Path) -> None:
+def test_the_library_reads_every_type_and_shape_and_a_file_is_aligned_readable_and_never_overwritten(
+    tmp_path: Path,
+) -> None:
     tensors = {str(dtype): torch.arange(6).view(2, 3).to(dtype) for dtype in DTYPES}
-    tensors |= {
-        "scalar": torch.tensor(2.5),
-        "turned": torch.randn(3, 5).t(),
-        "slice [0:2]": torch.randn(4, 4)[1:3, ::2],
-    }
-    write_tensors(tmp_path / "a", tensors)
-    loaded = load_file(tmp_path / "a")
+    tensors |= {"scalar": torch.tensor(2.5), "turned": torch.randn(3, 5).t(), "part": torch.randn(4, 4)[1:3, ::2]}
+    path, plain = tmp_path / "a", tmp_path / "plain"
+    write_tensors(path, tensors)
+    loaded = load_file(path)
     assert loaded.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert loaded[name].dtype == tensor.dtype
-        assert torch.equal(loaded[name], tensor), name
+    assert all(loaded[name].dtype == tensor.dtype for name, tensor in tensors.items())
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+    assert (8 + int.from_bytes(path.read_bytes()[:8], "little")) % ALIGNMENT == 0
+    plain.write_text("mine")
+    assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE(plain.stat().st_mode)
+    with pytest.raises(FileExistsError):
+        write_tensors(plain, {})
+    assert plain.read_text() == "mine"
 
 
 @pytest.mark.parametrize("block", [64, 4 << 20])
@@ -330,22 +305,3 @@ def test_the_checksum_is_of_what_was_written(tmp_path: Path, block: int, monkeyp
     said = write_tensors(tmp_path / "a", {"w": torch.randn(30, 7), "v": torch.randn(5).bfloat16()})
     content = (tmp_path / "a").read_bytes()
     assert said == fingerprint(tmp_path / "a") == f"{len(content)} bytes, crc32 {zlib.crc32(content):08x}"
-
-
-def test_tensors_begin_where_a_mapped_file_is_aligned(tmp_path: Path) -> None:
-    write_tensors(tmp_path / "a", {"w": torch.ones(3)})
-    length = int.from_bytes((tmp_path / "a").read_bytes()[:8], "little")
-    assert (8 + length) % ALIGNMENT == 0
-
-
-def test_a_file_can_be_read_by_those_who_may_read_the_folder(tmp_path: Path) -> None:
-    write_tensors(tmp_path / "a", {"w": torch.ones(3)})
-    (tmp_path / "plain").write_text("")
-    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == stat.S_IMODE((tmp_path / "plain").stat().st_mode)
-
-
-def test_a_file_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
-    (tmp_path / "a").write_text("mine")
-    with pytest.raises(FileExistsError):
-        write_tensors(tmp_path / "a", {})
-    assert (tmp_path / "a").read_text() == "mine"

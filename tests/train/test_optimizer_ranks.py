@@ -141,7 +141,6 @@ def _outcome(optimizer: MasterAdamW, model: nn.Module, norms: list[float]) -> Ou
 
 
 def _train(case: Case) -> Outcome:
-    """One rank's part of some steps."""
     axes = make_axes(case.grid, shard_size=case.parallel.shard_size)
     tensor = axes.tensor
 
@@ -187,7 +186,6 @@ def _train(case: Case) -> Outcome:
 
 
 def _alone(case: Case) -> Outcome:
-    """The same in one process that is given the sum."""
     model = _model(case, lambda _, whole: whole)
     optimizer = MasterAdamW(holdings_of(model), SETTINGS)
     norms = []

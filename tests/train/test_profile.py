@@ -45,7 +45,6 @@ def names_in(trace: Mapping[str, Any]) -> list[str]:
 
 
 def path_at(trace: Mapping[str, Any], event: Event) -> list[str]:
-    """Names of the spans around an event, the outermost first."""
     around = [
         one
         for one in spans_in(trace)

@@ -20,7 +20,6 @@ LOOPBACK = "127.0.0.1"
 
 @pytest.fixture
 def endpoint(tmp_path: Path) -> Iterator[PrometheusEndpoint]:
-    """One that has heard of a run's start."""
     made = PrometheusEndpoint(LOOPBACK, 0)
     made.started(run_start(tiny_run(tmp_path)))
     yield made

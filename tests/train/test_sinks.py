@@ -33,7 +33,6 @@ def threads_as_they_were() -> Iterator[None]:
 
 
 def hide(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
-    """As if a package were not installed."""
     monkeypatch.setattr(
         "penstock.train.sinks.find_spec", lambda name: None if name == package else find_spec("json"), raising=True
     )

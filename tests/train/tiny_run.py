@@ -113,7 +113,6 @@ def random_batch(rows: int, length: int, *, vocabulary: int = 17, seed: int = 0,
 
 
 def step_report(step: int, **changes: Any) -> StepReport:
-    """A report with a plausible value in every field."""
     fields: dict[str, Any] = {
         "step": step,
         "loss": 5.0 / step,
@@ -196,7 +195,6 @@ def random_model(run: Run) -> Decoder:
 
 
 def save_run(run: Run, model: Decoder, step: int = 1) -> Path:
-    """Write the folder of a run with one checkpoint of a model."""
     folder = RunFolder(Path(run.record.folder) / run.name)
     folder.path.mkdir(parents=True, exist_ok=True)
     folder.write_config(run)

@@ -164,7 +164,6 @@ def test_what_a_run_does_already_is_not_offered() -> None:
 
 
 def test_what_the_config_would_refuse_is_not_offered() -> None:
-    """A pipeline cannot be captured."""
     found = with_run(evidence(costs(idle_us=50_000.0)), "parallel.pipeline=2", "training.global_batch=64", world=16)
     assert "launches-in-one-call" not in rules(diagnose(found))
 
@@ -358,7 +357,6 @@ def projection(seconds: float, size: int) -> Any:
 def judged(
     monkeypatch: pytest.MonkeyPatch, evidence: Evidence, project: Callable[[Run], tuple[float, int]], **facts: Any
 ) -> Evidence:
-    """With what such a plan says of changes."""
     monkeypatch.setattr(doctor_planned, "project", lambda run, cluster: projection(*project(run)))
     run = evidence.facts.run
     assert run is not None

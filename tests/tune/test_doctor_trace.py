@@ -233,7 +233,6 @@ def test_a_built_condition_is_found_with_its_truth(name: str, tmp_path: Path) ->
 
 
 def test_a_rank_that_is_slow_at_everything_is_not_taken_for_one_with_hot_experts(tmp_path: Path) -> None:
-    """Experts take most of what such a rank computes longer."""
     both = replace(V2_LITE, slow_rank=1, slow=1.2, slows_all=True, hot_rank=1, hot=2.0)
     for job, cause in ((replace(both, hot=1.0), "compute"), (both, "experts")):
         folder = make(job).write(tmp_path / cause)

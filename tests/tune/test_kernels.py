@@ -144,7 +144,6 @@ AS_GPU = DeviceFacts(kind="cuda", name="a GPU", target="sm_90", packages=frozens
 
 
 def work(*overrides: str) -> Workload:
-    """A tiny workload."""
     return workload_of(load_run("debug", [*TINY, "training.micro_batch=2", *overrides]), DEVICE)
 
 

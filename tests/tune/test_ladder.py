@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.config.load import load_run
-from penstock.tune.ladder import LadderOptions, Outcome, balancing, climb, gains, loss_gap
+from penstock.tune.ladder import Outcome, balancing, climb, gains, loss_gap
 from penstock.tune.ladder_steps import LADDER, LadderChange, LadderStep
 from penstock.tune.trial import Failure, Figures, Trial
 
@@ -38,20 +38,14 @@ class Bench:
         return self.ends.get(trial.name, figures(100.0 * len(self.seen)))
 
 
-def ladder_options(*own: str, processes: int = 1, has_gpu: bool = False) -> LadderOptions:
-    return LadderOptions(
-        target="debug",
-        overrides=own or OWN,
-        processes=processes,
-        warm_up=1,
-        folder=Path("runs/ladder-debug"),
-        most_seconds=0.0,
-        has_gpu=has_gpu,
+def base(*own: str, processes: int = 1) -> Trial:
+    return Trial(
+        name="", target="debug", overrides=own or OWN, processes=processes, warm_up=1, folder=Path("runs/ladder-debug")
     )
 
 
 def climbed(bench: Bench, steps: Sequence[LadderStep] = STEPS, *, wanted: Sequence[str] = ()) -> list[Outcome]:
-    return list(climb(steps, frozenset(wanted or [step.name for step in steps]), ladder_options(), bench))
+    return list(climb(steps, frozenset(wanted or [step.name for step in steps]), base(), bench, has_gpu=False))
 
 
 def test_every_step_is_the_one_below_and_a_change() -> None:
@@ -103,7 +97,7 @@ def test_what_is_slower_because_steps_were_made_twice_says_how_many(twice: int, 
     def measure(trial: Trial) -> Figures:
         return figures(70.0, repeated_steps=twice) if trial.name == "one" else figures(100.0)
 
-    _, one = climb(STEPS[:2], frozenset({"ground", "one"}), ladder_options(), measure)
+    _, one = climb(STEPS[:2], frozenset({"ground", "one"}), base(), measure, has_gpu=False)
     assert (one.state, one.reason) == ("slower", reason)
 
 
@@ -146,8 +140,8 @@ def test_a_step_that_means_nothing_here_is_left_out_with_the_reason() -> None:
 def test_our_ladder_can_be_climbed_on_a_laptop_and_on_four_gpus() -> None:
     own = ("training.micro_batch=2", "training.global_batch=16", "parallel.expert=2")
     names = frozenset(step.name for step in LADDER)
-    on_cpu = list(climb(LADDER, names, ladder_options(*own, processes=2), Bench()))
-    on_gpus = list(climb(LADDER, names, ladder_options(*own, processes=4, has_gpu=True), Bench()))
+    on_cpu = list(climb(LADDER, names, base(*own, processes=2), Bench(), has_gpu=False))
+    on_gpus = list(climb(LADDER, names, base(*own, processes=4), Bench(), has_gpu=True))
     left_out = {outcome.step.name for outcome in on_cpu if outcome.state != "ran"}
     assert left_out == {step.name for step in LADDER if "gpu" in step.needs}
     assert {outcome.state for outcome in on_gpus} == {"ran"}
@@ -155,7 +149,7 @@ def test_our_ladder_can_be_climbed_on_a_laptop_and_on_four_gpus() -> None:
 
 def test_a_dense_model_climbs_what_is_left() -> None:
     own = ("model.moe=none", "model.dense_layers=4", "training.micro_batch=1")
-    outcomes = list(climb(LADDER, frozenset(r.name for r in LADDER), ladder_options(*own), Bench()))
+    outcomes = list(climb(LADDER, frozenset(r.name for r in LADDER), base(*own), Bench(), has_gpu=False))
     assert [o.step.name for o in outcomes if o.state == "ran"] == ["baseline", "fused", "chunked-loss", "larger"]
 
 
@@ -237,9 +231,9 @@ TOP = LadderStep(name="top", change=("kernels.rope=reference",))
 def fallen_back(
     bench: Bench, steps: Sequence[LadderStep], *own: str, has_gpu: bool = False, wanted: Sequence[str] = ()
 ) -> dict[str, Outcome]:
-    options = ladder_options(*OWN, "training.global_batch=16", *own, processes=2, has_gpu=has_gpu)
+    options = base(*OWN, "training.global_batch=16", *own, processes=2)
     names = frozenset(wanted or [step.name for step in steps])
-    return {outcome.step.name: outcome for outcome in climb(steps, names, options, bench)}
+    return {outcome.step.name: outcome for outcome in climb(steps, names, options, bench, has_gpu=has_gpu)}
 
 
 @pytest.mark.parametrize("end", [NO_MEMORY, NO_KERNEL])
@@ -406,7 +400,6 @@ def test_a_larger_micro_batch_gives_up_room_for_rows_and_then_graphs_but_nothing
 
 
 def figures(speed: float, losses: Sequence[float] = (6.0, 5.0, 4.0), **changes: object) -> Figures:
-    """A trial of so many tokens per second for each device."""
     times = (0.1, 0.1, 0.125)
     fields: dict[str, object] = {
         "tokens_per_second_per_device": speed,

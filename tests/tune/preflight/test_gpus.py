@@ -86,7 +86,6 @@ KINDS: tuple[CollectiveKind, ...] = ("all-to-all", "all-gather", "reduce-scatter
 
 
 def expected_point(kind: CollectiveKind, buffer: int) -> TransferPoint:
-    """A point that took exactly what plans expect."""
     seconds = TransferTimes(H200).collective(kind, buffer, RankGroup(ranks=WORLD, node_ranks=WORLD)).seconds
     leaving = buffer if kind == "point-to-point" else buffer * (WORLD - 1) // WORLD
     return TransferPoint(ranks=WORLD, node_ranks=WORLD, leaving_bytes=leaving, seconds=seconds)
