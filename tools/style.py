@@ -1,7 +1,8 @@
 """The house rules that ruff and mypy cannot say, as small functions over one parsed file each.
 
 A rule takes a `Source` and yields `(line, message)`. `findings` runs every rule over every Python file of the
-repository and adds the one figure that is about the whole: the ninetieth percentile of function lengths in penstock/.
+repository and adds two rules about the whole of penstock/: the ninetieth percentile of function lengths, and that no
+two public classes share a name.
 
     python tools/style.py            # prints `path:line: rule: message`, exits with 1 if there is any
 
@@ -11,7 +12,11 @@ exec, global, commented code, relative imports.
 
 import ast
 import gc
+import io
+import re
 import sys
+import tokenize
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -31,6 +36,11 @@ ENVIRONMENT_READER = "penstock/parallel/launch/environment.py"
 CLOSENESS = "tests/closeness.py"
 BY_ELEMENT = frozenset({"assert_close", "allclose", "isclose", "assert_allclose", "assert_array_almost_equal"})
 EMPTY_NAMES = frozenset({"utils", "util", "common", "helpers", "helper", "manager", "misc"})
+PEOPLE = re.compile(r"\b(who|whom|whoever|nobody|somebody)\b", re.IGNORECASE)
+"""The subject of a sentence is a part of the program: the rank, the kernel, the caller."""
+
+FILLER = re.compile(r"^\s*\w+: (likewise|of it|of them|the same|its own|that|which one)\.?$", re.MULTILINE)
+"""An entry of Args or Attributes that says nothing."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Rule = Callable[["Source"], Iterator[tuple[int, str]]]
@@ -264,6 +274,23 @@ def numbers_are_compared_by_size(source: Source) -> Iterator[tuple[int, str]]:
                 yield node.lineno, f"{left} {advice}"
 
 
+def prose_is_plain(source: Source) -> Iterator[tuple[int, str]]:
+    """Docstrings, comments and messages name parts of the program, and no docstring entry is filler."""
+    if not PEOPLE.search(source.text) and not FILLER.search(source.text):
+        return
+    for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
+        if token.type == tokenize.COMMENT and (found := PEOPLE.search(token.string)):
+            yield token.start[0], f"a comment says {found[0]!r}"
+    for node in ast.walk(source.tree):
+        if not isinstance(node, ast.Constant) or not isinstance(node.value, str) or " " not in node.value:
+            continue
+        if found := PEOPLE.search(node.value):
+            yield node.lineno + node.value[: found.start()].count("\n"), f"a text says {found[0]!r}"
+        if found := FILLER.search(node.value):
+            line = node.lineno + node.value[: found.start()].count("\n")
+            yield line, f"{found[0].strip()!r} adds nothing: leave the entry out"
+
+
 RULES: tuple[Rule, ...] = (
     file_is_short,
     function_is_short,
@@ -279,6 +306,7 @@ RULES: tuple[Rule, ...] = (
     function_is_typed,
     shape_letters_are_in_the_legend,
     numbers_are_compared_by_size,
+    prose_is_plain,
 )
 
 
@@ -298,6 +326,22 @@ def functions_are_short_as_a_rule(sources: Sequence[Source]) -> list[Finding]:
     ]
 
 
+def public_classes_have_names_of_their_own(sources: Sequence[Source]) -> list[Finding]:
+    """A reader who searches for a class finds one."""
+    places = defaultdict(list)
+    for source in sources:
+        for node in source.tree.body if source.is_product else ():
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append((source.path, node.lineno))
+    rule = "public_classes_have_names_of_their_own"
+    return [
+        Finding(path, line, rule, f"class {name} is also in {', '.join(other for other, _ in found if other != path)}")
+        for name, found in places.items()
+        if len(found) > 1
+        for path, line in found
+    ]
+
+
 @cache
 def sources(root: Path = ROOT) -> tuple[Source, ...]:
     """Every Python file of the repository's own folders, in a fixed order; read once."""
@@ -312,7 +356,8 @@ def sources(root: Path = ROOT) -> tuple[Source, ...]:
 def findings(root: Path = ROOT) -> list[Finding]:
     """Everything that the repository breaks."""
     files = sources(root)
-    return [finding for source in files for finding in findings_of(source)] + functions_are_short_as_a_rule(files)
+    about_the_whole = functions_are_short_as_a_rule(files) + public_classes_have_names_of_their_own(files)
+    return [finding for source in files for finding in findings_of(source)] + about_the_whole
 
 
 def main() -> int:

@@ -35,6 +35,10 @@ BROKEN = [
     ("numbers_are_compared_by_size", "tests/a.py", "assert x.allclose(y)\n"),
     ("numbers_are_compared_by_size", "tests/a.py", "assert (x - y).abs().max() < 1e-5\n"),
     ("numbers_are_compared_by_size", "tests/a.py", "assert x.tolist() == pytest.approx(y)\n"),
+    ("prose_is_plain", "penstock/a.py", f"x = 1  # {'who'} reads it\n"),
+    ("prose_is_plain", "tests/a.py", f'"""For {"nobody"}."""\n'),
+    ("prose_is_plain", "penstock/a.py", f'raise ValueError("{"Somebody"} waits")\n'),
+    ("prose_is_plain", "penstock/a.py", 'def f(x):\n    """Adds.\n\n    Args:\n        x: likewise.\n    """\n'),
 ]
 
 KEPT = [
@@ -74,6 +78,13 @@ def test_every_rule_has_an_example_that_breaks_it() -> None:
 def test_many_long_functions_break_the_rule_about_the_whole() -> None:
     long = style.parse("penstock/a.py", "".join(f"def f{n}():\n" + "    x = 1\n" * 45 for n in range(10)))
     assert style.functions_are_short_as_a_rule([long])
+
+
+def test_two_public_classes_of_one_name_break_the_rule_about_names() -> None:
+    one, other = (style.parse(f"penstock/{name}.py", "class Plan: ...\nclass _Own: ...\n") for name in "ab")
+    found = style.public_classes_have_names_of_their_own([one, other])
+    assert [(finding.path, finding.line) for finding in found] == [("penstock/a.py", 1), ("penstock/b.py", 1)]
+    assert not style.public_classes_have_names_of_their_own([one])
 
 
 def test_ruff_refuses_what_the_house_forbids() -> None:
