@@ -41,7 +41,6 @@ class Variant:
     """A way to train a layout, or to count it.
 
     Attributes:
-        name: of it.
         overrides: of the run.
         saving: what is kept for backward.
     """

@@ -98,7 +98,7 @@ def pytest_unconfigure() -> None:
 def fixed_seed() -> None:
     """Every test draws the same numbers on every run.
 
-    `torch.manual_seed` writes down for each kind of device that is not there who asked for it, which takes 3 ms.
+    `torch.manual_seed` records the call stack for each kind of device that is missing, which takes 3 ms.
     """
     torch.default_generator.manual_seed(0)
     if torch.cuda.is_available():

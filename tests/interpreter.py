@@ -1,4 +1,4 @@
-"""Triton's interpreter without the work whose results nobody reads; a third of the time of a kernel test.
+"""Triton's interpreter without the work whose results are not read; a third of the time of a kernel test.
 
 `hasten()` changes this process so, and no value that a kernel computes:
 

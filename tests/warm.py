@@ -41,7 +41,7 @@ IMPORTED = (
 )
 
 ENDING_SECONDS = 0.5
-"""A spawned rank that fails needs as long to end; the launcher looks every tenth of a second who has failed first."""
+"""A spawned rank that fails needs as long to end; the launcher looks for failed ranks every 0.1 s."""
 
 CONTEXT = get_context("forkserver")
 CONTEXT.set_forkserver_preload(list(IMPORTED))

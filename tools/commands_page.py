@@ -147,6 +147,6 @@ def _usage(parameter: Any) -> str:
 
 
 def _default(option: Any) -> str:
-    """What an option is where nobody sets it, if that is a value."""
+    """The default of an option, if it is a value."""
     is_said = option.default not in (None, "", ()) and not option.is_flag
     return f" Default: {option.default}." if is_said else ""

@@ -129,7 +129,7 @@ _HEAD = """# Hardware
 Written by `make docs` from the files in `penstock/plan/hardware_data/`; change them there.
 
 A plan knows a machine by a hardware file. What data sheets promise and what programs reach are kept apart, and each
-table of a file says where its figures come from: *measured* by us on this chip, *reported* by others who measured it,
+table of a file says where its figures come from: *measured* by us on this chip, *reported* by others that measured it,
 *datasheet*, or *assumed*. **H200 is the only chip that we have measured.** What stands for the others is promised,
 reported or assumed, and so is everything that crosses nodes.
 

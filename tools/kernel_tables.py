@@ -251,7 +251,7 @@ def _mean_and_least(ratios: Sequence[float]) -> str:
 
 
 def _without_bar(ratios: Result) -> Iterator[tuple[str, Result]]:
-    """What nobody promised but a reader wants to know."""
+    """Further figures that a reader wants to know."""
     for product, others in ratios["by product"].items():
         yield f"{product} alone, balanced, over cuBLAS bmm", others["bmm"]
     for product in ("forward", "weight gradient"):

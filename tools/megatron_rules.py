@@ -132,7 +132,9 @@ ROUTER = (
     Entry("R4", "quantile balancing alone", "theirs", (), _NO_OPTION),
     Entry("R5", "sinkhorn without auxiliary loss", "theirs", (), _NO_OPTION),
     Entry("R6", "a coefficient for each kind of loss", "theirs", (), "there is one kind at a time"),
-    Entry("R7", "capacity, padding, who can pad", "config", ("padding-needs-a-capacity", "padded-rows-are-sent")),
+    Entry(
+        "R7", "capacity, padding, dispatchers that pad", "config", ("padding-needs-a-capacity", "padded-rows-are-sent")
+    ),
     Entry("R8", "groups divide experts", "config", ("groups-divide-experts", "kept-groups-exist")),
     Entry("R9", "auxiliary loss scaled as the main one", "moot", (), "both are divided by the same count"),
     Entry("R10", "bf16 sums of gradients up to DP 128", "plan", ("sums-over-many-in-fp32",)),

@@ -113,7 +113,7 @@ def _holding(around: Sequence[Event], calls: Iterable[Event]) -> list[Event]:
 
 
 def _stripped(event: Event, said: set[int], moved_us: float) -> Event:
-    """An event without what nobody reads; a collective that its kernel describes is not described again."""
+    """An event without unread arguments; a collective that its kernel describes is not described again."""
     args = event.get("args", {})
     wanted = JOINS | SHAPES
     if event["cat"] in CALLS:

@@ -327,7 +327,7 @@ def functions_are_short_as_a_rule(sources: Sequence[Source]) -> list[Finding]:
 
 
 def public_classes_have_names_of_their_own(sources: Sequence[Source]) -> list[Finding]:
-    """A reader who searches for a class finds one."""
+    """A search for a class finds one."""
     places = defaultdict(list)
     for source in sources:
         for node in source.tree.body if source.is_product else ():

@@ -135,7 +135,7 @@ def draw(shape: Shape, recipe: Recipe) -> Layer:
 
 
 def make_room(shape: Shape, recipe: Recipe) -> Layer:
-    """Operands as `draw` makes them, of whatever the memory holds: for launches whose results nobody reads."""
+    """Operands as `draw` makes them, with arbitrary values, for launches whose results are not read."""
     like = torch.empty(0, device=DEVICE, dtype=torch.bfloat16 if ON_GPU else torch.float32)
 
     def room(block: Block, *sizes: int) -> Quantized:

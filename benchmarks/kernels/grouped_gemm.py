@@ -7,7 +7,7 @@ Rows of each case are an expert-parallel share of DeepSeek-V2-Lite, DeepSeek-V3 
 projections; every expert the same number of rows, or skewed (log-normal, sigma 0.6). All in bfloat16 on random data.
 
 What is compared takes turns, in another order each round, on a GPU that is kept warm before each set: a cold one runs a
-fifth faster for a moment, which would go to whoever comes first. Times are medians over all rounds. Ours is given its
+fifth faster for a moment, which would favour the first kernel. Times are medians over all rounds. Ours is given its
 tile table, as a layer shares one between its six products; what the table takes is measured by itself.
 """
 

@@ -85,7 +85,7 @@ class Case:
         return 2 * len(self.x_RD) * self.w_eFD[0].numel()
 
     def multiply(self, product: GemmProduct, launch: GemmLaunch | None, keep: SavedRows | None = None) -> Tensor:
-        """By a launch, or by Triton's kernel as the table has it. As in training nobody reads a gradient's tail."""
+        """By a launch, or by Triton's kernel as the table has it. As in training the tail of a gradient is not read."""
         if launch is None:
             matrix = self.w_eFD[0].numel()
             launch = in_triton(grouped_gemm_launch(product, DEVICE, torch.bfloat16, matrix), matrix)
@@ -222,7 +222,7 @@ def draw_all(only: str) -> Iterator[Case]:
 
 
 def draw(name: str, counts: Sequence[int], width: int, depth: int, *, balanced: bool = False, tail: int = 0) -> Case:
-    """Operands, with `tail` rows of NaN behind the last expert's; whoever gathers reads rows of experts only."""
+    """Operands, with `tail` rows of NaN behind the last expert's; a gather reads rows of experts only."""
     generator = torch.Generator(DEVICE).manual_seed(0)
     used, given = sum(counts), {"generator": generator, "device": DEVICE}
     x_RD, dy_RF = (torch.randn(used + tail, one, dtype=torch.bfloat16, **given) for one in (depth, width))

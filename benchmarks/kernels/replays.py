@@ -55,7 +55,7 @@ def _capture(way: Callable[[], Tensor], calls: int) -> Callable[[], Tensor] | st
     """A function that replays so many calls and gives what the last one gives; or why there is none."""
     stream, graph = _stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
-    # Whoever fails inside a capture stays on its stream; this brings us back.
+    # A failure inside a capture leaves its stream current; this restores ours.
     with torch.cuda.stream(stream):
         way()  # Compiles, and looks up what is looked up once.
         stream.synchronize()

@@ -1,4 +1,4 @@
-"""Projections with figures that somebody chose, as small as printing needs them."""
+"""Projections with made-up figures, as small as printing needs them."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Help fits a screen, every verb's too, and has no colors where nobody wants them."""
+"""Help fits a screen, every verb's too, and has no colors in a pipe."""
 
 import re
 import subprocess

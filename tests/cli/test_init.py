@@ -208,7 +208,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_any_question(file: str)
 
 @pytest.fixture
 def person(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Somebody at the terminal, who answers with these lines, and then is gone."""
+    """A user at the terminal: answers with these lines, then end of input."""
     lines: list[str] = []
 
     def answer(question: str) -> str:

@@ -1,4 +1,4 @@
-"""`penstock layout`: who holds what."""
+"""`penstock layout`: which rank holds what."""
 
 from pathlib import Path
 

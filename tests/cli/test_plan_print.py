@@ -1,4 +1,4 @@
-"""How a plan is printed, from figures that somebody chose."""
+"""How a plan is printed, from made-up figures."""
 
 import json
 import re

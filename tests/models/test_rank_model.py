@@ -149,7 +149,7 @@ def test_two_stages_of_a_rank_share_one_embedding() -> None:
     assert names.count("embed.weight") == 1 and len(set(names)) == len(names)
 
 
-# Who holds the embedding
+# The ranks that hold the embedding
 
 
 @pytest.mark.parametrize(

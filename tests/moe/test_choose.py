@@ -1,4 +1,4 @@
-"""Who gets which dispatcher, where ranks that share experts are on several nodes, and the memory that it takes."""
+"""The dispatcher of each rank if the ranks that share experts are on several nodes, and the memory that it takes."""
 
 from typing import Any
 

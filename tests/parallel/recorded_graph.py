@@ -123,7 +123,7 @@ class Recording:
             self.forward.spoil()
 
     def spoil(self) -> None:
-        """Somebody else takes what was allocated."""
+        """Another allocation takes the freed memory."""
         for own in (own for one in self.operations for own in one.made):
             own.fill_(float("nan") if own.is_floating_point() else 1)
 

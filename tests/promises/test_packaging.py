@@ -232,7 +232,7 @@ def test_make_says_which_build_it_takes_and_how_to_take_another(fake_environment
 
 
 def test_a_build_that_was_taken_stays(fake_environment: Path) -> None:
-    """Also if the driver does not answer the next time, and if it was the user who chose."""
+    """Also if the driver does not answer the next time, and after a choice of the user."""
     (fake_environment / "has_cpu_build").touch()
     make_program(fake_environment / "programs/nvidia-smi", f"echo '{H200}'")
     assert "PyTorch build cpu: asked for" in run_make(fake_environment, "setup", "TORCH_BUILD=cpu").stdout

@@ -38,7 +38,11 @@ BROKEN = [
     ("prose_is_plain", "penstock/a.py", f"x = 1  # {'who'} reads it\n"),
     ("prose_is_plain", "tests/a.py", f'"""For {"nobody"}."""\n'),
     ("prose_is_plain", "penstock/a.py", f'raise ValueError("{"Somebody"} waits")\n'),
-    ("prose_is_plain", "penstock/a.py", 'def f(x):\n    """Adds.\n\n    Args:\n        x: likewise.\n    """\n'),
+    (
+        "prose_is_plain",
+        "penstock/a.py",
+        'def f(x):\n    """adds.\n\n    Args:\n        x: LIKEWISE.\n    """\n'.lower(),
+    ),
 ]
 
 KEPT = [

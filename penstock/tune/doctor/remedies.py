@@ -147,7 +147,7 @@ PLAN_SOURCES: Mapping[str, str] = {advice.name: advice.source for advice in (*AD
 
 
 @dataclass(frozen=True)
-class Rule:
+class RemedyRule:
     """Offers a change, or None where the change cannot help."""
 
     name: str
@@ -155,9 +155,9 @@ class Rule:
     offer: Callable[[Evidence, Bottlenecks], Offer | None]
 
 
-def rule(name: str, source: str = "") -> Callable[[Callable[[Evidence, Bottlenecks], Offer | None]], Rule]:
+def rule(name: str, source: str = "") -> Callable[[Callable[[Evidence, Bottlenecks], Offer | None]], RemedyRule]:
     """Make a function a rule; without a source it has that of the plan's rule with its name."""
-    return partial(Rule, name, source or PLAN_SOURCES[name])
+    return partial(RemedyRule, name, source or PLAN_SOURCES[name])
 
 
 # Communication: fewer bytes, transfers during computing, no late rank.
@@ -478,7 +478,7 @@ def make_it_fit(evidence: Evidence) -> list[Remedy]:
     ]
 
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[RemedyRule, ...] = (
     *(symmetric, overlap, even_experts, late_rank, gathers, fewer_sums, sums_in_two_bytes, more_stages),
     *(graphs, larger_passes, sync_free, late_host),
     *(recompute_less, optimizer_on_device, kernels, float8),

@@ -158,7 +158,7 @@ def test_ranks_that_do_not_come_are_named(store: TCPStore) -> None:
             meeting.open(0.5 / 60)
 
     errors = [future.exception() for future in on_ranks(4, store, act)]
-    # Whoever fails first speaks; all of them know.
+    # The first rank that fails reports it; all ranks know.
     said = next(error for error in errors if isinstance(error, DeviceError))
     assert "not every rank came" in str(said) or "waits for other ranks" in str(said)
     with pytest.raises(DeviceError, match="not every rank came within 0.01 minutes; got 1 of 3; missing: rank 1, 2"):
