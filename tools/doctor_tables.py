@@ -14,7 +14,7 @@ CAUSES = {"host": "host", "experts": "experts", "compute": "computing", "unknown
 def doctor_recorded(result: Result) -> str:
     """A row for each condition: its cause, the wall, the late ranks, and the change that would gain most."""
     lines = [
-        f"Commit `{result['commit']}`. Shares are of the step. Late: others wait for it {TELLS:.0%} of the step or more.",
+        f"Commit `{result['commit']}`. Shares are of the step. Late: others wait for it {TELLS:.0%} of it or more.",
         "",
         "| condition | what was done | GPUs | wall | host | communication | late | first remedy |",
         "|---|---|---|---|---:|---:|---|---|",
