@@ -98,7 +98,7 @@ def training_contents(run: Run, text: Text, step: int, store: CheckpointStore | 
     return BatchContents(
         rows=tuple(rows),
         parts=tuple(parts),
-        weights=_weights(text),
+        weights={part.name: part.weight for part in text.parts} if len(text.parts) > 1 else {},
         batch_rows=run.training.global_batch,
         skipped=reader.skipped() - skipped,
         notices=text.corrupt.take_notices(),
@@ -179,7 +179,3 @@ def _part_read(text: Text, before: LoaderState, behind: LoaderState) -> str:
         return ""
     (grown,) = [place for place, (old, new) in enumerate(zip(*tokens, strict=True)) if new > old]
     return text.parts[grown].name
-
-
-def _weights(text: Text) -> dict[str, float]:
-    return {part.name: part.weight for part in text.parts} if len(text.parts) > 1 else {}

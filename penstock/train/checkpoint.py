@@ -104,7 +104,7 @@ class CheckpointStore:
             CheckpointError: some ranks do not see the newest, the folder cannot be read, or as for `wait`.
         """
         self.wait()
-        with self._phase(f"cannot read {self._folder}"):
+        with _Phase(self._messages, f"cannot read {self._folder}"):
             own = self.latest()
         newest_of_ranks = self._messages.all_gather(own)
         newest = max((step for step in newest_of_ranks if step is not None), default=None)
@@ -156,10 +156,10 @@ class CheckpointStore:
         """
         self.wait()
         folder = self.path(step)
-        with self._phase(f"cannot read {folder}"):
+        with _Phase(self._messages, f"cannot read {folder}"):
             manifest = read_manifest(self._existing(step))
         wanted = _same_step(self._messages.all_gather([step, describe(into)]))
-        with self._phase(f"cannot read {folder}"):
+        with _Phase(self._messages, f"cannot read {folder}"):
             saved = manifest.kinds if all_of_it else {name: manifest.kinds.get(name, "none") for name in wanted}
             check_tensors(folder, saved, wanted)
             check_no_more_tensors(folder, manifest)
@@ -167,7 +167,7 @@ class CheckpointStore:
             ours = files_of(manifest, wanted)[self.rank :: self._messages.ranks]
             check_files(folder, {name: manifest.files[name] for name in ours})
             facts = _facts(folder)
-        with self._phase(f"cannot read {folder}"):
+        with _Phase(self._messages, f"cannot read {folder}"):
             fill_parts(folder, manifest.tensors, into)
         return facts
 
@@ -218,7 +218,8 @@ class CheckpointStore:
     def _stage(self, parts: Mapping[str, ShardedTensor]) -> dict[str, ShardedTensor]:
         """Phase 1: copy the written tensors into host memory, which the next save reuses, since pinning is slow."""
         written = {name: part.tensor.detach() for name, part in parts.items() if part.writes}
-        if _sizes(written) != _sizes(self._staged):
+        sizes = [[(name, one.dtype, one.shape) for name, one in kept.items()] for kept in (written, self._staged)]
+        if sizes[0] != sizes[1]:
             self._staged = {}  # freed before the new allocation
             self._staged = _on_host(written)
         for name, tensor in written.items():
@@ -230,7 +231,7 @@ class CheckpointStore:
     def _write(self, step: int, parts: Mapping[str, ShardedTensor], facts: str) -> None:
         """Phases 2 to 5. All ranks leave together, after the first one has cleaned up."""
         partial = self._hidden(step, "partial")
-        with self._phase(f"cannot write {self.path(step)}"):
+        with _Phase(self._messages, f"cannot write {self.path(step)}"):
             try:
                 self._write_phases(step, parts, facts, partial)
             finally:
@@ -240,11 +241,12 @@ class CheckpointStore:
     def _write_phases(self, step: int, parts: Mapping[str, ShardedTensor], facts: str, partial: Path) -> None:
         is_first = self.rank == 0
         what = f"cannot write {self.path(step)}"
-        with self._phase(what):
+        with _Phase(self._messages, what):
             if is_first:
-                self._remove_leftovers()
+                for leftover in self._folder.glob(".step-*"):
+                    shutil.rmtree(leftover, ignore_errors=True)
                 partial.mkdir(parents=True)
-        with self._phase(what):
+        with _Phase(self._messages, what):
             written = write_parts(partial, parts, self.rank)
         ranks = self._messages.gather(asdict(written))
         if is_first:
@@ -275,13 +277,6 @@ class CheckpointStore:
 
     def _hidden(self, step: int, why: str) -> Path:
         return self._folder / f".{self.path(step).name}.{why}-{self._owner}"
-
-    def _remove_leftovers(self) -> None:
-        for path in self._folder.glob(".step-*"):
-            shutil.rmtree(path, ignore_errors=True)
-
-    def _phase(self, what: str) -> "_Phase":
-        return _Phase(self._messages, what)
 
 
 class _Phase:
@@ -348,10 +343,6 @@ def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         shapes = [tuple(tensors[name].shape) for name in names]
         found.update(zip(names, host_tensors(shapes, dtype, device), strict=True))
     return found
-
-
-def _sizes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.Size]]:
-    return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
 
 
 def _facts(folder: Path) -> dict[str, Any]:

@@ -6,9 +6,6 @@ float32 on the CPU.
 """
 
 import json
-import shutil
-import tempfile
-from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -26,7 +23,7 @@ from penstock.models.build import build_model, meta_model, to_dtype
 from penstock.models.huggingface.config import huggingface_config
 from penstock.models.huggingface.weights import WEIGHTS_FILE, WeightMapping, load_huggingface, weight_mappings
 from penstock.train.checkpoint import CheckpointStore
-from penstock.train.run_folder import sync
+from penstock.train.run_folder import complete_folder, sync
 from penstock.train.saved_weights import SavedWeights
 from penstock.train.state import check_same_model, identity_of
 from penstock.train.tensor_files import TensorEntry, in_files, write_entries
@@ -69,7 +66,11 @@ def export_huggingface(
     entries = _entries(run.model, store, step, torch.bfloat16 if precision == "bf16" else torch.float32)
     texts = {"config.json": json.dumps(fields, indent=2) + "\n", **tokenizer.files}
     try:
-        _write(entries, texts, folder, shard_bytes)
+        with complete_folder(folder) as draft:
+            _write_files(entries, draft, shard_bytes)
+            for name, text in texts.items():
+                (draft / name).write_text(text, encoding="utf-8")
+                sync(draft / name)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot write {folder}", got=error) from error
     return tokenizer.why_not
@@ -96,22 +97,6 @@ def _entries(model: Model, store: CheckpointStore, step: int, dtype: torch.dtype
 def _values(line: WeightMapping, saved: SavedWeights, dtype: torch.dtype) -> Tensor:
     ours = saved.read(line.name, line.rectangle).to(dtype)
     return line.write(ours if line.expert is None else ours[0])
-
-
-def _write(entries: list[TensorEntry], texts: Mapping[str, str], folder: Path, shard_bytes: int) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
-        _write_files(entries, draft, shard_bytes)
-        for name, text in texts.items():
-            (draft / name).write_text(text, encoding="utf-8")
-            sync(draft / name)
-        draft.chmod(0o755)  # mkdtemp creates private folders
-        sync(draft)
-        draft.rename(folder)
-        sync(folder.parent)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)  # renamed unless a write failed
 
 
 def _write_files(entries: list[TensorEntry], folder: Path, shard_bytes: int) -> None:

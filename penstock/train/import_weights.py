@@ -9,8 +9,6 @@ A dense model can become an MoE model ("upcycling", arXiv 2212.05055, 2410.07524
 """
 
 import re
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +30,7 @@ from penstock.models.huggingface.weight_folder import WeightFolder
 from penstock.models.huggingface.weights import WeightMapping, check_weights, names_of, weight_mappings
 from penstock.models.init import ParamInit
 from penstock.parallel.shard import whole
-from penstock.train.run_folder import sync, write_whole
+from penstock.train.run_folder import complete_folder, write_whole
 from penstock.train.saved_weights import RUN_FILE, STEP, WEIGHTS, WeightPiece, write_weights
 from penstock.train.state import identity_of
 
@@ -176,17 +174,9 @@ def import_weights(weights: WeightFolder, source: Model, run: Run, upcycling: Up
         pieces = upcycling.pieces(source, pieces)
     facts: dict[str, Any] = {"step": STEP, "model": identity_of(run)}
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-        try:
+        with complete_folder(folder) as draft:
             write_weights(draft / WEIGHTS / f"step-{STEP:06d}", pieces, facts)
             write_whole(draft / RUN_FILE, dump_toml(run))
-            draft.chmod(0o755)
-            sync(draft)
-            draft.rename(folder)
-            sync(folder.parent)
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)  # renamed unless a write failed
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot write {folder}", got=error) from error
 

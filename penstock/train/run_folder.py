@@ -257,6 +257,21 @@ def sync(path: Path) -> None:
 
 
 @contextmanager
+def complete_folder(folder: Path) -> Iterator[Path]:
+    """A hidden folder to fill, which then becomes `folder` in one step; an error leaves nothing."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        yield draft
+        draft.chmod(0o755)  # mkdtemp creates private folders
+        sync(draft)
+        draft.rename(folder)
+        sync(folder.parent)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)  # renamed unless a write failed
+
+
+@contextmanager
 def _disk_errors(what: str) -> Iterator[None]:
     """Turn errors of the system (no space, no permission, ...) into an error for the user."""
     try:

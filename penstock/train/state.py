@@ -121,7 +121,9 @@ def check_same_model(step: int, saved: Mapping[str, Any], wanted: Mapping[str, A
     """
     old, new = (dict(_leaves(json.loads(json.dumps(identity)))) for identity in (saved, wanted))
     # An option that is newer than the checkpoint has its default there.
-    old = {field: value for field, value in new.items() if field not in old and _is_default(field, value)} | old
+    defaults = {one.path: one.default for one in every_field(Run) if not one.required}
+    newer = {field for field in new.keys() - old.keys() if field in defaults and defaults[field] == new[field]}
+    old |= {field: new[field] for field in newer}
     fields = [field for field in {**old, **new} if old.get(field) != new.get(field)]
     if fields:
         raise CheckpointError(
@@ -130,10 +132,6 @@ def check_same_model(step: int, saved: Mapping[str, Any], wanted: Mapping[str, A
             allowed=", ".join(f"{field} = {old.get(field)}" for field in fields),
             fix="resume with the configuration that it was saved with, or start a new run",
         )
-
-
-def _is_default(field: str, value: object) -> bool:
-    return any(field == one.path and not one.required and one.default == value for one in every_field(Run))
 
 
 def random_state() -> dict[str, Any]:

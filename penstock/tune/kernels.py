@@ -204,10 +204,6 @@ def _draw_hidden(work: Workload, skew: float, *, states: int) -> Tensors:
     return (*(work.normal(tokens, hidden) for _ in range(states)), work.normal(hidden))
 
 
-def _draw_heads(work: Workload, skew: float) -> Tensors:
-    return (_heads(work, work.shapes.head_dim), *_angles(work))
-
-
 def _draw_latent_heads(work: Workload, skew: float) -> Tensors:
     sizes = work.shapes
     kv_BSHN = _heads(work, sizes.head_dim - sizes.rotary_dim + sizes.value_dim)
@@ -251,7 +247,11 @@ _OPERATORS: dict[str, _Operator] = {
         lambda ops, work, inputs: ops.add_rms_norm(inputs[0], inputs[1], inputs[2], work.epsilon),
         3,
     ),
-    "rotate": _Operator(_draw_heads, lambda ops, work, inputs: ops.rotate(*inputs), 1),
+    "rotate": _Operator(
+        lambda work, skew: (_heads(work, work.shapes.head_dim), *_angles(work)),
+        lambda ops, work, inputs: ops.rotate(*inputs),
+        1,
+    ),
     "mla_heads": _Operator(_draw_latent_heads, lambda ops, work, inputs: ops.mla_heads(*inputs), 3),
 }
 

@@ -20,8 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import numpy as np
 
@@ -255,7 +254,7 @@ def _train(trial: Trial, output: int) -> int | None:
 @contextmanager
 def _ended_with_us(process: "subprocess.Popen[bytes]") -> Iterator[None]:
     """Inside of this context, the end of this process also ends the trial and its ranks."""
-    previous = signal.signal(signal.SIGTERM, _leave)
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         yield
     finally:
@@ -268,7 +267,3 @@ def _ended_with_us(process: "subprocess.Popen[bytes]") -> Iterator[None]:
                 # The launcher leads its own process group, which contains the ranks.
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-
-
-def _leave(number: int, frame: FrameType | None) -> NoReturn:
-    sys.exit(128 + number)

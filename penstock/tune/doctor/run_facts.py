@@ -26,7 +26,7 @@ WARM_UP, RECORDED = 5, 2
 USUAL = 0.5
 """Share of the metrics, the last part, that the medians are of: the first steps compile and warm up."""
 
-PAIRED_GRAMMARS = 4
+NEAREST_STEPS = 4
 """Number of steps next to the recorded ones that tell their time without a profiler."""
 
 
@@ -191,7 +191,7 @@ def _beside(calm: Sequence[dict[str, Any]], disturbed: range) -> float | None:
     """Longest time among the steps nearest to the recorded ones; None without a recording or such steps."""
     if not disturbed:
         return None
-    nearest = sorted(calm, key=lambda line: abs(_step(line) - disturbed.start))[:PAIRED_GRAMMARS]
+    nearest = sorted(calm, key=lambda line: abs(_step(line) - disturbed.start))[:NEAREST_STEPS]
     times = [line["step_seconds"] for line in nearest if isinstance(line.get("step_seconds"), int | float)]
     return float(max(times)) if times else None
 
