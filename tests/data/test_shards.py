@@ -11,7 +11,6 @@ from penstock.base.errors import DataError
 from penstock.data.documents import CorruptRecords
 from penstock.data.evaluation import Sample
 from penstock.data.shards import ShardStream
-from penstock.data.sources import SplitFilter
 from tests.data.words import InShards
 
 END = 256
@@ -103,19 +102,6 @@ def test_a_corrupt_document_stops_or_is_skipped_and_named() -> None:
     assert texts_of(stream_of(InShards(documents, corrupt=corrupt), shuffle=False), 2) == ["one", "two"]
     assert corrupt.skipped == 1
     assert corrupt.take_notices() == ("data: skipped a record: document 1 of shard 0 is not text",)
-
-
-def test_the_two_splits_of_a_stream_share_no_document_and_cover_all() -> None:
-    documents = [[f"document {shard} {number}" for number in range(30)] for shard in range(4)]
-    train = stream_of(InShards(documents, block=7, keep=SplitFilter("train", 0.3)))
-    sample = Sample(
-        InShards(documents, block=7, keep=SplitFilter("validation", 0.3)), documents=200, tokens=1, most_tokens=10**6
-    )
-    held_out = {bytes(sample.read(index).tolist()).decode() for index in range(len(sample))}
-    trained = texts_of(train, 120 - len(held_out))
-    assert 10 < len(held_out) < 60
-    assert sorted([*held_out, *trained]) == sorted(text for shard in documents for text in shard)
-    assert sample.bytes_per_token(0).sum() == len(sample.read(0))
 
 
 def test_a_sample_takes_of_all_shards_and_stops_when_it_has_enough() -> None:

@@ -1,14 +1,16 @@
 """The endless rows of documents, lane by lane, and positions between them."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from penstock.base.errors import DataError
-from penstock.data.order import document_order
+from penstock.data.order import BlockOrder, document_order, permutation
 from penstock.data.sources import Tokens
 from penstock.data.stream import Cursor, Position, Stream
 from tests.data.in_memory import END, InMemory, numbered, sources
@@ -94,14 +96,6 @@ def test_advancing_and_reading_come_to_the_same_position(
     assert by_steps == other.advance(other.start(), first + second, sequence_length)
 
 
-def test_the_example_of_the_module() -> None:
-    stream = stream_of(numbered(4, 1, 3, 3), lanes=2)
-    found, position = stream.read(stream.start(), 4, 3)
-    assert found.tokens[:, :-1].tolist() == [[0, 1, 2], [4, END, 5], [3, END, 8], [6, 7, END]]
-    assert found.tokens[:, -1].tolist() == [3, 6, 9, 0]
-    assert position == Position(next_unit=Cursor(1, 1), lanes=(Cursor(0, 3, 1), Cursor(1, 0, 0)), rows=4)
-
-
 def test_document_numbers_change_where_documents_end() -> None:
     stream = stream_of(numbered(2, 0, 1, 3))
     found, position = stream.read(stream.start(), 1, 7)
@@ -175,3 +169,44 @@ def test_one_document_with_text_among_many_empty_ones_is_found(seed: int, lanes:
     stream = stream_of(InMemory(((),) * 9 + ((5,),)), lanes=lanes, seed=seed, shuffle=True)
     found, _ = stream.read(stream.start(), lanes, 5)
     assert found.tokens.tolist() == [[5, END] * 3] * lanes
+
+
+sizes = st.lists(st.integers(0, 6), min_size=1, max_size=12).filter(any)
+
+
+@given(sizes, st.integers(1, 5), st.integers(0, 5), st.integers(0, 3))
+def test_every_document_comes_once_an_epoch(blocks: list[int], pool: int, seed: int, epoch: int) -> None:
+    order = BlockOrder(np.array(blocks), pool, seed=seed, epoch=epoch)
+    assert sorted(order[place] for place in range(sum(blocks))) == list(range(sum(blocks)))
+
+
+@given(sizes, st.integers(1, 5), st.integers(0, 5), st.data())
+def test_any_place_can_be_asked_for_at_any_time(blocks: list[int], pool: int, seed: int, data: st.DataObject) -> None:
+    first, second = (BlockOrder(np.array(blocks), pool, seed=seed, epoch=1) for _ in range(2))
+    forwards = [first[place] for place in range(sum(blocks))]
+    for place in data.draw(st.lists(st.integers(0, sum(blocks) - 1), max_size=20)):
+        assert second[place] == forwards[place]
+
+
+@given(sizes, st.integers(1, 5))
+def test_no_more_blocks_than_a_pool_are_needed_at_a_time(blocks: list[int], pool: int) -> None:
+    order = BlockOrder(np.array(blocks), pool, seed=0, epoch=0)
+    block_of = np.repeat(np.arange(len(blocks)), blocks)
+    visited = [int(block_of[order[place]]) for place in range(sum(blocks))]
+    spans = {block: (visited.index(block), len(visited) - visited[::-1].index(block)) for block in set(visited)}
+    for place in range(len(visited)):
+        assert sum(first <= place < last for first, last in spans.values()) <= pool
+
+
+def test_the_pools_that_were_asked_for_last_are_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = BlockOrder(np.full(4, 3), 1, seed=0, epoch=0)
+    made: list[int] = []
+
+    def counted(count: int, key: Sequence[int]) -> NDArray[np.int64]:
+        made.append(key[-1] - 1)
+        return permutation(count, key)
+
+    monkeypatch.setattr("penstock.data.order.permutation", counted)
+    for pool in (2, 0, 1, 0, 1, 0, 3, 0, 1):
+        _ = order[3 * pool]
+    assert made == [2, 0, 1, 3, 1]

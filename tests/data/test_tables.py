@@ -108,15 +108,6 @@ def test_an_epoch_reads_each_block_once(tmp_path: Path, kind: str, monkeypatch: 
     assert len(again) <= source.pool, "only the next epoch reads a block again"
 
 
-def test_rows_of_the_other_split_are_documents_without_tokens(tmp_path: Path) -> None:
-    path = written(tmp_path, "Parquet", rows(100))
-    train, held_out = (opened(path, keep=SplitFilter(split, 0.3)) for split in ("train", "validation"))
-    filled = [{index for index in range(100) if len(source.read(index))} for source in (train, held_out)]
-    assert filled[0] ^ filled[1] == set(range(100))
-    assert 10 < len(filled[1]) < 60
-    assert train.fingerprint != held_out.fingerprint
-
-
 def test_a_row_without_text_stops_or_is_skipped_and_named(tmp_path: Path) -> None:
     table = pa.table({"text": ["a", None, "b"]})
     with pytest.raises(DataError, match=r"a\.parquet: row 1 of block 0: column 'text' is not text; got NoneType"):

@@ -6,13 +6,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiktoken
+from hypothesis import given
+from hypothesis import strategies as st
+from tiktoken_ext import openai_public
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from penstock.base.errors import DataError
+from penstock.data import tokenizer_tiktoken
 from penstock.data.tokenizer import open_tokenizer
 from penstock.data.tokenizer_files import FileTokenizer, SentencePieceTokenizer
 from penstock.data.tokenizer_rules import END_OF_DOCUMENT_NAMES
-from tests.data.vocabularies import json_file, sentencepiece_model
+from penstock.data.tokenizer_tiktoken import PATTERNS, TiktokenTokenizer
+from tests.data.vocabularies import HARD_TEXTS, RANKS, json_file, sentencepiece_model, tiktoken_file, tiktoken_lines
 
 
 @pytest.fixture(scope="module")
@@ -161,3 +167,141 @@ def test_the_library_is_asked_for_where_it_is_missing(model: Path, monkeypatch: 
         DataError, match=r"needs the package sentencepiece, .*; fix: pip install 'penstock\[sentencepiece\]'"
     ):
         open_tokenizer(str(model))
+
+
+OWN = {"pattern": r"\p{L}+|\P{L}", "special_tokens": {"<|endoftext|>": 300, "<|fim_prefix|>": 299}}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiktoken_file(tmp_path_factory.mktemp("ranks") / "ranks.tiktoken")
+
+
+@pytest.mark.parametrize(
+    ("name", "published"), [("gpt2", "r50k_base"), ("cl100k", "cl100k_base"), ("o200k", "o200k_base")]
+)
+def test_patterns_and_hashes_are_the_published_ones(name: str, published: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"gpt2": 50256, "cl100k": 100256, "o200k": 199998}
+    asked = {}
+    monkeypatch.setattr(openai_public, "load_tiktoken_bpe", lambda url, expected_hash: asked.update(hash=expected_hash))
+    theirs = openai_public.ENCODING_CONSTRUCTORS[published]()
+    ours = PATTERNS[name]
+    assert ours.pattern == theirs["pat_str"]
+    assert ours.published == asked["hash"]
+    assert {token: sizes[name] + place for token, place in ours.special_tokens.items()} == theirs["special_tokens"]
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=30) | st.sampled_from(HARD_TEXTS))
+def test_llama_3_cuts_as_cl100k_does(text: str) -> None:
+    text = text.encode(errors="replace").decode()
+    by_name = {
+        name: tiktoken.Encoding(name, pat_str=PATTERNS[name].pattern, mergeable_ranks=RANKS, special_tokens={})
+        for name in ("llama3", "cl100k")
+    }
+    assert by_name["llama3"].encode_ordinary(text) == by_name["cl100k"].encode_ordinary(text)
+
+
+def test_a_pattern_is_named_behind_the_path(ranks: Path) -> None:
+    tokenizer = open_tokenizer(f"{ranks}:llama3")
+    assert (tokenizer.vocab_size, tokenizer.end_of_document) == (len(RANKS) + 256, len(RANKS) + 1)
+    assert open_tokenizer(f"{ranks}:llama3", "<|eot_id|>").end_of_document == len(RANKS) + 9
+
+
+def test_patterns_cut_differently(ranks: Path) -> None:
+    tokens = {name: open_tokenizer(f"{ranks}:{name}").encode("1212  the").tolist() for name in ("gpt2", "cl100k")}
+    assert tokens["gpt2"] != tokens["cl100k"]
+
+
+def test_a_json_file_beside_it_describes_a_vocabulary(tmp_path: Path) -> None:
+    path = tiktoken_file(tmp_path / "own.tiktoken")
+    beside = tmp_path / "own.tiktoken.json"
+    beside.write_text(json.dumps(OWN))
+    tokenizer = open_tokenizer(str(path))
+    assert (tokenizer.vocab_size, tokenizer.end_of_document, tokenizer.token_id("<|fim_prefix|>")) == (
+        301,
+        300,
+        299,
+    )
+    assert tokenizer.decode(np.array([104, 270, 300, 299, 105])) == "hi", "ids without a token are no text"
+    beside.write_text(json.dumps({"pattern": "cl100k"}))
+    assert open_tokenizer(str(path)).fingerprint == open_tokenizer(f"{path}:cl100k").fingerprint
+
+
+def test_a_llama_3_model_is_told_from_sentencepiece_by_its_content(tmp_path: Path) -> None:
+    path = tiktoken_file(tmp_path / "tokenizer.model")
+    with pytest.raises(DataError, match="has no split pattern and is no published file; fix: name a pattern"):
+        open_tokenizer(str(path))
+    (tmp_path / "tokenizer.model.json").write_text('{"pattern": "llama3"}')
+    assert open_tokenizer(str(tmp_path)).end_of_document == len(RANKS) + 1
+
+
+def test_a_published_file_is_known_by_its_hash(ranks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer_tiktoken, "sha256", lambda content: HashOf(PATTERNS["o200k"].published))
+    assert TiktokenTokenizer(ranks).fingerprint == TiktokenTokenizer(ranks, pattern="o200k").fingerprint
+
+
+class HashOf:
+    def __init__(self, value: str) -> None:
+        self.hexdigest = lambda: value
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "is damaged; got no rank for byte 0"),
+        ("IQ== 0\n!! 1\n", r":2 is not a rank; got b'!! 1'; allowed: base64, a space, a number"),
+        ("IQ== 0 0\n", ":1 is not a rank"),
+        ("IQ== first\n", ":1 is not a rank"),
+        ("IQ== 0\n", "is damaged; got no rank for byte 0; allowed: a rank for each of the 256 bytes"),
+        (tiktoken_lines(RANKS).replace(" 255\n", " 254\n"), "is damaged; got a rank twice"),
+    ],
+)
+def test_a_damaged_file_is_refused_in_one_line(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "own.tiktoken"
+    path.write_text(content)
+    with pytest.raises(DataError, match=message) as caught:
+        open_tokenizer(f"{path}:cl100k")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("beside", "message"),
+    [
+        ("{", "own.tiktoken.json does not describe a tokenizer"),
+        ("[]", "own.tiktoken.json does not describe a tokenizer"),
+        ("{}", "own.tiktoken.json does not describe a tokenizer: KeyError"),
+        (json.dumps({**OWN, "special_tokens": []}), "own.tiktoken.json does not describe a tokenizer"),
+        (json.dumps({**OWN, "special_tokens": {}}), "has no special tokens, so nothing can end a document"),
+        (json.dumps({**OWN, "special_tokens": {"<|endoftext|>": 7}}), "do not go with its ranks; got id 7 for two"),
+        (json.dumps({**OWN, "special_tokens": {"a": 270, "b": 270}}), "do not go with its ranks; got an id twice"),
+        (json.dumps({**OWN, "special_tokens": {"a": 2**40}}), "do not go with its ranks; got .* far from all others"),
+        (json.dumps({**OWN, "special_tokens": {"a": -1}}), "do not go with its ranks; got .* far from all others"),
+        (json.dumps({**OWN, "pattern": "("}), "is no regular expression"),
+        (json.dumps({**OWN, "pattern": 5}), "is no regular expression"),
+        (json.dumps({**OWN, "special_tokens": {"<x>": 270}}), r"no end-of-document token \(looked for"),
+    ],
+)
+def test_a_wrong_description_is_refused_in_one_line(tmp_path: Path, beside: str, message: str) -> None:
+    path = tiktoken_file(tmp_path / "own.tiktoken")
+    (tmp_path / "own.tiktoken.json").write_text(beside)
+    with pytest.raises(DataError, match=message) as caught:
+        open_tokenizer(str(path))
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_pattern_is_refused(ranks: Path) -> None:
+    with pytest.raises(DataError, match="unknown pattern; allowed: gpt2, cl100k, o200k, llama3"):
+        open_tokenizer(f"{ranks}:gpt9")
+
+
+def test_a_text_that_the_pattern_cannot_cut_is_an_error_of_that_text(ranks: Path) -> None:
+    tokenizer = open_tokenizer(f"{ranks}:llama3")
+    assert len(tokenizer.encode(" " * 100_000 + "a")) > 0
+    with pytest.raises(DataError, match="tiktoken cannot split a text: .*; fix: take the text out"):
+        tokenizer.encode(" " * 2_000_000 + "a")
+
+
+def test_a_missing_tiktoken_is_asked_for(ranks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tiktoken", None)
+    with pytest.raises(DataError, match=r"needs the package tiktoken, .*; fix: pip install 'penstock\[tiktoken\]'"):
+        open_tokenizer(f"{ranks}:cl100k")

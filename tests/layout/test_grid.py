@@ -1,12 +1,14 @@
 """The ranks of a run in two views."""
 
 import time
+from collections import Counter
 from itertools import chain, combinations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.layout.experts import ExpertPlacement
 from penstock.layout.grid import DENSE_AXES, EXPERT_AXES, Grid
 from tests.examples import examples
 from tests.layout.grids import grids
@@ -85,3 +87,21 @@ def test_all_groups_of_16384_ranks_take_no_time() -> None:
         grid.groups(axes)
     # Comparing every rank with every other one would take minutes.
     assert time.perf_counter() - begin < 5
+
+
+@st.composite
+def placements(draw: st.DrawFn) -> ExpertPlacement:
+    """Up to 30 experts over up to 24 places."""
+    expert, expert_tensor, per_place = draw(st.integers(1, 6)), draw(st.integers(1, 4)), draw(st.integers(1, 5))
+    return ExpertPlacement(experts=expert * per_place, expert=expert, expert_tensor=expert_tensor)
+
+
+@given(placement=placements())
+def test_every_expert_has_a_place_for_each_of_its_parts(placement: ExpertPlacement) -> None:
+    held = Counter(expert for place in range(placement.places) for expert in placement.experts_of(place))
+    assert held == dict.fromkeys(range(placement.experts), placement.expert_tensor)
+
+
+def test_experts_that_do_not_divide_have_no_placement() -> None:
+    with pytest.raises(AssertionError, match="does not divide"):
+        ExpertPlacement(experts=8, expert=3)

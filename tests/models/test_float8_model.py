@@ -74,9 +74,6 @@ def matrices(decoder: nn.Module) -> dict[str, Linear]:
     return {name: module for name, module in decoder.named_modules() if isinstance(module, Linear)}
 
 
-# Which parts are in 8 bits
-
-
 def test_all_matrices_of_layers_are_in_8_bits_and_the_output_projection_is_not() -> None:
     decoder = build_model(run_of(DENSE), CPU)
     found = matrices(decoder)
@@ -92,32 +89,19 @@ def test_first_and_last_layers_stay_on_request() -> None:
     assert {name.rpartition(".")[0] for name in in_8_bits} == layers
 
 
-def test_a_norm_quantizes_its_rows_only_for_those_who_read_them() -> None:
-    def readers(*overrides: str) -> set[str]:
+def test_a_norm_quantizes_its_rows_and_writes_16_bits_only_for_their_readers() -> None:
+    def readers(*overrides: str) -> tuple[set[str], set[str]]:
         decoder = build_model(run_of(DENSE, *overrides), CPU)
-        norms = {name: one for name, one in decoder.named_modules() if isinstance(one, PreNorm)}
-        return {name for name, one in norms.items() if one.float8 is not None and name.startswith("blocks.")}
+        norms = {name: one for name, one in decoder.blocks.named_modules() if isinstance(one, PreNorm)}
+        return {name for name in norms if norms[name].float8}, {name for name in norms if norms[name].keep_plain}
 
-    attention = {"blocks.0.attention_norm", "blocks.1.attention_norm"}
-    ffn = {"blocks.0.ffn_norm", "blocks.1.ffn_norm"}
-    assert readers() == attention | ffn
-    assert readers("model.moe.shared_expert_intermediate_size=0") == attention | {"blocks.0.ffn_norm"}
-    assert readers("recompute.modules=shared-expert") == attention
-    assert readers(*GQA) == attention | ffn
-
-
-def test_a_norm_writes_16_bits_only_for_those_who_read_them() -> None:
-    def readers(*overrides: str) -> set[str]:
-        decoder = build_model(run_of(DENSE, *overrides), CPU)
-        norms = {name: one for name, one in decoder.named_modules() if isinstance(one, PreNorm)}
-        return {name for name, one in norms.items() if one.keep_plain and name.startswith("blocks.")}
-
-    assert readers() == {"blocks.1.ffn_norm"}, "a router does"
+    attention, ffn = ({f"{layer}.{part}_norm" for layer in range(2)} for part in ("attention", "ffn"))
+    assert readers() == (attention | ffn, {"1.ffn_norm"}), "the router reads 16 bits"
+    assert readers("model.moe.shared_expert_intermediate_size=0")[0] == attention | {"0.ffn_norm"}
+    assert readers("recompute.modules=shared-expert")[0] == attention
+    assert readers(*GQA)[0] == attention | ffn
     keys_of_8 = ("model.attention.kv_heads=1", "model.attention.head_dim=8")
-    assert readers(*GQA, *keys_of_8) == {f"blocks.{layer}.attention_norm" for layer in range(2)} | {"blocks.1.ffn_norm"}
-
-
-# The rule of a run
+    assert readers(*GQA, *keys_of_8)[1] == attention | {"1.ffn_norm"}
 
 
 def test_the_rule_of_a_run_follows_the_chip() -> None:
@@ -160,9 +144,6 @@ def test_experts_by_their_definition_wait_for_the_device_and_are_refused_where_i
     assert float8_rule(run_of(*experts, "dispatch.sync_free=1"), named_device("B200", "bf16")).operators is REFERENCE
     with pytest.raises(KernelError, match="sync_free=2 cannot be had"):
         float8_rule(run_of(*experts, "dispatch.sync_free=2"), named_device("B200", "bf16"))
-
-
-# Training
 
 
 @contextmanager
@@ -257,18 +238,6 @@ def test_a_resumed_run_reads_copies_of_what_was_saved(tmp_path: Path) -> None:
         restore_state(store, 2, session.state)
         assert follow(session, 2).losses == expected[2:]
     store.close()
-
-
-def test_copies_stay_where_graphs_read_them() -> None:
-    def places(session: Session) -> list[int]:
-        found = matrices(session.model.whole).values()
-        return [copy.values.data_ptr() for one in found if one.copies is not None for copy in one.copies]
-
-    with session_of(DENSE) as session:
-        before = places(session)
-        follow(session, 2)
-        assert len(before) == 2 * sum(one.float8 is not None for one in matrices(session.model.whole).values())
-        assert places(session) == before
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", "blockwise-square"])

@@ -25,7 +25,7 @@ from penstock.parallel.axes import ALONE
 from tests.closeness import assert_close
 from tests.distributed.pool import Pool
 from tests.examples import examples
-from tests.layout.test_experts import placements
+from tests.layout.test_grid import placements
 from tests.moe.mixture import (
     OVER_GLOO,
     D,

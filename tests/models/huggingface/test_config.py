@@ -14,7 +14,7 @@ from penstock.base.errors import ConfigError
 from penstock.config.model import Balance, GroupedQueryAttention, LocalAttention, Model, Moe, Router, Yarn
 from penstock.config.presets.registry import preset
 from penstock.models.huggingface.config import TRAINING_ONLY, facts_of, huggingface_config, model_of_config
-from tests.models.families import moe_with, tiny_attention, tiny_model
+from tests.models.families import moe_with, tiny_model
 from tests.models.huggingface.family_models import (
     V2,
     V3,
@@ -108,29 +108,13 @@ def test_the_context_is_what_the_model_saw_or_was_stretched_to(
 
 LOCAL = LocalAttention(size=7)
 CANNOT_BE_SAID = {
-    "queries normed in a mixtral": (
-        mixtral(attention=attention(qk_norm="head")),
-        'model.attention.qk_norm cannot be stated in the config.json of mixtral; got "head"; allowed: "none"',
-    ),
     "a shared expert in a mixtral": (
         mixtral(moe=moe(shared_expert_intermediate_size=16, router=Router(softmax_after_top_k=True))),
         "model.moe.shared_expert_intermediate_size cannot be stated in the config.json of mixtral; got 16; allowed: 0",
     ),
-    "softmax over all experts in a mixtral": (
-        mixtral(moe=moe()),
-        "model.moe.router.softmax_after_top_k cannot be stated in the config.json of mixtral; got false; allowed: true",
-    ),
     "a window in an olmoe": (
         olmoe(attention=attention(qk_norm="projection", local=LOCAL)),
         "model.attention.local.kind cannot be stated in the config.json of olmoe",
-    ),
-    "heads of another width in an olmoe": (
-        olmoe(attention=attention(qk_norm="projection", head_dim=16)),
-        "model.attention.head_dim cannot be stated in the config.json of olmoe; got 16; allowed: 8",
-    ),
-    "experts in a llama": (
-        dense("llama", dense_layers=0, moe=moe()),
-        "model.dense_layers cannot be stated in the config.json of llama",
     ),
     "no experts in a mixtral": (
         mixtral(moe=None, dense_layers=3, intermediate_size=8),
@@ -152,10 +136,6 @@ CANNOT_BE_SAID = {
     "grouped queries in a V3": (
         tiny_model("deepseek-v3", attention=attention()),
         "model.attention.kv_lora_rank is missing: every model of the family deepseek-v3 has it",
-    ),
-    "latent attention in a llama": (
-        dense("llama", attention=tiny_attention()),
-        "model.attention.bias is missing: every model of the family llama has it",
     ),
     "scores scaled by YaRN in a llama": (
         dense("llama", attention=attention(rope={"yarn": Yarn(factor=2.0, mscale_all_dim=1.0)})),
@@ -196,22 +176,6 @@ CANNOT_BE_READ = {
         _changed("llama", hidden_act="gelu"),
         'config.json: hidden_act cannot be used; got "gelu"; allowed: "silu"',
     ),
-    "biases of dense layers": (
-        _changed("llama", mlp_bias=True),
-        "config.json: mlp_bias cannot be used; got true; allowed: false",
-    ),
-    "clipped projections": (
-        _changed("olmoe", clip_qkv=8.0),
-        "config.json: clip_qkv cannot be used; got 8.0; allowed: none",
-    ),
-    "a stretch of another kind": (
-        _changed("llama", rope_parameters={"rope_type": "longrope", "factor": 4.0}),
-        'config.json: rope_type cannot be used; got "longrope"; allowed: default, yarn, llama3',
-    ),
-    "a stretch without factor": (
-        _changed("llama", rope_parameters={"rope_type": "yarn", "original_max_position_embeddings": 8}),
-        "config.json lacks factor",
-    ),
     "a head turned in part": (
         _changed("llama", partial_rotary_factor=0.5),
         "config.json: partial_rotary_factor cannot be used; got 0.5; allowed: 1.0",
@@ -228,10 +192,6 @@ CANNOT_BE_READ = {
         _changed("qwen3-moe", mlp_only_layers=[1]),
         "config.json: mlp_only_layers cannot be used; got [0, 2]; allowed: dense layers first, then every n-th layer",
     ),
-    "no layer with experts": (
-        _changed("llama4", moe_layers=[]),
-        "config.json: moe_layers cannot be used; got []; allowed: dense layers first",
-    ),
     "chunks that do not rotate": (
         _changed("llama4", no_rope_layers=[1, 0, 1, 0]),
         "config.json: no_rope_layers cannot be used; got [1, 0, 1, 0]; allowed: 0 for the layers that see the",
@@ -240,17 +200,9 @@ CANNOT_BE_READ = {
         _changed("mixtral", num_local_experts="8"),
         'config.json: num_local_experts cannot be used; got "8"; allowed: whole number 1 to 65536 (experts)',
     ),
-    "heads that are text": (
-        _changed("mixtral", num_attention_heads="4"),
-        'config.json: num_attention_heads cannot be used; got "4"; allowed: whole number >= 0',
-    ),
     "no layers": (
         _changed("mixtral", num_hidden_layers=0),
         "config.json: num_hidden_layers cannot be used; got 0; allowed: whole number 1 to 10000 (layers)",
-    ),
-    "a stretch that is text": (
-        _changed("llama", rope_parameters={"rope_type": "llama3", "factor": "8"}),
-        'config.json: factor cannot be used; got "8"; allowed: number',
     ),
     "a stretch that shortens": (
         _changed(
