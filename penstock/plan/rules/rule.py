@@ -31,7 +31,6 @@ class ModelFacts(ModelSizes):
     Attributes:
         top_k: experts of a token.
         forces_balance: tokens are spread evenly and the router's choice is ignored.
-        total_parameters: all parameters.
         active_parameters: parameters that one token meets.
         most_sync_free: highest `dispatch.sync_free` at which the kernels chosen for the device never wait for it.
     """
@@ -48,8 +47,6 @@ class Sizes(LayoutSizes):
     """Sizes of a layout on a cluster.
 
     Attributes:
-        model: facts of the model.
-        world: ranks.
         node_devices: devices of a node.
         vendor: nvidia, amd or cpu.
         reduce: type in which gradients are summed over ranks.
@@ -89,8 +86,6 @@ def facts_of(
     """Facts of a model.
 
     Args:
-        model: section of a run.
-        total_parameters: all parameters.
         active_parameters: parameters that one token meets.
         most_sync_free: of the kernels that its run would have (`penstock.models.kernels.most_sync_free`).
     """
@@ -108,7 +103,6 @@ def sizes_of(run: Run, cluster: Cluster, model: ModelFacts) -> Sizes:
     """Sizes of a run on a cluster, which it need not fit.
 
     Args:
-        run: its configuration.
         cluster: its devices.
         model: facts of its model (`facts_of`).
     """
@@ -133,7 +127,6 @@ def settled_dispatcher(run: Run, cluster: Cluster) -> str:
     A method that was asked for and cannot be had is returned as it is, for a rule to refuse it.
 
     Args:
-        run: its configuration.
         cluster: its GPUs are taken to reach each other's memory inside a node.
     """
     ranks = run.parallel.expert * run.parallel.expert_tensor
@@ -184,8 +177,6 @@ def rule(kind: Kind, source: str, *fix: str, rank: Rank | None = None) -> Callab
     """Make a rule of a function: its name is the rule's name, its docstring the rule's text.
 
     Args:
-        kind: of the rule.
-        source: of the rule.
         fix: overrides that try the opposite.
         rank: of an order rule; its function is asked for a reason only above rank 0.
     """
