@@ -91,12 +91,9 @@ def test_the_innermost_module_is_named(model: Decoder, batch: Batch) -> None:
     origin = origin_in(model, batch)
     assert (origin.place, origin.name, origin.layer, origin.micro_batch) == ("output", "blocks.1.ffn.experts", 1, 0)
     assert str(origin) == "it began in the output of blocks.1.ffn.experts (layer 1), micro-batch 0"
-
-
-def test_the_first_of_several_modules_is_named(model: Decoder, batch: Batch) -> None:
     spoil_output(model.get_submodule("norm"))
     spoil_output(model.get_submodule("blocks.0.ffn"))
-    assert origin_in(model, batch).name == "blocks.0.ffn"
+    assert origin_in(model, batch).name == "blocks.0.ffn", "the first of several"
 
 
 def test_the_micro_batch_is_named(model: Decoder, batch: Batch) -> None:

@@ -51,13 +51,9 @@ def test_a_line_says_how_uneven_ranks_were_that_share_experts() -> None:
     assert math.isclose(line["expert_rank_load_max_over_mean"], 1.2)
     assert math.isclose(line["expert_rank_load_fullest"], 1.2)
     assert record(step_report(1))["expert_rank_load_fullest"] is None
-
-
-def test_a_dense_model_has_no_expert_load() -> None:
-    line = record(step_report(1, layers=()))
-    assert line["expert_load_max_over_mean"] is None
-    assert line["expert_rank_load_max_over_mean"] is None
-    assert (line["layers"], line["dropped_slots"], line["auxiliary_loss"]) == ([], 0, 0)
+    dense = record(step_report(1, layers=(), expert_ranks=2))
+    assert (dense["expert_load_max_over_mean"], dense["expert_rank_load_max_over_mean"]) == (None, None)
+    assert (dense["layers"], dense["dropped_slots"], dense["auxiliary_loss"]) == ([], 0, 0)
 
 
 def test_steps_between_records_are_left_out_unless_they_evaluate(tmp_path: Path) -> None:
@@ -156,10 +152,3 @@ def test_time_sees_the_fullest_rank_of_each_layer_and_memory_one_rank_over_all()
     report = step_report(1, layers=layers, expert_ranks=2)
     assert report.expert_rank_load_max_over_mean == (1.5 + 1.5 + 1.5 + 1.0) / 4
     assert report.expert_rank_load_fullest == (1.5 + 0.5 + 1.5 + 1.0) / 4
-
-
-def test_the_least_even_layer_is_the_worst() -> None:
-    worst = step_report(1).worst_layer
-    assert worst is not None
-    assert worst.layer == 1
-    assert step_report(1, layers=()).worst_layer is None

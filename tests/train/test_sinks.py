@@ -238,22 +238,17 @@ def start_of(steps_done: int = 0) -> RunStart:
     )
 
 
+def test_every_start_adds_a_line_or_the_error_is_told(tmp_path: Path) -> None:
+    for steps_done in (0, 20):
+        StartsFile(tmp_path / "starts.jsonl").started(start_of(steps_done))
+    lines = [json.loads(line) for line in (tmp_path / "starts.jsonl").read_text().splitlines()]
+    assert [line["steps_done"] for line in lines] == [0, 20]
+    with pytest.raises(RunFolderError, match="cannot write"):
+        StartsFile(tmp_path / "gone" / "starts.jsonl").started(start_of())
+
+
 def test_a_start_says_what_was_typed_and_on_what() -> None:
     line = start_record(start_of(), ["/usr/bin/penstock", "train", "debug", "seed=1", 'data.files=["a b"]'])
     assert line["command"] == "penstock train debug seed=1 'data.files=[\"a b\"]'"
     assert start_record(start_of(), ["/x/penstock/__main__.py", "train"])["command"] == "penstock train"
     assert (line["device"], line["ranks"], line["torch"]) == ("NVIDIA H200", 4, torch.__version__)
-
-
-def test_every_start_adds_a_line(tmp_path: Path) -> None:
-    for steps_done in (0, 20):
-        file = StartsFile(tmp_path / "starts.jsonl")
-        file.started(start_of(steps_done))
-        file.closed()
-    lines = [json.loads(line) for line in (tmp_path / "starts.jsonl").read_text().splitlines()]
-    assert [line["steps_done"] for line in lines] == [0, 20]
-
-
-def test_a_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
-    with pytest.raises(RunFolderError, match="cannot write"):
-        StartsFile(tmp_path / "gone" / "starts.jsonl").started(start_of())

@@ -1,5 +1,6 @@
-"""A trial: what it is cut from, what is read of it, why it failed, and that nothing of it stays behind."""
+"""A trial: what it is cut from, its figures, why it failed, its end, and the file of a measurement."""
 
+import json
 import os
 import signal
 import sys
@@ -10,11 +11,15 @@ from typing import Any
 
 import pytest
 
+import penstock
+from penstock.base.errors import ConfigError
 from penstock.config.load import load_run
 from penstock.train.run_folder import RunFolder
 from penstock.train.schedule import learning_rate
 from penstock.tune import trial as trials
+from penstock.tune.result_file import UNKNOWN, commit_of_code, describe_machine, write_result
 from penstock.tune.trial import Failure, Figures, Trial, failure_of, figures_of, first_steps, run_trial
+from tests.promises.test_results import faults
 
 STUBBORN = """#!/bin/sh
 trap '' TERM
@@ -225,3 +230,22 @@ def test_a_trial_trains_and_its_figures_are_those_of_its_metrics(tmp_path: Path)
     assert len(found.losses) == 3
     assert len(found.step_seconds) == 2
     assert found.losses[0] > found.losses[2] > 0
+
+
+def test_a_measurement_says_how_it_was_made(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "speed.json"
+    machine = describe_machine(on_gpu=False)
+    write_result(path, command="penstock ladder", commit="0123abc", environment=machine, numbers={"ratio": 1.5})
+    assert faults(json.loads(path.read_text())) == []
+    assert [found.name for found in path.parent.iterdir()] == ["speed.json"]
+
+
+def test_files_without_a_history_have_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(penstock, "__path__", [str(tmp_path / "penstock")])
+    assert commit_of_code() == UNKNOWN
+
+
+def test_a_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(ConfigError, match="cannot write"):
+        write_result(tmp_path / "taken" / "a.json", command="", commit="0123abc", environment={}, numbers={})
