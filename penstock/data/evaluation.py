@@ -28,6 +28,7 @@ from penstock.data.stream import Rows, with_end
 from penstock.kernels.reference import IGNORED_LABEL
 
 _ORDER_SEED = 0
+"""All runs evaluate on the same documents, with any seed."""
 
 
 class Sample:
@@ -87,9 +88,6 @@ def _documents(shards: Shards) -> Iterator[tuple[str, Tokens]]:
                     yield text, tokens
         number += 1
 
-
-_ORDER_SEED = 0
-"""All runs evaluate on the same documents, with any seed."""
 
 _SPREAD = 8
 """The line has this many rows per chosen row, if the split has."""

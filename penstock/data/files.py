@@ -247,18 +247,15 @@ def _frames(raw: IO[bytes], zst: ModuleType) -> Iterator[bytes]:
     frame = None
     while chunk := raw.read(_CHUNK >> 4):
         while chunk:
-            frame = frame or _new_frame(zst)
+            if frame is None:
+                decompressor = zst.ZstdDecompressor()
+                frame = decompressor if sys.version_info >= (3, 14) else decompressor.decompressobj()
             yield frame.decompress(chunk)
             chunk = b""
             if frame.eof:
                 chunk, frame = frame.unused_data, None
     if frame is not None:
         raise EOFError("it ends inside of a frame")
-
-
-def _new_frame(zst: ModuleType) -> Any:
-    decompressor = zst.ZstdDecompressor()
-    return decompressor if sys.version_info >= (3, 14) else decompressor.decompressobj()
 
 
 def _zst(path: Path) -> ModuleType:

@@ -157,11 +157,11 @@ class Prefetch:
         self._ahead = self._start()
 
     def _start(self) -> Future[_PrefetchedBatch]:
-        return self._thread.submit(self._next)
+        def fetch() -> _PrefetchedBatch:
+            batch = self._loader.next_batch()
+            return _PrefetchedBatch(batch, self._loader.state(), self._loader.skipped(), self._loader.take_notices())
 
-    def _next(self) -> _PrefetchedBatch:
-        batch = self._loader.next_batch()
-        return _PrefetchedBatch(batch, self._loader.state(), self._loader.skipped(), self._loader.take_notices())
+        return self._thread.submit(fetch)
 
     def next_batch(self) -> Batch:
         """Returns the prefetched batch and starts the next one; errors of the loader are raised here."""

@@ -93,14 +93,11 @@ class BlockOrder:
     def _documents(self, number: int) -> NDArray[np.int64]:
         documents = self._latest.pop(number, None)
         if documents is None:
-            documents = self._permuted(number)
+            blocks = self._blocks[number * self._pool : (number + 1) * self._pool]
+            inside = [np.arange(self._firsts[block], self._firsts[block] + self._sizes[block]) for block in blocks]
+            documents = np.concatenate(inside)
+            documents = documents[permutation(len(documents), [*self._key, number + 1])]
             if len(self._latest) == KEPT_POOLS:
                 del self._latest[next(iter(self._latest))]
         self._latest[number] = documents  # behind those that were asked for before
         return documents
-
-    def _permuted(self, number: int) -> NDArray[np.int64]:
-        blocks = self._blocks[number * self._pool : (number + 1) * self._pool]
-        inside = [np.arange(self._firsts[block], self._firsts[block] + self._sizes[block]) for block in blocks]
-        documents = np.concatenate(inside)
-        return documents[permutation(len(documents), [*self._key, number + 1])]

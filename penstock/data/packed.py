@@ -384,7 +384,13 @@ def _in_order(
 def _encoders(processes: int) -> Iterator[Submit]:
     """Yields a function that submits work to other processes, or runs it here for one process."""
     if processes == 1:
-        yield _at_once
+
+        def encode_here(encode: Encode, texts: list[str]) -> "Future[_Encoded]":
+            future: Future[_Encoded] = Future()
+            future.set_result(encode(texts))
+            return future
+
+        yield encode_here
         return
     # Spawned, not forked: a fork of a process with threads may deadlock on a lock.
     pool = ProcessPoolExecutor(
@@ -402,12 +408,6 @@ def _encoders(processes: int) -> Iterator[Submit]:
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _at_once(encode: Encode, texts: list[str]) -> "Future[_Encoded]":
-    future: Future[_Encoded] = Future()
-    future.set_result(encode(texts))
-    return future
 
 
 def _encode(tokenizer: str, end_of_document: str | None, type_name: str, texts: list[str]) -> _Encoded:

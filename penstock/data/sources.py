@@ -89,7 +89,11 @@ class SplitFilter:
         """The same for many documents by their CRC-32."""
         if self.split is None:
             return np.ones(len(checksums), dtype=np.bool_)
-        is_held_out = _mixed(checksums.astype(np.uint64)) < self.validation_share * 2.0**64
+        # The finalizer of SplitMix64: a bijection whose results look random.
+        words = checksums.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+        words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        is_held_out = words ^ (words >> np.uint64(31)) < self.validation_share * 2.0**64
         return is_held_out == (self.split == "validation")
 
 
@@ -125,14 +129,6 @@ def document_part(kept: NDArray[np.bool_], keep: SplitFilter) -> DocumentPart | 
     if keep.split is None or keep.validation_share == 0 or len(kept) == 0 or 0 < kept.sum() < len(kept):
         return None
     return DocumentPart(keep.split, keep.validation_share)
-
-
-def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finalizer of SplitMix64: a bijection whose results look random."""
-    words = words + np.uint64(0x9E3779B97F4A7C15)
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))
 
 
 def in_split(split: Split, key: bytes, validation_share: float) -> bool:

@@ -314,7 +314,12 @@ class _Rank:
         # Before the first gradient returns, and after the last forward starts.
         is_ramp = given[self.first_gradient] == 0 or given[self.first_forward] == self.micro_batches
         nexts = [queue[0] for queue in self.queues.values() if queue] if is_ramp else [self.left[0]]
-        ready = [action for action in nexts if self._has_all(action, given) and self._fits(action)]
+        ready = [
+            action
+            for action in nexts
+            if all(given[need] > action.micro_batch for need in self.needs[action.stage, action.kind])
+            and self._fits(action)
+        ]
         if not ready:
             return None
         action = ready[0]
@@ -325,10 +330,6 @@ class _Rank:
         self.done.append(action)
         self.holds += _HOLDS[action.kind]
         return action
-
-    def _has_all(self, action: Action, given: Counter[tuple[int, Kind]]) -> bool:
-        stage, kind, micro_batch = action
-        return all(given[need] > micro_batch for need in self.needs[stage, kind])
 
     def _fits(self, action: Action) -> bool:
         """Whether the limit holds if it runs now and the rest as planned; always true for the next planned action."""

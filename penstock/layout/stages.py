@@ -293,7 +293,9 @@ def balanced_stages(*, layers: int, mtp_layers: int, stages: int, costs: StageCo
 def _even_starts(parts: Sequence[float], count: int) -> list[int]:
     """First part of each of `count` runs: least largest sum, then least sum of squares. Dynamic programming."""
     sums = [0.0, *accumulate(parts)]
-    limit = _least_limit(sums, count)
+    # The least possible cost of the most expensive run.
+    costs = sorted({end - start for number, start in enumerate(sums) for end in sums[number + 1 :]})
+    limit = costs[bisect_left(costs, True, key=lambda limit: _runs_within(sums, limit) <= count)]
     # squares[end] is the least sum of squares of the first `end` parts in as many runs as there are rows of `begins`.
     squares, begins = [0.0] + [inf] * len(parts), []
     for _ in range(count):
@@ -312,12 +314,6 @@ def _even_starts(parts: Sequence[float], count: int) -> list[int]:
         end = begin[end]
         starts.append(end)
     return starts[::-1]
-
-
-def _least_limit(sums: Sequence[float], count: int) -> float:
-    """The smallest possible cost of the most expensive run."""
-    runs = sorted({end - start for number, start in enumerate(sums) for end in sums[number + 1 :]})
-    return runs[bisect_left(runs, True, key=lambda limit: _runs_within(sums, limit) <= count)]
 
 
 def _runs_within(sums: Sequence[float], limit: float) -> float:

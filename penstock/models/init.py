@@ -109,19 +109,14 @@ def _param_inits(model: nn.Module, seed: int, std: float) -> Iterator[tuple[nn.M
     """Yields (module, name in the module, parameter, its initial values)."""
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
+            # A router's bias is drawn: with equal biases all experts would start equal.
+            is_zero = "bias" in name and not isinstance(module, TopKRouter)
             init = ParamInit(
                 seed=seed,
                 name=f"{path}.{name}",
                 std=std,
                 device=parameter.device,
-                constant=_constant(module, name),
+                constant=1.0 if isinstance(module, Norm) else 0.0 if is_zero else None,
                 by_expert=isinstance(module, GroupedExperts),
             )
             yield module, name, parameter, init
-
-
-def _constant(module: nn.Module, name: str) -> float | None:
-    if isinstance(module, Norm):
-        return 1.0
-    # A router's bias is drawn: with equal biases all experts would start equal.
-    return 0.0 if "bias" in name and not isinstance(module, TopKRouter) else None

@@ -13,8 +13,8 @@ from penstock.config.load import load_run
 from penstock.models.build import build_model
 from penstock.train.run_folder import RunFolder
 from tests.cli import answers
+from tests.models.families import save_huggingface
 from tests.models.huggingface.family_models import VARIANTS
-from tests.models.huggingface.saved import save_huggingface
 from tests.train.test_loop import start
 from tests.train.tiny_run import byte_run, random_model, save_run, tiny_run
 

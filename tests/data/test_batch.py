@@ -36,14 +36,6 @@ def test_the_example_of_the_module() -> None:
     assert masked.documents_BS.tolist() == [[0, 0, 0, 0], [0, 0, 1, 1]]
 
 
-def test_a_document_longer_than_a_row_continues_in_the_next() -> None:
-    batch = pack(rows_of(numbered(9, 2), 3, 4), document_mask=True)
-    assert batch.tokens_BS.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, END, 9, 10]]
-    assert batch.labels_BS.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8], [END, NO, 10, END]]
-    assert batch.positions_BS.tolist() == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 0, 1]]
-    assert batch.documents_BS.tolist() == [[0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 1, 1]]
-
-
 def test_padding_is_never_predicted() -> None:
     rows = Rows(np.array([[7, 8, END], [END, END, END]]), np.array([[0, 0, 0], [0, PADDING, PADDING]]))
     for document_mask in (False, True):
@@ -137,18 +129,6 @@ def contents_of(batch: Batch, end: int = END) -> list[RowContents]:
 def loaded_batch(source: InMemory, *, mask: bool, rows: int = 2, length: int = 4) -> Batch:
     loader = Loader(source, rows=rows, sequence_length=length, seed=0, document_mask=mask, shuffle=False)
     return loader.next_batch()
-
-
-def test_the_example_of_packing_is_taken_apart_as_it_says() -> None:
-    first, second = contents_of(loaded_batch(numbered(3, 1, 3), mask=True))
-    assert [piece.ids for piece in first.pieces] == [(0, 1, 2, END)]
-    assert [piece.ids for piece in second.pieces] == [(3, END), (4, 5)]
-    assert [piece.positions for piece in second.pieces] == [(0, 1), (0, 1)]
-    assert [piece.ends for piece in second.pieces] == [True, False]
-    assert ([piece.ignored for piece in first.pieces], first.ignored) == ([(3,)], 1)
-    whole = contents_of(loaded_batch(numbered(3, 1, 3), mask=False))
-    assert [piece.positions for piece in whole[1].pieces] == [(0, 1), (2, 3)]
-    assert [row.ignored for row in whole] == [0, 0]
 
 
 @given(sources, st.booleans(), st.integers(2, 9))

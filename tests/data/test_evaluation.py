@@ -65,16 +65,6 @@ def test_bytes_and_tokens_are_those_of_the_counted_labels(source: InMemory, limi
     assert evaluation.text_bytes == (labels[labels != END] % 4).sum()
 
 
-def test_a_limit_takes_rows_from_all_over_the_text() -> None:
-    evaluation = evaluate(numbered(*[10] * 9), limit_rows=3, rows=3)
-    (batch,) = evaluation.batches
-    documents = [{token // 10 for token in row if token != END} for row in batch.tokens_BS.tolist()]
-    assert batch.rows == 3
-    assert not documents[0] & documents[1]
-    assert not documents[1] & documents[2]
-    assert evaluation.tokens == 12
-
-
 def test_a_small_split_is_covered_whole_however_few_rows_are_wanted() -> None:
     (batch,) = evaluate(NINETY, limit_rows=30, rows=30, sequence_length=2).batches
     assert batch.tokens_BS[:, 0].tolist() == document_order(90, seed=0, epoch=0)[::3].tolist()

@@ -12,7 +12,7 @@ from penstock.data.loader import Loader
 from penstock.data.mixture import Text, TextPart
 from penstock.data.text import PlainText
 from penstock.data.tokenizer import Tokenizer
-from tests.data.words import MARKS, InShards, letters
+from tests.data.in_memory import MARKS, InShards, letters
 
 TEXT = "the quick brown fox jumps over the lazy dog"
 PREFIX, SUFFIX, MIDDLE = 1, 2, 3

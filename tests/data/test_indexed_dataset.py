@@ -171,13 +171,6 @@ def test_half_a_pair_is_refused(tmp_path: Path, suffix: str) -> None:
         IndexedDataset(prefix)
 
 
-def test_content_that_was_cut_is_refused(tmp_path: Path) -> None:
-    prefix = write_pair(tmp_path / "a", [[[1, 2]], [[3]]])
-    (tmp_path / "a.bin").write_bytes((tmp_path / "a.bin").read_bytes()[:-1])
-    with pytest.raises(DataError, match="not of one pair, or cut"):
-        IndexedDataset(prefix)
-
-
 def test_numbers_with_fractions_are_no_tokens(tmp_path: Path) -> None:
     prefix = write_pair(tmp_path / "a", [[[1.5]]], 7)
     with pytest.raises(DataError, match=r"document 0 of .*a\.bin is no tokens: its numbers have fractions"):

@@ -97,16 +97,6 @@ def test_another_sequence_length_continues_each_lane_with_its_next_token(
         assert up_to_the_end(got) == up_to_the_end(wanted)[:sequence_length]
 
 
-def test_rows_go_on_with_the_lane_whose_turn_it_is() -> None:
-    source = InMemory(tuple((number,) * 40 for number in range(LANES)))
-    threes, fives = loader_of(source, rows=3), loader_of(source, rows=5)
-    take(threes, 4)
-    fives.restore(threes.state())
-    turns = [row for batch in take(threes, 5) for row in batch[0]]
-    assert [row for batch in take(fives, 3) for row in batch[0]] == turns
-    assert len({row[0] for row in turns}) == 15
-
-
 def test_the_state_counts_tokens_of_all_ranks_and_is_plain_integers() -> None:
     loader = loader_of(numbered(30, 40), rows=4, sequence_length=5, rank=1, ranks=2)
     take(loader, 3)

@@ -1,7 +1,5 @@
 """Texts mixed by weight: shares of tokens, and a place in every part."""
 
-import json
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,8 +8,7 @@ from penstock.base.errors import DataError
 from penstock.data.evaluation import evaluation_batches
 from penstock.data.loader import Loader
 from penstock.data.mixture import Text, TextPart
-from tests.data.in_memory import InMemory, numbered, sources
-from tests.data.words import InShards
+from tests.data.in_memory import InMemory, InShards, numbered
 
 WEB = InMemory(tuple((1,) * size for size in (400, 3, 50, 7)))
 CODE = InMemory(tuple((2,) * size for size in (5, 6, 90)))
@@ -58,33 +55,6 @@ def test_a_part_begins_anew_when_it_has_been_read_and_the_others_go_on() -> None
     parts = loader.state()["parts"]
     assert parts["a"]["lane_epochs"] > [10]
     assert parts["b"]["lane_epochs"] == [0]
-
-
-@given(sources, sources, st.integers(0, 15), st.sampled_from([(4, 1), (4, 2), (8, 4), (2, 2)]))
-def test_any_number_of_ranks_goes_on_with_every_part(
-    one: InMemory, other: InMemory, steps: int, rows_ranks: tuple[int, int]
-) -> None:
-    text = mixed((one, 1.0), (other, 2.5))
-    loader = loader_of(text)
-    for _ in range(steps):
-        loader.next_batch()
-    state = json.loads(json.dumps(loader.state()))
-    rows, ranks = rows_ranks
-    readers = [loader_of(text, rows=rows, rank=rank, ranks=ranks) for rank in range(ranks)]
-    for reader in readers:
-        reader.restore(state)
-    got: list[list[int]] = []
-    while len(got) < 8:
-        got += [row for reader in readers for row in reader.next_batch().tokens_BS.tolist()]
-    assert got == [row for _ in range(len(got) // 4) for row in loader.next_batch().tokens_BS.tolist()]
-
-
-def test_a_part_in_shards_goes_with_others() -> None:
-    text = Text(
-        (TextPart(documents=InShards([["abc"] * 9]), name="a"), TextPart(documents=InShards([["xyz"] * 9]), name="b"))
-    )
-    batch = loader_of(text, rows=2).next_batch()
-    assert [bytes(row[:3]) for row in batch.tokens_BS.tolist()] == [b"abc", b"xyz"]
 
 
 @pytest.mark.parametrize(

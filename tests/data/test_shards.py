@@ -11,7 +11,7 @@ from penstock.base.errors import DataError
 from penstock.data.documents import CorruptRecords
 from penstock.data.evaluation import Sample
 from penstock.data.shards import ShardStream
-from tests.data.words import InShards
+from tests.data.in_memory import InShards
 
 END = 256
 texts = st.text("abcdef", max_size=6)

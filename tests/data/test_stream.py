@@ -148,15 +148,6 @@ def test_every_lane_keeps_its_document() -> None:
     assert opened == [0, 1, 2], "a lane must not read its document anew at each turn"
 
 
-def test_lanes_of_several_epochs_resume() -> None:
-    source = numbered(1, 9, 9, 1)
-    stream = stream_of(source, lanes=2, shuffle=True)
-    position = Position(next_unit=Cursor(4, 2), lanes=(Cursor(1, 3), Cursor(4, 1)), rows=8)
-    found, _ = stream.read(position, 2, 1)
-    orders = {epoch: document_order(4, seed=0, epoch=epoch) for epoch in (1, 4)}
-    assert found.tokens[:, 0].tolist() == [source.documents[orders[1][3]][0], source.documents[orders[4][1]][0]]
-
-
 @pytest.mark.parametrize("lanes", [1, 3])
 def test_a_source_without_any_token_is_an_error_and_not_a_hang(lanes: int) -> None:
     stream = stream_of(numbered(0, 0, 0), lanes=lanes, shuffle=True)

@@ -83,17 +83,6 @@ def test_a_message_delays_only_what_another_rank_waits_for():
     assert times == [("0F0", 0, 1), ("1F0", 1.5, 2.5), ("1B0", 2.5, 4.5), ("0B0", 5, 7)]
 
 
-def test_stages_that_differ_are_timed_and_weighed_one_by_one():
-    one = even("1f1b", 2, 2)
-    costs = ActionCosts(
-        forward=(1.0, 3.0), backward=(2.0, 6.0), input=(1.0, 3.0), weight=(1.0, 3.0), activation=(10.0, 7.0)
-    )
-    playback = play(one, costs)
-    assert playback.busy == (6, 18)
-    assert playback.span == 1 + 18 + 2
-    assert playback.peak_live == (20, 7)
-
-
 def test_what_the_input_gradient_frees_is_not_held_until_the_weight_gradient():
     one = even("zb-1f1b", 4, 12)
     assert play(one, even_costs(4)).peak_live == (4, 4, 4, 4)

@@ -3,6 +3,7 @@
 import time
 from collections import Counter
 from itertools import chain, combinations
+from math import lcm
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,23 @@ from hypothesis import strategies as st
 from penstock.layout.experts import ExpertPlacement
 from penstock.layout.grid import DENSE_AXES, EXPERT_AXES, Grid
 from tests.examples import examples
-from tests.layout.grids import grids
+
+
+@st.composite
+def grids(draw: st.DrawFn, largest: int = 4) -> Grid:
+    """A grid whose two views are chosen apart, with at most a few hundred ranks."""
+    sizes = st.integers(1, largest)
+    tensor, context, expert, expert_tensor, pipeline = (draw(sizes) for _ in range(5))
+    stage = lcm(tensor * context, expert * expert_tensor) * draw(st.integers(1, 3))
+    return Grid(
+        world=pipeline * stage,
+        tensor=tensor,
+        context=context,
+        pipeline=pipeline,
+        expert=expert,
+        expert_tensor=expert_tensor,
+    )
+
 
 VIEWS = (DENSE_AXES, EXPERT_AXES)
 SUBSETS = [axes for view in VIEWS for count in range(1, 5) for axes in combinations(view, count)]

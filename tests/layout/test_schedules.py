@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.base.errors import ConfigError
 from penstock.config.parallel import Pipeline
-from penstock.layout.actions import execution_order, pair_up
+from penstock.layout.actions import pair_up
 from penstock.layout.clock import even_costs, play
 from penstock.layout.schedules import (
     PAIRED_GRAMMARS,
@@ -288,11 +288,6 @@ def test_in_even_rounds_one_more_forward_ahead_costs_no_time(one: Schedule) -> N
 def test_one_more_forward_ahead_costs_the_memory_of_one_stage(one: Schedule) -> None:
     peak = max(play(one, even_costs(one.stages)).peak_live)
     assert peak <= min(bound(one) + 1 / one.stages_per_rank, one.micro_batches)
-
-
-@given(schedules())
-def test_whatever_is_paired_up_never_blocks(one: Schedule) -> None:
-    assert execution_order(pair_up(one)).blocked == {}
 
 
 def test_where_another_rank_waits_for_the_forward_it_goes_first() -> None:

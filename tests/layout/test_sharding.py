@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.layout.sequence import Method, SequenceLayout, inverse, multiple_of
+from penstock.layout.sequence import Method, SequenceLayout, multiple_of
 from penstock.layout.sharding import (
     Cut,
     LocalSlice,
@@ -217,19 +217,6 @@ def test_ulysses_cuts_the_row_plainly(layout: SequenceLayout) -> None:
 def test_places_put_what_is_gathered_in_order_again(layout: SequenceLayout) -> None:
     gathered, places = layout.gathered(), layout.places()
     assert [gathered[place] for place in places] == list(range(layout.length))
-
-
-@given(order=st.permutations(range(12)))
-def test_an_inverse_undoes_a_permutation(order: list[int]) -> None:
-    assert inverse(inverse(order)) == tuple(order)
-    assert [inverse(order)[position] for position in order] == list(range(12))
-
-
-def test_the_example_of_the_file() -> None:
-    layout = SequenceLayout(length=8, context=2)
-    assert [layout.of_context(rank) for rank in range(2)] == [(0, 1, 6, 7), (2, 3, 4, 5)]
-    assert SequenceLayout(length=8, context=2, tensor=2).of_rank(0, 1) == (6, 7)
-    assert SequenceLayout(length=8, context=2, method="ulysses").of_context(0) == (0, 1, 2, 3)
 
 
 @pytest.mark.parametrize(("length", "method"), [(6, "all-gather"), (5, "ulysses")])

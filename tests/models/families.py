@@ -1,19 +1,71 @@
 """Tiny random models of each family, and the same model in `transformers`."""
 
+import json
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from penstock.config.model import Balance, LatentAttention, Model, Moe, Rope, Router, Yarn
+from penstock.config.model import (
+    Balance,
+    GroupedQueryAttention,
+    LatentAttention,
+    Llama3Rope,
+    LocalAttention,
+    Model,
+    Moe,
+    Rope,
+    Router,
+    Yarn,
+)
 from penstock.config.run import Run
 from penstock.config.training import Optimizer, Training
 from penstock.kernels.operators import REFERENCE, Operators
 from penstock.models.build import build_model
 from penstock.models.decoder import Decoder
+from penstock.models.huggingface.config import huggingface_config
+from penstock.models.huggingface.weights import WEIGHTS_FILE, to_huggingface
 from penstock.models.model_inputs import ModelInputs, shifted_tokens
-from tests.models.huggingface.saved import save_huggingface
+
+YARN = Yarn(factor=4.0, original_max_position_embeddings=8, truncate=False)
+ATTENTIONS = {
+    "llama": GroupedQueryAttention(
+        heads=4, kv_heads=2, head_dim=8, rope=Rope(theta=5e5, llama3=Llama3Rope(original_max_position_embeddings=8))
+    ),
+    "qwen3": GroupedQueryAttention(heads=4, kv_heads=2, head_dim=16, qk_norm="head"),
+    "olmoe": GroupedQueryAttention(heads=4, kv_heads=4, head_dim=8, qk_norm="projection"),
+    "gpt-oss": GroupedQueryAttention(
+        heads=4,
+        kv_heads=2,
+        head_dim=8,
+        rope=Rope(theta=150000.0, yarn=YARN),
+        bias=True,
+        sinks=True,
+        local=LocalAttention(kind="window", size=5, global_every=2),
+    ),
+    "llama4": GroupedQueryAttention(
+        heads=4,
+        kv_heads=2,
+        head_dim=8,
+        rope=Rope(theta=5e5),
+        qk_norm="rotated-head",
+        local=LocalAttention(
+            kind="chunk", size=6, global_every=2, global_rope=False, global_temperature=0.3, temperature_floor=3
+        ),
+    ),
+}
+"""By family; where layers differ, the first sees a part of the row and the second all of it."""
+
+
+def save_huggingface(model: Decoder, folder: Path, positions: int | None = None) -> None:
+    """Write `config.json` and `model.safetensors` into a folder, which is made; `positions` as of its config."""
+    fields = huggingface_config(model.config, positions) | {"dtype": str(model.head_VD.dtype).removeprefix("torch.")}
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {name: tensor.contiguous() for name, tensor in to_huggingface(model)}
+    save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
 
 
 def tiny_model(family: str = "deepseek-v3", **changes: object) -> Model:

@@ -15,11 +15,10 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 from penstock.config.model import GroupedQueryAttention
 from penstock.kernels.attention_window import AttentionWindow
 from penstock.models.attention import GroupedQueryLayer, query_scale
-from penstock.models.model_inputs import ForwardContext, attention_mask
+from penstock.models.model_inputs import ForwardContext
 from tests.closeness import assert_close
-from tests.kernels.eager_attention import eager_attention, random_documents, seen_by, with_gradients
-from tests.models.attentions import ATTENTIONS
-from tests.models.families import reading_of, tiny_decoder, tiny_model
+from tests.kernels.eager_attention import random_documents, seen_by, with_gradients
+from tests.models.families import ATTENTIONS, reading_of, tiny_decoder, tiny_model
 
 ROWS, LENGTH, HIDDEN, LAYERS = 2, 14, 32, 2
 
@@ -197,16 +196,3 @@ def test_masks_and_temperatures_are_computed_only_for_layers_that_read_them() ->
     assert plain.nears == () and plain.query_scale_S is None
     scale = query_scale(ATTENTIONS["llama4"].local, torch.tensor([0, 1, 2, 5, 8]))
     assert_close(scale, torch.tensor([1.0, 1.0, 1 + 0.3 * 0.693147, 1 + 0.3 * 1.098612, 1 + 0.3 * 1.386294]))
-
-
-def test_documents_may_end_inside_a_window() -> None:
-    local = {"heads": 4, "kv_heads": 2, "head_dim": 8, "sinks": True, "local": {"size": 4}}
-    decoder, ours = _attention(GroupedQueryAttention.model_validate(local), 0)
-    x_BSD, _, positions_BS, documents_BS = _inputs(True)
-    context = _context(decoder, positions_BS, documents_BS)
-    assert torch.equal(context.allowed_BSS, attention_mask(documents_BS))
-    q_BSHN, k_BSGN = ours._positioned(*ours._projected(x_BSD), context)
-    v_BSGN = ours.value(x_BSD).unflatten(-1, (-1, 8))
-    seen = seen_by(AttentionWindow(kind="window", size=4), LENGTH, documents_BS)
-    expected = eager_attention(q_BSHN, k_BSGN, v_BSGN, seen, ours.scale, ours.sinks_H)
-    assert_close(ours._attended(q_BSHN, k_BSGN, v_BSGN, context), expected)

@@ -16,8 +16,7 @@ from penstock.config.run import Run
 from penstock.config.size import size_of
 from penstock.kernels.operators import REFERENCE
 from penstock.models.count import count
-from tests.models.attentions import ATTENTIONS
-from tests.models.families import tiny_decoder, tiny_model
+from tests.models.families import ATTENTIONS, tiny_decoder, tiny_model
 
 
 def test_v2_lite_costs_16_4_gflop_per_token_at_4096() -> None:

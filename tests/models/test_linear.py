@@ -24,8 +24,7 @@ from penstock.parallel.shard import own_rows
 from penstock.parallel.weight_grad_store import WeightGradStore
 from tests.closeness import assert_close, assert_equal
 from tests.distributed.pool import Pool
-from tests.models.attentions import ATTENTIONS
-from tests.models.families import tiny_decoder, tiny_model
+from tests.models.families import ATTENTIONS, tiny_decoder, tiny_model
 from tests.models.layouts import CPU, LAYOUTS, MODELS, V3, every_rank_model, laid_out, part_of
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -139,15 +138,6 @@ def test_a_weight_may_have_a_buffer_and_a_gradient_by_autograd() -> None:
     assert matrix.weight.grad is matrix.main_grad
     expected = torch.ones(OUTPUTS, 6) @ x.flatten(0, 1) + 2 * matrix.weight.detach()
     assert_close(matrix.main_grad, expected)
-
-
-def test_without_gradients_a_matrix_with_a_sum_is_a_plain_product() -> None:
-    matrix, x = _matrix_and_input(torch.float32)
-    matrix.main_grad = torch.zeros(OUTPUTS, INPUTS)
-    with torch.no_grad():
-        y = matrix(x)
-    assert torch.equal(y, F.linear(x, matrix.weight.detach()))
-    assert matrix(x).requires_grad
 
 
 def test_a_replay_of_a_network_makes_no_last_product_and_adds_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from penstock.train.run_folder import create_run_folder
 from penstock.train.setup import Session, prepare
 from penstock.train.step import Passes, StepResult, StepRule, evaluate, step_rule, train_step
 from penstock.train.stop import StopRequest
-from tests.models.attentions import ATTENTIONS
+from tests.models.families import ATTENTIONS
 from tests.parallel.recorded_graph import Graphs as RecordedGraphs
 from tests.parallel.recorded_graph import SameAddresses
 from tests.train.tiny_run import CPU, ENVIRONMENT, Recorder, held_out_rows, one_rank, random_batch, tiny_model, tiny_run

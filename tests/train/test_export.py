@@ -23,7 +23,7 @@ from penstock.train.export import INDEX_FILE, export_huggingface
 from penstock.train.state import identity_of
 from penstock.train.tensor_files import TensorEntry, write_entries
 from tests.distributed.pool import Pool
-from tests.models.huggingface.saved import save_huggingface
+from tests.models.families import save_huggingface
 from tests.parallel.test_collectives import world
 from tests.train.layouts import Layout, ranks_of
 from tests.train.small_model import holdings_of

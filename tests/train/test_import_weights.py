@@ -22,8 +22,8 @@ from penstock.train.setup import prepare
 from tests.closeness import assert_close
 from tests.distributed.one_loss import BASE, Saved, Trace, put_together, saved_by, start_session
 from tests.distributed.pool import Pool
+from tests.models.families import save_huggingface
 from tests.models.huggingface.family_models import VARIANTS
-from tests.models.huggingface.saved import save_huggingface
 from tests.train.tiny_run import ENVIRONMENT, tiny_run
 
 CPU = torch.device("cpu")

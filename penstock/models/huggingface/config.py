@@ -43,7 +43,10 @@ def huggingface_config(config: Model, positions: int | None = None) -> dict[str,
     for part in family.parts:
         fields |= part.write(config)
     fields |= family.fixed
-    fields["max_position_embeddings"] = _max_positions(config, positions)
+    scaling = config.attention.rope.yarn or config.attention.rope.llama3
+    fields["max_position_embeddings"] = (
+        round(scaling.original_max_position_embeddings * scaling.factor) if scaling else positions or _POSITIONS
+    )
     fields |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     _check_round_trip(config, model_of_config(fields))
     return fields
@@ -107,14 +110,6 @@ def _built(said: Values, keys: Mapping[str, str]) -> Model:
         raise refused(
             keys.get(path, KEYS_OF_PARTS.get(path, path.rpartition(".")[2])), fault["input"], allowed
         ) from error
-
-
-def _max_positions(config: Model, positions: int | None) -> int:
-    rope = config.attention.rope
-    scaling = rope.yarn or rope.llama3
-    if scaling is None:
-        return positions or _POSITIONS
-    return round(scaling.original_max_position_embeddings * scaling.factor)
 
 
 def _check_round_trip(config: Model, returned: Model) -> None:

@@ -15,13 +15,12 @@ from penstock.config.model import Model
 from penstock.config.presets.registry import preset
 from penstock.models.build import meta_model
 from penstock.models.decoder import Decoder
-from penstock.models.huggingface.families import GridTransposed, Rearrangement, Transposed, interleaved, rotary_halves
+from penstock.models.huggingface.families import GridTransposed, Rearrangement, Transposed
 from penstock.models.huggingface.weight_folder import WeightFolder, from_float8, from_mxfp4
 from penstock.models.huggingface.weights import from_huggingface, load_huggingface, to_huggingface, weight_mappings
-from tests.models.families import in_transformers, tiny_decoder, tiny_model
+from tests.models.families import in_transformers, save_huggingface, tiny_decoder, tiny_model
 from tests.models.huggingface.family_models import V3, VARIANTS, gpt_oss, moe
 from tests.models.huggingface.parity import TOLERANCES, compare, unsettled
-from tests.models.huggingface.saved import save_huggingface
 
 FORMS = st.builds(GridTransposed, dim=st.integers(0, 1), rows=st.integers(1, 5), columns=st.integers(1, 5)) | st.just(
     Transposed()
@@ -46,11 +45,6 @@ def test_what_was_read_is_written_as_it_was(form: Rearrangement, blocks: int) ->
     theirs = torch.arange(length * length * 2).view(length, length, 2)
     assert torch.equal(form.write(form.read(theirs)), theirs)
     assert torch.equal(form.read(form.write(theirs)), theirs)
-
-
-def test_sizes_of_a_form_are_those_of_the_model() -> None:
-    assert rotary_halves(VARIANTS["mixtral"]) == GridTransposed(0, 2, 4)
-    assert interleaved(VARIANTS["gpt-oss"]) == GridTransposed(1, 16, 2)
 
 
 PUBLISHED = {
@@ -176,14 +170,6 @@ def test_weights_that_transformers_saved_load_bit_for_bit(name: str, tmp_path: P
     _assert_equal(ours, other)
 
 
-def test_lines_can_travel_one_at_a_time_in_any_order() -> None:
-    ours, other = unsettled(tiny_decoder(FIRSTS["gpt-oss"])), tiny_decoder(FIRSTS["gpt-oss"], seed=9)
-    theirs, state = dict(to_huggingface(ours)), other.state_dict()
-    for line in reversed(weight_mappings(other.config)):
-        line.place(state[line.name]).copy_(line.read(theirs[line.hf_name]))
-    _assert_equal(ours, other)
-
-
 def test_of_a_model_of_text_and_pictures_the_text_is_loaded(tmp_path: Path) -> None:
     ours, other = unsettled(tiny_decoder(FIRSTS["llama4"])), tiny_decoder(FIRSTS["llama4"], seed=9)
     weights = {f"language_model.{name}": tensor.contiguous() for name, tensor in to_huggingface(ours)}
@@ -279,11 +265,6 @@ def test_four_bits_stand_for_what_the_format_says() -> None:
     assert values.dtype == torch.bfloat16
     expected = [0, 1, 2, 3, 4, 6, 8, 12]  # twice as much, because the exponent is 1
     assert values[0, ::2, 0].tolist() == values[0, 1::2, 0].tolist() == expected + [-value for value in expected]
-
-
-def test_stacks_of_four_bits_are_those_of_transformers() -> None:
-    blocks, scales = _random_mxfp4(3, 6, 4)
-    assert torch.equal(from_mxfp4(blocks, scales), convert_moe_packed_tensors(blocks, scales))
 
 
 @given(rows=st.integers(1, 300), columns=st.integers(1, 300))
