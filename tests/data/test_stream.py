@@ -1,5 +1,6 @@
 """The endless rows of documents, lane by lane, and positions between them."""
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -10,10 +11,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from penstock.base.errors import DataError
+from penstock.data.documents import CorruptRecords
+from penstock.data.evaluation import Sample
 from penstock.data.order import BlockOrder, document_order, permutation
+from penstock.data.shards import ShardStream
 from penstock.data.sources import Tokens
 from penstock.data.stream import Cursor, Position, Stream
-from tests.data.in_memory import END, InMemory, numbered, sources
+from tests.data.in_memory import END, InMemory, InShards, numbered, sources
 
 
 def stream_of(source: InMemory, *, lanes: int = 1, seed: int = 0, shuffle: bool = False) -> Stream:
@@ -201,3 +205,117 @@ def test_the_pools_that_were_asked_for_last_are_not_made_again(monkeypatch: pyte
     for pool in (2, 0, 1, 0, 1, 0, 3, 0, 1):
         _ = order[3 * pool]
     assert made == [2, 0, 1, 3, 1]
+
+
+BYTES_END = 256
+texts = st.text("abcdef", max_size=6)
+shards = st.lists(st.lists(texts, max_size=7), min_size=1, max_size=6).filter(lambda all_: any(map(any, all_)))
+blocks = st.integers(1, 4)
+
+
+def shard_stream(source: InShards, *, lanes: int = 1, seed: int = 0, shuffle: bool = True) -> ShardStream:
+    return ShardStream(source, seed=seed, shuffle=shuffle, lanes=min(lanes, len(source)))
+
+
+def texts_of(stream: ShardStream, count: int) -> list[str]:
+    """The next documents from the start, of a stream with one lane."""
+    position = stream.start()
+    found: list[int] = []
+    while found.count(BYTES_END) < count:
+        rows, position = stream.read(position, 1, 5)
+        found += rows.tokens[0, :-1].tolist()
+    return "".join("." if token == BYTES_END else chr(token) for token in found).split(".")[:count]
+
+
+@given(shards, blocks, st.integers(0, 3), st.booleans())
+def test_every_document_is_read_once_an_epoch(documents: list[list[str]], block: int, seed: int, shuffle: bool) -> None:
+    filled = [text for shard in documents for text in shard if text]
+    found = texts_of(shard_stream(InShards(documents, block=block), seed=seed, shuffle=shuffle), 2 * len(filled))
+    for epoch in (found[: len(filled)], found[len(filled) :]):
+        assert Counter(epoch) == Counter(filled)
+        assert shuffle or epoch == filled
+
+
+@given(shards, blocks, st.integers(1, 4), st.integers(0, 12), st.integers(1, 5))
+def test_a_saved_place_is_found_again(
+    documents: list[list[str]], block: int, lanes: int, rows: int, sequence_length: int
+) -> None:
+    stream = shard_stream(InShards(documents, block=block), lanes=lanes)
+    position = stream.advance(stream.start(), rows, sequence_length)
+    state = json.loads(json.dumps(stream.save(position)))
+    resumed = shard_stream(InShards(documents, block=block), lanes=lanes)
+    assert resumed.restore(state) == position
+    expected, behind = stream.read(position, 6, sequence_length)
+    got, there = resumed.read(resumed.restore(state), 6, sequence_length)
+    assert got.tokens.tolist() == expected.tokens.tolist()
+    assert there == behind
+
+
+def test_going_on_opens_a_shard_at_the_block_and_reads_nothing_before() -> None:
+    source = InShards([[f"document {number}" for number in range(100)]], block=8)
+    stream = shard_stream(source)
+    state = stream.save(stream.advance(stream.start(), 60, 10))
+    fresh = InShards([[f"document {number}" for number in range(100)]], block=8)
+    resumed = shard_stream(fresh)
+    resumed.read(resumed.restore(state), 1, 10)
+    (document,) = state["lane_documents"]
+    assert document > 16
+    assert fresh.opened == [(0, document // 8)]
+
+
+def test_blocks_are_mixed_and_epochs_differ() -> None:
+    documents = [[f"{shard}-{number:02}" for number in range(40)] for shard in range(3)]
+    found = texts_of(shard_stream(InShards(documents, block=16)), 240)
+    first, second = found[:120], found[120:]
+    assert first != second
+    assert [text[0] for text in first[:40]] == [first[0][0]] * 40, "a lane reads a shard to its end"
+    assert [text[2:] for text in first[:16]] != sorted(text[2:] for text in first[:16])
+    assert {text[2:] for text in first[:16]} == {f"{number:02}" for number in range(16)}
+
+
+def test_lanes_read_shards_side_by_side() -> None:
+    source = InShards([[str(shard) * 50] * 3 for shard in range(4)])
+    stream = shard_stream(source, lanes=4)
+    rows, _ = stream.read(stream.start(), 8, 10)
+    assert sorted({row[0] for row in rows.tokens[:4].tolist()}) == [ord(str(shard)) for shard in range(4)]
+    assert rows.tokens[4:, 0].tolist() == rows.tokens[:4, 0].tolist()
+
+
+@pytest.mark.parametrize("documents", [[[]], [[""], []], [["", ""], [None]]])
+def test_shards_without_text_are_an_error_and_not_a_hang(documents: list[list[object]]) -> None:
+    stream = shard_stream(InShards(documents, corrupt=CorruptRecords("skip")))
+    with pytest.raises(DataError, match=rf"every document is empty; got {len(documents)} shards"):
+        stream.read(stream.start(), 1, 1)
+
+
+def test_a_corrupt_document_stops_or_is_skipped_and_named() -> None:
+    documents = [["one", None, "two"]]
+    with pytest.raises(DataError, match="document 1 of shard 0 is not text; got NoneType"):
+        texts_of(shard_stream(InShards(documents), shuffle=False), 2)
+    corrupt = CorruptRecords("skip")
+    assert texts_of(shard_stream(InShards(documents, corrupt=corrupt), shuffle=False), 2) == ["one", "two"]
+    assert corrupt.skipped == 1
+    assert corrupt.take_notices() == ("data: skipped a record: document 1 of shard 0 is not text",)
+
+
+def test_a_sample_takes_of_all_shards_and_stops_when_it_has_enough() -> None:
+    source = InShards([[f"{shard}{number:03}" for number in range(100)] for shard in range(8)], block=5)
+    sample = Sample(source, documents=60, tokens=100, most_tokens=10**6)
+    assert len(sample) == 60
+    assert len({chr(sample.read(index)[0]) for index in range(60)}) == 8
+    assert len(Sample(source, documents=60, tokens=10, most_tokens=10)) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"place": 3}, "places in more than 3 shards"),
+        ({"lane_documents": [-1, 0]}, "lane_documents -1"),
+        ({"lane_documents": [0]}, "lane_documents"),
+        ({"lane_places": [1, 1]}, "one document in two lanes"),
+    ],
+)
+def test_a_damaged_place_is_refused(change: dict[str, object], message: str) -> None:
+    stream = shard_stream(InShards([["abc"] * 4] * 3), lanes=2)
+    with pytest.raises(DataError, match=f"saved position in the data is damaged; got .*{message}"):
+        stream.restore(stream.save(stream.start()) | change)

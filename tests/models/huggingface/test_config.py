@@ -108,10 +108,6 @@ def test_the_context_is_what_the_model_saw_or_was_stretched_to(
 
 LOCAL = LocalAttention(size=7)
 CANNOT_BE_SAID = {
-    "a shared expert in a mixtral": (
-        mixtral(moe=moe(shared_expert_intermediate_size=16, router=Router(softmax_after_top_k=True))),
-        "model.moe.shared_expert_intermediate_size cannot be stated in the config.json of mixtral; got 16; allowed: 0",
-    ),
     "a window in an olmoe": (
         olmoe(attention=attention(qk_norm="projection", local=LOCAL)),
         "model.attention.local.kind cannot be stated in the config.json of olmoe",
@@ -140,12 +136,6 @@ CANNOT_BE_SAID = {
     "scores scaled by YaRN in a llama": (
         dense("llama", attention=attention(rope={"yarn": Yarn(factor=2.0, mscale_all_dim=1.0)})),
         "config.json: mscale_all_dim cannot be used; got 1.0; allowed: none, or beside mscale in a DeepSeek model",
-    ),
-    "chunks in a gpt-oss": (
-        VARIANTS["gpt-oss"].model_copy(
-            update={"attention": attention(bias=True, sinks=True, local=LocalAttention(kind="chunk", size=7))}
-        ),
-        'model.attention.local.kind cannot be stated in the config.json of gpt-oss; got "chunk"; allowed: "window"',
     ),
 }
 
@@ -176,10 +166,6 @@ CANNOT_BE_READ = {
         _changed("llama", hidden_act="gelu"),
         'config.json: hidden_act cannot be used; got "gelu"; allowed: "silu"',
     ),
-    "a head turned in part": (
-        _changed("llama", partial_rotary_factor=0.5),
-        "config.json: partial_rotary_factor cannot be used; got 0.5; allowed: 1.0",
-    ),
     "windows at other places": (
         _changed("gpt-oss", layer_types=["full_attention", "sliding_attention"] * 2),
         "config.json: layer_types cannot be used; got [true, false, true, false]; allowed: layers that see the whole",
@@ -200,23 +186,9 @@ CANNOT_BE_READ = {
         _changed("mixtral", num_local_experts="8"),
         'config.json: num_local_experts cannot be used; got "8"; allowed: whole number 1 to 65536 (experts)',
     ),
-    "no layers": (
-        _changed("mixtral", num_hidden_layers=0),
-        "config.json: num_hidden_layers cannot be used; got 0; allowed: whole number 1 to 10000 (layers)",
-    ),
-    "a stretch that shortens": (
-        _changed(
-            "gpt-oss", rope_parameters=huggingface_config(VARIANTS["gpt-oss"])["rope_parameters"] | {"factor": 0.5}
-        ),
-        "config.json: factor cannot be used; got 0.5; allowed: number >= 1",
-    ),
     "a window of nothing": (
         _changed("mixtral", sliding_window=0),
         "config.json: sliding_window cannot be used; got 0; allowed: whole number >= 1",
-    ),
-    "layers that are no numbers": (
-        _changed("llama4", moe_layers=["first"]),
-        'config.json: moe_layers cannot be used; got ["first"]; allowed: a list of whole numbers',
     ),
     "a list of layers that is too short": (
         _changed("gpt-oss", layer_types=["full_attention"]),
