@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.base.errors import DataError
 from penstock.data.batch import Batch
@@ -64,7 +63,9 @@ def row_of(batch: Batch, number: int, *, end_of_document: int, tokenizer: Tokeni
     """
     tokens, labels = batch.tokens_BS[number].numpy(), batch.labels_BS[number].numpy()
     positions = batch.positions_BS[number].numpy()
-    padding = _padding(tokens, labels, end_of_document)
+    others = np.flatnonzero((tokens != end_of_document) | (labels != IGNORED_LABEL))
+    # The first token behind the others is the end of the row's last document.
+    padding = max(0, len(tokens) - 2 - int(others[-1])) if len(others) else len(tokens)
     filled = len(tokens) - padding
     ends = np.flatnonzero(tokens[:filled] == end_of_document) + 1
     pieces = tuple(
@@ -86,15 +87,6 @@ def row_of(batch: Batch, number: int, *, end_of_document: int, tokenizer: Tokeni
         ignored=int((labels == IGNORED_LABEL).sum()),
         text_bytes=_text_bytes(tokenizer, tokens[:filled]),
     )
-
-
-def _padding(tokens: NDArray[np.int64], labels: NDArray[np.int64], end_of_document: int) -> int:
-    """Returns the number of padding tokens at the end of a row."""
-    others = np.flatnonzero((tokens != end_of_document) | (labels != IGNORED_LABEL))
-    if len(others) == 0:
-        return len(tokens)
-    # The first of these is the end of the row's last document.
-    return max(0, len(tokens) - 2 - int(others[-1]))
 
 
 def _text_bytes(tokenizer: Tokenizer | None, tokens: Tokens) -> int | None:

@@ -114,13 +114,15 @@ class TextDocuments(ABC):
 
     def encoded(self, index: int, encode: Callable[[str], Tokens]) -> Tokens:
         """Returns `encode` of a document's text; no tokens if it is skipped or belongs to the other split."""
-        return self._corrupt.read_or_skip(lambda: self._encoded(self.record(index), encode), NO_TOKENS)
 
-    def _encoded(self, text: str, encode: Callable[[str], Tokens]) -> Tokens:
-        if not text or not self._keep.document(text):
-            return NO_TOKENS
-        own = text if self._part is None else self._part.of(text)
-        return encode(own) if own else NO_TOKENS
+        def read() -> Tokens:
+            text = self.record(index)
+            if not text or not self._keep.document(text):
+                return NO_TOKENS
+            own = text if self._part is None else self._part.of(text)
+            return encode(own) if own else NO_TOKENS
+
+        return self._corrupt.read_or_skip(read, NO_TOKENS)
 
 
 def checked_text(value: object, place: str) -> str:

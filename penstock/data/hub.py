@@ -159,7 +159,11 @@ def _load(name: DatasetName, *, streaming: bool) -> Any:
             f"cannot open {name}: {where}{_first_line(error)}",
             fix="correct data.dataset, data.dataset_config, data.split or data.revision, or see that it can be reached",
         ) from error
-    return _saved_split(name, saved, streaming=streaming)
+    splits = saved if isinstance(saved, dict) else {"train": saved}
+    if name.split not in splits:
+        raise DataError(f"{name} has no split {name.split}", allowed=", ".join(splits), fix="correct data.split")
+    rows = splits[name.split]
+    return rows.to_iterable_dataset(num_shards=max(1, min(len(rows), len(rows.cache_files)))) if streaming else rows
 
 
 def _hub_answers() -> bool:
@@ -186,15 +190,6 @@ def _hub_answers() -> bool:
         config = require("datasets.config", extra="huggingface", purpose="data.source huggingface")
         vars(constants)["HF_HUB_OFFLINE"] = vars(config)["HF_HUB_OFFLINE"] = True
     return bool(answers)
-
-
-def _saved_split(name: DatasetName, saved: Any, *, streaming: bool) -> Any:
-    """Returns one split of a dataset or of a dict of them, as `save_to_disk` wrote it."""
-    splits = saved if isinstance(saved, dict) else {"train": saved}
-    if name.split not in splits:
-        raise DataError(f"{name} has no split {name.split}", allowed=", ".join(splits), fix="correct data.split")
-    rows = splits[name.split]
-    return rows.to_iterable_dataset(num_shards=max(1, min(len(rows), len(rows.cache_files)))) if streaming else rows
 
 
 def _errors(purpose: str) -> tuple[type[Exception], ...]:

@@ -184,7 +184,11 @@ def _open_fitting_tokenizer(
     if origin is None:
         return None if tokenizer == BYTES else open_tokenizer(tokenizer, name)
     if tokenizer == BYTES:
-        return _tokenizer_of(origin)
+        try:
+            opened = open_tokenizer(origin.tokenizer, origin.end_of_document_name)
+        except DataError:  # its files are gone
+            return None
+        return opened if opened.fingerprint == origin.fingerprint else None
     opened = open_tokenizer(tokenizer, name or origin.end_of_document_name)
     if origin.fingerprint != opened.fingerprint:
         raise DataError(
@@ -193,15 +197,6 @@ def _open_fitting_tokenizer(
             fix="set data.tokenizer and data.end_of_document to those of the file, or pack the text again",
         )
     return opened
-
-
-def _tokenizer_of(origin: PackedMetadata) -> Tokenizer | None:
-    """Returns the tokenizer of the metadata, if its files are still there and unchanged."""
-    try:
-        opened = open_tokenizer(origin.tokenizer, origin.end_of_document_name)
-    except DataError:
-        return None
-    return opened if opened.fingerprint == origin.fingerprint else None
 
 
 def _meaning(

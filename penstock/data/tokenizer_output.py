@@ -147,18 +147,15 @@ def _files(vocabulary: Vocabulary, tokenizer: str, context: int) -> dict[str, st
 
 def _byte_tokenizer() -> str:
     """A byte-level `tokenizer.json` without merges, so that the id of a byte is its value."""
-    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=_byte_names(), merges=[]))
+    # In byte-level vocabularies a byte is its own character if that is printable Latin-1, else one from 256 on.
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    names = {chr(byte) if byte in printable else chr(256 + others.index(byte)): byte for byte in range(256)}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=names, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([tokenizers.AddedToken(END_OF_DOCUMENT, special=True, normalized=False)])
     return str(tokenizer.to_str(pretty=True))
-
-
-def _byte_names() -> dict[str, int]:
-    """The character of each byte in byte-level vocabularies: itself if it is printable Latin-1."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte) if byte in printable else chr(256 + others.index(byte)): byte for byte in range(256)}
 
 
 def _without_added_tokens(setting: str) -> str:

@@ -253,13 +253,16 @@ def problems(schedule: Schedule) -> list[str]:
     """
     if len(schedule.actions) != schedule.ranks:
         return [f"{len(schedule.actions)} lists for {schedule.ranks} ranks"]
-    return [*_misplaced(schedule), *_miscounted(schedule), *_blocked(schedule)]
-
-
-def _misplaced(schedule: Schedule) -> Iterator[str]:
-    for rank, actions in enumerate(schedule.actions):
-        for stage in sorted({action.stage for action in actions} - set(schedule.stages_of(rank))):
-            yield f"rank {rank} does stage {stage}, and holds {schedule.stages_of(rank)}"
+    misplaced = [
+        f"rank {rank} does stage {stage}, and holds {schedule.stages_of(rank)}"
+        for rank, actions in enumerate(schedule.actions)
+        for stage in sorted({action.stage for action in actions} - set(schedule.stages_of(rank)))
+    ]
+    blocked = []
+    for rank, unit in execution_order(schedule).blocked.items():
+        needs = " and ".join(str(need) for action in unit for need in action.needs(schedule.stages))
+        blocked.append(f"rank {rank} never starts {' with '.join(map(str, unit))}: it needs {needs}")
+    return [*misplaced, *_miscounted(schedule), *blocked]
 
 
 def _miscounted(schedule: Schedule) -> Iterator[str]:
@@ -272,9 +275,3 @@ def _miscounted(schedule: Schedule) -> Iterator[str]:
             yield f"stage {stage}, micro-batch {micro_batch}: not of this schedule"
         elif done not in expected:
             yield f"stage {stage}, micro-batch {micro_batch}: does {done or 'nothing'}, not {' or '.join(expected)}"
-
-
-def _blocked(schedule: Schedule) -> Iterator[str]:
-    for rank, unit in execution_order(schedule).blocked.items():
-        needs = " and ".join(str(need) for action in unit for need in action.needs(schedule.stages))
-        yield f"rank {rank} never starts {' with '.join(map(str, unit))}: it needs {needs}"

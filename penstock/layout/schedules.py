@@ -22,7 +22,7 @@ from itertools import permutations, product
 from typing import Literal
 
 from penstock.base.errors import ConfigError
-from penstock.layout.actions import Action, Kind, Schedule, pair_up, problems, stages_of, text
+from penstock.layout.actions import Action, Kind, Schedule, pair_up, stages_of
 
 Phrase = tuple[int, str]
 """(repetitions, words)."""
@@ -341,20 +341,6 @@ class _Rank:
                 break
             holds += _HOLDS[planned.kind]
         return holds < self.held
-
-
-__all__ = [
-    "PAIRED_GRAMMARS",
-    "SCHEDULES",
-    "Action",
-    "Kind",
-    "Schedule",
-    "Shape",
-    "forward_only",
-    "problems",
-    "schedule",
-    "text",
-]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,23 +11,18 @@ from hypothesis import strategies as st
 
 from penstock.base.errors import ConfigError
 from penstock.config.parallel import Pipeline
-from penstock.layout.actions import pair_up
+from penstock.layout.actions import Action, Kind, Schedule, pair_up, problems, text
 from penstock.layout.clock import ActionCosts, DeadlockError, even_costs, play
 from penstock.layout.schedules import (
     PAIRED_GRAMMARS,
     SCHEDULES,
     SLOTS,
     STRIDES,
-    Action,
-    Kind,
-    Schedule,
     building_block,
     forward_only,
-    problems,
     repeat,
     schedule,
     squeeze,
-    text,
 )
 
 

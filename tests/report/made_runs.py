@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config.load import RUN_FILE, dump_toml, load_run
-from penstock.layout.actions import Action, Kind
+from penstock.layout.actions import Action, Kind, Schedule
 from penstock.layout.clock import Playback, even_costs, play
-from penstock.layout.schedules import Schedule, schedule
+from penstock.layout.schedules import schedule
 from tests.trace.synthetic import Job, make
 from tests.trace.tiny import event, launch, trace_of, write
 
