@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.base.errors import ConfigError
 from penstock.config.parallel import Pipeline
-from penstock.layout.actions import Action, Kind, Schedule, pair_up, problems, text
+from penstock.layout.actions import Action, Kind, Schedule, execution_order, pair_up, problems, text
 from penstock.layout.clock import ActionCosts, DeadlockError, even_costs, play
 from penstock.layout.schedules import (
     PAIRED_GRAMMARS,
@@ -322,6 +322,11 @@ def test_one_more_forward_ahead_costs_the_memory_of_one_stage(one: Schedule) -> 
     assert peak <= min(bound(one) + 1 / one.stages_per_rank, one.micro_batches)
 
 
+@given(schedules())
+def test_a_schedule_that_is_paired_up_never_blocks(one: Schedule) -> None:
+    assert execution_order(pair_up(one)).blocked == {}
+
+
 def test_where_another_rank_waits_for_the_forward_it_goes_first() -> None:
     """The last rank does its second forward with its first backward, whose gradient the first rank waits for."""
     one = pair_up(even("gpipe", 2, 2))
@@ -405,6 +410,17 @@ def test_a_message_delays_only_what_another_rank_waits_for():
     costs = replace(even_costs(2, (1.0, 1.0, 1.0)), send=0.5)
     times = [(str(event.action), event.start, event.end) for event in play(one, costs).events]
     assert times == [("0F0", 0, 1), ("1F0", 1.5, 2.5), ("1B0", 2.5, 4.5), ("0B0", 5, 7)]
+
+
+def test_stages_that_differ_are_timed_and_weighed_one_by_one():
+    one = even("1f1b", 2, 2)
+    costs = ActionCosts(
+        forward=(1.0, 3.0), backward=(2.0, 6.0), input=(1.0, 3.0), weight=(1.0, 3.0), activation=(10.0, 7.0)
+    )
+    playback = play(one, costs)
+    assert playback.busy == (6, 18)
+    assert playback.span == 1 + 18 + 2
+    assert playback.peak_live == (20, 7)
 
 
 def test_what_the_input_gradient_frees_is_not_held_until_the_weight_gradient():
