@@ -63,27 +63,17 @@ slow."""
 
 @dataclass(frozen=True)
 class Compiled:
-    """Result of compiling one kernel for one target.
+    """Result of compiling one kernel for one target."""
 
-    Attributes:
-        asm: PTX, or AMD's assembly.
-        ttgir: Triton's GPU dialect, which shows pipelining and layouts.
-        registers: vector registers of each thread (accumulation registers included).
-        spills: bytes of each thread that did not fit into registers; must be 0 for a launch table.
-        shared_bytes: shared memory of one program.
-        matrix_instructions: matrix instructions in the assembly.
-    """
-
-    asm: str
-    ttgir: str
-    registers: int
-    spills: int
-    shared_bytes: int
+    asm: str  # PTX, or AMD's assembly
+    ttgir: str  # Triton's GPU dialect, which shows pipelining and layouts
+    registers: int  # vector registers of a thread, with those of accumulation
+    spills: int  # bytes of a thread that did not fit into registers; must be 0 for a launch table
+    shared_bytes: int  # of one program
     matrix_instructions: int
 
     @property
     def summary(self) -> str:
-        """One line for test output."""
         return (
             f"{self.registers} registers, {self.spills} bytes spilled, {self.shared_bytes} bytes shared, "
             f"{self.matrix_instructions} matrix instructions"
@@ -131,25 +121,22 @@ def compile_without_spills(*arguments: Any, **options: int) -> Compiled:
 
 
 @cache
-def _compile_elsewhere(job: _Job) -> Compiled:
-    return _compiler_process().submit(_compile, job).result()
-
-
-@cache
 def _compiler_process() -> ProcessPoolExecutor:
     return ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn"), initializer=_leave_the_interpreter)
 
 
-def _leave_the_interpreter() -> None:
-    """Runs first in the other process, before Triton is imported there.
+@cache
+def _compile_elsewhere(job: _Job) -> Compiled:
+    return _compiler_process().submit(_compile, job).result()
 
-    Source lines for debuggers are left out: instructions and registers are the same without them.
-    """
+
+def _leave_the_interpreter() -> None:
+    """Runs first in the other process, before Triton is imported there; without source lines for debuggers."""
     os.environ.update(TRITON_INTERPRET="0", TRITON_DISABLE_LINE_INFO="1")
 
 
 def _compile(job: _Job) -> Compiled:
-    """Runs in the other process."""
+    """Compiles in the other process."""
     triton = import_module("triton")
     compiler = import_module("triton.compiler")
     backends = import_module("triton.backends.compiler")

@@ -188,19 +188,17 @@ def test_a_chunk_that_one_rank_has_not_written_is_noticed(device: torch.device) 
         assert int(awaited.late) == late
 
 
-def test_rows_of_odd_width_are_refused(device: torch.device) -> None:
-    _, peers = _peers(0, device)
-    with pytest.raises(KernelError, match="16 bytes"):
-        push_rows(torch.zeros(2, 6), torch.zeros(2, 1).long(), ExpertRanks(per_rank=1), peers, (0, 0), ONE)
-
-
-def test_a_wait_ends_when_all_ranks_have_written_and_gives_up_otherwise(device: torch.device) -> None:
+def test_a_wait_ends_when_all_ranks_have_written_and_rows_of_odd_width_are_refused(device: torch.device) -> None:
     awaited = _awaited(torch.full((16, W), 3, dtype=torch.int64, device=device), 3)
     wait(awaited)
     assert int(awaited.late) == 0 and awaited.expected[:2].tolist() == [3, 0] and not awaited.left.any()
     awaited.flags_CW[0, 1] += 3
     wait(replace(awaited, looks=100))
     assert int(awaited.late) == 3 and awaited.expected[:2].tolist() == [6, 0]
+    with pytest.raises(KernelError, match="16 bytes"):
+        push_rows(
+            torch.zeros(2, 6), torch.zeros(2, 1).long(), ExpertRanks(per_rank=1), _peers(0, device)[1], (0, 0), ONE
+        )
 
 
 HIDDEN, TOP_K, PER_RANK = 7168, 8, 64
@@ -245,19 +243,16 @@ CASES = {
         )
         for name, is_spread in (("take", False), ("take to places", True))
     },
-    "return of sums": Case(
-        return_rows_kernel,
-        RETURN_LAUNCH,
-        {"rows_ptr": ROWS, "scalars_offset": "i64:16", **PLACES, **SENDS},
-        {"scalars_ptr": None, "staged_ptr": None, "ROWS": True, "SUMMED": True, "D": HIDDEN, "BLOCK_K": TOP_K}
-        | EXPERTS,
-    ),
-    "return of rows": Case(
-        return_rows_kernel,
-        RETURN_LAUNCH,
-        {"rows_ptr": ROWS, "scalars_ptr": SCALARS, "scalars_offset": "i64:16", **PLACES, **SENDS},
-        {"staged_ptr": None, "ROWS": True, "SUMMED": False, "D": HIDDEN, "BLOCK_K": TOP_K, **EXPERTS},
-    ),
+    **{
+        f"return of {name}": Case(
+            return_rows_kernel,
+            RETURN_LAUNCH,
+            {"rows_ptr": ROWS, "scalars_offset": "i64:16", **PLACES, **SENDS, **scalars},
+            {"staged_ptr": None, "ROWS": True, "SUMMED": not scalars, "D": HIDDEN, "BLOCK_K": TOP_K, **EXPERTS}
+            | ({} if scalars else {"scalars_ptr": None}),
+        )
+        for name, scalars in (("sums", {}), ("rows", {"scalars_ptr": SCALARS}))
+    },
     "sum": Case(
         sum_ranks_kernel,
         SUM_LAUNCH,

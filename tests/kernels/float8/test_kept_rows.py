@@ -146,7 +146,7 @@ def test_the_activation_and_its_gradients_are_those_of_the_kept_rows(
     assert kept.rows.values.shape == (room, width)
     assert_same(kept.rows, own.rows, used)
     given = weights_R, dh_RF, counts_e, rule, recipe, form, form
-    for launch in BACKWARD_LAUNCHES.values():
+    for launch in list(BACKWARD_LAUNCHES.values())[: None if is_gpu else 1]:
         options = {"keep_plain": rule.limit is not None, "launch": launch}
         own, kept = (swiglu_backward(rows, *given, **options) for rows in (own_RF, place))
         assert_same(kept.d_gate_up, own.d_gate_up, used)

@@ -120,14 +120,12 @@ def reduce(x: Tensor, dim: int, combine: Callable[[Tensor, Tensor], Tensor]) -> 
 
 
 class Layout:
-    """Any; whatever it is asked for is itself."""
-
     def __init__(self, *arguments: object) -> None:
         self.value = self
 
 
 def same(x: Any = None, **options: object) -> Any:
-    """Of decorators and of constants of the compiler."""
+    """Stands for decorators and for the compiler's constants."""
     if x is None:
         return same
     if callable(x) and not isinstance(x, type):
@@ -163,7 +161,6 @@ def _joined(numbers: Tensor) -> Tensor:
 
 
 def _parted(register: Tensor, dtype: torch.dtype, count: int) -> Tensor:
-    """Numbers of a register."""
     return register.reshape(-1, 1).view(torch.uint8)[:, : dtype.itemsize * count].contiguous().view(dtype)
 
 
@@ -310,7 +307,6 @@ class Language(ModuleType):
 
 @contextmanager
 def _in_place_of_triton(language: Language, more: Mapping[str, ModuleType]) -> Iterator[None]:
-    """What modules find if they import Triton."""
     root, gluon, ours = ModuleType("triton"), ModuleType("gluon"), ModuleType("language")
     vars(root).update(jit=same, constexpr_function=same, language=language)
     vars(root)["knobs"] = type("Knobs", (), {"runtime": type("Runtime", (), {"interpret": False})})
@@ -341,12 +337,9 @@ def _in_place_of_triton(language: Language, more: Mapping[str, ModuleType]) -> I
 def interpreted(
     *names: str, language: Language | None = None, more: Mapping[str, ModuleType] | None = None
 ) -> list[ModuleType]:
-    """Modules of ours, executed in this order where Triton is what stands here; each sees those before it.
+    """Modules of ours, executed in this order with the stand-ins of this module; each sees those before it.
 
-    Args:
-        names: of the modules.
-        language: what takes the place of Triton's languages, with more than stands here.
-        more: what takes the place of further modules, by name.
+    `language` replaces Triton's languages, `more` further modules by name.
     """
     found = []
     language = language or Language("language")

@@ -205,13 +205,6 @@ LAUNCHES = [
 ]
 
 
-HOPPERS_OF_ROWS = [
-    pytest.param(one, id=name, marks=[] if ("rows", name) in QUICKLY_COMPILED else [pytest.mark.slow])
-    for name, one in CANDIDATES["sm_90"]["rows"].items()
-    if one.engine == "gluon"
-]
-
-
 MOST_REGISTERS = {2: REGISTERS, 3: float8_launches.TRIOS_REGISTERS}
 """Of a thread at the start, by how many consumers there are."""
 
@@ -219,17 +212,15 @@ SPILLED_BY_TRITON_3_9 = 8
 """Bytes. A number of the producer's is put away once, before its loop; Triton 3.6 finds a register for it."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("launch", HOPPERS_OF_ROWS)
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_nothing_spills_where_rows_are_kept(dtype: str, launch: ProductLaunch) -> None:
-    check_warps(compile_kernel("rows", launch, is_kept=True, dtype=dtype), launch)
+VARIANTS = ({"is_kept": True}, {"is_kept": True, "dtype": "fp32"}, {"is_packed": True})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launch", HOPPERS_OF_ROWS)
-def test_nothing_spills_where_scales_stand_behind_rows(launch: ProductLaunch) -> None:
-    check_warps(compile_kernel("rows", launch, is_packed=True), launch)
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("name", [name for name, one in CANDIDATES["sm_90"]["rows"].items() if one.engine == "gluon"])
+def test_nothing_spills_where_rows_are_kept_or_scales_stand_behind_rows(name: str, variant: dict[str, Any]) -> None:
+    launch = CANDIDATES["sm_90"]["rows"][name]
+    check_warps(compile_kernel("rows", launch, **variant), launch)
 
 
 @pytest.mark.often("rows-gluon_three")
