@@ -86,23 +86,20 @@ def test_rows_are_multiplied_with_the_matrix_of_their_expert(
 
 
 @every_form("rows")
-def test_rows_that_travelled_bring_scales_behind_them(launch: ProductLaunch, launched: list[Mapping[str, Any]]) -> None:
+def test_rows_that_travelled_and_gathered_rows_are_multiplied(
+    launch: ProductLaunch, launched: list[Mapping[str, Any]]
+) -> None:
     counts = COUNTS["ends of all kinds"]
+    counts_e, w = torch.tensor(counts), draw_weight(BLOCKWISE, CPU, len(counts), WIDTH, DEPTH)
     packed = pack_rows(torch.randn(sum(counts) + TAIL, DEPTH), BLOCKWISE, E4M3)
-    x, w = as_quantized(packed, DEPTH, BLOCKWISE, E4M3), draw_weight(BLOCKWISE, CPU, len(counts), WIDTH, DEPTH)
-    expected = reference.multiply_groups(x, w, torch.tensor(counts), dtype=torch.float32)
+    x = as_quantized(packed, DEPTH, BLOCKWISE, E4M3)
+    expected = reference.multiply_groups(x, w, counts_e, dtype=torch.float32)
     packed[sum(counts) :] = 0xFF
-    assert_near(multiply_groups(x, w, torch.tensor(counts), dtype=torch.float32, launch=launch), expected, "rows")
-    assert len(launched) == 1
-
-
-@every_form("rows_gathered")
-def test_rows_that_are_gathered_are_copied_first(launch: ProductLaunch, launched: list[Mapping[str, Any]]) -> None:
-    counts_e, index_R = torch.tensor([140, 0, 70]), torch.randint(90, (210 + TAIL,))
-    x, w = draw_rows(90, DEPTH, BLOCKWISE, CPU), draw_weight(BLOCKWISE, CPU, 3, WIDTH, DEPTH)
+    assert_near(multiply_groups(x, w, counts_e, dtype=torch.float32, launch=launch), expected, "travelled")
+    index_R, launch = torch.randint(90, (sum(counts) + TAIL,)), replace(launch, copy_gathered=True)
     expected = reference.multiply_groups(x, w, counts_e, index_R, dtype=torch.float32)
     assert_near(multiply_groups(x, w, counts_e, index_R, dtype=torch.float32, launch=launch), expected, "gathered")
-    assert len(launched) == 1
+    assert len(launched) == 2
 
 
 @every_form("rows")
