@@ -19,7 +19,7 @@ from penstock.models.model_inputs import ForwardContext
 from penstock.models.norm import RMSNorm, TensorParallelNorm, norm_together
 from penstock.models.rope import softmax_scale
 from penstock.parallel.collectives import all_gather, reduce_scatter
-from penstock.parallel.context import attend, attend_locally
+from penstock.parallel.context import attend
 from penstock.parallel.layer_context import LayerContext
 
 
@@ -128,11 +128,16 @@ class GroupedQueryLayer(nn.Module):
 
     def _attended(self, q_BSHN: Tensor, k_BSGN: Tensor, v_BSGN: Tensor, context: ForwardContext) -> Tensor:
         # Read the parameter when this runs: FSDP2 gathers it to another address before recomputation.
-        sinks_H = self.sinks_H
-        heads, layer_context, scale = (q_BSHN, k_BSGN, v_BSGN), self.layer_context, self.scale
-        if self.reach is None or not context.nears:
-            return attend(*heads, layer_context, scale=scale, allowed_BSS=context.allowed_BSS, sinks_H=sinks_H)
-        return attend_locally(*heads, layer_context, scale=scale, nears=context.nears, sinks_H=sinks_H)
+        return attend(
+            q_BSHN,
+            k_BSGN,
+            v_BSGN,
+            self.layer_context,
+            scale=self.scale,
+            allowed_BSS=context.allowed_BSS,
+            nears=() if self.reach is None else context.nears,
+            sinks_H=self.sinks_H,
+        )
 
 
 def reach_of(local: LocalAttention) -> AttentionWindow:

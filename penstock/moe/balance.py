@@ -14,7 +14,6 @@ ranks' losses, and their gradients, add up to those of the whole row.
 """
 
 import math
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,40 +154,3 @@ def spread_evenly(routing: Routing, experts: int) -> Routing:
     stride = next(s for s in range(max(1, round(experts * 0.618)), 2 * experts + 1) if math.gcd(s, experts) == 1)
     slots = torch.arange(routing.experts_TK.numel(), device=routing.experts_TK.device)
     return Routing(routing.weights_TK, (slots * stride % experts).view_as(routing.experts_TK))
-
-
-class BalancedRouter(nn.Module):
-    """The part of a router that balance needs; only `TopKRouter` inherits it. expert_bias_E is None without bias."""
-
-    layer: int
-    meter: LoadMeter
-    expert_bias_E: Tensor | None
-    expert_bias_rate: float
-
-
-def _routers(modules: Iterable[nn.Module]) -> Iterator[BalancedRouter]:
-    return (module for model in modules for module in model.modules() if isinstance(module, BalancedRouter))
-
-
-def layer_loads(modules: Iterable[nn.Module]) -> list[LayerLoad]:
-    """This rank's load of every MoE layer since the last reset; tensors stay on their device."""
-    return [
-        LayerLoad(router.layer, router.meter.slots_E, router.meter.dropped, router.meter.auxiliary_loss)
-        for router in _routers(modules)
-    ]
-
-
-@torch.no_grad()
-def update_expert_bias(modules: Iterable[nn.Module], loads: Iterable[LayerLoad]) -> None:
-    """Move every expert bias against `loads`, the load of the global batch over all ranks. Call once a step."""
-    slots = {load.layer: load.slots_E for load in loads}
-    for router in _routers(modules):
-        if router.expert_bias_E is not None:
-            slots_E = slots[router.layer].float()
-            router.expert_bias_E += router.expert_bias_rate * torch.sign(slots_E.mean() - slots_E)
-
-
-def reset_loads(modules: Iterable[nn.Module]) -> None:
-    """Reset the meter of every MoE layer."""
-    for router in _routers(modules):
-        router.meter.reset()

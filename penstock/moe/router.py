@@ -9,6 +9,8 @@
 4. Forced balance (benchmarks) or capacity, if configured.
 """
 
+from collections.abc import Iterable, Iterator
+
 import torch
 from torch import Tensor, nn
 
@@ -17,7 +19,7 @@ from penstock.kernels.float32_products import float32_linear
 from penstock.kernels.operators import Operators
 from penstock.kernels.reference import RouterRule
 from penstock.moe.balance import (
-    BalancedRouter,
+    LayerLoad,
     LoadMeter,
     attach,
     auxiliary_loss,
@@ -46,8 +48,10 @@ def router_rule(moe: Moe) -> RouterRule:
     )
 
 
-class TopKRouter(BalancedRouter):
-    """Chooses K experts for every token."""
+class TopKRouter(nn.Module):
+    """Chooses K experts for every token. expert_bias_E is float32, None without bias."""
+
+    expert_bias_E: Tensor | None
 
     def __init__(self, moe: Moe, hidden_size: int, layer: int, operators: Operators, axes: Axes = ALONE) -> None:
         super().__init__()
@@ -92,3 +96,31 @@ class TopKRouter(BalancedRouter):
             if measured:
                 self.meter.dropped += (routing.experts_TK == self.experts).sum()
         return routing
+
+
+def _routers(modules: Iterable[nn.Module]) -> Iterator[TopKRouter]:
+    return (module for model in modules for module in model.modules() if isinstance(module, TopKRouter))
+
+
+def layer_loads(modules: Iterable[nn.Module]) -> list[LayerLoad]:
+    """This rank's load of every MoE layer since the last reset; tensors stay on their device."""
+    return [
+        LayerLoad(router.layer, router.meter.slots_E, router.meter.dropped, router.meter.auxiliary_loss)
+        for router in _routers(modules)
+    ]
+
+
+@torch.no_grad()
+def update_expert_bias(modules: Iterable[nn.Module], loads: Iterable[LayerLoad]) -> None:
+    """Move every expert bias against `loads`, the load of the global batch over all ranks. Call once a step."""
+    slots = {load.layer: load.slots_E for load in loads}
+    for router in _routers(modules):
+        if router.expert_bias_E is not None:
+            slots_E = slots[router.layer].float()
+            router.expert_bias_E += router.expert_bias_rate * torch.sign(slots_E.mean() - slots_E)
+
+
+def reset_loads(modules: Iterable[nn.Module]) -> None:
+    """Reset the meter of every MoE layer."""
+    for router in _routers(modules):
+        router.meter.reset()

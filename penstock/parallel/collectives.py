@@ -38,21 +38,20 @@ from penstock.parallel.axes import Axis
 gather_flat = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 reduce_flat = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
 
+Transpose = Callable[..., Tensor]
+"""(gradient, *saved tensors) -> gradient of the input."""
+
 
 def all_gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """Join the parts of all ranks along a dim, in the order of the axis. The gradient is a reduce-scatter."""
-    if axis.size == 1:
-        return x
     gather, scatter = _along(axis, dim % x.ndim)
-    return _Collective.apply(x, gather, scatter)
+    return x if axis.size == 1 else with_transpose(x, gather, scatter)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """Sum over the ranks and take our part along a dim, which the ranks divide. The gradient is an all-gather."""
-    if axis.size == 1:
-        return x
     gather, scatter = _along(axis, dim % x.ndim)
-    return _Collective.apply(x, scatter, gather)
+    return x if axis.size == 1 else with_transpose(x, scatter, gather)
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
@@ -78,7 +77,7 @@ def exchange_rows(
     if axis.size == 1:
         return x_ND
     back = partial(_exchanged, axis=axis, receive=send, send=receive)
-    return _Collective.apply(x_ND, partial(_exchanged, axis=axis, receive=receive, send=send), back)
+    return with_transpose(x_ND, partial(_exchanged, axis=axis, receive=receive, send=send), back)
 
 
 def all_to_all(x: Tensor, axis: Axis, split_dim: int, join_dim: int) -> Tensor:
@@ -87,7 +86,7 @@ def all_to_all(x: Tensor, axis: Axis, split_dim: int, join_dim: int) -> Tensor:
         return x
     split_dim, join_dim = split_dim % x.ndim, join_dim % x.ndim
     back = partial(_swapped, axis=axis, split_dim=join_dim, join_dim=split_dim)
-    return _Collective.apply(x, partial(_swapped, axis=axis, split_dim=split_dim, join_dim=join_dim), back)
+    return with_transpose(x, partial(_swapped, axis=axis, split_dim=split_dim, join_dim=join_dim), back)
 
 
 def _along(axis: Axis, dim: int) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
@@ -133,18 +132,27 @@ def _swapped(x: Tensor, axis: Axis, split_dim: int, join_dim: int) -> Tensor:
     return _joined(received, join_dim)
 
 
-class _Collective(torch.autograd.Function):
-    """A collective, and the one that its gradient travels by."""
-
+class _WithTranspose(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, run: Callable[[Tensor], Tensor], run_back: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, run: Callable[[Tensor], Tensor], run_back: Transpose, *saved: Tensor) -> Tensor:
         ctx.run_back = run_back
+        ctx.save_for_backward(*saved)
         return run(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.run_back(gradient), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        return ctx.run_back(gradient, *saved), None, None, *(None for _ in saved)
+
+
+def with_transpose(x: Tensor, run: Callable[[Tensor], Tensor], run_back: Transpose, *saved: Tensor) -> Tensor:
+    """`run(x)` for a linear `run`, with `run_back(gradient, *saved)` as its gradient.
+
+    Tensors that `run_back` needs belong in `saved`, so that autograd can drop or offload them.
+    """
+    y: Tensor = _WithTranspose.apply(x, run, run_back, *saved)
+    return y
 
 
 def all_gather_json(value: Any, axis: Axis) -> list[Any]:

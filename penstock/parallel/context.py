@@ -7,7 +7,7 @@
 
 With all-gather a rank has two chunks of queries, one from the front and one from the back of the row, and each sees the
 keys up to its own end. Simpler than ring attention, which hides the exchange behind the products and merges partial
-softmaxes. Layers with a window (`attend_locally`) need only some keys, but gather all.
+softmaxes. Layers with a window need only some keys, but gather all.
 """
 
 import torch
@@ -29,51 +29,38 @@ def attend(
     layer_context: LayerContext,
     *,
     scale: float,
-    allowed_BSS: Tensor | None,
+    allowed_BSS: Tensor | None = None,
+    nears: tuple[BlockMasks, ...] = (),
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of our own positions over the whole row, by `layer_context.context_method`. Returns o_BSHM.
+    """Causal attention of our own positions over the row, by `layer_context.context_method`. Returns o_BSHM.
 
     allowed_BSS is boolean: which query position (first S) may look at which of the row's key positions; None for plain
-    causal. Its queries are all positions of the row with ulysses, ours with all-gather. sinks_H belong to our heads.
+    causal. Its queries are all positions of the row with ulysses, ours with all-gather. `nears` of `nears_of` replaces
+    it if each position sees a part of the row only. sinks_H belong to our heads.
     """
-    axis, backend = layer_context.axes.context, layer_context.operators.attention_backend
-    if axis.size > 1 and layer_context.context_method == "all-gather":
-        k_BSGN, v_BSGM = gather_positions(k_BSGN, axis), gather_positions(v_BSGM, axis)
-        return attend_to_row(
-            q_BSHN, k_BSGN, v_BSGM, layer_context, scale=scale, allowed_BSS=allowed_BSS, sinks_H=sinks_H
-        )
-    q_BSHN, k_BSGN, v_BSGM = (all_to_all(x, axis, split_dim=2, join_dim=1) for x in (q_BSHN, k_BSGN, v_BSGM))
-    sinks_H = _of_own_heads(sinks_H, axis)
-    o_BSHM = causal_attention(
-        q_BSHN, k_BSGN, v_BSGM, scale=scale, allowed_BSS=allowed_BSS, backend=backend, sinks_H=sinks_H
-    )
-    return all_to_all(o_BSHM, axis, split_dim=1, join_dim=2)
-
-
-def attend_locally(
-    q_BSHN: Tensor,
-    k_BSGN: Tensor,
-    v_BSGM: Tensor,
-    layer_context: LayerContext,
-    *,
-    scale: float,
-    nears: tuple[BlockMasks, ...],
-    sinks_H: Tensor | None = None,
-) -> Tensor:
-    """Attention of our positions over the part of the row that each sees (`nears` of `nears_of`). Returns o_BSHM."""
     axis, backend = layer_context.axes.context, layer_context.operators.attention_backend
     gathers = axis.size > 1 and layer_context.context_method == "all-gather"
     if gathers:
         k_BSGN, v_BSGM = gather_positions(k_BSGN, axis), gather_positions(v_BSGM, axis)
     else:
         q_BSHN, k_BSGN, v_BSGM = (all_to_all(x, axis, split_dim=2, join_dim=1) for x in (q_BSHN, k_BSGN, v_BSGM))
-        sinks_H = _of_own_heads(sinks_H, axis)
-    found = [
-        local_attention(own_BSHN, k_BSGN, v_BSGM, one, scale=scale, backend=backend, sinks_H=sinks_H)
-        for own_BSHN, one in zip(q_BSHN.chunk(len(nears), dim=1), nears, strict=True)
-    ]
-    return torch.cat(found, dim=1) if gathers else all_to_all(found[0], axis, split_dim=1, join_dim=2)
+        sinks_H = sinks_H if sinks_H is None or axis.size == 1 else sinks_H.chunk(axis.size)[axis.rank]
+    if nears:
+        parts = [
+            local_attention(own_BSHN, k_BSGN, v_BSGM, near, scale=scale, backend=backend, sinks_H=sinks_H)
+            for own_BSHN, near in zip(q_BSHN.chunk(len(nears), dim=1), nears, strict=True)
+        ]
+        o_BSHM = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+    elif gathers:
+        o_BSHM = attend_to_row(
+            q_BSHN, k_BSGN, v_BSGM, layer_context, scale=scale, allowed_BSS=allowed_BSS, sinks_H=sinks_H
+        )
+    else:
+        o_BSHM = causal_attention(
+            q_BSHN, k_BSGN, v_BSGM, scale=scale, allowed_BSS=allowed_BSS, backend=backend, sinks_H=sinks_H
+        )
+    return o_BSHM if gathers else all_to_all(o_BSHM, axis, split_dim=1, join_dim=2)
 
 
 def nears_of(
@@ -84,7 +71,7 @@ def nears_of(
     allowed_BSS: Tensor | None,
     device: torch.device,
 ) -> tuple[BlockMasks, ...]:
-    """Masks of a micro-batch for `attend_locally`, equal for all layers with one window: one for each range of queries.
+    """Masks of a micro-batch for `attend`, equal for all layers with one window: one for each range of queries.
 
     Empty if the row is no longer than the window: such a layer sees all of it.
     """
@@ -110,10 +97,6 @@ def held_positions(layer_context: LayerContext, held: int, device: torch.device)
 def _layout(layer_context: LayerContext, held: int) -> SequenceLayout:
     context = layer_context.axes.context.size
     return SequenceLayout(length=held * context, context=context, method=layer_context.context_method)
-
-
-def _of_own_heads(sinks_H: Tensor | None, axis: Axis) -> Tensor | None:
-    return sinks_H if sinks_H is None or axis.size == 1 else sinks_H.chunk(axis.size)[axis.rank]
 
 
 def gather_positions(x_BS: Tensor, axis: Axis) -> Tensor:

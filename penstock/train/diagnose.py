@@ -33,7 +33,7 @@ from penstock.data.evaluation import EvaluationRows
 from penstock.models.decoder import Decoder
 from penstock.models.parameters import gradients_by_autograd
 from penstock.models.rank_model import RankModel
-from penstock.moe.balance import reset_loads
+from penstock.moe.router import reset_loads
 from penstock.parallel.axes import Axis
 from penstock.parallel.collectives import all_gather_json, lost_ranks
 from penstock.parallel.shard import own_rows

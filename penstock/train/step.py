@@ -29,8 +29,9 @@ from penstock.data.batch import Batch
 from penstock.data.evaluation import EvaluationRows
 from penstock.models.parameters import refresh_float8
 from penstock.models.rank_model import RankModel
-from penstock.moe.balance import LayerLoad, layer_loads, reset_loads, update_expert_bias
+from penstock.moe.balance import LayerLoad
 from penstock.moe.dispatch.row_capacity import forget_left_out, make_room, rows_left_out
+from penstock.moe.router import layer_loads, reset_loads, update_expert_bias
 from penstock.parallel.launch.process import peak_memory_bytes
 from penstock.parallel.spans import EnterPhase, span, untimed
 from penstock.train.global_batch import CutRule, GlobalBatch, cut, read

@@ -12,14 +12,7 @@ from penstock.layout.grid import Grid
 from penstock.layout.sequence import Method, SequenceLayout
 from penstock.models.model_inputs import attention_mask
 from penstock.parallel.axes import ALONE, Axes, make_axes
-from penstock.parallel.context import (
-    attend,
-    attend_locally,
-    attend_to_row,
-    gather_positions,
-    held_positions,
-    nears_of,
-)
+from penstock.parallel.context import attend, attend_to_row, gather_positions, held_positions, nears_of
 from penstock.parallel.layer_context import LayerContext
 from tests.closeness import assert_close
 from tests.distributed.pool import Pool
@@ -63,36 +56,64 @@ def _own(axes: Axes, method: Method) -> list[int]:
     return list(SequenceLayout(length=LENGTH, context=axes.context.size, method=method).of_context(axes.context.rank))
 
 
-def _on_a_rank(size: int, shape: str, method: Method, documents: bool) -> list[Tensor]:
+REACHES = {
+    "the whole row": None,
+    "window within a chunk of a rank": AttentionWindow(kind="window", size=3),
+    "window over several": AttentionWindow(kind="window", size=7),
+    "chunks within one": AttentionWindow(kind="chunk", size=2),
+    "chunks over several": AttentionWindow(kind="chunk", size=6),
+}
+SINKS_H = torch.tensor([0.5, -1.0, 2.0, 0.0, 0.1, 0.2, -0.3, 1.0], dtype=torch.float64)
+
+
+def _cases(shape: str) -> tuple[dict[str, AttentionWindow | None], tuple[Tensor, ...]]:
+    """Reaches of a shape, and its sinks."""
+    return (REACHES, (SINKS_H,)) if shape == "grouped-query" else ({"the whole row": None}, ())
+
+
+def _on_a_rank(size: int, shape: str, method: Method, documents: bool) -> list[list[Tensor]]:
+    """Of each reach: output and gradients; the sinks' gradient last, which ranks have parts of."""
     axes = _axes(size)
     own = _own(axes, method)
     q, k, v, direction = (whole[:, own] for whole in _heads(shape))
     allowed_BSS = _borders(documents, q.shape[0])
     if allowed_BSS is not None and method == "all-gather":
         allowed_BSS = allowed_BSS[:, own]
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     layer_context = replace(LayerContext(), axes=axes, context_method=method)
-    o_BSHM = attend(*leaves, layer_context, scale=SCALE, allowed_BSS=allowed_BSS)
-    return [o_BSHM.detach(), *torch.autograd.grad((o_BSHM * direction).sum(), leaves)]
+    assert held_positions(layer_context, len(own), torch.device("cpu")).tolist() == own
+    reaches, sinks = _cases(shape)
+    found = []
+    for reach in reaches.values():
+        leaves = [x.clone().requires_grad_() for x in (q, k, v, *sinks)]
+        nears = nears_of(layer_context, reach, len(own), len(q), allowed_BSS, q.device) if reach else ()
+        options = {"scale": SCALE, "allowed_BSS": allowed_BSS, "nears": nears, "sinks_H": (*leaves[3:], None)[0]}
+        found.append(with_gradients(attend(*leaves[:3], layer_context, **options), direction, leaves))
+    return found
 
 
 @pytest.mark.parametrize("documents", [False, True], ids=["one document", "documents"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("method", ["ulysses", "all-gather"])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [1, 2, 4])
 def test_ranks_attend_together_as_one_does_alone(
     ranks: Pool, size: int, method: Method, shape: str, documents: bool
 ) -> None:
     *inputs, direction = _heads(shape)
-    leaves = [x.requires_grad_() for x in inputs]
-    allowed_BSS = _borders(documents, direction.shape[0])
-    o_BSHM = causal_attention(*leaves, scale=SCALE, allowed_BSS=allowed_BSS, backend="math")
-    expected = [o_BSHM.detach(), *torch.autograd.grad((o_BSHM * direction).sum(), leaves)]
     layout = SequenceLayout(length=LENGTH, context=size, method=method)
-    for rank, got in enumerate(ranks.run(size, _on_a_rank, size, shape, method, documents)):
-        own = list(layout.of_context(rank))
-        for name, mine, whole in zip(("output", "dq", "dk", "dv"), got, expected, strict=True):
-            assert_close(mine, whole[:, own], what=f"{name} of rank {rank}")
+    results = ranks.run(size, _on_a_rank, size, shape, method, documents)
+    reaches, sinks = _cases(shape)
+    for number, (name, reach) in enumerate(reaches.items()):
+        leaves = [x.clone().requires_grad_() for x in (*inputs, *sinks)]
+        seen_BSS = seen_by(reach, LENGTH, _documents(len(direction)) if documents else None)
+        o_BSHM = eager_attention(*leaves[:3], seen_BSS, SCALE, *leaves[3:])
+        expected = with_gradients(o_BSHM, direction, leaves)
+        of_ranks = [found[number] for found in results]
+        for rank, got in enumerate(of_ranks):
+            own = list(layout.of_context(rank))
+            for what, mine, whole in zip(("output", "dq", "dk", "dv"), got[:4], expected[:4], strict=True):
+                assert_close(mine, whole[:, own], what=f"{name}: {what} of rank {rank}")
+        if sinks:
+            assert_close(sum(found[4] for found in of_ranks), expected[4], what=f"{name}: dsinks")
 
 
 def _gathered_positions(size: int) -> tuple[Tensor, Tensor]:
@@ -121,60 +142,6 @@ def test_one_rank_alone_attends_to_its_row() -> None:
     assert_close(attend(q, k, v, layer_context, scale=SCALE, allowed_BSS=allowed_BSS), expected)
     assert_close(attend_to_row(q, k, v, layer_context, scale=SCALE, allowed_BSS=allowed_BSS), expected)
     assert gather_positions(k, ALONE.context) is k
-
-
-REACHES = {
-    "window within a chunk of a rank": AttentionWindow(kind="window", size=3),
-    "window over several": AttentionWindow(kind="window", size=7),
-    "chunks within one": AttentionWindow(kind="chunk", size=2),
-    "chunks over several": AttentionWindow(kind="chunk", size=6),
-    "the whole row": None,
-}
-SINKS_H = torch.tensor([0.5, -1.0, 2.0, 0.0, 0.1, 0.2, -0.3, 1.0], dtype=torch.float64)
-
-
-def _near_on_a_rank(size: int, method: Method, documents: bool) -> list[list[Tensor]]:
-    """Of each reach: output and gradients; the sinks' gradient last, which ranks have parts of."""
-    axes = _axes(size)
-    own = _own(axes, method)
-    q, k, v, direction = (whole[:, own] for whole in _heads("grouped-query"))
-    allowed_BSS = attention_mask(_documents(1)) if documents else None
-    if allowed_BSS is not None and method == "all-gather":
-        allowed_BSS = allowed_BSS[:, own]
-    layer_context = replace(LayerContext(), axes=axes, context_method=method)
-    assert held_positions(layer_context, len(own), torch.device("cpu")).tolist() == own
-    found = []
-    for reach in REACHES.values():
-        leaves = [x.clone().requires_grad_() for x in (q, k, v, SINKS_H)]
-        if reach is None:
-            o_BSHM = attend(*leaves[:3], layer_context, scale=SCALE, allowed_BSS=allowed_BSS, sinks_H=leaves[3])
-        else:
-            nears = nears_of(layer_context, reach, len(own), 1, allowed_BSS, q.device)
-            o_BSHM = attend_locally(*leaves[:3], layer_context, scale=SCALE, nears=nears, sinks_H=leaves[3])
-        found.append(with_gradients(o_BSHM, direction, leaves))
-    return found
-
-
-@pytest.mark.parametrize("documents", [False, True], ids=["one document", "documents"])
-@pytest.mark.parametrize("method", ["ulysses", "all-gather"])
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_ranks_see_a_part_of_the_row_together_as_one_does_alone(
-    ranks: Pool, size: int, method: Method, documents: bool
-) -> None:
-    *inputs, direction = _heads("grouped-query")
-    layout = SequenceLayout(length=LENGTH, context=size, method=method)
-    results = ranks.run(size, _near_on_a_rank, size, method, documents)
-    for number, (name, reach) in enumerate(REACHES.items()):
-        leaves = [x.clone().requires_grad_() for x in (*inputs, SINKS_H)]
-        seen_BSS = seen_by(reach, LENGTH, _documents(1) if documents else None)
-        o_BSHM = eager_attention(*leaves[:3], seen_BSS, SCALE, leaves[3])
-        *expected, dsinks_H = with_gradients(o_BSHM, direction, leaves)
-        of_ranks = [found[number] for found in results]
-        for rank, (*got, _) in enumerate(of_ranks):
-            own = list(layout.of_context(rank))
-            for what, mine, whole in zip(("output", "dq", "dk", "dv"), got, expected, strict=True):
-                assert_close(mine, whole[:, own], what=f"{name}: {what} of rank {rank}")
-        assert_close(sum(found[-1] for found in of_ranks), dsinks_H, what=f"{name}: dsinks")
 
 
 def test_a_row_no_longer_than_the_reach_needs_no_masks() -> None:

@@ -14,7 +14,7 @@ from penstock.data.batch import Batch
 from penstock.models.decoder import Decoder
 from penstock.models.parameters import param_shards
 from penstock.models.rank_model import RankModel
-from penstock.moe.balance import layer_loads
+from penstock.moe.router import layer_loads
 from penstock.train.diagnose import NO_ORIGIN, NonFiniteFinding, NonFiniteOrigin, find_origin
 from penstock.train.loss import LossRule
 from penstock.train.optimizer import MasterAdamW

@@ -20,7 +20,7 @@ from penstock.data.batch import Batch
 from penstock.data.evaluation import EvaluationRows
 from penstock.models.parameters import fuse_wgrad_accumulation, param_shards
 from penstock.models.rank_model import RankModel
-from penstock.moe.balance import layer_loads
+from penstock.moe.router import layer_loads
 from penstock.parallel.launch.process import peak_memory_bytes
 from penstock.parallel.symmetric import BufferSizes, Channel, SymmetricBuffers
 from penstock.train.loss import LossRule

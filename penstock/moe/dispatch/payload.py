@@ -15,16 +15,16 @@ otherwise rows are dequantized on arrival.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from penstock.kernels.float8.gradient_side_channel import carrier_of
 from penstock.kernels.float8.operators import REFERENCE, Float8Operators, Float8Rule
 from penstock.kernels.float8.quantized import Quantized, as_quantized
 from penstock.kernels.float8.recipes import E4M3, Format, Recipe
+from penstock.parallel.collectives import with_transpose
 
 Move = Callable[[Tensor], Tensor]
 """Rows to rows."""
@@ -46,8 +46,7 @@ class DispatchPayload:
             return DispatchPayload(out(self.x_ND))
         # Copy as int64: index_select then moves 8 bytes per element.
         packed = out(self.packed.view(torch.int64)).view(torch.uint8)
-        carrier_ND: Tensor = _MoveCarrier.apply(self.x_ND, packed.shape[0], back)
-        return DispatchPayload(carrier_ND, packed)
+        return DispatchPayload(with_transpose(self.x_ND, lambda x: carrier_like(x, packed.shape[0]), back), packed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +76,13 @@ class WireFormat:
             return payload.x_ND, None
         assert self.recipe is not None, "packed rows need a recipe"
         if self.dequantizes:
-            opened_ND: Tensor = _Dequantize.apply(payload.x_ND, payload.packed, self)
-            return opened_ND, None
+            # The opened rows' gradient is that of their carrier.
+            return with_transpose(payload.x_ND, partial(self._open, packed=payload.packed), lambda dx_ND: dx_ND), None
         return payload.x_ND, as_quantized(payload.packed, payload.x_ND.shape[1], self.recipe, self.form)
+
+    def _open(self, carrier_ND: Tensor, packed: Tensor) -> Tensor:
+        assert self.recipe is not None, "packed rows need a recipe"
+        return self.operators.unpack_rows(packed, carrier_ND.shape[1], self.recipe, self.form, carrier_ND.dtype)
 
     def encode_gradients(self, dy_TD: Tensor) -> Tensor:
         """Pack gradients of outputs for experts that expect them so: uint8, T x bytes of a row."""
@@ -111,32 +114,3 @@ def _rows_by(recipe: Recipe | None) -> tuple[object, ...] | None:
 def carrier_like(x_TD: Tensor, rows: int) -> Tensor:
     """A carrier for `rows` rows like those of `x_TD`."""
     return carrier_of((rows, x_TD.shape[1]), x_TD)
-
-
-class _MoveCarrier(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, rows: int, back: Move) -> Tensor:
-        ctx.back = back
-        return carrier_like(x_ND, rows)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient_ND: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back(gradient_ND), None, None
-
-
-class _Dequantize(torch.autograd.Function):
-    """Packed rows in the dtype of their carrier, which takes their gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, carrier_ND: Tensor, packed: Tensor, wire_format: WireFormat) -> Tensor:
-        width, dtype = carrier_ND.shape[1], carrier_ND.dtype
-        opened_ND: Tensor = wire_format.operators.unpack_rows(
-            packed, width, wire_format.recipe, wire_format.form, dtype
-        )
-        return opened_ND
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient_ND: Tensor) -> tuple[Tensor, None, None]:
-        return gradient_ND, None, None
