@@ -34,9 +34,9 @@ def models_page() -> str:
             _FAMILIES,
             *table(("family", "presets", "what its models set"), [_family_row(name) for name in families]),
             _NAMES,
-            *table(("family", "`model_type`", "class", "experts are", "otherwise than here"), _forms()),
+            *table(("family", "`model_type`", "class", "experts are", "differs in"), _forms()),
             _CONFIG,
-            *table(("family", "always", "a key must be"), [_said(name, family) for name, family in FAMILIES.items()]),
+            *table(("family", "always", "required values"), [_said(name, family) for name, family in FAMILIES.items()]),
             _END.format(training=", ".join(f"`model.{path}`".replace(".`", ".*`") for path in TRAINING_ONLY)),
         ]
     )
@@ -139,57 +139,53 @@ _HEAD = """# Models
 Written by `make docs` from the presets and from
 [penstock/models/huggingface/families.py](../penstock/models/huggingface/families.py); change it there.
 
-There is one decoder. A family is values of its fields (`penstock config explain model.`), not a class: attention is
-grouped-query or latent, a layer is dense or has experts, and what a family does besides is a field of its own. Any
-preset can be cut to its first layers: `qwen3-30b-a3b-8l`. A cut keeps the kind of each layer, and at least one with
-experts.
+The presets, the families that they belong to, and the mapping to Hugging Face checkpoints. All families share one decoder
+class and differ only in config values (`penstock config explain model.`). The suffix `-8l` cuts any preset to its first
+eight layers (`qwen3-30b-a3b-8l`); a cut keeps the kind of each layer and at least one layer with experts.
 
 ## Presets
 
-Parameters are counted on the model that is built, embedding and output projection included, multi-token prediction
-not. Sizes are those of the published `config.json` files; a test compares the counts with the published totals. Llama 4
-is the text model only. How a model was trained was published for few: the file of a preset says where its learning rate
-is from ([penstock/config/presets](../penstock/config/presets/registry.py)).
+Parameters include the embedding and the output projection, and exclude multi-token prediction; they are counted on the
+model that is built, and a test compares them with the published totals. Sizes are those of the published `config.json`
+files. Llama 4 is the text model only. Few training hyperparameters were published: the source of each learning rate is in
+the file of its preset ([penstock/config/presets](../penstock/config/presets/registry.py)).
 """
 
 _FAMILIES = """
 ## What a family sets
 
-Beside sizes and choices of training; fields that are not named have their [defaults](config.md).
+Sizes and training settings are left out; fields that are not listed have their [defaults](config.md).
 """
 
 _NAMES = """
 ## Weights in Hugging Face's names
 
-`penstock export` writes what `transformers` loads, and what it or an author saved is read back, bit for bit. The names
-of weights are those of the published files. Some numbers stand otherwise there:
+`penstock export` writes files that `transformers` loads, under the published names of weights, and `penstock import` reads
+published files; both are exact bit for bit. The order of some elements differs in the published files:
 
-- **halves**: rotary embedding turns pairs. Here a pair's members are neighbours; there all first members of a head
-  stand before all second ones. Rows of queries and keys are permuted on the way, their biases and norms too, so that
-  one kernel serves all.
+- **halves**: rotary embedding rotates pairs. Here the two members of a pair are neighbours; there all first members of a
+  head come before all second ones. Import and export permute the rows of queries and keys, with their biases and norms.
 - **transposed**: a stack of experts is input x output there.
-- **interleaved**: a row of the gate, a row of the up projection, and so on; here all of the gate come first.
+- **interleaved**: rows of the gate and of the up projection alternate there; here all rows of the gate come first.
 
-What a published file has besides is passed by: image encoders, copies of the embedding, tables of frequencies. Experts
-in MXFP4 (gpt-oss) and matrices in block-scaled float8 (DeepSeek-V3) are read as the bfloat16 numbers that they stand
-for.
+Import ignores image encoders, copies of the embedding and tables of frequencies. It dequantizes experts in MXFP4 (gpt-oss)
+and matrices in block-scaled float8 (DeepSeek-V3) to bfloat16.
 """
 
 _CONFIG = """
 ## `config.json`
 
-It is written from the model and read at once: a model that does not come back as it was is refused with the field that
-the format cannot say. Published files are read in their older form too (`rope_theta`, `rope_scaling`, `text_config`). A
-value that cannot be said here is refused with its key.
+Export reads its own `config.json` back and refuses a model that it cannot express, naming the field. Import also reads older
+forms (`rope_theta`, `rope_scaling`, `text_config`), and refuses a value that Penstock cannot express, naming its key.
 """
 
 _END = """
-Choices of training are not in the format: {training} have their defaults after reading.
+Training settings are not part of the format: {training} have their defaults after import.
 
-## How it is checked
+## Tests, and how to add a family
 
-Logits, loss and every gradient of each family are compared with the code of `transformers` on tiny random models, in
-plain rows and in rows of several documents ([numerics](numerics.md)), and each family trains alike on one rank and on
-several. How one adds a family: name what it has in [penstock/config/model.py](../penstock/config/model.py), add its
-page to `families.py` and a tiny model to `tests/models/huggingface/family_models.py`; the tests do the rest.
+Logits, loss and every gradient of each family are compared with `transformers` on tiny random models, in plain rows and in
+packed rows ([numerics](numerics.md)), and each family has the same loss on one rank and on several. To add a family, give
+its features fields in [penstock/config/model.py](../penstock/config/model.py), describe it in `families.py`, and add a tiny
+model to `tests/models/huggingface/family_models.py`; the tests find it there.
 """

@@ -12,7 +12,7 @@
 
     returns (y_TD, shared_TD), which the caller adds to the residual stream
 
-With one rank, dispatch is a sort and combine is a sum. With several, `penstock.moe.dispatch` has five ways to exchange
+With one rank, dispatch is a sort and combine is a sum. With several, `penstock.moe.dispatch` has four ways to exchange
 rows; this file is the same for all of them. If `dispatch.overlap` is set, the layer runs in steps: it yields while
 tokens travel, so that the shared expert, the other half of the micro-batch or another micro-batch can compute.
 
