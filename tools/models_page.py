@@ -137,18 +137,14 @@ def _said(name: str, family: Family) -> tuple[str, ...]:
 _HEAD = """# Models
 
 Written by `make docs` from the presets and from
-[penstock/models/huggingface/families.py](../penstock/models/huggingface/families.py); change it there.
-
-The presets, the families that they belong to, and the mapping to Hugging Face checkpoints. All families share one decoder
-class and differ only in config values (`penstock config explain model.`). The suffix `-8l` cuts any preset to its first
-eight layers (`qwen3-30b-a3b-8l`); a cut keeps the kind of each layer and at least one layer with experts.
-
-## Presets
-
-Parameters include the embedding and the output projection, and exclude multi-token prediction; they are counted on the
-model that is built, and a test compares them with the published totals. Sizes are those of the published `config.json`
-files. Llama 4 is the text model only. Few training hyperparameters were published: the source of each learning rate is in
-the file of its preset ([penstock/config/presets](../penstock/config/presets/registry.py)).
+[penstock/models/huggingface/families.py](../penstock/models/huggingface/families.py); change it there. The presets,
+the families that they belong to, and the mapping to Hugging Face checkpoints. All families share one decoder class
+and differ only in config values (`penstock config explain model.`). The suffix `-8l` cuts any preset to its first
+eight layers (`qwen3-30b-a3b-8l`); a cut keeps the kind of each layer and at least one layer with experts. ## Presets
+Parameters include the embedding and the output projection, and exclude multi-token prediction; they are counted on
+the model that is built, and a test compares them with the published totals. Sizes are those of the published
+`config.json` files. Llama 4 is the text model only. Few training hyperparameters were published: the source of each
+learning rate is in the file of its preset ([penstock/config/presets](../penstock/config/presets/registry.py)).
 """
 
 _FAMILIES = """
@@ -160,23 +156,22 @@ Sizes and training settings are left out; fields that are not listed have their 
 _NAMES = """
 ## Weights in Hugging Face's names
 
-`penstock export` writes files that `transformers` loads, under the published names of weights, and `penstock import` reads
-published files; both are exact bit for bit. The order of some elements differs in the published files:
-
-- **halves**: rotary embedding rotates pairs. Here the two members of a pair are neighbours; there all first members of a
-  head come before all second ones. Import and export permute the rows of queries and keys, with their biases and norms.
-- **transposed**: a stack of experts is input x output there.
-- **interleaved**: rows of the gate and of the up projection alternate there; here all rows of the gate come first.
-
-Import ignores image encoders, copies of the embedding and tables of frequencies. It dequantizes experts in MXFP4 (gpt-oss)
-and matrices in block-scaled float8 (DeepSeek-V3) to bfloat16.
+`penstock export` writes files that `transformers` loads, under the published names of weights, and `penstock import`
+reads published files; both are exact bit for bit. The order of some elements differs in the published files: -
+**halves**: rotary embedding rotates pairs. Here the two members of a pair are neighbours; there all first members of
+a head come before all second ones. Import and export permute the rows of queries and keys, with their biases and
+norms. - **transposed**: a stack of experts is input x output there. - **interleaved**: rows of the gate and of the up
+projection alternate there; here all rows of the gate come first. Import ignores image encoders, copies of the
+embedding and tables of frequencies. It dequantizes experts in MXFP4 (gpt-oss) and matrices in block-scaled float8
+(DeepSeek-V3) to bfloat16.
 """
 
 _CONFIG = """
 ## `config.json`
 
-Export reads its own `config.json` back and refuses a model that it cannot express, naming the field. Import also reads older
-forms (`rope_theta`, `rope_scaling`, `text_config`), and refuses a value that Penstock cannot express, naming its key.
+Export reads its own `config.json` back and refuses a model that it cannot express, naming the field. Import also
+reads older forms (`rope_theta`, `rope_scaling`, `text_config`), and refuses a value that Penstock cannot express,
+naming its key.
 """
 
 _END = """
@@ -184,8 +179,8 @@ Training settings are not part of the format: {training} have their defaults aft
 
 ## Tests, and how to add a family
 
-Logits, loss and every gradient of each family are compared with `transformers` on tiny random models, in plain rows and in
-packed rows ([numerics](numerics.md)), and each family has the same loss on one rank and on several. To add a family, give
-its features fields in [penstock/config/model.py](../penstock/config/model.py), describe it in `families.py`, and add a tiny
-model to `tests/models/huggingface/family_models.py`; the tests find it there.
+Logits, loss and every gradient of each family are compared with `transformers` on tiny random models, in plain rows
+and in packed rows ([numerics](numerics.md)), and each family has the same loss on one rank and on several. To add a
+family, give its features fields in [penstock/config/model.py](../penstock/config/model.py), describe it in
+`families.py`, and add a tiny model to `tests/models/huggingface/family_models.py`; the tests find it there.
 """
