@@ -41,13 +41,15 @@ class RoutedRows:
 
     Attributes:
         tokens: of a rank before dispatch; of half a micro-batch where its halves follow each other.
-        top_k: experts of a token, times the ranks that share an expert's matrices.
+        top_k: experts of a token.
+        expert_tensor: ranks that share each expert's matrices.
         imbalance: `rows` over the even share.
     """
 
     tokens: int
     experts: int
     top_k: int
+    expert_tensor: int
     rows: int
     imbalance: float
 
@@ -66,9 +68,14 @@ def routed_rows(run: Run, imbalance: float) -> RoutedRows | None:
     tokens = run.training.micro_batch * run.training.sequence_length // (parallel.context * parallel.tensor)
     if run.dispatch.overlap == "halves":
         tokens //= 2
-    slots = moe.top_k * parallel.expert_tensor
-    rows = round(tokens * slots * uneven)
-    return RoutedRows(tokens=tokens, experts=moe.experts, top_k=slots, rows=rows, imbalance=uneven)
+    return RoutedRows(
+        tokens=tokens,
+        experts=moe.experts,
+        top_k=moe.top_k,
+        expert_tensor=parallel.expert_tensor,
+        rows=round(tokens * moe.top_k * parallel.expert_tensor * uneven),
+        imbalance=uneven,
+    )
 
 
 def buffer_rows(works: tuple[RecordedOps, ...]) -> frozenset[int]:
@@ -208,7 +215,13 @@ class OpCosts:
         rows, ranks = operator.shapes[0][0], operator.shapes[-1][0]
         row_bytes = operator.sizes[0] // rows
         tokens = round(experts.tokens * experts.imbalance)
-        traffic = TokenTraffic(tokens=tokens, copy_bytes=row_bytes, experts=experts.experts, top_k=experts.top_k)
+        traffic = TokenTraffic(
+            tokens=tokens,
+            copy_bytes=row_bytes,
+            experts=experts.experts,
+            top_k=experts.top_k,
+            expert_tensor=experts.expert_tensor,
+        )
         seconds = self._transfers.dispatch("symmetric", "dispatch", traffic, RankGroup(ranks, ranks)).seconds
         if operator.name == "push_rows_kernel":
             return seconds

@@ -85,7 +85,8 @@ class RoughTimes:
             tokens=max(1, round(tokens)),
             copy_bytes=self._token_bytes,
             experts=sizes.model.experts,
-            top_k=sizes.model.top_k * sizes.etp,
+            top_k=sizes.model.top_k,
+            expert_tensor=sizes.etp,
         )
         method: DispatchMethod = sizes.dispatcher  # type: ignore[assignment]
         return self._transfers.dispatch(method, "dispatch", traffic, self._cluster.group(sizes.expert_ranks)).seconds

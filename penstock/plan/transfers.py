@@ -39,6 +39,7 @@ class TokenTraffic:
         copy_bytes: of one token: hidden size times bytes of a number.
         experts: routed experts of the layer.
         top_k: experts of a token.
+        expert_tensor: neighbouring ranks that share the matrices of each expert; each of them gets the token.
         in_turn: each token takes the experts after those of the token before, as benchmarks with forced balance do;
             else every choice is equally likely.
     """
@@ -47,6 +48,7 @@ class TokenTraffic:
     copy_bytes: int
     experts: int
     top_k: int
+    expert_tensor: int = 1
     in_turn: bool = False
 
 
@@ -169,13 +171,15 @@ class TransferTimes:
             return NOTHING
         token_bytes = float(traffic.tokens * traffic.copy_bytes)
         if method == "all-to-all":
-            return self.collective("all-to-all", token_bytes * traffic.top_k, group)
+            return self.collective("all-to-all", token_bytes * traffic.top_k * traffic.expert_tensor, group)
         if method == "all-gather":
             kind: CollectiveName = "all-gather" if direction == "dispatch" else "reduce-scatter"
             return self.collective(kind, token_bytes * group.ranks, group)
         if group.nodes == 1:
             kind_inside: CollectiveKind = "deep-ep" if method == "deep-ep" else "symmetric"
-            return self._carry(kind_inside, token_bytes * copies(traffic, group.ranks), 0.0, group)
+            return self._carry(
+                kind_inside, token_bytes * copies(traffic, group.ranks, traffic.expert_tensor), 0.0, group
+            )
         assert method != "symmetric", "symmetric dispatch stays inside a node"
         return self._over_nodes(method, token_bytes, traffic, group)
 
@@ -183,9 +187,9 @@ class TransferTimes:
         self, method: DispatchMethod, token_bytes: float, traffic: TokenTraffic, group: RankGroup
     ) -> Estimate:
         """Once to each node, and from there to its ranks: one after the other, or at the same time (DeepEP)."""
-        crossing = token_bytes * copies(traffic, group.nodes)
+        crossing = token_bytes * copies(traffic, group.nodes, -(-traffic.expert_tensor // group.node_ranks))
         # Copies inside one node: L - 1 of the W - 1 other ranks are in it.
-        reached = copies(traffic, group.ranks) * (group.node_ranks - 1) / (group.ranks - 1)
+        reached = copies(traffic, group.ranks, traffic.expert_tensor) * (group.node_ranks - 1) / (group.ranks - 1)
         spread = token_bytes * reached * group.nodes
         if method == "deep-ep":
             return self._carry("deep-ep", spread, crossing, group)
@@ -196,11 +200,15 @@ class TransferTimes:
         return Estimate(between.seconds + inside.seconds, between.basis, between.source)
 
 
-def copies(traffic: TokenTraffic, places: int) -> float:
-    """Ranks or nodes other than its own that a token needs, with experts evenly on `places` of them."""
+def copies(traffic: TokenTraffic, places: int, sharers: int = 1) -> float:
+    """Ranks or nodes other than its own that a token needs, with experts evenly on `places` of them.
+
+    `sharers` neighbouring places hold parts of the same experts.
+    """
     if traffic.in_turn:
-        return _needed_in_turn(traffic.experts, traffic.top_k, places) * (places - 1) / places
-    elsewhere = traffic.experts - traffic.experts // places
+        needed = _needed_in_turn(traffic.experts, traffic.top_k, places // sharers) * sharers
+        return needed * (places - 1) / places
+    elsewhere = traffic.experts - traffic.experts * sharers // places
     # The probability that no chosen expert is on a given other place.
     missed = math.comb(elsewhere, traffic.top_k) / math.comb(traffic.experts, traffic.top_k)
     return (places - 1) * (1 - missed)

@@ -15,7 +15,7 @@ from penstock.plan.transfers import TokenTraffic, TransferTimes
 
 H200 = load_hardware("H200")
 RATES, TRANSFERS = Rates(H200), TransferTimes(H200)
-EXPERTS = RoutedRows(tokens=1024, experts=8, top_k=2, rows=2048, imbalance=1.0)
+EXPERTS = RoutedRows(tokens=1024, experts=8, top_k=2, expert_tensor=1, rows=2048, imbalance=1.0)
 COSTS = OpCosts(H200, EXPERTS, buffers=frozenset({4096}))
 BANDWIDTH = H200.peaks.memory_bytes_per_second * H200.efficiency.memory
 

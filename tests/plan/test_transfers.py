@@ -102,6 +102,21 @@ def test_copies_of_a_token_are_those_of_the_dispatch_page() -> None:
     assert copies(TokenTraffic(tokens=1, copy_bytes=1, experts=8, top_k=8), 8) == 7
 
 
+@pytest.mark.parametrize(
+    ("top_k", "sharers", "places", "needed"),
+    [(2, 1, 8, 8 * 2 / 8), (2, 4, 8, 8 * (1 - 6 / 28)), (2, 8, 8, 8), (8, 2, 16, 16), (2, 8, 64, 64 * 2 / 8)],
+)
+def test_ranks_that_share_an_expert_all_need_its_tokens(top_k: int, sharers: int, places: int, needed: float) -> None:
+    traffic = TokenTraffic(tokens=1, copy_bytes=1, experts=8, top_k=top_k, expert_tensor=sharers)
+    assert copies(traffic, places, sharers) == pytest.approx(needed * (places - 1) / places)
+    in_turn = replace(traffic, in_turn=True)
+    assert copies(in_turn, places, sharers) <= places - 1
+    group = RankGroup(places, min(places, 8))
+    for method in ("all-to-all", "hierarchical", "deep-ep"):
+        found = plain(H200).dispatch(method, "dispatch", traffic, group)  # type: ignore[arg-type]
+        assert found.seconds > 0
+
+
 def test_dispatchers_send_what_they_send() -> None:
     transfers = plain(H200)
     token_bytes, group = 8192 * 4096, RankGroup(4, 4)
