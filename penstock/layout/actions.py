@@ -52,11 +52,7 @@ class Action(NamedTuple):
         return self._replace(kind=Kind.INPUT) if self.kind is Kind.BACKWARD else self
 
     def needs(self, stages: int) -> tuple["Action", ...]:
-        """The outputs that must exist before this action starts.
-
-        Args:
-            stages: of the whole pipeline; the last one has no successor to wait for.
-        """
+        """The outputs that must exist before this action starts, in a pipeline of so many stages."""
         stage, kind, micro_batch = self
         if kind is Kind.FORWARD:
             return (Action(stage - 1, kind, micro_batch),) if stage > 0 else ()
@@ -72,24 +68,16 @@ Unit = tuple[Action, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """The ordered actions of every rank.
-
-    Attributes:
-        stages_per_rank: 2 if the placement is a v.
-        placement: stages of each rank, see the module docstring.
-        actions: one list for each rank.
-        trains: every forward has its backward; False for evaluation, with forwards only.
-        pairs: for each rank the indices in its list at which a pair begins; empty without pairs.
-    """
+    """The ordered actions of every rank."""
 
     name: str
     ranks: int
     stages_per_rank: int
-    placement: Literal["loop", "v"]
+    placement: Literal["loop", "v"]  # see the module docstring; a v has 2 stages on each rank
     micro_batches: int
     actions: tuple[tuple[Action, ...], ...]
-    trains: bool = True
-    pairs: tuple[frozenset[int], ...] = ()
+    trains: bool = True  # every forward has its backward; False for evaluation, with forwards only
+    pairs: tuple[frozenset[int], ...] = ()  # for each rank the indices at which a pair begins; empty without pairs
 
     def units(self, rank: int) -> tuple[Unit, ...]:
         """The list of a rank, with its pairs."""
@@ -139,28 +127,19 @@ def text(schedule: Schedule, rank: int) -> str:
 
 
 class Step(NamedTuple):
-    """A unit in an `ExecutionOrder`.
-
-    Attributes:
-        after: indices of the steps on other ranks that produce its inputs.
-    """
+    """A unit in an `ExecutionOrder`."""
 
     rank: int
     unit: Unit
-    after: tuple[int, ...]
+    after: tuple[int, ...]  # indices of the steps on other ranks that produce its inputs
 
 
 @dataclass(frozen=True)
 class ExecutionOrder:
-    """A topological order of a schedule's units.
+    """A topological order of a schedule's units."""
 
-    Attributes:
-        done: steps, each after the steps that produce its inputs.
-        blocked: for each deadlocked rank the unit that never starts.
-    """
-
-    done: tuple[Step, ...]
-    blocked: Mapping[int, Unit]
+    done: tuple[Step, ...]  # each after the steps that produce its inputs
+    blocked: Mapping[int, Unit]  # for each deadlocked rank the unit that never starts
 
 
 def execution_order(schedule: Schedule) -> ExecutionOrder:

@@ -23,25 +23,16 @@ class DeadlockError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class ActionCosts:
-    """Time of each kind of action and activations, by stage.
-
-    Attributes:
-        forward: of each stage, in seconds or any other unit.
-        backward: of each stage; about `input` + `weight`.
-        send: from the end of an action to the start of one on another rank that needs it.
-        activation: of each stage and micro-batch; empty is 1 / stages_per_rank for every stage.
-        freed_by_input: share of the activations that the input gradient frees already.
-        hidden: time that (forward, backward) of each stage hide in a pair; empty for none.
-    """
+    """Time of each kind of action, in seconds or any other unit, and activations, by stage."""
 
     forward: tuple[float, ...]
-    backward: tuple[float, ...]
+    backward: tuple[float, ...]  # about `input` + `weight`
     input: tuple[float, ...]
     weight: tuple[float, ...]
-    send: float = 0.0
-    activation: tuple[float, ...] = ()
-    freed_by_input: float = 0.0
-    hidden: tuple[tuple[float, float], ...] = ()
+    send: float = 0.0  # from the end of an action to the start of one on another rank that needs it
+    activation: tuple[float, ...] = ()  # of a micro-batch; empty is 1 / stages_per_rank for every stage
+    freed_by_input: float = 0.0  # share of the activations that the input gradient frees already
+    hidden: tuple[tuple[float, float], ...] = ()  # time that (forward, backward) hide in a pair; empty for none
 
     def of(self, action: Action) -> float:
         """Time of an action."""
@@ -64,12 +55,7 @@ class ActionCosts:
 
 
 def even_costs(stages: int, times: tuple[float, float, float] = (1.0, 1.0, 1.0), *, send: float = 0.0) -> ActionCosts:
-    """Costs of equal stages.
-
-    Args:
-        times: of a forward, an input gradient and weight gradients; a whole backward takes the last two.
-        send: see `ActionCosts`.
-    """
+    """Costs of equal stages: `times` of a forward, an input gradient and weight gradients."""
     forward, input_gradient, weight = times
     return ActionCosts(
         forward=(forward,) * stages,
@@ -92,15 +78,11 @@ class TimedAction:
 
 @dataclass(frozen=True, kw_only=True)
 class Playback:
-    """A simulated schedule.
-
-    Attributes:
-        starts: of each step of `schedule.execution_order`.
-    """
+    """A simulated schedule."""
 
     schedule: Schedule
     costs: ActionCosts
-    starts: tuple[float, ...]
+    starts: tuple[float, ...]  # of each step of `schedule.execution_order`
     ends: tuple[float, ...]
     span: float
     busy: tuple[float, ...]
@@ -127,14 +109,7 @@ class Playback:
 
 
 def play(schedule: Schedule, costs: ActionCosts) -> Playback:
-    """Simulate a schedule.
-
-    Args:
-        schedule: any; it need not be one of `SCHEDULES`.
-
-    Raises:
-        DeadlockError: names the actions that never start.
-    """
+    """Simulate a schedule, of `SCHEDULES` or any other. Raises a DeadlockError that names actions that never start."""
     assert len(costs.forward) == schedule.stages, f"costs of {len(costs.forward)} stages for {schedule.stages}"
     steps, blocked = schedule.execution_order.done, schedule.execution_order.blocked
     if blocked:

@@ -16,16 +16,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertPlacement:
-    """Experts of a layer over the places of the expert axis.
-
-    Attributes:
-        expert: groups of places, with different experts.
-        expert_tensor: places that divide each expert.
-    """
+    """Experts of a layer over the places of the expert axis."""
 
     experts: int
-    expert: int = 1
-    expert_tensor: int = 1
+    expert: int = 1  # groups of places, with different experts
+    expert_tensor: int = 1  # places that divide each expert
 
     def __post_init__(self) -> None:
         assert self.experts % self.expert == 0, f"{self} does not divide"
@@ -66,11 +61,5 @@ class ExpertPlacement:
 
 
 def divides_into(places: int, expert_tensor: int, block: int) -> bool:
-    """`ExpertPlacement.divides_into` from plain numbers.
-
-    Args:
-        places: size of the expert axis.
-        expert_tensor: places that divide each expert.
-        block: neighbouring places that form a block, such as the ranks of a node.
-    """
+    """`ExpertPlacement.divides_into` from plain numbers; a `block` of places is, for example, the ranks of a node."""
     return places % block == 0 and (block % expert_tensor == 0 or expert_tensor % block == 0)

@@ -25,22 +25,14 @@ MOST_RANKS = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """Sizes of all axes. The product of each view is the number of ranks; `penstock.config.fit` checks that first.
-
-    Attributes:
-        tensor: ranks that divide each dense matrix.
-        context: ranks that divide each row of tokens.
-        pipeline: ranks that divide the layers.
-        expert: ranks that divide the experts of a layer.
-        expert_tensor: ranks that divide each expert's matrices.
-    """
+    """Sizes of all axes. The product of each view is the number of ranks; `penstock.config.fit` checks that first."""
 
     world: int = 1
-    tensor: int = 1
-    context: int = 1
-    pipeline: int = 1
-    expert: int = 1
-    expert_tensor: int = 1
+    tensor: int = 1  # ranks that divide each dense matrix
+    context: int = 1  # ranks that divide each row of tokens
+    pipeline: int = 1  # ranks that divide the layers
+    expert: int = 1  # ranks that divide the experts of a layer
+    expert_tensor: int = 1  # ranks that divide each expert's matrices
 
     def __post_init__(self) -> None:
         assert self.world == prod(self.shape(DENSE_AXES)), f"{self} does not divide: the dense view"
@@ -68,10 +60,9 @@ class Grid:
         return {axis: place[axis] for axis in view}
 
     def group(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
-        """Ranks that differ from `rank` on these axes only, ascending, `rank` included.
+        """Ranks that differ from `rank` on these axes of one view only, ascending, `rank` included.
 
-        Args:
-            axes: all of one view. `("context", "tensor")` are the ranks that divide a row of tokens.
+        For example, `("context", "tensor")` are the ranks that divide a row of tokens.
         """
         view = _view_of(axes)
         own = self.place(rank, view)

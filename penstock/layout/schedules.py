@@ -139,11 +139,7 @@ def grouped(stages: Sequence[int], micro_batches: int, groups: int) -> Iterator[
 
 
 def spell(phrases: list[Phrase], stages: Sequence[int], micro_batches: int, groups: int) -> tuple[Action, ...]:
-    """The actions of a rank's phrases.
-
-    Args:
-        groups: of micro-batches, for words without a number.
-    """
+    """The actions of a rank's phrases; words without a number go by `groups` of micro-batches."""
     orders = {
         "F": grouped(stages, micro_batches, groups),
         "B": grouped(stages[::-1], micro_batches, groups),
@@ -183,14 +179,10 @@ _WORK = ((Kind.FORWARD, 0), (Kind.FORWARD, 1), (Kind.INPUT, 1), (Kind.INPUT, 0),
 
 @dataclass(frozen=True)
 class BuildingBlock:
-    """A building block.
-
-    Attributes:
-        held: peak of (stage, micro-batch) pairs that a rank holds while blocks repeat.
-    """
+    """A building block."""
 
     rows: tuple[RankSlots, ...]
-    held: int
+    held: int  # peak of (stage, micro-batch) pairs that a rank holds while blocks repeat
 
 
 def building_block(name: str, ranks: int) -> BuildingBlock:
@@ -271,11 +263,8 @@ def squeeze(plans: list[list[Action]], held: int) -> list[tuple[Action, ...]]:
     """Remove the gaps of a plan: all ranks run slot by slot, each doing the action of `_Rank.choose`.
 
     While blocks repeat, a rank follows the plan; in the ramps it runs the most urgent possible action, and it never
-    holds more than the repeated blocks do. This is one pass without costs, simpler than the published search.
-
-    Args:
-        plans: actions of each rank, in a legal order.
-        held: limit on the (stage, micro-batch) pairs of a rank; at least that of the plans.
+    holds more than the repeated blocks do. This is one pass without costs, simpler than the published search. `plans`
+    are the actions of each rank in a legal order, `held` limits a rank's (stage, micro-batch) pairs.
     """
     ranks = [_Rank(rank, 2 * len(plans), held, plan) for rank, plan in enumerate(plans)]
     given: Counter[tuple[int, Kind]] = Counter()
@@ -307,9 +296,7 @@ class _Rank:
         """Run one action if possible: the next of the plan while blocks repeat, the most urgent one in the ramps.
 
         A forward is more urgent than an input gradient, that more than a weight gradient; then the plan decides.
-
-        Args:
-            given: micro-batches of each stage and kind that are finished on all ranks, each in the order of its number.
+        `given` counts the micro-batches of each stage and kind that are finished on all ranks, in order.
         """
         # Before the first gradient returns, and after the last forward starts.
         is_ramp = given[self.first_gradient] == 0 or given[self.first_forward] == self.micro_batches
@@ -345,17 +332,12 @@ class _Rank:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Constraints of a schedule on its sizes.
-
-    Attributes:
-        most: stages of a rank; None for any.
-        micro_batches_per_rank: least micro-batches of a step per rank of the pipeline.
-    """
+    """Constraints of a schedule on its sizes."""
 
     placement: Literal["loop", "v"] = "loop"
-    fewest: int = 1
-    most: int | None = 1
-    micro_batches_per_rank: int = 0
+    fewest: int = 1  # stages of a rank
+    most: int | None = 1  # None for any
+    micro_batches_per_rank: int = 0  # least micro-batches of a step per rank of the pipeline
 
 
 _V = Shape(placement="v", fewest=2, most=2)
@@ -374,13 +356,9 @@ SCHEDULES: dict[str, Shape] = {
 
 
 def schedule(name: str, *, ranks: int, stages_per_rank: int, micro_batches: int, pairs: bool = False) -> Schedule:
-    """The actions of one training step.
+    """The actions of one training step. Raises a ConfigError for an unknown schedule and for sizes it does not support.
 
-    Args:
-        pairs: pair each forward with the backward of another micro-batch; only for PAIRED_GRAMMARS.
-
-    Raises:
-        ConfigError: there is no such schedule, or it does not support these sizes.
+    `pairs` pairs each forward with the backward of another micro-batch; only for PAIRED_GRAMMARS.
     """
     shape = _checked(name, ranks, stages_per_rank, micro_batches)
     if name in STRIDES:
@@ -432,12 +410,7 @@ def _checked(name: str, ranks: int, stages_per_rank: int, micro_batches: int) ->
 
 
 def forward_only(training: Schedule, micro_batches: int) -> Schedule:
-    """Forwards only of the same stages on the same ranks, for evaluation.
-
-    Args:
-        training: the schedule of a training step.
-        micro_batches: at least 1; may differ from training.
-    """
+    """Forwards only of the same stages on the same ranks as in training, for evaluation."""
     assert micro_batches >= 1, f"{micro_batches} micro-batches"
     grammar = forwards_on_v if training.placement == "v" else forwards
     groups = groups_to_fill(training.ranks, micro_batches)

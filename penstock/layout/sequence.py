@@ -22,11 +22,7 @@ Method = Literal["all-gather", "ulysses"]
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceLayout:
-    """The positions of a row over context x tensor ranks.
-
-    Attributes:
-        tensor: tensor-parallel ranks of each of them.
-    """
+    """The positions of a row over context x tensor ranks."""
 
     length: int
     context: int = 1

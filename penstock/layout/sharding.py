@@ -20,30 +20,20 @@ from math import prod
 
 @dataclass(frozen=True)
 class Cut:
-    """One dim of a parameter, divided evenly.
-
-    Attributes:
-        count: number of parts; divides the size of every block.
-        blocks: equal blocks of the dim, each cut separately.
-    """
+    """One dim of a parameter, divided evenly."""
 
     dim: int
     index: int
-    count: int
-    blocks: int = 1
+    count: int  # number of parts; divides the size of every block
+    blocks: int = 1  # equal blocks of the dim, each cut separately
 
 
 @dataclass(frozen=True)
 class LocalSlice:
-    """A rectangle that is contiguous in the local tensor and in the whole one.
+    """A rectangle that is contiguous in the local tensor and in the whole one; one number per dim."""
 
-    Attributes:
-        here: offset in the local tensor, one number per dim.
-        whole: offset in the whole tensor.
-    """
-
-    here: tuple[int, ...]
-    whole: tuple[int, ...]
+    here: tuple[int, ...]  # offset in the local tensor
+    whole: tuple[int, ...]  # offset in the whole tensor
     sizes: tuple[int, ...]
 
 
@@ -67,12 +57,9 @@ def global_shape(local: tuple[int, ...], cuts: tuple[Cut, ...]) -> tuple[int, ..
 def local_slices(
     shape: tuple[int, ...], cuts: tuple[Cut, ...], rows: tuple[int, int] | None = None
 ) -> tuple[LocalSlice, ...]:
-    """The slices of a parameter on a rank.
+    """The slices of a parameter on a rank; at most one cut for each dim.
 
-    Args:
-        cuts: at most one for each dim.
-        rows: (first, end) of a range of LOCAL rows (dim 0); None for all. Offsets in `LocalSlice.here` count from its
-            first row.
+    `rows` is (first, end) of a range of LOCAL rows (dim 0), from which `LocalSlice.here` then counts; None for all.
     """
     assert len({cut.dim for cut in cuts}) == len(cuts), f"a dim is cut twice: {cuts}"
     own = {cut.dim: cut for cut in cuts}
@@ -113,13 +100,9 @@ def rows_of_shard(rows: int, index: int, count: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, order=True)
 class Rectangle:
-    """A range on each dim of a tensor.
+    """A range on each dim of a tensor."""
 
-    Attributes:
-        begin: offset in the whole tensor, one number per dim.
-    """
-
-    begin: tuple[int, ...]
+    begin: tuple[int, ...]  # offset in the whole tensor
     sizes: tuple[int, ...]
 
     @property
@@ -159,10 +142,9 @@ def parse_rectangle(text: str) -> Rectangle:
 
 
 def not_the_whole(shape: tuple[int, ...], rectangles: Iterable[Rectangle]) -> str | None:
-    """The reason why rectangles do not tile a tensor exactly: missing, overlapping, or outside; None if they do.
+    """The reason why non-empty rectangles do not tile a tensor exactly: missing, overlapping, outside; None if they do.
 
-    Args:
-        rectangles: in any order, none of them empty. A tensor without elements has none.
+    A tensor without elements has none.
     """
     ordered = sorted(rectangles)
     whole = Rectangle((0,) * len(shape), shape)

@@ -43,31 +43,22 @@ _SHOWN = 40
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """The parts of one stage.
-
-    Attributes:
-        mtp: multi-token prediction layers, counted from 0.
-    """
+    """The parts of one stage."""
 
     embed: bool = False
     layers: tuple[int, ...] = ()
-    mtp: tuple[int, ...] = ()
+    mtp: tuple[int, ...] = ()  # multi-token prediction layers, counted from 0
     norm_and_head: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageCosts:
-    """The cost of each part of a model, all in one unit.
-
-    Attributes:
-        mtp: each multi-token prediction layer, including its use of the output projection.
-        head: final norm, output projection and loss.
-    """
+    """The cost of each part of a model, all in one unit."""
 
     embed: float
     layers: tuple[float, ...]
-    mtp: tuple[float, ...] = ()
-    head: float
+    mtp: tuple[float, ...] = ()  # each includes its use of the output projection
+    head: float  # final norm, output projection and loss
 
     def of(self, stage: Stage) -> float:
         """Cost of one stage."""
@@ -76,14 +67,9 @@ class StageCosts:
 
 
 def parse_stages(text: str, *, layers: int, mtp_layers: int, stages: int) -> tuple[Stage, ...]:
-    """Parse a layout string; the module docstring has the grammar.
+    """Parse a layout string; the module docstring has the grammar. `stages` includes virtual ones.
 
-    Args:
-        layers: decoder layers of the model.
-        stages: stages of the pipeline, including virtual ones.
-
-    Raises:
-        ConfigError: the text breaks the grammar, a part is in a wrong place, or the totals are wrong.
+    Raises a ConfigError if the text breaks the grammar, a part is in a wrong place, or the totals are wrong.
     """
     parts = _Reader(text).read()
     _check_order(text, parts)
@@ -261,13 +247,7 @@ def balanced_stages(*, layers: int, mtp_layers: int, stages: int, costs: StageCo
     """The split with the cheapest most expensive stage, exactly; of several such splits, the most even one.
 
     Evenness is the sum of squared costs. If that is equal too, later stages get more layers: under 1F1B the earlier
-    ones hold more micro-batches.
-
-    Args:
-        stages: stages to make, including virtual ones.
-
-    Raises:
-        ConfigError: there are more stages than parts.
+    ones hold more micro-batches. Raises a ConfigError if there are more `stages`, virtual ones included, than parts.
     """
     assert (len(costs.layers), len(costs.mtp)) == (layers, mtp_layers), "every layer has a cost"
     parts = [costs.embed, *costs.layers, costs.head + sum(costs.mtp)]  # MTP layers stay with the head

@@ -1,4 +1,4 @@
-"""Expert balance: auxiliary losses, the expert bias, capacity, and the meter that counts load.
+"""Expert balance: auxiliary losses, capacity, forced balance, and the meter that counts load.
 
 An auxiliary loss is not returned by the model. `attach` hangs it on the routing weights: they pass unchanged, and in
 backward the loss gets a gradient of 1. So it works on every pipeline stage and under recomputation, and it must be
@@ -6,11 +6,8 @@ scaled like the main loss, by the share of the global batch.
 
 With f_e the fraction of slots that expert e received and P_e the mean of its normalized scores, the loss of a set of
 tokens is E * sum_e f_e P_e, which is 1 if both are even (Switch Transformer, arXiv 2101.03961; per sequence:
-DeepSeek-V3, section 2.1.2). The expert bias moves by a fixed step against the sign of each expert's excess load (arXiv
-2408.15664).
-
-Under tensor and context parallelism f is counted over all ranks that share a row and P over the rank's own tokens: the
-ranks' losses, and their gradients, add up to those of the whole row.
+DeepSeek-V3, section 2.1.2). Under tensor and context parallelism f is counted over all ranks that share a row and P
+over the rank's own tokens: the ranks' losses, and their gradients, add up to those of the whole row.
 """
 
 import math

@@ -1,20 +1,16 @@
 """The mixture-of-experts layer.
 
     x_TD ---+--- router         weights_TK, experts_TK    each of T tokens chooses K of E experts
-            |       |
             +--- dispatch       x_ND, index_R, counts_e   rows go to the ranks that hold their experts
-            |       |
             |    experts        y_RD                      each expert's FFN on its rows, times the routing weight
-            |       |
             |    combine        y_TD                      rows go back; the K rows of each token are summed
-            |
             +--- shared expert  shared_TD                 a dense FFN that every token passes
 
     returns (y_TD, shared_TD), which the caller adds to the residual stream
 
 With one rank, dispatch is a sort and combine is a sum. With several, `penstock.moe.dispatch` has four ways to exchange
-rows; this file is the same for all of them. If `dispatch.overlap` is set, the layer runs in steps: it yields while
-tokens travel, so that the shared expert, the other half of the micro-batch or another micro-batch can compute.
+rows; this file is the same for all of them. If `dispatch.overlap` is set, the layer yields while tokens travel, so that
+the shared expert, the other half of the micro-batch or another micro-batch can compute:
 
     route, start dispatch                 | first product of the shared expert
     wait, experts, start combine          | second product of the shared expert

@@ -112,7 +112,10 @@ def layer_loads(modules: Iterable[nn.Module]) -> list[LayerLoad]:
 
 @torch.no_grad()
 def update_expert_bias(modules: Iterable[nn.Module], loads: Iterable[LayerLoad]) -> None:
-    """Move every expert bias against `loads`, the load of the global batch over all ranks. Call once a step."""
+    """Move every expert bias a fixed step against the sign of the expert's excess load (arXiv 2408.15664), once a step.
+
+    `loads` is the load of the global batch over all ranks.
+    """
     slots = {load.layer: load.slots_E for load in loads}
     for router in _routers(modules):
         if router.expert_bias_E is not None:

@@ -12,13 +12,12 @@ Autograd sees two nodes, which change roles because backward takes nodes in reve
 Between the nodes travel placeholder gradients of the right shape; the true ones are in the `AsyncTransfer`. The
 transfer is any differentiable function, recorded as its own graph and differentiated on the second stream.
 
-Memory. torch's allocator returns a freed block to the stream that allocated it. Blocks of this stream that the other
-one reads are held by the handle until the join. Blocks of the other stream that this one reads are free once the host
-drops them, after it has launched every reader; the next transfer that can get them begins with a fork. `record_stream`
-would keep blocks of a captured graph from ever being reused. On a CPU a transfer runs at its launch.
+torch's allocator returns a freed block to the stream that allocated it. Blocks of this stream that the other one reads
+are held by the handle until the join. Blocks of the other stream that this one reads are free once the host drops them,
+after it has launched every reader; the next transfer that can get them begins with a fork. `record_stream` would keep
+blocks of a captured graph from ever being reused.
 
-Steps are generators that yield where a transfer is under way. No threads: the driver sets the order, which is the same
-on all ranks and in every run.
+Steps are generators that yield where a transfer is under way. The driver sets the order, the same on all ranks:
 
     drain(steps(x))                     one alone: nothing happens at a yield
     interleave([steps(a), steps(b)])    first(a), first(b), second(a), second(b)

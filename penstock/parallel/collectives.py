@@ -8,14 +8,10 @@
     all_reduce      the sum; not differentiable            -
 
 Gradients are exact for a loss that is the sum of the ranks' losses. Sums have the dtype of the tensor: a bfloat16 sum
-over 8 ranks rounds up to 7 times.
+over 8 ranks rounds up to 7 times. Parts are contiguous on the wire: dim 0 needs no copy, another dim needs one.
 
-Ranks' parts are contiguous on the wire, so dim 0 of a contiguous tensor needs no copy; another dim needs one. Simpler
-than DTensor: a tensor does not know its layout.
-
-JSON travels as bytes; torch's `*_object` collectives would pickle it. `JsonGroup` is for a background thread (a
-checkpoint that is written while training goes on): the collectives of a group run in one order on all ranks, so a
-thread needs its own gloo group.
+JSON travels as bytes; torch's `*_object` collectives would pickle it. `JsonGroup` is for a background thread, which
+needs its own gloo group: the collectives of a group run in one order on all ranks.
 """
 
 import json

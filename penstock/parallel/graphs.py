@@ -1,28 +1,24 @@
 """CUDA or HIP graphs: GPU work that is captured once and replayed, so that thousands of launches become one.
 
-A graph reads its inputs from tensors at fixed addresses and writes results to such tensors. Its other memory comes from
-its own pool, which is free between replays but for no one else. Run the work once before the first capture: kernels are
-compiled then, libraries loaded, communicators made. Capture is local to the thread, so NCCL's watchdog and a
-checkpoint's writer may go on. Release graphs with collectives before their process group ends, or its end waits for
-them.
+A graph reads inputs from fixed addresses and writes results to such. Its other memory is from its own pool, free
+between replays but for no one else. Run the work once before the first capture, so that kernels are compiled and
+communicators made. Release graphs with collectives before their process group ends, or its end waits for them.
 
-`PartialGraphs` captures parts of layers between eager work: two graphs for each part, forward and backward. Autograd
-sees one node for a part. Inside, the function is recorded once as its own graph over fixed leaves; the backward graph
-is the walk through it. Meters and sums of weight gradients are written where they always are, so parameters are no
-inputs of the node.
+`PartialGraphs` captures parts of layers between eager work: a forward and a backward graph for each part, which is one
+node for autograd. Inside, the function is recorded once as its own graph over fixed leaves; the backward graph is the
+walk through it. Meters and sums of weight gradients are written where they always are, so parameters are no inputs.
 
-Addresses. Each call copies its inputs to the graph's own memory in one launch, except tensors that another graph has
-written. Values that all parts read are copied once (`hold`). Incoming gradients of one shape share memory over all
-parts.
+Each call copies its inputs to the graph's own memory in one launch, except tensors that another graph has written.
+Values that all parts read are copied once (`hold`). Incoming gradients of one shape share memory over all parts.
 
-Pool. All parts share one pool, and only one pass is under way. A capture may reuse blocks that are free at that time:
+All parts share one pool, and only one pass is under way. A capture may reuse blocks that are free at that time:
     saved tensors are held by the recorded graph until its backward graph is captured, so only later graphs reuse them
     outputs and input gradients are held for good, so no graph reuses them
     everything else is free at the end of its graph, and the next graph overwrites it
 Captures follow the order of a pass, forward from the first part and backward from the last, and so do replays.
 
-Out of memory. A part without memory for its forward graph runs eagerly; without memory for its backward graph it walks
-eagerly through the saved tensors. The pass is right; `obstacle` says why, and the owner gives the parts up.
+A part without memory for its forward graph runs eagerly, and without memory for its backward graph walks eagerly
+through the saved tensors. The pass is right; `obstacle` says why, and the owner gives the parts up.
 """
 
 import gc

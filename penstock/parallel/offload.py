@@ -4,13 +4,10 @@
     backward    when a module's backward opens its first tensor, copies of that call's tensors start on the other
                 stream, and of the call before it too: they overlap with this call's compute
 
-At most `IN_FLIGHT_BYTES` of device memory wait for their copy; beyond that the compute stream waits for the oldest one.
-A tensor that backward needs before it was freed is still there and is not copied back (the last modules of a forward
-pass). On the way back at most two calls are on the device.
-
-A storage moves once, however many views of it are saved. Parameters and storages under `SMALLEST_BYTES` stay. Memory
-returns to its stream only after that stream has waited for the copy; `record_stream` would return it when the host
-notices, so the peak would differ from step to step.
+At most `IN_FLIGHT_BYTES` of device memory wait for their copy; beyond that compute waits for the oldest one. A tensor
+that backward needs before it was freed is not copied back. A storage moves once, however many views of it are saved;
+parameters and storages under `SMALLEST_BYTES` stay. Memory returns to its stream only after that stream has waited for
+the copy: `record_stream` would return it when the host notices, so the peak would differ from step to step.
 
 Inside a recomputed region nothing is saved; but the region's inputs are, so a module that is both recomputed and
 offloaded has its inputs on the host: `offload.run(kind, recompute.run, kind, function, ...)`.

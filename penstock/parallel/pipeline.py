@@ -5,19 +5,17 @@
     I   the same for the input alone; weight gradients become tasks (penstock/parallel/weight_grad_store.py)
     W   run these tasks
 
-A pair of F and B runs at once: whenever the backward pass has started a transfer, the forward pass runs to its next
-yield, inside autograd's own pass and on its thread.
+In a pair of F and B the forward pass runs to its next yield whenever the backward pass has started a transfer, inside
+autograd's own pass and on its thread:
 
     compute     B loss | F attention   | B experts      | F experts     | B attention   | ...
     transfers          | B combine     | F dispatch     | B dispatch    | F combine     | ...
 
-Compute never waits for a send. Messages from one rank to another travel in the sender's order, which the receiver knows
-from the schedule: it posts receives in that order when it needs one, and stores early messages. Messages up and down
-use different groups, because on one NCCL communicator a send that waits for its receiver would block a receive behind
-it. So a run waits only for what the schedule says, and a schedule that `penstock.layout.clock` can play does not hang.
-
-No receive is posted ahead of need: NCCL's would wait on the GPU, and a first step hung then, probably because CUDA does
-not load a new kernel beside it (decision 0015).
+Compute never waits for a send. Messages of one sender travel in its order, which the receiver knows from the schedule:
+it posts receives in that order and stores early messages. Messages up and down use different groups, because on one
+NCCL communicator a send that waits for its receiver would block a receive behind it. So a schedule that
+`penstock.layout.clock` can play does not hang. No receive is posted ahead of need: NCCL's would wait on the GPU, and a
+first step hung then, probably because CUDA does not load a new kernel beside it (decision 0015).
 """
 
 from collections.abc import Callable, Iterator, Mapping

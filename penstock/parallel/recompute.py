@@ -3,22 +3,17 @@
     h = recomputed(norm, x)      norm's saved tensors become slots; x is saved by the surrounding saver
     y = linear(h)                under `discarding`, linear's saved h becomes a slot of the region too
 
-A slot stands in the autograd graph for a tensor. The first slot that backward opens runs the region again from its
-inputs and fills all slots that are still in the graph. A tensor lives as long as its slot: until autograd frees the
-node, and under `retain_graph` (deferred weight gradients) until the last pass. So a region runs again once. It stops
-after the last tensor that is needed, so a final product or collective does not run again.
+A slot stands in the autograd graph for a tensor and lives as long as it would. The first slot that backward opens runs
+the region again, once, from its inputs and up to the last tensor that is needed, and fills all slots that are left.
+`discarding` spans one layer and recognises outputs, and views of them, by their storage; an output that leaves the
+layer is saved, or each layer would recompute all layers before it. A region inside a region is a part of the outer one.
 
-`discarding` recognises outputs by their storage, so views count. It spans one layer: an output that leaves the layer is
-saved, or each layer would recompute all layers before it. A region inside a region is a part of the outer one.
+The function must save the same tensors in the same order when it runs again: no random numbers, and counters only
+`if not is_recomputing()`, under `saved_as_is`. Tensors that it needs come as arguments. The host never waits here.
 
-The function must save the same tensors in the same order when it runs again. It draws no random numbers; it updates
-counters only `if not is_recomputing()`, under `saved_as_is`. Tensors that it needs come as arguments. State is per
-call, so any number of calls may wait for backward. The host never waits for the device here.
-
-Savers. autograd shows each saved tensor only to the innermost pair of hooks, but recomputation and offload may both
-want it. So each is a saver, a function from a tensor to itself or to a `Saved` that returns it later, and a saver
-passes tensors that it does not want to the one around it (`current`). Savers live as long as any tensor that passed
-them, so they hold no large tensors.
+autograd shows each saved tensor only to the innermost pair of hooks, but recomputation and offload may both want it. So
+each is a saver: a function from a tensor to itself or to a `Saved` that returns it later, which passes tensors that it
+does not want to the saver around it (`current`). A saver lives as long as any tensor that passed it: it holds none.
 
 Simpler than `torch.utils.checkpoint`, which saves the region's output, runs again for every backward pass over a
 retained graph, and keeps random state. Discarding outputs is Megatron-Core's idea (`CheckpointWithoutOutput`).

@@ -2,19 +2,18 @@
 
 A parameter of the whole model reaches a rank in three steps:
 
-    cuts      tensor and expert parallelism give the rank a part of it (penstock/layout/pieces.py)
+    cuts      tensor and expert parallelism give the rank a part of it (penstock/layout/sharding.py)
     data      ranks on this axis hold the same part and see different tokens; they may divide its rows (FSDP, ZeRO-1)
     partial   ranks on these axes hold the same part too, and each has a part of its gradient: a norm's weight under
               tensor parallelism, an embedding that two pipeline stages use
 
 The gradient of the global batch is the sum over `data` and over every axis of `partial`.
 
-With FSDP2 a unit (one decoder block) is gathered and freed as a whole. Between steps a rank holds rows of every
-parameter in float32, the masters. Around forward and backward a unit is gathered in the compute dtype, or in 8 bits
-(penstock/parallel/float8_gather.py), and its gradients are reduce-scattered as soon as they are there. Gradients are
-summed, never averaged, because ranks' losses are parts of one mean. Experts are sharded over the ranks that hold the
-same experts. With hybrid sharding (`Axis.inner`) a copy is sharded inside a block of ranks and gradients are summed
-over blocks too. Ignored parameters (routers), and those with one rank to shard over, stay whole for the optimizer.
+With FSDP2 a rank holds rows of every parameter in float32, the masters. A unit (one decoder block) is gathered around
+forward and backward in the compute dtype, or in 8 bits (penstock/parallel/float8_gather.py), and its gradients are
+reduce-scattered: summed, never averaged, because ranks' losses are parts of one mean. Experts are sharded over the
+ranks that hold the same experts. With hybrid sharding (`Axis.inner`) a copy is sharded inside a block of ranks.
+Ignored parameters (routers), and those with one rank to shard over, stay whole for the optimizer.
 """
 
 from collections.abc import Mapping, Sequence

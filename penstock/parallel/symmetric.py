@@ -11,16 +11,14 @@ with layers or micro-batches in flight. One transfer is, on every rank,
     send      one kernel writes to the slot of every rank, and sets a flag for each chunk of tokens
     read      beside it on a side stream, kernels wait for a chunk of all ranks and read it
 
-or copy engines write all tokens as one chunk and a kernel sets the flag. Transfers follow each other on one stream.
-Ranks may be skewed, but never by more than one transfer: to leave transfer n a rank has seen that all others have
-written n, and it writes n only after it has read n - 1. So a writer of n + 1 may meet readers of n, but of nothing
-older. Hence the one rule: TWO CONSECUTIVE TRANSFERS USE DIFFERENT SLOTS. `take` asserts it. A captured graph must not
-end with the direction that it begins with.
+or copy engines write all tokens as one chunk and a kernel sets the flag. Transfers follow each other on one stream. To
+leave transfer n a rank has seen that all others have written n, and it writes n only after it has read n - 1. So a
+writer of n + 1 may meet readers of n, but of nothing older. Hence the one rule: TWO CONSECUTIVE TRANSFERS USE DIFFERENT
+SLOTS. `take` asserts it. A captured graph must not end with the direction that it begins with.
 
-Flags only grow, one for each channel, chunk and writer. Their expected values are counted on the device, so graphs can
-be replayed. All ranks make the same transfers in the same order, with equal numbers of tokens and sending programs. A
-waiting kernel is launched after the kernels of its own rank that it waits for, and never fills the chip, so these
-always run. A wait is given up after a while, and `check` reports it.
+Flags only grow; their expected values are counted on the device, so graphs can be replayed. All ranks make the same
+transfers in the same order, with equal numbers of tokens and sending programs. A waiting kernel comes after the kernels
+of its rank that it waits for and never fills the chip, so these always run. `check` reports a wait that was given up.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -5,14 +5,12 @@ The previous stage waits only for the gradient of this stage's input. While a `W
 
     with weight_grads.collecting() as work:
         torch.autograd.backward(...)      # input gradients; work fills up
-    ...
     for task in work:
-        task()                            # weight gradients, each into its parameter's .grad, hooks included
+        task()                            # later: weight gradients, each into its parameter's .grad, hooks included
 
-The function is recorded as its own graph, whose two halves are differentiated apart. For a matrix product that costs
-nothing. For a function with inner stages (the experts' two products) the stages between the output and the first
-weights are walked twice. A parameter's post-accumulate hooks also run at the end of the input pass, with nothing new in
-`.grad`: autograd sees the weights as inputs.
+The function is recorded as its own graph, whose two halves are differentiated apart: free for a matrix product, while
+stages between two weights (the experts' two products) are walked twice. A parameter's post-accumulate hooks also run at
+the end of the input pass, with nothing new in `.grad`: autograd sees the weights as inputs.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -6,17 +6,14 @@
     combine    sum inside the node by the inner dispatcher
                send one row for each (token, node) back, and sum over nodes in float32
 
-Between nodes a rank exchanges rows only with the ranks at its own place, so each rank uses its own network card. Any
-dispatcher may be the inner one; it sees one node. If expert_tensor is larger than a node, a node holds a part of each
-of its experts, and a token goes to all nodes that hold the other parts.
+Each rank uses its own network card. If expert_tensor is larger than a node, a node holds a part of each of its experts,
+and a token goes to all nodes that hold the other parts.
 
 Counted: only tokens that need a node cross to it, and the host reads how many. Ranks then have different numbers of
 tokens; an inner dispatcher that needs equal numbers gets empty rows, up to the node's fullest rank. Not counted: every
-token crosses to every node, so all shapes are known. With 8 choices and few nodes nearly every token needs every node
-anyway (docs/dispatch.md has the numbers).
+token crosses to every node, so all shapes are known (docs/dispatch.md compares the bytes).
 
-Simpler than DeepEP's kernels, which forward tokens inside the node while others still cross: here the second exchange
-waits for the first.
+Simpler than DeepEP's kernels, which forward tokens inside the node while others still cross.
 """
 
 from dataclasses import dataclass

@@ -3,10 +3,9 @@
     16 bits    the rows themselves; an exchange is differentiable
     8 bits     bytes, each row's values and scales (penstock/kernels/float8/quantized.py), and a carrier
 
-Bytes have no gradient, and autograd would cast a gradient to the dtype of its tensor. So autograd sees a carrier: a
-tensor with the shape and dtype of the rows and one element of memory. Bytes move forward, the carrier's gradient moves
-back in 16 bits. An exchange copies rows, so its transpose is what `combine` does with outputs; dispatchers pass both.
-Gradients of outputs move like rows and may be packed too, through a side channel past autograd
+Autograd would cast a gradient to the dtype of its tensor, so it sees a carrier: a tensor with the shape and dtype of
+the rows and one element of memory. Bytes move forward, the carrier's gradient moves back in 16 bits, by the transpose
+of the exchange. Gradients of outputs may be packed too, through a side channel past autograd
 (penstock/kernels/float8/gradient_side_channel.py).
 
 Rows are quantized once, before they leave. Experts that read rows in the same blocks multiply them as they came;

@@ -1,12 +1,10 @@
 """Row counts: read by the host (`SplitSizes`), or bounded beforehand (`RowCapacity`).
 
-A dispatcher without a `RowCapacity` brings row counts to the host, which waits for the device. On the meta device there
-is nothing to read, and `SplitSizes` states even counts times an imbalance.
-
-With a `RowCapacity` shapes are known before routing. Rows over the capacity are left out of the pass, which makes its
-result worthless: they are counted on the device, the count is read once a step with the other figures, and the step is
-repeated (penstock/train/step.py) with more capacity where it was too small. Passes without training are not repeated,
-so they always have the worst-case capacity.
+A dispatcher without a `RowCapacity` brings row counts to the host, which waits for the device. With one, shapes are
+known before routing. Rows over the capacity are left out of the pass, which makes its result worthless: they are
+counted on the device, the count is read once a step with the other figures, and the step is repeated
+(penstock/train/step.py) with more capacity where it was too small. Passes without training are not repeated, so they
+always have the worst-case capacity.
 
 `ActivationArena` is one buffer for the pre-activations of all layers. A single layer needs capacity for an unlucky
 routing, but the sum over layers hardly varies: the arena holds `factor` times the even share of all of them, one

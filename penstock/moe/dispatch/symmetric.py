@@ -7,11 +7,11 @@
     combine    for each row that came, push the sum of our experts' outputs back
                beside it: add up the ranks' sums, chunk by chunk
 
-Backward runs the same way in reverse: gradients of outputs are pushed to the experts like rows, straight to their
-places, because the choices are known by now. Gradients of rows and weights are pushed back and added up; copy engines
-do that while the gradient of the experts' first matrix is computed (`ExpertRows.deferred`). Rows may travel in 8 bits,
-and so may gradients of outputs if the experts expect it; the way back has 16 bits and uses the same slots. Shapes
-depend only on the number of tokens and the `RowCapacity`; the host reads nothing, and there is no collective.
+Backward mirrors this: gradients of outputs are pushed straight to their places, because the choices are known by now.
+Gradients of rows and weights are pushed back and added up; copy engines do that while the gradient of the experts'
+first matrix is computed (`ExpertRows.deferred`). Rows, and gradients of outputs if the experts expect it, may travel in
+8 bits; the way back has 16 bits. Shapes depend only on the number of tokens and the `RowCapacity`; the host reads
+nothing, and there is no collective.
 
 Simpler than DeepEP: a row's place at the receiver is its token's number, so there are no queues, counts or handles. The
 price is memory for all tokens of all ranks, and one copy of the arrived rows, made while others are still on their way.

@@ -1,16 +1,14 @@
 """The machine: its cores, its GPUs' vendor, and the cores near each GPU (Linux).
 
-A GPU is attached to one socket, and launches and copies from the other socket are slower. So each process is bound to
-cores of its GPU's NUMA node before it starts threads and touches memory; Linux places a page on the node of the core
-that touches it first, so memory follows.
+Launches and copies from the socket that a GPU is not attached to are slower. So each process is bound to cores of its
+GPU's NUMA node before it starts threads and touches memory; Linux places a page on the node that touches it first.
 
     /sys/bus/pci/devices/0000:1b:00.0/numa_node              the node of a GPU of any vendor; -1 if unknown
     /sys/devices/system/node/node0/cpulist                   its cores, such as 0-31,64-95
     /sys/devices/system/cpu/cpu0/topology/thread_siblings_list    the hardware threads of one core, such as 0,64
 
 Processes whose GPUs share a node divide its cores evenly; hardware threads of a core stay together. A process gets only
-cores that it may use already, so a container's or Slurm's choice stands. A machine with one node is left alone. Unlike
-numactl nothing needs to be installed.
+cores that it may use already, so a container's or Slurm's choice stands. A machine with one node is left alone.
 """
 
 import os

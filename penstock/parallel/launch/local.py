@@ -4,9 +4,8 @@
     exit code 2        a user's mistake: nothing is restarted, and the rank has printed its line itself
     a rank that dies   the others are ended; all start again, up to `restarts` times, with the run of the same launch
 
-torchrun's agent starts, watches and ends ranks. Its own restarts are not used: they repeat user mistakes and requested
-stops. Its signal handlers are not used: they give a rank 30 seconds. Its log about a failed rank is switched off,
-because the rank's own line is the useful one.
+torchrun's own restarts are not used, because they repeat user mistakes and requested stops, nor its signal handlers,
+which give a rank 30 seconds, nor its log about a failed rank: the rank's own line is the useful one.
 """
 
 import logging

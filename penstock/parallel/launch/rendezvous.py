@@ -5,16 +5,13 @@
         folder = rendezvous.agree(make_the_folder)        rank 0 decides, all get its result or its error
         start_process_group(rendezvous, device)
 
-It needs torchrun's store only, no process group and no device. Results are JSON; nothing is pickled, unlike in
-`broadcast_object_list`. One rank needs no store.
+It needs torchrun's store only, no process group and no device. Results are JSON; nothing is pickled.
 
-torchrun keeps its store when it restarts ranks, so old answers are in it, and counters differ: a replaced machine has
-restarted less often. So each opening has its own name. Rank 0 writes a new name; each rank answers under the name that
-it reads, with a random word; rank 0 publishes the list of words. A rank whose word is not in the list has read an old
-name, and reads again.
+torchrun keeps its store when it restarts ranks, with old answers in it. So each opening has its own name: rank 0 writes
+it, each rank answers under the name that it reads, with a random word, and rank 0 publishes the list of words. A rank
+whose word is not in the list has read an old name, and reads again.
 
-When a run fails, ranks fail one after the other, most of them because another one has gone. The first prints its error;
-the others leave quietly.
+When a run fails, ranks fail one after the other. The first prints its error; the others leave quietly.
 """
 
 import json
