@@ -1,4 +1,6 @@
-"""Numbers as text: one form of each quantity for the terminal, the report and the documents."""
+"""Numbers and names as text: one form of each for the terminal, the report and the documents."""
+
+import re
 
 _COUNT_SUFFIXES = (" k", " M", " B", " T")
 BYTE_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
@@ -77,6 +79,14 @@ def share_text(share: float) -> str:
 def counted(number: int, thing: str) -> str:
     """`1 step`, `2 steps`."""
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
+_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    r"""A text from a file, safe for a terminal and a page: control and direction characters are escaped (`\x1b`)."""
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def shortened(text: str, most: int) -> str:

@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from penstock.base.errors import PenstockError
+from penstock.base.numbers import printable
 from penstock.cli.verbs import load_by_name
 
 
@@ -26,6 +27,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], least: Se
         rows: a cell for each column.
         least: columns that a narrow terminal drops first, in this order; then the last ones go. The first column stays.
     """
+    rows = [[printable(cell) for cell in row] for row in rows]
     if sys.stdout.isatty():
         load_by_name("penstock.cli.table", "draw_table")(columns, rows, least)
         return

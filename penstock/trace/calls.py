@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.base.numbers import printable
 from penstock.trace.events import NONE, Flags, Floats, GpuEvents, GpuKind, HostEvents, Integers, Trace
 from penstock.trace.kernel_names import function_of, library_of
 
@@ -197,7 +198,7 @@ def _columns_of(
     for name_id in np.unique(kernels.name_id).tolist():
         names.setdefault(function_of(kernels.names[name_id]), len(names))
     # Without metadata, the name and the synchronization come from the kernel's function.
-    texts = [one.name or function_of(kernels.name(i)) for i, one in enumerate(about)]
+    texts = [printable(one.name) or function_of(kernels.name(i)) for i, one in enumerate(about)]
     sync = [_sync_of(one.name) if one.name else _sync_of_kernel(kernels.name(i)) for i, one in enumerate(about)]
     item_bytes = np.array([_width(one.dtype) for one in about], dtype=np.float64)
     # -1 elements: not recorded.
@@ -237,7 +238,7 @@ def _group(about: _About, groups: dict[_GroupKey, ProcessGroup]) -> int:
         # The list of a large group is cut short; then first rank and stride give the members.
         if not members and about.first >= 0 and about.stride > 0 and about.size <= _MOST_RANKS:
             members = range(about.first, about.first + about.size * about.stride, about.stride)
-        groups[key] = ProcessGroup(name=about.group, members=tuple(members), size=about.size or len(members))
+        groups[key] = ProcessGroup(name=printable(about.group), members=tuple(members), size=about.size or len(members))
     return list(groups).index(key)
 
 

@@ -11,6 +11,7 @@
 import re
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -20,6 +21,7 @@ import msgspec
 import numpy as np
 
 from penstock.base.errors import TraceError
+from penstock.base.numbers import printable
 from penstock.trace.events import NONE, ArgsColumn, GpuEvents, HostEvents, HostKind, Integers, Thread, Trace
 from penstock.trace.kernel_names import kind_of
 
@@ -64,8 +66,8 @@ class JoinKeys(msgspec.Struct, gc=False):
     """The integers in `args` that join events; `external_once` is the spelling of old profilers."""
 
     correlation: int = NONE
-    stream: int | None = None
-    device: int | None = None
+    stream: int | str | None = None  # ROCm writes "0x0" on calls of the host
+    device: int | str | None = None
     external: int = msgspec.field(name="External id", default=NONE)
     external_once: int = msgspec.field(name="external id", default=NONE)
     sequence: int = msgspec.field(name="Sequence number", default=NONE)
@@ -160,23 +162,26 @@ def columns_of(file: TraceFile, path: Path, *, gpu_required: bool) -> Trace:
     Raises:
         TraceError: a number or the `args` of an event are damaged, or there is no GPU event.
     """
-    tables: list[list[ChromeEvent]] = [[], [], [], []]
-    on_gpu, on_host, arrows, named = tables
+    tables: list[list[ChromeEvent]] = [[], [], [], [], []]
+    on_gpu, on_host, arrows, named, endless = tables
     table_of = dict.fromkeys(_GPU, on_gpu) | dict.fromkeys(_HOST, on_host)
     for event in file.traceEvents:
         table = table_of.get(event.cat or "")
         if table is not None and event.ph in _TIMED:
-            table.append(event)
+            is_endless = event.dur is None and event.ph == "X" and event.ts is not None
+            (endless if is_endless else table).append(event)
         elif event.cat == _ARROW:
             arrows.append(event)
         elif event.name == "thread_name" and event.ph == "M":
             named.append(event)
     if gpu_required and not on_gpu:
-        raise _no_gpu(file, path)
+        raise _no_gpu(file, path, endless)
     file.traceEvents.clear()
     names: dict[str, int] = {}
     places: dict[Place, int] = {}
     notes: list[str] = []
+    if endless:
+        notes.append(f"{len(endless)} events without a duration are left out, the first {endless[0].name[:80]!r}")
     try:
         host = _host(on_host, names, places, path, notes)
         gpu = _gpu(on_gpu, names, path, notes)
@@ -187,14 +192,19 @@ def columns_of(file: TraceFile, path: Path, *, gpu_required: bool) -> Trace:
         distributed = _mapping(value_of(file.distributedInfo))
         properties = value_of(file.deviceProperties)
         each = [_mapping(one) for one in properties] if isinstance(properties, list) else []
+        texts = tuple(map(printable, names))
         return Trace(
             path=path,
             rank=_whole_or_none(distributed.get("rank")),
             world=_whole_or_none(distributed.get("world_size")),
-            gpu=replace(gpu, names=tuple(names)),
-            host=replace(host, names=tuple(names)),
+            gpu=replace(gpu, names=texts),
+            host=replace(host, names=texts),
             threads=_threads(named, places),
-            devices=tuple(one for one in each if isinstance(one.get("id"), int) and isinstance(one.get("name"), str)),
+            devices=tuple(
+                {**one, "name": printable(one["name"])}
+                for one in each
+                if isinstance(one.get("id"), int) and isinstance(one.get("name"), str)
+            ),
             distributed=distributed,
             header={key: value for key in _HEADER if (value := value_of(getattr(file, key))) is not None},
             notes=tuple(notes),
@@ -247,7 +257,7 @@ def _common(
     events: list[ChromeEvent], joins: list[JoinKeys], names: dict[str, int], path: Path, notes: list[str]
 ) -> dict[str, Any]:
     start_us = np.array([event.ts for event in events], dtype=np.float64)
-    duration_us = np.array([event.dur for event in events], dtype=np.float64)
+    duration_us = np.array([event.dur for event in events], dtype=np.float64)  # nan for instants
     if not (sound := (np.abs(start_us) < _FOREVER_US) & ~(np.abs(duration_us) >= _FOREVER_US)).all():
         name = events[int(np.argmin(sound))].name[:80]
         raise TraceError(f"{path} is damaged: event {name!r} has no start, or a time that cannot be")
@@ -289,8 +299,14 @@ def _integers(values: list[int]) -> Integers:
 
 
 def _whole(*values: object) -> int:
-    """The first of these that is a whole number, or NONE."""
-    return next((value for value in values if isinstance(value, int)), NONE)
+    """The first of these that is a whole number, also as text ("0x0"), or NONE."""
+    for value in values:
+        if isinstance(value, int):
+            return value
+        if isinstance(value, str):
+            with suppress(ValueError):
+                return int(value[:64], 0)
+    return NONE
 
 
 def _whole_or_none(value: object) -> int | None:
@@ -324,11 +340,15 @@ def _launches_by_arrow(
 
 def _threads(named: Sequence[ChromeEvent], places: Mapping[Place, int]) -> tuple[Thread, ...]:
     names = {(event.pid, event.tid): _mapping(value_of(event.args)).get("name") for event in named}
-    return tuple(Thread(process=pid, number=tid, name=str(names.get((pid, tid), tid))) for pid, tid in places)
+    return tuple(
+        Thread(process=pid, number=tid, name=printable(str(names.get((pid, tid), tid)))) for pid, tid in places
+    )
 
 
-def _no_gpu(file: TraceFile, path: Path) -> TraceError:
+def _no_gpu(file: TraceFile, path: Path, endless: Sequence[ChromeEvent]) -> TraceError:
     """The error for a trace without GPU events; it names the categories that are there."""
+    if any(event.cat in _GPU for event in endless):
+        return TraceError(f"{path} has no event on a GPU with a duration", got=f"{len(endless)} events without one")
     found = Counter(event.cat for event in file.traceEvents if event.cat)
     if not found.keys() & _HOST.keys():
         here = ", ".join(repr(name[:40]) for name, _ in found.most_common(4)) or "no categories"

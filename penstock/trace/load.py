@@ -19,7 +19,7 @@ GPU.
 
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +38,9 @@ READER = "penstock-trace"
 """Name of the thread that reads ahead."""
 _RANK = re.compile(r"rank[-_ ]?(\d+)", re.IGNORECASE)
 _BEGINNING_BYTES = 4096
+_PEEKED_BYTES = 2**20
+"""The profiler writes devices and process groups before the events."""
+
 _GZIP = 31
 """zlib's `wbits` for a gzip header and the largest window."""
 
@@ -141,7 +144,10 @@ def _files(path: Path) -> list[Path]:
     for folder in (path / PROFILE, path):
         ended = [file for file in folder.glob("*") if _ends_like_a_trace(file)]
         below = [file for file in folder.glob("*/*") if _ends_like_a_trace(file)]
-        for found in (_ranked(ended), _ranked(below), ended):
+        # Files with a rank in their own name are traces. Beside those of a folder are other .json files.
+        named = [file for file in ended if _RANK.search(file.name)]
+        ranked = [file for file in below if _rank_in(file) is not None]
+        for found in (named, _traces_among(ranked), _traces_among(ended)):
             if found:
                 return sorted(found)
     raise TraceError(
@@ -155,9 +161,21 @@ def _ends_like_a_trace(path: Path) -> bool:
     return path.name.endswith(_ENDINGS) and not path.name.startswith(".") and path.is_file()
 
 
-def _ranked(paths: Iterable[Path]) -> list[Path]:
-    """Files with a rank in their name: other .json files beside them are not traces."""
-    return [path for path in paths if _rank_in(path) is not None]
+def _traces_among(files: Sequence[Path]) -> Sequence[Path]:
+    """Of files without a rank in their own name those that begin as a trace; all if none does."""
+    found = [file for file in files if _RANK.search(file.name) or _begins_as_trace(file)]
+    return found or files
+
+
+def _begins_as_trace(path: Path) -> bool:
+    """Whether a file begins as a list or as an object with events; damaged files count, so that they are reported."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(_PEEKED_BYTES)
+        text = zlib.decompressobj(_GZIP).decompress(text, _PEEKED_BYTES) if text[:2] == b"\x1f\x8b" else text
+    except (OSError, zlib.error):
+        return True
+    return text.lstrip()[:1] != b"{" or b'"traceEvents"' in text
 
 
 def _rank_in(path: Path) -> int | None:

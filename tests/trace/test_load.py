@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from penstock.base.errors import TraceError
+from penstock.trace.calls import calls_of
 from penstock.trace.events import NONE, GpuKind, HostKind, Trace
 from penstock.trace.load import READER, decode_trace, load_ranks, load_trace, trace_files
 from penstock.trace.timeline import steps_of, timelines
@@ -149,6 +150,37 @@ def test_a_packed_file_of_several_members_is_read_whole(tmp_path: Path) -> None:
     assert len(load_trace(path).gpu) == 9
 
 
+def test_streams_of_hip_are_texts_of_numbers() -> None:
+    call = launch(5, correlation=1)
+    call["args"] |= {"stream": "0x0", "device": "0"}
+    there = kernel("k", 50, 5, correlation=1)
+    there["args"]["stream"] = "0x1f"
+    trace = decoded(call, there)
+    assert (trace.gpu.stream.tolist(), trace.gpu.launch.tolist()) == ([31], [0])
+
+
+def test_events_without_a_duration_are_left_out_and_counted() -> None:
+    whole = tiny()
+    for one in whole["traceEvents"]:
+        if one["name"] in ("leaked_kernel", "aten::mm"):
+            del one["dur"]
+    trace = decode_trace(text_of(whole))
+    assert (len(trace.gpu), trace.host.called("aten::mm").any()) == (8, False)
+    assert trace.notes == ("3 events without a duration are left out, the first 'leaked_kernel'",)
+    bare = {"ph": "X", "cat": "kernel", "name": "k", "ts": 1}
+    with pytest.raises(TraceError, match="no event on a GPU with a duration; got 1 events without one"):
+        decoded(bare)
+
+
+def test_control_characters_of_names_are_escaped() -> None:
+    spoiled = kernel("ncclDevKernel\x1b[31m\n", 50, 5, correlation=1)
+    spoiled["args"] |= {"Collective name": "all\x07reduce", "Process Group Name": "\u202e0"}
+    trace = decode_trace(text_of(trace_of(spoiled) | {"deviceProperties": [{"id": 0, "name": "H\x9b1"}]}))
+    assert (trace.gpu.name(0), trace.device_name) == ("ncclDevKernel\\x1b[31m\\n", "H\\x9b1")
+    calls = calls_of({0: trace})
+    assert (calls.name(0), calls.groups[0].name) == ("all\\x07reduce", "\\u202e0")
+
+
 # ------------------------------------------------------------------------------------------------------- many ranks
 
 
@@ -175,6 +207,16 @@ def test_ranks_come_from_names_else_from_the_files_and_one_file_without_is_rank_
     named = [write(tmp_path / f"rank-{rank}.json", tiny(rank=0)) for rank in range(3)]
     assert [(rank, trace.rank) for rank, trace in load_ranks(named).items()] == [(0, 0), (1, 1), (2, 2)]
     assert list(load_ranks(write(tmp_path / "trace.json", tiny() | {"distributedInfo": {}}))) == [0]
+
+
+@pytest.mark.parametrize("name", ["host.pt.trace.json.gz", "rank7.json"])
+def test_in_a_folder_named_after_a_rank_other_files_are_no_traces(tmp_path: Path, name: str) -> None:
+    for below in ("config.json", "metrics.json"):
+        write(tmp_path / "job_rank2" / below, {"not": "a trace"})
+    trace = tiny() | {"distributedInfo": {}, "deviceProperties": [{"id": 0, "name": "a" * 5000}]}
+    write(tmp_path / "job_rank2" / name, trace)
+    rank = 7 if name == "rank7.json" else 2
+    assert list(load_ranks(tmp_path / "job_rank2")) == list(load_ranks(tmp_path)) == [rank]
 
 
 def test_drafts_of_a_recorder_are_left_alone(tmp_path: Path) -> None:
@@ -218,7 +260,7 @@ def test_the_folder_of_a_run_without_a_recording_says_how_to_record(tmp_path: Pa
         (b'[{"ph": "X", "cat": "kernel", "name": "k", "ts": "soon"}]', "Expected `float | null`, got `str`"),
         (b'[{"ph": "X", "cat": "kernel", "name": "k"}]', "'k' has no start"),
         (b'[{"ph": "X", "cat": "kernel", "name": "k", "ts": 1, "dur": 1e300}]', "a time that cannot be"),
-        (b'[{"ph": "X", "cat": "kernel", "name": "k", "ts": 1, "args": {"stream": []}}]', "args of an event"),
+        (b'[{"ph": "X", "cat": "kernel", "name": "k", "ts": 1, "dur": 1, "args": {"stream": []}}]', "args of an event"),
     ],
 )
 def test_a_file_that_is_no_trace_is_refused_in_one_line(tmp_path: Path, content: bytes, says: str) -> None:
