@@ -40,17 +40,13 @@ class ExpertPlacement:
         """Virtual experts of all places."""
         return self.experts * self.expert_tensor
 
-    def divides_into(self, places: int) -> bool:
-        """Whether each block of neighbouring places holds whole experts, or equal parts of the same experts."""
-        return divides_into(self.places, self.expert_tensor, places)
-
     def block(self, places: int) -> "ExpertPlacement":
-        """The placement inside one such block, counted from its first place.
+        """The placement inside a block of neighbouring places, counted from its first one.
 
         Above, a block of 2 places holds 4 experts by halves. A block of 1 holds halves of 4 experts and counts them as
         whole.
         """
-        assert self.divides_into(places), f"{self} in blocks of {places}"
+        assert divides_into(self.places, self.expert_tensor, places), f"{self} in blocks of {places}"
         parts = min(places, self.expert_tensor)
         return ExpertPlacement(experts=self.per_place * (places // parts), expert=places // parts, expert_tensor=parts)
 
@@ -61,5 +57,5 @@ class ExpertPlacement:
 
 
 def divides_into(places: int, expert_tensor: int, block: int) -> bool:
-    """`ExpertPlacement.divides_into` from plain numbers; a `block` of places is, for example, the ranks of a node."""
+    """Whether each `block` of neighbouring places holds whole experts, or equal parts of the same experts."""
     return places % block == 0 and (block % expert_tensor == 0 or expert_tensor % block == 0)

@@ -13,7 +13,6 @@ has 0 1 2 3. Tensor parallelism cuts the positions of a context rank, in their l
 Sources: Llama 3 (arXiv 2407.21783, section 3.3.2) for the chunks, arXiv 2309.14509 for Ulysses.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,12 +29,7 @@ class SequenceLayout:
     method: Method = "all-gather"
 
     def __post_init__(self) -> None:
-        assert self.length % self.multiple_of == 0, f"{self} does not divide"
-
-    @property
-    def multiple_of(self) -> int:
-        """The divisor that a row's length must have."""
-        return multiple_of(self.context, self.tensor, self.method)
+        assert self.length % multiple_of(self.context, self.tensor, self.method) == 0, f"{self} does not divide"
 
     def chunks(self, context_rank: int) -> tuple[range, ...]:
         """Positions of a context rank as contiguous ranges: one, or an early and a late one."""
@@ -55,24 +49,8 @@ class SequenceLayout:
         size = len(held) // self.tensor
         return held[tensor_rank * size : (tensor_rank + 1) * size]
 
-    def gathered(self) -> tuple[int, ...]:
-        """Positions in the order of an all-gather over all ranks, tensor rank fastest: index -> position."""
-        return tuple(position for rank in range(self.context) for position in self.of_context(rank))
-
-    def places(self) -> tuple[int, ...]:
-        """The inverse of `gathered`: the index of each position, which sorts a gathered row."""
-        return inverse(self.gathered())
-
 
 def multiple_of(context: int, tensor: int, method: Method) -> int:
     """The divisor of a row's length: every chunk needs an equal part for every tensor rank."""
     chunks = 2 if method == "all-gather" and context > 1 else 1
     return chunks * context * tensor
-
-
-def inverse(order: Sequence[int]) -> tuple[int, ...]:
-    """The inverse of a permutation."""
-    places = [0] * len(order)
-    for place, position in enumerate(order):
-        places[position] = place
-    return tuple(places)

@@ -73,7 +73,8 @@ def _product_flops(module: nn.Module) -> float:
         if isinstance(layer, nn.Linear):
             flops += 2 * layer.weight.numel()
         elif isinstance(layer, MoE):
-            flops += 2 * layer.router.weight_ED.numel() + 2 * layer.experts.matrix_values * layer.active_share
+            matrix_values = layer.experts.gate_up_eFD.numel() + layer.experts.down_eDF.numel()
+            flops += 2 * layer.router.weight_ED.numel() + 2 * matrix_values * layer.active_share
     return flops
 
 

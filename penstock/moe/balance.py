@@ -80,16 +80,11 @@ def attach(carrier: Tensor, routed: Routed, loss: LinearLoss) -> Tensor:
 
 @dataclass(frozen=True)
 class SlotCounts:
-    """Slots that a balance loss counts, summed over all ranks whose tokens belong to it.
+    """Slots that a balance loss counts, int64, summed over all ranks whose tokens belong to it."""
 
-    Attributes:
-        counts_BE: int64, of each sequence of the micro-batch.
-        step_slots_E: int64, of all micro-batches since the step began, this one included, over the ranks of the stage.
-            The first micro-batches of a step thus see only a part of it, as in Megatron-Core and in arXiv 2501.11873,
-            and the loss depends on the number of micro-batches.
-    """
-
-    counts_BE: Tensor
+    counts_BE: Tensor  # of each sequence of the micro-batch
+    # Of all micro-batches since the step began, this one included, over the ranks of the stage. So early micro-batches
+    # see a part of the step only, as in Megatron-Core and in arXiv 2501.11873, and the loss depends on their number.
     step_slots_E: Tensor
 
 

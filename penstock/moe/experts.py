@@ -33,19 +33,14 @@ def expert_rule(moe: Moe) -> ExpertRule:
 
 
 class GroupedExperts(nn.Module):
-    """The experts of this rank, or its part of each of them.
+    """The experts of this rank, or its part of each of them."""
 
-    Attributes:
-        sums: float32 gradient sums of the parameters, in their order. Backward adds to them instead of returning
-            gradients to autograd. The optimizer sets them; None leaves gradients to autograd.
-        float8_copies: 8-bit copies of the matrices at the last `refresh_float8`; neither parameters nor buffers, so
-            they are not saved, sharded or moved.
-        gathered: the shards that FSDP2 gathers in 8 bits, if it does.
-    """
-
+    # Float32 gradient sums of the parameters, set by the optimizer: backward adds to them instead of returning
+    # gradients to autograd. None leaves gradients to autograd.
     sums: tuple[Tensor, ...] | None = None
+    # Of the last `refresh_float8`; neither parameters nor buffers, so they are not saved, sharded or moved.
     float8_copies: ExpertCopies | None = None
-    gathered: tuple[Float8Shard, ...] = ()
+    gathered: tuple[Float8Shard, ...] = ()  # the shards that FSDP2 gathers in 8 bits, if it does
     _copied: tuple[tuple[int, int], ...] = ()
 
     def __init__(
@@ -82,11 +77,6 @@ class GroupedExperts(nn.Module):
         self.down_eDF = parameter("down_eDF", experts, hidden_size, ffn_size)
         self.gate_up_bias_eF = parameter("gate_up_bias_eF", experts, 2 * ffn_size) if bias else None
         self.down_bias_eD = parameter("down_bias_eD", experts, hidden_size) if bias and part == 0 else None
-
-    @property
-    def matrix_values(self) -> int:
-        """Elements of both matrices, without biases."""
-        return self.gate_up_eFD.numel() + self.down_eDF.numel()
 
     @property
     def is_one_function(self) -> bool:

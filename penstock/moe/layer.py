@@ -28,7 +28,6 @@ import torch
 from torch import Tensor, nn
 
 from penstock.base.spans import Span
-from penstock.kernels.expert_parts import SaveRows
 from penstock.kernels.float8.quantized import RowColQuantized
 from penstock.moe.dispatch.contract import Dispatcher, DispatchMetadata, ExpertRows, SlotSorter
 from penstock.moe.dispatch.row_capacity import ActivationArena, RowCapacity
@@ -205,12 +204,8 @@ class MoE(nn.Module):
                 # A recomputed region runs both products again.
                 return self.layer_context.run("expert-activation", self.experts, rows)
             # A fused network recomputes by itself, and runs only the first product again.
-            recompute = self.layer_context.recompute.recomputes("expert-activation")
-            y_RD: Tensor = self.experts(rows, recompute=recompute, keep=self._place_in_arena())
+            recompute, keep = self.layer_context.recompute.recomputes("expert-activation"), None
+            if self.arena is not None and self.row_capacity is not None and self.training and torch.is_grad_enabled():
+                keep = partial(self.arena.place, even_share=self.row_capacity.even_share)
+            y_RD: Tensor = self.experts(rows, recompute=recompute, keep=keep)
             return y_RD
-
-    def _place_in_arena(self) -> SaveRows | None:
-        """Allocates the pre-activation of this pass in the arena; None for a tensor of its own."""
-        if self.arena is None or self.row_capacity is None or not self.training or not torch.is_grad_enabled():
-            return None
-        return partial(self.arena.place, even_share=self.row_capacity.even_share)

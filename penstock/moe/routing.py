@@ -9,15 +9,10 @@ from penstock.kernels.reference import RowOrder
 
 @dataclass(frozen=True)
 class Scope:
-    """Facts of a micro-batch that balance losses need.
+    """Facts of a micro-batch that balance losses need."""
 
-    Attributes:
-        sequences: rows B; the T tokens are B sequences of equal length, one after the other (or our part of each).
-        share: the micro-batch's share of the global batch, so that the losses of micro-batches sum to their mean.
-    """
-
-    sequences: int = 1
-    share: float = 1.0
+    sequences: int = 1  # the T tokens are so many sequences of equal length, one after the other (or our part of each)
+    share: float = 1.0  # of the global batch, so that the losses of micro-batches sum to their mean
 
 
 @dataclass(frozen=True)
@@ -30,17 +25,11 @@ class SortedSlots:
 
 @dataclass(frozen=True)
 class Routing:
-    """The experts of each token.
+    """The experts of each token."""
 
-    Attributes:
-        weights_TK: float32, differentiable; 0 for a dropped slot.
-        experts_TK: int64 expert ids; E (one past the last) for a dropped slot.
-        sorted: the slots sorted for the layer's dispatcher, if that has been done.
-    """
-
-    weights_TK: Tensor
-    experts_TK: Tensor
-    sorted: SortedSlots | None = None
+    weights_TK: Tensor  # float32, differentiable; 0 for a dropped slot
+    experts_TK: Tensor  # int64 expert ids; E (one past the last) for a dropped slot
+    sorted: SortedSlots | None = None  # the slots sorted for the layer's dispatcher, if that has been done
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors, for `Routing.of`."""

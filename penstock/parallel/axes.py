@@ -103,20 +103,15 @@ def make_axes(
 ) -> Axes:
     """Make every group of a grid. All ranks call it, after `init_process_group`.
 
-    Args:
-        grid: its `world` is the number of processes.
-        embedding_places: places on `pipeline` that hold the embedding, ascending.
-        shard_size: neighbours on `dense_data` and on `expert_data` that divide one copy; 0 or too many means all.
-        ranks_per_node: neighbours that share a machine; 0 means all.
+    `embedding_places` are the places on `pipeline` that hold the embedding, ascending. `shard_size` neighbours on
+    `dense_data` and on `expert_data` divide one copy, `ranks_per_node` share a machine; 0 means all.
     """
     if grid.world == 1:
         return ALONE
     assert dist.get_world_size() == grid.world, f"{dist.get_world_size()} processes for {grid}"
     rank = dist.get_rank()
     made: Made = {tuple(range(grid.world)): dist.group.WORLD}
-    axes = {}
-    for name, parts in _AXES.items():
-        axes[name] = _own_axis(name, grid.groups(parts), rank, made)
+    axes = {name: _own_axis(name, grid.groups(parts), rank, made) for name, parts in _AXES.items()}
     for name in ("dense_data", "expert_data"):
         axes[name] = _divide(axes[name], grid.groups(_AXES[name]), shard_size, made)
     axes |= _by_node(axes["expert"], grid.groups(_AXES["expert"]), ranks_per_node or grid.world, made)

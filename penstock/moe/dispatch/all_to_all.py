@@ -41,16 +41,12 @@ from penstock.parallel.spans import span
 
 @dataclass(frozen=True)
 class AllToAllMetadata(DispatchMetadata):
-    """Its order is that of our own slots; R counts the rows that arrived here.
+    """Its order is that of our own slots; R counts the rows that arrived here."""
 
-    arrived_R has, for each place of the experts' order, the row in order of arrival (int64); places_R is its inverse.
-    `receive` and `send` are rows from and to each rank; None if all are equal.
-    """
-
-    arrived_R: Tensor
-    places_R: Tensor
-    receive: tuple[int, ...] | None = None
-    send: tuple[int, ...] | None = None
+    arrived_R: Tensor  # int64: for each place of the experts' order, the row in order of arrival
+    places_R: Tensor  # its inverse
+    receive: tuple[int, ...] | None = None  # rows from each rank; None if all are equal
+    send: tuple[int, ...] | None = None  # rows to each rank
 
 
 @dataclass(frozen=True)

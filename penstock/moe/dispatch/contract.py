@@ -29,34 +29,20 @@ from penstock.parallel.weight_grad_store import DeferredWork
 
 @dataclass(frozen=True)
 class ExpertRows:
-    """Input of the experts of this rank.
+    """Input of the experts of this rank: N source rows, and R places that read them."""
 
-    Attributes:
-        x_ND: source rows in the compute dtype. If there is `quantized`, x_ND only has shape and dtype, and takes the
-            gradient.
-        index_R: int64 source row of each place, or None if row i of `x_ND` is place i.
-        weights_R: float32 routing weight of each place, differentiable; 0 at padding.
-        counts_e: int32 places of each local expert, in order; may sum to less than R, and places past the sum are
-            empty.
-        places_NK: int64, the inverse of `index_R`: the places that read each source row. None if rows have different
-            numbers of places.
-        quantized: source rows in 8 bits, in the recipe of the experts, if they travelled so; each row with its scales
-            behind it. Rows that no place reads may hold anything.
-        only_last: the only empty place that may be read is the very last one.
-        deferred: takes work of the experts' backward pass to run while the rows' gradients travel; None if there is no
-            such transfer.
-        gradients: side channel for output gradients in 8 bits, in the blocks of `quantized`, if the experts announce in
-            forward that they expect them; None if gradients come in 16 bits.
-    """
-
-    x_ND: Tensor
-    index_R: Tensor | None
-    weights_R: Tensor
-    counts_e: Tensor
-    places_NK: Tensor | None = None
+    x_ND: Tensor  # in the compute dtype; if there is `quantized`, it only has shape and dtype, and takes the gradient
+    index_R: Tensor | None  # int64 source row of each place; None if row i is place i
+    weights_R: Tensor  # float32 routing weight of each place, differentiable; 0 at padding
+    counts_e: Tensor  # int32 places of each local expert, in order; places past their sum are empty
+    places_NK: Tensor | None = None  # int64 inverse of `index_R`; None if rows have different numbers of places
+    # Source rows in 8 bits, each with its scales behind it, in the recipe of the experts, if they travelled so. Rows
+    # that no place reads may hold anything.
     quantized: Quantized | None = None
-    only_last: bool = False
-    deferred: DeferredWork | None = None
+    only_last: bool = False  # the only empty place that may be read is the very last one
+    deferred: DeferredWork | None = None  # work of the experts' backward pass to run while the rows' gradients travel
+    # Side channel for output gradients in 8 bits, in the blocks of `quantized`, if the experts announce in forward that
+    # they expect them; None if gradients come in 16 bits.
     gradients: GradientSideChannel | None = None
 
 

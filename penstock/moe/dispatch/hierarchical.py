@@ -75,21 +75,15 @@ class HierarchicalMetadata(DispatchMetadata):
 
 @dataclass(frozen=True)
 class HierarchicalDispatcher:
-    """Sends each token once to each node, and spreads it there by another dispatcher.
-
-    Attributes:
-        inner: dispatcher over `nodes.node`, with the placement `nodes.placement.block(nodes.node.size)`.
-        is_counted: send only tokens that need a node; else all.
-        is_even: the inner dispatcher needs equal token numbers on all ranks. Read only if they are counted.
-    """
+    """Sends each token once to each node, and spreads it there by another dispatcher."""
 
     name: ClassVar[DispatcherName] = "hierarchical"
 
     nodes: NodePlacement
-    inner: Dispatcher
+    inner: Dispatcher  # over `nodes.node`, with the placement `nodes.placement.block(nodes.node.size)`
     operators: Operators
-    is_counted: bool
-    is_even: bool = False
+    is_counted: bool  # send only tokens that need a node; else all
+    is_even: bool = False  # the inner dispatcher needs equal token numbers on all ranks; read only if counted
     counts: SplitSizes = READ
     wire_format: WireFormat = UNQUANTIZED
 

@@ -353,15 +353,10 @@ class _Combine(torch.autograd.Function):
         ctx: Any, y_RD: Tensor, metadata: SymmetricMetadata, transport: SymmetricTransport, wire_format: WireFormat
     ) -> Tensor:
         ctx.save_for_backward(metadata.experts_TK, metadata.places.places_NK, metadata.places.counts_e)
-        ctx.transport, ctx.wire_format, ctx.gradients, ctx.rows = (
-            transport,
-            wire_format,
-            metadata.gradients,
-            y_RD.shape[0],
-        )
-        return _bring_back(
-            ReturnPayload(rows=y_RD, is_summed=True), metadata.places, metadata.experts_TK, transport
-        ).y_TD
+        ctx.transport, ctx.wire_format = transport, wire_format
+        ctx.gradients, ctx.rows = metadata.gradients, y_RD.shape[0]
+        returned = ReturnPayload(rows=y_RD, is_summed=True)
+        return _bring_back(returned, metadata.places, metadata.experts_TK, transport).y_TD
 
     @staticmethod
     @once_differentiable

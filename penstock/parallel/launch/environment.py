@@ -200,28 +200,19 @@ FIRST_PORT, PORTS = 20_000, 20_000
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """Values of the environment variables.
-
-    Attributes:
-        threads: of a CPU operator, or None if unset.
-        started_by: the launcher; empty for a single process.
-        launch: name of the launch, the same after a restart; may be empty.
-        restarts: earlier starts of these ranks.
-        meeting_point: address of the rendezvous, `host:port`; empty for one process.
-        cores_each: cores of each rank according to the launcher, or None.
-    """
+    """Values of the environment variables."""
 
     color: bool
-    threads: int | None
+    threads: int | None  # of a CPU operator; None if unset
     world_size: int
     rank: int = 0
     local_rank: int = 0
     local_world_size: int = 1
-    started_by: Literal["", "torchrun", "srun"] = ""
-    launch: str = ""
-    restarts: int = 0
-    meeting_point: str = ""
-    cores_each: int | None = None
+    started_by: Literal["", "torchrun", "srun"] = ""  # empty for a single process
+    launch: str = ""  # name of the launch, the same after a restart; may be empty
+    restarts: int = 0  # earlier starts of these ranks
+    meeting_point: str = ""  # address of the rendezvous, `host:port`; empty for one process
+    cores_each: int | None = None  # cores of each rank according to the launcher
 
 
 def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from types import FrameType, TracebackType
 
@@ -139,7 +139,8 @@ def _run_once(work: RankFunction, words: Sequence[str], launch: LocalLaunch) -> 
 
 def _be_a_rank(work: RankFunction, words: Sequence[str]) -> int:
     """Runs in the new process. Exit codes of failures end the process; others are returned."""
-    with _TracebackPrinter():
+    with ExitStack() as stack:
+        stack.push(_print_traceback)
         try:
             code = work(words)
         except KeyboardInterrupt:
@@ -149,17 +150,12 @@ def _be_a_rank(work: RankFunction, words: Sequence[str]) -> int:
     return code
 
 
-class _TracebackPrinter:
-    """Prints the traceback of exceptions, which multiprocessing does not."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None and not isinstance(error, SystemExit):
-            traceback.print_exception(error)
+def _print_traceback(
+    kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+) -> None:
+    """Print the traceback of an exception, which multiprocessing does not."""
+    if error is not None and not isinstance(error, SystemExit):
+        traceback.print_exception(error)
 
 
 class _SignalForwarder:
