@@ -2,7 +2,10 @@
 
 import re
 
+import re
+
 _COUNT_SUFFIXES = (" k", " M", " B", " T")
+_AMOUNT = re.compile(r"(\d[\d_,]*(?:\.\d+)?(?:e\d+)?) ?([kKMBT]?)")
 BYTE_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 """Bytes of each decimal unit."""
 
@@ -13,6 +16,15 @@ TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "\u00b5s"))
 def count_text(number: float) -> str:
     """A count: `15.7 B`, `2.71 M`, `512`."""
     return _by_thousands(number, _COUNT_SUFFIXES, "")
+
+
+def amount(text: str) -> float | None:
+    """The number of a text such as `500M`, `14.8T` or `4_096`; None for any other text."""
+    found = _AMOUNT.fullmatch(text.strip())
+    if found is None:
+        return None
+    number, unit = found.groups()
+    return float(number.replace("_", "").replace(",", "")) * 1000 ** " kMBT".index(unit.replace("K", "k") or " ")
 
 
 def bytes_text(number: float) -> str:

@@ -35,6 +35,7 @@ from penstock.cli.plan_print import (
     conclusion,
     explain,
     points_json,
+    print_campaign,
     print_comparison,
     print_plan,
     print_scaling,
@@ -43,6 +44,7 @@ from penstock.cli.plan_print import (
 from penstock.config.load import dump_toml, load_run
 from penstock.config.run import Run
 from penstock.plan.asked_layout import parse_layout, rows_to_share, with_layout
+from penstock.plan.campaign import HOUR, Campaign, Failures, phases_of, plan_campaign
 from penstock.plan.candidates import fixed_by
 from penstock.plan.hardware import Cluster
 from penstock.plan.hardware_file import parse_cluster
@@ -83,6 +85,18 @@ Imbalance = Annotated[
     ),
 ]
 Saving = Annotated[str, typer.Option("--saving", metavar="HOW", help="run, or conventional: as unfused kernels keep.")]
+TrainTokens = Annotated[
+    str | None, typer.Option("--tokens", metavar="N", help="Train on so many: days, GPU-hours, ...")
+]
+Ramp = Annotated[str | None, typer.Option("--ramp", metavar="B:N,...", help="First steps of B tokens, for N tokens.")]
+Stages = Annotated[
+    str | None, typer.Option("--stages", metavar="S:N,...", help="Then rows of S, for N tokens: 32k:500B.")
+]
+Price = Annotated[float | None, typer.Option("--price", metavar="X", min=0, help="Of a device for an hour.")]
+Watts = Annotated[float | None, typer.Option("--watts", metavar="W", min=0, help="Of a device; else its data sheet's.")]
+Mtbf = Annotated[
+    float | None, typer.Option("--mtbf", metavar="HOURS", min=1, help="Mean time between failures of a device.")
+]
 Write = Annotated[Path | None, typer.Option("--write", metavar="F.toml", help="The first candidate, to be trained.")]
 Html = Annotated[Path | None, typer.Option("--html", metavar="F.html", help="A page with pictures.")]
 Png = Annotated[Path | None, typer.Option("--png", metavar="F.png", help="The pictures as an image.")]
@@ -110,6 +124,12 @@ def plan(  # noqa: PLR0913 - one argument for each option
     swept: Swept = None,
     imbalance: Imbalance = 1.2,
     saving: Saving = "run",
+    train_tokens: TrainTokens = None,
+    ramp: Ramp = None,
+    stages: Stages = None,
+    price: Price = None,
+    watts: Watts = None,
+    mtbf: Mtbf = None,
     as_json: Json = False,
     write: Write = None,
     force: Force = False,
@@ -129,17 +149,27 @@ def plan(  # noqa: PLR0913 - one argument for each option
     if target is None:
         raise PenstockError("there is nothing to plan", fix="name it: penstock plan deepseek-v3 --on 512xMI325X")
     run = load_run(target, overrides or ())
-    if layout is None:
-        # Overrides of a layout bind the search as --only does; those of a file do not.
-        fixed = fixed_by(run, overrides or (), parse_layout(only) if only else {})
+    # Overrides of a layout bind the search as --only does; those of a file do not.
+    fixed = fixed_by(run, overrides or (), parse_layout(only) if only else {}) if layout is None else {}
+
+    def plan_of(run: Run, tokens: float | None) -> Plan:
+        if layout is not None:
+            return _asked(run, cluster, {} if layout == OWN else parse_layout(layout), planner, tokens)
         rows = None if tokens is None else rows_to_share(tokens / run.training.sequence_length, cluster.devices)
         question = SearchRequest(
             run=run, cluster=cluster, global_batch=rows, fixed=fixed, top=top, assumptions=assumptions
         )
         with _working() as status:
-            found = search(question, status.update)
-    else:
-        found = _asked(run, cluster, {} if layout == OWN else parse_layout(layout), planner, tokens)
+            return search(question, status.update)
+
+    if phases := phases_of(train_tokens, ramp, stages):
+        failures = None if mtbf is None else Failures(mtbf_seconds=mtbf * HOUR)
+        costs = plan_campaign(run, phases, plan_of, failures)
+        power = watts or cluster.hardware.peaks.power_watts
+        campaign = Campaign(cluster=cluster, phases=costs, price=price, watts=power)
+        print_campaign(campaign, as_json=as_json)
+        return
+    found = plan_of(run, tokens)
     more: list[Figure] = []
     if scales is not None or swept is not None:
         more = _what_if(_first(found), planner, scales, swept, as_json=as_json)
@@ -198,7 +228,7 @@ def _assumed(assumptions: Assumptions) -> list[str]:
     return [rows, kept[assumptions.saving]]
 
 
-def _asked(run: Run, cluster: Cluster, choices: Mapping[str, str], planner: Planner, tokens: int | None) -> Plan:
+def _asked(run: Run, cluster: Cluster, choices: Mapping[str, str], planner: Planner, tokens: float | None) -> Plan:
     """The plan of one layout, also if it does not fit."""
     there = with_layout(run, choices, cluster.devices, tokens)
     with _working():

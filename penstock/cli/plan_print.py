@@ -1,5 +1,6 @@
 """A plan as text: the conclusion, the candidates, the refusals with reasons, and the origin of the figures."""
 
+import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -7,9 +8,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from penstock.base.errors import PenstockError, did_you_mean
-from penstock.base.numbers import bytes_text, shortened, time_text
+from penstock.base.numbers import bytes_text, count_text, counted, duration_text, shortened, time_text
 from penstock.cli.output import print_table
 from penstock.plan.asked_layout import FOLLOW, differing_fields, field_label
+from penstock.plan.campaign import DAY, HOUR, RESTART_SECONDS, WRITE_SECONDS, Campaign, PhaseCost, campaign_json
 from penstock.plan.hardware import ORIGINS, Cluster, Hardware, SourcedTable
 from penstock.plan.memory import COMPONENTS, components
 from penstock.plan.projection import Layout, Plan, Projection, Refusal, candidate_json
@@ -483,3 +485,61 @@ def points_json(points: Sequence[SweepPoint]) -> list[dict[str, Any]]:
             batch = {"global_batch": one.run.training.global_batch, "efficiency": point.efficiency}
             found.append({"asked": dict(point.asked), **batch, "candidate": candidate_json(one)})
     return found
+
+
+def print_campaign(campaign: Campaign, *, as_json: bool) -> None:
+    """Print a row for each phase of a training run, their sum, and the assumed failures."""
+    if as_json:
+        print(json.dumps(campaign_json(campaign), indent=2))
+        return
+    cluster = campaign.cluster
+    print(f"{campaign.phases[0].projection.run.name} on {cluster_text(cluster)}")
+    head = [
+        "phase",
+        "sequence",
+        "tokens/step",
+        "tokens",
+        "layout",
+        cluster.speed_unit,
+        "days",
+        "GPU-hours",
+        "cost",
+        "MWh",
+    ]
+    rows = []
+    for number, one in enumerate(campaign.phases, start=1):
+        best = one.projection
+        row = [f"{number}", f"{best.run.training.sequence_length:,}", count_text(best.run.tokens_per_step)]
+        row += [count_text(one.phase.tokens), sizes_text(best.layout), f"{best.time.tokens_per_second_per_device:,.0f}"]
+        rows.append([*row, *_campaign_sums(campaign, (one,))])
+    if len(rows) > 1:
+        tokens = sum(one.phase.tokens for one in campaign.phases)
+        rows.append(["all", "", "", count_text(tokens), "", "", *_campaign_sums(campaign, campaign.phases)])
+    unknown = {"cost": campaign.price is None, "MWh": campaign.watts is None}
+    shown = [at for at, name in enumerate(head) if not unknown.get(name)]
+    print_table([head[at] for at in shown], [[row[at] for at in shown] for row in rows], ("tokens/step", "layout"))
+    for number, one in enumerate(campaign.phases, start=1):
+        if (found := one.interruptions) is not None:
+            steps = max(1, round(found.interval_seconds / one.projection.time.step_seconds))
+            print(
+                f"phase {number}: {found.goodput:.1%} goodput; a failure every {found.between_seconds / HOUR:.1f} h, "
+                f"a checkpoint every {counted(steps, 'step')} ({duration_text(found.interval_seconds)}), "
+                f"which stops training for {time_text(found.save_seconds)}"
+            )
+    if campaign.phases[0].interruptions is None:
+        print("assumed: no failures (--mtbf HOURS of one device)")
+    else:
+        print(
+            f"assumed: {duration_text(RESTART_SECONDS)} from a failure until training goes on, "
+            f"and {duration_text(WRITE_SECONDS)} to write a checkpoint in the background"
+        )
+    if campaign.watts is not None:
+        print(f"assumed: {campaign.watts:g} W of each device, without its host and cooling (--watts)")
+
+
+def _campaign_sums(campaign: Campaign, phases: Sequence[PhaseCost]) -> list[str]:
+    """Days, hours of devices, cost and energy of phases."""
+    sums = [f"{sum(one.seconds for one in phases) / DAY:,.1f}", f"{sum(one.device_hours for one in phases):,.0f}"]
+    costs = [campaign.cost(one) or 0.0 for one in phases]
+    joules = [campaign.energy_joules(one) or 0.0 for one in phases]
+    return [*sums, f"{sum(costs):,.0f}", f"{sum(joules) / HOUR / 1e6:,.2f}"]

@@ -71,6 +71,7 @@ class Peaks(SourcedTable):
     fp8: float | None = knob(None, doc="Dense 8-bit products.", unit="FLOP/s", low=1)
     fp32: float | None = knob(None, doc="Dense float32 products.", unit="FLOP/s", low=1)
     memory_bytes_per_second: float = knob(doc="Bytes read and written.", unit="bytes/s", low=1)
+    power_watts: float | None = knob(None, doc="Power limit of the device.", unit="W", low=1)
 
     def flops_per_second(self, dtype: Dtype) -> float | None:
         """Dense products in a type, or None where the rate is not known."""

@@ -1,0 +1,260 @@
+"""A whole training run as a plan: phases of tokens, and their days, GPU-hours, cost, energy and lost time.
+
+A phase has one sequence length and one global batch: the steps of a batch-size ramp, or of a longer context. Each phase
+is planned by itself, because a checkpoint loads on any layout. Failures follow a Poisson process, so the time that a
+phase takes is that of J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps",
+Future Generation Computer Systems 22 (2006), which also gives the interval between checkpoints that loses least.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import exp, expm1, sqrt
+from typing import Any
+
+from penstock.base.errors import ConfigError
+from penstock.base.numbers import amount, bytes_text
+from penstock.config.run import Run
+from penstock.plan.asked_layout import with_overrides
+from penstock.plan.hardware import Cluster
+from penstock.plan.projection import Plan, Projection
+
+HOUR, DAY = 3600.0, 86400.0
+
+RESTART_SECONDS, WRITE_SECONDS = 600.0, 600.0
+"""Assumptions: from a failure until training goes on (detection, new processes, loading), and the time in which storage
+takes a checkpoint in the background, so the least interval between two."""
+
+MOST_TOKENS = 1e15
+"""Larger numbers are typing errors."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """Consecutive steps of one kind.
+
+    Attributes:
+        tokens: to train on.
+        sequence_length: positions of a row; None for the run's.
+        batch_tokens: tokens of a step; None for the run's rows.
+    """
+
+    tokens: float
+    sequence_length: int | None = None
+    batch_tokens: float | None = None
+
+
+def phases_of(tokens: str | None, ramp: str | None, stages: str | None) -> tuple[Phase, ...]:
+    """The phases that the command line asks for, in the order of training.
+
+    Args:
+        tokens: of the whole run at its own sequence length, the ramp's included: `2T`.
+        ramp: first batches: tokens of a step, and tokens to train on at that batch: `4M:100B,8M:200B`.
+        stages: later sequence lengths, each with its tokens: `32k:500B,128k:100B`.
+
+    Raises:
+        ConfigError: a text cannot be read, or the ramp has more tokens than the run.
+    """
+    phases = [Phase(tokens=part, batch_tokens=batch) for batch, part in _pairs("--ramp", ramp)]
+    if tokens is not None:
+        rest = _tokens("--tokens", tokens) - sum(phase.tokens for phase in phases)
+        if rest < 0:
+            raise ConfigError(
+                "--ramp has more tokens than the run",
+                got=ramp,
+                allowed=f"at most {tokens} in all",
+                fix="raise --tokens",
+            )
+        phases += [Phase(tokens=rest)] if rest else []
+    # 4k positions are 4,096: sequence lengths are counted in powers of two.
+    lengths = {f"{2**power // 1024}k": 2**power for power in range(10, 24)}
+    for word, part in _words("--stages", stages):
+        length = lengths.get(word.lower()) or round(_tokens("--stages", word))
+        phases.append(Phase(tokens=part, sequence_length=length))
+    return tuple(phases)
+
+
+def _words(option: str, text: str | None) -> list[tuple[str, float]]:
+    pairs = []
+    for part in text.split(",") if text else ():
+        name, colon, tokens = part.strip().partition(":")
+        if not colon:
+            raise ConfigError(f"{option} is a list of pairs", got=repr(part), allowed="32k:500B,128k:100B")
+        pairs.append((name.strip(), _tokens(option, tokens)))
+    return pairs
+
+
+def _pairs(option: str, text: str | None) -> list[tuple[float, float]]:
+    return [(_tokens(option, batch), tokens) for batch, tokens in _words(option, text)]
+
+
+def _tokens(option: str, text: str) -> float:
+    number = amount(text)
+    if number is None or not 0 < number <= MOST_TOKENS:
+        raise ConfigError(f"{option} has no number of tokens", got=repr(text), allowed="500M, 2B or 14.8T")
+    return number
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failures:
+    """Failures that end a run, which then goes on from its newest checkpoint.
+
+    Attributes:
+        mtbf_seconds: mean time between failures of one device.
+        restart_seconds: from a failure until training goes on.
+    """
+
+    mtbf_seconds: float
+    restart_seconds: float = RESTART_SECONDS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interruptions:
+    """Failures of a cluster, and checkpoints that lose least time to them.
+
+    Attributes:
+        between_seconds: mean time between failures of the cluster.
+        save_seconds: in which a checkpoint stops training.
+        interval_seconds: of training from one checkpoint to the next.
+        goodput: share of the time that trains steps which are not lost.
+    """
+
+    between_seconds: float
+    save_seconds: float
+    interval_seconds: float
+    goodput: float
+
+
+def interruptions(failures: Failures, devices: int, save_seconds: float) -> Interruptions:
+    """Interval and goodput of Daly's model for `devices` that fail independently."""
+    between = failures.mtbf_seconds / devices
+    # Daly's higher-order optimum, which holds for saves shorter than twice the mean time.
+    ratio, interval = save_seconds / (2 * between), between
+    if ratio < 1:
+        interval = sqrt(2 * save_seconds * between) * (1 + sqrt(ratio) / 3 + ratio / 9) - save_seconds
+    interval = max(interval, WRITE_SECONDS)
+    lost = exp(failures.restart_seconds / between) * between * expm1((interval + save_seconds) / between)
+    return Interruptions(
+        between_seconds=between,
+        save_seconds=save_seconds,
+        interval_seconds=interval,
+        goodput=interval / lost,
+    )
+
+
+def save_seconds_of(projection: Projection) -> float:
+    """Seconds in which a checkpoint stops training: each rank copies its state to pinned host memory."""
+    fullest = max(memory.master + memory.moments for memory in projection.memories)
+    return fullest / projection.cluster.hardware.host_link.bytes_per_second
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseCost:
+    """A planned phase.
+
+    Attributes:
+        projection: of its steps.
+        steps: of the phase.
+        busy_seconds: of the steps alone.
+        interruptions: None without failures.
+    """
+
+    phase: Phase
+    projection: Projection
+    steps: int
+    busy_seconds: float
+    interruptions: Interruptions | None
+
+    @property
+    def seconds(self) -> float:
+        """With the time that failures and checkpoints take."""
+        return self.busy_seconds / (self.interruptions.goodput if self.interruptions else 1.0)
+
+    @property
+    def device_hours(self) -> float:
+        """Hours of all devices."""
+        return self.seconds * self.projection.cluster.devices / HOUR
+
+
+@dataclass(frozen=True, kw_only=True)
+class Campaign:
+    """Planned phases.
+
+    Attributes:
+        price: of a device for an hour, in any currency; None if unknown.
+        watts: of a device while it trains; None if unknown.
+    """
+
+    cluster: Cluster
+    phases: tuple[PhaseCost, ...]
+    price: float | None
+    watts: float | None
+
+    def cost(self, phase: PhaseCost) -> float | None:
+        """In the currency of the price."""
+        return None if self.price is None else phase.device_hours * self.price
+
+    def energy_joules(self, phase: PhaseCost) -> float | None:
+        """Of all devices."""
+        return None if self.watts is None else phase.device_hours * HOUR * self.watts
+
+
+def plan_campaign(
+    run: Run,
+    phases: Sequence[Phase],
+    plan_of: Callable[[Run, float | None], Plan],
+    failures: Failures | None = None,
+) -> tuple[PhaseCost, ...]:
+    """Plan every phase with the fastest layout that `plan_of` finds for a run and tokens of a step.
+
+    Raises:
+        ConfigError: no layout fits a phase, or the model cannot have its sequence length.
+    """
+    costs = []
+    for phase in phases:
+        changed = run
+        if phase.sequence_length is not None:
+            rows = max(1, run.tokens_per_step // phase.sequence_length)
+            words = [f"training.sequence_length={phase.sequence_length}", f"training.global_batch={rows}"]
+            changed = with_overrides(run, words, 1)
+        # Another length keeps about the tokens of a step.
+        batch = phase.batch_tokens or (run.tokens_per_step if phase.sequence_length else None)
+        plan = plan_of(changed, batch)
+        if not plan.candidates or not plan.candidates[0].fits:
+            length = changed.training.sequence_length
+            reasons = [one.reason for one in plan.refused[:1]]
+            reasons += [f"{one.layout} needs {bytes_text(one.over_bytes)} more" for one in plan.candidates[:1]]
+            raise ConfigError(": ".join([f"no layout of {run.name} fits at {length:,} positions", *reasons]))
+        best = plan.candidates[0]
+        steps = max(1, round(phase.tokens / best.run.tokens_per_step))
+        found = interruptions(failures, best.cluster.devices, save_seconds_of(best)) if failures else None
+        costs.append(
+            PhaseCost(
+                phase=phase,
+                projection=best,
+                steps=steps,
+                busy_seconds=steps * best.time.step_seconds,
+                interruptions=found,
+            )
+        )
+    return tuple(costs)
+
+
+def campaign_json(campaign: Campaign) -> dict[str, Any]:
+    """The campaign for `--json`: seconds, hours of devices, joules."""
+    phases = [
+        {
+            "tokens": one.phase.tokens,
+            "sequence_length": one.projection.run.training.sequence_length,
+            "global_batch": one.projection.run.training.global_batch,
+            "layout": str(one.projection.layout),
+            "steps": one.steps,
+            "step_seconds": one.projection.time.step_seconds,
+            "seconds": one.seconds,
+            "device_hours": one.device_hours,
+            "cost": campaign.cost(one),
+            "energy_joules": campaign.energy_joules(one),
+            "interruptions": one.interruptions and vars(one.interruptions),
+        }
+        for one in campaign.phases
+    ]
+    return {"price": campaign.price, "watts": campaign.watts, "phases": phases}
