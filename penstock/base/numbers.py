@@ -2,8 +2,6 @@
 
 import re
 
-import re
-
 _COUNT_SUFFIXES = (" k", " M", " B", " T")
 _AMOUNT = re.compile(r"(\d[\d_,]*(?:\.\d+)?(?:e\d+)?) ?([kKMBT]?)")
 BYTE_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
