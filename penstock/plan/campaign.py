@@ -29,7 +29,7 @@ MOST_TOKENS = 1e15
 
 
 @dataclass(frozen=True, kw_only=True)
-class Phase:
+class TrainingPhase:
     """Consecutive steps of one kind.
 
     Attributes:
@@ -43,7 +43,7 @@ class Phase:
     batch_tokens: float | None = None
 
 
-def phases_of(tokens: str | None, ramp: str | None, stages: str | None) -> tuple[Phase, ...]:
+def phases_of(tokens: str | None, ramp: str | None, stages: str | None) -> tuple[TrainingPhase, ...]:
     """The phases that the command line asks for, in the order of training.
 
     Args:
@@ -54,7 +54,7 @@ def phases_of(tokens: str | None, ramp: str | None, stages: str | None) -> tuple
     Raises:
         ConfigError: a text cannot be read, or the ramp has more tokens than the run.
     """
-    phases = [Phase(tokens=part, batch_tokens=batch) for batch, part in _pairs("--ramp", ramp)]
+    phases = [TrainingPhase(tokens=part, batch_tokens=batch) for batch, part in _pairs("--ramp", ramp)]
     if tokens is not None:
         rest = _tokens("--tokens", tokens) - sum(phase.tokens for phase in phases)
         if rest < 0:
@@ -64,12 +64,12 @@ def phases_of(tokens: str | None, ramp: str | None, stages: str | None) -> tuple
                 allowed=f"at most {tokens} in all",
                 fix="raise --tokens",
             )
-        phases += [Phase(tokens=rest)] if rest else []
+        phases += [TrainingPhase(tokens=rest)] if rest else []
     # 4k positions are 4,096: sequence lengths are counted in powers of two.
     lengths = {f"{2**power // 1024}k": 2**power for power in range(10, 24)}
     for word, part in _words("--stages", stages):
         length = lengths.get(word.lower()) or round(_tokens("--stages", word))
-        phases.append(Phase(tokens=part, sequence_length=length))
+        phases.append(TrainingPhase(tokens=part, sequence_length=length))
     return tuple(phases)
 
 
@@ -158,7 +158,7 @@ class PhaseCost:
         interruptions: None without failures.
     """
 
-    phase: Phase
+    phase: TrainingPhase
     projection: Projection
     steps: int
     busy_seconds: float
@@ -200,7 +200,7 @@ class Campaign:
 
 def plan_campaign(
     run: Run,
-    phases: Sequence[Phase],
+    phases: Sequence[TrainingPhase],
     plan_of: Callable[[Run, float | None], Plan],
     failures: Failures | None = None,
 ) -> tuple[PhaseCost, ...]:

@@ -15,7 +15,7 @@ from penstock.plan.campaign import (
     WRITE_SECONDS,
     Campaign,
     Failures,
-    Phase,
+    TrainingPhase,
     campaign_json,
     interruptions,
     phases_of,
@@ -40,10 +40,10 @@ def test_an_amount_is_read_with_its_unit(text: str, number: float | None) -> Non
 
 def test_a_ramp_comes_first_and_longer_rows_last() -> None:
     assert phases_of("1B", "1M:100M,2M:300M", "32k:50M") == (
-        Phase(tokens=100e6, batch_tokens=1e6),
-        Phase(tokens=300e6, batch_tokens=2e6),
-        Phase(tokens=600e6),
-        Phase(tokens=50e6, sequence_length=32768),
+        TrainingPhase(tokens=100e6, batch_tokens=1e6),
+        TrainingPhase(tokens=300e6, batch_tokens=2e6),
+        TrainingPhase(tokens=600e6),
+        TrainingPhase(tokens=50e6, sequence_length=32768),
     )
     assert phases_of(None, None, None) == ()
 
@@ -59,7 +59,7 @@ def test_phases_that_cannot_be_read_are_refused(tokens: str, ramp: str | None, s
 def test_hours_cost_and_energy_follow_from_the_steps() -> None:
     run = run_of()
     steps = 1000
-    (one,) = plan_campaign(run, [Phase(tokens=steps * run.tokens_per_step)], plan_of)
+    (one,) = plan_campaign(run, [TrainingPhase(tokens=steps * run.tokens_per_step)], plan_of)
     campaign = Campaign(cluster=CLUSTER, phases=(one,), price=2.0, watts=500.0)
     assert (one.steps, one.seconds) == (steps, 2.0 * steps)
     assert one.device_hours == pytest.approx(16 * 2000 / HOUR)
@@ -70,7 +70,7 @@ def test_hours_cost_and_energy_follow_from_the_steps() -> None:
 
 def test_longer_rows_keep_about_the_tokens_of_a_step() -> None:
     run = run_of("training.sequence_length=128", "training.global_batch=256")
-    (one,) = plan_campaign(run, [Phase(tokens=1e6, sequence_length=512)], plan_of)
+    (one,) = plan_campaign(run, [TrainingPhase(tokens=1e6, sequence_length=512)], plan_of)
     assert one.projection.run.training.sequence_length == 512
     assert one.projection.run.tokens_per_step == run.tokens_per_step
 
