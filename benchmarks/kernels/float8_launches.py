@@ -44,7 +44,7 @@ from benchmarks.kernels.float8_layers import (
     product_of,
     timed,
 )
-from penstock.kernels.float8.launches import CANDIDATES
+from benchmarks.kernels.launches_tried import CANDIDATES
 
 NAMED = ("bf16", "bare")
 """What is compared with the candidates: our product in 16 bits, and the launch of the table."""

@@ -23,11 +23,12 @@ from torch import Tensor
 
 from benchmarks import record
 from benchmarks.kernels.float8_layers import RECIPES, add_argument
+from benchmarks.kernels.launches_tried import TRANSPOSING_LAUNCHES
 from benchmarks.kernels.pointwise import copy_bandwidth, time_calls
 from penstock.kernels import rope
 from penstock.kernels.float8 import reference
 from penstock.kernels.float8.latent_heads import mla_heads_backward
-from penstock.kernels.float8.launches import TRANSPOSING_LAUNCHES, TileLaunch
+from penstock.kernels.float8.launches import TileLaunch
 from penstock.kernels.float8.quantize import quantize_groups, quantize_rows, quantize_weight
 from penstock.kernels.float8.quantized import Quantized
 from penstock.kernels.float8.recipes import BLOCKWISE, MXFP8, ROWWISE, TENSORWISE, Block, Recipe, format_on

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from benchmarks import record
 from benchmarks.kernels.float8_layers import RECIPES, add_argument
+from benchmarks.kernels.launches_tried import BACKWARD_LAUNCHES
 from benchmarks.kernels.pointwise import copy_bandwidth, time_calls
 from penstock.kernels import swiglu as in_16_bits
 from penstock.kernels.float8 import operators
-from penstock.kernels.float8.launches import BACKWARD_LAUNCHES
 from penstock.kernels.float8.quantized import Quantized
 from penstock.kernels.float8.recipes import Recipe, format_on
 from penstock.kernels.float8.reference import aligned_rows, dequantize

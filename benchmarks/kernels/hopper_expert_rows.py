@@ -43,12 +43,12 @@ from benchmarks.kernels.hopper_weight_gradient import (
     relative,
     summarize,
 )
+from benchmarks.kernels.launches_tried import ROWS_RINGS
 from penstock.kernels.expert_parts import SavedRows
 from penstock.kernels.gluon.support import HAS_GLUON
 from penstock.kernels.grouped_gemm import grouped_gemm_forward, grouped_gemm_input_gradient
 from penstock.kernels.tile_table import TileTable, tile_table
 from penstock.kernels.tuning import (
-    ROWS_RINGS,
     GemmLaunch,
     GemmProduct,
     grouped_gemm_launch,

@@ -30,11 +30,11 @@ from torch import Tensor
 
 from benchmarks import record
 from benchmarks.kernels.grouped_gemm import Contenders, burn, skewed_counts, take_turns
+from benchmarks.kernels.launches_tried import RINGS
 from penstock.kernels.gluon.support import HAS_GLUON
 from penstock.kernels.grouped_gemm import grouped_gemm_weight_gradient
 from penstock.kernels.tile_table import TileTable, tile_table
 from penstock.kernels.tuning import (
-    RINGS,
     GemmLaunch,
     GemmProduct,
     grouped_gemm_launch,

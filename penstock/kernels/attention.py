@@ -1,13 +1,10 @@
 """Causal attention through torch's scaled_dot_product_attention, or flash-attn-4, with the backend chosen by name.
 
-On Hopper only cuDNN's backend is fast for the heads of latent attention (192 wide for query and key, 128 for value);
-flash needs equal widths and would pad the value. `auto` therefore tries cuDNN first. The package flash-attn-4
-(penstock/kernels/flash_4.py) is faster where it is installed; calls that it does not support go to torch's backends in
-the order of `auto`.
-
-A mask rules flash out, and the efficient backend does not support grouped-query heads. Where torch would therefore
-materialize all scores, keys and values are repeated for each query head instead. On the meta device the operator of a
-fused backend is called by name, because torch would choose the backend that materializes the scores.
+On Hopper only cuDNN is fast for the heads of latent attention (192 wide for query and key, 128 for value), so `auto`
+tries it first. flash-attn-4 (penstock/kernels/flash_4.py) is faster where it is installed; calls that it does not
+support go to torch's backends in the order of `auto`. Where torch would materialize all scores (a mask with
+grouped-query heads), keys and values are repeated for each query head instead. On the meta device the operator of a
+fused backend is called by name, because torch would choose the one that materializes the scores.
 
 Sinks (gpt-oss): each head has a logit s that takes part in the softmax and has no value. With L the logsumexp of a
 query's scores, a fused kernel and one pass over its output suffice:
@@ -227,21 +224,16 @@ def causal_attention(
     backend: str,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Softmax attention of each position over itself and the positions before it.
+    """Softmax attention of each position over itself and the positions before it: o_BSHM in the dtype of q.
 
     Args:
-        q_BSHN: queries.
-        k_BSGN: keys; G divides H, and each key/value head serves H / G query heads.
+        q_BSHN: queries; each key/value head serves H / G of their heads.
+        k_BSGN: keys.
         v_BSGM: values; their width may differ from that of the keys.
         scale: factor on the scores before the softmax.
-        allowed_BSS: boolean mask, query position by key position; it must be causal already. None means causal over the
-            whole row.
-        backend: `auto`, `default` (torch's own choice), `flash-4`, or one of torch's backends by name; a named backend
-            that cannot run raises torch's RuntimeError.
+        allowed_BSS: boolean mask, query position by key position, causal already; None is causal over the whole row.
+        backend: a key of `ORDERS`; a named backend that cannot run raises torch's RuntimeError.
         sinks_H: sink logit of each query head; None for a plain softmax.
-
-    Returns:
-        o_BSHM in the dtype of q.
     """
     if backend == flash_4.NAME and allowed_BSS is None and sinks_H is None and flash_4.takes(q_BSHN, v_BSGM):
         return flash_4.attention(q_BSHN, k_BSGN, v_BSGM, scale=scale)

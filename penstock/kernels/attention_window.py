@@ -9,11 +9,8 @@ block gets the keys that end with its last query. Blocks of one shape are comput
     chunks, row of 8     2 blocks of 3 queries with their own 3 keys; 1 block of 2 with 2: plain causal attention
     window, row of 8     3 blocks of 3 queries with 6 keys; padding before the first and after the last position
 
-A block of a window reads the block before it too, so it has twice the keys that a query sees. Smaller blocks would
-compute less and copy more keys. In a row of several documents chunks are counted from the beginning of each document,
-so they may begin anywhere and need the blocks of a window.
-
-Positions are those of the row; queries may be any range of it.
+A block of a window reads the block before it too. In a row of several documents chunks are counted from the beginning
+of each document, so they may begin anywhere and need the blocks of a window. Positions are those of the row.
 """
 
 from collections.abc import Iterator
@@ -49,19 +46,12 @@ class AttentionWindow:
 
 @dataclass(frozen=True)
 class QueryBlocks:
-    """Consecutive blocks of queries of one size.
-
-    Attributes:
-        first: position of the first query.
-        count: number of blocks.
-        queries: queries of a block.
-        keys: keys of a block; the last one has the position of the block's last query.
-    """
+    """`count` consecutive blocks of one size, from position `first` on."""
 
     first: int
     count: int
-    queries: int
-    keys: int
+    queries: int  # of a block
+    keys: int  # of a block; the last one has the position of the block's last query
 
     @property
     def end(self) -> int:

@@ -1,12 +1,10 @@
 """Operators that have a choice of implementation, and the backends that implement them, as data.
 
-A choice point is one operator, except that the experts' three products are chosen separately. Times are measured in
-finer parts (the gate-up and the down product, a norm alone and with its residual sum); the sum over the parts decides.
+A choice point is one operator, or one of the experts' three products. Times are measured in finer parts (a norm alone
+and with its residual sum); the sum over the parts decides.
 
-This is the one place where kernels are imported by name, and only after they were chosen. To add a library of kernels,
-add a row to `BACKENDS` (its operators, the module that holds them as an `Operators`, and as `ExpertKernels` if it has
-the experts' products), its package to `penstock.kernels.device_facts.PACKAGES`, and its name to the knobs in
-`penstock.config.run`. `choose` then considers it wherever it can run and was measured.
+Kernels are imported by name, only here, and only after they were chosen. To add a library of kernels, add a row to
+`BACKENDS`, its package to `penstock.kernels.device_facts.PACKAGES`, and its name to the knobs in `penstock.config.run`.
 """
 
 from collections.abc import Mapping
@@ -14,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import import_module
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from penstock.kernels.device_facts import TRITON
 from penstock.kernels.float8.operators import Float8Operators
@@ -31,46 +29,28 @@ PRODUCTS: tuple[Direction, ...] = ("forward", "input_gradient", "weight_gradient
 class Shapes:
     """Sizes of one micro-batch on one rank that decide how fast operators are.
 
-    Attributes:
-        tokens: tokens of the micro-batch.
-        hidden: width of the residual stream.
-        experts: experts of this rank; 0 for a dense model, as are `top_k` and `ffn`.
-        expert_groups: groups of the router; 1 for none.
-        top_k: experts of a token.
-        ffn: width of one expert.
-        dense_ffn: width of the network that most layers have for every token (shared expert or dense); 0 for none.
-        attention: `mla` or `gqa`.
-        heads: query heads.
-        head_dim: width of a query head.
-        rotary_dim: rotated part of a query head.
-        value_dim: width of a value head.
+    `experts` of this rank, `top_k` and `ffn` (width of one expert) are 0 for a dense model.
     """
 
     tokens: int
     hidden: int
     experts: int
-    expert_groups: int
+    expert_groups: int  # of the router; 1 for none
     top_k: int
     ffn: int
-    dense_ffn: int
+    dense_ffn: int  # width of the network that most layers have for every token (shared or dense); 0 for none
     attention: Literal["mla", "gqa"]
     heads: int
-    head_dim: int
-    rotary_dim: int
+    head_dim: int  # of a query
+    rotary_dim: int  # rotated part of a query head
     value_dim: int
 
 
-@dataclass(frozen=True)
-class TimedPart:
-    """One measured operator and direction.
-
-    Attributes:
-        op: name in measurements.
-        direction: `forward`, `backward`, or one of `PRODUCTS`.
-    """
+class TimedPart(NamedTuple):
+    """One measured operator, by its name in measurements."""
 
     op: str
-    direction: str
+    direction: str  # `forward`, `backward`, or one of `PRODUCTS`
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,14 +3,12 @@
 Both passes of an operator share one choice, because one autograd function holds them. Only the experts' three products
 (forward, input gradient, weight gradient) are chosen separately. The rules, in order:
 
-1. A backend named in the config (`kernels.norm`, or `kernels.all`) is taken, or refused with the reason why it cannot
-run. 2. Backends that cannot run are left out: no GPU, not installed, an unsupported dtype or width. 3. With
-measurements of this chip: the fastest at the nearest shape; balanced and skewed loads count the same. 4. Without
-measurements: Triton before torch before the reference, but Triton's matrix products come last on chips and in dtypes
-without a table of launches. On a CPU torch's forms are as fast as the reference or faster.
+    1. A backend named in the config (`kernels.norm`, or `kernels.all`) is taken, or refused with a reason.
+    2. Backends that cannot run are left out: no GPU, not installed, an unsupported dtype or width.
+    3. With measurements of this chip: the fastest at the nearest shape; balanced and skewed loads count the same.
+    4. Without: Triton, torch, reference; Triton's products come last on chips and in dtypes without a launch table.
 
-Every choice carries its reason, which `penstock kernels list` prints. Nothing here touches a device, and only
-`operators`, which assembles the chosen implementations, imports kernels.
+`penstock kernels list` prints the reasons. Nothing here touches a device, and only `operators` imports kernels.
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,19 +47,12 @@ MOST_COLUMNS = 1024
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen backend of an operator, and the reason.
+    """The chosen backend of an operator, and the reason."""
 
-    Attributes:
-        op: operator, from `penstock.kernels.backends.FIELDS`, or `attention` or `loss`.
-        direction: both passes, or one of the experts' products.
-        backend: from `penstock.kernels.backends.BACKENDS`; for attention, a value of `kernels.attention`.
-        reason: a short sentence without a full stop.
-    """
-
-    op: str
+    op: str  # from `penstock.kernels.backends.FIELDS`, or `attention` or `loss`
     direction: Direction
-    backend: str
-    reason: str
+    backend: str  # from `penstock.kernels.backends.BACKENDS`; for attention, a value of `kernels.attention`
+    reason: str  # a short sentence without a full stop
 
 
 def choose(

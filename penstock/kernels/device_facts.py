@@ -27,20 +27,12 @@ FLASH_4 = "flash-attn-4"
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceFacts:
-    """A device and the packages installed for it.
+    """A device and the packages installed for it."""
 
-    Attributes:
-        kind: `cuda` (AMD's too) or `cpu`.
-        name: as the driver reports it; `CPU` for every CPU.
-        target: the chip as launch tables name it.
-        packages: those of `PACKAGES` that are installed, and `FLASH_4` if it is.
-        dtype: compute dtype of the model.
-    """
-
-    kind: Literal["cuda", "cpu"]
-    name: str
-    target: str
-    packages: frozenset[str]
+    kind: Literal["cuda", "cpu"]  # `cuda` for AMD's too
+    name: str  # as the driver reports it; `CPU` for every CPU
+    target: str  # the chip as launch tables name it
+    packages: frozenset[str]  # those of `PACKAGES` that are installed, and `FLASH_4` if it is
     dtype: Dtype
 
     @property

@@ -6,9 +6,9 @@ Forward is two grouped GEMMs with SwiGLU between. The first gathers its rows fro
     h_RF       = swiglu(gate_up_RF) * weight    freed
     y_RD       = h_RF @ down^T                  the output
 
-Only the tokens (which the layer's input keeps alive in any case) and the pre-activation are saved. Backward needs no
-more, because the routing weight is applied before the linear down projection (SonicMoE, arXiv 2512.14080): its gradient
-is a dot product of two rows of width F in registers, not of the outputs, and recomputing h costs one write.
+Only the tokens and the pre-activation are saved, because the routing weight is applied before the linear down
+projection (SonicMoE, arXiv 2512.14080): its gradient is a dot product of two rows of width F in registers, not of the
+outputs, and recomputing h costs one write.
 
     dh_RF      = dy_RD @ down
     d_gate_up_RF, dweights_R, h_RF  <-  gate_up_RF, weights_R, dh_RF        one elementwise pass
@@ -16,13 +16,10 @@ is a dot product of two rows of width F in registers, not of the outputs, and re
     dx_ND      = d_gate_up_RF @ gate_up, rows of each token summed
     d_gate_up  = d_gate_up_RF^T @ x_ND[index_R]
 
-For DeepSeek-V2-Lite (D 2,048, F 1,408, 6 experts a token) this saves 38 kB a token and layer; saving the rows, both
-halves of the activation, h and the outputs as well would take 104 kB. With `recompute` the pre-activation is freed too
-and backward begins with the first product; 4 kB are left. With `keep`, many layers save into one buffer
-(`penstock.kernels.expert_parts.SavedRows`).
-
-The products add biases while they write, the second one times the routing weight; the gradients of biases are sums of
-rows (penstock/kernels/bias_gradient.py). Each product may have its own backend: see `ExpertKernels`.
+For DeepSeek-V2-Lite (D 2,048, F 1,408, 6 experts a token) this saves 38 kB a token and layer, not 104. With
+`recompute` the pre-activation is freed too and backward begins with the first product; 4 kB are left. With `keep`, many
+layers save into one buffer (`penstock.kernels.expert_parts.SavedRows`). The products add biases while they write, the
+second one times the routing weight.
 """
 
 from dataclasses import dataclass, replace
@@ -35,14 +32,13 @@ from torch.autograd.function import once_differentiable
 
 from penstock.kernels.expert_kernels import REFERENCE, TRITON, ExpertKernels
 from penstock.kernels.expert_parts import (
-    BIASES,
     DOWN,
     GATE_UP,
-    MATRICES,
     DeferGradient,
+    ExpertOptions,
     SavedRows,
     SaveRows,
-    WeightedBias,
+    bias_gradients,
     check_operands,
     put_gradient,
     sum_over_places,
@@ -114,23 +110,8 @@ def expert_ffn(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Extras:
-    """Arguments of `expert_ffn` that autograd does not see."""
-
-    places_TK: Tensor | None
-    given_sums: tuple[Tensor, ...]
-    parameters: tuple[Tensor, Tensor]
-    put_off: DeferGradient | None
-    recompute: bool
-    keep: SaveRows | None
-    only_last: bool
-    rule: ExpertRule
+class _Extras(ExpertOptions):
     kernels: ExpertKernels
-
-    @property
-    def sums(self) -> tuple[Tensor | None, ...]:
-        """Of both matrices and both biases, None where there is none."""
-        return (*self.given_sums, *[None] * (MATRICES + BIASES - len(self.given_sums)))
 
 
 class _ExpertFfn(torch.autograd.Function):
@@ -172,15 +153,15 @@ class _ExpertFfn(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_RD: Tensor) -> tuple[Tensor | None, ...]:
-        x_ND, gate_up_eFD, down_eDF, counts_e, weights_R, index_R, gate_up_bias, down_bias, *saved = ctx.saved_tensors
+        x_ND, gate_up_eFD, down_eDF, counts_e, weights_R, index_R, *saved = ctx.saved_tensors
         wants_x, wants_gate_up, wants_down, _, wants_weights, *_ = ctx.needs_input_grad
         extras, tiles, dy_RD = ctx.extras, ctx.tiles, dy_RD.contiguous()
-        kernels, (gate_up_sum, down_sum, gate_up_bias_sum, down_bias_sum) = extras.kernels, extras.sums
-        saved_RF, first = saved
-        dx_ND = d_gate_up_eFD = d_down_eDF = d_gate_up_bias_eF = d_down_bias_eD = None
+        kernels, (gate_up_sum, down_sum, *_) = extras.kernels, extras.sums
+        *biases, saved_RF, first = saved
+        dx_ND = d_gate_up_eFD = d_down_eDF = None
 
         if saved_RF is None:
-            saved_RF = kernels.forward(x_ND, gate_up_eFD, counts_e, index_R, bias_eF=gate_up_bias, tiles=tiles)
+            saved_RF = kernels.forward(x_ND, gate_up_eFD, counts_e, index_R, bias_eF=biases[0], tiles=tiles)
         # 1. Back through the down projection and the activation; h is recomputed in the same pass.
         dh_RF = kernels.input_gradient(dy_RD, down_eDF, counts_e, tiles=tiles)
         saved_RF = saved_RF if first is None else SavedRows(saved_RF, first, len(dy_RD))
@@ -192,18 +173,11 @@ class _ExpertFfn(torch.autograd.Function):
         if wants_down:
             rows = dy_RD, h_RF, counts_e, None
             make = partial(kernels.weight_gradient, *rows, accumulate_into=down_sum, tiles=tiles)
-            d_down_eDF = put_gradient(make, DOWN, extras.parameters[DOWN], down_sum, extras.put_off)
+            d_down_eDF = put_gradient(make, DOWN, extras)
             del rows, make
         del h_RF
-        if down_bias is not None:
-            weighted = None if dweights_R is None else WeightedBias(down_bias, weights_R, dweights_R)
-            d_down_bias_eD = kernels.bias_gradient(
-                dy_RD, counts_e, weighted, accumulate_into=down_bias_sum, tiles=tiles
-            )
-        if gate_up_bias is not None:
-            d_gate_up_bias_eF = kernels.bias_gradient(
-                d_gate_up_RF, counts_e, accumulate_into=gate_up_bias_sum, tiles=tiles
-            )
+        of_bias, weights = partial(kernels.bias_gradient, tiles=tiles), (weights_R, dweights_R)
+        d_biases = bias_gradients(of_bias, dy_RD, d_gate_up_RF, counts_e, weights, biases, extras)
         # 3. Gradient of the tokens: rows of each token are summed.
         if wants_x:
             dx_RD = kernels.input_gradient(d_gate_up_RF, gate_up_eFD, counts_e, tiles=tiles)
@@ -213,9 +187,6 @@ class _ExpertFfn(torch.autograd.Function):
         if wants_gate_up:
             rows = d_gate_up_RF, x_ND, counts_e, index_R
             make = partial(kernels.weight_gradient, *rows, accumulate_into=gate_up_sum, tiles=tiles)
-            d_gate_up_eFD = put_gradient(make, GATE_UP, extras.parameters[GATE_UP], gate_up_sum, extras.put_off)
-        # A gradient that was added to a sum is not returned to autograd.
-        of_biases = zip((d_gate_up_bias_eF, d_down_bias_eD), (gate_up_bias_sum, down_bias_sum), strict=True)
-        given = [None if total is not None else one for one, total in of_biases]
+            d_gate_up_eFD = put_gradient(make, GATE_UP, extras)
         dweights_R = dweights_R if wants_weights else None
-        return dx_ND, d_gate_up_eFD, d_down_eDF, None, dweights_R, None, *given, None
+        return dx_ND, d_gate_up_eFD, d_down_eDF, None, dweights_R, None, *d_biases, None

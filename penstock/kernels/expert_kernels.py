@@ -17,6 +17,7 @@ from penstock.kernels.expert_parts import (
     add_or_return,
     bias_gradient_by_definition,
     bias_gradient_in_torch,
+    no_tile_table,
     used,
 )
 from penstock.kernels.grouped_gemm import (
@@ -65,10 +66,6 @@ class ExpertKernels:
     saves_rows: bool = False
 
 
-def _no_tile_table(counts_e: Tensor, rows: int) -> None:
-    """Only Triton's products share a table."""
-
-
 def _swiglu_in_torch(gate_up_RF: Tensor, weights_R: Tensor | None, rule: ExpertRule, *, used: object) -> Tensor:
     return reference.swiglu(gate_up_RF, weights_R, rule)
 
@@ -86,103 +83,85 @@ def _swiglu_backward_in_torch(
     return SwigluGradients(d_gate_up_RF, rest[0] if rest else None, h_RF.detach() if recompute else None)
 
 
-def _forward_by_definition(
-    x_RD: Tensor,
-    w_eFD: Tensor,
-    counts_e: Tensor,
-    index_R: Tensor | None = None,
-    *,
-    bias_eF: Tensor | None = None,
-    weights_R: Tensor | None = None,
-    tiles: None = None,
-) -> Tensor:
-    y_RF = reference.grouped_gemm(x_RD, w_eFD, counts_e, index_R)
-    return y_RF if bias_eF is None else reference.add_bias(y_RF, bias_eF, counts_e, weights_R)
+def _in_torch(
+    multiply: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
+    multiply_columns: Callable[[Tensor, Tensor, Tensor], Tensor],
+    add_bias: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
+    bias_gradient: Callable[..., Tensor],
+) -> ExpertKernels:
+    """The parts by operators of torch.
+
+    Args:
+        multiply: (x_RD, w_eFD, counts_e, index_R) -> y_RF, as `reference.grouped_gemm`.
+        multiply_columns: (dy_RF, x_RD, counts_e) -> dw_eFD.
+        add_bias: as `reference.add_bias`.
+        bias_gradient: as in `ExpertKernels`.
+    """
+
+    def forward(
+        x_RD: Tensor,
+        w_eFD: Tensor,
+        counts_e: Tensor,
+        index_R: Tensor | None = None,
+        *,
+        bias_eF: Tensor | None = None,
+        weights_R: Tensor | None = None,
+        tiles: TileTable | None = None,
+    ) -> Tensor:
+        y_RF = multiply(x_RD, w_eFD, counts_e, index_R)
+        return y_RF if bias_eF is None else add_bias(y_RF, bias_eF, counts_e, weights_R)
+
+    def input_gradient(dy_RF: Tensor, w_eFD: Tensor, counts_e: Tensor, *, tiles: TileTable | None = None) -> Tensor:
+        return multiply(dy_RF, w_eFD.transpose(1, 2), counts_e, None)
+
+    def weight_gradient(
+        dy_RF: Tensor,
+        x_RD: Tensor,
+        counts_e: Tensor,
+        index_R: Tensor | None = None,
+        *,
+        accumulate_into: Tensor | None = None,
+        tiles: TileTable | None = None,
+    ) -> Tensor:
+        rows_RD = x_RD if index_R is None else x_RD.index_select(0, index_R)
+        return add_or_return(multiply_columns(dy_RF, rows_RD, counts_e), accumulate_into)
+
+    return ExpertKernels(
+        forward=forward,
+        input_gradient=input_gradient,
+        weight_gradient=weight_gradient,
+        swiglu=_swiglu_in_torch,
+        swiglu_backward=_swiglu_backward_in_torch,
+        bias_gradient=bias_gradient,
+        unpermute=reference.unpermute,
+        tile_table=no_tile_table,
+    )
 
 
-def _input_gradient_by_definition(dy_RF: Tensor, w_eFD: Tensor, counts_e: Tensor, *, tiles: None = None) -> Tensor:
-    return reference.grouped_gemm(dy_RF, w_eFD.transpose(1, 2), counts_e)
+def _columns_by_definition(dy_RF: Tensor, x_RD: Tensor, counts_e: Tensor) -> Tensor:
+    counts = counts_on_host(counts_e, len(dy_RF))
+    sizes = [*counts, len(dy_RF) - sum(counts)]
+    pieces = list(zip(dy_RF.split(sizes), x_RD.split(sizes), strict=True))[:-1]
+    return torch.stack([dy.T @ rows for dy, rows in pieces])
 
 
-def _weight_gradient_by_definition(
-    dy_RF: Tensor,
-    x_RD: Tensor,
-    counts_e: Tensor,
-    index_R: Tensor | None = None,
-    *,
-    accumulate_into: Tensor | None = None,
-    tiles: None = None,
-) -> Tensor:
-    rows_RD = x_RD if index_R is None else x_RD[index_R]
-    counts = counts_on_host(counts_e, dy_RF.shape[0])
-    sizes = [*counts, dy_RF.shape[0] - sum(counts)]
-    pieces = list(zip(dy_RF.split(sizes), rows_RD.split(sizes), strict=True))[:-1]
-    return add_or_return(torch.stack([dy.T @ rows for dy, rows in pieces]), accumulate_into)
-
-
-def _forward_by_grouped_mm(
-    x_RD: Tensor,
-    w_eFD: Tensor,
-    counts_e: Tensor,
-    index_R: Tensor | None = None,
-    *,
-    bias_eF: Tensor | None = None,
-    weights_R: Tensor | None = None,
-    tiles: TileTable | None = None,
-) -> Tensor:
+def _grouped_mm(x_RD: Tensor, w_eFD: Tensor, counts_e: Tensor, index_R: Tensor | None) -> Tensor:
     rows_RD = x_RD if index_R is None else x_RD.index_select(0, index_R)
-    ends_e = counts_e.cumsum(0, dtype=torch.int32)
-    y_RF = F.grouped_mm(rows_RD, w_eFD.transpose(1, 2), offs=ends_e)
-    return used(y_RF if bias_eF is None else torch_add_bias(y_RF, bias_eF, counts_e, weights_R), counts_e)
+    if not len(rows_RD):  # grouped_mm refuses the strides of an expanded tensor without rows
+        return rows_RD.new_zeros(0, w_eFD.shape[1])
+    return used(F.grouped_mm(rows_RD, w_eFD.transpose(1, 2), offs=counts_e.cumsum(0, dtype=torch.int32)), counts_e)
 
 
-def _input_gradient_by_grouped_mm(
-    dy_RF: Tensor, w_eFD: Tensor, counts_e: Tensor, *, tiles: TileTable | None = None
-) -> Tensor:
-    if not len(dy_RF):  # grouped_mm refuses the strides of an expanded tensor without rows
-        return dy_RF.new_zeros(0, w_eFD.shape[2])
-    return used(F.grouped_mm(dy_RF, w_eFD, offs=counts_e.cumsum(0, dtype=torch.int32)), counts_e)
+def _columns_by_grouped_mm(dy_RF: Tensor, x_RD: Tensor, counts_e: Tensor) -> Tensor:
+    if not len(x_RD):  # as above
+        return dy_RF.new_zeros(len(counts_e), dy_RF.shape[1], x_RD.shape[1])
+    return F.grouped_mm(dy_RF.T, x_RD, offs=counts_e.cumsum(0, dtype=torch.int32))
 
 
-def _weight_gradient_by_grouped_mm(
-    dy_RF: Tensor,
-    x_RD: Tensor,
-    counts_e: Tensor,
-    index_R: Tensor | None = None,
-    *,
-    accumulate_into: Tensor | None = None,
-    tiles: TileTable | None = None,
-) -> Tensor:
-    rows_RD = x_RD if index_R is None else x_RD.index_select(0, index_R)
-    if not len(rows_RD):  # as above
-        nothing_eFD = dy_RF.new_zeros(len(counts_e), dy_RF.shape[1], rows_RD.shape[1])
-        return add_or_return(nothing_eFD, accumulate_into)
-    ends_e = counts_e.cumsum(0, dtype=torch.int32)
-    return add_or_return(F.grouped_mm(dy_RF.T, rows_RD, offs=ends_e), accumulate_into)
-
-
-REFERENCE = ExpertKernels(
-    forward=_forward_by_definition,
-    input_gradient=_input_gradient_by_definition,
-    weight_gradient=_weight_gradient_by_definition,
-    swiglu=_swiglu_in_torch,
-    swiglu_backward=_swiglu_backward_in_torch,
-    bias_gradient=bias_gradient_by_definition,
-    unpermute=reference.unpermute,
-    tile_table=_no_tile_table,
-)
+REFERENCE = _in_torch(reference.grouped_gemm, _columns_by_definition, reference.add_bias, bias_gradient_by_definition)
 """By definition; for CPUs and tests."""
 
-TORCH = ExpertKernels(
-    forward=_forward_by_grouped_mm,
-    input_gradient=_input_gradient_by_grouped_mm,
-    weight_gradient=_weight_gradient_by_grouped_mm,
-    swiglu=_swiglu_in_torch,
-    swiglu_backward=_swiglu_backward_in_torch,
-    bias_gradient=bias_gradient_in_torch,
-    unpermute=reference.unpermute,
-    tile_table=_no_tile_table,
-)
+TORCH = _in_torch(_grouped_mm, _columns_by_grouped_mm, torch_add_bias, bias_gradient_in_torch)
 """torch's grouped_mm; bfloat16 on a GPU."""
 
 TRITON = ExpertKernels(

@@ -12,7 +12,7 @@ A layer that does not fit is counted and overwrites the first layers: the pass i
 with a larger buffer (penstock/moe/dispatch/row_capacity.py).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,13 +23,9 @@ from penstock.base.errors import KernelError
 from penstock.kernels.language import tl, triton
 from penstock.kernels.launching import counts_on_host, start_kernel
 from penstock.kernels.operators import torch_add_bias
-from penstock.kernels.reference import RowOrder
+from penstock.kernels.reference import ExpertRule, RowOrder
 
-MATRICES, BIASES = 2, 2
-"""Parameters of the experts: gate and up together, and down; with biases two more."""
-
-
-GATE_UP, DOWN = range(MATRICES)
+GATE_UP, DOWN = range(2)
 """Indices of the matrices among the parameters."""
 
 DeferGradient = Callable[[int, Callable[[], None]], bool]
@@ -39,17 +35,11 @@ later."""
 
 @dataclass(frozen=True)
 class SavedRows:
-    """Rows of one layer in a buffer of several layers.
+    """Rows of one layer in a buffer of several layers."""
 
-    Attributes:
-        rows_SF: the buffer, contiguous.
-        first: int64 [1], on the device: the layer's first row.
-        room: most rows that the layer can have.
-    """
-
-    rows_SF: Tensor
-    first: Tensor
-    room: int
+    rows_SF: Tensor  # the buffer, contiguous
+    first: Tensor  # int64 [1], on the device: the layer's first row
+    room: int  # most rows that the layer can have
 
 
 SaveRows = Callable[[Tensor, int, Tensor], SavedRows]
@@ -57,18 +47,36 @@ SaveRows = Callable[[Tensor, int, Tensor], SavedRows]
 width, dtype and device."""
 
 
-class WeightedBias(NamedTuple):
-    """A bias that is added to each row times the row's weight.
+@dataclass(frozen=True, kw_only=True)
+class ExpertOptions:
+    """Arguments of the experts' networks that autograd does not see (`penstock.kernels.expert_ffn.expert_ffn`).
 
     Attributes:
-        bias_eF: the bias.
-        weights_R: float32 weight of each row.
-        dweights_R: float32 gradient of the weights so far, contiguous; the bias's part is added in place.
+        parameters: both matrices.
+        given_sums: float32 sums of the gradients of matrices and biases, as many as there are.
     """
 
+    parameters: tuple[Tensor, Tensor]
+    given_sums: tuple[Tensor, ...]
+    places_TK: Tensor | None
+    put_off: DeferGradient | None
+    recompute: bool
+    keep: SaveRows | None
+    only_last: bool
+    rule: ExpertRule
+
+    @property
+    def sums(self) -> tuple[Tensor | None, ...]:
+        """Of both matrices and both biases, None where there is none."""
+        return (*self.given_sums, *[None] * (4 - len(self.given_sums)))
+
+
+class WeightedBias(NamedTuple):
+    """A bias that is added to each row times the row's weight."""
+
     bias_eF: Tensor
-    weights_R: Tensor
-    dweights_R: Tensor
+    weights_R: Tensor  # float32
+    dweights_R: Tensor  # float32 gradient of the weights so far, contiguous; the bias's part is added in place
 
 
 def bias_gradient_by_definition(
@@ -125,21 +133,48 @@ def add_or_return(dw_eFD: Tensor, accumulate_into: Tensor | None) -> Tensor:
     return dw_eFD if accumulate_into is None else accumulate_into.add_(dw_eFD)
 
 
-def put_gradient(
-    make: Callable[[], Tensor], place: int, parameter: Tensor, total: Tensor | None, put_off: DeferGradient | None
-) -> Tensor | None:
-    """Compute the gradient of a matrix now and return it for autograd, or hand it to `put_off` as a task.
+def bias_gradients(
+    gradient: Callable[..., Tensor],
+    dy_RD: Tensor,
+    d_gate_up_RF: Tensor | None,
+    counts_e: Tensor,
+    weights: tuple[Tensor | None, Tensor | None],
+    biases: Sequence[Tensor | None],
+    options: ExpertOptions,
+) -> list[Tensor | None]:
+    """Gradients of both biases for autograd, None where there is a sum.
 
-    `make` computes the gradient and adds it to `total`, the float32 sum, if there is one; then nothing is returned. A
-    deferred gradient without a sum goes to the parameter's own `.grad`.
+    `weights` are the routing weights and their gradient so far, to which the part of the second bias is added.
     """
+    found: list[Tensor | None] = [None, None]
+    sums = options.sums[2:]
+    if biases[GATE_UP] is not None:
+        found[GATE_UP] = gradient(d_gate_up_RF, counts_e, accumulate_into=sums[GATE_UP])
+    if (bias_eD := biases[DOWN]) is not None:
+        weights_R, dweights_R = weights
+        weighted = None if weights_R is None or dweights_R is None else WeightedBias(bias_eD, weights_R, dweights_R)
+        found[DOWN] = gradient(dy_RD.contiguous(), counts_e, weighted, accumulate_into=sums[DOWN])
+    return [None if total is not None else one for one, total in zip(found, sums, strict=True)]
+
+
+def no_tile_table(counts_e: Tensor, rows: int) -> None:
+    """Stand-in for `tile_table`: only Triton's products share one."""
+
+
+def put_gradient(make: Callable[[], Tensor], place: int, options: ExpertOptions) -> Tensor | None:
+    """Compute the gradient of a matrix now and return it for autograd, or defer it by `options.put_off`.
+
+    `make` computes the gradient and adds it to the float32 sum, if there is one; then nothing is returned. A deferred
+    gradient without a sum goes to the parameter's own `.grad`.
+    """
+    total, parameter = options.sums[place], options.parameters[place]
 
     def late() -> None:
         found = make()
         if total is None:  # Through the parameter's own hooks, as in any backward pass.
             parameter.view_as(parameter).backward(found)
 
-    if put_off is not None and put_off(place, late):
+    if options.put_off is not None and options.put_off(place, late):
         return None
     found = make()
     return found if total is None else None

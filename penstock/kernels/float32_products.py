@@ -14,9 +14,8 @@ be float32 but can have bfloat16 operands:
 
 Each row of six is written once and contains the rows of three as a slice.
 
-cuBLAS would compute the router's products in float32 without tensor cores. Here no bit of an operand is lost; tensor
-cores sum less exactly than float32 arithmetic, but far better than TF32, which cuts the operands to 11 bits. On a CPU,
-where torch cannot mix the two types, the same bfloat16 values are multiplied as float32.
+cuBLAS would compute the router's products in float32 without tensor cores. No bit of an operand is lost, where TF32
+would cut them to 11 bits. On a CPU the same bfloat16 values are multiplied as float32.
 """
 
 from collections.abc import Sequence

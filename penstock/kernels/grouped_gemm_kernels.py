@@ -36,6 +36,16 @@ def locate_rows(owners_ptr, tile, tiles_across, BLOCK_ROWS: tl.constexpr, GROUP:
 
 
 @triton.jit
+def locate_matrix(
+    tile, tiles_each, rows, tiles_across, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, GROUP: tl.constexpr
+):
+    """Expert, row and column of a tile of the experts' matrices, each of which has `rows` rows."""
+    expert = tile // tiles_each
+    row, column = swizzle(tile % tiles_each, tl.cdiv(rows, BLOCK_ROWS), tiles_across, GROUP)
+    return expert, row * BLOCK_ROWS, column * BLOCK_COLUMNS
+
+
+@triton.jit
 def swizzle(tile, tiles_down, tiles_across, GROUP: tl.constexpr):
     """Walk tiles down GROUP rows, then one column on: programs that run together share operands in the L2 cache.
 
@@ -120,13 +130,16 @@ def ragged(end, count, row):
 
 
 @triton.jit
-def zero_tail(y_ptr, tail, rows, columns):
-    """Set the rows past the last expert's to zero; programs take one row each in turn."""
-    for row in range(tail + tl.program_id(0), rows, tl.num_programs(0)):
-        row_ptr = y_ptr + row * columns.to(tl.int64)
-        for first in range(0, columns, 2048):
-            across = first + tl.arange(0, 2048)
-            tl.store(row_ptr + across, tl.zeros((2048,), y_ptr.dtype.element_ty), mask=across < columns)
+def zero_tail(y_ptr, first_ptr, tail_ptr, rows, columns, ONLY_LAST: tl.constexpr):
+    """Set the rows past the last expert's to zero, or the last one; none of a buffer. Programs take rows in turn."""
+    if first_ptr is None:
+        tail = tl.load(tail_ptr)
+        tail = tl.maximum(tail, rows - 1) if ONLY_LAST else tail
+        for row in range(tail + tl.program_id(0), rows, tl.num_programs(0)):
+            row_ptr = y_ptr + row * columns.to(tl.int64)
+            for first in range(0, columns, 2048):
+                across = first + tl.arange(0, 2048)
+                tl.store(row_ptr + across, tl.zeros((2048,), y_ptr.dtype.element_ty), mask=across < columns)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -183,9 +196,7 @@ def rows_kernel(
         store_rows(
             y, start + shift, end + shift, row, column, columns, result, BLOCK_ROWS, BLOCK_COLUMNS, PIECES, DESCRIPTORS
         )
-    if first_ptr is None:
-        tail = tl.load(starts_ptr + experts)
-        zero_tail(y_ptr, tl.maximum(tail, rows - 1) if ONLY_LAST else tail, rows, columns)
+    zero_tail(y_ptr, first_ptr, starts_ptr + experts, rows, columns, ONLY_LAST)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -203,10 +214,7 @@ def weights_kernel(
     tiles_across = tl.cdiv(columns, BLOCK_COLUMNS)
     tiles_each = tl.cdiv(rows, BLOCK_ROWS) * tiles_across
     for tile in tl.range(tl.program_id(0), tiles_each * experts, tl.num_programs(0), flatten=True):
-        expert = tile // tiles_each
-        row, column = swizzle(tile % tiles_each, tl.cdiv(rows, BLOCK_ROWS), tiles_across, GROUP)
-        row *= BLOCK_ROWS
-        column *= BLOCK_COLUMNS
+        expert, row, column = locate_matrix(tile, tiles_each, rows, tiles_across, BLOCK_ROWS, BLOCK_COLUMNS, GROUP)
         start = tl.load(starts_ptr + expert)
         count = tl.load(starts_ptr + expert + 1) - start
         # An expert without rows takes one step over zeros, so that its gradient is written too.

@@ -1,21 +1,17 @@
 """Output projection and cross entropy in chunks, without the logits of all tokens in memory.
 
-The logits of a real vocabulary are the largest tensor of a training step: 8,192 tokens x 102,400 words are 1.7 GB in
-bfloat16, and their float32 copy and gradient several times that. Tokens are independent here, so they are processed in
-chunks:
+The logits of 8,192 tokens x 102,400 words are 1.7 GB in bfloat16, and their float32 copy and gradient several times
+that. Tokens are independent here, so they are processed in chunks:
 
     logits = x head^T          cuBLAS, into one buffer that all chunks share
     logits -> their gradient   one kernel, in place: pass 1 finds logsumexp, pass 2 writes softmax - onehot
     dx     = dlogits head      cuBLAS
     dhead += dlogits^T x       cuBLAS, summed over the chunks in float32
 
-So forward computes the gradients for an incoming gradient of 1, and backward multiplies them by the real one. Nothing
-is recomputed, and the host never waits: the device decides which tokens count.
-
-With a process group the vocabulary is split over its ranks. Each rank finds logsumexp of its own columns, two small
-all-reduces combine them, and the same kernel runs once more for the gradient alone.
-
-The row pass exists in Triton and in plain torch (for a CPU), with the same parameters.
+So forward computes the gradients for an incoming gradient of 1, and backward multiplies them by the real one. The host
+never waits. With a process group the vocabulary is split over its ranks: each finds logsumexp of its own columns, two
+small all-reduces combine them, and the same kernel runs once more for the gradient alone. The row pass exists in Triton
+and in plain torch (for a CPU).
 """
 
 import math

@@ -20,12 +20,9 @@ from penstock.kernels.attention_window import AttentionWindow, QueryBlocks, bloc
 
 @dataclass(frozen=True)
 class BlockMasks:
-    """Blocks of a range of queries, and their masks.
+    """Consecutive blocks that cover a range of queries, and the mask of each.
 
-    Attributes:
-        blocks: consecutive blocks that cover the range.
-        masks: one for each of `blocks`: boolean, (rows x blocks) x queries x keys, rows counting slowest; None for
-            plain causal attention.
+    A mask is boolean, (rows x blocks) x queries x keys, rows counting slowest; None for plain causal attention.
     """
 
     blocks: tuple[QueryBlocks, ...]

@@ -13,28 +13,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.kernels.language import ceil_div, power_of_two, tl, triton
+from penstock.kernels.language import tl, triton
 from penstock.kernels.launching import start_kernel
-from penstock.kernels.permute import CHUNKS, ORDER_LAUNCH, scan_kernel
+from penstock.kernels.permute import ORDER_LAUNCH, tally
 from penstock.kernels.tuning import KernelLaunch
 
 
 class LocalOrder(NamedTuple):
-    """Order of all ranks' slots by this rank's experts. Places without a slot hold 0.
+    """Order of all ranks' slots by this rank's experts. Places without a slot hold 0."""
 
-    Attributes:
-        slots_R: int64, the slot of each place.
-        index_R: int64, the source row of each place.
-        weights_R: float32, the weight of each place.
-        places_NK: int64, the place of each slot; R - 1 for slots of other ranks' experts and slots that do not fit.
-        counts_e: int32, places of each expert of this rank.
-    """
-
-    slots_R: Tensor
-    index_R: Tensor
-    weights_R: Tensor
-    places_NK: Tensor
-    counts_e: Tensor
+    slots_R: Tensor  # int64, the slot of each place
+    index_R: Tensor  # int64, the source row of each place
+    weights_R: Tensor  # float32, the weight of each place
+    places_NK: Tensor  # int64, place of each slot; R - 1 for other ranks' experts and for slots that do not fit
+    counts_e: Tensor  # int32, places of each expert of this rank
 
 
 def order_local_rows(
@@ -67,21 +59,9 @@ def order_local_rows(
     places_NK = torch.empty(experts_NK.shape, dtype=torch.int64, device=device)
     counts_e, totals_e = torch.empty(2, experts, dtype=torch.int32, device=device)
     arrivals = LocalOrder(slots_R, index_R, weights_R, places_NK, counts_e)
-    tiles = max(1, ceil_div(slots, CHUNKS * launch.block_rows))
-    chunks = ceil_div(slots, tiles * launch.block_rows)
-    tallies_CE = torch.empty(chunks, experts + 1, dtype=torch.int32, device=device)
-    sizes = (own.start, slots, tiles)
-    by_slot = {
-        "EXPERTS": experts,
-        "BINS": power_of_two(experts + 1),
-        "BLOCK_R": launch.block_rows,
-        "num_warps": launch.warps,
-    }
-    by_expert = {"EXPERTS": experts, "BLOCK_C": 256, "BLOCK_E": launch.block_columns, "num_warps": launch.warps}
-    start_kernel(count_arrivals_kernel, (chunks,), experts_NK, tallies_CE, *sizes, **by_slot)
-    start_kernel(scan_kernel, (ceil_div(experts + 1, launch.block_columns),), tallies_CE, totals_e, chunks, **by_expert)
+    tallies_CE, sizes, by_slot = tally(count_arrivals_kernel, experts_NK, (own.start,), totals_e, launch)
     start_kernel(
-        place_arrivals_kernel, (chunks,),
+        place_arrivals_kernel, (len(tallies_CE),),
         experts_NK, weights_NK, tallies_CE, totals_e, *arrivals, meter, *sizes, rows, places,
         K=experts_NK.shape[1], **by_slot,
     )  # fmt: skip

@@ -19,7 +19,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+
+from pydantic import ConfigDict, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
 
 from penstock.base.errors import KernelError
 from penstock.base.files import read_json
@@ -30,23 +31,16 @@ PACKAGED = Path(__file__).with_name("measured_data")
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorTimes:
-    """Times of one operator in one direction on one shape.
+    """Times of one operator in one direction on one shape."""
 
-    Attributes:
-        op: name of the operator as `penstock.kernels.choose` knows it.
-        direction: `forward`, `backward`, `input_gradient` or `weight_gradient`.
-        dtype: `bf16` or `fp32`.
-        skew: imbalance of the experts' loads; 0 for operators that do not depend on it.
-        shape: sizes by name, all above 0.
-        microseconds: median time of each backend that ran.
-    """
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
-    op: str
-    direction: str
-    dtype: str
-    skew: float
-    shape: Mapping[str, int]
-    microseconds: Mapping[str, float]
+    op: str  # as `penstock.kernels.choose` knows it
+    direction: str  # `forward`, `backward`, `input_gradient` or `weight_gradient`
+    dtype: str  # `bf16` or `fp32`
+    skew: float  # imbalance of the experts' loads; 0 for operators that do not depend on it
+    shape: Mapping[str, PositiveInt]
+    microseconds: Mapping[str, PositiveFloat]  # median time of each backend that ran
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -63,6 +57,8 @@ class Measurements:
         environment: versions that the times depend on.
         entries: of two that are equally near to a shape, the first counts.
     """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
     device: str
     environment: Mapping[str, str]
@@ -137,19 +133,15 @@ def load(path: Path) -> Measurements:
     """
     fix = "measure again with `penstock kernels tune`, or delete the file"
     try:
-        tree = read_json(path)
+        return TypeAdapter(Measurements).validate_python(read_json(path))
     except OSError as error:
         raise KernelError(f"measurements {path} cannot be read", got=error.strerror, fix=fix) from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise KernelError(f"measurements {path} are damaged", got=f"{place}: {first['msg']}", fix=fix) from error
     except ValueError as error:
         raise KernelError(f"measurements {path} are damaged", got=error, fix=fix) from error
-    fault = _fault(tree)
-    if fault is not None:
-        raise KernelError(f"measurements {path} are damaged", got=fault, fix=fix)
-    return Measurements(
-        device=tree["device"],
-        environment=tree["environment"],
-        entries=tuple(OperatorTimes(**entry) for entry in tree["entries"]),
-    )
 
 
 def save(path: Path, measurements: Measurements) -> None:
@@ -167,34 +159,3 @@ def save(path: Path, measurements: Measurements) -> None:
         beside.replace(path)
     except OSError as error:
         raise KernelError(f"measurements cannot be written to {path}", got=error.strerror) from error
-
-
-def _fault(tree: Any) -> str | None:
-    """The first defect of a file that is valid JSON, or None."""
-    if not isinstance(tree, dict) or tree.keys() != {"device", "environment", "entries"}:
-        return "it does not hold exactly device, environment and entries"
-    if not isinstance(tree["device"], str) or not _is_table(tree["environment"], str):
-        return "device or environment is no text"
-    if not isinstance(tree["entries"], list):
-        return "entries is no list"
-    for number, entry in enumerate(tree["entries"]):
-        if not _is_entry(entry):
-            return f"entry {number} is not one"
-    return None
-
-
-def _is_entry(entry: Any) -> bool:
-    fields = OperatorTimes.__dataclass_fields__.keys()
-    return (
-        isinstance(entry, dict)
-        and entry.keys() == fields
-        and all(isinstance(entry[name], str) for name in ("op", "direction", "dtype"))
-        and isinstance(entry["skew"], (int, float))
-        and _is_table(entry["shape"], int)
-        and _is_table(entry["microseconds"], (int, float))
-        and all(number > 0 for table in ("shape", "microseconds") for number in entry[table].values())
-    )
-
-
-def _is_table(value: Any, kind: type | tuple[type, ...]) -> bool:
-    return isinstance(value, dict) and all(isinstance(one, kind) for one in value.values())

@@ -7,14 +7,11 @@ With r = 1 / sqrt(mean(x**2) + epsilon) and n = x r, the output is n * weight an
 
 dx also includes the gradient of the second output: the residual sum, or x itself.
 
-A program holds whole rows, so a mean is a reduction inside it. In backward a program walks over several tiles of rows
-with one running sum for the weight in registers and writes it as one row of a small table, which a second kernel sums.
-There are no atomics, and the order of the sum depends on the shape alone.
-
-    add_three      a layer's residual stream, its routed experts and its shared expert
-    fan_out        the tokens of an MoE layer for router, dispatch and shared expert; their gradients are such a sum
-
-Two separate additions would write and read the intermediate sum, and round twice.
+A program holds whole rows. In backward it walks over several tiles of rows with one running sum for the weight in
+registers and writes it as one row of a small table, which a second kernel sums: no atomics, and the order of the sum
+depends on the shape alone. `add_three` sums the residual stream, the routed experts and the shared expert; `fan_out`
+gives the tokens of an MoE layer to router, dispatch and shared expert, and its gradient is such a sum. Two additions
+would write and read the sum in between, and round twice.
 """
 
 from typing import Any

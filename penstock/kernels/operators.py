@@ -19,17 +19,11 @@ from penstock.kernels.reference import SWIGLU, ExpertRule, Routed, RowOrder, che
 
 
 class LinearLoss(NamedTuple):
-    """A loss that is linear in its inputs, and its gradients, which are known in forward.
+    """A loss that is linear in its inputs, and its gradients, which are known in forward; all float32."""
 
-    Attributes:
-        loss: float32 scalar.
-        dmass_BE: float32, gradient of the router mass of each expert and sequence.
-        dz_B: float32, gradient of the squared logsumexp of each sequence.
-    """
-
-    loss: Tensor
-    dmass_BE: Tensor
-    dz_B: Tensor
+    loss: Tensor  # scalar
+    dmass_BE: Tensor  # of the router mass of each expert and sequence
+    dz_B: Tensor  # of the squared logsumexp of each sequence
 
 
 @dataclass(frozen=True, kw_only=True)

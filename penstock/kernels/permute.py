@@ -8,9 +8,8 @@
                                                                                     for the weights from the same rows)
     gather_rows  copy of as many rows of an index as the device counts
 
-A program handles one token, so x is read once for any K, every place is written exactly once (places are a permutation)
-and no sum needs an atomic. Rows past the last expert's belong to dropped slots: they are written as zeros, and their
-contents are never used, NaN included.
+A program handles one token, so x is read once for any K, every place is written once and no sum needs an atomic. Rows
+past the last expert's belong to dropped slots: they are written as zeros, and never used.
 """
 
 from typing import Any
@@ -20,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from penstock.base.errors import KernelError
-from penstock.kernels.language import tl, triton
+from penstock.kernels.language import ceil_div, power_of_two, tl, triton
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.reference import RowOrder
 from penstock.kernels.tuning import KernelLaunch, capped_programs
@@ -45,22 +44,36 @@ def order_rows(experts_TK: Tensor, experts: int, *, launch: KernelLaunch = ORDER
     slots_R = torch.empty(slots, dtype=torch.int64, device=device)
     places_TK = torch.empty_like(experts_TK, dtype=torch.int64)
     counts_E = torch.empty(experts, dtype=torch.int32, device=device)
-    tiles = max(1, triton.cdiv(slots, CHUNKS * launch.block_rows))
-    chunks = triton.cdiv(slots, tiles * launch.block_rows)
-    tallies_CE = torch.empty(chunks, experts + 1, dtype=torch.int32, device=device)
-    by_slot = {
-        "EXPERTS": experts,
-        "BINS": triton.next_power_of_2(experts + 1),
-        "BLOCK_R": launch.block_rows,
-        "num_warps": launch.warps,
-    }
-    by_expert = {"EXPERTS": experts, "BLOCK_C": 256, "BLOCK_E": launch.block_columns, "num_warps": launch.warps}
-    start_kernel(count_kernel, (chunks,), experts_TK, tallies_CE, slots, tiles, **by_slot)
+    tallies_CE, sizes, by_slot = tally(count_kernel, experts_TK, (), counts_E, launch)
     start_kernel(
-        scan_kernel, (triton.cdiv(experts + 1, launch.block_columns),), tallies_CE, counts_E, chunks, **by_expert
+        place_kernel, (len(tallies_CE),), experts_TK, tallies_CE, counts_E, slots_R, places_TK, *sizes, **by_slot
     )
-    start_kernel(place_kernel, (chunks,), experts_TK, tallies_CE, counts_E, slots_R, places_TK, slots, tiles, **by_slot)
     return RowOrder(slots_R, places_TK, counts_E)
+
+
+def tally(
+    kernel: triton.JITFunction, experts_TK: Tensor, firsts: tuple[int, ...], counts_E: Tensor, launch: KernelLaunch
+) -> tuple[Tensor, tuple[int, ...], dict[str, int]]:
+    """Count the slots of each chunk on each expert by `kernel`, and scan the counts over the chunks.
+
+    `counts_E`, int32, is filled; `firsts` are arguments of the kernel before its sizes.
+
+    Returns:
+        int32 slots of earlier chunks, by chunk and expert; sizes and constants of the kernel that places slots.
+    """
+    slots, experts = experts_TK.numel(), counts_E.numel()
+    tiles = max(1, ceil_div(slots, CHUNKS * launch.block_rows))
+    chunks = ceil_div(slots, tiles * launch.block_rows)
+    tallies_CE = torch.empty(chunks, experts + 1, dtype=torch.int32, device=experts_TK.device)
+    sizes = (*firsts, slots, tiles)
+    by_slot = {"EXPERTS": experts, "BINS": power_of_two(experts + 1), "BLOCK_R": launch.block_rows}
+    by_slot["num_warps"] = launch.warps
+    start_kernel(kernel, (chunks,), experts_TK, tallies_CE, *sizes, **by_slot)
+    start_kernel(
+        scan_kernel, (ceil_div(experts + 1, launch.block_columns),), tallies_CE, counts_E, chunks,
+        EXPERTS=experts, BLOCK_C=256, BLOCK_E=launch.block_columns, num_warps=launch.warps,
+    )  # fmt: skip
+    return tallies_CE, sizes, by_slot
 
 
 def permute(x_TD: Tensor, order: RowOrder, *, launch: KernelLaunch = LAUNCH) -> Tensor:
@@ -77,12 +90,8 @@ def unpermute(
 ) -> Tensor:
     """`penstock.kernels.reference.unpermute` in one kernel, and one kernel backward for both gradients.
 
-    Args:
-        y_RD: one row for each place of the order.
-        order: from `order_rows`; or with fewer places than slots, where dropped slots share a place past the last
-            expert's. The gradient of rows without a slot may then hold anything.
-        weights_TK: float32, or None.
-        launch: columns that a program moves at a time.
+    An order may have fewer places than slots, if dropped slots share a place past the last expert's; the gradient of
+    rows without a slot may then hold anything. `launch` sets the columns that a program moves at a time.
     """
     _check(order.places_TK.shape[0], order)
     if y_RD.shape[0] != order.slots_R.numel():
@@ -250,6 +259,18 @@ def place_kernel(
 
 
 @triton.jit
+def _places_of(
+    token, places_ptr, counts_ptr,
+    K: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """Places of a token's slots, and the rows of all experts; dropped slots have places past these rows."""
+    choice_K = tl.arange(0, BLOCK_K)
+    place_K = tl.load(places_ptr + token * K + choice_K, mask=choice_K < K, other=0)
+    expert_E = tl.arange(0, BLOCK_E)
+    return place_K, tl.sum(tl.load(counts_ptr + expert_E, mask=expert_E < EXPERTS, other=0), 0)
+
+
+@triton.jit
 def spread_kernel(
     x_ptr, y_ptr, weights_ptr, rows_ptr, dweights_ptr, places_ptr, counts_ptr,
     K: tl.constexpr, D: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -263,10 +284,8 @@ def spread_kernel(
     token = tl.program_id(0).to(tl.int64)
     choice_K = tl.arange(0, BLOCK_K)
     is_slot_K = choice_K < K
-    place_K = tl.load(places_ptr + token * K + choice_K, mask=is_slot_K, other=0)
-    expert_E = tl.arange(0, BLOCK_E)
-    used = tl.sum(tl.load(counts_ptr + expert_E, mask=expert_E < EXPERTS, other=0), 0)
-    kept_K1 = (place_K < used)[:, None]  # dropped slots have places past the last expert's rows
+    place_K, used = _places_of(token, places_ptr, counts_ptr, K, EXPERTS, BLOCK_K, BLOCK_E)
+    kept_K1 = (place_K < used)[:, None]
     if weights_ptr is not None:
         weight_K1 = tl.load(weights_ptr + token * K + choice_K, mask=is_slot_K, other=0.0)[:, None]
         dweight_K = tl.zeros([BLOCK_K], tl.float32)
@@ -301,9 +320,7 @@ def sum_rows_kernel(
     token = tl.program_id(0).to(tl.int64)
     choice_K = tl.arange(0, BLOCK_K)
     is_slot_K = choice_K < K
-    place_K = tl.load(places_ptr + token * K + choice_K, mask=is_slot_K, other=0)
-    expert_E = tl.arange(0, BLOCK_E)
-    used = tl.sum(tl.load(counts_ptr + expert_E, mask=expert_E < EXPERTS, other=0), 0)
+    place_K, used = _places_of(token, places_ptr, counts_ptr, K, EXPERTS, BLOCK_K, BLOCK_E)
     kept_K1 = (is_slot_K & (place_K < used))[:, None]
     if weights_ptr is not None:
         weight_K1 = tl.load(weights_ptr + token * K + choice_K, mask=is_slot_K, other=0.0)[:, None]

@@ -25,45 +25,26 @@ IGNORED_LABEL = -100
 
 @dataclass(frozen=True, kw_only=True)
 class RouterRule:
-    """How scores become choices.
-
-    Attributes:
-        top_k: experts per token, K.
-        score: `softmax` over the experts, or `sigmoid` of each.
-        softmax_after_top_k: choose by logits and take the softmax over the K chosen only (score must be softmax).
-        groups: number of equal groups of experts; 1 means no groups.
-        topk_group: groups that a token may choose from.
-        group_score: a group's score is its best (`max`, DeepSeek-V2) or the sum of its best two (`top2`, DeepSeek-V3).
-        normalize: divide the chosen weights by their sum.
-        scale: factor on the final weights.
-    """
+    """How scores become choices."""
 
     top_k: int
-    score: Literal["softmax", "sigmoid"] = "softmax"
-    softmax_after_top_k: bool = False
-    groups: int = 1
-    topk_group: int = 1
-    group_score: Literal["max", "top2"] = "max"
-    normalize: bool = False
-    scale: float = 1.0
+    score: Literal["softmax", "sigmoid"] = "softmax"  # over the experts, or of each
+    softmax_after_top_k: bool = False  # choose by logits; softmax over the chosen only (score must be softmax)
+    groups: int = 1  # of equal size; 1 means no groups
+    topk_group: int = 1  # groups that a token may choose from
+    group_score: Literal["max", "top2"] = "max"  # a group's best (DeepSeek-V2), or the sum of its best two (V3)
+    normalize: bool = False  # divide the chosen weights by their sum
+    scale: float = 1.0  # factor on the final weights
 
 
 class Routed(NamedTuple):
-    """Results of the router.
+    """Results of the router; those in float32 are differentiable."""
 
-    Attributes:
-        weights_TK: float32, differentiable.
-        experts_TK: int64, expert ids, best first.
-        counts_BE: int64, slots of each sequence on each expert.
-        mass_BE: float32, differentiable; normalized scores of each expert summed over the sequence's tokens.
-        z_B: float32, differentiable; logsumexp(logits)**2 summed over the sequence's tokens.
-    """
-
-    weights_TK: Tensor
-    experts_TK: Tensor
-    counts_BE: Tensor
-    mass_BE: Tensor
-    z_B: Tensor
+    weights_TK: Tensor  # float32
+    experts_TK: Tensor  # int64, best first
+    counts_BE: Tensor  # int64, slots of each sequence on each expert
+    mass_BE: Tensor  # float32, normalized scores of each expert, summed over the sequence's tokens
+    z_B: Tensor  # float32, logsumexp(logits)**2 summed over the sequence's tokens
 
 
 def route(logits_TE: Tensor, bias_E: Tensor | None, rule: RouterRule, sequences: int) -> Routed:
@@ -114,17 +95,11 @@ def _kept_groups(choice_TE: Tensor, rule: RouterRule) -> Tensor:
 
 
 class RowOrder(NamedTuple):
-    """Position of each slot's row when rows are sorted by expert.
+    """Position of each slot's row when rows are sorted by expert."""
 
-    Attributes:
-        slots_R: int64, R = T x K: the slot of each place; dropped slots come last.
-        places_TK: int64, the inverse: the place of each slot's row.
-        counts_E: int32, rows of each expert; dropped slots are not counted.
-    """
-
-    slots_R: Tensor
-    places_TK: Tensor
-    counts_E: Tensor
+    slots_R: Tensor  # int64, R = T x K: the slot of each place; dropped slots come last
+    places_TK: Tensor  # int64, the inverse: the place of each slot's row
+    counts_E: Tensor  # int32, rows of each expert; dropped slots are not counted
 
 
 def order_rows(experts_TK: Tensor, experts: int) -> RowOrder:
@@ -197,17 +172,11 @@ def add_bias(y_RF: Tensor, bias_eF: Tensor, counts_e: Tensor, weights_R: Tensor 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertRule:
-    """Activation of an expert, and position of the routing weight.
+    """Activation of an expert, and position of the routing weight."""
 
-    Attributes:
-        weighs_input: the routing weight multiplies the input of the expert (Llama 4), not its output.
-        limit: upper bound of gate, and bound of up from both sides, with the activation of gpt-oss; None for SwiGLU.
-        alpha: factor inside the sigmoid; read only with a limit.
-    """
-
-    weighs_input: bool = False
-    limit: float | None = None
-    alpha: float = 1.0
+    weighs_input: bool = False  # the routing weight multiplies the input of the expert (Llama 4), not its output
+    limit: float | None = None  # bound of gate above and of up on both sides (gpt-oss); None for SwiGLU
+    alpha: float = 1.0  # factor inside the sigmoid; read only with a limit
 
 
 SWIGLU = ExpertRule()
@@ -218,15 +187,8 @@ def swiglu(gate_up_RF: Tensor, weights_R: Tensor | None = None, rule: ExpertRule
     """The activation of a feed-forward network, times the row's routing weight if given, in float32.
 
     It is silu(gate) * up; with a limit (up + 1) * gate * sigmoid(alpha * gate), gate and up clamped before. A weight on
-    the input is applied here before the activation, because the product before it is linear.
-
-    Args:
-        gate_up_RF: gate in the first half of the last dim, up in the second (so its width is 2 F).
-        weights_R: float32, one for each row.
-        rule: activation, and position of the weight.
-
-    Returns:
-        h_RF, half as wide, in the dtype of the input.
+    the input is applied here before the activation, because the product before it is linear. `gate_up_RF` is 2 F wide,
+    gate first; the result is F wide and has its dtype.
     """
     wide_RF = gate_up_RF.float()
     if weights_R is not None and rule.weighs_input:
@@ -257,17 +219,14 @@ def expert_ffn(
     """The whole feed-forward network of each expert over its rows.
 
     Args:
-        x_ND: source rows (see `grouped_gemm` for `index_R`).
+        x_ND: source rows; `index_R` is as in `grouped_gemm`, `places_TK` its inverse, which only kernels need.
         gate_up_eFD: gate and up projections stacked, so 2 F x D for each expert.
         down_eDF: down projection.
         counts_e: int32 rows of each expert.
         weights_R: float32 routing weight of each row. On outputs it is applied before the down projection, which is
             linear, and to that projection's bias.
-        index_R: source row of each place, or None.
-        places_TK: its inverse, which kernels need for the gradient of x; not used here.
         biases: of gate and up, 2 F for each expert, and of down, D for each; the second is None where the caller adds
             it.
-        rule: activation, and position of the weight.
 
     Returns:
         y_RD; rows past the last expert's are zero.
@@ -343,15 +302,8 @@ def mla_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rotary embedding and assembly of latent attention's heads (DeepSeek-V2, section 2.1).
 
-    Args:
-        q_BSHN: queries, [no position | rotary] in the last dim.
-        kv_BSHN: expanded latent, [key without position | value] in the last dim.
-        k_rope_BSP: the one rotary key that all heads share.
-        cos_BSP: as in `rotate`.
-        sin_BSP: as in `rotate`.
-
-    Returns:
-        q_BSHN rotated, k_BSHN = [key without position | rotated shared key], v_BSHM.
+    Of the last dims, queries are [no position | rotary], `kv_BSHN` [key without position | value]; all heads share one
+    rotary key. Returns q rotated, k_BSHN = [key without position | rotated shared key], and v_BSHM.
     """
     rotary = k_rope_BSP.shape[-1]
     plain = q_BSHN.shape[-1] - rotary

@@ -1,12 +1,9 @@
 """SwiGLU times the routing weight: silu(gate) * up * weight, one pass forward and one pass backward.
 
-An `ExpertRule` may clamp gate and up, or apply the weight before the activation. Both are compile-time constants, so
-the kernels of plain SwiGLU contain neither.
-
-The weight is applied before the down projection, which is linear, so the routed outputs need not be saved: the gradient
-of a weight is the dot product of its row's incoming gradient with silu(gate) * up, and backward has both in registers.
-Only the pre-activation is saved. Backward can also write the weighted activation again, which the weight gradient of
-the down projection reads.
+An `ExpertRule` may clamp gate and up, or apply the weight before the activation, by compile-time constants. The weight
+is applied before the linear down projection: its gradient is the dot product of its row's incoming gradient with
+silu(gate) * up, and backward has both in registers. Only the pre-activation is saved. Backward can also write the
+weighted activation again, which the weight gradient of the down projection reads.
 
 A program holds some whole rows and walks over them in blocks of columns; all arithmetic is in float32. Where only the
 device knows how many rows are used, a limited number of programs take turns, so unused rows cost no time.
@@ -52,17 +49,11 @@ def swiglu(
 
 
 class SwigluGradients(NamedTuple):
-    """Results of `swiglu_backward`.
+    """Results of `swiglu_backward`."""
 
-    Attributes:
-        d_gate_up_RF: in shape and dtype of the pre-activation.
-        dweights_R: float32; None without weights.
-        h_RF: the output of `swiglu`; None if not asked for.
-    """
-
-    d_gate_up_RF: Tensor
-    dweights_R: Tensor | None
-    h_RF: Tensor | None
+    d_gate_up_RF: Tensor  # in shape and dtype of the pre-activation
+    dweights_R: Tensor | None  # float32; None without weights
+    h_RF: Tensor | None  # the output of `swiglu`; None if not asked for
 
 
 def swiglu_backward(
@@ -195,13 +186,9 @@ def swiglu_kernel(
         row_R = block * BLOCK_R + tl.arange(0, BLOCK_R)
         inside = (row_R < rows)[:, None] & (column_F < F)[None, :]
         start_R1 = row_R.to(tl.int64)[:, None]
-        gate_ptrs = gate_up_ptr + start_R1 * (2 * F) + column_F[None, :]
-        gate_RF = tl.load(gate_ptrs, mask=inside, other=0.0).to(tl.float32)
-        up_RF = tl.load(gate_ptrs + F, mask=inside, other=0.0).to(tl.float32)
-        weight_R1 = None
-        if weights_ptr is not None:
-            weight_R1 = tl.load(weights_ptr + row_R, mask=row_R < rows, other=0.0)[:, None]
-        h_RF = activated(gate_RF, up_RF, weight_R1, LIMIT, ALPHA, WEIGHS_INPUT)
+        h_RF = load_activated(
+            gate_up_ptr, weights_ptr, row_R, row_R < rows, start_R1, column_F, inside, F, LIMIT, ALPHA, WEIGHS_INPUT
+        )
         tl.store(h_ptr + start_R1 * F + column_F[None, :], h_RF.to(h_ptr.dtype.element_ty), mask=inside)
 
 
@@ -242,6 +229,21 @@ def swiglu_backward_kernel(
             tl.store(d_gate_up_ptr + wide + F, dup_RF.to(d_gate_up_ptr.dtype.element_ty), mask=inside)
         if weights_ptr is not None:
             tl.store(dweights_ptr + row_R, tl.sum(products_RF, 1), mask=row_R < rows)
+
+
+@triton.jit
+def load_activated(
+    gate_up_ptr, weights_ptr, row_R, is_row_R, start_R1, column_F, inside, F,  # start_R1: rows in 64 bits
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, WEIGHS_INPUT: tl.constexpr,
+):  # fmt: skip
+    """Load gate, up and weights of a tile, and return `swiglu` of them, float32; 0 outside."""
+    gate_ptrs = gate_up_ptr + start_R1 * (2 * F) + column_F[None, :]
+    gate_RF = tl.load(gate_ptrs, mask=inside, other=0.0).to(tl.float32)
+    up_RF = tl.load(gate_ptrs + F, mask=inside, other=0.0).to(tl.float32)
+    weight_R1 = None
+    if weights_ptr is not None:
+        weight_R1 = tl.load(weights_ptr + row_R, mask=is_row_R, other=0.0)[:, None]
+    return activated(gate_RF, up_RF, weight_R1, LIMIT, ALPHA, WEIGHS_INPUT)
 
 
 @triton.jit

@@ -48,14 +48,10 @@ MOST_RANKS = 31
 
 @dataclass(frozen=True, kw_only=True)
 class PersistentLaunch(KernelLaunch):
-    """Launch of a kernel whose programs walk over tiles of rows.
+    """Launch of a kernel whose programs walk over tiles of rows; columns are words of 4 bytes, or numbers if it sums.
 
-    Columns are words of 4 bytes, or numbers if the kernel sums.
-
-    Attributes:
-        programs: upper limit on the multiprocessors that the kernel takes. Sending kernels must use the same number on
-            all ranks, because receivers count programs. Waiting kernels must leave room on the chip for the kernels
-            that send.
+    `programs` is the most multiprocessors that the kernel takes. Sending kernels must use the same number on all ranks,
+    because receivers count programs; waiting kernels must leave room on the chip for the kernels that send.
     """
 
     programs: int
@@ -80,15 +76,10 @@ class Peers:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertRanks:
-    """Ranks of each expert: expert i is on `parts` ranks, from rank i // per_rank * parts on.
+    """Ranks of each expert: expert i is on `parts` ranks, from rank i // per_rank * parts on."""
 
-    Attributes:
-        per_rank: experts of which a rank holds a part.
-        parts: ranks that hold a part of the same expert.
-    """
-
-    per_rank: int
-    parts: int = 1
+    per_rank: int  # experts of which a rank holds a part
+    parts: int = 1  # ranks that hold a part of the same expert
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,25 +107,15 @@ class TokenChunks:
 
 @dataclass(frozen=True, kw_only=True)
 class ChannelWait:
-    """Flags of a channel, and the values with which a waiting kernel compares them.
+    """Flags of a channel, and the values with which a waiting kernel compares them."""
 
-    Attributes:
-        flags_CW: int64, this rank's flags of the channel, by chunk and sender.
-        expected: int64, by chunk: value of the flags after the previous transfer.
-        left: int32, by channel: programs that have finished; zero between launches.
-        late: int32 scalar; becomes channel + 1 when a rank does not arrive.
-        channel: its number.
-        signals: growth of a flag in one transfer: programs of the sending kernel.
-        looks: polls before a rank is given up.
-    """
-
-    flags_CW: Tensor
-    expected: Tensor
-    left: Tensor
-    late: Tensor
+    flags_CW: Tensor  # int64, this rank's flags of the channel, by chunk and sender
+    expected: Tensor  # int64, by chunk: value of the flags after the previous transfer
+    left: Tensor  # int32, by channel: programs that have finished; zero between launches
+    late: Tensor  # int32 scalar; becomes channel + 1 when a rank does not arrive
     channel: int
-    signals: int
-    looks: int
+    signals: int  # growth of a flag in one transfer: programs of the sending kernel
+    looks: int  # polls before a rank is given up
 
     @property
     def arguments(self) -> tuple[Tensor | int, ...]:
@@ -144,19 +125,12 @@ class ChannelWait:
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingPayload:
-    """Choices and weights, which go to all ranks before the rows; offsets are bytes.
+    """Choices and weights, which go to all ranks before the rows; offsets are bytes."""
 
-    Attributes:
-        weights_TK: float32.
-        ids_offset: section of the expert ids, int32; this rank writes T x K numbers at rank x T x K.
-        weights_offset: section of the weights, laid out like the ids.
-        flags_offset: flags of the payload; those of chunk 0 are used.
-    """
-
-    weights_TK: Tensor
-    ids_offset: int
-    weights_offset: int
-    flags_offset: int
+    weights_TK: Tensor  # float32
+    ids_offset: int  # section of the expert ids, int32; this rank writes T x K numbers at rank x T x K
+    weights_offset: int  # section of the weights, laid out like the ids
+    flags_offset: int  # flags of the payload; those of chunk 0 are used
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,21 +171,15 @@ class ReturnPayload:
 class CombineBuffers:
     """Returned rows on the tokens' own rank, and their sums.
 
-    Attributes:
-        parts_ND: N = W x T rows, those of rank r from row r x T on; undefined where rank r held no expert of the token.
-        own_TD: rows of this rank, if they are not in `parts_ND`; else None.
-        rank: this rank, read with `own_TD`.
-        y_TD: sums, in the dtype of the parts; zero for tokens whose choices were all dropped.
-        scalars_NK: float32, or None.
-        scalars_TK: for each choice the sum of the scalars of the ranks that hold its expert, 0 for dropped choices.
+    `parts_ND` has N = W x T rows, those of rank r from row r x T on, undefined where r held no expert of the token.
     """
 
     parts_ND: Tensor
-    y_TD: Tensor
-    scalars_NK: Tensor | None = None
-    scalars_TK: Tensor | None = None
-    own_TD: Tensor | None = None
-    rank: int = 0
+    y_TD: Tensor  # sums, in the dtype of the parts; zero for tokens whose choices were all dropped
+    scalars_NK: Tensor | None = None  # float32
+    scalars_TK: Tensor | None = None  # for each choice the sum over the ranks that hold its expert, 0 for dropped ones
+    own_TD: Tensor | None = None  # rows of this rank, if they are not in `parts_ND`
+    rank: int = 0  # this rank, read with `own_TD`
 
 
 PUSH_LAUNCH = PersistentLaunch(block_rows=8, block_columns=1024, warps=8, programs=32)

@@ -36,21 +36,13 @@ OWNER_FIELDS = 4
 
 @dataclass(frozen=True)
 class TileTable:
-    """Rows and blocks of every expert. All int32, on the device.
+    """Rows and blocks of every expert. All int32, on the device."""
 
-    Attributes:
-        starts_e: first row of each expert, then the first row of the tail.
-        aligned_e: the same where each expert's rows begin at a multiple of `ALIGNED_BLOCK`.
-        block_counts: number of blocks, one for each of `BLOCK_SIZES`.
-        owners: block size x block x OWNER_FIELDS; rows past the number of blocks hold anything.
-        only_last: of the rows past the last expert's, a product sets only the very last one to zero: no other is read.
-    """
-
-    starts_e: Tensor
-    aligned_e: Tensor
-    block_counts: Tensor
-    owners: Tensor
-    only_last: bool = False
+    starts_e: Tensor  # first row of each expert, then the first row of the tail
+    aligned_e: Tensor  # the same where each expert's rows begin at a multiple of `ALIGNED_BLOCK`
+    block_counts: Tensor  # number of blocks, one for each of `BLOCK_SIZES`
+    owners: Tensor  # block size x block x OWNER_FIELDS; rows past the number of blocks hold anything
+    only_last: bool = False  # of the rows past the last expert's, products set only the very last one to zero
 
     @property
     def used(self) -> Tensor:

@@ -26,42 +26,25 @@ GemmProduct = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class KernelLaunch:
-    """How one kernel is cut into programs.
+    """How one kernel is cut into programs."""
 
-    Attributes:
-        block_rows: rows of the output (or of the tensor) that one program holds at a time.
-        block_columns: columns of the same.
-        block_depth: elements of the contracted dimension in one step; 0 where nothing is contracted.
-        warps: warps (waves) of one program.
-        stages: depth of software pipelining of loads.
-    """
-
-    block_rows: int
+    block_rows: int  # of the output (or of the tensor) that one program holds at a time
     block_columns: int
-    block_depth: int = 0
-    warps: int = 4
-    stages: int = 3
+    block_depth: int = 0  # elements of the contracted dimension in one step; 0 where nothing is contracted
+    warps: int = 4  # warps (waves) of one program
+    stages: int = 3  # depth of software pipelining of loads
 
 
 @dataclass(frozen=True, kw_only=True)
 class GemmLaunch(KernelLaunch):
-    """How a persistent matrix product is cut and ordered.
+    """How a persistent matrix product is cut and ordered."""
 
-    Attributes:
-        group: output blocks walked down before the next column of blocks, for reuse in the L2 cache.
-        pieces: power of two of pieces in which an output block is written; a piece has to fit in shared memory.
-        descriptors: copy blocks by descriptors (NVIDIA's tensor memory accelerator) instead of pointers.
-        residency: programs that share a multiprocessor, so that one multiplies while the other writes.
-        idle_units: multiprocessors left to other kernels, such as communication.
-        copy_gathered: gather rows into a copy first, instead of while they are loaded.
-    """
-
-    group: int = 8
-    pieces: int = 1
-    descriptors: bool = True
-    residency: int = 1
-    idle_units: int = 0
-    copy_gathered: bool = False
+    group: int = 8  # output blocks walked down before the next column of blocks, for reuse in the L2 cache
+    pieces: int = 1  # power of two of pieces in which an output block is written; a piece fits in shared memory
+    descriptors: bool = True  # copy blocks by descriptors (NVIDIA's tensor memory accelerator) instead of pointers
+    residency: int = 1  # programs that share a multiprocessor, so that one multiplies while the other writes
+    idle_units: int = 0  # multiprocessors left to other kernels, such as communication
+    copy_gathered: bool = False  # gather rows into a copy first, instead of while they are loaded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,21 +142,6 @@ GROUPED_GEMM: dict[str, dict[GemmProduct, LaunchBySize]] = {
 }
 """By target and product. sm_90 is measured on one H200 (docs/decisions/0100 to 0104). The others are not measured: they
 are the largest tiles that do not spill."""
-
-RINGS: dict[str, RingLaunch] = {
-    "ring": _RING,
-    "ring_5": _RING_5,
-    "ring_deep": replace(_RING, block_depth=128, stages=3),
-    "ring_group_16": replace(_RING, group=16),
-}
-"""Tried by `benchmarks.kernels.hopper_weight_gradient`."""
-
-ROWS_RINGS: dict[str, RowsRingLaunch] = {
-    "ring": _ROWS_RING,
-    "ring_5": replace(_ROWS_RING, stages=5, pieces=2),
-    "ring_deep": replace(_ROWS_RING, block_depth=128, stages=3),
-}
-"""Tried by `benchmarks.kernels.hopper_expert_rows`."""
 
 
 def in_triton(launch: GemmLaunch, matrix: int = 0) -> GemmLaunch:

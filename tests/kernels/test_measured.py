@@ -110,17 +110,17 @@ GOOD = {"op": "a", "direction": "b", "dtype": "bf16", "skew": 0, "shape": {"toke
     [
         ('{"device": "NV', "Unterminated string"),
         ("\udcff", "codec can't decode"),
-        ("[]", "it does not hold exactly device, environment and entries"),
-        ('{"device": 3, "environment": {}, "entries": []}', "device or environment is no text"),
-        ('{"device": "a", "environment": {}, "entries": {}}', "entries is no list"),
+        ("[]", "dictionary"),
+        ('{"device": 3, "environment": {}, "entries": []}', "device: Input should be a valid string"),
+        ('{"device": "a", "environment": {}, "entries": {}}', "entries: Input should be a valid tuple"),
         *(
-            (json.dumps({"device": "a", "environment": {}, "entries": [GOOD, {**GOOD, **wrong}]}), "entry 1 is not one")
-            for wrong in (
-                {"op": 1},
-                {"more": 1},
-                {"shape": {"tokens": 0}},
-                {"microseconds": {"torch": "fast"}},
-                {"skew": ""},
+            (json.dumps({"device": "a", "environment": {}, "entries": [GOOD, {**GOOD, **wrong}]}), f"entries.1.{place}")
+            for wrong, place in (
+                ({"op": 1}, "op"),
+                ({"more": 1}, "more"),
+                ({"shape": {"tokens": 0}}, "shape.tokens"),
+                ({"microseconds": {"torch": "fast"}}, "microseconds.torch"),
+                ({"skew": ""}, "skew"),
             )
         ),
     ],

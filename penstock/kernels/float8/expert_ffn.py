@@ -21,9 +21,8 @@ rows of each expert from a multiple of 128 on; only the device knows where.
     d_gate_up      = d_gate_up_FR^q @ x_DR^q                                       added to float32 sums
 
 For DeepSeek-V2-Lite (D 2,048, F 1,408, 6 experts a token) it saves 36 kB a token and layer instead of 38; with
-`recompute` 2.1 instead of 4.1. Most of it is the pre-activation, which has 16 bits because its error would reach the
-output and both gradients. Copies of weights are saved by reference; without copies (FSDP gathers the weights for each
-pass) the weights are, and each pass quantizes them.
+`recompute` 2.1 instead of 4.1. The pre-activation has 16 bits because its error would reach the output and both
+gradients. Without copies (FSDP gathers the weights for each pass) each pass quantizes the weights.
 """
 
 from collections.abc import Callable
@@ -37,14 +36,13 @@ from torch.autograd.function import once_differentiable
 
 from penstock.base.errors import KernelError
 from penstock.kernels.expert_parts import (
-    BIASES,
     DOWN,
     GATE_UP,
-    MATRICES,
     DeferGradient,
+    ExpertOptions,
     SavedRows,
     SaveRows,
-    WeightedBias,
+    bias_gradients,
     check_operands,
     put_gradient,
     sum_over_places,
@@ -116,7 +114,7 @@ def expert_ffn(
         copies=copies,
         places_TK=places_TK,
         parameters=(gate_up_eFD, down_eDF),
-        sums=(*(accumulate_into or ()), *[None] * (MATRICES + BIASES))[: MATRICES + BIASES],
+        given_sums=accumulate_into or (),
         put_off=put_off,
         recompute=recompute,
         keep=keep if float8.operators.saves_rows and not recompute and biases is None else None,
@@ -128,19 +126,9 @@ def expert_ffn(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Extras:
-    """Arguments of a call that are not tensors of its definition; see `expert_ffn`."""
-
+class _Extras(ExpertOptions):
     float8: Float8Rule
     copies: ExpertCopies | None
-    places_TK: Tensor | None
-    parameters: tuple[Tensor, Tensor]
-    sums: tuple[Tensor | None, ...]
-    put_off: DeferGradient | None
-    recompute: bool
-    keep: SaveRows | None
-    only_last: bool
-    rule: ExpertRule
 
     @property
     def operators(self) -> Float8Operators:
@@ -235,7 +223,8 @@ class _Float8ExpertFfn(torch.autograd.Function):
         if dy.columns is not None:
             d_down_eDF = _weight_gradient(DOWN, dy.columns, h_columns, counts_e, ctx.tiles, extras)
         del dy, h_columns
-        d_biases = _bias_gradients(dy_RD, d_gate_up_RF, counts_e, weights_R, dweights_R, biases, extras)
+        of_bias, weights = operators.bias_gradient, (weights_R, dweights_R)
+        d_biases = bias_gradients(of_bias, dy_RD, d_gate_up_RF, counts_e, weights, biases, extras)
         del d_gate_up_RF
         if wants_x:
             dx_RD = operators.multiply_groups(d_gate_up, gate_up.backward, counts_e, **options)
@@ -302,27 +291,7 @@ def _weight_gradient(
         )
         return found
 
-    return put_gradient(made, place, parameter, total, extras.put_off)
-
-
-def _bias_gradients(
-    dy_RD: Tensor,
-    d_gate_up_RF: Tensor | None,
-    counts_e: Tensor,
-    weights_R: Tensor | None,
-    dweights_R: Tensor | None,
-    biases: list[Tensor | None],
-    extras: _Extras,
-) -> list[Tensor | None]:
-    """Gradients of both biases as far as autograd gets them; adds the second one's part to that of the weights."""
-    gradient, sums = extras.operators.bias_gradient, extras.sums[MATRICES:]
-    found: list[Tensor | None] = [None, None]
-    if d_gate_up_RF is not None:
-        found[0] = gradient(d_gate_up_RF, counts_e, accumulate_into=sums[0])
-    if biases[1] is not None:
-        weighted = None if weights_R is None or dweights_R is None else WeightedBias(biases[1], weights_R, dweights_R)
-        found[1] = gradient(dy_RD.contiguous(), counts_e, weighted, accumulate_into=sums[1])
-    return [None if total is not None else one for one, total in zip(found, sums, strict=True)]
+    return put_gradient(made, place, extras)
 
 
 def _recipe_of(float8: Float8Rule) -> Recipe:

@@ -1,13 +1,11 @@
 """Latent attention's heads, as `penstock.kernels.rope.mla_heads` assembles them, between products in 8 bits.
 
 The gradients of queries, and of keys and values, are read by products alone. So backward reads the gradients of
-attention once and writes them in 8 bits only, by rows and transposed, as `quantize_rows` would have made them of the
-gradients in 16 bits, into side channels. One kernel does it for each of dq, dk and dv, another one sums the gradient of
-the shared rotary key. Hopper has its own form of the first (`penstock.kernels.gluon`), for a multiple of 128 tokens in
-each sequence.
+attention once and writes them in 8 bits only, by rows and transposed like `quantize_rows`, into side channels. One
+kernel does it for each of dq, dk and dv, another one sums the gradient of the shared rotary key. Hopper has its own
+form of the first (`penstock.kernels.gluon`), for a multiple of 128 tokens in each sequence.
 
-A tile is one of 128 tokens x 128 columns of the matrix whose gradient is made, as in `quantize_kernels`. Its columns
-come from one tensor, whose heads need not be adjacent: queries of 192 columns a head have three tiles in two heads.
+A tile is 128 tokens x 128 columns, as in `quantize_kernels`; queries of 192 columns have three tiles in two heads.
 """
 
 from typing import Any, NamedTuple
@@ -19,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from penstock.kernels import rope
 from penstock.kernels.float8.gradient_side_channel import LatentHeadChannels, carrier_of
 from penstock.kernels.float8.launches import ROTATING, ROTATING_DEFAULT, TRANSPOSING, TRANSPOSING_DEFAULT, TileLaunch
-from penstock.kernels.float8.quantize import empty_copy, memory_of, register_limit, run_of, warps_of
+from penstock.kernels.float8.quantize import empty_copy, memories_of, register_limit, row_stride, run_of, warps_of
 from penstock.kernels.float8.quantize_kernels import pair_neighbours, quantize_tile, tile_rows, transpose_tile
 from penstock.kernels.float8.quantized import RowColQuantized
 from penstock.kernels.float8.recipes import BLOCKWISE, DEPTH, Format
@@ -161,26 +159,12 @@ def _fill(
             return
         launch = TRANSPOSING if angles is None else ROTATING
     start_kernel(
-        latent_heads_backward_kernel,
-        (heads * width // DEPTH, -(-tokens // DEPTH)),
-        *source,
-        rows.values,
-        memory_of(rows.scales),
-        columns.values,
-        memory_of(columns.scales),
-        tokens,
-        positions,
-        *strides,
-        rows.values.stride(0),
-        columns.values.stride(0),
-        whole,
-        **sizes,
-        BLOCK_R=DEPTH,
-        BLOCK_D=DEPTH,
-        RUN=run_of(launch),
-        num_warps=warps_of(launch, x_BSHN.device),
+        latent_heads_backward_kernel, (heads * width // DEPTH, -(-tokens // DEPTH)),
+        *source, *memories_of(rows), *memories_of(columns),
+        tokens, positions, *strides, row_stride(rows), row_stride(columns), whole,
+        **sizes, BLOCK_R=DEPTH, BLOCK_D=DEPTH, RUN=run_of(launch), num_warps=warps_of(launch, x_BSHN.device),
         **register_limit(launch, x_BSHN.device),
-    )
+    )  # fmt: skip
 
 
 def _shared_key(dk_BSHP: Tensor, angles: Angles) -> Tensor:
@@ -189,49 +173,20 @@ def _shared_key(dk_BSHP: Tensor, angles: Angles) -> Tensor:
     dk_BSHP = rope.with_contiguous_rows(dk_BSHP)
     dk_rope_BSP = dk_BSHP.new_empty(batch, positions, rotary)
     start_kernel(
-        shared_key_backward_kernel,
-        (positions, batch),
-        dk_BSHP,
-        *angles,
-        dk_rope_BSP,
-        *dk_BSHP.stride()[:3],
-        *rope.angle_strides(angles[0], batch),
-        H=heads,
-        P=rotary,
-        BLOCK_P=1 << (rotary - 1).bit_length(),
-        **rope.heads_at_a_time(heads, rope.LAUNCH),
-    )
+        shared_key_backward_kernel, (positions, batch),
+        dk_BSHP, *angles, dk_rope_BSP, *dk_BSHP.stride()[:3], *rope.angle_strides(angles[0], batch),
+        H=heads, P=rotary, BLOCK_P=1 << (rotary - 1).bit_length(), **rope.heads_at_a_time(heads, rope.LAUNCH),
+    )  # fmt: skip
     return dk_rope_BSP
 
 
 @triton.jit
 def latent_heads_backward_kernel(
-    x_ptr,
-    cos_ptr,
-    sin_ptr,
-    rows_ptr,
-    row_scales_ptr,
-    columns_ptr,
-    column_scales_ptr,
-    R,
-    positions,
-    x_batch,
-    x_position,
-    x_head,
-    cos_batch,
-    cos_position,
-    rows_stride,
-    columns_stride,
-    D,
-    WIDTH: tl.constexpr,
-    APART: tl.constexpr,
-    FIRST: tl.constexpr,
-    PLAIN: tl.constexpr,
-    LARGEST: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    RUN: tl.constexpr,
-):
+    x_ptr, cos_ptr, sin_ptr, rows_ptr, row_scales_ptr, columns_ptr, column_scales_ptr,
+    R, positions, x_batch, x_position, x_head, cos_batch, cos_position, rows_stride, columns_stride, D,
+    WIDTH: tl.constexpr, APART: tl.constexpr, FIRST: tl.constexpr, PLAIN: tl.constexpr, LARGEST: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, RUN: tl.constexpr,
+):  # fmt: skip
     """Quantize one tile of the gradient of R tokens, by rows and transposed.
 
     Of a head WIDTH columns are read, and written from column FIRST of APART columns on; with cosines those from PLAIN
@@ -275,20 +230,10 @@ def latent_heads_backward_kernel(
 
 @triton.jit
 def shared_key_backward_kernel(
-    dk_ptr,
-    cos_ptr,
-    sin_ptr,
-    dk_rope_ptr,
-    dk_batch,
-    dk_position,
-    dk_head,
-    cos_batch,
-    cos_position,
-    H: tl.constexpr,
-    P: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):
+    dk_ptr, cos_ptr, sin_ptr, dk_rope_ptr,
+    dk_batch, dk_position, dk_head, cos_batch, cos_position,
+    H: tl.constexpr, P: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
     """Sum the heads' rotary dk of one token, and rotate the sum back, as in `penstock.kernels.rope`."""
     cos_P, sin_P = load_angles(cos_ptr, sin_ptr, cos_batch, cos_position, P, BLOCK_P)
     dk_ptr += token_offset(dk_batch, dk_position)

@@ -1,8 +1,8 @@
 """How 8-bit kernels are launched, as data; see `penstock.kernels.tuning`.
 
-Products walk the depth in the recipe's blocks of 128. The columns of a tile must lie in one block of a weight's scales,
-so a tile has at most 128. Launches of quantization are the fastest ones on an H200
-(benchmarks/results/float8-swiglu-h200.json, float8-quantize-launches-h200.json).
+The columns of a tile must lie in one block of a weight's scales, so a tile has at most 128. Launches of quantization
+are the fastest ones on an H200 (benchmarks/results/float8-swiglu-h200.json, float8-quantize-launches-h200.json).
+`benchmarks.kernels.launches_tried` has the alternatives.
 """
 
 from collections.abc import Mapping
@@ -24,19 +24,12 @@ squares."""
 
 @dataclass(frozen=True, kw_only=True)
 class ProductLaunch(GemmLaunch):
-    """Tiles and order of a persistent product of 8-bit numbers.
-
-    Attributes:
-        engine: `triton`, or `gluon` for the Hopper kernels, which `in_triton` replaces where they cannot run.
-        steps: blocks of depth in a turn of a Hopper kernel, 1 or 2; with 2 a block's sum is scaled while the next is
-            made.
-        ahead: Triton's kernels load scales of blocks of 128 one block ahead.
-    """
+    """Tiles and order of a persistent product of 8-bit numbers."""
 
     block_depth: int = DEPTH
-    engine: Literal["triton", "gluon"] = "triton"
-    steps: int = 1
-    ahead: bool = False
+    engine: Literal["triton", "gluon"] = "triton"  # `gluon`: the Hopper kernels, or `in_triton` where they cannot run
+    steps: int = 1  # blocks in a turn of a Hopper kernel; with 2 a block's sum is scaled while the next is made
+    ahead: bool = False  # Triton's kernels load scales of blocks of 128 one block ahead
 
 
 # One program fills a multiprocessor.
@@ -48,7 +41,6 @@ _SPECIALIZED = ProductLaunch(engine="gluon", block_rows=128, block_columns=128, 
 _SPECIALIZED_DOUBLE = replace(_SPECIALIZED, steps=2)
 _SPECIALIZED_THREE = replace(_SPECIALIZED, block_rows=192, stages=4, pieces=2)
 # Pieces of float32 that the copy engine adds take the memory of a slot.
-_SPECIALIZED_SUM = replace(_SPECIALIZED, stages=5)
 _SPECIALIZED_SUM_DOUBLE = replace(_SPECIALIZED_DOUBLE, stages=5)
 _SPECIALIZED_SUM_THREE = replace(_SPECIALIZED_THREE, pieces=4)
 # Chips without tensor descriptors.
@@ -80,29 +72,6 @@ _IN_PAIRS: Mapping[ProductLaunch, ProductLaunch] = MappingProxyType(
 TALLER_TILES_GAIN = 1.03
 """Speed of tiles of 192 rows over tiles of 128, where both fill the multiprocessors alike."""
 
-_HOPPERS = {"gluon": _SPECIALIZED, "gluon_double": _SPECIALIZED_DOUBLE, "gluon_three": _SPECIALIZED_THREE}
-_OF_WEIGHTS = {"pair": _PAIR, **_HOPPERS}
-_OF_GRADIENTS = {"pair": _PAIR, "gluon": _SPECIALIZED_SUM}
-_OF_SQUARES = _OF_GRADIENTS | {"gluon_double": _SPECIALIZED_SUM_DOUBLE, "gluon_three": _SPECIALIZED_SUM_THREE}
-
-CANDIDATES: Mapping[str, Mapping[Product, Mapping[str, ProductLaunch]]] = MappingProxyType(
-    {
-        "sm_90": {
-            "dense": _OF_WEIGHTS,
-            "dense_gradient": _OF_GRADIENTS,
-            "dense_square": _OF_SQUARES,
-            "rows": _OF_WEIGHTS,
-            "rows_gathered": {
-                "pair": _PAIR,
-                **{name: replace(launch, copy_gathered=True) for name, launch in _HOPPERS.items()},
-            },
-            "columns": _OF_GRADIENTS,
-            "columns_square": _OF_SQUARES,
-        },
-    }
-)
-"""Launches that tests and `benchmarks.kernels.float8_launches` try, by target and product."""
-
 
 def in_triton(launch: ProductLaunch) -> ProductLaunch:
     """The launch itself if it is Triton's, else one of Triton's on the same multiprocessors."""
@@ -132,15 +101,10 @@ def product_launch(product: Product, device: torch.device) -> ProductLaunch:
 
 @dataclass(frozen=True, kw_only=True)
 class TileLaunch(KernelLaunch):
-    """Tiles of quantization.
+    """Tiles of quantization."""
 
-    Attributes:
-        registers: most registers of a thread on NVIDIA's chips; 0 leaves them to the compiler.
-        engine: `triton`, or `gluon` for the Hopper kernel, which `TRANSPOSING` replaces where it cannot run.
-    """
-
-    registers: int = 0
-    engine: Literal["triton", "gluon"] = "triton"
+    registers: int = 0  # most of a thread on NVIDIA's chips; 0 leaves them to the compiler
+    engine: Literal["triton", "gluon"] = "triton"  # `gluon`: the Hopper kernel, or `TRANSPOSING` where it cannot run
 
 
 TRANSPOSING = TileLaunch(block_rows=ALIGNMENT, block_columns=ALIGNMENT, warps=8, registers=128)
@@ -154,21 +118,10 @@ many threads share a multiprocessor."""
 ROWS_ONLY = TileLaunch(block_rows=32, block_columns=128, warps=4)
 """Where nothing is transposed: a block of depth 128, four loads of 16 bytes a thread. On an H200 as fast as a copy."""
 
-TRANSPOSING_LAUNCHES: Mapping[str, TileLaunch] = MappingProxyType(
-    {
-        "triton": TRANSPOSING,
-        # Five programs share a multiprocessor; or four with more registers; or four with twice as many threads.
-        "gluon": replace(TRANSPOSING, engine="gluon", warps=4, registers=96),
-        "gluon_128": replace(TRANSPOSING, engine="gluon", warps=4, registers=128),
-        "gluon_8": replace(TRANSPOSING, engine="gluon", warps=8, registers=64),
-    }
-)
-"""Launches that `benchmarks.kernels.float8_quantize --launches` tries."""
+TRANSPOSING_DEFAULT = replace(TRANSPOSING, engine="gluon", warps=4, registers=96)
+"""The launch of runs: five programs share a multiprocessor."""
 
-TRANSPOSING_DEFAULT = TRANSPOSING_LAUNCHES["gluon"]
-"""The launch of runs."""
-
-ROTATING_DEFAULT = TRANSPOSING_LAUNCHES["gluon_128"]
+ROTATING_DEFAULT = replace(TRANSPOSING_DEFAULT, registers=128)
 """The launch of runs where pairs of columns are rotated first: with 96 registers some are spilled."""
 
 
@@ -176,30 +129,22 @@ ROTATING_DEFAULT = TRANSPOSING_LAUNCHES["gluon_128"]
 class BackwardLaunch(GemmLaunch):
     """Tiles of 128 x 128 of the gradients of the experts' activation.
 
-    Attributes:
-        registers: most registers of a thread.
-        engine: `triton`; `gluon` for the Hopper kernel, which `BACKWARD` replaces where it cannot run; or `passes`,
-            which makes 16 bits and quantizes them in passes of their own.
-        step: rows that Triton's kernel holds at a time.
+    The engine `gluon` is the Hopper kernel, which `BACKWARD` replaces where it cannot run; `passes` makes 16 bits and
+    quantizes them in passes of their own.
     """
 
     block_rows: int = 128
     block_columns: int = 128
     warps: int = 8
     residency: int = 2
-    registers: int = 128
+    registers: int = 128  # most of a thread
     engine: Literal["triton", "gluon", "passes"] = "triton"
-    step: int = 16
+    step: int = 16  # rows that Triton's kernel holds at a time
 
 
 BACKWARD = BackwardLaunch()
 """Eight numbers a thread at a time. Two programs of 128 registers a thread share a multiprocessor; none is spilled.
 Blocks of 32 spill some."""
 
-BACKWARD_LAUNCHES: Mapping[str, BackwardLaunch] = MappingProxyType(
-    {"triton": BACKWARD, "passes": BackwardLaunch(engine="passes"), "gluon": BackwardLaunch(engine="gluon")}
-)
-"""Launches that `benchmarks.kernels.float8_swiglu` tries."""
-
-BACKWARD_DEFAULT = BACKWARD_LAUNCHES["gluon"]
+BACKWARD_DEFAULT = BackwardLaunch(engine="gluon")
 """The launch of runs."""

@@ -7,10 +7,8 @@ input, with these bytes of memory for each number of 16 bits:
     tiles              read x again, write both copies, and 16 bits if asked for     4 + 2
 
 These are as many as a norm followed by quantization needs if the 16 bits are read too, and a quarter fewer if not. Then
-the normed rows are a carrier of gradients: a tensor of their shape and dtype with one element of memory. A norm that
-also made the columns of a whole group of 128 rows would have too few programs.
-
-Recipes whose scales reach over whole rows or columns are a norm followed by quantization.
+the normed rows are a carrier of gradients: a tensor of their shape and dtype with one element of memory. Recipes whose
+scales reach over whole rows or columns are a norm followed by quantization.
 """
 
 from typing import Any, NamedTuple
@@ -22,7 +20,14 @@ from torch.autograd.function import once_differentiable
 from penstock.base.errors import KernelError
 from penstock.kernels import norm
 from penstock.kernels.float8.launches import TRANSPOSING
-from penstock.kernels.float8.quantize import empty_copy, memory_of, quantize_rows, register_limit, warps_of
+from penstock.kernels.float8.quantize import (
+    empty_copy,
+    memories_of,
+    quantize_rows,
+    register_limit,
+    row_stride,
+    warps_of,
+)
 from penstock.kernels.float8.quantize_kernels import quantize_tile, store_columns, store_scales, tile_rows
 from penstock.kernels.float8.quantized import Quantized, RowColQuantized
 from penstock.kernels.float8.recipes import DEPTH, Format, Recipe
@@ -122,30 +127,13 @@ def _quantize(x_TD: Tensor, scale_T: Tensor, weight_D: Tensor, normed_TD: Tensor
     start_kernel(
         norm_quantize_kernel,
         (triton.cdiv(width, TRANSPOSING.block_columns), triton.cdiv(tokens, TRANSPOSING.block_rows)),
-        x_rows,
-        scale_T,
-        weight_D,
-        normed_TD if how.keep_plain else None,
-        rows.values,
-        memory_of(rows.scales),
-        None if columns is None else columns.values,
-        None if columns is None else memory_of(columns.scales),
-        tokens,
-        x_rows.stride(0),
-        rows.values.stride(0),
-        0 if columns is None else columns.values.stride(0),
-        D=width,
-        OUTER=recipe.columns[0],
-        DEPTH=recipe.rows[1],
-        LARGEST=form.largest,
-        POWER=recipe.scaling != "float32",
-        IN_BF16=normed_TD.dtype == torch.bfloat16,
-        BLOCK_T=TRANSPOSING.block_rows,
-        BLOCK_D=TRANSPOSING.block_columns,
-        RUN=RUN,
-        num_warps=warps_of(TRANSPOSING, x_rows.device),
+        x_rows, scale_T, weight_D, normed_TD if how.keep_plain else None, *memories_of(rows), *memories_of(columns),
+        tokens, x_rows.stride(0), row_stride(rows), row_stride(columns),
+        D=width, OUTER=recipe.columns[0], DEPTH=recipe.rows[1], LARGEST=form.largest, POWER=recipe.scaling != "float32",
+        IN_BF16=normed_TD.dtype == torch.bfloat16, BLOCK_T=TRANSPOSING.block_rows, BLOCK_D=TRANSPOSING.block_columns,
+        RUN=RUN, num_warps=warps_of(TRANSPOSING, x_rows.device),
         **(register_limit(TRANSPOSING, x_rows.device) if recipe.rows[1] == DEPTH else {}),
-    )
+    )  # fmt: skip
     copies = [rows.values, rows.scales]
     return copies if columns is None else [*copies, columns.values, columns.scales]
 
@@ -166,28 +154,11 @@ def _fits(recipe: Recipe) -> bool:
 
 @triton.jit
 def norm_quantize_kernel(
-    x_ptr,
-    scale_ptr,
-    weight_ptr,
-    normed_ptr,
-    rows_ptr,
-    row_scales_ptr,
-    columns_ptr,
-    column_scales_ptr,
-    tokens,
-    x_stride,
-    rows_stride,
-    columns_stride,
-    D: tl.constexpr,
-    OUTER: tl.constexpr,
-    DEPTH: tl.constexpr,
-    LARGEST: tl.constexpr,
-    POWER: tl.constexpr,
-    IN_BF16: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    RUN: tl.constexpr,
-):
+    x_ptr, scale_ptr, weight_ptr, normed_ptr, rows_ptr, row_scales_ptr, columns_ptr, column_scales_ptr,
+    tokens, x_stride, rows_stride, columns_stride,
+    D: tl.constexpr, OUTER: tl.constexpr, DEPTH: tl.constexpr, LARGEST: tl.constexpr, POWER: tl.constexpr,
+    IN_BF16: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, RUN: tl.constexpr,
+):  # fmt: skip
     """Quantize a tile of normed rows; write it in 16 bits and by columns as far as there are pointers.
 
     OUTER columns share a scale in the transposed copy, 1 or all of the tile's. With IN_BF16 the numbers are rounded to

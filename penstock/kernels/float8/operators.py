@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels import reference as plain
-from penstock.kernels.expert_parts import bias_gradient_by_definition
+from penstock.kernels.expert_parts import bias_gradient_by_definition, no_tile_table
 from penstock.kernels.float8 import reference
 from penstock.kernels.float8.quantized import Quantized, RowColQuantized, WeightCopies
 from penstock.kernels.float8.recipes import E4M3, Format, Recipe
@@ -23,25 +23,13 @@ if TYPE_CHECKING:  # imports Triton, which may be absent
 
 
 class SwigluForBackward(NamedTuple):
-    """Results of the backward pass of the experts' activation, each in the form that a product reads.
+    """Results of the backward pass of the experts' activation, each in the form that a product reads."""
 
-    Attributes:
-        d_gate_up: R x 2F, contracted over 2F, for the gradient of the rows.
-        d_gate_up_columns: 2F x aligned R, for the gradient of gate and up, in a recipe's blocks of gradients (`rows`).
-        h_columns: F x aligned R, for the gradient of down, in a recipe's blocks of activations (`columns`).
-        dweights_R: float32 gradient of the routing weights, or None.
-        plain_d_gate_up_RF: the gradient in the dtype of `gate_up`, if asked for (biases sum it), or None.
-    """
-
-    d_gate_up: Quantized
-    d_gate_up_columns: Quantized
-    h_columns: Quantized
-    dweights_R: Tensor | None
-    plain_d_gate_up_RF: Tensor | None
-
-
-def _no_tile_table(counts_e: Tensor, rows: int) -> None:
-    """Only Triton's products share a tile table."""
+    d_gate_up: Quantized  # R x 2F, contracted over 2F, for the gradient of the rows
+    d_gate_up_columns: Quantized  # 2F x aligned R, for the gradient of gate and up, in a recipe's blocks `rows`
+    h_columns: Quantized  # F x aligned R, for the gradient of down, in a recipe's blocks `columns`
+    dweights_R: Tensor | None  # float32
+    plain_d_gate_up_RF: Tensor | None  # in the dtype of `gate_up`, if asked for: biases sum it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +67,7 @@ class Float8Operators:
     swiglu: Callable[..., RowColQuantized]
     swiglu_backward: Callable[..., SwigluForBackward]
     rms_norm: Callable[..., tuple[Tensor, Tensor, RowColQuantized]]
-    tile_table: "Callable[[Tensor, int], TileTable | None]" = _no_tile_table
+    tile_table: "Callable[[Tensor, int], TileTable | None]" = no_tile_table
     unpermute: Callable[[Tensor, RowOrder], Tensor] = plain.unpermute
     bias_gradient: Callable[..., Tensor] = bias_gradient_by_definition
     mla_heads: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
@@ -180,21 +168,13 @@ REFERENCE = Float8Operators(
 
 @dataclass(frozen=True, kw_only=True)
 class Float8Rule:
-    """Which parts of a layer are computed in 8 bits, and how.
+    """Which parts of a layer are computed in 8 bits, and how; parts without a recipe stay in 16 bits."""
 
-    Attributes:
-        dense: recipe of the products of attention, dense networks and shared experts; None leaves them in 16 bits.
-        experts: recipe of the routed experts' products.
-        dispatch: recipe of the rows that travel to their experts; None sends 16 bits.
-        forward: of activations and weights.
-        gradient: of the gradients of outputs.
-    """
-
-    dense: Recipe | None = None
-    experts: Recipe | None = None
-    dispatch: Recipe | None = None
-    forward: Format = E4M3
-    gradient: Format = E4M3
+    dense: Recipe | None = None  # products of attention, dense networks and shared experts
+    experts: Recipe | None = None  # products of the routed experts
+    dispatch: Recipe | None = None  # rows that travel to their experts
+    forward: Format = E4M3  # of activations and weights
+    gradient: Format = E4M3  # of the gradients of outputs
     operators: Float8Operators = REFERENCE
 
 

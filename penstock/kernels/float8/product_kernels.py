@@ -18,7 +18,7 @@ the next one.
 """
 
 from penstock.kernels.float8.recipes import DEPTH as RECIPE_DEPTH
-from penstock.kernels.grouped_gemm_kernels import locate_rows, store_matrix, store_rows, swizzle, zero_tail
+from penstock.kernels.grouped_gemm_kernels import locate_matrix, locate_rows, store_matrix, store_rows, zero_tail
 from penstock.kernels.language import tl, triton
 
 DEPTH = tl.constexpr(RECIPE_DEPTH)
@@ -28,41 +28,14 @@ MICRO = tl.constexpr(32)
 
 @triton.jit(do_not_specialize=["rows", "x_scale_depth"])
 def float8_rows_kernel(
-    x,
-    w,
-    y,
-    y_ptr,
-    x_scales,
-    w_scales,
-    index_ptr,
-    starts_ptr,
-    owners_ptr,
-    block_count_ptr,
-    first_ptr,
-    rows,
-    columns,
-    depth,
-    experts,
-    x_stride,
-    w_expert,
-    w_stride,
-    x_scale_outer,
-    x_scale_depth,
-    w_scale_expert,
-    w_scale_outer,
-    w_scale_depth,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    AHEAD: tl.constexpr,
-    SCALING: tl.constexpr,
-    W_OUTER: tl.constexpr,
-    GROUP: tl.constexpr,
-    PIECES: tl.constexpr,
-    GATHER: tl.constexpr,
-    WHOLE_DEPTH: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    ONLY_LAST: tl.constexpr,
-):
+    x, w, y,  # descriptors of blocks, or pointers
+    y_ptr, x_scales, w_scales, index_ptr, starts_ptr, owners_ptr, block_count_ptr, first_ptr,
+    rows, columns, depth, experts, x_stride, w_expert, w_stride,  # sizes of the product; strides of values
+    x_scale_outer, x_scale_depth, w_scale_expert, w_scale_outer, w_scale_depth,  # strides of scales
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, AHEAD: tl.constexpr, SCALING: tl.constexpr,
+    W_OUTER: tl.constexpr, GROUP: tl.constexpr, PIECES: tl.constexpr, GATHER: tl.constexpr, WHOLE_DEPTH: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, ONLY_LAST: tl.constexpr,
+):  # fmt: skip
     """Multiply each row of x by the matrix of its expert; set rows of the tail to zero, or with ONLY_LAST the last one.
 
     x is rows x depth, w is experts x columns x depth, y is rows x columns. With DESCRIPTORS, w, y and (without GATHER)
@@ -86,18 +59,9 @@ def float8_rows_kernel(
         if AHEAD:
             x_next = _scales_of_rows(x_scales, source, x_scale_outer, x_scale_depth, 0, depth, SCALING)
             w_next = _scales_of_columns(
-                w_places,
-                column,
-                columns,
-                w_scale_outer,
-                w_scale_depth,
-                0,
-                depth,
-                BLOCK_COLUMNS,
-                W_OUTER,
-                SCALING,
+                w_places, column, columns, w_scale_outer, w_scale_depth, 0, depth, BLOCK_COLUMNS, W_OUTER, SCALING,
                 False,
-            )
+            )  # fmt: skip
         accumulator = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
         for block in tl.range(blocks):
             first = block * DEPTH
@@ -136,40 +100,19 @@ def float8_rows_kernel(
         store_rows(
             y, start + shift, end + shift, row, column, columns, result, BLOCK_ROWS, BLOCK_COLUMNS, PIECES, DESCRIPTORS
         )
-    if first_ptr is None:
-        tail = tl.load(starts_ptr + experts)
-        zero_tail(y_ptr, tl.maximum(tail, rows - 1) if ONLY_LAST else tail, rows, columns)
+    zero_tail(y_ptr, first_ptr, starts_ptr + experts, rows, columns, ONLY_LAST)
 
 
 @triton.jit
 def float8_matrices_kernel(
-    a,
-    b,
-    c,
-    a_scales,
-    b_scales,
-    starts_ptr,
-    rows,
-    columns,
-    depth,
-    experts,
-    a_stride,
-    b_stride,
-    a_scale_outer,
-    a_scale_depth,
-    b_scale_outer,
-    b_scale_depth,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    AHEAD: tl.constexpr,
-    SCALING: tl.constexpr,
-    B_OUTER: tl.constexpr,
-    GROUP: tl.constexpr,
-    PIECES: tl.constexpr,
-    WHOLE: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
+    a, b, c,  # descriptors of blocks, or pointers
+    a_scales, b_scales, starts_ptr,
+    rows, columns, depth, experts, a_stride, b_stride,  # sizes of the product; strides of values
+    a_scale_outer, a_scale_depth, b_scale_outer, b_scale_depth,  # strides of scales
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, AHEAD: tl.constexpr, SCALING: tl.constexpr,
+    B_OUTER: tl.constexpr, GROUP: tl.constexpr, PIECES: tl.constexpr, WHOLE: tl.constexpr, ACCUMULATE: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
-):
+):  # fmt: skip
     """Multiply a by the transpose of b, contracted over each expert's columns; add to c if ACCUMULATE.
 
     a is rows x depth, b is columns x depth, c is experts x rows x columns. `starts_ptr` has the multiple of DEPTH at
@@ -181,10 +124,7 @@ def float8_matrices_kernel(
     tiles_each = tl.cdiv(rows, BLOCK_ROWS) * tiles_across
     last = tl.cdiv(depth, DEPTH)
     for tile in tl.range(tl.program_id(0), tiles_each * experts, tl.num_programs(0), flatten=True):
-        expert = tile // tiles_each
-        row, column = swizzle(tile % tiles_each, tl.cdiv(rows, BLOCK_ROWS), tiles_across, GROUP)
-        row *= BLOCK_ROWS
-        column *= BLOCK_COLUMNS
+        expert, row, column = locate_matrix(tile, tiles_each, rows, tiles_across, BLOCK_ROWS, BLOCK_COLUMNS, GROUP)
         if starts_ptr is not None:
             start = tl.load(starts_ptr + expert) // DEPTH
             end = tl.load(starts_ptr + expert + 1) // DEPTH
@@ -230,19 +170,9 @@ def float8_matrices_kernel(
             # Scales of no rows may be NaN.
             accumulator = tl.where(end > start, accumulator, 0.0)
         store_matrix(
-            c,
-            expert,
-            row,
-            column,
-            rows,
-            columns,
-            accumulator,
-            BLOCK_ROWS,
-            BLOCK_COLUMNS,
-            PIECES,
-            ACCUMULATE,
+            c, expert, row, column, rows, columns, accumulator, BLOCK_ROWS, BLOCK_COLUMNS, PIECES, ACCUMULATE,
             DESCRIPTORS,
-        )
+        )  # fmt: skip
 
 
 @triton.jit
@@ -281,25 +211,10 @@ def _load_block(x, row, rows, stride, first, depth, BLOCK_ROWS: tl.constexpr):
 
 @triton.jit
 def _scales_of_tile(
-    a_scales,
-    b_scales,
-    row,
-    column,
-    rows,
-    columns,
-    a_outer,
-    a_deep,
-    b_outer,
-    b_deep,
-    block,
-    end,
-    depth,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    B_OUTER: tl.constexpr,
-    SCALING: tl.constexpr,
+    a_scales, b_scales, row, column, rows, columns, a_outer, a_deep, b_outer, b_deep, block, end, depth,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, B_OUTER: tl.constexpr, SCALING: tl.constexpr,
     WHOLE: tl.constexpr,
-):
+):  # fmt: skip
     """Load both operands' scales of a block. Zeros past the last block may have any finite scale."""
     block = tl.maximum(tl.minimum(block, end - 1), 0)
     if B_OUTER > 1:
@@ -329,18 +244,9 @@ def _scales_of_rows(scales, source, outer, deep, block, depth, SCALING: tl.const
 
 @triton.jit
 def _scales_of_columns(
-    scales,
-    column,
-    columns,
-    outer,
-    deep,
-    block,
-    depth,
-    BLOCK_COLUMNS: tl.constexpr,
-    OUTER: tl.constexpr,
-    SCALING: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
+    scales, column, columns, outer, deep, block, depth,
+    BLOCK_COLUMNS: tl.constexpr, OUTER: tl.constexpr, SCALING: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
     """Load the scales of a block of neighbouring columns: one for all if OUTER of them share it, else one for each.
 
     Places are computed here and not once for a tile, so that the compiler sees that they are neighbours and loads

@@ -6,9 +6,8 @@ Every product is a @ b^T of operands whose contracted dim is the last one:
     multiply_groups    R x K, e x N x K -> R x N  experts' rows, gathered while they are loaded if there is an index
     multiply_columns   M x R, N x R -> e x M x N  gradients of experts' weights, each over its expert's columns
 
-They equal those of the same name in `reference` but for the order of float32 sums. Recipes are recognized by their
-blocks: 128 deep (`blockwise`), 32 deep (`mxfp8`), or the whole depth (`rowwise`, `tensorwise`). Values may be E4M3 or
-E5M2, each operand its own. A launch may name the Hopper kernels for the recipe blockwise (`penstock.kernels.gluon`).
+They equal those of the same name in `reference` but for the order of float32 sums. Recipes are recognized by the depth
+of their blocks. A launch may name the Hopper kernels for the recipe blockwise (`penstock.kernels.gluon`).
 """
 
 from typing import Any, Literal
@@ -80,8 +79,7 @@ def multiply_groups(
 ) -> Tensor:
     """`reference.multiply_groups`; with `keep` the rows are written into its buffer, which is returned.
 
-    Rows past the last expert's are zero, or the last one is (`TileTable.only_last`). `tiles` is `tile_table(counts_e,
-    R)`, if the caller has it already; `launch` replaces the table's choice.
+    Rows past the last expert's are zero, or the last one is (`TileTable.only_last`).
 
     Raises:
         KernelError: operands that no launch accepts.
@@ -219,35 +217,13 @@ def _launch_rows(
         if index is None:
             x_source = TensorDescriptor.from_tensor(x.values, [launch.block_rows, DEPTH])
     start_kernel(
-        float8_rows_kernel,
-        (programs_of(launch, y.device),),
-        x_source,
-        w_source,
-        y_target,
-        y,
-        _scales(x),
-        _scales(w),
-        index,
-        tiles.starts_e,
-        tiles.owners[size],
-        tiles.block_counts[size:],
-        first,
-        rows,
-        columns,
-        depth,
-        experts,
-        x.values.stride(0),
-        w.values.stride(0),
-        w.values.stride(1),
-        *_strides(x),
-        w.scales.stride(0),
-        *_strides(w),
-        W_OUTER=w.block[0] if scaling == "promoted" else 1,
-        GATHER=index is not None,
-        WHOLE_DEPTH=depth % DEPTH == 0,
-        ONLY_LAST=tiles.only_last,
-        **_constants(launch, scaling),
-    )
+        float8_rows_kernel, (programs_of(launch, y.device),),
+        x_source, w_source, y_target, y, _scales(x), _scales(w), index, tiles.starts_e, tiles.owners[size],
+        tiles.block_counts[size:], first, rows, columns, depth, experts, x.values.stride(0), w.values.stride(0),
+        w.values.stride(1), *_strides(x), w.scales.stride(0), *_strides(w),
+        W_OUTER=w.block[0] if scaling == "promoted" else 1, GATHER=index is not None, WHOLE_DEPTH=depth % DEPTH == 0,
+        ONLY_LAST=tiles.only_last, **_constants(launch, scaling),
+    )  # fmt: skip
 
 
 def _launch_matrices(
@@ -275,27 +251,13 @@ def _launch_matrices(
         b_source = TensorDescriptor.from_tensor(b.values, [launch.block_columns, DEPTH])
         c_target = TensorDescriptor.from_tensor(c, [1, launch.block_rows, launch.block_columns // launch.pieces])
     start_kernel(
-        float8_matrices_kernel,
-        (programs_of(launch, c.device),),
-        a_source,
-        b_source,
-        c_target,
-        _scales(a),
-        _scales(b),
-        starts,
-        rows,
-        columns,
-        a.values.shape[1],
-        experts,
-        a.values.stride(0),
-        b.values.stride(0),
-        *_strides(a),
-        *_strides(b),
+        float8_matrices_kernel, (programs_of(launch, c.device),),
+        a_source, b_source, c_target, _scales(a), _scales(b), starts, rows, columns, a.values.shape[1], experts,
+        a.values.stride(0), b.values.stride(0), *_strides(a), *_strides(b),
         B_OUTER=b.block[0] if scaling == "promoted" else 1,
-        WHOLE=rows % launch.block_rows == 0 and columns % launch.block_columns == 0,
-        ACCUMULATE=accumulate,
+        WHOLE=rows % launch.block_rows == 0 and columns % launch.block_columns == 0, ACCUMULATE=accumulate,
         **_constants(launch, scaling),
-    )
+    )  # fmt: skip
 
 
 def _is_hoppers(a: Quantized, b: Quantized, launch: ProductLaunch) -> bool:

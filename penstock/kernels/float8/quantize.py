@@ -6,10 +6,8 @@ matrices (`rowwise`, `tensorwise`) need a pass before, which finds the largest m
 
 The scales of a copy lie in memory as depth blocks x outer, so that a product reads those of neighbouring rows at once;
 callers see them as outer x depth blocks. The stride of the rows of values is a multiple of 16 bytes.
-
-`pack_rows` and `unpack_rows` make and read the messages that rows travel as. A program has some blocks of numbers and
-finds the scale of each, so it does not matter how wide a row is. Padding bytes are not written. `transpose_weight`
-makes the transposed copy of a gathered weight from its bytes.
+`pack_rows` and `unpack_rows` make and read the messages that rows travel as, whose padding is not written;
+`transpose_weight` makes the transposed copy of a gathered weight from its bytes.
 """
 
 from dataclasses import dataclass
@@ -216,38 +214,16 @@ def _quantize(
         launch = TRANSPOSING
     power = scaling != "float32"
     start_kernel(
-        quantize_kernel,
-        _grid(source, launch),
-        source.values,
-        *_scales_of(source),
-        source.index_R,
-        source.tiles,
-        None if rows is None else rows.values,
-        None if rows is None else memory_of(rows.scales),
-        row_amax,
-        None if columns is None else columns.values,
-        None if columns is None else memory_of(columns.scales),
-        column_amax,
-        source.rows,
-        source.width,
-        source.places,
-        source.values.stride(-2),
-        0 if rows is None else rows.values.stride(-2),
-        0 if columns is None else columns.values.stride(-2),
-        X_OUTER=source.block[0],
-        X_DEPTH=source.block[1],
-        OUTER=outer,
-        COLUMNS_OUTER=columns_outer,
-        DEPTH=depth,
-        LARGEST=form.largest,
-        POWER=power,
-        BLOCK_R=launch.block_rows,
-        BLOCK_D=launch.block_columns,
-        RUN=1 if columns is None else run_of(launch),
-        num_warps=warps_of(launch, source.values.device),
+        quantize_kernel, _grid(source, launch),
+        source.values, *_scales_of(source), source.index_R, source.tiles, *memories_of(rows), row_amax,
+        *memories_of(columns), column_amax,
+        source.rows, source.width, source.places, source.values.stride(-2), row_stride(rows), row_stride(columns),
+        X_OUTER=source.block[0], X_DEPTH=source.block[1], OUTER=outer, COLUMNS_OUTER=columns_outer, DEPTH=depth,
+        LARGEST=form.largest, POWER=power, BLOCK_R=launch.block_rows, BLOCK_D=launch.block_columns,
+        RUN=1 if columns is None else run_of(launch), num_warps=warps_of(launch, source.values.device),
         # Divisions by other scales take more registers.
         **(register_limit(launch, source.values.device) if power else {}),
-    )
+    )  # fmt: skip
 
 
 def _is_hoppers(source: _Source, copies: tuple[Quantized | None, Quantized], form: Format, scaling: Scaling) -> bool:
@@ -276,24 +252,12 @@ def _measure(source: _Source, rows: Quantized | None, columns: Quantized | None)
         by_row = None if rows is None else zeros(source.matrices * source.rows, dtype=torch.int32)
         by_column = None if columns is None else zeros(source.matrices * source.width, dtype=torch.int32)
     start_kernel(
-        measure_kernel,
-        _grid(source, TRANSPOSING),
-        source.values,
-        *_scales_of(source),
-        source.index_R,
-        source.tiles,
-        by_row,
-        by_column,
-        whole,
-        source.rows,
-        source.width,
-        source.values.stride(-2),
-        X_OUTER=source.block[0],
-        X_DEPTH=source.block[1],
-        BLOCK_R=TRANSPOSING.block_rows,
-        BLOCK_D=TRANSPOSING.block_columns,
-        num_warps=warps_of(TRANSPOSING, source.values.device),
-    )
+        measure_kernel, _grid(source, TRANSPOSING),
+        source.values, *_scales_of(source), source.index_R, source.tiles, by_row, by_column, whole,
+        source.rows, source.width, source.values.stride(-2),
+        X_OUTER=source.block[0], X_DEPTH=source.block[1], BLOCK_R=TRANSPOSING.block_rows,
+        BLOCK_D=TRANSPOSING.block_columns, num_warps=warps_of(TRANSPOSING, source.values.device),
+    )  # fmt: skip
     return (by_row, by_column) if whole is None else (whole, whole)
 
 
@@ -309,9 +273,14 @@ def _scales_of(source: _Source) -> tuple[Tensor | None, int, int]:
     return _bytes_of(source.scales), source.scales.stride(0), source.scales.stride(1)
 
 
-def memory_of(scales: Tensor) -> Tensor:
-    """Scales of a copy as they lie: depth blocks x outer."""
-    return _bytes_of(scales.transpose(-1, -2))
+def memories_of(copy: Quantized | None) -> tuple[Tensor | None, Tensor | None]:
+    """Values and scales (depth blocks x outer) of a copy as kernel arguments; None for a copy that is not made."""
+    return (None, None) if copy is None else (copy.values, _bytes_of(copy.scales.transpose(-1, -2)))
+
+
+def row_stride(copy: Quantized | None) -> int:
+    """Stride of the rows of a copy, 0 for one that is not made."""
+    return 0 if copy is None else copy.values.stride(-2)
 
 
 def _bytes_of(scales: Tensor) -> Tensor:
@@ -374,21 +343,11 @@ def _start_packing(
     if rows == 0:
         return
     start_kernel(
-        kernel,
-        (triton.cdiv(rows * blocks, at_a_time),),
-        x_TD,
-        packed.view(form.dtype),
-        rows,
-        D=width,
-        BLOCKS=blocks,
-        BYTES=packed.shape[1],
-        SCALES_AT=scales_at(width),
-        E8M0=recipe.scaling == "e8m0",
-        BLOCK_R=at_a_time,
-        DEPTH=depth,
-        num_warps=launch.warps,
-        **options,
-    )
+        kernel, (triton.cdiv(rows * blocks, at_a_time),),
+        x_TD, packed.view(form.dtype), rows,
+        D=width, BLOCKS=blocks, BYTES=packed.shape[1], SCALES_AT=scales_at(width), E8M0=recipe.scaling == "e8m0",
+        BLOCK_R=at_a_time, DEPTH=depth, num_warps=launch.warps, **options,
+    )  # fmt: skip
 
 
 TRANSPOSE_BLOCK = 128

@@ -27,35 +27,12 @@ from penstock.kernels.language import tl, triton
 
 @triton.jit(do_not_specialize=["R", "x_scales_depth"])
 def quantize_kernel(
-    x_ptr,
-    x_scales_ptr,
-    x_scales_outer,
-    x_scales_depth,
-    index_ptr,
-    tiles_ptr,
-    rows_ptr,
-    row_scales_ptr,
-    row_amax_ptr,
-    columns_ptr,
-    column_scales_ptr,
-    column_amax_ptr,
-    R,
-    D,
-    places,
-    x_stride,
-    rows_stride,
-    columns_stride,
-    X_OUTER: tl.constexpr,
-    X_DEPTH: tl.constexpr,
-    OUTER: tl.constexpr,
-    COLUMNS_OUTER: tl.constexpr,
-    DEPTH: tl.constexpr,
-    LARGEST: tl.constexpr,
-    POWER: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    RUN: tl.constexpr,
-):
+    x_ptr, x_scales_ptr, x_scales_outer, x_scales_depth, index_ptr, tiles_ptr, rows_ptr, row_scales_ptr, row_amax_ptr,
+    columns_ptr, column_scales_ptr, column_amax_ptr,
+    R, D, places, x_stride, rows_stride, columns_stride,
+    X_OUTER: tl.constexpr, X_DEPTH: tl.constexpr, OUTER: tl.constexpr, COLUMNS_OUTER: tl.constexpr, DEPTH: tl.constexpr,
+    LARGEST: tl.constexpr, POWER: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, RUN: tl.constexpr,
+):  # fmt: skip
     """Quantize one tile into the row-wise and the transposed copy, as far as there are pointers to them.
 
     OUTER x DEPTH is the block of the row-wise copy: 1 x a divisor of the tile's sides, the whole tile (then of both
@@ -109,23 +86,11 @@ def quantize_kernel(
 
 @triton.jit(do_not_specialize=["R", "x_scales_depth"])
 def measure_kernel(
-    x_ptr,
-    x_scales_ptr,
-    x_scales_outer,
-    x_scales_depth,
-    index_ptr,
-    tiles_ptr,
-    row_amax_ptr,
-    column_amax_ptr,
+    x_ptr, x_scales_ptr, x_scales_outer, x_scales_depth, index_ptr, tiles_ptr, row_amax_ptr, column_amax_ptr,
     whole_amax_ptr,
-    R,
-    D,
-    x_stride,
-    X_OUTER: tl.constexpr,
-    X_DEPTH: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    R, D, x_stride,
+    X_OUTER: tl.constexpr, X_DEPTH: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """Bits of the largest magnitude of each row, column or matrix, as far as there are pointers to zeros."""
     matrix = tl.program_id(2).to(tl.int64)
     column_D = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -147,15 +112,10 @@ def measure_kernel(
 
 @triton.jit(do_not_specialize=["tiles", "rows"])
 def group_tiles_kernel(
-    counts_ptr,
-    tiles_ptr,
-    tiles,
-    rows,
-    EXPERTS: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
+    counts_ptr, tiles_ptr,
+    tiles, rows,
+    EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
     """First row and number of rows of tiles of BLOCK_R aligned places; behind all, the tiles that have rows."""
     expert_E = tl.arange(0, BLOCK_E)
     count_E = tl.load(counts_ptr + expert_E, mask=expert_E < EXPERTS, other=0).to(tl.int32)
@@ -202,17 +162,10 @@ def load_tile(x_ptr, x_stride, index_ptr, row_R, is_row_R, column_D, D):
 
 @triton.jit
 def dequantize_tile(
-    x_RD,
-    scales_ptr,
-    outer_stride,
-    depth_stride,
-    index_ptr,
-    row_R,
-    is_row_R,
-    D,
-    OUTER: tl.constexpr,
-    DEPTH: tl.constexpr,
-):
+    x_RD, scales_ptr, outer_stride, depth_stride, index_ptr,
+    row_R, is_row_R, D,
+    OUTER: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
     """A tile of 8-bit numbers times their scales, of blocks OUTER x DEPTH; 0 for the whole dim.
 
     Places without a row stay zero, because their scale is taken to be zero.
@@ -285,14 +238,9 @@ def measured(amax_ptr, matrix, outer_R, is_outer_R, outer_size, OUTER: tl.conste
 
 @triton.jit
 def quantize_tile(
-    x_RD,
-    amax_R1,
-    dtype: tl.constexpr,
-    DEPTH: tl.constexpr,
-    LARGEST: tl.constexpr,
-    POWER: tl.constexpr,
-    OUTER: tl.constexpr = 1,
-):
+    x_RD, amax_R1,
+    dtype: tl.constexpr, DEPTH: tl.constexpr, LARGEST: tl.constexpr, POWER: tl.constexpr, OUTER: tl.constexpr = 1,
+):  # fmt: skip
     """Values and scales of rows: for each DEPTH columns, or by magnitudes that were measured before.
 
     A tile has at most one block of several rows, whose magnitude is given (1 x 1), and one scale for it.
@@ -317,17 +265,9 @@ def quantize_tile(
 @triton.jit
 def store_scales(
     scales_ptr,
-    scale_RQ,
-    matrix,
-    outer_R,
-    is_outer_R,
-    tile,
-    outer_size,
-    depth_size,
-    OUTER: tl.constexpr,
-    DEPTH: tl.constexpr,
-    BLOCK_DEPTH: tl.constexpr,
-):
+    scale_RQ, matrix, outer_R, is_outer_R, tile, outer_size, depth_size,
+    OUTER: tl.constexpr, DEPTH: tl.constexpr, BLOCK_DEPTH: tl.constexpr,
+):  # fmt: skip
     """Store the scales of the tile with number `tile` along the depth, into depth blocks x outer.
 
     A block of several rows is a whole tile: then `outer_R` is its number along the rows.
@@ -353,21 +293,11 @@ def store_scales(
 
 @triton.jit
 def store_columns(
-    columns_ptr,
-    scales_ptr,
-    x_RF,
-    column_F,
-    is_column_F,
-    places,
-    width,
-    stride,
-    OUTER: tl.constexpr,
-    DEPTH: tl.constexpr,
-    LARGEST: tl.constexpr,
-    POWER: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    columns_ptr, scales_ptr,
+    x_RF, column_F, is_column_F, places, width, stride,
+    OUTER: tl.constexpr, DEPTH: tl.constexpr, LARGEST: tl.constexpr, POWER: tl.constexpr, BLOCK_R: tl.constexpr,
     RUN: tl.constexpr,
-):
+):  # fmt: skip
     """Store the transposed copy of a tile, quantized along its places: `columns` is width x places."""
     dtype: tl.constexpr = columns_ptr.dtype.element_ty
     x_FR = transpose_tile(x_RF, RUN).to(tl.float32)
@@ -394,19 +324,11 @@ def _places(rows, D: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_R: tl.constexpr, 
 
 @triton.jit(do_not_specialize=["rows"])
 def pack_rows_kernel(
-    x_ptr,
-    packed_ptr,
+    x_ptr, packed_ptr,
     rows,
-    D: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    BYTES: tl.constexpr,
-    SCALES_AT: tl.constexpr,
-    E8M0: tl.constexpr,
-    LARGEST: tl.constexpr,
-    POWER: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    DEPTH: tl.constexpr,
-):
+    D: tl.constexpr, BLOCKS: tl.constexpr, BYTES: tl.constexpr, SCALES_AT: tl.constexpr, E8M0: tl.constexpr,
+    LARGEST: tl.constexpr, POWER: tl.constexpr, BLOCK_R: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
     """Quantize blocks of rows into values and scales of a message.
 
     Example in E4M3 with D = 4 and DEPTH = 2: the row 448, 0, 1, -2 becomes the values 448, 0, 128, -256 in 4 bytes, and
@@ -426,17 +348,11 @@ def pack_rows_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def unpack_rows_kernel(
-    x_ptr,
-    packed_ptr,
+    x_ptr, packed_ptr,
     rows,
-    D: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    BYTES: tl.constexpr,
-    SCALES_AT: tl.constexpr,
-    E8M0: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    DEPTH: tl.constexpr,
-):
+    D: tl.constexpr, BLOCKS: tl.constexpr, BYTES: tl.constexpr, SCALES_AT: tl.constexpr, E8M0: tl.constexpr,
+    BLOCK_R: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
     """The inverse of `pack_rows_kernel`, up to rounding."""
     row_R, number_R, column_RD, exists_R, exists_RD = _places(rows, D, BLOCKS, BLOCK_R, DEPTH)
     first_ptr = packed_ptr + row_R * BYTES + SCALES_AT

@@ -9,10 +9,9 @@ A row that travels from rank to rank is packed into one message with its scales:
 
 T packed rows are a tensor of T x `row_bytes`, uint8. `as_quantized` views the same memory as an operand.
 
-FSDP2 gathers a weight in 8 bits as a `GatheredWeight` (penstock/parallel/float8_gather.py). A module sees a parameter
-of the compute dtype, to which autograd gives gradients of that dtype, but it has no 16-bit numbers: it can be detached,
-viewed as it is, and multiplied by its copies. Its blocks are squares, so the transposed copy has the same numbers and
-scales; it is made when backward first asks for it.
+FSDP2 gathers a weight in 8 bits as a `GatheredWeight` (penstock/parallel/float8_gather.py): a parameter of the compute
+dtype for modules and autograd, but without 16-bit numbers. Its blocks are squares, so the transposed copy has the same
+numbers and scales; it is made when backward first asks for it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,18 +24,10 @@ from penstock.kernels.float8.recipes import Block, Format, Recipe
 
 
 class Quantized(NamedTuple):
-    """A matrix, or a stack of matrices, in 8 bits.
+    """A matrix, or a stack of matrices, in 8 bits. The last blocks may be smaller than the others."""
 
-    Attributes:
-        values: float8, ... x outer x depth. The last dim is contiguous; the stride of the rows is a multiple of 16
-            bytes.
-        scales: factor of each block, ... x outer blocks x depth blocks, any strides; float32, or float8_e8m0fnu for
-            mxfp8. The last block may be smaller than the others.
-        block: rows and columns of a block; 0 for the whole dim.
-    """
-
-    values: Tensor
-    scales: Tensor
+    values: Tensor  # float8, ... x outer x depth; depth is contiguous, the stride of outer a multiple of 16 bytes
+    scales: Tensor  # ... x outer blocks x depth blocks, any strides; float32, or float8_e8m0fnu for mxfp8
     block: Block
 
 

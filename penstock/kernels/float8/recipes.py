@@ -70,16 +70,11 @@ ALIGNMENT = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Block sizes of each kind of operand, and the form of their scales.
-
-    Attributes:
-        rows: block of activations that are contracted over their columns, and of gradients in either direction.
-        columns: block of activations that are contracted over their rows, in the gradient of a weight.
-    """
+    """Block sizes of each kind of operand, and the form of their scales."""
 
     name: RecipeName
-    rows: Block
-    columns: Block
+    rows: Block  # of activations that are contracted over their columns, and of gradients in either direction
+    columns: Block  # of activations that are contracted over their rows, in the gradient of a weight
     weights: Block
     scaling: Scaling
 

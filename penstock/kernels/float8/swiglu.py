@@ -1,13 +1,11 @@
 """SwiGLU and its gradients, from a tile in registers to 8 bits; Hopper has its own kernel for backward.
 
-They are fused where blocks lie in a tile (those of `blockwise` and `mxfp8` in a row of it; the squares of
-`blockwise-square` fill it), and gate ends where a block does. For other recipes the activation is written in 16 bits
-(`penstock.kernels.swiglu`) and quantized in passes of their own. So is the gradient of an activation with clamps, which
-takes more registers than a thread has, and one that biases sum in 16 bits.
+They are fused where blocks lie in a tile and gate ends where a block does. For other recipes the activation is written
+in 16 bits (`penstock.kernels.swiglu`) and quantized in passes of their own. So is the gradient of an activation with
+clamps, which takes more registers than a thread has, and one that biases sum in 16 bits.
 
 Forward quantizes a tile of 128 places by 128 columns along both of its sides, rounded to 16 bits before, as the
-definition does; `quantize_kernels` describes the order of rows and the experts' tiles. Backward makes of a tile of
-gate, up and dh
+definition does (`quantize_kernels`). Backward makes of a tile of gate, up and dh
 
     h             transposed                   for the weight of the second product
     dgate, dup    by rows and transposed       for the rows, and for the weight of the first product
@@ -48,7 +46,7 @@ from penstock.kernels.gluon import float8_launches
 from penstock.kernels.language import tl, triton
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.reference import ExpertRule
-from penstock.kernels.swiglu import activated, activation_gradients
+from penstock.kernels.swiglu import activation_gradients, load_activated
 from penstock.kernels.tuning import KernelLaunch, target_of
 
 ROWS_ONLY = KernelLaunch(block_rows=32, block_columns=128, warps=4)
@@ -91,29 +89,15 @@ def swiglu(
     by_column = block and quantize.empty_copy(source_SF, (width, rows), block, form, recipe.scaling)
     launch, experts = (TRANSPOSING if columns else ROWS_ONLY), 0 if counts_e is None else counts_e.numel()
     start_kernel(
-        swiglu_float8_kernel,
-        (triton.cdiv(width, launch.block_columns), triton.cdiv(rows, launch.block_rows)),
-        source_SF.contiguous(),
-        first,
-        None if weights_R is None else weights_R.contiguous(),
+        swiglu_float8_kernel, (triton.cdiv(width, launch.block_columns), triton.cdiv(rows, launch.block_rows)),
+        source_SF.contiguous(), first, None if weights_R is None else weights_R.contiguous(),
         None if counts_e is None else counts_e.contiguous(),
-        by_row.values,
-        quantize.memory_of(by_row.scales),
-        None if by_column is None else by_column.values,
-        None if by_column is None else quantize.memory_of(by_column.scales),
-        rows,
-        by_row.values.stride(0),
-        0 if by_column is None else by_column.values.stride(0),
-        experts,
-        width,
-        BLOCK_E=triton.next_power_of_2(max(experts, 1)),
-        COLUMNS_OUTER=recipe.columns[0],
-        LARGEST=form.largest,
-        RUN=RUN if columns else 1,
-        **_constants(recipe, launch),
-        **in_16_bits.rule_constants(rule),
+        *quantize.memories_of(by_row), *quantize.memories_of(by_column),
+        rows, quantize.row_stride(by_row), quantize.row_stride(by_column), experts, width,
+        BLOCK_E=triton.next_power_of_2(max(experts, 1)), COLUMNS_OUTER=recipe.columns[0], LARGEST=form.largest,
+        RUN=RUN if columns else 1, **_constants(recipe, launch), **in_16_bits.rule_constants(rule),
         num_warps=quantize.warps_of(launch, source_SF.device),
-    )
+    )  # fmt: skip
     return RowColQuantized(by_row, by_column)
 
 
@@ -191,25 +175,13 @@ def _start_tritons(
     by_row, by_column, _ = copies
     rows, width = sources[3].shape
     start_kernel(
-        swiglu_backward_float8_kernel,
-        (triton.cdiv(width, launch.block_columns), len(tiles) - 1),
-        *sources,
-        tiles,
-        *(memory for one in copies for memory in (one.values, quantize.memory_of(one.scales))),
-        products_PR,
-        rows,
-        by_row.values.stride(0),
-        by_column.values.stride(0) // 4,
-        width,
-        H_OUTER=recipe.columns[0],
-        LARGEST=forms[1].largest,
-        H_LARGEST=forms[0].largest,
-        WEIGHS_INPUT=weighs_input,
-        STEP=launch.step,
-        **_constants(recipe, launch),
-        num_warps=quantize.warps_of(launch, tiles.device),
+        swiglu_backward_float8_kernel, (triton.cdiv(width, launch.block_columns), len(tiles) - 1),
+        *sources, tiles, *(memory for one in copies for memory in quantize.memories_of(one)), products_PR,
+        rows, by_row.values.stride(0), by_column.values.stride(0) // 4, width,
+        H_OUTER=recipe.columns[0], LARGEST=forms[1].largest, H_LARGEST=forms[0].largest, WEIGHS_INPUT=weighs_input,
+        STEP=launch.step, **_constants(recipe, launch), num_warps=quantize.warps_of(launch, tiles.device),
         **(quantize.register_limit(launch, tiles.device) if recipe.rows[1] == DEPTH else {}),
-    )
+    )  # fmt: skip
 
 
 def _in_passes(
@@ -279,31 +251,12 @@ def _given(gate_up_RF: Tensor | SavedRows, weights_R: Tensor | None) -> tuple[Te
 
 @triton.jit(do_not_specialize=["R"])
 def swiglu_float8_kernel(
-    gate_up_ptr,
-    first_ptr,
-    weights_ptr,
-    counts_ptr,
-    rows_ptr,
-    row_scales_ptr,
-    columns_ptr,
-    column_scales_ptr,
-    R,
-    rows_stride,
-    columns_stride,
-    experts,
-    F,
-    COLUMNS_OUTER: tl.constexpr,
-    DEPTH: tl.constexpr,
-    LARGEST: tl.constexpr,
-    POWER: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_F: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    RUN: tl.constexpr,
-    LIMIT: tl.constexpr,
-    ALPHA: tl.constexpr,
+    gate_up_ptr, first_ptr, weights_ptr, counts_ptr, rows_ptr, row_scales_ptr, columns_ptr, column_scales_ptr,
+    R, rows_stride, columns_stride, experts, F,
+    COLUMNS_OUTER: tl.constexpr, DEPTH: tl.constexpr, LARGEST: tl.constexpr, POWER: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_F: tl.constexpr, BLOCK_E: tl.constexpr, RUN: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
     WEIGHS_INPUT: tl.constexpr,
-):
+):  # fmt: skip
     """Quantize one tile of h by rows, and transposed if there is a pointer. Rows past the counts are left alone.
 
     Blocks are 1 x DEPTH, of the transposed copy COLUMNS_OUTER x DEPTH, with 1 or all of a tile. With `first_ptr` gate
@@ -322,13 +275,9 @@ def swiglu_float8_kernel(
     is_column_F = column_F < F
     inside = is_row_R[:, None] & is_column_F[None, :]
     start_R1 = row_R.to(tl.int64)[:, None]
-    gate_ptrs = gate_up_ptr + start_R1 * (2 * F) + column_F[None, :]
-    gate_RF = tl.load(gate_ptrs, mask=inside, other=0.0).to(tl.float32)
-    up_RF = tl.load(gate_ptrs + F, mask=inside, other=0.0).to(tl.float32)
-    weight_R1 = None
-    if weights_ptr is not None:
-        weight_R1 = tl.load(weights_ptr + row_R, mask=is_row_R, other=0.0)[:, None]
-    h_RF = activated(gate_RF, up_RF, weight_R1, LIMIT, ALPHA, WEIGHS_INPUT)
+    h_RF = load_activated(
+        gate_up_ptr, weights_ptr, row_R, is_row_R, start_R1, column_F, inside, F, LIMIT, ALPHA, WEIGHS_INPUT
+    )
     # Where nothing is loaded gate is zero, and so is h.
     h_RF = h_RF.to(gate_up_ptr.dtype.element_ty)
     dtype: tl.constexpr = rows_ptr.dtype.element_ty
@@ -344,32 +293,12 @@ def swiglu_float8_kernel(
 
 @triton.jit(do_not_specialize=["R"])
 def swiglu_backward_float8_kernel(
-    gate_up_ptr,
-    first_ptr,
-    weights_ptr,
-    dh_ptr,
-    tiles_ptr,
-    d_rows_ptr,
-    d_row_scales_ptr,
-    d_columns_ptr,
-    d_column_scales_ptr,
-    h_columns_ptr,
-    h_column_scales_ptr,
-    products_ptr,
-    R,
-    rows_stride,
-    words_stride,
-    F,
-    H_OUTER: tl.constexpr,
-    DEPTH: tl.constexpr,
-    LARGEST: tl.constexpr,
-    H_LARGEST: tl.constexpr,
-    POWER: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_F: tl.constexpr,
-    STEP: tl.constexpr,
-    WEIGHS_INPUT: tl.constexpr,
-):
+    gate_up_ptr, first_ptr, weights_ptr, dh_ptr, tiles_ptr, d_rows_ptr, d_row_scales_ptr, d_columns_ptr,
+    d_column_scales_ptr, h_columns_ptr, h_column_scales_ptr, products_ptr,
+    R, rows_stride, words_stride, F,
+    H_OUTER: tl.constexpr, DEPTH: tl.constexpr, LARGEST: tl.constexpr, H_LARGEST: tl.constexpr, POWER: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr, STEP: tl.constexpr, WEIGHS_INPUT: tl.constexpr,
+):  # fmt: skip
     """Make one tile of all five copies, and its part of the weights' gradient, STEP rows at a time.
 
     `words_stride` is that of transposed copies, in words of four numbers. Places of a tile without a row are zero in
@@ -457,19 +386,10 @@ def _gradients(gate_up_ptr, weights_ptr, dh_ptr, row_R, is_row_R, column_F, F, W
 
 @triton.jit
 def _store_rows(
-    rows_ptr,
-    scales_ptr,
-    x_RF,
-    row_R,
-    is_row_R,
-    column_F,
-    R,
-    F,
-    stride,
-    DEPTH: tl.constexpr,
-    LARGEST: tl.constexpr,
-    POWER: tl.constexpr,
-):
+    rows_ptr, scales_ptr,
+    x_RF, row_R, is_row_R, column_F, R, F, stride,
+    DEPTH: tl.constexpr, LARGEST: tl.constexpr, POWER: tl.constexpr,
+):  # fmt: skip
     """Store some rows of the tile, quantized along its columns."""
     RUNS: tl.constexpr = x_RF.shape[0]
     BLOCK_F: tl.constexpr = x_RF.shape[1]

@@ -8,10 +8,8 @@ scales need CUDA 12.9):
     128 x 128  scales of b are depth blocks x outer blocks, depth contiguous, padded to a multiple of 4 depth blocks
     values     the contracted dim and N are multiples of 16; with blocks of 128, of 128, and M is a multiple of 4
 
-(CUDA takes a smaller last block, but the function that checks the product on the meta device does not.)
-
-cuBLASLt cannot add to memory here, so a sum takes a float32 product first. `F.scaled_mm` cannot write into given
-memory; the function below it can.
+(CUDA takes a smaller last block, but the check on the meta device does not.) cuBLASLt cannot add to memory here, so a
+sum takes a float32 product first. `F.scaled_mm` cannot write into given memory; the function below it can.
 """
 
 import torch

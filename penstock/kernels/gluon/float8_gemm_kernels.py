@@ -66,16 +66,7 @@ def make_slots(x, w_slots, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, EACH: 
 
 @gluon.jit
 def load_scales(
-    slots,
-    slot,
-    x_scales,
-    w_scales,
-    strides,
-    place,
-    rows,
-    block,
-    CONSUMERS: gl.constexpr,
-    EACH: gl.constexpr,
+    slots, slot, x_scales, w_scales, strides, place, rows, block, CONSUMERS: gl.constexpr, EACH: gl.constexpr
 ):
     """Copy a block's scales into a slot.
 
@@ -116,16 +107,9 @@ def _places(COUNT: gl.constexpr):
 
 @gluon.jit
 def sum_blocks(
-    slots,
-    step,
-    mine,
-    blocks,
-    STAGES: gl.constexpr,
-    STEPS: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-    EACH: gl.constexpr,
-    PLACE: gl.constexpr,
-):
+    slots, step, mine, blocks,
+    STAGES: gl.constexpr, STEPS: gl.constexpr, CONSUMERS: gl.constexpr, EACH: gl.constexpr, PLACE: gl.constexpr,
+):  # fmt: skip
     """Sum the scaled products of `mine` blocks, which are all `blocks` of a tile or none."""
     sums = gl.zeros([HALF, WIDTH], gl.float32, PRODUCT)
     for turn in range(mine // STEPS):  # noqa: B007 (the compiler's loops take no name twice)
@@ -202,31 +186,10 @@ def _scale_of(slots, slot, CONSUMERS: gl.constexpr, EACH: gl.constexpr, PLACE: g
 
 @gluon.jit
 def float8_rows_kernel(
-    x,
-    w,
-    y,
-    y_ptr,
-    x_scales,
-    w_scales,
-    starts_ptr,
-    owners_ptr,
-    block_count_ptr,
-    first_ptr,
-    rows,
-    columns,
-    depth,
-    experts,
-    x_scale_outer,
-    x_scale_depth,
-    w_scale_expert,
-    w_scale_outer,
-    w_scale_depth,
-    STAGES: gl.constexpr,
-    STEPS: gl.constexpr,
-    GROUP: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-    ONLY_LAST: gl.constexpr,
-):
+    x, w, y, y_ptr, x_scales, w_scales, starts_ptr, owners_ptr, block_count_ptr, first_ptr,
+    rows, columns, depth, experts, x_scale_outer, x_scale_depth, w_scale_expert, w_scale_outer, w_scale_depth,
+    STAGES: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr, CONSUMERS: gl.constexpr, ONLY_LAST: gl.constexpr,
+):  # fmt: skip
     """Multiply each row of x by the matrix of its expert; set rows of the tail to zero, or with ONLY_LAST the last one.
 
     x is rows x depth with a scale for 1 x 128 numbers, w experts x columns x depth with one for 128 x 128, y rows x
@@ -301,12 +264,7 @@ def _load_rows(given, scales, x, w, STAGES: gl.constexpr, GROUP: gl.constexpr, C
 
 @gluon.jit
 def _multiply_rows(
-    given,
-    STAGES: gl.constexpr,
-    STEPS: gl.constexpr,
-    GROUP: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-    PLACE: gl.constexpr,
+    given, STAGES: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr, CONSUMERS: gl.constexpr, PLACE: gl.constexpr
 ):
     """Make the rows from PLACE * 64 on of each tile."""
     schedule, slots, target, blocks = given
@@ -369,28 +327,11 @@ def _store_rows(target, sums, here, shift, columns, PLACE: gl.constexpr):
 
 @gluon.jit
 def float8_matrices_kernel(
-    a,
-    b,
-    c,
-    c_ptr,
-    a_scales,
-    b_scales,
-    starts_ptr,
-    rows,
-    columns,
-    depth,
-    experts,
-    a_scale_outer,
-    a_scale_depth,
-    b_scale_outer,
-    b_scale_depth,
-    STAGES: gl.constexpr,
-    STEPS: gl.constexpr,
-    GROUP: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-    SQUARE: gl.constexpr,
+    a, b, c, c_ptr, a_scales, b_scales, starts_ptr,
+    rows, columns, depth, experts, a_scale_outer, a_scale_depth, b_scale_outer, b_scale_depth,
+    STAGES: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr, CONSUMERS: gl.constexpr, SQUARE: gl.constexpr,
     WHOLE: gl.constexpr,
-):
+):  # fmt: skip
     """Multiply a by the transpose of b, contracted over each expert's columns; write c or add to it.
 
     a is rows x depth, b columns x depth, both descriptors of blocks. A scale of a is for 1 x 128 numbers; one of b is
@@ -439,14 +380,7 @@ def float8_matrices_kernel(
 
 @gluon.jit
 def _load_columns(
-    given,
-    scales,
-    a,
-    b,
-    STAGES: gl.constexpr,
-    GROUP: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-    SQUARE: gl.constexpr,
+    given, scales, a, b, STAGES: gl.constexpr, GROUP: gl.constexpr, CONSUMERS: gl.constexpr, SQUARE: gl.constexpr
 ):
     """Fill slots with blocks of a and b and their scales, tile by tile."""
     schedule, slots, shape = given[0], given[1], given[3]
@@ -472,14 +406,9 @@ def _load_columns(
 @gluon.jit
 def _multiply_columns(
     given,
-    STAGES: gl.constexpr,
-    STEPS: gl.constexpr,
-    GROUP: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-    SQUARE: gl.constexpr,
-    WHOLE: gl.constexpr,
-    PLACE: gl.constexpr,
-):
+    STAGES: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr, CONSUMERS: gl.constexpr, SQUARE: gl.constexpr,
+    WHOLE: gl.constexpr, PLACE: gl.constexpr,
+):  # fmt: skip
     """Make the rows from PLACE * 64 on of each tile."""
     schedule, slots, target, shape = given
     tiles = schedule[4]

@@ -58,32 +58,15 @@ def launch_rows(
     values = w.values if tiles is not None else w.values[None]
     size = BLOCK_SIZES.index(launch.block_rows)
     start_kernel(
-        float8_rows_kernel,
-        (programs_of(launch, y.device),),
-        blocks_of(x.values, PIECE_ROWS, DEPTH),
-        blocks_of(values, 1, WIDTH, DEPTH),
-        ragged_blocks_of(y, PIECE_ROWS, WIDTH // launch.pieces) if y.dtype == torch.bfloat16 else None,
-        y,
-        x.scales,
-        w.scales,
-        None if tiles is None else tiles.starts_e,
-        None if tiles is None else tiles.owners[size],
-        None if tiles is None else tiles.block_counts[size:],
-        first,
-        rows,
-        columns,
-        depth,
-        len(values),
-        *x.scales.stride(),
-        w.scales.stride(0) if tiles is not None else 0,
-        *w.scales.stride()[-2:],
-        STAGES=launch.stages,
-        STEPS=launch.steps,
-        GROUP=launch.group,
-        CONSUMERS=launch.block_rows // PIECE_ROWS,
-        ONLY_LAST=tiles is not None and tiles.only_last,
-        **_warps_of(launch),
-    )
+        float8_rows_kernel, (programs_of(launch, y.device),),
+        blocks_of(x.values, PIECE_ROWS, DEPTH), blocks_of(values, 1, WIDTH, DEPTH),
+        ragged_blocks_of(y, PIECE_ROWS, WIDTH // launch.pieces) if y.dtype == torch.bfloat16 else None, y, x.scales,
+        w.scales, None if tiles is None else tiles.starts_e, None if tiles is None else tiles.owners[size],
+        None if tiles is None else tiles.block_counts[size:], first, rows, columns, depth, len(values),
+        *x.scales.stride(), w.scales.stride(0) if tiles is not None else 0, *w.scales.stride()[-2:],
+        STAGES=launch.stages, STEPS=launch.steps, GROUP=launch.group, CONSUMERS=launch.block_rows // PIECE_ROWS,
+        ONLY_LAST=tiles is not None and tiles.only_last, **_warps_of(launch),
+    )  # fmt: skip
 
 
 def launch_matrices(
@@ -98,29 +81,14 @@ def launch_matrices(
     experts, rows, columns = c.shape
     is_square = b.block[0] == WIDTH
     start_kernel(
-        float8_matrices_kernel,
-        (programs_of(launch, c.device),),
-        blocks_of(a.values, PIECE_ROWS, DEPTH),
-        blocks_of(b.values, WIDTH, DEPTH),
-        blocks_of(c, 1, PIECE_ROWS, WIDTH // launch.pieces) if accumulate else None,
-        c,
-        a.scales,
-        b.scales,
-        starts,
-        rows,
-        columns,
-        a.values.shape[1],
-        experts,
-        *a.scales.stride(),
-        *b.scales.stride(),
-        STAGES=launch.stages,
-        STEPS=launch.steps if is_square else 1,
-        GROUP=launch.group,
-        CONSUMERS=launch.block_rows // PIECE_ROWS,
-        SQUARE=is_square,
-        WHOLE=rows % launch.block_rows == 0 and columns % WIDTH == 0,
-        **_warps_of(launch),
-    )
+        float8_matrices_kernel, (programs_of(launch, c.device),),
+        blocks_of(a.values, PIECE_ROWS, DEPTH), blocks_of(b.values, WIDTH, DEPTH),
+        blocks_of(c, 1, PIECE_ROWS, WIDTH // launch.pieces) if accumulate else None, c, a.scales, b.scales, starts,
+        rows, columns, a.values.shape[1], experts, *a.scales.stride(), *b.scales.stride(),
+        STAGES=launch.stages, STEPS=launch.steps if is_square else 1, GROUP=launch.group,
+        CONSUMERS=launch.block_rows // PIECE_ROWS, SQUARE=is_square,
+        WHOLE=rows % launch.block_rows == 0 and columns % WIDTH == 0, **_warps_of(launch),
+    )  # fmt: skip
 
 
 def _warps_of(launch: ProductLaunch) -> dict[str, int]:
@@ -173,27 +141,14 @@ def launch_quantize(
     if columns.numel() == 0:
         return
     start_kernel(
-        kernels.quantize_kernel,
-        (values.shape[1] // TILE, places // TILE),
-        values,
-        scales,
-        *((0, 0) if scales is None else scales.stride()),
-        index_R,
-        tiles,
-        None if by_row is None else by_row.values.view(torch.int8),
-        None if by_row is None else by_row.scales.T,
-        columns,
-        by_column.scales.T,
-        len(values) if index_R is None else len(index_R),
-        values.stride(0),
-        0 if by_row is None else by_row.values.stride(0),
-        columns.stride(0),
-        values.shape[1],
-        LARGEST=form.largest,
-        SQUARE=by_column.block == RECIPE.columns,
-        num_warps=launch.warps,
+        kernels.quantize_kernel, (values.shape[1] // TILE, places // TILE),
+        values, scales, *((0, 0) if scales is None else scales.stride()), index_R, tiles,
+        None if by_row is None else by_row.values.view(torch.int8), None if by_row is None else by_row.scales.T,
+        columns, by_column.scales.T, len(values) if index_R is None else len(index_R), values.stride(0),
+        0 if by_row is None else by_row.values.stride(0), columns.stride(0), values.shape[1],
+        LARGEST=form.largest, SQUARE=by_column.block == RECIPE.columns, num_warps=launch.warps,
         maxnreg=launch.registers,
-    )
+    )  # fmt: skip
 
 
 def launch_latent_heads(
@@ -215,23 +170,11 @@ def launch_latent_heads(
     columns = by_column.values.view(torch.int64)
     batch, _, heads, width = source[0].shape
     start_kernel(
-        kernels.latent_heads_backward_kernel,
-        (heads * width // TILE, batch * positions // TILE),
-        *source,
-        by_row.values.view(torch.int8),
-        by_row.scales.T,
-        columns,
-        by_column.scales.T,
-        len(by_row.values),
-        positions,
-        *strides,
-        by_row.values.stride(0),
-        columns.stride(0),
-        by_row.values.shape[1],
-        **sizes,
-        num_warps=launch.warps,
-        maxnreg=launch.registers,
-    )
+        kernels.latent_heads_backward_kernel, (heads * width // TILE, batch * positions // TILE),
+        *source, by_row.values.view(torch.int8), by_row.scales.T, columns, by_column.scales.T, len(by_row.values),
+        positions, *strides, by_row.values.stride(0), columns.stride(0), by_row.values.shape[1],
+        **sizes, num_warps=launch.warps, maxnreg=launch.registers,
+    )  # fmt: skip
 
 
 def launch_swiglu_backward(
@@ -256,26 +199,9 @@ def launch_swiglu_backward(
     if h_columns.numel() == 0:
         return
     start_kernel(
-        kernels.swiglu_backward_float8_kernel,
-        (programs_of(launch, tiles.device),),
-        *sources,
-        tiles,
-        by_row.values.view(torch.int8),
-        by_row.scales.T,
-        columns,
-        by_column.scales.T,
-        h_columns,
-        h_by_column.scales.T,
-        products_PR,
-        rows,
-        by_row.values.stride(0),
-        columns.stride(0),
-        width,
-        len(tiles) - 1,
-        LARGEST=forms[1].largest,
-        H_LARGEST=forms[0].largest,
-        WEIGHS_INPUT=weighs_input,
-        SQUARE=h_by_column.block == RECIPE.columns,
-        num_warps=launch.warps,
-        maxnreg=launch.registers,
-    )
+        kernels.swiglu_backward_float8_kernel, (programs_of(launch, tiles.device),),
+        *sources, tiles, by_row.values.view(torch.int8), by_row.scales.T, columns, by_column.scales.T, h_columns,
+        h_by_column.scales.T, products_PR, rows, by_row.values.stride(0), columns.stride(0), width, len(tiles) - 1,
+        LARGEST=forms[1].largest, H_LARGEST=forms[0].largest, WEIGHS_INPUT=weighs_input,
+        SQUARE=h_by_column.block == RECIPE.columns, num_warps=launch.warps, maxnreg=launch.registers,
+    )  # fmt: skip

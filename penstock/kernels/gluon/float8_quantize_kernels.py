@@ -34,24 +34,11 @@ from penstock.kernels.gluon.float8_tiles import (
 
 @gluon.jit(do_not_specialize=["R", "x_scales_depth"])
 def quantize_kernel(
-    x_ptr,
-    x_scales_ptr,
-    x_scales_outer,
-    x_scales_depth,
-    index_ptr,
-    tiles_ptr,
-    rows_ptr,
-    row_scales_ptr,
-    columns_ptr,
+    x_ptr, x_scales_ptr, x_scales_outer, x_scales_depth, index_ptr, tiles_ptr, rows_ptr, row_scales_ptr, columns_ptr,
     column_scales_ptr,
-    R,
-    x_stride,
-    rows_stride,
-    columns_stride,
-    D,
-    LARGEST: gl.constexpr,
-    SQUARE: gl.constexpr,
-):
+    R, x_stride, rows_stride, columns_stride, D,
+    LARGEST: gl.constexpr, SQUARE: gl.constexpr,
+):  # fmt: skip
     """Quantize one tile, as `penstock.kernels.float8.quantize_kernels.quantize_kernel`; D is a multiple of 128.
 
     Without `tiles_ptr` R is one, too. The pointer of columns, and their stride, count 8 bytes. With SQUARE their scales
@@ -108,28 +95,11 @@ def _load_rows(source, first, filled, block, place):
 
 @gluon.jit(do_not_specialize=["R", "tiles"])
 def swiglu_backward_float8_kernel(
-    gate_up_ptr,
-    first_ptr,
-    weights_ptr,
-    dh_ptr,
-    tiles_ptr,
-    d_rows_ptr,
-    d_row_scales_ptr,
-    d_columns_ptr,
-    d_column_scales_ptr,
-    h_columns_ptr,
-    h_column_scales_ptr,
-    products_ptr,
-    R,
-    rows_stride,
-    columns_stride,
-    F,
-    tiles,
-    LARGEST: gl.constexpr,
-    H_LARGEST: gl.constexpr,
-    WEIGHS_INPUT: gl.constexpr,
-    SQUARE: gl.constexpr,
-):
+    gate_up_ptr, first_ptr, weights_ptr, dh_ptr, tiles_ptr, d_rows_ptr, d_row_scales_ptr, d_columns_ptr,
+    d_column_scales_ptr, h_columns_ptr, h_column_scales_ptr, products_ptr,
+    R, rows_stride, columns_stride, F, tiles,
+    LARGEST: gl.constexpr, H_LARGEST: gl.constexpr, WEIGHS_INPUT: gl.constexpr, SQUARE: gl.constexpr,
+):  # fmt: skip
     """Make all five copies, and parts of the weights' gradient, as the kernel of `penstock.kernels.float8.swiglu`.
 
     F is a multiple of 128, and there are `tiles` blocks of 128 places, of which those without rows are skipped.
@@ -157,12 +127,9 @@ def swiglu_backward_float8_kernel(
             loaded = ahead
             is_last = turn + 1 == TURNS
             ahead = _load_turn(
-                sources,
-                gl.where(is_last, next_first, first),
-                gl.where(is_last, next_filled, filled),
-                gl.where(is_last, following % across, block),
-                gl.where(is_last, 0, turn + 1),
-            )
+                sources, gl.where(is_last, next_first, first), gl.where(is_last, next_filled, filled),
+                gl.where(is_last, following % across, block), gl.where(is_last, 0, turn + 1),
+            )  # fmt: skip
             _make_turn(loaded, turn, weights, targets, buffers, filled, LARGEST, WEIGHS_INPUT)
         column = block * TILE
         at = column.to(gl.int64) * columns_stride + down * (TILE // 8)
@@ -266,29 +233,10 @@ def rotation_layout(warps: int) -> gl.BlockedLayout:
 
 @gluon.jit
 def latent_heads_backward_kernel(
-    x_ptr,
-    cos_ptr,
-    sin_ptr,
-    rows_ptr,
-    row_scales_ptr,
-    columns_ptr,
-    column_scales_ptr,
-    R,
-    positions,
-    x_batch,
-    x_position,
-    x_head,
-    cos_batch,
-    cos_position,
-    rows_stride,
-    columns_stride,
-    D,
-    WIDTH: gl.constexpr,
-    APART: gl.constexpr,
-    FIRST: gl.constexpr,
-    PLAIN: gl.constexpr,
-    LARGEST: gl.constexpr,
-):
+    x_ptr, cos_ptr, sin_ptr, rows_ptr, row_scales_ptr, columns_ptr, column_scales_ptr,
+    R, positions, x_batch, x_position, x_head, cos_batch, cos_position, rows_stride, columns_stride, D,
+    WIDTH: gl.constexpr, APART: gl.constexpr, FIRST: gl.constexpr, PLAIN: gl.constexpr, LARGEST: gl.constexpr,
+):  # fmt: skip
     """Quantize one tile, as `penstock.kernels.float8.latent_heads.latent_heads_backward_kernel`.
 
     `positions`, and so R, are multiples of 128. The pointer of columns, and their stride, count 8 bytes.

@@ -58,27 +58,13 @@ def launch_rows(
     w_block = (launch.block_depth, launch.block_columns) if depth_first else (launch.block_columns, launch.block_depth)
     piece_columns = launch.block_rows * launch.block_columns // launch.pieces // PIECE_ROWS
     start_kernel(
-        expert_rows_kernel,
-        (programs_of(launch, y.device),),
-        blocks_of(x, launch.block_rows, launch.block_depth),
-        blocks_of(w, 1, *w_block),
-        ragged_blocks_of(y, PIECE_ROWS, piece_columns),
-        y,
-        tiles.starts_e,
-        tiles.owners[size],
-        tiles.block_counts[size:],
-        first,
-        rows,
-        columns,
-        depth,
-        experts,
-        DEPTH_FIRST=depth_first,
-        STAGES=launch.stages,
-        GROUP=launch.group,
-        ONLY_LAST=tiles.only_last,
-        num_warps=launch.warps,
-        maxnreg=REGISTERS,
-    )
+        expert_rows_kernel, (programs_of(launch, y.device),),
+        blocks_of(x, launch.block_rows, launch.block_depth), blocks_of(w, 1, *w_block),
+        ragged_blocks_of(y, PIECE_ROWS, piece_columns), y, tiles.starts_e, tiles.owners[size],
+        tiles.block_counts[size:], first, rows, columns, depth, experts,
+        DEPTH_FIRST=depth_first, STAGES=launch.stages, GROUP=launch.group, ONLY_LAST=tiles.only_last,
+        num_warps=launch.warps, maxnreg=REGISTERS,
+    )  # fmt: skip
 
 
 def weights_obstacle(dy: Tensor, index: Tensor | None, target: str) -> str | None:
@@ -104,18 +90,9 @@ def launch_weights(
     # Pieces of a 16-bit result are twice as wide, so they have as many bytes.
     piece_columns = launch.block_rows * launch.block_columns // launch.pieces // PIECE_ROWS * 4 // dw.itemsize
     start_kernel(
-        weight_gradient_kernel,
-        (programs_of(launch, dw.device),),
+        weight_gradient_kernel, (programs_of(launch, dw.device),),
         ragged_blocks_of(dy, launch.block_depth, launch.block_rows),
-        ragged_blocks_of(x, launch.block_depth, launch.block_columns),
-        blocks_of(dw, 1, PIECE_ROWS, piece_columns),
-        tiles.starts_e,
-        rows,
-        columns,
-        experts,
-        STAGES=launch.stages,
-        GROUP=launch.group,
-        ACCUMULATE=accumulate,
-        num_warps=launch.warps,
-        maxnreg=REGISTERS,
-    )
+        ragged_blocks_of(x, launch.block_depth, launch.block_columns), blocks_of(dw, 1, PIECE_ROWS, piece_columns),
+        tiles.starts_e, rows, columns, experts,
+        STAGES=launch.stages, GROUP=launch.group, ACCUMULATE=accumulate, num_warps=launch.warps, maxnreg=REGISTERS,
+    )  # fmt: skip

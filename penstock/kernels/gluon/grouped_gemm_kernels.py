@@ -36,23 +36,10 @@ from penstock.kernels.gluon.ring import (
 
 @gluon.jit(do_not_specialize=["rows", "experts"])
 def expert_rows_kernel(
-    x,
-    w,
-    y,
-    y_ptr,
-    starts_ptr,
-    owners_ptr,
-    block_count_ptr,
-    first_ptr,
-    rows,
-    columns,
-    depth,
-    experts,
-    DEPTH_FIRST: gl.constexpr,
-    STAGES: gl.constexpr,
-    GROUP: gl.constexpr,
-    ONLY_LAST: gl.constexpr,
-):
+    x, w, y, y_ptr, starts_ptr, owners_ptr, block_count_ptr, first_ptr,
+    rows, columns, depth, experts,
+    DEPTH_FIRST: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, ONLY_LAST: gl.constexpr,
+):  # fmt: skip
     """Multiply each row of x by the matrix of its expert; set rows of the tail to zero, or with ONLY_LAST the last one.
 
     x is rows x depth, w experts x columns x depth, or experts x depth x columns if DEPTH_FIRST, y rows x columns. All
@@ -113,16 +100,9 @@ def _load_rows(schedule, slots, x, w, blocks, DEPTH_FIRST: gl.constexpr, STAGES:
 
 @gluon.jit
 def _multiply_rows(
-    schedule,
-    slots,
-    turns,
-    target,
-    blocks,
-    DEPTH_FIRST: gl.constexpr,
-    STAGES: gl.constexpr,
-    GROUP: gl.constexpr,
-    PLACE: gl.constexpr,
-):
+    schedule, slots, turns, target, blocks,
+    DEPTH_FIRST: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, PLACE: gl.constexpr,
+):  # fmt: skip
     """Make every other tile."""
     x_slots, w_slots, full, empty = slots
     y, buffers, first_ptr = target
@@ -181,16 +161,7 @@ def _place_rows(schedule, tile, owner, ROWS: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["experts"])
 def weight_gradient_kernel(
-    dy,
-    x,
-    dw,
-    starts_ptr,
-    rows,
-    columns,
-    experts,
-    STAGES: gl.constexpr,
-    GROUP: gl.constexpr,
-    ACCUMULATE: gl.constexpr,
+    dy, x, dw, starts_ptr, rows, columns, experts, STAGES: gl.constexpr, GROUP: gl.constexpr, ACCUMULATE: gl.constexpr
 ):
     """Multiply the transpose of each expert's rows of dy by its rows of x; add to dw if ACCUMULATE.
 
@@ -246,16 +217,9 @@ def _load_weights(schedule, slots, dy, x, STAGES: gl.constexpr, GROUP: gl.conste
 
 @gluon.jit
 def _multiply_weights(
-    schedule,
-    slots,
-    turns,
-    dw,
-    buffers,
-    STAGES: gl.constexpr,
-    GROUP: gl.constexpr,
-    ACCUMULATE: gl.constexpr,
-    PLACE: gl.constexpr,
-):
+    schedule, slots, turns, dw, buffers,
+    STAGES: gl.constexpr, GROUP: gl.constexpr, ACCUMULATE: gl.constexpr, PLACE: gl.constexpr,
+):  # fmt: skip
     """Make every other tile."""
     dy_slots, x_slots, full, empty = slots
     depth: gl.constexpr = dy_slots.shape[3]

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.kernels.launches_tried import BACKWARD_LAUNCHES, CANDIDATES
 from penstock.kernels.expert_ffn import expert_ffn as in_16_bits
 from penstock.kernels.expert_kernels import TRITON as IN_16_BITS
 from penstock.kernels.expert_parts import SavedRows
 from penstock.kernels.float8.expert_ffn import expert_ffn
-from penstock.kernels.float8.launches import BACKWARD_LAUNCHES, CANDIDATES, PRODUCTS, Product, ProductLaunch, in_triton
+from penstock.kernels.float8.launches import PRODUCTS, Product, ProductLaunch, in_triton
 from penstock.kernels.float8.operators import Float8Rule
 from penstock.kernels.float8.products import _launch_rows, multiply_groups
 from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, TENSORWISE, Recipe, obstacle

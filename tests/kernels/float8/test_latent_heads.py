@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.kernels.launches_tried import TRANSPOSING_LAUNCHES
 from penstock.kernels import reference, rope
 from penstock.kernels.float8 import latent_heads
 from penstock.kernels.float8.gradient_side_channel import (
@@ -17,7 +18,7 @@ from penstock.kernels.float8.gradient_side_channel import (
     latent_heads_obstacle,
 )
 from penstock.kernels.float8.latent_heads import latent_heads_backward_kernel, shared_key_backward_kernel
-from penstock.kernels.float8.launches import ROTATING, ROTATING_DEFAULT, TRANSPOSING, TRANSPOSING_LAUNCHES, TileLaunch
+from penstock.kernels.float8.launches import ROTATING, ROTATING_DEFAULT, TRANSPOSING, TileLaunch
 from penstock.kernels.float8.quantize import run_of
 from penstock.kernels.float8.quantized import RowColQuantized
 from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, E4M3, E5M2, MXFP8, ROWWISE, Format

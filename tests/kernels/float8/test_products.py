@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.kernels.launches_tried import CANDIDATES
 from penstock.base.errors import KernelError
 from penstock.kernels.float8 import reference, torch_products, triton_operators
-from penstock.kernels.float8.launches import CANDIDATES, PRODUCTS, Product, ProductLaunch, in_triton
+from penstock.kernels.float8.launches import PRODUCTS, Product, ProductLaunch, in_triton
 from penstock.kernels.float8.operators import REFERENCE, Float8Operators
 from penstock.kernels.float8.product_kernels import float8_matrices_kernel, float8_rows_kernel
 from penstock.kernels.float8.products import Scaling, _gather, multiply, multiply_columns, multiply_groups

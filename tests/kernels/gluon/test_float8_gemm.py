@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.kernels.launches_tried import CANDIDATES
 from penstock.kernels.expert_parts import SavedRows
 from penstock.kernels.float8 import launches, products, reference, triton_operators
-from penstock.kernels.float8.launches import CANDIDATES, Product, ProductLaunch, dense_launch, in_triton
+from penstock.kernels.float8.launches import Product, ProductLaunch, dense_launch, in_triton
 from penstock.kernels.float8.products import multiply, multiply_columns, multiply_groups
 from penstock.kernels.float8.quantized import as_quantized
 from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, E4M3, E5M2, ROWWISE, format_on

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.kernels.launches_tried import BACKWARD_LAUNCHES, TRANSPOSING_LAUNCHES
 from penstock.kernels.expert_parts import SavedRows
 from penstock.kernels.float8 import operators, quantize, reference, swiglu
-from penstock.kernels.float8.launches import BACKWARD_DEFAULT, BACKWARD_LAUNCHES, TRANSPOSING_LAUNCHES, TileLaunch
+from penstock.kernels.float8.launches import BACKWARD_DEFAULT, TileLaunch
 from penstock.kernels.float8.operators import SwigluForBackward
 from penstock.kernels.float8.quantize import quantize_groups, quantize_rows
 from penstock.kernels.float8.quantized import Quantized, as_quantized

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.kernels.launches_tried import RINGS, ROWS_RINGS
 from penstock.kernels import grouped_gemm, reference
 from penstock.kernels.expert_parts import SavedRows
 from penstock.kernels.gluon import grouped_gemm as gluon_gemm
@@ -23,15 +24,7 @@ from penstock.kernels.grouped_gemm import (
     grouped_gemm_weight_gradient,
 )
 from penstock.kernels.tile_table import tile_table
-from penstock.kernels.tuning import (
-    GROUPED_GEMM,
-    RINGS,
-    ROWS_RINGS,
-    RingLaunch,
-    RowsRingLaunch,
-    in_triton,
-    multiprocessors_of,
-)
+from penstock.kernels.tuning import GROUPED_GEMM, RingLaunch, RowsRingLaunch, in_triton, multiprocessors_of
 from tests.closeness import assert_close
 from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_for, those_taken_first
 from tests.kernels.gluon.warps_in_torch import launched_on_cpu
