@@ -9,8 +9,6 @@ A chip that the package knows (`docs/hardware.md`) keeps its data sheet's peaks,
 measured. Nothing else should run on the machine meanwhile. A GPU takes about a minute, a CPU some seconds.
 """
 
-import sys
-import uuid
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -23,11 +21,11 @@ from penstock.base.errors import DeviceError
 from penstock.cli.main import main
 from penstock.cli.output import Force, check_output, print_next, print_table
 from penstock.kernels.device_facts import device_facts
-from penstock.parallel.launch.environment import Environment, facts_of_machine, prepare_environment, read_environment
+from penstock.parallel.launch.environment import Environment, read_environment
 from penstock.parallel.launch.host import gpu_vendor
-from penstock.parallel.launch.local import MOST_PROCESSES, LocalLaunch, run_processes
-from penstock.parallel.launch.process import choose_device, device_name, prepare_process
-from penstock.parallel.launch.rendezvous import Rendezvous, start_process_group, stop_process_group
+from penstock.parallel.launch.local import MOST_PROCESSES, LocalLaunch, facts_of_ranks, run_processes
+from penstock.parallel.launch.process import device_name
+from penstock.parallel.launch.rendezvous import meet_to_measure
 from penstock.plan.calibrate import (
     CPU_BUFFERS,
     CPU_SIZES,
@@ -57,8 +55,7 @@ def calibrate(
     if device not in ("auto", "cpu", "cuda"):
         raise DeviceError("--device is unknown", got=device, allowed="auto, cpu, cuda")
     environment = read_environment()
-    if output is not None:
-        check_output(output, "--output", force=force)
+    check_output(output, "--output", force=force)
     if processes > 1:
         if environment.started_by:
             raise DeviceError(f"{environment.started_by} has started the processes already", fix="no --processes")
@@ -68,32 +65,17 @@ def calibrate(
         words = ["calibrate", "--device", device, *(["--name", name] if name else [])]
         words += ["--output", str(output)] if output else []
         words += ["--force"] if force else []
-        return run_processes(main, words, _launch(environment, processes, on_cpu=on_cpu))
+        launch = LocalLaunch(processes=processes, facts=facts_of_ranks(environment, processes, on_cpu=on_cpu))
+        return run_processes(main, words, launch)
     hardware = _measure(environment, device, name)
     if environment.rank == 0:
         _hand_over(hardware, output)
     return 0
 
 
-def _launch(environment: Environment, processes: int, *, on_cpu: bool) -> LocalLaunch:
-    facts = replace(facts_of_machine(environment), world=processes, local_world=processes)
-    return LocalLaunch(
-        processes=processes,
-        restarts=0,
-        name=f"local-{uuid.uuid4().hex}",
-        facts=replace(facts, vendor="cpu") if on_cpu else facts,
-        say=lambda line: print(line, file=sys.stderr),
-    )
-
-
 def _measure(environment: Environment, device_kind: str, name: str | None) -> Hardware:
     """Measure on all ranks at the same time, because a step loads all devices too."""
-    with Rendezvous(environment) as meeting:
-        prepare_environment(facts_of_machine(environment))
-        device = choose_device(device_kind, environment)
-        meeting.open(TIMEOUT_MINUTES)
-        start_process_group(meeting, device)
-        prepare_process(environment, seed=0, deterministic=False)
+    with meet_to_measure(environment, device_kind, TIMEOUT_MINUTES) as device:
         on_gpu = device.type == "cuda"
         facts = device_facts(device, "bf16" if on_gpu else "fp32")
         findings = measure_device(device, facts, GPU_SIZES if on_gpu else CPU_SIZES)
@@ -103,7 +85,6 @@ def _measure(environment: Environment, device_kind: str, name: str | None) -> Ha
             transfers = measure_transfers(device, environment.local_world_size, buffers)
             if on_gpu:  # the collectives' library has buffers of its own
                 findings = replace(findings, context_bytes=device_memory(device)[1])
-        stop_process_group()
     # A known chip keeps the peaks of its data sheet.
     chip = chip_named(facts.name) if on_gpu else None
     known = chip is not None and chip.pattern in known_hardware()

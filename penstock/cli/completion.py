@@ -23,13 +23,7 @@ DEVICES = "8"
 
 
 def proposals(verb: str, words: Sequence[str], begun: str) -> list[Word]:
-    """Proposals for the last word of a command line.
-
-    Args:
-        verb: verb of `penstock`.
-        words: words between the verb and the last word.
-        begun: beginning of the last word; may be empty.
-    """
+    """Proposals for the last word of a command line, of which `begun` is there, behind other words of the verb."""
     node, option, given, arguments = json.loads(COMMANDS.read_text(encoding="utf-8"))[verb], "", set(), 0
     values_left = 0
     for word in words:

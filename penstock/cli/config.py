@@ -10,7 +10,7 @@ from penstock.base.errors import PenstockError
 from penstock.base.numbers import count_text, flops_text
 from penstock.cli.output import print_next, print_table, warn
 from penstock.cli.verbs import group_app
-from penstock.config.data_rules import bytes_are_encoded
+from penstock.config.data_rules import BYTES_VOCABULARY, bytes_are_encoded
 from penstock.config.explain import explain as explain_field
 from penstock.config.explain import json_schema, reference_markdown
 from penstock.config.load import dump_toml, load_run
@@ -22,9 +22,6 @@ from penstock.config.size import Count, size_of
 Target = Annotated[str, typer.Argument(metavar="TARGET", help="A preset, a TOML file, or a run folder.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Overrides.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
-BYTES_IDS = 257
-"""256 values of a byte and the end of a document."""
 
 app = group_app("List, show, explain, compare and check configurations.")
 
@@ -126,12 +123,13 @@ def reference() -> None:
 
 def warn_of_unfilled(run: Run) -> None:
     """Warn if the byte tokenizer uses less than half of the vocabulary."""
-    if not bytes_are_encoded(run) or run.model.vocab_size < 2 * BYTES_IDS:
+    if not bytes_are_encoded(run) or run.model.vocab_size < 2 * BYTES_VOCABULARY:
         return
     library = run.data.source == "standard-library" and not run.data.mixture
     text = " and data.source standard-library is 30 MB of Python" if library else ""
     own = ", and data.source and data.files to your text" if library else ""
     warn(
-        f"data.tokenizer bytes has {BYTES_IDS} ids of model.vocab_size {run.model.vocab_size:,}: the others are never "
-        f"trained{text}; fix: set data.tokenizer to the model's tokenizer{own}, or model.vocab_size={BYTES_IDS}"
+        f"data.tokenizer bytes has {BYTES_VOCABULARY} ids of model.vocab_size {run.model.vocab_size:,}: the others are "
+        f"never trained{text}; fix: set data.tokenizer to the model's tokenizer{own}, or "
+        f"model.vocab_size={BYTES_VOCABULARY}"
     )

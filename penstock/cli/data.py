@@ -78,11 +78,7 @@ _ANY_VOCABULARY = 2**31
 def open_texts(
     files: list[str], source: TextSource, text_field: str, corrupt: CorruptTexts, cache: Path
 ) -> TextDocuments:
-    """Open the texts of files in order, as a run would read them.
-
-    Raises:
-        DataError: a file is missing, damaged or empty.
-    """
+    """Open the texts of files in order, as a run would read them."""
     settings = Data(
         source=source.value, files=tuple(files), text_field=text_field, corrupt=corrupt.value, validation_share=0.0
     )

@@ -103,10 +103,7 @@ def _print_summary(run: Run, contents: BatchContents) -> None:
     counted = len(contents.rows)
     size = contents.bytes_per_token
     facts = [
-        (
-            "counted",
-            f"{counted:,} rows, {contents.tokens:,} tokens" + ("" if counted == contents.batch_rows else " (*)"),
-        ),
+        ("counted", f"{counted:,} rows, {contents.tokens:,} tokens{'' if counted == contents.batch_rows else ' (*)'}"),
         ("pieces of documents", f"{contents.pieces:,}, {contents.pieces / counted:.2f} a row"),
         ("attention sees", "one document" if run.data.document_mask else "the whole row"),
         ("text", "unknown" if size is None else f"{size:.3f} bytes a token"),

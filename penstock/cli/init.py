@@ -12,9 +12,9 @@ run is checked before anything is written.
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -70,7 +70,9 @@ def init(  # noqa: PLR0913 - one argument for each option
     force: Force = False,
 ) -> None:
     """Ask five questions, and write a file that trains as it is."""
-    _check_file(file, force=force)
+    if file.suffix != ".toml":
+        raise ConfigError("init writes a file that ends in .toml", got=file)
+    check_output(file, "FILE", force=force)
     given = {"model": model, "on": on, "data": data, "tokenizer": tokenizer, "tokens": tokens}
     answers = _answers(given, asks=not yes)
     with Console(stderr=True).status("planning and opening the text"):
@@ -83,12 +85,6 @@ def init(  # noqa: PLR0913 - one argument for each option
         print(f"note: {note}")
     print(f"wrote {file}")
     print_next("train", file)
-
-
-def _check_file(file: Path, *, force: bool) -> None:
-    if file.suffix != ".toml":
-        raise ConfigError("init writes a file that ends in .toml", got=file)
-    check_output(file, "FILE", force=force)
 
 
 def _answers(given: dict[str, str | None], *, asks: bool) -> Answers:
@@ -158,23 +154,11 @@ SHOWN = (
 )
 """Fields in every file, also if they equal the preset."""
 
-PRESET_FIELDS = ("name",)
-"""Fields that follow from the file itself."""
-
-Leaves = Mapping[str, Any]
-
 
 def run_text(made: Made, model: str, path: Path, words: str) -> str:
-    """The text of the file, checked by loading it.
+    """The text of the file `path`, whose stem is the name of the run, checked by loading it.
 
-    Args:
-        made: the run and its notes.
-        model: preset that the file starts from.
-        path: path of the file; its stem is the name of the run.
-        words: command that made it.
-
-    Raises:
-        ConfigError: the file would not load as the run.
+    The file starts from the preset `model`, and names the `words` of the command that made it.
     """
     text = "\n".join([*_head(made, model, path, words), *_fields(made.run, preset(model)), ""])
     # Load the draft: the file must say the run exactly.
@@ -221,7 +205,7 @@ def _fields(run: Run, base: Run) -> Iterator[str]:
     chosen = [
         path
         for path, value in wanted.items()
-        if path not in PRESET_FIELDS and (path in SHOWN or path not in usual or usual[path] != value)
+        if path != "name" and (path in SHOWN or path not in usual or usual[path] != value)
     ]
     section = ""
     for path in sorted(chosen, key=lambda path: (path.count(".") > 0, list(wanted).index(path))):

@@ -61,15 +61,7 @@ _AMOUNT = re.compile(r"(?P<number>\d[\d_,]*(\.\d+)?(e\d+)?) ?(?P<unit>[kKMBTsmhd
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
-    """Answers to the five questions.
-
-    Attributes:
-        model: a preset, or one with fewer layers.
-        on: `here`, or a cluster such as `64xMI300X`.
-        data: `standard-library`, a file, folder or glob, or the name of a dataset.
-        tokenizer: `bytes`, or a file.
-        tokens: amount of text, such as `2B`, or duration, such as `3d`.
-    """
+    """Answers to the five questions, as the table above shows their forms."""
 
     model: str
     on: str
@@ -88,15 +80,9 @@ class Made:
 
 
 def make_run(answers: Answers, name: str, overrides: Sequence[str] = ()) -> Made:
-    """The run that five answers describe.
+    """The run that five answers describe; `overrides`, `a.b=c` each, win over the answers.
 
-    Args:
-        answers: all of them.
-        name: of the run.
-        overrides: `a.b=c` each; they win over the answers.
-
-    Raises:
-        PenstockError: an answer cannot be used, or the run cannot be trained there.
+    Raises a PenstockError if an answer cannot be used, or the run cannot be trained there.
     """
     data = {**text_fields(answers.data), "tokenizer": answers.tokenizer}
     run, notes = _with_vocabulary(_with(preset(answers.model), {"name": name, "data": data}))
@@ -125,11 +111,7 @@ def _with(run: Run, changes: Tree) -> Run:
 
 
 def cluster_named(on: str) -> Cluster | None:
-    """The named cluster; None for this machine, if its devices are unknown.
-
-    Raises:
-        HardwareError: there is no such hardware.
-    """
+    """The named cluster; None for this machine, if its devices are unknown."""
     if on != HERE:
         return parse_cluster(on)
     if not torch.cuda.is_available():
@@ -173,11 +155,7 @@ def _check_memory(run: Run) -> None:
 
 
 def text_fields(text: str) -> Tree:
-    """Fields of the section `data`, by the form of the answer.
-
-    Raises:
-        DataError: it cannot be read, or a folder or glob has no file.
-    """
+    """Fields of the section `data`, by the form of the answer. Raises a DataError if nothing there can be read."""
     if text == STANDARD_LIBRARY:
         return {"source": STANDARD_LIBRARY}
     path = Path(text).expanduser()
@@ -218,13 +196,8 @@ def _with_vocabulary(run: Run) -> tuple[Run, tuple[str, ...]]:
     if size <= run.model.vocab_size:
         return run, ()
     room = ceil(size / ROUND) * ROUND
-    return (
-        _with(run, {"model": {"vocab_size": room}}),
-        (
-            f"model.vocab_size is {room:,}: the tokenizer has {size:,} ids, "
-            f"and the preset room for {run.model.vocab_size:,}",
-        ),
-    )
+    note = f"model.vocab_size is {room:,}: the tokenizer has {size:,} ids, and the preset room for "
+    return _with(run, {"model": {"vocab_size": room}}), (f"{note}{run.model.vocab_size:,}",)
 
 
 def _with_text(run: Run, *, is_here: bool) -> tuple[Run, tuple[str, ...]]:
@@ -256,14 +229,9 @@ def _with_steps(run: Run, steps: int) -> Run:
 
 
 def tokens_of(text: str, projection: Projection | None = None) -> float:
-    """The number of tokens of an answer.
+    """The number of tokens of an answer: a number, with K, M, B or T behind it; or a time, with s, m, h or d.
 
-    Args:
-        text: a number, with K, M, B or T behind it; or a time, with s, m, h or d.
-        projection: gives the speed for a time.
-
-    Raises:
-        ConfigError: it is neither, or a time without a known speed.
+    A time needs the speed of a projection. Raises a ConfigError for anything else.
     """
     match = _AMOUNT.fullmatch(text.strip())
     number = float(match["number"].replace("_", "").replace(",", "")) if match is not None else 0.0

@@ -52,13 +52,9 @@ _LEAST = ("x size", "x optimization", "gap", "TFLOP/s", "p99/p50", "changed", "l
 
 @dataclass(frozen=True, kw_only=True)
 class LadderPlan:
-    """A ladder and its options.
+    """A ladder and its options: the names of the `wanted` steps, the JSON file if any, the commit (empty asks git).
 
-    Attributes:
-        wanted: names of the ladder steps to measure.
-        output: JSON file, or None.
-        commit: of the code; empty asks git.
-        resumes: take trials back from the file.
+    `resumes` takes trials back from the file.
     """
 
     steps: tuple[LadderStep, ...]
@@ -107,8 +103,7 @@ def ladder(  # noqa: PLR0913 - one argument for each option
         raise ConfigError("--warm-up leaves no step to time", got=f"{warm_up} of {steps}", allowed=f"0 to {steps - 1}")
     if resumes and output is None:
         raise ConfigError("--resume needs the file that it goes on with", fix="--json FILE")
-    if output is not None:
-        check_output(output, "--json", force=force or resumes)
+    check_output(output, "--json", force=force or resumes)
     whole, own = load_run(target, overrides or ()), tuple(overrides or ())
     table = LADDER if file is None else load_ladder_steps(file)
     parent = Path(whole.record.folder)

@@ -61,7 +61,7 @@ def slurm(  # noqa: PLR0913 (a parameter is an option)
     force: Force = False,
 ) -> None:
     """Print a script for sbatch."""
-    _check_output(output, force=force)
+    check_output(output, "--output", force=force)
     job = _job(target, overrides or [], nodes, gpus, cpus, restarts, vendor, name)
     wanted = {"time": time, "partition": partition, "account": account}
     options = {option: value for option, value in wanted.items() if value is not None}
@@ -86,7 +86,7 @@ def kubernetes(  # noqa: PLR0913 (a parameter is an option)
     force: Force = False,
 ) -> None:
     """Print a PyTorchJob (kubeflow.org/v1)."""
-    _check_output(output, force=force)
+    check_output(output, "--output", force=force)
     job = _job(target, overrides or [], nodes, gpus, cpus, restarts, vendor, name)
     if name is None:
         job = replace(job, name=kubernetes_name(job.name))
@@ -118,11 +118,6 @@ def _job(
         restarts=restarts,
         facts=facts_of_run(run, machine),
     )
-
-
-def _check_output(output: Path | None, *, force: bool) -> None:
-    if output is not None:
-        check_output(output, "--output", force=force)
 
 
 def _hand_over(text: str, output: Path | None) -> None:

@@ -31,6 +31,7 @@ from penstock.models.count import stage_costs
 from penstock.models.rank_model import stages_of
 from penstock.moe.experts import GroupedExperts
 from penstock.parallel.axes import Axes, Axis
+from penstock.parallel.launch.host import ranges
 from penstock.parallel.layer_context import LayerContext
 
 _LABEL_WIDTH = 10
@@ -174,13 +175,9 @@ def _parameters(run: Run, grid: Grid, rank: int, stages: dict[int, Stage]) -> tu
         grid=grid, rank=rank, tensor=_axis(grid, rank, "tensor"), expert=_axis(grid, rank, "expert", "expert_tensor")
     )
     decoders = meta_stages(run, LayerContext(axes=axes), stages)
-    # Two stages of a rank share their embedding.
-    # By identity, so that a shared embedding counts once.
+    # By identity, because two stages of a rank share their embedding.
     modules = {id(module): module for decoder in decoders.values() for module in decoder.modules()}
-    own = [
-        (module, sum(parameter.numel() for parameter in module.parameters(recurse=False)))
-        for module in modules.values()
-    ]
+    own = [(module, sum(one.numel() for one in module.parameters(recurse=False))) for module in modules.values()]
     experts = sum(count for module, count in own if isinstance(module, GroupedExperts))
     return sum(count for _, count in own) - experts, experts
 
@@ -208,10 +205,4 @@ def _members(ranks: tuple[int, ...]) -> str:
 
 def _numbers(numbers: tuple[int, ...]) -> str:
     """Ascending numbers, neighbours joined: `0-3 12-15`."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][1] == number - 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return " ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
+    return ranges(numbers).replace(",", " ")

@@ -43,13 +43,7 @@ VERBS = (
     Verb("config", "penstock.cli.config", "app", "List, show, explain, compare and check configurations."),
     Verb("layout", "penstock.cli.layout", "layout", "Show the contents of each rank, on any number of ranks."),
     Verb("plan", "penstock.cli.plan", "plan", "Rank layouts on a cluster by speed, and say why others are refused."),
-    Verb(
-        "trace",
-        "penstock.cli.trace",
-        "app",
-        "Show where the time of a step went, from profiler traces.",
-        computes=False,
-    ),
+    Verb("trace", "penstock.cli.trace", "app", "Show where the time of a step went, from profiler traces.", False),
     Verb(
         "doctor", "penstock.cli.doctor", "doctor", "Name the bottleneck of a run, and the gain of each remedy.", False
     ),
@@ -75,14 +69,7 @@ def penstock(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line.
-
-    Args:
-        arguments: words after `penstock`; None takes those of the process.
-
-    Returns:
-        The exit code.
-    """
+    """Run a command line, or that of the process without `arguments`, and return the exit code."""
     try:
         raise_again()
         prepare_environment()

@@ -22,10 +22,7 @@ from penstock.cli.verbs import load_by_name
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], least: Sequence[str] = ()) -> None:
     """Print rows under their columns' names to stdout.
 
-    Args:
-        columns: names.
-        rows: a cell for each column.
-        least: columns that a narrow terminal drops first, in this order; then the last ones go. The first column stays.
+    A narrow terminal drops the columns `least` first, in this order, then the last ones. The first column stays.
     """
     rows = [[printable(cell) for cell in row] for row in rows]
     if sys.stdout.isatty():
@@ -39,18 +36,14 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], least: Se
 Force = Annotated[bool, typer.Option("--force", help="Write over a file that is there.")]
 
 
-def check_output(path: Path, option: str, *, force: bool, makes_folder: bool = False) -> None:
-    """Refuse a file that cannot or should not be written, before anything is computed.
+def check_output(path: Path | None, option: str, *, force: bool, makes_folder: bool = False) -> None:
+    """Refuse a file that cannot or should not be written, before anything is computed; None is no file.
 
-    Args:
-        path: of the file.
-        option: that names it.
-        force: allow overwriting.
-        makes_folder: the caller makes a missing folder.
-
-    Raises:
-        PenstockError: it is a folder, its folder is missing, or it exists and `force` is not given.
+    Raises a PenstockError if it is a folder, if its folder is missing, unless the caller makes folders, or if it exists
+    and `force` is not given.
     """
+    if path is None:
+        return
     if path.is_dir():
         raise PenstockError(f"{option}: {path} is a folder", fix="name a file in it")
     if path.is_file() and not force:
@@ -60,11 +53,7 @@ def check_output(path: Path, option: str, *, force: bool, makes_folder: bool = F
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a file whole or not at all.
-
-    Raises:
-        PenstockError: the file cannot be written.
-    """
+    """Write a file whole or not at all. Raises a PenstockError if it cannot be written."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         draft.write_text(text, encoding="utf-8")

@@ -35,12 +35,9 @@ _PASSES: Mapping[str, str] = {"F": "forward", "B": "backward", "I": "input gradi
 
 @dataclass(frozen=True, kw_only=True)
 class KnownError:
-    """Error of projections against measured runs, as shares of the measurement.
+    """Error of projections against measured runs, as shares of the measurement: median and largest.
 
-    Attributes:
-        runs: number of runs, and their devices.
-        memory: of the fullest rank's allocator, median and largest.
-        step: of the time of a step, median and largest.
+    `memory` is that of the fullest rank's allocator, `step` the time of a step.
     """
 
     runs: str
@@ -97,12 +94,7 @@ def conclusion(projection: Projection) -> str:
 
 
 def print_plan(plan: Plan, assumed: Sequence[str]) -> None:
-    """Print a plan.
-
-    Args:
-        plan: plan to print.
-        assumed: a line for each assumption that the user may change.
-    """
+    """Print a plan, and a line for each assumption that the user may change."""
     print(f"{plan.model} on {cluster_text(plan.cluster)}")
     if plan.candidates:
         best = plan.candidates[0]
@@ -242,22 +234,14 @@ _NEEDS_CANDIDATE = ("memory", "memory.activations", "time")
 
 
 def check_topic(topic: str) -> None:
-    """Refuse an unknown topic before anything is computed.
-
-    Raises:
-        PenstockError: it lists the topics.
-    """
+    """Refuse an unknown topic before anything is computed: a PenstockError that lists the topics."""
     if topic not in TOPICS:
         told = did_you_mean(topic, TOPICS)
         raise PenstockError("--explain knows no such topic", got=topic, allowed=", ".join(TOPICS), fix=told)
 
 
 def explain(plan: Plan, topic: str) -> None:
-    """Print the terms of a plan's first candidate, or of the plan.
-
-    Raises:
-        PenstockError: the topic needs a candidate, and there is none.
-    """
+    """Print the terms of a plan's first candidate, or of the plan. Raises a PenstockError without a candidate."""
     check_topic(topic)
     print(f"{plan.model} on {cluster_text(plan.cluster)}")
     if topic in _NEEDS_CANDIDATE:
@@ -334,11 +318,8 @@ def _time(plan: Plan) -> None:
     names = sorted(sorted(most), key=lambda name: -most[name])
     rows = [(name, *(time_text(rank.terms.get(name, 0.0)) for rank in ranks)) for name in names]
     rows.append(("together", *(time_text(sum(rank.terms.values())) for rank in ranks)))
-    for name, word in (
-        ("communication", "communication"),
-        ("exposed_communication", "exposed"),
-        ("host", "host-bound"),
-    ):
+    words = {"communication": "communication", "exposed_communication": "exposed", "host": "host-bound"}
+    for name, word in words.items():
         rows.append((f"({word})", *(time_text(vars(rank)[name]) for rank in ranks)))
     _print_places(best, "term", rows)
     print("terms add up to the time of a place; those in brackets are part of others")
@@ -448,10 +429,10 @@ def _print_points(points: Sequence[SweepPoint], speed: str) -> None:
     asked = list(dict.fromkeys(name for point in points for name in point.asked))
     with_efficiency = any(point.efficiency is not None for point in points)
     words = ["step", speed, *(["efficiency"] if with_efficiency else []), "MFU", "bubble", "exposed", "memory"]
-    rows = []
-    for point in points:
-        row = [point.asked.get(name, "") for name in asked]
-        rows.append([*row, *_cells(point, with_efficiency=with_efficiency)])
+    rows = [
+        [*(point.asked.get(name, "") for name in asked), *_cells(point, with_efficiency=with_efficiency)]
+        for point in points
+    ]
     print_table((*(name.rpartition(".")[2] for name in asked), "rows", *words, ""), rows, ("exposed", "bubble", "MFU"))
     refusals = [point.answer for point in points if isinstance(point.answer, Refusal)]
     for reason in dict.fromkeys(f"{one.rule}: {one.reason}" for one in refusals):

@@ -13,11 +13,9 @@ that a CPU has is looked at. What is looked at, and the thresholds, stand in pen
 
 import json
 import platform
-import sys
 import tempfile
-import uuid
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -34,17 +32,10 @@ from penstock.cli.verbs import load_by_name
 from penstock.config.load import load_run
 from penstock.config.run import Run
 from penstock.config.training import Record
-from penstock.parallel.launch.environment import (
-    Environment,
-    facts_of_machine,
-    prepare_environment,
-    read_environment,
-    shell_variables,
-)
+from penstock.parallel.launch.environment import Environment, read_environment, shell_variables
 from penstock.parallel.launch.host import gpu_vendor
-from penstock.parallel.launch.local import MOST_PROCESSES, LocalLaunch, run_processes
-from penstock.parallel.launch.process import choose_device, prepare_process
-from penstock.parallel.launch.rendezvous import Rendezvous, start_process_group, stop_process_group
+from penstock.parallel.launch.local import MOST_PROCESSES, LocalLaunch, facts_of_ranks, run_processes
+from penstock.parallel.launch.rendezvous import meet_to_measure
 from penstock.plan.hardware import Hardware
 from penstock.plan.hardware_file import known_hardware, load_hardware, read_hardware
 from penstock.tune.preflight.check import PreflightCheck, Status
@@ -152,14 +143,7 @@ def _measured(environment: Environment, ranks: int, gpus: int) -> str:
         return _be_a_rank(environment, 0)
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
         result = Path(folder) / "measured.json"
-        facts = replace(facts_of_machine(environment), world=ranks, local_world=ranks)
-        launch = LocalLaunch(
-            processes=ranks,
-            restarts=0,
-            name=f"local-{uuid.uuid4().hex}",
-            facts=facts if gpus else replace(facts, vendor="cpu"),
-            say=lambda line: print(line, file=sys.stderr),
-        )
+        launch = LocalLaunch(processes=ranks, facts=facts_of_ranks(environment, ranks, on_cpu=not gpus))
         # Each rank runs this verb again, with the file that takes the measurements.
         code = run_processes(main, ["preflight", "--result", str(result), "--processes", str(ranks)], launch)
         return result.read_text(encoding="utf-8") if code == 0 else ""
@@ -168,15 +152,8 @@ def _measured(environment: Environment, ranks: int, gpus: int) -> str:
 def _be_a_rank(environment: Environment, expected: int) -> str:
     """Measure, alone or with other ranks."""
     assert expected in (0, environment.world_size), "the launcher starts as many ranks as it was asked for"
-    with Rendezvous(environment) as meeting:
-        prepare_environment(facts_of_machine(environment))
-        device = choose_device("auto", environment)
-        meeting.open(TIMEOUT_MINUTES)
-        start_process_group(meeting, device)
-        prepare_process(environment, seed=0, deterministic=False)
-        found = measure(device, environment.local_world_size)
-        stop_process_group()
-    return measured_json(found)
+    with meet_to_measure(environment, "auto", TIMEOUT_MINUTES) as device:
+        return measured_json(measure(device, environment.local_world_size))
 
 
 def _broken() -> PreflightCheck:

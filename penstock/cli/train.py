@@ -20,8 +20,8 @@ the folder that their launch has made and go on there; rank 0 looks and tells th
 
 import os
 import sys
-import uuid
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -52,7 +52,13 @@ from penstock.parallel.launch.environment import (
     prepare_environment,
     read_environment,
 )
-from penstock.parallel.launch.local import LocalLaunch, facts_of_run, processes_to_start, run_processes
+from penstock.parallel.launch.local import (
+    LocalLaunch,
+    facts_of_ranks,
+    facts_of_run,
+    processes_to_start,
+    run_processes,
+)
 from penstock.parallel.launch.process import bind_near, choose_device, device_name
 from penstock.parallel.launch.rendezvous import Rendezvous, start_process_group, stop_process_group
 from penstock.train.loop import open_store, resume, start, train_run
@@ -93,12 +99,7 @@ STOPPED = 143
 
 @dataclass(frozen=True)
 class Launch:
-    """A run to start or to resume.
-
-    Attributes:
-        folder: of the run that is resumed; None for a new one.
-        is_named: the user chose the name, so it must be free.
-    """
+    """A run to start, or to resume from its folder; if the user chose the name, the folder must be free."""
 
     run: Run
     folder: RunFolder | None
@@ -168,15 +169,9 @@ def _start_ranks(
     console: Console, run: Run, environment: Environment, processes: int, restarts: int, words: list[str]
 ) -> int:
     """Start the ranks of this machine and wait for them."""
-    machine = replace(facts_of_machine(environment), world=processes, local_world=processes)
-    launch = LocalLaunch(
-        processes=processes,
-        restarts=restarts,
-        name=f"local-{uuid.uuid4().hex}",
-        facts=facts_of_run(run, machine),
-        say=lambda line: console.print(line, markup=False, soft_wrap=True),
-    )
-    return run_processes(main, words, launch)
+    facts = facts_of_run(run, facts_of_ranks(environment, processes))
+    say = partial(console.print, markup=False, soft_wrap=True)
+    return run_processes(main, words, LocalLaunch(processes=processes, restarts=restarts, facts=facts, say=say))
 
 
 def _be_a_rank(console: Console, environment: Environment, meeting: Rendezvous, launch: Launch) -> int:
@@ -389,11 +384,7 @@ _GROUPS = ("tensor", "context", "dense_data", "pipeline", "expert", "expert_data
 
 
 def print_rehearsal(run: Run, *, world: int, rank: int) -> None:
-    """Build one rank without memory and print its contents.
-
-    Raises:
-        ConfigError: the layout does not fit.
-    """
+    """Build one rank without memory and print its contents. Raises a ConfigError if the layout does not fit."""
     rehearsal = rehearse(run, world=world, rank=rank)
     for label, line in _lines(run, rehearsal):
         print(f"{label:<{_LABEL_WIDTH}}{line}")
@@ -414,9 +405,8 @@ def _lines(run: Run, rehearsal: Rehearsal) -> list[tuple[str, str]]:
     for number, stage in rehearsal.stages.items():
         lines.append((f"stage {number}", stages_text((stage,))))
     if model.positions is not None:
-        lines.append(
-            ("positions", f"{len(model.positions)} of {run.training.sequence_length}, {_ranks(model.positions)}")
-        )
+        place = f"{len(model.positions)} of {run.training.sequence_length}, {_ranks(model.positions)}"
+        lines.append(("positions", place))
     lines += [
         ("parameters", f"{count_text(rehearsal.dense)} dense, {count_text(rehearsal.expert)} in experts"),
         ("weights", bytes_text(rehearsal.memory.weights)),

@@ -82,14 +82,10 @@ def load_by_name(module: str, attribute: str) -> Any:
 
 @dataclass(frozen=True)
 class Verb:
-    """A verb and its place.
+    """A verb: its word on the command line, and its place.
 
-    Attributes:
-        name: word on the command line.
-        module: dotted name of the module.
-        attribute: name there of a `typer.Typer`, or of a function with typer's annotations.
-        summary: line in the list of verbs.
-        computes: it may multiply matrices; otherwise libraries start no threads for that.
+    `attribute` of the module is a `typer.Typer`, or a function with typer's annotations; `summary` is the line in the
+    list of verbs. Where a verb does not multiply matrices (`computes`), libraries start no threads for that.
     """
 
     name: str

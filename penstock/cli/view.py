@@ -132,9 +132,7 @@ class LiveView(Observer):
 class RunPanel:
     """The panel's content, drawn from reports alone, so that tests and pictures need no run.
 
-    Attributes:
-        saved_step: step of the newest checkpoint, or None.
-        notice: message to the user, or empty.
+    `saved_step` is that of the newest checkpoint, `notice` a message to the user.
     """
 
     def __init__(self, start: RunStart) -> None:

@@ -20,7 +20,7 @@ SYNTHETIC_SOURCES = ("synthetic-random", "synthetic-learnable")
 _DATASET_FIELDS = ("dataset", "dataset_config", "split", "validation_split", "revision", "streaming")
 _PART_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,49}")
 
-_BYTES_VOCABULARY = 257
+BYTES_VOCABULARY = 257
 """256 values of a byte and the end of a document."""
 
 _LEARNABLE_VOCABULARY = 5
@@ -155,11 +155,11 @@ def evaluation_has_text(run: Run) -> Problem | None:
 
 def vocabulary_holds_every_byte(run: Run) -> Problem | None:
     """With `data.tokenizer` bytes, `model.vocab_size` is at least 257: 256 bytes and the end of a document."""
-    if not bytes_are_encoded(run) or run.model.vocab_size >= _BYTES_VOCABULARY:
+    if not bytes_are_encoded(run) or run.model.vocab_size >= BYTES_VOCABULARY:
         return None
     return Problem.from_line(
         f"model.vocab_size is too small for data.tokenizer bytes; got {run.model.vocab_size}; "
-        f"allowed: >= {_BYTES_VOCABULARY} (256 bytes and the end of a document)"
+        f"allowed: >= {BYTES_VOCABULARY} (256 bytes and the end of a document)"
     )
 
 

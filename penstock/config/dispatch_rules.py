@@ -126,10 +126,9 @@ def passes_stand_beside_each_other(sizes: LayoutSizes) -> Problem | None:
     """`dispatch.overlap` passes needs `parallel.pipeline` above 1 and `pipeline.schedule` interleaved or dualpipe-v."""
     if sizes.overlap != "passes" or (sizes.pp > 1 and sizes.schedule in OVERLAPPING_SCHEDULES):
         return None
-    return Problem(
-        "dispatch.overlap",
-        "passes needs a pipeline whose schedule has forward and backward passes side by side",
-        got="parallel.pipeline 1" if sizes.pp == 1 else f"pipeline.schedule {sizes.schedule} on {sizes.pp} ranks",
-        allowed=f"{', '.join(OVERLAPPING_SCHEDULES)} on 2 or more",
-        fix="set dispatch.overlap=halves" if sizes.pp == 1 else "set pipeline.schedule=interleaved",
+    got = "parallel.pipeline 1" if sizes.pp == 1 else f"pipeline.schedule {sizes.schedule} on {sizes.pp} ranks"
+    return Problem.from_line(
+        f"dispatch.overlap passes needs a pipeline whose schedule has forward and backward passes side by side; "
+        f"got {got}; allowed: {', '.join(OVERLAPPING_SCHEDULES)} on 2 or more; "
+        f"fix: set {'dispatch.overlap=halves' if sizes.pp == 1 else 'pipeline.schedule=interleaved'}"
     )

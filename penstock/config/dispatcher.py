@@ -31,9 +31,6 @@ class DispatchFacts:
     """All that the choice depends on.
 
     Attributes:
-        method: `dispatch.method`.
-        sync_free: `dispatch.sync_free`.
-        pads: `model.moe.balance.pad_to_capacity`.
         ranks: ranks that share the experts of a layer, EP x ETP.
         node_ranks: those of them on one node; 1 where nodes hold unequal parts (`ranks_on_a_node`).
         expert_tensor: ranks that share each expert.
@@ -56,7 +53,6 @@ class DispatcherChoice:
     """The dispatcher.
 
     Attributes:
-        name: of the dispatcher.
         inner: the one inside each node, with hierarchical.
         obstacle: reason why tokens are not written to other GPUs' memory, where the method would allow it.
         refusal: why the method that was asked for by name cannot be had; `name` is then the nearest that can.
@@ -97,13 +93,7 @@ def choose_dispatcher(facts: DispatchFacts) -> DispatcherChoice:
 
 
 def dispatch_facts(run: Run, node_ranks: int, obstacle: str = "") -> DispatchFacts:
-    """The facts of a run.
-
-    Args:
-        run: its configuration.
-        node_ranks: ranks of a node that share experts.
-        obstacle: see `DispatchFacts`.
-    """
+    """The facts of a run; `node_ranks` and `obstacle` as in `DispatchFacts`."""
     parallel, moe = run.parallel, run.model.moe
     return DispatchFacts(
         method=run.dispatch.method,

@@ -14,11 +14,8 @@ from penstock.config.versions import VERSION, VERSION_KEY
 def explain(path: str) -> str:
     """Everything about a field: doc, type, unit, range, default, the presets that set it, its rules.
 
-    Args:
-        path: full path of a field, such as `model.moe.top_k`, or of a section, whose fields are then listed.
-
-    Raises:
-        ConfigError: there is no such field.
+    `path` is the full path of a field, such as `model.moe.top_k`, or of a section, whose fields are then listed. Raises
+    a ConfigError for another path.
     """
     fields = find(Run, path)
     if not fields:

@@ -32,15 +32,10 @@ class ModelSizes:
     """Sizes of a model that layouts divide.
 
     Attributes:
-        layers: decoder layers.
-        dense_layers: decoder layers without experts.
-        vocab_size: token ids.
         head_counts: heads, then key/value heads of grouped-query attention.
         experts: routed experts of a layer; 0 in a dense model.
-        expert_width: features of one expert.
         shared_width: features of the shared expert; 0 for none.
         dense_width: features of a dense network; 0 if no layer is dense.
-        is_latent: multi-head latent attention.
         pads: every expert gets exactly its capacity of rows.
     """
 
@@ -60,26 +55,14 @@ class ModelSizes:
 class LayoutSizes:
     """Sizes and choices of a layout, and its model.
 
+    Ranks share a dense matrix (tp), a row of tokens (cp), layers (pp), a layer's experts (ep), or an expert (etp).
+
     Attributes:
-        model: sizes of the model.
-        global_batch: rows of a step.
-        sequence_length: positions of a row.
-        tp: ranks that share each dense matrix.
-        cp: ranks that share a row of tokens.
-        pp: pipeline ranks.
         vpp: stages of each pipeline rank; 1 without a pipeline.
-        ep: ranks that share the experts of a layer.
-        etp: ranks that share each expert's matrices.
-        micro_batch: rows of a pass.
         schedule: schedule of the pipeline; `none` without one.
-        recompute: `recompute.modules`.
-        offloaded: `offload.activations`.
-        sync_free: `dispatch.sync_free`.
         dispatcher: `dispatch.method`; in a plan the dispatcher that runs, `local` if a rank has all experts.
         shard: none, optimizer or full.
-        overlap: `dispatch.overlap`.
         context_method: `parallel.context_method`; `settled_context_method` settles `auto`.
-        capture: `graphs.capture`.
     """
 
     model: ModelSizes
@@ -121,7 +104,7 @@ class LayoutSizes:
 
 
 def model_sizes(model: Model) -> ModelSizes:
-    """The sizes of a model."""
+    """The sizes that layouts divide."""
     moe = model.moe
     return ModelSizes(
         layers=model.layers,
@@ -210,15 +193,10 @@ def _least_ranks(sizes: LayoutSizes) -> int:
 
 
 def grid_of(run: Run, world: int) -> Grid:
-    """Both views of the ranks of a run.
+    """Both views of the ranks of a run that obeys the rules.
 
-    Args:
-        run: a run that obeys the rules.
-        world: ranks.
-
-    Raises:
-        ConfigError: the sizes do not divide the ranks, or the remaining data-parallel ranks do not divide the batch or
-            the shards.
+    Raises a ConfigError if the sizes do not divide the `world` ranks, or if the remaining data-parallel ranks do not
+    divide the batch or the shards.
     """
     sizes = layout_sizes(run)
     refuse([problem for problem in (sizes_divide_the_ranks(sizes, world), _recording(run, world)) if problem])
@@ -227,7 +205,7 @@ def grid_of(run: Run, world: int) -> Grid:
     )
     batch, order = micro_batches_are_whole(sizes, world), schedule_has_its_micro_batches(sizes, world)
     # These are asked of a grid that exists: they divide by its data-parallel ranks.
-    refuse([problem for problem in (batch, order, *_shards(run, grid)) if problem])
+    refuse([problem for problem in (batch, order, _shards(run, grid)) if problem])
     return grid
 
 
@@ -301,17 +279,12 @@ def schedule_has_its_micro_batches(sizes: LayoutSizes, world: int) -> Problem | 
     )
 
 
-def _shards(run: Run, grid: Grid) -> list[Problem]:
+def _shards(run: Run, grid: Grid) -> Problem | None:
     """`parallel.shard_size` divides the ranks that hold the same parameters, unless they are fewer."""
     size = run.parallel.shard_size
     for ranks, what in ((grid.data * grid.context, "dense matrices"), (grid.expert_data, "experts")):
         if 0 < size < ranks and ranks % size:
-            return [
-                Problem(
-                    "parallel.shard_size",
-                    f"must divide the ranks that hold the same {what} ({ranks})",
-                    got=f"{size} on {counted(grid.world, 'rank')}",
-                    allowed=f"{divisors(ranks)}, or 0 for all",
-                )
-            ]
-    return []
+            wrong = f"must divide the ranks that hold the same {what} ({ranks})"
+            got = f"{size} on {counted(grid.world, 'rank')}"
+            return Problem("parallel.shard_size", wrong, got=got, allowed=f"{divisors(ranks)}, or 0 for all")
+    return None

@@ -15,7 +15,7 @@ from math import gcd
 from typing import Any, TypeVar
 
 from penstock.config.data_rules import evaluation_has_text
-from penstock.config.dispatch_rules import passes_stand_beside_each_other
+from penstock.config.dispatch_rules import COUNTS_STAY, passes_stand_beside_each_other
 from penstock.config.graph_rules import captured_shapes_are_known
 from penstock.config.layout_rules import schedule_has_its_stages
 from penstock.config.model import GroupedQueryAttention
@@ -25,9 +25,6 @@ from penstock.layout.schedules import SCHEDULES
 
 _WARMUP_SHARE = 10
 """A warm-up that is too long becomes this part of the steps."""
-
-_SYNC_FREE_COUNTS = 2
-"""The lowest `dispatch.sync_free` at which the host reads no row counts."""
 
 AnySection = TypeVar("AnySection", bound=Section)
 Values = dict[str, Any]
@@ -47,11 +44,9 @@ class Written:
 
 
 def follow(run: Run, written: Collection[str]) -> Run:
-    """The run with values that follow the written ones.
+    """The run, which may break rules between fields, with values that follow the written ones.
 
-    Args:
-        run: may break rules between fields.
-        written: full paths of fields, or of sections that were written as a whole, such as `model.moe`; they stay.
+    `written` holds full paths of fields, or of sections that were written as a whole, such as `model.moe`.
     """
     is_written = Written(frozenset(written))
     for values_of in _FOLLOWERS:
@@ -220,7 +215,7 @@ def _stages(run: Run, _: Written) -> Values:
 
 
 def _row_counts(run: Run, _: Written) -> Values:
-    return {} if captured_shapes_are_known(run) is None else {"dispatch.sync_free": _SYNC_FREE_COUNTS}
+    return {} if captured_shapes_are_known(run) is None else {"dispatch.sync_free": COUNTS_STAY}
 
 
 _FOLLOWERS: tuple[Callable[[Run, Written], Values], ...] = (

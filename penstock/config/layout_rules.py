@@ -121,12 +121,10 @@ def schedule_has_its_stages(sizes: LayoutSizes) -> Problem | None:
     if shape.fewest <= stages and (shape.most is None or stages <= shape.most):
         return None
     other = "interleaved" if stages > 1 else "1f1b"
-    return Problem(
-        "pipeline.stages_per_rank",
-        f"does not go with pipeline.schedule {sizes.schedule}",
-        got=f"{stages}",
-        allowed=f"{shape.fewest}" if shape.most else f">= {shape.fewest}",
-        fix=f"set pipeline.stages_per_rank={shape.fewest}, or pipeline.schedule={other}",
+    return Problem.from_line(
+        f"pipeline.stages_per_rank does not go with pipeline.schedule {sizes.schedule}; got {stages}; "
+        f"allowed: {'' if shape.most else '>= '}{shape.fewest}; "
+        f"fix: set pipeline.stages_per_rank={shape.fewest}, or pipeline.schedule={other}"
     )
 
 

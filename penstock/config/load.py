@@ -35,16 +35,13 @@ _PRESET = "preset"
 
 
 def load_run(target: str, overrides: Sequence[str] = (), *, follows: bool = True) -> Run:
-    """The run that a user asks for, resolved and checked.
+    """The run that a user asks for, resolved and checked. Raises a ConfigError if there is none.
 
     Args:
         target: name of a preset, path of a TOML file, or path of the folder of a run.
         overrides: `a.b=c` each; the later ones win.
         follows: values of presets and defaults, and of the resolved configuration of a run, follow what was written.
             A run that goes on stays as it is.
-
-    Raises:
-        ConfigError: the target is not there or cannot be read, or what it describes is not a run.
     """
     # A tree of plain values, and the paths that the user wrote.
     tree, written = _read_target(target)
@@ -52,15 +49,7 @@ def load_run(target: str, overrides: Sequence[str] = (), *, follows: bool = True
 
 
 def with_overrides(run: Run, overrides: Sequence[str]) -> Run:
-    """Another run, checked.
-
-    Args:
-        run: to start from.
-        overrides: `a.b=c` each; the later ones win.
-
-    Raises:
-        ConfigError: an override is wrong, or what comes out is not a run.
-    """
+    """The run with overrides, `a.b=c` each, checked. Raises a ConfigError if an override or the result is wrong."""
     return _built(run.model_dump(), overrides, frozenset())
 
 

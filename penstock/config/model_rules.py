@@ -24,12 +24,9 @@ def experts_have_a_layer(run: Run) -> Problem | None:
     model = run.model
     if model.moe is None or model.dense_layers < model.layers:
         return None
-    return Problem(
-        "model.dense_layers",
-        "leaves no layer for the experts of model.moe",
-        got=f"{model.dense_layers} of {model.layers} layers",
-        allowed=f"0 to {model.layers - 1}",
-        fix='lower it, or set model.moe to "none" for a dense model',
+    return Problem.from_line(
+        f"model.dense_layers leaves no layer for the experts of model.moe; got {model.dense_layers} of {model.layers} "
+        f'layers; allowed: 0 to {model.layers - 1}; fix: lower it, or set model.moe to "none" for a dense model'
     )
 
 
@@ -129,11 +126,10 @@ def global_layers_exist_that_differ(run: Run) -> Problem | None:
     if local is None or local.global_every > 0 or (local.global_rope and local.global_temperature == 0):
         return None
     name = "global_temperature" if local.global_rope else "global_rope"
-    return Problem(
-        f"model.attention.local.{name}",
-        "is for global layers, and model.attention.local.global_every 0 has none",
-        got=f"{local.global_temperature:g}" if local.global_rope else "false",
-        fix=f"leave it out, or set model.attention.local.global_every to {USUAL_GLOBAL_EVERY}",
+    return Problem.from_line(
+        f"model.attention.local.{name} is for global layers, and model.attention.local.global_every 0 has none; got "
+        f"{f'{local.global_temperature:g}' if local.global_rope else 'false'}; "
+        f"fix: leave it out, or set model.attention.local.global_every to {USUAL_GLOBAL_EVERY}"
     )
 
 

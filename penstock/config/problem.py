@@ -16,13 +16,9 @@ _MOST_DIVISORS = 12
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake.
+    """One mistake: the path of the field that most likely changes, `what` is wrong with it, and how to mend it.
 
-    Attributes:
-        field: full path of the field that is most likely to be changed.
-        what: what is wrong with it; reads on after the path.
-        got: the offending value, if `what` does not show it.
-        fix: the change that mends it.
+    `what` reads on after the path; `got` is the offending value, if `what` does not show it.
     """
 
     field: str
@@ -43,11 +39,7 @@ class Problem:
 
 
 def refuse(problems: Sequence[Problem]) -> None:
-    """Raise if anything is wrong. The first problem is told in full, of the others the fields, a few of them.
-
-    Raises:
-        ConfigError: `problems` is not empty.
-    """
+    """Raise a ConfigError, with the first problem in full and the fields of some others, if there is any."""
     if not problems:
         return
     first, *others = problems

@@ -27,17 +27,9 @@ class Section(BaseModel):
 
 
 def knob(default: Any = ..., *, doc: str, unit: str = "", low: float | None = None, high: float | None = None) -> Any:
-    """Declare a field of a section.
+    """Declare a field of a section: required if `default` is `...`, with a number from `low` to `high`.
 
-    Args:
-        default: value when none is given; `...` makes the field required.
-        doc: one or two sentences for the reference.
-        unit: what the number counts, such as `rows` or `steps`; empty for names and switches.
-        low: smallest allowed value.
-        high: largest allowed value.
-
-    Returns:
-        A pydantic field.
+    `doc` is one or two sentences for the reference; `unit` is empty for names and switches.
     """
     return pydantic.Field(default, description=doc, ge=low, le=high, json_schema_extra={"unit": unit})
 
@@ -64,18 +56,11 @@ class Field:
 
     Attributes:
         path: its name; the full path, such as `model.moe.top_k`, if it comes from `every_field` or `find`.
-        owner: the section that declares it.
-        doc: its meaning.
-        unit: unit of its number; empty for names and switches.
         type_text: its type in words, without range.
-        low: smallest allowed value, or None.
-        high: largest allowed value, or None.
         choices: the only allowed texts, or empty.
         sections: the section that it holds, or the alternatives; empty for a value.
         named: it holds any number of such sections, by name.
         optional: it may be none.
-        required: it must be given.
-        default: None if there is no default.
     """
 
     path: str
@@ -224,13 +209,7 @@ def as_toml(value: object) -> str:
 
 @dataclass(frozen=True)
 class Difference:
-    """A field with different values in two runs.
-
-    Attributes:
-        field: full path.
-        left: value in the first run as in TOML; None if that run has no such field.
-        right: value in the second run.
-    """
+    """A field with different values in two runs, as in TOML; None in a run that has no such field."""
 
     field: str
     left: str | None

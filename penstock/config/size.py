@@ -13,13 +13,10 @@ from penstock.kernels.attention_window import AttentionWindow
 
 @dataclass(frozen=True)
 class Count:
-    """Size of a model.
+    """Size of a model; `mtp_parameters` of multi-token prediction are beside the total, as published totals have it.
 
-    Attributes:
-        parameters: all, without multi-token prediction (the convention of the published totals).
-        active_parameters: those that one token meets, embedding and output projection included.
-        mtp_parameters: multi-token prediction layers, beside the total.
-        flops_per_token: to train one token, multi-token prediction included.
+    One token meets the active parameters, embedding and output projection included; its FLOPs are those of training,
+    multi-token prediction included.
     """
 
     parameters: int
@@ -38,12 +35,7 @@ class _Part:
 
 
 def size_of(model: Model, sequence_length: int) -> Count:
-    """Count a model at a sequence length.
-
-    Args:
-        model: the model.
-        sequence_length: positions of a row, S.
-    """
+    """Count a model at a sequence length, the positions of a row."""
     matrix = model.vocab_size * model.hidden_size
     head = _Part(0 if model.tie_word_embeddings else matrix, flops=2 * matrix)
     layers = [_block(model, layer, sequence_length) for layer in range(model.layers)]

@@ -39,10 +39,8 @@ NONE = "none"
 def parse_overrides(root: type[Section], overrides: Sequence[str]) -> Tree:
     """The tree of a list of `a.b=c`; the later one of two for the same field wins.
 
-    A value is written as in TOML, and a text that is no TOML value needs no quotes: `training.precision=bf16`.
-
-    Raises:
-        ConfigError: an override is not of the form `a.b=c`, or its value starts like TOML but is not.
+    A value is written as in TOML, and a text that is no TOML value needs no quotes: `training.precision=bf16`. Raises a
+    ConfigError if an override is not of the form `a.b=c`, or its value starts like TOML but is not.
     """
     tree: Tree = {}
     for override in overrides:
@@ -153,11 +151,7 @@ _RANGE_ERRORS = ("greater_than_equal", "less_than_equal", "finite_number")
 
 
 def build(root: type[AnySection], tree: Mapping[str, Any]) -> AnySection:
-    """The section that a settled tree describes.
-
-    Raises:
-        ConfigError: a key is unknown or missing, or a value is of the wrong type or out of range.
-    """
+    """The section that a settled tree describes. Raises a ConfigError for unknown or missing keys and wrong values."""
     try:
         return root.model_validate(tree)
     except ValidationError as error:

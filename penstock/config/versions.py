@@ -70,15 +70,7 @@ def new_path(path: str) -> str | None:
 
 
 def check_version(table: dict[str, Any], source: str) -> None:
-    """Take the version out of a file's table and refuse any but today's.
-
-    Args:
-        table: parsed file; loses the key.
-        source: name of the file.
-
-    Raises:
-        ConfigError: the version is not a number from 1, or belongs to another release of Penstock.
-    """
+    """Take the version out of a parsed file's table; any but today's is a ConfigError, which names `source`."""
     version = table.pop(VERSION_KEY, VERSION)
     if isinstance(version, bool) or not isinstance(version, int) or version < 1:
         raise ConfigError(f"{source}: {VERSION_KEY} is not a version", got=f"{version!r}", allowed=f"{VERSION}")

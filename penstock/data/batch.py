@@ -35,15 +35,12 @@ from penstock.kernels.reference import IGNORED_LABEL
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Rows of tokens with everything that a forward pass and a loss need.
+    """Rows of tokens, int64, with everything that a forward pass and a loss need.
 
     Attributes:
-        tokens_BS: int64 input ids.
-        labels_BS: int64, the next token of the stream at each position; IGNORED_LABEL (-100) where nothing is
-            predicted.
-        positions_BS: int64, for the rotary embedding; 0..S-1, or counted from each document's start in the row.
-        documents_BS: int64, attention stays inside equal ids of one row (counted from 0 in every row); None if
-            attention may cross documents.
+        labels_BS: the next token of the stream at each position; IGNORED_LABEL (-100) where nothing is predicted.
+        positions_BS: for the rotary embedding; 0..S-1, or counted from each document's start in the row.
+        documents_BS: attention stays inside equal ids of one row, from 0; None if it may cross documents.
     """
 
     tokens_BS: Tensor
@@ -61,9 +58,8 @@ class Batch:
         device = torch.device(device)
 
         def moved(x_BS: Tensor) -> Tensor:
-            if device.type == "cuda" and x_BS.device.type == "cpu":
-                x_BS = x_BS.pin_memory()
-            return x_BS.to(device, non_blocking=True)
+            is_copied = device.type == "cuda" and x_BS.device.type == "cpu"
+            return (x_BS.pin_memory() if is_copied else x_BS).to(device, non_blocking=True)
 
         return self._each(moved)
 
@@ -90,15 +86,7 @@ PADDING = -1
 
 
 def pack(rows: Rows, *, document_mask: bool) -> Batch:
-    """Make a batch of rows.
-
-    Args:
-        rows: B rows of S + 1 tokens; the last token of a row is only a label.
-        document_mask: separate documents, see the module docstring.
-
-    Returns:
-        B rows of S tokens on the CPU, in new memory.
-    """
+    """Make a batch of B rows of S tokens, on the CPU, in new memory; the last of S + 1 tokens is only a label."""
     tokens_BS, labels_BS = rows.tokens[:, :-1].astype(np.int64), rows.tokens[:, 1:].astype(np.int64)
     documents_BS, label_documents_BS = rows.documents[:, :-1], rows.documents[:, 1:]
     positions_BS = np.tile(np.arange(tokens_BS.shape[1]), (len(tokens_BS), 1))

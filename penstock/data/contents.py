@@ -13,7 +13,7 @@ import numpy as np
 from penstock.base.errors import DataError
 from penstock.data.batch import Batch
 from penstock.data.sources import Tokens
-from penstock.data.tokenizer import Tokenizer
+from penstock.data.tokenizer_rules import Tokenizer
 from penstock.kernels.reference import IGNORED_LABEL
 
 
@@ -39,13 +39,7 @@ class DocumentSpan:
 
 @dataclass(frozen=True, kw_only=True)
 class RowContents:
-    """A row of a batch.
-
-    Attributes:
-        padding: padding tokens after the spans.
-        ignored: number of ignored labels, those of the padding included.
-        text_bytes: of the text of its tokens; None if unknown.
-    """
+    """A row of a batch; `padding` and `ignored` labels are counted, `text_bytes` is None if unknown."""
 
     pieces: tuple[DocumentSpan, ...]
     tokens: int
@@ -55,12 +49,7 @@ class RowContents:
 
 
 def row_of(batch: Batch, number: int, *, end_of_document: int, tokenizer: Tokenizer | None) -> RowContents:
-    """Split a row of a batch into documents.
-
-    Args:
-        end_of_document: the id that ends documents.
-        tokenizer: for decoding; None if tokens have no text or the tokenizer is not available.
-    """
+    """Split a row of a batch into documents; without a tokenizer (None) they have no text."""
     tokens, labels = batch.tokens_BS[number].numpy(), batch.labels_BS[number].numpy()
     positions = batch.positions_BS[number].numpy()
     others = np.flatnonzero((tokens != end_of_document) | (labels != IGNORED_LABEL))

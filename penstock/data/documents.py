@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias, TypeVar
 import numpy as np
 
 from penstock.data.sources import DocumentPart, RecordError, SplitFilter, Tokens, fingerprint_of
-from penstock.data.tokenizer import Tokenizer
+from penstock.data.tokenizer_rules import Tokenizer
 
 CorruptPolicy: TypeAlias = Literal["stop", "skip"]
 Value = TypeVar("Value")
@@ -24,12 +24,7 @@ NO_TOKENS: Tokens = np.zeros(0, dtype=np.int64)
 
 
 class CorruptRecords:
-    """Applies the policy for records that cannot be read.
-
-    Attributes:
-        skips: whether they are skipped; else they end the run.
-        skipped: their count; a resumed run sets it.
-    """
+    """Applies the policy for records that cannot be read; `skipped` counts them, and a resumed run sets it."""
 
     def __init__(self, policy: CorruptPolicy = "stop") -> None:
         self.skips = policy == "skip"
@@ -38,11 +33,7 @@ class CorruptRecords:
         self._notices: list[str] = []
 
     def read_or_skip(self, read: Callable[[], Value], otherwise: Value) -> Value:
-        """Returns the result of `read`, or `otherwise` if the record is skipped.
-
-        Raises:
-            RecordError: the record cannot be read, and the policy is to stop.
-        """
+        """Returns the result of `read`, or `otherwise` if a RecordError is skipped."""
         try:
             return read()
         except RecordError as error:
@@ -69,9 +60,8 @@ class TextDocuments(ABC):
     """A source of text documents. Subclasses read the records.
 
     Args:
-        content: fingerprint of all documents; includes `part`.
+        content: fingerprint of all documents and `part`, the part of each that belongs to the split (None: whole).
         keep: filter by text, for subclasses that cannot filter before reading.
-        part: the part of each document that belongs to the split; None for whole documents.
     """
 
     def __init__(
@@ -97,12 +87,7 @@ class TextDocuments(ABC):
 
     @abstractmethod
     def record(self, index: int) -> str:
-        """Returns the text of a document.
-
-        Raises:
-            RecordError: this document cannot be read.
-            DataError: the source has become unreadable.
-        """
+        """Returns the text of a document. Raises a RecordError for this document, a DataError for the source."""
 
     def read(self, index: int) -> Tokens:
         """Returns the token ids of a document; none if it is skipped or belongs to the other split."""
@@ -126,11 +111,7 @@ class TextDocuments(ABC):
 
 
 def checked_text(value: object, place: str) -> str:
-    """Returns a record's value if it is text that UTF-8 can encode.
-
-    Raises:
-        RecordError: it is something else; the error names `place`.
-    """
+    """Returns a record's value if it is text that UTF-8 can encode, else raises a RecordError that names `place`."""
     if not isinstance(value, str):
         raise RecordError(f"{place} is not text", got=type(value).__name__)
     try:

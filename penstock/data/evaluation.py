@@ -34,13 +34,7 @@ _ORDER_SEED = 0
 class Sample:
     """The first documents of many shards, held in memory: one block of each shard in turn, until there are enough.
 
-    Args:
-        documents: least number of documents, if there are so many, ...
-        tokens: ... and least number of tokens ...
-        most_tokens: ... up to this limit.
-
-    Raises:
-        DataError: they cannot be read.
+    Enough are at least `documents` with `tokens`, or `most_tokens`. Raises a DataError if they cannot be read.
     """
 
     def __init__(self, shards: Shards, *, documents: int, tokens: int, most_tokens: int) -> None:
@@ -101,13 +95,7 @@ _ENOUGH_TOKENS = 64 * 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRows:
-    """Rows for evaluation.
-
-    Attributes:
-        batches: this rank's rows, equally many in each batch and on each rank.
-        tokens: counted labels of all ranks.
-        text_bytes: bytes of text of these labels, of all ranks.
-    """
+    """This rank's batches of equally many rows; counted labels and the bytes of their text are of all ranks."""
 
     batches: tuple[Batch, ...]
     tokens: int
@@ -130,15 +118,12 @@ def evaluation_batches(
     padded with end-of-document tokens whose labels are ignored.
 
     Args:
-        text: the documents of the validation split.
         rows: rows of a batch over all ranks; a multiple of `ranks`.
         sequence_length: tokens of a row, S.
         limit_rows: most rows with text, > 0.
         document_mask: separate documents (see `batch`).
-        rank: index of this rank's part of each batch.
 
-    Raises:
-        DataError: a document cannot be read, or none has text.
+    Raises a DataError if a document cannot be read, or none has text.
     """
     assert rows % ranks == 0, f"a batch of {rows} rows does not divide among {ranks} ranks"
     assert limit_rows > 0, "an evaluation needs at least one row"
@@ -194,11 +179,7 @@ def _choose(documents: Source | Shards, limit_rows: int, sequence_length: int) -
 
 
 class _Line(NamedTuple):
-    """Documents with their end tokens, one after another.
-
-    Attributes:
-        starts: start of each on the line, and the end of the last one.
-    """
+    """Documents with their end tokens, one after another; `starts` has the end of the last one too."""
 
     documents: list[int]
     starts: list[int]
@@ -236,12 +217,7 @@ def _nothing(rows: int, sequence_length: int, end_of_document: int) -> _Chosen:
 
 
 def _read_rows(source: Source, line: _Line, starts: Sequence[int], sequence_length: int) -> _Chosen:
-    """Returns rows of the line, and the bytes of text of each token.
-
-    Args:
-        starts: start of each row, ascending; a row beyond the end of the line is padded.
-        sequence_length: tokens of a row, S; one more is read.
-    """
+    """Returns rows of S + 1 tokens from ascending `starts` on the line, padded beyond its end, with bytes of text."""
     chosen = _nothing(len(starts), sequence_length, source.end_of_document)
     for number, pieces in groupby(_pieces(line, starts, sequence_length + 1), key=itemgetter(0)):
         begin, index = line.starts[number], line.documents[number]

@@ -37,16 +37,10 @@ COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 
 
 def matched(names: Sequence[str], suffixes: Sequence[str] = (), *, field: str = "data.files") -> list[Path]:
-    """Returns the files of names.
+    """Returns the files of files, folders and globs. Raises a DataError if a folder or a glob has no such file.
 
-    Args:
-        names: files, folders and globs.
-        suffixes: of files in folders, with or without a compression suffix; empty for every file. Named files and
-            matches of globs may have any suffix.
-        field: setting of the names, for errors.
-
-    Raises:
-        DataError: a folder or a glob has no such file.
+    `suffixes` choose files in folders, with or without a compression suffix; empty takes every file. Errors name the
+    setting `field`.
     """
     found: dict[Path, Path] = {}
     for name in names:
@@ -106,14 +100,9 @@ _OPEN: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz
 
 
 def readable_copies(paths: Sequence[Path], cache: Path) -> list[Path]:
-    """Returns the files to read: each file itself, or its decompressed copy, which is made if it is missing.
+    """Returns the files to read: each file itself, or its decompressed copy in `cache`, which is made if it is missing.
 
-    Args:
-        paths: files; those with a compression suffix are decompressed.
-        cache: folder of the copies.
-
-    Raises:
-        DataError: a file cannot be read or is damaged, a package is missing, or the copies cannot be written.
+    Raises a DataError if a file cannot be read or is damaged, a package is missing, or a copy cannot be written.
     """
     copies = {path: _copy_of(path, cache) for path in paths if path.suffix in COMPRESSED}
     missing = deque(path for path, copy in copies.items() if not copy.exists())
@@ -215,11 +204,7 @@ def _write(target: IO[bytes], content: bytes, cache: Path) -> None:
 
 
 def contents(path: Path) -> Iterator[bytes]:
-    """Yields the decompressed content of a file, chunk by chunk.
-
-    Raises:
-        DataError: it cannot be read, is damaged, or a package is missing.
-    """
+    """Yields the decompressed content of a file, chunk by chunk. Raises a DataError if that is impossible."""
     zst = _zst(path) if path.suffix == ".zst" else None
     damage: tuple[type[Exception], ...] = (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error)
     if zst is not None:

@@ -18,7 +18,7 @@ from numpy.random import PCG64
 
 from penstock.base.errors import DataError
 from penstock.data.sources import Tokens, fingerprint_of
-from penstock.data.tokenizer import Tokenizer
+from penstock.data.tokenizer_rules import Tokenizer
 
 USUAL_NAMES = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
@@ -41,14 +41,7 @@ class FimTokens(NamedTuple):
 
 
 class FillInMiddle:
-    """Encodes training documents, some of them cut.
-
-    Args:
-        marks: ids of the tokens before each part.
-        rate: share of cut documents, 0 to 1.
-        spm: share of the order SPM among them, 0 to 1.
-        seed: of the random choices, >= 0.
-    """
+    """Encodes training documents: the share `rate` of them is cut, and the share `spm` of these has the order SPM."""
 
     def __init__(self, tokenizer: Tokenizer, marks: FimTokens, *, rate: float, spm: float, seed: int) -> None:
         self._tokenizer = tokenizer
@@ -59,11 +52,7 @@ class FillInMiddle:
         self.fingerprint = fingerprint_of(tuple(marks), rate, spm)
 
     def encode(self, text: str, document: Sequence[int]) -> Tokens:
-        """Returns the tokens of a text.
-
-        Args:
-            document: whole numbers that identify it: epoch and number.
-        """
+        """Returns the tokens of a text; whole numbers identify the document: epoch and number."""
         draws = PCG64([self._seed, *document, _TAG]).random_raw(4)
         chances = draws[:2] / 2.0**64
         if chances[0] >= self._rate:
@@ -76,21 +65,13 @@ class FillInMiddle:
         return self._joined(marks.prefix, prefix, marks.suffix, suffix, marks.middle, middle)
 
     def _joined(self, *parts: int | str) -> Tokens:
-        found = [
-            np.array([part]) if isinstance(part, int) else self._tokenizer.encode(part) for part in parts if part != ""
-        ]
-        return np.concatenate(found)
+        wanted = [part for part in parts if part != ""]
+        encode = self._tokenizer.encode
+        return np.concatenate([np.array([part]) if isinstance(part, int) else encode(part) for part in wanted])
 
 
 def find_marks(tokenizer: Tokenizer, name: str, names: Sequence[str] = ()) -> FimTokens:
-    """Returns the tokens before prefix, suffix and middle.
-
-    Args:
-        names: of the tokens; empty tries USUAL_NAMES.
-
-    Raises:
-        DataError: the tokenizer does not have them.
-    """
+    """Returns the tokens before prefix, suffix and middle, by `names` or USUAL_NAMES; a DataError if there are none."""
     for candidates in (tuple(names),) if names else USUAL_NAMES:
         ids = [tokenizer.token_id(candidate) for candidate in candidates]
         found = [one for one in ids if one is not None]

@@ -21,7 +21,7 @@ from penstock.base.errors import DataError
 from penstock.data.documents import CorruptRecords, TextDocuments, checked_text
 from penstock.data.shards import Shards
 from penstock.data.sources import SplitFilter, fingerprint_of, require
-from penstock.data.tokenizer import Tokenizer
+from penstock.data.tokenizer_rules import Tokenizer
 
 REACH_SECONDS = 3.0
 """Time limit for a first answer of the hub."""
@@ -32,11 +32,7 @@ _SAVED = ("state.json", "dataset_dict.json")
 
 
 class DatasetName(NamedTuple):
-    """Identifies a dataset.
-
-    Attributes:
-        revision: of the hub; empty for the newest.
-    """
+    """Identifies a dataset; an empty revision is the newest one of the hub."""
 
     dataset: str
     config: str
@@ -50,11 +46,7 @@ class DatasetName(NamedTuple):
 class DatasetOnDisk(TextDocuments):
     """The rows of a dataset on this machine; it is downloaded first if necessary.
 
-    Args:
-        corrupt: policy for rows without text.
-
-    Raises:
-        DataError: `datasets`, the dataset or its column is missing, or the dataset is empty.
+    Raises a DataError if `datasets`, the dataset or its column is missing, or the dataset is empty.
     """
 
     def __init__(
@@ -86,14 +78,9 @@ class DatasetOnDisk(TextDocuments):
 
 
 class StreamedDataset(Shards):
-    """The documents of a dataset that is read over the network.
+    """The documents of a dataset that is read over the network, `block` neighbours together.
 
-    Args:
-        block: neighbouring documents that are read and shuffled together.
-        corrupt: policy for documents without text.
-
-    Raises:
-        DataError: `datasets`, the dataset or its field is missing, or the dataset is empty.
+    Raises a DataError if `datasets`, the dataset or its field is missing, or the dataset is empty.
     """
 
     def __init__(

@@ -48,7 +48,6 @@ class PackedMetadata:
 
     Attributes:
         tokenizer: the setting that opened it.
-        end_of_document: the id that ends each document.
         end_of_document_name: its name in the settings; empty for the tokenizer's own.
         left_out: corrupt documents, each with its place and fault.
     """
@@ -65,13 +64,9 @@ class PackedMetadata:
 
 
 class IndexedDataset:
-    """One `.bin` with its `.idx`, memory-mapped and checked.
+    """One `.bin` with its `.idx`, memory-mapped and checked; `prefix` is their path without these endings.
 
-    Args:
-        prefix: the path of the two files without `.bin` and `.idx`.
-
-    Raises:
-        DataError: a file is missing, damaged, empty, or does not match the other.
+    Raises a DataError if a file is missing, damaged, empty, or does not match the other.
     """
 
     def __init__(self, prefix: Path) -> None:
@@ -90,11 +85,7 @@ class IndexedDataset:
         return len(self._bounds) - 1
 
     def document(self, index: int) -> Tokens:
-        """Returns the ids of a document (all its sequences) as stored; read-only.
-
-        Raises:
-            DataError: the file has numbers with a fraction.
-        """
+        """Returns the ids of a document (all its sequences) as stored; read-only. Fractions are a DataError."""
         first, last = int(self._bounds[index]), int(self._bounds[index + 1])
         bounds = zip(self._lengths[first:last].tolist(), self._starts[first:last].tolist(), strict=True)
         parts = [np.frombuffer(self._content, self.type, length, start) for length, start in bounds]
@@ -115,11 +106,7 @@ class IndexedDataset:
         return fingerprint_of(digest.digest(), size)
 
     def origin(self) -> PackedMetadata | None:
-        """Returns the content of PREFIX.packed.json, None if there is no such file.
-
-        Raises:
-            DataError: it is damaged.
-        """
+        """Returns the content of PREFIX.packed.json, None if there is no such file; a DataError if it is damaged."""
         path = _beside(self.prefix, ".packed.json")
         try:
             values = read_json(path)
@@ -140,11 +127,8 @@ class IndexedDataset:
             raise DataError(f"{path} is no index of packed tokens", allowed="an .idx file as Megatron writes it")
         _, version, code, sequences, bounds = _HEADER.unpack(self._index[: _HEADER.size].tobytes())
         if version != 1 or code not in _TYPES:
-            raise DataError(
-                f"{path} is of another version",
-                got=f"version {version}, type {code}",
-                allowed="version 1, types 1 to 8",
-            )
+            got = f"version {version}, type {code}"
+            raise DataError(f"{path} is of another version", got=got, allowed="version 1, types 1 to 8")
         size = _HEADER.size + 12 * sequences + 8 * bounds
         if len(self._index) == size + sequences > size:
             raise DataError(f"{path} is of images and text; only text can be read")
@@ -166,20 +150,14 @@ class IndexedDataset:
             if min(lengths.min(), starts.min()) < 0 or (starts + lengths * self.type.itemsize).max() > len(
                 self._content
             ):
-                raise _damaged(
-                    path, f"sequences outside {self.prefix}.bin", "the two files are not of one pair, or cut"
-                )
+                why = "the two files are not of one pair, or cut"
+                raise _damaged(path, f"sequences outside {self.prefix}.bin", why)
 
 
 class IndexedDatasetWriter:
     """Writes a pair as a context manager: at its end the files are complete, or do not exist.
 
-    Args:
-        prefix: the path of the files without `.bin` and `.idx`; missing folders are made.
-        vocab_size: every id is below it.
-
-    Raises:
-        DataError: the pair exists, or the folder cannot be written to.
+    Missing folders are made. Raises a DataError if the pair exists, or the folder cannot be written to.
     """
 
     def __init__(self, prefix: Path, vocab_size: int) -> None:
@@ -197,14 +175,9 @@ class IndexedDatasetWriter:
             self._content: BinaryIO = self._drafts[".bin"].open("wb")
 
     def write(self, tokens: Tokens, lengths: NDArray[np.integer[Any]]) -> None:
-        """Appends documents.
+        """Appends the tokens of documents, one after another and each with its end, and the length of each.
 
-        Args:
-            tokens: ids of the documents one after another, each with its end.
-            lengths: tokens of each document.
-
-        Raises:
-            DataError: the disk is full, or a document is too long.
+        Raises a DataError if the disk is full, or a document is too long.
         """
         if len(lengths) and lengths.max() > _MOST_TOKENS:
             raise DataError(
@@ -215,11 +188,7 @@ class IndexedDatasetWriter:
             self._content.write(np.ascontiguousarray(tokens, dtype=self.type).data)
 
     def finish(self, origin: PackedMetadata) -> None:
-        """Writes the other files and renames all of them.
-
-        Raises:
-            DataError: the disk is full.
-        """
+        """Writes the other files and renames all of them. Raises a DataError if the disk is full."""
         lengths = np.frombuffer(self._lengths, dtype=np.int32)
         starts = np.zeros(len(lengths), dtype="<i8")
         np.cumsum(lengths[:-1], dtype=np.int64, out=starts[1:])

@@ -26,21 +26,13 @@ class Batches(Protocol):
     """An iterator over global batches for training: a Loader, or a Prefetch around one."""
 
     def next_batch(self) -> Batch:
-        """Returns this rank's rows of the next global batch, on the CPU.
-
-        Raises:
-            DataError: a document cannot be read; the next call tries again.
-        """
+        """Returns this rank's rows of the next global batch, on the CPU; after a DataError, try again."""
 
     def state(self) -> LoaderState:
         """Returns the position after the last returned batch, and the identity of the data."""
 
     def restore(self, state: LoaderState) -> None:
-        """Continues from a saved state.
-
-        Raises:
-            DataError: the state belongs to other data, or is damaged; then nothing has changed.
-        """
+        """Continues from a saved state. Other data or damage is a DataError, and then nothing has changed."""
 
     def skipped(self) -> int:
         """Returns how many records the run has skipped, up to the last returned batch; resumed runs count on."""
@@ -56,9 +48,7 @@ class Loader:
     """Makes batches on request, from the first token of the first epoch; see `Batches` for its methods.
 
     Args:
-        text: the documents, or all data of a run.
         rows: rows of the global batch over all ranks; a multiple of `ranks`.
-        seed: of the order of documents, >= 0.
         document_mask: separate documents in attention (see `batch`).
         shuffle: another order in each epoch; else documents come by number.
     """
@@ -99,12 +89,8 @@ class Loader:
 
     def state(self) -> LoaderState:
         """Returns the position, the tokens of all ranks so far, and the identity of the data."""
-        return {
-            **self._stream.save(self._position),
-            "tokens": self._tokens,
-            "skipped": self._corrupt.skipped,
-            **self._identity,
-        }
+        counts = {"tokens": self._tokens, "skipped": self._corrupt.skipped}
+        return {**self._stream.save(self._position), **counts, **self._identity}
 
     def restore(self, state: LoaderState) -> None:
         """Continues from a saved state."""
@@ -118,11 +104,8 @@ class Loader:
                     fix="resume with the data settings and files of the run, or start a new run",
                 )
         # Read everything before anything changes.
-        position, tokens, skipped = (
-            self._stream.restore(state),
-            read_count(state, "tokens"),
-            read_count(state, "skipped"),
-        )
+        position, tokens = self._stream.restore(state), read_count(state, "tokens")
+        skipped = read_count(state, "skipped")
         self._position, self._tokens, self._corrupt.skipped = position, tokens, skipped
 
     def skipped(self) -> int:

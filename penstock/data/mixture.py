@@ -104,12 +104,7 @@ class Mixture(RowStream[MixedPosition]):
 
 @dataclass(frozen=True, kw_only=True)
 class TextPart:
-    """Documents and how they are read.
-
-    Attributes:
-        name: in the mixture; empty without one.
-        middle: encodes documents with fill-in-the-middle; None without it.
-    """
+    """Documents and how they are read: their name in the mixture, and the encoder of fill-in-the-middle, if any."""
 
     documents: Source | Shards
     name: str = ""
@@ -119,12 +114,7 @@ class TextPart:
 
 @dataclass(frozen=True)
 class Text:
-    """All documents of one split.
-
-    Attributes:
-        parts: of the mixture; a single part is no mixture.
-        corrupt: counts the records that the sources skip.
-    """
+    """All documents of one split; a single part is no mixture, and `corrupt` counts the records that sources skip."""
 
     parts: tuple[TextPart, ...]
     corrupt: CorruptRecords = field(default_factory=CorruptRecords)
@@ -139,19 +129,11 @@ class Text:
 
 
 def stream_of(text: Text, *, seed: int, shuffle: bool) -> RowStream[Any]:
-    """Returns the rows of a text.
-
-    Args:
-        seed: of their order, >= 0.
-        shuffle: another order in each epoch, with up to LANES lanes; else documents come by number, in one lane.
-    """
+    """Returns the rows of a text; without `shuffle` documents come by number, in one lane."""
     components = []
     for part in text.parts:
         lanes = min(LANES, len(part.documents)) if shuffle else 1
-        stream: RowStream[Any]
-        if isinstance(part.documents, Shards):
-            stream = ShardStream(part.documents, seed=seed, shuffle=shuffle, lanes=lanes, middle=part.middle)
-        else:
-            stream = Stream(part.documents, seed=seed, shuffle=shuffle, lanes=lanes, middle=part.middle)
+        kind: type[Any] = ShardStream if isinstance(part.documents, Shards) else Stream
+        stream = kind(part.documents, seed=seed, shuffle=shuffle, lanes=lanes, middle=part.middle)
         components.append(Component(name=part.name, weight=part.weight, stream=stream))
     return components[0].stream if len(components) == 1 else Mixture(components)

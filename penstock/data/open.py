@@ -29,7 +29,8 @@ from penstock.data.sources import Source, Split, SplitFilter, in_split
 from penstock.data.synthetic import MarkovTokens, RandomTokens
 from penstock.data.tables import ARROW, PARQUET, Tables
 from penstock.data.text import JsonLines, PlainText
-from penstock.data.tokenizer import BYTES, Tokenizer, open_tokenizer
+from penstock.data.tokenizer import BYTES, open_tokenizer
+from penstock.data.tokenizer_rules import Tokenizer
 
 _FOREIGN_FOLDERS = ("__pycache__", "site-packages", "dist-packages")
 _BUILD_PREFIXES = ("config-", "_sysconfigdata", "sitecustomize", "usercustomize")
@@ -39,10 +40,7 @@ def open_standard_library(split: Split, tokenizer: Tokenizer, *, validation_shar
     """Returns the standard library's files of one split, sorted by path.
 
     A hash of a file's path inside the library decides its split: the split is the same on every machine, and a file
-    that is in two Python versions is in the same split of both.
-
-    Raises:
-        DataError: this Python has no source files, or one cannot be read.
+    that is in two Python versions is in the same split of both. Raises a DataError if this Python has no source files.
     """
     library = Path(sysconfig.get_path("stdlib"))
     paths = _source_files(library)
@@ -51,10 +49,9 @@ def open_standard_library(split: Split, tokenizer: Tokenizer, *, validation_shar
             f"this Python has no source files in {library}",
             fix='set data.source to "text" or "jsonl" and give data.files',
         )
-    chosen = [
-        path for path in paths if in_split(split, path.relative_to(library).as_posix().encode(), validation_share)
-    ]
-    return PlainText([path for path in chosen if _is_text(path)], tokenizer)
+    names = {path: path.relative_to(library).as_posix().encode() for path in paths}
+    chosen = [path for path, name in names.items() if in_split(split, name, validation_share) and _is_text(path)]
+    return PlainText(chosen, tokenizer)
 
 
 def _source_files(library: Path) -> list[Path]:
@@ -90,16 +87,10 @@ SUFFIXES = {
 
 
 def open_text(data: Data, split: Split, *, vocab_size: int, seed: int, cache: Path) -> Text:
-    """Opens the documents of one split.
+    """Opens the documents of one split, with ids that a model of `vocab_size` can embed; copies go to `cache`.
 
-    Args:
-        split: training or validation.
-        vocab_size: of the model; larger ids cannot be embedded.
-        cache: folder of decompressed copies.
-
-    Raises:
-        DataError: files are missing, empty, or not text; the split has no document; the tokenizer does not fit the
-            model; a package is missing.
+    Raises a DataError if files are missing, empty, or not text, if the split has no document, if the tokenizer does not
+    fit the model, or if a package is missing.
     """
     opener = _Opener(data, split, vocab_size, seed, cache)
     parts = []
@@ -120,11 +111,7 @@ def open_text(data: Data, split: Split, *, vocab_size: int, seed: int, cache: Pa
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """The tokenizer of a run.
-
-    Attributes:
-        setting: "bytes", or a path.
-    """
+    """The tokenizer of a run; its setting is "bytes", or a path."""
 
     setting: str
     tokenizer: Tokenizer
@@ -134,8 +121,7 @@ class Vocabulary:
 def vocabulary_of(data: Data) -> Vocabulary:
     """The tokenizer of a run, without opening its text. For packed documents it is the one that packed them.
 
-    Raises:
-        DataError: the tokens have no text, or the tokenizer cannot be opened.
+    Raises a DataError if the tokens have no text, or the tokenizer cannot be opened.
     """
     places = tuple(data.mixture.values()) or (data,)
     if places[0].source in ("synthetic-random", "synthetic-learnable"):
@@ -215,9 +201,8 @@ class _Opener:
         name = DatasetName(place.dataset, place.dataset_config, split, place.revision)
         keep, field = self._keep(is_separate=is_separate), place.text_field
         if place.streaming:
-            block = self._data.shuffle_block
             return StreamedDataset(
-                name, self._tokenizer, text_field=field, block=block, keep=keep, corrupt=self.corrupt
+                name, self._tokenizer, text_field=field, block=self._data.shuffle_block, keep=keep, corrupt=self.corrupt
             )
         return DatasetOnDisk(name, self._tokenizer, text_field=field, keep=keep, corrupt=self.corrupt)
 

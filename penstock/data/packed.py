@@ -36,15 +36,14 @@ from numpy.typing import NDArray
 from penstock.base.errors import DataError
 from penstock.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, PackedMetadata, prefix_of
 from penstock.data.sources import DocumentPart, RecordError, SplitFilter, Tokens, document_part, fingerprint_of
-from penstock.data.tokenizer import BYTES, Tokenizer, open_tokenizer
+from penstock.data.tokenizer import BYTES, open_tokenizer
+from penstock.data.tokenizer_rules import Tokenizer
 
 
 class PackedTokens:
     """The documents of one or more pairs of files, in order.
 
     Args:
-        vocab_size: every id is below it; checked when a document is read.
-        end_of_document: the id that ends documents, in the files and in the stream.
         tokenizer: of the ids; None if unknown, then bytes of tokens are unknown too.
         documents: numbers of the documents of the split, counted over all pairs; None for all.
         part: the part of each document that belongs to the split; None for whole documents.
@@ -76,11 +75,7 @@ class PackedTokens:
         return self._firsts[-1] if self._documents is None else len(self._documents)
 
     def read(self, index: int) -> Tokens:
-        """Returns the ids of a document without its end, as stored; read-only.
-
-        Raises:
-            DataError: an id is outside the vocabulary.
-        """
+        """Returns the ids of a document without its end, as stored; read-only. Ids beyond the vocabulary are errors."""
         pair, number = self._find(index)
         tokens = pair.document(number)
         stop = len(tokens)
@@ -92,11 +87,7 @@ class PackedTokens:
         return tokens if self._part is None else self._part.of(tokens)
 
     def bytes_per_token(self, index: int) -> Tokens:
-        """Returns the bytes of text of each token of `read(index)`.
-
-        Raises:
-            DataError: the tokenizer is unknown, or cannot tell.
-        """
+        """Returns the bytes of text of each token of `read(index)`; a DataError if the tokenizer is unknown."""
         if self.tokenizer is None:
             raise DataError(
                 f"bits per byte of {self._pairs[0].prefix} need the tokenizer that packed it",
@@ -143,9 +134,8 @@ def open_packed(
         tokenizer: setting `data.tokenizer`; its default "bytes" takes the tokenizer that the files name.
         end_of_document: setting `data.end_of_document`: a token's name, or its id in digits.
 
-    Raises:
-        DataError: a file is missing, damaged or empty; the files have different tokenizers, or another one than the
-            setting; their tokenizer is unknown; the ids do not fit the model.
+    Raises a DataError if a file is missing, damaged or empty, if the files have different tokenizers, or another one
+    than the setting, if their tokenizer is unknown, or if the ids do not fit the model.
     """
     pairs = [IndexedDataset(prefix) for prefix in dict.fromkeys(map(prefix_of, paths))]
     origin = _common_origin(pairs)
@@ -234,19 +224,11 @@ class Texts(Protocol):
         """Number of texts."""
 
     def record(self, index: int) -> str:
-        """Returns a text.
-
-        Raises:
-            RecordError: it is damaged; the message names its place.
-        """
+        """Returns a text, or raises a RecordError that names its place."""
 
 
 class PackProgress(NamedTuple):
-    """Work since the last report.
-
-    Attributes:
-        texts: read, including corrupt and empty ones.
-    """
+    """Work since the last report; corrupt and empty texts count as texts."""
 
     texts: int
     tokens: int
@@ -292,14 +274,12 @@ def pack(
     """Writes the tokens of all texts to PREFIX.bin and PREFIX.idx, whole or not at all.
 
     Args:
-        tokenizer: as `data.tokenizer`; each process opens it.
-        end_of_document: as `data.end_of_document`.
+        tokenizer: as `data.tokenizer`, like `end_of_document`; each process opens it.
         processes: that encode; 1 encodes in this process.
         skip_corrupt: leave out and name texts that cannot be read or encoded; else they are errors.
         report: called after each batch.
 
-    Raises:
-        DataError: a text is corrupt, none has a token, the tokenizer cannot be used, or the files cannot be written.
+    Raises a DataError if a text is corrupt, none has a token, or the tokenizer or the files cannot be used.
     """
     opened = open_tokenizer(tokenizer, end_of_document)
     written = tokens = text_bytes = empty = 0

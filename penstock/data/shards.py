@@ -19,16 +19,13 @@ from penstock.data.fill_in_middle import FillInMiddle
 from penstock.data.order import document_order, permutation
 from penstock.data.sources import SplitFilter, Tokens, fingerprint_of
 from penstock.data.stream import Cursor, LaneStream, with_end
-from penstock.data.tokenizer import Tokenizer
+from penstock.data.tokenizer_rules import Tokenizer
 
 
 class Shards(ABC):
-    """Text documents in shards. Subclasses read them.
+    """Text documents in shards, of which `block` neighbours are read and shuffled together. Subclasses read them.
 
-    Args:
-        content: fingerprint of all documents, as far as it is known.
-        block: neighbouring documents that are read and shuffled together.
-        corrupt: policy for documents that cannot be read.
+    `content` is a fingerprint of all documents, as far as it is known.
     """
 
     def __init__(
@@ -48,22 +45,14 @@ class Shards(ABC):
 
     @abstractmethod
     def blocks(self, shard: int, first: int) -> Iterator[Sequence[object]]:
-        """Yields the records of a shard in blocks; only the last block may be shorter.
-
-        Raises:
-            DataError: they cannot be read.
-        """
+        """Yields the records of a shard in blocks, only the last of which may be shorter; or raises a DataError."""
 
     @abstractmethod
     def place(self, shard: int, document: int) -> str:
         """Returns the place of a document for messages."""
 
     def read(self, shard: int, document: int, value: object, encode: Callable[[str], Tokens]) -> tuple[str, Tokens]:
-        """Returns a document's text and tokens; both empty if it is skipped or belongs to the other split.
-
-        Args:
-            value: its record, from `blocks`.
-        """
+        """Returns text and tokens of a record of `blocks`; none if it is skipped or belongs to the other split."""
 
         def read() -> tuple[str, Tokens]:
             text = checked_text(value, self.place(shard, document))

@@ -33,8 +33,8 @@ _LEAST_HELD_OUT = 256
 """Least held-out characters or tokens of a divided document, up to a quarter of it."""
 
 
-class Source(Protocol):
-    """Documents that can be read in any order. The same number always gives the same tokens."""
+class TokenIds(Protocol):
+    """Facts about the ids that a source or a tokenizer gives."""
 
     @property
     def vocab_size(self) -> int:
@@ -42,21 +42,21 @@ class Source(Protocol):
 
     @property
     def end_of_document(self) -> int:
-        """The id that the stream puts after each document."""
+        """The id that ends a document; the stream puts it there."""
 
     @property
     def fingerprint(self) -> int:
-        """A number of 56 bits that changes when a document, their order or the tokens change."""
+        """A number of 56 bits that changes when any token may change."""
+
+
+class Source(TokenIds, Protocol):
+    """Documents that can be read in any order. The same number always gives the same tokens."""
 
     def __len__(self) -> int:
         """Number of documents, at least 1."""
 
     def read(self, index: int) -> Tokens:
-        """Returns the token ids of a document without the end-of-document token; may be empty or read-only.
-
-        Raises:
-            DataError: the document cannot be read or is not text.
-        """
+        """Returns the ids of a document without its end; may be empty or read-only. Or raises a DataError."""
 
     def bytes_per_token(self, index: int) -> Tokens:
         """Returns the bytes of UTF-8 text of each token of `read(index)`; their sum is the size of the document."""
@@ -68,11 +68,7 @@ class RecordError(DataError):
 
 @dataclass(frozen=True)
 class SplitFilter:
-    """Selects the documents of a split by a hash of their content.
-
-    Attributes:
-        split: the split; None keeps every document.
-    """
+    """Selects the documents of a split by a hash of their content; a split of None keeps every document."""
 
     split: Split | None = None
     validation_share: float = 0.0
@@ -101,8 +97,7 @@ class SplitFilter:
 class DocumentPart:
     """The part of every document that belongs to a split: the end validates, the rest trains.
 
-    Attributes:
-        validation_share: held-out share of each document, 0 < share < 1; short documents hold out more.
+    The share, 0 < share < 1, is of each document; short documents hold out more.
     """
 
     split: Split
@@ -121,24 +116,14 @@ class DocumentPart:
 
 
 def document_part(kept: NDArray[np.bool_], keep: SplitFilter) -> DocumentPart | None:
-    """Returns how to divide documents if one split would have none of them; None if whole documents are assigned.
-
-    Args:
-        kept: the documents that `keep` selects.
-    """
+    """Returns how to divide documents if one split would have none of them; None if whole documents are assigned."""
     if keep.split is None or keep.validation_share == 0 or len(kept) == 0 or 0 < kept.sum() < len(kept):
         return None
     return DocumentPart(keep.split, keep.validation_share)
 
 
 def in_split(split: Split, key: bytes, validation_share: float) -> bool:
-    """Whether a document belongs to a split, by a stable name.
-
-    Args:
-        split: the split that is being opened.
-        key: the name, such as a path that never changes.
-        validation_share: share of all documents that is held out, 0 <= share < 1.
-    """
+    """Whether a document belongs to a split, by a stable name `key`, such as a path that never changes."""
     hashed = int.from_bytes(blake2b(key, digest_size=8).digest(), "big")
     return (hashed < validation_share * 2.0**64) == (split == "validation")
 
@@ -154,14 +139,9 @@ def fingerprint_of(*parts: object) -> int:
 
 
 def require(module: str, *, extra: str, purpose: str) -> ModuleType:
-    """Imports a module of an optional package.
+    """Imports a module of an optional package, which an extra of Penstock installs, or raises a DataError.
 
-    Args:
-        extra: the extra of Penstock that installs it.
-        purpose: the feature that needs it, as the beginning of a sentence.
-
-    Raises:
-        DataError: it is not installed.
+    `purpose` is the feature that needs it, as the beginning of a sentence.
     """
     try:
         return import_module(module)

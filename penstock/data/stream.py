@@ -29,7 +29,7 @@ from penstock.base.errors import DataError
 from penstock.data.documents import TextDocuments
 from penstock.data.fill_in_middle import FillInMiddle
 from penstock.data.order import Order, order_of
-from penstock.data.sources import Source, Tokens, fingerprint_of
+from penstock.data.sources import Source, TokenIds, Tokens, fingerprint_of
 
 LANES = 32
 """Documents, or shards, that a shuffled stream reads side by side; each lane holds its current one in memory."""
@@ -76,9 +76,7 @@ def damaged(got: str, *, allowed: str | None = None) -> DataError:
 class Rows(NamedTuple):
     """B rows of S + 1 tokens; the last token of a row is only the label of the one before.
 
-    Attributes:
-        tokens: ids of any integer type.
-        documents: document number of each token: equal inside a document, different in neighbours of a row.
+    `documents` has the document number of each token: equal inside a document, different in neighbours of a row.
     """
 
     tokens: NDArray[np.integer[Any]]
@@ -86,11 +84,7 @@ class Rows(NamedTuple):
 
 
 class RowStream(ABC, Generic[PositionT]):
-    """Reads rows from given positions; it has no position of its own.
-
-    Attributes:
-        fingerprint: a number of 56 bits that changes when any row may change.
-    """
+    """Reads rows from given positions; it has no position of its own. Any change of a row changes the fingerprint."""
 
     vocab_size: int
     fingerprint: int
@@ -103,8 +97,7 @@ class RowStream(ABC, Generic[PositionT]):
     def next_row(self, position: PositionT, sequence_length: int) -> tuple[Sequence[Tokens], PositionT]:
         """Returns (S + 1 tokens of the next row, one part per document; the position after S of them).
 
-        Raises:
-            DataError: a document cannot be read, or all documents are empty.
+        Raises a DataError if a document cannot be read, or all documents are empty.
         """
 
     @abstractmethod
@@ -113,22 +106,14 @@ class RowStream(ABC, Generic[PositionT]):
 
     @abstractmethod
     def restore(self, state: LoaderState) -> PositionT:
-        """Returns the position of a state, which may have more entries.
-
-        Raises:
-            DataError: no stream over these documents has this position.
-        """
+        """Returns the position of a state, which may have more entries; a DataError if no stream here has it."""
 
     def changed(self, state: LoaderState) -> str:
         """Returns what differs, in words, for a state of a stream with another fingerprint."""
         return "its documents"
 
     def read(self, position: PositionT, rows: int, sequence_length: int) -> tuple[Rows, PositionT]:
-        """Returns `rows` rows of `sequence_length` + 1 tokens, and the position after them.
-
-        Raises:
-            DataError: as `next_row`.
-        """
+        """Returns `rows` rows of `sequence_length` + 1 tokens, and the position after them; errors as `next_row`."""
         shape = rows, sequence_length + 1
         tokens = np.empty(shape, dtype=np.min_scalar_type(self.vocab_size))
         documents = np.zeros(shape, dtype=np.int64)
@@ -142,11 +127,7 @@ class RowStream(ABC, Generic[PositionT]):
         return Rows(tokens, documents), position
 
     def advance(self, position: PositionT, rows: int, sequence_length: int) -> PositionT:
-        """Returns the position `rows` rows further on; reads the documents between, for their lengths.
-
-        Raises:
-            DataError: as `next_row`.
-        """
+        """Returns the position `rows` rows further on; reads the documents between, for their lengths."""
         for _ in range(rows):
             _, position = self.next_row(position, sequence_length)
         return position
@@ -172,42 +153,26 @@ class Cursor(NamedTuple):
 
 
 class Position(NamedTuple):
-    """A place between two rows.
-
-    Attributes:
-        next_unit: start of the first unit that no lane has got yet.
-        lanes: cursor before the next token of each lane.
-    """
+    """A place between two rows: the cursor of each lane, and the start of the first unit that no lane has got yet."""
 
     next_unit: Cursor
     lanes: tuple[Cursor, ...]
     rows: int
 
 
-class Units(Protocol):
+class Units(TokenIds, Protocol):
     """Documents, or shards of them."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Every token id is below this."""
-
-    @property
-    def fingerprint(self) -> int:
-        """Changes with the documents."""
 
     def __len__(self) -> int:
         """Number of units."""
 
 
 class LaneStream(RowStream[Position]):
-    """Reads rows lane by lane. Subclasses read the units.
+    """Reads rows lane by lane. Subclasses read the units, 1 or more for each lane.
 
     Args:
-        documents: the units.
         counted: word for the units, for errors.
-        seed: of their order, >= 0.
         shuffle: another order in each epoch; else units come by number.
-        lanes: 1 to the number of units.
         middle: encodes texts with fill-in-the-middle; None without it.
     """
 
@@ -270,10 +235,7 @@ class LaneStream(RowStream[Position]):
         return parts, Position(next_unit, lanes, position.rows + 1)
 
     def save(self, position: Position) -> LoaderState:
-        """Returns a position as plain integers.
-
-        `epoch` and `place` are of the next unit; the lists have one entry per lane.
-        """
+        """Returns a position as plain integers, that of the next unit and a list with an entry for each lane."""
         columns = zip(*position.lanes, strict=True)
         by_name = dict(zip(Cursor._fields, columns, strict=True))
         lanes = {f"lane_{name}s": list(by_name[name]) for name in self.saved}

@@ -28,22 +28,15 @@ LONGEST = 1023
 class SyntheticTokens(ABC):
     """Documents of random length. Subclasses choose the tokens; the vocabulary's last id ends a document.
 
-    Args:
-        split: the splits share no document.
-
-    Raises:
-        DataError: the vocabulary is too small.
+    The splits share no document. Raises a DataError if the vocabulary is too small.
     """
 
     _smallest_vocabulary = 2
 
     def __init__(self, split: Split, *, vocab_size: int, seed: int) -> None:
         if vocab_size < self._smallest_vocabulary:
-            raise DataError(
-                "the model's vocabulary is too small for synthetic data",
-                got=vocab_size,
-                allowed=f">= {self._smallest_vocabulary}",
-            )
+            allowed = f">= {self._smallest_vocabulary}"
+            raise DataError("the model's vocabulary is too small for synthetic data", got=vocab_size, allowed=allowed)
         self.vocab_size = vocab_size
         self.end_of_document = vocab_size - 1
         self.fingerprint = fingerprint_of(type(self).__name__, split, vocab_size, seed)

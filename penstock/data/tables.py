@@ -23,7 +23,7 @@ from penstock.data.documents import CorruptRecords, TextDocuments, checked_text
 from penstock.data.files import empty, unreadable
 from penstock.data.order import InBlocks
 from penstock.data.sources import RecordError, SplitFilter, fingerprint_of, require
-from penstock.data.tokenizer import Tokenizer
+from penstock.data.tokenizer_rules import Tokenizer
 
 PARQUET, ARROW = ".parquet", (".arrow", ".feather", ".ipc")
 """Suffixes of the two kinds."""
@@ -60,11 +60,7 @@ class Table(Protocol):
 class Tables(TextDocuments, InBlocks):
     """The rows of Parquet and Arrow files, in the order of the files.
 
-    Args:
-        corrupt: policy for rows without text.
-
-    Raises:
-        DataError: pyarrow is missing, a file cannot be read, is not a table or lacks the column, or there are no rows.
+    Raises a DataError if pyarrow is missing, a file cannot be read, is not a table or lacks the column, or is empty.
     """
 
     def __init__(
@@ -230,16 +226,10 @@ class ArrowTable:
 
 def check_column(schema: Any, text_field: str, path: Path) -> None:
     """Raises DataError for a table without the column, or with one that is not text."""
+    fix = "set data.text_field to the column with the text"
     if text_field not in schema.names:
-        raise DataError(
-            f"data file {path} has no column {text_field!a}",
-            got=", ".join(map(ascii, schema.names[:10])) or "no column",
-            fix="set data.text_field to the column with the text",
-        )
+        names = ", ".join(map(ascii, schema.names[:10])) or "no column"
+        raise DataError(f"data file {path} has no column {text_field!a}", got=names, fix=fix)
     kind = str(schema.field(text_field).type)
     if "string" not in kind or kind.startswith(("list", "struct", "map")):
-        raise DataError(
-            f"data file {path}: column {text_field!a} is not text",
-            got=kind,
-            fix="set data.text_field to the column with the text",
-        )
+        raise DataError(f"data file {path}: column {text_field!a} is not text", got=kind, fix=fix)

@@ -27,7 +27,7 @@ from penstock.base.errors import DataError
 from penstock.data.documents import CorruptRecords, TextDocuments, checked_text
 from penstock.data.files import contents, empty, readable_copies, unreadable
 from penstock.data.sources import DocumentPart, RecordError, SplitFilter, document_part, fingerprint_of
-from penstock.data.tokenizer import Tokenizer
+from penstock.data.tokenizer_rules import Tokenizer
 
 _BLOCK = 512 << 10
 """Bytes that are scanned together; they fit into a core's cache."""
@@ -40,11 +40,7 @@ _WHITESPACE[[*b" \t\n\r\x0b\x0c"]] = True
 
 
 class FoundDocuments(NamedTuple):
-    """Some documents of a file, one entry per document in each array.
-
-    Attributes:
-        checksums: CRC-32 of the content.
-    """
+    """Some documents of a file, one entry per document in each array; checksums are CRC-32 of the content."""
 
     lines: NDArray[np.int64]
     starts: NDArray[np.int64]
@@ -57,10 +53,8 @@ class DocumentIndex:
     """Locations of documents. The arrays are parallel, one entry per document.
 
     Attributes:
-        files: the files as the user named them, in order.
-        copies: the files to read, some of them decompressed copies.
+        files: the files as the user named them, in order; `copies` to read, some of them decompressed.
         file_of: number of the document's file.
-        found: lines, starts and sizes, without checksums.
         fingerprint: hash of all documents, in order; independent of file names.
         part: the part of each document that belongs to the split, if there are too few documents to split whole ones.
     """
@@ -86,11 +80,7 @@ class DocumentIndex:
             for found in documents_in(path, copy):
                 parts.append(found)
                 numbers.append(np.full(len(found.sizes), number))
-        found = (
-            FoundDocuments(*(np.concatenate([_NONE, *columns]) for columns in zip(*parts, strict=True)))
-            if parts
-            else _NO
-        )
+        found = FoundDocuments(*(np.concatenate(columns) for columns in zip(_NO, *parts, strict=True)))
         file_of = np.concatenate([_NONE, *numbers])
         kept = keep.each(found.checksums)  # by content: the split does not depend on names or order
         part = document_part(kept, keep)
@@ -115,11 +105,7 @@ class DocumentIndex:
         return self.files[self.file_of[index]]
 
     def content(self, index: int) -> bytes:
-        """Reads a document.
-
-        Raises:
-            DataError: the file is gone, or has become shorter.
-        """
+        """Reads a document. Raises a DataError if the file is gone, or has become shorter."""
         size = int(self.found.sizes[index])
         try:
             with self.copies[self.file_of[index]].open("rb") as file:
@@ -139,15 +125,10 @@ _NO = FoundDocuments(_NONE, _NONE, _NONE, _NONE)
 
 
 def lines_in(path: Path, copy: Path, check: Callable[[bytes, str], object]) -> Iterator[FoundDocuments]:
-    """Yields the lines that are not blank, without trailing white space.
+    """Yields the lines of `copy` that are not blank, without trailing white space.
 
-    Args:
-        path: the file, for errors.
-        copy: the file to read.
-        check: called with each line that is not UTF-8, and its place.
-
-    Raises:
-        DataError: the file cannot be read.
+    `check` is called with each line that is not UTF-8, and its place in `path`. Raises a DataError if the file cannot
+    be read.
     """
     start, number = 0, 1
     for block in _blocks(path, copy):
@@ -231,6 +212,7 @@ CACHE = Path("cache")
 MOST_LINE_BYTES = 64 * 2**20
 """Limit for lines at the beginning of a file; a longer one is no JSON document."""
 
+_ONE_OBJECT = "one JSON object a line"
 _CHECKED_LINES = 100
 """First lines of a file of which one must be valid if corrupt records are skipped; else the file has another format."""
 
@@ -250,11 +232,7 @@ class IndexedText(TextDocuments):
 class PlainText(IndexedText):
     """One document per file, UTF-8, unchanged. Empty files are left out.
 
-    Args:
-        corrupt: policy for files that are not UTF-8; None stops.
-
-    Raises:
-        DataError: a file cannot be read or is not UTF-8, or all are empty.
+    Raises a DataError if a file cannot be read or is not UTF-8 (without a `corrupt` policy), or all are empty.
     """
 
     def __init__(
@@ -281,9 +259,8 @@ class PlainText(IndexedText):
                     require_utf8(content, str(path))
                 yield FoundDocuments(*(np.array([value]) for value in (1, 0, len(content), crc32(content))))
 
-        super().__init__(
-            DocumentIndex.build(files, readable_copies(files, cache), documents_in, keep), tokenizer, corrupt
-        )
+        index = DocumentIndex.build(files, readable_copies(files, cache), documents_in, keep)
+        super().__init__(index, tokenizer, corrupt)
         if files and not is_filled:
             raise empty(files[0])
 
@@ -295,11 +272,7 @@ class PlainText(IndexedText):
 class JsonLines(IndexedText):
     """One document per line: a JSON object with the text in one of its fields. Blank lines are left out.
 
-    Args:
-        corrupt: policy for lines that cannot be read; None stops.
-
-    Raises:
-        DataError: a file cannot be read, has no line, is not UTF-8, or does not begin with such an object.
+    Raises a DataError if a file cannot be read, has no line, is not UTF-8, or does not begin with such an object.
     """
 
     def __init__(
@@ -328,9 +301,8 @@ class JsonLines(IndexedText):
         for path in files:
             self._check_beginning(path, _CHECKED_LINES if corrupt.skips else 1)
 
-        super().__init__(
-            DocumentIndex.build(files, readable_copies(files, cache), documents_in, keep), tokenizer, corrupt
-        )
+        index = DocumentIndex.build(files, readable_copies(files, cache), documents_in, keep)
+        super().__init__(index, tokenizer, corrupt)
 
     def record(self, index: int) -> str:
         """Returns the text field of a line."""
@@ -356,18 +328,13 @@ class JsonLines(IndexedText):
             # Some editors put a byte-order mark before the first line.
             record = json.loads(text.removeprefix("\ufeff"))
         except (ValueError, RecursionError) as error:
-            raise RecordError(f"{place} is not JSON: {error}", allowed="one JSON object a line") from error
+            raise RecordError(f"{place} is not JSON: {error}", allowed=_ONE_OBJECT) from error
         if not isinstance(record, dict):
-            raise RecordError(
-                f"{place} is not a JSON object", got=type(record).__name__, allowed="one JSON object a line"
-            )
+            raise RecordError(f"{place} is not a JSON object", got=type(record).__name__, allowed=_ONE_OBJECT)
         if self._text_field not in record:
             fields = ", ".join(map(ascii, islice(record, 10))) or "no field"
-            raise RecordError(
-                f"{place} has no field {self._text_field!a}",
-                got=fields,
-                fix="set data.text_field to the field with the text",
-            )
+            fix = "set data.text_field to the field with the text"
+            raise RecordError(f"{place} has no field {self._text_field!a}", got=fields, fix=fix)
         return checked_text(record[self._text_field], f"{place}: field {self._text_field!a}")
 
 
@@ -381,10 +348,7 @@ def _filled_lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 yield number, line
             number += 1
         if len(rest) > MOST_LINE_BYTES:
-            raise DataError(
-                f"{path}:{number} is a line of more than {MOST_LINE_BYTES / 2**20:.0f} MiB",
-                allowed="one JSON object a line",
-                fix="a text file is data.source text",
-            )
+            what = f"{path}:{number} is a line of more than {MOST_LINE_BYTES / 2**20:.0f} MiB"
+            raise DataError(what, allowed=_ONE_OBJECT, fix="a text file is data.source text")
     if rest.strip():
         yield number, rest

@@ -10,58 +10,17 @@ No tokenizer adds tokens: the end-of-document token belongs to the stream. Text 
 """
 
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
 from penstock.base.errors import DataError
 from penstock.data.sources import Tokens, fingerprint_of
 from penstock.data.tokenizer_files import TOKENIZER_FILE, FileTokenizer, SentencePieceTokenizer
+from penstock.data.tokenizer_rules import Tokenizer
 from penstock.data.tokenizer_tiktoken import TiktokenTokenizer, holds_ranks
 
 BYTES = "bytes"
 """The setting for the ByteTokenizer."""
-
-
-class Tokenizer(Protocol):
-    """Turns text into token ids and back."""
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest id."""
-
-    @property
-    def end_of_document(self) -> int:
-        """Id of the token that ends a document."""
-
-    @property
-    def fingerprint(self) -> int:
-        """A number of 56 bits that changes when the encoding of any text may change."""
-
-    def encode(self, text: str) -> Tokens:
-        """Returns the ids of a text that UTF-8 can encode.
-
-        Raises:
-            DataError: this tokenizer cannot encode the text.
-        """
-
-    def decode(self, tokens: Tokens) -> str:
-        """Returns the text of ids without special tokens; invalid UTF-8 becomes U+FFFD."""
-
-    def bytes_per_token(self, text: str) -> Tokens:
-        """Returns the bytes of UTF-8 text of each token of `encode(text)`; they sum to the text's bytes."""
-
-    def bytes_of(self, tokens: Tokens) -> Tokens:
-        """Returns the bytes of text of each token, without the text; 0 for special tokens.
-
-        A tokenizer that normalizes text gives the bytes of the normalized text.
-
-        Raises:
-            DataError: they cannot be determined; see `tokenizer_rules`.
-        """
-
-    def token_id(self, name: str) -> int | None:
-        """Returns the id of a token by its name, such as `<|fim_prefix|>`; None if there is none."""
 
 
 class ByteTokenizer:
@@ -93,14 +52,10 @@ class ByteTokenizer:
 
 
 def open_tokenizer(tokenizer: str, end_of_document: str | None = None) -> Tokenizer:
-    """Returns the tokenizer of a setting.
+    """Returns the tokenizer of a setting: "bytes", or the path of a file or its folder, for tiktoken with `:pattern`.
 
-    Args:
-        tokenizer: "bytes"; the path of a tokenizer's file or its folder; for tiktoken with `:pattern` behind it.
-        end_of_document: name of the token that ends a document; None or empty takes the tokenizer's own.
-
-    Raises:
-        DataError: the file is missing, is not a tokenizer, or has no end-of-document token, or its library is missing.
+    `end_of_document` names the token that ends a document; None or empty takes the tokenizer's own. Raises a DataError
+    if the file is missing, is not a tokenizer, or has no such token, or its library is missing.
     """
     if tokenizer == BYTES:
         if end_of_document:

@@ -32,15 +32,10 @@ CONFIG_FILE = "tokenizer_config.json"
 
 
 class FileTokenizer:
-    """The tokenizer of a Hugging Face `tokenizer.json`.
+    """The tokenizer of a Hugging Face `tokenizer.json`, or of a folder with one.
 
-    Args:
-        path: a `tokenizer.json`, or a folder with one.
-        end_of_document: the token that ends a document; None or empty takes the folder's, or tries
-            END_OF_DOCUMENT_NAMES.
-
-    Raises:
-        DataError: the file is missing, is not a tokenizer, or has no such token.
+    Without a name for the token that ends a document, the folder's is taken, or END_OF_DOCUMENT_NAMES are tried. Raises
+    a DataError if the file is missing, is not a tokenizer, or has no such token.
     """
 
     def __init__(self, path: str | Path, *, end_of_document: str | None = None) -> None:
@@ -129,13 +124,9 @@ def _no_tokenizer(path: Path, why: object) -> DataError:
 
 
 class SentencePieceTokenizer:
-    """The tokenizer of a sentencepiece `.model` file.
+    """The tokenizer of a sentencepiece `.model` file; a control symbol, else its end of sentence, ends a document.
 
-    Args:
-        end_of_document: control symbol that ends a document; None or empty takes the file's end of sentence.
-
-    Raises:
-        DataError: the library or the file is missing, the file is not such a model, or it has no such symbol.
+    Raises a DataError if the library or the file is missing, the file is not such a model, or it has no such symbol.
     """
 
     def __init__(self, path: str | Path, *, end_of_document: str | None = None) -> None:

@@ -40,28 +40,17 @@ def train_tokenizer(
     special_tokens: Sequence[str] = (),
     show_progress: bool = False,
 ) -> int:
-    """Writes a `tokenizer.json`, whole or not at all.
+    """Writes a new `tokenizer.json`, whole or not at all, and returns the tokens of the vocabulary.
 
-    Args:
-        texts: at least one that is not empty.
-        path: of the file; must not exist.
-        vocab_size: including all 256 bytes and the special tokens; small texts give fewer tokens.
-        special_tokens: more of them, such as those of fill-in-the-middle, with ids after the end of document.
-        show_progress: draw bars on stderr.
-
-    Returns:
-        Tokens of the vocabulary.
-
-    Raises:
-        DataError: the vocabulary is too small, there is no text, or the file exists or cannot be written.
+    Small texts give fewer than `vocab_size`, which includes all 256 bytes, the end of a document, and after it the
+    special tokens. Raises a DataError if the vocabulary is too small, there is no text, or the file exists or cannot be
+    written.
     """
     special = list(dict.fromkeys([END_OF_DOCUMENT, *special_tokens]))
     if vocab_size < _BYTES + len(special):
-        raise DataError(
-            "the vocabulary is too small",
-            got=vocab_size,
-            allowed=f">= {_BYTES + len(special)} (256 bytes and {len(special)} special tokens)",
-        )
+        least = _BYTES + len(special)
+        allowed = f">= {least} (256 bytes and {len(special)} special tokens)"
+        raise DataError("the vocabulary is too small", got=vocab_size, allowed=allowed)
     if path.exists():
         raise DataError(f"{path} is there already", fix="give another name, or remove it")
     tokenizer = Tokenizer(models.BPE())
@@ -97,13 +86,7 @@ def _write(path: Path, content: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportedTokenizer:
-    """The result of `export_tokenizer`.
-
-    Attributes:
-        end_of_document: the id that ends a document; None if tokens have no text.
-        files: content of each file by name; empty if the tokenizer is not exported.
-        why_not: the reason for no export, without a full stop; else empty.
-    """
+    """The end of a document (None if tokens have no text), and files by name, or without files the reason."""
 
     end_of_document: int | None
     files: Mapping[str, str] = field(default_factory=dict)

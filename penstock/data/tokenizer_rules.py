@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from penstock.base.errors import DataError
 from penstock.base.files import MOST_JSON_BYTES, read_bounded
-from penstock.data.sources import Tokens
+from penstock.data.sources import TokenIds, Tokens
 
 END_OF_DOCUMENT_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<\uff5cend\u2581of\u2581sentence\uff5c>")
 """Tokens that end a document for GPT-2, Llama 2, Llama 3 and DeepSeek, in order of preference."""
@@ -26,15 +26,7 @@ def find_end_of_document(
     path: str | Path,
     usual: Sequence[str] = END_OF_DOCUMENT_NAMES,
 ) -> int:
-    """Returns the id of the token that ends a document.
-
-    Args:
-        token_id: gives the id of a token by its name, or None.
-        name: of the token; None or empty tries `usual`.
-
-    Raises:
-        DataError: there is no such token.
-    """
+    """Returns the id of the token that ends a document, by its name, or the first of `usual` that `token_id` knows."""
     names = (name,) if name else usual
     for candidate in names:
         found = token_id(candidate)
@@ -55,17 +47,26 @@ def read_tokenizer(path: Path, fix: str) -> bytes:
         raise DataError(f"cannot read data.tokenizer {path}: {error.strerror}", fix=fix) from error
 
 
-class Codec(Protocol):
-    """The part of a tokenizer that converts text to ids and back."""
+class Tokenizer(TokenIds, Protocol):
+    """Turns text into token ids and back."""
 
     def encode(self, text: str) -> Tokens:
-        """Returns the ids of a text."""
+        """Returns the ids of a text that UTF-8 can encode, or raises a DataError."""
 
     def decode(self, tokens: Tokens) -> str:
-        """Returns the text of ids without special tokens."""
+        """Returns the text of ids without special tokens; invalid UTF-8 becomes U+FFFD."""
 
     def bytes_per_token(self, text: str) -> Tokens:
-        """Returns the bytes of text of each token of `encode(text)`."""
+        """Returns the bytes of UTF-8 text of each token of `encode(text)`; they sum to the text's bytes."""
+
+    def bytes_of(self, tokens: Tokens) -> Tokens:
+        """Returns the bytes of text of each token, without the text; 0 for special tokens.
+
+        A tokenizer that normalizes text gives the bytes of the normalized text. Raises a DataError if they are unknown.
+        """
+
+    def token_id(self, name: str) -> int | None:
+        """Returns the id of a token by its name, such as `<|fim_prefix|>`; None if there is none."""
 
 
 def byte_offsets(text: str) -> NDArray[np.int64]:
@@ -76,14 +77,10 @@ def byte_offsets(text: str) -> NDArray[np.int64]:
 
 
 def bytes_between(ends: Sequence[int] | NDArray[np.int64], length: int) -> NDArray[np.int64]:
-    """Returns the bytes of text of each token, given its end in the text.
+    """Returns the bytes of text of each token, given the byte of the text at which it ends, and the bytes of the text.
 
     A token has the bytes between the previous token's end and its own. If several tokens share a character, one of them
     has all its bytes. Uncovered text (spaces that the tokenizer strips) belongs to the next token, or to the last one.
-
-    Args:
-        ends: byte of the text at which each token ends.
-        length: bytes of the text.
     """
     if len(ends) == 0:
         return np.zeros(0, dtype=np.int64)
@@ -92,13 +89,11 @@ def bytes_between(ends: Sequence[int] | NDArray[np.int64], length: int) -> NDArr
     return np.diff(reached, prepend=0)
 
 
-def bytes_by_repeating(codec: Codec, tokens: Tokens) -> Tokens:
+def bytes_by_repeating(codec: Tokenizer, tokens: Tokens) -> Tokens:
     """Returns the bytes of text of each token by decoding and encoding the tokens again.
 
-    Tokens without text (a begin-of-text token that another program added) have none.
-
-    Raises:
-        DataError: the decoded text is not encoded as these tokens.
+    Tokens without text (a begin-of-text token that another program added) have none. Raises a DataError if the decoded
+    text is not encoded as these tokens.
     """
     text = codec.decode(tokens)
     again, sizes = codec.encode(text), codec.bytes_per_token(text)

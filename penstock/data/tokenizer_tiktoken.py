@@ -102,15 +102,10 @@ PATTERNS = {
 
 
 class TiktokenTokenizer:
-    """The tokenizer of a file of ranks and its pattern.
+    """The tokenizer of a file of ranks and its pattern, a name of PATTERNS.
 
-    Args:
-        pattern: a name of PATTERNS; None reads the JSON file beside it, or recognizes a published file.
-        end_of_document: special token that ends a document; None or empty tries END_OF_DOCUMENT_NAMES.
-
-    Raises:
-        DataError: the library or the file is missing, the file is damaged, its pattern is unknown, or it has no such
-            token.
+    Without a pattern, the JSON file beside it is read, or a published file recognized. Raises a DataError if the
+    library or the file is missing, the file is damaged, its pattern is unknown, or it has no such token.
     """
 
     def __init__(self, path: str | Path, *, pattern: str | None = None, end_of_document: str | None = None) -> None:
@@ -151,8 +146,7 @@ class TiktokenTokenizer:
     def encode(self, text: str) -> Tokens:
         """Returns the ids, uint32, without added tokens.
 
-        Raises:
-            RecordError: the pattern cannot be matched; published ones fail only on about a million spaces in a row.
+        Raises a RecordError where the pattern cannot be matched: published ones fail only on a million spaces in a row.
         """
         try:
             return np.asarray(self._encoding.encode_to_numpy(text, disallowed_special=()))
@@ -199,11 +193,8 @@ def _ranks(content: bytes, path: Path) -> dict[bytes, int]:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except (ValueError, binascii.Error) as error:
-            raise DataError(
-                f"data.tokenizer {path}:{number} is not a rank",
-                got=ascii(line[:40]),
-                allowed="base64, a space, a number",
-            ) from error
+            what = f"data.tokenizer {path}:{number} is not a rank"
+            raise DataError(what, got=ascii(line[:40]), allowed="base64, a space, a number") from error
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing or len(set(ranks.values())) < len(ranks) or min(ranks.values()) < 0:
         raise DataError(
@@ -248,9 +239,5 @@ def _read_beside(path: Path, behind: int) -> Pattern:
         if known is None:
             raise DataError(f"{path} has no special tokens, so nothing can end a document", allowed=_BESIDE)
         return known
-    return Pattern(
-        pattern=pattern if known is None else known.pattern,
-        special_tokens=special,
-        size=max(0, *special.values()) + 1,
-        published="",
-    )
+    split = pattern if known is None else known.pattern
+    return Pattern(pattern=split, special_tokens=special, size=max(0, *special.values()) + 1, published="")

@@ -16,7 +16,8 @@ from penstock.data.mixture import Text
 from penstock.data.packed import PackedTokens
 from penstock.data.stream import LoaderState
 from penstock.data.synthetic import SyntheticTokens
-from penstock.data.tokenizer import Tokenizer, open_tokenizer
+from penstock.data.tokenizer import open_tokenizer
+from penstock.data.tokenizer_rules import Tokenizer
 from penstock.train.checkpoint import CheckpointStore
 
 MOST_ROWS = 1024

@@ -18,7 +18,7 @@ from torch import Tensor
 from penstock.base.errors import DeviceError
 from penstock.config.model import Model
 from penstock.config.run import Kernels, Run
-from penstock.data.tokenizer import Tokenizer
+from penstock.data.tokenizer_rules import Tokenizer
 from penstock.layout.sharding import Rectangle
 from penstock.models.build import meta_model, to_dtype
 from penstock.models.decoder import Decoder

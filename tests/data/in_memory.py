@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from penstock.data.documents import CorruptRecords
 from penstock.data.shards import Shards
 from penstock.data.sources import SplitFilter, Tokens, fingerprint_of
-from penstock.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
+from penstock.data.tokenizer import ByteTokenizer, open_tokenizer
+from penstock.data.tokenizer_rules import Tokenizer
 
 MARKS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
 

@@ -11,7 +11,7 @@ from penstock.data.fill_in_middle import USUAL_NAMES, FillInMiddle, find_marks
 from penstock.data.loader import Loader
 from penstock.data.mixture import Text, TextPart
 from penstock.data.text import PlainText
-from penstock.data.tokenizer import Tokenizer
+from penstock.data.tokenizer_rules import Tokenizer
 from tests.data.in_memory import MARKS, InShards, letters
 
 TEXT = "the quick brown fox jumps over the lazy dog"

@@ -18,8 +18,9 @@ from penstock.config.data import Data
 from penstock.data.open import vocabulary_of
 from penstock.data.packed import pack
 from penstock.data.text import PlainText
-from penstock.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
+from penstock.data.tokenizer import ByteTokenizer, open_tokenizer
 from penstock.data.tokenizer_output import ExportedTokenizer, export_tokenizer
+from penstock.data.tokenizer_rules import Tokenizer
 from tests.data.vocabularies import HARD_TEXTS, RANKS, json_file, sentencepiece_model, tiktoken_file, tiktoken_lines
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=40) | st.sampled_from(HARD_TEXTS)

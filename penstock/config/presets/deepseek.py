@@ -5,8 +5,8 @@ appendix B (V2, V2-Lite: optimizer, auxiliary loss), arXiv 2412.19437 sections 4
 """
 
 from penstock.config.model import Balance, LatentAttention, Model, Moe, Rope, Router, Yarn
+from penstock.config.presets.recipe import pretrain
 from penstock.config.run import Run
-from penstock.config.training import LearningRateSchedule, Optimizer, Training
 
 
 def _latent_attention(*, heads: int, q_lora_rank: int, yarn_scale: float) -> LatentAttention:
@@ -24,95 +24,80 @@ def _latent_attention(*, heads: int, q_lora_rank: int, yarn_scale: float) -> Lat
 
 def deepseek_v2_lite() -> Run:
     """DeepSeek-V2-Lite: 15.7 B parameters, 2.7 B active."""
-    return Run(
-        name="deepseek-v2-lite",
-        model=Model(
-            family="deepseek-v2",
-            vocab_size=102400,
-            hidden_size=2048,
-            layers=27,
-            dense_layers=1,
-            intermediate_size=10944,
-            attention=_latent_attention(heads=16, q_lora_rank=0, yarn_scale=0.707),
-            moe=Moe(
-                experts=64,
-                top_k=6,
-                moe_intermediate_size=1408,
-                shared_expert_intermediate_size=2816,
-                router=Router(scoring_func="softmax"),
-                balance=Balance(aux_loss="sequence", aux_loss_coef=1e-3),
-            ),
-            initializer_range=0.006,
+    model = Model(
+        family="deepseek-v2",
+        vocab_size=102400,
+        hidden_size=2048,
+        layers=27,
+        dense_layers=1,
+        intermediate_size=10944,
+        attention=_latent_attention(heads=16, q_lora_rank=0, yarn_scale=0.707),
+        moe=Moe(
+            experts=64,
+            top_k=6,
+            moe_intermediate_size=1408,
+            shared_expert_intermediate_size=2816,
+            router=Router(scoring_func="softmax"),
+            balance=Balance(aux_loss="sequence", aux_loss_coef=1e-3),
         ),
-        training=Training(steps=10000, sequence_length=4096, micro_batch=1, global_batch=512),
-        optimizer=Optimizer(learning_rate=4.2e-4),
-        schedule=LearningRateSchedule(warmup_steps=2000),
+        initializer_range=0.006,
     )
+    return pretrain("deepseek-v2-lite", model, learning_rate=4.2e-4, rows=512)
 
 
 def deepseek_v2() -> Run:
     """DeepSeek-V2: 236 B parameters, 21 B active."""
-    return Run(
-        name="deepseek-v2",
-        model=Model(
-            family="deepseek-v2",
-            vocab_size=102400,
-            hidden_size=5120,
-            layers=60,
-            dense_layers=1,
-            intermediate_size=12288,
-            attention=_latent_attention(heads=128, q_lora_rank=1536, yarn_scale=0.707),
-            moe=Moe(
-                experts=160,
-                top_k=6,
-                moe_intermediate_size=1536,
-                shared_expert_intermediate_size=3072,
-                router=Router(
-                    scoring_func="softmax", n_group=8, topk_group=3, group_score="max", routed_scaling_factor=16.0
-                ),
-                balance=Balance(aux_loss="sequence", aux_loss_coef=3e-3),
+    model = Model(
+        family="deepseek-v2",
+        vocab_size=102400,
+        hidden_size=5120,
+        layers=60,
+        dense_layers=1,
+        intermediate_size=12288,
+        attention=_latent_attention(heads=128, q_lora_rank=1536, yarn_scale=0.707),
+        moe=Moe(
+            experts=160,
+            top_k=6,
+            moe_intermediate_size=1536,
+            shared_expert_intermediate_size=3072,
+            router=Router(
+                scoring_func="softmax", n_group=8, topk_group=3, group_score="max", routed_scaling_factor=16.0
             ),
-            initializer_range=0.006,
+            balance=Balance(aux_loss="sequence", aux_loss_coef=3e-3),
         ),
-        training=Training(steps=10000, sequence_length=4096, micro_batch=1, global_batch=9216),
-        optimizer=Optimizer(learning_rate=2.4e-4),
-        schedule=LearningRateSchedule(warmup_steps=2000),
+        initializer_range=0.006,
     )
+    return pretrain("deepseek-v2", model, learning_rate=2.4e-4, rows=9216)
 
 
 def deepseek_v3() -> Run:
     """DeepSeek-V3: 671 B parameters, 37 B active, and one layer of multi-token prediction."""
-    return Run(
-        name="deepseek-v3",
-        model=Model(
-            family="deepseek-v3",
-            vocab_size=129280,
-            hidden_size=7168,
-            layers=61,
-            dense_layers=3,
-            intermediate_size=18432,
-            attention=_latent_attention(heads=128, q_lora_rank=1536, yarn_scale=1.0),
-            moe=Moe(
-                experts=256,
-                top_k=8,
-                moe_intermediate_size=2048,
-                shared_expert_intermediate_size=2048,
-                router=Router(
-                    scoring_func="sigmoid",
-                    n_group=8,
-                    topk_group=4,
-                    group_score="top2",
-                    norm_topk_prob=True,
-                    routed_scaling_factor=2.5,
-                    expert_bias=True,
-                    expert_bias_rate=1e-3,
-                ),
-                balance=Balance(aux_loss="sequence", aux_loss_coef=1e-4),
+    model = Model(
+        family="deepseek-v3",
+        vocab_size=129280,
+        hidden_size=7168,
+        layers=61,
+        dense_layers=3,
+        intermediate_size=18432,
+        attention=_latent_attention(heads=128, q_lora_rank=1536, yarn_scale=1.0),
+        moe=Moe(
+            experts=256,
+            top_k=8,
+            moe_intermediate_size=2048,
+            shared_expert_intermediate_size=2048,
+            router=Router(
+                scoring_func="sigmoid",
+                n_group=8,
+                topk_group=4,
+                group_score="top2",
+                norm_topk_prob=True,
+                routed_scaling_factor=2.5,
+                expert_bias=True,
+                expert_bias_rate=1e-3,
             ),
-            mtp_layers=1,
-            initializer_range=0.006,
+            balance=Balance(aux_loss="sequence", aux_loss_coef=1e-4),
         ),
-        training=Training(steps=10000, sequence_length=4096, micro_batch=1, global_batch=15360, mtp_weight=0.3),
-        optimizer=Optimizer(learning_rate=2.2e-4),
-        schedule=LearningRateSchedule(warmup_steps=2000),
+        mtp_layers=1,
+        initializer_range=0.006,
     )
+    return pretrain("deepseek-v3", model, learning_rate=2.2e-4, rows=15360)

@@ -7,33 +7,28 @@ published: they are similar to DeepSeek-V3's.
 """
 
 from penstock.config.model import Balance, GroupedQueryAttention, Model, Moe, Rope, Router
+from penstock.config.presets.recipe import pretrain
 from penstock.config.run import Run
-from penstock.config.training import LearningRateSchedule, Optimizer, Training
 
 
 def _proxy(name: str, *, experts: int, top_k: int) -> Run:
-    return Run(
-        name=name,
-        model=Model(
-            family="plain",
-            vocab_size=102400,
-            hidden_size=8192,
-            layers=96,
-            attention=GroupedQueryAttention(heads=64, kv_heads=8, head_dim=128, rope=Rope(theta=10000.0)),
-            moe=Moe(
-                experts=experts,
-                top_k=top_k,
-                moe_intermediate_size=1920,
-                shared_expert_intermediate_size=1920,
-                router=Router(scoring_func="softmax"),
-                balance=Balance(aux_loss="sequence", aux_loss_coef=1e-3),
-            ),
-            initializer_range=0.006,
+    model = Model(
+        family="plain",
+        vocab_size=102400,
+        hidden_size=8192,
+        layers=96,
+        attention=GroupedQueryAttention(heads=64, kv_heads=8, head_dim=128, rope=Rope(theta=10000.0)),
+        moe=Moe(
+            experts=experts,
+            top_k=top_k,
+            moe_intermediate_size=1920,
+            shared_expert_intermediate_size=1920,
+            router=Router(scoring_func="softmax"),
+            balance=Balance(aux_loss="sequence", aux_loss_coef=1e-3),
         ),
-        training=Training(steps=10000, sequence_length=4096, micro_batch=1, global_batch=6144),
-        optimizer=Optimizer(learning_rate=2.2e-4),
-        schedule=LearningRateSchedule(warmup_steps=2000),
+        initializer_range=0.006,
     )
+    return pretrain(name, model, learning_rate=2.2e-4, rows=6144)
 
 
 def moe_515b() -> Run:

@@ -1,17 +1,15 @@
-"""Training of a model whose authors published its sizes but not its training.
-
-Learning rate and batch are common for such a size, with 4 million tokens a step; a preset says so where its authors
-published better values.
-"""
+"""Training of a preset; where its authors published nothing, values that are common for such a size."""
 
 from penstock.config.model import Model
 from penstock.config.run import Run
 from penstock.config.training import LearningRateSchedule, Optimizer, Training
 
 
-def pretrain(name: str, model: Model, *, learning_rate: float, sequence_length: int = 4096, warmup: int = 2000) -> Run:
-    """A run that trains a model from random weights, with 4 Mi tokens a step and `warmup` steps of linear warm-up."""
-    rows = 2**22 // sequence_length
+def pretrain(
+    name: str, model: Model, *, learning_rate: float, sequence_length: int = 4096, rows: int = 0, warmup: int = 2000
+) -> Run:
+    """A run from random weights, with `rows` (0: 4 Mi tokens) a step and `warmup` steps of linear warm-up."""
+    rows = rows or 2**22 // sequence_length
     return Run(
         name=name,
         model=model,

@@ -52,11 +52,7 @@ def is_preset(name: str) -> bool:
 
 
 def preset(name: str) -> Run:
-    """The run of a preset, or of a variant that keeps N layers.
-
-    Raises:
-        ConfigError: there is no such preset, or it does not have that many layers.
-    """
+    """The run of a preset, or of a variant that keeps N layers. Raises a ConfigError if there is none."""
     if name in PRESETS:
         return PRESETS[name]()
     variant = _VARIANT.fullmatch(name)
@@ -73,8 +69,7 @@ def preset(name: str) -> Run:
 def keep_layers(run: Run, layers: int) -> Run:
     """A run with the first `layers` layers of its model, and their number in its name.
 
-    Raises:
-        ConfigError: the model does not have so many layers.
+    Raises a ConfigError if the model does not have so many layers.
     """
     model = run.model
     name = f"{run.name}-{layers}l"

@@ -362,7 +362,6 @@ def environment_line(facts: LaunchFacts, variables: Mapping[str, str] = os.envir
     wanted = settings(facts)
     ours = [f"{name}={value}" for name, value in wanted.items() if variables.get(name) == value]
     names = [name for rule in RULES for name in (rule.name, *rule.also)]
-    theirs = [
-        f"{name}={variables[name]}" for name in names if name in variables and variables[name] != wanted.get(name)
-    ]
+    known = shell_variables(names, variables)
+    theirs = [f"{name}={value}" for name, value in known.items() if value != wanted.get(name)]
     return "; ".join(part for part in (" ".join(ours), f"from the shell: {' '.join(theirs)}" if theirs else "") if part)

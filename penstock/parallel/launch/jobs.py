@@ -179,11 +179,8 @@ def kubernetes_name(name: str) -> str:
 
 def _check(value: str, option: str, pattern: re.Pattern[str], allowed: str, most: int = 255) -> None:
     if not pattern.fullmatch(value) or len(value) > most:
-        raise ConfigError(
-            f"{option} would be refused where the job runs",
-            got=repr(value),
-            allowed=f"{allowed}; up to {most} characters",
-        )
+        told = f"{allowed}; up to {most} characters"
+        raise ConfigError(f"{option} would be refused where the job runs", got=repr(value), allowed=told)
 
 
 def yaml_lines(value: dict[str, Any] | Sequence[Any]) -> list[str]:

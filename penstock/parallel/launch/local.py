@@ -15,9 +15,10 @@ import signal
 import sys
 import tempfile
 import traceback
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import FrameType, TracebackType
 
 import torch
@@ -28,7 +29,12 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from penstock.base.errors import FAILED, WRONG_INPUT, ConfigError, DeviceError
 from penstock.config.fit import grid_of
 from penstock.config.run import Run
-from penstock.parallel.launch.environment import Environment, LaunchFacts, environment_for_children
+from penstock.parallel.launch.environment import (
+    Environment,
+    LaunchFacts,
+    environment_for_children,
+    facts_of_machine,
+)
 
 INTERRUPTED = 130
 """Exit code of a rank that Ctrl-C ended."""
@@ -43,24 +49,31 @@ RankFunction = Callable[[Sequence[str]], int]
 """The work of a rank: takes the words of a command line, returns an exit code. Must be importable."""
 
 
+def _say(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+
+
 @dataclass(frozen=True, kw_only=True)
 class LocalLaunch:
     """Ranks to start here; `restarts` is how often all are started again after one has died, `say` prints a line."""
 
     processes: int
-    restarts: int
-    name: str
     facts: LaunchFacts
-    say: Callable[[str], None]
+    restarts: int = 0
+    name: str = field(default_factory=lambda: f"local-{uuid.uuid4().hex}")
+    say: Callable[[str], None] = _say
+
+
+def facts_of_ranks(environment: Environment, processes: int, *, on_cpu: bool = False) -> LaunchFacts:
+    """Facts of so many ranks on this machine."""
+    machine = replace(facts_of_machine(environment), world=processes, local_world=processes)
+    return replace(machine, vendor="cpu") if on_cpu else machine
 
 
 def facts_of_run(run: Run, machine: LaunchFacts) -> LaunchFacts:
     """Facts of machine and run together."""
-    return replace(
-        machine,
-        vendor="cpu" if run.device == "cpu" else machine.vendor,
-        deterministic=run.training.deterministic,
-    )
+    vendor = "cpu" if run.device == "cpu" else machine.vendor
+    return replace(machine, vendor=vendor, deterministic=run.training.deterministic)
 
 
 def processes_to_start(run: Run, environment: Environment, asked: int | None) -> int:

@@ -18,7 +18,8 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
 from typing import TypeVar
@@ -30,7 +31,8 @@ from torch.distributed.rendezvous import rendezvous as open_store
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from penstock.base.errors import FAILED, DeviceError, PenstockError
-from penstock.parallel.launch.environment import Environment
+from penstock.parallel.launch.environment import Environment, facts_of_machine, prepare_environment
+from penstock.parallel.launch.process import choose_device, prepare_process
 
 Json = TypeVar("Json")
 
@@ -182,6 +184,19 @@ def start_process_group(rendezvous: Rendezvous, device: torch.device) -> None:
 def start_fake_process_group(rank: int, world: int) -> None:
     """Pretend to be rank `rank` of `world`: collectives return at once and move nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+
+
+@contextmanager
+def meet_to_measure(environment: Environment, device_kind: str, timeout_minutes: float) -> Iterator[torch.device]:
+    """Give the device of this rank while all ranks are in a process group, for commands that only measure."""
+    with Rendezvous(environment) as meeting:
+        prepare_environment(facts_of_machine(environment))
+        device = choose_device(device_kind, environment)
+        meeting.open(timeout_minutes)
+        start_process_group(meeting, device)
+        prepare_process(environment, seed=0, deterministic=False)
+        yield device
+        stop_process_group()
 
 
 def stop_process_group() -> None:
