@@ -2,34 +2,20 @@
 
 from dataclasses import dataclass
 
-from penstock.config.model import (
-    Balance,
-    ClampedSwiglu,
-    GroupedQueryAttention,
-    LocalAttention,
-    Model,
-    Moe,
-    Rope,
-    Router,
-    Yarn,
-)
+from penstock.config.model import Balance, Model, Rope, Yarn
 from penstock.config.schema import as_toml, leaves
+from tests.models.families import moe_with
+from tests.models.huggingface.family_models import attention, dense, gpt_oss, llama4, mixtral, nope, olmoe, qwen3_moe
 
 
 @dataclass(frozen=True)
 class Case:
-    """One layout.
-
-    Attributes:
-        name: of the layout, in the words of the field.
-        overrides: what makes the layout, on top of BASE.
-        model: what changes the model or the data, for the single process too.
-    """
+    """One layout."""
 
     name: str
     ranks: int
-    overrides: tuple[str, ...]
-    model: tuple[str, ...] = ()
+    overrides: tuple[str, ...]  # what makes the layout, on top of BASE
+    model: tuple[str, ...] = ()  # what changes the model or the data, for the single process too
 
 
 def layout(*settings: str) -> tuple[str, ...]:
@@ -149,54 +135,26 @@ EXPERT_CASES = (
 
 
 BALANCE = Balance(aux_loss="sequence", aux_loss_coef=0.01, z_loss_coef=0.001)
+SIZES = {"vocab_size": 64, "layers": 4, "intermediate_size": 64, "initializer_range": 0.02}
 
 
-def _attention(**changes: object) -> GroupedQueryAttention:
-    return GroupedQueryAttention.model_validate({"heads": 4, "kv_heads": 2, "head_dim": 8} | changes)
-
-
-def _moe(router: Router, **changes: object) -> Moe:
-    sizes = {"experts": 8, "top_k": 2, "moe_intermediate_size": 32, "router": router, "balance": BALANCE}
-    return Moe.model_validate(sizes | changes)
-
-
-def _overrides(family: str, **changes: object) -> tuple[str, ...]:
-    fields = {"family": family, "vocab_size": 64, "hidden_size": 32, "layers": 4, "intermediate_size": 64}
-    model = Model.model_validate({**fields, "attention": _attention(), **changes})
+def _overrides(model: Model) -> tuple[str, ...]:
+    model = model if model.moe is None else moe_with(model, balance=BALANCE)
     return tuple(f"model.{path}={as_toml(value)}" for path, value in leaves(model).items())
 
 
-CHUNKS = LocalAttention(
-    kind="chunk", size=12, global_every=2, global_rope=False, global_temperature=0.3, temperature_floor=8
-)
-
 FAMILIES = {
-    "Mixtral": _overrides("mixtral", moe=_moe(Router(softmax_after_top_k=True))),
-    "Qwen3-MoE": _overrides("qwen3-moe", moe=_moe(Router(norm_topk_prob=True)), attention=_attention(qk_norm="head")),
-    "OLMoE": _overrides("olmoe", moe=_moe(Router()), attention=_attention(qk_norm="projection")),
-    "Llama 4": DOCUMENTS
-    + _overrides(
-        "llama4",
-        moe=_moe(
-            Router(scoring_func="sigmoid", apply_probs_on_input=True),
-            top_k=1,
-            shared_expert_intermediate_size=32,
-            moe_layer_freq=2,
-        ),
-        attention=_attention(qk_norm="rotated-head", local=CHUNKS),
-    ),
+    "Mixtral": _overrides(mixtral(**SIZES)),
+    "Qwen3-MoE": _overrides(qwen3_moe(**SIZES)),
+    "OLMoE": _overrides(olmoe(**SIZES)),
+    "Llama 4": DOCUMENTS + _overrides(llama4(local=nope(2), qk_norm="rotated-head", rope=Rope(), every=2, **SIZES)),
     "gpt-oss": DOCUMENTS
     + _overrides(
-        "gpt-oss",
-        moe=_moe(Router(softmax_after_top_k=True, logit_bias=True), bias=True, clamped=ClampedSwiglu(limit=0.5)),
-        attention=_attention(
-            bias=True,
-            sinks=True,
-            local=LocalAttention(size=7, global_every=2),
-            rope=Rope(yarn=Yarn(factor=2.0, original_max_position_embeddings=16, truncate=False)),
-        ),
+        gpt_oss(rope=Rope(yarn=Yarn(factor=2.0, original_max_position_embeddings=16, truncate=False)), **SIZES)
     ),
-    "Qwen3, dense": _overrides("qwen3", dense_layers=4, attention=_attention(qk_norm="head"), tie_word_embeddings=True),
+    "Qwen3, dense": _overrides(
+        dense("qwen3", dense_layers=4, attention=attention(qk_norm="head"), tie_word_embeddings=True, **SIZES)
+    ),
 }
 """Overrides of the model by family. Llama has nothing that Qwen3 and Mixtral lack."""
 
