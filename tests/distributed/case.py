@@ -135,6 +135,7 @@ EXPERT_CASES = (
 
 
 BALANCE = Balance(aux_loss="sequence", aux_loss_coef=0.01, z_loss_coef=0.001)
+YARN = Yarn(factor=2.0, original_max_position_embeddings=16, truncate=False)
 SIZES = {"vocab_size": 64, "layers": 4, "intermediate_size": 64, "initializer_range": 0.02}
 
 
@@ -148,10 +149,7 @@ FAMILIES = {
     "Qwen3-MoE": _overrides(qwen3_moe(**SIZES)),
     "OLMoE": _overrides(olmoe(**SIZES)),
     "Llama 4": DOCUMENTS + _overrides(llama4(local=nope(2), qk_norm="rotated-head", rope=Rope(), every=2, **SIZES)),
-    "gpt-oss": DOCUMENTS
-    + _overrides(
-        gpt_oss(rope=Rope(yarn=Yarn(factor=2.0, original_max_position_embeddings=16, truncate=False)), **SIZES)
-    ),
+    "gpt-oss": DOCUMENTS + _overrides(gpt_oss(rope=Rope(yarn=YARN), **SIZES)),
     "Qwen3, dense": _overrides(
         dense("qwen3", dense_layers=4, attention=attention(qk_norm="head"), tie_word_embeddings=True, **SIZES)
     ),

@@ -109,6 +109,15 @@ def saved_by(session: Session) -> Saved:
     return saved
 
 
+def same_state(one: Saved, other: Saved) -> bool:
+    """Whether two ranks would save the same bits."""
+    return [entry[:2] for entry in one] == [entry[:2] for entry in other] and all(
+        offset == there and values.dtype == expected.dtype and torch.equal(values, expected)
+        for (_, _, pieces), (_, _, wanted) in zip(one, other, strict=True)
+        for (offset, values), (there, expected) in zip(pieces, wanted, strict=True)
+    )
+
+
 def trace(ranks: Pool, count: int, overrides: tuple[str, ...], steps: int = STEPS, rate: float = RATE) -> Trace:
     return put_together(ranks.run(count, play, overrides, steps, rate))
 

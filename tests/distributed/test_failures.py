@@ -30,7 +30,7 @@ from penstock.train.setup import Session
 from penstock.train.state import restore_state, save_state
 from penstock.train.stop import StopRequest
 from tests.closeness import assert_close
-from tests.distributed.one_loss import Saved, layout, pipeline, saved_by, start_session, trace
+from tests.distributed.one_loss import layout, pipeline, same_state, saved_by, start_session, trace
 from tests.distributed.pool import Pool, WorkerError
 from tests.train.tiny_run import Recorder, tiny_run
 
@@ -87,15 +87,7 @@ def _halted(overrides: tuple[str, ...], folder: str, where: str, rank: int) -> t
     reader.close()
     is_same = again.state.batches.state() == spoiler.place
     again.state.batches.close()
-    return str(refusal.value), is_same and _equal(saved_by(again), spoiler.left)
-
-
-def _equal(one: Saved, other: Saved) -> bool:
-    return [entry[:2] for entry in one] == [entry[:2] for entry in other] and all(
-        offset == there and torch.equal(values, expected)
-        for (_, _, pieces), (_, _, wanted) in zip(one, other, strict=True)
-        for (offset, values), (there, expected) in zip(pieces, wanted, strict=True)
-    )
+    return str(refusal.value), is_same and same_state(saved_by(again), spoiler.left)
 
 
 @pytest.mark.often("2-overrides0-*", "2-overrides3-*")

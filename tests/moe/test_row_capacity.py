@@ -60,9 +60,7 @@ def test_more_than_the_worst_case_is_never_asked_for() -> None:
     row_capacity.rows(10, 2)
     row_capacity.widen(20)
     assert row_capacity.rows(10, 2) == 20
-
-
-def test_a_rank_never_needs_more_rows_of_a_token_than_it_has_experts() -> None:
+    # A rank never needs more rows of a token than it has experts.
     assert RowCapacity(ExpertPlacement(experts=256, expert=64), math.inf).rows(1000, 8) == 4000
 
 
@@ -167,11 +165,8 @@ def test_rows_without_room_are_counted_and_the_next_pass_has_room_for_them() -> 
     assert widenings([arena]) == 1
 
 
-def test_a_board_has_room_for_one_layer_in_any_case() -> None:
+def test_a_board_has_room_for_one_layer_in_any_case_and_a_planned_layer_has_its_share_for_itself() -> None:
     assert len(put(arena_of(2, 1.0), 1, row_capacity=35).rows_SF) == 35
-
-
-def test_a_planned_layer_has_its_share_for_itself() -> None:
     arena, like = arena_of(5, 1.5), torch.empty(0, 4, device="meta")
     place = arena.place(torch.empty(1, dtype=torch.int32, device="meta"), 40, like, even_share=10.0)
     assert place.rows_SF.shape == (15, 4) and place.room == 40

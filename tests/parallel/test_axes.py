@@ -2,10 +2,9 @@
 
 import pytest
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from penstock.layout.grid import Grid
-from penstock.parallel.axes import ALONE, Axes, make_axes
+from penstock.parallel.axes import ALONE, Axes
 from tests.parallel.simulated import every_rank
 
 
@@ -66,21 +65,17 @@ GRID = Grid(world=16, tensor=2, expert=4)
 
 def _every_rank(monkeypatch: pytest.MonkeyPatch, shard_size: int) -> tuple[list[Axes], list[list[tuple[int, ...]]]]:
     """Axes of all ranks, and the groups that each took part in making."""
-    axes, made = [], []
-    new_group = dist.new_group
-    for rank in range(GRID.world):
-        own: list[tuple[int, ...]] = []
+    axes, made, new_group = [], [list[tuple[int, ...]]()], dist.new_group
 
-        def record(ranks: list[int], own: list[tuple[int, ...]] = own) -> object:
-            own.append(tuple(ranks))
-            return new_group(ranks)
+    def record(ranks: list[int]) -> object:
+        made[-1].append(tuple(ranks))
+        return new_group(ranks)
 
-        monkeypatch.setattr(dist, "new_group", record)
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=GRID.world)
-        axes.append(make_axes(GRID, shard_size=shard_size))
-        dist.destroy_process_group()
-        made.append(own)
-    return axes, made
+    monkeypatch.setattr(dist, "new_group", record)
+    for one in every_rank(GRID, shard_size=shard_size):
+        axes.append(one)
+        made.append([])
+    return axes, made[:-1]
 
 
 @pytest.mark.parametrize("name", ["dense_data", "expert_data"])

@@ -1,12 +1,13 @@
 """FSDP2 divides what it is told to, sums what it reduces, and can be filled from whole tensors."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from penstock.config.parallel import Parallel
 from penstock.layout.grid import Grid
@@ -14,6 +15,7 @@ from penstock.parallel.axes import Axes, make_axes
 from penstock.parallel.shard import local_rows, shard_fully
 from tests.closeness import assert_close
 from tests.distributed.pool import Pool
+from tests.parallel.simulated import fake_rank
 
 D, F = 5, 7
 CPU = torch.device("cpu")
@@ -157,37 +159,28 @@ def test_rows_are_those_that_fsdp2_holds(ranks: Pool) -> None:
 
 
 def test_any_rank_of_many_can_be_divided_on_the_meta_device() -> None:
-    dist.init_process_group("fake", store=FakeStore(), rank=13, world_size=64)
-    try:
+    with fake_rank(13, 64), torch.device("meta"):
         axes = make_axes(Grid(world=64, expert=4), shard_size=8)
-        with torch.device("meta"):
-            model = _divided(Blocks(), axes, Parallel(shard="full"), torch.bfloat16)
+        model = _divided(Blocks(), axes, Parallel(shard="full"), torch.bfloat16)
         assert local_rows(model.blocks[0].up.weight) == (5, 6)
         assert local_rows(model.blocks[0].experts.weight) == (3, 4)
         assert model.blocks[0].up.weight.to_local().shape == (1, D)
         assert not isinstance(model.blocks[0].router.weight, DTensor)
-    finally:
-        dist.destroy_process_group()
 
 
-def test_a_matrix_that_two_roots_share_is_left_whole_or_noticed() -> None:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    try:
+@pytest.mark.parametrize("is_ignored", [True, False])
+def test_a_matrix_that_two_roots_share_is_left_whole_or_noticed(is_ignored: bool) -> None:
+    first, second = nn.Sequential(nn.Linear(D, D)), nn.Sequential(nn.Linear(D, D))
+    second[0] = first[0]
+    ignored = set(first.parameters()) if is_ignored else set()
+    with fake_rank(0, 4):
         data = make_axes(Grid(world=4)).dense_data
-        for ignored in (True, False):
-            first, second = nn.Sequential(nn.Linear(D, D)), nn.Sequential(nn.Linear(D, D))
-            second[0] = first[0]
-            shared = set(first.parameters()) if ignored else set()
-            shard_fully([], first, data, Parallel(shard="full"), CPU, torch.float32, shared, {})
-            if ignored:
-                shard_fully([], second, data, Parallel(shard="full"), CPU, torch.float32, shared, {})
-                assert second[0].weight is first[0].weight
-                assert not isinstance(first[0].weight, DTensor)
-            else:
-                with pytest.raises(AssertionError, match=r"0\.weight belongs to another root"):
-                    shard_fully([], second, data, Parallel(shard="full"), CPU, torch.float32, set(), {})
-    finally:
-        dist.destroy_process_group()
+        shard_fully([], first, data, Parallel(shard="full"), CPU, torch.float32, ignored, {})
+        refusal = pytest.raises(AssertionError, match=r"0\.weight belongs to another root")
+        with nullcontext() if is_ignored else refusal:
+            shard_fully([], second, data, Parallel(shard="full"), CPU, torch.float32, ignored, {})
+    assert second[0].weight is first[0].weight
+    assert isinstance(first[0].weight, DTensor) != is_ignored
 
 
 def test_one_rank_shards_nothing() -> None:

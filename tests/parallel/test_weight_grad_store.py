@@ -1,5 +1,6 @@
 """Weight gradients that come later are the ones that would have come at once."""
 
+from collections.abc import Iterable
 from contextlib import nullcontext
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from penstock.config.training import Optimizer
 from penstock.parallel.axes import Axis
 from penstock.parallel.shard import ParamShard
-from penstock.parallel.weight_grad_store import WeightGradStore, deferrable
+from penstock.parallel.weight_grad_store import Task, WeightGradStore, deferrable
 from penstock.train.optimizer import MasterAdamW
 from tests.closeness import assert_close
 from tests.parallel.alive import Alive
@@ -38,6 +39,17 @@ def _chain(x_TD: Tensor, weights: list[nn.Parameter], weight_grads: WeightGradSt
     return x_TD.square().sum()
 
 
+def _put_off(loss: Tensor, weight_grads: WeightGradStore) -> list[Task]:
+    with weight_grads.collecting() as work:
+        loss.backward()
+    return work
+
+
+def _do(work: Iterable[Task]) -> None:
+    for task in work:
+        task()
+
+
 def _ordinary(weights: list[nn.Parameter], dtype: torch.dtype = torch.float32) -> list[Tensor]:
     x_TD = _input().to(dtype)
     return list(torch.autograd.grad(_chain(x_TD, weights, None), [x_TD, *weights]))
@@ -50,8 +62,7 @@ def test_gradients_that_come_later_are_those_of_an_ordinary_backward_pass(collec
     with weight_grads.collecting() if collects else nullcontext([]) as work:
         loss.backward()
     assert len(work) == 2 * collects
-    for task in work:
-        task()
+    _do(work)
     assert all(map(torch.equal, [x_TD.grad, *(weight.grad for weight in weights)], _ordinary(weights)))
 
 
@@ -60,19 +71,15 @@ def test_a_function_with_inner_stages_and_two_inputs_has_the_same_gradients() ->
     tensors = [x_TD, scale_T, *weights]
     expected = torch.autograd.grad(_two_products(*tensors).square().sum(), tensors)
     output = deferrable(_two_products, (x_TD, scale_T), weights, weight_grads)
-    with weight_grads.collecting() as work:
-        output.square().sum().backward()
+    work = _put_off(output.square().sum(), weight_grads)
     assert x_TD.grad is not None and scale_T.grad is not None
-    for task in work:
-        task()
+    _do(work)
     assert all(torch.equal(tensor.grad, other) for tensor, other in zip(tensors, expected, strict=True))
 
 
 def test_the_input_has_its_gradient_at_once_and_the_weights_have_none_before_their_turn() -> None:
     weights, x_TD, weight_grads = _weights(3), _input(), WeightGradStore()
-    loss = _chain(x_TD, weights, weight_grads)
-    with weight_grads.collecting() as work:
-        loss.backward()
+    work = _put_off(_chain(x_TD, weights, weight_grads), weight_grads)
     assert x_TD.grad is not None
     assert len(work) == 3
     for number, task in enumerate(work):
@@ -87,12 +94,8 @@ def test_tasks_may_be_done_in_any_order_and_after_other_passes() -> None:
     twice = [2 * gradient for gradient in _ordinary(weights)[1:]]
     work = []
     for _ in range(2):
-        loss = _chain(_input(), weights, weight_grads)
-        with weight_grads.collecting() as tasks:
-            loss.backward()
-        work += tasks
-    for task in reversed(work):
-        task()
+        work += _put_off(_chain(_input(), weights, weight_grads), weight_grads)
+    _do(reversed(work))
     for weight, expected in zip(weights, twice, strict=True):
         assert_close(weight.grad, expected)
 
@@ -109,9 +112,7 @@ def test_hooks_of_a_parameter_see_its_gradient_when_it_comes() -> None:
 
     weight.register_post_accumulate_grad_hook(look)
     weight.register_hook(lambda gradient: None if gradient is None else 2 * gradient)
-    loss = _chain(_input(), [weight], weight_grads)
-    with weight_grads.collecting() as work:
-        loss.backward()
+    work = _put_off(_chain(_input(), [weight], weight_grads), weight_grads)
     assert seen == []
     work[0]()
     (gradient,) = seen
@@ -125,13 +126,9 @@ def test_gradients_that_come_later_add_up_in_the_optimizers_float32_buffers() ->
     optimizer = MasterAdamW([holding], Optimizer(learning_rate=1e-3))
     work = []
     for _ in range(2):
-        loss = _chain(_input().bfloat16(), [weight], weight_grads)
-        with weight_grads.collecting() as tasks:
-            loss.backward()
-        work += tasks
+        work += _put_off(_chain(_input().bfloat16(), [weight], weight_grads), weight_grads)
     assert not optimizer.gradient_of("w").any()
-    for task in work:
-        task()
+    _do(work)
     assert weight.grad is None
     assert torch.equal(optimizer.gradient_of("w"), 2 * _ordinary([weight], torch.bfloat16)[1].float())
 
@@ -165,16 +162,12 @@ def test_without_a_later_or_without_gradients_nothing_is_recorded() -> None:
 def test_an_input_without_gradient_puts_off_all_the_work_and_an_untrained_weight_is_none() -> None:
     (weight,), weight_grads, x_TD = _weights(1), WeightGradStore(), _input().detach()
     output = deferrable(F.linear, (x_TD,), (weight,), weight_grads)
-    with weight_grads.collecting() as work:
-        output.sum().backward()
+    (task,) = _put_off(output.sum(), weight_grads)
     assert weight.grad is None
-    (task,) = work
     task()
     assert_close(weight.grad, x_TD.sum(0).expand(D, -1))
     output = deferrable(F.linear, (x_TD.requires_grad_(),), (weight.requires_grad_(False),), weight_grads)
-    with weight_grads.collecting() as work:
-        output.sum().backward()
-    assert work == []
+    assert _put_off(output.sum(), weight_grads) == []
     assert_close(x_TD.grad, weight.sum(0).expand(T, -1))
 
 
