@@ -19,8 +19,7 @@ the shared expert, the other half of the micro-batch or another micro-batch can 
 Backward is the mirror image (penstock/parallel/async_transfer.py).
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -34,7 +33,7 @@ from penstock.moe.dispatch.row_capacity import ActivationArena, RowCapacity
 from penstock.moe.experts import GroupedExperts
 from penstock.moe.router import TopKRouter
 from penstock.moe.routing import Routing, Scope
-from penstock.parallel.async_transfer import Steps, TransferStream, drain
+from penstock.parallel.async_transfer import Steps, drain
 from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.spans import span
 
@@ -56,50 +55,6 @@ class SharedExpert(Protocol):
     def narrow(self, h_TF: Tensor) -> Tensor:
         """The second product. Returns y_TD."""
         ...
-
-
-@dataclass(frozen=True)
-class AsyncDispatcher:
-    """A dispatcher whose methods start a transfer and return a function that waits for it."""
-
-    dispatcher: Dispatcher
-    transfers: TransferStream
-
-    def dispatch(self, x_TD: Tensor, routing: Routing) -> Callable[[], tuple[ExpertRows, DispatchMetadata]]:
-        """Start `Dispatcher.dispatch`."""
-
-        def transfer(
-            x_TD: Tensor, weights_TK: Tensor
-        ) -> tuple[tuple[Tensor, Tensor], tuple[ExpertRows, DispatchMetadata]]:
-            rows, metadata = self.dispatcher.dispatch(x_TD, Routing(weights_TK, routing.experts_TK))
-            plain = replace(rows, x_ND=rows.x_ND.detach(), weights_R=rows.weights_R.detach())
-            return (rows.x_ND, rows.weights_R), (plain, metadata)
-
-        with span(Span.DISPATCH):
-            handle = self.transfers.launch("dispatch", transfer, x_TD, routing.weights_TK)
-
-        def wait() -> tuple[ExpertRows, DispatchMetadata]:
-            with span(Span.DISPATCH):
-                (x_ND, weights_R), (rows, metadata) = handle.wait()
-            return replace(rows, x_ND=x_ND, weights_R=weights_R), metadata
-
-        return wait
-
-    def combine(self, y_RD: Tensor, metadata: DispatchMetadata) -> Callable[[], Tensor]:
-        """Start `Dispatcher.combine`."""
-
-        def transfer(y_RD: Tensor) -> tuple[tuple[Tensor], None]:
-            return (self.dispatcher.combine(y_RD, metadata),), None
-
-        with span(Span.COMBINE):
-            handle = self.transfers.launch("combine", transfer, y_RD)
-
-        def wait() -> Tensor:
-            with span(Span.COMBINE):
-                (y_TD,), _ = handle.wait()
-            return y_TD
-
-        return wait
 
 
 class MoE(nn.Module):
@@ -178,24 +133,40 @@ class MoE(nn.Module):
         self, x_TD: Tensor, shared_TD: Tensor, routing: Routing, ready: RowColQuantized | None
     ) -> Steps[Terms]:
         """`_mix` with both transfers on their own stream. The shared expert is cut in two, one half beside each."""
-        assert self.layer_context.transfers is not None, "overlap needs a transfer stream"
-        dispatcher = AsyncDispatcher(self.dispatcher, self.layer_context.transfers)
+        transfers = self.layer_context.transfers
+        assert transfers is not None, "overlap needs a transfer stream"
         h_TF = narrowed_TD = None
 
-        wait_for_rows = dispatcher.dispatch(x_TD, routing)
+        def dispatch(
+            x_TD: Tensor, weights_TK: Tensor
+        ) -> tuple[tuple[Tensor, Tensor], tuple[ExpertRows, DispatchMetadata]]:
+            rows, metadata = self.dispatcher.dispatch(x_TD, Routing(weights_TK, routing.experts_TK))
+            plain = replace(rows, x_ND=rows.x_ND.detach(), weights_R=rows.weights_R.detach())
+            return (rows.x_ND, rows.weights_R), (plain, metadata)
+
+        def combine(y_RD: Tensor) -> tuple[tuple[Tensor], None]:
+            return (self.dispatcher.combine(y_RD, metadata),), None
+
+        with span(Span.DISPATCH):
+            dispatched = transfers.launch("dispatch", dispatch, x_TD, routing.weights_TK)
         if self.shared is not None:
             with span(Span.SHARED):
                 h_TF = self.layer_context.run("shared-expert", self.shared.widen, shared_TD, ready)
         yield  # rows are on their way to the experts
 
-        rows, metadata = wait_for_rows()
-        wait_for_sums = dispatcher.combine(self._run_experts(rows), metadata)
+        with span(Span.DISPATCH):
+            (x_ND, weights_R), (rows, metadata) = dispatched.wait()
+        y_RD = self._run_experts(replace(rows, x_ND=x_ND, weights_R=weights_R))
+        with span(Span.COMBINE):
+            combined = transfers.launch("combine", combine, y_RD)
+            del y_RD  # the transfer holds it as long as it reads it
         if self.shared is not None and h_TF is not None:
             with span(Span.SHARED):
                 narrowed_TD = self.shared.narrow(h_TF)
         yield  # outputs are on their way back
 
-        y_TD = wait_for_sums()
+        with span(Span.COMBINE):
+            (y_TD,), _ = combined.wait()
         return (y_TD,) if narrowed_TD is None else (y_TD, narrowed_TD)
 
     def _run_experts(self, rows: ExpertRows) -> Tensor:

@@ -202,32 +202,27 @@ class SymmetricBuffers:
         return channel * self.sizes.channel_bytes
 
     @contextmanager
-    def transfer(self, send: Callable[[TokenChunks], None], chunks: TokenChunks) -> Iterator[None]:
-        """Launch `send`, and run the launches of the context beside it. The stream continues after both."""
-        if self._side_stream is None:
-            self._send(send, chunks)
-            yield
-            return
-        stream = torch.cuda.current_stream(self._side_stream.device)
-        before = stream.record_event()
-        self._send(send, chunks)
-        self._side_stream.wait_event(before)
-        with torch.cuda.stream(self._side_stream):
-            yield
-        stream.wait_stream(self._side_stream)
+    def transfer(
+        self, send: Callable[[TokenChunks], None], chunks: TokenChunks, *, sends_aside: bool = False
+    ) -> Iterator[None]:
+        """Launch `send`, and run the launches of the context beside it. The stream continues after both.
 
-    @contextmanager
-    def overlapped_send(self, send: Callable[[TokenChunks], None], chunks: TokenChunks) -> Iterator[None]:
-        """Launch `send` on the side stream; launches of the context run beside it, readers of its rows come after."""
+        The context's launches go to the side stream; with `sends_aside` those of `send` do, so readers come after it.
+        """
         if self._side_stream is None:
             self._send(send, chunks)
             yield
             return
         stream = torch.cuda.current_stream(self._side_stream.device)
         self._side_stream.wait_stream(stream)
-        with torch.cuda.stream(self._side_stream):
+        if sends_aside:
+            with torch.cuda.stream(self._side_stream):
+                self._send(send, chunks)
+            yield
+        else:
             self._send(send, chunks)
-        yield
+            with torch.cuda.stream(self._side_stream):
+                yield
         stream.wait_stream(self._side_stream)
 
     def wait(self, channel: Channel, signals: int) -> None:

@@ -261,7 +261,7 @@ def _bring_back(
         buffers.read(add, Channel.BACK, signals, chunks)
 
     if deferred is not None and overlaps_backward:
-        with buffers.overlapped_send(send, chunks):
+        with buffers.transfer(send, chunks, sends_aside=True):
             deferred.do()
         receive()
     else:
