@@ -1,7 +1,6 @@
 """Memory that the GPUs of a node map for each other, where the run's dispatcher needs it and the machine allows it."""
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -87,15 +86,10 @@ def peer_obstacle(choice: DispatcherChoice, axes: Axes, device: torch.device) ->
         own = "GPUs that cannot reach each other's memory"
     said = all_gather_json([own, axes.expert_node.ranks[0], device.index], axes.world)
     obstacle = next((one for one, *_ in said if one), "")
-    return obstacle or _shared_index((first, index) for _, first, index in said)
-
-
-def _shared_index(gpus: Iterable[tuple[int, int]]) -> str:
-    """An obstacle if ranks of a node give their GPUs the same index: each sees its own only, and torch maps none."""
-    counts = Counter(gpus)
-    if all(count == 1 for count in counts.values()):
-        return ""
-    (_, index), ranks = counts.most_common(1)[0]
+    # Ranks of a node that see their own GPU only give it the same index: torch maps no memory then.
+    (_, index), ranks = Counter((first, index) for _, first, index in said).most_common(1)[0]
+    if obstacle or ranks == 1:
+        return str(obstacle)
     return (
         f"{ranks} ranks of a node that see their own GPUs only and call them all {index} (show each rank all GPUs of "
         "its node: srun with --gpus-per-node and --gpu-bind=none, without --gpus-per-task)"

@@ -50,6 +50,7 @@ class Saved(Protocol):
 
 
 Saver = Callable[[Tensor], Tensor | Saved]
+Result = TypeVar("Result")
 
 
 def save_plainly(tensor: Tensor) -> Tensor:
@@ -71,14 +72,19 @@ def bring(saved: Tensor | Saved) -> Tensor:
 
 
 @contextmanager
+def _set(variable: ContextVar[Result], value: Result) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+@contextmanager
 def saving(saver: Saver) -> Iterator[None]:
     """Show tensors that are saved for backward to `saver`."""
-    token = _saver.set(saver)
-    try:
-        with saved_tensors_hooks(saver, bring):
-            yield
-    finally:
-        _saver.reset(token)
+    with _set(_saver, saver), saved_tensors_hooks(saver, bring):
+        yield
 
 
 @dataclass(frozen=True)
@@ -99,9 +105,6 @@ class Geometry:
         """A tensor with this geometry on `storage`."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         return empty.set_(storage, self.offset, self.size, self.stride)
-
-
-Result = TypeVar("Result")
 
 
 class _Phase(Enum):
@@ -140,8 +143,10 @@ def recomputed(function: Callable[..., Result], *arguments: object) -> Result:
     """
     if is_inside() or not torch.is_grad_enabled():
         return function(*arguments)
-    region = _Region(function, tuple(_save_argument(argument) for argument in arguments), _stream_of(arguments))
-    with _in_phase(_Phase.RECORDING), saving(region.drop):
+    device = next((tensor.device for tensor in _tensors_in(arguments) if tensor.is_cuda), None)
+    stream = None if device is None else torch.cuda.current_stream(device)
+    region = _Region(function, tuple(_save_argument(argument) for argument in arguments), stream)
+    with _set(_phase, _Phase.RECORDING), saving(region.drop):
         result = function(*arguments)
     discarded = _discarded.get()
     if discarded is not None:
@@ -171,26 +176,8 @@ def discarding_in_pieces() -> Iterator[Callable[[], AbstractContextManager[None]
 
 @contextmanager
 def _shown_to(discarded: _Discarded) -> Iterator[None]:
-    token = _discarded.set(discarded)
-    try:
-        with saving(discarded.keep):
-            yield
-    finally:
-        _discarded.reset(token)
-
-
-@contextmanager
-def _in_phase(phase: _Phase) -> Iterator[None]:
-    token = _phase.set(phase)
-    try:
+    with _set(_discarded, discarded), saving(discarded.keep):
         yield
-    finally:
-        _phase.reset(token)
-
-
-def _stream_of(arguments: tuple[object, ...]) -> torch.cuda.Stream | None:
-    device = next((tensor.device for tensor in _tensors_in(arguments) if tensor.is_cuda), None)
-    return None if device is None else torch.cuda.current_stream(device)
 
 
 def _save_argument(argument: object) -> Callable[[], object]:
@@ -198,10 +185,8 @@ def _save_argument(argument: object) -> Callable[[], object]:
     if isinstance(argument, Tensor):
         return _SavedInput.of(argument).again
     if is_dataclass(argument) and not isinstance(argument, type):
-        kind, parts = (
-            type(argument),
-            {part.name: _save_argument(getattr(argument, part.name)) for part in fields(argument)},
-        )
+        kind = type(argument)
+        parts = {part.name: _save_argument(getattr(argument, part.name)) for part in fields(argument)}
         return lambda: kind(**{name: again() for name, again in parts.items()})
     return lambda: argument
 
@@ -248,15 +233,11 @@ class _Slot:
             self.region.replay()
         assert self.value is not None, "a replay did not give what it was asked for"
         if self.stream is not None:
-            self._hand_over(self.value, self.stream)
+            now = torch.cuda.current_stream(self.value.device)
+            if now != self.stream:  # wait for the recomputation
+                now.wait_event(self.region.events[self.stream])
+                self.value.record_stream(now)
         return self.value
-
-    def _hand_over(self, value: Tensor, made_on: torch.cuda.Stream) -> None:
-        """Let the current stream, if it is another one, wait for the recomputation."""
-        now = torch.cuda.current_stream(value.device)
-        if now != made_on:
-            now.wait_event(self.region.events[made_on])
-            value.record_stream(now)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -312,11 +293,17 @@ class _Region:
         """Run again and fill all slots that are left."""
         waiting = {index: slot for index, output in self.outputs.items() if (slot := output.slot()) is not None}
         replay = _Replay(self.saves, ends_early=not waiting)
-        with span(Span.RECOMPUTE), torch.enable_grad(), torch.cuda.stream(self.stream), _in_phase(_Phase.REPLAYING):
+        with (
+            span(Span.RECOMPUTE),
+            torch.enable_grad(),
+            torch.cuda.stream(self.stream),
+            _set(_phase, _Phase.REPLAYING),
+        ):
             arguments = [again() for again in self.arguments]
             with saving(replay.take), suppress(_Enough):
                 results = _tensors_of(self.function(*arguments))
-                replay.check_end()
+                seen = replay.next
+                assert seen == len(self.saves), f"a region saved {len(self.saves)} tensors, and {seen} when run again"
                 for index, slot in waiting.items():
                     assert Geometry.of(results[index]) == self.outputs[index].geometry, "an output has another shape"
                     slot.fill(results[index].detach())
@@ -351,13 +338,10 @@ class _Replay:
             raise _Enough
         return value
 
-    def check_end(self) -> None:
-        assert self.next == len(self.saves), f"a region saved {len(self.saves)} tensors, and {self.next} when run again"
-
 
 @dataclass(frozen=True)
 class _Result:
-    """An output's region, and its version: once changed in place, it is not what recomputation gives."""
+    """An output of a region; once changed in place (`version`), it is not what recomputation gives."""
 
     region: _Region
     index: int

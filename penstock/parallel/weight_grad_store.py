@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 Task = Callable[[], None]
 
@@ -114,8 +114,14 @@ class _Deferrable(torch.autograd.Function):
         wanted = inputs if is_split else [*inputs, *(own for own, _ in weights)]
         found = iter(torch.autograd.grad((output,), wanted, (gradient,), retain_graph=is_split) if wanted else ())
         by_input = tuple(None if edge is None else next(found) for edge in ctx.inputs)
+
+        def add_weight_gradients() -> None:
+            later = torch.autograd.grad((output,), [own for own, _ in weights], (gradient,))
+            for (_, parameter), value in zip(weights, later, strict=True):
+                parameter.view_as(parameter).backward(value)
+
         if is_split and weights:
-            ctx.weight_grads.add(lambda: _weight_gradients(output, weights, gradient))
+            ctx.weight_grads.add(add_weight_gradients)
         by_weight = (next(found) if own.requires_grad and not is_split else None for own, _ in ctx.weights)
         return None, None, None, *by_input, *by_weight
 
@@ -139,9 +145,3 @@ def entered(tensor: Tensor) -> Tensor:
     with torch.enable_grad():
         begin: Tensor = _Entrance.apply(torch.empty(0, requires_grad=True), tensor.detach())
     return begin
-
-
-def _weight_gradients(output: GradientEdge, weights: list[tuple[Tensor, Tensor]], gradient: Tensor) -> None:
-    found = torch.autograd.grad((output,), [own for own, _ in weights], (gradient,))
-    for (_, parameter), value in zip(weights, found, strict=True):
-        parameter.view_as(parameter).backward(value)
