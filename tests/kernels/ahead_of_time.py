@@ -4,18 +4,20 @@
 memory, matrix instructions. It needs no GPU. The tests of this process may run kernels in Triton's interpreter, whose
 functions cannot be compiled, so one other process compiles for the whole session; results are cached.
 
-    SIGNATURE = {"x_ptr": "*bf16:16", "out_ptr": "*bf16:16", "rows": "i32"}
-    compile_without_spills(swiglu_kernel, SIGNATURE, {"BLOCK": 1024}, TARGETS["gfx942"])
+    TYPES = {"*bf16:16": "x_ptr out_ptr", "i32": "rows"}
+    compile_without_spills(swiglu_kernel, TYPES, {"BLOCK": 1024}, TARGETS["gfx942"])
 
 Types: `*bf16` pointer, `i32` number, `tensordesc<bf16[128,64]>` host-made descriptor; `:16` after a type means that the
-pointer or number is a multiple of 16, which the launcher finds out at run time and which wide loads need.
+pointer or number is a multiple of 16, which the launcher finds out at run time and which wide loads need. Arguments
+that have no type and are no constants are `i32:16`, or None for a pointer (`*_ptr`).
 """
 
+import inspect
 import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -94,7 +96,7 @@ class _Job:
 
 def compile_for(
     kernel: Any,
-    signature: Mapping[str, str],
+    types: Mapping[str, str] | Sequence[tuple[str, str]],
     constexprs: Mapping[str, Constant],
     target: Target,
     num_warps: int = 4,
@@ -103,11 +105,21 @@ def compile_for(
 ) -> Compiled:
     """Compile a module-level `@triton.jit` function for `target`.
 
-    `signature` has the types of all arguments that are not constexprs, `constexprs` the values of the others (a dtype
-    as a string, "tl.bfloat16"), `options` further options of the backend, such as `waves_per_eu`.
+    `types` has names of arguments by type, `constexprs` the values of constants (a dtype as a string,
+    "tl.bfloat16"), `options` further options of the backend, such as `waves_per_eu`.
     """
     options = {"num_warps": num_warps, "num_stages": num_stages, **options}
     names = kernel.fn.__module__, kernel.fn.__name__
+    signature = {
+        name: kind for kind, group in (types.items() if isinstance(types, Mapping) else types) for name in group.split()
+    }
+    for name, parameter in inspect.signature(kernel.fn).parameters.items():
+        if name in signature or name in constexprs or "constexpr" in str(parameter.annotation):
+            continue
+        if name.endswith("_ptr"):
+            constexprs = {**constexprs, name: None}
+        else:
+            signature[name] = "i32:16"
     return _compile_elsewhere(
         _Job(*names, tuple(signature.items()), tuple(constexprs.items()), target, tuple(options.items()))
     )

@@ -117,12 +117,12 @@ def test_parts_that_do_not_fit_are_refused(changes: dict[str, Tensor], says: str
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_kernels_compile_without_spills(target: str, weighted: bool) -> None:
-    pointers = {"dy_ptr": "*bf16:16", "parts_ptr": "*fp32:16", "owners_ptr": "*i32:16", "block_count_ptr": "*i32:16"}
-    of_weights = {"bias_ptr": "*bf16:16", "weights_ptr": "*fp32:16", "dots_ptr": "*fp32:16"}
-    blocks = {"F": 2880, "WALKED": 2880 if weighted else WALKED_COLUMNS, "BLOCK_R": BLOCK_ROWS}
-    constants = {**blocks, "BLOCK_F": BLOCK_COLUMNS} | ({} if weighted else dict.fromkeys(of_weights))
-    signature = pointers | (of_weights if weighted else {})
-    compile_without_spills(bias_parts_kernel, signature, constants, TARGETS[target], num_warps=4)
-    signature = {"parts_ptr": "*fp32:16", "sums_ptr": "*fp32:16", "starts_ptr": "*i32:16", "experts": "i32"}
-    constants = {"F": 2880, "BLOCK_R": BLOCK_ROWS, "BLOCK_P": BLOCK_PARTS, "BLOCK_F": BLOCK_COLUMNS, "BLOCK_E": 32}
-    compile_without_spills(bias_sums_kernel, signature, constants | {"ACCUMULATE": True}, TARGETS[target], num_warps=4)
+    types = {"*bf16:16": "dy_ptr", "*fp32:16": "parts_ptr", "*i32:16": "owners_ptr block_count_ptr"}
+    if weighted:
+        types |= {"*bf16:16": "dy_ptr bias_ptr", "*fp32:16": "parts_ptr weights_ptr dots_ptr"}
+    blocks = {"F": 2880, "BLOCK_R": BLOCK_ROWS, "BLOCK_F": BLOCK_COLUMNS}
+    constants = blocks | {"WALKED": 2880 if weighted else WALKED_COLUMNS}
+    compile_without_spills(bias_parts_kernel, types, constants, TARGETS[target], num_warps=4)
+    types = {"*fp32:16": "parts_ptr sums_ptr", "*i32:16": "starts_ptr", "i32": "experts"}
+    constants = blocks | {"BLOCK_P": BLOCK_PARTS, "BLOCK_E": 32, "ACCUMULATE": True}
+    compile_without_spills(bias_sums_kernel, types, constants, TARGETS[target], num_warps=4)

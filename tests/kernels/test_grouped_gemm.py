@@ -1,7 +1,6 @@
 """The grouped GEMM against its reference, on counts of every kind, and compiled for every chip."""
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -80,10 +79,9 @@ def test_misfits_are_refused(device: torch.device) -> None:
 @pytest.mark.often("*sm_90*", "*gfx942*")
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_table_kernel_compiles_without_spills(target: str) -> None:
-    pointers = dict.fromkeys(("counts_ptr", "starts_ptr", "aligned_ptr", "block_counts_ptr", "owners_ptr"), "*i32:16")
-    numbers = dict.fromkeys(("rows", "experts", "bound"), "i32")
+    types = {"*i32:16": "counts_ptr starts_ptr aligned_ptr block_counts_ptr owners_ptr", "i32": "rows experts bound"}
     constants = {"SMALLEST_BLOCK": BLOCK_SIZES[0], "ALIGNED_BLOCK": ALIGNED_BLOCK, "EXPERTS_PADDED": 256}
-    compile_without_spills(tile_table_kernel, pointers | numbers, constants, TARGETS[target], num_warps=1)
+    compile_without_spills(tile_table_kernel, types, constants, TARGETS[target], num_warps=1)
 
 
 COUNTS = {
@@ -336,8 +334,7 @@ def test_no_launch_of_a_table_spills_or_lacks_matrix_instructions(
 def test_a_weighted_bias_makes_no_launch_of_a_table_spill(
     target: str, product: GemmProduct, launch: GemmLaunch, whole_depth: bool
 ) -> None:
-    bias = {"bias_ptr": "*bf16:16", "weights_ptr": "*fp32:16"}
-    assert_fits(compile_product(product, launch, target, whole_depth, bias), launch, target)
+    assert_fits(compile_product(product, launch, target, whole_depth, has_bias=True), launch, target)
 
 
 def assert_fits(compiled: Compiled, launch: GemmLaunch, target: str) -> None:
@@ -359,7 +356,7 @@ def test_gathered_rows_are_copied_by_16_bytes_while_earlier_ones_are_multiplied(
 
 
 def compile_product(
-    product: GemmProduct, launch: GemmLaunch, target: str, whole_depth: bool, bias: Mapping[str, str] | None = None
+    product: GemmProduct, launch: GemmLaunch, target: str, whole_depth: bool, *, has_bias: bool = False
 ) -> Compiled:
     """Compile as the launchers would for bfloat16 and widths that are multiples of 16."""
     rows, columns, depth = launch.block_rows, launch.block_columns, launch.block_depth
@@ -371,8 +368,7 @@ def compile_product(
     def operand(*block: int, dtype: str = "bf16") -> str:
         return f"tensordesc<{dtype}{list(block)}>" if launch.descriptors else f"*{dtype}:16"
 
-    signature = {"starts_ptr": "*i32:16", "rows": "i32", "columns": "i32:16", "experts": "i32"}
-    constants = {
+    constants: dict[str, int | bool] = {
         "BLOCK_ROWS": rows,
         "BLOCK_COLUMNS": columns,
         "BLOCK_DEPTH": depth,
@@ -381,32 +377,20 @@ def compile_product(
         "GATHER": gathered,
         "DESCRIPTORS": launch.descriptors,
     }
-    if gathered:
-        signature["index_ptr"] = "*i64:16"
-    else:
-        constants["index_ptr"] = None
+    types = [("*i64:16", "index_ptr")] if gathered else []
     if product.startswith("weight"):
-        signature |= {
-            "rows": "i32:16",
-            "dy": operand(1, 1, depth, rows),
-            "x": "*bf16:16" if gathered else operand(1, 1, depth, columns),
-            "dw": operand(1, rows, columns // launch.pieces, dtype=result),
-        }
+        types += [(operand(1, 1, depth, rows), "dy"), ("i32", "experts"), ("*i32:16", "starts_ptr")]
+        types += [("*bf16:16" if gathered else operand(1, 1, depth, columns), "x")]
+        types += [(operand(1, rows, columns // launch.pieces, dtype=result), "dw")]
         constants["ACCUMULATE"] = accumulated
         kernel = weights_kernel
     else:
         depth_first = product == "input_gradient"
-        signature |= {
-            "depth": "i32:16",
-            "x": "*bf16:16" if gathered else operand(rows, depth),
-            "w": operand(1, depth, columns) if depth_first else operand(1, columns, depth),
-            "y": operand(1, 1, rows, columns // launch.pieces),
-            "y_ptr": "*bf16:16",
-            "owners_ptr": "*i32:16",
-            "block_count_ptr": "*i32",
-        }
-        signature |= bias or {}
-        constants |= {name: None for name in ("bias_ptr", "weights_ptr") if name not in signature}
+        types += [("*bf16:16" if gathered else operand(rows, depth), "x"), ("*bf16:16", "y_ptr")]
+        types += [(operand(1, depth, columns) if depth_first else operand(1, columns, depth), "w")]
+        types += [(operand(1, 1, rows, columns // launch.pieces), "y"), ("i32", "rows experts")]
+        types += [("*i32:16", "starts_ptr owners_ptr"), ("*i32", "block_count_ptr")]
+        types += [("*bf16:16", "bias_ptr"), ("*fp32:16", "weights_ptr")] if has_bias else []
         constants |= {"DEPTH_FIRST": depth_first, "WHOLE_DEPTH": whole_depth}
         kernel = rows_kernel
-    return compile_for(kernel, signature, constants, TARGETS[target], launch.warps, launch.stages)
+    return compile_for(kernel, types, constants, TARGETS[target], launch.warps, launch.stages)

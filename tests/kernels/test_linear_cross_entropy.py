@@ -246,14 +246,12 @@ PASSES = {"both": (True, True), "statistics": (True, False), "gradient": (False,
 @pytest.mark.parametrize(("statistics", "gradient"), PASSES.values(), ids=PASSES.keys())
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_row_kernel_compiles_without_spills(target: str, statistics: bool, gradient: bool) -> None:
-    signature = {"logits_ptr": "*bf16:16", "labels_ptr": "*i64:16", "first_label": "i32", "z_weight": "fp32"}
-    signature |= dict.fromkeys(("logsumexp_ptr", "target_ptr"), "*fp32:16")
-    signature |= dict.fromkeys(("columns", "vocabulary"), "i32:16")
-    constexprs = {"IGNORED": IGNORED_LABEL, "STATISTICS": statistics, "GRADIENT": gradient}
-    constexprs |= {"BLOCK": LAUNCH.block_columns, "STAGES": LAUNCH.stages}
-    compiled = compile_without_spills(
-        linear_cross_entropy_kernel, signature, constexprs, TARGETS[target], num_warps=LAUNCH.warps
-    )
+    types = {"*bf16:16": "logits_ptr", "*i64:16": "labels_ptr", "*fp32:16": "logsumexp_ptr target_ptr"}
+    types |= {"i32": "first_label", "fp32": "z_weight"}
+    constants = {"IGNORED": IGNORED_LABEL, "STATISTICS": statistics, "GRADIENT": gradient}
+    constants |= {"BLOCK": LAUNCH.block_columns, "STAGES": LAUNCH.stages}
+    chip, warps = TARGETS[target], LAUNCH.warps
+    compiled = compile_without_spills(linear_cross_entropy_kernel, types, constants, chip, num_warps=warps)
     assert WIDE_LOAD.search(compiled.asm), "logits must be read 16 bytes at a time"
 
 
@@ -261,9 +259,8 @@ def test_the_row_kernel_compiles_without_spills(target: str, statistics: bool, g
 @pytest.mark.parametrize("add", [True, False])
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_scale_kernel_compiles_without_spills(target: str, add: bool) -> None:
-    signature = {"gradient_ptr": "*fp32:16", "scale_ptr": "*fp32:16", "elements": "i32:16"}
-    signature |= {"out_ptr": "*fp32:16" if add else "*bf16:16"}
-    compiled = compile_without_spills(
-        scale_kernel, signature, {"ADD": add, "BLOCK": SCALE_BLOCK}, TARGETS[target], num_warps=8
-    )
+    types = {"*fp32:16": "gradient_ptr scale_ptr out_ptr" if add else "gradient_ptr scale_ptr"}
+    types |= {} if add else {"*bf16:16": "out_ptr"}
+    constants = {"ADD": add, "BLOCK": SCALE_BLOCK}
+    compiled = compile_without_spills(scale_kernel, types, constants, TARGETS[target], num_warps=8)
     assert WIDE_LOAD.search(compiled.asm), "gradients must be read 16 bytes at a time"

@@ -128,20 +128,15 @@ def test_tiles_loaded_ahead_fit_into_shared_memory() -> None:
 def test_the_kernels_compile_without_spills(width: int, target: str) -> None:
     rows, columns, warps = tile_of(width, LAUNCH)
     constants = {"D": width, "BLOCK_T": rows, "BLOCK_D": columns}
-    strides = {"x_stride": "i32:16", "residual_stride": "i32:16"}
-    pointers = dict.fromkeys(("x_ptr", "residual_ptr", "weight_ptr", "normed_ptr", "sum_ptr"), "*bf16:16")
-    signature = pointers | {"scale_ptr": "*fp32:16", "tokens": "i32", "epsilon": "fp32"} | strides
-    compile_without_spills(rms_norm_kernel, signature, constants, TARGETS[target], num_warps=warps)
-
+    types = {"*bf16:16": "x_ptr residual_ptr weight_ptr normed_ptr sum_ptr"}
+    types |= {"*fp32:16": "scale_ptr", "i32": "tokens", "fp32": "epsilon"}
+    compile_without_spills(rms_norm_kernel, types, constants, TARGETS[target], num_warps=warps)
     rows, columns, warps = tile_of(width, BACKWARD_LAUNCH)
     constants = {"D": width, "BLOCK_T": rows, "BLOCK_D": columns}
     constants |= {"STAGES": stages_of(rows * columns * 2, BACKWARD_LAUNCH)}
-    strides = dict.fromkeys(("x_stride", "dnormed_stride", "dsum_stride"), "i32:16")
-    pointers = dict.fromkeys(("x_ptr", "weight_ptr", "dnormed_ptr", "dsum_ptr", "dx_ptr"), "*bf16:16")
-    signature = (
-        pointers | {"scale_ptr": "*fp32:16", "partial_ptr": "*fp32:16", "tokens": "i32", "tiles": "i32"} | strides
-    )
-    backward = compile_without_spills(rms_norm_backward_kernel, signature, constants, TARGETS[target], num_warps=warps)
+    types = {"*bf16:16": "x_ptr weight_ptr dnormed_ptr dsum_ptr dx_ptr"}
+    types |= {"*fp32:16": "scale_ptr partial_ptr", "i32": "tokens tiles"}
+    backward = compile_without_spills(rms_norm_backward_kernel, types, constants, TARGETS[target], num_warps=warps)
     assert backward.shared_bytes <= TARGETS[target].shared_bytes, backward.summary
 
 
@@ -149,10 +144,10 @@ def test_the_kernels_compile_without_spills(width: int, target: str) -> None:
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_sums_compile_without_spills(target: str) -> None:
     constants = {"D": 2048, "BLOCK_P": 256, "BLOCK_D": 16}
-    signature = {"table_ptr": "*fp32:16", "out_ptr": "*bf16:16", "rows": "i32"}
-    compile_without_spills(sum_table_kernel, signature, constants, TARGETS[target])
-    pointers = dict.fromkeys(("x_ptr", "y_ptr", "z_ptr", "sum_ptr"), "*bf16:16")
-    compile_without_spills(add_three_kernel, pointers | {"numbers": "i32:16"}, {"BLOCK": SUM_BLOCK}, TARGETS[target])
+    types = {"*fp32:16": "table_ptr", "*bf16:16": "out_ptr", "i32": "rows"}
+    compile_without_spills(sum_table_kernel, types, constants, TARGETS[target])
+    types = {"*bf16:16": "x_ptr y_ptr z_ptr sum_ptr"}
+    compile_without_spills(add_three_kernel, types, {"BLOCK": SUM_BLOCK}, TARGETS[target])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,7 +1,6 @@
 """Index build, permute, unpermute and the local order against their references, and compiled for every chip."""
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -151,22 +150,15 @@ def test_the_index_build_compiles_without_spills(experts: int, target: str) -> N
     chip, warps = TARGETS[target], ORDER_LAUNCH.warps
     slots = {"EXPERTS": experts, "BINS": 2 * experts, "BLOCK_R": ORDER_LAUNCH.block_rows}
     tiles = {"EXPERTS": experts, "BLOCK_C": 256, "BLOCK_E": ORDER_LAUNCH.block_columns}
-    counted = {"experts_ptr": "*i64:16", "tallies_ptr": "*i32:16", "slots": "i32", "tiles": "i32"}
-    scanned = {"tallies_ptr": "*i32:16", "counts_ptr": "*i32:16", "chunks": "i32"}
-    placed = {
-        "experts_ptr": "*i64:16",
-        "earlier_ptr": "*i32:16",
-        "counts_ptr": "*i32:16",
-        "slots": "i32",
-        "tiles": "i32",
-    }
-    placed |= {"slots_ptr": "*i64:16", "places_ptr": "*i64:16"}
-    for kernel, signature, constants in (
+    counted = {"*i64:16": "experts_ptr", "*i32:16": "tallies_ptr", "i32": "slots tiles"}
+    scanned = {"*i32:16": "tallies_ptr counts_ptr", "i32": "chunks"}
+    placed = {"*i64:16": "experts_ptr slots_ptr places_ptr", "*i32:16": "earlier_ptr counts_ptr", "i32": "slots tiles"}
+    for kernel, types, constants in (
         (count_kernel, counted, slots),
         (scan_kernel, scanned, tiles),
         (place_kernel, placed, slots),
     ):
-        compile_without_spills(kernel, signature, constants, chip, num_warps=warps)
+        compile_without_spills(kernel, types, constants, chip, num_warps=warps)
 
 
 @pytest.mark.often("2048-64-6-gfx942", "7168-256-8-sm_90")
@@ -175,13 +167,11 @@ def test_the_index_build_compiles_without_spills(experts: int, target: str) -> N
 def test_the_copies_compile_without_spills(width: int, experts: int, top_k: int, target: str) -> None:
     constants = {"K": top_k, "D": width, "EXPERTS": experts, "BLOCK_K": 8, "BLOCK_E": experts}
     constants |= {"BLOCK_D": LAUNCH.block_columns}
-    order = {"places_ptr": "*i64:16", "counts_ptr": "*i32:16"}
-    rows = dict.fromkeys(("x_ptr", "y_ptr", "rows_ptr"), "*bf16:16")
-    signature = rows | order | {"weights_ptr": "*fp32:16", "dweights_ptr": "*fp32:16"}
-    compile_without_spills(spread_kernel, signature, constants, TARGETS[target], num_warps=LAUNCH.warps)
-    rows = dict.fromkeys(("rows_ptr", "out_ptr"), "*bf16:16")
-    signature = rows | order | {"weights_ptr": "*fp32:16"}
-    compile_without_spills(sum_rows_kernel, signature, constants, TARGETS[target], num_warps=LAUNCH.warps)
+    order = {"*i64:16": "places_ptr", "*i32:16": "counts_ptr"}
+    types = {"*bf16:16": "x_ptr y_ptr rows_ptr", "*fp32:16": "weights_ptr dweights_ptr", **order}
+    compile_without_spills(spread_kernel, types, constants, TARGETS[target], num_warps=LAUNCH.warps)
+    types = {"*bf16:16": "rows_ptr out_ptr", "*fp32:16": "weights_ptr", **order}
+    compile_without_spills(sum_rows_kernel, types, constants, TARGETS[target], num_warps=LAUNCH.warps)
 
 
 MANY_CHUNKS = KernelLaunch(block_rows=4, block_columns=2, warps=1)
@@ -229,11 +219,9 @@ def test_a_local_order_with_room_for_all_rows_equals_the_reference(
 @pytest.mark.often("*sm_90*", "*gfx942*")
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_local_order_compiles_without_spills(target: str) -> None:
-    ids: dict[str, str] = {"ids_ptr": "*i32:16", "first": "i32", "slots": "i32:16", "tiles": "i32"}
-    sizes: dict[str, Any] = {"EXPERTS": 64, "BINS": 128, "BLOCK_R": 128}
-    compile_without_spills(count_arrivals_kernel, ids | {"tallies_ptr": "*i32:16"}, sizes, TARGETS[target])
-    tables = dict.fromkeys(("earlier_ptr", "totals_ptr", "counts_ptr"), "*i32:16")
-    orders = dict.fromkeys(("slots_ptr", "index_ptr", "places_ptr", "meter_ptr"), "*i64:16")
-    weights = dict.fromkeys(("weights_ptr", "out_weights_ptr"), "*fp32:16")
-    signature = ids | tables | orders | weights | {"rows": "i32", "places": "i32:16"}
-    compile_without_spills(place_arrivals_kernel, signature, sizes | {"K": 8}, TARGETS[target])
+    sizes = {"EXPERTS": 64, "BINS": 128, "BLOCK_R": 128}
+    types = {"*i32:16": "ids_ptr tallies_ptr", "i32": "first tiles"}
+    compile_without_spills(count_arrivals_kernel, types, sizes, TARGETS[target])
+    types = {"*i32:16": "ids_ptr earlier_ptr totals_ptr counts_ptr", "*fp32:16": "weights_ptr out_weights_ptr"}
+    types |= {"*i64:16": "slots_ptr index_ptr places_ptr meter_ptr", "i32": "first tiles rows"}
+    compile_without_spills(place_arrivals_kernel, types, sizes | {"K": 8}, TARGETS[target])

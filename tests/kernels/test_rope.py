@@ -124,19 +124,14 @@ def test_misfits_are_refused() -> None:
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_kernels_compile_without_spills(target: str) -> None:
     block, chip, warps = LAUNCH.block_rows, TARGETS[target], LAUNCH.warps
-    angles = {"cos_ptr": "*fp32:16", "sin_ptr": "*fp32:16", "cos_batch": "i32:16", "cos_position": "i32:16"}
-    strides = {f"x_{dim}": "i32:16" for dim in ("batch", "position", "head")}
-    signature = {"x_ptr": "*bf16:16", "out_ptr": "*bf16:16"} | angles | strides
+    angles = {"*fp32:16": "cos_ptr sin_ptr"}
     constants = {"H": 32, "P": 128, "DIRECTION": 1.0, "BLOCK_H": block, "BLOCK_P": 128}
-    compile_without_spills(rotate_kernel, signature, constants, chip, num_warps=warps)
+    compile_without_spills(rotate_kernel, {"*bf16:16": "x_ptr out_ptr", **angles}, constants, chip, num_warps=warps)
 
     constants = {"H": 16, "PLAIN": 128, "P": 64, "BLOCK_H": block, "BLOCK_N": 128, "BLOCK_P": 64}
-    pointers = dict.fromkeys(("q_ptr", "kv_ptr", "k_rope_ptr", "q_out_ptr", "k_out_ptr"), "*bf16:16")
-    strides = {f"{x}_{dim}": "i32:16" for x in ("q", "kv") for dim in ("batch", "position", "head")}
-    strides |= {"k_rope_batch": "i32:16", "k_rope_position": "i32:16"}
-    compile_without_spills(mla_heads_kernel, pointers | angles | strides, constants, chip, num_warps=warps)
+    types = {"*bf16:16": "q_ptr kv_ptr k_rope_ptr q_out_ptr k_out_ptr", **angles}
+    compile_without_spills(mla_heads_kernel, types, constants, chip, num_warps=warps)
 
-    pointers = dict.fromkeys(("dq_ptr", "dk_ptr", "dv_ptr", "dq_in_ptr", "dkv_ptr", "dk_rope_ptr"), "*bf16:16")
-    strides = {f"{x}_{dim}": "i32:16" for x in ("dq", "dk", "dv") for dim in ("batch", "position", "head")}
+    types = {"*bf16:16": "dq_ptr dk_ptr dv_ptr dq_in_ptr dkv_ptr dk_rope_ptr", **angles}
     constants |= {"M": 128, "BLOCK_M": 128}
-    compile_without_spills(mla_heads_backward_kernel, pointers | angles | strides, constants, chip, num_warps=warps)
+    compile_without_spills(mla_heads_backward_kernel, types, constants, chip, num_warps=warps)

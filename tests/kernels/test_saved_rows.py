@@ -106,23 +106,19 @@ def test_only_used_rows_are_gathered(used: int, device: torch.device) -> None:
 @pytest.mark.parametrize("target", ONE_OF_EACH_MAKER)
 def test_the_kernels_compile_without_spills(target: str) -> None:
     chip = TARGETS[target]
-    numbers = {"cursor_ptr": "*i64", "used_ptr": "*i32", "first_ptr": "*i64", "meter_ptr": "*i64", "capacity": "i32"}
-    compile_without_spills(claim_rows_kernel, numbers, {}, chip, num_warps=1)
-    rows = {"x_ptr": "*bf16:16", "index_ptr": "*i64:16", "gathered_ptr": "*bf16:16", "used_ptr": "*i32", "rows": "i32"}
-    rows |= {"x_stride": "i32:16", "stride": "i32:16"}
-    compile_without_spills(gather_rows_kernel, rows, {"D": 2048, "BLOCK_R": 1, "BLOCK_D": 2048}, chip)
-    columns = {"x_ptr": "*fp32:16", "index_ptr": "*i64:16", "gathered_ptr": "*fp32:16", "used_ptr": "*i32"}
-    columns |= {"depth": "i32", "x_columns": "i32:16", "columns": "i32"}
-    compile_without_spills(gather_columns_kernel, columns, {"BLOCK_D": 16, "BLOCK_R": 256}, chip)
-    signature = {"gate_up_ptr": "*bf16:16", "first_ptr": "*i64:16", "weights_ptr": "*fp32:16", "h_ptr": "*bf16:16"}
-    signature |= {"used_ptr": "*i32", "rows": "i32"}
+    types = {"*i64": "cursor_ptr first_ptr meter_ptr", "*i32": "used_ptr", "i32": "capacity"}
+    compile_without_spills(claim_rows_kernel, types, {}, chip, num_warps=1)
+    types = {"*bf16:16": "x_ptr gathered_ptr", "*i64:16": "index_ptr", "*i32": "used_ptr", "i32": "rows"}
+    compile_without_spills(gather_rows_kernel, types, {"D": 2048, "BLOCK_R": 1, "BLOCK_D": 2048}, chip)
+    types = {"*fp32:16": "x_ptr gathered_ptr", "*i64:16": "index_ptr", "*i32": "used_ptr", "i32": "depth columns"}
+    compile_without_spills(gather_columns_kernel, types, {"BLOCK_D": 16, "BLOCK_R": 256}, chip)
+    types = {"*bf16:16": "gate_up_ptr h_ptr", "*fp32:16": "weights_ptr", "*i64:16": "first_ptr", "*i32": "used_ptr"}
     blocks = {"F": 1408, "BLOCK_R": LAUNCH.block_rows, "BLOCK_F": LAUNCH.block_columns, **rule_constants(SWIGLU)}
-    compiled = compile_without_spills(swiglu_kernel, signature, blocks, chip, num_warps=LAUNCH.warps)
+    compiled = compile_without_spills(swiglu_kernel, types | {"i32": "rows"}, blocks, chip, num_warps=LAUNCH.warps)
     if target == "sm_90":
         assert "ld.global.v4" in compiled.asm, "saved rows are loaded 16 bytes at a time too"
-    pointers = dict.fromkeys(("x", "w", "y", "y_ptr"), "*bf16:16") | {"first_ptr": "*i64:16"}
-    integers = dict.fromkeys(("starts_ptr", "owners_ptr", "block_count_ptr"), "*i32:16")
-    sizes = {"rows": "i32", "columns": "i32:16", "depth": "i32:16", "experts": "i32"}
+    types = {"*bf16:16": "x w y y_ptr", "*i64:16": "first_ptr", "i32": "rows experts"}
+    types |= {"*i32:16": "starts_ptr owners_ptr block_count_ptr"}
     constants = {"BLOCK_ROWS": 128, "BLOCK_COLUMNS": 128, "BLOCK_DEPTH": 64, "GROUP": 8, "PIECES": 1}
     constants |= {"DEPTH_FIRST": False, "GATHER": False, "WHOLE_DEPTH": True, "DESCRIPTORS": False, "ONLY_LAST": True}
-    compile_without_spills(rows_kernel, pointers | integers | sizes, constants, chip, num_warps=8, num_stages=2)
+    compile_without_spills(rows_kernel, types, constants, chip, num_warps=8, num_stages=2)

@@ -124,10 +124,8 @@ def test_misfits_are_refused(shape: tuple[int, int], weights: tuple[int] | None)
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_kernels_compile_without_spills(target: str, rule: ExpertRule) -> None:
     blocks = {"F": 1408, "BLOCK_R": LAUNCH.block_rows, "BLOCK_F": LAUNCH.block_columns, **rule_constants(rule)}
-    signature = {"gate_up_ptr": "*bf16:16", "weights_ptr": "*fp32:16", "h_ptr": "*bf16:16", "rows": "i32"}
-    signature |= {"used_ptr": "*i32"}
-    compile_without_spills(swiglu_kernel, signature, blocks, TARGETS[target], num_warps=LAUNCH.warps)
-    signature |= {"dh_ptr": "*bf16:16", "d_gate_up_ptr": "*bf16:16", "dweights_ptr": "*fp32:16"}
+    types = {"*bf16:16": "gate_up_ptr h_ptr", "*fp32:16": "weights_ptr", "i32": "rows", "*i32": "used_ptr"}
+    compile_without_spills(swiglu_kernel, types, blocks, TARGETS[target], num_warps=LAUNCH.warps)
+    types |= {"*bf16:16": "gate_up_ptr h_ptr dh_ptr d_gate_up_ptr", "*fp32:16": "weights_ptr dweights_ptr"}
     blocks |= {"BLOCK_R": BACKWARD_LAUNCH.block_rows, "BLOCK_F": BACKWARD_LAUNCH.block_columns}
-    warps = BACKWARD_LAUNCH.warps
-    compile_without_spills(swiglu_backward_kernel, signature, blocks, TARGETS[target], num_warps=warps)
+    compile_without_spills(swiglu_backward_kernel, types, blocks, TARGETS[target], num_warps=BACKWARD_LAUNCH.warps)

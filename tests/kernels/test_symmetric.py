@@ -205,13 +205,14 @@ HIDDEN, TOP_K, PER_RANK = 7168, 8, 64
 """V3 on 4 ranks."""
 
 RANKS = {"W": 4, "BLOCK_W": 4}
-NUMBERS = {"tokens": "i32:16", "chunk_rows": "i32:16", "first": "i32", "last": "i32"}
-SENDS = {"addresses_ptr": "*i64:16", "offset": "i64:16", "flags_offset": "i64:16", "rank": "i32", **NUMBERS}
-WAITS = dict.fromkeys(("flags_ptr", "expected_ptr"), "*i64:16") | dict.fromkeys(("left_ptr", "late_ptr"), "*i32:16")
-WAITS |= {"channel": "i32", "signals": "i32:16", "limit": "i32:16"}
+SENDS = [("*i64:16", "addresses_ptr"), ("i64:16", "offset flags_offset"), ("i32", "rank first last")]
+WAITS = [("*i64:16", "flags_ptr expected_ptr"), ("*i32:16", "late_ptr"), ("i32", "channel")]
+READS = [*WAITS, ("*i32:16", "left_ptr"), ("i32", "chunks first last")]
+SUMS = [*READS, ("i32", "own_rank")]
+CHOICES = "ids_offset weights_offset choice_flags_offset"
 OWNERS = {"K": TOP_K, "PER_RANK": PER_RANK, "PARTS": 1}
 EXPERTS = {"K": TOP_K, "EXPERTS": PER_RANK, "BLOCK_E": PER_RANK}
-PLACES = {"places_ptr": "*i64:16", "counts_ptr": "*i32:16"}
+PLACES = [("*i64:16", "places_ptr"), ("*i32:16", "counts_ptr")]
 WORDS, ROWS, IDS, SCALARS = "*i32:16", "*bf16:16", "*i64:16", "*fp32:16"
 
 
@@ -221,24 +222,22 @@ class Case:
 
     kernel: Any
     launch: PersistentLaunch
-    signature: dict[str, str]
-    constants: dict[str, int | None]
+    types: list[tuple[str, str]]
+    constants: dict[str, int]
 
 
 CASES = {
     "push": Case(
         push_rows_kernel,
         PUSH_LAUNCH,
-        {"words_ptr": WORDS, "ids_ptr": IDS, "weights_ptr": SCALARS, **SENDS}
-        | {"ids_offset": "i64:16", "weights_offset": "i64:16", "choice_flags_offset": "i64:16"},
+        [(WORDS, "words_ptr"), (IDS, "ids_ptr"), (SCALARS, "weights_ptr"), *SENDS, ("i64:16", CHOICES)],
         {"WORDS": HIDDEN // 2, "BLOCK_R": 1024, **OWNERS},
     ),
     **{
         name: Case(
             take_rows_kernel,
             TAKE_LAUNCH,
-            {"words_ptr": WORDS, "own_ptr": WORDS, "out_ptr": WORDS, "rank": "i32", "chunks": "i32", **PLACES}
-            | {**WAITS, **NUMBERS},
+            [(WORDS, "words_ptr own_ptr out_ptr"), ("i32", "rank"), *PLACES, *READS],
             {"WORDS": HIDDEN // 2, "SPREAD": is_spread, **EXPERTS},
         )
         for name, is_spread in (("take", False), ("take to places", True))
@@ -247,24 +246,21 @@ CASES = {
         f"return of {name}": Case(
             return_rows_kernel,
             RETURN_LAUNCH,
-            {"rows_ptr": ROWS, "scalars_offset": "i64:16", **PLACES, **SENDS, **scalars},
-            {"staged_ptr": None, "ROWS": True, "SUMMED": not scalars, "D": HIDDEN, "BLOCK_K": TOP_K, **EXPERTS}
-            | ({} if scalars else {"scalars_ptr": None}),
+            [(ROWS, "rows_ptr"), ("i64:16", "scalars_offset"), *PLACES, *SENDS, *scalars],
+            {"ROWS": True, "SUMMED": not scalars, "D": HIDDEN, "BLOCK_K": TOP_K, **EXPERTS},
         )
-        for name, scalars in (("sums", {}), ("rows", {"scalars_ptr": SCALARS}))
+        for name, scalars in (("sums", []), ("rows", [(SCALARS, "scalars_ptr")]))
     },
     "sum": Case(
         sum_ranks_kernel,
         SUM_LAUNCH,
-        {"parts_ptr": ROWS, "out_ptr": ROWS, "ids_ptr": IDS, "scalars_ptr": SCALARS, "out_scalars_ptr": SCALARS}
-        | {"own_rank": "i32", "chunks": "i32", **WAITS, **NUMBERS},
-        {"own_ptr": None, "D": HIDDEN, **OWNERS},
+        [(ROWS, "parts_ptr out_ptr"), (IDS, "ids_ptr"), (SCALARS, "scalars_ptr out_scalars_ptr"), *SUMS],
+        {"D": HIDDEN, **OWNERS},
     ),
     "sum with own rows elsewhere": Case(
         sum_ranks_kernel,
         SUM_ALL_LAUNCH,
-        {"parts_ptr": ROWS, "own_ptr": ROWS, "out_ptr": ROWS, "ids_ptr": IDS, "scalars_ptr": SCALARS}
-        | {"out_scalars_ptr": SCALARS, "own_rank": "i32", "chunks": "i32", **WAITS, **NUMBERS},
+        [(ROWS, "parts_ptr own_ptr out_ptr"), (IDS, "ids_ptr"), (SCALARS, "scalars_ptr out_scalars_ptr"), *SUMS],
         {"D": HIDDEN, **OWNERS},
     ),
 }
@@ -278,11 +274,11 @@ def test_moves_compile_without_spills_with_wide_stores_and_ordered_flags(target:
     for name, case in CASES.items():
         block = {"BLOCK_T": case.launch.block_rows, "BLOCK_D": case.launch.block_columns, **RANKS}
         compiled = compile_without_spills(
-            case.kernel, case.signature, case.constants | block, TARGETS[target], num_warps=case.launch.warps
+            case.kernel, case.types, case.constants | block, TARGETS[target], num_warps=case.launch.warps
         )
         assert re.search(wide, compiled.asm), f"{name} stores narrowly"
         # All warps have written before one of them sets the flag.
-        ordered = _SENDS_IN_ORDER if "addresses_ptr" in case.signature else _WAITS_IN_ORDER
+        ordered = _SENDS_IN_ORDER if SENDS[0] in case.types else _WAITS_IN_ORDER
         assert re.search(ordered[is_nvidia], compiled.asm), f"{name}: flags have no order"
 
 
@@ -301,9 +297,8 @@ _WAITS_IN_ORDER = (_ACQUIRE_AMD + r"(?s:.*)s_barrier", r"atom\.global\.sys\.acqu
 def test_a_wait_of_one_warp_acquires_across_the_node(target: str) -> None:
     is_nvidia = TARGETS[target].backend == "cuda"
     acquire = r"atom\.global\.sys\.acquire\.add" if is_nvidia else _ACQUIRE_AMD
-    held = {name: kind for name, kind in WAITS.items() if name != "left_ptr"}
-    for kernel, signature in ((wait_kernel, WAITS), (hold_kernel, held)):
-        waited = compile_for(kernel, signature, RANKS, TARGETS[target], num_warps=1)
+    for kernel, types in ((wait_kernel, [*WAITS, ("*i32:16", "left_ptr")]), (hold_kernel, WAITS)):
+        waited = compile_for(kernel, types, RANKS, TARGETS[target], num_warps=1)
         assert waited.spills == 0 and re.search(acquire, waited.asm)
 
 
@@ -312,13 +307,12 @@ def test_a_wait_of_one_warp_acquires_across_the_node(target: str) -> None:
 def test_sums_for_copy_engines_set_no_flag_and_the_signal_kernel_sets_one(target: str) -> None:
     case, is_nvidia = CASES["return of sums"], TARGETS[target].backend == "cuda"
     block = {"BLOCK_T": case.launch.block_rows, "BLOCK_D": case.launch.block_columns, **RANKS}
-    constants = {name: value for name, value in case.constants.items() if name != "staged_ptr"}
-    signature = case.signature | {"staged_ptr": ROWS}
-    staged = compile_for(case.kernel, signature, constants | block, TARGETS[target], num_warps=case.launch.warps)
+    types = [*case.types, (ROWS, "staged_ptr")]
+    staged = compile_for(case.kernel, types, case.constants | block, TARGETS[target], num_warps=case.launch.warps)
     release = (
         r"(?:red|atom)\.global\.sys\.release\.add" if is_nvidia else r"buffer_wbl2 sc0 sc1(?s:.*)global_atomic_add_x2"
     )
     assert staged.spills == 0 and not re.search(release, staged.asm), "no flag is set before the copies are sent"
-    words = {"addresses_ptr": "*i64:16", "flags_offset": "i64:16", "rank": "i32"}
-    said = compile_for(signal_kernel, words, RANKS, TARGETS[target], num_warps=1)
+    types = {"*i64:16": "addresses_ptr", "i64:16": "flags_offset", "i32": "rank"}
+    said = compile_for(signal_kernel, types, RANKS, TARGETS[target], num_warps=1)
     assert said.spills == 0 and re.search(release, said.asm)

@@ -143,20 +143,19 @@ def test_misfits_are_refused(rule: RouterRule, sequences: int, words: str) -> No
     ],
 )
 def test_the_kernels_compile_without_spills(experts: int, rule: RouterRule, target: str) -> None:
-    chosen = {"logits_ptr": "*fp32:16", "experts_ptr": "*i64:16", "length": "i32"}
-    floats = dict.fromkeys(("bias_ptr", "weights_ptr", "part_mass_ptr", "part_z_ptr"), "*fp32:16")
-    signature = chosen | floats | {"part_counts_ptr": "*i32:16", "tiles": "i32"}
+    types = {"*fp32:16": "logits_ptr bias_ptr weights_ptr part_mass_ptr part_z_ptr", "*i64:16": "experts_ptr"}
+    types |= {"*i32:16": "part_counts_ptr", "i32": "length tiles"}
     constants = kernel_constants(experts, rule, LAUNCH)
-    compile_without_spills(route_kernel, signature, constants, TARGETS[target], num_warps=LAUNCH.warps)
+    compile_without_spills(route_kernel, types, constants, TARGETS[target], num_warps=LAUNCH.warps)
 
-    signature = chosen | dict.fromkeys(("dweights_ptr", "dmass_ptr", "dz_ptr", "dlogits_ptr"), "*fp32:16")
+    types = {"*fp32:16": "logits_ptr dweights_ptr dmass_ptr dz_ptr dlogits_ptr", "*i64:16": "experts_ptr"}
     constants = backward_constants(experts, rule, LAUNCH)
-    compile_without_spills(route_backward_kernel, signature, constants, TARGETS[target], num_warps=LAUNCH.warps)
+    chip, warps = TARGETS[target], LAUNCH.warps
+    compile_without_spills(route_backward_kernel, types | {"i32": "length"}, constants, chip, num_warps=warps)
 
-    pointers = {"part_counts_ptr": "*i32:16", "counts_ptr": "*i64:16"}
-    pointers |= dict.fromkeys(("part_mass_ptr", "part_z_ptr", "mass_ptr", "z_ptr"), "*fp32:16")
-    constants = {"E": experts, "BLOCK_E": 8, "BLOCK_C": 512}
-    compile_without_spills(sum_parts_kernel, pointers | {"chunks": "i32"}, constants, TARGETS[target], num_warps=8)
+    types = {"*fp32:16": "part_mass_ptr part_z_ptr mass_ptr z_ptr", "*i32:16": "part_counts_ptr"}
+    types |= {"*i64:16": "counts_ptr", "i32": "chunks"}
+    compile_without_spills(sum_parts_kernel, types, {"E": experts, "BLOCK_E": 8, "BLOCK_C": 512}, chip, num_warps=8)
 
 
 def _draw_losses(sequences: int, experts: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -203,7 +202,6 @@ def test_a_sequence_that_chose_nothing_has_no_loss(device: torch.device) -> None
 @pytest.mark.often("*sm_90*", "*gfx942*")
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_balance_loss_compiles_without_spills(target: str) -> None:
-    pointers = dict.fromkeys(("mass_ptr", "z_ptr", "loss_ptr", "dmass_ptr", "dz_ptr"), "*fp32:16")
-    numbers = {"sequences": "i32", "slots_stride": "i32", "experts": "i32:16", "factor": "fp32", "z_factor": "fp32"}
-    signature = {**pointers, "slots_ptr": "*i64:16", **numbers}
-    compile_without_spills(balance_loss_kernel, signature, {"BLOCK_E": 256}, TARGETS[target], num_warps=1)
+    types = {"*fp32:16": "mass_ptr z_ptr loss_ptr dmass_ptr dz_ptr", "*i64:16": "slots_ptr"}
+    types |= {"i32": "sequences slots_stride", "fp32": "factor z_factor"}
+    compile_without_spills(balance_loss_kernel, types, {"BLOCK_E": 256}, TARGETS[target], num_warps=1)

@@ -195,22 +195,14 @@ def test_a_gpu_gives_the_gradients_of_16_bits_quantized(
                 assert (one != truth).float().mean() < 1e-3
 
 
-SIGNATURE = {
-    "x_ptr": "*bf16:16",
-    **dict.fromkeys(("row_scales_ptr", "column_scales_ptr"), "*fp32:16"),
-    **dict.fromkeys(("x_batch", "x_position", "x_head", "cos_batch", "cos_position"), "i32:16"),
-    **dict.fromkeys(("rows_stride", "columns_stride", "D", "R", "positions"), "i32:16"),
-}
 QUERIES = {"WIDTH": 192, "APART": 192, "FIRST": 0, "PLAIN": 128, "LARGEST": 448.0}
 VALUES = {"WIDTH": 128, "APART": 256, "FIRST": 128, "PLAIN": 128, "LARGEST": 448.0}
 
 
-def signature_of(*, turns: bool, copies: tuple[str, str]) -> tuple[dict[str, str], dict[str, Any]]:
-    """Types of arguments, and constants; `copies` are the types of rows and columns."""
-    signature, angles = SIGNATURE | dict(zip(("rows_ptr", "columns_ptr"), copies, strict=True)), ("cos_ptr", "sin_ptr")
-    if turns:
-        return signature | dict.fromkeys(angles, "*fp32:16"), dict(QUERIES)
-    return signature, VALUES | dict.fromkeys(angles)
+def types_of(*, turns: bool, copies: tuple[str, str]) -> list[tuple[str, str]]:
+    """`copies` are the types of rows and columns."""
+    types = [("*bf16:16", "x_ptr"), ("*fp32:16", "row_scales_ptr column_scales_ptr")]
+    return [*types, *zip(copies, ("rows_ptr", "columns_ptr"), strict=True), ("*fp32:16", "cos_ptr sin_ptr" * turns)]
 
 
 @pytest.mark.often("sm_90-queries", "gfx942-values")
@@ -218,12 +210,12 @@ def signature_of(*, turns: bool, copies: tuple[str, str]) -> tuple[dict[str, str
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_kernel_compiles_for_every_chip(target: str, turns: bool) -> None:
     is_amd, value = target.startswith("gfx"), "*fp8e4b8:16" if target == "gfx942" else "*fp8e4nv:16"
-    signature, constants = signature_of(turns=turns, copies=(value, value))
     launch = ROTATING if turns else TRANSPOSING
-    constants |= {"BLOCK_R": 128, "BLOCK_D": 128, "RUN": run_of(launch)}
+    constants = (QUERIES if turns else VALUES) | {"BLOCK_R": 128, "BLOCK_D": 128, "RUN": run_of(launch)}
     constants["LARGEST"] = 240.0 if target == "gfx942" else 448.0
     options = {"num_warps": launch.warps // 2} if is_amd else {"num_warps": launch.warps, "maxnreg": launch.registers}
-    found = compile_without_spills(latent_heads_backward_kernel, signature, constants, TARGETS[target], **options)
+    types = types_of(turns=turns, copies=(value, value))
+    found = compile_without_spills(latent_heads_backward_kernel, types, constants, TARGETS[target], **options)
     if not is_amd:
         assert re.search(r"ld\.global(?:\.\w+)*\.v4\.b32", found.asm), "loads are 16 bytes wide"
         assert not re.search(r"st\.global(?:\.\w+)*\.b8", found.asm), "and stores more than a byte"
@@ -232,11 +224,9 @@ def test_the_kernel_compiles_for_every_chip(target: str, turns: bool) -> None:
 @pytest.mark.often("*sm_90*", "*gfx942*")
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_kernel_of_the_shared_key_compiles_for_every_chip(target: str) -> None:
-    signature = dict.fromkeys(("dk_ptr", "dk_rope_ptr"), "*bf16:16") | dict.fromkeys(("cos_ptr", "sin_ptr"), "*fp32:16")
-    signature |= dict.fromkeys(("dk_batch", "dk_position", "dk_head", "cos_batch", "cos_position"), "i32:16")
-    constants = {"H": 16, "P": 64, "BLOCK_H": rope.LAUNCH.block_rows, "BLOCK_P": 64}
-    warps = rope.LAUNCH.warps
-    compile_without_spills(shared_key_backward_kernel, signature, constants, TARGETS[target], num_warps=warps)
+    types = {"*bf16:16": "dk_ptr dk_rope_ptr", "*fp32:16": "cos_ptr sin_ptr"}
+    constants, warps = {"H": 16, "P": 64, "BLOCK_H": rope.LAUNCH.block_rows, "BLOCK_P": 64}, rope.LAUNCH.warps
+    compile_without_spills(shared_key_backward_kernel, types, constants, TARGETS[target], num_warps=warps)
 
 
 @pytest.mark.often("gluon-queries", "gluon_8-values")
@@ -244,15 +234,10 @@ def test_the_kernel_of_the_shared_key_compiles_for_every_chip(target: str) -> No
 @pytest.mark.parametrize("turns", [False, True], ids=["values", "queries"])
 @pytest.mark.parametrize("launch", GLUON.values(), ids=GLUON)
 def test_hoppers_kernel_moves_tiles_in_wide_pieces_without_spills(launch: TileLaunch, turns: bool) -> None:
-    signature, constants = signature_of(turns=turns, copies=("*i8:16", "*i64:16"))
-    found = compile_for(
-        float8_quantize_kernels.latent_heads_backward_kernel,
-        signature,
-        constants,
-        TARGETS["sm_90"],
-        num_warps=launch.warps,
-        maxnreg=launch.registers,
-    )
+    types, kernel = types_of(turns=turns, copies=("*i8:16", "*i64:16")), float8_quantize_kernels
+    options = {"num_warps": launch.warps, "maxnreg": launch.registers}
+    constants = QUERIES if turns else VALUES
+    found = compile_for(kernel.latent_heads_backward_kernel, types, constants, TARGETS["sm_90"], **options)
     assert found.spills <= SPILLED_BY_TRITON_3_9 * turns and found.registers <= launch.registers, found.summary
     assert found.spills == 0 or launch != ROTATING_DEFAULT, found.summary
     assert not re.search(r"st\.global(?:\.\w+)*\.b8", found.asm), "rows"

@@ -119,10 +119,8 @@ def test_the_kernel_compiles_without_spills(target: str, recipe: Recipe) -> None
         pytest.skip("its matrix units apply no scales of 32 numbers")
     form = "*fp8e4b8:16" if target == "gfx942" else "*fp8e4nv:16"
     scales = "*u8:16" if e8m0 else "*fp32:16"
-    signature = dict.fromkeys(("x_ptr", "weight_ptr", "normed_ptr"), "*bf16:16")
-    signature |= dict.fromkeys(("rows_ptr", "columns_ptr"), form) | {"scale_ptr": "*fp32:16"}
-    signature |= dict.fromkeys(("row_scales_ptr", "column_scales_ptr"), scales) | {"tokens": "i32:16"}
-    signature |= dict.fromkeys(("x_stride", "rows_stride", "columns_stride"), "i32:16")
+    types = [("*bf16:16", "x_ptr weight_ptr normed_ptr"), ("*fp32:16", "scale_ptr")]
+    types += [(form, "rows_ptr columns_ptr"), (scales, "row_scales_ptr column_scales_ptr")]
     constants = {
         "D": 7168,
         "OUTER": recipe.columns[0],
@@ -137,5 +135,5 @@ def test_the_kernel_compiles_without_spills(target: str, recipe: Recipe) -> None
     is_amd = target.startswith("gfx")
     options = {"num_warps": TRANSPOSING.warps // (WAVE_FACTOR if is_amd else 1)}
     options |= {} if is_amd or e8m0 else {"maxnreg": TRANSPOSING.registers}
-    compiled = compile_without_spills(norm_quantize_kernel, signature, constants, TARGETS[target], **options)
+    compiled = compile_without_spills(norm_quantize_kernel, types, constants, TARGETS[target], **options)
     assert compiled.shared_bytes <= TARGETS[target].shared_bytes, compiled.summary

@@ -445,8 +445,10 @@ def test_no_load_of_scales_stands_between_a_product_and_its_sum(product: Product
         assert load not in behind[: behind.index("cp.async.bulk.tensor")], "where no product hides it"
 
 
-def compile_product(product: Product, launch: ProductLaunch, target: str, scaling: Scaling, **more: str) -> Compiled:
-    """Compile as launchers would for widths that are multiples of 16, gradients with sums; `more` may be None there."""
+def compile_product(
+    product: Product, launch: ProductLaunch, target: str, scaling: Scaling, *, is_kept: bool = False
+) -> Compiled:
+    """Compile as launchers would for widths that are multiples of 16, gradients with sums."""
     float8 = "fp8e4b8" if target == "gfx942" else "fp8e4nv"
     scale = "*u8:16" if scaling == "inside" else "*fp32:16"
     rows, columns, pieces = launch.block_rows, launch.block_columns, launch.pieces
@@ -463,42 +465,28 @@ def compile_product(product: Product, launch: ProductLaunch, target: str, scalin
         "PIECES": pieces,
         "DESCRIPTORS": launch.descriptors,
     }
-    signature = {"rows": "i32:16", "columns": "i32:16", "depth": "i32:16", "experts": "i32", **more}
+    types = [("i32", "experts"), ("*i64:16", "first_ptr" * is_kept)]
     if product.startswith("rows"):
         gathered = product == "rows_gathered"
-        signature |= {
-            "x": f"*{float8}:16" if gathered else operand(rows, DEPTH),
-            "w": operand(1, columns, DEPTH),
-            "y": operand(1, 1, rows, columns // pieces, dtype="bf16"),
-            "y_ptr": "*bf16:16",
-            **dict.fromkeys(("x_scales", "w_scales"), scale),
-            **dict.fromkeys(("starts_ptr", "owners_ptr"), "*i32:16"),
-            "block_count_ptr": "*i32",
-            **dict.fromkeys(("x_stride", "w_expert", "w_stride", "x_scale_depth"), "i32:16"),
-            **dict.fromkeys(("w_scale_expert", "w_scale_outer", "w_scale_depth"), "i32"),
-        }
-        signature |= {"index_ptr": "*i64:16"} if gathered else {}
-        constants |= {} if gathered else {"index_ptr": None}
+        types += [(f"*{float8}:16" if gathered else operand(rows, DEPTH), "x"), (operand(1, columns, DEPTH), "w")]
+        types += [(operand(1, 1, rows, columns // pieces, dtype="bf16"), "y"), ("*bf16:16", "y_ptr")]
+        types += [(scale, "x_scales w_scales"), ("*i64:16", "index_ptr" * gathered)]
+        types += [("*i32:16", "starts_ptr owners_ptr"), ("*i32", "block_count_ptr")]
+        types += [("i32", "w_scale_expert w_scale_outer w_scale_depth")]
         constants |= {"W_OUTER": DEPTH if scaling == "promoted" else 1, "GATHER": gathered, "WHOLE_DEPTH": True}
         constants |= {"x_scale_outer": 1, "ONLY_LAST": False}
-        return compile_for(float8_rows_kernel, signature, constants, TARGETS[target], launch.warps, launch.stages)
+        return compile_for(float8_rows_kernel, types, constants, TARGETS[target], launch.warps, launch.stages)
     is_sum, is_square = product != "dense", product == "dense" or product.endswith("square")
-    of_experts = product.startswith("columns")
-    signature |= {
-        "a": operand(rows, DEPTH),
-        "b": operand(columns, DEPTH),
-        "c": operand(1, rows, columns // pieces, dtype="fp32" if is_sum else "bf16"),
-        **dict.fromkeys(("a_scales", "b_scales"), scale),
-        **dict.fromkeys(("a_stride", "b_stride", "a_scale_depth"), "i32:16"),
-        "b_scale_depth": "i32" if is_square else "i32:16",
-    }
-    signature |= {"starts_ptr": "*i32:16"} if of_experts else {}
-    signature |= {"b_scale_outer": "i32"} if is_square else {}
-    constants |= {} if of_experts else {"starts_ptr": None}
+    types += [(operand(rows, DEPTH), "a"), (operand(columns, DEPTH), "b"), (scale, "a_scales b_scales")]
+    types += [(operand(1, rows, columns // pieces, dtype="fp32" if is_sum else "bf16"), "c")]
+    types += [
+        ("*i32:16", "starts_ptr" * product.startswith("columns")),
+        ("i32", "b_scale_outer b_scale_depth" * is_square),
+    ]
     constants |= {} if is_square else {"b_scale_outer": 1}
     constants |= {"a_scale_outer": 1, "ACCUMULATE": is_sum, "WHOLE": True}
     constants |= {"B_OUTER": DEPTH if is_square and scaling == "promoted" else 1}
-    return compile_for(float8_matrices_kernel, signature, constants, TARGETS[target], launch.warps, launch.stages)
+    return compile_for(float8_matrices_kernel, types, constants, TARGETS[target], launch.warps, launch.stages)
 
 
 def test_each_operator_has_a_kernel_of_the_same_name() -> None:

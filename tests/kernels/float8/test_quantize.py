@@ -294,24 +294,15 @@ def compiled(
     block, columns_block = (recipe.weights, recipe.weights) if weight else (recipe.rows, recipe.columns)
     launch = TRANSPOSING if columns else ROWS_ONLY
     power = recipe.scaling != "float32"
-    pointers = {
-        "x_ptr": float8 if gathers else "*bf16:16",
-        "x_scales_ptr": scales if gathers else None,
-        "index_ptr": "*i64:16" if gathers else None,
-        "tiles_ptr": "*i32:16" if gathers else None,
-        "rows_ptr": None if gathers else float8,
-        "row_scales_ptr": None if gathers else scales,
-        "row_amax_ptr": None if block[1] else "*i32:16",
-        "columns_ptr": float8 if columns else None,
-        "column_scales_ptr": scales if columns else None,
-        "column_amax_ptr": None if block[1] else "*i32:16",
-    }
-    numbers = ("x_scales_outer", "x_scales_depth", "R", "D", "places", "x_stride", "rows_stride", "columns_stride")
+    types = [("*bf16:16", "x_ptr"), (float8, "rows_ptr"), (scales, "row_scales_ptr")]
+    if gathers:
+        types = [(float8, "x_ptr"), (scales, "x_scales_ptr"), ("*i64:16", "index_ptr"), ("*i32:16", "tiles_ptr")]
+    types += [] if block[1] else [("*i32:16", "row_amax_ptr column_amax_ptr")]
+    types += [(float8, "columns_ptr"), (scales, "column_scales_ptr")] if columns else []
     return compile_for(
         quantize_kernel,
-        {name: kind for name, kind in pointers.items() if kind} | dict.fromkeys(numbers, "i32:16"),
-        {name: None for name, kind in pointers.items() if not kind}
-        | {
+        types,
+        {
             "X_OUTER": block[0] if gathers else 0,
             "X_DEPTH": block[1] if gathers else 0,
             "OUTER": columns_block[0] if gathers else block[0],
@@ -386,18 +377,13 @@ def test_no_pair_of_8_bit_numbers_is_used_whole_and_in_bytes(target: str, case: 
 @pytest.mark.often("*sm_90*", "*gfx942*")
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_small_kernels_compile_without_spills(target: str) -> None:
-    pointers = {"x_ptr": "*bf16:16", "tiles_ptr": "*i32:16", "whole_amax_ptr": "*i32:16", "row_amax_ptr": "*i32:16"}
-    missing = dict.fromkeys(("x_scales_ptr", "index_ptr", "column_amax_ptr"))
+    types = {"*bf16:16": "x_ptr", "*i32:16": "tiles_ptr whole_amax_ptr row_amax_ptr"}
     sizes = {"X_OUTER": 0, "X_DEPTH": 0, "BLOCK_R": ALIGNMENT, "BLOCK_D": ALIGNMENT}
-    numbers = dict.fromkeys(("x_scales_outer", "x_scales_depth", "R", "D", "x_stride"), "i32:16")
     warps = TRANSPOSING.warps // (WAVE_FACTOR if target.startswith("gfx") else 1)
-    compile_without_spills(measure_kernel, pointers | numbers, missing | sizes, TARGETS[target], num_warps=warps)
-    compile_without_spills(
-        group_tiles_kernel,
-        {"counts_ptr": "*i64:16", "tiles_ptr": "*i32:16", "tiles": "i32", "rows": "i32"},
-        {"EXPERTS": 160, "BLOCK_E": 256, "BLOCK_R": ALIGNMENT, "BLOCK_T": TILES},
-        TARGETS[target],
-    )
+    compile_without_spills(measure_kernel, types, sizes, TARGETS[target], num_warps=warps)
+    types = {"*i64:16": "counts_ptr", "*i32:16": "tiles_ptr", "i32": "tiles rows"}
+    sizes = {"EXPERTS": 160, "BLOCK_E": 256, "BLOCK_R": ALIGNMENT, "BLOCK_T": TILES}
+    compile_without_spills(group_tiles_kernel, types, sizes, TARGETS[target])
 
 
 FORMS = (E4M3, E5M2, E4M3_FNUZ, E5M2_FNUZ)
@@ -470,13 +456,13 @@ def test_packing_compiles_without_spills_with_wide_loads_and_stores(target: str,
         "DEPTH": depth,
     }
     value = "fp8e4b8" if target == "gfx942" else "fp8e4nv"
-    signature = {"x_ptr": "*bf16:16", "packed_ptr": f"*{value}:16", "rows": "i32:16"}
+    types = {"*bf16:16": "x_ptr", f"*{value}:16": "packed_ptr"}
     wide = (r"ld\.global\S*\.v4", r"st\.global\S*\.v[24]") if is_nvidia else (r"load_dwordx4", r"store_dwordx[24]")
     for kernel, options in (
         (quantize_kernels.pack_rows_kernel, {"LARGEST": 448.0, "POWER": True}),
         (quantize_kernels.unpack_rows_kernel, {}),
     ):
-        compiled = compile_for(kernel, signature, row | options, TARGETS[target], num_warps=quantize.PACKING.warps)
+        compiled = compile_for(kernel, types, row | options, TARGETS[target], num_warps=quantize.PACKING.warps)
         assert compiled.spills == 0, compiled.summary
         loads, stores = (
             wide if kernel is quantize_kernels.pack_rows_kernel else (r"load|ld\.global", wide[0].replace("ld", "st"))
@@ -495,7 +481,6 @@ def test_transposed_bytes_equal_the_quantized_transpose(shape: tuple[int, ...], 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_chip_moves_wide_words_without_spilling(target: str) -> None:
-    signature = {"x_ptr": "*u8:16", "out_ptr": "*u8:16", "rows": "i32:16", "columns": "i32:16"}
-    block = {"BLOCK": TRANSPOSE_BLOCK}
-    compiled = compile_without_spills(transpose_kernel, signature, block, TARGETS[target], num_warps=TRANSPOSE_WARPS)
+    types, block = {"*u8:16": "x_ptr out_ptr"}, {"BLOCK": TRANSPOSE_BLOCK}
+    compiled = compile_without_spills(transpose_kernel, types, block, TARGETS[target], num_warps=TRANSPOSE_WARPS)
     assert wide("load", compiled.asm) and wide("store", compiled.asm)

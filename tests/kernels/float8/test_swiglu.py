@@ -215,32 +215,23 @@ def compiled(target: str, recipe: Recipe, rule: ExpertRule, which: str, *, is_ke
         "BLOCK_R": launch.block_rows,
         "BLOCK_F": launch.block_columns,
     }
-    signature = {"gate_up_ptr": "*bf16:16", "weights_ptr": "*fp32:16", "R": "i32", "F": "i32:16"}
-    signature |= {"rows_stride": "i32:16", **({"first_ptr": "*i64:16"} if is_kept else {})}
+    types = [("*bf16:16", "gate_up_ptr"), ("*fp32:16", "weights_ptr"), ("i32", "R"), ("*i64:16", "first_ptr" * is_kept)]
     if which == "backward":
-        signature |= {
-            "dh_ptr": "*bf16:16",
-            "tiles_ptr": "*i32:16",
-            "products_ptr": "*fp32:16",
-            "words_stride": "i32:16",
-        }
-        signature |= dict.fromkeys(("d_rows_ptr", "d_columns_ptr", "h_columns_ptr"), value)
-        signature |= dict.fromkeys(("d_row_scales_ptr", "d_column_scales_ptr", "h_column_scales_ptr"), scale)
+        types += [("*bf16:16", "dh_ptr"), ("*i32:16", "tiles_ptr"), ("*fp32:16", "products_ptr")]
+        types += [(value, "d_rows_ptr d_columns_ptr h_columns_ptr")]
+        types += [(scale, "d_row_scales_ptr d_column_scales_ptr h_column_scales_ptr")]
         constants |= {"H_LARGEST": largest, "WEIGHS_INPUT": rule.weighs_input, "STEP": BACKWARD.step}
     else:
-        signature |= {"rows_ptr": value, "row_scales_ptr": scale, "experts": "i32", "columns_stride": "i32:16"}
+        types += [(value, "rows_ptr"), (scale, "row_scales_ptr"), ("i32", "experts")]
         constants |= {"BLOCK_E": 64, "RUN": 1 if which == "rows" else RUN, **rule_constants(rule)}
-        absent = ["columns_ptr", "column_scales_ptr"] if which == "rows" else ["counts_ptr"]
-        signature |= (
-            {"counts_ptr": "*i32:16"} if which == "rows" else {"columns_ptr": value, "column_scales_ptr": scale}
-        )
-        constants |= dict.fromkeys(absent)
+        copies = [(value, "columns_ptr"), (scale, "column_scales_ptr")]
+        types += [("*i32:16", "counts_ptr")] if which == "rows" else copies
     kernel = swiglu_backward_float8_kernel if which == "backward" else swiglu_float8_kernel
     is_amd = target.startswith("gfx")
     is_limited = which == "backward" and not is_amd and recipe is not MXFP8
     options = {"maxnreg": BACKWARD.registers} if is_limited else {}
     warps = launch.warps // (WAVE_FACTOR if is_amd else 1)
-    return compile_for(kernel, signature, constants, TARGETS[target], num_warps=warps, **options)
+    return compile_for(kernel, types, constants, TARGETS[target], num_warps=warps, **options)
 
 
 CASES = {

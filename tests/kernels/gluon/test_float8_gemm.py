@@ -261,51 +261,32 @@ def compile_kernel(
         layout = NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=bits, rank=len(block))
         return f"tensordesc<{dtype}{list(block)},{layout!r}>"
 
-    constants: dict[str, int | bool | None] = {
+    constants: dict[str, int | bool] = {
         "STAGES": launch.stages,
         "STEPS": launch.steps,
         "GROUP": launch.group,
         "CONSUMERS": launch.block_rows // PIECE_ROWS,
     }
     piece = float8_launches.WIDTH // launch.pieces
-    signature = {"rows": "i32", "columns": "i32:16", "depth": "i32:16", "experts": "i32"}
-    is_dense = product.startswith("dense")
-    if is_dense:
-        constants["experts"] = 1
-        del signature["experts"]
-    table: tuple[str, ...] = ("starts_ptr",)
+    is_dense, types = product.startswith("dense"), [("i32", "rows")]
+    constants |= {"experts": 1} if is_dense else {}
+    types += [] if is_dense else [("i32", "experts"), ("*i32:16", "starts_ptr")]
     if product in ("rows", "rows_gathered", "dense"):
-        signature |= {
-            "x": operand("fp8e4nv", 8, 64, 128),
-            "w": operand("fp8e4nv", 8, 1, 128, 128),
-            "y_ptr": f"*{dtype}:16",
-            **dict.fromkeys(("x_scales", "w_scales"), "*fp32:16"),
-            **dict.fromkeys(("w_scale_expert", "w_scale_depth"), "i32"),
-            "x_scale_outer" if is_packed else "x_scale_depth": "i32",
-        }
-        signature |= {"y": operand("bf16", 16, 1, 1, 64, piece)} if dtype == "bf16" else {}
-        signature |= {"first_ptr": "*i64:16"} if is_kept else {}
-        constants |= {"w_scale_outer": 1, "ONLY_LAST": False}
-        constants |= {"x_scale_depth" if is_packed else "x_scale_outer": 1}
-        table += ("owners_ptr", "block_count_ptr")
+        types += [(operand("fp8e4nv", 8, 64, 128), "x"), (operand("fp8e4nv", 8, 1, 128, 128), "w")]
+        types += [(f"*{dtype}:16", "y_ptr"), ("*fp32:16", "x_scales w_scales"), ("i32", "w_scale_expert w_scale_depth")]
+        types += [(operand("bf16", 16, 1, 1, 64, piece), "y")] if dtype == "bf16" else []
+        types += [("*i64:16", "first_ptr" * is_kept), ("*i32:16", "" if is_dense else "owners_ptr block_count_ptr")]
+        strides = ("x_scale_outer", "x_scale_depth") if is_packed else ("x_scale_depth", "x_scale_outer")
+        types += [("i32", strides[0])]
+        constants |= {strides[1]: 1, "w_scale_outer": 1, "ONLY_LAST": False} | ({} if dtype == "bf16" else {"y": None})
         kernel = float8_rows_kernel
     else:
-        signature |= {
-            "a": operand("fp8e4nv", 8, 64, 128),
-            "b": operand("fp8e4nv", 8, 128, 128),
-            "c": operand("fp32", 32, 1, 64, piece),
-            "c_ptr": "*fp32:16",
-            **dict.fromkeys(("a_scales", "b_scales"), "*fp32:16"),
-            **dict.fromkeys(("a_scale_depth", "b_scale_depth"), "i32:16"),
-        }
+        types += [(operand("fp8e4nv", 8, 64, 128), "a"), (operand("fp8e4nv", 8, 128, 128), "b")]
+        types += [(operand("fp32", 32, 1, 64, piece), "c"), ("*fp32:16", "c_ptr a_scales b_scales")]
         constants |= {"a_scale_outer": 1, "b_scale_outer": 1, "SQUARE": product.endswith("square"), "WHOLE": True}
         kernel = float8_matrices_kernel
-    if is_dense:
-        constants |= dict.fromkeys(table)
-    else:
-        signature |= dict.fromkeys(table, "*i32:16")
     registers = MOST_REGISTERS[launch.block_rows // PIECE_ROWS]
-    return compile_for(kernel, signature, constants, TARGETS["sm_90"], launch.warps, maxnreg=registers)
+    return compile_for(kernel, types, constants, TARGETS["sm_90"], launch.warps, maxnreg=registers)
 
 
 @pytest.mark.parametrize(

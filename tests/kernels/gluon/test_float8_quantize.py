@@ -143,26 +143,14 @@ def test_a_hopper_gives_the_copies_of_the_definition(
 
 
 def compiled(launch: TileLaunch, *, eight: bool, square: bool, travelled: bool = False) -> Compiled:
-    pointers = {
-        "x_ptr": "*fp8e4nv:16" if eight else "*bf16:16",
-        "x_scales_ptr": "*fp32:16" if eight else None,
-        "index_ptr": "*i64:16" if eight and not travelled else None,
-        "tiles_ptr": "*i32:16",
-        "rows_ptr": None if eight else "*i8:16",
-        "row_scales_ptr": None if eight else "*fp32:16",
-        "columns_ptr": "*i64:16",
-        "column_scales_ptr": "*fp32:16",
-    }
-    numbers = dict.fromkeys(("x_stride", "rows_stride", "columns_stride", "D"), "i32:16")
-    numbers["x_scales_outer"] = "i32" if travelled else "i32:16"
-    return compile_for(
-        quantize_kernel,
-        {name: kind for name, kind in pointers.items() if kind} | numbers | {"R": "i32", "x_scales_depth": "i32"},
-        {name: None for name, kind in pointers.items() if not kind} | {"LARGEST": 448.0, "SQUARE": square},
-        TARGETS["sm_90"],
-        num_warps=launch.warps,
-        maxnreg=launch.registers,
-    )
+    types = [("*i32:16", "tiles_ptr"), ("*i64:16", "columns_ptr"), ("*fp32:16", "column_scales_ptr")]
+    types += [("i32", "R x_scales_depth"), ("i32", "x_scales_outer" * travelled)]
+    if eight:
+        types += [("*fp8e4nv:16", "x_ptr"), ("*fp32:16", "x_scales_ptr"), ("*i64:16", "" if travelled else "index_ptr")]
+    else:
+        types += [("*bf16:16", "x_ptr"), ("*i8:16", "rows_ptr"), ("*fp32:16", "row_scales_ptr")]
+    constants, options = {"LARGEST": 448.0, "SQUARE": square}, {"num_warps": launch.warps, "maxnreg": launch.registers}
+    return compile_for(quantize_kernel, types, constants, TARGETS["sm_90"], **options)
 
 
 @pytest.mark.often("8 bits-True-gluon_128")
@@ -364,33 +352,19 @@ def test_a_hopper_reads_kept_rows_where_they_stand(before: int, hopper: torch.de
 
 
 def compiled_swiglu(
-    rule: ExpertRule = SWIGLU,
-    largest: float = 448.0,
-    *,
-    square: bool = False,
-    is_kept: bool = False,
+    rule: ExpertRule = SWIGLU, largest: float = 448.0, *, square: bool = False, is_kept: bool = False
 ) -> Compiled:
-    signature = {
-        **dict.fromkeys(("gate_up_ptr", "dh_ptr"), "*bf16:16"),
-        **dict.fromkeys(("weights_ptr", "products_ptr"), "*fp32:16"),
-        **dict.fromkeys(("d_row_scales_ptr", "d_column_scales_ptr", "h_column_scales_ptr"), "*fp32:16"),
-        "tiles_ptr": "*i32:16",
-        "d_rows_ptr": "*i8:16",
-        **dict.fromkeys(("d_columns_ptr", "h_columns_ptr"), "*i64:16"),
-        **dict.fromkeys(("rows_stride", "columns_stride", "F"), "i32:16"),
-        **dict.fromkeys(("R", "tiles"), "i32"),
+    types = {
+        "*bf16:16": "gate_up_ptr dh_ptr",
+        "*fp32:16": "weights_ptr products_ptr d_row_scales_ptr d_column_scales_ptr h_column_scales_ptr",
+        "*i32:16": "tiles_ptr",
+        "*i8:16": "d_rows_ptr",
+        "*i64:16": "d_columns_ptr h_columns_ptr" + " first_ptr" * is_kept,
+        "i32": "R tiles",
     }
-    signature |= {"first_ptr": "*i64:16"} if is_kept else {}
-    constants = {"LARGEST": largest, "H_LARGEST": 448.0, "WEIGHS_INPUT": rule.weighs_input}
-    constants["SQUARE"] = square
-    return compile_for(
-        swiglu_backward_float8_kernel,
-        signature,
-        constants,
-        TARGETS["sm_90"],
-        num_warps=BACKWARD_DEFAULT.warps,
-        maxnreg=BACKWARD_DEFAULT.registers,
-    )
+    constants = {"LARGEST": largest, "H_LARGEST": 448.0, "WEIGHS_INPUT": rule.weighs_input, "SQUARE": square}
+    options = {"num_warps": BACKWARD_DEFAULT.warps, "maxnreg": BACKWARD_DEFAULT.registers}
+    return compile_for(swiglu_backward_float8_kernel, types, constants, TARGETS["sm_90"], **options)
 
 
 @pytest.mark.often("True-True", "False-False")

@@ -232,34 +232,22 @@ def compile_kernel(product: str, launch: Any, *, kept: bool) -> Compiled:
         layout = NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=bits, rank=len(block))
         return f"tensordesc<{dtype}{list(block)},{layout!r}>"
 
-    constants: dict[str, int | None] = {"STAGES": launch.stages, "GROUP": launch.group}
+    constants = {"STAGES": launch.stages, "GROUP": launch.group}
+    types = [("*i32:16", "starts_ptr"), ("i32", "experts")]
     if RINGS_OF[product] is ROWS_RINGS:
         back = product == "input gradient"
-        signature = {
-            "x": operand(launch.block_rows, depth),
-            "w": operand(1, depth, columns) if back else operand(1, columns, depth),
-            "y": operand(1, 1, PIECE_ROWS, piece),
-            "y_ptr": "*bf16:16",
-            **dict.fromkeys(("starts_ptr", "owners_ptr"), "*i32:16"),
-            "block_count_ptr": "*i32",
-            **dict.fromkeys(("columns", "depth"), "i32:16"),
-            **dict.fromkeys(("rows", "experts"), "i32"),
-        }
-        constants |= {"DEPTH_FIRST": back, "ONLY_LAST": False} | ({} if kept else {"first_ptr": None})
-        signature |= {"first_ptr": "*i64:16"} if kept else {}
+        types += [(operand(launch.block_rows, depth), "x"), (operand(1, 1, PIECE_ROWS, piece), "y")]
+        types += [(operand(1, depth, columns) if back else operand(1, columns, depth), "w"), ("*bf16:16", "y_ptr")]
+        types += [("*i32:16", "owners_ptr"), ("*i32", "block_count_ptr"), ("i32", "rows")]
+        types += [("*i64:16", "first_ptr" * kept)]
+        constants |= {"DEPTH_FIRST": back, "ONLY_LAST": False}
         kernel = expert_rows_kernel
     else:
-        signature = {
-            "dy": operand(1, 1, depth, launch.block_rows),
-            "x": operand(1, 1, depth, columns),
-            "dw": operand(1, PIECE_ROWS, piece * 32 // bits, dtype=result, bits=bits),
-            "starts_ptr": "*i32:16",
-            **dict.fromkeys(("rows", "columns"), "i32:16"),
-            "experts": "i32",
-        }
+        types += [(operand(1, 1, depth, launch.block_rows), "dy"), (operand(1, 1, depth, columns), "x")]
+        types += [(operand(1, PIECE_ROWS, piece * 32 // bits, dtype=result, bits=bits), "dw")]
         constants["ACCUMULATE"] = product == "accumulated"
         kernel = weight_gradient_kernel
-    return compile_for(kernel, signature, constants, TARGETS["sm_90"], launch.warps, maxnreg=REGISTERS)
+    return compile_for(kernel, types, constants, TARGETS["sm_90"], launch.warps, maxnreg=REGISTERS)
 
 
 @pytest.mark.gpu
