@@ -49,16 +49,11 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Sizes of a model's step for the operators.
-
-    Attributes:
-        rule: of the router; None for a dense model.
-        sequences: rows of the micro-batch.
-    """
+    """Sizes of a model's step for the operators."""
 
     shapes: Shapes
-    rule: RouterRule | None
-    sequences: int
+    rule: RouterRule | None  # of the router; None for a dense model
+    sequences: int  # rows of the micro-batch
     epsilon: float
     dtype: torch.dtype
     device: torch.device
@@ -70,20 +65,14 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One part of an operator under one load.
-
-    Attributes:
-        shape: sizes by which the result is looked up.
-        draw: returns new inputs, the same for every backend.
-        bind: returns the call of a backend on such inputs; untimed preparation has run.
-    """
+    """One part of an operator under one load."""
 
     part: TimedPart
-    shape: dict[str, int]
-    skew: float
+    shape: dict[str, int]  # sizes by which the result is looked up
+    skew: float  # one of `SKEWS`
     backends: tuple[str, ...]
-    draw: Callable[[], Tensors]
-    bind: Callable[[str, Tensors], Call]
+    draw: Callable[[], Tensors]  # returns new inputs, the same for every backend
+    bind: Callable[[str, Tensors], Call]  # the call of a backend on such inputs; untimed preparation has run
 
 
 def workload_of(run: Run, device: torch.device) -> Workload:
@@ -132,16 +121,11 @@ _DrawAndBind = tuple[Callable[[], Tensors], Callable[[str, Tensors], Call]]
 
 @dataclass(frozen=True)
 class _Operator:
-    """An operator as the model calls it.
+    """An operator as the model calls it."""
 
-    Attributes:
-        draw: inputs for a skew.
-        leaves: number of first inputs with gradients.
-    """
-
-    draw: Callable[[Workload, float], Tensors]
+    draw: Callable[[Workload, float], Tensors]  # inputs for a skew
     apply: Callable[[Operators, Workload, Tensors], Any]
-    leaves: int = 0
+    leaves: int = 0  # so many first inputs have gradients
 
 
 def _operator(work: Workload, part: TimedPart, skew: float) -> _DrawAndBind:
@@ -153,7 +137,7 @@ def _operator(work: Workload, part: TimedPart, skew: float) -> _DrawAndBind:
         if part.direction == "forward":
             return torch.no_grad()(call)
         leaves = [x.requires_grad_() for x in inputs[: operator.leaves]]
-        found = call()
+        found = call()  # forward runs once, untimed; each timed call walks its graph again
         outputs = [x for x in ((found,) if isinstance(found, Tensor) else found) if x.requires_grad]
         incoming = [torch.randn_like(output) for output in outputs]
         return lambda: torch.autograd.grad(outputs, leaves, incoming, retain_graph=True)
@@ -167,7 +151,7 @@ def _product(work: Workload, part: TimedPart, skew: float) -> _DrawAndBind:
     columns, depth = (2 * sizes.ffn, sizes.hidden) if gathers else (sizes.hidden, sizes.ffn)
     rows = sizes.tokens * sizes.top_k
     operands: dict[str, tuple[int, ...]] = {
-        "x": (sizes.tokens if gathers else rows, depth),
+        "x": (sizes.tokens if gathers else rows, depth),  # the first product gathers its rows of the tokens
         "w": (sizes.experts, columns, depth),
         "dy": (rows, columns),
     }
@@ -267,13 +251,9 @@ MOST_BUSY_SECONDS = 0.02
 
 
 class CallTimer(Protocol):
-    """Times calls that do the same on different inputs.
+    """Times calls that do the same on different inputs."""
 
-    Attributes:
-        rotation: total bytes of the inputs of all calls.
-    """
-
-    rotation: int
+    rotation: int  # total bytes of the inputs of all calls
 
     def __call__(self, calls: Sequence[Call]) -> float:
         """Microseconds of one call."""
@@ -281,20 +261,14 @@ class CallTimer(Protocol):
 
 
 class GpuCallTimer:
-    """Times calls on the current GPU by events of its stream.
+    """Times calls on the current GPU by events of its stream."""
 
-    Args:
-        rounds: the result is their median.
-        least_ms: minimum device time of a round.
-        most_calls: of a round, limited by the device's queue.
-    """
-
-    rotation = 2**28
+    rotation = 2**28  # several times a GPU's L2 cache
 
     def __init__(self, rounds: int = 7, least_ms: float = 2.0, most_calls: int = 32) -> None:
-        self._rounds = rounds
-        self._least_ms = least_ms
-        self._most_calls = most_calls
+        self._rounds = rounds  # the result is their median
+        self._least_ms = least_ms  # minimum device time of a round
+        self._most_calls = most_calls  # of a round, limited by the device's queue
 
     def __call__(self, calls: Sequence[Call]) -> float:
         """See `CallTimer`."""
@@ -303,9 +277,9 @@ class GpuCallTimer:
         calls = [*calls] * math.ceil(4 / len(calls))
         queued, least = self._round(calls, busy_seconds=0.0)
         repeats = min(math.ceil(self._least_ms / least), self._most_calls // len(calls)) or 1
-        busy_seconds = min(1.5 * queued * repeats, MOST_BUSY_SECONDS)
+        busy_seconds = min(1.5 * queued * repeats, MOST_BUSY_SECONDS)  # half as long again as the host queues
         times = [self._round([*calls] * repeats, busy_seconds)[1] for _ in range(self._rounds)]
-        return median(times) / len(calls) / repeats * 1e3
+        return median(times) / len(calls) / repeats * 1e3  # milliseconds of a round to microseconds of a call
 
     def _round(self, calls: Sequence[Call], busy_seconds: float) -> tuple[float, float]:
         """Seconds to queue the calls on the host, and milliseconds to run them on the device."""
@@ -340,7 +314,7 @@ def measure(work: Workload, facts: DeviceFacts, clock: CallTimer) -> Iterator[Op
 def _time(case: Case, backend: str, clock: CallTimer) -> float | None:
     """Microseconds, or None if the device runs out of memory."""
     try:
-        torch.manual_seed(0)
+        torch.manual_seed(0)  # each backend gets the same inputs
         first = case.draw()
         copies = math.ceil(clock.rotation / sum(x.nbytes for x in first))
         inputs = [first, *(case.draw() for _ in range(min(copies, MOST_COPIES) - 1))]

@@ -44,46 +44,30 @@ NOISE = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """A variant of a step that was refused or ran out of memory.
+    """A variant of a step that was refused or ran out of memory."""
 
-    Attributes:
-        trial: name of its run, even if it was not started.
-        change: overrides of the step, then those of the fallback.
-        seconds: duration of the trial.
-    """
-
-    trial: str
-    change: tuple[str, ...]
+    trial: str  # name of its run, even if it was not started
+    change: tuple[str, ...]  # overrides of the step, then those of the fallback
     overrides: tuple[str, ...]
     state: Literal["refused", "failed"]
     reason: str
-    seconds: float
+    seconds: float  # duration of the trial
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Result of a step: of the variant that ran or crashed, or of the plain step if no variant could run.
-
-    Attributes:
-        state: `slower` if it ran but is left out of later steps.
-        reason: one line; empty if it ran.
-        fallback: overrides of the fallback; empty without one.
-        changed: differences from the last step that ran, `field=value` each; for the first step its overrides.
-        figures: None if it did not run.
-        seconds: duration, without earlier attempts.
-        tried: variants that were refused or ran out of memory, in order.
-    """
+    """Result of a step: of the variant that ran or crashed, or of the plain step if no variant could run."""
 
     step: LadderStep
-    state: State
-    reason: str = ""
+    state: State  # `slower` if it ran but is left out of later steps
+    reason: str = ""  # one line; empty if it ran
     trial: str = ""
-    fallback: tuple[str, ...] = ()
-    changed: tuple[str, ...] = ()
+    fallback: tuple[str, ...] = ()  # overrides of the fallback; empty without one
+    changed: tuple[str, ...] = ()  # `field=value` that the last step that ran lacks; for the first step its overrides
     overrides: tuple[str, ...] = ()
-    figures: Figures | None = None
-    seconds: float = 0.0
-    tried: tuple[Attempt, ...] = ()
+    figures: Figures | None = None  # None if it did not run
+    seconds: float = 0.0  # duration, without earlier attempts
+    tried: tuple[Attempt, ...] = ()  # variants that were refused or ran out of memory, in order
 
     @property
     def others(self) -> tuple[Attempt, ...]:
@@ -93,52 +77,36 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class _Variant:
-    """A step, plain or with a fallback.
-
-    Attributes:
-        own: overrides of the step.
-        held: overrides of the steps before and of this one.
-        run: the configuration, or the reason why it is refused.
-    """
+    """A step, plain or with a fallback."""
 
     trial: str
-    own: tuple[str, ...]
+    change: tuple[str, ...]  # overrides of the step, then those of the fallback
     fallback: tuple[str, ...]
-    held: tuple[str, ...]
-    overrides: tuple[str, ...]
-    run: Run | Failure
+    held: tuple[str, ...]  # overrides of the steps before and of this one
+    overrides: tuple[str, ...]  # all of the run's
+    run: Run | Failure  # the configuration, or the reason why it is refused
 
 
 @dataclass(frozen=True, kw_only=True)
 class LadderGain:
-    """Throughput ratios of a step, for each device.
+    """Throughput ratios of a step, for each device."""
 
-    Attributes:
-        before: over the last step that ran and was kept.
-        first: over the first step that ran.
-        by_optimization: product of the gains up to here, without steps that change the micro-batch.
-        by_size: product of the gains of the others.
-        loss_gap: largest relative difference from the losses of the first step that ran.
-    """
-
-    before: float
-    first: float
-    by_optimization: float
-    by_size: float
-    loss_gap: float
+    before: float  # over the last step that ran and was kept
+    first: float  # over the first step that ran
+    by_optimization: float  # product of the gains up to here, without steps that change the micro-batch
+    by_size: float  # product of the gains of the others
+    loss_gap: float  # largest relative difference from the losses of the first step that ran
 
 
 def climb(
     steps: Sequence[LadderStep], wanted: frozenset[str], base: Trial, measure: Measure, *, has_gpu: bool
 ) -> Iterator[Outcome]:
-    """Measure one step after another; a generator, so that the caller can report progress.
+    """Measure the `wanted` steps one after another; a generator, so that the caller can report progress.
 
-    Args:
-        wanted: names of the steps to measure (`penstock.tune.ladder_steps.chosen`).
-        base: options that all steps share; the steps' overrides come after its own.
-        has_gpu: the ranks are on GPUs.
+    All steps share the options of `base`; their own overrides come after its own.
     """
     held: tuple[str, ...] = ()
+    # The run below the next step, measured or not; run and figures of the last measured step that was kept.
     below, last, best = load_run(base.target, base.overrides), None, None
     for place, step in enumerate(steps):
         skipped = why_skipped(step, below, has_gpu)
@@ -156,7 +124,7 @@ def climb(
         if variant is None or isinstance(variant.run, Failure):
             continue
         last = variant.run if pays else last
-        if pays or place == 0 or step.name not in wanted:
+        if pays or place == 0 or step.name not in wanted:  # the base stays even if it fails
             held, below = variant.held, variant.run
 
 
@@ -169,7 +137,8 @@ def _variants(step: LadderStep, held: tuple[str, ...], below: Run, base: Trial, 
     for name, fallback in {"": LadderChange(), **step.fallbacks}.items():
         if why_unmet(fallback, below, has_gpu):
             continue
-        mine = (*held, *own, *fallback.change)
+        change = (*own, *fallback.change)
+        mine = (*held, *change)
         overrides = (*base.overrides, *mine)
         run = _describe(overrides, base)
         if isinstance(run, Run) and run.training.global_batch != below.training.global_batch:
@@ -177,9 +146,11 @@ def _variants(step: LadderStep, held: tuple[str, ...], below: Run, base: Trial, 
             overrides = (*overrides, f"training.global_batch={below.training.global_batch}")
             run = _describe(overrides, base)
         if name and run in (below, *(one.run for one in found)):
-            continue
+            continue  # a fallback that changes nothing, or nothing more than one before it
         trial = step.trial_name(name)
-        found.append(_Variant(trial=trial, own=own, fallback=fallback.change, held=mine, overrides=overrides, run=run))
+        found.append(
+            _Variant(trial=trial, change=change, fallback=fallback.change, held=mine, overrides=overrides, run=run)
+        )
     return found
 
 
@@ -196,20 +167,16 @@ def _describe(overrides: tuple[str, ...], base: Trial) -> Run | Failure:
 def _measured(
     step: LadderStep, variants: Sequence[_Variant], last: Run | None, base: Trial, measure: Measure
 ) -> tuple[Outcome, _Variant]:
-    """The outcome of a step, and the variant that it belongs to.
+    """The outcome of a step, and the variant that it belongs to. The plain variant comes first.
 
-    Args:
-        variants: of the step, the plain one first.
-        last: run of the last step that was kept.
+    `last` is the run of the last step that was kept.
     """
     tried: list[Attempt] = []
     outcomes: list[Outcome] = []
     for variant in variants:
-        found = (
-            variant.run
-            if isinstance(variant.run, Failure)
-            else measure(replace(base, name=variant.trial, overrides=variant.overrides))
-        )
+        found: Run | Figures | Failure = variant.run
+        if isinstance(found, Run):
+            found = measure(replace(base, name=variant.trial, overrides=variant.overrides))
         outcome = _outcome(step, variant, last, found)
         if isinstance(found, Figures) or not found.is_mendable:
             return replace(outcome, tried=tuple(tried)), variant
@@ -217,7 +184,7 @@ def _measured(
         tried.append(
             Attempt(
                 trial=variant.trial,
-                change=(*variant.own, *variant.fallback),
+                change=variant.change,
                 overrides=variant.overrides,
                 state=found.kind,
                 reason=found.reason,
@@ -231,7 +198,7 @@ def _outcome(step: LadderStep, variant: _Variant, last: Run | None, found: Figur
     """The outcome of a step from the trial of a variant."""
     changed: tuple[str, ...] = ()
     if isinstance(variant.run, Run):
-        changed = (*variant.own, *variant.fallback)
+        changed = variant.change
         if last is not None:
             changed = tuple(f"{one.field}={one.right}".replace('"', "") for one in differences(last, variant.run))
     outcome = Outcome(
@@ -251,8 +218,7 @@ def _outcome(step: LadderStep, variant: _Variant, last: Run | None, found: Figur
 def _judged(outcome: Outcome, best: Figures | None) -> Outcome:
     """Mark an outcome as slower if its fastest training step is slower than the slowest one without it, beyond NOISE.
 
-    Args:
-        best: figures of the last step that was kept; None if there is none.
+    `best` are the figures of the last step that was kept, if there is one.
     """
     figures = outcome.figures
     if figures is None or best is None or _ratio(figures, best) >= 1 - NOISE:
@@ -320,14 +286,10 @@ def balancing(run: Run) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedTrials:
-    """Content of an earlier ladder's file.
+    """Content of an earlier ladder's file."""
 
-    Attributes:
-        steps: entries of the file.
-    """
-
-    trials: Mapping[tuple[str, tuple[str, ...]], Figures | Failure]
-    steps: Sequence[Mapping[str, Any]] = ()
+    trials: Mapping[tuple[str, tuple[str, ...]], Figures | Failure]  # by name and overrides
+    steps: Sequence[Mapping[str, Any]] = ()  # entries of the file
 
     def still_ahead(self, outcomes: Sequence[Outcome]) -> list[Mapping[str, Any]]:
         """Entries of steps that this ladder has not reached yet; they stay in the file in case it is interrupted."""
@@ -373,13 +335,9 @@ def steps_as_json(outcomes: Sequence[Outcome], flops_per_token: float) -> list[d
 
 
 def read_saved_trials(path: Path, environment: Mapping[str, Any], commit: str) -> SavedTrials:
-    """The trials of an interrupted ladder.
+    """The trials of an interrupted ladder, none if its file is missing.
 
-    Args:
-        path: file of the earlier ladder; may be missing.
-
-    Raises:
-        ConfigError: the file is no ladder, or has another environment.
+    Raises a ConfigError if the file is no ladder, or has another environment.
     """
     if not path.exists():
         return NO_TRIALS

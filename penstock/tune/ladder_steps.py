@@ -70,15 +70,10 @@ class LadderStep(LadderChange):
 
 @dataclass(frozen=True)
 class Requirement:
-    """A requirement of a step.
+    """A requirement of a step."""
 
-    Attributes:
-        is_met: by a run, on a machine with or without a GPU.
-        otherwise: reason for skipping the step.
-    """
-
-    is_met: Callable[[Run, bool], bool]
-    otherwise: str
+    is_met: Callable[[Run, bool], bool]  # by a run, on a machine with or without a GPU
+    otherwise: str  # reason for skipping the step
 
 
 def _has_static_rows(run: Run) -> bool:
@@ -237,11 +232,7 @@ LADDER = (
 
 
 def load_ladder_steps(path: Path) -> tuple[LadderStep, ...]:
-    """The ladder in a TOML file.
-
-    Raises:
-        ConfigError: the file cannot be read or is no list of steps.
-    """
+    """The ladder in a TOML file. Raises a ConfigError if the file cannot be read or is no list of steps."""
     try:
         tables = read_toml(path)
     except OSError as error:
@@ -265,8 +256,7 @@ def load_ladder_steps(path: Path) -> tuple[LadderStep, ...]:
 def checked(steps: Sequence[LadderStep]) -> tuple[LadderStep, ...]:
     """The same steps, if they make a ladder.
 
-    Raises:
-        PenstockError: a name is unusable or doubled, a requirement is unknown, or a step would mix two gains.
+    Raises a PenstockError for an unusable or doubled name, an unknown requirement, or a step that mixes two gains.
     """
     if not steps:
         raise ConfigError("a ladder has no step", fix="write at least one [[step]] table")
@@ -287,12 +277,7 @@ def checked(steps: Sequence[LadderStep]) -> tuple[LadderStep, ...]:
 
 
 def _check_change(name: str, change: LadderChange, taken: set[str]) -> None:
-    """Check the name of a run and its requirements.
-
-    Args:
-        change: a step or a fallback.
-        taken: names of other runs; receives this one.
-    """
+    """Check the name of a run, which is added to those that are taken, and its requirements."""
     check_name(name)
     if name in taken:
         raise ConfigError(f"two steps are called {name}", fix="give each its own name; STEP-FALLBACK is one, too")
@@ -304,13 +289,9 @@ def _check_change(name: str, change: LadderChange, taken: set[str]) -> None:
 
 
 def chosen(steps: Sequence[LadderStep], names: Sequence[str]) -> frozenset[str]:
-    """Names of the steps to measure.
+    """Names of the steps to measure: the user's `--only`, or all if that is empty.
 
-    Args:
-        names: the user's `--only`; empty for all steps.
-
-    Raises:
-        PenstockError: a name is unknown, or a left out step would give a gain two causes.
+    Raises a PenstockError if a name is unknown, or if a step that is left out would give a gain two causes.
     """
     known = [step.name for step in steps]
     if unknown := [name for name in names if name not in known]:
@@ -319,7 +300,7 @@ def chosen(steps: Sequence[LadderStep], names: Sequence[str]) -> frozenset[str]:
         raise ConfigError("--only names no step of the ladder", got=got, allowed=allowed, fix=told)
     wanted = frozenset(names or known)
     first = min(known.index(name) for name in wanted)
-    left_out: list[LadderStep] = []
+    left_out: list[LadderStep] = []  # since the last measured step: its gain is theirs too
     for step in steps[first + 1 :]:
         if step.name not in wanted:
             left_out.append(step)
@@ -336,11 +317,7 @@ def chosen(steps: Sequence[LadderStep], names: Sequence[str]) -> frozenset[str]:
 
 
 def why_skipped(step: LadderStep, run: Run, has_gpu: bool) -> str:
-    """Reason for skipping a step; empty if it applies.
-
-    Args:
-        has_gpu: the run is on a GPU.
-    """
+    """Reason for skipping a step; empty if it applies."""
     for field in step.fields:
         if not find(Run, field):
             return f"this version has no {field}"

@@ -22,15 +22,7 @@ UNKNOWN = "unknown"
 def write_result(
     path: Path, *, command: str, commit: str, environment: Mapping[str, Any], numbers: Mapping[str, Any]
 ) -> None:
-    """Write a measurement atomically.
-
-    Args:
-        commit: of the code; empty asks git.
-        environment: conditions of the measurement.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Write a measurement atomically; an empty commit asks git. Raises a ConfigError if it cannot be written."""
     result = {
         "command": command,
         "commit": commit or commit_of_code(),
@@ -58,11 +50,7 @@ def commit_of_code() -> str:
 
 
 def describe_machine(*, on_gpu: bool) -> dict[str, Any]:
-    """The machine and the versions that decide speed.
-
-    Args:
-        on_gpu: the measurement runs on GPUs.
-    """
+    """The machine and the versions that decide speed."""
     return {
         "device": device_name(torch.device("cuda" if on_gpu else "cpu")),
         "devices": torch.cuda.device_count() if on_gpu else 0,

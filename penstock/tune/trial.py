@@ -37,50 +37,32 @@ MOST_LETTERS = 300
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A short run.
+    """A short run."""
 
-    Attributes:
-        name: of the run and its folder.
-        target: preset, TOML file or folder of a run.
-        overrides: including those of `first_steps`.
-        processes: number of ranks, all on this machine.
-        warm_up: first steps, which are not timed.
-        folder: parent of the run's folder and of its log.
-        most_seconds: time limit; 0 for none.
-    """
-
-    name: str
-    target: str
-    overrides: tuple[str, ...]
-    processes: int
-    warm_up: int
-    folder: Path
-    most_seconds: float = 0.0
+    name: str  # of the run and its folder
+    target: str  # preset, TOML file or folder of a run
+    overrides: tuple[str, ...]  # including those of `first_steps`
+    processes: int  # ranks, all on this machine
+    warm_up: int  # first steps, which are not timed
+    folder: Path  # parent of the run's folder and of its log
+    most_seconds: float = 0.0  # time limit; 0 for none
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """Results of a trial; times and rates are of the steps after warm-up.
-
-    Attributes:
-        model_flops_utilization: median; None if the device's peak is unknown.
-        peak_memory_bytes: maximum over ranks, warm-up included.
-        expert_load_max_over_mean: median; None for a dense model.
-        repeated_steps: steps that ran twice because rows exceeded their buffers (dispatch.row_capacity_factor).
-        seconds: duration of the trial, start and end of the processes included.
-    """
+    """Results of a trial; times and rates are of the steps after warm-up."""
 
     tokens_per_second_per_device: float
     step_seconds: tuple[float, ...]
     step_seconds_median: float
     step_seconds_p99: float
     step_seconds_highest: float
-    model_flops_utilization: float | None
-    peak_memory_bytes: int
-    expert_load_max_over_mean: float | None
-    repeated_steps: int
-    losses: tuple[float, ...]
-    seconds: float
+    model_flops_utilization: float | None  # median; None if the device's peak is unknown
+    peak_memory_bytes: int  # maximum over ranks, warm-up included
+    expert_load_max_over_mean: float | None  # median; None for a dense model
+    repeated_steps: int  # steps that ran twice because rows exceeded their buffers (dispatch.row_capacity_factor)
+    losses: tuple[float, ...]  # of all steps, warm-up included
+    seconds: float  # duration of the trial, start and end of the processes included
 
     @property
     def jitter(self) -> float:
@@ -99,17 +81,12 @@ class Figures:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """A trial that did not complete.
+    """A trial that did not complete."""
 
-    Attributes:
-        kind: `refused` if the run ended with an error message for the user.
-        had_begun: the run folder existed, so all checks before the first step had passed.
-    """
-
-    kind: Literal["refused", "failed"]
+    kind: Literal["refused", "failed"]  # `refused` if the run ended with an error message for the user
     reason: str
     seconds: float = 0.0
-    had_begun: bool = True
+    had_begun: bool = True  # the run folder existed, so all checks before the first step had passed
 
     @property
     def is_mendable(self) -> bool:
@@ -127,7 +104,7 @@ _NO_MEMORY = re.compile(r"out of memory|finds no memory|_ALLOC_FAILED", re.IGNOR
 def first_steps(run: Run, steps: int) -> tuple[str, ...]:
     """Overrides that reduce a run to its first steps, without evaluation, checkpoints and other output."""
     peak, warmup = run.optimizer.learning_rate, run.schedule.warmup_steps
-    if warmup > steps:
+    if warmup > steps:  # the rates of the first steps are those of the full run
         peak, warmup = peak * steps / warmup, steps
     # The cache of the full run, so that the trials of other folders share it.
     cache = run.data.cache or str(Path(run.record.folder, "cache"))
@@ -170,13 +147,7 @@ def run_trial(trial: Trial) -> Figures | Failure:
 
 
 def figures_of(lines: Sequence[dict[str, Any]], warm_up: int, seconds: float) -> Figures:
-    """The figures of a run.
-
-    Args:
-        lines: of metrics.jsonl, one for each step.
-        warm_up: number of first steps that are not timed.
-        seconds: duration of the trial.
-    """
+    """The figures of a run by its metrics, one line for each step, of which the first `warm_up` are not timed."""
     timed = lines[warm_up:]
     times = tuple(float(line["step_seconds"]) for line in timed)
     return Figures(
@@ -201,15 +172,8 @@ def _median(lines: Sequence[dict[str, Any]], key: str) -> float | None:
 
 
 def failure_of(log: str, code: int, seconds: float, *, had_begun: bool = True) -> Failure:
-    """The reason of a failure, from the output of its ranks.
-
-    A rank that loses another rank reports that, possibly first, so its line counts only if there is no other.
-
-    Args:
-        log: output of all ranks.
-        seconds: duration of the trial.
-        had_begun: see `Failure`.
-    """
+    """The reason of a failure, from the output of all its ranks."""
+    # A rank that loses another rank reports that, possibly first, so its line counts only if there is no other.
     lines = [line.strip() for line in log.splitlines()]
     told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     causes = [line for line in told if not line.startswith(_LOST)]
@@ -242,7 +206,7 @@ def _train(trial: Trial, output: int) -> int | None:
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,
-        start_new_session=True,
+        start_new_session=True,  # a process group of its own, which `_ended_with_us` can kill
     )
     with _ended_with_us(process):
         try:
@@ -254,6 +218,7 @@ def _train(trial: Trial, output: int) -> int | None:
 @contextmanager
 def _ended_with_us(process: "subprocess.Popen[bytes]") -> Iterator[None]:
     """Inside of this context, the end of this process also ends the trial and its ranks."""
+    # SIGTERM would end Python without `finally`; an exit does not.
     previous = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         yield

@@ -62,21 +62,27 @@ def usable_cores(root: Path = ROOT) -> int:
 
 def free_host_bytes(root: Path = ROOT) -> int | None:
     """Free memory, or what its container leaves of it; None if unknown."""
-    lines = dict(line.split(":", 1) for line in _read(root / "proc/meminfo").splitlines() if ":" in line)
-    if "MemAvailable" not in lines:
-        return None
-    free = int(lines["MemAvailable"].split()[0]) * 1024
-    limit, used = (_read(root / "sys/fs/cgroup" / name) for name in ("memory.max", "memory.current"))
-    return min(free, int(limit) - int(used)) if limit.isdigit() and used.isdigit() else free
+    free = _meminfo_bytes("MemAvailable", root)
+    limit, used = (read_text(root / "sys/fs/cgroup" / name) for name in ("memory.max", "memory.current"))
+    is_limited = limit.isdigit() and used.isdigit()  # cgroup v2 says `max` without a limit
+    return free if free is None or not is_limited else min(free, int(limit) - int(used))
 
 
 def host_bytes(root: Path = ROOT) -> int | None:
     """Memory of the machine, or the limit of its container; None if unknown."""
-    lines = dict(line.split(":", 1) for line in _read(root / "proc/meminfo").splitlines() if ":" in line)
-    limits = [_read(root / "sys/fs/cgroup" / name) for name in ("memory.max", "memory/memory.limit_in_bytes")]
-    known = [int(limit) for limit in limits if limit.isdigit()]
-    known += [int(lines["MemTotal"].split()[0]) * 1024] if "MemTotal" in lines else []
-    return min(known, default=None)
+    limits = [read_text(root / "sys/fs/cgroup" / name) for name in ("memory.max", "memory/memory.limit_in_bytes")]
+    known = [_meminfo_bytes("MemTotal", root), *(int(limit) for limit in limits if limit.isdigit())]
+    return min((size for size in known if size is not None), default=None)
+
+
+def _meminfo_bytes(name: str, root: Path) -> int | None:
+    lines = dict(line.split(":", 1) for line in read_text(root / "proc/meminfo").splitlines() if ":" in line)
+    return int(lines[name].split()[0]) * 1024 if name in lines else None  # the kernel prints KiB
+
+
+def numa_nodes(root: Path = ROOT) -> int:
+    """Number of NUMA nodes; 0 if unknown."""
+    return len(list((root / "sys/devices/system/node").glob("node[0-9]*")))
 
 
 def parse_ranges(text: str) -> tuple[int, ...]:
@@ -106,16 +112,17 @@ def choose_binding(
 
     None without a choice: one NUMA node, an unknown one, or none of its cores is allowed.
     """
-    if len(list((root / "sys/devices/system/node").glob("node[0-9]*"))) < 2:
+    if numa_nodes(root) < 2:
         return None
-    nodes = [_read(root / "sys/bus/pci/devices" / bus_id.lower() / "numa_node") for bus_id in bus_ids]
+    nodes = [read_text(root / "sys/bus/pci/devices" / bus_id.lower() / "numa_node") for bus_id in bus_ids]
     node = int(nodes[local_rank] or -1)
     if node < 0:
         return None
     sharers = [rank for rank, other in enumerate(nodes) if other == str(node)]
-    cores = _physical_cores(parse_ranges(_read(root / f"sys/devices/system/node/node{node}/cpulist")), allowed, root)
+    listed = parse_ranges(read_text(root / f"sys/devices/system/node/node{node}/cpulist"))
+    cores = _physical_cores(listed, allowed, root)
     place, count = sharers.index(local_rank), len(sharers)
-    if len(cores) < count:
+    if len(cores) < count:  # a process without a core of its own stays where it is
         return None
     own = cores[len(cores) * place // count : len(cores) * (place + 1) // count]
     return Binding(node=node, cores=tuple(sorted(thread for core in own for thread in core)), sharers=count)
@@ -134,10 +141,11 @@ def _physical_cores(threads: Sequence[int], allowed: frozenset[int], root: Path)
     cores: dict[tuple[int, ...], list[int]] = {}
     for thread in threads:
         if thread in allowed:
-            text = _read(root / f"sys/devices/system/cpu/cpu{thread}/topology/thread_siblings_list")
+            text = read_text(root / f"sys/devices/system/cpu/cpu{thread}/topology/thread_siblings_list")
             cores.setdefault(parse_ranges(text) or (thread,), []).append(thread)
     return [tuple(core) for core in cores.values()]
 
 
-def _read(path: Path) -> str:
-    return path.read_text().strip() if path.is_file() else ""
+def read_text(path: Path) -> str:
+    """Text of a system's file without blanks around it; empty if there is none."""
+    return path.read_text(errors="replace").strip() if path.is_file() else ""

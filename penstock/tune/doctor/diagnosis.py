@@ -34,66 +34,44 @@ AGAIN = 0.05
 
 @dataclass(frozen=True)
 class EvidenceLine:
-    """One line of evidence.
-
-    Attributes:
-        time_us: per step; None if the line is about no time.
-        share: of the step; None if the line is about no time.
-        size: bytes; None if the line is about no size.
-    """
+    """One line of evidence; time or size are None in lines about something else."""
 
     what: str
     bottleneck: Bottleneck
     _: KW_ONLY
-    time_us: float | None = None
-    share: float | None = None
-    size: int | None = None
+    time_us: float | None = None  # per step
+    share: float | None = None  # of the step
+    size: int | None = None  # bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """Result of the doctor.
-
-    Attributes:
-        others: further losses that are worth a look, the largest first.
-        lines: evidence, starting with the bottleneck's.
-        remedies: the largest gain first.
-        missing: unavailable inputs and how to get them.
-        notes: remarks for the reader.
-    """
+    """Result of the doctor."""
 
     bottleneck: Bottleneck
-    others: tuple[Bottleneck, ...]
+    others: tuple[Bottleneck, ...]  # further losses that are worth a look, the largest first
     sentence: str
     times: Bottlenecks
-    lines: tuple[EvidenceLine, ...]
-    remedies: tuple[Remedy, ...]
-    missing: tuple[str, ...]
-    notes: tuple[str, ...] = ()
+    lines: tuple[EvidenceLine, ...]  # starting with the bottleneck's
+    remedies: tuple[Remedy, ...]  # the largest gain first
+    missing: tuple[str, ...]  # unavailable inputs and how to get them
+    notes: tuple[str, ...] = ()  # remarks for the reader
 
 
 def diagnose(evidence: Evidence) -> Diagnosis:
-    """The diagnosis of a run.
-
-    Raises:
-        TraceError: there are no times, and the run is not known to exceed the memory.
-    """
+    """The diagnosis of a run. Raises a TraceError without times, unless the run is known to exceed the memory."""
     if not evidence.ranks and evidence.fits:
         raise TraceError(
             "there is neither a trace nor a plan to judge by", fix="record one, or say what the run is on: --on 8xH200"
         )
     times = bottlenecks_of(evidence)
-    order = (times.largest, *(name for name in times.losses if name != times.largest))
-    lines = sorted(
-        _lines(evidence, times),
-        key=lambda line: order.index(line.bottleneck) if line.bottleneck in order else len(order),
-    )
+    order = (times.largest, *times.losses, "compute")  # `index` takes the first of two equal names
     return Diagnosis(
         bottleneck=times.largest,
         others=times.others,
         sentence=_sentence(evidence, times),
         times=times,
-        lines=tuple(lines),
+        lines=tuple(sorted(_lines(evidence, times), key=lambda line: order.index(line.bottleneck))),
         remedies=remedies(evidence, times),
         missing=evidence.missing,
         notes=evidence.notes,
@@ -157,17 +135,12 @@ def cpu_sentence(evidence: Evidence) -> str:
 
 
 def cpu_changes(table: HostTable, evidence: Evidence) -> Iterator[tuple[str, str]]:
-    """Changes, as overrides, with their reason.
-
-    Args:
-        table: operators of the first rank.
-        evidence: with the configuration, if it is known.
-    """
+    """Changes, as overrides, with their reason; `table` has the operators of the first rank."""
     run = evidence.facts.run
     if run is None:
         return
     training, ranks = run.training, evidence.facts.world or 1
-    rows = training.global_batch // ranks
+    rows = training.global_batch // ranks  # in one pass of each rank
     change = f"training.micro_batch={rows}"
     if table.outside >= OUTSIDE and rows > training.micro_batch and accepted(run, change, evidence.facts.world):
         passes = rows // training.micro_batch
@@ -275,24 +248,15 @@ def _communication(evidence: Evidence, times: Bottlenecks) -> Iterator[EvidenceL
         waiting = times.waiting_us + times.late_host_us
         yield _time("of it waiting for ranks that come later", "communication", waiting, times)
         most, rank = max(waits, key=lambda item: item[0])
-        share = most / rank.total_us
-        yield EvidenceLine(
-            f"waiting for ranks that come later, on rank {rank.rank}, which waits most",
-            "communication",
-            time_us=most,
-            share=share,
-        )
+        what = f"waiting for ranks that come later, on rank {rank.rank}, which waits most"
+        yield EvidenceLine(what, "communication", time_us=most, share=most / rank.total_us)
         if rank.pure_us is not None:
             what = f"bytes under way (computed beside or not), on rank {rank.rank}"
             yield EvidenceLine(what, "communication", time_us=rank.pure_us, share=rank.pure_us / rank.total_us)
     for one in evidence.late[:TOLD_LATE]:
-        others = max(1, len(evidence.ranks) - 1)
-        yield _time(
-            f"that each other rank waits for rank {one.rank}, last {one.times_last} times ({one.detail})",
-            "host" if one.cause == "host" else "communication",
-            one.caused_wait_us / others,
-            times,
-        )
+        what = f"that each other rank waits for rank {one.rank}, last {one.times_last} times ({one.detail})"
+        each_us = one.caused_wait_us / max(1, len(evidence.ranks) - 1)
+        yield _time(what, "host" if one.cause == "host" else "communication", each_us, times)
     loads = [one for one in (evidence.max_over_mean, evidence.facts.expert_load) if one is not None]
     if loads:  # a trace shows no imbalance if rows are padded to a bound
         yield EvidenceLine(f"rows of the fullest rank's experts: {max(loads):.2f} times the mean", "communication")
@@ -306,10 +270,8 @@ def _host(evidence: Evidence, times: Bottlenecks) -> Iterator[EvidenceLine]:
     if times.share(behind) >= LEAST:
         yield _time("of it because the host had waited for the device", "host", behind, times)
     if times.share(times.recording_us) >= LEAST:
-        what = (
-            "taken off: the traced steps take longer than those beside them, by the metrics; recording slows the host"
-        )
-        yield _time(what, "host", times.recording_us, times)
+        why = "the traced steps take longer than those beside them, by the metrics"
+        yield _time(f"taken off: {why}; recording slows the host", "host", times.recording_us, times)
     launches = evidence.launches
     if launches is not None and launches.kernels:
         many = max(1, evidence.steps) * len(evidence.ranks)  # launches are counts over the whole recording
@@ -317,9 +279,8 @@ def _host(evidence: Evidence, times: Bottlenecks) -> Iterator[EvidenceLine]:
         graphs = f", {launches.from_graphs / launches.kernels:.0%} from graphs" if launches.from_graphs else ""
         waits = f"; waits of the host: {launches.synchronizations / many:,.0f}"
         of = "a rank's step" if evidence.steps else "a rank"
-        yield EvidenceLine(
-            f"{of}: {launches.kernels / many:,.0f} kernels{graphs}, {small:.0%} under 10 us{waits}", "host"
-        )
+        what = f"{of}: {launches.kernels / many:,.0f} kernels{graphs}, {small:.0%} under 10 us{waits}"
+        yield EvidenceLine(what, "host")
 
 
 def _memory_times(evidence: Evidence, times: Bottlenecks) -> Iterator[EvidenceLine]:
@@ -342,9 +303,8 @@ def _memory_sizes(evidence: Evidence) -> Iterator[EvidenceLine]:
         if size > 0:
             yield EvidenceLine(f"{change} is not offered: the fullest rank lacks, by the plan", "memory", size=size)
     if facts.repeated_steps:
-        yield EvidenceLine(
-            f"{facts.repeated_steps} recorded steps ran twice (dispatch.row_capacity_factor is too small)", "memory"
-        )
+        what = f"{facts.repeated_steps} recorded steps ran twice (dispatch.row_capacity_factor is too small)"
+        yield EvidenceLine(what, "memory")
 
 
 def _steps(evidence: Evidence) -> Iterator[EvidenceLine]:

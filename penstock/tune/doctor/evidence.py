@@ -42,35 +42,22 @@ class RankCosts:
     """Microseconds per step of one rank, as means of the traced steps.
 
     `compute_us`, `exposed_communication_us`, `exposed_copies_us` and `idle_us` add up to `total_us`.
-
-    Attributes:
-        total_us: from the start of the first device event to the end of the last.
-        compute_us: compute kernels, recomputation included.
-        exposed_communication_us: communication without concurrent computing.
-        exposed_copies_us: copies without concurrent computing or communication.
-        wait_us: part of all communication that waits for later ranks; None if ranks were not compared.
-        pure_us: part of all communication that moves bytes; None if ranks were not compared.
-        sync_idle_us: idle time caused by the host's waits for the device.
-        counts_idle_us: the part of it at waits around experts, where the host reads row counts; None if the trace has
-            no spans that show where the host waits.
-        launched_idle_us: idle time before kernels that the host had launched already.
-        recompute_us: part of `compute_us` that repeats the forward pass.
-        computing_us: computing without recomputation, by phase; all expert phases are `experts`.
-        communication_us: exposed communication by kind (`all-to-all`, `all-reduce`, ...).
     """
 
     rank: int
-    total_us: float
-    compute_us: float
-    exposed_communication_us: float
-    exposed_copies_us: float
-    idle_us: float
-    wait_us: float | None = None
-    pure_us: float | None = None
-    sync_idle_us: float = 0.0
-    counts_idle_us: float | None = None
-    launched_idle_us: float = 0.0
-    recompute_us: float = 0.0
+    total_us: float  # from the start of the first device event to the end of the last
+    compute_us: float  # compute kernels, recomputation included
+    exposed_communication_us: float  # communication without concurrent computing
+    exposed_copies_us: float  # copies without concurrent computing or communication
+    idle_us: float  # the device runs nothing
+    wait_us: float | None = None  # part of all communication that waits for later ranks; None: ranks not compared
+    pure_us: float | None = None  # part of all communication that moves bytes; None: ranks not compared
+    sync_idle_us: float = 0.0  # idle time caused by the host's waits for the device
+    counts_idle_us: float | None = None  # its part at waits for the experts' row counts; None: no span shows these
+    launched_idle_us: float = 0.0  # idle time before kernels that the host had launched already
+    recompute_us: float = 0.0  # part of `compute_us` that repeats the forward pass
+    # Computing without recomputation, by phase (all expert phases are `experts`); exposed communication by kind
+    # (`all-to-all`, `all-reduce`, ...).
     computing_us: Mapping[str, float] = field(default_factory=lambda: NO_TIMES)
     communication_us: Mapping[str, float] = field(default_factory=lambda: NO_TIMES)
 
@@ -87,108 +74,68 @@ class RankCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class LateRank:
-    """A rank for which other ranks waited.
-
-    Attributes:
-        times_last: number of collectives that this rank joined last.
-        caused_wait_us: sum of the other ranks' waiting for it, per step.
-        detail: the measurement that shows the cause, in words.
-        share: share of `caused_wait_us` that disappears with the cause.
-    """
+    """A rank for which other ranks waited."""
 
     rank: int
-    times_last: int
-    caused_wait_us: float
+    times_last: int  # collectives that this rank joined last
+    caused_wait_us: float  # sum of the other ranks' waiting for it, per step
     cause: Cause = "unknown"
-    detail: str = ""
-    share: float = 1.0
+    detail: str = ""  # the measurement that shows the cause, in words
+    share: float = 1.0  # of `caused_wait_us` that disappears with the cause
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelLaunches:
-    """Counts over all traced steps and ranks.
-
-    Attributes:
-        small_kernels: kernels under 10 us.
-        from_graphs: kernels launched by a CUDA or HIP graph.
-        synchronizations: waits of the host for the device inside of steps.
-    """
+    """Counts over all traced steps and ranks."""
 
     kernels: int
-    small_kernels: int
-    from_graphs: int = 0
-    synchronizations: int = 0
+    small_kernels: int  # under 10 us
+    from_graphs: int = 0  # launched by a CUDA or HIP graph
+    synchronizations: int = 0  # waits of the host for the device inside of steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """Configuration, metrics and plan of a run; None and empty where they are unknown.
-
-    Attributes:
-        peak_bytes: the allocator's highest figure.
-        capacity_bytes: device memory.
-        step_seconds: median step by the metrics, recorded steps excluded.
-        beside_seconds: the longest of the steps nearest to the recorded ones, by the metrics.
-        phase_seconds: median by phase on the first rank's device, by the metrics.
-        repeated_steps: steps that ran twice because the rows exceeded their buffers.
-        expert_load: rows of the fullest expert rank over the mean.
-        planned_bytes: need of the fullest rank by the plan, context and reserve included.
-        freed_bytes: by change, memory that it frees on the fullest rank by the plan; only if the run does not fit.
-        lacking_bytes: by change that the plan refuses, missing memory on the fullest rank; 0 if it has no effect.
-        planned_step_seconds: step time by the plan.
-        saved_seconds: by change, time that it saves by the plan for the tokens of one step.
-        has_steps: at least one step of the run completed.
-    """
+    """Configuration, metrics and plan of a run; None and empty where they are unknown."""
 
     run: Run | None = None
     device: str | None = None
     world: int | None = None
-    peak_bytes: int | None = None
-    capacity_bytes: int | None = None
-    step_seconds: float | None = None
-    beside_seconds: float | None = None
-    phase_seconds: Mapping[str, float] = field(default_factory=lambda: NO_TIMES)
-    repeated_steps: int = 0
-    expert_load: float | None = None
-    planned_bytes: int | None = None
+    peak_bytes: int | None = None  # the allocator's highest figure
+    capacity_bytes: int | None = None  # device memory
+    step_seconds: float | None = None  # median step by the metrics, recorded steps excluded
+    beside_seconds: float | None = None  # the longest of the steps nearest to the recorded ones, by the metrics
+    phase_seconds: Mapping[str, float] = field(default_factory=lambda: NO_TIMES)  # medians on the first rank's device
+    repeated_steps: int = 0  # steps that ran twice because the rows exceeded their buffers
+    expert_load: float | None = None  # rows of the fullest expert rank over the mean
+    planned_bytes: int | None = None  # need of the fullest rank by the plan, context and reserve included
     planned_terms: Mapping[str, int] = field(default_factory=lambda: NO_BYTES)
+    # By change, on the fullest rank: memory that it frees, known only if the run does not fit; and memory that is
+    # missing if the plan refuses the change, 0 for a change without effect.
     freed_bytes: Mapping[str, int] = field(default_factory=lambda: NO_BYTES)
     lacking_bytes: Mapping[str, int] = field(default_factory=lambda: NO_BYTES)
     planned_step_seconds: float | None = None
-    saved_seconds: Mapping[str, float] = field(default_factory=lambda: NO_TIMES)
-    has_steps: bool = True
+    saved_seconds: Mapping[str, float] = field(default_factory=lambda: NO_TIMES)  # by change, for one step's tokens
+    has_steps: bool = True  # at least one step of the run completed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """All input of a diagnosis.
+    """All input of a diagnosis."""
 
-    Attributes:
-        source: of the times in `ranks`.
-        steps: number of steps that the times are means of; 0 if the trace marks no step, and then times are sums over
-            the whole recording.
-        late: late ranks, the most expensive first.
-        other_wait_us: waiting for ranks that are too cheap to be in `late`.
-        unmatched: collectives without a partner on another rank.
-        max_over_mean: rows of the fullest expert rank over the mean, by the trace.
-        missing: unavailable inputs and how to get them, one line each.
-        notes: remarks for the reader, one line each.
-        host: operators of a CPU trace; `ranks` is then empty unless a plan fills it.
-    """
-
-    source: Literal["trace", "plan", "none"]
+    source: Literal["trace", "plan", "none"]  # of the times in `ranks`
     ranks: tuple[RankCosts, ...]
-    steps: int = 0
-    late: tuple[LateRank, ...] = ()
-    other_wait_us: float = 0.0
-    unmatched: int = 0
+    steps: int = 0  # that times are means of; 0 if the trace marks none: times are sums over the whole recording
+    late: tuple[LateRank, ...] = ()  # the most expensive first
+    other_wait_us: float = 0.0  # waiting for ranks that are too cheap to be in `late`
+    unmatched: int = 0  # collectives without a partner on another rank
     launches: KernelLaunches | None = None
-    max_over_mean: float | None = None
+    max_over_mean: float | None = None  # rows of the fullest expert rank over the mean, by the trace
     trains: bool = True
     facts: RunFacts = RunFacts()
-    missing: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    host: HostTable | None = None
+    missing: tuple[str, ...] = ()  # unavailable inputs and how to get them, one line each
+    notes: tuple[str, ...] = ()  # remarks for the reader, one line each
+    host: HostTable | None = None  # operators of a CPU trace; `ranks` is then empty unless a plan fills it
 
     @property
     def has_experts(self) -> bool:
@@ -198,13 +145,11 @@ class Evidence:
 
     def mean(self, name: str) -> float:
         """Mean over ranks of a field of `RankCosts`; None counts as 0."""
-        values = [vars(one)[name] or 0.0 for one in self.ranks]
-        return sum(values) / len(values) if values else 0.0
+        return sum(vars(one)[name] or 0.0 for one in self.ranks) / max(1, len(self.ranks))
 
     def communication(self, kind: str) -> float:
         """Mean over ranks of the exposed communication of a kind."""
-        values = [one.communication_us.get(kind, 0.0) for one in self.ranks]
-        return sum(values) / len(values) if values else 0.0
+        return sum(one.communication_us.get(kind, 0.0) for one in self.ranks) / max(1, len(self.ranks))
 
     @property
     def computing(self) -> dict[str, float]:
@@ -235,27 +180,17 @@ class Evidence:
 
 @dataclass(frozen=True, kw_only=True)
 class Bottlenecks:
-    """Mean microseconds of a rank; the four bottlenecks and `recording_us` add up to `total_us`.
-
-    Attributes:
-        communication_us: exposed, without `late_host_us`.
-        host_us: idle time and `late_host_us`, without `recording_us`.
-        memory_us: recomputation and exposed copies.
-        waiting_us: part of `communication_us` that waits for later ranks; 0 if unknown.
-        late_host_us: waiting for ranks whose device was idle before they came.
-        recording_us: time by which recording delays the host; 0 if unknown.
-        fits: see `Evidence.fits`.
-    """
+    """Mean microseconds of a rank; the four bottlenecks and `recording_us` add up to `total_us`."""
 
     total_us: float
-    communication_us: float
-    host_us: float
-    memory_us: float
+    communication_us: float  # exposed, without `late_host_us`
+    host_us: float  # idle time and `late_host_us`, without `recording_us`
+    memory_us: float  # recomputation and exposed copies
     compute_us: float
-    waiting_us: float
-    late_host_us: float
-    recording_us: float
-    fits: bool
+    waiting_us: float  # part of `communication_us` that waits for later ranks; 0 if unknown
+    late_host_us: float  # waiting for ranks whose device was idle before they came
+    recording_us: float  # time by which recording delays the host; 0 if unknown
+    fits: bool  # see `Evidence.fits`
 
     @property
     def transfer_us(self) -> float:
@@ -298,8 +233,9 @@ class Bottlenecks:
 def bottlenecks_of(evidence: Evidence) -> Bottlenecks:
     """Divide the step time among the four bottlenecks."""
     exposed = evidence.mean("exposed_communication_us")
-    waiting = min(evidence.mean("wait_us"), exposed)
+    waiting = min(evidence.mean("wait_us"), exposed)  # computing may hide a part of all waiting
     caused = evidence.caused_wait_us
+    # Waiting is divided by its causes: the mean rank's share for late hosts moves from communication to the host.
     by_host = sum(one.caused_wait_us for one in evidence.late if one.cause == "host")
     late_host = waiting * by_host / caused if caused else 0.0
     recompute = min(evidence.mean("recompute_us"), evidence.mean("compute_us"))

@@ -13,6 +13,7 @@ experts in the next computes as long as the others, although they wait for it. A
 collectives and by its work in others appears twice, each time with its own cost.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -53,31 +54,19 @@ EXPERTS = frozenset({"experts", "experts input gradient", "experts weight gradie
 AROUND_EXPERTS = EXPERTS | {"activation", "permute"}
 """Phases whose time grows with the rows of a rank's experts, where there are experts."""
 
-_KINDS: tuple[tuple[str, str], ...] = (
-    ("all_to_all", "all-to-all"),
-    ("alltoall", "all-to-all"),
-    ("reduce_scatter", "reduce-scatter"),
-    ("reducescatter", "reduce-scatter"),
-    ("all_gather", "all-gather"),
-    ("allgather", "all-gather"),
-    ("all_reduce", "all-reduce"),
-    ("allreduce", "all-reduce"),
-    ("broadcast", "broadcast"),
-    ("sendrecv", "send-recv"),
-    ("send", "send-recv"),
-    ("recv", "send-recv"),
-)
-"""Parts of names of collectives and kernels; the first match counts."""
+_KINDS = {
+    "all-to-all": re.compile("all_?to_?all"),
+    "reduce-scatter": re.compile("reduce_?scatter"),
+    "all-gather": re.compile("all_?gather"),
+    "all-reduce": re.compile("all_?reduce"),
+    "broadcast": re.compile("broadcast"),
+    "send-recv": re.compile("send|recv"),
+}
+"""Kinds of communication by parts of the names of collectives and kernels; the first match counts."""
 
 
 def evidence_of(answer: TraceAnalysis, facts: RunFacts, missing: Sequence[str] = ()) -> Evidence:
-    """Evidence from the analysis of traces.
-
-    Args:
-        answer: analysis of all ranks that were read.
-        facts: of the run, from other sources.
-        missing: unavailable inputs that are known already.
-    """
+    """Evidence from the traces of all ranks that were read, and what other sources know of the run or miss."""
     if answer.is_host:
         facts = replace(facts, world=facts.world or len(answer.loaded))
         return Evidence(source="none", ranks=(), facts=facts, missing=tuple(missing), host=host_table(answer.ranks[0]))
@@ -212,7 +201,7 @@ def kind_of(collective: str, kernel: str) -> str:
     if library == "deep_ep":
         return "deep-ep"
     texts = (collective.lower(), kernel.lower())
-    return next((kind for text in texts for part, kind in _KINDS if part in text), "without a name")
+    return next((kind for text in texts for kind, part in _KINDS.items() if part.search(text)), "without a name")
 
 
 def _missing(answer: TraceAnalysis) -> list[str]:
@@ -258,24 +247,19 @@ def late_ranks(answer: TraceAnalysis) -> tuple[LateRank, ...]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Between:
-    """Microseconds of each rank between the end of the previous collective and the start of collective M.
+    """Microseconds of each rank between the end of the previous collective and the start of collective M."""
 
-    Attributes:
-        idle_MR: time without device work.
-        busy_MR: time with device work.
-        before: for each rank in the order of `TraceAnalysis.ranks`, the collective after each entry of its phases;
-            NONE for an entry after the last collective or concurrent with one.
-    """
-
-    idle_MR: Floats
-    busy_MR: Floats
+    idle_MR: Floats  # without device work
+    busy_MR: Floats  # with device work
+    # For each rank in the order of `TraceAnalysis.ranks`, the collective after each entry of its phases; NONE for an
+    # entry after the last collective or concurrent with one.
     before: tuple[Integers, ...]
 
 
 def _between(answer: TraceAnalysis) -> _Between:
     calls, rows_MR = answer.collectives.calls, answer.collectives.meetings.met
-    idle_MR, busy_MR = np.full(rows_MR.shape, np.nan), np.full(rows_MR.shape, np.nan)
-    waits_M = calls.sync[any_row(rows_MR)] != SyncKind.ALONE
+    idle_MR, busy_MR = np.full(rows_MR.shape, np.nan), np.full(rows_MR.shape, np.nan)  # nan: the rank had no part
+    waits_M = calls.sync[any_row(rows_MR)] != SyncKind.ALONE  # a kernel that never waits counts as work
     first_us, before = _first_work(answer), []
     for one in answer.ranks:
         number = calls.ranks.index(one.rank)
@@ -286,7 +270,7 @@ def _between(answer: TraceAnalysis) -> _Between:
         starts_us = calls.start_us[rows]
         # The previous collective may end after this one starts, on another stream.
         ends_us = np.append(first_us[one.rank], np.maximum.accumulate(calls.end_us[rows]))[: len(rows)]
-        begins_us = np.minimum(ends_us, starts_us)
+        begins_us = np.minimum(ends_us, starts_us)  # then the interval is empty, never negative
         busy = busy_of(one.trace.gpu)
         working = (busy.compute | busy.communication | busy.copies).covered_us(begins_us, starts_us)
         busy_MR[met, number] = working
@@ -334,16 +318,12 @@ def _by_cause(answer: TraceAnalysis, between: _Between, rank: int) -> Iterator[L
         if of_host:
             yield replace(found, cause="host", detail=_idle_text(answer, rank, idle_us[chosen] * answer.per_step))
         else:
-            computed = _computed(answer, between, mine[chosen])
-            per_step = {
-                one: {name: us * answer.per_step for name, us in times.items()} for one, times in computed.items()
-            }
-            yield _with_work(found, answer, per_step)
+            yield _with_work(found, answer, _computed(answer, between, mine[chosen]))
 
 
 def _is_host(between: _Between, mine: Integers, number: int) -> tuple[Flags, Floats]:
     """For collectives that a rank joined last, whether idle time explains it, and the rank's additional idle time."""
-    others = np.arange(between.idle_MR.shape[1]) != number
+    others = np.arange(between.idle_MR.shape[1]) != number  # medians are of the other ranks
     idle = between.idle_MR[mine, number] - np.nanmedian(between.idle_MR[mine][:, others], axis=1)
     busy = between.busy_MR[mine, number] - np.nanmedian(between.busy_MR[mine][:, others], axis=1)
     idle, busy = np.maximum(idle, 0.0), np.maximum(busy, 0.0)
@@ -354,11 +334,8 @@ def _is_host(between: _Between, mine: Integers, number: int) -> tuple[Flags, Flo
 def _with_work(late: LateRank, answer: TraceAnalysis, times: dict[int, dict[str, float]]) -> LateRank:
     """Find the cause in the work that took longer than on the median rank.
 
-    The experts of a generally slow rank are slow too, so they are the cause only if they exceed that slowness.
-
-    Args:
-        answer: analysis of all ranks.
-        times: of each rank before the collectives that the late rank joined last, by phase, per step.
+    The experts of a generally slow rank are slow too, so they are the cause only if they exceed that slowness. `times`
+    are those of each rank before the collectives that the late rank joined last, by phase, per step.
     """
     if len(answer.ranks) == 1:
         return replace(late, detail="others were not read")
@@ -366,8 +343,8 @@ def _with_work(late: LateRank, answer: TraceAnalysis, times: dict[int, dict[str,
     rest_us, rest_usual_us = _sum(mine, of_experts=False), _sum(others, of_experts=False)
     expert_us, expert_usual_us = _sum(mine, of_experts=True), _sum(others, of_experts=True)
     rest_more_us = max(rest_us - rest_usual_us, 0.0)
-    experts_more_us = expert_us - expert_usual_us * _slowness(answer, late.rank)
-    more_us = rest_more_us + expert_us - expert_usual_us
+    experts_more_us = expert_us - expert_usual_us * _slowness(answer, late.rank)  # beyond the rank's own slowness
+    more_us = rest_more_us + expert_us - expert_usual_us  # all additional computing
     if experts_more_us > more_us - experts_more_us:
         rest = f", all else {rest_more_us / 1e3:.2f} ms" if rest_more_us > TELLS_TOO * more_us else ""
         detail = f"its experts take {_longer_text(expert_us, expert_usual_us)}{rest}"
@@ -422,16 +399,16 @@ def _sum(times: dict[str, float], *, of_experts: bool) -> float:
 
 
 def _computed(answer: TraceAnalysis, between: _Between, meetings: Integers) -> dict[int, dict[str, float]]:
-    """Computing before some collectives, by rank and phase.
+    """Computing per step before some collectives, by rank and phase.
 
     Only ranks that took part in most of these collectives count, and of these collectives the ones that they share.
     """
     calls, rows_MR = answer.collectives.calls, answer.collectives.meetings.met
     present_MR = rows_MR[meetings] != NONE
-    shared = present_MR.sum(axis=0) == present_MR.sum(axis=0).max()
+    shared = present_MR.sum(axis=0) == present_MR.sum(axis=0).max()  # by rank: in as many as any other
     common = meetings[present_MR[:, shared].all(axis=1)]
     return {
-        one.rank: _computed_by_phase(one, np.isin(before, common))
+        one.rank: {name: us * answer.per_step for name, us in _computed_by_phase(one, np.isin(before, common)).items()}
         for one, before in zip(answer.ranks, between.before, strict=True)
         if shared[calls.ranks.index(one.rank)]
     }

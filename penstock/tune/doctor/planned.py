@@ -28,11 +28,7 @@ LAUNCHES = "graphs."
 
 
 def with_plan(evidence: Evidence, cluster: Cluster) -> Evidence:
-    """The evidence with the plan of the run; without it, and a line in `missing`, if the plan fails.
-
-    Args:
-        evidence: of a run with a known configuration.
-    """
+    """The evidence with the plan of a run of known configuration; with a line in `missing` if the plan fails."""
     run = evidence.facts.run
     assert run is not None, "a plan needs a configuration"
     try:
@@ -43,11 +39,7 @@ def with_plan(evidence: Evidence, cluster: Cluster) -> Evidence:
 
 
 def with_projection(evidence: Evidence, planned: Projection) -> Evidence:
-    """The evidence with a plan: its memory always, its times if there is no trace.
-
-    Args:
-        evidence: of a run with a known configuration.
-    """
+    """The evidence with a plan of a run of known configuration: its memory always, its times if there is no trace."""
     facts = replace(
         evidence.facts,
         world=planned.cluster.devices,
@@ -69,7 +61,7 @@ def with_projection(evidence: Evidence, planned: Projection) -> Evidence:
 
 def _costs(time: RankTime, step_us: float, dispatcher: str) -> RankCosts:
     """Costs of one pipeline rank; waiting for other stages counts as exposed communication."""
-    exposed = (time.exposed_communication + time.waiting) * 1e6
+    exposed = (time.exposed_communication + time.waiting) * 1e6  # the plan's seconds become microseconds
     host, copies = time.host * 1e6, time.host_link * 1e6
     terms = {kind: time.terms.get(term, 0.0) for term, kind in (_KINDS | {"dispatch": dispatcher}).items()}
     # A term includes the hidden part of its transfers, so the exposed time is divided in proportion to the terms.
@@ -87,29 +79,15 @@ def _costs(time: RankTime, step_us: float, dispatcher: str) -> RankCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class _Projected:
-    """A change by the plan, for the tokens of one step of the unchanged run.
-
-    Attributes:
-        lacking_bytes: missing memory on the fullest rank; at most 0 if the run fits.
-    """
+    """A change by the plan, for the tokens of one step of the unchanged run."""
 
     saved_seconds: float
     freed_bytes: int
-    lacking_bytes: int
-
-    @property
-    def is_none(self) -> bool:
-        """The changed run is the same run."""
-        return self.saved_seconds == 0 and self.freed_bytes == 0
+    lacking_bytes: int  # missing memory on the fullest rank; at most 0 if the run fits
 
 
 def with_changes(evidence: Evidence, planned: Projection) -> Evidence:
-    """The evidence with the projection of each change that a rule offers.
-
-    Args:
-        evidence: with the plan's memory, and its times if there is no trace.
-        planned: projection of the unchanged run.
-    """
+    """The evidence with the projection of each change that a rule offers; `planned` is of the unchanged run."""
     run, facts = evidence.facts.run, evidence.facts
     assert run is not None, "a plan needs a configuration"
     if not facts.has_steps and not planned.fits:
@@ -151,7 +129,8 @@ def _is_vain(change: str, found: _Projected, evidence: Evidence) -> bool:
     """Whether a change has no effect, or no gain by the plan where there is no trace."""
     if evidence.source == "plan":
         return found.saved_seconds <= 0
-    return found.is_none and not change.startswith(LAUNCHES)
+    is_same_run = found.saved_seconds == 0 and found.freed_bytes == 0
+    return is_same_run and not change.startswith(LAUNCHES)
 
 
 def _with_float8(facts: RunFacts, run: Run, planned: Projection) -> RunFacts:
@@ -190,7 +169,7 @@ def _projected(run: Run, change: str, planned: Projection) -> _Projected | None:
         found = project(changed, planned.cluster)
     except (ConfigError, HardwareError, KernelError):
         return None
-    tokens = run.tokens_per_step / changed.tokens_per_step
+    tokens = run.tokens_per_step / changed.tokens_per_step  # a changed batch: compare times of equal tokens
     return _Projected(
         saved_seconds=planned.time.step_seconds - found.time.step_seconds * tokens,
         freed_bytes=planned.memory.total - found.memory.total,

@@ -73,22 +73,14 @@ _PARTS = 'graphs.capture="partial"'
 
 @dataclass(frozen=True, kw_only=True)
 class Remedy:
-    """A change and its gain.
+    """A change and its gain."""
 
-    Attributes:
-        change: overrides of the run, separated by blanks; words if no override makes the change.
-        what: the change in words.
-        gain_us: upper bound per step.
-        source: of the gain or of the rule.
-        gain_bytes: freed memory, for a run that does not fit.
-    """
-
-    change: str
-    what: str
-    gain_us: float
+    change: str  # overrides of the run, separated by blanks; words if no override makes the change
+    what: str  # the change in words
+    gain_us: float  # upper bound per step
     rule: str
-    source: str
-    gain_bytes: int = 0
+    source: str  # of the gain or of the rule
+    gain_bytes: int = 0  # freed memory, for a run that does not fit
 
 
 def remedies(evidence: Evidence, bottlenecks: Bottlenecks) -> tuple[Remedy, ...]:
@@ -96,9 +88,9 @@ def remedies(evidence: Evidence, bottlenecks: Bottlenecks) -> tuple[Remedy, ...]
     facts = evidence.facts
     offered: list[Remedy] = []
     for one in RULES:
-        if (found := one.offer(evidence, bottlenecks)) is None or found[0] in facts.lacking_bytes:
+        change, what, gain_us = one.offer(evidence, bottlenecks) or NO_OFFER
+        if change is None or change in facts.lacking_bytes:
             continue
-        change, what, gain_us = found
         if evidence.source == "plan" and change in facts.saved_seconds:  # the plan's saving limits the gain
             gain_us = min(gain_us, facts.saved_seconds[change] * 1e6)
         offered.append(Remedy(change=change, what=what, gain_us=gain_us, rule=one.name, source=one.source))
@@ -108,11 +100,9 @@ def remedies(evidence: Evidence, bottlenecks: Bottlenecks) -> tuple[Remedy, ...]
 
 
 def accepted(run: Run, change: str, world: int | None = None) -> Run | None:
-    """The run with a change, or None if that run could not start or is the same run.
+    """The run with overrides, separated by blanks, or None if that run could not start or is the same run.
 
-    Args:
-        change: overrides, separated by blanks.
-        world: number of ranks; None skips the rules that need it.
+    A `world` of None skips the rules that need the number of ranks.
     """
     try:
         changed = build(Run, merge(Run, run.model_dump(), parse_overrides(Run, change.split())))
@@ -125,13 +115,7 @@ def accepted(run: Run, change: str, world: int | None = None) -> Run | None:
 
 
 def first_accepted(evidence: Evidence, *changes: str, words: str = "") -> str | None:
-    """The first change that the run accepts and the plan does not refuse.
-
-    Args:
-        evidence: with the run, and the changes that the plan refused.
-        changes: alternatives, each a list of overrides separated by blanks.
-        words: returned for another program's run, which has no overrides.
-    """
+    """The first change that the run accepts and the plan does not refuse; `words` for another program's run."""
     facts = evidence.facts
     if facts.run is None:
         return words or None
@@ -139,8 +123,10 @@ def first_accepted(evidence: Evidence, *changes: str, words: str = "") -> str | 
     return next((one for one in asked if accepted(facts.run, one, facts.world) is not None), None)
 
 
-Offer: TypeAlias = tuple[str, str, float]
-"""`change`, `what` and `gain_us` of a remedy."""
+Offer: TypeAlias = tuple[str | None, str, float]
+"""`change`, `what` and `gain_us` of a remedy; without a change the run accepts none of its forms."""
+
+NO_OFFER: Offer = (None, "", 0.0)
 
 PLAN_SOURCES: Mapping[str, str] = {advice.name: advice.source for advice in (*ADVICE, *ORDER)}
 """Sources of the plan's rules, by name."""
@@ -167,12 +153,11 @@ def rule(name: str, source: str = "") -> Callable[[Callable[[Evidence, Bottlenec
 def symmetric(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     """Symmetric dispatch sends each token once to each rank that needs it."""
     run = evidence.facts.run
-    change = first_accepted(evidence, 'dispatch.method="symmetric"', words="each token once to each rank that needs it")
-    if change is None or not evidence.has_experts or (run is not None and run.parallel.expert == 1):
+    if not evidence.has_experts or (run is not None and run.parallel.expert == 1):
         return None
     spared = spared_copies(evidence)
     return (
-        change,
+        first_accepted(evidence, 'dispatch.method="symmetric"', words="each token once to each rank that needs it"),
         f"send each token once to each rank that needs it, inside a node: {spared:.0%} fewer copies",
         spared * _transfers(evidence, bottlenecks, "all-to-all"),
     )
@@ -200,13 +185,11 @@ def overlap(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     if overlaps or not evidence.has_experts or (ranks is not None and ranks <= FEW_PEERS):
         return None
     changes = ('dispatch.overlap="passes"', 'dispatch.overlap="halves"', 'dispatch.overlap="shared"')
-    change = first_accepted(evidence, *changes, words="transfers of tokens beside computing")
-    if change is None:
-        return None
+    # NCCL sends an all-to-all as send and receive kernels; those of a pipeline are messages between stages.
     tokens = ("all-to-all",) if run is not None and run.parallel.pipeline > 1 else ("all-to-all", "send-recv")
     transfers = _transfers(evidence, bottlenecks, *tokens)
     return (
-        change,
+        first_accepted(evidence, *changes, words="transfers of tokens beside computing"),
         "compute while tokens travel: the other half of the rows, or another micro-batch",
         min(transfers, OVERLAP_GAINS * bottlenecks.total_us, bottlenecks.compute_us),
     )
@@ -216,6 +199,8 @@ def overlap(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
 def even_experts(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     """A router bias or an auxiliary loss evens out the rows of the experts."""
     hot = [one for one in evidence.late if one.cause == "experts"]
+    if not hot:
+        return None
     run = evidence.facts.run
     weight = f'model.moe.balance.aux_loss="global-batch" model.moe.balance.aux_loss_coef={EXPERTS_WEIGHT:g}'
     changes = [weight]
@@ -224,8 +209,6 @@ def even_experts(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
         if run.model.moe.balance.aux_loss_coef > 0:
             changes[1] = f"model.moe.balance.aux_loss_coef={2 * run.model.moe.balance.aux_loss_coef:g}"
     change = first_accepted(evidence, *changes, words="a bias of the router by load, or an auxiliary loss")
-    if not hot or change is None:
-        return None
     return (change, f"even out the experts of {_named(hot)}: {hot[0].detail}", _waits_for(hot, evidence, bottlenecks))
 
 
@@ -249,9 +232,9 @@ def gathers(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     if run is None or evidence.facts.world is None or run.parallel.shard != "full":
         return None
     change = first_accepted(evidence, 'parallel.shard="optimizer"')
-    passes = micro_batches(run, grid_of(run, evidence.facts.world))
     if change is None:
         return None
+    passes = micro_batches(run, grid_of(run, evidence.facts.world))  # legal: the changed run has the same grid
     return (
         change,
         f"gather weights once a step, not in each of {passes} micro-batches; they stay whole",
@@ -266,11 +249,8 @@ def fewer_sums(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     if not evidence.trains or (run is not None and run.parallel.tensor * run.parallel.context > 1):
         return None
     changes = () if run is None else (f"training.global_batch={2 * run.training.global_batch}",)
-    change = first_accepted(evidence, *changes, words="twice the rows for each sum of gradients")
-    if change is None:
-        return None
     return (
-        change,
+        first_accepted(evidence, *changes, words="twice the rows for each sum of gradients"),
         "sum gradients once for twice the rows: half as many sums for the same tokens; it trains differently",
         DOUBLED * _transfers(evidence, bottlenecks, "all-reduce"),
     )
@@ -301,11 +281,8 @@ def more_stages(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     run = evidence.facts.run
     if run is None or run.parallel.pipeline == 1 or run.pipeline.stages_per_rank > 1:
         return None
-    change = first_accepted(evidence, 'pipeline.schedule="interleaved" pipeline.stages_per_rank=2')
-    if change is None:
-        return None
     return (
-        change,
+        first_accepted(evidence, 'pipeline.schedule="interleaved" pipeline.stages_per_rank=2'),
         "two stages on each pipeline rank: ranks wait half as long at both ends of a step",
         DOUBLED * evidence.communication("send-recv"),
     )
@@ -343,11 +320,8 @@ def larger_passes(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     if facts.run is None and not evidence.trains:  # a server does not choose its number of requests
         return None
     changes = () if facts.run is None else (f"training.micro_batch={2 * facts.run.training.micro_batch}",)
-    change = first_accepted(evidence, *changes, words="twice the rows in a pass")
-    if change is None:
-        return None
     return (
-        change,
+        first_accepted(evidence, *changes, words="twice the rows in a pass"),
         "twice the rows in a pass: half as many launches for the same tokens, if memory allows",
         DOUBLED * _late_launches(evidence, bottlenecks),
     )
@@ -362,11 +336,8 @@ def sync_free(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     if not evidence.has_experts or (run is not None and run.dispatch.sync_free >= 2):
         return None
     changes = ("dispatch.sync_free=2", 'dispatch.sync_free=2 dispatch.method="auto"')
-    change = first_accepted(evidence, *changes, words="buffers of the experts with a bound")
-    if change is None:
-        return None
     return (
-        change,
+        first_accepted(evidence, *changes, words="buffers of the experts with a bound"),
         "bound the buffers of the experts, so that the host need not read how many rows come",
         _behind_counts(evidence, bottlenecks),
     )
@@ -396,11 +367,10 @@ def late_host(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
 def recompute_less(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     """Selective recomputation replaces that of whole layers."""
     run = evidence.facts.run
-    change = first_accepted(evidence, SELECTIVE, words="compute less of forward again in backward")
-    if change is None or (run is not None and not {"layer", "moe"} & set(run.recompute.modules)):
+    if run is not None and not {"layer", "moe"} & set(run.recompute.modules):
         return None
     return (
-        change,
+        first_accepted(evidence, SELECTIVE, words="compute less of forward again in backward"),
         "compute again only what is cheap for its bytes (norms, activations), if memory allows",
         min(evidence.mean("recompute_us"), bottlenecks.memory_us),
     )
@@ -441,6 +411,7 @@ def float8(evidence: Evidence, bottlenecks: Bottlenecks) -> Offer | None:
     launches, so no fixed share is assumed: the plan projects the same step in 8 bits with all quantization passes.
     """
     planned, facts = evidence.facts.planned_step_seconds, evidence.facts
+    # Faster products leave a late host and late ranks as they are.
     computes = bottlenecks.share(bottlenecks.host_us) < STANDS and bottlenecks.share(bottlenecks.waiting_us) < STANDS
     in_8_bits = {change: saved for change, saved in facts.saved_seconds.items() if change.startswith("float8.")}
     if not in_8_bits or not planned or not computes:
@@ -460,10 +431,9 @@ def make_it_fit(evidence: Evidence) -> list[Remedy]:
     facts = evidence.facts
     lacks = (facts.planned_bytes or 0) - (facts.capacity_bytes or 0)
     freed = sorted(facts.freed_bytes.items(), key=lambda item: -item[1])
-    enough = sorted(
-        [item for item in freed if item[1] >= lacks], key=lambda item: -facts.saved_seconds.get(item[0], 0.0)
-    )
     others = [item for item in freed if 0 < item[1] < lacks]
+    enough = [item for item in freed if item[1] >= lacks]
+    enough.sort(key=lambda item: -facts.saved_seconds.get(item[0], 0.0))  # stable: of equal times the most bytes first
     return [
         Remedy(
             change=change,
@@ -495,12 +465,13 @@ def _named(ranks: list[LateRank]) -> str:
 def _transfers(evidence: Evidence, bottlenecks: Bottlenecks, *kinds: str) -> float:
     """Exposed communication of some kinds, without the share that is known to be waiting."""
     exposed = evidence.mean("exposed_communication_us")
-    moving = bottlenecks.transfer_us / exposed if exposed else 0.0
+    moving = bottlenecks.transfer_us / exposed if exposed else 0.0  # the same share for every kind: no trace tells more
     return moving * sum(evidence.communication(kind) for kind in kinds)
 
 
 def _waits_for(ranks: list[LateRank], evidence: Evidence, bottlenecks: Bottlenecks) -> float:
     """Waiting of the mean rank for these ranks."""
+    # `waiting_us` is without the waiting for late hosts, so what it is divided by is too.
     caused = evidence.caused_wait_us - sum(one.caused_wait_us for one in evidence.late if one.cause == "host")
     return bottlenecks.waiting_us * sum(one.share * one.caused_wait_us for one in ranks) / caused if caused else 0.0
 
@@ -523,6 +494,7 @@ def _behind_counts(evidence: Evidence, bottlenecks: Bottlenecks) -> float:
     idle = {one.rank: one.idle_us for one in evidence.ranks}
     late = [one for one in evidence.late if one.cause == "host" and idle.get(one.rank)]
     caused = sum(one.caused_wait_us for one in late)
+    # A rank is late by its host for as much as the counts explain of its idle time.
     explained = sum(one.caused_wait_us * min(1.0, behind[one.rank] / idle[one.rank]) for one in late)
     waited = bottlenecks.late_host_us * explained / caused if caused else 0.0
     return bottlenecks.usual_host * (sum(behind.values()) / max(1, len(behind)) + waited)

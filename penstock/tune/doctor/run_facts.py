@@ -41,28 +41,15 @@ def is_planned(path: Path) -> bool:
 
 
 def facts_of_plan(path: Path) -> tuple[RunFacts, tuple[str, ...]]:
-    """Facts of a run that is only planned, and the missing inputs.
-
-    Args:
-        path: TOML file of the run.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
+    """Facts of a run that is only planned in a TOML file, and the missing inputs."""
     run = load_run(str(path.absolute()))
     return RunFacts(run=run, has_steps=False), ("the run is only planned: no step is recorded",)
 
 
 def facts_of(folder: Path, lines: Sequence[dict[str, Any]] | None = None) -> tuple[RunFacts, tuple[str, ...]]:
-    """Facts of a run, and the missing inputs.
+    """Facts of a run, and the missing inputs; `lines` of metrics.jsonl are read if they are None.
 
-    Args:
-        folder: of the run, with its configuration.
-        lines: of metrics.jsonl; None reads them.
-
-    Raises:
-        ConfigError: the configuration cannot be read.
-        RunFolderError: the metrics cannot be read.
+    Raises a ConfigError or a RunFolderError if configuration or metrics cannot be read.
     """
     run = load_run(str(folder.absolute()))
     lines = json_lines(folder / METRICS) if lines is None else lines
@@ -81,6 +68,7 @@ def facts_of(folder: Path, lines: Sequence[dict[str, Any]] | None = None) -> tup
     facts = RunFacts(
         run=run,
         device=device,
+        # The metrics do not tell the number of ranks: tokens of a step over those of one device.
         world=round(run.tokens_per_step / (speed * step_seconds)) if speed and step_seconds else None,
         peak_bytes=max(peaks, default=None),
         step_seconds=step_seconds,
@@ -94,15 +82,7 @@ def facts_of(folder: Path, lines: Sequence[dict[str, Any]] | None = None) -> tup
 
 
 def recording_command(folder: Path) -> str:
-    """Command that records two steps of a run, from its newest checkpoint if there is one.
-
-    Args:
-        folder: of the run, with its configuration.
-
-    Raises:
-        ConfigError: the configuration cannot be read.
-        RunFolderError: the metrics cannot be read.
-    """
+    """Command that records two steps of a run, from its newest checkpoint if there is one. Raises as `facts_of`."""
     run, facts = load_run(str(folder.absolute())), facts_of(folder)[0]
     ranks = f" --processes {facts.world}" if facts.world is not None and facts.world > 1 else ""
     saved = (re.fullmatch(r"step-([0-9]{6,})", path.name) for path in (folder / "checkpoints").glob("step-*"))
@@ -115,14 +95,9 @@ def recording_command(folder: Path) -> str:
 
 
 def cluster_for(facts: RunFacts, on: str | None) -> Cluster | None:
-    """The cluster of a run, or None if it is unknown.
+    """The cluster of a run, or None if it is unknown. The user's `--on` takes precedence over the facts.
 
-    Args:
-        facts: device and number of ranks, by a trace or the metrics.
-        on: the user's `--on`, which takes precedence.
-
-    Raises:
-        HardwareError: `on` is no hardware, or the ranks do not fill their nodes.
+    Raises a HardwareError if `on` is no hardware, or the ranks do not fill their nodes.
     """
     if on is not None:
         return parse_cluster(on)
@@ -147,14 +122,10 @@ def compared(facts: RunFacts, cluster: Cluster) -> tuple[str, ...]:
 
 
 def json_lines(path: Path, layers: int = 0) -> list[dict[str, Any]]:
-    """The complete lines of a JSON lines file; a killed run may leave an incomplete last line.
+    """The complete lines of a JSON lines file; none of a missing file.
 
-    Args:
-        path: the file; a missing one has no lines.
-        layers: number of lines that keep their `layers` entry, evenly spaced; the entry is most of a long run's file.
-
-    Raises:
-        RunFolderError: the file cannot be read, or a line before the last is damaged.
+    So many lines as `layers`, evenly spaced, keep their `layers` entry, which is most of a long run's file. Raises a
+    RunFolderError if the file cannot be read, or a line before the last is damaged.
     """
     try:
         rows = path.read_bytes().splitlines()
@@ -169,7 +140,7 @@ def json_lines(path: Path, layers: int = 0) -> list[dict[str, Any]]:
             line = msgspec.json.decode(row)
         except (ValueError, RecursionError) as error:
             if number == len(rows):
-                break
+                break  # a killed run may leave an incomplete last line
             raise RunFolderError(f"{path}, line {number}, is no JSON: {error}") from error
         if isinstance(line, dict):
             if not every or (len(rows) - number) % every:

@@ -11,18 +11,12 @@ Area = Literal["versions", "environment", "host", "disk", "devices", "transfers"
 
 @dataclass(frozen=True)
 class PreflightCheck:
-    """Result of one check.
-
-    Attributes:
-        got: the state of the node.
-        expected: empty for a passed check.
-        fix: empty for a passed check.
-    """
+    """Result of one check; what was expected and how to fix it are empty if it passed."""
 
     area: Area
     name: str
     status: Status
-    got: str
+    got: str  # the state of the node
     expected: str = ""
     fix: str = ""
 

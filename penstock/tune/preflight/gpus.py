@@ -34,16 +34,12 @@ WHOLE = 0.95
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One GPU.
-
-    Attributes:
-        reaches: numbers of the GPUs whose memory it can access directly.
-    """
+    """One GPU."""
 
     name: str
     total_bytes: int
     free_bytes: int
-    reaches: frozenset[int]
+    reaches: frozenset[int]  # numbers of the GPUs whose memory it can access directly
 
 
 def read_gpus() -> list[Gpu]:
@@ -58,12 +54,7 @@ def read_gpus() -> list[Gpu]:
 
 
 def judge_gpus(gpus: Sequence[Gpu], vendor: Vendor, known: Hardware | None) -> list[PreflightCheck]:
-    """All checks of the GPUs.
-
-    Args:
-        vendor: of the machine's GPUs, by their driver.
-        known: hardware model of the chip; None if unknown.
-    """
+    """All checks of the GPUs. The vendor is that of the machine's driver; `known` is None for an unknown chip."""
     if not gpus and vendor == "cpu":
         return [fine("devices", "GPUs", "none; runs use the CPU")]
     if not gpus:
@@ -138,33 +129,23 @@ SUMMED = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class NodeMeasurements:
-    """Measurements of all ranks.
-
-    Attributes:
-        flops: FLOP per second of each rank's product.
-        transfers: times of each collective; empty for one rank.
-        wrong_sums: of each rank, number of wrong sums over ranks.
-    """
+    """Measurements of all ranks."""
 
     dtype: Dtype
-    side: int
-    flops: tuple[float, ...]
-    transfers: Mapping[CollectiveKind, tuple[TransferPoint, ...]]
-    wrong_sums: tuple[int, ...]
+    side: int  # of the square matrices that were multiplied
+    flops: tuple[float, ...]  # FLOP per second of each rank's product
+    transfers: Mapping[CollectiveKind, tuple[TransferPoint, ...]]  # empty for one rank
+    wrong_sums: tuple[int, ...]  # of each rank, number of wrong sums over ranks
 
 
 def measure(device: torch.device, node_ranks: int) -> NodeMeasurements:
-    """Measure on all ranks at once; returns the same on all.
-
-    Args:
-        node_ranks: ranks of each machine.
-    """
+    """Measure on all ranks at once, `node_ranks` of each machine; returns the same on all. Collective."""
     on_gpu = device.type == "cuda"
     dtype: Dtype = "bf16" if on_gpu else "fp32"
     side = GPU_SIDE if on_gpu else CPU_SIDE
     x, w = (torch.randn(side, side, device=device, dtype=TORCH_DTYPES[dtype]) for _ in range(2))
     seconds = DeviceBenchmark(device, device_facts(device, dtype), round_seconds=0.02).seconds(partial(F.linear, x, w))
-    flops = 2 * side**3 / seconds
+    flops = 2 * side**3 / seconds  # a product and a sum for each of side^3 pairs
     if not dist.is_initialized():
         return NodeMeasurements(dtype=dtype, side=side, flops=(flops,), transfers={}, wrong_sums=(0,))
     transfers = measure_transfers(device, node_ranks, GPU_BUFFERS if on_gpu else CPU_BUFFERS)
@@ -190,7 +171,7 @@ def _wrong_sums(device: torch.device) -> int:
     """Number of wrong results among a million sums of small integers."""
     rank, world = dist.get_rank(), dist.get_world_size()
     small = torch.arange(SUMMED, device=device) % 64
-    summed = (small + rank).float()
+    summed = (small + rank).float()  # exact: sums of thousands of ranks stay below 2^24
     dist.all_reduce(summed)
     return int((summed != small * world + world * (world - 1) // 2).sum().item())
 

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.parallel.launch.host import ROOT, free_host_bytes, usable_cores
+from penstock.parallel.launch.host import ROOT, free_host_bytes, numa_nodes, read_text, usable_cores
 from penstock.tune.preflight.check import PreflightCheck, Status, fine
 
 CORES_EACH = 4
@@ -48,33 +48,20 @@ CLOCK_ERROR = 5
 
 @dataclass(frozen=True, kw_only=True)
 class HostFacts:
-    """State of the machine.
-
-    Attributes:
-        gpu_bytes: memory of all GPUs.
-        cores: available to this process.
-        numa_balancing: the kernel moves pages.
-        free_bytes: of memory, within the limits of this process; None if unknown.
-        open_files: limit; None is unlimited.
-        locked_bytes: limit; None is unlimited.
-        has_infiniband: the network reads memory directly.
-        shared_bytes: of /dev/shm; None without one.
-        governor: of the first core's clock, or empty.
-        clock_is_kept: the clock is synchronized; None if unknown.
-    """
+    """State of the machine."""
 
     gpus: int
-    gpu_bytes: int
-    cores: int
+    gpu_bytes: int  # memory of all GPUs
+    cores: int  # available to this process
     numa_nodes: int
-    numa_balancing: bool
-    free_bytes: int | None
-    open_files: int | None
-    locked_bytes: int | None
-    has_infiniband: bool
-    shared_bytes: int | None
-    governor: str
-    clock_is_kept: bool | None
+    numa_balancing: bool  # the kernel moves pages
+    free_bytes: int | None  # of memory, within the limits of this process; None if unknown
+    open_files: int | None  # limit; None is unlimited
+    locked_bytes: int | None  # limit; None is unlimited
+    has_infiniband: bool  # the network reads memory directly
+    shared_bytes: int | None  # of /dev/shm; None without one
+    governor: str  # of the first core's clock, or empty
+    clock_is_kept: bool | None  # the clock is synchronized; None if unknown
 
 
 def read_host(gpus: int, gpu_bytes: int, root: Path = ROOT) -> HostFacts:
@@ -84,20 +71,16 @@ def read_host(gpus: int, gpu_bytes: int, root: Path = ROOT) -> HostFacts:
         gpus=gpus,
         gpu_bytes=gpu_bytes,
         cores=usable_cores(root),
-        numa_nodes=len(list((root / "sys/devices/system/node").glob("node[0-9]*"))),
-        numa_balancing=_read(root / "proc/sys/kernel/numa_balancing") not in ("", "0"),
+        numa_nodes=numa_nodes(root),
+        numa_balancing=read_text(root / "proc/sys/kernel/numa_balancing") not in ("", "0"),
         free_bytes=free_host_bytes(root),
         open_files=_limit(resource.RLIMIT_NOFILE),
         locked_bytes=_limit(resource.RLIMIT_MEMLOCK),
         has_infiniband=any((root / "sys/class/infiniband").glob("*")),
         shared_bytes=shutil.disk_usage(shared).total if shared.is_dir() else None,
-        governor=_read(root / "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
+        governor=read_text(root / "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
         clock_is_kept=_clock_is_kept(),
     )
-
-
-def _read(path: Path) -> str:
-    return path.read_text().strip() if path.is_file() else ""
 
 
 def _limit(kind: int) -> int | None:
@@ -166,10 +149,8 @@ def _locked(facts: HostFacts) -> PreflightCheck | None:
         return fine("host", "locked memory", "any amount")
     if not facts.has_infiniband:
         return None
-    got, expected = (
-        f"{facts.locked_bytes / 1e6:.3g} MB",
-        "any amount: InfiniBand and RoCE read memory that stays in place",
-    )
+    got = f"{facts.locked_bytes / 1e6:.3g} MB"
+    expected = "any amount: InfiniBand and RoCE read memory that stays in place"
     fix = "ulimit -l unlimited, or memlock in /etc/security/limits.conf, or --ulimit memlock=-1 of the container"
     return PreflightCheck("host", "locked memory", "failed", got, expected, fix)
 
@@ -189,10 +170,8 @@ def _shared(facts: HostFacts) -> PreflightCheck | None:
 def _governor(facts: HostFacts) -> PreflightCheck | None:
     if not facts.governor or facts.governor == "performance" or not facts.gpus:
         return fine("host", "clock of cores", facts.governor) if facts.governor else None
-    expected, fix = (
-        "performance: a host that is slow to wake starts kernels late",
-        "cpupower frequency-set -g performance",
-    )
+    expected = "performance: a host that is slow to wake starts kernels late"
+    fix = "cpupower frequency-set -g performance"
     return PreflightCheck("host", "clock of cores", "warning", facts.governor, expected, fix)
 
 
@@ -221,21 +200,14 @@ APART_SECONDS = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class DiskFacts:
-    """State of the disk.
-
-    Attributes:
-        trouble: reason why it cannot be written, or empty.
-        written: bytes per second, synced.
-        read: bytes per second, from disk if the page cache could be dropped.
-        ahead_seconds: of the file system's clock over ours.
-    """
+    """State of the disk."""
 
     folder: Path
-    trouble: str = ""
+    trouble: str = ""  # reason why it cannot be written, or empty
     free_bytes: int = 0
-    written: float = 0.0
-    read: float = 0.0
-    ahead_seconds: float = 0.0
+    written: float = 0.0  # bytes per second, synced
+    read: float = 0.0  # bytes per second, from disk if the page cache could be dropped
+    ahead_seconds: float = 0.0  # of the file system's clock over ours
 
 
 def read_disk(folder: Path, size: int = FILE_BYTES) -> DiskFacts:
@@ -246,13 +218,13 @@ def read_disk(folder: Path, size: int = FILE_BYTES) -> DiskFacts:
             began, before = time.perf_counter(), time.time()
             size = _write_file(file.fileno(), size)
             written = size / (time.perf_counter() - began)
-            stamp, after = os.fstat(file.fileno()).st_mtime, time.time()
+            stamp, after = os.fstat(file.fileno()).st_mtime, time.time()  # the file server sets the stamp
             return DiskFacts(
                 folder=there,
                 free_bytes=shutil.disk_usage(there).free,
                 written=written,
                 read=_read_rate(file.fileno(), size),
-                ahead_seconds=max(0.0, stamp - after) + min(0.0, stamp - before),
+                ahead_seconds=max(0.0, stamp - after) + min(0.0, stamp - before),  # 0 in between
             )
     except OSError as error:
         return DiskFacts(folder=there, trouble=error.strerror or str(error))
@@ -270,7 +242,7 @@ def _write_file(file: int, size: int) -> int:
 def _read_rate(file: int, size: int) -> float:
     """Bytes per second."""
     if sys.platform == "linux":
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)  # drops only what is synced
     os.lseek(file, 0, os.SEEK_SET)
     began = time.perf_counter()
     while os.read(file, PIECE_BYTES):
@@ -279,12 +251,7 @@ def _read_rate(file: int, size: int) -> float:
 
 
 def judge_disk(facts: DiskFacts, checkpoint_bytes: int = 0, kept: int = 0) -> list[PreflightCheck]:
-    """All checks of the disk.
-
-    Args:
-        checkpoint_bytes: of the planned run; 0 without one.
-        kept: number of checkpoints that the run keeps, beside the one that it writes.
-    """
+    """All checks of the disk, for a run with checkpoints of this size (0 without a run) that keeps so many of them."""
     if facts.trouble:
         expected, fix = "a folder that can be written", "record.folder=ANOTHER, or its permissions"
         return [PreflightCheck("disk", f"{facts.folder}", "failed", facts.trouble, expected, fix)]
@@ -292,7 +259,7 @@ def judge_disk(facts: DiskFacts, checkpoint_bytes: int = 0, kept: int = 0) -> li
 
 
 def _room(facts: DiskFacts, checkpoint_bytes: int, kept: int) -> PreflightCheck:
-    wanted = max(FREE_BYTES, checkpoint_bytes * (kept + 1))
+    wanted = max(FREE_BYTES, checkpoint_bytes * (kept + 1))  # an old one goes after the new one is whole
     got = f"{facts.free_bytes / 1e9:,.0f} GB free in {facts.folder}"
     if facts.free_bytes >= wanted:
         return fine("disk", "room", got)

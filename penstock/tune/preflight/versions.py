@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.parallel.launch.host import ROOT, Vendor, gpu_vendor
+from penstock.parallel.launch.host import ROOT, Vendor, gpu_vendor, read_text
 from penstock.tune.preflight.check import PreflightCheck, Status, fine
 
 OLDEST_PYTHON = (3, 11)
@@ -30,19 +30,13 @@ _BOUND = re.compile(r"(?P<name>[\w.-]+)>=(?P<version>[\d.]+)$")
 
 @dataclass(frozen=True, kw_only=True)
 class Builds:
-    """PyTorch and the layers below it; empty or None if missing.
-
-    Attributes:
-        cuda: version of PyTorch's build.
-        hip: version of PyTorch's build.
-        collectives: version of NCCL or RCCL.
-    """
+    """PyTorch and the layers below it; empty or None if missing."""
 
     torch: str
-    cuda: str | None
-    hip: str | None
+    cuda: str | None  # version of PyTorch's build
+    hip: str | None  # version of PyTorch's build
     finds_gpus: bool
-    collectives: str
+    collectives: str  # version of NCCL or RCCL
     triton: str
     vendor: Vendor
     driver: str
@@ -72,13 +66,9 @@ def read_builds(root: Path = ROOT) -> Builds:
 def _driver(vendor: Vendor, root: Path) -> str:
     """Version of the kernel driver."""
     if vendor == "nvidia":
-        found = re.search(r"Kernel Module.*?(\d+\.\d+(?:\.\d+)?)", _read(root / "proc/driver/nvidia/version"))
+        found = re.search(r"Kernel Module.*?(\d+\.\d+(?:\.\d+)?)", read_text(root / "proc/driver/nvidia/version"))
         return found[1] if found else ""
-    return _read(root / "sys/module/amdgpu/version") if vendor == "amd" else ""
-
-
-def _read(path: Path) -> str:
-    return path.read_text(errors="replace").strip() if path.is_file() else ""
+    return read_text(root / "sys/module/amdgpu/version") if vendor == "amd" else ""
 
 
 def _python() -> PreflightCheck:
@@ -180,14 +170,10 @@ ON = r"1|true|on|yes|y"
 
 @dataclass(frozen=True)
 class HarmfulVariable:
-    """A harmful variable.
-
-    Attributes:
-        when: pattern of harmful values, in any case.
-    """
+    """A harmful variable."""
 
     name: str
-    when: str
+    when: str  # pattern of harmful values, in any case
     what: str
     status: Status = "warning"
 
@@ -220,17 +206,13 @@ HARMFUL: tuple[HarmfulVariable, ...] = (
 
 
 def check_environment(variables: Mapping[str, str], *, has_gpu: bool) -> list[PreflightCheck]:
-    """Harmful variables, or one passed check.
-
-    Args:
-        variables: those of `HARMFUL` that are set.
-        has_gpu: without a GPU, Triton's interpreter is how tests run kernels.
-    """
+    """Harmful variables among those of `HARMFUL` that are set, or one passed check."""
     found = []
     for one in HARMFUL:
         value = variables.get(one.name)
         if value is None or not re.fullmatch(one.when, value.strip(), re.IGNORECASE):
             continue
+        # Without a GPU, Triton's interpreter is how tests run kernels.
         status = one.status if has_gpu or one.status != "failed" else "warning"
         got, fix = f"{value.strip()}: {one.what}", f"unset {one.name}"
         found.append(PreflightCheck("environment", one.name, status, got, "not set", fix))
