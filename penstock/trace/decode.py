@@ -22,7 +22,7 @@ import numpy as np
 
 from penstock.base.errors import TraceError
 from penstock.base.numbers import printable
-from penstock.trace.events import NONE, ArgsColumn, GpuEvents, HostEvents, HostKind, Integers, Thread, Trace
+from penstock.trace.events import DAMAGE, NONE, ArgsColumn, GpuEvents, HostEvents, HostKind, Integers, Thread, Trace
 from penstock.trace.kernel_names import kind_of
 
 _NO_TEXT = msgspec.Raw()
@@ -91,11 +91,11 @@ def parse(text: bytes, path: Path) -> TraceFile:
         raise TraceError(f"{path} is empty", fix="record it again")
     try:
         return _parsed(text, start)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except DAMAGE as error:
         try:
             # Null for numbers that JSON does not have, and a replacement character for bytes that are not UTF-8.
             return _parsed(_UNNUMBER.sub(rb"\1null", text).decode(errors="replace").encode(), start)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except DAMAGE:
             raise TraceError(
                 f"{path} is no trace of torch.profiler, or damaged: {reason(error)}",
                 fix="if it was cut off while it was written or copied, record or copy it again",
@@ -108,10 +108,10 @@ def joins_of(events: Iterable[ChromeEvent], path: Path) -> list[JoinKeys]:
     Raises:
         TraceError: the `args` of one are damaged.
     """
-    decode = _JOINS.decode
+    decode = _JOINS.decode  # looked up once: there are millions of events
     try:
         return [decode(event.args) if event.args else _NOTHING for event in events]
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except DAMAGE as error:
         raise TraceError(f"{path}: args of an event are damaged: {reason(error)}", fix="record it again") from error
 
 
@@ -143,10 +143,10 @@ _HOST = {
     "cpu_instant_event": HostKind.INSTANT,
 }
 
-_HEADER = TraceFile.__struct_fields__[3:]
+_HEADER = TraceFile.__struct_fields__[3:]  # without events, devices and process groups, which are parts of a `Trace`
 
-_TIMED = ("X", "i", "I")
-_ARROW = "ac2g"
+_TIMED = ("X", "i", "I")  # phases of Chrome's format: an event that lasts, and instants in two spellings
+_ARROW = "ac2g"  # category of arrows: asynchronous CPU to GPU
 _HALF = 2**63
 _FOREVER_US = 1e17
 """More than three thousand years: a time beyond this is damage."""
@@ -164,7 +164,7 @@ def columns_of(file: TraceFile, path: Path, *, gpu_required: bool) -> Trace:
     """
     tables: list[list[ChromeEvent]] = [[], [], [], [], []]
     on_gpu, on_host, arrows, named, endless = tables
-    table_of = dict.fromkeys(_GPU, on_gpu) | dict.fromkeys(_HOST, on_host)
+    table_of = dict.fromkeys(_GPU, on_gpu) | dict.fromkeys(_HOST, on_host)  # by category; others are left out
     for event in file.traceEvents:
         table = table_of.get(event.cat or "")
         if table is not None and event.ph in _TIMED:
@@ -177,8 +177,8 @@ def columns_of(file: TraceFile, path: Path, *, gpu_required: bool) -> Trace:
     if gpu_required and not on_gpu:
         raise _no_gpu(file, path, endless)
     file.traceEvents.clear()
-    names: dict[str, int] = {}
-    places: dict[Place, int] = {}
+    names: dict[str, int] = {}  # name -> its number, shared by both tables, in the order of first use
+    places: dict[Place, int] = {}  # (process, thread) -> its number
     notes: list[str] = []
     if endless:
         notes.append(f"{len(endless)} events without a duration are left out, the first {endless[0].name[:80]!r}")
@@ -186,17 +186,19 @@ def columns_of(file: TraceFile, path: Path, *, gpu_required: bool) -> Trace:
         host = _host(on_host, names, places, path, notes)
         gpu = _gpu(on_gpu, names, path, notes)
         gpu = replace(gpu, launch=launches(gpu.correlation, host))
-        gpu = replace(gpu, launch=_launches_by_arrow(arrows, gpu, host, places))
+        gpu = replace(gpu, launch=_launches_by_arrow(arrows, gpu, host, places))  # for those without correlation
         if len(devices := np.unique(gpu.device)) > 1:
             notes.append(f"events of {len(devices)} devices in one file are taken as of one")
         distributed = _mapping(value_of(file.distributedInfo))
         properties = value_of(file.deviceProperties)
         each = [_mapping(one) for one in properties] if isinstance(properties, list) else []
-        texts = tuple(map(printable, names))
+        texts = tuple(map(printable, names))  # names in a file can hold control characters
+        sizes = (distributed.get(key) for key in ("rank", "world_size"))
+        rank, world = (size if isinstance(size, int) else None for size in sizes)
         return Trace(
             path=path,
-            rank=_whole_or_none(distributed.get("rank")),
-            world=_whole_or_none(distributed.get("world_size")),
+            rank=rank,
+            world=world,
             gpu=replace(gpu, names=texts),
             host=replace(host, names=texts),
             threads=_threads(named, places),
@@ -209,7 +211,7 @@ def columns_of(file: TraceFile, path: Path, *, gpu_required: bool) -> Trace:
             header={key: value for key in _HEADER if (value := value_of(getattr(file, key))) is not None},
             notes=tuple(notes),
         )
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except DAMAGE as error:
         raise TraceError(f"{path} is damaged: {reason(error)}", fix="record it again") from error
 
 
@@ -218,19 +220,19 @@ def launches(correlation: Integers, host: HostEvents) -> Integers:
     calls = np.flatnonzero((host.kind == HostKind.RUNTIME) & (host.correlation > 0))
     if not len(calls):
         return np.full(len(correlation), NONE, dtype=np.int64)
-    calls = calls[np.argsort(host.correlation[calls], kind="stable")]
+    calls = calls[np.argsort(host.correlation[calls], kind="stable")]  # stable: of equal correlations the first call
     keys = host.correlation[calls]
-    at = np.minimum(np.searchsorted(keys, correlation), len(keys) - 1)
+    at = np.minimum(np.searchsorted(keys, correlation), len(keys) - 1)  # the first key that is not smaller
     return np.where(keys[at] == correlation, calls[at], NONE)
 
 
 def _gpu(events: list[ChromeEvent], names: dict[str, int], path: Path, notes: list[str]) -> GpuEvents:
     joins = joins_of(events, path)
-    kinds = {key: kind_of(*key) for key in {(event.cat or "", event.name) for event in events}}
-    common = _common(events, joins, names, path, notes)
+    kinds = {key: kind_of(*key) for key in {(event.cat or "", event.name) for event in events}}  # once for each name
     table = GpuEvents(
-        **common,
+        **_common(events, joins, names, path, notes),
         kind=np.fromiter((kinds[event.cat or "", event.name] for event in events), np.int8, len(events)),
+        # Old files have device and stream only as Chrome's process and thread.
         device=_integers([_whole(join.device, event.pid) for event, join in zip(events, joins, strict=True)]),
         stream=_integers([_whole(join.stream, event.tid) for event, join in zip(events, joins, strict=True)]),
         launch=np.full(len(events), NONE, dtype=np.int64),
@@ -242,9 +244,8 @@ def _host(
     events: list[ChromeEvent], names: dict[str, int], places: dict[Place, int], path: Path, notes: list[str]
 ) -> HostEvents:
     joins = joins_of(events, path)
-    common = _common(events, joins, names, path, notes)
     table = HostEvents(
-        **common,
+        **_common(events, joins, names, path, notes),
         kind=np.fromiter((_HOST[event.cat or ""] for event in events), np.int8, len(events)),
         thread=_codes(((event.pid, event.tid) for event in events), places, len(events)),
         sequence=_integers([join.sequence for join in joins]),
@@ -264,7 +265,7 @@ def _common(
     if (odd := int((duration_us < 0).sum())) > 0:
         notes.append(f"{odd} events end before they start; they count as having no duration")
     return {
-        "names": (),
+        "names": (),  # `columns_of` sets it when both tables are complete
         "name_id": _codes(map(attrgetter("name"), events), names, len(events)),
         "start_us": start_us,
         "duration_us": np.maximum(np.nan_to_num(duration_us), 0.0),
@@ -281,7 +282,7 @@ def _texts(pieces: list[msgspec.Raw]) -> ArgsColumn:
     if not whole.isascii():
         parts = [bytes(piece).decode(errors="replace").encode() for piece in pieces]
         whole, lengths = b"".join(parts), map(len, parts)
-    end = np.cumsum(np.fromiter(lengths, np.int64, len(pieces)))
+    end = np.cumsum(np.fromiter(lengths, np.int64, len(pieces)))  # total bytes up to the end of each text
     return ArgsColumn(whole, np.append(0, end)[:-1], end)
 
 
@@ -309,10 +310,6 @@ def _whole(*values: object) -> int:
     return NONE
 
 
-def _whole_or_none(value: object) -> int | None:
-    return value if isinstance(value, int) else None
-
-
 def _mapping(value: object) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
@@ -327,10 +324,10 @@ def _launches_by_arrow(
     lost = np.flatnonzero((gpu.correlation <= 0) & (gpu.launch == NONE))
     if not len(lost):
         return gpu.launch
-    heads = {(event.pid, event.tid, event.ts): event.id for event in arrows if event.ph == "f"}
+    heads = {(event.pid, event.tid, event.ts): event.id for event in arrows if event.ph == "f"}  # GPU event -> arrow
     tails = {event.id: (places.get((event.pid, event.tid)), event.ts) for event in arrows if event.ph == "s"}
     calls = np.flatnonzero(host.kind == HostKind.RUNTIME)
-    rows = {(int(host.thread[row]), float(host.start_us[row])): int(row) for row in calls}
+    rows = {(int(host.thread[row]), float(host.start_us[row])): int(row) for row in calls}  # (thread, start) -> call
     launch = gpu.launch.copy()
     for row in lost:
         head = heads.get((int(gpu.device[row]), int(gpu.stream[row]), float(gpu.start_us[row])))

@@ -11,12 +11,12 @@ they stay text until they are read:
 Times are microseconds on the clock of the file (float64). An absent integer is `NONE`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import msgspec
 import numpy as np
@@ -31,7 +31,19 @@ Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
+DAMAGE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""Errors of msgspec on damaged JSON."""
+
 _DICTIONARY = msgspec.json.Decoder(dict[str, Any])
+_Value = TypeVar("_Value")
+
+
+def decoded_or(absent: _Value, decoder: msgspec.json.Decoder[_Value], text: bytes) -> _Value:
+    """The decoded JSON text; `absent` if it is empty or damaged."""
+    try:
+        return decoder.decode(text) if text else absent
+    except DAMAGE:
+        return absent
 
 
 class GpuKind(IntEnum):
@@ -71,7 +83,7 @@ class Thread:
 class ArgsColumn:
     """A column of JSON texts, as slices (start, end) of one buffer, so that the file itself can be freed."""
 
-    whole: bytes
+    whole: bytes  # the texts of all events, one behind the other; `take` shares it
     start: Integers
     end: Integers
 
@@ -126,7 +138,7 @@ class Events:
         """
         try:
             return _DICTIONARY.decode(self.raw[row] or b"{}")
-        except (msgspec.DecodeError, RecursionError) as error:
+        except DAMAGE as error:
             raise TraceError(f"args of {self.name(row)[:80]!r} are damaged: {error}", fix="record it again") from error
 
     def take(self, rows: Flags | Integers | slice) -> Self:
@@ -135,10 +147,14 @@ class Events:
         columns: dict[str, Any] = {name: value[rows] for name, value in held.items() if isinstance(value, np.ndarray)}
         return replace(self, raw=self.raw.take(rows), **columns)
 
+    def named(self, test: Callable[[str], object]) -> Flags:
+        """Mask of the rows whose name passes a test, such as `PATTERN.search`."""
+        # Once for each distinct name: a trace has millions of rows and some hundred names.
+        return np.array([bool(test(name)) for name in self.names], dtype=bool)[self.name_id]
+
     def called(self, *names: str) -> Flags:
         """Mask of the rows that have one of these names."""
-        wanted = set(names)
-        return np.array([name in wanted for name in self.names], dtype=bool)[self.name_id]
+        return self.named(names.__contains__)
 
     def starting_in(self, start_us: float, end_us: float) -> slice:
         """Rows that start at or after `start_us` and before `end_us`."""
@@ -215,10 +231,16 @@ class Trace:
         """All names of both tables."""
         return self.gpu.names
 
+    @cached_property
+    def launched_us(self) -> Floats:
+        """When the host began to launch each row of `gpu`; nan if the launch is not in the trace."""
+        return np.append(self.host.start_us, np.nan)[self.gpu.launch]  # NONE is -1 and reads the appended nan
+
     @property
     def device_name(self) -> str | None:
         """The driver's name of the device that ran most events, if the file has it."""
         numbers, counts = np.unique(self.gpu.device, return_counts=True)
         used = int(numbers[counts.argmax()]) if len(numbers) else NONE
         named = {one["id"]: one["name"] for one in self.devices if {"id", "name"} <= one.keys()}
+        # Old profilers number devices differently from their list of properties: then the first one of the list.
         return named.get(used, next(iter(named.values()), None))

@@ -15,13 +15,12 @@ import numpy as np
 
 from penstock.trace.events import NONE, Flags, GpuKind, HostKind, Integers, Trace
 from penstock.trace.intervals import Intervals, union
-from penstock.trace.tree import HostTree, nest
+from penstock.trace.tree import HostTree, tree_around
 
 SHORT_US = 10.0
 """Kernels below this take about as long to launch as to run."""
 
-GAP_US = 10.0
-LONG_GAP_US = 100.0
+GAP_US, LONG_GAP_US = 10.0, 100.0
 
 WAITS = re.compile(
     r"^(cuda|hip)(Device|Stream|Event)Synchronize|^(cu|hip)(Ctx|Stream|Event)Synchronize|^(cuda|hip)Memcpy(DtoH)?$"
@@ -32,7 +31,7 @@ WAITS = re.compile(
 TO_HOST = re.compile(r"DtoH|DeviceToHost")
 """Copies that the host can wait for: it does if the memory is not pinned."""
 
-_NAMED = 20
+_NAMED = 20  # longest gaps that are listed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,10 +143,10 @@ def _gaps(trace: Trace) -> DeviceGaps:
     gaps, launch, is_hosts = _gaps_of(trace)
     lengths, is_known = gaps.end_us - gaps.start_us, launch != NONE
     order = np.argsort(-lengths, kind="stable")[:_NAMED]
-    # The event before a gap is the last one that ended by its start.
     by_end = np.argsort(gpu.end_us, kind="stable")
+    # The event before a gap is the last one that ended by its start.
     before = by_end[np.searchsorted(gpu.end_us[by_end], gaps.start_us[order], side="right") - 1]
-    tree = _tree(trace, launch[order][is_known[order]])
+    tree = tree_around(trace.host, launch[order][is_known[order]])
     longest = tuple(
         DeviceGap(
             start_us=float(gaps.start_us[one]),
@@ -176,9 +175,8 @@ def _gaps_of(trace: Trace) -> tuple[Intervals, Integers, Flags]:
     gpu = trace.gpu
     gaps = union(gpu.start_us, gpu.end_us).gaps()
     # Find the event after a gap by its start: events of zero duration are not in the union.
-    launch = gpu.launch[np.searchsorted(gpu.start_us, gaps.end_us)]
-    launched_us = np.append(trace.host.start_us, np.nan)[np.where(launch == NONE, len(trace.host), launch)]
-    return gaps, launch, launched_us > gaps.start_us
+    event = np.searchsorted(gpu.start_us, gaps.end_us)
+    return gaps, gpu.launch[event], trace.launched_us[event] > gaps.start_us  # False for nan: launch unknown
 
 
 def idle_behind_waits(trace: Trace, inside: frozenset[str] | None = None) -> float:
@@ -193,16 +191,15 @@ def idle_behind_waits(trace: Trace, inside: frozenset[str] | None = None) -> flo
     gaps, launch, is_hosts = _gaps_of(trace)
     if not is_hosts.any():
         return 0.0
-    rows = rows[host.end_us[rows] > gaps.start_us[0]]
-    behind = np.searchsorted(host.start_us[rows], host.start_us[launch[is_hosts]]) - 1
+    rows = rows[host.end_us[rows] > gaps.start_us[0]]  # earlier waits delayed no launch after a gap
+    behind = np.searchsorted(host.start_us[rows], host.start_us[launch[is_hosts]]) - 1  # last wait before each launch
     lasts_us = (gaps.end_us - gaps.start_us)[is_hosts]
-    # Idle time after each wait, until the next.
-    idle_us = np.bincount(behind[behind >= 0], lasts_us[behind >= 0], len(rows))
-    tree = _tree(trace, rows)
-    ahead_us = spared_us = 0.0
+    idle_us = np.bincount(behind[behind >= 0], lasts_us[behind >= 0], len(rows))  # after each wait, until the next
+    tree = tree_around(host, rows)
+    ahead_us = spared_us = 0.0  # by how much launches would be earlier now; idle time that this saves so far
     for row, us in zip(rows.tolist(), idle_us.tolist(), strict=True):
         goes = inside is None or not inside.isdisjoint(_around(trace, tree, row))
-        ahead_us = ahead_us + float(host.duration_us[row]) if goes else 0.0
+        ahead_us = ahead_us + float(host.duration_us[row]) if goes else 0.0  # at a wait that stays, the host is late
         spared = min(us, ahead_us)
         ahead_us, spared_us = ahead_us - spared, spared_us + spared
     return spared_us
@@ -211,14 +208,10 @@ def idle_behind_waits(trace: Trace, inside: frozenset[str] | None = None) -> flo
 def waiting_calls(trace: Trace) -> Integers:
     """Rows of `Trace.host` in which the host waited for the device, sorted by start."""
     host, gpu = trace.host, trace.gpu
-    waits, copies = (
-        np.fromiter((bool(pattern.search(name)) for name in trace.names), dtype=bool, count=len(trace.names))
-        for pattern in (WAITS, TO_HOST)
-    )
-    is_wait = (host.kind == HostKind.RUNTIME) & waits[host.name_id]
-    copied = np.flatnonzero(gpu.is_linked & (gpu.kind == GpuKind.COPY) & copies[gpu.name_id])
+    is_wait = (host.kind == HostKind.RUNTIME) & host.named(WAITS.search)
+    copied = np.flatnonzero(gpu.is_linked & (gpu.kind == GpuKind.COPY) & gpu.named(TO_HOST.search))
     calls = gpu.launch[copied]
-    is_wait[calls[host.end_us[calls] >= gpu.end_us[copied]]] = True
+    is_wait[calls[host.end_us[calls] >= gpu.end_us[copied]]] = True  # the call returned after its copy had ended
     rows = np.flatnonzero(is_wait)
     return rows[np.argsort(host.start_us[rows], kind="stable")]
 
@@ -227,7 +220,7 @@ def _waits(trace: Trace, within: tuple[float, float] | None) -> tuple[HostWait, 
     host, rows = trace.host, waiting_calls(trace)
     if within is not None:
         rows = rows[(host.start_us[rows] >= within[0]) & (host.start_us[rows] < within[1])]
-    tree = _tree(trace, rows)
+    tree = tree_around(host, rows)
     places: dict[tuple[str, tuple[str, ...]], list[float]] = {}
     for row in rows.tolist():
         places.setdefault((host.name(row), _around(trace, tree, row)), []).append(float(host.duration_us[row]))
@@ -236,14 +229,6 @@ def _waits(trace: Trace, within: tuple[float, float] | None) -> tuple[HostWait, 
         for (call, where), times in places.items()
     ]
     return tuple(sorted(found, key=lambda wait: (-wait.total_us, wait.call, wait.where)))
-
-
-def _tree(trace: Trace, rows: Integers) -> HostTree:
-    """Operators and spans around these calls."""
-    host = trace.host
-    is_node: Flags = np.isin(host.kind, [HostKind.OPERATOR, HostKind.SPAN])
-    is_node[rows] = True
-    return nest(host, np.flatnonzero(is_node))
 
 
 def _around(trace: Trace, tree: HostTree, row: int) -> tuple[str, ...]:
@@ -259,12 +244,10 @@ def _queue(trace: Trace) -> LaunchQueue | None:
         return None
     launched, returned, begun = host.start_us[gpu.launch[rows]], host.end_us[gpu.launch[rows]], gpu.start_us[rows]
     # The clocks of host and device differ slightly: clamp launches to the start of their event.
-    launched = np.minimum(launched, begun)
-    times = np.concatenate([launched, begun])
-    # Depth of the queue: +1 at each launch, -1 at each start.
-    steps = np.concatenate([np.ones(len(rows), dtype=np.int64), np.full(len(rows), -1)])
-    order = np.argsort(times, kind="stable")
-    depth, lasts = np.cumsum(steps[order])[:-1], np.diff(times[order])
+    times = np.concatenate([np.minimum(launched, begun), begun])
+    steps = np.repeat([1, -1], len(rows))  # a launch makes the queue one longer, the start of its event one shorter
+    order = np.argsort(times, kind="stable")  # stable: at equal times launches come first
+    depth, lasts = np.cumsum(steps[order])[:-1], np.diff(times[order])  # between consecutive times: depth, duration
     total = float(lasts.sum())
     return LaunchQueue(
         mean=float((depth * lasts).sum() / total) if total else 0.0,

@@ -26,8 +26,8 @@ from penstock.base.spans import Span
 from penstock.trace.events import Floats, GpuEvents, GpuKind, HostEvents, HostKind, Trace
 from penstock.trace.intervals import Intervals, union
 
-_PROFILER_STEP = re.compile(r"ProfilerStep\s*#(\d+)")
-_OWN_STEP = re.compile(rf"{Span.STEP}(?:[ #:](\d+))?")
+STEP_NAMES = (re.compile(r"ProfilerStep\s*#(\d+)"), re.compile(rf"{Span.STEP}(?:[ #:](\d+))?"))
+"""Names of steps: the profiler's, and Penstock's spans, which count where the profiler marked none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,9 +109,8 @@ def steps_of(trace: Trace) -> tuple[RecordedStep, ...]:
     """The steps of a trace in order; none if it has no step regions."""
     regions = step_spans(trace)
     linked = trace.gpu.take(trace.gpu.is_linked)
-    launched_us = trace.host.start_us[linked.launch]
     busy = busy_of(linked)
-    windows = _windows(regions, linked, launched_us)
+    windows = _windows(regions, linked, trace.host.start_us[linked.launch])
     steps = []
     for row, (start_us, end_us) in enumerate(windows):
         digits = re.search(r"(\d+)$", regions.name(row))
@@ -132,11 +131,8 @@ def steps_of(trace: Trace) -> tuple[RecordedStep, ...]:
 def step_spans(trace: Trace) -> HostEvents:
     """The host regions of steps: `ProfilerStep#N`, or else Penstock's own spans."""
     spans = trace.host.take(trace.host.kind == HostKind.SPAN)
-    for pattern in (_PROFILER_STEP, _OWN_STEP):
-        is_step = np.array([pattern.fullmatch(name) is not None for name in spans.names], dtype=bool)
-        if (found := is_step[spans.name_id]).any():
-            return spans.take(found)
-    return spans.take(slice(0, 0))
+    by_profiler, by_span = (spans.named(names.fullmatch) for names in STEP_NAMES)
+    return spans.take(by_profiler if by_profiler.any() else by_span)
 
 
 def _windows(regions: HostEvents, linked: GpuEvents, launched_us: Floats) -> list[tuple[float, float]]:
@@ -146,7 +142,7 @@ def _windows(regions: HostEvents, linked: GpuEvents, launched_us: Floats) -> lis
     # The step of each launch: the last region that began before it, if it was still open.
     step = np.searchsorted(regions.start_us, launched_us, side="right") - 1
     inside = (step >= 0) & (launched_us < regions.end_us[step])
-    first_us = np.full(len(regions), np.inf)
+    first_us = np.full(len(regions), np.inf)  # start of the first event of each step
     np.minimum.at(first_us, step[inside], linked.start_us[inside])
     last_us = linked.end_us[inside].max(initial=-np.inf) if inside.any() else regions.end_us[-1]
     # From the right: an empty step takes the begin of the next step, so its window is empty.

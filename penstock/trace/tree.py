@@ -30,8 +30,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from penstock.base.spans import Span
-from penstock.trace.events import NONE, Flags, Floats, GpuEvents, GpuKind, HostEvents, HostKind, Integers, Trace
+from penstock.trace.events import NONE, Flags, GpuEvents, GpuKind, HostEvents, HostKind, Integers, Trace
 from penstock.trace.kernel_names import COLLECTIVES, FLOAT8_GEMM, Category, generic_category, specific_category
+from penstock.trace.timeline import STEP_NAMES
 
 NODE = "autograd::engine::evaluate_function: "
 """Prefix of the names of autograd nodes."""
@@ -41,8 +42,6 @@ CATEGORIES = tuple(Category)
 FRAMES = frozenset({Span.STEP, Span.FORWARD, Span.BACKWARD, Span.RECOMPUTE, Span.REPLAY, Span.MTP})
 """Spans around many phases. A kernel without a more specific span is named by its category."""
 
-PROFILER_STEP = re.compile(r"^ProfilerStep#\d+$")
-STEP = re.compile(rf"^{Span.STEP}( \d+)?$")
 ACTION = re.compile(r"\bof (virtual )?stage \d+|^micro-batch \d+$")
 GRADIENTS = re.compile(r"^(backward|input gradient|weight gradient) of stage \d+")
 LAYER = re.compile(r"\blayers?[ ._](\d+)\b")
@@ -70,7 +69,7 @@ class HostTree:
     def inherit(self, own: Integers) -> Integers:
         """The value of the nearest enclosing event, itself included, that has one; NONE where none has."""
         value = own.copy()
-        for rows in self.levels[1:]:
+        for rows in self.levels[1:]:  # from the outside in: the value of a parent is final
             value[rows] = np.where(own[rows] == NONE, value[self.parent[rows]], own[rows])
         return value
 
@@ -118,21 +117,25 @@ class Placement:
 
 def build_tree(trace: Trace) -> HostTree:
     """Nest operators, spans and the runtime calls that started GPU events."""
-    host = trace.host
-    is_node = (host.kind == HostKind.OPERATOR) | (host.kind == HostKind.SPAN)
-    is_node[trace.gpu.launch[trace.gpu.is_linked]] = True
+    return tree_around(trace.host, trace.gpu.launch[trace.gpu.is_linked])
+
+
+def tree_around(host: HostEvents, calls: Integers) -> HostTree:
+    """Nest operators, spans and these rows of calls."""
+    is_node: Flags = np.isin(host.kind, [HostKind.OPERATOR, HostKind.SPAN])
+    is_node[calls] = True
     return nest(host, np.flatnonzero(is_node))
 
 
 def nest(host: HostEvents, rows: Integers) -> HostTree:
     """Nest these rows of the host's events, each thread by itself."""
     parent, depth = np.full(len(host), NONE), np.zeros(len(host), dtype=np.int64)
-    by_thread = rows[np.argsort(host.thread[rows], kind="stable")]
-    cuts = np.flatnonzero(np.diff(host.thread[by_thread])) + 1
+    by_thread = rows[np.argsort(host.thread[rows], kind="stable")]  # stable: by start within a thread
+    cuts = np.flatnonzero(np.diff(host.thread[by_thread])) + 1  # first row of each further thread
     for mine in np.split(by_thread, cuts):
         depth[mine], parent[mine] = _nested(host, mine)
     by_depth = rows[np.argsort(depth[rows], kind="stable")]
-    sizes = np.bincount(depth[rows], minlength=1)
+    sizes = np.bincount(depth[rows], minlength=1)  # rows of each depth
     return HostTree(parent=parent, levels=tuple(np.split(by_depth, np.cumsum(sizes)[:-1])))
 
 
@@ -147,7 +150,7 @@ def _nested(host: HostEvents, rows: Integers) -> tuple[Integers, Integers]:
     key = depth * len(rows) + place_
     order = np.argsort(key)
     found = np.searchsorted(key[order], (depth - 1) * len(rows) + place_) - 1
-    above = order[np.maximum(found, 0)]
+    above = order[np.maximum(found, 0)]  # index of the parent among `rows`
     # Events that overlap without nesting leave gaps between levels; an event without an open parent is a root.
     has_parent = (depth > 0) & (depth[above] == depth - 1) & (end[above] > start)
     above = np.where(has_parent, above, NONE)
@@ -157,7 +160,7 @@ def _nested(host: HostEvents, rows: Integers) -> tuple[Integers, Integers]:
 def _depths(above: Integers) -> Integers:
     """Number of ancestors of each event, from the index of its parent."""
     depth = np.zeros(len(above), dtype=np.int64)
-    up = above
+    up = above  # one level higher in each round
     while (up != NONE).any():
         depth += up != NONE
         up = np.where(up == NONE, NONE, above[up])
@@ -168,29 +171,22 @@ def place(trace: Trace, tree: HostTree | None = None) -> Placement:
     """The origin of every GPU event."""
     tree = build_tree(trace) if tree is None else tree
     host, gpu = trace.host, trace.gpu
-    # Index len(host) reads the NONE that `of_launch` appends.
-    started = np.where(gpu.is_linked, gpu.launch, len(host))
-
-    def of_launch(values: Integers) -> Integers:
-        found: Integers = np.append(values, NONE)[started]
-        return found
-
-    launched_us = np.append(host.start_us, np.nan)[started]
-    action = _open_at(trace, lambda name: bool(ACTION.search(name)), launched_us)
-    is_gradient = _of_names(trace, lambda name: bool(GRADIENTS.match(name)))
-    gradients = np.append(is_gradient[host.name_id], False)[np.where(action == NONE, len(host), action)]
-    gradients |= _open_at(trace, Span.BACKWARD.__eq__, launched_us) != NONE
-    facts = {name: of_launch(values) for name, values in _facts(trace, tree).items()}
+    # NONE is -1: a row of the host that is NONE reads the value that is appended to a column of the host.
+    action = _open_at(trace, ACTION.search)
+    gradients = np.append(host.named(GRADIENTS.match), False)[action]
+    gradients |= _open_at(trace, Span.BACKWARD.__eq__) != NONE
+    facts = {name: np.append(values, NONE)[gpu.launch] for name, values in _facts(trace, tree).items()}
     is_recomputed = facts.pop("recomputed") != NONE
     is_in_node = facts.pop("node") != NONE
     operator = _with_float8_products(trace, tree.parent, facts.pop("operator"))
+    by_profiler, by_span = (_open_at(trace, names.fullmatch) for names in STEP_NAMES)
     return Placement(
         operator=operator,
         action=action,
-        step=_steps(trace, launched_us),
+        step=by_profiler if (by_profiler != NONE).any() else by_span,
         is_backward=(is_in_node | gradients) & ~is_recomputed,
         is_recomputed=is_recomputed,
-        is_replayed=np.append(_of_names(trace, lambda name: bool(GRAPH.search(name)))[host.name_id], False)[started],
+        is_replayed=np.append(host.named(GRAPH.search), False)[gpu.launch],
         is_inferred=np.zeros(len(gpu), dtype=bool),
         **facts,  # maker, span, layer, category, collective
     )
@@ -200,26 +196,26 @@ def _facts(trace: Trace, tree: HostTree) -> dict[str, Integers]:
     """For each row of the host, the operator, node, span, ... that encloses it, or NONE."""
     host, names = trace.host, trace.names
     row, is_operator, is_span = np.arange(len(host)), host.kind == HostKind.OPERATOR, host.kind == HostKind.SPAN
-    is_node = is_operator & _of_names(trace, lambda name: name.startswith(NODE))[host.name_id]
-    node = tree.inherit(np.where(is_node, row, NONE))
-    used = np.unique(host.name_id[is_operator | is_span])
-    in_name = np.full((len(names), 4), NONE)
-    for one in used:
+    is_node = is_operator & host.named(lambda name: name.startswith(NODE))
+    node = tree.inherit(np.where(is_node, row, NONE))  # the innermost autograd node around each row
+    in_name = np.full((len(names), 4), NONE)  # of each name: span, layer, category, collective
+    for one in np.unique(host.name_id[is_operator | is_span]):
         in_name[one] = _parse_name(names[one])
     again = host.called(Span.RECOMPUTE) & is_span
+    # Spans alone have a phase and a layer; operators have a category and a collective too.
     own_span, own_layer = (np.where(is_span, in_name[host.name_id, one], NONE) for one in (0, 1))
     own_part, own_collective = (np.where(is_operator | is_span, in_name[host.name_id, one], NONE) for one in (2, 3))
     in_node = node != NONE
-    is_call = _of_names(trace, lambda name: "::" in name and not name.startswith(NODE))[host.name_id]
+    is_call = host.named(lambda name: "::" in name and not name.startswith(NODE))
     numbered = is_operator & is_call & (host.sequence != NONE) & (host.sequence != host.sequence[node])
-    # A numbered operator inside a node is forward work: recomputation.
+    # An operator with a number of its own, or a span of the model, inside a node is forward work: recomputation.
     recomputed = tree.inherit(np.where(in_node & (numbered | again | (own_span != NONE)), row, NONE))
     made_by = np.where(is_node, _makers(host, is_node, in_node), NONE)
-    maker = tree.inherit(np.where(is_node & (made_by == NONE), _NOTHING, made_by))
+    maker = tree.inherit(np.where(is_node & (made_by == NONE), _NOTHING, made_by))  # not that of an outer node
 
     def inherited(own: Integers) -> Integers:
         """Inherited values; an autograd node without its own takes that of the operator that made it."""
-        forward = np.append(tree.inherit(own), NONE)[made_by]
+        forward = np.append(tree.inherit(own), NONE)[made_by]  # of a node: the value around its forward operator
         begun = np.where(is_node & (own == NONE), np.where(forward == NONE, _NOTHING, forward), own)
         value = tree.inherit(begun)
         return np.where(value == _NOTHING, NONE, value)
@@ -255,46 +251,32 @@ def _makers(host: HostEvents, is_node: Flags, in_node: Flags) -> Integers:
     """For each autograd node, the row of the last operator that began before it with its sequence number."""
     candidates = (host.kind == HostKind.OPERATOR) & (host.sequence != NONE)
     made = np.full(len(host), NONE)
-    wanted = np.flatnonzero(is_node & (host.sequence != NONE))
+    wanted = np.flatnonzero(is_node & (host.sequence != NONE))  # nodes whose maker is looked for
     # Forward operators first; operators inside nodes made the nodes of double backward.
     for rows in (np.flatnonzero(candidates & ~in_node), np.flatnonzero(candidates & in_node & ~is_node)):
         if not len(rows):
             continue
-        by_number = rows[np.argsort(host.sequence[rows], kind="stable")]
+        by_number = rows[np.argsort(host.sequence[rows], kind="stable")]  # equal numbers stay sorted by start
         numbers = host.sequence[by_number]
         found = np.searchsorted(numbers, host.sequence[wanted], side="right") - 1
-        maker = by_number[np.maximum(found, 0)]
+        maker = by_number[np.maximum(found, 0)]  # the last operator with the number of the node
         fits = (host.sequence[maker] == host.sequence[wanted]) & (host.start_us[maker] < host.start_us[wanted])
         open_ = fits & (made[wanted] == NONE)
         made[wanted[open_]] = maker[open_]
     return made
 
 
-def _of_names(trace: Trace, test: Callable[[str], bool]) -> Flags:
-    """Mask of the trace's names that pass a test."""
-    return np.fromiter((test(name) for name in trace.names), dtype=bool, count=len(trace.names))
-
-
-def _steps(trace: Trace, launched_us: Floats) -> Integers:
-    """The profiler's steps, or else Penstock's own."""
-    by_profiler = _open_at(trace, lambda name: bool(PROFILER_STEP.match(name)), launched_us)
-    if (by_profiler != NONE).any():
-        return by_profiler
-    return _open_at(trace, lambda name: bool(STEP.match(name)), launched_us)
-
-
-def _open_at(trace: Trace, test: Callable[[str], bool], launched_us: Floats) -> Integers:
-    """Row of the last matching span that was open at each time, or NONE."""
+def _open_at(trace: Trace, test: Callable[[str], object]) -> Integers:
+    """Row of the innermost span with a matching name that was open when each GPU event was launched, or NONE."""
     host = trace.host
-    is_open_once = (host.kind == HostKind.SPAN) & (host.end_us > host.start_us)
-    rows = np.flatnonzero(is_open_once & _of_names(trace, test)[host.name_id])
+    rows = np.flatnonzero((host.kind == HostKind.SPAN) & (host.end_us > host.start_us) & host.named(test))
     if not len(rows):
-        return np.full(len(launched_us), NONE)
+        return np.full(len(trace.gpu), NONE)
     # The innermost span from each begin or end until the next; at equal times, ends come first.
     times = np.concatenate([host.start_us[rows], host.end_us[rows]])
     is_begin = np.repeat([True, False], len(rows))
     order = np.lexsort((is_begin, times))
-    innermost, opened = np.empty(len(times), dtype=rows.dtype), list[int]()
+    innermost, opened = np.empty(len(times), dtype=rows.dtype), list[int]()  # by place in `order`; rows from outside in
     for place, event in enumerate(order.tolist()):
         row = int(rows[event % len(rows)])
         if event < len(rows):
@@ -302,7 +284,8 @@ def _open_at(trace: Trace, test: Callable[[str], bool], launched_us: Floats) -> 
         elif row in opened:
             opened.remove(row)
         innermost[place] = opened[-1] if opened else NONE
-    found = np.searchsorted(times[order], launched_us, side="right") - 1
+    # The last begin or end up to each launch; nan is behind all times, where no span is open.
+    found = np.searchsorted(times[order], trace.launched_us, side="right") - 1
     return np.where(found >= 0, innermost[np.maximum(found, 0)], NONE)
 
 
@@ -343,6 +326,7 @@ def _with_float8_products(trace: Trace, parent: Integers, operator: Integers) ->
     if not len(launched_us) or not len(functions):
         return operator
     found = operator.copy()
+    # By thread and parent: start, row of the host, and GPU event (NONE for a function).
     by_place: dict[tuple[int, int], list[tuple[float, int, int]]] = defaultdict(list)
     for row in functions.tolist():
         by_place[int(host.thread[row]), int(parent[row])].append((float(host.start_us[row]), row, NONE))
@@ -357,8 +341,8 @@ def _with_float8_products(trace: Trace, parent: Integers, operator: Integers) ->
 
 def _claims(trace: Trace, met: list[tuple[float, int, int]]) -> list[tuple[int, int]]:
     """Pairs of GPU event and function. `met` is in the order of time: start, host row, event (NONE for a function)."""
-    claims, before = list[tuple[int, int]](), NONE
-    function, is_open = NONE, False
+    claims, before = list[tuple[int, int]](), NONE  # `before`: the last product that no function owns yet
+    function, is_open = NONE, False  # the last function, and whether its last product is still to come
     for _, row, event in met:
         if event == NONE:
             is_network = trace.host.name(row) == NETWORK
