@@ -25,7 +25,7 @@ Parts hold no collectives and do not depend on the rows of other ranks, so repea
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -50,114 +50,15 @@ if TYPE_CHECKING:  # the module imports Triton, which may be absent
     from penstock.parallel.symmetric import TransferDirection
 
 
-class _Captured:
-    """State that captured passes and captured parts share."""
-
-    def __init__(self, *, is_asked_for: bool) -> None:
-        self.pool_bytes = 0
-        self._is_asked_for = is_asked_for
-        self._is_warm = False
-        self._is_given_up = False
-        self._notices: list[str] = []
-
-    def take_notices(self) -> tuple[str, ...]:
-        """New notices for the user."""
-        notices, self._notices = tuple(self._notices), []
-        return notices
-
-
-class CapturedPasses(_Captured):
-    """`forward_backward` by replaying a graph; called the same way.
-
-    Args:
-        is_asked_for: out of memory is an error; otherwise passes stay eager, with a notice.
-
-    Attributes:
-        pool_bytes: device memory of the graph; 0 without one.
-    """
-
-    def __init__(self, *, is_asked_for: bool, capture: Capture = capture) -> None:
-        super().__init__(is_asked_for=is_asked_for)
-        self._capture = capture
-        self._widenings = 0
-        self._pass: _CapturedPass | None = None
-
-    def __call__(self, model: RankModel, batch: GlobalBatch, rule: LossRule, enter: EnterPhase = untimed) -> Tensor:
-        """See `forward_backward`.
-
-        Raises:
-            DeviceError: out of memory for the graph on any rank, and it was asked for.
-        """
-        if (now := widenings(model.modules)) != self._widenings:
-            self._widenings = now
-            self.release()
-            return forward_backward(model, batch, rule, enter)
-        if self._is_warm and not self._is_given_up and self._pass is None:
-            self._pass = self._make_pass(model, batch, rule)
-        self._is_warm = True
-        if self._pass is None:
-            return forward_backward(model, batch, rule, enter)
-        sums = torch.zeros(1 + rule.depths, device=model.device)
-        enter(Span.REPLAY)
-        for number, micro_batch in enumerate(batch.micro_batches):
-            with span(MICRO_BATCH, number), span(Span.REPLAY):
-                sums += self._pass.replay(micro_batch, batch.counted)
-        return sums
-
-    def release(self) -> None:
-        """Release the graph; the next step captures another. Call it before the process group ends."""
-        if self._pass is not None:
-            self._pass.graph.release()
-        self._pass, self.pool_bytes = None, 0
-
-    def _make_pass(self, model: RankModel, batch: GlobalBatch, rule: LossRule) -> "_CapturedPass | None":
-        """Capture on all ranks, or on none."""
-        made, obstacle = None, ""
-        try:
-            made = _capture_pass(self._capture, model, batch, rule)
-        except torch.OutOfMemoryError as error:
-            obstacle = str(error).partition(". ")[0]
-        obstacle = first_obstacle(obstacle, model.axes.world)
-        if obstacle and made is not None:
-            made.graph.release()
-        if obstacle and self._is_asked_for:
-            raise no_memory("graphs.capture=full finds no memory for a pass", obstacle)
-        if obstacle:
-            self._is_given_up = True
-            self._notices.append(f"graphs: passes stay eager, there is no memory for a graph ({obstacle})")
-            return None
-        assert made is not None, "a capture gives a graph or an obstacle"
-        self.pool_bytes = made.graph.pool_bytes
-        self._notices.append(
-            f"graphs: one pass captured in {made.graph.seconds:.1f} s; its pool keeps {self.pool_bytes / 1e9:.2f} GB"
-        )
-        return made
-
-
-def first_obstacle(obstacle: str, world: Axis) -> str:
-    """The first rank's reason against a graph; empty if no rank has one. All ranks call it."""
-    return next((one for one in all_gather_json(obstacle, world) if one), "")
-
-
-def no_memory(what: str, obstacle: str) -> DeviceError:
-    """Error for a user that asked for graphs."""
-    fix = "a smaller training.micro_batch, more recompute.modules, or graphs.capture=none"
-    return DeviceError(what, got=obstacle, fix=fix)
-
-
 @dataclass(frozen=True)
 class _CapturedPass:
-    """A graph with its input and output tensors.
-
-    Attributes:
-        parts: output, see `MicroLoss.parts`.
-    """
+    """A graph with its input and output tensors."""
 
     graph: Replayable
     model: RankModel
-    batch: GlobalBatch
-    parts: Tensor
-    transfers: "Sequence[tuple[TransferDirection, int]]"
+    batch: GlobalBatch  # input: one micro-batch
+    parts: Tensor  # output, see `MicroLoss.parts`
+    transfers: "Sequence[tuple[TransferDirection, int]]"  # that a replay makes through symmetric memory
 
     def replay(self, micro_batch: MicroBatch, counted: Tensor) -> Tensor:
         """Run the pass on another micro-batch. The next replay overwrites the returned losses."""
@@ -166,6 +67,96 @@ class _CapturedPass:
             self.model.buffers.replayed(self.transfers)
         self.graph.replay()
         return self.parts
+
+    def release(self) -> None:
+        """Free the memory of the graph."""
+        self.graph.release()
+
+
+HeldT = TypeVar("HeldT", _CapturedPass, PartialGraphs)
+
+
+class _Captured(Generic[HeldT]):
+    """State that captured passes and captured parts share.
+
+    If any rank has no memory for a graph, all passes stay eager, with a notice; a DeviceError if `is_asked_for`.
+    """
+
+    def __init__(self, *, is_asked_for: bool) -> None:
+        self.pool_bytes = 0  # device memory of what is captured
+        self._held: HeldT | None = None
+        self._is_asked_for = is_asked_for
+        self._is_warm = False  # an eager step has compiled the kernels and created the communicators
+        self._is_given_up = False
+        self._notices: list[str] = []
+
+    def take_notices(self) -> tuple[str, ...]:
+        """New notices for the user."""
+        notices, self._notices = tuple(self._notices), []
+        return notices
+
+    def release(self) -> None:
+        """Release what is captured; the next step captures anew. Call it before the process group ends."""
+        if self._held is not None:
+            self._held.release()
+        self._held, self.pool_bytes = None, 0
+
+    def _is_possible(self, obstacle: str, world: Axis, wanted: str, eager: str) -> bool:
+        """Whether no rank has an obstacle, else give up on all ranks. All ranks call it after a capture."""
+        obstacle = next(filter(None, all_gather_json(obstacle, world)), "")
+        if not obstacle:
+            return True
+        self.release()
+        if self._is_asked_for:
+            fix = "a smaller training.micro_batch, more recompute.modules, or graphs.capture=none"
+            raise DeviceError(f"graphs.capture={wanted}", got=obstacle, fix=fix)
+        self._is_given_up = True
+        self._notices.append(f"graphs: {eager} ({obstacle})")
+        return False
+
+
+class CapturedPasses(_Captured[_CapturedPass]):
+    """`forward_backward` by replaying a graph; called the same way."""
+
+    def __init__(self, *, is_asked_for: bool, capture: Capture = capture) -> None:
+        super().__init__(is_asked_for=is_asked_for)
+        self._capture = capture
+        self._widenings = 0  # of the expert buffers so far
+
+    def __call__(self, model: RankModel, batch: GlobalBatch, rule: LossRule, enter: EnterPhase = untimed) -> Tensor:
+        """See `forward_backward`."""
+        if (now := widenings(model.modules)) != self._widenings:
+            # A step that is repeated with larger buffers: their addresses have changed.
+            self._widenings = now
+            self.release()
+            return forward_backward(model, batch, rule, enter)
+        if self._is_warm and not self._is_given_up and self._held is None:
+            self._make_pass(model, batch, rule)
+        self._is_warm = True
+        if self._held is None:
+            return forward_backward(model, batch, rule, enter)
+        sums = torch.zeros(1 + rule.depths, device=model.device)
+        enter(Span.REPLAY)
+        for number, micro_batch in enumerate(batch.micro_batches):
+            with span(MICRO_BATCH, number), span(Span.REPLAY):
+                sums += self._held.replay(micro_batch, batch.counted)
+        return sums
+
+    def _make_pass(self, model: RankModel, batch: GlobalBatch, rule: LossRule) -> None:
+        """Capture on all ranks, or on none."""
+        obstacle = ""
+        try:
+            self._held = _capture_pass(self._capture, model, batch, rule)
+        except torch.OutOfMemoryError as error:
+            obstacle = str(error).partition(". ")[0]
+        wanted, eager = "full finds no memory for a pass", "passes stay eager, there is no memory for a graph"
+        if self._is_possible(obstacle, model.axes.world, wanted, eager):
+            assert self._held is not None, "a capture gives a graph or an obstacle"
+            graph = self._held.graph
+            self.pool_bytes = graph.pool_bytes
+            self._notices.append(
+                f"graphs: one pass captured in {graph.seconds:.1f} s; its pool keeps {self.pool_bytes / 1e9:.2f} GB"
+            )
 
 
 def _capture_pass(capture: Capture, model: RankModel, batch: GlobalBatch, rule: LossRule) -> _CapturedPass:
@@ -201,14 +192,7 @@ def copy_of(micro_batch: MicroBatch) -> MicroBatch:
 
 
 def fill(own: MicroBatch, own_counted: Tensor, micro_batch: MicroBatch, counted: Tensor) -> None:
-    """Copy a micro-batch into another one of the same shapes.
-
-    Args:
-        own: input of the graph.
-        own_counted: input of the graph.
-        micro_batch: source of `own`.
-        counted: source of `own_counted`.
-    """
+    """Copy a micro-batch and its counts into those that a graph reads, which have the same shapes."""
     share, own_share = micro_batch.reading.share, own.reading.share
     assert share == own_share, f"a graph of a share of {own_share} is replayed for one of {share}"
     targets, sources = _tensors(own, own_counted), _tensors(micro_batch, counted)
@@ -227,28 +211,18 @@ def _tensors(micro_batch: MicroBatch, counted: Tensor) -> dict[str, Tensor]:
     return micro_batch.reading.tensors | labels | {"counted": counted}
 
 
-class CapturedParts(_Captured):
+class CapturedParts(_Captured[PartialGraphs]):
     """`forward_backward` with replayed parts; called the same way.
 
-    Args:
-        is_asked_for: out of memory is an error; otherwise passes continue eagerly, with a notice.
-        begin_pool: returns a `Capture` whose graphs share one new pool.
-
-    Attributes:
-        pool_bytes: device memory of the parts; 0 without them.
+    `begin_pool` returns a `Capture` whose graphs share one new pool.
     """
 
     def __init__(self, *, is_asked_for: bool, begin_pool: Callable[[], Capture] = one_pool) -> None:
         super().__init__(is_asked_for=is_asked_for)
         self._begin_pool = begin_pool
-        self._parts: PartialGraphs | None = None
 
     def __call__(self, model: RankModel, batch: GlobalBatch, rule: LossRule, enter: EnterPhase = untimed) -> Tensor:
-        """See `forward_backward`.
-
-        Raises:
-            DeviceError: out of memory for a part on any rank, and it was asked for.
-        """
+        """See `forward_backward`."""
         if not self._is_warm or self._is_given_up:
             self._is_warm = True
             return forward_backward(model, batch, rule, enter)
@@ -258,41 +232,22 @@ class CapturedParts(_Captured):
                 sums += self._differentiate(model, micro_batch, batch.counted, rule, enter)
         return sums
 
-    def release(self) -> None:
-        """Release the parts; the next step captures others."""
-        if self._parts is not None:
-            self._parts.release()
-        self._parts, self.pool_bytes = None, 0
-
     def _differentiate(
         self, model: RankModel, micro_batch: MicroBatch, counted: Tensor, rule: LossRule, enter: EnterPhase
     ) -> Tensor:
         if self._is_given_up:
             return differentiate(model, micro_batch, counted, rule, enter)
-        is_new = self._parts is None
-        if self._parts is None:
-            self._parts = PartialGraphs(self._begin_pool())
-        reading = replace(micro_batch.reading, parts=self._parts)
+        is_new = self._held is None
+        parts = self._held = self._held or PartialGraphs(self._begin_pool())
+        reading = replace(micro_batch.reading, parts=parts)
         losses = differentiate(model, replace(micro_batch, reading=reading), counted, rule, enter)
-        if is_new:
-            self._judge(self._parts, model)
+        # The pass that captured the parts is correct in any case.
+        wanted, eager = "partial finds no memory for a part", "layers stay eager, there is no memory for a part"
+        if is_new and self._is_possible(parts.obstacle, model.axes.world, wanted, eager):
+            self.pool_bytes, seconds = parts.pool_bytes, f"{parts.seconds:.1f} s"
+            keeps = f"{self.pool_bytes / 1e9:.2f} GB"
+            self._notices.append(f"graphs: {parts.count} parts captured in {seconds}; they keep {keeps}")
         return losses
-
-    def _judge(self, parts: PartialGraphs, model: RankModel) -> None:
-        """Keep the parts on all ranks, or on none. The pass that captured them is correct in any case."""
-        obstacle = first_obstacle(parts.obstacle, model.axes.world)
-        if not obstacle:
-            self.pool_bytes = parts.pool_bytes
-            self._notices.append(
-                f"graphs: {parts.count} parts captured in {parts.seconds:.1f} s; they keep "
-                f"{self.pool_bytes / 1e9:.2f} GB"
-            )
-            return
-        self.release()
-        if self._is_asked_for:
-            raise no_memory("graphs.capture=partial finds no memory for a part", obstacle)
-        self._is_given_up = True
-        self._notices.append(f"graphs: layers stay eager, there is no memory for a part ({obstacle})")
 
 
 READS_COUNTS: dict[Captured, tuple[str, ...]] = {"full": ("permute", "experts"), "partial": ("permute",)}
@@ -302,17 +257,9 @@ READS_COUNTS: dict[Captured, tuple[str, ...]] = {"full": ("permute", "experts"),
 def choose_capture(
     run: Run, device: torch.device, choices: Sequence[Choice]
 ) -> tuple[CapturedPasses | CapturedParts | None, str]:
-    """Choose how the passes of a run are made.
+    """Choose the passes of a run by its `graphs.capture`: (passes, or None for eager ones; a note for the user).
 
-    Args:
-        run: with the user's `graphs.capture`.
-
-    Returns:
-        The passes, or None for eager ones; and a note for the user, empty with `graphs.capture` none.
-
-    Raises:
-        DeviceError: graphs are asked for, and the device has none.
-        KernelError: graphs are asked for, and a kernel waits for the device.
+    If graphs are asked for, raises a DeviceError if the device has none, and a KernelError if a kernel waits for it.
     """
     wanted = run.graphs.capture
     if wanted == "none":

@@ -22,6 +22,7 @@ import json
 import os
 import re
 import shutil
+from collections import defaultdict
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -61,12 +62,8 @@ class CheckpointStore:
     """The checkpoints in one folder, which the first save creates.
 
     All ranks create the store and call `latest_of_all`, `save`, `load`, `wait` and `close` together. The other methods
-    only look at the folder, on each rank alone.
-
-    Args:
-        folder: of `step-000123` folders; all ranks see it.
-        keep: number of checkpoints after a save; 0 keeps all.
-        asynchronous: write in the background, which needs host memory for this rank's tensors.
+    only look at the folder, on each rank alone. A save leaves `keep` checkpoints; 0 keeps all. `asynchronous` stores
+    write in the background, which needs host memory for this rank's tensors.
     """
 
     def __init__(self, folder: Path, keep: int, asynchronous: bool, world: Axis = ALONE.world) -> None:
@@ -74,10 +71,10 @@ class CheckpointStore:
         self._keep = keep
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
         self._running: Future[None] | None = None
-        self._staged: dict[str, Tensor] = {}
-        # Used by the thread while it runs, otherwise by `load`, never at once.
+        self._staged: dict[str, Tensor] = {}  # host memory that the saves share
+        # Used by the thread while it runs, otherwise by `load`, never at once: every method waits first.
         self._messages = JsonGroup(world)
-        self._owner = self._messages.from_first(os.getpid())
+        self._owner = self._messages.from_first(os.getpid())  # in hidden names, the same on all ranks
 
     @property
     def rank(self) -> int:
@@ -98,10 +95,8 @@ class CheckpointStore:
     def latest_of_all(self) -> int | None:
         """The newest step with a checkpoint, the same on all ranks, which call this together.
 
-        A network file system may show an old list to some ranks, which would then resume from different steps.
-
-        Raises:
-            CheckpointError: some ranks do not see the newest, the folder cannot be read, or as for `wait`.
+        A network file system may show an old list to some ranks, which would then resume from different steps. Raises a
+        CheckpointError if some do not see the newest, if the folder cannot be read, or as `wait` does.
         """
         self.wait()
         with _Phase(self._messages, f"cannot read {self._folder}"):
@@ -122,16 +117,11 @@ class CheckpointStore:
         return self._folder / f"step-{step:06d}"
 
     def save(self, step: int, parts: Mapping[str, ShardedTensor], facts: Mapping[str, Any]) -> None:
-        """Save a checkpoint; one of the same step is replaced.
+        """Save a checkpoint after `step` optimizer steps; one of the same step is replaced.
 
-        Args:
-            step: number of optimizer steps.
-            parts: of this rank. Written tensors share no memory, and all ranks together write each tensor once. They
-                are copied (asynchronous) or written before this returns.
-            facts: all else, as JSON values; those of the first rank are saved.
-
-        Raises:
-            CheckpointError: this save, or the one before in the background, failed.
+        All ranks together write each tensor once, and tensors share no memory. They are copied (asynchronous) or
+        written before this returns. `facts` are JSON values; those of the first rank are saved. Raises a
+        CheckpointError if this save, or the one before in the background, fails.
         """
         self.wait()
         text = json.dumps(facts, allow_nan=False, indent=1)
@@ -141,24 +131,18 @@ class CheckpointStore:
             self._running = self._thread.submit(self._write, step, self._stage(parts), text)
 
     def load(self, step: int, into: Mapping[str, ShardedTensor], *, all_of_it: bool = True) -> dict[str, Any]:
-        """Fill tensors from a checkpoint of any layout. Nothing is changed unless the checkpoint is valid.
+        """Fill tensors, on any device, from a checkpoint of any layout; returns its facts.
 
-        Args:
-            into: parts of this rank, on any device. All ranks together hold exactly the saved tensors: names, types,
-                shapes.
-            all_of_it: False allows tensors of the checkpoint to be left out.
-
-        Returns:
-            The saved facts.
-
-        Raises:
-            CheckpointError: the checkpoint is missing, damaged, of another program, version or model, or unreadable.
+        All ranks together hold exactly the saved tensors (names, types, shapes), or some of them without `all_of_it`.
+        Nothing is changed unless the checkpoint is valid: a CheckpointError says that it is missing, damaged, of
+        another program, version or model, or unreadable.
         """
         self.wait()
         folder = self.path(step)
         with _Phase(self._messages, f"cannot read {folder}"):
             manifest = read_manifest(self._existing(step))
         wanted = _same_step(self._messages.all_gather([step, describe(into)]))
+        # Every rank checks before any rank fills, so a fault that one rank finds leaves the tensors of all unchanged.
         with _Phase(self._messages, f"cannot read {folder}"):
             saved = manifest.kinds if all_of_it else {name: manifest.kinds.get(name, "none") for name in wanted}
             check_tensors(folder, saved, wanted)
@@ -172,11 +156,7 @@ class CheckpointStore:
         return facts
 
     def read_facts(self, step: int) -> dict[str, Any]:
-        """Facts of a checkpoint, without its tensors, on this rank alone.
-
-        Raises:
-            CheckpointError: as for `load`.
-        """
+        """Facts of a checkpoint, without its tensors, on this rank alone. Raises a CheckpointError as `load` does."""
         folder = self._existing(step)
         try:
             manifest = read_manifest(folder)
@@ -186,21 +166,13 @@ class CheckpointStore:
             raise CheckpointError(f"cannot read {folder}", got=error.strerror or error) from error
 
     def wait(self) -> None:
-        """Return when no save is running.
-
-        Raises:
-            CheckpointError: the save in the background failed; raised once.
-        """
+        """Return when no save is running. Raises a CheckpointError, once, if the one in the background failed."""
         running, self._running = self._running, None
         if running is not None:
             running.result()
 
     def close(self) -> None:
-        """Wait, and end the thread; no saves may follow.
-
-        Raises:
-            CheckpointError: as for `wait`.
-        """
+        """`wait`, and end the thread; no saves may follow."""
         try:
             self.wait()
         finally:
@@ -224,6 +196,7 @@ class CheckpointStore:
             self._staged = _on_host(written)
         for name, tensor in written.items():
             self._staged[name].copy_(tensor, non_blocking=True)
+        # The copies run on the current stream, behind the kernels of the update; the thread reads the host memory.
         for device in {tensor.device for tensor in written.values() if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
         return {name: replace(part, tensor=self._staged.get(name, part.tensor)) for name, part in parts.items()}
@@ -254,7 +227,7 @@ class CheckpointStore:
             write_whole(partial / FACTS, facts)
             everything.files[FACTS] = fingerprint(partial / FACTS)
             write_manifest(partial, step, everything)
-            sync(partial)
+            sync(partial)  # the names of all files are on disk before the folder has its name
             self._publish(step, partial)
             self._prune(step)
 
@@ -282,11 +255,8 @@ class CheckpointStore:
 class _Phase:
     """A phase that all ranks end together: without error, or with that of the first rank that has one.
 
-    Errors of the system (no space, no permission, a bad disk) become one line for the user. Program errors keep their
-    traceback on their rank.
-
-    Args:
-        what: message of the error.
+    Errors of the system (no space, no permission, a bad disk) become one line for the user, which begins with `what`.
+    Program errors keep their traceback on their rank.
     """
 
     def __init__(self, messages: JsonGroup, what: str) -> None:
@@ -299,8 +269,8 @@ class _Phase:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         own = self._line(error)
-        line = next(filter(None, self._messages.all_gather(own)), None)
-        is_said = isinstance(error, CheckpointError) and own == line
+        line = next(filter(None, self._messages.all_gather(own)), None)  # of the first rank with an error
+        is_said = isinstance(error, CheckpointError) and own == line  # then the error itself propagates
         is_ours = error is not None and not isinstance(error, OSError | PenstockError | SafetensorError)
         if line is not None and not is_said and not is_ours:
             raise CheckpointError(line) from error
@@ -335,13 +305,12 @@ def _same_step(ranks: list[tuple[int, dict[str, str]]]) -> dict[str, str]:
 
 def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Contiguous host memory for each tensor, pinned for those of a GPU, in shared blocks by dtype and device."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[str]] = {}
+    kinds: dict[tuple[torch.dtype, torch.device], dict[str, torch.Size]] = defaultdict(dict)
     for name, tensor in tensors.items():
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(name)
+        kinds[tensor.dtype, tensor.device][name] = tensor.shape
     found: dict[str, Tensor] = {}
-    for (dtype, device), names in kinds.items():
-        shapes = [tuple(tensors[name].shape) for name in names]
-        found.update(zip(names, host_tensors(shapes, dtype, device), strict=True))
+    for (dtype, device), shapes in kinds.items():
+        found.update(zip(shapes, host_tensors(list(shapes.values()), dtype, device), strict=True))
     return found
 
 

@@ -52,21 +52,13 @@ NO_ORIGIN = "where it began is not known, as a GPU had no memory left to look or
 
 @dataclass(frozen=True, kw_only=True)
 class NonFiniteOrigin:
-    """Origin of a value that is not finite.
-
-    Attributes:
-        place: kind of the value.
-        name: path of the module or parameter, or empty if nothing was found.
-        layer: decoder layer of `name`, or None.
-        micro_batch: of the step, from 0, or None.
-        parameters: all parameters that are not finite, or whose gradients are not, in the order of forward.
-    """
+    """Origin of a value that is not finite."""
 
     place: Literal["parameter", "output", "loss", "gradient", "sum of gradients"]
-    name: str
-    layer: int | None = None
-    micro_batch: int | None = None
-    parameters: tuple[str, ...] = ()
+    name: str  # path of the module or parameter; empty if nothing was found
+    layer: int | None = None  # decoder layer of `name`
+    micro_batch: int | None = None  # of the step, from 0
+    parameters: tuple[str, ...] = ()  # that are not finite, or whose gradients are not, in the order of forward
 
     def __str__(self) -> str:
         """One phrase, for messages."""
@@ -79,21 +71,14 @@ class NonFiniteOrigin:
 
 @dataclass(frozen=True, kw_only=True)
 class NonFiniteFinding:
-    """A figure that is not finite; content of nonfinite.json.
-
-    Attributes:
-        value: `nan`, `inf` or `-inf`; JSON has no such numbers.
-        origin: None before the search, and if it could not finish.
-        checkpoint: the newest checkpoint; None if there is none, or before the lookup.
-        unsaved: reason why no checkpoint could be written after the figure was found, or None.
-    """
+    """A figure that is not finite; content of nonfinite.json."""
 
     figure: Literal["loss", "gradient norm", "held-out loss"]
-    value: str
+    value: str  # `nan`, `inf` or `-inf`; JSON has no such numbers
     step: int
-    origin: NonFiniteOrigin | None = None
-    checkpoint: str | None = None
-    unsaved: str | None = None
+    origin: NonFiniteOrigin | None = None  # None before the search, and if it could not finish
+    checkpoint: str | None = None  # the newest one; None if there is none, or before the lookup
+    unsaved: str | None = None  # reason why no checkpoint could be written after the figure was found
 
     def write(self, path: Path) -> str | None:
         """Write nonfinite.json; returns the reason if that fails, otherwise None."""
@@ -104,11 +89,7 @@ class NonFiniteFinding:
         return None
 
     def error(self, path: Path, unwritten: str | None = None) -> NonFiniteError:
-        """The error that ends the run.
-
-        Args:
-            unwritten: reason why there is no such file, or None.
-        """
+        """The error that ends the run; `unwritten` is the reason if nonfinite.json could not be written."""
         where = NO_ORIGIN if self.origin is None else str(self.origin)
         problems = (self.unsaved and f"nothing was saved: {self.unsaved}", unwritten)
         return NonFiniteError(
@@ -128,11 +109,9 @@ def report_figure(
 ) -> NonFiniteError:
     """Report a figure that is not finite; returns the error that ends the run. All ranks call it together.
 
-    Args:
-        finding: written at once by the first rank, and again with later results.
-        save: saves the state, and waits for the disk; may raise CheckpointError, on all ranks.
-        newest: returns the newest checkpoint; called on the first rank.
-        look: searches; see `find_origin`.
+    The first rank writes the finding at once, and again with later results. `save` saves the state and waits for the
+    disk; it may raise a CheckpointError, on all ranks. `newest` returns the newest checkpoint, on the first rank.
+    `look` searches, as `find_origin` does.
     """
     is_first = world.rank == 0
     if is_first:
@@ -153,61 +132,44 @@ def report_figure(
 
 
 def find_origin(model: RankModel, optimizer: MasterAdamW, batch: Batch, rule: StepRule) -> NonFiniteOrigin | None:
-    """Find the origin of a non-finite value in a step. Expert loads are reset.
+    """Find the origin of a non-finite value in a step, with the model as before it. Expert loads are reset.
 
     One device runs its micro-batches again under observation, until something breaks. Several ranks run only forward
     again, all of them to the end so that none waits for a rank that stopped, and look at the gradients of the step.
 
-    Args:
-        model: as before the step, in training mode.
-        optimizer: with the gradients of the step.
-        batch: this rank's rows of the step.
-
-    Returns:
-        The origin, or None if the search could not finish on some rank (out of memory, or a lost rank). Other ranks may
-        then still be searching, so no collective may follow.
+    Returns None if the search could not finish on some rank (out of memory, or a lost rank). Other ranks may then still
+    be searching, so no collective may follow.
     """
-
-    def look() -> NonFiniteOrigin:
-        whole = cut(batch, rule.cut)
-        if model.axes.world.size == 1:
-            return _watch_all(model.whole, whole, rule.loss)
-        return (
-            _first_broken(model, dict(model.named_parameters()), "parameter")
-            or _first_output(model, whole.micro_batches, rule)
-            or _first_broken(model, dict(optimizer.gradients()), "gradient")
-            or NonFiniteOrigin(place="sum of gradients", name="")
-        )
-
-    return _if_it_ends(look)
+    return _search(model, rule, lambda: cut(batch, rule.cut), lambda: dict(optimizer.gradients()))
 
 
 def find_held_out_origin(model: RankModel, rows: EvaluationRows, rule: StepRule) -> NonFiniteOrigin | None:
     """Find the origin of a held-out loss that is not finite; see `find_origin`."""
 
-    def look() -> NonFiniteOrigin:
-        micro_batches = tuple(read(batch, rule.cut) for batch in rows.batches)
-        if model.axes.world.size == 1:
-            counted = torch.full((1 + rule.loss.depths,), rows.tokens, dtype=torch.float64, device=rule.cut.device)
-            return _watch_all(model.whole, GlobalBatch(micro_batches=micro_batches, counted=counted), rule.loss)
-        return (
-            _first_broken(model, dict(model.named_parameters()), "parameter")
-            or _first_output(model, micro_batches, rule)
-            or NonFiniteOrigin(place="sum of gradients", name="")
-        )
+    def load() -> GlobalBatch:
+        counted = torch.full((1 + rule.loss.depths,), rows.tokens, dtype=torch.float64, device=rule.cut.device)
+        return GlobalBatch(micro_batches=tuple(read(batch, rule.cut) for batch in rows.batches), counted=counted)
 
-    return _if_it_ends(look)
+    return _search(model, rule, load, dict)
 
 
-def _if_it_ends(look: Callable[[], NonFiniteOrigin]) -> NonFiniteOrigin | None:
-    """Result of a search, or None if this rank runs out of memory or loses another rank.
-
-    A rank without memory cannot tell the others, which wait in the passes. It leaves, and they lose it.
-    """
+def _search(
+    model: RankModel, rule: StepRule, load: Callable[[], GlobalBatch], gradients: Callable[[], dict[str, Tensor]]
+) -> NonFiniteOrigin | None:
+    """Search for the origin in a batch, and in the reduced gradients of several ranks; see `find_origin`."""
     try:
         with lost_ranks():
-            return look()
+            whole = load()
+            if model.axes.world.size == 1:
+                return _watch_all(model.whole, whole, rule.loss)
+            return (
+                _first_broken(model, dict(model.named_parameters()), "parameter")
+                or _first_output(model, whole.micro_batches, rule)
+                or _first_broken(model, gradients(), "gradient")
+                or NonFiniteOrigin(place="sum of gradients", name="")
+            )
     except (torch.OutOfMemoryError, LostRankError):
+        # A rank without memory cannot tell the others, which wait in the passes. It leaves, and they lose it.
         return None
 
 
@@ -233,7 +195,7 @@ def _first_broken(
 def _first_output(model: RankModel, batches: Sequence[MicroBatch], rule: StepRule) -> NonFiniteOrigin | None:
     """Over all ranks: the first module in the order of forward whose output is not finite, or else the loss."""
     order = {name: number for number, name in enumerate(name for one in model.modules for name in _inner_first(one))}
-    broken: list[tuple[int, int, int, str]] = []
+    broken: list[tuple[int, int, int, str]] = []  # (part of the model, layer, order inside, name), see `_depth`
 
     def look(name: str, module: nn.Module, inputs: object, output: object) -> None:
         if not all(is_finite(tensor) for tensor in _tensors(output)):
@@ -241,7 +203,7 @@ def _first_output(model: RankModel, batches: Sequence[MicroBatch], rule: StepRul
 
     modules = [(name, module) for one in model.modules for name, module in one.named_modules() if name]
     with _watched(modules, look):
-        model.train(False)
+        model.train(False)  # routers count no load
         nats = held_out_nats(model, batches, rule.loss)
         model.train()
     found = all_gather_json([min(broken, default=None), is_finite(nats)], model.axes.world)

@@ -46,24 +46,15 @@ class Upcycling:
     Every expert is a copy of the dense network, and the weights of the chosen ones sum to 1. With `granularity` G a
     copy is cut into G experts, each with a part of its width. The G parts have the same logit at first, so a token
     chooses all parts of a copy or none; each has 1 / G of the copy's weight, which the router's scale compensates.
-
-    Attributes:
-        copies: of the dense network in each layer.
-        chosen: copies for each token.
-        granularity: experts for each copy.
     """
 
-    copies: int
-    chosen: int
-    granularity: int = 1
-    seed: int = 0
+    copies: int  # of the dense network in each layer
+    chosen: int  # copies for each token
+    granularity: int = 1  # experts for each copy
+    seed: int = 0  # of the routers' weights
 
     def model(self, dense: Model) -> Model:
-        """The MoE model.
-
-        Raises:
-            ConfigError: the source is not dense, or cannot be cut this way.
-        """
+        """The MoE model. Raises a ConfigError if the source is not dense, or cannot be cut this way."""
         if dense.moe is not None:
             raise ConfigError("only a dense model can be made one with experts", got=f"a {dense.family} with experts")
         if not 1 <= self.chosen <= self.copies or dense.intermediate_size % self.granularity:
@@ -99,8 +90,8 @@ class Upcycling:
 
     def _experts(self, dense: Model, piece: WeightPiece, layer: str, product: str) -> Iterator[WeightPiece]:
         """One of the two halves of `gate_up`, or `down`, for every expert."""
-        width = dense.intermediate_size // self.granularity
-        dim = 0 if product == "gate_up" else 1
+        width = dense.intermediate_size // self.granularity  # F of an expert
+        dim = 0 if product == "gate_up" else 1  # of the F of a matrix: gate_up is 2F x D, down is D x F
         experts = self.copies * self.granularity
         shape = (experts, 2 * width, dense.hidden_size) if dim == 0 else (experts, dense.hidden_size, width)
         half = piece.rectangle.begin[0] // dense.intermediate_size if dim == 0 else 0
@@ -135,9 +126,8 @@ def _part_of(piece: WeightPiece, dim: int, begin: int, size: int) -> Tensor:
 def model_in(folder: Path) -> Model:
     """The model of a folder's `config.json`.
 
-    Raises:
-        CheckpointError: the file is missing or no JSON.
-        ConfigError: the family is unknown or an option unsupported.
+    Raises a CheckpointError if the file is missing or no JSON, and a ConfigError if the family is unknown or an option
+    unsupported.
     """
     path = folder / CONFIG_FILE
     try:
@@ -154,22 +144,25 @@ def model_in(folder: Path) -> Model:
 
 
 def import_weights(weights: WeightFolder, source: Model, run: Run, upcycling: Upcycling | None, folder: Path) -> None:
-    """Write weights as the start of a run, and a file that starts it.
+    """Write the weights of a `source` model as the start of a run, whose `training.initial_weights` names the folder.
 
-    Args:
-        source: the model of the weights.
-        run: whose `training.initial_weights` names the folder.
-        upcycling: makes the run's model of `source`; None if they are the same.
-
-    Raises:
-        CheckpointError: the weights are not those of the model, cannot be read, or a write fails.
+    `upcycling` makes the run's model of `source`; None if they are the same. Raises a CheckpointError if the weights
+    are not those of the model, cannot be read, or a write fails.
     """
     if folder.exists():
         raise CheckpointError(f"{folder} exists already", fix="give the name of a new folder")
     names = names_of(source, weights)
     lines = weight_mappings(source)
     check_weights(lines, weights, names)
-    pieces = _pieces(lines, weights, names)
+    pieces: Iterator[WeightPiece] = (
+        WeightPiece(
+            name=line.name,
+            shape=line.whole,
+            rectangle=line.rectangle,
+            make=partial(_values, line, weights, names[line.hf_name]),
+        )
+        for line in lines
+    )
     if upcycling is not None:
         pieces = upcycling.pieces(source, pieces)
     facts: dict[str, Any] = {"step": STEP, "model": identity_of(run)}
@@ -181,16 +174,5 @@ def import_weights(weights: WeightFolder, source: Model, run: Run, upcycling: Up
         raise CheckpointError(f"cannot write {folder}", got=error) from error
 
 
-def _pieces(lines: list[WeightMapping], weights: WeightFolder, names: Mapping[str, str]) -> Iterator[WeightPiece]:
-    for line in lines:
-        rectangle = line.rectangle
-        yield WeightPiece(
-            name=line.name,
-            shape=line.whole,
-            rectangle=rectangle,
-            make=partial(_values, line, weights, names[line.hf_name], rectangle.sizes),
-        )
-
-
-def _values(line: WeightMapping, weights: WeightFolder, name: str, sizes: tuple[int, ...]) -> Tensor:
-    return line.read(weights[name]).float().reshape(sizes)
+def _values(line: WeightMapping, weights: WeightFolder, name: str) -> Tensor:
+    return line.read(weights[name]).float().reshape(line.rectangle.sizes)

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -48,15 +48,10 @@ TENSORS = "*.safetensors"
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor in a checkpoint.
+    """A tensor in a checkpoint."""
 
-    Attributes:
-        kind: type and shape of the whole, such as `float32 [3, 4]`.
-        rectangles: text of each rectangle -> name of its file.
-    """
-
-    kind: str
-    rectangles: dict[str, str] = field(default_factory=dict)
+    kind: str  # type and shape of the whole, such as `float32 [3, 4]`
+    rectangles: dict[str, str] = field(default_factory=dict)  # text of each -> name of its file
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -70,15 +65,10 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class WrittenFiles:
-    """The output of one rank.
+    """The output of one rank."""
 
-    Attributes:
-        tensors: all that the rank holds, with the rectangles that it wrote, which may be none.
-        files: name -> size and checksum.
-    """
-
-    tensors: dict[str, SavedTensor]
-    files: dict[str, str]
+    tensors: dict[str, SavedTensor]  # all that the rank holds, with the rectangles that it wrote, which may be none
+    files: dict[str, str]  # name -> size and checksum, such as `120 bytes, crc32 0a1b2c3d`
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "WrittenFiles":
@@ -91,20 +81,14 @@ class WrittenFiles:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Content of a checkpoint folder.
-
-    Attributes:
-        penstock: version of the program that wrote it.
-        step: number of optimizer steps.
-        files: name -> size and checksum, such as `120 bytes, crc32 0a1b2c3d`; without the manifest.
-    """
+    """Content of a checkpoint folder."""
 
     format: str = FORMAT
     version: int = VERSION
-    penstock: str
-    step: int
+    penstock: str  # version of the program that wrote it
+    step: int  # number of optimizer steps
     tensors: dict[str, SavedTensor]
-    files: dict[str, str]
+    files: dict[str, str]  # as in `WrittenFiles`, without the manifest
 
     @property
     def kinds(self) -> dict[str, str]:
@@ -143,11 +127,7 @@ def write_manifest(folder: Path, step: int, written: WrittenFiles) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read and check a manifest.
-
-    Raises:
-        CheckpointError: the folder is no checkpoint of Penstock, has another version, or is damaged.
-    """
+    """Read and check a manifest. A CheckpointError: the folder is none of Penstock, of another version, or damaged."""
     path = folder / MANIFEST
     if not path.is_file():
         pickled = any(folder.glob("*.metadata"))
@@ -198,12 +178,8 @@ def _faults(manifest: Manifest) -> Iterator[str]:
 
 
 def check_files(folder: Path, files: Mapping[str, str]) -> None:
-    """Compare files with their checksums; reads all of their bytes.
-
-    Raises:
-        CheckpointError: a file is missing or damaged; it is named.
-    """
-    for name in files:
+    """Compare files with their checksums, from all of their bytes; a CheckpointError names one that is not as saved."""
+    for name in files:  # first, because it is fast
         if not (folder / name).is_file():
             raise _damaged(folder / name, "no such file")
     for name, expected in files.items():
@@ -213,30 +189,17 @@ def check_files(folder: Path, files: Mapping[str, str]) -> None:
 
 
 def check_no_more_tensors(folder: Path, manifest: Manifest) -> None:
-    """Refuse a folder with tensor files that are not in the manifest.
-
-    Raises:
-        CheckpointError: there is one.
-    """
+    """Refuse a folder with tensor files that are not in the manifest, by a CheckpointError."""
     for path in folder.glob(TENSORS):
         if path.name not in manifest.files:
             raise CheckpointError(f"checkpoint {folder} holds a file that was not saved with it", got=path.name)
 
 
 def check_tensors(folder: Path, saved: Mapping[str, str], wanted: Mapping[str, str]) -> None:
-    """Refuse a checkpoint with other tensors than wanted.
-
-    Args:
-        saved: kinds of the manifest's tensors.
-        wanted: `describe` of the tensors to fill, on all ranks together.
-
-    Raises:
-        CheckpointError: a tensor is missing, too many, or of another type or shape; the first one is named.
-    """
-    names = [name for name in [*wanted, *saved] if saved.get(name) != wanted.get(name)]
+    """Refuse a checkpoint with tensors of other kinds than wanted, by a CheckpointError that names the first one."""
+    names = list(dict.fromkeys(name for name in [*wanted, *saved] if saved.get(name) != wanted.get(name)))
     if names:
-        differing = len(dict.fromkeys(names))
-        more = f" (and {differing - 1} more)" if differing > 1 else ""
+        more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
         raise CheckpointError(
             f"checkpoint {folder} is of another model or optimizer: tensor {names[0]}{more}",
             got=saved.get(names[0], "none") + " in the checkpoint",
@@ -251,11 +214,7 @@ def files_of(manifest: Manifest, names: Iterable[str]) -> list[str]:
 
 
 def parse_json(path: Path) -> Any:
-    """Content of a JSON file.
-
-    Raises:
-        CheckpointError: it is not JSON.
-    """
+    """Content of a JSON file of a checkpoint; a CheckpointError if it is not JSON."""
     try:
         return read_json(path)
     except ValueError as error:  # of which UnicodeDecodeError and JSONDecodeError are kinds
@@ -277,30 +236,16 @@ FILE_BYTES = 1 << 30
 """Size of a file of tensors. Ranks divide the files among themselves to check a checkpoint."""
 
 
-@dataclass(frozen=True)
-class PartRead:
-    """The common part of a wanted rectangle and one in a file.
+class PartRead(NamedTuple):
+    """The common part of a wanted rectangle and one in a file."""
 
-    Attributes:
-        key: of the rectangle in the file.
-        source: index in that rectangle.
-        target: view of the wanted tensor.
-    """
-
-    key: str
-    source: tuple[slice, ...]
-    target: Tensor
+    key: str  # of the rectangle in the file
+    source: tuple[slice, ...]  # index in that rectangle
+    target: Tensor  # view of the wanted tensor
 
 
 def write_parts(folder: Path, parts: Mapping[str, ShardedTensor], rank: int) -> WrittenFiles:
-    """Write this rank's rectangles, and sync them to disk.
-
-    Args:
-        rank: part of the file names.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
+    """Write the rectangles of a rank, and sync them to disk. Raises OSError if a file cannot be written."""
     written = WrittenFiles({name: SavedTensor(kind) for name, kind in describe(parts).items()}, {})
     for number, group in enumerate(in_files(_rectangles(parts), lambda one: one[2].nbytes, FILE_BYTES)):
         file = f"tensors-{rank:05d}-{number:05d}.safetensors"
@@ -322,15 +267,9 @@ def _rectangles(parts: Mapping[str, ShardedTensor]) -> Iterator[tuple[str, Recta
 
 @torch.no_grad()
 def fill_parts(folder: Path, saved: Mapping[str, SavedTensor], into: Mapping[str, ShardedTensor]) -> None:
-    """Read this rank's parts; each file is opened once, and only the needed elements are read.
+    """Fill this rank's parts, on any device; each file is opened once, and only the needed elements are read.
 
-    Args:
-        saved: every tensor of `into`.
-        into: filled in place, on any device.
-
-    Raises:
-        OSError: a file cannot be read.
-        SafetensorError: a file is damaged.
+    Raises OSError if a file cannot be read, and SafetensorError if it is damaged.
     """
     files: dict[str, list[PartRead]] = {}
     for name, part in into.items():
@@ -348,11 +287,10 @@ def _reads(name: str, part: ShardedTensor, saved: SavedTensor) -> Iterator[tuple
     places = saved.places()
     for piece in part.pieces:
         ours = Rectangle(piece.whole, piece.sizes)
-        # Position of the whole tensor relative to the first element of ours.
+        # Place in the whole of the first element of our tensor: subtracted from a place, it gives the index in ours.
         origin = tuple(whole - here for whole, here in zip(piece.whole, piece.here, strict=True))
         for theirs, file in places:
-            common = ours.overlap(theirs)
-            if common is not None:
+            if (common := ours.overlap(theirs)) is not None:
                 target = part.tensor.detach()[common.within(origin)]
                 yield file, PartRead(f"{name}{theirs}", common.within(theirs.begin), target)
 

@@ -6,7 +6,8 @@ tools/metrics_page.py makes docs/metrics.md of these tables.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -19,13 +20,9 @@ from penstock.train.observer import LayerReport, Observer, StepReport
 
 @dataclass(frozen=True)
 class MetricField:
-    """A key of a line.
+    """A key of a line."""
 
-    Attributes:
-        unit: empty for ratios, lists and booleans.
-    """
-
-    unit: str
+    unit: str  # empty for ratios, lists and booleans
     doc: str
 
 
@@ -171,37 +168,29 @@ def is_recorded(report: StepReport, every: int) -> bool:
 
 
 def drop_after(path: Path, step: int) -> None:
-    """Delete the lines of a metrics file after those of a step.
-
-    Args:
-        path: metrics.jsonl; may be missing.
-
-    Raises:
-        RunFolderError: the file is no metrics file, or cannot be changed.
-    """
+    """Delete the lines after those of a step; the file may be missing. Raises a RunFolderError if it is damaged."""
     if not path.is_file():
         return
     keep = 0
-    try:
-        with path.open("r+b") as file:
-            for line in file:
-                if not line.endswith(b"\n") or _step_of(line) > step:
-                    break
-                keep += len(line)
-            file.truncate(keep)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RunFolderError(f"cannot read {path} as metrics", got=error, fix="move the file away to go on") from error
+    with _readable(path), path.open("r+b") as file:
+        for line in file:
+            if not line.endswith(b"\n") or _step_of(line) > step:
+                break
+            keep += len(line)
+        file.truncate(keep)
 
 
 def last_step(path: Path) -> int:
-    """The step of the last complete line of a metrics file; 0 without one.
-
-    Raises:
-        RunFolderError: the file is no metrics file, or cannot be read.
-    """
-    try:
+    """The step of the last complete line; 0 without one. Raises a RunFolderError if metrics.jsonl is damaged."""
+    with _readable(path):
         whole, _, _ = path.read_bytes().rpartition(b"\n") if path.is_file() else (b"", b"", b"")
         return _step_of(whole.splitlines()[-1]) if whole else 0
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunFolderError(f"cannot read {path} as metrics", got=error, fix="move the file away to go on") from error
 
@@ -211,23 +200,15 @@ def _step_of(line: bytes) -> int:
 
 
 class MetricsFile(Observer):
-    """Observer that appends to metrics.jsonl.
-
-    Args:
-        every: steps between lines; steps with an evaluation are always written.
-    """
+    """Observer that appends to metrics.jsonl, `every` so many steps; steps with an evaluation are always written."""
 
     def __init__(self, path: Path, every: int) -> None:
         self._path = path
         self._every = every
-        self._file = path.open("ab", buffering=0)
+        self._file = path.open("ab", buffering=0)  # a line is one write: a killed process leaves no part of it
 
     def stepped(self, report: StepReport) -> None:
-        """Write the line of a step.
-
-        Raises:
-            RunFolderError: the file cannot be written.
-        """
+        """Write the line of a step. Raises a RunFolderError if the file cannot be written."""
         if not is_recorded(report, self._every):
             return
         line = json.dumps(record(report), allow_nan=False) + "\n"

@@ -42,28 +42,17 @@ from penstock.train.adamw import FusedAdamW, StreamedAdamW, is_own_master
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerShard:
-    """The part of one parameter that this rank updates.
-
-    Attributes:
-        rows: first and last + 1 of the updated rows; None for all.
-        total: float32 sum of the gradients of all backward passes, in the shape of the parameter on this rank.
-        gradient: the updated rows of `total`; of the global batch after the reduction.
-        values: the updated rows of the parameter.
-        attached: value of `parameter.grad` outside of backward: a buffer that autograd adds to, or None with a hook.
-        shard_axis: ranks that divide the rows and reduce the gradient here, not in FSDP2.
-        replicate_axis: ranks that update the same rows and sum the gradient here.
-        writes: this rank saves the rows.
-    """
+    """The part of one parameter that this rank updates."""
 
     param: ParamShard
-    rows: tuple[int, int] | None
-    total: Tensor
-    gradient: Tensor
-    values: Tensor
-    attached: Tensor | None
-    shard_axis: Axis
-    replicate_axis: Axis
-    writes: bool
+    rows: tuple[int, int] | None  # first and last + 1 of the updated rows; None for all
+    total: Tensor  # float32 sum of the gradients of all backward passes, in the shape of the parameter on this rank
+    gradient: Tensor  # the updated rows of `total`, a view; of the global batch after the reduction
+    values: Tensor  # the updated rows of the parameter, a view
+    attached: Tensor | None  # `parameter.grad` outside of backward: a buffer that autograd adds to, or None with a hook
+    shard_axis: Axis  # ranks that divide the rows and reduce the gradient here, not in FSDP2
+    replicate_axis: Axis  # ranks that update the same rows and sum the gradient here
+    writes: bool  # this rank saves the rows
 
     def part(self, tensor: Tensor) -> ShardedTensor:
         """A tensor of the updated rows, as a part of a checkpoint."""
@@ -79,7 +68,7 @@ def optimizer_shard_of(param: ParamShard, parallel: Parallel) -> OptimizerShard:
     rows: tuple[int, int] | None = None
     shard, replicate = NO_AXIS, data
     attached: Tensor | None = None
-    if isinstance(parameter, DTensor):
+    if isinstance(parameter, DTensor):  # sharded by FSDP2, which has reduced the gradient when backward ends
         assert is_precise, f"{param.name} is sharded, so it must be its own float32 master"
         rows, writer = local_rows(parameter), data.replicate.rank == 0
         attached = torch.zeros_like(parameter)
@@ -114,30 +103,19 @@ _ON_DEVICE = Offload()
 
 @dataclass(frozen=True, kw_only=True)
 class StateBytes:
-    """Bytes that one rank holds for the whole run, on the device unless noted.
-
-    Attributes:
-        gradients: float32 sums.
-        optimizer: moments and separate masters, or the buffers that they pass through.
-        host: of the optimizer in host memory.
-    """
+    """Bytes that one rank holds for the whole run, on the device unless noted."""
 
     weights: int
-    gradients: int
-    optimizer: int
-    host: int = 0
+    gradients: int  # float32 sums
+    optimizer: int  # moments and separate masters, or the buffers that they pass through
+    host: int = 0  # of the optimizer in host memory
 
 
 class MasterAdamW:
-    """AdamW (arXiv 1711.05101) over the parameters of one rank, all on one device.
+    """AdamW (arXiv 1711.05101) over the parameters of one rank, all on one device; frozen parameters are skipped.
 
-    Args:
-        params: parameters and names are unique; those without gradients are skipped. Ranks with the same parameters
-            create their optimizers together.
-        parallel: with `shard`, and `reduce`, the dtype of the gradient sums over ranks.
-        world: all ranks, for the norm of the whole gradient.
-        bucket_values: of a message; None for the default (penstock/parallel/buckets.py).
-        offload: whether the optimizer is in host memory.
+    Ranks with the same parameters create their optimizers together. `bucket_values` is the size of a message; None for
+    the default (penstock/parallel/buckets.py).
     """
 
     def __init__(
@@ -164,11 +142,9 @@ class MasterAdamW:
             one.param.parameter.grad = one.attached
             if one.attached is None:
                 one.param.parameter.register_post_accumulate_grad_hook(partial(_move_gradient, one.total))
-        self._adamw = (StreamedAdamW if offload.optimizer else FusedAdamW)(
-            {name: one.values for name, one in self._shards.items()},
-            {name: one.gradient for name, one in self._shards.items()},
-            settings,
-        )
+        values = {name: one.values for name, one in self._shards.items()}
+        gradients = dict(self.gradients())
+        self._adamw = (StreamedAdamW if offload.optimizer else FusedAdamW)(values, gradients, settings)
 
     def gradient_of(self, name: str) -> Tensor:
         """The float32 buffer of a parameter's gradients; the same tensor for the whole run."""
@@ -193,18 +169,22 @@ class MasterAdamW:
         for _, shards in sorted(by_axes.items()):
             entries = [BucketEntry(whole=one.total, own=one.gradient) for one in shards]
             self._reduce(entries, shards[0].shard_axis, shards[0].replicate_axis)
-        for axis, shards in self._by_partial_axis():
-            self._reduce([BucketEntry(whole=one.gradient, own=one.gradient) for one in shards], NO_AXIS, axis)
+        # Axes besides data over which gradients are summed, such as tensor for the weight of a norm that each rank
+        # applies to its positions. Only the rows that this rank updates are summed.
+        axes = {axis.name: axis for one in self._shards.values() for axis in one.param.partial}
+        for axis in (axes[name] for name in sorted(axes)):
+            partial_sums = [one.gradient for one in self._shards.values() if axis in one.param.partial]
+            self._reduce([BucketEntry(whole=one, own=one) for one in partial_sums], NO_AXIS, axis)
 
     @torch.no_grad()
     def gradient_norm(self) -> Tensor:
         """2-norm of the gradient of the whole model, over all ranks: float32 scalar on the device."""
-        counted = [one.gradient for one in self._shards.values() if one.writes]
+        counted = [one.gradient for one in self._shards.values() if one.writes]  # each row on one rank only
         norms = torch._foreach_norm(counted) if counted else [torch.zeros_like(self._adamw.step)]
         norm = torch.linalg.vector_norm(torch.stack(norms))
         if self._world.group is None:
             return norm
-        square = norm.double().square()
+        square = norm.double().square()  # float64, whose range squares of float32 cannot leave
         dist.all_reduce(square, group=self._world.group)
         return square.sqrt().float()
 
@@ -249,14 +229,6 @@ class MasterAdamW:
 
     def _reduce(self, entries: Sequence[BucketEntry], shard: Axis, replicate: Axis) -> None:
         reduce_rows(entries, shard, replicate, self._reduce_dtype, self._bucket_values)
-
-    def _by_partial_axis(self) -> list[tuple[Axis, list[OptimizerShard]]]:
-        """Axes besides data over which gradients are summed, with their parameters."""
-        axes = {axis.name: axis for one in self._shards.values() for axis in one.param.partial}
-        return [
-            (axes[name], [one for one in self._shards.values() if axes[name] in one.param.partial])
-            for name in sorted(axes)
-        ]
 
     def _gather_values(self) -> None:
         """Fetch the rows of parameters that other ranks have updated."""

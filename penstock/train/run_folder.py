@@ -67,21 +67,13 @@ class RunFolder:
         return self.config.is_file()
 
     def write_config(self, run: Run) -> None:
-        """Replace the configuration atomically.
-
-        Raises:
-            RunFolderError: the file cannot be written.
-        """
+        """Replace the configuration atomically. Raises a RunFolderError if the file cannot be written."""
         with _disk_errors(f"cannot write {self.config}"):
             write_whole(self.config, dump_toml(run))
 
 
 def check_name(name: str) -> None:
-    """Refuse names that are not one path component.
-
-    Raises:
-        RunFolderError: for such a name.
-    """
+    """Refuse names that are not one path component, by a RunFolderError."""
     if not NAME_PATTERN.fullmatch(name):
         raise RunFolderError(
             "the name of a run becomes a folder",
@@ -91,29 +83,16 @@ def check_name(name: str) -> None:
 
 
 def check_is_free(parent: Path, name: str) -> None:
-    """Refuse a taken name.
-
-    Raises:
-        RunFolderError: for such a name.
-    """
-    path = parent / name
-    if path.exists():
+    """Refuse a taken name, by a RunFolderError."""
+    if (path := parent / name).exists():
         raise RunFolderError(f"{path} exists already", fix="--resume to go on with it, or another --name")
 
 
 def create_run_folder(run: Run, *, number_if_taken: bool, launch: str = "") -> tuple[Run, RunFolder]:
-    """Create the folder of a new run, with its configuration.
+    """Create the folder of a new run, with its configuration; returns the run under the name of its folder.
 
-    Args:
-        run: its `record.folder` is created if missing; its name is the wanted name of the folder.
-        number_if_taken: if the name is taken, try name-2, name-3, ...; otherwise refuse.
-        launch: name of the launch, by which restarted ranks find the folder; empty for none.
-
-    Returns:
-        The run with the name of its folder, and the folder.
-
-    Raises:
-        RunFolderError: the name is taken or the folder cannot be created.
+    With `number_if_taken` a taken name becomes name-2, name-3, ... Restarted ranks find the folder by the name of their
+    launch (empty for none). Raises a RunFolderError if the name is taken or the folder cannot be created.
     """
     check_name(run.name)
     parent = Path(run.record.folder)
@@ -129,21 +108,15 @@ def create_run_folder(run: Run, *, number_if_taken: bool, launch: str = "") -> t
                 named = run.model_copy(update={"name": free_name(parent, run.name) if number_if_taken else run.name})
                 check_is_free(parent, named.name)
                 write_whole(draft / RUN_FILE, dump_toml(named))
-                if _take_name(draft, parent / named.name):
-                    return named, RunFolder(parent / named.name)
+                try:
+                    draft.rename(parent / named.name)
+                except OSError as error:
+                    if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                        raise
+                    continue  # another run took the name since it was looked for
+                return named, RunFolder(parent / named.name)
         finally:
-            shutil.rmtree(draft, ignore_errors=True)
-
-
-def _take_name(draft: Path, path: Path) -> bool:
-    """Rename the draft, unless another run took the name in the meantime."""
-    try:
-        draft.rename(path)
-    except OSError as error:
-        if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
-            return False
-        raise
-    return True
+            shutil.rmtree(draft, ignore_errors=True)  # renamed unless an attempt failed
 
 
 def free_name(parent: Path, name: str) -> str:
@@ -159,14 +132,9 @@ def _numbered(name: str, number: int) -> str:
 
 
 def find_run_folder(parent: Path, name: str, *, newest: bool) -> RunFolder:
-    """The folder of a run to resume.
+    """The folder of a run to resume: exactly `name`, or the `newest` of name, name-2, name-3, ...
 
-    Args:
-        parent: folder of all runs.
-        newest: take the highest of name, name-2, name-3, ...; otherwise exactly `name`.
-
-    Raises:
-        RunFolderError: there is none.
+    Raises a RunFolderError if there is none.
     """
     check_name(name)
     numbers = [1]
@@ -188,15 +156,7 @@ def find_launched(parent: Path, launch: str) -> RunFolder | None:
 
 
 def check_same_run(saved: Run, wanted: Run) -> None:
-    """Refuse to resume a run with another identity.
-
-    Args:
-        saved: configuration in the run folder.
-        wanted: the same with the new overrides.
-
-    Raises:
-        CheckpointError: a fixed option differs.
-    """
+    """Refuse to resume a run with another identity, by a CheckpointError that names the first fixed option."""
     for difference in differences(saved, wanted):
         if is_bound(difference.field):
             raise CheckpointError(
@@ -208,13 +168,10 @@ def check_same_run(saved: Run, wanted: Run) -> None:
 
 
 def check_nothing_is_lost(folder: RunFolder, run: Run) -> None:
-    """Refuse to begin a run again, and to delete its metrics, if it had checkpoints.
+    """Refuse to begin a run again, and to delete its metrics, if it had checkpoints and has none now.
 
-    Args:
-        folder: of a run without a checkpoint now; one that was killed before its first checkpoint may begin again.
-
-    Raises:
-        RunFolderError: the folder of checkpoints is gone, or empty although a checkpoint was due.
+    A run that was killed before its first checkpoint may begin again. Raises a RunFolderError if the folder of
+    checkpoints is gone, or empty although a checkpoint was due.
     """
     steps, every = last_step(folder.metrics), run.checkpoint.every
     is_there = folder.checkpoints.is_dir()
@@ -243,7 +200,7 @@ def write_whole(path: Path, text: str) -> None:
     with draft.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
-        os.fsync(file.fileno())
+        os.fsync(file.fileno())  # before the rename: after a power cut the name never points to missing content
     draft.replace(path)
 
 
@@ -264,9 +221,9 @@ def complete_folder(folder: Path) -> Iterator[Path]:
     try:
         yield draft
         draft.chmod(0o755)  # mkdtemp creates private folders
-        sync(draft)
+        sync(draft)  # the names of the files, whose content the caller has synced
         draft.rename(folder)
-        sync(folder.parent)
+        sync(folder.parent)  # the name of the folder
     finally:
         shutil.rmtree(draft, ignore_errors=True)  # renamed unless a write failed
 

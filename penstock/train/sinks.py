@@ -22,6 +22,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
+from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -43,11 +44,7 @@ from penstock.train.weights_and_biases import WeightsAndBiases
 
 
 def check_sinks(run: Run) -> None:
-    """Check the sinks of a run before it is built.
-
-    Raises:
-        DeviceError: a package is not installed, or W&B has no account.
-    """
+    """Check the sinks of a run before it is built: a DeviceError if a package is missing, or W&B has no account."""
     record = run.record
     if record.wandb != "off":
         _check_package("wandb", f"record.wandb={record.wandb}", "wandb", "record.wandb=off")
@@ -70,26 +67,18 @@ def _check_package(package: str, field: str, extra: str, without: str) -> None:
 
 
 def open_sinks(run: Run, folder: RunFolder, steps_done: int, tell: Callable[[str], None]) -> list[Observer]:
-    """Open every sink of a run; the run closes them.
-
-    Args:
-        steps_done: steps of the checkpoint that the run resumes from.
-        tell: prints a line for the user.
-    """
+    """Open every sink of a run that resumes after `steps_done`; the run closes them. `tell` prints a line."""
     record = run.record
-    sinks: list[Observer] = [MetricsFile(folder.metrics, record.every), StartsFile(folder.starts)]
+    files: list[Observer] = [MetricsFile(folder.metrics, record.every), StartsFile(folder.starts)]  # first: may raise
+    opened: dict[str, Callable[[], Observer]] = {}
     if record.tensorboard:
-        sinks.append(
-            BackgroundSink("TensorBoard", lambda: TensorBoard(folder.tensorboard, record.every, steps_done), tell)
-        )
+        opened["TensorBoard"] = partial(TensorBoard, folder.tensorboard, record.every, steps_done)
     if record.wandb != "off":
-        sinks.append(BackgroundSink("Weights & Biases", lambda: WeightsAndBiases(folder), tell))
+        opened["Weights & Biases"] = partial(WeightsAndBiases, folder)
     if record.prometheus_port:
         address, port = record.prometheus_address, record.prometheus_port
-        sinks.append(
-            BackgroundSink(f"the endpoint at {address}:{port}", lambda: PrometheusEndpoint(address, port), tell)
-        )
-    return sinks
+        opened[f"the endpoint at {address}:{port}"] = partial(PrometheusEndpoint, address, port)
+    return [*files, *(BackgroundSink(name, open_sink, tell) for name, open_sink in opened.items())]
 
 
 WAITING = 64
@@ -104,10 +93,7 @@ Call = Callable[[Observer], None]
 class BackgroundSink(Observer):
     """Observer that forwards all calls to a sink in a thread, until the sink fails.
 
-    Args:
-        open_sink: creates it, in the thread.
-        tell: prints a line for the user, from the training thread.
-        close_seconds: time limit of `closed`.
+    `open_sink` runs in the thread; `tell` prints a line for the user, from the training thread.
     """
 
     def __init__(
@@ -121,10 +107,10 @@ class BackgroundSink(Observer):
         self._open_sink = open_sink
         self._tell = tell
         self._close_seconds = close_seconds
-        self._calls: queue.Queue[Call | None] = queue.Queue(WAITING)
-        self._kept = _Kept()
+        self._calls: queue.Queue[Call | None] = queue.Queue(WAITING)  # None ends the thread
+        self._error: BaseException | None = None  # set by the thread
         self._is_told = False
-        self._left_out = 0
+        self._left_out = 0  # reports that found the queue full
         self._thread = threading.Thread(target=self._work, name=f"penstock {name}", daemon=True)
         self._thread.start()
 
@@ -154,7 +140,7 @@ class BackgroundSink(Observer):
     def _pass_on(self, call: Call | None, seconds: float = 0.0) -> bool:
         """Whether the call is in the queue."""
         self._look()
-        if self._kept.error is not None:
+        if self._error is not None:
             return False
         try:
             self._calls.put(call, block=seconds > 0, timeout=seconds or None)
@@ -165,47 +151,31 @@ class BackgroundSink(Observer):
 
     def _look(self) -> None:
         """Tell the user once if the sink has failed."""
-        error = self._kept.error
-        if error is None or self._is_told:
+        if self._error is None or self._is_told:
             return
         self._is_told = True
-        lines = str(error).strip().splitlines() or [""]
-        why = f"{type(error).__name__}: {lines[0]}".rstrip(": ")
+        lines = str(self._error).strip().splitlines() or [""]
+        why = f"{type(self._error).__name__}: {lines[0]}".rstrip(": ")
         self._tell(f"{self._name} is off from here on, the run goes on without it ({why})")
 
     def _work(self) -> None:
-        with self._kept, ExitStack() as cleanup:
+        with ExitStack() as cleanup:
+            cleanup.push(self._keep)  # runs last, so it also keeps an error of `closed`
             sink = self._open_sink()
             cleanup.callback(sink.closed)
             while (call := self._calls.get()) is not None:
                 call(sink)
 
-
-class _Kept:
-    """Catches every exception, for another thread to read.
-
-    Attributes:
-        error: the exception, or None.
-    """
-
-    def __init__(self) -> None:
-        self.error: BaseException | None = None
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        self.error = error
+    def _keep(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+        """Catch every exception of the thread, for the training thread to tell."""
+        self._error = error
         return True
 
 
 class TensorBoard(Observer):
     """Observer that writes the numbers of `penstock.train.metrics.scalars` as TensorBoard events.
 
-    Args:
-        steps_done: later points in the folder, of a process that was killed, are hidden.
+    Points after `steps_done` in the folder, of a process that was killed, are hidden.
     """
 
     def __init__(self, folder: Path, every: int, steps_done: int) -> None:
@@ -234,11 +204,7 @@ class StartsFile(Observer):
         self._path = path
 
     def started(self, start: RunStart) -> None:
-        """Write the line.
-
-        Raises:
-            RunFolderError: it cannot be written.
-        """
+        """Write the line. Raises a RunFolderError if that fails."""
         line = json.dumps(start_record(start, sys.argv)) + "\n"
         try:
             with self._path.open("ab", buffering=0) as file:
@@ -248,12 +214,7 @@ class StartsFile(Observer):
 
 
 def start_record(start: RunStart, words: Sequence[str]) -> dict[str, Any]:
-    """The line of a start, as JSON values.
-
-    Args:
-        start: facts before the first step.
-        words: of the command line, the program first.
-    """
+    """The line of a start, as JSON values; `words` are the command line, the program first."""
     program = Path(words[0]).name
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -13,7 +13,6 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from math import prod
 from pathlib import Path
@@ -61,31 +60,17 @@ class TensorEntry:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write a new file and sync it to disk.
+    """Write tensors of any device to a new file, and sync it to disk; they are copied to the host one by one.
 
-    Args:
-        tensors: on any device; copied to the host one by one.
-
-    Returns:
-        Size and checksum of the intended content, in the form of `fingerprint`.
-
-    Raises:
-        OSError: the file cannot be written.
+    Returns the `fingerprint` of the intended content. Raises OSError if the file cannot be written.
     """
-    entries = [
-        TensorEntry(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape), make=partial(torch.Tensor.detach, tensor))
-        for name, tensor in tensors.items()
-    ]
-    return write_entries(path, entries)
+    return write_entries(
+        path, [TensorEntry(name=n, dtype=x.dtype, shape=tuple(x.shape), make=x.detach) for n, x in tensors.items()]
+    )
 
 
 def write_entries(path: Path, entries: Iterable[TensorEntry], metadata: Mapping[str, str] | None = None) -> str:
-    """`write_tensors` for tensors that are never in memory together.
-
-    Args:
-        entries: in the order of the file.
-        metadata: texts in the header.
-    """
+    """`write_tensors` for tensors that are never in memory together, with `metadata` in the header."""
     entries = list(entries)
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
@@ -98,12 +83,12 @@ def write_entries(path: Path, entries: Iterable[TensorEntry], metadata: Mapping[
     checksum = size = 0
     with path.open("xb", buffering=0) as file:
         begin_of_file = memoryview(len(text).to_bytes(8, "little") + text)
-        for view in chain([begin_of_file], map(_bytes_of, entries)):
+        for view in chain([begin_of_file], map(_bytes_of, entries)):  # one tensor at a time is in memory
             for begin in range(0, len(view), BLOCK_BYTES):
                 part = view[begin : begin + BLOCK_BYTES]
                 checksum = zlib.crc32(part, checksum)
                 size += len(part)
-                while part:
+                while part:  # an unbuffered write may write a part only
                     part = part[file.write(part) :]
         os.fsync(file.fileno())
     return describe_file(size, checksum)
