@@ -36,12 +36,7 @@ from penstock.parallel.copies import (
 
 
 def is_decayed(name: str, parameter: Tensor) -> bool:
-    """Whether weight decay applies: to matrices and stacks of matrices, not to biases and norms.
-
-    Args:
-        name: dotted path of the parameter.
-        parameter: of any shape.
-    """
+    """Whether weight decay applies: to matrices and stacks of matrices, not to biases and norms."""
     *modules, last = name.lower().split(".")
     return parameter.ndim >= 2 and "bias" not in last and not any("norm" in part for part in modules)
 
@@ -66,12 +61,10 @@ class AdamWUpdate:
 def update_all(
     updates: Sequence[AdamWUpdate], step: Tensor, learning_rate: float, settings: Optimizer, divisor: float = 1.0
 ) -> None:
-    """Make one step of AdamW. The host does not wait.
+    """Make one step of AdamW, on tensors with elements. The host does not wait.
 
-    Args:
-        updates: none is empty.
-        step: float32 scalar on the same device: number of earlier steps; unchanged.
-        divisor: of the gradients, in place, in the same pass over memory.
+    `step` is a float32 scalar on the same device, the number of earlier steps; unchanged. Gradients are divided by
+    `divisor` in place, in the same pass over memory.
     """
     # Filled on the device: a copy from the host would wait for the device.
     scale = None if divisor == 1.0 else torch.full_like(step, divisor)
@@ -85,7 +78,7 @@ def update_all(
             [update.gradient for update in group],
             [update.moment1 for update in group],
             [update.moment2 for update in group],
-            [],
+            [],  # maxima, of AMSGrad only
             # adamw increments one counter for each tensor, so it gets views of one temporary vector.
             list(step.repeat(len(group))),
             fused=True,
@@ -103,23 +96,15 @@ def update_all(
 class FusedAdamW:
     """AdamW with all state on the device.
 
-    Args:
-        values: updated in place, by name; decay depends on the name. All on one device; some may be empty.
-        gradients: float32, of the same shapes; every update reads these tensors.
-
-    Attributes:
-        masters: the values, or float32 copies of those of a smaller type.
-        moments1: means of the gradients.
-        moments2: means of their squares.
-        step: float32 scalar on the device: number of updates.
-        device_bytes: of separate masters, moments and buffers on the device.
+    `values` are updated in place; decay depends on the name, and some may be empty. Every update reads the float32
+    `gradients`, of the same shapes.
     """
 
     def __init__(self, values: Mapping[str, Tensor], gradients: Mapping[str, Tensor], settings: Optimizer) -> None:
         self.masters = {name: one if is_own_master(one) else one.float() for name, one in values.items()}
-        self.moments1 = {name: torch.zeros_like(master) for name, master in self.masters.items()}
-        self.moments2 = {name: torch.zeros_like(master) for name, master in self.masters.items()}
-        self.step = torch.zeros((), device=next(iter(values.values())).device)
+        self.moments1 = {name: torch.zeros_like(master) for name, master in self.masters.items()}  # mean of gradients
+        self.moments2 = {name: torch.zeros_like(master) for name, master in self.masters.items()}  # of their squares
+        self.step = torch.zeros((), device=next(iter(values.values())).device)  # float32: number of updates
         self._settings = settings
         self._updates = [
             AdamWUpdate(
@@ -134,7 +119,7 @@ class FusedAdamW:
         ]
         self._rounded = {name: one for name, one in values.items() if not is_own_master(one)}
         self.host_bytes = 0
-        apart = [self.masters[name] for name in self._rounded]
+        apart = [self.masters[name] for name in self._rounded]  # masters that are no parameters
         self.device_bytes = sum(tensor.nbytes for tensor in (*apart, *self.moments1.values(), *self.moments2.values()))
 
     def update(self, learning_rate: float, divisor: float = 1.0) -> None:
@@ -165,17 +150,11 @@ UNIT = ALIGNMENT // torch.float32.itemsize
 
 @dataclass(frozen=True, kw_only=True)
 class _Slice:
-    """Consecutive values of one tensor.
+    """Consecutive values of one tensor."""
 
-    Attributes:
-        value: on the device; its own master if `state` has none.
-        gradient: on the device.
-        state: on the host: moments, then the master.
-    """
-
-    value: Tensor
-    gradient: Tensor
-    state: tuple[Tensor, ...]
+    value: Tensor  # on the device; its own master if `state` has none
+    gradient: Tensor  # on the device
+    state: tuple[Tensor, ...]  # on the host: moments, then the master
     is_decayed: bool
 
     def update(self, state: Sequence[Tensor]) -> AdamWUpdate:
@@ -191,15 +170,10 @@ class _Slice:
 
 
 class StreamedAdamW:
-    """AdamW with state in host memory; arguments and attributes as of `FusedAdamW`.
+    """AdamW with state in host memory; arguments and attributes as of `FusedAdamW`, with contiguous tensors.
 
     Separate masters and all moments are host tensors. They may be read or filled between `settle` and the next
-    `update`.
-
-    Args:
-        values: contiguous.
-        gradients: contiguous.
-        chunk_bytes: device memory of one of the two chunks.
+    `update`. `chunk_bytes` is the device memory of one of the two chunks.
     """
 
     def __init__(
@@ -229,12 +203,12 @@ class StreamedAdamW:
         self.host_bytes = sum(
             tensor.nbytes for tensor in (*own.values(), *self.moments1.values(), *self.moments2.values())
         )
-        self.device_bytes = 2 * buffer_bytes(self._state)
+        self.device_bytes = 2 * buffer_bytes(self._state)  # one chunk is updated while another arrives or leaves
 
     def update(self, learning_rate: float, divisor: float = 1.0) -> None:
         """See `FusedAdamW.update`."""
         self._stream.run(self._state, partial(self._work, learning_rate, divisor))
-        self.step += 1
+        self.step += 1  # on the current stream, behind the updates that read it
 
     def settle(self) -> None:
         """Wait until host tensors may be read or filled."""

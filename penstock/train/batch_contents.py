@@ -26,19 +26,13 @@ MOST_ROWS = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class BatchContents:
-    """Analysis of a batch.
+    """Analysis of a batch."""
 
-    Attributes:
-        rows: all rows of the batch, or MOST_ROWS of them.
-        parts: mixture part of each row; empty names without a mixture.
-        skipped: corrupt records on the way.
-    """
-
-    rows: tuple[RowContents, ...]
-    parts: tuple[str, ...]
-    weights: dict[str, float]
-    batch_rows: int
-    skipped: int = 0
+    rows: tuple[RowContents, ...]  # all rows of the batch, or MOST_ROWS of them
+    parts: tuple[str, ...]  # mixture part of each row; empty names without a mixture
+    weights: dict[str, float]  # of the parts; empty without a mixture
+    batch_rows: int  # all rows of the batch
+    skipped: int = 0  # corrupt records on the way
     notices: tuple[str, ...] = ()
 
     @property
@@ -76,14 +70,9 @@ class BatchContents:
 
 
 def training_contents(run: Run, text: Text, step: int, store: CheckpointStore | None = None) -> BatchContents:
-    """Analyze the batch of a training step.
+    """Analyze the batch of a training step, from 1. With a store, reading begins at its newest checkpoint before it.
 
-    Args:
-        step: from 1.
-        store: checkpoints of the run to begin from; None begins at the first step.
-
-    Raises:
-        DataError: a document cannot be read.
+    Raises a DataError if a document cannot be read.
     """
     place, skipped = _place_before(run, text, step, store)
     reader = _loader(run, text, rows=1)
@@ -107,11 +96,7 @@ def training_contents(run: Run, text: Text, step: int, store: CheckpointStore | 
 
 
 def held_out_contents(run: Run, text: Text) -> BatchContents:
-    """Analyze the evaluation rows of a run, whose `evaluation.rows` is above 0.
-
-    Raises:
-        DataError: a document cannot be read.
-    """
+    """Analyze the evaluation rows of a run that has some. Raises a DataError if a document cannot be read."""
     judged = evaluation_batches(
         text,
         rows=run.training.micro_batch,
@@ -120,11 +105,8 @@ def held_out_contents(run: Run, text: Text) -> BatchContents:
         document_mask=run.data.document_mask,
     )
     tokenizer, end = tokenizer_of(run, text), text.parts[0].documents.end_of_document
-    rows = [
-        row_of(batch, number, end_of_document=end, tokenizer=tokenizer)
-        for batch in judged.batches
-        for number in range(batch.rows)
-    ]
+    numbers = [(batch, number) for batch in judged.batches for number in range(batch.rows)]
+    rows = [row_of(batch, number, end_of_document=end, tokenizer=tokenizer) for batch, number in numbers]
     return BatchContents(
         rows=tuple(rows),
         parts=("",) * len(rows),
@@ -178,5 +160,6 @@ def _part_read(text: Text, before: LoaderState, behind: LoaderState) -> str:
     tokens = [state.get("part_tokens") for state in (before, behind)]
     if not all(isinstance(one, list) for one in tokens):
         return ""
+    # Tokens of each part so far: a row adds to one part.
     (grown,) = [place for place, (old, new) in enumerate(zip(*tokens, strict=True)) if new > old]
     return text.parts[grown].name

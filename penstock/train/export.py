@@ -41,18 +41,11 @@ _METADATA = {"format": "pt"}
 def export_huggingface(
     run: Run, store: CheckpointStore, step: int, folder: Path, precision: Precision, shard_bytes: int = SHARD_BYTES
 ) -> str:
-    """Write the weights of a checkpoint for `transformers`, and the tokenizer.
+    """Write the weights of a checkpoint for `transformers`, and the tokenizer; returns why it is not, else nothing.
 
-    Args:
-        precision: of the exported weights. Router weights stay float32, as in training.
-        shard_bytes: maximum size of a file with several weights.
-
-    Returns:
-        The reason why the tokenizer is not exported; empty if it is.
-
-    Raises:
-        ConfigError: the model has no Hugging Face form.
-        CheckpointError: the folder exists, the checkpoint cannot be used, or a write fails.
+    Router weights stay float32 in any `precision`, as in training. Only a file with one weight may be larger than
+    `shard_bytes`. Raises a ConfigError if the model has no Hugging Face form, and a CheckpointError if the folder
+    exists, the checkpoint cannot be used, or a write fails.
     """
     if folder.exists():
         raise CheckpointError(f"{folder} exists already", fix="give the name of a new folder")
@@ -124,9 +117,8 @@ TOLERANCE = 1e-4
 def verify_export(run: Run, folder: Path) -> float:
     """Compare logits of random tokens; returns the largest difference over the largest logit.
 
-    Raises:
-        DeviceError: `transformers` is not installed.
-        CheckpointError: it cannot read the folder, or computes other logits.
+    Raises a DeviceError if `transformers` is not installed, and a CheckpointError if it cannot read the folder, or
+    computes other logits.
     """
     library = import_transformers()
     try:
@@ -141,7 +133,7 @@ def verify_export(run: Run, folder: Path) -> float:
     logits_BSV = ours.logits(tokens_BS, torch.arange(positions).expand(ROWS, -1))
     expected_BSV = theirs(tokens_BS, use_cache=False).logits
     apart = float((logits_BSV - expected_BSV).abs().max() / expected_BSV.abs().max())
-    if not apart <= TOLERANCE:
+    if not apart <= TOLERANCE:  # also for NaN
         raise CheckpointError(
             f"transformers computes other logits from {folder}", got=f"{apart:.1e} apart", allowed=f"{TOLERANCE:g}"
         )
@@ -149,11 +141,7 @@ def verify_export(run: Run, folder: Path) -> float:
 
 
 def import_transformers() -> Any:
-    """The library.
-
-    Raises:
-        DeviceError: it is not installed.
-    """
+    """The library. Raises a DeviceError if it is not installed."""
     try:
         return import_module("transformers")
     except ImportError as error:

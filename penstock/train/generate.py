@@ -36,27 +36,18 @@ NOT_TEXT = "\ufffd"
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingRule:
-    """How the next token is chosen.
+    """How the next token is chosen."""
 
-    Attributes:
-        temperature: divisor of the logits; 0 takes the largest logit.
-        top_p: only the most probable tokens whose probabilities reach this sum are drawn from.
-    """
-
-    temperature: float = 0.0
-    top_p: float = 1.0
+    temperature: float = 0.0  # divisor of the logits; 0 takes the largest logit
+    top_p: float = 1.0  # only the most probable tokens whose probabilities reach this sum are drawn from
     seed: int = 0
 
 
 def load_decoder(run: Run, store: CheckpointStore, step: int, device: torch.device) -> Decoder:
-    """The whole model of a checkpoint of any layout, in evaluation mode.
+    """The whole model of a run's checkpoint, of any layout, in evaluation mode.
 
-    Args:
-        run: configuration of the checkpoint.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged or of another model.
-        DeviceError: the device has too little free memory; nothing has been allocated then.
+    Raises a CheckpointError if the checkpoint is damaged or of another model, and a DeviceError, before anything is
+    allocated, if the device has too little free memory.
     """
     check_same_model(step, store.read_facts(step)["model"], identity_of(run))
     plain = run.model_copy(update={"model": _plain(run.model), "kernels": Kernels()})
@@ -68,7 +59,7 @@ def load_decoder(run: Run, store: CheckpointStore, step: int, device: torch.devi
     _refuse_too_large(decoder, device)
     decoder.to_empty(device=device)
     for buffer in decoder.buffers():
-        buffer.zero_()
+        buffer.zero_()  # those that are not saved
     for name, tensor in decoder.state_dict().items():
         tensor.copy_(saved.read(name, Rectangle((0,) * tensor.ndim, tuple(tensor.shape))))
     return decoder.eval()
@@ -78,16 +69,12 @@ def load_decoder(run: Run, store: CheckpointStore, step: int, device: torch.devi
 def generate(
     decoder: Decoder, prompt: Sequence[int], *, most: int, end: int, vocabulary: int, rule: SamplingRule
 ) -> Iterator[int]:
-    """Token ids that continue a prompt, without the end of the document.
+    """At most `most` token ids that continue a prompt of at least one id, up to the id `end` of the document's end.
 
-    Args:
-        prompt: at least one id.
-        most: maximum number of ids.
-        end: id that ends a document.
-        vocabulary: larger ids stand for no text and are never chosen.
+    Ids from `vocabulary` on stand for no text and are never chosen.
     """
     device = decoder.head_VD.device
-    generator = torch.Generator().manual_seed(rule.seed)
+    generator = torch.Generator().manual_seed(rule.seed)  # on the CPU, so that every device draws the same
     tokens = list(prompt)
     for _ in range(most):
         tokens_BS = torch.tensor([tokens], device=device)
@@ -102,14 +89,9 @@ def generate(
 
 
 def text_pieces(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Iterable[int]) -> Iterator[str]:
-    """The text of tokens as they come, each character once and complete.
-
-    Args:
-        prompt: ids before them, whose text is left out.
-        tokens: ids.
-    """
+    """The text of tokens as they come, each character once and complete, without that of the prompt before them."""
     ids = list(prompt)
-    told = len(_text(tokenizer, ids))
+    told = len(_text(tokenizer, ids))  # characters
     text = ""
     for token in tokens:
         ids.append(token)
@@ -126,10 +108,8 @@ def _plain(model: Model) -> Model:
     """The model without prediction layers and without expert capacity."""
     moe = model.moe
     if moe is not None:
-        balance = moe.balance.model_copy(
-            update={"capacity_factor": 0.0, "pad_to_capacity": False, "force_load_balance": False}
-        )
-        moe = moe.model_copy(update={"balance": balance})
+        plain = {"capacity_factor": 0.0, "pad_to_capacity": False, "force_load_balance": False}
+        moe = moe.model_copy(update={"balance": moe.balance.model_copy(update=plain)})
     return model.model_copy(update={"mtp_layers": 0, "moe": moe})
 
 
@@ -154,7 +134,7 @@ def _chosen(logits_V: Tensor, rule: SamplingRule, generator: torch.Generator) ->
     probabilities_V, order_V = (logits_V / rule.temperature).softmax(0).sort(descending=True, stable=True)
     before_V = probabilities_V.cumsum(0) - probabilities_V
     kept_V = torch.where(before_V < rule.top_p, probabilities_V, 0.0)
-    kept_V[0] = probabilities_V[0]
+    kept_V[0] = probabilities_V[0]  # also with top_p 0
     return int(order_V[torch.multinomial(kept_V, 1, generator=generator)])
 
 

@@ -23,55 +23,34 @@ from penstock.parallel.axes import Axis
 
 @dataclass(frozen=True, kw_only=True)
 class CutRule:
-    """Constants of the cut.
+    """Constants of the cut."""
 
-    Attributes:
-        micro_batch: rows of one forward pass.
-        data: ranks that read other rows of the same global batch.
-        places: this rank's positions of a row, in its order; None for all.
-        sees_row: attention reads every position of the row, because heads are divided instead of positions.
-    """
-
-    micro_batch: int
-    depths: int
+    micro_batch: int  # rows of one forward pass
+    depths: int  # of multi-token prediction
     device: torch.device
-    data: Axis = field(default_factory=lambda: Axis(name="data"))
-    places: tuple[int, ...] | None = None
-    sees_row: bool = False
+    data: Axis = field(default_factory=lambda: Axis(name="data"))  # ranks that read other rows of the global batch
+    places: tuple[int, ...] | None = None  # this rank's positions of a row, in its order; None for all
+    sees_row: bool = False  # attention reads every position of the row: heads are divided instead of positions
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """Input of one forward pass on one rank.
-
-    Attributes:
-        reading: input of the model.
-        labels: int64 B x S of the main loss, then of each depth; IGNORED_LABEL where nothing is predicted.
-    """
+    """Input of one forward pass on one rank."""
 
     reading: ModelInputs
-    labels: tuple[Tensor, ...]
+    labels: tuple[Tensor, ...]  # int64 B x S of the main loss, then of each depth; IGNORED_LABEL predicts nothing
 
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalBatch:
-    """The rows of one step on the device.
-
-    Attributes:
-        counted: float64 on the device: number of counted labels over all ranks, of the main loss, then of each depth.
-    """
+    """The rows of one step on the device."""
 
     micro_batches: tuple[MicroBatch, ...]
-    counted: Tensor
+    counted: Tensor  # float64, 1 + depths: counted labels over all ranks, of the main loss, then of each depth
 
 
 def labels_at_depth(batch: Batch, depth: int) -> Tensor:
-    """int64 B x S labels of one prediction depth.
-
-    Args:
-        batch: rows with the labels of the main loss.
-        depth: 0 for the main loss, k for k tokens further on.
-    """
+    """int64 B x S labels of one prediction depth: 0 for the main loss, k for k tokens further on."""
     if depth == 0:
         return batch.labels_BS
     labels_BS = torch.full_like(batch.labels_BS, IGNORED_LABEL)
@@ -83,14 +62,9 @@ def labels_at_depth(batch: Batch, depth: int) -> Tensor:
 
 
 def cut(batch: Batch, rule: CutRule) -> GlobalBatch:
-    """Count the labels, sum the counts over ranks, cut the rows, and start the copies to the device.
+    """Count the labels of this rank's rows, sum the counts over ranks, cut the rows, and start copies to the device.
 
-    Args:
-        batch: this rank's rows of the global batch, on the CPU.
-        rule: constants of the cut.
-
-    Raises:
-        DataError: the main loss counts no label. With several ranks the loss is 0 instead.
+    Raises a DataError if the main loss counts no label. With several ranks the loss is 0 instead.
     """
     counts = [int((labels_at_depth(batch, depth) != IGNORED_LABEL).sum()) for depth in range(rule.depths + 1)]
     if counts[0] == 0 and rule.data.size == 1:
@@ -99,23 +73,18 @@ def cut(batch: Batch, rule: CutRule) -> GlobalBatch:
     if rule.data.group is not None:
         dist.all_reduce(counted, group=rule.data.group)
     rows = batch.micro_batches(rule.micro_batch)
-    share = 1 / (len(rows) * rule.data.size)
+    share = 1 / (len(rows) * rule.data.size)  # of a micro-batch in the global batch, for balance losses
     return GlobalBatch(micro_batches=tuple(read(part, rule, share) for part in rows), counted=counted)
 
 
 def read(batch: Batch, rule: CutRule, share: float = 1.0) -> MicroBatch:
-    """This rank's part of a micro-batch, on the device.
-
-    Args:
-        batch: whole rows of one micro-batch, on the CPU.
-        rule: constants of the cut.
-        share: of these rows in the global batch.
-    """
+    """This rank's part of a micro-batch, which is a `share` of the global batch, on the device."""
     places = None if rule.places is None else torch.tensor(rule.places)
 
     def ours(x_BS: Tensor) -> Tensor:
         return _sent(x_BS if places is None else x_BS[:, places], rule.device)
 
+    # Documents stay whole rows: the mask of our positions reads the documents of all keys.
     documents_BS, query_positions_S = None, None
     if batch.documents_BS is not None:
         documents_BS = _sent(batch.documents_BS, rule.device)

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from signal import SIGTERM
 from typing import Any
@@ -68,21 +69,12 @@ class ResumePoint:
 
 
 def open_store(run: Run, folder: RunFolder, world: Axis = ALONE.world) -> CheckpointStore:
-    """The checkpoints of a run.
-
-    Args:
-        run: says how many are kept, and whether they are written in the background.
-        world: all ranks, which call this together; a single reader passes none.
-    """
+    """The checkpoints of a run. All ranks of `world` call this together; a single reader passes none."""
     return CheckpointStore(folder.checkpoints, run.checkpoint.keep, run.checkpoint.asynchronous, world)
 
 
 def start(session: Session) -> Progress:
-    """Begin a new run, with its random weights or those of `training.initial_weights`.
-
-    Raises:
-        CheckpointError: the initial weights cannot be used.
-    """
+    """Begin a new run. Raises a CheckpointError if `training.initial_weights` is set and cannot be used."""
     source, world = session.run.training.initial_weights, session.axes.world
     if source:
         load_initial_weights(
@@ -94,11 +86,8 @@ def start(session: Session) -> Progress:
 def resume(session: Session, folder: RunFolder, store: CheckpointStore) -> Progress:
     """Restore the newest checkpoint, or begin anew if the run was killed before its first.
 
-    The folder does not change unless the checkpoint is valid.
-
-    Raises:
-        CheckpointError: the checkpoint cannot be used, or not every rank sees it.
-        RunFolderError: the folder cannot be written.
+    The folder does not change unless the checkpoint is valid. Raises a CheckpointError if it cannot be used, or if some
+    rank does not see it, and a RunFolderError if the folder cannot be written.
     """
     latest = store.latest_of_all()
     if latest is None:
@@ -107,6 +96,7 @@ def resume(session: Session, folder: RunFolder, store: CheckpointStore) -> Progr
         notes = restore_state(store, latest, session.state)
         progress = Progress(latest, notes["tokens_seen"])
     if session.axes.rank == 0:
+        # Steps after the checkpoint are made again, and so are their lines.
         drop_after(folder.metrics, progress.steps)
         folder.write_config(session.run)
     return progress
@@ -120,18 +110,10 @@ def train_run(
     observers: Sequence[Observer],
     stop: StopRequest,
 ) -> RunEnd:
-    """Train until the last step or a stop request.
+    """Train until the last step or a stop request, from the state `begin` of a session.
 
-    Args:
-        session: the run, in the state of `begin`.
-        observers: receive every report; closed on return, also after an error.
-        stop: read after every step.
-
-    Raises:
-        NonFiniteError: a loss or gradient is NaN or infinite.
-        DataError: a document cannot be read.
-        CheckpointError: a checkpoint cannot be written.
-        RunFolderError: metrics cannot be written.
+    Observers are closed on return, also after an error. Raises a NonFiniteError for a loss or gradient that is NaN or
+    infinite, a DataError for a document that cannot be read, and a CheckpointError or RunFolderError for failed writes.
     """
     with ExitStack() as cleanup:
         cleanup.callback(session.state.batches.close)
@@ -165,7 +147,7 @@ class _Loop:
         self._observers = observers
         self._begin_seconds = time.perf_counter()
         self._saved = begin.steps or None  # not read from disk: a network file system may differ between ranks
-        self._notices = session.notices
+        self._notices = session.notices  # for the first report
         self._watch = Stopwatch(session.device)
         self._recorder = Recorder(session.run, folder.profile, session.device, session.axes.grid, session.axes.rank)
 
@@ -182,9 +164,9 @@ class _Loop:
             is_stopping = wants_stop or self._may_stop_alone(stop)
             is_end = done.steps == steps or is_stopping
             if self._run.checkpoint.enabled and (is_end or _is_due(done.steps, self._run.checkpoint.every)):
-                self._save(done)
+                self._save(done)  # after the observers: the line of a step is on disk before its checkpoint
             if _is_due(done.steps, self._run.training.collect_garbage_every):
-                gc.collect()
+                gc.collect()  # after the same step on all ranks, so that they pause together
         self._recorder.finish()
         return RunEnd(
             step=done.steps,
@@ -215,10 +197,9 @@ class _Loop:
     def _step(self, done: Progress, stop: StopRequest) -> tuple[StepReport, bool]:
         """Make the next step and evaluate if due; also returns whether a rank wants to stop."""
         state, step = self._session.state, done.steps + 1
-        before = ResumePoint(state.batches.state(), random_state())
-        rate = learning_rate(
-            done.steps, self._run.training.steps, self._run.optimizer.learning_rate, self._run.schedule
-        )
+        before = ResumePoint(state.batches.state(), random_state())  # for `_halt`, if the step is not finite
+        peak = self._run.optimizer.learning_rate
+        rate = learning_rate(done.steps, self._run.training.steps, peak, self._run.schedule)
         self._recorder.begin(step)
         begin_seconds = time.perf_counter()
         self._watch.start(Span.DATA)
@@ -227,6 +208,7 @@ class _Loop:
                 batch = state.batches.next_batch()
             model, enter = self._session.model, self._watch.enter
             result = train_step(model, state.optimizer, batch, self._rule, rate, stop, enter)
+        # The host has read the step's figures, so the passes have ended; the kernels of the update may still run.
         seconds, phases = time.perf_counter() - begin_seconds, self._watch.stop()
         self._recorder.end(step)
         if not result.is_finite:
@@ -235,8 +217,9 @@ class _Loop:
         return replace(report, phase_seconds=phases), result.wants_stop
 
     def _evaluate(self, step: int) -> HeldOutLoss | None:
-        """Held-out loss if due; the first step is due because a curve should show its begin."""
+        """Held-out loss, or None if none is due."""
         rows, every = self._session.held_out, self._run.evaluation.every
+        # Step 1 is due because a curve should show its begin.
         is_due = step == self._run.training.steps or (every and (step == 1 or step % every == 0))
         if rows is None or not is_due:
             return None
@@ -249,7 +232,7 @@ class _Loop:
     def _report(
         self, done: Progress, result: StepResult, rate: float, seconds: float, evaluation: HeldOutLoss | None
     ) -> StepReport:
-        tokens, peak = self._run.tokens_per_step, self._session.peak_flops
+        tokens, peak = self._run.tokens_per_step, self._session.peak_flops  # tokens of all ranks; FLOP/s of one device
         per_device = tokens / seconds / self._session.axes.world.size
         moe, graphs = self._run.model.moe, self._session.graphs
         notices = (*self._notices, *self._recorder.take_notices(), *self._session.state.batches.take_notices())
@@ -298,26 +281,23 @@ class _Loop:
                 state.batches.restore(before.data)
                 restore_random_state(before.random)
                 self._save(done)
-                self._store.wait()
+                self._store.wait()  # on disk before the search, which may run out of memory
 
-        finding = NonFiniteFinding(
-            figure="gradient norm" if math.isfinite(result.loss) else "loss",
-            value=str(result.gradient_norm if math.isfinite(result.loss) else result.loss),
-            step=done.steps + 1,
-        )
+        has_loss = math.isfinite(result.loss)
+        value = str(result.gradient_norm if has_loss else result.loss)
+        finding = NonFiniteFinding(figure="gradient norm" if has_loss else "loss", value=value, step=done.steps + 1)
         return self._end(finding, save, lambda: find_origin(model, state.optimizer, batch, self._rule))
 
     def _halt_after(self, step: int, rows: EvaluationRows, held_out: HeldOutLoss) -> NonFiniteError:
         """The error for a finite step whose update spoiled the model; there is no good state to save."""
-        model, finding = (
-            self._session.model,
-            NonFiniteFinding(figure="held-out loss", value=str(held_out.loss), step=step),
-        )
-        return self._end(finding, self._store.wait, lambda: find_held_out_origin(model, rows, self._rule))
+        finding = NonFiniteFinding(figure="held-out loss", value=str(held_out.loss), step=step)
+        look = partial(find_held_out_origin, self._session.model, rows, self._rule)
+        return self._end(finding, self._store.wait, look)
 
     def _end(
         self, finding: NonFiniteFinding, save: Callable[[], None], look: Callable[[], NonFiniteOrigin | None]
     ) -> NonFiniteError:
+        """The error that ends the run; `save` and `look` are those of `report_figure`."""
 
         def save_all() -> None:
             with suppress(RunFolderError):  # the non-finite figure is more important than a failed recording
@@ -330,7 +310,7 @@ class _Loop:
 
         def look_with_all_memory() -> NonFiniteOrigin | None:
             if self._session.graphs is not None:
-                self._session.graphs.release()
+                self._session.graphs.release()  # the search needs the memory of their pool
             return look()
 
         path, world = self._folder.nonfinite, self._session.axes.world
@@ -350,7 +330,7 @@ def _manual_garbage_collection(every: int) -> Iterator[None]:
     if every == 0:
         yield
         return
-    gc.collect()
+    gc.collect()  # before the freeze, so that no garbage is frozen
     gc.freeze()
     gc.disable()
     try:

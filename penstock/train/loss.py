@@ -34,33 +34,21 @@ from penstock.train.global_batch import MicroBatch
 
 @dataclass(frozen=True, kw_only=True)
 class LossRule:
-    """Factors of the loss.
+    """Factors of the loss."""
 
-    Attributes:
-        depths: multi-token prediction depths of the model.
-        mtp_weight: factor on the mean over these depths.
-        z_weight: factor on logsumexp(logits)**2 of each counted token.
-        chunk_tokens: tokens whose logits exist at once; None leaves it to the kernel.
-        tensor: ranks that share the vocabulary; each computes the same loss, and its own part of the gradients.
-    """
-
-    depths: int
-    mtp_weight: float
-    z_weight: float
-    chunk_tokens: int | None
+    depths: int  # of multi-token prediction
+    mtp_weight: float  # factor on the mean over these depths
+    z_weight: float  # factor on logsumexp(logits)**2 of each counted token
+    chunk_tokens: int | None  # tokens whose logits exist at once; None leaves it to the kernel
+    # Ranks that share the vocabulary; each computes the same loss, and its own part of the gradients.
     tensor: Axis = ALONE.tensor
 
 
 class MicroLoss(NamedTuple):
-    """Losses of one micro-batch.
+    """Losses of one micro-batch, float32."""
 
-    Attributes:
-        total: float32 scalar to differentiate: this micro-batch's part of the step's loss.
-        parts: float32, 1 + depths, detached: the parts without factors, main loss first. Their sum over micro-batches
-            is the mean over the global batch.
-    """
-
-    total: Tensor
+    total: Tensor  # scalar to differentiate: this micro-batch's part of the step's loss
+    # 1 + depths, detached, without factors, main loss first; the sum over micro-batches is the mean over the batch.
     parts: Tensor
 
 
@@ -89,12 +77,12 @@ def batch_loss(
         hidden: output of the decoder for this rank's positions.
         head_VD: output projection, or this rank's rows of it.
         labels: of the main loss, then of each depth, for the positions of all tensor-parallel ranks.
-        counted: counted labels of the GLOBAL batch, see `GlobalBatch`.
+        counted: labels of the GLOBAL batch, see `GlobalBatch`.
         total_VD: float32 sum of the head's gradients, which backward adds to; None leaves it to autograd.
     """
     parts = []
     for depth, hidden_BSD in enumerate((hidden.main_BSD, *hidden.mtp)):
-        whole_BSD = all_gather(hidden_BSD, rule.tensor, dim=1)
+        whole_BSD = all_gather(hidden_BSD, rule.tensor, dim=1)  # S/tp positions of each rank -> S
         loss_sum = linear_cross_entropy(
             whole_BSD.flatten(0, 1),
             head_VD,
@@ -104,7 +92,7 @@ def batch_loss(
             group=rule.tensor.group,
             accumulate_into=total_VD,
         )
-        # A depth beyond the length of all rows counts no token, and its sum is 0.
+        # A depth beyond the length of all rows counts no token, and its sum is 0. `counted` is float64.
         parts.append((loss_sum / counted[depth].clamp(min=1)).to(loss_sum.dtype))
     total = parts[0]
     if rule.depths:

@@ -15,18 +15,12 @@ from penstock.config.run import Run
 
 @dataclass(frozen=True, kw_only=True)
 class LayerReport:
-    """Load of one MoE layer in one step.
+    """Load of one MoE layer in one step."""
 
-    Attributes:
-        layer: index of the decoder layer.
-        slots: (token, choice) pairs of each expert, dropped ones included.
-        auxiliary_loss: balance losses of the layer, weighted.
-    """
-
-    layer: int
-    slots: tuple[int, ...]
-    dropped: int
-    auxiliary_loss: float
+    layer: int  # index of the decoder layer
+    slots: tuple[int, ...]  # (token, choice) pairs of each expert, dropped ones included
+    dropped: int  # of these pairs
+    auxiliary_loss: float  # balance losses of the layer, weighted
 
     @property
     def max_over_mean(self) -> float:
@@ -45,7 +39,7 @@ class LayerReport:
 
     def rank_loads(self, ranks: int) -> tuple[float, ...]:
         """Load of each of the ranks that share the experts, over their mean."""
-        total, each = sum(self.slots), len(self.slots) // ranks
+        total, each = sum(self.slots), len(self.slots) // ranks  # a rank holds `each` neighbouring experts
         if total == 0:
             return (1.0,) * ranks
         return tuple(sum(self.slots[first : first + each]) * ranks / total for first in range(0, ranks * each, each))
@@ -53,34 +47,19 @@ class LayerReport:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutLoss:
-    """Result of an evaluation.
+    """Result of an evaluation."""
 
-    Attributes:
-        loss: cross entropy, nats per token.
-        bits_per_byte: cross entropy in bits per byte of UTF-8 text, comparable between tokenizers.
-    """
-
-    loss: float
-    bits_per_byte: float
+    loss: float  # cross entropy, nats per token
+    bits_per_byte: float  # cross entropy in bits per byte of UTF-8 text, comparable between tokenizers
     tokens: int
     seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """One optimizer step. Fields that are also in metrics.jsonl are documented in `penstock.train.metrics.FIELDS`.
+    """One optimizer step. Fields that are also in metrics.jsonl are documented in `penstock.train.metrics.FIELDS`."""
 
-    Attributes:
-        step: from 1.
-        elapsed_seconds: since this process began to train, evaluations and checkpoints included.
-        layers: one for each MoE layer; empty for a dense model.
-        evaluation: after this step, or None if none was due.
-        notices: new messages for the user, one line each.
-        expert_ranks: ranks that share the experts of a layer.
-        phase_seconds: of the step before; empty in the first step of a process.
-    """
-
-    step: int
+    step: int  # from 1
     loss: float
     mtp_losses: tuple[float, ...]
     gradient_norm: float
@@ -88,18 +67,18 @@ class StepReport:
     tokens_seen: int
     tokens_per_second_per_device: float
     step_seconds: float
-    elapsed_seconds: float
+    elapsed_seconds: float  # since this process began to train, evaluations and checkpoints included
     model_flops_utilization: float | None
     peak_memory_bytes: int
     forced_balance: bool
-    layers: tuple[LayerReport, ...]
-    left_out: int
-    evaluation: HeldOutLoss | None
+    layers: tuple[LayerReport, ...]  # one for each MoE layer; empty for a dense model
+    left_out: int  # `rows_left_out` in metrics.jsonl
+    evaluation: HeldOutLoss | None  # after this step; None if none was due
     records_skipped: int = 0
     graph_pool_bytes: int = 0
-    notices: tuple[str, ...] = ()
-    expert_ranks: int = 1
-    phase_seconds: Mapping[str, float] = field(default_factory=dict)
+    notices: tuple[str, ...] = ()  # new messages for the user, one line each
+    expert_ranks: int = 1  # that share the experts of a layer
+    phase_seconds: Mapping[str, float] = field(default_factory=dict)  # of the step before; empty in the first step
 
     @property
     def expert_rank_load_max_over_mean(self) -> float | None:
@@ -124,45 +103,30 @@ class StepReport:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStart:
-    """Facts before the first step.
-
-    Attributes:
-        kernels: backend of each operator, in one line.
-        active_parameters: parameters that one token uses.
-        steps_done: steps of earlier processes.
-        micro_batches: forward passes of one rank in a step.
-        graphs: see `penstock.train.capture.choose_capture`.
-    """
+    """Facts before the first step."""
 
     run: Run
     folder: Path
     device_name: str
-    kernels: str
+    kernels: str  # backend of each operator, in one line
     parameters: int
-    active_parameters: int
-    steps_done: int
+    active_parameters: int  # that one token uses
+    steps_done: int  # by earlier processes
     ranks: int = 1
-    micro_batches: int = 1
-    graphs: str = ""
+    micro_batches: int = 1  # forward passes of one rank in a step
+    graphs: str = ""  # the note of `penstock.train.capture.choose_capture`
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnd:
-    """End of a run.
+    """End of a run."""
 
-    Attributes:
-        seconds: since this process began to train.
-        checkpoint: the newest on disk, or None.
-        last: report of the last step, or None without a step.
-        stopped_by: name of the signal that requested the stop, or None.
-    """
-
-    step: int
-    steps: int
-    seconds: float
-    checkpoint: Path | None
-    last: StepReport | None
-    stopped_by: str | None
+    step: int  # the last one that was made
+    steps: int  # that the run asks for
+    seconds: float  # since this process began to train
+    checkpoint: Path | None  # the newest on disk
+    last: StepReport | None  # None if no step was left to make
+    stopped_by: str | None  # name of the signal that requested the stop
 
 
 class Observer:

@@ -18,17 +18,14 @@ from penstock.train.global_batch import GlobalBatch, MicroBatch
 from penstock.train.loss import LossRule, batch_loss, model_loss
 
 FromHidden = Callable[[int, Hidden, Decoder], Tensor]
+"""Computes a loss from the number of the micro-batch, the decoder's output, and the decoder."""
 
 
 def forward_backward(model: RankModel, batch: GlobalBatch, rule: LossRule, enter: EnterPhase = untimed) -> Tensor:
-    """Differentiate the loss of a global batch into the parameters' gradients.
+    """Differentiate the loss of a global batch into the parameters' gradients; `enter` is called when a phase begins.
 
-    Args:
-        enter: called when a phase begins.
-
-    Returns:
-        float32, 1 + depths: this rank's part of the losses of the global batch, main loss first. Zero on ranks without
-        the output projection.
+    Returns float32, 1 + depths: this rank's part of the losses of the global batch, main loss first. Zero on ranks
+    without the output projection.
     """
     sums = torch.zeros(1 + rule.depths, device=model.device)
     if model.pipeline is None:
@@ -51,14 +48,9 @@ def forward_backward(model: RankModel, batch: GlobalBatch, rule: LossRule, enter
 def differentiate(
     model: RankModel, batch: MicroBatch, counted: Tensor, rule: LossRule, enter: EnterPhase = untimed
 ) -> Tensor:
-    """Forward and backward pass of one micro-batch on a rank without pipeline; may be captured as a graph.
+    """Forward and backward pass of one micro-batch on a rank without pipeline; returns `MicroLoss.parts`.
 
-    Args:
-        counted: see `GlobalBatch`.
-        enter: called when a phase begins; not inside of a graph, which cannot be timed in parts.
-
-    Returns:
-        See `MicroLoss.parts`.
+    May be captured as a graph, which cannot be timed in parts: then no phase is entered.
     """
     enter(Span.FORWARD)
     with span(Span.FORWARD):
@@ -71,18 +63,14 @@ def differentiate(
 
 @torch.no_grad()
 def held_out_nats(model: RankModel, batches: Sequence[MicroBatch], rule: LossRule) -> Tensor:
-    """Sum of the main loss over the counted labels of this rank's rows.
+    """Sum of the main loss, without z-loss, over the counted labels of this rank's rows: float64 scalar.
 
-    Args:
-        batches: of equal number on every rank.
-        rule: of the loss; its z-loss is left out.
-
-    Returns:
-        float64 scalar; zero on ranks without the output projection.
+    Zero on ranks without the output projection. The ranks have equally many batches.
     """
     nats = torch.zeros((), dtype=torch.float64, device=model.device)
 
     def loss_of(number: int, hidden: Hidden, decoder: Decoder) -> Tensor:
+        # Tensor-parallel ranks hold other positions of a row; each computes the logits of all of them for its words.
         whole_TD = all_gather(hidden.main_BSD, rule.tensor, dim=1).flatten(0, 1)
         labels_T = batches[number].labels[0].flatten()
         loss = linear_cross_entropy(
@@ -104,6 +92,7 @@ def _calls(model: RankModel, batches: Sequence[MicroBatch], at_end: FromHidden) 
 
     def call_of(decoder: Decoder) -> StageCall:
         def call(number: int, x_BSD: Tensor | None) -> Steps[Tensor]:
+            # x_BSD is the output of the stage before; None on the first stage, which embeds the tokens.
             hidden = yield from decoder.call_in_steps(batches[number].reading, x_BSD)
             return hidden.main_BSD if decoder.norm is None else at_end(number, hidden, decoder)
 

@@ -36,13 +36,7 @@ GZIP_LEVEL = 3
 
 
 class Recorder:
-    """The recording of one rank; inactive outside of its steps.
-
-    Args:
-        run: with the steps and ranks to record.
-        folder: for the files; created when needed.
-        grid: the layout, for the trace.
-    """
+    """The recording of one rank; inactive outside of its steps. The folder of the files is created when needed."""
 
     def __init__(self, run: Run, folder: Path, device: torch.device, grid: Grid, rank: int) -> None:
         wanted = run.profile
@@ -61,7 +55,7 @@ class Recorder:
             "config": run.model_dump(mode="json"),
         }
         self._profiler: profile | None = None
-        self._recorded: list[int] = []
+        self._recorded: list[int] = []  # steps
         self._notices: list[str] = []
 
     def begin(self, step: int) -> None:
@@ -77,20 +71,12 @@ class Recorder:
             self._recorded.append(step)
 
     def end(self, step: int) -> None:
-        """Call after a step.
-
-        Raises:
-            RunFolderError: the files cannot be written.
-        """
+        """Call after a step. Raises a RunFolderError if the files cannot be written."""
         if self._recorded and step == self._steps[-1]:
             self.finish()
 
     def finish(self) -> None:
-        """Write an unfinished recording. Call when the run ends.
-
-        Raises:
-            RunFolderError: the files cannot be written.
-        """
+        """Write an unfinished recording. Call when the run ends. Errors as of `end`."""
         profiler, self._profiler = self._profiler, None
         if profiler is None or not self._recorded:
             return
@@ -143,10 +129,9 @@ class Recorder:
 def memory_lines(events: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """Memory of a GPU's allocator by span, from the events of one rank's trace.
 
-    Yields:
-        For each span of each step, in the order of their begins: `step`; `span`, a path from the step's span downwards;
-        `begin_us` and `end_us`, times of the trace; `allocated_bytes` and `reserved_bytes` at its end; `peak_bytes`,
-        the maximum allocated. Spans before the allocator's first event are left out.
+    Yields for each span of each step, in the order of their begins: `step`; `span`, a path from the step's span
+    downwards; `begin_us` and `end_us`, times of the trace; `allocated_bytes` and `reserved_bytes` at its end;
+    `peak_bytes`, the maximum allocated. Spans before the allocator's first event are left out.
     """
     found = [event for event in events if event.get("name") == "[memory]" and event["args"]["Device Type"] != 0]
     blocks = sorted(found, key=lambda event: float(event["ts"]))
@@ -154,6 +139,7 @@ def memory_lines(events: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]
     allocated = [int(event["args"]["Total Allocated"]) for event in blocks]
     reserved = [int(event["args"]["Total Reserved"]) for event in blocks]
     for path, begin, end in _paths(events):
+        # The last events before the begin and the end of the span: figures hold until the next event.
         first, last = bisect_right(times, begin) - 1, bisect_right(times, end) - 1
         if last < 0:
             continue
@@ -174,7 +160,8 @@ def _paths(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[tuple[str, ...
     spans = [event for event in events if event.get("cat") == "user_annotation" and event.get("ph") == "X"]
     threads = {event["tid"] for event in spans if event["name"].startswith(prefix)}
     own = [event for event in spans if event["tid"] in threads]
-    open_spans: list[tuple[str, float]] = []
+    open_spans: list[tuple[str, float]] = []  # name and end, outermost first
+    # Of spans that begin together, the longer one is outside.
     for event in sorted(own, key=lambda event: (float(event["ts"]), -float(event["dur"]))):
         begin, end = float(event["ts"]), float(event["ts"]) + float(event["dur"])
         while open_spans and open_spans[-1][1] <= begin:

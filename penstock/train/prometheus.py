@@ -79,30 +79,19 @@ _KEPT = ("evaluation_loss", "evaluation_bits_per_byte")
 
 @dataclass(frozen=True, kw_only=True)
 class _Told:
-    """State of the run.
-
-    Attributes:
-        line: of the last step, with the last evaluation; empty before the first step.
-        step_time: seconds since 1970.
-        saved_step: of the newest checkpoint, or 0.
-        saved_time: seconds since 1970.
-    """
+    """State of the run; times are in seconds since 1970."""
 
     start: RunStart
-    line: Mapping[str, Any]
+    line: Mapping[str, Any]  # of the last step, with the last evaluation; empty before the first step
     step_time: float = 0.0
-    saved_step: int = 0
+    saved_step: int = 0  # 0 before the first checkpoint
     saved_time: float = 0.0
 
 
 class PrometheusEndpoint(Observer):
-    """Observer that answers HTTP requests.
+    """Observer that answers HTTP requests; port 0 takes a free one.
 
-    Args:
-        port: 0 takes a free one.
-
-    Raises:
-        OSError: the port is taken, or the address is none of this machine.
+    Raises OSError if the port is taken, or the address is none of this machine.
     """
 
     def __init__(self, address: str, port: int) -> None:
@@ -137,7 +126,7 @@ class PrometheusEndpoint(Observer):
 
     def collect(self) -> Iterator[Any]:
         """Metric families of prometheus_client; its thread calls this for each request."""
-        told = self._told
+        told = self._told  # once: the training thread may replace it meanwhile
         if told is None:
             return
         run = told.start.run

@@ -51,28 +51,19 @@ PREFIX = "model."
 
 @dataclass(frozen=True, kw_only=True)
 class WeightPiece:
-    """A rectangle of a weight, float32.
+    """A rectangle of a weight, float32."""
 
-    Attributes:
-        name: of the weight in `Decoder.state_dict()`.
-        make: returns the values; called once, when they are written.
-    """
-
-    name: str
-    shape: tuple[int, ...]
+    name: str  # of the weight in `Decoder.state_dict()`
+    shape: tuple[int, ...]  # of the whole weight
     rectangle: Rectangle
-    make: Callable[[], Tensor]
+    make: Callable[[], Tensor]  # returns the values; called once, when they are written
 
 
 def write_weights(folder: Path, pieces: Iterable[WeightPiece], facts: Mapping[str, Any]) -> None:
     """Write a checkpoint of step 0 with weights only. The caller makes the folder appear atomically.
 
-    Args:
-        pieces: each weight exactly once, in any order; pieces of one file should be close together.
-        facts: of the checkpoint, as JSON values.
-
-    Raises:
-        OSError: it cannot be written.
+    `pieces` are each weight exactly once, in any order; those of one source file should be close together. `facts` are
+    JSON values. Raises OSError if a file cannot be written.
     """
     folder.mkdir(parents=True)
     written = WrittenFiles({}, {})
@@ -95,13 +86,9 @@ def _entry(piece: WeightPiece) -> TensorEntry:
 
 
 class SavedWeights:
-    """The weights of a complete, undamaged checkpoint.
+    """The weights of a checkpoint; `kinds` are type and shape of each wanted one, by name in the model.
 
-    Args:
-        kinds: type and shape of each wanted weight, by name in the model.
-
-    Raises:
-        CheckpointError: the checkpoint is missing or damaged, or lacks a weight.
+    Raises a CheckpointError if the checkpoint is missing or damaged, or lacks a weight.
     """
 
     def __init__(self, store: CheckpointStore, step: int, kinds: Mapping[str, str]) -> None:
@@ -110,15 +97,10 @@ class SavedWeights:
         self._tensors: Mapping[str, SavedTensor] = _checked(self._folder, wanted).tensors
 
     def read(self, name: str, rectangle: Rectangle) -> Tensor:
-        """A rectangle of a weight, float32.
-
-        Raises:
-            CheckpointError: it cannot be read.
-        """
+        """A rectangle of a weight, float32. Raises a CheckpointError if it cannot be read."""
         saved = self._tensors[PREFIX + name]
         tensor = torch.empty(rectangle.sizes, dtype=torch.float32)
-        here = (0,) * len(rectangle.sizes)
-        piece = LocalSlice(here=here, whole=rectangle.begin, sizes=rectangle.sizes)
+        piece = LocalSlice(here=(0,) * len(rectangle.sizes), whole=rectangle.begin, sizes=rectangle.sizes)
         part = ShardedTensor(tensor=tensor, shape=saved.shape, pieces=(piece,))
         try:
             fill_parts(self._folder, self._tensors, {PREFIX + name: part})
@@ -131,8 +113,7 @@ def _checked(folder: Path, wanted: Mapping[str, str]) -> Manifest:
     try:
         manifest = read_manifest(folder)
         check_tensors(folder, {name: manifest.kinds.get(name, "none") for name in wanted}, wanted)
-        names = files_of(manifest, wanted)
-        check_files(folder, {name: manifest.files[name] for name in names})
+        check_files(folder, {name: manifest.files[name] for name in files_of(manifest, wanted)})
     except OSError as error:
         raise CheckpointError(f"cannot read {folder}", got=error.strerror or error) from error
     return manifest
@@ -141,9 +122,7 @@ def _checked(folder: Path, wanted: Mapping[str, str]) -> Manifest:
 def open_saved(folder: Path) -> tuple[Run, CheckpointStore]:
     """Configuration and checkpoints of a run, or of a folder of `penstock import`, for reading.
 
-    Raises:
-        RunFolderError: the folder is neither.
-        ConfigError: its configuration cannot be read.
+    Raises a RunFolderError if the folder is neither, and a ConfigError if its configuration cannot be read.
     """
     source, imported = RunFolder(folder), folder / RUN_FILE
     if not source.exists and imported.is_file():
@@ -154,11 +133,7 @@ def open_saved(folder: Path) -> tuple[Run, CheckpointStore]:
 
 
 def chosen_step(store: CheckpointStore, folder: Path, step: int | None) -> int:
-    """`step`, or the newest checkpoint.
-
-    Raises:
-        CheckpointError: there is no such checkpoint.
-    """
+    """`step`, or that of the newest checkpoint. Raises a CheckpointError if there is no such checkpoint."""
     if step is not None:
         store.read_facts(step)  # refuses a step without a checkpoint
         return step
@@ -171,13 +146,8 @@ def chosen_step(store: CheckpointStore, folder: Path, step: int | None) -> int:
 def load_initial_weights(source: str, state: TrainState, store_of: Callable[[Path], CheckpointStore]) -> None:
     """Start a new run with the weights of another run, or with imported ones. All ranks call it together.
 
-    Args:
-        source: folder of `penstock import`, or of a run, whose newest checkpoint is used.
-        state: newly built; only its weights are filled.
-        store_of: opens a folder of checkpoints.
-
-    Raises:
-        CheckpointError: there are no weights, or they are damaged or of another model.
+    `source` is a folder of `penstock import`, or of a run, whose newest checkpoint is used; `store_of` opens a folder
+    of checkpoints. Raises a CheckpointError if there are no weights, or they are damaged or of another model.
     """
     folder = Path(source)
     imported = folder / WEIGHTS

@@ -17,12 +17,7 @@ from penstock.config.training import LearningRateSchedule
 
 
 def learning_rate(step: int, steps: int, peak: float, schedule: LearningRateSchedule) -> float:
-    """Learning rate of one optimizer step.
-
-    Args:
-        step: from 0. Steps past the end have the rate of the last one.
-        schedule: warm-up and shape.
-    """
+    """Learning rate of one optimizer step, counted from 0. Steps past the end have the rate of the last one."""
     if step < schedule.warmup_steps:
         return peak * (step + 1) / schedule.warmup_steps
     height = _height(step, steps, schedule)
@@ -33,7 +28,7 @@ def learning_rate(step: int, steps: int, peak: float, schedule: LearningRateSche
 def _height(step: int, steps: int, schedule: LearningRateSchedule) -> float:
     """Height of the decay: 1 at the peak, 0 at the last step."""
     last = steps - 1
-    top = max(schedule.warmup_steps - 1, 0)
+    top = max(schedule.warmup_steps - 1, 0)  # the step that has the peak
     match schedule.decay:
         case "constant":
             return 1.0

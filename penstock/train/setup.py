@@ -47,32 +47,21 @@ from penstock.train.step import StepRule, step_rule
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """A run on one rank, ready for its first step.
-
-    Attributes:
-        kernels: backend of each operator, in one line.
-        peak_flops: dense bf16 FLOP per second of the device, or None if unknown.
-        size: parameters and FLOPs of the whole model.
-        model: this rank's part, in training mode.
-        held_out: this rank's evaluation rows, or None without evaluation.
-        graphs: passes that replay graphs; None if they are eager.
-        graphs_note: see `choose_capture`.
-        notices: messages for the user before the first step.
-    """
+    """A run on one rank, ready for its first step."""
 
     run: Run
     device: torch.device
     device_name: str
-    kernels: str
-    peak_flops: float | None
-    size: Count
-    model: RankModel
+    kernels: str  # backend of each operator, in one line
+    peak_flops: float | None  # dense bf16 FLOP per second of the device; None if unknown
+    size: Count  # of the whole model
+    model: RankModel  # this rank's part, in training mode
     rule: StepRule
     state: TrainState
-    held_out: EvaluationRows | None
-    graphs: CapturedPasses | CapturedParts | None = None
-    graphs_note: str = ""
-    notices: tuple[str, ...] = ()
+    held_out: EvaluationRows | None  # this rank's rows; None without evaluation
+    graphs: CapturedPasses | CapturedParts | None = None  # None for eager passes
+    graphs_note: str = ""  # see `choose_capture`
+    notices: tuple[str, ...] = ()  # for the user before the first step
 
     @property
     def axes(self) -> Axes:
@@ -82,28 +71,18 @@ class Session:
 
 @dataclass(frozen=True, kw_only=True)
 class RunData:
-    """The data of a run.
-
-    Attributes:
-        held_out: evaluation rows, or None without evaluation.
-        notices: skipped records of held-out text, a line each.
-    """
+    """The data of a run."""
 
     train: Text
-    held_out: EvaluationRows | None
-    notices: tuple[str, ...] = ()
+    held_out: EvaluationRows | None  # None without evaluation
+    notices: tuple[str, ...] = ()  # skipped records of held-out text, a line each
 
 
 def prepare(run: Run, environment: Environment) -> Session:
     """Build a run on one rank. Sets seeds, threads and determinism of the process.
 
-    Args:
-        environment: of the process. Several ranks call this after `start_process_group`.
-
-    Raises:
-        ConfigError: the layout does not fit the ranks.
-        DeviceError: the machine lacks a requested feature.
-        DataError: the data cannot be used.
+    Several ranks call this after `start_process_group`. Raises a ConfigError if the layout does not fit the ranks, a
+    DeviceError if the machine lacks a requested feature, and a DataError if the data cannot be used.
     """
     grid = grid_of(run, environment.world_size)
     device = choose_device(run.device, environment)
@@ -126,9 +105,10 @@ def prepare(run: Run, environment: Environment) -> Session:
     optimizer = MasterAdamW(
         param_shards(model.modules, axes), run.optimizer, parallel=run.parallel, world=axes.world, offload=run.offload
     )
+    # Values go into the float32 masters and are rounded from there, so they do not depend on precision or layout.
     initialize_masters(model.modules, optimizer.parts(), run.seed, run.model.initializer_range)
     fuse_wgrad_accumulation(model.modules, optimizer.gradient_of)
-    refresh_float8(model.modules)
+    refresh_float8(model.modules)  # 8-bit copies are of the initialized weights
     choices = kernel_choices(run, device_facts(device, run.training.precision))
     graphs, graphs_note = choose_capture(run, device, choices)
     state = TrainState(
@@ -164,11 +144,7 @@ def _unfilled(run: Run, text: Text) -> tuple[str, ...]:
 
 
 def open_texts(run: Run, axes: Axes = ALONE) -> RunData:
-    """Open the data of a run for one rank.
-
-    Raises:
-        DataError: the data cannot be used.
-    """
+    """Open the data of a run for one rank. Raises a DataError if it cannot be used."""
     if run.evaluation.rows == 0:
         return RunData(train=open_split(run, "train"), held_out=None)
     text = open_split(run, "validation")
@@ -190,11 +166,7 @@ def open_texts(run: Run, axes: Axes = ALONE) -> RunData:
 
 
 def open_split(run: Run, split: Split) -> Text:
-    """Open the documents of one split of a run.
-
-    Raises:
-        DataError: the data cannot be used.
-    """
+    """Open the documents of one split of a run. Raises a DataError if they cannot be used."""
     cache = Path(run.data.cache or Path(run.record.folder, "cache"))
     return open_text(run.data, split, vocab_size=run.model.vocab_size, seed=run.seed, cache=cache)
 
@@ -216,16 +188,11 @@ _ID_BYTES = 8
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """Least memory of one rank, in bytes.
+    """Least memory of one rank, in bytes."""
 
-    Attributes:
-        state: weights, gradients and optimizer.
-        rows: token ids of a step, in host memory.
-    """
-
-    state: int
+    state: int  # weights, gradients and optimizer
     activations: int
-    rows: int
+    rows: int  # token ids of a step, in host memory
 
 
 def least_memory_need(run: Run, grid: Grid) -> MemoryNeed:
@@ -236,17 +203,16 @@ def least_memory_need(run: Run, grid: Grid) -> MemoryNeed:
     dense = size.parameters + size.mtp_parameters - routed
     state = _state(run, dense / (grid.tensor * grid.pipeline), grid.data * grid.context)
     state += _state(run, routed / (grid.expert * grid.expert_tensor * grid.pipeline), grid.expert_data)
-    width = model.hidden_size * (2 if training.precision == "bf16" else 4)
+    width = model.hidden_size * (2 if training.precision == "bf16" else 4)  # bytes per position
     positions = training.micro_batch * training.sequence_length / (grid.tensor * grid.context)
     kept = 0 if run.offload.activations else model.layers / grid.pipeline * positions * width
     return MemoryNeed(int(state), int(kept), 2 * training.global_batch * (training.sequence_length + 1) * _ID_BYTES)
 
 
 def find_shortage(run: Run, grid: Grid, device: torch.device, local_ranks: int) -> DeviceError | None:
-    """The error if a run cannot fit into the memory of this machine; None if it can, or with host.check_memory=false.
+    """The error if a run cannot fit into the memory of this machine, which `local_ranks` ranks share.
 
-    Args:
-        local_ranks: ranks of this machine, which share its memory.
+    None if it can, or with host.check_memory=false.
     """
     if not run.host.check_memory:
         return None
@@ -290,29 +256,20 @@ def _state(run: Run, parameters: float, copies: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsal:
-    """One rank of a run without memory: its groups, model, shards, optimizer and schedule on the meta device.
-
-    Attributes:
-        stages: content of each stage of this rank, by number.
-        dense: parameters outside of routed experts on this rank, before sharding over data ranks.
-        expert: parameters of its experts.
-        memory: held from its first step to its last.
-    """
+    """One rank of a run without memory: its groups, model, shards, optimizer and schedule on the meta device."""
 
     model: RankModel
-    stages: dict[int, Stage]
-    dense: int
-    expert: int
-    memory: StateBytes
+    stages: dict[int, Stage]  # of this rank, by number
+    dense: int  # parameters outside of routed experts on this rank, before sharding over data ranks
+    expert: int  # parameters of its experts, before sharding as well
+    memory: StateBytes  # held from its first step to its last
 
 
 def rehearse(run: Run, *, world: int, rank: int) -> Rehearsal:
     """Build one rank of a run as a real run does, with a process group that moves nothing.
 
-    Starts and ends the process group, so there must be none.
-
-    Raises:
-        ConfigError: the layout does not fit the ranks or the model, or there is no such rank.
+    Starts and ends the process group, so there must be none. Raises a ConfigError if the layout does not fit the ranks
+    or the model, or there is no such rank.
     """
     grid = grid_of(run, world)
     if rank >= world:

@@ -37,20 +37,13 @@ from penstock.train.run_folder import is_bound
 
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """The parts of a run that change during training.
+    """The parts of a run that change during training."""
 
-    Attributes:
-        identity: of the model, as JSON values; a checkpoint is bound to it.
-        modules: this rank's stages of the model.
-        optimizer: over the parameters of `modules`.
-        stage: ranks that hold the same buffers; the first of them saves them.
-    """
-
-    identity: Mapping[str, Any]
-    modules: Sequence[nn.Module]
-    optimizer: MasterAdamW
+    identity: Mapping[str, Any]  # of the model, as JSON values; a checkpoint is bound to it
+    modules: Sequence[nn.Module]  # this rank's stages of the model
+    optimizer: MasterAdamW  # over the parameters of `modules`
     batches: Batches
-    stage: Axis = ALONE.stage
+    stage: Axis = ALONE.stage  # ranks that hold the same buffers; the first of them saves them
 
     def parts(self) -> dict[str, ShardedTensor]:
         """This rank's state by name in a checkpoint: the live tensors. A tied parameter comes once."""
@@ -66,14 +59,9 @@ class TrainState:
 
 
 def save_state(store: CheckpointStore, step: int, state: TrainState, notes: Mapping[str, Any]) -> None:
-    """Save everything that the next step depends on. All ranks call it together.
+    """Save everything that the next step depends on. All ranks call it together; errors as of `CheckpointStore.save`.
 
-    Args:
-        step: number of optimizer steps.
-        notes: returned by `restore_state`, as JSON values.
-
-    Raises:
-        CheckpointError: see `CheckpointStore.save`.
+    `notes` are JSON values, which `restore_state` returns.
     """
     facts = {
         "step": step,
@@ -86,19 +74,15 @@ def save_state(store: CheckpointStore, step: int, state: TrainState, notes: Mapp
 
 
 def restore_state(store: CheckpointStore, step: int, state: TrainState) -> dict[str, Any]:
-    """Restore a run from a checkpoint of any layout; returns its notes. All ranks call it together.
+    """Restore a run, newly built, from a checkpoint of any layout; returns its notes. All ranks call it together.
 
-    Args:
-        state: newly built; filled in place.
-
-    Raises:
-        CheckpointError: the checkpoint is of another model, or see `CheckpointStore.load`.
-        DataError: it is of other data.
+    Raises a CheckpointError if the checkpoint is of another model, or as `CheckpointStore.load` does, and a DataError
+    if it is of other data.
     """
-    check_same_model(step, store.read_facts(step)["model"], state.identity)
+    check_same_model(step, store.read_facts(step)["model"], state.identity)  # before gigabytes are read
     facts = store.load(step, state.parts())
-    state.optimizer.loaded()
-    refresh_float8(state.modules)
+    state.optimizer.loaded()  # parameters follow the float32 masters,
+    refresh_float8(state.modules)  # and 8-bit copies the parameters
     state.batches.restore(facts["loader"])
     restore_random_state(facts["random"])
     notes: dict[str, Any] = facts["notes"]
@@ -111,14 +95,8 @@ def identity_of(run: Run) -> dict[str, Any]:
 
 
 def check_same_model(step: int, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint of another model.
-
-    Args:
-        step: of the checkpoint, for the message.
-
-    Raises:
-        CheckpointError: options differ; all of them are named.
-    """
+    """Refuse the checkpoint of another model, by a CheckpointError that names all options that differ."""
+    # Through JSON, as the saved ones went: tuples become lists.
     old, new = (dict(_leaves(json.loads(json.dumps(identity)))) for identity in (saved, wanted))
     # An option that is newer than the checkpoint has its default there.
     defaults = {one.path: one.default for one in every_field(Run) if not one.required}
@@ -158,12 +136,10 @@ def restore_random_state(state: Mapping[str, Any]) -> None:
 
 
 def _to_text(state: Tensor) -> str:
-    """Hexadecimal digits of a uint8 vector."""
-    return state.numpy().tobytes().hex()
+    return state.numpy().tobytes().hex()  # of a uint8 vector
 
 
 def _from_text(text: str) -> Tensor:
-    """The uint8 vector of hexadecimal digits."""
     return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
 
 

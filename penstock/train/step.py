@@ -47,43 +47,27 @@ Passes = Callable[[RankModel, GlobalBatch, LossRule, EnterPhase], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class StepRule:
-    """Constants of every step.
+    """Constants of every step."""
 
-    Attributes:
-        cut: of a rank's rows into micro-batches.
-        clip_norm: largest gradient norm; 0 does not clip.
-        moe_layers: indices of the MoE layers of all ranks.
-        passes: makes the forward and backward passes.
-    """
-
-    cut: CutRule
-    clip_norm: float
+    cut: CutRule  # of a rank's rows into micro-batches
+    clip_norm: float  # largest gradient norm; 0 does not clip
     loss: LossRule
-    moe_layers: tuple[int, ...]
+    moe_layers: tuple[int, ...]  # indices of the MoE layers of all ranks
     experts: int
     passes: Passes = forward_backward
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """Figures of a step, the same on all ranks.
+    """Figures of a step, the same on all ranks."""
 
-    Attributes:
-        loss: mean over the counted tokens of the global batch.
-        mtp_losses: the same for each multi-token prediction depth.
-        layers: load of each MoE layer, before the update of the expert bias.
-        peak_memory_bytes: maximum over ranks when the passes were launched; an update shows in the next step.
-        wants_stop: a rank had received a stop request by then.
-        left_out: rows without room in the first attempt, over all ranks and layers; above 0 the step was repeated.
-    """
-
-    loss: float
-    mtp_losses: tuple[float, ...]
-    gradient_norm: float
-    layers: tuple[LayerReport, ...]
-    peak_memory_bytes: int
-    wants_stop: bool
-    left_out: int
+    loss: float  # mean over the counted tokens of the global batch
+    mtp_losses: tuple[float, ...]  # the same for each multi-token prediction depth
+    gradient_norm: float  # before clipping
+    layers: tuple[LayerReport, ...]  # load of each MoE layer, before the update of the expert bias
+    peak_memory_bytes: int  # maximum over ranks when the passes were launched; an update shows in the next step
+    wants_stop: bool  # a rank had received a stop request by then
+    left_out: int  # rows without room in the first attempt, over all ranks and layers; above 0 the step was repeated
 
     @property
     def is_finite(self) -> bool:
@@ -124,15 +108,8 @@ def train_step(
 ) -> StepResult:
     """Train on one global batch, unless its loss or gradients are not finite. All ranks call it together.
 
-    Args:
-        batch: this rank's rows of the global batch, on the CPU.
-        rule: constants of every step.
-        stop: read when the passes are launched, and sent to the other ranks; None if there can be none.
-        enter: called when a phase begins.
-
-    Raises:
-        DataError: no token of the batch is counted.
-        DeviceError: a GPU of a node did not send its rows in time.
+    `batch` has this rank's rows, on the CPU. `stop` is read when the passes are launched, and sent to the other ranks.
+    Raises a DataError if no token is counted, and a DeviceError if a GPU of a node did not send its rows in time.
     """
     # 1. Count the labels of the global batch, cut our rows, copy them to the device.
     with span(Span.DATA):
@@ -183,7 +160,7 @@ def _differentiate(
     with span(Span.CLIP):
         norm = optimizer.gradient_norm()
 
-    # 4. Read everything in one copy.
+    # 4. Read everything in one copy, for which the host waits.
     with span(Span.READ):
         figures = _sum_figures(losses, _own_words(model, stop), model, rule)
         result, is_late = _read(figures, norm)
@@ -193,10 +170,9 @@ def _differentiate(
 
 
 def refuse_late(model: RankModel) -> NoReturn:
-    """Raise because a rank timed out waiting for rows of its node's GPUs, which makes the results of all ranks wrong.
+    """Raise a DeviceError: a rank timed out waiting for rows of its node's GPUs, so the results of all ranks are wrong.
 
-    Raises:
-        DeviceError: always; names the rank if this one timed out.
+    The error names the rank if it is this one.
     """
     if model.buffers is not None:
         model.buffers.check()
@@ -205,22 +181,16 @@ def refuse_late(model: RankModel) -> NoReturn:
 
 @dataclass(frozen=True)
 class _Figures:
-    """Figures of the global batch on the device.
+    """Figures of the global batch on the device."""
 
-    Attributes:
-        losses: main loss, then those of multi-token prediction.
-        left_out: scalar, rows without room.
-        words: float64, 2 + ranks: number of ranks with a stop request, number of ranks that timed out, and the peak
-            memory of each rank.
-    """
-
-    losses: Tensor
-    left_out: Tensor
+    losses: Tensor  # 1 + depths: main loss, then those of multi-token prediction
+    left_out: Tensor  # scalar, rows without room
     loads: list[LayerLoad]
-    words: Tensor
+    words: Tensor  # see `_own_words`
 
 
 def _own_words(model: RankModel, stop: StopRequest | None) -> Tensor:
+    """This rank's part of float64, 2 + ranks: ranks with a stop request, late ranks, peak memory of each rank."""
     world = model.axes.world
     words = torch.zeros(2 + world.size, dtype=torch.float64, device=model.device)
     # Filled on the device: a copy from the host would wait for the device.
@@ -237,10 +207,10 @@ def _sum_figures(losses: Tensor, words: Tensor, model: RankModel, rule: StepRule
     left_out = rows_left_out(model.modules, losses.device)
     axes = model.axes
     if axes.world.group is None:
-        return _Figures(losses, left_out, loads, words)
+        return _Figures(losses, left_out, loads, words)  # one rank: its figures are those of the global batch
     # Ranks that share the vocabulary have the same loss; one of them contributes it.
     losses = losses.double() if axes.tensor.rank == 0 else torch.zeros_like(losses, dtype=torch.float64)
-    table = losses.new_zeros(len(rule.moe_layers), 2 + rule.experts)
+    table = losses.new_zeros(len(rule.moe_layers), 2 + rule.experts)  # rows of layers on other stages stay zero
     for load in loads:
         row = table[rule.moe_layers.index(load.layer)]
         row[0], row[1], row[2:] = load.dropped, load.auxiliary_loss, load.slots_E
@@ -286,11 +256,7 @@ def _read(figures: _Figures, norm: Tensor) -> tuple[StepResult, bool]:
 def evaluate(model: RankModel, rows: EvaluationRows, cut: CutRule, rule: LossRule) -> HeldOutLoss:
     """Held-out loss of a model. Weights, expert loads and mode stay the same. All ranks call it together.
 
-    Args:
-        rows: this rank's held-out rows on the CPU, with the bytes of text of all ranks' rows.
-
-    Raises:
-        DeviceError: a GPU of a node did not send its rows in time.
+    Raises a DeviceError if a GPU of a node did not send its rows in time.
     """
     begin = time.perf_counter()
     model.train(False)  # routers do not count load

@@ -23,20 +23,13 @@ SAME_PRESS_SECONDS = 1.0
 
 
 class StopRequest:
-    """Context in which SIGINT and SIGTERM request a stop instead of ending the process.
-
-    Args:
-        notify: called once, at the first signal, in the training thread.
-
-    Attributes:
-        signal: the first signal, or None.
-    """
+    """Context in which SIGINT and SIGTERM request a stop; `notify` is called once, in the training thread."""
 
     def __init__(self, notify: Callable[[], None] = lambda: None) -> None:
         self._notify = notify
-        self.signal: signal.Signals | None = None
-        self._first_seconds = 0.0
-        self._previous: dict[signal.Signals, Any] = {}
+        self.signal: signal.Signals | None = None  # the first one
+        self._first_seconds = 0.0  # when it came
+        self._previous: dict[signal.Signals, Any] = {}  # handlers to restore
 
     @property
     def exit_code(self) -> int:

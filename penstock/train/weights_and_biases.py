@@ -26,7 +26,7 @@ class WeightsAndBiases(Observer):
         self._folder = folder
         self._step_file = folder.wandb / "step"
         self._run: Any = None
-        self._every, self._wanted, self._last, self._sent = 1, 0, 0, 0
+        self._every, self._wanted, self._last, self._sent = 1, 0, 0, 0  # steps
 
     def started(self, start: RunStart) -> None:
         """Create the run at W&B, or continue it."""
@@ -46,7 +46,7 @@ class WeightsAndBiases(Observer):
             name=start.run.name,
             dir=str(self._folder.path),
             mode=record.wandb,
-            resume="allow",
+            resume="allow",  # continue the run with this id, or create it
             reinit="create_new",
             config={
                 **start.run.model_dump(mode="json"),
@@ -66,7 +66,7 @@ class WeightsAndBiases(Observer):
             return
         self._run.log(scalars(report), step=report.step, commit=True)
         self._sent = report.step
-        self._step_file.write_text(f"{report.step}\n")
+        self._step_file.write_text(f"{report.step}\n")  # after the log: a kill between the two sends a step again
 
     def closed(self) -> None:
         """Send the rest. A run with missing steps is marked as failed until it is resumed."""
