@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.base.numbers import printable
-from penstock.trace.events import NONE, Flags, Floats, GpuEvents, GpuKind, HostEvents, Integers, Trace
+from penstock.trace.events import NONE, Flags, Floats, GpuEvents, GpuKind, HostEvents, Integers, Trace, decoded_or
 from penstock.trace.kernel_names import function_of, library_of
 
 
@@ -103,8 +103,8 @@ class CollectiveCalls:
     @property
     def is_exchange(self) -> Flags:
         """Mask of the all-to-alls."""
-        named = [("all_to_all" in name or "alltoall" in name) for name in self.names]
-        return np.array(named, dtype=bool)[self.name_id]
+        is_named = [("all_to_all" in name or "alltoall" in name) for name in self.names]
+        return np.array(is_named, dtype=bool)[self.name_id]
 
     @property
     def duration_us(self) -> Floats:
@@ -135,7 +135,7 @@ def calls_of(traces: Mapping[int, Trace]) -> CollectiveCalls:
 _Count = Annotated[int, msgspec.Meta(ge=NONE, le=2**40)]
 """Larger numbers are damage."""
 
-_MOST_RANKS = 2**20
+_MOST_RANKS = 2**20  # a larger group is damage
 
 
 class _About(msgspec.Struct, gc=False):
@@ -158,15 +158,11 @@ class _About(msgspec.Struct, gc=False):
 _ABOUT = msgspec.json.Decoder(_About, strict=False)
 _LIST = msgspec.json.Decoder(list[_Count])
 _UNKNOWN = _About()
-_DAMAGE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
-_BYTES = {"byte": 1, "char": 1, "bool": 1, "half": 2, "bfloat16": 2, "short": 2, "float": 4, "int": 4, "double": 8} | {
-    "long": 8,
-    "complexfloat": 8,
-    "complexdouble": 16,
-}
+_BYTES = {"byte": 1, "char": 1, "bool": 1, "half": 2, "bfloat16": 2, "short": 2, "float": 4, "int": 4}
+_BYTES |= {"double": 8, "long": 8, "complexfloat": 8, "complexdouble": 16}
 
-_SYNC_KINDS: tuple[tuple[SyncKind, str], ...] = (
+_SYNC_KINDS: tuple[tuple[SyncKind, str], ...] = (  # the first match decides: `all_reduce` is not `reduce`
     (SyncKind.UNEVEN, r"all_?to_?all_?v|sendrecv|generic"),
     (SyncKind.TOGETHER, r"all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|barrier"),
     (SyncKind.PAIR, r"send|recv|p2p"),
@@ -201,31 +197,29 @@ def _columns_of(
     texts = [printable(one.name) or function_of(kernels.name(i)) for i, one in enumerate(about)]
     sync = [_sync_of(one.name) if one.name else _sync_of_kernel(kernels.name(i)) for i, one in enumerate(about)]
     item_bytes = np.array([_width(one.dtype) for one in about], dtype=np.float64)
-    # -1 elements: not recorded.
     sent, received = (
         np.array([count if one.name and count >= 0 else np.nan for one, count in zip(about, counts, strict=True)])
-        for counts in ([one.sent for one in about], [one.received for one in about])
+        for counts in ([one.sent for one in about], [one.received for one in about])  # NONE: not recorded
     )
+    integers: dict[str, list[int]] = {
+        "group": [_group(one, groups) for one in about],
+        "seq": [one.seq for one in about],
+        "name_id": [names.setdefault(text, len(names)) for text in texts],
+        "sent_rows": [_rows(one.sent_parts, one.sent) for one in about],
+        "received_rows": [_rows(one.received_parts, one.received) for one in about],
+    }
     return {
         "rank": np.full(len(rows), number),
         "start_us": kernels.start_us,
         "end_us": kernels.end_us,
-        "group": _integers([_group(one, groups) for one in about]),
-        "seq": _integers([one.seq for one in about]),
-        "name_id": _integers([names.setdefault(text, len(names)) for text in texts]),
         "sync": np.array(sync, dtype=np.int8),
         "stream": kernels.stream,
         "sent_bytes": sent.astype(np.float64) * item_bytes,
         "received_bytes": received.astype(np.float64) * item_bytes,
         "item_bytes": item_bytes,
-        "sent_rows": _integers([_rows(one.sent_parts, one.sent) for one in about]),
-        "received_rows": _integers([_rows(one.received_parts, one.received) for one in about]),
         "gpu_row": rows,
+        **{name: np.array(values, dtype=np.int64) for name, values in integers.items()},
     }
-
-
-def _integers(numbers: list[int]) -> Integers:
-    return np.array(numbers, dtype=np.int64)
 
 
 def _group(about: _About, groups: dict[_GroupKey, ProcessGroup]) -> int:
@@ -249,12 +243,7 @@ def is_point_to_point(text: bytes) -> bool:
 
 def _decoded(text: bytes) -> _About:
     """The metadata in the `args` of a kernel or operator; empty if they are missing or damaged."""
-    if b"Collective name" not in text:
-        return _UNKNOWN
-    try:
-        return _ABOUT.decode(text)
-    except _DAMAGE:
-        return _UNKNOWN
+    return decoded_or(_UNKNOWN, _ABOUT, text) if b"Collective name" in text else _UNKNOWN
 
 
 def _joined(trace: Trace, kernels: GpuEvents, about: list[_About]) -> list[_About]:
@@ -293,11 +282,7 @@ def _width(dtype: str) -> float:
 
 def _listed(raw: msgspec.Raw) -> list[int]:
     """A list of integers, or its text; empty if it is neither or cut short."""
-    text = bytes(raw).strip(b'"')
-    try:
-        return _LIST.decode(text) if text else []
-    except _DAMAGE:
-        return []
+    return decoded_or([], _LIST, bytes(raw).strip(b'"'))
 
 
 def _rows(parts: msgspec.Raw, elements: int) -> int:

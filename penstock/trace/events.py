@@ -201,6 +201,18 @@ class HostEvents(Events):
     sequence: Integers
 
 
+def as_gpu_events(host: HostEvents, rows: Integers, **columns: Any) -> GpuEvents:
+    """Rows of the host in place of GPU events, each launched by itself.
+
+    Columns that are not given are those of the host; without a kind the events compute.
+    """
+    taken = host.take(rows)
+    shared = {one.name: vars(taken)[one.name] for one in fields(Events)}
+    unknown = np.full(len(rows), NONE)
+    own = {"kind": np.full(len(rows), GpuKind.COMPUTE, dtype=np.int8), "device": unknown, "stream": unknown}
+    return GpuEvents(**shared | own | {"launch": rows} | columns)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trace:
     """The content of one file: one rank.

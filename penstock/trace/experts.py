@@ -20,7 +20,7 @@ of forward, so each list of loads counts once. Milliseconds are those of the gro
 does not hide. The run's metrics have every expert, not only ranks: `recorded_loads` reads them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -32,15 +32,19 @@ from penstock.base.errors import TraceError
 from penstock.base.spans import Span
 from penstock.trace.calls import CollectiveCalls
 from penstock.trace.collectives import CollectiveTimes
-from penstock.trace.events import NONE, Floats, HostEvents, HostKind, Integers, Trace
+from penstock.trace.events import NONE, Floats, HostEvents, HostKind, Integers, Trace, decoded_or
 from penstock.trace.kernel_names import Category, specific_category
 from penstock.trace.phases import PASSES, Phases
+from penstock.trace.work import BYTES
 
 AGREE = 0.005
 """Shares that differ by less are equal."""
 
+EVEN = 1.001
+"""A load of the fullest rank over the mean up to this is even."""
+
 _PRODUCTS = (Category.GROUPED, Category.GROUPED_WEIGHTS)
-_MOST_ROWS = 2**40
+_MOST_ROWS = 2**40  # larger sizes are damage
 _INDEX = {"_GroupedGemm": 3, "_ExpertFfn": 5, "_Float8ExpertFfn": 5}
 """Of Penstock's functions: the argument that selects rows of the first argument, if present."""
 
@@ -50,7 +54,8 @@ _COUNTS_STAY = 2
 PACKED_ITEM = 8
 """Element size in bytes in which packed rows are sent (penstock.moe.dispatch.payload); other rows never have it."""
 
-_WIDTHS = {"c10::BFloat16": 2, "c10::Half": 2, "float": 4, "c10::Float8_e4m3fn": 1, "c10::Float8_e4m3fnuz": 1}
+
+RowSource = Literal["all-to-all", "configuration", "shapes"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,18 +68,15 @@ class UsedRows:
     """
 
     share: float
-    source: Literal["all-to-all", "configuration", "shapes"]
+    source: RowSource
 
     @property
     def told(self) -> str:
         """A sentence for users."""
-        match self.source:
-            case "all-to-all":
-                return f"grouped products: {self.share:.1%} of their rows held tokens, by the all-to-alls before them"
-            case "configuration":
-                return f"grouped products: {self.share:.1%} of their rows held tokens, by the configuration (mean rank)"
-            case "shapes":
-                return "grouped products: every row that they were given counts; nothing says how many held tokens"
+        if self.source == "shapes":
+            return "grouped products: every row that they were given counts; nothing says how many held tokens"
+        by = "the all-to-alls before them" if self.source == "all-to-all" else "the configuration (mean rank)"
+        return f"grouped products: {self.share:.1%} of their rows held tokens, by {by}"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -109,14 +111,10 @@ def is_product(name: str) -> bool:
 def grouped_products(trace: Trace) -> GroupedProducts:
     """The grouped products with recorded shapes."""
     host = trace.host
-    is_named = np.array([is_product(name) for name in trace.names], dtype=bool)[host.name_id]
-    found = []
-    for row in np.flatnonzero(is_named & (host.kind == HostKind.OPERATOR)).tolist():
-        rows, width, row_bytes = _sizes(host, row)
-        if rows != NONE:
-            found.append((row, rows, width, row_bytes))
-    columns = np.array(found, dtype=np.int64).reshape(-1, 4)
-    return GroupedProducts(row=columns[:, 0], rows=columns[:, 1], width=columns[:, 2], row_bytes=columns[:, 3])
+    products = np.flatnonzero(host.named(is_product) & (host.kind == HostKind.OPERATOR)).tolist()
+    found = [(row, *sizes) for row in products if (sizes := _sizes(host, row)) is not None]
+    row, rows, width, row_bytes = np.array(found, dtype=np.int64).reshape(-1, 4).T
+    return GroupedProducts(row=row, rows=rows, width=width, row_bytes=row_bytes)
 
 
 def packed_row_bytes(width: Integers) -> Integers:
@@ -124,34 +122,23 @@ def packed_row_bytes(width: Integers) -> Integers:
 
     Four bytes per 128 elements and one byte per 32 elements take the same space.
     """
-    values = -(-width // 16) * 16
-    return -(-(values + -(-width // 32)) // 32) * 32
+    values = -(-width // 16) * 16  # one byte per element, up to the next 16
+    return -(-(values + -(-width // 32)) // 32) * 32  # and one per 32 elements for the scales, up to the next 32
 
 
-def _sizes(host: HostEvents, row: int) -> tuple[int, int, int]:
-    """Rows of a grouped product, elements and bytes of a row; NONE for other inputs (weight gradients)."""
-    shapes = _shapes(host.raw[row])
-    if shapes is None:
-        return NONE, 0, 0
-    rows, width = shapes.dims[0]
-    kind = shapes.types[0] if shapes.types and isinstance(shapes.types[0], str) else ""
+def _sizes(host: HostEvents, row: int) -> tuple[int, int, int] | None:
+    """Rows of a grouped product, elements and bytes of a row; None for other inputs (weight gradients)."""
+    shapes = decoded_or(_Shapes(), _SHAPES, host.raw[row])
+    match shapes.dims:
+        case [[int(rows), int(width)], [_, _, _], *_] if 0 <= rows < _MOST_ROWS and 0 <= width < _MOST_ROWS:
+            kind = shapes.types[0] if shapes.types and isinstance(shapes.types[0], str) else ""
+        case _:
+            return None
     place = _INDEX.get(host.name(row), NONE)
     index = shapes.dims[place] if 0 < place < len(shapes.dims) else None
     if isinstance(index, list) and len(index) == 1 and isinstance(index[0], int):
-        (rows,) = index
-    return (rows if 0 <= rows < _MOST_ROWS else NONE), width, width * _WIDTHS.get(kind, 0)
-
-
-def _shapes(raw: bytes | None) -> _Shapes | None:
-    """Inputs of an operator, if the first two are rows and a stack of matrices."""
-    try:
-        shapes = _SHAPES.decode(raw or b"{}")
-        first, second, *_ = shapes.dims
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError):
-        return None
-    is_grouped = isinstance(first, list) and isinstance(second, list) and (len(first), len(second)) == (2, 3)
-    are_sizes = is_grouped and all(isinstance(one, int) and 0 <= one < _MOST_ROWS for one in first)
-    return shapes if are_sizes else None
+        (rows,) = index  # the product reads these rows of its first argument
+    return (rows, width, width * BYTES.get(kind, 0)) if 0 <= rows < _MOST_ROWS else None
 
 
 def used_rows(trace: Trace, calls: CollectiveCalls, rank: int, phases: Phases) -> UsedRows | None:
@@ -162,15 +149,15 @@ def used_rows(trace: Trace, calls: CollectiveCalls, rank: int, phases: Phases) -
     products = grouped_products(trace)
     if not len(products.rows):
         return None
-    given = float(products.rows.mean())
+    given = float(products.rows.mean())  # rows of the buffers, a mean over products
     received = _mean_received_rows(trace, calls, rank, phases, products) if rows_travel(trace.header) else None
     if rows_are_exact(trace.header):
         return UsedRows(share=1.0, source="shapes" if received is None else "all-to-all")
     configured = configured_rows(trace.header)
-    for source, rows in (("all-to-all", received), ("configuration", configured)):
-        if rows is not None and given and rows / given < 1 + AGREE:
-            share = 1.0 if rows / given > 1 - AGREE else rows / given
-            return UsedRows(share=share, source="all-to-all" if source == "all-to-all" else "configuration")
+    sources: tuple[tuple[RowSource, float | None], ...] = (("all-to-all", received), ("configuration", configured))
+    for source, rows in sources:
+        if rows is not None and given and rows / given < 1 + AGREE:  # more rows than the buffer has: not these rows
+            return UsedRows(share=1.0 if rows / given > 1 - AGREE else rows / given, source=source)
     return UsedRows(share=1.0, source="shapes")
 
 
@@ -179,9 +166,9 @@ def _mean_received_rows(
 ) -> float | None:
     """Mean rows received by all-to-alls in dispatch, forward; None if unknown."""
     mine = np.flatnonzero((calls.rank == calls.ranks.index(rank)) & calls.is_exchange)
-    names = phases.name_id[calls.gpu_row[mine]]
-    is_dispatch = np.array([name == Span.DISPATCH for name in phases.names], dtype=bool)[names]
-    forward = mine[is_dispatch & (phases.pass_id[calls.gpu_row[mine]] == PASSES.index("forward"))]
+    event = calls.gpu_row[mine]  # the first entries of `phases` are the GPU events; waiting parts follow
+    is_dispatch = np.array([name == Span.DISPATCH for name in phases.names], dtype=bool)[phases.name_id[event]]
+    forward = mine[is_dispatch & (phases.pass_id[event] == PASSES.index("forward"))]
     received = received_rows(trace, calls, forward, products)
     received = received[np.isfinite(received)]
     return float(received.mean()) if len(received) else None
@@ -196,9 +183,8 @@ def received_rows(trace: Trace, calls: CollectiveCalls, rows: Integers, products
     `rows` are those of the trace's rank in `calls`. The first product after an exchange consumes its rows and gives
     their width.
     """
-    # Host time of each launch; infinite if it is not in the trace.
-    launched_us: Floats = np.append(trace.host.start_us, np.inf)[trace.gpu.launch[calls.gpu_row[rows]]]
-    # The first product after each exchange; the appended 0 stands for none.
+    launched_us = trace.launched_us[calls.gpu_row[rows]]
+    # The first product after each exchange; the appended 0 stands for none (nan sorts behind all times).
     behind = np.searchsorted(trace.host.start_us[products.row], launched_us)
     width, operand_bytes = np.append(products.width, 0)[behind], np.append(products.row_bytes, 0)[behind]
     # Bytes of a row in messages with this element size, scales included for 8 bits; 0 if they do not carry rows.
@@ -209,15 +195,15 @@ def received_rows(trace: Trace, calls: CollectiveCalls, rows: Integers, products
     row_bytes = np.where(is_packed, packed_row_bytes(width), np.nan_to_num(plain)).astype(np.float64)
     came_bytes = calls.received_bytes[rows]
     by_bytes = np.divide(came_bytes, row_bytes, out=np.full(len(rows), np.nan), where=row_bytes > 0)
-    # A fraction of rows: the message carries something else.
-    by_bytes[by_bytes != np.floor(by_bytes)] = np.nan
-    parts = np.where(calls.received_rows[rows] == NONE, np.nan, calls.received_rows[rows])
-    is_known = (operand_bytes > 0) & np.isfinite(calls.item_bytes[rows])
+    by_bytes[by_bytes != np.floor(by_bytes)] = np.nan  # a fraction of rows: the message carries something else
+    parts = np.where(calls.received_rows[rows] == NONE, np.nan, calls.received_rows[rows])  # sum of the splits
+    is_known = (operand_bytes > 0) & np.isfinite(item_bytes)
+    # Splits count where no dtype contradicts them.
     found: Floats = np.where(np.isnan(parts) | (is_known & np.isnan(by_bytes)), by_bytes, parts)
     # Routing weights of the rows' dtype can pass by chance: they have one element per row of the exchange before.
     fits = np.flatnonzero(np.isfinite(found))
     fits = fits[np.argsort(launched_us[fits], kind="stable")]
-    before, after = fits[:-1], fits[1:]
+    before, after = fits[:-1], fits[1:]  # neighbours in time
     are_weights = (behind[before] == behind[after]) & (came_bytes[before] == came_bytes[after] * width[after])
     found[after[are_weights & np.isnan(parts[after])]] = np.nan
     return found
@@ -308,11 +294,9 @@ class ExpertLoad:
     @property
     def fullest_rank(self) -> int | None:
         """The rank with the highest load, by rows, else by time; None if all are even."""
-        even = 1.001
-        if (self.max_over_mean or 0.0) > even:
-            return self.ranks[int(self.loads.sum(axis=0).argmax())]
-        if (self.kernel_max_over_mean or 0.0) > even:
-            return self.ranks[int(self.kernel_us.argmax())]
+        for share, load in ((self.max_over_mean, self.loads.sum(axis=0)), (self.kernel_max_over_mean, self.kernel_us)):
+            if (share or 0.0) > EVEN:
+                return self.ranks[int(load.argmax())]
         return None
 
     def as_json(self) -> dict[str, Any]:
@@ -332,12 +316,19 @@ class ExpertLoad:
 def expert_load(traces: Mapping[int, Trace], collectives: CollectiveTimes) -> ExpertLoad:
     """Load of the experts of some ranks."""
     ranks = collectives.calls.ranks
-    by_shape = _lists([grouped_products(traces[rank]).rows.tolist() for rank in ranks])
+    by_rank = [grouped_products(traces[rank]).rows for rank in ranks]
+    # Ranks whose numbers of products differ cannot be compared.
+    has_shapes = len({len(rows) for rows in by_rank}) == 1
+    by_shape = np.stack(by_rank, axis=1).astype(np.float64) if has_shapes else np.empty((0, len(ranks)))
     by_bytes, unit = _loads_of_exchanges(collectives)
-    is_by_shape = len(by_shape) > 0 and (not len(by_bytes) or _mean(by_shape) >= _mean(by_bytes) * 0.999)
+    is_by_shape = len(by_shape) > 0 and (
+        not len(by_bytes) or _unevenness(by_shape).mean() >= _unevenness(by_bytes).mean() * 0.999
+    )
+    loads = by_shape if is_by_shape else by_bytes
+    _, first = np.unique(loads, axis=0, return_index=True)
     return ExpertLoad(
         ranks=ranks,
-        loads=_distinct(by_shape if is_by_shape else by_bytes),
+        loads=loads[np.sort(first)],  # each list of loads once, at its first place: backward repeats those of forward
         unit="rows" if is_by_shape else unit,
         source="grouped products" if is_by_shape else "all-to-all" if len(by_bytes) else "none",
         kernel_us=np.array([_product_us(traces[rank]) for rank in ranks]),
@@ -345,46 +336,24 @@ def expert_load(traces: Mapping[int, Trace], collectives: CollectiveTimes) -> Ex
 
 
 def _unevenness(loads: Floats) -> Floats:
+    """Load of the fullest rank over the mean, for each row of [layer of a step, rank]."""
     mean = loads.mean(axis=1)
     return np.divide(loads.max(axis=1), mean, out=np.ones(len(loads)), where=mean > 0)
 
 
-def _mean(loads: Floats) -> float:
-    return float(_unevenness(loads).mean())
-
-
-def _distinct(loads: Floats) -> Floats:
-    """Each list of loads once, at its first place."""
-    if not len(loads):
-        return loads
-    _, first = np.unique(loads, axis=0, return_index=True)
-    return loads[np.sort(first)]
-
-
-def _lists(rows: Sequence[list[int]]) -> Floats:
-    """The ranks' lists as columns; empty if their lengths differ."""
-    if len({len(one) for one in rows}) != 1:
-        return np.empty((0, len(rows)))
-    return np.array(rows, dtype=np.float64).T
-
-
 def _product_us(trace: Trace) -> float:
     """Time of the kernels of grouped products, by their own name or that of the operator that launched them."""
-    kernels = trace.gpu.take(trace.gpu.is_kernel)
-    multiplies = np.array([is_product(name) for name in trace.names], dtype=bool)
-    host = trace.host
-    operators = np.flatnonzero(multiplies[host.name_id] & (host.kind == HostKind.OPERATOR) & (host.external_id != NONE))
-    chosen = multiplies[kernels.name_id] | np.isin(kernels.external_id, host.external_id[operators])
+    host, kernels = trace.host, trace.gpu.take(trace.gpu.is_kernel)
+    operators = host.named(is_product) & (host.kind == HostKind.OPERATOR) & (host.external_id != NONE)
+    chosen = kernels.named(is_product) | np.isin(kernels.external_id, host.external_id[operators])
     return float(kernels.duration_us[chosen].sum())
 
 
 def _loads_of_exchanges(collectives: CollectiveTimes) -> tuple[Floats, Literal["rows", "bytes"]]:
     """Loads by the sizes of all-to-alls that all ranks took part in."""
     calls, met = collectives.calls, collectives.meetings.met
-    exchanges = calls.is_exchange
-    whole = (met != NONE).all(axis=1) & (len(calls.ranks) > 1)
-    rows = met[whole]
-    rows = rows[exchanges[rows[:, 0]]]
+    rows = met[(met != NONE).all(axis=1) & (len(calls.ranks) > 1)]  # [collective, rank]
+    rows = rows[calls.is_exchange[rows[:, 0]]]
     in_rows = len(rows) > 0 and bool(((calls.sent_rows[rows] != NONE) & (calls.received_rows[rows] != NONE)).all())
     sent = (calls.sent_rows[rows] if in_rows else calls.sent_bytes[rows]).astype(np.float64)
     received = (calls.received_rows[rows] if in_rows else calls.received_bytes[rows]).astype(np.float64)

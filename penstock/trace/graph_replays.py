@@ -22,6 +22,7 @@ last norm looks like the first norm of a layer), so the begin of a layer is deci
 norm; backward it ends with that norm's gradients and the kernels that add these up.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
@@ -61,9 +62,10 @@ class LayerRegion:
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Names from `begin` that repeat every `period`; `slack` more names continue the pattern."""
+    """Names from `begin` to before `end` that repeat every `period`; `slack` of them are beyond the last period."""
 
     begin: int
+    end: int
     period: int
     slack: int
 
@@ -73,21 +75,20 @@ def layers_of(names: Sequence[str], *, layers: int, dense_layers: int) -> list[L
 
     `dense_layers` is the number of first layers that differ from the others.
     """
-    times = layers - dense_layers
+    times = layers - dense_layers  # equal layers, which must repeat as often
     if times < 2:
         return []
     codes = {name: number for number, name in enumerate(dict.fromkeys(names))}
     ids = np.array([codes[name] for name in names], dtype=np.int64)
-    # A layer has a kernel that only layers have, and more than one kind of kernel.
+    # A layer has a kernel that only layers have, and more than two kinds of kernels.
     found = [
         one
         for one in _stretches(ids, times)
         if len(period := {*names[one.begin : one.begin + one.period]}) > 2
         and any(specific_category(name) in _OF_A_LAYER for name in period)
     ]
-    passes = _passes(found, times, names)
     regions: list[LayerRegion] = []
-    for stretch, is_backward in passes:
+    for stretch, is_backward in _passes(found, names):
         begin = _backward_begin(stretch, names) if is_backward else _forward_begin(stretch, names)
         numbers = range(layers - 1, dense_layers - 1, -1) if is_backward else range(dense_layers, layers)
         for index, number in enumerate(numbers):
@@ -97,7 +98,10 @@ def layers_of(names: Sequence[str], *, layers: int, dense_layers: int) -> list[L
 
 
 def _stretches(ids: Integers, times: int) -> list[_Stretch]:
-    """Stretches with this number of periods, the longest first; of overlapping ones only the longest."""
+    """Stretches with this number of periods, the longest first; of overlapping ones only the longest.
+
+    `ids` are the names of the kernels as numbers, in the order of time.
+    """
     found = []
     for period in range(SHORTEST, min(len(ids) // times, LONGEST) + 1):
         # Runs of names that equal the name one period later, as pairs of edges.
@@ -105,18 +109,16 @@ def _stretches(ids: Integers, times: int) -> list[_Stretch]:
         edges = np.flatnonzero(same[1:] != same[:-1]).reshape(-1, 2)
         for begin, end in edges[edges[:, 1] - edges[:, 0] >= period * (times - 1)].tolist():
             slack = end - begin - period * (times - 1)
-            if slack < period:
-                found.append(_Stretch(begin, period, slack))
-    found.sort(key=lambda one: (-one.period * times - one.slack, one.begin))
+            if slack < period:  # else there is one more period
+                found.append(_Stretch(begin, end + period, period, slack))
     kept: list[_Stretch] = []
-    for one in found:
-        high = one.begin + one.period * times + one.slack
-        if all(high <= two.begin or two.begin + two.period * times + two.slack <= one.begin for two in kept):
+    for one in sorted(found, key=lambda one: (one.begin - one.end, one.begin)):
+        if all(one.end <= two.begin or two.end <= one.begin for two in kept):
             kept.append(one)
     return kept
 
 
-def _passes(found: Sequence[_Stretch], times: int, names: Sequence[str]) -> list[tuple[_Stretch, bool]]:
+def _passes(found: Sequence[_Stretch], names: Sequence[str]) -> list[tuple[_Stretch, bool]]:
     """The longest two stretches in the order of time are forward and backward; a single one is decided by its names."""
     two = sorted(found[:2], key=lambda one: one.begin)
     if len(two) == 2:
@@ -128,16 +130,20 @@ def _passes(found: Sequence[_Stretch], times: int, names: Sequence[str]) -> list
     ]
 
 
+def _norms(names: Sequence[str], begin: int, end: int) -> list[int]:
+    """Indices of the norms, and of their gradients, from `begin` to before `end`."""
+    return [at for at in range(begin, end) if specific_category(names[at]) is Category.NORM]
+
+
 def _forward_begin(stretch: _Stretch, names: Sequence[str]) -> int:
     """The first norm that can be the first kernel of a layer."""
-    could = range(stretch.begin, stretch.begin + stretch.slack + 1)
-    return next((at for at in could if specific_category(names[at]) is Category.NORM), stretch.begin)
+    return next(iter(_norms(names, stretch.begin, stretch.begin + stretch.slack + 1)), stretch.begin)
 
 
 def _backward_begin(stretch: _Stretch, names: Sequence[str]) -> int:
     """Behind the last norm that can belong to the layer before, and behind the kernels that add up its gradients."""
     last = stretch.begin + stretch.slack
-    norms = [at for at in range(stretch.begin, last) if specific_category(names[at]) is Category.NORM]
+    norms = _norms(names, stretch.begin, last)
     at = norms[-1] + 1 if norms else stretch.begin
     while at < last and specific_category(names[at]) is None and generic_category(names[at]) in _AFTER_A_NORM:
         at += 1
@@ -150,34 +156,22 @@ def _around(regions: Sequence[LayerRegion], names: Sequence[str], *, has_one: bo
     With `has_one`, one dense layer lies between the norms there.
     """
     found = []
-    forward = [one.begin for one in regions if not one.is_backward]
+    forward, backward = ([one for one in regions if one.is_backward == side] for side in (False, True))
     if forward:
-        first = min(forward)
-        norms = [at for at in range(first) if specific_category(names[at]) is Category.NORM] if has_one else []
-        cut = norms[0] if norms else first
+        first = forward[0].begin
+        norms = _norms(names, 0, first) if has_one else []
+        cut = norms[0] if norms else first  # the dense layer begins with its first norm
         found.append(LayerRegion(begin=0, end=cut, layer=None, is_backward=False))
         found.append(LayerRegion(begin=cut, end=first, layer=0, is_backward=False))
-    backward = [one.end for one in regions if one.is_backward]
     if backward:
-        last = max(backward)
-        norms = (
-            [at for at in range(last, len(names)) if specific_category(names[at]) is Category.NORM] if has_one else []
-        )
-        cut = norms[-1] + 1 + _behind_norm(regions, names) if norms else last
+        begin, last = backward[-1].begin, backward[-1].end
+        norms = _norms(names, last, len(names)) if has_one else []
+        # As many kernels as the other layers have behind the gradients of their first norm belong to the dense layer.
+        behind = last - 1 - max(_norms(names, begin, last), default=last - 1)
+        cut = norms[-1] + 1 + behind if norms else last
         found.append(LayerRegion(begin=last, end=cut, layer=0, is_backward=True))
         found.append(LayerRegion(begin=cut, end=len(names), layer=None, is_backward=True))
     return [one for one in found if one.begin < one.end]
-
-
-def _behind_norm(regions: Sequence[LayerRegion], names: Sequence[str]) -> int:
-    """Number of kernels that the other layers have behind the gradients of their first norm."""
-    ends = [(one.begin, one.end) for one in regions if one.is_backward]
-    begin, end = ends[-1]
-    return (
-        end
-        - 1
-        - max((at for at in range(begin, end) if specific_category(names[at]) is Category.NORM), default=end - 1)
-    )
 
 
 # ------------------------------------------------------------------------------------------------------------- replayed
@@ -193,8 +187,8 @@ LEAST = 16
 MOST = 20_000
 """Largest number of events that are aligned; longer graphs must be equal."""
 
-_CAPTURES = ("StreamBeginCapture", "StreamEndCapture")
-_LAUNCHES = ("LaunchKernel", "LaunchCooperativeKernel", "MemcpyAsync", "MemsetAsync", "Memset2DAsync", "Memcpy2DAsync")
+_CAPTURE_BEGINS, _CAPTURE_ENDS = re.compile("StreamBeginCapture"), re.compile("StreamEndCapture")
+_LAUNCHES = re.compile("Launch(Cooperative)?Kernel|Mem(cpy|set)(2D)?Async")
 _COPIED = ("operator", "maker", "span", "layer", "category", "collective", "is_backward", "is_recomputed")
 """Fields of a placement that an event takes from its partner."""
 
@@ -235,19 +229,16 @@ def infer_replays(trace: Trace, placement: Placement) -> tuple[Placement, GraphR
     if not len(rows):
         return placement, None
     launches = np.unique(trace.gpu.launch[rows])
-    open_ = rows[(placement.layer[rows] == NONE) & ~placement.is_backward[rows]]
+    open_ = rows[(placement.layer[rows] == NONE) & ~placement.is_backward[rows]]  # spans around the launch gave nothing
     # Events by the launch of their graph, in the order of time.
-    order = open_[np.argsort(trace.gpu.launch[open_], kind="stable")]
-    cuts = np.flatnonzero(np.diff(trace.gpu.launch[order])) + 1
-    graphs = [graph for graph in np.split(order, cuts) if len(graph) >= LEAST]
+    graphs = [graph for graph in _split(open_, trace.gpu.launch) if len(graph) >= LEAST]
     columns = {name: vars(placement)[name].copy() for name in _COPIED}
     is_inferred = placement.is_inferred.copy()
     sources: dict[Source, int] = {}
     answers: dict[bytes, _Inferred | None] = {}
     for graph in graphs:
-        # Equal graphs are inferred once.
         key = trace.gpu.name_id[graph].tobytes()
-        if key not in answers:
+        if key not in answers:  # equal graphs are inferred once
             answers[key] = _by_eager(trace, placement, graph) or _by_capture(trace, graph) or _by_repeats(trace, graph)
         found = answers[key]
         if found is None:
@@ -259,6 +250,12 @@ def infer_replays(trace: Trace, placement: Placement) -> tuple[Placement, GraphR
     placed = replace(placement, is_inferred=is_inferred, **columns)
     replays = _summary(trace, len(launches), len(rows), len(rows) - len(open_), sources)
     return placed, replays
+
+
+def _split(rows: Integers, marks: Integers) -> list[Integers]:
+    """These rows in groups of one mark each (`marks` of all rows), in the order of marks; within a group as before."""
+    order = rows[np.argsort(marks[rows], kind="stable")]
+    return np.split(order, np.flatnonzero(np.diff(marks[order])) + 1)
 
 
 def _summary(trace: Trace, graphs: int, events: int, by_spans: int, sources: Mapping[Source, int]) -> GraphReplays:
@@ -289,7 +286,7 @@ def _summary(trace: Trace, graphs: int, events: int, by_spans: int, sources: Map
 def _by_eager(trace: Trace, placement: Placement, graph: Integers) -> _Inferred | None:
     """From the eager pass whose kernels match best."""
     mine = trace.gpu.name_id[graph]
-    best = np.full(len(graph), NONE)
+    best = np.full(len(graph), NONE)  # for each event of the graph its partner, a row of `Trace.gpu`
     for segment in _eager_passes(trace, placement, len(graph)):
         partner = aligned(mine, trace.gpu.name_id[segment])
         if (partner != NONE).sum() > (best != NONE).sum():
@@ -301,10 +298,9 @@ def _by_eager(trace: Trace, placement: Placement, graph: Integers) -> _Inferred 
     values = {
         name: np.append(vars(placement)[name], False if name.startswith("is_") else NONE)[best] for name in _COPIED
     }
-    # Mask of the events with a partner, and of those between two partners with the same placement.
+    # Events with a partner are known, and those between two partners with the same placement.
     known = best != NONE
-    have = np.flatnonzero(known)
-    for low, high in pairwise(have.tolist()):
+    for low, high in pairwise(np.flatnonzero(known).tolist()):
         same = all(values[name][low] == values[name][high] for name in ("span", "layer", "is_backward"))
         if high - low > 1 and same:
             known[low + 1 : high] = True
@@ -318,11 +314,9 @@ def _eager_passes(trace: Trace, placement: Placement, size: int) -> list[Integer
     is_eager = trace.gpu.is_linked & ~placement.is_replayed
     for marks in (placement.action, placement.step, np.where(is_eager, 0, NONE)):
         rows = np.flatnonzero(is_eager & (marks != NONE))
-        order = rows[np.argsort(marks[rows], kind="stable")]
-        cuts = np.flatnonzero(np.diff(marks[order])) + 1
-        passes = [one for one in np.split(order, cuts) if MATCHED * size <= len(one) <= 3 * size]
+        passes = [one for one in _split(rows, marks) if MATCHED * size <= len(one) <= 3 * size]
         if passes:
-            return sorted(passes, key=lambda one: abs(len(one) - size))[:3]
+            return sorted(passes, key=lambda one: abs(len(one) - size))[:3]  # aligning takes long: the best three
     return []
 
 
@@ -352,17 +346,13 @@ def _are_alike(mine: Integers, theirs: Integers) -> bool:
 def _by_capture(trace: Trace, graph: Integers) -> _Inferred | None:
     """From launches that only recorded a graph, if their number and kinds agree."""
     kinds = trace.gpu.kind[graph]
+    told = np.where(kinds == GpuKind.COMMUNICATION, GpuKind.COMPUTE, kinds)  # both are launched as kernels
     for launches in _captured(trace):
         if len(launches) != len(graph):
             continue
-        names = [trace.host.name(int(row)) for row in launches]
-        expected = np.array(
-            [
-                GpuKind.COPY if "Memcpy" in name else GpuKind.SET if "Memset" in name else GpuKind.COMPUTE
-                for name in names
-            ]
-        )
-        told = np.where(kinds == GpuKind.COMMUNICATION, GpuKind.COMPUTE, kinds)
+        calls = trace.host.take(launches)
+        copies, fills = (calls.named(lambda name, part=part: part in name) for part in ("Memcpy", "Memset"))
+        expected = np.select([copies, fills], [GpuKind.COPY, GpuKind.SET], GpuKind.COMPUTE)
         if (told == expected).mean() >= MATCHED:
             found = place(as_launches(trace, launches))
             values = {name: vars(found)[name] for name in _COPIED}
@@ -373,14 +363,11 @@ def _by_capture(trace: Trace, graph: Integers) -> _Inferred | None:
 def _captured(trace: Trace) -> list[Integers]:
     """For each capture in the trace, the launches in it that started nothing."""
     host = trace.host
-    called = [np.array([part in name for name in trace.names], dtype=bool)[host.name_id] for part in _CAPTURES]
-    begins, ends = (np.flatnonzero(one & (host.kind == HostKind.RUNTIME)) for one in called)
-    if not len(begins) or not len(ends):
-        return []
-    is_launch = np.array([any(part in name for part in _LAUNCHES) for name in trace.names], dtype=bool)[host.name_id]
-    is_launch &= host.kind == HostKind.RUNTIME
-    is_launch[trace.gpu.launch[trace.gpu.is_linked]] = False
-    rows = np.flatnonzero(is_launch)
+    begins, ends, launches = (
+        np.flatnonzero((host.kind == HostKind.RUNTIME) & host.named(names.search))
+        for names in (_CAPTURE_BEGINS, _CAPTURE_ENDS, _LAUNCHES)
+    )
+    rows = np.setdiff1d(launches, trace.gpu.launch)  # launches that started nothing, sorted
     found = []
     for begin in begins.tolist():
         later = ends[ends > begin]
@@ -402,7 +389,7 @@ def _by_repeats(trace: Trace, graph: Integers) -> _Inferred | None:
     regions = layers_of(names, layers=model[0], dense_layers=model[1])
     if not regions:
         return None
-    layer, known, is_backward = np.full(len(graph), NONE), np.zeros(len(graph), dtype=bool), np.zeros(len(graph), bool)
+    layer, known, is_backward = np.full(len(graph), NONE), np.zeros(len(graph), bool), np.zeros(len(graph), bool)
     for region in regions:
         part = slice(region.begin, region.end)
         known[part], is_backward[part] = True, region.is_backward

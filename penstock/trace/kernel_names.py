@@ -21,6 +21,7 @@ are copies, as in other tools.
 import re
 from enum import StrEnum
 from functools import lru_cache
+from typing import TypeVar
 
 from penstock.trace.events import GpuKind
 
@@ -72,143 +73,108 @@ FLOAT8_GEMM = "float8_matrices_kernel"
 
 _CATEGORIES = tuple(Category)
 COLLECTIVES = _CATEGORIES[_CATEGORIES.index(Category.ALL_TO_ALL) : _CATEGORIES.index(Category.COLLECTIVE) + 1]
+"""Categories of communication, which stand together in `Category`."""
 
-SPECIFIC_PATTERNS: tuple[tuple[Category, str], ...] = (
-    # Penstock's kernels and autograd functions.
-    (Category.WAIT, r"^(wait|hold)_kernel$"),
-    (Category.DISPATCH, r"^(push_rows|take_rows)_kernel$|^_Dispatch(Backward)?$"),
-    (Category.COMBINE, r"^(return_rows|sum_ranks)_kernel$|^_Combine(Backward)?$"),
-    (Category.INDEX, r"^(tile_table|count|scan|place|count_arrivals|place_arrivals)_kernel$"),
-    (
-        Category.PERMUTE,
-        r"^(spread|sum_rows|gather_rows|gather_columns)_kernel$|^_(Permute|Unpermute|Reorder|PickKept|Spread|CollectPadded)",
-    ),
-    (Category.ROUTE, r"^(route|route_backward|sum_parts|balance_loss)_kernel$|^_(Route|LinearInParts)(Backward)?$"),
-    (Category.GROUPED_WEIGHTS, r"^(weights|weight_gradient)_kernel$"),
-    (Category.GROUPED, r"^(float8_|expert_)?rows_kernel$|^_(GroupedGemm|(Float8)?ExpertFfn)(Backward)?$"),
-    (Category.ACTIVATION, r"^swiglu(_backward)?(_float8)?_kernel$|^_Swiglu"),
-    (Category.QUANTIZE, r"^(quantize|measure|group_tiles|norm_quantize|pack_rows|unpack_rows|transpose)_kernel$"),
-    (Category.EXPERTS, r"^bias_(parts|sums)_kernel$"),
-    (Category.NORM, r"^rms_norm_(backward_)?kernel$|^sum_table_kernel$|^_RmsNorm|^_Float8Norm(Backward)?$"),
-    (
-        Category.ATTENTION,
-        r"^(mla|latent)_heads_(backward_)?kernel$|^shared_key_backward_kernel$|^_(Mla|Latent)Heads(Backward)?$",
-    ),
-    (Category.POSITIONS, r"^rotate_kernel$|^_Rotate"),
-    (Category.LOSS, r"^linear_cross_entropy_kernel$|^scale_kernel$|^_LinearCrossEntropy"),
-    (Category.EMBED, r"^_LookUpInto"),
-    # Dispatch and combine of other libraries.
-    (Category.WAIT, r"deep_ep::.*(notify|barrier)|DeepEP.*notify"),
-    (Category.DISPATCH, r"deep_ep::.*dispatch|hybrid_ep.*dispatch|EpDispatch|moe_?a2a.*dispatch|uccl::.*dispatch"),
-    (Category.COMBINE, r"deep_ep::.*combine|hybrid_ep.*combine|EpCombine|moe_?a2a.*combine|uccl::.*combine"),
-    (
-        Category.INDEX,
-        r"deep_ep::layout|get_dispatch_layout|moe_align_block_size|moe::dev::routing::.*(Offsets|Histogram)Kernel",
-    ),
-    # MoE kernels of other libraries.
-    (
-        Category.ROUTE,
-        r"moe::dev::routing|topk_gating|moe_fused_gate|grouped_topk|fused_topk|sbtopk|gatherTopK|moe_router",
-    ),
-    (Category.INDEX, r"routing(Indices|Renormalize|Deep)|sort_chunks|compute_problem_sizes|expandInput|expert_?map"),
-    (Category.COMBINE, r"moe::dev::finalize|finalizeMoe|moe_sum|unpermute_and_sum|moe_finalize"),
-    (
-        Category.PERMUTE,
-        r"(un)?permute_(kernel|tokens|bwd|with_mask)|moe_permute|moe_unpermute|_permute_|sort_chunks_by",
-    ),
-    (
-        Category.GROUPED,
-        r"^bmm_\w*dynBatch|GroupedGemm|grouped_gemm|grouped_mm|gmm\b|m_grouped|GemmUniversalMode.*Grouped|group_gemm"
-        r"|fused_moe_kernel|_GroupedLinear|moe_gemm|MoeFCGemm|GroupProblemShape",
-    ),
-    (Category.EXPERTS, r"moe_forward|fused_moe|fused_experts|moe::|MoeRunner|mixture_of_experts"),
-    # Attention.
-    (Category.CACHE, r"reshape_and_cache|concat_and_cache|kv_cache|copy_page_indices|paged_kv"),
-    (
-        Category.ATTENTION,
-        r"sdpa|(?<!cache_)flash(?!infer.*norm)|fmha|(?<!rope_)attention|cudnn.*(fort|mha|compute_dot_do_o|convert_dq)|flex_att|mla_"
-        r"|paged|_attn_|attn_fwd|attn_bwd|aiter::.*fa_|splitkv|ScaledDotProduct",
-    ),
-    (Category.POSITIONS, r"rotary|rope(?!rty)|apply_rope"),
-    # Outside of the layers.
-    (
-        Category.LOSS,
-        r"cross_?entropy|nll_loss|NllLoss|mse_loss|mse_(backward_)?(cuda_)?kernel|MseLoss|log_?softmax|LogSoftmax",
-    ),
-    (Category.ACCUMULATE, r"AccumulateGrad"),
-    (Category.CLIP, r"LpNormFunctor|lpnorm_cleanup|_foreach_norm|clip_grad"),
-    (
-        Category.OPTIMIZER,
-        r"FusedAdam|FusedSgd|_fused_(adam|sgd)|adamw?_kernel|Optimizer\.(step|zero_grad)|multi_tensor_(adam|apply)|_foreach_"
-        r"|muon|newton_schulz|rowwise_adagrad",
-    ),
-    (
-        Category.NORM,
-        r"(batch|layer|group|rms|instance)_?norm|GammaBeta|RowwiseMoments|SubTensorOpWith(Cast|Scalar)|bn_(fw|bw)"
-        r"|BatchNorm|LayerNorm|rmsnorm|MIOpenBatchNorm",
-    ),
-    (Category.EMBED, r"embedding|embedding_bag|EmbeddingBackward|split_embedding|pooled_embs"),
-    (
-        Category.CONVOLUTION,
-        r"conv(?!ert)|igemm_(fwd|bwd|wrw)|implicit_?gemm|winograd|bwd_weight|miopen.*(Winograd|Im2Col)|batched_transpose"
-        r"|transpose_(CNHW2NCHW|NCHW2CNHW)|cudnn.*(dgrad|wgrad|fprop)|Im2d2Col|naive_conv",
-    ),
-    (Category.POOLING, r"(max|avg|average)_?pool|pool2d"),
-    (Category.ACTIVATION, r"silu|swiglu|gelu|relu|act_and_mul|threshold|Sigmoid|swish|glu\b"),
-)
 
-GENERIC_PATTERNS: tuple[tuple[Category, str], ...] = (
-    (Category.ALL_TO_ALL, r"all_?to_?all|nccl.*SendRecv|exchangeSplit"),
-    (Category.ALL_REDUCE, r"all_?reduce|cross_device_reduce|lamport"),
-    (Category.REDUCE_SCATTER, r"reduce_?scatter"),
-    (Category.ALL_GATHER, r"all_?gather"),
-    (Category.BROADCAST, r"nccl.*broadcast|c10d::broadcast"),
-    (Category.POINT_TO_POINT, r"c10d::(send|recv)|nccl:(send|recv)|put_signal|wait_signal"),
-    (Category.COLLECTIVE, r"nccl|rccl|nvshmem|rocshmem|mori::|record_param_comms|c10d::"),
-    (Category.QUANTIZE, r"quant|scaled_fp8|hfp8|FP8rowwise|mxfp|to_mx|amax_"),
-    (
-        Category.PRODUCTS,
-        r"(?<!fb)gemm|nvjet|cutlass|Cijk_|splitK|cublas|aten::(addmm|mm|bmm|baddbmm|matmul|linear|_scaled_mm|addmv|mv|dot)\b"
-        r"|matmul|wgmma|hipblaslt|AddmmBackward|MmBackward|BmmBackward|tensorop|gemv|dot_kernel|^_LinearInto"
-        rf"|^{FLOAT8_GEMM}$|^_(Linear|Network)(Backward)?$",
-    ),
-    (
-        Category.SORT,
-        r"sort|topk|cub::.*(Scan|Select|Unique|Histogram)|prefix_sum|cumsum|kernelHistogram|bincount|ReduceByKey",
-    ),
-    (
-        Category.LOOK_UP,
-        r"gather|scatter|index(Select|Func|_select|_add|_put|ing_backward|_elementwise|_kernel|_copy)|aten::index"
-        r"|take_along|permute_2D|permute_indices|linearize_index|bounds_check|nonzero|masked_(select|scatter)",
-    ),
-    (Category.COPY, r"^Memcpy|copy|CatArray|aten::(cat|clone|contiguous|to|_to_copy|stack)\b|transpose|cat_kernel"),
-    (Category.FILL, r"^Memset|FillFunctor|fill|zero_|arange|distribution|rand|bernoulli|philox"),
-    (
-        Category.REDUCTION,
-        r"reduce|softmax|aten::(sum|mean|max|min|norm|linalg_vector_norm|amax|argmax|any|all)\b|norm_kernel",
-    ),
-    (
-        Category.ELEMENTWISE,
-        r"^add_three_kernel$|^_(AddThree|FanOut)(Backward)?$"
-        r"|elementwise|triton_(poi|red|per)|pointwise|_assert_async|where|clamp|dropout|masked_fill|tri[ul]_"
-        r"|aten::(add|mul|sub|div|neg|pow|sqrt|exp|sigmoid|tanh|clamp|eq|ne|lt|gt)_?\b|nan_to_num|AddBackward|MulBackward",
-    ),
-)
+def _table(text: str) -> tuple[tuple[Category, str], ...]:
+    """Rows of a category and a pattern; of several rows the first that matches decides."""
+    rows = (line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#"))
+    return tuple((Category[member], pattern) for member, pattern in rows)
 
+
+SPECIFIC_PATTERNS = _table(r"""
+# Penstock's kernels and autograd functions
+WAIT            ^(wait|hold)_kernel$
+DISPATCH        ^(push_rows|take_rows)_kernel$|^_Dispatch(Backward)?$
+COMBINE         ^(return_rows|sum_ranks)_kernel$|^_Combine(Backward)?$
+INDEX           ^(tile_table|count|scan|place|count_arrivals|place_arrivals)_kernel$
+PERMUTE         ^(spread|sum_rows|gather_rows|gather_columns)_kernel$
+PERMUTE         ^_(Permute|Unpermute|Reorder|PickKept|Spread|CollectPadded)
+ROUTE           ^(route|route_backward|sum_parts|balance_loss)_kernel$|^_(Route|LinearInParts)(Backward)?$
+GROUPED_WEIGHTS ^(weights|weight_gradient)_kernel$
+GROUPED         ^(float8_|expert_)?rows_kernel$|^_(GroupedGemm|(Float8)?ExpertFfn)(Backward)?$
+ACTIVATION      ^swiglu(_backward)?(_float8)?_kernel$|^_Swiglu
+QUANTIZE        ^(quantize|measure|group_tiles|norm_quantize|pack_rows|unpack_rows|transpose)_kernel$
+EXPERTS         ^bias_(parts|sums)_kernel$
+NORM            ^rms_norm_(backward_)?kernel$|^sum_table_kernel$|^_RmsNorm|^_Float8Norm(Backward)?$
+ATTENTION       ^(mla|latent)_heads_(backward_)?kernel$|^shared_key_backward_kernel$|^_(Mla|Latent)Heads(Backward)?$
+POSITIONS       ^rotate_kernel$|^_Rotate
+LOSS            ^linear_cross_entropy_kernel$|^scale_kernel$|^_LinearCrossEntropy
+EMBED           ^_LookUpInto
+# dispatch and combine of other libraries
+WAIT            deep_ep::.*(notify|barrier)|DeepEP.*notify
+DISPATCH        deep_ep::.*dispatch|hybrid_ep.*dispatch|EpDispatch|moe_?a2a.*dispatch|uccl::.*dispatch
+COMBINE         deep_ep::.*combine|hybrid_ep.*combine|EpCombine|moe_?a2a.*combine|uccl::.*combine
+INDEX           deep_ep::layout|get_dispatch_layout|moe_align_block_size|moe::dev::routing::.*(Offsets|Histogram)Kernel
+# MoE kernels of other libraries
+ROUTE           moe::dev::routing|topk_gating|moe_fused_gate|grouped_topk|fused_topk|sbtopk|gatherTopK|moe_router
+INDEX           routing(Indices|Renormalize|Deep)|sort_chunks|compute_problem_sizes|expandInput|expert_?map
+COMBINE         moe::dev::finalize|finalizeMoe|moe_sum|unpermute_and_sum|moe_finalize
+PERMUTE         (un)?permute_(kernel|tokens|bwd|with_mask)|moe_permute|moe_unpermute|_permute_
+GROUPED         ^bmm_\w*dynBatch|grouped_?gemm|grouped_mm|gmm\b|m_grouped|GemmUniversalMode.*Grouped|group_gemm
+GROUPED         fused_moe_kernel|_GroupedLinear|moe_gemm|MoeFCGemm|GroupProblemShape
+EXPERTS         moe_forward|fused_moe|fused_experts|moe::|MoeRunner|mixture_of_experts
+# attention
+CACHE           reshape_and_cache|concat_and_cache|kv_cache|copy_page_indices|paged_kv
+ATTENTION       sdpa|(?<!cache_)flash(?!infer.*norm)|fmha|(?<!rope_)attention|flex_att|mla_|paged|splitkv
+ATTENTION       cudnn.*(fort|mha|compute_dot_do_o|convert_dq)|_attn_|attn_fwd|attn_bwd|aiter::.*fa_|ScaledDotProduct
+POSITIONS       rotary|rope(?!rty)
+# outside of the layers
+LOSS            cross_?entropy|nll_?loss|mse_?loss|mse_(backward_)?(cuda_)?kernel|log_?softmax
+ACCUMULATE      AccumulateGrad
+CLIP            LpNormFunctor|lpnorm_cleanup|_foreach_norm|clip_grad
+OPTIMIZER       FusedAdam|FusedSgd|_fused_(adam|sgd)|adamw?_kernel|Optimizer\.(step|zero_grad)|multi_tensor_(adam|apply)
+OPTIMIZER       _foreach_|muon|newton_schulz|rowwise_adagrad
+NORM            (batch|layer|group|rms|instance)_?norm|GammaBeta|RowwiseMoments|SubTensorOpWith(Cast|Scalar)|bn_(fw|bw)
+EMBED           embedding|pooled_embs
+CONVOLUTION     conv(?!ert)|igemm_(fwd|bwd|wrw)|implicit_?gemm|winograd|bwd_weight|miopen.*Im2Col|batched_transpose
+CONVOLUTION     transpose_(CNHW2NCHW|NCHW2CNHW)|cudnn.*(dgrad|wgrad|fprop)|Im2d2Col|naive_conv
+POOLING         (max|avg|average)_?pool|pool2d
+ACTIVATION      silu|swiglu|gelu|relu|act_and_mul|threshold|Sigmoid|swish|glu\b
+""")
+"""Patterns of the part of the model. Kernels of Penstock come first: their short names match in full."""
+
+GENERIC_PATTERNS = _table(rf"""
+ALL_TO_ALL      all_?to_?all|nccl.*SendRecv|exchangeSplit
+ALL_REDUCE      all_?reduce|cross_device_reduce|lamport
+REDUCE_SCATTER  reduce_?scatter
+ALL_GATHER      all_?gather
+BROADCAST       nccl.*broadcast|c10d::broadcast
+POINT_TO_POINT  c10d::(send|recv)|nccl:(send|recv)|put_signal|wait_signal
+COLLECTIVE      nccl|rccl|nvshmem|rocshmem|mori::|record_param_comms|c10d::
+QUANTIZE        quant|scaled_fp8|hfp8|FP8rowwise|mxfp|to_mx|amax_
+PRODUCTS        (?<!fb)gemm|nvjet|cutlass|Cijk_|splitK|cublas|matmul|wgmma|hipblaslt|MmBackward|tensorop|gemv|dot_kernel
+PRODUCTS        aten::(addmm|mm|bmm|baddbmm|linear|_scaled_mm|addmv|mv|dot)\b
+PRODUCTS        ^_LinearInto|^{FLOAT8_GEMM}$|^_(Linear|Network)(Backward)?$
+SORT            sort|topk|cub::.*(Scan|Select|Unique|Histogram)|prefix_sum|cumsum|kernelHistogram|bincount|ReduceByKey
+LOOK_UP         gather|scatter|index(Select|Func|_select|_add|_put|ing_backward|_elementwise|_kernel|_copy)|aten::index
+LOOK_UP         take_along|permute_2D|permute_indices|linearize_index|bounds_check|nonzero|masked_(select|scatter)
+COPY            ^Memcpy|copy|CatArray|aten::(cat|clone|contiguous|to|_to_copy|stack)\b|transpose|cat_kernel
+FILL            ^Memset|fill|zero_|arange|distribution|rand|bernoulli|philox
+REDUCTION       reduce|softmax|aten::(sum|mean|max|min|norm|linalg_vector_norm|amax|argmax|any|all)\b|norm_kernel
+ELEMENTWISE     ^add_three_kernel$|^_(AddThree|FanOut)(Backward)?$
+ELEMENTWISE     elementwise|triton_(poi|red|per)|pointwise|_assert_async|where|clamp|dropout|masked_fill|tri[ul]_
+ELEMENTWISE     aten::(add|mul|sub|div|neg|pow|sqrt|exp|sigmoid|tanh|eq|ne|lt|gt)_?\b|nan_to_num|AddBackward|MulBackward
+""")
+"""Patterns of the operation."""
 
 _BACKWARD = re.compile(r"backward|bwd|bprop|dgrad|wgrad|_wrw_|_grad\b")
 
 
-def _compiled(table: tuple[tuple[Category, str], ...]) -> tuple[tuple[Category, re.Pattern[str]], ...]:
+_Label = TypeVar("_Label")
+_Compiled = tuple[tuple[_Label, re.Pattern[str]], ...]
+
+
+def _compiled(table: tuple[tuple[_Label, str], ...]) -> _Compiled[_Label]:
     """Patterns and texts are in lower case, which is several times as fast as ignoring case."""
-    return tuple((part, re.compile(pattern.lower())) for part, pattern in table)
+    return tuple((label, re.compile(pattern.lower())) for label, pattern in table)
 
 
-_TELLING, _GENERAL = _compiled(SPECIFIC_PATTERNS), _compiled(GENERIC_PATTERNS)
+_SPECIFIC, _GENERIC = _compiled(SPECIFIC_PATTERNS), _compiled(GENERIC_PATTERNS)
 
 
-def _first(table: tuple[tuple[Category, re.Pattern[str]], ...], text: str) -> Category | None:
-    return next((part for part, pattern in table if pattern.search(text)), None)
+def _first(table: _Compiled[_Label], text: str) -> _Label | None:
+    return next((label for label, pattern in table if pattern.search(text)), None)
 
 
 def _essence(name: str) -> str:
@@ -222,13 +188,13 @@ def _essence(name: str) -> str:
 @lru_cache(maxsize=65536)
 def specific_category(name: str) -> Category | None:
     """The part of the model that a kernel or operator belongs to, or None if the name does not say."""
-    return _first(_TELLING, _essence(name))
+    return _first(_SPECIFIC, _essence(name))
 
 
 @lru_cache(maxsize=65536)
 def generic_category(name: str) -> Category | None:
     """The operation of a kernel or operator, or None if unknown."""
-    return _first(_GENERAL, _essence(name))
+    return _first(_GENERIC, _essence(name))
 
 
 @lru_cache(maxsize=65536)
@@ -242,27 +208,25 @@ def is_gradient(name: str) -> bool:
 OWN = "penstock"
 """The library name of Penstock's own kernels."""
 
-_LIBRARIES: tuple[tuple[str, str], ...] = (
-    ("nccl", r"^(?:\w+::)*(?:nccl|rccl|mscclpp|msccl|hccl|oneccl)|nccldevkernel|ncclkernel|ncclsym|mscclkernel"),
-    ("deep_ep", r"deep_ep(?!::layout|6layout)|hybrid_ep|uccl::"),
-    ("mori", r"mori::|ep(?:dispatch|combine)\w*kernel"),
-    ("nvshmem", r"nvshmem|rocshmem|roc_shmem|pplx"),
-    (OWN, r"^(?:push_rows|take_rows|return_rows|sum_ranks|wait|hold|signal)_kernel$"),
+_BY_LIBRARY = _compiled(
     (
-        "symmetric",
-        r"multimem|symmetric_memory|symm_mem|(?:one|two)_?shot_all_?reduce"
-        r"|(?:put|wait)_signal_kernel|exchangesplitandoffset|alltoallv",
-    ),
-    ("userbuffers", r"userbuffers"),
-    ("custom", r"cross_device_reduce|lamport|(?<!block)(?<!warp)(?<!block_)(?<!warp_)all_?reduce"),
-    ("custom", r"all_?gather|reduce_?scatter|all_?to_?all|moe_?a2a"),
+        ("nccl", r"^(?:\w+::)*(?:nccl|rccl|mscclpp|msccl|hccl|oneccl)|nccldevkernel|ncclkernel|ncclsym|mscclkernel"),
+        ("deep_ep", r"deep_ep(?!::layout|6layout)|hybrid_ep|uccl::"),  # `6layout` is `layout` in a mangled name
+        ("mori", r"mori::|ep(?:dispatch|combine)\w*kernel"),
+        ("nvshmem", r"nvshmem|rocshmem|roc_shmem|pplx"),
+        (OWN, r"^(?:push_rows|take_rows|return_rows|sum_ranks|wait|hold|signal)_kernel$"),
+        ("symmetric", r"multimem|symmetric_memory|symm_mem|(?:one|two)_?shot_all_?reduce|alltoallv"),
+        ("symmetric", r"(?:put|wait)_signal_kernel|exchangesplitandoffset"),
+        ("userbuffers", r"userbuffers"),
+        # A block or a warp that reduces stays on its device.
+        ("custom", r"cross_device_reduce|lamport|(?<!block)(?<!warp)(?<!block_)(?<!warp_)all_?reduce"),
+        ("custom", r"all_?gather|reduce_?scatter|all_?to_?all|moe_?a2a"),
+    )
 )
-"""Library names, and patterns of their kernels' functions in lower case."""
+"""Libraries that communicate, and patterns of their kernels' functions."""
 
 _LONGEST = 256
 """Characters of a name that are searched: mangled names continue for thousands with template arguments."""
-
-_PATTERNS = tuple((library, re.compile(pattern)) for library, pattern in _LIBRARIES)
 
 
 @lru_cache(maxsize=65536)
@@ -273,7 +237,7 @@ def function_of(kernel: str) -> str:
     """
     bare = kernel.replace("(anonymous namespace)::", "").removeprefix("void ")
     if bare.startswith("std::enable_if"):
-        bare = bare.partition("::type ")[2]
+        bare = bare.partition("::type ")[2]  # the return type of a template; the function is behind it
     return re.split(r"[<(]", bare, maxsplit=1)[0][:_LONGEST].strip()
 
 
@@ -281,9 +245,8 @@ def function_of(kernel: str) -> str:
 def library_of(kernel: str) -> str | None:
     """The library through which a kernel communicates with other ranks, or None if it does not."""
     function = function_of(kernel).lower()
-    if function.startswith("at::native::"):
-        return None
-    return next((library for library, pattern in _PATTERNS if pattern.search(function)), None)
+    # Kernels of PyTorch's operators stay on their device, whatever their names have in them.
+    return None if function.startswith("at::native::") else _first(_BY_LIBRARY, function)
 
 
 def kind_of(category: str, name: str) -> GpuKind:

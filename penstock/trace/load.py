@@ -28,19 +28,20 @@ import numpy as np
 
 from penstock.base.errors import TraceError, did_you_mean_path
 from penstock.trace.decode import columns_of, parse
-from penstock.trace.events import NONE, Floats, GpuEvents, GpuKind, HostKind, Integers, Trace
+from penstock.trace.events import Floats, GpuKind, HostKind, Integers, Trace, as_gpu_events
 
 PROFILE = "profile"
 """Folder of the traces inside the folder of a run."""
 
-_ENDINGS = (".json", ".json.gz")
 READER = "penstock-trace"
 """Name of the thread that reads ahead."""
+
 _RANK = re.compile(r"rank[-_ ]?(\d+)", re.IGNORECASE)
 _BEGINNING_BYTES = 4096
 _PEEKED_BYTES = 2**20
 """The profiler writes devices and process groups before the events."""
 
+_GZIP_MAGIC = b"\x1f\x8b"  # first bytes of a gzip file
 _GZIP = 31
 """zlib's `wbits` for a gzip header and the largest window."""
 
@@ -55,8 +56,7 @@ def load_trace(path: Path, *, gpu_required: bool = True) -> Trace:
     Raises:
         TraceError: it cannot be read, is damaged or of another tool, or has no GPU event.
     """
-    text = read_text(path)
-    return decode_trace(text, path=path, gpu_required=gpu_required)
+    return decode_trace(read_text(path), path=path, gpu_required=gpu_required)
 
 
 def decode_trace(text: bytes, *, path: Path = Path("trace"), gpu_required: bool = True) -> Trace:
@@ -102,11 +102,11 @@ def read_text(path: Path) -> bytes:
     try:
         with path.open("rb", buffering=0) as file:
             packed = file.read(_BEGINNING_BYTES)
-            is_packed = packed[:2] == b"\x1f\x8b"
+            is_packed = packed[:2] == _GZIP_MAGIC
             beginning = zlib.decompressobj(_GZIP).decompress(packed, _BEGINNING_BYTES) if is_packed else packed
             if beginning.lstrip()[:1] not in (b"", b"{", b"["):
-                return beginning  # Not JSON: do not read the rest, which can have any size.
-            if file.seekable():
+                return beginning  # not JSON: do not read the rest, which can have any size
+            if file.seekable():  # reading all at once is faster than appending; a pipe cannot be read again
                 file.seek(0)
                 packed = b""
             packed += file.readall()
@@ -142,8 +142,10 @@ def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
     for folder in (path / PROFILE, path):
-        ended = [file for file in folder.glob("*") if _ends_like_a_trace(file)]
-        below = [file for file in folder.glob("*/*") if _ends_like_a_trace(file)]
+        ended, below = (
+            [file for file in folder.glob(pattern) if file.name.endswith((".json", ".json.gz")) and file.is_file()]
+            for pattern in ("[!.]*", "*/[!.]*")  # a recorder's drafts begin with a dot
+        )
         # Files with a rank in their own name are traces. Beside those of a folder are other .json files.
         named = [file for file in ended if _RANK.search(file.name)]
         ranked = [file for file in below if _rank_in(file) is not None]
@@ -157,10 +159,6 @@ def _files(path: Path) -> list[Path]:
     )
 
 
-def _ends_like_a_trace(path: Path) -> bool:
-    return path.name.endswith(_ENDINGS) and not path.name.startswith(".") and path.is_file()
-
-
 def _traces_among(files: Sequence[Path]) -> Sequence[Path]:
     """Of files without a rank in their own name those that begin as a trace; all if none does."""
     found = [file for file in files if _RANK.search(file.name) or _begins_as_trace(file)]
@@ -172,7 +170,7 @@ def _begins_as_trace(path: Path) -> bool:
     try:
         with path.open("rb") as file:
             text = file.read(_PEEKED_BYTES)
-        text = zlib.decompressobj(_GZIP).decompress(text, _PEEKED_BYTES) if text[:2] == b"\x1f\x8b" else text
+        text = zlib.decompressobj(_GZIP).decompress(text, _PEEKED_BYTES) if text[:2] == _GZIP_MAGIC else text
     except (OSError, zlib.error):
         return True
     return text.lstrip()[:1] != b"{" or b'"traceEvents"' in text
@@ -186,10 +184,10 @@ def _rank_in(path: Path) -> int | None:
 def _texts(files: Sequence[Path], reader: ThreadPoolExecutor) -> Iterator[tuple[Path, bytes]]:
     """Files with their text; the next file is read while the caller works on the current one."""
     ahead = reader.submit(read_text, files[0])
-    for at, file in enumerate(files):
+    for file, following in zip(files, (*files[1:], None), strict=True):
         text = ahead.result()
-        if at + 1 < len(files):
-            ahead = reader.submit(read_text, files[at + 1])
+        if following is not None:
+            ahead = reader.submit(read_text, following)
         yield file, text
 
 
@@ -197,7 +195,7 @@ def _ranks(traces: Sequence[Trace]) -> list[int]:
     """The rank of each trace: from the names if all have one, else from the files."""
     named = [_rank_in(trace.path) for trace in traces]
     told = [trace.rank for trace in traces]
-    ranks = named if None not in named and len(set(named)) == len(named) else told
+    ranks = named if None not in named and len(set(named)) == len(named) else told  # copies can have equal content
     if len(traces) == 1:
         ranks = [told[0] if told[0] is not None else named[0] or 0]
     sure = [rank for rank in ranks if rank is not None]
@@ -219,47 +217,41 @@ COMMUNICATION = ("gloo:", "c10d::")
 def on_host(trace: Trace) -> Trace:
     """The trace with the host's work in place of GPU events."""
     assert not len(trace.gpu), "a trace with a GPU has a device of its own"
-    host, names = trace.host, trace.names
-    talks = np.array([name.startswith(COMMUNICATION) for name in names], dtype=bool)[host.name_id]
-    works = (host.kind == HostKind.OPERATOR) | ((host.kind == HostKind.SPAN) & talks)
+    host = trace.host
+    talks = host.named(lambda name: name.startswith(COMMUNICATION))
+    rows = np.flatnonzero((host.kind == HostKind.OPERATOR) | ((host.kind == HostKind.SPAN) & talks))
     # Stretches of time in which each row is the innermost of its thread: row, start, end.
-    rows = np.flatnonzero(works)
     found: list[tuple[int, float, float]] = []
     for one in np.unique(host.thread[rows]):
         _stretches(found, rows[host.thread[rows] == one], host.start_us, host.end_us)
     table = np.array(found, dtype=np.float64).reshape(-1, 3)
+    table = table[np.argsort(table[:, 1], kind="stable")]  # by start; float64 holds row numbers exactly
     row, start_us, end_us = table[:, 0].astype(np.int64), table[:, 1], table[:, 2]
-    order = np.argsort(start_us, kind="stable")
-    row = row[order]
-    events = GpuEvents(
-        names=names,
-        name_id=host.name_id[row],
-        start_us=start_us[order],
-        duration_us=(end_us - start_us)[order],
-        correlation=np.full(len(row), NONE),
-        external_id=host.external_id[row],
-        raw=host.raw.take(row),
+    events = as_gpu_events(
+        host,
+        row,
+        start_us=start_us,
+        duration_us=end_us - start_us,
         kind=np.where(talks[row], GpuKind.COMMUNICATION, GpuKind.COMPUTE).astype(np.int8),
         device=np.zeros(len(row), dtype=np.int64),
         stream=host.thread[row],
-        launch=row,
     )
     return replace(trace, gpu=events)
 
 
 def _stretches(found: list[tuple[int, float, float]], rows: Integers, start_us: Floats, end_us: Floats) -> None:
     """Appends the stretches of one thread, whose rows are sorted by start and then the longer first."""
-    open_: list[tuple[int, float]] = []
-    now = -np.inf
+    open_: list[tuple[int, float]] = []  # open rows from the outside in, each with its end
+    now = -np.inf  # all stretches before this time are found
 
     def until(time_us: float) -> None:
         nonlocal now
-        while open_ and open_[-1][1] <= time_us:
+        while open_ and open_[-1][1] <= time_us:  # the innermost row ends: its last stretch is until its end
             row, end = open_.pop()
             if end > now:
                 found.append((row, now, end))
                 now = end
-        if open_ and time_us > now:
+        if open_ and time_us > now:  # the innermost row is interrupted by the next one
             found.append((open_[-1][0], now, time_us))
         now = max(now, time_us)
 

@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from penstock.base.spans import Span
-from penstock.trace.events import NONE, Flags, GpuEvents, GpuKind, HostEvents, HostKind, Integers, Trace
+from penstock.trace.events import NONE, Flags, HostEvents, HostKind, Integers, Trace, as_gpu_events
 from penstock.trace.kernel_names import COLLECTIVES, FLOAT8_GEMM, Category, generic_category, specific_category
 from penstock.trace.timeline import STEP_NAMES
 
@@ -294,22 +294,7 @@ def as_launches(trace: Trace, rows: Integers) -> Trace:
 
     `rows` of `Trace.host` are ascending.
     """
-    host = trace.host
-    nothing = np.full(len(rows), NONE)
-    events = GpuEvents(
-        names=trace.names,
-        name_id=host.name_id[rows],
-        start_us=host.start_us[rows],
-        duration_us=np.zeros(len(rows)),
-        correlation=nothing,
-        external_id=nothing,
-        raw=host.raw.take(rows),
-        kind=np.full(len(rows), GpuKind.COMPUTE, dtype=np.int8),
-        device=nothing,
-        stream=nothing,
-        launch=rows,
-    )
-    return replace(trace, gpu=events)
+    return replace(trace, gpu=as_gpu_events(trace.host, rows, duration_us=np.zeros(len(rows))))
 
 
 # ------------------------------------------------------------------------------------------------------ float8 products
