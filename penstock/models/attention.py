@@ -2,8 +2,8 @@
 
     project, add biases -> norm per head or per projection -> rotate -> norm without weights -> temperature -> attend
 
-The layer's configuration and number decide which of these run. Layers of one model may differ in their attention window
-(`reach`) and in whether they rotate. Masks and temperatures are computed once per pass, in `ForwardContext`.
+The layer's configuration and number decide which of these run; layers of one model may differ in their window and in
+whether they rotate. Masks and temperatures are computed once per pass, in `ForwardContext`.
 """
 
 from functools import partial
@@ -27,14 +27,6 @@ class GroupedQueryLayer(nn.Module):
     """Attention whose query heads share key/value heads.
 
     Each tensor-parallel rank holds some heads and sees every position that its context-parallel rank holds.
-
-    Args:
-        layer: number in the model, from 0; layers of multi-token prediction count on.
-
-    Attributes:
-        reach: window or chunk of a local layer; None for a global one.
-        scales_queries: whether attention temperature tuning applies (global layers only).
-        sinks_H: one softmax logit per local head; None without sinks.
     """
 
     def __init__(
@@ -43,7 +35,7 @@ class GroupedQueryLayer(nn.Module):
         hidden_size: int,
         layer_context: LayerContext,
         *,
-        layer: int,
+        layer: int,  # number in the model, from 0; layers of multi-token prediction count on
         epsilon: float,
     ) -> None:
         super().__init__()
@@ -52,8 +44,9 @@ class GroupedQueryLayer(nn.Module):
         self.layer_context = layer_context
         self.epsilon = epsilon
         self.scale = softmax_scale(config.rope, config.head_dim)
-        self.reach = None if local is None or is_global else reach_of(local)
+        self.reach = None if local is None or is_global else reach_of(local)  # None sees the whole row
         self.is_rotated = config.rotates(layer)
+        # Attention temperature tuning is for layers that see the whole row.
         self.scales_queries = local is not None and is_global and local.global_temperature > 0
         queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
         self.query = Linear(hidden_size, queries, layer_context, split="outputs", bias=config.bias)
@@ -63,14 +56,16 @@ class GroupedQueryLayer(nn.Module):
         self.query_norm, self.key_norm = (self._norm(width) for width in (queries, keys))
         tensor = layer_context.axes.tensor
         self.cuts = {"sinks_H": cut_over(tensor, dim=0)}
+        # One softmax logit for each head of this rank.
         self.sinks_H = nn.Parameter(torch.empty(config.heads // tensor.size)) if config.sinks else None
 
     def _norm(self, width: int) -> RMSNorm | None:
         """The weighted norm of queries or keys, if the configuration has one."""
-        if self.config.qk_norm == "head":
-            return RMSNorm(self.config.head_dim, self.epsilon, self.layer_context.operators)
-        if self.config.qk_norm == "projection":
-            return TensorParallelNorm(width, self.epsilon, self.layer_context)
+        match self.config.qk_norm:
+            case "head":
+                return RMSNorm(self.config.head_dim, self.epsilon, self.layer_context.operators)
+            case "projection":
+                return TensorParallelNorm(width, self.epsilon, self.layer_context)
         return None
 
     @property
@@ -84,18 +79,15 @@ class GroupedQueryLayer(nn.Module):
         return not self.reads_float8 or any(one.float8 is None for one in (self.key, self.value))
 
     def forward(self, x_BSD: Tensor, context: ForwardContext, x_float8: RowColQuantized | None = None) -> Tensor:
-        """Attend. Returns B x S x D of this rank's positions.
-
-        Args:
-            x_float8: quantized copy of x, if the caller has one.
-        """
+        """Attend. Returns B x S x D of this rank's positions; `x_float8` is a quantized copy of x, if there is one."""
         tensor = self.layer_context.axes.tensor
         if tensor.size > 1:
             x_BSD = all_gather(x_BSD, tensor, dim=1)  # S / tensor -> S positions
-            x_float8 = self.query.quantize_input(x_BSD)
+            x_float8 = self.query.quantize_input(x_BSD)  # once, for queries, keys and values
         q_BSHN, k_BSGN = self._positioned(*self._projected(x_BSD, x_float8), context)
-        v_BSGN = self.value(x_BSD, x_float8).unflatten(-1, (-1, self.config.head_dim))
+        v_BSGN = self.value(x_BSD, x_float8).unflatten(-1, (-1, self.config.head_dim))  # (G N) -> G x N
         o_BSHN = self.layer_context.run("attention", partial(self._attended, context=context), q_BSHN, k_BSGN, v_BSGN)
+        # The products of the ranks' heads are partial sums: S -> S / tensor positions, then the bias once.
         return self.out.shifted(reduce_scatter(self.out(o_BSHN.flatten(-2)), tensor, dim=1))
 
     def _projected(self, x_BSD: Tensor, x_float8: RowColQuantized | None = None) -> tuple[Tensor, Tensor]:
@@ -108,7 +100,7 @@ class GroupedQueryLayer(nn.Module):
         q_BSHN, k_BSGN = q.unflatten(-1, split), k.unflatten(-1, split)  # H N -> H x N, this rank's heads
         if self.config.qk_norm == "head":
             assert query_norm is not None and key_norm is not None, "norms of heads have weights"
-            q_BSHN, k_BSGN = query_norm(q_BSHN), key_norm(k_BSGN)
+            q_BSHN, k_BSGN = query_norm(q_BSHN), key_norm(k_BSGN)  # over N
         return q_BSHN, k_BSGN
 
     def _positioned(self, q_BSHN: Tensor, k_BSGN: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
@@ -116,14 +108,12 @@ class GroupedQueryLayer(nn.Module):
         if self.is_rotated:
             rotate = self.layer_context.operators.rotate
             q_BSHN, k_BSGN = (rotate(x, context.cos_BSP, context.sin_BSP) for x in (q_BSHN, k_BSGN))
-            if self.config.qk_norm == "rotated-head":
-                q_BSHN, k_BSGN = (
-                    self.layer_context.operators.rms_norm(x, x.new_ones(x.shape[-1]), self.epsilon)
-                    for x in (q_BSHN, k_BSGN)
-                )
+            if self.config.qk_norm == "rotated-head":  # Llama 4: layers that do not rotate have no norm either
+                norm = self.layer_context.operators.rms_norm
+                q_BSHN, k_BSGN = (norm(x, x.new_ones(x.shape[-1]), self.epsilon) for x in (q_BSHN, k_BSGN))
         if self.scales_queries:
             assert context.query_scale_S is not None, "the context has the attention temperature"
-            q_BSHN = (q_BSHN * context.query_scale_S[:, None, None]).to(q_BSHN.dtype)
+            q_BSHN = (q_BSHN * context.query_scale_S[:, None, None]).to(q_BSHN.dtype)  # float32 product
         return q_BSHN, k_BSGN
 
     def _attended(self, q_BSHN: Tensor, k_BSGN: Tensor, v_BSGN: Tensor, context: ForwardContext) -> Tensor:
@@ -146,11 +136,6 @@ def reach_of(local: LocalAttention) -> AttentionWindow:
 
 
 def query_scale(local: LocalAttention, positions_S: Tensor) -> Tensor:
-    """Attention temperature of queries in global layers (arXiv 2501.19399), float32.
-
-    Args:
-        local: reads `global_temperature` and `temperature_floor`.
-        positions_S: positions in the row, from 0.
-    """
-    steps_S = ((positions_S.float() + 1) / local.temperature_floor).floor()
+    """Attention temperature of queries in global layers (arXiv 2501.19399), float32, by position in the row."""
+    steps_S = ((positions_S.float() + 1) / local.temperature_floor).floor()  # + 1: the formula counts from 1
     return steps_S.log1p() * local.global_temperature + 1

@@ -28,11 +28,7 @@ from penstock.parallel.spans import span
 
 
 class Block(nn.Module):
-    """A pre-norm decoder layer.
-
-    Args:
-        layer_context: recomputation and offload of activations.
-    """
+    """A pre-norm decoder layer."""
 
     def __init__(
         self,
@@ -59,13 +55,13 @@ class Block(nn.Module):
         with self.layer_context.recompute.discarding_in_pieces() as piece:
             with piece():
                 x_BSD, x_TD, x_float8 = self._attend(x_BSD, context)
-            terms = yield from within(piece, self._ffn_steps(x_TD, x_float8, context))
+            if isinstance(self.ffn, MoE):
+                # Each step enters a piece of its own: between steps another pass runs, with its own discarding.
+                terms = yield from within(piece, self.ffn.steps(x_TD, context.scope, x_float8))
+            else:
+                with piece():
+                    terms = self._dense(x_TD, x_float8)
             return self._add(x_BSD, terms)
-
-    def _ffn_steps(self, x_TD: Tensor, x_float8: RowColQuantized | None, context: ForwardContext) -> Steps[Terms]:
-        if isinstance(self.ffn, MoE):
-            return (yield from self.ffn.steps(x_TD, context.scope, x_float8))
-        return self._dense(x_TD, x_float8)
 
     def _dense(self, x_TD: Tensor, x_float8: RowColQuantized | None) -> Terms:
         with span(Span.DENSE):

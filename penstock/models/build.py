@@ -62,10 +62,8 @@ def meta_model(
 ) -> Decoder:
     """The model on the meta device: shapes and float32 dtypes, no memory.
 
-    Args:
-        layer_context: kernels and ranks; None for the reference kernels and one rank.
-        stage: parts of this decoder; None for everything.
-        layer_context_of: the context of each layer; None uses `layer_context` for all.
+    Without a `layer_context` it has the reference kernels and one rank, without a `stage` all parts; without
+    `layer_context_of` all layers have the same context.
     """
     layer_context, stage = layer_context or LayerContext(), stage or whole_model(config)
     # Embedding, final norm and output projection stay in high precision, and their weight gradients are not deferred.
@@ -74,20 +72,21 @@ def meta_model(
     layer_context_of = layer_context_of or (lambda layer: layer_context)
     arena = _arena(config, layer_context)
 
-    def mtp_layer(depth: int) -> MultiTokenPrediction:
-        layer = config.layers + depth
-        context = layer_context_of(layer)
-        return MultiTokenPrediction(hidden, epsilon, _block(config, layer, context, arena), context)
+    def block(layer: int) -> Block:
+        return _block(config, layer, layer_context_of(layer), arena)
+
+    def mtp_layer(layer: int) -> MultiTokenPrediction:
+        return MultiTokenPrediction(hidden, epsilon, block(layer), layer_context_of(layer))
 
     has_head = stage.norm_and_head and not config.tie_word_embeddings
     with torch.device("meta"):
         return Decoder(
             config,
             embed=Embedding(config.vocab_size, hidden, plain) if needs_embedding(config, stage) else None,
-            blocks={layer: _block(config, layer, layer_context_of(layer), arena) for layer in stage.layers},
+            blocks={layer: block(layer) for layer in stage.layers},
             norm=RMSNorm(hidden, epsilon, plain.operators) if stage.norm_and_head else None,
             head=Linear(hidden, config.vocab_size, plain, split="outputs") if has_head else None,
-            mtp={depth: mtp_layer(depth) for depth in stage.mtp},
+            mtp={depth: mtp_layer(config.layers + depth) for depth in stage.mtp},
             layer_context=layer_context,
             is_first=stage.embed,
             arena=arena,
@@ -95,14 +94,9 @@ def meta_model(
 
 
 def build_model(run: Run, device: torch.device, operators: Operators | None = None) -> Decoder:
-    """The whole model of a run with its initial weights, on a device.
+    """The whole model of a run with its initial weights, on a device; without `operators` they are chosen for both.
 
-    Args:
-        run: its seed decides the weights, its precision their dtype. TopKRouter weights stay float32.
-        operators: kernels; None chooses them for the run and the device.
-
-    Raises:
-        KernelError: the run asks for kernels that the device cannot run.
+    Raises a KernelError if the run asks for kernels that the device cannot run.
     """
     layer_context = LayerContext(
         operators=operators or choose_operators(run, device),
@@ -123,19 +117,14 @@ def transfers_of(run: Run, device: torch.device) -> TransferStream | None:
 
 
 def meta_stages(run: Run, layer_context: LayerContext, stages: Mapping[int, Stage]) -> dict[int, Decoder]:
-    """The decoders of one rank on the meta device, in float32, by number of the stage.
-
-    Args:
-        run: recomputation and float8 layers.
-        stages: parts of each stage of this rank, by number.
-    """
+    """The decoders of one rank on the meta device, in float32, by number of the stage."""
     decoders = {
         number: meta_model(run.model, layer_context, stage, partial(_layer_context_of, run, layer_context, number))
         for number, stage in stages.items()
     }
     with_embedding = [decoder for decoder in decoders.values() if decoder.embed is not None]
-    for decoder in with_embedding[1:]:  # Stages of one rank share one embedding.
-        decoder.embed = with_embedding[0].embed
+    for decoder in with_embedding[1:]:
+        decoder.embed = with_embedding[0].embed  # stages of one rank share one embedding, so it has one gradient
     return decoders
 
 
@@ -155,26 +144,24 @@ def set_dtypes(run: Run, decoders: Collection[Decoder], axes: Axes, device: torc
     """Give meta decoders their compute dtype, and shard their weights with FSDP2 if the run asks for it.
 
     Sharded weights stay float32, because they are their own masters; FSDP2 gathers them in the compute dtype.
-
-    Args:
-        run: reads precision and `parallel`.
     """
-    dtype = _compute_dtype(run)
+    dtype = compute_dtype(run)
     if run.parallel.shard == "full":
         # FSDP2 manages a parameter under one root, so a parameter that two stages share is not sharded.
         counts = Counter(parameter for decoder in decoders for parameter in decoder.parameters())
         shared = {parameter for parameter, count in counts.items() if count > 1}
         for decoder in decoders:
             modules = list(decoder.modules())
+            routers = {one for module in modules if isinstance(module, TopKRouter) for one in module.parameters()}
             shard_fully(
-                units=[*decoder.blocks.values(), *decoder.mtp.values()],
+                units=[*decoder.blocks.values(), *decoder.mtp.values()],  # in the order of forward: FSDP2 prefetches
                 root=decoder,
                 axis=axes.dense_data,
                 settings=run.parallel,
                 device=device,
                 compute_dtype=dtype,
-                ignored={one for module in modules if isinstance(module, TopKRouter) for one in module.parameters()}
-                | shared,
+                ignored=routers | shared,
+                # Experts are divided by the ranks that hold the same ones, not by all data-parallel ranks.
                 inner={module: axes.expert_data for module in modules if isinstance(module, GroupedExperts)},
             )
     for decoder in decoders:
@@ -193,12 +180,7 @@ def gather_in_float8(run: Run, decoders: Iterable[Decoder], axes: Axes) -> None:
     """Have FSDP2 gather float8 matrices (dense ones and experts) in float8 (`float8.gather`).
 
     Call it after `materialize` and before the first pass; `penstock.models.parameters.refresh_float8` must follow it.
-
-    Args:
-        run: reads `float8.gather` and precision.
-
-    Raises:
-        KernelError: a recipe's weights cannot be gathered in float8.
+    Raises a KernelError if a recipe's weights cannot be gathered in float8.
     """
     if not run.float8.gather:
         return
@@ -213,11 +195,12 @@ def gather_in_float8(run: Run, decoders: Iterable[Decoder], axes: Axes) -> None:
             else:
                 continue
             if recipe is not None and all(isinstance(one, DTensor) for one in matrices):
-                dtype = _compute_dtype(run)
+                dtype = compute_dtype(run)
                 module.gathered = tuple(Float8Shard(one, axis, recipe, rule, dtype) for one in matrices)
 
 
-def _compute_dtype(run: Run) -> torch.dtype:
+def compute_dtype(run: Run) -> torch.dtype:
+    """Dtype of activations and of the weights that products read."""
     return torch.bfloat16 if run.training.precision == "bf16" else torch.float32
 
 
@@ -254,19 +237,23 @@ def _block(config: Model, layer: int, layer_context: LayerContext, arena: Activa
     else:
         attention = GroupedQueryLayer(config.attention, hidden, layer_context, layer=layer, epsilon=epsilon)
     ffn = _ffn(config, layer, layer_context, arena)
-    reader = ffn.shared if isinstance(ffn, MoE) else ffn
-    ffn_reads_float8 = (
-        isinstance(reader, FeedForward) and reader.reads_float8 and not layer_context.recompute.kinds & _SAVES_INPUT
-    )
+    dense = ffn.shared if isinstance(ffn, MoE) else ffn
+    saves_input = bool(layer_context.recompute.kinds & _SAVES_INPUT)
 
     def norm(*, float8: bool, keep_plain: bool) -> PreNorm:
         rule = layer_context.float8 if float8 else None
         return PreNorm(hidden, epsilon, layer_context.operators, rule, keep_plain=keep_plain)
 
-    attention_norm = norm(float8=attention.reads_float8, keep_plain=attention.reads_high_precision)
-    # Routers and dispatchers read high precision.
-    ffn_norm = norm(float8=ffn_reads_float8, keep_plain=isinstance(ffn, MoE))
-    return Block(attention_norm, attention, ffn_norm, ffn, layer_context)
+    return Block(
+        norm(float8=attention.reads_float8, keep_plain=attention.reads_high_precision),
+        attention,
+        norm(
+            float8=isinstance(dense, FeedForward) and dense.reads_float8 and not saves_input,
+            keep_plain=isinstance(ffn, MoE),  # routers and dispatchers read high precision
+        ),
+        ffn,
+        layer_context,
+    )
 
 
 def _ffn(config: Model, layer: int, layer_context: LayerContext, arena: ActivationArena | None) -> FeedForward | MoE:
@@ -277,20 +264,14 @@ def _ffn(config: Model, layer: int, layer_context: LayerContext, arena: Activati
     dispatcher, row_capacity = make_dispatcher(moe, layer_context, in_arena=uses_arena)
     # Recomputed rows are not saved: they live only during the layer's own backward.
     saves_rows = uses_arena and not layer_context.recompute.kinds & {"expert-activation", "moe", "layer"}
+    hidden, shared_width = config.hidden_size, moe.shared_expert_intermediate_size
     return MoE(
-        TopKRouter(moe, config.hidden_size, layer, layer_context.operators, layer_context.axes),
+        TopKRouter(moe, hidden, layer, layer_context.operators, layer_context.axes),
         dispatcher,
         GroupedExperts(
-            moe.experts,
-            config.hidden_size,
-            moe.moe_intermediate_size,
-            layer_context,
-            rule=expert_rule(moe),
-            bias=moe.bias,
+            moe.experts, hidden, moe.moe_intermediate_size, layer_context, rule=expert_rule(moe), bias=moe.bias
         ),
-        FeedForward(config.hidden_size, moe.shared_expert_intermediate_size, layer_context)
-        if moe.shared_expert_intermediate_size
-        else None,
+        FeedForward(hidden, shared_width, layer_context) if shared_width else None,
         layer_context,
         row_capacity,
         arena if saves_rows else None,

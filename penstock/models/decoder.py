@@ -36,34 +36,16 @@ OVERLAPS_IN_STEPS: tuple[Overlap, ...] = ("halves", "passes")
 
 
 class Hidden(NamedTuple):
-    """Inputs of the output projection.
+    """Inputs of the output projection."""
 
-    Attributes:
-        main_BSD: hidden states that predict the next token, after the final norm; before the last stage, its output.
-        mtp: hidden states of each multi-token prediction depth, after its norm; depth k predicts k tokens further on.
-    """
-
-    main_BSD: Tensor
-    mtp: tuple[Tensor, ...]
+    main_BSD: Tensor  # they predict the next token, after the final norm; before the last stage, its output
+    mtp: tuple[Tensor, ...]  # of each prediction depth, after its norm; depth k predicts k tokens further on
 
 
 class Decoder(nn.Module):
     """A decoder-only language model without the output projection's product.
 
     The loss computes the product with `head_VD`: it never materializes all logits at once.
-
-    Args:
-        embed: token embedding; None if the stage needs none.
-        blocks: decoder layers by number.
-        norm: final norm; None before the last stage.
-        head: output projection; None if tied to the embedding, or on another stage.
-        mtp: multi-token prediction layers by depth, from 0.
-        is_first: the stage starts from tokens; False for a stage whose embedding serves prediction layers only.
-        arena: shared buffer for the experts' saved rows; None if each layer saves its own.
-
-    Attributes:
-        has_reach: some layers have a window or chunks.
-        scales_queries: some layers use attention temperature tuning.
     """
 
     def __init__(  # noqa: PLR0913 (the parts of a stage, each of which may be missing)
@@ -71,13 +53,13 @@ class Decoder(nn.Module):
         config: Model,
         *,
         embed: Embedding | None,
-        blocks: dict[int, Block],
-        norm: RMSNorm | None,
-        head: Linear | None,
-        mtp: dict[int, MultiTokenPrediction],
+        blocks: dict[int, Block],  # by number in the model
+        norm: RMSNorm | None,  # the final one; None before the last stage
+        head: Linear | None,  # None if tied to the embedding, or on another stage
+        mtp: dict[int, MultiTokenPrediction],  # by depth, from 0
         layer_context: LayerContext,
-        is_first: bool = True,
-        arena: "ActivationArena | None" = None,
+        is_first: bool = True,  # starts from tokens; False where the embedding serves prediction layers only
+        arena: "ActivationArena | None" = None,  # of the experts' saved rows; None if each layer saves its own
     ) -> None:
         super().__init__()
         self.config = config
@@ -92,7 +74,7 @@ class Decoder(nn.Module):
         self.mtp = nn.ModuleDict({str(depth): layer for depth, layer in mtp.items()})
         attentions = [block.attention for block in (*blocks.values(), *(layer.block for layer in mtp.values()))]
         grouped = [one for one in attentions if isinstance(one, GroupedQueryLayer)]
-        self.has_reach = any(one.reach is not None for one in grouped)
+        self.has_reach = any(one.reach is not None for one in grouped)  # a window or chunks
         self.scales_queries = any(one.scales_queries for one in grouped)
 
     @property
@@ -103,15 +85,11 @@ class Decoder(nn.Module):
         return owner.weight
 
     def forward(self, inputs: ModelInputs, x_BSD: Tensor | None = None) -> Hidden:
-        """Hidden states of this rank's positions.
-
-        Args:
-            x_BSD: output of the previous stage; None on the first.
-        """
+        """Hidden states of this rank's positions; `x_BSD` is the output of the previous stage, None on the first."""
         self._begin()
         if self.overlap != "halves" or not self.training:
             return drain(self.steps(inputs, x_BSD))
-        parts_BSD = (None, None) if x_BSD is None else x_BSD.chunk(2)
+        parts_BSD = (None, None) if x_BSD is None else x_BSD.chunk(2)  # rows, as `halves` cuts them
         halves = zip(inputs.halves(), parts_BSD, strict=True)
         # Each half computes while the tokens of the other travel.
         one, other = interleave([self.steps(half, part_BSD) for half, part_BSD in halves])
@@ -141,10 +119,11 @@ class Decoder(nn.Module):
                 x_BSD = block(x_BSD, context)  # called as a module, so that its hooks (FSDP2) run
         main_BSD = x_BSD if self.norm is None else self.norm(x_BSD)
         previous_BSD, depths = main_BSD, []
-        for (depth, layer), ahead_BS in zip(self.mtp.items(), inputs.ahead, strict=False):  # other stages have none
+        # Every stage gets `ahead`; only the last one has prediction layers.
+        for (depth, layer), ahead_BS in zip(self.mtp.items(), inputs.ahead, strict=False):
             ahead_BSD = self._embed(ahead_BS)
             with span(LAYER, self.config.layers + int(depth)), span(Span.MTP):
-                previous_BSD = layer(previous_BSD, ahead_BSD, context)
+                previous_BSD = layer(previous_BSD, ahead_BSD, context)  # depth k reads depth k - 1
             depths.append(previous_BSD)
         return Hidden(main_BSD, tuple(depths))
 
@@ -163,11 +142,11 @@ class Decoder(nn.Module):
         attention, positions_BS = self.config.attention, inputs.positions_BS
         scope = Scope(sequences=positions_BS.shape[0], share=inputs.share)
         with span(Span.EMBED):
-            cos_BSP, sin_BSP = angles(attention.rope, attention.rotary_dim, positions_BS)
+            cos_BSP, sin_BSP = angles(attention.rope, attention.rotary_dim, positions_BS)  # P / 2 wide
             context = ForwardContext(cos_BSP, sin_BSP, inputs.allowed_BSS(), scope, inputs.parts)
             if isinstance(attention, GroupedQueryAttention) and attention.local is not None:
                 context = self._with_local(context, attention.local, positions_BS)
-            return context.in_static_memory()
+            return context.in_static_memory()  # last: captured graphs read these addresses
 
     def _with_local(self, context: ForwardContext, local: LocalAttention, positions_BS: Tensor) -> ForwardContext:
         """Add the masks of local layers and the attention temperature of global ones."""
@@ -175,14 +154,13 @@ class Decoder(nn.Module):
         if self.has_reach:
             nears = nears_of(self.layer_context, reach_of(local), held, rows, context.allowed_BSS, device)
             context = replace(context, nears=nears)
-        if self.scales_queries:
+        if self.scales_queries:  # by position in the row, not in the document as rotary angles are
             scale_S = query_scale(local, held_positions(self.layer_context, held, device))
             context = replace(context, query_scale_S=scale_S)
         return context
 
     def logits(self, tokens_BS: Tensor, positions_BS: Tensor) -> Tensor:
         """All logits of the main prediction, B x S x V, in the compute dtype. For tests, not for training."""
-        reading = ModelInputs(
-            tokens_BS=tokens_BS, positions_BS=positions_BS, ahead=shifted_tokens(tokens_BS, len(self.mtp))
-        )
-        return F.linear(self(reading).main_BSD, self.head_VD)
+        ahead = shifted_tokens(tokens_BS, len(self.mtp))
+        inputs = ModelInputs(tokens_BS=tokens_BS, positions_BS=positions_BS, ahead=ahead)
+        return F.linear(self(inputs).main_BSD, self.head_VD)

@@ -29,21 +29,17 @@ class FeedForward(nn.Module):
         return self.gate_up.float8 is not None and self.axis.size == 1
 
     def forward(self, x_TD: Tensor, x_float8: RowColQuantized | None = None) -> Tensor:
-        """Apply to every token. Returns y_TD.
-
-        Args:
-            x_float8: their quantized copy, if the caller has one.
-        """
+        """Apply to every token. Returns y_TD; `x_float8` is a quantized copy of x, if there is one."""
         if self.gate_up.float8 is None or self.down.float8 is None:
             return self.narrow(self.widen(x_TD, x_float8))
-        x_TD = all_gather(x_TD, self.axis, dim=0)
+        x_TD = all_gather(x_TD, self.axis, dim=0)  # tokens of all tensor ranks
         y_TD = float8_swiglu_network(x_TD, self.gate_up.float8_weight(), self.down.float8_weight(), x_float8)
         return reduce_scatter(y_TD, self.axis, dim=0)
 
     def widen(self, x_TD: Tensor, x_float8: RowColQuantized | None = None) -> Tensor:
         """The first product and the activation: this rank's part of h_TF, for the tokens of all tensor ranks."""
         x_TD = all_gather(x_TD, self.axis, dim=0)  # tokens of all tensor ranks
-        return self.operators.swiglu(self.gate_up(x_TD, x_float8))
+        return self.operators.swiglu(self.gate_up(x_TD, x_float8))  # T x 2F -> T x F
 
     def narrow(self, h_TF: Tensor) -> Tensor:
         """The second product, reduced to this rank's own tokens. Returns y_TD."""

@@ -52,58 +52,38 @@ def quantize_input(x_D: Tensor, rule: Float8Rule) -> RowColQuantized:
 
 @dataclass(frozen=True, kw_only=True)
 class Float8Weight:
-    """A weight matrix with everything its float8 products need.
+    """A weight matrix with everything its float8 products need."""
 
-    Attributes:
-        parameter_FD: bfloat16 or float32.
-        cached: quantized copies of its current values; None quantizes in forward and again in backward, unless FSDP2
-            gathers it in float8.
-        main_grad: float32 buffer that backward adds to; None gives the gradient to autograd.
-        weight_grads: while it collects, the weight gradient is stored as a task.
-        rule: recipe, formats and kernels.
-    """
-
-    parameter_FD: Tensor
+    parameter_FD: Tensor  # bfloat16 or float32
+    # Of its current values. None quantizes in forward and again in backward, unless FSDP2 gathers it in float8.
     cached: WeightCopies | None
-    main_grad: Tensor | None
-    weight_grads: WeightGradStore | None
+    main_grad: Tensor | None  # float32 buffer that backward adds to; None gives the gradient to autograd
+    weight_grads: WeightGradStore | None  # while it collects, the weight gradient is stored as a task
     rule: Float8Rule
 
     def copies(self, parameter_FD: Tensor) -> WeightCopies | GatheredCopies:
-        """The cached copies, or new ones.
-
-        Args:
-            parameter_FD: the parameter; in backward, as the saved tensor restores it.
-        """
+        """The cached copies, or new ones of the parameter; in backward, of what the saved tensor restores."""
         quantize = partial(self.rule.operators.quantize_weight, recipe=recipe_of(self.rule), form=self.rule.forward)
         return copies_of(parameter_FD, self.cached, quantize)
 
-    def put_gradient(self, dy: Quantized, x: Quantized) -> Tensor | None:
-        """Compute the weight gradient dw = dy^T x, now or deferred.
-
-        Args:
-            dy: F x R.
-            x: D x R.
-
-        Returns:
-            The gradient for autograd; None if it goes to `main_grad` or is deferred.
-        """
+    def put_gradient(self, dy_FR: Quantized, x_DR: Quantized) -> Tensor | None:
+        """Compute dw = dy^T x, now or deferred. Returns None if it goes to `main_grad` or is deferred."""
         if self.weight_grads is not None and self.weight_grads.is_collecting:
-            self.weight_grads.add(partial(self._put_deferred, dy, x))
+            self.weight_grads.add(partial(self._put_deferred, dy_FR, x_DR))
             return None
-        return self._gradient(dy, x)
+        return self._gradient(dy_FR, x_DR)
 
-    def _gradient(self, dy: Quantized, x: Quantized) -> Tensor | None:
-        multiply = self.rule.operators.multiply
+    def _gradient(self, dy_FR: Quantized, x_DR: Quantized) -> Tensor | None:
+        multiply = self.rule.operators.multiply  # both operands are contracted over R, their last dim
         if self.main_grad is None:
-            return multiply(dy, x, self.parameter_FD.dtype)
-        multiply(dy, x, self.main_grad.dtype, accumulate_into=self.main_grad)
+            return multiply(dy_FR, x_DR, self.parameter_FD.dtype)
+        multiply(dy_FR, x_DR, self.main_grad.dtype, accumulate_into=self.main_grad)
         return None
 
-    def _put_deferred(self, dy: Quantized, x: Quantized) -> None:
-        gradient = self._gradient(dy, x)
-        if gradient is not None:  # A small backward pass, so that the parameter's hooks run.
-            self.parameter_FD.view_as(self.parameter_FD).backward(gradient)
+    def _put_deferred(self, dy_FR: Quantized, x_DR: Quantized) -> None:
+        dw_FD = self._gradient(dy_FR, x_DR)
+        if dw_FD is not None:  # a small backward pass, so that the parameter's hooks run
+            self.parameter_FD.view_as(self.parameter_FD).backward(dw_FD)
 
 
 def float8_linear(
@@ -113,17 +93,10 @@ def float8_linear(
     x_float8: RowColQuantized | None = None,
     grad_channel: GradientSideChannel | None = None,
 ) -> Tensor:
-    """`F.linear` with all three products in float8.
+    """`F.linear` with all three products in float8, in the dtype of x, which may have any leading dims.
 
-    Args:
-        x_D: input with any leading dims.
-        weight: outputs x inputs.
-        bias: added to the product; its gradient goes to autograd.
-        x_float8: quantized copy of x; None quantizes it here.
-        grad_channel: side channel of the output gradient in float8; requires that there is no bias.
-
-    Returns:
-        In the dtype of x.
+    Without `x_float8`, its quantized copy, x is quantized here. The output gradient may come in float8 through
+    `grad_channel`, if there is no bias.
     """
     assert grad_channel is None or bias is None, "the gradient of a bias is a sum of 16 bits"
     x_float8 = quantize_input(x_D, weight.rule) if x_float8 is None else x_float8
@@ -139,23 +112,14 @@ def float8_linear(
 def float8_swiglu_network(
     x_TD: Tensor, gate_up: Float8Weight, down: Float8Weight, x_float8: RowColQuantized | None = None
 ) -> Tensor:
-    """down(silu(gate(x)) * up(x)) with all six products in float8.
-
-    Args:
-        gate_up: 2F x D.
-        down: D x F.
-        x_float8: quantized copy of x; None quantizes it here.
-
-    Returns:
-        y_TD in the dtype of x.
-    """
+    """down(silu(gate(x)) * up(x)) with all six products in float8; `x_float8` as in `float8_linear`."""
     rule = gate_up.rule
     operators = rule.operators
     x_float8 = quantize_input(x_TD, rule) if x_float8 is None else x_float8
+    parameters = gate_up.parameter_FD, down.parameter_FD  # 2F x D, D x F
     with torch.no_grad():
         gate_up_T2F = operators.multiply(x_float8.rows, gate_up.copies(gate_up.parameter_FD).forward, x_TD.dtype)
-    parameters = gate_up.parameter_FD, down.parameter_FD
-    y_TD: Tensor = _Float8Network.apply(x_TD, *parameters, x_float8.columns, gate_up_T2F, gate_up, down)
+    y_TD: Tensor = _Float8Network.apply(x_TD, *parameters, x_float8.columns, gate_up_T2F, gate_up, down)  # filled below
     with torch.no_grad():
         h_TF = operators.swiglu(gate_up_T2F, None, SWIGLU, recipe_of(rule), rule.forward).rows
         operators.multiply(h_TF, down.copies(down.parameter_FD).forward, y_TD.dtype, out=y_TD)
@@ -189,12 +153,12 @@ class _Float8Linear(torch.autograd.Function):
         weight: Float8Weight = ctx.weight
         values, scales, *of_weight = ctx.saved_tensors
         dy_float8 = None if ctx.grad_channel is None else ctx.grad_channel.take()
-        if dy_float8 is None:
+        if dy_float8 is None:  # the gradient came in 16 bits
             dy = dy.contiguous()
             dy_float8 = _quantize_gradient(dy.flatten(0, -2), weight.rule)
         dx_D = dweight = None
         if ctx.needs_input_grad[0]:
-            backward = weight.copies(*(of_weight or (weight.parameter_FD,))).backward
+            backward = weight.copies(*(of_weight or (weight.parameter_FD,))).backward  # D x F
             dx_D = weight.rule.operators.multiply(dy_float8.rows, backward, dy.dtype).view(ctx.shape)
         if ctx.needs_input_grad[1]:
             assert dy_float8.columns is not None, "asked for"
@@ -217,7 +181,7 @@ class _Float8Network(torch.autograd.Function):
         gate_up: Float8Weight,
         down: Float8Weight,
     ) -> Tensor:
-        if columns is not None:
+        if columns is not None:  # backward may run
             is_cached = gate_up.cached is not None and down.cached is not None
             of_weights = () if is_cached else (gate_up_FD, down_DF)
             ctx.save_for_backward(columns.values, columns.scales, gate_up_T2F, *of_weights)
@@ -239,7 +203,7 @@ class _Float8Network(torch.autograd.Function):
             gate_up_T2F,
             None,
             dh_TF,
-            torch.full((1,), len(dh_TF), dtype=torch.int32, device=dh_TF.device),
+            torch.full((1,), len(dh_TF), dtype=torch.int32, device=dh_TF.device),  # one group holds all rows
             SWIGLU,
             recipe_of(rule),
             rule.forward,

@@ -9,6 +9,7 @@ layouts, whose weights are their own masters, would train differently.
 """
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -25,28 +26,22 @@ from penstock.parallel.shard import ShardedTensor, own_rows
 
 @dataclass(frozen=True, kw_only=True)
 class ParamInit:
-    """The initial values of one parameter of the whole model.
-
-    Attributes:
-        device: of the random generator; CPUs and GPUs give different numbers.
-        constant: the value of all elements; None draws them.
-        by_expert: dim 0 counts experts, which are drawn one by one.
-    """
+    """The initial values of one parameter of the whole model."""
 
     seed: int
     name: str
     std: float
-    device: torch.device
-    constant: float | None = None
-    by_expert: bool = False
+    device: torch.device  # of the random generator; CPUs and GPUs give different numbers
+    constant: float | None = None  # of all elements, for norms and biases; None draws them
+    by_expert: bool = False  # dim 0 counts experts, which are drawn one by one
 
     def fill(self, part: ShardedTensor) -> None:
         """Write the values of a part."""
-        if self.constant is not None:  # norms and biases
+        if self.constant is not None:
             part.tensor.fill_(self.constant)
         elif self.by_expert:
             # Only experts on this rank are drawn, each from its own generator.
-            for expert, own in _by_expert(part.pieces):
+            for expert, own in _by_expert(part.pieces).items():
                 values = self._values(f"{self.name}.{expert}", part.shape[1:])
                 for row, piece in own:
                     part.tensor[row][_region(piece.here[1:], piece)].copy_(values[_region(piece.whole[1:], piece)])
@@ -56,18 +51,19 @@ class ParamInit:
                 part.tensor[_region(piece.here, piece)].copy_(values[_region(piece.whole, piece)])
 
     def _values(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        # 56 bits: torch takes seeds below 2**63.
         digest = hashlib.blake2b(f"{self.seed}/{name}".encode(), digest_size=7).digest()
         generator = torch.Generator(self.device).manual_seed(int.from_bytes(digest, "big"))
         return torch.empty(shape, device=self.device).normal_(0.0, self.std, generator=generator)
 
 
-def _by_expert(pieces: Iterable[LocalSlice]) -> Iterator[tuple[int, list[tuple[int, LocalSlice]]]]:
-    """Yields (expert of the whole parameter, its local rows with their slices)."""
-    experts: dict[int, list[tuple[int, LocalSlice]]] = {}
+def _by_expert(pieces: Iterable[LocalSlice]) -> dict[int, list[tuple[int, LocalSlice]]]:
+    """The local rows of each expert of the whole parameter, with their slices: gate and up are two slices."""
+    experts = defaultdict(list)
     for piece in pieces:
         for offset in range(piece.sizes[0]):
-            experts.setdefault(piece.whole[0] + offset, []).append((piece.here[0] + offset, piece))
-    yield from experts.items()
+            experts[piece.whole[0] + offset].append((piece.here[0] + offset, piece))
+    return experts
 
 
 def _region(offsets: tuple[int, ...], piece: LocalSlice) -> tuple[slice, ...]:
@@ -80,11 +76,10 @@ def _region(offsets: tuple[int, ...], piece: LocalSlice) -> tuple[slice, ...]:
 def initialize(model: nn.Module, seed: int, std: float) -> None:
     """Fill all parameters: norms with one, biases with zero, all else with normal values. Buffers become zero.
 
-    Args:
-        model: on a real device, contents undefined; parameters may be shards, also of FSDP2.
+    The model is on a real device, with undefined contents.
     """
     for module, name, parameter, init in _param_inits(model, seed, std):
-        local, rows = own_rows(parameter)
+        local, rows = own_rows(parameter)  # FSDP2 holds a range of rows
         cuts = cuts_of(module, name)
         shape = global_shape(tuple(parameter.shape), cuts)
         init.fill(ShardedTensor(tensor=local, shape=shape, pieces=local_slices(shape, cuts, rows)))
@@ -96,8 +91,7 @@ def initialize(model: nn.Module, seed: int, std: float) -> None:
 def initialize_masters(models: Iterable[nn.Module], parts: Mapping[str, ShardedTensor], seed: int, std: float) -> None:
     """Give masters the float32 values from which bfloat16 parameters were rounded.
 
-    Args:
-        parts: float32 masters by `model.NAME`, or rows of them, on any device.
+    `parts` are float32 masters by `model.NAME`, or rows of them, on any device.
     """
     for model in models:
         for _, _, parameter, init in _param_inits(model, seed, std):

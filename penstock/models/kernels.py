@@ -22,39 +22,29 @@ from penstock.kernels.operators import Operators
 def choose_operators(run: Run, device: torch.device) -> Operators:
     """The operators of a run's model.
 
-    Raises:
-        KernelError: the run asks for a kernel that cannot run, or a file of measurements is damaged.
+    Raises a KernelError if the run asks for a kernel that cannot run, or if a file of measurements is damaged.
     """
     return operators(kernel_choices(run, device_facts(device, run.training.precision)))
 
 
 def kernel_choices(run: Run, device: DeviceFacts) -> tuple[Choice, ...]:
-    """The chosen kernel of each operator on a device, with the reason. The device may be another machine's.
+    """The kernel of each operator on a device, maybe another machine's, with the reason. Raises as `choose_operators`.
 
-    Raises:
-        KernelError: as `choose_operators`.
+    A kernel that waits for the device at a stage of `dispatch.sync_free` that forbids it is refused.
     """
     wanted = run.kernels.model_dump(exclude={"float8", "loss_chunk", "measured"})
     choices = choose(wanted, device, shapes_of(run), measurements(run.kernels, device))
+    stage = run.dispatch.sync_free
     if device.kind != "cpu" and run.model.moe is not None:
         for op, first in _host_counters(choices):
-            if run.dispatch.sync_free >= first:
-                raise KernelError(
-                    f"dispatch.sync_free={run.dispatch.sync_free} cannot be had: the reference form of {op} waits for "
-                    "the device",
-                    allowed=", ".join(f"{one}" for one in range(first)),
-                    fix=f"leave kernels.{op} and kernels.all at auto where Triton is installed, or set "
-                    f"dispatch.sync_free={first - 1}",
-                )
+            if stage >= first:
+                at_auto = f"leave kernels.{op} and kernels.all at auto where Triton is installed"
+                raise _waits(op, stage, first, f"{at_auto}, or set dispatch.sync_free={first - 1}")
     return choices
 
 
 def most_sync_free(run: Run, device: DeviceFacts) -> int:
-    """The highest `dispatch.sync_free` at which the kernels of a run never wait for the device.
-
-    Raises:
-        KernelError: as `choose_operators`.
-    """
+    """The highest `dispatch.sync_free` at which no kernel waits for the device. Raises as `choose_operators`."""
     free = run.model_copy(update={"dispatch": run.dispatch.model_copy(update={"sync_free": 0})})
     if device.kind == "cpu" or run.model.moe is None:
         return STAGES - 1
@@ -70,20 +60,24 @@ def _host_counters(choices: Sequence[Choice]) -> list[tuple[str, int]]:
     ]
 
 
-def choose_float8(run: Run, device: torch.device) -> Float8Rule:
-    """The float8 rule of a run on a local device.
+def _waits(op: str, stage: int, first: int, fix: str) -> KernelError:
+    """The error for a reference kernel that waits for the device, which stages from `first` on forbid."""
+    return KernelError(
+        f"dispatch.sync_free={stage} cannot be had: the reference form of {op} waits for the device",
+        allowed=", ".join(map(str, range(first))),
+        fix=fix,
+    )
 
-    Raises:
-        KernelError: as `float8_rule`.
-    """
+
+def choose_float8(run: Run, device: torch.device) -> Float8Rule:
+    """The float8 rule of a run on a local device. Raises as `float8_rule`."""
     return float8_rule(run, device_facts(device, run.training.precision))
 
 
 def float8_rule(run: Run, device: DeviceFacts) -> Float8Rule:
     """The float8 rule of a run's layers on any device; `first_layers` and `last_layers` do not use it.
 
-    Raises:
-        KernelError: the device does not support a recipe of the run, or Triton is missing.
+    Raises a KernelError if the device does not support a recipe of the run, or if Triton is missing.
     """
     wanted = run.float8
     if not wanted.is_used:
@@ -91,8 +85,10 @@ def float8_rule(run: Run, device: DeviceFacts) -> Float8Rule:
     target = "cpu" if device.kind == "cpu" else device.target
     dense, experts, dispatch = (_recipe_on(part, target) for part in (wanted.dense, wanted.experts, wanted.dispatch))
     backend = _float8_backend(run, device, dense)
-    if backend == "reference" and device.kind != "cpu" and experts is not None:
-        _refuse_host_counts(run.dispatch.sync_free)
+    waits = backend == "reference" and device.kind != "cpu" and experts is not None
+    if waits and run.dispatch.sync_free >= COUNTS_STAY:
+        fix = f"set dispatch.sync_free={COUNTS_STAY - 1}, or kernels.float8=auto"
+        raise _waits("float8 experts", run.dispatch.sync_free, COUNTS_STAY, fix)
     return Float8Rule(
         dense=dense,
         experts=experts,
@@ -135,15 +131,6 @@ def _float8_backend(run: Run, device: DeviceFacts, dense: Recipe | None) -> str:
     return wanted
 
 
-def _refuse_host_counts(stage: int) -> None:
-    if stage >= COUNTS_STAY:
-        raise KernelError(
-            f"dispatch.sync_free={stage} cannot be had: the reference form of float8 experts waits for the device",
-            allowed=", ".join(f"{one}" for one in range(COUNTS_STAY)),
-            fix=f"set dispatch.sync_free={COUNTS_STAY - 1}, or kernels.float8=auto",
-        )
-
-
 def measurements(kernels: Kernels, device: DeviceFacts) -> Measurements | None:
     """Kernel measurements for a device; None for CPUs, which have none."""
     if device.kind == "cpu":
@@ -153,11 +140,8 @@ def measurements(kernels: Kernels, device: DeviceFacts) -> Measurements | None:
 
 def shapes_of(run: Run) -> Shapes:
     """Sizes of one micro-batch of a run."""
-    model, moe = run.model, run.model.moe
-    attention = model.attention
-    dense_ffn = (
-        model.intermediate_size if moe is None else moe.shared_expert_intermediate_size or model.intermediate_size
-    )
+    model, moe, attention = run.model, run.model.moe, run.model.attention
+    shared_width = 0 if moe is None else moe.shared_expert_intermediate_size
     return Shapes(
         tokens=run.training.micro_batch * run.training.sequence_length,
         hidden=model.hidden_size,
@@ -165,7 +149,7 @@ def shapes_of(run: Run) -> Shapes:
         expert_groups=1 if moe is None else moe.router.n_group,
         top_k=0 if moe is None else moe.top_k,
         ffn=0 if moe is None else moe.moe_intermediate_size,
-        dense_ffn=dense_ffn,
+        dense_ffn=shared_width or model.intermediate_size,  # most layers of a mixture have the shared expert only
         attention=attention.kind,
         heads=attention.heads,
         head_dim=attention.head_dim,

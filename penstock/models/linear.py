@@ -33,23 +33,12 @@ from penstock.parallel.weight_grad_store import WeightGradStore, deferrable
 class Linear(nn.Linear):
     """A product with a matrix of which this rank holds some rows (outputs), some columns (inputs), or all.
 
-    Args:
-        layer_context: ranks, the store of deferred weight gradients, and the float8 recipe. Widths that float8 kernels
-            do not support stay in high precision.
-        split: `outputs` (column-parallel), `inputs` (row-parallel), or None to replicate the matrix.
-        blocks: equal blocks of the output that are sharded separately, such as gate and up.
-        bias: whether there is a bias; a row-parallel product needs `shifted` to add it after the reduction.
-
-    Attributes:
-        main_grad: buffer that backward adds the weight gradient to; None leaves the gradient to autograd.
-        float8: recipe and kernels; None in high precision.
-        copies: quantized copies of the weight, see `refresh_float8`.
-        gathered: shards for FSDP2's float8 all-gather (`penstock.models.build.gather_in_float8`).
+    Widths that float8 kernels do not support stay in high precision.
     """
 
-    main_grad: Tensor | None = None
-    copies: WeightCopies | None = None
-    gathered: tuple[Float8Shard, ...] = ()
+    main_grad: Tensor | None = None  # backward adds the weight gradient to it; None leaves the gradient to autograd
+    copies: WeightCopies | None = None  # quantized weight, see `refresh_float8`
+    gathered: tuple[Float8Shard, ...] = ()  # for FSDP2's float8 all-gather (penstock.models.build.gather_in_float8)
 
     def __init__(
         self,
@@ -57,22 +46,19 @@ class Linear(nn.Linear):
         outputs: int,
         layer_context: LayerContext,
         *,
-        split: str | None = None,
-        blocks: int = 1,
-        bias: bool = False,
+        split: str | None = None,  # outputs (column-parallel), inputs (row-parallel); None replicates the matrix
+        blocks: int = 1,  # equal blocks of the output that are sharded separately, such as gate and up
+        bias: bool = False,  # a row-parallel product needs `shifted` to add it after the reduction
     ) -> None:
-        cuts = (
-            ()
-            if split is None
-            else cut_over(layer_context.axes.tensor, dim=0 if split == "outputs" else 1, blocks=blocks)
-        )
+        dim = 0 if split == "outputs" else 1
+        cuts = () if split is None else cut_over(layer_context.axes.tensor, dim=dim, blocks=blocks)
         rows, columns = local_shape((outputs, inputs), cuts)
         super().__init__(columns, rows, bias=bias)
         self.cuts = {"weight": cuts}
         if bias:
             self.cuts["bias"] = cuts if split == "outputs" else ()
-        self.weight_grads = layer_context.weight_grads
-        self.is_summed = split == "inputs"
+        self.weight_grads = layer_context.weight_grads  # deferred weight gradients
+        self.is_summed = split == "inputs"  # outputs of the ranks are partial sums
         self.float8 = layer_context.float8 if layer_context.float8.dense is not None and fits(rows, columns) else None
 
     def forward(
@@ -83,10 +69,8 @@ class Linear(nn.Linear):
     ) -> Tensor:
         """Multiply the last dim; add the bias, except to the partial sums of a row-parallel product.
 
-        Args:
-            x_D: input with any leading dims.
-            x_float8: its quantized copy, if the caller has one; see `quantize_input`.
-            grad_channel: side channel through which the output gradient may come in float8.
+        `x_float8` is a quantized copy of x, if there is one (`quantize_input`). The output gradient may come in float8
+        through `grad_channel`.
         """
         bias = None if self.is_summed else self.bias
         if self.float8 is not None:
@@ -116,8 +100,7 @@ class Linear(nn.Linear):
     def refresh_float8(self) -> None:
         """Quantize the weight for the passes that follow.
 
-        Copies keep their addresses, because captured graphs read them. FSDP2 weights are quantized after the
-        all-gather.
+        Copies keep their addresses, because captured graphs read them. FSDP2 weights are quantized after the gather.
         """
         if self.float8 is not None and not isinstance(self.weight, DTensor):
             quantize = self.float8.operators.quantize_weight
@@ -130,13 +113,9 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """Token embedding; tensor-parallel ranks hold equal ranges of the vocabulary.
+    """Token embedding; tensor-parallel ranks hold equal ranges of the vocabulary."""
 
-    Attributes:
-        main_grad: as in `Linear`; a tied output projection adds its gradient there too.
-    """
-
-    main_grad: Tensor | None = None
+    main_grad: Tensor | None = None  # as in `Linear`; a tied output projection adds its gradient there too
 
     def __init__(self, vocab_size: int, hidden_size: int, layer_context: LayerContext) -> None:
         axis = layer_context.axes.tensor
@@ -147,22 +126,14 @@ class Embedding(nn.Embedding):
         self.axis = axis
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        """Look up tokens.
-
-        Args:
-            tokens_BS: int64 ids, the same on every tensor-parallel rank.
-
-        Returns:
-            B x s x D of this rank's positions, s = S / tensor-parallel ranks.
-        """
+        """Look up ids (int64), which all tensor-parallel ranks share. Returns B x S / ranks x D of our positions."""
         if self.axis.size == 1:
             # Autograd's dense gradient is faster on a CPU, and where most tokens belong to other ranks (row 0 here).
             if self.main_grad is not None and on_gpu(self.main_grad) and torch.is_grad_enabled():
                 return look_up_into(self.main_grad, tokens_BS, self.weight)
             return F.embedding(tokens_BS, self.weight)
         # Rank r holds rows r V / n .. (r + 1) V / n - 1. Other tokens read row 0 and are zeroed before the sum.
-        first = self.axis.rank * self.num_embeddings
-        local_BS = tokens_BS - first
+        local_BS = tokens_BS - self.axis.rank * self.num_embeddings
         is_here_BS = (local_BS >= 0) & (local_BS < self.num_embeddings)
         x_BSD = F.embedding(torch.where(is_here_BS, local_BS, 0), self.weight)
         return reduce_scatter(torch.where(is_here_BS[..., None], x_BSD, 0), self.axis, dim=1)
@@ -177,11 +148,8 @@ def linear_into(
 ) -> Tensor:
     """`F.linear(x, weight, bias)` whose backward adds the weight gradient to a buffer and gives autograd none.
 
-    Args:
-        main_grad: in the shape of the weight, float32 or the weight's dtype.
-        x_D: input with any leading dims.
-        weight: outputs x inputs.
-        weight_grads: while it collects, the weight gradient is stored as a task.
+    `main_grad` has the shape of the weight, in float32 or the weight's dtype. While `weight_grads` collects, the weight
+    gradient is stored as a task.
     """
     y: Tensor = _LinearInto.apply(x_D, weight, bias, main_grad, weight_grads)
     # Multiply after the tensors are saved: recomputation of a region stops at the last saved tensor, so it skips a
@@ -228,12 +196,7 @@ class _LinearInto(torch.autograd.Function):
 def look_up_into(main_grad_VD: Tensor, tokens: Tensor, weight_VD: Tensor) -> Tensor:
     """`F.embedding` whose backward adds to rows of a buffer, without a gradient of the size of the vocabulary.
 
-    The sum has a fixed order on a GPU, and on a CPU with one thread.
-
-    Args:
-        main_grad_VD: float32 or the weight's dtype.
-        tokens: int64, of any shape.
-        weight_VD: one row for each token of the vocabulary.
+    The sum has a fixed order on a GPU, and on a CPU with one thread. `main_grad_VD` is in float32 or as the weight.
     """
     rows: Tensor = _LookUpInto.apply(tokens, weight_VD, main_grad_VD)
     return rows
@@ -250,6 +213,7 @@ class _LookUpInto(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, drows: Tensor) -> tuple[None, None, None]:
         (tokens,) = ctx.saved_tensors
+        # On a GPU index_put_ sorts the tokens; index_add_ uses atomics, in any order.
         ctx.main_grad_VD.index_put_((tokens,), drows.to(ctx.main_grad_VD.dtype), accumulate=True)
         return None, None, None
 

@@ -34,15 +34,8 @@ class LatentQuery(nn.Module):
         self.norm = RMSNorm(config.q_lora_rank, LATENT_NORM_EPSILON, layer_context.operators)
         self.up = Linear(config.q_lora_rank, config.heads * config.head_dim, layer_context, split="outputs")
 
-    @property
-    def reads_high_precision(self) -> bool:
-        """Whether hidden states are read in high precision."""
-        return self.down.float8 is None
-
-    @property
-    def is_float8(self) -> bool:
-        """Whether the product that gives queries runs in float8."""
-        return self.up.float8 is not None
+        self.reads_high_precision = self.down.float8 is None  # reads hidden states in high precision
+        self.is_float8 = self.up.float8 is not None  # the product that gives queries runs in float8
 
     def forward(
         self,
@@ -51,7 +44,7 @@ class LatentQuery(nn.Module):
         grad_channel: GradientSideChannel | None = None,
     ) -> Tensor:
         """The latent of every position of the tensor-parallel ranks, from this rank's positions."""
-        return all_gather(self.norm(self.down(x_BSD, x_float8)), self.axis, dim=1)
+        return all_gather(self.norm(self.down(x_BSD, x_float8)), self.axis, dim=1)  # S / tensor -> S positions
 
     def expand(self, latent_BSC: Tensor, grad_channel: GradientSideChannel | None = None) -> Tensor:
         """The queries of this rank's heads, B x S x (H N); their gradient may come through `grad_channel`."""
@@ -65,16 +58,8 @@ class DirectQuery(Linear):
     def __init__(self, config: LatentAttention, hidden_size: int, layer_context: LayerContext) -> None:
         super().__init__(hidden_size, config.heads * config.head_dim, layer_context, split="outputs")
         self.axis = layer_context.axes.tensor
-
-    @property
-    def reads_high_precision(self) -> bool:
-        """Whether the product or the collective before it reads hidden states in high precision."""
-        return self.float8 is None or self.axis.size > 1
-
-    @property
-    def is_float8(self) -> bool:
-        """Whether the product that gives queries runs in float8."""
-        return self.float8 is not None
+        self.reads_high_precision = self.float8 is None or self.axis.size > 1  # for the product or the collective
+        self.is_float8 = self.float8 is not None
 
     def forward(
         self,
@@ -83,7 +68,7 @@ class DirectQuery(Linear):
         grad_channel: GradientSideChannel | None = None,
     ) -> Tensor:
         """The queries of this rank's heads at every position of the tensor-parallel ranks."""
-        x_float8 = x_float8 if self.axis.size == 1 else None
+        x_float8 = x_float8 if self.axis.size == 1 else None  # has this rank's positions only
         return super().forward(all_gather(x_BSD, self.axis, dim=1), x_float8, grad_channel)
 
     def expand(self, q: Tensor, grad_channel: GradientSideChannel | None = None) -> Tensor:
@@ -128,11 +113,7 @@ class LatentLayer(nn.Module):
         return self.layer_context.axes.context.size > 1 and self.layer_context.context_method == "all-gather"
 
     def forward(self, x_BSD: Tensor, context: ForwardContext, x_float8: RowColQuantized | None = None) -> Tensor:
-        """Attend. Returns B x S x D of this rank's positions.
-
-        Args:
-            x_float8: quantized copy of x, if the caller has one.
-        """
+        """Attend. Returns B x S x D of this rank's positions; `x_float8` is a quantized copy of x, if there is one."""
         tensor, run = self.layer_context.axes.tensor, self.layer_context.run
         channels = self._grad_channels()
         query = self.query(x_BSD, x_float8, channels.q)
@@ -143,28 +124,25 @@ class LatentLayer(nn.Module):
             joined_BSC = all_gather(torch.cat((latent_BSC, k_rope_BSP), dim=-1), tensor, dim=1)
             latent_BSC, k_rope_BSP = self._split_latent(joined_BSC)
         heads = self._heads_of_row if self.gathers_row else partial(self._heads, channels=channels)
-        attend_by = attend_to_row if self.gathers_row else attend
         q_BSHN, k_BSHN, v_BSHM = run("latent-up", heads, query, latent_BSC, k_rope_BSP, context)
-        function = partial(
-            attend_by, layer_context=self.layer_context, scale=self.scale, allowed_BSS=context.allowed_BSS
+        attend_by = partial(
+            attend_to_row if self.gathers_row else attend,
+            layer_context=self.layer_context,
+            scale=self.scale,
+            allowed_BSS=context.allowed_BSS,
         )
-        o_BSHM = run("attention", function, q_BSHN, k_BSHN, v_BSHM)
-        return reduce_scatter(self.out(o_BSHM.flatten(-2)), tensor, dim=1)
+        o_BSHM = run("attention", attend_by, q_BSHN, k_BSHN, v_BSHM)
+        return reduce_scatter(self.out(o_BSHM.flatten(-2)), tensor, dim=1)  # sum over heads; S -> S / tensor
 
     def _grad_channels(self) -> LatentHeadChannels:
         """Side channels for float8 gradients from the heads' kernel to the products before it; empty if unsupported."""
         config, operators, recipe = self.config, self.layer_context.float8.operators, self.layer_context.float8.dense
         widths = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
         is_float8 = self.query.is_float8 and self.kv_up.float8 is not None
-        has_kernel = (
-            self.layer_context.operators.mla_heads_is_fused and operators.mla_heads is not None and not self.gathers_row
-        )
-        if (
-            recipe is None
-            or not is_float8
-            or not has_kernel
-            or latent_heads_obstacle(recipe, self.heads, *widths) is not None
-        ):
+        is_fused = self.layer_context.operators.mla_heads_is_fused and operators.mla_heads is not None
+        if recipe is None or not is_float8 or not is_fused or self.gathers_row:
+            return LatentHeadChannels()
+        if latent_heads_obstacle(recipe, self.heads, *widths) is not None:
             return LatentHeadChannels()
         return LatentHeadChannels(GradientSideChannel(), GradientSideChannel())
 
@@ -183,8 +161,8 @@ class LatentLayer(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries, keys and values at this rank's positions."""
         float8 = self.layer_context.float8
-        q_BSHN = self.query.expand(query, channels.q).unflatten(-1, (self.heads, -1))
-        kv_BSHN = self.kv_up(latent_BSC, grad_channel=channels.kv).unflatten(-1, (self.heads, -1))
+        q_BSHN = self.query.expand(query, channels.q).unflatten(-1, (self.heads, -1))  # (H N) -> H x N, our heads
+        kv_BSHN = self.kv_up(latent_BSC, grad_channel=channels.kv).unflatten(-1, (self.heads, -1))  # plain key | value
         inputs = q_BSHN, kv_BSHN, k_rope_BSP, context.cos_BSP, context.sin_BSP
         if channels.q is None or float8.operators.mla_heads is None:
             return self.layer_context.operators.mla_heads(*inputs)
@@ -202,7 +180,7 @@ class LatentLayer(nn.Module):
         # Rotate before the gather: this rank has the angles of its own positions only.
         k_rope_BSP = rotate(k_rope_BSP[:, :, None], cos_BSP, sin_BSP)[:, :, 0]
         joined_BSC = gather_positions(torch.cat((latent_BSC, k_rope_BSP), dim=-1), self.layer_context.axes.context)
-        latent_BSC, k_rope_BSP = self._split_latent(joined_BSC)
+        latent_BSC, k_rope_BSP = self._split_latent(joined_BSC)  # from here on of every position of the row
         kv_BSHN = self.kv_up(latent_BSC).unflatten(-1, (self.heads, -1))
         k_nope, v_BSHM = kv_BSHN.split([config.qk_nope_head_dim, config.v_head_dim], dim=-1)
         k_rope_BSHP = k_rope_BSP[:, :, None].expand(-1, -1, self.heads, -1)  # one rotary key for all heads

@@ -1,6 +1,5 @@
 """The inputs of a forward pass, and the values that every layer derives from them. Built once per pass, immutable."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,36 +12,23 @@ from penstock.parallel.graphs import PartialGraphs
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInputs:
-    """A micro-batch as one rank reads it. Under context parallelism S is the number of positions on this rank.
+    """A micro-batch as one rank reads it. Under context parallelism S is the number of positions on this rank."""
 
-    Attributes:
-        tokens_BS: int64 token ids.
-        positions_BS: int64, for the rotary embedding.
-        ahead: tokens for each multi-token prediction depth, shifted by 1, 2, ... positions.
-        documents_BS: int64 document id of each position of the whole rows; None lets attention cross documents.
-        query_positions_S: int64 positions of the row that have queries on this rank; None for all of them.
-        share: share of this micro-batch in the global batch; scales auxiliary losses.
-        parts: captured graphs of parts of the layers; None without graphs.
-    """
-
-    tokens_BS: Tensor
-    positions_BS: Tensor
-    ahead: tuple[Tensor, ...] = ()
-    documents_BS: Tensor | None = None
-    query_positions_S: Tensor | None = None
-    share: float = 1.0
-    parts: PartialGraphs | None = None
+    tokens_BS: Tensor  # int64 ids
+    positions_BS: Tensor  # int64, for the rotary embedding
+    ahead: tuple[Tensor, ...] = ()  # tokens_BS for each multi-token prediction depth, shifted by 1, 2, ... positions
+    documents_BS: Tensor | None = None  # int64 document of each position of whole rows; None lets attention cross them
+    query_positions_S: Tensor | None = None  # int64 positions of the row with queries on this rank; None for all
+    share: float = 1.0  # of this micro-batch in the global batch; scales auxiliary losses
+    parts: PartialGraphs | None = None  # captured graphs of parts of the layers
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The tensors by name, without those that are None."""
         found = {"tokens_BS": self.tokens_BS, "positions_BS": self.positions_BS}
         found |= {f"ahead {depth}": ahead_BS for depth, ahead_BS in enumerate(self.ahead, start=1)}
-        if self.documents_BS is not None:
-            found["documents_BS"] = self.documents_BS
-        if self.query_positions_S is not None:
-            found["query_positions_S"] = self.query_positions_S
-        return found
+        rest = {"documents_BS": self.documents_BS, "query_positions_S": self.query_positions_S}
+        return found | {name: tensor for name, tensor in rest.items() if tensor is not None}
 
     def allowed_BSS(self) -> Tensor | None:
         """The `attention_mask` of these rows. Each call builds it anew: it is too large to keep between passes."""
@@ -69,47 +55,36 @@ class ModelInputs:
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """Values of a micro-batch that every layer reads.
+    """Values of a micro-batch that every layer reads."""
 
-    Attributes:
-        cos_BSP: float32 cosine of each rotary pair's angle, P / 2 wide.
-        sin_BSP: float32 sine.
-        allowed_BSS: boolean, True where a query position (first S) may attend to a key position; None for causal.
-        scope: sequences and share, for balance losses.
-        nears: masks of layers with a window or chunks; empty if there are none.
-        query_scale_S: float32 attention temperature of each query position in global layers; None without tuning.
-    """
-
-    cos_BSP: Tensor
+    cos_BSP: Tensor  # float32 cosine of each rotary pair's angle, P / 2 wide
     sin_BSP: Tensor
-    allowed_BSS: Tensor | None
-    scope: Scope
+    allowed_BSS: Tensor | None  # bool, True where a query (first S) may attend to a key; None is causal attention
+    scope: Scope  # for balance losses
     parts: PartialGraphs | None = None
-    nears: tuple[BlockMasks, ...] = ()
-    query_scale_S: Tensor | None = None
+    nears: tuple[BlockMasks, ...] = ()  # masks of layers with a window or chunks
+    query_scale_S: Tensor | None = None  # float32 attention temperature of global layers; None without tuning
 
     def in_static_memory(self) -> "ForwardContext":
         """The same values; with captured parts, copied to the addresses that the graphs read."""
         if self.parts is None:
             return self
-        self.parts.check("scope of a micro-batch", self.scope)
-        hold: Callable[[str, Tensor], Tensor] = self.parts.hold
+        self.parts.check("scope of a micro-batch", self.scope)  # numbers are baked into a graph
+        hold = self.parts.hold
 
         def hold_optional(name: str, value: Tensor | None) -> Tensor | None:
             return None if value is None else hold(name, value)
+
+        def hold_masks(number: int, near: BlockMasks) -> BlockMasks:
+            masks = (hold_optional(f"mask {number} {kind}", mask) for kind, mask in enumerate(near.masks))
+            return replace(near, masks=tuple(masks))
 
         return replace(
             self,
             cos_BSP=hold("cos_BSP", self.cos_BSP),
             sin_BSP=hold("sin_BSP", self.sin_BSP),
             allowed_BSS=hold_optional("allowed_BSS", self.allowed_BSS),
-            nears=tuple(
-                replace(
-                    near,
-                    masks=tuple(hold_optional(f"mask {range_} {kind}", mask) for kind, mask in enumerate(near.masks)),
-                )
-                for range_, near in enumerate(self.nears)
-            ),
+            nears=tuple(hold_masks(number, near) for number, near in enumerate(self.nears)),
             query_scale_S=hold_optional("query_scale_S", self.query_scale_S),
         )
 
@@ -120,14 +95,9 @@ def shifted_tokens(tokens_BS: Tensor, depths: int) -> tuple[Tensor, ...]:
 
 
 def attention_mask(documents_BS: Tensor | None, query_positions_S: Tensor | None = None) -> Tensor | None:
-    """The causal mask inside documents, built without waiting for the device.
+    """The causal mask inside documents, built without waiting for the device; arguments as in `ModelInputs`.
 
-    Args:
-        documents_BS: document id of each position of the whole rows; None if attention may cross documents.
-        query_positions_S: int64 positions that have queries, on the same device; None for all.
-
-    Returns:
-        Boolean, B x queries x positions of the row; None for plain causal attention.
+    Returns bool, B x queries x positions of the row; None for plain causal attention.
     """
     if documents_BS is None:
         return None
@@ -135,5 +105,5 @@ def attention_mask(documents_BS: Tensor | None, query_positions_S: Tensor | None
     queries_S, queries_BS = keys_S, documents_BS
     if query_positions_S is not None:
         queries_S, queries_BS = query_positions_S, documents_BS[:, query_positions_S]
-    same_BSS = queries_BS[:, :, None] == documents_BS[:, None, :]
-    return same_BSS.logical_and_(queries_S[:, None] >= keys_S)
+    same_BSS = queries_BS[:, :, None] == documents_BS[:, None, :]  # the same document
+    return same_BSS.logical_and_(queries_S[:, None] >= keys_S)  # in place: a mask has B x S x S bytes

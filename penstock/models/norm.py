@@ -38,10 +38,8 @@ class RMSNorm(Norm):
 class PreNorm(Norm):
     """The norm before attention or a feed-forward network; also quantizes its output if their products read float8.
 
-    Args:
-        float8: recipe and kernels of the quantized output; None without one.
-        keep_plain: whether the high-precision output is read too. Else that tensor is an empty placeholder in the
-            autograd graph: it carries gradients and has no valid numbers.
+    If only the quantized output is read (`keep_plain` is False), the other one is an empty placeholder in the autograd
+    graph: it carries gradients and has no valid numbers.
     """
 
     def __init__(
@@ -58,26 +56,21 @@ class PreNorm(Norm):
         self.keep_plain = keep_plain
 
     def forward(self, x_D: Tensor, *, quantize: bool = True) -> tuple[Tensor, RowColQuantized | None]:
-        """Normalize the last dim: returns (normed, its float8 copy or None).
-
-        Args:
-            x_D: input with any leading dims.
-            quantize: whether the caller reads the float8 copy.
-        """
+        """Normalize the last dim: returns (normed, its float8 copy, or None if the caller does not `quantize`)."""
         with span(Span.NORM):
             if self.float8 is None or not quantize:
                 return self.operators.rms_norm(x_D, self.weight_D, self.epsilon), None
             normed_D, _, normed_float8 = self._in_float8(self.float8, x_D, None)
             return normed_D, normed_float8
 
-    def beside(self, x_D: Tensor, *, quantize: bool = True) -> tuple[Tensor, Tensor, RowColQuantized | None]:
+    def beside(self, x_D: Tensor) -> tuple[Tensor, Tensor, RowColQuantized | None]:
         """Normalize a residual stream: returns (normed, x, float8 copy of normed or None).
 
         Later layers must read the returned x: the norm's backward kernel then adds the gradient of the residual
         stream to its own, without a separate addition.
         """
         with span(Span.NORM):
-            if self.float8 is None or not quantize:
+            if self.float8 is None:
                 return *self.operators.rms_norm_beside(x_D, self.weight_D, self.epsilon), None
             return self._in_float8(self.float8, x_D, None)
 
@@ -100,7 +93,7 @@ class PreNorm(Norm):
             self.epsilon,
             recipe_of(float8),
             float8.forward,
-            columns=torch.is_grad_enabled(),
+            columns=torch.is_grad_enabled(),  # backward contracts over rows
             keep_plain=self.keep_plain,
         )
         return normed_TD.view_as(x_D), sum_TD.view_as(x_D), normed_float8
@@ -119,8 +112,7 @@ class TensorParallelNorm(RMSNorm):
 def norm_together(pairs: tuple[tuple[TensorParallelNorm, Tensor], ...], axis: Axis) -> tuple[Tensor, ...]:
     """Apply several norms to the same positions, with one exchange of all sums of squares.
 
-    Args:
-        pairs: each norm with its input: this rank's part of the last dim at every position of the ranks, B x S x D.
+    The inputs are this rank's part of the last dim at every position of the ranks, B x S x D.
     """
     if axis.size == 1:
         return tuple(norm(x_BSD) for norm, x_BSD in pairs)
@@ -131,7 +123,7 @@ def norm_together(pairs: tuple[tuple[TensorParallelNorm, Tensor], ...], axis: Ax
         found = []
         # As `penstock.kernels.reference.rms_norm`, with the mean square of the whole width.
         for (norm, x_BSD), sum_BS1 in zip(pairs, sums.split(1, dim=-1), strict=True):
-            mean_BS1 = sum_BS1 / (axis.size * x_BSD.shape[-1])
+            mean_BS1 = sum_BS1 / (axis.size * x_BSD.shape[-1])  # D is the same on all ranks
             normed_BSD = x_BSD.float() * torch.rsqrt(mean_BS1 + norm.epsilon)
             found.append(norm.weight_D * normed_BSD.to(x_BSD.dtype))
         return tuple(found)

@@ -23,9 +23,10 @@ def param_shards(decoders: Iterable[Decoder], axes: Axes) -> list[ParamShard]:
     found: dict[str, ParamShard] = {}
     for decoder in decoders:
         for path, module in decoder.named_modules():
-            for name, parameter in module.named_parameters(recurse=False):
-                if f"{path}.{name}" not in found:
-                    found[f"{path}.{name}"] = _shard(f"{path}.{name}", module, name, parameter, axes)
+            for own_name, parameter in module.named_parameters(recurse=False):
+                name = f"{path}.{own_name}"
+                if name not in found:  # stages of a rank share the embedding
+                    found[name] = _shard(name, module, cuts_of(module, own_name), parameter, axes)
     return list(found.values())
 
 
@@ -37,11 +38,7 @@ def cuts_of(module: nn.Module, name: str) -> tuple[Cut, ...]:
 
 
 def fuse_wgrad_accumulation(decoders: Iterable[Decoder], buffer_of: Callable[[str], Tensor]) -> None:
-    """Let products add weight gradients to float32 buffers: this saves a bfloat16 copy, its rounding, and one pass.
-
-    Args:
-        buffer_of: the gradient buffer of a parameter, by its name.
-    """
+    """Let products add weight gradients to float32 buffers: this saves a bfloat16 copy, its rounding, and one pass."""
     for decoder in decoders:
         for path, module in decoder.named_modules():
             # FSDP2 reduces the gradients of autograd, and frozen parameters have no buffer.
@@ -74,7 +71,7 @@ def copy_bytes(module: nn.Module) -> dict[str, int]:
         copies = {"weight": module.copies}
     elif isinstance(module, GroupedExperts) and module.float8_copies is not None:
         copies = {"gate_up_eFD": module.float8_copies.gate_up, "down_eDF": module.float8_copies.down}
-    return {
+    return {  # of storages, which may be padded
         name: sum(copy.values.untyped_storage().nbytes() + copy.scales.untyped_storage().nbytes() for copy in layouts)
         for name, layouts in copies.items()
     }
@@ -85,11 +82,11 @@ def gradients_by_autograd(decoder: Decoder) -> Iterator[None]:
     """While active, all gradients go to autograd, and no buffer changes."""
     experts = {one: one.sums for one in decoder.modules() if isinstance(one, GroupedExperts)}
     others = {one: one.main_grad for one in decoder.modules() if isinstance(one, (Linear, Embedding))}
-    for layer in experts:
-        layer.sums = None
-    for module in others:
-        module.main_grad = None
     try:
+        for layer in experts:
+            layer.sums = None
+        for module in others:
+            module.main_grad = None
         yield
     finally:
         for layer, sums in experts.items():
@@ -104,13 +101,12 @@ def head_main_grad(decoder: Decoder) -> Tensor | None:
     return None if owner is None else owner.main_grad
 
 
-def _shard(name: str, module: nn.Module, own_name: str, parameter: nn.Parameter, axes: Axes) -> ParamShard:
-    cuts = cuts_of(module, own_name)
+def _shard(name: str, module: nn.Module, cuts: tuple[Cut, ...], parameter: nn.Parameter, axes: Axes) -> ParamShard:
     is_expert = isinstance(module, GroupedExperts)
     # Tensor-parallel ranks apply a replicated parameter to different positions: their gradients are partial sums.
     partial: tuple[Axis, ...] = () if is_expert or cuts else (axes.tensor,)
     if isinstance(module, Embedding):
-        partial += (axes.embedding,)
+        partial += (axes.embedding,)  # pipeline ranks that hold it too
     return ParamShard(
         name=name,
         parameter=parameter,

@@ -13,6 +13,7 @@ from penstock.layout.schedules import schedule
 from penstock.layout.sequence import Method, SequenceLayout
 from penstock.layout.stages import Stage, StageCosts, balanced_stages, parse_stages
 from penstock.models.build import (
+    compute_dtype,
     gather_in_float8,
     materialize,
     meta_stages,
@@ -37,21 +38,14 @@ if TYPE_CHECKING:  # it imports Triton, which may be absent
 
 @dataclass(frozen=True, kw_only=True)
 class RankModel:
-    """Everything that one rank trains.
+    """Everything that one rank trains."""
 
-    Attributes:
-        decoders: its stages by number; without a pipeline one decoder that holds everything.
-        pipeline: runs the stages; None without one.
-        positions: positions of a row on this rank; None for all.
-        buffers: symmetric memory of the node's GPUs, if dispatch uses it.
-    """
-
-    decoders: Mapping[int, Decoder]
+    decoders: Mapping[int, Decoder]  # its stages by number; without a pipeline one decoder that holds everything
     axes: Axes = ALONE
-    pipeline: PipelineRunner | None = None
-    positions: tuple[int, ...] | None = None
+    pipeline: PipelineRunner | None = None  # runs the stages
+    positions: tuple[int, ...] | None = None  # of a row on this rank; None for all
     context_method: Method = "ulysses"
-    buffers: "SymmetricBuffers | None" = None
+    buffers: "SymmetricBuffers | None" = None  # memory of the node's GPUs, if dispatch uses it
 
     @property
     def modules(self) -> tuple[Decoder, ...]:
@@ -82,29 +76,22 @@ class RankModel:
 
 
 def build_rank(run: Run, axes: Axes, device: torch.device) -> RankModel:
-    """Build the part of a run's model that one rank holds, with its initial weights.
+    """Build the part of a run's model that one rank holds, with its initial weights; on the meta device without memory.
 
-    Args:
-        run: the run; `penstock.config.fit.grid_of` gives its `axes.grid`.
-        device: of the model; the meta device gives shapes without memory.
-
-    Raises:
-        ConfigError: the layout does not fit the model.
-        KernelError: the run asks for kernels that the device cannot run.
-        DeviceError: the run needs symmetric memory, and the GPUs do not have it.
+    Raises a ConfigError if the layout does not fit the model, a KernelError if the run asks for kernels that the device
+    cannot run, and a DeviceError if it needs symmetric memory that the GPUs do not have.
     """
-    plan = schedule_of(run, axes)
+    plan, method = schedule_of(run, axes), context_method(run)
     own = {0: whole_model(run.model)}
     if plan is not None:
         stages = stages_of(run)
         own = {number: stages[number] for number in plan.stages_of(axes.pipeline.rank)}
-    weight_grads = WeightGradStore() if plan is not None and plan.splits_backward else None
-    method = context_method(run)
+    weight_grads = WeightGradStore() if plan is not None and plan.splits_backward else None  # one for all stages
     positions = None
     if axes.context.size > 1:
         length, context, tensor = run.training.sequence_length, axes.context, axes.tensor.size
         layout = SequenceLayout(length=length, context=context.size, tensor=tensor, method=method)
-        positions = layout.of_context(context.rank)
+        positions = layout.of_context(context.rank)  # tensor ranks read the same positions
     kernel_device = torch.device("cpu") if device.type == "meta" else device
     buffers = shared_buffers(run, axes, device)
     transfers = transfers_of(run, kernel_device)
@@ -124,12 +111,13 @@ def build_rank(run: Run, axes: Axes, device: torch.device) -> RankModel:
     if device.type != "meta":
         materialize(run, device, decoders.values())
         gather_in_float8(run, decoders.values(), axes)
+    pipeline = None
+    if plan is not None:
+        pipeline = PipelineRunner(plan, axes, message_of(run, axes, device), weight_grads, transfers)
     return RankModel(
         decoders=decoders,
         axes=axes,
-        pipeline=None
-        if plan is None
-        else PipelineRunner(plan, axes, message_of(run, axes, device), weight_grads, transfers),
+        pipeline=pipeline,
         positions=positions,
         context_method=method,
         buffers=buffers,
@@ -152,8 +140,7 @@ def schedule_of(run: Run, axes: Axes) -> Schedule | None:
 def stages_of(run: Run) -> tuple[Stage, ...]:
     """The parts of each pipeline stage: from `pipeline.layout`, or balanced by cost.
 
-    Raises:
-        ConfigError: the layout is malformed or does not fit the model.
+    Raises a ConfigError if the layout is malformed or does not fit the model.
     """
     model = run.model
     stages = run.parallel.pipeline * run.pipeline.stages_per_rank
@@ -173,13 +160,12 @@ def embedding_places(run: Run) -> tuple[int, ...]:
     # The placement does not depend on the number of micro-batches; twice the ranks is enough for every schedule.
     of_rank = run.pipeline.stages_per_rank
     plan = schedule(run.pipeline.schedule, ranks=ranks, stages_per_rank=of_rank, micro_batches=2 * ranks)
-    holders = (number for number, stage in enumerate(stages_of(run)) if needs_embedding(run.model, stage))
-    return tuple(sorted({plan.rank_of(number) for number in holders}))
+    stages = enumerate(stages_of(run))
+    return tuple(sorted({plan.rank_of(number) for number, stage in stages if needs_embedding(run.model, stage)}))
 
 
 def message_of(run: Run, axes: Axes, device: torch.device) -> Message:
     """Shape and dtype of the tensors between pipeline stages."""
-    positions_here = run.training.sequence_length // axes.sequence.size
-    dtype = torch.bfloat16 if run.training.precision == "bf16" else torch.float32
+    positions_here = run.training.sequence_length // axes.sequence.size  # axis of context x tensor ranks
     shape = (run.training.micro_batch, positions_here, run.model.hidden_size)
-    return Message(shape=shape, dtype=dtype, device=device)
+    return Message(shape=shape, dtype=compute_dtype(run), device=device)

@@ -27,7 +27,8 @@ def frequencies(rope: Rope, rotary_dim: int, device: torch.device) -> Tensor:
         low, high = math.floor(low), math.ceil(high)
     first, last = max(low, 0), min(high, rotary_dim - 1)
     pairs = torch.arange(rotary_dim // 2, dtype=torch.float32, device=device)
-    interpolated = ((pairs - first) / max(last - first, 0.001)).clamp(0, 1)  # 0 for fast pairs, 1 for slow ones
+    # 0 for fast pairs, 1 for slow ones; 0.001 against a division by zero, as in the published code
+    interpolated = ((pairs - first) / max(last - first, 0.001)).clamp(0, 1)
     return plain / rope.yarn.factor * interpolated + plain * (1 - interpolated)
 
 
@@ -40,22 +41,12 @@ def _by_turns(plain: Tensor, llama3: Llama3Rope) -> Tensor:
 
 def _pair_that_turns(rotations: float, rope: Rope, yarn: Yarn, rotary_dim: int) -> float:
     """Fractional index of the pair that makes so many rotations over the original context."""
-    return (
-        rotary_dim
-        * math.log(yarn.original_max_position_embeddings / (rotations * 2 * math.pi))
-        / (2 * math.log(rope.theta))
-    )
+    inverse_frequency = yarn.original_max_position_embeddings / (rotations * 2 * math.pi)
+    return rotary_dim * math.log(inverse_frequency) / (2 * math.log(rope.theta))
 
 
 def _temperature(factor: float, scale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
-
-
-def angle_scale(rope: Rope) -> float:
-    """Factor on cosine and sine; 1 without YaRN, and where both of YaRN's scales are equal."""
-    if rope.yarn is None:
-        return 1.0
-    return _temperature(rope.yarn.factor, rope.yarn.mscale) / _temperature(rope.yarn.factor, rope.yarn.mscale_all_dim)
 
 
 def softmax_scale(rope: Rope, head_dim: int) -> float:
@@ -68,5 +59,7 @@ def softmax_scale(rope: Rope, head_dim: int) -> float:
 def angles(rope: Rope, rotary_dim: int, positions_BS: Tensor) -> tuple[Tensor, Tensor]:
     """Cosine and sine of every pair at every position, float32, B x S x rotary_dim / 2 each."""
     angles_BSP = positions_BS[..., None].float() * frequencies(rope, rotary_dim, positions_BS.device)
-    scale = angle_scale(rope)
+    scale = 1.0
+    if (yarn := rope.yarn) is not None:  # 1 too where both of YaRN's scales are equal
+        scale = _temperature(yarn.factor, yarn.mscale) / _temperature(yarn.factor, yarn.mscale_all_dim)
     return angles_BSP.cos() * scale, angles_BSP.sin() * scale

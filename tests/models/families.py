@@ -26,7 +26,7 @@ from penstock.kernels.operators import REFERENCE, Operators
 from penstock.models.build import build_model
 from penstock.models.decoder import Decoder
 from penstock.models.huggingface.config import huggingface_config
-from penstock.models.huggingface.weights import WEIGHTS_FILE, to_huggingface
+from penstock.models.huggingface.weights import WEIGHTS_FILE, weight_mappings
 from penstock.models.model_inputs import ModelInputs, shifted_tokens
 
 YARN = Yarn(factor=4.0, original_max_position_embeddings=8, truncate=False)
@@ -59,12 +59,18 @@ ATTENTIONS = {
 """By family; where layers differ, the first sees a part of the row and the second all of it."""
 
 
+def to_huggingface(model: Decoder) -> dict[str, Tensor]:
+    """Every weight under its Hugging Face name."""
+    state = model.state_dict()
+    lines = weight_mappings(model.config)
+    return {line.hf_name: line.write(line.place(state[line.name])).contiguous() for line in lines}
+
+
 def save_huggingface(model: Decoder, folder: Path, positions: int | None = None) -> None:
     """Write `config.json` and `model.safetensors` into a folder, which is made; `positions` as of its config."""
     fields = huggingface_config(model.config, positions) | {"dtype": str(model.head_VD.dtype).removeprefix("torch.")}
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {name: tensor.contiguous() for name, tensor in to_huggingface(model)}
-    save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    save_file(to_huggingface(model), folder / WEIGHTS_FILE, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
 
 

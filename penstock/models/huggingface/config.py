@@ -21,17 +21,14 @@ from penstock.models.huggingface.families import FAMILIES, Family, family_of
 TRAINING_ONLY = ("moe.balance.", "moe.router.expert_bias_rate")
 """Prefixes of the paths below `model` that `config.json` does not have."""
 
-_POSITIONS = 4096
+_POSITIONS = 4096  # if the longest row of training is unknown
 
 
 def huggingface_config(config: Model, positions: int | None = None) -> dict[str, Any]:
     """The `config.json` from which `transformers` builds the same model.
 
-    Args:
-        positions: longest row of training; None if unknown. A scaled rotary embedding sets the length itself.
-
-    Raises:
-        ConfigError: the family has no Hugging Face form, or its form cannot express something of the model.
+    `positions` is the longest row of training, if known; a scaled rotary embedding sets the length itself. Raises a
+    ConfigError if the family has no Hugging Face form, or if its form cannot express something of the model.
     """
     family = family_of(config)
     values = leaves(config)
@@ -55,14 +52,10 @@ def huggingface_config(config: Model, positions: int | None = None) -> dict[str,
 def model_of_config(fields: Mapping[str, Any]) -> Model:
     """The model that a `config.json` describes, published ones included.
 
-    Args:
-        fields: the file. Of a multimodal model, the text part is read. Keys that do not describe the model, such as
-            token ids, are ignored.
-
-    Raises:
-        ConfigError: the family is unknown, or a key is missing or has an unsupported value.
+    Keys that do not describe the model, such as token ids, are ignored. Raises a ConfigError if the family is unknown,
+    or if a key is missing or has an unsupported value.
     """
-    text = fields.get("text_config", fields)
+    text = fields.get("text_config", fields)  # a multimodal model has a text part
     if not isinstance(text, Mapping):
         raise refused("text_config", text, "a table of keys")
     name, family = _family_named(text.get("model_type", fields.get("model_type")))
@@ -105,11 +98,10 @@ def _built(said: Values, keys: Mapping[str, str]) -> Model:
         return Model.model_validate(tree)
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
-        path = ".".join(str(name) for name in fault["loc"] if name not in ("gqa", "mla"))
+        path = ".".join(str(name) for name in fault["loc"] if name not in ("gqa", "mla"))  # tags of a union
         allowed = next((field.allowed_text for field in find(Model, path)), fault["msg"])
-        raise refused(
-            keys.get(path, KEYS_OF_PARTS.get(path, path.rpartition(".")[2])), fault["input"], allowed
-        ) from error
+        key = keys.get(path, KEYS_OF_PARTS.get(path, path.rpartition(".")[2]))
+        raise refused(key, fault["input"], allowed) from error
 
 
 def _check_round_trip(config: Model, returned: Model) -> None:
@@ -128,6 +120,7 @@ def facts_of(config: Model) -> dict[str, Any]:
     """The fields that define a model's computation, by path: without training settings and fields without effect."""
     facts = {path: value for path, value in leaves(config).items() if not path.startswith(TRAINING_ONLY)}
     dense = [config.is_dense(layer) for layer in range(config.layers)]
+    # Two descriptions of the same layers count as equal, as 0 dense layers and experts in every layer.
     facts |= {"dense_layers": dense, "moe.moe_layer_freq": dense if config.moe is not None else None}
     unused = [] if any(dense) else ["intermediate_size"]
     if config.moe is not None and config.moe.router.n_group == 1:

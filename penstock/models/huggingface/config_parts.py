@@ -15,7 +15,6 @@ from penstock.config.schema import as_toml
 Values: TypeAlias = dict[str, Any]
 """Values by key of `config.json`, or by path of our field."""
 
-
 _MOST_LAYERS = 10_000
 
 KEYS_OF_PARTS = {
@@ -96,15 +95,10 @@ class Keys:
 
 @dataclass(frozen=True)
 class Part:
-    """One part in both directions.
+    """One part in both directions."""
 
-    Attributes:
-        read: gives values of our fields, by path.
-        write: gives keys of `config.json`.
-    """
-
-    read: Callable[[Keys], Values]
-    write: Callable[[Model], Values]
+    read: Callable[[Keys], Values]  # values of our fields, by path
+    write: Callable[[Model], Values]  # keys of `config.json`
 
 
 def refused(key: str, got: object, allowed: str) -> ConfigError:
@@ -130,7 +124,7 @@ def _read_heads(keys: Keys) -> Values:
 def _write_heads(model: Model) -> Values:
     attention = _grouped(model)
     heads = {"num_attention_heads": attention.heads, "num_key_value_heads": attention.kv_heads}
-    return heads | {"head_dim": attention.head_dim}
+    return {**heads, "head_dim": attention.head_dim}
 
 
 def _grouped(model: Model) -> GroupedQueryAttention:
@@ -152,8 +146,7 @@ EQUAL_HEADS = Part(
 def rotary(default_theta: float, *, scales_scores: bool = False) -> Part:
     """Rotary embedding in today's form (`rope_parameters`) and in the older one (`rope_theta`, `rope_scaling`).
 
-    Args:
-        scales_scores: the family's YaRN scales attention scores as well (`mscale_all_dim`).
+    With `scales_scores` the family's YaRN scales attention scores as well (`mscale_all_dim`).
     """
 
     def read(keys: Keys) -> Values:
@@ -209,11 +202,7 @@ def _read_yarn(scaling: Keys, scales_scores: bool) -> Values:
 
 
 def global_every(is_global: Sequence[bool], key: str) -> int:
-    """The n of "every n-th layer is global", the n-th first; 0 without global layers.
-
-    Raises:
-        ConfigError: the layers have another order.
-    """
+    """The n of "every n-th layer is global", the n-th first; 0 without global layers. Refuses any other order."""
     every = is_global.index(True) + 1 if True in is_global else 0
     expected = [every > 0 and (layer + 1) % every == 0 for layer in range(len(is_global))]
     if list(is_global) != expected:
@@ -268,7 +257,7 @@ def _read_chunks(keys: Keys) -> Values:
     if unknown := [kind for kind in types if kind not in names.values()]:
         raise refused("layer_types", unknown[0], ", ".join(names.values()))
     is_global = [kind == "full_attention" for kind in types]
-    if all(rotates) and all(is_global):
+    if all(rotates) and all(is_global):  # plain attention in every layer
         return {}
     if not all(rotates) and [not one for one in rotates] != is_global:
         raise refused("no_rope_layers", rotates, "0 for the layers that see the whole row, 1 for the others; or all 1")
@@ -320,7 +309,7 @@ QK_NORM_OF_LLAMA4 = Part(
 )
 
 
-# ----------------------------------------------------------------------------------------------------------- experts
+# -------------------------------------------------------------------------------------------- which layers have experts
 
 
 def moe_of(model: Model) -> Moe:
@@ -330,20 +319,16 @@ def moe_of(model: Model) -> Moe:
     return model.moe
 
 
-# -------------------------------------------------------------------------------------------- which layers have experts
-
-
 def layers_with_experts(has_experts: Sequence[bool], step: int, key: str) -> Values:
     """`dense_layers` and `moe_layer_freq` for a list of layers: dense layers first, then every n-th layer with experts.
 
-    Args:
-        step: the n of the file; of two equivalent results, the one with this n and no dense layers is preferred.
+    Of two equivalent results the one without dense layers and with n = `step`, as the file says, is preferred.
     """
     layers = len(has_experts)
     places = [layer for layer, has in enumerate(has_experts) if has]
     if places:
         every = places[1] - places[0] if len(places) > 1 else layers - places[0]
-        for dense, n in ((0, step), (places[0] - every + 1, every)):
+        for dense, n in ((0, step), (places[0] - every + 1, every)):  # the n-th layer behind the dense ones is first
             expected = [layer >= dense and (layer - dense + 1) % n == 0 for layer in range(layers)]
             if dense >= 0 and expected == list(has_experts):
                 return {"dense_layers": dense, "moe.moe_layer_freq": n}
@@ -352,8 +337,7 @@ def layers_with_experts(has_experts: Sequence[bool], step: int, key: str) -> Val
 
 def _read_exceptions(keys: Keys) -> Values:
     step, without = keys.whole("decoder_sparse_step", 1, low=1), keys.numbers_of_layers("mlp_only_layers") or []
-    layers = range(keys.layers)
-    has_experts = [layer not in without and (layer + 1) % step == 0 for layer in layers]
+    has_experts = [layer not in without and (layer + 1) % step == 0 for layer in range(keys.layers)]
     return layers_with_experts(has_experts, step, "mlp_only_layers")
 
 
@@ -384,7 +368,6 @@ DENSE = Part(lambda keys: {"dense_layers": keys.layers}, lambda model: {})
 
 
 # ----------------------------------------------------------------------------------------------------- shared experts
-
 
 SHARED = Part(
     lambda keys: {
@@ -422,7 +405,7 @@ def _write_groups(model: Model) -> Values:
     return {"topk_method": method, "n_group": router.n_group, "topk_group": router.topk_group}
 
 
-LATENTS = Part(
+LATENTS = Part(  # null and 0 are queries without a latent
     lambda keys: {"attention.kind": "mla", "attention.q_lora_rank": keys.whole("q_lora_rank", 0)}, _write_latents
 )
 GROUPS_OF_V2 = Part(_read_groups, _write_groups)

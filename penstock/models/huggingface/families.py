@@ -10,7 +10,7 @@ the file and have their defaults after reading.
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Protocol, TypeAlias
 
@@ -61,14 +61,10 @@ class GridTransposed:
     """A dim made of equal blocks, each a grid that is row-major in the file and column-major here.
 
     A head of 6 rows, for example, is stored as a0 a1 a2 b0 b1 b2 (2 rows, 3 columns) and read as a0 b0 a1 b1 a2 b2.
-
-    Attributes:
-        rows: of the stored grid.
-        columns: of the stored grid; a block has `rows` x `columns` entries.
     """
 
     dim: int
-    rows: int
+    rows: int  # of the stored grid
     columns: int
 
     def read(self, stored: Tensor) -> Tensor:
@@ -124,35 +120,21 @@ Names = Mapping[str, tuple[str, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Hugging Face form of the models of one family.
-
-    Attributes:
-        names: our name of each layer weight to its names in the file.
-        forms: rearrangements of weights, in the order of reading.
-        prediction: names of multi-token prediction weights outside its decoder layer.
-        values: key of `config.json` to the path of our field.
-        renamed: keys of newer files to the published ones.
-        absent: values of keys that published files leave out.
-        always: path of our field to its value in every model of the family.
-        fixed: keys with their only supported value.
-        parts: readers and writers of other keys.
-        prefix: of all names in files of multimodal models.
-        left_out: regular expression for names of tensors that are not weights of the text model.
-    """
+    """Hugging Face form of the models of one family."""
 
     model_type: str
     architecture: str
-    names: Names
-    forms: Mapping[str, tuple[RearrangementOf, ...]] = field(default_factory=dict)
-    prediction: Names = field(default_factory=dict)
-    values: Mapping[str, str]
-    renamed: Mapping[str, str] = field(default_factory=dict)
-    absent: Values = field(default_factory=dict)
-    always: Values = field(default_factory=dict)
-    fixed: Values = field(default_factory=dict)
-    parts: tuple[Part, ...]
-    prefix: str = ""
-    left_out: str = r".*\.rotary_emb\.inv_freq"
+    names: Names  # our name of each layer weight to its names in the file
+    forms: Mapping[str, tuple[RearrangementOf, ...]] = field(default_factory=dict)  # in the order of reading
+    prediction: Names = field(default_factory=dict)  # multi-token prediction weights outside its decoder layer
+    values: Mapping[str, str]  # key of `config.json` to the path of our field
+    renamed: Mapping[str, str] = field(default_factory=dict)  # keys of newer files to the published ones
+    absent: Values = field(default_factory=dict)  # values of keys that published files leave out
+    always: Values = field(default_factory=dict)  # path of our field to its value in every model of the family
+    fixed: Values = field(default_factory=dict)  # keys with their only supported value
+    parts: tuple[Part, ...]  # readers and writers of other keys
+    prefix: str = ""  # of all names in files of multimodal models
+    left_out: str = r".*\.rotary_emb\.inv_freq"  # matches names of tensors that are not weights of the text model
 
     def text_name(self, name: str) -> str | None:
         """The name of a file's tensor without prefix; None if it is not a weight of the text model."""
@@ -278,6 +260,17 @@ _DEEPSEEK_VALUES = {
 }
 _DEEPSEEK_FIXED: Values = {**_MODEL_FIXED, "attention_bias": False, "moe_layer_freq": 1}
 
+_LLAMA = Family(
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    names={**_ATTENTION, **_dense("ffn", "mlp")},
+    forms=_ROTARY_HALVES,
+    values=_DENSE_VALUES,
+    absent={**_MODEL_ABSENT, **_BIAS_ABSENT, "rms_norm_eps": 1e-6},
+    fixed={**_MODEL_FIXED, "mlp_bias": False},
+    parts=(HEADS, rotary(10000.0), DENSE),
+)
+
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "deepseek-v2": Family(
@@ -307,12 +300,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "moe.router.expert_bias": True,
                 "moe.router.group_score": "top2",
             },
-            fixed={
-                **_DEEPSEEK_FIXED,
-                "rope_interleave": True,
-                "scoring_func": "sigmoid",
-                "topk_method": "noaux_tc",
-            },
+            fixed={**_DEEPSEEK_FIXED, "rope_interleave": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
             parts=(LATENTS, rotary(10000.0, scales_scores=True), SHARED),
             # The published files repeat embedding and output projection for multi-token prediction.
             left_out=r".*\.rotary_emb\.inv_freq|model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight",
@@ -423,22 +411,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             fixed=_MODEL_FIXED,
             parts=(HEADS, rotary(150000.0), WINDOW_OF_GPT_OSS),
         ),
-        "llama": Family(
-            model_type="llama",
-            architecture="LlamaForCausalLM",
-            names={**_ATTENTION, **_dense("ffn", "mlp")},
-            forms=_ROTARY_HALVES,
-            values=_DENSE_VALUES,
-            absent={**_MODEL_ABSENT, **_BIAS_ABSENT, "rms_norm_eps": 1e-6},
-            fixed={**_MODEL_FIXED, "mlp_bias": False},
-            parts=(HEADS, rotary(10000.0), DENSE),
-        ),
-        "qwen3": Family(
+        "llama": _LLAMA,
+        "qwen3": replace(
+            _LLAMA,
             model_type="qwen3",
             architecture="Qwen3ForCausalLM",
-            names={**_ATTENTION, **_dense("ffn", "mlp")},
-            forms=_ROTARY_HALVES,
-            values=_DENSE_VALUES,
             absent={**_MODEL_ABSENT, **_BIAS_ABSENT},
             always={"attention.qk_norm": "head"},
             fixed=_MODEL_FIXED,
@@ -451,7 +428,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 def family_of(config: Model) -> Family:
     """The family of a model. Raises ConfigError if it has no Hugging Face form."""
     if config.family not in FAMILIES:
-        raise ConfigError(
-            "this model has no Hugging Face form", got=f"model.family={config.family}", allowed=", ".join(FAMILIES)
-        )
+        got, allowed = f"model.family={config.family}", ", ".join(FAMILIES)
+        raise ConfigError("this model has no Hugging Face form", got=got, allowed=allowed)
     return FAMILIES[config.family]

@@ -29,8 +29,7 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 class WeightFolder(Mapping[str, Tensor]):
     """The tensors of all safetensors files of a folder, by name, each in its compute dtype.
 
-    Raises:
-        CheckpointError: there is no such file, one is damaged, or two have a tensor of the same name.
+    Raises a CheckpointError if there is no such file, if one is damaged, or if two have a tensor of the same name.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -61,7 +60,7 @@ class WeightFolder(Mapping[str, Tensor]):
         """Shape of a tensor, without reading it."""
         stored = self._names[name]
         sizes = tuple(self._opened(stored).get_slice(stored).get_shape())
-        if stored.endswith(_BLOCKS):
+        if stored.endswith(_BLOCKS):  # as `from_mxfp4` unpacks it
             experts, outputs, groups, pairs = sizes
             return experts, 2 * groups * pairs, outputs
         return sizes
@@ -104,34 +103,18 @@ def _logical_name(stored: str) -> str | None:
 
 
 def from_float8(w_FD: Tensor, scale_fd: Tensor) -> Tensor:
-    """Dequantize a matrix with one scale for each block.
-
-    Args:
-        w_FD: float8_e4m3fn.
-        scale_fd: float32, one for each 128 x 128 block; blocks at the border may be smaller.
-
-    Returns:
-        w_FD in bfloat16.
-    """
+    """Dequantize a float8_e4m3fn matrix to bfloat16; `scale_fd` is float32, one for each 128 x 128 block."""
     F, D = w_FD.shape
-    scale_FD = scale_fd.repeat_interleave(_BLOCK, 0)[:F].repeat_interleave(_BLOCK, 1)[:, :D]
+    scale_FD = scale_fd.repeat_interleave(_BLOCK, 0)[:F].repeat_interleave(_BLOCK, 1)[:, :D]  # border blocks are cut
     return (w_FD.float() * scale_FD).bfloat16()
 
 
 def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Dequantize a stack of MXFP4 matrices.
-
-    Args:
-        blocks: uint8, experts x outputs x (inputs / 32) x 16 bytes.
-        scales: uint8, experts x outputs x (inputs / 32).
-
-    Returns:
-        Experts x inputs x outputs in bfloat16: `transformers` stores such a stack transposed.
-    """
+    """Dequantize a stack of MXFP4 matrices to bfloat16, experts x inputs x outputs."""
     numbers = torch.tensor(MXFP4, dtype=torch.bfloat16, device=blocks.device)
-    experts, outputs, groups, half = blocks.shape
+    experts, outputs, groups, half = blocks.shape  # uint8; inputs / 32 groups of 16 bytes, and as many scales (uint8)
     values = torch.empty(experts, outputs, 2 * groups * half, dtype=numbers.dtype, device=blocks.device)
     for expert in range(experts):  # one at a time: the lookup needs four times the memory of the result
-        pairs = torch.stack((blocks[expert] & 15, blocks[expert] >> 4), dim=-1).flatten(-2)
+        pairs = torch.stack((blocks[expert] & 15, blocks[expert] >> 4), dim=-1).flatten(-2)  # the lower half first
         values[expert] = torch.ldexp(numbers[pairs.int()], scales[expert, ..., None].int() - 127).flatten(-2)
-    return values.mT
+    return values.mT  # as `transformers` stores such a stack

@@ -9,7 +9,7 @@ family names them (`families`).
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,28 +27,20 @@ from penstock.models.huggingface.weight_folder import WeightFolder
 WEIGHTS_FILE = "model.safetensors"
 _HEAD = "lm_head.weight"
 
-
 _LAYER = re.compile(r"(?:blocks\.(?P<layer>\d+)|mtp\.(?P<depth>\d+)\.block)\.(?P<rest>.+)")
 _PREDICTION = re.compile(r"mtp\.(?P<depth>\d+)\.(?P<rest>.+)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightMapping:
-    """One tensor of a file, and the part of our tensor that it fills.
+    """One tensor of a file, and the part of our tensor that it fills."""
 
-    Attributes:
-        name: of our tensor in `Decoder.state_dict()`.
-        expert: index of our dim 0 that it fills; None for all of it.
-        part: (index, count): it fills this one of `count` equal parts of the first remaining dim.
-        forms: rearrangements, in the order of reading.
-    """
-
-    name: str
+    name: str  # of our tensor in `Decoder.state_dict()`
     hf_name: str
-    expert: int | None = None
-    part: tuple[int, int] = (0, 1)
-    forms: tuple[Rearrangement, ...] = ()
-    whole: tuple[int, ...]
+    expert: int | None = None  # index of our dim 0 that it fills; None for all of it
+    part: tuple[int, int] = (0, 1)  # (index, count): it fills one of `count` equal parts of the first remaining dim
+    forms: tuple[Rearrangement, ...] = ()  # in the order of reading
+    whole: tuple[int, ...]  # shape of our tensor
 
     def place(self, ours: Tensor) -> Tensor:
         """The part of our tensor that it fills, as a view."""
@@ -58,8 +50,7 @@ class WeightMapping:
     @property
     def rectangle(self) -> Rectangle:
         """The offsets and sizes of that part in our tensor."""
-        begin, sizes = [0] * len(self.whole), list(self.whole)
-        dim = 0
+        begin, sizes, dim = [0] * len(self.whole), list(self.whole), 0
         if self.expert is not None:
             begin[0], sizes[0], dim = self.expert, 1, 1
         index, count = self.part
@@ -88,8 +79,7 @@ class WeightMapping:
 def weight_mappings(config: Model) -> list[WeightMapping]:
     """The mappings of a model, in the order of our tensors.
 
-    Raises:
-        ConfigError: the model's family has no Hugging Face names, or none for one of its parameters.
+    Raises a ConfigError if the model's family has no Hugging Face names, or none for one of its parameters.
     """
     family = family_of(config)
     state = meta_model(config).state_dict()
@@ -104,17 +94,17 @@ def _mappings(config: Model, family: Family, name: str, whole: tuple[int, ...]) 
             fix="leave out what the family does not have, or train it as plain",
         )
     forms = tuple(form(config) for form in family.forms.get(rest, ()))
-    is_of_one_expert = "{expert}" in hf_names[0]
+    experts = range(whole[0]) if "{expert}" in hf_names[0] else (None,)
     return [
         WeightMapping(
             name=name,
             hf_name=hf_name.format(expert=expert),
-            expert=expert if is_of_one_expert else None,
+            expert=expert,
             part=(index, len(hf_names)),
             forms=forms,
             whole=whole,
         )
-        for expert in range(whole[0] if is_of_one_expert else 1)
+        for expert in experts
         for index, hf_name in enumerate(hf_names)
     ]
 
@@ -131,23 +121,12 @@ def _hf_names(config: Model, family: Family, name: str) -> tuple[tuple[str, ...]
     return tuple(f"model.layers.{layer}.{one}" for one in table.get(match["rest"], ())), match["rest"]
 
 
-def to_huggingface(model: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """Yields every weight under its Hugging Face name, with its dtype and device; a view where the layout allows."""
-    state = model.state_dict()
-    for line in weight_mappings(model.config):
-        yield line.hf_name, line.write(line.place(state[line.name]))
-
-
 @torch.no_grad()
 def from_huggingface(model: Decoder, weights: Mapping[str, Tensor]) -> None:
-    """Copy weights with Hugging Face names into a model.
+    """Copy weights with Hugging Face names into a model on any device, one at a time, and cast them to its dtypes.
 
-    Args:
-        model: on any device; values are cast to its dtypes.
-        weights: all tensors of the model; tensors that are not weights of a text model are ignored.
-
-    Raises:
-        CheckpointError: a tensor is missing, unknown, or has another shape. Then nothing is copied.
+    Tensors that are not weights of a text model are ignored. If one is missing, unknown, or has another shape, a
+    CheckpointError is raised before anything is copied.
     """
     state = model.state_dict()
     lines = weight_mappings(model.config)
@@ -167,15 +146,9 @@ def names_of(config: Model, names: Iterable[str]) -> dict[str, str]:
 
 
 def check_weights(lines: Sequence[WeightMapping], weights: Mapping[str, Tensor], names: Mapping[str, str]) -> None:
-    """Check that a file has exactly the weights of a model.
+    """Check that a file has exactly the weights of a model, without reading a `WeightFolder`'s tensors.
 
-    Args:
-        lines: mappings of the model.
-        weights: by name; a `WeightFolder` is checked without reading tensors.
-        names: `names_of` the weights.
-
-    Raises:
-        CheckpointError: a tensor is missing, unknown, or has another shape.
+    `names` are `names_of` the weights. Raises a CheckpointError if a tensor is missing, unknown, or has another shape.
     """
     fix = "choose the preset that these weights belong to"
     expected = {line.hf_name for line in lines}
@@ -194,9 +167,5 @@ def check_weights(lines: Sequence[WeightMapping], weights: Mapping[str, Tensor],
 
 
 def load_huggingface(model: Decoder, folder: Path) -> None:
-    """Read the safetensors files of a folder into a model, one tensor at a time.
-
-    Raises:
-        CheckpointError: as `from_huggingface` and `WeightFolder` do.
-    """
+    """`from_huggingface` of the safetensors files of a folder. Raises as it does, and as `WeightFolder`."""
     from_huggingface(model, WeightFolder(folder))

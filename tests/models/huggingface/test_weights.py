@@ -17,8 +17,8 @@ from penstock.models.build import meta_model
 from penstock.models.decoder import Decoder
 from penstock.models.huggingface.families import GridTransposed, Rearrangement, Transposed
 from penstock.models.huggingface.weight_folder import WeightFolder, from_float8, from_mxfp4
-from penstock.models.huggingface.weights import from_huggingface, load_huggingface, to_huggingface, weight_mappings
-from tests.models.families import in_transformers, save_huggingface, tiny_decoder, tiny_model
+from penstock.models.huggingface.weights import from_huggingface, load_huggingface, weight_mappings
+from tests.models.families import in_transformers, save_huggingface, tiny_decoder, tiny_model, to_huggingface
 from tests.models.huggingface.family_models import V3, VARIANTS, gpt_oss, moe
 from tests.models.huggingface.parity import TOLERANCES, compare, unsettled
 
@@ -172,7 +172,7 @@ def test_weights_that_transformers_saved_load_bit_for_bit(name: str, tmp_path: P
 
 def test_of_a_model_of_text_and_pictures_the_text_is_loaded(tmp_path: Path) -> None:
     ours, other = unsettled(tiny_decoder(FIRSTS["llama4"])), tiny_decoder(FIRSTS["llama4"], seed=9)
-    weights = {f"language_model.{name}": tensor.contiguous() for name, tensor in to_huggingface(ours)}
+    weights = {f"language_model.{name}": tensor for name, tensor in to_huggingface(ours).items()}
     pictures = ("vision_model.layernorm_pre.weight", "multi_modal_projector.linear_1.weight")
     save_file(weights | {name: torch.ones(3) for name in pictures}, tmp_path / "model.safetensors")
     load_huggingface(other, tmp_path)
@@ -182,7 +182,7 @@ def test_of_a_model_of_text_and_pictures_the_text_is_loaded(tmp_path: Path) -> N
 def test_what_published_files_repeat_is_left_out() -> None:
     config = V3.model_copy(update={"mtp_layers": 1})
     ours, other = tiny_decoder(config), tiny_decoder(config, seed=9)
-    weights = dict(to_huggingface(ours))
+    weights = to_huggingface(ours)
     for copy, name in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
         weights[f"model.layers.{config.layers}.{copy}.weight"] = weights[f"{name}.weight"]
     weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
@@ -191,7 +191,7 @@ def test_what_published_files_repeat_is_left_out() -> None:
 
     tied = VARIANTS["qwen3, tied embeddings"]
     ours, other = tiny_decoder(tied), tiny_decoder(tied, seed=9)
-    weights = dict(to_huggingface(ours))
+    weights = to_huggingface(ours)
     assert "lm_head.weight" not in weights
     from_huggingface(other, weights | {"lm_head.weight": weights["model.embed_tokens.weight"]})
     _assert_equal(ours, other)
@@ -202,7 +202,7 @@ def test_experts_of_four_bits_are_loaded_as_what_they_stand_for(tmp_path: Path) 
     assert base.moe is not None
     config = base.model_copy(update={"moe": base.moe.model_copy(update={"moe_intermediate_size": 32})})
     ours, other = unsettled(tiny_decoder(config)), tiny_decoder(config, seed=9)
-    weights = {name: tensor.contiguous() for name, tensor in to_huggingface(ours)}
+    weights = to_huggingface(ours)
     stored = dict(weights)
     for name in [one for one in weights if one.endswith(("gate_up_proj", "down_proj"))]:
         experts, inputs, outputs = stored.pop(name).shape
@@ -220,8 +220,8 @@ def test_weights_of_another_model_are_refused_and_nothing_is_copied() -> None:
     model, other = tiny_decoder(V3), tiny_decoder(V3.model_copy(update={"layers": 2}), seed=9)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(CheckpointError, match="missing, 0 unknown.*model.layers.2"):
-        from_huggingface(model, dict(to_huggingface(other)))
-    weights = dict(to_huggingface(tiny_decoder(V3, seed=9)))
+        from_huggingface(model, to_huggingface(other))
+    weights = to_huggingface(tiny_decoder(V3, seed=9))
     weights["model.norm.weight"] = torch.zeros(5)
     with pytest.raises(CheckpointError, match=r"model.norm.weight has another shape.*\(5,\).*\(32,\)"):
         from_huggingface(model, weights)
