@@ -80,7 +80,7 @@ class TransferStream:
         del label
         if self._stream is None:
             return work(), None
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))  # inputs are written there
         with torch.cuda.stream(self._stream):
             return work(), self._stream.record_event()
 
@@ -99,10 +99,10 @@ class AsyncTransfer(Generic[Rest]):
         self.name = name
         self.outputs: tuple[Tensor, ...] = ()
         self._rest: list[Rest] = []
-        self._end: torch.cuda.Event | None = None
-        self._held: tuple[object, ...] = ()
-        self._graph: tuple[list[GradientEdge], list[GradientEdge | None]] | None = None
-        self._gradients: tuple[Tensor | None, ...] = ()
+        self._end: torch.cuda.Event | None = None  # of the transfer under way; None on a CPU
+        self._held: tuple[object, ...] = ()  # blocks of this stream that the other one reads until the join
+        self._graph: tuple[list[GradientEdge], list[GradientEdge | None]] | None = None  # ends, beginnings
+        self._gradients: tuple[Tensor | None, ...] = ()  # of the inputs, valid after the join of backward
 
     def wait(self) -> tuple[tuple[Tensor, ...], Rest]:
         """Join. Returns the function's result."""
@@ -172,7 +172,7 @@ class _Launch(torch.autograd.Function):
         ctx: Any, handle: AsyncTransfer[Rest], function: "Transfer[Rest]", *inputs: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.handle = handle
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # no zeros for outputs without a gradient
         return handle.start_recorded(function, inputs)
 
     @staticmethod
@@ -194,7 +194,7 @@ class _Wait(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.handle.start_backward(gradients)
-        return None, *gradients
+        return None, *gradients  # placeholders on the way to `_Launch`, whose backward joins
 
 
 Steps = Generator[None, None, Result]
@@ -203,12 +203,8 @@ Steps = Generator[None, None, Result]
 
 def drain(steps: Steps[Result]) -> Result:
     """Run all steps."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            result: Result = end.value
-            return result
+    (result,) = interleave([steps])
+    return result
 
 
 def interleave(works: Sequence[Steps[Result]]) -> list[Result]:

@@ -23,17 +23,14 @@ from penstock.layout.grid import Grid
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """One rank's group on one axis: global `ranks` in its order, and our place `rank` among them.
-
-    With hybrid sharding `inner` has the ranks that divide one copy, `outer` those with our part of the other copies.
-    """
+    """One rank's group on one axis."""
 
     name: str
-    ranks: tuple[int, ...] = (0,)
-    rank: int = 0
-    group: dist.ProcessGroup | None = None
-    inner: "Axis | None" = None
-    outer: "Axis | None" = None
+    ranks: tuple[int, ...] = (0,)  # global ranks, in the group's order
+    rank: int = 0  # our place among them
+    group: dist.ProcessGroup | None = None  # None for one rank
+    inner: "Axis | None" = None  # with hybrid sharding, the ranks that divide one copy
+    outer: "Axis | None" = None  # and those with our part of the other copies
 
     @property
     def size(self) -> int:
@@ -54,7 +51,7 @@ class Axis:
 NO_AXIS = Axis(name="none")
 """An axis of one rank."""
 
-_AXES: dict[str, tuple[str, ...]] = {
+_AXES: dict[str, tuple[str, ...]] = {  # coordinates of the grid that vary inside a group
     "tensor": ("tensor",),
     "context": ("context",),
     "sequence": ("context", "tensor"),
@@ -110,19 +107,20 @@ def make_axes(
         return ALONE
     assert dist.get_world_size() == grid.world, f"{dist.get_world_size()} processes for {grid}"
     rank = dist.get_rank()
+    # `new_group` is collective: from here on all ranks make all groups of the grid in one order, also those of others.
     made: Made = {tuple(range(grid.world)): dist.group.WORLD}
     axes = {name: _own_axis(name, grid.groups(parts), rank, made) for name, parts in _AXES.items()}
     for name in ("dense_data", "expert_data"):
         axes[name] = _divide(axes[name], grid.groups(_AXES[name]), shard_size, made)
     axes |= _by_node(axes["expert"], grid.groups(_AXES["expert"]), ranks_per_node or grid.world, made)
     if grid.pipeline > 1:
-        # Messages up and down would wait for each other in one communicator.
+        # Messages up and down would wait for each other in one communicator, so these groups are not shared in `made`.
         back = {ranks: dist.new_group(list(ranks)) for ranks in grid.groups(("pipeline",))}
         axes["pipeline_back"] = replace(axes["pipeline"], name="pipeline_back", group=back[axes["pipeline"].ranks])
     if len(embedding_places) > 1:
         holders = tuple(tuple(ranks[place] for place in embedding_places) for ranks in grid.groups(("pipeline",)))
         _make_missing(holders, made)
-        if any(rank in ranks for ranks in holders):
+        if any(rank in ranks for ranks in holders):  # stages between hold no embedding
             axes["embedding"] = _own_axis("embedding", holders, rank, made)
     return Axes(grid=grid, rank=rank, **axes)
 
@@ -133,13 +131,10 @@ def _divide(axis: Axis, groups: Sequence[tuple[int, ...]], size: int, made: Made
         return axis
     assert axis.size % size == 0, f"{axis.size} ranks of {axis.name} are not divided by {size}"
     me = axis.ranks[axis.rank]
-    divided = {}
-    for name, parts in {
-        "shard": [ranks[first : first + size] for ranks in groups for first in range(0, axis.size, size)],
-        "replicate": [ranks[place::size] for ranks in groups for place in range(size)],
-    }.items():
-        divided[name] = _own_axis(f"{axis.name}_{name}", parts, me, made)
-    return replace(axis, inner=divided["shard"], outer=divided["replicate"])
+    blocks = [ranks[first : first + size] for ranks in groups for first in range(0, axis.size, size)]
+    same_places = [ranks[place::size] for ranks in groups for place in range(size)]
+    inner = _own_axis(f"{axis.name}_shard", blocks, me, made)
+    return replace(axis, inner=inner, outer=_own_axis(f"{axis.name}_replicate", same_places, me, made))
 
 
 def _by_node(axis: Axis, groups: Sequence[tuple[int, ...]], per_node: int, made: Made) -> dict[str, Axis]:
@@ -150,8 +145,8 @@ def _by_node(axis: Axis, groups: Sequence[tuple[int, ...]], per_node: int, made:
         nodes = [tuple(rank for rank in ranks if rank // per_node == node) for node in {r // per_node for r in ranks}]
         if len(set(map(len, nodes))) > 1:
             nodes = [(rank,) for rank in ranks]
-        parts["node"] += sorted(nodes)
-        parts["across"] += zip(*sorted(nodes), strict=True)
+        parts["node"] += sorted(nodes)  # a set has no order, and all ranks need the same one
+        parts["across"] += zip(*sorted(nodes), strict=True)  # one rank of each node, at the same place
     return {f"expert_{name}": _own_axis(f"expert_{name}", parts[name], me, made) for name in parts}
 
 

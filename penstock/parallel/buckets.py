@@ -57,7 +57,7 @@ class Stripe:
     def all_rows(self, bucket_RC: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Pairs of bucket memory and values of the whole tensor."""
         values_N = self.entry.whole.view(-1)
-        full, rest = divmod(values_N.numel(), self.width)
+        full, rest = divmod(values_N.numel(), self.width)  # full rows, and values of the shorter one behind them
         there_RC = bucket_RC[:, self.offset : self.offset + self.end - self.first]
         yield there_RC[:full], values_N[: full * self.width].view(full, self.width)[:, self.first : self.end]
         end = min(self.end, rest)
@@ -77,6 +77,7 @@ def reduce_rows(
 ) -> None:
     """Sum `whole` of each entry over `shard`, whose ranks divide the sum, and `replicate`; the result is in `own`."""
     if shard.group is not None or replicate.group is not None:
+        # All ranks cut the same shapes into the same buckets, so their collectives meet in the same order.
         buckets = stripes_in_buckets(entries, shard.size, values)
         _overlap(_reduce(bucket, shard, replicate, dtype) for bucket in buckets)
 
@@ -91,13 +92,13 @@ def _reduce(bucket: list[Stripe], shard: Axis, replicate: Axis, dtype: torch.dty
     bucket_RC = empty_rows(bucket, shard.size, dtype)
     for stripe in bucket:
         for there, here in stripe.all_rows(bucket_RC):
-            there.copy_(here)
-    row_C = bucket_RC[0]
+            there.copy_(here)  # casts to the dtype of the sum
+    row_C = bucket_RC[0]  # the only row if `shard` has one rank
     if shard.group is not None:
         row_C = torch.empty_like(row_C)
         work = reduce_flat(row_C, bucket_RC.view(-1), group=shard.group, async_op=True)
         yield
-        work.wait()
+        work.wait()  # the current stream waits; the host waits with gloo only
     if replicate.group is not None:
         work = dist.all_reduce(row_C, group=replicate.group, async_op=True)
         yield
@@ -123,7 +124,7 @@ def _gather(bucket: list[Stripe], shard: Axis) -> Iterator[None]:
 
 def stripes_in_buckets(entries: Sequence[BucketEntry], ranks: int, values: int | None) -> Iterator[list[Stripe]]:
     """Cut all columns into buckets of equal size; the last one is smaller."""
-    columns = max(BUCKET_VALUES // ranks, ROW_VALUES) if values is None else max(values // ranks, 1)
+    columns = max(BUCKET_VALUES // ranks, ROW_VALUES) if values is None else max(values // ranks, 1)  # of a full bucket
     bucket: list[Stripe] = []
     filled = 0
     for one in entries:
@@ -161,6 +162,6 @@ def _overlap(transfers: Iterator[Iterator[None]]) -> None:
         next(transfer)
         under_way.append(transfer)
         if len(under_way) == IN_FLIGHT:
-            deque(under_way.popleft(), maxlen=0)
+            deque(under_way.popleft(), maxlen=0)  # run to the end
     for transfer in under_way:
         deque(transfer, maxlen=0)

@@ -55,7 +55,7 @@ def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     assert not x.requires_grad, "all_reduce has no gradient"
     if axis.size == 1:
         return x
-    total = x.clone(memory_format=torch.contiguous_format)
+    total = x.clone(memory_format=torch.contiguous_format)  # dist.all_reduce works in place
     dist.all_reduce(total, group=axis.group)
     return total
 
@@ -97,17 +97,17 @@ def _parts_first(x: Tensor, parts: int, dim: int) -> Tensor:
 
 
 def _joined(parts: Tensor, dim: int) -> Tensor:
-    return parts.movedim(0, dim).flatten(dim, dim + 1)
+    return parts.movedim(0, dim).flatten(dim, dim + 1)  # a view for dim 0, else a copy
 
 
 def _all_gathered(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    parts = x.new_empty(axis.size, *x.shape)
+    parts = x.new_empty(axis.size, *x.shape)  # one part of each rank, in the order of the axis
     gather_flat(parts.flatten(0, 1), x.contiguous(), group=axis.group)
     return _joined(parts, dim)
 
 
 def _reduce_scattered(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    parts = _parts_first(x, axis.size, dim)
+    parts = _parts_first(x, axis.size, dim)  # part r goes to rank r
     part = torch.empty_like(parts[0])
     reduce_flat(part, parts.flatten(0, 1), group=axis.group)
     return part
@@ -116,7 +116,7 @@ def _reduce_scattered(x: Tensor, axis: Axis, dim: int) -> Tensor:
 def _exchanged(x_ND: Tensor, axis: Axis, receive: Sequence[int] | None, send: Sequence[int] | None) -> Tensor:
     rows = x_ND.shape[0] if receive is None else sum(receive)
     received = x_ND.new_empty(rows, *x_ND.shape[1:])
-    sizes = [None if counts is None else list(counts) for counts in (receive, send)]
+    sizes = [None if counts is None else list(counts) for counts in (receive, send)]  # torch takes lists only
     dist.all_to_all_single(received, x_ND.contiguous(), sizes[0], sizes[1], group=axis.group)
     return received
 
@@ -132,7 +132,7 @@ class _WithTranspose(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, run: Callable[[Tensor], Tensor], run_back: Transpose, *saved: Tensor) -> Tensor:
         ctx.run_back = run_back
-        ctx.save_for_backward(*saved)
+        ctx.save_for_backward(*saved)  # `x` is not saved: a linear function needs only its transpose
         return run(x)
 
     @staticmethod
@@ -155,7 +155,7 @@ def all_gather_json(value: Any, axis: Axis) -> list[Any]:
     """The values of all ranks of an axis on each of them, in order."""
     if axis.group is None:
         return [value]
-    device = torch.device("cuda" if dist.get_backend(axis.group) == "nccl" else "cpu")
+    device = torch.device("cuda" if dist.get_backend(axis.group) == "nccl" else "cpu")  # NCCL moves GPU memory only
     row, sizes = _padded(value, axis.group, axis.size, device)
     rows = [torch.empty_like(row) for _ in sizes]
     dist.all_gather(rows, row, group=axis.group)
@@ -210,7 +210,7 @@ def _padded(value: Any, group: dist.ProcessGroup, ranks: int, device: torch.devi
     content = bytearray(json.dumps(value).encode())
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(ranks)]
     dist.all_gather(sizes, torch.tensor([len(content)], device=device), group=group)
-    row = torch.zeros(int(max(sizes)), dtype=torch.uint8)
+    row = torch.zeros(int(max(sizes)), dtype=torch.uint8)  # the host waits for the sizes here
     row[: len(content)] = torch.frombuffer(content, dtype=torch.uint8)
     return row.to(device), [int(size) for size in sizes]
 

@@ -43,7 +43,7 @@ def attend(
     gathers = axis.size > 1 and layer_context.context_method == "all-gather"
     if gathers:
         k_BSGN, v_BSGM = gather_positions(k_BSGN, axis), gather_positions(v_BSGM, axis)
-    else:
+    else:  # from all heads of our positions to our part of the heads over the whole row
         q_BSHN, k_BSGN, v_BSGM = (all_to_all(x, axis, split_dim=2, join_dim=1) for x in (q_BSHN, k_BSGN, v_BSGM))
         sinks_H = sinks_H if sinks_H is None or axis.size == 1 else sinks_H.chunk(axis.size)[axis.rank]
     if nears:
@@ -120,13 +120,13 @@ def attend_to_row(
 ) -> Tensor:
     """Causal attention of our two chunks (near before far) over the whole row; allowed_BSS is causal already."""
     axis = layer_context.axes.context
-    size = q_BSHN.shape[1] // 2
+    size = q_BSHN.shape[1] // 2  # positions of a chunk; the row has two for each rank
     assert k_BSGN.shape[1] == 2 * size * axis.size, (
         f"{k_BSGN.shape[1]} keys for {axis.size} ranks with 2 x {size} queries"
     )
     chunks = []
     for part, number in enumerate((axis.rank, 2 * axis.size - 1 - axis.rank)):
-        own, end = slice(part * size, (part + 1) * size), (number + 1) * size
+        own, end = slice(part * size, (part + 1) * size), (number + 1) * size  # our queries, and the keys before them
         if allowed_BSS is None:
             allowed = torch.ones(1, size, end, dtype=torch.bool, device=q_BSHN.device).tril(end - size)
         else:

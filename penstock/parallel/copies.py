@@ -57,7 +57,7 @@ class CopyStream:
                 if not source.is_meta:
                     target.copy_(source)
             return DONE
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))  # sources are written there
         return self.copy_early(pairs, after=after)
 
     def copy_early(self, pairs: Sequence[tuple[Tensor, Tensor]], *, after: PendingCopy) -> PendingCopy:
@@ -69,25 +69,6 @@ class CopyStream:
             for source, target in pairs:
                 target.copy_(source, non_blocking=True)
             return PendingCopy(self._stream.record_event())
-
-
-class _Block:
-    """Host memory that is handed out one tensor after another."""
-
-    def __init__(self, memory: Tensor) -> None:
-        self._memory = memory
-        self._start = 0
-
-    @property
-    def room(self) -> int:
-        """Bytes that are left."""
-        return self._memory.numel() - self._start
-
-    def take(self, bytes_: int) -> Tensor:
-        """The next so many bytes, behind which an aligned address follows."""
-        taken = self._memory[self._start : self._start + bytes_]
-        self._start += _aligned(bytes_)
-        return taken
 
 
 def host_empty(bytes_: int, device: torch.device) -> Tensor:
@@ -106,15 +87,16 @@ def host_tensors(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: 
     if device.type == "meta":
         return [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
     sizes = [prod(shape) * dtype.itemsize for shape in shapes]
-    left, blocks, tensors = sum(map(_aligned, sizes)), list[_Block](), dict[int, Tensor]()
+    left, tensors = sum(map(_aligned, sizes)), dict[int, Tensor]()  # bytes without a place yet
+    rests: list[Tensor] = []  # free bytes of each block, from an aligned address on
     for index in sorted(range(len(sizes)), key=lambda one: -sizes[one]):
         size = _aligned(sizes[index])
-        block = next((block for block in blocks if block.room >= size), None)
-        if block is None:
-            usual = 1 << (max(left, 1).bit_length() - 1)
-            block = _Block(host_empty(max(usual, ALIGNMENT, 1 << (size - 1).bit_length()), device))
-            blocks.append(block)
-        tensors[index] = block.take(sizes[index]).view(dtype).view(shapes[index])
+        place = next((place for place, rest in enumerate(rests) if rest.numel() >= size), len(rests))
+        if place == len(rests):
+            usual = 1 << (max(left, 1).bit_length() - 1)  # at most what is left, so the last blocks are small
+            rests.append(host_empty(max(usual, ALIGNMENT, 1 << (size - 1).bit_length()), device))
+        tensors[index] = rests[place][: sizes[index]].view(dtype).view(shapes[index])
+        rests[place] = rests[place][size:]
         left -= size
     return [tensors[index] for index in range(len(sizes))]
 
@@ -136,7 +118,7 @@ def cut_into_chunks(sizes: Sequence[int], limit: int) -> list[list[TensorSlice]]
     """Cut tensors of these sizes into chunks of `limit` elements; the last is smaller. For element-wise work only."""
     assert limit > 0, f"a chunk of {limit} elements"
     chunks: list[list[TensorSlice]] = [[]]
-    room = limit
+    room = limit  # elements that the last chunk still takes
     for index, size in enumerate(sizes):
         start = 0
         while start < size:
@@ -162,8 +144,8 @@ class ChunkStream:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._inward, self._outward = CopyStream(device), CopyStream(device)
-        self._buffers: list[Tensor] = []
-        self._left = [DONE, DONE]
+        self._buffers: list[Tensor] = []  # two of equal size, uint8
+        self._left = [DONE, DONE]  # the last copy out of each buffer
 
     def run(self, chunks: Sequence[Sequence[Tensor]], work: Callable[[int, list[Tensor]], None]) -> None:
         """Work on every chunk in order. The host does not wait: see `finish`.
@@ -175,9 +157,9 @@ class ChunkStream:
         coming = [self._bring(index, chunk) for index, chunk in enumerate(chunks[:2])]
         for index, chunk in enumerate(chunks):
             tensors, arrival = coming.pop(0)
-            arrival.wait()
+            arrival.wait()  # the compute stream waits, not the host
             work(index, tensors)
-            self._left[index % 2] = self._outward.copy(list(zip(tensors, chunk, strict=True)))
+            self._left[index % 2] = self._outward.copy(list(zip(tensors, chunk, strict=True)))  # after `work`
             if index + 2 < len(chunks):
                 coming.append(self._bring(index + 2, chunks[index + 2]))
 

@@ -56,28 +56,28 @@ class Float8Shard:
         self.form, self.operators = rule.forward, rule.operators
         self.shape = tuple(parameter.shape)
         assert len(self.shape) in (2, 3), f"neither a matrix nor a stack of them: {self.shape}"
-        self.block = recipe.weights[0] or max(self.shape[-2:])
+        self.block = recipe.weights[0] or max(self.shape[-2:])  # side of a block; 0 means one block for a matrix
         blocks = tuple(-(-size // self.block) for size in self.shape[-2:])
         self.scales = self.master.new_empty(*self.shape[:-2], *blocks)
         # Where our rows lie in the whole: of a stack, we hold whole matrices.
         first, end = local_rows(parameter)
         start, stop = (first, end) if len(self.shape) == 2 else (0, self.shape[1])
-        self.rows_before = start % self.block
+        self.rows_before = start % self.block  # of our first block, on the rank before us
         self.block_of_row = torch.arange(start, stop, device=self.master.device) // self.block
         self.place = slice(start // self.block, -(-stop // self.block)) if len(self.shape) == 2 else slice(first, end)
         # What a rank lacks in rows is sent too: all send the same number of bytes.
         sent = -(-self.shape[0] // self.axis.size)
         self.values = self.master.new_zeros(sent, *self.shape[1:], dtype=torch.uint8).view(self.form.dtype)
-        self.version = -1
+        self.version = -1  # of the master that `values` were made from
         self.master.fsdp_pre_all_gather = self.fsdp_pre_all_gather  # type: ignore[attr-defined] # FSDP2 looks for them
         self.master.fsdp_post_all_gather = self.fsdp_post_all_gather  # type: ignore[attr-defined]
 
     def maxima(self) -> Tensor:
         """Block maxima of this rank's values; flat float32."""
         whole = torch.zeros_like(self.scales)
-        if len(self.master):
+        if len(self.master):  # with fewer rows than ranks, some ranks hold none
             of_rows = torch.linalg.vector_norm(self._blocks_of_rows(), ord=torch.inf, dim=-1).float()
-            rows_behind = -(self.rows_before + of_rows.shape[-2]) % self.block
+            rows_behind = -(self.rows_before + of_rows.shape[-2]) % self.block  # of our last block, on the next rank
             padded = F.pad(of_rows, (0, 0, self.rows_before, rows_behind))
             whole[self.place] = padded.unflatten(-2, (-1, self.block)).amax(-2)
         return whole.view(-1)
@@ -129,7 +129,7 @@ def refresh(weights: Sequence[Float8Shard]) -> None:
     by_axis: dict[str, list[Float8Shard]] = defaultdict(list)
     for weight in weights:
         by_axis[weight.axis.name].append(weight)
-    for _, together in sorted(by_axis.items()):
+    for _, together in sorted(by_axis.items()):  # one all-reduce for each axis, in one order on all ranks
         first = together[0]
         assert len({(one.recipe, one.form) for one in together}) == 1, f"several recipes on {first.axis.name}"
         maxima = torch.cat([weight.maxima() for weight in together])

@@ -86,13 +86,13 @@ def capture(work: Callable[[], object], pool: Any = None) -> DeviceGraph:
     begin = time.perf_counter()
     torch.cuda.synchronize()
     if pool is None:
-        gc.collect()
+        gc.collect()  # `one_pool` has done it for all of its graphs
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     graph = torch.cuda.CUDAGraph()
     with ExitStack() as undo:
         undo.callback(graph.reset)
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # other threads may call CUDA
             work()
         undo.pop_all()
     return DeviceGraph(graph, torch.cuda.memory_reserved() - before, time.perf_counter() - begin)
@@ -114,11 +114,11 @@ class PartialGraphs:
     def __init__(self, capture: Capture) -> None:
         self.obstacle = ""
         self._capture = capture
-        self._graphs: list[Replayable] = []
+        self._graphs: list[Replayable] = []  # in the order of their capture
         self._parts: dict[Hashable, _Part] = {}
-        self._copies: dict[Hashable, Tensor] = {}
-        self._facts: dict[str, object] = {}
-        self._written: set[Hashable] = set()
+        self._copies: dict[Hashable, Tensor] = {}  # copied inputs and held values, at fixed addresses
+        self._facts: dict[str, object] = {}  # of the first pass
+        self._written: set[Hashable] = set()  # places (`_place`) that graphs write and that are held for good
         self._anchor = torch.empty(0, requires_grad=True)
 
     @property
@@ -219,7 +219,7 @@ class _Part:
         assert self._forth is not None, "a part without a forward graph is no part"
         self._is_under_way = True
         _fill(self._inlets, inputs)
-        self._forth.replay()
+        self._forth.replay()  # also the first time: a capture runs nothing
         if self._gradient_inlets is None:
             self._parts.written(self.results)
         return tuple(result.detach() for result in self.results)
@@ -237,7 +237,7 @@ class _Part:
         _fill(self._gradient_inlets, gradients)
         if is_first:
             self._back = self._parts.captured(self._run_back)
-        if self._back is None:
+        if self._back is None:  # no memory for the graph
             self._run_back()
         else:
             self._back.replay()

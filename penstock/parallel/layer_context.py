@@ -1,7 +1,7 @@
 """Arguments that every module is built with besides its sizes, as one frozen value."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from penstock.config.parallel import OFFLOADABLE, Dispatch
@@ -17,31 +17,23 @@ from penstock.parallel.weight_grad_store import WeightGradStore
 if TYPE_CHECKING:  # it imports Triton, which may be absent
     from penstock.parallel.symmetric import SymmetricBuffers
 
-NOTHING_AGAIN = RecomputeRule()
-NOTHING_AWAY = OffloadRule()
-AUTO = Dispatch()
-
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerContext:
-    """Kernels, process groups and activation memory of a layer.
-
-    `weight_grads` is None if the schedule never defers, `buffers` if tokens use no peer memory, `transfers` if they do
-    not overlap with compute.
-    """
+    """Kernels, process groups and activation memory of a layer."""
 
     operators: Operators = REFERENCE
     axes: Axes = ALONE
-    weight_grads: WeightGradStore | None = None
+    weight_grads: WeightGradStore | None = None  # None if the schedule never defers them
     context_method: Method = "ulysses"
-    dispatch: Dispatch = AUTO
-    buffers: "SymmetricBuffers | None" = None
-    transfers: TransferStream | None = None
+    dispatch: Dispatch = field(default_factory=Dispatch)
+    buffers: "SymmetricBuffers | None" = None  # None if tokens use no peer memory
+    transfers: TransferStream | None = None  # None if transfers do not overlap with compute
     float8: Float8Rule = NO_FLOAT8
-    recompute: RecomputeRule = NOTHING_AGAIN
-    offload: OffloadRule = NOTHING_AWAY
+    recompute: RecomputeRule = field(default_factory=RecomputeRule)
+    offload: OffloadRule = field(default_factory=OffloadRule)
 
     def run(self, kind: str, function: Callable[..., Result], *arguments: object) -> Result:
         """`function(*arguments)` as a part that may be recomputed or offloaded; see `penstock.parallel.recompute`."""

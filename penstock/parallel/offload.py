@@ -73,15 +73,10 @@ class HostStore:
         self.smallest = smallest
         self.in_flight = in_flight
         self.outward, self.inward = CopyStream(device), CopyStream(device)
-        self._leaving: deque[tuple[weakref.ref[_OffloadedStorage], int]] = deque()
-        self._leaving_bytes = 0
+        self.leaving_bytes = 0  # device memory that waited for its copy at the last check
+        self._leaving: deque[tuple[weakref.ref[_OffloadedStorage], int]] = deque()  # the oldest copy first
         self._moved: dict[StorageWeakRef, weakref.ref[_OffloadedStorage]] = {}
         self._last_call: weakref.ref[_ModuleCall] | None = None
-
-    @property
-    def leaving_bytes(self) -> int:
-        """Device memory that waited for its copy at the last check."""
-        return self._leaving_bytes
 
     def call(self) -> _ModuleCall:
         """A saver for one call of a module."""
@@ -100,25 +95,25 @@ class HostStore:
         key = StorageWeakRef(tensor.untyped_storage())
         reference = self._moved.get(key)
         moved = None if reference is None else reference()
-        if moved is not None and moved.version == tensor._version:
+        if moved is not None and moved.version == tensor._version:  # an older version has other values
             return moved
         size = tensor.untyped_storage().nbytes()
         self._make_room(size)
         moved = _OffloadedStorage(self, tensor.detach())
         self._moved[key] = weakref.ref(moved)
         self._leaving.append((weakref.ref(moved), size))
-        self._leaving_bytes += size
+        self.leaving_bytes += size
         return moved
 
     def _make_room(self, incoming: int) -> None:
         """Free storages that have left; if that is too little, free more and let the compute stream wait."""
         while self._leaving:
             moved, size = self._leaving[0][0](), self._leaving[0][1]
-            if moved is not None and not moved.left.is_over() and self._leaving_bytes + incoming <= self.in_flight:
+            if moved is not None and not moved.left.is_over() and self.leaving_bytes + incoming <= self.in_flight:
                 return
             self._leaving.popleft()
-            self._leaving_bytes -= size
-            if moved is not None:
+            self.leaving_bytes -= size
+            if moved is not None:  # else its graph is gone, and the memory with it
                 moved.leave()
 
 
@@ -139,7 +134,7 @@ class _OffloadedStorage:
     def leave(self) -> None:
         """Free the device memory."""
         self._check_version()
-        self.left.wait(self._stream)
+        self.left.wait(self._stream)  # the stream that owns the block reuses it only after the copy has read it
         self._saved = None
 
     def start_back(self) -> None:
@@ -158,7 +153,7 @@ class _OffloadedStorage:
         self._came.wait()
         here = self._saved if self._saved is not None else self._back
         assert here is not None, "a storage is neither on its way nor back"
-        if here.is_cuda and torch.cuda.current_stream(here.device) != self._stream:
+        if here.is_cuda and torch.cuda.current_stream(here.device) != self._stream:  # backward on another stream
             here.record_stream(torch.cuda.current_stream(here.device))
         return here.untyped_storage()
 

@@ -20,7 +20,7 @@ first step hung then, probably because CUDA does not load a new kernel beside it
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -58,70 +58,64 @@ class _MessageTag:
     micro_batch: int
 
 
+@dataclass(frozen=True, eq=False)
 class PipelineRunner:
     """One rank's part of a pipeline, with the `weight_grads` and `transfers` that its stages were built with."""
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        axes: Axes,
-        message: Message,
-        weight_grads: WeightGradStore | None = None,
-        transfers: TransferStream | None = None,
-    ) -> None:
-        assert weight_grads is not None or not schedule.splits_backward, f"{schedule.name} puts weight gradients off"
-        assert transfers is not None or not schedule.pairs, f"{schedule.name} computes while tokens travel"
-        self.schedule = schedule
-        self._axes = axes
-        self._message = message
-        self._weight_grads = weight_grads
-        self._transfers = transfers
+    schedule: Schedule
+    axes: Axes
+    message: Message
+    weight_grads: WeightGradStore | None = None  # None if the schedule never defers them
+    transfers: TransferStream | None = None  # None if the schedule has no pairs
+
+    def __post_init__(self) -> None:
+        name = self.schedule.name
+        can_split = self.weight_grads is not None or not self.schedule.splits_backward
+        assert can_split, f"{name} puts weight gradients off"
+        assert self.transfers is not None or not self.schedule.pairs, f"{name} computes while tokens travel"
 
     @property
     def rank(self) -> int:
         """Our place in the pipeline."""
-        return self._axes.pipeline.rank
+        return self.axes.pipeline.rank
 
     def train(self, calls: Mapping[int, StageCall], enter: EnterPhase = untimed) -> None:
         """Forward and backward passes of one step; gradients are in the parameters afterwards.
 
         `calls` has the stages of this rank; `enter` gets the phase of each action, for a pair that of backward.
         """
-        messenger = _Messenger(self.schedule, self._axes, self._message)
-        _Run(self.schedule, messenger, calls, self._weight_grads, self._transfers).play(self.rank, enter)
+        messenger = _Messenger(self.schedule, self.axes, self.message)
+        _Run(self.schedule, messenger, calls, self.weight_grads, self.transfers).play(self.rank, enter)
 
     @torch.no_grad()
     def evaluate(self, calls: Mapping[int, StageCall], micro_batches: int) -> None:
         """Forward passes only, of `micro_batches` on every rank."""
         schedule = forward_only(self.schedule, micro_batches)
-        _Run(schedule, _Messenger(schedule, self._axes, self._message), calls).play(self.rank)
+        _Run(schedule, _Messenger(schedule, self.axes, self.message), calls).play(self.rank)
 
 
+@dataclass(eq=False)
 class _Run:
-    def __init__(
-        self,
-        schedule: Schedule,
-        messenger: "_Messenger",
-        calls: Mapping[int, StageCall],
-        weight_grads: WeightGradStore | None = None,
-        transfers: TransferStream | None = None,
-    ) -> None:
-        self._schedule = schedule
-        self._weight_grads = weight_grads
-        self._transfers = transfers
-        self._calls = calls
-        self._last = schedule.stages - 1
-        self._messenger = messenger
-        self._passes: dict[tuple[int, int], tuple[Tensor | None, Tensor | GradientEdge]] = {}
-        self._work: dict[tuple[int, int], list[Task]] = {}
+    schedule: Schedule
+    messenger: "_Messenger"
+    calls: Mapping[int, StageCall]
+    weight_grads: WeightGradStore | None = None
+    transfers: TransferStream | None = None
+    # By stage and micro-batch: input and end of the graph of a pass that waits for backward; deferred weight gradients.
+    passes: dict[tuple[int, int], tuple[Tensor | None, Tensor | GradientEdge]] = field(default_factory=dict)
+    work: dict[tuple[int, int], list[Task]] = field(default_factory=dict)
+
+    @property
+    def last(self) -> int:
+        return self.schedule.stages - 1
 
     def play(self, rank: int, enter: EnterPhase = untimed) -> None:
-        for unit in self._schedule.units(rank):
+        for unit in self.schedule.units(rank):
             enter(Span.FORWARD if unit[-1].kind is Kind.FORWARD else Span.BACKWARD)
             with _span_of(unit[-1]):
                 self._do(*unit)
-        assert not self._passes and not self._work, "the schedule left something undone"
-        self._messenger.finish()
+        assert not self.passes and not self.work, "the schedule left something undone"
+        self.messenger.finish()
 
     def _do(self, *unit: Action) -> None:
         if len(unit) > 1:
@@ -136,21 +130,21 @@ class _Run:
             case Kind.INPUT:
                 self._backward_input(action)
             case Kind.WEIGHT:
-                for task in self._work.pop((action.stage, action.micro_batch)):
+                for task in self.work.pop((action.stage, action.micro_batch)):
                     task()
 
     def _forward(self, action: Action) -> Steps[None]:
         stage, _, micro_batch = action
         x = None
         if stage > 0:
-            x = self._messenger.take(_MessageTag(stage, False, micro_batch))
-            x.requires_grad_(torch.is_grad_enabled())
-        output = yield from self._calls[stage](micro_batch, x)
+            x = self.messenger.take(_MessageTag(stage, False, micro_batch))
+            x.requires_grad_(torch.is_grad_enabled())  # a leaf: backward leaves the message for the stage before in it
+        output = yield from self.calls[stage](micro_batch, x)
         if torch.is_grad_enabled():
             # Behind the last stage is a scalar. Of others backward needs the place in the graph, not what was computed.
-            self._passes[stage, micro_batch] = (x, output if stage == self._last else get_gradient_edge(output))
-        if stage < self._last:
-            self._messenger.send(_MessageTag(stage + 1, False, micro_batch), output.detach())
+            self.passes[stage, micro_batch] = (x, output if stage == self.last else get_gradient_edge(output))
+        if stage < self.last:
+            self.messenger.send(_MessageTag(stage + 1, False, micro_batch), output.detach())
 
     def _forward_in_backward(self, forward: Action, backward: Action) -> None:
         """A forward pass in the gaps of a backward pass.
@@ -158,30 +152,30 @@ class _Run:
         Autograd takes nodes in reverse order of their numbers, which each thread counts by itself. So both passes stay
         on this thread, or the forward pass would not be differentiated in its mirror order.
         """
-        assert self._transfers is not None, "PipelineRunner.__init__ checks it"
+        assert self.transfers is not None, "PipelineRunner checks it"
         steps = within(partial(_span_of, forward), self._forward(forward))
         with (
-            self._transfers.during_transfers(partial(next, steps, None)),
+            self.transfers.during_transfers(partial(next, steps, None)),
             torch.autograd.set_multithreading_enabled(False),
         ):
-            self._backward(backward, before_sending=partial(drain, steps))
+            self._backward(backward, before_sending=partial(drain, steps))  # steps that found no gap run then
 
     def _backward(self, action: Action, before_sending: Callable[[], None] | None = None) -> None:
         stage, _, micro_batch = action
-        x, end = self._passes.pop((stage, micro_batch))
-        gradient = None if stage == self._last else self._messenger.take(_MessageTag(stage, True, micro_batch))
+        x, end = self.passes.pop((stage, micro_batch))
+        gradient = None if stage == self.last else self.messenger.take(_MessageTag(stage, True, micro_batch))
         torch.autograd.backward(end, gradient)
         if before_sending is not None:
             before_sending()
         if x is not None:
             assert x.grad is not None, f"stage {stage} does not depend on its input"
-            self._messenger.send(_MessageTag(stage - 1, True, micro_batch), x.grad)
+            self.messenger.send(_MessageTag(stage - 1, True, micro_batch), x.grad)
 
     def _backward_input(self, action: Action) -> None:
-        assert self._weight_grads is not None, "PipelineRunner.__init__ checks it"
-        with self._weight_grads.collecting() as work:
+        assert self.weight_grads is not None, "PipelineRunner checks it"
+        with self.weight_grads.collecting() as work:
             self._backward(action)
-        self._work[action.stage, action.micro_batch] = work
+        self.work[action.stage, action.micro_batch] = work
 
 
 def _span_of(action: Action) -> AbstractContextManager[object]:
@@ -196,10 +190,10 @@ class _Messenger:
         self._axes = axes
         self._message = message
         self._own = axes.pipeline.rank
-        self._local: dict[_MessageTag, Tensor] = {}
-        self._sent: list[tuple[Tensor, dist.Work]] = []
-        self._posted: dict[_MessageTag, tuple[Tensor, dist.Work]] = {}
-        self._coming: dict[int, Iterator[_MessageTag]] = {
+        self._local: dict[_MessageTag, Tensor] = {}  # between stages of this rank
+        self._sent: list[tuple[Tensor, dist.Work]] = []  # tensors that must live until they have left
+        self._posted: dict[_MessageTag, tuple[Tensor, dist.Work]] = {}  # receives, also those that came early
+        self._coming: dict[int, Iterator[_MessageTag]] = {  # by sender, in its order
             peer: iter(_tags_between(schedule, peer, self._own)) for peer in range(schedule.ranks)
         }
 
@@ -210,7 +204,7 @@ class _Messenger:
             self._local[tag] = tensor
             return
         self._release_sent()
-        axis = self._axis(peer > self._own)
+        axis = self._axis(peer > self._own)  # the group is chosen by the ranks' order, not by the kind of message
         tensor = tensor.contiguous()
         work = dist.isend(tensor, axis.ranks[peer], group=axis.group)
         assert work is not None, "isend gives work to every rank of its group"
@@ -249,7 +243,7 @@ class _Messenger:
         """Post the receive of the next message from a rank, which may not be the wanted one."""
         tag = next(self._coming[peer], None)
         assert tag is not None, f"no rank sends {wanted}"
-        axis = self._axis(self._own > peer)
+        axis = self._axis(self._own > peer)  # the sender's choice
         tensor = torch.empty(self._message.shape, dtype=self._message.dtype, device=self._message.device)
         work = dist.irecv(tensor, axis.ranks[peer], group=axis.group)
         assert work is not None, "irecv gives work to every rank of its group"

@@ -144,7 +144,7 @@ def recomputed(function: Callable[..., Result], *arguments: object) -> Result:
     if is_inside() or not torch.is_grad_enabled():
         return function(*arguments)
     device = next((tensor.device for tensor in _tensors_in(arguments) if tensor.is_cuda), None)
-    stream = None if device is None else torch.cuda.current_stream(device)
+    stream = None if device is None else torch.cuda.current_stream(device)  # a replay runs on it too
     region = _Region(function, tuple(_save_argument(argument) for argument in arguments), stream)
     with _set(_phase, _Phase.RECORDING), saving(region.drop):
         result = function(*arguments)
@@ -254,7 +254,7 @@ class _OutputView:
 @dataclass(frozen=True)
 class _Save:
     slot: weakref.ref[_Slot]
-    size: torch.Size
+    size: torch.Size  # shape and dtype show whether the second run saves the same
     dtype: torch.dtype
 
 
@@ -269,11 +269,11 @@ class _Region:
     """One call of a recomputed function. The graph holds it through slots; it holds slots weakly."""
 
     function: Callable[..., object]
-    arguments: tuple[Callable[[], object], ...]
-    stream: torch.cuda.Stream | None
-    saves: list[_Save] = field(default_factory=list)
-    outputs: dict[int, _Output] = field(default_factory=dict)
-    events: dict[torch.cuda.Stream, torch.cuda.Event] = field(default_factory=dict)
+    arguments: tuple[Callable[[], object], ...]  # each returns an argument again
+    stream: torch.cuda.Stream | None  # of the first run; None without CUDA
+    saves: list[_Save] = field(default_factory=list)  # in the order of the first run
+    outputs: dict[int, _Output] = field(default_factory=dict)  # those that a consumer saved
+    events: dict[torch.cuda.Stream, torch.cuda.Event] = field(default_factory=dict)  # ends of the replay, by stream
 
     def drop(self, tensor: Tensor) -> _Slot:
         """The saver of the first run."""
@@ -292,7 +292,7 @@ class _Region:
     def replay(self) -> None:
         """Run again and fill all slots that are left."""
         waiting = {index: slot for index, output in self.outputs.items() if (slot := output.slot()) is not None}
-        replay = _Replay(self.saves, ends_early=not waiting)
+        replay = _Replay(self.saves, ends_early=not waiting)  # outputs exist only after the last operator
         with (
             span(Span.RECOMPUTE),
             torch.enable_grad(),
@@ -322,10 +322,10 @@ class _Replay:
         self.saves = saves
         self.next = 0
         living = [index for index, save in enumerate(saves) if save.slot() is not None]
-        self.last = living[-1] if living and ends_early else None
+        self.last = living[-1] if living and ends_early else None  # after it nothing is needed
 
     def take(self, tensor: Tensor) -> Tensor:
-        index, self.next = self.next, self.next + 1
+        index, self.next = self.next, self.next + 1  # the n-th saved tensor is that of the first run
         assert index < len(self.saves), f"a region that saved {len(self.saves)} tensors saves more when it runs again"
         save, value = self.saves[index], tensor.detach()
         assert (value.shape, value.dtype) == (save.size, save.dtype), (

@@ -34,22 +34,14 @@ from penstock.parallel.collectives import reduce_flat
 
 @dataclass(frozen=True, kw_only=True)
 class ParamShard:
-    """One trained parameter, as this rank holds it.
+    """One trained parameter, as this rank holds it."""
 
-    Attributes:
-        name: in the whole model; the same on every rank and layout.
-        parameter: the local part as a plain tensor, or FSDP2's DTensor over `data`.
-        cuts: our part of it, before `data` divides it.
-        data: ranks that hold the same part and see different tokens.
-        partial: further axes over which the gradient is summed.
-    """
-
-    name: str
-    parameter: nn.Parameter
-    shape: tuple[int, ...]
-    cuts: tuple[Cut, ...]
-    data: Axis
-    partial: tuple[Axis, ...] = ()
+    name: str  # in the whole model; the same on every rank and layout
+    parameter: nn.Parameter  # the local part as a plain tensor, or FSDP2's DTensor over `data`
+    shape: tuple[int, ...]  # of the whole
+    cuts: tuple[Cut, ...]  # our part of it, before `data` divides it
+    data: Axis  # ranks that hold the same part and see different tokens
+    partial: tuple[Axis, ...] = ()  # further axes over which the gradient is summed
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -63,15 +55,12 @@ class ParamShard:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedTensor:
-    """A tensor of a checkpoint, as this rank holds it: plain, in `pieces` of the whole.
+    """A tensor of a checkpoint, as this rank holds it."""
 
-    One of the ranks with equal values `writes`; all of them load.
-    """
-
-    tensor: Tensor
-    shape: tuple[int, ...]
-    pieces: tuple[LocalSlice, ...]
-    writes: bool = True
+    tensor: Tensor  # plain, no DTensor
+    shape: tuple[int, ...]  # of the whole
+    pieces: tuple[LocalSlice, ...]  # rectangles of the whole that `tensor` holds
+    writes: bool = True  # one of the ranks with equal values writes; all of them load
 
 
 def whole(tensor: Tensor, *, writes: bool = True) -> ShardedTensor:
@@ -97,12 +86,13 @@ def shard_fully(
     their own axis. `root` holds the units and the modules of none (embedding, head), which stay gathered from forward
     to backward; parameters that two roots of a rank share must be ignored by both.
     """
+    # Modules with one rank to shard over stay whole, also where the root around them is sharded.
     ignored = ignored | {
         parameter for module, own in inner.items() if own.shard.size == 1 for parameter in module.parameters()
     }
     divided = [name for name, one in root.named_parameters() if isinstance(one, DTensor) and one not in ignored]
     assert not divided, f"{divided[0]} belongs to another root already"
-    for module, own in inner.items():
+    for module, own in inner.items():  # first, because FSDP2 takes the parameters that no module inside has taken
         _divide(module, own, settings, device, compute_dtype, ignored)
     if axis.shard.size == 1:
         return
@@ -118,7 +108,7 @@ def local_rows(parameter: Tensor) -> tuple[int, int]:
     """First and last + 1 of the rows that this rank holds of a parameter that FSDP2 has sharded."""
     assert isinstance(parameter, DTensor), "FSDP2 has not divided this parameter"
     assert parameter.placements[-1] == Shard(0), f"divided as {parameter.placements}"
-    mesh, dim = parameter.device_mesh, parameter.device_mesh.ndim - 1
+    mesh, dim = parameter.device_mesh, parameter.device_mesh.ndim - 1  # with hybrid sharding dim 0 replicates
     place = mesh.get_coordinate()
     assert place is not None, "this rank holds nothing of the parameter"
     return rows_of_shard(parameter.shape[0], place[dim], mesh.size(dim))
@@ -187,7 +177,7 @@ def _mesh(axis: Axis, device: torch.device) -> DeviceMesh:
     assert shard.group is not None, f"{shard} divides nothing"
     if replicate.group is None:
         return DeviceMesh.from_group(shard.group, device.type)
-    ranks = torch.tensor(axis.ranks, device="cpu").view(replicate.size, shard.size)
+    ranks = torch.tensor(axis.ranks, device="cpu").view(replicate.size, shard.size)  # blocks of neighbours are rows
     groups = [replicate.group, shard.group]
     return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=("replicate", "shard"))
 
@@ -196,10 +186,10 @@ def _set_prefetch(root: FSDPModule, units: Sequence[nn.Module], count: int) -> N
     """Gather `count` units ahead, with the modules inside them that are sharded by themselves."""
     if count == 0:
         return
-    divided = [[part for part in unit.modules() if isinstance(part, FSDPModule)] for unit in units]
+    divided = [[part for part in unit.modules() if isinstance(part, FSDPModule)] for unit in units]  # the unit first
     root.set_modules_to_forward_prefetch([part for parts in divided[:count] for part in parts])
     for place, (own, *_) in enumerate(divided):
         following = divided[place + 1 : place + 1 + count]
-        before = divided[max(0, place - count) : place][::-1]
+        before = divided[max(0, place - count) : place][::-1]  # the nearest first, as backward needs them
         own.set_modules_to_forward_prefetch([part for parts in following for part in parts])
         own.set_modules_to_backward_prefetch([part for parts in before for part in parts])

@@ -72,7 +72,7 @@ class Stopwatch:
         self._moments.append(self._now())
         last, self._last = self._last, (self._phases, self._moments)
         total: dict[str, float] = {}
-        if last is not None:
+        if last is not None:  # the first step has none before it
             phases, moments = last
             for phase, (begin, end) in zip(phases, pairwise(moments), strict=True):
                 total[phase.value] = total.get(phase.value, 0.0) + _seconds(begin, end)
@@ -91,4 +91,4 @@ def _seconds(begin: Moment, end: Moment) -> float:
     if isinstance(begin, float) and isinstance(end, float):
         return end - begin
     assert isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event), "moments of one clock"
-    return begin.elapsed_time(end) / 1e3
+    return begin.elapsed_time(end) / 1e3  # from milliseconds

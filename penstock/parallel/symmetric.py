@@ -78,17 +78,13 @@ class BufferSection(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class BufferSizes:
-    """Sizes of the sections; the same on all ranks.
+    """Sizes of the sections; the same on all ranks."""
 
-    top_k is times expert_tensor; row_bytes, a multiple of 16, includes scales. With one slot, consecutive transfers
-    must alternate directions.
-    """
-
-    tokens: int
-    top_k: int
-    row_bytes: int
+    tokens: int  # of one rank, at most
+    top_k: int  # times expert_tensor
+    row_bytes: int  # scales included; a multiple of 16
     ranks: int
-    slots: int = 2
+    slots: int = 2  # with one, consecutive transfers must alternate directions
 
     def __post_init__(self) -> None:
         assert self.row_bytes % ROW_MULTIPLE == 0, f"rows of {self.row_bytes} bytes"
@@ -107,8 +103,8 @@ class BufferSizes:
     @cached_property
     def section_bytes(self) -> tuple[int, ...]:
         """Bytes of each `BufferSection` of one slot."""
-        received = self.ranks * self.tokens
-        rows, numbers = received * self.row_bytes, received * self.top_k * 4
+        received = self.ranks * self.tokens  # every rank may send all its tokens here
+        rows, numbers = received * self.row_bytes, received * self.top_k * 4  # ids, weights, scalars: 4 bytes each
         return tuple(_aligned(size) for size in (rows, numbers, numbers, rows, numbers))
 
     @property
@@ -155,15 +151,16 @@ class SymmetricBuffers:
         self.peers = Peers(addresses_W=torch.tensor(addresses, dtype=torch.int64, device=memory.device), rank=rank)
         self.late = torch.zeros((), dtype=torch.int32, device=memory.device)
         self._memory = memory
+        # By channel: flags_CW, set by rank w for chunk c, and the values that a wait expects, counted on the device.
         flags = memory[: len(Channel) * sizes.channel_bytes].view(torch.int64)
         self._flags = flags.view(len(Channel), MOST_CHUNKS, sizes.ranks).unbind()
         self._expected = torch.zeros(len(Channel), MOST_CHUNKS, dtype=torch.int64, device=memory.device).unbind()
         self._left = torch.zeros(len(Channel), dtype=torch.int32, device=memory.device)
         self._looks = looks
         self._views: dict[tuple[BufferSection, int, tuple[int, int], torch.dtype], Tensor] = {}
-        self._uses = dict.fromkeys(TransferDirection, 0)
-        self._last: tuple[TransferDirection, int] | None = None
-        self._recorded: list[tuple[TransferDirection, int]] | None = None
+        self._uses = dict.fromkeys(TransferDirection, 0)  # transfers so far, which choose the next slot
+        self._last: tuple[TransferDirection, int] | None = None  # direction and slot of the last transfer
+        self._recorded: list[tuple[TransferDirection, int]] | None = None  # not None while a graph is captured
         self._side_stream = torch.cuda.Stream(memory.device) if memory.is_cuda else None
 
     def take(self, lane: TransferDirection) -> int:
@@ -186,7 +183,7 @@ class SymmetricBuffers:
             yield self._recorded
         finally:
             self._recorded = None
-            self._uses, self._last = before
+            self._uses, self._last = before  # captured work has not run
 
     def replayed(self, transfers: Sequence[tuple[TransferDirection, int]]) -> None:
         """Note the transfers of a graph that is put on the stream."""
@@ -214,7 +211,7 @@ class SymmetricBuffers:
             yield
             return
         stream = torch.cuda.current_stream(self._side_stream.device)
-        self._side_stream.wait_stream(stream)
+        self._side_stream.wait_stream(stream)  # fork: the transfer before this one is over on both
         if sends_aside:
             with torch.cuda.stream(self._side_stream):
                 self._send(send, chunks)
@@ -223,7 +220,7 @@ class SymmetricBuffers:
             self._send(send, chunks)
             with torch.cuda.stream(self._side_stream):
                 yield
-        stream.wait_stream(self._side_stream)
+        stream.wait_stream(self._side_stream)  # join
 
     def wait(self, channel: Channel, signals: int) -> None:
         """Block the stream until all ranks have written the first chunk, each with `signals` programs."""
@@ -234,12 +231,12 @@ class SymmetricBuffers:
     ) -> None:
         """Write our rows (T x D, contiguous) to a section of all other ranks by copy engines, then set the flag."""
         rank, ranks = self.peers.rank, self.peers.size
-        for peer in ((rank + step) % ranks for step in range(1, ranks)):
+        for peer in ((rank + step) % ranks for step in range(1, ranks)):  # ranks begin with different peers
             rows_TD = rows_of(peer)
             start = self.sizes.offset(section, slot) + rank * rows_TD.nbytes
             target = self.memories[peer][start : start + rows_TD.nbytes]
             target.copy_(rows_TD.view(torch.uint8).view(-1), non_blocking=True)
-        signal(self.peers, self.flags_at(channel))
+        signal(self.peers, self.flags_at(channel))  # on the same stream, so after the copies
 
     def hold(self, channel: Channel, signals: int) -> None:
         """`wait` for a channel that `read` comes to next."""
@@ -252,7 +249,7 @@ class SymmetricBuffers:
         function(self._awaited(channel, signals), chunks)
 
     def _send(self, send: Callable[[TokenChunks], None], chunks: TokenChunks) -> None:
-        send(chunks)
+        send(chunks)  # simulated ranks (tests/parallel/symmetric_ranks.py) send chunk by chunk
 
     def _awaited(self, channel: Channel, signals: int) -> ChannelWait:
         return ChannelWait(
@@ -294,6 +291,6 @@ def allocate(sizes: BufferSizes, axis: Axis, device: torch.device) -> SymmetricB
     mapped = _symmetric_memory.rendezvous(memory, axis.group.group_name)
     memory.zero_()
     torch.cuda.synchronize(device)
-    dist.barrier(axis.group)
+    dist.barrier(axis.group)  # no rank sends before the flags of all are zero
     memories = [mapped.get_buffer(peer, (sizes.total_bytes,), torch.uint8) for peer in range(sizes.ranks)]
     return SymmetricBuffers(sizes, memory, list(mapped.buffer_ptrs), axis.rank, memories=memories)

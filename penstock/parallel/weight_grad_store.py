@@ -97,7 +97,7 @@ class _Deferrable(torch.autograd.Function):
     ) -> Tensor:
         own = [entered(tensor) for tensor in tensors[:inputs]]
         weights = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors[inputs:]]
-        with torch.enable_grad():
+        with torch.enable_grad():  # autograd switches it off inside `forward`
             output = function(*own, *weights)
         ctx.weight_grads, ctx.output = weight_grads, get_gradient_edge(output)
         ctx.inputs = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in own]
@@ -109,7 +109,7 @@ class _Deferrable(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         inputs = [edge for edge in ctx.inputs if edge is not None]
         weights = [(own, parameter) for own, parameter in ctx.weights if own.requires_grad]
-        output, ctx.output = ctx.output, None
+        output, ctx.output = ctx.output, None  # only the task holds the graph from here on
         is_split = ctx.weight_grads.is_collecting
         wanted = inputs if is_split else [*inputs, *(own for own, _ in weights)]
         found = iter(torch.autograd.grad((output,), wanted, (gradient,), retain_graph=is_split) if wanted else ())
@@ -118,7 +118,7 @@ class _Deferrable(torch.autograd.Function):
         def add_weight_gradients() -> None:
             later = torch.autograd.grad((output,), [own for own, _ in weights], (gradient,))
             for (_, parameter), value in zip(weights, later, strict=True):
-                parameter.view_as(parameter).backward(value)
+                parameter.view_as(parameter).backward(value)  # adds to .grad and runs the parameter's hooks
 
         if is_split and weights:
             ctx.weight_grads.add(add_weight_gradients)

@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from penstock.base.errors import DeviceError
@@ -28,17 +28,14 @@ KERNARG_POOL_BYTES = 12 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchFacts:
-    """Facts of a process that the rules depend on; 0 cores are unknown ones.
-
-    A process that does not compute only reads files and counts.
-    """
+    """Facts of a process that the rules depend on."""
 
     vendor: Vendor = "cpu"
     world: int = 1
-    local_world: int = 1
-    cores: int = 0
+    local_world: int = 1  # processes of this machine
+    cores: int = 0  # of the machine; 0 if unknown
     deterministic: bool = False
-    computes: bool = True
+    computes: bool = True  # False for a process that only reads files and counts
 
     @property
     def has_gpu(self) -> bool:
@@ -53,19 +50,16 @@ class LaunchFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class VariableRule:
-    """One variable, its `value` with facts in braces and `shown` in words; if it `applies` is `when` in words.
-
-    If the shell has set a variable of `also`, which has the same meaning, this one is left alone.
-    """
+    """One variable."""
 
     name: str
-    value: str
-    shown: str = ""
+    value: str  # may have facts in braces
+    shown: str = ""  # such a value in words
     applies: Callable[[LaunchFacts], bool]
-    when: str
+    when: str  # `applies` in words
     why: str
     source: str
-    also: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()  # variables of the same meaning: if the shell has set one, this one is left alone
 
 
 RULES: tuple[VariableRule, ...] = (
@@ -217,15 +211,16 @@ class Environment:
 
 def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
     """Read every variable. Raises a DeviceError if one is no number where it must be, or if two contradict."""
-    color, threads = not variables.get("NO_COLOR"), _whole_number(variables, "OMP_NUM_THREADS")
+    threads = _whole_number(variables, "OMP_NUM_THREADS")
+    alone = Environment(color=not variables.get("NO_COLOR"), threads=threads, world_size=1)
     if variables.get("WORLD_SIZE", "").strip():
-        return _from_torchrun(variables, color, threads)
-    if variables.get("SLURM_STEP_NUM_TASKS", "1") != "1":
-        return _from_srun(variables, color, threads)
-    return Environment(color=color, threads=threads, world_size=1)
+        return _from_torchrun(variables, alone)
+    if variables.get("SLURM_STEP_NUM_TASKS", "1") != "1":  # set inside a step of srun only
+        return _from_srun(variables, alone)
+    return alone
 
 
-def _from_torchrun(variables: Mapping[str, str], color: bool, threads: int | None) -> Environment:
+def _from_torchrun(variables: Mapping[str, str], alone: Environment) -> Environment:
     world, rank = _whole_number(variables, "WORLD_SIZE") or 1, _whole_number(variables, "RANK", low=0) or 0
     local_world = _whole_number(variables, "LOCAL_WORLD_SIZE") or 1
     local_rank = _whole_number(variables, "LOCAL_RANK", low=0) or 0
@@ -239,9 +234,8 @@ def _from_torchrun(variables: Mapping[str, str], color: bool, threads: int | Non
             fix="start them with torchrun or srun, or one with `penstock train --processes`",
         )
     name = variables.get("TORCHELASTIC_RUN_ID", "")
-    return Environment(
-        color=color,
-        threads=threads,
+    return replace(
+        alone,
         world_size=world,
         rank=rank,
         local_rank=local_rank,
@@ -253,7 +247,7 @@ def _from_torchrun(variables: Mapping[str, str], color: bool, threads: int | Non
     )
 
 
-def _from_srun(variables: Mapping[str, str], color: bool, threads: int | None) -> Environment:
+def _from_srun(variables: Mapping[str, str], alone: Environment) -> Environment:
     world, rank = _whole_number(variables, "SLURM_STEP_NUM_TASKS") or 1, _whole_number(variables, "SLURM_PROCID", low=0)
     job, step = _whole_number(variables, "SLURM_JOB_ID") or 1, _whole_number(variables, "SLURM_STEP_ID", low=0) or 0
     local_rank, node = (_whole_number(variables, name, low=0) or 0 for name in ("SLURM_LOCALID", "SLURM_NODEID"))
@@ -263,9 +257,8 @@ def _from_srun(variables: Mapping[str, str], color: bool, threads: int | None) -
     _check_below("SLURM_LOCALID", local_rank, tasks[node])
     host = variables.get("MASTER_ADDR") or _first_host(variables.get("SLURM_STEP_NODELIST", "")) or "localhost"
     port = _whole_number(variables, "MASTER_PORT") or FIRST_PORT + (job + step) % PORTS
-    return Environment(
-        color=color,
-        threads=threads,
+    return replace(
+        alone,
         world_size=world,
         rank=rank or 0,
         local_rank=local_rank,
@@ -297,7 +290,7 @@ def _check_below(name: str, number: int, count: int) -> None:
 
 
 def _address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"  # brackets around an IPv6 address
 
 
 def _tasks_per_node(text: str) -> list[int]:

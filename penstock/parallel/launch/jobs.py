@@ -38,17 +38,14 @@ _RESOURCE: dict[Vendor, str] = {"nvidia": "nvidia.com/gpu", "amd": "amd.com/gpu"
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A run on many machines, with as many ranks as `gpus` on each; the cluster chooses `cpus` of None.
-
-    `words` come after `penstock`; torchrun starts all ranks `restarts` times again after one has died.
-    """
+    """A run on many machines."""
 
     name: str
-    words: tuple[str, ...]
+    words: tuple[str, ...]  # behind `penstock`
     nodes: int
-    gpus: int
-    cpus: int | None
-    restarts: int
+    gpus: int  # of each machine, and ranks on it
+    cpus: int | None  # of each machine; None leaves it to the cluster
+    restarts: int  # how often torchrun starts all ranks again after one has died
     facts: LaunchFacts
 
     @property

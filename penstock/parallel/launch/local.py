@@ -55,13 +55,13 @@ def _say(line: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalLaunch:
-    """Ranks to start here; `restarts` is how often all are started again after one has died, `say` prints a line."""
+    """Ranks to start here."""
 
     processes: int
     facts: LaunchFacts
-    restarts: int = 0
-    name: str = field(default_factory=lambda: f"local-{uuid.uuid4().hex}")
-    say: Callable[[str], None] = _say
+    restarts: int = 0  # how often all are started again after one has died
+    name: str = field(default_factory=lambda: f"local-{uuid.uuid4().hex}")  # the same after a restart
+    say: Callable[[str], None] = _say  # prints a line
 
 
 def facts_of_ranks(environment: Environment, processes: int, *, on_cpu: bool = False) -> LaunchFacts:
@@ -120,7 +120,7 @@ def run_processes(work: RankFunction, words: Sequence[str], launch: LocalLaunch)
                 rank, failure = error.get_first_failure()
             else:
                 return max(codes.values())
-            if forwarder.signal is not None:
+            if forwarder.signal is not None:  # a rank that the signal ended is no failure
                 return 128 + forwarder.signal
             if failure.exitcode == WRONG_INPUT:
                 return WRONG_INPUT
@@ -142,9 +142,9 @@ def _run_once(work: RankFunction, words: Sequence[str], launch: LocalLaunch) -> 
             rdzv_endpoint=f"{LOCALHOST}:0",
             local_addr=LOCALHOST,
             max_restarts=0,
-            start_method="spawn",
+            start_method="spawn",  # CUDA does not survive a fork
             logs_specs=DefaultLogsSpecs(log_dir=folder),
-            signals_to_handle="SIGHUP,SIGQUIT",
+            signals_to_handle="SIGHUP,SIGQUIT",  # `_SignalForwarder` has the others
         )
         codes: dict[int, int] = elastic_launch(config, _be_a_rank)(work, list(words))
         return codes
@@ -178,7 +178,7 @@ class _SignalForwarder:
         self.signal: signal.Signals | None = None
 
     def __enter__(self) -> "_SignalForwarder":
-        self._others = multiprocessing.active_children()
+        self._others = multiprocessing.active_children()  # not ours to signal
         self._previous = {number: signal.signal(number, self._forward) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 

@@ -53,10 +53,10 @@ class Rendezvous:
         self.rank = environment.rank
         self.world = environment.world_size
         self.timeout = timedelta(seconds=LAST_WORD_SECONDS)
-        self.store: Store | None = None
+        self.store: Store | None = None  # None before the ranks have met
         self._environment = environment
         self._leave = leave
-        self._agreements = 0
+        self._agreements = 0  # so far: each has its own key, the same on all ranks
 
     def open(self, timeout_minutes: float) -> None:
         """Wait until every rank is there, or raise a DeviceError. The timeout holds for later waits too."""
@@ -125,7 +125,7 @@ class Rendezvous:
             return
         code, is_first = error.exit_code if isinstance(error, PenstockError) else FAILED, self.first_to_fail()
         if is_first and self.store is not None:
-            self.store.set("code", str(code))
+            self.store.set("code", str(code))  # before this rank ends, which makes the others fail
         if dist.is_initialized() and dist.get_backend() == "gloo":
             dist.destroy_process_group()  # its threads would abort the process at its end, after the error's own line
         if not is_first:
@@ -158,7 +158,7 @@ class Rendezvous:
         answered = ""
         while time.monotonic() < deadline:
             name = store.get("name").decode()
-            if name != answered:
+            if name != answered:  # rank 0 may have replaced the name of an earlier start
                 store.set(f"{name}/{self.rank}", word)
                 answered = name
             if store.check([f"{name}/list"]) and json.loads(store.get(f"{name}/list"))[self.rank - 1] == word:
