@@ -31,6 +31,7 @@ FIELDS: Mapping[str, str] = {
     "sync_free_stage": "dispatch.sync_free",
     "dispatcher": "dispatch.method",
     "shard": "parallel.shard",
+    "offload": "offload.optimizer",
 }
 """The config field of each part of a layout."""
 
@@ -107,7 +108,8 @@ def layout_fields(run: Run) -> dict[str, object]:
     for name, path in FIELDS.items():
         section, _, field = path.partition(".")
         found[name] = dict(dict(run)[section])[field]
-    return found | {"recompute": "+".join(run.recompute.modules) or "none"}
+    offload = "optimizer" if run.offload.optimizer else "none"
+    return found | {"recompute": "+".join(run.recompute.modules) or "none", "offload": offload}
 
 
 def with_overrides(run: Run, overrides: Sequence[str], world: int, tokens: float | None = None) -> Run:
@@ -136,6 +138,8 @@ def _overrides(run: Run, choices: Mapping[str, str]) -> Iterator[str]:
             yield f"recompute.modules={modules}"
             yield "recompute.layers=[]"
             yield "recompute.stages=[]"
+        elif name == "offload":
+            yield f"offload.optimizer={'true' if value == 'optimizer' else 'false'}"
         elif (name, value) == ("dispatcher", "local"):
             yield "dispatch.method=auto"
         elif name in FIELDS and (name, value) != ("schedule", "none"):

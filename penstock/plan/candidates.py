@@ -1,23 +1,26 @@
-"""The layouts that a search considers, as `Sizes`.
+"""The layouts that a search considers, as products of choices.
 
-    grid      tensor, context, pipeline, expert, expert_tensor ranks
-    pipeline  on a grid: schedule with its stages per rank, rows of a micro-batch
-    dispatch  on a grid: dispatcher with its sync-free stage
-    ladder    recomputation, from nothing to everything; each step holds less and takes longer
+    dense     tensor and context ranks; sharding, and rows of a micro-batch
+    experts   expert and expert_tensor ranks, with a dispatcher and its sync-free stage
+    shape     pipeline ranks, schedule, stages of a rank
+    saving    recomputation, from nothing to everything, and the optimizer in host memory
 
-Illegal values that a user may ask for, such as expert ranks that do not divide the experts, are listed too: rules
-refuse them by name (`penstock.plan.rules`). A part in `fixed` has one value; `fixed_by` reads `fixed` from a command
-line. `run_of` makes a run of a layout.
+A `Family` has all legal layouts with one number of pipeline ranks. Rules (`penstock.plan.rules.book.illegal`) judge
+each choice beside neutral ones, because no rule reads sizes of the dense ranks and of the experts together, save that
+both divide the devices. `run_of` makes a run of a layout. `fixed` has parts with one value; `fixed_by` reads them from a
+command line.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
-from math import prod
 from typing import Any, get_args
 
+import numpy as np
+
 from penstock.base.errors import ConfigError
-from penstock.config.dispatcher import DispatchFacts, choose_dispatcher, ranks_on_a_node
+from penstock.config.dispatcher import DispatchFacts, choose_dispatcher, plain_row_bytes, ranks_on_a_node
 from penstock.config.fit import NO_PIPELINE
 from penstock.config.model import LatentAttention, Model
 from penstock.config.parallel import Graphs, Offload, Overlap, Pipeline, Recompute
@@ -26,16 +29,14 @@ from penstock.config.tree import parse_overrides
 from penstock.layout.schedules import SCHEDULES
 from penstock.models.decoder import OVERLAPS_IN_STEPS
 from penstock.plan.asked_layout import FIELDS, check_name, layout_fields
+from penstock.plan.projection import Refusal
+from penstock.plan.rules.book import illegal
 from penstock.plan.rules.rule import Sizes
 from penstock.plan.transfers import DispatchMethod
 
-GRID = ("tp", "cp", "pp", "ep", "etp")
-"""Sizes of a grid, by their names in a layout."""
-
 MOST_MICRO_BATCH = 8
-MOST_CONTEXT = 64
-MOST_STAGES = 8
-"""Stages of a rank."""
+
+DISPATCHERS = ("all-to-all", "all-gather", "symmetric", "hierarchical")
 
 SEARCHED_SCHEDULES = ("1f1b", "interleaved", "zb-1f1b", "zb-v", "v-half", "v-min", "dualpipe-v")
 """GPipe is left out: it holds more than 1F1B and is no faster."""
@@ -44,6 +45,7 @@ _TEXTS: Mapping[str, tuple[str, ...]] = {
     "schedule": (NO_PIPELINE, *SCHEDULES),
     "dispatcher": ("local", *get_args(DispatchMethod)),
     "shard": ("auto", "none", "optimizer", "full"),
+    "offload": ("none", "optimizer"),
 }
 """Parts of a layout that are no numbers."""
 
@@ -52,13 +54,9 @@ _NEVER_SEARCHED = (
     "recompute.layers",
     "recompute.stages",
     "offload.activations",
-    "offload.optimizer",
     "dispatch.overlap",
 )
 """Fields that `run_of` sets: a search considers one value of them."""
-
-ROOM_FOR_ALL = 3
-"""The sync-free stage with buffers for the worst case."""
 
 
 def check_fixed(fixed: Mapping[str, str]) -> None:
@@ -111,6 +109,44 @@ def _has_field(tree: Mapping[str, Any], path: str) -> bool:
     return name in tree.get(section, {})
 
 
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """What saves memory and costs time: recomputed modules, and the optimizer in host memory."""
+
+    recompute: tuple[str, ...]
+    offload: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Ranks of the experts, their dispatcher, and its sync-free stages."""
+
+    ep: int
+    etp: int
+    dispatcher: str
+    stages: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Family:
+    """The legal layouts with `pp` pipeline ranks: a product of choices, less those that `legal` leaves out.
+
+    Attributes:
+        dense: tensor and context ranks.
+        rows: of a micro-batch.
+        shapes: schedules, each with its stages per rank.
+        legal: whether dense x shard x rows x shape go together; nothing depends on the experts.
+    """
+
+    pp: int
+    dense: tuple[tuple[int, int], ...]
+    experts: tuple[Experts, ...]
+    shards: tuple[str, ...]
+    rows: tuple[int, ...]
+    shapes: tuple[tuple[str, int], ...]
+    legal: np.ndarray
+
+
 class SearchSpace:
     """The layouts that are considered.
 
@@ -120,7 +156,9 @@ class SearchSpace:
         fixed: texts by the names of a layout.
 
     Attributes:
-        ladder: recomputed modules, from nothing to whole layers.
+        savings: recomputed modules from nothing to whole layers, each without and with the optimizer in host memory.
+        count: legal layouts, after `families`.
+        illegal: refusals of other layouts by rule, after `families`.
     """
 
     def __init__(self, neutral: Sizes, run: Run, fixed: Mapping[str, str]) -> None:
@@ -129,83 +167,154 @@ class SearchSpace:
         self._fixed = dict(fixed)
         recompute = fixed.get("recompute", "none")
         modules = () if recompute == "none" else tuple(recompute.split("+"))
-        self.ladder = ladder_of(run.model) if "recompute" not in fixed else (modules,)
+        ladder = ladder_of(run.model) if "recompute" not in fixed else (modules,)
+        offloads = [run.offload.optimizer] if "offload" in fixed or neutral.vendor == "cpu" else [False, True]
+        self.savings = tuple(Saving(modules, offload) for offload in offloads for modules in ladder)
+        self.count = 0
+        self.illegal: dict[str, Refusal] = {}
 
-    def grids(self) -> Iterator[Sizes]:
-        """Every grid, least model parallelism first, with a schedule and a dispatch that it may have."""
-        world = self._neutral.world
-        axes = [self._values(name) for name in GRID]
-        wanted = {name: int(self._fixed[name]) for name in ("dp", "edp") if name in self._fixed}
-        for tp, cp, pp, ep, etp in product(*axes):
-            if max(tp * cp, ep * etp) * pp > world or world % (tp * cp * pp) or world % (ep * etp * pp):
+    def families(self) -> Iterator[Family]:
+        """The legal layouts, for each number of pipeline ranks."""
+        for pp in self._values("pp"):
+            base = replace(
+                self._neutral,
+                pp=pp,
+                schedule="1f1b" if pp > 1 else NO_PIPELINE,
+                capture="none" if pp > 1 else self._neutral.capture,
+            )
+            shapes, shards, rows = self._schedules(pp), self._shards(), self._rows()
+            every = [replace(base, ep=ep, etp=etp) for ep, etp in self._pairs(base, "ep", "etp", "edp")]
+            variants = sum(len(one.stages) for sizes in every for one in self._dispatches(sizes))
+            each = len(shapes) * len(shards) * len(rows) * len(self.savings)
+            dense = [
+                (one.tp, one.cp)
+                for one in (replace(base, tp=tp, cp=cp) for tp, cp in self._pairs(base, "tp", "cp", "dp"))
+                if not self._refuses(one, each * variants)
+            ]
+            experts = tuple(
+                found
+                for sizes in every
+                for one in self._dispatches(sizes)
+                if (found := self._legal_experts(sizes, one, each * len(dense))) is not None
+            )
+            if not dense or not experts:
                 continue
-            schedule, capture = ("1f1b", "none") if pp > 1 else (NO_PIPELINE, self._run.graphs.capture)
-            grid = replace(self._neutral, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, schedule=schedule, capture=capture)
-            if all((grid.dp, grid.edp)[name == "edp"] == size for name, size in wanted.items()):
-                dispatcher, sync_free = self.dispatches(grid)[0]
-                yield replace(grid, dispatcher=dispatcher, sync_free=sync_free)
+            left = sum(len(one.stages) for one in experts) * len(self.savings)
+            legal = np.zeros((len(dense), len(shards), len(rows), len(shapes)), bool)
+            # Schedules and micro-batches read the data-parallel ranks, not how tensor and context ranks share the rest.
+            data = Counter(base.world // (pp * tp * cp) for tp, cp in dense)
+            ranks = np.array([base.world // (pp * tp * cp) for tp, cp in dense])
+            for dp, (s, shard), (r, micro_batch) in product(data, enumerate(shards), enumerate(rows)):
+                tp, cp = dense[int(np.flatnonzero(ranks == dp)[0])]
+                choice = replace(base, tp=tp, cp=cp, shard=shard, micro_batch=micro_batch)
+                for shape, (schedule, vpp) in enumerate(shapes):
+                    asked = replace(choice, schedule=schedule, vpp=vpp)
+                    legal[ranks == dp, s, r, shape] = not self._refuses(asked, left * data[dp])
+            if "full" in shards:
+                # One rank has nothing to shard with others.
+                alone = ranks * np.array([cp for _, cp in dense]) == 1
+                legal[alone, shards.index("full")] = False
+            self.count += int(legal.sum()) * left
+            yield Family(pp, tuple(dense), experts, shards, rows, shapes, legal)
 
-    def size_of_grid(self, grid: Sizes) -> int:
-        """Layouts of a grid."""
-        return prod(map(len, (self.schedules(grid), self.rows(), self.dispatches(grid), self.ladder)))
+    def _pairs(self, base: Sizes, first: str, second: str, rest: str) -> list[tuple[int, int]]:
+        """Two sizes of a grid that divide the devices; `rest` are the data-parallel ranks that they leave."""
+        world = base.world // base.pp
+        found = [
+            (one, other)
+            for one, other in product(self._values(first), self._values(second))
+            if world % (one * other) == 0
+        ]
+        wanted = self._fixed.get(rest)
+        return [pair for pair in found if wanted in (None, f"{world // (pair[0] * pair[1])}")]
 
-    def pipelines(self, grid: Sizes) -> Iterator[Sizes]:
-        """A grid with each schedule, stages per rank, and rows of a micro-batch."""
-        for (schedule, vpp), rows in product(self.schedules(grid), self.rows()):
-            yield replace(grid, schedule=schedule, vpp=vpp, micro_batch=rows)
+    def _refuses(self, sizes: Sizes, count: int) -> bool:
+        """Whether a rule refuses `count` layouts like this one, which are counted by rule."""
+        if (refusal := illegal(sizes)) is None:
+            return False
+        rule, reason = refusal
+        found = self.illegal.get(rule.name) or Refusal(
+            layout=layout_words(sizes), rule=rule.name, reason=reason, count=0
+        )
+        self.illegal[rule.name] = replace(found, count=found.count + count)
+        return True
 
-    def with_dispatches(self, grid: Sizes) -> Iterator[Sizes]:
-        """A grid with each dispatcher and sync-free stage."""
-        for dispatcher, sync_free in self.dispatches(grid):
-            yield replace(grid, dispatcher=dispatcher, sync_free=sync_free)
+    def _legal_experts(self, sizes: Sizes, one: Experts, each: int) -> Experts | None:
+        chosen = replace(sizes, dispatcher=one.dispatcher)
+        stages = tuple(stage for stage in one.stages if not self._refuses(replace(chosen, sync_free=stage), each))
+        return replace(one, stages=stages) if stages else None
 
-    def schedules(self, grid: Sizes) -> Sequence[tuple[str, int]]:
-        """Schedules, each with stages per rank."""
-        if grid.pp == 1:
+    def _schedules(self, pp: int) -> tuple[tuple[str, int], ...]:
+        """Schedules with their stages per rank, as many as the layers can fill."""
+        if pp == 1:
             return ((NO_PIPELINE, 1),)
         names = (self._fixed["schedule"],) if "schedule" in self._fixed else SEARCHED_SCHEDULES
-        most = max(1, (self._neutral.model.layers + 2) // grid.pp)
+        most = max(1, (self._neutral.model.layers + 2) // pp)
         found = []
         for name in names:
             shape = SCHEDULES[name]
-            stages = range(shape.fewest, (shape.most or min(MOST_STAGES, max(most, shape.fewest))) + 1)
+            stages = range(shape.fewest, (shape.most or max(most, shape.fewest)) + 1)
             found += [(name, count) for count in stages if self._fixed.get("vpp", f"{count}") == f"{count}"]
-        return found or [(names[0], int(self._fixed["vpp"]))]
+        return tuple(found) or ((names[0], int(self._fixed["vpp"])),)
 
-    def rows(self) -> Sequence[int]:
+    def _rows(self) -> tuple[int, ...]:
         """Rows of a micro-batch."""
         if "micro_batch" in self._fixed:
             return (int(self._fixed["micro_batch"]),)
-        return [1 << power for power in range(MOST_MICRO_BATCH.bit_length())]
+        return tuple(1 << power for power in range(MOST_MICRO_BATCH.bit_length()))
 
-    def dispatches(self, grid: Sizes) -> Sequence[tuple[str, int]]:
-        """Dispatchers, each with a sync-free stage."""
+    def _shards(self) -> tuple[str, ...]:
+        """What data-parallel ranks divide; to divide nothing takes more memory and no less time."""
+        return (self._neutral.shard,) if "shard" in self._fixed else ("optimizer", "full")
+
+    def _dispatches(self, sizes: Sizes) -> Sequence[Experts]:
+        """Dispatchers of a grid.
+
+        Sync-free stage 1 is stage 0 with our kernels, and stage 3 takes the time of stage 2 and more memory.
+        """
+        ep, etp = sizes.ep, sizes.etp
+        names = ("local",) if sizes.expert_ranks == 1 or not sizes.model.experts else self._methods(sizes)
+        stage, wanted = self._fixed.get("sync_free_stage"), self._fixed.get("dispatcher")
+        stages = (0, 2) if stage is None else (int(stage),)
         found = [
-            (name, stage)
-            for name, stage in _dispatches(grid)
-            if self._fixed.get("dispatcher", name) == name
-            and self._fixed.get("sync_free_stage", f"{stage}") == f"{stage}"
+            Experts(ep, etp, name, (0,) if name == "local" and stage is None else stages)
+            for name in names
+            if wanted in (None, name)
         ]
-        if found:
-            return found
-        default = _dispatches(grid)[0]
-        return [(self._fixed.get("dispatcher", default[0]), int(self._fixed.get("sync_free_stage", f"{default[1]}")))]
+        # What cannot be had is left to the rules.
+        return found or [Experts(ep, etp, wanted or names[0], stages)]
+
+    def _methods(self, sizes: Sizes) -> tuple[str, ...]:
+        """Dispatchers that can be had, the one of `auto` first."""
+        if sizes.model.pads:
+            return ("all-to-all",)
+        facts = DispatchFacts(
+            method="auto",
+            ranks=sizes.expert_ranks,
+            node_ranks=ranks_on_a_node(sizes.expert_ranks, sizes.node_devices),
+            expert_tensor=sizes.etp,
+            row_bytes=plain_row_bytes(self._run),
+            obstacle="no GPUs" if sizes.vendor == "cpu" else "",
+        )
+        chosen = [choose_dispatcher(replace(facts, method=name)) for name in ("auto", *DISPATCHERS)]
+        return tuple(dict.fromkeys(one.name for one in chosen if one.refusal is None))
 
     def _values(self, name: str) -> Sequence[int]:
+        """Sizes of an axis that divide the devices, without those that divide nothing of the model."""
+        model, world = self._neutral.model, self._neutral.world
         if name in self._fixed:
-            return (int(self._fixed[name]),)
-        model, world, node = self._neutral.model, self._neutral.world, self._neutral.node_devices
+            size = int(self._fixed[name])
+            return (size,) if world % size == 0 else ()
         sizes = [size for size in range(1, world + 1) if world % size == 0]
         match name:
             case "tp":
-                return [size for size in sizes if size <= 2 * node and min(model.head_counts) % size == 0]
+                return [size for size in sizes if min(model.head_counts) % size == 0]
             case "cp":
-                return [size for size in sizes if size <= MOST_CONTEXT and size & (size - 1) == 0]
+                return [size for size in sizes if self._neutral.sequence_length % size == 0]
             case "pp":
                 return [size for size in sizes if size <= model.layers + 2]
-            case "ep":
-                return [size for size in sizes if model.experts % size == 0] if model.experts else (1,)
-        return [size for size in sizes if size <= node and model.expert_width % size == 0] or (1,)
+        width = model.experts if name == "ep" else model.expert_width
+        return [size for size in sizes if width % size == 0] if model.experts else (1,)
 
 
 def ladder_of(model: Model) -> tuple[tuple[str, ...], ...]:
@@ -217,7 +326,7 @@ def ladder_of(model: Model) -> tuple[tuple[str, ...], ...]:
 
 
 def run_of(run: Run, sizes: Sizes) -> Run:
-    """A run with a layout; without offload, and without settings of single layers or stages."""
+    """A run with a layout, without settings of single layers or stages and offloaded activations."""
     is_local = sizes.dispatcher == "local" or sizes.model.pads
     changes = {
         "parallel": {
@@ -226,6 +335,7 @@ def run_of(run: Run, sizes: Sizes) -> Run:
             "pipeline": sizes.pp,
             "expert": sizes.ep,
             "expert_tensor": sizes.etp,
+            "shard": sizes.shard,
         },
         "dispatch": {
             "method": "auto" if is_local else sizes.dispatcher,
@@ -241,46 +351,25 @@ def run_of(run: Run, sizes: Sizes) -> Run:
             **update,
             "pipeline": Pipeline().model_copy(update=schedule),
             "recompute": Recompute(modules=sizes.recompute),
-            "offload": Offload(),
+            "offload": Offload(optimizer=sizes.offloads_optimizer),
             "graphs": Graphs().model_copy(update={"capture": sizes.capture}),
         }
     )
 
 
-def with_recompute(sizes: Sizes, modules: tuple[str, ...]) -> Sizes:
-    """A layout with recomputation; tokens that are sent twice are not overlapped."""
-    is_whole = "moe" in modules or "layer" in modules
-    return replace(sizes, recompute=modules, overlap="none" if is_whole else sizes.overlap)
+def layout_words(sizes: Sizes) -> dict[str, Any]:
+    """The settled parts of an illegal layout by their names in the JSON contract."""
+    names = ("tp", "cp", "pp", "ep", "etp", "schedule", "vpp", "micro_batch", "dispatcher")
+    return {name: getattr(sizes, name) for name in names}
 
 
-def worse_dispatch(dispatch: Sizes, dispatches: Sequence[tuple[str, int]]) -> tuple[str, str] | None:
-    """Rule and reason against a dispatch that is worse than another one of the grid, or None."""
-    if len(dispatches) > 1 and dispatch.sync_free == ROOM_FOR_ALL:
-        return "room-for-the-worst-case", "costs the same time as stage 2 and needs buffers for the worst case"
-    if dispatch.dispatcher == "all-to-all" and any(name == "symmetric" for name, _ in dispatches):
-        copies = dispatch.model.top_k * dispatch.etp
-        reason = f"inside a node a token goes to each rank once by symmetric, and up to {copies} times by all-to-all"
-        return "symmetric-inside-node", reason
-    return None
+def with_saving(sizes: Sizes, saving: Saving) -> Sizes:
+    """A layout that saves memory; tokens that are sent twice are not overlapped."""
+    is_whole = "moe" in saving.recompute or "layer" in saving.recompute
+    overlap = "none" if is_whole else sizes.overlap
+    return replace(sizes, recompute=saving.recompute, offloads_optimizer=saving.offload, overlap=overlap)
 
 
 def searched_overlap(run: Run) -> Overlap:
     """The overlap of a search: the run's, unless it interleaves passes."""
     return "none" if run.dispatch.overlap in OVERLAPS_IN_STEPS else run.dispatch.overlap
-
-
-def _dispatches(grid: Sizes) -> Sequence[tuple[str, int]]:
-    """Dispatchers of a grid with their sync-free stages, the usual one first."""
-    if grid.expert_ranks == 1 or grid.model.experts == 0:
-        return (("local", 0),)
-    sent = ("all-to-all", 0)
-    if grid.vendor == "cpu":
-        return (sent,)
-    node_ranks = ranks_on_a_node(grid.expert_ranks, grid.node_devices)
-    facts = DispatchFacts(
-        method="auto", pads=grid.model.pads, ranks=grid.expert_ranks, node_ranks=node_ranks, expert_tensor=grid.etp
-    )
-    name = choose_dispatcher(facts).name
-    if name == "symmetric":
-        return ((name, 2), (name, 0), (name, ROOM_FOR_ALL), sent)
-    return ((name, 0), (name, 2), (name, ROOM_FOR_ALL), sent) if name == "hierarchical" else (sent,)

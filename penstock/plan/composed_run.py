@@ -230,13 +230,15 @@ class ComposedRun:
         held, state = self.contents_at(place), self.state
         # The rows of the whole step are on the device.
         batch_bytes = micro_batches(self.run, self.grid) * self.proxy.batch_bytes
+        of_parts = state.of(held)
         parts = MemoryParts(
             rank=place * self.grid.world // self.grid.pipeline,
-            state=state.of(held),
+            state=of_parts,
             passes=passes,
             gathered=state.gathered(held),
             update=update_bytes(state.params(held), state.shards),
             buffers=self.rows * (self.proxy.symmetric_bytes + batch_bytes),
+            host=of_parts.host,
             is_captured=self.run.graphs.capture == "full",
         )
         return assemble(parts, self.overheads)
@@ -301,6 +303,29 @@ class ComposedTimes:
         # RAMP counts forward passes; a whole pass of a stage is about three.
         ramp = RAMP[run.pipeline.schedule] / 3 * (grid.pipeline - 1) * mean
         return micro_batches(run, grid) * max(places) + ramp + self._update(composed, 0)
+
+    def bound(self, composed: ComposedRun) -> float:
+        """Seconds that a step cannot go below, whatever the order of its actions.
+
+        A place starts after the first micro-batch has passed the stages before it, and behind its last gradient these
+        still compute theirs, unless its backward passes are split.
+        """
+        run, grid = composed.run, composed.grid
+        first = {one: number for number, one in reversed(list(enumerate(composed.contents)))}
+        times = {one: self._stage(composed, number) for one, number in first.items()}
+        stages = [times[one] for one in composed.contents]
+        update = max(self._update(composed, place) for place in range(grid.pipeline))
+        if composed.shape is None:
+            return composed.rows * micro_batches(run, grid) * stages[0].all.seconds + update
+        found = 0.0
+        for place in range(grid.pipeline):
+            own = composed.stages_of(place)
+            before = stages[: min(own)]
+            ramp = sum(one.forward.seconds for one in before)
+            if not composed.shape.splits_backward:
+                ramp += sum(one.backward.seconds for one in before)
+            found = max(found, ramp + micro_batches(run, grid) * sum(stages[number].all.seconds for number in own))
+        return composed.rows * found + update
 
     def exact(self, composed: ComposedRun) -> StepTime:
         """Step time by the schedule's own actions."""

@@ -190,8 +190,8 @@ def _sharing(run: Run) -> _Sharing:
 
 
 def is_composable(run: Run) -> bool:
-    """Whether layers of one kind hold the same in this run, and all that it holds is on the device."""
-    if run.dispatch.overlap in OVERLAPS_IN_STEPS or run.offload.activations or run.offload.optimizer:
+    """Whether layers of one kind hold the same in this run, and all of their activations are on the device."""
+    if run.dispatch.overlap in OVERLAPS_IN_STEPS or run.offload.activations:
         return False
     return not run.recompute.layers and not run.recompute.stages
 
@@ -304,16 +304,20 @@ class Composer:
             reuse_key=key,
         )
 
-    def state(self, run: Run, grid: Grid) -> RankState:
-        """Model state of the parts of a run's ranks."""
+    def facts(self, run: Run) -> ParamsByKind:
+        """Parameters of the parts of a run's ranks."""
         key = _sharing(run)
         if key not in self._facts:
             # Context and pipeline ranks change nothing about the parameters of a layer.
             parallel = run.parallel.model_copy(update={"context": 1, "pipeline": 1})
             with rank_of_proxy(run.model_copy(update={"parallel": parallel}), "whole", self.target) as rank:
                 self._facts[key] = facts_of(rank)
-        facts = self._facts[key]
-        shards = shards_of(run.parallel, grid.data * grid.context, grid.expert_data)
+        return self._facts[key]
+
+    def state(self, run: Run, grid: Grid) -> RankState:
+        """Model state of the parts of a run's ranks."""
+        key, facts = _sharing(run), self.facts(run)
+        shards = shards_of(run, grid.data * grid.context, grid.expert_data)
         if (key, shards) not in self._states:
             self._states[key, shards] = {kind: part_state(parameters, shards) for kind, parameters in facts.items()}
         return RankState(run, facts, shards, self._states[key, shards])
@@ -332,6 +336,10 @@ class Composer:
                     rank=rank, stage=stage, symmetric_bytes=rank.symmetric_bytes, batch_bytes=micro_batch_bytes(rank)
                 )
         return self._proxies[key]
+
+    def stage(self, run: Run, contents: StageContents) -> StageActivations:
+        """A stage of a run, composed of pieces that other stages may share."""
+        return self._stage(run, reuse_key(run), contents, closely=False)
 
     def _stage(self, run: Run, key: ReuseKey, contents: StageContents, closely: bool) -> StageActivations:
         if (key, contents, closely) not in self._activations:

@@ -9,12 +9,13 @@ messages are full buckets. The norm's sum over ranks and gradients that tensor-p
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
-from penstock.config.parallel import Parallel
+from penstock.config.run import Run
 from penstock.layout.sharding import rows_of_shard
 from penstock.models.parameters import copy_bytes, param_shards
 from penstock.parallel.buckets import BUCKET_VALUES, IN_FLIGHT, ROW_VALUES
+from penstock.parallel.copies import CHUNK_BYTES
 from penstock.plan.hardware import RankGroup
 from penstock.plan.liveness import layer_kind
 from penstock.plan.meta_rank import MetaRank
@@ -77,12 +78,14 @@ class ShardCounts:
         dense: ranks that shard a dense matrix.
         shards_optimizer: parameters that FSDP2 leaves alone are sharded when they are updated.
         reduce_bytes: of a value of a gradient in a message.
+        offloads: moments and masters of 16-bit weights are in host memory.
     """
 
     dense: int
     expert: int
     shards_optimizer: bool
     reduce_bytes: int
+    offloads: bool = False
 
     def of(self, fact: ParamFacts) -> int:
         """Ranks that shard a parameter."""
@@ -91,9 +94,9 @@ class ShardCounts:
         return self.expert if fact.is_expert else self.dense
 
 
-def shards_of(parallel: Parallel, dense_ranks: int, expert_ranks: int) -> ShardCounts:
+def shards_of(run: Run, dense_ranks: int, expert_ranks: int) -> ShardCounts:
     """Shards of a run; `dense_ranks` hold the same dense matrices, `expert_ranks` the same experts."""
-    size = parallel.shard_size
+    parallel, size = run.parallel, run.parallel.shard_size
 
     def within(ranks: int) -> int:
         return size if 0 < size < ranks else ranks
@@ -103,6 +106,7 @@ def shards_of(parallel: Parallel, dense_ranks: int, expert_ranks: int) -> ShardC
         expert=within(expert_ranks),
         shards_optimizer=parallel.shard in ("auto", "optimizer"),
         reduce_bytes=SUM_BYTES if parallel.reduce == "fp32" else 2,
+        offloads=run.offload.optimizer,
     )
 
 
@@ -114,6 +118,7 @@ class PartState:
         gradients: float32 sums.
         master: float32 weights, where the weights are not float32.
         whole: weights that FSDP2 shards, when they are whole.
+        host: in host memory.
     """
 
     weights: int = 0
@@ -121,6 +126,7 @@ class PartState:
     master: int = 0
     moments: int = 0
     whole: int = 0
+    host: int = 0
 
     @property
     def total(self) -> int:
@@ -142,13 +148,17 @@ def part_state(facts: Iterable[ParamFacts], shards: ShardCounts) -> PartState:
             gradients += fact.values * SUM_BYTES
             master += 0 if fact.itemsize >= SUM_BYTES else SUM_BYTES * own
         moments += MOMENT_BYTES * own
+    if shards.offloads:
+        return PartState(weights, gradients, whole=whole, host=master + moments)
     return PartState(weights, gradients, master, moments, whole)
 
 
 def together(parts: Iterable[tuple[PartState, int]]) -> PartState:
     """The sum of several parts of a rank, each with its count."""
     found = list(parts)
-    return PartState(*(sum(count * vars(one)[part.name] for one, count in found) for part in fields(PartState)))
+    whole = PartState(*(sum(count * vars(one)[part.name] for one, count in found) for part in fields(PartState)))
+    # The host's state passes through two buffers (penstock/parallel/copies.py).
+    return replace(whole, moments=2 * min(CHUNK_BYTES, whole.host)) if whole.host else whole
 
 
 def facts_of(rank: MetaRank) -> ParamsByKind:
@@ -265,12 +275,14 @@ def update_of(
     # Each weight in 8 bits is read in 16 and written twice.
     quantized = sum(load.quantized for load in loads.values()) // 2
     step += [_moving("quantize_kernel", quantized, (2, 1, 1))] if quantized else []
+    host = sum(times * part_state(facts, shards).host for facts, times in parts) if shards.offloads else 0
     return UpdateOps(
         peak_bytes=update_bytes(parts, shards),
         zero=(_moving("_foreach_zero_", sums, (SUM_BYTES,)),),
         reduce=tuple(reduce),
         norm=(_moving("_foreach_norm", own, (SUM_BYTES,)),),
         step=(moments, rounded, *step),
+        host_bytes=host,
     )
 
 

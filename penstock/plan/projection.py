@@ -33,6 +33,7 @@ class Layout:
         sync_free_stage: `dispatch.sync_free`.
         dispatcher: the one that runs; `local` where a rank has all experts.
         shard: what data-parallel ranks shard: none, optimizer, full.
+        offload: what is in host memory: none, optimizer.
     """
 
     pp: int
@@ -49,6 +50,7 @@ class Layout:
     sync_free_stage: int
     dispatcher: str
     shard: str
+    offload: str = "none"
 
     def __str__(self) -> str:
         stages = f"PP{self.pp} x {self.vpp}" if self.vpp > 1 else f"PP{self.pp}"
@@ -56,6 +58,8 @@ class Layout:
         sizes = [name if name == stages else f"{name}{size}" for name, size in named if size > 1]
         schedule = f"{self.schedule}, " if self.pp > 1 else ""
         what = f"{schedule}mb {self.micro_batch}, {self.dispatcher}, recompute {self.recompute}"
+        what += ", full shards" if self.shard == "full" else ""
+        what += ", optimizer on the host" if self.offload == "optimizer" else ""
         return f"{' '.join(sizes) or 'data parallel'}, {what}"
 
 
@@ -77,6 +81,7 @@ def layout_of(run: Run, grid: Grid, dispatcher: str, shard: str) -> Layout:
         sync_free_stage=run.dispatch.sync_free,
         dispatcher=dispatcher,
         shard=shard,
+        offload="optimizer" if run.offload.optimizer else "none",
     )
 
 

@@ -1,126 +1,68 @@
-"""Search the layouts of a run on a cluster: which fit, which of them are fastest, and why the others are refused.
+"""Search the layouts of a run on a cluster: the fastest that fits by the projection itself, with proof.
 
-    1. rules        refuse grids of ranks by whole numbers alone (penstock/plan/rules)
-    2. state        the model state of the fullest rank refuses pipelines on a grid, without activations
-    3. order        the rest is walked through in the order of the workflow: least model parallelism first, little
-                    recomputation first, experts inside the fast links, up to the first place where a layout fits
-    4. estimate     within a place, layouts with the lowest estimated time come first (`RoughTimes`). A layout is
-                    composed (penstock/plan/composed_run.py) with as little recomputation as fits
-    5. clock        the actions of the best schedules are played, and the layouts ranked by tokens/s
+    1. legal      rules of the configuration leave out what cannot run (`penstock.plan.candidates`)
+    2. bounds     every legal layout gets a time and a memory that it cannot go below (`penstock.plan.bounds`), as arrays
+    3. first fit  some promising layouts are projected until one fits: what is bounded slower is out
+    4. best first the layout with the least bound is looked at: its pieces run on the meta device once for all layouts
+                  that share them (`penstock.plan.composer`), which gives its memory and a closer bound; a layout whose
+                  closer bound is the least is projected
 
-A place ends when every layout that was not looked at is estimated slower than the last of the best; the lowest ratio of
-real to estimated time so far corrects an estimate. Every layout is counted once: as a candidate, or in a refusal.
+The search ends when the least bound is slower than the last layout that is wanted. No rule of thumb leaves anything
+out, and how many layouts are shown does not decide which one is the best.
+
+A layout needs room for the projection's own error (`penstock.plan.projection.KnownError`). One that fits only without
+that room is within the margin: it is shown apart.
 """
 
 import gc
 import heapq
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import NamedTuple
 
-from penstock.config.fit import SPLITTING_SCHEDULES
-from penstock.config.fit import shard as shard_of
+import numpy as np
+
+from penstock.config.fit import NO_PIPELINE
 from penstock.config.rules import check
 from penstock.config.run import Run
 from penstock.layout.grid import Grid
-from penstock.layout.schedules import SCHEDULES
 from penstock.models.count import count
 from penstock.models.kernels import most_sync_free
-from penstock.plan.candidates import GRID, SearchSpace, check_fixed, run_of, searched_overlap, with_recompute
-from penstock.plan.composed_run import RAMP, ComposedRun, ComposedTimes, PlaceLoad
-from penstock.plan.composer import Composer
-from penstock.plan.hardware import Cluster, Dtype
-from penstock.plan.memory import MemoryParts, PassPeak, RankMemory, assemble
-from penstock.plan.meta_rank import conventional
-from penstock.plan.param_state import PartState
-from penstock.plan.project import DEFAULT_ASSUMPTIONS, Assumptions, device_of, overheads_of, project, target_of
-from penstock.plan.projection import Plan, Projection, layout_of
-from penstock.plan.rates import BYTES
-from penstock.plan.rule_filter import MEMORY, SLOWER, Candidate, Candidates, Refusals, RuleFilter, overflow
-from penstock.plan.rules.book import first_refusal, illegal, order_key
-from penstock.plan.rules.rule import Sizes, facts_of, sizes_of
-from penstock.plan.transfers import DispatchMethod, TokenTraffic, TransferTimes
-
-AGAIN: Mapping[str, float] = MappingProxyType(
-    {"norm": 0.01, "expert-activation": 0.01, "latent-up": 0.05, "moe": 0.6, "layer": 1.0}
+from penstock.plan.candidates import (
+    Family,
+    Saving,
+    SearchSpace,
+    check_fixed,
+    run_of,
+    searched_overlap,
+    with_saving,
 )
-"""Share of a forward pass that is recomputed; a guess."""
-
-EXCHANGES = 4
-"""Exchanges of a layer's tokens between tensor-parallel, and between context-parallel ranks, in a pass."""
-
-
-class RoughTimes:
-    """Rough step times of layouts from their sizes alone.
-
-    Products at the stated share of the peak, dispatch, exchanges of tensor and context ranks, the ramp of the pipeline
-    and gradient sums. Memory-bound kernels, launches and waits are left out, so a step takes longer; layouts of one
-    request are off by much the same factor, which the search learns from the layouts that it has timed.
-    """
-
-    def __init__(self, cluster: Cluster, hidden: int, dtype: Dtype) -> None:
-        self._cluster = cluster
-        self._transfers = TransferTimes(cluster.hardware)
-        peak = cluster.hardware.peaks.flops_per_second(dtype) or cluster.hardware.peaks.bf16
-        self._rate = peak * cluster.hardware.efficiency.product
-        self._token_bytes = hidden * BYTES[dtype]
-
-    def seconds(self, sizes: Sizes, load: PlaceLoad, state: PartState) -> float:
-        """Seconds of a step, from the load of the busiest place and the state of the place with most state."""
-        tokens = sizes.micro_batch * sizes.sequence_length / (sizes.cp * sizes.tp)
-        again = max((AGAIN.get(name, 0.0) for name in sizes.recompute), default=0.0)
-        compute = (3 + again) * load.flops * tokens / self._rate
-        dispatch = (4 + 2 * (again >= AGAIN["moe"])) * load.moe * self._dispatch(sizes, tokens)
-        exchange = 2 * EXCHANGES * load.layers * self._exchange(sizes, tokens)
-        micro_batch = compute + dispatch + exchange
-        ramp = RAMP[sizes.schedule] * (sizes.pp - 1) / (3 * sizes.vpp)
-        return (sizes.micro_batches + ramp) * micro_batch + self._update(sizes, state)
-
-    def _dispatch(self, sizes: Sizes, tokens: float) -> float:
-        if sizes.expert_ranks == 1:
-            return 0.0
-        traffic = TokenTraffic(
-            tokens=max(1, round(tokens)),
-            copy_bytes=self._token_bytes,
-            experts=sizes.model.experts,
-            top_k=sizes.model.top_k,
-            expert_tensor=sizes.etp,
-        )
-        method: DispatchMethod = sizes.dispatcher  # type: ignore[assignment]
-        return self._transfers.dispatch(method, "dispatch", traffic, self._cluster.group(sizes.expert_ranks)).seconds
-
-    def _exchange(self, sizes: Sizes, tokens: float) -> float:
-        found = 0.0
-        if sizes.tp > 1:
-            whole = tokens * sizes.tp * self._token_bytes
-            found += self._transfers.collective("all-gather", whole, self._cluster.group(sizes.tp)).seconds
-        if sizes.cp > 1:
-            group = self._cluster.group(sizes.cp, sizes.tp)
-            found += self._transfers.collective("all-to-all", tokens * self._token_bytes, group).seconds
-        return found
-
-    def _update(self, sizes: Sizes, state: PartState) -> float:
-        """Gradient sums and new weights, as if all parameters were shared like the experts, which are the most."""
-        group = self._cluster.group(max(1, sizes.edp), sizes.expert_ranks)
-        if group.ranks == 1:
-            return 0.0
-        sums = self._transfers.collective("reduce-scatter", state.gradients, group).seconds
-        return sums + self._transfers.collective("all-gather", state.weights, group).seconds
-
+from penstock.plan.composed_run import ComposedRun, ComposedTimes
+from penstock.plan.composer import Composer
+from penstock.plan.hardware import Cluster
+from penstock.plan.meta_rank import conventional
+from penstock.plan.project import DEFAULT_ASSUMPTIONS, Assumptions, device_of, overheads_of, project, target_of
+from penstock.plan.projection import Plan
+from penstock.plan.rules.book import illegal
+from penstock.plan.rules.rule import Sizes, facts_of, sizes_of
+from penstock.plan.space_bounds import Divisions, Like, SpaceBounds
 
 Progress = Callable[[str], None]
 """Told what the search is doing, in a few words."""
 
-MORE_PLAYED = 2
-"""Layouts beyond the requested number whose schedules are played, because rough times are a little off."""
-
 SURE = 1.03
-"""An approximate memory decides if it is this factor above or below the capacity."""
+"""Memory of approximate pieces decides if it is this factor above or below the limit."""
 
 ALL = ("pp", "vpp", "ep", "etp", "cp", "tp", "schedule", "micro_batch", "recompute", "sync_free_stage", "dispatcher")
-"""The parts of a layout, by their names in the JSON contract."""
+"""The parts of a layout that decide it, by their names in the JSON contract."""
+
+CAUTION = 2.2
+"""Activations are this many times their bound, as a guess for a first layout that fits."""
+
+FIRST_SHAPES = ((NO_PIPELINE, 1), ("1f1b", 1), ("interleaved", 2))
+FIRST_TRIES = 40
+"""Layouts that are projected to find a first one that fits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +73,7 @@ class SearchRequest:
         run: to train; the search ignores the parts of its layout that it chooses.
         global_batch: rows of a step; None for the run's.
         fixed: texts by names of a layout (penstock/plan/asked_layout.py): parts that the search does not choose.
+        top: candidates that are wanted.
     """
 
     run: Run
@@ -170,8 +113,11 @@ def _prepared(request: SearchRequest) -> Run:
     run = request.run if rows is None else _with(request.run, "training", global_batch=rows)
     if request.assumptions.saving == "conventional":
         run = conventional(run)
-    shard = request.fixed.get("shard")
-    return run if shard is None else _with(run, "parallel", shard=shard)
+    if (shard := request.fixed.get("shard")) is not None:
+        run = _with(run, "parallel", shard=shard)
+    if (offload := request.fixed.get("offload")) is not None:
+        run = _with(run, "offload", optimizer=offload == "optimizer")
+    return run
 
 
 def _with(run: Run, section: str, **values: object) -> Run:
@@ -180,12 +126,16 @@ def _with(run: Run, section: str, **values: object) -> Run:
 
 def _one(request: SearchRequest, run: Run) -> Plan | None:
     """A plan of one layout; None if its sizes do not fill the cluster."""
-    space = SearchSpace(_neutral(request, run), run, request.fixed)
-    if (grid := next(space.grids(), None)) is None:
+    fixed, world = request.fixed, request.cluster.devices
+    tp, cp, pp, ep, etp = (int(fixed[name]) for name in ("tp", "cp", "pp", "ep", "etp"))
+    if world % (tp * cp * pp) or world % (ep * etp * pp):
         return None
-    (pipeline,), (dispatch,), (modules,) = space.pipelines(grid), space.with_dispatches(grid), space.ladder
-    sizes = replace(pipeline, dispatcher=dispatch.dispatcher, sync_free=dispatch.sync_free)
-    asked = run_of(run, with_recompute(sizes, modules))
+    recompute = () if fixed["recompute"] == "none" else tuple(fixed["recompute"].split("+"))
+    sizes = replace(
+        _neutral(request, run), tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, vpp=int(fixed["vpp"]), schedule=fixed["schedule"],
+        micro_batch=int(fixed["micro_batch"]), dispatcher=fixed["dispatcher"], sync_free=int(fixed["sync_free_stage"]),
+    )  # fmt: skip
+    asked = run_of(run, with_saving(sizes, Saving(recompute, run.offload.optimizer)))
     check(asked)
     found = project(asked, request.cluster, request.assumptions)
     return Plan(model=run.name, cluster=request.cluster, candidates=(found,), refused=(), considered=1)
@@ -202,221 +152,216 @@ def _neutral(request: SearchRequest, run: Run) -> Sizes:
     )
     sizes = sizes_of(run, request.cluster, facts)
     return replace(
-        sizes, tp=1, cp=1, pp=1, vpp=1, ep=1, etp=1, micro_batch=1, schedule="none", recompute=(), sync_free=0,
-        dispatcher="local", overlap=searched_overlap(run), capture="none"
+        sizes, tp=1, cp=1, pp=1, vpp=1, ep=1, etp=1, micro_batch=1, schedule=NO_PIPELINE, recompute=(), sync_free=0,
+        dispatcher="local", overlap=searched_overlap(run), capture=run.graphs.capture, offloads_optimizer=False,
     )  # fmt: skip
 
 
-CAUTION, TICK = 0.95, 1e-9
-"""A rough estimate counts as this share of its corrected value; TICK keeps two looks at one layout apart."""
+def margin_of(cluster):
+    return 0.04
 
-ROUGH = "rough"
-"""Kind of the estimates from sizes alone."""
+
+class _Node(NamedTuple):
+    """A layout by its indices: family, shape, saving, dense, experts, shard, rows, and its sync-free stage."""
+
+    family: int
+    shape: int
+    saving: int
+    dense: int
+    experts: int
+    shard: int
+    rows: int
+    sync_free: int
 
 
 class _Waiting(NamedTuple):
-    """A layout to look at: estimated seconds, number of the candidate, step of its ladder, kind of the estimate."""
+    """A layout to look at: seconds that it cannot go below, whether these are those of its own pieces, and itself."""
 
-    estimate: float
-    number: int
-    step: int
-    kind: str
+    bound: float
+    is_close: bool
+    node: _Node
 
 
 @dataclass(frozen=True)
-class _Found:
-    """A layout that fits, and its rough step time."""
+class _Fitting:
+    """A layout that was looked at, and fits the device."""
 
     sizes: Sizes
     composed: ComposedRun
+    bytes: int
     seconds: float
-
-
-@dataclass(frozen=True)
-class _PlaceState:
-    """Shared by all pipelines of a grid: work of the busiest place; memory and state of the place with most state."""
-
-    load: PlaceLoad
-    memory: RankMemory
-    state: PartState
 
 
 class _Search:
     def __init__(self, request: SearchRequest, run: Run, progress: Progress) -> None:
+        import time
+        self.t = time.perf_counter()
         cluster, assumptions = request.cluster, request.assumptions
         self._request = request
         self._run = run
         self._progress = progress
         self._capacity = cluster.hardware.memory.capacity_bytes
-        self._composer = Composer(run, target_of(run, cluster, assumptions), overheads_of(cluster.hardware))
+        self._limit = int(self._capacity * (1 - margin_of(cluster)))
+        self._neutral = _neutral(request, run)
+        self._overheads = overheads_of(cluster.hardware)
+        self._composer = Composer(run, target_of(run, cluster, assumptions), self._overheads)
         self._times = ComposedTimes(cluster, assumptions.imbalance)
-        self._rough_times = RoughTimes(cluster, run.model.hidden_size, run.training.precision)
-        self._space = SearchSpace(_neutral(request, run), run, request.fixed)
-        self._refusals = Refusals()
-        self._filter = RuleFilter(self._space, self._refusals)
-        self._place_states: dict[tuple[object, ...], _PlaceState] = {}
-        self._rows_over: dict[Sizes, int] = {}
-        self._ratios: dict[str, float] = {}
-        """The lowest ratio of real to estimated seconds, by kind of the estimate."""
-        self._found: list[_Found] = []
+        self._space = SearchSpace(self._neutral, run, request.fixed)
+        self._families = list(self._space.families())
+        print("space", time.perf_counter() - self.t)
+        self._bounds = SpaceBounds(run, cluster, assumptions.imbalance, self._composer, self._neutral)
+        self._divisions = [self._bounds.divisions(family) for family in self._families]
+        print("divisions", time.perf_counter() - self.t, [len(d) for d in self._divisions])
+        self._fits: dict[tuple[int, int, int, Like], frozenset[tuple[int, ...]]] = {}
+        self._rows_over: dict[_Node, int] = {}
+        self._looked: dict[_Node, _Fitting | None] = {}
+        self._fitting: list[_Fitting] = []
+        self._close: list[_Fitting] = []
 
     def plan(self) -> Plan:
         """Search."""
-        candidates = self._filter.candidates(first_refusal)
-        if not candidates and self._request.fixed:
-            # A part that is fixed by name may be legal and slow.
-            self._refusals = Refusals()
-            self._filter = RuleFilter(self._space, self._refusals)
-            candidates = self._filter.candidates(illegal)
-        self._progress(f"{self._refusals.count} layouts refused by rules")
-        for key in sorted(candidates):
-            if self._found:
-                self._filter.refuse_later(candidates[key], min(order_key(one.sizes) for one in self._found))
-            else:
-                self._walk(candidates[key])
-        best = self._best()
-        return Plan(
-            model=self._run.name,
-            cluster=self._request.cluster,
-            candidates=tuple(best),
-            refused=self._refusals.all(),
-            considered=self._refusals.count + len(best),
-        )
+        import time
+        t = self.t
+        first = self._first_fit()
+        print("first", self._tokens(first), time.perf_counter() - t, "legal", self._space.count, self._composer.meta_runs)
+        kept = []
+        for divisions in self._divisions:
+            ideal = self._bounds.ideal_seconds(divisions)
+            kept.append(divisions.where(ideal < first))
+        print("kept", [len(d) for d in kept], time.perf_counter() - t)
+        waiting = [one for f, divisions in enumerate(kept) for one in self._nodes(f, divisions, first)]
+        print("nodes", len(waiting), time.perf_counter() - t)
+        heapq.heapify(waiting)
+        looked = played = skipped = 0
+        while waiting:
+            bound, is_close, node = heapq.heappop(waiting)
+            if bound >= self._cutoff():
+                break
+            if is_close:
+                played += 1
+                self._play(node)
+            elif not self._may_fit(kept[node.family], node):
+                skipped += 1
+            elif (found := self._look(node)) is not None:
+                heapq.heappush(waiting, _Waiting(found.seconds, True, node))
+            looked += 1
+            if looked % 2000 == 0:
+                print(looked, skipped, played, self._composer.meta_runs, len(waiting), len(self._fitting), self._tokens(bound), self._tokens(self._cutoff()), round(time.perf_counter() - t, 1), flush=True)
+        print("looked", looked, "skipped", skipped, "played", played, time.perf_counter() - t, "runs", self._composer.meta_runs, "left", len(waiting))
+        for one in sorted(self._fitting, key=lambda one: one.seconds)[:5]:
+            print(one.sizes.pp, one.sizes.vpp, one.sizes.schedule, "tp", one.sizes.tp, "cp", one.sizes.cp, "ep", one.sizes.ep, one.sizes.etp, one.sizes.micro_batch, one.sizes.recompute, one.sizes.dispatcher, one.sizes.sync_free, one.sizes.shard, one.sizes.offloads_optimizer, one.bytes / 1e9, self._tokens(one.seconds))
 
-    def _state_overflows(self, candidates: Candidates) -> bool:
-        memory = self._place_state(candidates.pipeline).memory
-        if memory.total <= self._capacity:
-            return False
-        reason = f"{overflow(memory, self._capacity)} before any activation"
-        self._refusals.refuse(candidates.pipeline, GRID, (MEMORY, reason), candidates.count, memory.total)
+    def _first_fit(self) -> float:
+        """Seconds of a layout that fits; infinite if none of the most promising does."""
+        # Of each family the divisions with the least ideal time that need little memory by a cautious count.
+        tries: list[_Waiting] = []
+        for f, divisions in enumerate(self._divisions):
+            for saving in range(len(self._space.savings)):
+                tries += self._promising(f, divisions, saving)
+        tries.sort()
+        for one in tries[:FIRST_TRIES]:
+            if self._look(one.node) is not None:
+                return self._play(one.node)
+        return math.inf
+
+    def _promising(self, f: int, divisions: Divisions, saving: int) -> list[_Waiting]:
+        """The layout of a family and a saving with the least bound, of those that seem to fit; of few shapes."""
+        best = []
+        for shape, name in enumerate(divisions.family.shapes):
+            if name not in FIRST_SHAPES or not divisions.legal(shape).any():
+                continue
+            seconds = self._bounds.seconds(divisions, shape, self._space.savings[saving])
+            memory = self._bounds.bytes(divisions, shape, self._space.savings[saving], kept_times=CAUTION)
+            seconds = np.where(memory + self._overheads.context <= self._limit, seconds, np.inf)
+            at = int(seconds.argmin())
+            if math.isfinite(seconds[at]):
+                best.append(_Waiting(float(seconds[at]), False, self._node(f, divisions, at, shape, saving)))
+        return [min(best)] if best else []
+
+    def _node(self, family: int, divisions: Divisions, at: int, shape: int, saving: int, stage: int | None = None) -> _Node:
+        dense, experts, shard, rows = divisions.places[at].tolist()
+        stage = divisions.family.experts[experts].stages[0] if stage is None else stage
+        return _Node(family, shape, saving, dense, experts, shard, rows, stage)
+
+    def _nodes(self, f: int, divisions: Divisions, below: float) -> Iterator[_Waiting]:
+        """The layouts of a family whose bound is below a time."""
+        if not len(divisions):
+            return
+        for shape in range(len(divisions.family.shapes)):
+            if not divisions.legal(shape).any():
+                continue
+            for v, saving in enumerate(self._space.savings):
+                seconds = self._bounds.seconds(divisions, shape, saving)
+                memory = self._bounds.bytes(divisions, shape, saving) + self._overheads.context
+                for at in np.flatnonzero((seconds < below) & (memory <= self._limit)).tolist():
+                    for stage in divisions.family.experts[divisions.places[at, 1]].stages:
+                        yield _Waiting(float(seconds[at]), False, self._node(f, divisions, at, shape, v, stage))
+
+    def _may_fit(self, divisions: Divisions, node: _Node) -> bool:
+        """Whether a layout may fit by what other layouts with the same experts hold."""
+        experts = divisions.family.experts[node.experts]
+        for ranks in dict.fromkeys(((1, 1), divisions.family.dense[node.dense])):
+            like = Like(experts, node.sync_free, *ranks)
+            key = node.family, node.shape, node.saving, like
+            if key not in self._fits:
+                same = divisions.where(divisions.places[:, 1] == node.experts)
+                memory = self._bounds.bytes(same, node.shape, self._space.savings[node.saving], like)
+                fit = memory + self._overheads.context <= self._limit
+                self._fits[key] = frozenset(map(tuple, same.places[fit].tolist()))
+            if (node.dense, node.experts, node.shard, node.rows) not in self._fits[key]:
+                return False
         return True
 
-    def _place_state(self, sizes: Sizes) -> _PlaceState:
-        placement = "none" if sizes.pp == 1 else SCHEDULES[sizes.schedule].placement
-        key = (sizes.tp, sizes.cp, sizes.pp, sizes.ep, sizes.etp, placement, sizes.vpp)
-        if key not in self._place_states:
-            run, grid = run_of(self._run, sizes), _grid_of(sizes)
-            state, places = self._composer.state(run, grid), self._composer.places(run)
-            held = {place: state.of(contents) for place, (contents, _) in enumerate(places)}
-            fullest = max(held, key=lambda place: held[place].total)
-            rank = fullest * grid.world // grid.pipeline
-            parts = MemoryParts(rank=rank, state=held[fullest], passes=PassPeak(name="state", bytes=0, terms={}))
-            memory = assemble(parts, self._composer.overheads)
-            self._place_states[key] = _PlaceState(
-                max((load for _, load in places), key=lambda load: load.flops), memory, held[fullest]
-            )
-        return self._place_states[key]
-
-    def _walk(self, group: Sequence[Candidates]) -> None:
-        """Look at layouts of one place in the order, those with the lowest estimate first.
-
-        An estimate is first rough, then made of pieces that are nearly the layout's own. A layout that does not fit
-        waits again with the next step of its ladder.
-        """
-        candidates = [one for several in group if not self._state_overflows(several) for one in several.each()]
-        firsts = [one.with_recompute(one.steps[0]) for one in candidates]
-        rough = [
-            self._rough_times.seconds(one, self._place_state(one).load, self._place_state(one).state) for one in firsts
-        ]
-        waiting = [_Waiting(estimate, number, 0, ROUGH) for number, estimate in enumerate(rough)]
-        heapq.heapify(waiting)
-        while waiting:
-            estimate, number, step, kind = heapq.heappop(waiting)
-            # Estimates of one kind are off by much the same factor; the least one seen corrects them.
-            one, ratio = candidates[number], self._ratios.get(kind, 1.0)
-            if kind == ROUGH and estimate == rough[number]:
-                # Back in the queue, corrected by the known ratio; then it is looked at.
-                heapq.heappush(waiting, _Waiting(max(estimate * ratio * CAUTION, estimate + TICK), number, 0, ROUGH))
-            elif self._is_too_slow(seconds := estimate if kind == ROUGH else estimate * ratio):
-                tokens = self._tokens(seconds)
-                others = f"{self._request.top} others have more"
-                reason = f"estimated at most {tokens:.0f} tokens/s on a device, and {others}"
-                self._refusals.refuse(one.sizes, GRID, (SLOWER, reason), len(one.steps) - step, -tokens)
-            elif kind == ROUGH:
-                near = self._times.rough(self._nearly(one.with_recompute(one.steps[0])))
-                self._ratios[ROUGH] = min(self._ratios.get(ROUGH, math.inf), near / rough[number])
-                # The approximation of split passes is further off.
-                kind = "split" if one.sizes.schedule in SPLITTING_SCHEDULES else "whole"
-                heapq.heappush(waiting, _Waiting(near, number, 0, kind))
-            elif self._fits(one, step):
-                seconds = self._keep(one, step).seconds
-                self._ratios[kind] = min(self._ratios.get(kind, math.inf), seconds / estimate)
-            elif step + 1 < len(one.steps):
-                near = self._times.rough(self._nearly(one.with_recompute(one.steps[step + 1])))
-                heapq.heappush(waiting, _Waiting(near, number, step + 1, kind))
-
-    def _nearly(self, sizes: Sizes) -> ComposedRun:
-        return next(iter(self._composer.closer_and_closer(run_of(self._run, sizes), _grid_of(sizes))))
-
-    def _is_too_slow(self, seconds: float) -> bool:
-        """Whether a layout that takes at least `seconds` cannot be among the best."""
+    def _cutoff(self) -> float:
+        """Seconds of the last of the wanted layouts so far."""
         top = self._request.top
-        return len(self._found) >= top and seconds > heapq.nsmallest(top, (one.seconds for one in self._found))[-1]
+        if len(self._fitting) < top:
+            return math.inf
+        return heapq.nsmallest(top, (one.seconds for one in self._fitting))[-1]
 
-    def _fits(self, one: Candidate, step: int) -> bool:
-        """Whether a step of a ladder fits; if not, it is refused."""
-        sizes = one.with_recompute(one.steps[step])
+    def _sizes(self, node: _Node) -> Sizes:
+        family = self._families[node.family]
+        (tp, cp), experts, (schedule, vpp) = family.dense[node.dense], family.experts[node.experts], family.shapes[node.shape]
+        sizes = replace(
+            self._neutral, pp=family.pp, tp=tp, cp=cp, ep=experts.ep, etp=experts.etp, dispatcher=experts.dispatcher,
+            sync_free=node.sync_free, shard=family.shards[node.shard], micro_batch=family.rows[node.rows],
+            schedule=schedule, vpp=vpp, capture="none" if family.pp > 1 else self._neutral.capture,
+        )  # fmt: skip
+        return with_saving(sizes, self._space.savings[node.saving])
+
+    def _look(self, node: _Node) -> _Fitting | None:
+        """Memory and a closer bound of a layout, from its pieces; None if it does not fit."""
+        if node in self._looked:
+            return self._looked[node]
+        self._looked[node] = None
         # More rows never need less memory, so one overflow refuses all larger micro-batches.
-        key = replace(sizes, micro_batch=1)
-        if self._rows_over.get(key, sizes.micro_batch) < sizes.micro_batch:
-            reason = f"{self._rows_over[key]} rows of a micro-batch are too many already"
-            self._refusals.refuse(sizes, GRID, (MEMORY, reason), 1, math.inf)
-            return False
-        overflowing = self._overflow(sizes)
-        if overflowing is None:
-            return True
-        self._refusals.refuse(sizes, GRID, (MEMORY, overflowing[0]), 1, overflowing[1])
-        self._rows_over[key] = sizes.micro_batch
-        return False
-
-    def _keep(self, one: Candidate, step: int) -> _Found:
-        sizes, more = one.with_recompute(one.steps[step]), len(one.steps) - step - 1
-        composed = self._composer.composed(run_of(self._run, sizes), _grid_of(sizes), closely=False)
-        found = _Found(sizes, composed, self._times.rough(composed))
-        self._found.append(found)
-        if more:
-            done = "+".join(sizes.recompute) or "none"
-            reason = f"fits with recompute {done}, and computing more twice takes longer"
-            self._refusals.refuse(one.with_recompute(one.steps[-1]), GRID, ("least-recompute", reason), more)
-        return found
-
-    def _overflow(self, sizes: Sizes) -> tuple[str, int] | None:
-        """The component of a layout that overflows and its total memory; None if the layout fits."""
-        run, grid = run_of(self._run, sizes), _grid_of(sizes)
-        for composed in self._composer.closer_and_closer(run, grid):
-            total = composed.total(composed.fullest)
-            if total > self._capacity * SURE:
-                about = "" if composed.is_exact else "about "
-                return about + overflow(composed.memory(composed.fullest), self._capacity), total
-        if total * SURE <= self._capacity:
+        key = node._replace(rows=0)
+        if self._rows_over.get(key, node.rows) < node.rows:
             return None
-        # So near the capacity the rare stages matter.
-        memory = max(self._composer.memories(run, grid), key=lambda one: one.total)
-        return (overflow(memory, self._capacity), memory.total) if memory.total > self._capacity else None
+        sizes = self._sizes(node)
+        if illegal(sizes) is not None:
+            return None
+        run, grid = run_of(self._run, sizes), _grid_of(sizes)
+        composed = self._composer.composed(run, grid, closely=False)
+        size = composed.total(composed.fullest)
+        if size <= self._limit * SURE and size * SURE > self._limit:
+            # So near the limit rare stages matter.
+            size = max(one.total for one in self._composer.memories(run, grid))
+        if size > self._limit:
+            self._rows_over[key] = min(node.rows, self._rows_over.get(key, node.rows))
+            if size <= self._capacity:
+                self._close.append(_Fitting(sizes, composed, size, self._times.bound(composed)))
+            return None
+        self._looked[node] = _Fitting(sizes, composed, size, self._times.bound(composed))
+        return self._looked[node]
 
-    def _best(self) -> list[Projection]:
-        """The fastest layouts, their schedules played; the others are refused."""
-        found = sorted(self._found, key=lambda one: one.seconds)
-        played = [(one, self._projection(one)) for one in found[: self._request.top + MORE_PLAYED]]
-        played.sort(key=lambda one: (one[1].time.step_seconds, one[1].memory.total))
-        best, others = played[: self._request.top], [one for one, _ in played[self._request.top :]]
-        last = played[: self._request.top][-1][1].time.tokens_per_second_per_device if played else 0.0
-        for one in (*others, *found[self._request.top + MORE_PLAYED :]):
-            tokens = self._tokens(one.seconds)
-            reason = f"fits, with {tokens:.0f} tokens/s on a device at best; the last of the best has {last:.0f}"
-            self._refusals.refuse(one.sizes, GRID, (SLOWER, reason), 1, -tokens)
-        return [projection for _, projection in best]
-
-    def _projection(self, one: _Found) -> Projection:
-        run = one.composed.run
-        composed = self._composer.composed(run, one.composed.grid)
-        return Projection(
-            run=run,
-            cluster=self._request.cluster,
-            layout=layout_of(run, composed.grid, one.sizes.dispatcher, shard_of(run)),
-            memories=tuple(composed.memory(place) for place in range(composed.grid.pipeline)),
-            time=self._times.exact(composed),
-        )
+    def _play(self, node: _Node) -> float:
+        """Seconds of a layout that fits by its schedule."""
+        found = self._looked[node]
+        assert found is not None, "a layout that fits"
+        exact = replace(found, seconds=self._times.exact(found.composed).step_seconds)
+        self._fitting.append(exact)
+        return exact.seconds
 
     def _tokens(self, seconds: float) -> float:
         return self._run.tokens_per_step / seconds / self._request.cluster.devices

@@ -208,7 +208,8 @@ def copies(traffic: TokenTraffic, places: int, sharers: int = 1) -> float:
     if traffic.in_turn:
         needed = _needed_in_turn(traffic.experts, traffic.top_k, places // sharers) * sharers
         return needed * (places - 1) / places
-    elsewhere = traffic.experts - traffic.experts * sharers // places
+    # Where more ranks share an expert than there are places, all of them need every token.
+    elsewhere = traffic.experts - traffic.experts * min(sharers, places) // places
     # The probability that no chosen expert is on a given other place.
     missed = math.comb(elsewhere, traffic.top_k) / math.comb(traffic.experts, traffic.top_k)
     return (places - 1) * (1 - missed)

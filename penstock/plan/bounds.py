@@ -1,0 +1,236 @@
+"""Lower bounds of step time and memory from the sizes of a layout alone, without running anything.
+
+A search may leave a layout out only if it is proven to be no better: these numbers never exceed those of the projection
+(tests draw layouts and compare). They count the large operators of a layer, with the costs that the projection gives
+them: matrix products, attention, products of experts, transfers of tokens, exchanges of tensor- and context-parallel
+ranks, and the bytes of norms and activations. Small kernels, launches, waits and the update are left out.
+
+    time      most of (micro-batches x the work of a place + its wait for the first micro-batch and after the last)
+    memory    state, and what a layer keeps at the least, times the micro-batches in flight
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import NamedTuple, cast
+
+from penstock.config.model import GroupedQueryAttention, LatentAttention, Model, Moe
+from penstock.config.run import Run
+from penstock.plan.candidates import Experts
+from penstock.plan.hardware import Cluster, Dtype
+from penstock.plan.rates import BYTES, SUM_BYTES, GroupedProduct, Rates
+from penstock.plan.streams import OVERLAP_GAIN
+from penstock.plan.transfers import CollectiveName, DispatchMethod, TokenTraffic, TransferTimes
+
+HEAD = "head"
+"""Part of a stage behind its layers; the other parts are kinds of layers."""
+
+
+class WorkSeconds(NamedTuple):
+    """Seconds of one micro-batch in a part of a stage, at the least.
+
+    Attributes:
+        activation: part of `forward` that is computed again where the experts' activation is recomputed.
+    """
+
+    forward: float
+    backward: float
+    activation: float = 0.0
+
+
+class TimeBounds:
+    """Lower bounds of the time of parts of a layer, for one run on one cluster; each is computed once.
+
+    `tokens` are those of a rank between the matrices, where tensor-parallel ranks divide the positions. `accumulates`:
+    kernels add weight gradients to float32 sums, as without FSDP2. `imbalance` is rows of the fullest rank's experts
+    over the even share.
+    """
+
+    def __init__(self, run: Run, cluster: Cluster, imbalance: float) -> None:
+        self._run = run
+        self._model: Model = run.model
+        self._hidden = run.model.hidden_size
+        self._cluster = cluster
+        self._imbalance = imbalance
+        self._rates = Rates(cluster.hardware)
+        self._transfers = TransferTimes(cluster.hardware)
+        self._dtype: Dtype = run.training.precision
+        self._width = BYTES[self._dtype]
+        self._bandwidth = cluster.hardware.peaks.memory_bytes_per_second * cluster.hardware.efficiency.memory
+        self.attention = cache(self._attention)
+        """Attention, both norms and the residual sums: is_local, tp, cp, rows of a micro-batch, accumulates."""
+        self.ffn = cache(self._ffn)
+        """The rest of a layer: is_moe, tokens, tp, experts, accumulates."""
+
+    def head(self, tp: int, cp: int, rows: int) -> WorkSeconds:
+        """Output projection and loss of all heads, prediction depths too; their layers are left out."""
+        tokens = rows * self._run.training.sequence_length // cp
+        flops = 2.0 * tokens * (self._model.vocab_size // tp) * self._hidden * (1 + self._model.mtp_layers)
+        # The rate depends on the chunk that the loss chooses: the peak itself is the bound.
+        seconds = flops / (self._cluster.hardware.peaks.flops_per_second(self._dtype) or math.inf)
+        return WorkSeconds(seconds, 2 * seconds)
+
+    def _products(self, m: int, shapes: Sequence[tuple[int, int]], accumulates: bool) -> WorkSeconds:
+        """M rows times each K x N matrix, with both gradients in backward."""
+
+        def seconds(m: int, n: int, k: int) -> float:
+            kinds: set[Dtype] = {self._dtype} | ({"fp8"} if self._run.float8.dense != "none" else set())
+            return min(self._rates.product(m, n, k, dtype).seconds for dtype in kinds)
+
+        def weight(k: int, n: int) -> float:
+            return max(seconds(n, k, m), SUM_BYTES * n * k / self._bandwidth if accumulates else 0.0)
+
+        forward = sum(seconds(m, n, k) for k, n in shapes)
+        return WorkSeconds(forward, sum(seconds(m, k, n) + weight(k, n) for k, n in shapes))
+
+    def _exchange(self, kind: CollectiveName, numbers: float, ranks: int, stride: int = 1) -> float:
+        if ranks == 1:
+            return 0.0
+        return self._transfers.collective(kind, numbers * self._width, self._cluster.group(ranks, stride)).seconds
+
+    def _moved(self, numbers: float) -> float:
+        return numbers * self._width / self._bandwidth
+
+    def _attention(self, is_local: bool, tp: int, cp: int, rows: int, accumulates: bool) -> WorkSeconds:
+        model, attention, ranks = self._model, self._model.attention, (tp, cp)
+        hidden, heads = model.hidden_size, attention.heads // tp
+        positions = self._run.training.sequence_length
+        whole = rows * positions // cp  # tokens inside the tensor-parallel part
+        own = whole // tp
+        if isinstance(attention, LatentAttention):
+            width, value_width, kv_heads = attention.head_dim, attention.v_head_dim, heads
+            latent = attention.kv_lora_rank + attention.qk_rope_head_dim
+            query = [(attention.q_lora_rank, heads * width)] if attention.q_lora_rank else [(hidden, heads * width)]
+            down = [(hidden, attention.q_lora_rank)] if attention.q_lora_rank else []
+            up = (attention.kv_lora_rank, heads * (attention.qk_nope_head_dim + value_width))
+            products = [self._products(own, [*down, (hidden, latent)], accumulates)]
+            products += [self._products(whole, [*query, up, (heads * value_width, hidden)], accumulates)]
+            gathered = [attention.q_lora_rank or hidden, latent]
+        else:
+            width = value_width = attention.head_dim
+            kv_heads = attention.kv_heads // tp
+            shapes = [(hidden, heads * width), *[(hidden, kv_heads * width)] * 2, (heads * width, hidden)]
+            products = [self._products(whole, shapes, accumulates)]
+            gathered = [hidden]
+        exchange = sum(self._exchange("all-gather", whole * one, tp) for one in gathered)
+        exchange += self._exchange("reduce-scatter", whole * hidden, tp)
+        exchange += self._context(whole, (heads, kv_heads), (width, value_width), ranks)
+        core = WorkSeconds(0.0, 0.0) if is_local else self._core(rows, (heads, kv_heads), (width, value_width), ranks)
+        # Each norm reads and writes the residual stream at least once; a sum reads two tensors and writes one.
+        moved = self._moved(own * hidden * 7)
+        return WorkSeconds(
+            sum(one.forward for one in products) + core.forward + exchange + moved,
+            sum(one.backward for one in products) + core.backward + exchange + moved,
+        )
+
+    def _by_heads(self, heads: tuple[int, int], cp: int) -> bool:
+        """Context-parallel ranks exchange positions for heads."""
+        method = self._run.parallel.context_method
+        return method == "ulysses" or (method == "auto" and not any(one % cp for one in heads))
+
+    def _context(self, tokens: int, heads: tuple[int, int], widths: tuple[int, int], ranks: tuple[int, int]) -> float:
+        """Exchanges of context-parallel ranks in one pass, where they exchange heads; gathers are left out."""
+        (tp, cp), (own, kv) = ranks, heads
+        if cp == 1 or not self._by_heads(heads, cp):
+            return 0.0
+        parts = (own * widths[0], kv * widths[0], kv * widths[1], own * widths[1])
+        return sum(self._exchange("all-to-all", tokens * one, cp, tp) for one in parts)
+
+    def _core(self, rows: int, heads: tuple[int, int], widths: tuple[int, int], ranks: tuple[int, int]) -> WorkSeconds:
+        """Scores and weighted values of a layer that attends to the whole row."""
+        cp, positions = ranks[1], self._run.training.sequence_length
+        if not self._by_heads(heads, cp) or self._run.data.document_mask:
+            # The shapes depend on chunks or documents.
+            return WorkSeconds(0.0, 0.0)
+        count, keys = rows * heads[0] // cp, positions
+        passes = (self._rates.attention(way, count, keys, keys, widths, dtype=self._dtype) for way in _PASSES)
+        forward, backward = (one.seconds for one in passes)
+        return WorkSeconds(forward, backward)
+
+    def _ffn(self, is_moe: bool, tokens: int, tp: int, experts: Experts, accumulates: bool) -> WorkSeconds:
+        moe = self._model.moe
+        if not is_moe or moe is None:
+            return self._dense(tokens * tp, self._model.intermediate_size // tp, tp, accumulates)
+        shared = moe.shared_expert_intermediate_size // tp
+        beside = self._dense(tokens * tp, shared, tp, accumulates) if shared else WorkSeconds(0.0, 0.0)
+        own = self._products_of_experts(moe, tokens, experts, accumulates)
+        sent = self._sent(moe, tokens, experts)
+        # The activation reads a pre-activation and writes half as much; backward reads that too and writes both.
+        activated = tokens * moe.top_k * moe.moe_intermediate_size
+        return WorkSeconds(
+            beside.forward + own.forward + sent + self._moved(3 * activated),
+            beside.backward + own.backward + sent + self._moved(5 * activated),
+            own.activation,
+        )
+
+    def _dense(self, tokens: int, width: int, tp: int, accumulates: bool) -> WorkSeconds:
+        """A dense network, or the shared expert; `tokens` are those inside the tensor-parallel part."""
+        products = self._products(tokens, [(self._hidden, 2 * width), (width, self._hidden)], accumulates)
+        exchange = self._exchange("all-gather", tokens * self._hidden, tp)
+        exchange += self._exchange("reduce-scatter", tokens * self._hidden, tp)
+        return WorkSeconds(
+            products.forward + exchange + self._moved(3 * tokens * width),
+            products.backward + exchange + self._moved(5 * tokens * width),
+        )
+
+    def _products_of_experts(self, moe: Moe, tokens: int, experts: Experts, accumulates: bool) -> WorkSeconds:
+        groups, width = moe.experts // experts.ep, moe.moe_intermediate_size // experts.etp
+        rows = max(1, int(tokens * moe.top_k * experts.etp * self._uneven(moe, experts)) // groups)
+        kinds: set[Dtype] = {self._dtype} | ({"fp8"} if self._run.float8.experts != "none" else set())
+
+        def least(n: int, k: int, *names: GroupedProduct) -> float:
+            return min(
+                self._rates.grouped(name, groups, rows, n, k, dtype).seconds for name in names for dtype in kinds
+            )
+
+        shapes = ((2 * width, self._hidden), (self._hidden, width))
+        forward = [least(n, k, "forward", "forward_gathered") for n, k in shapes]
+        weights: GroupedProduct = "weight_gradient_accumulated" if accumulates else "weight_gradient"
+        backward = sum(least(n, k, "input_gradient") + least(n, k, weights) for n, k in shapes)
+        return WorkSeconds(sum(forward), backward, forward[0])
+
+    def _uneven(self, moe: Moe, experts: Experts) -> float:
+        """Rows of the fullest rank over the even share, at most those of tokens that all choose its experts."""
+        return min(self._imbalance, experts.ep * min(moe.top_k, moe.experts // experts.ep) / moe.top_k)
+
+    def _sent(self, moe: Moe, tokens: int, experts: Experts) -> float:
+        """Tokens to their experts and back, in one pass."""
+        ranks, name = experts.ep * experts.etp, experts.dispatcher
+        if ranks == 1 or name == "local":
+            return 0.0
+        # Over nodes tokens are sent by expected counts, which say less than the imbalance of one rank.
+        crosses = name == "hierarchical"
+        traffic = TokenTraffic(
+            tokens=max(1, int(tokens * (1.0 if crosses else self._uneven(moe, experts)))),
+            copy_bytes=self._hidden * (1 if self._run.float8.dispatch != "none" else self._width),
+            experts=moe.experts,
+            top_k=moe.top_k,
+            expert_tensor=1 if crosses else experts.etp,
+        )
+        group, method = self._cluster.group(ranks), cast(DispatchMethod, name)
+        both = sum(self._transfers.dispatch(method, way, traffic, group).seconds for way in ("dispatch", "combine"))
+        # Beside other work at least the part that overlap does not gain is paid.
+        return both if self._run.dispatch.overlap == "none" else (1 - OVERLAP_GAIN) * both
+
+
+_PASSES = ("forward", "backward")
+
+
+def kept_numbers(model: Model, recompute: Sequence[str]) -> Mapping[bool, float]:
+    """Numbers that a layer keeps for each token of a rank at the least, without and with experts (`has_experts`)."""
+    hidden, moe, attention = model.hidden_size, model.moe, model.attention
+    if "layer" in recompute:
+        return {False: hidden, True: hidden}
+    if isinstance(attention, GroupedQueryAttention):
+        heads = 2 * attention.heads * attention.head_dim + 2 * attention.kv_heads * attention.head_dim
+    elif "latent-up" in recompute:
+        heads = attention.heads * attention.v_head_dim
+    else:
+        heads = 2 * attention.heads * (attention.head_dim + attention.v_head_dim)
+    always = hidden + (0 if "attention" in recompute else heads)
+    experts = 0.0
+    if moe is not None and "moe" not in recompute:
+        experts = hidden
+        if "expert-activation" not in recompute:
+            experts += 2 * moe.top_k * moe.moe_intermediate_size
+    return {False: always, True: always + experts}

@@ -1,0 +1,329 @@
+"""Lower bounds of the layouts of a search, as arrays.
+
+An array has an entry for each division of a family's work (`Family`): dense ranks x experts x shard x rows. A stage is
+a sum of parts: layers by kind, and the head. With the seconds f and b of a part's passes, m micro-batches, and the
+parts at a place p of the pipeline,
+
+    step >= most over p of  m x (f + b) of p  +  f of the stages before p  (+ b of these, if backward is not split)
+
+because a place starts after the first micro-batch has passed the stages before it, and these still have to pass the
+last gradient on. Memory is at least the state of a place, and what its layers keep for the micro-batches in flight.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.config.fit import NO_PIPELINE, SPLITTING_SCHEDULES
+from penstock.config.run import Run
+from penstock.layout.actions import stages_of
+from penstock.layout.schedules import SCHEDULES
+from penstock.plan.bounds import TimeBounds, kept_numbers
+from penstock.plan.candidates import Experts, Family, Saving, run_of, with_saving
+from penstock.plan.composed_run import StageContents
+from penstock.plan.composer import Composer
+from penstock.plan.hardware import Cluster
+from penstock.plan.liveness import PipelineShape, StageActivations, enough, first_of_kinds, has_experts, peak_points
+from penstock.plan.meta_run import gathered_bytes
+from penstock.plan.param_state import MOMENT_BYTES, SUM_BYTES
+from penstock.plan.rates import BYTES
+from penstock.plan.rules.rule import Sizes
+from penstock.plan.streams import OVERLAP_GAIN
+from penstock.plan.transfers import CollectiveName, TransferTimes
+
+HEAD = "head"
+"""Part of the last stage: output projection and loss."""
+
+SCALED = 0.985
+"""What a layer holds of a token is at least this share of what it holds of one where one tensor and one context rank
+take one row: more rows and ranks only add to it, but for the rounding of buffers."""
+
+LARGE = 1e10
+"""Bytes of a message without latency."""
+
+HOST_SHARE = 0.9
+"""Of the time of the host link, the part that kernels beside it cannot hide: device memory is many times as fast."""
+
+_CONTAIN = ("layer", "moe", "expert-activation")
+"""Modules of a layer that contain each other: what is computed again counts once."""
+
+
+@dataclass(frozen=True)
+class Divisions:
+    """Work and state of divisions of a family; the first axis of every array has an entry for each.
+
+    Attributes:
+        places: index in `dense`, `experts`, `shards`, `rows` of the family.
+        forward: seconds of a micro-batch by part, as is `backward`.
+        again: forward seconds that recomputation of each of `_CONTAIN` repeats, by part.
+        micro_batches: of a step.
+        tokens: of a micro-batch on a rank.
+        state: bytes of parameters that stay on the device, by part.
+        movable: bytes that the optimizer can have on the host, by part.
+        whole: bytes of weights that FSDP2 gathers, by part; 0 without it.
+    """
+
+    family: Family
+    places: np.ndarray
+    forward: np.ndarray
+    backward: np.ndarray
+    again: np.ndarray
+    micro_batches: np.ndarray
+    tokens: np.ndarray
+    state: np.ndarray
+    movable: np.ndarray
+    whole: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def where(self, keep: np.ndarray) -> "Divisions":
+        """Some of the divisions."""
+        arrays = {name: value[keep] for name, value in vars(self).items() if name != "family"}
+        return replace(self, **arrays)
+
+    def legal(self, shape: int) -> np.ndarray:
+        """Whether a shape goes with each division."""
+        dense, _, shard, rows = self.places.T
+        return self.family.legal[dense, shard, rows, shape]
+
+
+class Like(NamedTuple):
+    """Experts, a sync-free stage, tensor and context ranks: layouts that share them hold alike of each token."""
+
+    experts: Experts
+    sync_free: int
+    tp: int = 1
+    cp: int = 1
+
+
+@dataclass(frozen=True)
+class Places:
+    """Places of a pipeline that may decide, each a row.
+
+    Attributes:
+        held: parts of the stages of a place.
+        before: parts of all stages before its first.
+        numbers: places with these parts that may be the fullest: the first, and the last if backward is split.
+        stages: contents of the stages of such a place.
+    """
+
+    held: np.ndarray
+    before: np.ndarray
+    numbers: tuple[tuple[int, ...], ...]
+    stages: tuple[tuple[StageContents, ...], ...]
+
+
+class SpaceBounds:
+    """Bounds of all layouts of a run on a cluster; `neutral` are sizes of the run with one rank for everything."""
+
+    def __init__(self, run: Run, cluster: Cluster, imbalance: float, composer: Composer, neutral: Sizes) -> None:
+        self._run = run
+        self._cluster = cluster
+        self._composer = composer
+        self._neutral = neutral
+        self._times = TimeBounds(run, cluster, imbalance)
+        self._kinds = first_of_kinds(run.model, range(run.model.layers))
+        self.parts = (*self._kinds, HEAD)
+        self._facts = composer.facts(run_of(run, neutral))
+        self._layers = self._counts(composer.contents(run_of(run, neutral)))
+        self._places = cache(self._make_places)
+        self._held = cache(self._make_held)
+
+    def divisions(self, family: Family) -> Divisions:
+        """All divisions of a family."""
+        run, parts = self._run, len(self.parts)
+        shape = (len(family.dense), len(family.experts), len(family.shards), len(family.rows))
+        work = np.zeros((*shape, parts, 5))
+        for (d, (tp, cp)), (s, shard), (r, rows) in product(*map(enumerate, (family.dense, family.shards, family.rows))):
+            accumulates, tokens = shard != "full", rows * run.training.sequence_length // (tp * cp)
+            for k, part in enumerate(self.parts[:-1]):
+                one = self._times.attention(part.startswith("local"), tp, cp, rows, accumulates)
+                ffn = self._ffn(has_experts(part), tokens, tp, family.experts, accumulates)
+                work[d, :, s, r, k] = ffn + np.array([one.forward, one.backward, one.forward, 0.0, 0.0])
+            head = self._times.head(tp, cp, rows)
+            work[d, :, s, r, -1, :2] = head.forward, head.backward
+        places = np.stack(np.meshgrid(*map(np.arange, shape), indexing="ij"), -1).reshape(-1, 4)
+        work = work.reshape(len(places), parts, 5)
+        ranks = np.array([tp * cp for tp, cp in family.dense])[places[:, 0]]
+        rows = np.array(family.rows)[places[:, 3]]
+        state, movable, whole = self._state(family, places)
+        gather, reduce = self._fsdp_seconds(family, places, whole)
+        return Divisions(
+            family=family,
+            places=places,
+            forward=work[..., 0] + gather,
+            backward=work[..., 1] + gather + reduce,
+            again=np.moveaxis(work[..., 2:], -1, 1),
+            micro_batches=run.training.global_batch // (rows * (self._cluster.devices // family.pp // ranks)),
+            tokens=rows * run.training.sequence_length // ranks,
+            state=state,
+            movable=movable,
+            whole=whole,
+        )
+
+    def ideal_seconds(self, divisions: Divisions) -> np.ndarray:
+        """Seconds of a step if all places of the pipeline had the same work and none waited."""
+        whole = (divisions.forward + divisions.backward) @ self._layers
+        return divisions.micro_batches * whole / divisions.family.pp
+
+    def seconds(self, divisions: Divisions, shape: int, saving: Saving) -> np.ndarray:
+        """Seconds of a step; infinite where shape and division do not go together."""
+        schedule, vpp = divisions.family.shapes[shape]
+        places = self._places(divisions.family.pp, schedule, vpp)
+        both = divisions.forward + divisions.backward
+        again = [number for number, name in enumerate(_CONTAIN) if name in saving.recompute]
+        if again:
+            both = both + divisions.again[:, again[0]]
+        ramp = divisions.forward if schedule in SPLITTING_SCHEDULES else divisions.forward + divisions.backward
+        found = (both @ places.held.T) * divisions.micro_batches[:, None] + ramp @ places.before.T
+        if saving.offload:
+            link = self._cluster.hardware.host_link.bytes_per_second
+            found += HOST_SHARE / link * (divisions.movable @ places.held.T)
+        return np.where(divisions.legal(shape), found.max(1), np.inf)
+
+    def bytes(
+        self, divisions: Divisions, shape: int, saving: Saving, like: Like | None = None, kept_times: float = 1.0
+    ) -> np.ndarray:
+        """Bytes of tensors on the fullest rank.
+
+        `like` is a layout with the same experts whose pieces are known: activations are at least what these hold of a
+        token. Without it they are `kept_times` what every layout holds.
+        """
+        family = divisions.family
+        name, vpp = family.shapes[shape]
+        places = self._places(family.pp, name, vpp)
+        state = divisions.state if saving.offload else divisions.state + divisions.movable
+        # Illegal combinations may have too few micro-batches for their schedule.
+        counts = np.where(divisions.legal(shape), divisions.micro_batches, 0)
+        values, where = np.unique(counts, return_inverse=True)
+        held = np.stack([self._held(family.pp, name, vpp, int(one), saving.recompute, like) for one in values])
+        found = state @ places.held.T + kept_times * divisions.tokens[:, None] * held[where]
+        # FSDP2 has the weights of the largest layer of a place at least once for each of its buffers.
+        largest = (divisions.whole[:, None, :-1] * (places.held[:, :-1] > 0)).max(2)
+        return (found + gathered_bytes(self._run, 0, largest)).max(1)
+
+    def _make_held(
+        self, pp: int, schedule: str, vpp: int, micro_batches: int, recompute: tuple[str, ...], like: Like | None
+    ) -> np.ndarray:
+        """Bytes of a token that each place of `Places` holds at the most, of all micro-batches in flight."""
+        places = self._places(pp, schedule, vpp)
+        found = np.zeros(len(places.numbers))
+        for at, (numbers, stages) in enumerate(zip(places.numbers, places.stages, strict=True) if micro_batches else ()):
+            splits = schedule in SPLITTING_SCHEDULES
+            pieces = [] if like is None else [self._pieces(pp, splits, like, recompute, one) for one in stages]
+            kept = [one.kept_bytes for one in pieces] or [self._kept(one, recompute) for one in stages]
+            left = [one.left for one in pieces] or [0] * len(stages)
+            if schedule == NO_PIPELINE:
+                found[at] = pieces[0].backward.bytes if pieces else kept[0]
+                continue
+            shape = PipelineShape(schedule, pp, vpp, enough(schedule, pp, micro_batches))
+            for place in numbers:
+                number_of = {stage: number for number, stage in enumerate(shape.stages_of(place))}
+                for point in peak_points(shape, place):
+                    over = sum(pieces[number_of[stage]].over_held(kind) for stage, kind in point.work) if pieces else 0
+                    found[at] = max(found[at], np.dot(point.kept, kept) + np.dot(point.left, left) + over)
+        if like is None:
+            return found
+        # Pieces are those of one row, which tensor and context ranks share.
+        return found * (SCALED * like.tp * like.cp / self._run.training.sequence_length)
+
+    def _kept(self, contents: StageContents, recompute: tuple[str, ...]) -> float:
+        """Bytes of a token that a stage keeps in every layout."""
+        kept, width = kept_numbers(self._run.model, recompute), BYTES[self._run.training.precision]
+        return width * sum(count * kept[has_experts(kind)] for kind, count in contents.layers)
+
+    def _pieces(
+        self, pp: int, splits: bool, like: Like, recompute: tuple[str, ...], contents: StageContents
+    ) -> StageActivations:
+        """A stage that computes one row as `like` does."""
+        sizes = replace(
+            self._neutral,
+            pp=min(pp, 2),
+            schedule=("zb-1f1b" if splits else "1f1b") if pp > 1 else NO_PIPELINE,
+            ep=like.experts.ep,
+            etp=like.experts.etp,
+            dispatcher=like.experts.dispatcher,
+            sync_free=like.sync_free,
+            tp=like.tp,
+            cp=like.cp,
+        )
+        return self._composer.stage(run_of(self._run, with_saving(sizes, Saving(recompute, offload=False))), contents)
+
+    def _counts(self, contents: Sequence[StageContents]) -> np.ndarray:
+        """Parts of some stages."""
+        found = np.zeros(len(self.parts))
+        for one in contents:
+            for kind, count in one.layers:
+                found[self.parts.index(kind)] += count
+            found[-1] += one.head
+        return found
+
+    def _make_places(self, pp: int, schedule: str, vpp: int) -> Places:
+        contents = self._composer.contents(run_of(self._run, replace(self._neutral, pp=pp, schedule=schedule, vpp=vpp)))
+        placement = SCHEDULES[schedule].placement if pp > 1 else "loop"
+        alike: dict[bytes, list[int]] = {}
+        found: dict[int, tuple[np.ndarray, np.ndarray, tuple[StageContents, ...]]] = {}
+        for place in range(pp):
+            own = stages_of(place, ranks=pp, stages_per_rank=vpp, placement=placement) if pp > 1 else (0,)
+            held = tuple(contents[number] for number in own)
+            found[place] = self._counts(held), self._counts(contents[: min(own)]), held
+            alike.setdefault(found[place][0].tobytes(), []).append(place)
+        groups = list(alike.values())
+        splits = schedule in SPLITTING_SCHEDULES
+        return Places(
+            held=np.stack([found[first][0] for first, *_ in groups]),
+            # Of places with the same parts the last one waits longest.
+            before=np.stack([found[group[-1]][1] for group in groups]),
+            numbers=tuple(tuple(dict.fromkeys((group[0], group[-1]))) if splits else (group[0],) for group in groups),
+            stages=tuple(found[first][2] for first, *_ in groups),
+        )
+
+    def _ffn(self, is_moe: bool, tokens: int, tp: int, experts: tuple[Experts, ...], accumulates: bool) -> np.ndarray:
+        """Of each division of the experts: forward, backward, and forward of what `_CONTAIN` names."""
+        found = [self._times.ffn(is_moe, tokens, tp, one, accumulates) for one in experts]
+        return np.array(
+            [(one.forward, one.backward, one.forward, one.forward * is_moe, one.activation) for one in found]
+        )
+
+    def _fsdp_seconds(self, family: Family, places: np.ndarray, whole: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds to gather the weights of each part, and to reduce its gradients, that overlap cannot hide."""
+        hardware, transfers = self._cluster.hardware, TransferTimes(self._cluster.hardware)
+        rate = hardware.peaks.memory_bytes_per_second * hardware.efficiency.memory
+        most, world = self._run.parallel.shard_size or self._cluster.devices, self._cluster.devices // family.pp
+        sent = np.zeros((len(family.dense), 2))
+        copied = np.zeros((len(family.dense), 2))
+        for d, (tp, _) in enumerate(family.dense):
+            ranks = min(most, world // tp)
+            group = self._cluster.group(ranks)
+            # By the byte of a message so large that its latency does not count.
+            names: tuple[CollectiveName, ...] = ("all-gather", "reduce-scatter")
+            sent[d] = [transfers.collective(name, LARGE, group).seconds / LARGE for name in names]
+            copied[d] = (2 + 3 / ranks) / rate, (3 + 4 / ranks) / rate
+        times = (1 - OVERLAP_GAIN) * sent * np.array([1, 2]) + copied
+        gather, reduce = times[places[:, 0]].T
+        return gather[:, None] * whole, reduce[:, None] * whole
+
+    def _state(self, family: Family, places: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Bytes of parameters by part that stay on the device, that can go to the host, and that FSDP2 gathers."""
+        world = self._cluster.devices // family.pp
+        tp = np.array([size for size, _ in family.dense])[places[:, 0]]
+        own = np.array([one.ep * one.etp for one in family.experts])[places[:, 1]]
+        shards = np.array(family.shards)[places[:, 2]]
+        most = self._run.parallel.shard_size or world
+        state, movable, whole = np.zeros((3, len(places), len(self.parts)))
+        for k, part in enumerate(self.parts):
+            for fact in (*self._facts[part], *(self._facts.get("mtp", ()) if part == HEAD else ())):
+                ranks = own if fact.is_expert else tp
+                holders = np.where(shards == "none", 1, np.minimum(world // ranks, most))
+                values, is_full = fact.values / ranks, shards == "full"
+                master = SUM_BYTES if fact.itemsize < SUM_BYTES else 0
+                # FSDP2's shards are their own float32 masters.
+                state[:, k] += values * np.where(is_full, 2 * SUM_BYTES / holders, fact.itemsize + SUM_BYTES)
+                movable[:, k] += values * np.where(is_full, MOMENT_BYTES, MOMENT_BYTES + master) / holders
+                whole[:, k] += np.where(is_full, values * fact.itemsize, 0.0)
+        return state, movable, whole
