@@ -169,6 +169,7 @@ class SearchSpace:
         modules = () if recompute == "none" else tuple(recompute.split("+"))
         ladder = ladder_of(run.model) if "recompute" not in fixed else (modules,)
         offloads = [run.offload.optimizer] if "offload" in fixed or neutral.vendor == "cpu" else [False, True]
+        self.offloads = len(offloads)
         self.savings = tuple(Saving(modules, offload) for offload in offloads for modules in ladder)
         self.count = 0
         self.illegal: dict[str, Refusal] = {}

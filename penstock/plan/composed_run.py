@@ -6,10 +6,9 @@ runs that have it. `rough` takes the ramp of the pipeline from a table; `exact` 
 """
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from types import MappingProxyType
 
 from penstock.config.fit import micro_batches
 from penstock.config.model import Model
@@ -38,21 +37,6 @@ from penstock.plan.param_state import (
 )
 from penstock.plan.projection import StepTime
 from penstock.plan.step_time import StageTime, StageTimer, step_time
-
-RAMP: Mapping[str, float] = MappingProxyType(
-    {
-        "none": 0.0,
-        "gpipe": 3.0,
-        "1f1b": 3.0,
-        "interleaved": 3.0,
-        "zb-1f1b": 1.0,
-        "zb-v": 1.0,
-        "dualpipe-v": 1.0,
-        "v-half": 2.43,
-        "v-min": 3.29,
-    }
-)
-"""Forward passes of one stage that ranks wait for, for each pipeline rank but one (docs/schedules.md)."""
 
 
 @dataclass(frozen=True)
@@ -161,34 +145,25 @@ class ComposedRun:
     """A run composed of pieces.
 
     Attributes:
-        activations: of stages by their contents; the numbers of the stages are not set.
+        stage_of: activations of a stage by its contents; its number is not set.
         proxy: a stage of the proxy model.
-        rows: rows of a micro-batch for each row of the proxy model.
         shape: of its pipeline; None without one.
-        source: the run that the pieces belong to: the run itself, or one that is nearly like it.
         reuse_key: equal for runs with the same pieces.
     """
 
     run: Run
     grid: Grid
     contents: tuple[StageContents, ...]
-    activations: Mapping[StageContents, StageActivations]
+    stage_of: Callable[[StageContents], StageActivations]
     proxy: ProxyStage
-    rows: int
     state: RankState
     shape: PipelineShape | None
     overheads: Overheads
-    source: Run
     reuse_key: Hashable
-
-    @property
-    def is_exact(self) -> bool:
-        """The pieces are the run's own."""
-        return self.source is self.run
 
     def stage(self, number: int) -> StageActivations:
         """A stage by its number."""
-        return replace(self.activations[self.contents[number]], number=number)
+        return replace(self.stage_of(self.contents[number]), number=number)
 
     def gathers(self, number: int) -> tuple[int, ...]:
         """Bytes of whole weights that FSDP2 gathers for a stage; empty without it."""
@@ -207,15 +182,21 @@ class ComposedRun:
         return tuple(self.contents[number] for number in self.stages_of(place))
 
     @property
-    def fullest(self) -> int:
-        """The place that needs most."""
-        places = range(self.grid.pipeline)
-        if self.shape is None or not self.shape.holds_most_first:
-            return max(places, key=self.total)
-        first: dict[tuple[StageContents, ...], int] = {}
-        for place in places:
-            first.setdefault(self.contents_at(place), place)
-        return max(first.values(), key=self.total)
+    def inner_places(self) -> Sequence[int]:
+        """Places without the embedding and the head, whose stages are quickly known; all if there are none."""
+        inner = [place for place in range(self.grid.pipeline) if not any(
+            one.embed or one.head for one in self.contents_at(place)
+        )]
+        return inner or range(self.grid.pipeline)
+
+    def fullest_of(self, places: Sequence[int]) -> int:
+        """Bytes of the place that needs most."""
+        if self.shape is not None and self.shape.holds_most_first:
+            first: dict[tuple[StageContents, ...], int] = {}
+            for place in places:
+                first.setdefault(self.contents_at(place), place)
+            places = tuple(first.values())
+        return max(map(self.total, places))
 
     def memory(self, place: int) -> RankMemory:
         """Memory of the first rank at a place."""
@@ -237,28 +218,28 @@ class ComposedRun:
             passes=passes,
             gathered=state.gathered(held),
             update=update_bytes(state.params(held), state.shards),
-            buffers=self.rows * (self.proxy.symmetric_bytes + batch_bytes),
+            buffers=self.proxy.symmetric_bytes + batch_bytes,
             host=of_parts.host,
             is_captured=self.run.graphs.capture == "full",
         )
         return assemble(parts, self.overheads)
 
     def _peaks(self, place: int) -> Iterator[tuple[int, PeakPoint]]:
-        stages = {number: self.activations[self.contents[number]] for number in self.stages_of(place)}
+        stages = {number: self.stage_of(self.contents[number]) for number in self.stages_of(place)}
         if self.shape is None:
-            yield self.rows * stages[0].forward.bytes, PeakPoint(((0, Kind.FORWARD),), (0,), (0,))
-            yield self.rows * stages[0].backward.bytes, PeakPoint(((0, Kind.BACKWARD),), (1,), (0,))
+            yield stages[0].forward.bytes, PeakPoint(((0, Kind.FORWARD),), (0,), (0,))
+            yield stages[0].backward.bytes, PeakPoint(((0, Kind.BACKWARD),), (1,), (0,))
             return
         for point in peak_points(self.shape, place):
             held = sum(count * stage.kept_bytes for count, stage in zip(point.kept, stages.values(), strict=True))
             held += sum(count * stage.left for count, stage in zip(point.left, stages.values(), strict=True))
-            yield self.rows * (held + sum(stages[number].over_held(kind) for number, kind in point.work)), point
+            yield (held + sum(stages[number].over_held(kind) for number, kind in point.work)), point
 
     def _terms(self, size: int, point: PeakPoint) -> Counter[str]:
         """Memory of a peak by label; `held` is that of other micro-batches."""
         terms: Counter[str] = Counter()
         for stage, kind in point.work:
-            activations = self.activations[self.contents[stage]]
+            activations = self.stage_of(self.contents[stage])
             if kind is Kind.WEIGHT:
                 terms["put off"] += activations.weight
             else:
@@ -288,44 +269,29 @@ class ComposedTimes:
         self._stages: dict[tuple[Hashable, StageContents], StageTime] = {}
         self._schedules: dict[tuple[Pipeline, int, int, bool], Schedule | None] = {}
 
-    def rough(self, composed: ComposedRun) -> float:
-        """Seconds of a step, decided by the busiest place."""
-        run, grid = composed.run, composed.grid
-        # Pieces of one row take their time for each row of a micro-batch.
-        # One number of each distinct stage.
-        first = {one: number for number, one in reversed(list(enumerate(composed.contents)))}
-        seconds = {one: composed.rows * self._stage(composed, number).all.seconds for one, number in first.items()}
-        stages = [seconds[one] for one in composed.contents]
-        if composed.shape is None:
-            return micro_batches(run, grid) * stages[0] + self._update(composed, 0)
-        places = [sum(stages[number] for number in composed.stages_of(place)) for place in range(grid.pipeline)]
-        mean = sum(stages) / len(stages)
-        # RAMP counts forward passes; a whole pass of a stage is about three.
-        ramp = RAMP[run.pipeline.schedule] / 3 * (grid.pipeline - 1) * mean
-        return micro_batches(run, grid) * max(places) + ramp + self._update(composed, 0)
-
-    def bound(self, composed: ComposedRun) -> float:
-        """Seconds that a step cannot go below, whatever the order of its actions.
+    def bound(self, composed: ComposedRun, places: Sequence[int]) -> float:
+        """Seconds that a step cannot go below, whatever the order of its actions, by the work of some places.
 
         A place starts after the first micro-batch has passed the stages before it, and behind its last gradient these
-        still compute theirs, unless its backward passes are split.
+        still compute theirs, unless its backward passes are split. Stages of other places count as nothing.
         """
         run, grid = composed.run, composed.grid
-        first = {one: number for number, one in reversed(list(enumerate(composed.contents)))}
-        times = {one: self._stage(composed, number) for one, number in first.items()}
-        stages = [times[one] for one in composed.contents]
-        update = max(self._update(composed, place) for place in range(grid.pipeline))
-        if composed.shape is None:
-            return composed.rows * micro_batches(run, grid) * stages[0].all.seconds + update
+        known: dict[StageContents, StageTime] = {}
+        for place in places:
+            for number in composed.stages_of(place):
+                if composed.contents[number] not in known:
+                    known[composed.contents[number]] = self._stage(composed, number)
+        update = max(self._update(composed, place) for place in places)
         found = 0.0
-        for place in range(grid.pipeline):
+        for place in places:
             own = composed.stages_of(place)
-            before = stages[: min(own)]
+            before = [known[one] for one in composed.contents[: min(own)] if one in known]
             ramp = sum(one.forward.seconds for one in before)
-            if not composed.shape.splits_backward:
+            if composed.shape is None or not composed.shape.splits_backward:
                 ramp += sum(one.backward.seconds for one in before)
-            found = max(found, ramp + micro_batches(run, grid) * sum(stages[number].all.seconds for number in own))
-        return composed.rows * found + update
+            work = sum(known[composed.contents[number]].all.seconds for number in own)
+            found = max(found, ramp + micro_batches(run, grid) * work)
+        return found + update
 
     def exact(self, composed: ComposedRun) -> StepTime:
         """Step time by the schedule's own actions."""
@@ -401,8 +367,8 @@ class ComposedTimes:
     def _timer(self, composed: ComposedRun) -> StageTimer:
         key = composed.reuse_key
         if key not in self._timers:
-            ops = [piece.forward_ops for stage in composed.activations.values() for piece in stage.pieces]
-            self._timers[key] = StageTimer(composed.source, self._cluster, self._imbalance, ops)
+            ops = [piece.forward_ops for piece in composed.proxy.stage.pieces]
+            self._timers[key] = StageTimer(composed.run, self._cluster, self._imbalance, ops)
         return self._timers[key]
 
     def _stage(self, composed: ComposedRun, number: int) -> StageTime:

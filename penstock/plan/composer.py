@@ -271,36 +271,20 @@ class Composer:
         stages, which differ by the memory of one message.
         """
         assert is_composable(run), f"{run.name} has layers that differ from others of their kind"
-        return self._compose(run, grid, run, closely=closely)
+        return self._compose(run, grid, closely=closely)
 
-    def closer_and_closer(self, run: Run, grid: Grid) -> Iterator[ComposedRun]:
-        """The run composed of pieces that are nearly its own, which more layouts share, and at last of its own.
-
-        Pieces of a whole backward pass hold no more than those of a split one, and pieces of one row tell about how
-        much those of more rows hold.
-        """
-        one_row = {"training": run.training.model_copy(update={"micro_batch": 1})}
-        unsplit = run.model_copy(update={**one_row, "pipeline": Pipeline()})
-        seen: list[ReuseKey] = []
-        for source in (unsplit, run.model_copy(update=one_row), run):
-            key = reuse_key(source)
-            if key not in seen and (source is run or key != reuse_key(run)):
-                seen.append(key)
-                yield self._compose(run, grid, source, closely=False)
-
-    def _compose(self, run: Run, grid: Grid, source: Run, *, closely: bool) -> ComposedRun:
-        key, contents = reuse_key(source), self.contents(run)
+    def _compose(self, run: Run, grid: Grid, *, closely: bool) -> ComposedRun:
+        key, contents = reuse_key(run), self.contents(run)
         return ComposedRun(
             run=run,
             grid=grid,
             contents=contents,
-            activations={one: self._stage(source, key, one, closely) for one in dict.fromkeys(contents)},
-            proxy=self.proxy(source, "whole" if grid.pipeline == 1 else "first"),
-            rows=run.training.micro_batch // source.training.micro_batch,
+            # Stages are run when they are asked for: of a layout that does not fit one may be enough.
+            stage_of=partial(self._stage, run, key, closely),
+            proxy=self.proxy(run, "whole" if grid.pipeline == 1 else "middle"),
             state=self.state(run, grid),
             shape=shape_of(run, grid),
             overheads=self.overheads,
-            source=source,
             reuse_key=key,
         )
 
@@ -337,42 +321,28 @@ class Composer:
                 )
         return self._proxies[key]
 
-    def stage(self, run: Run, contents: StageContents) -> StageActivations:
-        """A stage of a run, composed of pieces that other stages may share."""
-        return self._stage(run, reuse_key(run), contents, closely=False)
-
-    def _stage(self, run: Run, key: ReuseKey, contents: StageContents, closely: bool) -> StageActivations:
+    def _stage(self, run: Run, key: ReuseKey, closely: bool, contents: StageContents) -> StageActivations:
         if (key, contents, closely) not in self._activations:
-            self._activations[key, contents, closely] = self._compose_stage(run, key, contents, closely)
+            self._activations[key, contents, closely] = self._compose_stage(run, contents, closely)
         return self._activations[key, contents, closely]
 
-    def _compose_stage(self, run: Run, key: ReuseKey, contents: StageContents, closely: bool) -> StageActivations:
+    def _compose_stage(self, run: Run, contents: StageContents, closely: bool) -> StageActivations:
         view = view_of(contents, self.leading)
         if not closely:
             view = _COMMON.get(view, view)
-        # A layer directly after the embedding does less than one after a layer of another kind.
         usual, order = self._kinds(view), contents.kinds
         if not closely or order == usual[: len(order)] or not set(order) <= set(usual):
             order = ()
-        # With split backward passes each view has a peak of put-off weight gradients, so it runs itself.
-        if view in ("middle", "mixed") and not (key.splits or order):
-            # The views `first` and `last` show all of its pieces.
-            first, last = (self.proxy(run, one).stage for one in ("first", "last"))
-            is_led = any(kind in self.leading for kind in contents.kinds)
-            layers = list(first.pieces[1:-1] if is_led else last.pieces[1:-1])
-            begin, end = last.pieces[0], first.pieces[-1]
-            weight = 0
-        else:
-            stage = self.proxy(run, view, order).stage
-            if len(stage.pieces) == 1:
-                return stage
-            (begin, *layers, end), weight = stage.pieces, stage.weight
+        stage = self.proxy(run, view, order).stage
+        if len(stage.pieces) == 1:
+            return stage
+        begin, *layers, end = stage.pieces
         by_kind = {piece.name: piece for piece in layers}
         for kind in contents.kinds:
             if kind not in by_kind:
                 by_kind[kind] = next(one for one in self.proxy(run, "first").stage.pieces if one.name == kind)
         middle = [by_kind[kind] for kind, count in contents.layers for _ in range(count)]
-        return StageActivations(number=0, pieces=(begin, *middle, end), weight=weight)
+        return StageActivations(number=0, pieces=(begin, *middle, end), weight=stage.weight)
 
 
 def view_of(contents: StageContents, leading: frozenset[str]) -> View:

@@ -19,6 +19,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -46,7 +47,7 @@ from penstock.plan.project import DEFAULT_ASSUMPTIONS, Assumptions, device_of, o
 from penstock.plan.projection import Plan
 from penstock.plan.rules.book import illegal
 from penstock.plan.rules.rule import Sizes, facts_of, sizes_of
-from penstock.plan.space_bounds import Divisions, Like, SpaceBounds
+from penstock.plan.space_bounds import Divisions, SpaceBounds
 
 Progress = Callable[[str], None]
 """Told what the search is doing, in a few words."""
@@ -61,7 +62,7 @@ CAUTION = 2.2
 """Activations are this many times their bound, as a guess for a first layout that fits."""
 
 FIRST_SHAPES = ((NO_PIPELINE, 1), ("1f1b", 1), ("interleaved", 2))
-FIRST_TRIES = 40
+FEW, FIRST_TRIES = 2000, 40
 """Layouts that are projected to find a first one that fits."""
 
 
@@ -175,10 +176,10 @@ class _Node(NamedTuple):
 
 
 class _Waiting(NamedTuple):
-    """A layout to look at: seconds that it cannot go below, whether these are those of its own pieces, and itself."""
+    """A layout to look at: seconds that it cannot go below, how closely, and itself."""
 
     bound: float
-    is_close: bool
+    step: int
     node: _Node
 
 
@@ -212,9 +213,9 @@ class _Search:
         self._bounds = SpaceBounds(run, cluster, assumptions.imbalance, self._composer, self._neutral)
         self._divisions = [self._bounds.divisions(family) for family in self._families]
         print("divisions", time.perf_counter() - self.t, [len(d) for d in self._divisions])
-        self._fits: dict[tuple[int, int, int, Like], frozenset[tuple[int, ...]]] = {}
+        self._closer_bounds: dict[tuple[int, int, int, int], dict[tuple[int, ...], float]] = {}
         self._rows_over: dict[_Node, int] = {}
-        self._looked: dict[_Node, _Fitting | None] = {}
+        self._looked: dict[_Node, _Fitting] = {}
         self._fitting: list[_Fitting] = []
         self._close: list[_Fitting] = []
 
@@ -232,22 +233,23 @@ class _Search:
         waiting = [one for f, divisions in enumerate(kept) for one in self._nodes(f, divisions, first)]
         print("nodes", len(waiting), time.perf_counter() - t)
         heapq.heapify(waiting)
-        looked = played = skipped = 0
+        looked = [0, 0, 0, 0]
         while waiting:
-            bound, is_close, node = heapq.heappop(waiting)
+            bound, step, node = heapq.heappop(waiting)
             if bound >= self._cutoff():
                 break
-            if is_close:
-                played += 1
+            looked[step] += 1
+            if self._is_dominated(node):
+                continue
+            if step == 3:
                 self._play(node)
-            elif not self._may_fit(kept[node.family], node):
-                skipped += 1
-            elif (found := self._look(node)) is not None:
-                heapq.heappush(waiting, _Waiting(found.seconds, True, node))
-            looked += 1
-            if looked % 2000 == 0:
-                print(looked, skipped, played, self._composer.meta_runs, len(waiting), len(self._fitting), self._tokens(bound), self._tokens(self._cutoff()), round(time.perf_counter() - t, 1), flush=True)
-        print("looked", looked, "skipped", skipped, "played", played, time.perf_counter() - t, "runs", self._composer.meta_runs, "left", len(waiting))
+                continue
+            closer = (partial(self._closer, kept[node.family]), self._look, self._fit)[step](node)
+            if closer < math.inf:
+                heapq.heappush(waiting, _Waiting(max(bound, closer), step + 1, node))
+            if sum(looked) % 2000 == 0:
+                print(looked, self._composer.meta_runs, len(waiting), len(self._fitting), self._tokens(bound), self._tokens(self._cutoff()), round(time.perf_counter() - t, 1), flush=True)
+        print("looked", looked, time.perf_counter() - t, "runs", self._composer.meta_runs, "left", len(waiting))
         for one in sorted(self._fitting, key=lambda one: one.seconds)[:5]:
             print(one.sizes.pp, one.sizes.vpp, one.sizes.schedule, "tp", one.sizes.tp, "cp", one.sizes.cp, "ep", one.sizes.ep, one.sizes.etp, one.sizes.micro_batch, one.sizes.recompute, one.sizes.dispatcher, one.sizes.sync_free, one.sizes.shard, one.sizes.offloads_optimizer, one.bytes / 1e9, self._tokens(one.seconds))
 
@@ -255,12 +257,13 @@ class _Search:
         """Seconds of a layout that fits; infinite if none of the most promising does."""
         # Of each family the divisions with the least ideal time that need little memory by a cautious count.
         tries: list[_Waiting] = []
-        for f, divisions in enumerate(self._divisions):
+        for f, every in enumerate(self._divisions):
+            divisions = self._bounds.fastest(every, FEW, self._limit)
             for saving in range(len(self._space.savings)):
                 tries += self._promising(f, divisions, saving)
         tries.sort()
         for one in tries[:FIRST_TRIES]:
-            if self._look(one.node) is not None:
+            if self._look(one.node) < math.inf and self._fit(one.node) < math.inf:
                 return self._play(one.node)
         return math.inf
 
@@ -275,7 +278,7 @@ class _Search:
             seconds = np.where(memory + self._overheads.context <= self._limit, seconds, np.inf)
             at = int(seconds.argmin())
             if math.isfinite(seconds[at]):
-                best.append(_Waiting(float(seconds[at]), False, self._node(f, divisions, at, shape, saving)))
+                best.append(_Waiting(float(seconds[at]), 0, self._node(f, divisions, at, shape, saving)))
         return [min(best)] if best else []
 
     def _node(self, family: int, divisions: Divisions, at: int, shape: int, saving: int, stage: int | None = None) -> _Node:
@@ -295,22 +298,26 @@ class _Search:
                 memory = self._bounds.bytes(divisions, shape, saving) + self._overheads.context
                 for at in np.flatnonzero((seconds < below) & (memory <= self._limit)).tolist():
                     for stage in divisions.family.experts[divisions.places[at, 1]].stages:
-                        yield _Waiting(float(seconds[at]), False, self._node(f, divisions, at, shape, v, stage))
+                        yield _Waiting(float(seconds[at]), 0, self._node(f, divisions, at, shape, v, stage))
 
-    def _may_fit(self, divisions: Divisions, node: _Node) -> bool:
-        """Whether a layout may fit by what other layouts with the same experts hold."""
-        experts = divisions.family.experts[node.experts]
-        for ranks in dict.fromkeys(((1, 1), divisions.family.dense[node.dense])):
-            like = Like(experts, node.sync_free, *ranks)
-            key = node.family, node.shape, node.saving, like
-            if key not in self._fits:
-                same = divisions.where(divisions.places[:, 1] == node.experts)
-                memory = self._bounds.bytes(same, node.shape, self._space.savings[node.saving], like)
-                fit = memory + self._overheads.context <= self._limit
-                self._fits[key] = frozenset(map(tuple, same.places[fit].tolist()))
-            if (node.dense, node.experts, node.shard, node.rows) not in self._fits[key]:
-                return False
-        return True
+    def _is_dominated(self, node: _Node) -> bool:
+        """Whether the layout fits with less recomputation, or without the host: that is faster."""
+        steps = len(self._space.savings) // self._space.offloads
+        host, recompute = divmod(node.saving, steps)
+        lighter = (a * steps + b for a in range(host + 1) for b in range(recompute + 1))
+        return any(
+            node._replace(saving=one) in self._looked for one in lighter if one != node.saving
+        )
+
+    def _closer(self, divisions: Divisions, node: _Node) -> float:
+        """Seconds of a layout by closer bounds; infinite if it cannot fit."""
+        key = node.family, node.shape, node.saving, node.experts
+        if key not in self._closer_bounds:
+            same = divisions.where(divisions.places[:, 1] == node.experts)
+            seconds, memory = self._bounds.closer(same, node.shape, self._space.savings[node.saving])
+            found = np.where(memory + self._overheads.context <= self._limit, seconds, math.inf)
+            self._closer_bounds[key] = dict(zip(map(tuple, same.places.tolist()), found.tolist(), strict=True))
+        return self._closer_bounds[key][node.dense, node.experts, node.shard, node.rows]
 
     def _cutoff(self) -> float:
         """Seconds of the last of the wanted layouts so far."""
@@ -329,36 +336,43 @@ class _Search:
         )  # fmt: skip
         return with_saving(sizes, self._space.savings[node.saving])
 
-    def _look(self, node: _Node) -> _Fitting | None:
-        """Memory and a closer bound of a layout, from its pieces; None if it does not fit."""
-        if node in self._looked:
-            return self._looked[node]
-        self._looked[node] = None
+    def _look(self, node: _Node) -> float:
+        """A closer bound of a layout, from the pieces of its inner places; infinite if these do not fit."""
         # More rows never need less memory, so one overflow refuses all larger micro-batches.
         key = node._replace(rows=0)
         if self._rows_over.get(key, node.rows) < node.rows:
-            return None
+            return math.inf
         sizes = self._sizes(node)
-        if illegal(sizes) is not None:
-            return None
+        assert illegal(sizes) is None, f"{sizes} is illegal"
+        composed = self._composer.composed(run_of(self._run, sizes), _grid_of(sizes), closely=False)
+        inner = composed.inner_places
+        if composed.fullest_of(inner) > self._limit * SURE:
+            self._rows_over[key] = node.rows
+            return math.inf
+        return self._times.bound(composed, inner)
+
+    def _fit(self, node: _Node) -> float:
+        """A bound of a layout from all of its pieces; infinite if it does not fit."""
+        sizes = self._sizes(node)
         run, grid = run_of(self._run, sizes), _grid_of(sizes)
         composed = self._composer.composed(run, grid, closely=False)
-        size = composed.total(composed.fullest)
+        size = composed.fullest_of(range(grid.pipeline))
         if size <= self._limit * SURE and size * SURE > self._limit:
             # So near the limit rare stages matter.
             size = max(one.total for one in self._composer.memories(run, grid))
         if size > self._limit:
+            key = node._replace(rows=0)
             self._rows_over[key] = min(node.rows, self._rows_over.get(key, node.rows))
             if size <= self._capacity:
-                self._close.append(_Fitting(sizes, composed, size, self._times.bound(composed)))
-            return None
-        self._looked[node] = _Fitting(sizes, composed, size, self._times.bound(composed))
-        return self._looked[node]
+                self._close.append(_Fitting(sizes, composed, size, 0.0))
+            return math.inf
+        seconds = self._times.bound(composed, range(grid.pipeline))
+        self._looked[node] = _Fitting(sizes, composed, size, seconds)
+        return seconds
 
     def _play(self, node: _Node) -> float:
         """Seconds of a layout that fits by its schedule."""
         found = self._looked[node]
-        assert found is not None, "a layout that fits"
         exact = replace(found, seconds=self._times.exact(found.composed).step_seconds)
         self._fitting.append(exact)
         return exact.seconds

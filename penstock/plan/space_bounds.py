@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
-from typing import NamedTuple
 
 import numpy as np
 
@@ -27,8 +26,10 @@ from penstock.plan.candidates import Experts, Family, Saving, run_of, with_savin
 from penstock.plan.composed_run import StageContents
 from penstock.plan.composer import Composer
 from penstock.plan.hardware import Cluster
-from penstock.plan.liveness import PipelineShape, StageActivations, enough, first_of_kinds, has_experts, peak_points
+from penstock.plan.liveness import PipelineShape, enough, first_of_kinds, has_experts, peak_points
+from penstock.plan.costs import OpCosts, buffer_rows, routed_rows
 from penstock.plan.meta_run import gathered_bytes
+from penstock.plan.op_recorder import ARRIVE, END, FORK, FROM_HOST, JOIN, PUT_OFF, TO_HOST, WAIT, RecordedOps
 from penstock.plan.param_state import MOMENT_BYTES, SUM_BYTES
 from penstock.plan.rates import BYTES
 from penstock.plan.rules.rule import Sizes
@@ -39,17 +40,23 @@ HEAD = "head"
 """Part of the last stage: output projection and loss."""
 
 SCALED = 0.985
-"""What a layer holds of a token is at least this share of what it holds of one where one tensor and one context rank
-take one row: more rows and ranks only add to it, but for the rounding of buffers."""
+"""What a layer holds of a token is at least this share of what two other layouts tell (`SpaceBounds.closer`)."""
 
-LARGE = 1e10
-"""Bytes of a message without latency."""
+SCALED_TIME = 0.97
+"""The same of the seconds that `TimeBounds` leaves out."""
+
+SMALL, LARGE = 1 << 20, 1e10
+"""Bytes of a message that is all latency, and of one without."""
 
 HOST_SHARE = 0.9
 """Of the time of the host link, the part that kernels beside it cannot hide: device memory is many times as fast."""
 
 _CONTAIN = ("layer", "moe", "expert-activation")
 """Modules of a layer that contain each other: what is computed again counts once."""
+
+
+ALONE = Experts(1, 1, "local", (0,))
+"""All experts on each rank."""
 
 
 @dataclass(frozen=True)
@@ -92,13 +99,19 @@ class Divisions:
         return self.family.legal[dense, shard, rows, shape]
 
 
-class Like(NamedTuple):
-    """Experts, a sync-free stage, tensor and context ranks: layouts that share them hold alike of each token."""
+@dataclass(frozen=True)
+class Reference:
+    """What one row on one layout holds of a token, and the seconds that `TimeBounds` leaves out, by kind of layer.
 
-    experts: Experts
-    sync_free: int
-    tp: int = 1
-    cp: int = 1
+    Attributes:
+        kept: bytes from forward to backward, and bytes that wait for weight gradients.
+        fixed: seconds of a forward and a backward pass that do not depend on the tokens.
+        linear: seconds of a token.
+    """
+
+    kept: np.ndarray
+    fixed: np.ndarray
+    linear: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -124,15 +137,17 @@ class SpaceBounds:
     def __init__(self, run: Run, cluster: Cluster, imbalance: float, composer: Composer, neutral: Sizes) -> None:
         self._run = run
         self._cluster = cluster
+        self._imbalance = imbalance
         self._composer = composer
         self._neutral = neutral
         self._times = TimeBounds(run, cluster, imbalance)
-        self._kinds = first_of_kinds(run.model, range(run.model.layers))
+        self._kinds = tuple(first_of_kinds(run.model, range(run.model.layers)))
         self.parts = (*self._kinds, HEAD)
         self._facts = composer.facts(run_of(run, neutral))
         self._layers = self._counts(composer.contents(run_of(run, neutral)))
         self._places = cache(self._make_places)
-        self._held = cache(self._make_held)
+        self._in_flight = cache(self._make_in_flight)
+        self._reference = cache(self._make_reference)
 
     def divisions(self, family: Family) -> Divisions:
         """All divisions of a family."""
@@ -171,6 +186,11 @@ class SpaceBounds:
         whole = (divisions.forward + divisions.backward) @ self._layers
         return divisions.micro_batches * whole / divisions.family.pp
 
+    def fastest(self, divisions: Divisions, most: int, limit: int) -> Divisions:
+        """The divisions with the least ideal time, of those whose state fits if the host has the optimizer."""
+        fits = divisions.where(divisions.state @ self._layers / divisions.family.pp <= limit)
+        return fits.where(np.argsort(self.ideal_seconds(fits))[:most])
+
     def seconds(self, divisions: Divisions, shape: int, saving: Saving) -> np.ndarray:
         """Seconds of a step; infinite where shape and division do not go together."""
         schedule, vpp = divisions.family.shapes[shape]
@@ -186,73 +206,117 @@ class SpaceBounds:
             found += HOST_SHARE / link * (divisions.movable @ places.held.T)
         return np.where(divisions.legal(shape), found.max(1), np.inf)
 
-    def bytes(
-        self, divisions: Divisions, shape: int, saving: Saving, like: Like | None = None, kept_times: float = 1.0
-    ) -> np.ndarray:
-        """Bytes of tensors on the fullest rank.
+    def bytes(self, divisions: Divisions, shape: int, saving: Saving, kept_times: float = 1.0) -> np.ndarray:
+        """Bytes of tensors on the fullest rank; activations count `kept_times`."""
+        width, kept = BYTES[self._run.training.precision], kept_numbers(self._run.model, saving.recompute)
+        layers = np.array([width * kept[has_experts(kind)] for kind in self._kinds])
+        of_tokens = np.zeros((len(divisions), len(self._kinds), 2))
+        of_tokens[..., 0] = kept_times * divisions.tokens[:, None] * layers
+        return self._bytes(divisions, shape, saving, of_tokens)
 
-        `like` is a layout with the same experts whose pieces are known: activations are at least what these hold of a
-        token. Without it they are `kept_times` what every layout holds.
-        """
+    def _bytes(self, divisions: Divisions, shape: int, saving: Saving, kept: np.ndarray) -> np.ndarray:
+        """`bytes`, with what a layer of each kind keeps, and what waits for weight gradients."""
         family = divisions.family
         name, vpp = family.shapes[shape]
         places = self._places(family.pp, name, vpp)
         state = divisions.state if saving.offload else divisions.state + divisions.movable
+        found = state @ places.held.T
+        # FSDP2 has the weights of the largest layer of a place at least once for each of its buffers.
+        found += gathered_bytes(self._run, 0, (divisions.whole[:, None, :-1] * (places.held[:, :-1] > 0)).max(2))
         # Illegal combinations may have too few micro-batches for their schedule.
         counts = np.where(divisions.legal(shape), divisions.micro_batches, 0)
-        values, where = np.unique(counts, return_inverse=True)
-        held = np.stack([self._held(family.pp, name, vpp, int(one), saving.recompute, like) for one in values])
-        found = state @ places.held.T + kept_times * divisions.tokens[:, None] * held[where]
-        # FSDP2 has the weights of the largest layer of a place at least once for each of its buffers.
-        largest = (divisions.whole[:, None, :-1] * (places.held[:, :-1] > 0)).max(2)
-        return (found + gathered_bytes(self._run, 0, largest)).max(1)
+        for number in np.unique(counts[counts > 0]):
+            some = counts == number
+            held = self._in_flight(family.pp, name, vpp, int(number))
+            # The most of all moments at which a place may be fullest.
+            found[some] += np.stack([np.einsum("nkw,pkw->np", kept[some], one).max(1) for one in held], 1)
+        return found.max(1)
 
-    def _make_held(
-        self, pp: int, schedule: str, vpp: int, micro_batches: int, recompute: tuple[str, ...], like: Like | None
-    ) -> np.ndarray:
-        """Bytes of a token that each place of `Places` holds at the most, of all micro-batches in flight."""
-        places = self._places(pp, schedule, vpp)
-        found = np.zeros(len(places.numbers))
-        for at, (numbers, stages) in enumerate(zip(places.numbers, places.stages, strict=True) if micro_batches else ()):
-            splits = schedule in SPLITTING_SCHEDULES
-            pieces = [] if like is None else [self._pieces(pp, splits, like, recompute, one) for one in stages]
-            kept = [one.kept_bytes for one in pieces] or [self._kept(one, recompute) for one in stages]
-            left = [one.left for one in pieces] or [0] * len(stages)
+    def _make_in_flight(self, pp: int, schedule: str, vpp: int, micro_batches: int) -> tuple[np.ndarray, ...]:
+        """For each of `Places`: layers by kind that are kept, and that wait for weight gradients, at each moment."""
+        found = []
+        for numbers, stages in zip(*(getattr(self._places(pp, schedule, vpp), name) for name in ("numbers", "stages"))):
+            layers = np.stack([self._counts([one])[:-1] for one in stages])
             if schedule == NO_PIPELINE:
-                found[at] = pieces[0].backward.bytes if pieces else kept[0]
+                found.append(np.stack([layers.sum(0), np.zeros(layers.shape[1])], -1)[None])
                 continue
             shape = PipelineShape(schedule, pp, vpp, enough(schedule, pp, micro_batches))
-            for place in numbers:
-                number_of = {stage: number for number, stage in enumerate(shape.stages_of(place))}
-                for point in peak_points(shape, place):
-                    over = sum(pieces[number_of[stage]].over_held(kind) for stage, kind in point.work) if pieces else 0
-                    found[at] = max(found[at], np.dot(point.kept, kept) + np.dot(point.left, left) + over)
-        if like is None:
-            return found
-        # Pieces are those of one row, which tensor and context ranks share.
-        return found * (SCALED * like.tp * like.cp / self._run.training.sequence_length)
+            points = [point for place in numbers for point in peak_points(shape, place)]
+            held = np.array([(point.kept, point.left) for point in points])
+            found.append(np.moveaxis(held @ layers, 1, -1))
+        return tuple(found)
 
-    def _kept(self, contents: StageContents, recompute: tuple[str, ...]) -> float:
-        """Bytes of a token that a stage keeps in every layout."""
-        kept, width = kept_numbers(self._run.model, recompute), BYTES[self._run.training.precision]
-        return width * sum(count * kept[has_experts(kind)] for kind, count in contents.layers)
+    def closer(self, divisions: Divisions, shape: int, saving: Saving) -> tuple[np.ndarray, np.ndarray]:
+        """`seconds` and `bytes` by what two other layouts of each division hold and take, which are run once.
 
-    def _pieces(
-        self, pp: int, splits: bool, like: Like, recompute: tuple[str, ...], contents: StageContents
-    ) -> StageActivations:
-        """A stage that computes one row as `like` does."""
+        One has the experts of the division on one tensor and one context rank; the other has its tensor and context
+        ranks, and all experts on each rank. More rows only add to what they hold of a token, but for the rounding of
+        buffers.
+        """
+        family, tokens = divisions.family, divisions.tokens[:, None]
+        name, vpp = family.shapes[shape]
+        splits = name in SPLITTING_SCHEDULES
+        kept = np.zeros((len(divisions), len(self._kinds), 2))
+        more = np.zeros((len(divisions), len(self._kinds), 2))
+        for dense, experts in {tuple(one) for one in divisions.places[:, :2].tolist()}:
+            some = (divisions.places[:, 0] == dense) & (divisions.places[:, 1] == experts)
+            ranks = family.dense[dense]
+            one = self._reference(family.experts[experts], (1, 1), saving.recompute, splits)
+            other = self._reference(ALONE, ranks, saving.recompute, splits)
+            both = self._reference(ALONE, (1, 1), saving.recompute, splits)
+            # Leading layers without experts are only in references of the dense ranks.
+            shared = np.where(one.kept[:, :1] > 0, both.kept, 0.0), np.where(one.kept[:, :1] > 0, 1.0, 0.0)
+            kept[some] = tokens[some][..., None] * (one.kept + other.kept - shared[0])
+            fixed = one.fixed + other.fixed - shared[1] * both.fixed
+            more[some] = fixed + tokens[some][..., None] * (one.linear + other.linear - shared[1] * both.linear)
+        forward, backward = np.maximum(0.0, SCALED_TIME * more).transpose(2, 0, 1)
+        pad = ((0, 0), (0, 1))
+        slower = replace(
+            divisions,
+            forward=divisions.forward + np.pad(forward, pad),
+            backward=divisions.backward + np.pad(backward, pad),
+        )
+        return self.seconds(slower, shape, saving), self._bytes(divisions, shape, saving, SCALED * kept)
+
+    def _make_reference(
+        self, experts: Experts, ranks: tuple[int, int], recompute: tuple[str, ...], splits: bool
+    ) -> Reference:
+        tp, cp = ranks
         sizes = replace(
             self._neutral,
-            pp=min(pp, 2),
-            schedule=("zb-1f1b" if splits else "1f1b") if pp > 1 else NO_PIPELINE,
-            ep=like.experts.ep,
-            etp=like.experts.etp,
-            dispatcher=like.experts.dispatcher,
-            sync_free=like.sync_free,
-            tp=like.tp,
-            cp=like.cp,
+            pp=2,
+            schedule="zb-1f1b" if splits else "1f1b",
+            tp=tp,
+            cp=cp,
+            ep=experts.ep,
+            etp=experts.etp,
+            dispatcher=experts.dispatcher,
+            sync_free=experts.stages[0],
+            # As many tokens on each rank as with one rank, so that what does not depend on them counts alike.
+            micro_batch=tp * cp,
         )
-        return self._composer.stage(run_of(self._run, with_saving(sizes, Saving(recompute, offload=False))), contents)
+        run = run_of(self._run, with_saving(sizes, Saving(recompute, offload=False)))
+        # Leading dense layers do not depend on the experts.
+        pieces = self._composer.proxy(run, "mixed" if experts == ALONE else "middle").stage.pieces
+        tokens = run.training.sequence_length
+        works = tuple(piece.forward_ops for piece in pieces)
+        costs = OpCosts(self._cluster.hardware, routed_rows(run, self._imbalance), buffer_rows(works))
+        by_kind = {piece.name: piece for piece in pieces}
+        kept, fixed, linear = np.zeros((3, len(self._kinds), 2))
+        for k, kind in enumerate(self._kinds):
+            if kind not in by_kind:
+                continue
+            piece = by_kind[kind]
+            kept[k] = piece.kept_bytes / tokens, piece.left / tokens
+            attention = self._times.attention(kind.startswith("local"), tp, cp, tp * cp, True)
+            ffn = self._times.ffn(has_experts(kind), tokens, tp, experts, True)
+            repeated = dict(zip(_CONTAIN, (attention.forward + ffn.forward, ffn.forward * has_experts(kind), ffn.activation)))
+            again = next((repeated[name] for name in _CONTAIN if name in recompute), 0.0)
+            bounds = attention.forward + ffn.forward, attention.backward + ffn.backward + again
+            for way, ops in enumerate((piece.forward_ops, piece.backward_ops + piece.weight_ops)):
+                seconds, fixed[k, way] = _main_stream(ops, costs, self._cluster.hardware.host.kernel_seconds)
+                linear[k, way] = max(0.0, seconds - fixed[k, way] - bounds[way]) / tokens
+        return Reference(kept, fixed, linear)
 
     def _counts(self, contents: Sequence[StageContents]) -> np.ndarray:
         """Parts of some stages."""
@@ -327,3 +391,19 @@ class SpaceBounds:
                 movable[:, k] += values * np.where(is_full, MOMENT_BYTES, MOMENT_BYTES + master) / holders
                 whole[:, k] += np.where(is_full, values * fact.itemsize, 0.0)
         return state, movable, whole
+
+
+def _main_stream(ops: RecordedOps, costs: OpCosts, kernel_seconds: float) -> tuple[float, float]:
+    """Seconds of the operators that do not run beside others, and the part that does not depend on their sizes."""
+    seconds, fixed, is_beside = 0.0, 0.0, False
+    for one in ops:
+        if one.name in (FORK, END):
+            is_beside = one.name == FORK
+        elif not is_beside and one.name not in (JOIN, WAIT, PUT_OFF, TO_HOST, FROM_HOST, ARRIVE):
+            cost = costs.of(one)
+            seconds += cost.seconds
+            if not cost.is_communication:
+                fixed += kernel_seconds
+            elif max(one.sizes, default=0) < SMALL:
+                fixed += cost.seconds
+    return seconds, fixed
