@@ -98,6 +98,7 @@ def _measure(environment: Environment, device_kind: str, name: str | None) -> Ha
             transfers,
             known=load_hardware(chip.pattern) if chip is not None and known else None,
             where=described,
+            kernels=facts.target if on_gpu else "",
         )
     )
 

@@ -10,6 +10,7 @@ from typing import Any
 from penstock.base.errors import PenstockError, did_you_mean
 from penstock.base.numbers import bytes_text, count_text, counted, duration_text, shortened, time_text
 from penstock.cli.output import print_table
+from penstock.kernels.tuning import LAUNCHES_FROM
 from penstock.plan.asked_layout import FOLLOW, differing_fields, field_label
 from penstock.plan.campaign import DAY, HOUR, RESTART_SECONDS, WRITE_SECONDS, Campaign, PhaseCost, campaign_json
 from penstock.plan.hardware import ORIGINS, Cluster, Hardware, SourcedTable
@@ -73,7 +74,9 @@ def sizes_text(layout: Layout | Mapping[str, object]) -> str:
 def cluster_text(cluster: Cluster) -> str:
     """Such as `768 MI300X (96 nodes of 8), 206.1 GB each`."""
     hardware = cluster.hardware
-    nodes = f" ({cluster.nodes} nodes of {cluster.node_devices})" if cluster.nodes > 1 else ""
+    each, whole = cluster.node_devices, hardware.node.devices
+    size = f"{each}" if each == whole else f"{whole}, {each} used of each"
+    nodes = f" ({cluster.nodes} nodes of {size})" if cluster.nodes > 1 else ""
     return f"{cluster.devices} {hardware.name}{nodes}, {bytes_text(hardware.memory.capacity_bytes)} each"
 
 
@@ -209,7 +212,9 @@ def sourced_tables(cluster: Cluster) -> dict[str, SourcedTable]:
 
 
 def _tables(hardware: Hardware) -> dict[str, SourcedTable]:
+    kernels = LAUNCHES_FROM.get(hardware.kernels)
     return {
+        **({} if kernels is None else {"kernels": SourcedTable(source=kernels)}),
         "memory": hardware.memory,
         "peaks": hardware.peaks,
         "node": hardware.node,

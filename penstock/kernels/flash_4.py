@@ -23,7 +23,9 @@ from penstock.kernels.tuning import target_of
 NAME = "flash-4"
 """Value of `kernels.attention`."""
 
-WIDEST: Mapping[str, tuple[int, int]] = MappingProxyType({"sm_90": (256, 256), "sm_100": (128, 128)})
+WIDEST: Mapping[str, tuple[int, int]] = MappingProxyType(
+    {"sm_90": (256, 256), "sm_100": (128, 128), "sm_103": (128, 128)}
+)
 """Widest heads of keys and of values, by chip; `LATENT` runs on all."""
 
 LATENT = (192, 128)

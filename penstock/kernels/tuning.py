@@ -4,8 +4,10 @@ A `KernelLaunch` never changes the result of a kernel, only its speed. The table
 tried out inside a training step.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from types import MappingProxyType
 from typing import Literal, get_args
 
 import torch
@@ -117,6 +119,9 @@ _RING = RingLaunch(block_rows=128, block_columns=128, block_depth=64, stages=6, 
 _RING_5 = replace(_RING, stages=5, pieces=4)
 _ROWS_RING = RowsRingLaunch(block_rows=128, block_columns=128, block_depth=64, stages=6, pieces=4)
 
+_BLACKWELL: dict[GemmProduct, LaunchBySize] = dict.fromkeys(
+    get_args(GemmProduct), ((0, replace(_WIDE_FLOAT32, stages=3)),)
+)
 _HOPPER: LaunchBySize = ((0, _PAIR), (1 << 24, _WIDE))
 _AMD: dict[GemmProduct, LaunchBySize] = {
     "forward": ((0, _POINTERS_WIDE),),
@@ -136,12 +141,27 @@ GROUPED_GEMM: dict[str, dict[GemmProduct, LaunchBySize]] = {
         "weight_gradient_gathered": ((0, _RING),),
         "weight_gradient_accumulated": ((0, _RING), (1 << 23, _RING_5)),
     },
-    "sm_100": dict.fromkeys(get_args(GemmProduct), ((0, replace(_WIDE_FLOAT32, stages=3)),)),
+    "sm_80": dict.fromkeys(get_args(GemmProduct), ((0, _POINTERS),)),
+    "sm_100": _BLACKWELL,
+    "sm_103": _BLACKWELL,
     "gfx942": _AMD,
     "gfx950": _AMD,
 }
-"""By target and product. sm_90 is measured on one H200 (docs/decisions/0100 to 0104). The others are not measured: they
-are the largest tiles that do not spill."""
+"""By target and product; `LAUNCHES_FROM` says where they come from."""
+
+_UNSPILLED = "assumed: the largest tiles that the compiler does not spill"
+
+LAUNCHES_FROM: Mapping[str, str] = MappingProxyType(
+    {
+        "sm_80": f"{_UNSPILLED}, without the copy engine's descriptors",
+        "sm_90": "measured: one H200, docs/decisions/0100 to 0104",
+        "sm_100": _UNSPILLED,
+        "sm_103": "assumed: as on sm_100, its nearest relative",
+        "gfx942": _UNSPILLED,
+        "gfx950": "assumed: as on gfx942, its nearest relative",
+    }
+)
+"""Source of each target's launches, in the words of hardware files."""
 
 
 def in_triton(launch: GemmLaunch, matrix: int = 0) -> GemmLaunch:

@@ -2,12 +2,10 @@
 
 from dataclasses import dataclass
 
-from penstock.base.devices import chip_named
-from penstock.base.errors import HardwareError
 from penstock.config.fit import grid_of
 from penstock.config.fit import shard as shard_of
 from penstock.config.run import Run
-from penstock.kernels.device_facts import DeviceFacts, named_device
+from penstock.kernels.device_facts import PACKAGES, DeviceFacts
 from penstock.models.count import count
 from penstock.moe.layer import MoE
 from penstock.plan.hardware import Cluster, Hardware
@@ -63,24 +61,20 @@ def target_of(run: Run, cluster: Cluster, assumptions: Assumptions) -> Target:
     kept = assumptions.imbalance if assumptions.kept_imbalance is None else assumptions.kept_imbalance
     return Target(
         device=device_of(cluster.hardware, run),
-        ranks_per_node=cluster.hardware.node.devices,
+        ranks_per_node=cluster.node_devices,
         imbalance=kept,
         saving=assumptions.saving,
     )
 
 
 def device_of(hardware: Hardware, run: Run) -> DeviceFacts:
-    """The device, as the choice of kernels needs it; a HardwareError if a GPU has a name that no known chip has."""
+    """The device, as the choice of kernels needs it."""
     dtype = run.training.precision
     if hardware.vendor == "cpu":
         return DeviceFacts(kind="cpu", name="CPU", target="cpu", packages=frozenset(), dtype=dtype)
-    if chip_named(hardware.name) is None:
-        raise HardwareError(
-            "a hardware file needs the name of a known chip in its own",
-            got=repr(hardware.name),
-            allowed="such as my-H200",
-        )
-    return named_device(hardware.name, dtype)
+    return DeviceFacts(
+        kind="cuda", name=hardware.name, target=hardware.kernels, packages=frozenset(PACKAGES), dtype=dtype
+    )
 
 
 def overheads_of(hardware: Hardware) -> Overheads:

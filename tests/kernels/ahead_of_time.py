@@ -55,6 +55,9 @@ TARGETS: dict[str, Target] = {
     )
 }
 
+AMPERE = Target("sm_80", "cuda", 80, 32, r"mma\.sync", 163 * 1024)
+"""A100: only the grouped products have launches for it."""
+
 
 ONE_OF_EACH_MAKER = [
     pytest.param(name, marks=() if name in ("sm_90", "gfx942") else pytest.mark.slow, id=name) for name in TARGETS

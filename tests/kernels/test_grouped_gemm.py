@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from penstock.base import devices
 from penstock.base.errors import KernelError
 from penstock.kernels import reference
 from penstock.kernels.grouped_gemm import (
@@ -24,7 +25,7 @@ from penstock.kernels.tile_table import ALIGNED_BLOCK, BLOCK_SIZES, TileTable, t
 from penstock.kernels.tuning import GROUPED_GEMM, GemmLaunch, GemmProduct, in_triton, target_of
 from tests.closeness import assert_close
 from tests.examples import examples
-from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_for, compile_without_spills
+from tests.kernels.ahead_of_time import AMPERE, TARGETS, Compiled, compile_for, compile_without_spills
 from tests.kernels.parity import assert_near, assert_parity
 
 
@@ -299,9 +300,11 @@ def depths(product: GemmProduct, launch: GemmLaunch) -> tuple[bool, ...]:
     return (True, False) if by_pointers and not product.startswith("weight") else (True,)
 
 
+CHIPS = {**TARGETS, AMPERE.name: AMPERE}
 CHOICES = [
     pytest.param(target, product, launch, whole, id=f"{target}-{product}-{launch.block_columns}-{whole}")
     for target, products in GROUPED_GEMM.items()
+    if target in CHIPS
     for product, launches in products.items()
     for launch in {in_triton(launch, matrix): None for _, launch in launches for matrix in (1 << 20, 1 << 24)}
     for whole in depths(product, launch)
@@ -337,12 +340,17 @@ def test_a_weighted_bias_makes_no_launch_of_a_table_spill(
     assert_fits(compile_product(product, launch, target, whole_depth, has_bias=True), launch, target)
 
 
+def test_chips_of_one_kind_share_their_launches() -> None:
+    assert GROUPED_GEMM["sm_103"] is GROUPED_GEMM["sm_100"]
+    assert {chip.target for chip in devices.CHIPS} == GROUPED_GEMM.keys(), "a chip without launches would use a loop"
+
+
 def assert_fits(compiled: Compiled, launch: GemmLaunch, target: str) -> None:
     assert compiled.matrix_instructions > 0, "the product must be made by matrix instructions"
     assert compiled.spills == 0, f"{launch} spills: {compiled.summary}"
     # NVIDIA's multiprocessors keep 1 KiB more for each program, beyond what one program can have.
     shared = (compiled.shared_bytes + 1024) * launch.residency
-    assert shared <= TARGETS[target].shared_bytes + 1024, f"{launch} needs {shared} bytes of shared memory"
+    assert shared <= CHIPS[target].shared_bytes + 1024, f"{launch} needs {shared} bytes of shared memory"
 
 
 def test_gathered_rows_are_copied_by_16_bytes_while_earlier_ones_are_multiplied() -> None:
@@ -393,4 +401,4 @@ def compile_product(
         types += [("*bf16:16", "bias_ptr"), ("*fp32:16", "weights_ptr")] if has_bias else []
         constants |= {"DEPTH_FIRST": depth_first, "WHOLE_DEPTH": whole_depth}
         kernel = rows_kernel
-    return compile_for(kernel, types, constants, TARGETS[target], launch.warps, launch.stages)
+    return compile_for(kernel, types, constants, CHIPS[target], launch.warps, launch.stages)

@@ -55,7 +55,7 @@ PRODUCTS: Mapping[str, Mapping[Product, ProductLaunch]] = MappingProxyType(
             | {"rows_gathered": replace(_SPECIALIZED_THREE, copy_gathered=True)}
             | dict.fromkeys(("dense_square", "columns_square"), _SPECIALIZED_SUM_THREE)
         ),
-        "sm_100": dict.fromkeys(get_args(Product), replace(_SINGLE, stages=4)),
+        **dict.fromkeys(("sm_100", "sm_103"), dict.fromkeys(get_args(Product), replace(_SINGLE, stages=4))),
         "gfx942": dict.fromkeys(get_args(Product), _POINTERS),
         "gfx950": dict.fromkeys(get_args(Product), _POINTERS),
     }
