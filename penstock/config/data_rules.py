@@ -11,20 +11,16 @@ from penstock.config.problem import Problem
 from penstock.config.run import Run
 from penstock.config.schema import fields_of
 
-FILE_SOURCES = ("text", "jsonl", "parquet", "packed")
-"""Sources that read `files`."""
+FILE_SOURCES = ("text", "jsonl", "parquet", "packed")  # sources that read `files`
 
-SYNTHETIC_SOURCES = ("synthetic-random", "synthetic-learnable")
-"""Sources without text."""
+SYNTHETIC_SOURCES = ("synthetic-random", "synthetic-learnable")  # sources without text
 
 _DATASET_FIELDS = ("dataset", "dataset_config", "split", "validation_split", "revision", "streaming")
 _PART_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,49}")
 
-BYTES_VOCABULARY = 257
-"""256 values of a byte and the end of a document."""
+BYTES_VOCABULARY = 257  # 256 values of a byte and the end of a document
 
-_LEARNABLE_VOCABULARY = 5
-"""The synthetic language continues in one of 4 ways, and needs an end of document."""
+_LEARNABLE_VOCABULARY = 5  # the synthetic language continues in one of 4 ways, and needs an end of document
 
 
 def _places(run: Run) -> Iterator[tuple[str, Documents]]:

@@ -8,14 +8,12 @@ from penstock.config.fit import LayoutSizes, rule_of_sizes
 from penstock.config.problem import Problem
 from penstock.config.run import Run
 
-STAGES = 4
-"""Values of `dispatch.sync_free`, from 0."""
+STAGES = 4  # values of `dispatch.sync_free`, from 0
 
-COUNTS_STAY = 2
-"""The first value of `dispatch.sync_free` at which row counts stay on the device."""
+COUNTS_STAY = 2  # the first value of `dispatch.sync_free` at which row counts stay on the device
 
+# Schedules that run a forward pass beside the backward pass of another micro-batch.
 OVERLAPPING_SCHEDULES = ("interleaved", "dualpipe-v")
-"""Schedules that run a forward pass beside the backward pass of another micro-batch."""
 
 
 @rule_of_sizes

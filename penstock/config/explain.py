@@ -94,8 +94,7 @@ def _unknown(path: str) -> ConfigError:
     )
 
 
-REGENERATE = "make docs"
-"""Command that writes the document; `penstock config reference` prints it."""
+REGENERATE = "make docs"  # command that writes the document; `penstock config reference` prints it
 
 _OPENING = f"""# Configuration
 

@@ -23,12 +23,10 @@ from penstock.config.run import Run
 from penstock.config.schema import Section
 from penstock.layout.schedules import SCHEDULES
 
-_WARMUP_SHARE = 10
-"""A warm-up that is too long becomes this part of the steps."""
+_WARMUP_SHARE = 10  # a warm-up that is too long becomes this part of the steps
 
 AnySection = TypeVar("AnySection", bound=Section)
-Values = dict[str, Any]
-"""New values by the full path of their field."""
+Values = dict[str, Any]  # new values by the full path of their field
 
 
 @dataclass(frozen=True)
@@ -40,6 +38,7 @@ class Written:
     def __call__(self, path: str) -> bool:
         """Whether the user wrote a field."""
         names = path.split(".")
+        # `model.moe.top_k` is written if it, `model.moe` or `model` is.
         return any(".".join(names[:end]) in self.paths for end in range(1, len(names) + 1))
 
 
@@ -92,7 +91,7 @@ def _batch(run: Run, is_written: Written) -> Values:
 
 
 def _profile(run: Run, _: Written) -> Values:
-    left = run.training.steps - run.profile.start + 1
+    left = run.training.steps - run.profile.start + 1  # steps are counted from 1
     return {"profile.steps": min(run.profile.steps, left)} if run.profile.start and left > 0 else {}
 
 
@@ -218,6 +217,7 @@ def _row_counts(run: Run, _: Written) -> Values:
     return {} if captured_shapes_are_known(run) is None else {"dispatch.sync_free": COUNTS_STAY}
 
 
+# In this order; a later one sees the changes of earlier ones.
 _FOLLOWERS: tuple[Callable[[Run, Written], Values], ...] = (
     _warmup,
     _decay,
@@ -237,4 +237,3 @@ _FOLLOWERS: tuple[Callable[[Run, Written], Values], ...] = (
     _stages,
     _row_counts,
 )
-"""In this order; a later one sees the changes of earlier ones."""

@@ -10,11 +10,11 @@ from penstock.config.fit import LayoutSizes, rule_of_sizes, shard
 from penstock.config.problem import Problem
 from penstock.config.run import Run
 
+# Modules that reach into the captured parts of a layer.
 _NOT_BEHIND_PARTS = {
     "recompute.modules": ("norm", "latent-up", "attention", "moe", "layer"),
     "offload.activations": ("attention", "moe", "layer"),
 }
-"""Modules that reach into the captured parts of a layer."""
 
 
 @rule_of_sizes

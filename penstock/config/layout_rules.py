@@ -14,8 +14,7 @@ from penstock.layout.schedules import SCHEDULES
 from penstock.layout.sequence import multiple_of
 from penstock.layout.stages import parse_stages
 
-_HEAD_FIELDS = ("heads", "kv_heads")
-"""Fields of `ModelSizes.head_counts`."""
+_HEAD_FIELDS = ("heads", "kv_heads")  # fields of `ModelSizes.head_counts`
 
 
 @rule_of_sizes

@@ -28,8 +28,7 @@ from penstock.config.schema import Section, fields_of
 from penstock.config.tree import NONE, Tree, build, merge, parse_overrides, paths_in, settle
 from penstock.config.versions import VERSION, VERSION_KEY, check_version
 
-RUN_FILE = "config.toml"
-"""The resolved configuration in the folder of a run."""
+RUN_FILE = "config.toml"  # the resolved configuration in the folder of a run
 
 _PRESET = "preset"
 
@@ -37,13 +36,9 @@ _PRESET = "preset"
 def load_run(target: str, overrides: Sequence[str] = (), *, follows: bool = True) -> Run:
     """The run that a user asks for, resolved and checked. Raises a ConfigError if there is none.
 
-    Args:
-        target: name of a preset, path of a TOML file, or path of the folder of a run.
-        overrides: `a.b=c` each; the later ones win.
-        follows: values of presets and defaults, and of the resolved configuration of a run, follow what was written.
-            A run that goes on stays as it is.
+    Of overrides `a.b=c` the later ones win. Values that were not written follow the written ones unless `follows` is
+    false: a run that goes on stays as it is.
     """
-    # A tree of plain values, and the paths that the user wrote.
     tree, written = _read_target(target)
     return _built(tree, overrides, written if follows else None)
 
@@ -79,14 +74,11 @@ def _read_target(target: str) -> tuple[Tree, frozenset[str]]:
         return _read_file(path / RUN_FILE)
     if os.path.exists(path) or path.suffix == ".toml" or len(path.parts) > 1:
         return _read_file(path)
-    return preset(target).model_dump(), frozenset()  # It is none, and the error says which there are.
+    return preset(target).model_dump(), frozenset()  # it is no preset, and the error says which there are
 
 
 def _read_file(path: Path) -> tuple[Tree, frozenset[str]]:
-    """The settled tree of a file, laid over the preset that it starts from, if it does; and what the user wrote in it.
-
-    The configuration in the folder of a run was written by the run.
-    """
+    """The settled tree of a file, laid over the preset that it starts from, and the paths that the user wrote in it."""
     table = _parse_file(path)
     check_version(table, str(path))
     for key in table:
@@ -98,7 +90,9 @@ def _read_file(path: Path) -> tuple[Tree, frozenset[str]]:
     base: Tree = {} if name is None else preset(name).model_dump()
     # The file wins over its preset; its own name wins over the name of the file.
     own = settle(fields_of(Run), table)
-    return merge(Run, {**base, "name": path.stem}, own), frozenset() if path.name == RUN_FILE else paths_in(own)
+    # The configuration in the folder of a run was written by the run.
+    written = frozenset() if path.name == RUN_FILE else paths_in(own)
+    return merge(Run, {**base, "name": path.stem}, own), written
 
 
 def _parse_file(path: Path) -> dict[str, Any]:

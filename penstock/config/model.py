@@ -7,16 +7,15 @@ from pydantic import Discriminator
 
 from penstock.config.schema import Section, knob
 
-# Far above any trained model, and low enough that products of a few fit 64 bits.
-MOST_FEATURES = 2**20
-MOST_HEADS = 2**16
+# Limits are far above any trained model, and low enough that products of a few fit 64 bits.
 MOST_EXPERTS = 2**16
 MOST_LAYERS = 10_000
 MOST_TOKENS = 2**31
 
-_width = partial(knob, unit="features", high=MOST_FEATURES)
-_heads = partial(knob, unit="heads", high=MOST_HEADS)
+_width = partial(knob, unit="features", high=2**20)
+_heads = partial(knob, unit="heads", high=2**16)
 _experts = partial(knob, unit="experts", high=MOST_EXPERTS)
+_groups = partial(knob, unit="groups", low=1, high=MOST_EXPERTS)
 _layers = partial(knob, unit="layers", high=MOST_LAYERS)
 
 
@@ -141,8 +140,8 @@ class Router(Section):
     softmax_after_top_k: bool = knob(
         False, doc="Choose by logits and take the softmax over the chosen experts only (Mixtral) instead of before."
     )
-    n_group: int = knob(1, doc="Equal groups of experts; 1 means no groups.", unit="groups", low=1, high=MOST_EXPERTS)
-    topk_group: int = knob(1, doc="Groups that one token may choose from.", unit="groups", low=1, high=MOST_EXPERTS)
+    n_group: int = _groups(1, doc="Equal groups of experts; 1 means no groups.")
+    topk_group: int = _groups(1, doc="Groups that one token may choose from.")
     group_score: Literal["max", "top2"] = knob(
         "max", doc="Judge a group by its best expert (DeepSeek-V2) or by its best two (DeepSeek-V3)."
     )

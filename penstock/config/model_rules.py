@@ -4,8 +4,7 @@ from penstock.config.model import GroupedQueryAttention, LatentAttention
 from penstock.config.problem import Problem, divisors
 from penstock.config.run import Run
 
-USUAL_GLOBAL_EVERY = 4
-"""Of Llama 4."""
+USUAL_GLOBAL_EVERY = 4  # of Llama 4
 
 
 def dense_model_has_only_dense_layers(run: Run) -> Problem | None:

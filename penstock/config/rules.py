@@ -29,8 +29,8 @@ def _rules_of(module: ModuleType) -> tuple[Rule, ...]:
 
 _MODULES = (model_rules, run_rules, data_rules, layout_rules, dispatch_rules, graph_rules)
 
+# All rules, in the order in which problems are reported.
 RULES: tuple[Rule, ...] = tuple(rule for module in _MODULES for rule in _rules_of(module))
-"""All rules, in the order in which problems are reported."""
 
 
 def check(run: Run) -> None:

@@ -10,13 +10,12 @@ from typing import Any
 
 from penstock.base.errors import ConfigError
 
-VERSION = 1
-"""Version of the files that are written now."""
-
+VERSION = 1  # version of the files that are written now
 VERSION_KEY = "version"
 
 _ATTENTION, _ROPE, _MOE = "model.attention", "model.attention.rope", "model.moe"
 
+# New name of a key in the same section, by the full path that it had.
 RENAMED: Mapping[str, str] = MappingProxyType(
     {
         "model.vocabulary": "vocab_size",
@@ -55,12 +54,11 @@ RENAMED: Mapping[str, str] = MappingProxyType(
         "dispatch.sms": "num_sms",
     }
 )
-"""New name of a key in the same section, by the full path that it had."""
 
+# New values by old values, by the full path of the key.
 RENAMED_VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {"graphs.capture": {"passes": "full", "parts": "partial"}}
 )
-"""New values by old values, by the full path of the key."""
 
 
 def new_path(path: str) -> str | None:
