@@ -15,11 +15,9 @@ from penstock.config.presets.registry import PRESETS
 from penstock.config.run import Run
 from penstock.config.schema import NAME, every_field
 
-Word = tuple[str, str]
-"""A proposed word and its description."""
+Word = tuple[str, str]  # A proposed word and its description
 
-DEVICES = "8"
-"""Number of devices of a proposed cluster, if none is typed yet."""
+DEVICES = "8"  # number of devices of a proposed cluster, if none is typed yet
 
 
 def proposals(verb: str, words: Sequence[str], begun: str) -> list[Word]:
@@ -87,10 +85,10 @@ def _clusters(begun: str) -> Iterator[Word]:
     return ((f"{number}x{name}", "") for name in load_by_name("penstock.plan.hardware_file", "known_hardware")())
 
 
+# Proposals by the name of a value in help.
 _KNOWN: dict[str, Callable[[str], Iterator[Word]]] = {
     r"TARGET|A|B|A B": _presets,
     r"\[a\.b=c\]\.\.\.": _overrides,
     r"FIELD": _fields,
     r"NxCHIP": _clusters,
 }
-"""Proposals by the name of a value in help."""

@@ -26,8 +26,7 @@ from penstock.train.loop import open_store
 from penstock.train.run_folder import RunFolder
 from penstock.train.setup import open_split
 
-_SHOWN = 160
-"""Characters shown of a piece without --full: most from its beginning, some from its end."""
+_SHOWN = 160  # characters shown of a piece without --full: most from its beginning, some from its end
 
 Step = Annotated[int, typer.Option("--step", min=1, help="Which batch.")]
 Rows = Annotated[int, typer.Option("--rows", min=0, help="Rows to show; all are counted.")]

@@ -144,8 +144,7 @@ def _of_run(folder: Path, step: int | None) -> Evidence:
         return Evidence(source="none", ranks=(), facts=facts, missing=(*missing, told))
 
 
-ROWS = 8
-"""Rows of each table of a CPU."""
+ROWS = 8  # rows of each table of a CPU
 
 
 def print_verdict(verdict: Diagnosis, evidence: Evidence) -> None:

@@ -32,8 +32,7 @@ from penstock.train.saved_weights import RUN_FILE
 
 TOKENIZER = "tokenizer.json"
 STEPS = 1000
-LEARNING_RATE = 2e-5
-"""Small, because trained weights are easily lost."""
+LEARNING_RATE = 2e-5  # small, because trained weights are easily lost
 
 
 def import_(

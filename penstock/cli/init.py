@@ -144,6 +144,7 @@ def _usual(name: str, answers: dict[str, str]) -> str:
     return usual[name] if name in usual else usual_tokens(answers["model"])
 
 
+# Fields in every file, also if they equal the preset.
 SHOWN = (
     "training.steps",
     "optimizer.learning_rate",
@@ -152,7 +153,6 @@ SHOWN = (
     "evaluation.every",
     "checkpoint.every",
 )
-"""Fields in every file, also if they equal the preset."""
 
 
 def run_text(made: Made, model: str, path: Path, words: str) -> str:

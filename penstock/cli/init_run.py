@@ -41,19 +41,15 @@ from penstock.train.setup import open_texts, state_bytes
 HERE = "here"
 STANDARD_LIBRARY = "standard-library"
 
-CPU_LENGTH, CPU_ROWS = 512, 8
-"""Positions and rows of a step on a CPU; a step of most presets would take hours."""
+CPU_LENGTH, CPU_ROWS = 512, 8  # positions and rows of a step on a CPU; a step of most presets would take hours
 
-WARMUP_SHARE = 10
-"""A warm-up takes at most this part of the steps."""
+WARMUP_SHARE = 10  # A warm-up takes at most this part of the steps
 
-ROUND = 128
-"""A vocabulary is a multiple of this, for matrix products and for ranks that divide it."""
+ROUND = 128  # A vocabulary is a multiple of this, for matrix products and for ranks that divide it
 
 _DATASET = re.compile(r"[\w-]+/[\w-]+")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-MOST_TOKENS = 1e15
-"""Larger numbers are typing errors."""
+MOST_TOKENS = 1e15  # larger numbers are typing errors
 
 _NUMBERS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _AMOUNT = re.compile(r"(?P<number>\d[\d_,]*(\.\d+)?(e\d+)?) ?(?P<unit>[kKMBTsmhd]?)")

@@ -46,8 +46,8 @@ from penstock.tune.ladder_steps import LADDER, LadderStep, chosen, load_ladder_s
 from penstock.tune.result_file import commit_of_code, describe_machine, write_result
 from penstock.tune.trial import Trial, first_steps, run_trial
 
+# Columns that a narrow terminal misses least.
 _LEAST = ("x size", "x optimization", "gap", "TFLOP/s", "p99/p50", "changed", "loss", "peak GiB", "MFU", "x before")
-"""Columns that a narrow terminal misses least."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,11 +36,9 @@ from penstock.parallel.layer_context import LayerContext
 
 _LABEL_WIDTH = 10
 
-_SHOWN_RANKS = 6
-"""A longer group is shown by its first ranks and its last."""
+_SHOWN_RANKS = 6  # A longer group is shown by its first ranks and its last
 
-_ROUNDS = 6
-"""Micro-batches for each pipeline rank after which a schedule is periodic."""
+_ROUNDS = 6  # micro-batches for each pipeline rank after which a schedule is periodic
 
 
 def layout(

@@ -23,14 +23,12 @@ from penstock.cli.interrupts import INTERRUPTED, raise_again
 from penstock.cli.verbs import Verb, group_of, on_one_screen
 from penstock.parallel.launch.environment import prepare_environment
 
-PIPE_CLOSED = 141
-"""Exit code when the reader of standard output is gone, as with `| head -1`: that of SIGPIPE."""
+PIPE_CLOSED = 141  # exit code when the reader of standard output is gone, as with `| head -1`: that of SIGPIPE
 
+# Causes of an OSError outside the program: the disk is full, the folder is read-only, ...
 OF_THE_MACHINE = (ENOSPC, EDQUOT, EROFS, EACCES, EPERM, ENAMETOOLONG, ELOOP, EMFILE, ENFILE, EIO)
-"""Causes of an OSError outside the program: the disk is full, the folder is read-only, ..."""
 
-LONGEST_MESSAGE = 2000
-"""Characters of an error. A longer message repeats a long value, so its middle is cut."""
+LONGEST_MESSAGE = 2000  # Characters of an error. A longer message repeats a long value, so its middle is cut.
 
 VERBS = (
     Verb("init", "penstock.cli.init", "init", "Ask five questions, and write a file that trains as it is."),

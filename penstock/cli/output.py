@@ -24,7 +24,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], least: Se
 
     A narrow terminal drops the columns `least` first, in this order, then the last ones. The first column stays.
     """
-    rows = [[printable(cell) for cell in row] for row in rows]
+    rows = [[printable(cell) for cell in row] for row in rows]  # traces and files may hold control characters
     if sys.stdout.isatty():
         load_by_name("penstock.cli.table", "draw_table")(columns, rows, least)
         return
@@ -54,7 +54,7 @@ def check_output(path: Path | None, option: str, *, force: bool, makes_folder: b
 
 def write_file(path: Path, text: str) -> None:
     """Write a file whole or not at all. Raises a PenstockError if it cannot be written."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft = path.with_name(f".{path.name}.{os.getpid()}")  # in the same folder, so that the rename is atomic
     try:
         draft.write_text(text, encoding="utf-8")
         draft.replace(path)
@@ -62,6 +62,15 @@ def write_file(path: Path, text: str) -> None:
         with suppress(OSError):
             draft.unlink(missing_ok=True)
         raise PenstockError(f"cannot write {path}", got=error.strerror) from error
+
+
+def print_or_write(text: str, path: Path | None) -> None:
+    """Print a text to stdout, or write it to a file and print the file's name."""
+    if path is None:
+        print(text, end="")
+    else:
+        write_file(path, text)
+        print(f"wrote {path}")
 
 
 def next_line(*words: object) -> str:

@@ -21,8 +21,7 @@ from penstock.cli.plan import check_file
 from penstock.report.run_evidence import gather
 from penstock.report.run_page import write_run_page
 
-PAGE = "report.html"
-"""Name of the page in the folder of the run."""
+PAGE = "report.html"  # name of the page in the folder of the run
 
 Place = Annotated[
     Path, typer.Argument(metavar="RUN", help="The folder of a run; or traces: a file, a folder of ranks.")

@@ -11,18 +11,15 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 
+# Columns of the terminal for the frame's left line, and for each cell's spaces with the line at its right.
 FRAME, PADDING = 1, 3
-"""Columns of the terminal for the frame's left line, and for each cell's spaces with the line at its right."""
 
-LONGEST_WORD = 24
-"""A longer word, such as a kernel's name, may be broken unless it is a number."""
+LONGEST_WORD = 24  # A longer word, such as a kernel's name, may be broken unless it is a number
 
-READABLE = 16
-"""Columns of text at least before a whole column is left out."""
+READABLE = 16  # columns of text at least before a whole column is left out
 
 _SIGNS = r"[-+~<>=(\[]*"
-_FIGURE = re.compile(rf"{_SIGNS}\d\S*( \S{{1,9}})?")
-"""A number, and its unit: `26.8 GB`, `-1,204.5 ms`, `12.3%`."""
+_FIGURE = re.compile(rf"{_SIGNS}\d\S*( \S{{1,9}})?")  # A number, and its unit: `26.8 GB`, `-1,204.5 ms`, `12.3%`
 
 _NUMBER = re.compile(rf"{_SIGNS}\d\S*")
 

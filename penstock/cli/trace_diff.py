@@ -42,13 +42,9 @@ def diff(
         print_next("doctor", b)
 
 
-def one_rank(path: Path, rank: int | None) -> Trace:
-    """The trace of a rank, or of the lowest one.
-
-    Raises:
-        TraceError: there is no such rank.
-    """
-    traces = load_ranks(path)
+def one_rank(path: Path, rank: int | None, *, gpu_required: bool = True) -> Trace:
+    """The trace of a rank, or of the lowest one. Raises a TraceError if there is no such rank."""
+    traces = load_ranks(path, gpu_required=gpu_required)
     if rank is not None and rank not in traces:
         raise TraceError(f"{path} has no trace of this rank", got=rank, allowed=", ".join(map(str, traces)))
     return traces[next(iter(traces)) if rank is None else rank]

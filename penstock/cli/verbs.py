@@ -22,11 +22,9 @@ from penstock.cli.interrupts import imports_end_at_once
 from penstock.parallel.launch.environment import LaunchFacts, prepare_environment
 
 COMMANDS = Path(__file__).with_name("commands.json")
-COLUMNS = 80
-"""Columns of the terminal that the screens were written for; typer uses no more."""
+COLUMNS = 80  # columns of the terminal that the screens were written for; typer uses no more
 
-MARGIN = 2
-"""Columns that typer leaves free."""
+MARGIN = 2  # columns that typer leaves free
 
 HELP = "--help"
 

@@ -22,31 +22,24 @@ from rich.text import Text
 from penstock.base.numbers import bytes_text, count_text, duration_text
 from penstock.train.observer import LayerReport, Observer, RunStart, StepReport
 
-BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
-"""One cell, from an eighth to full."""
+BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"  # one cell, from an eighth to full
 
-DOT = "\u00b7"
-"""Separator of facts in one line."""
+DOT = "\u00b7"  # separator of facts in one line
 
-FORCED_BALANCE = "FORCED BALANCE, BENCHMARK ONLY"
-"""Mark of every figure of a run with forced balance."""
+FORCED_BALANCE = "FORCED BALANCE, BENCHMARK ONLY"  # mark of every figure of a run with forced balance
 
 DRAWS_PER_SECOND = 5.0
-PANEL_WIDTH = 110
-"""Most columns of the panel."""
+PANEL_WIDTH = 110  # most columns of the panel
 
 FRAME_WIDTH = 4
-LABEL_WIDTH, VALUE_WIDTH, GAP = 8, 20, 2
-"""Columns of the label, of the value at least, and of the gap between them."""
+LABEL_WIDTH, VALUE_WIDTH, GAP = 8, 20, 2  # columns of the label, of the value at least, and of the gap between them
 
-NARROWEST_DETAIL = 22
-"""Columns that a detail needs beside its figure; with fewer it goes below."""
+NARROWEST_DETAIL = 22  # columns that a detail needs beside its figure; with fewer it goes below
 
 STOPPING = "stopping after this step; Ctrl-C once more stops at once, unsaved"
 
 LAYERS_SHOWN = 6
-UNEVEN, VERY_UNEVEN = 1.5, 2.5
-"""Load of the fullest expert over the mean from which it is drawn yellow, and red."""
+UNEVEN, VERY_UNEVEN = 1.5, 2.5  # load of the fullest expert over the mean from which it is drawn yellow, and red
 
 FIRST_LINE_SECONDS, SLOWEST_LINE_SECONDS = 2.0, 60.0
 
@@ -248,8 +241,7 @@ class RunPanel:
         return lines
 
 
-_Detail = Callable[[int], RenderableType]
-"""Detail beside a figure, drawn for a number of columns."""
+_Detail = Callable[[int], RenderableType]  # detail beside a figure, drawn for a number of columns
 
 
 def _words(text: str) -> _Detail:
@@ -352,10 +344,10 @@ class PlainView(Observer):
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
+# Heads of the plain view's columns, and their widths. `load` is the largest max/mean of a layer's experts.
 COLUMNS = {
     "step": 8, "loss": 9, "bits/byte": 11, "norm": 9, "rate": 10, "tokens/s": 11, "MFU": 8, "memory": 11, "load": 7,
 }  # fmt: skip
-"""Heads of the plain view's columns, and their widths. `load` is the largest max/mean of a layer's experts."""
 
 
 def _cells(report: StepReport) -> list[str]:
