@@ -5,6 +5,7 @@ import json
 import random
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import datasets
@@ -163,7 +164,7 @@ def test_a_state_of_other_data_is_refused_and_changes_nothing(change: LoaderStat
 
 @pytest.fixture
 def prefetch() -> Iterator[Prefetch]:
-    with Prefetch(loader_of(numbered(30, 40, 7))) as ahead:
+    with closing(Prefetch(loader_of(numbered(30, 40, 7)))) as ahead:
         yield ahead
 
 
@@ -187,7 +188,8 @@ def test_a_prefetched_loader_resumes_and_refuses_a_state_without_a_change(prefet
 
 
 def test_an_error_in_the_thread_is_raised_where_the_batch_is_asked_for() -> None:
-    with Prefetch(loader_of(numbered(0, 0))) as prefetch, pytest.raises(DataError, match="every document is empty"):
+    prefetch = Prefetch(loader_of(numbered(0, 0)))
+    with closing(prefetch), pytest.raises(DataError, match="every document is empty"):
         prefetch.next_batch()
 
 

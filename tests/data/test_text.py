@@ -1,6 +1,7 @@
 """Text files: where documents are in them, plain text and JSON Lines, whole and damaged."""
 
 import json
+from contextlib import closing
 from pathlib import Path
 from zlib import crc32
 
@@ -268,7 +269,7 @@ def test_a_run_that_stopped_at_a_record_goes_on_without_it(tmp_path: Path) -> No
 def test_a_prefetched_loader_tells_what_was_handed_out(tmp_path: Path) -> None:
     plain = loader_of(tmp_path / "c.jsonl")
     told: list[str] = []
-    with Prefetch(loader_of(tmp_path / "c.jsonl")) as prefetch:
+    with closing(Prefetch(loader_of(tmp_path / "c.jsonl"))) as prefetch:
         for _ in range(15):
             prefetch.next_batch()
             plain.next_batch()
