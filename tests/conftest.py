@@ -62,9 +62,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The cases that `often` does not name are slow. A pattern that names no case is a mistake in the test."""
+    """The cases that `often` does not name are slow, and without a GPU the tests that need one are skipped.
+
+    A pattern of `often` that names no case is a mistake in the test.
+    """
     unused: dict[str, set[str]] = {}
+    has_gpu = torch.cuda.is_available()
     for item in items:
+        if not has_gpu and item.get_closest_marker("gpu") is not None:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
         mark = item.get_closest_marker("often")
         if mark is not None and isinstance(item, pytest.Function):
             matching = {pattern for pattern in mark.args if fnmatchcase(item.callspec.id, pattern)}

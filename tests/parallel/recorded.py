@@ -12,16 +12,12 @@ Result = TypeVar("Result")
 
 
 class Recorded(TransferStream):
-    """On a CPU, so a transfer runs when it leaves.
-
-    Attributes:
-        events: such as "dispatch 0 leaves", "combine 1 arrives", "combine 1 back leaves"; transfers are numbered.
-    """
+    """On a CPU, so a transfer runs when it leaves."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
-        self.events: list[str] = []
-        self.launched = 0
+        self.events: list[str] = []  # such as "dispatch 0 leaves", "combine 1 arrives", "combine 1 back leaves"
+        self.launched = 0  # so far: the number of the next transfer
 
     def launch(self, name: str, function: "Transfer[Any]", *inputs: Tensor) -> AsyncTransfer[Any]:
         number, self.launched = self.launched, self.launched + 1

@@ -14,8 +14,6 @@ from tests.closeness import assert_close
 from tests.parallel.alive import Alive
 from tests.parallel.recorded import Recorded, mirrored
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
 T, D = 64, 32
 CYCLES = 2_000_000
 """About a millisecond of a GPU."""
@@ -156,9 +154,9 @@ def test_a_flight_goes_back_once_and_what_has_no_gradient_is_no_output() -> None
     (y_TD,), _ = transfers.launch("move", lambda x_TD: ((x_TD * 2,), None), x_TD).wait()
     total = y_TD.sum()
     total.backward(retain_graph=True)
-    with pytest.raises(AssertionError, match="goes back once"):
+    with pytest.raises(AssertionError, match="is differentiated once"):
         total.backward()
-    with pytest.raises(AssertionError, match="is of the rest"):
+    with pytest.raises(AssertionError, match="belong to the rest"):
         transfers.launch("move", lambda x_TD: ((x_TD.argmax(1),), None), x_TD)
 
 
@@ -201,7 +199,6 @@ def _chain(x_TD: Tensor, transfers: TransferStream | None) -> Tensor:
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_on_a_gpu_nothing_is_read_before_it_is_there_and_no_block_is_used_again_too_early() -> None:
     device = torch.device("cuda")
     start_TD = torch.randn(512, 1024, device=device, generator=torch.Generator(device).manual_seed(0))
@@ -214,7 +211,6 @@ def test_on_a_gpu_nothing_is_read_before_it_is_there_and_no_block_is_used_again_
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_on_a_gpu_both_directions_are_captured_and_replayed_with_other_inputs() -> None:
     device = torch.device("cuda")
     transfers, generator = TransferStream(device), torch.Generator(device).manual_seed(0)

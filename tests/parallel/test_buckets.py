@@ -9,6 +9,7 @@ from penstock.layout.sharding import rows_of_shard
 from penstock.parallel.axes import Axis
 from penstock.parallel.buckets import BucketEntry, empty_rows, gather_rows, reduce_rows, stripes_in_buckets
 from tests.distributed.pool import Pool
+from tests.parallel.test_collectives import world
 
 SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=6)
 
@@ -25,17 +26,8 @@ def test_every_value_goes_to_the_rank_that_owns_its_row_and_back(
     tensors = [torch.randn(shape) for shape in shapes]
     owned = [[torch.full_like(_rows(tensor, rank, ranks), torch.nan) for tensor in tensors] for rank in range(ranks)]
     filled = [torch.full_like(tensor, torch.nan) for tensor in tensors]
-    by_rank = [
-        list(
-            stripes_in_buckets(
-                [BucketEntry(whole, own) for whole, own in zip(filled, owned[rank], strict=True)], ranks, values
-            )
-        )
-        for rank in range(ranks)
-    ]
-    for number, bucket in enumerate(
-        stripes_in_buckets([BucketEntry(tensor, tensor) for tensor in tensors], ranks, values)
-    ):
+    by_rank = [list(stripes_in_buckets(list(map(BucketEntry, filled, own)), ranks, values)) for own in owned]
+    for number, bucket in enumerate(stripes_in_buckets(list(map(BucketEntry, tensors, tensors)), ranks, values)):
         bucket_RC = empty_rows(bucket, ranks, torch.float32)
         assert bucket_RC.numel() <= max(values, ranks)
         for stripe in bucket:
@@ -59,14 +51,10 @@ def test_every_value_goes_to_the_rank_that_owns_its_row_and_back(
 
 def _summed(values: int | None, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
     """Own rows of sums of random numbers, and the whole sums gathered from them in bfloat16."""
-    world = torch.distributed.group.WORLD
-    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    axis = Axis(name="data", ranks=tuple(range(ranks)), rank=rank, group=world)
-    generator = torch.Generator().manual_seed(rank)
+    axis = world()
+    generator = torch.Generator().manual_seed(axis.rank)
     tensors = [torch.randn(shape, generator=generator) for shape in ((5, 3), (1,), (64,), (3, 2, 4))]
-    entries = [
-        BucketEntry(whole=tensor, own=_rows(tensor, rank, ranks)) for tensor in tensors
-    ]  # sums fall into the summands
+    entries = [BucketEntry(tensor, _rows(tensor, axis.rank, axis.size)) for tensor in tensors]  # sums over summands
     reduce_rows(entries, axis, Axis(name="alone"), dtype, values)
     everything = [torch.empty(tensor.shape, dtype=torch.bfloat16) for tensor in tensors]
     gather_rows([BucketEntry(whole, one.own) for whole, one in zip(everything, entries, strict=True)], axis, values)

@@ -88,7 +88,6 @@ def test_times_are_those_of_the_step_before_and_of_no_failed_one(monkeypatch: py
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_phase_of_a_gpu_holds_its_kernels_and_fits_into_the_time_that_the_host_saw() -> None:
     """Of one step each, so that it holds on a GPU that other processes keep busy, too."""
     device = torch.device("cuda")

@@ -108,7 +108,6 @@ def test_other_shapes_stay_in_a_file_of_the_same_versions_only() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_is_timed_as_long_as_it_works() -> None:
     x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
     clock = GpuCallTimer(rounds=3)
@@ -118,7 +117,6 @@ def test_a_gpu_is_timed_as_long_as_it_works() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_every_case_runs_on_a_gpu() -> None:
     device = torch.device("cuda")
     run = load_run("debug", ["training.precision=bf16"])

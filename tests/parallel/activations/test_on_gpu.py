@@ -15,10 +15,7 @@ from penstock.parallel.offload import HostStore, OffloadRule
 from penstock.parallel.recompute import discarding, is_recomputing, recomputed
 from tests.parallel.activations.test_recompute import assert_same, gradients
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 T, D = 4096, 1024
 ONE = T * D * 4

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +18,6 @@ from penstock.config.parallel import RECOMPUTABLE, Recompute
 from penstock.kernels import reference
 from penstock.kernels.expert_ffn import expert_ffn
 from penstock.kernels.expert_kernels import REFERENCE
-from penstock.parallel.axes import Axis
 from penstock.parallel.collectives import all_gather, reduce_scatter
 from penstock.parallel.recompute import (
     RecomputeRule,
@@ -36,6 +34,7 @@ from penstock.parallel.weight_grad_store import WeightGradStore, deferrable
 from tests.distributed.pool import Pool
 from tests.examples import examples
 from tests.parallel.alive import Alive
+from tests.parallel.test_collectives import world
 
 
 @given(
@@ -422,9 +421,8 @@ def test_weight_gradients_can_be_put_off_inside_and_behind_a_region(inside: bool
 
 def exchange_in_a_region() -> bool:
     """One rank: gradients through an exchange between two ranks, with and without a region around it."""
-    rank = dist.get_rank()
-    axis = Axis(name="expert", ranks=(0, 1), rank=rank, group=dist.group.WORLD)
-    generator = torch.Generator().manual_seed(rank)
+    axis = world()
+    generator = torch.Generator().manual_seed(axis.rank)
     x_TD = torch.randn(6, D, generator=generator, requires_grad=True)
     weight_DD = torch.randn(D, D, generator=generator, requires_grad=True)
 
