@@ -351,7 +351,7 @@ def _by_capture(trace: Trace, graph: Integers) -> _Inferred | None:
         if len(launches) != len(graph):
             continue
         calls = trace.host.take(launches)
-        copies, fills = (calls.named(lambda name, part=part: part in name) for part in ("Memcpy", "Memset"))
+        copies, fills = calls.named(lambda name: "Memcpy" in name), calls.named(lambda name: "Memset" in name)
         expected = np.select([copies, fills], [GpuKind.COPY, GpuKind.SET], GpuKind.COMPUTE)
         if (told == expected).mean() >= MATCHED:
             found = place(as_launches(trace, launches))
