@@ -209,7 +209,7 @@ def test_rows_are_copied_where_32_bits_cannot_count_what_they_are_gathered_from(
 @pytest.mark.parametrize("recipe", [BLOCKWISE, MXFP8], ids=lambda recipe: recipe.name)
 def test_scales_behind_rows_are_copied_where_32_bits_cannot_count_them(recipe: Recipe) -> None:
     tiles, apart = tile_table(torch.empty(1, dtype=torch.int32, device="meta"), 2), row_bytes(2048, recipe)
-    limit = GATHER_LIMIT // (apart // scale_dtype(recipe).itemsize)
+    limit = GATHER_LIMIT // (apart // scale_dtype(recipe.scaling).itemsize)
 
     def scales_of(rows: int) -> Tensor:
         packed = torch.empty(rows, apart, dtype=torch.uint8, device="meta")
@@ -217,7 +217,7 @@ def test_scales_behind_rows_are_copied_where_32_bits_cannot_count_them(recipe: R
 
     assert scales_of(limit).stride(1) == 1
     found = scales_of(limit + 1)
-    assert found.stride() == (1, limit + 1) and found.dtype == scale_dtype(recipe)
+    assert found.stride() == (1, limit + 1) and found.dtype == scale_dtype(recipe.scaling)
 
 
 def test_operands_that_do_not_fit_are_refused_by_name() -> None:

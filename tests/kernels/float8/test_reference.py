@@ -26,7 +26,6 @@ from penstock.kernels.float8.recipes import (
 from penstock.kernels.float8.reference import (
     LEAST_SCALE,
     aligned_rows,
-    aligned_starts,
     dequantize,
     multiply,
     multiply_columns,
@@ -38,6 +37,7 @@ from penstock.kernels.float8.reference import (
 )
 from tests.closeness import assert_close, decibels
 from tests.examples import examples
+from tests.kernels.float8.draw_quantized import aligned_starts
 
 FORMS = [E4M3, E5M2, E4M3_FNUZ, E5M2_FNUZ]
 EIGHT_BITS = [TENSORWISE, ROWWISE, BLOCKWISE, BLOCKWISE_SQUARE, MXFP8]

@@ -27,7 +27,7 @@ from penstock.kernels.float8.recipes import (
     Recipe,
     format_on,
 )
-from penstock.kernels.float8.reference import aligned_starts, dequantize
+from penstock.kernels.float8.reference import dequantize
 from penstock.kernels.float8.swiglu import (
     ROWS_ONLY,
     RUN,
@@ -41,7 +41,7 @@ from penstock.kernels.reference import SWIGLU, ExpertRule
 from penstock.kernels.swiglu import rule_constants
 from tests.closeness import assert_close, decibels
 from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_for
-from tests.kernels.float8.draw_quantized import without_tail
+from tests.kernels.float8.draw_quantized import aligned_starts, without_tail
 
 WEIGHTED_INPUTS = ExpertRule(weighs_input=True)
 CLAMPED = ExpertRule(limit=0.7, alpha=1.702)
