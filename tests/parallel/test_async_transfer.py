@@ -23,16 +23,13 @@ def _scaled(x_TD: Tensor, scale_T: Tensor) -> tuple[tuple[Tensor, Tensor], int]:
     return (x_TD * scale_T[:, None], scale_T.square()), x_TD.shape[0]
 
 
-def _inputs() -> tuple[Tensor, Tensor]:
+def _leaves() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(T, D, generator=generator), torch.rand(T, generator=generator)
+    x_TD, scale_T = torch.randn(T, D, generator=generator), torch.rand(T, generator=generator)
+    return x_TD.requires_grad_(), scale_T.requires_grad_()
 
 
-def _leaves() -> list[Tensor]:
-    return [tensor.requires_grad_() for tensor in _inputs()]
-
-
-def test_a_flight_gives_the_outputs_the_rest_and_the_gradients_of_its_function() -> None:
+def test_a_transfer_gives_the_outputs_the_rest_and_the_gradients_of_its_function() -> None:
     x_TD, scale_T = expected = _leaves()
     (y_TD, square_T), _ = _scaled(x_TD, scale_T)
     (y_TD.sin().sum() + square_T.sum()).backward()
@@ -45,8 +42,8 @@ def test_a_flight_gives_the_outputs_the_rest_and_the_gradients_of_its_function()
 
 
 def test_an_input_without_gradient_an_unused_output_and_one_that_is_the_input_are_fine() -> None:
-    x_TD, scale_T = _inputs()
-    scale_T.requires_grad_()
+    x_TD, scale_T = _leaves()
+    x_TD.requires_grad_(False)
     transfers = TransferStream(torch.device("cpu"))
 
     def transfer(x_TD: Tensor, scale_T: Tensor) -> tuple[tuple[Tensor, Tensor], None]:
@@ -84,10 +81,10 @@ def test_what_runs_beside_a_transfer_in_forward_has_its_gradients_beside_it_in_b
     assert [event.removesuffix(" back") for event in transfers.events] == back
 
 
-def test_two_flights_at_once_come_back_in_mirrored_order() -> None:
+def test_two_transfers_at_once_come_back_in_mirrored_order() -> None:
     transfers, inputs = Recorded(), [_leaves()[0] for _ in range(2)]
-    flights = [transfers.launch("dispatch", lambda x_TD: ((x_TD.sin(),), None), x_TD) for x_TD in inputs]
-    outputs = [handle.wait()[0][0] for handle in flights]
+    handles = [transfers.launch("dispatch", lambda x_TD: ((x_TD.sin(),), None), x_TD) for x_TD in inputs]
+    outputs = [handle.wait()[0][0] for handle in handles]
     forward, transfers.events = transfers.events, []
     torch.cat(outputs).sum().backward()
     assert transfers.events == mirrored(forward)
@@ -109,11 +106,8 @@ def test_work_beside_a_backward_pass_is_done_whenever_a_transfer_has_left_and_re
     transfers.events.clear()
     with transfers.during_transfers(work):
         hidden_TD.sum().backward()
-    assert transfers.events == [
-        event
-        for number in (1, 0)
-        for event in (f"dispatch {number} back leaves", "work", f"dispatch {number} back arrives")
-    ]
+    first, last = ([f"dispatch {number} back leaves", "work", f"dispatch {number} back arrives"] for number in (1, 0))
+    assert transfers.events == first + last
     assert weight.grad is None, "one pass is not the other's"
     done[1].backward()
     assert torch.equal(weight.grad, torch.ones(D))
@@ -149,7 +143,7 @@ def test_what_the_function_closes_over_is_held_too() -> None:
         assert before - alive.bytes() >= size
 
 
-def test_a_flight_goes_back_once_and_what_has_no_gradient_is_no_output() -> None:
+def test_a_transfer_is_differentiated_once_and_what_has_no_gradient_is_no_output() -> None:
     transfers, (x_TD, _) = TransferStream(torch.device("cpu")), _leaves()
     (y_TD,), _ = transfers.launch("move", lambda x_TD: ((x_TD * 2,), None), x_TD).wait()
     total = y_TD.sum()
@@ -185,7 +179,7 @@ def _write_over_free_blocks(x_TD: Tensor) -> None:
 
 
 def _chain(x_TD: Tensor, transfers: TransferStream | None) -> Tensor:
-    """Transfers with other work beside them, which sees to it that blocks are wanted while they are read."""
+    """Transfers with other work beside them, which asks for blocks while the transfers still read theirs."""
     for _ in range(6):
         beside_TD = x_TD.sin()
         if transfers is None:

@@ -47,7 +47,7 @@ def test_every_rank_knows_the_ranks_of_its_node_and_those_at_its_place_of_others
         (Grid(world=12, expert=6), 4),  # 4 and 2, then 2 and 4
     ],
 )
-def test_ranks_of_unequal_parts_count_as_nodes_of_their_own(grid: Grid, per_node: int) -> None:
+def test_on_unequal_nodes_each_rank_counts_as_a_node(grid: Grid, per_node: int) -> None:
     for rank, axes in enumerate(every_rank(grid, ranks_per_node=per_node)):
         assert axes.expert_node.ranks == (rank,)
         assert axes.expert_across.ranks == axes.expert.ranks
@@ -91,10 +91,8 @@ def test_shards_are_neighbours_and_replicas_stand_at_the_same_place(monkeypatch:
         first = axis.ranks.index(shard.ranks[0])
         assert axis.ranks[first : first + 2] == shard.ranks
         assert (shard.group is None, replicate.group is None) == (False, axis.size == 2)
-        for other in shard.ranks:
-            assert getattr(every[other], name).shard.ranks == shard.ranks
-        for other in replicate.ranks:
-            assert getattr(every[other], name).replicate.ranks == replicate.ranks
+        assert all(getattr(every[other], name).shard.ranks == shard.ranks for other in shard.ranks)
+        assert all(getattr(every[other], name).replicate.ranks == replicate.ranks for other in replicate.ranks)
 
 
 @pytest.mark.parametrize("shard_size", [0, 8, 64])
@@ -103,6 +101,4 @@ def test_without_hybrid_sharding_all_ranks_of_an_axis_divide_one_copy(
 ) -> None:
     for axes in _every_rank(monkeypatch, shard_size)[0]:
         for axis in (axes.dense_data, axes.expert_data):
-            assert axis.shard == axis
-            assert axis.replicate.size == 1
-            assert axis.replicate.group is None
+            assert axis.shard == axis and (axis.replicate.size, axis.replicate.group) == (1, None)

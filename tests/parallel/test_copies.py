@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.parallel.copies import ALIGNMENT, ChunkStream, cut_into_chunks, host_tensors
-from tests.closeness import assert_close
 
 CPU = torch.device("cpu")
 
@@ -46,35 +45,6 @@ def test_two_buffers_serve_all_chunks_and_grow_with_the_largest() -> None:
     stream.run([[torch.zeros(4)] for _ in range(6)], lambda _, tensors: places.append(tensors[0].data_ptr()))
     assert len(set(places)) == 2
     stream.run([[torch.zeros(1000)], [torch.zeros(1)]], lambda _, tensors: tensors[0].fill_(7))
-
-
-def test_adam_over_streamed_chunks_is_adam() -> None:
-    masters = [torch.randn(7, 5), torch.randn(3), torch.randn(11, 2)]
-    expected = [master.clone().requires_grad_() for master in masters]
-    moments1, moments2 = ([torch.zeros_like(master) for master in masters] for _ in range(2))
-    adam = torch.optim.AdamW(expected, lr=0.1, weight_decay=0.2)
-    pieces = cut_into_chunks([master.numel() for master in masters], 16)
-    chunks = [[piece.of(state) for piece in chunk for state in (masters, moments1, moments2)] for chunk in pieces]
-    stream = ChunkStream(CPU)
-    for step in range(1, 4):
-        gradients = [torch.randn_like(master) for master in masters]
-        for parameter, gradient in zip(expected, gradients, strict=True):
-            parameter.grad = gradient
-        adam.step()
-
-        def work(index: int, tensors: list[Tensor], step: int = step, gradients: list[Tensor] = gradients) -> None:
-            for place, piece in enumerate(pieces[index]):
-                (master, moment1, moment2), gradient = tensors[3 * place : 3 * place + 3], piece.of(gradients)
-                master.mul_(1 - 0.1 * 0.2)
-                moment1.lerp_(gradient, 0.1)
-                moment2.mul_(0.999).addcmul_(gradient, gradient, value=0.001)
-                divisor = (moment2 / (1 - 0.999**step)).sqrt_().add_(1e-8)
-                master.addcdiv_(moment1 / (1 - 0.9**step), divisor, value=-0.1)
-
-        stream.run(chunks, work)
-        stream.finish()
-    for master, parameter in zip(masters, expected, strict=True):
-        assert_close(master, parameter)
 
 
 @given(shapes=st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), max_size=9))

@@ -1,6 +1,7 @@
 """A pipeline of small stages on several ranks gives what one process gives that holds them all."""
 
 import weakref
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -38,25 +39,22 @@ def _twice(x_BSD: Tensor) -> tuple[tuple[Tensor], None]:
     return (2 * x_BSD,), None
 
 
+@dataclass
 class Seen:
     """Stages of two products with a transfer behind each; the first reads the micro-batch, the last weighs it."""
 
-    def __init__(
-        self,
-        stages: tuple[int, ...],
-        count: int,
-        weight_grads: WeightGradStore | None = None,
-        dtype: torch.dtype = torch.float32,
-        transfers: TransferStream | None = None,
-    ) -> None:
-        self.weights = {
-            stage: [nn.Parameter(_drawn(2 * stage + one, D, D).to(dtype)) for one in range(2)] for stage in stages
-        }
-        self.losses: dict[int, float] = {}
-        self.modes: set[bool] = set()
-        self.last = count - 1
-        self.weight_grads, self.dtype = weight_grads, dtype
-        self.transfers = transfers or TransferStream(CPU)
+    stages: tuple[int, ...]
+    count: int  # stages of all ranks
+    weight_grads: WeightGradStore | None = None
+    dtype: torch.dtype = torch.float32
+    transfers: TransferStream = field(default_factory=partial(TransferStream, CPU))
+    losses: dict[int, float] = field(default_factory=dict)  # by micro-batch
+    modes: set[bool] = field(default_factory=set)  # whether outputs had a graph
+
+    def __post_init__(self) -> None:
+        drawn = {stage: [_drawn(2 * stage + one, D, D).to(self.dtype) for one in range(2)] for stage in self.stages}
+        self.weights = {stage: [nn.Parameter(one) for one in pair] for stage, pair in drawn.items()}
+        self.last = self.count - 1
 
     def calls(self) -> dict[int, StageCall]:
         return {stage: partial(self._call, stage) for stage in self.weights}
@@ -205,9 +203,11 @@ def _by_hand(actions: str, stages: int = 1, micro_batches: int = 1, **options: A
     return PipelineRunner(plan, ALONE, _message(), **options)
 
 
-def test_a_schedule_that_splits_needs_stages_that_can() -> None:
+def test_a_schedule_that_splits_needs_stages_that_can_and_one_with_pairs_needs_transfers() -> None:
     with pytest.raises(AssertionError, match="zb-1f1b puts weight gradients off"):
         PipelineRunner(_plan("zb-1f1b", 2), ALONE, _message())
+    with pytest.raises(AssertionError, match="computes while tokens travel"):
+        _by_hand(ONE_PAIR, micro_batches=2)
 
 
 @pytest.mark.parametrize("actions", ["0F0", "0F0 0I0"])
@@ -217,21 +217,16 @@ def test_a_schedule_that_leaves_a_pass_or_work_undone_is_refused(actions: str) -
         _by_hand(actions, weight_grads=weight_grads).train(Seen((0,), 1, weight_grads).calls())
 
 
-def _at_once(output: Tensor) -> Steps[Tensor]:
-    yield
-    return output
+def test_a_stage_that_does_not_use_its_input_and_a_message_that_no_rank_sends_are_named() -> None:
+    def unused(number: int, x_BSD: Tensor | None) -> Steps[Tensor]:
+        yield
+        return nn.Parameter(torch.ones(D)).sum()
 
-
-def test_a_stage_that_does_not_use_its_input_is_named() -> None:
     calls = Seen((0, 1), 2).calls()
-    calls[1] = lambda number, x_BSD: _at_once(nn.Parameter(torch.ones(D)).sum())
-    with pytest.raises(AssertionError, match="stage 1 does not depend on its input"):
-        _by_hand("0F0 1F0 1B0 0B0", 2).train(calls)
-
-
-def test_a_message_that_no_rank_sends_is_named() -> None:
     with pytest.raises(AssertionError, match="no rank sends .*stage=1"):
-        _by_hand("1F0 0F0 1B0 0B0", 2).train(Seen((0, 1), 2).calls())
+        _by_hand("1F0 0F0 1B0 0B0", 2).train(calls)
+    with pytest.raises(AssertionError, match="stage 1 does not depend on its input"):
+        _by_hand("0F0 1F0 1B0 0B0", 2).train(calls | {1: unused})
 
 
 @pytest.mark.parametrize("has_left", [True, False])
@@ -297,11 +292,6 @@ def test_each_pass_computes_while_the_other_travels() -> None:
         "attention of 0 back",
         "combine 3 arrives",
     ]
-
-
-def test_a_schedule_with_pairs_needs_transfers() -> None:
-    with pytest.raises(AssertionError, match="computes while tokens travel"):
-        _by_hand(ONE_PAIR, micro_batches=2)
 
 
 @pytest.mark.parametrize("name", PAIRED_GRAMMARS)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from penstock.config.parallel import Parallel
 from penstock.layout.grid import Grid
 from penstock.parallel.axes import Axes, make_axes
-from penstock.parallel.shard import local_rows, shard_fully
+from penstock.parallel.shard import local_rows, own_rows, shard_fully
 from tests.closeness import assert_close
 from tests.distributed.pool import Pool
 from tests.parallel.simulated import fake_rank
@@ -56,13 +56,11 @@ def _divided(model: Blocks, axes: Axes, settings: Parallel, dtype: torch.dtype =
 
 def _fill(model: nn.Module) -> nn.Module:
     """Initial values by name, as a model's owner draws them: whole, of which a rank keeps its rows."""
-    for place, (_, parameter) in enumerate(model.named_parameters()):
+    for place, parameter in enumerate(model.parameters()):
         drawn = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(place))
         with torch.no_grad():
-            if isinstance(parameter, DTensor):
-                parameter.to_local().copy_(drawn[slice(*local_rows(parameter))])
-            else:
-                parameter.copy_(drawn)
+            own, rows = own_rows(parameter)
+            own.copy_(drawn[slice(*rows)])
     return model
 
 
@@ -148,10 +146,7 @@ def _rows(shard_size: int) -> dict[str, tuple[tuple[int, int], tuple[int, ...]]]
 
 
 def test_rows_are_those_that_fsdp2_holds(ranks: Pool) -> None:
-    for shard_size, expected in (
-        (0, [(0, 2), (2, 4), (4, 6), (6, 7)]),
-        (2, [(0, 4), (4, 7), (0, 4), (4, 7)]),
-    ):
+    for shard_size, expected in ((0, [(0, 2), (2, 4), (4, 6), (6, 7)]), (2, [(0, 4), (4, 7), (0, 4), (4, 7)])):
         for rank, found in enumerate(ranks.run(4, _rows, shard_size)):
             assert found["blocks.1.up.bias"][0] == expected[rank]
             for (first, end), shape in found.values():

@@ -8,11 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.config.training import Optimizer
-from penstock.parallel.axes import Axis
-from penstock.parallel.shard import ParamShard
 from penstock.parallel.weight_grad_store import Task, WeightGradStore, deferrable
-from penstock.train.optimizer import MasterAdamW
 from tests.closeness import assert_close
 from tests.parallel.alive import Alive
 
@@ -50,8 +46,8 @@ def _do(work: Iterable[Task]) -> None:
         task()
 
 
-def _ordinary(weights: list[nn.Parameter], dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    x_TD = _input().to(dtype)
+def _ordinary(weights: list[nn.Parameter]) -> list[Tensor]:
+    x_TD = _input()
     return list(torch.autograd.grad(_chain(x_TD, weights, None), [x_TD, *weights]))
 
 
@@ -117,20 +113,6 @@ def test_hooks_of_a_parameter_see_its_gradient_when_it_comes() -> None:
     work[0]()
     (gradient,) = seen
     assert torch.equal(gradient, expected)
-
-
-def test_gradients_that_come_later_add_up_in_the_optimizers_float32_buffers() -> None:
-    (weight,), weight_grads = _weights(1), WeightGradStore()
-    weight = nn.Parameter(weight.detach().bfloat16())
-    holding = ParamShard(name="w", parameter=weight, shape=(D, D), cuts=(), data=Axis(name="data"))
-    optimizer = MasterAdamW([holding], Optimizer(learning_rate=1e-3))
-    work = []
-    for _ in range(2):
-        work += _put_off(_chain(_input().bfloat16(), [weight], weight_grads), weight_grads)
-    assert not optimizer.gradient_of("w").any()
-    _do(work)
-    assert weight.grad is None
-    assert torch.equal(optimizer.gradient_of("w"), 2 * _ordinary([weight], torch.bfloat16)[1].float())
 
 
 @pytest.mark.parametrize("collects", [True, False])
