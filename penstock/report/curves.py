@@ -16,17 +16,12 @@ from penstock.report.figure import Figure
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """One line.
-
-    Attributes:
-        ys: None where there is no value, for instance because nothing fits.
-        notes: shown on hover, one for each point; can be empty.
-    """
+    """One line."""
 
     name: str
     xs: Sequence[float]
-    ys: Sequence[float | None]
-    notes: Sequence[str] = ()
+    ys: Sequence[float | None]  # None where there is no value, for instance because nothing fits
+    notes: Sequence[str] = ()  # shown on hover, one for each point; can be empty
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,16 +49,11 @@ def curves_figure(name: str, title: str, caption: str, axes: CurveAxes, curves: 
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """A run on a growing number of devices.
+    """A run on a growing number of devices."""
 
-    Attributes:
-        name: `weak` (the batch grows with the devices) or `strong` (it does not), or a published curve.
-        tokens_per_second_per_device: of each; None where nothing fits.
-    """
-
-    name: str
+    name: str  # `weak` (the batch grows with the devices) or `strong` (it does not), or a published curve
     devices: Sequence[int]
-    tokens_per_second_per_device: Sequence[float | None]
+    tokens_per_second_per_device: Sequence[float | None]  # of each; None where nothing fits
 
     @property
     def efficiency(self) -> list[float | None]:

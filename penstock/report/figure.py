@@ -15,22 +15,16 @@ FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Liberation Sans', sans-se
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """A figure.
+    """A figure."""
 
-    Attributes:
-        name: letters, digits and hyphens; also the name of an exported file.
-        layout: Plotly's layout, without the theme.
-        hint: how to interact with it, after the caption.
-    """
-
-    name: str
+    name: str  # letters, digits and hyphens; also the name of an exported file
     title: str
     caption: str
     data: Sequence[Mapping[str, Any]]
-    layout: Mapping[str, Any]
+    layout: Mapping[str, Any]  # Plotly's layout, without the theme
     height: int = 380
     is_wide: bool = False
-    hint: str = ""
+    hint: str = ""  # how to interact with it, after the caption
 
 
 def _theme(ink: str, faint: str, grid: str, paper: str, raised: str, hues: Sequence[str]) -> dict[str, Any]:

@@ -57,21 +57,15 @@ class MissingReasons:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RunEvidence:
-    """The content of a page.
-
-    Attributes:
-        lines: of metrics.jsonl; only some of them have layers.
-        is_host: the traces are of a CPU, which takes the place of the device.
-        projection: of the run on its hardware.
-    """
+    """The content of a page."""
 
     path: Path
     judged: Evidence
-    lines: tuple[Mapping[str, Any], ...] = ()
+    lines: tuple[Mapping[str, Any], ...] = ()  # of metrics.jsonl; only some of them have layers
     starts: tuple[Mapping[str, Any], ...] = ()
     answer: TraceAnalysis | None = None
-    is_host: bool = False
-    projection: Projection | None = None
+    is_host: bool = False  # the traces are of a CPU, which takes the place of the device
+    projection: Projection | None = None  # of the run on its hardware
     verdict: Diagnosis | None = None
     lacks: MissingReasons = field(default_factory=MissingReasons)
 
@@ -210,15 +204,11 @@ def _verdict(evidence: Evidence, found: RunEvidence) -> tuple[Diagnosis | None, 
 
 @dataclass(frozen=True, kw_only=True)
 class StepClock:
-    """The times of a drawn step.
+    """The times of a drawn step."""
 
-    Attributes:
-        windows_us: of each rank, start and end of the step on the device, on the clock of its file.
-        zero_us: of each rank, the origin of the axis, on the same clock.
-    """
-
+    # Of each rank, start and end of the step on the device, on the clock of its file.
     windows_us: Mapping[int, tuple[float, float]]
-    zero_us: Mapping[int, float]
+    zero_us: Mapping[int, float]  # of each rank, the origin of the axis, on the same clock
     words: str
 
 

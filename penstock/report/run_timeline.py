@@ -137,21 +137,14 @@ def _is_pass_work(one: RankAnalysis, calls: CollectiveCalls) -> Flags:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Spans:
-    """Spans of passes.
-
-    Attributes:
-        paired: rows that enclose another span, or are enclosed.
-        parent: of each row of the host the enclosing span, or NONE.
-        end_us: of each row of the host.
-        start_us: of `rows`.
-    """
+    """Spans of passes."""
 
     passes: Mapping[int, PipelinePass]
-    paired: frozenset[int]
+    paired: frozenset[int]  # rows that enclose another span, or are enclosed
     rows: Integers
-    parent: Integers
-    end_us: Floats
-    start_us: Floats
+    parent: Integers  # of each row of the host the enclosing span, or NONE
+    end_us: Floats  # of each row of the host
+    start_us: Floats  # of `rows`
 
     def of(self, launched_us: Floats) -> Integers:
         """The innermost span that was open at each time, or NONE."""
@@ -207,16 +200,11 @@ _GROUPS = tuple(KERNELS)
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseLanes:
-    """A step by phases.
-
-    Attributes:
-        slot_us: width of the slots that some lanes are divided into; 0 if every box is exact.
-        has_halves: communication and copies have the lower half of a lane.
-    """
+    """A step by phases."""
 
     timeline: Timeline
-    slot_us: float
-    has_halves: bool
+    slot_us: float  # width of the slots that some lanes are divided into; 0 if every box is exact
+    has_halves: bool  # communication and copies have the lower half of a lane
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -39,55 +39,37 @@ KIND_NAMES = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.INPUT: "i
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """A box.
+    """A box."""
 
-    Attributes:
-        start: in seconds from the start of the step.
-        label: written into the box if there is room.
-        part: bottom and top of the box within the lane, 0 to 1.
-    """
-
-    start: float
+    start: float  # in seconds from the start of the step
     end: float
     name: str
     colour: str
     group: str
-    label: str = ""
-    part: tuple[float, float] = (0.0, 1.0)
+    label: str = ""  # written into the box if there is room
+    part: tuple[float, float] = (0.0, 1.0)  # bottom and top of the box within the lane, 0 to 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimelineLane:
-    """One rank.
-
-    Attributes:
-        held: (time, held amount) from that time on, by time; empty if unknown.
-        place: lanes of several timelines with one place are drawn together; None is the lane's number.
-    """
+    """One rank."""
 
     name: str
     intervals: Sequence[Interval]
-    held: Sequence[tuple[float, float]] = ()
-    place: int | None = None
+    held: Sequence[tuple[float, float]] = ()  # (time, held amount) from that time on, by time; empty if unknown
+    place: int | None = None  # lanes of several timelines with one place are drawn together; None is the lane's number
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """A step, planned or measured.
-
-    Attributes:
-        held_unit: unit of the held amounts.
-        gaps: word for the share of time without an interval.
-        ground: word for time without an interval.
-        has_edges: boxes have edges where there is room; those of kernels are too many.
-    """
+    """A step, planned or measured."""
 
     name: str
     lanes: Sequence[TimelineLane]
-    held_unit: str = "micro-batches"
-    gaps: str = "idle"
-    ground: str = "waiting"
-    has_edges: bool = True
+    held_unit: str = "micro-batches"  # unit of the held amounts
+    gaps: str = "idle"  # word for the share of time without an interval
+    ground: str = "waiting"  # word for time without an interval
+    has_edges: bool = True  # boxes have edges where there is room; those of kernels are too many
 
     @property
     def span(self) -> float:
@@ -97,17 +79,11 @@ class Timeline:
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationShares:
-    """Memory that stages hold of a micro-batch, as in `layout.clock.Costs`.
+    """Memory that stages hold of a micro-batch, as in `layout.clock.Costs`."""
 
-    Attributes:
-        activation: of each stage; empty is 1 / stages_per_rank for every stage.
-        freed_by_input: share that an input gradient frees already.
-        unit: of `activation`.
-    """
-
-    activation: tuple[float, ...] = ()
-    freed_by_input: float = 0.0
-    unit: str = "micro-batches"
+    activation: tuple[float, ...] = ()  # of each stage; empty is 1 / stages_per_rank for every stage
+    freed_by_input: float = 0.0  # share that an input gradient frees already
+    unit: str = "micro-batches"  # of `activation`
 
 
 WHOLE_MICRO_BATCHES = ActivationShares()

@@ -32,41 +32,29 @@ from penstock.trace.tree import place
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankAnalysis:
-    """The analysis of one rank.
-
-    Attributes:
-        used_rows: rows of grouped products that held tokens; None without grouped products.
-        memory: of each device's allocator, if it was recorded.
-    """
+    """The analysis of one rank."""
 
     rank: int
     trace: Trace
     timelines: Mapping[str, TimeBreakdown]
     steps: tuple[RecordedStep, ...]
     phases: Phases
-    used_rows: UsedRows | None
+    used_rows: UsedRows | None  # rows of grouped products that held tokens; None without grouped products
     roofline: Roofline
     launches: LaunchSummary
-    memory: tuple[AllocatorHistory, ...]
+    memory: tuple[AllocatorHistory, ...]  # of each device's allocator, if it was recorded
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TraceAnalysis:
-    """The analysis of all traces.
+    """The analysis of all traces."""
 
-    Attributes:
-        ranks: one for each requested rank, in ascending order.
-        loaded: ranks that were compared; more than `ranks` if one was requested.
-        recorded: expert loads from the run's metrics, for the steps in the traces.
-        is_host: CPU traces, in which operators take the place of kernels (penstock/trace/load.py).
-    """
-
-    ranks: tuple[RankAnalysis, ...]
-    loaded: tuple[int, ...]
+    ranks: tuple[RankAnalysis, ...]  # one for each requested rank, in ascending order
+    loaded: tuple[int, ...]  # ranks that were compared; more than `ranks` if one was requested
     collectives: CollectiveTimes
     experts: ExpertLoad
-    recorded: tuple[RecordedLoad, ...] = ()
-    is_host: bool = False
+    recorded: tuple[RecordedLoad, ...] = ()  # expert loads from the run's metrics, for the steps in the traces
+    is_host: bool = False  # CPU traces, in which operators take the place of kernels (penstock/trace/load.py)
 
     @property
     def steps(self) -> int:

@@ -28,72 +28,49 @@ LAST_US = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Straggler:
-    """A rank that others waited for.
-
-    Attributes:
-        times_last: number of collectives that it came to last.
-        caused_wait_us: waiting of all other ranks together in these.
-        held_up_us: waiting of the rank that waited longest in each of these.
-        waited_us: its own waiting in all collectives.
-    """
+    """A rank that others waited for."""
 
     rank: int
-    times_last: int
-    caused_wait_us: float
-    held_up_us: float
-    waited_us: float
+    times_last: int  # number of collectives that it came to last
+    caused_wait_us: float  # waiting of all other ranks together in these
+    held_up_us: float  # waiting of the rank that waited longest in each of these
+    waited_us: float  # its own waiting in all collectives
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bandwidth:
-    """Collectives of one name, number of ranks and size (to the next power of two).
-
-    Attributes:
-        algorithm_gb_s: message bytes over pure time, in 1e9 bytes per second.
-        bus_gb_s: traffic of each rank's links, by the formula of nccl-tests.
-    """
+    """Collectives of one name, number of ranks and size (to the next power of two)."""
 
     name: str
     ranks: int
     count: int
     message_bytes: float
     pure_us: float
-    algorithm_gb_s: float
-    bus_gb_s: float
+    algorithm_gb_s: float  # message bytes over pure time, in 1e9 bytes per second
+    bus_gb_s: float  # traffic of each rank's links, by the formula of nccl-tests
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeImbalance:
-    """All-to-alls of one group: how unequal the ranks' parts are, as a mean over them.
-
-    Attributes:
-        received_max_over_mean: of bytes; 1 is even.
-        fullest_rank: the rank with the most traffic in most of them; None if all have the same.
-    """
+    """All-to-alls of one group: how unequal the ranks' parts are, as a mean over them."""
 
     group: str
     name: str
     count: int
     mean_bytes: float
-    received_max_over_mean: float
+    received_max_over_mean: float  # of bytes; 1 is even
     sent_max_over_mean: float
-    fullest_rank: int | None
+    fullest_rank: int | None  # the rank with the most traffic in most of them; None if all have the same
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CollectiveTimes:
-    """Times of the matched collectives.
-
-    Attributes:
-        pure_us: [collective]; nan if unknown.
-        wait_us: [collective, rank]; nan if unknown, or if the rank took no part.
-        last: [collective], index into the ranks, or NONE if no rank waited.
-    """
+    """Times of the matched collectives."""
 
     meetings: MatchedCollectives
-    pure_us: Floats
-    wait_us: Floats
-    last: Integers
+    pure_us: Floats  # [collective]; nan if unknown
+    wait_us: Floats  # [collective, rank]; nan if unknown, or if the rank took no part
+    last: Integers  # [collective], index into the ranks, or NONE if no rank waited
 
     @property
     def calls(self) -> CollectiveCalls:

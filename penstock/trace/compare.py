@@ -43,20 +43,14 @@ class EventKey(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class NamedEvents:
-    """Events of one trace; a column has an entry for each.
-
-    Attributes:
-        key_of: index into `keys`.
-        step_of: index of the step in the order of time; NONE outside of steps.
-        steps: number of steps, 0 if the trace marks none.
-    """
+    """Events of one trace; a column has an entry for each."""
 
     keys: Sequence[EventKey]
-    key_of: Integers
+    key_of: Integers  # index into `keys`
     start_us: Floats
     duration_us: Floats
-    step_of: Integers
-    steps: int
+    step_of: Integers  # index of the step in the order of time; NONE outside of steps
+    steps: int  # number of steps, 0 if the trace marks none
 
 
 def named_events(trace: Trace) -> NamedEvents:
@@ -126,13 +120,9 @@ class ChangeKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class RowTime:
-    """Time of a row in a typical step of one trace.
+    """Time of a row in a typical step of one trace."""
 
-    Attributes:
-        time_us: median over steps; negative for `(overlap)`.
-    """
-
-    time_us: float = 0.0
+    time_us: float = 0.0  # median over steps; negative for `(overlap)`
     least_us: float = 0.0
     most_us: float = 0.0
     events: float = 0.0
@@ -174,19 +164,13 @@ class ComparedRow:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceComparison:
-    """Two traces side by side.
+    """Two traces side by side."""
 
-    Attributes:
-        a_us: a typical step of A (or all of it if steps are not compared), from start to end.
-        a_steps: number of compared steps, 0 if the whole traces were compared.
-        a_outside_us: GPU time of A's events outside of steps, which rows leave out.
-    """
-
-    a_us: float
+    a_us: float  # a typical step of A (or all of it if steps are not compared), from start to end
     b_us: float
-    a_steps: int
+    a_steps: int  # number of compared steps, 0 if the whole traces were compared
     b_steps: int
-    a_outside_us: float
+    a_outside_us: float  # GPU time of A's events outside of steps, which rows leave out
     b_outside_us: float
     by_span: bool
     rows: tuple[ComparedRow, ...]

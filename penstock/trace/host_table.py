@@ -17,14 +17,10 @@ from penstock.trace.phases import PASSES, grouped
 
 @dataclass(frozen=True, kw_only=True)
 class HostRow:
-    """One operator, or one phase in one pass.
-
-    Attributes:
-        pass_: one of `PASSES`; empty in rows of operators.
-    """
+    """One operator, or one phase in one pass."""
 
     name: str
-    pass_: str
+    pass_: str  # one of `PASSES`; empty in rows of operators
     calls: float
     own_us: float
     share: float
@@ -32,18 +28,12 @@ class HostRow:
 
 @dataclass(frozen=True, kw_only=True)
 class HostTable:
-    """The work of one rank's process.
-
-    Attributes:
-        steps: recorded ones; 0 if none is marked, and then figures are of the whole recording.
-        step_us: from the first operator of a step to its last.
-        outside_us: time without an operator: Python, and waiting.
-    """
+    """The work of one rank's process."""
 
     rank: int
-    steps: int
-    step_us: float
-    outside_us: float
+    steps: int  # recorded ones; 0 if none is marked, and then figures are of the whole recording
+    step_us: float  # from the first operator of a step to its last
+    outside_us: float  # time without an operator: Python, and waiting
     operators: tuple[HostRow, ...]
     phases: tuple[HostRow, ...]
 

@@ -30,19 +30,12 @@ from penstock.trace.events import NONE, Flags, Floats, Integers
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ClockOffsets:
-    """Offsets of the ranks' clocks.
+    """Offsets of the ranks' clocks."""
 
-    Attributes:
-        ahead_us: of each rank, relative to the median clock of its island.
-        island: of each rank; only ranks of one island can be compared.
-        shared: number of moments that determine each rank's offset.
-        spread_us: median distance of these moments from `ahead_us`; 0 if there are none.
-    """
-
-    ahead_us: Floats
-    island: Integers
-    shared: Integers
-    spread_us: Floats
+    ahead_us: Floats  # of each rank, relative to the median clock of its island
+    island: Integers  # of each rank; only ranks of one island can be compared
+    shared: Integers  # number of moments that determine each rank's offset
+    spread_us: Floats  # median distance of these moments from `ahead_us`; 0 if there are none
 
     def start_us(self, calls: CollectiveCalls) -> Floats:
         """Starts on the common clock."""
@@ -153,37 +146,25 @@ _SHIFTS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class UnmatchedCollective:
-    """Kernels that should be one collective but could not be matched.
+    """Kernels that should be one collective but could not be matched."""
 
-    Attributes:
-        group: of the collective; "" if unknown.
-        seq: its number in the group, or its place among the rank's kernels without number.
-        missing: ranks that lack it.
-    """
-
-    group: str
-    seq: int
+    group: str  # of the collective; "" if unknown
+    seq: int  # its number in the group, or its place among the rank's kernels without number
     name: str
     why: str
     rows: tuple[int, ...]
-    missing: tuple[int, ...]
+    missing: tuple[int, ...]  # ranks that lack it
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MatchedCollectives:
-    """Collectives that were found on all ranks of their group; kernels of `SyncKind.PAIR` are in none.
-
-    Attributes:
-        met: [collective, rank], row of `calls`; NONE if the rank is not in the group.
-        seq: [collective], number in the group, or place.
-        unmatched: kernels that were not found on all ranks.
-    """
+    """Collectives that were found on all ranks of their group; kernels of `SyncKind.PAIR` are in none."""
 
     calls: CollectiveCalls
-    met: Integers
-    seq: Integers
+    met: Integers  # [collective, rank], row of `calls`; NONE if the rank is not in the group
+    seq: Integers  # [collective], number in the group, or place
     clocks: ClockOffsets
-    unmatched: tuple[UnmatchedCollective, ...]
+    unmatched: tuple[UnmatchedCollective, ...]  # kernels that were not found on all ranks
 
     def __len__(self) -> int:
         return len(self.met)

@@ -42,18 +42,12 @@ _FORWARD, _BACKWARD, _RECOMPUTE, _UPDATE = (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AllocatedBlocks:
-    """Blocks that were allocated during the recording.
-
-    Attributes:
-        born: row of the allocation.
-        died: row of the free, or NONE.
-        component: index into `COMPONENTS`.
-    """
+    """Blocks that were allocated during the recording."""
 
     size: Integers
-    born: Integers
-    died: Integers
-    component: Integers
+    born: Integers  # row of the allocation
+    died: Integers  # row of the free, or NONE
+    component: Integers  # index into `COMPONENTS`
 
     def alive(self, row: int) -> Flags:
         """Mask of the blocks that are alive after a change."""
@@ -62,31 +56,20 @@ class AllocatedBlocks:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryRow:
-    """Memory of one phase, over the whole recording.
-
-    Attributes:
-        kept_bytes: allocated in it minus freed in it, whichever phase allocated the freed blocks.
-        most_bytes: largest total while it worked.
-        at_peak_bytes: of its blocks that are alive at the peak; None without blocks.
-    """
+    """Memory of one phase, over the whole recording."""
 
     name: str
     pass_: str
     layer: int | None
     handed_out_bytes: int
-    kept_bytes: int
-    most_bytes: int
-    at_peak_bytes: int | None
+    kept_bytes: int  # allocated in it minus freed in it, whichever phase allocated the freed blocks
+    most_bytes: int  # largest total while it worked
+    at_peak_bytes: int | None  # of its blocks that are alive at the peak; None without blocks
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPeak:
-    """The moment with the most allocated memory.
-
-    Attributes:
-        spans: open around it, from the outside in.
-        components: bytes by component, the largest first; empty without blocks.
-    """
+    """The moment with the most allocated memory."""
 
     time_us: float
     allocated_bytes: int
@@ -94,29 +77,21 @@ class MemoryPeak:
     phase: str
     pass_: str
     layer: int | None
-    spans: tuple[str, ...]
-    components: Mapping[str, int]
+    spans: tuple[str, ...]  # open around it, from the outside in
+    components: Mapping[str, int]  # bytes by component, the largest first; empty without blocks
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AllocatorHistory:
-    """The allocator of one device; arrays have one entry for each change.
-
-    Attributes:
-        allocated: total bytes after it.
-        reserved: bytes that the allocator holds after it.
-        changed: bytes allocated, or negative bytes freed.
-        phases: phase of the host at each change.
-        blocks: None if the trace has no addresses.
-    """
+    """The allocator of one device; arrays have one entry for each change."""
 
     device: int
     time_us: Floats
-    allocated: Integers
-    reserved: Integers
-    changed: Integers
-    phases: Phases
-    blocks: AllocatedBlocks | None
+    allocated: Integers  # total bytes after it
+    reserved: Integers  # bytes that the allocator holds after it
+    changed: Integers  # bytes allocated, or negative bytes freed
+    phases: Phases  # phase of the host at each change
+    blocks: AllocatedBlocks | None  # None if the trace has no addresses
     spans: tuple[str, ...]
 
     @property

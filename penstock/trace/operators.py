@@ -28,34 +28,23 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorCall:
-    """An operator with the shapes of its arguments.
-
-    Attributes:
-        shapes: of each argument: a shape, a tuple of shapes for a list of tensors, `()` for other arguments.
-        types: of each argument, in the profiler's words (`c10::BFloat16`, `Scalar`, `TensorList`).
-        plain: scalar arguments as text; empty where they do not change the work.
-        made_by: for the backward of a Python autograd function, the forward call.
-    """
+    """An operator with the shapes of its arguments."""
 
     name: str
+    # Of each argument: a shape, a tuple of shapes for a list of tensors, `()` for other arguments.
     shapes: tuple[Any, ...]
-    types: tuple[str, ...]
-    plain: tuple[str, ...] = ()
-    made_by: "OperatorCall | None" = None
+    types: tuple[str, ...]  # of each argument, in the profiler's words (`c10::BFloat16`, `Scalar`, `TensorList`)
+    plain: tuple[str, ...] = ()  # scalar arguments as text; empty where they do not change the work
+    made_by: "OperatorCall | None" = None  # for the backward of a Python autograd function, the forward call
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CallTable:
-    """The different calls of a trace.
-
-    Attributes:
-        call_of: index into `calls` for each row of `Trace.gpu`, or NONE.
-        row_of: row in `Trace.host` of the operator for each row of `Trace.gpu`, or NONE.
-    """
+    """The different calls of a trace."""
 
     calls: tuple[OperatorCall, ...]
-    call_of: Integers
-    row_of: Integers
+    call_of: Integers  # index into `calls` for each row of `Trace.gpu`, or NONE
+    row_of: Integers  # row in `Trace.host` of the operator for each row of `Trace.gpu`, or NONE
 
 
 class _Args(msgspec.Struct, gc=False, frozen=True):

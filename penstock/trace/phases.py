@@ -56,23 +56,16 @@ _PRIORITY = {GpuKind.COMPUTE: 0, GpuKind.SET: 0, GpuKind.COMMUNICATION: 1, GpuKi
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """One row of the table.
-
-    Attributes:
-        pass_: one of `PASSES`.
-        exposed_us: busy time of the device that is charged to it.
-        share: of all `kernel_us`.
-        inferred: layer and pass of some events were inferred, because a CUDA graph launched them.
-    """
+    """One row of the table."""
 
     name: str
     layer: int | None
-    pass_: str
+    pass_: str  # one of `PASSES`
     kernel_us: float
-    exposed_us: float
-    share: float
+    exposed_us: float  # busy time of the device that is charged to it
+    share: float  # of all `kernel_us`
     count: int
-    inferred: bool
+    inferred: bool  # layer and pass of some events were inferred, because a CUDA graph launched them
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, with the key `pass`."""
@@ -81,26 +74,17 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Phases:
-    """All GPU events of a trace, named. An event that partly waited has two entries.
-
-    Attributes:
-        event: row in `Trace.gpu`.
-        name_id: index into `names`.
-        pass_id: index into `PASSES`.
-        layer: number, or NONE.
-        placement: of the events, one entry for each row of `Trace.gpu`.
-        replays: summary of CUDA graph replays, or None without any.
-    """
+    """All GPU events of a trace, named. An event that partly waited has two entries."""
 
     names: tuple[str, ...]
-    event: Integers
-    name_id: Integers
-    pass_id: Integers
-    layer: Integers
+    event: Integers  # row in `Trace.gpu`
+    name_id: Integers  # index into `names`
+    pass_id: Integers  # index into `PASSES`
+    layer: Integers  # number, or NONE
     kernel_us: Floats
     exposed_us: Floats
-    placement: Placement
-    replays: GraphReplays | None
+    placement: Placement  # of the events, one entry for each row of `Trace.gpu`
+    replays: GraphReplays | None  # summary of CUDA graph replays, or None without any
 
     @property
     def other_share(self) -> float:

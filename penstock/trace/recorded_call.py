@@ -78,21 +78,14 @@ _SMALL = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class TensorArgument:
-    """A tensor.
+    """A tensor."""
 
-    Attributes:
-        dtype: PyTorch's name, `bfloat16`.
-        below: integers are in [0, below); None for other dtypes.
-        values: exact contents, if known.
-        is_number: it was a Python number.
-    """
-
-    dtype: str
+    dtype: str  # PyTorch's name, `bfloat16`
     size: tuple[int, ...]
     stride: tuple[int, ...]
-    below: int | None = None
-    values: tuple[int, ...] | None = None
-    is_number: bool = False
+    below: int | None = None  # integers are in [0, below); None for other dtypes
+    values: tuple[int, ...] | None = None  # exact contents, if known
+    is_number: bool = False  # it was a Python number
 
 
 Argument = TensorArgument | tuple[TensorArgument, ...] | None | bool | int | float | str | list[Any]

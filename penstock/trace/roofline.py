@@ -24,43 +24,30 @@ Bound = Literal["compute", "memory"]
 
 @dataclass(frozen=True, kw_only=True)
 class RooflineRow:
-    """All calls of an operator on the same shapes.
-
-    Attributes:
-        share: of the time of all compute kernels.
-        flops: of one call, or None without a model.
-        bytes: that one call has to read and write at least, or None.
-        bound: the limit of its roof, or None if the work or the device is unknown.
-        inferred: some of its kernels are of a CUDA graph, and the operator is that of an eager pass.
-    """
+    """All calls of an operator on the same shapes."""
 
     operator: str
     shapes: tuple[Any, ...]
     types: tuple[str, ...]
     count: int
     kernel_us: float
-    share: float
-    flops: float | None
-    bytes: float | None
+    share: float  # of the time of all compute kernels
+    flops: float | None  # of one call, or None without a model
+    bytes: float | None  # that one call has to read and write at least, or None
     flops_per_second: float | None
     bytes_per_second: float | None
-    bound: Bound | None
+    bound: Bound | None  # the limit of its roof, or None if the work or the device is unknown
     reached: float | None
-    inferred: bool
+    inferred: bool  # some of its kernels are of a CUDA graph, and the operator is that of an eager pass
 
 
 @dataclass(frozen=True, kw_only=True)
 class Roofline:
-    """The table, longest first.
-
-    Attributes:
-        chip: source of the peaks, or None if the trace's device is unknown.
-        modelled_share: share of the time with a model of its work.
-    """
+    """The table, longest first."""
 
     rows: tuple[RooflineRow, ...]
-    chip: Chip | None
-    modelled_share: float
+    chip: Chip | None  # source of the peaks, or None if the trace's device is unknown
+    modelled_share: float  # share of the time with a model of its work
 
     def as_json(self) -> list[dict[str, Any]]:
         """The rows as plain values."""
