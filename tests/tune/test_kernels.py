@@ -26,7 +26,6 @@ from penstock.tune.kernels import (
     workload_of,
 )
 from tests.closeness import assert_close
-from tests.config.small import SMALL
 
 
 class CountingClock:
@@ -57,14 +56,11 @@ def test_every_case_becomes_an_entry_with_a_time_for_each_backend() -> None:
     workload, clock = work(), CountingClock()
     found = list(measure(workload, AS_GPU, clock))
     expected = list(cases(workload, AS_GPU))
-    assert [(one.op, one.direction, one.skew) for one in found] == [
-        (case.part.op, case.part.direction, case.skew) for case in expected
-    ]
-    assert [tuple(one.microseconds) for one in found] == [case.backends for case in expected]
-    assert [time for one in found for time in one.microseconds.values()] == [
-        10.0 * count for count in range(1, len(clock.copies) + 1)
-    ]
-    assert {one.dtype for one in found} == {"bf16"}
+    for one, case in zip(found, expected, strict=True):
+        assert (one.op, one.direction, one.skew) == (case.part.op, case.part.direction, case.skew)
+        assert (tuple(one.microseconds), one.dtype) == (case.backends, "bf16")
+    times = [time for one in found for time in one.microseconds.values()]
+    assert times == [10.0 * count for count in range(1, len(clock.copies) + 1)]
 
 
 @pytest.mark.parametrize(("rotation", "copies"), [(1, 1), (3000, 3), (2**40, 16)])
@@ -80,8 +76,7 @@ def test_what_does_not_fit_into_memory_has_no_time() -> None:
         def __call__(self, calls: Sequence[Call]) -> float:
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    first = next(measure(work(), AS_GPU, FullClock()))
-    assert first.microseconds == {}
+    assert next(measure(work(), AS_GPU, FullClock())).microseconds == {}
 
 
 def test_what_was_measured_decides_what_runs() -> None:
@@ -96,10 +91,9 @@ def test_what_was_measured_decides_what_runs() -> None:
 
 
 def test_other_shapes_stay_in_a_file_of_the_same_versions_only() -> None:
-    old = Measurements(
-        device="a", environment={"torch": "1"}, entries=(entry(), entry(shape={"tokens": 9, "dense_ffn": 8}))
-    )
-    new = Measurements(device="a", environment={"torch": "1"}, entries=(entry(microseconds={"torch": 5.0}),))
+    other = entry(shape={"tokens": 9, "dense_ffn": 8})
+    old = Measurements(device="a", environment={"torch": "1"}, entries=(entry(), other))
+    new = replace(old, entries=(entry(microseconds={"torch": 5.0}),))
     assert merged(old, new).entries == (old.entries[1], new.entries[0])
     assert merged(None, new) == new
     assert winner(entry()) == "triton"
@@ -165,12 +159,10 @@ def test_every_part_that_the_model_has_is_a_case() -> None:
 
 
 def test_grouped_query_attention_is_timed_by_its_rotation() -> None:
-    run = SMALL.model_copy(
-        update={"model": load_run("debug", ["model.attention={kind='gqa', heads=4, kv_heads=2, head_dim=16}"]).model}
-    )
-    found = {case.part.op for case in cases(workload_of(run, DEVICE), AS_GPU)}
-    assert "rotate" in found
-    assert "mla_heads" not in found
+    found = {
+        case.part.op for case in cases(work("model.attention={kind='gqa', heads=4, kv_heads=2, head_dim=16}"), AS_GPU)
+    }
+    assert "rotate" in found and "mla_heads" not in found
 
 
 def test_parts_that_the_model_lacks_or_that_need_triton_are_not_timed() -> None:

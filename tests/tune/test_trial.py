@@ -43,15 +43,8 @@ def line(step: int, **changes: Any) -> dict[str, Any]:
 
 
 def trial_in(folder: Path, *overrides: str, most_seconds: float = 0.0) -> Trial:
-    return Trial(
-        name="first",
-        target="debug-2l",
-        overrides=overrides,
-        processes=1,
-        warm_up=1,
-        folder=folder / "ladder",
-        most_seconds=most_seconds,
-    )
+    small = {"name": "first", "target": "debug-2l", "processes": 1, "warm_up": 1}
+    return Trial(**small, overrides=overrides, folder=folder / "ladder", most_seconds=most_seconds)  # type: ignore[arg-type]
 
 
 def stand_in_for_python(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,11 +143,6 @@ def test_a_long_reason_is_cut() -> None:
     assert failure_of(f"error: {'word ' * 1000}", 2, 0.0).reason.endswith("word word ...")
 
 
-def is_alive(process: int) -> bool:
-    state = Path(f"/proc/{process}/stat")
-    return state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z"
-
-
 @pytest.fixture
 def stubborn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Replaces Python by a launcher that ignores signals and has a child; the file with the number of the child."""
@@ -164,10 +152,10 @@ def stubborn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def assert_ends(process: int) -> None:
-    deadline = time.monotonic() + 10
-    while is_alive(process) and time.monotonic() < deadline:
+    state, deadline = Path(f"/proc/{process}/stat"), time.monotonic() + 10
+    while state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z":  # a zombie has ended
+        assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert not is_alive(process)
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="asks Linux whether a process lives")
@@ -180,8 +168,8 @@ def test_a_trial_that_is_not_done_in_time_is_ended_with_all_of_its_ranks(
     metrics.parent.mkdir(parents=True)
     metrics.write_text("{}\n" * steps)
     found = run_trial(trial)
-    assert isinstance(found, Failure)
-    assert (found.kind, found.reason) == ("failed", f"not done after 1 s, in which it made {steps} steps")
+    reason = f"not done after 1 s, in which it made {steps} steps"
+    assert found == Failure(kind="failed", reason=reason, seconds=found.seconds)
     assert_ends(int(stubborn.read_text()))
 
 
@@ -209,17 +197,15 @@ def test_a_run_that_has_its_folder_had_begun(tmp_path: Path, monkeypatch: pytest
     make = f"mkdir {folder} && touch {folder}/config.toml\n" if had_begun else ""
     stand_in_for_python(tmp_path, f"#!/bin/sh\n{make}echo 'error: the loss is NaN' >&2\nexit 2\n", monkeypatch)
     found = run_trial(trial_in(tmp_path))
-    assert isinstance(found, Failure)
-    assert (found.kind, found.reason, found.had_begun) == ("refused", "the loss is NaN", had_begun)
+    expected = Failure(kind="refused", reason="the loss is NaN", seconds=found.seconds, had_begun=had_begun)
+    assert found == expected
 
 
 @pytest.mark.slow
 def test_what_the_product_refuses_is_the_reason(tmp_path: Path) -> None:
     found = run_trial(trial_in(tmp_path, "training.micro_batch=3", "training.global_batch=4"))
-    assert isinstance(found, Failure)
-    assert found.kind == "refused"
-    assert found.reason.startswith("training.global_batch must be a multiple")
-    assert (found.had_begun, found.is_mendable) == (False, True)
+    assert isinstance(found, Failure) and found.reason.startswith("training.global_batch must be a multiple")
+    assert (found.kind, found.had_begun, found.is_mendable) == ("refused", False, True)
 
 
 @pytest.mark.slow
@@ -227,8 +213,7 @@ def test_a_trial_trains_and_its_figures_are_those_of_its_metrics(tmp_path: Path)
     overrides = first_steps(load_run("debug-2l"), 3)
     found = run_trial(trial_in(tmp_path, "device=cpu", *overrides))
     assert isinstance(found, Figures)
-    assert len(found.losses) == 3
-    assert len(found.step_seconds) == 2
+    assert (len(found.losses), len(found.step_seconds)) == (3, 2)
     assert found.losses[0] > found.losses[2] > 0
 
 
