@@ -25,7 +25,7 @@ from penstock.train.setup import prepare
 from penstock.train.stop import StopRequest
 from tests.distributed.pool import Pool
 from tests.train.test_loop import EndsAfter, lines_of, start
-from tests.train.tiny_run import TRAINING, Recorder, tiny_run
+from tests.train.tiny_run import ENVIRONMENT, TRAINING, Recorder, tiny_run
 
 Event = Mapping[str, Any]
 
@@ -114,7 +114,7 @@ def test_operators_of_backward_lead_to_the_span_of_forward(tmp_path: Path) -> No
 def test_a_rank_that_is_not_named_records_nothing(tmp_path: Path) -> None:
     run = tiny_run(tmp_path, profile=Profile(start=2, steps=1, ranks=(1,)))
     loose = run.model_copy(update={"profile": Profile()})
-    session = prepare(loose, Environment(color=False, threads=1, world_size=1))
+    session = prepare(loose, ENVIRONMENT)
     folder = RunFolder(tmp_path / "tiny")
     folder.path.mkdir(parents=True)
     train_run(replace(session, run=run), folder, open_store(run, folder), Progress(), [], StopRequest())

@@ -74,9 +74,8 @@ def test_after_warm_up_the_rate_only_falls_and_no_step_jumps(run: tuple[int, Lea
     ],
 )
 def test_each_shape_is_the_one_that_its_name_says(decay: str, tenths: list[float]) -> None:
-    schedule = LearningRateSchedule.model_validate(
-        {"warmup_steps": 4, "decay": decay, "decay_steps": 3, "final_ratio": 0.2}
-    )
+    fields = {"warmup_steps": 4, "decay": decay, "decay_steps": 3, "final_ratio": 0.2}
+    schedule = LearningRateSchedule.model_validate(fields)
     assert [learning_rate(step, 12, 10.0, schedule) for step in range(12)] == pytest.approx(tenths)
 
 

@@ -58,6 +58,13 @@ def tiny_model(**changes: Any) -> Model:
     return Model.model_validate(fields | changes)
 
 
+def tiny_moe(**changes: Any) -> Model:
+    """The tiny model with other fields of its experts."""
+    moe = tiny_model().moe
+    assert moe is not None
+    return tiny_model(moe=moe.model_copy(update=changes))
+
+
 def tiny_run(folder: Path, **changes: Any) -> Run:
     """Learnable synthetic data, four steps, everything on; `changes` replace sections of Run."""
     fields: dict[str, Any] = {
@@ -183,14 +190,14 @@ def byte_run(folder: Path, **changes: Any) -> Run:
     return tiny_run(folder, **(fields | changes))
 
 
-def random_model(run: Run) -> Decoder:
-    """The whole model of a run in float32, every tensor and buffer with values of its own."""
+def random_model(run: Run, held_by: torch.dtype = torch.float32) -> Decoder:
+    """The whole model of a run in float32, every tensor and buffer with values of its own that a dtype holds."""
     training = run.training.model_copy(update={"precision": "fp32"})
-    model = build_model(run.model_copy(update={"training": training}), torch.device("cpu"))
+    model = build_model(run.model_copy(update={"training": training}), CPU)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for tensor in model.state_dict().values():
-            tensor.copy_(torch.randn(tensor.shape, generator=generator))
+            tensor.copy_(torch.randn(tensor.shape, generator=generator).to(held_by))
     return model
 
 
