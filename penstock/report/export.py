@@ -25,6 +25,8 @@ from penstock.report.page import plan_figures
 BROWSERS = ("chromium", "chromium-browser", "chrome-headless-shell", "google-chrome", "google-chrome-stable", "chrome")
 """Programs that are looked for, in this order."""
 
+WIDTH_PIXELS = 1000
+
 PATIENCE_SECONDS = 60.0
 """Time limit for drawing; a timeline of 8,192 passes takes 3 s."""
 
@@ -50,25 +52,16 @@ def find_browser() -> str:
     return found
 
 
-def write_images(
-    figures: Sequence[Figure],
-    folder: Path,
-    *,
-    kind: Literal["png", "svg"] = "svg",
-    theme: Literal["light", "dark"] = "light",
-    width: int = 1000,
-    scale: float = 2.0,
-) -> list[Path]:
-    """Write each figure to a file of its name.
-
-    `width` is in pixels, and `scale` is device pixels per pixel of a PNG.
+def write_images(figures: Sequence[Figure], folder: Path, *, kind: Literal["png", "svg"] = "svg") -> list[Path]:
+    """Write each figure to a file of its name, in light colours.
 
     Raises:
         PicturesError: there is no browser or no Plotly, or the browser did not draw.
     """
     browser = find_browser()
     words = {figure.name: [escape(figure.title), escape(figure.caption)] for figure in figures}
-    export = {"theme": theme, "format": kind, "width": width, "scale": scale if kind == "png" else 1, "words": words}
+    scale = 2 if kind == "png" else 1  # device pixels per pixel
+    export = {"theme": "light", "format": kind, "width": WIDTH_PIXELS, "scale": scale, "words": words}
     boxes = "".join(f'<div class="figure" id="{escape(figure.name)}"></div>' for figure in figures)
     body = f'{boxes}<script type="application/json" id="export">{as_script(export)}</script>'
     drawn = open_in_browser(browser, document("export", body, figures, script="export.js"))
@@ -92,7 +85,6 @@ def write_image(plan: Plan, path: Path, *, more: Sequence[Figure] = ()) -> list[
     """Write each figure of a plan next to a path: `plan.svg` gives `plan-memory.svg`, `plan-step-time.svg`, ...
 
     `path` ends in .png or .svg; `more` are further figures, see `penstock.report.page.page`.
-
 
     Raises:
         PicturesError: nothing fits, so nothing can be drawn; or see `write_images`.

@@ -27,12 +27,17 @@ class Figure:
     hint: str = ""  # how to interact with it, after the caption
 
 
+def axis(title: str, **more: Any) -> dict[str, Any]:
+    """An axis of a layout."""
+    return {"title": {"text": title}, **more}
+
+
 def _theme(ink: str, faint: str, grid: str, paper: str, raised: str, hues: Sequence[str]) -> dict[str, Any]:
     """A theme as the layout of a Plotly template.
 
     `raised` is the background of hover labels; `hues` are those of heat maps: zero, half, full, and below zero.
     """
-    axis = {
+    lines = {
         "gridcolor": grid,
         "linecolor": grid,
         "zerolinecolor": grid,
@@ -45,9 +50,10 @@ def _theme(ink: str, faint: str, grid: str, paper: str, raised: str, hues: Seque
         "font": {"family": FONT, "size": 12, "color": ink},
         "paper_bgcolor": paper,
         "plot_bgcolor": paper,
-        "xaxis": axis,
-        "yaxis": axis,
+        "xaxis": lines,
+        "yaxis": lines,
         "hoverlabel": {"bgcolor": raised, "bordercolor": grid, "font": {"family": FONT, "color": ink}},
+        # Above the figure, from the left, in the order of the traces.
         "legend": {
             "orientation": "h",
             "x": 0,
@@ -64,23 +70,11 @@ def _theme(ink: str, faint: str, grid: str, paper: str, raised: str, hues: Seque
     }
 
 
-THEMES: dict[str, dict[str, Any]] = {
-    "light": _theme(
-        ink="#1f2328",
-        faint="#59636e",
-        grid="#e4e7eb",
-        paper="#ffffff",
-        raised="#ffffff",
-        hues=("#f1f3f6", "#e0812c", "#8c1d2f", "#3579c8"),
-    ),
-    "dark": _theme(
-        ink="#e6e8eb",
-        faint="#9aa4b0",
-        grid="#2e343c",
-        paper="#171a1f",
-        raised="#22272e",
-        hues=("#22272e", "#e0812c", "#ffd9b0", "#3579c8"),
-    ),
+_LIGHT_HUES, _DARK_HUES = ("#f1f3f6", "#e0812c", "#8c1d2f", "#3579c8"), ("#22272e", "#e0812c", "#ffd9b0", "#3579c8")
+
+THEMES: dict[str, dict[str, Any]] = {  # colours as in assets/page.css: ink, faint, line, paper, raised
+    "light": _theme("#1f2328", "#59636e", "#e4e7eb", "#ffffff", "#ffffff", _LIGHT_HUES),
+    "dark": _theme("#e6e8eb", "#9aa4b0", "#2e343c", "#171a1f", "#22272e", _DARK_HUES),
 }
 """Layouts by theme."""
 
@@ -90,6 +84,11 @@ def evenly(count: int, most: int) -> list[int]:
     if count <= most:
         return list(range(count))
     return sorted({round(at * (count - 1) / max(1, most - 1)) for at in range(most)})
+
+
+def left_out(shown: int, count: int, what: str) -> str:
+    """A sentence of a caption if a figure shows some only; empty if it shows all."""
+    return f" {shown} of {count} {what}." if shown < count else ""
 
 
 def plotly_json(figure: Figure) -> dict[str, Any]:

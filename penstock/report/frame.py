@@ -11,7 +11,7 @@ import gzip
 import json
 import os
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from html import escape
 from importlib.resources import files
@@ -45,8 +45,7 @@ def document(title: str, body: str, figures: Sequence[Figure], script: str = "pa
 
     In `body`, a figure is an element `<div class="figure" id=NAME>`; `script` is the asset that draws them.
     """
-    # mtime=0: equal content gives an equal file.
-    packed = b64encode(gzip.compress(plotly_script().read_bytes(), mtime=0)).decode()
+    packed = b64encode(gzip.compress(plotly_script().read_bytes(), mtime=0)).decode()  # mtime=0: equal files
     names = [figure.name for figure in figures]
     assert len(set(names)) == len(names), f"pictures have the same name: {names}"
     pictures = {"themes": THEMES, "figures": {figure.name: plotly_json(figure) for figure in figures}}
@@ -93,6 +92,20 @@ def card(figure: Figure, *, is_wide: bool = False) -> str:
 def scrolling(table: str) -> str:
     """A table that can be wider than the page."""
     return f'<div class="scroll">{table}</div>'
+
+
+def table(columns: Mapping[str, str], rows: Iterable[Sequence[str]], *, name: str = "") -> str:
+    """A table of HTML cells with the class `name`. `columns` has the class of cells (or "") by head."""
+
+    def line(tag: str, cells: Iterable[str], kinds: Iterable[str]) -> str:
+        return "".join(
+            f"<{tag}{kind and f' class={kind}'}>{cell}</{tag}>" for cell, kind in zip(cells, kinds, strict=True)
+        )
+
+    heads = line("th", columns, (kind and "text" for kind in columns.values()))
+    body = "".join(f"<tr>{line('td', row, columns.values())}</tr>" for row in rows)
+    start = f'<table class="{name}">' if name else "<table>"
+    return scrolling(f"{start}<thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>")
 
 
 def key_figures(facts: Mapping[str, str], over: str = "") -> str:
