@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,13 +74,29 @@ def _spoiled_gradient(module: nn.Module, inputs: object, output: Tensor) -> Tens
     return output
 
 
+def _train(session: Session, folder: str, spoiler: _Spoiler) -> None:
+    paths = RunFolder(Path(folder))
+    store = open_store(session.run, paths, session.axes.world)
+    train_run(session, paths, store, Progress(), [spoiler], StopRequest())
+
+
+def _saving(folder: str) -> tuple[str, str]:
+    return "checkpoint.enabled=true", f'record.folder="{folder}"'
+
+
+def _report_in(folder: Path) -> dict[str, Any]:
+    """What was written of a figure that is not finite, which must name the checkpoint of the step before."""
+    report: dict[str, Any] = json.loads((folder / "nonfinite.json").read_text())
+    assert report["checkpoint"] == str(folder / "checkpoints" / "step-000001")
+    return report
+
+
 def _halted(overrides: tuple[str, ...], folder: str, where: str, rank: int) -> tuple[str, bool]:
     """The line that ends this rank, and whether what was saved is the state before the step."""
-    session = start_session((*overrides, "checkpoint.enabled=true", f'record.folder="{folder}"'))
-    store = open_store(session.run, RunFolder(Path(folder)), session.axes.world)
+    session = start_session((*overrides, *_saving(folder)))
     spoiler = _Spoiler(session, where, rank)
     with pytest.raises(NonFiniteError) as refusal:
-        train_run(session, RunFolder(Path(folder)), store, Progress(), [spoiler], StopRequest())
+        _train(session, folder, spoiler)
 
     again = start_session((*overrides, f'record.folder="{folder}"'))
     reader = open_store(again.run, RunFolder(Path(folder)), again.axes.world)
@@ -107,11 +124,10 @@ def test_what_breaks_on_one_rank_ends_all_with_its_place_and_the_state_before(
     assert len(set(lines)) == 1
     kind, name = where.split()
     layer = int(name.split(".")[1])
-    report = json.loads((tmp_path / "nonfinite.json").read_text())
+    report = _report_in(tmp_path)
     origin = report["origin"]
     assert (report["step"], origin["place"], origin["layer"]) == (2, kind, layer)
     assert origin["name"] == name if kind != "gradient" else origin["name"].startswith(f"blocks.{layer}.ffn")
-    assert report["checkpoint"] == str(tmp_path / "checkpoints" / "step-000001")
     assert f"of step 2 is nan: it began in the {kind} of {origin['name']} (layer {layer}); fix: read " in lines[0]
     assert all(same), "not the state before the step"
 
@@ -132,21 +148,16 @@ def test_a_rank_without_memory_to_look_ends_the_search_of_all(ranks: Pool, tmp_p
     first, second = ranks.run(2, _halted_without_memory, str(tmp_path), "own_rows", 1)
     assert first == second
     assert f"of step 2 is nan: {NO_ORIGIN}; fix: read " in first
-    report = json.loads((tmp_path / "nonfinite.json").read_text())
-    assert report["origin"] is None
-    assert report["checkpoint"] == str(tmp_path / "checkpoints" / "step-000001")
+    assert _report_in(tmp_path)["origin"] is None
 
 
 def _halted_in_a_pass(folder: str, rank: int) -> None:
     """Train until a layer's gradient is spoiled; a rank has no memory left for a pass of the search."""
-    settings = (*layout("expert=2"), "evaluation.rows=0", "checkpoint.enabled=true", f'record.folder="{folder}"')
-    session = start_session(settings)
-    store = open_store(session.run, RunFolder(Path(folder)), session.axes.world)
-    spoiler = _Spoiler(session, "gradient blocks.4.ffn.experts", rank)
+    session = start_session((*layout("expert=2"), "evaluation.rows=0", *_saving(folder)))
     if dist.get_rank() == rank:
         experts = session.model.whole.get_submodule("blocks.3.ffn.experts")
         experts.register_forward_hook(_no_memory_to_look)
-    train_run(session, RunFolder(Path(folder)), store, Progress(), [spoiler], StopRequest())
+    _train(session, folder, _Spoiler(session, "gradient blocks.4.ffn.experts", rank))
 
 
 def _no_memory_to_look(module: nn.Module, *arguments: object) -> None:
@@ -167,9 +178,8 @@ def test_a_rank_without_memory_in_the_middle_of_a_pass_keeps_no_other_waiting(tm
     for text in texts:
         assert f"NonFiniteError: the gradient norm of step 2 is nan: {NO_ORIGIN}; fix: read " in text
     assert "hangs" not in str(caught.value)
-    report = json.loads((tmp_path / "nonfinite.json").read_text())
+    report = _report_in(tmp_path)
     assert (report["figure"], report["step"], report["origin"]) == ("gradient norm", 2, None)
-    assert report["checkpoint"] == str(tmp_path / "checkpoints" / "step-000001")
 
 
 # A file system that shows ranks different things
@@ -199,8 +209,7 @@ def test_a_rank_that_does_not_see_the_checkpoint_keeps_all_from_starting_anew(
     blind: int, ranks: Pool, tmp_path: Path
 ) -> None:
     (first, is_whole), other = ranks.run(2, _resumed, str(tmp_path), blind, timeout=30)
-    assert other == (first, is_whole)
-    assert is_whole
+    assert other == (first, is_whole) and is_whole
     assert f"not every rank sees {tmp_path}/checkpoints/step-000002; got 1 of 2 that do not: rank {blind}" in first
 
 
@@ -240,7 +249,7 @@ def kill_a_rank() -> Callable[[signal.Signals], None]:
 
     Numbers of processes begin anew at some point, so the greatest is not always the youngest.
     """
-    others = set(multiprocessing.active_children())
+    others = set(multiprocessing.active_children())  # the pool's
 
     def kill(number: signal.Signals) -> None:
         (*_, rank) = set(multiprocessing.active_children()) - others
@@ -292,12 +301,13 @@ def test_a_run_that_diverges_on_two_ranks_says_so_once(tiny: Path, capfd: pytest
     assert json.loads(RunFolder(tiny / "runs" / "tiny").nonfinite.read_text())["step"] == 2
 
 
-@pytest.mark.often("data.files*")
+@pytest.mark.often("data.files*", "training*")
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ("data.files=['gone.txt']", "gone.txt"),  # every rank finds it
         ("record.folder=tiny.toml", "cannot make a run folder in tiny.toml"),  # the first rank finds it
+        ("training.micro_batch=4", "x data-parallel ranks (4 x 2)"),  # no rank is started
     ],
 )
 def test_what_ranks_cannot_start_with_is_said_once(
@@ -306,17 +316,8 @@ def test_what_ranks_cannot_start_with_is_said_once(
     more = ("data.source=text", "model.vocab_size=257") if "files" in override else ()
     assert main(["train", "tiny.toml", override, *more, "parallel.expert=2", "--processes", "2"]) == 2
     (line,) = lines_of(capfd.readouterr().err)
-    assert line.startswith("error: ")
-    assert message in line
+    assert line.startswith("error: ") and message in line
     assert sorted(path.name for path in tiny.iterdir()) == ["tiny.toml"]
-
-
-def test_a_batch_that_the_ranks_do_not_divide_is_refused_before_any_is_started(
-    tiny: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["train", "tiny.toml", "--processes", "3"]) == 2
-    (line,) = capfd.readouterr().err.splitlines()
-    assert "training.global_batch must be a multiple of training.micro_batch x data-parallel ranks (2 x 3)" in line
 
 
 # What is less than the ranks
