@@ -70,9 +70,7 @@ class AttentionOutput:
     """Results of a fused backend."""
 
     o_BHSM: Tensor
-    log_sums: (
-        Tensor  # of each query, float32 or wider: B x H x S, in some backends padded along S or x 1
-    )
+    log_sums: Tensor  # of each query, float32 or wider: B x H x S, in some backends padded along S or x 1
     rest: tuple[Any, ...] = ()  # further arguments of the backend's backward
 
 
