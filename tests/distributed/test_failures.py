@@ -306,7 +306,7 @@ def test_a_run_that_diverges_on_two_ranks_says_so_once(tiny: Path, capfd: pytest
     ("override", "message"),
     [
         ("data.files=['gone.txt']", "gone.txt"),  # every rank finds it
-        ("record.folder=tiny.toml", "cannot make a run folder in tiny.toml"),  # the first rank finds it
+        ("record.folder=tiny.toml/runs", "cannot make a run folder in tiny.toml/runs"),  # the first rank finds it
         ("training.micro_batch=4", "x data-parallel ranks (4 x 2)"),  # no rank is started
     ],
 )
