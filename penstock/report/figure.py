@@ -87,7 +87,7 @@ def evenly(count: int, most: int) -> list[int]:
 
 
 def left_out(shown: int, count: int, what: str) -> str:
-    """A sentence of a caption if a figure shows some only; empty if it shows all."""
+    """The sentence of a caption that says how many are shown; empty if all are."""
     return f" {shown} of {count} {what}." if shown < count else ""
 
 

@@ -122,8 +122,7 @@ def gather(path: Path, *, on: str | None = None, plans: bool = True) -> RunEvide
         RunFolderError: its metrics or starts cannot be read.
         HardwareError: `on` is not known hardware.
     """
-    found = _of_run(path) if is_run(path) else RunEvidence(path=path, judged=_judged_by(RunFacts()), lacks=_NO_RUN)
-    found = _with_traces(found)
+    found = _with_traces(_of_run(path) if is_run(path) else _of_traces(path))
     if found.answer is None and not is_run(path):
         raise TraceError(found.lacks.trace)
     evidence = found.judged if found.answer is None else evidence_of(found.answer, found.facts)
@@ -141,22 +140,19 @@ def gather(path: Path, *, on: str | None = None, plans: bool = True) -> RunEvide
     )
 
 
-def _judged_by(facts: RunFacts) -> Evidence:
-    return Evidence(source="none", ranks=(), facts=facts)
-
-
-_NO_RUN = MissingReasons(steps="these are traces, not the folder of a run, so there are no metrics")
+def _of_traces(path: Path) -> RunEvidence:
+    lacks = MissingReasons(steps="these are traces, not the folder of a run, so there are no metrics")
+    return RunEvidence(path=path, judged=Evidence(source="none", ranks=(), facts=RunFacts()), lacks=lacks)
 
 
 def _of_run(path: Path) -> RunEvidence:
     lines = [line for line in json_lines(path / METRICS, LAYERS) if isinstance(line.get("step"), int)]
     facts, missing = facts_of(path, lines)
-    starts = tuple(json_lines(path / STARTS))
     return RunEvidence(
         path=path,
-        judged=_judged_by(facts),
+        judged=Evidence(source="none", ranks=(), facts=facts),
         lines=tuple(lines),
-        starts=starts,
+        starts=tuple(json_lines(path / STARTS)),
         lacks=MissingReasons(steps="; ".join(missing)),
     )
 
@@ -238,9 +234,10 @@ def clock_of(evidence: RunEvidence, ranks: Sequence[RankAnalysis]) -> StepClock:
     number = last_step(ranks)
     windows = {one.rank: window_us(one, number) for one in ranks}
     clocks, order = evidence.answer.collectives.meetings.clocks, evidence.answer.collectives.calls.ranks
-    ahead = {rank: float(clocks.ahead_us[place]) for place, rank in enumerate(order)}
-    island = {rank: 0 if evidence.is_host else int(clocks.island[place]) for place, rank in enumerate(order)}
-    main = Counter(island[rank] for rank in windows).most_common(1)[0][0]
+    ahead = dict(zip(order, clocks.ahead_us.tolist(), strict=True))
+    # Processes on the CPUs of one machine share its clock.
+    island = dict(zip(order, (0 * clocks.island if evidence.is_host else clocks.island).tolist(), strict=True))
+    main = Counter(island[rank] for rank in windows).most_common(1)[0][0]  # the largest island
     together = [rank for rank in windows if island[rank] == main]
     begin = min(windows[rank][0] - ahead[rank] for rank in together)
     zero = {rank: begin + ahead[rank] if rank in together else windows[rank][0] for rank in windows}

@@ -20,7 +20,7 @@ from penstock.layout.actions import Kind, Schedule
 from penstock.layout.clock import Playback
 from penstock.plan.projection import Projection
 from penstock.report.colours import HELD, HUES, IDLE, KERNELS, ink_on, shade
-from penstock.report.figure import Figure, evenly
+from penstock.report.figure import Figure, axis, evenly, left_out
 
 BOX_POINTS = 6
 
@@ -98,6 +98,7 @@ def activation_shares(projection: Projection) -> ActivationShares:
 
 def planned(schedule: Schedule, playback: Playback, shares: ActivationShares = WHOLE_MICRO_BATCHES) -> Timeline:
     """The timeline of a schedule and its playback; by default a rank holds micro-batches."""
+    # By rank; `held` are changes of the held memory: time and amount.
     intervals: defaultdict[int, list[Interval]] = defaultdict(list)
     held: defaultdict[int, list[tuple[float, float]]] = defaultdict(lambda: [(0.0, 0.0)])
     paired = {
@@ -108,7 +109,7 @@ def planned(schedule: Schedule, playback: Playback, shares: ActivationShares = W
         for action in unit
     }
     sizes, freed = shares.activation or (1 / schedule.stages_per_rank,) * schedule.stages, shares.freed_by_input
-    # Change of the held memory, relative to the stage's share.
+    # Change of the held memory by a pass, as a multiple of the stage's share.
     changes = {Kind.FORWARD: 1.0, Kind.BACKWARD: -1.0, Kind.INPUT: -freed, Kind.WEIGHT: freed - 1.0}
     for event in playback.events:
         stage, kind, micro_batch = event.action
@@ -117,9 +118,8 @@ def planned(schedule: Schedule, playback: Playback, shares: ActivationShares = W
         what = PipelinePass(kind=kind, stage=stage, micro_batch=micro_batch)
         is_pair = (event.rank, event.action) in paired
         intervals[event.rank].append(pass_interval(what, times, chunk, is_pair=is_pair))
-        change = changes[kind] * sizes[stage]
         # A forward allocates at its start; a backward frees at its end.
-        held[event.rank].append((event.start if kind is Kind.FORWARD else event.end, change))
+        held[event.rank].append((event.start if kind is Kind.FORWARD else event.end, changes[kind] * sizes[stage]))
     lanes = [
         TimelineLane(name=f"rank {rank}", intervals=tuple(intervals[rank]), held=_summed(held[rank]))
         for rank in range(schedule.ranks)
@@ -214,21 +214,19 @@ class _Row:
 def _rows(timelines: Sequence[Timeline]) -> list[_Row]:
     """Lanes of all timelines, those of one place below each other."""
     several = len(timelines) > 1
-    placed = [
-        (number if lane.place is None else lane.place, order, lane)
-        for order, timeline in enumerate(timelines)
+    rows = [
+        _Row(
+            name=f"{lane.name} {timeline.name}" if several else lane.name,
+            place=number if lane.place is None else lane.place,
+            lane=lane,
+            span=span,
+            gaps=timeline.gaps,
+        )
+        for timeline in timelines
+        for span in [timeline.span]
         for number, lane in enumerate(timeline.lanes)
     ]
-    return [
-        _Row(
-            name=f"{lane.name} {timelines[order].name}" if several else lane.name,
-            place=place,
-            lane=lane,
-            span=timelines[order].span,
-            gaps=timelines[order].gaps,
-        )
-        for place, order, lane in sorted(placed, key=lambda one: one[:2])
-    ]
+    return sorted(rows, key=lambda row: row.place)  # stable: of one place in the order of the timelines
 
 
 def _few(rows: list[_Row]) -> tuple[list[_Row], str]:
@@ -239,7 +237,7 @@ def _few(rows: list[_Row]) -> tuple[list[_Row], str]:
     if boxes <= MOST_BOXES or len(places) <= most:
         return rows, ""
     kept = {places[at] for at in evenly(len(places), most)}
-    return [row for row in rows if row.place in kept], f"{len(kept)} of {len(places)} ranks are drawn."
+    return [row for row in rows if row.place in kept], left_out(len(kept), len(places), "ranks are drawn").strip()
 
 
 def _idle_share(timeline: Timeline) -> float:
@@ -250,8 +248,7 @@ def _idle_share(timeline: Timeline) -> float:
 
 def _covered(lane: TimelineLane) -> float:
     """Time in which a lane has any interval."""
-    # Length of the union: a sweep over intervals sorted by start.
-    until = covered = 0.0
+    until = covered = 0.0  # the sweep has come to `until`
     for one in sorted(lane.intervals, key=lambda interval: interval.start):
         covered += max(0.0, one.end - max(one.start, until))
         until = max(until, one.end)
@@ -337,7 +334,7 @@ def _held(rows: list[_Row], size: float, held: tuple[float, str]) -> list[dict[s
         for (time, value), (until, _) in pairwise([*row.lane.held, (row.span, 0.0)]):
             xs += [rounded(time / size), rounded(until / size)]
             ys += [round(bottom + value * high, 4)] * 2
-        xs += [rounded(row.span / size), 0.0, None]
+        xs += [rounded(row.span / size), 0.0, None]  # back along the bottom; None ends the outline
         ys += [bottom, bottom, None]
     trace = {"type": "scatter", "mode": "lines", "fill": "toself", "x": xs, "y": ys, "hoverinfo": "skip"}
     style = {"name": "held", "fillcolor": HELD, "opacity": 0.9, "line": {"width": 0}, "legendrank": 2001}
@@ -347,9 +344,9 @@ def _held(rows: list[_Row], size: float, held: tuple[float, str]) -> list[dict[s
 def _layout(rows: list[_Row], span: float) -> Mapping[str, Any]:
     size, unit = time_unit(span)
     return {
-        "xaxis": {"title": {"text": f"time in the step ({unit})"}, "range": [0, span / size], "showgrid": False},
+        "xaxis": axis(f"time in the step ({unit})", range=[0, span / size], showgrid=False),
         "yaxis": {
-            "tickvals": [-place for place in range(len(rows))],
+            "tickvals": [-place for place in range(len(rows))],  # the first lane is on top
             "ticktext": [f"{row.name} \u00b7 {row.idle:.0%} {row.gaps}" for row in rows],
             "range": [0.5 - len(rows), 0.5],
             "fixedrange": True,
