@@ -30,9 +30,8 @@ class Command:
     def starts_a_run(self) -> bool:
         """It trains a preset. A file of one's own, or a run to go on with, is not here to be read."""
         words = self.words
-        return (
-            words[:2] == ["penstock", "train"] and not {"--resume", "--dry-run"} & {*words} and ".toml" not in words[2]
-        )
+        is_new = not {"--resume", "--dry-run"} & {*words}
+        return words[:2] == ["penstock", "train"] and is_new and ".toml" not in words[2]
 
     def __str__(self) -> str:
         return f"{self.file}: {' '.join(self.words)}"

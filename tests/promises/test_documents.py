@@ -59,9 +59,8 @@ def dead_links(path: Path) -> list[str]:
     """Links and paths of a document that lead nowhere."""
     text = path.read_text(encoding="utf-8")
     found = []
-    for target in (match["target"] for match in LINK.finditer(BLOCK.sub("", text))):
-        if target.startswith(("http://", "https://", "mailto:")):
-            continue
+    targets = [match["target"] for match in LINK.finditer(BLOCK.sub("", text))]
+    for target in (one for one in targets if not one.startswith(("http://", "https://", "mailto:"))):
         name, _, anchor = target.partition("#")
         there = (path.parent / name).resolve() if name else path
         if not there.exists():
@@ -73,11 +72,7 @@ def dead_links(path: Path) -> list[str]:
 
 
 def parse_penstock(words: list[str]) -> None:
-    """Let the command line read the words without doing anything.
-
-    Raises:
-        typer.TyperException: an unknown verb or option, a missing argument or one too many.
-    """
+    """Let the command line read the words without doing anything. Raises a TyperException for wrong ones."""
     context = typer.main.get_command(app).make_context("penstock", list(words))
     # A group keeps what comes after its own options; its verb reads that.
     while isinstance(context.command, TyperGroup):

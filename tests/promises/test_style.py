@@ -38,11 +38,7 @@ BROKEN = [
     ("prose_is_plain", "penstock/a.py", f"x = 1  # {'who'} reads it\n"),
     ("prose_is_plain", "tests/a.py", f'"""For {"nobody"}."""\n'),
     ("prose_is_plain", "penstock/a.py", f'raise ValueError("{"Somebody"} waits")\n'),
-    (
-        "prose_is_plain",
-        "penstock/a.py",
-        'def f(x):\n    """adds.\n\n    Args:\n        x: LIKEWISE.\n    """\n'.lower(),
-    ),
+    ("prose_is_plain", "tests/a.py", 'def f(x):\n    """adds.\n\n    Args:\n        x: LIKEWISE.\n    """\n'.lower()),
 ]
 
 KEPT = [
