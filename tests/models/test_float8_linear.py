@@ -11,21 +11,11 @@ from torch import Tensor, nn
 
 from penstock.config.model import LatentAttention
 from penstock.kernels import rope
-from penstock.kernels.float8 import latent_heads
+from penstock.kernels.float8 import latent_heads, recipes
 from penstock.kernels.float8.gradient_side_channel import GradientSideChannel
 from penstock.kernels.float8.operators import REFERENCE, Float8Rule
 from penstock.kernels.float8.quantized import RowColQuantized
-from penstock.kernels.float8.recipes import (
-    BLOCKWISE,
-    BLOCKWISE_SQUARE,
-    E4M3,
-    E5M2,
-    MXFP8,
-    RECIPES,
-    ROWWISE,
-    Format,
-    Recipe,
-)
+from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, E4M3, E5M2, MXFP8, ROWWISE, Format, Recipe
 from penstock.kernels.float8.triton_operators import TRITON
 from penstock.kernels.operators import REFERENCE as PLAIN
 from penstock.models.ffn import FeedForward
@@ -96,7 +86,7 @@ def counted_bytes(module: nn.Module) -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("gradient", [E4M3, E5M2], ids=lambda form: form.name)
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("recipe", recipes.RECIPES.values(), ids=recipes.RECIPES)
 def test_all_three_products_are_near_those_of_float32(recipe: Recipe, gradient: Format) -> None:
     matrix = matrix_of(layer_context_of(recipe, gradient))
     # Some columns are larger than others, as activations have them.
@@ -109,7 +99,7 @@ def test_all_three_products_are_near_those_of_float32(recipe: Recipe, gradient: 
     assert decibels(matrix.weight.grad, dy.flatten(0, 1).T @ x.flatten(0, 1)) > BARS[gradient.name]
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("recipe", recipes.RECIPES.values(), ids=recipes.RECIPES)
 def test_outliers_and_zeros_give_no_nan(recipe: Recipe) -> None:
     matrix = matrix_of(layer_context_of(recipe))
     x, dy = random(T, D, seed=5), random(T, OUT, seed=6)
