@@ -1,16 +1,19 @@
-"""A source for tests: documents in a list, and strategies that make such sources."""
+"""A source for tests: documents in a list, strategies that make such sources, and a loader of a small batch."""
 
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
 from penstock.data.documents import CorruptRecords
+from penstock.data.loader import Loader
+from penstock.data.mixture import Text
 from penstock.data.shards import Shards
-from penstock.data.sources import SplitFilter, Tokens, fingerprint_of
+from penstock.data.sources import Source, SplitFilter, Tokens, fingerprint_of
 from penstock.data.tokenizer import ByteTokenizer, open_tokenizer
 from penstock.data.tokenizer_rules import Tokenizer
 
@@ -41,13 +44,8 @@ class InShards(Shards):
         corrupt: CorruptRecords | None = None,
         keep: SplitFilter | None = None,
     ) -> None:
-        super().__init__(
-            ByteTokenizer(),
-            fingerprint_of(shards),
-            block=block,
-            corrupt=corrupt or CorruptRecords(),
-            keep=keep or SplitFilter(),
-        )
+        corrupt, keep = corrupt or CorruptRecords(), keep or SplitFilter()
+        super().__init__(ByteTokenizer(), fingerprint_of(shards), block=block, corrupt=corrupt, keep=keep)
         self._shards = shards
         self.opened: list[tuple[int, int]] = []
 
@@ -96,6 +94,11 @@ sources = st.lists(documents, min_size=1, max_size=8).filter(any).map(lambda cho
 
 larger_sources = st.lists(documents, min_size=35, max_size=50).filter(any).map(lambda chosen: InMemory(tuple(chosen)))
 """Sources with more documents than a loader has lanes."""
+
+
+def loader_of(text: Source | Text, **changes: Any) -> Loader:
+    sizes: dict[str, Any] = {"rows": 4, "sequence_length": 5, "seed": 3, "document_mask": True}
+    return Loader(text, **(sizes | changes))
 
 
 def numbered(*sizes: int) -> InMemory:

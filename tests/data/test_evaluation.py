@@ -93,11 +93,10 @@ def test_rows_are_windows_of_the_line_at_even_distances(source: InMemory, limit:
 
 def test_the_last_batch_is_padded_to_full_size() -> None:
     evaluation = evaluate(numbered(9), rows=2, sequence_length=3)
-    assert [batch.tokens_BS.tolist() for batch in evaluation.batches] == [
-        [[0, 1, 2], [3, 4, 5]],
-        [[6, 7, 8], [END, END, END]],
-    ]
-    assert evaluation.batches[1].labels_BS.tolist() == [[7, 8, END], [IGNORED_LABEL] * 3]
+    first, last = evaluation.batches
+    assert first.tokens_BS.tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert last.tokens_BS.tolist() == [[6, 7, 8], [END, END, END]]
+    assert last.labels_BS.tolist() == [[7, 8, END], [IGNORED_LABEL] * 3]
     assert evaluation.tokens == 9
 
 

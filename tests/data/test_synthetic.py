@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from penstock.base.errors import DataError
+from penstock.data.sources import Split
 from penstock.data.synthetic import LONGEST, MarkovTokens, RandomTokens, SyntheticTokens
 
 KINDS = [RandomTokens, MarkovTokens]
@@ -64,16 +65,12 @@ def test_the_learnable_language_has_its_stated_entropy_only_after_two_symbols(se
 
 
 def test_both_splits_speak_the_same_language() -> None:
-    def triples(source: MarkovTokens, documents: int) -> set[tuple[int, ...]]:
-        return {
-            triple
-            for index in range(documents)
-            for tokens in [source.read(index).tolist()]
-            for triple in zip(tokens, tokens[1:], tokens[2:], strict=False)
-        }
+    def triples(split: Split, documents: int) -> set[tuple[int, ...]]:
+        source = MarkovTokens(split, vocab_size=257, seed=1)
+        read = (source.read(index).tolist() for index in range(documents))
+        return {triple for tokens in read for triple in zip(tokens, tokens[1:], tokens[2:], strict=False)}
 
-    train = triples(MarkovTokens("train", vocab_size=257, seed=1), 1000)
-    assert triples(MarkovTokens("validation", vocab_size=257, seed=1), 5) <= train
+    assert triples("validation", 5) <= triples("train", 1000)
 
 
 @pytest.mark.parametrize(("kind", "least"), [(RandomTokens, 2), (MarkovTokens, 5)])

@@ -65,12 +65,8 @@ def sentencepiece_model(path: Path, *, lossless: bool = True, end: bool = True) 
     return path
 
 
-RANKS = {
-    **{bytes([byte]): byte for byte in range(256)},
-    **{
-        text.encode(): 256 + place for place, text in enumerate(["th", "the", " the", "tu", "ee", "\u00e9", "12", "  "])
-    },
-}
+MERGED = ("th", "the", " the", "tu", "ee", "\u00e9", "12", "  ")
+RANKS = {token: rank for rank, token in enumerate([*(bytes([byte]) for byte in range(256)), *map(str.encode, MERGED)])}
 
 
 def tiktoken_lines(ranks: dict[bytes, int]) -> str:
