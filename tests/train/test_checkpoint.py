@@ -256,23 +256,13 @@ def test_some_of_the_tensors_can_be_loaded(saved: CheckpointStore, monkeypatch: 
         saved.load(2, {"model.more": whole(torch.zeros(7))}, all_of_it=False)
 
 
-def test_what_waits_in_host_memory_shares_blocks_of_sizes_that_pinning_does_not_round(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_waits_in_host_memory_shares_blocks_of_sizes_that_pinning_does_not_round(tmp_path: Path) -> None:
     tensors = {f"w{number}": torch.ones(3, 1 << 13) for number in range(40)}
     tensors |= {f"low{number}": torch.ones(3, 1 << 13).bfloat16() for number in range(40)}
-    staged: dict[str, ShardedTensor] = {}
-
-    def write(folder: Path, parts: Mapping[str, ShardedTensor], rank: int) -> WrittenFiles:
-        staged.update(parts)
-        return write_parts(folder, parts, rank)
-
-    write_parts = checkpoint.write_parts
-    monkeypatch.setattr(checkpoint, "write_parts", write)
     store = CheckpointStore(tmp_path, keep=0, asynchronous=True)
     store.save(1, _parts(tensors), {})
     store.close()
-    storages = [part.tensor.untyped_storage() for part in staged.values()]
+    storages = [tensor.untyped_storage() for tensor in store._staged.values()]
     blocks = {storage.data_ptr(): storage.nbytes() for storage in storages}
     assert all(size.bit_count() == 1 for size in blocks.values())
     assert sum(blocks.values()) < 1.15 * sum(tensor.nbytes for tensor in tensors.values())

@@ -5,8 +5,9 @@ import gc
 import json
 import math
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -194,28 +195,34 @@ def test_a_run_can_go_on_for_longer(tmp_path: Path) -> None:
     assert "steps = 6" in folder.config.read_text()
 
 
+def spoil_from(monkeypatch: pytest.MonkeyPatch, step: int, path: str, spoil: Callable[..., Tensor]) -> None:
+    """From a step on, put a hook on the output of a module."""
+    real, steps = loop.train_step, count(1)
+
+    def spoiled(model: RankModel, *rest: object) -> object:
+        if next(steps) == step:
+            model.whole.get_submodule(path).register_forward_hook(spoil)
+        return real(model, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(loop, "train_step", spoiled)
+
+
+def times_nan(module: object, inputs: object, output: Tensor) -> Tensor:
+    return output * math.nan
+
+
 @pytest.mark.parametrize(("figure", "place"), [("loss", "output"), ("gradient norm", "gradient")])
 def test_a_step_that_is_not_finite_ends_the_run_before_it(
     figure: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, real = tiny_run(tmp_path / "broken"), loop.train_step
-
-    def spoiled(model: RankModel, *rest: object) -> object:
-        # From the third step on, the output of a layer or only its gradient is NaN.
-        if real_steps.pop() == 3:
-            layer = model.whole.get_submodule("blocks.1.ffn.experts")
-            layer.register_forward_hook(spoil)
-        return real(model, *rest)  # type: ignore[arg-type]
-
     def spoil(module: object, inputs: object, y_RD: Tensor) -> Tensor:
         if place == "output":
             return y_RD * math.nan
         y_RD.register_hook(lambda gradient: gradient * math.nan)
         return y_RD
 
-    real_steps = [4, 3, 2, 1]
-    monkeypatch.setattr(loop, "train_step", spoiled)
-    recorder = Recorder()
+    spoil_from(monkeypatch, 3, "blocks.1.ffn.experts", spoil)
+    run, recorder = tiny_run(tmp_path / "broken"), Recorder()
     with pytest.raises(NonFiniteError, match=f"the {figure} of step 3 is nan: it began in the {place} of"):
         start(run, [recorder])
     assert recorder.is_closed
@@ -238,23 +245,13 @@ def test_a_step_that_is_not_finite_ends_the_run_before_it(
 def test_the_state_before_a_first_step_that_is_not_finite_is_saved_if_checkpoints_are_enabled(
     saves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spoil_the_first_step(monkeypatch)
+    spoil_from(monkeypatch, 1, "norm", times_nan)
     newest = ".*step-000000" if saves else "none"
     with pytest.raises(NonFiniteError, match=f"1 is nan: it began in the output of norm.*newest checkpoint: {newest}"):
         start(tiny_run(tmp_path, checkpoint=Checkpoint(enabled=saves)))
     folder = RunFolder(tmp_path / "tiny")
     assert [path.name for path in folder.checkpoints.iterdir()] == (["step-000000"] if saves else [])
     assert (json.loads(folder.nonfinite.read_text())["checkpoint"] is None) != saves
-
-
-def spoil_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = loop.train_step
-
-    def spoiled(model: RankModel, *rest: object) -> object:
-        model.whole.get_submodule("norm").register_forward_hook(lambda module, inputs, output: output * math.nan)
-        return real(model, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(loop, "train_step", spoiled)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -269,7 +266,7 @@ def test_a_full_disk_does_not_hide_a_step_that_is_not_finite(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "write_parts", no_space)
-    spoil_the_first_step(monkeypatch)
+    spoil_from(monkeypatch, 1, "norm", times_nan)
     message = (
         r"^the loss of step 1 is nan: it began in the output of norm, micro-batch 0; nothing was saved: "
         r"cannot write \S+step-000000; got No space left on device; fix: read \S+; newest checkpoint: none$"

@@ -11,18 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from penstock.base.spans import Span
-from penstock.config.load import load_run
 from penstock.config.parallel import Recompute
 from penstock.config.training import Profile
-from penstock.parallel.launch.environment import Environment
 from penstock.train.loop import Progress, open_store, train_run
 from penstock.train.profile import memory_lines
 from penstock.train.run_folder import RunFolder
 from penstock.train.setup import prepare
 from penstock.train.stop import StopRequest
+from tests.distributed.one_loss import start_session
 from tests.distributed.pool import Pool
 from tests.train.test_loop import EndsAfter, lines_of, start
 from tests.train.tiny_run import ENVIRONMENT, TRAINING, Recorder, tiny_run
@@ -168,23 +166,16 @@ def test_memory_of_a_span_is_what_was_held_at_its_end_and_at_most() -> None:
     assert all(line["reserved_bytes"] == 2 * line["allocated_bytes"] for line in memory_lines(events))
 
 
-def _train_on_ranks(folder: str, overrides: tuple[str, ...]) -> None:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    environment = Environment(
-        color=False, threads=1, world_size=world, rank=rank, local_rank=rank, local_world_size=world
-    )
-    steps = ["training.steps=3", "profile.start=2", "profile.steps=2", "evaluation.rows=0", "schedule.warmup_steps=1"]
-    run = load_run("debug", [*steps, *overrides])
-    home = RunFolder(Path(folder))
-    session = prepare(run, environment)
-    train_run(session, home, open_store(run, home, session.axes.world), Progress(), [], StopRequest())
+def _train_on_ranks(folder: str, layout: str) -> None:
+    steps = ("training.steps=3", "profile.start=2", "profile.steps=2", "evaluation.rows=0", "training.micro_batch=2")
+    session, home = start_session((*steps, layout)), RunFolder(Path(folder))
+    train_run(session, home, open_store(session.run, home, session.axes.world), Progress(), [], StopRequest())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["parallel.expert=2", "parallel.pipeline=2"])
 def test_two_ranks_leave_traces_that_name_what_they_did(layout: str, ranks: Pool, tmp_path: Path) -> None:
-    overrides = (layout, "device=cpu", "checkpoint.enabled=false", "training.global_batch=8", "training.micro_batch=2")
-    ranks.run(2, _train_on_ranks, str(tmp_path), overrides)
+    ranks.run(2, _train_on_ranks, str(tmp_path), layout)
     for rank in (0, 1):
         trace = trace_of(RunFolder(tmp_path), rank)
         names = set(names_in(trace))

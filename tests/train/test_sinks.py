@@ -142,12 +142,12 @@ def drive(sink: BackgroundSink, start: RunStart, steps: int) -> None:
     for step in range(1, steps + 1):
         sink.stepped(step_report(step))
     sink.saved(steps)
+    sink.closed()
 
 
 def test_everything_reaches_a_sink_in_its_order(start: RunStart) -> None:
     inner = Sink()
     drive(inner.sink, start, 3)
-    inner.sink.closed()
     assert inner.starts == [start]
     assert [report.step for report in inner.reports] == [1, 2, 3]
     assert (inner.saves, inner.is_closed, inner.told) == ([3], True, [])
@@ -156,8 +156,7 @@ def test_everything_reaches_a_sink_in_its_order(start: RunStart) -> None:
 def test_a_sink_that_fails_is_told_once_and_closed(start: RunStart) -> None:
     inner = Sink(fails_at=2)
     drive(inner.sink, start, 9)
-    for _ in range(2):
-        inner.sink.closed()
+    inner.sink.closed()
     assert inner.told == ["a service is off from here on, the run goes on without it (ConnectionError: the service)"]
     assert [report.step for report in inner.reports] == [1, 2]
     assert inner.is_closed
@@ -179,7 +178,6 @@ def test_a_sink_that_cannot_be_opened_is_told_once(error: BaseException, told: s
 
     sink = BackgroundSink("the endpoint", open_sink, lines.append)
     drive(sink, start, 3)
-    sink.closed()
     assert lines == [f"the endpoint is off from here on, the run goes on without it ({told})"]
     assert threads[0] is not threading.current_thread() and not threads[0].is_alive()
 
@@ -200,7 +198,6 @@ def test_a_slow_sink_misses_steps_and_the_run_does_not_wait(start: RunStart) -> 
 def test_a_sink_that_hangs_is_left_behind(start: RunStart) -> None:
     inner = Sink(waits_at=1, close_seconds=0.05)
     drive(inner.sink, start, 2)
-    inner.sink.closed()
     assert inner.told == ["a service has not ended after 0.05 s and is left behind"]
     inner.gate.set()  # so that the thread ends with the test
 
