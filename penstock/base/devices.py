@@ -34,7 +34,7 @@ CHIPS: tuple[Chip, ...] = (
     Chip("MI350X", "gfx950", "AMD Instinct MI350X", 2307e12, 4614e12, 144.2e12, 8e12, "AMD Instinct MI350X data sheet"),
     Chip("MI355X", "gfx950", "AMD Instinct MI355X", 2517e12, 5033e12, 157.3e12, 8e12, "AMD Instinct MI355X data sheet"),
     Chip("GB200", "sm_100", "NVIDIA GB200", 2500e12, 5000e12, 80e12, 8e12, "NVIDIA GB200 NVL72 data sheet"),
-    Chip("GB300", "sm_103", "NVIDIA GB300", 2500e12, 5000e12, None, 8e12, "NVIDIA GB300 NVL72 data sheet"),
+    Chip("GB300", "sm_103", "NVIDIA GB300", 2500e12, 5000e12, 80e12, 8e12, "NVIDIA GB300 NVL72 data sheet"),
     Chip("B300", "sm_103", "NVIDIA B300 SXM6 AC", 2250e12, 4500e12, 75e12, 8e12, "NVIDIA HGX B300 data sheet"),
     Chip("B200", "sm_100", "NVIDIA B200", 2250e12, 4500e12, 75e12, 8e12, "NVIDIA HGX B200 data sheet"),
     Chip("H200", "sm_90", "NVIDIA H200", 989e12, 1979e12, 67e12, 4.8e12, "NVIDIA H200 data sheet"),
