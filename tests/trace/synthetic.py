@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.trace.events import Trace
 from tests.trace.synthetic_job import (
     GEMM,
     MEMORY_BYTES_PER_US,
@@ -37,6 +38,7 @@ from tests.trace.synthetic_job import (
     timeline,
     unpermute,
 )
+from tests.trace.tiny import read
 
 Event = dict[str, Any]
 
@@ -55,6 +57,10 @@ class Traces:
 
     files: tuple[dict[str, Any], ...]
     truth: Truth
+
+    def ranks(self, **more: Any) -> dict[int, Trace]:
+        """The traces as they are read, with more entries beside the events."""
+        return {rank: read(content | more) for rank, content in enumerate(self.files)}
 
     def write(self, folder: Path) -> Path:
         """Write `rank{r}_trace.json.gz` for each rank and return the folder."""

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 
 from penstock.base.spans import LAYER, MICRO_BATCH, Span
 from penstock.trace.events import Trace
-from penstock.trace.load import decode_trace
-from tests.trace.tiny import event, kernel, text_of, trace_of
+from penstock.trace.tree import NODE
+from tests.trace.tiny import event, kernel, read, trace_of
 
-NODE = "autograd::engine::evaluate_function: "
 ADD = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<c10::BFloat16> >"
 CAST = "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda>"
 GEMM = "nvjet_tst_{}x128_64x5_1x2_h_bz_NNT"
@@ -91,7 +90,7 @@ class Recording:
         content = self.content()
         if not says_model:
             del content["penstock"]
-        return decode_trace(text_of(content))
+        return read(content)
 
     def content(self) -> dict[str, Any]:
         return trace_of(*self.events) | {"penstock": {"config": {"model": self.model}}}

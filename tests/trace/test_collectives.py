@@ -1,8 +1,6 @@
 """Collectives across ranks: on synthetic jobs every number is known; by hand, what the jobs do not have."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,12 +10,12 @@ from hypothesis import strategies as st
 
 from penstock.trace.calls import CollectiveCalls, ProcessGroup, SyncKind, calls_of
 from penstock.trace.collectives import CollectiveTimes, bandwidths, collectives_of, exchange_imbalances, timed
-from penstock.trace.events import NONE, Trace
-from penstock.trace.load import decode_trace
+from penstock.trace.events import NONE
 from penstock.trace.matching import ClockOffsets, match_collectives
 from tests.examples import examples
 from tests.trace.synthetic import Traces, make
 from tests.trace.synthetic_job import Job, Meeting
+from tests.trace.tiny import decoded, event
 
 OFFSETS = (0.0, 812.5, -1450.25, 96.125)
 JOBS = {
@@ -34,14 +32,9 @@ JOBS = {
 }
 
 
-def loaded(traces: Traces) -> dict[int, Trace]:
-    texts = [json.dumps(content).encode() for content in traces.files]
-    return {rank: decode_trace(text, path=Path(f"rank{rank}")) for rank, text in enumerate(texts)}
-
-
 def found_in(job: Job) -> tuple[CollectiveTimes, Traces]:
     traces = make(job)
-    return collectives_of(loaded(traces)), traces
+    return collectives_of(traces.ranks()), traces
 
 
 def waits(collectives: CollectiveTimes, meetings: tuple[Meeting, ...]) -> tuple[np.ndarray, np.ndarray]:
@@ -109,7 +102,7 @@ def test_an_event_that_one_rank_lacks_is_named_and_all_others_stay_right(
 
 def test_a_shorter_recording_lacks_only_the_collectives_outside_of_it() -> None:
     traces = make(Job())
-    ranks = loaded(traces)
+    ranks = traces.ranks()
     middle = ranks[1].gpu.start_us[len(ranks[1].gpu) // 2]
     late, early = ranks[1].gpu.start_us >= middle, ranks[2].gpu.start_us < middle
     for rank, kept in ((1, late), (2, early)):
@@ -125,7 +118,7 @@ def test_a_shorter_recording_lacks_only_the_collectives_outside_of_it() -> None:
 @pytest.mark.parametrize("dispatch", ["symmetric", "deep_ep"])
 def test_kernels_without_numbers_match_across_recordings_of_different_length(dispatch: str) -> None:
     traces = make(replace(Job(slow_rank=1, hot_rank=3, offsets_us=OFFSETS), dispatch=dispatch))
-    whole, ranks = collectives_of(loaded(traces)), loaded(traces)
+    whole, ranks = collectives_of(traces.ranks()), traces.ranks()
     for rank, kept in ((1, slice(9, None)), (2, slice(0, -40))):
         ranks[rank] = replace(ranks[rank], gpu=ranks[rank].gpu.take(kept))
     collectives = collectives_of(ranks)
@@ -138,7 +131,7 @@ def test_kernels_without_numbers_match_across_recordings_of_different_length(dis
 
 def test_one_rank_alone_cannot_tell_waiting_from_transfer() -> None:
     traces = make(Job(slow_rank=0))
-    collectives = collectives_of({1: loaded(traces)[1]})
+    collectives = collectives_of({1: traces.ranks()[1]})
     assert len(collectives.meetings) == len(traces.truth.meetings)
     assert np.isnan(collectives.pure_us).all() and np.isnan(collectives.wait_us).all()
     assert collectives.stragglers() == () and collectives.unmatched == ()
@@ -190,18 +183,16 @@ def test_waiting_for_flags_is_at_most_the_time_beyond_the_shortest_kernel() -> N
 def test_a_kernel_without_id_is_found_by_the_operator_around_its_launch() -> None:
     traces = make(Job(metadata="launch", slow_rank=1))
     for content in traces.files:
-        for event in content["traceEvents"]:
-            if event["cat"] != "cpu_op":
-                event["args"].pop("External id", None)
-            elif event["name"] == "record_param_comms":
-                launch = event["args"].pop("External id") + 6960
-                called = next(
-                    one
-                    for one in content["traceEvents"]
-                    if one["cat"] == "cuda_runtime" and one["args"].get("correlation") == launch
-                )
-                event["ts"], event["dur"] = called["ts"] - 0.5, 4.0
-    collectives = collectives_of(loaded(traces))
+        calls = {
+            one["args"].get("correlation"): one["ts"] for one in content["traceEvents"] if one["cat"] == "cuda_runtime"
+        }
+        for one in content["traceEvents"]:
+            if one["cat"] != "cpu_op":
+                one["args"].pop("External id", None)
+            elif one["name"] == "record_param_comms":
+                launch = one["args"].pop("External id") + 6960  # its correlation: both are counted by launches
+                one["ts"], one["dur"] = calls[launch] - 0.5, 4.0
+    collectives = collectives_of(traces.ranks())
     assert {one.times_last for one in collectives.stragglers()} == set(traces.truth.times_last().values())
     assert (collectives.calls.seq >= 300).all()
 
@@ -271,7 +262,7 @@ def test_bytes_of_an_uneven_all_to_all_name_the_fullest_rank() -> None:
 
 
 def test_traces_without_communication_have_no_collectives() -> None:
-    traces = loaded(make(Job()))
+    traces = make(Job()).ranks()
     silent = {rank: replace(trace, gpu=trace.gpu.take(trace.gpu.kind == 0)) for rank, trace in traces.items()}
     collectives = collectives_of(silent)
     assert len(collectives.meetings) == 0 and collectives.unmatched == ()
@@ -406,9 +397,7 @@ SAID = {
 
 
 def calls_with(args: dict[str, Any], kernel: str = "ncclDevKernel_SendRecv(ncclDevKernelArgs)") -> CollectiveCalls:
-    event = {"ph": "X", "cat": "kernel", "name": kernel, "ts": 10.0, "dur": 5.0, "pid": 0, "tid": 7}
-    text = json.dumps({"traceEvents": [event | {"args": {"stream": 7, "device": 0} | args}]})
-    return calls_of({0: decode_trace(text.encode(), path=Path("one"))})
+    return calls_of({0: decoded(event("kernel", kernel, 10, 5, stream=7, **args))})
 
 
 def test_group_number_sizes_and_rows_are_read() -> None:

@@ -26,13 +26,13 @@ from penstock.trace.load import decode_trace
 from penstock.trace.operators import OperatorCall
 from penstock.trace.phases import find_phases
 from penstock.trace.roofline import Roofline, RooflineRow, roofline
-from penstock.trace.tree import place
+from penstock.trace.tree import NODE, place
 from penstock.trace.work import work_of
 from tests.trace.test_phases import named
 from tests.trace.test_replay import BF16, recorded, shapes
 from tests.trace.test_roofline import EXPERTS, call, tensors, work
-from tests.trace.test_tree import NODE, decoded, names_at, operator, span, started
-from tests.trace.tiny import event, kernel, launch, text_of, trace_of
+from tests.trace.test_tree import names_at
+from tests.trace.tiny import decoded, event, kernel, launch, operator, span, started
 
 RULE = Float8Rule(dense=BLOCKWISE, experts=BLOCKWISE)
 
@@ -214,15 +214,14 @@ def test_rows_that_came_in_8_bits_are_counted_with_their_scales(
         "Group size": 2,
     }
     experts = shapes([BF16, BF16, BF16, "int", "float"], [[12, 256], [3, 64, 256], [3, 256, 32], [3], [12]])
-    content = trace_of(
+    trace = decoded(
         launch(5, correlation=1),
         event("kernel", "ncclDevKernel_SendRecv(x)", 9, 9, stream=20, correlation=1, **args),
         event("cpu_op", "_Float8ExpertFfn", 50, 9, **experts),
         launch(52, correlation=2),
         kernel("float8_rows_kernel", 60, 9, correlation=2),
+        penstock={"config": {"float8": {"dispatch": dispatch}}},
     )
-    header = {"penstock": {"config": {"float8": {"dispatch": dispatch}}}}
-    trace = decode_trace(text_of(content | header))
     calls = calls_of({0: trace})
     assert received_rows(trace, calls, np.array([0]), grouped_products(trace)) == pytest.approx([rows], nan_ok=True)
 

@@ -12,14 +12,10 @@ import pytest
 
 from penstock.base.errors import TraceError
 from penstock.trace.calls import calls_of
-from penstock.trace.events import NONE, GpuKind, HostKind, Trace
+from penstock.trace.events import NONE, GpuKind, HostKind
 from penstock.trace.load import READER, decode_trace, load_ranks, load_trace, trace_files
 from penstock.trace.timeline import steps_of, timelines
-from tests.trace.tiny import damaged, event, kernel, launch, text_of, tiny, trace_of, write
-
-
-def decoded(*events: dict[str, Any]) -> Trace:
-    return decode_trace(text_of(trace_of(*events)))
+from tests.trace.tiny import damaged, decoded, event, kernel, launch, read, text_of, tiny, trace_of, write
 
 
 def told(path: Path) -> str:
@@ -32,7 +28,7 @@ def told(path: Path) -> str:
 
 
 def test_events_of_the_gpu_are_sorted_and_know_kind_stream_and_launch() -> None:
-    gpu = decode_trace(text_of(tiny())).gpu
+    gpu = read(tiny()).gpu
     assert [(gpu.name(row)[:6], gpu.kind[row], gpu.stream[row]) for row in range(5)] == [
         ("leaked", GpuKind.COMPUTE, 7),
         ("ampere", GpuKind.COMPUTE, 7),
@@ -45,14 +41,14 @@ def test_events_of_the_gpu_are_sorted_and_know_kind_stream_and_launch() -> None:
 
 
 def test_the_launch_of_an_event_has_its_correlation() -> None:
-    trace = decode_trace(text_of(tiny()))
+    trace = read(tiny())
     linked = trace.gpu.take(trace.gpu.is_linked)
     assert trace.host.correlation[linked.launch].tolist() == linked.correlation.tolist()
     assert set(trace.host.kind[linked.launch].tolist()) == {HostKind.RUNTIME}
 
 
 def test_events_of_the_host_know_thread_sequence_and_external_id() -> None:
-    trace = decode_trace(text_of(tiny()))
+    trace = read(tiny())
     operators = trace.host.take(trace.host.kind == HostKind.OPERATOR)
     assert [operators.name(row) for row in range(len(operators))] == ["aten::mm"] * 2
     assert (operators.external_id.tolist(), operators.sequence.tolist()) == ([1, 11], [5, 5])
@@ -66,21 +62,21 @@ def test_of_host_events_that_start_together_the_longer_is_first() -> None:
 
 
 def test_args_are_decoded_on_access_and_stay_with_their_events() -> None:
-    gpu = decode_trace(text_of(tiny())).gpu
+    gpu = read(tiny()).gpu
     copies = gpu.take(gpu.kind == GpuKind.COPY)
     assert copies.args(1) == {"device": 0, "stream": 7, "correlation": 13, "bytes": 4096}
-    bare = decode_trace(text_of(trace_of({"ph": "X", "cat": "kernel", "name": "k", "ts": 1, "dur": 2}))).gpu
+    bare = decoded({"ph": "X", "cat": "kernel", "name": "k", "ts": 1, "dur": 2}).gpu
     assert (bare.args(0), bare.correlation[0], bare.stream[0]) == ({}, NONE, 0)
 
 
 def test_a_part_of_a_table_has_ends_of_its_own() -> None:
-    gpu = decode_trace(text_of(tiny())).gpu
+    gpu = read(tiny()).gpu
     whole = gpu.end_us
     assert gpu.take(slice(2, 4)).end_us.tolist() == whole[2:4].tolist()
 
 
 def test_machine_and_rank_are_known() -> None:
-    trace = decode_trace(text_of(tiny(rank=3)))
+    trace = read(tiny(rank=3))
     assert (trace.rank, trace.world, trace.device_name) == (3, 8, "NVIDIA H100 80GB HBM3")
 
 
@@ -128,7 +124,7 @@ def test_notes_list_oddities() -> None:
 
 
 def test_a_bare_list_of_events_is_a_trace() -> None:
-    assert len(decode_trace(text_of(tiny()["traceEvents"])).gpu) == 9
+    assert len(read(tiny()["traceEvents"]).gpu) == 9
 
 
 @pytest.mark.parametrize("number", [b"inf", b"-nan", b"NaN", b"Infinity"])
@@ -164,7 +160,7 @@ def test_events_without_a_duration_are_left_out_and_counted() -> None:
     for one in whole["traceEvents"]:
         if one["name"] in ("leaked_kernel", "aten::mm"):
             del one["dur"]
-    trace = decode_trace(text_of(whole))
+    trace = read(whole)
     assert (len(trace.gpu), trace.host.called("aten::mm").any()) == (8, False)
     assert trace.notes == ("3 events without a duration are left out, the first 'leaked_kernel'",)
     bare = {"ph": "X", "cat": "kernel", "name": "k", "ts": 1}
@@ -175,7 +171,7 @@ def test_events_without_a_duration_are_left_out_and_counted() -> None:
 def test_control_characters_of_names_are_escaped() -> None:
     spoiled = kernel("ncclDevKernel\x1b[31m\n", 50, 5, correlation=1)
     spoiled["args"] |= {"Collective name": "all\x07reduce", "Process Group Name": "\u202e0"}
-    trace = decode_trace(text_of(trace_of(spoiled) | {"deviceProperties": [{"id": 0, "name": "H\x9b1"}]}))
+    trace = decoded(spoiled, deviceProperties=[{"id": 0, "name": "H\x9b1"}])
     assert (trace.gpu.name(0), trace.device_name) == ("ncclDevKernel\\x1b[31m\\n", "H\\x9b1")
     calls = calls_of({0: trace})
     assert (calls.name(0), calls.groups[0].name) == ("all\\x07reduce", "\\u202e0")

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from penstock.trace.memory import AllocatorHistory, find_memory, memory_json
 from penstock.trace.timeline import steps_of
-from tests.trace.test_tree import decoded, operator, span
-from tests.trace.tiny import TIME_US, kernel
+from tests.trace.tiny import TIME_US, decoded, kernel, operator, span
 
 GB = 1_000_000_000
 

@@ -25,11 +25,10 @@ from penstock.trace.kernel_names import (
     library_of,
     specific_category,
 )
-from penstock.trace.load import decode_trace
 from penstock.trace.phases import Phases, charge, find_phases
 from penstock.trace.timeline import timeline_of
-from tests.trace.test_tree import NODE, decoded, operator, span, started
-from tests.trace.tiny import kernel, text_of, tiny, trace_of
+from penstock.trace.tree import NODE
+from tests.trace.tiny import decoded, kernel, operator, read, span, started, tiny
 
 GEMM = "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT"
 ALL_TO_ALL = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
@@ -160,7 +159,7 @@ def test_kernels_of_libraries_are_known_by_name(name: str, part: str) -> None:
 
 
 def test_exposed_time_is_charged_to_compute_before_communication_before_copies() -> None:
-    trace = decode_trace(text_of(tiny()))
+    trace = read(tiny())
     rows = {row.name: row.exposed_us for row in find_phases(trace).rows(by_layer=False) if row.name != "other"}
     assert rows == pytest.approx({"matrix products": 80, "all-reduce": 60, "copy": 20, "fill": 10})
 
@@ -194,7 +193,7 @@ def test_exposed_times_add_up_to_what_the_timeline_says(made: list[tuple[str, in
         kernel(name, start, lasts, correlation=900 + one, stream=stream)
         for one, (name, start, lasts, stream) in enumerate(made)
     ]
-    trace = decode_trace(text_of(trace_of(*events)))
+    trace = decoded(*events)
     charged, expected = charge(trace), timeline_of(trace.gpu)
     assert (charged >= -1e-6).all()
     assert charged.sum() == pytest.approx(expected.busy_us, abs=1e-6)

@@ -16,7 +16,7 @@ from penstock.trace.load import decode_trace
 from penstock.trace.recorded_call import DTYPES, recorded_arguments
 from penstock.trace.replay import literal, replay_script
 from tests import warm
-from tests.trace.tiny import event, kernel, launch, text_of, trace_of
+from tests.trace.tiny import decoded, event, kernel, launch, operator, read, trace_of
 
 BF16, FP8, LONG = "c10::BFloat16", "c10::Float8_e4m3fn", "long int"
 
@@ -39,7 +39,7 @@ def script(*calls: tuple[str, Any], op: str, **question: Any) -> str:
             launch(100.0 * at + 5, correlation=at),
             kernel(f"some_{name.rpartition(':')[2]}_kernel", 100.0 * at + 30, 10.0 * at, correlation=at),
         ]
-    return replay_script(decode_trace(text_of(trace_of(*events))), op, **question)
+    return replay_script(decoded(*events), op, **question)
 
 
 def started_warm(path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -123,7 +123,7 @@ def test_rows_of_experts_come_from_the_nearest_split_that_fits_unless_counts_are
 ) -> None:
     name, args = GROUPED
     product = [event("cpu_op", name, 100, 20, **args), launch(105, correlation=1), kernel("gmm", 130, 9, correlation=1)]
-    trace = decode_trace(text_of(trace_of(*(split(*one) for one in splits), *product)))
+    trace = decoded(*(split(*one) for one in splits), *product)
     text = replay_script(trace, name, counts=given)
     assert f"torch.tensor({offsets}, dtype=torch.int32" in text
     assert ("Rows of each expert:" in text) == (source is not None) and (source or "") in text
@@ -191,8 +191,8 @@ def test_collectives_and_autograd_functions_are_refused_with_what_can_be_replaye
 
 
 def test_a_node_of_the_backward_graph_is_refused_with_what_is_inside() -> None:
-    events = [event("cpu_op", "MmBackward0", 0, 50), event("cpu_op", "aten::mm", 10, 20, **MM[1])]
-    trace = decode_trace(text_of(trace_of(*events)), gpu_required=False)
+    inside = trace_of(operator("MmBackward0", 0, 50), operator("aten::mm", 10, 20, **MM[1]))
+    trace = read(inside, gpu_required=False)
     with pytest.raises(TraceError, match="name an operator inside it: aten::mm"):
         replay_script(trace, "MmBackward0")
 

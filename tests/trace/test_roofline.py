@@ -13,8 +13,9 @@ from penstock.plan.hardware import Hardware
 from penstock.plan.hardware_file import read_hardware
 from penstock.trace.operators import OperatorCall
 from penstock.trace.roofline import roofline
+from penstock.trace.tree import NODE
 from penstock.trace.work import MODELS, CallWork, work_of
-from tests.trace.test_tree import NODE, decoded, operator, started
+from tests.trace.tiny import decoded, operator, started
 
 BF16, FLOAT, LONG = "c10::BFloat16", "float", "long int"
 
