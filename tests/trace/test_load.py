@@ -40,11 +40,12 @@ def test_events_of_the_gpu_are_sorted_and_know_kind_stream_and_launch() -> None:
     assert (np.diff(gpu.start_us) >= 0).all()
 
 
-def test_the_launch_of_an_event_has_its_correlation() -> None:
+def test_the_launch_of_an_event_has_its_correlation_and_a_part_of_a_table_its_own_ends() -> None:
     trace = read(tiny())
-    linked = trace.gpu.take(trace.gpu.is_linked)
+    linked, end_us = trace.gpu.take(trace.gpu.is_linked), trace.gpu.end_us
     assert trace.host.correlation[linked.launch].tolist() == linked.correlation.tolist()
     assert set(trace.host.kind[linked.launch].tolist()) == {HostKind.RUNTIME}
+    assert linked.end_us.tolist() == end_us[1:].tolist()
 
 
 def test_events_of_the_host_know_thread_sequence_and_external_id() -> None:
@@ -69,28 +70,19 @@ def test_args_are_decoded_on_access_and_stay_with_their_events() -> None:
     assert (bare.args(0), bare.correlation[0], bare.stream[0]) == ({}, NONE, 0)
 
 
-def test_a_part_of_a_table_has_ends_of_its_own() -> None:
-    gpu = read(tiny()).gpu
-    whole = gpu.end_us
-    assert gpu.take(slice(2, 4)).end_us.tolist() == whole[2:4].tolist()
-
-
 def test_machine_and_rank_are_known() -> None:
     trace = read(tiny(rank=3))
     assert (trace.rank, trace.world, trace.device_name) == (3, 8, "NVIDIA H100 80GB HBM3")
 
 
 def test_arrows_link_events_without_correlation() -> None:
-    call = launch(5, correlation=0)
-    there = kernel("k", 50, 5, correlation=0)
-    arrow = {"cat": "ac2g", "name": "ac2g", "id": 9}
-    ends = [arrow | {"ph": "s"} | place(call), arrow | {"ph": "f", "bp": "e"} | place(there)]
+    call, there = launch(5, correlation=0), kernel("k", 50, 5, correlation=0)
+    ends = [
+        {"cat": "ac2g", "name": "ac2g", "id": 9, "ph": phase} | {key: one[key] for key in ("pid", "tid", "ts")}
+        for phase, one in (("s", call), ("f", there))
+    ]
     trace = decoded(call, there, kernel("no arrow", 60, 5, correlation=0), *ends)
     assert trace.gpu.launch.tolist() == [0, NONE]
-
-
-def place(of: dict[str, Any]) -> dict[str, Any]:
-    return {key: of[key] for key in ("pid", "tid", "ts")}
 
 
 def test_of_calls_with_one_correlation_the_first_is_the_launch() -> None:
@@ -100,8 +92,8 @@ def test_of_calls_with_one_correlation_the_first_is_the_launch() -> None:
 
 def test_old_names_of_categories_are_known() -> None:
     trace = decoded(
-        {**event("Kernel", "gemm", 20, 5, stream=7, correlation=3)},
-        {**event("Runtime", "cudaLaunchKernel", 2, 5, correlation=3, **{"external id": 6})},
+        event("Kernel", "gemm", 20, 5, stream=7, correlation=3),
+        event("Runtime", "cudaLaunchKernel", 2, 5, correlation=3, **{"external id": 6}),
     )
     assert trace.gpu.is_linked.all()
     assert trace.host.external_id.tolist() == [6]
@@ -147,9 +139,8 @@ def test_a_packed_file_of_several_members_is_read_whole(tmp_path: Path) -> None:
 
 
 def test_streams_of_hip_are_texts_of_numbers() -> None:
-    call = launch(5, correlation=1)
+    call, there = launch(5, correlation=1), kernel("k", 50, 5, correlation=1)
     call["args"] |= {"stream": "0x0", "device": "0"}
-    there = kernel("k", 50, 5, correlation=1)
     there["args"]["stream"] = "0x1f"
     trace = decoded(call, there)
     assert (trace.gpu.stream.tolist(), trace.gpu.launch.tolist()) == ([31], [0])
@@ -287,9 +278,8 @@ def test_a_file_that_was_cut_off_is_refused_wherever_the_cut_is(tmp_path: Path, 
 
 
 def test_no_thread_is_left_behind_by_a_file_that_is_refused(tmp_path: Path) -> None:
-    paths = [tmp_path / f"rank-{rank}.json" for rank in range(3)]
-    for path, text in zip(paths, [text_of(tiny()), b"no trace", text_of(tiny())], strict=True):
-        path.write_bytes(text)
+    paths = [write(tmp_path / f"rank-{rank}.json", tiny()) for rank in range(3)]
+    paths[1].write_bytes(b"no trace")
     with pytest.raises(TraceError) as caught:
         load_ranks(paths)
     assert caught.tb is not None, "whose frames are still there"
