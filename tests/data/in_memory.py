@@ -47,7 +47,7 @@ class InShards(Shards):
         corrupt, keep = corrupt or CorruptRecords(), keep or SplitFilter()
         super().__init__(ByteTokenizer(), fingerprint_of(shards), block=block, corrupt=corrupt, keep=keep)
         self._shards = shards
-        self.opened: list[tuple[int, int]] = []
+        self.opened: list[tuple[int, int]] = []  # (shard, first block) of each reader
 
     def __len__(self) -> int:
         return len(self._shards)
@@ -55,14 +55,14 @@ class InShards(Shards):
     def blocks(self, shard: int, first: int) -> Iterator[Sequence[object]]:
         self.opened.append((shard, first))
         documents = self._shards[shard]
-        for start in range(first * self.block, len(documents), self.block):
+        for start in range(first * self.block, len(documents), self.block):  # the last block may be shorter
             yield documents[start : start + self.block]
 
     def place(self, shard: int, document: int) -> str:
         return f"document {document} of shard {shard}"
 
 
-END = 99
+END = 99  # id of the end of a document; tokens are below it
 
 
 @dataclass(frozen=True)
@@ -103,5 +103,5 @@ def loader_of(text: Source | Text, **changes: Any) -> Loader:
 
 def numbered(*sizes: int) -> InMemory:
     """Documents of these sizes whose tokens count on: (0, 1, 2), (3,), ..."""
-    starts = np.cumsum([0, *sizes]).tolist()
+    starts = np.cumsum([0, *sizes]).tolist()  # first token of each document
     return InMemory(tuple(tuple(range(start, start + size)) for start, size in zip(starts, sizes, strict=False)))

@@ -68,7 +68,7 @@ def test_with_a_mask_positions_labels_and_documents_change_at_end_tokens_only(
         document, position = 0, 0
         for s, token in enumerate(tokens):
             assert (documents[s], positions[s]) == (document, position)
-            assert (labels[s] == NO) == (token == END)
+            assert (labels[s] == NO) == (token == END)  # its label is the first token of another document
             document, position = (document + 1, 0) if token == END else (document, position + 1)
 
 
@@ -145,5 +145,5 @@ def test_text_is_decoded_and_its_bytes_are_counted() -> None:
     source = InMemory((tuple(BYTES.encode(text).tolist()),), vocab_size=257, end_of_document=256)
     batch = loader_of(source, rows=1, sequence_length=6).next_batch()
     row = row_of(batch, 0, end_of_document=256, tokenizer=BYTES)
-    assert [piece.text for piece in row.pieces] == [text, "\u00e9"]
+    assert [piece.text for piece in row.pieces] == [text, "\u00e9"]  # the document, and the begin of its second visit
     assert row.text_bytes == int((np.array(source.documents[0]) < 256).sum()) + 2

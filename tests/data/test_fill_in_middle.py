@@ -14,7 +14,7 @@ from penstock.data.tokenizer_rules import Tokenizer
 from tests.data.in_memory import MARKS, InShards, letters, loader_of
 
 TEXT = "the quick brown fox jumps over the lazy dog"
-PREFIX, SUFFIX, MIDDLE = 1, 2, 3
+PREFIX, SUFFIX, MIDDLE = 1, 2, 3  # ids of MARKS in `letters`
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def parts(tokenizer: Tokenizer, tokens: list[int]) -> dict[int, str]:
             latest = found[token] = []
         else:
             latest.append(token)
-    return {mark: "".join(chr(31 + token - 3) for token in inside) for mark, inside in found.items()}
+    return {mark: "".join(chr(31 + token - 3) for token in inside) for mark, inside in found.items()}  # id 4 is a space
 
 
 @given(text=st.text(st.characters(min_codepoint=32, max_codepoint=126), min_size=1), document=st.integers(0, 1000))

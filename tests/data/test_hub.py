@@ -68,7 +68,7 @@ def on_disk(name: DatasetName, **changes: Any) -> DatasetOnDisk:
 
 
 def streamed(name: DatasetName, **changes: Any) -> StreamedDataset:
-    settings = {"text_field": "text", "keep": SplitFilter(), "corrupt": CorruptRecords(), "block": 7}
+    settings = {"text_field": "text", "keep": SplitFilter(), "corrupt": CorruptRecords(), "block": 7}  # documents
     return StreamedDataset(name, BYTES, **(settings | changes))
 
 

@@ -121,7 +121,7 @@ def test_without_shuffling_rows_follow_each_other_in_one_line(source: InMemory, 
     batches = [loader.next_batch() for _ in range(6)]
     tokens = torch.cat([batch.tokens_BS for batch in batches]).flatten().tolist()
     labels = torch.cat([batch.labels_BS for batch in batches]).flatten().tolist()
-    epoch = [token for document in source.documents if document for token in (*document, END)]
+    epoch = [token for document in source.documents if document for token in (*document, END)]  # by number
     line = (epoch * (1 + (len(tokens) + 1) // len(epoch)))[: len(tokens) + 1]
     assert (tokens, labels) == (line[:-1], line[1:])
 
@@ -215,10 +215,10 @@ def settings_of(folder: Path) -> dict[str, Data]:
     (folder / "c.jsonl").write_text("\n".join(lines))
     (folder / "c.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
     (folder / "bad.jsonl").write_text("\n".join([*lines[:30], "no json", *lines[30:], '{"text": 3}']))
-    pq.write_table(pa.table({"text": texts}), folder / "c.parquet", row_group_size=9)
+    pq.write_table(pa.table({"text": texts}), folder / "c.parquet", row_group_size=9)  # blocks of 9 documents
     pack(JsonLines([folder / "c.jsonl"], ByteTokenizer()), folder / "packed", tokenizer="bytes")
     rows = datasets.Dataset.from_dict({"text": texts})
-    rows.save_to_disk(str(folder / "set"), num_shards=5)
+    rows.save_to_disk(str(folder / "set"), num_shards=5)  # a file for each shard of the stream
     files = {
         "text": Data(source="text", files=(str(folder / "plain"),)),
         "jsonl": Data(source="jsonl", files=(str(folder / "c.jsonl"),)),

@@ -36,7 +36,7 @@ def test_shares_of_tokens_are_the_weights_whatever_the_documents_are(chosen: tup
 def test_the_order_of_parts_is_even() -> None:
     loader = loader_of(mixed((BOOKS, 2.0), (WEB, 1.0)), rows=1, sequence_length=8)
     turns = [int(loader.next_batch().tokens_BS[0, 0] == 3) for _ in range(9)]
-    assert turns == [1, 1, 0] * 3
+    assert turns == [1, 1, 0] * 3  # the part of weight 2 has two of three rows
 
 
 def test_a_part_begins_anew_when_it_has_been_read_and_the_others_go_on() -> None:
@@ -94,4 +94,4 @@ def test_held_out_rows_of_shards_are_read_from_a_sample() -> None:
     text = Text((TextPart(documents=InShards([["abcdefgh"] * 9] * 3)),))
     evaluation = evaluation_batches(text, rows=2, sequence_length=4, limit_rows=4, document_mask=False)
     assert evaluation.tokens == 16
-    assert 12 <= evaluation.text_bytes <= 16
+    assert 12 <= evaluation.text_bytes <= 16  # end tokens are counted labels and have no bytes

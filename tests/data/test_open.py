@@ -141,7 +141,7 @@ def test_few_documents_are_divided_and_their_ends_are_held_out(kind: str, tmp_pa
     whole = [b"".join(pair) for pair in zip(contents(train), contents(validation), strict=True)]
     assert b"".join(whole).decode() == text, "nothing is in both, and nothing is lost"
     ends = [len(end) for end in contents(validation)]
-    assert min(ends) >= 250
+    assert min(ends) >= 250  # 256 characters or tokens of a document are held out
     assert sum(ends) < 0.1 * len(text)
     assert [train.bytes_per_token(index).sum() for index in range(len(train))] == [*map(len, contents(train))]
     assert train.fingerprint != validation.fingerprint

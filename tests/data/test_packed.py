@@ -31,11 +31,11 @@ Documents = Sequence[Sequence[Sequence[int]]]
 
 def write_pair(prefix: Path, documents: Documents, code: int = 8) -> Path:
     """Write PREFIX.bin and PREFIX.idx as Megatron-LM does, from the description of the format alone."""
-    width = np.dtype(TYPES[code]).itemsize
+    width = np.dtype(TYPES[code]).itemsize  # bytes of an id
     sequences = [sequence for document in documents for sequence in document]
     lengths = [len(sequence) for sequence in sequences]
-    starts = [width * sum(lengths[:place]) for place in range(len(sequences))]
-    bounds = [sum(map(len, documents[:place])) for place in range(len(documents) + 1)]
+    starts = [width * sum(lengths[:place]) for place in range(len(sequences))]  # bytes
+    bounds = [sum(map(len, documents[:place])) for place in range(len(documents) + 1)]  # sequences before each document
     index = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, code, len(sequences), len(bounds))
     index += struct.pack(f"<{len(lengths)}i", *lengths)
     index += struct.pack(f"<{len(starts)}q", *starts)
@@ -197,7 +197,7 @@ def packed(folder: Path, *texts: str | None, **settings: object) -> PackResult:
 
 @pytest.fixture
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_data, "BATCH_CHARACTERS", 100)
+    monkeypatch.setattr(packed_data, "BATCH_CHARACTERS", 100)  # several batches in a few texts
 
 
 def test_what_was_packed_is_what_the_tokenizer_gives(tmp_path: Path) -> None:
@@ -355,8 +355,8 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
 def test_an_index_may_leave_sequences_out_and_order_them_anew(tmp_path: Path) -> None:
     prefix = write_pair(tmp_path / "a", [[[1, 2]], [[3]], [[4, 5, 6]]])
     index = bytearray((tmp_path / "a.idx").read_bytes())
-    index[34:46] = struct.pack("<3i", 3, 2, 0)
-    index[46:70] = struct.pack("<3q", 6, 0, 0)
+    index[34:46] = struct.pack("<3i", 3, 2, 0)  # lengths, in tokens
+    index[46:70] = struct.pack("<3q", 6, 0, 0)  # first bytes in a.bin; ids have 2 bytes
     (tmp_path / "a.idx").write_bytes(index)
     assert documents_of(IndexedDataset(prefix)) == [[4, 5, 6], [1, 2], []]
 

@@ -47,13 +47,13 @@ def expected_rows(
         while len(left[lane]) < length + 1:
             left[lane] += next(documents)
         rows.append(left[lane][: length + 1])
-        left[lane] = left[lane][length:]
+        left[lane] = left[lane][length:]  # the last token of a row begins the next row
     return rows
 
 
 def times_read(source: InMemory, position: Position, seed: int) -> Counter[int]:
     """How often each token lies behind a position, if every document that was dealt is read once."""
-    in_lanes = {cursor[:2]: cursor.offset for cursor in position.lanes}
+    in_lanes = {cursor[:2]: cursor.offset for cursor in position.lanes}  # documents that are read in part
     behind: Counter[int] = Counter()
     for epoch in range(position.next_unit.epoch + 1):
         for place, index in enumerate(document_order(len(source), seed=seed, epoch=epoch).tolist()):
@@ -184,7 +184,7 @@ def test_any_place_can_be_asked_for_at_any_time(blocks: list[int], pool: int, se
 @given(sizes, st.integers(1, 5))
 def test_no_more_blocks_than_a_pool_are_needed_at_a_time(blocks: list[int], pool: int) -> None:
     order = BlockOrder(np.array(blocks), pool, seed=0, epoch=0)
-    block_of = np.repeat(np.arange(len(blocks)), blocks)
+    block_of = np.repeat(np.arange(len(blocks)), blocks)  # block of each document
     visited = [int(block_of[order[place]]) for place in range(sum(blocks))]
     spans = {block: (visited.index(block), len(visited) - visited[::-1].index(block)) for block in set(visited)}
     for place in range(len(visited)):
@@ -195,12 +195,12 @@ def test_the_pools_that_were_asked_for_last_are_not_made_again(monkeypatch: pyte
     order = BlockOrder(np.full(4, 3), 1, seed=0, epoch=0)
     permuted = Mock(side_effect=permutation)
     monkeypatch.setattr("penstock.data.order.permutation", permuted)
-    for pool in (2, 0, 1, 0, 1, 0, 3, 0, 1):
+    for pool in (2, 0, 1, 0, 1, 0, 3, 0, 1):  # two pools are kept
         _ = order[3 * pool]
     assert [key[-1] - 1 for (_, key), _ in permuted.call_args_list] == [2, 0, 1, 3, 1]
 
 
-BYTES_END = 256
+BYTES_END = 256  # end of a document of the byte tokenizer
 texts = st.text("abcdef", max_size=6)
 shards = st.lists(st.lists(texts, max_size=7), min_size=1, max_size=6).filter(lambda all_: any(map(any, all_)))
 blocks = st.integers(1, 4)
@@ -252,7 +252,7 @@ def test_going_on_opens_a_shard_at_the_block_and_reads_nothing_before() -> None:
     resumed.read(resumed.restore(state), 1, 10)
     (document,) = state["lane_documents"]
     assert document > 16
-    assert fresh.opened == [(0, document // 8)]
+    assert fresh.opened == [(0, document // 8)]  # blocks of 8 documents
 
 
 def test_blocks_are_mixed_and_epochs_differ() -> None:

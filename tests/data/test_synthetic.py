@@ -43,7 +43,7 @@ def test_lengths_are_even_over_their_range(kind: type[SyntheticTokens]) -> None:
     lengths = [len(source.read(index)) for index in range(300)]
     assert 1 <= min(lengths) < 50
     assert LONGEST - 50 < max(lengths) <= LONGEST
-    assert 460 < sum(lengths) / 300 < 560
+    assert 460 < sum(lengths) / 300 < 560  # the mean of 1..1023 is 512
     assert source.bytes_per_token(7).tolist() == [1] * lengths[7]
 
 
@@ -58,7 +58,7 @@ def test_the_learnable_language_has_its_stated_entropy_only_after_two_symbols(se
     total = sum(counts.total() for counts in followers.values())
     bits = sum(count * log2(counts.total() / count) for counts in followers.values() for count in counts.values())
     if seen == 1:
-        assert bits / total > 4
+        assert bits / total > 4  # one symbol back says little: 5 bits are those of 32 even symbols
     else:
         assert max(map(len, followers.values())) == MarkovTokens.CHOICES
         assert bits / total == pytest.approx(MarkovTokens.ENTROPY_BITS, abs=0.02)

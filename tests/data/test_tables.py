@@ -89,9 +89,9 @@ def test_the_fingerprint_follows_the_content(tmp_path: Path, kind: str) -> None:
 
 @KINDS
 def test_an_epoch_reads_each_block_once(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "POOL_BYTES", 200)
+    monkeypatch.setattr(tables, "POOL_BYTES", 200)  # a few of the 20 blocks
     source = opened(written(tmp_path, kind, rows(200)))
-    assert 1 <= source.pool < 20
+    assert 1 <= source.pool < 20  # blocks
     read: list[int] = []
     for table in (tables.ParquetTable, tables.ArrowTable):
         plain = table.column

@@ -176,7 +176,7 @@ def test_skipped_lines_are_counted_and_the_first_are_named(tmp_path: Path) -> No
     source = JsonLines(corpus(tmp_path / "c.jsonl"), BYTES, corrupt=corrupt)
     texts = [BYTES.decode(source.read(index)) for index in range(len(source))]
     assert [text for text in texts if text] == [f"document {number} " * 3 for number in range(40)]
-    assert corrupt.skipped == 13
+    assert corrupt.skipped == 13  # 40 documents, a bad line after every third
     notices = corrupt.take_notices()
     assert notices[:2] == (
         f"data: skipped a record: {tmp_path}/c.jsonl:4 is not UTF-8: invalid continuation byte at byte 13",

@@ -137,7 +137,7 @@ def test_a_model_without_an_end_is_refused(tmp_path: Path) -> None:
 def test_characters_that_were_split_into_bytes_keep_their_bytes_together(pieces: SentencePieceTokenizer) -> None:
     sizes = pieces.bytes_per_token("the \u4e16")
     assert sizes.sum() == len("the \u4e16".encode())
-    assert sizes[-3:].tolist() == [0, 0, 3]
+    assert sizes[-3:].tolist() == [0, 0, 3]  # the last token of the character has its three bytes
 
 
 def test_text_that_is_changed_before_it_is_encoded_counts_as_it_was(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("name", "published"), [("gpt2", "r50k_base"), ("cl100k", "cl100k_base"), ("o200k", "o200k_base")]
 )
 def test_patterns_and_hashes_are_the_published_ones(name: str, published: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = {"gpt2": 50256, "cl100k": 100256, "o200k": 199998}
+    sizes = {"gpt2": 50256, "cl100k": 100256, "o200k": 199998}  # ranks of the published files
     asked = {}
     monkeypatch.setattr(openai_public, "load_tiktoken_bpe", lambda url, expected_hash: asked.update(hash=expected_hash))
     theirs = openai_public.ENCODING_CONSTRUCTORS[published]()

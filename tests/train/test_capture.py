@@ -95,7 +95,7 @@ def test_a_run_tells_of_its_graph_and_gives_it_back_at_the_end(tmp_path: Path) -
     _, folder = create_run_folder(run, number_if_taken=False)
     train_run(session, folder, open_store(run, folder), Progress(), [told], StopRequest())
     assert told.starts[0].graphs == "passes"
-    assert [report.graph_pool_bytes for report in told.reports] == [0, *[100_000_000] * 3]
+    assert [report.graph_pool_bytes for report in told.reports] == [0, *[100_000_000] * 3]  # from the second step on
     assert [len(report.notices) for report in told.reports] == [0, 1, 0, 0]
     assert recorded.log == ["capture 0", *["replay 0"] * 3 * 2, "release 0"]
 
@@ -297,7 +297,7 @@ def test_parts_that_were_given_up_are_captured_again_into_another_pool(tmp_path:
     assert graphs.log == [f"release {number}" for number in range(2 * LAYERS)]
     assert parts.pool_bytes == 0
     steps(run, parts, 1)
-    assert graphs.log[2 * LAYERS :][:2] == ["pool", "capture 6"]
+    assert graphs.log[2 * LAYERS :][:2] == ["pool", "capture 6"]  # numbers count on
 
 
 @pytest.mark.parametrize("fails_at", [0, 1, 3, 5])

@@ -203,7 +203,7 @@ def test_a_damaged_checkpoint_is_refused_and_fills_nothing(saved: CheckpointStor
     path = next(saved.path(2).glob(name))
     content = bytearray(path.read_bytes())
     if how == "flipped":
-        content[len(content) // 2] ^= 4
+        content[len(content) // 2] ^= 4  # one bit
     path.write_bytes(content[:-3] if how == "cut" else content)
     if how == "gone":
         path.unlink()

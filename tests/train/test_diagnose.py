@@ -59,7 +59,7 @@ def search(model: Decoder, batch: Batch) -> NonFiniteOrigin | None:
     rank_model = RankModel(decoders={0: model})
     optimizer = MasterAdamW(param_shards(rank_model.modules, rank_model.axes), Optimizer(learning_rate=1e-3))
     for _, gradient in optimizer.gradients():
-        gradient.fill_(7)
+        gradient.fill_(7)  # stands for the gradients of the failed step
     origin = find_origin(rank_model, optimizer, batch, RULE)
     assert all(bool((gradient == 7).all()) for _, gradient in optimizer.gradients()), "the step's gradients changed"
     return origin

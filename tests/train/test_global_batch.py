@@ -100,7 +100,7 @@ def test_what_is_copied_grows_with_the_row_and_not_its_square_and_the_host_does_
     for of in (cut_rule(1, DEPTHS), _of(_places(2, method)[1], sees_row=sees_row)):
         copies = _copied(of)
         assert len(copies) > 4 * 2 * (1 + DEPTHS)
-        assert max(numbers for numbers, _ in copies) <= LENGTH
+        assert max(numbers for numbers, _ in copies) <= LENGTH  # a mask would have LENGTH ** 2
         assert all(goes_on for _, goes_on in copies)
 
 
@@ -124,7 +124,7 @@ def test_micro_batches_are_the_rows_in_order_with_their_share() -> None:
     whole = cut(batch, replace(cut_rule(2, DEPTHS), data=Axis(name="data", ranks=(0, 1, 2))))
     rows = [part.reading.tokens_BS for part in whole.micro_batches]
     assert torch.equal(torch.cat(rows), batch.tokens_BS)
-    assert [part.reading.share for part in whole.micro_batches] == pytest.approx([1 / 9] * 3)
+    assert [part.reading.share for part in whole.micro_batches] == pytest.approx([1 / 9] * 3)  # 3 ranks of 3
 
 
 def test_labels_are_counted_in_whole_rows_whatever_of_them_is_ours() -> None:

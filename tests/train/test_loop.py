@@ -310,7 +310,7 @@ def test_garbage_is_collected_between_steps_only(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(loop.gc, "collect", lambda: collected.append(len(was_enabled)))
     start(tiny_run(tmp_path / "manual", training=training(collect_garbage_every=2)), [Watcher()])
-    assert was_enabled == [False] * 4
+    assert was_enabled == [False] * 4  # while the steps run
     assert collected == [0, 2, 4]
     assert gc.isenabled()
     start(tiny_run(tmp_path / "python", training=training(collect_garbage_every=0)), [Watcher()])

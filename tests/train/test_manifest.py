@@ -253,7 +253,7 @@ def test_a_rank_that_writes_nothing_leaves_no_file_and_says_what_it_holds(tmp_pa
 
 
 def test_files_hold_as_many_tensors_as_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manifest, "FILE_BYTES", 100)
+    monkeypatch.setattr(manifest, "FILE_BYTES", 100)  # 25 floats
     sizes = [10, 15, 1, 60, 5, 20]  # floats: 40 60 | 4 | 240 | 20 80
     tensors = {str(index): torch.full((size,), float(index)) for index, size in enumerate(sizes)}
     written = write_parts(tmp_path, {name: whole(tensor) for name, tensor in tensors.items()}, 1)

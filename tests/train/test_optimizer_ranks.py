@@ -31,13 +31,13 @@ SHAPES = {
     "units.0.norm": (7,),
     "units.0.router": (4, 3),
     "units.1.down": (9, 2, 2),
-    "units.1.bias": (1,),
+    "units.1.bias": (1,),  # fewer rows than ranks
     "units.1.scale": (),
     "embed": (8, 4),
 }
 CUT = {"units.0.up": Cut(dim=0, index=0, count=2, blocks=3), "embed": Cut(dim=1, index=0, count=2)}
 REPLICATED = ("units.0.router", "units.1.scale")
-STEPS, MICRO_BATCHES, RATE = 2, 2, 0.01
+STEPS, MICRO_BATCHES, RATE = 2, 2, 0.01  # RATE: learning rate
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ def test_steps_are_recorded_with_their_phases_layers_and_parts(tmp_path: Path) -
     for name in ("route", "sort", "dispatch", "experts", "combine", "shared"):
         assert counts[name] == experts + held_out, name
     assert counts["micro-batch 0"] == counts["micro-batch 1"] == counts["reduce"] == counts["optimizer"] == 2
-    assert counts["layer 2"] == counts["mtp"] == 2 * 2 + 2
+    assert counts["layer 2"] == counts["mtp"] == 2 * 2 + 2  # two steps of two micro-batches, and the evaluation
     assert (counts["evaluate"], counts["save"]) == (1, 1)
     layer = next(event for event in spans_in(trace) if event["name"] == "experts")
     assert path_at(trace, layer) == ["step 2", "micro-batch 0", "forward", "layer 1"]
@@ -156,7 +156,7 @@ def test_memory_of_a_span_is_what_was_held_at_its_end_and_at_most() -> None:
         _span("layer 0", 20.0, 30.0, tid=2),
         _block(5.0, 100),
         _block(22.0, 300),
-        _block(25.0, 900, device=0),
+        _block(25.0, 900, device=0),  # of the host
         _block(26.0, 200),
         _block(45.0, 500),
     ]

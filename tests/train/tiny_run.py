@@ -40,7 +40,7 @@ def tiny_model(**changes: Any) -> Model:
         "family": "deepseek-v3",
         "vocab_size": 17,
         "hidden_size": 16,
-        "layers": 2,
+        "layers": 2,  # and one of multi-token prediction
         "dense_layers": 1,
         "intermediate_size": 24,
         "attention": LatentAttention(heads=2, kv_lora_rank=8, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=6),
@@ -109,7 +109,7 @@ def random_batch(rows: int, length: int, *, vocabulary: int = 17, seed: int = 0,
         labels_BS[row, : min(row, length - 1)] = IGNORED_LABEL
     documents_BS: Tensor | None = None
     if documents:
-        documents_BS = (torch.arange(length) >= length // 2).long().expand(rows, length).contiguous()
+        documents_BS = (torch.arange(length) >= length // 2).long().expand(rows, length).contiguous()  # two a row
     positions_BS = torch.arange(length).expand(rows, length).contiguous()
     return Batch(
         tokens_BS=stream_BS[:, :-1].contiguous(),
@@ -126,7 +126,7 @@ def step_report(step: int, **changes: Any) -> StepReport:
         "mtp_losses": (6.0 / step,),
         "gradient_norm": 0.5,
         "learning_rate": 1e-3,
-        "tokens_seen": 48 * step,
+        "tokens_seen": 48 * step,  # 4 rows of 12 tokens
         "tokens_per_second_per_device": 1234.5,
         "step_seconds": 0.25,
         "elapsed_seconds": 0.3 * step,
