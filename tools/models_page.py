@@ -32,7 +32,7 @@ def models_page() -> str:
             _HEAD,
             *table(("preset", "parameters", "active", "layers", "width", "heads", "experts", "FFN"), _presets()),
             _FAMILIES,
-            *table(("family", "presets", "what its models set"), [_family_row(name) for name in families]),
+            *table(("family", "presets", "fields that its models set"), [_family_row(name) for name in families]),
             _NAMES,
             *table(("family", "`model_type`", "class", "experts are", "differs in"), _forms()),
             _CONFIG,

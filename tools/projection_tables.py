@@ -63,7 +63,7 @@ def projection_errors(result: Result) -> str:
 
 def projection_runs(result: Result) -> str:
     """What each run is."""
-    lines = ["| run | what is trained |", "|---|---|"]
+    lines = ["| run | configuration |", "|---|---|"]
     lines += [f"| {row['name']} | {_words(row)} |" for row in result["numbers"]["cases"]]
     return "\n".join(lines)
 
