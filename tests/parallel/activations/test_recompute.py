@@ -4,7 +4,6 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import pytest
@@ -93,20 +92,20 @@ ONE = T * D * 4
 Result = TypeVar("Result")
 
 
+@dataclass
 class Counted:
     """A function that counts its calls."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-        self.calls = 0
+    function: Callable[..., Any]
+    calls: int = 0
 
     def __call__(self, *arguments: Tensor) -> Any:
         self.calls += 1
         return self.function(*arguments)
 
 
-def linear(rows: int = D, columns: int = D, dtype: torch.dtype = torch.float32) -> nn.Linear:
-    return nn.Linear(columns, rows, dtype=dtype)
+def linear(columns: int = D, dtype: torch.dtype = torch.float32) -> nn.Linear:
+    return nn.Linear(columns, D, dtype=dtype)
 
 
 def norm(x_TD: Tensor) -> Tensor:
@@ -129,6 +128,15 @@ def plainly(function: Callable[..., Result], *arguments: object) -> Result:
 
 def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
     assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+def assert_as_plain(layer: Callable[[Callable[..., Any]], Tensor], *of: Tensor | nn.Module, most: int = 0) -> None:
+    """A layer recomputed has the gradients of the same layer without, and at most so many bytes between the passes."""
+    expected = gradients(layer(plainly), *of)
+    with Alive() as alive:
+        loss = layer(recomputed)
+        assert not most or alive.bytes() <= most
+    assert_same(gradients(loss, *of), expected)
 
 
 @pytest.fixture(autouse=True)
@@ -174,14 +182,11 @@ def test_one_recomputation_serves_the_region_and_all_consumers_of_its_output() -
     def layer(run: Callable[..., Tensor]) -> Tensor:
         with discarding():
             h_TD = run(region, x_TD)
-            return (
-                one(h_TD).square().sum() + other(h_TD.view(2 * T, D // 2)).sum() + h_TD.chunk(2, dim=1)[1].exp().sum()
-            )
+            views = other(h_TD.view(2 * T, D // 2)).sum() + h_TD.chunk(2, dim=1)[1].exp().sum()
+            return one(h_TD).square().sum() + views
 
-    expected = gradients(layer(plainly), x_TD, one, other)
-    region.calls = 0
-    assert_same(gradients(layer(recomputed), x_TD, one, other), expected)
-    assert region.calls == 2
+    assert_as_plain(layer, x_TD, one, other)
+    assert region.calls == 1 + 2
 
 
 def test_an_output_that_leaves_its_layer_is_kept_and_a_view_of_an_input_needs_no_replay() -> None:
@@ -204,7 +209,7 @@ def test_an_output_that_was_changed_in_place_is_kept_as_it_became() -> None:
         with discarding():
             return after(run(lambda x: x * 2, x_TD).add_(1)).square().sum()
 
-    assert_same(gradients(layer(recomputed), x_TD, after), gradients(layer(plainly), x_TD, after))
+    assert_as_plain(layer, x_TD, after)
     region = Counted(torch.tanh)
     with torch.no_grad(), discarding():
         assert not recomputed(region, x_TD).requires_grad and region.calls == 1
@@ -235,12 +240,10 @@ def test_custom_functions_save_into_a_region_like_any_other() -> None:
             reference.rms_norm(x_TD, torch.ones(D), 1e-6), gate_up, down, counts_e, weights_R, kernels=REFERENCE
         )
 
-    wanted = (x_TD, gate_up, down, weights_R)
-    expected = gradients(network(x_TD, weights_R).square().sum(), *wanted)
-    with Alive() as alive:
-        y_TD = recomputed(network, x_TD, weights_R)
-        assert alive.bytes() == ONE
-    assert_same(gradients(y_TD.square().sum(), *wanted), expected)
+    def layer(run: Callable[..., Tensor]) -> Tensor:
+        return run(network, x_TD, weights_R).square().sum()
+
+    assert_as_plain(layer, x_TD, gate_up, down, weights_R, most=ONE + 4)  # what the square saves, and its sum
 
 
 @dataclass(frozen=True)
@@ -261,12 +264,7 @@ def test_tensors_in_a_dataclass_are_inputs_like_any_other() -> None:
             h_TD = run(norm, x_TD)
             return net(run(part, Rows(h_TD, weights_T, 0.5))).sum()
 
-    wanted = (x_TD, weights_T, net)
-    expected = gradients(layer(plainly), *wanted)
-    with Alive() as alive:
-        loss = layer(recomputed)
-        assert alive.bytes() <= 8  # neither the norm's output nor the part's
-    assert_same(gradients(loss, *wanted), expected)
+    assert_as_plain(layer, x_TD, weights_T, net, most=8)  # neither the norm's output nor the part's
 
 
 def test_recomputation_stops_after_the_last_tensor_that_is_needed() -> None:
@@ -291,9 +289,8 @@ def test_a_replay_goes_on_to_the_end_for_an_output_that_was_saved() -> None:
             one, _, other = run(region, x_TD)
             return (one * other).sum()
 
-    expected, region.calls = gradients(layer(plainly), x_TD), 0
-    assert_same(gradients(layer(recomputed), x_TD), expected)
-    assert region.calls == 2
+    assert_as_plain(layer, x_TD)
+    assert region.calls == 1 + 2
 
 
 def test_a_replay_counts_nothing_twice_and_an_attached_loss_survives_it() -> None:
@@ -318,13 +315,11 @@ def test_a_replay_counts_nothing_twice_and_an_attached_loss_survives_it() -> Non
             weights_TD = Attach.apply(weights_TD, loss)
         return weights_TD * x_TD
 
-    def two_batches(run: Callable[..., Tensor]) -> list[Tensor]:
+    def two_batches(run: Callable[..., Tensor]) -> Tensor:
         meter.zero_()
-        losses = [run(route, x_TD).sum() for _ in range(2)]
-        return [gradient for loss in losses for gradient in gradients(loss, x_TD, net)]
+        return run(route, x_TD).sum() + 2 * run(route, x_TD).sum()
 
-    expected = two_batches(plainly)
-    assert_same(two_batches(recomputed), expected)
+    assert_as_plain(two_batches, x_TD, net)
     assert meter == 2
 
 
@@ -376,15 +371,12 @@ def test_regions_in_a_chain_each_run_once_more_and_inside_another_as_a_part_of_i
                 x_TD = run(part, x_TD)
             return outer(x_TD).square().sum()
 
-    expected = gradients(layer(plainly, x_TD), x_TD, inner, outer)
-    for run in (layer, partial(recomputed, layer)):
+    for around, calls in ((plainly, 1 + 2), (recomputed, 2 + 2)):
         for part in parts:
             part.calls = 0
-        with Alive() as alive:
-            loss = run(recomputed, x_TD)
-            assert alive.bytes() <= ONE + 8  # what square saved: the last product
-        assert_same(gradients(loss, x_TD, inner, outer), expected)
-        assert [part.calls for part in parts] == [2, 2, 2]
+        # The square saves the last product.
+        assert_as_plain(lambda run, around=around: around(layer, run, x_TD), x_TD, inner, outer, most=ONE + 8)
+        assert [part.calls for part in parts] == [calls] * 3
 
 
 def test_a_graph_that_is_asked_twice_replays_once_and_keeps_the_values_until_the_second_time() -> None:

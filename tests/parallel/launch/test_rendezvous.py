@@ -15,12 +15,8 @@ from torch.distributed import TCPStore
 from penstock.base.errors import ConfigError, DeviceError, PenstockError, RunFolderError
 from penstock.parallel.launch import rendezvous as module
 from penstock.parallel.launch.environment import Environment
-from penstock.parallel.launch.rendezvous import (
-    Rendezvous,
-    start_fake_process_group,
-    start_process_group,
-    stop_process_group,
-)
+from penstock.parallel.launch.rendezvous import Rendezvous, start_process_group, stop_process_group
+from tests.parallel.simulated import fake_rank
 
 ALONE = Environment(color=False, threads=1, world_size=1)
 
@@ -75,12 +71,8 @@ def test_rank_0_decides_and_all_get_its_answer(store: TCPStore) -> None:
 
     def act(meeting: Rendezvous) -> list[Any]:
         meeting.open(1)
-
-        def decide() -> list[Any]:
-            asked.append(meeting.rank)
-            return ["runs/x", None, meeting.rank]
-
-        return [meeting.agree(decide), meeting.agree(lambda: meeting.rank + 7)]
+        decided = meeting.agree(lambda: asked.append(meeting.rank) or ["runs/x", None, meeting.rank])
+        return [decided, meeting.agree(lambda: meeting.rank + 7)]
 
     results = [future.result() for future in on_ranks(4, store, act)]
     assert results == [[["runs/x", None, 0], 7]] * 4
@@ -97,10 +89,9 @@ def test_an_error_of_rank_0_is_everybodys_and_one_rank_says_it(store: TCPStore) 
         meeting.agree(fail)
 
     errors = [future.exception() for future in on_ranks(4, store, act)]
-    said = [error for error in errors if isinstance(error, RunFolderError)]
-    assert [str(error) for error in said] == ["runs/x exists already; got runs/x; fix: --resume"]
-    left = [error for error in errors if isinstance(error, LeavesError)]
-    assert [error.args for error in left] == [(2,)] * 3
+    said = [str(error) for error in errors if isinstance(error, RunFolderError)]
+    assert said == ["runs/x exists already; got runs/x; fix: --resume"]
+    assert [error.args for error in errors if isinstance(error, LeavesError)] == [(2,)] * 3
 
 
 def test_every_kind_of_error_travels() -> None:
@@ -171,10 +162,7 @@ def test_an_address_without_a_store_is_an_error(store: TCPStore) -> None:
 
 
 def test_a_fake_group_is_whatever_rank_it_is_told() -> None:
-    start_fake_process_group(rank=517, world=1024)
-    try:
+    with fake_rank(517, 1024):
         assert (dist.get_rank(), dist.get_world_size()) == (517, 1024)
         dist.all_reduce(torch.ones(3))
-    finally:
-        stop_process_group()
     assert not dist.is_initialized()
