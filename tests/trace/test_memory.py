@@ -96,9 +96,8 @@ def test_a_block_that_was_there_before_counts_as_before_until_it_is_taken_back()
 
 def test_without_addresses_there_are_no_components() -> None:
     memory = memory_of(change(5, 300, 300, address=None), change(9, 400, 700, address=None))
-    assert memory.blocks is None
+    assert memory.blocks is None and memory.peak.components == {}
     assert memory.peak.allocated_bytes == 700
-    assert memory.peak.components == {}
     assert [row.at_peak_bytes for row in memory.rows()] == [None]
     assert memory_json(memory, ())["peak"]["components"] is None
 
@@ -112,15 +111,13 @@ def test_a_damaged_change_is_left_out(args: dict[str, Any]) -> None:
 
 def test_json_has_each_step_with_its_own_peak() -> None:
     trace = decoded(kernel("a", 0, 10, correlation=1), *a_step())
-    (memory,) = find_memory(trace)
-    told = memory_json(memory, steps_of(trace))
+    told = memory_json(memory_of(*a_step()), steps_of(trace))
     (step,) = told["steps"]
     assert (step["number"], step["begin_bytes"], step["end_bytes"]) == (5, 10 * GB, 11 * GB)
     assert step["peak"]["allocated_bytes"] == told["most_allocated_bytes"] == 18 * GB
     assert told["peak"]["pass"] == "backward"
-    assert {"name", "pass", "layer", "handed_out_bytes", "kept_bytes", "most_bytes", "at_peak_bytes"} == set(
-        told["phases"][0]
-    )
+    keys = "name pass layer handed_out_bytes kept_bytes most_bytes at_peak_bytes"
+    assert {*keys.split()} == set(told["phases"][0])
     assert len(told["curve"]) == told["changes"] == 9
 
 
