@@ -28,8 +28,8 @@ from tests.cli.bad_material import CONTRADICTIONS, RUN
 SEED = 20
 MOST_SECONDS = 20.0
 MOST_BYTES = 4 * 10**9
+# Seconds of the clock. What is judged are seconds of the processor: other programs may keep it busy.
 KILLED_AFTER = 90.0
-"""Seconds of the clock. What is judged are seconds of the processor: other programs may keep it busy."""
 
 LONG = "x" * 5000
 NOT_A_NUMBER = ("banana", "", "1.5.2", "0x10", "--", "1e", "nan ", LONG, "\u221e", "[1]")
@@ -109,6 +109,7 @@ CLUSTERS = (
 )
 OUTPUTS = ("M/folder", "nowhere/there/{}", "/proc/nothing/{}", f"{LONG}.{{}}", "M/binary.txt/{}", "/dev/full/{}")
 
+# A call of each verb to which one wrong thing is done. Verbs that are not here get their name alone.
 SHORT = {
     "init": "init new.toml --model debug --yes",
     "train": f"train {RUN} --dry-run",
@@ -134,7 +135,6 @@ SHORT = {
     "kernels list": f"kernels list {RUN}",
     "kernels tune": f"kernels tune {RUN}",
 }
-"""A call of each verb to which one wrong thing is done. Verbs that are not here get their name alone."""
 
 
 def short(name: str) -> list[str]:

@@ -5,8 +5,7 @@ import random
 from pathlib import Path
 
 RUN = "debug-2l"
-HUGE = 8 * 10**9
-"""Bytes of a file that takes no room on disk; more than a call may hold in memory."""
+HUGE = 8 * 10**9  # bytes of a file that takes no room on disk; more than a call may hold in memory
 
 CONTRADICTIONS = f"""
 train {RUN} --rank 3

@@ -31,10 +31,6 @@ def test_without_a_file_the_text_is_printed(tmp_path: Path) -> None:
     assert read_hardware(tmp_path / "printed.toml").node.devices == 1
 
 
-def test_an_unknown_device_is_refused() -> None:
-    assert answers.refused("calibrate --device tpu") == "--device is unknown; got tpu; allowed: auto, cpu, cuda"
-
-
 @pytest.mark.slow
 def test_two_processes_measure_what_is_between_them(tmp_path: Path) -> None:
     path = tmp_path / "two.toml"

@@ -52,7 +52,7 @@ def asked(capsys: pytest.CaptureFixture[str]) -> str:
         ("train --processes=4 debug seed", ["seed="]),
         ("train --name ", []),
         # A cluster has the devices that were typed; an option with two values takes two.
-        ("plan deepseek-v3 --on 512xMI3", ["512xMI300X", "512xMI325X", "512xMI355X"]),
+        ("plan deepseek-v3 --on 512xMI3", ["512xMI300X", "512xMI325X", "512xMI350X", "512xMI355X"]),
         ("plan --on 8xH200 --compare debug debug-softmax deb", ["debug", "debug-softmax"]),
         ("plan --on 8xH200 --compare debug debug-s", ["debug-softmax"]),
         # A verb of verbs offers them.

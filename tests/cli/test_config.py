@@ -68,26 +68,6 @@ def test_validate_says_what_would_be_trained(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            'preset = "debug"\ntraining.stpes = 3\n',
-            "training.stpes is an unknown key; fix: did you mean training.steps?",
-        ),
-        (
-            'preset = "deepseek-v3"\nmodel.moe.top_k = 999\n',
-            "model.moe.top_k is more than model.moe.experts; got 999; allowed: 1 to 256",
-        ),
-        ("[training", "{path}:1: this is not TOML: Expected ']' at the end of a table declaration"),
-    ],
-)
-def test_validate_refuses_in_one_line(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "bad.toml"
-    path.write_text(text, encoding="utf-8")
-    assert refused("validate", str(path)) == message.format(path=path)
-
-
 def test_schema_and_reference_are_those_of_the_library() -> None:
     assert json.loads(printed("schema")) == json_schema()
     assert printed("reference") == reference_markdown()
@@ -118,8 +98,3 @@ def test_json_has_the_run_and_exact_counts() -> None:
     found = json.loads(printed("show", "debug", "--json"))
     assert found["run"] == debug().model_dump(mode="json")
     assert found["count"]["parameters"] == count(debug().model, 256).parameters
-
-
-def test_what_cannot_be_loaded_is_refused() -> None:
-    message = answers.refused("config show debug training.steps=0")
-    assert message == "training.steps is out of range; got 0; allowed: whole number >= 1 (steps)"

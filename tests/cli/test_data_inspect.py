@@ -13,10 +13,7 @@ from tests.train.test_batch_contents import text_run
 from tests.train.test_loop import start
 
 outcome = partial(answers.outcome, "data", "inspect")
-
-
-GOOD_INDEX = b"MMIDIDX\0\0" + struct.pack("<QBQQiqqq", 1, 8, 1, 2, 1, 0, 0, 1)
-"""One document of one token."""
+GOOD_INDEX = b"MMIDIDX\0\0" + struct.pack("<QBQQiqqq", 1, 8, 1, 2, 1, 0, 0, 1)  # one document of one token
 
 SHOWN = """\
 step 1 of tiny: 4 rows of 12 tokens
@@ -120,29 +117,11 @@ def test_parts_of_a_mixture_are_counted(tmp_path: Path) -> None:
     ],
 )
 def test_a_packed_file_that_cannot_be_used_is_one_line(
-    tmp_path: Path, index: bytes | None, content: bytes | None, message: str, monkeypatch: pytest.MonkeyPatch
+    index: bytes | None, content: bytes | None, message: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     for name, part in (("a.idx", index), ("a.bin", content)):
         if part is not None:
             Path(name).write_bytes(part)
     code, out, err = outcome("debug", "data.source=packed", "data.files=a.bin")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith(f"error: {message}")
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("debug", "--held-out", "evaluation.rows=0"), "the run has no held-out rows: evaluation.rows is 0"),
-        (("debug", "--step", "0"), "Invalid value for '--step'"),
-        (("debug", "--step", "999999999"), "--step is behind the last step of the run; got 999999999; allowed: 1 to "),
-        (("debug", "data.source=jsonl", "data.files=none.jsonl"), "cannot read data file none.jsonl"),
-        (("debug", "data.tokenizer=none.json"), "cannot read data.tokenizer none.json"),
-        (("none",), "no preset is called 'none'"),
-    ],
-)
-def test_what_cannot_be_shown_is_one_line(words: tuple[str, ...], message: str) -> None:
-    code, out, err = outcome(*words)
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert message in err

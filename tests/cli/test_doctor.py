@@ -24,8 +24,6 @@ LINE = {
     "peak_memory_bytes": 9_000_000_000,
     "phase_seconds": {"forward": 0.1, "data": 0.001},
 }
-
-
 told = partial(answers.told_as_json, "doctor")
 shown = partial(answers.printed, "doctor")
 refused = partial(answers.refused, "doctor")
@@ -103,14 +101,6 @@ def test_a_cut_last_line_of_metrics_is_left_out_and_another_that_is_no_json_is_a
     damaged = run_folder(tmp_path / "run", rest="nonsense\n{}\n")
     assert "line 5, is no JSON" in refused(damaged, "--on", "1xH200")
     assert "abacus" in refused(tmp_path / "cut", "--on", "1xabacus")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [(("/nowhere",), "cannot read /nowhere"), (("/nowhere", "--on", "8xH200"), "--on is for the folder of a run")],
-)
-def test_a_wrong_question_is_one_line(arguments: tuple[str, ...], error: str) -> None:
-    assert error in refused(*arguments)
 
 
 def test_a_toml_file_is_judged_as_a_run_that_is_planned(tmp_path: Path) -> None:

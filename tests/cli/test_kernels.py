@@ -75,19 +75,6 @@ def test_list_as_json() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--device", "Hopper"), "no device is known by this name; got 'Hopper'; allowed: auto, cpu, cuda, or MI300X"),
-        (("debug", "kernels.all=triton", "--device", "cpu"), "kernels.all=triton cannot be had for route; got no GPU"),
-        (("debug", "kernels.route=torch"), "kernels.route has an unknown value; got"),
-        (("debug", "kernels.measured=gone.json", "--device", "H200"), "measurements gone.json cannot be read"),
-    ],
-)
-def test_list_refuses_in_one_line(arguments: Sequence[str], message: str) -> None:
-    assert refused("list", *arguments).startswith(message)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_tune_without_a_gpu_is_refused(tmp_path: Path) -> None:
     message = refused("tune", "debug", "--output", str(tmp_path / "m.json"))

@@ -39,8 +39,8 @@ SPEEDS = {"ground": 1000.0, "faster": 2000.0, "larger": 3000.0}
 
 
 @pytest.fixture
-def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """An empty folder with a ladder in mine.toml; names of the trials that were asked for."""
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Writes a ladder to mine.toml; names of the trials that were asked for."""
     names: list[str] = []
 
     def measure(trial: Trial) -> Figures | Failure:
@@ -49,7 +49,6 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
             return Failure(kind="failed", reason="no memory", seconds=1.0)
         return figures(SPEEDS[trial.name], repeated_steps=2 if trial.name == "faster" else 0)
 
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(verb, "run_trial", measure)
     Path("mine.toml").write_text(MINE, encoding="utf-8")
     return names
@@ -237,22 +236,6 @@ def test_a_ladder_of_other_steps_is_not_gone_on_with(asked: list[str]) -> None:
 
 def test_a_ladder_of_which_nothing_ran_ends_with_one(asked: list[str]) -> None:
     assert "failed" in climb("--only", "broken", code=1)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (("nothing",), "no preset is called 'nothing'"),
-        (("debug", "--steps", "5", "--warm-up", "5"), "--warm-up leaves no step to time; got 5 of 5; allowed: 0 to 4"),
-        (("debug", "--resume"), "fix: --json FILE"),
-        (("debug", "--only", "oven"), "--only names no step of the ladder; got oven"),
-        (("debug", "--ladder", "gone.toml"), "cannot read gone.toml"),
-        (("debug", "device=cpu", "--processes", "3"), "training.global_batch must be a multiple"),
-    ],
-)
-def test_a_mistake_is_one_line_and_starts_nothing(asked: list[str], arguments: tuple[str, ...], told: str) -> None:
-    assert told in refused(*arguments)
-    assert asked == []
 
 
 def test_a_rank_cannot_climb(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

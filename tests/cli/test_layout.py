@@ -97,15 +97,6 @@ def test_a_long_group_is_cut_in_the_middle() -> None:
     assert groups[-1] == ["expert", "8", "1", "0 1 2 3 4 ... 7", "0 1 2 3 4 ... 7"]
 
 
-def test_what_does_not_fit_is_refused_in_one_line() -> None:
-    assert answers.refused("layout debug parallel.expert=4 --world 6") == (
-        "parallel does not divide the ranks: pipeline 1 x expert 4 x expert_tensor 1 = 4; got 6 ranks; "
-        "allowed: a multiple of 4; fix: run on 4 or 8 ranks, or change these sizes"
-    )
-    message = answers.refused("layout debug parallel.pipeline=2 pipeline.layout=Et|tL")
-    assert "pipeline.layout has the wrong number of decoder layers" in message
-
-
 @pytest.mark.parametrize(
     "arguments",
     [

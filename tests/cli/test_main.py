@@ -36,22 +36,6 @@ def test_nothing_typed_and_help_show_the_verbs_and_version_the_version() -> None
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["trian"], "No such command 'trian'; fix: did you mean train or trace? (see --help)"),
-        (["config", "shwo"], "No such command 'shwo'; fix: did you mean show? (see --help)"),
-        (["xyzzy"], "No such command 'xyzzy' (see --help)"),
-        (["--versoin"], "No such option: --versoin; fix: did you mean --version? (see --help)"),
-        (["config", "list", "--jsn"], "No such option: --jsn; fix: did you mean --json? (see --help)"),
-        (["config", "diff", "debug"], "Missing argument 'B' (see --help)"),
-        (["config", "list", "debug"], "Got unexpected extra argument(s) (debug) (see --help)"),
-    ],
-)
-def test_wrong_usage_is_one_line_and_code_2(arguments: list[str], message: str) -> None:
-    assert answers.outcome(*arguments) == (2, "", f"error: {message}\n")
-
-
-@pytest.mark.parametrize(
     "error", [ZeroDivisionError("ours"), FileNotFoundError(errno.ENOENT, "No such file", "own.txt")]
 )
 def test_a_fault_of_the_program_keeps_its_traceback(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,13 +4,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
 from penstock.cli import preflight
 from penstock.tune.preflight.check import PreflightCheck
@@ -19,13 +17,9 @@ from tests.cli import answers
 
 
 @pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    threads = torch.get_num_threads()
-    monkeypatch.chdir(tmp_path)
-    # A small file, and as much room on every machine.
+def a_small_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small file, and as much room on every machine."""
     monkeypatch.setattr(preflight, "read_disk", lambda folder: replace(read_disk(folder, 1 << 20), free_bytes=10**12))
-    yield
-    torch.set_num_threads(threads)
 
 
 printed = partial(answers.printed, "preflight --processes 1")
@@ -66,18 +60,6 @@ def test_a_run_that_is_named_says_how_much_room_its_checkpoints_need() -> None:
     (room,) = (one for one in found["checks"] if one["name"] == "room")
     # 671 B parameters and a layer of multi-token prediction, 12 bytes each
     assert room["expected"].endswith("10 checkpoints of 8,191.6 GB")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["no-such-preset"], "no preset is called 'no-such-preset'"),
-        (["--hardware", "gone.toml"], "gone.toml"),
-        (["--processes", "0"], "--processes"),
-    ],
-)
-def test_a_wrong_question_is_one_line_and_code_2(arguments: list[str], message: str) -> None:
-    assert message in answers.refused("preflight", *arguments)
 
 
 @pytest.mark.slow

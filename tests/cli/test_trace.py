@@ -26,8 +26,6 @@ def folder(traces: Traces, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 shown = partial(answers.printed, "trace")
-
-
 told = partial(answers.told_as_json, "trace")
 refused = partial(answers.refused, "trace")
 
@@ -159,12 +157,6 @@ def test_with_a_rank_the_answer_is_the_same(folder: Path) -> None:
     assert told(file, "--rank", "0") == told(file)
 
 
-def test_wrong_flags_are_one_line(folder: Path) -> None:
-    assert "No such option: --jsn" in refused(folder, "--jsn")
-    for words in ((), ("--json",)):
-        assert "Missing argument" in refused(*words)
-
-
 @pytest.fixture
 def pair(tmp_path: Path) -> tuple[str, str]:
     """Two traces: in the second, the product of every step takes 15 us more."""
@@ -199,10 +191,6 @@ def test_a_trace_against_itself_is_zero(pair: tuple[str, str]) -> None:
 
 def test_a_rank_that_is_not_there_is_refused(pair: tuple[str, str]) -> None:
     assert "has no trace of this rank; got 7" in answers.refused("trace diff", *pair, "--rank", 7)
-
-
-def test_a_file_that_is_not_there_is_one_line() -> None:
-    assert "no.json" in answers.refused("trace diff no.json no.json")
 
 
 @pytest.fixture

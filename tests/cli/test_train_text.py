@@ -2,7 +2,6 @@
 
 import gzip
 import json
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 import zstandard
 
 from penstock.config.data import Data
@@ -37,10 +35,8 @@ weight = 1.0
 
 
 @pytest.fixture(autouse=True)
-def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def corpus(in_a_folder_of_its_own: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder with text of every kind, whole and damaged, and a small run in tiny.toml."""
-    threads = torch.get_num_threads()
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path.parent / f"{tmp_path.name}-hub"))
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     texts = [f"document {number} of a corpus " * 4 for number in range(60)]
@@ -65,9 +61,6 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     text = Path("tiny.toml").read_text()
     start = text.index("[data]")
     Path("mixed.toml").write_text(text[:start] + text[text.index("[evaluation]") :] + MIXTURE)
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.set_num_threads(threads)
 
 
 printed = partial(answers.printed, "train")

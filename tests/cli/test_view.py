@@ -39,11 +39,25 @@ def drawn(panel: RunPanel, width: int) -> list[str]:
     return file.getvalue().splitlines()
 
 
+def plain(run: Run, width: int = 80) -> tuple[PlainView, io.StringIO]:
+    """The plain view of a run that has started, and what it prints."""
+    file = io.StringIO()
+    view = PlainView(Console(file=file, width=width))
+    view.started(run_start(run))
+    return view, file
+
+
+def live(run: Run) -> tuple[LiveView, io.StringIO]:
+    """The live view of a run that has started, and what it draws."""
+    file = io.StringIO()
+    view = LiveView(Console(file=file, width=80, force_terminal=True, color_system=None))
+    view.started(run_start(run))
+    return view, file
+
+
 def lines_of(run: Run, steps: int, *, seconds: float) -> list[str]:
     """Plain lines of a run whose steps take so many seconds each."""
-    file = io.StringIO()
-    view = PlainView(Console(file=file, width=80))
-    view.started(run_start(run))
+    view, file = plain(run)
     for step in range(1, steps + 1):
         view.stepped(step_report(step, elapsed_seconds=step * seconds))
     view.closed()
@@ -147,11 +161,8 @@ def test_what_became_of_graphs_stands_in_the_head_if_anybody_asked(tmp_path: Pat
 
 
 def test_a_notice_is_told_once_by_both_views(tmp_path: Path) -> None:
-    notice, start = "graphs: one pass captured in 0.2 s; its pool keeps 5.05 GB", run_start(tiny_run(tmp_path))
-    for view_of in (PlainView, LiveView):
-        file = io.StringIO()
-        view = view_of(Console(file=file, width=80, force_terminal=view_of is LiveView))
-        view.started(start)
+    notice = "graphs: one pass captured in 0.2 s; its pool keeps 5.05 GB"
+    for view, file in (plain(tiny_run(tmp_path)), live(tiny_run(tmp_path))):
         view.stepped(step_report(1, notices=(notice,)))
         view.stepped(step_report(2))
         view.closed()
@@ -172,18 +183,14 @@ def test_a_long_run_does_not_print_thousands_of_lines(tmp_path: Path) -> None:
 
 
 def test_steps_that_evaluate_are_always_printed(tmp_path: Path) -> None:
-    file = io.StringIO()
-    view = PlainView(Console(file=file, width=80))
-    view.started(run_start(tiny_run(tmp_path)))
+    view, file = plain(tiny_run(tmp_path))
     for step in (1, 2, 3):
         view.stepped(step_report(step, elapsed_seconds=0.001, evaluation=HELD_OUT if step == 2 else None))
     assert [line.split()[0] for line in file.getvalue().splitlines()[-2:]] == ["1", "2"]
 
 
 def test_plain_lines_are_not_wrapped_and_hold_no_colors(tmp_path: Path) -> None:
-    file = io.StringIO()
-    view = PlainView(Console(file=file, width=20))
-    view.started(run_start(tiny_run(tmp_path)))
+    view, file = plain(tiny_run(tmp_path), width=20)
     view.stepped(step_report(1))
     view.stopping()
     assert file.getvalue().splitlines()[-1] == STOPPING
@@ -191,9 +198,7 @@ def test_plain_lines_are_not_wrapped_and_hold_no_colors(tmp_path: Path) -> None:
 
 
 def test_the_live_view_draws_and_leaves_the_last_panel(tmp_path: Path) -> None:
-    file = io.StringIO()
-    view = LiveView(Console(file=file, width=80, force_terminal=True, color_system=None))
-    view.started(run_start(tiny_run(tmp_path)))
+    view, file = live(tiny_run(tmp_path))
     for step in range(1, 5):
         view.stepped(step_report(step))
         view.saved(step)
@@ -207,9 +212,7 @@ def test_the_live_view_draws_and_leaves_the_last_panel(tmp_path: Path) -> None:
 
 
 def test_the_live_view_does_not_draw_at_every_step(tmp_path: Path) -> None:
-    file = io.StringIO()
-    view = LiveView(Console(file=file, width=80, force_terminal=True, color_system=None))
-    view.started(run_start(tiny_run(tmp_path)))
+    view, file = live(tiny_run(tmp_path))
     for step in range(1, 200):
         view.stepped(step_report(step + 4))
     view.closed()

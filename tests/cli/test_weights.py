@@ -93,9 +93,8 @@ SYNTHETIC = "data.source=synthetic-learnable"
 
 
 @pytest.fixture
-def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of dense weights beside the present one."""
-    monkeypatch.chdir(tmp_path)
+def theirs(tmp_path: Path) -> Path:
+    """A folder of dense weights."""
     torch.manual_seed(1)
     save_huggingface(build_model(tiny_run(tmp_path, model=VARIANTS["qwen3"]), torch.device("cpu")), Path("theirs"))
     return Path("theirs")

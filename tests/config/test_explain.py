@@ -71,20 +71,15 @@ def test_every_field_can_be_explained() -> None:
         ("trainig.steps", "training.steps"),
         ("z_loss_coef", "model.moe.balance.z_loss_coef or training.z_loss_coef"),
         ("model.moes", "model.moe"),
+        ("qqqq", None),
     ],
 )
-def test_an_unknown_field_is_refused_with_what_was_meant(path: str, meant: str) -> None:
+def test_an_unknown_field_is_refused_with_what_was_meant(path: str, meant: str | None) -> None:
     with pytest.raises(ConfigError) as raised:
         explain(path)
-    assert str(raised.value) == (
-        f"there is no field {path!r}; allowed: full paths such as model.moe.top_k, or sections such as model.moe; "
-        f"fix: did you mean {meant}?"
-    )
-
-
-def test_a_field_like_no_other_gets_no_suggestion() -> None:
-    with pytest.raises(ConfigError, match=r"there is no field 'qqqq'.*such as model\.moe$"):
-        explain("qqqq")
+    fix = "" if meant is None else f"; fix: did you mean {meant}?"
+    allowed = "full paths such as model.moe.top_k, or sections such as model.moe"
+    assert str(raised.value) == f"there is no field {path!r}; allowed: {allowed}{fix}"
 
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "config.md"

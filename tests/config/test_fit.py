@@ -11,6 +11,7 @@ from penstock.layout.grid import Grid
 from tests.config.small import unchecked_run
 
 FOLDED = ("parallel.tensor=2", "parallel.expert=4", "training.global_batch=64")
+GROUPED = ("model.attention.kind=gqa", "model.attention.heads=8", "model.attention.head_dim=32")
 DUALPIPE = (
     "training.micro_batch=8",
     "parallel.pipeline=4",
@@ -124,17 +125,12 @@ def test_the_smallest_world_is_the_smallest_that_fits(
         (("parallel.context=8",), "all-gather"),
         (("parallel.context=2", "parallel.tensor=4"), "all-gather"),
         (("parallel.context=2", "parallel.context_method=all-gather"), "all-gather"),
+        ((*GROUPED, "model.attention.kv_heads=4", "parallel.context=4"), "ulysses"),
+        ((*GROUPED, "model.attention.kv_heads=2", "parallel.context=4"), "all-gather"),
     ],
 )
-def test_ranks_exchange_heads_where_heads_divide(overrides: tuple[str, ...], method: str) -> None:
+def test_ranks_exchange_heads_where_all_heads_divide(overrides: tuple[str, ...], method: str) -> None:
     assert context_method(unchecked_run(overrides)) == method
-
-
-def test_key_and_value_heads_must_divide_as_well() -> None:
-    heads = ("model.attention.kind=gqa", "model.attention.heads=8", "model.attention.head_dim=32")
-    for kv_heads, method in ((4, "ulysses"), (2, "all-gather")):
-        run = unchecked_run((*heads, f"model.attention.kv_heads={kv_heads}", "parallel.context=4"))
-        assert context_method(run) == method
 
 
 def test_settled_values_of_a_run() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from penstock.base.errors import ConfigError
 from penstock.config.load import RUN_FILE, dump_toml, load_run
 from penstock.config.presets.debug import debug
-from penstock.config.presets.registry import PRESETS
+from penstock.config.presets.registry import PRESETS, preset
 from penstock.config.run import Run
 from penstock.config.schema import every_field, find, leaves
 from penstock.config.versions import RENAMED, RENAMED_VALUES, VERSION, VERSION_KEY, check_version, new_path
@@ -29,11 +29,6 @@ def message_of(target: str, *overrides: str) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_is_loaded_by_name(name: str) -> None:
-    assert load_run(name) == PRESETS[name]()
-
-
 def test_overrides_change_only_what_they_name() -> None:
     run = load_run("debug", ["training.steps=5000", "seed=3"])
     expected = debug().training.model_copy(update={"steps": 5000})
@@ -42,8 +37,10 @@ def test_overrides_change_only_what_they_name() -> None:
     assert (variant.model.layers, variant.seed) == (2, 40)
 
 
-def test_the_folder_of_a_run_is_a_target(tmp_path: Path) -> None:
-    write(tmp_path / RUN_FILE, dump_toml(debug()))
+def test_the_folder_of_a_run_is_a_target_and_its_file_says_its_version(tmp_path: Path) -> None:
+    text = dump_toml(debug())
+    assert text.startswith(f"{VERSION_KEY} = {VERSION}\n")
+    write(tmp_path / RUN_FILE, text)
     assert load_run(str(tmp_path)) == debug()
 
 
@@ -136,8 +133,9 @@ def test_a_preset_is_no_override_and_a_deep_one_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", [*PRESETS, "debug-1l", "deepseek-v3-4l"])
-def test_a_written_run_is_read_back_the_same(name: str, tmp_path: Path) -> None:
+def test_a_preset_is_loaded_by_name_and_read_back_the_same(name: str, tmp_path: Path) -> None:
     run = load_run(name)
+    assert run == preset(name)
     assert load_run(write(tmp_path / "other-name.toml", dump_toml(run))) == run
 
 
@@ -166,8 +164,8 @@ def paths_of(table: dict[str, Any], prefix: str = "") -> list[str]:
     return paths
 
 
+# All that UTF-8 writes. Hypothesis has them by itself too, but tries every one first, in 3 s.
 CHARACTERS = st.characters(exclude_categories=["Cs"])
-"""All that UTF-8 writes. Hypothesis has them by itself too, but tries every one first, in 3 s."""
 
 
 @examples(40, deadline=None)
@@ -261,13 +259,6 @@ def test_a_file_of_an_older_version_is_told_what_to_write(monkeypatch: pytest.Mo
         ConfigError, match=r"an older version .* fix: write version = 3; errors name the keys to rename"
     ):
         check_version({VERSION_KEY: 2}, "mine.toml")
-
-
-def test_a_run_is_written_with_its_version_and_read_again(tmp_path: Path) -> None:
-    text = dump_toml(debug())
-    assert text.startswith(f"{VERSION_KEY} = {VERSION}\n")
-    (tmp_path / RUN_FILE).write_text(text)
-    assert load_run(str(tmp_path)) == debug()
 
 
 def test_renamed_keys_are_gone_and_their_new_keys_exist() -> None:

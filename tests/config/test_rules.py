@@ -9,7 +9,6 @@ import pytest
 from penstock.base.errors import ConfigError
 from penstock.config import model_rules, run_rules
 from penstock.config.fit import SPLITTING_SCHEDULES
-from penstock.config.presets.registry import PRESETS
 from penstock.config.problem import Problem, refuse
 from penstock.config.rules import RULES, Rule, check, problems, rule_text
 from penstock.config.run import Run
@@ -45,11 +44,6 @@ def test_a_possible_run_passes_every_rule(overrides: list[str]) -> None:
 
 def test_every_rule_has_a_case() -> None:
     assert {case.id for case in BROKEN} == set(BY_NAME)
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_obeys_every_rule(name: str) -> None:
-    check(PRESETS[name]())
 
 
 def test_the_first_problem_is_told_in_full_and_the_others_by_field() -> None:

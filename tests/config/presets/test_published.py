@@ -6,9 +6,9 @@ from penstock.config.presets.registry import PRESETS, preset
 from penstock.models.count import count
 from penstock.models.huggingface.config import huggingface_config
 
-IMAGES = 871_932_416
-"""Parameters of Llama 4's image encoder and of its projection, which the published totals include."""
+IMAGES = 871_932_416  # of Llama 4's image encoder and of its projection, which the published totals include
 
+# Parameters: sums over the tensors of the published files, each tensor counted once.
 TOTALS = {
     "mixtral-8x7b": 46_702_792_704,
     "mixtral-8x22b": 140_620_634_112,
@@ -27,7 +27,6 @@ TOTALS = {
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
 }
-"""Sums over the tensors of the published files, each tensor counted once."""
 
 ACTIVE = {
     "mixtral-8x7b": 12.9e9,
