@@ -15,8 +15,7 @@ from penstock.config.presets.registry import PRESETS
 from penstock.config.run import Run
 from penstock.config.schema import NAME, every_field
 
-Word = tuple[str, str]  # A proposed word and its description
-
+Word = tuple[str, str]  # a proposed word and its description
 DEVICES = "8"  # number of devices of a proposed cluster, if none is typed yet
 
 

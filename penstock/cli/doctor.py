@@ -26,7 +26,6 @@ from penstock.trace.analysis import analyse_files
 from penstock.trace.host_table import HostTable
 from penstock.tune.doctor.diagnosis import (
     Diagnosis,
-    EvidenceLine,
     cpu_changes,
     cpu_json,
     cpu_sentence,
@@ -84,8 +83,7 @@ def _print_next(paths: list[Path], evidence: Evidence, changes: list[str]) -> No
     if run is not None and (is_run(path) or is_planned(path)):
         # Remedies come largest gain first; propose the first that the rules accept.
         fitting = (change for change in changes if accepted(run, change, evidence.facts.world) is not None)
-        change = next(fitting, None)
-        if change is not None:
+        if (change := next(fitting, None)) is not None:
             print_next("train", path / RUN_FILE if is_run(path) else path, *change.split())
             return
     if is_run(path):
@@ -95,17 +93,10 @@ def _print_next(paths: list[Path], evidence: Evidence, changes: list[str]) -> No
 
 
 def examine(paths: list[Path], *, on: str | None = None, step: int | None = None) -> Evidence:
-    """Collect all evidence from paths.
+    """Collect all evidence from the folder of a run, the TOML file of a planned run, or traces.
 
-    Args:
-        paths: the folder of a run, the TOML file of a planned run, or traces.
-        on: hardware of the run; None takes it from the traces.
-        step: judge only this step.
-
-    Raises:
-        TraceError: a trace cannot be read, and the path is not a run that a plan can judge.
-        ConfigError: the configuration of the run cannot be read.
-        HardwareError: `on` names no hardware.
+    `on` names the hardware; None takes it from the traces. Raises a PenstockError if a file cannot be read (of a run,
+    traces may be missing), or `on` names no hardware.
     """
     path = paths[0]
     if len(paths) == 1 and is_run(path):
@@ -125,7 +116,7 @@ def examine(paths: list[Path], *, on: str | None = None, step: int | None = None
     cluster = cluster_for(evidence.facts, on)
     if cluster is None:
         if evidence.host is not None:
-            return evidence  # the walls of a plan would be those of another machine
+            return evidence  # a plan would have the bottlenecks of another machine
         told = "no plan: nothing says what the run is on; give --on 8xH200"
         return replace(evidence, missing=(*evidence.missing, told))
     evidence = replace(evidence, notes=compared(evidence.facts, cluster))
@@ -156,14 +147,24 @@ def print_verdict(verdict: Diagnosis, evidence: Evidence) -> None:
         print(spent_text(verdict, evidence))
     per = "ms per step" if evidence.steps or not evidence.ranks else "ms"
     print()
-    print_table(("wall", "evidence", per, "share", "bytes"), [_row(fact) for fact in verdict.lines])
+    rows = [
+        (
+            fact.bottleneck,
+            fact.what,
+            "" if fact.time_us is None else ms_text(fact.time_us),
+            "" if fact.share is None else f"{fact.share:.1%}",
+            "" if fact.size is None else bytes_text(fact.size),
+        )
+        for fact in verdict.lines
+    ]
+    print_table(("wall", "evidence", per, "share", "bytes"), rows)
     print()
     if verdict.remedies:
-        rows = []
+        gains = []
         for one in verdict.remedies:
             gain = f"-{bytes_text(one.gain_bytes)}" if one.gain_bytes else ms_text(one.gain_us)
-            rows.append((gain, f"{verdict.times.share(one.gain_us):.1%}", one.change, one.rule))
-        print_table((f"gains {per}, at most", "of step", "change", "rule"), rows)
+            gains.append((gain, f"{verdict.times.share(one.gain_us):.1%}", one.change, one.rule))
+        print_table((f"gains {per}, at most", "of step", "change", "rule"), gains)
         print()
         for one in verdict.remedies:
             print(f"{one.rule}: {one.what} [{one.source}]")
@@ -187,13 +188,3 @@ def print_cpu(table: HostTable, evidence: Evidence) -> None:
         print(f"no change is evident: the longest operator is {longest.name}, {longest.share:.1%} of the step")
     for line in evidence.missing:
         print(f"missing: {line}")
-
-
-def _row(fact: EvidenceLine) -> tuple[str, ...]:
-    return (
-        fact.bottleneck,
-        fact.what,
-        "" if fact.time_us is None else ms_text(fact.time_us),
-        "" if fact.share is None else f"{fact.share:.1%}",
-        "" if fact.size is None else bytes_text(fact.size),
-    )

@@ -45,6 +45,13 @@ from penstock.data.tokenizer import BYTES, open_tokenizer
 
 FILE = Path("run.toml")
 
+_USUAL = {"model": "debug", "on": HERE, "data": STANDARD_LIBRARY, "tokenizer": BYTES}  # of tokens, the preset's
+_LOOKS: dict[str, Callable[[str], object]] = {
+    "model": preset,
+    "on": cluster_named,
+    "data": text_fields,
+    "tokenizer": open_tokenizer,
+}
 QUESTIONS = {
     "model": "Which model?",
     "on": f"Where? `{HERE}` is this machine, 64xMI300X a cluster",
@@ -103,7 +110,7 @@ def _answers(given: dict[str, str | None], *, asks: bool) -> Answers:
             _look(name, value, answers)
             answers[name] = value
         else:
-            usual = _usual(name, answers)
+            usual = _USUAL[name] if name in _USUAL else usual_tokens(answers["model"])
             answers[name] = _asked(name, usual, answers) if asks else usual
     return Answers(**answers)
 
@@ -127,21 +134,10 @@ def _asked(name: str, usual: str, answers: dict[str, str]) -> str:
 
 def _look(name: str, answer: str, answers: dict[str, str]) -> None:
     """Refuse an unusable answer, as far as it can be checked now."""
-    looks: dict[str, Callable[[str], object]] = {
-        "model": preset,
-        "on": cluster_named,
-        "data": text_fields,
-        "tokenizer": open_tokenizer,
-    }
-    if name in looks:
-        looks[name](answer)
+    if name in _LOOKS:
+        _LOOKS[name](answer)
     elif answer.strip()[-1:] not in set("smhd") or cluster_named(answers["on"]) is None:
-        tokens_of(answer)  # A time becomes tokens when there is a plan.
-
-
-def _usual(name: str, answers: dict[str, str]) -> str:
-    usual = {"model": "debug", "on": HERE, "data": STANDARD_LIBRARY, "tokenizer": BYTES}
-    return usual[name] if name in usual else usual_tokens(answers["model"])
+        tokens_of(answer)  # a time becomes tokens when there is a plan
 
 
 # Fields in every file, also if they equal the preset.

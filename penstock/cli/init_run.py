@@ -20,7 +20,7 @@ import torch
 
 from penstock.base.devices import chip_named
 from penstock.base.errors import ConfigError, DataError, DeviceError
-from penstock.base.numbers import bytes_text, count_text
+from penstock.base.numbers import amount, bytes_text, count_text
 from penstock.config.data import SourceName
 from penstock.config.presets.registry import preset
 from penstock.config.rules import check
@@ -32,6 +32,7 @@ from penstock.data.open import SUFFIXES
 from penstock.data.tokenizer import BYTES, open_tokenizer
 from penstock.parallel.launch.process import device_name
 from penstock.plan.calibrate import device_memory
+from penstock.plan.campaign import MOST_TOKENS
 from penstock.plan.hardware import Cluster, cluster_of
 from penstock.plan.hardware_file import known_hardware, load_hardware, parse_cluster
 from penstock.plan.projection import Projection
@@ -40,19 +41,13 @@ from penstock.train.setup import open_texts, state_bytes
 
 HERE = "here"
 STANDARD_LIBRARY = "standard-library"
-
 CPU_LENGTH, CPU_ROWS = 512, 8  # positions and rows of a step on a CPU; a step of most presets would take hours
-
-WARMUP_SHARE = 10  # A warm-up takes at most this part of the steps
-
-ROUND = 128  # A vocabulary is a multiple of this, for matrix products and for ranks that divide it
+WARMUP_SHARE = 10  # a warm-up takes at most this part of the steps
+ROUND = 128  # a vocabulary is a multiple of this, for matrix products and for ranks that divide it
 
 _DATASET = re.compile(r"[\w-]+/[\w-]+")
+_TIME = re.compile(r"(?P<number>[\d_,.e]+) ?(?P<unit>[smhd])")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-MOST_TOKENS = 1e15  # larger numbers are typing errors
-
-_NUMBERS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-_AMOUNT = re.compile(r"(?P<number>\d[\d_,]*(\.\d+)?(e\d+)?) ?(?P<unit>[kKMBTsmhd]?)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,11 +63,11 @@ class Answers:
 
 @dataclass(frozen=True, kw_only=True)
 class Made:
-    """A run, with its projection (None without a plan) and one-line notes for the user."""
+    """A run that was made from answers."""
 
     run: Run
-    projection: Projection | None
-    notes: tuple[str, ...]
+    projection: Projection | None  # None without a plan
+    notes: tuple[str, ...]  # for the user, a line each
 
 
 def make_run(answers: Answers, name: str, overrides: Sequence[str] = ()) -> Made:
@@ -82,8 +77,7 @@ def make_run(answers: Answers, name: str, overrides: Sequence[str] = ()) -> Made
     """
     data = {**text_fields(answers.data), "tokenizer": answers.tokenizer}
     run, notes = _with_vocabulary(_with(preset(answers.model), {"name": name, "data": data}))
-    # No cluster: this machine, whose speed is unknown.
-    cluster, projection = cluster_named(answers.on), None
+    cluster, projection = cluster_named(answers.on), None  # no cluster is this machine, whose speed is unknown
     if cluster is None and not torch.cuda.is_available():
         run, small = _on_cpu(run)
         notes += small
@@ -95,8 +89,9 @@ def make_run(answers: Answers, name: str, overrides: Sequence[str] = ()) -> Made
         projection = _planned(run, cluster)
         run = projection.run
     run, text_notes = _with_text(run, is_here=answers.on == HERE)
-    steps = ceil(tokens_of(answers.tokens, projection) / run.tokens_per_step)
-    run = _with(_with_steps(run, chosen.get("training", {}).get("steps", max(1, steps))), chosen)
+    steps = max(1, ceil(tokens_of(answers.tokens, projection) / run.tokens_per_step))
+    # The schedule fits the steps that an override asks for; then overrides win once more.
+    run = _with(_with_steps(run, chosen.get("training", {}).get("steps", steps)), chosen)
     check(run)
     return Made(run=run, projection=projection, notes=(*notes, *text_notes))
 
@@ -155,6 +150,7 @@ def text_fields(text: str) -> Tree:
     if text == STANDARD_LIBRARY:
         return {"source": STANDARD_LIBRARY}
     path = Path(text).expanduser()
+    # The marks of `datasets.save_to_disk`.
     if path.is_dir() and any((path / mark).is_file() for mark in ("state.json", "dataset_dict.json")):
         return {"source": "huggingface", "dataset": str(path)}
     if path.exists() or has_magic(text) or text.startswith(("~", ".", "/")) or path.suffix:
@@ -174,7 +170,7 @@ def _source_of_all(path: Path) -> SourceName:
     if own != "text" or not (path.is_dir() or has_magic(str(path))):
         return own
     kinds = [_source(file) for file in matched([str(path)])]
-    return max(dict.fromkeys(kinds), key=kinds.count)
+    return max(dict.fromkeys(kinds), key=kinds.count)  # of equally many the first
 
 
 def _source(path: Path) -> SourceName:
@@ -229,9 +225,9 @@ def tokens_of(text: str, projection: Projection | None = None) -> float:
 
     A time needs the speed of a projection. Raises a ConfigError for anything else.
     """
-    match = _AMOUNT.fullmatch(text.strip())
-    number = float(match["number"].replace("_", "").replace(",", "")) if match is not None else 0.0
-    if match is None or number == 0:
+    time = _TIME.fullmatch(text.strip())
+    number = amount(text if time is None else time["number"])
+    if not number:
         raise ConfigError(
             "this says neither how many tokens nor how long",
             got=repr(text),
@@ -241,8 +237,8 @@ def tokens_of(text: str, projection: Projection | None = None) -> float:
         raise ConfigError(
             "this is more text than there is", got=f"{text:.40}", allowed=f"up to {MOST_TOKENS:.0e} tokens"
         )
-    if match["unit"] in _NUMBERS:
-        return number * _NUMBERS[match["unit"]]
+    if time is None:
+        return number
     if projection is None:
         raise ConfigError(
             "how much text a time is cannot be said of this machine before it has trained",
@@ -250,7 +246,7 @@ def tokens_of(text: str, projection: Projection | None = None) -> float:
             fix="say how many tokens, or name hardware that is known: --on 8xH200",
         )
     each = projection.time.tokens_per_second_per_device
-    return number * _SECONDS[match["unit"]] * each * projection.cluster.devices
+    return number * _SECONDS[time["unit"]] * each * projection.cluster.devices
 
 
 def usual_tokens(model: str) -> str:

@@ -52,22 +52,19 @@ _LEAST = ("x size", "x optimization", "gap", "TFLOP/s", "p99/p50", "changed", "l
 
 @dataclass(frozen=True, kw_only=True)
 class LadderPlan:
-    """A ladder and its options: the names of the `wanted` steps, the JSON file if any, the commit (empty asks git).
-
-    `resumes` takes trials back from the file.
-    """
+    """A ladder and its options."""
 
     steps: tuple[LadderStep, ...]
-    wanted: frozenset[str]
-    options: Trial
+    wanted: frozenset[str]  # names of the steps to measure
+    options: Trial  # what all steps have in common
     has_gpu: bool
-    own: tuple[str, ...]
-    training_steps: int
+    own: tuple[str, ...]  # overrides of the user
+    training_steps: int  # of each ladder step
     routing: str
     flops_per_token: float
-    output: Path | None
-    commit: str
-    resumes: bool
+    output: Path | None  # JSON file
+    commit: str  # empty asks git
+    resumes: bool  # take trials back from the file
 
 
 def ladder(  # noqa: PLR0913 - one argument for each option
@@ -152,7 +149,8 @@ def climb_and_print(plan: LadderPlan, measure: Measure) -> list[Outcome]:
     # The file is written after every step, so an ended ladder can go on.
     for outcome in climb(plan.steps, plan.wanted, options, saved.or_measured(measure), has_gpu=plan.has_gpu):
         outcomes.append(outcome)
-        print("\n".join(_lines(outcome, gains(outcomes)[-1], plan)), flush=True)
+        failed = [f"{'':<16}not with {' '.join(one.change)}: {one.reason}" for one in outcome.others]
+        print("\n".join([_line(outcome, gains(outcomes)[-1], plan), *failed]), flush=True)
         if plan.output is not None:
             _write(plan, plan.output, outcomes, saved)
     print()
@@ -191,12 +189,6 @@ def _write(plan: LadderPlan, path: Path, outcomes: Sequence[Outcome], saved: Sav
     )
 
 
-def _lines(outcome: Outcome, gain: LadderGain | None, plan: LadderPlan) -> list[str]:
-    """Lines for a finished ladder step: its result, then its failed attempts."""
-    others = [f"{'':<16}not with {' '.join(one.change)}: {one.reason}" for one in outcome.others]
-    return [_line(outcome, gain, plan), *others]
-
-
 def _line(outcome: Outcome, gain: LadderGain | None, plan: LadderPlan) -> str:
     if outcome.figures is None or gain is None:
         return f"{outcome.step.name:<16}{outcome.state}: {outcome.reason}"
@@ -209,7 +201,7 @@ def _line(outcome: Outcome, gain: LadderGain | None, plan: LadderPlan) -> str:
 
 
 def _table(outcomes: Sequence[Outcome], plan: LadderPlan) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Columns and rows."""
+    """Columns and rows. A row without figures is a name, a state, blanks, and a reason in the last column."""
     measured = (f"tokens/s/{_noun(plan)}", "step ms", "p99/p50", "MFU", "TFLOP/s", "peak GiB", "loss", "gap")
     columns = ("ladder step", *measured, "x before", "x optimization", "x size", "x first", "changed")
     rows = [_row(outcome, gain, plan) for outcome, gain in zip(outcomes, gains(outcomes), strict=True)]

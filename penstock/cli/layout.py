@@ -35,9 +35,7 @@ from penstock.parallel.launch.host import ranges
 from penstock.parallel.layer_context import LayerContext
 
 _LABEL_WIDTH = 10
-
-_SHOWN_RANKS = 6  # A longer group is shown by its first ranks and its last
-
+_SHOWN_RANKS = 6  # a longer group is shown by its first ranks and its last
 _ROUNDS = 6  # micro-batches for each pipeline rank after which a schedule is periodic
 
 

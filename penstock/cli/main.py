@@ -28,7 +28,7 @@ PIPE_CLOSED = 141  # exit code when the reader of standard output is gone, as wi
 # Causes of an OSError outside the program: the disk is full, the folder is read-only, ...
 OF_THE_MACHINE = (ENOSPC, EDQUOT, EROFS, EACCES, EPERM, ENAMETOOLONG, ELOOP, EMFILE, ENFILE, EIO)
 
-LONGEST_MESSAGE = 2000  # Characters of an error. A longer message repeats a long value, so its middle is cut.
+LONGEST_MESSAGE = 2000  # characters of an error; a longer one repeats a long value, so its middle is cut
 
 VERBS = (
     Verb("init", "penstock.cli.init", "init", "Ask five questions, and write a file that trains as it is."),

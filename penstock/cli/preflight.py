@@ -52,11 +52,8 @@ from penstock.tune.preflight.host import judge_disk, judge_host, read_disk, read
 from penstock.tune.preflight.versions import HARMFUL, check_environment, check_versions
 
 CPU_RANKS = 2  # ranks without a GPU: enough to see that processes find each other
-
 TIMEOUT_MINUTES = 2.0  # time that ranks wait for each other; it detects hanging links
-
 STATE_BYTES = 12  # bytes of a parameter in a checkpoint: its float32 master and two moments
-
 STYLES: dict[Status, str] = {"ok": "green", "warning": "yellow", "failed": "bold red"}
 
 

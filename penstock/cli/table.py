@@ -13,14 +13,11 @@ from rich.table import Table
 
 # Columns of the terminal for the frame's left line, and for each cell's spaces with the line at its right.
 FRAME, PADDING = 1, 3
-
-LONGEST_WORD = 24  # A longer word, such as a kernel's name, may be broken unless it is a number
-
+LONGEST_WORD = 24  # a longer word, such as a kernel's name, may be broken unless it is a number
 READABLE = 16  # columns of text at least before a whole column is left out
 
 _SIGNS = r"[-+~<>=(\[]*"
-_FIGURE = re.compile(rf"{_SIGNS}\d\S*( \S{{1,9}})?")  # A number, and its unit: `26.8 GB`, `-1,204.5 ms`, `12.3%`
-
+_FIGURE = re.compile(rf"{_SIGNS}\d\S*( \S{{1,9}})?")  # a number, and its unit: `26.8 GB`, `-1,204.5 ms`, `12.3%`
 _NUMBER = re.compile(rf"{_SIGNS}\d\S*")
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import typer
@@ -23,14 +24,14 @@ from penstock.parallel.launch.environment import LaunchFacts, prepare_environmen
 
 COMMANDS = Path(__file__).with_name("commands.json")
 COLUMNS = 80  # columns of the terminal that the screens were written for; typer uses no more
-
 MARGIN = 2  # columns that typer leaves free
-
 HELP = "--help"
+PROGRAM = "penstock"
 
 
 def screen_asked_for(verb: str, words: Sequence[str]) -> str | None:
     """The written screen of a verb or of one below it, if `words` behind the verb ask for help, or None."""
+    # The words are read as typer reads them: `--help` may be the value of an option, or stand behind `--`.
     if HELP not in words or shutil.get_terminal_size((COLUMNS, 24)).columns < COLUMNS:
         return None
     node: dict[str, Any] | None = json.loads(COMMANDS.read_text(encoding="utf-8")).get(verb)
@@ -45,9 +46,9 @@ def screen_asked_for(verb: str, words: Sequence[str]) -> str | None:
         elif word.startswith("-"):
             option, equals, _ = word.partition("=")
             if option not in node["options"]:
-                return None  # The verb says that there is no such option.
+                return None  # the verb says that there is no such option
             values_left = 0 if equals else len(node["options"][option]["value"].split())
-        elif node["verbs"] and not arguments:
+        elif node["verbs"] and not arguments:  # a verb below this one
             node = node["verbs"].get(word)
         else:
             arguments += 1
@@ -69,9 +70,6 @@ def on_one_screen(group: type[TyperGroup]) -> type[TyperGroup]:
     return OneScreen
 
 
-PROGRAM = "penstock"
-
-
 def load_by_name(module: str, attribute: str) -> Any:
     """Import a module now and return one of its attributes."""
     with imports_end_at_once():
@@ -80,17 +78,13 @@ def load_by_name(module: str, attribute: str) -> Any:
 
 @dataclass(frozen=True)
 class Verb:
-    """A verb: its word on the command line, and its place.
-
-    `attribute` of the module is a `typer.Typer`, or a function with typer's annotations; `summary` is the line in the
-    list of verbs. Where a verb does not multiply matrices (`computes`), libraries start no threads for that.
-    """
+    """A verb: its word on the command line, and its place."""
 
     name: str
     module: str
-    attribute: str
-    summary: str
-    computes: bool = True
+    attribute: str  # a `typer.Typer`, or a function with typer's annotations
+    summary: str  # the line in the list of verbs
+    computes: bool = True  # it multiplies matrices; libraries of other verbs start no threads for that
 
     def load(self) -> Any:
         """The command itself; its type is private to typer."""
@@ -112,15 +106,6 @@ def _with_plain_help(command: Any) -> Any:
     return command
 
 
-@dataclass(frozen=True)
-class _Proposal:
-    """A proposed word, in the form that typer's shells take."""
-
-    value: str
-    help: str
-    type: str = "plain"
-
-
 _ANY_WORDS = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}
 
 
@@ -138,7 +123,11 @@ class _Unloaded(TyperCommand):
     def shell_complete(self, ctx: Any, incomplete: str) -> Any:
         """Propose words without loading the verb, because completion must not wait for PyTorch."""
         proposals = load_by_name("penstock.cli.completion", "proposals")
-        return [_Proposal(word, text) for word, text in proposals(self.name, ctx.args, incomplete)]
+        # With the attributes that typer's shells read.
+        return [
+            SimpleNamespace(value=word, help=text, type="plain")
+            for word, text in proposals(self.name, ctx.args, incomplete)
+        ]
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         """Load the verb and let it parse; help and completion do not need it."""

@@ -9,6 +9,7 @@ log of a long run stays readable. Blocks are Unicode block elements: U+2581 is a
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 from rich.box import ROUNDED
@@ -23,24 +24,19 @@ from penstock.base.numbers import bytes_text, count_text, duration_text
 from penstock.train.observer import LayerReport, Observer, RunStart, StepReport
 
 BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"  # one cell, from an eighth to full
-
 DOT = "\u00b7"  # separator of facts in one line
-
 FORCED_BALANCE = "FORCED BALANCE, BENCHMARK ONLY"  # mark of every figure of a run with forced balance
 
 DRAWS_PER_SECOND = 5.0
 PANEL_WIDTH = 110  # most columns of the panel
-
-FRAME_WIDTH = 4
+FRAME_WIDTH = 4  # columns of its lines and spaces at both sides
 LABEL_WIDTH, VALUE_WIDTH, GAP = 8, 20, 2  # columns of the label, of the value at least, and of the gap between them
-
 NARROWEST_DETAIL = 22  # columns that a detail needs beside its figure; with fewer it goes below
 
 STOPPING = "stopping after this step; Ctrl-C once more stops at once, unsaved"
 
 LAYERS_SHOWN = 6
 UNEVEN, VERY_UNEVEN = 1.5, 2.5  # load of the fullest expert over the mean from which it is drawn yellow, and red
-
 FIRST_LINE_SECONDS, SLOWEST_LINE_SECONDS = 2.0, 60.0
 
 
@@ -123,20 +119,17 @@ class LiveView(Observer):
 
 
 class RunPanel:
-    """The panel's content, drawn from reports alone, so that tests and pictures need no run.
-
-    `saved_step` is that of the newest checkpoint, `notice` a message to the user.
-    """
+    """The panel's content, drawn from reports alone, so that tests and pictures need no run."""
 
     def __init__(self, start: RunStart) -> None:
         self.steps = start.run.training.steps
-        self.saved_step = start.steps_done or None
-        self.notice = ""
+        self.saved_step = start.steps_done or None  # of the newest checkpoint
+        self.notice = ""  # message to the user
         self._start = start
         self._losses = Trail()
         self._held_out = Trail()
         self._last: StepReport | None = None
-        self._evaluated: tuple[int, float] | None = None
+        self._evaluated: tuple[int, float] | None = None  # step, bits per byte
 
     def add(self, report: StepReport) -> None:
         """Add a step."""
@@ -189,20 +182,20 @@ class RunPanel:
             grid.add_column(width=value_width)
             grid.add_column(width=beside, overflow="fold")
             for line in lines:
-                grid.add_row(line.label, line.value, line.detail(beside))
+                grid.add_row(line.label, line.value, line.draw(beside))
             return grid
         below = width - LABEL_WIDTH - GAP
         grid.add_column(width=below, overflow="fold")
         for line in lines:
             grid.add_row(line.label, line.value)
-            if line.has_detail:
-                grid.add_row("", line.detail(below))
+            if line.detail:
+                grid.add_row("", line.draw(below))
         return grid
 
     def _progress(self, done: int) -> "_Detail":
         share, time_left = f"{done / self.steps:4.0%}", ""
         if self._last is not None:
-            seconds = self._last.elapsed_seconds
+            seconds = self._last.elapsed_seconds  # of this process, which began after steps_done
             left = seconds / (done - self._start.steps_done) * (self.steps - done)
             time_left = f"{duration_text(left)} left" if done < self.steps else f"in {duration_text(seconds)}"
 
@@ -234,34 +227,25 @@ class RunPanel:
         if last.model_flops_utilization is not None:
             details.append(f"{last.model_flops_utilization:.1%} of peak FLOP/s")
         speed = _figure(f"{last.tokens_per_second_per_device:,.0f}", "tokens/s")
-        lines.append(_Line("speed", speed, _words(", ".join(details))))
+        lines.append(_Line("speed", speed, ", ".join(details)))
         norm = _figure(f"{last.gradient_norm:.3g}", "gradient norm")
-        lines.append(_Line("update", norm, _words(f"learning rate {last.learning_rate:.2e}")))
+        lines.append(_Line("update", norm, f"learning rate {last.learning_rate:.2e}"))
         lines.append(_Line("memory", _figure(bytes_text(last.peak_memory_bytes), "at most")))
         return lines
 
 
-_Detail = Callable[[int], RenderableType]  # detail beside a figure, drawn for a number of columns
-
-
-def _words(text: str) -> _Detail:
-    """A detail of text, which is wrapped if it is too long."""
-    return lambda width: text
-
-
-_NO_DETAIL = _words("")
+_Detail = str | Callable[[int], RenderableType]  # text, which is wrapped, or a drawing for a number of columns
 
 
 @dataclass(frozen=True)
 class _Line:
     label: str
     value: Text
-    detail: _Detail = _NO_DETAIL
+    detail: _Detail = ""
 
-    @property
-    def has_detail(self) -> bool:
-        """Whether there is a detail to draw."""
-        return self.detail is not _NO_DETAIL
+    def draw(self, width: int) -> RenderableType:
+        """The detail in so many columns."""
+        return self.detail if isinstance(self.detail, str) else self.detail(width)
 
 
 def _experts(last: StepReport) -> list[_Line]:
@@ -270,27 +254,24 @@ def _experts(last: StepReport) -> list[_Line]:
         return []
     entropy = min(layer.entropy for layer in last.layers)
     dropped = sum(layer.dropped for layer in last.layers)
-    facts = _words(f"entropy {entropy:.3f}, {dropped:,} dropped")
+    facts = f"entropy {entropy:.3f}, {dropped:,} dropped"
     lines = [_Line("experts", _figure(f"{worst.max_over_mean:.2f}", "max/mean"), facts)]
+    # The least even layers, in the order of the model.
     shown = sorted(last.layers, key=lambda layer: layer.max_over_mean, reverse=True)[:LAYERS_SHOWN]
     for layer in sorted(shown, key=lambda layer: layer.layer):
-        lines.append(_Line(f"layer {layer.layer}", Text(f"{layer.max_over_mean:.2f}"), _bars(layer)))
+        lines.append(_Line(f"layer {layer.layer}", Text(f"{layer.max_over_mean:.2f}"), partial(_bars, layer)))
     return lines
 
 
-def _bars(layer: LayerReport) -> _Detail:
-    return lambda width: Text(load_bars(layer.slots, width), style=_style_of(layer))
+def _bars(layer: LayerReport, width: int) -> Text:
+    load = layer.max_over_mean
+    style = "red" if load >= VERY_UNEVEN else "yellow" if load >= UNEVEN else "cyan"
+    return Text(load_bars(layer.slots, width), style=style)
 
 
 def _figure(number: str, unit: str) -> Text:
     """A bold number and its unit."""
     return Text.assemble((number, "bold"), f" {unit}")
-
-
-def _style_of(layer: LayerReport) -> str:
-    if layer.max_over_mean >= VERY_UNEVEN:
-        return "red"
-    return "yellow" if layer.max_over_mean >= UNEVEN else "cyan"
 
 
 class PlainView(Observer):
@@ -326,15 +307,9 @@ class PlainView(Observer):
         """Print a line between those of steps."""
         self._print(f"  {line}")
 
-    def saved(self, step: int) -> None:
-        """Print nothing: the end names the newest checkpoint."""
-
     def stopping(self) -> None:
         """Print that the request to stop arrived."""
         self._print(STOPPING)
-
-    def closed(self) -> None:
-        """Release nothing."""
 
     @property
     def _mark(self) -> str:
@@ -378,18 +353,16 @@ def spark_line(values: Sequence[float], width: int) -> str:
 def load_bars(slots: Sequence[int], width: int) -> str:
     """Load of each expert as a bar: half high is the mean, full twice the mean; of many, the fullest neighbour."""
     mean = sum(slots) / len(slots) or 1.0
-    # Experts of one bar, rounded up.
-    group = -(-len(slots) // width)
+    group = -(-len(slots) // width)  # experts of one bar, rounded up
     fullest = [max(slots[start : start + group]) for start in range(0, len(slots), group)]
-    # Two blocks and a gap for each expert, if there is room.
-    cell = 3 if len(fullest) * 3 <= width else 1
+    cell = 3 if len(fullest) * 3 <= width else 1  # two blocks and a gap for each expert, if there is room
     half = len(BLOCKS) // 2
     bars = (BLOCKS[min(max(round(load / mean * half), 1), len(BLOCKS)) - 1] for load in fullest)
     return "".join(bar if cell == 1 else bar * 2 + " " for bar in bars).rstrip()
 
 
 def _bins(values: Sequence[float], width: int) -> list[float]:
-    """At most `width` means of neighbours, equal in number but for rounding."""
+    """At most `width` means of equally many neighbours, but for rounding."""
     bins = min(len(values), width)
     edges = [round(index * len(values) / bins) for index in range(bins + 1)] if bins else []
     return [sum(values[low:high]) / (high - low) for low, high in pairwise(edges)]
@@ -410,7 +383,7 @@ class Trail:
         if len(self._pending) == self._stride:
             self._means.append(sum(self._pending) / self._stride)
             self._pending = []
-        if len(self._means) == self._capacity:
+        if len(self._means) == self._capacity:  # from now on twice as many steps for each value
             self._means = [(a + b) / 2 for a, b in zip(self._means[::2], self._means[1::2], strict=True)]
             self._stride *= 2
 

@@ -12,14 +12,10 @@ from penstock.config.run import Run
 from penstock.config.schema import fields_of
 
 FILE_SOURCES = ("text", "jsonl", "parquet", "packed")  # sources that read `files`
-
 SYNTHETIC_SOURCES = ("synthetic-random", "synthetic-learnable")  # sources without text
-
 _DATASET_FIELDS = ("dataset", "dataset_config", "split", "validation_split", "revision", "streaming")
 _PART_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,49}")
-
 BYTES_VOCABULARY = 257  # 256 values of a byte and the end of a document
-
 _LEARNABLE_VOCABULARY = 5  # the synthetic language continues in one of 4 ways, and needs an end of document
 
 

@@ -9,7 +9,6 @@ from penstock.config.problem import Problem
 from penstock.config.run import Run
 
 STAGES = 4  # values of `dispatch.sync_free`, from 0
-
 COUNTS_STAY = 2  # the first value of `dispatch.sync_free` at which row counts stay on the device
 
 # Schedules that run a forward pass beside the backward pass of another micro-batch.

@@ -29,7 +29,6 @@ from penstock.config.tree import NONE, Tree, build, merge, parse_overrides, path
 from penstock.config.versions import VERSION, VERSION_KEY, check_version
 
 RUN_FILE = "config.toml"  # the resolved configuration in the folder of a run
-
 _PRESET = "preset"
 
 

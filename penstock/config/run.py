@@ -9,8 +9,6 @@ from penstock.config.schema import Section, knob
 from penstock.config.training import Checkpoint, Evaluation, LearningRateSchedule, Optimizer, Profile, Record, Training
 
 RecipeKnob = Literal["none", "auto", "tensorwise", "rowwise", "blockwise", "blockwise-square", "mxfp8"]
-
-
 OperatorBackend = Literal["auto", "reference", "torch", "triton"]
 
 

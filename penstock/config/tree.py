@@ -31,7 +31,6 @@ from penstock.config.schema import (
 from penstock.config.versions import RENAMED_VALUES, new_path
 
 Tree = dict[str, Any]
-
 NONE = "none"  # None in files and overrides
 
 
