@@ -99,7 +99,9 @@ class Pool:
                     failures.append(f"{name} on rank {rank} of {ranks}:\n{value}")
                     # Its peers wait for it in vain, and are soon told so by the connections that it closed.
                     deadline = min(deadline, time.monotonic() + self._grace)
-        failures += [f"{name} on rank {rank} of {ranks} hangs:\n{self._stack_of(rank)}" for rank in waiting.values()]
+        for rank in waiting.values():
+            stack = self._stacks(rank).read_text() if self._stacks(rank).exists() else ""
+            failures.append(f"{name} on rank {rank} of {ranks} hangs:\n{stack or 'its stack is not known'}")
         if waiting or any("the process died" in failure for failure in failures):
             self.close()
         if failures:
@@ -107,11 +109,8 @@ class Pool:
         return [results[rank] for rank in range(ranks)]
 
     def _stacks(self, number: int) -> Path:
+        """File into which a worker writes its stack at the timeout."""
         return Path(self._folder.name) / f"{number}.txt"
-
-    def _stack_of(self, number: int) -> str:
-        path = self._stacks(number)
-        return (path.read_text() if path.exists() else "") or "its stack is not known"
 
 
 def _pack(value: Any) -> bytes:
@@ -144,13 +143,8 @@ def _answer(data: bytes, store: dist.TCPStore, stack_file: Any) -> bytes:
     try:
         call, rank, ranks, timeout, function, args = _unpack(data)
         faulthandler.dump_traceback_later(timeout, file=stack_file)
-        dist.init_process_group(
-            "gloo",
-            store=dist.PrefixStore(call, store),
-            rank=rank,
-            world_size=ranks,
-            timeout=timedelta(seconds=timeout),
-        )
+        own = dist.PrefixStore(call, store)
+        dist.init_process_group("gloo", None, timedelta(seconds=timeout), world_size=ranks, rank=rank, store=own)
         torch.manual_seed(0)
         result = _pack((True, function(*args)))
         dist.barrier()  # a rank that is done early must not close connections that others still read

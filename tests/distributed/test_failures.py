@@ -6,9 +6,8 @@ import multiprocessing
 import os
 import re
 import signal
-import threading
-import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from penstock.train.stop import StopRequest
 from tests.closeness import assert_close
 from tests.distributed.one_loss import layout, pipeline, same_state, saved_by, start_session, trace
 from tests.distributed.pool import Pool, WorkerError
+from tests.parallel.launch.ranks import when
 from tests.train.tiny_run import Recorder, tiny_run
 
 # A figure that is not finite
@@ -167,12 +167,8 @@ def _no_memory_to_look(module: nn.Module, *arguments: object) -> None:
 
 @pytest.mark.slow
 def test_a_rank_without_memory_in_the_middle_of_a_pass_keeps_no_other_waiting(tmp_path: Path) -> None:
-    pool = Pool(grace=30)
-    try:
-        with pytest.raises(WorkerError) as caught:
-            pool.run(2, _halted_in_a_pass, str(tmp_path), 1)
-    finally:
-        pool.close()
+    with closing(Pool(grace=30)) as pool, pytest.raises(WorkerError) as caught:
+        pool.run(2, _halted_in_a_pass, str(tmp_path), 1)
     _, *texts = str(caught.value).split("_halted_in_a_pass on rank ")
     assert len(texts) == 2
     for text in texts:
@@ -232,15 +228,6 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_ranks: None) -> P
 
 def lines_of(text: str) -> list[str]:
     return [line for line in text.splitlines() if not line.startswith("[W")]
-
-
-def when(is_time: Callable[[], bool], act: Callable[[], None]) -> None:
-    def watch() -> None:
-        while not is_time():
-            time.sleep(0.005)
-        act()
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 @pytest.fixture

@@ -100,8 +100,7 @@ def _gathered(shape: tuple[int, ...], recipe: Recipe, rule: Float8Rule) -> list[
     assert isinstance(weight, GatheredWeight) and isinstance(weight, nn.Parameter)
     assert (weight.shape, weight.dtype, layer.bias.dtype) == (shape, torch.bfloat16, torch.bfloat16)
     found = WeightCopies(weight.copies.forward, weight.copies.backward)
-    for a, b in zip(_bits(found), _bits(whole), strict=True):
-        assert torch.equal(a, b)
+    assert all(map(torch.equal, _bits(found), _bits(whole)))
     assert (found.forward.block, found.backward.block) == (whole.forward.block, whole.backward.block)
     layer.reshard()
     assert isinstance(layer.weight, DTensor) and layer.weight.dtype == torch.float32
@@ -218,13 +217,8 @@ def test_masters_are_those_of_quantizing_on_the_fly_and_half_the_bytes_travel(ra
         assert (sent_16, sent_8) == (weights + biases, weights // 2 + biases)
 
 
-RUN = (
-    "parallel.shard=full",
-    "float8.dense=blockwise",
-    "float8.experts=blockwise",
-    "training.precision=bf16",
-    "model.layers=2",
-)
+RUN = ("parallel.shard=full", "float8.dense=blockwise", "float8.experts=blockwise")
+RUN += ("training.precision=bf16", "model.layers=2")
 
 
 def _run(gather: bool, folder: str, saves: bool) -> tuple[Trace, Saved]:

@@ -88,10 +88,9 @@ def core_distributions() -> list[str]:
 def link_packages(folder: Path, names: list[str]) -> None:
     """A folder in which these distributions, and no others, can be imported."""
     folder.mkdir()
-    for name in names:
-        files = distribution(name)
-        for top in {file.parts[0] for file in files.files or [] if file.parts[0] not in ("..", "__pycache__")}:
-            if not (folder / top).exists():
+    for files in map(distribution, names):
+        for top in {file.parts[0] for file in files.files or []} - {"..", "__pycache__"}:
+            if not (folder / top).exists():  # namespace packages come from several
                 (folder / top).symlink_to(Path(str(files.locate_file(top))))
 
 
@@ -101,11 +100,9 @@ def in_core_environment(commands: list[list[str]], folder: Path) -> list[tuple[i
     link_packages(packages, core_distributions())
     environment = {**os.environ, "PYTHONPATH": f"{style.ROOT}{os.pathsep}{packages}"}
     environment.pop("TRITON_INTERPRET", None)
-    # -S: without the packages of the interpreter that runs the tests.
-    command = [sys.executable, "-S", "-c", PROGRAM]
-    result = subprocess.run(
-        command, cwd=folder, env=environment, input=json.dumps(commands), capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-S", "-c", PROGRAM]  # -S: without the packages of this interpreter
+    told = {"cwd": folder, "env": environment, "input": json.dumps(commands)}
+    result = subprocess.run(command, **told, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
     return [json.loads(line) for line in result.stdout.splitlines()]
 

@@ -192,16 +192,12 @@ def test_kinds_of_communication_are_known_by_name(collective: str, kernel: str, 
     assert kind_of(collective, kernel) == kind
 
 
+SLOW = replace(V2_LITE, slow_rank=3, slow=1.35, slows_all=True)
 CONDITIONS: dict[str, tuple[Job, str, list[tuple[int, str]], list[str]]] = {
     "all-to-all": (V2_LITE, "communication", [], ["tokens-travel-once"]),
     "symmetric": (replace(V2_LITE, dispatch="symmetric"), "compute", [], []),
     "hot-expert": (replace(V2_LITE, hot_rank=2, hot=2.4), "communication", [(2, "experts")], ["even-experts"]),
-    "slow-rank": (
-        replace(V2_LITE, slow_rank=3, slow=1.35, slows_all=True),
-        "communication",
-        [(3, "compute")],
-        ["no-rank-is-late"],
-    ),
+    "slow-rank": (SLOW, "communication", [(3, "compute")], ["no-rank-is-late"]),
     "host-stalls": (replace(V2_LITE, stall_us=15_000.0), "host", [], ["launches-in-one-call"]),
 }
 """A job, and its bottleneck, late rank and first remedy."""

@@ -179,21 +179,17 @@ def test_the_gain_of_a_larger_micro_batch_is_kept_apart() -> None:
     assert loss_gap([4.0, 2.2, 1.0], [4.0, 2.0, 1.0]) == pytest.approx(0.1), "of the worst step"
 
 
+DROPS = [f"model.moe.balance.{word}" for word in ("aux_loss=none", "aux_loss_coef=0", "capacity_factor=1.5")]
+DROPS += ["model.moe.router.expert_bias=false"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
         (["model.moe=none", "model.dense_layers=4"], "no experts"),
         (["model.moe.balance.force_load_balance=true"], "FORCED EVEN ROUTING, BENCHMARK ONLY"),
         ([], "natural routing, auxiliary loss 0.0001 by sequence, expert bias"),
-        (
-            [
-                "model.moe.balance.aux_loss=none",
-                "model.moe.balance.aux_loss_coef=0",
-                "model.moe.balance.capacity_factor=1.5",
-                "model.moe.router.expert_bias=false",
-            ],
-            "natural routing, tokens beyond capacity 1.5 dropped",
-        ),
+        (DROPS, "natural routing, tokens beyond capacity 1.5 dropped"),
     ],
 )
 def test_the_balancing_of_a_run_is_said_in_words(overrides: list[str], told: str) -> None:
@@ -375,17 +371,7 @@ def test_a_larger_micro_batch_gives_up_room_for_rows_and_then_graphs_but_nothing
 
 def figures(speed: float, losses: Sequence[float] = (6.0, 5.0, 4.0), **changes: object) -> Figures:
     """A median step of 0.1 s; the slowest takes a quarter longer."""
-    fields: dict[str, object] = {
-        "tokens_per_second_per_device": speed,
-        "step_seconds": (0.1, 0.1, 0.125),
-        "step_seconds_median": 0.1,
-        "step_seconds_p99": 0.12,
-        "step_seconds_highest": 0.125,
-        "model_flops_utilization": 0.25,
-        "peak_memory_bytes": 3 * 2**30,
-        "expert_load_max_over_mean": 1.5,
-        "repeated_steps": 0,
-        "losses": tuple(losses),
-        "seconds": 2.0,
-    }
-    return Figures(**(fields | changes))  # type: ignore[arg-type]
+    times = {"step_seconds": (0.1, 0.1, 0.125), "step_seconds_median": 0.1, "step_seconds_p99": 0.12}
+    sizes = {"model_flops_utilization": 0.25, "expert_load_max_over_mean": 1.5, "peak_memory_bytes": 3 * 2**30}
+    rest = {"step_seconds_highest": 0.125, "losses": tuple(losses), "repeated_steps": 0, "seconds": 2.0}
+    return Figures(tokens_per_second_per_device=speed, **(times | sizes | rest | changes))  # type: ignore[arg-type]

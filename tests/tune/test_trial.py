@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from penstock.train.schedule import learning_rate
 from penstock.tune import trial as trials
 from penstock.tune.result_file import UNKNOWN, commit_of_code, describe_machine, write_result
 from penstock.tune.trial import Failure, Figures, Trial, failure_of, figures_of, first_steps, run_trial
+from tests.parallel.launch.ranks import when
 from tests.promises.test_results import faults
 
 STUBBORN = """#!/bin/sh
@@ -30,16 +30,9 @@ wait
 
 
 def line(step: int, **changes: Any) -> dict[str, Any]:
-    fields = {
-        "tokens_per_second_per_device": 100.0 * step,
-        "step_seconds": 1.0 / step,
-        "model_flops_utilization": 0.1 * step,
-        "peak_memory_bytes": 1000 - step,
-        "expert_load_max_over_mean": 2.0,
-        "rows_left_out": 0,
-        "loss": 10.0 - step,
-    }
-    return fields | changes
+    speed = {"tokens_per_second_per_device": 100.0 * step, "step_seconds": 1.0 / step}
+    speed |= {"model_flops_utilization": 0.1 * step, "peak_memory_bytes": 1000 - step}
+    return speed | {"expert_load_max_over_mean": 2.0, "rows_left_out": 0, "loss": 10.0 - step} | changes
 
 
 def trial_in(folder: Path, *overrides: str, most_seconds: float = 0.0) -> Trial:
@@ -84,14 +77,12 @@ def test_first_steps_find_decompressed_text_where_the_whole_run_keeps_it(own: li
 def test_figures_are_medians_of_the_steps_after_warm_up() -> None:
     lines = [line(1, rows_left_out=3), line(2), line(3, rows_left_out=5), line(4)]
     found = figures_of(lines, 1, 9.0)
-    assert found.tokens_per_second_per_device == 300.0
-    assert found.step_seconds == (1 / 2, 1 / 3, 1 / 4)
+    assert (found.tokens_per_second_per_device, found.step_seconds) == (300.0, (1 / 2, 1 / 3, 1 / 4))
     assert (found.step_seconds_median, found.step_seconds_highest) == (1 / 3, 1 / 2)
     assert 1 / 3 < found.step_seconds_p99 <= 1 / 2
     assert found.jitter == pytest.approx(found.step_seconds_p99 * 3)
     assert found.model_flops_utilization == pytest.approx(0.3)
-    assert found.repeated_steps == 1
-    assert found.flops_per_second(10.0) == 3000.0
+    assert (found.repeated_steps, found.flops_per_second(10.0)) == (1, 3000.0)
     assert (found.peak_memory_bytes, found.losses, found.seconds) == (999, (9.0, 8.0, 7.0, 6.0), 9.0), "of all steps"
     dense = [line(step, expert_load_max_over_mean=None, model_flops_utilization=None) for step in (1, 2)]
     found = figures_of(dense, 1, 9.0)
@@ -175,17 +166,10 @@ def test_a_trial_that_is_not_done_in_time_is_ended_with_all_of_its_ranks(
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="asks Linux whether a process lives")
 def test_a_trial_ends_with_the_process_that_asked_for_it(tmp_path: Path, stubborn: Path) -> None:
-    def stop() -> None:
-        while not stubborn.exists():
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGTERM)
-
     before = signal.getsignal(signal.SIGTERM)
-    thread = threading.Thread(target=stop)
-    thread.start()
+    when(stubborn.exists, lambda: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(SystemExit) as raised:
         run_trial(trial_in(tmp_path))
-    thread.join()
     assert raised.value.code == 143
     assert signal.getsignal(signal.SIGTERM) == before
     assert_ends(int(stubborn.read_text()))

@@ -169,8 +169,8 @@ def test_a_launcher_sets_it_for_its_ranks_only() -> None:
 @given(st.integers(1, 64), st.integers(1, 64))
 def test_processes_of_a_machine_never_start_more_threads_than_it_has_cores(cores: int, processes: int) -> None:
     facts = LaunchFacts(world=processes + 1, local_world=processes, cores=cores)
-    assert (threads := int(settings(facts).get("OMP_NUM_THREADS", "1"))) >= 1
-    assert threads * processes <= max(cores, processes)
+    threads = int(settings(facts).get("OMP_NUM_THREADS", "1"))
+    assert threads >= 1 and threads * processes <= max(cores, processes)
     assert facts_of_machine(read_environment(SRUN)).cores_each == 6
 
 

@@ -6,9 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +15,7 @@ from penstock.base.errors import DeviceError
 from penstock.config.load import load_run
 from penstock.parallel.launch.environment import Environment, LaunchFacts
 from penstock.parallel.launch.local import LocalLaunch, facts_of_run, processes_to_start, run_processes
-from tests.parallel.launch.ranks import add_up
+from tests.parallel.launch.ranks import add_up, when
 
 SHELL = Environment(color=False, threads=None, world_size=1)
 
@@ -36,15 +33,6 @@ def launch(word: str, folder: Path, *, restarts: int = 0) -> tuple[int, list[str
 
 def notes(folder: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in sorted(folder.glob("attempt-*"))}
-
-
-def when_ready(folder: Path, act: Callable[[], None]) -> None:
-    def watch() -> None:
-        while len(list(folder.glob("ready-*"))) < 2:
-            time.sleep(0.02)
-        act()
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def test_ranks_add_up_and_end_well(tmp_path: Path) -> None:
@@ -82,7 +70,7 @@ def test_a_mistake_is_one_line_and_nothing_is_restarted(
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_reaches_the_ranks_and_their_code_comes_out(number: signal.Signals, code: int, tmp_path: Path) -> None:
     handler = signal.getsignal(number)
-    when_ready(tmp_path, lambda: os.kill(os.getpid(), number))
+    when(lambda: len(list(tmp_path.glob("ready-*"))) == 2, lambda: os.kill(os.getpid(), number))
     assert launch("wait", tmp_path, restarts=3) == (code, [])
     assert len(notes(tmp_path)) == 2
     assert signal.getsignal(number) is handler
