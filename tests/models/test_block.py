@@ -1,19 +1,19 @@
 """A layer adds what goes through it in as few passes over memory as there can be, and gives what plain sums give."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.config.model import Balance, Model
 from penstock.config.parallel import Dispatch, Overlap
 from penstock.kernels.backends import FIELDS
-from penstock.kernels.float8.quantized import RowColQuantized
 from penstock.kernels.operators import REFERENCE, TORCH, Operators
 from penstock.kernels.triton_operators import TRITON
 from penstock.models.block import Block
@@ -21,7 +21,6 @@ from penstock.models.build import meta_model
 from penstock.models.decoder import Decoder
 from penstock.models.init import initialize
 from penstock.models.model_inputs import ForwardContext
-from penstock.moe.dispatch.contract import ExpertRows
 from penstock.moe.layer import MoE
 from penstock.parallel.async_transfer import TransferStream, drain
 from penstock.parallel.graphs import PartialGraphs
@@ -220,36 +219,17 @@ def test_every_overlap_gives_the_loss_the_gradients_and_the_counts_of_none(
     assert_close(found, expected, tolerance=1e-4)
 
 
-class _Marked(nn.Module):
-    """The shared expert, whose halves are written down."""
-
-    def __init__(self, inner: nn.Module, transfers: Recorded) -> None:
-        super().__init__()
-        self.inner, self.transfers = inner, transfers
-
-    def widen(self, x_TD: Tensor, ready: RowColQuantized | None = None) -> Tensor:
-        return self.transfers.mark("widen", self.inner.widen(x_TD, ready))
-
-    def narrow(self, h_TF: Tensor) -> Tensor:
-        return self.transfers.mark("narrow", self.inner.narrow(h_TF))
-
-
-class _MarkedExperts(nn.Module):
-    is_one_function = False
-
-    def __init__(self, inner: nn.Module, transfers: Recorded) -> None:
-        super().__init__()
-        self.inner, self.transfers = inner, transfers
-
-    def forward(self, rows: ExpertRows) -> Tensor:
-        return self.transfers.mark("experts", self.inner(rows))
-
-
 def _mark(decoder: Decoder, transfers: Recorded) -> None:
+    """Note when the halves of each shared expert and the experts run, in both directions."""
+
+    def marked(name: str, function: Callable[..., Tensor], *given: object) -> Tensor:
+        return transfers.mark(name, function(*given))
+
     for layer in decoder.modules():
         if isinstance(layer, MoE):
-            layer.shared = _Marked(layer.shared, transfers)
-            layer.experts = _MarkedExperts(layer.experts, transfers)
+            layer.shared.widen = partial(marked, "widen", layer.shared.widen)
+            layer.shared.narrow = partial(marked, "narrow", layer.shared.narrow)
+            layer.experts.forward = partial(marked, "experts", layer.experts.forward)
 
 
 def test_the_shared_expert_runs_beside_both_transfers_in_both_directions() -> None:

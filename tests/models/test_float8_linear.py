@@ -71,8 +71,7 @@ def run(work: list[Callable[[], None]]) -> None:
 def counted_bytes(module: nn.Module) -> Iterator[list[int]]:
     """Bytes of each storage that is saved for backward, parameters aside."""
     parameters = {parameter.data_ptr() for parameter in module.parameters()}
-    found: dict[int, int] = {}
-    sizes: list[int] = []
+    found, sizes = {}, []
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -117,16 +116,14 @@ def test_a_channel_a_thousand_times_as_large_as_others_in_its_square_costs_them_
 ) -> None:
     x, dy = random(T, D, seed=3), random(T, OUT, seed=4)
     x[:, 7] *= larger
-    gradients, exact = [], dy.T @ x
-    for recipe in (BLOCKWISE_SQUARE, BLOCKWISE):
-        matrix = matrix_of(layer_context_of(recipe))
+    matrices = [matrix_of(layer_context_of(recipe)) for recipe in (BLOCKWISE_SQUARE, BLOCKWISE)]
+    for matrix in matrices:
         passes(matrix, x, dy)
-        gradients.append(matrix.weight.grad)
-    square, plain = gradients
+    (square, plain), exact = (matrix.weight.grad for matrix in matrices), dy.T @ x
     beside = [column for column in range(D) if column != 7]
     assert (decibels(square[:, beside], exact[:, beside]) < 25) == is_lost
     assert decibels(plain[:, beside], exact[:, beside]) > 25
-    assert all(decibels(one[:, 7], exact[:, 7]) > 25 for one in gradients)
+    assert all(decibels(one[:, 7], exact[:, 7]) > 25 for one in (square, plain))
     assert decibels(square[:, 128:], exact[:, 128:]) > 25, "outside of it nothing does"
 
 
@@ -190,15 +187,13 @@ def test_without_gradients_nothing_is_kept_or_transposed() -> None:
 
 def test_of_its_input_one_byte_a_number_is_kept() -> None:
     x = random(T, D, seed=3).bfloat16().requires_grad_()
-    kept = {}
-    for name, layer_context in (("16", LayerContext()), ("8", layer_context_of())):
+    # In 8 bits there is a scale for 128 rows besides.
+    for layer_context, kept in ((LayerContext(), 2 * T * D), (layer_context_of(), T * D + 4 * D * 2)):
         matrix = matrix_of(layer_context).bfloat16()
         matrix.refresh_float8()
         with counted_bytes(matrix) as sizes:
             matrix(x + 2)
-        kept[name] = sum(sizes)
-    assert kept["16"] == 2 * T * D
-    assert kept["8"] == T * D + 4 * D * 2, "and a scale for 128 rows"
+        assert sum(sizes) == kept
 
 
 def test_products_of_one_input_share_what_is_kept_of_it() -> None:
@@ -373,9 +368,9 @@ def latent_context_of(
 
 def layer_of(layer_context: LayerContext, q_lora_rank: int = 128, config: LatentAttention = CONFIG) -> LatentLayer:
     layer = LatentLayer(config.model_copy(update={"q_lora_rank": q_lora_rank}), D, layer_context).bfloat16()
-    draw = torch.Generator().manual_seed(1)  # norms are drawn around one
+    draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in layer.parameters():
+        for parameter in layer.parameters():  # norms around one, matrices around zero
             parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.05 + (parameter.ndim == 1))
     return layer
 
@@ -423,16 +418,14 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 def test_a_layer_that_hands_gradients_over_is_the_one_that_does_not(
     recipe: Recipe, again: bool, q_lora_rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = layer_of(latent_context_of(hands_over=False, recipe=recipe), q_lora_rank)
-    with counted(monkeypatch) as taken:
-        expected = latent_passes(plain)
-    assert not taken
-    layer = layer_of(latent_context_of(hands_over=True, recipe=recipe, again=again), q_lora_rank)
-    with counted(monkeypatch) as taken:
-        found = latent_passes(layer)
-    assert sorted(taken) == [2 * 192, 2 * 256], "queries, keys and values"
-    assert_equal(found, expected)
-    assert_equal(gradients_of(layer), gradients_of(plain))
+    found = []
+    for hands_over, columns in ((False, []), (True, [2 * 192, 2 * 256])):  # of queries, of keys and values
+        layer_context = latent_context_of(hands_over=hands_over, recipe=recipe, again=again and hands_over)
+        layer = layer_of(layer_context, q_lora_rank)
+        with counted(monkeypatch) as taken:
+            found.append([latent_passes(layer), gradients_of(layer)])
+        assert sorted(taken) == columns
+    assert_equal(*found)
 
 
 @pytest.mark.slow

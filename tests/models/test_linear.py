@@ -17,7 +17,7 @@ from penstock.models.init import initialize
 from penstock.models.linear import Embedding, Linear, cut_over, look_up_into
 from penstock.models.parameters import param_shards
 from penstock.models.rank_model import build_rank
-from penstock.parallel.axes import ALONE, Axes, Axis, make_axes
+from penstock.parallel.axes import ALONE, Axis, make_axes
 from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.recompute import recomputed
 from penstock.parallel.shard import own_rows
@@ -193,17 +193,13 @@ def _tokens() -> Tensor:
     return torch.randint(V, (B, S), generator=torch.Generator().manual_seed(2))
 
 
-def _tensor_axes(size: int) -> Axes:
-    return make_axes(Grid(world=size, tensor=size))
-
-
 def _direction() -> Tensor:
     return torch.randn(B, S, D, generator=torch.Generator().manual_seed(3))
 
 
 def _embedded(size: int) -> tuple[Tensor, Tensor]:
     """Our positions' embeddings, and the gradient of our range of the vocabulary."""
-    axes = _tensor_axes(size)
+    axes = make_axes(Grid(world=size, tensor=size))
     embed = Embedding(V, D, LayerContext(axes=axes))
     _fill(embed.weight, _whole(V, D).chunk(size)[axes.rank])
     x_BSD = embed(_tokens())
@@ -223,7 +219,7 @@ def test_an_embedding_over_ranks_gives_each_its_positions_of_the_whole_one(size:
 
 def _fed_forward(size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Our tokens' outputs, and gradients of them and of both matrices."""
-    axes = _tensor_axes(size)
+    axes = make_axes(Grid(world=size, tensor=size))
     network = FeedForward(D, OUTPUTS, LayerContext(axes=axes))
     gate, up = (half.chunk(size)[axes.rank] for half in _whole(2 * OUTPUTS, D).chunk(2))
     _fill(network.gate_up.weight, torch.cat((gate, up)))

@@ -1,6 +1,7 @@
 """The parts of one rank of a run: dispatcher, stages, schedule, messages, positions."""
 
 import math
+from collections import defaultdict
 from math import prod
 from typing import Any
 
@@ -198,13 +199,9 @@ def test_only_ranks_that_share_rows_have_places_and_together_they_have_all() -> 
     assert places.count(first) == 2, "tensor ranks read the same positions"
 
 
-Held = list[tuple[int, ParamShard]]
-"""Rank and what it holds, of one parameter."""
-
-
-def _held(model: str, layout: str) -> dict[str, Held]:
-    """The shards of each parameter on all ranks."""
-    held: dict[str, Held] = {}
+def _held(model: str, layout: str) -> dict[str, list[tuple[int, ParamShard]]]:
+    """The shards of each parameter, with their ranks."""
+    held = defaultdict(list)
     run, world = laid_out(MODELS[model], layout)
     for rank, rank_model in enumerate(every_rank_model(run, world, META)):
         found = param_shards(rank_model.modules, rank_model.axes)
@@ -213,7 +210,7 @@ def _held(model: str, layout: str) -> dict[str, Held]:
         ], "each parameter once"
         for holding in found:
             assert tuple(holding.parameter.shape) == holding.local_shape, holding.name
-            held.setdefault(holding.name, []).append((rank, holding))
+            held[holding.name].append((rank, holding))
     return held
 
 

@@ -181,11 +181,10 @@ RECIPES = {
     ("recipe", "gradient", "operators"),
     [
         *(pytest.param(*given, REFERENCE, id=f"{name}-definition") for name, given in RECIPES.items()),
-        # The kernels know three of these from their own tests; interpreted they take long.
-        pytest.param(*RECIPES["squares"], TRITON, id="squares-triton"),
+        # The kernels' own tests have three of these; interpreted they take long.
         *(
-            pytest.param(*RECIPES[name], TRITON, id=f"{name}-triton", marks=pytest.mark.slow)
-            for name in ("blockwise", "e5m2", "mxfp8")
+            pytest.param(*given, TRITON, id=f"{name}-triton", marks=[pytest.mark.slow] * (name != "squares"))
+            for name, given in RECIPES.items()
         ),
     ],
 )
