@@ -1,9 +1,7 @@
 """Curves show what they are given; gaps stay gaps, and errors are counted against the bands."""
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -26,15 +24,12 @@ from penstock.report.run_metrics import (
     usual_of,
 )
 from penstock.report.stacks import memory_figure, memory_parts, names_of, time_figure, time_parts
+from tests.report.looking import drawn, shown
 from tests.report.made_runs import PHASES, metrics_line
-from tests.report.plans import projection
+from tests.report.plans import projection, too_large
 from tools.projection_picture import ProjectionCheck, checks_figure
 
 REFUSED = Refusal(layout={}, rule="experts-divide", reason="64 experts do not divide among 48 ranks")
-
-
-def trace_of(data: Any, name: str) -> Mapping[str, Any]:
-    return next(trace for trace in data if trace["name"] == name)
 
 
 def test_efficiency_is_over_the_fewest_devices_that_fit() -> None:
@@ -58,13 +53,12 @@ def test_the_caption_counts_what_lies_within_the_bands() -> None:
 
 def test_a_point_without_an_answer_is_a_gap(plan: Plan) -> None:
     one, speed = plan.candidates[0], plan.candidates[0].time.tokens_per_second_per_device
-    points = [SweepPoint(asked={"ep": "1", "dispatcher": "symmetric"}, answer=one)]
-    points.append(SweepPoint(asked={"ep": "48", "dispatcher": "symmetric"}, answer=REFUSED))
-    points.append(SweepPoint(asked={"ep": "8", "dispatcher": "all-to-all"}, answer=one))
+    asked = (("1", "symmetric", one), ("48", "symmetric", REFUSED), ("8", "all-to-all", one))
+    points = [SweepPoint(asked={"ep": ep, "dispatcher": name}, answer=answer) for ep, name, answer in asked]
     speeds, memories = sweep_pictures(points, one)
-    assert trace_of(speeds.data, "symmetric")["y"] == [pytest.approx(speed, rel=1e-5), None]
-    assert trace_of(speeds.data, "symmetric")["text"][1] == "<br>experts-divide"
-    assert trace_of(memories.data, "all-to-all")["x"] == [8]
+    assert drawn(speeds, "symmetric")["y"] == [pytest.approx(speed, rel=1e-5), None]
+    assert drawn(speeds, "symmetric")["text"][1] == "<br>experts-divide"
+    assert drawn(memories, "all-to-all")["x"] == [8]
     assert sweep_pictures([SweepPoint(asked={"pipeline.schedule": "1f1b"}, answer=one)], one) == [], "words"
 
 
@@ -78,15 +72,6 @@ def test_both_kinds_of_scaling_are_in_one_picture(plan: Plan) -> None:
 
 Values = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300)
 LINES = [metrics_line(step) for step in range(1, 13)]
-
-
-def shown(figure: Figure | None) -> Figure:
-    assert figure is not None
-    return figure
-
-
-def drawn(figure: Figure | None, name: str) -> dict[str, Any]:
-    return dict(next(trace for trace in shown(figure).data if trace.get("name") == name))
 
 
 @pytest.fixture(scope="module")
@@ -194,8 +179,7 @@ def test_the_line_is_the_capacity(plan: Plan) -> None:
 
 def test_no_sum_stands_where_bars_and_the_line_are(plan: Plan) -> None:
     first = plan.candidates[0]
-    large = replace(first, memories=tuple(replace(one, activations=300 * 10**9) for one in first.memories))
-    figure = memory_figure([first, large])
+    figure = memory_figure([first, too_large(first)])
     (line,), right = figure.layout["shapes"], figure.layout["xaxis"]["range"][1]
     labels = figure.layout["annotations"]
     assert [label["text"] for label in labels] == [f"{first.memory.total / 1e9:#.3g} GB", "<b>326 GB over</b>"]
