@@ -63,6 +63,15 @@ def test_the_gradient_of_x_is_exact_to_its_rounding(device: str) -> None:
     assert torch.equal(dx_TD, exact_TD.bfloat16())
 
 
+def test_a_product_in_parts_keeps_its_operands_and_no_parts() -> None:
+    x_TD, weight_ED, _ = _draw("cpu")
+    kept: list[int] = []
+    weight_ED.requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: kept.append(saved.data_ptr()), lambda _: x_TD):
+        linear_in_parts(x_TD, weight_ED)
+    assert kept == [x_TD.data_ptr(), weight_ED.data_ptr()]
+
+
 @given(st.floats(2.0**-100, 2.0**100, width=32), st.booleans())
 def test_three_parts_are_the_value_to_the_last_bit(value: float, is_negative: bool) -> None:
     values = torch.tensor([-value if is_negative else value])
