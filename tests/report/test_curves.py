@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.config.load import load_run
-from penstock.plan.projection import Plan, Projection, Refusal
+from penstock.plan.projection import Plan, Refusal
 from penstock.plan.what_if import SweepPoint
 from penstock.report.colours import TIME_PARTS, part_colours
 from penstock.report.curves import Scaling, scaling_figure, scaling_pictures, sweep_pictures
@@ -32,14 +32,10 @@ from tools.projection_picture import ProjectionCheck, checks_figure
 REFUSED = Refusal(layout={}, rule="experts-divide", reason="64 experts do not divide among 48 ranks")
 
 
-def test_efficiency_is_over_the_fewest_devices_that_fit() -> None:
+def test_scaling_has_speed_above_efficiency_over_the_fewest_devices_that_fit() -> None:
     scaling = Scaling(name="weak", devices=[64, 128, 256], tokens_per_second_per_device=[None, 1000.0, 950.0])
-    assert scaling.efficiency == [None, 1.0, 0.95]
-
-
-def test_scaling_has_speed_above_efficiency() -> None:
-    figure = scaling_figure("s", "S", "", [Scaling(name="weak", devices=[8, 16], tokens_per_second_per_device=[10, 9])])
-    assert [trace["y"] for trace in figure.data] == [[10, 9], [1.0, 0.9]]
+    figure = scaling_figure("s", "S", "", [scaling])
+    assert [trace["y"] for trace in figure.data] == [[None, 1000.0, 950.0], [None, 1.0, 0.95]]
     assert figure.data[1]["yaxis"] == "y2"
 
 
@@ -74,19 +70,13 @@ Values = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300)
 LINES = [metrics_line(step) for step in range(1, 13)]
 
 
-@pytest.fixture(scope="module")
-def planned() -> Projection:
-    return projection()
-
-
 @given(Values, st.integers(1, 40))
 def test_a_thinned_curve_has_few_points_within_their_band(values: list[float], most: int) -> None:
     points = thinned(list(range(len(values))), values, most)
     assert len(points.xs) == len(points.ys) <= most
     assert points.xs[-1] == len(values) - 1
-    assert all(
-        low - 1e-6 <= y <= high + 1e-6 for low, y, high in zip(points.lows, points.ys, points.highs, strict=True)
-    )
+    bands = zip(points.lows, points.ys, points.highs, strict=True)
+    assert all(low - 1e-6 <= y <= high + 1e-6 for low, y, high in bands)
     assert (min(points.lows), max(points.highs)) == (min(values), max(values))
 
 
@@ -123,7 +113,8 @@ def test_clipped_steps_are_counted() -> None:
     assert uneven.layout["yaxis"]["type"] == "log"
 
 
-def test_speed_is_drawn_beside_the_plan(planned: Projection) -> None:
+def test_speed_is_drawn_beside_the_plan() -> None:
+    planned = projection()
     figure = shown(speed_figure(LINES, planned))
     assert "Dashed, the plan" in figure.caption
     assert figure.layout["shapes"][0]["y0"] == planned.time.tokens_per_second_per_device
