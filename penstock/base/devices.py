@@ -1,8 +1,7 @@
-"""Chips that are known by name: what the driver calls them, what compilers call them, what their data sheets promise.
+"""Known chips: their names in drivers and compilers, and the peaks of their data sheets.
 
-Kernels are chosen by the compiler's name, also for a chip that is not here; model FLOPs utilization divides by the
-peak, and a device that is not here has none. What else a plan must know of a chip, and what it really reaches, stands
-in penstock/plan/hardware_data.
+Kernels are chosen by the compiler's name, also for a chip that is not here. Model FLOPs utilization divides by the
+peak; a device that is not here has none. Measured rates and all else that a plan reads: penstock/plan/hardware_data.
 """
 
 from dataclasses import dataclass
@@ -10,18 +9,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Chip:
-    """One GPU: `pattern` is a part of the driver's name, `target` the name that compilers and launch tables use.
+    """One GPU. Peaks are of dense products in FLOP per second, None if unknown or absent."""
 
-    Peaks are of dense products in FLOP per second, None if unknown or absent; `memory` is bytes per second.
-    """
-
-    pattern: str
-    target: str
+    pattern: str  # a part of the driver's name
+    target: str  # the name that compilers and launch tables use
     name: str
     bf16: float
     fp8: float | None
     fp32: float | None
-    memory: float
+    memory: float  # bytes per second
     source: str
 
 

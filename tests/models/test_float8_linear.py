@@ -208,7 +208,7 @@ def test_products_of_one_input_share_what_is_kept_of_it() -> None:
     assert_equal(found, expected)
 
 
-def test_copies_that_nobody_refreshes_are_old_and_fresh_ones_are_in_the_same_memory() -> None:
+def test_copies_without_a_refresh_are_stale_and_a_refresh_writes_the_same_memory() -> None:
     matrix = matrix_of(layer_context_of())
     x = random(T, D, seed=3)
     y = matrix(x).detach()

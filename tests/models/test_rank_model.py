@@ -52,7 +52,7 @@ def _layers(layout: str, balance: Balance | None = None, **dispatch: Any) -> lis
         ({"method": "all-to-all", "sync_free": 1}, AllToAllDispatcher, None),
     ],
 )
-def test_the_stage_decides_who_brings_tokens_and_with_how_much_room(
+def test_the_sync_free_stage_decides_the_dispatcher_and_its_row_capacity(
     dispatch: dict[str, Any], kind: type, bound: float | None
 ) -> None:
     layers = _layers("expert", **dispatch)

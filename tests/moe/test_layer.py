@@ -153,7 +153,7 @@ def test_8_bits_are_near_16() -> None:
     assert decibels(make(LayerContext(float8=IN_8_BITS))(draw()), make(LayerContext())(draw())) > 22
 
 
-def test_copies_are_filled_in_place_and_belong_to_nobody() -> None:
+def test_copies_are_refreshed_in_place_and_are_no_part_of_the_state() -> None:
     experts = make(LayerContext(float8=IN_8_BITS))
     experts.refresh_float8()
     memory = [one.values.data_ptr() for copy in experts.float8_copies for one in copy]

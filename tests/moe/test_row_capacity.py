@@ -117,7 +117,7 @@ def put(arena: ActivationArena, rows: int, row_capacity: int = 20, share: float 
     return arena.place(torch.tensor([rows], dtype=torch.int32), row_capacity, LIKE, even_share=share)
 
 
-def test_a_layer_may_have_twice_its_share_as_long_as_all_of_them_have_not() -> None:
+def test_a_layer_may_take_twice_its_share_of_an_arena_if_others_take_less() -> None:
     arena = arena_of(3, 1.2)
     places = [put(arena, rows) for rows in (20, 4, 12)]
     assert [int(place.first) for place in places] == [0, 20, 24]
@@ -126,7 +126,7 @@ def test_a_layer_may_have_twice_its_share_as_long_as_all_of_them_have_not() -> N
     assert int(arena.left_out) == 0
 
 
-def test_each_pass_has_a_board_of_its_own() -> None:
+def test_each_pass_has_an_arena_buffer_of_its_own() -> None:
     arena = arena_of(2, 1.5)
     first, _, second = put(arena, 5), put(arena, 5), put(arena, 5)
     assert second.rows_SF is not first.rows_SF and int(second.first) == 0
@@ -148,7 +148,7 @@ def test_rows_without_room_are_counted_and_the_next_pass_has_room_for_them() -> 
     assert widenings([arena]) == 1
 
 
-def test_a_board_has_room_for_one_layer_in_any_case_and_a_planned_layer_has_its_share_for_itself() -> None:
+def test_an_arena_has_capacity_for_any_single_layer_and_a_planned_layer_counts_its_own_share() -> None:
     assert len(put(arena_of(2, 1.0), 1, row_capacity=35).rows_SF) == 35
     arena, like = arena_of(5, 1.5), torch.empty(0, 4, device="meta")
     place = arena.place(torch.empty(1, dtype=torch.int32, device="meta"), 40, like, even_share=10.0)
@@ -156,25 +156,25 @@ def test_a_board_has_room_for_one_layer_in_any_case_and_a_planned_layer_has_its_
 
 
 @pytest.mark.parametrize("counts", [((5, 0, 6), (9, 3, 1)), ((0, 0, 0), (4, 4, 4))])
-def test_experts_that_share_a_shelf_give_what_they_give_alone(counts: tuple[tuple[int, ...], ...]) -> None:
+def test_experts_that_share_an_arena_give_the_results_of_separate_buffers(counts: tuple[tuple[int, ...], ...]) -> None:
     arena, row_capacity = arena_of(2, 1.6), 20
     matrices = torch.randn(2, 3, 32, 16), torch.randn(2, 3, 16, 16)
     x_ND, dy_RD = torch.randn(7, 16), torch.randn(2, row_capacity, 16)
     index_R, weights_R = torch.randint(7, (2, row_capacity)), torch.rand(2, row_capacity)
 
-    def run(*, shelved: bool) -> list[Tensor]:
+    def run(*, in_arena: bool) -> list[Tensor]:
         leaves = [tensor.clone().requires_grad_() for tensor in (x_ND, *matrices)]
         x, gate_up, down = leaves
         arena.begin()
         outputs = []
         for layer, of_layer in enumerate(counts):
             counts_e = torch.tensor(of_layer, dtype=torch.int32)
-            keep = partial(arena.place, even_share=10.0) if shelved else None
+            keep = partial(arena.place, even_share=10.0) if in_arena else None
             given = counts_e, weights_R[layer], index_R[layer]
             outputs.append(expert_ffn(x, gate_up[layer], down[layer], *given, keep=keep, kernels=networks.TRITON))
         torch.autograd.backward(outputs, list(dy_RD))
         return [*outputs, *(leaf.grad for leaf in leaves)]
 
     # Sums by atomics differ in their order.
-    assert_close(run(shelved=False), run(shelved=True), tolerance=1e-6)
+    assert_close(run(in_arena=False), run(in_arena=True), tolerance=1e-6)
     assert arena.meter.tolist() == [0, sum(map(sum, counts))]
