@@ -121,13 +121,13 @@ def kernel_group(phase: str) -> str:
     """The group of a phase of a trace: `experts weight gradient` is `experts`."""
     if phase.endswith("waiting"):
         return "waiting"
-    found = _KERNEL_GROUPS.get(phase, phase)
+    found = _KERNEL_GROUPS.get(phase, phase)  # a phase without an entry is a group, or begins with the name of one
     return next((name for name in KERNELS if found.startswith(name)), "other")
 
 
 def shade(colour: str, index: int, count: int) -> str:
     """Shade `index` of `count` shades of a colour `#rrggbb`: the first is the colour itself, the last the lightest."""
-    share = _SHADE_RANGE * index / max(count - 1, 2)
+    share = _SHADE_RANGE * index / max(count - 1, 2)  # of two shades the second is only half as light
     return "#" + "".join(f"{round(value + (255 - value) * share):02x}" for value in channels(colour))
 
 

@@ -72,6 +72,7 @@ def scaling_figure(
         speed = Curve(name=scaling.name, xs=scaling.devices, ys=scaling.tokens_per_second_per_device)
         share = Curve(name=scaling.name, xs=scaling.devices, ys=scaling.efficiency)
         data.append(_line(speed, colour, axes))
+        # The name is in the legend once, with the speed.
         below = {"yaxis": "y2", "showlegend": False, "hovertemplate": _template(axes.x, "efficiency", ":.1%")}
         data.append(_line(share, colour, axes) | below)
     xs = [float(count) for scaling in scalings for count in scaling.devices]

@@ -62,10 +62,11 @@ def write_images(figures: Sequence[Figure], folder: Path, *, kind: Literal["png"
     words = {figure.name: [escape(figure.title), escape(figure.caption)] for figure in figures}
     scale = 2 if kind == "png" else 1  # device pixels per pixel
     export = {"theme": "light", "format": kind, "width": WIDTH_PIXELS, "scale": scale, "words": words}
+    # An empty box for each figure: export.js draws into it and leaves the image in its attribute `data-image`.
     boxes = "".join(f'<div class="figure" id="{escape(figure.name)}"></div>' for figure in figures)
     body = f'{boxes}<script type="application/json" id="export">{as_script(export)}</script>'
     drawn = open_in_browser(browser, document("export", body, figures, script="export.js"))
-    images = {
+    images = {  # PNG is in base64, SVG is percent-encoded text
         unescape(match["name"]): (b64decode(match["data"]) if match["packed"] else unquote(match["data"]).encode())
         for match in _IMAGE.finditer(drawn)
     }
@@ -106,6 +107,7 @@ def open_in_browser(browser: str, html: str, *options: str) -> str:
         path.write_text(html, encoding="utf-8")
         # No sandbox: the document is ours, and the sandbox needs rights that containers lack.
         command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--dump-dom"]
+        # Virtual time lets scripts run to their end, up to 20 s on the page's clock, before the document is printed.
         command += [f"--user-data-dir={folder}/profile", "--virtual-time-budget=20000", *options, path.as_uri()]
         try:
             result = subprocess.run(command, capture_output=True, timeout=PATIENCE_SECONDS, check=True)

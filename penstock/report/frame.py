@@ -22,12 +22,12 @@ from typing import Any
 from penstock.base.errors import PicturesError
 from penstock.report.figure import THEMES, Figure, plotly_json
 
-SCRIPT = "package_data/plotly.min.js"
+SCRIPT = "package_data/plotly.min.js"  # in the folder of the package
 
 
 def plotly_script() -> Path:
     """The path of Plotly's script."""
-    spec = find_spec("plotly")
+    spec = find_spec("plotly")  # finds the package without importing it
     folders = spec.submodule_search_locations if spec is not None else None
     scripts = [Path(folder) / SCRIPT for folder in folders or () if (Path(folder) / SCRIPT).is_file()]
     if not scripts:
@@ -123,7 +123,7 @@ def write_whole(path: Path, content: bytes) -> None:
     Raises:
         PicturesError: it cannot be written.
     """
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside = path.with_name(f".{path.name}.{os.getpid()}")  # a rename within a folder is atomic
     try:
         beside.write_bytes(content)
         beside.replace(path)

@@ -74,7 +74,7 @@ def write_page(plan: Plan, path: Path, *, more: Sequence[Figure] = ()) -> None:
 def _key_figures(plan: Plan) -> str:
     best = plan.candidates[0]
     time = best.time
-    is_search = plan.considered > len(plan.candidates)
+    is_search = plan.considered > len(plan.candidates)  # else the layouts were asked for
     facts = {
         "fastest" if best.fits and is_search else "asked for": str(best.layout),
         "time": f"{time_text(time.step_seconds)} per step",
@@ -95,6 +95,7 @@ REFUSALS_SHOWN = 12
 def candidates_table(plan: Plan) -> str:
     """The candidates, fastest first: a column for each field in which they differ, and a line of common fields."""
     differing = differing_fields(plan.candidates)
+    # Columns of words are aligned to the left, those of numbers to the right.
     is_text = {name: not all(text.isdecimal() for text in texts) for name, texts in differing.items()}
     heads = ["<th></th>", *(f"<th{_kind(is_text[name])}>{escape(field_label(name))}</th>" for name in differing)]
     results = ("memory", "step", plan.cluster.speed_unit, "MFU", "bubble", "exposed communication")

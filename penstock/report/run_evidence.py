@@ -96,6 +96,7 @@ class RunEvidence:
             return self.starts[-1].get("cuda") is None and self.starts[-1].get("hip") is None
         if self.ranks:
             return self.is_host
+        # Plans exist for GPUs only.
         is_gpu = self.facts.capacity_bytes is not None or self.projection is not None
         return not (is_gpu or (self.run is not None and self.run.device == "cuda"))
 
@@ -239,13 +240,13 @@ def clock_of(evidence: RunEvidence, ranks: Sequence[RankAnalysis]) -> StepClock:
     island = dict(zip(order, (0 * clocks.island if evidence.is_host else clocks.island).tolist(), strict=True))
     main = Counter(island[rank] for rank in windows).most_common(1)[0][0]  # the largest island
     together = [rank for rank in windows if island[rank] == main]
-    begin = min(windows[rank][0] - ahead[rank] for rank in together)
+    begin = min(windows[rank][0] - ahead[rank] for rank in together)  # first start, on the common clock
     zero = {rank: begin + ahead[rank] if rank in together else windows[rank][0] for rank in windows}
     words = ""
     if len(windows) > 1 and evidence.is_host:
         words = "Times are those of the machine's own clock."
     elif len(together) > 1:
-        moved = max(abs(ahead[rank]) for rank in together)
+        moved = max(abs(ahead[rank]) for rank in together)  # microseconds
         words = "By the ends of collectives the clocks of all ranks agree."
         if moved >= 1:
             words = f"Clocks are aligned by the ends of collectives, the furthest by {moved:,.0f} \u00b5s."

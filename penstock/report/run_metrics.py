@@ -56,7 +56,7 @@ class ThinnedCurve:
 
 def thinned(xs: Sequence[float], ys: Sequence[float], most: int = POINTS) -> ThinnedCurve:
     """A curve with at most `most` points; `xs` are ascending."""
-    each = -(-len(xs) // most) or 1
+    each = -(-len(xs) // most) or 1  # values in a bin, rounded up; 1 without values
     bins = [slice(start, start + each) for start in range(0, len(xs), each)]
     return ThinnedCurve(
         xs=[xs[one][-1] for one in bins],
@@ -71,7 +71,7 @@ def extremes(xs: Sequence[float], ys: Sequence[float], most: int = POINTS) -> tu
     """At most `most` points of a staircase, which keep the least and the most of each bin in their order."""
     if len(xs) <= most:
         return list(xs), list(ys)
-    edges = [round(place * len(xs) / (most // 2)) for place in range(most // 2 + 1)]
+    edges = [round(place * len(xs) / (most // 2)) for place in range(most // 2 + 1)]  # a bin keeps two points
     kept: list[int] = []
     for low, high in pairwise(edges):
         places = range(low, high)
@@ -87,6 +87,7 @@ def curve(points: ThinnedCurve, name: str, colour: str, hover: str, **more: Any)
     line = {"type": "scatter", "mode": "lines", "x": list(points.xs), **more}  # common to all three
     traces: list[dict[str, Any]] = []
     if points.each > 1:
+        # The outline runs along the highs and back along the lows.
         band = {"x": [*points.xs, *reversed(points.xs)], "y": _short([*points.highs, *reversed(points.lows)])}
         style = {"fill": "toself", "line": {"width": 0}, "fillcolor": colour, "opacity": 0.18}
         traces.append(line | band | style | {"hoverinfo": "skip", "showlegend": False})
@@ -226,8 +227,8 @@ def step_figure(lines: Sequence[Line], planned: Projection | None) -> Figure | N
     whole = _points(lines, "step_seconds")
     if whole is None:
         return None
-    size, unit = time_unit(usual_of(lines, "step_seconds") or max(whole.ys))
-    timed = [line for line in lines if isinstance(line.get("phase_seconds"), Mapping)]
+    size, unit = time_unit(usual_of(lines, "step_seconds") or max(whole.ys))  # seconds of the unit, and its name
+    timed = [line for line in lines if isinstance(line.get("phase_seconds"), Mapping)]  # null in the first step
     names = list(dict.fromkeys(name for line in timed for name in line["phase_seconds"]))
     colours = part_colours(names, PHASES)
     data: list[dict[str, Any]] = []
@@ -333,7 +334,7 @@ def memory_figure(evidence: RunEvidence) -> Figure | None:
     data = part_bars(rows, bars, notes, "GB", MEMORY_PARTS)
     at = {rank: rank * count // world for rank in peaks}  # place of each rank: those of a place are consecutive
     data += _marks({rank: peak for rank, peak in peaks.items() if at[rank] in names}, lambda rank: names[at[rank]])
-    capacity = planned.capacity_bytes / 1e9
+    capacity = planned.capacity_bytes / 1e9  # GB, as all sizes in the figure
     marks = [size / 1e9 for sizes in peaks.values() for size in sizes if size is not None]
     hidden = len(planned.memories) - len(shown)
     left = f" {hidden} places between these are left out." if hidden else ""
@@ -380,7 +381,7 @@ def _places(planned: Projection) -> list[int]:
 
 def place_name(planned: Projection, place: int) -> str:
     """The ranks at a place of the pipeline."""
-    each = planned.cluster.devices // planned.layout.pp
+    each = planned.cluster.devices // planned.layout.pp  # ranks at each place
     first = place * each
     return f"rank {first}" if each == 1 else f"ranks {first} to {first + each - 1}"
 

@@ -132,7 +132,7 @@ def _path(leaf: Leaf) -> list[tuple[str, str]]:
     is_pass = not action or action.startswith("micro-batch")
     top = (leaf.pass_ or "not launched in the trace") if is_pass else action
     colour = KERNELS[kernel_group(leaf.phase)]
-    path = [(top, _PASSES.get(top.split(" ")[0], _GROUND))]
+    path = [(top, _PASSES.get(top.split(" ")[0], _GROUND))]  # `input gradient of stage 2` has the colour of `input`
     if leaf.layer is not None:
         path.append((f"layer {leaf.layer}", _LAYER))
     phase = leaf.phase if is_pass or not leaf.pass_ or leaf.pass_ in top else f"{leaf.phase}, {leaf.pass_}"

@@ -115,11 +115,11 @@ def _setting(evidence: RunEvidence) -> PageSection:
 
 def _not_shown(parts: Sequence[PageSection]) -> PageSection:
     """The reasons why evidence is missing, each once, with the sections that it applies to."""
-    titles: dict[str, list[str]] = {}
+    titles: dict[str, list[str]] = {}  # by reason
     for part in parts:
         for line in filter(None, part.missing):
             titles.setdefault(line, []).append(part.title)
-    rows = [(", ".join(dict.fromkeys(names)), line) for line, names in titles.items()]
+    rows = [(", ".join(dict.fromkeys(names)), line) for line, names in titles.items()]  # a title can lack two figures
     cards = [("What is missing, and why", pairs(rows))] if rows else []
     return PageSection(name="missing", title="Not shown", cards=cards)
 
@@ -127,7 +127,7 @@ def _not_shown(parts: Sequence[PageSection]) -> PageSection:
 def run_page(evidence: RunEvidence) -> str:
     """The page of a run."""
     made = sections_of(evidence)
-    parts = [part for part in (*made, _not_shown(made)) if part.figures or part.cards]
+    parts = [part for part in (*made, _not_shown(made)) if part.figures or part.cards]  # no empty section
     where = where_text(evidence)
     links = "".join(f'<a href="#part-{part.name}">{escape(part.title)}</a>' for part in parts)
     heading = f'{escape(evidence.name)} <span class="faint">{f"on {escape(where)}" if where else ""}</span>'
@@ -148,7 +148,7 @@ def write_run_page(evidence: RunEvidence, path: Path) -> None:
 
 def section_html(part: PageSection) -> str:
     """Heading, figures and cards. A single figure or card takes the whole width."""
-    narrow = [figure for figure in part.figures if not figure.is_wide]
+    narrow = [figure for figure in part.figures if not figure.is_wide]  # half of the page's width
     figures = "".join(card(figure, is_wide=figure.is_wide or len(narrow) == 1) for figure in part.figures)
     width = ' class="wide"' if len(part.cards) == 1 else ""
     cards = "".join(f"<section{width}><h2>{escape(title)}</h2>{html}</section>" for title, html in part.cards)
@@ -158,7 +158,7 @@ def section_html(part: PageSection) -> str:
 # ----------------------------------------------------------------------------------------------------------- run tables
 
 FACTS = 12
-"""Lines of evidence that are shown; the rest is folded away."""
+"""Lines of evidence, and rows of a CPU's operators, that are shown; the rest of the evidence is folded away."""
 
 
 def summary(evidence: RunEvidence) -> dict[str, str]:

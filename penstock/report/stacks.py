@@ -98,7 +98,7 @@ def memory_layout(
     All sizes are in GB; `marks` are further values in the figure.
     """
     most = max(capacity or 0.0, *marks, *(sum(bar.values()) for bar in bars))
-    return {
+    return {  # the range ends behind the line and the longest bar
         "xaxis": axis("memory of a rank (GB)", range=[0, most * 1.03]),
         "shapes": [] if capacity is None else [limit_line(capacity)],
         **sums_beside(names, bars, "GB", capacity),
@@ -179,7 +179,7 @@ def stacked(figure: Figure) -> Figure:
     layout = {
         **figure.layout,
         "barmode": "stack",
-        "bargap": 0.32 if len(figure.data[0]["y"]) > 1 else 0.75,
+        "bargap": 0.32 if len(figure.data[0]["y"]) > 1 else 0.75,  # a single bar would be too thick
         "hovermode": "closest",
         "yaxis": {"autorange": "reversed", "showgrid": False, "fixedrange": True, "tickfont": {"size": 11}},
     }

@@ -103,6 +103,7 @@ def _operator_of_kernel(trace: Trace, op: str) -> tuple[str, str]:
     if not len(launched):
         kernel = gpu.name(int(np.flatnonzero(is_named)[0]))
         raise TraceError(f"{kernel[:100]} cannot be replayed: no operator that launched it is in this trace")
+    # The operator (row of the host) with the most time in these kernels.
     name = host.name(int(np.bincount(owner[launched], weights=gpu.duration_us[launched]).argmax()))
     return name, gpu.name(int(launched[gpu.duration_us[launched].argmax()]))
 
@@ -119,7 +120,7 @@ def _check_replayable(trace: Trace, name: str) -> None:
     if "::" in name:
         return
     host = trace.host
-    row = int(np.flatnonzero(host.called(name))[0])
+    row = int(np.flatnonzero(host.called(name))[0])  # its first call
     inside = host.take(host.starting_in(host.start_us[row], host.end_us[row]))
     inside = inside.take((inside.thread == host.thread[row]) & (inside.kind == HostKind.OPERATOR))
     nested = dict.fromkeys(inside.name(at) for at in range(len(inside)))
@@ -133,11 +134,12 @@ def _calls(trace: Trace, names: Sequence[str]) -> list[_RecordedCalls]:
     host, gpu = trace.host, trace.gpu
     is_named = host.called(*names) & (host.kind == HostKind.OPERATOR)
     owner = _launchers(trace, is_named)
+    # Time on the GPU by row of the host.
     times_us = np.bincount(owner[owner != NONE], weights=gpu.duration_us[owner != NONE], minlength=len(host))
     kernels: dict[int, dict[str, None]] = defaultdict(dict)  # by row of the operator: names in the order of first use
     for event in np.flatnonzero(owner != NONE).tolist():
         kernels[int(owner[event])][gpu.name(event)] = None
-    by_arguments: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    by_arguments: dict[tuple[str, ...], list[int]] = defaultdict(list)  # rows of the host
     for row in np.flatnonzero(is_named).tolist():
         args = host.args(row)
         shape = shape_text(_listed(args, "Input Dims"))
@@ -165,7 +167,7 @@ def _chosen(calls: Sequence[_RecordedCalls], op: str, shape: str | None) -> _Rec
         return calls[0]
     wanted = " ".join(shape.replace(",", " ").split())
     for call in calls:
-        if f" {wanted} " in f" {call.shape} ":
+        if f" {wanted} " in f" {call.shape} ":  # whole sizes: `8x3` is not in `18x3`
             return call
     present = list(dict.fromkeys(call.shape or "(none)" for call in calls))
     raise TraceError(f"{op} has no such shape in this trace", got=shape, allowed="; ".join(present[:8]))

@@ -172,7 +172,7 @@ def _networks(call: OperatorCall, tensors: list[CallTensor | None], used_rows: f
 def _float8_linear(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:
     """A dense product: x_D, w_FD."""
     x, w = need(tensors, 0, 2), need(tensors, 1, 2)
-    rows = x.numel // max(x.shape[-1], 1)
+    rows = x.numel // max(x.shape[-1], 1)  # x can have more dims
     _check_arguments(call, most=4)
     return 2 * rows * w.numel, x.numel + w.numel + rows * w.shape[0] * x.width
 
@@ -279,7 +279,7 @@ def _everything(call: OperatorCall, tensors: list[CallTensor | None], used_rows:
     if not known:
         raise UnknownShapeError
     is_in_place = call.name.endswith("_") and not call.name.endswith("__")
-    written = known[0] if is_in_place else max(known, key=lambda one: one.numel)
+    written = known[0] if is_in_place else max(known, key=lambda one: one.numel)  # broadcast to the largest
     return written.numel, sum(one.bytes for one in known) + written.bytes
 
 
@@ -292,7 +292,7 @@ def _rows_looked_up(
 ) -> FlopsAndBytes:
     """Rows of the first argument at the indices of argument `by`: each is read and written once."""
     source, index = need(tensors, 0, 1), need(tensors, by)
-    per_index = 1 if len(index.shape) == len(source.shape) else source.shape[-1]
+    per_index = 1 if len(index.shape) == len(source.shape) else source.shape[-1]  # gather: elements; else rows
     return 0.0, 2 * index.numel * per_index * source.width + index.bytes
 
 
@@ -316,7 +316,7 @@ def _lists(reads: Sequence[int], writes: int, flops: float, *, width: int = 4) -
 def _loss(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:
     """Logits are read once and overwritten by their gradients; the products are calls of their own."""
     x, head = need(tensors, 0, 2), need(tensors, 1, 2)
-    logits = x.shape[0] * head.shape[0]
+    logits = x.shape[0] * head.shape[0]  # elements: tokens x vocabulary
     return 5 * logits, 2 * logits * x.width
 
 
