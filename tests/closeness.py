@@ -156,7 +156,7 @@ def _check_what_is_not_finite(what: str, actual: Tensor, expected: Tensor) -> No
     for name, value in (("NaN", math.nan), ("infinity", math.inf), ("minus infinity", -math.inf)):
         places, wanted = (side.isnan() if math.isnan(value) else side == value for side in (actual, expected))
         if not torch.equal(places, wanted):
-            at = tuple((places != wanted).nonzero()[0].tolist())
+            at = tuple((places != wanted).nonzero()[0].tolist())  # the first place that differs
             problem = f"{name} at {int(places.sum())} places, expected at {int(wanted.sum())}; "
             problem += f"first difference at {at}: {actual[at].item()} instead of {expected[at].item()}"
             raise AssertionError(_said(what, problem))

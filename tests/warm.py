@@ -59,7 +59,7 @@ def run(
         outputs = _outputs(stdout.fileno(), stderr.fileno())
         process = CONTEXT.Process(target=_begin, args=(outputs, folder, dict(environment), function, args))
         process.start()
-        process.join(timeout)
+        process.join(timeout)  # seconds
         if process.exitcode is None:
             process.kill()
             process.join()
@@ -71,7 +71,7 @@ def run(
 def penstock(words: Sequence[str]) -> int:
     """`penstock WORDS`; the ranks that it starts are forks as well."""
     sys.argv = ["penstock", *words]
-    vars(local)["elastic_launch"] = partial(launch, "fork")
+    vars(local)["elastic_launch"] = partial(launch, "fork")  # this process is a fork too: nothing is put back
     return main()
 
 
@@ -133,7 +133,7 @@ def _begin(
     outputs: Sequence[Connection], folder: Path, environment: Mapping[str, str], function: Callable[..., int], args: Any
 ) -> None:
     _print_to(outputs)
-    os.environ.clear()
+    os.environ.clear()  # those of the fork server's start
     os.environ.update(environment)
     os.chdir(folder)
     sys.exit(function(*args))
@@ -141,4 +141,4 @@ def _begin(
 
 def _print_to(outputs: Sequence[Connection]) -> None:
     for number, output in enumerate(outputs, start=1):
-        os.dup2(output.fileno(), number)
+        os.dup2(output.fileno(), number)  # also what C libraries print

@@ -24,13 +24,13 @@ LOSSES = {("none", 0): 2.0, ("none", 1): 4.0, ("blockwise", 0): 2.02, ("blockwis
 def lines(loss: float) -> list[dict[str, Any]]:
     return [
         {"step": 1, "loss": 9.0, "tokens_seen": 8, "evaluation_loss": 9.0},
-        {"step": 2, "loss": loss, "tokens_seen": 16},
+        {"step": 2, "loss": loss, "tokens_seen": 16},  # no evaluation at this step
         {"step": 3, "loss": loss, "tokens_seen": 24, "evaluation_loss": 2 * loss},
     ]
 
 
 def case(name: str, *seeds: int) -> dict[str, Any]:
-    return reduce(united, (of_run(name, seed, lines(LOSSES[name, seed]), last=2) for seed in seeds))
+    return reduce(united, (of_run(name, seed, lines(LOSSES[name, seed]), last=2) for seed in seeds))  # last: two steps
 
 
 def write(path: Path, *cases: dict[str, Any], **others: Any) -> Path:

@@ -111,7 +111,7 @@ def test_what_does_not_end_is_named_before_the_process_ends(
     assert ended == [ENDED_BY_WATCH]
     assert "a layer, forward, slow: compiling did not end within 0.05 s" in capsys.readouterr().err
     first_call({"fast": lambda: None}, "fast", "a layer, forward", Watch(0.05))  # type: ignore[dict-item,return-value]
-    time.sleep(0.1)
+    time.sleep(0.1)  # longer than the watch waits
     assert ended == [ENDED_BY_WATCH], "what ended in time is not waited for"
 
 

@@ -13,8 +13,8 @@ from benchmarks.projection_cases import CASES, FROZEN, MADE, Case, named
 from benchmarks.projection_compare import compared, summary
 from tools import documents, projection_tables
 
-STEPS = 9
-METHOD = "dispatch.method=all-to-all"
+STEPS = 9  # of a run
+METHOD = "dispatch.method=all-to-all"  # the host reads row counts, so loads count
 
 
 def test_cases_are_runs_that_differ_and_half_of_them_waited_for_the_freeze() -> None:

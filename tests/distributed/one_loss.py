@@ -25,7 +25,7 @@ from penstock.train.step import evaluate, train_step
 from tests.distributed.case import ATTENTION_CASES, DOCUMENTS, EXPERT_CASES, FAMILY_CASES, GQA, Case, layout, pipeline
 from tests.distributed.pool import Pool
 
-STEPS, RATE = 3, 1e-2
+STEPS, RATE = 3, 1e-2  # the rate is constant
 BASE = (
     *("data.source=synthetic-learnable", "model.vocab_size=64", "model.layers=8", "model.hidden_size=64"),
     *("model.intermediate_size=128", "model.moe.moe_intermediate_size=32", "model.mtp_layers=1"),
@@ -123,7 +123,7 @@ def put_together(results: list[tuple[Trace, Saved]]) -> Trace:
     tensors: dict[str, Tensor] = {}
     for _, saved in results:
         for name, shape, rectangles in saved:
-            whole = tensors.setdefault(name, torch.full(shape, float("nan")))
+            whole = tensors.setdefault(name, torch.full(shape, float("nan")))  # nan: not saved by any rank
             for offsets, values in rectangles:
                 region = _region(offsets, values.shape)
                 assert whole[region].isnan().all(), f"{name} is saved twice"
@@ -169,7 +169,7 @@ def gathered(stage: int, *settings: str) -> tuple[str, ...]:
 
 
 def overlapped(overlap: str, *settings: str) -> tuple[str, ...]:
-    rows = ("training.micro_batch=2",) if overlap == "halves" else ()
+    rows = ("training.micro_batch=2",) if overlap == "halves" else ()  # a half is a row
     return (*layout(*settings), f"dispatch.overlap={overlap}", *rows)
 
 
@@ -296,7 +296,7 @@ def main() -> None:
     pool, rows, alone = Pool(), [], {}
     for case in CASES:
         if arguments.only in case.name:
-            if case.model not in alone:
+            if case.model not in alone:  # one process, with the steps and without any
                 alone[case.model] = (trace(pool, 1, case.model), trace(pool, 1, case.model, 0).tensors)
             try:
                 found = differences(trace(pool, case.ranks, case.model + case.overrides), *alone[case.model])

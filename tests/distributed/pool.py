@@ -46,7 +46,7 @@ class Pool:
 
     def __init__(self, grace: float = 10) -> None:
         self._grace = grace
-        self._store = dist.TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
+        self._store = dist.TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)  # outlives every group
         self._folder = tempfile.TemporaryDirectory(prefix="penstock-ranks-")
         self._workers: list[tuple[BaseProcess, Connection]] = []
         self._calls = 0
@@ -58,14 +58,14 @@ class Pool:
         """
         assert 1 <= ranks <= MOST_RANKS, f"{ranks} ranks"
         self._start(ranks)
-        self._calls += 1
+        self._calls += 1  # the prefix of this call's group
         for rank, (_, pipe) in enumerate(self._workers[:ranks]):
             pipe.send_bytes(_pack((str(self._calls), rank, ranks, timeout, function, args)))
         return self._collect(ranks, function.__name__, timeout)
 
     def close(self) -> None:
         for process, pipe in self._workers:
-            process.kill()
+            process.kill()  # a worker that hangs would not end otherwise
             pipe.close()
         for process, _ in self._workers:
             process.join()
@@ -77,7 +77,7 @@ class Pool:
             arguments = (theirs, self._store.port, self._stacks(number))
             process = warm.CONTEXT.Process(target=_work, args=arguments, daemon=True, name=f"ranks-{number}")
             process.start()
-            theirs.close()
+            theirs.close()  # so that the worker's end is an EOF here
             self._workers.append((process, ours))
 
     def _collect(self, ranks: int, name: str, timeout: float) -> list[Any]:
@@ -127,7 +127,7 @@ def _work(pipe: Connection, port: int, stacks: Path) -> None:
     torch.set_num_threads(1)
     warm.hasten_interpreter(pytest.MonkeyPatch())
     warm.hasten_evaluation(pytest.MonkeyPatch())
-    gc.freeze()
+    gc.freeze()  # imports are never garbage
     store = dist.TCPStore(LOCALHOST, port)
     with stacks.open("w") as stack_file:
         while True:
@@ -145,7 +145,7 @@ def _answer(data: bytes, store: dist.TCPStore, stack_file: Any) -> bytes:
         faulthandler.dump_traceback_later(timeout, file=stack_file)
         own = dist.PrefixStore(call, store)
         dist.init_process_group("gloo", None, timedelta(seconds=timeout), world_size=ranks, rank=rank, store=own)
-        torch.manual_seed(0)
+        torch.manual_seed(0)  # each call draws the same numbers
         result = _pack((True, function(*args)))
         dist.barrier()  # a rank that is done early must not close connections that others still read
     except BaseException:  # noqa: BLE001 # it is told to the parent, which raises it in the test

@@ -29,7 +29,7 @@ SMALL = (
 IN_8_BITS = ("float8.experts=blockwise", "model.moe.moe_intermediate_size=128")
 """As wide as a block, so that nothing is written in 16 bits between the products."""
 NO_ROOM = "dispatch.row_capacity_factor=1.0"
-QUICK = {"no room on the arena", "some in 8 bits"}
+QUICK = {"no room on the arena", "some in 8 bits"}  # the others are slow
 WAYS = {
     "room for even loads only": (layout("expert=2"), (NO_ROOM, "dispatch.layer_capacity_factor=1.0")),
     "no room on the arena": (layout("expert=2"), (NO_ROOM,)),
@@ -71,11 +71,11 @@ def play(overrides: tuple[str, ...]) -> tuple[Trace, list, float, int]:
 @pytest.mark.parametrize("way", [pytest.param(way, marks=() if way in QUICK else pytest.mark.slow) for way in WAYS])
 def test_experts_on_a_shelf_train_as_without(way: str, ranks: Pool) -> None:
     of_layout, settings = WAYS[way]
-    count = 4 if way == "ZB-V" else 2
+    count = 4 if way == "ZB-V" else 2  # ranks
     results = ranks.run(count, play, (*of_layout, *SHELVED, *settings), timeout=240)
     counted = ranks.run(count, play, (*of_layout, GATHERED, *settings), timeout=240)
     got, expected = (put_together([result[:2] for result in runs]) for runs in (results, counted))
-    start = {name: torch.zeros_like(tensor) for name, tensor in expected.tensors.items()}
+    start = {name: torch.zeros_like(tensor) for name, tensor in expected.tensors.items()}  # relative to the values
     for figure, difference in differences(got, expected, start).items():
         assert difference <= TOLERANCES[figure], f"{figure}: {difference}"
     bounds, layers = zip(*[result[2:] for result in results], strict=True)

@@ -48,7 +48,7 @@ def test_parts_give_the_bits_of_eager_layers_where_the_host_reads_row_counts(
     found = whole(results)
     assert (found.losses, found.norms, found.held_out) == (expected.losses, expected.norms, expected.held_out)
     assert all(torch.equal(found.tensors[name], tensor) for name, tensor in expected.tensors.items())
-    assert [captures for _, _, _, captures in results] == [2 * 3] * 2
+    assert [captures for _, _, _, captures in results] == [2 * 3] * 2  # forward and backward of each layer
 
 
 def test_a_rank_without_memory_lets_all_ranks_stay_eager_and_none_waits(ranks: Pool) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -94,7 +95,7 @@ def _report_in(folder: Path) -> dict[str, Any]:
 def _halted(overrides: tuple[str, ...], folder: str, where: str, rank: int) -> tuple[str, bool]:
     """The line that ends this rank, and whether what was saved is the state before the step."""
     session = start_session((*overrides, *_saving(folder)))
-    spoiler = _Spoiler(session, where, rank)
+    spoiler = _Spoiler(session, where, rank)  # does harm after step 1, so step 2 is not finite
     with pytest.raises(NonFiniteError) as refusal:
         _train(session, folder, spoiler)
 
@@ -121,7 +122,7 @@ def test_what_breaks_on_one_rank_ends_all_with_its_place_and_the_state_before(
     count: int, overrides: tuple[str, ...], where: str, rank: int, ranks: Pool, tmp_path: Path
 ) -> None:
     lines, same = zip(*ranks.run(count, _halted, overrides, str(tmp_path), where, rank), strict=True)
-    assert len(set(lines)) == 1
+    assert len(set(lines)) == 1  # all ranks end with one line
     kind, name = where.split()
     layer = int(name.split(".")[1])
     report = _report_in(tmp_path)
@@ -136,12 +137,8 @@ def _halted_without_memory(folder: str, where: str, rank: int) -> str:
     """The line that ends this rank, if one rank has no memory left to look in a part of the search."""
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == rank:
-            patch.setattr(diagnose, where, _no_memory)
+            patch.setattr(diagnose, where, Mock(side_effect=torch.OutOfMemoryError))
         return _halted(layout("expert=2"), folder, "parameter blocks.5.ffn.experts.down_eDF", rank)[0]
-
-
-def _no_memory(*arguments: object) -> None:
-    raise torch.OutOfMemoryError
 
 
 def test_a_rank_without_memory_to_look_ends_the_search_of_all(ranks: Pool, tmp_path: Path) -> None:
@@ -161,7 +158,7 @@ def _halted_in_a_pass(folder: str, rank: int) -> None:
 
 
 def _no_memory_to_look(module: nn.Module, *arguments: object) -> None:
-    if not module.training:
+    if not module.training:  # the search for the origin runs in evaluation mode
         raise torch.OutOfMemoryError
 
 
@@ -193,7 +190,7 @@ def _resumed(folder: str, blind: int) -> tuple[str, bool]:
     dist.barrier()
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == blind:
-            patch.setattr(store, "steps", list)
+            patch.setattr(store, "steps", list)  # this rank sees no checkpoint
         with pytest.raises(CheckpointError) as refusal:
             resume(session, paths, store)
     store.close()
@@ -313,6 +310,6 @@ def test_what_ranks_cannot_start_with_is_said_once(
 @pytest.mark.often("5")
 @pytest.mark.parametrize("rows", [1, 5])
 def test_held_out_rows_need_not_be_as_many_as_ranks(rows: int, ranks: Pool) -> None:
-    few = (f"evaluation.rows={rows}",)
+    few = (f"evaluation.rows={rows}",)  # fewer than ranks, or no multiple of them
     alone, shared = (trace(ranks, count, few, steps=0).held_out for count in (1, 4))
     assert_close(shared, alone, tolerance=2e-5)

@@ -72,7 +72,7 @@ def test_every_axis_schedule_way_of_tokens_and_recomputed_part_is_played_by_ever
         return chosen | {kind for kind in RECOMPUTABLE if kind in recomputed}
 
     often = [case for case in CASES if case.name in OFTEN]
-    assert len(often) == len(OFTEN)
+    assert len(often) == len(OFTEN)  # every name is a case
     assert played(often) >= played(CASES) - {"pipeline.layout", "training.global_batch"}
 
 
@@ -81,7 +81,7 @@ def test_a_step_whose_rows_find_no_room_is_made_again_and_gives_the_same(ranks: 
     no_room = SHORTEST + NO_ROOM
     expected, start = alone(SHORTEST)
     got = trace(ranks, 4, no_room, TWO)
-    assert got.left_out[0] > 0
+    assert got.left_out[0] > 0  # rows
     assert got.left_out == trace(ranks, 4, no_room, TWO).left_out
     enough = trace(ranks, 4, (*no_room, "dispatch.row_capacity_factor=4.0"), TWO)
     assert enough.left_out == [0] * TWO

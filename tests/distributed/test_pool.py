@@ -32,7 +32,7 @@ def _rank_1_raises() -> None:
 
 def _rank_1_sleeps() -> None:
     if dist.get_rank() == 1:
-        time.sleep(1000)
+        time.sleep(1000)  # beyond every timeout
 
 
 def _rank_1_dies() -> None:

@@ -39,7 +39,7 @@ from tests.distributed.one_loss import (
 )
 from tests.distributed.pool import Pool
 
-HALF, STEPS, RATE = 1, 2, 1e-2
+HALF, STEPS, RATE = 1, 2, 1e-2  # steps before the change of layout, and in all
 SHORT = ("model.layers=4",)
 """A layer for each of a pipeline's stages."""
 
@@ -89,7 +89,7 @@ def _ride(
     """Train from one step to another on this rank, with a checkpoint before and after."""
     session = start_session(overrides)
     state = session.state
-    store = CheckpointStore(Path(folder), keep=0, asynchronous=True, world=session.axes.world)
+    store = CheckpointStore(Path(folder), keep=0, asynchronous=True, world=session.axes.world)  # 0 keeps all
     if begin:
         restore_state(store, begin, state)
     places, begun = [state.batches.state()], saved_by(session)
@@ -135,7 +135,7 @@ def _check_legs(
     first, second = (ride(ranks, on, folder, n * HALF, (n + 1) * HALF, model) for n, on in enumerate(legs))
     assert_equal(second.begun.tensors, first.seen.tensors)
     assert second.places == (first.places[1], whole.places[1])
-    assert second.places[1]["tokens"] == STEPS * 8 * 32
+    assert second.places[1]["tokens"] == STEPS * 8 * 32  # rows of a batch, positions of a row
     found = differences(second.seen, expected, whole.begun.tensors)
     too_large = {figure: value for figure, value in found.items() if not value <= allowed[figure]}
     assert not too_large, f"allowed: {allowed}"
@@ -146,7 +146,7 @@ def _check_legs(
 def test_a_run_goes_on_in_another_layout_as_if_nothing_had_happened(
     name: str, ranks: Pool, kept: Path, tmp_path: Path
 ) -> None:
-    _check_legs(ranks, kept, tmp_path, PAIRS[name], (), TOLERANCES)
+    _check_legs(ranks, kept, tmp_path, PAIRS[name], (), TOLERANCES)  # float32: sums in another order only
 
 
 @pytest.mark.slow

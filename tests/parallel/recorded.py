@@ -21,7 +21,7 @@ class Recorded(TransferStream):
 
     def launch(self, name: str, function: "Transfer[Any]", *inputs: Tensor) -> AsyncTransfer[Any]:
         number, self.launched = self.launched, self.launched + 1
-        return super().launch(f"{name} {number}", function, *inputs)
+        return super().launch(f"{name} {number}", function, *inputs)  # launch order tells equal names apart
 
     def fork(self, label: str, work: Callable[[], Result]) -> "tuple[Result, torch.cuda.Event | None]":
         self.events.append(f"{label} leaves")
@@ -51,5 +51,5 @@ class _Mark(torch.autograd.Function):
 
 def mirrored(events: list[str]) -> list[str]:
     """What backward does if it is the mirror image of a forward pass: what arrived leaves, what left arrives."""
-    turned = {"leaves": "back arrives", "arrives": "back leaves"}
+    turned = {"leaves": "back arrives", "arrives": "back leaves"}  # a fork in forward is a join in backward
     return [" ".join([*words[:-1], turned[words[-1]]]) for words in (event.split() for event in reversed(events))]

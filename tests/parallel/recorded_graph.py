@@ -119,7 +119,7 @@ class Recording:
             result = one.function(*one.arguments, **one.options)
             made = [tensor for tensor in tensors_in(result) if pointer(tensor) not in given]
             for own, tensor in zip(one.made, made, strict=True):
-                own.copy_(tensor)
+                own.copy_(tensor)  # later operators read the first results
         # Another allocation takes the memory that the forward graph has freed.
         for own in (own for one in (self.forward.operations if self.forward else ()) for own in one.made):
             own.fill_(float("nan") if own.is_floating_point() else 1)
@@ -165,7 +165,7 @@ class Graph:
             return
         for own, tensor in zip(self.results, made, strict=True):
             own.copy_(tensor.data)
-            tensor.data = own
+            tensor.data = own  # autograd has saved it: backward reads the fixed address
 
     def release(self) -> None:
         self.log.append(f"release {self.number}")

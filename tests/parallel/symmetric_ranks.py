@@ -41,7 +41,7 @@ class Turns:
 
     def begin(self, rank: int) -> None:
         with self._changed:
-            if self._holder is None:
+            if self._holder is None:  # the first thread to come gives the baton to rank 0
                 self._holder = 0
             self._until_turn(rank)
 

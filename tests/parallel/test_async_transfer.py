@@ -43,7 +43,7 @@ def test_a_transfer_gives_the_outputs_the_rest_and_the_gradients_of_its_function
 
 def test_an_input_without_gradient_an_unused_output_and_one_that_is_the_input_are_fine() -> None:
     x_TD, scale_T = _leaves()
-    x_TD.requires_grad_(False)
+    x_TD.requires_grad_(False)  # a transfer may have inputs of both kinds
     transfers = TransferStream(torch.device("cpu"))
 
     def transfer(x_TD: Tensor, scale_T: Tensor) -> tuple[tuple[Tensor, Tensor], None]:
@@ -119,7 +119,7 @@ def test_what_the_transfer_reads_is_held_until_it_arrives_and_not_longer() -> No
     with Alive() as alive:
         handle = transfers.launch("move", lambda y_TD: ((y_TD + 1,), None), x_TD * 1)
         gc.collect()
-        assert alive.bytes() == 2 * size, "its input, which has no other reference, and its output"
+        assert alive.bytes() == 2 * size, "its input, which has no other reference, and its output"  # float32
         (y_TD,), _ = handle.wait()
         del handle
         assert alive.bytes() == size
@@ -133,7 +133,7 @@ def test_what_the_function_closes_over_is_held_too() -> None:
     x_TD, _ = _leaves()
 
     def launch() -> AsyncTransfer[None]:
-        order_T = torch.arange(T).flip(0)
+        order_T = torch.arange(T).flip(0)  # allocated on this stream, read on the other one
         return transfers.launch("move", lambda x_TD: ((x_TD.sum() + order_T.sum(),), None), x_TD)
 
     with Alive() as alive:
@@ -174,13 +174,13 @@ def _sleep(_: Tensor) -> None:
 
 
 def _write_over_free_blocks(x_TD: Tensor) -> None:
-    for _ in range(4):
+    for _ in range(4):  # any freed block that the other stream still reads is overwritten
         torch.full_like(x_TD, 1e6)
 
 
 def _chain(x_TD: Tensor, transfers: TransferStream | None) -> Tensor:
     """Transfers with other work beside them, which asks for blocks while the transfers still read theirs."""
-    for _ in range(6):
+    for _ in range(6):  # so many transfers that freed blocks are used again
         beside_TD = x_TD.sin()
         if transfers is None:
             x_TD = 2 * (x_TD * 0.3) + beside_TD
@@ -210,7 +210,7 @@ def test_on_a_gpu_both_directions_are_captured_and_replayed_with_other_inputs() 
     transfers, generator = TransferStream(device), torch.Generator(device).manual_seed(0)
     x_TD = torch.randn(512, 1024, device=device, generator=generator).requires_grad_()
     deferred = torch.cuda.Stream()
-    deferred.wait_stream(torch.cuda.current_stream())
+    deferred.wait_stream(torch.cuda.current_stream())  # a first run outside of capture makes streams and handles
     with torch.cuda.stream(deferred):
         _chain(x_TD, transfers).backward()
     torch.cuda.current_stream().wait_stream(deferred)

@@ -12,8 +12,8 @@ from tests.parallel.simulated import every_rank
     ("grid", "per_node", "on_node"),
     [
         (Grid(world=8, expert=8), 4, 4),
-        (Grid(world=8, expert=8), 2, 2),
-        (Grid(world=8, expert=8), 1, 1),
+        (Grid(world=8, expert=8), 2, 2),  # four nodes
+        (Grid(world=8, expert=8), 1, 1),  # each rank its own node
         (Grid(world=16, expert=4), 8, 4),  # a node holds two groups whole
         (Grid(world=16, expert=8), 4, 4),
         (Grid(world=16, expert=4, expert_tensor=2), 4, 4),
@@ -72,10 +72,10 @@ def _every_rank(monkeypatch: pytest.MonkeyPatch, shard_size: int) -> tuple[list[
         return new_group(ranks)
 
     monkeypatch.setattr(dist, "new_group", record)
-    for one in every_rank(GRID, shard_size=shard_size):
+    for one in every_rank(GRID, shard_size=shard_size):  # one after the other
         axes.append(one)
         made.append([])
-    return axes, made[:-1]
+    return axes, made[:-1]  # behind the last rank nothing is made
 
 
 @pytest.mark.parametrize("name", ["dense_data", "expert_data"])
@@ -95,7 +95,7 @@ def test_shards_are_neighbours_and_replicas_stand_at_the_same_place(monkeypatch:
         assert all(getattr(every[other], name).replicate.ranks == replicate.ranks for other in replicate.ranks)
 
 
-@pytest.mark.parametrize("shard_size", [0, 8, 64])
+@pytest.mark.parametrize("shard_size", [0, 8, 64])  # all; exactly dense_data's 8 ranks; more than there are
 def test_without_hybrid_sharding_all_ranks_of_an_axis_divide_one_copy(
     monkeypatch: pytest.MonkeyPatch, shard_size: int
 ) -> None:

@@ -28,14 +28,14 @@ def test_every_value_goes_to_the_rank_that_owns_its_row_and_back(
     filled = [torch.full_like(tensor, torch.nan) for tensor in tensors]
     by_rank = [list(stripes_in_buckets(list(map(BucketEntry, filled, own)), ranks, values)) for own in owned]
     for number, bucket in enumerate(stripes_in_buckets(list(map(BucketEntry, tensors, tensors)), ranks, values)):
-        bucket_RC = empty_rows(bucket, ranks, torch.float32)
+        bucket_RC = empty_rows(bucket, ranks, torch.float32)  # here of all ranks
         assert bucket_RC.numel() <= max(values, ranks)
         for stripe in bucket:
             for there, here in stripe.all_rows(bucket_RC):
                 there.copy_(here)
-        back_RC = torch.full_like(bucket_RC, torch.nan)
+        back_RC = torch.full_like(bucket_RC, torch.nan)  # what no rank writes stays nan and fails the comparison
         for rank in range(ranks):
-            for stripe in by_rank[rank][number]:
+            for stripe in by_rank[rank][number]:  # every rank cuts the same buckets
                 for there, here in stripe.own_row(bucket_RC[rank]):
                     here.copy_(there)
                 for there, here in stripe.own_row(back_RC[rank]):
@@ -64,7 +64,7 @@ def _summed(values: int | None, dtype: torch.dtype) -> tuple[list[Tensor], list[
 def test_sums_do_not_depend_on_the_size_of_buckets_or_on_the_run(ranks: Pool) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         expected = ranks.run(2, _summed, None, dtype)
-        for values in (None, 10, 1):
+        for values in (None, 10, 1):  # default size; buckets that end inside tensors; one column for each rank
             for got, wanted in zip(ranks.run(2, _summed, values, dtype), expected, strict=True):
                 for one, other in zip(got[0] + got[1], wanted[0] + wanted[1], strict=True):
                     assert torch.equal(one, other)

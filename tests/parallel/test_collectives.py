@@ -58,7 +58,7 @@ def _check(
 ) -> None:
     leaves = [x.clone().requires_grad_() for x in inputs]
     expected = math(leaves)
-    directions = _drawn(7, [y.shape for y in expected])
+    directions = _drawn(7, [y.shape for y in expected])  # random, so that no output's gradient is symmetric
     loss = torch.stack([(y * direction).sum() for y, direction in zip(expected, directions, strict=True)]).sum()
     gradients = torch.autograd.grad(loss, leaves)
     for rank, (y, gradient) in enumerate(ranks.run(len(inputs), _on_a_rank, collective, inputs, directions)):
@@ -158,7 +158,7 @@ def world() -> Axis:
 def _talk() -> list[Any]:
     messages = JsonGroup(world())
     rank = messages.rank
-    said = {"rank": rank, "text": "\u00e9" * 5000 * rank}
+    said = {"rank": rank, "text": "\u00e9" * 5000 * rank}  # sizes differ, and bytes are more than characters
     heard = [
         messages.all_gather(said),
         messages.gather([rank]),
@@ -190,7 +190,7 @@ def _talk_while_training() -> tuple[list[int], float]:
 def test_a_thread_talks_while_training_uses_its_own_group(ranks: Pool) -> None:
     for heard, total in ranks.run(2, _talk_while_training):
         assert heard == [1 + 2 * n for n in range(50)]
-        assert total == 2.0**20
+        assert total == 2.0**20  # doubled by each of 20 sums over two ranks
 
 
 def _last_one_leaves() -> str:

@@ -27,11 +27,11 @@ SHAPES = {
 }
 """Rows; heads of queries and of keys; widths of keys and of values."""
 
-LENGTH = 16
+LENGTH = 16  # 4 ranks have 2 chunks of 2 positions each
 
 
 def _heads(shape: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    B, H, G, N, M = SHAPES[shape]
+    B, H, G, N, M = SHAPES[shape]  # rows, heads of queries and keys, widths of keys and values
     generator = torch.Generator().manual_seed(3)
     sizes = ((H, N), (G, N), (G, M), (H, M))
     q, k, v, direction = (torch.randn(B, LENGTH, *size, generator=generator, dtype=torch.float64) for size in sizes)
@@ -124,7 +124,7 @@ def _gathered_positions(size: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_gathered_positions_stand_in_the_order_of_the_row(ranks: Pool, size: int) -> None:
-    uses = sum(range(1, size + 1))
+    uses = sum(range(1, size + 1))  # rank r uses what it gathered r + 1 times
     layout = SequenceLayout(length=LENGTH, context=size)
     for rank, (row_BS, gradient_BS) in enumerate(ranks.run(size, _gathered_positions, size)):
         assert row_BS.tolist() == [list(range(LENGTH))] * 3

@@ -23,7 +23,7 @@ def test_chunks_hold_every_element_once_in_order_and_are_full_but_for_the_last(s
 @pytest.mark.parametrize("chunks", [0, 1, 2, 3, 7])
 def test_every_chunk_comes_is_worked_on_once_and_goes_back(chunks: int) -> None:
     host = [[torch.full((5,), float(i)), torch.full((2, 3), 10.0 * i, dtype=torch.float64)] for i in range(chunks)]
-    order = []
+    order = []  # chunks in the order of the work
 
     def work(index: int, tensors: list[Tensor]) -> None:
         order.append(index)
@@ -43,7 +43,7 @@ def test_every_chunk_comes_is_worked_on_once_and_goes_back(chunks: int) -> None:
 def test_two_buffers_serve_all_chunks_and_grow_with_the_largest() -> None:
     stream, places = ChunkStream(CPU), []
     stream.run([[torch.zeros(4)] for _ in range(6)], lambda _, tensors: places.append(tensors[0].data_ptr()))
-    assert len(set(places)) == 2
+    assert len(set(places)) == 2  # addresses of two buffers
     stream.run([[torch.zeros(1000)], [torch.zeros(1)]], lambda _, tensors: tensors[0].fill_(7))
 
 
@@ -70,5 +70,5 @@ def test_blocks_of_host_memory_are_little_larger_than_what_is_in_them(shapes: li
     assert all(tensor.is_meta for tensor in host_tensors(shapes, torch.float32, torch.device("meta")))
     tensors = host_tensors(shapes, torch.float32, CPU)
     blocks = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    assert all(size.bit_count() == 1 for size in blocks.values()), "a size that torch does not round"
+    assert all(size.bit_count() == 1 for size in blocks.values()), "a size that torch does not round"  # powers of two
     assert sum(blocks.values()) < 1.05 * sum(tensor.nbytes for tensor in tensors)

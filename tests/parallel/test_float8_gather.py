@@ -71,7 +71,7 @@ def _divided(axes: Axes, *shapes: tuple[int, ...], reshard: str = "forward") -> 
         model = nn.Sequential(*map(Product, shapes))
     settings = Parallel.model_validate({"shard": "full", "reshard": reshard})
     shard_fully(list(model), model, axes.dense_data, settings, CPU, torch.bfloat16, set(), {})
-    model.to_empty(device=CPU)
+    model.to_empty(device=CPU)  # FSDP2 divides meta tensors; then each rank fills its rows
     for place, parameter in enumerate(model.parameters()):
         drawn = _drawn(parameter.shape, place)
         with torch.no_grad():
@@ -103,7 +103,7 @@ def _gathered(shape: tuple[int, ...], recipe: Recipe, rule: Float8Rule) -> list[
     assert all(map(torch.equal, _bits(found), _bits(whole)))
     assert (found.forward.block, found.backward.block) == (whole.forward.block, whole.backward.block)
     layer.reshard()
-    assert isinstance(layer.weight, DTensor) and layer.weight.dtype == torch.float32
+    assert isinstance(layer.weight, DTensor) and layer.weight.dtype == torch.float32  # the optimizer sees masters only
     return [part.clone() for part in _bits(whole)]
 
 
@@ -127,7 +127,7 @@ class _Gathers(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        if "allgather" in str(function):
+        if "allgather" in str(function):  # c10d's operator
             self.sent += args[1].nbytes
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and not isinstance(leaf, GatheredWeight):
@@ -185,7 +185,7 @@ def test_recipes_whose_transposed_weight_has_other_numbers_are_refused(ranks: Po
 
 def _trained(in_8_bits: bool, reshard: str) -> tuple[dict[str, Tensor], int]:
     """Masters after three steps of two micro-batches, and the bytes that a rank sends in a forward pass."""
-    axes = make_axes(Grid(world=2))
+    axes = make_axes(Grid(world=2))  # data parallel
     model = _divided(axes, (416, 48), (48, 416), (2, 16, 48), reshard=reshard)
     layers = list(model) if in_8_bits else []
     rows = [Float8Shard(one.weight, axes.dense_data, BLOCKWISE, Float8Rule(), torch.bfloat16) for one in layers]

@@ -35,7 +35,7 @@ def gradients(parts: PartialGraphs | None, stack: list[nn.Linear], seed: int) ->
     x_TD = torch.randn(5, 4, generator=torch.Generator().manual_seed(seed)).requires_grad_()
     out_TD = through(parts, stack, x_TD)
     out_TD.square().sum().backward()
-    assert x_TD.grad is not None
+    assert x_TD.grad is not None  # part of the result
     own = [parameter.grad.clone() for layer in stack for parameter in layer.parameters() if parameter.grad is not None]
     return [out_TD.detach().clone(), x_TD.grad, *own]
 
@@ -125,14 +125,14 @@ def test_a_pass_in_which_memory_ends_is_right_all_the_same(fails_at: int) -> Non
     parts = PartialGraphs(graphs.capture)
     expected, found = gradients(None, stack, 0), gradients(parts, stack, 0)
     assert all(map(torch.equal, found, expected))
-    assert parts.obstacle == "tried to allocate 2 GiB"
+    assert parts.obstacle == "tried to allocate 2 GiB"  # the first sentence of the error
 
 
 OUT, BACK = TransferDirection.OUT, TransferDirection.BACK
 
 
 def buffers(slots: int = 2) -> SymmetricBuffers:
-    sizes = BufferSizes(tokens=4, top_k=2, row_bytes=16, ranks=1, slots=slots)
+    sizes = BufferSizes(tokens=4, top_k=2, row_bytes=16, ranks=1, slots=slots)  # the smallest rows
     memory = torch.zeros(sizes.total_bytes, dtype=torch.uint8)
     return SymmetricBuffers(sizes, memory, [memory.data_ptr()], 0)
 
@@ -146,7 +146,7 @@ def test_what_is_taken_while_a_graph_is_captured_is_forgotten(fails: bool) -> No
     recorded, plain = buffers(), buffers()
     with suppress(ZeroDivisionError), recorded.recording() as transfers:
         taken = take_pass(recorded)
-        _ = 1 // (not fails)
+        _ = 1 // (not fails)  # a capture that fails forgets its transfers too
     assert transfers == taken
     assert take_pass(recorded) == take_pass(plain)
 

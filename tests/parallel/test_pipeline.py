@@ -4,6 +4,7 @@ import weakref
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,10 +22,10 @@ from tests.closeness import assert_close
 from tests.distributed.pool import Pool
 from tests.parallel.recorded import Recorded
 
-B, S, D = 2, 3, 4
+B, S, D = 2, 3, 4  # of a message
 MICRO_BATCHES = 6
 CPU = torch.device("cpu")
-PARTS = (("attention", "dispatch"), ("experts", "combine"))
+PARTS = (("attention", "dispatch"), ("experts", "combine"))  # product, and the transfer behind it
 
 
 def _message(dtype: torch.dtype = torch.float32) -> Message:
@@ -69,7 +70,7 @@ class Seen:
             handle = self.transfers.launch(way, _twice, x_BSD)
             yield
             (x_BSD,), _ = handle.wait()
-        output = x_BSD if stage < self.last else (x_BSD.float() * (number + 1)).sum()
+        output = x_BSD if stage < self.last else (x_BSD.float() * (number + 1)).sum()  # micro-batches weigh differently
         self.modes.add(output.requires_grad)
         if stage == self.last:
             self.losses[number] = float(output.detach())
@@ -83,7 +84,7 @@ Result = tuple[dict[int, list[Tensor | None]], dict[int, float]]
 
 
 def _plan(name: str, ranks: int) -> Schedule:
-    stages = max(SCHEDULES[name].fewest, 1)
+    stages = max(SCHEDULES[name].fewest, 1)  # on a rank
     return schedule(name, ranks=ranks, stages_per_rank=stages, micro_batches=max(MICRO_BATCHES, 2 * ranks))
 
 
@@ -99,7 +100,7 @@ def _in_one_process(plan: Schedule, dtype: torch.dtype = torch.float32) -> Resul
 
 def _rank(plan: Schedule, dtype: torch.dtype = torch.float32) -> tuple[PipelineRunner, Seen]:
     """The pipeline of this rank, with what its stages see."""
-    axes, transfers = make_axes(Grid(world=plan.ranks, pipeline=plan.ranks)), TransferStream(CPU)
+    axes, transfers = make_axes(Grid(world=plan.ranks, pipeline=plan.ranks)), TransferStream(CPU)  # pipeline only
     weight_grads = WeightGradStore() if plan.splits_backward else None
     seen = Seen(plan.stages_of(axes.pipeline.rank), plan.stages, weight_grads, dtype, transfers)
     return PipelineRunner(plan, axes, _message(dtype), weight_grads, transfers if plan.pairs else None), seen
@@ -186,7 +187,7 @@ def _by_hand(actions: str, stages: int = 1, micro_batches: int = 1, **options: A
     """A pipeline of one rank that does what is written: `0F0 1F0 1B0 0B0`; `+` joins a pair."""
     spelled, pairs = list[Action](), set[int]()
     for unit in actions.split():
-        words = unit.split("+")
+        words = unit.split("+")  # two words: forward in the gaps of backward
         pairs |= {len(spelled)} if len(words) > 1 else set()
         spelled += [Action(int(word[0]), Kind(word[1]), int(word[2:])) for word in words]
     plan = Schedule(
@@ -232,21 +233,15 @@ def test_a_message_that_has_left_gives_up_its_memory(monkeypatch: pytest.MonkeyP
     sent: list[weakref.ref[Tensor]] = []
     alive: list[int] = []
 
-    class Work:
-        def is_completed(self) -> bool:
-            return has_left
-
-        def wait(self) -> None: ...
-
-    def send(tensor: Tensor, *_: object, **__: object) -> Work:
+    def send(tensor: Tensor, *_: object, **__: object) -> Mock:
         sent.append(weakref.ref(tensor))
         alive.append(sum(one() is not None for one in sent))
-        return Work()
+        return Mock(is_completed=lambda: has_left)
 
     monkeypatch.setattr("torch.distributed.isend", send)
     axes = Axes(pipeline=Axis(name="pipeline", ranks=(0, 1)))
     PipelineRunner(_plan("1f1b", 2), axes, _message()).evaluate(Seen((0,), 2).calls(), 3)
-    assert alive == ([1, 1, 1] if has_left else [1, 2, 3])
+    assert alive == ([1, 1, 1] if has_left else [1, 2, 3])  # tensors of messages after each send
 
 
 def test_weight_gradients_wait_for_their_turn() -> None:

@@ -17,7 +17,7 @@ from tests.closeness import assert_close
 from tests.distributed.pool import Pool
 from tests.parallel.simulated import fake_rank
 
-D, F = 5, 7
+D, F = 5, 7  # no number of ranks divides them
 CPU = torch.device("cpu")
 
 
@@ -30,7 +30,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = nn.functional.gelu(self.up(x))
-        gates = self.router(x.float()).sigmoid()
+        gates = self.router(x.float()).sigmoid()  # ignored by FSDP2: float32, and whole
         return self.experts(x * gates[:, :1].to(x.dtype))
 
 
@@ -78,7 +78,7 @@ def _gradients(settings: Parallel, expert: int, dtype: torch.dtype, micro_batche
     _fill(model)
     for block in model.blocks:
         if expert > 1 and axes.expert_data.size == 1:
-            block.experts.to(dtype)
+            block.experts.to(dtype)  # one rank holds them: FSDP2 casts nothing
     for micro_batch in range(micro_batches):
         model(_inputs(dist.get_rank(), micro_batch).to(dtype)).float().square().sum().backward()
     found = {}
@@ -157,7 +157,7 @@ def test_any_rank_of_many_can_be_divided_on_the_meta_device() -> None:
     with fake_rank(13, 64), torch.device("meta"):
         axes = make_axes(Grid(world=64, expert=4), shard_size=8)
         model = _divided(Blocks(), axes, Parallel(shard="full"), torch.bfloat16)
-        assert local_rows(model.blocks[0].up.weight) == (5, 6)
+        assert local_rows(model.blocks[0].up.weight) == (5, 6)  # place 5 of its block of 8; 7 rows, one each
         assert local_rows(model.blocks[0].experts.weight) == (3, 4)
         assert model.blocks[0].up.weight.to_local().shape == (1, D)
         assert not isinstance(model.blocks[0].router.weight, DTensor)

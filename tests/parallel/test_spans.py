@@ -19,13 +19,13 @@ class NotAsked:
     """A number that must not be put into a name."""
 
     def __format__(self, _: str) -> str:
-        raise AssertionError("the profiler is off")
+        raise AssertionError("the profiler is off")  # formatting a name costs more than the check
 
 
 def test_without_a_profiler_a_span_is_no_object_of_its_own() -> None:
     number: Any = NotAsked()
     with span(LAYER, number) as one, span(Span.ROUTE) as other:
-        assert one is other is None
+        assert one is other is None  # one shared null context
     assert span(LAYER, number) is span(Span.ROUTE)
     untimed(Span.FORWARD)
 
@@ -47,7 +47,7 @@ def test_what_is_computed_again_is_recorded_again() -> None:
             return x.sin().cos()
 
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        recomputed(part, torch.ones(3, requires_grad=True)).sum().backward()
+        recomputed(part, torch.ones(3, requires_grad=True)).sum().backward()  # runs `part` twice
     events = sorted(profiler.events(), key=lambda event: event.time_range.start)
     again = [event.name for event in events if event.name in ("dense", "recompute")]
     assert again == ["dense", "recompute", "dense"]

@@ -12,7 +12,7 @@ from penstock.parallel.weight_grad_store import Task, WeightGradStore, deferrabl
 from tests.closeness import assert_close
 from tests.parallel.alive import Alive
 
-T, D, WIDE = 6, 5, 64
+T, D, WIDE = 6, 5, 64  # WIDE: a weight is larger than all activations
 
 
 def _weights(count: int = 2) -> list[nn.Parameter]:
@@ -57,7 +57,7 @@ def test_gradients_that_come_later_are_those_of_an_ordinary_backward_pass(collec
     loss = _chain(x_TD, weights, weight_grads)
     with weight_grads.collecting() if collects else nullcontext([]) as work:
         loss.backward()
-    assert len(work) == 2 * collects
+    assert len(work) == 2 * collects  # one task for each weight
     _do(work)
     assert all(map(torch.equal, [x_TD.grad, *(weight.grad for weight in weights)], _ordinary(weights)))
 
@@ -128,7 +128,7 @@ def test_when_the_work_is_done_nothing_of_the_pass_is_left_in_memory(collects: b
         del output, direction
         assert not collects or alive.bytes() > 2 * activation, "the work needs what forward has left"
         while work:
-            work.pop()()
+            work.pop()()  # the list must not hold the graph either
         assert alive.bytes() <= activation + gradient, "only gradients of the input and of the weight are left"
     assert x_TD.grad is not None and weight.grad is not None
 

@@ -99,7 +99,7 @@ def in_core_environment(commands: list[list[str]], folder: Path) -> list[tuple[i
     packages = folder / "packages"
     link_packages(packages, core_distributions())
     environment = {**os.environ, "PYTHONPATH": f"{style.ROOT}{os.pathsep}{packages}"}
-    environment.pop("TRITON_INTERPRET", None)
+    environment.pop("TRITON_INTERPRET", None)  # no kernel is interpreted: Triton is not there
     command = [sys.executable, "-S", "-c", PROGRAM]  # -S: without the packages of this interpreter
     told = {"cwd": folder, "env": environment, "input": json.dumps(commands)}
     result = subprocess.run(command, **told, capture_output=True, text=True, check=False)
@@ -118,7 +118,7 @@ def test_every_verb_runs_with_the_core_dependencies_alone(tmp_path: Path) -> Non
     outcomes = in_core_environment(lines + refused, tmp_path)
     for words, (code, seconds, text) in zip(lines, outcomes, strict=False):
         assert code == 0, f"penstock {' '.join(words)} ({seconds:.1f} s)\n{text}"
-    assert (tmp_path / "runs/first/report.html").stat().st_size > 10**6
+    assert (tmp_path / "runs/first/report.html").stat().st_size > 10**6  # bytes; it holds the library that draws
     assert (tmp_path / "best.toml").is_file() and (tmp_path / "plan.html").is_file()
     for (line, advice), (code, _, text) in zip(REFUSED, outcomes[len(lines) :], strict=True):
         assert code == 2 and advice in text.splitlines()[-1], f"penstock {line}\n{text}"

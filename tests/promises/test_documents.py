@@ -79,7 +79,7 @@ def parse_penstock(words: list[str]) -> None:
         rest = [*context._protected_args, *context.args]
         name, verb, rest = context.command.resolve_command(context, rest)
         assert verb is not None, "an unknown verb is an error by itself"
-        context = verb.make_context(name, rest, parent=context)
+        context = verb.make_context(name, rest, parent=context)  # parses, and runs nothing
 
 
 def fault(command: Command) -> str | None:
@@ -101,9 +101,8 @@ def fault(command: Command) -> str | None:
 
 def in_a_shell(command: Command, folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     """Execute a line as it stands."""
-    return subprocess.run(
-        ["bash", "-c", command.line], cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
+    words = ["bash", "-c", command.line]
+    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
 def started_warm(command: Command, folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:

@@ -84,7 +84,7 @@ def test_the_notebook_reads_the_metrics_of_a_run(here: Path, capsys: pytest.Capt
 
 def test_the_code_of_the_api_page_runs(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(ROOT / "tests" / "trace" / "data" / "dlrm", here / "runs" / "first" / "profile")
-    (here / "runs" / "first" / "profile" / "LICENSE").unlink()
+    (here / "runs" / "first" / "profile" / "LICENSE").unlink()  # not a trace
     text = (ROOT / "docs" / "api.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     statements = [line for line in blocks[0].splitlines() if line.strip() and not re.match(r"from |import ", line)]

@@ -41,7 +41,7 @@ def run_make(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     programs, command = folder / "programs", ["make", *arguments]
     for name in ("nvidia-smi", "rocminfo"):
         if not (programs / name).exists():
-            make_program(programs / name, "exit 9")
+            make_program(programs / name, "exit 9")  # as without a driver
     environment = {"PATH": f"{programs}:{os.environ['PATH']}", "HOME": str(folder)}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
@@ -68,7 +68,7 @@ def fake_environment(checkout: Path) -> Path:
     """The same with an environment whose Python only writes down what it is asked."""
     make_program(checkout / ".venv/bin/python", FAKE_PYTHON)
     (checkout / ".venv/stamps").mkdir()
-    (checkout / ".venv/stamps/made").touch()
+    (checkout / ".venv/stamps/made").touch()  # make believes that the environment was made
     return checkout
 
 
@@ -108,7 +108,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tree.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(style.ROOT / name, tree)
-    for name in ("penstock", "tools", "tests"):
+    for name in ("penstock", "tools", "tests"):  # only the first may be in the wheel
         shutil.copytree(style.ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", out, "."]
     subprocess.run(command, cwd=tree, check=True)

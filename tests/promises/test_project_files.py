@@ -57,7 +57,7 @@ def test_the_image_works_where_the_manifest_mounts_its_volume() -> None:
     facts = LaunchFacts(vendor="nvidia", world=8, local_world=8)
     job = Job(name="a", words=("train", "debug"), nodes=1, gpus=8, cpus=None, restarts=0, facts=facts)
     manifest = kubernetes_manifest(job, "registry/penstock:1", "shared")
-    *_, last = [words for name, words in instructions() if name == "WORKDIR"]
+    *_, last = [words for name, words in instructions() if name == "WORKDIR"]  # where the image starts
     assert re.search(rf'workingDir"?: "?{last}\b', manifest)
 
 

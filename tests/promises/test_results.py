@@ -10,7 +10,7 @@ import pytest
 from tools import documents
 
 RESULTS = sorted((documents.ROOT / documents.RESULTS).glob("*.json"))
-COMMIT = re.compile(r"[0-9a-f]{7,40}(-dirty)?")
+COMMIT = re.compile(r"[0-9a-f]{7,40}(-dirty)?")  # as git describe writes it
 
 
 def numbers_in(value: Any) -> int:

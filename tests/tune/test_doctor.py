@@ -26,13 +26,13 @@ from penstock.tune.doctor.evidence import (
 from penstock.tune.doctor.planned import with_changes
 from penstock.tune.doctor.remedies import Remedy
 
-TOTAL = 100_000.0
+TOTAL = 100_000.0  # microseconds of every step here
 
 
 def costs(rank: int = 0, **spent: Any) -> RankCosts:
     """A rank of 100 ms; what nothing else takes is computing."""
     losses = {"exposed_communication_us": 0.0, "exposed_copies_us": 0.0, "idle_us": 0.0} | spent
-    losses = {"computing_us": {"experts": 2_000.0}} | losses
+    losses = {"computing_us": {"experts": 2_000.0}} | losses  # an MoE model, by its phases
     compute = TOTAL - sum(losses[name] for name in ("exposed_communication_us", "exposed_copies_us", "idle_us"))
     return RankCosts(rank=rank, total_us=TOTAL, compute_us=compute, **losses)
 
@@ -62,7 +62,7 @@ def rules(found: Evidence) -> list[str]:
     return [one.rule for one in diagnose(found).remedies]
 
 
-SENT = costs(exposed_communication_us=40_000.0, communication_us={"all-to-all": 40_000.0})
+SENT = costs(exposed_communication_us=40_000.0, communication_us={"all-to-all": 40_000.0})  # nothing else is lost
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ SENT = costs(exposed_communication_us=40_000.0, communication_us={"all-to-all": 
         ({"idle_us": 55_000.0, "exposed_communication_us": 27_000.0}, "host"),
         ({"recompute_us": 31_000.0, "idle_us": 12_000.0}, "memory"),
         ({"exposed_copies_us": 24_000.0, "exposed_communication_us": 23_000.0}, "memory"),
-        ({"idle_us": 19_000.0, "exposed_communication_us": 19_500.0}, "compute"),
+        ({"idle_us": 19_000.0, "exposed_communication_us": 19_500.0}, "compute"),  # each below a fifth
     ],
 )
 def test_the_largest_loss_is_the_wall_if_it_is_large_enough(spent: dict[str, float], wall: str) -> None:
@@ -183,7 +183,7 @@ def test_a_full_device_is_not_given_larger_passes() -> None:
     facts = RunFacts(peak_bytes=90_000_000_000, capacity_bytes=141_000_000_000)
     found = evidence(costs(idle_us=50_000.0), facts=facts)
     assert "larger-passes" not in rules(found)
-    assert "larger-passes" in rules(replace(found, facts=replace(facts, peak_bytes=20_000_000_000)))
+    assert "larger-passes" in rules(replace(found, facts=replace(facts, peak_bytes=20_000_000_000)))  # under half
 
 
 def test_a_pipeline_wins_by_stages_and_cannot_be_captured() -> None:
@@ -202,14 +202,14 @@ def test_full_recomputation_has_a_cheaper_form() -> None:
     assert "M5" in one.source
 
 
-SAVED = {"float8.dense=auto float8.experts=auto": 0.1, "float8.dense=auto": -0.1}
+SAVED = {"float8.dense=auto float8.experts=auto": 0.1, "float8.dense=auto": -0.1}  # seconds, by the plan
 
 
 @pytest.mark.parametrize(
     ("spent", "saved", "gain_us"),
     [
-        ({}, SAVED, 20_000.0),
-        ({"exposed_communication_us": 90_000.0}, SAVED, 10_000.0),
+        ({}, SAVED, 20_000.0),  # 0.1 of 0.5 s, of 100 ms
+        ({"exposed_communication_us": 90_000.0}, SAVED, 10_000.0),  # no more than is computed
         ({"idle_us": 30_000.0}, SAVED, None),
         ({}, {"float8.dense=auto": -0.1}, None),
         ({}, {}, None),
@@ -259,7 +259,7 @@ def test_a_late_host_wins_no_more_than_what_is_not_the_recordings() -> None:
 
 
 def test_recording_costs_what_the_host_costs_at_most_and_nothing_where_steps_are_as_long() -> None:
-    assert diagnose(beside(63.0)).times.host_us == 0
+    assert diagnose(beside(63.0)).times.host_us == 0  # 37 ms are the recording's
     assert rules(beside(63.0)) == []
     assert "of both, 10.0% is the recording's" in diagnose(beside(90.0)).sentence
     assert diagnose(beside(100.0)).times == diagnose(SLOWED).times
@@ -366,7 +366,7 @@ def test_a_change_that_comes_down_to_the_same_run_is_not_offered(monkeypatch: py
 
 def test_another_form_of_a_change_is_offered_where_the_first_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     def project(run: Run) -> tuple[float, int]:
-        return 0.1, CAPACITY + (GB if run.graphs.capture == "full" else -GB)
+        return 0.1, CAPACITY + (GB if run.graphs.capture == "full" else -GB)  # seconds, bytes
 
     changes = offered(judged(monkeypatch, traced("dispatch.method=symmetric"), project))
     assert changes.get('graphs.capture="partial"') == "launches-in-one-call"

@@ -35,7 +35,7 @@ class _OneHostStalls(_Run):
     late = 1
 
     def forward(self, layer: int):
-        self.ranks[self.late].host_us += 1_700.0
+        self.ranks[self.late].host_us += 1_700.0  # longer than the others' layer
         return super().forward(layer)
 
 
@@ -115,7 +115,7 @@ def test_a_host_that_stood_still_once_is_told_from_one_that_is_slow(tmp_path: Pa
 
     once = _Run(Job())
     once.step(0)
-    once.ranks[1].host_us += 20_000.0
+    once.ranks[1].host_us += 20_000.0  # one stall between the steps
     once.step(1)
     traces = Traces(tuple(once.content(rank) for rank in range(4)), once.truth())
     evidence, _ = examined(traces, tmp_path / "once")
@@ -127,7 +127,7 @@ def test_a_host_whose_launches_take_longer_is_told_so(tmp_path: Path) -> None:
     traces = one_host_stalls(Job())
     for one in traces.files[1]["traceEvents"]:
         if one["name"] == "cudaLaunchKernel":
-            one["dur"] *= 1.5
+            one["dur"] *= 1.5  # of every launch of rank 1
     evidence, _ = examined(traces, tmp_path)
     assert "50% longer than others'" in evidence.late[0].detail
 
@@ -353,7 +353,7 @@ def facts(folder: Path, milliseconds: list[float], *overrides: str, **more: Any)
 
 
 def test_the_usual_step_is_none_that_was_recorded_nor_the_one_that_waits_for_the_files(tmp_path: Path) -> None:
-    found = facts(tmp_path, [5000, 300, 310, 400, 410, 700], "profile.start=4", "profile.steps=2")
+    found = facts(tmp_path, [5000, 300, 310, 400, 410, 700], "profile.start=4", "profile.steps=2")  # milliseconds
     assert found.step_seconds == pytest.approx(0.310)
     assert found.phase_seconds["forward"] == pytest.approx((0.300 + 0.310) / 2 / 2), "of the steps before the lines"
     # If none or all were recorded, the usual step is of the second half.
@@ -366,6 +366,6 @@ def test_the_usual_step_is_none_that_was_recorded_nor_the_one_that_waits_for_the
 
 
 def test_beside_recorded_steps_the_longest_of_the_nearest_counts(tmp_path: Path) -> None:
-    times = [5000, 900, 310, 330, 320, 420, 800, 300, 305, 950, 960, 970, 980]
+    times = [5000, 900, 310, 330, 320, 420, 800, 300, 305, 950, 960, 970, 980]  # milliseconds; step 6 is recorded
     found = facts(tmp_path, times, "profile.start=6", "profile.steps=1")
     assert found.beside_seconds == pytest.approx(0.330)

@@ -21,7 +21,7 @@ STEPS = (
     LadderStep(name="top", change=("kernels.rope=reference",)),
 )
 
-OWN = ("training.micro_batch=1",)
+OWN = ("training.micro_batch=1",)  # overrides of the user, before those of steps
 BROKEN = Failure(kind="failed", reason="no memory", seconds=1.0)
 
 
@@ -109,7 +109,7 @@ def test_the_ground_stays_even_if_it_fails() -> None:
 
 def test_a_step_that_is_not_wanted_is_not_measured_and_stays_in_those_above_it() -> None:
     bench = Bench()
-    outcomes = climbed(bench, wanted=["ground", "two"])
+    outcomes = climbed(bench, wanted=["ground", "two"])  # --only
     assert [outcome.step.name for outcome in outcomes] == ["ground", "two"] == list(bench.seen)
     assert "dispatch.sync_free=1" in bench.seen["two"].overrides
     assert set(outcomes[1].changed) == {"dispatch.sync_free=1", "kernels.norm=torch"}
@@ -120,7 +120,7 @@ def test_what_the_rules_refuse_is_a_row_and_starts_nothing() -> None:
     steps = (
         STEPS[0],
         LadderStep(name="wrong", change=("kernels.norm=magic",)),
-        LadderStep(name="huge", micro_batch_times=64),
+        LadderStep(name="huge", micro_batch_times=64),  # more rows than the global batch has
         STEPS[2],
     )
     outcomes = climbed(bench, steps)
@@ -311,7 +311,7 @@ def test_a_step_that_is_not_measured_stays_in_the_first_form_that_the_configurat
 
 @given(st.integers(min_value=0, max_value=4), st.integers(min_value=0, max_value=4))
 def test_as_many_forms_are_tried_as_fail_before_one_runs(fallbacks: int, failing: int) -> None:
-    names = ["larger", *(f"larger-{place}" for place in range(fallbacks))]
+    names = ["larger", *(f"larger-{place}" for place in range(fallbacks))]  # in the order in which they are tried
     changes = {f"{place}": LadderChange(change=(f"seed={place + 1}",)) for place in range(fallbacks)}
     bench = Bench(**dict.fromkeys(names[:failing], NO_MEMORY))
     larger = fallen_back(bench, (GROUND, LARGER.model_copy(update={"fallbacks": changes})))["larger"]

@@ -79,7 +79,7 @@ def test_figures_are_medians_of_the_steps_after_warm_up() -> None:
     found = figures_of(lines, 1, 9.0)
     assert (found.tokens_per_second_per_device, found.step_seconds) == (300.0, (1 / 2, 1 / 3, 1 / 4))
     assert (found.step_seconds_median, found.step_seconds_highest) == (1 / 3, 1 / 2)
-    assert 1 / 3 < found.step_seconds_p99 <= 1 / 2
+    assert 1 / 3 < found.step_seconds_p99 <= 1 / 2  # interpolated
     assert found.jitter == pytest.approx(found.step_seconds_p99 * 3)
     assert found.model_flops_utilization == pytest.approx(0.3)
     assert (found.repeated_steps, found.flops_per_second(10.0)) == (1, 3000.0)
@@ -138,7 +138,7 @@ def test_a_long_reason_is_cut() -> None:
 def stubborn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Replaces Python by a launcher that ignores signals and has a child; the file with the number of the child."""
     stand_in_for_python(tmp_path, STUBBORN.format(folder=tmp_path), monkeypatch)
-    monkeypatch.setattr(trials, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(trials, "GRACE_SECONDS", 0.1)  # it ignores SIGTERM, so SIGKILL comes after that
     return tmp_path / "child"
 
 
@@ -157,7 +157,7 @@ def test_a_trial_that_is_not_done_in_time_is_ended_with_all_of_its_ranks(
     trial = trial_in(tmp_path, most_seconds=1.0)
     metrics = RunFolder(trial.folder / trial.name).metrics
     metrics.parent.mkdir(parents=True)
-    metrics.write_text("{}\n" * steps)
+    metrics.write_text("{}\n" * steps)  # as if it had made steps
     found = run_trial(trial)
     reason = f"not done after 1 s, in which it made {steps} steps"
     assert found == Failure(kind="failed", reason=reason, seconds=found.seconds)
@@ -170,7 +170,7 @@ def test_a_trial_ends_with_the_process_that_asked_for_it(tmp_path: Path, stubbor
     when(stubborn.exists, lambda: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(SystemExit) as raised:
         run_trial(trial_in(tmp_path))
-    assert raised.value.code == 143
+    assert raised.value.code == 143  # 128 + SIGTERM
     assert signal.getsignal(signal.SIGTERM) == before
     assert_ends(int(stubborn.read_text()))
 

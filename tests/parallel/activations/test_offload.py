@@ -4,6 +4,7 @@ import gc
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -69,7 +70,7 @@ def test_what_moved_is_freed_and_what_came_back_goes_with_the_graph() -> None:
         assert alive.bytes() == on_host + ONE  # y
         loss = y_TD.sum()
         del y_TD
-        assert alive.bytes() == on_host + 4
+        assert alive.bytes() == on_host + 4  # the scalar loss
         loss.backward()
         del loss
         gc.disable()
@@ -81,7 +82,7 @@ def test_a_storage_moves_once_however_many_views_are_saved() -> None:
     x_TD, store = source(), Watched()
 
     def part(x_TD: Tensor) -> Tensor:
-        one, other = (x_TD * 1).chunk(2, dim=1)
+        one, other = (x_TD * 1).chunk(2, dim=1)  # two views of one storage
         return (one * other).sum() + one.square().sum() + other.exp().sum()
 
     loss = rule_of(store).run("dense", part, x_TD)
@@ -92,14 +93,14 @@ def test_a_storage_moves_once_however_many_views_are_saved() -> None:
 def test_a_storage_that_changes_before_its_copy_is_over_is_found_out() -> None:
     x_TD, factor_TD = source(), torch.randn(T, D)
     y_TD = rule_of(Watched()).run("dense", torch.mul, x_TD, factor_TD)
-    factor_TD.add_(1)
+    factor_TD.add_(1)  # the store still reads it
     with pytest.raises(AssertionError, match="changed in place"):
         y_TD.sum().backward()
 
 
 def test_what_is_small_or_a_parameter_stays_and_what_backward_asks_for_at_once_is_still_there() -> None:
     store, weight = Watched(), nn.Parameter(torch.randn(T, D))
-    x_TD = torch.randn(4, D, requires_grad=True)
+    x_TD = torch.randn(4, D, requires_grad=True)  # 4 x 32: below the smallest size
     rule_of(store).run("dense", lambda x: ((x @ weight.t()) @ weight).tanh(), x_TD).sum().backward()
     assert store.sent == []
     x_TD = source()
@@ -111,20 +112,12 @@ def test_memory_that_waits_for_its_copy_is_bounded() -> None:
     store = HostStore(CPU, smallest=ONE, in_flight=3 * ONE)
     copy = store.outward.copy
 
-    class Never:
-        waits = 0
-
-        def is_over(self) -> bool:
-            return False
-
-        def wait(self, stream: object = None) -> None:
-            Never.waits += 1
-
-    store.outward.copy = lambda pairs, **rest: (copy(pairs, **rest), Never())[1]
+    slow = Mock(is_over=lambda: False)  # a copy that the compute stream must wait for
+    store.outward.copy = lambda pairs, **rest: (copy(pairs, **rest), slow)[1]
     x_TD, net = source(), nn.Sequential(*(nn.Tanh() for _ in range(10)))
     expected = gradients(net(x_TD).sum(), x_TD)
     y_TD = rule_of(store).run("dense", net, x_TD)
-    assert store.leaving_bytes == 3 * ONE and Never.waits == 7
+    assert store.leaving_bytes == 3 * ONE and slow.wait.call_count == 10 - 3
     assert_same(gradients(y_TD.sum(), x_TD), expected)
 
 
@@ -144,7 +137,7 @@ def test_calls_whose_graph_is_gone_are_not_brought() -> None:
     store, x_TD = Watched(in_flight=0), source()
     gone = rule_of(store).run("dense", torch.tanh, x_TD)
     y_TD = rule_of(store).run("dense", torch.tanh, x_TD)
-    del gone
+    del gone  # its graph and slots go too
     store._make_room(ONE)
     y_TD.sum().backward()
     assert store.brought == [ONE]

@@ -58,7 +58,7 @@ def test_a_part_that_no_layer_has_is_refused() -> None:
 def test_a_rule_recomputes_the_kinds_that_it_names_and_no_other(kind: str) -> None:
     rule, x_TD = RecomputeRule(kinds=frozenset({kind})), source()
     for name in RECOMPUTABLE:
-        part = Counted(torch.tanh)
+        part = Counted(torch.tanh)  # tanh saves its output, so backward needs it again
         rule.run(name, part, x_TD).sum().backward()
         assert part.calls == 1 + (name == kind)
 
@@ -72,7 +72,7 @@ def test_a_part_inside_a_recomputed_layer_does_not_recompute_by_itself() -> None
         return x_TD.tanh()
 
     rule.run("layer", layer, source()).sum().backward()
-    assert seen == [False, False] and rule.recomputes("expert-activation")
+    assert seen == [False, False] and rule.recomputes("expert-activation")  # in both runs of the layer
 
 
 @pytest.mark.parametrize(("kinds", "calls"), [(frozenset({"norm"}), 2), (frozenset(), 1)])
@@ -233,7 +233,7 @@ def test_custom_functions_save_into_a_region_like_any_other() -> None:
     gate_up = torch.randn(experts, 2 * width, D, requires_grad=True)
     down = torch.randn(experts, D, width, requires_grad=True)
     weights_R = torch.rand(T, requires_grad=True)
-    counts_e = torch.tensor([10, 0, 30, 20], dtype=torch.int32)
+    counts_e = torch.tensor([10, 0, 30, 20], dtype=torch.int32)  # 4 rows of T belong to no expert
 
     def network(x_TD: Tensor, weights_R: Tensor) -> Tensor:
         return expert_ffn(
@@ -278,7 +278,7 @@ def test_recomputation_stops_after_the_last_tensor_that_is_needed() -> None:
         return y_TD
 
     gradients(recomputed(region, x_TD).sum(), first, x_TD)
-    assert reached == ["middle", "end", "middle"]
+    assert reached == ["middle", "end", "middle"]  # exp's output is the last saved tensor
 
 
 def test_a_replay_goes_on_to_the_end_for_an_output_that_was_saved() -> None:
@@ -385,7 +385,7 @@ def test_a_graph_that_is_asked_twice_replays_once_and_keeps_the_values_until_the
     with discarding():
         loss = after(recomputed(region, x_TD)).square().sum()
     expected = gradients(after(net(x_TD)).square().sum(), x_TD, after, net)
-    (dx_TD,) = torch.autograd.grad(loss, [x_TD], retain_graph=True)
+    (dx_TD,) = torch.autograd.grad(loss, [x_TD], retain_graph=True)  # fills the slots
     assert_same([dx_TD, *gradients(loss, after, net)], expected)
     assert region.calls == 2
 

@@ -23,8 +23,8 @@ def add_up(words: Sequence[str]) -> int:
     environment = read_environment()
     try:
         with Rendezvous(environment) as meeting:
-            meeting.open(1)
-            attempt = meeting.agree(lambda: len(list(folder.glob("attempt-*-0"))))
+            meeting.open(1)  # minutes
+            attempt = meeting.agree(lambda: len(list(folder.glob("attempt-*-0"))))  # earlier starts
             start_process_group(meeting, torch.device("cpu"))
             total = torch.tensor([float(environment.rank + 1)])
             dist.all_reduce(total)

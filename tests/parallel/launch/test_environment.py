@@ -60,7 +60,7 @@ def test_what_the_shell_says_is_read() -> None:
     [
         (TORCHRUN, (8, 5, 1, 4, "torchrun", "job", 2, "10.0.0.1:29500", None)),
         (SRUN, (12, 9, 1, 4, "srun", "slurm-20077.0", 1, "gpu03:20077", 6)),
-        (SRUN | TORCHRUN, (8, 5, 1, 4, "torchrun", "job", 2, "10.0.0.1:29500", None)),
+        (SRUN | TORCHRUN, (8, 5, 1, 4, "torchrun", "job", 2, "10.0.0.1:29500", None)),  # torchrun inside a step of srun
     ],
 )
 def test_the_launcher_says_which_rank_this_is(variables: dict[str, str], expected: tuple[object, ...]) -> None:
@@ -101,7 +101,7 @@ def test_contradictions_are_refused(wrong: dict[str, str], message: str) -> None
         read_environment(wrong)
 
 
-@pytest.mark.parametrize("text", ["many", "0", "-1", "2.5", "\N{SUPERSCRIPT TWO}"])
+@pytest.mark.parametrize("text", ["many", "0", "-1", "2.5", "\N{SUPERSCRIPT TWO}"])  # isdigit accepts the last
 def test_a_number_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(DeviceError, match="OMP_NUM_THREADS must be a whole number"):
         read_environment({"OMP_NUM_THREADS": text})
@@ -152,7 +152,7 @@ def test_every_rule_can_be_overridden_by_every_name_of_its_variable() -> None:
     for rule in RULES:
         for name in (rule.name, *rule.also):
             os.environ.clear()
-            os.environ[name] = "mine"
+            os.environ[name] = "mine"  # the shell's
             prepare_environment(facts)
             assert os.environ[name] == "mine"
             assert name == rule.name or rule.name not in os.environ
@@ -171,7 +171,7 @@ def test_processes_of_a_machine_never_start_more_threads_than_it_has_cores(cores
     facts = LaunchFacts(world=processes + 1, local_world=processes, cores=cores)
     threads = int(settings(facts).get("OMP_NUM_THREADS", "1"))
     assert threads >= 1 and threads * processes <= max(cores, processes)
-    assert facts_of_machine(read_environment(SRUN)).cores_each == 6
+    assert facts_of_machine(read_environment(SRUN)).cores_each == 6  # Slurm's word, not the machine's cores
 
 
 def test_one_line_says_what_is_in_force() -> None:

@@ -60,13 +60,13 @@ def test_ranks_share_the_cores_of_their_gpus_node_and_keep_hardware_threads_toge
 def test_a_binding_has_only_allowed_cores(allowed: set[int], rank: int, two_sockets: Path) -> None:
     own = set(cores_of(two_sockets, rank, allowed))
     assert own <= allowed
-    assert not own & set(cores_of(two_sockets, rank ^ 1, allowed))
+    assert not own & set(cores_of(two_sockets, rank ^ 1, allowed))  # the other rank of the node
 
 
 def test_a_gpu_of_unknown_node_or_of_the_only_one_is_not_bound(two_sockets: Path, tmp_path: Path) -> None:
     root = tmp_path / "changed"
     shutil.copytree(two_sockets, root)
-    put(root / f"sys/bus/pci/devices/{BUS[0]}/numa_node", "-1")
+    put(root / f"sys/bus/pci/devices/{BUS[0]}/numa_node", "-1")  # the kernel's word for unknown
     assert cores_of(root, 0) == []
     assert cores_of(root, 1) == [0, 1, 2, 3, 8, 9, 10, 11]
     assert cores_of(root, 0, bus=("0000:ff:00.0",)) == []
@@ -77,23 +77,20 @@ def test_a_gpu_of_unknown_node_or_of_the_only_one_is_not_bound(two_sockets: Path
 
 def test_cores_elsewhere_are_no_cores(two_sockets: Path) -> None:
     assert cores_of(two_sockets, 0, allowed={4, 5, 6, 7}) == []
-    assert cores_of(two_sockets, 0, allowed={2}) == []
-    assert cores_of(two_sockets, 0, allowed={2, 10, 3}) == [2, 10]
-
-
-def test_a_binding_says_itself_in_words() -> None:
-    assert str(Binding(node=1, cores=(4, 5, 6, 12), sharers=2)) == "cores 4-6,12 of NUMA node 1, divided by 2"
+    assert cores_of(two_sockets, 0, allowed={2}) == []  # two ranks share the node, and one core is allowed
+    assert cores_of(two_sockets, 0, allowed={2, 10, 3}) == [2, 10]  # threads of one core stay together
 
 
 @given(st.sets(st.integers(0, 300)))
 def test_ranges_are_the_inverse_of_parse_ranges(numbers: set[int]) -> None:
     ordered = tuple(sorted(numbers))
     assert parse_ranges(ranges(ordered)) == ordered
+    assert str(Binding(node=1, cores=(4, 5, 6, 12), sharers=2)) == "cores 4-6,12 of NUMA node 1, divided by 2"
 
 
 def test_a_process_is_bound_with_all_its_threads() -> None:
     before = os.sched_getaffinity(0)
-    core = min(before)
+    core = min(before)  # any one that this process may use
     try:
         host.bind(Binding(node=0, cores=(core,), sharers=1))
         threads = [int(path.name) for path in Path("/proc/self/task").iterdir()]
@@ -135,7 +132,7 @@ def process_as_it_was() -> Iterator[None]:
 def pretend(monkeypatch: pytest.MonkeyPatch, gpus: int) -> list[int]:
     """The machine has so many GPUs. Returns the list of those that become the current one."""
     taken: list[int] = []
-    answers = {"is_available": gpus > 0, "device_count": gpus, "current_device": 0}
+    answers = {"is_available": gpus > 0, "device_count": gpus, "current_device": 0}  # by function of torch.cuda
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)

@@ -72,7 +72,7 @@ def test_the_options_of_sbatch_come_before_the_first_command() -> None:
     assert lines.index(options[-1]) < first_command
     for option in ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=8", "--time=24:00:00", "--requeue"):
         assert f"#SBATCH {option}" in options
-    assert not [line for line in lines if "mem=" in line]
+    assert not [line for line in lines if "mem=" in line]  # the cluster's default: all memory of a node
 
 
 def test_both_write_out_every_rule_that_applies() -> None:

@@ -69,7 +69,7 @@ def test_a_mistake_is_one_line_and_nothing_is_restarted(
 @pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_reaches_the_ranks_and_their_code_comes_out(number: signal.Signals, code: int, tmp_path: Path) -> None:
-    handler = signal.getsignal(number)
+    handler = signal.getsignal(number)  # the launcher must put it back
     when(lambda: len(list(tmp_path.glob("ready-*"))) == 2, lambda: os.kill(os.getpid(), number))
     assert launch("wait", tmp_path, restarts=3) == (code, [])
     assert len(notes(tmp_path)) == 2

@@ -25,7 +25,7 @@ ALONE = Environment(color=False, threads=1, world_size=1)
 def store(monkeypatch: pytest.MonkeyPatch) -> TCPStore:
     """The store that torchrun's agent would hold; it lives longer than the ranks."""
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    monkeypatch.setattr(module, "LEAVE_SECONDS", 0.0)
+    monkeypatch.setattr(module, "LEAVE_SECONDS", 0.0)  # else each later rank to fail stays a second
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
@@ -110,7 +110,7 @@ def test_the_first_to_fail_speaks_and_the_others_leave_with_its_code(
             spoken.set()
             raise fault
         spoken.wait()
-        time.sleep(0.3)
+        time.sleep(0.3)  # the first must have told the store
         raise RuntimeError("connection closed by peer")
 
     *others, first = (future.exception() for future in on_ranks(3, store, act))
@@ -146,7 +146,7 @@ def test_restarted_ranks_do_not_believe_what_the_store_still_says(store: TCPStor
 def test_ranks_that_do_not_come_are_named(store: TCPStore) -> None:
     def act(meeting: Rendezvous) -> None:
         if meeting.rank not in (1, 3):
-            meeting.open(0.5 / 60)
+            meeting.open(0.5 / 60)  # half a second
 
     errors = [future.exception() for future in on_ranks(4, store, act)]
     # The first rank that fails reports it; all ranks know.
@@ -158,7 +158,7 @@ def test_ranks_that_do_not_come_are_named(store: TCPStore) -> None:
 
 def test_an_address_without_a_store_is_an_error(store: TCPStore) -> None:
     with pytest.raises(DeviceError, match="rank 1 does not find the others at 127.0.0.1:1"):
-        Rendezvous(environment_of(1, 2, 1)).open(1 / 60)
+        Rendezvous(environment_of(1, 2, 1)).open(1 / 60)  # port 1: nothing listens there
 
 
 def test_a_fake_group_is_whatever_rank_it_is_told() -> None:

@@ -85,11 +85,11 @@ KINDS: tuple[CollectiveKind, ...] = ("all-to-all", "all-gather", "reduce-scatter
 
 def expected_point(kind: CollectiveKind, buffer: int) -> TransferPoint:
     seconds = TransferTimes(H200).collective(kind, buffer, RankGroup(ranks=WORLD, node_ranks=WORLD)).seconds
-    leaving = buffer if kind == "point-to-point" else buffer * (WORLD - 1) // WORLD
+    leaving = buffer if kind == "point-to-point" else buffer * (WORLD - 1) // WORLD  # without a rank's own part
     return TransferPoint(ranks=WORLD, node_ranks=WORLD, leaving_bytes=leaving, seconds=seconds)
 
 
-FLOPS = 2 * GPU_SIDE**3 / Rates(H200).product(GPU_SIDE, GPU_SIDE, GPU_SIDE).seconds
+FLOPS = 2 * GPU_SIDE**3 / Rates(H200).product(GPU_SIDE, GPU_SIDE, GPU_SIDE).seconds  # as planned
 GOOD = NodeMeasurements(
     dtype="bf16",
     side=GPU_SIDE,
@@ -139,7 +139,7 @@ def test_without_knowledge_of_the_hardware_nothing_is_compared() -> None:
 
 
 def test_one_process_measures_its_device_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "CPU_SIDE", 32)
+    monkeypatch.setattr(gpus, "CPU_SIDE", 32)  # a small product
     found = measure(torch.device("cpu"), 1)
     assert (len(found.flops), found.transfers, found.wrong_sums) == (1, {}, (0,))
     assert found.flops[0] > 0

@@ -16,7 +16,7 @@ EIGHT_GPUS = HostFacts(
     numa_balancing=False,
     free_bytes=2000 * GIB,
     open_files=1 << 20,
-    locked_bytes=None,
+    locked_bytes=None,  # unlimited
     has_infiniband=True,
     shared_bytes=64 * GIB,
     governor="performance",
@@ -38,7 +38,7 @@ def test_a_good_node_and_a_laptop_pass() -> None:
     [
         ("cores", {"cores": 4}, "failed"),
         ("NUMA balancing", {"numa_balancing": True}, "warning"),
-        ("memory", {"free_bytes": 100 * GIB}, "warning"),
+        ("memory", {"free_bytes": 100 * GIB}, "warning"),  # less than half of the GPUs'
         ("memory", {"free_bytes": GIB // 2}, "failed"),
         ("open files", {"open_files": 256}, "failed"),
         ("locked memory", {"locked_bytes": 64 << 10}, "failed"),
@@ -66,7 +66,7 @@ def test_facts_are_read_from_the_system(tmp_path: Path) -> None:
         "sys/devices/system/node/node1/cpulist": "2-3\n",
         "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "schedutil\n",
         "sys/class/infiniband/mlx5_0/board_id": "x\n",
-        "sys/fs/cgroup/cpu.max": "100000 100000\n",
+        "sys/fs/cgroup/cpu.max": "100000 100000\n",  # one core
         "dev/shm/x": "",
     }
     for name, text in files.items():

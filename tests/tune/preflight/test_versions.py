@@ -41,7 +41,7 @@ def test_builds_that_go_together_pass() -> None:
     assert [one.name for one in judge_builds(AMD)] == ["PyTorch", "driver", "Triton", "RCCL"]
 
 
-CPU_BUILD = {"torch": "2.11.0+cpu", "cuda": None, "finds_gpus": False, "triton": ""}
+CPU_BUILD = {"torch": "2.11.0+cpu", "cuda": None, "finds_gpus": False, "triton": ""}  # on a machine with GPUs
 
 
 @pytest.mark.parametrize(
@@ -110,10 +110,10 @@ def test_a_package_that_is_missing_or_old_is_named(monkeypatch: pytest.MonkeyPat
         ("CUDA_LAUNCH_BLOCKING", "0", False),
         ("NCCL_P2P_DISABLE", "1", True),
         ("NCCL_P2P_DISABLE", "0", False),
-        ("NCCL_DEBUG", "info", True),
+        ("NCCL_DEBUG", "info", True),  # in any case
         ("NCCL_DEBUG", "WARN", False),
         ("NCCL_ALGO", "Tree", True),
-        ("GPU_MAX_HW_QUEUES", "2", False),
+        ("GPU_MAX_HW_QUEUES", "2", False),  # as Penstock sets it
         ("PYTHONMALLOC", "malloc_debug", True),
     ],
 )
