@@ -91,7 +91,7 @@ def test_the_roofline_has_roofs_and_calls_with_known_work(tmp_path: Path) -> Non
     assert {text.strip() for trace in roofs for text in trace["text"]} >= {"bf16 989", "fp8 1,979", "3.35 TB/s"}
     (points,) = [trace for trace in figure.data if trace["mode"] == "markers"]
     assert points["y"] == [pytest.approx(2 * 4096**3 / 900e-6 / 1e12, rel=1e-3)]
-    assert points["x"] == [pytest.approx(2 * 4096**3 / (3 * 2 * 4096**2), rel=1e-3)]
+    assert points["x"] == [pytest.approx(2 * 4096**3 / (3 * 2 * 4096**2), rel=1e-3)]  # three matrices of 2 bytes
     assert "4096x4096" in points["customdata"][0][2]
 
 
@@ -151,7 +151,7 @@ def test_many_ranks_are_added_up_in_squares(tmp_path: Path) -> None:
     figure = shown(waiting_figure(found.answer.collectives))
     assert "2 by 2 ranks" in figure.caption
     square = np.array(figure.data[0]["z"])
-    assert square.shape == (36, 36)
+    assert square.shape == (36, 36)  # 72 ranks by twos
     assert square.sum() == pytest.approx(found.answer.collectives.cost_us.sum() / 1e3, rel=1e-2)
 
 

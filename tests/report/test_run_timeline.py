@@ -34,7 +34,7 @@ def test_measured_passes_are_those_that_were_made(pipeline: RunEvidence) -> None
 def test_clocks_that_are_apart_are_brought_together(pipeline: RunEvidence) -> None:
     clock = clock_of(pipeline, pipeline.ranks)
     assert clock.zero_us[1] - clock.zero_us[0] == pytest.approx(700.0)
-    assert "the furthest by 350" in clock.words
+    assert "the furthest by 350" in clock.words  # from the median of both clocks
 
 
 def test_planned_and_measured_lie_on_one_axis_with_their_bubbles(pipeline: RunEvidence) -> None:
@@ -88,7 +88,7 @@ def test_a_pass_within_another_shares_its_lane(tmp_path: Path) -> None:
     (lane,) = measured_passes(found, found.ranks, clock_of(found, found.ranks), {}).lanes
     backward, forward = lane.intervals
     assert (backward.part, forward.part) == ((0.0, 0.5), (0.5, 1.0))
-    assert (backward.end - backward.start) * 1e6 == pytest.approx(250)
+    assert (backward.end - backward.start) * 1e6 == pytest.approx(250)  # from its first kernel to its last
     assert (forward.start - backward.start) * 1e6 == pytest.approx(100)
 
 
@@ -120,7 +120,7 @@ def test_too_many_boxes_become_slots_that_say_so(ranks: RunEvidence) -> None:
     clock = clock_of(ranks, ranks.ranks)
     lanes = measured_phases(ranks.ranks, clock, boxes=160)
     assert lanes.slot_us > 0
-    assert max(len(lane.intervals) for lane in lanes.timeline.lanes) <= 40
+    assert max(len(lane.intervals) for lane in lanes.timeline.lanes) <= 40  # 160 boxes for 4 ranks
     exact = measured_phases(ranks.ranks, clock).timeline.lanes[0].intervals
     cut = lanes.timeline.lanes[0].intervals
     experts = [sum(one.end - one.start for one in each if one.group == "experts") for each in (exact, cut)]

@@ -40,7 +40,7 @@ def found_in(job: Job) -> tuple[CollectiveTimes, Traces]:
 def waits(collectives: CollectiveTimes, meetings: tuple[Meeting, ...]) -> tuple[np.ndarray, np.ndarray]:
     """Pure time and waits, found and true, of the collectives that wait, in the order of their starts."""
     calls, met = collectives.calls, collectives.meetings.met
-    waiting = calls.sync[met[:, 0]] != SyncKind.ALONE
+    waiting = calls.sync[met[:, 0]] != SyncKind.ALONE  # `push` and `return` kernels wait for no rank
     found = np.column_stack([collectives.pure_us, collectives.wait_us])[waiting]
     return found, np.array([(one.pure_us, *one.wait_us) for one in meetings])
 
@@ -52,7 +52,7 @@ def test_every_collective_is_found_with_its_pure_time_each_ranks_wait_and_the_st
     assert collectives.unmatched == ()
     assert len(found) == len(true)
     assert np.sort(found, axis=0) == pytest.approx(np.sort(true, axis=0), abs=1e-3)
-    assert found.sum(axis=0) == pytest.approx(true.sum(axis=0), abs=1e-2)
+    assert found.sum(axis=0) == pytest.approx(true.sum(axis=0), abs=1e-2)  # of each column
     late, cost = collectives.stragglers(), traces.truth.caused_wait_us()
     assert {one.rank: one.times_last for one in late} == traces.truth.times_last()
     assert {one.rank: one.caused_wait_us for one in late} == pytest.approx(cost, abs=1e-2)
@@ -70,7 +70,7 @@ def test_every_collective_is_found_with_its_pure_time_each_ranks_wait_and_the_st
 def test_clocks_however_far_apart_change_no_wait(
     offsets: list[int], seed: int, slow: float, metadata: str, has_sequence: bool
 ) -> None:
-    apart = tuple(one / 8 for one in offsets)
+    apart = tuple(one / 8 for one in offsets)  # up to 5 s; eighths of a microsecond are exact
     sizes = Job(ranks=3, layers=2, experts=12, seed=seed, slow_rank=1, slow=slow, hot_rank=2)
     collectives, traces = found_in(
         replace(sizes, offsets_us=apart, metadata=metadata, has_sequence=has_sequence)  # type: ignore[arg-type]
@@ -164,7 +164,7 @@ def test_waiting_for_flags_is_at_most_the_time_beyond_the_shortest_kernel() -> N
     take = [Call(rank, *times[rank], name="take", sync=SyncKind.DEVICE) for rank in (0, 1)]
     push = [Call(rank, 300.0 + rank, 350.0, name="push", sync=SyncKind.ALONE) for rank in (0, 1)]
     collectives = timed(match_collectives(table(*shared, *take, *push)))
-    assert collectives.wait_us[-1] == pytest.approx([10.0, 0.0])
+    assert collectives.wait_us[-1] == pytest.approx([10.0, 0.0])  # 40 us, 10 beyond the 30 of the other rank
     assert collectives.wait_us[-2] == pytest.approx([0.0, 0.0])
     assert collectives.last.tolist() == [NONE, NONE, NONE, NONE, 1]
 
@@ -232,7 +232,7 @@ def test_bandwidth_counts_transfer_and_no_waiting() -> None:
     size = 2 * 3 * job.hidden * job.hidden * job.layers * job.ranks
     assert (all_gather.count, all_gather.ranks, all_gather.message_bytes) == (job.steps, job.ranks, size)
     assert all_gather.algorithm_gb_s == pytest.approx(size / all_gather.pure_us / 1e3)
-    assert all_gather.bus_gb_s == pytest.approx(all_gather.algorithm_gb_s * 3 / 4)
+    assert all_gather.bus_gb_s == pytest.approx(all_gather.algorithm_gb_s * 3 / 4)  # (ranks - 1) / ranks
 
 
 def test_bytes_of_an_uneven_all_to_all_name_the_fullest_rank() -> None:
@@ -306,7 +306,7 @@ def clocks_after(groups: list[tuple[int, ...]], ahead_us: list[float], *, meetin
 
 @given(st.lists(st.integers(-(10**9), 10**9), min_size=4, max_size=4))
 def test_groups_that_share_ranks_tell_the_clocks_of_all(apart: list[int]) -> None:
-    ahead_us = [one / 16 for one in apart]
+    ahead_us = [one / 16 for one in apart]  # exact in floating point
     clocks = clocks_after([(0, 1), (2, 3), (1, 3)], ahead_us)
     assert len(set(clocks.island)) == 1
     assert clocks.ahead_us - clocks.ahead_us[0] == pytest.approx(np.array(ahead_us) - ahead_us[0], abs=1e-4)
@@ -315,7 +315,7 @@ def test_groups_that_share_ranks_tell_the_clocks_of_all(apart: list[int]) -> Non
 def test_ranks_that_nothing_joins_stay_apart() -> None:
     clocks = clocks_after([(0, 1), (2, 3)], [0.0, 9.0, 5000.0, 5004.0])
     assert clocks.island[0] == clocks.island[1] != clocks.island[2] == clocks.island[3]
-    assert clocks.ahead_us == pytest.approx([-4.5, 4.5, -2.0, 2.0])
+    assert clocks.ahead_us == pytest.approx([-4.5, 4.5, -2.0, 2.0])  # around the middle of each island
     both = np.array([[True, True, False, False], [True, False, True, False]])
     assert clocks.is_joined(both).tolist() == [True, False]
 
@@ -388,8 +388,8 @@ def test_group_number_sizes_and_rows_are_read() -> None:
     calls = calls_with(SAID)
     assert (calls.name(0), calls.seq[0], calls.sync[0]) == ("all_to_allv", 17, SyncKind.UNEVEN)
     assert (calls.groups[0].name, calls.groups[0].members, calls.groups[0].size) == ("3", (0, 2, 4), 3)
-    assert (calls.sent_bytes[0], calls.received_bytes[0]) == (1200.0, 1800.0)
-    assert (calls.sent_rows[0], calls.received_rows[0]) == (6, 9)
+    assert (calls.sent_bytes[0], calls.received_bytes[0]) == (1200.0, 1800.0)  # elements of 2 bytes
+    assert (calls.sent_rows[0], calls.received_rows[0]) == (6, 9)  # sums of the splits
 
 
 def test_parts_that_are_counted_in_elements_are_no_rows() -> None:

@@ -93,7 +93,7 @@ def test_idle_time_and_overlap_have_rows_of_their_own() -> None:
     a = work([(EXPERTS, 0, 30, NONE), (NORM, 10, 30, NONE), (NORM, 50, 10, NONE)])
     b = work([(EXPERTS, 0, 30, NONE), (NORM, 30, 30, NONE), (NORM, 65, 10, NONE)])
     found = compare(a, b)
-    assert (found.a_us, found.b_us) == (60, 75)
+    assert (found.a_us, found.b_us) == (60, 75)  # from the first start to the last end
     assert (row_of(found, OVERLAP).a.time_us, row_of(found, OVERLAP).b.time_us) == (-20, 0)
     assert (row_of(found, IDLE).a.time_us, row_of(found, IDLE).b.time_us) == (10, 5)
     assert row_of(found, NORM).verdict is ChangeKind.SAME
@@ -116,7 +116,7 @@ def test_time_between_steps_belongs_to_the_later_step() -> None:
         work([(NORM, 0, 10, 0), (NORM, 10, 10, 1), (NORM, 20, 10, 2)], 3),
         work([(NORM, 0, 10, 0), (NORM, 50, 10, 1), (NORM, 100, 10, 2)], 3),
     )
-    assert (found.a_us, found.b_us) == (10, 50)
+    assert (found.a_us, found.b_us) == (10, 50)  # the median step, gaps before it included
     assert not row_of(found, NORM).is_clear
     assert row_of(found, IDLE).change_us == 40
 

@@ -184,10 +184,10 @@ def test_packed_rows_are_moved_by_numbers_of_eight_bytes() -> None:
 @pytest.mark.parametrize(
     ("dtype", "numbers", "dispatch", "rows"),
     [
-        ("Long", 6 * 288 // 8, "auto", 6.0),
+        ("Long", 6 * 288 // 8, "auto", 6.0),  # 256 values, 8 bytes of scales, rounded up to 288
         ("BFloat16", 6 * 256, "auto", 6.0),
         ("BFloat16", 6 * 256, "none", 6.0),
-        ("Long", 6 * 288 // 8, "none", np.nan),
+        ("Long", 6 * 288 // 8, "none", np.nan),  # nothing is packed: these are counts
     ],
 )
 def test_rows_that_came_in_8_bits_are_counted_with_their_scales(

@@ -59,6 +59,7 @@ def test_memory_is_what_the_allocator_of_a_gpu_held_after_each_change() -> None:
 
 def test_each_block_is_what_its_life_says() -> None:
     memory = memory_of(*a_step())
+    # After the second change, after the fifth, which is the peak, and at the end.
     assert memory.components(1) == {"before": 10 * GB, "activations": 4 * GB, "temporary": 2 * GB}
     assert memory.components(4) == {"before": 10 * GB, "activations": 4 * GB, "gradients": 3 * GB, "temporary": 1 * GB}
     assert memory.components(8) == {"before": 10 * GB, "optimizer": 1 * GB}
@@ -91,7 +92,7 @@ def test_a_block_that_was_there_before_counts_as_before_until_it_is_taken_back()
         span("embed", 0, 90), change(5, 1, 101, address=1), change(6, -60, 41, address=9), change(7, 2, 43, address=9)
     )
     assert memory.components(0) == {"before": 100, "temporary": 1}
-    assert memory.components(2) == {"before": 40, "temporary": 3}
+    assert memory.components(2) == {"before": 40, "temporary": 3}  # 60 bytes without a recorded allocation were freed
 
 
 def test_without_addresses_there_are_no_components() -> None:

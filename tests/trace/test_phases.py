@@ -135,7 +135,7 @@ def test_an_exchange_without_a_span_is_dispatch_before_the_experts_and_combine_b
 def test_what_nothing_names_is_other_and_its_share_is_said() -> None:
     trace = decoded(*started(0, 1, "zorbl", lasts=30), *started(100, 2, GEMM, lasts=90))
     found = find_phases(trace)
-    assert found.other_share == pytest.approx(0.25)
+    assert found.other_share == pytest.approx(0.25)  # 30 of 120 us
     assert [row.name for row in found.rows()] == ["matrix products", "other"]
 
 
@@ -160,7 +160,7 @@ def test_kernels_of_libraries_are_known_by_name(name: str, part: str) -> None:
 def test_exposed_time_is_charged_to_compute_before_communication_before_copies() -> None:
     trace = read(tiny())
     rows = {row.name: row.exposed_us for row in find_phases(trace).rows(by_layer=False) if row.name != "other"}
-    assert rows == pytest.approx({"matrix products": 80, "all-reduce": 60, "copy": 20, "fill": 10})
+    assert rows == pytest.approx({"matrix products": 80, "all-reduce": 60, "copy": 20, "fill": 10})  # of two steps
 
 
 def test_waiting_stands_in_rows_of_its_own_and_sums_stay() -> None:

@@ -54,7 +54,7 @@ def test_a_real_trace_is_timed_to_the_microsecond(
 
 def test_kernels_that_were_launched_before_the_profiler_began_are_in_one_of_two_answers() -> None:
     both = timelines(load_trace(DATA / "mi300x_resnet/rank-0.json.gz"))
-    assert both["all"].events - both["linked"].events == 968
+    assert both["all"].events - both["linked"].events == 968  # launched before the profiler began
 
 
 @given(
@@ -86,7 +86,7 @@ def test_windows_of_steps_leave_nothing_out() -> None:
     trace = read(tiny())
     steps = steps_of(trace)
     assert [(step.number, step.duration_us, step.timeline.events) for step in steps] == [(3, 190, 4), (4, 190, 4)]
-    assert [step.timeline.total_us for step in steps] == [200, 95]
+    assert [step.timeline.total_us for step in steps] == [200, 95]  # to the next step's first event; to the last end
     linked = timelines(trace)["linked"]
     sums = [sum(values) for values in zip(*(astuple(step.timeline) for step in steps), strict=True)]
     assert sums == pytest.approx(astuple(linked))
@@ -99,7 +99,7 @@ def test_a_step_is_what_it_launched_however_late_that_runs() -> None:
         ("step 7", 1_000_150, 1_000_300),
         ("step 8", 1_000_300, 1_000_350),
     ]
-    assert [step.timeline.idle_us for step in steps_of(trace)] == [50, 0]
+    assert [step.timeline.idle_us for step in steps_of(trace)] == [50, 0]  # from 250 to 300 us
 
 
 def test_a_step_that_launched_nothing_has_an_empty_window() -> None:
@@ -264,13 +264,13 @@ def test_phases_and_steps_are_found_as_on_a_device() -> None:
 
 def test_an_operator_that_outlasts_the_one_around_it_is_cut() -> None:
     trace = of_host(operator("aten::a", 0, 100), operator("aten::b", 50, 50.001), operator("aten::c", 100, 10))
-    assert stretches(trace) == [("aten::a", 0, 50), ("aten::b", 50, 100), ("aten::c", 100, 110)]
+    assert stretches(trace) == [("aten::a", 0, 50), ("aten::b", 50, 100), ("aten::c", 100, 110)]  # b ends with a
 
 
 def test_threads_work_at_the_same_time() -> None:
     trace = of_host(operator("aten::a", 0, 100), operator("aten::b", 20, 30) | {"tid": 5})
     assert stretches(trace) == [("aten::a", 0, 100), ("aten::b", 20, 50)]
-    assert analyse_traces({0: trace}).ranks[0].timelines["all"].busy_us == 100
+    assert analyse_traces({0: trace}).ranks[0].timelines["all"].busy_us == 100  # not 130
 
 
 def test_a_trace_with_a_device_is_not_asked() -> None:

@@ -76,7 +76,7 @@ def test_what_autograd_starts_between_nodes_is_backward() -> None:
 def test_a_backward_kernel_has_the_span_and_layer_of_the_operator_that_made_its_node() -> None:
     trace = training()
     found = place(trace)
-    assert found.is_backward.tolist() == [False, False, True]
+    assert found.is_backward.tolist() == [False, False, True]  # forward, recomputed, backward
     assert SPANS[found.span[2]] is Span.ROUTE
     assert found.layer[2] == 3
     assert names_at(trace, found.maker)[2] == "aten::mm"
@@ -182,6 +182,7 @@ def test_a_gap_is_the_hosts_if_what_ends_it_was_launched_after_it_began() -> Non
     )
     gaps = find_launches(trace).gaps
     assert (gaps.count, gaps.long_count, gaps.max_us) == (2, 1, pytest.approx(140))
+    # 30 to 50 us: launched before; 60 to 200 us: launched at 160.
     assert (gaps.hosts_us, gaps.devices_us, gaps.unknown_us) == (pytest.approx(140), pytest.approx(20), 0)
     assert [(one.before, one.after, one.is_hosts, one.host) for one in gaps.longest] == [
         ("launched_in_time", "launched_late", True, "aten::slow"),
@@ -247,8 +248,8 @@ def test_idle_time_behind_a_wait_is_what_the_host_could_have_launched_meanwhile(
 def test_a_long_wait_excuses_late_launches_until_they_have_used_it_up() -> None:
     late = [*ran("b", 118, 120, 10), *ran("c", 158, 160, 10), *ran("d", 198, 200, 10)]
     trace = decoded(*ran("a", 0, 5, 92), *read_of(10, 91), *late)
-    assert idle_behind_waits(trace) == pytest.approx(22 + 30 + 30)
-    assert idle_behind_waits(decoded(*ran("a", 0, 5, 92), *read_of(61, 40), *late)) == pytest.approx(40)
+    assert idle_behind_waits(trace) == pytest.approx(22 + 30 + 30)  # before b, before c, before d
+    assert idle_behind_waits(decoded(*ran("a", 0, 5, 92), *read_of(61, 40), *late)) == pytest.approx(40)  # the wait
 
 
 def test_a_host_that_launches_slowly_and_never_waits_is_late_by_itself() -> None:
@@ -264,7 +265,7 @@ def test_a_wait_that_stays_ends_what_others_excuse() -> None:
     """A wait in the dispatch is spared; the one for the step's figures is not, and all work is done by then."""
     spared = [*ran("a", 0, 5, 92), span("dispatch", 9, 100), *read_of(10, 91), *ran("b", 118, 120, 10)]
     trace = decoded(*spared, span("read", 131, 30), *read_of(132, 5), *ran("c", 190, 195, 10))
-    assert idle_behind_waits(trace, frozenset({"dispatch"})) == pytest.approx(22 + 3)
+    assert idle_behind_waits(trace, frozenset({"dispatch"})) == pytest.approx(22 + 3)  # gaps up to the read
     assert idle_behind_waits(trace) > 22 + 3
 
 
@@ -272,8 +273,8 @@ def test_the_queue_is_what_was_launched_and_has_not_begun() -> None:
     queue = find_launches(decoded(*ran("a", 0, 30, 10), *ran("b", 10, 50, 5))).queue
     assert queue is not None
     assert (queue.max, queue.empty_share) == (2, 0)
-    assert queue.mean == pytest.approx((1 * 10 + 2 * 20 + 1 * 20) / 50)
-    assert queue.median_delay_us == pytest.approx((28 + 38) / 2)
+    assert queue.mean == pytest.approx((1 * 10 + 2 * 20 + 1 * 20) / 50)  # depth x time between 0, 10, 30 and 50 us
+    assert queue.median_delay_us == pytest.approx((28 + 38) / 2)  # launches take 2 us
 
 
 def test_without_launches_there_is_no_queue() -> None:
