@@ -59,7 +59,7 @@ def open_texts(files: list[str], source: Source, text_field: str, corrupt: Corru
     """Open the texts of files in order, as a run would read them."""
     settings = Data(source=source, files=tuple(files), text_field=text_field, corrupt=corrupt, validation_share=0.0)
     text = open_text(settings, "train", vocab_size=2**31, seed=0, cache=cache)  # no vocabulary is too small
-    documents = text.parts[0].documents
+    documents = text.parts[0].documents  # one source, no mixture
     assert isinstance(documents, TextDocuments), f"{source} is a source of text"
     return documents
 
@@ -107,7 +107,7 @@ def pack_texts(  # noqa: PLR0913 - one argument for each option
             prefix,
             tokenizer=tokenizer,
             end_of_document=end_of_document,
-            processes=processes or len(allowed_cores()),
+            processes=processes or len(allowed_cores()),  # the result does not depend on it
             skip_corrupt=corrupt == "skip",
             report=show(len(texts)),
         )
@@ -143,7 +143,7 @@ def _progress() -> Iterator[Callable[[int], Callable[[PackProgress], None]]]:
     columns: list[ProgressColumn] = [MofNCompleteColumn(), TextColumn("{task.fields[speed]}"), TimeRemainingColumn()]
     if console.width >= WIDE:
         columns = [TextColumn("packing"), BarColumn(None), *columns[:2], TimeElapsedColumn(), columns[2]]
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:  # gone when done
 
         def show(texts: int) -> Callable[[PackProgress], None]:
             task = bars.add_task("", total=texts, speed="")
@@ -152,7 +152,7 @@ def _progress() -> Iterator[Callable[[int], Callable[[PackProgress], None]]]:
             def advance(done: PackProgress) -> None:
                 nonlocal text_bytes
                 text_bytes += done.text_bytes
-                speed = text_bytes / (time.perf_counter() - begin) / 1e6
+                speed = text_bytes / (time.perf_counter() - begin) / 1e6  # decimal megabytes a second since the begin
                 bars.update(task, advance=done.texts, speed=f"{speed:.1f} MB/s")
 
             return advance
@@ -220,7 +220,7 @@ def _readable(texts: TextDocuments, left_out: list[str], *, skip: bool) -> Itera
         except RecordError as error:
             if not skip:
                 raise
-            left_out.append(str(error))
+            left_out.append(str(error))  # it names file and line
 
 
 _INSPECT = Verb("inspect", "penstock.cli.data_inspect", "inspect", "Show what the batches of a run really hold.")

@@ -56,7 +56,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 def doctor(paths: Place, on: On = None, step: Step = None, as_json: Json = False) -> None:
     """Name the bottleneck (memory, communication, host, compute) and the gain of each remedy."""
     evidence = examine(paths, on=on, step=step)
-    if evidence.host is not None and not evidence.ranks:
+    if evidence.host is not None and not evidence.ranks:  # a CPU
         if as_json:
             print(json.dumps(cpu_json(evidence.host, evidence), indent=2, allow_nan=False))
         else:
@@ -101,7 +101,7 @@ def examine(paths: list[Path], *, on: str | None = None, step: int | None = None
     path = paths[0]
     if len(paths) == 1 and is_run(path):
         evidence = _of_run(path, step)
-    elif len(paths) == 1 and is_planned(path) and step is None:
+    elif len(paths) == 1 and is_planned(path) and step is None:  # a file of a run has no steps
         facts, missing = facts_of_plan(path)
         evidence = Evidence(source="none", ranks=(), facts=facts, missing=missing)
     elif on is None:
@@ -129,7 +129,7 @@ def _of_run(folder: Path, step: int | None) -> Evidence:
     try:
         return evidence_of(analyse_files([folder], step=step), facts, missing)
     except TraceError as error:
-        if step is not None:
+        if step is not None:  # the step was asked for, so a plan is no answer
             raise
         told = f"no trace: {error.what}; this records one: {recording_command(folder)}"
         return Evidence(source="none", ranks=(), facts=facts, missing=(*missing, told))
@@ -145,7 +145,7 @@ def print_verdict(verdict: Diagnosis, evidence: Evidence) -> None:
         print(f"note: {note}")
     if evidence.ranks:
         print(spent_text(verdict, evidence))
-    per = "ms per step" if evidence.steps or not evidence.ranks else "ms"
+    per = "ms per step" if evidence.steps or not evidence.ranks else "ms"  # a trace without steps has sums only
     print()
     rows = [
         (

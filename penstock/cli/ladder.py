@@ -94,26 +94,26 @@ def ladder(  # noqa: PLR0913 - one argument for each option
         raise DeviceError(
             "a ladder starts its own processes", got=f"one of {environment.started_by}'s", fix="start one command"
         )
-    if not isfinite(most_seconds):
+    if not isfinite(most_seconds):  # typer takes nan and inf
         raise ConfigError("--timeout is no number of seconds", got=most_seconds, allowed="0 (never) or more")
     if warm_up >= steps:
         raise ConfigError("--warm-up leaves no step to time", got=f"{warm_up} of {steps}", allowed=f"0 to {steps - 1}")
     if resumes and output is None:
         raise ConfigError("--resume needs the file that it goes on with", fix="--json FILE")
-    check_output(output, "--json", force=force or resumes)
+    check_output(output, "--json", force=force or resumes)  # a resumed ladder writes over its own file
     whole, own = load_run(target, overrides or ()), tuple(overrides or ())
     table = LADDER if file is None else load_ladder_steps(file)
     parent = Path(whole.record.folder)
     options = Trial(
         name="",
         target=target,
-        overrides=(*own, *first_steps(whole, steps)),
+        overrides=(*own, *first_steps(whole, steps)),  # without evaluation, checkpoints and other output
         processes=processes_to_start(whole, environment, processes),
         warm_up=warm_up,
-        folder=parent / free_name(parent, f"ladder-{whole.name}"),
+        folder=parent / free_name(parent, f"ladder-{whole.name}"),  # never that of another ladder
         most_seconds=most_seconds,
     )
-    grid_of(load_run(target, options.overrides), options.processes)
+    grid_of(load_run(target, options.overrides), options.processes)  # refuses what no step could run
     plan = LadderPlan(
         steps=table,
         wanted=chosen(table, [name.strip() for name in only.split(",") if name.strip()]),
@@ -212,7 +212,7 @@ def _row(outcome: Outcome, gain: LadderGain | None, plan: LadderPlan) -> tuple[s
     """Cells of a ladder step; if it did not run, its name, state and reason."""
     name = f"{outcome.step.name} (size)" if outcome.step.is_size else outcome.step.name
     figures = outcome.figures
-    if figures is None or gain is None:
+    if figures is None or gain is None:  # the step did not run
         return name, outcome.state, " ".join([outcome.reason, *_others(outcome)])
     notes = list(outcome.changed)
     if outcome.reason:

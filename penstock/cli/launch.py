@@ -91,6 +91,6 @@ def _job(
     run: Run, words: tuple[str, ...], name: str, nodes: int, gpus: int, cpus: int | None, restarts: int, vendor: Vendor
 ) -> Job:
     """The run on its machines, checked against its ranks."""
-    grid_of(run, nodes * gpus)
+    grid_of(run, nodes * gpus)  # refuses a layout that does not fit
     facts = facts_of_run(run, LaunchFacts(vendor=vendor, world=nodes * gpus, local_world=gpus, cores=cpus or 0))
     return Job(name=name, words=words, nodes=nodes, gpus=gpus, cpus=cpus, restarts=restarts, facts=facts)

@@ -60,7 +60,7 @@ def write_file(path: Path, text: str) -> None:
         draft.replace(path)
     except OSError as error:
         with suppress(OSError):
-            draft.unlink(missing_ok=True)
+            draft.unlink(missing_ok=True)  # no half-written file stays
         raise PenstockError(f"cannot write {path}", got=error.strerror) from error
 
 
@@ -85,4 +85,4 @@ def print_next(*words: object, to_stderr: bool = False) -> None:
 
 def warn(message: str) -> None:
     """Print a warning, in one line."""
-    print(f"warning: {' '.join(message.split())}", file=sys.stderr)
+    print(f"warning: {' '.join(message.split())}", file=sys.stderr)  # stdout is for answers

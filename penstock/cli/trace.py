@@ -29,7 +29,7 @@ from penstock.trace.collectives import bandwidths
 from penstock.trace.compare import shape_text
 from penstock.trace.host_table import HostRow, HostTable, host_table
 from penstock.trace.launches import HostWait
-from penstock.trace.memory import AllocatorHistory, MemoryRow
+from penstock.trace.memory import AllocatorHistory
 from penstock.trace.phases import Phase
 from penstock.trace.timeline import TimeBreakdown
 
@@ -71,7 +71,7 @@ class _PathsOrVerb(_Verbs):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Leave an inserted verb out of the usage line."""
         name, command, rest = super().resolve_command(ctx, args)
-        return "" if name in (READ, READ_ALL) else name, command, rest
+        return "" if name in (READ, READ_ALL) else name, command, rest  # usage says `penstock trace PATH...`
 
 
 app = typer.Typer(cls=_PathsOrVerb, add_completion=False)
@@ -92,6 +92,7 @@ def read(paths: Paths, as_json: Json = False, rank: Rank = None, step: Step = No
         answer = analyse_files(paths, step=step, rank=rank)
     except TraceError as error:
         if "holds no trace" in error.what and (paths[0] / RUN_FILE).is_file():
+            # By name, because it imports pydantic.
             command = load_by_name("penstock.tune.doctor.run_facts", "recording_command")(paths[0])
             raise TraceError(error.what, fix=f"record some steps: {command}") from error
         raise
@@ -120,7 +121,7 @@ def ms(time_us: float) -> str:
 
 def print_answer(answer: TraceAnalysis, *, by_layer: bool) -> None:
     """Print all tables of an answer, with a row of phases for each layer if `by_layer`."""
-    first = answer.ranks[0]
+    first = answer.ranks[0]  # of tables that show one rank
     if answer.is_host:
         several = len(answer.loaded) > 1
         print(f"{first.trace.path.parent if several else first.trace.path}: a CPU, no kernel of a device")
@@ -181,7 +182,7 @@ def _timelines(ranks: Sequence[RankAnalysis]) -> None:
     print("\ntime on the device, ms; linked: only what was launched inside the recording")
     rows = []
     for one in ranks:
-        same = one.timelines["all"] == one.timelines["linked"]
+        same = one.timelines["all"] == one.timelines["linked"]  # then one row says both
         for name, timeline in one.timelines.items():
             if name == "all" or not same:
                 rows.append((f"{one.rank}", "all, linked" if same else name, *_spent(timeline)))
@@ -256,12 +257,12 @@ def _communication(answer: TraceAnalysis) -> None:
     collectives = answer.collectives
     if not len(collectives.calls):
         return
-    if len(answer.loaded) == 1:
+    if len(answer.loaded) == 1:  # waiting is a difference between ranks
         print("\ncommunication: one rank cannot tell waiting from transfer; give a folder with all ranks")
         return
     print("\ncommunication across ranks, ms: pure is transfer, waiting is for ranks that came later")
     totals = collectives.totals_us()
-    late = {one.rank: one for one in collectives.stragglers()}
+    late = {one.rank: one for one in collectives.stragglers()}  # ranks that came last at least once
     rows = []
     for rank, (pure_us, wait_us) in totals.items():
         last = (f"{late[rank].times_last}", ms(late[rank].caused_wait_us)) if rank in late else ("0", ms(0.0))
@@ -272,7 +273,7 @@ def _communication(answer: TraceAnalysis) -> None:
 
 
 def _bandwidths(answer: TraceAnalysis) -> None:
-    told = sorted(bandwidths(answer.collectives), key=lambda one: -one.pure_us * one.count)
+    told = sorted(bandwidths(answer.collectives), key=lambda one: -one.pure_us * one.count)  # most time first
     if not told:
         return
     print("\nmatched collectives by size")
@@ -284,7 +285,7 @@ def _bandwidths(answer: TraceAnalysis) -> None:
             bytes_text(one.message_bytes),
             ms(one.pure_us),
             f"{one.algorithm_gb_s:.1f}",
-            f"{one.bus_gb_s:.1f}",
+            f"{one.bus_gb_s:.1f}",  # traffic of each link, by the formula of nccl-tests
         )
         for one in told
     ]
@@ -312,7 +313,7 @@ def _experts(answer: TraceAnalysis) -> None:
     if texts:
         full = "" if load.fullest_rank is None else f"; rank {load.fullest_rank} has most"
         print(f"\nexperts: fullest rank over the mean {', '.join(texts)}{full}")
-    for one in answer.recorded[-1:]:
+    for one in answer.recorded[-1:]:  # the last step that metrics.jsonl has
         if one.layers:
             layer = max(one.layers, key=lambda layer: one.layers[layer])
             print(f"by the metrics of step {one.step}: in layer {layer} the fullest expert has ", end="")
@@ -345,7 +346,7 @@ def _waits(waits: Sequence[HostWait]) -> list[tuple[str, ...]]:
         spans = [name for name in one.where if name in tuple(Span)]
         around = dict.fromkeys((*spans[-1:], *one.where[-2:]))
         place = (one.call, " > ".join(_short(name) for name in around))
-        count, us = times.get(place, (0, 0.0))
+        count, us = times.get(place, (0, 0.0))  # waits, microseconds
         times[place] = (count + one.count, us + one.total_us)
     longest = sorted(times.items(), key=lambda item: -item[1][1])
     return [(call, f"{count:,}", ms(us), where) for (call, where), (count, us) in longest]
@@ -405,19 +406,13 @@ def print_memory(memory: AllocatorHistory, of: str) -> None:
         )
     rows = memory.rows()
     largest = sorted(rows, key=lambda row: -max(row.at_peak_bytes or 0, abs(row.kept_bytes)))[:MEMORY_ROWS]
-    table = [_row(row) for row in rows if row in largest]  # in the order of the step
+    table: list[tuple[str, ...]] = []
+    for row in rows:  # in the order of the step
+        if row in largest:
+            there = "" if row.at_peak_bytes is None else bytes_text(row.at_peak_bytes)
+            kept = f"{'-' if row.kept_bytes < 0 else ''}{bytes_text(abs(row.kept_bytes))}"
+            handed_out, most = bytes_text(row.handed_out_bytes), bytes_text(row.most_bytes)
+            table.append((row.name, row.pass_, there, handed_out, kept, most))
     if len(rows) > MEMORY_ROWS:
         table.append((f"{len(rows) - MEMORY_ROWS} smaller ones", *[""] * 5))
     print_table(("phase", "pass", "of it at the peak", "handed out", "more after than before", "most held"), table)
-
-
-def _row(row: MemoryRow) -> tuple[str, ...]:
-    sign = "-" if row.kept_bytes < 0 else ""
-    return (
-        row.name,
-        row.pass_,
-        "" if row.at_peak_bytes is None else bytes_text(row.at_peak_bytes),
-        bytes_text(row.handed_out_bytes),
-        f"{sign}{bytes_text(abs(row.kept_bytes))}",
-        bytes_text(row.most_bytes),
-    )

@@ -15,7 +15,7 @@ from penstock.trace.compare import CLOSING, ChangeKind, ComparedRow, TraceCompar
 from penstock.trace.events import Trace
 from penstock.trace.load import load_ranks
 
-LONGEST_NAME = 60
+LONGEST_NAME = 60  # characters of an operator or shape
 
 _TITLES = {
     ChangeKind.SLOWER: "slower",
@@ -76,7 +76,7 @@ def _print(compared: TraceComparison, top: int) -> None:
     print(_headline(compared))
     if not compared.by_span:
         print("the traces share no phase: matched by operator and shape only")
-    steps = compared.a_steps > 0
+    steps = compared.a_steps > 0  # a spread is known
     for name, outside_us in (("A", compared.a_outside_us), ("B", compared.b_outside_us)):
         if outside_us:
             print(f"{name}: {outside_us / 1e3:,.3f} ms of GPU events belong to no step and are not compared")
@@ -86,6 +86,7 @@ def _print(compared: TraceComparison, top: int) -> None:
             print(f"\n{title}: {sum(row.change_us for row in rows) / 1e3:+,.3f} ms in {counted(len(rows), 'row')}")
             _print_rows(rows[:top], steps)
     print("\nwhat is no event")
+    # Idle, overlap, and the rest of the medians, with which all changes add up.
     _print_rows([row for row in compared.rows if row.key in CLOSING], steps)
 
 

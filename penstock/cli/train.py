@@ -132,10 +132,9 @@ def train(  # noqa: PLR0913 - one argument for each option
             return 0
         if rank is not None:
             raise DeviceError("--rank says which rank --fake-world builds", fix="add --fake-world N")
-        started = processes_to_start(launch.run, environment, processes)
-        ranks = environment.world_size * started
-        grid = grid_of(launch.run, ranks)
-        if not environment.started_by:
+        started = processes_to_start(launch.run, environment, processes)  # 1: this process is the rank
+        grid = grid_of(launch.run, environment.world_size * started)
+        if not environment.started_by:  # ranks of torchrun ask rank 0 for it, later
             check_sinks(launch.run)
         parent = Path(launch.run.record.folder)
         if parent.exists() and not parent.is_dir():
@@ -176,17 +175,17 @@ def _be_a_rank(console: Console, environment: Environment, meeting: Rendezvous, 
         _say(console, next_line("sample", folder, TEXT), longer)
         return 0
     facts = facts_of_run(run, facts_of_machine(environment))
-    prepare_environment(facts)
+    prepare_environment(facts)  # before the first use of the device
     device = choose_device(run.device, environment)
     if device.type == "cuda":
         _check_memory(run, grid_of(run, environment.world_size), device, environment.local_world_size)
-    binding = bind_near(device, environment) if run.host.numa else None
+    binding = bind_near(device, environment) if run.host.numa else None  # before threads are started
     start_process_group(meeting, device)
     _say(console, f"environment: {environment_line(facts)}")
     if binding is not None:
         _say(console, f"rank {environment.rank} keeps to {binding}")
     try:
-        with lost_ranks():
+        with lost_ranks():  # errors of collectives become the loss of a rank
             with console.status("preparing data and model"):
                 session = prepare(run, environment)
             if environment.rank == 0:
@@ -245,7 +244,7 @@ def _find_run(target: str, overrides: list[str], name: str | None) -> Launch:
     else:
         run = load_run(target, overrides)
         folder = find_run_folder(Path(run.record.folder), name or run.name, newest=name is None)
-    saved = load_run(str(folder.config), follows=False)
+    saved = load_run(str(folder.config), follows=False)  # as the run was; the target only found it
     wanted = load_run(str(folder.config), overrides, follows=False)
     check_same_run(saved, wanted)
     return Launch(wanted, folder, is_named=True)
@@ -258,9 +257,9 @@ def _is_run_folder(target: str) -> bool:
 def _is_finished(launch: Launch) -> bool:
     if launch.folder is None:
         return False
-    latest = open_store(launch.run, launch.folder).latest()
+    latest = open_store(launch.run, launch.folder).latest()  # newest step on disk
     if latest is None:
-        check_nothing_is_lost(launch.folder, launch.run)
+        check_nothing_is_lost(launch.folder, launch.run)  # metrics without a checkpoint are no new run
     return latest is not None and latest >= launch.run.training.steps
 
 
@@ -273,7 +272,7 @@ def _run(console: Console, launch: Launch, session: Session, environment: Enviro
             run, folder = create_run_folder(session.run, number_if_taken=not launch.is_named, launch=environment.launch)
             return [run.name, str(folder.path)]
 
-        name, path = meeting.agree(make_folder)
+        name, path = meeting.agree(make_folder)  # rank 0 makes it, all take its name
         session = replace(session, run=session.run.model_copy(update={"name": name}))
         folder = RunFolder(Path(path))
         store = open_store(session.run, folder, session.axes.world)
@@ -293,7 +292,7 @@ def _run(console: Console, launch: Launch, session: Session, environment: Enviro
         if environment.rank == 0:
             found = "none" if newest is None else f"step {newest}"
             print(f"stopped at once; newest checkpoint: {found}", file=sys.stderr)
-        sys.stdout.flush()
+        sys.stdout.flush()  # os._exit flushes nothing
         # Python would wait for the thread that writes a checkpoint. Half-written files have hidden names.
         os._exit(INTERRUPTED)
     _print_end(console, session.run, folder, end)
@@ -383,7 +382,7 @@ def _lines(run: Run, rehearsal: Rehearsal) -> list[tuple[str, str]]:
     ]
     for name in _GROUPS:
         axis: Axis = getattr(axes, name)
-        if axis.size > 1:
+        if axis.size > 1:  # other groups are the rank alone
             lines.append((name, f"place {axis.rank} of {axis.size}, ranks {_ranks(axis.ranks)}"))
     for number, stage in rehearsal.stages.items():
         lines.append((f"stage {number}", stages_text((stage,))))
@@ -400,7 +399,7 @@ def _lines(run: Run, rehearsal: Rehearsal) -> list[tuple[str, str]]:
         lines.append(("on the host", bytes_text(rehearsal.memory.host)))
     if model.pipeline is not None:
         schedule = model.pipeline.schedule
-        steps = actions.text(schedule, axes.pipeline.rank).split()
+        steps = actions.text(schedule, axes.pipeline.rank).split()  # such as 0F0 0B0
         more = f" ... ({len(steps)} actions)" if len(steps) > _SHOWN_ACTIONS else ""
         lines.append((schedule.name, " ".join(steps[:_SHOWN_ACTIONS]) + more))
     return lines
@@ -412,5 +411,5 @@ def _place(axes: Axes, view: tuple[str, ...]) -> str:
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:
-    shown = ranks if len(ranks) <= 8 else (*ranks[:6], "...", ranks[-1])
+    shown = ranks if len(ranks) <= 8 else (*ranks[:6], "...", ranks[-1])  # many: the first and the last
     return " ".join(map(str, shown))

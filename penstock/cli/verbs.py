@@ -35,7 +35,7 @@ def screen_asked_for(verb: str, words: Sequence[str]) -> str | None:
     if HELP not in words or shutil.get_terminal_size((COLUMNS, 24)).columns < COLUMNS:
         return None
     node: dict[str, Any] | None = json.loads(COMMANDS.read_text(encoding="utf-8")).get(verb)
-    values_left, arguments = 0, 0
+    values_left, arguments = 0, 0  # of the option before, and of the verb so far
     for word in words:
         if node is None or word == "--":
             return None
@@ -47,6 +47,7 @@ def screen_asked_for(verb: str, words: Sequence[str]) -> str | None:
             option, equals, _ = word.partition("=")
             if option not in node["options"]:
                 return None  # the verb says that there is no such option
+            # The value `A B` takes two words, a flag takes none.
             values_left = 0 if equals else len(node["options"][option]["value"].split())
         elif node["verbs"] and not arguments:  # a verb below this one
             node = node["verbs"].get(word)
@@ -63,7 +64,7 @@ def on_one_screen(group: type[TyperGroup]) -> type[TyperGroup]:
             formatter.write_paragraph()
             with formatter.indentation():
                 formatter.write_dl([(name, verb.help or "") for name, verb in self.commands.items()])
-            names = [max(option.opts, key=len) for option in self.get_params(ctx)]
+            names = [max(option.opts, key=len) for option in self.get_params(ctx)]  # long forms
             formatter.write_paragraph()
             formatter.write_text(f"Options: {', '.join(names)}.")
 
@@ -91,10 +92,10 @@ class Verb:
         if not self.computes:
             prepare_environment(LaunchFacts(computes=False))
         target = load_by_name(self.module, self.attribute)
-        if not isinstance(target, typer.Typer):
+        if not isinstance(target, typer.Typer):  # a function becomes a program of one verb
             function, target = target, typer.Typer(add_completion=False)
             target.command(self.name)(function)
-        return _with_plain_help(typer.main.get_command(target))
+        return _with_plain_help(typer.main.get_command(target))  # not rich's frames
 
 
 def _with_plain_help(command: Any) -> Any:
@@ -131,15 +132,15 @@ class _Unloaded(TyperCommand):
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         """Load the verb and let it parse; help and completion do not need it."""
-        if extra.get("resilient_parsing"):
+        if extra.get("resilient_parsing"):  # completion: the shell does not call the verb
             return super().make_context(info_name, args, parent, **extra)
-        if parent is not None and parent.command_path == PROGRAM:
+        if parent is not None and parent.command_path == PROGRAM:  # only verbs of the program have written screens
             screen = screen_asked_for(self._verb.name, args)
             if screen is not None:
                 print(screen)
                 raise typer.Exit
         if HELP in args:
-            extra["help_option_names"] = [HELP]
+            extra["help_option_names"] = [HELP]  # `parse_args` below took them away
         return self.load().make_context(info_name, args, parent, **extra)
 
 
@@ -149,7 +150,7 @@ def group_of(*verbs: Verb) -> type[TyperGroup]:
     class LazyGroup(TyperGroup):
         def __init__(self, **attributes: Any) -> None:
             super().__init__(**attributes)
-            self.commands = {verb.name: _Unloaded(verb) for verb in verbs} | dict(self.commands)
+            self.commands = {verb.name: _Unloaded(verb) for verb in verbs} | dict(self.commands)  # the lazy ones first
 
         def parse_args(self, ctx: Any, args: list[str]) -> Any:
             # typer checks every value with pydantic, also that of `--help`, which it has for each verb. The import of

@@ -47,7 +47,7 @@ def facts_of(start: RunStart) -> dict[str, str]:
     if start.active_parameters != start.parameters:
         size += f", {count_text(start.active_parameters)} active for a token"
     batch = f"{run.training.global_batch} x {run.training.sequence_length} tokens"
-    sharers = start.ranks // (run.parallel.tensor * run.parallel.context * run.parallel.pipeline)
+    sharers = start.ranks // (run.parallel.tensor * run.parallel.context * run.parallel.pipeline)  # data-parallel ranks
     if start.micro_batches > 1 or sharers > 1:
         batch += f" in {start.micro_batches} micro-batch{'es' if start.micro_batches > 1 else ''}"
     if sharers > 1:
@@ -86,7 +86,7 @@ class LiveView(Observer):
         self._panel.add(report)
         for notice in report.notices:
             self.note(notice)
-        is_due = time.monotonic() - self._drawn_seconds >= 1 / DRAWS_PER_SECOND
+        is_due = time.monotonic() - self._drawn_seconds >= 1 / DRAWS_PER_SECOND  # drawing takes time from training
         if is_due or report.evaluation is not None or report.step == self._panel.steps:
             self._draw()
 
@@ -175,7 +175,7 @@ class RunPanel:
         if self.saved_step is not None:
             lines.append(_Line("saved", Text(f"step {self.saved_step:,}")))
         value_width = max(VALUE_WIDTH, *(len(line.value) for line in lines))
-        beside = width - LABEL_WIDTH - value_width - 2 * GAP
+        beside = width - LABEL_WIDTH - value_width - 2 * GAP  # columns for details
         grid = Table.grid(padding=(0, GAP, 0, 0))
         grid.add_column(width=LABEL_WIDTH, style="dim")
         if beside >= NARROWEST_DETAIL:
@@ -252,7 +252,7 @@ def _experts(last: StepReport) -> list[_Line]:
     worst = last.worst_layer
     if worst is None:
         return []
-    entropy = min(layer.entropy for layer in last.layers)
+    entropy = min(layer.entropy for layer in last.layers)  # of the least even layer
     dropped = sum(layer.dropped for layer in last.layers)
     facts = f"entropy {entropy:.3f}, {dropped:,} dropped"
     lines = [_Line("experts", _figure(f"{worst.max_over_mean:.2f}", "max/mean"), facts)]
@@ -343,7 +343,9 @@ def _cells(report: StepReport) -> list[str]:
 
 def spark_line(values: Sequence[float], width: int) -> str:
     """Values as a row of at most `width` blocks, the lowest an eighth high, the highest full; neighbours averaged."""
-    means = _bins(values, width)
+    bins = min(len(values), width)  # of equally many neighbours, but for rounding
+    edges = [round(index * len(values) / bins) for index in range(bins + 1)] if bins else []
+    means = [sum(values[begin:end]) / (end - begin) for begin, end in pairwise(edges)]
     low, high = min(means, default=0.0), max(means, default=0.0)
     if high == low:
         return BLOCKS[0] * len(means)
@@ -356,16 +358,9 @@ def load_bars(slots: Sequence[int], width: int) -> str:
     group = -(-len(slots) // width)  # experts of one bar, rounded up
     fullest = [max(slots[start : start + group]) for start in range(0, len(slots), group)]
     cell = 3 if len(fullest) * 3 <= width else 1  # two blocks and a gap for each expert, if there is room
-    half = len(BLOCKS) // 2
+    half = len(BLOCKS) // 2  # blocks of a bar at the mean
     bars = (BLOCKS[min(max(round(load / mean * half), 1), len(BLOCKS)) - 1] for load in fullest)
     return "".join(bar if cell == 1 else bar * 2 + " " for bar in bars).rstrip()
-
-
-def _bins(values: Sequence[float], width: int) -> list[float]:
-    """At most `width` means of equally many neighbours, but for rounding."""
-    bins = min(len(values), width)
-    edges = [round(index * len(values) / bins) for index in range(bins + 1)] if bins else []
-    return [sum(values[low:high]) / (high - low) for low, high in pairwise(edges)]
 
 
 class Trail:
@@ -373,9 +368,9 @@ class Trail:
 
     def __init__(self, capacity: int = 512) -> None:
         self._capacity = capacity
-        self._stride = 1
-        self._pending: list[float] = []
-        self._means: list[float] = []
+        self._stride = 1  # steps of one value
+        self._pending: list[float] = []  # fewer than a stride
+        self._means: list[float] = []  # oldest first
 
     def add(self, value: float) -> None:
         """Append a value."""

@@ -61,7 +61,7 @@ def choose_dispatcher(facts: DispatchFacts) -> DispatcherChoice:
         return DispatcherChoice(name="local")
     # First whether tokens go to nodes, then the way inside a node (or among all ranks).
     crosses, refusal = _crosses_nodes(facts)
-    may_write = facts.method in ("auto", "symmetric", "hierarchical")
+    may_write = facts.method in ("auto", "symmetric", "hierarchical")  # to memory that other GPUs map
     obstacle = _obstacle(facts, crosses) if may_write else ""
     counts_stay = facts.sync_free >= COUNTS_STAY and facts.method != "all-to-all"
     flat: DispatcherName = "all-gather" if counts_stay or facts.method == "all-gather" else "all-to-all"
@@ -86,7 +86,7 @@ def dispatch_facts(run: Run, node_ranks: int, obstacle: str = "") -> DispatchFac
         ranks=parallel.expert * parallel.expert_tensor,
         node_ranks=node_ranks,
         expert_tensor=parallel.expert_tensor,
-        row_bytes=plain_row_bytes(run),
+        row_bytes=plain_row_bytes(run),  # in 16 or 32 bits, also if rows travel in 8
         obstacle=obstacle,
     )
 
@@ -108,8 +108,10 @@ def ranks_on_a_node(ranks: int, node_devices: int) -> int:
 
 def _crosses_nodes(facts: DispatchFacts) -> tuple[bool, Problem | None]:
     """Whether tokens go to other nodes first and to ranks there, and why not if that was asked for by name."""
+    # All on one node, or asked for flat.
     if facts.node_ranks == facts.ranks or facts.method not in ("auto", "hierarchical"):
         return False, None
+    # Each node: whole experts, or equal parts.
     divides = divides_into(facts.ranks, facts.expert_tensor, facts.node_ranks)
     if facts.method == "auto":
         return facts.node_ranks > 1 and divides, None
@@ -129,7 +131,7 @@ def _obstacle(facts: DispatchFacts, crosses: bool) -> str:
         return facts.obstacle
     if facts.node_ranks == 1:
         return "one rank on each node"
-    if facts.node_ranks < facts.ranks and not crosses:
+    if facts.node_ranks < facts.ranks and not crosses:  # peers beyond the node cannot be mapped
         return f"{facts.ranks} ranks on several nodes, {facts.node_ranks} on each"
     if facts.node_ranks > MOST_PEERS:
         return f"{facts.node_ranks} ranks on a node, and {MOST_PEERS} are the most"

@@ -17,7 +17,7 @@ def explain(path: str) -> str:
     `path` is the full path of a field, such as `model.moe.top_k`, or of a section, whose fields are then listed. Raises
     a ConfigError for another path.
     """
-    fields = find(Run, path)
+    fields = find(Run, path)  # alternatives of a section may share the path
     if not fields:
         raise _unknown(path)
     return _explain_section(fields[0]) if fields[0].sections else _explain_value(fields)
@@ -41,6 +41,7 @@ def _explain_value(fields: Sequence[Field]) -> str:
         rows += [("only with", f"{parent[0].path}.{KIND} = {kind_of(field.owner)}") for field in fields]
     rows += [("default", default_text(first))]
     rows += [("presets", line) for line in _preset_lines(first)]
+    # Rules name fields by their full path.
     rows += [("rules", text) for text in map(rule_text, RULES) if f"`{first.path}`" in text]
     return _text_page(first.path, " ".join(dict.fromkeys(field.doc for field in fields)), rows)
 
@@ -63,7 +64,7 @@ def _preset_lines(field: Field) -> list[str]:
     """`8: deepseek-v3`: a line for each value of presets that is not the default."""
     names: dict[str, list[str]] = {}
     for name, make in PRESETS.items():
-        values = leaves(make())
+        values = leaves(make())  # of one preset, by path
         if field.path in values and (field.required or values[field.path] != field.default):
             names.setdefault(as_toml(values[field.path]), []).append(name)
     return [f"{value}: {', '.join(users)}" for value, users in names.items()]

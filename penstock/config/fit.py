@@ -14,7 +14,7 @@ from typing import Literal
 from penstock.base.numbers import counted
 from penstock.config.model import Attention, GroupedQueryAttention, LatentAttention, Model
 from penstock.config.parallel import Overlap
-from penstock.config.problem import Problem, divisors, refuse
+from penstock.config.problem import Problem, divisors, multiples_near, refuse
 from penstock.config.run import Run
 from penstock.layout.grid import MOST_RANKS, Grid
 from penstock.layout.schedules import SCHEDULES
@@ -94,7 +94,7 @@ def model_sizes(model: Model) -> ModelSizes:
         dense_layers=model.layers - model.moe_layers,
         vocab_size=model.vocab_size,
         head_counts=tuple(heads_of(model.attention).values()),
-        experts=0 if moe is None else moe.experts,
+        experts=0 if moe is None else moe.experts,  # so that rules need not ask whether there are any
         expert_width=0 if moe is None else moe.moe_intermediate_size,
         shared_width=0 if moe is None else moe.shared_expert_intermediate_size,
         dense_width=model.intermediate_size if model.moe_layers < model.layers else 0,
@@ -121,7 +121,7 @@ def layout_sizes(run: Run) -> LayoutSizes:
         recompute=run.recompute.modules,
         offloaded=run.offload.activations,
         sync_free=run.dispatch.sync_free,
-        dispatcher=run.dispatch.method,
+        dispatcher=run.dispatch.method,  # rules read what is asked for
         shard=shard(run),
         overlap=run.dispatch.overlap,
         context_method=parallel.context_method,
@@ -134,7 +134,7 @@ def rule_of_sizes(rule: Callable[[LayoutSizes], Problem | None]) -> Callable[[Ru
 
     @wraps(rule)
     def asked(subject: Run | LayoutSizes) -> Problem | None:
-        return rule(layout_sizes(subject) if isinstance(subject, Run) else subject)
+        return rule(layout_sizes(subject) if isinstance(subject, Run) else subject)  # a search has no `Run`
 
     return asked
 
@@ -162,7 +162,7 @@ def stage_count(run: Run) -> int:
 
 def micro_batches(run: Run, grid: Grid) -> int:
     """Forward passes of each rank for one optimizer step."""
-    return run.training.global_batch // (run.training.micro_batch * grid.data)
+    return run.training.global_batch // (run.training.micro_batch * grid.data)  # whole, or the rules refuse the grid
 
 
 def smallest_world(subject: Run | LayoutSizes) -> int:
@@ -192,13 +192,13 @@ def grid_of(run: Run, world: int) -> Grid:
 def sizes_divide_the_ranks(sizes: LayoutSizes, world: int) -> Problem | None:
     """PP x CP x TP divides the ranks, and so does PP x EP x ETP: two views of the same ranks."""
     least = smallest_world(sizes)
-    if max(world, least) > MOST_RANKS:
+    if max(world, least) > MOST_RANKS:  # also of sizes whose multiple is absurd
         got = f"{max(world, least):,}"
         return Problem("parallel", "is for too many ranks", got=got, allowed=f"at most {MOST_RANKS}")
     dense = {"pipeline": sizes.pp, "tensor": sizes.tp, "context": sizes.cp}
     expert = {"pipeline": sizes.pp, "expert": sizes.ep, "expert_tensor": sizes.etp}
     if world < least:
-        larger = max(prod(dense.values()), prod(expert.values()))
+        larger = max(prod(dense.values()), prod(expert.values()))  # the common multiple is it, or more
         which = "the larger of" if least == larger else "the least common multiple of"
         return Problem.from_line(
             f"parallel needs more ranks: {which} {_product(dense)} and {_product(expert)}; "
@@ -234,8 +234,7 @@ def micro_batches_are_whole(sizes: LayoutSizes, world: int) -> Problem | None:
     least = sizes.micro_batch * data  # 0 where a search asks about too few ranks
     if least and rows % least == 0:
         return None
-    below = rows - rows % least if least else 0
-    near = " or ".join(f"{batch}" for batch in (below, below + least) if batch)
+    near = multiples_near(rows, least) if least else ""
     # A smaller micro-batch helps only if the data-parallel ranks divide the rows.
     each, left = divmod(rows, data) if data else (0, 0)
     smaller = f", or training.micro_batch to {gcd(each, sizes.micro_batch)}" if each and not left else ""
@@ -263,7 +262,7 @@ def _shards(run: Run, grid: Grid) -> Problem | None:
     """`parallel.shard_size` divides the ranks that hold the same parameters, unless they are fewer."""
     size = run.parallel.shard_size
     for ranks, what in ((grid.data * grid.context, "dense matrices"), (grid.expert_data, "experts")):
-        if 0 < size < ranks and ranks % size:
+        if 0 < size < ranks and ranks % size:  # more than there are means all
             wrong = f"must divide the ranks that hold the same {what} ({ranks})"
             got = f"{size} on {counted(grid.world, 'rank')}"
             return Problem("parallel.shard_size", wrong, got=got, allowed=f"{divisors(ranks)}, or 0 for all")

@@ -70,7 +70,7 @@ def _decay(run: Run, is_written: Written) -> Values:
     """The decay is shortened to the steps after the warm-up, or the warm-up if the decay was written."""
     schedule, steps = run.schedule, run.training.steps
     if schedule.decay != "wsd":
-        return {"schedule.decay_steps": 0}
+        return {"schedule.decay_steps": 0}  # only wsd reads it
     if schedule.warmup_steps + schedule.decay_steps <= steps:
         return {}
     if is_written("schedule.decay_steps"):
@@ -81,13 +81,13 @@ def _decay(run: Run, is_written: Written) -> Values:
 def _batch(run: Run, is_written: Written) -> Values:
     """Micro-batches divide the global batch; with overlap halves a micro-batch has an even number of rows."""
     rows, micro = run.training.global_batch, run.training.micro_batch
-    if run.dispatch.overlap == "halves" and micro % 2 and rows % (2 * micro) == 0:
+    if run.dispatch.overlap == "halves" and micro % 2 and rows % (2 * micro) == 0:  # halves need even micro-batches
         return {"training.micro_batch": 2 * micro}
     if rows % micro == 0:
         return {}
     if is_written("training.global_batch"):
-        return {"training.micro_batch": gcd(rows, micro)}
-    return {"training.global_batch": max(micro, rows - rows % micro)}
+        return {"training.micro_batch": gcd(rows, micro)}  # the largest that divides both
+    return {"training.global_batch": max(micro, rows - rows % micro)}  # rounded down, but one micro-batch at least
 
 
 def _profile(run: Run, _: Written) -> Values:
@@ -96,7 +96,7 @@ def _profile(run: Run, _: Written) -> Values:
 
 
 def _evaluation(run: Run, _: Written) -> Values:
-    return {} if evaluation_has_text(run) is None else {"evaluation.rows": 0}
+    return {} if evaluation_has_text(run) is None else {"evaluation.rows": 0}  # nothing is held out
 
 
 def _layers(run: Run, is_written: Written) -> Values:
@@ -129,7 +129,7 @@ def _heads(run: Run, _: Written) -> Values:
     attention = run.model.attention
     if not isinstance(attention, GroupedQueryAttention):
         return {}
-    return {"model.attention.kv_heads": gcd(attention.heads, attention.kv_heads)}
+    return {"model.attention.kv_heads": gcd(attention.heads, attention.kv_heads)}  # which divides the heads
 
 
 def _local(run: Run, _: Written) -> Values:
@@ -183,17 +183,17 @@ def _router(run: Run, _: Written) -> Values:
         return {}
     values: Values = {}
     if moe.router.scoring_func == "softmax":
-        values["model.moe.router.expert_bias"] = False
+        values["model.moe.router.expert_bias"] = False  # it steers sigmoid scores only
     if moe.router.scoring_func == "sigmoid" or moe.top_k == 1:
         values["model.moe.router.softmax_after_top_k"] = False
     if moe.top_k == 1:
-        values["model.moe.router.norm_topk_prob"] = False
+        values["model.moe.router.norm_topk_prob"] = False  # one weight over itself is always 1
     if moe.router.apply_probs_on_input:
-        values["model.moe.bias"] = False
+        values["model.moe.bias"] = False  # weighted inputs would leave the biases without their weight
     if moe.balance.aux_loss == "none":
-        values["model.moe.balance.aux_loss_coef"] = 0.0
+        values["model.moe.balance.aux_loss_coef"] = 0.0  # a factor of nothing
     if moe.balance.capacity_factor == 0:
-        values["model.moe.balance.pad_to_capacity"] = False
+        values["model.moe.balance.pad_to_capacity"] = False  # without a capacity
     return values
 
 
@@ -210,7 +210,7 @@ def _schedule(run: Run, is_written: Written) -> Values:
 def _stages(run: Run, _: Written) -> Values:
     if schedule_has_its_stages(run) is None:
         return {}
-    return {"pipeline.stages_per_rank": SCHEDULES[run.pipeline.schedule].fewest}
+    return {"pipeline.stages_per_rank": SCHEDULES[run.pipeline.schedule].fewest}  # that the schedule runs with
 
 
 def _row_counts(run: Run, _: Written) -> Values:

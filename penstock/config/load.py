@@ -96,7 +96,7 @@ def _read_file(path: Path) -> tuple[Tree, frozenset[str]]:
 
 def _parse_file(path: Path) -> dict[str, Any]:
     try:
-        text = read_bounded(path, MOST_TOML_BYTES).decode("utf-8-sig")
+        text = read_bounded(path, MOST_TOML_BYTES).decode("utf-8-sig")  # some editors write a byte order mark
     except FileNotFoundError as error:
         raise ConfigError(
             f"there is no file {path}", fix=did_you_mean_path(path) or "check the path, or name a preset"
@@ -104,7 +104,7 @@ def _parse_file(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
+        line = error.object[: error.start].count(b"\n") + 1  # of the first wrong byte
         raise ConfigError(f"{path}:{line}: the file is not UTF-8 text", fix="save it as UTF-8") from error
     try:
         return parse_toml(text)
@@ -117,7 +117,7 @@ def _syntax_fault(path: Path, text: str, message: str) -> str:
     place = re.search(r" \(at (?:line (?P<line>\d+), column \d+|end of document)\)$", message)
     if place is None:
         return f"{path} is not TOML: {message}"
-    line = place["line"] or text.count("\n") + 1
+    line = place["line"] or text.count("\n") + 1  # the end of the document is its last line
     return f"{path}:{line}: this is not TOML: {message[: place.start()]}"
 
 
@@ -131,7 +131,7 @@ def _as_table(section: Section) -> Tree:
         elif field.named:
             table[name] = {one: _as_table(inner) for one, inner in value.items()}
         elif value is not None:
-            table[name] = list(value) if isinstance(value, tuple) else value
+            table[name] = list(value) if isinstance(value, tuple) else value  # TOML has arrays
         elif field.required or field.default is not None:
-            table[name] = NONE
+            table[name] = NONE  # its default is something else
     return table

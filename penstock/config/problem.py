@@ -10,8 +10,8 @@ from penstock.base.errors import ConfigError
 _LINE = re.compile(
     r"(?P<field>\S+) (?P<what>.*?)(; got (?P<got>.*?))?(; allowed: (?P<allowed>.*?))?(; fix: (?P<fix>.*))?", re.DOTALL
 )
-_MOST_OTHERS = 4
-_MOST_DIVISORS = 12
+_MOST_OTHERS = 4  # fields of further problems that a message names
+_MOST_DIVISORS = 12  # that a message lists
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Problem:
 
         All parts behind WHAT may be left out.
         """
-        found = _LINE.fullmatch(line)
+        found = _LINE.fullmatch(line)  # lazy groups: the first `; got ` ends WHAT
         assert found is not None, f"{line!r} names a field and a mistake"
         return cls(**found.groupdict())
 
@@ -47,6 +47,26 @@ def refuse(problems: Sequence[Problem]) -> None:
     fields += ["..."] if len(others) > _MOST_OTHERS else []
     also = f" (also wrong: {', '.join(fields)})" if fields else ""
     raise ConfigError(f"{first.field} {first.what}{also}", got=first.got, allowed=first.allowed, fix=first.fix)
+
+
+def must_divide(field: str, size: int, whole: str, count: int) -> Problem | None:
+    """The size in a field divides the `count` in the field `whole`."""
+    if count % size == 0:
+        return None
+    return Problem(field, f"must divide {whole} ({count})", f"{size}", divisors(count))
+
+
+def at_most(field: str, size: int, limit: str, count: int) -> Problem | None:
+    """The size in a field is at most the `count` in the field `limit`."""
+    if size <= count:
+        return None
+    return Problem(field, f"is more than {limit}", f"{size}", f"1 to {count}")
+
+
+def multiples_near(number: int, divisor: int) -> str:
+    """The multiples of a divisor below and above a number, in words."""
+    below = number - number % divisor
+    return " or ".join(f"{one}" for one in (below, below + divisor) if one)
 
 
 @cache

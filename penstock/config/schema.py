@@ -79,7 +79,7 @@ class Field:
     def range_text(self) -> str:
         """Its bounds, without the unit: `>= 1`, `0 to 1`, or empty."""
         if self.low is not None and self.high is not None:
-            return f"{self.low:.12g} to {self.high:.12g}"
+            return f"{self.low:.12g} to {self.high:.12g}"  # 12 digits write 2**32 in full
         if self.low is not None:
             return f">= {self.low:.12g}"
         return "" if self.high is None else f"<= {self.high:.12g}"

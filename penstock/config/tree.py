@@ -85,7 +85,7 @@ def settle(fields: Mapping[str, Field], tree: Mapping[str, Any]) -> Tree:
 def _settle_value(field: Field | None, value: Any) -> Any:
     if field is None:
         return value
-    if isinstance(value, int) and abs(value) >= 2**63:
+    if isinstance(value, int) and abs(value) >= 2**63:  # of TOML, and of torch
         raise ConfigError(f"{field.path} is more than 64 bits can hold", got=value)
     if field.optional and value == NONE:
         return None
@@ -94,9 +94,9 @@ def _settle_value(field: Field | None, value: Any) -> Any:
         if field.named:
             return {name: settle(fields, one) if isinstance(one, Mapping) else one for name, one in value.items()}
         return settle(fields, value)
-    if field.takes_list and isinstance(value, (str, int)):
+    if field.takes_list and isinstance(value, (str, int)):  # data.files=a.txt
         return (value,)
-    return tuple(value) if isinstance(value, list) else value
+    return tuple(value) if isinstance(value, list) else value  # frozen sections hold tuples
 
 
 def paths_in(tree: Mapping[str, Any], above: str = "") -> frozenset[str]:
@@ -113,7 +113,7 @@ def merge(section: type[Section], base: Mapping[str, Any], overlay: Mapping[str,
 
     If the overlay gives a section another `kind`, only values that the new kind has too stay.
     """
-    merged = dict(base)
+    merged = dict(base)  # the base stays as it is
     for key, value in overlay.items():
         below = base.get(key)
         field = fields_of(section).get(key)

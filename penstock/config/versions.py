@@ -69,8 +69,8 @@ def new_path(path: str) -> str | None:
 
 def check_version(table: dict[str, Any], source: str) -> None:
     """Take the version out of a parsed file's table; any but today's is a ConfigError, which names `source`."""
-    version = table.pop(VERSION_KEY, VERSION)
-    if isinstance(version, bool) or not isinstance(version, int) or version < 1:
+    version = table.pop(VERSION_KEY, VERSION)  # so that it is no unknown key
+    if isinstance(version, bool) or not isinstance(version, int) or version < 1:  # bool is an int in Python
         raise ConfigError(f"{source}: {VERSION_KEY} is not a version", got=f"{version!r}", allowed=f"{VERSION}")
     if version != VERSION:
         is_newer = version > VERSION

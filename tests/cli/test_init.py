@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.cli import init as verb
-from penstock.cli.init_run import tokens_of
+from penstock.cli.init import tokens_of
 from penstock.cli.main import main
 from penstock.config.load import load_run
 from penstock.config.presets.debug import debug
