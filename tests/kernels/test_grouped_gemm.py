@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -20,12 +21,11 @@ from penstock.kernels.grouped_gemm import (
     grouped_gemm_input_gradient,
     grouped_gemm_weight_gradient,
 )
-from penstock.kernels.grouped_gemm_kernels import rows_kernel, weights_kernel
-from penstock.kernels.tile_table import ALIGNED_BLOCK, BLOCK_SIZES, TileTable, tile_table, tile_table_kernel
+from penstock.kernels.tile_table import BLOCK_SIZES, TileTable, tile_table
 from penstock.kernels.tuning import GROUPED_GEMM, GemmLaunch, GemmProduct, in_triton, target_of
 from tests.closeness import assert_close
 from tests.examples import examples
-from tests.kernels.ahead_of_time import AMPERE, TARGETS, Compiled, compile_for, compile_without_spills
+from tests.kernels.ahead_of_time import CHIPS, TARGETS, Compiled, compile_launches, compile_without_spills, on_meta
 from tests.kernels.parity import assert_near, assert_parity
 
 
@@ -80,9 +80,8 @@ def test_misfits_are_refused(device: torch.device) -> None:
 @pytest.mark.often("*sm_90*", "*gfx942*")
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_table_kernel_compiles_without_spills(target: str) -> None:
-    types = {"*i32:16": "counts_ptr starts_ptr aligned_ptr block_counts_ptr owners_ptr", "i32": "rows experts bound"}
-    constants = {"SMALLEST_BLOCK": BLOCK_SIZES[0], "ALIGNED_BLOCK": ALIGNED_BLOCK, "EXPERTS_PADDED": 256}
-    compile_without_spills(tile_table_kernel, types, constants, TARGETS[target], num_warps=1)
+    counts_e = on_meta(255, dtype=torch.int32)
+    compile_without_spills(target, lambda: tile_table(counts_e, 40_001))
 
 
 COUNTS = {
@@ -103,11 +102,9 @@ BOTH_WAYS = pytest.mark.parametrize("launch", [POINTERS, DESCRIPTORS], ids=["poi
 def draw(counts: list[int], device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Rows with a tail of NaN, matrices, gradient of the output with a tail of NaN, counts."""
     rows = sum(counts) + TAIL
-    x_RD = torch.randn(rows, DEPTH, device=device, dtype=dtype)
-    w_eFD = torch.randn(len(counts), WIDTH, DEPTH, device=device, dtype=dtype)
-    dy_RF = torch.randn(rows, WIDTH, device=device, dtype=dtype)
-    x_RD[sum(counts) :] = float("nan")
-    dy_RF[sum(counts) :] = float("nan")
+    shapes = (rows, DEPTH), (len(counts), WIDTH, DEPTH), (rows, WIDTH)
+    x_RD, w_eFD, dy_RF = (torch.randn(shape, device=device, dtype=dtype) for shape in shapes)
+    x_RD[sum(counts) :] = dy_RF[sum(counts) :] = float("nan")
     return x_RD, w_eFD, dy_RF, torch.tensor(counts, dtype=torch.int32, device=device)
 
 
@@ -285,11 +282,8 @@ def test_every_launch_of_this_chip_computes_the_same(product: str, device: torch
     ],
 )
 def test_operands_that_do_not_fit_are_refused_by_name(change: dict[str, Tensor], says: str) -> None:
-    operands = {
-        "x_RD": torch.zeros(4, 32),
-        "w_eFD": torch.zeros(2, 16, 32),
-        "counts_e": torch.zeros(2, dtype=torch.int32),
-    }
+    counts_e = torch.zeros(2, dtype=torch.int32)
+    operands = {"x_RD": torch.zeros(4, 32), "w_eFD": torch.zeros(2, 16, 32), "counts_e": counts_e}
     with pytest.raises(KernelError, match=says):
         grouped_gemm_forward(**(operands | change))
 
@@ -300,7 +294,6 @@ def depths(product: GemmProduct, launch: GemmLaunch) -> tuple[bool, ...]:
     return (True, False) if by_pointers and not product.startswith("weight") else (True,)
 
 
-CHIPS = {**TARGETS, AMPERE.name: AMPERE}
 CHOICES = [
     pytest.param(target, product, launch, whole, id=f"{target}-{product}-{launch.block_columns}-{whole}")
     for target, products in GROUPED_GEMM.items()
@@ -366,39 +359,24 @@ def test_gathered_rows_are_copied_by_16_bytes_while_earlier_ones_are_multiplied(
 def compile_product(
     product: GemmProduct, launch: GemmLaunch, target: str, whole_depth: bool, *, has_bias: bool = False
 ) -> Compiled:
-    """Compile as the launchers would for bfloat16 and widths that are multiples of 16."""
-    rows, columns, depth = launch.block_rows, launch.block_columns, launch.block_depth
-    accumulated = product.endswith("_accumulated")
+    experts, rows, width, depth = 63, 8001, 1408, 2048 if whole_depth else 2064
+    counts_e, is_sum = on_meta(experts, dtype=torch.int32), product.endswith("_accumulated")
     # A sum is gathered or not with the same launch; gathered it needs more registers.
-    gathered = not launch.copy_gathered and (accumulated or product.endswith("_gathered"))
-    result = "fp32" if accumulated else "bf16"
-
-    def operand(*block: int, dtype: str = "bf16") -> str:
-        return f"tensordesc<{dtype}{list(block)}>" if launch.descriptors else f"*{dtype}:16"
-
-    constants: dict[str, int | bool] = {
-        "BLOCK_ROWS": rows,
-        "BLOCK_COLUMNS": columns,
-        "BLOCK_DEPTH": depth,
-        "GROUP": launch.group,
-        "PIECES": launch.pieces,
-        "GATHER": gathered,
-        "DESCRIPTORS": launch.descriptors,
-    }
-    types = [("*i64:16", "index_ptr")] if gathered else []
+    is_gathered = not launch.copy_gathered and (is_sum or product.endswith("_gathered"))
+    index_R = on_meta(rows, dtype=torch.int64) if is_gathered else None
+    options = {"tiles": tile_table(counts_e, rows), "launch": launch}
     if product.startswith("weight"):
-        types += [(operand(1, 1, depth, rows), "dy"), ("i32", "experts"), ("*i32:16", "starts_ptr")]
-        types += [("*bf16:16" if gathered else operand(1, 1, depth, columns), "x")]
-        types += [(operand(1, rows, columns // launch.pieces, dtype=result), "dw")]
-        constants["ACCUMULATE"] = accumulated
-        kernel = weights_kernel
+        options["accumulate_into"] = on_meta(experts, width, depth, dtype=torch.float32) if is_sum else None
+        operands = on_meta(rows, width), on_meta(rows, depth), counts_e, index_R
+        multiply = partial(grouped_gemm_weight_gradient, *operands, **options)
+    elif product == "input_gradient":
+        multiply = partial(
+            grouped_gemm_input_gradient, on_meta(rows, depth), on_meta(experts, depth, width), counts_e, **options
+        )
     else:
-        depth_first = product == "input_gradient"
-        types += [("*bf16:16" if gathered else operand(rows, depth), "x"), ("*bf16:16", "y_ptr")]
-        types += [(operand(1, depth, columns) if depth_first else operand(1, columns, depth), "w")]
-        types += [(operand(1, 1, rows, columns // launch.pieces), "y"), ("i32", "rows experts")]
-        types += [("*i32:16", "starts_ptr owners_ptr"), ("*i32", "block_count_ptr")]
-        types += [("*bf16:16", "bias_ptr"), ("*fp32:16", "weights_ptr")] if has_bias else []
-        constants |= {"DEPTH_FIRST": depth_first, "WHOLE_DEPTH": whole_depth}
-        kernel = rows_kernel
-    return compile_for(kernel, types, constants, CHIPS[target], launch.warps, launch.stages)
+        bias = on_meta(experts, width), on_meta(rows, dtype=torch.float32)
+        options |= dict(zip(("bias_eF", "weights_R"), bias, strict=True)) if has_bias else {}
+        operands = on_meta(rows, depth), on_meta(experts, width, depth), counts_e, index_R
+        multiply = partial(grouped_gemm_forward, *operands, **options)
+    (compiled,) = compile_launches(target, multiply)
+    return compiled

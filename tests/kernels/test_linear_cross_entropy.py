@@ -5,6 +5,7 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,22 +14,14 @@ from torch import Tensor
 
 from penstock.base.errors import KernelError
 from penstock.kernels import reference
-from penstock.kernels.linear_cross_entropy import (
-    LAUNCH,
-    SCALE_BLOCK,
-    default_chunk_tokens,
-    linear_cross_entropy,
-    linear_cross_entropy_kernel,
-    scale_kernel,
-)
+from penstock.kernels.linear_cross_entropy import default_chunk_tokens, linear_cross_entropy
 from penstock.kernels.reference import IGNORED_LABEL
 from penstock.kernels.tuning import KernelLaunch
 from tests.closeness import assert_close
-from tests.kernels.ahead_of_time import TARGETS, compile_without_spills
+from tests.kernels.ahead_of_time import TARGETS, compile_without_spills, on_meta
 from tests.kernels.parity import assert_near
 
-SMALL = KernelLaunch(block_rows=1, block_columns=32)
-"""Several blocks in a small row, the last one ragged."""
+SMALL = KernelLaunch(block_rows=1, block_columns=32)  # several blocks in a small row, the last one ragged
 
 
 @dataclass(frozen=True)
@@ -236,31 +229,29 @@ def test_two_shards_of_the_vocabulary_equal_the_whole(device: torch.device, tmp_
 
 # Ahead-of-time compilation.
 
+# 16 bytes at once, into registers or shared memory.
 WIDE_LOAD = re.compile(r"ld\.global\.v4\.b32|cp\.async\.cg\.shared\.global|load_dwordx4")
-"""16 bytes at once, into registers or shared memory."""
-
-PASSES = {"both": (True, True), "statistics": (True, False), "gradient": (False, True)}
 
 
-@pytest.mark.often("sm_90-both", "gfx942-gradient", "gfx942-statistics")
-@pytest.mark.parametrize(("statistics", "gradient"), PASSES.values(), ids=PASSES.keys())
+@pytest.mark.often("sm_90-both", "gfx942-gradient")
+@pytest.mark.parametrize("wanted", ["both", "statistics", "gradient"])
 @pytest.mark.parametrize("target", TARGETS)
-def test_the_row_kernel_compiles_without_spills(target: str, statistics: bool, gradient: bool) -> None:
-    types = {"*bf16:16": "logits_ptr", "*i64:16": "labels_ptr", "*fp32:16": "logsumexp_ptr target_ptr"}
-    types |= {"i32": "first_label", "fp32": "z_weight"}
-    constants = {"IGNORED": IGNORED_LABEL, "STATISTICS": statistics, "GRADIENT": gradient}
-    constants |= {"BLOCK": LAUNCH.block_columns, "STAGES": LAUNCH.stages}
-    chip, warps = TARGETS[target], LAUNCH.warps
-    compiled = compile_without_spills(linear_cross_entropy_kernel, types, constants, chip, num_warps=warps)
-    assert WIDE_LOAD.search(compiled.asm), "logits must be read 16 bytes at a time"
+def test_the_kernels_compile_without_spills(target: str, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank's pass over rows in training, in evaluation, and one of two ranks' passes; and both ways to scale."""
+    x_TD, head_VD, labels_T = on_meta(8192, 2048), on_meta(102_400, 2048), on_meta(8192, dtype=torch.int64)
+    sum_VD = on_meta(102_400, 2048, dtype=torch.float32)
+    if wanted != "statistics":
+        head_VD.requires_grad_()
+    if wanted == "gradient":
+        monkeypatch.setattr(dist, "all_reduce", lambda *arguments, **options: None)
+        monkeypatch.setattr(dist, "get_rank", lambda group: 1)
+    options = {"group": SimpleNamespace(size=lambda: 2) if wanted == "gradient" else None}
 
+    def launches() -> None:
+        for accumulate_into in (None, sum_VD):
+            loss = linear_cross_entropy(x_TD, head_VD, labels_T, 0.1, accumulate_into=accumulate_into, **options)
+            if loss.requires_grad:
+                loss.backward()
 
-@pytest.mark.often("*sm_90*", "*gfx942*")
-@pytest.mark.parametrize("add", [True, False])
-@pytest.mark.parametrize("target", TARGETS)
-def test_the_scale_kernel_compiles_without_spills(target: str, add: bool) -> None:
-    types = {"*fp32:16": "gradient_ptr scale_ptr out_ptr" if add else "gradient_ptr scale_ptr"}
-    types |= {} if add else {"*bf16:16": "out_ptr"}
-    constants = {"ADD": add, "BLOCK": SCALE_BLOCK}
-    compiled = compile_without_spills(scale_kernel, types, constants, TARGETS[target], num_warps=8)
-    assert WIDE_LOAD.search(compiled.asm), "gradients must be read 16 bytes at a time"
+    for compiled in compile_without_spills(target, launches):
+        assert WIDE_LOAD.search(compiled.asm), f"{compiled.kernel} must read 16 bytes at a time"

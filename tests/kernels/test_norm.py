@@ -11,24 +11,19 @@ from penstock.base.errors import KernelError
 from penstock.kernels import reference
 from penstock.kernels.norm import (
     BACKWARD_LAUNCH,
-    LAUNCH,
     SUM_BLOCK,
     add_rms_norm,
     add_three,
-    add_three_kernel,
     fan_out,
     rms_norm,
-    rms_norm_backward_kernel,
     rms_norm_beside,
-    rms_norm_kernel,
     stages_of,
-    sum_table_kernel,
     tile_of,
 )
 from penstock.kernels.tuning import KernelLaunch
 from penstock.plan.op_recorder import OpRecorder
 from tests.closeness import assert_close
-from tests.kernels.ahead_of_time import TARGETS, compile_without_spills
+from tests.kernels.ahead_of_time import TARGETS, compile_without_spills, on_meta
 from tests.kernels.parity import assert_parity
 
 SMALL = KernelLaunch(block_rows=2, block_columns=16, warps=1)
@@ -126,28 +121,15 @@ def test_tiles_loaded_ahead_fit_into_shared_memory() -> None:
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("width", [128, 7168])
 def test_the_kernels_compile_without_spills(width: int, target: str) -> None:
-    rows, columns, warps = tile_of(width, LAUNCH)
-    constants = {"D": width, "BLOCK_T": rows, "BLOCK_D": columns}
-    types = {"*bf16:16": "x_ptr residual_ptr weight_ptr normed_ptr sum_ptr"}
-    types |= {"*fp32:16": "scale_ptr", "i32": "tokens", "fp32": "epsilon"}
-    compile_without_spills(rms_norm_kernel, types, constants, TARGETS[target], num_warps=warps)
-    rows, columns, warps = tile_of(width, BACKWARD_LAUNCH)
-    constants = {"D": width, "BLOCK_T": rows, "BLOCK_D": columns}
-    constants |= {"STAGES": stages_of(rows * columns * 2, BACKWARD_LAUNCH)}
-    types = {"*bf16:16": "x_ptr weight_ptr dnormed_ptr dsum_ptr dx_ptr"}
-    types |= {"*fp32:16": "scale_ptr partial_ptr", "i32": "tokens tiles"}
-    backward = compile_without_spills(rms_norm_backward_kernel, types, constants, TARGETS[target], num_warps=warps)
-    assert backward.shared_bytes <= TARGETS[target].shared_bytes, backward.summary
+    x_TD, residual_TD, weight_D = on_meta(8191, width), on_meta(8191, width), on_meta(width)
 
+    def both_passes() -> None:
+        outputs = add_rms_norm(x_TD, residual_TD, weight_D.requires_grad_(), EPSILON)
+        torch.autograd.backward(outputs, (x_TD, residual_TD))
+        add_three(x_TD, x_TD, residual_TD)
 
-@pytest.mark.often("*sm_90*", "*gfx942*")
-@pytest.mark.parametrize("target", TARGETS)
-def test_the_sums_compile_without_spills(target: str) -> None:
-    constants = {"D": 2048, "BLOCK_P": 256, "BLOCK_D": 16}
-    types = {"*fp32:16": "table_ptr", "*bf16:16": "out_ptr", "i32": "rows"}
-    compile_without_spills(sum_table_kernel, types, constants, TARGETS[target])
-    types = {"*bf16:16": "x_ptr y_ptr z_ptr sum_ptr"}
-    compile_without_spills(add_three_kernel, types, {"BLOCK": SUM_BLOCK}, TARGETS[target])
+    found = compile_without_spills(target, both_passes)
+    assert len(found) == 4 and all(one.shared_bytes <= TARGETS[target].shared_bytes for one in found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -10,9 +10,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from penstock.base.errors import KernelError
 from penstock.kernels import reference
-from penstock.kernels.rope import LAUNCH, mla_heads, mla_heads_backward_kernel, mla_heads_kernel, rotate, rotate_kernel
+from penstock.kernels.rope import mla_heads, rotate
 from penstock.kernels.tuning import KernelLaunch
-from tests.kernels.ahead_of_time import TARGETS, compile_without_spills
+from tests.kernels.ahead_of_time import TARGETS, compile_without_spills, on_meta
 from tests.kernels.parity import assert_near, assert_parity
 
 SMALL = KernelLaunch(block_rows=2, block_columns=0, warps=1)
@@ -123,15 +123,12 @@ def test_misfits_are_refused() -> None:
 @pytest.mark.often("*sm_90*", "*gfx942*")
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_kernels_compile_without_spills(target: str) -> None:
-    block, chip, warps = LAUNCH.block_rows, TARGETS[target], LAUNCH.warps
-    angles = {"*fp32:16": "cos_ptr sin_ptr"}
-    constants = {"H": 32, "P": 128, "DIRECTION": 1.0, "BLOCK_H": block, "BLOCK_P": 128}
-    compile_without_spills(rotate_kernel, {"*bf16:16": "x_ptr out_ptr", **angles}, constants, chip, num_warps=warps)
+    cos_BSP, wide_cos_BSP = (on_meta(2, 4096, pairs, dtype=torch.float32) for pairs in (32, 64))
+    compile_without_spills(target, lambda: rotate(on_meta(2, 4096, 32, 128), wide_cos_BSP, wide_cos_BSP))
+    inputs = on_meta(2, 4096, 16, 192).requires_grad_(), on_meta(2, 4096, 16, 256), on_meta(2, 4096, 64)
 
-    constants = {"H": 16, "PLAIN": 128, "P": 64, "BLOCK_H": block, "BLOCK_N": 128, "BLOCK_P": 64}
-    types = {"*bf16:16": "q_ptr kv_ptr k_rope_ptr q_out_ptr k_out_ptr", **angles}
-    compile_without_spills(mla_heads_kernel, types, constants, chip, num_warps=warps)
+    def both_passes() -> None:
+        heads = mla_heads(*inputs, cos_BSP, cos_BSP)
+        torch.autograd.backward(heads, [torch.empty_like(one) for one in heads])
 
-    types = {"*bf16:16": "dq_ptr dk_ptr dv_ptr dq_in_ptr dkv_ptr dk_rope_ptr", **angles}
-    constants |= {"M": 128, "BLOCK_M": 128}
-    compile_without_spills(mla_heads_backward_kernel, types, constants, chip, num_warps=warps)
+    assert len(compile_without_spills(target, both_passes)) == 2

@@ -1,10 +1,14 @@
 """Random 8-bit operands, laid out in memory as the kernels that quantize write them."""
 
+import math
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.float8 import reference
+from penstock.kernels.float8.operators import SwigluForBackward
 from penstock.kernels.float8.quantized import Quantized
 from penstock.kernels.float8.recipes import ALIGNMENT, DEPTH, Block, Format, Recipe, format_on
 from penstock.kernels.tuning import target_of
@@ -58,6 +62,18 @@ def draw_columns(
     return found
 
 
+def draw_activation(
+    counts: Sequence[int], width: int, device: torch.device, dtype: torch.dtype = torch.float32, *, tail: int = TAIL
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gate and up, weights, gradient and counts; NaN behind the last expert's rows."""
+    rows = sum(counts) + tail
+    drawn = torch.randn(rows, 2 * width), torch.rand(rows), torch.randn(rows, width) * torch.randn(rows, 1).exp()
+    for tensor in drawn:
+        tensor[sum(counts) :] = math.nan
+    gate_up_RF, weights_R, dh_RF = (tensor.to(device) for tensor in drawn)
+    return gate_up_RF.to(dtype), weights_R, dh_RF.to(dtype), torch.tensor(counts, device=device, dtype=torch.int32)
+
+
 def without_tail(columns: Quantized | None, counts_e: Tensor | None) -> Quantized:
     """The copy as far as experts' tiles reach; what kernels leave behind them is anything. All without counts."""
     if counts_e is None:
@@ -65,6 +81,11 @@ def without_tail(columns: Quantized | None, counts_e: Tensor | None) -> Quantize
     end, depth = int(aligned_starts(counts_e)[-1]), columns.block[1]
     scales = columns.scales[..., : end // depth] if depth else columns.scales
     return Quantized(columns.values[..., :end], scales, columns.block)
+
+
+def transposed(made: SwigluForBackward, counts_e: Tensor | None) -> list[Quantized]:
+    """The transposed copies of gate and up's gradient and of h, as far as experts' tiles reach."""
+    return [without_tail(copy, counts_e) for copy in (made.d_gate_up_columns, made.h_columns)]
 
 
 def assert_same(found: Quantized | None, expected: Quantized | None, rows: int | None = None) -> None:

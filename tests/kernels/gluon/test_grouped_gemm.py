@@ -6,6 +6,7 @@ On a CPU `warps_in_torch` runs their source.
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from penstock.kernels import grouped_gemm, reference
 from penstock.kernels.expert_parts import SavedRows
 from penstock.kernels.gluon import grouped_gemm as gluon_gemm
 from penstock.kernels.gluon.grouped_gemm import rows_obstacle, weights_obstacle
-from penstock.kernels.gluon.support import HAS_GLUON, PIECE_ROWS, REGISTERS
+from penstock.kernels.gluon.support import HAS_GLUON, REGISTERS
 from penstock.kernels.grouped_gemm import (
     grouped_gemm_forward,
     grouped_gemm_input_gradient,
@@ -26,16 +27,11 @@ from penstock.kernels.grouped_gemm import (
 from penstock.kernels.tile_table import tile_table
 from penstock.kernels.tuning import GROUPED_GEMM, RingLaunch, RowsRingLaunch, in_triton, multiprocessors_of
 from tests.closeness import assert_close
-from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_for, those_taken_first
+from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_launches, on_meta, those_taken_first
 from tests.kernels.gluon.warps_in_torch import launched_on_cpu
 from tests.kernels.parity import assert_near
 
 pytestmark = pytest.mark.skipif(not HAS_GLUON, reason="no Gluon that the kernels know")
-
-if HAS_GLUON:
-    from triton.experimental.gluon.language import NVMMASharedLayout
-
-    from penstock.kernels.gluon.grouped_gemm_kernels import expert_rows_kernel, weight_gradient_kernel
 
 CPU = torch.device("cpu")
 TAIL = 23
@@ -45,10 +41,10 @@ COUNTS = {
     "no rows": [0, 0],
     "one expert": [295],
 }
+# Launches by product; `accumulated` adds a weight gradient to a float32 sum.
 RINGS_OF = {"forward": ROWS_RINGS, "input gradient": ROWS_RINGS, "weight gradient": RINGS, "accumulated": RINGS}
-"""Launches by product; `accumulated` adds a weight gradient to a float32 sum."""
+# Blocks that torch multiplies quickly.
 SMALL = {product: replace(rings["ring"], block_depth=16, stages=3, group=2) for product, rings in RINGS_OF.items()}
-"""Blocks that torch multiplies quickly."""
 every_product = pytest.mark.parametrize("product", RINGS_OF)
 
 
@@ -194,13 +190,13 @@ def test_only_hopper_takes_rings_for_all_products_but_gathered_rows() -> None:
     assert taken == {("sm_90", product) for product in GROUPED_GEMM["sm_90"] if product != "forward_gathered"}
 
 
-@pytest.mark.often("forward-True-ring", "accumulated-True-ring")
+@pytest.mark.often("forward-True-ring", "accumulated-False-ring")
 @pytest.mark.parametrize(
     ("product", "kept", "name"),
     [
         pytest.param(product, kept, *name.values, marks=name.marks, id=f"{product}-{kept}-{name.values[0]}")
         for product, rings in RINGS_OF.items()
-        for kept in ((True, False) if rings is ROWS_RINGS else (product == "accumulated",))
+        for kept in ((True, False) if product == "forward" else (False,))
         for name in those_taken_first(rings)
     ],
 )
@@ -222,32 +218,19 @@ def test_products_run_one_after_the_other_and_nothing_spills(product: str, kept:
 
 
 def compile_kernel(product: str, launch: Any, *, kept: bool) -> Compiled:
-    """Compile as the launcher would for widths that are multiples of 16."""
-    result, bits = ("fp32", 32) if product == "accumulated" else ("bf16", 16)
-    columns, depth = launch.block_columns, launch.block_depth
-    piece = launch.block_rows * columns // launch.pieces // PIECE_ROWS
-
-    def operand(*block: int, dtype: str = "bf16", bits: int = 16) -> str:
-        width = min(128, block[-1] * bits // 8)
-        layout = NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=bits, rank=len(block))
-        return f"tensordesc<{dtype}{list(block)},{layout!r}>"
-
-    constants = {"STAGES": launch.stages, "GROUP": launch.group}
-    types = [("*i32:16", "starts_ptr"), ("i32", "experts")]
-    if RINGS_OF[product] is ROWS_RINGS:
-        back = product == "input gradient"
-        types += [(operand(launch.block_rows, depth), "x"), (operand(1, 1, PIECE_ROWS, piece), "y")]
-        types += [(operand(1, depth, columns) if back else operand(1, columns, depth), "w"), ("*bf16:16", "y_ptr")]
-        types += [("*i32:16", "owners_ptr"), ("*i32", "block_count_ptr"), ("i32", "rows")]
-        types += [("*i64:16", "first_ptr" * kept)]
-        constants |= {"DEPTH_FIRST": back, "ONLY_LAST": False}
-        kernel = expert_rows_kernel
+    counts_e, (rows, width, depth) = on_meta(63, dtype=torch.int32), (8001, 1408, 2048)
+    options = {"tiles": tile_table(counts_e, rows), "launch": launch}
+    x_RD, dy_RF, w_eFD = on_meta(rows, depth), on_meta(rows, width), on_meta(63, width, depth)
+    if product == "forward":
+        place = SavedRows(on_meta(99_999, width), on_meta(1, dtype=torch.int64), rows) if kept else None
+        multiply = partial(grouped_gemm_forward, x_RD, w_eFD, counts_e, keep=place, **options)
+    elif product == "input gradient":
+        multiply = partial(grouped_gemm_input_gradient, dy_RF, w_eFD, counts_e, **options)
     else:
-        types += [(operand(1, 1, depth, launch.block_rows), "dy"), (operand(1, 1, depth, columns), "x")]
-        types += [(operand(1, PIECE_ROWS, piece * 32 // bits, dtype=result, bits=bits), "dw")]
-        constants["ACCUMULATE"] = product == "accumulated"
-        kernel = weight_gradient_kernel
-    return compile_for(kernel, types, constants, TARGETS["sm_90"], launch.warps, maxnreg=REGISTERS)
+        sums_eFD = on_meta(63, width, depth, dtype=torch.float32) if product == "accumulated" else None
+        multiply = partial(grouped_gemm_weight_gradient, dy_RF, x_RD, counts_e, accumulate_into=sums_eFD, **options)
+    (compiled,) = compile_launches("sm_90", multiply)
+    return compiled
 
 
 @pytest.mark.gpu
