@@ -98,7 +98,7 @@ def travels_of(run: Run) -> tuple[TokenTraffic, TokenTraffic]:
     assert moe is not None, "a model with experts"
     tokens = run.training.micro_batch * run.training.sequence_length // run.parallel.context
     even = TokenTraffic(tokens=tokens, copy_bytes=2 * run.model.hidden_size, experts=moe.experts, top_k=moe.top_k)
-    return even, replace(even, in_turn=True)
+    return even, replace(even, stride=1)
 
 
 def sent() -> list[dict[str, Any]]:
@@ -116,7 +116,7 @@ def sent() -> list[dict[str, Any]]:
             rows.append(
                 {
                     "expert": ranks,
-                    "in_turn": travel.in_turn,
+                    "in_turn": bool(travel.stride),
                     "rows_leaving_node": travel.top_k * (1 - 1 / group.nodes),
                     "tokens_leaving_node": copies(travel, group.nodes),
                     "ranks_needed": copies(travel, ranks),

@@ -157,12 +157,13 @@ class Efficiency(SourcedTable):
 
 
 class CollectiveRate(SourcedTable):
-    """Time of one collective: latency + peers x peer latency + bytes / (efficiency x bandwidth)."""
+    """Time of one collective: latency + peers x peer latency + rows x row time + bytes / (efficiency x bandwidth)."""
 
     kind: CollectiveKind = knob(doc="Which one.")
     reach: Literal["node", "cluster"] = knob(doc="Inside a node, or over several.")
     latency_seconds: float = knob(doc="Of the smallest one, between two ranks.", unit="seconds", low=0)
     peer_seconds: float = knob(0.0, doc="More for each further rank.", unit="seconds", low=0)
+    row_seconds: float = knob(0.0, doc="More for each token that is sent by itself (deep-ep).", unit="seconds", low=0)
     efficiency: float = knob(doc="Share of the links' or the network's bandwidth.", low=0.001, high=1)
 
 

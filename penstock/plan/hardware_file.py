@@ -163,7 +163,7 @@ def _assumed_as(other: Hardware) -> Hardware:
     def source(text: str) -> str:
         return text if text.startswith("assumed: as on ") else f"assumed: as on {other.name} ({text})"
 
-    fields = {
+    fields: dict[str, Any] = {
         name: value.model_copy(update={"source": source(value.source)})
         for name, value in vars(other).items()
         if isinstance(value, SourcedTable)

@@ -71,6 +71,28 @@ def test_a_search_is_asked_what_the_command_line_says(searched: Searched) -> Non
     assert "1.5 x their even share" in text
 
 
+def test_forced_balance_and_experts_in_turn_are_even_unless_said_otherwise(searched: Searched) -> None:
+    forced = "model.moe.balance.force_load_balance=true"
+    assert "get 1.2 x their even share of rows, at most all (--imbalance)" in shown("debug", *ON)
+    assert "get 1 x their even share of rows, at most all (model.moe.balance" in shown("debug", forced, *ON)
+    text = shown("debug", *ON, "--routing", "in-turn")
+    assert "assumed: tokens take the experts in turn" in text and "get 1 x their even share" in text
+    shown("debug", *ON, "--routing", "in-turn", "--imbalance", "1.1")
+    found = [(one.assumptions.imbalance, one.assumptions.in_turn) for one in searched.questions]
+    assert found == [(1.2, False), (1.2, False), (1.0, True), (1.1, True)]
+
+
+def test_another_trainer_of_a_layout_says_what_is_assumed_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    batch = ("training.precision=bf16", "training.global_batch=64", "--layout", "ep=4")
+    ours = told_as_json("debug", *batch, *ON)["candidates"][0]
+    theirs = told_as_json("debug", *batch, *ON, "--software", "torchtitan,launch=2")["candidates"][0]
+    assert theirs["step_seconds"] > ours["step_seconds"]
+    text = shown("debug", *batch, *ON, "--software", "torchtitan,launch=2")
+    assert "assumed: torchtitan: dispatch all-to-all, products 1.55" in text and "launch 2.0" in text
+    assert "(--software); measured beside ours on one H200" in text
+    assert "next:" not in capsys.readouterr().err
+
+
 def test_overrides_of_a_layout_bind_a_search(searched: Searched) -> None:
     said = ("parallel.expert=4", "training.micro_batch=2", 'recompute.modules=["norm","layer"]', "model.layers=2")
     shown("debug", *said, "dispatch.method=all-gather", "parallel.shard=full", *ON, "--only", "cp=2,ep=4")
@@ -232,6 +254,12 @@ def test_pictures_are_written_by_their_suffix(
         (("debug", "dispatch.overlap=halves", *ON), "a search looks at no layout with dispatch.overlap; got halves"),
         (("debug", *ON, "--saving", "all"), "--saving is unknown; got all; allowed: run, conventional"),
         (("debug", *ON, "--imbalance", "0.5"), "--imbalance"),
+        (("debug", *ON, "--imbalance", "inf"), "--imbalance is no number"),
+        (("debug", *ON, "--routing", "turn"), "--routing is unknown; got turn; allowed: router, in-turn"),
+        (("debug", *ON, "--software", "megatron"), "--software is of one layout"),
+        (("debug", *ON, "--layout", "own", "--software", "megatorn"), "did you mean megatron?"),
+        (("debug", *ON, "--layout", "own", "--software", "own,speed=2"), "--software has no such field"),
+        (("debug", *ON, "--layout", "own", "--software", "primus", "--write", "x.toml"), "no run of ours is run by"),
         (("debug", *ON, "--top", "0"), "--top"),
         (("debug", *ON, "--global-batch-tokens", "0"), "--global-batch-tokens"),
         (("debug", *ON, "--explain", "memory.activation"), "did you mean memory.activations?"),

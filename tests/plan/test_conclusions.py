@@ -137,7 +137,7 @@ def test_the_published_savings_are_those_of_the_arithmetic_that_we_found() -> No
 
 def one_way(method: DispatchMethod, ranks: int, *, in_turn: bool) -> float:
     """Seconds to the experts of a layer of MoE-2T."""
-    travel = next(one for one in travels_of(load_run("moe-2t", [])) if one.in_turn == in_turn)
+    travel = next(one for one in travels_of(load_run("moe-2t", [])) if bool(one.stride) == in_turn)
     cluster = cluster_of(1024, load_hardware("MI300X"))
     return TransferTimes(cluster.hardware).dispatch(method, "dispatch", travel, cluster.group(ranks)).seconds
 
@@ -157,7 +157,7 @@ def test_experts_in_turn_lie_on_as_few_places_as_can_be_and_never_on_more_than_b
     experts: int, top_k: int, places: int
 ) -> None:
     even = TokenTraffic(tokens=1, copy_bytes=1, experts=experts, top_k=top_k)
-    turn = replace(even, in_turn=True)
+    turn = replace(even, stride=1)
     fewest = -(-top_k // (experts // places)) * (places - 1) / places
     assert fewest <= copies(turn, places) <= copies(even, places) + 1e-9
 

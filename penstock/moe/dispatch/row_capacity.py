@@ -33,6 +33,9 @@ class SplitSizes:
 
     imbalance: float = 1.0  # of the fullest rank, as a plan assumes it
     part: float = 1.0
+    reached: float = (
+        0.0  # share of tokens with a choice on a given node, as a plan assumes it; 0 for `part_that_crosses`
+    )
 
     def total(self, counts_E: Tensor, even_share: float, most: int) -> int:
         """Rows of all local experts."""
@@ -58,7 +61,7 @@ class SplitSizes:
             return read
         record_wait(counts)
         nodes = counts.numel() // 2
-        each = math.ceil(choices[0] * part_that_crosses(nodes, choices[1]))
+        each = math.ceil(choices[0] * (self.reached or part_that_crosses(nodes, choices[1])))
         return [each] * (2 * nodes) + [each * nodes]
 
     def stated(self, even_share: float, most: int) -> int:
