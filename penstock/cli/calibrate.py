@@ -68,8 +68,16 @@ def calibrate(
         launch = LocalLaunch(processes=processes, facts=facts_of_ranks(environment, processes, on_cpu=on_cpu))
         return run_processes(main, words, launch)
     hardware = _measure(environment, device, name)
-    if environment.rank == 0:  # all ranks have measured, one tells
-        _hand_over(hardware, output)
+    comment = [f"{hardware.name}, measured by `penstock calibrate`."]
+    if environment.rank > 0:  # all ranks have measured, the first tells
+        return 0
+    if output is None:
+        print(hardware_text(hardware, comment), end="")
+    else:
+        write_hardware(output, hardware, comment)
+        print_table(("operator", "sizes", "reached"), _rows(hardware))
+        print(f"written to {output}; a cluster of 8 such devices is called 8x{output}")
+        print_next("plan", "debug", "--on", f"1x{output}")
     return 0
 
 
@@ -101,17 +109,6 @@ def _measure(environment: Environment, device_kind: str, name: str | None) -> Ha
             kernels=facts.target if on_gpu else "",
         )
     )
-
-
-def _hand_over(hardware: Hardware, output: Path | None) -> None:
-    comment = [f"{hardware.name}, measured by `penstock calibrate`."]
-    if output is None:
-        print(hardware_text(hardware, comment), end="")
-        return
-    write_hardware(output, hardware, comment)
-    print_table(("operator", "sizes", "reached"), _rows(hardware))
-    print(f"written to {output}; a cluster of 8 such devices is called 8x{output}")
-    print_next("plan", "debug", "--on", f"1x{output}")
 
 
 def _rows(hardware: Hardware) -> list[tuple[str, str, str]]:

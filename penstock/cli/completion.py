@@ -16,7 +16,6 @@ from penstock.config.run import Run
 from penstock.config.schema import NAME, every_field
 
 Word = tuple[str, str]  # a proposed word and its description
-DEVICES = "8"  # number of devices of a proposed cluster, if none is typed yet
 
 
 def proposals(verb: str, words: Sequence[str], begun: str) -> list[Word]:
@@ -75,12 +74,8 @@ def _overrides(begun: str) -> Iterator[Word]:
             yield f"{field.path}=", field.doc
 
 
-def _fields(begun: str) -> Iterator[Word]:
-    return ((path, "") for path in dict.fromkeys(field.path for field in every_field(Run)))
-
-
 def _clusters(begun: str) -> Iterator[Word]:
-    number = begun.partition("x")[0] or DEVICES  # `512xMI` keeps its 512
+    number = begun.partition("x")[0] or "8"  # `512xMI` keeps its 512
     return ((f"{number}x{name}", "") for name in load_by_name("penstock.plan.hardware_file", "known_hardware")())
 
 
@@ -88,6 +83,6 @@ def _clusters(begun: str) -> Iterator[Word]:
 _KNOWN: dict[str, Callable[[str], Iterator[Word]]] = {
     r"TARGET|A|B|A B": _presets,
     r"\[a\.b=c\]\.\.\.": _overrides,
-    r"FIELD": _fields,
+    r"FIELD": lambda begun: ((path, "") for path in dict.fromkeys(field.path for field in every_field(Run))),
     r"NxCHIP": _clusters,
 }

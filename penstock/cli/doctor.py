@@ -95,8 +95,7 @@ def _print_next(paths: list[Path], evidence: Evidence, changes: list[str]) -> No
 def examine(paths: list[Path], *, on: str | None = None, step: int | None = None) -> Evidence:
     """Collect all evidence from the folder of a run, the TOML file of a planned run, or traces.
 
-    `on` names the hardware; None takes it from the traces. Raises a PenstockError if a file cannot be read (of a run,
-    traces may be missing), or `on` names no hardware.
+    `on` names the hardware; None takes it from the traces. Raises a PenstockError for what cannot be read.
     """
     path = paths[0]
     if len(paths) == 1 and is_run(path):

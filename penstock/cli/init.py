@@ -20,7 +20,7 @@ import re
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from glob import glob, has_magic
 from math import ceil
@@ -78,15 +78,7 @@ QUESTIONS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Answers:
-    """Answers to the five questions, as the table above shows their forms."""
-
-    model: str
-    on: str
-    data: str
-    tokenizer: str
-    tokens: str
+Answers = Mapping[str, str]  # by the names of the table above
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,9 +113,9 @@ def init(  # noqa: PLR0913 - one argument for each option
     answers = _answers(given, asks=not yes)
     with Console(stderr=True).status("planning and opening the text"):  # stderr: nothing is drawn into a pipe
         made = make_run(answers, file.stem, overrides or ())
-    options = [word for name, value in vars(answers).items() for word in (f"--{name}", value)]
+    options = [word for name, value in answers.items() for word in (f"--{name}", value)]
     words = shlex.join(["penstock", "init", str(file), *options, *(overrides or [])])
-    write_file(file, run_text(made, answers.model, file, words))
+    write_file(file, run_text(made, answers["model"], file, words))
     warn_of_unfilled(made.run)
     for note in made.notes:
         print(f"note: {note}")
@@ -149,10 +141,10 @@ def _answers(given: dict[str, str | None], *, asks: bool) -> Answers:
         else:
             usual = _USUAL.get(name) or _usual_tokens(preset(answers["model"]))
             answers[name] = _asked(name, usual, answers) if asks else usual
-    return Answers(**answers)
+    return answers
 
 
-def _asked(name: str, usual: str, answers: dict[str, str]) -> str:
+def _asked(name: str, usual: str, answers: Answers) -> str:
     """Ask a person until the answer can be used."""
     if name == "model":
         print(f"Presets: {', '.join(PRESETS)}; `penstock config list` says what they are.")
@@ -169,7 +161,7 @@ def _asked(name: str, usual: str, answers: dict[str, str]) -> str:
             return answer
 
 
-def _look(name: str, answer: str, answers: dict[str, str]) -> None:
+def _look(name: str, answer: str, answers: Answers) -> None:
     """Refuse an unusable answer, as far as it can be checked now."""
     looks: dict[str, Callable[[str], object]] = {
         "model": preset,
@@ -184,13 +176,10 @@ def _look(name: str, answer: str, answers: dict[str, str]) -> None:
 
 
 def make_run(answers: Answers, name: str, overrides: Sequence[str] = ()) -> Made:
-    """The run that five answers describe; `overrides`, `a.b=c` each, win over the answers.
-
-    Raises a PenstockError if an answer cannot be used, or the run cannot be trained there.
-    """
-    data = {**text_fields(answers.data), "tokenizer": answers.tokenizer}
-    run, notes = _with_vocabulary(_with(preset(answers.model), {"name": name, "data": data}))
-    cluster, projection = cluster_named(answers.on), None  # no cluster is this machine, whose speed is unknown
+    """The run that five answers describe; overrides win. Raises a PenstockError if it cannot be trained there."""
+    data = {**text_fields(answers["data"]), "tokenizer": answers["tokenizer"]}
+    run, notes = _with_vocabulary(_with(preset(answers["model"]), {"name": name, "data": data}))
+    cluster, projection = cluster_named(answers["on"]), None  # no cluster is this machine, whose speed is unknown
     if cluster is None and not torch.cuda.is_available():
         run, small = _on_cpu(run)
         notes += small
@@ -199,10 +188,16 @@ def make_run(answers: Answers, name: str, overrides: Sequence[str] = ()) -> Made
     if cluster is None:
         _check_memory(run)
     else:
-        projection = _planned(run, cluster)
+        found = search(SearchRequest(run=run, cluster=cluster, top=1))  # the fastest layout that fits
+        if not found.candidates:
+            raise ConfigError(
+                f"no layout of {run.name} fits {cluster.devices} x {cluster.hardware.name}",
+                fix="more devices, or a smaller model (-8l keeps 8 layers); penstock plan says why",
+            )
+        projection = found.candidates[0]
         run = projection.run
-    run, text_notes = _with_text(run, is_here=answers.on == HERE)
-    steps = max(1, ceil(tokens_of(answers.tokens, projection) / run.tokens_per_step))
+    run, text_notes = _with_text(run, is_here=answers["on"] == HERE)
+    steps = max(1, ceil(tokens_of(answers["tokens"], projection) / run.tokens_per_step))
     steps = chosen.get("training", {}).get("steps", steps)
     # The schedule fits the steps; overrides win once more.
     warmup = min(run.schedule.warmup_steps, steps // WARMUP_SHARE)
@@ -228,16 +223,6 @@ def cluster_named(on: str) -> Cluster | None:
     if chip is None or chip.pattern not in known_hardware():
         return None
     return cluster_of(torch.cuda.device_count(), load_hardware(chip.pattern))
-
-
-def _planned(run: Run, cluster: Cluster) -> Projection:
-    found = search(SearchRequest(run=run, cluster=cluster, top=1))  # the fastest layout that fits
-    if not found.candidates:
-        raise ConfigError(
-            f"no layout of {run.name} fits {cluster.devices} x {cluster.hardware.name}",
-            fix="more devices, or a smaller model (-8l keeps 8 layers); penstock plan says why",
-        )
-    return found.candidates[0]
 
 
 def _on_cpu(run: Run) -> tuple[Run, tuple[str, ...]]:
@@ -399,24 +384,17 @@ def _head(made: Made, model: str, path: Path, words: str) -> Iterator[str]:
         yield f"#   {conclusion(made.projection)}"
     yield from (f"# Note: {note}" for note in made.notes)
     yield "#"
-    for command, meaning in _commands(made, path).items():
-        yield f"#   {command:<44}  {meaning}".rstrip()
+    command, meaning = f"penstock train {path}", "every GPU of this machine, or its CPU"
+    if made.projection is not None and made.projection.cluster.nodes > 1:
+        cluster, meaning = made.projection.cluster, "a job script"
+        sizes = f"--nodes {cluster.nodes} --gpus-per-node {cluster.node_devices}"
+        command = f"penstock launch slurm {path} {sizes}"
+    yield f"#   {command:<44}  {meaning}"
+    yield f"#   {f'penstock config show {path}':<44}  everything, also what the preset says"
+    yield f"#   {'penstock config explain FIELD':<44}  what a field means"
     yield ""
     yield f"version = {VERSION}"
     yield f'preset = "{model}"  # what is not said below is as there'
-
-
-def _commands(made: Made, path: Path) -> dict[str, str]:
-    commands = {f"penstock train {path}": "every GPU of this machine, or its CPU"}
-    projection = made.projection
-    if projection is not None and projection.cluster.nodes > 1:
-        machines = f"--nodes {projection.cluster.nodes} --gpus-per-node {projection.cluster.node_devices}"
-        commands = {f"penstock launch slurm {path} {machines}": "a job script"}
-    return {
-        **commands,
-        f"penstock config show {path}": "everything, also what the preset says",
-        "penstock config explain FIELD": "what a field means",
-    }
 
 
 def _fields(run: Run, base: Run) -> Iterator[str]:

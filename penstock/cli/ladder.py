@@ -154,7 +154,11 @@ def climb_and_print(plan: LadderPlan, measure: Measure) -> list[Outcome]:
         if plan.output is not None:
             _write(plan, plan.output, outcomes, saved)
     print()
-    print_table(*_table(outcomes, plan), _LEAST)
+    measured = (f"tokens/s/{_noun(plan)}", "step ms", "p99/p50", "MFU", "TFLOP/s", "peak GiB", "loss", "gap")
+    columns = ("ladder step", *measured, "x before", "x optimization", "x size", "x first", "changed")
+    rows = [_row(outcome, gain, plan) for outcome, gain in zip(outcomes, gains(outcomes), strict=True)]
+    # A row without figures is a name and a state, blanks, and a reason in the last column.
+    print_table(columns, [(*row, *[""] * (len(columns) - len(row) - 1), last) for *row, last in rows], _LEAST)
     timed = f"medians after {options.warm_up} of {plan.training_steps} steps"
     print(f"\n{plan.routing}; {timed}; gap: largest relative difference of a step's loss from the first ladder step's")
     return outcomes
@@ -198,14 +202,6 @@ def _line(outcome: Outcome, gain: LadderGain | None, plan: LadderPlan) -> str:
         f"{outcome.step.name:<16}{outcome.figures.tokens_per_second_per_device:>9,.0f} tokens/s/{_noun(plan)}  "
         f"{gain.before:.2f} x the step before, {gain.first:.2f} x the first  ({outcome.seconds:.0f} s){''.join(notes)}"
     )
-
-
-def _table(outcomes: Sequence[Outcome], plan: LadderPlan) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Columns and rows. A row without figures is a name, a state, blanks, and a reason in the last column."""
-    measured = (f"tokens/s/{_noun(plan)}", "step ms", "p99/p50", "MFU", "TFLOP/s", "peak GiB", "loss", "gap")
-    columns = ("ladder step", *measured, "x before", "x optimization", "x size", "x first", "changed")
-    rows = [_row(outcome, gain, plan) for outcome, gain in zip(outcomes, gains(outcomes), strict=True)]
-    return columns, [(*row, *("" for _ in range(len(columns) - len(row) - 1)), last) for *row, last in rows]
 
 
 def _row(outcome: Outcome, gain: LadderGain | None, plan: LadderPlan) -> tuple[str, ...]:

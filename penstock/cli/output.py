@@ -37,11 +37,7 @@ Force = Annotated[bool, typer.Option("--force", help="Write over a file that is 
 
 
 def check_output(path: Path | None, option: str, *, force: bool, makes_folder: bool = False) -> None:
-    """Refuse a file that cannot or should not be written, before anything is computed; None is no file.
-
-    Raises a PenstockError if it is a folder, if its folder is missing, unless the caller makes folders, or if it exists
-    and `force` is not given.
-    """
+    """Refuse a folder, a file that is there (without `force`), or one in no folder, before anything is computed."""
     if path is None:
         return
     if path.is_dir():

@@ -3,7 +3,6 @@
     penstock trace rank0.json.gz                one file, of any program that PyTorch's profiler has recorded
     penstock trace traces/                      a folder with a file for each rank
     penstock trace runs/first --step 12         what a run of ours has recorded, one step of it
-    penstock trace runs/first --json            the same for programs
     penstock trace diff A B                     what became faster and slower
     penstock trace replay PATH --op NAME        a script that runs one operator again
 
@@ -361,7 +360,8 @@ def _roofline(first: RankAnalysis, of: str) -> None:
     rows = [
         (
             _short(row.operator),
-            _short(shape_text([one for one in row.shapes if isinstance(one, tuple) and not _is_list(one)])),
+            # Without lists of tensors, whose shapes are tuples of tuples.
+            _short(shape_text([one for one in row.shapes if isinstance(one, tuple) and tuple not in map(type, one)])),
             f"{row.count:,}",
             ms(row.kernel_us),
             f"{row.share:.1%}",
@@ -376,10 +376,6 @@ def _roofline(first: RankAnalysis, of: str) -> None:
     print_table(head, _cut(rows, ROOFS), ("GB/s", "TFLOP/s", "calls", "shapes"))
     if first.used_rows is not None:
         print(first.used_rows.told)
-
-
-def _is_list(shape: tuple[object, ...]) -> bool:
-    return bool(shape) and isinstance(shape[0], tuple)  # shapes of a list of tensors
 
 
 def _short(text: str) -> str:

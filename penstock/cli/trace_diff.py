@@ -57,23 +57,27 @@ def as_tree(compared: TraceComparison) -> dict[str, Any]:
         "b": {"total_us": compared.b_us, "steps": compared.b_steps, "outside_steps_us": compared.b_outside_us},
         "change_us": compared.change_us,
         "matched_by_span": compared.by_span,
-        "rows": [_row_tree(row) for row in compared.rows],
-    }
-
-
-def _row_tree(row: ComparedRow) -> dict[str, Any]:
-    return {
-        **row.key._asdict(),
-        "verdict": row.verdict.value,
-        "change_us": row.change_us,
-        "clear": row.is_clear,
-        "a": asdict(row.a),
-        "b": asdict(row.b),
+        "rows": [
+            {
+                **row.key._asdict(),
+                "verdict": row.verdict.value,
+                "change_us": row.change_us,
+                "clear": row.is_clear,
+                "a": asdict(row.a),
+                "b": asdict(row.b),
+            }
+            for row in compared.rows
+        ],
     }
 
 
 def _print(compared: TraceComparison, top: int) -> None:
-    print(_headline(compared))
+    per = "in all"
+    if compared.a_steps:
+        per = f"for a step (medians of {compared.a_steps} and {compared.b_steps})"
+    share = f", {compared.change_us / compared.a_us:+.1%}" if compared.a_us else ""
+    times = f"A {compared.a_us / 1e3:,.3f} ms, B {compared.b_us / 1e3:,.3f} ms"
+    print(f"{times} {per}: {compared.change_us / 1e3:+,.3f} ms{share}")
     if not compared.by_span:
         print("the traces share no phase: matched by operator and shape only")
     steps = compared.a_steps > 0  # a spread is known
@@ -88,18 +92,6 @@ def _print(compared: TraceComparison, top: int) -> None:
     print("\nwhat is no event")
     # Idle, overlap, and the rest of the medians, with which all changes add up.
     _print_rows([row for row in compared.rows if row.key in CLOSING], steps)
-
-
-def _headline(compared: TraceComparison) -> str:
-    """`A 12.345 ms, B 11.000 ms for a step (median of 3 and 3): -1.345 ms, -10.9 %`."""
-    what = "in all"
-    if compared.a_steps:
-        what = f"for a step (medians of {compared.a_steps} and {compared.b_steps})"
-    share = f", {compared.change_us / compared.a_us:+.1%}" if compared.a_us else ""
-    return (
-        f"A {compared.a_us / 1e3:,.3f} ms, B {compared.b_us / 1e3:,.3f} ms {what}: "
-        f"{compared.change_us / 1e3:+,.3f} ms{share}"
-    )
 
 
 def _print_rows(rows: Sequence[ComparedRow], steps: bool) -> None:

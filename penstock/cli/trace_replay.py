@@ -29,15 +29,11 @@ def replay(
     """Write a script that runs one call of a trace again, with its sizes, strides and dtypes, and times it."""
     if out is not None:
         check_output(out, "--out", force=force)
-    given = None if counts is None else _numbers(counts)
+    try:
+        given = None if counts is None else tuple(int(part) for part in counts.split(","))
+    except ValueError:
+        raise TraceError("--counts takes whole numbers", got=counts, allowed="3,0,5") from None
     trace = one_rank(path, rank, gpu_required=False)
     print_or_write(replay_script(trace, op, shape=shape, counts=given), out)
     if out is not None:
         print(f"next:  python {shlex.quote(str(out))}")
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise TraceError("--counts takes whole numbers", got=text, allowed="3,0,5") from None

@@ -97,10 +97,8 @@ def plain_row_bytes(run: Run) -> int:
 
 
 def ranks_on_a_node(ranks: int, node_devices: int) -> int:
-    """Ranks of each group of `ranks` neighbours that share a node; 1 if some group is divided unequally.
-
-    `penstock.parallel.axes` finds the same from the ranks themselves.
-    """
+    """Ranks of each group of `ranks` neighbours that share a node; 1 if some group is divided unequally."""
+    # `penstock.parallel.axes` finds the same from the ranks themselves.
     if node_devices % ranks == 0:  # whole groups fit into a node
         return ranks
     return node_devices if ranks % node_devices == 0 else 1

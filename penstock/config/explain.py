@@ -12,11 +12,7 @@ from penstock.config.versions import VERSION, VERSION_KEY
 
 
 def explain(path: str) -> str:
-    """Everything about a field: doc, type, unit, range, default, the presets that set it, its rules.
-
-    `path` is the full path of a field, such as `model.moe.top_k`, or of a section, whose fields are then listed. Raises
-    a ConfigError for another path.
-    """
+    """Everything about the field of a full path, or the fields of a section. Raises a ConfigError for another path."""
     fields = find(Run, path)  # alternatives of a section may share the path
     if not fields:
         raise _unknown(path)

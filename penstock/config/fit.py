@@ -173,11 +173,7 @@ def smallest_world(subject: Run | LayoutSizes) -> int:
 
 
 def grid_of(run: Run, world: int) -> Grid:
-    """Both views of the ranks of a run that obeys the rules.
-
-    Raises a ConfigError if the sizes do not divide the `world` ranks, or if the remaining data-parallel ranks do not
-    divide the batch or the shards.
-    """
+    """Both views of the `world` ranks. Raises a ConfigError if the sizes, the batch or the shards do not divide."""
     sizes = layout_sizes(run)
     refuse([problem for problem in (sizes_divide_the_ranks(sizes, world), _recording(run, world)) if problem])
     grid = Grid(

@@ -43,10 +43,7 @@ class Written:
 
 
 def follow(run: Run, written: Collection[str]) -> Run:
-    """The run, which may break rules between fields, with values that follow the written ones.
-
-    `written` holds full paths of fields, or of sections that were written as a whole, such as `model.moe`.
-    """
+    """The run, which may break rules between fields, with values that follow those at the `written` paths."""
     is_written = Written(frozenset(written))
     for values_of in _FOLLOWERS:
         for path, value in values_of(run, is_written).items():

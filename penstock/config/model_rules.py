@@ -63,13 +63,10 @@ def kv_heads_divide_heads(run: Run) -> Problem | None:
 
 def rotary_width_is_even(run: Run) -> Problem | None:
     """Rotary embedding turns pairs: `model.attention.head_dim`, `model.attention.qk_rope_head_dim` are even."""
-    attention = run.model.attention
-    if isinstance(attention, LatentAttention):
-        name, width = "qk_rope_head_dim", attention.qk_rope_head_dim
-    else:
-        name, width = "head_dim", attention.head_dim
+    attention, width = run.model.attention, run.model.attention.rotary_dim
     if width % 2 == 0:
         return None
+    name = "qk_rope_head_dim" if isinstance(attention, LatentAttention) else "head_dim"
     return Problem.from_line(
         f"model.attention.{name} must be even, since rotary embedding turns pairs; got {width}; "
         f"fix: use {width - 1} or {width + 1}"

@@ -16,23 +16,17 @@ _MOST_DIVISORS = 12  # that a message lists
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake: the path of the field that most likely changes, `what` is wrong with it, and how to mend it.
+    """One mistake, and how to mend it."""
 
-    `what` reads on after the path; `got` is the offending value, if `what` does not show it.
-    """
-
-    field: str
-    what: str
-    got: str | None = None
+    field: str  # path of the field that most likely changes
+    what: str  # what is wrong with it; reads on after the path
+    got: str | None = None  # the offending value, if `what` does not show it
     allowed: str | None = None
     fix: str | None = None
 
     @classmethod
     def from_line(cls, line: str) -> "Problem":
-        """The problem of a line as the user reads it: `FIELD WHAT; got GOT; allowed: ALLOWED; fix: FIX`.
-
-        All parts behind WHAT may be left out.
-        """
+        """The problem of a line as users read it: `FIELD WHAT`, and perhaps `; got GOT; allowed: ALLOWED; fix: FIX`."""
         found = _LINE.fullmatch(line)  # lazy groups: the first `; got ` ends WHAT
         assert found is not None, f"{line!r} names a field and a mistake"
         return cls(**found.groupdict())

@@ -68,10 +68,7 @@ def preset(name: str) -> Run:
 
 
 def keep_layers(run: Run, layers: int) -> Run:
-    """A run with the first `layers` layers of its model, and their number in its name.
-
-    Raises a ConfigError if the model does not have so many layers.
-    """
+    """A run with the first layers of its model, and their number in its name. Raises a ConfigError if it has fewer."""
     model = run.model
     name = f"{run.name}-{layers}l"
     if not 1 <= layers <= model.layers:
