@@ -97,4 +97,4 @@ def test_the_output_is_a_file_that_gives_the_same_run(tmp_path: Path) -> None:
 def test_json_has_the_run_and_exact_counts() -> None:
     found = json.loads(printed("show", "debug", "--json"))
     assert found["run"] == debug().model_dump(mode="json")
-    assert found["count"]["parameters"] == count(debug().model, 256).parameters
+    assert found["count"]["parameters"] == count(debug().model, 256).parameters  # by the model itself

@@ -51,8 +51,8 @@ def test_programs_get_the_same_as_json(described: Path) -> None:
     assert (code, told["what"], told["counted_rows"], told["attention"]) == (0, "step 2 of tiny", 4, "document")
     assert len(told["shown"]) == 3
     ids = [token for piece in told["shown"][0]["pieces"] for token in piece["ids"]]
-    assert len(ids) == 12
-    assert bytes(token for token in ids if token < 256).decode() == "".join(
+    assert len(ids) == 12  # positions of a row
+    assert bytes(token for token in ids if token < 256).decode() == "".join(  # 256 ends a document
         piece["text"] for piece in told["shown"][0]["pieces"]
     )
 
@@ -84,7 +84,7 @@ def test_long_texts_are_cut_unless_asked_for(described: Path) -> None:
     words = (described, "training.sequence_length=4000", "data.files=[]", "data.source=standard-library", "--rows", 1)
     short, full = outcome(*words)[1], outcome(*words, "--full")[1]
     assert " ... " in short
-    assert max(map(len, short.splitlines())) < 200
+    assert max(map(len, short.splitlines())) < 200  # 160 characters, and the marks
     assert len(full) > len(short)
 
 
@@ -112,7 +112,7 @@ def test_parts_of_a_mixture_are_counted(tmp_path: Path) -> None:
         (b"no index", b"\0\0", "a.idx is no index of packed tokens"),
         (None, None, "cannot read data file a.idx: No such file"),
         (GOOD_INDEX, None, "cannot read data file a.bin: No such file"),
-        (GOOD_INDEX, b"\0", "a.idx cannot be used: the two files are not of one pair, or cut"),
+        (GOOD_INDEX, b"\0", "a.idx cannot be used: the two files are not of one pair, or cut"),  # a token has two bytes
         (GOOD_INDEX, b"\0\0", "no tokenizer is known for the ids of a; fix: set data.tokenizer"),
     ],
 )

@@ -61,7 +61,7 @@ def test_the_result_can_be_read_by_programs(corpus: Path, tmp_path: Path) -> Non
     code, out, _ = outcome(*words)
     told = json.loads(out)
     assert (code, told["documents"], told["prefix"], told["empty"]) == (0, 30, str(tmp_path / "a"), 0)
-    assert told["tokens"] == len((tmp_path / "a.bin").read_bytes()) // 2
+    assert told["tokens"] == len((tmp_path / "a.bin").read_bytes()) // 2  # two bytes a token
 
 
 def test_files_can_be_documents_and_fields_have_names(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_rows_of_a_table_are_packed(tmp_path: Path) -> None:
 
 def test_corrupt_lines_stop_or_are_named(corpus: Path, tmp_path: Path) -> None:
     with corpus.open("ab") as file:
-        file.write(b'{"text": "\xff"}\n{"text": ""}\n{"text": \n')
+        file.write(b'{"text": "\xff"}\n{"text": ""}\n{"text": \n')  # no UTF-8, empty, cut
     words = ("pack", corpus, "--output", tmp_path / "out" / "a", "--tokenizer", "bytes", "--processes", 1)
     code, out, err = outcome(*words)
     assert (code, out) == (2, "")
@@ -134,22 +134,22 @@ def test_a_tokenizer_that_cannot_be_used_is_one_line(
 def test_a_pair_that_is_there_is_kept(corpus: Path, tmp_path: Path) -> None:
     words = ("pack", corpus, "--output", tmp_path / "a", "--tokenizer", "bytes", "--processes", 1)
     assert outcome(*words)[0] == 0
-    assert outcome(*words)[::2] == (
-        2,
-        f"error: {tmp_path}/a.bin is there already; fix: give another name, or remove it\n",
-    )
+    told = f"error: {tmp_path}/a.bin is there already; fix: give another name, or remove it\n"
+    assert outcome(*words)[::2] == (2, told)
 
 
 @pytest.mark.often("2-130")
 @pytest.mark.parametrize(("ended_by", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_leaves_no_file_and_no_process(corpus: Path, ended_by: signal.Signals, code: int) -> None:
+    # 25 MB: some seconds.
     corpus.write_text((json.dumps({"text": "the penstock feeds the turbine " * 2000}) + "\n") * 400)
     program = "import sys; from penstock.cli.main import main; sys.exit(main(sys.argv[1:]))"
     words = ["data", "pack", str(corpus), "--output", "out/a", "--tokenizer", "bytes"]
     with subprocess.Popen(
         [sys.executable, "-c", program, *words, "--processes", "2"],
-        start_new_session=True,
+        start_new_session=True,  # a group, to which a terminal sends Ctrl-C
         stderr=subprocess.PIPE,
+        # A job in the background ignores it.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     ) as process:
         draft = Path("out")
@@ -176,6 +176,7 @@ def living_processes(group: int) -> list[int]:
 
 def test_a_tokenizer_is_trained_and_packs(corpus: Path, tmp_path: Path) -> None:
     path = tmp_path / "out" / "tokenizer.json"
+    # 256 bytes, 2 special, 22 merges.
     words = ("tokenizer", "train", corpus, "--vocabulary", 280, "--output", path, "--special", "<|fim_prefix|>")
     code, out, err = outcome(*words)
     assert (code, err) == (0, "")
@@ -185,7 +186,7 @@ def test_a_tokenizer_is_trained_and_packs(corpus: Path, tmp_path: Path) -> None:
     first = path.read_bytes()
     path.unlink()
     assert outcome(*words)[0] == 0
-    assert path.read_bytes() == first
+    assert path.read_bytes() == first  # training has no randomness
     words = ("pack", corpus, "--output", tmp_path / "a", "--tokenizer", path.parent, "--processes", 1)
     assert outcome(*words)[0] == 0
     assert packed_texts(tmp_path / "a") == TEXTS

@@ -57,7 +57,7 @@ def test_text_has_the_conclusion_first(tmp_path: Path) -> None:
 
 def test_a_run_is_judged_by_its_traces_metrics_and_plan(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run", "training.global_batch=64")
-    make(Job(ranks=1, stall_us=1_300.0)).write(folder / "profile")
+    make(Job(ranks=1, stall_us=1_300.0)).write(folder / "profile")  # the host is late in every step
     answer = told(folder, "--on", "1xH200")
     assert answer["wall"] == "host"
     changes = [one["change"] for one in answer["remedies"]]
@@ -66,7 +66,7 @@ def test_a_run_is_judged_by_its_traces_metrics_and_plan(tmp_path: Path) -> None:
     whats = " ".join(one["what"] for one in answer["evidence"])
     assert "by the plan" in whats
     assert "of it forward, first rank" in whats
-    assert 9_000_000_000 in [one["bytes"] for one in answer["evidence"]]
+    assert 9_000_000_000 in [one["bytes"] for one in answer["evidence"]]  # of metrics.jsonl
 
 
 def test_a_run_without_traces_is_judged_by_its_plan(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_a_run_that_nobody_knows_the_place_of_says_so(tmp_path: Path) -> None:
 
 def test_a_run_that_does_not_fit_is_told_what_would_make_it_fit(tmp_path: Path) -> None:
     hardware = load_hardware("H200")
-    little = hardware.memory.model_copy(update={"capacity_bytes": hardware.memory.capacity_bytes // 2000})
+    little = hardware.memory.model_copy(update={"capacity_bytes": hardware.memory.capacity_bytes // 2000})  # 75 MB
     write_hardware(tmp_path / "little.toml", replace(hardware, memory=little))
     folder = run_folder(tmp_path / "run", "training.micro_batch=16", "training.global_batch=16", steps=0)
     answer = told(folder, "--on", f"1x{tmp_path / 'little.toml'}")
@@ -126,7 +126,7 @@ def test_text_json_and_page_say_the_same_gain_and_step(tmp_path: Path) -> None:
     assert row.split()[0] == ms_text(first["gain_us"])
     assert spent in text
     total_us = analyse_files([folder]).ranks[0].timelines["all"].total_us
-    assert verdict["total_us"] == pytest.approx(total_us / 2, rel=0.1)
+    assert verdict["total_us"] == pytest.approx(total_us / 2, rel=0.1)  # of one step of two
     page = run_page(gather(folder, plans=False))
     assert f"<td>{ms_text(first['gain_us'])} ms</td>" in page
     assert spent in page
@@ -155,7 +155,7 @@ def test_a_run_without_a_trace_is_told_the_command_that_records_one(tmp_path: Pa
     folder = run_folder(tmp_path / "run", "training.steps=12", "schedule.warmup_steps=2")
     error = refused(folder)
     assert f"fix: record one: penstock train {folder}/config.toml profile.start=5 profile.steps=2; or say" in error
-    (folder / "checkpoints" / "step-000012").mkdir(parents=True)
+    (folder / "checkpoints" / "step-000012").mkdir(parents=True)  # the run is finished: 12 steps
     command = recording_command(folder)
     assert command == f"penstock train {folder} --resume training.steps=19 profile.start=17 profile.steps=2"
     assert f"fix: record some steps: {command}" in answers.refused("trace", folder)

@@ -66,7 +66,7 @@ def test_every_verb_and_option_says_what_it_is() -> None:
 def test_colors_are_for_who_wants_them(no_color: str, is_colored: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"FORCE_COLOR": "1", "NO_COLOR": no_color, "TERM": "xterm-256color"}.items():
         monkeypatch.setenv(name, value)  # The first makes rich believe in a terminal.
-    bad = PreflightCheck(area="disk", name="room", status="failed", got="none")
+    bad = PreflightCheck(area="disk", name="room", status="failed", got="none")  # printed in red
     out = answers.written(partial(print_checks, as_json=False), [bad], read_environment())
     assert "failed" in out
     assert bool(COLOR.search(out)) is is_colored

@@ -46,7 +46,7 @@ def test_five_options_are_five_answers(capsys: pytest.CaptureFixture[str]) -> No
     run = written(*ALL)
     assert capsys.readouterr().out == "wrote mine.toml\nnext:  penstock train mine.toml\n"
     assert (run.name, run.data.source, run.data.files, run.data.tokenizer) == ("mine", "text", ("notes",), "bytes")
-    assert run.training.steps == 20
+    assert run.training.steps == 20  # 10,000 tokens, 512 in each step
     assert run.schedule.warmup_steps == 2, "a warm-up of 20 steps would be all of it"
     assert run.model == debug().model
 
@@ -84,7 +84,7 @@ def test_a_model_that_is_too_large_for_steps_of_a_cpu_gets_small_ones(capsys: py
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     run = written("--model", "qwen3-0.6b-1l", "--data", "notes", "--tokens", "100k", "--yes")
-    assert (run.tokens_per_step, run.training.steps) == (4096, 25)
+    assert (run.tokens_per_step, run.training.steps) == (4096, 25)  # 8 rows of 512
     assert "note: steps are small, 4,096 tokens: this machine has no GPU" in capsys.readouterr().out
     assert "# Note: steps are small" in Path("mine.toml").read_text()
 
@@ -115,13 +115,13 @@ def test_the_end_of_one_document_is_evaluated_on_if_there_is_enough_of_it(
 
 
 def test_a_tokenizer_with_more_ids_gets_a_larger_vocabulary(capsys: pytest.CaptureFixture[str]) -> None:
-    vocabulary = {"<|endoftext|>": 0} | {chr(33 + number): number + 1 for number in range(300)}
+    vocabulary = {"<|endoftext|>": 0} | {chr(33 + number): number + 1 for number in range(300)}  # 301 ids
     model = {"type": "BPE", "vocab": vocabulary, "merges": []}
     end = {"id": 0, "content": "<|endoftext|>", "special": True}
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     Path("t.json").write_text(json.dumps({"version": "1.0", "added_tokens": [end | flags], "model": model}))
     run = written("--yes", "--data", "notes", "--tokenizer", "t.json", "--tokens", "10k")
-    assert run.model.vocab_size == 384
+    assert run.model.vocab_size == 384  # 301 rounded up to a multiple of 128
     assert "note: model.vocab_size is 384: the tokenizer has 301 ids" in capsys.readouterr().out
 
 
@@ -209,11 +209,11 @@ def test_only_what_was_not_told_is_asked(person: list[str], capsys: pytest.Captu
 
 
 def test_a_wrong_answer_is_asked_again(person: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    person += ["debgu", "debug", "", "corpus", "notes", "", "many", "5k"]
+    person += ["debgu", "debug", "", "corpus", "notes", "", "many", "5k"]  # three wrong answers
     assert written().training.steps == 10
     out = capsys.readouterr().out
     assert "did you mean debug?" in out
-    assert out.count("Which text?") == 2
+    assert out.count("Which text?") == 2  # asked again after `corpus`
 
 
 def test_somebody_who_leaves_gets_no_file(person: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,7 @@ TINY = ["model.hidden_size=32", "model.moe.moe_intermediate_size=16", "training.
 class RisingClock:
     """Says 1, 2, 3, ... microseconds and runs nothing."""
 
-    rotation = 1
+    rotation = 1  # copies of the arguments
 
     def __init__(self) -> None:
         self._told = 0
@@ -98,7 +98,7 @@ def test_a_measured_winner_is_what_list_shows_then(capsys: pytest.CaptureFixture
 
 def test_tuning_another_shape_adds_to_the_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path, facts = tmp_path / "m.json", replace(FACTS, packages=frozenset())
-    for length in (16, 32, 32):
+    for length in (16, 32, 32):  # the last replaces the second
         run = load_run("debug", [*TINY, "training.precision=bf16", f"training.sequence_length={length}"])
         tune_on(run, facts, DEVICE, RisingClock(), path)
     assert "16 entries of 32 in" in capsys.readouterr().out

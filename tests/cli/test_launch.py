@@ -22,7 +22,7 @@ def job(words: str, *more: str) -> str:
 
 def test_slurm_prints_a_script_that_a_shell_understands() -> None:
     script = job("slurm", *LITE, *["--nodes", "2", "--account", "moe", "--name", "night"])
-    subprocess.run(["bash", "-n", "-c", script], check=True)
+    subprocess.run(["bash", "-n", "-c", script], check=True)  # -n parses and runs nothing
     assert "#SBATCH --account=moe\n" in script
     assert "#SBATCH --job-name=night\n" in script
     assert "-m penstock train deepseek-v2-lite parallel.expert=8\n" in script

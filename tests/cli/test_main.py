@@ -76,7 +76,7 @@ def test_an_error_of_the_user_or_of_the_machine_is_one_line_and_code_2(
 def test_a_long_value_is_cut_in_its_middle(monkeypatch: pytest.MonkeyPatch) -> None:
     replace_train(monkeypatch, DataError("x" * 10_000, fix="a shorter one"))
     _, _, err = answers.outcome("train")
-    assert len(err) < 2100 and err.endswith("xxx; fix: a shorter one\n")
+    assert len(err) < 2100 and err.endswith("xxx; fix: a shorter one\n")  # beginning and end stay
 
 
 def test_an_interrupt_while_modules_are_imported_ends_at_once_and_later_ones_raise_again() -> None:
@@ -106,7 +106,7 @@ def test_the_module_runs_and_looking_at_configurations_needs_no_torch() -> None:
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "deepseek-v3" in done.stdout
     assert "penstock.config.load" in imported
-    assert not imported & {"torch", "triton", "numpy", "penstock.models.count"}
+    assert not imported & {"torch", "triton", "numpy", "penstock.models.count"}  # each takes long
 
 
 def test_an_error_ends_the_process_with_code_2_and_no_traceback() -> None:

@@ -20,7 +20,7 @@ FILES = {
     "my-run.toml": "",
     "mine.toml": "",
     "book.txt": "",
-    "latin.txt": "caf\xe9",
+    "latin.txt": "caf\xe9",  # no UTF-8
     "key.toml": 'preset = "debug"\ntraining.stpes = 3\n',
     "experts.toml": 'preset = "deepseek-v3"\nmodel.moe.top_k = 999\n',
     "damaged.toml": "[training",

@@ -33,7 +33,7 @@ def drawn(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
 
 def a_cell(kind: str, dice: random.Random) -> str:
     """A cell of a column of numbers, of numbers with their unit, or of text that has numbers in it."""
-    number = dice.uniform(0, 10 ** dice.randint(1, 12))
+    number = dice.uniform(0, 10 ** dice.randint(1, 12))  # of every size
     if kind == "number":
         return dice.choice((f"{number:,.3f}", f"{number:,.0f}", f"{number:.2e}", f"{dice.random():.1%}", "-", ""))
     if kind == "unit":
@@ -64,24 +64,24 @@ def test_a_plain_table_has_every_column_however_long_its_lines_are(capsys: pytes
 
 def test_a_table_on_a_terminal_is_drawn(drawn: Draw) -> None:
     text = drawn(80, ("field", "value"), [*ROWS, ("[bold]", "x")])
-    assert "\u2502" in text
+    assert "\u2502" in text  # a line between cells
     assert "[bold]" in text, "brackets are text, not markup"
 
 
 @pytest.mark.parametrize("width", range(40, 201, 4))
 def test_no_number_is_cut_on_a_terminal_of_any_width(width: int, drawn: Draw) -> None:
-    dice = random.Random(width)
+    dice = random.Random(width)  # other tables at each width
     for _ in range(4):
         columns, rows = a_table(dice)
         text = drawn(width, columns, rows, dice.sample(columns, k=len(columns) // 2))
         framed, _, below = re.sub(r"\x1b\[\d*m", "", text).rpartition("\u2518\n")
-        left_out = below.partition("(")[2].partition(")")[0].split(", ") if below else []
+        left_out = below.partition("(")[2].partition(")")[0].split(", ") if below else []  # names under the table
         assert below == "" or below.startswith(f"{len(left_out)} of {len(columns)} columns left out")
-        assert "\u2026" not in framed
+        assert "\u2026" not in framed  # rich's mark of a cut
         assert max(len(line) for line in framed.splitlines()) <= width
-        shown = set(re.split(r"[\s\u2502]+", framed))
+        shown = set(re.split(r"[\s\u2502]+", framed))  # words between lines
         kept = [place for place, name in enumerate(columns) if name not in left_out]
-        assert 0 in kept
+        assert 0 in kept  # the first column stays
         for row in rows:
             for number in (word for place in kept for word in row[place].split() if word[0] in "+0123456789"):
                 assert number in shown
@@ -99,7 +99,7 @@ def test_text_is_wrapped_before_a_column_is_left_out(drawn: Draw) -> None:
     text = drawn(60, ("rule", "layouts", "because"), [("fits", "1,234,567", "of 26.8 GB more than there is " * 5)])
     assert "left out" not in text
     assert "1,234,567" in text
-    assert text.count("26.8") == 5
+    assert text.count("26.8") == 5  # no word is lost
 
 
 def test_one_column_that_is_wider_than_the_terminal_is_whole_all_the_same(drawn: Draw) -> None:

@@ -28,7 +28,7 @@ from tests import warm
 from tests.cli import answers
 from tests.train.tiny_run import tiny_run
 
-TIMED = {"tokens_per_second_per_device", "step_seconds", "phase_seconds", "peak_memory_bytes"}
+TIMED = {"tokens_per_second_per_device", "step_seconds", "phase_seconds", "peak_memory_bytes"}  # differ from run to run
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +71,7 @@ def run_and_signal(step: int, number: signal.Signals, *arguments: str) -> subpro
 
 def _train_and_signal(step: int, number: signal.Signals, arguments: Sequence[str]) -> int:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stop, "SAME_PRESS_SECONDS", -1.0)
+        patch.setattr(stop, "SAME_PRESS_SECONDS", -1.0)  # two signals at once are two presses
         at_step(patch, step, number, number)
         return main(["train", *arguments])
 
@@ -105,7 +105,7 @@ def test_overrides_win_and_the_next_run_of_the_same_name_gets_a_number() -> None
 
 
 def test_two_runs_are_the_same_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which determinism needs on a GPU
     for options in ((), (), ("training.deterministic=true",)):
         printed("tiny.toml", *options)
     assert metrics_of("runs/tiny") == metrics_of("runs/tiny-2") == metrics_of("runs/tiny-3")
@@ -123,7 +123,7 @@ def test_a_dry_run_says_what_would_be_and_writes_nothing() -> None:
 
 def test_a_run_that_cannot_fit_is_refused_at_once_and_a_dry_run_says_so() -> None:
     before = everything()
-    huge = ("tiny.toml", "training.sequence_length=1000000000")
+    huge = ("tiny.toml", "training.sequence_length=1000000000")  # a row of 8 GB
     assert "does not fit into the memory of this machine" in refused(*huge)
     _, out, err = answers.outcome("train", *huge, "--dry-run")
     assert "warning: run tiny does not fit" in err
@@ -165,6 +165,7 @@ def test_a_run_whose_checkpoints_were_taken_away_is_not_begun_again(how: str) ->
 
 def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again() -> None:
     printed("tiny.toml", "--name", "whole")
+    # Before the first checkpoint.
     killed = run_and_signal(2, signal.SIGKILL, "tiny.toml", "checkpoint.every=3", "--name", "broken")
     assert killed.returncode == -signal.SIGKILL
     text = printed("runs/broken", "--resume")
@@ -175,7 +176,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again() -> Non
 def test_twenty_steps_are_ten_and_kill_9_and_ten() -> None:
     longer = ("training.steps=20", "checkpoint.every=10")
     printed("tiny.toml", *longer, "--name", "whole")
-    killed = run_and_signal(13, signal.SIGKILL, "tiny.toml", *longer, "--name", "broken")
+    killed = run_and_signal(13, signal.SIGKILL, "tiny.toml", *longer, "--name", "broken")  # three steps after one
     assert killed.returncode == -signal.SIGKILL
     assert [line["step"] for line in metrics_of("runs/broken")] == list(range(1, 14))
     assert [path.name for path in Path("runs/broken/checkpoints").iterdir()] == ["step-000010"]
@@ -219,7 +220,7 @@ def test_a_run_without_checkpoints_says_that_nothing_is_saved() -> None:
 def test_a_second_ctrl_c_stops_at_once() -> None:
     stopped = run_and_signal(3, signal.SIGINT, "tiny.toml")
     assert stopped.returncode == 130
-    assert stopped.stderr == "stopped at once; newest checkpoint: step 2\n"
+    assert stopped.stderr == "stopped at once; newest checkpoint: step 2\n"  # checkpoints come every second step
 
 
 def test_the_newest_run_of_a_name_goes_on_or_the_one_that_is_named() -> None:
@@ -265,7 +266,7 @@ def test_a_run_folder_is_no_start() -> None:
 def test_a_rank_goes_on_with_the_folder_of_the_first_and_stops_where_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         printed("tiny.toml", "checkpoint.enabled=false")
-    answers = iter(["runs/tiny", True])
+    answers = iter(["runs/tiny", True])  # the folder of rank 0; it is finished
     monkeypatch.setattr(Rendezvous, "agree", lambda *arguments: next(answers))
     assert "runs/tiny is finished" in printed("tiny.toml", "--resume")
 
@@ -290,7 +291,7 @@ def test_a_damaged_checkpoint_is_refused(name: str) -> None:
     printed("tiny.toml")
     path = Path("runs/tiny/checkpoints/step-000004") / name
     content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 0x10
+    content[len(content) // 2] ^= 0x10  # one bit
     path.write_bytes(content)
     before = everything()
     assert "is damaged" in refused("runs/tiny", "--resume", "training.steps=5")
@@ -301,7 +302,7 @@ def test_a_foreign_checkpoint_is_refused() -> None:
     printed("tiny.toml")
     foreign = Path("runs/tiny/checkpoints/step-000009")
     foreign.mkdir()
-    torch.save({"model": 1}, foreign / "model.pt")
+    torch.save({"model": 1}, foreign / "model.pt")  # as other programs save
     message = refused("runs/tiny", "--resume", "training.steps=12")
     assert "step-000009 is not a Penstock checkpoint" in message
 
@@ -384,7 +385,7 @@ def test_another_launch_starts_another_run(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_restart_that_does_not_know_its_run_starts_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    be_the_only_rank(monkeypatch, launch="none", restarts=1)
+    be_the_only_rank(monkeypatch, launch="none", restarts=1)  # torchrun without --rdzv-id
     assert "a restart does not know with which run it goes on" in refused("tiny.toml")
     assert not Path("runs").exists()
 

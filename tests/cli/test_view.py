@@ -72,7 +72,7 @@ def test_the_panel_fits_and_holds_every_figure(width: int, tmp_path: Path) -> No
     panel.saved_step = 2
     lines = drawn(panel, width)
     assert all(len(line) <= width for line in lines)
-    assert len({len(line) for line in lines}) == 1
+    assert len({len(line) for line in lines}) == 1  # a frame
     assert "\u2026" not in "".join(lines[1:-1]), "something was cut off"
     text = " ".join(" ".join(line.strip("\u2502") for line in lines).split())
     for figure in (
@@ -128,7 +128,7 @@ def test_of_many_layers_the_least_even_are_shown_in_order(tmp_path: Path) -> Non
     shown = [line.split()[2] for line in drawn(panel, 80) if " layer " in line]
     assert len(shown) == 6
     assert shown == sorted(shown, key=int)
-    assert all(int(layer) % 7 >= 5 for layer in shown)
+    assert all(int(layer) % 7 >= 5 for layer in shown)  # these have 15 or 16 slots
 
 
 def test_forced_balance_is_marked_everywhere(tmp_path: Path) -> None:
@@ -178,8 +178,8 @@ def test_plain_lines_are_aligned(tmp_path: Path) -> None:
 
 def test_a_long_run_does_not_print_thousands_of_lines(tmp_path: Path) -> None:
     day = lines_of(tiny_run(tmp_path), 86_400, seconds=1.0)
-    assert 1000 < len(day) < 1600
-    assert len(lines_of(tiny_run(tmp_path), 1000, seconds=0.01)) < 15
+    assert 1000 < len(day) < 1600  # of 86,400 steps: at first every 2 s, then every 60 s
+    assert len(lines_of(tiny_run(tmp_path), 1000, seconds=0.01)) < 15  # 10 s
 
 
 def test_steps_that_evaluate_are_always_printed(tmp_path: Path) -> None:
@@ -214,9 +214,9 @@ def test_the_live_view_draws_and_leaves_the_last_panel(tmp_path: Path) -> None:
 def test_the_live_view_does_not_draw_at_every_step(tmp_path: Path) -> None:
     view, file = live(tiny_run(tmp_path))
     for step in range(1, 200):
-        view.stepped(step_report(step + 4))
+        view.stepped(step_report(step + 4))  # none is the last step
     view.closed()
-    assert file.getvalue().count("penstock") < 20
+    assert file.getvalue().count("penstock") < 20  # titles of panels
     LiveView(Console(file=io.StringIO(), force_terminal=True)).closed()  # A view that never started can be closed.
 
 
@@ -242,7 +242,7 @@ def test_many_experts_share_bars_and_the_fullest_is_seen() -> None:
     slots[100] = 1000
     bars = load_bars(slots, 40)
     assert len(bars) <= 40
-    assert bars.count(BLOCKS[7]) == 1
+    assert bars.count(BLOCKS[7]) == 1  # the expert with 1000 slots
 
 
 def test_a_trail_keeps_its_shape_in_bounded_memory() -> None:
@@ -250,7 +250,7 @@ def test_a_trail_keeps_its_shape_in_bounded_memory() -> None:
     for step in range(1000):
         trail.add(float(step))
     values = trail.values
-    assert len(values) <= 9
+    assert len(values) <= 9  # 8, and one that is pending
     assert values == sorted(values)
     assert values[0] < 200
     assert values[-1] > 900

@@ -211,13 +211,13 @@ def test_what_is_missing_is_named_with_what_it_may_be(path: str, told: str) -> N
 
 
 def test_a_misspelled_key_is_told_before_the_key_that_it_leaves_missing() -> None:
-    tree = without(tree_with("model.moe.topk=2"), "model", "moe", "top_k")
+    tree = without(tree_with("model.moe.topk=2"), "model", "moe", "top_k")  # topk is written for top_k
     assert message_of(tree) == (
         "model.moe.topk is an unknown key (also wrong: model.moe.top_k); fix: did you mean model.moe.top_k?"
     )
 
 
 def test_a_long_value_is_cut_short() -> None:
-    message = message_of(tree_with(f"training.steps={'x' * 500}"))
+    message = message_of(tree_with(f"training.steps={'x' * 500}"))  # 500 characters of a value
     assert "x..." in message
     assert len(message) < 200

@@ -20,7 +20,7 @@ def test_a_variant_keeps_the_first_layers_and_everything_else() -> None:
     whole, cut = preset("deepseek-v2-lite"), preset("deepseek-v2-lite-8l")
     assert cut.name == "deepseek-v2-lite-8l"
     assert (cut.model.layers, cut.model.dense_layers) == (8, 1)
-    restored = cut.model.model_copy(update={"layers": 27})
+    restored = cut.model.model_copy(update={"layers": 27})  # of the whole preset
     assert cut.model_copy(update={"name": whole.name, "model": restored}) == whole
 
 
@@ -64,7 +64,7 @@ def test_a_cut_dense_model_stays_dense() -> None:
     assert (model.layers, model.dense_layers) == (2, 2)
 
 
-@pytest.mark.parametrize("layers", [0, 62])
+@pytest.mark.parametrize("layers", [0, 62])  # deepseek-v3 has 61
 def test_a_cut_to_layers_that_are_not_there_is_refused(layers: int) -> None:
     with pytest.raises(ConfigError) as raised:
         preset(f"deepseek-v3-{layers}l")
