@@ -93,10 +93,7 @@ def _print_next(paths: list[Path], evidence: Evidence, changes: list[str]) -> No
 
 
 def examine(paths: list[Path], *, on: str | None = None, step: int | None = None) -> Evidence:
-    """Collect all evidence from the folder of a run, the TOML file of a planned run, or traces.
-
-    `on` names the hardware; None takes it from the traces. Raises a PenstockError for what cannot be read.
-    """
+    """Collect the evidence of a run's folder, a planned run's TOML file, or traces, which know their hardware."""
     path = paths[0]
     if len(paths) == 1 and is_run(path):
         evidence = _of_run(path, step)

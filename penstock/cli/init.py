@@ -1,6 +1,7 @@
 """`penstock init`: five questions, and a file that trains as it is.
 
     penstock init                                  asks, and writes run.toml
+    penstock init mine.toml                        the same, another file
     penstock init mine.toml --model deepseek-v2-lite --on 8xH200 --data corpus/ --tokenizer t.json --tokens 20B
     penstock init mine.toml --model debug --yes optimizer.learning_rate=1e-3    the usual answer to what is not said
 

@@ -4,6 +4,7 @@
     penstock preflight deepseek-v2-lite              and whether the disk has room for the checkpoints of this run
     penstock preflight --hardware mine.toml          measured against a file of `penstock calibrate`
     penstock preflight --processes 1                 one device only, nothing between devices
+    penstock preflight --json                        for programs
     torchrun --nnodes=2 --nproc-per-node=8 -m penstock preflight    and the network; each machine tells of itself
 
 Exit codes: 0 nothing failed, warnings aside; 1 something did; 2 the question itself is wrong. Without GPUs everything

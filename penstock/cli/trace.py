@@ -3,6 +3,7 @@
     penstock trace rank0.json.gz                one file, of any program that PyTorch's profiler has recorded
     penstock trace traces/                      a folder with a file for each rank
     penstock trace runs/first --step 12         what a run of ours has recorded, one step of it
+    penstock trace runs/first --json            the same for programs
     penstock trace diff A B                     what became faster and slower
     penstock trace replay PATH --op NAME        a script that runs one operator again
 

@@ -1,9 +1,11 @@
 """`penstock train`: start a run, or go on with one.
 
     penstock train debug                         a new run in runs/debug, or runs/debug-2 if that exists
+    penstock train my.toml training.steps=500    a file, with an override
     penstock train debug --name first            a new run in runs/first, which must not exist
     penstock train runs/first --resume           go on with it; steps, learning rate and the like may be overridden
     penstock train debug --resume                go on with the newest of runs/debug, runs/debug-2, ...
+    penstock train debug --dry-run               check everything, say what it would be, write nothing
     penstock train my.toml --fake-world 1024 --rank 517    what one rank of many would hold; needs none of them
     penstock train debug --processes 4           four ranks on this machine; without it, one for each of its GPUs
 

@@ -109,10 +109,7 @@ def paths_in(tree: Mapping[str, Any], above: str = "") -> frozenset[str]:
 
 
 def merge(section: type[Section], base: Mapping[str, Any], overlay: Mapping[str, Any]) -> Tree:
-    """`base` with the values of `overlay`, table by table; both are settled trees.
-
-    If the overlay gives a section another `kind`, only values that the new kind has too stay.
-    """
+    """`base` with the values of `overlay`, table by table; both are settled. Of another `kind` shared values stay."""
     merged = dict(base)  # the base stays as it is
     for key, value in overlay.items():
         below = base.get(key)
