@@ -16,7 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, is_dataclass, replace
 from functools import cache
@@ -28,8 +28,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-
-from penstock.kernels.tuning import GROUPED_GEMM, GemmLaunch
 
 
 @dataclass(frozen=True)
@@ -217,9 +215,3 @@ def _resources_of_amdgcn(asm: str) -> tuple[int, int]:
     """Registers and scratch bytes from the metadata of the assembly; moves into vector lanes cost no memory."""
     fields = dict(re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s+(\d+)", asm))
     return int(fields["vgpr_count"]), int(fields["private_segment_fixed_size"])
-
-
-def those_taken_first(launches: Mapping[str, GemmLaunch]) -> list[Any]:
-    """Names of launches as parameters of a test; launches that are in no table are slow tests."""
-    taken = [launch for by_size in GROUPED_GEMM["sm_90"].values() for _, launch in by_size]
-    return [pytest.param(name, marks=() if launch in taken else pytest.mark.slow) for name, launch in launches.items()]

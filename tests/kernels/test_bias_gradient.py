@@ -9,14 +9,8 @@ from penstock.kernels.bias_gradient import WALKED_COLUMNS, WeightedBias, bias_gr
 from penstock.kernels.expert_kernels import REFERENCE, TORCH, TRITON, ExpertKernels
 from tests.kernels.ahead_of_time import TARGETS, compile_without_spills, on_meta
 from tests.kernels.parity import assert_near
+from tests.kernels.test_grouped_gemm import COUNTS
 
-COUNTS = {
-    "balanced": [64, 64, 64],
-    "skewed": [5, 170, 1, 40],
-    "empty experts": [0, 70, 0, 33, 0],
-    "one hot expert": [0, 0, 150],
-    "no rows": [0, 0],
-}
 WIDTH, TAIL = 72, 7
 BACKENDS = {"reference": REFERENCE, "torch": TORCH, "triton": TRITON}
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from penstock.base import devices
 from penstock.base.errors import KernelError
 from penstock.kernels import reference
+from penstock.kernels.expert_parts import SavedRows
 from penstock.kernels.grouped_gemm import (
     GATHER_LIMIT,
     _gather,
@@ -92,7 +93,7 @@ COUNTS = {
     "one row": [0, 1, 0],
     "no rows": [0, 0],
 }
-DEPTH, WIDTH, TAIL = 48, 72, 7
+DEPTH, WIDTH, TAIL = 48, 72, 7  # neither fills blocks of 32 and 64
 
 POINTERS = GemmLaunch(block_rows=64, block_columns=64, block_depth=32, stages=2, group=2, descriptors=False)
 DESCRIPTORS = replace(POINTERS, block_columns=32, pieces=4, descriptors=True)
@@ -228,9 +229,9 @@ def test_rows_are_copied_where_their_source_is_too_large_for_32_bits(launch: Gem
 def test_the_last_rows_of_a_large_source_are_gathered(spare: int, device: torch.device) -> None:
     depth, width, rows = 2048, 256, 300
     source_ND = torch.zeros(GATHER_LIMIT // depth - spare, depth, device=device, dtype=torch.bfloat16)
-    source_ND[-rows:].normal_()
+    source_ND[-rows:].normal_()  # all other rows are zero
     w_eFD = torch.randn(1, width, depth, device=device, dtype=torch.bfloat16)
-    index_R = torch.randperm(rows, device=device) + len(source_ND) - rows
+    index_R = torch.randperm(rows, device=device) + len(source_ND) - rows  # the last rows, in another order
     counts_e = torch.tensor([rows], device=device)
     expected_RF = grouped_gemm_forward(source_ND[index_R], w_eFD, counts_e)
     assert expected_RF.any(), "the rows must hold something"
@@ -348,17 +349,25 @@ def assert_fits(compiled: Compiled, launch: GemmLaunch, target: str) -> None:
 
 def test_gathered_rows_are_copied_by_16_bytes_while_earlier_ones_are_multiplied() -> None:
     (_, launch), *_ = GROUPED_GEMM["sm_90"]["forward_gathered"]
-    compiled = compile_product("forward_gathered", launch, "sm_90", whole_depth=True)
+    compiled = compile_product("forward_gathered", launch, "sm_90")
     copies = re.findall(r"cp\.async\.cg\.shared\.global.* 0x10,", compiled.asm)
-    each_stage = launch.block_rows * launch.block_depth * 2 // 16 // (32 * launch.warps)
+    each_stage = launch.block_rows * launch.block_depth * 2 // 16 // (32 * launch.warps)  # of one thread, 16 bytes each
     assert len(copies) == each_stage * launch.stages, f"{len(copies)} copies of 16 bytes in {launch.stages} stages"
     in_flight = [int(number) for number in re.findall(r"ttg\.async_wait .*num = (\d+)", compiled.ttgir)]
     assert in_flight[0] == launch.stages - 2, f"the loop leaves {in_flight[0]} steps' copies in flight"
 
 
 def compile_product(
-    product: GemmProduct, launch: GemmLaunch, target: str, whole_depth: bool, *, has_bias: bool = False
+    product: GemmProduct,
+    launch: GemmLaunch,
+    target: str,
+    whole_depth: bool = True,
+    *,
+    has_bias: bool = False,
+    is_kept: bool = False,
 ) -> Compiled:
+    """With `is_kept` the forward product is written among rows of other layers."""
+    # 63 and 8001 are no multiples of 16, for which Triton would make a special kernel.
     experts, rows, width, depth = 63, 8001, 1408, 2048 if whole_depth else 2064
     counts_e, is_sum = on_meta(experts, dtype=torch.int32), product.endswith("_accumulated")
     # A sum is gathered or not with the same launch; gathered it needs more registers.
@@ -376,6 +385,8 @@ def compile_product(
     else:
         bias = on_meta(experts, width), on_meta(rows, dtype=torch.float32)
         options |= dict(zip(("bias_eF", "weights_R"), bias, strict=True)) if has_bias else {}
+        place = SavedRows(on_meta(99_999, width), on_meta(1, dtype=torch.int64), rows)
+        options |= {"keep": place} if is_kept else {}
         operands = on_meta(rows, depth), on_meta(experts, width, depth), counts_e, index_R
         multiply = partial(grouped_gemm_forward, *operands, **options)
     (compiled,) = compile_launches(target, multiply)

@@ -13,9 +13,8 @@ from penstock.kernels.swiglu import swiglu_backward, swiglu_forward
 from penstock.kernels.tile_table import tile_table
 from penstock.kernels.tuning import GROUPED_GEMM, GemmLaunch, KernelLaunch
 from tests.kernels.ahead_of_time import ONE_OF_EACH_MAKER, compile_without_spills, on_meta
+from tests.kernels.test_grouped_gemm import BOTH_WAYS, POINTERS
 
-POINTERS = GemmLaunch(block_rows=64, block_columns=64, block_depth=32, stages=2, group=2, descriptors=False)
-DESCRIPTORS = GemmLaunch(block_rows=64, block_columns=32, block_depth=32, stages=2, group=2, pieces=2)
 SMALL = KernelLaunch(block_rows=4, block_columns=16, warps=1)
 ROOM, TAIL = 190, 7
 COUNTS = [64, 0, 100, 19]
@@ -45,7 +44,7 @@ def test_layers_are_placed_one_after_the_other_and_rows_that_do_not_fit_are_coun
     assert meter.tolist() == [7, 19]
 
 
-@pytest.mark.parametrize("launch", [POINTERS, DESCRIPTORS], ids=["pointers", "descriptors"])
+@BOTH_WAYS
 def test_a_product_is_written_to_its_saved_rows_and_nowhere_else(
     launch: GemmLaunch, place: SavedRows, device: torch.device
 ) -> None:

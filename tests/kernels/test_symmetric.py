@@ -223,25 +223,26 @@ def test_moves_compile_without_spills_with_wide_stores_and_ordered_flags(target:
     for name, launch in (SENDS | WAITS).items():
         (compiled,) = compile_without_spills(target, launch)
         assert re.search(wide, compiled.asm), f"{name} stores narrowly"
-        # All warps have written before one of them sets the flag.
-        ordered = _SENDS_IN_ORDER if name in SENDS else _WAITS_IN_ORDER
-        assert re.search(ordered[is_nvidia], compiled.asm), f"{name}: flags have no order"
+        # All warps have written before one of them sets the flag, and none reads before one has seen it.
+        barrier = _BARRIER[is_nvidia]
+        order = (barrier, _RELEASE[is_nvidia]) if name in SENDS else (_ACQUIRE[is_nvidia], barrier)
+        assert re.search("(?s:.*)".join(order), compiled.asm), f"{name}: flags have no order"
 
 
 # Of each, AMD's form and NVIDIA's. On AMD the caches are written back before a flag is counted up, and invalidated
 # after it was read. Triton 3.6 emits `atom` where 3.9 emits `red`, and a load where 3.9 adds zero.
-_ACQUIRE_AMD = r"(?:global_atomic_add_x2|global_load_dwordx2)(?s:.*)buffer_inv sc0 sc1"
-_SENDS_IN_ORDER = (
-    r"s_barrier(?s:.*)buffer_wbl2 sc0 sc1(?s:.*)global_atomic_add_x2",
-    r"bar\.sync(?s:.*)(?:red|atom)\.global\.sys\.release\.add",
+_RELEASE = r"buffer_wbl2 sc0 sc1(?s:.*)global_atomic_add_x2", r"(?:red|atom)\.global\.sys\.release\.add"
+_ACQUIRE = (
+    r"(?:global_atomic_add_x2|global_load_dwordx2)(?s:.*)buffer_inv sc0 sc1",
+    r"atom\.global\.sys\.acquire\.add",
 )
-_WAITS_IN_ORDER = (_ACQUIRE_AMD + r"(?s:.*)s_barrier", r"atom\.global\.sys\.acquire\.add(?s:.*)bar\.sync")
+_BARRIER = "s_barrier", r"bar\.sync"
 
 
 @pytest.mark.often("*sm_90*", "*gfx942*")
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_wait_of_one_warp_acquires_across_the_node(target: str) -> None:
-    acquire = r"atom\.global\.sys\.acquire\.add" if TARGETS[target].backend == "cuda" else _ACQUIRE_AMD
+    acquire = _ACQUIRE[TARGETS[target].backend == "cuda"]
     for await_flags in (wait, hold):
         (waited,) = compile_without_spills(target, lambda await_flags=await_flags: await_flags(AWAITED))
         assert re.search(acquire, waited.asm)
@@ -250,11 +251,7 @@ def test_a_wait_of_one_warp_acquires_across_the_node(target: str) -> None:
 @pytest.mark.often("*sm_90*", "*gfx942*")
 @pytest.mark.parametrize("target", TARGETS)
 def test_sums_for_copy_engines_set_no_flag_and_the_signal_kernel_sets_one(target: str) -> None:
-    release = (
-        r"(?:red|atom)\.global\.sys\.release\.add"
-        if TARGETS[target].backend == "cuda"
-        else r"buffer_wbl2 sc0 sc1(?s:.*)global_atomic_add_x2"
-    )
+    release = _RELEASE[TARGETS[target].backend == "cuda"]
 
     def launches() -> None:
         return_rows(SUMS, PLACES, PEERS, (2**22, 2**20, 2**30), CHUNKS, staged_ND=PARTS_ND)

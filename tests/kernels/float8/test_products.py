@@ -82,13 +82,13 @@ def test_rows_are_multiplied_by_the_matrix_of_their_expert(
     x = draw_rows(used + TAIL, DEPTH_ODD, recipe, device)
     w = draw_weight(recipe, device, len(COUNTS), WIDTH_ODD, DEPTH_ODD)
     expected = reference.multiply_groups(x, w, counts_e, dtype=torch.float32)
-    x.values.view(torch.uint8)[used:] = 0x7F
+    x.values.view(torch.uint8)[used:] = 0x7F  # NaN, or the largest number of FNUZ formats
     if recipe.rows == BLOCKWISE.rows:
         x.scales[used:] = float("nan")
     got = multiply_groups(x, w, counts_e, dtype=torch.float32, launch=launch)
     assert_equal_sums(got, expected)
     assert not got[used:].any(), "rows of the tail must be zero"
-    travelled = lay_out(x, apart=48)._replace(scales=x.scales.contiguous())
+    travelled = lay_out(x, apart=48)._replace(scales=x.scales.contiguous())  # as rows with their scales come in
     index_R = torch.randint(used, (used + TAIL,), device=device)
     expected = reference.multiply_groups(x, w, counts_e, index_R, dtype=torch.float32)
     assert_equal_sums(multiply_groups(travelled, w, counts_e, index_R, dtype=torch.float32, launch=launch), expected)
@@ -171,7 +171,7 @@ def test_a_scale_that_is_no_number_spoils_its_row_only(device: torch.device) -> 
     a, b = draw_rows(20, 256, BLOCKWISE, device), draw_weight(BLOCKWISE, device, 64, 256)
     a.scales[3, 1] = float("nan")
     got = multiply(a, b, torch.float32)
-    assert got[3].isnan().all() and got.isnan().sum() == 64
+    assert got[3].isnan().all() and got.isnan().sum() == 64  # the width of one row
 
 
 def test_a_buffer_without_rows_has_an_empty_output_and_zero_gradients(device: torch.device) -> None:
@@ -226,8 +226,8 @@ def test_operands_that_do_not_fit_are_refused_by_name() -> None:
     for one, other, says in (
         (draw_rows(8, 128, ROWWISE, CPU), b, "blocks do not fit"),
         (draw_rows(8, 64, BLOCKWISE, CPU), b, "b does not fit"),
-        (a, draw_weight(BLOCKWISE, CPU, 36, 128), "the result cannot be written"),
-        (lay_out(a, apart=8), b, "a cannot be copied in blocks"),
+        (a, draw_weight(BLOCKWISE, CPU, 36, 128), "the result cannot be written"),  # 72 bytes a row
+        (lay_out(a, apart=8), b, "a cannot be copied in blocks"),  # rows must be a multiple of 16 bytes apart
     ):
         with pytest.raises(KernelError, match=says):
             multiply(one, other, torch.bfloat16)
@@ -468,7 +468,9 @@ def compile_product(
     if product.startswith("rows"):
         packed = on_meta(8001, row_bytes(2048, recipe), dtype=torch.uint8) if is_packed else None
         x = operand(8001, 2048) if packed is None else as_quantized(packed, 2048, recipe, form)
-        index_R = on_meta(8001, dtype=torch.int64) if product == "rows_gathered" else None
+        # A kernel of Hopper's own gets a copy of the gathered rows, so no index.
+        is_gathered = product == "rows_gathered" and not launch.copy_gathered
+        index_R = on_meta(8001, dtype=torch.int64) if is_gathered else None
         keep = SavedRows(on_meta(99_999, 1408, dtype=dtype), on_meta(1, dtype=torch.int64), 8001) if is_kept else None
         operands = x, operand(63, 1408, 2048, block=block), counts_e, index_R
         product_of = partial(multiply_groups, *operands, tiles=tiles, keep=keep, **options)
@@ -499,4 +501,4 @@ def test_our_product_is_taken_where_torchs_cannot(monkeypatch: pytest.MonkeyPatc
     w = draw_weight(BLOCKWISE, CPU, 128, 256)
     for rows in (4, 5):
         triton_operators.multiply_with_torch(draw_rows(rows, 256, BLOCKWISE, CPU), w, torch.bfloat16)
-    assert taken == [torch_products.__name__, triton_operators.__name__]
+    assert taken == [torch_products.__name__, triton_operators.__name__]  # torch takes multiples of 4 rows only

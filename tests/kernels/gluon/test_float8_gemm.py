@@ -98,7 +98,7 @@ def test_rows_that_travelled_and_gathered_rows_are_multiplied(
     expected = reference.multiply_groups(x, w, counts_e, dtype=torch.float32)
     packed[sum(counts) :] = 0xFF  # NaN, values and scales
     assert_near(multiply_groups(x, w, counts_e, dtype=torch.float32, launch=launch), expected, "travelled")
-    index_R, launch = torch.randint(90, (sum(counts) + TAIL,)), replace(launch, copy_gathered=True)
+    index_R, launch = torch.randint(90, (sum(counts) + TAIL,)), replace(launch, copy_gathered=True)  # no NaN rows
     expected = reference.multiply_groups(x, w, counts_e, index_R, dtype=torch.float32)
     assert_near(multiply_groups(x, w, counts_e, index_R, dtype=torch.float32, launch=launch), expected, "gathered")
     assert len(launched) == 2
@@ -127,7 +127,7 @@ def test_with_only_last_the_last_row_of_the_tail_is_set_to_zero(launched: list[M
     y_RF = torch.full((len(x.values), WIDTH), 7.0, dtype=torch.bfloat16)
     float8_launches.launch_rows(x, w, y_RF, tiles, launch)
     assert y_RF[133:-1].eq(7).all() and y_RF[-1].eq(0).all()
-    assert launched[0]["ONLY_LAST"] is True
+    assert launched[0]["ONLY_LAST"] is True  # a constant, so other launches do not pay for it
 
 
 @pytest.mark.often("e4m3-gluon_double", "e5m2-gluon_three", "e4m3-gluon")
@@ -216,13 +216,14 @@ def test_multipliers_never_wait_for_each_other_and_nothing_spills(product: Produ
 
 
 def check_warps(compiled: Compiled, launch: ProductLaunch) -> None:
+    # A block of 128 is four instructions deep.
     instructions = re.findall(r"wgmma\.mma_async\S*m64n128k32\.f32\.e4m3\.e4m3", compiled.asm)
     consumers = launch.block_rows // PIECE_ROWS
     assert len(instructions) >= 4 * consumers * launch.steps, compiled.summary
     assert compiled.spills <= SPILLED_BY_TRITON_3_9, compiled.summary
     assert compiled.registers == MOST_REGISTERS[consumers], compiled.summary
     assert compiled.shared_bytes <= TARGETS["sm_90"].shared_bytes, compiled.summary
-    handed_on = {2: {"240", "24"}, 3: {"160", "32"}}[consumers]
+    handed_on = {2: {"240", "24"}, 3: {"160", "32"}}[consumers]  # registers of consumers and of the producer
     assert set(re.findall(r"setmaxnreg\.(?:inc|dec)\S+\s+(\d+)", compiled.asm)) >= handed_on
     threads = re.findall(r"\bbar(?:rier)?\.sync(?:\.aligned)?\s+\w+, (\d+);", compiled.asm)
     assert set(threads) == {"128"}, "a barrier of others than one consumer's four warps"
@@ -233,6 +234,7 @@ def check_warps(compiled: Compiled, launch: ProductLaunch) -> None:
 def test_the_first_of_two_sums_is_there_before_the_second() -> None:
     asm = compile_product("rows", CANDIDATES["sm_90"]["rows"]["gluon_double"], "sm_90", "promoted").asm
     order = re.findall(r"wgmma\.(commit_group|wait_group)\.sync\.aligned\s*(\d*);", asm)
+    # Both products are begun; the first is waited for while the second runs.
     turn, rest = [("commit_group", ""), ("commit_group", ""), ("wait_group", "1"), ("wait_group", "0")], order[:]
     while turn[0] in rest and rest[: len(turn)] != turn:
         rest = rest[1:]
@@ -252,7 +254,7 @@ def test_few_tiles_are_smaller_ones(
     monkeypatch: pytest.MonkeyPatch, product: Product, rows: int, columns: int, consumers: int
 ) -> None:
     monkeypatch.setattr(launches, "target_of", lambda device: "sm_90")
-    monkeypatch.setattr(launches, "programs_of", lambda launch, device: 132)
+    monkeypatch.setattr(launches, "programs_of", lambda launch, device: 132)  # an H100's multiprocessors
     assert dense_launch(product, rows, columns, CPU).block_rows == 64 * consumers
 
 

@@ -24,7 +24,6 @@ from penstock.kernels.float8.swiglu import swiglu_backward
 from penstock.kernels.gluon import float8_launches
 from penstock.kernels.gluon.support import HAS_GLUON
 from penstock.kernels.reference import SWIGLU, ExpertRule
-from penstock.kernels.tuning import target_of
 from tests.closeness import assert_close
 from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_launches, on_meta
 from tests.kernels.float8.draw_quantized import assert_same, draw_activation, transposed, without_tail
@@ -60,13 +59,13 @@ def test_rows_in_16_bits_give_both_copies(
 ) -> None:
     """Without experts a multiple of 128 rows; those of experts end with the last one's, an odd number in all."""
     x_RD = rows(256 if counts is None else sum(counts), 256, CPU)
-    x_RD[2, 3], x_RD[1, 200], x_RD[0, 5], x_RD[0, 6] = math.nan, math.inf, -0.0, 2.0**-130
+    x_RD[2, 3], x_RD[1, 200], x_RD[0, 5], x_RD[0, 6] = math.nan, math.inf, -0.0, 2.0**-130  # the last is subnormal
     how = {"columns": recipe.columns, "counts_e": None if counts is None else torch.tensor(counts)}
     found = quantize_rows(x_RD, recipe, form, **how, launch=GLUON)
     expected = reference.quantize_rows(x_RD, recipe, form, **how)
     assert_same(found.rows, expected.rows)
     assert_same(without_tail(found.columns, how["counts_e"]), without_tail(expected.columns, how["counts_e"]))
-    assert launched == [(2, expected.columns.values.shape[1] // 128)]
+    assert launched == [(2, expected.columns.values.shape[1] // 128)]  # tiles of 128 x 128
 
 
 @pytest.mark.often("16 bits-False-blockwise", "8 bits-True-blockwise-square", "8 bits that travelled-False-blockwise")
@@ -91,7 +90,7 @@ def test_gathered_rows_give_the_transposed_copy(
 def test_triton_replaces_the_kernel_where_it_cannot_run(launched: list[tuple[int, ...]]) -> None:
     """An odd number of rows, an odd width, 32 bits; a weight, which is squares by rows too."""
     wide = rows(256, 256, CPU)
-    for x_RD in (wide[:130], wide[:, :144].contiguous(), wide.float()):
+    for x_RD in (wide[:130], wide[:, :144].contiguous(), wide.float()):  # tiles hold 128 rows and columns of bfloat16
         found = quantize_rows(x_RD, BLOCKWISE, E4M3, columns=BLOCKWISE.columns, launch=GLUON)
         expected = reference.quantize_rows(x_RD, BLOCKWISE, E4M3, columns=BLOCKWISE.columns)
         assert_same(found.columns, expected.columns)
@@ -118,12 +117,10 @@ def test_on_another_chip_triton_does_all() -> None:
 @every_recipe
 @pytest.mark.parametrize("counts", [(700, 0, 3, 1025, 256), (0, 0), (4000, 1, 901)], ids=str)
 def test_a_hopper_gives_the_copies_of_the_definition(
-    counts: tuple[int, ...], recipe: Recipe, launch: TileLaunch, device: torch.device
+    counts: tuple[int, ...], recipe: Recipe, launch: TileLaunch, hopper: torch.device
 ) -> None:
-    if target_of(device) != "sm_90":
-        pytest.skip("the kernel is Hopper's")
-    used, counts_e = sum(counts), torch.tensor(counts, device=device)
-    x_RD = rows(used + 9, 1408, device)
+    used, counts_e = sum(counts), torch.tensor(counts, device=hopper)
+    x_RD = rows(used + 9, 1408, hopper)
     x_RD[used:] = math.nan
     for form in (E4M3, E5M2):
         how = {"columns": recipe.columns, "counts_e": counts_e}
@@ -131,8 +128,8 @@ def test_a_hopper_gives_the_copies_of_the_definition(
         expected = reference.quantize_rows(x_RD, recipe, form, **how)
         assert_same(found.rows, expected.rows, used)
         assert_same(without_tail(found.columns, counts_e), without_tail(expected.columns, counts_e))
-    source = reference.quantize_rows(rows(512, 1408, device), recipe, E4M3).rows
-    how = {"counts_e": counts_e, "index_R": torch.randint(0, 512, (used + 9,), device=device)}
+    source = reference.quantize_rows(rows(512, 1408, hopper), recipe, E4M3).rows
+    how = {"counts_e": counts_e, "index_R": torch.randint(0, 512, (used + 9,), device=hopper)}
     found_columns = quantize_groups(source, recipe=recipe, form=E4M3, **how, launch=launch)
     expected_columns = reference.quantize_groups(source, recipe=recipe, form=E4M3, **how)
     assert_same(without_tail(found_columns, counts_e), without_tail(expected_columns, counts_e))
@@ -163,12 +160,12 @@ def test_tiles_are_moved_in_wide_pieces_by_as_many_registers_as_there_are(
 ) -> None:
     eight, found = kind != "16 bits", compiled(launch, kind, square=square)
     assert found.spills <= SPILLED_BY_TRITON_3_9 and found.registers <= launch.registers, found.summary
-    numbers = 128 * 128 // (32 * launch.warps)
+    numbers = 128 * 128 // (32 * launch.warps)  # of one thread in a tile
     loads = r"ld\.global(?:\.\w+)*\.v2\.b32" if eight else r"ld\.global(?:\.\w+)*\.v4\.b32"
     assert len(re.findall(loads, found.asm)) >= numbers // 8
     stores = re.findall(r"st\.global(?:\.\w+)*\.v2\.b64|st\.global(?:\.\w+)*\.v4\.b32", found.asm)
     assert len(stores) >= numbers // 16, "of columns"
-    assert found.shared_bytes == 32 * 1024, found.summary
+    assert found.shared_bytes == 32 * 1024, found.summary  # a tile in 16 bits
 
 
 WEIGHTED_INPUTS = ExpertRule(weighs_input=True)
@@ -327,7 +324,7 @@ def compiled_swiglu(
 def test_two_programs_share_a_multiprocessor_and_nothing_spills(square: bool, is_kept: bool) -> None:
     found, launch = compiled_swiglu(square=square, is_kept=is_kept), BACKWARD_DEFAULT
     assert found.spills == 0, found.summary
-    assert found.registers * 32 * launch.warps * launch.residency <= 64 * 1024, found.summary
+    assert found.registers * 32 * launch.warps * launch.residency <= 64 * 1024, found.summary  # a multiprocessor's
     assert (found.shared_bytes + 1024) * launch.residency <= TARGETS["sm_90"].shared_bytes + 1024, found.summary
     # Each thread's part of gate, up and dh in two rows; of four columns of each of three copies.
     assert len(re.findall(r"ld\.global(?:\.\w+)*\.v4\.b32", found.asm)) >= 6
