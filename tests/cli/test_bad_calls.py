@@ -33,7 +33,7 @@ def test_a_sample_of_bad_calls_ends_with_one_line_and_code_2(material: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(3600)  # 400 processes
 def test_400_bad_calls_end_with_one_line_and_code_2(material: Path) -> None:
     bad = [ended for ended in (attempt(call, material) for call in CALLS) if ended.faults]
     assert not bad, "\n".join(map(str, bad))

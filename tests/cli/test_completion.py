@@ -27,7 +27,7 @@ def asked(capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit) as end:
         main([])
     captured = capsys.readouterr()
-    assert (end.value.code, captured.err) == (0, "")
+    assert (end.value.code, captured.err) == (0, "")  # completion ends the process
     return captured.out
 
 

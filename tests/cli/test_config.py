@@ -35,13 +35,11 @@ def test_explain_prints_the_explanation_and_refuses_an_unknown_field() -> None:
     assert "fix: did you mean model.moe.top_k?" in refused("explain", "topk")
 
 
-def test_diff_shows_fields_that_differ(tmp_path: Path) -> None:
-    path = tmp_path / "dense.toml"
-    path.write_text(
-        'preset = "debug"\nname = "debug"\n[model]\nmoe = "none"\nlayers = 2\ndense_layers = 2\n', encoding="utf-8"
-    )
-    rows = [line.split() for line in printed("diff", "debug", str(path)).splitlines()]
-    assert rows[0] == ["field", "debug", str(path)]
+def test_diff_shows_fields_that_differ() -> None:
+    dense = '[model]\nmoe = "none"\nlayers = 2\ndense_layers = 2\n'
+    Path("dense.toml").write_text(f'preset = "debug"\nname = "debug"\n{dense}')
+    rows = [line.split() for line in printed("diff", "debug", "dense.toml").splitlines()]
+    assert rows[0] == ["field", "debug", "dense.toml"]
     assert ["model.dense_layers", f"{debug().model.dense_layers}", "2"] in rows
     assert ["model.moe", "-", "none"] in rows
 

@@ -52,9 +52,8 @@ def test_programs_get_the_same_as_json(described: Path) -> None:
     assert len(told["shown"]) == 3
     ids = [token for piece in told["shown"][0]["pieces"] for token in piece["ids"]]
     assert len(ids) == 12  # positions of a row
-    assert bytes(token for token in ids if token < 256).decode() == "".join(  # 256 ends a document
-        piece["text"] for piece in told["shown"][0]["pieces"]
-    )
+    text = "".join(piece["text"] for piece in told["shown"][0]["pieces"])
+    assert bytes(token for token in ids if token < 256).decode() == text  # 256 ends a document
 
 
 def test_a_run_folder_is_read_with_its_own_settings(tmp_path: Path) -> None:

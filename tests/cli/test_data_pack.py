@@ -102,6 +102,7 @@ def test_corrupt_lines_stop_or_are_named(corpus: Path, tmp_path: Path) -> None:
     assert "1 empty documents were left out\n2 corrupt documents were left out, all of them named in" in out
     assert f"{corpus}:31 is not UTF-8" in out
     origin = IndexedDataset(tmp_path / "out" / "a").origin()
+    # An empty text is no fault.
     assert [fault.split(" ")[0] for fault in origin.left_out] == [f"{corpus}:31", f"{corpus}:33"]
 
 

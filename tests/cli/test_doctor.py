@@ -157,6 +157,7 @@ def test_a_run_without_a_trace_is_told_the_command_that_records_one(tmp_path: Pa
     assert f"fix: record one: penstock train {folder}/config.toml profile.start=5 profile.steps=2; or say" in error
     (folder / "checkpoints" / "step-000012").mkdir(parents=True)  # the run is finished: 12 steps
     command = recording_command(folder)
+    # Some steps after the 12th.
     assert command == f"penstock train {folder} --resume training.steps=19 profile.start=17 profile.steps=2"
     assert f"fix: record some steps: {command}" in answers.refused("trace", folder)
 

@@ -95,7 +95,7 @@ def test_hybrid_and_no_sharding_are_told_apart() -> None:
 
 def test_a_long_group_is_cut_in_the_middle() -> None:
     groups = cells(shown("debug", "parallel.expert=8", "training.global_batch=32")["groups"])
-    assert groups[-1] == ["expert", "8", "1", "0 1 2 3 4 ... 7", "0 1 2 3 4 ... 7"]
+    assert groups[-1] == ["expert", "8", "1", "0 1 2 3 4 ... 7", "0 1 2 3 4 ... 7"]  # one group of 8
 
 
 @pytest.mark.parametrize(

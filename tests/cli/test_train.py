@@ -89,6 +89,7 @@ def test_a_run_leaves_configuration_metrics_checkpoints_and_events() -> None:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert list(lines[-1]) == list(FIELDS)
+    # Every second step.
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-000002", "step-000004"]
     assert list((folder / "tensorboard").iterdir())
     assert "penstock: tiny in runs/tiny" in text
@@ -108,6 +109,7 @@ def test_two_runs_are_the_same_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which determinism needs on a GPU
     for options in ((), (), ("training.deterministic=true",)):
         printed("tiny.toml", *options)
+    # The last by deterministic algorithms.
     assert metrics_of("runs/tiny") == metrics_of("runs/tiny-2") == metrics_of("runs/tiny-3")
 
 
@@ -179,6 +181,7 @@ def test_twenty_steps_are_ten_and_kill_9_and_ten() -> None:
     killed = run_and_signal(13, signal.SIGKILL, "tiny.toml", *longer, "--name", "broken")  # three steps after one
     assert killed.returncode == -signal.SIGKILL
     assert [line["step"] for line in metrics_of("runs/broken")] == list(range(1, 14))
+    # Steps 11 to 13 are computed again.
     assert [path.name for path in Path("runs/broken/checkpoints").iterdir()] == ["step-000010"]
     text = printed("runs/broken", "--resume")
     assert metrics_of("runs/broken") == metrics_of("runs/whole")
@@ -200,7 +203,7 @@ def test_a_stopped_run_goes_on_as_it_says() -> None:
     with pytest.MonkeyPatch.context() as patch:
         at_step(patch, 3, signal.SIGTERM)
         text = printed("tiny.toml", code=143)
-    command = text[text.index("penstock train ") :].split()[2:]
+    command = text[text.index("penstock train ") :].split()[2:]  # without `penstock train`
     printed(*command)
     printed("tiny.toml", "--name", "whole")
     assert metrics_of("runs/tiny") == metrics_of("runs/whole")
@@ -315,7 +318,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_a_report() -> None:
     report = json.loads(Path("runs/tiny/nonfinite.json").read_text())
     assert report["step"] == 2
     assert Path(report["checkpoint"]).is_dir()
-    assert [line["step"] for line in metrics_of("runs/tiny")] == [1]
+    assert [line["step"] for line in metrics_of("runs/tiny")] == [1]  # the second is not written
 
 
 def test_a_full_disk_is_one_line_and_the_run_can_go_on() -> None:
@@ -326,7 +329,7 @@ def test_a_full_disk_is_one_line_and_the_run_can_go_on() -> None:
         patch.setattr(manifest, "write_tensors", no_space)
         message = refused("tiny.toml")
     assert message == "cannot write runs/tiny/checkpoints/step-000002; got No space left on device"
-    assert list(Path("runs/tiny/checkpoints").iterdir()) == []
+    assert list(Path("runs/tiny/checkpoints").iterdir()) == []  # no draft of step 2
     printed("runs/tiny", "--resume")
     assert [line["step"] for line in metrics_of("runs/tiny")] == [1, 2, 3, 4]
 

@@ -188,9 +188,8 @@ def test_any_values_survive_the_way_there_and_back(
 
 
 def test_a_field_that_is_none_against_its_default_is_written() -> None:
-    assert dump_toml(debug().model_copy(update={"seed": None})).startswith(
-        'version = 1\nname = "debug"\nseed = "none"\n'
-    )
+    text = dump_toml(debug().model_copy(update={"seed": None}))
+    assert text.startswith('version = 1\nname = "debug"\nseed = "none"\n')
 
 
 PATHS = sorted({field.path for field in every_field(Run)})
