@@ -3,7 +3,7 @@
     python -m benchmarks.planning --output benchmarks/results/plan-amd.json
 
 Nothing is measured here and no GPU is needed: all figures are projections, by the plan itself, of runs that are said in
-full. Routing is even, as in the published figures. Sources: benchmarks/planning_published.py; what differs and why:
+full. Routing is even, as in the published figures. Sources: benchmarks/planning_amd.py; what differs and why:
 docs/plan-published.md.
 """
 
@@ -15,9 +15,9 @@ from functools import cache
 from itertools import product
 from typing import Any
 
-from benchmarks import planning_published as published
+from benchmarks import planning_amd as published
 from benchmarks import planning_times, record
-from benchmarks.planning_published import WORLD, Layout
+from benchmarks.planning_amd import WORLD, Layout
 from penstock.config.fit import grid_of
 from penstock.config.load import load_run
 from penstock.config.run import Run

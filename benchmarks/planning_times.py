@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from benchmarks import planning_published as published
+from benchmarks import planning_amd as published
 from penstock.config.load import load_run
 from penstock.config.run import Run
 from penstock.plan.hardware import Cluster, cluster_of

@@ -20,7 +20,7 @@ from benchmarks.planning import (
     speed_row,
     usable_bytes,
 )
-from benchmarks.planning_published import SAVED_BYTES, Layout, activation_bytes, state_bytes
+from benchmarks.planning_amd import SAVED_BYTES, Layout, activation_bytes, state_bytes
 from benchmarks.planning_times import SWEPT, dispatch_sweep, travels_of, weak_scaling
 from penstock.config.load import load_run
 from penstock.plan.hardware import cluster_of
