@@ -89,7 +89,7 @@ def backend_for(q_BHSN: Tensor, k_BGSN: Tensor, v_BGSM: Tensor, scores: ScoreOpt
         if backend == "math":
             return SDPBackend.MATH
         return SDPBackend.CUDNN_ATTENTION if q_BHSN.dtype.itemsize == 2 else SDPBackend.EFFICIENT_ATTENTION
-    how = {"scale": scores.scale, "enable_gqa": q_BHSN.shape[1] != k_BGSN.shape[1]}
+    how: dict[str, Any] = {"scale": scores.scale, "enable_gqa": q_BHSN.shape[1] != k_BGSN.shape[1]}
     with backend_order(backend):
         found = SDPBackend(
             torch._fused_sdp_choice(q_BHSN, k_BGSN, v_BGSM, scores.allowed, 0.0, scores.is_causal, **how)
@@ -215,9 +215,11 @@ def causal_attention(
     # Grouped-query heads with a mask: torch would fall back to the backend that materializes scores.
     if q_BHSN.is_cuda and scores.allowed is not None and q_BHSN.shape[1] != k_BGSN.shape[1]:
         _, k_BGSN, v_BGSM = backend_and_keys(q_BHSN, k_BGSN, v_BGSM, scores, backend)
-    how = {"is_causal": scores.is_causal, "scale": scale, "enable_gqa": q_BHSN.shape[1] != k_BGSN.shape[1]}
+    how: dict[str, Any] = {"scale": scale, "enable_gqa": q_BHSN.shape[1] != k_BGSN.shape[1]}
     with backend_order(backend):
-        o_BHSM = F.scaled_dot_product_attention(q_BHSN, k_BGSN, v_BGSM, attn_mask=scores.allowed, **how)
+        o_BHSM = F.scaled_dot_product_attention(
+            q_BHSN, k_BGSN, v_BGSM, scores.allowed, is_causal=scores.is_causal, **how
+        )
     return o_BHSM.transpose(1, 2)
 
 
@@ -244,11 +246,11 @@ def attention_with_sinks(
     found, k_BGSN, v_BGSM = backend_and_keys(q_BHSN, k_BGSN, v_BGSM, scores, backend)
     if found == SDPBackend.MATH:
         return _by_products(q_BHSN, k_BGSN, v_BGSM, sinks_H, scores)
-    heads, width = (q_BHSN, k_BGSN, v_BGSM), v_BGSM.shape[-1]
+    heads: tuple[Tensor, ...] = (q_BHSN, k_BGSN, v_BGSM)
     if found == SDPBackend.FLASH_ATTENTION and q_BHSN.is_cuda:
         # Flash requires heads of a multiple of 8 columns; zeros do not change the scores.
         heads = tuple(F.pad(x, (0, -x.shape[-1] % 8)) if x.shape[-1] % 8 else x for x in heads)
-    return _WithSinks.apply(*heads, sinks_H, scores, found)[..., :width]
+    return _WithSinks.apply(*heads, sinks_H, scores, found)[..., : v_BGSM.shape[-1]]
 
 
 class _WithSinks(torch.autograd.Function):

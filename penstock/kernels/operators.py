@@ -86,7 +86,8 @@ def torch_add_three(x_TD: Tensor, y_TD: Tensor, z_TD: Tensor) -> Tensor:
 
 def torch_swiglu(gate_up_RF: Tensor, rule: ExpertRule = SWIGLU) -> Tensor:
     """`reference.swiglu` without weights, in the dtype of the input throughout."""
-    return reference.activate(*gate_up_RF.chunk(2, dim=-1), rule)
+    gate_RF, up_RF = gate_up_RF.chunk(2, dim=-1)
+    return reference.activate(gate_RF, up_RF, rule)
 
 
 def torch_add_bias(y_RF: Tensor, bias_eF: Tensor, counts_e: Tensor, weights_R: Tensor | None = None) -> Tensor:

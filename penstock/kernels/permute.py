@@ -160,7 +160,7 @@ def _sum_rows(
 
 def _launch_by_token(
     kernel: triton.JITFunction,
-    tensors: tuple[Tensor | None, ...],
+    tensors: tuple[Tensor, *tuple[Tensor | None, ...]],
     places_TK: Tensor,
     counts_E: Tensor,
     launch: KernelLaunch,

@@ -188,7 +188,8 @@ def swiglu(gate_up_RF: Tensor, weights_R: Tensor | None = None, rule: ExpertRule
     wide_RF = gate_up_RF.float()
     if weights_R is not None and rule.weighs_input:
         wide_RF = wide_RF * weights_R[..., None]
-    h_RF = activate(*wide_RF.chunk(2, dim=-1), rule)
+    gate_RF, up_RF = wide_RF.chunk(2, dim=-1)
+    h_RF = activate(gate_RF, up_RF, rule)
     if weights_R is not None and not rule.weighs_input:
         h_RF = h_RF * weights_R[..., None]
     return h_RF.to(gate_up_RF.dtype)

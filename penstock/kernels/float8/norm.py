@@ -68,8 +68,9 @@ def rms_norm(
         return normed_TD, sum_TD, quantize_rows(normed_TD.detach(), recipe, form, columns=block)
     how = _How(recipe, form, columns, keep_plain)
     normed_TD, sum_TD, *copies = _Float8Norm.apply(x_TD, residual_TD, weight_D, epsilon, how)
-    by_column = Quantized(*copies[2:], recipe.columns) if columns else None
-    return normed_TD, sum_TD, RowColQuantized(Quantized(*copies[:2], recipe.rows), by_column)
+    by_row = Quantized(copies[0], copies[1], recipe.rows)
+    by_column = Quantized(copies[2], copies[3], recipe.columns) if columns else None
+    return normed_TD, sum_TD, RowColQuantized(by_row, by_column)
 
 
 # Rows that a thread has of a tile of 128 x 128: of 16 bits it loads and stores 8 numbers at once. So two programs with

@@ -122,8 +122,9 @@ def swiglu_backward(
             gate_up_RF, weights_R, dh_RF, rule, recompute=True, used=_used(counts_e)
         )
         both = quantize.quantize_rows(plain_RF, recipe, gradient, columns=recipe.rows, counts_e=counts_e)
+        assert h_RF is not None and both.columns is not None, "both were asked for"
         h_columns = quantize.quantize_groups(h_RF, counts_e, recipe, forward)
-        return SwigluForBackward(*both, h_columns, dweights_R, plain_RF if keep_plain else None)
+        return SwigluForBackward(both.rows, both.columns, h_columns, dweights_R, plain_RF if keep_plain else None)
     source_SF, first, rows = _given(gate_up_RF, weights_R)
     width = dh_RF.shape[1]
     places, parts = aligned_rows(rows, counts_e.numel()), triton.cdiv(width, launch.block_columns)
@@ -151,7 +152,8 @@ def swiglu_backward(
             STEP=launch.step, **_constants(recipe, launch), num_warps=quantize.warps_of(launch, dh_RF.device),
             **(quantize.register_limit(launch, dh_RF.device) if recipe.rows[1] == DEPTH else {}),
         )  # fmt: skip
-    return SwigluForBackward(*copies, None if products_PR is None else products_PR.sum(0), None)
+    dweights_R = None if products_PR is None else products_PR.sum(0)
+    return SwigluForBackward(copies[0], copies[1], copies[2], dweights_R, None)
 
 
 def _is_hoppers(gate_up_RF: Tensor, recipe: Recipe, forms: tuple[Format, Format], launch: BackwardLaunch) -> bool:
