@@ -92,7 +92,7 @@ def test_keys_are_repeated_where_torch_would_materialize_all_scores(monkeypatch:
 
     monkeypatch.setattr(torch, "_fused_sdp_choice", choice)
     _check_sinks("auto", True)
-    assert asked == [2, 4]
+    assert asked == [2, 4]  # heads of the keys: shared by pairs first, then repeated
 
 
 def test_keys_stay_shared_with_backends_that_support_it() -> None:
@@ -160,7 +160,7 @@ def test_a_bias_has_the_form_of_its_backend() -> None:
     q_BHSN = torch.zeros(1, 4, 9, 8)
     efficient = attention.bias_of(scores, q_BHSN, SDPBackend.EFFICIENT_ATTENTION)
     assert efficient.shape == (1, 4, 9, 9) and efficient.stride(2) == attention.BIAS_STRIDE
-    assert efficient[0, 0].isinf().sum() == 36
+    assert efficient[0, 0].isinf().sum() == 36  # 9 * 8 / 2 keys after their query
     cudnn = attention.bias_of(scores, q_BHSN, SDPBackend.CUDNN_ATTENTION)
     assert cudnn.isfinite().all() and (cudnn < -65000).sum() == 36
     assert attention.bias_of(ScoreOptions(scale=SCALE), q_BHSN, SDPBackend.CUDNN_ATTENTION) is None
@@ -181,7 +181,8 @@ def test_a_gpu_equals_the_definition(
         pytest.skip("flash has no masks")
     rows, length, device = 2, 128, torch.device("cuda")
     generator = torch.Generator(device).manual_seed(3)
-    groups = 4 if backend == "efficient" else 2
+    groups = 4 if backend == "efficient" else 2  # it has no grouped-query heads
+    # Queries, keys, values, sinks.
     shapes = ((rows, length, 4, 64), (rows, length, groups, 64), (rows, length, groups, 64), (4,))
     given = [torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16) for shape in shapes]
     direction = torch.randn(shapes[0], generator=generator, device=device, dtype=torch.bfloat16)
@@ -218,10 +219,10 @@ def test_the_package_is_taken_where_it_is_installed_and_was_measured_or_if_it_is
     for device, wanted, backend in (
         (WITH_PACKAGE, "auto", "flash-4"),
         (H200, "auto", "auto"),
-        (b200, "auto", "auto"),
+        (b200, "auto", "auto"),  # kernels, but no measurement
         (b200, "flash-4", "flash-4"),
         (WITH_PACKAGE, "cudnn", "cudnn"),
-        (on_cpu, "auto", "default"),
+        (on_cpu, "auto", "default"),  # no kernels
     ):
         assert attention_choice(device, wanted).backend == backend
     for device, says in ((H200, "not installed"), (mi300x, "no kernels for"), (on_cpu, "no kernels for CPU")):
@@ -238,7 +239,7 @@ def test_head_widths_with_a_kernel() -> None:
 
 def heads(device: str = "cpu", dtype: torch.dtype = torch.float32, length: int = 24) -> list[Tensor]:
     torch.manual_seed(3)
-    shapes = ((2, length, 4, 192), (2, length, 4, 192), (2, length, 4, 128))
+    shapes = ((2, length, 4, 192), (2, length, 4, 192), (2, length, 4, 128))  # DeepSeek-V3's widths of heads
     return [torch.randn(shape, device=device, dtype=dtype) for shape in shapes]
 
 

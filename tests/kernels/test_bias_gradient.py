@@ -76,6 +76,7 @@ def test_sums_are_added_to_a_float32_buffer(kernels: ExpertKernels, device: torc
 
 
 def test_wide_rows_are_walked_by_several_programs_in_a_fixed_order(device: torch.device) -> None:
+    # One row belongs to no expert; the last program has 40 columns.
     dy_RF, counts_e = torch.randn(70, WALKED_COLUMNS + 40, device=device), torch.tensor([3, 66], device=device)
     sums_eF = bias_gradient(dy_RF, counts_e)
     assert_near(sums_eF, sums_of(dy_RF, [3, 66]), "sums of wide rows")

@@ -85,7 +85,7 @@ def test_a_weight_of_another_dtype_promotes_as_the_reference_does(device: torch.
     normed_TD = NORM(x_TD, weight_D)
     expected_TD = reference.rms_norm(x_TD, weight_D, EPSILON)
     assert normed_TD.dtype == expected_TD.dtype == torch.float32
-    assert_close(normed_TD, expected_TD, tolerance=2**-7)
+    assert_close(normed_TD, expected_TD, tolerance=2**-7)  # the last place of bfloat16
 
 
 def test_rows_may_lie_apart_or_be_zero(device: torch.device) -> None:
@@ -129,6 +129,7 @@ def test_the_kernels_compile_without_spills(width: int, target: str) -> None:
         add_three(x_TD, x_TD, residual_TD)
 
     found = compile_without_spills(target, both_passes)
+    # Norm, its gradient, the sum of the weight's parts, the sum of three.
     assert len(found) == 4 and all(one.shared_bytes <= TARGETS[target].shared_bytes for one in found)
 
 
@@ -142,6 +143,7 @@ def test_a_sum_of_three_and_its_gradients_equal_the_reference(
 
 
 def test_a_sum_of_three_is_rounded_once(device: torch.device) -> None:
+    # A half is half of the last place of 1 in bfloat16.
     large, half = (torch.full((4,), value, device=device, dtype=torch.bfloat16) for value in (1.0, 2.0**-8))
     for add in (add_three, reference.add_three):
         assert add(large, half, half).tolist() == [1.0 + 2.0**-7] * 4
@@ -182,4 +184,4 @@ def test_three_readers_share_memory_and_their_gradients_are_one_kernel() -> None
         gradients = [torch.empty(4, 8, device="meta") for _ in copies]
         torch.autograd.backward(copies, gradients)
     (one,) = tape.cut()
-    assert (one.name, one.shapes) == ("add_three_kernel", ((4, 8),) * 4)
+    assert (one.name, one.shapes) == ("add_three_kernel", ((4, 8),) * 4)  # three gradients and their sum

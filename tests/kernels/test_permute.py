@@ -110,7 +110,7 @@ def test_dropped_slots_may_share_a_place_in_an_order_of_fewer_rows(weighted: boo
         whole.slots_R[: rows + 1], whole.places_TK.clamp(max=rows), ends_E.diff(prepend=ends_E.new_zeros(1)).int()
     )
     y_RD = torch.randn(rows + 1, 24, device=device)
-    y_RD[rows] = float("nan")  # no slot's rows
+    y_RD[rows] = float("nan")  # the place that dropped slots share
     weights_TK = torch.rand(9, 3, device=device) if weighted else None
     results = []
     for sum_rows in (partial(unpermute, launch=SMALL), reference.unpermute):

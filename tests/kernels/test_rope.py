@@ -41,9 +41,9 @@ def test_rotate_and_its_gradient_equal_the_reference(
 
 def test_rotate_reads_heads_in_any_memory_order(device: torch.device) -> None:
     for x_BSHP in (
-        torch.randn(2, 5, 3, 8, device=device).transpose(1, 2),
-        torch.randn(2, 3, 5, 12, device=device)[..., :8],
-        torch.randn(8, 2, 3, 5, device=device).permute(1, 2, 3, 0),
+        torch.randn(2, 5, 3, 8, device=device).transpose(1, 2),  # heads first, as attention's gradients come
+        torch.randn(2, 3, 5, 12, device=device)[..., :8],  # a part of wider heads
+        torch.randn(8, 2, 3, 5, device=device).permute(1, 2, 3, 0),  # numbers of a head lie apart
     ):
         _compare(rotate, reference.rotate, _angles(2, 3, 8, device), [x_BSHP])
 
@@ -67,7 +67,7 @@ def test_mla_heads_and_all_gradients_equal_the_reference(
 def test_mla_heads_reads_the_shared_key_where_the_projection_left_it(device: torch.device) -> None:
     latent_and_key = torch.randn(2, 3, 20, device=device)
     q_BSHN, kv_BSHN = torch.randn(2, 3, 2, 10, device=device), torch.randn(2, 3, 2, 12, device=device)
-    given = [q_BSHN, kv_BSHN, latent_and_key[..., 16:]]
+    given = [q_BSHN, kv_BSHN, latent_and_key[..., 16:]]  # the key follows 16 numbers of the latent
     _compare(mla_heads, reference.mla_heads, _angles(1, 3, 4, device), given)
 
 

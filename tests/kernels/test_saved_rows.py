@@ -16,7 +16,7 @@ from tests.kernels.ahead_of_time import ONE_OF_EACH_MAKER, compile_without_spill
 from tests.kernels.test_grouped_gemm import BOTH_WAYS, POINTERS
 
 SMALL = KernelLaunch(block_rows=4, block_columns=16, warps=1)
-ROOM, TAIL = 190, 7
+ROOM, TAIL = 190, 7  # rows of a layer's buffer; those behind the last expert's
 COUNTS = [64, 0, 100, 19]
 
 
@@ -41,7 +41,7 @@ def test_layers_are_placed_one_after_the_other_and_rows_that_do_not_fit_are_coun
         for rows in (5, 0, 7, 4, 3)
     ]
     assert firsts == [0, 5, 5, 0, 0], "the fourth and the fifth found no room"
-    assert meter.tolist() == [7, 19]
+    assert meter.tolist() == [7, 19]  # rows without room, all rows
 
 
 @BOTH_WAYS

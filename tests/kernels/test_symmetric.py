@@ -47,7 +47,7 @@ def _peers(rank: int, device: torch.device) -> tuple[list[Tensor], Peers]:
 
 
 def _flags(memory: Tensor) -> Tensor:
-    return memory[1024:].view(torch.int64).view(-1, W)
+    return memory[1024:].view(torch.int64).view(-1, W)  # 16 channels, one flag for each sending rank
 
 
 def _awaited(flags_CW: Tensor, signals: int, looks: int = 1) -> ChannelWait:
@@ -75,6 +75,7 @@ def test_a_row_goes_once_to_each_other_rank_that_holds_one_of_its_experts(rank: 
     others = [token for token in range(T) if token not in wanted]
     assert (rows_ND[rank, others] == -1).all() and (rows_ND[1 - rank] == -1).all()
     assert (memories[rank][:1024] == -1).all(), "this rank's own rows are not copied"
+    # Each of the two programs counts this rank's flag up.
     assert all(_flags(memory)[0].tolist() == [2 * (rank == 0), 2 * (rank == 1)] for memory in memories)
 
 
@@ -179,7 +180,7 @@ def test_a_wait_ends_when_all_ranks_have_written_and_rows_of_odd_width_are_refus
     wait(awaited)
     assert int(awaited.late) == 0 and awaited.expected[:2].tolist() == [3, 0] and not awaited.left.any()
     awaited.flags_CW[0, 1] += 3
-    wait(replace(awaited, looks=100))
+    wait(replace(awaited, looks=100))  # gives up: one rank never writes
     assert int(awaited.late) == 3 and awaited.expected[:2].tolist() == [6, 0]
     with pytest.raises(KernelError, match="16 bytes"):
         push_rows(

@@ -82,7 +82,7 @@ def test_equal_and_almost_equal_scores_are_told_apart(experts: int, device: torc
     steps_TE = torch.randint(-2, 3, (12, experts), dtype=torch.int32)
     # Neighbours in float32, far closer than the bits that are left where a key carries its column's number.
     logits_TE = (torch.tensor(1.0).view(torch.int32) + steps_TE).view(torch.float32)
-    logits_TE[::2] = steps_TE[::2].float()
+    logits_TE[::2] = steps_TE[::2].float()  # many equal ones
     expected_TK = logits_TE.argsort(dim=1, descending=True, stable=True)[:, :5]
     rule = RouterRule(top_k=5, softmax_after_top_k=True)
     assert torch.equal(route(logits_TE.to(device), None, rule, 1, launch=SMALL).experts_TK.cpu(), expected_TK)
@@ -99,7 +99,7 @@ def test_choices_stay_valid_for_any_logits(value: float, device: torch.device) -
 
 
 def test_a_saturated_router_keeps_finite_gradients(device: torch.device) -> None:
-    logits_TE = torch.full((2, 8), -100.0, device=device)
+    logits_TE = torch.full((2, 8), -100.0, device=device)  # a softmax or sigmoid of them underflows
     logits_TE[:, 3] = 100.0
     for name in ("Qwen3", "V3"):
         leaf_TE = (logits_TE + torch.arange(8, device=device)).requires_grad_()
@@ -144,7 +144,7 @@ def test_the_kernels_compile_without_spills(experts: int, rule: RouterRule, targ
 
 def _draw_losses(sequences: int, experts: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     slots_BE = torch.randint(0, 2000, (sequences, experts))
-    slots_BE[0, : experts // 2] = 0
+    slots_BE[0, : experts // 2] = 0  # experts that a sequence never chose
     return tuple(one.to(device) for one in (torch.rand(sequences, experts), 9 * torch.rand(sequences), slots_BE))
 
 
@@ -161,7 +161,7 @@ def test_losses_and_their_gradients_equal_the_definition(
 ) -> None:
     mass_BE, z_B, slots_BE = _draw_losses(sequences, experts, device)
     slots_BE = slots_BE.sum(0, keepdim=True) if together else slots_BE
-    for factors in ((0.5, 0.25), (0.0, 0.25), (1e-4, 0.0)):
+    for factors in ((0.5, 0.25), (0.0, 0.25), (1e-4, 0.0)):  # of the balance loss, of the z-loss
         given = mass_BE, z_B, slots_BE, *factors
         _compare_losses(balance_loss(*given), reference_balance_loss(*given))
 
