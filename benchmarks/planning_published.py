@@ -67,7 +67,7 @@ def main() -> None:
         for row in pool.imap(row_of, runs):
             rows.append(row)
             print(f"{row['id']:36} {row['published']:8,.0f} {row['projected']:8,.0f} {row['ratio']:6.2f}", flush=True)
-    numbers = {"rows": rows, "errors": errors(rows)}
+    numbers = {"sources": sources(), "rows": rows, "errors": errors(rows)}
     print(json.dumps(numbers["errors"], indent=2))
     record.write(options, numbers)
 
