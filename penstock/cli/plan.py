@@ -35,6 +35,7 @@ from penstock.cli.plan_print import (
     comparison_json,
     conclusion,
     explain,
+    grounds,
     points_json,
     print_campaign,
     print_comparison,
@@ -161,7 +162,7 @@ def plan(  # noqa: PLR0913 - one argument for each option
     cluster, planner = parse_cluster(on), partial(project, assumptions=assumptions)
     if compared is not None:
         words = [*([target] if target else []), *(overrides or [])]
-        _write(_compare(compared, cluster, planner, words, as_json=as_json), (), files)
+        _write(_compare(compared, cluster, planner, words, as_json=as_json), files, assumptions)
         return
     if target is None:
         raise PenstockError("there is nothing to plan", fix="name it: penstock plan deepseek-v3 --on 512xMI325X")
@@ -197,7 +198,7 @@ def plan(  # noqa: PLR0913 - one argument for each option
     else:
         print_plan(found, _assumed(assumptions, run))
     warn_of_unfilled(run)
-    _write(found, more, files)
+    _write(found, files, assumptions, more)
     if write is not None:
         print_next("train", write, to_stderr=True)
     elif found.candidates and not as_json and saving == "run" and assumptions.software == OWN_SOFTWARE:
@@ -348,7 +349,9 @@ def _whole(word: str) -> int:
     return int(word)
 
 
-def _write(found: Plan, more: Sequence[Figure], files: Mapping[str, Path | None]) -> None:
+def _write(
+    found: Plan, files: Mapping[str, Path | None], assumptions: Assumptions, more: Sequence[Figure] = ()
+) -> None:
     for option, path in files.items():
         if path is None:
             continue
@@ -356,7 +359,9 @@ def _write(found: Plan, more: Sequence[Figure], files: Mapping[str, Path | None]
         if option == "--write":
             write_run(path, found)
         else:
-            written = write_pictures(path, found, more)
+            runs = [one.run for one in found.candidates]
+            assumed = _assumed(assumptions, runs[0]) if runs else []
+            written = write_pictures(path, found, more, grounds(found.cluster, assumed))
         # Standard output may be JSON that a program reads.
         print(f"written to {', '.join(str(one) for one in written)}", file=sys.stderr)
 
@@ -398,13 +403,14 @@ def write_run(path: Path, plan: Plan) -> None:
     write_file(path, "".join(f"# {line}\n" for line in head) + f"\n{dump_toml(best.run)}")
 
 
-def write_pictures(path: Path, plan: Plan, more: Sequence[Figure]) -> list[Path]:
+def write_pictures(path: Path, plan: Plan, more: Sequence[Figure], rests_on: Sequence[str]) -> list[Path]:
     """Write a page of a plan, or an image of each of its pictures, by the suffix of the path.
 
     Args:
         path: of the page; names of images begin with its stem.
         plan: plan to draw.
         more: pictures of what-ifs.
+        rests_on: assumptions and origins, on a page.
 
     Returns:
         The files.
@@ -413,6 +419,6 @@ def write_pictures(path: Path, plan: Plan, more: Sequence[Figure]) -> list[Path]
         PicturesError: Plotly or a browser is not installed, or a file cannot be written.
     """
     if path.suffix == ".html":
-        write_page(plan, path, more=more)
+        write_page(plan, path, more=more, grounds=rests_on)
         return [path]
     return write_image(plan, path, more=more)

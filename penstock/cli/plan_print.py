@@ -148,7 +148,7 @@ def print_plan(plan: Plan, assumed: Sequence[str]) -> None:
         print()
         print_refusals(plan.refused, plan.considered)
     print()
-    print_grounds(plan.cluster, assumed)
+    print(*grounds(plan.cluster, assumed), sep="\n")
 
 
 def print_candidates(candidates: Sequence[Projection]) -> None:
@@ -230,12 +230,10 @@ def refused_text(layout: Mapping[str, object]) -> str:
     return ", ".join([sizes_text(layout), *choices])
 
 
-def print_grounds(cluster: Cluster, assumed: Sequence[str]) -> None:
-    """Print assumptions and origins of the figures, because a projection is not a measurement."""
-    for line in assumed:
-        print(f"assumed: {line}")
-    print(f"figures of {cluster.hardware.name}: {origins_text(cluster)} (--explain hardware)")
-    print(error_text(cluster))
+def grounds(cluster: Cluster, assumed: Sequence[str]) -> list[str]:
+    """Assumptions, origins of the figures, and the known error, because a projection is not a measurement."""
+    figures = f"figures of {cluster.hardware.name}: {origins_text(cluster)}"
+    return [*(f"assumed: {line}" for line in assumed), f"{figures} (--explain hardware)", error_text(cluster)]
 
 
 def origins_text(cluster: Cluster) -> str:

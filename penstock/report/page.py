@@ -36,10 +36,10 @@ def plan_figures(plan: Plan) -> list[Figure]:
     return figures
 
 
-def page(plan: Plan, *, more: Sequence[Figure] = ()) -> str:
+def page(plan: Plan, *, more: Sequence[Figure] = (), grounds: Sequence[str] = ()) -> str:
     """The page of a plan.
 
-    `more` are figures after the plan's own: curves of what-ifs.
+    `more` are figures after the plan's own: curves of what-ifs. `grounds` are assumptions and origins, a line each.
     """
     figures = [*plan_figures(plan), *more]
     wide, narrow = [one for one in figures if one.is_wide], [one for one in figures if not one.is_wide]
@@ -52,6 +52,8 @@ def page(plan: Plan, *, more: Sequence[Figure] = ()) -> str:
     width = ' class="wide"' if len(narrow) % 2 == 0 else ""
     refused = f"<section{width}><h2>Refused</h2>{refusals_table(plan.refused)}</section>" if plan.refused else ""
     alone = {narrow[-1].name} if len(narrow) % 2 and not refused else set()  # it takes both columns
+    lines = "".join(f"<li>{escape(line)}</li>" for line in grounds)
+    rests = f'<section class="wide"><h2>What it rests on</h2><ul>{lines}</ul></section>' if lines else ""
     body = f"""
 <header>
 <h1>{escape(plan.model)} <span class="faint">on {escape(where)}</span></h1>
@@ -62,13 +64,14 @@ def page(plan: Plan, *, more: Sequence[Figure] = ()) -> str:
 <section class="wide"><h2>Candidates</h2>{found}</section>
 {"".join(card(one, is_wide=one.name in alone) for one in [*narrow[:2], *wide, *narrow[2:]])}
 {refused}
+{rests}
 </main>"""
     return document(f"{plan.model} on {where}", body, figures)
 
 
-def write_page(plan: Plan, path: Path, *, more: Sequence[Figure] = ()) -> None:
+def write_page(plan: Plan, path: Path, *, more: Sequence[Figure] = (), grounds: Sequence[str] = ()) -> None:
     """Write the page of a plan, see `page`, in place of an existing file."""
-    write_whole(path, page(plan, more=more).encode())
+    write_whole(path, page(plan, more=more, grounds=grounds).encode())
 
 
 def _key_figures(plan: Plan) -> str:

@@ -1,4 +1,4 @@
-"""Published runs beside their projections: a draw that nobody chose, reasons for what is far off, one command a row."""
+"""Published runs beside their projections: a seeded draw, reasons for what is far off, one command a row."""
 
 import json
 from pathlib import Path
