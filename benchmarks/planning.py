@@ -1,38 +1,75 @@
-"""What the plan says where AMD has published what theirs says: memory on 768 GPUs, dispatch on 1,024, scaling to 1,024.
+"""What the plan says where AMD has published what theirs says: memory on 768 GPUs, bubbles, dispatch, scaling.
 
     python -m benchmarks.planning --output benchmarks/results/plan-amd.json
 
-Nothing is measured here and no GPU is needed: all figures are projections, by the plan itself, of runs that are said in
-full. Routing is even, as in the published figures. Sources: benchmarks/planning_published.py; what differs and why:
-docs/plan-published.md.
+Nothing is measured here and no GPU is needed: memory and bubbles are projected by commands that are written beside the
+figures, dispatch and scaling by benchmarks/planning_times.py. Sources: "MoE Training Best Practices on AMD GPUs"
+(rocm.blogs.amd.com, December 2025; its figures of memory come from the memory projection of Primus), and "Efficient MoE
+Pre-training at Scale with TorchTitan" (pytorch.org/blog). What differs and why: docs/plan-published.md.
 """
 
 import argparse
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
-from benchmarks import planning_published as published
 from benchmarks import planning_times, record
-from benchmarks.planning_published import WORLD, Layout
-from penstock.config.fit import grid_of
+from benchmarks.planning_published import projected
 from penstock.config.load import load_run
 from penstock.config.run import Run
 from penstock.kernels.device_facts import named_device
-from penstock.models.rank_model import embedding_places
-from penstock.parallel.axes import make_axes
-from penstock.parallel.launch.rendezvous import start_fake_process_group, stop_process_group
-from penstock.plan.hardware import cluster_of
 from penstock.plan.hardware_file import load_hardware
-from penstock.plan.memory import RankMemory, fullest_rank, memory_of, ranks_that_differ
-from penstock.plan.meta_rank import Saving, Target, conventional, make_meta_rank
-from penstock.plan.meta_run import activations_of
+from penstock.plan.memory import RankMemory, memory_of, ranks_that_differ
+from penstock.plan.meta_rank import Saving, Target, conventional
 
 MODELS = ("moe-1t", "moe-2t")
-CHIPS = ("MI300X", "MI355X")
+WORLD = 768
+LAYERS = 96
+
+SAVED_BYTES = {"moe-1t": 76e9, "moe-2t": 131e9}
+"""Activations that CP 2 saves on each GPU at PP 24 EP 8, where it halves them."""
+
+FITS = (
+    ("moe-1t", "MI300X", (24, 8, 2), True),
+    ("moe-1t", "MI355X", (24, 8, 1), True),
+    ("moe-2t", "MI300X", (24, 8, 2), False),
+    ("moe-2t", "MI300X", (24, 16, 2), True),
+    ("moe-2t", "MI355X", (24, 8, 2), True),
+)
+"""Published: model, chip, ranks of the pipeline, of the experts and of a row, and whether it fits. Those that fit are
+the published choices."""
+
+BUBBLES = {1: 0.544, 3: 0.244, 6: 0.145}
+"""Measured with so many stages a rank: PP 16, 16 micro-batches, a model of 500 B that is not published."""
+
+_EVEN_STAGES = {1: "Etttttt|(tttttt|)*14ttttttL", 3: "Ett|(tt|)*46ttL", 6: "Et|(t|)*94tL"}
+"""96 layers on 16 ranks, the same on each."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes that the study of memory changes; each layer is a stage.
+
+    Attributes:
+        pipeline: ranks, 24 of 4 stages or 48 of 2.
+        expert: ranks.
+        context: ranks.
+    """
+
+    pipeline: int
+    expert: int
+    context: int
+
+    def __str__(self) -> str:
+        return f"PP{self.pipeline} EP{self.expert} CP{self.context}"
+
+    @property
+    def stages_per_rank(self) -> int:
+        """As many as give each a layer."""
+        return LAYERS // self.pipeline
+
+
 LAYOUTS = tuple(Layout(*sizes) for sizes in product((24, 48), (8, 16), (1, 2)))
 
 
@@ -43,26 +80,25 @@ class Variant:
     Attributes:
         overrides: of the run.
         saving: what is kept for backward.
+        passes_keys: context-parallel ranks keep their own keys only.
     """
 
     name: str
     overrides: tuple[str, ...]
     saving: Saving = "run"
+    passes_keys: bool = False
 
 
 ROWS_SENT = Variant("all-to-all", ("dispatch.method=all-to-all",))
-CONVENTIONAL = Variant("conventional", ("dispatch.method=all-to-all",), "conventional")
-DE_DUPLICATED = Variant("de-duplicated", ("dispatch.method=auto",))
-SHARDED = Variant("all-to-all, FSDP", ("dispatch.method=all-to-all", "parallel.shard=full", "parallel.prefetch=0"))
-VARIANTS = (ROWS_SENT, CONVENTIONAL, DE_DUPLICATED, SHARDED)
-
-WAYS_IN = (
-    (Layout(24, 16, 2), ROWS_SENT),
-    (Layout(24, 16, 2), Variant("all-to-all, optimizer on the host", (*ROWS_SENT.overrides, "offload.optimizer=true"))),
-    (Layout(24, 16, 2), SHARDED),
-    (Layout(24, 8, 2), Variant("de-duplicated, FSDP", ("parallel.shard=full",))),
+CONVENTIONAL = Variant("conventional", ROWS_SENT.overrides, "conventional")
+AS_PUBLISHED = Variant(
+    "as published", (*ROWS_SENT.overrides, 'recompute.modules=["norm"]'), "conventional", passes_keys=True
 )
-"""What brings MoE-2T into an MI300X without recompute, behind what does not."""
+DE_DUPLICATED = Variant("de-duplicated", ("dispatch.method=auto",))
+SHARDED = Variant("all-to-all, FSDP", (*ROWS_SENT.overrides, "parallel.shard=full", "parallel.prefetch=0"))
+
+WAYS_IN = ("", "offload.optimizer=true", "parallel.shard=full parallel.prefetch=0")
+"""Overrides of our own run of MoE-2T on MI300X, PP 24 EP 16 CP 2: what brings it in, behind what does not."""
 
 
 def main() -> None:
@@ -70,17 +106,87 @@ def main() -> None:
     record.add_arguments(parser)
     options = parser.parse_args()
     numbers = {
-        "memory": [memory_row(*sizes) for sizes in product(MODELS, LAYOUTS, VARIANTS)],
-        "published_memory": [published_row(*sizes) for sizes in product(MODELS, LAYOUTS)],
-        "saved": [saved_row(*sizes) for sizes in product(MODELS, VARIANTS)],
-        "kept": [{"model": model, **kept(model, variant)} for model in MODELS for variant in VARIANTS[:3]],
-        "published_kept": {model: published.kept_numbers(load_run(model, [])) for model in MODELS},
-        "fits": [fits_row(*sizes) for sizes in product(MODELS, CHIPS, VARIANTS)],
-        "speed": [speed_row(*sizes) for sizes in product(MODELS, CHIPS, LAYOUTS, (ROWS_SENT, DE_DUPLICATED))],
-        "ways_in": [speed_row("moe-2t", "MI300X", *way) for way in WAYS_IN],
+        "charts": [chart_row(model, context) for model in MODELS for context in (1, 2)],
+        "fits": [fits_row(*one) for one in FITS],
+        "ways_in": [way_in_row(one) for one in WAYS_IN],
+        "bubbles": [bubble_row(stages) for stages in BUBBLES],
         **planning_times.numbers(),
     }
     record.write(options, numbers)
+
+
+def as_published(model: str, chip: str, layout: Layout) -> str:
+    """The command that counts the memory of a layout as the published figures do."""
+    sizes = f"pp={layout.pipeline},vpp={layout.stages_per_rank},ep={layout.expert},cp={layout.context}"
+    return (
+        f"penstock plan {model} --on {WORLD}x{chip} --layout {sizes},recompute=norm --software primus "
+        "--saving conventional model.moe.balance.force_load_balance=true"
+    )
+
+
+def chart_row(model: str, context: int) -> dict[str, Any]:
+    """Activations with one or two context-parallel ranks."""
+    command = as_published(model, "MI300X", Layout(24, 8, context))
+    (found,) = projected(command)["candidates"]
+    published = SAVED_BYTES[model] * (3 - context)
+    return {
+        "model": model,
+        "context": context,
+        "published": published,
+        "activations": found["memory"]["activations"],
+        "ratio": found["memory"]["activations"] / published,
+        "command": command,
+    }
+
+
+def fits_row(model: str, chip: str, sizes: tuple[int, int, int], fits: bool) -> dict[str, Any]:
+    """Whether a layout fits a chip, and what is published of it."""
+    command = as_published(model, chip, Layout(*sizes))
+    (found,) = projected(command)["candidates"]
+    return {
+        "model": model,
+        "chip": chip,
+        "layout": str(Layout(*sizes)),
+        "published": fits,
+        "fits": found["fits"],
+        "memory": found["memory"]["total"],
+        "capacity": load_hardware(chip).memory.capacity_bytes,
+        "command": command,
+    }
+
+
+def way_in_row(overrides: str) -> dict[str, Any]:
+    """Memory and speed of our own run of the layout that is the tightest of those published."""
+    command = (
+        "penstock plan moe-2t --on 768xMI300X --layout pp=24,vpp=4,ep=16,cp=2,dispatcher=all-to-all --imbalance 1 "
+        + overrides
+    ).strip()
+    (found,) = projected(command)["candidates"]
+    speed = found["tokens_per_second_per_device"]
+    return {"fits": found["fits"], "memory": found["memory"]["total"], "speed": speed, "command": command}
+
+
+def bubble_row(stages: int) -> dict[str, Any]:
+    """Share of the passes that ranks of a pipeline wait, by their formula, by ours, and with a small vocabulary.
+
+    The projected shares are of MoE-1T: the published model is not known. What the output projection adds to the last
+    rank shows in what a small vocabulary leaves.
+    """
+    schedule = "1f1b" if stages == 1 else "interleaved"
+    command = (
+        "penstock plan moe-1t --on 512xMI300X --layout own --imbalance 1 training.global_batch=512 "
+        f"training.micro_batch=1 parallel.pipeline=16 parallel.expert=8 pipeline.schedule={schedule} "
+        f"pipeline.stages_per_rank={stages} 'pipeline.layout={_EVEN_STAGES[stages]}' 'recompute.modules=[\"layer\"]'"
+    )
+    whole, small = (projected(one)["candidates"][0]["bubble"] for one in (command, f"{command} model.vocab_size=1024"))
+    return {
+        "stages": stages,
+        "published": BUBBLES[stages],
+        "formula": 15 / (15 + 16 * stages),
+        "projected": whole,
+        "small_vocabulary": small,
+        "command": command,
+    }
 
 
 def run_of(model: str, layout: Layout, variant: Variant) -> Run:
@@ -98,114 +204,25 @@ def run_of(model: str, layout: Layout, variant: Variant) -> Run:
 
 def target_of(variant: Variant) -> Target:
     """One chip stands for all, whose kernels keep the same."""
-    return Target(device=named_device("MI300X", "bf16"), imbalance=1.0, saving=variant.saving)
+    device = named_device("MI300X", "bf16")
+    passes_keys = variant.passes_keys
+    return Target(device=device, imbalance=1.0, saving=variant.saving, passes_keys=passes_keys)
 
 
 @cache
-def memory(model: str, layout: Layout, variant: Variant = ROWS_SENT) -> RankMemory:
-    """Of the first rank of the pipeline, whose micro-batches wait longest.
-
-    Args:
-        model: preset.
-        layout: of its ranks.
-        variant: how it is trained and counted.
-    """
-    return memory_of(run_of(model, layout, variant), world=WORLD, rank=0, target=target_of(variant))
-
-
-@cache
-def memory_of_the_last(model: str, layout: Layout, variant: Variant = ROWS_SENT) -> RankMemory:
-    """The same of the last rank, which has the logits."""
+def memory(model: str, layout: Layout, variant: Variant = ROWS_SENT, *, last: bool = False) -> RankMemory:
+    """Of the first rank of the pipeline, whose micro-batches wait longest, or of the last, which has the logits."""
     run = run_of(model, layout, variant)
-    return memory_of(run, world=WORLD, rank=ranks_that_differ(run, WORLD)[-1], target=target_of(variant))
+    rank = ranks_that_differ(run, WORLD)[-1] if last else 0
+    return memory_of(run, world=WORLD, rank=rank, target=target_of(variant))
+
+
+memory_of_the_last = partial(memory, last=True)
 
 
 def usable_bytes(chip: str) -> int:
     """Of a device, for tensors."""
     return load_hardware(chip).usable_bytes
-
-
-def memory_row(model: str, layout: Layout, variant: Variant) -> dict[str, Any]:
-    """Bytes of the rank that needs most."""
-    found = fullest_rank((memory(model, layout, variant), memory_of_the_last(model, layout, variant)))
-    names = ("parameters", "gradients", "master", "moments", "gathered", "activations", "buffers", "logits", "total")
-    sizes = {name: getattr(found, name) for name in names}
-    return {"model": model, "layout": str(layout), "variant": variant.name, "rank": found.rank, **sizes}
-
-
-def published_row(model: str, layout: Layout) -> dict[str, Any]:
-    """The same by AMD's arithmetic, as far as it is known."""
-    run = load_run(model, [])
-    state, kept = published.state_bytes(run, layout), published.activation_bytes(run, layout)
-    return {"model": model, "layout": str(layout), "state": state, "activations": kept, "total": state + kept}
-
-
-def saved_row(model: str, variant: Variant) -> dict[str, Any]:
-    """What a second context-parallel rank saves."""
-    one, two = (memory(model, Layout(24, 8, context), variant) for context in (1, 2))
-    return {
-        "model": model,
-        "variant": variant.name,
-        "activations": [one.activations, two.activations],
-        "saved": one.activations - two.activations,
-        "published": published.SAVED_BYTES[model],
-    }
-
-
-def fits_row(model: str, chip: str, variant: Variant) -> dict[str, Any]:
-    """Layouts that fit on a chip, and by how much the published choice does or does not."""
-    usable, choice = usable_bytes(chip), published.CHOICES[model, chip]
-    sizes = {str(layout): memory(model, layout, variant).total for layout in LAYOUTS}
-    return {
-        "model": model,
-        "chip": chip,
-        "variant": variant.name,
-        "usable": usable,
-        "fits": [name for name, size in sizes.items() if size <= usable],
-        "published_choice": str(choice),
-        "room": usable - sizes[str(choice)],
-        "room_with_bf16_gradients": usable - sizes[str(choice)] + memory(model, choice, variant).gradients // 2,
-    }
-
-
-def speed_row(model: str, chip: str, layout: Layout, variant: Variant) -> dict[str, Any]:
-    """How fast a layout is, whether or not it fits."""
-    cluster = cluster_of(WORLD, load_hardware(chip))
-    found = planning_times.speed_row(run_of(model, layout, variant), cluster)
-    return {"model": model, "chip": chip, "layout": str(layout), "variant": variant.name, **found}
-
-
-def kept(model: str, variant: Variant) -> dict[str, Any]:
-    """Numbers of two bytes that a layer keeps of a token, by part; of a stage in the middle of the model."""
-    run = run_of(model, Layout(24, 8, 1), variant)
-    start_fake_process_group(WORLD // 2, WORLD)
-    try:
-        target = target_of(variant)
-        axes = make_axes(grid_of(run, WORLD), embedding_places(run), run.parallel.shard_size, target.ranks_per_node)
-        stage = activations_of(make_meta_rank(run, axes, target))[0]
-    finally:
-        stop_process_group()
-    return {"variant": variant.name, "numbers": _by_part(stage.kept, 2 * run.training.sequence_length)}
-
-
-def _by_part(sizes: Mapping[str, int], unit: int) -> dict[str, int]:
-    """In parts that other plans have too."""
-    parts: Counter[str] = Counter()
-    for name, size in sizes.items():
-        parts[next((part for start, part in _PARTS if name.startswith(start)), "other")] += size
-    return {part: round(size / unit) for part, size in sorted(parts.items())}
-
-
-_PARTS = (
-    ("attention_norm", "norms and residual sums"),
-    ("residual", "norms and residual sums"),
-    ("message", "norms and residual sums"),
-    ("attention", "attention"),
-    ("ffn.shared", "shared expert"),
-    ("ffn.router", "router"),
-    ("ffn.", "experts"),
-)
-"""Beginnings of modules' names, and what they count as."""
 
 
 if __name__ == "__main__":

@@ -1,102 +1,157 @@
-"""What AMD has published of plans and runs of large models, and the arithmetic behind it as far as it is known.
+"""Training speeds that others have published, beside what our plan says of the same layout on the same chips.
 
-Memory: "MoE Training Best Practices on AMD GPUs" (rocm.blogs.amd.com, December 2025), section on models of 1 T and
-more. Its figures come from the memory projection of Primus. What a parameter costs there is in its source code; the
-activations below are a fit of ours, which meets both published figures, to what the code counts for a layer of experts.
+    python -m benchmarks.planning_published --output benchmarks/results/plan-published.json
+    python -m benchmarks.planning_published --only gb200               some rows, to look at
 
-Dispatch: the same article. Scaling: "Efficient MoE Pre-training at Scale with TorchTitan" (pytorch.org/blog).
+benchmarks/published_runs.toml has the rows. Each is projected by its own command, `penstock plan ... --json`, so what
+is written down is what anybody gets. Half of the rows, drawn by a seed before the model was changed for any of them,
+were fitted; the other half is held out. docs/plan-published.md shows the table.
 """
 
+import argparse
+import contextlib
+import io
+import json
+import random
+import shlex
+import tomllib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import median
+from typing import Any
 
-from penstock.config.model import GroupedQueryAttention
-from penstock.config.run import Run
+from benchmarks import record
+from penstock.cli.main import main as penstock
+from penstock.plan.hardware_file import parse_cluster
 
-WORLD = 768
-LAYERS = 96
+RUNS = Path(__file__).with_name("published_runs.toml")
+SEED = 26
+WITHIN = 0.30
+"""Errors beyond it need a reason in the source's own setting."""
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Sizes that the study of memory changes; each layer is a stage.
+@dataclass(frozen=True, kw_only=True)
+class PublishedRun:
+    """One published result.
 
     Attributes:
-        pipeline: ranks, 24 of 4 stages or 48 of 2.
-        expert: ranks.
-        context: ranks.
+        speed: tokens/s/GPU.
+        stated: what the source states, where speed is computed from it.
+        is_fitted: of the half that constants were fitted to.
+        command: that projects it.
+        reason: in the source, for an error beyond `WITHIN`.
+        memory: reason why it does not fit by ours.
     """
 
-    pipeline: int
-    expert: int
-    context: int
-
-    def __str__(self) -> str:
-        return f"PP{self.pipeline} EP{self.expert} CP{self.context}"
-
-    @property
-    def stages_per_rank(self) -> int:
-        """As many as give each a layer."""
-        return LAYERS // self.pipeline
+    id: str
+    source: str
+    speed: float
+    stated: str
+    is_fitted: bool
+    command: str
+    reason: str = ""
+    memory: str = ""
 
 
-SAVED_BYTES = {"moe-1t": 76e9, "moe-2t": 131e9}
-"""Activations that CP 2 saves on each GPU, at PP 24."""
-
-CHOICES = {
-    ("moe-1t", "MI300X"): Layout(24, 8, 2),
-    ("moe-1t", "MI355X"): Layout(24, 8, 1),
-    ("moe-2t", "MI300X"): Layout(24, 16, 2),
-    ("moe-2t", "MI355X"): Layout(24, 8, 2),
-}
-"""The best layout of each model on each chip."""
-
-DISPATCH_GAIN = (1.05, 7.66)
-"""DeepEP over all-to-all, end to end: the least and the most at EP 8 to 64, MoE-2T on 1,024 MI300X."""
-
-SCALING = (0.96, 0.97)
-"""Efficiency of DeepSeek-V3 from 128 to 1,024 MI325X, PP 8, EP 8, VPP 4."""
-
-
-def state_bytes(run: Run, layout: Layout) -> float:
-    """Their bytes of a parameter, times those of the first rank of the pipeline.
-
-    bfloat16 weight and gradient; float32 moments and 2 bytes more for the master, over the ranks that hold the same
-    experts. Ours sum gradients in float32, and a master is 4 bytes.
-    """
-    copies = WORLD / (layout.pipeline * layout.expert)
-    return _parameters(run, layout) * (4 + 10 / copies)
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="rows whose id has this")
+    parser.add_argument("--processes", type=int, default=2, help="that project at a time")
+    record.add_arguments(parser)
+    options = parser.parse_args()
+    runs = [one for one in published_runs() if options.only in one.id]
+    with get_context("spawn").Pool(options.processes) as pool:
+        rows = []
+        for row in pool.imap(row_of, runs):
+            rows.append(row)
+            print(f"{row['id']:36} {row['published']:8,.0f} {row['projected']:8,.0f} {row['ratio']:6.2f}", flush=True)
+    numbers = {"sources": sources(), "rows": rows, "errors": errors(rows)}
+    print(json.dumps(numbers["errors"], indent=2))
+    record.write(options, numbers)
 
 
-def activation_bytes(run: Run, layout: Layout) -> float:
-    """Of the first rank of the pipeline: layers in flight, times what they keep, times tokens, in bfloat16.
-
-    In flight are PP x VPP layers, and PP more, and the embedding's output of as many micro-batches as that makes.
-    """
-    in_flight = layout.pipeline * (layout.stages_per_rank + 1)
-    tokens = run.training.sequence_length // layout.context
-    embedding = in_flight / layout.stages_per_rank * run.model.hidden_size
-    return 2.0 * tokens * (in_flight * sum(kept_numbers(run).values()) + embedding)
+def published_runs() -> list[PublishedRun]:
+    """All rows."""
+    return [
+        PublishedRun(stated=row.pop("from"), is_fitted=row.pop("fitted"), **row)
+        for row in tomllib.loads(RUNS.read_text())["run"]
+    ]
 
 
-def kept_numbers(run: Run) -> dict[str, int]:
-    """Numbers that a layer keeps of a token.
-
-    Queries, keys, values, the result of attention and, for its softmax, as much as the queries; for each choice and for
-    the shared expert D + 3 F. Their code counts norms, residual sums and the router's input too; with those the figures
-    come out 30 % (1 T) and 17 % (2 T) larger than published.
-    """
-    model, moe, attention = run.model, run.model.moe, run.model.attention
-    assert moe is not None and isinstance(attention, GroupedQueryAttention), "one of the proxies"
-    row = model.hidden_size + 3 * moe.moe_intermediate_size
-    heads = 2 * (attention.heads + attention.kv_heads) * attention.head_dim
-    return {"attention": heads + model.hidden_size, "experts": moe.top_k * row, "shared expert": row}
+def sources() -> dict[str, str]:
+    """Where the rows were published."""
+    found: dict[str, str] = tomllib.loads(RUNS.read_text())["sources"]
+    return found
 
 
-def _parameters(run: Run, layout: Layout) -> int:
-    """Layers of a rank and the embedding; norms are too few to matter."""
-    model, moe, attention = run.model, run.model.moe, run.model.attention
-    assert moe is not None and isinstance(attention, GroupedQueryAttention), "one of the proxies"
-    expert = 3 * model.hidden_size * moe.moe_intermediate_size
-    heads = 2 * model.hidden_size * attention.head_dim * (attention.heads + attention.kv_heads)
-    layer = heads + model.hidden_size * moe.experts + expert * (moe.experts // layout.expert + 1)
-    return layout.stages_per_rank * layer + model.vocab_size * model.hidden_size
+def drawn(ids: Iterable[str]) -> set[str]:
+    """The half that may be fitted."""
+    every = sorted(ids)
+    return set(random.Random(SEED).sample(every, len(every) // 2))
+
+
+def row_of(run: PublishedRun) -> dict[str, Any]:
+    """A published result and its projection."""
+    told = projected(run.command)
+    (found,) = told["candidates"]
+    speed = found["tokens_per_second_per_device"]
+    words = shlex.split(run.command)
+    cluster = parse_cluster(words[words.index("--on") + 1])
+    return {
+        "id": run.id,
+        "model": told["model"],
+        "chip": told["hardware"],
+        "kernels": cluster.hardware.kernels,
+        "devices": cluster.devices,
+        "nodes": cluster.nodes,
+        "source": run.source,
+        "is_fitted": run.is_fitted,
+        "published": run.speed,
+        "projected": speed,
+        "ratio": speed / run.speed,
+        "fits": found["fits"],
+        "memory": found["memory"]["total"],
+        "reason": run.reason,
+        "memory_reason": run.memory,
+        "command": run.command,
+    }
+
+
+def projected(command: str) -> dict[str, Any]:
+    """What `penstock plan` says, as a program reads it."""
+    out, told = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(told):
+        code = penstock([*shlex.split(command)[1:], "--json"])
+    assert code == 0, f"{command}\n{told.getvalue()}"
+    found: dict[str, Any] = json.loads(out.getvalue())
+    return found
+
+
+def errors(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Errors of all rows, of those that were fitted or held out, and by kind of chip on one node and on many."""
+    groups = {
+        "all": list(rows),
+        "fitted": [row for row in rows if row["is_fitted"]],
+        "held out": [row for row in rows if not row["is_fitted"]],
+    }
+    for row in rows:
+        groups.setdefault(f"{row['kernels']}, {'one node' if row['nodes'] == 1 else 'nodes'}", []).append(row)
+    return {name: _error(found) for name, found in groups.items() if found}
+
+
+def _error(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    sizes = [abs(row["ratio"] - 1) for row in rows]
+    return {
+        "rows": len(rows),
+        "chips": sorted({row["chip"] for row in rows}),
+        "median": median(sizes),
+        "largest": max(sizes),
+        "beyond": sum(size > WITHIN for size in sizes),
+        "unexplained": sum(size > WITHIN and not row["reason"] for size, row in zip(sizes, rows, strict=True)),
+    }
+
+
+if __name__ == "__main__":
+    main()

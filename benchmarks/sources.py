@@ -137,7 +137,7 @@ def empty(folder: Path) -> None:
 def read(source: TextDocuments) -> None:
     order = order_of(source, seed=0, epoch=0)
     for place in range(len(source)):
-        source.record(order[place])
+        source.record(int(order[place]))
 
 
 def figures(folder: Path, seconds: dict[str, float]) -> dict[str, float]:

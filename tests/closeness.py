@@ -82,15 +82,9 @@ def is_close(
 
 
 def relative_error(actual: Leaf, expected: Leaf, *, by: By = "largest", least: float = 0.0) -> float:
-    """Deviation as a share of the size of `expected`; infinity where that is zero and they differ.
+    """Deviation as a share of the size of `expected`, which has the same shape; see `assert_close` for the rest.
 
-    Of finite values: where others are not the same on both sides, the error is infinite.
-
-    Args:
-        actual: a tensor, an array or a number.
-        expected: of the same shape.
-        by: what is a size, as in `assert_close`.
-        least: least size of `expected`.
+    Infinite where that size is zero and they differ, and where values that are not finite differ.
     """
     one, other = _wide(_tensor(actual)), _wide(_tensor(expected))
     assert one.shape == other.shape, f"shape {tuple(one.shape)}, expected {tuple(other.shape)}"
@@ -147,15 +141,12 @@ def _check(
     wide, wide_other = _wide(one), _wide(other)
     if both_floats or any(are_numbers):
         _check_what_is_not_finite(what, wide, wide_other)
-        floats = [FLOAT_TOLERANCE] if all(are_numbers) else []
-        tensors = [
-            TOLERANCES.get(side.dtype, 0.0)
-            for side, is_number in zip((one, other), are_numbers, strict=True)
-            if not is_number
-        ]
-        allowed = max(floats + tensors) if tolerance is None else tolerance
+        # A number has no dtype of its own beside a tensor.
+        sides = zip((one, other), are_numbers, strict=True)
+        tolerances = [TOLERANCES.get(side.dtype, 0.0) for side, is_number in sides if not is_number]
+        allowed = max(tolerances, default=FLOAT_TOLERANCE) if tolerance is None else tolerance
     else:
-        allowed = 0.0
+        allowed = 0.0  # integers are equal or wrong
     error = relative_error(wide, wide_other, by=by, least=least)
     if not error <= allowed:
         raise AssertionError(_said(what, _deviation(one, wide, wide_other, f"{error:.3g} by {by}", allowed)))
@@ -165,14 +156,10 @@ def _check_what_is_not_finite(what: str, actual: Tensor, expected: Tensor) -> No
     for name, value in (("NaN", math.nan), ("infinity", math.inf), ("minus infinity", -math.inf)):
         places, wanted = (side.isnan() if math.isnan(value) else side == value for side in (actual, expected))
         if not torch.equal(places, wanted):
-            at = tuple((places != wanted).nonzero()[0].tolist())
-            raise AssertionError(
-                _said(
-                    what,
-                    f"{name} at {int(places.sum())} places, expected at {int(wanted.sum())}; "
-                    f"first difference at {at}: {actual[at].item()} instead of {expected[at].item()}",
-                )
-            )
+            at = tuple((places != wanted).nonzero()[0].tolist())  # the first place that differs
+            problem = f"{name} at {int(places.sum())} places, expected at {int(wanted.sum())}; "
+            problem += f"first difference at {at}: {actual[at].item()} instead of {expected[at].item()}"
+            raise AssertionError(_said(what, problem))
 
 
 def _deviation(actual: Tensor, wide: Tensor, expected: Tensor, error: str, allowed: float) -> str:

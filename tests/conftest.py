@@ -21,13 +21,9 @@ from fnmatch import fnmatchcase
 from functools import cache, partial
 from pathlib import Path
 
-for name, value in {
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}.items():
-    os.environ.setdefault(name, value)
+for name in ("OMP_NUM_THREADS", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+    os.environ.setdefault(name, "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -62,9 +58,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The cases that `often` does not name are slow. A pattern that names no case is a mistake in the test."""
+    """The cases that `often` does not name are slow, and without a GPU the tests that need one are skipped.
+
+    A pattern of `often` that names no case is a mistake in the test.
+    """
     unused: dict[str, set[str]] = {}
+    has_gpu = torch.cuda.is_available()
     for item in items:
+        if not has_gpu and item.get_closest_marker("gpu") is not None:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
         mark = item.get_closest_marker("often")
         if mark is not None and isinstance(item, pytest.Function):
             matching = {pattern for pattern in mark.args if fnmatchcase(item.callspec.id, pattern)}
@@ -96,10 +98,8 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
-    """Every test draws the same numbers on every run.
-
-    `torch.manual_seed` records the call stack for each kind of device that is missing, which takes 3 ms.
-    """
+    """Every test draws the same numbers on every run."""
+    # `torch.manual_seed` records the call stack for each kind of device that is missing, which takes 3 ms.
     torch.default_generator.manual_seed(0)
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(0)

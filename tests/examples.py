@@ -6,11 +6,6 @@ from hypothesis import settings
 
 
 def examples(most: int, **more: Any) -> settings:
-    """Settings for `@given`: as many examples in `make test-all`, a third of them where slow tests are left out.
-
-    Args:
-        most: examples of `make test-all`.
-        more: other fields of `hypothesis.settings`.
-    """
+    """Settings for `@given`: `most` examples in `make test-all`, a third of them where slow tests are left out."""
     share = settings.get_current_profile_name() == "often"
     return settings(max_examples=max(4, most // 3) if share else most, **more)

@@ -36,19 +36,12 @@ TOO_LONG = 124
 
 @dataclass(frozen=True)
 class Tried:
-    """A command and what came of it.
+    """A command and what came of it."""
 
-    Attributes:
-        line: as it was executed.
-        code: exit code; None if it was not executed.
-        seconds: that it took.
-        text: what it printed, or why it was not executed.
-    """
-
-    line: str
-    code: int | None
+    line: str  # as it was executed
+    code: int | None  # exit code; None if it was not executed
     seconds: float
-    text: str
+    text: str  # what it printed, or why it was not executed
 
     def __str__(self) -> str:
         took = f"{self.code:>4}  {self.seconds:7.1f}" if self.code is not None else f"{'-':>4}  {'-':>7}"
@@ -67,7 +60,7 @@ def execute(line: str, folder: Path, environment: dict[str, str]) -> Tried:
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        start_new_session=True,
+        start_new_session=True,  # a process group of its own, which is killed as a whole
     )
     try:
         text, code = process.communicate(timeout=LIMIT_SECONDS)[0], process.returncode
@@ -85,12 +78,8 @@ def bare_environment() -> dict[str, str]:
     """The variables of this process without those of a virtual environment; `make` takes the Python below it."""
     inside = {str(Path(prefix) / "bin") for prefix in (sys.prefix, os.environ.get("VIRTUAL_ENV", sys.prefix))}
     inside -= {str(Path(sys.base_prefix) / "bin")}
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("VIRTUAL_ENV", "MAKEFLAGS", "MAKELEVEL", "MFLAGS", "OMP_NUM_THREADS", "TRITON_INTERPRET")
-        and not name.startswith(("PYTHON", "PYTEST", "HF_", "TRANSFORMERS_"))
-    }
+    ours = ("VIRTUAL_ENV", "MAKE", "MFLAGS", "OMP_NUM_THREADS", "TRITON_", "PYTHON", "PYTEST", "HF_", "TRANSFORMERS_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     folders = [folder for folder in os.environ["PATH"].split(os.pathsep) if folder not in inside]
     python = Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
     return kept | {"PATH": os.pathsep.join(folders), "PYTHON": str(python)}
@@ -110,18 +99,12 @@ def outcome_of(command: Command, folder: Path, environment: dict[str, str]) -> T
 
 
 def first_hour(folder: Path, run: str) -> list[Tried]:
-    """Everything, in a folder.
-
-    Args:
-        folder: empty.
-        run: what `make train` trains; empty for what the Makefile says.
-    """
+    """Everything, in an empty folder. `make train` trains `run`, or what the Makefile says if that is empty."""
     clone, environment = folder / "penstock", bare_environment()
     print("exit  seconds  command", flush=True)
     tried = [execute(f"git clone --quiet '{ROOT}' '{clone}'", folder, environment)]
-    if tried[0].code:
-        return tried
-    tried.append(execute(f"make train RUN='{run}'" if run else "make train", clone, environment))
+    if not tried[-1].code:
+        tried.append(execute(f"make train RUN='{run}'" if run else "make train", clone, environment))
     if tried[-1].code:
         return tried
     environment["PATH"] = f"{clone / '.venv/bin'}{os.pathsep}{environment['PATH']}"

@@ -28,8 +28,8 @@ from triton import language
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-VERSION = "3.9."
-ADDRESS = np.dtype(np.uint64)
+VERSION = "3.9."  # of Triton; the names below are its own
+ADDRESS = np.dtype(np.uint64)  # of pointers
 MODULES = (language, language.core)
 PLACES = (*MODULES, language.math, language.tensor, language.core.tensor_descriptor_base)
 SEMANTIC = interpreter.interpreter_semantic

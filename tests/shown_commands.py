@@ -23,16 +23,15 @@ class Command:
         """The line as a shell splits it, without comment, variables in front, and the folder of the program."""
         words = shlex.split(self.line, comments=True)
         while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
-            words = words[1:]
+            words = words[1:]  # a variable in front of the program
         return [Path(words[0]).name, *words[1:]] if words else []
 
     @property
     def starts_a_run(self) -> bool:
         """It trains a preset. A file of one's own, or a run to go on with, is not here to be read."""
         words = self.words
-        return (
-            words[:2] == ["penstock", "train"] and not {"--resume", "--dry-run"} & {*words} and ".toml" not in words[2]
-        )
+        is_new = not {"--resume", "--dry-run"} & {*words}
+        return words[:2] == ["penstock", "train"] and is_new and ".toml" not in words[2]
 
     def __str__(self) -> str:
         return f"{self.file}: {' '.join(self.words)}"
@@ -55,6 +54,6 @@ def write_files(text: str, folder: Path) -> None:
         if title := TITLE.search(block["kind"]):
             (folder / title["name"]).write_text(block["body"], encoding="utf-8")
     words = ("whale", "ship", "sea", "captain", "harpoon", "and", "the", "of", "white", "ran", "saw", "again")
-    draw = random.Random(0)
+    draw = random.Random(0)  # the same book every time
     lines = (" ".join(draw.choices(words, k=draw.randint(6, 12))).capitalize() + ".\n" for _ in range(9000))
     (folder / "book.txt").write_text("".join(lines)[:413_000], encoding="utf-8")

@@ -89,7 +89,7 @@ def test_zeros_may_have_a_size_below_which_nothing_counts() -> None:
     assert not is_close(torch.tensor([1e-7]), torch.tensor([0.0]), least=1e-3)
 
 
-def test_dtypes_may_differ_where_that_is_said_and_the_coarser_one_decides() -> None:
+def test_dtypes_may_differ_if_asked_and_the_coarser_one_decides() -> None:
     exact = torch.randn(8, 8)
     assert_close(exact.bfloat16(), exact, same_dtype=False)
     assert_close(exact, exact.bfloat16(), same_dtype=False)

@@ -50,27 +50,20 @@ CONTEXT.set_forkserver_preload(list(IMPORTED))
 def run(
     function: Callable[..., int], *args: Any, folder: Path, environment: Mapping[str, str], timeout: float = 120
 ) -> subprocess.CompletedProcess[str]:
-    """Call a function in a process of its own, as `subprocess.run` calls a program.
+    """Call a function of the top of a module in a process of its own, as `subprocess.run` calls a program.
 
-    Args:
-        function: of the top of a module; returns the exit code.
-        args: its arguments.
-        folder: the present one of the process.
-        environment: all variables of the process.
-        timeout: seconds until the process is killed.
-
-    Returns:
-        Exit code, negative for a signal, and what was printed.
+    The function returns the exit code. `environment` has all variables of the process, which is killed after `timeout`
+    seconds. Returns the exit code, negative for a signal, and the output.
     """
     with TemporaryFile("w+", encoding="utf-8") as stdout, TemporaryFile("w+", encoding="utf-8") as stderr:
         outputs = _outputs(stdout.fileno(), stderr.fileno())
         process = CONTEXT.Process(target=_begin, args=(outputs, folder, dict(environment), function, args))
         process.start()
-        process.join(timeout)
+        process.join(timeout)  # seconds
         if process.exitcode is None:
             process.kill()
             process.join()
-        printed = [(file.seek(0), file.read())[1] for file in (stdout, stderr)]
+        printed = [(file.seek(0), file.read())[1] for file in (stdout, stderr)]  # the child wrote to the same files
     assert process.exitcode is not None
     return subprocess.CompletedProcess(function.__name__, process.exitcode, *printed)
 
@@ -78,7 +71,7 @@ def run(
 def penstock(words: Sequence[str]) -> int:
     """`penstock WORDS`; the ranks that it starts are forks as well."""
     sys.argv = ["penstock", *words]
-    vars(local)["elastic_launch"] = partial(launch, "fork")
+    vars(local)["elastic_launch"] = partial(launch, "fork")  # this process is a fork too: nothing is put back
     return main()
 
 
@@ -137,14 +130,10 @@ def _as_rank(
 
 
 def _begin(
-    outputs: Sequence[Connection],
-    folder: Path,
-    environment: Mapping[str, str],
-    function: Callable[..., int],
-    args: Sequence[Any],
+    outputs: Sequence[Connection], folder: Path, environment: Mapping[str, str], function: Callable[..., int], args: Any
 ) -> None:
     _print_to(outputs)
-    os.environ.clear()
+    os.environ.clear()  # those of the fork server's start
     os.environ.update(environment)
     os.chdir(folder)
     sys.exit(function(*args))
@@ -152,4 +141,4 @@ def _begin(
 
 def _print_to(outputs: Sequence[Connection]) -> None:
     for number, output in enumerate(outputs, start=1):
-        os.dup2(output.fileno(), number)
+        os.dup2(output.fileno(), number)  # also what C libraries print

@@ -22,14 +22,27 @@ _KINDS = {"str": "TEXT", "int": "N", "float": "X", "path": "PATH"}
 
 OPENING = """# Commands
 
-Written by `make docs` from the verbs in [penstock/cli](../penstock/cli); change it there. `penstock VERB --help` says
-the same.
+Written by `make docs` from the verbs in [penstock/cli](../penstock/cli); change it there.
 
-`penstock --install-completion` teaches bash, zsh or fish to finish verbs, options, presets and fields;
-`penstock --show-completion` prints what it would install. Output has no colors where `NO_COLOR` is set or where it goes
-to a file. Exit codes: 0 done; 1 a check failed, or a rank was lost; 2 there is something to mend, in one line on
-standard error; 130 and 143 stopped on request, 141 the reader of a pipe has gone. A file that you may have
-edited is written over only with `--force`; pages and pictures are written anew.
+This page lists all commands with their arguments and options; `penstock VERB --help` prints the same. Start with:
+
+```bash run
+penstock config list
+penstock train debug --dry-run
+```
+
+`penstock --install-completion` sets up completion of verbs, options, presets and fields in bash, zsh or fish;
+`penstock --show-completion` prints the script that it would install. Output has no colors if `NO_COLOR` is set or if it
+goes to a file. A command overwrites a file that you may have edited only with `--force`; it always overwrites pages and
+pictures.
+
+| exit code | meaning |
+| --- | --- |
+| 0 | success |
+| 1 | a check failed, or a rank died |
+| 2 | an error that you can fix, printed as one line on standard error |
+| 130, 143 | stopped by Ctrl-C or by SIGTERM |
+| 141 | the reader of a pipe has closed it |
 """
 
 

@@ -14,9 +14,10 @@ CAUSES = {"host": "host", "experts": "experts", "compute": "computing", "unknown
 def doctor_recorded(result: Result) -> str:
     """A row for each condition: its cause, the wall, the late ranks, and the change that would gain most."""
     lines = [
-        f"Commit `{result['commit']}`. Shares are of the step. Late: others wait for it {TELLS:.0%} of it or more.",
+        f"Commit `{result['commit']}`. Percentages are shares of the step. *Late* are ranks for which the others wait "
+        f"{TELLS:.0%} of the step or more, with the cause.",
         "",
-        "| condition | what was done | GPUs | wall | host | communication | late | first remedy |",
+        "| condition | run | GPUs | wall | host | communication | late | first remedy |",
         "|---|---|---|---|---:|---:|---|---|",
     ]
     for row in result["numbers"]["conditions"]:
@@ -31,7 +32,7 @@ def doctor_recorded(result: Result) -> str:
             row["wall"],
             f"{row['shares']['host']:.0%}",
             f"{row['shares']['communication']:.0%}",
-            "; ".join(late) or "nobody",
+            "; ".join(late) or "none",
             f"`{first['rule']}`, {first['share']:.0%}",
         )
         lines.append(f"| {' | '.join(cells)} |")

@@ -21,7 +21,7 @@ def environment_page() -> str:
         for rule in RULES
     ]
     also = [
-        f"- `{rule.name}` is left alone if the shell has set {' or '.join(f'`{name}`' for name in rule.also)}."
+        f"- `{rule.name}` is not set if the shell has set {' or '.join(f'`{name}`' for name in rule.also)}."
         for rule in RULES
         if rule.also
     ]
@@ -36,20 +36,25 @@ _PAGE = """# Environment variables
 Written by `make docs` from [penstock/parallel/launch/environment.py](../penstock/parallel/launch/environment.py);
 change it there.
 
-## What is set
+## Variables that Penstock sets
 
-Libraries read some choices from the environment and nowhere else. Penstock sets them, for itself and for the ranks
-that it starts, where the run and the machine ask for it. A variable that the shell has set stays as it is, so each rule
-can be overridden: `NCCL_NVLS_ENABLE=1 penstock train ...`. Every run prints what is in force in its first line, and the
-scripts of `penstock launch` write it out ([launch.md](launch.md)).
+Libraries read some settings only from the environment. Penstock sets these variables for itself and for the ranks
+that it starts, if the condition in the column *when* holds. It does not change a variable that the shell has set, so
+you can override each of them: `NCCL_NVLS_ENABLE=1 penstock train ...`. Every run prints the variables in its first
+line, and the scripts of `penstock launch` contain them ([launch.md](launch.md)). This command shows them for a job on
+eight GPUs:
+
+```bash run
+penstock launch slurm deepseek-v2-lite parallel.expert=8 --nodes 1 --gpus-per-node 8
+```
 
 | variable | value | when | why | source |
 | --- | --- | --- | --- | --- |"""
 
-_NOT_SET = """`TORCH_NCCL_AVOID_RECORD_STREAMS`, which recipes for older versions set, is not: what it asks for is the
-default of every PyTorch that Penstock runs on, and the variable itself only brings a warning.
+_NOT_SET = """Penstock does not set `TORCH_NCCL_AVOID_RECORD_STREAMS`, which recipes for older versions of PyTorch
+set: its effect is the default in all supported versions, and the variable only causes a warning.
 
-## What is read
+## Variables that Penstock reads
 
 | variable | meaning |
 | --- | --- |"""

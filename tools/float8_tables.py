@@ -54,7 +54,7 @@ def launches(result: Result) -> str:
     tried += [name for row in rows for name in row["tflops"] if name not in ("bf16", "bare", *tried)]
     names = ["bf16", *dict.fromkeys(tried)]
     lines = [
-        f"{origin(result)} TFLOP/s, operands in 8 bits already.",
+        f"{origin(result)} TFLOP/s; the operands are already in 8 bits.",
         "",
         "| layer | product | " + " | ".join("16 bits" if name == "bf16" else f"`{name}`" for name in names) + " |",
         "|---|---|" + "---:|" * len(names),
@@ -114,7 +114,7 @@ def networks(result: Result) -> str:
     plain = ways[0]
     names = [plain, *(f"`{way.partition(',')[0]}`{''.join(way.partition(',')[1:])}" for way in ways[1:])]
     lines = [
-        f"{origin(result)} Milliseconds forward + backward, TFLOP/s of both together, times as fast as in {plain}.",
+        f"{origin(result)} Milliseconds of forward + backward, TFLOP/s of both, and in bold the speed over {plain}.",
         "",
         "| network | " + " | ".join(names) + " |",
         "|---|" + "---:|" * len(ways),
@@ -123,7 +123,7 @@ def networks(result: Result) -> str:
         cells = (_both_passes(row, way, is_plain=way == plain) for way in ways)
         lines.append(f"| {row['network']} | " + " | ".join(cells) + " |")
     took = ", ".join(f"{one['ms']:.2f} ms ({one['experts']})" for one in copies)
-    note = ["", f"Not in it: the experts' weights are quantized once an optimizer step, in {took}."] if took else []
+    note = ["", f"Not included: the experts' weights are quantized once per optimizer step, in {took}."] if took else []
     return "\n".join([*lines, *note, *_uncaptured(rows)])
 
 
@@ -153,7 +153,12 @@ def network_errors(result: Result) -> str:
 
 def quantization(result: Result) -> str:
     """Bandwidth of what quantizes alone."""
-    lines = [f"{origin(result)}", "", "| model | what | MB | us | TB/s | of a copy |", "|---|---|---:|---:|---:|---:|"]
+    lines = [
+        f"{origin(result)}",
+        "",
+        "| model | kernel | MB | us | TB/s | over a copy |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
     for row in result["numbers"]["rows"]:
         moved, us = row["bytes"], row["us"]
         lines.append(

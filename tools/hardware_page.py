@@ -84,13 +84,16 @@ def _overheads(chips: Sequence[Hardware]) -> list[tuple[str, ...]]:
     return [
         ("host time of an operator, us", *(f"{chip.host.launch_seconds * 1e6:g}" for chip in chips)),
         ("smallest kernel, us", *(f"{chip.host.kernel_seconds * 1e6:g}" for chip in chips)),
-        ("host time of what is put off, us", *(f"{chip.host.put_off_seconds * 1e6:g}" for chip in chips)),
-        ("between two kernels, us", *(f"{chip.host.gap_seconds * 1e6:g}" for chip in chips)),
-        ("still in a step, ms", *(f"{chip.host.step_seconds * 1e3:g}" for chip in chips)),
+        (
+            "additional host time of a deferred weight gradient, us",
+            *(f"{chip.host.put_off_seconds * 1e6:g}" for chip in chips),
+        ),
+        ("gap between two kernels, us", *(f"{chip.host.gap_seconds * 1e6:g}" for chip in chips)),
+        ("idle time of a step, ms", *(f"{chip.host.step_seconds * 1e3:g}" for chip in chips)),
         ("source", *(chip.host.origin for chip in chips)),
-        ("to the host's memory, or from it, GB/s", *(_gigabytes(chip.host_link.bytes_per_second) for chip in chips)),
+        ("to or from host memory, GB/s", *(_gigabytes(chip.host_link.bytes_per_second) for chip in chips)),
         ("source", *(chip.host_link.origin for chip in chips)),
-        ("memory that tensors can have, GB", *(f"{chip.usable_bytes / 1e9:.1f}" for chip in chips)),
+        ("memory available to tensors, GB", *(f"{chip.usable_bytes / 1e9:.1f}" for chip in chips)),
         ("source", *(chip.overhead.origin for chip in chips)),
     ]
 
@@ -128,45 +131,53 @@ _HEAD = """# Hardware
 
 Written by `make docs` from the files in `penstock/plan/hardware_data/`; change them there.
 
-A plan knows a machine by a hardware file. What data sheets promise and what programs reach are kept apart, and each
-table of a file says where its figures come from: *measured* by us on this chip, *reported* by others that measured it,
-*datasheet*, or *assumed*. **H200 is the only chip that we have measured.** What stands for the others is promised,
-reported or assumed, and so is everything that crosses nodes.
+The planner describes a machine by a hardware file. This page shows the files that come with Penstock, and how to
+measure your own machine:
 
 ```bash
-penstock calibrate --output mine.toml                  # one device; a laptop takes some seconds, a GPU about a minute
-penstock calibrate --output eight.toml --processes 8   # and the links between eight
+penstock calibrate --output mine.toml                  # one device; some seconds on a laptop, about a minute on a GPU
+penstock calibrate --output eight.toml --processes 8   # also the links between eight devices
+penstock plan deepseek-v3 --on 16xmine.toml            # a plan for this machine
 ```
 
-A file of one's own goes wherever a chip's name goes: `penstock plan deepseek-v3 --on 16xmine.toml` ([plan](plan.md)).
-Capacity is in bytes as drivers report it. A node is what fast links join: 8 GPUs, or the 72 of an NVL72 rack. In a
-*mesh* a GPU has an equal share of its links to each other one, so fewer ranks have less. Bandwidths are of one
-direction.
+A hardware file has data sheet values and reached values in separate tables, and the source of each table: *measured* by
+us on this chip, *reported* by others, *datasheet*, or *assumed*. **H200 is the only chip that we have measured.** All
+values of other chips, and all values of links between nodes, are from data sheets, reported or assumed.
 
-## Promised
+A file may name any chip. `like = "H200"` takes everything that it does not say itself from another file, marked as assumed,
+and `kernels = "sm_90"` names the chip whose kernels and launches are used; a plan prints that it assumes them. The world
+need not fill its last nodes: `256xGB200` are 4 racks of 72 with 64 used of each.
+
+Capacity is in bytes as drivers report it. A *node* is a group of GPUs with fast links: 8 GPUs, or the 72 GPUs of an
+NVL72 rack. In a *mesh* each GPU divides its links equally among the other GPUs, so a group of fewer ranks uses only a
+part of them. Bandwidths are of one direction.
+
+## Data sheet values
 """
 
 _REACHED = """
-## Reached
+## Reached values
 
-Shares of the peak by operators of training size. A grouped product is that of a layer's experts; *gathered* looks its
-rows up among the tokens while it loads them. Attention counts half of the square where it is causal, and 5 products in
-backward where forward has 2. The rows *memory* and *optimizer* are shares of the
-memory's bandwidth: by kernels that compute little, and by those of the update. The way *to the host's memory* is of one
-device and one direction, while as much goes in the other: it decides what [`offload`](plan.md#host-memory) costs.
+The first table has shares of the peak that operators of training size reach. A *grouped* product is that of a layer's
+experts; a *gathered* one reads its rows from the tokens while it loads them. Causal attention counts half of the
+square, and its backward counts 5 products where forward has 2. The rows *memory* and *optimizer* are shares of the
+memory bandwidth, reached by memory-bound kernels and by the optimizer update. The rows *float8* are the share of the
+8-bit peak relative to the share of the 16-bit peak. In the second table, the bandwidth *to or from host memory* is
+that of one device in one direction while both directions are in use; it determines the cost of
+[`offload`](plan.md#host-memory).
 """
 
 _COLLECTIVES = """
-Collectives take a latency, something more for each further rank, and their bytes at a share of the links' bandwidth (in
-a node) or the network's (in a cluster, which is over several nodes).
+The time of a collective is a latency, an additional latency for each rank, and the time of its bytes at a share of the
+bandwidth: that of the links inside a node, or that of the network in a cluster of several nodes.
 """
 
 _POINTS = """
 ## Measured points
 
-Where a point is near, it counts more than the share: the roofline is corrected by how far it is off at the points,
-weighted by nearness ([rates.py](../penstock/plan/rates.py), [transfers.py](../penstock/plan/transfers.py)). Every
-answer says whether a measured point stood near.
+For some operators a file has measured points. The planner corrects the roofline by its error at these points,
+weighted by their distance from the shape ([rates.py](../penstock/plan/rates.py),
+[transfers.py](../penstock/plan/transfers.py)).
 """
 
 _SOURCES = """

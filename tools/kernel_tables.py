@@ -57,7 +57,7 @@ def grouped_gemm_bars(result: Result) -> str:
     rows += [(name, f"{ratio[MEAN]:.3f}", f"{ratio['least']:.3f}", "", "") for name, ratio in _without_bar(ratios)]
     table = _table(("speed of ours", "geometric mean", "least case", "bar", "verdict"), "lrrll", rows)
     tile_us = [one["milliseconds"]["tile table"] * 1e3 for one in result["numbers"]["grouped_gemm"]["extras"]]
-    note = "Ours is given its tile table, which a layer's six products share; making it takes"
+    note = "The times of ours exclude the tile table, which a layer's six products share; making it takes"
     return f"{table}\n\n{note} {min(tile_us):.1f} to {max(tile_us):.1f} us."
 
 

@@ -39,7 +39,7 @@ def ladder(result: Result) -> str:
 
 def ladder_changes(result: Result) -> str:
     """The description and the changes of each ladder step."""
-    lines = ["| step | what | changed |", "|---|---|---|"]
+    lines = ["| step | description | changed |", "|---|---|---|"]
     for step in _steps(result["numbers"]):
         changed = " ".join(f"`{one}`" for one in step["changed"])
         lines.append(f"| {step['name']} | {step['what']} | {changed or 'nothing: ' + step['state']} |")

@@ -1,4 +1,4 @@
-"""docs/metrics.md: every figure that a run tells: its unit, its meaning, and its name at the Prometheus endpoint."""
+"""docs/metrics.md: every metric of a run: its unit, its meaning, and its name at the Prometheus endpoint."""
 
 from collections.abc import Mapping
 
@@ -7,11 +7,20 @@ from penstock.train.prometheus import ENDPOINT_FIELDS, EXPORTED, EXPORTED_OF_LAY
 
 _OPENING = """# Metrics
 
-`metrics.jsonl` in the folder of a run holds one JSON object a line, one line each `record.every` steps and for each
-step that evaluates. Every other sink ([sinks.md](sinks.md)) tells the same figures: TensorBoard and W&B as
-`train/loss`, `phase/forward`, `layer 01/entropy`; the Prometheus endpoint under the names of the last column, where
-`phase_seconds` has a label `phase`, `mtp_losses` a label `depth`, the parts of `layers` a label `layer`, and all a
-label `run`.
+Written by `make docs` from [penstock/train](../penstock/train); change it there.
+
+A run writes its metrics to `runs/NAME/metrics.jsonl`: one JSON object per line, one line every `record.every` steps and
+for each step with an evaluation. This program prints the last loss of a run:
+
+```bash run
+penstock train debug-2l training.steps=20 --name first
+python -c "import json; print(json.loads(open('runs/first/metrics.jsonl').readlines()[-1])['loss'])"
+```
+
+The other sinks ([sinks.md](sinks.md)) get the same metrics. In TensorBoard and W&B they are named `train/loss`,
+`phase/forward`, `layer 01/entropy` and so on. The Prometheus endpoint uses the names of the last column; all metrics
+there have a label `run`, `phase_seconds` a label `phase`, `mtp_losses` a label `depth`, and the fields of `layers` a
+label `layer`.
 """
 
 
@@ -25,7 +34,7 @@ def metrics_page() -> str:
         "## Only at the Prometheus endpoint": _table(ENDPOINT_FIELDS),
     }
     body = "\n".join(f"{title}\n\n{table}\n" for title, table in sections.items())
-    return f"{_OPENING}\n{body}\nWritten by `make docs` from [penstock/train](../penstock/train); change it there.\n"
+    return f"{_OPENING}\n{body}"
 
 
 def _table(fields: Mapping[str, MetricField], exported: Mapping[str, str] | None = None) -> str:

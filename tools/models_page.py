@@ -32,11 +32,13 @@ def models_page() -> str:
             _HEAD,
             *table(("preset", "parameters", "active", "layers", "width", "heads", "experts", "FFN"), _presets()),
             _FAMILIES,
-            *table(("family", "presets", "what its models set"), [_family_row(name) for name in families]),
+            *table(("family", "presets", "fields that its models set"), [_family_row(name) for name in families]),
             _NAMES,
             *table(("family", "`model_type`", "class", "experts are", "differs in"), _forms()),
             _CONFIG,
-            *table(("family", "always", "required values"), [_said(name, family) for name, family in FAMILIES.items()]),
+            *table(
+                ("family", "always set", "required values"), [_said(name, family) for name, family in FAMILIES.items()]
+            ),
             _END.format(training=", ".join(f"`model.{path}`".replace(".`", ".*`") for path in TRAINING_ONLY)),
         ]
     )
@@ -137,50 +139,64 @@ def _said(name: str, family: Family) -> tuple[str, ...]:
 _HEAD = """# Models
 
 Written by `make docs` from the presets and from
-[penstock/models/huggingface/families.py](../penstock/models/huggingface/families.py); change it there. The presets,
-the families that they belong to, and the mapping to Hugging Face checkpoints. All families share one decoder class
-and differ only in config values (`penstock config explain model.`). The suffix `-8l` cuts any preset to its first
-eight layers (`qwen3-30b-a3b-8l`); a cut keeps the kind of each layer and at least one layer with experts. ## Presets
+[penstock/models/huggingface/families.py](../penstock/models/huggingface/families.py); change it there.
+
+This page lists the presets, the families to which they belong, and the mapping to Hugging Face checkpoints. All
+families use the same decoder class and differ only in config values (`penstock config explain model`). The suffix
+`-8l` cuts any preset to its first eight layers; a cut keeps the kind of each layer and at least one layer with
+experts:
+
+```bash run
+penstock config show qwen3-30b-a3b-8l --toml > mine.toml
+```
+
+## Presets
+
 Parameters include the embedding and the output projection, and exclude multi-token prediction; they are counted on
 the model that is built, and a test compares them with the published totals. Sizes are those of the published
-`config.json` files. Llama 4 is the text model only. Few training hyperparameters were published: the source of each
-learning rate is in the file of its preset ([penstock/config/presets](../penstock/config/presets/registry.py)).
+`config.json` files. Of Llama 4 only the text model is supported. Few training hyperparameters were published; the file
+of a preset names the source of its learning rate ([penstock/config/presets](../penstock/config/presets/registry.py)).
 """
 
 _FAMILIES = """
 ## What a family sets
 
-Sizes and training settings are left out; fields that are not listed have their [defaults](config.md).
+The table omits sizes and training settings. Fields that are not listed have their [defaults](config.md).
 """
 
 _NAMES = """
-## Weights in Hugging Face's names
+## Weights under Hugging Face names
 
 `penstock export` writes files that `transformers` loads, under the published names of weights, and `penstock import`
-reads published files; both are exact bit for bit. The order of some elements differs in the published files: -
-**halves**: rotary embedding rotates pairs. Here the two members of a pair are neighbours; there all first members of
-a head come before all second ones. Import and export permute the rows of queries and keys, with their biases and
-norms. - **transposed**: a stack of experts is input x output there. - **interleaved**: rows of the gate and of the up
-projection alternate there; here all rows of the gate come first. Import ignores image encoders, copies of the
-embedding and tables of frequencies. It dequantizes experts in MXFP4 (gpt-oss) and matrices in block-scaled float8
-(DeepSeek-V3) to bfloat16.
+reads published files ([weights](weights.md)); both are exact bit for bit. In some published files the order of elements
+differs from Penstock's; the last column of the table names the differences:
+
+- **halves**: rotary embedding rotates pairs of elements. In Penstock the two elements of a pair are neighbours; in
+  the file all first elements of a head precede all second ones. Import and export permute the rows of queries and
+  keys, and their biases and norms.
+- **transposed**: in the file, a stack of experts is input x output.
+- **interleaved**: in the file, rows of the gate and of the up projection alternate; in Penstock all rows of the gate
+  come first.
+
+Import ignores image encoders, copies of the embedding and tables of frequencies. It dequantizes experts in MXFP4
+(gpt-oss) and matrices in block-scaled float8 (DeepSeek-V3) to bfloat16.
 """
 
 _CONFIG = """
 ## `config.json`
 
-Export reads its own `config.json` back and refuses a model that it cannot express, naming the field. Import also
-reads older forms (`rope_theta`, `rope_scaling`, `text_config`), and refuses a value that Penstock cannot express,
-naming its key.
+Export reads its own `config.json` back; if it cannot express the model, it ends with an error that names the field.
+Import also reads older keys (`rope_theta`, `rope_scaling`, `text_config`); if Penstock does not support a value,
+import ends with an error that names the key. In the table, *always set* are the fields that follow from the family,
+and *required values* are the keys for which import accepts only this value:
 """
 
 _END = """
-Training settings are not part of the format: {training} have their defaults after import.
+`config.json` has no training settings: {training} have their defaults after import.
 
 ## Tests, and how to add a family
 
-Logits, loss and every gradient of each family are compared with `transformers` on tiny random models, in plain rows
-and in packed rows ([numerics](numerics.md)), and each family has the same loss on one rank and on several. To add a
-family, give its features fields in [penstock/config/model.py](../penstock/config/model.py), describe it in
-`families.py`, and add a tiny model to `tests/models/huggingface/family_models.py`; the tests find it there.
-"""
+The tests compare logits, loss and every gradient of each family with `transformers` on tiny random models, in plain
+rows and in packed rows ([numerics](numerics.md)), and the loss on one rank with that on several. To add a family, add
+fields for its features in [penstock/config/model.py](../penstock/config/model.py), describe it in `families.py`, and
+add a tiny model to `tests/models/huggingface/family_models.py`; the tests then include it. """

@@ -13,7 +13,7 @@ PACKED = {
     "pack datasets transformers 2": ("`datasets`, tokenizer through `transformers`", 2),
 }
 READ = {
-    "read ours": "`PackedTokens.read`: ids checked, end taken off",
+    "read ours": "`PackedTokens.read`, which checks ids and removes the end-of-document token",
     "read megatron": "Megatron-Core `IndexedDataset.get`",
     "read numpy": "NumPy alone",
 }
@@ -37,14 +37,14 @@ def origin(result: Result) -> str:
     others = [row["others"] for row in result["numbers"]["cases"].values()]
     return (
         f"Medians of {environment['times']} runs on {environment['cpus']} cores ({environment['processor']}), commit "
-        f"`{result['commit']}`. Other programs used {min(others):.1f} to {max(others):.1f} processors meanwhile: "
-        "seconds of the processor are less disturbed by that than seconds of the clock."
+        f"`{result['commit']}`. Other programs used {min(others):.1f} to {max(others):.1f} processors at the same "
+        "time; this affects processor seconds less than wall-clock seconds."
     )
 
 
 def packing(result: Result) -> str:
     """From JSON Lines to tokens on disk."""
-    lines = ["| way | processes | MB/s | tokens/s | tokens/processor s |", "|---|---:|---:|---:|---:|"]
+    lines = ["| program | processes | MB/s | tokens/s | tokens/processor s |", "|---|---:|---:|---:|---:|"]
     for name, (way, processes) in PACKED.items():
         row = result["numbers"]["cases"][name]
         lines.append(

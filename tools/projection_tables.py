@@ -5,7 +5,7 @@ from typing import Any
 
 Result = dict[str, Any]
 
-GROUPS = {"all": "all", "made": "run while the model was made", "frozen": "run after it was frozen"}
+GROUPS = {"all": "all", "made": "used to develop the time model", "frozen": "after the model was frozen"}
 
 
 def projection(result: Result) -> str:
@@ -17,7 +17,8 @@ def projection(result: Result) -> str:
         f"Measured on {environment['device']} (torch {environment['torch']}), commit "
         f"{', '.join(f'`{commit}`' for commit in commits)}; {environment['steps']} steps, medians after "
         f"{environment['warm_up_steps']}. Projected for {hardware} by commit `{numbers['projected_by']['commit']}`. "
-        "After the freeze: the run was made when the model stood.",
+        "*After the freeze*: the run was made after the time model was frozen. *Fullest expert rank*: its rows over "
+        "the mean.",
         "",
         "| run | GPUs | after the freeze | fullest expert rank | step | projected | error | peak memory | projected | "
         "error |",
@@ -43,7 +44,7 @@ def projection(result: Result) -> str:
 def projection_errors(result: Result) -> str:
     """Sizes of the errors, of all runs and of each half."""
     lines = [
-        "| runs | how many | step time, median error | largest | over 10% | memory, median error | largest | over 5% |",
+        "| runs | number | step time, median error | largest | over 10% | memory, median error | largest | over 5% |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for key, sizes in result["numbers"]["errors"].items():
@@ -62,7 +63,7 @@ def projection_errors(result: Result) -> str:
 
 def projection_runs(result: Result) -> str:
     """What each run is."""
-    lines = ["| run | what is trained |", "|---|---|"]
+    lines = ["| run | configuration |", "|---|---|"]
     lines += [f"| {row['name']} | {_words(row)} |" for row in result["numbers"]["cases"]]
     return "\n".join(lines)
 

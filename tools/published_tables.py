@@ -1,6 +1,6 @@
-"""The tables of docs/plan-published.md: what others published of plans and runs, and what our plan says of the same."""
+"""The tables of docs/plan-published.md: what others published of runs and plans, and what our plan says of the same."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 Result = dict[str, Any]
@@ -8,122 +8,112 @@ Row = dict[str, Any]
 
 GB = 1e9
 MODELS = {"moe-1t": "MoE-1T", "moe-2t": "MoE-2T"}
+BEYOND = 0.30
+"""Errors that have a reason."""
 
 
-def saved(result: Result) -> str:
-    """Activations that a second context-parallel rank saves."""
+def errors(result: Result) -> str:
+    """Errors of the halves and of kinds of chips."""
     lines = [
-        f"{_projected(result)} PP 24, EP 8, VPP 4; GB of the first pipeline rank.",
+        f"{_projected(result)} Error: projected over published tokens/s/GPU, minus 1.",
         "",
-        "| model | counted as | CP 1 | CP 2 | saved | published |",
+        "| runs | chips | number | median | largest | beyond 30 % |",
         "|---|---|---:|---:|---:|---:|",
     ]
-    for row in result["numbers"]["saved"]:
-        one, two = row["activations"]
+    for name, one in result["numbers"]["errors"].items():
+        share = [f"{100 * one[which]:.1f} %" for which in ("median", "largest")]
+        chips = "all" if name in ("all", "fitted", "held out") else ", ".join(one["chips"])
+        label = name if chips == "all" else "in one node" if name.endswith("one node") else "over nodes"
+        lines.append(f"| {label} | {chips} | {one['rows']} | {' | '.join(share)} | {one['beyond']} |")
+    return "\n".join(lines)
+
+
+def runs(result: Result) -> str:
+    """Every published speed beside the projected one."""
+    lines = [
+        "| run | chips | tokens/s/GPU | projected | ratio | memory, GB | |",
+        "|---|---|---:|---:|---:|---:|---|",
+    ]
+    for row in result["numbers"]["rows"]:
+        ratio = f"{row['ratio']:.2f}"
+        notes = [row["source"], "fitted" if row["is_fitted"] else "held out"]
+        notes += [] if row["fits"] else ["does not fit"]
         lines.append(
-            f"| {MODELS[row['model']]} | {row['variant']} | {_gb(one)} | {_gb(two)} | **{_gb(row['saved'])}** | "
-            f"{row['published'] / GB:.0f} |"
+            f"| `{row['id']}` | {row['devices']:,} {row['chip']} | {row['published']:,.0f} | {row['projected']:,.0f} | "
+            f"{f'**{ratio}**' if abs(row['ratio'] - 1) > BEYOND else ratio} | {row['memory'] / GB:.0f} | "
+            f"{', '.join(notes)} |"
         )
     return "\n".join(lines)
 
 
-def kept(result: Result) -> str:
-    """What a layer keeps of a token, ours beside what meets the published figures."""
-    numbers = result["numbers"]
-    theirs = numbers["published_kept"]
-    variants = list(dict.fromkeys(row["variant"] for row in numbers["kept"]))
-    parts = list(dict.fromkeys(part for row in numbers["kept"] for part in row["numbers"]))
-    lines = [
-        f"| model, numbers of 2 bytes | {' | '.join(variants)} | meets the published figures |",
-        f"|---|{'---:|' * (len(variants) + 1)}",
-    ]
-    for model, name in MODELS.items():
-        found = {row["variant"]: row["numbers"] for row in numbers["kept"] if row["model"] == model}
-        columns = [*(found[variant] for variant in variants), theirs[model]]
-        lines += [
-            f"| {name}, {part} | {' | '.join(f'{column.get(part, 0):,}' for column in columns)} |" for part in parts
-        ]
-        lines.append(f"| {name}, all | {' | '.join(f'{sum(column.values()):,}' for column in columns)} |")
-    return "\n".join(lines)
+def sources(result: Result) -> str:
+    """Where the speeds were published."""
+    return "\n".join(f"- {name}: {where}" for name, where in result["numbers"]["sources"].items())
 
 
-def memory(result: Result) -> str:
-    """All bytes of the fullest rank, by layout."""
-    numbers = result["numbers"]
-    variants = list(dict.fromkeys(row["variant"] for row in numbers["memory"]))
-    sizes = {(row["model"], row["layout"], row["variant"]): row for row in numbers["memory"]}
+def reasons(result: Result) -> str:
+    """Why some are off by more, or do not fit."""
+    rows = result["numbers"]["rows"]
+    lines = [f"- `{row['id']}`, {row['ratio']:.2f}: {row['reason']}." for row in rows if row["reason"]]
+    kept: dict[str, list[str]] = {}
+    for row in rows:
+        if not row["fits"]:
+            kept.setdefault(row["memory_reason"], []).append(f"`{row['id']}`")
+    return "\n".join([*lines, *(f"- {', '.join(names)}: {reason}." for reason, names in kept.items())])
+
+
+def commands(result: Result) -> str:
+    """The command of every row."""
+    lines = ["```text"]
+    for row in result["numbers"]["rows"]:
+        lines += [f"# {row['id']}", row["command"]]
+    return "\n".join([*lines, "```"])
+
+
+def charts(result: Result) -> str:
+    """Activations with one and two context-parallel ranks."""
     lines = [
-        f"{_projected(result)} GB, activations in brackets.",
+        _projected(result),
         "",
-        f"| model, layout | {' | '.join(variants)} | by their arithmetic |",
-        f"|---|{'---:|' * (len(variants) + 1)}",
+        "| model | CP | published | projected | ratio |",
+        "|---|---:|---:|---:|---:|",
     ]
-    for row in numbers["published_memory"]:
-        key = row["model"], row["layout"]
-        cells = [_total(sizes[(*key, variant)]) for variant in variants]
-        lines.append(f"| {MODELS[key[0]]} {key[1]} | {' | '.join(cells)} | {_total(row)} |")
+    for row in result["numbers"]["charts"]:
+        sizes = f"{row['published'] / GB:.0f} GB | {_gb(row['activations'])} GB"
+        lines.append(f"| {MODELS[row['model']]} | {row['context']} | {sizes} | {row['ratio']:.3f} |")
     return "\n".join(lines)
 
 
 def fits(result: Result) -> str:
-    """Whether the published choice fits, and what does."""
-    lines = [
-        "| model, chip (usable GB) | published choice | counted as | fits | with bf16 gradients | all that fit |",
-        "|---|---|---|---|---|---|",
-    ]
+    """Whether layouts fit, and what is published of them."""
+    lines = ["| model, chip | layout | published | projected |", "|---|---|---|---|"]
     for row in result["numbers"]["fits"]:
+        told = f"{_gb(row['memory'])} of {_gb(row['capacity'])} GB"
         lines.append(
-            f"| {MODELS[row['model']]}, {row['chip']} ({_gb(row['usable'])}) | {row['published_choice']} | "
-            f"{row['variant']} | {_room(row['room'])} | {_room(row['room_with_bf16_gradients'])} | "
-            f"{', '.join(row['fits']) or 'none'} |"
+            f"| {MODELS[row['model']]}, {row['chip']} | {row['layout']} | {_fits(row['published'])} | "
+            f"{_fits(row['fits'])}, {told} |"
         )
     return "\n".join(lines)
 
 
 def ways_in(result: Result) -> str:
-    """What brings the larger model into the smaller chip."""
-    lines = ["| MoE-2T on MI300X | | fits | memory, overhead counted | tokens/s/GPU |", "|---|---|---|---:|---:|"]
-    for row in result["numbers"]["ways_in"]:
-        lines.append(
-            f"| {row['layout']} | {row['variant']} | {'yes' if row['fits'] else 'no'} | {_gb(row['memory'])} GB | "
-            f"{row['tokens_per_second_per_device']:.0f} |"
-        )
+    """What brings our own run of the larger model into the smaller chip."""
+    names = ("as it is", "optimizer on the host", "FSDP")
+    lines = ["| PP24 EP16 CP2, all-to-all | fits | memory | tokens/s/GPU |", "|---|---|---:|---:|"]
+    for name, row in zip(names, result["numbers"]["ways_in"], strict=True):
+        lines.append(f"| {name} | {_fits(row['fits'])} | {_gb(row['memory'])} GB | {row['speed']:.0f} |")
     return "\n".join(lines)
 
 
-def speed(result: Result) -> str:
-    """Projected tokens per second of every layout; the fastest that fits is bold."""
-    rows = result["numbers"]["speed"]
-    columns = list(dict.fromkeys((row["chip"], row["variant"]) for row in rows))
+def bubbles(result: Result) -> str:
+    """Shares of the passes that ranks wait."""
     lines = [
-        f"{_projected(result)} Tokens/s/GPU; in brackets what does not fit; bold the fastest that fits.",
-        "",
-        f"| model, layout | {' | '.join(', '.join(column) for column in columns)} |",
-        f"|---|{'---:|' * len(columns)}",
+        "| stages a rank | measured | formula | projected | with 1,024 words |",
+        "|---:|---:|---:|---:|---:|",
     ]
-    for model, name in MODELS.items():
-        best = {id(_fastest([row for row in _of(rows, model) if _column(row) == column])) for column in columns}
-        for layout in dict.fromkeys(row["layout"] for row in _of(rows, model)):
-            found = {_column(row): row for row in _of(rows, model) if row["layout"] == layout}
-            cells = " | ".join(_speed(found[column], id(found[column]) in best) for column in columns)
-            lines.append(f"| {name} {layout} | {cells} |")
-    return "\n".join(lines)
-
-
-def sent(result: Result) -> str:
-    """What leaves a node, and how long one way takes."""
-    lines = [
-        "| EP | routing | rows leaving the node | tokens leaving it | all-to-all | ours, de-duplicated | DeepEP |",
-        "|---:|---|---:|---:|---:|---:|---:|",
-    ]
-    for row in result["numbers"]["sent"]:
-        seconds = row["seconds"]
-        ours = next(value for name, value in seconds.items() if name in ("symmetric", "hierarchical"))
-        times = " | ".join(f"{1e3 * one:.1f} ms" for one in (seconds["all-to-all"], ours, seconds["deep-ep"]))
-        lines.append(
-            f"| {row['expert']} | {'in turn' if row['in_turn'] else 'even'} | {row['rows_leaving_node']:.2f} | "
-            f"{row['tokens_leaving_node']:.2f} | {times} |"
-        )
+    for row in result["numbers"]["bubbles"]:
+        shares = (row[name] for name in ("published", "formula", "projected", "small_vocabulary"))
+        lines.append(f"| {row['stages']} | {' | '.join(f'{100 * one:.1f} %' for one in shares)} |")
     return "\n".join(lines)
 
 
@@ -166,46 +156,27 @@ def scaling(result: Result) -> str:
 
 
 def _projected(result: Result) -> str:
-    return f"Projected at commit `{result['commit']}`, even routing."
+    return f"Projected at commit `{result['commit']}`."
 
 
 def _gb(size: float) -> str:
     return f"{size / GB:.1f}"
 
 
-def _total(row: Row) -> str:
-    return f"{_gb(row['total'])} ({_gb(row['activations'])})"
-
-
-def _room(room: float) -> str:
-    return f"yes, {_gb(room)} left" if room >= 0 else f"no, by {_gb(-room)}"
-
-
-def _of(rows: list[Row], model: str) -> Iterator[Row]:
-    return (row for row in rows if row["model"] == model)
-
-
-def _column(row: Row) -> tuple[str, str]:
-    return row["chip"], row["variant"]
-
-
-def _fastest(rows: list[Row]) -> Row | None:
-    return max((row for row in rows if row["fits"]), key=lambda row: row["tokens_per_second_per_device"], default=None)
-
-
-def _speed(row: Row, is_best: bool) -> str:
-    text = f"{row['tokens_per_second_per_device']:.0f}"
-    return f"**{text}**" if is_best else text if row["fits"] else f"({text})"
+def _fits(fits: bool) -> str:
+    return "fits" if fits else "does not fit"
 
 
 TABLES: dict[str, Callable[[Result], str]] = {
-    "published-saved": saved,
-    "published-kept": kept,
-    "published-memory": memory,
+    "published-errors": errors,
+    "published-runs": runs,
+    "published-sources": sources,
+    "published-reasons": reasons,
+    "published-commands": commands,
+    "published-charts": charts,
     "published-fits": fits,
     "published-ways-in": ways_in,
-    "published-speed": speed,
-    "published-sent": sent,
+    "published-bubbles": bubbles,
     "published-dispatch": dispatch,
     "published-scaling": scaling,
 }

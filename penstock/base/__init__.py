@@ -1,4 +1,5 @@
-"""What everything else uses; imports nothing of ours.
+"""Used by every other folder; imports none of them.
 
-Reading order: `errors`, `shapes` (the legend of dimension letters), `spans` (names in traces), `devices` (known chips).
+Reading order: `errors`, `shapes` (the legend of dimension letters), `spans` (names in traces), `devices` (known chips),
+`numbers` (as text), `files` (small ones that a user names).
 """

@@ -18,7 +18,7 @@ MOST_JSON_BYTES = 128 * 2**20
 def read_bounded(path: Path, most_bytes: int) -> bytes:
     """Content of a file. Raises OSError if it cannot be read or is larger than `most_bytes`."""
     with path.open("rb") as file:
-        content = file.read(most_bytes + 1)
+        content = file.read(most_bytes + 1)  # not by stat: a pipe or a device has no size
     if len(content) > most_bytes:
         raise OSError(errno.EFBIG, f"larger than {most_bytes / 2**20:.0f} MiB", str(path))
     return content
@@ -32,7 +32,7 @@ def parse_toml(text: str) -> dict[str, Any]:
         raise
     except RecursionError as error:
         raise tomllib.TOMLDecodeError("it is nested too deeply") from error
-    except ValueError as error:
+    except ValueError as error:  # more digits than Python converts; the hint behind the semicolon is for programmers
         raise tomllib.TOMLDecodeError(str(error).partition(";")[0]) from error
 
 

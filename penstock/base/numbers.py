@@ -42,7 +42,7 @@ def _by_thousands(number: float, suffixes: tuple[str, ...], plain: str) -> str:
     # 999.95 would be printed as 1000.0.
     while scaled >= 999.95 and index + 1 < len(suffixes):
         scaled, index = scaled / 1000, index + 1
-    return f"{scaled:.{2 if scaled < 9.995 else 1}f}{suffixes[index]}"
+    return f"{scaled:.{2 if scaled < 9.995 else 1}f}{suffixes[index]}"  # three digits; 9.995 would be printed as 10.00
 
 
 def gigabytes(size: float) -> str:
@@ -91,6 +91,7 @@ def counted(number: int, thing: str) -> str:
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
+# C0 and C1 controls, line and paragraph separators, and marks that change the direction of text.
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 
@@ -110,6 +111,6 @@ def shortened(text: str, most: int) -> str:
     if words:
         return f"{words} ..."
     start = text[: most - len("...")]
-    if text[len(start)].isdigit():
+    if text[len(start)].isdigit():  # a number would be cut: leave it out
         start = start.rstrip("0123456789.")
     return f"{start}..."

@@ -1,4 +1,4 @@
-"""Names of the timed regions, said once: planned and measured tables join on them.
+"""Names of the timed regions, on which planned and measured tables join.
 
 A trace shows them nested, `layer 3` around `attention`, in the order below; penstock/parallel/spans.py opens them.
 """

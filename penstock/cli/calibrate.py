@@ -41,7 +41,7 @@ from penstock.plan.calibrate import (
 from penstock.plan.hardware import Hardware
 from penstock.plan.hardware_file import hardware_text, known_hardware, load_hardware, write_hardware
 
-TIMEOUT_MINUTES = 10.0
+TIMEOUT_MINUTES = 10.0  # of ranks that wait for each other
 
 
 def calibrate(
@@ -63,13 +63,21 @@ def calibrate(
         if not on_cpu and processes > torch.cuda.device_count():
             raise DeviceError("--processes is more than GPUs", got=processes, allowed=torch.cuda.device_count())
         words = ["calibrate", "--device", device, *(["--name", name] if name else [])]
-        words += ["--output", str(output)] if output else []
+        words += ["--output", str(output)] if output else []  # rank 0 writes it
         words += ["--force"] if force else []
         launch = LocalLaunch(processes=processes, facts=facts_of_ranks(environment, processes, on_cpu=on_cpu))
         return run_processes(main, words, launch)
     hardware = _measure(environment, device, name)
-    if environment.rank == 0:
-        _hand_over(hardware, output)
+    comment = [f"{hardware.name}, measured by `penstock calibrate`."]
+    if environment.rank > 0:  # all ranks have measured, the first tells
+        return 0
+    if output is None:
+        print(hardware_text(hardware, comment), end="")
+    else:
+        write_hardware(output, hardware, comment)
+        print_table(("operator", "sizes", "reached"), _rows(hardware))
+        print(f"written to {output}; a cluster of 8 such devices is called 8x{output}")
+        print_next("plan", "debug", "--on", f"1x{output}")
     return 0
 
 
@@ -77,7 +85,7 @@ def _measure(environment: Environment, device_kind: str, name: str | None) -> Ha
     """Measure on all ranks at the same time, because a step loads all devices too."""
     with meet_to_measure(environment, device_kind, TIMEOUT_MINUTES) as device:
         on_gpu = device.type == "cuda"
-        facts = device_facts(device, "bf16" if on_gpu else "fp32")
+        facts = device_facts(device, "bf16" if on_gpu else "fp32")  # in which such a device trains
         findings = measure_device(device, facts, GPU_SIZES if on_gpu else CPU_SIZES)
         transfers: TransferPoints = {}
         if environment.world_size > 1:
@@ -98,19 +106,9 @@ def _measure(environment: Environment, device_kind: str, name: str | None) -> Ha
             transfers,
             known=load_hardware(chip.pattern) if chip is not None and known else None,
             where=described,
+            kernels=facts.target if on_gpu else "",
         )
     )
-
-
-def _hand_over(hardware: Hardware, output: Path | None) -> None:
-    comment = [f"{hardware.name}, measured by `penstock calibrate`."]
-    if output is None:
-        print(hardware_text(hardware, comment), end="")
-        return
-    write_hardware(output, hardware, comment)
-    print_table(("operator", "sizes", "reached"), _rows(hardware))
-    print(f"written to {output}; a cluster of 8 such devices is called 8x{output}")
-    print_next("plan", "debug", "--on", f"1x{output}")
 
 
 def _rows(hardware: Hardware) -> list[tuple[str, str, str]]:
@@ -118,11 +116,11 @@ def _rows(hardware: Hardware) -> list[tuple[str, str, str]]:
     for measured in hardware.measured:
         for point in measured.points:
             values = dict(iter(point))
-            rate = values.get("flops_per_second")
+            rate = values.get("flops_per_second")  # None: an operator that is timed, not counted
             reached = f"{rate / 1e12:.3g} TFLOP/s" if rate else f"{values['seconds'] * 1e6:.1f} us"
             dtype = f" {values['dtype']}" if rate else ""
             rows.append((f"{measured.operator}{dtype}", " x ".join(map(str, point.sizes)), reached))
-    memory = hardware.peaks.memory_bytes_per_second * hardware.efficiency.memory
+    memory = hardware.peaks.memory_bytes_per_second * hardware.efficiency.memory  # bytes per second that a copy reaches
     rows.append(("copy", "", f"{memory / 1e9:.4g} GB/s"))
     rows.append(("smallest kernel", "", f"{hardware.host.kernel_seconds * 1e6:.3g} us"))
     rows.append(("host, an operator", "", f"{hardware.host.launch_seconds * 1e6:.3g} us"))

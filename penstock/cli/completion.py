@@ -15,17 +15,13 @@ from penstock.config.presets.registry import PRESETS
 from penstock.config.run import Run
 from penstock.config.schema import NAME, every_field
 
-Word = tuple[str, str]
-"""A proposed word and its description."""
-
-DEVICES = "8"
-"""Number of devices of a proposed cluster, if none is typed yet."""
+Word = tuple[str, str]  # a proposed word and its description
 
 
 def proposals(verb: str, words: Sequence[str], begun: str) -> list[Word]:
     """Proposals for the last word of a command line, of which `begun` is there, behind other words of the verb."""
     node, option, given, arguments = json.loads(COMMANDS.read_text(encoding="utf-8"))[verb], "", set(), 0
-    values_left = 0
+    values_left = 0  # words that the option before still takes
     for word in words:
         if values_left:
             values_left -= 1
@@ -40,7 +36,7 @@ def proposals(verb: str, words: Sequence[str], begun: str) -> list[Word]:
     if values_left:
         found = _values(node["options"][option]["value"], begun)
     elif begun.startswith("-"):
-        found = ((name, one["help"]) for name, one in node["options"].items() if name not in given)
+        found = ((name, one["help"]) for name, one in node["options"].items() if name not in given)  # each option once
     else:
         found = _of_argument(node, arguments, begun)
     return [(word, text) for word, text in found if word.startswith(begun)]
@@ -52,11 +48,11 @@ def _of_argument(node: Mapping[str, Any], place: int, begun: str) -> Iterator[Wo
         yield from ((name, inner["summary"]) for name, inner in node["verbs"].items())
     names = node["arguments"]
     if place < len(names) or (names and names[-1].endswith("...")):
-        yield from _values(names[min(place, len(names) - 1)], begun)
+        yield from _values(names[min(place, len(names) - 1)], begun)  # the last argument takes all further words
 
 
 def _values(name: str, begun: str) -> Iterator[Word]:
-    if "|" in name:
+    if "|" in name:  # choices, as `<bf16|fp32>`
         return ((choice, "") for choice in name.strip("<>").split("|"))
     return next((make(begun) for pattern, make in _KNOWN.items() if re.fullmatch(pattern, name)), iter(()))
 
@@ -74,23 +70,19 @@ def _overrides(begun: str) -> Iterator[Word]:
             continue
         if field.path == path and "=" in begun:
             yield from ((f"{path}={choice}", "") for choice in field.choices)
-        elif "=" not in begun:
+        elif "=" not in begun:  # no value of another field is begun
             yield f"{field.path}=", field.doc
 
 
-def _fields(begun: str) -> Iterator[Word]:
-    return ((path, "") for path in dict.fromkeys(field.path for field in every_field(Run)))
-
-
 def _clusters(begun: str) -> Iterator[Word]:
-    number = begun.partition("x")[0] or DEVICES
+    number = begun.partition("x")[0] or "8"  # `512xMI` keeps its 512
     return ((f"{number}x{name}", "") for name in load_by_name("penstock.plan.hardware_file", "known_hardware")())
 
 
+# Proposals by the name of a value in help.
 _KNOWN: dict[str, Callable[[str], Iterator[Word]]] = {
     r"TARGET|A|B|A B": _presets,
     r"\[a\.b=c\]\.\.\.": _overrides,
-    r"FIELD": _fields,
+    r"FIELD": lambda begun: ((path, "") for path in dict.fromkeys(field.path for field in every_field(Run))),
     r"NxCHIP": _clusters,
 }
-"""Proposals by the name of a value in help."""

@@ -40,7 +40,7 @@ def show(
     if as_toml:
         print(dump_toml(run), end="")
         return
-    counted = size_of(run.model, run.training.sequence_length)
+    counted = size_of(run.model, run.training.sequence_length)  # by arithmetic, without PyTorch
     if as_json:
         print(json.dumps({"run": run.model_dump(), "count": asdict(counted)}, indent=2))
     else:
@@ -63,19 +63,15 @@ def _count_lines(run: Run, counted: Count) -> str:
 @app.command("list")
 def list_presets(as_json: Json = False) -> None:
     """List the presets. Any of them can be cut to its first N layers: deepseek-v2-lite-8l."""
-    rows = {name: (_sizes(make()), " ".join((make.__doc__ or "").split())) for name, make in PRESETS.items()}
+    rows = []
+    for name, make in PRESETS.items():
+        model = make().model
+        experts = "none" if model.moe is None else f"{model.moe.top_k} of {model.moe.experts}"
+        rows.append((name, f"{model.layers}", experts, " ".join((make.__doc__ or "").split())))
     if as_json:
-        print(json.dumps([{"name": name, "description": doc} for name, (_, doc) in rows.items()], indent=2))
+        print(json.dumps([{"name": name, "description": doc} for name, _, _, doc in rows], indent=2))
     else:
-        print_table(
-            ("preset", "layers", "experts", "what"), [(name, *sizes, doc) for name, (sizes, doc) in rows.items()]
-        )
-
-
-def _sizes(run: Run) -> tuple[str, str]:
-    """Layers, and experts as `6 of 64`."""
-    moe = run.model.moe
-    return f"{run.model.layers}", "none" if moe is None else f"{moe.top_k} of {moe.experts}"
+        print_table(("preset", "layers", "experts", "what"), rows)
 
 
 @app.command()
@@ -123,9 +119,9 @@ def reference() -> None:
 
 def warn_of_unfilled(run: Run) -> None:
     """Warn if the byte tokenizer uses less than half of the vocabulary."""
-    if not bytes_are_encoded(run) or run.model.vocab_size < 2 * BYTES_VOCABULARY:
+    if not bytes_are_encoded(run) or run.model.vocab_size < 2 * BYTES_VOCABULARY:  # more than half is used
         return
-    library = run.data.source == "standard-library" and not run.data.mixture
+    library = run.data.source == "standard-library" and not run.data.mixture  # the default of a preset
     text = " and data.source standard-library is 30 MB of Python" if library else ""
     own = ", and data.source and data.files to your text" if library else ""
     warn(

@@ -15,10 +15,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from enum import StrEnum
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -34,6 +33,7 @@ from rich.progress import (
 
 from penstock.base.numbers import bytes_text, count_text, duration_text
 from penstock.cli.config import Json
+from penstock.cli.interrupts import STOPPED
 from penstock.cli.output import Force, check_output, print_next
 from penstock.cli.verbs import Verb, group_app
 from penstock.config.data import Data
@@ -45,45 +45,21 @@ from penstock.data.sources import RecordError
 from penstock.data.tokenizer_output import END_OF_DOCUMENT, train_tokenizer
 from penstock.parallel.launch.host import allowed_cores
 
-
-class TextSource(StrEnum):
-    """Format of text files."""
-
-    JSONL = "jsonl"
-    TEXT = "text"
-    PARQUET = "parquet"
-
-
-class CorruptTexts(StrEnum):
-    """Policy for unusable texts."""
-
-    STOP = "stop"
-    SKIP = "skip"
-
-
 Files = Annotated[list[str], typer.Argument(metavar="FILES", help="Files, folders or globs.")]
-SourceOption = Annotated[TextSource, typer.Option("--source", help="Lines, whole files, or rows.")]
-FieldOption = Annotated[str, typer.Option("--text-field", help="Field or column that holds the text.")]
-CorruptOption = Annotated[CorruptTexts, typer.Option("--corrupt", help="Stop at a damaged text, or leave it out.")]
-CacheOption = Annotated[Path, typer.Option("--cache", help="Folder for decompressed copies of compressed files.")]
+Source = Annotated[Literal["jsonl", "text", "parquet"], typer.Option("--source", help="Lines, whole files, or rows.")]
+TextField = Annotated[str, typer.Option("--text-field", help="Field or column that holds the text.")]
+Corrupt = Annotated[Literal["stop", "skip"], typer.Option("--corrupt", help="Stop at a damaged text, or leave it out.")]
+Cache = Annotated[Path, typer.Option("--cache", help="Folder for decompressed copies of compressed files.")]
 
-CACHE = Path("runs/cache")
-"""Cache folder of runs."""
-
-_NAMED = 5
-
-_ANY_VOCABULARY = 2**31
+CACHE = Path("runs/cache")  # of runs too
+_NAMED = 5  # damaged texts that are printed
 
 
-def open_texts(
-    files: list[str], source: TextSource, text_field: str, corrupt: CorruptTexts, cache: Path
-) -> TextDocuments:
+def open_texts(files: list[str], source: Source, text_field: str, corrupt: Corrupt, cache: Path) -> TextDocuments:
     """Open the texts of files in order, as a run would read them."""
-    settings = Data(
-        source=source.value, files=tuple(files), text_field=text_field, corrupt=corrupt.value, validation_share=0.0
-    )
-    text = open_text(settings, "train", vocab_size=_ANY_VOCABULARY, seed=0, cache=cache)
-    documents = text.parts[0].documents
+    settings = Data(source=source, files=tuple(files), text_field=text_field, corrupt=corrupt, validation_share=0.0)
+    text = open_text(settings, "train", vocab_size=2**31, seed=0, cache=cache)  # no vocabulary is too small
+    documents = text.parts[0].documents  # one source, no mixture
     assert isinstance(documents, TextDocuments), f"{source} is a source of text"
     return documents
 
@@ -96,10 +72,7 @@ def print_left_out(faults: Sequence[str], where: str = "") -> None:
         print(f"  {fault}")
 
 
-STOPPED = 143
-
-WIDE = 64
-"""Columns of a terminal from which progress has a bar; its counts must never be cut."""
+WIDE = 64  # columns of a terminal from which progress has a bar; its counts must never be cut
 
 Output = Annotated[Path, typer.Option("--output", help="Prefix of the files: PREFIX.bin, PREFIX.idx.")]
 TokenizerName = Annotated[str, typer.Option("--tokenizer", help="As data.tokenizer: a file or folder, or `bytes`.")]
@@ -113,12 +86,12 @@ def pack_texts(  # noqa: PLR0913 - one argument for each option
     files: Files,
     output: Output,
     tokenizer: TokenizerName,
-    source: SourceOption = TextSource.JSONL,
-    text_field: FieldOption = "text",
+    source: Source = "jsonl",
+    text_field: TextField = "text",
     end_of_document: End = None,
     processes: Processes = None,
-    corrupt: CorruptOption = CorruptTexts.STOP,
-    cache: CacheOption = CACHE,
+    corrupt: Corrupt = "stop",
+    cache: Cache = CACHE,
     as_json: Json = False,
 ) -> None:
     """Encode text once, into PREFIX.bin and PREFIX.idx, which Megatron reads too.
@@ -134,8 +107,8 @@ def pack_texts(  # noqa: PLR0913 - one argument for each option
             prefix,
             tokenizer=tokenizer,
             end_of_document=end_of_document,
-            processes=processes or len(allowed_cores()),
-            skip_corrupt=corrupt is CorruptTexts.SKIP,
+            processes=processes or len(allowed_cores()),  # the result does not depend on it
+            skip_corrupt=corrupt == "skip",
             report=show(len(texts)),
         )
         seconds = time.perf_counter() - begin
@@ -170,7 +143,7 @@ def _progress() -> Iterator[Callable[[int], Callable[[PackProgress], None]]]:
     columns: list[ProgressColumn] = [MofNCompleteColumn(), TextColumn("{task.fields[speed]}"), TimeRemainingColumn()]
     if console.width >= WIDE:
         columns = [TextColumn("packing"), BarColumn(None), *columns[:2], TimeElapsedColumn(), columns[2]]
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:  # gone when done
 
         def show(texts: int) -> Callable[[PackProgress], None]:
             task = bars.add_task("", total=texts, speed="")
@@ -179,7 +152,7 @@ def _progress() -> Iterator[Callable[[int], Callable[[PackProgress], None]]]:
             def advance(done: PackProgress) -> None:
                 nonlocal text_bytes
                 text_bytes += done.text_bytes
-                speed = text_bytes / (time.perf_counter() - begin) / 1e6
+                speed = text_bytes / (time.perf_counter() - begin) / 1e6  # decimal megabytes a second since the begin
                 bars.update(task, advance=done.texts, speed=f"{speed:.1f} MB/s")
 
             return advance
@@ -192,7 +165,7 @@ def _ended_by_signals() -> Iterator[None]:
     """Let SIGTERM end this process as Ctrl-C does: child processes end, and no partial file stays."""
 
     def stop(number: int, frame: FrameType | None) -> None:
-        sys.exit(STOPPED)
+        sys.exit(STOPPED)  # an exception, so that clean-up runs
 
     before = signal.signal(signal.SIGTERM, stop)
     try:
@@ -215,11 +188,11 @@ def train_on_text(  # noqa: PLR0913 - one argument for each option
     files: Files,
     vocabulary: Vocabulary,
     output: TokenizerOutput,
-    source: SourceOption = TextSource.JSONL,
-    text_field: FieldOption = "text",
+    source: Source = "jsonl",
+    text_field: TextField = "text",
     special: Special = None,
-    corrupt: CorruptOption = CorruptTexts.STOP,
-    cache: CacheOption = CACHE,
+    corrupt: Corrupt = "stop",
+    cache: Cache = CACHE,
     force: Force = False,
 ) -> None:
     """Train a byte-level BPE tokenizer on text and write its tokenizer.json."""
@@ -227,7 +200,7 @@ def train_on_text(  # noqa: PLR0913 - one argument for each option
     texts = open_texts(files, source, text_field, corrupt, cache)
     left_out: list[str] = []
     size = train_tokenizer(
-        _readable(texts, left_out, skip=corrupt is CorruptTexts.SKIP),
+        _readable(texts, left_out, skip=corrupt == "skip"),
         output,
         vocab_size=vocabulary,
         special_tokens=special or (),
@@ -235,7 +208,7 @@ def train_on_text(  # noqa: PLR0913 - one argument for each option
     )
     print(f"wrote {output}: {size:,} tokens, {END_OF_DOCUMENT} ends a document")
     print_left_out(left_out)
-    kind = [] if source is TextSource.JSONL else ["--source", source.value]
+    kind = [] if source == "jsonl" else ["--source", source]
     print_next("data", "pack", *files, *kind, "--output", "packed/text", "--tokenizer", output)
 
 
@@ -247,7 +220,7 @@ def _readable(texts: TextDocuments, left_out: list[str], *, skip: bool) -> Itera
         except RecordError as error:
             if not skip:
                 raise
-            left_out.append(str(error))
+            left_out.append(str(error))  # it names file and line
 
 
 _INSPECT = Verb("inspect", "penstock.cli.data_inspect", "inspect", "Show what the batches of a run really hold.")

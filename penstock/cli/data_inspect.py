@@ -26,8 +26,7 @@ from penstock.train.loop import open_store
 from penstock.train.run_folder import RunFolder
 from penstock.train.setup import open_split
 
-_SHOWN = 160
-"""Characters shown of a piece without --full: most from its beginning, some from its end."""
+_SHOWN = 160  # characters shown of a piece without --full: most from its beginning, some from its end
 
 Step = Annotated[int, typer.Option("--step", min=1, help="Which batch.")]
 Rows = Annotated[int, typer.Option("--rows", min=0, help="Rows to show; all are counted.")]
@@ -63,11 +62,14 @@ def inspect(
                 fix=f"training.steps={step} makes the run that long",
             )
         what = f"step {step} of {run.name}"
-        folder = RunFolder(Path(target))
+        folder = RunFolder(Path(target))  # of a run, whose checkpoints shorten the way to a step
         store = open_store(run, folder) if folder.exists else None
         contents = training_contents(run, open_split(run, "train"), step, store)
     if as_json:
-        print(json.dumps({"what": what, **_summary(run, contents), "shown": _shown(contents, rows)}, indent=1))
+        shown = [
+            {"part": part, **asdict(row)} for part, row in zip(contents.parts[:rows], contents.rows[:rows], strict=True)
+        ]
+        print(json.dumps({"what": what, **_summary(run, contents), "shown": shown}, indent=1))
         return
     print(f"{what}: {contents.batch_rows:,} rows of {run.training.sequence_length:,} tokens\n")
     _print_summary(run, contents)
@@ -93,12 +95,6 @@ def _summary(run: Run, contents: BatchContents) -> dict[str, Any]:
     }
 
 
-def _shown(contents: BatchContents, rows: int) -> list[dict[str, Any]]:
-    return [
-        {"part": part, **asdict(row)} for part, row in zip(contents.parts[:rows], contents.rows[:rows], strict=True)
-    ]
-
-
 def _print_summary(run: Run, contents: BatchContents) -> None:
     counted = len(contents.rows)
     size = contents.bytes_per_token
@@ -119,7 +115,7 @@ def _print_summary(run: Run, contents: BatchContents) -> None:
         print(f"(*) of {contents.batch_rows:,} rows, the first")
     if contents.weights:
         print()
-        total = sum(contents.weights.values())
+        total = sum(contents.weights.values())  # weights need not sum to 1
         shares = contents.part_shares.items()
         print_table(
             ("part", "rows here", "by weight"),
@@ -142,7 +138,7 @@ def _place(piece: DocumentSpan) -> str:
     facts = [f"{piece.first}..{piece.first + piece.tokens - 1}", f"positions {first}..{last}"]
     if piece.ignored:
         facts.append(f"label not counted at {', '.join(map(str, piece.ignored[:8]))}")
-    facts.append("[end of document]" if piece.ends else "[cut by the row]")
+    facts.append("[end of document]" if piece.ends else "[cut by the row]")  # the next row goes on, or not
     return ", ".join(facts)
 
 
@@ -151,5 +147,5 @@ def _text(piece: DocumentSpan, full: bool) -> str:
     shown = repr(piece.text) if piece.text is not None else f"ids {' '.join(map(str, piece.ids))}"
     if full or len(shown) <= _SHOWN:
         return shown
-    behind = _SHOWN // 4
+    behind = _SHOWN // 4  # characters of the end
     return f"{shown[: _SHOWN - behind]} ... {shown[-behind:]}"

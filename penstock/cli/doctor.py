@@ -26,7 +26,6 @@ from penstock.trace.analysis import analyse_files
 from penstock.trace.host_table import HostTable
 from penstock.tune.doctor.diagnosis import (
     Diagnosis,
-    EvidenceLine,
     cpu_changes,
     cpu_json,
     cpu_sentence,
@@ -57,7 +56,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 def doctor(paths: Place, on: On = None, step: Step = None, as_json: Json = False) -> None:
     """Name the bottleneck (memory, communication, host, compute) and the gain of each remedy."""
     evidence = examine(paths, on=on, step=step)
-    if evidence.host is not None and not evidence.ranks:
+    if evidence.host is not None and not evidence.ranks:  # a CPU
         if as_json:
             print(json.dumps(cpu_json(evidence.host, evidence), indent=2, allow_nan=False))
         else:
@@ -84,8 +83,7 @@ def _print_next(paths: list[Path], evidence: Evidence, changes: list[str]) -> No
     if run is not None and (is_run(path) or is_planned(path)):
         # Remedies come largest gain first; propose the first that the rules accept.
         fitting = (change for change in changes if accepted(run, change, evidence.facts.world) is not None)
-        change = next(fitting, None)
-        if change is not None:
+        if (change := next(fitting, None)) is not None:
             print_next("train", path / RUN_FILE if is_run(path) else path, *change.split())
             return
     if is_run(path):
@@ -95,22 +93,11 @@ def _print_next(paths: list[Path], evidence: Evidence, changes: list[str]) -> No
 
 
 def examine(paths: list[Path], *, on: str | None = None, step: int | None = None) -> Evidence:
-    """Collect all evidence from paths.
-
-    Args:
-        paths: the folder of a run, the TOML file of a planned run, or traces.
-        on: hardware of the run; None takes it from the traces.
-        step: judge only this step.
-
-    Raises:
-        TraceError: a trace cannot be read, and the path is not a run that a plan can judge.
-        ConfigError: the configuration of the run cannot be read.
-        HardwareError: `on` names no hardware.
-    """
+    """Collect the evidence of a run's folder, a planned run's TOML file, or traces, which know their hardware."""
     path = paths[0]
     if len(paths) == 1 and is_run(path):
         evidence = _of_run(path, step)
-    elif len(paths) == 1 and is_planned(path) and step is None:
+    elif len(paths) == 1 and is_planned(path) and step is None:  # a file of a run has no steps
         facts, missing = facts_of_plan(path)
         evidence = Evidence(source="none", ranks=(), facts=facts, missing=missing)
     elif on is None:
@@ -125,7 +112,7 @@ def examine(paths: list[Path], *, on: str | None = None, step: int | None = None
     cluster = cluster_for(evidence.facts, on)
     if cluster is None:
         if evidence.host is not None:
-            return evidence  # the walls of a plan would be those of another machine
+            return evidence  # a plan would have the bottlenecks of another machine
         told = "no plan: nothing says what the run is on; give --on 8xH200"
         return replace(evidence, missing=(*evidence.missing, told))
     evidence = replace(evidence, notes=compared(evidence.facts, cluster))
@@ -138,14 +125,13 @@ def _of_run(folder: Path, step: int | None) -> Evidence:
     try:
         return evidence_of(analyse_files([folder], step=step), facts, missing)
     except TraceError as error:
-        if step is not None:
+        if step is not None:  # the step was asked for, so a plan is no answer
             raise
         told = f"no trace: {error.what}; this records one: {recording_command(folder)}"
         return Evidence(source="none", ranks=(), facts=facts, missing=(*missing, told))
 
 
-ROWS = 8
-"""Rows of each table of a CPU."""
+ROWS = 8  # rows of each table of a CPU
 
 
 def print_verdict(verdict: Diagnosis, evidence: Evidence) -> None:
@@ -155,16 +141,26 @@ def print_verdict(verdict: Diagnosis, evidence: Evidence) -> None:
         print(f"note: {note}")
     if evidence.ranks:
         print(spent_text(verdict, evidence))
-    per = "ms per step" if evidence.steps or not evidence.ranks else "ms"
+    per = "ms per step" if evidence.steps or not evidence.ranks else "ms"  # a trace without steps has sums only
     print()
-    print_table(("wall", "evidence", per, "share", "bytes"), [_row(fact) for fact in verdict.lines])
+    rows = [
+        (
+            fact.bottleneck,
+            fact.what,
+            "" if fact.time_us is None else ms_text(fact.time_us),
+            "" if fact.share is None else f"{fact.share:.1%}",
+            "" if fact.size is None else bytes_text(fact.size),
+        )
+        for fact in verdict.lines
+    ]
+    print_table(("wall", "evidence", per, "share", "bytes"), rows)
     print()
     if verdict.remedies:
-        rows = []
+        gains = []
         for one in verdict.remedies:
             gain = f"-{bytes_text(one.gain_bytes)}" if one.gain_bytes else ms_text(one.gain_us)
-            rows.append((gain, f"{verdict.times.share(one.gain_us):.1%}", one.change, one.rule))
-        print_table((f"gains {per}, at most", "of step", "change", "rule"), rows)
+            gains.append((gain, f"{verdict.times.share(one.gain_us):.1%}", one.change, one.rule))
+        print_table((f"gains {per}, at most", "of step", "change", "rule"), gains)
         print()
         for one in verdict.remedies:
             print(f"{one.rule}: {one.what} [{one.source}]")
@@ -188,13 +184,3 @@ def print_cpu(table: HostTable, evidence: Evidence) -> None:
         print(f"no change is evident: the longest operator is {longest.name}, {longest.share:.1%} of the step")
     for line in evidence.missing:
         print(f"missing: {line}")
-
-
-def _row(fact: EvidenceLine) -> tuple[str, ...]:
-    return (
-        fact.bottleneck,
-        fact.what,
-        "" if fact.time_us is None else ms_text(fact.time_us),
-        "" if fact.share is None else f"{fact.share:.1%}",
-        "" if fact.size is None else bytes_text(fact.size),
-    )

@@ -31,7 +31,7 @@ def export(
 ) -> None:
     """Write the weights of a run's checkpoint in Hugging Face format."""
     if verify:
-        import_transformers()
+        import_transformers()  # its absence is reported before anything is written
     config, store = open_saved(run)
     wanted = chosen_step(store, run, step)
     precision = precision or config.training.precision

@@ -21,7 +21,6 @@ from penstock.base.errors import ConfigError
 from penstock.base.numbers import count_text
 from penstock.cli.output import print_next
 from penstock.config.load import load_run, with_overrides
-from penstock.config.model import Model
 from penstock.config.run import Run
 from penstock.config.training import LearningRateSchedule, Optimizer, Training
 from penstock.models.count import count
@@ -32,8 +31,7 @@ from penstock.train.saved_weights import RUN_FILE
 
 TOKENIZER = "tokenizer.json"
 STEPS = 1000
-LEARNING_RATE = 2e-5
-"""Small, because trained weights are easily lost."""
+LEARNING_RATE = 2e-5  # small, because trained weights are easily lost
 
 
 def import_(
@@ -47,27 +45,25 @@ def import_(
     granularity: Annotated[int, typer.Option("--granularity", help="Experts that a copy is cut into.", min=1)] = 1,
 ) -> None:
     """Start a run from weights with Hugging Face names."""
-    base = load_run(preset) if preset else _base(model_in(source), output.name)
+    if preset:
+        base = load_run(preset)
+    else:  # required fields only: the user sets text and steps
+        base = Run(
+            name=output.name,
+            model=model_in(source),
+            training=Training(steps=STEPS, sequence_length=2048),
+            optimizer=Optimizer(learning_rate=LEARNING_RATE),
+            schedule=LearningRateSchedule(warmup_steps=STEPS // 20),
+        )
     upcycling = Upcycling(copies=copies, chosen=chosen, granularity=granularity) if copies else None
-    model = upcycling.model(base.model) if upcycling else base.model
-    own = [f'training.initial_weights="{output}"']
+    model = upcycling.model(base.model) if upcycling else base.model  # with experts, if the dense network is copied
+    own = [f'training.initial_weights="{output}"']  # run.toml starts from the folder that is written
     if (source / TOKENIZER).is_file():
         own.append(f'data.tokenizer="{source / TOKENIZER}"')
     run = with_overrides(base.model_copy(update={"model": model}), [*own, *(overrides or ())])
-    if facts_of(run.model) != facts_of(model):
+    if facts_of(run.model) != facts_of(model):  # balance and the like are no facts of weights
         raise ConfigError("the weights decide the model", fix="leave out overrides of model, but for its balance")
     import_weights(WeightFolder(source), base.model, run, upcycling, output)
     size = count(run.model, run.training.sequence_length)
     print(f"wrote {output}: {count_text(size.parameters + size.mtp_parameters)} parameters, {run.model.family}")
     print_next("train", output / RUN_FILE)
-
-
-def _base(model: Model, name: str) -> Run:
-    """A run with required fields only; the user sets text and steps."""
-    return Run(
-        name=name,
-        model=model,
-        training=Training(steps=STEPS, sequence_length=2048),
-        optimizer=Optimizer(learning_rate=LEARNING_RATE),
-        schedule=LearningRateSchedule(warmup_steps=STEPS // 20),
-    )

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as in a shell."""
+INTERRUPTED, STOPPED = 130, 143  # exit codes after Ctrl-C and SIGTERM, as in a shell
 
 
 def end_at_once() -> None:
@@ -42,4 +41,4 @@ _RAISE = signal.default_int_handler
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    os._exit(INTERRUPTED)
+    os._exit(INTERRUPTED)  # without handlers and without a traceback

@@ -47,7 +47,10 @@ def list_choices(
 ) -> None:
     """Show which implementation of each operator will run, and why. Nothing runs."""
     run = load_run(target, overrides or ())
-    facts = _facts(run, device)
+    if device in ("auto", "cpu", "cuda"):
+        facts = device_facts(choose_device(run.device if device == "auto" else device), run.training.precision)
+    else:  # the name of a GPU, which need not be here
+        facts = named_device(device, run.training.precision)
     choices = kernel_choices(run, facts)
     if as_json:
         described = asdict(facts) | {"packages": sorted(facts.packages)}
@@ -73,7 +76,7 @@ def tune(
             got=f"PyTorch {torch.__version__}",
             fix="tune on the machine that trains; `penstock kernels list` works anywhere",
         )
-    facts = device_facts(choose_device("cuda"), run.training.precision)
+    facts = device_facts(choose_device("cuda"), run.training.precision)  # of the GPU that is here
     path = output or user_file(facts.name)
     if path is None:
         raise KernelError("this user has no home folder to write to", fix="--output FILE")
@@ -107,9 +110,3 @@ def print_entries(entries: Sequence[OperatorTimes]) -> None:
         best = winner(entry) if entry.microseconds else "-"
         rows.append((entry.op, entry.direction.replace("_", " "), f"{entry.skew:g}", *times, best))
     print_table(("operator", "direction", "skew", *(f"{name} us" for name in backends), "fastest"), rows)
-
-
-def _facts(run: Run, device: str) -> DeviceFacts:
-    if device not in ("auto", "cpu", "cuda"):
-        return named_device(device, run.training.precision)
-    return device_facts(choose_device(run.device if device == "auto" else device), run.training.precision)

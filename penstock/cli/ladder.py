@@ -46,28 +46,25 @@ from penstock.tune.ladder_steps import LADDER, LadderStep, chosen, load_ladder_s
 from penstock.tune.result_file import commit_of_code, describe_machine, write_result
 from penstock.tune.trial import Trial, first_steps, run_trial
 
+# Columns that a narrow terminal misses least.
 _LEAST = ("x size", "x optimization", "gap", "TFLOP/s", "p99/p50", "changed", "loss", "peak GiB", "MFU", "x before")
-"""Columns that a narrow terminal misses least."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LadderPlan:
-    """A ladder and its options: the names of the `wanted` steps, the JSON file if any, the commit (empty asks git).
-
-    `resumes` takes trials back from the file.
-    """
+    """A ladder and its options."""
 
     steps: tuple[LadderStep, ...]
-    wanted: frozenset[str]
-    options: Trial
+    wanted: frozenset[str]  # names of the steps to measure
+    options: Trial  # what all steps have in common
     has_gpu: bool
-    own: tuple[str, ...]
-    training_steps: int
+    own: tuple[str, ...]  # overrides of the user
+    training_steps: int  # of each ladder step
     routing: str
     flops_per_token: float
-    output: Path | None
-    commit: str
-    resumes: bool
+    output: Path | None  # JSON file
+    commit: str  # empty asks git
+    resumes: bool  # take trials back from the file
 
 
 def ladder(  # noqa: PLR0913 - one argument for each option
@@ -97,26 +94,26 @@ def ladder(  # noqa: PLR0913 - one argument for each option
         raise DeviceError(
             "a ladder starts its own processes", got=f"one of {environment.started_by}'s", fix="start one command"
         )
-    if not isfinite(most_seconds):
+    if not isfinite(most_seconds):  # typer takes nan and inf
         raise ConfigError("--timeout is no number of seconds", got=most_seconds, allowed="0 (never) or more")
     if warm_up >= steps:
         raise ConfigError("--warm-up leaves no step to time", got=f"{warm_up} of {steps}", allowed=f"0 to {steps - 1}")
     if resumes and output is None:
         raise ConfigError("--resume needs the file that it goes on with", fix="--json FILE")
-    check_output(output, "--json", force=force or resumes)
+    check_output(output, "--json", force=force or resumes)  # a resumed ladder writes over its own file
     whole, own = load_run(target, overrides or ()), tuple(overrides or ())
     table = LADDER if file is None else load_ladder_steps(file)
     parent = Path(whole.record.folder)
     options = Trial(
         name="",
         target=target,
-        overrides=(*own, *first_steps(whole, steps)),
+        overrides=(*own, *first_steps(whole, steps)),  # without evaluation, checkpoints and other output
         processes=processes_to_start(whole, environment, processes),
         warm_up=warm_up,
-        folder=parent / free_name(parent, f"ladder-{whole.name}"),
+        folder=parent / free_name(parent, f"ladder-{whole.name}"),  # never that of another ladder
         most_seconds=most_seconds,
     )
-    grid_of(load_run(target, options.overrides), options.processes)
+    grid_of(load_run(target, options.overrides), options.processes)  # refuses what no step could run
     plan = LadderPlan(
         steps=table,
         wanted=chosen(table, [name.strip() for name in only.split(",") if name.strip()]),
@@ -152,11 +149,16 @@ def climb_and_print(plan: LadderPlan, measure: Measure) -> list[Outcome]:
     # The file is written after every step, so an ended ladder can go on.
     for outcome in climb(plan.steps, plan.wanted, options, saved.or_measured(measure), has_gpu=plan.has_gpu):
         outcomes.append(outcome)
-        print("\n".join(_lines(outcome, gains(outcomes)[-1], plan)), flush=True)
+        failed = [f"{'':<16}not with {' '.join(one.change)}: {one.reason}" for one in outcome.others]
+        print("\n".join([_line(outcome, gains(outcomes)[-1], plan), *failed]), flush=True)
         if plan.output is not None:
             _write(plan, plan.output, outcomes, saved)
     print()
-    print_table(*_table(outcomes, plan), _LEAST)
+    measured = (f"tokens/s/{_noun(plan)}", "step ms", "p99/p50", "MFU", "TFLOP/s", "peak GiB", "loss", "gap")
+    columns = ("ladder step", *measured, "x before", "x optimization", "x size", "x first", "changed")
+    rows = [_row(outcome, gain, plan) for outcome, gain in zip(outcomes, gains(outcomes), strict=True)]
+    # A row without figures is a name and a state, blanks, and a reason in the last column.
+    print_table(columns, [(*row, *[""] * (len(columns) - len(row) - 1), last) for *row, last in rows], _LEAST)
     timed = f"medians after {options.warm_up} of {plan.training_steps} steps"
     print(f"\n{plan.routing}; {timed}; gap: largest relative difference of a step's loss from the first ladder step's")
     return outcomes
@@ -191,12 +193,6 @@ def _write(plan: LadderPlan, path: Path, outcomes: Sequence[Outcome], saved: Sav
     )
 
 
-def _lines(outcome: Outcome, gain: LadderGain | None, plan: LadderPlan) -> list[str]:
-    """Lines for a finished ladder step: its result, then its failed attempts."""
-    others = [f"{'':<16}not with {' '.join(one.change)}: {one.reason}" for one in outcome.others]
-    return [_line(outcome, gain, plan), *others]
-
-
 def _line(outcome: Outcome, gain: LadderGain | None, plan: LadderPlan) -> str:
     if outcome.figures is None or gain is None:
         return f"{outcome.step.name:<16}{outcome.state}: {outcome.reason}"
@@ -208,19 +204,11 @@ def _line(outcome: Outcome, gain: LadderGain | None, plan: LadderPlan) -> str:
     )
 
 
-def _table(outcomes: Sequence[Outcome], plan: LadderPlan) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Columns and rows."""
-    measured = (f"tokens/s/{_noun(plan)}", "step ms", "p99/p50", "MFU", "TFLOP/s", "peak GiB", "loss", "gap")
-    columns = ("ladder step", *measured, "x before", "x optimization", "x size", "x first", "changed")
-    rows = [_row(outcome, gain, plan) for outcome, gain in zip(outcomes, gains(outcomes), strict=True)]
-    return columns, [(*row, *("" for _ in range(len(columns) - len(row) - 1)), last) for *row, last in rows]
-
-
 def _row(outcome: Outcome, gain: LadderGain | None, plan: LadderPlan) -> tuple[str, ...]:
     """Cells of a ladder step; if it did not run, its name, state and reason."""
     name = f"{outcome.step.name} (size)" if outcome.step.is_size else outcome.step.name
     figures = outcome.figures
-    if figures is None or gain is None:
+    if figures is None or gain is None:  # the step did not run
         return name, outcome.state, " ".join([outcome.reason, *_others(outcome)])
     notes = list(outcome.changed)
     if outcome.reason:

@@ -7,36 +7,27 @@ The run is checked against its ranks first, so a layout that does not fit is ref
 queue. On one machine nothing of this is needed: `penstock train` starts a rank for each GPU.
 """
 
-from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from penstock.cli.config import Overrides, warn_of_unfilled
-from penstock.cli.output import Force, check_output, write_file
+from penstock.cli.output import Force, check_output, print_or_write
 from penstock.cli.verbs import group_app
 from penstock.config.fit import grid_of
 from penstock.config.load import load_run
+from penstock.config.run import Run
 from penstock.parallel.launch.environment import LaunchFacts
 from penstock.parallel.launch.jobs import Job, kubernetes_manifest, kubernetes_name, slurm_script
 from penstock.parallel.launch.local import facts_of_run
-
-
-class Vendor(StrEnum):
-    """Vendor of the GPUs."""
-
-    NVIDIA = "nvidia"
-    AMD = "amd"
-
 
 Target = Annotated[str, typer.Argument(metavar="TARGET", help="A preset or a TOML file, as the machines see it.")]
 Nodes = Annotated[int, typer.Option("--nodes", min=1, help="Machines.")]
 Gpus = Annotated[int, typer.Option("--gpus-per-node", min=1, help="GPUs of each machine, and so its ranks.")]
 Cpus = Annotated[int | None, typer.Option("--cpus-per-node", min=1, max=65_536, help="CPU cores of each machine.")]
 Restarts = Annotated[int, typer.Option("--restarts", min=0, help="Start all ranks again after one died.")]
-WhoseGpus = Annotated[Vendor, typer.Option("--vendor", help="Whose GPUs they are.")]
+Vendor = Annotated[Literal["nvidia", "amd"], typer.Option("--vendor", help="Whose GPUs they are.")]
 Output = Annotated[Path | None, typer.Option("--output", help="Write to this file instead of printing.")]
 Name = Annotated[str | None, typer.Option("--name", help="Name of the job, instead of the run's.")]
 
@@ -51,7 +42,7 @@ def slurm(  # noqa: PLR0913 (a parameter is an option)
     overrides: Overrides = None,
     cpus: Cpus = None,
     restarts: Restarts = 3,
-    vendor: WhoseGpus = Vendor.NVIDIA,
+    vendor: Vendor = "nvidia",
     name: Name = None,
     time: Annotated[str | None, typer.Option("--time", help="Time limit, such as 24:00:00.")] = None,
     partition: Annotated[str | None, typer.Option("--partition", help="Partition.")] = None,
@@ -62,11 +53,13 @@ def slurm(  # noqa: PLR0913 (a parameter is an option)
 ) -> None:
     """Print a script for sbatch."""
     check_output(output, "--output", force=force)
-    job = _job(target, overrides or [], nodes, gpus, cpus, restarts, vendor, name)
+    run = load_run(target, overrides or ())
+    words = ("train", target, *(overrides or ()))
+    job = _job(run, words, run.name if name is None else name, nodes, gpus, cpus, restarts, vendor)
     wanted = {"time": time, "partition": partition, "account": account}
     options = {option: value for option, value in wanted.items() if value is not None}
-    _hand_over(slurm_script(job, options, container), output)
-    warn_of_unfilled(load_run(target, overrides or []))
+    print_or_write(slurm_script(job, options, container), output)
+    warn_of_unfilled(run)
 
 
 @app.command()
@@ -79,7 +72,7 @@ def kubernetes(  # noqa: PLR0913 (a parameter is an option)
     overrides: Overrides = None,
     cpus: Cpus = None,
     restarts: Restarts = 3,
-    vendor: WhoseGpus = Vendor.NVIDIA,
+    vendor: Vendor = "nvidia",
     name: Name = None,
     namespace: Annotated[str | None, typer.Option("--namespace", help="Namespace of the job.")] = None,
     output: Output = None,
@@ -87,42 +80,17 @@ def kubernetes(  # noqa: PLR0913 (a parameter is an option)
 ) -> None:
     """Print a PyTorchJob (kubeflow.org/v1)."""
     check_output(output, "--output", force=force)
-    job = _job(target, overrides or [], nodes, gpus, cpus, restarts, vendor, name)
-    if name is None:
-        job = replace(job, name=kubernetes_name(job.name))
-    _hand_over(kubernetes_manifest(job, image, claim, namespace), output)
-    warn_of_unfilled(load_run(target, overrides or []))
+    run = load_run(target, overrides or ())
+    words = ("train", target, *(overrides or ()))
+    job = _job(run, words, kubernetes_name(run.name) if name is None else name, nodes, gpus, cpus, restarts, vendor)
+    print_or_write(kubernetes_manifest(job, image, claim, namespace), output)
+    warn_of_unfilled(run)
 
 
 def _job(
-    target: str,
-    overrides: list[str],
-    nodes: int,
-    gpus: int,
-    cpus: int | None,
-    restarts: int,
-    vendor: Vendor,
-    name: str | None,
+    run: Run, words: tuple[str, ...], name: str, nodes: int, gpus: int, cpus: int | None, restarts: int, vendor: Vendor
 ) -> Job:
     """The run on its machines, checked against its ranks."""
-    run = load_run(target, overrides)
-    world = nodes * gpus
-    grid_of(run, world)
-    machine = LaunchFacts(vendor=vendor.value, world=world, local_world=gpus, cores=cpus or 0)
-    return Job(
-        name=run.name if name is None else name,
-        words=("train", target, *overrides),
-        nodes=nodes,
-        gpus=gpus,
-        cpus=cpus,
-        restarts=restarts,
-        facts=facts_of_run(run, machine),
-    )
-
-
-def _hand_over(text: str, output: Path | None) -> None:
-    if output is None:
-        print(text, end="")
-        return
-    write_file(output, text)
-    print(f"wrote {output}")
+    grid_of(run, nodes * gpus)  # refuses a layout that does not fit
+    facts = facts_of_run(run, LaunchFacts(vendor=vendor, world=nodes * gpus, local_world=gpus, cores=cpus or 0))
+    return Job(name=name, words=words, nodes=nodes, gpus=gpus, cpus=cpus, restarts=restarts, facts=facts)

@@ -35,12 +35,8 @@ from penstock.parallel.launch.host import ranges
 from penstock.parallel.layer_context import LayerContext
 
 _LABEL_WIDTH = 10
-
-_SHOWN_RANKS = 6
-"""A longer group is shown by its first ranks and its last."""
-
-_ROUNDS = 6
-"""Micro-batches for each pipeline rank after which a schedule is periodic."""
+_SHOWN_RANKS = 6  # a longer group is shown by its first ranks and its last
+_ROUNDS = 6  # micro-batches for each pipeline rank after which a schedule is periodic
 
 
 def layout(
@@ -50,7 +46,7 @@ def layout(
 ) -> None:
     """Show the stages, layers, experts, positions and parameters of each rank, and the groups of ranks."""
     run = load_run(target, overrides or ())
-    grid = grid_of(run, world or smallest_world(run))
+    grid = grid_of(run, world or smallest_world(run))  # refuses a layout that does not fit
     stages = stages_of(run)
     for label, text in _facts(run, grid, stages).items():
         print(f"{label:<{_LABEL_WIDTH}}{text}")
@@ -100,7 +96,7 @@ def _product(grid: Grid, axes: tuple[str, ...]) -> str:
 
 def _shard_text(run: Run, grid: Grid) -> str:
     """Number of ranks that hold the same parameters, and of those that divide one copy."""
-    copies = {"dense matrices": grid.data * grid.context}
+    copies = {"dense matrices": grid.data * grid.context}  # ranks with the same parameters
     if run.model.moe is not None:
         copies["experts"] = grid.expert_data
     if shard(run) == "none":
@@ -123,7 +119,7 @@ def _sequence_text(run: Run, grid: Grid) -> str:
 def _schedule_text(run: Run, grid: Grid, stages: tuple[Stage, ...]) -> str:
     """Name of the schedule, its bubble, and live micro-batches."""
     costs = stage_costs(run.model, run.training.sequence_length)
-    once = tuple(costs.of(stage) for stage in stages)
+    once = tuple(costs.of(stage) for stage in stages)  # FLOPs of a forward pass
     twice = tuple(2 * time for time in once)
     bubble, live = step_figures(run, grid, ActionCosts(forward=once, backward=twice, input=once, weight=once))
     alive = f"{max(live):.4g}" if min(live) == max(live) else f"{min(live):.4g} to {max(live):.4g}"
@@ -136,21 +132,21 @@ def step_figures(run: Run, grid: Grid, costs: ActionCosts) -> tuple[float, tuple
     A step may have thousands of micro-batches, and after a while each further round of them, one for each rank, takes
     equally long. So a long step is extrapolated from two short ones that are a few rounds apart.
     """
-    count, rounds = micro_batches(run, grid), _ROUNDS * grid.pipeline
-    if count <= 2 * rounds or count % grid.pipeline:
+    count, rounds = micro_batches(run, grid), _ROUNDS * grid.pipeline  # `rounds` is in micro-batches
+    if count <= 2 * rounds or count % grid.pipeline:  # short enough, or not periodic
         played = play(_schedule(run, grid, count), costs)
         return played.bubble, played.peak_live
     short, longer = (play(_schedule(run, grid, few), costs) for few in (rounds, 2 * rounds))
-    further = (count - 2 * rounds) / rounds
+    further = (count - 2 * rounds) / rounds  # periods beyond the longer schedule
     span = longer.span + (longer.span - short.span) * further
     live = zip(short.peak_live, longer.peak_live, strict=True)
-    busy = sum(longer.busy) / (2 * rounds) * count
+    busy = sum(longer.busy) / (2 * rounds) * count  # of all ranks
     return 1 - busy / (grid.pipeline * span), tuple(after + (after - before) * further for before, after in live)
 
 
 def _stage_rows(run: Run, grid: Grid, stages: tuple[Stage, ...]) -> Iterator[tuple[str, ...]]:
     plan = _schedule(run, grid, _ROUNDS * grid.pipeline)  # Where stages stand does not depend on the micro-batches.
-    for place, ranks in enumerate(grid.groups(("data", "context", "tensor"))):
+    for place, ranks in enumerate(grid.groups(("data", "context", "tensor"))):  # the ranks of each pipeline rank
         numbers = plan.stages_of(place)
         dense, experts = _parameters(run, grid, ranks[0], {number: stages[number] for number in numbers})
         held = "; ".join(_stage_text(stages[number]) for number in numbers)
@@ -190,7 +186,7 @@ def _axis(grid: Grid, rank: int, *axes: str) -> Axis:
 
 def _group_rows(grid: Grid) -> Iterator[tuple[str, ...]]:
     """A row for each axis with several ranks: the groups of the first and the last rank."""
-    for axis in (*DENSE_AXES, *EXPERT_AXES[1:]):
+    for axis in (*DENSE_AXES, *EXPERT_AXES[1:]):  # both views begin with the pipeline
         group = grid.group(0, (axis,))
         if len(group) > 1:
             last = grid.group(grid.world - 1, (axis,))

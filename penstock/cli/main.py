@@ -23,14 +23,12 @@ from penstock.cli.interrupts import INTERRUPTED, raise_again
 from penstock.cli.verbs import Verb, group_of, on_one_screen
 from penstock.parallel.launch.environment import prepare_environment
 
-PIPE_CLOSED = 141
-"""Exit code when the reader of standard output is gone, as with `| head -1`: that of SIGPIPE."""
+PIPE_CLOSED = 141  # exit code when the reader of standard output is gone, as with `| head -1`: that of SIGPIPE
 
+# Causes of an OSError outside the program: the disk is full, the folder is read-only, ...
 OF_THE_MACHINE = (ENOSPC, EDQUOT, EROFS, EACCES, EPERM, ENAMETOOLONG, ELOOP, EMFILE, ENFILE, EIO)
-"""Causes of an OSError outside the program: the disk is full, the folder is read-only, ..."""
 
-LONGEST_MESSAGE = 2000
-"""Characters of an error. A longer message repeats a long value, so its middle is cut."""
+LONGEST_MESSAGE = 2000  # characters of an error; a longer one repeats a long value, so its middle is cut
 
 VERBS = (
     Verb("init", "penstock.cli.init", "init", "Ask five questions, and write a file that trains as it is."),
@@ -71,11 +69,11 @@ def penstock(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line, or that of the process without `arguments`, and return the exit code."""
     try:
-        raise_again()
+        raise_again()  # `__main__` lets Ctrl-C end the imports at once
         prepare_environment()
         outcome = _command(arguments).main(arguments, prog_name="penstock", standalone_mode=False)
         sys.stdout.flush()
-    except typer.TyperException as error:
+    except typer.TyperException as error:  # wrong usage
         return _refuse(f"{_told(error.format_message().rstrip('.'))} (see --help)")
     except PenstockError as error:
         return _refuse(str(error), error.exit_code)
@@ -92,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refuse(f"{error.strerror}{where}")
     except MemoryError:
         return _refuse("the memory of this machine, or what this process may have of it, is used up")
-    return outcome if isinstance(outcome, int) else 0
+    return outcome if isinstance(outcome, int) else 0  # verbs return an exit code, or None
 
 
 def _command(arguments: Sequence[str] | None) -> Any:
@@ -120,7 +118,7 @@ def _told(message: str) -> str:
 
 
 def _refuse(message: str, code: int = WRONG_INPUT) -> int:
-    line = " ".join(message.split())
+    line = " ".join(message.split())  # a value in a message may have line breaks
     if len(line) > LONGEST_MESSAGE:
         line = f"{line[: LONGEST_MESSAGE // 2]} ... {line[-LONGEST_MESSAGE // 2 :]}"
     print(f"error: {line}", file=sys.stderr)

@@ -24,7 +24,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], least: Se
 
     A narrow terminal drops the columns `least` first, in this order, then the last ones. The first column stays.
     """
-    rows = [[printable(cell) for cell in row] for row in rows]
+    rows = [[printable(cell) for cell in row] for row in rows]  # traces and files may hold control characters
     if sys.stdout.isatty():
         load_by_name("penstock.cli.table", "draw_table")(columns, rows, least)
         return
@@ -37,11 +37,7 @@ Force = Annotated[bool, typer.Option("--force", help="Write over a file that is 
 
 
 def check_output(path: Path | None, option: str, *, force: bool, makes_folder: bool = False) -> None:
-    """Refuse a file that cannot or should not be written, before anything is computed; None is no file.
-
-    Raises a PenstockError if it is a folder, if its folder is missing, unless the caller makes folders, or if it exists
-    and `force` is not given.
-    """
+    """Refuse a folder, a file that is there (without `force`), or one in no folder, before anything is computed."""
     if path is None:
         return
     if path.is_dir():
@@ -54,14 +50,23 @@ def check_output(path: Path | None, option: str, *, force: bool, makes_folder: b
 
 def write_file(path: Path, text: str) -> None:
     """Write a file whole or not at all. Raises a PenstockError if it cannot be written."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft = path.with_name(f".{path.name}.{os.getpid()}")  # in the same folder, so that the rename is atomic
     try:
         draft.write_text(text, encoding="utf-8")
         draft.replace(path)
     except OSError as error:
         with suppress(OSError):
-            draft.unlink(missing_ok=True)
+            draft.unlink(missing_ok=True)  # no half-written file stays
         raise PenstockError(f"cannot write {path}", got=error.strerror) from error
+
+
+def print_or_write(text: str, path: Path | None) -> None:
+    """Print a text to stdout, or write it to a file and print the file's name."""
+    if path is None:
+        print(text, end="")
+    else:
+        write_file(path, text)
+        print(f"wrote {path}")
 
 
 def next_line(*words: object) -> str:
@@ -76,4 +81,4 @@ def print_next(*words: object, to_stderr: bool = False) -> None:
 
 def warn(message: str) -> None:
     """Print a warning, in one line."""
-    print(f"warning: {' '.join(message.split())}", file=sys.stderr)
+    print(f"warning: {' '.join(message.split())}", file=sys.stderr)  # stdout is for answers

@@ -8,6 +8,7 @@
     penstock plan moe-1t --on 768xMI300X --write best.toml             and train it: penstock train best.toml
     penstock plan --on 8xH200 --compare a.toml b.toml                  which term of two runs differs
     penstock plan ... --scale 128,256,512 | --sweep ep=8,16,32         what if
+    penstock plan ... --layout pp=16,ep=8 --software megatron          as another trainer runs it
 
 Nothing is started: a laptop plans for a cluster. docs/plan.md says how to read what is printed. Here it is settled what
 is asked; the answers come from penstock/plan/search.py (many layouts), project.py (one) and what_if.py.
@@ -34,6 +35,7 @@ from penstock.cli.plan_print import (
     comparison_json,
     conclusion,
     explain,
+    grounds,
     points_json,
     print_campaign,
     print_comparison,
@@ -46,11 +48,14 @@ from penstock.config.run import Run
 from penstock.plan.asked_layout import parse_layout, rows_to_share, with_layout
 from penstock.plan.campaign import HOUR, Campaign, Failures, phases_of, plan_campaign
 from penstock.plan.candidates import fixed_by
+from penstock.plan.costs import assumed_imbalance
 from penstock.plan.hardware import Cluster
 from penstock.plan.hardware_file import parse_cluster
 from penstock.plan.project import Assumptions, advice_for, project
 from penstock.plan.projection import Plan, Projection, Refusal, plan_json
 from penstock.plan.search import SearchRequest, search
+from penstock.plan.software import OWN as OWN_SOFTWARE
+from penstock.plan.software import SOFTWARE, parse_software
 from penstock.plan.what_if import Planner, answer_to, compare, scale, sweep
 from penstock.report.curves import scaling_pictures, sweep_pictures
 from penstock.report.export import find_browser, write_image
@@ -79,10 +84,20 @@ Swept = Annotated[
     str | None, typer.Option("--sweep", metavar="A=B,C,...", help="sequence_length, micro_batch, ep, or a field.")
 ]
 Imbalance = Annotated[
-    float,
+    float | None,
     typer.Option(
-        "--imbalance", metavar="X", min=1.0, help="Rows of the fullest rank over the even share; at most all."
+        "--imbalance",
+        metavar="X",
+        min=1.0,
+        help="Rows of the fullest rank over the even share, at most all. 1.2; 1 where balance is forced.",
     ),
+]
+Routing = Annotated[
+    str, typer.Option("--routing", metavar="HOW", help="router, or in-turn: experts one after the other.")
+]
+Trainer = Annotated[
+    str,
+    typer.Option("--software", metavar="NAME[,A=B]", help=f"Trainer that runs the layout: {', '.join(SOFTWARE)}."),
 ]
 Saving = Annotated[str, typer.Option("--saving", metavar="HOW", help="run, or conventional: as unfused kernels keep.")]
 TrainTokens = Annotated[
@@ -122,8 +137,10 @@ def plan(  # noqa: PLR0913 - one argument for each option
     compared: Compared = None,
     scales: Scales = None,
     swept: Swept = None,
-    imbalance: Imbalance = 1.2,
+    imbalance: Imbalance = None,
+    routing: Routing = "router",
     saving: Saving = "run",
+    software: Trainer = "own",
     train_tokens: TrainTokens = None,
     ramp: Ramp = None,
     stages: Stages = None,
@@ -140,11 +157,12 @@ def plan(  # noqa: PLR0913 - one argument for each option
     """Rank layouts of a run on a cluster by speed, and say why others are refused. Nothing is started."""
     files = {"--write": write, "--html": html, "--png": png, "--svg": svg}
     _check({"--explain": topic, "--compare": compared, "--scale": scales, "--sweep": swept}, files, force=force)
-    cluster, assumptions = parse_cluster(on), _assumptions(imbalance, saving, writes=write is not None)
-    planner = partial(project, assumptions=assumptions)
+    searches = layout is None and compared is None
+    assumptions = _assumptions(imbalance, saving, routing, software, writes=write is not None, searches=searches)
+    cluster, planner = parse_cluster(on), partial(project, assumptions=assumptions)
     if compared is not None:
         words = [*([target] if target else []), *(overrides or [])]
-        _write(_compare(compared, cluster, planner, words, as_json=as_json), (), files)
+        _write(_compare(compared, cluster, planner, words, as_json=as_json), files, assumptions)
         return
     if target is None:
         raise PenstockError("there is nothing to plan", fix="name it: penstock plan deepseek-v3 --on 512xMI325X")
@@ -178,12 +196,12 @@ def plan(  # noqa: PLR0913 - one argument for each option
     elif topic is not None:
         explain(found, topic)
     else:
-        print_plan(found, _assumed(assumptions))
+        print_plan(found, _assumed(assumptions, run))
     warn_of_unfilled(run)
-    _write(found, more, files)
+    _write(found, files, assumptions, more)
     if write is not None:
         print_next("train", write, to_stderr=True)
-    elif found.candidates and not as_json and saving == "run":
+    elif found.candidates and not as_json and saving == "run" and assumptions.software == OWN_SOFTWARE:
         asked = {"--only": only or None, "--layout": layout, "--tokens": tokens}
         options = [word for name, value in asked.items() if value is not None for word in (name, value)]
         print_next("plan", target, *(overrides or ()), "--on", on, *options, "--write", "best.toml")
@@ -206,26 +224,48 @@ def _check(questions: Mapping[str, object], files: Mapping[str, Path | None], *,
             check_file(path, option, force=force)
 
 
-def _assumptions(imbalance: float, saving: str, *, writes: bool) -> Assumptions:
-    if not isfinite(imbalance):
+def _assumptions(
+    imbalance: float | None, saving: str, routing: str, software: str, *, writes: bool, searches: bool
+) -> Assumptions:
+    for option, word, allowed in (("--saving", saving, _SAVING), ("--routing", routing, _ROUTING)):
+        if word not in allowed:
+            told = did_you_mean(word, tuple(allowed))
+            raise PenstockError(f"{option} is unknown", got=word, allowed=", ".join(allowed), fix=told)
+    if imbalance is not None and not isfinite(imbalance):
         raise PenstockError("--imbalance is no number", got=imbalance, allowed="1 or more, such as 1.2")
-    if saving == "conventional" and writes:
-        raise PenstockError("--write writes a run, and no run of ours keeps what --saving conventional counts")
-    match saving:
-        case "run" | "conventional":
-            return Assumptions(imbalance=imbalance, saving=saving)
-    told = did_you_mean(saving, ("run", "conventional"))
-    raise PenstockError("--saving is unknown", got=saving, allowed="run, conventional", fix=told)
+    trainer = parse_software(software)
+    if trainer != OWN_SOFTWARE and searches:
+        raise PenstockError("--software is of one layout, and a search is of runs of ours", fix="name it: --layout")
+    if writes and (saving == "conventional" or trainer != OWN_SOFTWARE):
+        asked = "keeps what --saving conventional counts" if saving == "conventional" else "is run by that --software"
+        raise PenstockError(f"--write writes a run, and no run of ours {asked}")
+    in_turn = routing == "in-turn"
+    even = imbalance or (1.0 if in_turn else 1.2)
+    kept: Literal["run", "conventional"] = "conventional" if saving == "conventional" else "run"
+    return Assumptions(imbalance=even, saving=kept, in_turn=in_turn, software=trainer)
 
 
-def _assumed(assumptions: Assumptions) -> list[str]:
-    kept = {
-        "run": "activations are those that the run itself keeps (--saving)",
-        "conventional": "activations as operators that are not fused keep them (--saving)",
-    }
-    share = f"{assumptions.imbalance:g} x their even share of rows, at most all"
-    rows = f"the fullest rank's experts get {share} (--imbalance)"
-    return [rows, kept[assumptions.saving]]
+_SAVING: Mapping[str, str] = {
+    "run": "activations are those that the run itself keeps (--saving)",
+    "conventional": "activations as operators that are not fused keep them (--saving)",
+}
+_ROUTING: Mapping[str, str] = {
+    "router": "every choice of a token is as likely (--routing)",
+    "in-turn": "tokens take the experts in turn, as benchmarks that force balance do (--routing)",
+}
+
+
+def _assumed(assumptions: Assumptions, run: Run) -> list[str]:
+    """A line for each assumption about the run that may be changed."""
+    lines = []
+    if run.model.moe is not None:
+        forced = "model.moe.balance.force_load_balance" if run.model.moe.balance.force_load_balance else "--imbalance"
+        share = f"{assumed_imbalance(run, assumptions.imbalance):g} x their even share of rows, at most all"
+        lines.append(f"the fullest rank's experts get {share} ({forced})")
+        lines += [_ROUTING["in-turn"]] if assumptions.in_turn else []
+    lines.append(_SAVING[assumptions.saving])
+    software = assumptions.software
+    return lines if software == OWN_SOFTWARE else [*lines, f"{software} (--software); {software.source}"]
 
 
 def _asked(run: Run, cluster: Cluster, choices: Mapping[str, str], planner: Planner, tokens: float | None) -> Plan:
@@ -309,7 +349,9 @@ def _whole(word: str) -> int:
     return int(word)
 
 
-def _write(found: Plan, more: Sequence[Figure], files: Mapping[str, Path | None]) -> None:
+def _write(
+    found: Plan, files: Mapping[str, Path | None], assumptions: Assumptions, more: Sequence[Figure] = ()
+) -> None:
     for option, path in files.items():
         if path is None:
             continue
@@ -317,7 +359,9 @@ def _write(found: Plan, more: Sequence[Figure], files: Mapping[str, Path | None]
         if option == "--write":
             write_run(path, found)
         else:
-            written = write_pictures(path, found, more)
+            runs = [one.run for one in found.candidates]
+            assumed = _assumed(assumptions, runs[0]) if runs else []
+            written = write_pictures(path, found, more, grounds(found.cluster, assumed))
         # Standard output may be JSON that a program reads.
         print(f"written to {', '.join(str(one) for one in written)}", file=sys.stderr)
 
@@ -359,13 +403,14 @@ def write_run(path: Path, plan: Plan) -> None:
     write_file(path, "".join(f"# {line}\n" for line in head) + f"\n{dump_toml(best.run)}")
 
 
-def write_pictures(path: Path, plan: Plan, more: Sequence[Figure]) -> list[Path]:
+def write_pictures(path: Path, plan: Plan, more: Sequence[Figure], rests_on: Sequence[str]) -> list[Path]:
     """Write a page of a plan, or an image of each of its pictures, by the suffix of the path.
 
     Args:
         path: of the page; names of images begin with its stem.
         plan: plan to draw.
         more: pictures of what-ifs.
+        rests_on: assumptions and origins, on a page.
 
     Returns:
         The files.
@@ -374,6 +419,6 @@ def write_pictures(path: Path, plan: Plan, more: Sequence[Figure]) -> list[Path]
         PicturesError: Plotly or a browser is not installed, or a file cannot be written.
     """
     if path.suffix == ".html":
-        write_page(plan, path, more=more)
+        write_page(plan, path, more=more, grounds=rests_on)
         return [path]
     return write_image(plan, path, more=more)

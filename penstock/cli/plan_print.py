@@ -10,6 +10,7 @@ from typing import Any
 from penstock.base.errors import PenstockError, did_you_mean
 from penstock.base.numbers import bytes_text, count_text, counted, duration_text, shortened, time_text
 from penstock.cli.output import print_table
+from penstock.kernels.tuning import LAUNCHES_FROM
 from penstock.plan.asked_layout import FOLLOW, differing_fields, field_label
 from penstock.plan.campaign import DAY, HOUR, RESTART_SECONDS, WRITE_SECONDS, Campaign, PhaseCost, campaign_json
 from penstock.plan.hardware import ORIGINS, Cluster, Hardware, SourcedTable
@@ -50,7 +51,35 @@ class KnownError:
 
 
 KNOWN_ERROR = KnownError(runs="30 runs on H200", memory=(0.002, 0.039), step=(0.028, 0.086))
-"""From benchmarks/results/projection-h200.json, as docs/plan.md quotes it."""
+"""From benchmarks/results/projection-h200.json, as docs/plan.md quotes it; one node."""
+
+PUBLISHED_ERRORS: Mapping[tuple[str, bool], tuple[int, float, float]] = {
+    ("sm_90", False): (7, 0.047, 0.216),
+    ("sm_90", True): (22, 0.084, 0.415),
+    ("sm_100", False): (7, 0.110, 0.295),
+    ("sm_100", True): (14, 0.096, 0.276),
+    ("sm_103", False): (6, 0.050, 0.163),
+    ("sm_103", True): (12, 0.072, 0.583),
+    ("gfx950", False): (4, 0.096, 0.161),
+    ("gfx950", True): (4, 0.010, 0.028),
+}
+"""Runs of others, median and largest error of their speed, by kernels of the chip and whether they span nodes: from
+benchmarks/results/plan-published.json."""
+
+
+def error_text(cluster: Cluster) -> str:
+    """The error of projections that are comparable: of this chip, on one node or on many."""
+    chip, spans = cluster.hardware, cluster.nodes > 1
+    if (chip.name, spans) == ("H200", False):
+        return f"{KNOWN_ERROR} (docs/projection.md)"
+    told = f"not measured here: {chip.name} {'over nodes' if spans else 'in one node'}"
+    if (chip.kernels, spans) not in PUBLISHED_ERRORS:
+        return f"{told}, and no run of others is published with its layout (docs/plan-published.md)"
+    runs, middle, largest = PUBLISHED_ERRORS[chip.kernels, spans]
+    error = f"{middle:.1%} (median) to {largest:.1%}"
+    return (
+        f"{told}; error against {runs} published runs of such chips by others: speed {error} (docs/plan-published.md)"
+    )
 
 
 def moment_text(moment: str) -> str:
@@ -73,7 +102,9 @@ def sizes_text(layout: Layout | Mapping[str, object]) -> str:
 def cluster_text(cluster: Cluster) -> str:
     """Such as `768 MI300X (96 nodes of 8), 206.1 GB each`."""
     hardware = cluster.hardware
-    nodes = f" ({cluster.nodes} nodes of {cluster.node_devices})" if cluster.nodes > 1 else ""
+    each, whole = cluster.node_devices, hardware.node.devices
+    size = f"{each}" if each == whole else f"{whole}, {each} used of each"
+    nodes = f" ({cluster.nodes} nodes of {size})" if cluster.nodes > 1 else ""
     return f"{cluster.devices} {hardware.name}{nodes}, {bytes_text(hardware.memory.capacity_bytes)} each"
 
 
@@ -117,7 +148,7 @@ def print_plan(plan: Plan, assumed: Sequence[str]) -> None:
         print()
         print_refusals(plan.refused, plan.considered)
     print()
-    print_grounds(plan.cluster, assumed)
+    print(*grounds(plan.cluster, assumed), sep="\n")
 
 
 def print_candidates(candidates: Sequence[Projection]) -> None:
@@ -154,7 +185,23 @@ def _facts(best: Projection) -> dict[str, str]:
         "memory": f"{', '.join(f'{name} {bytes_text(size)}' for name, size in parts.items())}; rank {memory.rank} at "
         f"its fullest, {moment_text(memory.moment)}",
         "time": f"{passes}, update {time_text(place.update)}; rank {place.rank}, which waits least",
+        **({"bubble": _bubble_text(best)} if layout.pp > 1 else {}),
     }
+
+
+def _bubble_text(best: Projection) -> str:
+    """Why ranks of a pipeline wait: for the ramps at its ends, and for the rank with the most work."""
+    layout, training = best.layout, best.run.training
+    busy = [rank.passes for rank in best.time.ranks]
+    span = max(rank.passes + rank.waiting for rank in best.time.ranks)
+    uneven = (max(busy) - sum(busy) / len(busy)) / span
+    ramps = 1 - max(busy) / span
+    text = f"ranks wait for {best.time.bubble:.1%} of the passes: {ramps:.1%} while the pipeline fills and drains"
+    if layout.schedule in ("1f1b", "interleaved"):
+        passes = training.global_batch // (layout.dp * training.micro_batch)
+        formula = (layout.pp - 1) / (layout.pp - 1 + passes * layout.vpp)
+        text += f" ((p - 1) / (p - 1 + m v) of equal stages without messages: {formula:.1%})"
+    return f"{text}, {uneven:.1%} for the rank with the most work"
 
 
 def print_refusals(refused: Sequence[Refusal], considered: int) -> None:
@@ -183,12 +230,10 @@ def refused_text(layout: Mapping[str, object]) -> str:
     return ", ".join([sizes_text(layout), *choices])
 
 
-def print_grounds(cluster: Cluster, assumed: Sequence[str]) -> None:
-    """Print assumptions and origins of the figures, because a projection is not a measurement."""
-    for line in assumed:
-        print(f"assumed: {line}")
-    print(f"figures of {cluster.hardware.name}: {origins_text(cluster)} (--explain hardware)")
-    print(f"{KNOWN_ERROR} (docs/projection.md)")
+def grounds(cluster: Cluster, assumed: Sequence[str]) -> list[str]:
+    """Assumptions, origins of the figures, and the known error, because a projection is not a measurement."""
+    figures = f"figures of {cluster.hardware.name}: {origins_text(cluster)}"
+    return [*(f"assumed: {line}" for line in assumed), f"{figures} (--explain hardware)", error_text(cluster)]
 
 
 def origins_text(cluster: Cluster) -> str:
@@ -209,7 +254,9 @@ def sourced_tables(cluster: Cluster) -> dict[str, SourcedTable]:
 
 
 def _tables(hardware: Hardware) -> dict[str, SourcedTable]:
+    kernels = LAUNCHES_FROM.get(hardware.kernels)
     return {
+        **({} if kernels is None else {"kernels": SourcedTable(source=kernels)}),
         "memory": hardware.memory,
         "peaks": hardware.peaks,
         "node": hardware.node,

@@ -28,9 +28,9 @@ from penstock.base.errors import FAILED, DeviceError
 from penstock.cli.config import Json, Overrides
 from penstock.cli.main import main
 from penstock.cli.output import print_next
-from penstock.cli.verbs import load_by_name
 from penstock.config.load import load_run
 from penstock.config.run import Run
+from penstock.config.size import size_of
 from penstock.config.training import Record
 from penstock.parallel.launch.environment import Environment, read_environment, shell_variables
 from penstock.parallel.launch.host import gpu_vendor
@@ -51,16 +51,18 @@ from penstock.tune.preflight.gpus import (
 from penstock.tune.preflight.host import judge_disk, judge_host, read_disk, read_host
 from penstock.tune.preflight.versions import HARMFUL, check_environment, check_versions
 
-CPU_RANKS = 2
-"""Ranks without a GPU: enough to see that processes find each other."""
-
-TIMEOUT_MINUTES = 2.0
-"""Time that ranks wait for each other; it detects hanging links."""
-
-STATE_BYTES = 12
-"""Bytes of a parameter in a checkpoint: its float32 master and two moments."""
-
+CPU_RANKS = 2  # ranks without a GPU: enough to see that processes find each other
+TIMEOUT_MINUTES = 2.0  # time that ranks wait for each other; it detects hanging links
+STATE_BYTES = 12  # bytes of a parameter in a checkpoint: its float32 master and two moments
 STYLES: dict[Status, str] = {"ok": "green", "warning": "yellow", "failed": "bold red"}
+BROKEN = PreflightCheck(
+    area="transfers",
+    name="ranks together",
+    status="failed",
+    got="they did not come to an end; what they said stands above",
+    expected=f"collectives of all ranks within {TIMEOUT_MINUTES:g} minutes",
+    fix="NCCL_DEBUG=INFO penstock preflight; iommu=pt and ACS off; shared memory and peer access above",
+)
 
 
 def preflight(
@@ -82,7 +84,7 @@ def preflight(
 ) -> int:
     """Check this machine: devices, links, host, disk, versions. Report faults and their fixes."""
     environment = read_environment()
-    if result is not None:
+    if result is not None:  # a rank that `_measured` has started
         result.write_text(_be_a_rank(environment, processes or 0), encoding="utf-8")
         return 0
     run = load_run(target, overrides or ()) if target is not None else None
@@ -97,10 +99,7 @@ def preflight(
         measured = _be_a_rank(environment, 0)
     else:
         measured = _measured(environment, processes or len(gpus) or CPU_RANKS, len(gpus))
-    if measured:
-        checks += judge_measured(parse_measured(measured), known)
-    else:
-        checks.append(_broken())
+    checks += judge_measured(parse_measured(measured), known) if measured else [BROKEN]
     if looks:
         print_checks(checks, environment, as_json=as_json)
         if not as_json and all(check.status != "failed" for check in checks):
@@ -117,29 +116,25 @@ def _known(gpus: Sequence[Gpu], file: Path | None) -> Hardware | None:
 
 def _look(run: Run | None, gpus: Sequence[Gpu], known: Hardware | None) -> list[PreflightCheck]:
     """All checks that need no other process."""
-    record = Record() if run is None else run.record
-    checkpoint = 0 if run is None else _checkpoint_bytes(run)
-    kept = 1 if run is None else max(1, run.checkpoint.keep)
+    record, checkpoint_bytes, kept = Record(), 0, 1
+    if run is not None:
+        size = size_of(run.model, run.training.sequence_length)
+        record, kept = run.record, max(1, run.checkpoint.keep)  # 0 keeps all, so one at least
+        checkpoint_bytes = STATE_BYTES * (size.parameters + size.mtp_parameters)
     return [
         *check_versions(),
         *check_environment(shell_variables(one.name for one in HARMFUL), has_gpu=bool(gpus)),
         *judge_host(read_host(len(gpus), sum(gpu.total_bytes for gpu in gpus))),
-        *judge_disk(read_disk(Path(record.folder)), checkpoint, kept),
+        *judge_disk(read_disk(Path(record.folder)), checkpoint_bytes, kept),
         *judge_gpus(gpus, gpu_vendor(), known),
     ]
-
-
-def _checkpoint_bytes(run: Run) -> int:
-    """Bytes of one checkpoint of a run; it loads the model's code, so only a run that is named waits for it."""
-    size = load_by_name("penstock.models.count", "count")(run.model, run.training.sequence_length)
-    return STATE_BYTES * int(size.parameters + size.mtp_parameters)
 
 
 def _measured(environment: Environment, ranks: int, gpus: int) -> str:
     """Measurements of several ranks of this machine as text; empty if they did not finish."""
     if gpus and ranks > gpus:
         raise DeviceError("--processes is more than GPUs", got=ranks, allowed=gpus)
-    if ranks == 1:
+    if ranks == 1:  # no process is started
         return _be_a_rank(environment, 0)
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
         result = Path(folder) / "measured.json"
@@ -156,17 +151,6 @@ def _be_a_rank(environment: Environment, expected: int) -> str:
         return measured_json(measure(device, environment.local_world_size))
 
 
-def _broken() -> PreflightCheck:
-    return PreflightCheck(
-        area="transfers",
-        name="ranks together",
-        status="failed",
-        got="they did not come to an end; what they said stands above",
-        expected=f"collectives of all ranks within {TIMEOUT_MINUTES:g} minutes",
-        fix="NCCL_DEBUG=INFO penstock preflight; iommu=pt and ACS off; shared memory and peer access above",
-    )
-
-
 def print_checks(checks: Sequence[PreflightCheck], environment: Environment, *, as_json: bool) -> None:
     """Print all checks in one piece, so that lines of several machines do not mix."""
     counts = {status: sum(check.status == status for check in checks) for status in STYLES}
@@ -178,7 +162,7 @@ def print_checks(checks: Sequence[PreflightCheck], environment: Environment, *, 
     for check in checks:
         text.append(f"{check.status:<8} ", STYLES[check.status])
         text.append(f"{check.area:<12} {check.name:<16} {check.got}\n")
-        indent = " " * 39
+        indent = " " * 39  # below the column of results
         if check.expected:
             text.append(f"{indent}expected: {check.expected}\n")
         if check.fix:

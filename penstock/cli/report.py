@@ -21,8 +21,7 @@ from penstock.cli.plan import check_file
 from penstock.report.run_evidence import gather
 from penstock.report.run_page import write_run_page
 
-PAGE = "report.html"
-"""Name of the page in the folder of the run."""
+PAGE = "report.html"  # name of the page in the folder of the run
 
 Place = Annotated[
     Path, typer.Argument(metavar="RUN", help="The folder of a run; or traces: a file, a folder of ranks.")
@@ -41,10 +40,10 @@ def report(path: Place, html: Html = None, on: On = None, no_plan: NoPlan = Fals
     if html is None and not path.is_dir():
         raise PenstockError(f"{path} is a file, so the page needs a place", fix="--html report.html")
     target = path / PAGE if html is None else html
-    check_file(target, "--html")
+    check_file(target, "--html")  # before anything is read
     if on is not None and no_plan:
         raise PenstockError("--on says what to plan for, and --no-plan plans nothing", fix="leave one of them out")
-    with Console(stderr=True).status("reading"):
+    with Console(stderr=True).status("reading"):  # nothing is drawn without a terminal
         write_run_page(gather(path, on=on, plans=not no_plan), target)
     print(f"written to {target}", file=sys.stderr)
     print(f"next:  python -m webbrowser {shlex.quote(str(target))}", file=sys.stderr)

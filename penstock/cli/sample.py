@@ -42,26 +42,26 @@ def sample(
 ) -> None:
     """Print text from the weights of a run, as it is made."""
     config, store = open_saved(run)
-    wanted = chosen_step(store, run, step)
+    wanted = chosen_step(store, run, step)  # refuses a step without a checkpoint
     vocabulary = vocabulary_of(config.data)
     prompt = _prompt(config, vocabulary, text)
-    device = choose_device("auto")
+    device = choose_device("auto")  # the run may have trained elsewhere
     prepare_process(read_environment(), seed=seed, deterministic=False)
     decoder = load_decoder(config, store, wanted, device)
     ids = generate(
         decoder,
         prompt,
-        most=min(tokens, config.training.sequence_length - len(prompt)),
+        most=min(tokens, config.training.sequence_length - len(prompt)),  # the model knows no later positions
         end=vocabulary.end_of_document,
-        vocabulary=vocabulary.tokenizer.vocab_size,
+        vocabulary=vocabulary.tokenizer.vocab_size,  # ids beyond it stand for no text
         rule=SamplingRule(temperature=temperature, top_p=top_p, seed=seed),
     )
     sys.stdout.write(text)
     for piece in text_pieces(vocabulary.tokenizer, prompt, ids):
         sys.stdout.write(piece)
-        sys.stdout.flush()
+        sys.stdout.flush()  # text appears as it is made
     print()
-    if sys.stdout.isatty():
+    if sys.stdout.isatty():  # a file or pipe gets the text alone
         print_next("export", run, f"{run.name}-weights")
 
 
@@ -69,6 +69,7 @@ def _prompt(run: Run, vocabulary: Vocabulary, text: str) -> list[int]:
     """Token ids of the text; for an empty text the end of the document before it."""
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise DataError("the text is not UTF-8", got=ascii(text[:40]))
+    # As between documents in training.
     prompt: list[int] = vocabulary.tokenizer.encode(text).tolist() or [vocabulary.end_of_document]
     length, size = run.training.sequence_length, run.model.vocab_size
     if len(prompt) >= length:

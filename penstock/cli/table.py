@@ -11,26 +11,20 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 
+# Columns of the terminal for the frame's left line, and for each cell's spaces with the line at its right.
 FRAME, PADDING = 1, 3
-"""Columns of the terminal for the frame's left line, and for each cell's spaces with the line at its right."""
-
-LONGEST_WORD = 24
-"""A longer word, such as a kernel's name, may be broken unless it is a number."""
-
-READABLE = 16
-"""Columns of text at least before a whole column is left out."""
+LONGEST_WORD = 24  # a longer word, such as a kernel's name, may be broken unless it is a number
+READABLE = 16  # columns of text at least before a whole column is left out
 
 _SIGNS = r"[-+~<>=(\[]*"
-_FIGURE = re.compile(rf"{_SIGNS}\d\S*( \S{{1,9}})?")
-"""A number, and its unit: `26.8 GB`, `-1,204.5 ms`, `12.3%`."""
-
+_FIGURE = re.compile(rf"{_SIGNS}\d\S*( \S{{1,9}})?")  # a number, and its unit: `26.8 GB`, `-1,204.5 ms`, `12.3%`
 _NUMBER = re.compile(rf"{_SIGNS}\d\S*")
 
 
 def draw_table(columns: Sequence[str], rows: Sequence[Sequence[str]], least: Sequence[str]) -> None:
     """Draw rows under their columns' names to stdout, without those of `least` that do not fit. Brackets are text."""
     console = Console(markup=False, highlight=False)
-    cells = [tuple(column) for column in zip(columns, *rows, strict=True)]
+    cells = [tuple(column) for column in zip(columns, *rows, strict=True)]  # by column, with its name first
     kept = _kept(cells, least, console.width)
     widths = _widths([cells[place] for place in kept], console.width)
     table = Table()
@@ -50,7 +44,7 @@ def _kept(cells: Sequence[Sequence[str]], least: Sequence[str], width: int) -> l
     """Places of the columns that fit at their narrowest width: the first column, then by importance."""
     places = range(1, len(cells))
     missed_least = [place for name in least for place in places if cells[place][0] == name]
-    missed_most = [place for place in places if place not in missed_least]
+    missed_most = [place for place in places if place not in missed_least]  # from left to right
     narrowest = [_narrowest(column) for column in cells]
     kept = [0]
     for place in (*missed_most, *reversed(missed_least)):
@@ -62,8 +56,9 @@ def _kept(cells: Sequence[Sequence[str]], least: Sequence[str], width: int) -> l
 def _widths(cells: Sequence[Sequence[str]], width: int) -> list[int]:
     """Width of each column: its natural width, or an even share of the rest, never below its narrowest."""
     widths = [_narrowest(column) for column in cells]
-    spare = width - _drawn(widths)
-    wishes = {place: _natural(column) - widths[place] for place, column in enumerate(cells)}
+    spare = width - _drawn(widths)  # columns of the terminal to give away
+    natural = [max(cell_len(line) for cell in column for line in cell.splitlines() or [""]) for column in cells]
+    wishes = {place: natural[place] - widths[place] for place in range(len(cells))}
     # The smallest wishes first: what they leave is shared by the others.
     for number, place in enumerate(sorted(wishes, key=lambda place: wishes[place])):
         more = min(wishes[place], max(spare, 0) // (len(wishes) - number))
@@ -75,11 +70,6 @@ def _widths(cells: Sequence[Sequence[str]], width: int) -> list[int]:
 def _drawn(widths: Sequence[int]) -> int:
     """Terminal columns that a table takes."""
     return FRAME + sum(width + PADDING for width in widths)
-
-
-def _natural(column: Sequence[str]) -> int:
-    """Width without wrapping."""
-    return max(max((cell_len(line) for line in cell.splitlines()), default=0) for cell in column)
 
 
 def _narrowest(column: Sequence[str]) -> int:

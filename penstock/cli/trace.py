@@ -29,17 +29,13 @@ from penstock.trace.collectives import bandwidths
 from penstock.trace.compare import shape_text
 from penstock.trace.host_table import HostRow, HostTable, host_table
 from penstock.trace.launches import HostWait
-from penstock.trace.memory import AllocatorHistory, MemoryRow
+from penstock.trace.memory import AllocatorHistory
 from penstock.trace.phases import Phase
 from penstock.trace.timeline import TimeBreakdown
 
-READ, READ_ALL = "PATH", "PATHS"
-"""Names of the verb if none is typed: the second if only paths and flags follow."""
-
+READ, READ_ALL = "PATH", "PATHS"  # names of the verb if none is typed: the second if only paths and flags follow
 JSON, LAYERS = "--json", "--layers"
-
-RUN_FILE = "config.toml"
-"""Configuration in the folder of a run; `penstock.config.load` has it too, but its import takes long."""
+RUN_FILE = "config.toml"  # in the folder of a run; `penstock.config.load` has it too, but its import takes long
 
 VERBS = (
     Verb("diff", "penstock.cli.trace_diff", "diff", "What became faster and slower from one trace to another."),
@@ -67,14 +63,15 @@ class _PathsOrVerb(_Verbs):
         if args and not Path(args[0]).exists() and (fix := did_you_mean(args[0], [verb.name for verb in VERBS])):
             raise TraceError(f"there is no {args[0]}, and no verb of this name", fix=fix)
         options = {word for word in args if word.startswith("-")}
-        # Flags without values need no check by pydantic.
+        # typer checks values of options with pydantic, whose import takes as long as to answer for a small trace. So a
+        # call with flags only has a verb without such options.
         is_plain = options <= {JSON, LAYERS} and len(options) < len(args)
         return super().parse_args(ctx, [READ_ALL if is_plain else READ, *args])
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Leave an inserted verb out of the usage line."""
         name, command, rest = super().resolve_command(ctx, args)
-        return "" if name in (READ, READ_ALL) else name, command, rest
+        return "" if name in (READ, READ_ALL) else name, command, rest  # usage says `penstock trace PATH...`
 
 
 app = typer.Typer(cls=_PathsOrVerb, add_completion=False)
@@ -95,6 +92,7 @@ def read(paths: Paths, as_json: Json = False, rank: Rank = None, step: Step = No
         answer = analyse_files(paths, step=step, rank=rank)
     except TraceError as error:
         if "holds no trace" in error.what and (paths[0] / RUN_FILE).is_file():
+            # By name, because it imports pydantic.
             command = load_by_name("penstock.tune.doctor.run_facts", "recording_command")(paths[0])
             raise TraceError(error.what, fix=f"record some steps: {command}") from error
         raise
@@ -108,17 +106,12 @@ def read(paths: Paths, as_json: Json = False, rank: Rank = None, step: Step = No
 
 @app.command(READ_ALL, hidden=True, context_settings={"allow_extra_args": True})
 def read_all(context: typer.Context, as_json: Json = False, layers: Layers = False) -> None:
-    """The same for a call with flags only.
-
-    typer checks other options with pydantic, whose import takes as long as to answer for a small trace.
-    """
+    """The same for a call with flags only."""
     read([Path(word) for word in context.args], as_json=as_json, layers=layers)
 
 
-PHASES, STEPS, ROOFS, WAITS, ROWS = 24, 12, 12, 6, 12
-"""Rows of each table."""
-
-SHORT_NAME = 48
+PHASES, STEPS, ROOFS, WAITS, ROWS, MEMORY_ROWS = 24, 12, 12, 6, 12, 16  # most rows of each table
+SHORT_NAME = 48  # characters of an operator in a table
 
 
 def ms(time_us: float) -> str:
@@ -128,7 +121,7 @@ def ms(time_us: float) -> str:
 
 def print_answer(answer: TraceAnalysis, *, by_layer: bool) -> None:
     """Print all tables of an answer, with a row of phases for each layer if `by_layer`."""
-    first = answer.ranks[0]
+    first = answer.ranks[0]  # of tables that show one rank
     if answer.is_host:
         several = len(answer.loaded) > 1
         print(f"{first.trace.path.parent if several else first.trace.path}: a CPU, no kernel of a device")
@@ -142,15 +135,17 @@ def print_answer(answer: TraceAnalysis, *, by_layer: bool) -> None:
     for one in answer.ranks:
         for note in one.trace.notes:
             print(f"note: rank {one.rank}: {note}")
+    # Tables of one rank name it if there are several.
+    of = "" if len(answer.loaded) == 1 else f" of rank {first.rank}"
     _timelines(answer.ranks)
     _steps(first)
-    _phases(first, by_layer=by_layer, of=_of(answer, first))
+    _phases(first, by_layer=by_layer, of=of)
     _communication(answer)
     _experts(answer)
-    _launches(first, _of(answer, first))
+    _launches(first, of)
     for memory in first.memory:
-        print_memory(memory, _of(answer, first))
-    _roofline(first, _of(answer, first))
+        print_memory(memory, of)
+    _roofline(first, of)
 
 
 def print_host_tables(tables: Sequence[HostTable], *, most: int) -> None:
@@ -161,10 +156,10 @@ def print_host_tables(tables: Sequence[HostTable], *, most: int) -> None:
         outside = f"{ms(one.outside_us)} ms ({one.outside:.1%}) outside of operators (Python, waiting)"
         print(f"{rank}{ms(one.step_us)} ms {one.span}, of which {outside}")
     of, per = (f" of rank {first.rank}" if several else ""), (" per step" if first.steps else "")
-    _head(f"operators{of}, by the time that they take themselves, without operators that they call")
+    print(f"\noperators{of}, by the time that they take themselves, without operators that they call")
     head = (f"calls{per}", f"ms{per}", "share")
     print_table(("operator", *head), _host_rows(first.operators, most, lambda row: (row.name,)))
-    _head(f"phases{of}, by the same time")
+    print(f"\nphases{of}, by the same time")
     print_table(("phase", "pass", *head), _host_rows(first.phases, most, lambda row: (row.name, row.pass_)))
 
 
@@ -172,30 +167,22 @@ def _host_rows(rows: Sequence[HostRow], most: int, names: Callable[[HostRow], tu
     texts = [(*names(row), f"{row.calls:,.0f}", ms(row.own_us), f"{row.share:.1%}") for row in rows]
     left = rows[most:]
     calls, own_us = sum(row.calls for row in left), sum(row.own_us for row in left)
-    share = sum(row.share for row in left)
-    blank = [""] * (len(texts[0]) - 4) if texts else []
-    return _cut(texts, most, lambda more: (f"{more} more", *blank, f"{calls:,.0f}", ms(own_us), f"{share:.1%}"))
+    return _cut(texts, most, f"{calls:,.0f}", ms(own_us), f"{sum(row.share for row in left):.1%}")
 
 
-def _of(answer: TraceAnalysis, first: RankAnalysis) -> str:
-    return "" if len(answer.loaded) == 1 else f" of rank {first.rank}"
-
-
-def _head(title: str) -> None:
-    print()
-    print(title)
-
-
-def _cut(rows: Sequence[Sequence[str]], most: int, last: Callable[[int], Sequence[str]]) -> list[Sequence[str]]:
-    """At most `most` rows, and one that counts the rest."""
-    return [*rows[:most], last(len(rows) - most)] if len(rows) > most else list(rows)
+def _cut(rows: Sequence[Sequence[str]], most: int, *sums: str) -> list[Sequence[str]]:
+    """At most `most` rows, and one that counts the others, with sums over these in its last cells."""
+    if len(rows) <= most:
+        return list(rows)
+    blank = [""] * (len(rows[0]) - 1 - len(sums))
+    return [*rows[:most], (f"{len(rows) - most} more", *blank, *sums)]
 
 
 def _timelines(ranks: Sequence[RankAnalysis]) -> None:
-    _head("time on the device, ms; linked: only what was launched inside the recording")
+    print("\ntime on the device, ms; linked: only what was launched inside the recording")
     rows = []
     for one in ranks:
-        same = one.timelines["all"] == one.timelines["linked"]
+        same = one.timelines["all"] == one.timelines["linked"]  # then one row says both
         for name, timeline in one.timelines.items():
             if name == "all" or not same:
                 rows.append((f"{one.rank}", "all, linked" if same else name, *_spent(timeline)))
@@ -233,68 +220,63 @@ def _spent(one: TimeBreakdown) -> tuple[str, ...]:
 def _steps(first: RankAnalysis) -> None:
     if not first.steps:
         return
-    _head(f"steps of rank {first.rank}, ms on the device")
-    rows = [(step.name, *(ms(time) for time in _of_step(step.timeline))) for step in first.steps]
+    print(f"\nsteps of rank {first.rank}, ms on the device")
+    rows = []
+    for step in first.steps:
+        one = step.timeline
+        times = (one.total_us, one.compute_us, one.exposed_communication_us, one.exposed_memcpy_us, one.idle_us)
+        rows.append((step.name, *map(ms, times)))
     head = ("step", "total", "compute", "exposed communication", "exposed copies", "idle")
-    print_table(head, _cut(rows, STEPS, lambda left: (f"{left} more", *[""] * 5)))
-
-
-def _of_step(one: TimeBreakdown) -> tuple[float, ...]:
-    return (one.total_us, one.compute_us, one.exposed_communication_us, one.exposed_memcpy_us, one.idle_us)
+    print_table(head, _cut(rows, STEPS))
 
 
 def _phases(first: RankAnalysis, *, by_layer: bool, of: str) -> None:
     found = first.phases.rows(by_layer=by_layer)
-    _head(f"phases{of}; exposed: device time that nothing before it in the order compute, communication, copies fills")
-    rows = [_phase(one) for one in found]
-    left = found[PHASES:]
-    rest = (
-        f"{len(left)} more",
-        *[""] * 2,
-        ms(sum(one.kernel_us for one in left)),
-        ms(sum(one.exposed_us for one in left)),
-        f"{sum(one.share for one in left):.1%}",
-        f"{sum(one.count for one in left):,}",
+    print(
+        f"\nphases{of}; exposed: device time that nothing before it in the order compute, communication, copies fills"
     )
-    print_table(
-        ("phase", "layer", "pass", "kernels ms", "exposed ms", "share", "events"),
-        _cut(rows, PHASES, lambda _: rest),
-        ("events", "kernels ms"),
-    )
+    rows = [(one.name, "" if one.layer is None else f"{one.layer}", one.pass_, *_figures([one])) for one in found]
+    head = ("phase", "layer", "pass", "kernels ms", "exposed ms", "share", "events")
+    print_table(head, _cut(rows, PHASES, *_figures(found[PHASES:])), ("events", "kernels ms"))
     print(f"other: {first.phases.other_share:.1%} of this time has no name")
     if first.phases.replays is not None:
         print(first.phases.replays.told)
 
 
-def _phase(one: Phase) -> tuple[str, ...]:
-    layer = "" if one.layer is None else f"{one.layer}"
-    return (one.name, layer, one.pass_, ms(one.kernel_us), ms(one.exposed_us), f"{one.share:.1%}", f"{one.count:,}")
+def _figures(phases: Sequence[Phase]) -> tuple[str, ...]:
+    """Sums over phases."""
+    return (
+        ms(sum(one.kernel_us for one in phases)),
+        ms(sum(one.exposed_us for one in phases)),
+        f"{sum(one.share for one in phases):.1%}",
+        f"{sum(one.count for one in phases):,}",
+    )
 
 
 def _communication(answer: TraceAnalysis) -> None:
     collectives = answer.collectives
     if not len(collectives.calls):
         return
-    if len(answer.loaded) == 1:
-        _head("communication: one rank cannot tell waiting from transfer; give a folder with all ranks")
+    if len(answer.loaded) == 1:  # waiting is a difference between ranks
+        print("\ncommunication: one rank cannot tell waiting from transfer; give a folder with all ranks")
         return
-    _head("communication across ranks, ms: pure is transfer, waiting is for ranks that came later")
+    print("\ncommunication across ranks, ms: pure is transfer, waiting is for ranks that came later")
     totals = collectives.totals_us()
-    late = {one.rank: one for one in collectives.stragglers()}
+    late = {one.rank: one for one in collectives.stragglers()}  # ranks that came last at least once
     rows = []
     for rank, (pure_us, wait_us) in totals.items():
         last = (f"{late[rank].times_last}", ms(late[rank].caused_wait_us)) if rank in late else ("0", ms(0.0))
         rows.append((f"{rank}", ms(pure_us), ms(wait_us), *last))
-    print_table(("rank", "pure", "waiting", "times last", "others waited for it"), _cut(rows, 4 * ROWS, _more(5)))
+    print_table(("rank", "pure", "waiting", "times last", "others waited for it"), _cut(rows, 4 * ROWS))
     _bandwidths(answer)
     _unmatched(answer)
 
 
 def _bandwidths(answer: TraceAnalysis) -> None:
-    told = sorted(bandwidths(answer.collectives), key=lambda one: -one.pure_us * one.count)
+    told = sorted(bandwidths(answer.collectives), key=lambda one: -one.pure_us * one.count)  # most time first
     if not told:
         return
-    _head("matched collectives by size")
+    print("\nmatched collectives by size")
     rows = [
         (
             one.name,
@@ -303,11 +285,11 @@ def _bandwidths(answer: TraceAnalysis) -> None:
             bytes_text(one.message_bytes),
             ms(one.pure_us),
             f"{one.algorithm_gb_s:.1f}",
-            f"{one.bus_gb_s:.1f}",
+            f"{one.bus_gb_s:.1f}",  # traffic of each link, by the formula of nccl-tests
         )
         for one in told
     ]
-    print_table(("name", "ranks", "count", "bytes", "pure ms", "GB/s", "bus GB/s"), _cut(rows, ROWS, _more(7)))
+    print_table(("name", "ranks", "count", "bytes", "pure ms", "GB/s", "bus GB/s"), _cut(rows, ROWS))
 
 
 def _unmatched(answer: TraceAnalysis) -> None:
@@ -315,22 +297,12 @@ def _unmatched(answer: TraceAnalysis) -> None:
     if not unmatched:
         print("unmatched: none")
         return
-    _head(f"unmatched: {len(unmatched)} collectives, of which no waiting is told")
-    rows = [
-        (
-            one.group,
-            f"{one.seq}",
-            _short(one.name),
-            ", ".join(f"{calls.ranks[calls.rank[row]]}" for row in one.rows),
-            one.why,
-        )
-        for one in unmatched
-    ]
-    print_table(("group", "number", "name", "ranks", "because"), _cut(rows, ROWS, _more(5)))
-
-
-def _more(columns: int) -> Callable[[int], Sequence[str]]:
-    return lambda left: (f"{left} more", *[""] * (columns - 1))
+    print(f"\nunmatched: {len(unmatched)} collectives, of which no waiting is told")
+    rows = []
+    for one in unmatched:
+        ranks = ", ".join(f"{calls.ranks[calls.rank[row]]}" for row in one.rows)
+        rows.append((one.group, f"{one.seq}", _short(one.name), ranks, one.why))
+    print_table(("group", "number", "name", "ranks", "because"), _cut(rows, ROWS))
 
 
 def _experts(answer: TraceAnalysis) -> None:
@@ -340,8 +312,8 @@ def _experts(answer: TraceAnalysis) -> None:
     texts = [text for text in (rows_text, time_text) if text]
     if texts:
         full = "" if load.fullest_rank is None else f"; rank {load.fullest_rank} has most"
-        _head(f"experts: fullest rank over the mean {', '.join(texts)}{full}")
-    for one in answer.recorded[-1:]:
+        print(f"\nexperts: fullest rank over the mean {', '.join(texts)}{full}")
+    for one in answer.recorded[-1:]:  # the last step that metrics.jsonl has
         if one.layers:
             layer = max(one.layers, key=lambda layer: one.layers[layer])
             print(f"by the metrics of step {one.step}: in layer {layer} the fullest expert has ", end="")
@@ -351,7 +323,7 @@ def _experts(answer: TraceAnalysis) -> None:
 def _launches(first: RankAnalysis, of: str) -> None:
     one = first.launches
     gaps, queue = one.gaps, one.queue
-    _head(f"launches{of}")
+    print(f"\nlaunches{of}")
     print(f"  {one.short_count:,} of {one.kernel_count:,} kernels under 10 us, {ms(one.short_us)} ms together")
     print(
         f"  {gaps.count:,} gaps over 10 us, {gaps.long_count:,} over 100 us, the longest {ms(gaps.max_us)} ms; of "
@@ -363,7 +335,7 @@ def _launches(first: RankAnalysis, of: str) -> None:
             f"time; from launch to start {ms(queue.median_delay_us)} ms in the median"
         )
     if one.waits:
-        print_table(("the host waits in", "times", "ms", "from"), _cut(_waits(one.waits), WAITS, _more(4)))
+        print_table(("the host waits in", "times", "ms", "from"), _cut(_waits(one.waits), WAITS))
 
 
 def _waits(waits: Sequence[HostWait]) -> list[tuple[str, ...]]:
@@ -374,7 +346,7 @@ def _waits(waits: Sequence[HostWait]) -> list[tuple[str, ...]]:
         spans = [name for name in one.where if name in tuple(Span)]
         around = dict.fromkeys((*spans[-1:], *one.where[-2:]))
         place = (one.call, " > ".join(_short(name) for name in around))
-        count, us = times.get(place, (0, 0.0))
+        count, us = times.get(place, (0, 0.0))  # waits, microseconds
         times[place] = (count + one.count, us + one.total_us)
     longest = sorted(times.items(), key=lambda item: -item[1][1])
     return [(call, f"{count:,}", ms(us), where) for (call, where), (count, us) in longest]
@@ -385,11 +357,12 @@ def _roofline(first: RankAnalysis, of: str) -> None:
     if not found.rows:
         return
     chip = "a device whose peaks are not known" if found.chip is None else found.chip.name
-    _head(f"roofline{of}, on {chip}: {found.modelled_share:.0%} of the computing has a model")
+    print(f"\nroofline{of}, on {chip}: {found.modelled_share:.0%} of the computing has a model")
     rows = [
         (
             _short(row.operator),
-            _short(shape_text([one for one in row.shapes if isinstance(one, tuple) and not _is_list(one)])),
+            # Without lists of tensors, whose shapes are tuples of tuples.
+            _short(shape_text([one for one in row.shapes if isinstance(one, tuple) and tuple not in map(type, one)])),
             f"{row.count:,}",
             ms(row.kernel_us),
             f"{row.share:.1%}",
@@ -401,21 +374,13 @@ def _roofline(first: RankAnalysis, of: str) -> None:
         for row in found.rows
     ]
     head = ("operator", "shapes", "calls", "ms", "share", "TFLOP/s", "GB/s", "bound by", "reached")
-    print_table(head, _cut(rows, ROOFS, _more(9)), ("GB/s", "TFLOP/s", "calls", "shapes"))
+    print_table(head, _cut(rows, ROOFS), ("GB/s", "TFLOP/s", "calls", "shapes"))
     if first.used_rows is not None:
         print(first.used_rows.told)
 
 
-def _is_list(shape: tuple[object, ...]) -> bool:
-    """Whether these are shapes of a list of tensors."""
-    return bool(shape) and isinstance(shape[0], tuple)
-
-
 def _short(text: str) -> str:
     return shortened(text, SHORT_NAME)
-
-
-ROWS = 16
 
 
 def print_memory(memory: AllocatorHistory, of: str) -> None:
@@ -436,21 +401,15 @@ def print_memory(memory: AllocatorHistory, of: str) -> None:
                 for name, size in peak.components.items()
             ],
         )
-    rows = sorted(memory.rows(), key=lambda row: -max(row.at_peak_bytes or 0, abs(row.kept_bytes)))
-    shown = [row for row in memory.rows() if row in rows[:ROWS]]
-    table = [_row(row) for row in shown]
-    if len(rows) > ROWS:
-        table.append((f"{len(rows) - ROWS} smaller ones", *[""] * 5))
+    rows = memory.rows()
+    largest = sorted(rows, key=lambda row: -max(row.at_peak_bytes or 0, abs(row.kept_bytes)))[:MEMORY_ROWS]
+    table: list[tuple[str, ...]] = []
+    for row in rows:  # in the order of the step
+        if row in largest:
+            there = "" if row.at_peak_bytes is None else bytes_text(row.at_peak_bytes)
+            kept = f"{'-' if row.kept_bytes < 0 else ''}{bytes_text(abs(row.kept_bytes))}"
+            handed_out, most = bytes_text(row.handed_out_bytes), bytes_text(row.most_bytes)
+            table.append((row.name, row.pass_, there, handed_out, kept, most))
+    if len(rows) > MEMORY_ROWS:
+        table.append((f"{len(rows) - MEMORY_ROWS} smaller ones", *[""] * 5))
     print_table(("phase", "pass", "of it at the peak", "handed out", "more after than before", "most held"), table)
-
-
-def _row(row: MemoryRow) -> tuple[str, ...]:
-    sign = "-" if row.kept_bytes < 0 else ""
-    return (
-        row.name,
-        row.pass_,
-        "" if row.at_peak_bytes is None else bytes_text(row.at_peak_bytes),
-        bytes_text(row.handed_out_bytes),
-        f"{sign}{bytes_text(abs(row.kept_bytes))}",
-        bytes_text(row.most_bytes),
-    )

@@ -15,7 +15,7 @@ from penstock.trace.compare import CLOSING, ChangeKind, ComparedRow, TraceCompar
 from penstock.trace.events import Trace
 from penstock.trace.load import load_ranks
 
-LONGEST_NAME = 60
+LONGEST_NAME = 60  # characters of an operator or shape
 
 _TITLES = {
     ChangeKind.SLOWER: "slower",
@@ -42,13 +42,9 @@ def diff(
         print_next("doctor", b)
 
 
-def one_rank(path: Path, rank: int | None) -> Trace:
-    """The trace of a rank, or of the lowest one.
-
-    Raises:
-        TraceError: there is no such rank.
-    """
-    traces = load_ranks(path)
+def one_rank(path: Path, rank: int | None, *, gpu_required: bool = True) -> Trace:
+    """The trace of a rank, or of the lowest one. Raises a TraceError if there is no such rank."""
+    traces = load_ranks(path, gpu_required=gpu_required)
     if rank is not None and rank not in traces:
         raise TraceError(f"{path} has no trace of this rank", got=rank, allowed=", ".join(map(str, traces)))
     return traces[next(iter(traces)) if rank is None else rank]
@@ -61,26 +57,30 @@ def as_tree(compared: TraceComparison) -> dict[str, Any]:
         "b": {"total_us": compared.b_us, "steps": compared.b_steps, "outside_steps_us": compared.b_outside_us},
         "change_us": compared.change_us,
         "matched_by_span": compared.by_span,
-        "rows": [_row_tree(row) for row in compared.rows],
-    }
-
-
-def _row_tree(row: ComparedRow) -> dict[str, Any]:
-    return {
-        **row.key._asdict(),
-        "verdict": row.verdict.value,
-        "change_us": row.change_us,
-        "clear": row.is_clear,
-        "a": asdict(row.a),
-        "b": asdict(row.b),
+        "rows": [
+            {
+                **row.key._asdict(),
+                "verdict": row.verdict.value,
+                "change_us": row.change_us,
+                "clear": row.is_clear,
+                "a": asdict(row.a),
+                "b": asdict(row.b),
+            }
+            for row in compared.rows
+        ],
     }
 
 
 def _print(compared: TraceComparison, top: int) -> None:
-    print(_headline(compared))
+    per = "in all"
+    if compared.a_steps:
+        per = f"for a step (medians of {compared.a_steps} and {compared.b_steps})"
+    share = f", {compared.change_us / compared.a_us:+.1%}" if compared.a_us else ""
+    times = f"A {compared.a_us / 1e3:,.3f} ms, B {compared.b_us / 1e3:,.3f} ms"
+    print(f"{times} {per}: {compared.change_us / 1e3:+,.3f} ms{share}")
     if not compared.by_span:
         print("the traces share no phase: matched by operator and shape only")
-    steps = compared.a_steps > 0
+    steps = compared.a_steps > 0  # a spread is known
     for name, outside_us in (("A", compared.a_outside_us), ("B", compared.b_outside_us)):
         if outside_us:
             print(f"{name}: {outside_us / 1e3:,.3f} ms of GPU events belong to no step and are not compared")
@@ -90,19 +90,8 @@ def _print(compared: TraceComparison, top: int) -> None:
             print(f"\n{title}: {sum(row.change_us for row in rows) / 1e3:+,.3f} ms in {counted(len(rows), 'row')}")
             _print_rows(rows[:top], steps)
     print("\nwhat is no event")
+    # Idle, overlap, and the rest of the medians, with which all changes add up.
     _print_rows([row for row in compared.rows if row.key in CLOSING], steps)
-
-
-def _headline(compared: TraceComparison) -> str:
-    """`A 12.345 ms, B 11.000 ms for a step (median of 3 and 3): -1.345 ms, -10.9 %`."""
-    what = "in all"
-    if compared.a_steps:
-        what = f"for a step (medians of {compared.a_steps} and {compared.b_steps})"
-    share = f", {compared.change_us / compared.a_us:+.1%}" if compared.a_us else ""
-    return (
-        f"A {compared.a_us / 1e3:,.3f} ms, B {compared.b_us / 1e3:,.3f} ms {what}: "
-        f"{compared.change_us / 1e3:+,.3f} ms{share}"
-    )
 
 
 def _print_rows(rows: Sequence[ComparedRow], steps: bool) -> None:

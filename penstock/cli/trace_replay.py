@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from penstock.base.errors import TraceError
-from penstock.cli.output import Force, check_output, write_file
-from penstock.trace.load import load_ranks
+from penstock.cli.output import Force, check_output, print_or_write
+from penstock.cli.trace_diff import one_rank
 from penstock.trace.replay import replay_script
 
 
@@ -29,22 +29,11 @@ def replay(
     """Write a script that runs one call of a trace again, with its sizes, strides and dtypes, and times it."""
     if out is not None:
         check_output(out, "--out", force=force)
-    given = None if counts is None else _numbers(counts)
-    traces = load_ranks(path, gpu_required=False)
-    rank = next(iter(traces)) if rank is None else rank
-    if rank not in traces:
-        raise TraceError(f"{path} has no trace of this rank", got=rank, allowed=", ".join(map(str, traces)))
-    script = replay_script(traces[rank], op, shape=shape, counts=given)
-    if out is None:
-        print(script, end="")
-        return
-    write_file(out, script)
-    print(f"wrote {out}")
-    print(f"next:  python {shlex.quote(str(out))}")
-
-
-def _numbers(text: str) -> tuple[int, ...]:
     try:
-        return tuple(int(part) for part in text.split(","))
+        given = None if counts is None else tuple(int(part) for part in counts.split(","))
     except ValueError:
-        raise TraceError("--counts takes whole numbers", got=text, allowed="3,0,5") from None
+        raise TraceError("--counts takes whole numbers", got=counts, allowed="3,0,5") from None
+    trace = one_rank(path, rank, gpu_required=False)
+    print_or_write(replay_script(trace, op, shape=shape, counts=given), out)
+    if out is not None:
+        print(f"next:  python {shlex.quote(str(out))}")

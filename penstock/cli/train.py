@@ -32,6 +32,7 @@ from rich.console import Console
 from penstock.base.errors import DeviceError, RunFolderError
 from penstock.base.numbers import bytes_text, count_text, duration_text, flops_text
 from penstock.cli.config import Overrides, Target, warn_of_unfilled
+from penstock.cli.interrupts import INTERRUPTED, STOPPED
 from penstock.cli.main import main
 from penstock.cli.output import next_line, warn
 from penstock.cli.view import DOT, FORCED_BALANCE, LiveView, PlainView
@@ -87,23 +88,16 @@ from penstock.train.setup import (
 from penstock.train.sinks import check_sinks, open_sinks
 from penstock.train.stop import StopRequest
 
-INTERRUPTED = 130
-"""Exit code of a run that a second Ctrl-C stopped at once."""
-
-TEXT = "The "
-"""Prompt of a proposed `sample` command."""
-
-STOPPED = 143
-"""Exit code of a rank that stops with the others: that of SIGTERM."""
+TEXT = "The "  # prompt of a proposed `sample` command
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A run to start, or to resume from its folder; if the user chose the name, the folder must be free."""
+    """A run to start, or to resume."""
 
     run: Run
-    folder: RunFolder | None
-    is_named: bool
+    folder: RunFolder | None  # None for a new run
+    is_named: bool  # the user chose the name, so the folder of a new run must be free
 
 
 def train(  # noqa: PLR0913 - one argument for each option
@@ -138,40 +132,36 @@ def train(  # noqa: PLR0913 - one argument for each option
             return 0
         if rank is not None:
             raise DeviceError("--rank says which rank --fake-world builds", fix="add --fake-world N")
-        started = processes_to_start(launch.run, environment, processes)
-        ranks = environment.world_size * started
-        grid = grid_of(launch.run, ranks)
-        if not environment.started_by:
+        started = processes_to_start(launch.run, environment, processes)  # 1: this process is the rank
+        grid = grid_of(launch.run, environment.world_size * started)
+        if not environment.started_by:  # ranks of torchrun ask rank 0 for it, later
             check_sinks(launch.run)
         parent = Path(launch.run.record.folder)
         if parent.exists() and not parent.is_dir():
             raise RunFolderError(f"record.folder {parent} is no folder", fix="name another folder for runs")
+        options = [*(["--name", name] if name is not None else []), *(["--resume"] if resumes else [])]
+        words = ["train", target, *overrides, *options]
         if dry_run:
             _print_plan(console, launch, grid, started)
-            named = ["--name", name] if name is not None else []
-            goes_on = ["--resume"] if resumes else []
-            console.print(next_line("train", target, *overrides, *named, *goes_on), markup=False, soft_wrap=True)
+            _say(console, next_line(*words))
             return 0
         # On a GPU each rank checks the memory of its own device.
         if launch.run.device == "cpu" or not torch.cuda.is_available():
             _check_memory(launch.run, grid, torch.device("cpu"), max(started, environment.local_world_size))
-        if started > 1 or restarts:
+        if started > 1 or restarts:  # this process only starts the ranks and waits for them
             if launch.is_named and launch.folder is None:
-                check_is_free(Path(launch.run.record.folder), launch.run.name)
-            options = [*(["--name", name] if name is not None else []), *(["--resume"] if resumes else [])]
-            words = ["train", target, *overrides, *options]
-            return _start_ranks(console, launch.run, environment, started, restarts, words)
+                check_is_free(parent, launch.run.name)
+            facts = facts_of_run(launch.run, facts_of_ranks(environment, started))
+            say = partial(_say, console)
+            return run_processes(main, words, LocalLaunch(processes=started, restarts=restarts, facts=facts, say=say))
         meeting.open(launch.run.host.timeout_minutes)
         return _be_a_rank(console, environment, meeting, _launch_of_all(environment, meeting, launch, overrides))
 
 
-def _start_ranks(
-    console: Console, run: Run, environment: Environment, processes: int, restarts: int, words: list[str]
-) -> int:
-    """Start the ranks of this machine and wait for them."""
-    facts = facts_of_run(run, facts_of_ranks(environment, processes))
-    say = partial(console.print, markup=False, soft_wrap=True)
-    return run_processes(main, words, LocalLaunch(processes=processes, restarts=restarts, facts=facts, say=say))
+def _say(console: Console, *lines: str) -> None:
+    """Print lines as they are: brackets are text, and the terminal breaks long ones."""
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
 
 
 def _be_a_rank(console: Console, environment: Environment, meeting: Rendezvous, launch: Launch) -> int:
@@ -179,23 +169,23 @@ def _be_a_rank(console: Console, environment: Environment, meeting: Rendezvous, 
     run = launch.run
     if meeting.agree(lambda: _is_finished(launch)):
         assert launch.folder is not None, "a new run is not finished"
-        console.print(f"{launch.folder.path} is finished: all {run.training.steps} steps are done")
-        more = f"training.steps={2 * run.training.steps}"
-        for words in (["sample", launch.folder.path, TEXT], ["train", launch.folder.path, "--resume", more]):
-            console.print(next_line(*words), markup=False, soft_wrap=True)
+        folder, steps = launch.folder.path, run.training.steps
+        console.print(f"{folder} is finished: all {steps} steps are done")
+        longer = next_line("train", folder, "--resume", f"training.steps={2 * steps}")
+        _say(console, next_line("sample", folder, TEXT), longer)
         return 0
     facts = facts_of_run(run, facts_of_machine(environment))
-    prepare_environment(facts)
+    prepare_environment(facts)  # before the first use of the device
     device = choose_device(run.device, environment)
     if device.type == "cuda":
         _check_memory(run, grid_of(run, environment.world_size), device, environment.local_world_size)
-    binding = bind_near(device, environment) if run.host.numa else None
+    binding = bind_near(device, environment) if run.host.numa else None  # before threads are started
     start_process_group(meeting, device)
-    console.print(f"environment: {environment_line(facts)}", markup=False, soft_wrap=True)
+    _say(console, f"environment: {environment_line(facts)}")
     if binding is not None:
-        console.print(f"rank {environment.rank} keeps to {binding}", markup=False, soft_wrap=True)
+        _say(console, f"rank {environment.rank} keeps to {binding}")
     try:
-        with lost_ranks():
+        with lost_ranks():  # errors of collectives become the loss of a rank
             with console.status("preparing data and model"):
                 session = prepare(run, environment)
             if environment.rank == 0:
@@ -210,10 +200,7 @@ def _be_a_rank(console: Console, environment: Environment, meeting: Rendezvous, 
 
 
 def _launch_of_all(environment: Environment, meeting: Rendezvous, launch: Launch, overrides: list[str]) -> Launch:
-    """The launch that all ranks agree on: the command line's, or the folder that they made before a restart.
-
-    A network file system may show a rank other folders than the first rank's, so all take the folder of the first rank.
-    """
+    """The launch that all ranks agree on: the command line's, or the folder that they made before a restart."""
 
     def folder_of_first() -> str | None:
         if environment.started_by:
@@ -230,7 +217,7 @@ def _launch_of_all(environment: Environment, meeting: Rendezvous, launch: Launch
             check_is_free(parent, launch.run.name)
         return None if folder is None else str(folder.path)
 
-    # Rank 0 looks, and all ranks take its answer.
+    # All ranks take the folder of rank 0: a network file system may show a rank other folders than the first rank's.
     path = meeting.agree(folder_of_first)
     own = None if launch.folder is None else str(launch.folder.path)
     return launch if path == own else _find_run(str(path), overrides, None)
@@ -257,7 +244,7 @@ def _find_run(target: str, overrides: list[str], name: str | None) -> Launch:
     else:
         run = load_run(target, overrides)
         folder = find_run_folder(Path(run.record.folder), name or run.name, newest=name is None)
-    saved = load_run(str(folder.config), follows=False)
+    saved = load_run(str(folder.config), follows=False)  # as the run was; the target only found it
     wanted = load_run(str(folder.config), overrides, follows=False)
     check_same_run(saved, wanted)
     return Launch(wanted, folder, is_named=True)
@@ -270,9 +257,9 @@ def _is_run_folder(target: str) -> bool:
 def _is_finished(launch: Launch) -> bool:
     if launch.folder is None:
         return False
-    latest = open_store(launch.run, launch.folder).latest()
+    latest = open_store(launch.run, launch.folder).latest()  # newest step on disk
     if latest is None:
-        check_nothing_is_lost(launch.folder, launch.run)
+        check_nothing_is_lost(launch.folder, launch.run)  # metrics without a checkpoint are no new run
     return latest is not None and latest >= launch.run.training.steps
 
 
@@ -285,7 +272,7 @@ def _run(console: Console, launch: Launch, session: Session, environment: Enviro
             run, folder = create_run_folder(session.run, number_if_taken=not launch.is_named, launch=environment.launch)
             return [run.name, str(folder.path)]
 
-        name, path = meeting.agree(make_folder)
+        name, path = meeting.agree(make_folder)  # rank 0 makes it, all take its name
         session = replace(session, run=session.run.model_copy(update={"name": name}))
         folder = RunFolder(Path(path))
         store = open_store(session.run, folder, session.axes.world)
@@ -294,7 +281,7 @@ def _run(console: Console, launch: Launch, session: Session, environment: Enviro
         store = open_store(session.run, folder, session.axes.world)
         begin = resume(session, folder, store)
         if begin.steps == 0:
-            console.print(f"{folder.path} has no checkpoint: it begins at its first step", markup=False, soft_wrap=True)
+            _say(console, f"{folder.path} has no checkpoint: it begins at its first step")
     view = LiveView(console) if console.is_terminal and not console.is_dumb_terminal else PlainView(console)
     sinks = open_sinks(session.run, folder, begin.steps, view.note) if environment.rank == 0 else []
     try:
@@ -305,8 +292,8 @@ def _run(console: Console, launch: Launch, session: Session, environment: Enviro
         if environment.rank == 0:
             found = "none" if newest is None else f"step {newest}"
             print(f"stopped at once; newest checkpoint: {found}", file=sys.stderr)
-        sys.stdout.flush()
-        # A checkpoint may be on its way to disk in a thread that Python would wait for. What is half written is hidden.
+        sys.stdout.flush()  # os._exit flushes nothing
+        # Python would wait for the thread that writes a checkpoint. Half-written files have hidden names.
         os._exit(INTERRUPTED)
     _print_end(console, session.run, folder, end)
     # A rank that stops because another one was asked to ends as that one does.
@@ -335,8 +322,7 @@ def _print_end(console: Console, run: Run, folder: RunFolder, end: RunEnd) -> No
         if run.profile.start and folder.profile.is_dir():
             lines.append(next_line("trace", folder.path))
         lines.append(next_line("report", folder.path))
-    for line in lines:
-        console.print(line, markup=False, soft_wrap=True)
+    _say(console, *lines)
 
 
 def _check_memory(run: Run, grid: Grid, device: torch.device, local_ranks: int) -> None:
@@ -346,22 +332,19 @@ def _check_memory(run: Run, grid: Grid, device: torch.device, local_ranks: int) 
 
 
 def _print_plan(console: Console, launch: Launch, grid: Grid, local_ranks: int) -> None:
-    """Open the data, find the device, count the model, and print the run.
-
-    A file for a cluster can be checked on a laptop: a warning says that it does not fit here, and its rows are not cut.
-    """
+    """Open the data, find the device, count the model, and print the run."""
     run, ranks = launch.run, grid.world
     device = choose_device(run.device)
     shortage = find_shortage(run, grid, device, local_ranks)
     warn_of_unfilled(run)
+    # A file for a cluster can be checked on a laptop: where it does not fit, its rows are not cut.
     if shortage is not None:
         warn(str(shortage))
     texts = open_texts(run) if shortage is None else RunData(train=open_split(run, "train"), held_out=None)
     size = count(run.model, run.training.sequence_length)
     parameters, active = count_text(size.parameters + size.mtp_parameters), count_text(size.active_parameters)
     tokens = run.tokens_per_step * run.training.steps
-    # FLOPs of one token, forward and backward.
-    flops = size.flops_per_token
+    flops = size.flops_per_token  # forward and backward
     held_out = "nothing" if texts.held_out is None else f"{texts.held_out.tokens:,} tokens"
     held_out = held_out if shortage is None else "rows not cut,"
     facts = {
@@ -373,13 +356,12 @@ def _print_plan(console: Console, launch: Launch, grid: Grid, local_ranks: int) 
         "device": f"{device_name(device)} ({device})" + (f", {ranks} ranks" if ranks > 1 else ""),
     }
     where = f"goes on in {launch.folder.path}" if launch.folder else f"is new, in {run.record.folder}"
-    console.print(f"run {run.name} {where}; nothing was written", markup=False, soft_wrap=True)
-    for label, text in facts.items():
-        console.print(f"  {label:<8} {text}", markup=False, soft_wrap=True)
+    _say(console, f"run {run.name} {where}; nothing was written")
+    _say(console, *(f"  {label:<8} {text}" for label, text in facts.items()))
 
 
 _LABEL_WIDTH = 12
-_SHOWN_ACTIONS = 24
+_SHOWN_ACTIONS = 24  # of a rank's schedule
 _GROUPS = ("tensor", "context", "dense_data", "pipeline", "expert", "expert_data", "embedding")
 
 
@@ -400,7 +382,7 @@ def _lines(run: Run, rehearsal: Rehearsal) -> list[tuple[str, str]]:
     ]
     for name in _GROUPS:
         axis: Axis = getattr(axes, name)
-        if axis.size > 1:
+        if axis.size > 1:  # other groups are the rank alone
             lines.append((name, f"place {axis.rank} of {axis.size}, ranks {_ranks(axis.ranks)}"))
     for number, stage in rehearsal.stages.items():
         lines.append((f"stage {number}", stages_text((stage,))))
@@ -417,7 +399,7 @@ def _lines(run: Run, rehearsal: Rehearsal) -> list[tuple[str, str]]:
         lines.append(("on the host", bytes_text(rehearsal.memory.host)))
     if model.pipeline is not None:
         schedule = model.pipeline.schedule
-        steps = actions.text(schedule, axes.pipeline.rank).split()
+        steps = actions.text(schedule, axes.pipeline.rank).split()  # such as 0F0 0B0
         more = f" ... ({len(steps)} actions)" if len(steps) > _SHOWN_ACTIONS else ""
         lines.append((schedule.name, " ".join(steps[:_SHOWN_ACTIONS]) + more))
     return lines
@@ -429,6 +411,5 @@ def _place(axes: Axes, view: tuple[str, ...]) -> str:
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:
-    """All of a few ranks; the first and the last of many."""
-    shown = ranks if len(ranks) <= 8 else (*ranks[:6], "...", ranks[-1])
+    shown = ranks if len(ranks) <= 8 else (*ranks[:6], "...", ranks[-1])  # many: the first and the last
     return " ".join(map(str, shown))

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import typer
@@ -22,21 +23,19 @@ from penstock.cli.interrupts import imports_end_at_once
 from penstock.parallel.launch.environment import LaunchFacts, prepare_environment
 
 COMMANDS = Path(__file__).with_name("commands.json")
-COLUMNS = 80
-"""Columns of the terminal that the screens were written for; typer uses no more."""
-
-MARGIN = 2
-"""Columns that typer leaves free."""
-
+COLUMNS = 80  # columns of the terminal that the screens were written for; typer uses no more
+MARGIN = 2  # columns that typer leaves free
 HELP = "--help"
+PROGRAM = "penstock"
 
 
 def screen_asked_for(verb: str, words: Sequence[str]) -> str | None:
     """The written screen of a verb or of one below it, if `words` behind the verb ask for help, or None."""
+    # The words are read as typer reads them: `--help` may be the value of an option, or stand behind `--`.
     if HELP not in words or shutil.get_terminal_size((COLUMNS, 24)).columns < COLUMNS:
         return None
     node: dict[str, Any] | None = json.loads(COMMANDS.read_text(encoding="utf-8")).get(verb)
-    values_left, arguments = 0, 0
+    values_left, arguments = 0, 0  # of the option before, and of the verb so far
     for word in words:
         if node is None or word == "--":
             return None
@@ -47,9 +46,10 @@ def screen_asked_for(verb: str, words: Sequence[str]) -> str | None:
         elif word.startswith("-"):
             option, equals, _ = word.partition("=")
             if option not in node["options"]:
-                return None  # The verb says that there is no such option.
+                return None  # the verb says that there is no such option
+            # The value `A B` takes two words, a flag takes none.
             values_left = 0 if equals else len(node["options"][option]["value"].split())
-        elif node["verbs"] and not arguments:
+        elif node["verbs"] and not arguments:  # a verb below this one
             node = node["verbs"].get(word)
         else:
             arguments += 1
@@ -64,14 +64,11 @@ def on_one_screen(group: type[TyperGroup]) -> type[TyperGroup]:
             formatter.write_paragraph()
             with formatter.indentation():
                 formatter.write_dl([(name, verb.help or "") for name, verb in self.commands.items()])
-            names = [max(option.opts, key=len) for option in self.get_params(ctx)]
+            names = [max(option.opts, key=len) for option in self.get_params(ctx)]  # long forms
             formatter.write_paragraph()
             formatter.write_text(f"Options: {', '.join(names)}.")
 
     return OneScreen
-
-
-PROGRAM = "penstock"
 
 
 def load_by_name(module: str, attribute: str) -> Any:
@@ -82,27 +79,23 @@ def load_by_name(module: str, attribute: str) -> Any:
 
 @dataclass(frozen=True)
 class Verb:
-    """A verb: its word on the command line, and its place.
-
-    `attribute` of the module is a `typer.Typer`, or a function with typer's annotations; `summary` is the line in the
-    list of verbs. Where a verb does not multiply matrices (`computes`), libraries start no threads for that.
-    """
+    """A verb: its word on the command line, and its place."""
 
     name: str
     module: str
-    attribute: str
-    summary: str
-    computes: bool = True
+    attribute: str  # a `typer.Typer`, or a function with typer's annotations
+    summary: str  # the line in the list of verbs
+    computes: bool = True  # it multiplies matrices; libraries of other verbs start no threads for that
 
     def load(self) -> Any:
         """The command itself; its type is private to typer."""
         if not self.computes:
             prepare_environment(LaunchFacts(computes=False))
         target = load_by_name(self.module, self.attribute)
-        if not isinstance(target, typer.Typer):
+        if not isinstance(target, typer.Typer):  # a function becomes a program of one verb
             function, target = target, typer.Typer(add_completion=False)
             target.command(self.name)(function)
-        return _with_plain_help(typer.main.get_command(target))
+        return _with_plain_help(typer.main.get_command(target))  # not rich's frames
 
 
 def _with_plain_help(command: Any) -> Any:
@@ -112,15 +105,6 @@ def _with_plain_help(command: Any) -> Any:
         for inner in command.commands.values():
             _with_plain_help(inner)
     return command
-
-
-@dataclass(frozen=True)
-class _Proposal:
-    """A proposed word, in the form that typer's shells take."""
-
-    value: str
-    help: str
-    type: str = "plain"
 
 
 _ANY_WORDS = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}
@@ -140,19 +124,23 @@ class _Unloaded(TyperCommand):
     def shell_complete(self, ctx: Any, incomplete: str) -> Any:
         """Propose words without loading the verb, because completion must not wait for PyTorch."""
         proposals = load_by_name("penstock.cli.completion", "proposals")
-        return [_Proposal(word, text) for word, text in proposals(self.name, ctx.args, incomplete)]
+        # With the attributes that typer's shells read.
+        return [
+            SimpleNamespace(value=word, help=text, type="plain")
+            for word, text in proposals(self.name, ctx.args, incomplete)
+        ]
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         """Load the verb and let it parse; help and completion do not need it."""
-        if extra.get("resilient_parsing"):
+        if extra.get("resilient_parsing"):  # completion: the shell does not call the verb
             return super().make_context(info_name, args, parent, **extra)
-        if parent is not None and parent.command_path == PROGRAM:
+        if parent is not None and parent.command_path == PROGRAM:  # only verbs of the program have written screens
             screen = screen_asked_for(self._verb.name, args)
             if screen is not None:
                 print(screen)
                 raise typer.Exit
         if HELP in args:
-            extra["help_option_names"] = [HELP]
+            extra["help_option_names"] = [HELP]  # `parse_args` below took them away
         return self.load().make_context(info_name, args, parent, **extra)
 
 
@@ -162,7 +150,7 @@ def group_of(*verbs: Verb) -> type[TyperGroup]:
     class LazyGroup(TyperGroup):
         def __init__(self, **attributes: Any) -> None:
             super().__init__(**attributes)
-            self.commands = {verb.name: _Unloaded(verb) for verb in verbs} | dict(self.commands)
+            self.commands = {verb.name: _Unloaded(verb) for verb in verbs} | dict(self.commands)  # the lazy ones first
 
         def parse_args(self, ctx: Any, args: list[str]) -> Any:
             # typer checks every value with pydantic, also that of `--help`, which it has for each verb. The import of

@@ -9,6 +9,7 @@ log of a long run stays readable. Blocks are Unicode block elements: U+2581 is a
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 from rich.box import ROUNDED
@@ -22,32 +23,20 @@ from rich.text import Text
 from penstock.base.numbers import bytes_text, count_text, duration_text
 from penstock.train.observer import LayerReport, Observer, RunStart, StepReport
 
-BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
-"""One cell, from an eighth to full."""
-
-DOT = "\u00b7"
-"""Separator of facts in one line."""
-
-FORCED_BALANCE = "FORCED BALANCE, BENCHMARK ONLY"
-"""Mark of every figure of a run with forced balance."""
+BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"  # one cell, from an eighth to full
+DOT = "\u00b7"  # separator of facts in one line
+FORCED_BALANCE = "FORCED BALANCE, BENCHMARK ONLY"  # mark of every figure of a run with forced balance
 
 DRAWS_PER_SECOND = 5.0
-PANEL_WIDTH = 110
-"""Most columns of the panel."""
-
-FRAME_WIDTH = 4
-LABEL_WIDTH, VALUE_WIDTH, GAP = 8, 20, 2
-"""Columns of the label, of the value at least, and of the gap between them."""
-
-NARROWEST_DETAIL = 22
-"""Columns that a detail needs beside its figure; with fewer it goes below."""
+PANEL_WIDTH = 110  # most columns of the panel
+FRAME_WIDTH = 4  # columns of its lines and spaces at both sides
+LABEL_WIDTH, VALUE_WIDTH, GAP = 8, 20, 2  # columns of the label, of the value at least, and of the gap between them
+NARROWEST_DETAIL = 22  # columns that a detail needs beside its figure; with fewer it goes below
 
 STOPPING = "stopping after this step; Ctrl-C once more stops at once, unsaved"
 
 LAYERS_SHOWN = 6
-UNEVEN, VERY_UNEVEN = 1.5, 2.5
-"""Load of the fullest expert over the mean from which it is drawn yellow, and red."""
-
+UNEVEN, VERY_UNEVEN = 1.5, 2.5  # load of the fullest expert over the mean from which it is drawn yellow, and red
 FIRST_LINE_SECONDS, SLOWEST_LINE_SECONDS = 2.0, 60.0
 
 
@@ -58,7 +47,7 @@ def facts_of(start: RunStart) -> dict[str, str]:
     if start.active_parameters != start.parameters:
         size += f", {count_text(start.active_parameters)} active for a token"
     batch = f"{run.training.global_batch} x {run.training.sequence_length} tokens"
-    sharers = start.ranks // (run.parallel.tensor * run.parallel.context * run.parallel.pipeline)
+    sharers = start.ranks // (run.parallel.tensor * run.parallel.context * run.parallel.pipeline)  # data-parallel ranks
     if start.micro_batches > 1 or sharers > 1:
         batch += f" in {start.micro_batches} micro-batch{'es' if start.micro_batches > 1 else ''}"
     if sharers > 1:
@@ -97,7 +86,7 @@ class LiveView(Observer):
         self._panel.add(report)
         for notice in report.notices:
             self.note(notice)
-        is_due = time.monotonic() - self._drawn_seconds >= 1 / DRAWS_PER_SECOND
+        is_due = time.monotonic() - self._drawn_seconds >= 1 / DRAWS_PER_SECOND  # drawing takes time from training
         if is_due or report.evaluation is not None or report.step == self._panel.steps:
             self._draw()
 
@@ -130,20 +119,17 @@ class LiveView(Observer):
 
 
 class RunPanel:
-    """The panel's content, drawn from reports alone, so that tests and pictures need no run.
-
-    `saved_step` is that of the newest checkpoint, `notice` a message to the user.
-    """
+    """The panel's content, drawn from reports alone, so that tests and pictures need no run."""
 
     def __init__(self, start: RunStart) -> None:
         self.steps = start.run.training.steps
-        self.saved_step = start.steps_done or None
-        self.notice = ""
+        self.saved_step = start.steps_done or None  # of the newest checkpoint
+        self.notice = ""  # message to the user
         self._start = start
         self._losses = Trail()
         self._held_out = Trail()
         self._last: StepReport | None = None
-        self._evaluated: tuple[int, float] | None = None
+        self._evaluated: tuple[int, float] | None = None  # step, bits per byte
 
     def add(self, report: StepReport) -> None:
         """Add a step."""
@@ -189,27 +175,27 @@ class RunPanel:
         if self.saved_step is not None:
             lines.append(_Line("saved", Text(f"step {self.saved_step:,}")))
         value_width = max(VALUE_WIDTH, *(len(line.value) for line in lines))
-        beside = width - LABEL_WIDTH - value_width - 2 * GAP
+        beside = width - LABEL_WIDTH - value_width - 2 * GAP  # columns for details
         grid = Table.grid(padding=(0, GAP, 0, 0))
         grid.add_column(width=LABEL_WIDTH, style="dim")
         if beside >= NARROWEST_DETAIL:
             grid.add_column(width=value_width)
             grid.add_column(width=beside, overflow="fold")
             for line in lines:
-                grid.add_row(line.label, line.value, line.detail(beside))
+                grid.add_row(line.label, line.value, line.draw(beside))
             return grid
         below = width - LABEL_WIDTH - GAP
         grid.add_column(width=below, overflow="fold")
         for line in lines:
             grid.add_row(line.label, line.value)
-            if line.has_detail:
-                grid.add_row("", line.detail(below))
+            if line.detail:
+                grid.add_row("", line.draw(below))
         return grid
 
     def _progress(self, done: int) -> "_Detail":
         share, time_left = f"{done / self.steps:4.0%}", ""
         if self._last is not None:
-            seconds = self._last.elapsed_seconds
+            seconds = self._last.elapsed_seconds  # of this process, which began after steps_done
             left = seconds / (done - self._start.steps_done) * (self.steps - done)
             time_left = f"{duration_text(left)} left" if done < self.steps else f"in {duration_text(seconds)}"
 
@@ -241,64 +227,51 @@ class RunPanel:
         if last.model_flops_utilization is not None:
             details.append(f"{last.model_flops_utilization:.1%} of peak FLOP/s")
         speed = _figure(f"{last.tokens_per_second_per_device:,.0f}", "tokens/s")
-        lines.append(_Line("speed", speed, _words(", ".join(details))))
+        lines.append(_Line("speed", speed, ", ".join(details)))
         norm = _figure(f"{last.gradient_norm:.3g}", "gradient norm")
-        lines.append(_Line("update", norm, _words(f"learning rate {last.learning_rate:.2e}")))
+        lines.append(_Line("update", norm, f"learning rate {last.learning_rate:.2e}"))
         lines.append(_Line("memory", _figure(bytes_text(last.peak_memory_bytes), "at most")))
         return lines
 
 
-_Detail = Callable[[int], RenderableType]
-"""Detail beside a figure, drawn for a number of columns."""
-
-
-def _words(text: str) -> _Detail:
-    """A detail of text, which is wrapped if it is too long."""
-    return lambda width: text
-
-
-_NO_DETAIL = _words("")
+_Detail = str | Callable[[int], RenderableType]  # text, which is wrapped, or a drawing for a number of columns
 
 
 @dataclass(frozen=True)
 class _Line:
     label: str
     value: Text
-    detail: _Detail = _NO_DETAIL
+    detail: _Detail = ""
 
-    @property
-    def has_detail(self) -> bool:
-        """Whether there is a detail to draw."""
-        return self.detail is not _NO_DETAIL
+    def draw(self, width: int) -> RenderableType:
+        """The detail in so many columns."""
+        return self.detail if isinstance(self.detail, str) else self.detail(width)
 
 
 def _experts(last: StepReport) -> list[_Line]:
     worst = last.worst_layer
     if worst is None:
         return []
-    entropy = min(layer.entropy for layer in last.layers)
+    entropy = min(layer.entropy for layer in last.layers)  # of the least even layer
     dropped = sum(layer.dropped for layer in last.layers)
-    facts = _words(f"entropy {entropy:.3f}, {dropped:,} dropped")
+    facts = f"entropy {entropy:.3f}, {dropped:,} dropped"
     lines = [_Line("experts", _figure(f"{worst.max_over_mean:.2f}", "max/mean"), facts)]
+    # The least even layers, in the order of the model.
     shown = sorted(last.layers, key=lambda layer: layer.max_over_mean, reverse=True)[:LAYERS_SHOWN]
     for layer in sorted(shown, key=lambda layer: layer.layer):
-        lines.append(_Line(f"layer {layer.layer}", Text(f"{layer.max_over_mean:.2f}"), _bars(layer)))
+        lines.append(_Line(f"layer {layer.layer}", Text(f"{layer.max_over_mean:.2f}"), partial(_bars, layer)))
     return lines
 
 
-def _bars(layer: LayerReport) -> _Detail:
-    return lambda width: Text(load_bars(layer.slots, width), style=_style_of(layer))
+def _bars(layer: LayerReport, width: int) -> Text:
+    load = layer.max_over_mean
+    style = "red" if load >= VERY_UNEVEN else "yellow" if load >= UNEVEN else "cyan"
+    return Text(load_bars(layer.slots, width), style=style)
 
 
 def _figure(number: str, unit: str) -> Text:
     """A bold number and its unit."""
     return Text.assemble((number, "bold"), f" {unit}")
-
-
-def _style_of(layer: LayerReport) -> str:
-    if layer.max_over_mean >= VERY_UNEVEN:
-        return "red"
-    return "yellow" if layer.max_over_mean >= UNEVEN else "cyan"
 
 
 class PlainView(Observer):
@@ -334,15 +307,9 @@ class PlainView(Observer):
         """Print a line between those of steps."""
         self._print(f"  {line}")
 
-    def saved(self, step: int) -> None:
-        """Print nothing: the end names the newest checkpoint."""
-
     def stopping(self) -> None:
         """Print that the request to stop arrived."""
         self._print(STOPPING)
-
-    def closed(self) -> None:
-        """Release nothing."""
 
     @property
     def _mark(self) -> str:
@@ -352,10 +319,10 @@ class PlainView(Observer):
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
+# Heads of the plain view's columns, and their widths. `load` is the largest max/mean of a layer's experts.
 COLUMNS = {
     "step": 8, "loss": 9, "bits/byte": 11, "norm": 9, "rate": 10, "tokens/s": 11, "MFU": 8, "memory": 11, "load": 7,
 }  # fmt: skip
-"""Heads of the plain view's columns, and their widths. `load` is the largest max/mean of a layer's experts."""
 
 
 def _cells(report: StepReport) -> list[str]:
@@ -376,7 +343,9 @@ def _cells(report: StepReport) -> list[str]:
 
 def spark_line(values: Sequence[float], width: int) -> str:
     """Values as a row of at most `width` blocks, the lowest an eighth high, the highest full; neighbours averaged."""
-    means = _bins(values, width)
+    bins = min(len(values), width)  # of equally many neighbours, but for rounding
+    edges = [round(index * len(values) / bins) for index in range(bins + 1)] if bins else []
+    means = [sum(values[begin:end]) / (end - begin) for begin, end in pairwise(edges)]
     low, high = min(means, default=0.0), max(means, default=0.0)
     if high == low:
         return BLOCKS[0] * len(means)
@@ -386,21 +355,12 @@ def spark_line(values: Sequence[float], width: int) -> str:
 def load_bars(slots: Sequence[int], width: int) -> str:
     """Load of each expert as a bar: half high is the mean, full twice the mean; of many, the fullest neighbour."""
     mean = sum(slots) / len(slots) or 1.0
-    # Experts of one bar, rounded up.
-    group = -(-len(slots) // width)
+    group = -(-len(slots) // width)  # experts of one bar, rounded up
     fullest = [max(slots[start : start + group]) for start in range(0, len(slots), group)]
-    # Two blocks and a gap for each expert, if there is room.
-    cell = 3 if len(fullest) * 3 <= width else 1
-    half = len(BLOCKS) // 2
+    cell = 3 if len(fullest) * 3 <= width else 1  # two blocks and a gap for each expert, if there is room
+    half = len(BLOCKS) // 2  # blocks of a bar at the mean
     bars = (BLOCKS[min(max(round(load / mean * half), 1), len(BLOCKS)) - 1] for load in fullest)
     return "".join(bar if cell == 1 else bar * 2 + " " for bar in bars).rstrip()
-
-
-def _bins(values: Sequence[float], width: int) -> list[float]:
-    """At most `width` means of neighbours, equal in number but for rounding."""
-    bins = min(len(values), width)
-    edges = [round(index * len(values) / bins) for index in range(bins + 1)] if bins else []
-    return [sum(values[low:high]) / (high - low) for low, high in pairwise(edges)]
 
 
 class Trail:
@@ -408,9 +368,9 @@ class Trail:
 
     def __init__(self, capacity: int = 512) -> None:
         self._capacity = capacity
-        self._stride = 1
-        self._pending: list[float] = []
-        self._means: list[float] = []
+        self._stride = 1  # steps of one value
+        self._pending: list[float] = []  # fewer than a stride
+        self._means: list[float] = []  # oldest first
 
     def add(self, value: float) -> None:
         """Append a value."""
@@ -418,7 +378,7 @@ class Trail:
         if len(self._pending) == self._stride:
             self._means.append(sum(self._pending) / self._stride)
             self._pending = []
-        if len(self._means) == self._capacity:
+        if len(self._means) == self._capacity:  # from now on twice as many steps for each value
             self._means = [(a + b) / 2 for a, b in zip(self._means[::2], self._means[1::2], strict=True)]
             self._stride *= 2
 

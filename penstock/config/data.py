@@ -1,15 +1,14 @@
 """Sources of text, tokenizer, and processing before the model reads it; see docs/data.md."""
 
+from functools import partial
 from typing import Literal
 
 from penstock.config.schema import Section, knob
 
-SourceOfText = Literal["standard-library", "text", "jsonl", "parquet", "packed", "huggingface"]
-"""Sources of text, or of tokens of text."""
+SourceOfText = Literal["standard-library", "text", "jsonl", "parquet", "packed", "huggingface"]  # packed: its tokens
+SourceName = Literal[SourceOfText, "synthetic-random", "synthetic-learnable"]
 
-SourceName = Literal[
-    "standard-library", "text", "jsonl", "parquet", "packed", "huggingface", "synthetic-random", "synthetic-learnable"
-]
+_share = partial(knob, low=0.0, high=1.0)
 
 
 class Documents(Section):
@@ -63,17 +62,11 @@ class Data(Documents):
     corrupt: Literal["stop", "skip"] = knob(
         "stop", doc="An unreadable record ends the run, or is skipped, counted and named."
     )
-    fill_in_middle: float = knob(
-        0.0,
-        doc="Share of training documents whose middle comes last (fill-in-the-middle, arXiv 2207.14255).",
-        low=0.0,
-        high=1.0,
+    fill_in_middle: float = _share(
+        0.0, doc="Share of training documents whose middle comes last (fill-in-the-middle, arXiv 2207.14255)."
     )
-    fill_in_middle_spm: float = knob(
-        0.5,
-        doc="Share of these in the order suffix, prefix, middle; the others are prefix, suffix, middle.",
-        low=0.0,
-        high=1.0,
+    fill_in_middle_spm: float = _share(
+        0.5, doc="Share of these in the order suffix, prefix, middle; the others are prefix, suffix, middle."
     )
     fill_in_middle_tokens: tuple[str, ...] = knob(
         (), doc="Names of the tokens before prefix, suffix and middle; empty finds the usual ones."

@@ -11,20 +11,12 @@ from penstock.config.problem import Problem
 from penstock.config.run import Run
 from penstock.config.schema import fields_of
 
-FILE_SOURCES = ("text", "jsonl", "parquet", "packed")
-"""Sources that read `files`."""
-
-SYNTHETIC_SOURCES = ("synthetic-random", "synthetic-learnable")
-"""Sources without text."""
-
+FILE_SOURCES = ("text", "jsonl", "parquet", "packed")  # sources that read `files`
+SYNTHETIC_SOURCES = ("synthetic-random", "synthetic-learnable")  # sources without text
 _DATASET_FIELDS = ("dataset", "dataset_config", "split", "validation_split", "revision", "streaming")
 _PART_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,49}")
-
-BYTES_VOCABULARY = 257
-"""256 values of a byte and the end of a document."""
-
-_LEARNABLE_VOCABULARY = 5
-"""The synthetic language continues in one of 4 ways, and needs an end of document."""
+BYTES_VOCABULARY = 257  # 256 values of a byte and the end of a document
+_LEARNABLE_VOCABULARY = 5  # the synthetic language continues in one of 4 ways, and needs an end of document
 
 
 def _places(run: Run) -> Iterator[tuple[str, Documents]]:
@@ -37,6 +29,7 @@ def _places(run: Run) -> Iterator[tuple[str, Documents]]:
 
 def bytes_are_encoded(run: Run) -> bool:
     """Whether text is encoded with `data.tokenizer` bytes."""
+    # Text, not tokens.
     is_encoded = any(place.source not in (*SYNTHETIC_SOURCES, "packed") for _, place in _places(run))
     return is_encoded and run.data.tokenizer == "bytes"
 
@@ -45,7 +38,7 @@ def a_mixture_is_of_parts_only(run: Run) -> Problem | None:
     """With `data.mixture`, fields of `data` that its parts have too, such as `data.source`, keep their defaults."""
     if not run.data.mixture:
         return None
-    given = dict(run.data)
+    given = dict(run.data)  # values by field
     for name, field in fields_of(Documents).items():
         if given[name] != field.default:
             return Problem.from_line(
@@ -101,6 +94,7 @@ def other_sources_have_no_files(run: Run) -> Problem | None:
 def held_out_files_are_not_trained_on(run: Run) -> Problem | None:
     """No file is in both `data.files` and `data.validation_files`."""
     for path, place in _places(run):
+        # As they are written; globs are not expanded.
         shared = [name for name in place.files if name in place.validation_files]
         if shared:
             return Problem.from_line(
@@ -118,7 +112,7 @@ def datasets_have_a_name(run: Run) -> Problem | None:
             missing = next((name for name in ("dataset", "split") if not values[name]), None)
             if missing is not None:
                 return Problem(f"{path}.{missing}", f"is empty, but {path}.source huggingface needs it")
-            continue
+            continue  # the rest is about other sources
         for name in _DATASET_FIELDS:
             if values[name] != fields_of(Documents)[name].default:
                 return Problem.from_line(
@@ -176,7 +170,7 @@ def vocabulary_holds_the_synthetic_language(run: Run) -> Problem | None:
 def bytes_have_one_end(run: Run) -> Problem | None:
     """With `data.tokenizer` bytes, `data.end_of_document` stays empty; of packed tokens it may be an id in digits."""
     end = run.data.end_of_document
-    packed = [place for _, place in _places(run) if place.source == "packed"]
+    packed = [place for _, place in _places(run) if place.source == "packed"]  # whose ids may be of any tokenizer
     if not end or run.data.tokenizer != "bytes" or (packed and end.isdecimal()):
         return None
     return Problem.from_line(
@@ -211,7 +205,7 @@ def middles_have_tokens(run: Run) -> Problem | None:
 def middles_have_three_tokens(run: Run) -> Problem | None:
     """`data.fill_in_middle_tokens` are three different names, or none."""
     names = run.data.fill_in_middle_tokens
-    if not names or len(names) == len({*names}) == 3:
+    if not names or len(names) == len({*names}) == 3:  # prefix, suffix, middle
         return None
     return Problem.from_line(
         "data.fill_in_middle_tokens must be three different names, of the tokens before prefix, suffix and middle; "

@@ -8,14 +8,11 @@ from penstock.config.fit import LayoutSizes, rule_of_sizes
 from penstock.config.problem import Problem
 from penstock.config.run import Run
 
-STAGES = 4
-"""Values of `dispatch.sync_free`, from 0."""
+STAGES = 4  # values of `dispatch.sync_free`, from 0
+COUNTS_STAY = 2  # the first value of `dispatch.sync_free` at which row counts stay on the device
 
-COUNTS_STAY = 2
-"""The first value of `dispatch.sync_free` at which row counts stay on the device."""
-
+# Schedules that run a forward pass beside the backward pass of another micro-batch.
 OVERLAPPING_SCHEDULES = ("interleaved", "dualpipe-v")
-"""Schedules that run a forward pass beside the backward pass of another micro-batch."""
 
 
 @rule_of_sizes
@@ -24,6 +21,7 @@ def sent_rows_are_counted_by_the_host(sizes: LayoutSizes) -> Problem | None:
 
     The host must know how many rows to send and receive. Padding is `model.moe.balance.pad_to_capacity`.
     """
+    # Padding has static shapes.
     if sizes.dispatcher != "all-to-all" or sizes.sync_free < COUNTS_STAY or sizes.model.pads:
         return None
     return Problem.from_line(
@@ -38,6 +36,7 @@ def padded_rows_are_sent(sizes: LayoutSizes) -> Problem | None:
 
     It sends the capacity of every expert, so its shapes are static already.
     """
+    # A plan says local if a rank has all experts.
     if sizes.dispatcher in ("auto", "all-to-all", "local") or not sizes.model.pads:
         return None
     return Problem.from_line(
@@ -68,7 +67,7 @@ def travels_happen_once(sizes: LayoutSizes) -> Problem | None:
         return None
     for field, names in (("recompute.modules", sizes.recompute), ("offload.activations", sizes.offloaded)):
         for name in names:
-            if name in ("moe", "layer"):
+            if name in ("moe", "layer"):  # parts that include the dispatch
                 return Problem.from_line(
                     f"{field} names {name}, which does not go with dispatch.overlap {sizes.overlap}; "
                     f"fix: name parts of a {name}, such as attention, or set dispatch.overlap=none"
@@ -97,8 +96,9 @@ def halves_are_routed_alone(run: Run) -> Problem | None:
     if run.dispatch.overlap != "halves" or run.model.moe is None:
         return None
     balance, section = run.model.moe.balance, "model.moe.balance"
-    if balance.capacity_factor:
+    if balance.capacity_factor:  # slots of an expert are counted over the micro-batch
         field, got, fix = "capacity_factor", f"{balance.capacity_factor:g}", f"set {section}.capacity_factor=0"
+    # A sequence is whole in each half.
     elif balance.aux_loss in ("micro-batch", "global-batch") and balance.aux_loss_coef:
         field, got, fix = "aux_loss", balance.aux_loss, f"set {section}.aux_loss=sequence"
     else:

@@ -19,49 +19,33 @@ from penstock.layout.experts import divides_into
 
 DispatcherName = Literal["local", "padded", "all-to-all", "all-gather", "symmetric", "hierarchical"]
 
-MOST_PEERS = 31
-"""Ranks that can write to each other's memory; penstock/kernels/symmetric.py has the same, with Triton."""
-
-PEER_ROW_MULTIPLE = 16
-"""Bytes that a row written to another GPU must be a multiple of; said there too."""
+# Both are also in penstock/kernels/symmetric.py, whose import needs Triton.
+MOST_PEERS = 31  # ranks that can write to each other's memory
+PEER_ROW_MULTIPLE = 16  # bytes that a row written to another GPU must be a multiple of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DispatchFacts:
-    """All that the choice depends on.
-
-    Attributes:
-        ranks: ranks that share the experts of a layer, EP x ETP.
-        node_ranks: those of them on one node; 1 where nodes hold unequal parts (`ranks_on_a_node`).
-        expert_tensor: ranks that share each expert.
-        row_bytes: a token in the compute dtype; 0 where the caller has checked it.
-        obstacle: reason why this machine's GPUs cannot write to each other's memory; empty if they can.
-    """
+    """All that the choice depends on."""
 
     method: str
     sync_free: int = 0
     pads: bool = False
-    ranks: int
-    node_ranks: int
-    expert_tensor: int = 1
-    row_bytes: int = 0
-    obstacle: str = ""
+    ranks: int  # that share the experts of a layer, EP x ETP
+    node_ranks: int  # those of them on one node; 1 where nodes hold unequal parts (`ranks_on_a_node`)
+    expert_tensor: int = 1  # ranks that share each expert
+    row_bytes: int = 0  # of a token in the compute dtype; 0 where the caller has checked it
+    obstacle: str = ""  # reason why this machine's GPUs cannot write to each other's memory; empty if they can
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DispatcherChoice:
-    """The dispatcher.
-
-    Attributes:
-        inner: the one inside each node, with hierarchical.
-        obstacle: reason why tokens are not written to other GPUs' memory, where the method would allow it.
-        refusal: why the method that was asked for by name cannot be had; `name` is then the nearest that can.
-    """
+    """The dispatcher of a run, and why it is not another."""
 
     name: DispatcherName
-    inner: DispatcherName | None = None
-    obstacle: str = ""
-    refusal: Problem | None = None
+    inner: DispatcherName | None = None  # the one inside each node, with hierarchical
+    obstacle: str = ""  # reason why tokens are not written to other GPUs' memory, where the method would allow it
+    refusal: Problem | None = None  # why the method asked for by name cannot be had; `name` is the nearest that can
 
     @property
     def writes_to_peers(self) -> bool:
@@ -77,12 +61,12 @@ def choose_dispatcher(facts: DispatchFacts) -> DispatcherChoice:
         return DispatcherChoice(name="local")
     # First whether tokens go to nodes, then the way inside a node (or among all ranks).
     crosses, refusal = _crosses_nodes(facts)
-    obstacle = ""
-    if facts.method in ("auto", "symmetric", "hierarchical"):
-        obstacle = _obstacle(facts, crosses)
-        flat: DispatcherName = "symmetric" if not obstacle else _without_peers(facts)
-    else:
-        flat = _without_peers(facts)
+    may_write = facts.method in ("auto", "symmetric", "hierarchical")  # to memory that other GPUs map
+    obstacle = _obstacle(facts, crosses) if may_write else ""
+    counts_stay = facts.sync_free >= COUNTS_STAY and facts.method != "all-to-all"
+    flat: DispatcherName = "all-gather" if counts_stay or facts.method == "all-gather" else "all-to-all"
+    if may_write and not obstacle:
+        flat = "symmetric"
     if facts.method == "symmetric" and obstacle:
         refusal = Problem(
             "dispatch.method=symmetric", "cannot be had", got=obstacle, fix="set dispatch.method=auto, or all-to-all"
@@ -102,7 +86,7 @@ def dispatch_facts(run: Run, node_ranks: int, obstacle: str = "") -> DispatchFac
         ranks=parallel.expert * parallel.expert_tensor,
         node_ranks=node_ranks,
         expert_tensor=parallel.expert_tensor,
-        row_bytes=plain_row_bytes(run),
+        row_bytes=plain_row_bytes(run),  # in 16 or 32 bits, also if rows travel in 8
         obstacle=obstacle,
     )
 
@@ -113,19 +97,19 @@ def plain_row_bytes(run: Run) -> int:
 
 
 def ranks_on_a_node(ranks: int, node_devices: int) -> int:
-    """Ranks of each group of `ranks` neighbours that share a node; 1 if some group is divided unequally.
-
-    `penstock.parallel.axes` finds the same from the ranks themselves.
-    """
-    if node_devices % ranks == 0:
+    """Ranks of each group of `ranks` neighbours that share a node; 1 if some group is divided unequally."""
+    # `penstock.parallel.axes` finds the same from the ranks themselves.
+    if node_devices % ranks == 0:  # whole groups fit into a node
         return ranks
     return node_devices if ranks % node_devices == 0 else 1
 
 
 def _crosses_nodes(facts: DispatchFacts) -> tuple[bool, Problem | None]:
     """Whether tokens go to other nodes first and to ranks there, and why not if that was asked for by name."""
+    # All on one node, or asked for flat.
     if facts.node_ranks == facts.ranks or facts.method not in ("auto", "hierarchical"):
         return False, None
+    # Each node: whole experts, or equal parts.
     divides = divides_into(facts.ranks, facts.expert_tensor, facts.node_ranks)
     if facts.method == "auto":
         return facts.node_ranks > 1 and divides, None
@@ -145,16 +129,10 @@ def _obstacle(facts: DispatchFacts, crosses: bool) -> str:
         return facts.obstacle
     if facts.node_ranks == 1:
         return "one rank on each node"
-    if facts.node_ranks < facts.ranks and not crosses:
+    if facts.node_ranks < facts.ranks and not crosses:  # peers beyond the node cannot be mapped
         return f"{facts.ranks} ranks on several nodes, {facts.node_ranks} on each"
     if facts.node_ranks > MOST_PEERS:
         return f"{facts.node_ranks} ranks on a node, and {MOST_PEERS} are the most"
     if facts.row_bytes % PEER_ROW_MULTIPLE:
         return f"rows of {facts.row_bytes} bytes, no multiple of {PEER_ROW_MULTIPLE} (model.hidden_size)"
     return ""
-
-
-def _without_peers(facts: DispatchFacts) -> DispatcherName:
-    if facts.method == "all-gather" or (facts.method != "all-to-all" and facts.sync_free >= COUNTS_STAY):
-        return "all-gather"
-    return "all-to-all"

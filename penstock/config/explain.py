@@ -12,12 +12,8 @@ from penstock.config.versions import VERSION, VERSION_KEY
 
 
 def explain(path: str) -> str:
-    """Everything about a field: doc, type, unit, range, default, the presets that set it, its rules.
-
-    `path` is the full path of a field, such as `model.moe.top_k`, or of a section, whose fields are then listed. Raises
-    a ConfigError for another path.
-    """
-    fields = find(Run, path)
+    """Everything about the field of a full path, or the fields of a section. Raises a ConfigError for another path."""
+    fields = find(Run, path)  # alternatives of a section may share the path
     if not fields:
         raise _unknown(path)
     return _explain_section(fields[0]) if fields[0].sections else _explain_value(fields)
@@ -41,6 +37,7 @@ def _explain_value(fields: Sequence[Field]) -> str:
         rows += [("only with", f"{parent[0].path}.{KIND} = {kind_of(field.owner)}") for field in fields]
     rows += [("default", default_text(first))]
     rows += [("presets", line) for line in _preset_lines(first)]
+    # Rules name fields by their full path.
     rows += [("rules", text) for text in map(rule_text, RULES) if f"`{first.path}`" in text]
     return _text_page(first.path, " ".join(dict.fromkeys(field.doc for field in fields)), rows)
 
@@ -63,7 +60,7 @@ def _preset_lines(field: Field) -> list[str]:
     """`8: deepseek-v3`: a line for each value of presets that is not the default."""
     names: dict[str, list[str]] = {}
     for name, make in PRESETS.items():
-        values = leaves(make())
+        values = leaves(make())  # of one preset, by path
         if field.path in values and (field.required or values[field.path] != field.default):
             names.setdefault(as_toml(values[field.path]), []).append(name)
     return [f"{value}: {', '.join(users)}" for value, users in names.items()]
@@ -94,18 +91,20 @@ def _unknown(path: str) -> ConfigError:
     )
 
 
-REGENERATE = "make docs"
-"""Command that writes the document; `penstock config reference` prints it."""
+REGENERATE = "make docs"  # command that writes the document; `penstock config reference` prints it
 
 _OPENING = f"""# Configuration
 
 Written by `{REGENERATE}` from [penstock/config](../penstock/config); change it there.
 
+This page lists every field of a run, with type, default, unit, range and meaning, and the rules between fields.
+`penstock config explain FIELD` prints the same for one field, and the presets that set it.
+
 A run is a preset ({", ".join(f"`{name}`" for name in PRESETS)}), a preset cut to its first N layers
 (`deepseek-v2-lite-8l`), or a TOML file. Overrides change single fields: `penstock train debug training.steps=5000`.
 
 ```toml
-# small.toml: everything that is not said here is as in the preset
+# small.toml: all other fields come from the preset
 version = 1
 preset = "debug"
 
@@ -116,18 +115,18 @@ steps = 5000
 experts = 16
 ```
 
-- A file of another `version` is refused; a file without it is of the current one. A key or value that was renamed is
-  refused with its new name.
-- A file that names no `preset` must give every field without a default. A file without `name` is named after itself.
-- `"none"` in a file, `none` in an override, clears a field or a section that may be none.
-- A section of another `{KIND}` keeps the fields that both kinds know; the other fields of the new kind must be given.
-- What you do not write follows what you write: `training.steps=12` shortens a preset's warm-up of 20 steps to a tenth
-  of the steps, `model.layers=1` leaves one layer with experts, `model.moe.experts=4` lowers `top_k`. A value changes
-  only where it would break a rule below, and `penstock config show` prints what came out. Two things that you wrote and
-  that do not go together are refused. Ranks never change what is trained, and a run that goes on keeps its values.
-- In an override, a text needs no quotes, and one file is a list of files: `data.files=a.txt`.
-
-`penstock config explain FIELD` says the same as this page, and which presets set the field.
+- **Version.** A file without `version` has the current one; a file of another version is refused. If a key or value was
+  renamed, the error gives the new name.
+- **Preset and name.** A file without `preset` must set every field that has no default. A run without `name` has the
+  name of its file.
+- **None.** `"none"` in a file, `none` in an override, clears a field or a section that may be none.
+- **Kinds.** If you set another `{KIND}` of a section, the section keeps the fields that both kinds have; you must set
+  the other required fields.
+- **Dependent values.** If a value that you set would break a rule below, values of the preset that you did not set are
+  adjusted: `training.steps=12` shortens a warm-up of 20 steps to a tenth of the steps, `model.layers=1` leaves one
+  layer with experts, `model.moe.experts=4` lowers `top_k`. `penstock config show` prints the result. If two values that
+  you set conflict, the run is refused. The number of ranks never changes these values, and a resumed run keeps them.
+- **Overrides.** Text needs no quotes, and a single file stands for a list of files: `data.files=a.txt`.
 """
 
 

@@ -14,75 +14,58 @@ from typing import Literal
 from penstock.base.numbers import counted
 from penstock.config.model import Attention, GroupedQueryAttention, LatentAttention, Model
 from penstock.config.parallel import Overlap
-from penstock.config.problem import Problem, divisors, refuse
+from penstock.config.problem import Problem, divisors, multiples_near, refuse
 from penstock.config.run import Run
 from penstock.layout.grid import MOST_RANKS, Grid
 from penstock.layout.schedules import SCHEDULES
 from penstock.layout.sequence import Method
 
+# Schedules that compute the gradients of inputs and of weights apart.
 SPLITTING_SCHEDULES = ("zb-1f1b", "zb-v", "v-half", "v-min", "dualpipe-v")
-"""Schedules that compute the gradients of inputs and of weights apart."""
 
-NO_PIPELINE = "none"
-"""`LayoutSizes.schedule` of a run without a pipeline."""
+NO_PIPELINE = "none"  # `LayoutSizes.schedule` of a run without a pipeline
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSizes:
-    """Sizes of a model that layouts divide.
-
-    Attributes:
-        head_counts: heads, then key/value heads of grouped-query attention.
-        experts: routed experts of a layer; 0 in a dense model.
-        shared_width: features of the shared expert; 0 for none.
-        dense_width: features of a dense network; 0 if no layer is dense.
-        pads: every expert gets exactly its capacity of rows.
-    """
+    """Sizes of a model that layouts divide."""
 
     layers: int
     dense_layers: int
     vocab_size: int
-    head_counts: tuple[int, ...]
-    experts: int
+    head_counts: tuple[int, ...]  # heads, then key/value heads of grouped-query attention
+    experts: int  # routed experts of a layer; 0 in a dense model
     expert_width: int
-    shared_width: int
-    dense_width: int
+    shared_width: int  # features of the shared expert; 0 for none
+    dense_width: int  # features of a dense network; 0 if no layer is dense
     is_latent: bool
-    pads: bool
+    pads: bool  # every expert gets exactly its capacity of rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutSizes:
-    """Sizes and choices of a layout, and its model.
-
-    Ranks share a dense matrix (tp), a row of tokens (cp), layers (pp), a layer's experts (ep), or an expert (etp).
-
-    Attributes:
-        vpp: stages of each pipeline rank; 1 without a pipeline.
-        schedule: schedule of the pipeline; `none` without one.
-        dispatcher: `dispatch.method`; in a plan the dispatcher that runs, `local` if a rank has all experts.
-        shard: none, optimizer or full.
-        context_method: `parallel.context_method`; `settled_context_method` settles `auto`.
-    """
+    """Sizes and choices of a layout, and its model."""
 
     model: ModelSizes
-    global_batch: int
+    global_batch: int  # rows of a step over all ranks
     sequence_length: int
-    tp: int = 1
-    cp: int = 1
-    pp: int = 1
-    vpp: int = 1
-    ep: int = 1
-    etp: int = 1
+    tp: int = 1  # ranks that share a dense matrix
+    cp: int = 1  # a row of tokens
+    pp: int = 1  # the layers
+    vpp: int = 1  # stages of each pipeline rank; 1 without a pipeline
+    ep: int = 1  # ranks that share the experts of a layer
+    etp: int = 1  # an expert
     micro_batch: int = 1
     schedule: str = NO_PIPELINE
     recompute: tuple[str, ...] = ()
     offloaded: tuple[str, ...] = ()
     sync_free: int = 0
-    dispatcher: str = "local"
-    shard: str = "optimizer"
+    dispatcher: str = (
+        "local"  # `dispatch.method`; in a plan the dispatcher that runs, `local` if a rank has all experts
+    )
+    shard: str = "optimizer"  # or none, full; never auto
     overlap: Overlap = "none"
-    context_method: Literal["auto", "all-gather", "ulysses"] = "auto"
+    context_method: Literal["auto", "all-gather", "ulysses"] = "auto"  # `settled_context_method` settles auto
     capture: str = "none"
 
     @property
@@ -111,7 +94,7 @@ def model_sizes(model: Model) -> ModelSizes:
         dense_layers=model.layers - model.moe_layers,
         vocab_size=model.vocab_size,
         head_counts=tuple(heads_of(model.attention).values()),
-        experts=0 if moe is None else moe.experts,
+        experts=0 if moe is None else moe.experts,  # so that rules need not ask whether there are any
         expert_width=0 if moe is None else moe.moe_intermediate_size,
         shared_width=0 if moe is None else moe.shared_expert_intermediate_size,
         dense_width=model.intermediate_size if model.moe_layers < model.layers else 0,
@@ -138,7 +121,7 @@ def layout_sizes(run: Run) -> LayoutSizes:
         recompute=run.recompute.modules,
         offloaded=run.offload.activations,
         sync_free=run.dispatch.sync_free,
-        dispatcher=run.dispatch.method,
+        dispatcher=run.dispatch.method,  # rules read what is asked for
         shard=shard(run),
         overlap=run.dispatch.overlap,
         context_method=parallel.context_method,
@@ -151,7 +134,7 @@ def rule_of_sizes(rule: Callable[[LayoutSizes], Problem | None]) -> Callable[[Ru
 
     @wraps(rule)
     def asked(subject: Run | LayoutSizes) -> Problem | None:
-        return rule(layout_sizes(subject) if isinstance(subject, Run) else subject)
+        return rule(layout_sizes(subject) if isinstance(subject, Run) else subject)  # a search has no `Run`
 
     return asked
 
@@ -179,46 +162,39 @@ def stage_count(run: Run) -> int:
 
 def micro_batches(run: Run, grid: Grid) -> int:
     """Forward passes of each rank for one optimizer step."""
-    return run.training.global_batch // (run.training.micro_batch * grid.data)
+    return run.training.global_batch // (run.training.micro_batch * grid.data)  # whole, or the rules refuse the grid
 
 
-def smallest_world(run: Run) -> int:
+def smallest_world(subject: Run | LayoutSizes) -> int:
     """Fewest ranks that the sizes of `parallel` fit: one data-parallel replica of both views."""
-    return _least_ranks(layout_sizes(run))
-
-
-def _least_ranks(sizes: LayoutSizes) -> int:
+    sizes = layout_sizes(subject) if isinstance(subject, Run) else subject
     # Both views divide the same ranks, so a stage needs a common multiple of the two.
     return sizes.pp * lcm(sizes.tp * sizes.cp, sizes.expert_ranks)
 
 
 def grid_of(run: Run, world: int) -> Grid:
-    """Both views of the ranks of a run that obeys the rules.
-
-    Raises a ConfigError if the sizes do not divide the `world` ranks, or if the remaining data-parallel ranks do not
-    divide the batch or the shards.
-    """
+    """Both views of the `world` ranks. Raises a ConfigError if the sizes, the batch or the shards do not divide."""
     sizes = layout_sizes(run)
     refuse([problem for problem in (sizes_divide_the_ranks(sizes, world), _recording(run, world)) if problem])
     grid = Grid(
         world=world, tensor=sizes.tp, context=sizes.cp, pipeline=sizes.pp, expert=sizes.ep, expert_tensor=sizes.etp
     )
     batch, order = micro_batches_are_whole(sizes, world), schedule_has_its_micro_batches(sizes, world)
-    # These are asked of a grid that exists: they divide by its data-parallel ranks.
+    # Rules of the batch come last: they divide by the data-parallel ranks of a grid that exists.
     refuse([problem for problem in (batch, order, _shards(run, grid)) if problem])
     return grid
 
 
 def sizes_divide_the_ranks(sizes: LayoutSizes, world: int) -> Problem | None:
     """PP x CP x TP divides the ranks, and so does PP x EP x ETP: two views of the same ranks."""
-    least = _least_ranks(sizes)
-    if max(world, least) > MOST_RANKS:
+    least = smallest_world(sizes)
+    if max(world, least) > MOST_RANKS:  # also of sizes whose multiple is absurd
         got = f"{max(world, least):,}"
         return Problem("parallel", "is for too many ranks", got=got, allowed=f"at most {MOST_RANKS}")
     dense = {"pipeline": sizes.pp, "tensor": sizes.tp, "context": sizes.cp}
     expert = {"pipeline": sizes.pp, "expert": sizes.ep, "expert_tensor": sizes.etp}
     if world < least:
-        larger = max(prod(dense.values()), prod(expert.values()))
+        larger = max(prod(dense.values()), prod(expert.values()))  # the common multiple is it, or more
         which = "the larger of" if least == larger else "the least common multiple of"
         return Problem.from_line(
             f"parallel needs more ranks: {which} {_product(dense)} and {_product(expert)}; "
@@ -227,7 +203,7 @@ def sizes_divide_the_ranks(sizes: LayoutSizes, world: int) -> Problem | None:
         )
     for view in (dense, expert):
         if world % prod(view.values()):
-            below = world - world % least
+            below = world - world % least  # the nearest number of ranks that works
             return Problem.from_line(
                 f"parallel does not divide the ranks: {_product(view)}; got {counted(world, 'rank')}; "
                 f"allowed: a multiple of {least}; fix: run on {below} or {below + least} ranks, or change these sizes"
@@ -251,11 +227,10 @@ def _recording(run: Run, world: int) -> Problem | None:
 def micro_batches_are_whole(sizes: LayoutSizes, world: int) -> Problem | None:
     """Micro-batch x DP divides the global batch: every data-parallel rank gets the same number of micro-batches."""
     rows, data = sizes.global_batch, world // (sizes.tp * sizes.cp * sizes.pp)
-    least = sizes.micro_batch * data
+    least = sizes.micro_batch * data  # 0 where a search asks about too few ranks
     if least and rows % least == 0:
         return None
-    below = rows - rows % least if least else 0
-    near = " or ".join(f"{batch}" for batch in (below, below + least) if batch)
+    near = multiples_near(rows, least) if least else ""
     # A smaller micro-batch helps only if the data-parallel ranks divide the rows.
     each, left = divmod(rows, data) if data else (0, 0)
     smaller = f", or training.micro_batch to {gcd(each, sizes.micro_batch)}" if each and not left else ""
@@ -269,7 +244,7 @@ def schedule_has_its_micro_batches(sizes: LayoutSizes, world: int) -> Problem | 
     """dualpipe-v needs two micro-batches for each pipeline rank."""
     if sizes.pp == 1 or sizes.schedule not in SCHEDULES:
         return None
-    rows = sizes.micro_batch * (world // (sizes.tp * sizes.cp * sizes.pp))
+    rows = sizes.micro_batch * (world // (sizes.tp * sizes.cp * sizes.pp))  # of one micro-batch on all ranks
     least, count = SCHEDULES[sizes.schedule].micro_batches_per_rank * sizes.pp, sizes.global_batch // max(1, rows)
     if count >= least:
         return None
@@ -283,7 +258,7 @@ def _shards(run: Run, grid: Grid) -> Problem | None:
     """`parallel.shard_size` divides the ranks that hold the same parameters, unless they are fewer."""
     size = run.parallel.shard_size
     for ranks, what in ((grid.data * grid.context, "dense matrices"), (grid.expert_data, "experts")):
-        if 0 < size < ranks and ranks % size:
+        if 0 < size < ranks and ranks % size:  # more than there are means all
             wrong = f"must divide the ranks that hold the same {what} ({ranks})"
             got = f"{size} on {counted(grid.world, 'rank')}"
             return Problem("parallel.shard_size", wrong, got=got, allowed=f"{divisors(ranks)}, or 0 for all")

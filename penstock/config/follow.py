@@ -23,12 +23,10 @@ from penstock.config.run import Run
 from penstock.config.schema import Section
 from penstock.layout.schedules import SCHEDULES
 
-_WARMUP_SHARE = 10
-"""A warm-up that is too long becomes this part of the steps."""
+_WARMUP_SHARE = 10  # a warm-up that is too long becomes this part of the steps
 
 AnySection = TypeVar("AnySection", bound=Section)
-Values = dict[str, Any]
-"""New values by the full path of their field."""
+Values = dict[str, Any]  # new values by the full path of their field
 
 
 @dataclass(frozen=True)
@@ -40,14 +38,12 @@ class Written:
     def __call__(self, path: str) -> bool:
         """Whether the user wrote a field."""
         names = path.split(".")
+        # `model.moe.top_k` is written if it, `model.moe` or `model` is.
         return any(".".join(names[:end]) in self.paths for end in range(1, len(names) + 1))
 
 
 def follow(run: Run, written: Collection[str]) -> Run:
-    """The run, which may break rules between fields, with values that follow the written ones.
-
-    `written` holds full paths of fields, or of sections that were written as a whole, such as `model.moe`.
-    """
+    """The run, which may break rules between fields, with values that follow those at the `written` paths."""
     is_written = Written(frozenset(written))
     for values_of in _FOLLOWERS:
         for path, value in values_of(run, is_written).items():
@@ -71,7 +67,7 @@ def _decay(run: Run, is_written: Written) -> Values:
     """The decay is shortened to the steps after the warm-up, or the warm-up if the decay was written."""
     schedule, steps = run.schedule, run.training.steps
     if schedule.decay != "wsd":
-        return {"schedule.decay_steps": 0}
+        return {"schedule.decay_steps": 0}  # only wsd reads it
     if schedule.warmup_steps + schedule.decay_steps <= steps:
         return {}
     if is_written("schedule.decay_steps"):
@@ -82,22 +78,22 @@ def _decay(run: Run, is_written: Written) -> Values:
 def _batch(run: Run, is_written: Written) -> Values:
     """Micro-batches divide the global batch; with overlap halves a micro-batch has an even number of rows."""
     rows, micro = run.training.global_batch, run.training.micro_batch
-    if run.dispatch.overlap == "halves" and micro % 2 and rows % (2 * micro) == 0:
+    if run.dispatch.overlap == "halves" and micro % 2 and rows % (2 * micro) == 0:  # halves need even micro-batches
         return {"training.micro_batch": 2 * micro}
     if rows % micro == 0:
         return {}
     if is_written("training.global_batch"):
-        return {"training.micro_batch": gcd(rows, micro)}
-    return {"training.global_batch": max(micro, rows - rows % micro)}
+        return {"training.micro_batch": gcd(rows, micro)}  # the largest that divides both
+    return {"training.global_batch": max(micro, rows - rows % micro)}  # rounded down, but one micro-batch at least
 
 
 def _profile(run: Run, _: Written) -> Values:
-    left = run.training.steps - run.profile.start + 1
+    left = run.training.steps - run.profile.start + 1  # steps are counted from 1
     return {"profile.steps": min(run.profile.steps, left)} if run.profile.start and left > 0 else {}
 
 
 def _evaluation(run: Run, _: Written) -> Values:
-    return {} if evaluation_has_text(run) is None else {"evaluation.rows": 0}
+    return {} if evaluation_has_text(run) is None else {"evaluation.rows": 0}  # nothing is held out
 
 
 def _layers(run: Run, is_written: Written) -> Values:
@@ -130,7 +126,7 @@ def _heads(run: Run, _: Written) -> Values:
     attention = run.model.attention
     if not isinstance(attention, GroupedQueryAttention):
         return {}
-    return {"model.attention.kv_heads": gcd(attention.heads, attention.kv_heads)}
+    return {"model.attention.kv_heads": gcd(attention.heads, attention.kv_heads)}  # which divides the heads
 
 
 def _local(run: Run, _: Written) -> Values:
@@ -184,17 +180,17 @@ def _router(run: Run, _: Written) -> Values:
         return {}
     values: Values = {}
     if moe.router.scoring_func == "softmax":
-        values["model.moe.router.expert_bias"] = False
+        values["model.moe.router.expert_bias"] = False  # it steers sigmoid scores only
     if moe.router.scoring_func == "sigmoid" or moe.top_k == 1:
         values["model.moe.router.softmax_after_top_k"] = False
     if moe.top_k == 1:
-        values["model.moe.router.norm_topk_prob"] = False
+        values["model.moe.router.norm_topk_prob"] = False  # one weight over itself is always 1
     if moe.router.apply_probs_on_input:
-        values["model.moe.bias"] = False
+        values["model.moe.bias"] = False  # weighted inputs would leave the biases without their weight
     if moe.balance.aux_loss == "none":
-        values["model.moe.balance.aux_loss_coef"] = 0.0
+        values["model.moe.balance.aux_loss_coef"] = 0.0  # a factor of nothing
     if moe.balance.capacity_factor == 0:
-        values["model.moe.balance.pad_to_capacity"] = False
+        values["model.moe.balance.pad_to_capacity"] = False  # without a capacity
     return values
 
 
@@ -211,13 +207,14 @@ def _schedule(run: Run, is_written: Written) -> Values:
 def _stages(run: Run, _: Written) -> Values:
     if schedule_has_its_stages(run) is None:
         return {}
-    return {"pipeline.stages_per_rank": SCHEDULES[run.pipeline.schedule].fewest}
+    return {"pipeline.stages_per_rank": SCHEDULES[run.pipeline.schedule].fewest}  # that the schedule runs with
 
 
 def _row_counts(run: Run, _: Written) -> Values:
     return {} if captured_shapes_are_known(run) is None else {"dispatch.sync_free": COUNTS_STAY}
 
 
+# In this order; a later one sees the changes of earlier ones.
 _FOLLOWERS: tuple[Callable[[Run, Written], Values], ...] = (
     _warmup,
     _decay,
@@ -237,4 +234,3 @@ _FOLLOWERS: tuple[Callable[[Run, Written], Values], ...] = (
     _stages,
     _row_counts,
 )
-"""In this order; a later one sees the changes of earlier ones."""

@@ -10,11 +10,11 @@ from penstock.config.fit import LayoutSizes, rule_of_sizes, shard
 from penstock.config.problem import Problem
 from penstock.config.run import Run
 
+# Modules that reach into the captured parts of a layer.
 _NOT_BEHIND_PARTS = {
     "recompute.modules": ("norm", "latent-up", "attention", "moe", "layer"),
     "offload.activations": ("attention", "moe", "layer"),
 }
-"""Modules that reach into the captured parts of a layer."""
 
 
 @rule_of_sizes
@@ -58,8 +58,8 @@ def captured_shapes_are_known(run: Run) -> Problem | None:
 
     That is `dispatch.sync_free` 2 or 3, `dispatch.method` symmetric, or `model.moe.balance.pad_to_capacity`.
     """
-    moe, shares = run.model.moe, run.parallel.expert * run.parallel.expert_tensor > 1
-    is_static = run.dispatch.sync_free >= COUNTS_STAY or run.dispatch.method == "symmetric"
+    moe, shares = run.model.moe, run.parallel.expert * run.parallel.expert_tensor > 1  # ranks exchange rows
+    is_static = run.dispatch.sync_free >= COUNTS_STAY or run.dispatch.method == "symmetric"  # counts stay on the device
     if not _captures(run, "full") or moe is None or not shares or is_static or moe.balance.pad_to_capacity:
         return None
     return Problem.from_line(
@@ -108,7 +108,7 @@ def captured_parts_are_judged_alone(run: Run) -> Problem | None:
     moe = run.model.moe
     if not _captures(run, "partial") or moe is None or moe.balance.aux_loss != "global-batch":
         return None
-    if not (moe.balance.aux_loss_coef or moe.balance.z_loss_coef):
+    if not (moe.balance.aux_loss_coef or moe.balance.z_loss_coef):  # no loss is computed
         return None
     return Problem.from_line(
         "model.moe.balance.aux_loss sums over ranks in the router, and the graphs of graphs.capture partial hold no "
@@ -137,4 +137,4 @@ def captured_work_is_of_a_gpu(run: Run) -> Problem | None:
 
 
 def _captures(run: Run, *what: str) -> bool:
-    return run.graphs.capture in (what or ("full", "partial"))
+    return run.graphs.capture in (what or ("full", "partial"))  # auto captures only what the rules allow

@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from penstock.base.errors import ConfigError, did_you_mean
 from penstock.config.fit import SPLITTING_SCHEDULES, LayoutSizes, ModelSizes, rule_of_sizes, stage_count
 from penstock.config.parallel import OFFLOADABLE, RECOMPUTABLE
-from penstock.config.problem import Problem, divisors
+from penstock.config.problem import Problem, multiples_near, must_divide
 from penstock.config.run import Run
 from penstock.layout.schedules import SCHEDULES
 from penstock.layout.sequence import multiple_of
 from penstock.layout.stages import parse_stages
 
-_HEAD_FIELDS = ("heads", "kv_heads")
-"""Fields of `ModelSizes.head_counts`."""
+_HEAD_FIELDS = ("heads", "kv_heads")  # fields of `ModelSizes.head_counts`
 
 
 @rule_of_sizes
@@ -33,20 +32,21 @@ def experts_have_ranks_only_if_there_are_any(sizes: LayoutSizes) -> Problem | No
 @rule_of_sizes
 def expert_ranks_divide_experts(sizes: LayoutSizes) -> Problem | None:
     """`parallel.expert` divides `model.moe.experts`."""
-    return _must_divide("expert", sizes.ep, "model.moe.experts", sizes.model.experts)
+    return must_divide("parallel.expert", sizes.ep, "model.moe.experts", sizes.model.experts)
 
 
 @rule_of_sizes
 def expert_tensor_ranks_divide_an_expert(sizes: LayoutSizes) -> Problem | None:
     """`parallel.expert_tensor` divides `model.moe.moe_intermediate_size`."""
-    return _must_divide("expert_tensor", sizes.etp, "model.moe.moe_intermediate_size", sizes.model.expert_width)
+    whole = "model.moe.moe_intermediate_size"
+    return must_divide("parallel.expert_tensor", sizes.etp, whole, sizes.model.expert_width)
 
 
 @rule_of_sizes
 def tensor_ranks_divide_heads(sizes: LayoutSizes) -> Problem | None:
     """`parallel.tensor` divides `model.attention.heads`, and `model.attention.kv_heads` if there are any."""
     for name, count in zip(_HEAD_FIELDS, sizes.model.head_counts, strict=False):
-        if problem := _must_divide("tensor", sizes.tp, f"model.attention.{name}", count):
+        if problem := must_divide("parallel.tensor", sizes.tp, f"model.attention.{name}", count):
             return problem
     return None
 
@@ -55,8 +55,8 @@ def tensor_ranks_divide_heads(sizes: LayoutSizes) -> Problem | None:
 def tensor_ranks_divide_widths(sizes: LayoutSizes) -> Problem | None:
     """`parallel.tensor` divides `model.intermediate_size` and `model.moe.shared_expert_intermediate_size`."""
     model = sizes.model
-    return _must_divide("tensor", sizes.tp, "model.intermediate_size", model.dense_width) or _must_divide(
-        "tensor", sizes.tp, "model.moe.shared_expert_intermediate_size", model.shared_width
+    return must_divide("parallel.tensor", sizes.tp, "model.intermediate_size", model.dense_width) or must_divide(
+        "parallel.tensor", sizes.tp, "model.moe.shared_expert_intermediate_size", model.shared_width
     )
 
 
@@ -79,14 +79,13 @@ def ranks_divide_the_sequence(sizes: LayoutSizes) -> Problem | None:
     With `parallel.context_method` all-gather, twice that many do, because a rank has two chunks of each row.
     """
     length, ranks = sizes.sequence_length, sizes.cp * sizes.tp
-    least = multiple_of(sizes.cp, sizes.tp, sizes.settled_context_method)
+    least = multiple_of(sizes.cp, sizes.tp, sizes.settled_context_method)  # all-gather: two chunks of each row a rank
     if length % least == 0:
         return None
-    below = length - length % least
-    near = " or ".join(f"{one}" for one in (below, below + least) if one)
     return Problem.from_line(
         f"training.sequence_length must be a multiple of {'2 x ' if least > ranks else ''}parallel.context x "
-        f"parallel.tensor ({least}); got {length}; fix: set training.sequence_length to {near}"
+        f"parallel.tensor ({least}); got {length}; "
+        f"fix: set training.sequence_length to {multiples_near(length, least)}"
     )
 
 
@@ -97,7 +96,7 @@ def ulysses_divides_heads(sizes: LayoutSizes) -> Problem | None:
     These are `model.attention.heads`, and `model.attention.kv_heads` if there are any.
     """
     ranks = sizes.cp * sizes.tp
-    if sizes.context_method != "ulysses" or sizes.cp == 1:
+    if sizes.context_method != "ulysses" or sizes.cp == 1:  # auto takes another method where heads do not divide
         return None
     for name, heads in zip(_HEAD_FIELDS, sizes.model.head_counts, strict=False):
         if heads % ranks:
@@ -117,7 +116,7 @@ def schedule_has_its_stages(sizes: LayoutSizes) -> Problem | None:
     """
     if sizes.pp == 1 or sizes.schedule not in SCHEDULES:
         return None
-    shape, stages = SCHEDULES[sizes.schedule], sizes.vpp
+    shape, stages = SCHEDULES[sizes.schedule], sizes.vpp  # `shape.most` is None without a limit
     if shape.fewest <= stages and (shape.most is None or stages <= shape.most):
         return None
     other = "interleaved" if stages > 1 else "1f1b"
@@ -135,7 +134,7 @@ def pipeline_has_enough_layers(sizes: LayoutSizes) -> Problem | None:
     No stage is empty; the embedding and the head may have stages of their own.
     """
     layers = sizes.model.layers
-    if sizes.pp == 1 or sizes.stages <= layers + 2:
+    if sizes.pp == 1 or sizes.stages <= layers + 2:  # with stages for the embedding and for the head
         return None
     return Problem.from_line(
         f"parallel.pipeline makes more stages than model.layers ({layers}), the embedding and the head can fill; "
@@ -160,13 +159,13 @@ def layout_can_be_read(run: Run) -> Problem | None:
     It holds all of `model.layers` and `model.mtp_layers` and makes `parallel.pipeline` x `pipeline.stages_per_rank`
     stages.
     """
-    if not run.pipeline.layout or run.parallel.pipeline == 1:
+    if not run.pipeline.layout or run.parallel.pipeline == 1:  # the rule above refuses the latter
         return None
     layers, mtp_layers = run.model.layers, run.model.mtp_layers
     try:
         parse_stages(run.pipeline.layout, layers=layers, mtp_layers=mtp_layers, stages=stage_count(run))
     except ConfigError as error:
-        what = error.what.removeprefix("pipeline.layout ")
+        what = error.what.removeprefix("pipeline.layout ")  # the field is printed before it
         return Problem("pipeline.layout", what, got=f"{error.got}", allowed=f"{error.allowed}", fix=error.fix)
     return None
 
@@ -235,13 +234,6 @@ def recompute_says_what(run: Run) -> Problem | None:
     return None
 
 
-def _must_divide(name: str, ranks: int, whole: str, count: int) -> Problem | None:
-    """A size of `parallel` divides what its ranks share."""
-    if count % ranks == 0:
-        return None
-    return Problem(f"parallel.{name}", f"must divide {whole} ({count})", f"{ranks}", divisors(count))
-
-
 def _unknown_part(model: ModelSizes, field: str, names: Sequence[str], known: Sequence[str]) -> Problem | None:
     missing = _missing_parts(model)
     for name in names:
@@ -256,7 +248,7 @@ def _unknown_part(model: ModelSizes, field: str, names: Sequence[str], known: Se
 
 def _missing_parts(model: ModelSizes) -> dict[str, str]:
     """Parts of layers that this model lacks, each with the reason."""
-    missing = {} if model.is_latent else {"latent-up": "model.attention.kind is not mla"}
+    missing = {} if model.is_latent else {"latent-up": "model.attention.kind is not mla"}  # part: reason
     if not model.experts:
         missing |= dict.fromkeys(("moe", "expert-activation", "shared-expert"), "the model has no model.moe")
     elif model.shared_width == 0:

@@ -28,22 +28,16 @@ from penstock.config.schema import Section, fields_of
 from penstock.config.tree import NONE, Tree, build, merge, parse_overrides, paths_in, settle
 from penstock.config.versions import VERSION, VERSION_KEY, check_version
 
-RUN_FILE = "config.toml"
-"""The resolved configuration in the folder of a run."""
-
+RUN_FILE = "config.toml"  # the resolved configuration in the folder of a run
 _PRESET = "preset"
 
 
 def load_run(target: str, overrides: Sequence[str] = (), *, follows: bool = True) -> Run:
     """The run that a user asks for, resolved and checked. Raises a ConfigError if there is none.
 
-    Args:
-        target: name of a preset, path of a TOML file, or path of the folder of a run.
-        overrides: `a.b=c` each; the later ones win.
-        follows: values of presets and defaults, and of the resolved configuration of a run, follow what was written.
-            A run that goes on stays as it is.
+    Of overrides `a.b=c` the later ones win. Values that were not written follow the written ones unless `follows` is
+    false: a run that goes on stays as it is.
     """
-    # A tree of plain values, and the paths that the user wrote.
     tree, written = _read_target(target)
     return _built(tree, overrides, written if follows else None)
 
@@ -79,14 +73,11 @@ def _read_target(target: str) -> tuple[Tree, frozenset[str]]:
         return _read_file(path / RUN_FILE)
     if os.path.exists(path) or path.suffix == ".toml" or len(path.parts) > 1:
         return _read_file(path)
-    return preset(target).model_dump(), frozenset()  # It is none, and the error says which there are.
+    return preset(target).model_dump(), frozenset()  # it is no preset, and the error says which there are
 
 
 def _read_file(path: Path) -> tuple[Tree, frozenset[str]]:
-    """The settled tree of a file, laid over the preset that it starts from, if it does; and what the user wrote in it.
-
-    The configuration in the folder of a run was written by the run.
-    """
+    """The settled tree of a file, laid over the preset that it starts from, and the paths that the user wrote in it."""
     table = _parse_file(path)
     check_version(table, str(path))
     for key in table:
@@ -98,12 +89,14 @@ def _read_file(path: Path) -> tuple[Tree, frozenset[str]]:
     base: Tree = {} if name is None else preset(name).model_dump()
     # The file wins over its preset; its own name wins over the name of the file.
     own = settle(fields_of(Run), table)
-    return merge(Run, {**base, "name": path.stem}, own), frozenset() if path.name == RUN_FILE else paths_in(own)
+    # The configuration in the folder of a run was written by the run.
+    written = frozenset() if path.name == RUN_FILE else paths_in(own)
+    return merge(Run, {**base, "name": path.stem}, own), written
 
 
 def _parse_file(path: Path) -> dict[str, Any]:
     try:
-        text = read_bounded(path, MOST_TOML_BYTES).decode("utf-8-sig")
+        text = read_bounded(path, MOST_TOML_BYTES).decode("utf-8-sig")  # some editors write a byte order mark
     except FileNotFoundError as error:
         raise ConfigError(
             f"there is no file {path}", fix=did_you_mean_path(path) or "check the path, or name a preset"
@@ -111,7 +104,7 @@ def _parse_file(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
+        line = error.object[: error.start].count(b"\n") + 1  # of the first wrong byte
         raise ConfigError(f"{path}:{line}: the file is not UTF-8 text", fix="save it as UTF-8") from error
     try:
         return parse_toml(text)
@@ -124,7 +117,7 @@ def _syntax_fault(path: Path, text: str, message: str) -> str:
     place = re.search(r" \(at (?:line (?P<line>\d+), column \d+|end of document)\)$", message)
     if place is None:
         return f"{path} is not TOML: {message}"
-    line = place["line"] or text.count("\n") + 1
+    line = place["line"] or text.count("\n") + 1  # the end of the document is its last line
     return f"{path}:{line}: this is not TOML: {message[: place.start()]}"
 
 
@@ -138,7 +131,7 @@ def _as_table(section: Section) -> Tree:
         elif field.named:
             table[name] = {one: _as_table(inner) for one, inner in value.items()}
         elif value is not None:
-            table[name] = list(value) if isinstance(value, tuple) else value
+            table[name] = list(value) if isinstance(value, tuple) else value  # TOML has arrays
         elif field.required or field.default is not None:
-            table[name] = NONE
+            table[name] = NONE  # its default is something else
     return table

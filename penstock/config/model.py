@@ -7,16 +7,15 @@ from pydantic import Discriminator
 
 from penstock.config.schema import Section, knob
 
-# Far above any trained model, and low enough that products of a few fit 64 bits.
-MOST_FEATURES = 2**20
-MOST_HEADS = 2**16
-MOST_EXPERTS = 2**16
-MOST_LAYERS = 10_000
-MOST_TOKENS = 2**31
+# Limits are far above any trained model, and low enough that products of a few fit 64 bits.
+MOST_EXPERTS = 2**16  # of a layer, and groups of them
+MOST_LAYERS = 10_000  # also virtual stages of a pipeline rank
+MOST_TOKENS = 2**31  # ids of a vocabulary
 
-_width = partial(knob, unit="features", high=MOST_FEATURES)
-_heads = partial(knob, unit="heads", high=MOST_HEADS)
+_width = partial(knob, unit="features", high=2**20)
+_heads = partial(knob, unit="heads", high=2**16)
 _experts = partial(knob, unit="experts", high=MOST_EXPERTS)
+_groups = partial(knob, unit="groups", low=1, high=MOST_EXPERTS)
 _layers = partial(knob, unit="layers", high=MOST_LAYERS)
 
 
@@ -93,8 +92,8 @@ class GroupedQueryAttention(Section):
 
     def is_global(self, layer: int) -> bool:
         """Whether the layer of this number, from 0, has global attention."""
-        every = 1 if self.local is None else self.local.global_every
-        return every > 0 and (layer + 1) % every == 0
+        every = 1 if self.local is None else self.local.global_every  # 0: no layer is global
+        return every > 0 and (layer + 1) % every == 0  # the n-th, 2n-th, ... layer
 
     def rotates(self, layer: int) -> bool:
         """Whether the layer of this number, from 0, has position embedding."""
@@ -121,7 +120,7 @@ class LatentAttention(Section):
     @property
     def head_dim(self) -> int:
         """Width of a query/key head."""
-        return self.qk_nope_head_dim + self.qk_rope_head_dim
+        return self.qk_nope_head_dim + self.qk_rope_head_dim  # values may have another width
 
     @property
     def rotary_dim(self) -> int:
@@ -141,8 +140,8 @@ class Router(Section):
     softmax_after_top_k: bool = knob(
         False, doc="Choose by logits and take the softmax over the chosen experts only (Mixtral) instead of before."
     )
-    n_group: int = knob(1, doc="Equal groups of experts; 1 means no groups.", unit="groups", low=1, high=MOST_EXPERTS)
-    topk_group: int = knob(1, doc="Groups that one token may choose from.", unit="groups", low=1, high=MOST_EXPERTS)
+    n_group: int = _groups(1, doc="Equal groups of experts; 1 means no groups.")
+    topk_group: int = _groups(1, doc="Groups that one token may choose from.")
     group_score: Literal["max", "top2"] = knob(
         "max", doc="Judge a group by its best expert (DeepSeek-V2) or by its best two (DeepSeek-V3)."
     )
@@ -226,6 +225,7 @@ class Model(Section):
         """Whether the layer of this number, from 0, has no experts; multi-token prediction comes last."""
         if self.moe is None or layer < self.dense_layers:
             return True
+        # From `layers` on it is multi-token prediction, which has experts.
         return layer < self.layers and (layer - self.dense_layers + 1) % self.moe.moe_layer_freq != 0
 
     @property

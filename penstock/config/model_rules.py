@@ -1,11 +1,10 @@
 """Rules between fields of the model. Each docstring is the rule as users read it; `rules` says how they are used."""
 
 from penstock.config.model import GroupedQueryAttention, LatentAttention
-from penstock.config.problem import Problem, divisors
+from penstock.config.problem import Problem, at_most, must_divide
 from penstock.config.run import Run
 
-USUAL_GLOBAL_EVERY = 4
-"""Of Llama 4."""
+USUAL_GLOBAL_EVERY = 4  # of Llama 4
 
 
 def dense_model_has_only_dense_layers(run: Run) -> Problem | None:
@@ -35,7 +34,7 @@ def every_nth_layer_exists(run: Run) -> Problem | None:
     model = run.model
     if model.moe is None or model.dense_layers >= model.layers or model.moe_layers > 0:
         return None
-    behind = model.layers - model.dense_layers
+    behind = model.layers - model.dense_layers  # layers that may have experts
     return Problem.from_line(
         "model.moe.moe_layer_freq leaves no layer for the experts of model.moe; "
         f"got every {model.moe.moe_layer_freq} of {behind} layers; allowed: 1 to {behind}"
@@ -45,7 +44,7 @@ def every_nth_layer_exists(run: Run) -> Problem | None:
 def dense_layers_have_a_width(run: Run) -> Problem | None:
     """Dense layers (`model.dense_layers` > 0 or `model.moe.moe_layer_freq` > 1) need `model.intermediate_size`."""
     model = run.model
-    dense = model.layers - model.moe_layers
+    dense = model.layers - model.moe_layers  # first ones, and those between layers with experts
     if dense == 0 or model.intermediate_size > 0:
         return None
     return Problem.from_line(
@@ -57,23 +56,17 @@ def dense_layers_have_a_width(run: Run) -> Problem | None:
 def kv_heads_divide_heads(run: Run) -> Problem | None:
     """`model.attention.kv_heads` divides `model.attention.heads`."""
     attention = run.model.attention
-    if not isinstance(attention, GroupedQueryAttention) or attention.heads % attention.kv_heads == 0:
+    if not isinstance(attention, GroupedQueryAttention):
         return None
-    return Problem.from_line(
-        f"model.attention.kv_heads must divide model.attention.heads ({attention.heads}); got {attention.kv_heads}; "
-        f"allowed: {divisors(attention.heads)}"
-    )
+    return must_divide("model.attention.kv_heads", attention.kv_heads, "model.attention.heads", attention.heads)
 
 
 def rotary_width_is_even(run: Run) -> Problem | None:
     """Rotary embedding turns pairs: `model.attention.head_dim`, `model.attention.qk_rope_head_dim` are even."""
-    attention = run.model.attention
-    if isinstance(attention, LatentAttention):
-        name, width = "qk_rope_head_dim", attention.qk_rope_head_dim
-    else:
-        name, width = "head_dim", attention.head_dim
+    attention, width = run.model.attention, run.model.attention.rotary_dim
     if width % 2 == 0:
         return None
+    name = "qk_rope_head_dim" if isinstance(attention, LatentAttention) else "head_dim"
     return Problem.from_line(
         f"model.attention.{name} must be even, since rotary embedding turns pairs; got {width}; "
         f"fix: use {width - 1} or {width + 1}"
@@ -83,7 +76,7 @@ def rotary_width_is_even(run: Run) -> Problem | None:
 def yarn_bounds_are_ordered(run: Run) -> Problem | None:
     """`model.attention.rope.yarn.beta_slow` is above 0 and below `model.attention.rope.yarn.beta_fast`."""
     yarn = run.model.attention.rope.yarn
-    if yarn is None or 0 < yarn.beta_slow < yarn.beta_fast:
+    if yarn is None or 0 < yarn.beta_slow < yarn.beta_fast:  # bounds of the ramp over frequencies
         return None
     return Problem.from_line(
         "model.attention.rope.yarn.beta_slow must be above 0 and below beta_fast; "
@@ -125,7 +118,7 @@ def global_layers_exist_that_differ(run: Run) -> Problem | None:
     local = attention.local if isinstance(attention, GroupedQueryAttention) else None
     if local is None or local.global_every > 0 or (local.global_rope and local.global_temperature == 0):
         return None
-    name = "global_temperature" if local.global_rope else "global_rope"
+    name = "global_temperature" if local.global_rope else "global_rope"  # the option that was set
     return Problem.from_line(
         f"model.attention.local.{name} is for global layers, and model.attention.local.global_every 0 has none; got "
         f"{f'{local.global_temperature:g}' if local.global_rope else 'false'}; "
@@ -152,42 +145,32 @@ def sequence_is_within_yarn(run: Run) -> Problem | None:
 def top_k_is_within_experts(run: Run) -> Problem | None:
     """`model.moe.top_k` is at most `model.moe.experts`."""
     moe = run.model.moe
-    if moe is None or moe.top_k <= moe.experts:
-        return None
-    return Problem(
-        "model.moe.top_k", "is more than model.moe.experts", got=f"{moe.top_k}", allowed=f"1 to {moe.experts}"
-    )
+    return None if moe is None else at_most("model.moe.top_k", moe.top_k, "model.moe.experts", moe.experts)
 
 
 def groups_divide_experts(run: Run) -> Problem | None:
     """`model.moe.router.n_group` divides `model.moe.experts`."""
     moe = run.model.moe
-    if moe is None or moe.experts % moe.router.n_group == 0:
+    if moe is None:
         return None
-    return Problem.from_line(
-        f"model.moe.router.n_group must divide model.moe.experts ({moe.experts}); got {moe.router.n_group}; "
-        f"allowed: {divisors(moe.experts)}"
-    )
+    return must_divide("model.moe.router.n_group", moe.router.n_group, "model.moe.experts", moe.experts)
 
 
 def kept_groups_exist(run: Run) -> Problem | None:
     """`model.moe.router.topk_group` is at most `model.moe.router.n_group`."""
-    moe = run.model.moe
-    if moe is None or moe.router.topk_group <= moe.router.n_group:
+    moe, section = run.model.moe, "model.moe.router"
+    if moe is None:
         return None
-    return Problem.from_line(
-        f"model.moe.router.topk_group is more than model.moe.router.n_group; got {moe.router.topk_group}; "
-        f"allowed: 1 to {moe.router.n_group}"
-    )
+    return at_most(f"{section}.topk_group", moe.router.topk_group, f"{section}.n_group", moe.router.n_group)
 
 
 def kept_groups_hold_top_k(run: Run) -> Problem | None:
     """The groups that are kept (`model.moe.router.topk_group`) hold at least `model.moe.top_k` experts."""
     moe = run.model.moe
-    if moe is None or moe.experts % moe.router.n_group:
+    if moe is None or moe.experts % moe.router.n_group:  # `groups_divide_experts` reports that
         return None
-    reachable = moe.router.topk_group * (moe.experts // moe.router.n_group)
-    if moe.top_k <= reachable or moe.top_k > moe.experts:
+    reachable = moe.router.topk_group * (moe.experts // moe.router.n_group)  # experts in the kept groups
+    if moe.top_k <= reachable or moe.top_k > moe.experts:  # `top_k_is_within_experts` reports the latter
         return None
     return Problem.from_line(
         f"model.moe.top_k is more than the {reachable} experts in the groups that a token may choose from; "
@@ -223,6 +206,7 @@ def router_has_a_gradient(run: Run) -> Problem | None:
     moe = run.model.moe
     if moe is None or moe.top_k > 1 or not (moe.router.softmax_after_top_k or moe.router.norm_topk_prob):
         return None
+    # Either divides by the sum of one weight.
     cause = "softmax_after_top_k" if moe.router.softmax_after_top_k else "norm_topk_prob"
     return Problem.from_line(
         f"model.moe.router.{cause} makes the only weight of model.moe.top_k = 1 always 1: the router would not learn; "

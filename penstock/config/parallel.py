@@ -1,23 +1,20 @@
 """Layout of a run on devices: parallelism, dispatch, pipeline, recomputation, offload, graphs, host."""
 
+from functools import partial
 from typing import Literal
 
 from penstock.config.model import MOST_LAYERS
 from penstock.config.schema import Section, knob
 from penstock.layout.grid import MOST_RANKS
 
+# Parts of a layer that `recompute.modules` can name.
 RECOMPUTABLE = ("norm", "latent-up", "attention", "expert-activation", "shared-expert", "dense", "moe", "layer")
-"""Parts of a layer that `recompute.modules` can name."""
+OFFLOADABLE = ("attention", "dense", "moe", "layer")  # parts of a layer that `offload.activations` can name
 
-OFFLOADABLE = ("attention", "dense", "moe", "layer")
-"""Parts of a layer that `offload.activations` can name."""
+Overlap = Literal["none", "shared", "halves", "passes"]  # work that overlaps dispatch and combine
+Captured = Literal["full", "partial"]  # contents of a graph
 
-
-Overlap = Literal["none", "shared", "halves", "passes"]
-"""Work that overlaps dispatch and combine."""
-
-Captured = Literal["full", "partial"]
-"""Contents of a graph."""
+_ranks = partial(knob, low=1, high=MOST_RANKS)
 
 
 class Parallel(Section):
@@ -27,26 +24,18 @@ class Parallel(Section):
     pipeline, over the same ranks.
     """
 
-    tensor: int = knob(
-        1,
-        doc="Ranks that share each dense matrix, and the positions between matrices (TP, SP).",
-        low=1,
-        high=MOST_RANKS,
-    )
-    context: int = knob(1, doc="Ranks that share each row of tokens (CP).", low=1, high=MOST_RANKS)
-    pipeline: int = knob(1, doc="Ranks that share the layers (PP).", low=1, high=MOST_RANKS)
-    expert: int = knob(1, doc="Ranks that share a layer's experts (EP).", low=1, high=MOST_RANKS)
-    expert_tensor: int = knob(1, doc="Ranks that share each expert's matrices (ETP).", low=1, high=MOST_RANKS)
+    tensor: int = _ranks(1, doc="Ranks that share each dense matrix, and the positions between matrices (TP, SP).")
+    context: int = _ranks(1, doc="Ranks that share each row of tokens (CP).")
+    pipeline: int = _ranks(1, doc="Ranks that share the layers (PP).")
+    expert: int = _ranks(1, doc="Ranks that share a layer's experts (EP).")
+    expert_tensor: int = _ranks(1, doc="Ranks that share each expert's matrices (ETP).")
     shard: Literal["auto", "none", "optimizer", "full"] = knob(
         "auto",
         doc="State divided by data-parallel ranks: none, the optimizer (ZeRO-1: weights stay whole, gradients are "
         "reduced once a step), or full (FSDP2: weights, gradients and optimizer). auto takes the optimizer.",
     )
-    shard_size: int = knob(
-        0,
-        doc="Ranks that divide one copy (hybrid sharding); 0 divides among all data-parallel ranks.",
-        low=0,
-        high=MOST_RANKS,
+    shard_size: int = _ranks(
+        0, doc="Ranks that divide one copy (hybrid sharding); 0 divides among all data-parallel ranks.", low=0
     )
     reshard: Literal["forward", "backward"] = knob(
         "forward", doc="With `shard` full: free gathered weights after forward and gather again, or after backward."

@@ -10,30 +10,24 @@ from penstock.base.errors import ConfigError
 _LINE = re.compile(
     r"(?P<field>\S+) (?P<what>.*?)(; got (?P<got>.*?))?(; allowed: (?P<allowed>.*?))?(; fix: (?P<fix>.*))?", re.DOTALL
 )
-_MOST_OTHERS = 4
-_MOST_DIVISORS = 12
+_MOST_OTHERS = 4  # fields of further problems that a message names
+_MOST_DIVISORS = 12  # that a message lists
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake: the path of the field that most likely changes, `what` is wrong with it, and how to mend it.
+    """One mistake, and how to mend it."""
 
-    `what` reads on after the path; `got` is the offending value, if `what` does not show it.
-    """
-
-    field: str
-    what: str
-    got: str | None = None
+    field: str  # path of the field that most likely changes
+    what: str  # what is wrong with it; reads on after the path
+    got: str | None = None  # the offending value, if `what` does not show it
     allowed: str | None = None
     fix: str | None = None
 
     @classmethod
     def from_line(cls, line: str) -> "Problem":
-        """The problem of a line as the user reads it: `FIELD WHAT; got GOT; allowed: ALLOWED; fix: FIX`.
-
-        All parts behind WHAT may be left out.
-        """
-        found = _LINE.fullmatch(line)
+        """The problem of a line as users read it: `FIELD WHAT`, and perhaps `; got GOT; allowed: ALLOWED; fix: FIX`."""
+        found = _LINE.fullmatch(line)  # lazy groups: the first `; got ` ends WHAT
         assert found is not None, f"{line!r} names a field and a mistake"
         return cls(**found.groupdict())
 
@@ -47,6 +41,26 @@ def refuse(problems: Sequence[Problem]) -> None:
     fields += ["..."] if len(others) > _MOST_OTHERS else []
     also = f" (also wrong: {', '.join(fields)})" if fields else ""
     raise ConfigError(f"{first.field} {first.what}{also}", got=first.got, allowed=first.allowed, fix=first.fix)
+
+
+def must_divide(field: str, size: int, whole: str, count: int) -> Problem | None:
+    """The size in a field divides the `count` in the field `whole`."""
+    if count % size == 0:
+        return None
+    return Problem(field, f"must divide {whole} ({count})", f"{size}", divisors(count))
+
+
+def at_most(field: str, size: int, limit: str, count: int) -> Problem | None:
+    """The size in a field is at most the `count` in the field `limit`."""
+    if size <= count:
+        return None
+    return Problem(field, f"is more than {limit}", f"{size}", f"1 to {count}")
+
+
+def multiples_near(number: int, divisor: int) -> str:
+    """The multiples of a divisor below and above a number, in words."""
+    below = number - number % divisor
+    return " or ".join(f"{one}" for one in (below, below + divisor) if one)
 
 
 @cache

@@ -23,14 +23,15 @@ def _rules_of(module: ModuleType) -> tuple[Rule, ...]:
     return tuple(
         value
         for value in own
+        # Imported helpers are no rules.
         if value.__module__ == module.__name__ and value.__annotations__.get("return") == Problem | None
     )
 
 
 _MODULES = (model_rules, run_rules, data_rules, layout_rules, dispatch_rules, graph_rules)
 
+# All rules, in the order in which problems are reported.
 RULES: tuple[Rule, ...] = tuple(rule for module in _MODULES for rule in _rules_of(module))
-"""All rules, in the order in which problems are reported."""
 
 
 def check(run: Run) -> None:
@@ -45,7 +46,7 @@ def problems(run: Run) -> list[Problem]:
 
 def capture_problem(run: Run, what: Captured) -> Problem | None:
     """The first rule that forbids a kind of capture for a run, or None; the run's own capture is not read."""
-    asked = run.model_copy(update={"graphs": Graphs(capture=what)})
+    asked = run.model_copy(update={"graphs": Graphs(capture=what)})  # auto asks about each kind in turn
     return next((problem for rule in _rules_of(graph_rules) if (problem := rule(asked)) is not None), None)
 
 

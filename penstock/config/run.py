@@ -9,8 +9,6 @@ from penstock.config.schema import Section, knob
 from penstock.config.training import Checkpoint, Evaluation, LearningRateSchedule, Optimizer, Profile, Record, Training
 
 RecipeKnob = Literal["none", "auto", "tensorwise", "rowwise", "blockwise", "blockwise-square", "mxfp8"]
-
-
 OperatorBackend = Literal["auto", "reference", "torch", "triton"]
 
 
@@ -38,7 +36,7 @@ class Float8(Section):
     @property
     def is_used(self) -> bool:
         """Whether anything is computed or sent in 8 bits."""
-        return any(one != "none" for one in (self.dense, self.experts, self.dispatch))
+        return any(one != "none" for one in (self.dense, self.experts, self.dispatch))  # `gather` alone changes nothing
 
 
 class Kernels(Section):
@@ -94,6 +92,7 @@ class Run(Section):
     """One training run."""
 
     name: str = knob(doc="Name of the run and of its folder.")
+    # The largest seed that numpy takes.
     seed: int = knob(0, doc="Seed of weights, data order and everything random.", low=0, high=2**32 - 1)
     device: Literal["auto", "cpu", "cuda"] = knob("auto", doc="Device; auto takes a GPU if there is one.")
     model: Model = knob(doc="The model.")
@@ -118,4 +117,4 @@ class Run(Section):
     @property
     def tokens_per_step(self) -> int:
         """Tokens of one optimizer step over all ranks."""
-        return self.training.global_batch * self.training.sequence_length
+        return self.training.global_batch * self.training.sequence_length  # rows x positions

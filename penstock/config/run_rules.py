@@ -4,11 +4,11 @@ import re
 
 from penstock.config.fit import context_method, shard
 from penstock.config.model import GroupedQueryAttention, LatentAttention
-from penstock.config.problem import Problem
+from penstock.config.problem import Problem, multiples_near
 from penstock.config.run import Run
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_GPU_BACKENDS = ("efficient", "cudnn", "flash-4")
+_GPU_BACKENDS = ("efficient", "cudnn", "flash-4")  # of attention
 
 
 def name_is_a_folder_name(run: Run) -> Problem | None:
@@ -26,11 +26,10 @@ def micro_batches_fill_the_global_batch(run: Run) -> Problem | None:
     training = run.training
     if training.global_batch % training.micro_batch == 0:
         return None
-    below = training.global_batch - training.global_batch % training.micro_batch
-    near = [f"{batch}" for batch in (below, below + training.micro_batch) if batch > 0]
+    near = multiples_near(training.global_batch, training.micro_batch)
     return Problem.from_line(
         f"training.global_batch must be a multiple of training.micro_batch ({training.micro_batch}); "
-        f"got {training.global_batch}; fix: set training.global_batch to {' or '.join(near)}"
+        f"got {training.global_batch}; fix: set training.global_batch to {near}"
     )
 
 
@@ -58,7 +57,7 @@ def warmup_ends(run: Run) -> Problem | None:
 def decay_comes_after_warmup(run: Run) -> Problem | None:
     """`schedule.decay_steps` fits into the steps after `schedule.warmup_steps`."""
     room = run.training.steps - run.schedule.warmup_steps
-    if run.schedule.decay_steps <= room or room < 0:
+    if run.schedule.decay_steps <= room or room < 0:  # a warm-up that is too long is a fault of its own
         return None
     return Problem.from_line(
         f"schedule.decay_steps is more than the {room} steps after the warm-up; got {run.schedule.decay_steps}; "
@@ -78,6 +77,7 @@ def decay_steps_belong_to_wsd(run: Run) -> Problem | None:
 
 def moments_forget(run: Run) -> Problem | None:
     """`optimizer.beta1` and `optimizer.beta2` are below 1."""
+    # The range of the fields includes 1.
     for name, beta in (("beta1", run.optimizer.beta1), ("beta2", run.optimizer.beta2)):
         if beta == 1:
             return Problem(f"optimizer.{name}", "must be below 1", got="1", fix="0.9 and 0.95 are the usual values")
@@ -86,7 +86,7 @@ def moments_forget(run: Run) -> Problem | None:
 
 def cpu_has_no_triton(run: Run) -> Problem | None:
     """With `device` cpu, no field of `kernels` (`kernels.all`, `kernels.experts`, ...) is triton: it needs a GPU."""
-    asking = [name for name, value in run.kernels if value == "triton"]
+    asking = [name for name, value in run.kernels if value == "triton"]  # fields of `kernels`
     if run.device != "cpu" or not asking:
         return None
     return Problem.from_line(
@@ -135,7 +135,7 @@ def _masked_by(run: Run) -> str | None:
     """The option that needs a mask in attention, or None."""
     if run.data.document_mask:
         return "data.document_mask"
-    if run.parallel.context > 1 and context_method(run) == "all-gather":
+    if run.parallel.context > 1 and context_method(run) == "all-gather":  # two chunks of a row are no causal prefix
         return "parallel.context_method all-gather"
     attention = run.model.attention
     local = attention.local if isinstance(attention, GroupedQueryAttention) else None
@@ -146,7 +146,7 @@ def _masked_by(run: Run) -> str | None:
 def recorded_steps_are_made(run: Run) -> Problem | None:
     """With `profile.start` above 0, all `profile.steps` from there on are within `training.steps`."""
     profile, steps = run.profile, run.training.steps
-    if profile.start == 0 or profile.start + profile.steps - 1 <= steps:
+    if profile.start == 0 or profile.start + profile.steps - 1 <= steps:  # steps are counted from 1
         return None
     if profile.steps > steps:
         return Problem("profile.steps", f"is more than training.steps ({steps})", got=f"{profile.steps}")
@@ -178,7 +178,7 @@ def eight_bits_have_experts(run: Run) -> Problem | None:
 def layers_are_left_for_eight_bits(run: Run) -> Problem | None:
     """`float8.first_layers` + `float8.last_layers` stay below `model.layers` if anything is in 8 bits."""
     first, last, layers = run.float8.first_layers, run.float8.last_layers, run.model.layers
-    if not run.float8.is_used or first + last < layers:
+    if not run.float8.is_used or first + last < layers:  # some layer is in 8 bits
         return None
     return Problem.from_line(
         f"float8.first_layers and float8.last_layers leave none of the {layers} layers in 8 bits; got {first} and "
@@ -206,7 +206,7 @@ def gathered_blocks_are_squares(run: Run) -> Problem | None:
     if not run.float8.gather:
         return None
     for field, value in (("dense", run.float8.dense), ("experts", run.float8.experts)):
-        if value in ("rowwise", "mxfp8"):
+        if value in ("rowwise", "mxfp8"):  # scales along rows: a transposed weight has others
             what = "has two copies of each weight, and float8.gather sends one"
             return Problem.from_line(
                 f"float8.{field} {what}; got {value}; allowed: none, auto, tensorwise, blockwise, blockwise-square; "

@@ -34,11 +34,8 @@ def knob(default: Any = ..., *, doc: str, unit: str = "", low: float | None = No
     return pydantic.Field(default, description=doc, ge=low, le=high, json_schema_extra={"unit": unit})
 
 
-KIND = "kind"
-"""The field that distinguishes alternatives of a section."""
-
-NAME = "NAME"
-"""Placeholder in a path for a name of the user's choice."""
+KIND = "kind"  # the field that distinguishes alternatives of a section
+NAME = "NAME"  # placeholder in a path for a name of the user's choice
 
 _WORDS: dict[Any, str] = {
     bool: "true or false",
@@ -52,28 +49,19 @@ _WORDS: dict[Any, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Field:
-    """One field of one section.
+    """One field of one section."""
 
-    Attributes:
-        path: its name; the full path, such as `model.moe.top_k`, if it comes from `every_field` or `find`.
-        type_text: its type in words, without range.
-        choices: the only allowed texts, or empty.
-        sections: the section that it holds, or the alternatives; empty for a value.
-        named: it holds any number of such sections, by name.
-        optional: it may be none.
-    """
-
-    path: str
+    path: str  # its name; the full path, such as `model.moe.top_k`, if it comes from `every_field` or `find`
     owner: type[Section]
     doc: str
     unit: str
-    type_text: str
+    type_text: str  # in words, without the range
     low: float | None
     high: float | None
-    choices: tuple[str, ...]
-    sections: tuple[type[Section], ...]
-    named: bool
-    optional: bool
+    choices: tuple[str, ...]  # the only allowed texts, or empty
+    sections: tuple[type[Section], ...]  # the section that it holds, or the alternatives; empty for a value
+    named: bool  # it holds any number of such sections, by name
+    optional: bool  # it may be none
     required: bool
     default: Any
 
@@ -91,7 +79,7 @@ class Field:
     def range_text(self) -> str:
         """Its bounds, without the unit: `>= 1`, `0 to 1`, or empty."""
         if self.low is not None and self.high is not None:
-            return f"{self.low:.12g} to {self.high:.12g}"
+            return f"{self.low:.12g} to {self.high:.12g}"  # 12 digits write 2**32 in full
         if self.low is not None:
             return f">= {self.low:.12g}"
         return "" if self.high is None else f"<= {self.high:.12g}"
@@ -112,12 +100,12 @@ def fields_of(section: type[Section]) -> Mapping[str, Field]:
 def _field(owner: type[Section], name: str, info: FieldInfo) -> Field:
     types = _alternatives(info.annotation)
     named = any(get_origin(one) is dict for one in types)
-    # dict[str, Section]: the alternatives are those of its values.
-    if named:
+    if named:  # dict[str, Section]: the alternatives are those of its values
         types = tuple(get_args(one)[1] for one in types)
     sections = tuple(one for one in types if isinstance(one, type) and issubclass(one, Section))
     values = [one for one in types if one not in sections and one is not NoneType]
     choices = get_args(values[0]) if values and get_origin(values[0]) is Literal else ()
+    section_text = "sections by name" if named else "section" if sections else ""
     extra = info.json_schema_extra
     assert isinstance(extra, dict), f"{owner.__name__}.{name} is declared by knob"
     return Field(
@@ -125,7 +113,7 @@ def _field(owner: type[Section], name: str, info: FieldInfo) -> Field:
         owner=owner,
         doc=info.description or "",
         unit=str(extra["unit"]),
-        type_text=_type_text(choices, sections, named) or _WORDS[values[0]],
+        type_text=", ".join(choices) or section_text or _WORDS[values[0]],
         low=next((float(bound.ge) for bound in info.metadata if isinstance(bound, Ge)), None),  # type: ignore[arg-type]
         high=next((float(bound.le) for bound in info.metadata if isinstance(bound, Le)), None),  # type: ignore[arg-type]
         choices=choices,
@@ -136,10 +124,6 @@ def _field(owner: type[Section], name: str, info: FieldInfo) -> Field:
         required=info.is_required() or name == KIND,
         default=None if info.is_required() else info.default,
     )
-
-
-def _type_text(choices: tuple[str, ...], sections: tuple[type[Section], ...], named: bool) -> str:
-    return ", ".join(choices) or ("sections by name" if named else "section" if sections else "")
 
 
 def _alternatives(annotation: Any) -> tuple[Any, ...]:
@@ -185,11 +169,12 @@ def every_field(root: type[Section], prefix: str = "") -> tuple[Field, ...]:
 def find(root: type[Section], path: str) -> tuple[Field, ...]:
     """Fields at a full path: none if it is unknown, several if alternatives share the name."""
     names = path.split(".")
-    return tuple(field for field in every_field(root) if _fits(names, field.path.split(".")))
-
-
-def _fits(names: list[str], path: list[str]) -> bool:
-    return len(names) == len(path) and all(place in (name, NAME) for name, place in zip(names, path, strict=True))
+    return tuple(
+        field
+        for field in every_field(root)
+        if len(places := field.path.split(".")) == len(names)
+        and all(place in (name, NAME) for name, place in zip(names, places, strict=True))
+    )
 
 
 def as_toml(value: object) -> str:
@@ -234,12 +219,9 @@ def leaves(section: Section, prefix: str = "") -> dict[str, Any]:
 def differences(left: Section, right: Section) -> list[Difference]:
     """The fields in which two runs differ, in the order of the schema."""
     lefts, rights = leaves(left), leaves(right)
+    texts = [{field: as_toml(value) for field, value in values.items()} for values in (lefts, rights)]
     return [
-        Difference(field, _text(lefts, field), _text(rights, field))
+        Difference(field, texts[0].get(field), texts[1].get(field))
         for field in {**lefts, **rights}
         if field not in lefts or field not in rights or lefts[field] != rights[field]
     ]
-
-
-def _text(values: Mapping[str, Any], field: str) -> str | None:
-    return as_toml(values[field]) if field in values else None

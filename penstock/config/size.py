@@ -13,33 +13,29 @@ from penstock.kernels.attention_window import AttentionWindow
 
 @dataclass(frozen=True)
 class Count:
-    """Size of a model; `mtp_parameters` of multi-token prediction are beside the total, as published totals have it.
+    """Size of a model."""
 
-    One token meets the active parameters, embedding and output projection included; its FLOPs are those of training,
-    multi-token prediction included.
-    """
-
-    parameters: int
-    active_parameters: int
-    mtp_parameters: int
-    flops_per_token: float
+    parameters: int  # without multi-token prediction, as in published totals
+    active_parameters: int  # that one token meets, embedding and output projection included
+    mtp_parameters: int  # of multi-token prediction
+    flops_per_token: float  # of training, multi-token prediction included
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Parameters of a part, the idle ones for one token, and FLOPs of one token's forward pass."""
+    """A part of the model."""
 
     parameters: int
-    idle: int = 0
-    flops: float = 0.0
+    idle: int = 0  # parameters that one token does not meet
+    flops: float = 0.0  # of one token's forward pass
 
 
 def size_of(model: Model, sequence_length: int) -> Count:
     """Count a model at a sequence length, the positions of a row."""
-    matrix = model.vocab_size * model.hidden_size
+    matrix = model.vocab_size * model.hidden_size  # embedding, and output projection
     head = _Part(0 if model.tie_word_embeddings else matrix, flops=2 * matrix)
     layers = [_block(model, layer, sequence_length) for layer in range(model.layers)]
-    whole = _sum([_Part(matrix), *layers, _Part(model.hidden_size), head])
+    whole = _sum([_Part(matrix), *layers, _Part(model.hidden_size), head])  # the third is the final norm
     # A depth joins the hidden state and the next embedding: [2H] -> [H].
     join = 2 * model.hidden_size**2
     depths = [
@@ -66,8 +62,8 @@ def routed_parameters(model: Model) -> int:
 def _of_expert(model: Model, moe: Moe) -> tuple[int, int]:
     """Parameters in the matrices of one expert, and in its biases."""
     return (
-        3 * model.hidden_size * moe.moe_intermediate_size,
-        2 * moe.moe_intermediate_size + model.hidden_size if moe.bias else 0,
+        3 * model.hidden_size * moe.moe_intermediate_size,  # gate, up [H, F] and down [F, H]
+        2 * moe.moe_intermediate_size + model.hidden_size if moe.bias else 0,  # of gate and up, and of down
     )
 
 
@@ -91,18 +87,18 @@ def _block(model: Model, layer: int, sequence_length: int) -> _Part:
     else:
         attends = _grouped(attention, hidden, layer, sequence_length)
     feeds = _feed_forward(hidden, model.intermediate_size) if model.is_dense(layer) else _experts(model)
-    return _sum([attends, feeds, _Part(2 * hidden)])
+    return _sum([attends, feeds, _Part(2 * hidden)])  # with the norms before both
 
 
 def _grouped(attention: GroupedQueryAttention, hidden: int, layer: int, sequence_length: int) -> _Part:
     local, width = attention.local, attention.head_dim
-    queries, keys = attention.heads * width, attention.kv_heads * width
+    queries, keys = attention.heads * width, attention.kv_heads * width  # values are as wide as keys
     # Causal attention: a position sees half of the row on average.
     seen = sequence_length / 2
     if local is not None and not attention.is_global(layer):
         seen = AttentionWindow(kind=local.kind, size=local.size).pairs(sequence_length) / sequence_length
-    norms = {"head": 2 * width, "projection": queries + keys}.get(attention.qk_norm, 0)
-    biases = queries + 2 * keys + hidden if attention.bias else 0
+    norms = {"head": 2 * width, "projection": queries + keys}.get(attention.qk_norm, 0)  # of queries and keys
+    biases = queries + 2 * keys + hidden if attention.bias else 0  # of queries, keys, values, output
     rest = _Part(norms + biases + attention.heads * attention.sinks, flops=2 * 2 * queries * seen)
     return _sum([_matrices((hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden)), rest])
 
@@ -112,29 +108,30 @@ def _latent(attention: LatentAttention, hidden: int, sequence_length: int) -> _P
     queries, values = heads * attention.head_dim, heads * attention.v_head_dim
     query = [(hidden, q_lora_rank), (q_lora_rank, queries)] if q_lora_rank else [(hidden, queries)]
     keys = [
-        (hidden, kv_lora_rank + attention.qk_rope_head_dim),
-        (kv_lora_rank, heads * attention.qk_nope_head_dim + values),
-        (values, hidden),
+        (hidden, kv_lora_rank + attention.qk_rope_head_dim),  # the latent, and the key part that all heads share
+        (kv_lora_rank, heads * attention.qk_nope_head_dim + values),  # from the latent up
+        (values, hidden),  # output projection
     ]
+    # Norms; scores and weighted values, causal.
     rest = _Part(q_lora_rank + kv_lora_rank, flops=(queries + values) * sequence_length)
     return _sum([_matrices(*query, *keys), rest])
 
 
 def _feed_forward(hidden: int, width: int) -> _Part:
-    return _matrices((hidden, 2 * width), (width, hidden))
+    return _matrices((hidden, 2 * width), (width, hidden))  # gate and up, down
 
 
 def _experts(model: Model) -> _Part:
     moe, hidden = model.moe, model.hidden_size
     assert moe is not None, "a model without experts has dense layers only"
     one, biases = _of_expert(model, moe)
-    share = moe.top_k / moe.experts
+    share = moe.top_k / moe.experts  # of the experts that a token meets
     routed = moe.experts * (one + biases)
     return _sum(
         [
-            _matrices((hidden, moe.experts)),
+            _matrices((hidden, moe.experts)),  # router
             _Part(moe.experts * moe.router.logit_bias),
             _Part(routed, idle=round(routed * (1 - share)), flops=2 * moe.experts * one * share),
-            _feed_forward(hidden, moe.shared_expert_intermediate_size),
+            _feed_forward(hidden, moe.shared_expert_intermediate_size),  # of width 0 if there is none
         ]
     )

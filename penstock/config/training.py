@@ -1,14 +1,17 @@
 """Training: batch, precision, optimizer, schedule, evaluation, checkpoints, records."""
 
+from functools import partial
 from typing import Literal
 
 from penstock.config.schema import Section, knob
+
+_steps = partial(knob, unit="steps", low=0)
 
 
 class Training(Section):
     """Batch, length, precision."""
 
-    steps: int = knob(doc="Optimizer steps.", unit="steps", low=1)
+    steps: int = _steps(doc="Optimizer steps.", low=1)
     sequence_length: int = knob(doc="Positions of a row.", unit="positions", low=2, high=2**30)
     micro_batch: int = knob(1, doc="Rows of one forward pass on one rank.", unit="rows", low=1, high=2**20)
     global_batch: int = knob(1, doc="Rows of one optimizer step over all ranks.", unit="rows", low=1, high=2**30)
@@ -22,11 +25,8 @@ class Training(Section):
     z_loss_coef: float = knob(0.0, doc="Factor of the z-loss on the output logits.", low=0.0)
     clip_norm: float = knob(1.0, doc="Largest global gradient norm; 0 does not clip.", low=0.0)
     deterministic: bool = knob(False, doc="Use deterministic algorithms only; slower on GPUs.")
-    collect_garbage_every: int = knob(
-        50,
-        doc="Python garbage is collected every so many steps and never inside a step; 0 leaves it to Python.",
-        unit="steps",
-        low=0,
+    collect_garbage_every: int = _steps(
+        50, doc="Python garbage is collected every so many steps and never inside a step; 0 leaves it to Python."
     )
 
 
@@ -43,21 +43,19 @@ class Optimizer(Section):
 class LearningRateSchedule(Section):
     """Learning rate over the steps: linear warm-up, then a decay."""
 
-    warmup_steps: int = knob(0, doc="Steps of linear warm-up from 0.", unit="steps", low=0)
+    warmup_steps: int = _steps(0, doc="Steps of linear warm-up from 0.")
     decay: Literal["constant", "cosine", "linear", "wsd"] = knob(
         "cosine",
         doc="After warm-up: constant, cosine, linear, or warm-up-stable-decay (constant, then linear at the end).",
     )
-    decay_steps: int = knob(
-        0, doc="Steps of the final decay of `wsd`; 0 means a tenth of all steps.", unit="steps", low=0
-    )
+    decay_steps: int = _steps(0, doc="Steps of the final decay of `wsd`; 0 means a tenth of all steps.")
     final_ratio: float = knob(0.1, doc="Learning rate at the last step over the peak.", low=0.0, high=1.0)
 
 
 class Evaluation(Section):
     """Loss on held-out text."""
 
-    every: int = knob(0, doc="Steps between evaluations; 0 evaluates only at the end.", unit="steps", low=0)
+    every: int = _steps(0, doc="Steps between evaluations; 0 evaluates only at the end.")
     rows: int = knob(64, doc="Rows of held-out text; 0 switches evaluation off.", unit="rows", low=0, high=2**30)
 
 
@@ -65,7 +63,7 @@ class Checkpoint(Section):
     """Saved states."""
 
     enabled: bool = knob(True, doc="Save at all; a run without checkpoints cannot be resumed.")
-    every: int = knob(1000, doc="Steps between checkpoints; 0 saves only at the end.", unit="steps", low=0)
+    every: int = _steps(1000, doc="Steps between checkpoints; 0 saves only at the end.")
     keep: int = knob(3, doc="Checkpoints that are kept, the newest first; 0 keeps all.", unit="checkpoints", low=0)
     asynchronous: bool = knob(True, doc="Write in the background while training goes on.")
 
@@ -74,7 +72,7 @@ class Record(Section):
     """Output of a run besides checkpoints."""
 
     folder: str = knob("runs", doc="Folder that holds one folder for each run.")
-    every: int = knob(1, doc="Steps between lines of metrics.jsonl.", unit="steps", low=1)
+    every: int = _steps(1, doc="Steps between lines of metrics.jsonl.", low=1)
     tensorboard: bool = knob(True, doc="Write TensorBoard events.")
     wandb: Literal["off", "offline", "online"] = knob(
         "off", doc="Tell Weights & Biases: in files for `wandb sync`, or over the network; needs penstock[wandb]."
@@ -94,8 +92,8 @@ class Record(Section):
 class Profile(Section):
     """Recording of a few steps by torch's profiler; see docs/trace.md."""
 
-    start: int = knob(0, doc="First step that is recorded; 0 records none.", unit="steps", low=0)
-    steps: int = knob(2, doc="Steps that are recorded.", unit="steps", low=1)
+    start: int = _steps(0, doc="First step that is recorded; 0 records none.")
+    steps: int = _steps(2, doc="Steps that are recorded.", low=1)
     ranks: tuple[int, ...] = knob(
         (0, 1, 2, 3, 4, 5, 6, 7), doc="Ranks that record, as far as the run has them; empty means all."
     )

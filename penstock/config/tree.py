@@ -31,9 +31,7 @@ from penstock.config.schema import (
 from penstock.config.versions import RENAMED_VALUES, new_path
 
 Tree = dict[str, Any]
-
-NONE = "none"
-"""None in files and overrides."""
+NONE = "none"  # None in files and overrides
 
 
 def parse_overrides(root: type[Section], overrides: Sequence[str]) -> Tree:
@@ -50,7 +48,7 @@ def parse_overrides(root: type[Section], overrides: Sequence[str]) -> Tree:
             raise ConfigError(
                 f"override {override!r} is not an assignment", allowed="a.b=c, such as training.steps=100"
             )
-        if any("\ud800" <= letter <= "\udfff" for letter in text):  # How Python passes on bytes that are not UTF-8.
+        if any("\ud800" <= letter <= "\udfff" for letter in text):  # how Python passes on bytes that are not UTF-8
             raise ConfigError(f"override {path} is not UTF-8 text", got=ascii(text))
         # Walk to the table of the last name; a value on the way, such as moe=none, gives way.
         *parents, last = names
@@ -87,7 +85,7 @@ def settle(fields: Mapping[str, Field], tree: Mapping[str, Any]) -> Tree:
 def _settle_value(field: Field | None, value: Any) -> Any:
     if field is None:
         return value
-    if isinstance(value, int) and abs(value) >= 2**63:
+    if isinstance(value, int) and abs(value) >= 2**63:  # of TOML, and of torch
         raise ConfigError(f"{field.path} is more than 64 bits can hold", got=value)
     if field.optional and value == NONE:
         return None
@@ -96,9 +94,9 @@ def _settle_value(field: Field | None, value: Any) -> Any:
         if field.named:
             return {name: settle(fields, one) if isinstance(one, Mapping) else one for name, one in value.items()}
         return settle(fields, value)
-    if field.takes_list and isinstance(value, (str, int)):
+    if field.takes_list and isinstance(value, (str, int)):  # data.files=a.txt
         return (value,)
-    return tuple(value) if isinstance(value, list) else value
+    return tuple(value) if isinstance(value, list) else value  # frozen sections hold tuples
 
 
 def paths_in(tree: Mapping[str, Any], above: str = "") -> frozenset[str]:
@@ -111,11 +109,8 @@ def paths_in(tree: Mapping[str, Any], above: str = "") -> frozenset[str]:
 
 
 def merge(section: type[Section], base: Mapping[str, Any], overlay: Mapping[str, Any]) -> Tree:
-    """`base` with the values of `overlay`, table by table; both are settled trees.
-
-    If the overlay gives a section another `kind`, only values that the new kind has too stay.
-    """
-    merged = dict(base)
+    """`base` with the values of `overlay`, table by table; both are settled. Of another `kind` shared values stay."""
+    merged = dict(base)  # the base stays as it is
     for key, value in overlay.items():
         below = base.get(key)
         field = fields_of(section).get(key)
@@ -131,7 +126,7 @@ def _merge_section(field: Field, base: Mapping[str, Any], overlay: Mapping[str, 
         return dict(base) | {name: _merge_named(field, base.get(name), one) for name, one in overlay.items()}
     kind = overlay.get(KIND, base.get(KIND))
     section = alternative(field.sections, kind)
-    if section is None:  # An unknown kind: the schema will refuse it and name the known ones.
+    if section is None:  # an unknown kind: the schema will refuse it and name the known ones
         return {**base, **overlay}
     if kind != base.get(KIND):
         # Fields of the old kind go; those that the overlay gives stay and are refused if unknown.
@@ -146,8 +141,8 @@ def _merge_named(field: Field, below: Any, value: Any) -> Any:
 
 AnySection = TypeVar("AnySection", bound=Section)
 
-_LONGEST_VALUE = 60
-_RANGE_ERRORS = ("greater_than_equal", "less_than_equal", "finite_number")
+_LONGEST_VALUE = 60  # characters of a value in a message
+_RANGE_ERRORS = ("greater_than_equal", "less_than_equal", "finite_number")  # as pydantic names them
 
 
 def build(root: type[AnySection], tree: Mapping[str, Any]) -> AnySection:
@@ -156,7 +151,7 @@ def build(root: type[AnySection], tree: Mapping[str, Any]) -> AnySection:
         return root.model_validate(tree)
     except ValidationError as error:
         details = error.errors(include_url=False)
-    # A misspelled key is often a missing one as well: tell the misspelling first.
+    # A misspelled key is often a missing one as well: report the misspelling first.
     details.sort(key=lambda detail: detail["type"] != "extra_forbidden")
     refuse([_problem(root, detail) for detail in details])
     raise AssertionError("pydantic refused the tree and named no fault")
@@ -186,15 +181,12 @@ def _problem(root: type[Section], detail: ErrorDetails) -> Problem:
 
 
 class _Place(NamedTuple):
-    """Place of a fault: its path, its field (None for an unknown key), and the section that has or lacks the field.
-
-    `wants_name` means that the path ends at sections by name, and no name is given.
-    """
+    """Place of a fault in the schema."""
 
     path: str
-    field: Field | None
-    owner: type[Section]
-    wants_name: bool
+    field: Field | None  # None for an unknown key
+    owner: type[Section]  # the section that has or lacks the field
+    wants_name: bool  # the path ends at sections by name, and no name is given
 
 
 def _locate(root: type[Section], location: tuple[int | str, ...]) -> _Place:
@@ -212,7 +204,7 @@ def _locate(root: type[Section], location: tuple[int | str, ...]) -> _Place:
             names.append(part)
             wants_name = False
             continue
-        if len(sections) > 1:
+        if len(sections) > 1:  # the part is a kind, which is no name of the path
             sections = tuple(section for section in sections if kind_of(section) == part)
             continue
         (owner,) = sections
@@ -230,8 +222,7 @@ def _unknown_key(root: type[Section], path: str, owner: type[Section]) -> Proble
     parent, _, name = path.rpartition(".")
     siblings = fields_of(owner)
     what = "is an unknown key"
-    # The path exists for another kind of this section.
-    if elsewhere := find(root, path):
+    if elsewhere := find(root, path):  # it is a field of another kind of this section
         kinds = " or ".join(str(kind_of(field.owner)) for field in elsewhere)
         return Problem(path, what, fix=f"leave it out: it belongs to {parent}.{KIND} = {kinds}")
     if near := nearest(name, siblings):

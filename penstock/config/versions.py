@@ -10,13 +10,12 @@ from typing import Any
 
 from penstock.base.errors import ConfigError
 
-VERSION = 1
-"""Version of the files that are written now."""
-
+VERSION = 1  # version of the files that are written now
 VERSION_KEY = "version"
 
 _ATTENTION, _ROPE, _MOE = "model.attention", "model.attention.rope", "model.moe"
 
+# New name of a key in the same section, by the full path that it had.
 RENAMED: Mapping[str, str] = MappingProxyType(
     {
         "model.vocabulary": "vocab_size",
@@ -55,12 +54,11 @@ RENAMED: Mapping[str, str] = MappingProxyType(
         "dispatch.sms": "num_sms",
     }
 )
-"""New name of a key in the same section, by the full path that it had."""
 
+# New values by old values, by the full path of the key.
 RENAMED_VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {"graphs.capture": {"passes": "full", "parts": "partial"}}
 )
-"""New values by old values, by the full path of the key."""
 
 
 def new_path(path: str) -> str | None:
@@ -71,8 +69,8 @@ def new_path(path: str) -> str | None:
 
 def check_version(table: dict[str, Any], source: str) -> None:
     """Take the version out of a parsed file's table; any but today's is a ConfigError, which names `source`."""
-    version = table.pop(VERSION_KEY, VERSION)
-    if isinstance(version, bool) or not isinstance(version, int) or version < 1:
+    version = table.pop(VERSION_KEY, VERSION)  # so that it is no unknown key
+    if isinstance(version, bool) or not isinstance(version, int) or version < 1:  # bool is an int in Python
         raise ConfigError(f"{source}: {VERSION_KEY} is not a version", got=f"{version!r}", allowed=f"{VERSION}")
     if version != VERSION:
         is_newer = version > VERSION

@@ -35,18 +35,12 @@ from penstock.kernels.reference import IGNORED_LABEL
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Rows of tokens, int64, with everything that a forward pass and a loss need.
-
-    Attributes:
-        labels_BS: the next token of the stream at each position; IGNORED_LABEL (-100) where nothing is predicted.
-        positions_BS: for the rotary embedding; 0..S-1, or counted from each document's start in the row.
-        documents_BS: attention stays inside equal ids of one row, from 0; None if it may cross documents.
-    """
+    """Rows of tokens, int64, with everything that a forward pass and a loss need."""
 
     tokens_BS: Tensor
-    labels_BS: Tensor
-    positions_BS: Tensor
-    documents_BS: Tensor | None
+    labels_BS: Tensor  # the next token of the stream; IGNORED_LABEL (-100) where nothing is predicted
+    positions_BS: Tensor  # for the rotary embedding; 0..S-1, or counted from each document's start in the row
+    documents_BS: Tensor | None  # attention stays inside equal ids of a row, from 0; None if it may cross documents
 
     @property
     def rows(self) -> int:
@@ -58,6 +52,7 @@ class Batch:
         device = torch.device(device)
 
         def moved(x_BS: Tensor) -> Tensor:
+            # Only copies of pinned memory are asynchronous.
             is_copied = device.type == "cuda" and x_BS.device.type == "cpu"
             return (x_BS.pin_memory() if is_copied else x_BS).to(device, non_blocking=True)
 
@@ -87,17 +82,19 @@ PADDING = -1
 
 def pack(rows: Rows, *, document_mask: bool) -> Batch:
     """Make a batch of B rows of S tokens, on the CPU, in new memory; the last of S + 1 tokens is only a label."""
+    # B x S + 1 -> twice B x S, shifted by one; astype copies.
     tokens_BS, labels_BS = rows.tokens[:, :-1].astype(np.int64), rows.tokens[:, 1:].astype(np.int64)
     documents_BS, label_documents_BS = rows.documents[:, :-1], rows.documents[:, 1:]
     positions_BS = np.tile(np.arange(tokens_BS.shape[1]), (len(tokens_BS), 1))
 
     labels_BS[label_documents_BS == PADDING] = IGNORED_LABEL
     if document_mask:
-        labels_BS[label_documents_BS != documents_BS] = IGNORED_LABEL
+        labels_BS[label_documents_BS != documents_BS] = IGNORED_LABEL  # of end tokens
         # True at the first token of each document in the row, the row's first token included.
         begins_BS = np.diff(documents_BS, axis=1, prepend=PADDING) != 0
+        # Minus the position at which the document of each token begins.
         positions_BS -= np.maximum.accumulate(np.where(begins_BS, positions_BS, 0), axis=1)
-        documents_BS = np.cumsum(begins_BS, axis=1) - begins_BS[:, :1]
+        documents_BS = np.cumsum(begins_BS, axis=1) - begins_BS[:, :1]  # begins so far, from 0
 
     return Batch(
         tokens_BS=torch.from_numpy(tokens_BS),

@@ -19,33 +19,26 @@ from penstock.kernels.reference import IGNORED_LABEL
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentSpan:
-    """A part of a document in a row.
+    """A part of a document in a row."""
 
-    Attributes:
-        first: index of its first token in the row.
-        tokens: their number, the end token included.
-        positions: positions of its first and last token, as the model gets them.
-        ignored: indices in the row whose labels are ignored.
-    """
-
-    first: int
-    tokens: int
-    text: str | None
+    first: int  # index of its first token in the row
+    tokens: int  # the end token included
+    text: str | None  # None without a tokenizer
     ids: tuple[int, ...]
-    ends: bool
-    positions: tuple[int, int]
-    ignored: tuple[int, ...]
+    ends: bool  # with an end-of-document token
+    positions: tuple[int, int]  # of its first and last token, as the model gets them
+    ignored: tuple[int, ...]  # indices in the row whose labels are ignored
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowContents:
-    """A row of a batch; `padding` and `ignored` labels are counted, `text_bytes` is None if unknown."""
+    """A row of a batch."""
 
     pieces: tuple[DocumentSpan, ...]
     tokens: int
-    padding: int
-    ignored: int
-    text_bytes: int | None
+    padding: int  # tokens
+    ignored: int  # labels
+    text_bytes: int | None  # None if unknown
 
 
 def row_of(batch: Batch, number: int, *, end_of_document: int, tokenizer: Tokenizer | None) -> RowContents:
@@ -56,7 +49,7 @@ def row_of(batch: Batch, number: int, *, end_of_document: int, tokenizer: Tokeni
     # The first token behind the others is the end of the row's last document.
     padding = max(0, len(tokens) - 2 - int(others[-1])) if len(others) else len(tokens)
     filled = len(tokens) - padding
-    ends = np.flatnonzero(tokens[:filled] == end_of_document) + 1
+    ends = np.flatnonzero(tokens[:filled] == end_of_document) + 1  # indices behind end tokens
     pieces = tuple(
         DocumentSpan(
             first=first,

@@ -28,8 +28,8 @@ class CorruptRecords:
 
     def __init__(self, policy: CorruptPolicy = "stop") -> None:
         self.skips = policy == "skip"
-        self.skipped = 0
-        self._named = 0
+        self.skipped = 0  # of the whole run: a resumed one continues the count
+        self._named = 0  # by this process
         self._notices: list[str] = []
 
     def read_or_skip(self, read: Callable[[], Value], otherwise: Value) -> Value:
@@ -47,7 +47,7 @@ class CorruptRecords:
         self._named += 1
         if self._named <= NAMED:
             self._notices.append(f"data: skipped a record: {' '.join(error.what.split())}")
-        elif self.skipped == 10 ** (len(str(self.skipped)) - 1):
+        elif self.skipped == 10 ** (len(str(self.skipped)) - 1):  # 10, 100, 1000, ...
             self._notices.append(f"data: {self.skipped:,} records were skipped so far")
 
     def take_notices(self) -> tuple[str, ...]:

@@ -48,7 +48,7 @@ class Sample:
         for text, encoded in _documents(shards):
             self._texts.append(text)
             self._tokens.append(encoded)
-            found += len(encoded) + 1
+            found += len(encoded) + 1  # with its end token
             if found >= tokens and (len(self._texts) >= documents or found >= most_tokens):
                 break
 
@@ -68,8 +68,8 @@ class Sample:
 def _documents(shards: Shards) -> Iterator[tuple[str, Tokens]]:
     """Yields texts with their tokens, one block of each shard in turn."""
     order = document_order(len(shards), seed=_ORDER_SEED, epoch=0).tolist()
-    left = {shard: shards.blocks(shard, 0) for shard in order}
-    number = 0
+    left = {shard: shards.blocks(shard, 0) for shard in order}  # shards that are not read to their end
+    number = 0  # of the blocks that are read now, one of each shard
     while left:
         for shard, blocks in list(left.items()):
             block = next(blocks, None)
@@ -132,7 +132,7 @@ def evaluation_batches(
     parts = text.parts if isinstance(text, Text) else (TextPart(documents=text),)
     shares = zip(parts, _shared(limit_rows, [part.weight for part in parts]), strict=True)
     chosen = [_choose(part.documents, limit, sequence_length) for part, limit in shares if limit > 0]
-    taken = sum(len(one.rows.tokens) for one in chosen)
+    taken = sum(len(one.rows.tokens) for one in chosen)  # fewer than limit_rows for a small text
     chosen.append(_nothing(-taken % rows, sequence_length, parts[0].documents.end_of_document))
 
     # 2. Count what they predict.
@@ -146,7 +146,7 @@ def evaluation_batches(
     return EvaluationRows(
         batches=tuple(batch.between(rank * ours, (rank + 1) * ours) for batch in whole.micro_batches(rows)),
         tokens=int(counted_BS.sum()),
-        text_bytes=int(text_bytes[:, 1:][counted_BS].sum()),
+        text_bytes=int(text_bytes[:, 1:][counted_BS].sum()),  # of the labels, which are the tokens shifted by one
     )
 
 
@@ -154,7 +154,7 @@ class _Chosen(NamedTuple):
     """Rows, and the bytes of text of each token."""
 
     rows: Rows
-    text_bytes: NDArray[np.int64]
+    text_bytes: NDArray[np.int64]  # B x S + 1
 
 
 def _shared(rows: int, weights: Sequence[float]) -> list[int]:
@@ -172,17 +172,17 @@ def _choose(documents: Source | Shards, limit_rows: int, sequence_length: int) -
     if isinstance(documents, Shards):
         documents = Sample(documents, documents=_DOCUMENTS, tokens=wanted, most_tokens=_ENOUGH_TOKENS)
     line = _measure(documents, wanted)
-    text_rows = -(-(line.tokens - 1) // sequence_length)
+    text_rows = -(-(line.tokens - 1) // sequence_length)  # rounded up; the last token of the line is only a label
     taken = min(limit_rows, text_rows)
     starts = [number * text_rows // taken * sequence_length for number in range(taken)]
     return _read_rows(documents, line, starts, sequence_length)
 
 
 class _Line(NamedTuple):
-    """Documents with their end tokens, one after another; `starts` has the end of the last one too."""
+    """Documents with their end tokens, one after another."""
 
-    documents: list[int]
-    starts: list[int]
+    documents: list[int]  # their numbers in the source
+    starts: list[int]  # token at which each begins, and the end of the last one
 
     @property
     def tokens(self) -> int:
@@ -195,12 +195,12 @@ def _measure(source: Source, tokens: int) -> _Line:
     line = _Line([], [0])
     order = order_of(source, seed=_ORDER_SEED, epoch=0)
     for place in range(len(source)):
-        index = order[place]
+        index = int(order[place])
         length = len(source.read(index))
         if length == 0:
             continue
         line.documents.append(index)
-        line.starts.append(line.tokens + length + 1)
+        line.starts.append(line.tokens + length + 1)  # with its end token
         # Long enough for the rows, and of enough documents, unless these are very large.
         if line.tokens >= tokens and (len(line.documents) >= _DOCUMENTS or line.tokens >= _ENOUGH_TOKENS):
             break
@@ -219,11 +219,12 @@ def _nothing(rows: int, sequence_length: int, end_of_document: int) -> _Chosen:
 def _read_rows(source: Source, line: _Line, starts: Sequence[int], sequence_length: int) -> _Chosen:
     """Returns rows of S + 1 tokens from ascending `starts` on the line, padded beyond its end, with bytes of text."""
     chosen = _nothing(len(starts), sequence_length, source.end_of_document)
+    # Pieces come in the order of the line, so each document is read once.
     for number, pieces in groupby(_pieces(line, starts, sequence_length + 1), key=itemgetter(0)):
         begin, index = line.starts[number], line.documents[number]
         document = with_end(source.read(index), source.end_of_document, source.vocab_size)
-        document_bytes = np.append(source.bytes_per_token(index), 0)
-        for _, row, first, last in pieces:
+        document_bytes = np.append(source.bytes_per_token(index), 0)  # the end token has no bytes
+        for _, row, first, last in pieces:  # `first` and `last` are places on the line
             there, here = slice(first - starts[row], last - starts[row]), slice(first - begin, last - begin)
             chosen.rows.tokens[row, there] = document[here]
             chosen.rows.documents[row, there] = number

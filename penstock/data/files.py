@@ -42,7 +42,7 @@ def matched(names: Sequence[str], suffixes: Sequence[str] = (), *, field: str = 
     `suffixes` choose files in folders, with or without a compression suffix; empty takes every file. Errors name the
     setting `field`.
     """
-    found: dict[Path, Path] = {}
+    found: dict[Path, Path] = {}  # without links -> as named, so that a file counts once
     for name in names:
         files = list(_files(name, suffixes))
         if not files:
@@ -73,6 +73,15 @@ def empty(path: Path) -> DataError:
     return DataError(f"data file {path} is empty", fix="take it out of data.files and data.validation_files")
 
 
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turns errors of the system (no space, no permission, ...) while a file is written into a DataError."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"cannot write {path}: {error.strerror}") from error
+
+
 def _files(name: str, suffixes: Sequence[str]) -> Iterator[Path]:
     """Yields the files of one name. A missing file is reported when it is opened."""
     if os.path.isdir(name):
@@ -87,7 +96,7 @@ def _files(name: str, suffixes: Sequence[str]) -> Iterator[Path]:
 def _below(root: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
     paths = []
     for folder, subfolders, names in os.walk(root, followlinks=True):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]  # in place: os.walk reads the list
         paths += [Path(folder, name) for name in names if not name.startswith(".")]
     # By parts and not by the whole string, so that the separator of the operating system does not matter.
     for path in sorted(paths, key=lambda path: path.relative_to(root).parts):
@@ -95,7 +104,7 @@ def _below(root: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
             yield path
 
 
-_CHUNK = 1 << 20
+_CHUNK = 1 << 20  # bytes
 _OPEN: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
 
@@ -106,11 +115,12 @@ def readable_copies(paths: Sequence[Path], cache: Path) -> list[Path]:
     """
     copies = {path: _copy_of(path, cache) for path in paths if path.suffix in COMPRESSED}
     missing = deque(path for path, copy in copies.items() if not copy.exists())
-    busy = 0
+    busy = 0  # files in a row that other ranks have locked
     while missing:
         path = missing.popleft()
+        # Take any free file; wait for a lock only once all that are left are locked.
         with _locked(copies[path], wait=busy > len(missing)) as is_ours:
-            if is_ours and not copies[path].exists():
+            if is_ours and not copies[path].exists():  # another rank may have made it since
                 _decompress(path, copies[path])
             busy = 0 if is_ours else busy + 1
         if not is_ours:
@@ -179,28 +189,17 @@ def _decompress(path: Path, copy: Path) -> None:
     try:
         copy.parent.mkdir(parents=True, exist_ok=True)
         descriptor, draft = tempfile.mkstemp(dir=copy.parent, prefix=".draft-")
-    except OSError as error:
+        try:
+            with os.fdopen(descriptor, "wb") as target:
+                target.writelines(contents(path))
+                target.flush()
+                os.fsync(target.fileno())  # before the rename: a copy with its name is complete after a power cut
+            os.replace(draft, copy)
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(draft)
+    except OSError as error:  # of the cache: errors of the source are DataErrors
         raise _cache_error(copy.parent, error) from error
-    try:
-        with os.fdopen(descriptor, "wb") as target:
-            for content in contents(path):
-                _write(target, content, copy.parent)
-            _write(target, b"", copy.parent)
-        os.replace(draft, copy)
-    finally:
-        with suppress(FileNotFoundError):
-            os.unlink(draft)
-
-
-def _write(target: IO[bytes], content: bytes, cache: Path) -> None:
-    """Writes; empty content flushes to disk."""
-    try:
-        target.write(content)
-        if not content:
-            target.flush()
-            os.fsync(target.fileno())
-    except OSError as error:
-        raise _cache_error(cache, error) from error
 
 
 def contents(path: Path) -> Iterator[bytes]:
@@ -231,7 +230,7 @@ def _frames(raw: IO[bytes], zst: ModuleType) -> Iterator[bytes]:
     """Yields the content of the frames of a Zstandard file. The package's readers accept truncated frames."""
     frame = None
     while chunk := raw.read(_CHUNK >> 4):
-        while chunk:
+        while chunk:  # a chunk may hold the end of a frame and the begin of the next
             if frame is None:
                 decompressor = zst.ZstdDecompressor()
                 frame = decompressor if sys.version_info >= (3, 14) else decompressor.decompressobj()

@@ -33,7 +33,7 @@ _TAG = 0xF1
 
 
 class FimTokens(NamedTuple):
-    """Ids of the tokens before each part."""
+    """Ids of the tokens before each part of a document."""
 
     prefix: int
     suffix: int
@@ -54,10 +54,10 @@ class FillInMiddle:
     def encode(self, text: str, document: Sequence[int]) -> Tokens:
         """Returns the tokens of a text; whole numbers identify the document: epoch and number."""
         draws = PCG64([self._seed, *document, _TAG]).random_raw(4)
-        chances = draws[:2] / 2.0**64
+        chances = draws[:2] / 2.0**64  # uniform in [0, 1): whether to cut, and the order
         if chances[0] >= self._rate:
             return self._tokenizer.encode(text)
-        first, second = sorted(int(draw) % (len(text) + 1) for draw in draws[2:])
+        first, second = sorted(int(draw) % (len(text) + 1) for draw in draws[2:])  # characters
         prefix, middle, suffix = text[:first], text[first:second], text[second:]
         marks = self._marks
         if chances[1] < self._spm:
@@ -65,7 +65,7 @@ class FillInMiddle:
         return self._joined(marks.prefix, prefix, marks.suffix, suffix, marks.middle, middle)
 
     def _joined(self, *parts: int | str) -> Tokens:
-        wanted = [part for part in parts if part != ""]
+        wanted = [part for part in parts if part != ""]  # an empty part has its mark, and no tokens
         encode = self._tokenizer.encode
         return np.concatenate([np.array([part]) if isinstance(part, int) else encode(part) for part in wanted])
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 from threading import Thread
+from types import ModuleType
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import getproxies
@@ -32,12 +33,12 @@ _SAVED = ("state.json", "dataset_dict.json")
 
 
 class DatasetName(NamedTuple):
-    """Identifies a dataset; an empty revision is the newest one of the hub."""
+    """Identifies a dataset."""
 
-    dataset: str
-    config: str
+    dataset: str  # name on the hub, or a folder
+    config: str  # empty for the default
     split: str
-    revision: str
+    revision: str  # empty for the newest one
 
     def __str__(self) -> str:
         return f"dataset {self.dataset}" + (f" ({self.config})" if self.config else "")
@@ -61,6 +62,7 @@ class DatasetOnDisk(TextDocuments):
         if len(self._rows) == 0:
             raise _no_documents(name)
         step = max(1, len(self._rows) // _SAMPLES)
+        # Rows for the fingerprint; all of a small dataset, whose column is read at once.
         samples = self._rows[0::step][text_field] if step == 1 else self._rows[list(range(0, len(self), step))]
         super().__init__(tokenizer, fingerprint_of(len(self._rows), samples), corrupt=corrupt, keep=keep)
 
@@ -128,12 +130,10 @@ class StreamedDataset(Shards):
 
 def _load(name: DatasetName, *, streaming: bool) -> Any:
     """Returns a Dataset or IterableDataset."""
-    datasets = require("datasets", extra="huggingface", purpose="data.source huggingface")
+    datasets = _require("datasets")
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
-    require(
-        "huggingface_hub.utils.logging", extra="huggingface", purpose="data.source huggingface"
-    ).set_verbosity_error()
+    _require("huggingface_hub.utils.logging").set_verbosity_error()
     reached = os.path.exists(name.dataset) or _hub_answers()
     try:
         if not any(os.path.isfile(os.path.join(name.dataset, file)) for file in _SAVED):
@@ -150,6 +150,7 @@ def _load(name: DatasetName, *, streaming: bool) -> Any:
     if name.split not in splits:
         raise DataError(f"{name} has no split {name.split}", allowed=", ".join(splits), fix="correct data.split")
     rows = splits[name.split]
+    # One shard for each file of a saved dataset.
     return rows.to_iterable_dataset(num_shards=max(1, min(len(rows), len(rows.cache_files)))) if streaming else rows
 
 
@@ -159,7 +160,7 @@ def _hub_answers() -> bool:
     If not, its libraries are switched to offline mode: they read their cache or fail at once. Otherwise they would
     retry for half a minute. With a proxy this check is skipped.
     """
-    constants = require("huggingface_hub.constants", extra="huggingface", purpose="data.source huggingface")
+    constants = _require("huggingface_hub.constants")
     url = urlsplit(constants.ENDPOINT)
     if constants.HF_HUB_OFFLINE or {"https", "http", "all"} & set(getproxies()):
         return not constants.HF_HUB_OFFLINE
@@ -172,17 +173,20 @@ def _hub_answers() -> bool:
     # In a thread: looking up the name has no timeout of its own.
     thread = Thread(target=connect, daemon=True)
     thread.start()
-    thread.join(REACH_SECONDS)
+    thread.join(REACH_SECONDS)  # a thread without an answer is left behind
     if not answers:
-        config = require("datasets.config", extra="huggingface", purpose="data.source huggingface")
+        config = _require("datasets.config")
         vars(constants)["HF_HUB_OFFLINE"] = vars(config)["HF_HUB_OFFLINE"] = True
     return bool(answers)
 
 
+def _require(module: str, purpose: str = "data.source huggingface") -> ModuleType:
+    return require(module, extra="huggingface", purpose=purpose)
+
+
 def _errors(purpose: str) -> tuple[type[Exception], ...]:
     """Returns the errors that `datasets` raises for missing or unreadable data."""
-    exceptions = require("datasets.exceptions", extra="huggingface", purpose=purpose)
-    hub = require("huggingface_hub.errors", extra="huggingface", purpose=purpose)
+    exceptions, hub = _require("datasets.exceptions", purpose), _require("huggingface_hub.errors", purpose)
     return OSError, ValueError, RuntimeError, exceptions.DatasetsError, hub.HfHubHTTPError
 
 

@@ -14,8 +14,6 @@ import json
 import os
 import struct
 from array import array
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from itertools import pairwise
@@ -28,6 +26,7 @@ from numpy.typing import NDArray
 
 from penstock.base.errors import DataError
 from penstock.base.files import read_json
+from penstock.data.files import disk_errors, empty
 from penstock.data.sources import Tokens, fingerprint_of
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -37,30 +36,24 @@ _CODES = {np.dtype(name): code for code, name in _TYPES.items()}
 _SMALL_VOCABULARY = 65500
 """Megatron stores ids of a vocabulary below this in uint16, others in int32."""
 
-_MOST_TOKENS = 2**31 - 1
-_CHECKED_TOGETHER = 2**20
-_SAMPLES, _SAMPLE_BYTES = 64, 4096
+_MOST_TOKENS = 2**31 - 1  # of a sequence: its length is an int32
+_CHECKED_TOGETHER = 2**20  # numbers of the index
+_SAMPLES, _SAMPLE_BYTES = 64, 4096  # parts of the tokens that the fingerprint reads
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedMetadata:
-    """The content of PREFIX.packed.json.
+    """The content of PREFIX.packed.json."""
 
-    Attributes:
-        tokenizer: the setting that opened it.
-        end_of_document_name: its name in the settings; empty for the tokenizer's own.
-        left_out: corrupt documents, each with its place and fault.
-    """
-
-    tokenizer: str
-    fingerprint: int
+    tokenizer: str  # the setting that opened it
+    fingerprint: int  # of the tokenizer
     vocabulary_size: int
-    end_of_document: int
+    end_of_document: int  # id
     documents: int
-    tokens: int
+    tokens: int  # end tokens included
     text_bytes: int
-    end_of_document_name: str = ""
-    left_out: tuple[str, ...] = ()
+    end_of_document_name: str = ""  # in the settings; empty for the tokenizer's own
+    left_out: tuple[str, ...] = ()  # corrupt documents, each with its place and fault
 
 
 class IndexedDataset:
@@ -74,10 +67,10 @@ class IndexedDataset:
         self._index = _mapped(_beside(prefix, ".idx"))
         self._content = _mapped(_beside(prefix, ".bin"))
         self.type, sequences, bounds = self._read_header()
-        places = np.cumsum([_HEADER.size, 4 * sequences, 8 * sequences])
-        self._lengths = np.frombuffer(self._index, "<i4", sequences, places[0])
-        self._starts = np.frombuffer(self._index, "<i8", sequences, places[1])
-        self._bounds = np.frombuffer(self._index, "<i8", bounds, places[2])
+        places = np.cumsum([_HEADER.size, 4 * sequences, 8 * sequences])  # bytes at which the three arrays begin
+        self._lengths = np.frombuffer(self._index, "<i4", sequences, places[0])  # tokens of each sequence
+        self._starts = np.frombuffer(self._index, "<i8", sequences, places[1])  # its first byte in .bin
+        self._bounds = np.frombuffer(self._index, "<i8", bounds, places[2])  # first sequence of each document
         self._check()
 
     def __len__(self) -> int:
@@ -130,7 +123,7 @@ class IndexedDataset:
             got = f"version {version}, type {code}"
             raise DataError(f"{path} is of another version", got=got, allowed="version 1, types 1 to 8")
         size = _HEADER.size + 12 * sequences + 8 * bounds
-        if len(self._index) == size + sequences > size:
+        if len(self._index) == size + sequences > size:  # one more byte a sequence: its mode
             raise DataError(f"{path} is of images and text; only text can be read")
         if len(self._index) != size:
             raise _damaged(path, f"{len(self._index)} bytes where {size} belong")
@@ -147,9 +140,8 @@ class IndexedDataset:
         for start in range(0, sequences, _CHECKED_TOGETHER):
             lengths = self._lengths[start : start + _CHECKED_TOGETHER].astype(np.int64)
             starts = self._starts[start : start + _CHECKED_TOGETHER]
-            if min(lengths.min(), starts.min()) < 0 or (starts + lengths * self.type.itemsize).max() > len(
-                self._content
-            ):
+            ends = starts + lengths * self.type.itemsize  # bytes in .bin
+            if min(lengths.min(), starts.min()) < 0 or ends.max() > len(self._content):
                 why = "the two files are not of one pair, or cut"
                 raise _damaged(path, f"sequences outside {self.prefix}.bin", why)
 
@@ -170,7 +162,7 @@ class IndexedDatasetWriter:
             if path.exists():
                 raise DataError(f"{path} is there already", fix="give another name, or remove it")
         self._lengths = array("i")
-        with _disk_errors(prefix):
+        with disk_errors(prefix):
             prefix.parent.mkdir(parents=True, exist_ok=True)
             self._content: BinaryIO = self._drafts[".bin"].open("wb")
 
@@ -184,7 +176,7 @@ class IndexedDatasetWriter:
                 "a document is too long for an .idx file", got=int(lengths.max()), allowed=f"{_MOST_TOKENS} tokens"
             )
         self._lengths.frombytes(lengths.astype(np.int32).tobytes())
-        with _disk_errors(self._finals[".bin"]):
+        with disk_errors(self._finals[".bin"]):
             self._content.write(np.ascontiguousarray(tokens, dtype=self.type).data)
 
     def finish(self, origin: PackedMetadata) -> None:
@@ -192,19 +184,18 @@ class IndexedDatasetWriter:
         lengths = np.frombuffer(self._lengths, dtype=np.int32)
         starts = np.zeros(len(lengths), dtype="<i8")
         np.cumsum(lengths[:-1], dtype=np.int64, out=starts[1:])
-        starts *= self.type.itemsize
+        starts *= self.type.itemsize  # tokens to bytes
         header = _HEADER.pack(_MAGIC, 1, _CODES[self.type], len(lengths), len(lengths) + 1)
         bounds = np.arange(len(lengths) + 1, dtype="<i8")
-        with _disk_errors(self._finals[".idx"]):
-            _sync(self._content)
+        with disk_errors(self._finals[".idx"]):
+            _sync(self._content)  # every file is on disk before the first rename
             with self._drafts[".idx"].open("wb") as file:
-                for part in (header, lengths.astype("<i4").data, starts.data, bounds.data):
-                    file.write(part)
+                file.writelines((header, lengths.astype("<i4").data, starts.data, bounds.data))
                 _sync(file)
             with self._drafts[".packed.json"].open("wb") as file:
                 file.write((json.dumps(asdict(origin), indent=1) + "\n").encode())
                 _sync(file)
-            for suffix, draft in self._drafts.items():
+            for suffix, draft in self._drafts.items():  # .idx is the last
                 draft.replace(self._finals[suffix])
 
     def __enter__(self) -> Self:
@@ -234,8 +225,8 @@ def _beside(prefix: Path, suffix: str) -> Path:
 def _mapped(path: Path) -> NDArray[np.uint8]:
     """Returns the bytes of a file, memory-mapped."""
     try:
-        if path.stat().st_size == 0:
-            raise DataError(f"data file {path} is empty", fix="take it out of data.files and data.validation_files")
+        if path.stat().st_size == 0:  # which cannot be mapped
+            raise empty(path)
         return np.memmap(path, dtype=np.uint8, mode="r")
     except OSError as error:
         raise DataError(
@@ -257,12 +248,3 @@ def _damaged(path: Path, got: str, why: str = "it is damaged or cut") -> DataErr
 def _sync(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())
-
-
-@contextmanager
-def _disk_errors(path: Path) -> Iterator[None]:
-    """Turns errors of the system (no space, no permission, ...) into DataError."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"cannot write {path}: {error.strerror}") from error

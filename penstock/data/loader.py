@@ -12,8 +12,7 @@ token, even if rows, sequence length or the number of ranks have changed.
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from types import TracebackType
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol
 
 from penstock.base.errors import DataError
 from penstock.data.batch import Batch, pack
@@ -47,10 +46,8 @@ class Batches(Protocol):
 class Loader:
     """Makes batches on request, from the first token of the first epoch; see `Batches` for its methods.
 
-    Args:
-        rows: rows of the global batch over all ranks; a multiple of `ranks`.
-        document_mask: separate documents in attention (see `batch`).
-        shuffle: another order in each epoch; else documents come by number.
+    `rows` are those of the global batch over all ranks, a multiple of `ranks`. With `shuffle` documents have another
+    order in each epoch; else they come by number.
     """
 
     def __init__(
@@ -67,9 +64,10 @@ class Loader:
     ) -> None:
         assert rows % ranks == 0, f"a global batch of {rows} rows does not divide among {ranks} ranks"
         assert 0 <= rank < ranks, f"rank {rank} is not one of {ranks}"
+        # A text that is no mixture is a mixture of one part.
         text = text if isinstance(text, Text) else Text((TextPart(documents=text),))
         self._stream: RowStream[Any] = stream_of(text, seed=seed, shuffle=shuffle)
-        self._identity = {"seed": seed, "shuffle": int(shuffle), "source": self._stream.fingerprint}
+        self._identity = {"seed": seed, "shuffle": int(shuffle), "source": self._stream.fingerprint}  # of saved states
         self._corrupt = text.corrupt
         self._sequence_length = sequence_length
         self._document_mask = document_mask
@@ -77,12 +75,13 @@ class Loader:
         self._rows_before, self._rows_after = rank * self._own_rows, (ranks - rank - 1) * self._own_rows
         self._tokens_per_batch = rows * sequence_length
         self._position = self._stream.start()
-        self._tokens = 0
+        self._tokens = 0  # of all ranks
 
     def next_batch(self) -> Batch:
         """Returns this rank's rows of the next global batch."""
         first = self._stream.advance(self._position, self._rows_before, self._sequence_length)
         rows, after = self._stream.read(first, self._own_rows, self._sequence_length)
+        # The position changes last, so that a batch whose reading failed can be asked for again.
         self._position = self._stream.advance(after, self._rows_after, self._sequence_length)
         self._tokens += self._tokens_per_batch
         return pack(rows, document_mask=self._document_mask)
@@ -125,7 +124,7 @@ class _PrefetchedBatch(NamedTuple):
 
     batch: Batch
     state: LoaderState
-    skipped: int
+    skipped: int  # records
     notices: tuple[str, ...]
 
 
@@ -135,6 +134,7 @@ class Prefetch:
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="penstock-data")
+        # After the last returned batch: the loader itself is one batch ahead, in the thread.
         self._state, self._skipped = loader.state(), loader.skipped()
         self._notices: tuple[str, ...] = ()
         self._ahead = self._start()
@@ -159,7 +159,7 @@ class Prefetch:
 
     def restore(self, state: LoaderState) -> None:
         """Drops the prefetched batch and continues from a saved state."""
-        wait([self._ahead])
+        wait([self._ahead])  # only one thread at a time uses the loader
         self._loader.restore(state)
         self._state, self._skipped = self._loader.state(), self._loader.skipped()
         self._ahead = self._start()
@@ -176,11 +176,3 @@ class Prefetch:
     def close(self) -> None:
         """Ends the thread."""
         self._thread.shutdown(wait=True, cancel_futures=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()

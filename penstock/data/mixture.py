@@ -21,8 +21,8 @@ from penstock.data.stream import LANES, LoaderState, RowStream, Stream, damaged,
 class MixedPosition(NamedTuple):
     """A place between two rows of a mixture."""
 
-    parts: tuple[Any, ...]
-    tokens: tuple[int, ...]
+    parts: tuple[Any, ...]  # position in the stream of each part
+    tokens: tuple[int, ...]  # of each part so far
     rows: int
 
 
@@ -51,7 +51,7 @@ class Mixture(RowStream[MixedPosition]):
 
     def next_row(self, position: MixedPosition, sequence_length: int) -> tuple[Sequence[Tokens], MixedPosition]:
         """Returns the next row of the part whose turn it is, and the position after it."""
-        turn = min(
+        turn = min(  # the first of equals, so the order is the same on all ranks
             range(len(self._components)),
             key=lambda part: (position.tokens[part] + sequence_length) / self._components[part].weight,
         )
@@ -77,7 +77,7 @@ class Mixture(RowStream[MixedPosition]):
         positions = []
         for component in self._components:
             part = parts[component.name]
-            expected = component.stream.save(component.stream.start()) | {"source": 0}
+            expected = component.stream.save(component.stream.start()) | {"source": 0}  # for its names
             if not isinstance(part, dict) or part.keys() != expected.keys():
                 raise damaged(f"of part {component.name} something else")
             positions.append(component.stream.restore(part))
@@ -104,20 +104,20 @@ class Mixture(RowStream[MixedPosition]):
 
 @dataclass(frozen=True, kw_only=True)
 class TextPart:
-    """Documents and how they are read: their name in the mixture, and the encoder of fill-in-the-middle, if any."""
+    """Documents and how they are read."""
 
     documents: Source | Shards
-    name: str = ""
+    name: str = ""  # in the mixture
     weight: float = 1.0
-    middle: FillInMiddle | None = None
+    middle: FillInMiddle | None = None  # the encoder of fill-in-the-middle
 
 
 @dataclass(frozen=True)
 class Text:
-    """All documents of one split; a single part is no mixture, and `corrupt` counts the records that sources skip."""
+    """All documents of one split."""
 
-    parts: tuple[TextPart, ...]
-    corrupt: CorruptRecords = field(default_factory=CorruptRecords)
+    parts: tuple[TextPart, ...]  # a single one is no mixture
+    corrupt: CorruptRecords = field(default_factory=CorruptRecords)  # counts the records that sources skip
 
     def __str__(self) -> str:
         """The number of documents, in words."""

@@ -57,6 +57,7 @@ def open_standard_library(split: Split, tokenizer: Tokenizer, *, validation_shar
 def _source_files(library: Path) -> list[Path]:
     paths = []
     for folder, subfolders, names in os.walk(library):
+        # Assigned in place: os.walk does not go into folders that are taken out of its list.
         subfolders[:] = [
             name for name in subfolders if name not in _FOREIGN_FOLDERS and not name.startswith(_BUILD_PREFIXES)
         ]
@@ -92,7 +93,7 @@ def open_text(data: Data, split: Split, *, vocab_size: int, seed: int, cache: Pa
     Raises a DataError if files are missing, empty, or not text, if the split has no document, if the tokenizer does not
     fit the model, or if a package is missing.
     """
-    opener = _Opener(data, split, vocab_size, seed, cache)
+    opener = _Opener(data, split, vocab_size, seed, cache, CorruptRecords(data.corrupt))
     parts = []
     for name, part in data.mixture.items():
         if split == "train" or data.validation_share > 0 or part.validation_files or part.validation_split:
@@ -100,7 +101,7 @@ def open_text(data: Data, split: Split, *, vocab_size: int, seed: int, cache: Pa
     if not data.mixture:
         parts.append(opener.part("", data, 1.0))
     ends = {part.documents.end_of_document: part.name for part in parts}
-    if len(ends) != 1:
+    if len(ends) != 1:  # one model predicts one end of a document
         raise DataError(
             "parts of data.mixture end their documents with different tokens, or none holds out text",
             got=", ".join(f"{name} with {end}" for end, name in ends.items()) or "no part",
@@ -111,9 +112,9 @@ def open_text(data: Data, split: Split, *, vocab_size: int, seed: int, cache: Pa
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """The tokenizer of a run; its setting is "bytes", or a path."""
+    """The tokenizer of a run."""
 
-    setting: str
+    setting: str  # "bytes", or a path
     tokenizer: Tokenizer
     end_of_document: int
 
@@ -129,28 +130,26 @@ def vocabulary_of(data: Data) -> Vocabulary:
     setting, end = data.tokenizer, data.end_of_document
     if setting == BYTES and all(place.source == "packed" for place in places):
         files = matched(places[0].files, SUFFIXES["packed"])
-        origin = next((one for path in files if (one := IndexedDataset(prefix_of(path)).origin()) is not None), None)
+        origin = next(filter(None, (IndexedDataset(prefix_of(path)).origin() for path in files)), None)
         if origin is None:
             raise DataError(f"no tokenizer is known for {files[0]}", fix="set data.tokenizer")
         setting, end = origin.tokenizer, end or origin.end_of_document_name
+    # The end of packed documents may be an id in digits, and no name.
     tokenizer = open_tokenizer(setting, None if end.isdecimal() else end or None)
-    return Vocabulary(
-        setting=setting,
-        tokenizer=tokenizer,
-        end_of_document=int(end) if end.isdecimal() else tokenizer.end_of_document,
-    )
+    end_of_document = int(end) if end.isdecimal() else tokenizer.end_of_document
+    return Vocabulary(setting=setting, tokenizer=tokenizer, end_of_document=end_of_document)
 
 
+@dataclass(frozen=True)
 class _Opener:
     """Opens the parts of one split."""
 
-    def __init__(self, data: Data, split: Split, vocab_size: int, seed: int, cache: Path) -> None:
-        self._data = data
-        self._split: Split = split
-        self._vocabulary_size = vocab_size
-        self._seed = seed
-        self._cache = cache
-        self.corrupt = CorruptRecords(data.corrupt)
+    data: Data
+    split: Split
+    vocabulary_size: int
+    seed: int
+    cache: Path
+    corrupt: CorruptRecords
 
     def part(self, name: str, place: Documents, weight: float) -> TextPart:
         """Opens one part."""
@@ -158,8 +157,8 @@ class _Opener:
         documents = self._documents(place, path)
         if len(documents) == 0:
             raise DataError(
-                f"the {self._split} split of {path} holds no document",
-                got=f"data.validation_share {self._data.validation_share:g}",
+                f"the {self.split} split of {path} holds no document",
+                got=f"data.validation_share {self.data.validation_share:g}",
                 fix="raise data.validation_share, or hold out nothing: data.validation_share=0 evaluation.rows=0",
             )
         return TextPart(name=name, weight=weight, documents=documents, middle=self._middle)
@@ -167,48 +166,46 @@ class _Opener:
     def _documents(self, place: Documents, path: str) -> Source | Shards:
         match place.source:
             case "synthetic-random":
-                return RandomTokens(self._split, vocab_size=self._vocabulary_size, seed=self._seed)
+                return RandomTokens(self.split, vocab_size=self.vocabulary_size, seed=self.seed)
             case "synthetic-learnable":
-                return MarkovTokens(self._split, vocab_size=self._vocabulary_size, seed=self._seed)
+                return MarkovTokens(self.split, vocab_size=self.vocabulary_size, seed=self.seed)
             case "standard-library":
-                share = self._data.validation_share
-                return open_standard_library(self._split, self._tokenizer, validation_share=share)
+                share = self.data.validation_share
+                return open_standard_library(self.split, self._tokenizer, validation_share=share)
             case "huggingface":
                 return self._dataset(place)
         files = self._files(place, path)
         keep = self._keep(is_separate=bool(place.validation_files))
-        if place.source == "packed":
-            return open_packed(
-                files,
-                keep=keep,
-                vocab_size=self._vocabulary_size,
-                tokenizer=self._data.tokenizer,
-                end_of_document=self._data.end_of_document or None,
-            )
-        return self._text(place, files, keep)
-
-    def _text(self, place: Documents, files: list[Path], keep: SplitFilter) -> Source:
-        field, corrupt, cache = place.text_field, self.corrupt, self._cache
-        if place.source == "text":
-            return PlainText(files, self._tokenizer, keep=keep, corrupt=corrupt, cache=cache)
-        if place.source == "jsonl":
-            return JsonLines(files, self._tokenizer, text_field=field, keep=keep, corrupt=corrupt, cache=cache)
-        return Tables(files, self._tokenizer, text_field=field, keep=keep, corrupt=corrupt)
+        field, corrupt, cache = place.text_field, self.corrupt, self.cache
+        match place.source:
+            case "text":
+                return PlainText(files, self._tokenizer, keep=keep, corrupt=corrupt, cache=cache)
+            case "jsonl":
+                return JsonLines(files, self._tokenizer, text_field=field, keep=keep, corrupt=corrupt, cache=cache)
+            case "parquet":
+                return Tables(files, self._tokenizer, text_field=field, keep=keep, corrupt=corrupt)
+        return open_packed(
+            files,
+            keep=keep,
+            vocab_size=self.vocabulary_size,
+            tokenizer=self.data.tokenizer,
+            end_of_document=self.data.end_of_document or None,
+        )
 
     def _dataset(self, place: Documents) -> Source | Shards:
         is_separate = bool(place.validation_split)
-        split = place.validation_split if is_separate and self._split == "validation" else place.split
+        split = place.validation_split if is_separate and self.split == "validation" else place.split
         name = DatasetName(place.dataset, place.dataset_config, split, place.revision)
         keep, field = self._keep(is_separate=is_separate), place.text_field
         if place.streaming:
             return StreamedDataset(
-                name, self._tokenizer, text_field=field, block=self._data.shuffle_block, keep=keep, corrupt=self.corrupt
+                name, self._tokenizer, text_field=field, block=self.data.shuffle_block, keep=keep, corrupt=self.corrupt
             )
         return DatasetOnDisk(name, self._tokenizer, text_field=field, keep=keep, corrupt=self.corrupt)
 
     def _keep(self, *, is_separate: bool) -> SplitFilter:
         """Returns the filter of the split; it keeps everything if validation data is separate."""
-        return SplitFilter() if is_separate else SplitFilter(self._split, self._data.validation_share)
+        return SplitFilter() if is_separate else SplitFilter(self.split, self.data.validation_share)
 
     def _files(self, place: Documents, path: str) -> list[Path]:
         """Returns the files of the split."""
@@ -220,16 +217,16 @@ class _Opener:
             raise DataError(
                 f"data file {min(both)} is in {path}.files and in {path}.validation_files", fix="take it out of one"
             )
-        return held_out if held_out and self._split == "validation" else train
+        return held_out if held_out and self.split == "validation" else train
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
         """The tokenizer, if the model can embed all of its ids."""
-        tokenizer = open_tokenizer(self._data.tokenizer, self._data.end_of_document or None)
-        if tokenizer.vocab_size > self._vocabulary_size:
+        tokenizer = open_tokenizer(self.data.tokenizer, self.data.end_of_document or None)
+        if tokenizer.vocab_size > self.vocabulary_size:
             raise DataError(
-                f"data.tokenizer {self._data.tokenizer} has token ids outside the model's vocabulary",
-                got=f"ids up to {tokenizer.vocab_size - 1} and a vocabulary of {self._vocabulary_size}",
+                f"data.tokenizer {self.data.tokenizer} has token ids outside the model's vocabulary",
+                got=f"ids up to {tokenizer.vocab_size - 1} and a vocabulary of {self.vocabulary_size}",
                 fix=f"give the model a vocabulary of {tokenizer.vocab_size} or more, or take another tokenizer",
             )
         return tokenizer
@@ -237,10 +234,10 @@ class _Opener:
     @cached_property
     def _middle(self) -> FillInMiddle | None:
         """The fill-in-the-middle encoder of training documents, if the settings have one."""
-        data = self._data
-        if data.fill_in_middle == 0 or self._split == "validation":
+        data = self.data
+        if data.fill_in_middle == 0 or self.split == "validation":
             return None
         marks = find_marks(self._tokenizer, data.tokenizer, data.fill_in_middle_tokens)
         return FillInMiddle(
-            self._tokenizer, marks, rate=data.fill_in_middle, spm=data.fill_in_middle_spm, seed=self._seed
+            self._tokenizer, marks, rate=data.fill_in_middle, spm=data.fill_in_middle_spm, seed=self.seed
         )

@@ -10,7 +10,8 @@ Example: blocks `a b`, `c d`, `e f` and `g h`, pools of two blocks: `f a e b`, t
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from functools import lru_cache
+from typing import TypeAlias
 
 import numpy as np
 from numpy.random import PCG64
@@ -20,13 +21,6 @@ from penstock.data.sources import Source
 
 KEPT_POOLS = 2
 """Cached permutations of pools: readers of neighbouring documents may be on both sides of a border."""
-
-
-class Order(Protocol):
-    """Document numbers by their place in an epoch."""
-
-    def __getitem__(self, place: int, /) -> int:
-        """Returns the number of the document at a place."""
 
 
 class InBlocks(ABC):
@@ -49,26 +43,9 @@ def document_order(documents: int, *, seed: int, epoch: int) -> NDArray[np.int64
 
 
 def permutation(count: int, key: Sequence[int]) -> NDArray[np.int64]:
-    """Returns a permutation of 0..count-1 that depends on nothing but the key.
-
-    It sorts raw generator output: NumPy guarantees that this output never changes, but not its own shuffle.
-    """
+    """Returns a permutation of 0..count-1 that depends on nothing but the key."""
+    # Sorts raw generator output: NumPy guarantees that this output never changes, but not its own shuffle.
     return np.argsort(PCG64(list(key)).random_raw(count), kind="stable")
-
-
-def order_of(source: Source, *, seed: int, epoch: int) -> Order:
-    """Returns the order of a source's documents in an epoch."""
-    if isinstance(source, InBlocks):
-        return BlockOrder(source.block_sizes, source.pool, seed=seed, epoch=epoch)
-    return _Listed(document_order(len(source), seed=seed, epoch=epoch))
-
-
-class _Listed:
-    def __init__(self, order: NDArray[np.int64]) -> None:
-        self._order = order
-
-    def __getitem__(self, place: int) -> int:
-        return int(self._order[place])
 
 
 class BlockOrder:
@@ -77,27 +54,34 @@ class BlockOrder:
     def __init__(self, block_sizes: NDArray[np.int64], pool: int, *, seed: int, epoch: int) -> None:
         self._key = [seed, epoch]
         self._sizes = block_sizes
-        self._firsts = np.cumsum(block_sizes) - block_sizes
+        self._firsts = np.cumsum(block_sizes) - block_sizes  # number of the first document of each block
         self._blocks = permutation(len(block_sizes), self._key)
         self._pool = pool
         pools = range(0, len(block_sizes), pool)
+        # Place behind the last document of each pool.
         self._ends = np.cumsum([block_sizes[self._blocks[start : start + pool]].sum() for start in pools])
-        self._latest: dict[int, NDArray[np.int64]] = {}
+        self._pool_documents = lru_cache(KEPT_POOLS)(self._permuted)
 
     def __getitem__(self, place: int) -> int:
         """Returns the number of the document at a place."""
         number = int(np.searchsorted(self._ends, place, side="right"))
-        documents = self._documents(number)
+        documents = self._pool_documents(number)
         return int(documents[place - (int(self._ends[number]) - len(documents))])
 
-    def _documents(self, number: int) -> NDArray[np.int64]:
-        documents = self._latest.pop(number, None)
-        if documents is None:
-            blocks = self._blocks[number * self._pool : (number + 1) * self._pool]
-            inside = [np.arange(self._firsts[block], self._firsts[block] + self._sizes[block]) for block in blocks]
-            documents = np.concatenate(inside)
-            documents = documents[permutation(len(documents), [*self._key, number + 1])]
-            if len(self._latest) == KEPT_POOLS:
-                del self._latest[next(iter(self._latest))]
-        self._latest[number] = documents  # behind those that were asked for before
-        return documents
+    def _permuted(self, number: int) -> NDArray[np.int64]:
+        """Returns the documents of a pool in the order of the epoch."""
+        blocks = self._blocks[number * self._pool : (number + 1) * self._pool]
+        inside = [np.arange(self._firsts[block], self._firsts[block] + self._sizes[block]) for block in blocks]
+        documents = np.concatenate(inside)
+        return documents[permutation(len(documents), [*self._key, number + 1])]  # the key of the blocks has no number
+
+
+Order: TypeAlias = NDArray[np.int64] | BlockOrder
+"""Document numbers by their place in an epoch."""
+
+
+def order_of(source: Source, *, seed: int, epoch: int) -> Order:
+    """Returns the order of a source's documents in an epoch."""
+    if isinstance(source, InBlocks):
+        return BlockOrder(source.block_sizes, source.pool, seed=seed, epoch=epoch)
+    return document_order(len(source), seed=seed, epoch=epoch)

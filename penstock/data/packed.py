@@ -43,10 +43,8 @@ from penstock.data.tokenizer_rules import Tokenizer
 class PackedTokens:
     """The documents of one or more pairs of files, in order.
 
-    Args:
-        tokenizer: of the ids; None if unknown, then bytes of tokens are unknown too.
-        documents: numbers of the documents of the split, counted over all pairs; None for all.
-        part: the part of each document that belongs to the split; None for whole documents.
+    `documents` are the numbers of those of the split, counted over all pairs, and `part` the part of each; None means
+    all. Without a tokenizer, the bytes of tokens are unknown.
     """
 
     def __init__(
@@ -63,7 +61,7 @@ class PackedTokens:
         self.end_of_document = end_of_document
         self.tokenizer = tokenizer
         self._pairs = pairs
-        self._firsts = [0, *accumulate(len(pair) for pair in pairs)]
+        self._firsts = [0, *accumulate(len(pair) for pair in pairs)]  # number of each pair's first document
         self._documents = documents
         self._part = part
         chosen = b"" if documents is None else documents.tobytes()
@@ -102,7 +100,7 @@ class PackedTokens:
 
     def _check_ids(self, tokens: Tokens, place: str) -> None:
         highest = int(tokens.max())
-        lowest = 0 if tokens.dtype.kind == "u" else int(tokens.min())
+        lowest = 0 if tokens.dtype.kind == "u" else int(tokens.min())  # unsigned ids need no second pass
         if highest >= self.vocab_size or lowest < 0:
             raise DataError(
                 f"{place} has an id outside the vocabulary",
@@ -126,16 +124,12 @@ def open_packed(
     tokenizer: str = BYTES,
     end_of_document: str | None = None,
 ) -> PackedTokens:
-    """Opens pairs of files as one source.
+    """Opens pairs of files as one source; a pair that is named twice counts once.
 
-    Args:
-        paths: prefixes of pairs, or either of their files; a repeated pair counts once.
-        keep: selects the documents of the split, by their numbers.
-        tokenizer: setting `data.tokenizer`; its default "bytes" takes the tokenizer that the files name.
-        end_of_document: setting `data.end_of_document`: a token's name, or its id in digits.
-
-    Raises a DataError if a file is missing, damaged or empty, if the files have different tokenizers, or another one
-    than the setting, if their tokenizer is unknown, or if the ids do not fit the model.
+    `tokenizer` is the setting `data.tokenizer`, whose default "bytes" takes the tokenizer that the files name, and
+    `end_of_document` the name of a token, or its id in digits. Raises a DataError if a file is missing, damaged or
+    empty, if the files have different tokenizers, or another one than the setting, if their tokenizer is unknown, or if
+    the ids do not fit the model.
     """
     pairs = [IndexedDataset(prefix) for prefix in dict.fromkeys(map(prefix_of, paths))]
     origin = _common_origin(pairs)
@@ -147,7 +141,7 @@ def open_packed(
             got=f"ids up to {max(size - 1, end)} and a vocabulary of {vocab_size}",
             fix=f"give the model a vocabulary of {max(size, end + 1)} or more",
         )
-    kept = np.concatenate([keep.each(np.arange(len(pair))) for pair in pairs])
+    kept = np.concatenate([keep.each(np.arange(len(pair))) for pair in pairs])  # by the number in the pair
     part = document_part(kept, keep)
     documents = np.flatnonzero(kept) if keep.split is not None and part is None else None
     return PackedTokens(pairs, vocab_size=size, end_of_document=end, tokenizer=opened, documents=documents, part=part)
@@ -228,9 +222,9 @@ class Texts(Protocol):
 
 
 class PackProgress(NamedTuple):
-    """Work since the last report; corrupt and empty texts count as texts."""
+    """Work since the last report."""
 
-    texts: int
+    texts: int  # corrupt and empty ones included
     tokens: int
     text_bytes: int
 
@@ -240,25 +234,25 @@ class PackResult:
     """The result of `pack`."""
 
     origin: PackedMetadata
-    empty: int
+    empty: int  # texts without tokens, which are left out
 
 
 class _Batch(NamedTuple):
-    """Consecutive texts; `faults` has the errors of unreadable ones, by their number."""
+    """Consecutive texts."""
 
     numbers: list[int]
     texts: list[str]
-    faults: dict[int, str]
+    faults: dict[int, str]  # errors of unreadable texts, by their number
 
 
 class _Encoded(NamedTuple):
-    """Tokens of a batch with end tokens; `faults` has the errors of texts that could not be encoded, by their index."""
+    """Tokens of a batch."""
 
-    tokens: Tokens
-    lengths: NDArray[np.int64]
+    tokens: Tokens  # with end tokens
+    lengths: NDArray[np.int64]  # of each document, its end token included
     text_bytes: int
     empty: int
-    faults: dict[int, str]
+    faults: dict[int, str]  # errors of texts that could not be encoded, by their index in the batch
 
 
 def pack(
@@ -271,15 +265,11 @@ def pack(
     skip_corrupt: bool = False,
     report: Callable[[PackProgress], None] = lambda done: None,
 ) -> PackResult:
-    """Writes the tokens of all texts to PREFIX.bin and PREFIX.idx, whole or not at all.
+    """Writes the tokens of all texts to PREFIX.bin and PREFIX.idx, whole or not at all; `report` follows each batch.
 
-    Args:
-        tokenizer: as `data.tokenizer`, like `end_of_document`; each process opens it.
-        processes: that encode; 1 encodes in this process.
-        skip_corrupt: leave out and name texts that cannot be read or encoded; else they are errors.
-        report: called after each batch.
-
-    Raises a DataError if a text is corrupt, none has a token, or the tokenizer or the files cannot be used.
+    `tokenizer` and `end_of_document` are settings as in `data`. One of `processes` means to encode in this process.
+    `skip_corrupt` leaves out and names texts that cannot be read or encoded; else they are errors. Raises a DataError
+    if a text is corrupt, none has a token, or the tokenizer or the files cannot be used.
     """
     opened = open_tokenizer(tokenizer, end_of_document)
     written = tokens = text_bytes = empty = 0
@@ -348,7 +338,7 @@ def _in_order(
     waiting: deque[tuple[_Batch, Future[_Encoded]]] = deque()
     for batch in batches:
         waiting.append((batch, submit(encode, batch.texts)))
-        if len(waiting) > ahead:
+        if len(waiting) > ahead:  # bounds the texts in memory
             first, future = waiting.popleft()
             yield first, future.result()
     for batch, future in waiting:
@@ -401,7 +391,7 @@ def _encode(tokenizer: str, end_of_document: str | None, type_name: str, texts: 
         if len(tokens) == 0:
             empty += 1
             continue
-        parts += [tokens.astype(type_name), end]
+        parts += [tokens.astype(type_name), end]  # in the type of the file, so that less is sent back
         lengths.append(len(tokens) + 1)
         text_bytes += len(text.encode())
     whole = np.concatenate([np.zeros(0, dtype=type_name), *parts])

@@ -66,16 +66,16 @@ class _Reader:
     """The shard of a lane, and its current block."""
 
     epoch: int
-    place: int
+    place: int  # of the shard in the order of the epoch
     shard: int
-    blocks: Iterator[Sequence[object]]
-    number: int
+    blocks: Iterator[Sequence[object]]  # the blocks behind the current one
+    number: int  # of the current block
     block: Sequence[object]
-    order: Sequence[int]
+    order: Sequence[int]  # in which the documents of the block are read
 
 
 class ShardStream(LaneStream):
-    """Rows of shards. It caches each lane's current block and document. Args as for `LaneStream`."""
+    """Rows of shards. It caches each lane's current block. Args as for `LaneStream`."""
 
     saved = ("epoch", "place", "offset", "document")
 
@@ -84,15 +84,7 @@ class ShardStream(LaneStream):
     ) -> None:
         super().__init__(shards, "shards", seed=seed, shuffle=shuffle, lanes=lanes, middle=middle)
         self._shards = shards
-        self._readers: dict[int, _Reader] = {}
-        self._latest_documents: dict[int, tuple[Cursor, Tokens]] = {}
-
-    def document(self, lane: int, cursor: Cursor) -> Tokens:
-        """Returns the document of a cursor, its end token included."""
-        start = cursor._replace(offset=0)
-        if lane not in self._latest_documents or self._latest_documents[lane][0] != start:
-            self._latest_documents[lane] = start, self._read(lane, cursor)
-        return self._latest_documents[lane][1]
+        self._readers: dict[int, _Reader] = {}  # by lane
 
     def following(self, lane: int, cursor: Cursor) -> Cursor | None:
         """Returns the start of the next document of the shard, None at its end."""
@@ -102,12 +94,13 @@ class ShardStream(LaneStream):
     def _has(self, lane: int, cursor: Cursor) -> bool:
         return cursor.document % self._shards.block < len(self._reader(lane, cursor).block)
 
-    def _read(self, lane: int, cursor: Cursor) -> Tokens:
+    def read_document(self, lane: int, cursor: Cursor) -> Tokens:
+        """Returns the document of a cursor, its end token included; nothing of a shard without documents."""
         if not self._has(lane, cursor):
             return NO_TOKENS
         reader = self._reader(lane, cursor)
         inside = reader.order[cursor.document % self._shards.block]
-        document = reader.number * self._shards.block + inside
+        document = reader.number * self._shards.block + inside  # its number in the shard
         encode = self._shards.tokenizer.encode
         if self._middle is not None:
             encode = partial(self._middle.encode, document=(cursor.epoch, reader.shard, document))
@@ -120,9 +113,9 @@ class ShardStream(LaneStream):
         reader = self._readers.get(lane)
         is_same = reader is not None and (reader.epoch, reader.place) == (cursor.epoch, cursor.place)
         if reader is None or not is_same or number not in (reader.number, reader.number + 1):
-            reader = self._readers[lane] = self._open(cursor, number)
+            reader = self._readers[lane] = self._open(cursor, number)  # after a resume, or for the lane's next shard
         if reader.number != number:
-            block = next(reader.blocks, ())
+            block = next(reader.blocks, ())  # empty at the end of the shard
             order = list(range(len(block)))
             if self._shuffle:
                 order = permutation(len(block), [self._seed, cursor.epoch, reader.shard, number + 1]).tolist()

@@ -85,7 +85,7 @@ class SplitFilter:
         """The same for many documents by their CRC-32."""
         if self.split is None:
             return np.ones(len(checksums), dtype=np.bool_)
-        # The finalizer of SplitMix64: a bijection whose results look random.
+        # The finalizer of SplitMix64: a bijection whose results look random. uint64 wraps around.
         words = checksums.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
         words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -101,7 +101,7 @@ class DocumentPart:
     """
 
     split: Split
-    validation_share: float
+    validation_share: float  # of each document
 
     def identity(self) -> bytes:
         """Its contribution to fingerprints, see `SplitFilter.identity`."""
@@ -110,6 +110,7 @@ class DocumentPart:
     def of(self, document: Document) -> Document:
         """Returns the part of a text or of token ids."""
         size = len(document)
+        # A short document holds out a larger share, up to a quarter.
         held_out = max(round(size * self.validation_share), min(_LEAST_HELD_OUT, size // 4))
         cut = size - held_out
         return document[:cut] if self.split == "train" else document[cut:]
@@ -133,7 +134,7 @@ def fingerprint_of(*parts: object) -> int:
     digest = blake2b(digest_size=7)
     for part in parts:
         content = part if isinstance(part, bytes) else repr(part).encode()
-        digest.update(len(content).to_bytes(8, "big"))
+        digest.update(len(content).to_bytes(8, "big"))  # so that "ab", "c" and "a", "bc" differ
         digest.update(content)
     return int.from_bytes(digest.digest(), "big")
 

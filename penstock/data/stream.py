@@ -20,6 +20,7 @@ Lane 1 is the first that needs a third document:
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import lru_cache, partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -28,7 +29,7 @@ from numpy.typing import NDArray
 from penstock.base.errors import DataError
 from penstock.data.documents import TextDocuments
 from penstock.data.fill_in_middle import FillInMiddle
-from penstock.data.order import Order, order_of
+from penstock.data.order import order_of
 from penstock.data.sources import Source, TokenIds, Tokens, fingerprint_of
 
 LANES = 32
@@ -74,13 +75,10 @@ def damaged(got: str, *, allowed: str | None = None) -> DataError:
 
 
 class Rows(NamedTuple):
-    """B rows of S + 1 tokens; the last token of a row is only the label of the one before.
-
-    `documents` has the document number of each token: equal inside a document, different in neighbours of a row.
-    """
+    """B rows of S + 1 tokens; the last token of a row is only the label of the one before."""
 
     tokens: NDArray[np.integer[Any]]
-    documents: NDArray[np.int64]
+    documents: NDArray[np.int64]  # number of each token's document: neighbouring documents of a row have different ones
 
 
 class RowStream(ABC, Generic[PositionT]):
@@ -122,7 +120,7 @@ class RowStream(ABC, Generic[PositionT]):
             start = 0
             for number, part in enumerate(parts):
                 tokens[row, start : start + len(part)] = part
-                documents[row, start:] = number
+                documents[row, start:] = number  # the next part overwrites the rest of the row
                 start += len(part)
         return Rows(tokens, documents), position
 
@@ -137,27 +135,20 @@ class RowStream(ABC, Generic[PositionT]):
 
 
 class Cursor(NamedTuple):
-    """A place between two tokens of one document in one epoch.
+    """A place between two tokens of one document in one epoch."""
 
-    Attributes:
-        epoch: completed epochs before this one.
-        place: index of the unit (document or shard) in the order of this epoch.
-        offset: tokens of the document before the cursor, its end token included.
-        document: index of the document in its shard's reading order; 0 where units are documents.
-    """
-
-    epoch: int
-    place: int
-    offset: int = 0
-    document: int = 0
+    epoch: int  # completed epochs before this one
+    place: int  # index of the unit (document or shard) in the order of this epoch
+    offset: int = 0  # tokens of the document before the cursor, its end token included
+    document: int = 0  # index of the document in its shard's reading order; 0 where units are documents
 
 
 class Position(NamedTuple):
-    """A place between two rows: the cursor of each lane, and the start of the first unit that no lane has got yet."""
+    """A place between two rows."""
 
-    next_unit: Cursor
+    next_unit: Cursor  # start of the first unit that no lane has got yet
     lanes: tuple[Cursor, ...]
-    rows: int
+    rows: int  # before this place
 
 
 class Units(TokenIds, Protocol):
@@ -168,12 +159,9 @@ class Units(TokenIds, Protocol):
 
 
 class LaneStream(RowStream[Position]):
-    """Reads rows lane by lane. Subclasses read the units, 1 or more for each lane.
+    """Reads rows lane by lane; the latest document of each lane is cached. Subclasses read the units, 1 or more a lane.
 
-    Args:
-        counted: word for the units, for errors.
-        shuffle: another order in each epoch; else units come by number.
-        middle: encodes texts with fill-in-the-middle; None without it.
+    With `shuffle` the units have another order in each epoch, else they come by number. Errors call them `counted`.
     """
 
     saved: tuple[str, ...] = ("epoch", "place", "offset")
@@ -192,14 +180,15 @@ class LaneStream(RowStream[Position]):
         self.vocab_size = documents.vocab_size
         own = documents.fingerprint
         self.fingerprint = own if middle is None else fingerprint_of(own, middle.fingerprint)
+        self._latest: dict[int, tuple[Cursor, Tokens]] = {}  # by lane: the start of a document, and its tokens
 
     @abstractmethod
-    def document(self, lane: int, cursor: Cursor) -> Tokens:
+    def read_document(self, lane: int, cursor: Cursor) -> Tokens:
         """Returns the document of a cursor, its end token included."""
 
-    @abstractmethod
     def following(self, lane: int, cursor: Cursor) -> Cursor | None:
-        """Returns the start of the next document of the same unit, None at its end."""
+        """Returns the start of the next document of the same unit, None at its end; here a unit is one document."""
+        return None
 
     def start(self) -> Position:
         """Returns the position before the first row: each lane has its first unit."""
@@ -217,7 +206,10 @@ class LaneStream(RowStream[Position]):
         missing = sequence_length + 1
         last_epoch = next_unit.epoch + 2
         while missing > 0:
-            part = self.document(lane, cursor)[cursor.offset : cursor.offset + missing]
+            start = cursor._replace(offset=0)
+            if lane not in self._latest or self._latest[lane][0] != start:
+                self._latest[lane] = start, self.read_document(lane, start)
+            part = self._latest[lane][1][cursor.offset : cursor.offset + missing]
             if len(part) > 0:
                 parts.append(part)
                 missing -= len(part)
@@ -246,7 +238,7 @@ class LaneStream(RowStream[Position]):
         next_unit = Cursor(read_count(state, "epoch"), read_count(state, "place"))
         columns = [read_counts(state, f"lane_{name}s", self._lanes) for name in self.saved]
         lanes = tuple(Cursor(**dict(zip(self.saved, entries, strict=True))) for entries in zip(*columns, strict=True))
-        units = {cursor[:2] for cursor in lanes}
+        units = {cursor[:2] for cursor in lanes}  # (epoch, place); those before the next unit have been assigned
         if max(cursor.place for cursor in (next_unit, *lanes)) >= self._units:
             raise damaged(f"places in more than {self._counted}")
         if len(units) != len(lanes) or max(units) >= next_unit[:2]:
@@ -271,42 +263,23 @@ def with_end(tokens: Tokens, end_of_document: int, vocab_size: int) -> Tokens:
 
 
 class Stream(LaneStream):
-    """Rows of a source. It caches the latest document of each lane and the latest orders. Args as for `LaneStream`."""
+    """Rows of a source. Args as for `LaneStream`."""
 
     def __init__(
         self, source: Source, *, seed: int, shuffle: bool, lanes: int, middle: FillInMiddle | None = None
     ) -> None:
         super().__init__(source, "documents", seed=seed, shuffle=shuffle, lanes=lanes, middle=middle)
         self._source = source
-        self._latest_orders: dict[int, Order] = {}
-        self._latest_documents: dict[int, tuple[int, int, Tokens]] = {}
-
-    def document(self, lane: int, cursor: Cursor) -> Tokens:
-        """Returns the document of a cursor, its end token included."""
-        if lane in self._latest_documents:
-            epoch, place, tokens = self._latest_documents[lane]
-            if (epoch, place) == (cursor.epoch, cursor.place):
-                return tokens
-        index = self._order(cursor.epoch)[cursor.place] if self._shuffle else cursor.place
-        tokens = with_end(self._read(index, cursor.epoch), self._source.end_of_document, self.vocab_size)
-        self._latest_documents[lane] = cursor.epoch, cursor.place, tokens
-        return tokens
-
-    def following(self, lane: int, cursor: Cursor) -> Cursor | None:
-        """Returns None: a unit is one document."""
-        return None
-
-    def _read(self, index: int, epoch: int) -> Tokens:
-        if self._middle is None:
-            return self._source.read(index)
-        middle = self._middle
-        assert isinstance(self._source, TextDocuments), "fill-in-the-middle needs text"
-        return self._source.encoded(index, lambda text: middle.encode(text, (epoch, index)))
-
-    def _order(self, epoch: int) -> Order:
         # Two orders stay: at the turn of an epoch, lanes read from both.
-        if epoch not in self._latest_orders:
-            if len(self._latest_orders) == 2:
-                del self._latest_orders[min(self._latest_orders)]
-            self._latest_orders[epoch] = order_of(self._source, seed=self._seed, epoch=epoch)
-        return self._latest_orders[epoch]
+        self._order = lru_cache(2)(partial(order_of, source, seed=seed))
+
+    def read_document(self, lane: int, cursor: Cursor) -> Tokens:
+        """Returns the document of a cursor, its end token included."""
+        epoch = cursor.epoch
+        index = int(self._order(epoch=epoch)[cursor.place]) if self._shuffle else cursor.place
+        if self._middle is None:
+            tokens = self._source.read(index)
+        else:
+            assert isinstance(self._source, TextDocuments), "fill-in-the-middle needs text"
+            tokens = self._source.encoded(index, partial(self._middle.encode, document=(epoch, index)))
+        return with_end(tokens, self._source.end_of_document, self.vocab_size)

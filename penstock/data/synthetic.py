@@ -50,7 +50,7 @@ class SyntheticTokens(ABC):
     def read(self, index: int) -> Tokens:
         """Returns the tokens of a document, int64."""
         raw = PCG64([*self._key, index])
-        return self._tokens(raw.random_raw(1 + int(raw.random_raw()) % LONGEST))
+        return self._tokens(raw.random_raw(1 + int(raw.random_raw()) % LONGEST))  # the first number is the length
 
     def bytes_per_token(self, index: int) -> Tokens:
         """Returns a one for each token."""
@@ -87,10 +87,11 @@ class MarkovTokens(SyntheticTokens):
     def __init__(self, split: Split, *, vocab_size: int, seed: int) -> None:
         super().__init__(split, vocab_size=vocab_size, seed=seed)
         symbols = self._symbols = min(self.SYMBOLS, self.end_of_document)
+        # One chain for both splits: the second key is none of theirs.
         draws = PCG64([seed, len(DOCUMENTS)]).random_raw(symbols * symbols * symbols)
         # The order of random numbers is a random order: its first entries are distinct symbols, each as likely.
         followers = np.argsort(draws.reshape(symbols * symbols, symbols), axis=1, kind="stable")[:, : self.CHOICES]
-        self._followers: list[list[int]] = followers.tolist()
+        self._followers: list[list[int]] = followers.tolist()  # of the pair (a, b), at a * symbols + b
 
     def _tokens(self, draws: NDArray[np.uint64]) -> Tokens:
         # Of eight even chances, four fall on the first follower, two on the second, one on each of the others.

@@ -9,8 +9,8 @@ and extremes of every column of every row group, and of some evenly spaced docum
 could mean to read a terabyte before the first step.
 """
 
-from collections import OrderedDict
 from collections.abc import Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -33,15 +33,16 @@ POOL_BYTES = 128 << 20
 
 _SAMPLES = 64
 _OPEN = 16
+"""Files that stay open."""
 
 
 class TableBlock(NamedTuple):
     """A row group or a record batch."""
 
-    file: int
-    number: int
+    file: int  # index in the files
+    number: int  # in its file
     rows: int
-    size: int
+    size: int  # bytes of text
 
 
 class Table(Protocol):
@@ -76,8 +77,7 @@ class Tables(TextDocuments, InBlocks):
         self._parquet = require("pyarrow.parquet", extra="parquet", purpose="data.source parquet")
         self._files = tuple(files)
         self._text_field = text_field
-        self._open: OrderedDict[int, Table] = OrderedDict()
-        self._columns: OrderedDict[int, Any] = OrderedDict()
+        self._table = lru_cache(_OPEN)(self._open_table)
         self._blocks: list[TableBlock] = []
         digest = blake2b(digest_size=16)
         for number in range(len(self._files)):
@@ -85,12 +85,13 @@ class Tables(TextDocuments, InBlocks):
             self._blocks += [TableBlock(number, place, *sizes) for place, sizes in enumerate(table.blocks())]
             digest.update(table.fingerprint())
         self._block_sizes = np.array([block.rows for block in self._blocks], dtype=np.int64)
-        self._ends = np.cumsum(self._block_sizes)
+        self._ends = np.cumsum(self._block_sizes)  # number behind the last document of each block
         if len(self) == 0:
             raise empty(self._files[0])
         # As many blocks as fit into POOL_BYTES on average.
         mean = max(1, sum(block.size for block in self._blocks) // len(self._blocks))
         self._pool = max(1, min(len(self._blocks), POOL_BYTES // mean))
+        self._column = lru_cache(self._pool)(self._read_column)
         super().__init__(tokenizer, fingerprint_of(digest.digest(), text_field), corrupt=corrupt, keep=keep)
 
     @property
@@ -111,7 +112,7 @@ class Tables(TextDocuments, InBlocks):
         """Returns the text of a row."""
         number = int(np.searchsorted(self._ends, index, side="right"))
         block = self._blocks[number]
-        row = index - int(self._ends[number]) + block.rows
+        row = index - int(self._ends[number]) + block.rows  # in its block
         place = f"{self._files[block.file]}: row {row} of block {block.number}"
         try:
             value = self._column(number)[row].as_py()
@@ -125,24 +126,12 @@ class Tables(TextDocuments, InBlocks):
             raise RecordError(f"{place} is not UTF-8: {error.reason} at byte {error.start}") from error
         return checked_text(value, f"{place}: column {self._text_field!a}")
 
-    def _column(self, number: int) -> Any:
-        if number not in self._columns:
-            block = self._blocks[number]
-            self._columns[number] = self._table(block.file).column(block.number)
-            while len(self._columns) > self._pool:
-                self._columns.popitem(last=False)
-        self._columns.move_to_end(number)
-        return self._columns[number]
+    def _read_column(self, number: int) -> Any:
+        block = self._blocks[number]
+        return self._table(block.file).column(block.number)
 
-    def _table(self, number: int) -> Table:
-        if number not in self._open:
-            self._open[number] = self._opened(self._files[number])
-            while len(self._open) > _OPEN:
-                self._open.popitem(last=False)
-        self._open.move_to_end(number)
-        return self._open[number]
-
-    def _opened(self, path: Path) -> Table:
+    def _open_table(self, number: int) -> Table:
+        path = self._files[number]
         try:
             with path.open("rb"):  # For the words of the system if it cannot be read.
                 pass

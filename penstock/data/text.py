@@ -40,31 +40,24 @@ _WHITESPACE[[*b" \t\n\r\x0b\x0c"]] = True
 
 
 class FoundDocuments(NamedTuple):
-    """Some documents of a file, one entry per document in each array; checksums are CRC-32 of the content."""
+    """Some documents of a file, one entry per document in each array."""
 
-    lines: NDArray[np.int64]
-    starts: NDArray[np.int64]
-    sizes: NDArray[np.int64]
-    checksums: NDArray[np.int64]
+    lines: NDArray[np.int64]  # number of its line, from 1
+    starts: NDArray[np.int64]  # first byte
+    sizes: NDArray[np.int64]  # bytes
+    checksums: NDArray[np.int64]  # CRC-32 of the content
 
 
 @dataclass(frozen=True)
 class DocumentIndex:
-    """Locations of documents. The arrays are parallel, one entry per document.
+    """Locations of documents. The arrays are parallel, one entry per document."""
 
-    Attributes:
-        files: the files as the user named them, in order; `copies` to read, some of them decompressed.
-        file_of: number of the document's file.
-        fingerprint: hash of all documents, in order; independent of file names.
-        part: the part of each document that belongs to the split, if there are too few documents to split whole ones.
-    """
-
-    files: tuple[Path, ...]
-    copies: tuple[Path, ...]
-    file_of: NDArray[np.int64]
-    found: FoundDocuments
-    fingerprint: int
-    part: DocumentPart | None = None
+    files: tuple[Path, ...]  # as the user named them, in order
+    copies: tuple[Path, ...]  # to read, some of them decompressed
+    file_of: NDArray[np.int64]  # number of the document's file
+    found: FoundDocuments  # without checksums, which are needed only to build the index
+    fingerprint: int  # of all documents, in order; independent of file names
+    part: DocumentPart | None = None  # of each document, if they are too few to split whole ones
 
     @staticmethod
     def build(
@@ -87,7 +80,7 @@ class DocumentIndex:
         if part is None:
             found, file_of = FoundDocuments(*(column[kept] for column in found)), file_of[kept]
         digest = blake2b(found.checksums.tobytes(), digest_size=16)
-        identity = [] if part is None else [part.identity()]
+        identity = [] if part is None else [part.identity()]  # saved positions of whole documents have none
         fingerprint = fingerprint_of(digest.digest(), found.sizes.tobytes(), *identity)
         found = found._replace(checksums=_NONE)
         return DocumentIndex(tuple(files), tuple(copies), file_of, found, fingerprint, part)
@@ -130,11 +123,11 @@ def lines_in(path: Path, copy: Path, check: Callable[[bytes, str], object]) -> I
     `check` is called with each line that is not UTF-8, and its place in `path`. Raises a DataError if the file cannot
     be read.
     """
-    start, number = 0, 1
+    start, number = 0, 1  # first byte and first line of the block
     for block in _blocks(path, copy):
         codes = np.frombuffer(block, dtype=np.uint8)
         ends = np.flatnonzero(codes == ord("\n"))
-        if len(ends) == 0 or ends[-1] != len(block) - 1:
+        if len(ends) == 0 or ends[-1] != len(block) - 1:  # the last line of a file without a line end
             ends = np.append(ends, len(block))
         starts = np.append(0, ends[:-1] + 1)
         stops = _stripped(codes, starts, ends)
@@ -163,10 +156,10 @@ def require_utf8(content: bytes, place: str) -> str:
 
 
 def _is_utf8(block: memoryview, codes: NDArray[np.uint8]) -> bool:
-    if codes.max() < 128:
+    if codes.max() < 128:  # ASCII is UTF-8, and the common case
         return True
     try:
-        utf_8_decode(block, "strict", True)
+        utf_8_decode(block, "strict", True)  # takes a memoryview, without a copy
     except UnicodeDecodeError:
         return False
     return True
@@ -175,7 +168,7 @@ def _is_utf8(block: memoryview, codes: NDArray[np.uint8]) -> bool:
 def _stripped(codes: NDArray[np.uint8], starts: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.int64]:
     """Returns the end of each line without trailing white space."""
     stops = ends.copy()
-    left = np.arange(len(ends))
+    left = np.arange(len(ends))  # lines that may still end in white space
     for _ in range(_COMMON_TRAILING):
         left = left[stops[left] > starts[left]]
         left = left[_WHITESPACE[codes[stops[left] - 1]]]
@@ -192,10 +185,10 @@ def _blocks(path: Path, copy: Path) -> Iterator[memoryview]:
         with copy.open("rb", buffering=0) as file:
             while got := file.readinto(memoryview(buffer)[filled:]):
                 stop = filled + got
-                cut = buffer.rfind(b"\n", filled, stop) + 1
+                cut = buffer.rfind(b"\n", filled, stop) + 1  # behind the last whole line; 0 if there is none
                 if cut:
                     yield memoryview(buffer)[:cut]
-                    buffer[: stop - cut] = buffer[cut:stop]
+                    buffer[: stop - cut] = buffer[cut:stop]  # the begin of the next line
                 filled = stop - cut
                 if filled == len(buffer):  # The line is longer than a block.
                     buffer = buffer + bytes(len(buffer))
@@ -340,7 +333,7 @@ class JsonLines(IndexedText):
 
 def _filled_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yields (number, content) of the lines that are not blank, decompressed."""
-    rest, number = b"", 1
+    rest, number = b"", 1  # the begin of a line whose end is in the next chunk, and its number
     for chunk in contents(path):
         *lines, rest = (rest + chunk).split(b"\n")
         for line in lines:

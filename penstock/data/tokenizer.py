@@ -66,7 +66,7 @@ def open_tokenizer(tokenizer: str, end_of_document: str | None = None) -> Tokeni
             )
         return ByteTokenizer()
     path, pattern = Path(tokenizer), None
-    if not path.exists() and ":" in tokenizer:
+    if not path.exists() and ":" in tokenizer:  # a name may have a colon of its own
         name, _, pattern = tokenizer.rpartition(":")
         path = Path(name)
     if path.is_dir():

@@ -48,7 +48,7 @@ class FileTokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_str(content)
         except Exception as error:  # The library raises the bare Exception class: there is nothing narrower to catch.
             raise _no_tokenizer(path, error) from error
-        self._tokenizer.encode_special_tokens = True
+        self._tokenizer.encode_special_tokens = True  # text that spells one is encoded as ordinary text
         # A stored truncation or padding would silently cut documents.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -86,7 +86,7 @@ class FileTokenizer:
         """Returns the bytes of each id of a byte-level vocabulary, where one character is one byte; None for others."""
         if decoder is None or decoder["type"] != "ByteLevel":
             return None
-        known = np.zeros(self.vocab_size, dtype=np.int64)
+        known = np.zeros(self.vocab_size, dtype=np.int64)  # 0 for ids without a token
         for token, number in self._tokenizer.get_vocab(with_added_tokens=False).items():
             known[number] = len(token)
         for number, added in self._tokenizer.get_added_tokens_decoder().items():
@@ -155,7 +155,7 @@ class SentencePieceTokenizer:
 
     def bytes_per_token(self, text: str) -> Tokens:
         """Returns int64; of several tokens that share a character, the last has its bytes (see `bytes_between`)."""
-        content = text.encode()
+        content = text.encode()  # bytes in, so that offsets are in bytes
         found = self._processor.encode(content, return_type="offset_mapping", return_bytes=True)
         return bytes_between([end for _, end in found["offsets"]], len(content))
 

@@ -22,6 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from penstock.base.errors import DataError
 from penstock.config.data import Data
+from penstock.data.files import disk_errors
 from penstock.data.open import Vocabulary, vocabulary_of
 from penstock.data.tokenizer import BYTES
 from penstock.data.tokenizer_files import CONFIG_FILE, TOKENIZER_FILE, FileTokenizer
@@ -46,9 +47,9 @@ def train_tokenizer(
     special tokens. Raises a DataError if the vocabulary is too small, there is no text, or the file exists or cannot be
     written.
     """
-    special = list(dict.fromkeys([END_OF_DOCUMENT, *special_tokens]))
-    if vocab_size < _BYTES + len(special):
-        least = _BYTES + len(special)
+    special = list(dict.fromkeys([END_OF_DOCUMENT, *special_tokens]))  # each once
+    least = _BYTES + len(special)
+    if vocab_size < least:
         allowed = f">= {least} (256 bytes and {len(special)} special tokens)"
         raise DataError("the vocabulary is too small", got=vocab_size, allowed=allowed)
     if path.exists():
@@ -62,10 +63,9 @@ def train_tokenizer(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=show_progress,
     )
-    filled = (text for text in texts if text)
-    tokenizer.train_from_iterator(filled, trainer)
+    tokenizer.train_from_iterator((text for text in texts if text), trainer)
     trained = tokenizer.get_vocab_size()
-    if trained == _BYTES + len(special) < vocab_size:
+    if trained == least < vocab_size:  # nothing was merged
         raise DataError("no two characters of the texts stand side by side", fix="give more text to train on")
     _write(path, tokenizer.to_str(pretty=True))
     return int(trained)
@@ -73,24 +73,22 @@ def train_tokenizer(
 
 def _write(path: Path, content: str) -> None:
     draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
-    try:
+    with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             draft.write_text(content, encoding="utf-8")
             draft.replace(path)
         finally:
-            draft.unlink(missing_ok=True)
-    except OSError as error:
-        raise DataError(f"cannot write {path}: {error.strerror}") from error
+            draft.unlink(missing_ok=True)  # renamed unless a write failed
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportedTokenizer:
-    """The end of a document (None if tokens have no text), and files by name, or without files the reason."""
+    """The tokenizer of a run in the files of `transformers`."""
 
-    end_of_document: int | None
-    files: Mapping[str, str] = field(default_factory=dict)
-    why_not: str = ""
+    end_of_document: int | None  # None if tokens have no text
+    files: Mapping[str, str] = field(default_factory=dict)  # content by name
+    why_not: str = ""  # the reason if there are no files
 
 
 def export_tokenizer(data: Data, context: int) -> ExportedTokenizer:
@@ -110,7 +108,7 @@ def export_tokenizer(data: Data, context: int) -> ExportedTokenizer:
 
 def _files(vocabulary: Vocabulary, tokenizer: str, context: int) -> dict[str, str]:
     end = tokenizers.Tokenizer.from_str(tokenizer).id_to_token(vocabulary.end_of_document)
-    special = {"eos_token": end, "pad_token": end}
+    special = {"eos_token": end, "pad_token": end}  # names of the same token
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **special,
@@ -149,6 +147,7 @@ def _without_added_tokens(setting: str) -> str:
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
     tokenizer = tokenizers.Tokenizer.from_str(content)
+    # Any text shows whether the post-processor adds tokens.
     if tokenizer.encode("a", add_special_tokens=True).ids != tokenizer.encode("a", add_special_tokens=False).ids:
         fields = json.loads(content) | {"post_processor": None}
         return json.dumps(fields, indent=2, ensure_ascii=False)

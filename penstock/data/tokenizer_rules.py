@@ -72,7 +72,7 @@ class Tokenizer(TokenIds, Protocol):
 def byte_offsets(text: str) -> NDArray[np.int64]:
     """Returns the UTF-8 offset of each character, and the number of bytes last."""
     code_points = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
-    widths = 1 + (code_points >= 0x80) + (code_points >= 0x800) + (code_points >= 0x10000)
+    widths = 1 + (code_points >= 0x80) + (code_points >= 0x800) + (code_points >= 0x10000)  # bytes in UTF-8
     return np.concatenate([[0], np.cumsum(widths)]).astype(np.int64)
 
 
@@ -84,8 +84,8 @@ def bytes_between(ends: Sequence[int] | NDArray[np.int64], length: int) -> NDArr
     """
     if len(ends) == 0:
         return np.zeros(0, dtype=np.int64)
-    reached = np.maximum.accumulate(np.asarray(ends, dtype=np.int64))
-    reached[-1] = length
+    reached = np.maximum.accumulate(np.asarray(ends, dtype=np.int64))  # tokens of one character end at one byte
+    reached[-1] = length  # the last token has the uncovered rest
     return np.diff(reached, prepend=0)
 
 
@@ -99,8 +99,9 @@ def bytes_by_repeating(codec: Tokenizer, tokens: Tokens) -> Tokens:
     again, sizes = codec.encode(text), codec.bytes_per_token(text)
     if np.array_equal(again, tokens):
         return sizes
+    # Match both lists in order; tokens that are not encoded again must have no text.
     found = np.zeros(len(tokens), dtype=np.int64)
-    matched = 0
+    matched = 0  # tokens of `again`
     for place in range(len(tokens)):
         if matched < len(again) and tokens[place] == again[matched]:
             found[place] = sizes[matched]

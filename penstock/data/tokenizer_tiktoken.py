@@ -32,24 +32,17 @@ from penstock.data.tokenizer_rules import find_end_of_document, read_tokenizer
 _RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n?")
 
 _BESIDE = '{"pattern": a name or a regular expression, "special_tokens": {name: id}}'
-_MOST_SPECIAL = 2**20
+_MOST_SPECIAL = 2**20  # ids after the ranks: a table has a place for each id
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pattern:
-    """How text is split, and the ids after the ranks.
+    """How text is split, and the ids after the ranks."""
 
-    Attributes:
-        pattern: regular expression; each match is encoded separately.
-        special_tokens: id of each, counted from the first id after the ranks.
-        size: number of ids after the ranks, unused ones included.
-        published: SHA-256 of the published file.
-    """
-
-    pattern: str
-    special_tokens: Mapping[str, int]
-    size: int
-    published: str
+    pattern: str  # regular expression; each match is encoded separately
+    special_tokens: Mapping[str, int]  # id of each, counted from the first id after the ranks
+    size: int  # number of ids after the ranks, unused ones included
+    published: str  # SHA-256 of the published file; empty for others
 
 
 _CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -113,7 +106,7 @@ class TiktokenTokenizer:
         path = Path(path)
         content = read_tokenizer(path, "give a .tiktoken file")
         ranks = _ranks(content, path)
-        behind = max(ranks.values()) + 1
+        behind = max(ranks.values()) + 1  # the first id after the ranks
         chosen = _choose(path, pattern, content, behind)
         self._special_tokens = {name: behind + place for name, place in chosen.special_tokens.items()}
         self._encoding = self._make_encoding(library, path, chosen.pattern, ranks)
@@ -121,7 +114,7 @@ class TiktokenTokenizer:
         self.end_of_document = find_end_of_document(self.token_id, end_of_document, path)
         special = sorted(self._special_tokens.items())
         self.fingerprint = fingerprint_of("tiktoken", content, chosen.pattern, special, self.end_of_document)
-        self._bytes_of_id = np.zeros(self.vocab_size, dtype=np.int64)
+        self._bytes_of_id = np.zeros(self.vocab_size, dtype=np.int64)  # 0 for special tokens and unused ids
         self._bytes_of_id[list(ranks.values())] = [len(token) for token in ranks]
 
     def _make_encoding(self, library: ModuleType, path: Path, pattern: str, ranks: dict[bytes, int]) -> Any:
@@ -149,6 +142,7 @@ class TiktokenTokenizer:
         Raises a RecordError where the pattern cannot be matched: published ones fail only on a million spaces in a row.
         """
         try:
+            # Nothing is disallowed: text that spells a special token is ordinary text.
             return np.asarray(self._encoding.encode_to_numpy(text, disallowed_special=()))
         except ValueError as error:
             raise RecordError(

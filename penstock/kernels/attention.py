@@ -33,43 +33,31 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from penstock.base.errors import KernelError
 from penstock.kernels import flash_4
 
+# Values of `kernels.attention`, and torch's backends in the order in which they are tried.
 ORDERS: dict[str, list[SDPBackend]] = {
-    "default": [],
+    "default": [],  # torch's own order
     "math": [SDPBackend.MATH],
     "flash": [SDPBackend.FLASH_ATTENTION],
     "efficient": [SDPBackend.EFFICIENT_ATTENTION],
     "cudnn": [SDPBackend.CUDNN_ATTENTION],
     "auto": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
 }
-"""Values of `kernels.attention`, and torch's backends in the order in which they are tried; `default` leaves it to
-torch."""
+ORDERS[flash_4.NAME] = ORDERS["auto"]  # for calls that the package does not support
 
-ORDERS[flash_4.NAME] = ORDERS["auto"]
-"""For calls that the package does not support."""
-
-BIAS_STRIDE = 16
-"""Rows of a bias begin at multiples of so many numbers in the efficient backend."""
-
+BIAS_STRIDE = 16  # numbers, at multiples of which rows of a bias begin in the efficient backend
+# Added to masked scores. cuDNN does not accept infinity, so torch gives it the lowest float16.
 _HIDDEN = {SDPBackend.CUDNN_ATTENTION: -65504.0}
-"""Added to masked scores. cuDNN does not accept infinity, so torch gives it the lowest float16."""
-
-_KNOW_SHARED = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)
-"""Backends with grouped-query heads."""
+_KNOW_SHARED = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)  # backends with grouped-query heads
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreOptions:
-    """Operations on the products of queries and keys before the softmax.
-
-    Attributes:
-        scale: factor.
-        allowed: boolean, B x 1 x queries x keys, True where a query attends to a key; None for plain causal.
-    """
+    """Operations on the products of queries and keys before the softmax."""
 
     scale: float
-    allowed: Tensor | None = None
+    allowed: Tensor | None = None  # boolean, B x 1 x queries x keys: a query attends to a key; None for plain causal
 
     @property
     def is_causal(self) -> bool:
@@ -79,18 +67,11 @@ class ScoreOptions:
 
 @dataclass(frozen=True)
 class AttentionOutput:
-    """Results of a fused backend.
-
-    Attributes:
-        o_BHSM: the output.
-        log_sums: logsumexp of each query, float32 or wider; B x H x S, in some backends padded along S or with a last
-            dim of 1.
-        rest: further arguments of the backend's backward.
-    """
+    """Results of a fused backend."""
 
     o_BHSM: Tensor
-    log_sums: Tensor
-    rest: tuple[Any, ...] = ()
+    log_sums: Tensor  # of each query, float32 or wider: B x H x S, in some backends padded along S or x 1
+    rest: tuple[Any, ...] = ()  # further arguments of the backend's backward
 
 
 def backend_order(backend: str) -> AbstractContextManager[None]:
@@ -102,25 +83,17 @@ def backend_order(backend: str) -> AbstractContextManager[None]:
 def backend_for(q_BHSN: Tensor, k_BGSN: Tensor, v_BGSM: Tensor, scores: ScoreOptions, backend: str) -> SDPBackend:
     """The backend that scaled_dot_product_attention would choose; on the meta device, that of a GPU.
 
-    Raises:
-        KernelError: the backend that is asked for cannot run (or torch's RuntimeError).
+    Raises KernelError, or torch's RuntimeError, if the backend that is asked for cannot run.
     """
     if q_BHSN.is_meta:
         if backend == "math":
             return SDPBackend.MATH
         return SDPBackend.CUDNN_ATTENTION if q_BHSN.dtype.itemsize == 2 else SDPBackend.EFFICIENT_ATTENTION
+    how: dict[str, Any] = {"scale": scores.scale, "enable_gqa": q_BHSN.shape[1] != k_BGSN.shape[1]}
     with backend_order(backend):
-        number = torch._fused_sdp_choice(
-            q_BHSN,
-            k_BGSN,
-            v_BGSM,
-            scores.allowed,
-            0.0,
-            scores.is_causal,
-            scale=scores.scale,
-            enable_gqa=q_BHSN.shape[1] != k_BGSN.shape[1],
+        found = SDPBackend(
+            torch._fused_sdp_choice(q_BHSN, k_BGSN, v_BGSM, scores.allowed, 0.0, scores.is_causal, **how)
         )
-    found = SDPBackend(number)
     if found == SDPBackend.ERROR:
         raise KernelError(f"attention: torch's backend {backend} cannot compute this", fix="set kernels.attention=auto")
     return found
@@ -159,7 +132,7 @@ def bias_of(scores: ScoreOptions, q_BHSN: Tensor, backend: SDPBackend) -> Tensor
     if backend != SDPBackend.EFFICIENT_ATTENTION:
         return bias
     keys = bias.shape[-1]
-    return F.pad(bias, (0, -keys % BIAS_STRIDE))[..., :keys].expand(-1, q_BHSN.shape[1], -1, -1)
+    return F.pad(bias, (0, -keys % BIAS_STRIDE))[..., :keys].expand(-1, q_BHSN.shape[1], -1, -1)  # one for all heads
 
 
 def forward(
@@ -168,6 +141,7 @@ def forward(
     """Softmax attention by a fused backend."""
     operands, bias, causal = (q_BHSN, k_BGSN, v_BGSM), bias_of(scores, q_BHSN, backend), scores.is_causal
     scale = scores.scale
+    # Everywhere: logsumexp is computed, there is no dropout (0.0), and no mask of dropped scores is returned (False).
     if backend == SDPBackend.CUDNN_ATTENTION:
         results = aten._scaled_dot_product_cudnn_attention(*operands, bias, True, 0.0, causal, False, scale=scale)
     elif backend == SDPBackend.EFFICIENT_ATTENTION:
@@ -221,19 +195,14 @@ def causal_attention(
     *,
     scale: float,
     allowed_BSS: Tensor | None,
-    backend: str,
-    sinks_H: Tensor | None = None,
+    backend: str,  # a key of `ORDERS`
+    sinks_H: Tensor | None = None,  # a logit of each query head; None for a plain softmax
 ) -> Tensor:
     """Softmax attention of each position over itself and the positions before it: o_BSHM in the dtype of q.
 
-    Args:
-        q_BSHN: queries; each key/value head serves H / G of their heads.
-        k_BSGN: keys.
-        v_BSGM: values; their width may differ from that of the keys.
-        scale: factor on the scores before the softmax.
-        allowed_BSS: boolean mask, query position by key position, causal already; None is causal over the whole row.
-        backend: a key of `ORDERS`; a named backend that cannot run raises torch's RuntimeError.
-        sinks_H: sink logit of each query head; None for a plain softmax.
+    Each head of keys and values serves H / G heads of queries; values may be narrower or wider than keys. `scale` is a
+    factor on the scores before the softmax. `allowed_BSS` is a boolean mask, query position by key position, causal
+    already; None is causal over the whole row. A named backend that cannot run raises torch's RuntimeError.
     """
     if backend == flash_4.NAME and allowed_BSS is None and sinks_H is None and flash_4.takes(q_BSHN, v_BSGM):
         return flash_4.attention(q_BSHN, k_BSGN, v_BSGM, scale=scale)
@@ -246,15 +215,10 @@ def causal_attention(
     # Grouped-query heads with a mask: torch would fall back to the backend that materializes scores.
     if q_BHSN.is_cuda and scores.allowed is not None and q_BHSN.shape[1] != k_BGSN.shape[1]:
         _, k_BGSN, v_BGSM = backend_and_keys(q_BHSN, k_BGSN, v_BGSM, scores, backend)
+    how: dict[str, Any] = {"scale": scale, "enable_gqa": q_BHSN.shape[1] != k_BGSN.shape[1]}
     with backend_order(backend):
         o_BHSM = F.scaled_dot_product_attention(
-            q_BHSN,
-            k_BGSN,
-            v_BGSM,
-            attn_mask=scores.allowed,
-            is_causal=scores.is_causal,
-            scale=scale,
-            enable_gqa=q_BHSN.shape[1] != k_BGSN.shape[1],
+            q_BHSN, k_BGSN, v_BGSM, scores.allowed, is_causal=scores.is_causal, **how
         )
     return o_BHSM.transpose(1, 2)
 
@@ -266,17 +230,13 @@ def _without_memory(
     mask, is_causal = None, allowed_BSS is None
     if allowed_BSS is not None:  # The fused backends add a mask of the queries' dtype.
         mask = torch.where(allowed_BSS[:, None], 0.0, float("-inf")).to(q_BHSN.dtype)
-    o_BHSM: Tensor
     if backend != "math" and q_BHSN.dtype.itemsize == 2:
         operands = (q_BHSN, k_BGSN, v_BGSM)
-        o_BHSM = aten._scaled_dot_product_cudnn_attention(*operands, mask, True, 0.0, is_causal, False, scale=scale)[0]
-        return o_BHSM
+        return aten._scaled_dot_product_cudnn_attention(*operands, mask, True, 0.0, is_causal, False, scale=scale)[0]
     own = (q_BHSN, *(repeat_kv(x, q_BHSN.shape[1]) for x in (k_BGSN, v_BGSM)))
     if backend == "math":
-        o_BHSM = aten._scaled_dot_product_attention_math(*own, mask, 0.0, is_causal, scale=scale)[0]
-    else:
-        o_BHSM = aten._scaled_dot_product_efficient_attention(*own, mask, True, 0.0, is_causal, scale=scale)[0]
-    return o_BHSM
+        return aten._scaled_dot_product_attention_math(*own, mask, 0.0, is_causal, scale=scale)[0]
+    return aten._scaled_dot_product_efficient_attention(*own, mask, True, 0.0, is_causal, scale=scale)[0]
 
 
 def attention_with_sinks(
@@ -286,17 +246,11 @@ def attention_with_sinks(
     found, k_BGSN, v_BGSM = backend_and_keys(q_BHSN, k_BGSN, v_BGSM, scores, backend)
     if found == SDPBackend.MATH:
         return _by_products(q_BHSN, k_BGSN, v_BGSM, sinks_H, scores)
-    width = v_BGSM.shape[-1]
+    heads: tuple[Tensor, ...] = (q_BHSN, k_BGSN, v_BGSM)
     if found == SDPBackend.FLASH_ATTENTION and q_BHSN.is_cuda:
-        q_BHSN, k_BGSN, v_BGSM = (_in_eights(x) for x in (q_BHSN, k_BGSN, v_BGSM))
-    o_BHSM: Tensor = _WithSinks.apply(q_BHSN, k_BGSN, v_BGSM, sinks_H, scores, found)
-    return o_BHSM[..., :width]
-
-
-def _in_eights(x: Tensor) -> Tensor:
-    """Pad heads to a multiple of 8 columns, as flash requires; zeros do not change the scores."""
-    missing = -x.shape[-1] % 8
-    return F.pad(x, (0, missing)) if missing else x
+        # Flash requires heads of a multiple of 8 columns; zeros do not change the scores.
+        heads = tuple(F.pad(x, (0, -x.shape[-1] % 8)) if x.shape[-1] % 8 else x for x in heads)
+    return _WithSinks.apply(*heads, sinks_H, scores, found)[..., : v_BGSM.shape[-1]]
 
 
 class _WithSinks(torch.autograd.Function):
@@ -313,8 +267,8 @@ class _WithSinks(torch.autograd.Function):
         backend: SDPBackend,
     ) -> Tensor:
         plain = forward(backend, q_BHSN, k_BGSN, v_BGSM, scores)
-        log_sums = torch.logaddexp(plain.log_sums, _beside(sinks_H, plain.log_sums))
-        o_BHSM = plain.o_BHSM.mul_(_by_query((plain.log_sums - log_sums).exp(), plain.o_BHSM))
+        log_sums = torch.logaddexp(plain.log_sums, _beside(sinks_H, plain.log_sums))  # L'
+        o_BHSM = plain.o_BHSM.mul_(_by_query((plain.log_sums - log_sums).exp(), plain.o_BHSM))  # o' = o exp(L - L')
         rest = [one if isinstance(one, Tensor) else None for one in plain.rest]
         ctx.save_for_backward(q_BHSN, k_BGSN, v_BGSM, sinks_H, o_BHSM, log_sums, scores.allowed, *rest)
         ctx.numbers = tuple(None if isinstance(one, Tensor) else one for one in plain.rest)

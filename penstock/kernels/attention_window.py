@@ -22,14 +22,12 @@ from typing import Literal
 class AttentionWindow:
     """Sliding window or chunk of a layer with local attention.
 
-    Attributes:
-        kind: `window`: the last `size` positions, its own included; `chunk`: its own chunk of `size`, counted from the
-            beginning of the row, or of its document.
-        size: positions that a query sees at most.
+    A query sees the last `size` positions, its own included, or its own chunk of `size`, counted from the beginning of
+    the row, or of its document.
     """
 
     kind: Literal["window", "chunk"]
-    size: int
+    size: int  # positions that a query sees at most
 
     def first_seen(self, position: int) -> int:
         """First position that a query at `position` sees."""
@@ -39,7 +37,7 @@ class AttentionWindow:
         """Pairs of query and key in a row of this length; the pair of a position with itself counts half."""
         if self.kind == "window":
             seen = min(self.size, length)
-            return seen**2 / 2 + (length - seen) * (seen - 0.5)
+            return seen**2 / 2 + (length - seen) * (seen - 0.5)  # the triangle at the beginning, and full windows
         chunks, rest = divmod(length, self.size)
         return chunks * self.size**2 / 2 + rest**2 / 2
 
@@ -74,7 +72,7 @@ def blocks_of(window: AttentionWindow, first: int, count: int, *, by_document: b
 def _of_window(size: int, first: int, count: int) -> QueryBlocks:
     if count <= size:
         return QueryBlocks(first, 1, count, min(first, size - 1) + count)
-    return QueryBlocks(first, -(-count // size), size, 2 * size)
+    return QueryBlocks(first, -(-count // size), size, 2 * size)  # each block reads the one before it too
 
 
 def _of_chunks(window: AttentionWindow, first: int, count: int) -> Iterator[QueryBlocks]:

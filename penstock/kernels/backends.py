@@ -18,11 +18,9 @@ from penstock.kernels.device_facts import TRITON
 from penstock.kernels.float8.operators import Float8Operators
 from penstock.kernels.operators import Operators
 
+# Both passes of an operator, or one of the experts' products, which are fields of `expert_kernels.ExpertKernels`.
 Direction = Literal["both", "forward", "input_gradient", "weight_gradient"]
-"""Both passes of an operator, or one of the experts' products."""
-
 PRODUCTS: tuple[Direction, ...] = ("forward", "input_gradient", "weight_gradient")
-"""The experts' products: fields of `penstock.kernels.expert_kernels.ExpertKernels`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,19 +53,12 @@ class TimedPart(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ChoicePoint:
-    """One operator, or one product of the experts, that has a choice of backends.
+    """One operator, or one product of the experts, that has a choice of backends."""
 
-    Attributes:
-        op: operator, from `FIELDS`.
-        direction: both passes, or the product.
-        knobs: fields of the section `kernels` that decide it, the most specific first.
-        parts: measured parts; the sum of their times decides.
-    """
-
-    op: str
+    op: str  # from `FIELDS`
     direction: Direction = "both"
-    knobs: tuple[str, ...]
-    parts: tuple[TimedPart, ...]
+    knobs: tuple[str, ...]  # fields of the section `kernels` that decide it, the most specific first
+    parts: tuple[TimedPart, ...]  # the sum of their measured times decides
 
 
 def _passes(*ops: str) -> tuple[TimedPart, ...]:
@@ -92,6 +83,7 @@ CHOICE_POINTS: tuple[ChoicePoint, ...] = (
     ChoicePoint(op="rope", knobs=("rope",), parts=_passes("rotate", "mla_heads")),
 )
 
+# Sizes that the time of a part depends on.
 PART_SIZES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "route": ("tokens", "experts", "top_k"),
@@ -106,10 +98,8 @@ PART_SIZES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "mla_heads": ("tokens", "heads", "head_dim", "rotary_dim", "value_dim"),
     }
 )
-"""Sizes that the time of a part depends on."""
 
-_ONLY_WITH = {"rotate": "gqa", "mla_heads": "mla"}
-"""Parts that only models with this attention have."""
+_ONLY_WITH = {"rotate": "gqa", "mla_heads": "mla"}  # parts that only models with this attention have
 
 
 def shape_of(op: str, shapes: Shapes) -> dict[str, int]:
@@ -123,6 +113,7 @@ def has(op: str, shapes: Shapes) -> bool:
     return _ONLY_WITH.get(op, shapes.attention) == shapes.attention and all(shape_of(op, shapes).values())
 
 
+# Operators that have a choice, and the fields of `Operators` that each one sets.
 FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "route": ("route", "balance_loss"),
@@ -133,28 +124,20 @@ FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "rope": ("rotate", "mla_heads", "mla_heads_is_fused"),
     }
 )
-"""Operators that have a choice, and the fields of `Operators` that each one sets."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:
-    """One library of kernels.
+    """One library of kernels."""
 
-    Attributes:
-        ops: operators that it implements, from `FIELDS`.
-        operators: `module:NAME` of an `Operators`; fields of other operators are not read.
-        expert_kernels: `module:NAME` of an `ExpertKernels`; empty if it has none.
-        package: package that must be installed besides PyTorch; empty for none.
-        gpu_only: runs on GPUs only.
-    """
-
-    ops: tuple[str, ...]
-    operators: str
-    expert_kernels: str = ""
-    package: str = ""
+    ops: tuple[str, ...]  # operators that it implements, from `FIELDS`
+    operators: str  # `module:NAME` of an `Operators`; fields of other operators are not read
+    expert_kernels: str = ""  # `module:NAME` of an `ExpertKernels`; empty if it has none
+    package: str = ""  # that must be installed besides PyTorch; empty for none
     gpu_only: bool = False
 
 
+# By name; the first that can run is taken where nothing is measured.
 BACKENDS: Mapping[str, Backend] = MappingProxyType(
     {
         "triton": Backend(
@@ -176,9 +159,8 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
         ),
     }
 )
-"""By name; the first that can run is taken where nothing is measured."""
 
-
+# `module:NAME` of each backend's `Float8Operators`.
 FLOAT8: Mapping[str, str] = MappingProxyType(
     {
         "triton": "penstock.kernels.float8.triton_operators:TRITON",
@@ -186,7 +168,6 @@ FLOAT8: Mapping[str, str] = MappingProxyType(
         "reference": "penstock.kernels.float8.operators:REFERENCE",
     }
 )
-"""`module:NAME` of each backend's `Float8Operators`."""
 
 
 def operators_of(backend: str) -> Operators:
@@ -217,13 +198,12 @@ def experts_of(products: Mapping[str, str]) -> dict[str, Any]:
     if len(names) == 1:
         source = vars(operators_of(names.pop()))
         return {field: source[field] for field in FIELDS["experts"]}
-    frame = next(name for name in BACKENDS if name in names)
+    frame = next(name for name in BACKENDS if name in names)  # triton is the first one
+    kernels = expert_kernels_of(frame)
     parts = {product: vars(expert_kernels_of(products[product]))[product] for product in PRODUCTS}
-    expert_ffn = _load("penstock.kernels.expert_ffn:expert_ffn")
-    kernels = replace(expert_kernels_of(frame), **parts)
     # The first product writes the saved rows and the frame's SwiGLU reads them: both must support that.
-    kernels = replace(kernels, saves_rows=kernels.saves_rows and products["forward"] == frame)
-    ffn = partial(expert_ffn, kernels=kernels)
+    kernels = replace(kernels, **parts, saves_rows=kernels.saves_rows and products["forward"] == frame)
+    ffn = partial(_load("penstock.kernels.expert_ffn:expert_ffn"), kernels=kernels)
     return {"expert_ffn": ffn, "expert_ffn_is_fused": True, "saves_rows": kernels.saves_rows}
 
 

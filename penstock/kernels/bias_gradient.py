@@ -19,17 +19,10 @@ from penstock.kernels.language import tl, triton
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.tile_table import BLOCK_SIZES, TileTable, tile_table
 
-BLOCK_ROWS = BLOCK_SIZES[0]
-"""Rows of a block: the first of the tile table's sizes."""
-
-BLOCK_COLUMNS = 64
-"""Columns that a program holds at a time: a tile of 32 elements for each of 128 threads."""
-
-WALKED_COLUMNS = 512
-"""Columns of a program where no dot products of whole rows are needed."""
-
-BLOCK_PARTS = 32
-"""Sums of blocks that the second kernel holds at a time."""
+BLOCK_ROWS = BLOCK_SIZES[0]  # of a block: the first of the tile table's sizes
+BLOCK_COLUMNS = 64  # that a program holds at a time: a tile of 32 elements for each of 128 threads
+WALKED_COLUMNS = 512  # of a program where no dot products of whole rows are needed
+BLOCK_PARTS = 32  # sums of blocks that the second kernel holds at a time
 
 
 def bias_gradient(
@@ -43,10 +36,7 @@ def bias_gradient(
     """The sum of each expert's rows, without autograd, in the dtype of dy; or `accumulate_into`, to which it is added.
 
     Rows of `dy_RF` past the last expert's may hold anything. `weighted` has the weights that multiplied the bias, and
-    their gradient to add to.
-
-    Raises:
-        KernelError: a part of `weighted`, or the float32 sum, does not fit.
+    their gradient to add to. Raises KernelError if a part of it, or the float32 sum, does not fit.
     """
     (rows, width), experts = dy_RF.shape, counts_e.numel()
     _check(dy_RF, experts, weighted, accumulate_into)
@@ -66,7 +56,7 @@ def _parts(dy_RF: Tensor, weighted: WeightedBias | None, tiles: TileTable) -> Te
     """Sums of blocks of rows, float32; rows past the last block hold anything."""
     width, blocks = dy_RF.shape[1], tiles.owners.shape[1]
     parts_PF = torch.empty(blocks, width, dtype=torch.float32, device=dy_RF.device)
-    walked = width if weighted is not None else WALKED_COLUMNS
+    walked = width if weighted is not None else WALKED_COLUMNS  # a dot product is made in one program, without atomics
     bias_eF, weights_R, dweights_R = weighted or (None, None, None)
     start_kernel(
         bias_parts_kernel, (blocks, triton.cdiv(width, walked)),
@@ -91,9 +81,8 @@ def _check(dy_RF: Tensor, experts: int, weighted: WeightedBias | None, accumulat
             raise KernelError("bias gradient: bias_eF does not fit", got=got, allowed=(experts, width))
     for name, tensor, shape in sums:
         if tensor.shape != shape or tensor.dtype != torch.float32 or not tensor.is_contiguous():
-            got_text = f"{tensor.dtype} {tuple(tensor.shape)}, strides {tensor.stride()}"
-            allowed = f"contiguous float32 {shape}"
-            raise KernelError(f"bias gradient: {name} does not fit", got=got_text, allowed=allowed)
+            text = f"{tensor.dtype} {tuple(tensor.shape)}, strides {tensor.stride()}"
+            raise KernelError(f"bias gradient: {name} does not fit", got=text, allowed=f"contiguous float32 {shape}")
 
 
 @triton.jit

@@ -37,12 +37,8 @@ from penstock.kernels.operators import REFERENCE, Operators
 from penstock.kernels.tuning import GROUPED_GEMM
 
 AUTO = "auto"
-
-NOT_THERE = "the model has none"
-"""Reason of an operator that the model never calls."""
-
-MOST_COLUMNS = 1024
-"""Widest tile of logits of Triton's router, which keeps an expert's number in ten bits."""
+NOT_THERE = "the model has none"  # reason of an operator that the model never calls
+MOST_COLUMNS = 1024  # widest tile of logits of Triton's router, which keeps an expert's number in ten bits
 
 
 @dataclass(frozen=True)
@@ -58,16 +54,9 @@ class Choice:
 def choose(
     wanted: Mapping[str, str], device: DeviceFacts, shapes: Shapes, measured: Measurements | None
 ) -> tuple[Choice, ...]:
-    """Choose a backend for every operator.
+    """Choose a backend for every operator. Raises KernelError if a backend that is asked for cannot run.
 
-    Args:
-        wanted: backend or `auto` by knob of the section `kernels`; `all` applies to knobs that are `auto` or missing.
-        device: device of the run.
-        shapes: sizes of a micro-batch.
-        measured: times on this device, or None.
-
-    Raises:
-        KernelError: a backend that is asked for cannot run.
+    `wanted` has a backend or `auto` by knob of the section `kernels`; `all` is for knobs that are `auto` or missing.
     """
     answers = tuple(_answer(point, wanted, device, shapes, measured) for point in CHOICE_POINTS)
     _refuse_mixture_without_triton(answers, device)
@@ -170,12 +159,8 @@ def _as_asked(op: str, knob: str, backend: str, obstacles: Mapping[str, str | No
         return "reference", f"kernels.all={backend}, which has no {op} of its own"
     if obstacles[backend] is not None:
         possible = [name for name, problem in obstacles.items() if problem is None]
-        raise KernelError(
-            f"kernels.{knob}={backend} cannot be had for {op}",
-            got=obstacles[backend],
-            allowed=", ".join((AUTO, *possible)),
-            fix=f"kernels.{knob}={AUTO}",
-        )
+        what, allowed = f"kernels.{knob}={backend} cannot be had for {op}", ", ".join((AUTO, *possible))
+        raise KernelError(what, got=obstacles[backend], allowed=allowed, fix=f"kernels.{knob}={AUTO}")
     return backend, f"kernels.{knob}={backend}"
 
 
@@ -183,7 +168,7 @@ def _fastest(
     parts: Sequence[TimedPart], possible: Sequence[str], device: DeviceFacts, shapes: Shapes, measured: Measurements
 ) -> tuple[str, str] | None:
     """Backend and reason of the lowest sum over the parts; None if a part is not measured."""
-    sums = dict.fromkeys(possible, 0.0)
+    sums = dict.fromkeys(possible, 0.0)  # microseconds; backends without a time for some part fall out
     nearest: Sequence[OperatorTimes] = ()
     for part in parts:
         nearest = measured.nearest(part.op, part.direction, device.dtype, shape_of(part.op, shapes))
@@ -229,18 +214,11 @@ def _refuse_mixture_without_triton(choices: Sequence[Choice], device: DeviceFact
 
 
 def _attention(wanted: Mapping[str, str], device: DeviceFacts) -> Choice:
-    """Choose which of torch's attention backends comes first, or flash-attn-4.
-
-    Raises:
-        KernelError: flash-attn-4 is asked for by name, but is not installed or has no kernel for the chip.
-    """
+    """Choose which of torch's attention backends comes first, or flash-attn-4; raises KernelError if it cannot run."""
     problem = _flash_4_obstacle(device)
     if wanted.get("attention") == flash_4.NAME and problem is not None:
-        raise KernelError(
-            f"kernels.attention={flash_4.NAME} cannot run",
-            got=problem,
-            fix=f"pip install {FLASH_4}, or kernels.attention=auto",
-        )
+        fix = f"pip install {FLASH_4}, or kernels.attention=auto"
+        raise KernelError(f"kernels.attention={flash_4.NAME} cannot run", got=problem, fix=fix)
     if wanted.get("attention", AUTO) != AUTO:
         return Choice("attention", "both", wanted["attention"], f"kernels.attention={wanted['attention']}")
     if wanted.get("all", AUTO) == "reference":

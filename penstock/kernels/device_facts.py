@@ -12,17 +12,11 @@ from penstock.base.devices import CHIPS, chip_named
 from penstock.base.errors import DeviceError, did_you_mean
 from penstock.kernels.tuning import target_of
 
-Dtype = Literal["bf16", "fp32"]
-"""Compute dtype of a model, as in `training.precision`."""
+Dtype = Literal["bf16", "fp32"]  # compute dtype of a model, as in `training.precision`
 
-TRITON = "triton"
-"""Name of Triton's package, which may be missing."""
-
-PACKAGES: tuple[str, ...] = (TRITON,)
-"""Packages that some backend needs besides PyTorch."""
-
-FLASH_4 = "flash-attn-4"
-"""Optional package of attention kernels."""
+TRITON = "triton"  # Triton's package, which may be missing
+PACKAGES: tuple[str, ...] = (TRITON,)  # that some backend needs besides PyTorch
+FLASH_4 = "flash-attn-4"  # optional package of attention kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,12 +62,9 @@ def device_facts(device: torch.device, dtype: Dtype) -> DeviceFacts:
 
 
 def named_device(name: str, dtype: Dtype) -> DeviceFacts:
-    """The facts of a GPU by name, with `PACKAGES` installed and no others.
+    """The facts of a GPU by name, with `PACKAGES` installed and no others; raises DeviceError for unknown names.
 
     The name is the driver's, or the part of it by which people know the chip: `H200`.
-
-    Raises:
-        DeviceError: no known chip has such a name.
     """
     chip = chip_named(name)
     if chip is None:

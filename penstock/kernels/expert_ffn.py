@@ -22,7 +22,7 @@ layers save into one buffer (`penstock.kernels.expert_parts.SavedRows`). The pro
 second one times the routing weight.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -65,28 +65,17 @@ def expert_ffn(
     only_last: bool = False,
     kernels: ExpertKernels | None = None,
 ) -> Tensor:
-    """The whole feed-forward network of each expert over its rows; differentiable in every floating-point argument.
+    """`reference.expert_ffn` for every backend, differentiable in every floating-point argument.
 
     Args:
-        x_ND: source rows (see `reference.grouped_gemm` for `index_R`).
-        gate_up_eFD: gate and up projections stacked, so 2 F x D for each expert.
-        down_eDF: down projection.
-        counts_e: int32 rows of each expert, on the device; may sum to less than R.
-        weights_R: float32 routing weight of each row, or None for 1.
-        index_R: source row of each place, or None if x is in the experts' order already.
-        biases: as in `reference.expert_ffn`, in the dtype of the matrices.
-        rule: activation, and position of the routing weight.
         places_TK: only with `index_R`, whose inverse it is: the places that read each source row, T = N (as in
             `RowOrder`). With it the gradient of x is a sum in a fixed order; without it rows are added by atomics.
         accumulate_into: float32 sums to which backward adds the gradients of matrices and biases; it then returns none.
         put_off: receives the tasks of both matrices' gradients; None computes them in backward.
         recompute: save no pre-activation; each backward pass runs the first product again. Bit for bit the same.
         keep: gives the pre-activation a place in a buffer; None gives it a tensor of its own.
-        only_last: of the rows past the last expert's, only the very last one is read.
+        only_last: of the rows past the last expert's, only the very last one is read, and set to zero in the result.
         kernels: implementations; None takes `TRITON` on a GPU and `REFERENCE` on a CPU.
-
-    Returns:
-        y_RD; rows past the last expert's are zero, or with `only_last` the last one is.
 
     Raises:
         KernelError: shapes do not fit, or biases are combined with weights on the input.
@@ -131,21 +120,16 @@ class _ExpertFfn(torch.autograd.Function):
         extras: _Extras,
     ) -> Tensor:
         kernels = extras.kernels
-        rows = x_ND.shape[0] if index_R is None else index_R.shape[0]
-        tiles = kernels.tile_table(counts_e, rows)
-        if tiles is not None:
-            tiles = replace(tiles, only_last=extras.only_last)
-        saved, first_product = None, partial(kernels.forward, x_ND, gate_up_eFD, counts_e, index_R)
-        if extras.keep is not None and tiles is not None:
-            saved = extras.keep(tiles.used, rows, x_ND.new_empty(0, gate_up_eFD.shape[1]))
-            first_product = partial(first_product, keep=saved)
-        gate_up_RF = first_product(bias_eF=gate_up_bias_eF, tiles=tiles)
+        rows = len(x_ND if index_R is None else index_R)
+        tiles, place = extras.prepare(kernels.tile_table, counts_e, rows, x_ND)
+        options = {"bias_eF": gate_up_bias_eF, "tiles": tiles} | ({} if place is None else {"keep": place})
+        gate_up_RF = kernels.forward(x_ND, gate_up_eFD, counts_e, index_R, **options)
         used = None if tiles is None else tiles.used
-        h_RF = kernels.swiglu(gate_up_RF if saved is None else saved, weights_R, extras.rule, used=used)
-        saved_RF = None if extras.recompute else gate_up_RF  # saved for backward
-        del gate_up_RF, first_product
+        h_RF = kernels.swiglu(gate_up_RF if place is None else place, weights_R, extras.rule, used=used)
+        saved_RF = None if extras.recompute else gate_up_RF  # saved for backward: the whole buffer, if there is one
+        del gate_up_RF  # freed before the second product if it is recomputed
         matrices, biases = (gate_up_eFD, down_eDF), (gate_up_bias_eF, down_bias_eD)
-        first = None if saved is None else saved.first
+        first = None if place is None else place.first
         ctx.save_for_backward(x_ND, *matrices, counts_e, weights_R, index_R, *biases, saved_RF, first)
         ctx.extras, ctx.tiles = extras, tiles
         return kernels.forward(h_RF, down_eDF, counts_e, None, bias_eF=down_bias_eD, weights_R=weights_R, tiles=tiles)
@@ -157,7 +141,8 @@ class _ExpertFfn(torch.autograd.Function):
         wants_x, wants_gate_up, wants_down, _, wants_weights, *_ = ctx.needs_input_grad
         extras, tiles, dy_RD = ctx.extras, ctx.tiles, dy_RD.contiguous()
         kernels, (gate_up_sum, down_sum, *_) = extras.kernels, extras.sums
-        *biases, saved_RF, first = saved
+        *biases, saved_RF, first = saved  # first: of the layer in the buffer, None for a tensor of its own
+        product = partial(kernels.weight_gradient, tiles=tiles)
         dx_ND = d_gate_up_eFD = d_down_eDF = None
 
         if saved_RF is None:
@@ -171,10 +156,9 @@ class _ExpertFfn(torch.autograd.Function):
         del dh_RF, saved_RF, saved
         # 2. Gradients of the down projection and of the biases.
         if wants_down:
-            rows = dy_RD, h_RF, counts_e, None
-            make = partial(kernels.weight_gradient, *rows, accumulate_into=down_sum, tiles=tiles)
+            make = partial(product, dy_RD, h_RF, counts_e, None, accumulate_into=down_sum)
             d_down_eDF = put_gradient(make, DOWN, extras)
-            del rows, make
+            del make  # which holds h
         del h_RF
         of_bias, weights = partial(kernels.bias_gradient, tiles=tiles), (weights_R, dweights_R)
         d_biases = bias_gradients(of_bias, dy_RD, d_gate_up_RF, counts_e, weights, biases, extras)
@@ -185,8 +169,7 @@ class _ExpertFfn(torch.autograd.Function):
             del dx_RD
         # 4. Last, because it is the largest result: all other buffers are free again here.
         if wants_gate_up:
-            rows = d_gate_up_RF, x_ND, counts_e, index_R
-            make = partial(kernels.weight_gradient, *rows, accumulate_into=gate_up_sum, tiles=tiles)
+            make = partial(product, d_gate_up_RF, x_ND, counts_e, index_R, accumulate_into=gate_up_sum)
             d_gate_up_eFD = put_gradient(make, GATE_UP, extras)
         dweights_R = dweights_R if wants_weights else None
         return dx_ND, d_gate_up_eFD, d_down_eDF, None, dweights_R, None, *d_biases, None

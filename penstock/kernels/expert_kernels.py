@@ -40,30 +40,19 @@ class ExpertKernels:
     The three products have the signatures of `penstock.kernels.grouped_gemm` without `launch`. Rows past the last
     expert's are zero in their results and unread in their operands. `used` is the number of rows on the device.
     Backends other than Triton ignore `tiles` and `used`.
-
-    Attributes:
-        forward: (x_RD, w_eFD, counts_e, index_R, *, bias_eF, weights_R, tiles) -> y_RF; the weights multiply the bias.
-            With `saves_rows` also `keep`.
-        input_gradient: (dy_RF, w_eFD, counts_e, *, tiles) -> dx_RD.
-        weight_gradient: (dy_RF, x_RD, counts_e, index_R, *, accumulate_into, tiles) -> dw_eFD.
-        swiglu: (gate_up_RF, weights_R, rule, *, used) -> h_RF; unused rows hold anything.
-        swiglu_backward: (gate_up_RF, weights_R, dh_RF, rule, *, recompute, used) -> SwigluGradients; unused rows hold
-            anything, but the gradients of their weights are zero.
-        bias_gradient: (dy_RF, counts_e, weighted, *, accumulate_into, tiles) -> dbias_eF, see `bias_gradient`.
-        unpermute: (y_RD, order) -> y_TD, the sum over each token's places.
-        tile_table: (counts_e, rows) -> table that the products of both passes share, or None.
-        saves_rows: the pre-activation may be in a buffer whose first row only the device knows (`SavedRows`).
     """
 
-    forward: Callable[..., Tensor]
-    input_gradient: Callable[..., Tensor]
-    weight_gradient: Callable[..., Tensor]
-    swiglu: Callable[..., Tensor]
+    # (x_RD, w_eFD, counts_e, index_R, *, bias_eF, weights_R, tiles) -> y_RF; the weights multiply the bias.
+    forward: Callable[..., Tensor]  # with `saves_rows` it also takes `keep`
+    input_gradient: Callable[..., Tensor]  # (dy_RF, w_eFD, counts_e, *, tiles) -> dx_RD
+    weight_gradient: Callable[..., Tensor]  # (dy_RF, x_RD, counts_e, index_R, *, accumulate_into, tiles) -> dw_eFD
+    swiglu: Callable[..., Tensor]  # (gate_up_RF, weights_R, rule, *, used) -> h_RF; unused rows hold anything
+    # (gate_up_RF, weights_R, dh_RF, rule, *, recompute, used); gradients of the weights of unused rows are zero.
     swiglu_backward: Callable[..., SwigluGradients]
-    bias_gradient: Callable[..., Tensor]
-    unpermute: Callable[[Tensor, RowOrder], Tensor]
-    tile_table: Callable[[Tensor, int], TileTable | None]
-    saves_rows: bool = False
+    bias_gradient: Callable[..., Tensor]  # (dy_RF, counts_e, weighted, *, accumulate_into, tiles) -> dbias_eF
+    unpermute: Callable[[Tensor, RowOrder], Tensor]  # the sum over each token's places
+    tile_table: Callable[[Tensor, int], TileTable | None]  # of all products of both passes; None where they need none
+    saves_rows: bool = False  # the pre-activation may be in a buffer whose first row only the device knows
 
 
 def _swiglu_in_torch(gate_up_RF: Tensor, weights_R: Tensor | None, rule: ExpertRule, *, used: object) -> Tensor:
@@ -73,30 +62,17 @@ def _swiglu_in_torch(gate_up_RF: Tensor, weights_R: Tensor | None, rule: ExpertR
 def _swiglu_backward_in_torch(
     gate_up_RF: Tensor, weights_R: Tensor | None, dh_RF: Tensor, rule: ExpertRule, *, recompute: bool, used: object
 ) -> SwigluGradients:
-    """By autograd through the reference."""
-    with torch.enable_grad():
-        inputs = [gate_up_RF := gate_up_RF.detach().requires_grad_()]
-        if weights_R is not None:
-            inputs.append(weights_R := weights_R.detach().requires_grad_())
-        h_RF = reference.swiglu(gate_up_RF, weights_R, rule)
-    d_gate_up_RF, *rest = torch.autograd.grad(h_RF, inputs, dh_RF)
-    return SwigluGradients(d_gate_up_RF, rest[0] if rest else None, h_RF.detach() if recompute else None)
+    found = SwigluGradients(*reference.swiglu_gradients(gate_up_RF, weights_R, dh_RF, rule))
+    return found if recompute else found._replace(h_RF=None)
 
 
 def _in_torch(
-    multiply: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
-    multiply_columns: Callable[[Tensor, Tensor, Tensor], Tensor],
+    multiply: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],  # as `reference.grouped_gemm`
+    multiply_columns: Callable[[Tensor, Tensor, Tensor], Tensor],  # (dy_RF, x_RD, counts_e) -> dw_eFD
     add_bias: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
     bias_gradient: Callable[..., Tensor],
 ) -> ExpertKernels:
-    """The parts by operators of torch.
-
-    Args:
-        multiply: (x_RD, w_eFD, counts_e, index_R) -> y_RF, as `reference.grouped_gemm`.
-        multiply_columns: (dy_RF, x_RD, counts_e) -> dw_eFD.
-        add_bias: as `reference.add_bias`.
-        bias_gradient: as in `ExpertKernels`.
-    """
+    """The parts by operators of torch."""
 
     def forward(
         x_RD: Tensor,
@@ -112,7 +88,7 @@ def _in_torch(
         return y_RF if bias_eF is None else add_bias(y_RF, bias_eF, counts_e, weights_R)
 
     def input_gradient(dy_RF: Tensor, w_eFD: Tensor, counts_e: Tensor, *, tiles: TileTable | None = None) -> Tensor:
-        return multiply(dy_RF, w_eFD.transpose(1, 2), counts_e, None)
+        return multiply(dy_RF, w_eFD.transpose(1, 2), counts_e, None)  # e x F x D -> e x D x F
 
     def weight_gradient(
         dy_RF: Tensor,
@@ -141,7 +117,7 @@ def _in_torch(
 def _columns_by_definition(dy_RF: Tensor, x_RD: Tensor, counts_e: Tensor) -> Tensor:
     counts = counts_on_host(counts_e, len(dy_RF))
     sizes = [*counts, len(dy_RF) - sum(counts)]
-    pieces = list(zip(dy_RF.split(sizes), x_RD.split(sizes), strict=True))[:-1]
+    pieces = list(zip(dy_RF.split(sizes), x_RD.split(sizes), strict=True))[:-1]  # the last piece is the tail
     return torch.stack([dy.T @ rows for dy, rows in pieces])
 
 
@@ -159,11 +135,7 @@ def _columns_by_grouped_mm(dy_RF: Tensor, x_RD: Tensor, counts_e: Tensor) -> Ten
 
 
 REFERENCE = _in_torch(reference.grouped_gemm, _columns_by_definition, reference.add_bias, bias_gradient_by_definition)
-"""By definition; for CPUs and tests."""
-
-TORCH = _in_torch(_grouped_mm, _columns_by_grouped_mm, torch_add_bias, bias_gradient_in_torch)
-"""torch's grouped_mm; bfloat16 on a GPU."""
-
+TORCH = _in_torch(_grouped_mm, _columns_by_grouped_mm, torch_add_bias, bias_gradient_in_torch)  # bfloat16 on a GPU
 TRITON = ExpertKernels(
     forward=grouped_gemm_forward,
     input_gradient=grouped_gemm_input_gradient,
@@ -175,4 +147,3 @@ TRITON = ExpertKernels(
     tile_table=tile_table,
     saves_rows=True,
 )
-"""Triton kernels."""

@@ -13,7 +13,7 @@ with a larger buffer (penstock/moe/dispatch/row_capacity.py).
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -24,13 +24,12 @@ from penstock.kernels.language import tl, triton
 from penstock.kernels.launching import counts_on_host, start_kernel
 from penstock.kernels.operators import torch_add_bias
 from penstock.kernels.reference import ExpertRule, RowOrder
+from penstock.kernels.tile_table import TileTable
 
-GATE_UP, DOWN = range(2)
-"""Indices of the matrices among the parameters."""
+GATE_UP, DOWN = range(2)  # indices of the matrices among the parameters
 
+# (place, task) -> whether the task, which computes the gradient of the matrix at this place, is taken to be run later.
 DeferGradient = Callable[[int, Callable[[], None]], bool]
-"""(place, task) -> whether the task, which computes the gradient of the matrix at this place, is taken to be called
-later."""
 
 
 @dataclass(frozen=True)
@@ -42,22 +41,16 @@ class SavedRows:
     room: int  # most rows that the layer can have
 
 
+# (used, room, like) -> place for at most `room` rows with width, dtype and device of `like`; `used` (int32) exist.
 SaveRows = Callable[[Tensor, int, Tensor], SavedRows]
-"""(used, room, like) -> place for at most `room` rows. `used`, int32 on the device, is their number; `like` has their
-width, dtype and device."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertOptions:
-    """Arguments of the experts' networks that autograd does not see (`penstock.kernels.expert_ffn.expert_ffn`).
+    """Arguments of the experts' networks that autograd does not see (`penstock.kernels.expert_ffn.expert_ffn`)."""
 
-    Attributes:
-        parameters: both matrices.
-        given_sums: float32 sums of the gradients of matrices and biases, as many as there are.
-    """
-
-    parameters: tuple[Tensor, Tensor]
-    given_sums: tuple[Tensor, ...]
+    parameters: tuple[Tensor, Tensor]  # both matrices
+    given_sums: tuple[Tensor, ...]  # float32, of the gradients of matrices and biases, as many as there are
     places_TK: Tensor | None
     put_off: DeferGradient | None
     recompute: bool
@@ -69,6 +62,18 @@ class ExpertOptions:
     def sums(self) -> tuple[Tensor | None, ...]:
         """Of both matrices and both biases, None where there is none."""
         return (*self.given_sums, *[None] * (4 - len(self.given_sums)))
+
+    def prepare(
+        self, tile_table: Callable[[Tensor, int], TileTable | None], counts_e: Tensor, rows: int, x_ND: Tensor
+    ) -> tuple[TileTable | None, SavedRows | None]:
+        """Tile table of all products, and the pre-activation's place in the buffer of `keep`; None where not needed."""
+        tiles = tile_table(counts_e, rows)
+        if tiles is None:
+            return None, None
+        tiles = replace(tiles, only_last=self.only_last)
+        if self.keep is None:
+            return tiles, None
+        return tiles, self.keep(tiles.used, rows, x_ND.new_empty(0, self.parameters[GATE_UP].shape[1]))
 
 
 class WeightedBias(NamedTuple):
@@ -138,14 +143,11 @@ def bias_gradients(
     dy_RD: Tensor,
     d_gate_up_RF: Tensor | None,
     counts_e: Tensor,
-    weights: tuple[Tensor | None, Tensor | None],
+    weights: tuple[Tensor | None, Tensor | None],  # and their gradient so far, to which the second bias adds its part
     biases: Sequence[Tensor | None],
     options: ExpertOptions,
 ) -> list[Tensor | None]:
-    """Gradients of both biases for autograd, None where there is a sum.
-
-    `weights` are the routing weights and their gradient so far, to which the part of the second bias is added.
-    """
+    """Gradients of both biases for autograd, None where there is a sum."""
     found: list[Tensor | None] = [None, None]
     sums = options.sums[2:]
     if biases[GATE_UP] is not None:
@@ -164,8 +166,8 @@ def no_tile_table(counts_e: Tensor, rows: int) -> None:
 def put_gradient(make: Callable[[], Tensor], place: int, options: ExpertOptions) -> Tensor | None:
     """Compute the gradient of a matrix now and return it for autograd, or defer it by `options.put_off`.
 
-    `make` computes the gradient and adds it to the float32 sum, if there is one; then nothing is returned. A deferred
-    gradient without a sum goes to the parameter's own `.grad`.
+    If there is a float32 sum, `make` adds the gradient to it and nothing is returned. A deferred gradient without a sum
+    goes to the parameter's own `.grad`.
     """
     total, parameter = options.sums[place], options.parameters[place]
 
@@ -188,15 +190,12 @@ def sum_over_places(
     places_TK: Tensor | None,
     unpermute: Callable[[Tensor, RowOrder], Tensor],
 ) -> Tensor:
-    """Gradient of the N source rows: the sum of the gradients of the places that read each of them.
-
-    Without an index the places are the rows. `places_TK` is the inverse of the index; without it rows are added by
-    atomics.
-    """
-    if index_R is None:
+    """Gradient of the N source rows: the sum of the gradients of the places that read each of them."""
+    if index_R is None:  # the places are the rows
         return dx_RD
-    if places_TK is not None:
+    if places_TK is not None:  # the inverse of the index: the sum has a fixed order
         return unpermute(dx_RD, RowOrder(index_R, places_TK, counts_e))
+    # By atomics, in any order.
     sums_ND = dx_RD.new_zeros(rows, dx_RD.shape[1], dtype=torch.float32)
     return sums_ND.index_add_(0, index_R, dx_RD.float()).to(dx_RD.dtype)
 
@@ -221,13 +220,12 @@ def check_operands(
 def claim_rows(cursor: Tensor, used: Tensor, capacity: int, meter: Tensor) -> Tensor:
     """Reserve a layer's rows in the buffer and return the first one, int64 [1].
 
-    Args:
-        cursor: int64 [1]: rows reserved so far, also by layers that did not fit; advanced by `used`.
-        used: int32, one number: rows of the layer, at most `capacity`.
-        capacity: S, rows of the buffer.
-        meter: int64 [2]: rows that did not fit are added to the first, the second becomes the most rows reserved.
+    `cursor`, int64 [1], has the rows reserved so far, also by layers that did not fit; `used`, int32 [1], the layer's,
+    at most `capacity`, the S rows of the buffer. Of `meter`, int64 [2], rows that did not fit are added to the first,
+    and the second becomes the most rows reserved.
     """
     first = torch.empty_like(cursor)
+    # One program: layers claim their rows one after the other, in the order of the stream.
     start_kernel(claim_rows_kernel, (1,), cursor, used, first, meter, capacity, num_warps=1)
     return first
 
@@ -238,7 +236,7 @@ def claim_rows_kernel(cursor_ptr, used_ptr, first_ptr, meter_ptr, capacity):
     begin = tl.load(cursor_ptr)
     end = begin + tl.load(used_ptr)
     tl.store(cursor_ptr, end)
-    tl.store(first_ptr, tl.where(end <= capacity, begin, 0))
+    tl.store(first_ptr, tl.where(end <= capacity, begin, 0))  # overwrites the first layers if it does not fit
     missing = tl.maximum(end - tl.maximum(begin, capacity), 0)
     tl.store(meter_ptr, tl.load(meter_ptr) + missing)
     tl.store(meter_ptr + 1, tl.maximum(tl.load(meter_ptr + 1), end))

@@ -20,19 +20,16 @@ from torch import Tensor
 
 from penstock.kernels.tuning import target_of
 
-NAME = "flash-4"
-"""Value of `kernels.attention`."""
+NAME = "flash-4"  # value of `kernels.attention`
 
-WIDEST: Mapping[str, tuple[int, int]] = MappingProxyType({"sm_90": (256, 256), "sm_100": (128, 128)})
-"""Widest heads of keys and of values, by chip; `LATENT` runs on all."""
-
+# Widest heads of keys and of values, by chip; `LATENT` runs on all.
+WIDEST: Mapping[str, tuple[int, int]] = MappingProxyType(
+    {"sm_90": (256, 256), "sm_100": (128, 128), "sm_103": (128, 128)}
+)
 LATENT = (192, 128)
-
-MULTIPLE = 8
-"""Head widths are multiples of this: 16 bytes."""
-
+MULTIPLE = 8  # of which head widths are multiples: 16 bytes
+# Chips on which `auto` takes it, because it was faster there (benchmarks/results/attention-h200.json).
 MEASURED = ("sm_90",)
-"""Chips on which `auto` takes it, because it was faster there (benchmarks/results/attention-h200.json)."""
 
 
 def takes(q_BSHN: Tensor, v_BSGM: Tensor) -> bool:

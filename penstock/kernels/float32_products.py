@@ -28,14 +28,10 @@ from torch.autograd.function import once_differentiable
 
 from penstock.kernels.launching import on_gpu, record_launch
 
-PARTS = 3
-"""bfloat16 parts of a float32 value, which has three times its bits."""
-
+PARTS = 3  # in bfloat16, of a float32 value, which has three times its bits
+# Positions of the first, second and third part among the six of the left operand, and of the right one.
 LEFT = (slice(2, 5), slice(0, 6, 5), slice(1, 2))
-"""Positions of the first, second and third part among the six of the left operand."""
-
 RIGHT = (slice(0, 3), slice(3, 6, 2), slice(4, 5))
-"""Positions in the right operand."""
 
 
 @torch.no_grad()
@@ -63,8 +59,7 @@ def float32_linear(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
 
 def linear_in_parts(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     """`float32_linear` of a bfloat16 x, by bfloat16 products only."""
-    logits_TE: Tensor = _LinearInParts.apply(x_TD, weight_ED)
-    return logits_TE
+    return _LinearInParts.apply(x_TD, weight_ED)
 
 
 def in_parts(values: Tensor, dim: int, places: Sequence[slice]) -> Tensor:
@@ -84,24 +79,25 @@ def in_parts(values: Tensor, dim: int, places: Sequence[slice]) -> Tensor:
 
 
 class _LinearInParts(torch.autograd.Function):
-    """Saves x, which exists in any case, and the parts of the weight."""
+    """Saves its operands, which exist in any case; a pipeline holds many micro-batches between the two passes."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
         E, D = weight_ED.shape
         w_6ED = in_parts(weight_ED, 0, RIGHT)
-        ctx.save_for_backward(x_TD, w_6ED)
-        return _float32_product(x_TD, w_6ED[2:5].view(-1, D).T).view(-1, PARTS, E).sum(1)
+        ctx.save_for_backward(x_TD, weight_ED)
+        return _float32_product(x_TD, w_6ED[2:5].view(-1, D).T).view(-1, PARTS, E).sum(1)  # w1, w2, w3
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dlogits_TE: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x_TD, w_6ED = ctx.saved_tensors
+        x_TD, weight_ED = ctx.saved_tensors
         (T, E), D = dlogits_TE.shape, x_TD.shape[1]
-        g_T6E = in_parts(dlogits_TE, 1, LEFT).view(T, -1)
+        g_T6E = in_parts(dlogits_TE, 1, LEFT).view(T, -1)  # [g2 g3 g1 g1 g1 g2], E columns each
         dx_TD = dweight_ED = None
         if ctx.needs_input_grad[0]:
-            dx_TD = g_T6E @ w_6ED.view(-1, D)
+            w_6ED = in_parts(weight_ED, 0, RIGHT)
+            dx_TD = g_T6E @ w_6ED.view(-1, D)  # six pairs, summed in float32 by the matrix unit
         if ctx.needs_input_grad[1]:
             dweight_ED = _float32_product(g_T6E[:, : PARTS * E].T, x_TD).view(PARTS, E, D).sum(0)
         return dx_TD, dweight_ED

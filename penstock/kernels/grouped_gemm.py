@@ -39,25 +39,11 @@ from penstock.kernels.tuning import (
     target_of,
 )
 
-GATHER_LIMIT = 2**31
-"""Largest source of a fused gather, in elements: the kernels index it with 32 bits."""
+GATHER_LIMIT = 2**31  # elements of the largest source of a fused gather: the kernels index it with 32 bits
 
 
 def grouped_gemm(x_RD: Tensor, w_eFD: Tensor, counts_e: Tensor, index_R: Tensor | None = None) -> Tensor:
-    """Each expert's rows times the transpose of its matrix; differentiable in x and w.
-
-    Args:
-        x_RD: rows, expert by expert; or any rows, if `index_R` gives the row at each place.
-        w_eFD: one matrix for each expert.
-        counts_e: integer rows of each expert; may be zero, may sum to less than R.
-        index_R: integer row of `x` for each place (the gather), or None for the identity.
-
-    Returns:
-        y_RF; rows past the last expert's are zero.
-
-    Raises:
-        KernelError: shapes or dtypes that no launch accepts.
-    """
+    """`reference.grouped_gemm`, differentiable in x and w. Raises KernelError if no launch accepts shapes or dtypes."""
     return _GroupedGemm.apply(x_RD, w_eFD, counts_e, index_R)
 
 
@@ -98,22 +84,15 @@ def grouped_gemm_forward(
     keep: SavedRows | None = None,
     launch: GemmLaunch | None = None,
 ) -> Tensor:
-    """y_RF = x_RD @ w_eFD^T, without autograd.
+    """y_RF = x_RD @ w_eFD^T, without autograd, of contiguous operands, in the dtype of x.
+
+    Rows past the last expert's are zero, or the last one is (`TileTable.only_last`).
 
     Args:
-        x_RD: as in `grouped_gemm`, contiguous.
-        w_eFD: as in `grouped_gemm`, contiguous.
-        counts_e: rows of each expert.
-        index_R: row of `x` for each place, or None.
-        bias_eF: added to each row of its expert in float32, or None.
-        weights_R: float32 factor on the bias of each row; None for 1.
+        bias_eF: added to each row of its expert in float32, times the row's weight (float32) if there are `weights_R`.
         tiles: `tile_table(counts_e, R)`, if the caller has it already.
-        keep: place of the rows in a buffer, instead of a tensor of their own.
+        keep: place of the rows in a buffer, which is returned whole, instead of a tensor of their own.
         launch: instead of the table's choice.
-
-    Returns:
-        y_RF in the dtype of x; rows past the last expert's are zero, or the last one is (`TileTable.only_last`). The
-        whole buffer with `keep`.
     """
     experts, width, depth = w_eFD.shape
     rows = len(x_RD if index_R is None else index_R)
@@ -209,11 +188,16 @@ def _check(
             raise KernelError(f"grouped GEMM ({product}): {name} does not fit", got=got, allowed=f"{dtype} {shape}")
         _check_blocks(f"grouped GEMM ({product}): {name}", operand)
     experts = operands["w_eFD"][1][0] if "w_eFD" in operands else counts_e.numel()
+    check_groups(f"grouped GEMM ({product})", counts_e, experts, index_R)
+
+
+def check_groups(product: str, counts_e: Tensor, experts: int, index_R: Tensor | None) -> None:
+    """Raise KernelError unless there is one count for each expert, and the index is a vector of integers."""
     if counts_e.shape != (experts,):
-        raise KernelError(f"grouped GEMM ({product}): counts_e", got=tuple(counts_e.shape), allowed=(experts,))
+        raise KernelError(f"{product}: counts_e", got=tuple(counts_e.shape), allowed=(experts,))
     if index_R is not None and (index_R.ndim != 1 or index_R.dtype not in (torch.int32, torch.int64)):
         got = f"{index_R.dtype} {tuple(index_R.shape)}"
-        raise KernelError(f"grouped GEMM ({product}): index_R", got=got, allowed="int32 or int64, one dim")
+        raise KernelError(f"{product}: index_R", got=got, allowed="int32 or int64, one dim")
 
 
 def _check_blocks(what: str, operand: Tensor) -> None:
@@ -241,11 +225,10 @@ def _rows_launch(
     launch: GemmLaunch, x: Tensor, w: Tensor, y: Tensor, bias: Tensor | None = None, index: Tensor | None = None
 ) -> GemmLaunch:
     """The launch, or its replacement in Triton where the Hopper kernel cannot run."""
-    if isinstance(launch, RowsRingLaunch) and hopper.rows_obstacle(
-        x, y, launch, target_of(x.device), bias=bias, index=index
-    ):
-        return in_triton(launch, w[0].numel())
-    return launch
+    if not isinstance(launch, RowsRingLaunch):
+        return launch
+    problem = hopper.rows_obstacle(x, y, launch, target_of(x.device), bias=bias, index=index)
+    return launch if problem is None else in_triton(launch, w[0].numel())
 
 
 def _launch_rows(
@@ -260,10 +243,9 @@ def _launch_rows(
     bias: tuple[Tensor | None, Tensor | None] = (None, None),
     first: Tensor | None = None,
 ) -> None:
-    """Run `rows_kernel` or the Hopper kernel.
+    """Run `rows_kernel` or the Hopper kernel; `w` is experts x depth x columns if depth_first, else columns x depth.
 
-    `w` is experts x depth x columns if depth_first, else experts x columns x depth. `first` is the first row of y to
-    write.
+    `first` is the first row of y to write.
     """
     if isinstance(launch, RowsRingLaunch):
         hopper.launch_rows(x, w, y, tiles, launch, depth_first=depth_first, first=first)
@@ -285,7 +267,8 @@ def _launch_rows(
         bias_eF, None if bias_eF is None or weights_R is None else weights_R.contiguous(), first, rows, columns,
         depth, experts,
         DEPTH_FIRST=depth_first, GATHER=index is not None, WHOLE_DEPTH=depth % launch.block_depth == 0,
-        ONLY_LAST=tiles.only_last, **_constants(launch),
+        ONLY_LAST=tiles.only_last, BLOCK_DEPTH=launch.block_depth, **launch.constants, num_warps=launch.warps,
+        num_stages=launch.stages,
     )  # fmt: skip
 
 
@@ -307,19 +290,6 @@ def _launch_weights(
     start_kernel(
         weights_kernel, (programs_of(launch, x.device),),
         dy_source, x_source, dw_target, index, tiles.starts_e, rows, columns, experts,
-        GATHER=index is not None, ACCUMULATE=accumulate, **_constants(launch),
+        GATHER=index is not None, ACCUMULATE=accumulate, BLOCK_DEPTH=launch.block_depth, **launch.constants,
+        num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
-
-
-def _constants(launch: GemmLaunch) -> dict[str, Any]:
-    """Constants of both kernels."""
-    return {
-        "BLOCK_ROWS": launch.block_rows,
-        "BLOCK_COLUMNS": launch.block_columns,
-        "BLOCK_DEPTH": launch.block_depth,
-        "GROUP": launch.group,
-        "PIECES": launch.pieces,
-        "DESCRIPTORS": launch.descriptors,
-        "num_warps": launch.warps,
-        "num_stages": launch.stages,
-    }

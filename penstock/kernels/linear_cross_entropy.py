@@ -30,14 +30,10 @@ from penstock.kernels.launching import on_gpu, start_kernel
 from penstock.kernels.reference import IGNORED_LABEL
 from penstock.kernels.tuning import KernelLaunch
 
-LOGITS_BYTES = 2**30
-"""Limit on the logits of a chunk of 4,096 tokens; above it a chunk has 2,048."""
-
+LOGITS_BYTES = 2**30  # most bytes of the logits of a chunk of 4,096 tokens; above it a chunk has 2,048
+# A program holds one row, `block_columns` of it at a time; loads run `stages` blocks ahead.
 LAUNCH = KernelLaunch(block_rows=1, block_columns=8192, warps=16, stages=3)
-"""The row kernel: a program holds one row, `block_columns` of it at a time; loads run `stages` blocks ahead."""
-
-SCALE_BLOCK = 4096
-"""Elements of a program that scales a gradient."""
+SCALE_BLOCK = 4096  # elements of a program that scales a gradient
 
 
 def linear_cross_entropy(
@@ -51,23 +47,18 @@ def linear_cross_entropy(
     accumulate_into: Tensor | None = None,
     launch: KernelLaunch | None = None,
 ) -> Tensor:
-    """Output projection and cross entropy, summed (not averaged) over the counted tokens; a float32 scalar.
+    """`reference.linear_cross_entropy` of hidden states and head in one dtype, float32 or bfloat16; int64 labels.
+
+    A label outside the vocabulary makes the loss NaN, because an error would need the host to wait. Raises KernelError
+    where shapes or dtypes do not fit.
 
     Args:
-        x_TD: final hidden states, float32 or bfloat16.
-        head_VD: output projection in the dtype of x; with a group, this rank's rows of it.
-        labels_T: int64; IGNORED_LABEL where the position is not counted. Any other label outside the vocabulary makes
-            the loss NaN, because an error would need the host to wait.
-        z_weight: factor on logsumexp(logits)**2, added for each counted token.
         chunk_tokens: tokens of a chunk; None for `default_chunk_tokens`.
-        group: ranks over which the vocabulary is split: equal parts, in rank order. x, labels and the loss are the same
-            on all of them. The gradient of x is this rank's part of a sum, which the backward of the operation that
-            copied or gathered x adds up.
+        group: ranks over which the vocabulary is split: equal parts, in rank order, so `head_VD` is this rank's. x,
+            labels and the loss are the same on all of them. The gradient of x is this rank's part of a sum, which the
+            backward of the operation that copied or gathered x adds up.
         accumulate_into: contiguous float32, V x D: backward adds the head's gradient here instead of returning it.
         launch: of the Triton kernel; None takes `LAUNCH` on a GPU and the form in plain torch on a CPU.
-
-    Raises:
-        KernelError: shapes or dtypes do not fit.
     """
     _check(x_TD, head_VD, labels_T, accumulate_into)
     columns = head_VD.shape[0]
@@ -114,11 +105,11 @@ class _Rows(NamedTuple):
 
 
 class _Outcome(NamedTuple):
-    """Loss, and its gradients for an incoming gradient of 1 where they were wanted (the head's in float32)."""
+    """Loss, and its gradients for an incoming gradient of 1 where they were wanted."""
 
     loss: Tensor
     dx_TD: Tensor | None
-    dhead_VD: Tensor | None
+    dhead_VD: Tensor | None  # float32
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -180,10 +171,8 @@ def _walk_chunks(x_TD: Tensor, head_VD: Tensor, labels_T: Tensor, plan: _Plan, w
 def _scale(gradient: Tensor, scale: Tensor, out: Tensor, in_triton: bool, add: bool = False) -> Tensor:
     """`out = gradient * scale`, or += with `add`, in float32 and in one pass; the scale stays on the device."""
     if in_triton:
-        grid = (triton.cdiv(gradient.numel(), SCALE_BLOCK),)
-        start_kernel(
-            scale_kernel, grid, gradient, scale, out, gradient.numel(), ADD=add, BLOCK=SCALE_BLOCK, num_warps=8
-        )
+        grid, numbers = (triton.cdiv(gradient.numel(), SCALE_BLOCK),), gradient.numel()
+        start_kernel(scale_kernel, grid, gradient, scale, out, numbers, ADD=add, BLOCK=SCALE_BLOCK, num_warps=8)
         return out
     # Two-dimensional, so that the scale takes part in type promotion: a bfloat16 gradient is multiplied in float32.
     scale = scale.view(1, 1)
@@ -196,7 +185,7 @@ def _pass_over_rows(rows: _Rows, plan: _Plan, *, wants_gradient: bool) -> None:
     if plan.group is None:
         run(rows, plan, statistics=True, gradient=wants_gradient)
         return
-    run(rows, plan, statistics=True, gradient=False)
+    run(rows, plan, statistics=True, gradient=False)  # the gradient needs logsumexp of all ranks' columns
     _join_shards(rows.logsumexp_T, rows.target_T, plan.group)
     if wants_gradient:
         run(rows, plan, statistics=False, gradient=True)
@@ -226,7 +215,7 @@ def _rows_in_torch(rows: _Rows, plan: _Plan, *, statistics: bool, gradient: bool
         elsewhere_T = torch.where(exists_T, 0.0, math.nan)
         target_T.copy_(torch.where(here_T, values_TV.gather(1, column_T1)[:, 0], elsewhere_T))
     if gradient:
-        factor_T = 1.0 + 2.0 * plan.z_weight * logsumexp_T
+        factor_T = 1.0 + 2.0 * plan.z_weight * logsumexp_T  # of the softmax: cross entropy and z-loss
         values_TV.sub_(logsumexp_T[:, None]).exp_().mul_(factor_T[:, None]).masked_fill_(~counted_T[:, None], 0.0)
         values_TV.scatter_add_(1, column_T1, -here_T[:, None].float())
         logits_TV.copy_(values_TV)
@@ -311,25 +300,17 @@ def scale_kernel(gradient_ptr, scale_ptr, out_ptr, elements, ADD: tl.constexpr, 
 def _check(x_TD: Tensor, head_VD: Tensor, labels_T: Tensor, accumulate_into: Tensor | None) -> None:
     """Raise KernelError where shapes or dtypes do not fit each other."""
     if x_TD.dim() != 2 or head_VD.dim() != 2 or x_TD.shape[1] != head_VD.shape[1]:
-        raise KernelError(
-            "linear_cross_entropy: x and head must be matrices of equal width",
-            got=f"x {tuple(x_TD.shape)}, head {tuple(head_VD.shape)}",
-        )
+        got = f"x {tuple(x_TD.shape)}, head {tuple(head_VD.shape)}"
+        raise KernelError("linear_cross_entropy: x and head must be matrices of equal width", got=got)
     if x_TD.dtype != head_VD.dtype:
-        raise KernelError(
-            "linear_cross_entropy: x and head must have one dtype", got=f"{x_TD.dtype} and {head_VD.dtype}"
-        )
+        got = f"{x_TD.dtype} and {head_VD.dtype}"
+        raise KernelError("linear_cross_entropy: x and head must have one dtype", got=got)
     if labels_T.shape != x_TD.shape[:1] or labels_T.dtype != torch.int64:
-        raise KernelError(
-            "linear_cross_entropy: labels must be int64, one for each row of x",
-            got=f"{labels_T.dtype} {tuple(labels_T.shape)} for {x_TD.shape[0]} rows",
-        )
-    if accumulate_into is not None and (
-        accumulate_into.shape != head_VD.shape
-        or accumulate_into.dtype != torch.float32
-        or not accumulate_into.is_contiguous()
+        got = f"{labels_T.dtype} {tuple(labels_T.shape)} for {x_TD.shape[0]} rows"
+        raise KernelError("linear_cross_entropy: labels must be int64, one for each row of x", got=got)
+    sum_VD = accumulate_into
+    if sum_VD is not None and not (
+        sum_VD.shape == head_VD.shape and sum_VD.dtype == torch.float32 and sum_VD.is_contiguous()
     ):
-        raise KernelError(
-            "linear_cross_entropy: accumulate_into must be contiguous float32 in the shape of head",
-            got=f"{accumulate_into.dtype} {tuple(accumulate_into.shape)}",
-        )
+        what = "linear_cross_entropy: accumulate_into must be contiguous float32 in the shape of head"
+        raise KernelError(what, got=f"{sum_VD.dtype} {tuple(sum_VD.shape)}")

@@ -39,8 +39,7 @@ def block_masks(
     """
     blocks = blocks_of(window, first, count, by_document=allowed_BSS is not None)
     if allowed_BSS is None:
-        masks = tuple(None if one.is_square else _mask(window, one, rows, device) for one in blocks)
-        return BlockMasks(blocks, masks)
+        return BlockMasks(blocks, tuple(None if one.is_square else _mask(window, one, rows, device) for one in blocks))
     (one,) = blocks
     return BlockMasks(blocks, (_mask_of_documents(window, one, allowed_BSS),))
 
@@ -57,8 +56,8 @@ def _mask(window: AttentionWindow, blocks: QueryBlocks, rows: int, device: torch
     """Mask for rows of one document each."""
     query, key = _places(blocks, device)
     first = query - window.size + 1 if window.kind == "window" else query - query % window.size
-    seen = (key >= first.clamp(min=0)) & (key <= query)
-    return seen.expand(rows, -1, -1, -1).flatten(0, 1)
+    seen = (key >= first.clamp(min=0)) & (key <= query)  # keys before the row are padding
+    return seen.expand(rows, -1, -1, -1).flatten(0, 1)  # (rows x blocks) x queries x keys
 
 
 def _mask_of_documents(window: AttentionWindow, blocks: QueryBlocks, allowed_BSS: Tensor) -> Tensor:
@@ -71,7 +70,7 @@ def _mask_of_documents(window: AttentionWindow, blocks: QueryBlocks, allowed_BSS
     if window.kind == "window":
         first = query - window.size + 1
     else:
-        begin_BS = allowed_BSS.to(torch.uint8).argmax(dim=-1)
+        begin_BS = allowed_BSS.to(torch.uint8).argmax(dim=-1)  # the first 1 of each query
         first = query - (query - begin_BS[:, query_here]) % window.size
     return ((allowed & (key >= first) & (key <= query)) | (key == query)).flatten(0, 1)
 
@@ -93,14 +92,8 @@ def local_attention(
     begin, count = masks.blocks[0].first, q_BSHN.shape[1]
     found = []
     for one, mask in zip(masks.blocks, masks.masks, strict=True):
-        o_BSHM = causal_attention(
-            _cut(q_BSHN, one.first - begin, one),
-            *(_with_keys_before(x, one) for x in (k_BSGN, v_BSGM)),
-            scale=scale,
-            allowed_BSS=mask,
-            backend=backend,
-            sinks_H=sinks_H,
-        )
+        heads = _cut(q_BSHN, one.first - begin, one), *(_with_keys_before(x, one) for x in (k_BSGN, v_BSGM))
+        o_BSHM = causal_attention(*heads, scale=scale, allowed_BSS=mask, backend=backend, sinks_H=sinks_H)
         found.append(o_BSHM.unflatten(0, (-1, one.count)).flatten(1, 2))
     return found[0][:, :count] if len(found) == 1 else torch.cat(found, dim=1)
 
@@ -126,4 +119,4 @@ def _padded(x_BS: Tensor, first: int, end: int) -> Tensor:
     """Positions `first` to `end` - 1, zeros outside the row."""
     own = x_BS[:, max(first, 0) : end]
     before, behind = max(-first, 0), max(end - x_BS.shape[1], 0)
-    return F.pad(own, (0, 0) * (x_BS.ndim - 2) + (before, behind)) if before or behind else own
+    return F.pad(own, (0, 0) * (x_BS.ndim - 2) + (before, behind)) if before or behind else own  # last dim first

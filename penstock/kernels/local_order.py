@@ -38,22 +38,14 @@ def order_local_rows(
     *,
     launch: KernelLaunch = ORDER_LAUNCH,
 ) -> LocalOrder:
-    """Order slots by this rank's experts, stable in the slot number; `reference.order_rows` where all rows fit.
+    """Order slots by this rank's `own` experts, stable in the slot number; `reference.order_rows` where all rows fit.
 
-    With experts_NK = [[1, 0], [1, 2], [3, 1]], own = 1 2 and 3 rows there are 4 places, and the last one holds no row:
-    places_NK = [[0, 3], [1, 3], [3, 2]], counts_e = [3, 0] and index_R = [0, 1, 2, 0]; one row did not fit.
-
-    Args:
-        experts_NK: integer expert ids.
-        weights_NK: float32.
-        own: ids of this rank's experts.
-        rows: rows of the buffer.
-        meter: int64 [2] or None: the number of rows that did not fit is added to the first, and the second becomes the
-            maximum of itself and the number of rows.
-        launch: slots of a tile and experts of a scan (powers of two), and warps.
+    With experts_NK = [[1, 0], [1, 2], [3, 1]], own = 1 2 and 3 `rows` of the buffer there are 4 places, and the last
+    one holds no row: places_NK = [[0, 3], [1, 3], [3, 2]], counts_e = [3, 0] and index_R = [0, 1, 2, 0]; one row did
+    not fit. Of `meter`, int64 [2], the first gains the rows that did not fit, the second becomes the most rows so far.
     """
     slots, device, experts = experts_NK.numel(), experts_NK.device, len(own)
-    places = min(rows + 1, slots)
+    places = min(rows + 1, slots)  # the one past the buffer holds no row: slots that have none point there
     slots_R, index_R = torch.empty(2, places, dtype=torch.int64, device=device)
     weights_R = torch.empty(places, dtype=torch.float32, device=device)
     places_NK = torch.empty(experts_NK.shape, dtype=torch.int64, device=device)

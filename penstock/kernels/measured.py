@@ -25,8 +25,7 @@ from pydantic import ConfigDict, PositiveFloat, PositiveInt, TypeAdapter, Valida
 from penstock.base.errors import KernelError
 from penstock.base.files import read_json
 
-PACKAGED = Path(__file__).with_name("measured_data")
-"""Measurements that come with the package."""
+PACKAGED = Path(__file__).with_name("measured_data")  # measurements that come with the package
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,19 +49,13 @@ class OperatorTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurements:
-    """Times of operators on one device.
-
-    Attributes:
-        device: its name, as the driver reports it.
-        environment: versions that the times depend on.
-        entries: of two that are equally near to a shape, the first counts.
-    """
+    """Times of operators on one device."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
-    device: str
-    environment: Mapping[str, str]
-    entries: tuple[OperatorTimes, ...]
+    device: str  # its name, as the driver reports it
+    environment: Mapping[str, str]  # versions that the times depend on
+    entries: tuple[OperatorTimes, ...]  # of two that are equally near to a shape, the first counts
 
     def nearest(self, op: str, direction: str, dtype: str, shape: Mapping[str, int]) -> tuple[OperatorTimes, ...]:
         """The entries, one for each skew, of the nearest measured shape; empty if there is none.
@@ -108,11 +101,8 @@ def user_file(device_name: str) -> Path | None:
 def find(device_name: str, path: Path | None = None, *, packaged: Path = PACKAGED) -> Measurements | None:
     """Measurements of a device: the user's own entries, then the package's; None if there are neither.
 
-    `path` replaces the file in the user's home; it must exist and be about this device. `packaged` is the folder of the
-    package's files.
-
-    Raises:
-        KernelError: a file is damaged, or `path` is missing or about another device.
+    `path` replaces the file in the user's home. Raises KernelError for a damaged file, and for a `path` that is missing
+    or about another device.
     """
     own = path or user_file(device_name)
     files = [file for file in (own, packaged / f"{slug(device_name)}.json") if file is not None]
@@ -126,11 +116,7 @@ def find(device_name: str, path: Path | None = None, *, packaged: Path = PACKAGE
 
 
 def load(path: Path) -> Measurements:
-    """Read a file.
-
-    Raises:
-        KernelError: it is missing or damaged.
-    """
+    """Read a file; raises KernelError if it is missing or damaged."""
     fix = "measure again with `penstock kernels tune`, or delete the file"
     try:
         return TypeAdapter(Measurements).validate_python(read_json(path))
@@ -145,14 +131,10 @@ def load(path: Path) -> Measurements:
 
 
 def save(path: Path, measurements: Measurements) -> None:
-    """Write a file atomically, one line for each entry, so that two files can be compared.
-
-    Raises:
-        KernelError: it cannot be written.
-    """
+    """Write a file atomically, one line for each entry, so that two files can be compared; raises KernelError."""
     lines = ",\n".join(f"  {json.dumps(asdict(entry))}" for entry in measurements.entries)
     head = f'"device": {json.dumps(measurements.device)},\n "environment": {json.dumps(dict(measurements.environment))}'
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside = path.with_name(f".{path.name}.{os.getpid()}")  # in the same folder, so that the rename is atomic
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         beside.write_text(f'{{{head},\n "entries": [\n{lines}\n ]}}\n', encoding="utf-8")

@@ -25,69 +25,54 @@ from penstock.kernels.language import tl, triton
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.tuning import KernelLaunch
 
+# Narrow rows (heads) share a tile of 2,048 elements by 4 warps; wide rows take a multiple of tile and warps.
 LAUNCH = KernelLaunch(block_rows=1, block_columns=2048, warps=4)
-"""A tile of 2,048 elements by 4 warps; narrow rows (heads) share a tile, wide rows take a multiple of tile and warps.
-"""
-
+# Backward loads tiles ahead of their use and needs more bytes in flight (docs/decisions/0111).
 BACKWARD_LAUNCH = KernelLaunch(block_rows=4, block_columns=2048, warps=8, stages=3)
-"""Backward loads tiles ahead of their use and needs more bytes in flight (docs/decisions/0111)."""
 
-PROGRAMS = 256
-"""Programs of backward before each walks a 17th tile: enough to fill the chip, few enough for a small table."""
-
-LEAST_TILES = 16
-"""Tiles that a program of backward walks at least, so that its pipeline fills and its row of the table pays off."""
-
-STAGED_BYTES = 96 * 1024
-"""Shared memory for tiles loaded ahead, so that two programs fit on a multiprocessor of 227 KB."""
-
-MOST_WARPS = 16
-"""1,024 threads of 64-wide waves: the largest program."""
+PROGRAMS = 256  # of backward before each walks a 17th tile: enough to fill the chip, few enough for a small table
+LEAST_TILES = 16  # of a program of backward, so that its pipeline fills and its row of the table pays off
+STAGED_BYTES = 96 * 1024  # shared memory for tiles loaded ahead: two programs fit on a multiprocessor of 227 KB
+MOST_WARPS = 16  # 1,024 threads of 64-wide waves: the largest program
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float, *, launch: KernelLaunch | None = None) -> Tensor:
     """`penstock.kernels.reference.rms_norm` in one kernel, and two backward.
 
     `x_TD` may have any leading dims, and its rows may lie apart (a slice of a wider tensor), but each row must be
-    contiguous. `launch` sets the elements and warps of a tile; None takes `LAUNCH` and `BACKWARD_LAUNCH`.
-
-    Raises:
-        KernelError: the weight does not fit.
+    contiguous. `launch` sets the elements and warps of a tile; None takes `LAUNCH` and `BACKWARD_LAUNCH`. Raises
+    KernelError if the weight does not fit.
     """
     check_weight(x_TD, weight_D)
-    normed_TD, _ = _RmsNorm.apply(x_TD, None, weight_D, epsilon, launch)
-    return normed_TD
+    return _RmsNorm.apply(x_TD, None, weight_D, epsilon, launch, False)[0]
 
 
 def rms_norm_beside(
     x_TD: Tensor, weight_D: Tensor, epsilon: float, *, launch: KernelLaunch | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`penstock.kernels.reference.rms_norm_beside`, which returns (normed_TD, x); backward adds both gradients of x.
-
-    Arguments and errors as in `rms_norm`.
-    """
+    """`penstock.kernels.reference.rms_norm_beside`; backward adds both gradients of x. Arguments as in `rms_norm`."""
     check_weight(x_TD, weight_D)
-    return _RmsNormBeside.apply(x_TD, None, weight_D, epsilon, launch)
+    return _RmsNorm.apply(x_TD, None, weight_D, epsilon, launch, True)
 
 
 def add_rms_norm(
     x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, epsilon: float, *, launch: KernelLaunch | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`penstock.kernels.reference.add_rms_norm`, which returns (normed_TD, x + residual).
-
-    `residual_TD` has the shape of x; other arguments and errors as in `rms_norm`.
-    """
+    """`penstock.kernels.reference.add_rms_norm` of two tensors of one shape; other arguments as in `rms_norm`."""
     check_weight(x_TD, weight_D)
     if x_TD.shape != residual_TD.shape:
         raise KernelError(
             "add_rms_norm: x and residual must have one shape",
             got=f"{tuple(x_TD.shape)} and {tuple(residual_TD.shape)}",
         )
-    return _RmsNorm.apply(x_TD, residual_TD, weight_D, epsilon, launch)
+    return _RmsNorm.apply(x_TD, residual_TD, weight_D, epsilon, launch, False)
 
 
 class _RmsNorm(torch.autograd.Function):
-    """Without a residual the second output is None. Saves the input of the norm and r of each row."""
+    """The second output is the residual sum; without a residual it is x if `beside`, else None.
+
+    Saves the input of the norm and r of each row.
+    """
 
     @staticmethod
     def forward(
@@ -97,35 +82,19 @@ class _RmsNorm(torch.autograd.Function):
         weight_D: Tensor,
         epsilon: float,
         launch: KernelLaunch | None,
+        beside: bool,
     ) -> tuple[Tensor, Tensor | None]:
         normed_TD = x_TD.new_empty(x_TD.shape, dtype=normed_dtype(x_TD, residual_TD, weight_D))
         sum_TD, scale_T = normalize(x_TD, residual_TD, weight_D, epsilon, normed_TD, launch)
         save_normalized(ctx, x_TD, residual_TD, weight_D, sum_TD, scale_T)
         ctx.launch = launch
-        return normed_TD, sum_TD
+        # As an output of this node x gets its gradient here, where the kernel adds both.
+        return normed_TD, x_TD.view_as(x_TD) if beside else sum_TD
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, dnormed_TD: Tensor | None, dsum_TD: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        return *normalized_gradients(ctx, dnormed_TD, dsum_TD, ctx.launch), None, None
-
-
-class _RmsNormBeside(_RmsNorm):
-    """Without a residual; the second output is x."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x_TD: Tensor,
-        residual_TD: Tensor | None,
-        weight_D: Tensor,
-        epsilon: float,
-        launch: KernelLaunch | None,
-    ) -> tuple[Tensor, Tensor]:
-        normed_TD, _ = _RmsNorm.forward(ctx, x_TD, residual_TD, weight_D, epsilon, launch)
-        return normed_TD, x_TD.view_as(x_TD)
+    def backward(ctx: Any, dnormed_TD: Tensor | None, dsum_TD: Tensor | None) -> tuple[Tensor | None, ...]:
+        return *normalized_gradients(ctx, dnormed_TD, dsum_TD, ctx.launch), None, None, None
 
 
 def normed_dtype(x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor) -> torch.dtype:
@@ -142,10 +111,7 @@ def normalize(
     normed_TD: Tensor | None,
     launch: KernelLaunch | None = None,
 ) -> tuple[Tensor | None, Tensor]:
-    """Forward without autograd; returns (x + residual or None, r of each row).
-
-    `normed_TD` is the destination of normed rows, or None; other arguments as in `add_rms_norm`.
-    """
+    """Forward without autograd; returns (x + residual or None, r of each row), and writes normed rows if wanted."""
     x_rows, width = _rows(x_TD), x_TD.shape[-1]
     tokens = x_rows.shape[0]
     residual_rows, sum_TD = None, None
@@ -169,16 +135,13 @@ def save_normalized(
     """Save what `normalized_gradients` needs, from arguments and results of `normalize`."""
     ctx.save_for_backward(x_TD if sum_TD is None else sum_TD, weight_D, scale_T)
     ctx.dtypes = (x_TD.dtype, None if residual_TD is None else residual_TD.dtype)
-    ctx.set_materialize_grads(False)
+    ctx.set_materialize_grads(False)  # an output that is not used has no gradient of zeros to be read
 
 
 def normalized_gradients(
     ctx: Any, dnormed_TD: Tensor | None, dsum_TD: Tensor | None, launch: KernelLaunch | None = None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of x, residual and weight, from those of the normed rows and of the sum, each of which may be None.
-
-    Without a residual the sum is x.
-    """
+    """Gradients of x, residual and weight, from those of the normed rows and of the sum (or x), which may be None."""
     x_TD, weight_D, scale_T = ctx.saved_tensors
     x_dtype, residual_dtype = ctx.dtypes
     if dnormed_TD is None:
@@ -202,7 +165,7 @@ def _backward(
     tiles = max(LEAST_TILES, triton.cdiv(tokens, block_rows * PROGRAMS))
     programs = triton.cdiv(tokens, block_rows * tiles)
     dx_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
-    partial_PD = x_TD.new_empty(programs, width, dtype=torch.float32)
+    partial_PD = x_TD.new_empty(programs, width, dtype=torch.float32)  # a row of the weight's gradient by program
     start_kernel(
         rms_norm_backward_kernel, (programs,),
         x_rows, weight_D, scale_T, dnormed_rows, dsum_rows, dx_TD, partial_PD, tokens, tiles, x_rows.stride(0),
@@ -320,30 +283,23 @@ def sum_table_kernel(table_ptr, out_ptr, rows, D: tl.constexpr, BLOCK_P: tl.cons
     tl.store(out_ptr + column_D, tl.sum(sum_PD, 0).to(out_ptr.dtype.element_ty), mask=column_D < D)
 
 
-SUM_BLOCK = 2048
-"""Numbers of a program of 4 warps: 16 of a thread, two loads of 16 bytes from each 16-bit tensor."""
+SUM_BLOCK = 2048  # numbers of a program of 4 warps: 16 of a thread, two loads of 16 bytes from each 16-bit tensor
 
 
 def add_three(x_TD: Tensor, y_TD: Tensor, z_TD: Tensor) -> Tensor:
     """`penstock.kernels.reference.add_three` in one kernel, and none backward: all three have the sum's gradient.
 
-    All have one shape; the result is contiguous, in the widest of the three dtypes.
-
-    Raises:
-        KernelError: shapes differ.
+    The result is contiguous, in the widest of the three dtypes. Raises KernelError if shapes differ.
     """
     if not x_TD.shape == y_TD.shape == z_TD.shape:
-        raise KernelError(
-            "add_three: all must have one shape", got=", ".join(f"{tuple(one.shape)}" for one in (x_TD, y_TD, z_TD))
-        )
-    sum_TD: Tensor = _AddThree.apply(x_TD, y_TD, z_TD)
-    return sum_TD
+        got = ", ".join(f"{tuple(one.shape)}" for one in (x_TD, y_TD, z_TD))
+        raise KernelError("add_three: all must have one shape", got=got)
+    return _AddThree.apply(x_TD, y_TD, z_TD)
 
 
 def fan_out(x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`penstock.kernels.reference.fan_out` without a kernel forward; backward adds the gradients in one kernel."""
-    one_TD, other_TD, third_TD = _FanOut.apply(x_TD)
-    return one_TD, other_TD, third_TD
+    return _FanOut.apply(x_TD)
 
 
 class _AddThree(torch.autograd.Function):
@@ -370,7 +326,7 @@ class _FanOut(torch.autograd.Function):
         found = [one for one in gradients if one is not None]
         if len(found) == 3:
             return _sum(*found)
-        return sum(found[1:], found[0]) if found else None
+        return sum(found[1:], found[0]) if found else None  # two additions at most: torch's own
 
 
 def _sum(x_TD: Tensor, y_TD: Tensor, z_TD: Tensor) -> Tensor:

@@ -28,26 +28,17 @@ class LinearLoss(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Operators:
-    """Callables with the signatures of the functions of the same name in `penstock.kernels.reference`.
+    """Callables with the signatures of the functions of the same name in `penstock.kernels.reference`."""
 
-    Attributes:
-        attention_backend: see `penstock.kernels.attention.causal_attention`.
-        expert_ffn: also takes `places_TK`, the inverse of its index (see `penstock.kernels.expert_ffn`).
-        expert_ffn_is_fused: it is one autograd function and also takes `recompute` and `accumulate_into`.
-        saves_rows: its saved activations can be placed in a buffer (`keep` of `penstock.kernels.expert_ffn`).
-        swiglu: without weights, for the dense networks.
-        mla_heads_is_fused: the 8-bit kernel, which also quantizes gradients, may replace `mla_heads`.
-    """
-
-    attention_backend: str
+    attention_backend: str  # see `penstock.kernels.attention.causal_attention`
     route: Callable[..., Routed]
     balance_loss: Callable[[Tensor, Tensor, Tensor, float, float], LinearLoss]
     order_rows: Callable[[Tensor, int], RowOrder]
     unpermute: Callable[[Tensor, RowOrder], Tensor]
     expert_ffn: Callable[..., Tensor]
-    expert_ffn_is_fused: bool
-    saves_rows: bool
-    swiglu: Callable[[Tensor], Tensor]
+    expert_ffn_is_fused: bool  # one autograd function, which also takes `recompute` and `accumulate_into`
+    saves_rows: bool  # of several layers in one buffer: `keep` of `penstock.kernels.expert_ffn`
+    swiglu: Callable[[Tensor], Tensor]  # without weights, for the dense networks
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     rms_norm_beside: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
@@ -55,7 +46,7 @@ class Operators:
     fan_out: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
     mla_heads: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-    mla_heads_is_fused: bool
+    mla_heads_is_fused: bool  # the 8-bit kernel, which also quantizes gradients, may replace `mla_heads`
 
 
 def reference_balance_loss(
@@ -96,10 +87,7 @@ def torch_add_three(x_TD: Tensor, y_TD: Tensor, z_TD: Tensor) -> Tensor:
 def torch_swiglu(gate_up_RF: Tensor, rule: ExpertRule = SWIGLU) -> Tensor:
     """`reference.swiglu` without weights, in the dtype of the input throughout."""
     gate_RF, up_RF = gate_up_RF.chunk(2, dim=-1)
-    if rule.limit is None:
-        return F.silu(gate_RF) * up_RF
-    gate_RF, up_RF = gate_RF.clamp(max=rule.limit), up_RF.clamp(-rule.limit, rule.limit)
-    return (up_RF + 1) * gate_RF * torch.sigmoid(rule.alpha * gate_RF)
+    return reference.activate(gate_RF, up_RF, rule)
 
 
 def torch_add_bias(y_RF: Tensor, bias_eF: Tensor, counts_e: Tensor, weights_R: Tensor | None = None) -> Tensor:
@@ -109,7 +97,7 @@ def torch_add_bias(y_RF: Tensor, bias_eF: Tensor, counts_e: Tensor, weights_R: T
     """
     ends_e = counts_e.cumsum(0)
     row_R1 = torch.arange(y_RF.shape[0], device=y_RF.device)[:, None]
-    is_of_Re = (row_R1 >= ends_e - counts_e) & (row_R1 < ends_e)
+    is_of_Re = (row_R1 >= ends_e - counts_e) & (row_R1 < ends_e)  # one 1 a row, none past the last expert's
     bias_RF = is_of_Re.to(bias_eF.dtype) @ bias_eF
     if weights_R is not None:
         bias_RF = bias_RF * torch.where(row_R1 < ends_e[-1], weights_R[:, None], 0)
@@ -138,7 +126,7 @@ def torch_expert_ffn(
     used_R1 = (torch.arange(x_RD.shape[0], device=x_RD.device) < ends_e[-1])[:, None]
 
     def weighted(rows_RF: Tensor) -> Tensor:
-        # The mask is for backward: grouped_mm's gradient is anything there, and the weights' would take it up.
+        # The mask is for backward: grouped_mm's gradient is anything there, and that of the weights would sum it.
         return rows_RF if weights_R is None else torch.where(used_R1, rows_RF * weights_R[:, None], 0).to(rows_RF.dtype)
 
     gate_up_bias_eF, down_bias_eD = biases or (None, None)

@@ -24,14 +24,11 @@ from penstock.kernels.launching import start_kernel
 from penstock.kernels.reference import RowOrder
 from penstock.kernels.tuning import KernelLaunch, capped_programs
 
+# Columns of K rows moved at a time: whole rows lie along the threads, so a sum over K stays within a thread.
 LAUNCH = KernelLaunch(block_rows=1, block_columns=2048, warps=4)
-"""Columns of K rows moved at a time: whole rows lie along the threads, so a sum over K stays within a thread."""
-
+# Rows are slots of a tile, which are compared with each other; columns are experts of a program that scans the chunks.
 ORDER_LAUNCH = KernelLaunch(block_rows=128, block_columns=4, warps=4)
-"""Slots of a tile, which are compared with each other, and experts of a program that scans the chunks."""
-
-CHUNKS = 512
-"""Chunks of slots before each takes a second tile: more fill the chip, fewer make the scan over them short."""
+CHUNKS = 512  # of slots before each takes a second tile: more fill the chip, fewer make the scan over them short
 
 
 def order_rows(experts_TK: Tensor, experts: int, *, launch: KernelLaunch = ORDER_LAUNCH) -> RowOrder:
@@ -56,15 +53,13 @@ def tally(
 ) -> tuple[Tensor, tuple[int, ...], dict[str, int]]:
     """Count the slots of each chunk on each expert by `kernel`, and scan the counts over the chunks.
 
-    `counts_E`, int32, is filled; `firsts` are arguments of the kernel before its sizes.
-
-    Returns:
-        int32 slots of earlier chunks, by chunk and expert; sizes and constants of the kernel that places slots.
+    `counts_E`, int32, is filled; `firsts` are arguments of the kernel before its sizes. Returns the int32 slots of
+    earlier chunks, by chunk and expert, and sizes and constants of the kernel that places slots.
     """
     slots, experts = experts_TK.numel(), counts_E.numel()
     tiles = max(1, ceil_div(slots, CHUNKS * launch.block_rows))
     chunks = ceil_div(slots, tiles * launch.block_rows)
-    tallies_CE = torch.empty(chunks, experts + 1, dtype=torch.int32, device=experts_TK.device)
+    tallies_CE = torch.empty(chunks, experts + 1, dtype=torch.int32, device=experts_TK.device)  # + 1: dropped slots
     sizes = (*firsts, slots, tiles)
     by_slot = {"EXPERTS": experts, "BINS": power_of_two(experts + 1), "BLOCK_R": launch.block_rows}
     by_slot["num_warps"] = launch.warps
@@ -97,11 +92,8 @@ def unpermute(
     if y_RD.shape[0] != order.slots_R.numel():
         raise KernelError("unpermute: y must have one row for each place", got=f"{y_RD.shape[0]} rows")
     if weights_TK is not None and (weights_TK.shape != order.places_TK.shape or weights_TK.dtype != torch.float32):
-        raise KernelError(
-            "unpermute: weights must be float32, one for each slot",
-            got=f"{weights_TK.dtype} {tuple(weights_TK.shape)}",
-            allowed=tuple(order.places_TK.shape),
-        )
+        got, allowed = f"{weights_TK.dtype} {tuple(weights_TK.shape)}", tuple(order.places_TK.shape)
+        raise KernelError("unpermute: weights must be float32, one for each slot", got=got, allowed=allowed)
     return _Unpermute.apply(y_RD, weights_TK, order.places_TK, order.counts_E, launch)
 
 
@@ -112,7 +104,7 @@ class _Permute(torch.autograd.Function):
     def forward(ctx: Any, x_TD: Tensor, places_TK: Tensor, counts_E: Tensor, launch: KernelLaunch) -> Tensor:
         ctx.save_for_backward(places_TK, counts_E)
         ctx.launch = launch
-        return _spread(x_TD, places_TK, counts_E, launch, places_TK.numel())
+        return _spread(x_TD, places_TK, counts_E, launch, places_TK.numel())[0]
 
     @staticmethod
     @once_differentiable
@@ -136,53 +128,45 @@ class _Unpermute(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         y_RD, weights_TK, places_TK, counts_E = ctx.saved_tensors
-        if weights_TK is None:
-            return _spread(dy_TD, places_TK, counts_E, ctx.launch, ctx.rows), None, None, None, None
-        dy_RD, dweights_TK = _spread_with_weights(dy_TD, y_RD, weights_TK, places_TK, counts_E, ctx.launch)
-        return dy_RD, dweights_TK, None, None, None
+        given = () if weights_TK is None else (y_RD.contiguous(), weights_TK.contiguous())
+        return *_spread(dy_TD, places_TK, counts_E, ctx.launch, ctx.rows, *given), None, None, None
 
 
-def _spread(x_TD: Tensor, places_TK: Tensor, counts_E: Tensor, launch: KernelLaunch, rows: int) -> Tensor:
-    """x_RD: each token's row at the places of its slots."""
-    x_TD = x_TD.contiguous()
-    width = x_TD.shape[1]
-    x_RD = x_TD.new_empty(rows, width)
-    _launch_by_token(spread_kernel, (x_TD, None, None, x_RD, None), width, places_TK, counts_E, launch)
-    return x_RD
-
-
-def _spread_with_weights(
-    dy_TD: Tensor, y_RD: Tensor, weights_TK: Tensor, places_TK: Tensor, counts_E: Tensor, launch: KernelLaunch
-) -> tuple[Tensor, Tensor]:
-    """Gradients of `unpermute`: dy_RD = weight dy_T and dweight = <y_R, dy_T>."""
-    y_RD, weights_TK = y_RD.contiguous(), weights_TK.contiguous()
-    dy_RD, dweights_TK = torch.empty_like(y_RD), torch.empty_like(weights_TK)
-    tensors = (dy_TD.contiguous(), y_RD, weights_TK, dy_RD, dweights_TK)
-    _launch_by_token(spread_kernel, tensors, y_RD.shape[1], places_TK, counts_E, launch)
-    return dy_RD, dweights_TK
+def _spread(
+    x_TD: Tensor,
+    places_TK: Tensor,
+    counts_E: Tensor,
+    launch: KernelLaunch,
+    rows: int,
+    y_RD: Tensor | None = None,
+    weights_TK: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """x_RD: each token's row, times the slot's weight, at the places of its slots; and the dot products <y_R, x_T>."""
+    x_TD, x_RD = x_TD.contiguous(), x_TD.new_empty(rows, x_TD.shape[1])
+    dots_TK = None if weights_TK is None else torch.empty_like(weights_TK)
+    _launch_by_token(spread_kernel, (x_TD, y_RD, weights_TK, x_RD, dots_TK), places_TK, counts_E, launch)
+    return x_RD, dots_TK
 
 
 def _sum_rows(
     y_RD: Tensor, weights_TK: Tensor | None, places_TK: Tensor, counts_E: Tensor, launch: KernelLaunch
 ) -> Tensor:
     """y_TD: the rows of each token's slots, times their weights, summed."""
-    y_RD = y_RD.contiguous()
     weights_TK = None if weights_TK is None else weights_TK.contiguous()
     y_TD = y_RD.new_empty(places_TK.shape[0], y_RD.shape[1])
-    _launch_by_token(sum_rows_kernel, (y_RD, weights_TK, y_TD), y_RD.shape[1], places_TK, counts_E, launch)
+    _launch_by_token(sum_rows_kernel, (y_RD.contiguous(), weights_TK, y_TD), places_TK, counts_E, launch)
     return y_TD
 
 
 def _launch_by_token(
     kernel: triton.JITFunction,
-    tensors: tuple[Tensor | None, ...],
-    width: int,
+    tensors: tuple[Tensor, *tuple[Tensor | None, ...]],
     places_TK: Tensor,
     counts_E: Tensor,
     launch: KernelLaunch,
 ) -> None:
-    """One program for each token; `tensors` are the kernel's first parameters."""
-    tokens, top_k = places_TK.shape
+    """One program for each token; `tensors` are the kernel's first parameters, rows of one width the first of all."""
+    (tokens, top_k), width = places_TK.shape, tensors[0].shape[1]
     start_kernel(
         kernel, (tokens,),
         *tensors, places_TK, counts_E,
@@ -194,10 +178,8 @@ def _launch_by_token(
 
 def _check(tokens: int, order: RowOrder) -> None:
     if order.places_TK.shape[0] != tokens or not order.places_TK.is_contiguous():
-        raise KernelError(
-            "permute: places must be contiguous, one row for each token",
-            got=f"{tuple(order.places_TK.shape)} for {tokens} tokens",
-        )
+        got = f"{tuple(order.places_TK.shape)} for {tokens} tokens"
+        raise KernelError("permute: places must be contiguous, one row for each token", got=got)
 
 
 @triton.jit
@@ -335,8 +317,7 @@ def sum_rows_kernel(
         tl.store(out_ptr + token * D + column_D, out_D.to(out_ptr.dtype.element_ty), mask=column_D < D)
 
 
-SCALES = KernelLaunch(block_rows=16, block_columns=256, warps=4)
-"""For numbers that stand in columns, as scales do."""
+SCALES = KernelLaunch(block_rows=16, block_columns=256, warps=4)  # for numbers that stand in columns, as scales do
 
 
 def gather_rows(

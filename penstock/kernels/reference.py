@@ -19,8 +19,7 @@ from torch import Tensor
 from penstock.base.errors import KernelError
 from penstock.kernels.launching import count_values, counts_on_host
 
-IGNORED_LABEL = -100
-"""Label of a position that is not counted in the loss."""
+IGNORED_LABEL = -100  # of a position that is not counted in the loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,17 +49,14 @@ class Routed(NamedTuple):
 def route(logits_TE: Tensor, bias_E: Tensor | None, rule: RouterRule, sequences: int) -> Routed:
     """Scores, group limit, top-k, weights, and the sums for balance losses, in float32.
 
-    Args:
-        logits_TE: router logits.
-        bias_E: float32, added to the scores for the choice only, never to the weights (DeepSeek-V3); None for no bias.
-        rule: how scores become choices.
-        sequences: B; the T tokens are B sequences of equal length, one after the other.
+    `bias_E`, float32, is added to the scores for the choice only, never to the weights (DeepSeek-V3). The T tokens are
+    B = `sequences` sequences of equal length, one after the other.
     """
     logits_TE = logits_TE.float()
     E = logits_TE.shape[1]
     scores_TE = logits_TE.softmax(-1) if rule.score == "softmax" else logits_TE.sigmoid()
     choice_TE = logits_TE if rule.softmax_after_top_k else scores_TE
-    choice_TE = choice_TE.detach() if bias_E is None else choice_TE.detach() + bias_E
+    choice_TE = choice_TE.detach() if bias_E is None else choice_TE.detach() + bias_E  # a choice has no gradient
     if rule.groups > 1:
         choice_TE = choice_TE.masked_fill(~_kept_groups(choice_TE, rule), float("-inf"))
     experts_TK = choice_TE.topk(rule.top_k, dim=-1, sorted=True).indices
@@ -69,7 +65,7 @@ def route(logits_TE: Tensor, bias_E: Tensor | None, rule: RouterRule, sequences:
     else:
         weights_TK = scores_TE.gather(1, experts_TK)
     if rule.normalize:
-        weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+        weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)  # the 1e-20 of DeepSeek-V3's model code
     chosen_TE = torch.zeros_like(scores_TE, dtype=torch.int64).scatter_(1, experts_TK, 1)
     shares_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20) if rule.score == "sigmoid" else scores_TE
     return Routed(
@@ -91,7 +87,7 @@ def _kept_groups(choice_TE: Tensor, rule: RouterRule) -> Tensor:
         group_scores_TQ = grouped_TQE.topk(2, dim=-1).values.sum(-1)
     kept = group_scores_TQ.topk(rule.topk_group, dim=-1).indices
     kept_TQ = torch.zeros_like(group_scores_TQ, dtype=torch.bool).scatter_(1, kept, True)
-    return kept_TQ.repeat_interleave(E // rule.groups, dim=1)
+    return kept_TQ.repeat_interleave(E // rule.groups, dim=1)  # T x Q -> T x E: experts of a group are neighbours
 
 
 class RowOrder(NamedTuple):
@@ -111,7 +107,7 @@ def order_rows(experts_TK: Tensor, experts: int) -> RowOrder:
     flat_R = experts_TK.reshape(-1)
     slots_R = flat_R.argsort(stable=True)
     places_R = torch.empty_like(slots_R).scatter_(0, slots_R, torch.arange(slots_R.numel(), device=slots_R.device))
-    counts_E = count_values(flat_R, experts + 1)[:experts].int()
+    counts_E = count_values(flat_R, experts + 1)[:experts].int()  # the last bin holds dropped slots
     return RowOrder(slots_R, places_R.view_as(experts_TK), counts_E)
 
 
@@ -124,7 +120,7 @@ def permute(x_TD: Tensor, order: RowOrder) -> Tensor:
 
 def unpermute(y_RD: Tensor, order: RowOrder, weights_TK: Tensor | None = None) -> Tensor:
     """Sum each token's rows, times its weights if given, in float32. Returns y_TD in the dtype of y_RD."""
-    y_RD = torch.where(_is_used(order)[:, None], y_RD, 0)
+    y_RD = torch.where(_is_used(order)[:, None], y_RD, 0)  # not a product with the mask, because 0 times NaN is NaN
     y_TKD = y_RD[order.places_TK].float()
     if weights_TK is not None:
         y_TKD = y_TKD * weights_TK[:, :, None]
@@ -137,16 +133,10 @@ def _is_used(order: RowOrder) -> Tensor:
 
 
 def grouped_gemm(x_RD: Tensor, w_eFD: Tensor, counts_e: Tensor, index_R: Tensor | None = None) -> Tensor:
-    """Each expert's rows times the transpose of its matrix.
+    """Each expert's rows times the transpose of its matrix: y_RF, zero in rows past the last expert's.
 
-    Args:
-        x_RD: rows, expert by expert; or any rows, if `index_R` gives the row at each place.
-        w_eFD: one matrix for each expert.
-        counts_e: int32 rows of each expert; may be zero, may sum to less than R.
-        index_R: row of `x` for each place (the gather), or None for the identity.
-
-    Returns:
-        y_RF; rows past the last expert's are zero.
+    The rows stand expert by expert; or in any order, if `index_R` gives the row of `x` for each place (the gather).
+    Counts are int32; they may be zero, and may sum to less than R.
     """
     rows_RD = x_RD if index_R is None else x_RD[index_R]
     pieces, start = [], 0
@@ -180,28 +170,42 @@ class ExpertRule:
 
 
 SWIGLU = ExpertRule()
-"""SwiGLU, and weights on outputs."""
+
+
+def activate(gate_RF: Tensor, up_RF: Tensor, rule: ExpertRule) -> Tensor:
+    """silu(gate) * up; with a limit (up + 1) * gate * sigmoid(alpha * gate), gate and up clamped before."""
+    if rule.limit is None:
+        return F.silu(gate_RF) * up_RF
+    gate_RF, up_RF = gate_RF.clamp(max=rule.limit), up_RF.clamp(-rule.limit, rule.limit)
+    return (up_RF + 1) * gate_RF * torch.sigmoid(rule.alpha * gate_RF)
 
 
 def swiglu(gate_up_RF: Tensor, weights_R: Tensor | None = None, rule: ExpertRule = SWIGLU) -> Tensor:
-    """The activation of a feed-forward network, times the row's routing weight if given, in float32.
+    """`activate` times the row's routing weight if given, in float32; gate first, 2 F -> F wide, in the given dtype.
 
-    It is silu(gate) * up; with a limit (up + 1) * gate * sigmoid(alpha * gate), gate and up clamped before. A weight on
-    the input is applied here before the activation, because the product before it is linear. `gate_up_RF` is 2 F wide,
-    gate first; the result is F wide and has its dtype.
+    A weight on the input is applied here before the activation, because the product before it is linear.
     """
     wide_RF = gate_up_RF.float()
     if weights_R is not None and rule.weighs_input:
         wide_RF = wide_RF * weights_R[..., None]
     gate_RF, up_RF = wide_RF.chunk(2, dim=-1)
-    if rule.limit is None:
-        h_RF = F.silu(gate_RF) * up_RF
-    else:
-        gate_RF, up_RF = gate_RF.clamp(max=rule.limit), up_RF.clamp(-rule.limit, rule.limit)
-        h_RF = (up_RF + 1) * gate_RF * torch.sigmoid(rule.alpha * gate_RF)
+    h_RF = activate(gate_RF, up_RF, rule)
     if weights_R is not None and not rule.weighs_input:
         h_RF = h_RF * weights_R[..., None]
     return h_RF.to(gate_up_RF.dtype)
+
+
+def swiglu_gradients(
+    gate_up_RF: Tensor, weights_R: Tensor | None, dh_RF: Tensor, rule: ExpertRule
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Gradients of `swiglu` by autograd: of gate and up, of the weights (None without), and the output again."""
+    with torch.enable_grad():
+        inputs = [gate_up_RF := gate_up_RF.detach().requires_grad_()]
+        if weights_R is not None:
+            inputs.append(weights_R := weights_R.detach().requires_grad_())
+        h_RF = swiglu(gate_up_RF, weights_R, rule)
+    d_gate_up_RF, *rest = torch.autograd.grad(h_RF, inputs, dh_RF)
+    return d_gate_up_RF, rest[0] if rest else None, h_RF.detach()
 
 
 def expert_ffn(
@@ -216,23 +220,12 @@ def expert_ffn(
     biases: tuple[Tensor, Tensor | None] | None = None,
     rule: ExpertRule = SWIGLU,
 ) -> Tensor:
-    """The whole feed-forward network of each expert over its rows.
+    """The whole feed-forward network of each expert over its rows: y_RD, zero in rows past the last expert's.
 
-    Args:
-        x_ND: source rows; `index_R` is as in `grouped_gemm`, `places_TK` its inverse, which only kernels need.
-        gate_up_eFD: gate and up projections stacked, so 2 F x D for each expert.
-        down_eDF: down projection.
-        counts_e: int32 rows of each expert.
-        weights_R: float32 routing weight of each row. On outputs it is applied before the down projection, which is
-            linear, and to that projection's bias.
-        biases: of gate and up, 2 F for each expert, and of down, D for each; the second is None where the caller adds
-            it.
-
-    Returns:
-        y_RD; rows past the last expert's are zero.
-
-    Raises:
-        KernelError: biases with weights on the input.
+    `gate_up_eFD` are both projections stacked, 2 F x D for each expert; counts and `index_R` are as in `grouped_gemm`,
+    `places_TK` is the index's inverse, which only kernels need. Routing weights (float32) on outputs are applied before
+    the down projection, which is linear, and to its bias. The second of the biases is None where the caller adds it.
+    Raises KernelError for biases with weights on the input.
     """
     check_biases(biases is not None, rule)
     gate_up_bias_eF, down_bias_eD = biases or (None, None)
@@ -253,22 +246,19 @@ def check_biases(has_biases: bool, rule: ExpertRule) -> None:
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
-    """Returns x / sqrt(mean(x**2) + epsilon) * weight, the division in float32.
-
-    The product is in the dtype of x if the weight has it too, else in the wider of the two.
-    """
+    """Returns x / sqrt(mean(x**2) + epsilon), in float32, times weight, in the wider dtype of x and weight."""
     x_float = x_TD.float()
     normed = x_float * torch.rsqrt(x_float.square().mean(-1, keepdim=True) + epsilon)
     return weight_D * normed.to(x_TD.dtype)
 
 
 def rms_norm_beside(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """The norm of a residual stream, and the stream itself: returns (normed_TD, x). The gradients of x are summed."""
+    """(norm of a residual stream, the stream itself); the gradients of x are summed."""
     return rms_norm(x_TD, weight_D, epsilon), x_TD
 
 
 def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """The residual sum and its norm: returns (normed_TD, x + residual)."""
+    """(norm of the residual sum, the sum x + residual)."""
     sum_TD = x_TD + residual_TD
     return rms_norm(sum_TD, weight_D, epsilon), sum_TD
 
@@ -287,10 +277,7 @@ def fan_out(x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def rotate(x_BSHP: Tensor, cos_BSP: Tensor, sin_BSP: Tensor) -> Tensor:
     """Rotary position embedding on interleaved pairs (x0, x1), (x2, x3), ...: (x0 cos - x1 sin, x0 sin + x1 cos).
 
-    Args:
-        x_BSHP: heads to rotate; P even.
-        cos_BSP: float32, cosine of each pair's angle, P / 2 wide; B may be 1.
-        sin_BSP: float32, sine.
+    Cosine and sine of each pair's angle are float32, P / 2 wide; their B may be 1.
     """
     even, odd = x_BSHP.float().unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos_BSP[:, :, None], sin_BSP[:, :, None]
@@ -300,16 +287,16 @@ def rotate(x_BSHP: Tensor, cos_BSP: Tensor, sin_BSP: Tensor) -> Tensor:
 def mla_heads(
     q_BSHN: Tensor, kv_BSHN: Tensor, k_rope_BSP: Tensor, cos_BSP: Tensor, sin_BSP: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotary embedding and assembly of latent attention's heads (DeepSeek-V2, section 2.1).
+    """Rotary embedding and assembly of latent attention's heads (DeepSeek-V2, section 2.1): q_BSHN, k_BSHN, v_BSHM.
 
-    Of the last dims, queries are [no position | rotary], `kv_BSHN` [key without position | value]; all heads share one
-    rotary key. Returns q rotated, k_BSHN = [key without position | rotated shared key], and v_BSHM.
+    Of the last dims, queries are [no position | rotary], `kv_BSHN` [key without position | value], and the keys that
+    come out [key without position | rotated key that all heads share].
     """
     rotary = k_rope_BSP.shape[-1]
     plain = q_BSHN.shape[-1] - rotary
     q_plain, q_rotary = q_BSHN.split([plain, rotary], dim=-1)
     k_plain, v_BSHM = kv_BSHN.split([plain, kv_BSHN.shape[-1] - plain], dim=-1)
-    k_rotary = rotate(k_rope_BSP[:, :, None], cos_BSP, sin_BSP).expand(-1, -1, q_BSHN.shape[2], -1)
+    k_rotary = rotate(k_rope_BSP[:, :, None], cos_BSP, sin_BSP).expand(-1, -1, q_BSHN.shape[2], -1)  # B x S x H x P
     q_rotated = torch.cat((q_plain, rotate(q_rotary, cos_BSP, sin_BSP)), dim=-1)
     return q_rotated, torch.cat((k_plain, k_rotary), dim=-1), v_BSHM
 

@@ -21,17 +21,14 @@ from penstock.kernels.language import tl, triton
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.tuning import KernelLaunch
 
+# Rows are heads: 16 heads of 128 in bfloat16 are one 16-byte load for each of 256 threads.
 LAUNCH = KernelLaunch(block_rows=16, block_columns=0, warps=8)
-"""Heads of a block: 16 heads of 128 in bfloat16 are one 16-byte load for each of 256 threads."""
 
 
 def rotate(x_BSHP: Tensor, cos_BSP: Tensor, sin_BSP: Tensor, *, launch: KernelLaunch = LAUNCH) -> Tensor:
     """`penstock.kernels.reference.rotate` in one kernel, and one kernel backward (none for the angles).
 
-    The result is contiguous. `launch` sets heads of a block, and warps.
-
-    Raises:
-        KernelError: angles do not fit the heads.
+    The result is contiguous. `launch` sets heads of a block, and warps. Raises KernelError if angles do not fit.
     """
     _check(x_BSHP, cos_BSP, sin_BSP, x_BSHP.shape[-1])
     return _Rotate.apply(x_BSHP, cos_BSP.contiguous(), sin_BSP.contiguous(), launch)
@@ -48,17 +45,14 @@ def mla_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`penstock.kernels.reference.mla_heads` in one kernel, and one kernel backward.
 
-    Queries and keys are contiguous; the value is a view of kv, which must not be changed in place.
-
-    Raises:
-        KernelError: angles do not fit the rotary part, or widths do not fit each other.
+    Queries and keys are contiguous; the value is a view of kv, which must not be changed in place. Raises KernelError
+    where angles do not fit the rotary part, or widths do not fit each other.
     """
     _check(q_BSHN, cos_BSP, sin_BSP, k_rope_BSP.shape[-1])
     if q_BSHN.shape[-1] <= k_rope_BSP.shape[-1] or kv_BSHN.shape[-1] <= q_BSHN.shape[-1] - k_rope_BSP.shape[-1]:
-        raise KernelError(
-            "mla_heads: a query must be wider than its rotary part, and kv wider than the rest of it",
-            got=f"query {q_BSHN.shape[-1]}, kv {kv_BSHN.shape[-1]}, rotary {k_rope_BSP.shape[-1]}",
-        )
+        what = "mla_heads: a query must be wider than its rotary part, and kv wider than the rest of it"
+        got = f"query {q_BSHN.shape[-1]}, kv {kv_BSHN.shape[-1]}, rotary {k_rope_BSP.shape[-1]}"
+        raise KernelError(what, got=got)
     return _MlaHeads.apply(q_BSHN, kv_BSHN, k_rope_BSP, cos_BSP.contiguous(), sin_BSP.contiguous(), launch)
 
 
@@ -69,7 +63,7 @@ class _Rotate(torch.autograd.Function):
     def forward(ctx: Any, x_BSHP: Tensor, cos_BSP: Tensor, sin_BSP: Tensor, launch: KernelLaunch) -> Tensor:
         ctx.save_for_backward(cos_BSP, sin_BSP)
         ctx.launch = launch
-        return _turn(x_BSHP, cos_BSP, sin_BSP, launch, direction=1.0)
+        return _turn(x_BSHP, cos_BSP, sin_BSP, launch, direction=1.0)  # by the angles; -1 is back
 
     @staticmethod
     @once_differentiable
@@ -79,7 +73,6 @@ class _Rotate(torch.autograd.Function):
 
 
 def _turn(x_BSHP: Tensor, cos_BSP: Tensor, sin_BSP: Tensor, launch: KernelLaunch, direction: float) -> Tensor:
-    """Rotate by the angles times `direction`, which is 1 or -1."""
     batch, positions, heads, width = x_BSHP.shape
     x_BSHP = with_contiguous_rows(x_BSHP)
     out_BSHP = torch.empty_like(x_BSHP, memory_format=torch.contiguous_format)
@@ -121,15 +114,13 @@ class _MlaHeads(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, dq_BSHN: Tensor, dk_BSHN: Tensor, dv_BSHM: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, dq_BSHN: Tensor, dk_BSHN: Tensor, dv_BSHM: Tensor) -> tuple[Tensor | None, ...]:
         cos_BSP, sin_BSP = ctx.saved_tensors
         batch, positions, heads, width = dq_BSHN.shape
         rotary, value = 2 * cos_BSP.shape[-1], dv_BSHM.shape[-1]
         dq_BSHN, dk_BSHN, dv_BSHM = map(with_contiguous_rows, (dq_BSHN, dk_BSHN, dv_BSHM))
         dq_in_BSHN = torch.empty_like(dq_BSHN, memory_format=torch.contiguous_format)
-        dkv_BSHN = dk_BSHN.new_empty(batch, positions, heads, width - rotary + value)
+        dkv_BSHN = dk_BSHN.new_empty(batch, positions, heads, width - rotary + value)  # [key | value]
         dk_rope_BSP = dk_BSHN.new_empty(batch, positions, rotary)
         start_kernel(
             mla_heads_backward_kernel, (positions, batch),
@@ -148,7 +139,7 @@ def angle_strides(cos_BSP: Tensor, batch: int) -> tuple[int, int]:
 
 
 def heads_at_a_time(heads: int, launch: KernelLaunch) -> dict[str, int]:
-    """Heads of a block and warps, in proportion where there are few heads."""
+    """Heads of a block, and fewer warps where there are fewer heads."""
     block = min(launch.block_rows, triton.next_power_of_2(heads))
     return {"BLOCK_H": block, "num_warps": max(1, launch.warps * block // launch.block_rows)}
 
@@ -162,10 +153,9 @@ def _check(x_BSHP: Tensor, cos_BSP: Tensor, sin_BSP: Tensor, rotary: int) -> Non
     batch, positions = x_BSHP.shape[:2]
     fits = cos_BSP.shape[0] in (1, batch) and cos_BSP.shape[1:] == (positions, rotary // 2) and rotary % 2 == 0
     if not fits or sin_BSP.shape != cos_BSP.shape:
-        raise KernelError(
-            "rotate: cosine and sine must have one row for each position and one column for each pair",
-            got=f"{tuple(cos_BSP.shape)} and {tuple(sin_BSP.shape)} for {rotary} columns of {tuple(x_BSHP.shape)}",
-        )
+        what = "rotate: cosine and sine must have one row for each position and one column for each pair"
+        got = f"{tuple(cos_BSP.shape)} and {tuple(sin_BSP.shape)} for {rotary} columns of {tuple(x_BSHP.shape)}"
+        raise KernelError(what, got=got)
 
 
 @triton.jit
@@ -221,8 +211,7 @@ def mla_heads_kernel(
 ):  # fmt: skip
     """One token: q = [q plain | rotated q rotary] and k = [kv plain | rotated shared key] for each head.
 
-    Example with PLAIN = 1, P = 2 and a quarter turn: q [5 | 1, 0], kv [6 | 7] and k_rope [0, 1] give q [5, 0, 1] and k
-    [6, -1, 0].
+    With PLAIN = 1, P = 2 and a quarter turn q [5 | 1, 0], kv [6 | 7] and k_rope [0, 1] give [5, 0, 1] and [6, -1, 0].
     """
     N: tl.constexpr = PLAIN + P
     cos_P, sin_P = load_angles(cos_ptr, sin_ptr, cos_batch, cos_position, P, BLOCK_P)

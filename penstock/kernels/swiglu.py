@@ -22,11 +22,10 @@ from penstock.kernels.launching import start_kernel
 from penstock.kernels.reference import SWIGLU, ExpertRule
 from penstock.kernels.tuning import KernelLaunch, capped_programs
 
+# 16 bytes for each thread and load, two loads of gate and of up.
 LAUNCH = KernelLaunch(block_rows=1, block_columns=2048, warps=4)
-"""16 bytes for each thread and load, two loads of gate and of up."""
-
+# One load of each of three tensors is enough; of 3 x 512 columns 1,408 (DeepSeek-V2-Lite) leave only 8 % idle.
 BACKWARD_LAUNCH = KernelLaunch(block_rows=2, block_columns=512, warps=4)
-"""One load of each of three tensors is enough; of 3 x 512 columns 1,408 (DeepSeek-V2-Lite) leave only 8 % idle."""
 
 
 def swiglu(
@@ -39,10 +38,7 @@ def swiglu(
     """`penstock.kernels.reference.swiglu` in one kernel, and one kernel backward.
 
     `gate_up_RF` may have any leading dims. `launch` sets the rows and columns that a program holds at a time; None
-    takes `LAUNCH` and `BACKWARD_LAUNCH`.
-
-    Raises:
-        KernelError: odd width, or not one weight for each row.
+    takes `LAUNCH` and `BACKWARD_LAUNCH`. Raises KernelError for an odd width, or if there is not one weight a row.
     """
     _check(gate_up_RF, weights_R)
     return _Swiglu.apply(gate_up_RF, weights_R, rule, launch)
@@ -77,7 +73,7 @@ def swiglu_backward(
     d_gate_up_RF = dh_RF.new_empty(*dh_RF.shape[:-1], 2 * width)
     dweights_R = None
     if weights_R is not None:
-        make = torch.empty_like if used is None else torch.zeros_like
+        make = torch.empty_like if used is None else torch.zeros_like  # no program writes those of unused rows
         dweights_R = make(weights_R, memory_format=torch.contiguous_format)
     h_RF = torch.empty_like(dh_RF) if recompute else None
     start_kernel(
@@ -120,7 +116,7 @@ def swiglu_forward(
 def _given(gate_up_RF: Tensor | SavedRows, weights_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """The rows, and for saved rows the number of the first one on the device."""
     if isinstance(gate_up_RF, SavedRows):
-        _check(gate_up_RF.rows_SF, None)
+        _check(gate_up_RF.rows_SF, None)  # the buffer has more rows than there are weights
         return gate_up_RF.rows_SF, gate_up_RF.first
     _check(gate_up_RF, weights_R)
     return gate_up_RF.contiguous(), None
@@ -160,10 +156,8 @@ def _check(gate_up_RF: Tensor, weights_R: Tensor | None) -> None:
     if gate_up_RF.shape[-1] % 2:
         raise KernelError("swiglu: the width must hold gate and up", got=gate_up_RF.shape[-1], allowed="an even number")
     if weights_R is not None and (weights_R.shape != gate_up_RF.shape[:-1] or weights_R.dtype != torch.float32):
-        raise KernelError(
-            "swiglu: weights must be float32, one for each row",
-            got=f"{weights_R.dtype} {tuple(weights_R.shape)} for rows {tuple(gate_up_RF.shape[:-1])}",
-        )
+        got = f"{weights_R.dtype} {tuple(weights_R.shape)} for rows {tuple(gate_up_RF.shape[:-1])}"
+        raise KernelError("swiglu: weights must be float32, one for each row", got=got)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -172,10 +166,9 @@ def swiglu_kernel(
     F: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
     WEIGHS_INPUT: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of h.
+    """Blocks of h. Example with F = 2, gate_up [1, 2, 10, 20] and weight 0.5: h = [5 silu(1), 10 silu(2)].
 
-    Example with F = 2: gate_up [1, 2, 10, 20] and weight 0.5 give h = [5 silu(1), 10 silu(2)]; with WEIGHS_INPUT h = [5
-    silu(0.5), 10 silu(1)].
+    With WEIGHS_INPUT it is [5 silu(0.5), 10 silu(1)].
     """
     if used_ptr is not None:
         rows = tl.minimum(rows, tl.load(used_ptr))

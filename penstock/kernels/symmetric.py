@@ -39,11 +39,8 @@ from penstock.kernels.symmetric_kernels import (
 )
 from penstock.kernels.tuning import KernelLaunch
 
-ROW_MULTIPLE = 16
-"""Rows are multiples of so many bytes: the widest store of one thread."""
-
-MOST_RANKS = 31
-"""The ranks of a token are bits of an int32."""
+ROW_MULTIPLE = 16  # bytes, of which rows are a multiple: the widest store of one thread
+MOST_RANKS = 31  # the ranks of a token are bits of an int32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,13 +132,10 @@ class RoutingPayload:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalPlaces:
-    """Places, among the rows of this rank's experts, of all ranks' choices; and int32 rows of each expert.
+    """Places, among the rows of this rank's experts, of all ranks' choices."""
 
-    In `places_NK` (int64, N = W x T) a place past the last expert's row means that the choice has no place here.
-    """
-
-    places_NK: Tensor
-    counts_e: Tensor
+    places_NK: Tensor  # int64, N = W x T; a place past the last expert's row means that the choice has no place here
+    counts_e: Tensor  # int32, rows of each expert
 
     @property
     def arguments(self) -> tuple[Tensor, Tensor]:
@@ -157,24 +151,18 @@ class LocalPlaces:
 
 @dataclass(frozen=True, kw_only=True)
 class ReturnPayload:
-    """Rows for `return_rows`: y_RD at the places of the experts, to be summed, or N x D, one for each received row.
+    """Rows for `return_rows`."""
 
-    `scalars_R` are float32 at the places of the experts, or None.
-    """
-
-    rows: Tensor
+    rows: Tensor  # y_RD at the places of the experts, to be summed, or N x D, one for each received row
     is_summed: bool
-    scalars_R: Tensor | None = None
+    scalars_R: Tensor | None = None  # float32, at the places of the experts
 
 
 @dataclass(frozen=True, kw_only=True)
 class CombineBuffers:
-    """Returned rows on the tokens' own rank, and their sums.
+    """Returned rows on the tokens' own rank, and their sums."""
 
-    `parts_ND` has N = W x T rows, those of rank r from row r x T on, undefined where r held no expert of the token.
-    """
-
-    parts_ND: Tensor
+    parts_ND: Tensor  # N = W x T rows, of rank r from row r x T on, undefined where r held no expert of the token
     y_TD: Tensor  # sums, in the dtype of the parts; zero for tokens whose choices were all dropped
     scalars_NK: Tensor | None = None  # float32
     scalars_TK: Tensor | None = None  # for each choice the sum over the ranks that hold its expert, 0 for dropped ones
@@ -182,23 +170,17 @@ class CombineBuffers:
     rank: int = 0  # this rank, read with `own_TD`
 
 
+# Enough rows in flight to fill the links. This and the three below are the fastest of those tried on two H200s.
 PUSH_LAUNCH = PersistentLaunch(block_rows=8, block_columns=1024, warps=8, programs=32)
-"""Enough rows in flight to fill the links. This and the three below are the fastest of those tried on two H200s."""
-
+# Must keep up with the links: time after the last chunk has arrived is not overlapped.
 TAKE_LAUNCH = PersistentLaunch(block_rows=8, block_columns=1024, warps=8, programs=132)
-"""Must keep up with the links: time after the last chunk has arrived is not overlapped."""
-
+# For rows that have all arrived: limited by memory bandwidth only.
 TAKE_ALL_LAUNCH = PersistentLaunch(block_rows=8, block_columns=1024, warps=8, programs=528)
-"""For rows that have all arrived: limited by memory bandwidth only."""
-
+# Sums K rows for each row that it sends, so it needs more programs than a push.
 RETURN_LAUNCH = PersistentLaunch(block_rows=4, block_columns=1024, warps=8, programs=264)
-"""Sums K rows for each row that it sends, so it needs more programs than a push."""
-
+# Like `TAKE_LAUNCH`. Half as many programs take a fifth longer (benchmarks/results/dispatch-h200x2.json).
 SUM_LAUNCH = PersistentLaunch(block_rows=4, block_columns=1024, warps=4, programs=132)
-"""Like `TAKE_LAUNCH`. Half as many programs take a fifth longer (benchmarks/results/dispatch-h200x2.json)."""
-
-SUM_ALL_LAUNCH = PersistentLaunch(block_rows=4, block_columns=1024, warps=4, programs=1056)
-"""For rows that have all arrived."""
+SUM_ALL_LAUNCH = PersistentLaunch(block_rows=4, block_columns=1024, warps=4, programs=1056)  # all rows are here
 
 
 def push_rows(
@@ -214,21 +196,19 @@ def push_rows(
 ) -> None:
     """Write each row once to each other rank that holds one of its experts, at row rank x T + t of a section.
 
-    Rows have any dtype and may contain packed scales. In `experts_TK` the number of experts marks a dropped choice.
-    `offsets` are bytes, of the section (a multiple of 16) and of the channel's flags; `choices` is None if all ranks
-    have the choices already.
-
-    Raises:
-        KernelError: rows are not a multiple of 16 bytes.
+    Rows have any dtype and may contain packed scales; they are a multiple of 16 bytes, here and in `take_rows` and
+    `return_rows`. In `experts_TK` the number of experts marks a dropped choice. `offsets` are bytes, of the section (a
+    multiple of 16) and of the channel's flags; `choices` is None if all ranks have the choices already.
     """
-    words_TD = _words(x_TD)
+    words_TD, weights_TK = _words(x_TD), None if choices is None else choices.weights_TK.contiguous()
     tokens, words = words_TD.shape
+    to_ids, to_weights, to_flags = (
+        (0, 0, 0) if choices is None else (choices.ids_offset, choices.weights_offset, choices.flags_offset)
+    )
     start_kernel(
         push_rows_kernel, (launch.programs_for(tokens),),
-        words_TD, experts_TK.contiguous(), None if choices is None else choices.weights_TK.contiguous(),
-        peers.addresses_W, offsets[0], 0 if choices is None else choices.ids_offset,
-        0 if choices is None else choices.weights_offset, offsets[1], 0 if choices is None else choices.flags_offset,
-        peers.rank, tokens, chunks.rows, chunks.first, chunks.last,
+        words_TD, experts_TK.contiguous(), weights_TK, peers.addresses_W, offsets[0], to_ids, to_weights, offsets[1],
+        to_flags, peers.rank, tokens, chunks.rows, chunks.first, chunks.last,
         WORDS=words, K=experts_TK.shape[1], PER_RANK=placement.per_rank, PARTS=placement.parts, BLOCK_R=1024,
         **_ranks(peers.size), **_block(words, launch),
     )  # fmt: skip
@@ -267,9 +247,6 @@ def take_rows(
     `rows_ND` is the section of the received rows, N = W x T, and `own_TD` are the rows that this rank pushed. With
     `is_spread` a row is copied to its places in `out` (R rows), else to the row of its number (N rows); rows that are
     not written hold anything.
-
-    Raises:
-        KernelError: rows are not a multiple of 16 bytes.
     """
     own_words_TD = _words(own_TD)
     tokens, words = own_words_TD.shape
@@ -299,12 +276,9 @@ def return_rows(
     bytes, of the sections of rows and of scalars (multiples of 16) and of the channel's flags. With `staged_ND` the
     rows are written there for copy engines to send (`returned.rows` itself if nothing is summed) and no flag is set;
     scalars are sent in any case.
-
-    Raises:
-        KernelError: rows are not a multiple of 16 bytes.
     """
     rows, scalars_R = returned.rows.contiguous(), returned.scalars_R
-    _words(rows)
+    _words(rows)  # checks their width; rows that are summed keep their dtype
     received, top_k = places.places_NK.shape
     width = rows.shape[1]
     start_kernel(
@@ -342,10 +316,8 @@ def _words(rows: Tensor) -> Tensor:
     """The rows as 32-bit words."""
     rows = rows.contiguous()
     if rows.shape[1] * rows.element_size() % ROW_MULTIPLE:
-        raise KernelError(
-            f"rows that travel must be a multiple of {ROW_MULTIPLE} bytes wide",
-            got=f"{rows.shape[1]} numbers of {rows.dtype}",
-        )
+        got = f"{rows.shape[1]} numbers of {rows.dtype}"
+        raise KernelError(f"rows that travel must be a multiple of {ROW_MULTIPLE} bytes wide", got=got)
     return rows.view(torch.int32)
 
 

@@ -21,16 +21,13 @@ A launch has few programs, which walk over tiles of rows and start at different 
 
 from penstock.kernels.language import tl, triton
 
-MOST_CHUNKS = tl.constexpr(16)
-"""Flags of a channel for each sender: the largest number of chunks."""
+MOST_CHUNKS = tl.constexpr(16)  # flags of a channel for each sender: the largest number of chunks
 
 
 @triton.jit
 def peer_pointer(addresses_ptr, rank, offset, dtype: tl.constexpr):
-    """Pointer into the buffer of one rank.
-
-    The compiler cannot know that addresses and offsets are multiples of 16 bytes.
-    """
+    """Pointer into the buffer of one rank."""
+    # The compiler cannot know that addresses and offsets are multiples of 16 bytes.
     address = tl.multiple_of(tl.load(addresses_ptr + rank), 16) + tl.multiple_of(offset, 16)
     return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
 
@@ -163,10 +160,7 @@ def push_rows_kernel(
 def wait_kernel(
     flags_ptr, expected_ptr, left_ptr, late_ptr, channel, signals, limit, W: tl.constexpr, BLOCK_W: tl.constexpr
 ):
-    """Wait for chunk 0 of a channel in one program, and advance `expected`.
-
-    Later kernels of the stream may then read.
-    """
+    """Wait for chunk 0 of a channel in one program, and advance `expected`; later kernels of the stream may read."""
     await_chunk(flags_ptr, tl.load(expected_ptr) + signals, late_ptr, channel, limit, W, BLOCK_W)
     leave(expected_ptr, left_ptr, channel, signals, 1)
 
@@ -219,7 +213,7 @@ def take_rows_kernel(
         await_chunk(flags_ptr + chunk * W, wanted, late_ptr, channel, limit, W, BLOCK_W)
         start_token = chunk * chunk_rows
         stop_token = tl.minimum(start_token + chunk_rows, tokens)
-        tiles = tl.cdiv(chunk_rows, BLOCK_T) * (W - 1)
+        tiles = tl.cdiv(chunk_rows, BLOCK_T) * (W - 1)  # of all other ranks
         for tile in range(first_tile(chunk, tiles), tiles, tl.num_programs(0)):
             peer = (rank + 1 + tile % OTHERS) % W
             token_T = (start_token + tile // OTHERS * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
@@ -360,7 +354,7 @@ def sum_ranks_kernel(
             for start in range(0, D, BLOCK_D):
                 column_1D = start + tl.arange(0, BLOCK_D)[None, :]
                 sum_TD = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
-                for rank in tl.static_range(W):
+                for rank in tl.static_range(W):  # always in this order, so the sum has the same bits
                     had = ((bits_T >> rank) & 1 != 0)[:, None] & (column_1D < D)
                     part_ptr = parts_ptr + rank * tokens.to(tl.int64) * D
                     if own_ptr is not None:

@@ -24,14 +24,9 @@ from penstock.base.errors import KernelError
 from penstock.kernels.language import tl, triton
 from penstock.kernels.launching import start_kernel
 
-BLOCK_SIZES = (64, 128, 192, 256)
-"""Rows of a block, with one owner table for each: multiples of the first one."""
-
-ALIGNED_BLOCK = 128
-"""In aligned copies experts begin at multiples of this one of `BLOCK_SIZES`."""
-
-OWNER_FIELDS = 4
-"""int32 words of an owner: expert, its first row, the row past its last, its first block."""
+BLOCK_SIZES = (64, 128, 192, 256)  # rows of a block, with one owner table for each: multiples of the first one
+ALIGNED_BLOCK = 128  # in aligned copies experts begin at multiples of this one of `BLOCK_SIZES`
+OWNER_FIELDS = 4  # int32 words of an owner: expert, its first row, the row past its last, its first block
 
 
 @dataclass(frozen=True)
@@ -51,11 +46,7 @@ class TileTable:
 
 
 def tile_table(counts_e: Tensor, rows: int) -> TileTable:
-    """Write the tables in one launch; no count is copied to the host. Expert rows past `rows` are ignored.
-
-    Raises:
-        KernelError: counts_e is not a vector of int32 or int64.
-    """
+    """Write the tables in one launch; no count is copied to the host. Expert rows past `rows` are ignored."""
     if counts_e.ndim != 1 or counts_e.numel() == 0 or counts_e.dtype not in (int32, int64):
         raise KernelError(
             "counts_e must hold one count for each expert",
@@ -63,7 +54,7 @@ def tile_table(counts_e: Tensor, rows: int) -> TileTable:
             allowed="a vector of int32 or int64",
         )
     experts = counts_e.numel()
-    bound = rows // BLOCK_SIZES[0] + experts
+    bound = rows // BLOCK_SIZES[0] + experts  # most blocks of the smallest size: each expert may have a partial one
     table = TileTable(
         starts_e=counts_e.new_empty(experts + 1, dtype=int32),
         aligned_e=counts_e.new_empty(experts + 1, dtype=int32),
@@ -114,7 +105,7 @@ def tile_table_kernel(
         if block_rows == ALIGNED_BLOCK:
             tl.store(aligned_ptr + experts, past_block * ALIGNED_BLOCK)
 
-    for first in range(first_block, past_block, 32):
+    for first in range(first_block, past_block, 32):  # one warp, a block a thread
         block = first + tl.arange(0, 32)
         owner_ptr = owners_ptr + (size * bound + block) * 4
         mine = block < past_block

@@ -29,13 +29,10 @@ from penstock.kernels.operators import LinearLoss
 from penstock.kernels.reference import Routed, RouterRule
 from penstock.kernels.tuning import KernelLaunch
 
-MOST_COLUMNS = tl.constexpr(1024)
-"""Of a tile: a column's number is stored in the low bits of a key."""
-
-CHOSEN = tl.constexpr(-(2**31))
+MOST_COLUMNS = tl.constexpr(1024)  # of a tile: a column's number is stored in the low bits of a key
+CHOSEN = tl.constexpr(-(2**31))  # marks in place of a key
 NOT_ELIGIBLE = tl.constexpr(-(2**31) + 1)
-LOWEST_KEY = tl.constexpr(-(2**31) + 1024)
-"""Marks in place of a key, and the lowest key, which is above the marks with any low bits."""
+LOWEST_KEY = tl.constexpr(-(2**31) + 1024)  # above the marks with any low bits
 
 
 @triton.jit
@@ -242,7 +239,7 @@ def route_backward_kernel(
         for k in range(K):
             expert_T = tl.load(experts_ptr + token_T * K + k, mask=exists_T, other=0).to(tl.int32)
             dweight_T = tl.load(dweights_ptr + token_T * K + k, mask=exists_T, other=0.0)
-            is_it_TE = expert_1E == expert_T[:, None]
+            is_it_TE = expert_1E == expert_T[:, None]  # one True a row
             chosen_TE |= is_it_TE
             dvalues_TE = tl.where(is_it_TE, dweight_T[:, None] * SCALE, dvalues_TE)
         if AFTER:
@@ -273,16 +270,15 @@ def route_backward_kernel(
     else:
         dlogits_TE += scores_TE * (dscores_TE - tl.sum(scores_TE * dscores_TE, 1)[:, None])
     if dz_ptr is not None:
+        # z = logsumexp**2, and the gradient of logsumexp is the softmax.
         dlogits_TE += tl.load(dz_ptr + sequence) * 2.0 * (largest_T1 + tl.log(total_T1)) * softmax_TE
     dlogits_ptrs = dlogits_ptr + token_T[:, None] * E + expert_1E
     tl.store(dlogits_ptrs, dlogits_TE.to(dlogits_ptr.dtype.element_ty), mask=inside)
 
 
+# A tile of 256 elements, eight for each thread of one warp: all values stay in registers and no warp waits.
 LAUNCH = KernelLaunch(block_rows=4, block_columns=64, warps=1)
-"""A tile of 256 elements, eight for each thread of one warp: all values stay in registers and no warp waits."""
-
-PROGRAMS = 2048
-"""Programs of forward before each takes a second tile: more fill the chip, fewer make fewer partial sums."""
+PROGRAMS = 2048  # of forward before each takes a second tile: more fill the chip, fewer make fewer partial sums
 
 
 def route(
@@ -290,10 +286,8 @@ def route(
 ) -> Routed:
     """`penstock.kernels.reference.route`: one kernel and a small sum forward, one kernel backward.
 
-    `launch` sets the elements (rows x columns, powers of two) and warps of a tile.
-
-    Raises:
-        KernelError: the rule or the bias does not fit the logits.
+    `launch` sets the elements (rows x columns, powers of two) and warps of a tile. Raises KernelError if the rule or
+    the bias does not fit the logits.
     """
     _check(logits_TE, bias_E, rule, sequences)
     return Routed(*_Route.apply(logits_TE, bias_E, rule, sequences, launch))
@@ -315,10 +309,11 @@ class _Route(torch.autograd.Function):
 
         weights_TK = torch.empty(tokens, rule.top_k, dtype=torch.float32, device=device)
         experts_TK = torch.empty(tokens, rule.top_k, dtype=torch.int64, device=device)
-        part_counts_BCE = torch.empty(sequences, chunks, experts, dtype=torch.int32, device=device)
-        part_mass_BCE = torch.empty(sequences, chunks, experts, dtype=torch.float32, device=device)
-        part_z_BC = torch.empty(sequences, chunks, dtype=torch.float32, device=device)
-        parts = (part_counts_BCE, part_mass_BCE, part_z_BC)
+        parts = (  # of the sums, by program
+            torch.empty(sequences, chunks, experts, dtype=torch.int32, device=device),  # counts
+            torch.empty(sequences, chunks, experts, dtype=torch.float32, device=device),  # mass
+            torch.empty(sequences, chunks, dtype=torch.float32, device=device),  # z
+        )
         start_kernel(
             route_kernel, (chunks, sequences),
             logits_TE, bias_E, weights_TK, experts_TK, *parts, length, tiles,
@@ -340,14 +335,8 @@ class _Route(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any,
-        dweights_TK: Tensor | None,
-        _dexperts_TK: None,
-        _dcounts_BE: None,
-        dmass_BE: Tensor | None,
-        dz_B: Tensor | None,
-    ) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None, None, None, None]:
+        dweights_TK, _, _, dmass_BE, dz_B = gradients
         logits_TE, experts_TK = ctx.saved_tensors
         tokens, experts = logits_TE.shape
         length = tokens // ctx.sequences
@@ -364,8 +353,7 @@ class _Route(torch.autograd.Function):
 
 def kernel_constants(experts: int, rule: RouterRule, launch: KernelLaunch) -> dict[str, Any]:
     """Constants of `route_kernel`: the rule, and a tile of BLOCK_T rows x BLOCK_Q groups x BLOCK_G columns."""
-    groups = triton.next_power_of_2(rule.groups)
-    columns = triton.next_power_of_2(experts // rule.groups)
+    groups, columns = triton.next_power_of_2(rule.groups), triton.next_power_of_2(experts // rule.groups)
     return {
         "E": experts,
         "K": rule.top_k,
@@ -399,10 +387,8 @@ def _check(logits_TE: Tensor, bias_E: Tensor | None, rule: RouterRule, sequences
     tokens, experts = logits_TE.shape
     group = experts // rule.groups
     if experts % rule.groups or rule.top_k > rule.topk_group * group or rule.topk_group > rule.groups:
-        raise KernelError(
-            "route: the groups kept must hold top_k experts, and groups must divide the experts",
-            got=f"{experts} experts in {rule.groups} groups, {rule.topk_group} kept, top {rule.top_k}",
-        )
+        got = f"{experts} experts in {rule.groups} groups, {rule.topk_group} kept, top {rule.top_k}"
+        raise KernelError("route: the groups kept must hold top_k experts, and groups must divide the experts", got=got)
     if rule.groups > 1 and rule.group_score == "top2" and group < 2:
         raise KernelError("route: a group judged by its best two must have two", got=f"{group} expert in each group")
     if rule.softmax_after_top_k and rule.score != "softmax":
@@ -448,7 +434,7 @@ def balance_loss_kernel(
     z_sum = 0.0
     for sequence in range(sequences):
         slots_E = tl.load(slots_ptr + sequence * slots_stride + expert_E, mask=is_expert, other=0).to(tl.float32)
-        even = experts / tl.maximum(tl.sum(slots_E, 0), 1.0)
+        even = experts / tl.maximum(tl.sum(slots_E, 0), 1.0)  # 1 / an even share of the slots
         dmass_E = slots_E * (even * factor)
         place_E = sequence * experts + expert_E
         loss_E += dmass_E * tl.load(mass_ptr + place_E, mask=is_expert, other=0.0)

@@ -4,15 +4,17 @@ A `KernelLaunch` never changes the result of a kernel, only its speed. The table
 tried out inside a training step.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from types import MappingProxyType
 from typing import Literal, get_args
 
 import torch
 
-INTERPRETER = "interpreter"
-"""Target of kernels in Triton's interpreter on the CPU."""
+INTERPRETER = "interpreter"  # target of kernels in Triton's interpreter on the CPU
 
+# Products of a grouped GEMM that have launches of their own; gathered and accumulated counts as accumulated.
 GemmProduct = Literal[
     "forward",
     "forward_gathered",
@@ -21,7 +23,6 @@ GemmProduct = Literal[
     "weight_gradient_gathered",
     "weight_gradient_accumulated",
 ]
-"""Products of a grouped GEMM that have launches of their own; gathered and accumulated counts as accumulated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,12 @@ class GemmLaunch(KernelLaunch):
     residency: int = 1  # programs that share a multiprocessor, so that one multiplies while the other writes
     idle_units: int = 0  # multiprocessors left to other kernels, such as communication
     copy_gathered: bool = False  # gather rows into a copy first, instead of while they are loaded
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """Constants of all kernels in Triton that multiply matrices."""
+        tile = {"BLOCK_ROWS": self.block_rows, "BLOCK_COLUMNS": self.block_columns}
+        return {**tile, "GROUP": self.group, "PIECES": self.pieces, "DESCRIPTORS": self.descriptors}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +91,7 @@ def multiprocessors_of(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
-RESIDENCY = 16
-"""Programs of four warps that a multiprocessor holds at a time."""
+RESIDENCY = 16  # programs of four warps that a multiprocessor holds at a time
 
 
 def capped_programs(blocks: int, device: torch.device) -> int:
@@ -98,8 +104,8 @@ def programs_of(launch: GemmLaunch, device: torch.device) -> int:
     return max(multiprocessors_of(device) - launch.idle_units, 1) * launch.residency
 
 
+# Launches, each with the smallest matrix of an expert (width x depth elements) that it is for; ascending from 0.
 LaunchBySize = tuple[tuple[int, GemmLaunch], ...]
-"""Launches, each with the smallest matrix of an expert (width x depth elements) that it is for; ascending from 0."""
 
 # Two programs halve a multiprocessor: while one writes its tile, the other multiplies. Or one program has all of it,
 # with tiles twice as wide, which need less traffic.
@@ -117,16 +123,18 @@ _RING = RingLaunch(block_rows=128, block_columns=128, block_depth=64, stages=6, 
 _RING_5 = replace(_RING, stages=5, pieces=4)
 _ROWS_RING = RowsRingLaunch(block_rows=128, block_columns=128, block_depth=64, stages=6, pieces=4)
 
+_BLACKWELL: dict[GemmProduct, LaunchBySize] = dict.fromkeys(
+    get_args(GemmProduct), ((0, replace(_WIDE_FLOAT32, stages=3)),)
+)
 _HOPPER: LaunchBySize = ((0, _PAIR), (1 << 24, _WIDE))
+_AMPERE: dict[GemmProduct, LaunchBySize] = dict.fromkeys(get_args(GemmProduct), ((0, _POINTERS),))
 _AMD: dict[GemmProduct, LaunchBySize] = {
+    **_AMPERE,
     "forward": ((0, _POINTERS_WIDE),),
     "forward_gathered": ((0, _POINTERS_WIDE),),
-    "input_gradient": ((0, _POINTERS),),
-    "weight_gradient": ((0, _POINTERS),),
-    "weight_gradient_gathered": ((0, _POINTERS),),
-    "weight_gradient_accumulated": ((0, _POINTERS),),
 }
 
+# By target and product; `LAUNCHES_FROM` says where they come from.
 GROUPED_GEMM: dict[str, dict[GemmProduct, LaunchBySize]] = {
     "sm_90": {
         "forward": ((0, _ROWS_RING),),
@@ -136,12 +144,25 @@ GROUPED_GEMM: dict[str, dict[GemmProduct, LaunchBySize]] = {
         "weight_gradient_gathered": ((0, _RING),),
         "weight_gradient_accumulated": ((0, _RING), (1 << 23, _RING_5)),
     },
-    "sm_100": dict.fromkeys(get_args(GemmProduct), ((0, replace(_WIDE_FLOAT32, stages=3)),)),
+    "sm_80": _AMPERE,
+    "sm_100": _BLACKWELL,
+    "sm_103": _BLACKWELL,
     "gfx942": _AMD,
     "gfx950": _AMD,
 }
-"""By target and product. sm_90 is measured on one H200 (docs/decisions/0100 to 0104). The others are not measured: they
-are the largest tiles that do not spill."""
+
+_UNSPILLED = "assumed: the largest tiles that the compiler does not spill"
+# Source of each target's launches, in the words of hardware files.
+LAUNCHES_FROM: Mapping[str, str] = MappingProxyType(
+    {
+        "sm_80": f"{_UNSPILLED}, without the copy engine's descriptors",
+        "sm_90": "measured: one H200, docs/decisions/0100 to 0104",
+        "sm_100": _UNSPILLED,
+        "sm_103": "assumed: as on sm_100, its nearest relative",
+        "gfx942": _UNSPILLED,
+        "gfx950": "assumed: as on gfx942, its nearest relative",
+    }
+)
 
 
 def in_triton(launch: GemmLaunch, matrix: int = 0) -> GemmLaunch:

@@ -154,12 +154,12 @@ def execution_order(schedule: Schedule) -> ExecutionOrder:
             unit = lists[rank][0]
             sources, missing = _sources(unit, links)
             if missing is not None:
-                missing.append(rank)
+                missing.append(rank)  # woken when this input exists
                 break
             lists[rank].popleft()
             for stage, kind, micro_batch in unit:
                 output = links[stage, kind].output
-                output.steps[micro_batch] = len(done)
+                output.steps[micro_batch] = len(done)  # the index of this step
                 awake.extend(output.waiting.pop(micro_batch, ()))
             done.append(Step(rank, unit, tuple([source for source in sources if done[source].rank != rank])))
     return ExecutionOrder(tuple(done), {rank: units[0] for rank, units in enumerate(lists) if units})
@@ -246,7 +246,7 @@ def problems(schedule: Schedule) -> list[str]:
 
 def _miscounted(schedule: Schedule) -> Iterator[str]:
     counts = Counter(action for actions in schedule.actions for action in actions)
-    expected = ("FB", "FIW") if schedule.trains else ("F",)
+    expected = ("FB", "FIW") if schedule.trains else ("F",)  # letters of `Kind`, in its order
     places = set(product(range(schedule.stages), range(schedule.micro_batches)))
     for stage, micro_batch in sorted(places | {(action.stage, action.micro_batch) for action in counts}):
         done = "".join(kind * counts[Action(stage, kind, micro_batch)] for kind in Kind)

@@ -84,8 +84,8 @@ class Playback:
     costs: ActionCosts
     starts: tuple[float, ...]  # of each step of `schedule.execution_order`
     ends: tuple[float, ...]
-    span: float
-    busy: tuple[float, ...]
+    span: float  # from the first start to the last end
+    busy: tuple[float, ...]  # of each rank
 
     @cached_property
     def events(self) -> tuple[TimedAction, ...]:
@@ -119,10 +119,11 @@ def play(schedule: Schedule, costs: ActionCosts) -> Playback:
             for action in unit
         )
         raise DeadlockError(f"{schedule.name} never ends: {waits}")
+    # Looked up once, not for every micro-batch.
     alone = {(stage, kind): costs.of(Action(stage, kind, 0)) for stage in range(schedule.stages) for kind in Kind}
     starts: list[float] = []
     ends: list[float] = []
-    free = [0.0] * schedule.ranks
+    free = [0.0] * schedule.ranks  # when each rank ends its last unit
     busy = [0.0] * schedule.ranks
     for rank, unit, after in steps:
         start = free[rank]
@@ -133,20 +134,14 @@ def play(schedule: Schedule, costs: ActionCosts) -> Playback:
         busy[rank] += takes
         starts.append(start)
         ends.append(free[rank])
-    return Playback(
-        schedule=schedule,
-        costs=costs,
-        starts=tuple(starts),
-        ends=tuple(ends),
-        span=max(free),
-        busy=tuple(busy),
-    )
+    times = {"starts": tuple(starts), "ends": tuple(ends), "busy": tuple(busy)}
+    return Playback(schedule=schedule, costs=costs, span=max(free), **times)
 
 
 def _peak_live(schedule: Schedule, costs: ActionCosts, rank: int) -> float:
     # Without sizes whole stages are counted and divided at the end: a sum of thirds is no whole number.
     sizes, unit = (costs.activation, 1) if costs.activation else ((1.0,) * schedule.stages, schedule.stages_per_rank)
-    shares = {
+    shares = {  # change in held activations of the stage
         Kind.FORWARD: 1.0,
         Kind.BACKWARD: -1.0,
         Kind.INPUT: -costs.freed_by_input,

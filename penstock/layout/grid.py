@@ -67,7 +67,7 @@ class Grid:
         view = _view_of(axes)
         own = self.place(rank, view)
         strides = self._strides(view)
-        first = rank - sum(own[axis] * strides[axis] for axis in axes)
+        first = rank - sum(own[axis] * strides[axis] for axis in axes)  # the rank with coordinate 0 on these axes
         return tuple(first + offset for offset in self._offsets(view, axes))
 
     def groups(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
@@ -79,7 +79,7 @@ class Grid:
 
     def _strides(self, view: tuple[str, ...]) -> dict[str, int]:
         sizes = self.shape(view)
-        return {axis: prod(sizes[number + 1 :]) for number, axis in enumerate(view)}
+        return {axis: prod(sizes[number + 1 :]) for number, axis in enumerate(view)}  # the last axis counts fastest
 
     def _offsets(self, view: tuple[str, ...], axes: tuple[str, ...]) -> list[int]:
         """Ranks with coordinate 0 on every other axis of the view, ascending."""

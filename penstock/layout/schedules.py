@@ -76,9 +76,9 @@ def dualpipe_v(ranks: int, rank: int, chunks: int, micro_batches: int) -> list[P
     A backward right after a forward of the other stage is meant to overlap with it.
     """
     del chunks
-    behind = ranks - 1 - rank
-    whole = (rank + 1) // 2
-    mixed = 1 - rank % 2
+    behind = ranks - 1 - rank  # ranks behind this one
+    whole = (rank + 1) // 2  # micro-batches at the end whose backwards on both stages are whole
+    mixed = 1 - rank % 2  # one more with an even rank: whole on the second stage, split on the first
     return [
         (2 * behind, "F0"),
         (rank + 1, "F0 F1"),
@@ -91,19 +91,6 @@ def dualpipe_v(ranks: int, rank: int, chunks: int, micro_batches: int) -> list[P
         (behind, "W I0"),
         (rank + 1, "W"),
     ]
-
-
-def forwards(ranks: int, rank: int, chunks: int, micro_batches: int) -> list[Phrase]:
-    """Evaluation with stages in a loop."""
-    del ranks, rank
-    return [(chunks * micro_batches, "F")]
-
-
-def forwards_on_v(ranks: int, rank: int, chunks: int, micro_batches: int) -> list[Phrase]:
-    """Evaluation on a v: a rank works ahead until its first micro-batch is back from the ranks behind it."""
-    del chunks
-    ahead = min(2 * (ranks - 1 - rank), micro_batches)
-    return [(ahead, "F0"), (micro_batches - ahead, "F0 F1"), (ahead, "F1")]
 
 
 Grammar = Callable[[int, int, int, int], list[Phrase]]
@@ -151,7 +138,7 @@ def spell(phrases: list[Phrase], stages: Sequence[int], micro_batches: int, grou
     actions = []
     for count, words in phrases:
         for word in words.split() * count:
-            if word == Kind.WEIGHT:
+            if word == Kind.WEIGHT:  # the oldest deferred one
                 actions.append(waiting.popleft())
                 continue
             stage, micro_batch = next(orders[word])
@@ -179,9 +166,9 @@ _WORK = ((Kind.FORWARD, 0), (Kind.FORWARD, 1), (Kind.INPUT, 1), (Kind.INPUT, 0),
 
 @dataclass(frozen=True)
 class BuildingBlock:
-    """A building block."""
+    """The first block of a schedule (`building_block`)."""
 
-    rows: tuple[RankSlots, ...]
+    rows: tuple[RankSlots, ...]  # of each rank
     held: int  # peak of (stage, micro-batch) pairs that a rank holds while blocks repeat
 
 
@@ -207,7 +194,7 @@ def building_block(name: str, ranks: int) -> BuildingBlock:
     for before_f1, before_i1, before_i0 in product(range(SLOTS), repeat=3):
         block = _block(STRIDES[name], ranks, (before_f1, before_i1, before_i0))
         if block is not None:
-            blocks[block.held, before_f1 + before_i0, before_f1, -before_i1] = block
+            blocks[block.held, before_f1 + before_i0, before_f1, -before_i1] = block  # the order of preference
     return blocks[min(blocks)]
 
 
@@ -217,9 +204,9 @@ def _block(strides: tuple[int, int, int, int], ranks: int, pauses: tuple[int, in
     for rank in range(ranks):
         slots, turn = [], 0
         for way, (stride, pause) in enumerate(zip(strides, (*pauses, 0), strict=True)):
-            passed = rank if way % 2 == 0 else ranks - 1 - rank
+            passed = rank if way % 2 == 0 else ranks - 1 - rank  # ranks that this way has passed: down, up, down, up
             slots.append(turn + stride * passed)
-            turn += stride * (ranks - 1) + 1 + pause
+            turn += stride * (ranks - 1) + 1 + pause  # the first slot of the next way
         if len({slot % SLOTS for slot in slots}) < len(slots):  # repeated blocks would collide
             return None
         rows.append((*slots, *_weights(slots)))
@@ -240,7 +227,7 @@ def _held(row: RankSlots) -> int:
     """Peak of (stage, micro-batch) pairs that wait for their weight gradient in one slot, over all blocks."""
     forward0, forward1, _, _, weight1, weight0 = row
     spans = ((forward0, weight0), (forward1, weight1))
-    return max(
+    return max(  # blocks that have begun by this slot, less those whose weight gradient ran before it
         sum((slot - first) // SLOTS - (slot - last - 1) // SLOTS for first, last in spans) for slot in range(SLOTS)
     )
 
@@ -279,12 +266,12 @@ class _Rank:
     """A rank during `squeeze`: its finished actions and the rest of its plan."""
 
     def __init__(self, rank: int, stages: int, held: int, plan: list[Action]) -> None:
-        self.held = held
+        self.held = held  # the limit
         self.holds = 0
         self.done: list[Action] = []
         self.left = deque(plan)
         self.turn = {action: turn for turn, action in enumerate(plan)}
-        self.queues: defaultdict[tuple[int, Kind], deque[Action]] = defaultdict(deque)
+        self.queues: defaultdict[tuple[int, Kind], deque[Action]] = defaultdict(deque)  # by micro-batch
         for action in plan:
             self.queues[action.stage, action.kind].append(action)
         self.needs = {what: [need[:2] for need in queue[0].needs(stages)] for what, queue in self.queues.items()}
@@ -390,13 +377,12 @@ def _checked(name: str, ranks: int, stages_per_rank: int, micro_batches: int) ->
     if ranks < 1:
         raise ConfigError("parallel.pipeline is too small", got=ranks, allowed="1 or more")
     if stages_per_rank < shape.fewest or (shape.most is not None and stages_per_rank > shape.most):
-        allowed = f"{shape.fewest}" if shape.most else f"{shape.fewest} or more"
+        other = "interleaved" if stages_per_rank > 1 else "1f1b"
         raise ConfigError(
             f"pipeline.stages_per_rank does not suit pipeline.schedule={name}",
             got=stages_per_rank,
-            allowed=allowed,
-            fix=f"pipeline.stages_per_rank={shape.fewest}, or "
-            f"pipeline.schedule={'interleaved' if stages_per_rank > 1 else '1f1b'}",
+            allowed=f"{shape.fewest}" if shape.most else f"{shape.fewest} or more",
+            fix=f"pipeline.stages_per_rank={shape.fewest}, or pipeline.schedule={other}",
         )
     least = max(1, shape.micro_batches_per_rank * ranks)
     if micro_batches < least:
@@ -412,10 +398,12 @@ def _checked(name: str, ranks: int, stages_per_rank: int, micro_batches: int) ->
 def forward_only(training: Schedule, micro_batches: int) -> Schedule:
     """Forwards only of the same stages on the same ranks as in training, for evaluation."""
     assert micro_batches >= 1, f"{micro_batches} micro-batches"
-    grammar = forwards_on_v if training.placement == "v" else forwards
     groups = groups_to_fill(training.ranks, micro_batches)
     actions = []
     for rank in range(training.ranks):
-        phrases = grammar(training.ranks, rank, training.stages_per_rank, micro_batches)
+        phrases = [(training.stages_per_rank * micro_batches, "F")]
+        if training.placement == "v":  # a rank works ahead until its first micro-batch is back from the ranks behind it
+            ahead = min(2 * (training.ranks - 1 - rank), micro_batches)
+            phrases = [(ahead, "F0"), (micro_batches - ahead, "F0 F1"), (ahead, "F1")]
         actions.append(spell(phrases, training.stages_of(rank), micro_batches, groups))
     return replace(training, micro_batches=micro_batches, actions=tuple(actions), trains=False, pairs=())

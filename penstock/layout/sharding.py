@@ -78,7 +78,7 @@ def _ranges(size: int, cut: Cut | None) -> Iterator[tuple[int, int, int]]:
         yield 0, 0, size
         return
     block = size // cut.blocks
-    part = block // cut.count
+    part = block // cut.count  # of each block
     for number in range(cut.blocks):
         yield number * part, number * block + cut.index * part, part
 
@@ -148,8 +148,7 @@ def not_the_whole(shape: tuple[int, ...], rectangles: Iterable[Rectangle]) -> st
     """
     ordered = sorted(rectangles)
     whole = Rectangle((0,) * len(shape), shape)
-    # Sorted by where they begin: those that end before the next one begins cannot meet any later one.
-    open_: list[Rectangle] = []
+    open_: list[Rectangle] = []  # those that may overlap with a later one: rectangles are sorted by their first row
     for one in ordered:
         if len(one.sizes) != len(shape) or one.overlap(whole) != one:
             return f"{one} does not lie in {list(shape)}"
@@ -158,5 +157,6 @@ def not_the_whole(shape: tuple[int, ...], rectangles: Iterable[Rectangle]) -> st
         if twice is not None:
             return f"{twice} and {one} overlap"
         open_.append(one)
+    # Without overlaps, equal numbers of elements mean that nothing is missing.
     covered = sum(one.elements for one in ordered)
     return None if covered == whole.elements else f"{covered} of {whole.elements} elements are there"

@@ -273,7 +273,7 @@ def balanced_stages(*, layers: int, mtp_layers: int, stages: int, costs: StageCo
 def _even_starts(parts: Sequence[float], count: int) -> list[int]:
     """First part of each of `count` runs: least largest sum, then least sum of squares. Dynamic programming."""
     sums = [0.0, *accumulate(parts)]
-    # The least possible cost of the most expensive run.
+    # The least possible cost of the most expensive run: it is the cost of some run, and more than that works too.
     costs = sorted({end - start for number, start in enumerate(sums) for end in sums[number + 1 :]})
     limit = costs[bisect_left(costs, True, key=lambda limit: _runs_within(sums, limit) <= count)]
     # squares[end] is the least sum of squares of the first `end` parts in as many runs as there are rows of `begins`.
@@ -285,11 +285,11 @@ def _even_starts(parts: Sequence[float], count: int) -> list[int]:
                 cost = sums[end] - sums[start]
                 if cost > limit:
                     break
-                if squares[start] + cost**2 <= better[end]:
+                if squares[start] + cost**2 <= better[end]:  # equal: an earlier start, so later runs get more
                     better[end], begin[end] = squares[start] + cost**2, start
         squares = better
         begins.append(begin)
-    end, starts = len(parts), []
+    end, starts = len(parts), []  # back from the last run
     for begin in reversed(begins):
         end = begin[end]
         starts.append(end)

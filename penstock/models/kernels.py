@@ -1,4 +1,4 @@
-"""Kernels of a run: translates its configuration into the questions of `penstock.kernels.choose`."""
+"""Kernels of a run: translates its configuration into the arguments of `penstock.kernels.choose`."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -29,9 +29,9 @@ from penstock.parallel.collectives import all_gather, all_reduce
 class LoadMeter(nn.Module):
     """Load of one layer since the last reset; on the device, read once a step."""
 
-    slots_E: Tensor
-    dropped: Tensor
-    auxiliary_loss: Tensor
+    slots_E: Tensor  # slots that chose each expert, dropped ones too
+    dropped: Tensor  # slots over capacity
+    auxiliary_loss: Tensor  # sum over micro-batches
 
     def __init__(self, experts: int) -> None:
         super().__init__()
@@ -49,12 +49,9 @@ class LoadMeter(nn.Module):
 
 @dataclass(frozen=True)
 class LayerLoad:
-    """One layer's load since the last reset; multi-token prediction layers count on after the last decoder layer.
+    """One layer's load since the last reset, as `LoadMeter` has it."""
 
-    slots_E (int64) counts slots that chose each expert, dropped ones too; `dropped` (int64) those over capacity.
-    """
-
-    layer: int
+    layer: int  # multi-token prediction layers count on after the last decoder layer
     slots_E: Tensor
     dropped: Tensor
     auxiliary_loss: Tensor
@@ -69,7 +66,7 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return gradient, *ctx.saved_tensors, None
+        return gradient, *ctx.saved_tensors, None  # the loss has a gradient of 1, whatever the carrier's is
 
 
 def attach(carrier: Tensor, routed: Routed, loss: LinearLoss) -> Tensor:
@@ -83,8 +80,8 @@ class SlotCounts:
     """Slots that a balance loss counts, int64, summed over all ranks whose tokens belong to it."""
 
     counts_BE: Tensor  # of each sequence of the micro-batch
-    # Of all micro-batches since the step began, this one included, over the ranks of the stage. So early micro-batches
-    # see a part of the step only, as in Megatron-Core and in arXiv 2501.11873, and the loss depends on their number.
+    # Since the step began, this micro-batch included, over the ranks of the stage. So early micro-batches see a part
+    # of the step only, as in Megatron-Core and in arXiv 2501.11873, and the loss depends on their number.
     step_slots_E: Tensor
 
 
@@ -104,15 +101,14 @@ def auxiliary_loss(
 ) -> LinearLoss:
     """Balance loss plus router z-loss of this rank's tokens, scaled by their share of the global batch."""
     slots_BE, factor = load.counts_BE, balance.aux_loss_coef * scope.share / tokens
+    z_factor = balance.z_loss_coef * scope.share / tokens
     if balance.aux_loss == "sequence":
         factor *= scope.sequences / len(slots_BE)
     elif balance.aux_loss == "global-batch":
         slots_BE = load.step_slots_E[None]
     else:
-        slots_BE = slots_BE.sum(0, keepdim=True)
-    return operators.balance_loss(
-        routed.mass_BE, routed.z_B, slots_BE, factor, balance.z_loss_coef * scope.share / tokens
-    )
+        slots_BE = slots_BE.sum(0, keepdim=True)  # 1 x E: one set of tokens
+    return operators.balance_loss(routed.mass_BE, routed.z_B, slots_BE, factor, z_factor)
 
 
 def capacity(tokens: int, top_k: int, experts: int, factor: float) -> int:
@@ -127,22 +123,26 @@ def drop_over_capacity(routing: Routing, experts: int, limit: int, axis: Axis = 
     """
     weights_TK = all_gather(routing.weights_TK.detach().float(), axis, dim=0)
     experts_TK = all_gather(routing.experts_TK, axis, dim=0)
-    T = experts_TK.shape[0]
-    weights_TE = torch.full((T, experts + 1), -1.0, device=experts_TK.device)
-    weights_TE.scatter_(1, experts_TK, weights_TK)
-    best_cE = weights_TE.topk(min(limit, T), dim=0).indices
+    T = experts_TK.shape[0]  # of all ranks
+    weights_TE = torch.full((T, experts + 1), -1.0, device=experts_TK.device)  # -1: the token did not choose it
+    weights_TE.scatter_(1, experts_TK, weights_TK)  # dropped slots go to the last column
+    best_cE = weights_TE.topk(min(limit, T), dim=0).indices  # tokens of each expert
     kept_TE = torch.zeros_like(weights_TE, dtype=torch.bool).scatter_(0, best_cE, True)
     kept_TE[:, experts] = False
-    kept_TK = kept_TE.gather(1, experts_TK).chunk(axis.size)[axis.rank]
+    kept_TK = kept_TE.gather(1, experts_TK).chunk(axis.size)[axis.rank]  # our tokens
     return Routing(routing.weights_TK * kept_TK, routing.experts_TK.masked_fill(~kept_TK, experts))
 
 
 def spread_evenly(routing: Routing, experts: int) -> Routing:
     """Replace the choice by one that loads every expert and every rank alike. For benchmarks only.
 
-    Slot i goes to expert i * stride mod E, with a stride near the golden section of E and coprime to it: the K experts
-    of a token differ, and every E consecutive slots use every expert once.
+    Slot i goes to expert i * stride mod E (`even_stride`): the K experts of a token differ, and every E consecutive
+    slots use every expert once.
     """
-    stride = next(s for s in range(max(1, round(experts * 0.618)), 2 * experts + 1) if math.gcd(s, experts) == 1)
     slots = torch.arange(routing.experts_TK.numel(), device=routing.experts_TK.device)
-    return Routing(routing.weights_TK, (slots * stride % experts).view_as(routing.experts_TK))
+    return Routing(routing.weights_TK, (slots * even_stride(experts) % experts).view_as(routing.experts_TK))
+
+
+def even_stride(experts: int) -> int:
+    """Step from one slot's expert to the next one's: near the golden section of their number, and coprime to it."""
+    return next(s for s in range(max(1, round(experts * 0.618)), 2 * experts + 1) if math.gcd(s, experts) == 1)

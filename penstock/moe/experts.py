@@ -7,7 +7,9 @@ With expert tensor parallelism each rank computes a part of each expert and `com
 of these ranks holds the down projection's bias; the bias of gate and up is cut like its matrix.
 """
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +63,7 @@ class GroupedExperts(nn.Module):
         grid = layer_context.axes.grid
         group, part = divmod(layer_context.axes.expert.rank, grid.expert_tensor)
         of_experts = () if grid.expert == 1 else (Cut(0, group, grid.expert),)
+        # Gate and up are stacked, and each is cut by itself.
         of_gate_up = () if grid.expert_tensor == 1 else (Cut(1, part, grid.expert_tensor, blocks=2),)
         of_down = () if grid.expert_tensor == 1 else (Cut(2, part, grid.expert_tensor),)
         self.cuts = {
@@ -105,55 +108,29 @@ class GroupedExperts(nn.Module):
         """
         held = (self.gate_up_eFD, self.down_eDF, self.gate_up_bias_eF, self.down_bias_eD)
         parameters = tuple(parameter for parameter in held if parameter is not None)
+        if not self.is_one_function:
+            function = partial(self._ffn, self.operators.expert_ffn, rows)
+            return deferrable(function, (rows.x_ND, rows.weights_R), parameters, self.weight_grads)
+        # It defers its weight gradients by itself: by `deferrable`, half of its backward would run twice.
+        options: dict[str, Any] = {"accumulate_into": self.sums, "put_off": self._put_off_to(rows)}
+        options |= {"recompute": recompute, "keep": keep, "only_last": rows.only_last}
+        ffn = self.operators.expert_ffn
         if self.float8.experts is not None:
-            return self._ffn_in_float8(rows, recompute, keep, *parameters)
-        if self.operators.expert_ffn_is_fused:
-            # It puts its weight gradients off by itself; walked twice, half of its backward would be made twice.
-            return self._ffn(rows, recompute, keep, rows.x_ND, rows.weights_R, *parameters)
-        function = partial(self._ffn, rows, recompute, None)
-        return deferrable(function, (rows.x_ND, rows.weights_R), parameters, self.weight_grads)
+            # Stale copies are not used: results stay right if a caller changed the matrices without a refresh.
+            copies = self.float8_copies if self._copied == _versions(self.gate_up_eFD, self.down_eDF) else None
+            options |= {"float8": self.float8, "copies": copies}
+            options |= {"quantized": rows.quantized, "gradients": rows.gradients}
+            ffn = expert_ffn
+        return self._ffn(partial(ffn, **options), rows, rows.x_ND, rows.weights_R, *parameters)
 
     def _ffn(
-        self,
-        rows: ExpertRows,
-        recompute: bool,
-        keep: SaveRows | None,
-        x_ND: Tensor,
-        weights_R: Tensor,
-        *parameters: Tensor,
+        self, ffn: Callable[..., Tensor], rows: ExpertRows, x_ND: Tensor, weights_R: Tensor, *parameters: Tensor
     ) -> Tensor:
         gate_up_eFD, down_eDF, *of_biases = parameters
-        ffn = partial(self.operators.expert_ffn, biases=_pair(of_biases), rule=self.rule, places_TK=rows.places_NK)
-        if self.operators.expert_ffn_is_fused:
-            ours = partial(ffn, recompute=recompute, accumulate_into=self.sums, put_off=self._put_off_to(rows))
-            ffn = partial(ours, keep=keep, only_last=rows.only_last)
-        return ffn(x_ND, gate_up_eFD, down_eDF, rows.counts_e, weights_R, rows.index_R)
-
-    def _ffn_in_float8(self, rows: ExpertRows, recompute: bool, keep: SaveRows | None, *parameters: Tensor) -> Tensor:
-        gate_up_eFD, down_eDF, *of_biases = parameters
-        copies = self.float8_copies
-        # Stale copies are not used: results stay right if a caller changed the matrices without a refresh.
-        is_fresh = copies is not None and self._copied == _versions(gate_up_eFD, down_eDF)
-        return expert_ffn(
-            rows.x_ND,
-            gate_up_eFD,
-            down_eDF,
-            rows.counts_e,
-            rows.weights_R,
-            rows.index_R,
-            float8=self.float8,
-            copies=copies if is_fresh else None,
-            quantized=rows.quantized,
-            gradients=rows.gradients,
-            biases=_pair(of_biases),
-            rule=self.rule,
-            places_TK=rows.places_NK,
-            accumulate_into=self.sums,
-            put_off=self._put_off_to(rows),
-            recompute=recompute,
-            keep=keep,
-            only_last=rows.only_last,
-        )
+        # With expert tensor parallelism only the first rank has the bias of down.
+        biases = (of_biases[0], of_biases[1] if len(of_biases) > 1 else None) if of_biases else None
+        operands = x_ND, gate_up_eFD, down_eDF, rows.counts_e, weights_R, rows.index_R
+        return ffn(*operands, biases=biases, rule=self.rule, places_TK=rows.places_NK)
 
     def _put_off_to(self, rows: ExpertRows) -> DeferGradient:
         """A callback that defers a weight gradient: to the pipeline's store, or until the rows' gradients travel.
@@ -173,12 +150,6 @@ class GroupedExperts(nn.Module):
             return True
 
         return put_off
-
-
-def _pair(of_biases: list[Tensor]) -> tuple[Tensor, Tensor | None] | None:
-    if not of_biases:
-        return None
-    return of_biases[0], of_biases[1] if len(of_biases) > 1 else None
 
 
 def _versions(*matrices: Tensor) -> tuple[tuple[int, int], ...]:

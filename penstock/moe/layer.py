@@ -83,7 +83,7 @@ class MoE(nn.Module):
         self.row_capacity = row_capacity
         self.arena = arena
         if arena is not None:
-            arena.join()
+            arena.join()  # the arena is as large as its layers together
 
     @property
     def active_share(self) -> float:
@@ -141,6 +141,7 @@ class MoE(nn.Module):
             x_TD: Tensor, weights_TK: Tensor
         ) -> tuple[tuple[Tensor, Tensor], tuple[ExpertRows, DispatchMetadata]]:
             rows, metadata = self.dispatcher.dispatch(x_TD, Routing(weights_TK, routing.experts_TK))
+            # The graph of the transfer is its own: what leaves beside its outputs must not hold it.
             plain = replace(rows, x_ND=rows.x_ND.detach(), weights_R=rows.weights_R.detach())
             return (rows.x_ND, rows.weights_R), (plain, metadata)
 
@@ -148,7 +149,7 @@ class MoE(nn.Module):
             return (self.dispatcher.combine(y_RD, metadata),), None
 
         with span(Span.DISPATCH):
-            dispatched = transfers.launch("dispatch", dispatch, x_TD, routing.weights_TK)
+            dispatched = transfers.launch("dispatch", dispatch, x_TD, routing.weights_TK)  # the only two with gradients
         if self.shared is not None:
             with span(Span.SHARED):
                 h_TF = self.layer_context.run("shared-expert", self.shared.widen, shared_TD, ready)
@@ -178,5 +179,5 @@ class MoE(nn.Module):
             recompute, keep = self.layer_context.recompute.recomputes("expert-activation"), None
             if self.arena is not None and self.row_capacity is not None and self.training and torch.is_grad_enabled():
                 keep = partial(self.arena.place, even_share=self.row_capacity.even_share)
-            y_RD: Tensor = self.experts(rows, recompute=recompute, keep=keep)
+            y_RD: Tensor = self.experts(rows, recompute=recompute, keep=keep)  # called, so that FSDP2's hooks run
             return y_RD

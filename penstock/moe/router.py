@@ -1,11 +1,8 @@
 """Router: hidden states to expert choices, in float32 even if the model computes in bfloat16.
 
 1. Logits for each expert, plus a learned bias if there is one.
-
 2. Choice and weights by the layer's rule (`penstock.kernels.reference.route`).
-
 3. Auxiliary losses, attached to the weights.
-
 4. Forced balance (benchmarks) or capacity, if configured.
 """
 
@@ -49,9 +46,9 @@ def router_rule(moe: Moe) -> RouterRule:
 
 
 class TopKRouter(nn.Module):
-    """Chooses K experts for every token. expert_bias_E is float32, None without bias."""
+    """Chooses K experts for every token."""
 
-    expert_bias_E: Tensor | None
+    expert_bias_E: Tensor | None  # float32, added to scores for the choice only; None without bias
 
     def __init__(self, moe: Moe, hidden_size: int, layer: int, operators: Operators, axes: Axes = ALONE) -> None:
         super().__init__()
@@ -77,11 +74,11 @@ class TopKRouter(nn.Module):
             logits_TE = logits_TE + self.logit_bias_E
         routed = self.operators.route(logits_TE, self.expert_bias_E, self.rule, scope.sequences)
         routing = Routing(routed.weights_TK, routed.experts_TK)
-        tokens = x_TD.shape[0] * self.axes.sequence.size
-        # A replay sees tokens that were counted already; their loss hangs on the weights of the first time.
+        tokens = x_TD.shape[0] * self.axes.sequence.size  # of the ranks that share rows
+        # Recomputation sees tokens that were counted already; their loss is attached to the weights of forward.
         measured = self.training and torch.is_grad_enabled() and not is_recomputing()
         if measured:
-            self.meter.slots_E += routed.counts_BE.sum(0)
+            self.meter.slots_E += routed.counts_BE.sum(0)  # before the loss: it counts this micro-batch too
         if measured and (self.balance.aux_loss_coef or self.balance.z_loss_coef):
             load = slot_counts(routed.counts_BE, self.meter, self.balance, self.axes)
             found = auxiliary_loss(routed, tokens, self.balance, scope, load, self.operators)
@@ -120,7 +117,7 @@ def update_expert_bias(modules: Iterable[nn.Module], loads: Iterable[LayerLoad])
     for router in _routers(modules):
         if router.expert_bias_E is not None:
             slots_E = slots[router.layer].float()
-            router.expert_bias_E += router.expert_bias_rate * torch.sign(slots_E.mean() - slots_E)
+            router.expert_bias_E += router.expert_bias_rate * torch.sign(slots_E.mean() - slots_E)  # + if too few
 
 
 def reset_loads(modules: Iterable[nn.Module]) -> None:

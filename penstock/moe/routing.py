@@ -19,7 +19,7 @@ class Scope:
 class SortedSlots:
     """Slots of this rank sorted by expert (or part of one), with their float32 routing weights, differentiable."""
 
-    order: RowOrder
+    order: RowOrder  # dropped slots stand last
     weights_R: Tensor
 
 

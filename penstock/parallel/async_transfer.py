@@ -126,7 +126,8 @@ class AsyncTransfer(Generic[Rest]):
             own = [entered(tensor) for tensor in inputs]
             with torch.enable_grad():
                 outputs, rest = function(*own)
-            assert all(output.requires_grad for output in outputs), f"{self.name}: what has no gradient is of the rest"
+            have_gradients = all(output.requires_grad for output in outputs)
+            assert have_gradients, f"{self.name}: tensors without gradient belong to the rest"
             ends = [get_gradient_edge(output) for output in outputs]
             begins = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in own]
             return tuple(output.detach() for output in outputs), rest, ends, begins
@@ -142,7 +143,7 @@ class AsyncTransfer(Generic[Rest]):
 
     def start_backward(self, gradients: tuple[Tensor | None, ...]) -> None:
         """Start the gradients of the inputs from those of the outputs."""
-        assert self._graph is not None, f"{self.name}: a flight goes back once"
+        assert self._graph is not None, f"{self.name}: a transfer is differentiated once"
         ends, begins = self._graph
         known = [(end, gradient) for end, gradient in zip(ends, gradients, strict=True) if gradient is not None]
         wanted = [begin for begin in begins if begin is not None]

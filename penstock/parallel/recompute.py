@@ -58,7 +58,7 @@ def save_plainly(tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
-_saver: ContextVar[Saver] = ContextVar("keeper", default=save_plainly)
+_saver: ContextVar[Saver] = ContextVar("saver", default=save_plainly)
 
 
 def current() -> Saver:

@@ -396,11 +396,13 @@ def measured_hardware(
     *,
     known: Hardware | None,
     where: str,
+    kernels: str = "",
 ) -> Hardware:
     """The hardware that was measured.
 
     `vendor`, `name` and `findings` describe one device, `transfers` the links between devices, if any. `known` is the
-    packaged description of the chip, and `where` names device and versions for the sources.
+    packaged description of the chip, `where` names device and versions for the sources, `kernels` the compiler's name
+    of the chip.
     """
     measured = f"measured: {where}"
     peaks = Peaks(**_peaks(findings), source=f"{measured}; the fastest that was seen") if known is None else known.peaks
@@ -430,6 +432,7 @@ def measured_hardware(
         ),
         efficiency=_efficiency(findings, peaks, measured),
         host_link=link if known is None else known.host_link,
+        kernels=kernels,
         collectives=(*collectives, *(one for one in kept if (one.kind, one.reach) not in fresh)),
         measured=tuple(MeasuredPoints(operator=operator, source=measured, points=found) for operator, found in points),
     )

@@ -11,16 +11,18 @@ each tensor exactly once.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 from types import MappingProxyType
 from typing import NamedTuple
 
 from penstock.config.run import Run
+from penstock.moe.balance import even_stride
 from penstock.plan.hardware import Dtype, Hardware, RankGroup
 from penstock.plan.op_recorder import FROM_HOST, TO_HOST, RecordedOp, RecordedOps
 from penstock.plan.rates import SUM_BYTES, GroupedProduct, Rates
+from penstock.plan.software import OWN, Software
 from penstock.plan.transfers import CollectiveName, TokenTraffic, TransferTimes
 
 HOST_LINK = "host link"
@@ -40,21 +42,46 @@ class RoutedRows:
     """Rows that go to the experts of one rank in one pass.
 
     Attributes:
-        tokens: of a rank before dispatch; of half a micro-batch where its halves follow each other.
-        top_k: experts of a token.
-        expert_tensor: ranks that share each expert's matrices.
+        traffic: tokens of a rank before dispatch; of half a micro-batch where its halves follow each other. A token
+            has no bytes yet.
+        ranks: that share the experts of a layer.
+        rows: that the fullest rank's experts get.
         imbalance: `rows` over the even share.
+        is_clamped: experts have gpt-oss's activation.
     """
 
-    tokens: int
-    experts: int
-    top_k: int
-    expert_tensor: int
+    traffic: TokenTraffic
+    ranks: int
     rows: int
     imbalance: float
+    is_clamped: bool = False
 
 
-def routed_rows(run: Run, imbalance: float) -> RoutedRows | None:
+def routed_traffic(run: Run, *, in_turn: bool = False) -> TokenTraffic:
+    """Choices of a rank's tokens in one pass, of a run with experts; `in_turn` as of `copies`."""
+    moe, parallel = run.model.moe, run.parallel
+    assert moe is not None, "the run has experts"
+    forced = even_stride(moe.experts) if moe.balance.force_load_balance else 0
+    tokens = run.training.micro_batch * run.training.sequence_length // (parallel.context * parallel.tensor)
+    return TokenTraffic(
+        tokens=tokens // 2 if run.dispatch.overlap == "halves" else tokens,
+        copy_bytes=0,
+        experts=moe.experts,
+        top_k=moe.top_k,
+        expert_tensor=parallel.expert_tensor,
+        n_group=moe.router.n_group,
+        topk_group=moe.router.topk_group,
+        stride=1 if in_turn else forced,
+    )
+
+
+def assumed_imbalance(run: Run, imbalance: float) -> float:
+    """The assumption, or 1 where the run itself forces balance."""
+    moe = run.model.moe
+    return 1.0 if moe is not None and moe.balance.force_load_balance else imbalance
+
+
+def routed_rows(run: Run, imbalance: float, *, in_turn: bool = False) -> RoutedRows | None:
     """Rows of a run with experts, or None.
 
     `imbalance` is rows of the fullest rank over the even share. It is cut to the most that can be: every token chooses
@@ -64,17 +91,14 @@ def routed_rows(run: Run, imbalance: float) -> RoutedRows | None:
     if moe is None:
         return None
     most = parallel.expert * min(moe.top_k, moe.experts // parallel.expert) / moe.top_k
-    uneven = min(imbalance, most)
-    tokens = run.training.micro_batch * run.training.sequence_length // (parallel.context * parallel.tensor)
-    if run.dispatch.overlap == "halves":
-        tokens //= 2
+    uneven = min(assumed_imbalance(run, imbalance), most)
+    traffic = routed_traffic(run, in_turn=in_turn)
     return RoutedRows(
-        tokens=tokens,
-        experts=moe.experts,
-        top_k=moe.top_k,
-        expert_tensor=parallel.expert_tensor,
-        rows=round(tokens * moe.top_k * parallel.expert_tensor * uneven),
+        traffic=traffic,
+        ranks=parallel.expert * parallel.expert_tensor,
+        rows=round(traffic.tokens * moe.top_k * parallel.expert_tensor * uneven),
         imbalance=uneven,
+        is_clamped=moe.clamped is not None,
     )
 
 
@@ -84,12 +108,22 @@ def buffer_rows(works: tuple[RecordedOps, ...]) -> frozenset[int]:
 
 
 class OpCosts:
-    """Costs of the operators of a run on one kind of hardware; each is computed once.
+    """Costs of the operators of a run on one kind of hardware, as a trainer runs them; each is computed once.
 
     `experts` are the routed rows of the run, None without experts; `buffers` are rows of buffers (`buffer_rows`).
+    `rounds` is how often a recorded attention runs, where ranks pass their keys around.
     """
 
-    def __init__(self, hardware: Hardware, experts: RoutedRows | None, buffers: frozenset[int]) -> None:
+    def __init__(
+        self,
+        hardware: Hardware,
+        experts: RoutedRows | None,
+        buffers: frozenset[int],
+        software: Software = OWN,
+        rounds: int = 1,
+    ) -> None:
+        self._software, self._rounds = software, rounds
+        self._is_clamped = experts is not None and experts.is_clamped
         self._rates = Rates(hardware)
         self._transfers = TransferTimes(hardware)
         self._experts = experts
@@ -105,6 +139,19 @@ class OpCosts:
         """An operator's cost."""
 
     def _of(self, operator: RecordedOp) -> OpCost:
+        cost = self._ours(operator)
+        if cost.is_communication or cost.term == HOST_LINK:
+            return cost
+        software = self._software
+        if operator.name in _CASTS:
+            return cost._replace(seconds=cost.seconds * software.casts)
+        if operator.name in _ACTIVATIONS and self._is_clamped:
+            return cost._replace(seconds=cost.seconds * software.clamped)
+        factors = {"products": software.products, "experts": software.experts, "attention": software.attention}
+        return cost._replace(seconds=cost.seconds * factors.get(cost.term, software.moved))
+
+    def _ours(self, operator: RecordedOp) -> OpCost:
+        """The cost of our own operator, save how tokens are sent."""
         name = operator.name
         if operator.group is not None:
             return self._collective(operator)
@@ -206,33 +253,41 @@ class OpCosts:
             causal=not has_mask,
             dtype=_DTYPES[operator.itemsize],
         )
-        return estimate.seconds
+        return estimate.seconds * self._rounds
 
     def _send(self, operator: RecordedOp) -> float:
         """A kernel that writes rows into other ranks' memory, or the wait for its counterpart."""
-        experts = self._experts
-        assert experts is not None, "rows travel to experts"
         rows, ranks = operator.shapes[0][0], operator.shapes[-1][0]
-        row_bytes = operator.sizes[0] // rows
-        tokens = round(experts.tokens * experts.imbalance)
-        traffic = TokenTraffic(
-            tokens=tokens,
-            copy_bytes=row_bytes,
-            experts=experts.experts,
-            top_k=experts.top_k,
-            expert_tensor=experts.expert_tensor,
-        )
-        seconds = self._transfers.dispatch("symmetric", "dispatch", traffic, RankGroup(ranks, ranks)).seconds
+        traffic, whole = self._traffic(operator.sizes[0] // rows), self._ranks
+        if ranks == whole:
+            seconds = self._transfers.dispatch("symmetric", "dispatch", traffic, RankGroup(ranks, ranks)).seconds
+        else:  # inside one of several nodes
+            seconds = self._transfers.spread(traffic, RankGroup(whole, ranks)).seconds
         if operator.name == "push_rows_kernel":
             return seconds
         return max(seconds, self._filled(operator, 0) / self._bandwidth)
+
+    def _traffic(self, row_bytes: int) -> TokenTraffic:
+        """Tokens of the fullest rank, whose rows have so many bytes."""
+        experts = self._experts
+        assert experts is not None, "rows travel to experts"
+        return replace(experts.traffic, tokens=round(experts.traffic.tokens * experts.imbalance), copy_bytes=row_bytes)
+
+    @property
+    def _ranks(self) -> int:
+        return 1 if self._experts is None else self._experts.ranks
 
     def _collective(self, operator: RecordedOp) -> OpCost:
         assert operator.group is not None, operator
         kind = _COLLECTIVES.get(operator.name, "all-reduce")
         term = "dispatch" if kind == "all-to-all" else "exchange"
-        estimate = self._transfers.collective(kind, max(operator.sizes, default=0), operator.group)
-        return OpCost(estimate.seconds, term, is_communication=True)
+        rows = max(operator.shapes, key=len, default=())
+        if kind == "all-to-all" and self._software.dispatch == "deep-ep" and len(rows) == 2:
+            traffic = self._traffic(max(operator.sizes) // max(shape[0] for shape in operator.shapes if shape))
+            seconds = self._transfers.dispatch("deep-ep", "dispatch", traffic, operator.group).seconds
+        else:
+            seconds = self._transfers.collective(kind, max(operator.sizes, default=0), operator.group).seconds
+        return OpCost(seconds, term, is_communication=True)
 
     def _bytes(self, operator: RecordedOp) -> float:
         """Bytes that the memory moves."""
@@ -282,6 +337,12 @@ _BYTES: Mapping[str, Callable[[RecordedOp, float], float]] = MappingProxyType(
 
 _WAITS = frozenset({"wait_kernel", "hold_kernel", "signal_kernel"})
 """Kernels that move nothing."""
+
+_CASTS = frozenset({"quantize_kernel", "measure_kernel"})
+"""Kernels that round to 8 bits, or find the largest number first."""
+
+_ACTIVATIONS = frozenset({"swiglu_kernel", "swiglu_backward_kernel", "bias_parts_kernel"})
+"""Kernels between the products of experts."""
 
 _NOTHING = _WAITS | {"set_"}
 """Operators without device time; `set_` gives a tensor another storage on the host."""

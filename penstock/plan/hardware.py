@@ -157,12 +157,13 @@ class Efficiency(SourcedTable):
 
 
 class CollectiveRate(SourcedTable):
-    """Time of one collective: latency + peers x peer latency + bytes / (efficiency x bandwidth)."""
+    """Time of one collective: latency + peers x peer latency + rows x row time + bytes / (efficiency x bandwidth)."""
 
     kind: CollectiveKind = knob(doc="Which one.")
     reach: Literal["node", "cluster"] = knob(doc="Inside a node, or over several.")
     latency_seconds: float = knob(doc="Of the smallest one, between two ranks.", unit="seconds", low=0)
     peer_seconds: float = knob(0.0, doc="More for each further rank.", unit="seconds", low=0)
+    row_seconds: float = knob(0.0, doc="More for each token that is sent by itself (deep-ep).", unit="seconds", low=0)
     efficiency: float = knob(doc="Share of the links' or the network's bandwidth.", low=0.001, high=1)
 
 
@@ -254,6 +255,7 @@ class Hardware:
 
     Attributes:
         vendor: cpu for a machine without GPUs.
+        kernels: compiler's name of the chip, whose launches its kernels take (`sm_90`); empty for a CPU.
         memory: of one device.
         overhead: measured, like all that follows.
         host: time to start work.
@@ -273,6 +275,7 @@ class Hardware:
     collectives: tuple[CollectiveRate, ...]
     measured: tuple[MeasuredPoints, ...]
     host_link: HostLink = USUAL_HOST_LINK
+    kernels: str = ""
 
     @property
     def usable_bytes(self) -> int:
@@ -303,13 +306,13 @@ class Cluster:
 
     @property
     def node_devices(self) -> int:
-        """Devices of a node that take part."""
-        return min(self.devices, self.hardware.node.devices)
+        """Devices of a node that take part, as many of each."""
+        return self.devices // self.nodes
 
     @property
     def nodes(self) -> int:
-        """Number of nodes."""
-        return self.devices // self.node_devices
+        """Number of nodes: the fewest that share the devices evenly."""
+        return _nodes_of(self.devices, self.hardware.node.devices)
 
     @property
     def speed_unit(self) -> str:
@@ -328,15 +331,24 @@ class Cluster:
 
 
 def cluster_of(devices: int, hardware: Hardware) -> Cluster:
-    """So many devices: a part of one node, or whole nodes; else a HardwareError."""
+    """So many devices: a part of one node, or as many of each of several nodes; else a HardwareError."""
     each = hardware.node.devices
     if devices > MOST_RANKS:
         raise HardwareError("the cluster is too large", got=f"{devices:,} devices", allowed=f"at most {MOST_RANKS:,}")
-    if devices > each and devices % each:
+    nodes = _nodes_of(devices, each)
+    if nodes > 1 and 2 * devices < nodes * each:
         low = devices // each * each
         raise HardwareError(
-            f"{devices} {hardware.name} do not fill nodes of {each}",
-            allowed=f"up to {each}, or a multiple of it",
+            f"{devices} {hardware.name} cannot be shared evenly among nodes of {each}, more than half of each",
+            allowed=f"up to {each}, a multiple of it, or such as {3 * each // 4} of each node",
             fix=f"say {low}x{hardware.name} or {low + each}x{hardware.name}, or give a file with another node.devices",
         )
     return Cluster(devices=devices, hardware=hardware)
+
+
+def _nodes_of(devices: int, each: int) -> int:
+    """The fewest nodes of at most `each` devices that hold as many each: 4 nodes of 64 for 256 of NVL72 racks."""
+    nodes = -(-devices // each)
+    while devices % nodes:
+        nodes += 1
+    return nodes

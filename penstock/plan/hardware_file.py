@@ -10,18 +10,23 @@ The tables are those of `penstock.plan.hardware.Hardware`. Lists are arrays of t
     source = "measured: ..."
     points = [{m = 8192, n = 8192, k = 8192, flops_per_second = 793e12}]
 
+A file with `like = "H200"` has only what differs from that chip: tables that it leaves out are that chip's, with
+"assumed: as on H200" before their source, and so are the measured products of a chip with the same kernels and peak.
+`kernels = "sm_90"` names the compiler's target, whose launches the kernels take; without it, the file's name does.
+
 An error is one line that begins with the file and the place in it.
 """
 
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import tomli_w
 
-from penstock.base.devices import chip_named
+from penstock.base.devices import CHIPS, chip_named
 from penstock.base.errors import ConfigError, HardwareError, asked, did_you_mean, did_you_mean_path
 from penstock.base.files import read_toml
 from penstock.config.schema import Section, fields_of, knob
@@ -42,6 +47,7 @@ from penstock.plan.hardware import (
     Node,
     Peaks,
     SourcedTable,
+    TransferPoint,
     cluster_of,
 )
 
@@ -65,6 +71,7 @@ class _Head(Section):
     host: LaunchOverhead = knob(doc="What starting work costs.")
     efficiency: Efficiency = knob(doc="Shares of the peak.")
     host_link: HostLink = knob(USUAL_HOST_LINK, doc="The way to the host's memory.")
+    kernels: str = knob("", doc="Compiler's name of the chip, whose launches the kernels take: sm_90, gfx942.")
 
 
 def known_hardware() -> tuple[str, ...]:
@@ -118,13 +125,76 @@ def read_hardware(path: Path) -> Hardware:
     for name, tables in lists.items():
         if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
             raise HardwareError(f"{path}: {name} is no list of tables", fix=f"write [[{name}]]")
+    like = _relative(tree.pop("like", None), path)
+    if like is not None:
+        tree = _as_tree(_assumed_as(like)) | tree
     head = _built(_Head, tree, f"{path}: ")
     for name, table in head:
         if isinstance(table, SourcedTable):
             _check_source(table.source, f"{path}: {name}.source")
-    collectives = tuple(_collectives(lists["collective"], path))
-    measured = tuple(_measured(table, f"{path}: measured {at}") for at, table in enumerate(lists["measured"], start=1))
-    return Hardware(**dict(head), collectives=collectives, measured=measured)
+    kernels = head.kernels or _target_of(head.name) or ("" if like is None else like.kernels)
+    _check_kernels(kernels, head, path)
+    collectives = _collectives(lists["collective"], path)
+    measured = [_measured(table, f"{path}: measured {at}") for at, table in enumerate(lists["measured"], start=1)]
+    if like is not None:
+        own = {(one.kind, one.reach) for one in collectives}
+        theirs = _assumed_as(like)
+        collectives += [one for one in theirs.collectives if (one.kind, one.reach) not in own]
+        if (kernels, head.peaks.bf16) == (like.kernels, like.peaks.bf16):
+            measured += [one for one in theirs.measured if POINTS[one.operator] is not TransferPoint]
+    fields = dict(head) | {"kernels": kernels}
+    return Hardware(**fields, collectives=tuple(collectives), measured=tuple(measured))
+
+
+def _relative(like: object, path: Path) -> Hardware | None:
+    """The chip that a file refers to; itself cannot refer to that file."""
+    if like is None:
+        return None
+    if like not in known_hardware() or path == PACKAGED / f"{str(like).lower()}.toml":
+        raise HardwareError(
+            f"{path}: like is no other chip of the package", got=repr(like), allowed=", ".join(known_hardware())
+        )
+    return load_hardware(str(like))
+
+
+def _assumed_as(other: Hardware) -> Hardware:
+    """The hardware as an assumption about one that resembles it."""
+
+    def source(text: str) -> str:
+        return text if text.startswith("assumed: as on ") else f"assumed: as on {other.name} ({text})"
+
+    fields: dict[str, Any] = {
+        name: value.model_copy(update={"source": source(value.source)})
+        for name, value in vars(other).items()
+        if isinstance(value, SourcedTable)
+    }
+    collectives = tuple(one.model_copy(update={"source": source(one.source)}) for one in other.collectives)
+    measured = tuple(replace(one, source=source(one.source)) for one in other.measured)
+    return replace(other, **fields, collectives=collectives, measured=measured)
+
+
+def _as_tree(hardware: Hardware) -> dict[str, Any]:
+    """The tables of a file, without its name, target and lists."""
+    return {name: _as_table(value) for name, value in vars(hardware).items() if isinstance(value, SourcedTable)} | {
+        "vendor": hardware.vendor
+    }
+
+
+def _target_of(name: str) -> str:
+    chip = chip_named(name)
+    return "" if chip is None else chip.target
+
+
+def _check_kernels(kernels: str, head: _Head, path: Path) -> None:
+    """A GPU has kernels of a chip that is known."""
+    known = list(dict.fromkeys(chip.target for chip in CHIPS))
+    if head.vendor != "cpu" and kernels not in known:
+        raise HardwareError(
+            f"{path}: no chip is called {head.name}, so the file has to say whose kernels it takes",
+            got=f"kernels = {kernels!r}",
+            allowed=", ".join(known),
+            fix=f'write kernels = "{known[0] if head.vendor == "amd" else "sm_90"}"',
+        )
 
 
 def write_hardware(path: Path, hardware: Hardware, comment: Sequence[str] = ()) -> None:

@@ -34,27 +34,31 @@ from penstock.kernels.reference import SWIGLU, ExpertRule, check_biases
 from penstock.kernels.swiglu import swiglu
 from penstock.layout.actions import Schedule
 from penstock.layout.stages import Stage
+from penstock.models.attention import GroupedQueryLayer
 from penstock.models.build import meta_stages, set_dtypes, transfers_of
 from penstock.models.decoder import Decoder
 from penstock.models.kernels import float8_rule, kernel_choices
 from penstock.models.linear import Embedding, Linear
+from penstock.models.mla import LatentLayer
 from penstock.models.parameters import copy_bytes, fuse_wgrad_accumulation, param_shards, refresh_float8
 from penstock.models.rank_model import schedule_of, stages_of
 from penstock.moe.dispatch.all_gather import AllGatherDispatcher
 from penstock.moe.dispatch.all_to_all import AllToAllDispatcher
 from penstock.moe.dispatch.contract import Dispatcher
 from penstock.moe.dispatch.hierarchical import HierarchicalDispatcher
-from penstock.moe.dispatch.row_capacity import SplitSizes, part_that_crosses
+from penstock.moe.dispatch.row_capacity import SplitSizes
 from penstock.moe.dispatch.symmetric import SymmetricDispatcher
 from penstock.moe.experts import GroupedExperts
 from penstock.moe.layer import MoE
 from penstock.parallel import offload
-from penstock.parallel.axes import Axes
+from penstock.parallel.axes import ALONE, Axes
 from penstock.parallel.dispatch_buffers import buffer_sizes
 from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.symmetric import SymmetricBuffers
 from penstock.parallel.weight_grad_store import WeightGradStore
+from penstock.plan.costs import routed_traffic
 from penstock.plan.op_recorder import RecordedCopyStream, RecordedTransferStream, RecordedWeightGradStore
+from penstock.plan.transfers import TokenTraffic, reached
 from penstock.train.optimizer import MasterAdamW, StateBytes
 
 Saving = Literal["run", "conventional"]
@@ -118,12 +122,16 @@ class Target:
         ranks_per_node: ranks that fast links join; 0 for all.
         imbalance: rows of the fullest rank's experts over the even share, for dispatchers without a fixed capacity.
         saving: activations that are saved for backward.
+        in_turn: tokens take the experts in turn, as benchmarks with forced balance do.
+        passes_keys: context-parallel ranks pass keys around and keep their own only, which no run of ours does.
     """
 
     device: DeviceFacts
     ranks_per_node: int = 8
     imbalance: float = 1.2
     saving: Saving = "run"
+    in_turn: bool = False
+    passes_keys: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +187,11 @@ def make_meta_rank(run: Run, axes: Axes, target: Target, stages: Sequence[Stage]
     _fuse_accumulation(decoders, sharded, optimizer)
     for module in chain.from_iterable(decoder.modules() for decoder in decoders.values()):
         if isinstance(module, MoE):
-            module.dispatcher = with_counts(module.dispatcher, SplitSizes(target.imbalance), module.router.top_k)
+            traffic = routed_traffic(run, in_turn=target.in_turn)
+            module.dispatcher = with_counts(module.dispatcher, SplitSizes(target.imbalance), traffic)
+        elif target.passes_keys and isinstance(module, (GroupedQueryLayer, LatentLayer)):
+            alone = replace(module.layer_context.axes, context=ALONE.context)
+            module.layer_context = replace(module.layer_context, axes=alone)
     full_optimizer = full_optimizer or optimizer
     assert full_optimizer is not None, "a rank has parameters"
     state = full_optimizer.memory()
@@ -282,14 +294,14 @@ def _fuse_accumulation(decoders: Mapping[int, Decoder], sharded: frozenset[str],
                 module.main_grad = None
 
 
-def with_counts(dispatcher: Dispatcher, counts: SplitSizes, top_k: int) -> Dispatcher:
+def with_counts(dispatcher: Dispatcher, counts: SplitSizes, traffic: TokenTraffic) -> Dispatcher:
     """The dispatcher with expected row counts where it would read them from the device."""
     if isinstance(dispatcher, HierarchicalDispatcher):
         # A token that came for some of its choices brings those of other nodes along.
         nodes = dispatcher.nodes.across.size
-        part = counts.part / nodes / part_that_crosses(nodes, top_k)
-        inner = with_counts(dispatcher.inner, replace(counts, part=part), top_k)
-        return replace(dispatcher, counts=counts, inner=inner)
+        share = reached(traffic, nodes)
+        inner = with_counts(dispatcher.inner, replace(counts, part=counts.part / nodes / share), traffic)
+        return replace(dispatcher, counts=replace(counts, reached=share), inner=inner)
     if isinstance(dispatcher, (AllToAllDispatcher, AllGatherDispatcher, SymmetricDispatcher)):
         return replace(dispatcher, counts=counts)
     return dispatcher

@@ -1,22 +1,22 @@
 """Project one run on a cluster: its memory, its step time, and the advice of the rules."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from penstock.base.devices import chip_named
-from penstock.base.errors import HardwareError
 from penstock.config.fit import grid_of
 from penstock.config.fit import shard as shard_of
 from penstock.config.run import Run
-from penstock.kernels.device_facts import DeviceFacts, named_device
+from penstock.kernels.device_facts import PACKAGES, DeviceFacts
 from penstock.models.count import count
 from penstock.moe.layer import MoE
+from penstock.plan.costs import assumed_imbalance
 from penstock.plan.hardware import Cluster, Hardware
-from penstock.plan.memory import Overheads, memory_of_meta_run
+from penstock.plan.memory import Overheads, RankMemory, memory_of_meta_run
 from penstock.plan.meta_rank import Saving, Target, conventional
 from penstock.plan.meta_run import MetaRun, meta_runs_of
 from penstock.plan.projection import Advice, Projection, layout_of
 from penstock.plan.rules.book import advice
 from penstock.plan.rules.rule import facts_of, sizes_of
+from penstock.plan.software import OWN, Software, as_run_by, passes_keys
 from penstock.plan.step_time import step_time
 
 
@@ -28,11 +28,15 @@ class Assumptions:
         imbalance: rows of the fullest rank's experts over the even share, in the time of a layer.
         kept_imbalance: the same in memory, over all layers of a rank; None for `imbalance`.
         saving: activations that are saved for backward: as the run does it, or without fused kernels.
+        in_turn: tokens take the experts in turn, as many benchmarks force balance.
+        software: the trainer that runs the layout.
     """
 
     imbalance: float = 1.2
     kept_imbalance: float | None = None
     saving: Saving = "run"
+    in_turn: bool = False
+    software: Software = OWN
 
 
 DEFAULT_ASSUMPTIONS = Assumptions()
@@ -46,15 +50,25 @@ def project(run: Run, cluster: Cluster, assumptions: Assumptions = DEFAULT_ASSUM
         KernelError: the run asks for kernels that the devices cannot run.
         HardwareError: the hardware file lacks a figure that the run needs.
     """
-    if assumptions.saving == "conventional":
-        run = conventional(run)
+    software = assumptions.software
+    run = as_run_by(software, conventional(run) if assumptions.saving == "conventional" else run)
     meta_runs = meta_runs_of(run, cluster.devices, target_of(run, cluster, assumptions))
+    memories = (memory_of_meta_run(one, overheads_of(cluster.hardware)) for one in meta_runs)
     return Projection(
         run=run,
         cluster=cluster,
         layout=layout_of(run, grid_of(run, cluster.devices), dispatcher_of(meta_runs[0]), shard_of(run)),
-        memories=tuple(memory_of_meta_run(one, overheads_of(cluster.hardware)) for one in meta_runs),
-        time=step_time(run, cluster, meta_runs, assumptions.imbalance),
+        memories=tuple(_state_of(software, one) for one in memories),
+        time=step_time(run, cluster, meta_runs, assumptions.imbalance, software=software, in_turn=assumptions.in_turn),
+    )
+
+
+def _state_of(software: Software, memory: RankMemory) -> RankMemory:
+    """The memory with gradients and moments of the software's precision, where ours have 4 bytes a value."""
+    return replace(
+        memory,
+        gradients=memory.gradients * software.gradient_bytes // 4,
+        moments=memory.moments * software.moment_bytes // 4,
     )
 
 
@@ -63,24 +77,22 @@ def target_of(run: Run, cluster: Cluster, assumptions: Assumptions) -> Target:
     kept = assumptions.imbalance if assumptions.kept_imbalance is None else assumptions.kept_imbalance
     return Target(
         device=device_of(cluster.hardware, run),
-        ranks_per_node=cluster.hardware.node.devices,
-        imbalance=kept,
+        ranks_per_node=cluster.node_devices,
+        imbalance=assumed_imbalance(run, kept),
         saving=assumptions.saving,
+        in_turn=assumptions.in_turn,
+        passes_keys=passes_keys(assumptions.software, run),
     )
 
 
 def device_of(hardware: Hardware, run: Run) -> DeviceFacts:
-    """The device, as the choice of kernels needs it; a HardwareError if a GPU has a name that no known chip has."""
+    """The device, as the choice of kernels needs it."""
     dtype = run.training.precision
     if hardware.vendor == "cpu":
         return DeviceFacts(kind="cpu", name="CPU", target="cpu", packages=frozenset(), dtype=dtype)
-    if chip_named(hardware.name) is None:
-        raise HardwareError(
-            "a hardware file needs the name of a known chip in its own",
-            got=repr(hardware.name),
-            allowed="such as my-H200",
-        )
-    return named_device(hardware.name, dtype)
+    return DeviceFacts(
+        kind="cuda", name=hardware.name, target=hardware.kernels, packages=frozenset(PACKAGES), dtype=dtype
+    )
 
 
 def overheads_of(hardware: Hardware) -> Overheads:

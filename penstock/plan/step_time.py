@@ -29,6 +29,7 @@ from penstock.plan.meta_rank import META
 from penstock.plan.meta_run import MetaRun, UpdateOps
 from penstock.plan.op_recorder import RecordedOp, RecordedOps
 from penstock.plan.projection import RankTime, StepTime
+from penstock.plan.software import OWN, Software, passes_keys
 from penstock.plan.streams import OVERLAP_GAIN, Streams, Timing, add_timing, steady_state
 from penstock.plan.transfers import TransferTimes
 
@@ -56,15 +57,28 @@ class StageTimer:
     """Times of one run on one cluster.
 
     `imbalance` is rows of the fullest rank's experts over the even share. `works` are operators of forward passes,
-    which tell the size of the experts' buffers.
+    which tell the size of the experts' buffers. `software` is the trainer, `in_turn` how its benchmark forces balance.
     """
 
-    def __init__(self, run: Run, cluster: Cluster, imbalance: float, works: Iterable[RecordedOps]) -> None:
+    def __init__(
+        self,
+        run: Run,
+        cluster: Cluster,
+        imbalance: float,
+        works: Iterable[RecordedOps],
+        *,
+        software: Software = OWN,
+        in_turn: bool = False,
+    ) -> None:
         hardware = cluster.hardware
         self._cluster = cluster
-        self._costs = OpCosts(hardware, routed_rows(run, imbalance), buffer_rows(tuple(works)))
+        rows = routed_rows(run, imbalance, in_turn=in_turn)
+        rounds = run.parallel.context if passes_keys(software, run) else 1
+        self._costs = OpCosts(hardware, rows, buffer_rows(tuple(works)), software, rounds)
         self._transfers = TransferTimes(hardware)
-        self._launch = hardware.host.launch_seconds * _LAUNCHED[run.graphs.capture]
+        passes = micro_batches(run, grid_of(run, cluster.devices))
+        self._gathers = min(1.0, software.gathers / passes) if software.gathers else 1.0
+        self._launch = hardware.host.launch_seconds * _LAUNCHED[run.graphs.capture] * software.launch_share
 
     def stage(self, stage: StageActivations, gathers: Sequence[int], shards: RankGroup) -> StageTime:
         """Passes of a stage; FSDP2 gathers `gathers` bytes for each piece from the ranks `shards`."""
@@ -78,11 +92,11 @@ class StageTimer:
             self._streams(self._launch),
         )
         if gathers:
-            fetch, reduce = self._fsdp(sum(gathers), shards)
+            fetch, reduce = self._fsdp(sum(gathers) * self._gathers, shards)
             forward, backward = _beside(forward, fetch), _beside(_beside(backward, fetch), reduce)
         return StageTime(forward=forward, backward=backward, weight=weight)
 
-    def _fsdp(self, whole_bytes: int, shards: RankGroup) -> tuple[Timing, Timing]:
+    def _fsdp(self, whole_bytes: float, shards: RankGroup) -> tuple[Timing, Timing]:
         """Gather whole weights, and reduce their float32 gradients: communication, and copies on the device.
 
         Weights are rounded from their float32 shards into the message and copied out of it; gradients are copied into a
@@ -141,15 +155,20 @@ class StageTimer:
         )
 
 
-def step_time(run: Run, cluster: Cluster, meta_runs: Sequence[MetaRun], imbalance: float) -> StepTime:
-    """Time of a step, from the meta run of each place on the pipeline.
-
-    `imbalance` is rows of the fullest rank's experts over the even share.
-    """
+def step_time(
+    run: Run,
+    cluster: Cluster,
+    meta_runs: Sequence[MetaRun],
+    imbalance: float,
+    *,
+    software: Software = OWN,
+    in_turn: bool = False,
+) -> StepTime:
+    """Time of a step, from the meta run of each place on the pipeline; further arguments as of `StageTimer`."""
     grid = grid_of(run, cluster.devices)
     every = {stage.number: (place, stage) for place in meta_runs for stage in place.stages}
     works = (piece.forward_ops for _, stage in every.values() for piece in stage.pieces)
-    timer = StageTimer(run, cluster, imbalance, works)
+    timer = StageTimer(run, cluster, imbalance, works, software=software, in_turn=in_turn)
     shards = cluster.group(min(run.parallel.shard_size or grid.data * grid.context, grid.data * grid.context))
     known: dict[int, StageTime] = {}
     stages = {}
@@ -165,12 +184,16 @@ def step_time(run: Run, cluster: Cluster, meta_runs: Sequence[MetaRun], imbalanc
     size = prod(message.shape) * message.dtype.itemsize
     send = TransferTimes(cluster.hardware).collective("point-to-point", size, pair).seconds
     kept = tuple(stage.kept_bytes for _, (_, stage) in sorted(every.items()))
-    playback = None if schedule is None else play(schedule, _clock_costs(stages, send, kept))
+    gain = OVERLAP_GAIN if software.hidden is None else software.hidden
+    playback = None if schedule is None else play(schedule, _clock_costs(stages, send, kept, gain))
     ranks = []
     for place in meta_runs:
-        passes = _passes(place, stages, schedule, count_of_passes)
+        passes = _passes(place, stages, schedule, count_of_passes, gain)
         span = passes.seconds if playback is None else playback.span
-        ranks.append(_rank_time(place, passes, span, timer.update(place.update)))
+        sums, rest = timer.update(place.update)
+        if software.sums_overlap:
+            sums = _behind(sums, [stages[stage.number] for stage in place.stages])
+        ranks.append(_rank_time(place, passes, span, (sums, rest)))
     seconds = max(rank.passes + rank.waiting + rank.update for rank in ranks)
     rate = run.training.global_batch * run.training.sequence_length / seconds / cluster.devices
     flops = count(run.model, run.training.sequence_length).flops_per_token
@@ -187,7 +210,9 @@ def step_time(run: Run, cluster: Cluster, meta_runs: Sequence[MetaRun], imbalanc
     )
 
 
-def _passes(place: MetaRun, stages: Mapping[int, StageTime], schedule: Schedule | None, micro_batches: int) -> Timing:
+def _passes(
+    place: MetaRun, stages: Mapping[int, StageTime], schedule: Schedule | None, micro_batches: int, gain: float
+) -> Timing:
     """All passes of a place in a step."""
     if schedule is None:
         return add_timing(Timing(), stages[0].all, times=micro_batches)
@@ -197,7 +222,7 @@ def _passes(place: MetaRun, stages: Mapping[int, StageTime], schedule: Schedule 
     units = schedule.units(place.place) if schedule.pairs else ()
     paired = [action for unit in units if len(unit) > 1 for action in unit]
     # The compute of one action hides transfers of the other action of its pair.
-    hidden = sum(_hidden(_timing_of(action.kind, stages[action.stage])) for action in paired)
+    hidden = gain * sum(_timing_of(action.kind, stages[action.stage]).exposed for action in paired)
     return add_timing(total, Timing(seconds=-hidden, exposed=-hidden, terms={"dispatch": -hidden} if hidden else {}))
 
 
@@ -207,7 +232,8 @@ def _timing_of(kind: Kind, stage: StageTime) -> Timing:
     return {Kind.FORWARD: stage.forward, Kind.INPUT: stage.backward, Kind.WEIGHT: stage.weight}[kind]
 
 
-def _clock_costs(stages: Mapping[int, StageTime], send: float, kept: tuple[int, ...]) -> ActionCosts:
+def _clock_costs(stages: Mapping[int, StageTime], send: float, kept: tuple[int, ...], gain: float) -> ActionCosts:
+    """`gain` is the share of a pair's transfers that its compute hides."""
     ordered = [stages[number] for number in sorted(stages)]
     return ActionCosts(
         forward=tuple(one.forward.seconds for one in ordered),
@@ -216,12 +242,15 @@ def _clock_costs(stages: Mapping[int, StageTime], send: float, kept: tuple[int, 
         weight=tuple(one.weight.seconds for one in ordered),
         send=send,
         activation=tuple(map(float, kept)),
-        hidden=tuple((_hidden(one.forward), _hidden(one.backward)) for one in ordered),
+        hidden=tuple((gain * one.forward.exposed, gain * one.backward.exposed) for one in ordered),
     )
 
 
-def _hidden(passes: Timing) -> float:
-    return OVERLAP_GAIN * passes.exposed
+def _behind(sums: Timing, stages: Sequence[StageTime]) -> Timing:
+    """Sums of gradients and new weights that run behind the last backward and the first forward pass of a rank."""
+    passes = sum(stage.all.compute for stage in stages)
+    left = max(0.0, sums.seconds - passes)
+    return replace(sums, seconds=left, exposed=left, terms={"gradients": left} if left else {})
 
 
 def _rank_time(place: MetaRun, passes: Timing, span: float, update: tuple[Timing, Timing]) -> RankTime:

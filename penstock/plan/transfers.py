@@ -40,8 +40,9 @@ class TokenTraffic:
         experts: routed experts of the layer.
         top_k: experts of a token.
         expert_tensor: neighbouring ranks that share the matrices of each expert; each of them gets the token.
-        in_turn: each token takes the experts after those of the token before, as benchmarks with forced balance do;
-            else every choice is equally likely.
+        n_group: equal groups of neighbouring experts, of which a token chooses from `topk_group`.
+        stride: of benchmarks that force balance: the k-th choice of token t is expert (t * top_k + k) * stride, modulo
+            their number. 1 takes the experts in turn. 0 for a router, whose choices are equally likely.
     """
 
     tokens: int
@@ -49,7 +50,9 @@ class TokenTraffic:
     experts: int
     top_k: int
     expert_tensor: int = 1
-    in_turn: bool = False
+    n_group: int = 1
+    topk_group: int = 1
+    stride: int = 0
 
 
 class TransferTimes:
@@ -98,15 +101,20 @@ class TransferTimes:
             )
         return self._carry(kind, buffer_bytes * (ranks - 1) / ranks, buffer_bytes * (nodes - 1) / nodes / inside, group)
 
-    def _carry(self, kind: CollectiveKind, near: float, far: float, group: RankGroup) -> Estimate:
-        """`near` bytes leave each rank for its own node and `far` bytes for others, at the same time."""
+    def _carry(
+        self, kind: CollectiveKind, near: float, far: float, group: RankGroup, far_rows: float = 0.0
+    ) -> Estimate:
+        """`near` bytes leave each rank for its own node and `far` bytes for others, at the same time.
+
+        `far_rows` are the tokens of the `far` bytes, where each is sent by itself.
+        """
         if group.nodes == 1:
             seconds = self._inside(kind, near, group)
             sizes = (group.ranks, 1, max(1, round(near)))
             return corrected(seconds, sizes, self._corrections(kind), self._rate(kind, "node").source)
         rate = self._rate(kind, "cluster")
         # Bytes inside a node travel at the same time as bytes between nodes.
-        crossing = far / (self._network() * rate.efficiency)
+        crossing = far / (self._network() * rate.efficiency) + far_rows * rate.row_seconds
         staying = self._inside(kind, near, group, starts=False) if near else 0.0
         start = rate.latency_seconds + rate.peer_seconds * (group.ranks - 2)
         sizes = (group.ranks, group.nodes, max(1, round(near + far)))
@@ -181,23 +189,31 @@ class TransferTimes:
                 kind_inside, token_bytes * copies(traffic, group.ranks, traffic.expert_tensor), 0.0, group
             )
         assert method != "symmetric", "symmetric dispatch stays inside a node"
-        return self._over_nodes(method, token_bytes, traffic, group)
+        return self._over_nodes(method, traffic, group)
 
-    def _over_nodes(
-        self, method: DispatchMethod, token_bytes: float, traffic: TokenTraffic, group: RankGroup
-    ) -> Estimate:
+    def spread(self, traffic: TokenTraffic, group: RankGroup) -> Estimate:
+        """Tokens that came to a node, to the ranks of the node that need them; `group` shares the experts."""
+        inside = RankGroup(group.node_ranks, group.node_ranks)
+        return self._carry("symmetric", _spread_bytes(traffic, group), 0.0, inside)
+
+    def _over_nodes(self, method: DispatchMethod, traffic: TokenTraffic, group: RankGroup) -> Estimate:
         """Once to each node, and from there to its ranks: one after the other, or at the same time (DeepEP)."""
-        crossing = token_bytes * copies(traffic, group.nodes, -(-traffic.expert_tensor // group.node_ranks))
-        # Copies inside one node: L - 1 of the W - 1 other ranks are in it.
-        reached = copies(traffic, group.ranks, traffic.expert_tensor) * (group.node_ranks - 1) / (group.ranks - 1)
-        spread = token_bytes * reached * group.nodes
+        tokens = traffic.tokens * copies(traffic, group.nodes, -(-traffic.expert_tensor // group.node_ranks))
+        crossing = tokens * traffic.copy_bytes
         if method == "deep-ep":
-            return self._carry("deep-ep", spread, crossing, group)
+            return self._carry("deep-ep", _spread_bytes(traffic, group), crossing, group, tokens)
         between = self._carry("all-to-all", 0.0, crossing, RankGroup(group.nodes, 1))
         if group.node_ranks == 1:
             return between
-        inside = self._carry("symmetric", spread, 0.0, RankGroup(group.node_ranks, group.node_ranks))
+        inside = self.spread(traffic, group)
         return Estimate(between.seconds + inside.seconds, between.basis, between.source)
+
+
+def _spread_bytes(traffic: TokenTraffic, group: RankGroup) -> float:
+    """Bytes of copies inside nodes that leave a rank, which has as many tokens of its own node as of each other one."""
+    copied = copies(traffic, group.ranks, traffic.expert_tensor)
+    # L - 1 of the W - 1 other ranks are in a token's node, and the ranks of a node copy for all of the nodes.
+    return traffic.tokens * traffic.copy_bytes * copied * (group.node_ranks - 1) / (group.ranks - 1) * group.nodes
 
 
 def copies(traffic: TokenTraffic, places: int, sharers: int = 1) -> float:
@@ -205,19 +221,32 @@ def copies(traffic: TokenTraffic, places: int, sharers: int = 1) -> float:
 
     `sharers` neighbouring places hold parts of the same experts.
     """
-    if traffic.in_turn:
-        needed = _needed_in_turn(traffic.experts, traffic.top_k, places // sharers) * sharers
-        return needed * (places - 1) / places
     # Where more ranks share an expert than there are places, all of them need every token.
-    elsewhere = traffic.experts - traffic.experts * min(sharers, places) // places
-    # The probability that no chosen expert is on a given other place.
-    missed = math.comb(elsewhere, traffic.top_k) / math.comb(traffic.experts, traffic.top_k)
-    return (places - 1) * (1 - missed)
+    return (places - 1) * reached(traffic, max(1, places // sharers))
 
 
 @cache
-def _needed_in_turn(experts: int, top_k: int, places: int) -> float:
-    """Places of `top_k` neighbouring experts: the mean over the tokens until the experts repeat."""
+def reached(traffic: TokenTraffic, places: int) -> float:
+    """The probability that one of `places` that share the experts evenly holds an expert of a token."""
+    if traffic.stride:
+        return _needed_by_stride(traffic.experts, traffic.top_k, places, traffic.stride) / places
+    groups, kept = traffic.n_group, min(traffic.topk_group, traffic.n_group)
+    held, size = traffic.experts // places, traffic.experts // groups
+    # A place holds whole groups, or a part of one. Of its groups some are kept, and of those no expert may be chosen.
+    own, each = max(1, held // size), min(held, size)
+    missed = sum(
+        math.comb(own, some)
+        * math.comb(groups - own, kept - some)
+        * math.comb(kept * size - some * each, traffic.top_k)
+        for some in range(min(own, kept) + 1)
+        if groups - own >= kept - some
+    )
+    return 1 - missed / math.comb(groups, kept) / math.comb(kept * size, traffic.top_k)
+
+
+@cache
+def _needed_by_stride(experts: int, top_k: int, places: int, stride: int) -> float:
+    """Places of a token's experts: the mean over the tokens until the experts repeat."""
     each, tokens = experts // places, experts // math.gcd(experts, top_k)
-    chosen = ((token * top_k + choice for choice in range(top_k)) for token in range(tokens))
+    chosen = (((token * top_k + choice) * stride for choice in range(top_k)) for token in range(tokens))
     return sum(len({expert % experts // each for expert in one}) for one in chosen) / tokens

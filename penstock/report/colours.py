@@ -121,19 +121,19 @@ def kernel_group(phase: str) -> str:
     """The group of a phase of a trace: `experts weight gradient` is `experts`."""
     if phase.endswith("waiting"):
         return "waiting"
-    found = _KERNEL_GROUPS.get(phase, phase)
+    found = _KERNEL_GROUPS.get(phase, phase)  # a phase without an entry is a group, or begins with the name of one
     return next((name for name in KERNELS if found.startswith(name)), "other")
 
 
 def shade(colour: str, index: int, count: int) -> str:
     """Shade `index` of `count` shades of a colour `#rrggbb`: the first is the colour itself, the last the lightest."""
-    share = _SHADE_RANGE * index / max(count - 1, 2)
-    return "#" + "".join(f"{round(value + (255 - value) * share):02x}" for value in _channels(colour))
+    share = _SHADE_RANGE * index / max(count - 1, 2)  # of two shades the second is only half as light
+    return "#" + "".join(f"{round(value + (255 - value) * share):02x}" for value in channels(colour))
 
 
 def ink_on(colour: str) -> str:
     """Black or white, whichever is more readable on a colour. Luma of ITU-R BT.601."""
-    red, green, blue = _channels(colour)
+    red, green, blue = channels(colour)
     return "#1a1d21" if 0.299 * red + 0.587 * green + 0.114 * blue > 150 else "#ffffff"
 
 
@@ -147,5 +147,6 @@ def part_colours(names: Sequence[str], known: Mapping[str, str]) -> dict[str, st
     return {name: known.get(name) or own[name] for name in names}
 
 
-def _channels(colour: str) -> tuple[int, int, int]:
+def channels(colour: str) -> tuple[int, int, int]:
+    """Red, green and blue of a colour `#rrggbb`, 0 to 255."""
     return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)

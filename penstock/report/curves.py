@@ -11,22 +11,17 @@ from penstock.base.numbers import gigabytes, rounded, time_text
 from penstock.plan.projection import Projection
 from penstock.plan.what_if import SweepPoint
 from penstock.report.colours import SERIES
-from penstock.report.figure import Figure
+from penstock.report.figure import Figure, axis
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """One line.
-
-    Attributes:
-        ys: None where there is no value, for instance because nothing fits.
-        notes: shown on hover, one for each point; can be empty.
-    """
+    """One line."""
 
     name: str
     xs: Sequence[float]
-    ys: Sequence[float | None]
-    notes: Sequence[str] = ()
+    ys: Sequence[float | None]  # None where there is no value, for instance because nothing fits
+    notes: Sequence[str] = ()  # shown on hover, one for each point; can be empty
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,26 +39,18 @@ def curves_figure(name: str, title: str, caption: str, axes: CurveAxes, curves: 
     data = [_line(curve, SERIES[place % len(SERIES)], axes) for place, curve in enumerate(curves)]
     xs = [x for curve in curves for x in curve.xs]
     # An axis from 0 shows ratios; a logarithmic axis has no 0.
-    y_axis = {
-        "title": {"text": axes.y},
-        **({"type": "log"} if axes.is_y_log else {"rangemode": "tozero", "tickformat": ","}),
-    }
+    y_axis = axis(axes.y, **({"type": "log"} if axes.is_y_log else {"rangemode": "tozero", "tickformat": ","}))
     layout = {"xaxis": _x_axis(axes, xs), "yaxis": y_axis, "hovermode": "closest", "showlegend": len(curves) > 1}
     return Figure(name=name, title=title, caption=caption, data=data, layout=layout)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """A run on a growing number of devices.
+    """A run on a growing number of devices."""
 
-    Attributes:
-        name: `weak` (the batch grows with the devices) or `strong` (it does not), or a published curve.
-        tokens_per_second_per_device: of each; None where nothing fits.
-    """
-
-    name: str
+    name: str  # `weak` (the batch grows with the devices) or `strong` (it does not), or a published curve
     devices: Sequence[int]
-    tokens_per_second_per_device: Sequence[float | None]
+    tokens_per_second_per_device: Sequence[float | None]  # of each; None where nothing fits
 
     @property
     def efficiency(self) -> list[float | None]:
@@ -85,14 +72,14 @@ def scaling_figure(
         speed = Curve(name=scaling.name, xs=scaling.devices, ys=scaling.tokens_per_second_per_device)
         share = Curve(name=scaling.name, xs=scaling.devices, ys=scaling.efficiency)
         data.append(_line(speed, colour, axes))
+        # The name is in the legend once, with the speed.
         below = {"yaxis": "y2", "showlegend": False, "hovertemplate": _template(axes.x, "efficiency", ":.1%")}
         data.append(_line(share, colour, axes) | below)
     xs = [float(count) for scaling in scalings for count in scaling.devices]
-    percent = {"title": {"text": "efficiency"}, "tickformat": ".0%", "rangemode": "tozero", "domain": [0, 0.42]}
     layout = {
         "xaxis": _x_axis(axes, xs) | {"anchor": "y2"},
-        "yaxis": {"title": {"text": axes.y}, "rangemode": "tozero", "domain": [0.52, 1], "tickformat": ","},
-        "yaxis2": percent,
+        "yaxis": axis(axes.y, rangemode="tozero", domain=[0.52, 1], tickformat=","),
+        "yaxis2": axis("efficiency", rangemode="tozero", domain=[0, 0.42], tickformat=".0%"),
         "hovermode": "closest",
     }
     return Figure(name=name, title=title, caption=caption, data=data, layout=layout, height=460)
@@ -101,12 +88,9 @@ def scaling_figure(
 def _x_axis(axes: CurveAxes, xs: Sequence[float]) -> dict[str, Any]:
     """The lower axis; few points get a tick each."""
     ticks = sorted(set(xs))
-    axis: dict[str, Any] = {"title": {"text": axes.x}, "tickformat": ","}
-    if axes.is_x_log:
-        axis["type"] = "log"
-    if len(ticks) <= 12:
-        axis |= {"tickvals": ticks, "ticktext": [f"{tick:,.6g}" for tick in ticks]}
-    return axis
+    kind = {"type": "log"} if axes.is_x_log else {}
+    few = {"tickvals": ticks, "ticktext": [f"{tick:,.6g}" for tick in ticks]} if len(ticks) <= 12 else {}
+    return axis(axes.x, tickformat=",", **kind, **few)
 
 
 def _template(x: str, y: str, shape: str = ":,.4~g") -> str:
@@ -130,9 +114,7 @@ def _line(curve: Curve, colour: str, axes: CurveAxes) -> dict[str, Any]:
 def scaling_pictures(kinds: Mapping[str, Sequence[SweepPoint]], base: Projection) -> list[Figure]:
     """Speed and efficiency over devices.
 
-    Args:
-        kinds: points of `strong` and of `weak` scaling, from `penstock.plan.what_if.scale`.
-        base: the projection with this layout.
+    `kinds` has the points of `strong` and of `weak` scaling, from `penstock.plan.what_if.scale`; `base` their layout.
     """
     scalings = [
         Scaling(
@@ -149,45 +131,42 @@ def scaling_pictures(kinds: Mapping[str, Sequence[SweepPoint]], base: Projection
 def sweep_pictures(points: Sequence[SweepPoint], base: Projection) -> list[Figure]:
     """Speed, and memory of the fullest rank, over the swept value; a curve for each dispatcher.
 
-    Args:
-        points: from `penstock.plan.what_if.sweep`; values that are not numbers give no figure.
-        base: the projection that the runs differ from.
+    `points` are from `penstock.plan.what_if.sweep`; values that are not numbers give no figure. `base` is the
+    projection that the runs differ from.
     """
     name = next((name for point in points for name in point.asked if name != "dispatcher"), "")
     if not points or not all(point.asked[name].isdecimal() for point in points):
         return []
-    groups: dict[str, list[SweepPoint]] = {}
+    groups: dict[str, list[SweepPoint]] = {}  # by dispatcher
     for point in points:
         groups.setdefault(point.asked.get("dispatcher", base.layout.dispatcher), []).append(point)
     label = name.rpartition(".")[2].replace("_", " ")
     caption = f"{base.run.name} on {base.cluster.devices:,} x {base.cluster.hardware.name}, {base.layout}. Projected."
-    speeds = [_curve(group, name, dispatcher, "speed") for dispatcher, group in groups.items()]
-    memories = [_curve(group, name, dispatcher, "memory") for dispatcher, group in groups.items()]
-    return [
-        curves_figure(
-            "sweep-speed", f"Speed over {label}", caption, CurveAxes(x=label, y=base.cluster.speed_unit), speeds
-        ),
-        curves_figure(
-            "sweep-memory",
-            f"Memory over {label}",
-            caption,
-            CurveAxes(x=label, y="memory of the fullest rank (GB)"),
-            memories,
-        ),
-    ]
+    figures = []
+    for what, unit, value_of in (
+        ("speed", base.cluster.speed_unit, _speed),
+        ("memory", "memory of the fullest rank (GB)", _memory_gb),
+    ):
+        curves = [
+            Curve(
+                name=dispatcher,
+                xs=[float(point.asked[name]) for point in group],
+                ys=[value_of(point) for point in group],
+                notes=[_note(point) for point in group],
+            )
+            for dispatcher, group in groups.items()
+        ]
+        title, axes = f"{what.capitalize()} over {label}", CurveAxes(x=label, y=unit)
+        figures.append(curves_figure(f"sweep-{what}", title, caption, axes, curves))
+    return figures
 
 
 def _speed(point: SweepPoint) -> float | None:
     return point.answer.time.tokens_per_second_per_device if isinstance(point.answer, Projection) else None
 
 
-def _curve(points: Sequence[SweepPoint], name: str, dispatcher: str, what: str) -> Curve:
-    ys: list[float | None] = []
-    for point in points:
-        memory = point.answer.memory.total / 1e9 if isinstance(point.answer, Projection) else None
-        ys.append(_speed(point) if what == "speed" else memory)
-    xs, notes = [float(point.asked[name]) for point in points], [_note(point) for point in points]
-    return Curve(name=dispatcher, xs=xs, ys=ys, notes=notes)
+def _memory_gb(point: SweepPoint) -> float | None:
+    return point.answer.memory.total / 1e9 if isinstance(point.answer, Projection) else None
 
 
 def _note(point: SweepPoint) -> str:

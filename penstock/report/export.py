@@ -25,6 +25,8 @@ from penstock.report.page import plan_figures
 BROWSERS = ("chromium", "chromium-browser", "chrome-headless-shell", "google-chrome", "google-chrome-stable", "chrome")
 """Programs that are looked for, in this order."""
 
+WIDTH_PIXELS = 1000
+
 PATIENCE_SECONDS = 60.0
 """Time limit for drawing; a timeline of 8,192 passes takes 3 s."""
 
@@ -50,29 +52,21 @@ def find_browser() -> str:
     return found
 
 
-def write_images(
-    figures: Sequence[Figure],
-    folder: Path,
-    *,
-    kind: Literal["png", "svg"] = "svg",
-    theme: Literal["light", "dark"] = "light",
-    width: int = 1000,
-    scale: float = 2.0,
-) -> list[Path]:
-    """Write each figure to a file of its name.
-
-    `width` is in pixels, and `scale` is device pixels per pixel of a PNG.
+def write_images(figures: Sequence[Figure], folder: Path, *, kind: Literal["png", "svg"] = "svg") -> list[Path]:
+    """Write each figure to a file of its name, in light colours.
 
     Raises:
         PicturesError: there is no browser or no Plotly, or the browser did not draw.
     """
     browser = find_browser()
     words = {figure.name: [escape(figure.title), escape(figure.caption)] for figure in figures}
-    export = {"theme": theme, "format": kind, "width": width, "scale": scale if kind == "png" else 1, "words": words}
+    scale = 2 if kind == "png" else 1  # device pixels per pixel
+    export = {"theme": "light", "format": kind, "width": WIDTH_PIXELS, "scale": scale, "words": words}
+    # An empty box for each figure: export.js draws into it and leaves the image in its attribute `data-image`.
     boxes = "".join(f'<div class="figure" id="{escape(figure.name)}"></div>' for figure in figures)
     body = f'{boxes}<script type="application/json" id="export">{as_script(export)}</script>'
     drawn = open_in_browser(browser, document("export", body, figures, script="export.js"))
-    images = {
+    images = {  # PNG is in base64, SVG is percent-encoded text
         unescape(match["name"]): (b64decode(match["data"]) if match["packed"] else unquote(match["data"]).encode())
         for match in _IMAGE.finditer(drawn)
     }
@@ -92,7 +86,6 @@ def write_image(plan: Plan, path: Path, *, more: Sequence[Figure] = ()) -> list[
     """Write each figure of a plan next to a path: `plan.svg` gives `plan-memory.svg`, `plan-step-time.svg`, ...
 
     `path` ends in .png or .svg; `more` are further figures, see `penstock.report.page.page`.
-
 
     Raises:
         PicturesError: nothing fits, so nothing can be drawn; or see `write_images`.
@@ -114,6 +107,7 @@ def open_in_browser(browser: str, html: str, *options: str) -> str:
         path.write_text(html, encoding="utf-8")
         # No sandbox: the document is ours, and the sandbox needs rights that containers lack.
         command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--dump-dom"]
+        # Virtual time lets scripts run to their end, up to 20 s on the page's clock, before the document is printed.
         command += [f"--user-data-dir={folder}/profile", "--virtual-time-budget=20000", *options, path.as_uri()]
         try:
             result = subprocess.run(command, capture_output=True, timeout=PATIENCE_SECONDS, check=True)

@@ -15,22 +15,21 @@ FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Liberation Sans', sans-se
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """A figure.
+    """A figure."""
 
-    Attributes:
-        name: letters, digits and hyphens; also the name of an exported file.
-        layout: Plotly's layout, without the theme.
-        hint: how to interact with it, after the caption.
-    """
-
-    name: str
+    name: str  # letters, digits and hyphens; also the name of an exported file
     title: str
     caption: str
     data: Sequence[Mapping[str, Any]]
-    layout: Mapping[str, Any]
+    layout: Mapping[str, Any]  # Plotly's layout, without the theme
     height: int = 380
     is_wide: bool = False
-    hint: str = ""
+    hint: str = ""  # how to interact with it, after the caption
+
+
+def axis(title: str, **more: Any) -> dict[str, Any]:
+    """An axis of a layout."""
+    return {"title": {"text": title}, **more}
 
 
 def _theme(ink: str, faint: str, grid: str, paper: str, raised: str, hues: Sequence[str]) -> dict[str, Any]:
@@ -38,7 +37,7 @@ def _theme(ink: str, faint: str, grid: str, paper: str, raised: str, hues: Seque
 
     `raised` is the background of hover labels; `hues` are those of heat maps: zero, half, full, and below zero.
     """
-    axis = {
+    lines = {
         "gridcolor": grid,
         "linecolor": grid,
         "zerolinecolor": grid,
@@ -51,9 +50,10 @@ def _theme(ink: str, faint: str, grid: str, paper: str, raised: str, hues: Seque
         "font": {"family": FONT, "size": 12, "color": ink},
         "paper_bgcolor": paper,
         "plot_bgcolor": paper,
-        "xaxis": axis,
-        "yaxis": axis,
+        "xaxis": lines,
+        "yaxis": lines,
         "hoverlabel": {"bgcolor": raised, "bordercolor": grid, "font": {"family": FONT, "color": ink}},
+        # Above the figure, from the left, in the order of the traces.
         "legend": {
             "orientation": "h",
             "x": 0,
@@ -70,23 +70,11 @@ def _theme(ink: str, faint: str, grid: str, paper: str, raised: str, hues: Seque
     }
 
 
-THEMES: dict[str, dict[str, Any]] = {
-    "light": _theme(
-        ink="#1f2328",
-        faint="#59636e",
-        grid="#e4e7eb",
-        paper="#ffffff",
-        raised="#ffffff",
-        hues=("#f1f3f6", "#e0812c", "#8c1d2f", "#3579c8"),
-    ),
-    "dark": _theme(
-        ink="#e6e8eb",
-        faint="#9aa4b0",
-        grid="#2e343c",
-        paper="#171a1f",
-        raised="#22272e",
-        hues=("#22272e", "#e0812c", "#ffd9b0", "#3579c8"),
-    ),
+_LIGHT_HUES, _DARK_HUES = ("#f1f3f6", "#e0812c", "#8c1d2f", "#3579c8"), ("#22272e", "#e0812c", "#ffd9b0", "#3579c8")
+
+THEMES: dict[str, dict[str, Any]] = {  # colours as in assets/page.css: ink, faint, line, paper, raised
+    "light": _theme("#1f2328", "#59636e", "#e4e7eb", "#ffffff", "#ffffff", _LIGHT_HUES),
+    "dark": _theme("#e6e8eb", "#9aa4b0", "#2e343c", "#171a1f", "#22272e", _DARK_HUES),
 }
 """Layouts by theme."""
 
@@ -96,6 +84,11 @@ def evenly(count: int, most: int) -> list[int]:
     if count <= most:
         return list(range(count))
     return sorted({round(at * (count - 1) / max(1, most - 1)) for at in range(most)})
+
+
+def left_out(shown: int, count: int, what: str) -> str:
+    """The sentence of a caption that says how many are shown; empty if all are."""
+    return f" {shown} of {count} {what}." if shown < count else ""
 
 
 def plotly_json(figure: Figure) -> dict[str, Any]:

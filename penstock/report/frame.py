@@ -11,7 +11,7 @@ import gzip
 import json
 import os
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from html import escape
 from importlib.resources import files
@@ -22,12 +22,12 @@ from typing import Any
 from penstock.base.errors import PicturesError
 from penstock.report.figure import THEMES, Figure, plotly_json
 
-SCRIPT = "package_data/plotly.min.js"
+SCRIPT = "package_data/plotly.min.js"  # in the folder of the package
 
 
 def plotly_script() -> Path:
     """The path of Plotly's script."""
-    spec = find_spec("plotly")
+    spec = find_spec("plotly")  # finds the package without importing it
     folders = spec.submodule_search_locations if spec is not None else None
     scripts = [Path(folder) / SCRIPT for folder in folders or () if (Path(folder) / SCRIPT).is_file()]
     if not scripts:
@@ -45,8 +45,7 @@ def document(title: str, body: str, figures: Sequence[Figure], script: str = "pa
 
     In `body`, a figure is an element `<div class="figure" id=NAME>`; `script` is the asset that draws them.
     """
-    # mtime=0: equal content gives an equal file.
-    packed = b64encode(gzip.compress(plotly_script().read_bytes(), mtime=0)).decode()
+    packed = b64encode(gzip.compress(plotly_script().read_bytes(), mtime=0)).decode()  # mtime=0: equal files
     names = [figure.name for figure in figures]
     assert len(set(names)) == len(names), f"pictures have the same name: {names}"
     pictures = {"themes": THEMES, "figures": {figure.name: plotly_json(figure) for figure in figures}}
@@ -95,6 +94,20 @@ def scrolling(table: str) -> str:
     return f'<div class="scroll">{table}</div>'
 
 
+def table(columns: Mapping[str, str], rows: Iterable[Sequence[str]], *, name: str = "") -> str:
+    """A table of HTML cells with the class `name`. `columns` has the class of cells (or "") by head."""
+
+    def line(tag: str, cells: Iterable[str], kinds: Iterable[str]) -> str:
+        return "".join(
+            f"<{tag}{kind and f' class={kind}'}>{cell}</{tag}>" for cell, kind in zip(cells, kinds, strict=True)
+        )
+
+    heads = line("th", columns, (kind and "text" for kind in columns.values()))
+    body = "".join(f"<tr>{line('td', row, columns.values())}</tr>" for row in rows)
+    start = f'<table class="{name}">' if name else "<table>"
+    return scrolling(f"{start}<thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>")
+
+
 def key_figures(facts: Mapping[str, str], over: str = "") -> str:
     """The head of a page: texts by name. The fact `over` is marked as exceeding its limit."""
     cells = (
@@ -110,7 +123,7 @@ def write_whole(path: Path, content: bytes) -> None:
     Raises:
         PicturesError: it cannot be written.
     """
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside = path.with_name(f".{path.name}.{os.getpid()}")  # a rename within a folder is atomic
     try:
         beside.write_bytes(content)
         beside.replace(path)

@@ -13,50 +13,47 @@ from penstock.base.numbers import counted, gigabytes, share_text, time_text
 from penstock.plan.asked_layout import FOLLOW, differing_fields, field_label
 from penstock.plan.projection import Plan, Projection, Refusal
 from penstock.report.figure import Figure
-from penstock.report.frame import card, document, key_figures, scrolling, write_whole
+from penstock.report.frame import card, document, key_figures, scrolling, table, write_whole
 from penstock.report.stacks import SIZES, memory_figure, time_figure
 from penstock.report.timeline import activation_shares, planned, timeline_figure
 
 BARS = 12
 """Largest number of layouts in a figure."""
 
-TIMELINES = 1
-"""Default number of pipelines that are drawn: each adds up to 1 MB."""
 
-
-def plan_figures(plan: Plan, timelines: int = TIMELINES) -> list[Figure]:
-    """The figures of every plan with candidates: memory, step time, and the pipelines of the fastest candidates."""
+def plan_figures(plan: Plan) -> list[Figure]:
+    """The figures of every plan with candidates: memory, step time, and the pipeline of the fastest candidate."""
     if not plan.candidates:
         return []
-    shown = plan.candidates[:BARS]
+    shown, fastest = plan.candidates[:BARS], plan.candidates[0]
     figures = [memory_figure(shown), time_figure(shown)]
-    for place, one in enumerate(shown[:timelines], start=1):
-        schedule, playback = one.time.schedule, one.time.playback
-        if schedule is not None and playback is not None:
-            stages = f"{schedule.ranks} ranks x {counted(schedule.stages_per_rank, 'stage')}"
-            parts = "1 micro-batch" if schedule.micro_batches == 1 else f"{schedule.micro_batches:,} micro-batches"
-            title = f"Pipeline of layout {place}: {schedule.name}, {stages}, {parts}"
-            figures.append(
-                timeline_figure(f"timeline-{place}", title, [planned(schedule, playback, activation_shares(one))])
-            )
+    schedule, playback = fastest.time.schedule, fastest.time.playback
+    if schedule is not None and playback is not None:  # one pipeline only: it can add 1 MB
+        stages = f"{schedule.ranks} ranks x {counted(schedule.stages_per_rank, 'stage')}"
+        parts = "1 micro-batch" if schedule.micro_batches == 1 else f"{schedule.micro_batches:,} micro-batches"
+        title = f"Pipeline of layout 1: {schedule.name}, {stages}, {parts}"
+        figures.append(timeline_figure("timeline-1", title, [planned(schedule, playback, activation_shares(fastest))]))
     return figures
 
 
-def page(plan: Plan, *, more: Sequence[Figure] = (), timelines: int = TIMELINES) -> str:
+def page(plan: Plan, *, more: Sequence[Figure] = (), grounds: Sequence[str] = ()) -> str:
     """The page of a plan.
 
-    `more` are figures after the plan's own: curves of what-ifs.
+    `more` are figures after the plan's own: curves of what-ifs. `grounds` are assumptions and origins, a line each.
     """
-    figures = [*plan_figures(plan, timelines), *more]
+    figures = [*plan_figures(plan), *more]
     wide, narrow = [one for one in figures if one.is_wide], [one for one in figures if not one.is_wide]
     fit = sum(one.fits for one in plan.candidates)
     where = f"{plan.cluster.devices:,} x {plan.cluster.hardware.name}"
     shown = f"{len(plan.candidates):,} shown" if fit else "none of those shown fits"
-    found = candidates_table(plan) if plan.candidates else _NOTHING
+    nothing = "<p>No layout fits. The table of refusals says what is in the way.</p>"
+    found = candidates_table(plan) if plan.candidates else nothing
     # Figures are in two columns; refusals fill the gap of an odd number.
     width = ' class="wide"' if len(narrow) % 2 == 0 else ""
     refused = f"<section{width}><h2>Refused</h2>{refusals_table(plan.refused)}</section>" if plan.refused else ""
-    alone = {narrow[-1].name} if len(narrow) % 2 and not refused else set()
+    alone = {narrow[-1].name} if len(narrow) % 2 and not refused else set()  # it takes both columns
+    lines = "".join(f"<li>{escape(line)}</li>" for line in grounds)
+    rests = f'<section class="wide"><h2>What it rests on</h2><ul>{lines}</ul></section>' if lines else ""
     body = f"""
 <header>
 <h1>{escape(plan.model)} <span class="faint">on {escape(where)}</span></h1>
@@ -67,22 +64,20 @@ def page(plan: Plan, *, more: Sequence[Figure] = (), timelines: int = TIMELINES)
 <section class="wide"><h2>Candidates</h2>{found}</section>
 {"".join(card(one, is_wide=one.name in alone) for one in [*narrow[:2], *wide, *narrow[2:]])}
 {refused}
+{rests}
 </main>"""
     return document(f"{plan.model} on {where}", body, figures)
 
 
-_NOTHING = "<p>No layout fits. The table of refusals says what is in the way.</p>"
-
-
-def write_page(plan: Plan, path: Path, *, more: Sequence[Figure] = (), timelines: int = TIMELINES) -> None:
+def write_page(plan: Plan, path: Path, *, more: Sequence[Figure] = (), grounds: Sequence[str] = ()) -> None:
     """Write the page of a plan, see `page`, in place of an existing file."""
-    write_whole(path, page(plan, more=more, timelines=timelines).encode())
+    write_whole(path, page(plan, more=more, grounds=grounds).encode())
 
 
 def _key_figures(plan: Plan) -> str:
     best = plan.candidates[0]
     time = best.time
-    is_search = plan.considered > len(plan.candidates)
+    is_search = plan.considered > len(plan.candidates)  # else the layouts were asked for
     facts = {
         "fastest" if best.fits and is_search else "asked for": str(best.layout),
         "time": f"{time_text(time.step_seconds)} per step",
@@ -103,6 +98,7 @@ REFUSALS_SHOWN = 12
 def candidates_table(plan: Plan) -> str:
     """The candidates, fastest first: a column for each field in which they differ, and a line of common fields."""
     differing = differing_fields(plan.candidates)
+    # Columns of words are aligned to the left, those of numbers to the right.
     is_text = {name: not all(text.isdecimal() for text in texts) for name, texts in differing.items()}
     heads = ["<th></th>", *(f"<th{_kind(is_text[name])}>{escape(field_label(name))}</th>" for name in differing)]
     results = ("memory", "step", plan.cluster.speed_unit, "MFU", "bubble", "exposed communication")
@@ -112,8 +108,8 @@ def candidates_table(plan: Plan) -> str:
         cells = [f"<td>{place + 1}</td>"]
         cells += [f"<td{_kind(is_text[name])}>{escape(texts[place])}</td>" for name, texts in differing.items()]
         rows.append(f"<tr>{''.join([*cells, *_results(one)])}</tr>")
-    table = f'<table class="candidates"><thead><tr>{"".join(heads)}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
-    return f'{scrolling(table)}<p class="faint">{escape(_shared_text(plan.candidates, differing))}</p>'
+    whole = f'<table class="candidates"><thead><tr>{"".join(heads)}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
+    return f'{scrolling(whole)}<p class="faint">{escape(_shared_text(plan.candidates, differing))}</p>'
 
 
 def _kind(is_text: bool) -> str:
@@ -152,23 +148,17 @@ def _results(one: Projection) -> list[str]:
 def refusals_table(refusals: Sequence[Refusal]) -> str:
     """Refused layouts; refusals that cover the most layouts first, the rest folded away."""
     ordered = sorted(refusals, key=lambda one: -one.count)
-    shown, folded = ordered[:REFUSALS_SHOWN], ordered[REFUSALS_SHOWN:]
-    more = ""
-    if folded:
-        layouts = sum(one.count for one in folded)
-        summary = f"<summary>{len(folded)} more, of {layouts:,} layouts</summary>"
-        more = f"<details>{summary}{scrolling(_refusals(folded))}</details>"
-    return scrolling(_refusals(shown)) + more
-
-
-def _refusals(refusals: Sequence[Refusal]) -> str:
-    rows = "".join(
-        f"<tr><td>{one.count:,}</td><td class=text><code>{escape(one.rule)}</code></td>"
-        f"<td class=text>{escape(_layout_text(one.layout))}</td><td class=reason>{escape(one.reason)}</td></tr>"
-        for one in refusals
-    )
-    heads = "<th>layouts</th><th class=text>rule</th><th class=text>such as</th><th class=text>why</th>"
-    return f'<table class="refusals"><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>'
+    columns = {"layouts": "", "rule": "text", "such as": "text", "why": "reason"}
+    rows = [
+        (f"{one.count:,}", f"<code>{escape(one.rule)}</code>", escape(_layout_text(one.layout)), escape(one.reason))
+        for one in ordered
+    ]
+    shown = table(columns, rows[:REFUSALS_SHOWN], name="refusals")
+    if len(rows) <= REFUSALS_SHOWN:
+        return shown
+    layouts = sum(one.count for one in ordered[REFUSALS_SHOWN:])
+    summary = f"<summary>{len(rows) - REFUSALS_SHOWN} more, of {layouts:,} layouts</summary>"
+    return f"{shown}<details>{summary}{table(columns, rows[REFUSALS_SHOWN:], name='refusals')}</details>"
 
 
 def _layout_text(layout: Mapping[str, Any]) -> str:

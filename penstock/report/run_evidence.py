@@ -57,21 +57,15 @@ class MissingReasons:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RunEvidence:
-    """The content of a page.
-
-    Attributes:
-        lines: of metrics.jsonl; only some of them have layers.
-        is_host: the traces are of a CPU, which takes the place of the device.
-        projection: of the run on its hardware.
-    """
+    """The content of a page."""
 
     path: Path
     judged: Evidence
-    lines: tuple[Mapping[str, Any], ...] = ()
+    lines: tuple[Mapping[str, Any], ...] = ()  # of metrics.jsonl; only some of them have layers
     starts: tuple[Mapping[str, Any], ...] = ()
     answer: TraceAnalysis | None = None
-    is_host: bool = False
-    projection: Projection | None = None
+    is_host: bool = False  # the traces are of a CPU, which takes the place of the device
+    projection: Projection | None = None  # of the run on its hardware
     verdict: Diagnosis | None = None
     lacks: MissingReasons = field(default_factory=MissingReasons)
 
@@ -102,6 +96,7 @@ class RunEvidence:
             return self.starts[-1].get("cuda") is None and self.starts[-1].get("hip") is None
         if self.ranks:
             return self.is_host
+        # Plans exist for GPUs only.
         is_gpu = self.facts.capacity_bytes is not None or self.projection is not None
         return not (is_gpu or (self.run is not None and self.run.device == "cuda"))
 
@@ -128,8 +123,7 @@ def gather(path: Path, *, on: str | None = None, plans: bool = True) -> RunEvide
         RunFolderError: its metrics or starts cannot be read.
         HardwareError: `on` is not known hardware.
     """
-    found = _of_run(path) if is_run(path) else RunEvidence(path=path, judged=_judged_by(RunFacts()), lacks=_NO_RUN)
-    found = _with_traces(found)
+    found = _with_traces(_of_run(path) if is_run(path) else _of_traces(path))
     if found.answer is None and not is_run(path):
         raise TraceError(found.lacks.trace)
     evidence = found.judged if found.answer is None else evidence_of(found.answer, found.facts)
@@ -147,22 +141,19 @@ def gather(path: Path, *, on: str | None = None, plans: bool = True) -> RunEvide
     )
 
 
-def _judged_by(facts: RunFacts) -> Evidence:
-    return Evidence(source="none", ranks=(), facts=facts)
-
-
-_NO_RUN = MissingReasons(steps="these are traces, not the folder of a run, so there are no metrics")
+def _of_traces(path: Path) -> RunEvidence:
+    lacks = MissingReasons(steps="these are traces, not the folder of a run, so there are no metrics")
+    return RunEvidence(path=path, judged=Evidence(source="none", ranks=(), facts=RunFacts()), lacks=lacks)
 
 
 def _of_run(path: Path) -> RunEvidence:
     lines = [line for line in json_lines(path / METRICS, LAYERS) if isinstance(line.get("step"), int)]
     facts, missing = facts_of(path, lines)
-    starts = tuple(json_lines(path / STARTS))
     return RunEvidence(
         path=path,
-        judged=_judged_by(facts),
+        judged=Evidence(source="none", ranks=(), facts=facts),
         lines=tuple(lines),
-        starts=starts,
+        starts=tuple(json_lines(path / STARTS)),
         lacks=MissingReasons(steps="; ".join(missing)),
     )
 
@@ -210,15 +201,11 @@ def _verdict(evidence: Evidence, found: RunEvidence) -> tuple[Diagnosis | None, 
 
 @dataclass(frozen=True, kw_only=True)
 class StepClock:
-    """The times of a drawn step.
+    """The times of a drawn step."""
 
-    Attributes:
-        windows_us: of each rank, start and end of the step on the device, on the clock of its file.
-        zero_us: of each rank, the origin of the axis, on the same clock.
-    """
-
+    # Of each rank, start and end of the step on the device, on the clock of its file.
     windows_us: Mapping[int, tuple[float, float]]
-    zero_us: Mapping[int, float]
+    zero_us: Mapping[int, float]  # of each rank, the origin of the axis, on the same clock
     words: str
 
 
@@ -248,17 +235,18 @@ def clock_of(evidence: RunEvidence, ranks: Sequence[RankAnalysis]) -> StepClock:
     number = last_step(ranks)
     windows = {one.rank: window_us(one, number) for one in ranks}
     clocks, order = evidence.answer.collectives.meetings.clocks, evidence.answer.collectives.calls.ranks
-    ahead = {rank: float(clocks.ahead_us[place]) for place, rank in enumerate(order)}
-    island = {rank: 0 if evidence.is_host else int(clocks.island[place]) for place, rank in enumerate(order)}
-    main = Counter(island[rank] for rank in windows).most_common(1)[0][0]
+    ahead = dict(zip(order, clocks.ahead_us.tolist(), strict=True))
+    # Processes on the CPUs of one machine share its clock.
+    island = dict(zip(order, (0 * clocks.island if evidence.is_host else clocks.island).tolist(), strict=True))
+    main = Counter(island[rank] for rank in windows).most_common(1)[0][0]  # the largest island
     together = [rank for rank in windows if island[rank] == main]
-    begin = min(windows[rank][0] - ahead[rank] for rank in together)
+    begin = min(windows[rank][0] - ahead[rank] for rank in together)  # first start, on the common clock
     zero = {rank: begin + ahead[rank] if rank in together else windows[rank][0] for rank in windows}
     words = ""
     if len(windows) > 1 and evidence.is_host:
         words = "Times are those of the machine's own clock."
     elif len(together) > 1:
-        moved = max(abs(ahead[rank]) for rank in together)
+        moved = max(abs(ahead[rank]) for rank in together)  # microseconds
         words = "By the ends of collectives the clocks of all ranks agree."
         if moved >= 1:
             words = f"Clocks are aligned by the ends of collectives, the furthest by {moved:,.0f} \u00b5s."

@@ -17,7 +17,7 @@ from penstock.base.numbers import gigabytes, rounded, share_text, three_digits, 
 from penstock.config.run import Run
 from penstock.plan.projection import Projection
 from penstock.report.colours import LIMIT, MEMORY_PARTS, PHASES, SERIES, part_colours
-from penstock.report.figure import Figure, evenly
+from penstock.report.figure import Figure, axis, evenly
 from penstock.report.run_evidence import RunEvidence, last_step
 from penstock.report.stacks import height_of, memory_layout, memory_parts, part_bars, stacked
 from penstock.trace.analysis import RankAnalysis
@@ -56,7 +56,7 @@ class ThinnedCurve:
 
 def thinned(xs: Sequence[float], ys: Sequence[float], most: int = POINTS) -> ThinnedCurve:
     """A curve with at most `most` points; `xs` are ascending."""
-    each = -(-len(xs) // most) or 1
+    each = -(-len(xs) // most) or 1  # values in a bin, rounded up; 1 without values
     bins = [slice(start, start + each) for start in range(0, len(xs), each)]
     return ThinnedCurve(
         xs=[xs[one][-1] for one in bins],
@@ -71,7 +71,7 @@ def extremes(xs: Sequence[float], ys: Sequence[float], most: int = POINTS) -> tu
     """At most `most` points of a staircase, which keep the least and the most of each bin in their order."""
     if len(xs) <= most:
         return list(xs), list(ys)
-    edges = [round(place * len(xs) / (most // 2)) for place in range(most // 2 + 1)]
+    edges = [round(place * len(xs) / (most // 2)) for place in range(most // 2 + 1)]  # a bin keeps two points
     kept: list[int] = []
     for low, high in pairwise(edges):
         places = range(low, high)
@@ -84,36 +84,30 @@ def curve(points: ThinnedCurve, name: str, colour: str, hover: str, **more: Any)
 
     `hover` is a template with `%{x}` and `%{y}`.
     """
+    line = {"type": "scatter", "mode": "lines", "x": list(points.xs), **more}  # common to all three
     traces: list[dict[str, Any]] = []
     if points.each > 1:
+        # The outline runs along the highs and back along the lows.
         band = {"x": [*points.xs, *reversed(points.xs)], "y": _short([*points.highs, *reversed(points.lows)])}
-        style = {"mode": "lines", "fill": "toself", "line": {"width": 0}, "fillcolor": colour, "opacity": 0.18}
-        traces.append({"type": "scatter", **band, **style, "hoverinfo": "skip", "showlegend": False, **more})
+        style = {"fill": "toself", "line": {"width": 0}, "fillcolor": colour, "opacity": 0.18}
+        traces.append(line | band | style | {"hoverinfo": "skip", "showlegend": False})
     is_noisy = len(points.xs) >= SMOOTHED
-    line = {
-        "type": "scatter",
+    own = {
         "mode": "lines+markers" if len(points.xs) <= FEW else "lines",
         "name": name,
-        "x": list(points.xs),
         "y": _short(points.ys),
         "line": {"color": colour, "width": 1 if is_noisy else 2},
         "marker": {"color": colour, "size": 5},
         "hovertemplate": hover + "<extra></extra>",
         "legendgroup": name,
     }
-    traces.append(line | ({"opacity": 0.4, "showlegend": False} if is_noisy else {}) | more)
+    traces.append(line | own | ({"opacity": 0.4, "showlegend": False} if is_noisy else {}))
     if is_noisy:
         # The mean over the window that ends at each value.
-        values = points.ys
-        width = max(2, len(values) // WINDOW)
-        mean = {
-            "type": "scatter",
-            "mode": "lines",
-            "x": list(points.xs),
-            "y": _short([fmean(values[max(0, at + 1 - width) : at + 1]) for at in range(len(values))]),
-        }
-        style = {"name": name, "line": {"color": colour, "width": 2.2}, "hoverinfo": "skip"}
-        traces.append(mean | style | {"legendgroup": name} | more)
+        values, width = points.ys, max(2, len(points.ys) // WINDOW)
+        mean = _short([fmean(values[max(0, at + 1 - width) : at + 1]) for at in range(len(values))])
+        style = {"line": {"color": colour, "width": 2.2}, "hoverinfo": "skip"}
+        traces.append(line | style | {"name": name, "legendgroup": name, "y": mean})
     return traces
 
 
@@ -156,7 +150,7 @@ def loss_figure(lines: Sequence[Line]) -> Figure | None:
         title="Loss",
         caption=f"nats per token. {last}. {train.words}".strip(),
         data=data,
-        layout={"xaxis": _steps(), "yaxis": {"title": {"text": "loss (nats/token)"}}, "hovermode": "closest"},
+        layout={"xaxis": _steps(), "yaxis": axis("loss (nats/token)"), "hovermode": "closest"},
     )
 
 
@@ -172,8 +166,9 @@ def gradient_figure(lines: Sequence[Line], run: Run | None) -> Figure | None:
         shapes = [_level(run.training.clip_norm, "y")]
         above = sum(line["gradient_norm"] > run.training.clip_norm for line in _having(lines, "gradient_norm"))
         clipped = f" Dashed: clipped to {run.training.clip_norm:g}, in {above / len(lines):.0%} of the recorded steps."
-    # A logarithmic axis if values differ by much.
     least, most = min(norm.lows), max(norm.highs)
+    has_decades = least > 0 and most / least > DECADES
+    scale = {"type": "log", "dtick": 1} if has_decades else {"rangemode": "tozero"}
     return Figure(
         name="gradient",
         title="Gradient norm and learning rate",
@@ -181,12 +176,8 @@ def gradient_figure(lines: Sequence[Line], run: Run | None) -> Figure | None:
         data=data,
         layout={
             "xaxis": _steps() | {"anchor": "y2"},
-            "yaxis": {
-                "title": {"text": "gradient norm"},
-                "domain": TOP,
-                **({"type": "log", "dtick": 1} if least > 0 and most / least > DECADES else {"rangemode": "tozero"}),
-            },
-            "yaxis2": {"title": {"text": "learning rate"}, "rangemode": "tozero", "domain": BOTTOM, "tickformat": "~g"},
+            "yaxis": axis("gradient norm", domain=TOP, **scale),
+            "yaxis2": axis("learning rate", rangemode="tozero", domain=BOTTOM, tickformat="~g"),
             "shapes": shapes,
             "showlegend": False,
             "hovermode": "closest",
@@ -206,11 +197,12 @@ def speed_figure(lines: Sequence[Line], planned: Projection | None, unit: str = 
     usual = usual_of(lines, "tokens_per_second_per_device")
     words = [f"{three_digits(usual)} {unit}" if usual is not None else ""]
     shapes = []
-    layout: dict[str, Any] = {"yaxis": {"title": {"text": unit}, "rangemode": "tozero", "tickformat": ","}}
-    if mfu is not None:
+    layout: dict[str, Any] = {"xaxis": _steps(), "yaxis": axis(unit, rangemode="tozero", tickformat=",")}
+    if mfu is not None:  # a panel of its own below
         data += curve(mfu, "MFU", SERIES[2], "step %{x:,}<br>MFU %{y:.1%}", yaxis="y2")
+        layout["xaxis"]["anchor"] = "y2"
         layout["yaxis"]["domain"] = TOP
-        layout["yaxis2"] = {"title": {"text": "MFU"}, "rangemode": "tozero", "domain": BOTTOM, "tickformat": ".2~%"}
+        layout["yaxis2"] = axis("MFU", rangemode="tozero", domain=BOTTOM, tickformat=".2~%")
         words.append(f"MFU {share_text(usual_of(lines, 'model_flops_utilization') or 0.0)}")
     plan = ""
     if planned is not None:
@@ -221,13 +213,12 @@ def speed_figure(lines: Sequence[Line], planned: Projection | None, unit: str = 
             plan += f", MFU {share_text(planned.time.model_flops_utilization)}"
         plan += "."
     unknown = "" if mfu is not None else " No MFU: the peak of the device is not known."
-    axis = _steps() | ({"anchor": "y2"} if mfu is not None else {})
     return Figure(
         name="speed",
         title="Throughput",
         caption=f"Usual (median of the last half): {', '.join(filter(None, words))}.{plan}{unknown} {speed.words}",
         data=data,
-        layout={"xaxis": axis, **layout, "shapes": shapes, "showlegend": False, "hovermode": "closest"},
+        layout={**layout, "shapes": shapes, "showlegend": False, "hovermode": "closest"},
     )
 
 
@@ -236,20 +227,17 @@ def step_figure(lines: Sequence[Line], planned: Projection | None) -> Figure | N
     whole = _points(lines, "step_seconds")
     if whole is None:
         return None
-    size, unit = time_unit(usual_of(lines, "step_seconds") or max(whole.ys))
-    timed = [line for line in lines if isinstance(line.get("phase_seconds"), Mapping)]
+    size, unit = time_unit(usual_of(lines, "step_seconds") or max(whole.ys))  # seconds of the unit, and its name
+    timed = [line for line in lines if isinstance(line.get("phase_seconds"), Mapping)]  # null in the first step
     names = list(dict.fromkeys(name for line in timed for name in line["phase_seconds"]))
     colours = part_colours(names, PHASES)
     data: list[dict[str, Any]] = []
-    # A line of metrics has the phases of the previous step.
-    xs = [line["step"] - 1 for line in timed]
+    xs = [line["step"] - 1 for line in timed]  # a line of metrics has the phases of the previous step
     for name in names:
         points = thinned(xs, [line["phase_seconds"].get(name, 0.0) / size for line in timed])
         data.append(_layer(points, name, colours[name], unit))
-    scaled = thinned(
-        [line["step"] for line in _having(lines, "step_seconds")],
-        [line["step_seconds"] / size for line in _having(lines, "step_seconds")],
-    )
+    scaled = _points(lines, "step_seconds", size)
+    assert scaled is not None, "the time of a step is recorded"
     total = curve(scaled, "step", SERIES[4], f"step %{{x:,}}<br>%{{y:.4~g}} {unit}")
     usual = usual_of(lines, "step_seconds")
     caption = [f"Usual (median of the last half): {time_text(usual)}." if usual is not None else ""]
@@ -265,7 +253,7 @@ def step_figure(lines: Sequence[Line], planned: Projection | None) -> Figure | N
         data=[*data, *total],
         layout={
             "xaxis": _steps(),
-            "yaxis": {"title": {"text": f"time of a step ({unit})"}, "rangemode": "tozero", "tickformat": ","},
+            "yaxis": axis(f"time of a step ({unit})", rangemode="tozero", tickformat=","),
             "shapes": shapes,
             "hovermode": "x unified" if names else "closest",
             "showlegend": bool(names),
@@ -298,14 +286,14 @@ def _having(lines: Sequence[Line], name: str) -> list[Line]:
     return [line for line in lines if isinstance(line.get(name), int | float)]
 
 
-def _points(lines: Sequence[Line], name: str) -> ThinnedCurve | None:
-    """A field over the steps, or None if no line has it."""
+def _points(lines: Sequence[Line], name: str, size: float = 1.0) -> ThinnedCurve | None:
+    """A field over the steps, in units of `size`; None if no line has it."""
     found = _having(lines, name)
-    return thinned([line["step"] for line in found], [float(line[name]) for line in found]) if found else None
+    return thinned([line["step"] for line in found], [line[name] / size for line in found]) if found else None
 
 
 def _steps() -> dict[str, Any]:
-    return {"title": {"text": "step"}, "tickformat": ",d"}
+    return axis("step", tickformat=",d")
 
 
 def _level(at: float, axis: str) -> dict[str, Any]:
@@ -344,9 +332,9 @@ def memory_figure(evidence: RunEvidence) -> Figure | None:
     notes = [f"planned, in {planned.memories[place].moment}" for place in shown]
     rows = [names[place] for place in shown]
     data = part_bars(rows, bars, notes, "GB", MEMORY_PARTS)
-    at = {rank: rank * count // world for rank in peaks}
+    at = {rank: rank * count // world for rank in peaks}  # place of each rank: those of a place are consecutive
     data += _marks({rank: peak for rank, peak in peaks.items() if at[rank] in names}, lambda rank: names[at[rank]])
-    capacity = planned.capacity_bytes / 1e9
+    capacity = planned.capacity_bytes / 1e9  # GB, as all sizes in the figure
     marks = [size / 1e9 for sizes in peaks.values() for size in sizes if size is not None]
     hidden = len(planned.memories) - len(shown)
     left = f" {hidden} places between these are left out." if hidden else ""
@@ -365,18 +353,21 @@ def memory_figure(evidence: RunEvidence) -> Figure | None:
 
 def measured_peaks(evidence: RunEvidence) -> dict[int, tuple[int, int | None]]:
     """For each rank the most allocated bytes, and the most bytes reserved by its allocator (None if unknown)."""
-    found: dict[int, tuple[int, int | None]] = {}
-    for one in evidence.ranks:
-        if one.memory:
-            found[one.rank] = (
-                max(int(memory.allocated.max()) for memory in one.memory),
-                max(int(memory.reserved.max()) for memory in one.memory),
-            )
+    found: dict[int, tuple[int, int | None]] = {
+        one.rank: (_peak_bytes(one), max(int(memory.reserved.max()) for memory in one.memory))
+        for one in evidence.ranks
+        if one.memory
+    }
     recorded = [line["peak_memory_bytes"] for line in evidence.lines if isinstance(line.get("peak_memory_bytes"), int)]
-    if recorded:
+    if recorded:  # rank 0 writes the metrics
         traced, reserved = found.get(0, (0, None))
         found[0] = (max(*recorded, traced), reserved)
     return dict(sorted(found.items()))
+
+
+def _peak_bytes(one: RankAnalysis) -> int:
+    """The most allocated bytes of a rank whose trace recorded memory."""
+    return max(int(memory.allocated.max()) for memory in one.memory)
 
 
 def _places(planned: Projection) -> list[int]:
@@ -390,7 +381,7 @@ def _places(planned: Projection) -> list[int]:
 
 def place_name(planned: Projection, place: int) -> str:
     """The ranks at a place of the pipeline."""
-    each = planned.cluster.devices // planned.layout.pp
+    each = planned.cluster.devices // planned.layout.pp  # ranks at each place
     first = place * each
     return f"rank {first}" if each == 1 else f"ranks {first} to {first + each - 1}"
 
@@ -407,28 +398,24 @@ def _marks(peaks: Mapping[int, tuple[int, int | None]], row: Callable[[int], str
     """A filled diamond for allocated, an open one for reserved memory."""
     traces = []
     for index, (name, symbol) in enumerate(((MEASURED, "diamond"), ("held by the allocator", "diamond-open"))):
-        known = {rank: sizes[index] for rank, sizes in peaks.items() if sizes[index] is not None}
-        if not known:
-            continue
-        traces.append(
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "name": name,
-                "x": [rounded((size or 0) / 1e9) for size in known.values()],
-                "y": [row(rank) for rank in known],
-                "customdata": list(known),
-                "marker": {"symbol": symbol, "size": 11, "color": LIMIT, "line": {"width": 1.5, "color": LIMIT}},
-                "hovertemplate": f"<b>{name}</b> %{{x:.4g}} GB<br>rank %{{customdata}}<extra></extra>",
-            }
-        )
+        known = {rank: size for rank, sizes in peaks.items() if (size := sizes[index]) is not None}
+        trace = {
+            "type": "scatter",
+            "mode": "markers",
+            "name": name,
+            "x": [rounded(size / 1e9) for size in known.values()],
+            "y": [row(rank) for rank in known],
+            "customdata": list(known),
+            "marker": {"symbol": symbol, "size": 11, "color": LIMIT, "line": {"width": 1.5, "color": LIMIT}},
+            "hovertemplate": f"<b>{name}</b> %{{x:.4g}} GB<br>rank %{{customdata}}<extra></extra>",
+        }
+        traces += [trace] if known else []
     return traces
 
 
 def _only_measured(evidence: RunEvidence, peaks: Mapping[int, tuple[int, int | None]]) -> Figure:
     """One bar for each measured rank."""
-    ranks = sorted(peaks, key=lambda rank: -peaks[rank][0])[:PLACES]
-    ranks.sort()
+    ranks = sorted(sorted(peaks, key=lambda rank: -peaks[rank][0])[:PLACES])
     names = [f"rank {rank}" for rank in ranks]
     bars = [{MEASURED: peaks[rank][0] / 1e9} for rank in ranks]
     of = "the process held (resident set)" if evidence.is_cpu else "the allocator handed out"
@@ -451,28 +438,26 @@ def memory_over_time(evidence: RunEvidence) -> Figure | None:
     with_memory = [one for one in evidence.ranks if one.memory]
     if not with_memory:
         return None
-    fullest = sorted(with_memory, key=lambda one: -max(int(memory.allocated.max()) for memory in one.memory))[:CURVES]
+    fullest = sorted(with_memory, key=lambda one: -_peak_bytes(one))[:CURVES]
     step = last_step(fullest)
     data: list[dict[str, Any]] = []
     for place, one in enumerate(sorted(fullest, key=lambda one: one.rank)):
         for kind, style in (("allocated", "solid"), ("reserved", "dot")):
             xs, ys = _over_step(one, step, kind)
-            line = {"color": SERIES[place], "width": 1.5, "shape": "hv", "dash": style}
+            line = {"color": SERIES[place], "width": 1.5, "shape": "hv", "dash": style}  # hv: stairs
             hover = f"rank {one.rank}, {kind}<br>%{{x:.4~g}} ms: %{{y:.4~g}} GB<extra></extra>"
-            data.append(
-                {"type": "scatter", "mode": "lines", "name": f"rank {one.rank} {kind}", "x": xs, "y": ys}
-                | {"line": line, "hovertemplate": hover}
-            )
+            trace = {"type": "scatter", "mode": "lines", "name": f"rank {one.rank} {kind}", "x": xs, "y": ys}
+            data.append(trace | {"line": line, "hovertemplate": hover})
     some = f" Of the fullest {CURVES} of {len(with_memory)} ranks." if len(with_memory) > CURVES else ""
-    peak = max(int(memory.allocated.max()) for one in fullest for memory in one.memory)
+    peak = gigabytes(max(map(_peak_bytes, fullest)))
     return Figure(
         name="memory-over-time",
         title=f"Memory over {'the trace' if step is None else f'step {step}'}",
-        caption=f"By the time at which the host asked for it; at most {gigabytes(peak)} were handed out.{some}",
+        caption=f"By the time at which the host asked for it; at most {peak} were handed out.{some}",
         data=data,
         layout={
-            "xaxis": {"title": {"text": "time in the step (ms)"}, "rangemode": "tozero"},
-            "yaxis": {"title": {"text": "memory (GB)"}, "rangemode": "tozero"},
+            "xaxis": axis("time in the step (ms)", rangemode="tozero"),
+            "yaxis": axis("memory (GB)", rangemode="tozero"),
             "hovermode": "closest",
         },
     )
@@ -480,13 +465,13 @@ def memory_over_time(evidence: RunEvidence) -> Figure | None:
 
 def _over_step(one: RankAnalysis, step: int | None, kind: str) -> tuple[list[float], list[float]]:
     """Milliseconds and GB of one rank's curve."""
-    memory = one.memory[0]
+    memory = one.memory[0]  # of the first device; a rank of Penstock has one
     sizes = memory.allocated if kind == "allocated" else memory.reserved
     begin, end = float(memory.time_us[0]), float(memory.time_us[-1])
     for found in one.steps:
-        if found.number == step:
+        if found.number == step:  # the host's part of the step, because the times are the host's
             begin, end = found.start_us, found.start_us + found.duration_us
     low, high = np.searchsorted(memory.time_us, [begin, end])
     times: Sequence[float] = ((memory.time_us[low:high] - begin) / 1e3).tolist()
     xs, ys = extremes(times, (sizes[low:high] / 1e9).tolist(), STAIRS)
-    return [rounded(x) for x in xs], [rounded(y, 5) for y in ys]
+    return [rounded(x) for x in xs], _short(ys)

@@ -16,7 +16,7 @@ from penstock.base.devices import Chip
 from penstock.base.numbers import counted, rounded, time_text
 from penstock.layout.actions import Kind
 from penstock.report.colours import HUES, KERNELS, LIMIT, ink_on, kernel_group
-from penstock.report.figure import Figure, evenly
+from penstock.report.figure import Figure, axis, evenly, left_out
 from penstock.report.run_evidence import RunEvidence, last_step, step_name, window_us
 from penstock.trace.analysis import RankAnalysis
 from penstock.trace.kernel_names import generic_category, specific_category
@@ -68,11 +68,7 @@ def flame_figure(evidence: RunEvidence) -> Figure | None:
     number = last_step(ranks)
     idle = "outside of operators" if evidence.is_host else "idle"
     data = [_icicle(one, number, idle) | {"visible": one is ranks[0]} for one in ranks]
-    some = (
-        f" {len(ranks)} of {len(evidence.ranks)} recorded ranks can be chosen."
-        if len(ranks) < len(evidence.ranks)
-        else ""
-    )
+    some = left_out(len(ranks), len(evidence.ranks), "recorded ranks can be chosen")
     unit = "operators of the process" if evidence.is_host else "the device"
     return Figure(
         name="flame",
@@ -92,25 +88,20 @@ def flame_figure(evidence: RunEvidence) -> Figure | None:
 
 def _icicle(one: RankAnalysis, number: int | None, idle: str) -> dict[str, Any]:
     root = _blocks(one, number, idle)
-    table: dict[str, list[Any]] = defaultdict(list)
-    name = step_name(one, number) or "recorded"
-    _write(root, name, "", (root.exposed_us, table))
-    table["customdata"] = [list(row) for row in table.pop("facts")]
+    table: dict[str, list[Any]] = defaultdict(list)  # columns with one entry for each block
+    _write(root, step_name(one, number) or "recorded", "", (root.exposed_us, table))
+    colours = table.pop("colours")
     return {
         "type": "icicle",
         "name": f"rank {one.rank}",
-        "ids": table["ids"],
-        "labels": table["labels"],
-        "parents": table["parents"],
-        "values": table["values"],
-        "customdata": table["customdata"],
+        **table,  # ids, labels, parents, values, customdata
         "branchvalues": "remainder",
         "sort": False,
-        "marker": {"colors": table["colors"], "line": {"width": 0.6, "color": "rgba(0,0,0,0.35)"}},
+        "marker": {"colors": colours, "line": {"width": 0.6, "color": "rgba(0,0,0,0.35)"}},
         "tiling": {"orientation": "v", "pad": 0},
         "pathbar": {"visible": True, "thickness": 20},
         "leaf": {"opacity": 1},
-        "insidetextfont": {"color": [ink_on(colour) for colour in table["colors"]]},
+        "insidetextfont": {"color": [ink_on(colour) for colour in colours]},
         "texttemplate": "%{label}",
         "hovertemplate": "<b>%{label}</b><br>%{customdata[0]}<extra></extra>",
     }
@@ -127,9 +118,8 @@ def _blocks(one: RankAnalysis, number: int | None, idle: str) -> _Block:
         for label, colour in _path(leaf):
             block = block.inside.setdefault(label, _Block(colour=colour))
             block.add(leaf)
-    # The remaining time of the step is idle.
     start, end = window_us(one, number)
-    idle_us = max(0.0, end - start - root.exposed_us)
+    idle_us = max(0.0, end - start - root.exposed_us)  # the remaining time of the step
     if idle_us:
         root.inside[idle] = _Block(colour=_IDLE, exposed_us=idle_us)
         root.exposed_us += idle_us
@@ -142,7 +132,7 @@ def _path(leaf: Leaf) -> list[tuple[str, str]]:
     is_pass = not action or action.startswith("micro-batch")
     top = (leaf.pass_ or "not launched in the trace") if is_pass else action
     colour = KERNELS[kernel_group(leaf.phase)]
-    path = [(top, _PASSES.get(top.split(" ")[0], _GROUND))]
+    path = [(top, _PASSES.get(top.split(" ")[0], _GROUND))]  # `input gradient of stage 2` has the colour of `input`
     if leaf.layer is not None:
         path.append((f"layer {leaf.layer}", _LAYER))
     phase = leaf.phase if is_pass or not leaf.pass_ or leaf.pass_ in top else f"{leaf.phase}, {leaf.pass_}"
@@ -165,12 +155,12 @@ def _write(block: _Block, label: str, parent: str, into: tuple[float, dict[str, 
     table["labels"].append(label)
     table["parents"].append(parent)
     table["values"].append(rounded(rest_us))
-    table["colors"].append(block.colour)
+    table["colours"].append(block.colour)
     share = block.exposed_us / whole_us if whole_us else 0.0
     words = f"{time_text(block.exposed_us / 1e6)}, {share:.1%} of the step"
     if block.events:
         words += f"<br>{block.events:,} events of {time_text(block.kernel_us / 1e6)}"
-    table["facts"].append([words])
+    table["customdata"].append([words])
     for name, one in _in_order(kept):
         _write(one, name, own, into)
 
@@ -193,8 +183,8 @@ def _in_order(blocks: Mapping[str, _Block]) -> list[tuple[str, _Block]]:
 
     def key(entry: tuple[str, _Block]) -> tuple[int, float, float]:
         label, block = entry
-        first, *_, last = label.split(" ") if " " in label else (label, label)
-        number = float(last) if last.isdecimal() else 0.0
+        first, last = label.partition(" ")[0], label.rpartition(" ")[2]
+        number = float(last) if last.isdecimal() else 0.0  # of the stage or the layer
         if first in _ORDER:
             return (0, _ORDER.index(first), number)
         return (1, number, 0.0) if first == "layer" else (2, -block.exposed_us, 0.0)
@@ -221,17 +211,16 @@ def roofline_figure(evidence: RunEvidence) -> Figure | None:
     if one is None:
         return None
     known, chip = _known(one), one.roofline.chip
-    # The longest calls above the least share of the peak.
     peak = chip.bf16 if chip is not None else max(row.flops_per_second or 0.0 for row in known)
-    rows = [row for row in known if (row.flops_per_second or 0.0) >= LEAST * peak][:POINTS]
-    # FLOP/s of the unit, and its name.
+    rows = [row for row in known if (row.flops_per_second or 0.0) >= LEAST * peak][:POINTS]  # the longest
     most = chip.bf16 if chip is not None else max(row.flops_per_second or 0.0 for row in rows)
-    size, unit = next((unit for unit in UNITS if most >= unit[0]), UNITS[-1])
+    size, unit = next((unit for unit in UNITS if most >= unit[0]), UNITS[-1])  # FLOP/s of the unit, and its name
     data = _points(rows, size, unit)
-    reach = [row.flops / row.bytes for row in rows if row.flops and row.bytes]
+    roofs = "The peaks of this device are not known, so no roofs are drawn."
     if chip is not None:
+        reach = [row.flops / row.bytes for row in rows if row.flops and row.bytes]  # FLOPs for each byte
         data = [*_roofs(chip, size, (min(reach), max(reach))), *data]
-    roofs = f"Lines: what {chip.name} could do ({chip.source})." if chip is not None else _NO_ROOFS
+        roofs = f"Lines: what {chip.name} could do ({chip.source})."
     left = ""
     if len(rows) < len(known):
         rest = 1 - sum(row.kernel_us for row in rows) / sum(row.kernel_us for row in known)
@@ -246,17 +235,14 @@ def roofline_figure(evidence: RunEvidence) -> Figure | None:
         f"{one.roofline.modelled_share:.0%} of the time. {roofs}{left}",
         data=data,
         layout={
-            "xaxis": {"title": {"text": "FLOPs for each byte"}, "type": "log", "dtick": 1},
-            "yaxis": {"title": {"text": unit}, "type": "log", "dtick": 1, "exponentformat": "none"},
+            "xaxis": axis("FLOPs for each byte", type="log", dtick=1),
+            "yaxis": axis(unit, type="log", dtick=1, exponentformat="none"),
             "hovermode": "closest",
             "legend": {"itemsizing": "constant"},
         },
         height=520,
         is_wide=True,
     )
-
-
-_NO_ROOFS = "The peaks of this device are not known, so no roofs are drawn."
 
 
 def _known(one: RankAnalysis) -> list[RooflineRow]:
@@ -270,28 +256,27 @@ def _points(rows: Sequence[RooflineRow], size: float, unit: str) -> list[dict[st
         part = specific_category(row.operator) or generic_category(row.operator)
         groups.setdefault("other" if part is None else kernel_group(part.value), []).append(row)
     longest = max(row.kernel_us for row in rows)
-    traces = []
-    for name in (name for name in KERNELS if name in groups):
-        members = groups[name]
-        traces.append(
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "name": name,
-                "x": [rounded((row.flops or 0.0) / (row.bytes or 1.0), 4) for row in members],
-                "y": [rounded((row.flops_per_second or 0.0) / size, 4) for row in members],
-                "customdata": [_facts(row) for row in members],
-                "marker": {
-                    "color": KERNELS[name],
-                    "opacity": 0.8,
-                    "size": [round(5 + 25 * sqrt(row.kernel_us / longest), 1) for row in members],
-                    "line": {"width": 0.7, "color": "rgba(255,255,255,0.7)"},
-                },
-                "hovertemplate": f"<b>%{{customdata[0]}}</b><br>%{{y:.3~g}} {unit} at %{{x:.3~g}} FLOPs/byte"
-                "<br>%{customdata[1]}<br>%{customdata[2]}<extra></extra>",
-            }
-        )
-    return traces
+    return [
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "name": name,
+            "x": [rounded((row.flops or 0.0) / (row.bytes or 1.0), 4) for row in members],
+            "y": [rounded((row.flops_per_second or 0.0) / size, 4) for row in members],
+            "customdata": [_facts(row) for row in members],
+            "marker": {
+                "color": colour,
+                "opacity": 0.8,
+                # The area of a point grows with its time.
+                "size": [round(5 + 25 * sqrt(row.kernel_us / longest), 1) for row in members],
+                "line": {"width": 0.7, "color": "rgba(255,255,255,0.7)"},
+            },
+            "hovertemplate": f"<b>%{{customdata[0]}}</b><br>%{{y:.3~g}} {unit} at %{{x:.3~g}} FLOPs/byte"
+            "<br>%{customdata[1]}<br>%{customdata[2]}<extra></extra>",
+        }
+        for name, colour in KERNELS.items()
+        if (members := groups.get(name))
+    ]
 
 
 def _facts(row: RooflineRow) -> list[str]:
@@ -299,17 +284,15 @@ def _facts(row: RooflineRow) -> list[str]:
     if row.reached is not None and row.bound is not None:
         time += f"; {row.reached:.0%} of its roof ({row.bound})"
     shapes = ", ".join("x".join(map(str, shape)) for shape in row.shapes if shape)
-    return [
-        row.operator,
-        time,
-        shapes if len(shapes) <= SHAPE_LETTERS else f"{shapes[:SHAPE_LETTERS].rpartition(', ')[0]} ...",
-    ]
+    if len(shapes) > SHAPE_LETTERS:
+        shapes = f"{shapes[:SHAPE_LETTERS].rpartition(', ')[0]} ..."
+    return [row.operator, time, shapes]
 
 
 def _roofs(chip: Chip, size: float, reach: tuple[float, float]) -> list[dict[str, Any]]:
     """The slope of the memory up to the highest peak, and each peak from there on."""
     peaks = {name: peak for name, peak in (("fp8", chip.fp8), ("bf16", chip.bf16), ("fp32", chip.fp32)) if peak}
-    ridge = max(peaks.values()) / chip.memory
+    ridge = max(peaks.values()) / chip.memory  # FLOPs for each byte at which the slope meets the highest peak
     left, right = min(reach[0] / 2, ridge / 100), max(reach[1] * 3, ridge * 5)
     slope = _roof([left, ridge], [left * chip.memory / size, ridge * chip.memory / size], "solid")
     label = {"text": [f"  {chip.memory / 1e12:.3g} TB/s", ""], "textposition": "bottom right"}

@@ -6,18 +6,17 @@ The page has ten sections. A section without evidence is left out; the last card
 record it. Data that are too large for a page are thinned, and the caption says so.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from penstock.base.numbers import bytes_text, count_text, counted, share_text, three_digits, time_text
 from penstock.config.fit import grid_of
 from penstock.config.load import dump_toml
 from penstock.config.run import Run
 from penstock.report.figure import Figure
-from penstock.report.frame import card, document, key_figures, scrolling, write_whole
+from penstock.report.frame import card, document, key_figures, scrolling, table, write_whole
 from penstock.report.run_evidence import RunEvidence, sentence
 from penstock.report.run_metrics import (
     gradient_figure,
@@ -31,7 +30,7 @@ from penstock.report.run_metrics import (
 from penstock.report.run_operators import flame_figure, roofline_figure
 from penstock.report.run_ranks import expert_pictures, rank_pictures
 from penstock.report.run_timeline import timeline_pictures
-from penstock.trace.host_table import HostRow, HostTable
+from penstock.trace.host_table import HostTable
 from penstock.tune.doctor.diagnosis import Diagnosis, EvidenceLine, ms_text, spent_text
 from penstock.tune.doctor.evidence import Evidence
 
@@ -52,6 +51,13 @@ def sections_of(evidence: RunEvidence) -> list[PageSection]:
     lines, planned = evidence.lines, evidence.projection
     loss = [loss_figure(lines), gradient_figure(lines, evidence.run)]
     speed = [speed_figure(lines, planned, evidence.speed_unit), step_figure(lines, planned)]
+    no_metric = evidence.lacks.steps or "the metrics say nothing of it"
+    no_work = evidence.lacks.trace or "no operator in the traces has shapes, so its work is not known"
+    roofline = None if evidence.is_host else roofline_figure(evidence)
+    if evidence.is_host:
+        no_work = (
+            "No roofline: the peaks of a CPU are not known, and its operators take part of their time in each other."
+        )
     timeline, no_timeline = timeline_pictures(evidence)
     ranks, no_ranks = rank_pictures(evidence)
     experts, no_experts = expert_pictures(evidence)
@@ -62,22 +68,22 @@ def sections_of(evidence: RunEvidence) -> list[PageSection]:
         cards.append(("What the CPU did", host_html(evidence.judged.host)))
     return [
         PageSection(name="verdict", title="Verdict", cards=cards, missing=missing),
-        _of_metrics(evidence, "loss", "Loss", loss),
-        _of_metrics(evidence, "speed", "Speed", speed),
+        _drawn("loss", "Loss", loss, no_metric),
+        _drawn("speed", "Speed", speed, no_metric),
         _memory(evidence),
         PageSection(name="timeline", title="Timeline", figures=timeline, missing=no_timeline),
-        _of_trace(evidence, "flame", "Flame", flame_figure(evidence)),
-        _roofline(evidence),
+        _drawn("flame", "Flame", [flame_figure(evidence)], evidence.lacks.trace),
+        _drawn("roofline", "Roofline", [roofline], no_work),
         PageSection(name="ranks", title="Rank to rank", figures=ranks, missing=no_ranks),
         PageSection(name="experts", title="Experts", figures=experts, missing=no_experts),
         _setting(evidence),
     ]
 
 
-def _of_metrics(evidence: RunEvidence, name: str, title: str, figures: Sequence[Figure | None]) -> PageSection:
+def _drawn(name: str, title: str, figures: Sequence[Figure | None], lack: str) -> PageSection:
+    """The section of some figures, or the reason why there is none."""
     found = [one for one in figures if one is not None]
-    lack = sentence(evidence.lacks.steps or "the metrics say nothing of it")
-    return PageSection(name=name, title=title, figures=found, missing=() if found else (lack,))
+    return PageSection(name=name, title=title, figures=found, missing=() if found else (sentence(lack),))
 
 
 def _memory(evidence: RunEvidence) -> PageSection:
@@ -95,19 +101,6 @@ def _memory(evidence: RunEvidence) -> PageSection:
     return PageSection(name="memory", title="Memory", figures=found, missing=missing)
 
 
-def _roofline(evidence: RunEvidence) -> PageSection:
-    if evidence.is_host:
-        lack = "No roofline: the peaks of a CPU are not known, and its operators take part of their time in each other."
-        return PageSection(name="roofline", title="Roofline", missing=(lack,))
-    return _of_trace(evidence, "roofline", "Roofline", roofline_figure(evidence))
-
-
-def _of_trace(evidence: RunEvidence, name: str, title: str, figure: Figure | None) -> PageSection:
-    lack = sentence(evidence.lacks.trace or "no operator in the traces has shapes, so its work is not known")
-    found = [figure] if figure is not None else []
-    return PageSection(name=name, title=title, figures=found, missing=() if found else (lack,))
-
-
 def _setting(evidence: RunEvidence) -> PageSection:
     config = config_html(evidence.run) if evidence.run is not None else ""
     cards = [("Configuration", config), ("Environment", environment_html(evidence))]
@@ -122,11 +115,11 @@ def _setting(evidence: RunEvidence) -> PageSection:
 
 def _not_shown(parts: Sequence[PageSection]) -> PageSection:
     """The reasons why evidence is missing, each once, with the sections that it applies to."""
-    titles: dict[str, list[str]] = {}
+    titles: dict[str, list[str]] = {}  # by reason
     for part in parts:
         for line in filter(None, part.missing):
             titles.setdefault(line, []).append(part.title)
-    rows = [(", ".join(dict.fromkeys(names)), line) for line, names in titles.items()]
+    rows = [(", ".join(dict.fromkeys(names)), line) for line, names in titles.items()]  # a title can lack two figures
     cards = [("What is missing, and why", pairs(rows))] if rows else []
     return PageSection(name="missing", title="Not shown", cards=cards)
 
@@ -134,7 +127,7 @@ def _not_shown(parts: Sequence[PageSection]) -> PageSection:
 def run_page(evidence: RunEvidence) -> str:
     """The page of a run."""
     made = sections_of(evidence)
-    parts = [part for part in (*made, _not_shown(made)) if part.figures or part.cards]
+    parts = [part for part in (*made, _not_shown(made)) if part.figures or part.cards]  # no empty section
     where = where_text(evidence)
     links = "".join(f'<a href="#part-{part.name}">{escape(part.title)}</a>' for part in parts)
     heading = f'{escape(evidence.name)} <span class="faint">{f"on {escape(where)}" if where else ""}</span>'
@@ -155,7 +148,7 @@ def write_run_page(evidence: RunEvidence, path: Path) -> None:
 
 def section_html(part: PageSection) -> str:
     """Heading, figures and cards. A single figure or card takes the whole width."""
-    narrow = [figure for figure in part.figures if not figure.is_wide]
+    narrow = [figure for figure in part.figures if not figure.is_wide]  # half of the page's width
     figures = "".join(card(figure, is_wide=figure.is_wide or len(narrow) == 1) for figure in part.figures)
     width = ' class="wide"' if len(part.cards) == 1 else ""
     cards = "".join(f"<section{width}><h2>{escape(title)}</h2>{html}</section>" for title, html in part.cards)
@@ -165,7 +158,7 @@ def section_html(part: PageSection) -> str:
 # ----------------------------------------------------------------------------------------------------------- run tables
 
 FACTS = 12
-"""Lines of evidence that are shown; the rest is folded away."""
+"""Lines of evidence, and rows of a CPU's operators, that are shown; the rest of the evidence is folded away."""
 
 
 def summary(evidence: RunEvidence) -> dict[str, str]:
@@ -181,7 +174,7 @@ def summary(evidence: RunEvidence) -> dict[str, str]:
         held_out = [line for line in lines if "evaluation_loss" in line]
         if held_out:
             facts["held out"] = f"{held_out[-1]['evaluation_loss']:.4f} nats/token"
-    # Key figures of the usual step.
+    # Key figures of the usual step: field of a line of metrics, name on the page, and text.
     texts: dict[str, tuple[str, Callable[[float], str]]] = {
         "tokens_per_second_per_device": ("speed", lambda speed: f"{three_digits(speed)} {evidence.speed_unit}"),
         "step_seconds": ("time", lambda seconds: f"{time_text(seconds)} per step"),
@@ -231,16 +224,19 @@ def verdict_html(verdict: Diagnosis, judged: Evidence) -> str:
 
 
 def _remedies(verdict: Diagnosis) -> str:
-    rows = "".join(
-        f"<tr><td>{f'-{bytes_text(one.gain_bytes)}' if one.gain_bytes else f'{ms_text(one.gain_us)} ms'}</td>"
-        f"<td>{share_text(verdict.times.share(one.gain_us))}</td><td class=text><code>{escape(one.change)}</code></td>"
-        f"<td class=reason>{escape(one.what)}</td><td class=text><code>{escape(one.rule)}</code></td></tr>"
+    rows = [
+        (
+            f"-{bytes_text(one.gain_bytes)}" if one.gain_bytes else f"{ms_text(one.gain_us)} ms",
+            share_text(verdict.times.share(one.gain_us)),
+            f"<code>{escape(one.change)}</code>",
+            escape(one.what),
+            f"<code>{escape(one.rule)}</code>",
+        )
         for one in verdict.remedies
-    )
-    texts = "".join(f"<th class=text>{name}</th>" for name in ("change", "what", "rule"))
-    heads = f"<th>at most, per step</th><th>of the step</th>{texts}"
+    ]
+    columns = {"at most, per step": "", "of the step": "", "change": "text", "what": "reason", "rule": "text"}
     note = '<p class="faint">Gains do not add up: several changes may take away the same time.</p>'
-    return scrolling(f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>") + note
+    return table(columns, rows) + note
 
 
 def _facts(facts: Sequence[EvidenceLine]) -> str:
@@ -249,37 +245,34 @@ def _facts(facts: Sequence[EvidenceLine]) -> str:
         "of the step": ["" if fact.share is None else share_text(fact.share) for fact in facts],
         "memory": ["" if fact.size is None else bytes_text(fact.size) for fact in facts],
     }
-    shown = {name: texts for name, texts in columns.items() if any(texts)}
-    rows = "".join(
-        f"<tr><td class=text>{escape(fact.bottleneck)}</td><td class=reason>{escape(fact.what)}</td>"
-        f"{''.join(f'<td>{texts[place]}</td>' for texts in shown.values())}</tr>"
+    shown = {name: texts for name, texts in columns.items() if any(texts)}  # empty columns are left out
+    rows = [
+        (escape(fact.bottleneck), escape(fact.what), *(texts[place] for texts in shown.values()))
         for place, fact in enumerate(facts)
-    )
-    heads = "<th class=text>wall</th><th class=text>what</th>" + "".join(f"<th>{name}</th>" for name in shown)
-    return scrolling(f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>")
+    ]
+    return table({"wall": "text", "what": "reason"} | dict.fromkeys(shown, ""), rows)
 
 
-def host_html(table: HostTable) -> str:
+def host_html(host: HostTable) -> str:
     """The work of a CPU per step: operators and phases by own time."""
-    outside = f"{ms_text(table.outside_us)} ms ({table.outside:.1%}) outside of operators (Python, waiting)"
-    tables = "".join(
-        f"<h3>{title}</h3>{_host_rows(rows)}"
-        for title, rows in (
-            ("Operators, by their own time", table.operators),
-            ("Phases, by the same time", table.phases),
-        )
-    )
-    return f'<p class="faint">{ms_text(table.step_us)} ms {table.span}, of which {outside}.</p>{tables}'
-
-
-def _host_rows(rows: Sequence[HostRow]) -> str:
-    lines = "".join(
-        f"<tr><td class=text>{escape(f'{row.name} {row.pass_}'.strip())}</td><td>{row.calls:,.0f}</td>"
-        f"<td>{ms_text(row.own_us)} ms</td><td>{row.share:.1%}</td></tr>"
-        for row in rows[:FACTS]
-    )
-    heads = "<th class=text>name</th><th>calls per step</th><th>per step</th><th>of the step</th>"
-    return scrolling(f"<table><thead><tr>{heads}</tr></thead><tbody>{lines}</tbody></table>")
+    outside = f"{ms_text(host.outside_us)} ms ({host.outside:.1%}) outside of operators (Python, waiting)"
+    columns = {"name": "text", "calls per step": "", "per step": "", "of the step": ""}
+    tables = ""
+    for title, rows in (
+        ("Operators, by their own time", host.operators),
+        ("Phases, by the same time", host.phases),
+    ):
+        texts = [
+            (
+                escape(f"{row.name} {row.pass_}".strip()),
+                f"{row.calls:,.0f}",
+                f"{ms_text(row.own_us)} ms",
+                f"{row.share:.1%}",
+            )
+            for row in rows[:FACTS]
+        ]
+        tables += f"<h3>{title}</h3>{table(columns, texts)}"
+    return f'<p class="faint">{ms_text(host.step_us)} ms {host.span}, of which {outside}.</p>{tables}'
 
 
 def config_html(run: Run) -> str:
@@ -309,18 +302,16 @@ def environment_html(evidence: RunEvidence) -> str:
     known = {**_of_traces(evidence), "recorded": counted(len(evidence.lines), "step") if evidence.lines else ""}
     if not evidence.starts:
         return pairs(known.items()) if any(known.values()) else ""
-    shown = evidence.starts[-1]
+    *earlier, last = evidence.starts
     facts = {
         name.replace("_", " "): (f"{value:,}" if isinstance(value, int) else str(value))
-        for name, value in shown.items()
+        for name, value in last.items()
         if value is not None
     }
-    facts |= known
-    earlier = "".join(f"<li>{escape(_line(one))}</li>" for one in evidence.starts[:-1])
-    before = (
-        f"<details><summary>{counted(len(evidence.starts) - 1, 'earlier start')}</summary><ul>{earlier}</ul></details>"
-    )
-    return pairs(facts.items()) + (before if earlier else "")
+    lines = [f"{one.get('time', '')}: {one.get('command', '')} ({one.get('device', '')})" for one in earlier]
+    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
+    summary = f"<summary>{counted(len(earlier), 'earlier start')}</summary>"
+    return pairs((facts | known).items()) + (f"<details>{summary}<ul>{items}</ul></details>" if earlier else "")
 
 
 def _of_traces(evidence: RunEvidence) -> dict[str, str]:
@@ -343,10 +334,6 @@ _VERSIONS = {
     "hip_runtime_version": "HIP runtime",
     "hip_driver_version": "HIP driver",
 }
-
-
-def _line(start: Mapping[str, Any]) -> str:
-    return f"{start.get('time', '')}: {start.get('command', '')} ({start.get('device', '')})"
 
 
 def pairs(facts: Iterable[tuple[str, str]]) -> str:

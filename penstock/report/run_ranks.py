@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from penstock.base.numbers import rounded
-from penstock.report.figure import Figure
+from penstock.report.figure import Figure, axis
 from penstock.report.run_evidence import RunEvidence
 from penstock.trace.calls import CollectiveCalls
 from penstock.trace.collectives import CollectiveTimes
@@ -38,22 +38,17 @@ def rank_pictures(evidence: RunEvidence) -> tuple[list[Figure], list[str]]:
         if world == 1:
             return [], ["The run has one rank."]
         return [], ["Only one rank was traced, and one rank cannot tell: record all (profile.ranks=[])."]
-    figures, missing = [], []
-    waiting = waiting_figure(answer.collectives)
-    if waiting is not None:
-        figures.append(waiting)
-    else:
-        missing.append(
-            "No waiting is known: collectives of a CPU say neither their group nor their number."
-            if evidence.is_host
-            else "No collective could be matched across ranks, so no waiting is known."
-        )
+    no_waiting = "No collective could be matched across ranks, so no waiting is known."
+    if evidence.is_host:
+        no_waiting = "No waiting is known: collectives of a CPU say neither their group nor their number."
+    no_bytes = "No bytes from rank to rank are known: no all-to-all says the sizes of its parts."
     sent = bytes_figure(answer.collectives, {one.rank: one.trace for one in answer.ranks})
-    if sent is not None:
-        figures.append(sent)
-    else:
-        missing.append("No bytes from rank to rank are known: no all-to-all says the sizes of its parts.")
-    return figures, missing
+    return _drawn((waiting_figure(answer.collectives), no_waiting), (sent, no_bytes))
+
+
+def _drawn(*found: tuple[Figure | None, str]) -> tuple[list[Figure], list[str]]:
+    """The figures that exist, and the reasons of those that do not."""
+    return [figure for figure, _ in found if figure is not None], [why for figure, why in found if figure is None]
 
 
 def waiting_figure(collectives: CollectiveTimes) -> Figure | None:
@@ -67,7 +62,7 @@ def waiting_figure(collectives: CollectiveTimes) -> Figure | None:
     if collectives.unmatched:
         words += f", {len(collectives.unmatched):,} were not and are not in it"
     if worst:
-        first = worst[0]
+        first = worst[0]  # the most expensive one
         words += f". Rank {first.rank} came last {first.times_last:,} times, and others waited"
         words += f" {first.caused_wait_us / 1e3:,.1f} ms for it"
     return _square(
@@ -84,20 +79,17 @@ def bytes_figure(collectives: CollectiveTimes, traces: dict[int, Trace]) -> Figu
     """Bytes that all-to-alls sent from rank to rank, or None if no all-to-all records them."""
     calls = collectives.calls
     ranks = calls.ranks
-    sent, recorded, total = np.zeros((len(ranks), len(ranks))), 0, 0
-    for row in np.flatnonzero(calls.is_exchange).tolist():
-        total += 1
-        parts = _parts(calls, row, traces[ranks[calls.rank[row]]])
-        if parts is None:
-            continue
-        recorded += 1
+    sent = np.zeros((len(ranks), len(ranks)))  # bytes, [from rank, to rank]
+    exchanges = np.flatnonzero(calls.is_exchange).tolist()
+    recorded = {row: parts for row in exchanges if (parts := _parts(calls, row, traces[ranks[calls.rank[row]]]))}
+    for row, parts in recorded.items():
         for member, size in parts:
-            if member in ranks:
+            if member in ranks:  # others have no trace
                 sent[calls.rank[row], ranks.index(member)] += size
     if not sent.any():
         return None
     size, unit = (1e9, "GB") if sent.max() >= 1e9 else (1e6, "MB")
-    words = f"{recorded:,} of {total:,} all-to-alls say the sizes of their parts"
+    words = f"{len(recorded):,} of {len(exchanges):,} all-to-alls say the sizes of their parts"
     return _square(
         "bytes",
         "Bytes between ranks",
@@ -135,30 +127,17 @@ def _square(
     names = [str(rank) for rank in ranks]
     if len(ranks) > RANKS:
         each = -(-len(ranks) // RANKS)
-        # Sums over squares of neighbours.
         at = np.arange(0, len(table), each)
-        joined: Floats = np.add.reduceat(np.add.reduceat(table, at, axis=0), at, axis=1)
+        joined: Floats = np.add.reduceat(np.add.reduceat(table, at, axis=0), at, axis=1)  # sums of squares of ranks
         table, names = joined, names[::each]
         caption += f" A square is {each} by {each} ranks, added up, under the name of the first."
-    trace: dict[str, Any] = {
-        "type": "heatmap",
-        "autocolorscale": True,
-        "z": [[rounded(value, 4) for value in row] for row in table.tolist()],
-        "x": names,
-        "y": names,
-        "zmin": 0,
-        "zmax": float(table.max()) or 1.0,
-        "xgap": int(len(names) <= GAPS),
-        "ygap": int(len(names) <= GAPS),
-        "colorbar": {"title": {"text": unit}, "thickness": 12, "outlinewidth": 0},
-        "hovertemplate": f"{axes[1]} %{{y}}, {axes[0]} %{{x}}<br><b>%{{z:,.4~g}} {unit}</b><extra></extra>",
-    }
+    gap = int(len(names) <= GAPS)
+    hover = f"{axes[1]} %{{y}}, {axes[0]} %{{x}}<br><b>%{{z:,.4~g}} {unit}</b>"
+    trace = _heat(table, names, hover, unit)
+    trace |= {"x": names, "zmin": 0, "zmax": float(table.max()) or 1.0, "xgap": gap, "ygap": gap}
     if len(names) <= 10:
         trace["texttemplate"] = "%{z:.3~g}"
-    layout = {
-        "xaxis": {"title": {"text": axes[0]}, "type": "category", "showgrid": False},
-        "yaxis": {"title": {"text": axes[1]}, "type": "category", "autorange": "reversed", "showgrid": False},
-    }
+    layout = {"xaxis": axis(axes[0], type="category", showgrid=False), "yaxis": _categories(axes[1])}
     return Figure(name=name, title=title, caption=caption, data=[trace], layout=layout, height=420)
 
 
@@ -173,27 +152,13 @@ def expert_pictures(evidence: RunEvidence) -> tuple[list[Figure], list[str]]:
     run = evidence.run
     if run is not None and run.model.moe is None:
         return [], ["The model has no experts."]
-    figures, missing = [], []
-    by_layer = load_figure(evidence.lines)
-    if by_layer is not None:
-        figures.append(by_layer)
-    else:
-        missing.append(f"No loads of layers are recorded: {evidence.lacks.steps or 'metrics.jsonl has no layer'}.")
-    by_rank = None if evidence.answer is None else rank_figure(evidence.answer.experts)
-    if by_rank is not None:
-        figures.append(by_rank)
-    else:
-        missing.append(f"No loads of ranks are known: {_why_not(evidence)}.")
-    return figures, missing
-
-
-def _why_not(evidence: RunEvidence) -> str:
-    """The reason why the loads of ranks are unknown."""
-    if evidence.answer is None:
-        return evidence.lacks.trace
-    if len(evidence.answer.loaded) < 2:
-        return "that takes traces of several ranks"
-    return "neither grouped products nor all-to-alls in the traces tell"
+    by_rank, why = None, evidence.lacks.trace
+    if evidence.answer is not None:
+        by_rank, why = rank_figure(evidence.answer.experts), "that takes traces of several ranks"
+        if len(evidence.answer.loaded) > 1:
+            why = "neither grouped products nor all-to-alls in the traces tell"
+    no_layers = f"No loads of layers are recorded: {evidence.lacks.steps or 'metrics.jsonl has no layer'}."
+    return _drawn((load_figure(evidence.lines), no_layers), (by_rank, f"No loads of ranks are known: {why}."))
 
 
 def load_figure(lines: Sequence[Mapping[str, Any]]) -> Figure | None:
@@ -202,16 +167,17 @@ def load_figure(lines: Sequence[Mapping[str, Any]]) -> Figure | None:
     layers = sorted({one["layer"] for line in recorded for one in line["layers"]})
     if not layers:
         return None
-    table = np.full((len(layers), len(recorded)), np.nan)
+    table = np.full((len(layers), len(recorded)), np.nan)  # [layer, recorded step]
     for column, line in enumerate(recorded):
         for one in line["layers"]:
             table[layers.index(one["layer"]), column] = one["max_over_mean"]
     steps, last = [line["step"] for line in recorded], table[:, -1]
     worst = int(np.nanargmax(last))
-    thin = (
-        f" Of {len(lines):,} recorded steps {len(recorded):,} are drawn, evenly." if len(recorded) < len(lines) else ""
-    )
-    trace = _heat(table, [str(layer) for layer in layers], "layer %{y}, step %{x:,}<br><b>%{z:.3f}</b> x the mean")
+    thin = ""
+    if len(recorded) < len(lines):
+        thin = f" Of {len(lines):,} recorded steps {len(recorded):,} are drawn, evenly."
+    hover = "layer %{y}, step %{x:,}<br><b>%{z:.3f}</b> x the mean"
+    trace = _heat(table, [str(layer) for layer in layers], hover, "x mean")
     return Figure(
         name="experts",
         title="Expert load by layer and step",
@@ -219,11 +185,8 @@ def load_figure(lines: Sequence[Mapping[str, Any]]) -> Figure | None:
         f"In the last step layer {layers[worst]} is least even: {last[worst]:.2f}.{thin} "
         "Loads of single experts are not recorded.",
         data=[trace | {"x": steps, "zmin": 1, "zmax": max(1.01, float(np.nanmax(table)))}],
-        layout={
-            "xaxis": {"title": {"text": "step"}, "showgrid": False, "tickformat": ",d"},
-            "yaxis": _categories("layer"),
-        },
-        height=min(620, max(280, 130 + 22 * len(layers))),
+        layout={"xaxis": axis("step", showgrid=False, tickformat=",d"), "yaxis": _categories("layer")},
+        height=_height(len(layers)),
     )
 
 
@@ -233,16 +196,15 @@ def rank_figure(load: ExpertLoad) -> Figure | None:
         return None
     loads = load.loads[:ROWS]
     mean = loads.mean(axis=1, keepdims=True)
-    share = (np.divide(loads, mean, out=np.ones_like(loads), where=mean > 0) - 1).T * 100
+    share = (np.divide(loads, mean, out=np.ones_like(loads), where=mean > 0) - 1).T * 100  # [rank, layer of a step], %
     each = -(-len(load.ranks) // RANKS)
     at = range(0, len(load.ranks), each)
-    share = np.stack([share[start : start + each].mean(axis=0) for start in at])
+    share = np.stack([share[start : start + each].mean(axis=0) for start in at])  # neighbours as one row
     names = [str(load.ranks[start]) for start in at]
     most = float(np.abs(share).max()) or 1.0
     xs = [str(number + 1) for number in range(share.shape[1])]
     hover = "rank %{y}, forward pass %{x} of a layer<br><b>%{z:+.1f} %</b> against the mean rank"
-    trace = _heat(share, names, hover) | {"x": xs, "zmin": -most, "zmax": most}
-    trace["colorbar"] = {"title": {"text": "%"}, "thickness": 12, "outlinewidth": 0}
+    trace = _heat(share, names, hover, "%") | {"x": xs, "zmin": -most, "zmax": most}
     uneven = f"; the fullest has {load.max_over_mean:.2f} x the mean, as a mean of layers" if load.max_over_mean else ""
     joined = f" A row is the mean of {each} ranks, under the name of the first." if each > 1 else ""
     left = f" The first {ROWS} of {len(load.loads)}." if len(load.loads) > ROWS else ""
@@ -253,22 +215,26 @@ def rank_figure(load: ExpertLoad) -> Figure | None:
         f"from {load.source}{uneven}.{joined}{left}",
         data=[trace],
         layout={"xaxis": _categories("layer of a traced step") | {"autorange": True}, "yaxis": _categories("rank")},
-        height=min(620, max(280, 130 + 22 * len(names))),
+        height=_height(len(names)),
     )
 
 
-def _heat(table: Any, names: Sequence[str], hover: str) -> dict[str, Any]:
-    """A heat map with a name for each row."""
+def _height(rows: int) -> int:
+    return min(620, max(280, 130 + 22 * rows))
+
+
+def _heat(table: Floats, names: Sequence[str], hover: str, unit: str) -> dict[str, Any]:
+    """A heat map with a name for each row; nan is a gap."""
     return {
         "type": "heatmap",
         "autocolorscale": True,
         "z": [[None if np.isnan(value) else rounded(value, 4) for value in row] for row in table.tolist()],
         "y": list(names),
         "ygap": 1,
-        "colorbar": {"title": {"text": "x mean"}, "thickness": 12, "outlinewidth": 0},
+        "colorbar": {"title": {"text": unit}, "thickness": 12, "outlinewidth": 0},
         "hovertemplate": hover + "<extra></extra>",
     }
 
 
 def _categories(title: str) -> dict[str, Any]:
-    return {"title": {"text": title}, "type": "category", "autorange": "reversed", "showgrid": False}
+    return axis(title, type="category", autorange="reversed", showgrid=False)

@@ -22,7 +22,7 @@ from penstock.base.numbers import three_digits
 from penstock.layout.actions import Kind
 from penstock.plan.projection import Projection
 from penstock.report.colours import KERNELS, kernel_group
-from penstock.report.figure import Figure, evenly
+from penstock.report.figure import Figure, evenly, left_out
 from penstock.report.run_evidence import RunEvidence, StepClock, clock_of, last_step, sentence
 from penstock.report.run_metrics import place_name
 from penstock.report.timeline import (
@@ -79,36 +79,32 @@ def measured_passes(
     calls = evidence.answer.collectives.calls
     found = {one.rank: _passes(one, calls, step) for one in ranks}
     starts = [each[0].start_us - clock.zero_us[rank] for rank, each in found.items() if each]
-    begin = min(starts, default=0.0)
+    begin = min(starts, default=0.0)  # the first pass of any rank
     lanes = []
     for rank, passes in found.items():
-        stages = sorted({one.what.stage for one in passes})
-        intervals = [_interval(one, clock.zero_us[rank] + begin, stages) for one in passes]
+        stages, zero_us = sorted({one.what.stage for one in passes}), clock.zero_us[rank] + begin
+        intervals = [
+            pass_interval(
+                one.what,
+                ((one.start_us - zero_us) / 1e6, (one.end_us - zero_us) / 1e6),
+                (stages.index(one.what.stage), len(stages)),
+                is_pair=one.is_within,
+            )
+            for one in passes
+        ]
         lanes.append(TimelineLane(name=f"rank {rank}", intervals=intervals, place=places.get(rank, rank)))
     return Timeline(name="measured", lanes=lanes)
-
-
-def _interval(one: _Measured, zero_us: float, stages: Sequence[int]) -> Interval:
-    times = ((one.start_us - zero_us) / 1e6, (one.end_us - zero_us) / 1e6)
-    chunk = stages.index(one.what.stage)
-    return pass_interval(one.what, times, (chunk, len(stages)), is_pair=one.is_within)
 
 
 def _passes(one: RankAnalysis, calls: CollectiveCalls, step: int | None) -> list[_Measured]:
     """The passes of a step, by start."""
     trace = one.trace
     span = _spans(trace)
-    # Launch time of each GPU event; nan if unknown.
-    gpu = trace.gpu
-    row = np.where(
-        _is_pass_work(one, calls),
-        span.of(np.append(trace.host.start_us, np.nan)[np.where(gpu.is_linked, gpu.launch, len(trace.host))]),
-        NONE,
-    )
-    in_step = one.phases.placement.step
+    row = np.where(_is_pass_work(one, calls), span.of(trace.launched_us), NONE)  # span of each GPU event
     wanted = next((found.start_us for found in one.steps if found.number == step), None)
     if wanted is not None:
-        row = np.where(np.append(trace.host.start_us, np.nan)[in_step] == wanted, row, NONE)
+        begun_us = np.append(trace.host.start_us, np.nan)[one.phases.placement.step]  # of each event's step
+        row = np.where(begun_us == wanted, row, NONE)
     hulls: dict[PipelinePass, list[float]] = {}
     within: defaultdict[PipelinePass, bool] = defaultdict(bool)
     for number in np.unique(row[row != NONE]).tolist():
@@ -131,34 +127,27 @@ def _is_pass_work(one: RankAnalysis, calls: CollectiveCalls) -> Flags:
     is_work[phases.event[np.isin(phases.name_id, messages)]] = False
     is_own = calls.rank == calls.ranks.index(one.rank)
     is_work[calls.gpu_row[is_own & (calls.sync == SyncKind.PAIR)]] = False
-    prepares = np.array([name.startswith(_ALLOCATES) for name in one.trace.names], dtype=bool)
-    return is_work & ~prepares[gpu.name_id]
+    return is_work & ~gpu.named(lambda name: name.startswith(_ALLOCATES))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Spans:
-    """Spans of passes.
-
-    Attributes:
-        paired: rows that enclose another span, or are enclosed.
-        parent: of each row of the host the enclosing span, or NONE.
-        end_us: of each row of the host.
-        start_us: of `rows`.
-    """
+    """Spans of passes."""
 
     passes: Mapping[int, PipelinePass]
-    paired: frozenset[int]
+    paired: frozenset[int]  # rows that enclose another span, or are enclosed
     rows: Integers
-    parent: Integers
-    end_us: Floats
-    start_us: Floats
+    parent: Integers  # of each row of the host the enclosing span, or NONE
+    end_us: Floats  # of each row of the host
+    start_us: Floats  # of `rows`
 
     def of(self, launched_us: Floats) -> Integers:
         """The innermost span that was open at each time, or NONE."""
         if not len(self.rows):
             return np.full(len(launched_us), NONE)
-        found = np.searchsorted(self.start_us, launched_us, side="right") - 1
+        found = np.searchsorted(self.start_us, launched_us, side="right") - 1  # the last span that began before
         row = np.where((found >= 0) & ~np.isnan(launched_us), self.rows[np.maximum(found, 0)], NONE)
+        # If it was closed, the innermost open span is one of those around it.
         while (closed := (row != NONE) & ~(launched_us < self.end_us[row])).any():
             row = np.where(closed, self.parent[row], row)
         return row
@@ -167,19 +156,17 @@ class _Spans:
 def _spans(trace: Trace) -> _Spans:
     """The spans of passes, nested."""
     host = trace.host
-    named = {number: match for number, name in enumerate(trace.names) if (match := PASS.fullmatch(name))}
-    is_pass = np.isin(host.name_id, list(named)) & (host.kind == HostKind.SPAN)
-    rows = np.flatnonzero(is_pass)
+    rows = np.flatnonzero(host.named(PASS.fullmatch) & (host.kind == HostKind.SPAN))
     tree = nest(host, rows)
     inner = [row for row in rows.tolist() if tree.parent[row] != NONE]
+    passes = {}
+    for row in rows.tolist():
+        match = PASS.fullmatch(host.name(row))
+        assert match is not None, "the name of a pass"
+        stage, micro_batch = int(match["stage"]), int(match["micro_batch"])
+        passes[row] = PipelinePass(kind=KINDS[match["what"]], stage=stage, micro_batch=micro_batch)
     return _Spans(
-        passes={
-            row: PipelinePass(
-                kind=KINDS[match["what"]], stage=int(match["stage"]), micro_batch=int(match["micro_batch"])
-            )
-            for row in rows.tolist()
-            for match in [named[int(host.name_id[row])]]
-        },
+        passes=passes,
         paired=frozenset(inner) | {int(tree.parent[row]) for row in inner},
         rows=rows,
         parent=tree.parent,
@@ -207,16 +194,11 @@ _GROUPS = tuple(KERNELS)
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseLanes:
-    """A step by phases.
-
-    Attributes:
-        slot_us: width of the slots that some lanes are divided into; 0 if every box is exact.
-        has_halves: communication and copies have the lower half of a lane.
-    """
+    """A step by phases."""
 
     timeline: Timeline
-    slot_us: float
-    has_halves: bool
+    slot_us: float  # width of the slots that some lanes are divided into; 0 if every box is exact
+    has_halves: bool  # communication and copies have the lower half of a lane
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -238,10 +220,11 @@ def measured_phases(ranks: Sequence[RankAnalysis], clock: StepClock, boxes: int 
     slots, lanes = 0.0, []
     for one in ranks:
         intervals: list[Interval] = []
-        for is_sent in (False, True) if sends else (False,):
-            computes = np.isin(one.trace.gpu.kind, [GpuKind.COMPUTE, GpuKind.SET])
-            found, slot_us = _half(one, clock, (computes != is_sent) if sends else None, each)
-            part = (0.0, 1.0) if not sends else (0.0, 0.46) if is_sent else (0.5, 1.0)
+        computes = np.isin(one.trace.gpu.kind, [GpuKind.COMPUTE, GpuKind.SET])
+        # Events and the part of the lane that they have, from its bottom to its top.
+        halves = [(computes, (0.5, 1.0)), (~computes, (0.0, 0.46))] if sends else [(None, (0.0, 1.0))]
+        for chosen, part in halves:
+            found, slot_us = _half(one, clock, chosen, each)
             slots = max(slots, slot_us)
             intervals += [
                 Interval(start=start / 1e6, end=end / 1e6, name=words, colour=KERNELS[group], group=group, part=part)
@@ -263,24 +246,24 @@ def _in_window(one: RankAnalysis, clock: StepClock) -> Flags:
 
 def _half(one: RankAnalysis, clock: StepClock, chosen: Flags | None, most: int) -> tuple[_Boxes, float]:
     """Boxes of the chosen events of a rank in the step, and the width of their slots."""
-    phases = one.phases
+    phases, zero = one.phases, clock.zero_us[one.rank]
     wanted = _in_window(one, clock) & (True if chosen is None else chosen)
-    entry = np.flatnonzero(wanted[phases.event])
+    entry = np.flatnonzero(wanted[phases.event])  # rows of `phases`
     start, end = _times(one)
     entry = entry[np.argsort(start[entry], kind="stable")]
-    zero = clock.zero_us[one.rank]
     start, end = start[entry] - zero, end[entry] - zero
+    # One number for phase, pass and layer, which `_words` takes apart; no layer (-1) becomes 0.
     key = (phases.name_id[entry] * len(PASSES) + phases.pass_id[entry]) * LAYERS + phases.layer[entry] + 1
-    exact = _merged(start, end, key)
-    if len(exact[0]) <= most:
-        return _Boxes(start_us=exact[0], end_us=exact[1], what=[_words(one, int(code)) for code in exact[2]]), 0.0
-    window = clock.windows_us[one.rank]
+    begins, ends, codes = _merged(start, end, key)
+    if len(begins) <= most:
+        return _Boxes(start_us=begins, end_us=ends, what=[_words(one, code) for code in codes.tolist()]), 0.0
+    low, high = (edge - zero for edge in clock.windows_us[one.rank])
     groups = np.array([_GROUPS.index(kernel_group(name)) for name in phases.names])[phases.name_id[entry]]
     for finer in FINER:
-        slotted = _slotted(start, end, groups, np.linspace(window[0] - zero, window[1] - zero, finer * most + 1))
+        slotted = _slotted(start, end, groups, np.linspace(low, high, finer * most + 1))
         if len(slotted.what) <= most:
             break
-    return slotted, (window[1] - window[0]) / (finer * most)
+    return slotted, (high - low) / (finer * most)
 
 
 def _times(one: RankAnalysis) -> tuple[Floats, Floats]:
@@ -288,7 +271,7 @@ def _times(one: RankAnalysis) -> tuple[Floats, Floats]:
     phases, gpu = one.phases, one.trace.gpu
     waits = np.array([name.endswith(WAITING) for name in phases.names], dtype=bool)[phases.name_id]
     split = waits & (np.bincount(phases.event, minlength=len(gpu))[phases.event] > 1)
-    waited = np.bincount(phases.event[split], phases.kernel_us[split], len(gpu))
+    waited = np.bincount(phases.event[split], phases.kernel_us[split], len(gpu))  # of each event, its waiting part
     start = gpu.start_us[phases.event] + np.where(split, 0.0, waited[phases.event])
     return start, start + phases.kernel_us
 
@@ -297,29 +280,24 @@ def _merged(start: Floats, end: Floats, key: Integers) -> tuple[Floats, Floats, 
     """Touching neighbours of one key, joined."""
     if not len(start):
         return start, end, key
-    reached = np.maximum.accumulate(end)
-    begins = np.ones(len(start), dtype=bool)
-    # A new box: another key, or a gap.
-    begins[1:] = (key[1:] != key[:-1]) | (start[1:] > reached[:-1] + TOUCHING_US)
-    at = np.flatnonzero(begins)
+    reached = np.maximum.accumulate(end)  # latest end so far
+    is_new = (key[1:] != key[:-1]) | (start[1:] > reached[:-1] + TOUCHING_US)  # another key, or a gap
+    at = np.flatnonzero(np.append(True, is_new))
     return start[at], np.maximum.reduceat(end, at), key[at]
 
 
 def _slotted(start: Floats, end: Floats, group: Integers, edges: Floats) -> _Boxes:
     """Slots between edges, each with the group that took most of it; a slot that is less than half busy is idle."""
     kinds = np.unique(group)
+    # [group, slot]: time of each group in each slot.
     covered = [union(start[group == one], end[group == one]).covered_us(edges[:-1], edges[1:]) for one in kinds]
-    # Slots that are less than half busy are idle.
     busy = union(start, end).covered_us(edges[:-1], edges[1:]) >= (edges[1] - edges[0]) / 2
     of_slot = np.where(busy, kinds[np.stack(covered).argmax(axis=0)], NONE)
-    begins = np.ones(len(of_slot), dtype=bool)
-    begins[1:] = of_slot[1:] != of_slot[:-1]
-    at = np.flatnonzero(begins)
+    at = np.flatnonzero(np.append(True, of_slot[1:] != of_slot[:-1]))  # first slot of each run of one group
     ends = np.append(at[1:], len(of_slot))
     kept = of_slot[at] != NONE
     names = [_GROUPS[one] for one in of_slot[at][kept]]
-    what = [(name, f"mostly {name}") for name in names]
-    return _Boxes(start_us=edges[at][kept], end_us=edges[ends][kept], what=what)
+    return _Boxes(start_us=edges[at][kept], end_us=edges[ends][kept], what=[(name, f"mostly {name}") for name in names])
 
 
 def _words(one: RankAnalysis, code: int) -> tuple[str, str]:
@@ -365,10 +343,9 @@ def _pipeline(evidence: RunEvidence, plan: Timeline | None) -> tuple[list[Figure
     """Measured passes below the planned passes of the same place."""
     places = _places_of(evidence)
     count = len(plan.lanes) if plan is not None else max(places.values()) + 1
-    # Places to draw: those with a recorded rank first.
     recorded = sorted(set(places.values()))
-    most = LANES // (1 if plan is None else 2)
-    first = {recorded[at] for at in evenly(len(recorded), most)}
+    most = LANES // (1 if plan is None else 2)  # places: each has a planned lane too
+    first = {recorded[at] for at in evenly(len(recorded), most)}  # those with a recorded rank
     rest = [place for place in range(count) if place not in first]
     kept = sorted(first | {rest[at] for at in evenly(len(rest), most - len(first))})
     ranks = _ranks_of_places(evidence.ranks, places, kept, LANES - (len(kept) if plan is not None else 0))
@@ -380,11 +357,8 @@ def _pipeline(evidence: RunEvidence, plan: Timeline | None) -> tuple[list[Figure
     step = last_step(ranks)
     title = "Pipeline, planned and measured" if plan is not None else "Pipeline, measured"
     figure = timeline_figure("timeline", title if step is None else f"{title} in step {step}", timelines)
-    some = (
-        f" {len(ranks)} of {len(evidence.ranks)} recorded ranks are drawn." if len(ranks) < len(evidence.ranks) else ""
-    )
-    left = f" {len(kept)} of {count} places are drawn." if len(kept) < count else ""
-    caption = f"{figure.caption} {clock.words}{some}{left}"
+    some = left_out(len(ranks), len(evidence.ranks), "recorded ranks are drawn")
+    caption = f"{figure.caption} {clock.words}{some}{left_out(len(kept), count, 'places are drawn')}"
     return [replace(figure, caption=caption)], [] if plan is not None else [sentence(evidence.lacks.plan)]
 
 
@@ -412,7 +386,7 @@ def _phases(evidence: RunEvidence) -> Figure:
     """The phases of each rank."""
     # The ranks to draw: all, or the stragglers and evenly spaced others.
     late = [one.rank for one in evidence.answer.collectives.stragglers()] if evidence.answer is not None else []
-    first = [one for one in evidence.ranks if one.rank in late[:LATE]]
+    first = [one for one in evidence.ranks if one.rank in late[:LATE]]  # the most expensive stragglers
     rest = [one for one in evidence.ranks if one not in first]
     chosen = [*first, *(rest[at] for at in evenly(len(rest), LANES - len(first)))]
     ranks = sorted(chosen, key=lambda one: one.rank)

@@ -12,7 +12,7 @@ from penstock.plan.memory import RankMemory, components
 from penstock.plan.projection import Layout, Projection, RankTime
 from penstock.plan.what_if import slowest
 from penstock.report.colours import LIMIT, MEMORY_PARTS, TIME_PARTS, part_colours
-from penstock.report.figure import Figure
+from penstock.report.figure import Figure, axis
 
 SMALL = 0.004
 """Parts below this share of the longest bar in every bar are drawn as `other`."""
@@ -54,11 +54,7 @@ def _short(table: Mapping[str, Any], differ: set[str]) -> str:
 
 
 def memory_figure(projections: Sequence[Projection]) -> Figure:
-    """Memory of the fullest rank of each layout, by component, and the capacity.
-
-    Args:
-        projections: on one cluster; at least one.
-    """
+    """Memory of the fullest rank of each layout, by component, and the capacity of their cluster's devices."""
     names = names_of([one.layout for one in projections])
     bars = [{name: size / 1e9 for name, size in memory_parts(one.memory).items()} for one in projections]
     capacity = projections[0].capacity_bytes / 1e9
@@ -88,7 +84,7 @@ def time_figure(projections: Sequence[Projection]) -> Figure:
             title="Time of a step",
             caption="By what is done, on the pipeline rank that waits least for the others.",
             data=part_bars(names, bars, notes, unit, TIME_PARTS),
-            layout={"xaxis": {"title": {"text": f"time of a step ({unit})"}}, **sums_beside(names, bars, unit)},
+            layout={"xaxis": axis(f"time of a step ({unit})"), **sums_beside(names, bars, unit)},
             height=height_of(len(bars)),
         )
     )
@@ -102,8 +98,8 @@ def memory_layout(
     All sizes are in GB; `marks` are further values in the figure.
     """
     most = max(capacity or 0.0, *marks, *(sum(bar.values()) for bar in bars))
-    return {
-        "xaxis": {"title": {"text": "memory of a rank (GB)"}, "range": [0, most * 1.03]},
+    return {  # the range ends behind the line and the longest bar
+        "xaxis": axis("memory of a rank (GB)", range=[0, most * 1.03]),
         "shapes": [] if capacity is None else [limit_line(capacity)],
         **sums_beside(names, bars, "GB", capacity),
     }
@@ -113,15 +109,15 @@ def sums_beside(
     names: Sequence[str], bars: Sequence[Mapping[str, float]], unit: str, limit: float | None = None
 ) -> dict[str, Any]:
     """The sum of each bar, in the margin to the right; sums above `limit` are marked `over`."""
-    totals = [sum(bar.values()) for bar in bars]
-    is_over = [limit is not None and total > limit for total in totals]
-    texts = [f"{three_digits(total)} {unit}" for total in totals]
-    words = [f"<b>{text} over</b>" if over else text for text, over in zip(texts, is_over, strict=True)]
     place = {"xref": "paper", "x": 1, "xanchor": "left", "yref": "y", "showarrow": False, "font": {"size": 11}}
-    return {
-        "annotations": [place | {"y": name, "text": text} for name, text in zip(names, words, strict=True)],
-        "margin": {"r": 84 if any(is_over) else 62},
-    }
+    sums, margin = [], 62  # pixels, which the longest text of a sum needs
+    for name, bar in zip(names, bars, strict=True):
+        total = sum(bar.values())
+        text = f"{three_digits(total)} {unit}"
+        if limit is not None and total > limit:
+            text, margin = f"<b>{text} over</b>", 84
+        sums.append(place | {"y": name, "text": text})
+    return {"annotations": sums, "margin": {"r": margin}}
 
 
 def height_of(bars: int) -> int:
@@ -144,11 +140,8 @@ def part_bars(
     """
     bars = _without_small(bars)
     # Parts with a colour come first, in the order of their colours; the others in the order of appearance.
-    places, found = list(known), list(dict.fromkeys(name for bar in bars for name in bar))
-    parts = sorted(
-        {name for bar in bars for name in bar},
-        key=lambda name: (places.index(name) if name in known else len(places), found.index(name)),
-    )
+    found = dict.fromkeys(name for bar in bars for name in bar)
+    parts = [*(name for name in known if name in found), *(name for name in found if name not in known)]
     colours = part_colours(parts, known)
     totals = [sum(bar.values()) for bar in bars]
     return [
@@ -173,7 +166,7 @@ def part_bars(
 def _without_small(bars: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
     """The bars, with parts that are too small in every bar joined to `other`."""
     least, joined = SMALL * max(sum(bar.values()) for bar in bars), []
-    large = {name for bar in bars for name, value in bar.items() if value >= least}
+    large = {name for bar in bars for name, value in bar.items() if value >= least}  # in any bar
     for bar in bars:
         rest = sum(value for name, value in bar.items() if name not in large)
         kept = {name: value for name, value in bar.items() if name in large}
@@ -186,7 +179,7 @@ def stacked(figure: Figure) -> Figure:
     layout = {
         **figure.layout,
         "barmode": "stack",
-        "bargap": 0.32 if len(figure.data[0]["y"]) > 1 else 0.75,
+        "bargap": 0.32 if len(figure.data[0]["y"]) > 1 else 0.75,  # a single bar would be too thick
         "hovermode": "closest",
         "yaxis": {"autorange": "reversed", "showgrid": False, "fixedrange": True, "tickfont": {"size": 11}},
     }

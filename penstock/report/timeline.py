@@ -20,7 +20,7 @@ from penstock.layout.actions import Kind, Schedule
 from penstock.layout.clock import Playback
 from penstock.plan.projection import Projection
 from penstock.report.colours import HELD, HUES, IDLE, KERNELS, ink_on, shade
-from penstock.report.figure import Figure, evenly
+from penstock.report.figure import Figure, axis, evenly, left_out
 
 BOX_POINTS = 6
 
@@ -39,55 +39,37 @@ KIND_NAMES = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.INPUT: "i
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """A box.
+    """A box."""
 
-    Attributes:
-        start: in seconds from the start of the step.
-        label: written into the box if there is room.
-        part: bottom and top of the box within the lane, 0 to 1.
-    """
-
-    start: float
+    start: float  # in seconds from the start of the step
     end: float
     name: str
     colour: str
     group: str
-    label: str = ""
-    part: tuple[float, float] = (0.0, 1.0)
+    label: str = ""  # written into the box if there is room
+    part: tuple[float, float] = (0.0, 1.0)  # bottom and top of the box within the lane, 0 to 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimelineLane:
-    """One rank.
-
-    Attributes:
-        held: (time, held amount) from that time on, by time; empty if unknown.
-        place: lanes of several timelines with one place are drawn together; None is the lane's number.
-    """
+    """One rank."""
 
     name: str
     intervals: Sequence[Interval]
-    held: Sequence[tuple[float, float]] = ()
-    place: int | None = None
+    held: Sequence[tuple[float, float]] = ()  # (time, held amount) from that time on, by time; empty if unknown
+    place: int | None = None  # lanes of several timelines with one place are drawn together; None is the lane's number
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """A step, planned or measured.
-
-    Attributes:
-        held_unit: unit of the held amounts.
-        gaps: word for the share of time without an interval.
-        ground: word for time without an interval.
-        has_edges: boxes have edges where there is room; those of kernels are too many.
-    """
+    """A step, planned or measured."""
 
     name: str
     lanes: Sequence[TimelineLane]
-    held_unit: str = "micro-batches"
-    gaps: str = "idle"
-    ground: str = "waiting"
-    has_edges: bool = True
+    held_unit: str = "micro-batches"  # unit of the held amounts
+    gaps: str = "idle"  # word for the share of time without an interval
+    ground: str = "waiting"  # word for time without an interval
+    has_edges: bool = True  # boxes have edges where there is room; those of kernels are too many
 
     @property
     def span(self) -> float:
@@ -97,17 +79,11 @@ class Timeline:
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationShares:
-    """Memory that stages hold of a micro-batch, as in `layout.clock.Costs`.
+    """Memory that stages hold of a micro-batch, as in `layout.clock.Costs`."""
 
-    Attributes:
-        activation: of each stage; empty is 1 / stages_per_rank for every stage.
-        freed_by_input: share that an input gradient frees already.
-        unit: of `activation`.
-    """
-
-    activation: tuple[float, ...] = ()
-    freed_by_input: float = 0.0
-    unit: str = "micro-batches"
+    activation: tuple[float, ...] = ()  # of each stage; empty is 1 / stages_per_rank for every stage
+    freed_by_input: float = 0.0  # share that an input gradient frees already
+    unit: str = "micro-batches"  # of `activation`
 
 
 WHOLE_MICRO_BATCHES = ActivationShares()
@@ -122,6 +98,7 @@ def activation_shares(projection: Projection) -> ActivationShares:
 
 def planned(schedule: Schedule, playback: Playback, shares: ActivationShares = WHOLE_MICRO_BATCHES) -> Timeline:
     """The timeline of a schedule and its playback; by default a rank holds micro-batches."""
+    # By rank; `held` are changes of the held memory: time and amount.
     intervals: defaultdict[int, list[Interval]] = defaultdict(list)
     held: defaultdict[int, list[tuple[float, float]]] = defaultdict(lambda: [(0.0, 0.0)])
     paired = {
@@ -132,7 +109,7 @@ def planned(schedule: Schedule, playback: Playback, shares: ActivationShares = W
         for action in unit
     }
     sizes, freed = shares.activation or (1 / schedule.stages_per_rank,) * schedule.stages, shares.freed_by_input
-    # Change of the held memory, relative to the stage's share.
+    # Change of the held memory by a pass, as a multiple of the stage's share.
     changes = {Kind.FORWARD: 1.0, Kind.BACKWARD: -1.0, Kind.INPUT: -freed, Kind.WEIGHT: freed - 1.0}
     for event in playback.events:
         stage, kind, micro_batch = event.action
@@ -141,9 +118,8 @@ def planned(schedule: Schedule, playback: Playback, shares: ActivationShares = W
         what = PipelinePass(kind=kind, stage=stage, micro_batch=micro_batch)
         is_pair = (event.rank, event.action) in paired
         intervals[event.rank].append(pass_interval(what, times, chunk, is_pair=is_pair))
-        change = changes[kind] * sizes[stage]
         # A forward allocates at its start; a backward frees at its end.
-        held[event.rank].append((event.start if kind is Kind.FORWARD else event.end, change))
+        held[event.rank].append((event.start if kind is Kind.FORWARD else event.end, changes[kind] * sizes[stage]))
     lanes = [
         TimelineLane(name=f"rank {rank}", intervals=tuple(intervals[rank]), held=_summed(held[rank]))
         for rank in range(schedule.ranks)
@@ -238,21 +214,19 @@ class _Row:
 def _rows(timelines: Sequence[Timeline]) -> list[_Row]:
     """Lanes of all timelines, those of one place below each other."""
     several = len(timelines) > 1
-    placed = [
-        (number if lane.place is None else lane.place, order, lane)
-        for order, timeline in enumerate(timelines)
+    rows = [
+        _Row(
+            name=f"{lane.name} {timeline.name}" if several else lane.name,
+            place=number if lane.place is None else lane.place,
+            lane=lane,
+            span=span,
+            gaps=timeline.gaps,
+        )
+        for timeline in timelines
+        for span in [timeline.span]
         for number, lane in enumerate(timeline.lanes)
     ]
-    return [
-        _Row(
-            name=f"{lane.name} {timelines[order].name}" if several else lane.name,
-            place=place,
-            lane=lane,
-            span=timelines[order].span,
-            gaps=timelines[order].gaps,
-        )
-        for place, order, lane in sorted(placed, key=lambda one: one[:2])
-    ]
+    return sorted(rows, key=lambda row: row.place)  # stable: of one place in the order of the timelines
 
 
 def _few(rows: list[_Row]) -> tuple[list[_Row], str]:
@@ -263,7 +237,7 @@ def _few(rows: list[_Row]) -> tuple[list[_Row], str]:
     if boxes <= MOST_BOXES or len(places) <= most:
         return rows, ""
     kept = {places[at] for at in evenly(len(places), most)}
-    return [row for row in rows if row.place in kept], f"{len(kept)} of {len(places)} ranks are drawn."
+    return [row for row in rows if row.place in kept], left_out(len(kept), len(places), "ranks are drawn").strip()
 
 
 def _idle_share(timeline: Timeline) -> float:
@@ -274,8 +248,7 @@ def _idle_share(timeline: Timeline) -> float:
 
 def _covered(lane: TimelineLane) -> float:
     """Time in which a lane has any interval."""
-    # Length of the union: a sweep over intervals sorted by start.
-    until = covered = 0.0
+    until = covered = 0.0  # the sweep has come to `until`
     for one in sorted(lane.intervals, key=lambda interval: interval.start):
         covered += max(0.0, one.end - max(one.start, until))
         until = max(until, one.end)
@@ -361,7 +334,7 @@ def _held(rows: list[_Row], size: float, held: tuple[float, str]) -> list[dict[s
         for (time, value), (until, _) in pairwise([*row.lane.held, (row.span, 0.0)]):
             xs += [rounded(time / size), rounded(until / size)]
             ys += [round(bottom + value * high, 4)] * 2
-        xs += [rounded(row.span / size), 0.0, None]
+        xs += [rounded(row.span / size), 0.0, None]  # back along the bottom; None ends the outline
         ys += [bottom, bottom, None]
     trace = {"type": "scatter", "mode": "lines", "fill": "toself", "x": xs, "y": ys, "hoverinfo": "skip"}
     style = {"name": "held", "fillcolor": HELD, "opacity": 0.9, "line": {"width": 0}, "legendrank": 2001}
@@ -371,9 +344,9 @@ def _held(rows: list[_Row], size: float, held: tuple[float, str]) -> list[dict[s
 def _layout(rows: list[_Row], span: float) -> Mapping[str, Any]:
     size, unit = time_unit(span)
     return {
-        "xaxis": {"title": {"text": f"time in the step ({unit})"}, "range": [0, span / size], "showgrid": False},
+        "xaxis": axis(f"time in the step ({unit})", range=[0, span / size], showgrid=False),
         "yaxis": {
-            "tickvals": [-place for place in range(len(rows))],
+            "tickvals": [-place for place in range(len(rows))],  # the first lane is on top
             "ticktext": [f"{row.name} \u00b7 {row.idle:.0%} {row.gaps}" for row in rows],
             "range": [0.5 - len(rows), 0.5],
             "fixedrange": True,

@@ -32,41 +32,29 @@ from penstock.trace.tree import place
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankAnalysis:
-    """The analysis of one rank.
-
-    Attributes:
-        used_rows: rows of grouped products that held tokens; None without grouped products.
-        memory: of each device's allocator, if it was recorded.
-    """
+    """The analysis of one rank."""
 
     rank: int
     trace: Trace
     timelines: Mapping[str, TimeBreakdown]
     steps: tuple[RecordedStep, ...]
     phases: Phases
-    used_rows: UsedRows | None
+    used_rows: UsedRows | None  # rows of grouped products that held tokens; None without grouped products
     roofline: Roofline
     launches: LaunchSummary
-    memory: tuple[AllocatorHistory, ...]
+    memory: tuple[AllocatorHistory, ...]  # of each device's allocator, if it was recorded
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TraceAnalysis:
-    """The analysis of all traces.
+    """The analysis of all traces."""
 
-    Attributes:
-        ranks: one for each requested rank, in ascending order.
-        loaded: ranks that were compared; more than `ranks` if one was requested.
-        recorded: expert loads from the run's metrics, for the steps in the traces.
-        is_host: CPU traces, in which operators take the place of kernels (penstock/trace/load.py).
-    """
-
-    ranks: tuple[RankAnalysis, ...]
-    loaded: tuple[int, ...]
+    ranks: tuple[RankAnalysis, ...]  # one for each requested rank, in ascending order
+    loaded: tuple[int, ...]  # ranks that were compared; more than `ranks` if one was requested
     collectives: CollectiveTimes
     experts: ExpertLoad
-    recorded: tuple[RecordedLoad, ...] = ()
-    is_host: bool = False
+    recorded: tuple[RecordedLoad, ...] = ()  # expert loads from the run's metrics, for the steps in the traces
+    is_host: bool = False  # CPU traces, in which operators take the place of kernels (penstock/trace/load.py)
 
     @property
     def steps(self) -> int:
@@ -143,7 +131,7 @@ def _only_step(trace: Trace, number: int) -> Trace:
         some = ", ".join(map(str, steps)) or "none: no step is marked"
         raise TraceError(f"{trace.path} has no step {number}", allowed=some)
     start_us, end_us = steps[number].window_us
-    linked = trace.gpu.take(trace.gpu.is_linked)
+    linked = trace.gpu.take(trace.gpu.is_linked)  # others were launched before the recording, so in another step
     gpu = linked.take(linked.starting_in(start_us, end_us))
     if not len(gpu):
         raise TraceError(f"{trace.path}: step {number} started nothing on the device that was recorded")
@@ -155,7 +143,7 @@ def _waited(traces: Mapping[int, Trace], collectives: CollectiveTimes) -> dict[i
     calls, rows_MR = collectives.calls, collectives.meetings.met
     waited = {rank: np.zeros(len(trace.gpu)) for rank, trace in traces.items()}
     for number, rank in enumerate(calls.ranks):
-        met = rows_MR[:, number] != NONE
+        met = rows_MR[:, number] != NONE  # collectives that the rank took part in
         waited[rank][calls.gpu_row[rows_MR[met, number]]] = np.nan_to_num(collectives.wait_us[met, number])
     return waited
 
@@ -204,24 +192,21 @@ def _collectives_json(collectives: CollectiveTimes) -> list[dict[str, Any]]:
     calls, meetings = collectives.calls, collectives.meetings
     rows = []
     for meeting, rank in np.argwhere(meetings.met != NONE).tolist():
-        row = int(meetings.met[meeting, rank])
-        split = {
-            "pure_us": _finite(collectives.pure_us[meeting]),
-            "wait_us": _finite(collectives.wait_us[meeting, rank]),
-        }
-        rows.append(_call_json(calls, row, int(meetings.seq[meeting])) | split)
+        times = {"pure_us": collectives.pure_us[meeting], "wait_us": collectives.wait_us[meeting, rank]}
+        call = _call_json(calls, int(meetings.met[meeting, rank]), int(meetings.seq[meeting]))
+        rows.append(call | _finite_values(times))
     pairs = np.flatnonzero(calls.sync == SyncKind.PAIR).tolist()
     return rows + [_call_json(calls, row, int(calls.seq[row])) | {"pure_us": None, "wait_us": None} for row in pairs]
 
 
 def _call_json(calls: CollectiveCalls, row: int, seq: int) -> dict[str, Any]:
-    group, size = calls.group[row], _finite(np.fmax(calls.sent_bytes[row], calls.received_bytes[row]))
+    group, size = calls.group[row], np.fmax(calls.sent_bytes[row], calls.received_bytes[row])
     return {
         "rank": calls.ranks[calls.rank[row]],
         "group": None if group == NONE else calls.groups[group].name,
         "seq": None if seq == NONE else seq,
         "name": calls.name(row),
-        "bytes": None if size is None else int(size),
+        "bytes": int(size) if math.isfinite(size) else None,
         "start_us": float(calls.start_us[row]),
         "duration_us": float(calls.duration_us[row]),
     }
@@ -241,21 +226,19 @@ def _unmatched_json(calls: CollectiveCalls, one: UnmatchedCollective) -> dict[st
 
 def _clocks_json(collectives: CollectiveTimes) -> list[dict[str, Any]]:
     clocks = collectives.meetings.clocks
-    return [
-        {
-            "rank": rank,
-            "ahead_us": float(clocks.ahead_us[number]),
-            "island": int(clocks.island[number]),
-            "moments": int(clocks.shared[number]),
-            "spread_us": float(clocks.spread_us[number]),
-        }
-        for number, rank in enumerate(collectives.calls.ranks)
-    ]
-
-
-def _finite(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
+    columns = {
+        "rank": list(collectives.calls.ranks),
+        "ahead_us": clocks.ahead_us.tolist(),
+        "island": clocks.island.tolist(),
+        "moments": clocks.shared.tolist(),
+        "spread_us": clocks.spread_us.tolist(),
+    }
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def _finite_values(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: _finite(value) if isinstance(value, float) else value for name, value in row.items()}
+    """The row with null for nan and infinity, which JSON does not have."""
+    return {
+        name: (float(value) if math.isfinite(value) else None) if isinstance(value, float) else value
+        for name, value in row.items()
+    }

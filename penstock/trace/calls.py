@@ -49,53 +49,34 @@ class SyncKind(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessGroup:
-    """A process group.
+    """A process group."""
 
-    Attributes:
-        name: as PyTorch has it; groups of disjoint ranks can share one.
-        members: global ranks; empty if unknown.
-        size: number of members; 0 if unknown.
-    """
-
-    name: str
-    members: tuple[int, ...]
-    size: int
+    name: str  # as PyTorch has it; groups of disjoint ranks can share one
+    members: tuple[int, ...]  # global ranks; empty if unknown
+    size: int  # number of members; 0 if unknown
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CollectiveCalls:
-    """One row for each communication kernel; the rows of a rank are contiguous and sorted by start.
-
-    Attributes:
-        names: of collectives (`all_to_allv`) or kernels, indexed by `name_id`.
-        rank: index into `ranks`.
-        start_us: on the clock of the rank.
-        group: index into `groups`, or NONE.
-        seq: PyTorch's number of the collective in its group, or NONE.
-        sent_bytes: nan if unknown.
-        received_bytes: nan if unknown.
-        item_bytes: bytes per element; nan if unknown.
-        sent_rows: sum of the split sizes of an all-to-all if these count rows; else NONE.
-        gpu_row: row in `Trace.gpu` of its rank.
-    """
+    """One row for each communication kernel; the rows of a rank are contiguous and sorted by start."""
 
     ranks: tuple[int, ...]
     groups: tuple[ProcessGroup, ...]
-    names: tuple[str, ...]
-    rank: Integers
-    start_us: Floats
+    names: tuple[str, ...]  # of collectives (`all_to_allv`) or kernels, indexed by `name_id`
+    rank: Integers  # index into `ranks`
+    start_us: Floats  # on the clock of the rank
     end_us: Floats
-    group: Integers
-    seq: Integers
+    group: Integers  # index into `groups`, or NONE
+    seq: Integers  # PyTorch's number of the collective in its group, or NONE
     name_id: Integers
     sync: NDArray[np.int8]
     stream: Integers
-    sent_bytes: Floats
-    received_bytes: Floats
-    item_bytes: Floats
-    sent_rows: Integers
+    sent_bytes: Floats  # nan if unknown
+    received_bytes: Floats  # nan if unknown
+    item_bytes: Floats  # bytes per element; nan if unknown
+    sent_rows: Integers  # sum of the split sizes of an all-to-all if these count rows; else NONE
     received_rows: Integers
-    gpu_row: Integers
+    gpu_row: Integers  # row in `Trace.gpu` of its rank
 
     def __len__(self) -> int:
         return len(self.rank)

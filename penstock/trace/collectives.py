@@ -28,72 +28,49 @@ LAST_US = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Straggler:
-    """A rank that others waited for.
-
-    Attributes:
-        times_last: number of collectives that it came to last.
-        caused_wait_us: waiting of all other ranks together in these.
-        held_up_us: waiting of the rank that waited longest in each of these.
-        waited_us: its own waiting in all collectives.
-    """
+    """A rank that others waited for."""
 
     rank: int
-    times_last: int
-    caused_wait_us: float
-    held_up_us: float
-    waited_us: float
+    times_last: int  # number of collectives that it came to last
+    caused_wait_us: float  # waiting of all other ranks together in these
+    held_up_us: float  # waiting of the rank that waited longest in each of these
+    waited_us: float  # its own waiting in all collectives
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bandwidth:
-    """Collectives of one name, number of ranks and size (to the next power of two).
-
-    Attributes:
-        algorithm_gb_s: message bytes over pure time, in 1e9 bytes per second.
-        bus_gb_s: traffic of each rank's links, by the formula of nccl-tests.
-    """
+    """Collectives of one name, number of ranks and size (to the next power of two)."""
 
     name: str
     ranks: int
     count: int
     message_bytes: float
     pure_us: float
-    algorithm_gb_s: float
-    bus_gb_s: float
+    algorithm_gb_s: float  # message bytes over pure time, in 1e9 bytes per second
+    bus_gb_s: float  # traffic of each rank's links, by the formula of nccl-tests
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeImbalance:
-    """All-to-alls of one group: how unequal the ranks' parts are, as a mean over them.
-
-    Attributes:
-        received_max_over_mean: of bytes; 1 is even.
-        fullest_rank: the rank with the most traffic in most of them; None if all have the same.
-    """
+    """All-to-alls of one group: how unequal the ranks' parts are, as a mean over them."""
 
     group: str
     name: str
     count: int
     mean_bytes: float
-    received_max_over_mean: float
+    received_max_over_mean: float  # of bytes; 1 is even
     sent_max_over_mean: float
-    fullest_rank: int | None
+    fullest_rank: int | None  # the rank with the most traffic in most of them; None if all have the same
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CollectiveTimes:
-    """Times of the matched collectives.
-
-    Attributes:
-        pure_us: [collective]; nan if unknown.
-        wait_us: [collective, rank]; nan if unknown, or if the rank took no part.
-        last: [collective], index into the ranks, or NONE if no rank waited.
-    """
+    """Times of the matched collectives."""
 
     meetings: MatchedCollectives
-    pure_us: Floats
-    wait_us: Floats
-    last: Integers
+    pure_us: Floats  # [collective]; nan if unknown
+    wait_us: Floats  # [collective, rank]; nan if unknown, or if the rank took no part
+    last: Integers  # [collective], index into the ranks, or NONE if no rank waited
 
     @property
     def calls(self) -> CollectiveCalls:
@@ -149,21 +126,20 @@ def timed(meetings: MatchedCollectives) -> CollectiveTimes:
     calls, met, clocks = meetings.calls, meetings.met, meetings.clocks
     present = met != NONE
     sync = np.where(present, calls.sync[met], NONE).max(axis=1, initial=NONE)
-    start_us = np.where(present, clocks.start_us(calls)[met], -np.inf)
+    # [collective, rank]; the -inf starts and inf durations of absent ranks drop out of max and min.
+    start_us = np.where(present, clocks.start_us(calls)[met], -np.inf)  # on the common clock
     spent_us = np.where(present, calls.duration_us[met], np.inf)
     pure_us = spent_us.min(axis=1, initial=np.inf)
-    # Absent ranks: -inf starts and inf durations drop out of max and min.
-    behind_us = start_us.max(axis=1, initial=-np.inf)[:, None] - start_us
+    behind_us = start_us.max(axis=1, initial=-np.inf)[:, None] - start_us  # start of the last rank - own start
     most_us = np.where((sync == SyncKind.DEVICE)[:, None], spent_us - pure_us[:, None], spent_us)
     wait_us = np.where(present, np.clip(np.minimum(behind_us, most_us), 0.0, None), np.nan)
-    # Times zero keeps the nan of absent ranks.
-    wait_us[sync == SyncKind.ALONE] *= 0.0
+    wait_us[sync == SyncKind.ALONE] *= 0.0  # keeps the nan of absent ranks
     # Waiting is known where all ranks wait, and more than one has a trace or none is missing.
     known = (present.sum(axis=1) > 1) | (group_sizes(calls, met) == 1) | (sync == SyncKind.ALONE)
     known &= sync != SyncKind.ROOTED
     wait_us[~(known & clocks.is_joined(present))] = np.nan
     longest_us = np.nan_to_num(wait_us).max(axis=1, initial=0.0)
-    doubt_us = 2 * np.where(present, clocks.spread_us, 0.0).max(axis=1, initial=0.0)
+    doubt_us = 2 * np.where(present, clocks.spread_us, 0.0).max(axis=1, initial=0.0)  # starts compare two clocks
     last = np.where(longest_us > np.maximum(LAST_US, doubt_us), start_us.argmax(axis=1), NONE)
     return CollectiveTimes(meetings=meetings, pure_us=np.where(known, pure_us, np.nan), wait_us=wait_us, last=last)
 
@@ -197,11 +173,11 @@ def bandwidths(collectives: CollectiveTimes) -> tuple[Bandwidth, ...]:
         np.isfinite(sizes) & (sizes > 0) & np.isfinite(pure_us) & (pure_us > 0) & (calls.sync[row] <= SyncKind.UNEVEN)
     )
     powers = np.ceil(np.log2(np.where(is_known, sizes, 1.0))).astype(np.int64)
-    keys = np.stack([calls.name_id[row], group_sizes(calls, met), powers])
+    keys = np.stack([calls.name_id[row], group_sizes(calls, met), powers])  # [3, collective]
     found = []
     for name, ranks, power in np.unique(keys[:, is_known], axis=1).T.tolist():
         chosen = is_known & np.all([name, ranks, power] == keys.T, axis=1)
-        rate = float(np.median(sizes[chosen] / pure_us[chosen])) / 1e3
+        rate = float(np.median(sizes[chosen] / pure_us[chosen])) / 1e3  # bytes per us -> 1e9 bytes per s
         text, others = calls.names[name], 1 - 1 / max(1, ranks)
         is_shared = any(part in text for part in ("gather", "scatter", "all_to_all", "alltoall"))
         # Factors of nccl-tests. An all-reduce sends everything twice: reduce-scatter, then all-gather.
@@ -225,13 +201,14 @@ def exchange_imbalances(collectives: CollectiveTimes) -> tuple[ExchangeImbalance
     calls, met = collectives.calls, collectives.meetings.met
     row = any_row(met)
     least = np.where(met != NONE, (calls.sent_bytes + calls.received_bytes)[met], np.inf).min(axis=1, initial=np.inf)
-    is_known = calls.is_exchange[row] & ((met != NONE).sum(axis=1) > 1) & (least > 0)
+    is_known = calls.is_exchange[row] & ((met != NONE).sum(axis=1) > 1) & (least > 0)  # False for nan
     keys = np.stack([calls.group[row], calls.name_id[row]])
     found = []
     for group, name in np.unique(keys[:, is_known], axis=1).T.tolist():
         rows = met[is_known & np.all([group, name] == keys.T, axis=1)]
         members = np.flatnonzero(rows[0] != NONE)
         received, sent = calls.received_bytes[rows[:, members]], calls.sent_bytes[rows[:, members]]
+        # Of each all-to-all the less even side: experts receive unevenly forward and send unevenly backward.
         busier = np.where((received.max(axis=1) > sent.max(axis=1))[:, None], received, sent)
         fullest = int(np.bincount(members[busier.argmax(axis=1)]).argmax())
         found.append(

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from penstock.trace.events import NONE, Floats, Integers, Trace
+from penstock.trace.intervals import union
 from penstock.trace.kernel_names import function_of
 from penstock.trace.operators import calls_made
 from penstock.trace.phases import PASSES, find_phases, grouped
@@ -42,20 +43,14 @@ class EventKey(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class NamedEvents:
-    """Events of one trace; a column has an entry for each.
-
-    Attributes:
-        key_of: index into `keys`.
-        step_of: index of the step in the order of time; NONE outside of steps.
-        steps: number of steps, 0 if the trace marks none.
-    """
+    """Events of one trace; a column has an entry for each."""
 
     keys: Sequence[EventKey]
-    key_of: Integers
+    key_of: Integers  # index into `keys`
     start_us: Floats
     duration_us: Floats
-    step_of: Integers
-    steps: int
+    step_of: Integers  # index of the step in the order of time; NONE outside of steps
+    steps: int  # number of steps, 0 if the trace marks none
 
 
 def named_events(trace: Trace) -> NamedEvents:
@@ -72,13 +67,13 @@ def named_events(trace: Trace) -> NamedEvents:
         else:
             keys.append(EventKey(span, made.calls[call].name, shape_text(made.calls[call].shapes)))
     steps, step_of = np.unique(phases.placement.step, return_inverse=True)
-    has_strays = bool(len(steps)) and int(steps[0]) == NONE
+    has_strays = bool(len(steps)) and int(steps[0]) == NONE  # NONE sorts first; without it, steps count from 0
     return NamedEvents(
         keys=keys,
         key_of=key_of,
         start_us=trace.gpu.start_us,
         duration_us=trace.gpu.duration_us,
-        step_of=step_of.reshape(-1).astype(np.int64) - has_strays,
+        step_of=step_of.astype(np.int64) - has_strays,
         steps=len(steps) - has_strays,
     )
 
@@ -125,13 +120,9 @@ class ChangeKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class RowTime:
-    """Time of a row in a typical step of one trace.
+    """Time of a row in a typical step of one trace."""
 
-    Attributes:
-        time_us: median over steps; negative for `(overlap)`.
-    """
-
-    time_us: float = 0.0
+    time_us: float = 0.0  # median over steps; negative for `(overlap)`
     least_us: float = 0.0
     most_us: float = 0.0
     events: float = 0.0
@@ -173,19 +164,13 @@ class ComparedRow:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceComparison:
-    """Two traces side by side.
+    """Two traces side by side."""
 
-    Attributes:
-        a_us: a typical step of A (or all of it if steps are not compared), from start to end.
-        a_steps: number of compared steps, 0 if the whole traces were compared.
-        a_outside_us: GPU time of A's events outside of steps, which rows leave out.
-    """
-
-    a_us: float
+    a_us: float  # a typical step of A (or all of it if steps are not compared), from start to end
     b_us: float
-    a_steps: int
+    a_steps: int  # number of compared steps, 0 if the whole traces were compared
     b_steps: int
-    a_outside_us: float
+    a_outside_us: float  # GPU time of A's events outside of steps, which rows leave out
     b_outside_us: float
     by_span: bool
     rows: tuple[ComparedRow, ...]
@@ -207,15 +192,15 @@ def compare(a: NamedEvents, b: NamedEvents) -> TraceComparison:
         ComparedRow(key=key, a=costs_a.get(key, ABSENT), b=costs_b.get(key, ABSENT))
         for key in dict.fromkeys([*costs_a, *costs_b])
     ]
-    totals = [float(np.median(side.steps_us)) if len(side.steps_us) else 0.0 for side in sides]
-    uneven = [
+    a_us, b_us = (float(np.median(side.steps_us)) if len(side.steps_us) else 0.0 for side in sides)
+    a_rest, b_rest = (
         RowTime(time_us=total - sum(cost.time_us for cost in costs.values()))
-        for total, costs in zip(totals, (costs_a, costs_b), strict=True)
-    ]
-    rows.append(ComparedRow(key=UNEVEN, a=uneven[0], b=uneven[1]))
+        for total, costs in ((a_us, costs_a), (b_us, costs_b))
+    )
+    rows.append(ComparedRow(key=UNEVEN, a=a_rest, b=b_rest))
     return TraceComparison(
-        a_us=totals[0],
-        b_us=totals[1],
+        a_us=a_us,
+        b_us=b_us,
         a_steps=a.steps if by_step else 0,
         b_steps=b.steps if by_step else 0,
         a_outside_us=sides[0].outside_us,
@@ -227,68 +212,60 @@ def compare(a: NamedEvents, b: NamedEvents) -> TraceComparison:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Side:
-    """One trace, its times on the grid and its events by step.
+    """One trace, its times on the grid; a cell is one key in one step that has events of it."""
 
-    Attributes:
-        keys: without spans if those are not compared.
-        pairs: key x steps + step of each cell that has events; sorted.
-        cells_us: sum of the events of each cell.
-        outside_us: sum of the events outside of steps.
-    """
-
-    keys: tuple[EventKey, ...]
-    pairs: Integers
-    cells_us: Floats
-    cells_events: Floats
-    steps_us: Floats
-    busy_us: Floats
-    outside_us: float
+    keys: tuple[EventKey, ...]  # without spans if those are not compared
+    key_of: Integers  # of each cell, index into `keys`; cells are sorted by key, then by step
+    step_of: Integers  # of each cell
+    cells_us: Floats  # sum of the durations in each cell
+    cells_events: Floats  # number of events in each cell
+    steps_us: Floats  # duration of each step
+    busy_us: Floats  # of each step, time with any event
+    outside_us: float  # durations of the events outside of steps
 
     @classmethod
     def of(cls, work: NamedEvents, *, by_span: bool, by_step: bool) -> "_Side":
         index: dict[EventKey, int] = {}
         found = [index.setdefault(key if by_span else key._replace(span=""), len(index)) for key in work.keys]
-        keys, common = tuple(index), np.array(found, dtype=np.int64)
         count = len(work.start_us)
         step_of = work.step_of if by_step else np.zeros(count, dtype=np.int64)
         steps = work.steps if by_step else min(1, count)
         inside = step_of != NONE
+        # From 0, because times since 1970 leave no bits for the grid.
         start_us = _on_grid(work.start_us - (work.start_us.min() if count else 0.0))[inside]
         duration_us = _on_grid(work.duration_us)
         end_us = start_us + duration_us[inside]
-        # One cell for each (key, step) that has events.
-        pairs, cell_of = np.unique(common[work.key_of[inside]] * steps + step_of[inside], return_inverse=True)
+        cells, cell_of = grouped(np.array(found, dtype=np.int64)[work.key_of[inside]], step_of[inside])
+        cell_key, cell_step = np.array(cells, dtype=np.int64).reshape(-1, 2).T
         edges = _step_edges(start_us, end_us, step_of[inside], steps)
         return cls(
-            keys=keys,
-            pairs=pairs,
-            cells_us=_summed(cell_of, duration_us[inside], len(pairs)),
-            cells_events=_summed(cell_of, np.ones(len(cell_of)), len(pairs)),
+            keys=tuple(index),
+            key_of=cell_key,
+            step_of=cell_step,
+            cells_us=_summed(cell_of, duration_us[inside], len(cells)),
+            cells_events=_summed(cell_of, np.ones(len(cell_of)), len(cells)),
             steps_us=np.diff(edges),
-            busy_us=np.diff(_busy_until(start_us, end_us, edges)),
+            busy_us=np.diff(union(start_us, end_us).before_us(edges)),
             outside_us=float(duration_us[~inside].sum()),
         )
 
     def present(self) -> dict[EventKey, int]:
         """Number of steps that contain each key; 0 if few do, so the key comes and goes."""
-        steps = len(self.steps_us)
-        rows, counts = np.unique(self.pairs // max(steps, 1), return_counts=True)
-        return {
-            self.keys[row]: int(count if count > SPREAD * steps else 0) for row, count in zip(rows, counts, strict=True)
-        }
+        rows, counts = np.unique(self.key_of, return_counts=True)
+        few = SPREAD * len(self.steps_us)
+        return {self.keys[row]: int(count if count > few else 0) for row, count in zip(rows, counts, strict=True)}
 
     def costs(self, pools: Mapping[EventKey, EventKey]) -> dict[EventKey, RowTime]:
         """Time of each row, overlap and idle included."""
         steps = len(self.steps_us)
-        used = np.unique(self.pairs // max(steps, 1)).tolist()
         index: dict[EventKey, int] = {}
-        row_of = np.zeros(len(self.keys), dtype=np.int64)
-        for row in used:
-            row_of[row] = index.setdefault(pools.get(self.keys[row], self.keys[row]), len(index))
+        row_of = np.zeros(len(self.keys), dtype=np.int64)  # of each key: several keys can be pooled in a row
+        for key in np.unique(self.key_of).tolist():
+            row_of[key] = index.setdefault(pools.get(self.keys[key], self.keys[key]), len(index))
         names = list(index)
-        cell = row_of[self.pairs // max(steps, 1)] * steps + self.pairs % max(steps, 1)
+        place = row_of[self.key_of] * steps + self.step_of  # in a table of [row, step]
         times, events = (
-            _summed(cell, weights, len(names) * steps).reshape(len(names), steps)
+            _summed(place, weights, len(names) * steps).reshape(len(names), steps)
             for weights in (self.cells_us, self.cells_events)
         )
         costs = _costs(names, times, events)
@@ -312,23 +289,9 @@ def _step_edges(start_us: Floats, end_us: Floats, step_of: Integers, steps: int)
     """Begin of each step, and end of the last: each at the latest end so far."""
     if not len(start_us):
         return np.zeros(steps + 1)
-    ends_us = np.full(steps, start_us.min())
+    ends_us = np.full(steps, start_us.min())  # latest end of the events of each step
     np.maximum.at(ends_us, step_of, end_us)
     return np.concatenate([[start_us.min()], np.maximum.accumulate(ends_us)])
-
-
-def _busy_until(start_us: Floats, end_us: Floats, edges_us: Floats) -> Floats:
-    """Busy time before each edge."""
-    if not len(start_us):
-        return np.zeros_like(edges_us)
-    order = np.argsort(start_us, kind="stable")
-    start_us, reach_us = start_us[order], np.maximum.accumulate(end_us[order])
-    first = np.flatnonzero(np.concatenate([[True], start_us[1:] > reach_us[:-1]]))
-    starts, ends = start_us[first], reach_us[np.append(first[1:] - 1, len(reach_us) - 1)]
-    before = np.concatenate([[0.0], np.cumsum(ends - starts)])
-    last = np.searchsorted(starts, edges_us, side="right") - 1
-    within = np.minimum(edges_us, ends[last]) - starts[last]
-    return np.where(last < 0, 0.0, before[last] + within)
 
 
 def _costs(keys: Sequence[EventKey], times: Floats, events: Floats) -> dict[EventKey, RowTime]:
@@ -347,15 +310,16 @@ def _pools(present: Sequence[Mapping[EventKey, int]]) -> dict[EventKey, EventKey
     Args:
         present: for each trace, the number of steps that contain each key, 0 if few do.
     """
+    # By key without shape: for either trace, the steps that contain each shape.
     shapes: dict[EventKey, tuple[dict[str, int], dict[str, int]]] = defaultdict(lambda: ({}, {}))
     for side, keys in enumerate(present):
         for key, steps in keys.items():
             shapes[key._replace(shape="")][side][key.shape] = steps
     pools: dict[EventKey, EventKey] = {}
     for key, sides in shapes.items():
-        pooled = {shape for side in sides for shape, steps in side.items() if not steps}
+        pooled = {shape for side in sides for shape, steps in side.items() if not steps}  # they come and go
         lonely = [sides[0].keys() - sides[1].keys(), sides[1].keys() - sides[0].keys()]
-        if all(lonely):
+        if all(lonely):  # either trace has shapes that the other one lacks: the same work on other sizes
             pooled |= lonely[0] | lonely[1]
         name = key._replace(shape=_pool_name(*(sorted(pooled & side.keys()) for side in sides)))
         pools |= {key._replace(shape=shape): name for shape in pooled}

@@ -100,23 +100,15 @@ class ArgsColumn:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Events:
-    """Columns that all events have.
+    """Columns that all events have."""
 
-    Attributes:
-        names: all names of the trace, shared by both tables.
-        name_id: index into `names`.
-        correlation: joins a runtime call and the GPU event that it started, or NONE.
-        external_id: joins an operator, its runtime calls and its kernels, or NONE.
-        raw: the `args` as UTF-8 JSON, not decoded; empty where there are none.
-    """
-
-    names: tuple[str, ...]
-    name_id: Integers
+    names: tuple[str, ...]  # all names of the trace, shared by both tables
+    name_id: Integers  # index into `names`
     start_us: Floats
     duration_us: Floats
-    correlation: Integers
-    external_id: Integers
-    raw: ArgsColumn
+    correlation: Integers  # joins a runtime call and the GPU event that it started, or NONE
+    external_id: Integers  # joins an operator, its runtime calls and its kernels, or NONE
+    raw: ArgsColumn  # the `args` as UTF-8 JSON, not decoded; empty where there are none
 
     def __len__(self) -> int:
         return len(self.start_us)
@@ -164,16 +156,12 @@ class Events:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GpuEvents(Events):
-    """Kernels, copies and fills.
-
-    Attributes:
-        device: its number in the file, or NONE.
-        launch: row in `Trace.host` of the runtime call that started the event, or NONE if it is not in the trace.
-    """
+    """Kernels, copies and fills."""
 
     kind: NDArray[np.int8]
-    device: Integers
+    device: Integers  # its number in the file, or NONE
     stream: Integers
+    # Row in `Trace.host` of the runtime call that started the event, or NONE if it is not in the trace.
     launch: Integers
 
     @property
@@ -189,16 +177,11 @@ class GpuEvents(Events):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HostEvents(Events):
-    """Operators, spans and runtime calls. Of events with the same start the longer is first.
-
-    Attributes:
-        thread: index into `Trace.threads`.
-        sequence: joins an operator and its backward, or NONE.
-    """
+    """Operators, spans and runtime calls. Of events with the same start the longer is first."""
 
     kind: NDArray[np.int8]
-    thread: Integers
-    sequence: Integers
+    thread: Integers  # index into `Trace.threads`
+    sequence: Integers  # joins an operator and its backward, or NONE
 
 
 def as_gpu_events(host: HostEvents, rows: Integers, **columns: Any) -> GpuEvents:
@@ -215,28 +198,18 @@ def as_gpu_events(host: HostEvents, rows: Integers, **columns: Any) -> GpuEvents
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trace:
-    """The content of one file: one rank.
-
-    Attributes:
-        rank: as the file says, or None.
-        world: ranks of the run, or None.
-        threads: indexed by `host.thread`.
-        devices: properties of every device of the machine, as in the file.
-        distributed: of the process groups, as in the file (`pg_config`, `backend`, ...).
-        header: other entries beside the events; Penstock's own recordings have `penstock`.
-        notes: oddities of the file and how they were treated, a line each.
-    """
+    """The content of one file: one rank."""
 
     path: Path
-    rank: int | None
-    world: int | None
+    rank: int | None  # as the file says, or None
+    world: int | None  # ranks of the run, or None
     gpu: GpuEvents
     host: HostEvents
-    threads: tuple[Thread, ...]
-    devices: tuple[Mapping[str, Any], ...]
-    distributed: Mapping[str, Any]
-    header: Mapping[str, Any]
-    notes: tuple[str, ...]
+    threads: tuple[Thread, ...]  # indexed by `host.thread`
+    devices: tuple[Mapping[str, Any], ...]  # properties of every device of the machine, as in the file
+    distributed: Mapping[str, Any]  # of the process groups, as in the file (`pg_config`, `backend`, ...)
+    header: Mapping[str, Any]  # other entries beside the events; Penstock's own recordings have `penstock`
+    notes: tuple[str, ...]  # oddities of the file and how they were treated, a line each
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -60,15 +60,10 @@ RowSource = Literal["all-to-all", "configuration", "shapes"]
 
 @dataclass(frozen=True, kw_only=True)
 class UsedRows:
-    """Rows of grouped products that held tokens.
+    """Rows of grouped products that held tokens."""
 
-    Attributes:
-        share: of all their rows, as a mean.
-        source: of the share; `shapes` if there is none, and then all rows count.
-    """
-
-    share: float
-    source: RowSource
+    share: float  # of all their rows, as a mean
+    source: RowSource  # of the share; `shapes` if there is none, and then all rows count
 
     @property
     def told(self) -> str:
@@ -81,18 +76,12 @@ class UsedRows:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GroupedProducts:
-    """Grouped products of a matrix and a stack of weights, in the order of time.
+    """Grouped products of a matrix and a stack of weights, in the order of time."""
 
-    Attributes:
-        row: in `Trace.host`.
-        width: elements of one row.
-        row_bytes: bytes of one row; 0 if the dtype is unknown.
-    """
-
-    row: Integers
+    row: Integers  # in `Trace.host`
     rows: Integers
-    width: Integers
-    row_bytes: Integers
+    width: Integers  # elements of one row
+    row_bytes: Integers  # bytes of one row; 0 if the dtype is unknown
 
 
 class _Shapes(msgspec.Struct, gc=False):
@@ -264,19 +253,14 @@ METRICS = "metrics.jsonl"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExpertLoad:
-    """Load of the ranks' experts.
-
-    Attributes:
-        loads: [layer of a step, rank], in the order of time, without repetitions; empty if unknown.
-        unit: of `loads`: (token, expert) pairs, or tokens once per rank; bytes if the row width is unknown.
-        kernel_us: [rank], time of grouped products.
-    """
+    """Load of the ranks' experts."""
 
     ranks: tuple[int, ...]
-    loads: Floats
+    loads: Floats  # [layer of a step, rank], in the order of time, without repetitions; empty if unknown
+    # Rows are (token, expert) pairs, or tokens once per rank; bytes if the row width is unknown.
     unit: Literal["rows", "bytes"]
     source: Literal["grouped products", "all-to-all", "none"]
-    kernel_us: Floats
+    kernel_us: Floats  # [rank], time of grouped products
 
     @property
     def max_over_mean(self) -> float | None:
@@ -369,15 +353,11 @@ def _loads_of_exchanges(collectives: CollectiveTimes) -> tuple[Floats, Literal["
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedLoad:
-    """Loads in the metrics of one step.
-
-    Attributes:
-        layers: for each MoE layer, load of the fullest expert over the mean.
-        ranks: load of the fullest expert rank over the mean, as a mean of layers; None without expert parallelism.
-    """
+    """Loads in the metrics of one step."""
 
     step: int
-    layers: dict[int, float]
+    layers: dict[int, float]  # for each MoE layer, load of the fullest expert over the mean
+    # Load of the fullest expert rank over the mean, as a mean of layers; None without expert parallelism.
     ranks: float | None
 
 

@@ -47,16 +47,11 @@ _AFTER_A_NORM = frozenset({Category.ELEMENTWISE, Category.REDUCTION, Category.CO
 
 @dataclass(frozen=True, kw_only=True)
 class LayerRegion:
-    """A slice of the kernel list.
-
-    Attributes:
-        end: index behind its last name.
-        layer: its number, or None outside of layers.
-    """
+    """A slice of the kernel list."""
 
     begin: int
-    end: int
-    layer: int | None
+    end: int  # index behind its last name
+    layer: int | None  # its number, or None outside of layers
     is_backward: bool
 
 
@@ -195,19 +190,13 @@ _COPIED = ("operator", "maker", "span", "layer", "category", "collective", "is_b
 
 @dataclass(frozen=True, kw_only=True)
 class GraphReplays:
-    """Summary of the CUDA graph replays of a trace.
-
-    Attributes:
-        placed: events with a known layer or pass.
-        source: of the placement; None without one, or if spans around the launches give it.
-        told: a sentence for users.
-    """
+    """Summary of the CUDA graph replays of a trace."""
 
     graphs: int
     events: int
-    placed: int
-    source: Source | None
-    told: str
+    placed: int  # events with a known layer or pass
+    source: Source | None  # of the placement; None without one, or if spans around the launches give it
+    told: str  # a sentence for users
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -351,7 +340,7 @@ def _by_capture(trace: Trace, graph: Integers) -> _Inferred | None:
         if len(launches) != len(graph):
             continue
         calls = trace.host.take(launches)
-        copies, fills = (calls.named(lambda name, part=part: part in name) for part in ("Memcpy", "Memset"))
+        copies, fills = calls.named(lambda name: "Memcpy" in name), calls.named(lambda name: "Memset" in name)
         expected = np.select([copies, fills], [GpuKind.COPY, GpuKind.SET], GpuKind.COMPUTE)
         if (told == expected).mean() >= MATCHED:
             found = place(as_launches(trace, launches))

@@ -17,14 +17,10 @@ from penstock.trace.phases import PASSES, grouped
 
 @dataclass(frozen=True, kw_only=True)
 class HostRow:
-    """One operator, or one phase in one pass.
-
-    Attributes:
-        pass_: one of `PASSES`; empty in rows of operators.
-    """
+    """One operator, or one phase in one pass."""
 
     name: str
-    pass_: str
+    pass_: str  # one of `PASSES`; empty in rows of operators
     calls: float
     own_us: float
     share: float
@@ -32,18 +28,12 @@ class HostRow:
 
 @dataclass(frozen=True, kw_only=True)
 class HostTable:
-    """The work of one rank's process.
-
-    Attributes:
-        steps: recorded ones; 0 if none is marked, and then figures are of the whole recording.
-        step_us: from the first operator of a step to its last.
-        outside_us: time without an operator: Python, and waiting.
-    """
+    """The work of one rank's process."""
 
     rank: int
-    steps: int
-    step_us: float
-    outside_us: float
+    steps: int  # recorded ones; 0 if none is marked, and then figures are of the whole recording
+    step_us: float  # from the first operator of a step to its last
+    outside_us: float  # time without an operator: Python, and waiting
     operators: tuple[HostRow, ...]
     phases: tuple[HostRow, ...]
 
@@ -70,35 +60,32 @@ class HostTable:
 def host_table(one: RankAnalysis) -> HostTable:
     """The table of one rank, whose trace `on_host` made."""
     spent, events, phases = one.timelines["all"], one.trace.gpu, one.phases
-    steps = len(one.steps)
-    nothing = np.full(len(events), NONE)
-    # Later entries are the waiting parts of events.
-    names, passes = phases.name_id[: len(events)], phases.pass_id[: len(events)]
+    count, steps = len(events), max(1, len(one.steps))
+    step_us = spent.total_us / steps
 
     def rows(texts: Sequence[str], name_id: Integers, pass_id: Integers) -> tuple[HostRow, ...]:
         groups, group = grouped(name_id, pass_id)
-        own_us = np.bincount(group, events.duration_us, len(groups)) / max(1, steps)
+        own_us = (np.bincount(group, events.duration_us, len(groups)) / steps).tolist()
         # An operator that calls others has several stretches of own time but counts once.
         _, first = np.unique(np.stack((group, events.launch)), axis=1, return_index=True)
-        calls = np.bincount(group[first], minlength=len(groups)) / max(1, steps)
-        step_us = spent.total_us / max(1, steps)
+        calls = (np.bincount(group[first], minlength=len(groups)) / steps).tolist()
         found = [
             HostRow(
                 name=texts[name],
-                pass_="" if number == NONE else PASSES[number],
-                calls=float(calls[place]),
-                own_us=float(own_us[place]),
-                share=float(own_us[place] / step_us) if step_us else 0.0,
+                pass_="" if pass_ == NONE else PASSES[pass_],
+                calls=calls[place],
+                own_us=own_us[place],
+                share=own_us[place] / step_us if step_us else 0.0,
             )
-            for place, (name, number) in enumerate(groups)
+            for place, (name, pass_) in enumerate(groups)
         ]
         return tuple(sorted(found, key=lambda row: (-row.own_us, row.name, row.pass_)))
 
     return HostTable(
         rank=one.rank,
-        steps=steps,
-        step_us=spent.total_us / max(1, steps),
-        outside_us=spent.idle_us / max(1, steps),
-        operators=rows(events.names, events.name_id, nothing),
-        phases=rows(phases.names, names, passes),
+        steps=len(one.steps),
+        step_us=step_us,
+        outside_us=spent.idle_us / steps,
+        operators=rows(events.names, events.name_id, np.full(count, NONE)),
+        phases=rows(phases.names, phases.name_id[:count], phases.pass_id[:count]),  # without waiting parts of events
     )

@@ -38,7 +38,7 @@ class Intervals:
         count = np.maximum(last - first, 0)
         # One row for each overlapping pair.
         mine = np.repeat(np.arange(len(self)), count)
-        before = np.repeat(np.cumsum(count) - count, count)
+        before = np.repeat(np.cumsum(count) - count, count)  # pairs of earlier intervals
         theirs = np.repeat(first, count) + np.arange(len(mine)) - before
         return Intervals(
             np.maximum(self.start_us[mine], other.start_us[theirs]), np.minimum(self.end_us[mine], other.end_us[theirs])
@@ -66,14 +66,14 @@ class Intervals:
 
     def covered_us(self, start_us: Floats, end_us: Floats) -> Floats:
         """For each of several stretches, which may overlap, the time that is in the set."""
-        return np.maximum(self._until(end_us) - self._until(start_us), 0.0)
+        return np.maximum(self.before_us(end_us) - self.before_us(start_us), 0.0)
 
-    def _until(self, time_us: Floats) -> Floats:
+    def before_us(self, time_us: Floats) -> Floats:
         """Time in the set before each of these times."""
         if not len(self):
             return np.zeros(len(time_us))
-        total = np.append(0.0, np.cumsum(self.end_us - self.start_us))
-        begun = np.searchsorted(self.start_us, time_us, side="right")
+        total = np.append(0.0, np.cumsum(self.end_us - self.start_us))  # length of the first n intervals
+        begun = np.searchsorted(self.start_us, time_us, side="right")  # intervals that began by each time
         last = np.maximum(begun - 1, 0)
         # The part of the last begun interval that is after the time.
         beyond = np.maximum(self.end_us[last] - np.maximum(time_us, self.start_us[last]), 0.0)
@@ -86,7 +86,7 @@ def union(start_us: Floats, end_us: Floats) -> Intervals:
     start_us, end_us = start_us[some], end_us[some]
     order = np.argsort(start_us, kind="stable")
     start_us, reached = start_us[order], np.maximum.accumulate(end_us[order])
-    # A start beyond every earlier end begins a new interval.
+    # A start beyond every earlier end begins a new interval; without any start the slices are empty.
     begins = np.append(True, start_us[1:] > reached[:-1])[: len(start_us)]
-    ends = np.append(begins[1:], True)[: len(start_us)]
+    ends = np.append(begins[1:], True)[: len(start_us)]  # an interval ends before the next one begins
     return Intervals(start_us[begins], reached[ends])

@@ -158,7 +158,7 @@ ELEMENTWISE     aten::(add|mul|sub|div|neg|pow|sqrt|exp|sigmoid|tanh|eq|ne|lt|gt
 """)
 """Patterns of the operation."""
 
-_BACKWARD = re.compile(r"backward|bwd|bprop|dgrad|wgrad|_wrw_|_grad\b")
+_BACKWARD = re.compile(r"backward|bwd|bprop|dgrad|wgrad|_wrw_|_grad\b")  # wrw: gradient of weights in MIOpen
 
 
 _Label = TypeVar("_Label")

@@ -36,53 +36,36 @@ _NAMED = 20  # longest gaps that are listed
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceGap:
-    """A time without work on the device.
-
-    Attributes:
-        is_hosts: the next event was launched after the gap began; None if that launch is not in the trace.
-        host: the outermost operator or span (except steps) around the launch after the gap; empty if none.
-    """
+    """A time without work on the device."""
 
     start_us: float
     duration_us: float
-    is_hosts: bool | None
+    is_hosts: bool | None  # the next event was launched after the gap began; None if that launch is not in the trace
     before: str
     after: str
-    host: str
+    host: str  # the outermost operator or span (except steps) around the launch after the gap; empty if none
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceGaps:
-    """All gaps of a trace.
+    """All gaps of a trace."""
 
-    Attributes:
-        count: longer than 10 us.
-        long_count: longer than 100 us.
-        hosts_us: of gaps that the host caused.
-        devices_us: of gaps in which the work had been launched.
-        unknown_us: of gaps before an event whose launch is not in the trace.
-    """
-
-    count: int
-    long_count: int
+    count: int  # longer than 10 us
+    long_count: int  # longer than 100 us
     total_us: float
-    hosts_us: float
-    devices_us: float
-    unknown_us: float
+    hosts_us: float  # of gaps that the host caused
+    devices_us: float  # of gaps in which the work had been launched
+    unknown_us: float  # of gaps before an event whose launch is not in the trace
     max_us: float
     longest: tuple[DeviceGap, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostWait:
-    """Calls of one kind from one place in which the host waited for the device.
-
-    Attributes:
-        where: operators and spans around it, from the outside in.
-    """
+    """Calls of one kind from one place in which the host waited for the device."""
 
     call: str
-    where: tuple[str, ...]
+    where: tuple[str, ...]  # operators and spans around it, from the outside in
     count: int
     total_us: float
     max_us: float
@@ -90,35 +73,24 @@ class HostWait:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchQueue:
-    """Work that was launched and had not begun.
+    """Work that was launched and had not begun."""
 
-    Attributes:
-        mean: depth over the time from the first launch to the last start.
-        empty_share: share of that time with an empty queue.
-        median_delay_us: from the end of a launch to the start of its work.
-    """
-
-    mean: float
+    mean: float  # depth over the time from the first launch to the last start
     max: int
-    empty_share: float
-    median_delay_us: float
+    empty_share: float  # share of that time with an empty queue
+    median_delay_us: float  # from the end of a launch to the start of its work
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchSummary:
-    """How the host drove the device.
+    """How the host drove the device."""
 
-    Attributes:
-        short_count: kernels below 10 us.
-        queue: None if no launch is in the trace.
-    """
-
-    short_count: int
+    short_count: int  # kernels below 10 us
     short_us: float
     kernel_count: int
     gaps: DeviceGaps
     waits: tuple[HostWait, ...]
-    queue: LaunchQueue | None
+    queue: LaunchQueue | None  # None if no launch is in the trace
 
 
 def find_launches(trace: Trace, within: tuple[float, float] | None = None) -> LaunchSummary:

@@ -30,19 +30,12 @@ from penstock.trace.events import NONE, Flags, Floats, Integers
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ClockOffsets:
-    """Offsets of the ranks' clocks.
+    """Offsets of the ranks' clocks."""
 
-    Attributes:
-        ahead_us: of each rank, relative to the median clock of its island.
-        island: of each rank; only ranks of one island can be compared.
-        shared: number of moments that determine each rank's offset.
-        spread_us: median distance of these moments from `ahead_us`; 0 if there are none.
-    """
-
-    ahead_us: Floats
-    island: Integers
-    shared: Integers
-    spread_us: Floats
+    ahead_us: Floats  # of each rank, relative to the median clock of its island
+    island: Integers  # of each rank; only ranks of one island can be compared
+    shared: Integers  # number of moments that determine each rank's offset
+    spread_us: Floats  # median distance of these moments from `ahead_us`; 0 if there are none
 
     def start_us(self, calls: CollectiveCalls) -> Floats:
         """Starts on the common clock."""
@@ -64,10 +57,10 @@ class ClockOffsets:
 class _RankSet:
     """Relative clock offsets among one set of ranks."""
 
-    members: Integers
-    ahead_us: Floats
-    moments: int
-    is_strict: bool
+    members: Integers  # indices of the ranks
+    ahead_us: Floats  # of each member
+    moments: int  # collectives that determine them
+    is_strict: bool  # all ranks leave these together
 
 
 def align_clocks(calls: CollectiveCalls, met: Integers) -> ClockOffsets:
@@ -76,13 +69,13 @@ def align_clocks(calls: CollectiveCalls, met: Integers) -> ClockOffsets:
     `met` [collective, rank] is a row of `calls`; NONE for a rank that took no part.
     """
     ranks = len(calls.ranks)
-    ahead_us, island = np.zeros(ranks), np.arange(ranks)
+    ahead_us, island = np.zeros(ranks), np.arange(ranks)  # at first each rank is an island of its own
     # Collectives of at least two ranks whose ends are one moment.
     present = met != NONE
     sync = np.where(present, calls.sync[met], SyncKind.TOGETHER).max(axis=1, initial=SyncKind.TOGETHER)
     met = met[(present.sum(axis=1) > 1) & (sync <= SyncKind.UNEVEN)]
-    rank_sets = _rank_sets(calls, met)
-    for rank_set in sorted(rank_sets, key=lambda one: (one.is_strict, one.moments), reverse=True):
+    # Sets with strict collectives first: later sets move no rank whose island is joined already.
+    for rank_set in sorted(_rank_sets(calls, met), key=lambda one: (one.is_strict, one.moments), reverse=True):
         first, *others = rank_set.members
         # Move the whole island of the other rank, so that known differences stay.
         for other, apart in zip(others, rank_set.ahead_us[1:] - rank_set.ahead_us[0], strict=True):
@@ -102,7 +95,7 @@ def _rank_sets(calls: CollectiveCalls, met: Integers) -> list[_RankSet]:
     """One for each set of ranks that met, from its strict collectives if it has any."""
     present = met != NONE
     rank_sets = []
-    packed: NDArray[np.uint8] = np.packbits(present, axis=1)
+    packed: NDArray[np.uint8] = np.packbits(present, axis=1)  # a set of ranks as bits: quicker to sort
     _, first, kinds = np.unique(packed, axis=0, return_index=True, return_inverse=True)
     for kind, example in enumerate(first):
         members = np.flatnonzero(present[example])
@@ -110,7 +103,7 @@ def _rank_sets(calls: CollectiveCalls, met: Integers) -> list[_RankSet]:
         is_strict = calls.sync[rows[:, 0]] == SyncKind.TOGETHER
         if is_strict.any():
             rows = rows[is_strict]
-        ends = calls.end_us[rows]
+        ends = calls.end_us[rows]  # [collective, member]
         ahead = np.median(ends - np.median(ends, axis=1, keepdims=True), axis=0)
         rank_sets.append(_RankSet(members=members, ahead_us=ahead, moments=len(rows), is_strict=bool(is_strict.any())))
     return rank_sets
@@ -122,7 +115,7 @@ def _spread(calls: CollectiveCalls, met: Integers, ahead_us: Floats) -> tuple[In
     shared, spread = present.sum(axis=0), np.zeros(len(ahead_us))
     if not len(met):
         return shared, spread
-    ends = np.where(present, calls.end_us[met] - ahead_us, np.nan)
+    ends = np.where(present, calls.end_us[met] - ahead_us, np.nan)  # [collective, rank], on the common clock
     away = np.abs(ends - np.nanmedian(ends, axis=1, keepdims=True))
     is_strict = np.where(present, calls.sync[met], SyncKind.TOGETHER).max(axis=1) == SyncKind.TOGETHER
     for rank in np.flatnonzero(shared):
@@ -148,41 +141,30 @@ IN_STEP = 0.9
 sends another rank nothing does not wait for it."""
 
 _SHIFTS = 8
+"""Largest shift of the order between two ranks that is tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnmatchedCollective:
-    """Kernels that should be one collective but could not be matched.
+    """Kernels that should be one collective but could not be matched."""
 
-    Attributes:
-        group: of the collective; "" if unknown.
-        seq: its number in the group, or its place among the rank's kernels without number.
-        missing: ranks that lack it.
-    """
-
-    group: str
-    seq: int
+    group: str  # of the collective; "" if unknown
+    seq: int  # its number in the group, or its place among the rank's kernels without number
     name: str
     why: str
     rows: tuple[int, ...]
-    missing: tuple[int, ...]
+    missing: tuple[int, ...]  # ranks that lack it
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MatchedCollectives:
-    """Collectives that were found on all ranks of their group; kernels of `SyncKind.PAIR` are in none.
-
-    Attributes:
-        met: [collective, rank], row of `calls`; NONE if the rank is not in the group.
-        seq: [collective], number in the group, or place.
-        unmatched: kernels that were not found on all ranks.
-    """
+    """Collectives that were found on all ranks of their group; kernels of `SyncKind.PAIR` are in none."""
 
     calls: CollectiveCalls
-    met: Integers
-    seq: Integers
+    met: Integers  # [collective, rank], row of `calls`; NONE if the rank is not in the group
+    seq: Integers  # [collective], number in the group, or place
     clocks: ClockOffsets
-    unmatched: tuple[UnmatchedCollective, ...]
+    unmatched: tuple[UnmatchedCollective, ...]  # kernels that were not found on all ranks
 
     def __len__(self) -> int:
         return len(self.met)
@@ -190,46 +172,37 @@ class MatchedCollectives:
 
 @dataclass
 class _Matches:
-    """Accumulates matched and unmatched collectives."""
+    """Accumulates matched and unmatched collectives; fields as in `MatchedCollectives`."""
 
-    rows: list[Integers] = field(default_factory=list)
-    seq: list[Integers] = field(default_factory=list)
+    met: Integers
+    seq: Integers
     unmatched: list[UnmatchedCollective] = field(default_factory=list)
 
-    def add(self, met: Integers, seqs: Integers) -> None:
-        self.rows.append(met)
-        self.seq.append(seqs)
-
-    def met(self, ranks: int) -> Integers:
-        return np.concatenate([np.empty((0, ranks), dtype=np.int64), *self.rows])
-
-    def numbers(self) -> Integers:
-        return np.concatenate([np.empty(0, dtype=np.int64), *self.seq])
+    def add(self, met: Integers, seq: Integers) -> None:
+        self.met, self.seq = np.concatenate([self.met, met]), np.concatenate([self.seq, seq])
 
 
 def match_collectives(calls: CollectiveCalls) -> MatchedCollectives:
     """Match the kernels of all ranks."""
-    found, ranks = _Matches(), len(calls.ranks)
+    found = _Matches(met=np.empty((0, len(calls.ranks)), dtype=np.int64), seq=np.empty(0, dtype=np.int64))
     open_to_all = calls.sync != SyncKind.PAIR
     is_numbered = open_to_all & (calls.group != NONE) & (calls.seq != NONE)
     _by_number(calls, np.flatnonzero(is_numbered), found)
-    clocks = align_clocks(calls, found.met(ranks))
+    clocks = align_clocks(calls, found.met)
     for rows in sorted(_series(calls, np.flatnonzero(open_to_all & ~is_numbered)), key=len, reverse=True):
         _by_order(calls, rows, clocks, found)
-        # New matches can join islands.
-        if len(np.unique(clocks.island)) > 1:
-            clocks = align_clocks(calls, found.met(ranks))
-    clocks = align_clocks(calls, found.met(ranks))
-    met, seqs = found.met(ranks), found.numbers()
-    together = _met_at_once(calls, met, clocks)
-    for rows, seq in zip(met[~together], seqs[~together], strict=True):
-        present = tuple(int(row) for row in rows if row != NONE)
-        found.unmatched.append(_unmatched(calls, int(seq), present, (), "its ranks were not inside at one moment"))
-    met, seqs = met[together], seqs[together]
-    order = np.argsort(calls.start_us[met.max(axis=1, initial=0)], kind="stable")
+        if len(np.unique(clocks.island)) > 1:  # new matches can join islands
+            clocks = align_clocks(calls, found.met)
+    clocks = align_clocks(calls, found.met)
+    together = _met_at_once(calls, found.met, clocks)
+    for rows, seq in zip(found.met[~together], found.seq[~together].tolist(), strict=True):
+        present = tuple(rows[rows != NONE].tolist())
+        found.unmatched.append(_unmatched(calls, seq, present, (), "its ranks were not inside at one moment"))
+    met, seq = found.met[together], found.seq[together]
+    order = np.argsort(calls.start_us[met.max(axis=1, initial=0)], kind="stable")  # by start on some rank's clock
     found.unmatched.sort(key=lambda one: float(calls.start_us[one.rows[0]]))
     return MatchedCollectives(
-        calls=calls, met=met[order], seq=seqs[order], clocks=clocks, unmatched=tuple(found.unmatched)
+        calls=calls, met=met[order], seq=seq[order], clocks=clocks, unmatched=tuple(found.unmatched)
     )
 
 
@@ -260,54 +233,44 @@ def _by_number(calls: CollectiveCalls, rows: Integers, found: _Matches) -> None:
     rows, occurrence = rows[by_meeting], occurrence[by_meeting]
     # Rows of one collective are contiguous now, one for each rank.
     is_new = _changes(calls.group[rows], calls.seq[rows], occurrence)
-    firsts, meeting = np.flatnonzero(is_new), np.cumsum(is_new) - 1
+    firsts, meeting = (
+        np.flatnonzero(is_new),
+        np.cumsum(is_new) - 1,
+    )  # first row of each collective; collective of each row
     met = np.full((len(firsts), len(calls.ranks)), NONE)
     met[meeting, calls.rank[rows]] = rows
     groups, seqs = calls.group[rows[firsts]], calls.seq[rows[firsts]]
     names = calls.name_id[rows]
     of_one_name = np.minimum.reduceat(names, firsts) == np.maximum.reduceat(names, firsts)
-    # [group, rank]: the ranks that should take part.
-    table = np.zeros((len(calls.groups), len(calls.ranks)), dtype=bool)
-    table[calls.group[rows], calls.rank[rows]] = True
+    # [group, rank]: least and greatest number, and whether the rank should take part.
+    sizes = (len(calls.groups), len(calls.ranks))
+    first_seq, last_seq = np.full(sizes, np.iinfo(np.int64).max), np.full(sizes, NONE)
+    np.minimum.at(first_seq, (calls.group[rows], calls.rank[rows]), calls.seq[rows])
+    np.maximum.at(last_seq, (calls.group[rows], calls.rank[rows]), calls.seq[rows])
+    takes_part = last_seq != NONE
     for number, group in enumerate(calls.groups):
         if group.members:
-            table[number] |= np.isin(calls.ranks, group.members)
-    lacking = table[groups] & (met == NONE)
+            takes_part[number] |= np.isin(calls.ranks, group.members)
+    lacking = takes_part[groups] & (met == NONE)
     whole = of_one_name & ~lacking.any(axis=1)
     found.add(met[whole], seqs[whole])
-    recorded = _recorded(calls, rows)
     for one in np.flatnonzero(~whole):
-        present = tuple(int(row) for row in met[one] if row != NONE)
-        absent = np.flatnonzero(lacking[one])
+        group, seq, absent = groups[one], int(seqs[one]), np.flatnonzero(lacking[one])
+        missing = tuple(calls.ranks[rank] for rank in absent)
         why = "its ranks call it by different names"
         if of_one_name[one]:
-            why = "; ".join(
-                _reason_missing(calls, recorded, int(groups[one]), int(seqs[one]), int(rank)) for rank in absent
-            )
-        missing = tuple(calls.ranks[rank] for rank in absent)
-        found.unmatched.append(_unmatched(calls, int(seqs[one]), present, missing, why))
+            bounds = zip(missing, first_seq[group, absent].tolist(), last_seq[group, absent].tolist(), strict=True)
+            why = "; ".join(_reason_missing(f"rank {rank}", seq, first, last) for rank, first, last in bounds)
+        found.unmatched.append(_unmatched(calls, seq, tuple(met[one][met[one] != NONE].tolist()), missing, why))
 
 
-def _recorded(calls: CollectiveCalls, rows: Integers) -> dict[tuple[int, int], tuple[int, int]]:
-    """Least and greatest sequence number of each (group, rank); rows are sorted by group and number."""
-    bounds: dict[tuple[int, int], tuple[int, int]] = {}
-    for group, rank, seq in zip(calls.group[rows], calls.rank[rows], calls.seq[rows], strict=True):
-        key = (int(group), int(rank))
-        bounds[key] = (bounds[key][0] if key in bounds else int(seq), int(seq))
-    return bounds
-
-
-def _reason_missing(
-    calls: CollectiveCalls, recorded: dict[tuple[int, int], tuple[int, int]], group: int, seq: int, rank: int
-) -> str:
-    """The reason why a rank lacks a collective."""
-    name = f"rank {calls.ranks[rank]}"
-    if (group, rank) not in recorded:
-        return f"{name} has none of this group"
-    first, last = recorded[group, rank]
+def _reason_missing(rank: str, seq: int, first: int, last: int) -> str:
+    """The reason why a rank lacks a collective, by its first and last number in the group (`last` NONE: no number)."""
+    if last == NONE:
+        return f"{rank} has none of this group"
     if seq < first:
-        return f"the recording of {name} begins later"
-    return f"the recording of {name} ends earlier" if seq > last else f"{name} has no event for it"
+        return f"the recording of {rank} begins later"
+    return f"the recording of {rank} ends earlier" if seq > last else f"{rank} has no event for it"
 
 
 def _changes(*columns: Integers) -> Flags:
@@ -326,27 +289,29 @@ def _series(calls: CollectiveCalls, rows: Integers) -> list[Integers]:
     There is a list for each group; without group, one for each name of another library; of NCCL, one for each stream if
     all ranks use the same streams.
     """
-    labels = np.zeros((3, len(rows)), dtype=np.int64)
-    labels[0] = calls.group[rows]
     is_device = calls.sync[rows] >= SyncKind.DEVICE
-    labels[1] = np.where(is_device, calls.name_id[rows], NONE)
     bare = (calls.group[rows] == NONE) & ~is_device
     streams = [set(calls.stream[rows[bare & (calls.rank[rows] == rank)]].tolist()) for rank in range(len(calls.ranks))]
-    if all(one == streams[0] for one in streams):
-        labels[2] = np.where(bare, calls.stream[rows], NONE)
-    _, kind = np.unique(labels, axis=1, return_inverse=True)
+    by_stream = bare & all(one == streams[0] for one in streams)
+    # Kernels with equal group, name and stream are one list.
+    labels = (
+        calls.group[rows],
+        np.where(is_device, calls.name_id[rows], NONE),
+        np.where(by_stream, calls.stream[rows], NONE),
+    )
+    _, kind = np.unique(np.stack(labels), axis=1, return_inverse=True)
     return [rows[kind.reshape(-1) == one] for one in range(int(kind.max(initial=NONE)) + 1)]
 
 
 def _by_order(calls: CollectiveCalls, rows: Integers, clocks: ClockOffsets, found: _Matches) -> None:
     """Matches the kernels of one series."""
     ranks = len(calls.ranks)
-    own = [rows[calls.rank[rows] == rank] for rank in range(ranks)]
+    own = [rows[calls.rank[rows] == rank] for rank in range(ranks)]  # of each rank, sorted by start
     group = calls.group[rows[0]]
     taking_part = np.array([len(one) > 0 for one in own])
     if group != NONE and calls.groups[group].members:
         taking_part |= np.isin(calls.ranks, calls.groups[group].members)
-    lead = int(np.argmax([len(one) for one in own]))
+    lead = int(np.argmax([len(one) for one in own]))  # others are paired with the rank that has the most
     met = np.full((len(own[lead]), ranks), NONE)
     met[:, lead] = own[lead]
     for rank in np.flatnonzero(taking_part):
@@ -379,7 +344,7 @@ def _add_unmatched(
 ) -> None:
     """Lists the unmatched kernels of a series; kernels of the same place are one entry."""
     matched = set(met.reshape(-1).tolist())
-    left: dict[int, list[int]] = {}
+    left: dict[int, list[int]] = {}  # by place in the series of each rank
     for rows in own:
         for place, row in enumerate(rows.tolist()):
             if row not in matched:
@@ -401,7 +366,7 @@ def _pairs(calls: CollectiveCalls, lead: Integers, other: Integers, clocks: Cloc
     is_device = calls.sync[lead[0]] >= SyncKind.DEVICE
     in_order = np.arange(len(lead))
     if is_device and clocks.island[calls.rank[lead[0]]] != clocks.island[calls.rank[other[0]]]:
-        return (in_order, in_order) if len(lead) == len(other) else (lead[:0], lead[:0])
+        return (in_order, in_order) if len(lead) == len(other) else (lead[:0], lead[:0])  # no time can be compared
     if not is_device and _in_step(calls, lead, other, clocks):
         return in_order, in_order
     # Candidates: pairs that are each other's nearest end on the common clock.
@@ -410,13 +375,13 @@ def _pairs(calls: CollectiveCalls, lead: Integers, other: Integers, clocks: Cloc
     shorter = np.minimum(calls.duration_us[lead][partner], calls.duration_us[other])
     near = np.abs(ends[partner] - end) <= np.maximum(TOLERANCE_US, TOLERANCE_SHARE * shorter)
     found = np.flatnonzero((near | is_device) & (back[partner] == np.arange(len(other))))
-    shift = found - partner[found]
+    shift = found - partner[found]  # of the order of the two ranks
     if is_device and len(lead) == len(other) and np.count_nonzero(shift == 0) > len(lead) / 2:
         return in_order, in_order
     # Runs of consecutive pairs with one shift.
     breaks = np.ones(len(found), dtype=bool)
     breaks[1:] = (np.diff(found) != 1) | (np.diff(shift) != 0)
-    run = np.cumsum(breaks) - 1
+    run = np.cumsum(breaks) - 1  # number of the run of each pair
     believed = (shift == 0) | (np.bincount(run)[run] >= RUN) if len(found) else breaks
     return partner[found[believed]], found[believed]
 
@@ -439,7 +404,7 @@ def _nearest(times_us: Floats, wanted_us: Floats) -> Integers:
     order = np.argsort(times_us, kind="stable")
     times_us = times_us[order]
     after = np.clip(np.searchsorted(times_us, wanted_us), 1, max(1, len(order) - 1))
-    before, after = after - 1, np.minimum(after, len(order) - 1)
+    before, after = after - 1, np.minimum(after, len(order) - 1)  # neighbours; equal if there is one time only
     nearer_before = wanted_us - times_us[before] <= times_us[after] - wanted_us
     return order[np.where(nearer_before, before, after)]
 

@@ -23,7 +23,7 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from penstock.trace.events import NONE, Flags, Floats, HostKind, Integers, Trace
+from penstock.trace.events import NONE, Flags, Floats, HostKind, Integers, Trace, decoded_or
 from penstock.trace.phases import PASSES, Phases, find_phases, grouped
 from penstock.trace.timeline import RecordedStep
 from penstock.trace.tree import as_launches, build_tree, place
@@ -42,18 +42,12 @@ _FORWARD, _BACKWARD, _RECOMPUTE, _UPDATE = (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AllocatedBlocks:
-    """Blocks that were allocated during the recording.
-
-    Attributes:
-        born: row of the allocation.
-        died: row of the free, or NONE.
-        component: index into `COMPONENTS`.
-    """
+    """Blocks that were allocated during the recording."""
 
     size: Integers
-    born: Integers
-    died: Integers
-    component: Integers
+    born: Integers  # row of the allocation
+    died: Integers  # row of the free, or NONE
+    component: Integers  # index into `COMPONENTS`
 
     def alive(self, row: int) -> Flags:
         """Mask of the blocks that are alive after a change."""
@@ -62,31 +56,20 @@ class AllocatedBlocks:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryRow:
-    """Memory of one phase, over the whole recording.
-
-    Attributes:
-        kept_bytes: allocated in it minus freed in it, whichever phase allocated the freed blocks.
-        most_bytes: largest total while it worked.
-        at_peak_bytes: of its blocks that are alive at the peak; None without blocks.
-    """
+    """Memory of one phase, over the whole recording."""
 
     name: str
     pass_: str
     layer: int | None
     handed_out_bytes: int
-    kept_bytes: int
-    most_bytes: int
-    at_peak_bytes: int | None
+    kept_bytes: int  # allocated in it minus freed in it, whichever phase allocated the freed blocks
+    most_bytes: int  # largest total while it worked
+    at_peak_bytes: int | None  # of its blocks that are alive at the peak; None without blocks
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPeak:
-    """The moment with the most allocated memory.
-
-    Attributes:
-        spans: open around it, from the outside in.
-        components: bytes by component, the largest first; empty without blocks.
-    """
+    """The moment with the most allocated memory."""
 
     time_us: float
     allocated_bytes: int
@@ -94,29 +77,21 @@ class MemoryPeak:
     phase: str
     pass_: str
     layer: int | None
-    spans: tuple[str, ...]
-    components: Mapping[str, int]
+    spans: tuple[str, ...]  # open around it, from the outside in
+    components: Mapping[str, int]  # bytes by component, the largest first; empty without blocks
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AllocatorHistory:
-    """The allocator of one device; arrays have one entry for each change.
-
-    Attributes:
-        allocated: total bytes after it.
-        reserved: bytes that the allocator holds after it.
-        changed: bytes allocated, or negative bytes freed.
-        phases: phase of the host at each change.
-        blocks: None if the trace has no addresses.
-    """
+    """The allocator of one device; arrays have one entry for each change."""
 
     device: int
     time_us: Floats
-    allocated: Integers
-    reserved: Integers
-    changed: Integers
-    phases: Phases
-    blocks: AllocatedBlocks | None
+    allocated: Integers  # total bytes after it
+    reserved: Integers  # bytes that the allocator holds after it
+    changed: Integers  # bytes allocated, or negative bytes freed
+    phases: Phases  # phase of the host at each change
+    blocks: AllocatedBlocks | None  # None if the trace has no addresses
     spans: tuple[str, ...]
 
     @property
@@ -149,8 +124,7 @@ class AllocatorHistory:
             return {}
         alive = self.blocks.alive(row)
         sizes = np.bincount(self.blocks.component[alive], self.blocks.size[alive], len(COMPONENTS)).astype(np.int64)
-        # Bytes without a recorded allocation were there before.
-        sizes[_BEFORE] = self.allocated[row] - sizes.sum()
+        sizes[_BEFORE] = self.allocated[row] - sizes.sum()  # bytes without a recorded allocation
         return {COMPONENTS[one]: int(sizes[one]) for one in np.argsort(-sizes, kind="stable").tolist() if sizes[one]}
 
     def rows(self, *, by_layer: bool = False) -> list[MemoryRow]:
@@ -159,24 +133,25 @@ class AllocatorHistory:
         groups, group = grouped(self.phases.name_id, self.phases.pass_id, layer)
         handed_out = np.bincount(group, np.maximum(self.changed, 0), len(groups))
         kept = np.bincount(group, self.changed, len(groups))
-        most, first = np.zeros(len(groups), dtype=np.int64), np.full(len(groups), len(group))
+        most = np.zeros(len(groups), dtype=np.int64)
         np.maximum.at(most, group, self.allocated)
-        np.minimum.at(first, group, np.arange(len(group)))
+        _, first = np.unique(group, return_index=True)  # the first change of each group
         there = None
         if self.blocks is not None:
             alive = self.blocks.alive(self.peak_row)
             there = np.bincount(group[self.blocks.born[alive]], self.blocks.size[alive], len(groups))
         return [
             MemoryRow(
-                name=self.phases.names[groups[one][0]],
-                pass_=PASSES[groups[one][1]],
-                layer=None if groups[one][2] == NONE else groups[one][2],
+                name=self.phases.names[name],
+                pass_=PASSES[pass_],
+                layer=None if number == NONE else number,
                 handed_out_bytes=int(handed_out[one]),
                 kept_bytes=int(kept[one]),
                 most_bytes=int(most[one]),
                 at_peak_bytes=None if there is None else int(there[one]),
             )
             for one in np.argsort(first, kind="stable").tolist()
+            for name, pass_, number in [groups[one]]
         ]
 
     def curve(self, points: int = POINTS) -> list[tuple[float, int, int]]:
@@ -185,8 +160,7 @@ class AllocatorHistory:
         if len(rows) > points:
             span_us = self.time_us[-1] - self.time_us[0]
             part = ((self.time_us - self.time_us[0]) / max(span_us, 1e-9) * (points - 1)).astype(np.int64)
-            # The first change of each part in this order is its fullest.
-            by_part = np.lexsort((-self.allocated, part))
+            by_part = np.lexsort((-self.allocated, part))  # the fullest change of each part first
             rows = by_part[np.append(True, np.diff(part[by_part]) > 0)]
         return list(
             zip(self.time_us[rows].tolist(), self.allocated[rows].tolist(), self.reserved[rows].tolist(), strict=True)
@@ -209,7 +183,7 @@ class _Args(msgspec.Struct, gc=False):
     address: _Address | None = msgspec.field(name="Addr", default=None)
 
 
-_DECODER = msgspec.json.Decoder(_Args)
+_DECODER, _NOTHING = msgspec.json.Decoder(_Args), _Args()
 
 
 def find_memory(trace: Trace) -> tuple[AllocatorHistory, ...]:
@@ -218,10 +192,7 @@ def find_memory(trace: Trace) -> tuple[AllocatorHistory, ...]:
     rows = np.flatnonzero((host.kind == HostKind.INSTANT) & host.called("[memory]"))
     changes: dict[int, list[tuple[int, _Args]]] = {}
     for row in rows.tolist():
-        try:
-            args = _DECODER.decode(host.raw[row] or b"{}")
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            continue
+        args = decoded_or(_NOTHING, _DECODER, host.raw[row])
         if args.device >= 0 and args.allocated is not None and args.reserved is not None:
             changes.setdefault(args.device, []).append((row, args))
     return tuple(_memory(trace, device, found) for device, found in sorted(changes.items()))
@@ -231,12 +202,12 @@ def _memory(trace: Trace, device: int, found: Sequence[tuple[int, _Args]]) -> Al
     rows = np.array([row for row, _ in found])
     allocated = np.array([args.allocated for _, args in found], dtype=np.int64)
     changed = np.array([args.changed or 0 for _, args in found], dtype=np.int64)
-    placed = as_launches(trace, rows)
+    placed = as_launches(trace, rows)  # so that changes get phases as kernels do
     tree = build_tree(placed)
     phases = find_phases(placed, place(placed, tree))
     has_blocks = all(args.address is not None and args.changed is not None for _, args in found)
     addresses = np.array([args.address or 0 for _, args in found], dtype=np.int64)
-    around = tree.above(int(rows[allocated.argmax()]))[:0:-1]
+    around = tree.above(int(rows[allocated.argmax()]))[:0:-1]  # of the peak, from the outside in, without itself
     return AllocatorHistory(
         device=device,
         time_us=trace.host.start_us[rows],
@@ -252,13 +223,12 @@ def _memory(trace: Trace, device: int, found: Sequence[tuple[int, _Args]]) -> Al
 def _blocks(addresses: Integers, changed: Integers, phases: Phases) -> AllocatedBlocks:
     """Blocks from each allocation to the next change at its address, if that is a free."""
     # Changes of one address in the order of time: an allocation is followed by its free.
-    order = np.lexsort((np.arange(len(changed)), addresses))
-    is_next = np.append(addresses[order][1:] == addresses[order][:-1], False)
+    order = np.argsort(addresses, kind="stable")
+    is_next = np.append(np.diff(addresses[order]) == 0, False)  # the next change in this order is at the same address
     after = np.append(order[1:], NONE)
     is_taken = is_next & (np.append(changed[order][1:], 0) < 0)
     is_born = changed[order] > 0
-    born = order[is_born]
-    died = np.where(is_taken, after, NONE)[is_born]
+    born, died = order[is_born], np.where(is_taken, after, NONE)[is_born]
     return AllocatedBlocks(size=changed[born], born=born, died=died, component=_components(born, died, phases.pass_id))
 
 
@@ -267,7 +237,7 @@ def _components(born: Integers, died: Integers, pass_id: Integers) -> Integers:
 
     def sees(pass_: int) -> Flags:
         """Whether a change of this pass lies between birth and death, both included but for the birth."""
-        seen = np.cumsum(pass_id == pass_)
+        seen = np.cumsum(pass_id == pass_)  # changes of this pass up to and with each change
         last = np.where(died == NONE, len(pass_id) - 1, died)
         met: Flags = seen[last] > seen[born]
         return met

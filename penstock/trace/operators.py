@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from penstock.trace.events import NONE, Integers, Trace
+from penstock.trace.events import NONE, Integers, Trace, decoded_or
 from penstock.trace.kernel_names import function_of
 from penstock.trace.phases import PASSES, Phases, grouped
 from penstock.trace.tree import Placement
@@ -28,34 +28,23 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorCall:
-    """An operator with the shapes of its arguments.
-
-    Attributes:
-        shapes: of each argument: a shape, a tuple of shapes for a list of tensors, `()` for other arguments.
-        types: of each argument, in the profiler's words (`c10::BFloat16`, `Scalar`, `TensorList`).
-        plain: scalar arguments as text; empty where they do not change the work.
-        made_by: for the backward of a Python autograd function, the forward call.
-    """
+    """An operator with the shapes of its arguments."""
 
     name: str
+    # Of each argument: a shape, a tuple of shapes for a list of tensors, `()` for other arguments.
     shapes: tuple[Any, ...]
-    types: tuple[str, ...]
-    plain: tuple[str, ...] = ()
-    made_by: "OperatorCall | None" = None
+    types: tuple[str, ...]  # of each argument, in the profiler's words (`c10::BFloat16`, `Scalar`, `TensorList`)
+    plain: tuple[str, ...] = ()  # scalar arguments as text; empty where they do not change the work
+    made_by: "OperatorCall | None" = None  # for the backward of a Python autograd function, the forward call
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CallTable:
-    """The different calls of a trace.
-
-    Attributes:
-        call_of: index into `calls` for each row of `Trace.gpu`, or NONE.
-        row_of: row in `Trace.host` of the operator for each row of `Trace.gpu`, or NONE.
-    """
+    """The different calls of a trace."""
 
     calls: tuple[OperatorCall, ...]
-    call_of: Integers
-    row_of: Integers
+    call_of: Integers  # index into `calls` for each row of `Trace.gpu`, or NONE
+    row_of: Integers  # row in `Trace.host` of the operator for each row of `Trace.gpu`, or NONE
 
 
 class _Args(msgspec.Struct, gc=False, frozen=True):
@@ -66,24 +55,24 @@ class _Args(msgspec.Struct, gc=False, frozen=True):
     plain: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Concrete Inputs")
 
 
-_DECODER = msgspec.json.Decoder(_Args)
+_DECODER, _NOTHING = msgspec.json.Decoder(_Args), _Args()
 _Key = tuple[int, bytes, bytes, bytes, int]
 
 
 def calls_made(trace: Trace, placement: Placement) -> CallTable:
     """The call behind each GPU event."""
     host, row_of = trace.host, placement.operator
-    rows, event = np.unique(row_of, return_inverse=True)
+    rows, event = np.unique(row_of, return_inverse=True)  # distinct operators, and the index of each event's among them
     makers = np.full(len(rows), NONE)
-    makers[event.reshape(-1)] = placement.maker
-    known: dict[_Key, int] = {}
+    makers[event] = placement.maker
+    known: dict[_Key, int] = {}  # key -> index into `calls`
     calls: list[OperatorCall] = []
 
     def index_of(row: int, maker: int) -> int:
         if row == NONE:
             return NONE
         name = trace.names[host.name_id[row]]
-        args = _args_of(host.raw[row])
+        args = decoded_or(_NOTHING, _DECODER, host.raw[row])
         plain = bytes(args.plain) if WITH_ARGUMENTS.search(name) else b""
         made_by = index_of(maker, NONE) if maker != NONE and "::" not in name and name.endswith("Backward") else NONE
         # Equal text is an equal call; only the first one is decoded.
@@ -102,21 +91,12 @@ def calls_made(trace: Trace, placement: Placement) -> CallTable:
         return known[key]
 
     of_row = np.array([index_of(row, maker) for row, maker in zip(rows.tolist(), makers.tolist(), strict=True)])
-    return CallTable(calls=tuple(calls), call_of=of_row.astype(np.int64)[event.reshape(-1)], row_of=row_of)
-
-
-def _args_of(text: Any) -> _Args:
-    try:
-        return _DECODER.decode(text) if text else _Args()
-    except msgspec.DecodeError:
-        return _Args()
+    return CallTable(calls=tuple(calls), call_of=of_row.astype(np.int64)[event], row_of=row_of)
 
 
 def _value(text: bytes) -> list[Any]:
     """A list from its text; empty for anything else."""
-    if not text:
-        return []
-    found = msgspec.json.decode(text)
+    found = msgspec.json.decode(text) if text else []
     return found if isinstance(found, list) else []
 
 
@@ -148,33 +128,33 @@ def hierarchy(trace: Trace, phases: Phases, calls: CallTable | None = None) -> l
     """The leaves, longest first; `calls` are of the same trace, if already known."""
     placement = phases.placement
     calls = calls_made(trace, placement) if calls is None else calls
-    event = phases.event
+    event = phases.event  # columns of the trace by entry of `phases`: an event that waited has two
     groups, group = grouped(
         placement.step[event],
-        np.where(placement.action == NONE, NONE, np.append(trace.host.name_id, NONE)[placement.action])[event],
+        np.append(trace.host.name_id, NONE)[placement.action][event],  # micro-batches of one name are one action
         phases.layer,
-        phases.name_id * len(PASSES) + phases.pass_id,
+        phases.name_id,
+        phases.pass_id,
         calls.call_of[event],
         trace.gpu.name_id[event],
     )
     counts = np.bincount(group, minlength=len(groups)).tolist()
     kernel_us = np.bincount(group, phases.kernel_us, len(groups)).tolist()
     exposed_us = np.bincount(group, phases.exposed_us, len(groups)).tolist()
-    leaves = []
-    for one, (step, action, layer, named, call, kernel) in enumerate(groups):
-        leaves.append(
-            Leaf(
-                step="" if step == NONE else trace.host.name(step),
-                action="" if action == NONE else trace.names[action],
-                layer=None if layer == NONE else layer,
-                phase=phases.names[named // len(PASSES)],
-                pass_=PASSES[named % len(PASSES)],
-                operator="" if call == NONE else calls.calls[call].name,
-                shapes=() if call == NONE else calls.calls[call].shapes,
-                kernel=function_of(trace.names[kernel]),
-                events=counts[one],
-                kernel_us=kernel_us[one],
-                exposed_us=exposed_us[one],
-            )
+    leaves = [
+        Leaf(
+            step="" if step == NONE else trace.host.name(step),
+            action="" if action == NONE else trace.names[action],
+            layer=None if layer == NONE else layer,
+            phase=phases.names[phase],
+            pass_=PASSES[pass_],
+            operator="" if call == NONE else calls.calls[call].name,
+            shapes=() if call == NONE else calls.calls[call].shapes,
+            kernel=function_of(trace.names[kernel]),
+            events=counts[one],
+            kernel_us=kernel_us[one],
+            exposed_us=exposed_us[one],
         )
+        for one, (step, action, layer, phase, pass_, call, kernel) in enumerate(groups)
+    ]
     return sorted(leaves, key=lambda leaf: -leaf.kernel_us)

@@ -13,7 +13,7 @@ communication.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,7 @@ PHASE_NAMES = {Span.SORT: Category.INDEX.value}
 PRODUCTS = frozenset({Category.GROUPED, Category.GROUPED_WEIGHTS})
 WAITING = " waiting"
 
+_RAN = ("forward", "backward", "recompute", "")
 _NAMED = {Category.POSITIONS: Category.ATTENTION.value, Category.CACHE: Category.ATTENTION.value}
 _WITHIN = frozenset({Category.INDEX, Category.PERMUTE, Category.ACTIVATION, Category.ROUTE, Category.QUANTIZE})
 _PRIORITY = {GpuKind.COMPUTE: 0, GpuKind.SET: 0, GpuKind.COMMUNICATION: 1, GpuKind.COPY: 2}
@@ -55,23 +56,16 @@ _PRIORITY = {GpuKind.COMPUTE: 0, GpuKind.SET: 0, GpuKind.COMMUNICATION: 1, GpuKi
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """One row of the table.
-
-    Attributes:
-        pass_: one of `PASSES`.
-        exposed_us: busy time of the device that is charged to it.
-        share: of all `kernel_us`.
-        inferred: layer and pass of some events were inferred, because a CUDA graph launched them.
-    """
+    """One row of the table."""
 
     name: str
     layer: int | None
-    pass_: str
+    pass_: str  # one of `PASSES`
     kernel_us: float
-    exposed_us: float
-    share: float
+    exposed_us: float  # busy time of the device that is charged to it
+    share: float  # of all `kernel_us`
     count: int
-    inferred: bool
+    inferred: bool  # layer and pass of some events were inferred, because a CUDA graph launched them
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, with the key `pass`."""
@@ -80,26 +74,17 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Phases:
-    """All GPU events of a trace, named. An event that partly waited has two entries.
-
-    Attributes:
-        event: row in `Trace.gpu`.
-        name_id: index into `names`.
-        pass_id: index into `PASSES`.
-        layer: number, or NONE.
-        placement: of the events, one entry for each row of `Trace.gpu`.
-        replays: summary of CUDA graph replays, or None without any.
-    """
+    """All GPU events of a trace, named. An event that partly waited has two entries."""
 
     names: tuple[str, ...]
-    event: Integers
-    name_id: Integers
-    pass_id: Integers
-    layer: Integers
+    event: Integers  # row in `Trace.gpu`
+    name_id: Integers  # index into `names`
+    pass_id: Integers  # index into `PASSES`
+    layer: Integers  # number, or NONE
     kernel_us: Floats
     exposed_us: Floats
-    placement: Placement
-    replays: GraphReplays | None
+    placement: Placement  # of the events, one entry for each row of `Trace.gpu`
+    replays: GraphReplays | None  # summary of CUDA graph replays, or None without any
 
     @property
     def other_share(self) -> float:
@@ -138,7 +123,7 @@ def grouped(*columns: Integers) -> tuple[list[tuple[int, ...]], Integers]:
 
     A row is packed into one integer first, because sorting integers is much faster than sorting rows.
     """
-    widths = [int(column.max(initial=NONE)) + 2 for column in columns]
+    widths = [int(column.max(initial=NONE)) + 2 for column in columns]  # values from NONE, which is -1, up
     assert math.prod(widths) < 2**62, "the columns hold too many different values for one number"
     packed = np.zeros(len(columns[0]), dtype=np.int64)
     for column, width in zip(columns, widths, strict=True):
@@ -174,24 +159,24 @@ def _with_waiting(phases: Phases, waited_us: Floats) -> Phases:
     """Splits entries that waited in two; exposed time is split in the same proportion."""
     waited = np.clip(waited_us, 0.0, phases.kernel_us)
     some = np.flatnonzero((waited > 0) & ~np.char.endswith(np.array(phases.names), WAITING)[phases.name_id])
-    share = np.zeros(len(waited))
+    share = np.zeros(len(waited))  # of each entry's time that it waited
     share[some] = waited[some] / phases.kernel_us[some]
     names = list(phases.names)
     of_waiting = {one: _index_in(names, names[one] + WAITING) for one in np.unique(phases.name_id[some]).tolist()}
-    return Phases(
+    return replace(
+        phases,
         names=tuple(names),
-        event=np.append(phases.event, some),
+        event=np.append(phases.event, some),  # the waiting parts follow the entries of all events
         name_id=np.append(phases.name_id, [of_waiting[one] for one in phases.name_id[some].tolist()]).astype(np.int64),
         pass_id=np.append(phases.pass_id, phases.pass_id[some]),
         layer=np.append(phases.layer, phases.layer[some]),
         kernel_us=np.append(phases.kernel_us * (1 - share), waited[some]),
         exposed_us=np.append(phases.exposed_us * (1 - share), (phases.exposed_us * share)[some]),
-        placement=phases.placement,
-        replays=phases.replays,
     )
 
 
 def _index_in(names: list[str], name: str) -> int:
+    """Index of a name, which is appended if it is new."""
     if name not in names:
         names.append(name)
     return names.index(name)
@@ -203,13 +188,11 @@ def charge(trace: Trace) -> Floats:
     level_of = np.array([_PRIORITY[kind] for kind in GpuKind])[gpu.kind]
     charged, taken = np.zeros(len(gpu)), union(np.zeros(0), np.zeros(0))
     for level in range(3):
-        rows = np.flatnonzero(level_of == level)
+        rows = np.flatnonzero(level_of == level)  # sorted by start, as the table
         end = gpu.end_us[rows]
-        # Within a level, each moment is charged to the event that began first.
-        before = np.append(-np.inf, np.maximum.accumulate(end))[: len(end)]
-        start = np.minimum(np.maximum(gpu.start_us[rows], before), end)
-        # Moments of earlier levels are taken already.
-        charged[rows] = (end - start) - taken.covered_us(start, end)
+        before = np.append(-np.inf, np.maximum.accumulate(end))[: len(end)]  # latest end of the rows before each
+        start = np.minimum(np.maximum(gpu.start_us[rows], before), end)  # what they cover is charged to them
+        charged[rows] = (end - start) - taken.covered_us(start, end)  # without moments of earlier levels
         taken = taken | union(start, end)
     return charged
 
@@ -217,34 +200,32 @@ def charge(trace: Trace) -> Floats:
 def _named_events(trace: Trace, placement: Placement) -> tuple[tuple[str, ...], Integers, Integers]:
     """Phase names, and the name and pass of each event; computed once for each distinct kind of event."""
     gpu = trace.gpu
-    operator = np.append(trace.host.name_id, NONE)[placement.operator]
-    ran = np.where(placement.is_recomputed, 2, np.where(placement.is_backward, 1, 0))
+    operator = np.append(trace.host.name_id, NONE)[placement.operator]  # name of the innermost operator, or NONE
+    ran = np.where(placement.is_recomputed, 2, np.where(placement.is_backward, 1, 0))  # index into `_RAN`
     is_told = ~placement.is_replayed | placement.is_inferred | placement.is_backward | (placement.layer != NONE)
     ran = np.where(gpu.is_linked & is_told, ran, 3)
     communicates = gpu.kind == GpuKind.COMMUNICATION
     categories = np.where(communicates, placement.collective, placement.category)
     # NCCL has one kernel for an all-to-all and for messages of a pipeline; only the args distinguish them.
-    is_exchange = np.array([generic_category(name) is Category.ALL_TO_ALL for name in trace.names], dtype=bool)
-    unplaced = communicates & (placement.span == NONE) & is_exchange[gpu.name_id]
-    for row in np.flatnonzero(unplaced).tolist():
+    is_exchange = gpu.named(lambda name: generic_category(name) is Category.ALL_TO_ALL)
+    for row in np.flatnonzero(communicates & (placement.span == NONE) & is_exchange).tolist():
         if is_point_to_point(gpu.raw[row]):
             categories[row] = CATEGORIES.index(Category.POINT_TO_POINT)
     kinds, kind = grouped(gpu.name_id, communicates.astype(np.int64), operator, placement.span, categories, ran)
     names: list[str] = []
-    found = []
-    for name, kind_of, operator_name, span, part, how in kinds:
+    found = []  # of each kind of event: index of its phase's name, index of its pass
+    for name, is_communication, operator_name, span, part, how in kinds:
         event = _Event(
             kernel=trace.names[name],
-            is_communication=bool(kind_of),
+            is_communication=bool(is_communication),
             operator="" if operator_name == NONE else trace.names[operator_name],
             span=None if span == NONE else SPANS[span],
             category=None if part == NONE else CATEGORIES[part],
-            ran=("forward", "backward", "recompute", "")[how],
+            ran=_RAN[how],
         )
         phase, pass_ = _name(event)
         found.append((_index_in(names, phase), PASSES.index(pass_)))
-    table = np.array(found, dtype=np.int64).reshape(-1, 2)
-    name_id, pass_id = table[kind, 0], table[kind, 1]
+    name_id, pass_id = np.array(found, dtype=np.int64).reshape(-1, 2)[kind].T
     return _exchanges(names, name_id, pass_id)
 
 
@@ -257,10 +238,9 @@ def _exchanges(names: list[str], name_id: Integers, pass_id: Integers) -> tuple[
     exchange = name_id == (names.index(Category.ALL_TO_ALL) if Category.ALL_TO_ALL in names else NONE)
     if not exchange.any() or not products.any():
         return tuple(names), name_id, pass_id
-    marks = np.flatnonzero(products | exchange)
-    # marks: products and exchanges in the order of time.
-    to_experts = np.append(products[marks[1:]], False)[exchange[marks]]
+    marks = np.flatnonzero(products | exchange)  # in the order of time
     rows = marks[exchange[marks]]
+    to_experts = np.append(products[marks[1:]], False)[exchange[marks]]  # the next mark is a product
     is_dispatch = to_experts ^ (pass_id[rows] == PASSES.index("backward"))
     named = name_id.copy()
     named[rows] = np.where(is_dispatch, _index_in(names, Span.DISPATCH.value), _index_in(names, Span.COMBINE.value))
@@ -292,7 +272,7 @@ def _operation(event: _Event, category: Category | None) -> Category:
     """The operation of the event: by its kernel first, then by its surroundings."""
     operation = category or generic_category(event.kernel) or generic_category(event.operator) or Category.OTHER
     if event.is_communication and event.category is Category.POINT_TO_POINT:
-        return event.category
+        return event.category  # the kernel of a message has the name of an all-to-all
     if event.is_communication and operation in {Category.COLLECTIVE, Category.OTHER}:
         return event.category or Category.COLLECTIVE
     return operation
@@ -300,10 +280,8 @@ def _operation(event: _Event, category: Category | None) -> Category:
 
 def _pass(event: _Event, category: Category | None) -> str:
     """The pass from the tree, unless a name says that it is a gradient."""
-    if event.ran not in ("", "forward"):
-        return event.ran
     is_named = category is Category.GROUPED_WEIGHTS or is_gradient(event.kernel) or is_gradient(event.operator)
-    return "backward" if is_named else event.ran
+    return "backward" if is_named and event.ran in ("", "forward") else event.ran
 
 
 def _phase(event: _Event, category: Category | None, operation: Category, pass_: str) -> str:
@@ -313,18 +291,17 @@ def _phase(event: _Event, category: Category | None, operation: Category, pass_:
         return _experts(named, pass_) if named in PRODUCTS else _NAMED.get(named, named.value)
     if event.span in EXPERTS:
         return _inside_experts(event.span, category, operation, pass_)
-    is_point_to_point = event.is_communication and operation in COLLECTIVES
-    if is_point_to_point or (category is Category.QUANTIZE and event.span != Span.NORM):
+    is_collective = event.is_communication and operation in COLLECTIVES
+    if is_collective or (category is Category.QUANTIZE and event.span != Span.NORM):
         return operation.value
     return PHASE_NAMES.get(event.span, event.span.value)
 
 
 def _kernel_category(event: _Event) -> Category | None:
     """The category of the kernel's name; the span decides where several categories share a kernel."""
-    category = specific_category(event.kernel)
     if event.kernel == FLOAT8_GEMM and (event.span is Span.EXPERTS or event.category is Category.GROUPED):
         return Category.GROUPED_WEIGHTS
-    return category
+    return specific_category(event.kernel)
 
 
 def _inside_experts(span: Span, category: Category | None, operation: Category, pass_: str) -> str:

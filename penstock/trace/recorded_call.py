@@ -78,21 +78,14 @@ _SMALL = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class TensorArgument:
-    """A tensor.
+    """A tensor."""
 
-    Attributes:
-        dtype: PyTorch's name, `bfloat16`.
-        below: integers are in [0, below); None for other dtypes.
-        values: exact contents, if known.
-        is_number: it was a Python number.
-    """
-
-    dtype: str
+    dtype: str  # PyTorch's name, `bfloat16`
     size: tuple[int, ...]
     stride: tuple[int, ...]
-    below: int | None = None
-    values: tuple[int, ...] | None = None
-    is_number: bool = False
+    below: int | None = None  # integers are in [0, below); None for other dtypes
+    values: tuple[int, ...] | None = None  # exact contents, if known
+    is_number: bool = False  # it was a Python number
 
 
 Argument = TensorArgument | tuple[TensorArgument, ...] | None | bool | int | float | str | list[Any]
@@ -119,7 +112,7 @@ def recorded_arguments(
         for position, recorded in enumerate(_columns(name, args))
     ]
     lists = [one for one in found if isinstance(one, tuple)]
-    if lists and not any(lists):
+    if lists and not any(lists):  # `TensorList` without sizes
         raise TraceError(f"{name} cannot be replayed: the sizes in its lists of tensors are not in this trace")
     return tuple(_with_offsets(name, _in_range(name, found), counts))
 
@@ -131,7 +124,7 @@ def _columns(name: str, args: Mapping[str, Any]) -> list[tuple[Any, ...]]:
             f"{name} has no shapes in this trace", fix="record it with shapes (torch.profiler: record_shapes=True)"
         )
     kinds, dims = args["Input type"], args["Input Dims"]
-    strides = args.get("Input Strides") or [None] * len(kinds)
+    strides = args.get("Input Strides") or [None] * len(kinds)  # without strides tensors are contiguous
     texts = args.get("Concrete Inputs") or [""] * len(kinds)
     lists = all(isinstance(one, list) and len(one) == len(kinds) for one in (dims, strides, texts))
     if not lists or not all(isinstance(one, str) for one in kinds) or not all(isinstance(one, list) for one in dims):
@@ -148,7 +141,7 @@ def _argument(where: str, recorded: tuple[Any, ...], list_dtype: str) -> Argumen
         tensor = _tensor(where, DTYPES[kind], dims, stride)
         return replace(tensor, is_number=kind in _NUMBERS and not tensor.size)
     if kind == "":
-        return None
+        return None  # None, a string, a generator or a device
     if kind in ("Scalar", "ScalarList"):
         return _plain(where, text)
     raise TraceError(f"{where} has a type that replay does not know", got=kind)
@@ -180,11 +173,11 @@ def _plain(where: str, text: Any) -> Argument:
 def _in_range(name: str, found: Sequence[Argument]) -> list[Argument]:
     """Arguments with bounds: integers that index another argument fit its size, others fit any size."""
     sizes = [size for one in found if isinstance(one, TensorArgument) for size in one.size if size]
-    small = min([_SMALL, *sizes])
+    small = min([_SMALL, *sizes])  # a bound that is in range of any size in the call
     bounded = [_below(one, small) for one in found]
     place = _INDEXES.get(name)
     if name.removeprefix("aten::") in _BY_DIM.split() and len(found) > 2 and isinstance(found[1], int):
-        place = (2, 0, found[1])
+        place = (2, 0, found[1])  # (source, dim, index, ...)
     if place is None or place[0] >= len(found):
         return bounded
     index, source, dim = bounded[place[0]], bounded[place[1]], place[2]

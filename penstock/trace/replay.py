@@ -26,7 +26,7 @@ import numpy as np
 
 from penstock.base.errors import TraceError, asked, nearest
 from penstock.trace.compare import shape_text
-from penstock.trace.events import NONE, HostEvents, HostKind, Trace
+from penstock.trace.events import NONE, Flags, HostKind, Integers, Trace, decoded_or
 from penstock.trace.recorded_call import Argument, TensorArgument, grouped_size, recorded_arguments
 from penstock.trace.tree import build_tree
 
@@ -35,6 +35,7 @@ REPLAYABLE = "operators of PyTorch or of another library (NAMESPACE::NAME), amon
 SPLIT = "aten::split_with_sizes"
 """Programs that split rows into one part per expert record the counts as the sizes of this operator."""
 
+_SIZES = msgspec.json.Decoder(list[int])
 _COLLECTIVES = ("c10d::", "nccl:", "record_param_comms", "gloo:", "_c10d_functional::")
 """Beginnings of operators that run a collective."""
 
@@ -59,18 +60,18 @@ def replay_script(trace: Trace, op: str, *, shape: str | None = None, counts: tu
     Raises:
         TraceError: the trace has no such operator, it cannot be replayed, or its arguments were not recorded.
     """
-    # Names of the recorded operators that match: in full, or without the namespace.
-    kinds = np.isin(trace.host.kind, (HostKind.OPERATOR, HostKind.SPAN))
-    present = [trace.names[name] for name in np.unique(trace.host.name_id[kinds])]
-    exact = [name for name in present if name == op]
-    names, launched = (exact or [name for name in present if "::" in name and name.rpartition("::")[2] == op]), ""
+    host, launched = trace.host, ""
+    kinds = np.isin(host.kind, (HostKind.OPERATOR, HostKind.SPAN))
+    present = [trace.names[name] for name in np.unique(host.name_id[kinds])]
+    # The operators that match: in full, without the namespace, or as the launcher of a kernel.
+    names = [op] if op in present else [name for name in present if "::" in name and name.rpartition("::")[2] == op]
     if not names:
         name, launched = _operator_of_kernel(trace, op)
         names = [name]
     _check_replayable(trace, names[0])
     call = _chosen(_calls(trace, names), op, shape)
     row, typical_us = call.rows[0], median(call.times_us)
-    name, args = trace.host.name(row), trace.host.args(row)
+    name, args = host.name(row), host.args(row)
     list_dtype = _list_dtype(call.kernels)
     seen = [f"It launched {launched[:100]}."] if launched else []
     seen.append(f"Seen {len(call.rows)} times; median GPU time {typical_us:.1f} us.")
@@ -91,20 +92,26 @@ def replay_script(trace: Trace, op: str, *, shape: str | None = None, counts: tu
 def _operator_of_kernel(trace: Trace, op: str) -> tuple[str, str]:
     """The operator that spent the most time in kernels of a name, and the longest of these kernels."""
     gpu, host = trace.gpu, trace.host
-    is_named = np.array([op.lower() in name.lower() for name in trace.names], dtype=bool)[gpu.name_id]
+    is_named = gpu.named(lambda name: op.lower() in name.lower())
     if not is_named.any():
         used = np.unique(host.name_id[host.kind == HostKind.OPERATOR])
         names = [trace.names[name] for name in used]
         near = nearest(op, names, most=3) or [name for name in names if op.lower() in name.lower()][:3]
         raise TraceError("no operator or kernel of this trace has this name", got=op, fix=asked(near))
-    operator = build_tree(trace).inherit(np.where(host.kind == HostKind.OPERATOR, np.arange(len(host)), NONE))
-    owner = np.where(gpu.is_linked, operator[gpu.launch], NONE)
+    owner = _launchers(trace, host.kind == HostKind.OPERATOR)
     launched = np.flatnonzero(is_named & (owner != NONE))
     if not len(launched):
         kernel = gpu.name(int(np.flatnonzero(is_named)[0]))
         raise TraceError(f"{kernel[:100]} cannot be replayed: no operator that launched it is in this trace")
+    # The operator (row of the host) with the most time in these kernels.
     name = host.name(int(np.bincount(owner[launched], weights=gpu.duration_us[launched]).argmax()))
     return name, gpu.name(int(launched[gpu.duration_us[launched].argmax()]))
+
+
+def _launchers(trace: Trace, candidates: Flags) -> Integers:
+    """For each GPU event the innermost of some rows of the host (a mask) around its launch, or NONE."""
+    operator = build_tree(trace).inherit(np.where(candidates, np.arange(len(trace.host)), NONE))
+    return np.append(operator, NONE)[trace.gpu.launch]
 
 
 def _check_replayable(trace: Trace, name: str) -> None:
@@ -113,7 +120,7 @@ def _check_replayable(trace: Trace, name: str) -> None:
     if "::" in name:
         return
     host = trace.host
-    row = int(np.flatnonzero(host.called(name))[0])
+    row = int(np.flatnonzero(host.called(name))[0])  # its first call
     inside = host.take(host.starting_in(host.start_us[row], host.end_us[row]))
     inside = inside.take((inside.thread == host.thread[row]) & (inside.kind == HostKind.OPERATOR))
     nested = dict.fromkeys(inside.name(at) for at in range(len(inside)))
@@ -126,13 +133,13 @@ def _calls(trace: Trace, names: Sequence[str]) -> list[_RecordedCalls]:
     """Calls of operators grouped by their arguments, those with the most GPU time first."""
     host, gpu = trace.host, trace.gpu
     is_named = host.called(*names) & (host.kind == HostKind.OPERATOR)
-    owners = build_tree(trace).inherit(np.where(is_named, np.arange(len(host)), NONE))
-    owner = np.where(gpu.is_linked, owners[gpu.launch], NONE)
+    owner = _launchers(trace, is_named)
+    # Time on the GPU by row of the host.
     times_us = np.bincount(owner[owner != NONE], weights=gpu.duration_us[owner != NONE], minlength=len(host))
-    kernels: dict[int, dict[str, None]] = defaultdict(dict)
+    kernels: dict[int, dict[str, None]] = defaultdict(dict)  # by row of the operator: names in the order of first use
     for event in np.flatnonzero(owner != NONE).tolist():
         kernels[int(owner[event])][gpu.name(event)] = None
-    by_arguments: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    by_arguments: dict[tuple[str, ...], list[int]] = defaultdict(list)  # rows of the host
     for row in np.flatnonzero(is_named).tolist():
         args = host.args(row)
         shape = shape_text(_listed(args, "Input Dims"))
@@ -160,7 +167,7 @@ def _chosen(calls: Sequence[_RecordedCalls], op: str, shape: str | None) -> _Rec
         return calls[0]
     wanted = " ".join(shape.replace(",", " ").split())
     for call in calls:
-        if f" {wanted} " in f" {call.shape} ":
+        if f" {wanted} " in f" {call.shape} ":  # whole sizes: `8x3` is not in `18x3`
             return call
     present = list(dict.fromkeys(call.shape or "(none)" for call in calls))
     raise TraceError(f"{op} has no such shape in this trace", got=shape, allowed="; ".join(present[:8]))
@@ -182,20 +189,14 @@ def _split_counts(trace: Trace, row: int, groups: int, most: int) -> tuple[int, 
     host = trace.host
     splits = np.flatnonzero(host.called(SPLIT) & (host.thread == host.thread[row]) & (host.kind == HostKind.OPERATOR))
     for one in splits[np.argsort(np.abs(host.start_us[splits] - host.start_us[row]), kind="stable")].tolist():
-        counts = _split_sizes(host, one)
+        match _listed(host.args(one), "Concrete Inputs"):
+            case [_, str(sizes), *_]:
+                counts = decoded_or([], _SIZES, sizes.encode(errors="replace"))
+            case _:
+                continue
         if len(counts) == groups and 0 < sum(counts) <= most and min(counts) >= 0:
-            return counts
+            return tuple(counts)
     return None
-
-
-def _split_sizes(host: HostEvents, row: int) -> tuple[int, ...]:
-    plain = _listed(host.args(row), "Concrete Inputs")
-    if len(plain) < 2 or not isinstance(plain[1], str):
-        return ()
-    try:
-        return tuple(msgspec.json.decode(plain[1], type=list[int]))
-    except msgspec.MsgspecError:
-        return ()
 
 
 # ----------------------------------------------------------------------------------------------- writing the script

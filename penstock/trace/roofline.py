@@ -24,43 +24,30 @@ Bound = Literal["compute", "memory"]
 
 @dataclass(frozen=True, kw_only=True)
 class RooflineRow:
-    """All calls of an operator on the same shapes.
-
-    Attributes:
-        share: of the time of all compute kernels.
-        flops: of one call, or None without a model.
-        bytes: that one call has to read and write at least, or None.
-        bound: the limit of its roof, or None if the work or the device is unknown.
-        inferred: some of its kernels are of a CUDA graph, and the operator is that of an eager pass.
-    """
+    """All calls of an operator on the same shapes."""
 
     operator: str
     shapes: tuple[Any, ...]
     types: tuple[str, ...]
     count: int
     kernel_us: float
-    share: float
-    flops: float | None
-    bytes: float | None
+    share: float  # of the time of all compute kernels
+    flops: float | None  # of one call, or None without a model
+    bytes: float | None  # that one call has to read and write at least, or None
     flops_per_second: float | None
     bytes_per_second: float | None
-    bound: Bound | None
+    bound: Bound | None  # the limit of its roof, or None if the work or the device is unknown
     reached: float | None
-    inferred: bool
+    inferred: bool  # some of its kernels are of a CUDA graph, and the operator is that of an eager pass
 
 
 @dataclass(frozen=True, kw_only=True)
 class Roofline:
-    """The table, longest first.
-
-    Attributes:
-        chip: source of the peaks, or None if the trace's device is unknown.
-        modelled_share: share of the time with a model of its work.
-    """
+    """The table, longest first."""
 
     rows: tuple[RooflineRow, ...]
-    chip: Chip | None
-    modelled_share: float
+    chip: Chip | None  # source of the peaks, or None if the trace's device is unknown
+    modelled_share: float  # share of the time with a model of its work
 
     def as_json(self) -> list[dict[str, Any]]:
         """The rows as plain values."""
@@ -75,34 +62,29 @@ def roofline(trace: Trace, placement: Placement | None = None, *, used_rows: flo
     """
     placement = place(trace) if placement is None else placement
     gpu, table = trace.gpu, calls_made(trace, placement)
+    # A copy on the device is work of an operator; copies from and to the host are not.
     is_counted = (gpu.kind == GpuKind.COMPUTE) | gpu.called("Memcpy DtoD (Device -> Device)")
     total = float(gpu.duration_us[is_counted].sum())
     is_counted &= (table.call_of != NONE) & (~placement.is_replayed | placement.is_inferred)
+    chip = None if trace.device_name is None else chip_named(trace.device_name)
     if not is_counted.any():
-        return Roofline(rows=(), chip=_chip(trace), modelled_share=0.0)
+        return Roofline(rows=(), chip=chip, modelled_share=0.0)
     call_of = table.call_of[is_counted]
-    kernel_us = np.bincount(call_of, gpu.duration_us[is_counted], len(table.calls))
-    inferred = np.bincount(call_of, placement.is_inferred[is_counted], len(table.calls)) > 0
-    # Calls of a graph share one launch; calls of the host have launches of their own.
+    # By call: time of its kernels, whether some of them are of a graph, and number of executions.
+    kernel_us = np.bincount(call_of, gpu.duration_us[is_counted], len(table.calls)).tolist()
+    inferred = (np.bincount(call_of, placement.is_inferred[is_counted], len(table.calls)) > 0).tolist()
+    # Executions of a call differ in the row of the operator; in a graph, in the launch of the graph.
     graph = np.where(placement.is_replayed, gpu.launch, NONE)[is_counted]
-    # One column for each execution of a call.
-    pairs = np.unique(np.stack([call_of, table.row_of[is_counted], graph]), axis=1)
-    counts = np.bincount(pairs[0], minlength=len(table.calls))
-    chip = _chip(trace)
+    executions = np.unique(np.stack([call_of, table.row_of[is_counted], graph]), axis=1)
+    counts = np.bincount(executions[0], minlength=len(table.calls)).tolist()
     rows = [
-        replace(_row(call, float(us), int(count), work_of(call, used_rows=used_rows), chip, total), inferred=graphs)
-        for call, us, count, graphs in zip(
-            table.calls, kernel_us.tolist(), counts.tolist(), inferred.tolist(), strict=True
-        )
+        replace(_row(call, us, count, work_of(call, used_rows=used_rows), chip, total), inferred=is_inferred)
+        for call, us, count, is_inferred in zip(table.calls, kernel_us, counts, inferred, strict=True)
         if count
     ]
     modelled = sum(row.kernel_us for row in rows if row.flops is not None)
     ordered = sorted(rows, key=lambda row: (-row.kernel_us, row.operator))
     return Roofline(rows=tuple(ordered), chip=chip, modelled_share=modelled / total if total else 0.0)
-
-
-def _chip(trace: Trace) -> Chip | None:
-    return None if trace.device_name is None else chip_named(trace.device_name)
 
 
 def _row(

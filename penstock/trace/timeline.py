@@ -47,22 +47,14 @@ class TimeBreakdown:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedStep:
-    """One training step.
+    """One training step."""
 
-    Attributes:
-        name: of the region, such as `ProfilerStep#15`.
-        number: from the name, or counted from 0.
-        start_us: when the host began it.
-        window_us: start and end on the device.
-        timeline: of that window, from linked events.
-    """
-
-    name: str
-    number: int
-    start_us: float
+    name: str  # of the region, such as `ProfilerStep#15`
+    number: int  # from the name, or counted from 0
+    start_us: float  # when the host began it
     duration_us: float
-    window_us: tuple[float, float]
-    timeline: TimeBreakdown
+    window_us: tuple[float, float]  # start and end on the device
+    timeline: TimeBreakdown  # of that window, from linked events
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,15 +56,10 @@ ROUNDING_US = 1e-3
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HostTree:
-    """Nested host events; arrays have one entry for each row of `Trace.host`.
+    """Nested host events; arrays have one entry for each row of `Trace.host`."""
 
-    Attributes:
-        parent: row of the enclosing event, or NONE.
-        levels: rows by depth; the parents of a level are in the level before.
-    """
-
-    parent: Integers
-    levels: tuple[Integers, ...]
+    parent: Integers  # row of the enclosing event, or NONE
+    levels: tuple[Integers, ...]  # rows by depth; the parents of a level are in the level before
 
     def inherit(self, own: Integers) -> Integers:
         """The value of the nearest enclosing event, itself included, that has one; NONE where none has."""
@@ -83,36 +78,23 @@ class HostTree:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Placement:
-    """The origin of each row of `Trace.gpu`.
+    """The origin of each row of `Trace.gpu`."""
 
-    Attributes:
-        operator: row in `Trace.host` of the innermost operator, or NONE; the module's docstring has one exception.
-        maker: in backward, row of the forward operator that made the node, or NONE.
-        span: index into `SPANS` of the innermost span that names a phase, or NONE.
-        layer: its number, or NONE.
-        category: index into `CATEGORIES`, from the operators around the launch, or NONE.
-        collective: index into `CATEGORIES` of the collective that the operators call, or NONE.
-        action: row in `Trace.host` of the pipeline action, or NONE.
-        step: row in `Trace.host` of the step, or NONE.
-        is_backward: launched by an autograd node, or inside a span or action that computes gradients only (autograd
-            adds gradients up between nodes).
-        is_recomputed: forward work inside an autograd node.
-        is_replayed: launched by a CUDA graph.
-        is_inferred: the other fields of such an event were inferred (penstock.trace.graph_replays).
-    """
-
+    # Row in `Trace.host` of the innermost operator, or NONE; the module's docstring has one exception.
     operator: Integers
-    maker: Integers
-    span: Integers
-    layer: Integers
-    category: Integers
-    collective: Integers
-    action: Integers
-    step: Integers
+    maker: Integers  # in backward, row of the forward operator that made the node, or NONE
+    span: Integers  # index into `SPANS` of the innermost span that names a phase, or NONE
+    layer: Integers  # its number, or NONE
+    category: Integers  # index into `CATEGORIES`, from the operators around the launch, or NONE
+    collective: Integers  # index into `CATEGORIES` of the collective that the operators call, or NONE
+    action: Integers  # row in `Trace.host` of the pipeline action, or NONE
+    step: Integers  # row in `Trace.host` of the step, or NONE
+    # Launched by an autograd node, or inside a span or action that computes gradients only, because autograd adds
+    # gradients up between nodes.
     is_backward: Flags
-    is_recomputed: Flags
-    is_replayed: Flags
-    is_inferred: Flags
+    is_recomputed: Flags  # forward work inside an autograd node
+    is_replayed: Flags  # launched by a CUDA graph
+    is_inferred: Flags  # the other fields of such an event were inferred (penstock.trace.graph_replays)
 
 
 def build_tree(trace: Trace) -> HostTree:

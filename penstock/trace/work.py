@@ -13,9 +13,10 @@ is not recorded, are float32 where they are updated and 16 bits wide elsewhere.
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Literal, TypeGuard
 
 from penstock.trace.operators import OperatorCall
 
@@ -57,13 +58,15 @@ Model = Callable[[OperatorCall, list[CallTensor | None], float], FlopsAndBytes]
 """Model of work: from a call, its arguments, and the share of expert rows that held tokens."""
 
 
+def _is_shape(value: object) -> TypeGuard[tuple[int, ...]]:
+    return isinstance(value, tuple) and all(isinstance(size, int) for size in value)
+
+
 def tensor_at(call: OperatorCall, index: int) -> CallTensor | None:
     """An argument, if it is a tensor."""
     width = BYTES.get(call.types[index] if index < len(call.types) else "")
     shape = call.shapes[index]
-    if width is None or not isinstance(shape, (list, tuple)) or any(not isinstance(size, int) for size in shape):
-        return None
-    return CallTensor(shape=tuple(shape), width=width)
+    return CallTensor(shape=shape, width=width) if width is not None and _is_shape(shape) else None
 
 
 def need(tensors: list[CallTensor | None], index: int, dims: int = 0) -> CallTensor:
@@ -77,50 +80,6 @@ def need(tensors: list[CallTensor | None], index: int, dims: int = 0) -> CallTen
 def optional(tensors: list[CallTensor | None], index: int) -> CallTensor | None:
     """An argument, or None if it is missing or no tensor."""
     return tensors[index] if index < len(tensors) else None
-
-
-# ---------------------------------------------------------------------------------------------------------- float8 work
-
-
-def _float8_linear(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:
-    """A dense product: x_D, w_FD."""
-    x, w = need(tensors, 0, 2), need(tensors, 1, 2)
-    rows = x.numel // max(x.shape[-1], 1)
-    _check_arguments(call, most=4)
-    return 2 * rows * w.numel, x.numel + w.numel + rows * w.shape[0] * x.width
-
-
-def _float8_networks(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:
-    """Both products of experts, with the arguments of 16 bits, or of a dense network: x_TD, gate_up, down."""
-    x, gate_up, down = (need(tensors, one, 2) for one in range(3))
-    is_dense = call.name == "_Float8Network"
-    if is_dense:
-        _check_arguments(call, most=5)
-    index = None if is_dense else optional(tensors, 5) or optional(tensors, 4)
-    rows = (1 if is_dense else used_rows) * (index.shape[0] if index is not None and index.shape else x.shape[0])
-    wide, hidden, narrow = gate_up.shape[-2], gate_up.shape[-1], down.shape[-1]
-    moved = gate_up.numel + down.numel + rows * (hidden + narrow + (wide + hidden) * x.width)
-    return 2 * rows * hidden * (wide + narrow), moved
-
-
-def _latent_heads_backward(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:
-    """Gradients of queries, keys and values, read in 16 bits and written twice in 8; a rotation has few FLOPs."""
-    given = [need(tensors, place, 4) for place in range(3)]
-    return sum(one.numel for one in given), 2 * sum(one.bytes for one in given)
-
-
-def _check_arguments(call: OperatorCall, *, most: int) -> None:
-    """Functions of the same name in other libraries have more arguments; Penstock's objects are not recorded."""
-    if len(call.shapes) > most:
-        raise UnknownShapeError
-
-
-_FLOAT8_FORWARD: Mapping[str, Model] = {
-    "_Float8ExpertFfn": _float8_networks,
-    "_Float8Linear": _float8_linear,
-    "_Float8Network": _float8_networks,
-}
-"""By the name of the autograd function; the backward of each has twice its work."""
 
 
 # ----------------------------------------------------------------------------------------------------------------- work
@@ -148,7 +107,7 @@ def work_of(call: OperatorCall, *, used_rows: float = 1.0) -> CallWork | None:
         flops, moved = model(call, tensors, used_rows)
     except (UnknownShapeError, IndexError):
         return None
-    dtype = "fp8" if call.name.removesuffix("Backward") in _FLOAT8_FORWARD else _dtype(tensors)
+    dtype = "fp8" if call.name.removesuffix("Backward") in _FLOAT8 else _dtype(tensors)
     return CallWork(flops=float(flops), bytes=float(moved), dtype=dtype)
 
 
@@ -158,18 +117,16 @@ def _dtype(tensors: list[CallTensor | None]) -> Literal["bf16", "fp8", "fp32"]:
     return "fp8" if width == 1 else "bf16" if width == 2 else "fp32"
 
 
-def _product(first: int) -> Model:
+def _product(
+    call: OperatorCall, tensors: list[CallTensor | None], used_rows: float, *, first: int = 0
+) -> FlopsAndBytes:
     """A product of arguments `first` and `first + 1`, matrices or batches of them; an argument before them is added."""
-
-    def model(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:
-        a, b = need(tensors, first, 2), need(tensors, first + 1, 2)
-        batch, (rows, depth), columns = math.prod(a.shape[:-2]), a.shape[-2:], b.shape[-1]
-        added = tensors[0] if first else None
-        width = max(a.width, 2) if added is None else added.width
-        moved = a.bytes + b.bytes + batch * rows * columns * width + (added.bytes if added is not None else 0)
-        return 2 * batch * rows * depth * columns, moved
-
-    return model
+    a, b = need(tensors, first, 2), need(tensors, first + 1, 2)
+    batch, (rows, depth), columns = math.prod(a.shape[:-2]), a.shape[-2:], b.shape[-1]
+    added = tensors[0] if first else None
+    width = max(a.width, 2) if added is None else added.width  # products of 8 bits write 16
+    moved = a.bytes + b.bytes + batch * rows * columns * width + (added.bytes if added is not None else 0)
+    return 2 * batch * rows * depth * columns, moved
 
 
 def _grouped(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:
@@ -179,26 +136,65 @@ def _grouped(call: OperatorCall, tensors: list[CallTensor | None], used_rows: fl
     groups = ends.shape[-1] if ends is not None and ends.shape else 1
     (rows, depth), columns = a.shape[-2:], b.shape[-1]
     if len(a.shape) == len(b.shape) == 3:
-        return _product(0)(call, tensors, used_rows)
-    written = rows * columns * (groups if len(a.shape) == len(b.shape) == 2 else 1)
+        return _product(call, tensors, used_rows)
+    written = rows * columns * (groups if len(a.shape) == len(b.shape) == 2 else 1)  # 2D x 2D: weight gradients
     return used_rows * 2 * rows * depth * columns, a.bytes + b.bytes + 2 * written
+
+
+def _row_count(x: CallTensor, index: CallTensor | None) -> int:
+    """Rows that a grouped product reads: those that an index selects, or all."""
+    return index.shape[0] if index is not None and index.shape else x.shape[0]
 
 
 def _grouped_gemm(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:
     """Penstock's grouped product: x_RD, w_eFD, counts_e, index_R."""
-    x, w, index = need(tensors, 0, 2), need(tensors, 1, 3), optional(tensors, 3)
-    rows = used_rows * (index.shape[0] if index is not None and index.shape else x.shape[0])
+    x, w = need(tensors, 0, 2), need(tensors, 1, 3)
+    rows = used_rows * _row_count(x, optional(tensors, 3))
     return 2 * rows * w.shape[1] * w.shape[2], w.bytes + rows * (w.shape[1] + w.shape[2]) * x.width
 
 
-def _expert_ffn(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:
-    """Both products of Penstock's experts: x_ND, gate_up_eFD, down_eDF, counts_e, weights_R, index_R."""
-    x, gate_up, down = need(tensors, 0, 2), need(tensors, 1, 3), need(tensors, 2, 3)
-    index = optional(tensors, 5) or optional(tensors, 4)
-    rows = used_rows * (index.shape[0] if index is not None and index.shape else x.shape[0])
-    wide, hidden, narrow = gate_up.shape[1], gate_up.shape[2], down.shape[2]
-    flops = 2 * rows * hidden * (wide + narrow)
-    return flops, gate_up.bytes + down.bytes + rows * (2 * hidden + wide + narrow) * x.width
+def _networks(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:
+    """Both products of experts, in 16 or 8 bits: x_ND, gate_up_eFD, down_eDF, counts_e, weights_R, index_R.
+
+    Or of a dense network in 8 bits: x_TD, gate_up_FD, down_DF.
+    """
+    is_dense, is_float8 = call.name == "_Float8Network", call.name in _FLOAT8
+    x, gate_up, down = (need(tensors, one, dims) for one, dims in enumerate((2, 2, 2) if is_float8 else (2, 3, 3)))
+    if is_dense:
+        _check_arguments(call, most=5)
+    rows = x.shape[0] if is_dense else used_rows * _row_count(x, optional(tensors, 5) or optional(tensors, 4))
+    wide, hidden, narrow = gate_up.shape[-2], gate_up.shape[-1], down.shape[-1]
+    weights = gate_up.numel + down.numel if is_float8 else gate_up.bytes + down.bytes
+    read = (hidden + narrow) * (1 if is_float8 else x.width)  # inputs of both products
+    return 2 * rows * hidden * (wide + narrow), weights + rows * (read + (wide + hidden) * x.width)
+
+
+def _float8_linear(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:
+    """A dense product: x_D, w_FD."""
+    x, w = need(tensors, 0, 2), need(tensors, 1, 2)
+    rows = x.numel // max(x.shape[-1], 1)  # x can have more dims
+    _check_arguments(call, most=4)
+    return 2 * rows * w.numel, x.numel + w.numel + rows * w.shape[0] * x.width
+
+
+def _latent_heads_backward(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:
+    """Gradients of queries, keys and values, read in 16 bits and written twice in 8; a rotation has few FLOPs."""
+    given = [need(tensors, place, 4) for place in range(3)]
+    return sum(one.numel for one in given), 2 * sum(one.bytes for one in given)
+
+
+def _check_arguments(call: OperatorCall, *, most: int) -> None:
+    """Functions of the same name in other libraries have more arguments; Penstock's objects are not recorded."""
+    if len(call.shapes) > most:
+        raise UnknownShapeError
+
+
+_FLOAT8: Mapping[str, Model] = {
+    "_Float8ExpertFfn": _networks,
+    "_Float8Linear": _float8_linear,
+    "_Float8Network": _networks,
+}
+"""By the name of the autograd function."""
 
 
 def _twice_the_forward(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:
@@ -233,32 +229,30 @@ def _attention(call: OperatorCall, tensors: list[CallTensor | None], used_rows: 
     positions = 2 if heads_first else 1
     batch, heads = q.shape[0], q.shape[3 - positions]
     scores = float(batch * heads * q.shape[positions] * k.shape[positions])
-    is_causal = causal < len(call.plain) and call.plain[causal] in ("True", "1", "2")
+    is_causal = causal < len(call.plain) and call.plain[causal] in ("True", "1", "2")  # 1, 2: custom_mask_type
     scores /= 2 if is_causal else 1
-    out = v.bytes * heads // max(v.shape[3 - positions], 1)
-    if first == 0:
+    out = v.bytes * heads // max(v.shape[3 - positions], 1)  # groups of query heads share a head of keys and values
+    if first == 0:  # backward has the gradient of the output before the queries
         return 2 * scores * (q.shape[-1] + v.shape[-1]), q.bytes + k.bytes + v.bytes + out
     return 2 * scores * (3 * q.shape[-1] + 2 * v.shape[-1]), 2 * (q.bytes + k.bytes + v.bytes) + 2 * out
 
 
-def _convolution(plain: int) -> Model:
+def _convolution(
+    call: OperatorCall, tensors: list[CallTensor | None], used_rows: float, *, plain: int
+) -> FlopsAndBytes:
     """Forward; padding, stride and dilation are the arguments from `plain` on, followed by the groups."""
-
-    def model(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:
-        x, w = need(tensors, 0, 3), need(tensors, 1, 3)
-        padding, stride, dilation = (_numbers(call, plain + one, len(x.shape) - 2) for one in range(3))
-        extents = zip(x.shape[2:], w.shape[2:], padding, stride, dilation, strict=True)
-        out = [(size + 2 * pad - gap * (kernel - 1) - 1) // step + 1 for size, kernel, pad, step, gap in extents]
-        written = x.shape[0] * w.shape[0] * math.prod(out)
-        return 2 * written * math.prod(w.shape[1:]), x.bytes + w.bytes + written * x.width
-
-    return model
+    x, w = need(tensors, 0, 3), need(tensors, 1, 3)
+    padding, stride, dilation = (_numbers(call, plain + one, len(x.shape) - 2) for one in range(3))
+    extents = zip(x.shape[2:], w.shape[2:], padding, stride, dilation, strict=True)
+    out = [(size + 2 * pad - gap * (kernel - 1) - 1) // step + 1 for size, kernel, pad, step, gap in extents]
+    written = x.shape[0] * w.shape[0] * math.prod(out)
+    return 2 * written * math.prod(w.shape[1:]), x.bytes + w.bytes + written * x.width
 
 
 def _convolution_backward(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:
     """Gradients of the input and of the weights, those that the mask requests."""
     dy, x, w = (need(tensors, one, 3) for one in range(3))
-    mask = call.plain[10] if len(call.plain) > 10 else "[True, True"
+    mask = call.plain[10] if len(call.plain) > 10 else "[True, True"  # gradients of input, weights and bias
     asked = [one.strip() == "True" for one in mask.strip("[]").split(",")[:2]]
     moved = sum(dy.bytes + x.bytes + w.bytes for one in asked if one)
     return sum(asked) * 2 * dy.numel * math.prod(w.shape[1:]), moved
@@ -273,12 +267,10 @@ def _numbers(call: OperatorCall, index: int, count: int) -> list[int]:
 
 def _streaming(reads: float, writes: float, flops: float) -> Model:
     """Multiples of the first argument's bytes read and written, with `flops` for each of its elements."""
-
-    def model(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:
-        x = need(tensors, 0)
-        return flops * x.numel, (reads + writes) * x.bytes
-
-    return model
+    return lambda call, tensors, used_rows: (
+        flops * need(tensors, 0).numel,
+        (reads + writes) * need(tensors, 0).bytes,
+    )
 
 
 def _everything(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:
@@ -287,7 +279,7 @@ def _everything(call: OperatorCall, tensors: list[CallTensor | None], used_rows:
     if not known:
         raise UnknownShapeError
     is_in_place = call.name.endswith("_") and not call.name.endswith("__")
-    written = known[0] if is_in_place else max(known, key=lambda one: one.numel)
+    written = known[0] if is_in_place else max(known, key=lambda one: one.numel)  # broadcast to the largest
     return written.numel, sum(one.bytes for one in known) + written.bytes
 
 
@@ -295,45 +287,36 @@ def _copying(call: OperatorCall, tensors: list[CallTensor | None], used_rows: fl
     return 0.0, need(tensors, 0).bytes + need(tensors, 1).bytes
 
 
-def _rows_looked_up(of: int, by: int) -> Model:
-    """Rows of argument `of` at the indices of argument `by`: each is read and written once."""
+def _rows_looked_up(
+    call: OperatorCall, tensors: list[CallTensor | None], used_rows: float, *, by: int
+) -> FlopsAndBytes:
+    """Rows of the first argument at the indices of argument `by`: each is read and written once."""
+    source, index = need(tensors, 0, 1), need(tensors, by)
+    per_index = 1 if len(index.shape) == len(source.shape) else source.shape[-1]  # gather: elements; else rows
+    return 0.0, 2 * index.numel * per_index * source.width + index.bytes
+
+
+def _lists(reads: Sequence[int], writes: int, flops: float, *, width: int = 4) -> Model:
+    """Lists of tensors: the indices of those read, and the number written, each of the size of the first.
+
+    `width` is that of an element, because dtypes in lists are not recorded.
+    """
 
     def model(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:
-        source, index = need(tensors, of, 1), need(tensors, by)
-        per_index = 1 if len(index.shape) == len(source.shape) else source.shape[-1]
-        return 0.0, 2 * index.numel * per_index * source.width + index.bytes
-
-    return model
-
-
-def _lists(reads: tuple[int, ...], writes: int, flops: float) -> Model:
-    """Lists of tensors: the indices of those read, and the number written, each of the size of the first."""
-
-    def model(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:
-        sizes = [_list_numel(one) for one in call.shapes]
+        lists = [shapes if isinstance(shapes, tuple) else () for shapes in call.shapes]
+        sizes = [sum(math.prod(shape) for shape in shapes if _is_shape(shape)) for shapes in lists]
         if not sizes or not sizes[0]:
             raise UnknownShapeError
         read = sum(sizes[one] for one in reads if one < len(sizes))
-        return flops * sizes[0], 4 * (read + writes * sizes[0])
+        return flops * sizes[0], width * (read + writes * sizes[0])
 
     return model
-
-
-def _list_numel(shapes: Any) -> int:
-    return sum(math.prod(one) for one in shapes if isinstance(one, tuple))
-
-
-def _concatenation(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:
-    numel = _list_numel(call.shapes[0])
-    if not numel:
-        raise UnknownShapeError
-    return 0.0, 4 * numel
 
 
 def _loss(call: OperatorCall, tensors: list[CallTensor | None], used_rows: float) -> FlopsAndBytes:
     """Logits are read once and overwritten by their gradients; the products are calls of their own."""
     x, head = need(tensors, 0, 2), need(tensors, 1, 2)
-    logits = x.shape[0] * head.shape[0]
+    logits = x.shape[0] * head.shape[0]  # elements: tokens x vocabulary
     return 5 * logits, 2 * logits * x.width
 
 
@@ -347,16 +330,16 @@ _EVERYTHING = "_RmsNorm _RmsNormBeside _Float8Norm _AddThree _FanOutBackward _Ml
 """Penstock's functions that read and write every tensor once."""
 
 MODELS: Mapping[str, Model] = {
-    **dict.fromkeys(("aten::mm", "aten::bmm", "aten::_scaled_mm"), _product(0)),
-    **dict.fromkeys(("aten::addmm", "aten::_addmm_activation", "aten::baddbmm"), _product(1)),
+    **dict.fromkeys(("aten::mm", "aten::bmm", "aten::_scaled_mm"), _product),
+    **dict.fromkeys(("aten::addmm", "aten::_addmm_activation", "aten::baddbmm"), partial(_product, first=1)),
     **dict.fromkeys(("aten::_grouped_mm", "aten::_scaled_grouped_mm"), _grouped),
     "_GroupedGemm": _grouped_gemm,
-    "_ExpertFfn": _expert_ffn,
-    **_FLOAT8_FORWARD,
-    **{f"{name}Backward": _twice_the_forward for name in ("_GroupedGemm", "_ExpertFfn", *_FLOAT8_FORWARD)},
+    "_ExpertFfn": _networks,
+    **_FLOAT8,
+    **{f"{name}Backward": _twice_the_forward for name in ("_GroupedGemm", "_ExpertFfn", *_FLOAT8)},
     **dict.fromkeys(_ATTENTION, _attention),
-    "aten::miopen_convolution": _convolution(3),
-    "aten::cudnn_convolution": _convolution(2),
+    "aten::miopen_convolution": partial(_convolution, plain=3),
+    "aten::cudnn_convolution": partial(_convolution, plain=2),
     "aten::convolution_backward": _convolution_backward,
     **dict.fromkeys(_EVERYTHING.split(), _everything),
     "_RmsNormBackward": _streaming(2, 1, 8),
@@ -369,14 +352,14 @@ MODELS: Mapping[str, Model] = {
     "aten::copy_": _copying,
     **dict.fromkeys(("aten::fill_", "aten::zero_"), _streaming(0, 1, 0)),
     **dict.fromkeys(("aten::sum", "aten::mean"), _streaming(1, 0, 1)),
-    **dict.fromkeys(("aten::gather", "aten::index_select"), _rows_looked_up(0, 2)),
-    "aten::embedding": _rows_looked_up(0, 1),
+    **dict.fromkeys(("aten::gather", "aten::index_select"), partial(_rows_looked_up, by=2)),
+    "aten::embedding": partial(_rows_looked_up, by=1),
     **dict.fromkeys(("aten::_softmax", "aten::_log_softmax"), _streaming(1, 1, 5)),
     "aten::native_layer_norm": _streaming(1, 1, 8),
     "aten::native_layer_norm_backward": _streaming(2, 1, 12),
     "aten::_fused_rms_norm": _streaming(1, 1, 4),
     **dict.fromkeys(("aten::native_batch_norm", "aten::miopen_batch_norm"), _streaming(2, 1, 8)),
-    "aten::cat": _concatenation,
+    "aten::cat": _lists((0,), 1, 0, width=2),
     **dict.fromkeys(("aten::_fused_adamw_", "aten::_fused_adam_"), _lists((0, 1, 2, 3), 3, 15)),
     "aten::_foreach_copy_": _lists((1,), 1, 0),
     "aten::_foreach_zero_": _lists((), 1, 0),

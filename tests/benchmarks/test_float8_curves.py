@@ -24,13 +24,13 @@ LOSSES = {("none", 0): 2.0, ("none", 1): 4.0, ("blockwise", 0): 2.02, ("blockwis
 def lines(loss: float) -> list[dict[str, Any]]:
     return [
         {"step": 1, "loss": 9.0, "tokens_seen": 8, "evaluation_loss": 9.0},
-        {"step": 2, "loss": loss, "tokens_seen": 16},
+        {"step": 2, "loss": loss, "tokens_seen": 16},  # no evaluation at this step
         {"step": 3, "loss": loss, "tokens_seen": 24, "evaluation_loss": 2 * loss},
     ]
 
 
 def case(name: str, *seeds: int) -> dict[str, Any]:
-    return reduce(united, (of_run(name, seed, lines(LOSSES[name, seed]), last=2) for seed in seeds))
+    return reduce(united, (of_run(name, seed, lines(LOSSES[name, seed]), last=2) for seed in seeds))  # last: two steps
 
 
 def write(path: Path, *cases: dict[str, Any], **others: Any) -> Path:
@@ -39,25 +39,23 @@ def write(path: Path, *cases: dict[str, Any], **others: Any) -> Path:
     return path
 
 
-def trained(
-    monkeypatch: pytest.MonkeyPatch,
-    output: Path,
-    *words: str,
-    failing: Mapping[tuple[str, int], Exception] | None = None,
-) -> list[tuple[str, int]]:
-    """Run the benchmark with runs that train nothing. Returns which were asked for."""
+Failures = Mapping[tuple[str, int], Exception]
+
+
+def trained(monkeypatch: pytest.MonkeyPatch, output: Path, *words: str, failing: Failures = {}) -> Any:  # noqa: B006
+    """Run the benchmark with runs that train nothing. Returns which were asked for, and the numbers of the result."""
     asked = []
 
     def train(options: argparse.Namespace, name: str, seed: int, folder: Path) -> list[dict[str, Any]]:
         asked.append((name, seed))
-        if failing and (name, seed) in failing:
+        if (name, seed) in failing:
             raise failing[name, seed]
         return lines(LOSSES[name, seed])
 
     monkeypatch.setattr(float8_curves, "_train", train)
     monkeypatch.setattr(sys, "argv", ["float8_curves", *words, "--last", "2", "--output", str(output)])
     main()
-    return asked
+    return sorted(asked), json.loads(output.read_text())["numbers"]
 
 
 def test_seeds_of_a_case_are_united_and_its_figures_are_means() -> None:
@@ -102,10 +100,10 @@ def test_files_of_two_gpus_are_joined_by_case_and_seed_and_name_their_machine(
 ) -> None:
     files = [write(tmp_path / f"{seed}.json", case("none", seed), case("blockwise", seed)) for seed in (0, 1)]
     output = tmp_path / "out.json"
-    assert trained(monkeypatch, output, "--cases", "--add-to", *map(str, files)) == []
-    result = json.loads(output.read_text())
-    assert result["environment"]["device"] == "a chip" and result["numbers"]["first"] == "none"
-    cases = result["numbers"]["cases"]
+    asked, numbers = trained(monkeypatch, output, "--cases", "--add-to", *map(str, files))
+    assert (asked, numbers["first"]) == ([], "none")
+    assert json.loads(output.read_text())["environment"]["device"] == "a chip"
+    cases = numbers["cases"]
     assert [(found["case"], len(found["seeds"])) for found in cases] == [("none", 2), ("blockwise", 2)]
     assert cases[1]["difference"] == pytest.approx(0.02)
 
@@ -124,9 +122,8 @@ def test_files_of_different_runs_are_not_joined(tmp_path: Path) -> None:
 def test_every_case_is_trained_with_every_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "out.json"
     words = ("--cases", "none", "blockwise", "--seeds", "0", "1", "--parallel", "3")
-    asked = trained(monkeypatch, output, *words)
-    assert sorted(asked) == sorted(LOSSES)
-    numbers = json.loads(output.read_text())["numbers"]
+    asked, numbers = trained(monkeypatch, output, *words)
+    assert asked == sorted(LOSSES)
     assert [found["case"] for found in numbers["cases"]] == ["none", "blockwise"]
     assert numbers["cases"][1]["difference_error"] == pytest.approx(0.01) and numbers["failed"] == []
 
@@ -144,15 +141,12 @@ def test_runs_that_fail_are_named_and_others_kept_and_they_are_trained_again(
         trained(monkeypatch, output, *words, failing=failing)
     assert "none, seed 0: FAILED, exit code 2" in capsys.readouterr().out
     numbers = json.loads(output.read_text())["numbers"]
-    assert {(one["case"], one["seed"], one["why"]) for one in numbers["failed"]} == {
-        ("none", 0, "exit code 2"),
-        ("blockwise", 1, "ended after 60 s"),
-    }
+    reasons = {(one["case"], one["seed"]): one["why"] for one in numbers["failed"]}
+    assert reasons == {("none", 0): "exit code 2", ("blockwise", 1): "ended after 60 s"}
     assert [[run["seed"] for run in found["seeds"]] for found in numbers["cases"]] == [[1], [0]]
     assert numbers["cases"][1]["difference"] is None
-    again = trained(monkeypatch, output, *words, "--add-to", str(output))
-    assert sorted(again) == [("blockwise", 1), ("none", 0)]
-    numbers = json.loads(output.read_text())["numbers"]
+    again, numbers = trained(monkeypatch, output, *words, "--add-to", str(output))
+    assert again == [("blockwise", 1), ("none", 0)]
     assert numbers["failed"] == [] and numbers["cases"][1]["difference"] == pytest.approx(0.02)
 
 
@@ -195,9 +189,12 @@ def test_the_targets_have_room_for_their_cases(name: str, changed: str) -> None:
     assert run.training.precision == "bf16" and run.evaluation.every == 2000
 
 
+def table_of(*cases: dict[str, Any]) -> str:
+    return table({"command": "python", "commit": "c", "numbers": {"steps": 3, "cases": cases}})
+
+
 def test_a_table_gives_standard_errors_where_there_are_several_seeds() -> None:
-    cases = [compared(case(name, 0, 1), case("none", 0, 1)) for name in ("none", "blockwise")]
-    text = table({"command": "python", "commit": "c", "numbers": {"steps": 3, "cases": cases}})
+    text = table_of(*(compared(case(name, 0, 1), case("none", 0, 1)) for name in ("none", "blockwise")))
     assert "seeds a case: 2; differences are means over seeds +- their standard error" in text
     assert "| none in 8 bits | 3.0000 | +0.00% | 6.0000 | +0.00% |" in text
     assert "| `blockwise` | 3.0700 | +2.00% +- 1.00% | 6.1400 | +2.00% +- 1.00% |" in text
@@ -205,8 +202,6 @@ def test_a_table_gives_standard_errors_where_there_are_several_seeds() -> None:
 
 def test_a_table_says_which_case_has_fewer_seeds_and_what_cannot_be_compared() -> None:
     first = case("none", 0, 1)
-    few = [compared(first, first), compared(case("blockwise", 1), first)]
-    text = table({"command": "python", "commit": "c", "numbers": {"steps": 3, "cases": few}})
+    text = table_of(compared(first, first), compared(case("blockwise", 1), first))
     assert "seeds a case: 2 (`none`), 1 (`blockwise`)" in text and "| +3.00% | 8.2400 | +3.00% |" in text
-    alone = table({"command": "python", "commit": "c", "numbers": {"steps": 3, "cases": [compared(first, None)]}})
-    assert "| none in 8 bits | 3.0000 | - | 6.0000 | - |" in alone
+    assert "| none in 8 bits | 3.0000 | - | 6.0000 | - |" in table_of(compared(first, None))

@@ -11,7 +11,7 @@ from benchmarks.step_trace import distilled
 
 def answers(clocks: list[float], powers: list[float]) -> list[Answer]:
     pairs = enumerate(zip(clocks, powers, strict=True))
-    return [Answer(number / 10, clock, 1980, power, 700) for number, (clock, power) in pairs]
+    return [Answer(number / 10, clock, 1980, power, 700) for number, (clock, power) in pairs]  # ten a second
 
 
 def test_a_step_has_the_median_of_what_was_told_during_it() -> None:

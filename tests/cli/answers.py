@@ -19,7 +19,7 @@ def written(call: Callable[..., object], *arguments: object) -> str:
 def outcome(*words: object) -> tuple[int, str, str]:
     """Exit code, standard output and standard error of a command line."""
     with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
-        code = main([str(word) for word in words])
+        code = main([str(word) for word in words])  # paths and numbers too
     return code, out.getvalue(), err.getvalue()
 
 
@@ -39,6 +39,6 @@ def refused(verb: str, *words: object, starts: bool = False) -> str:
     """The error of a verb without its beginning; a verb that starts its work may print before."""
     code, out, err = outcome(*verb.split(), *words)
     assert code == 2
-    assert starts or not out
+    assert starts or not out  # nothing was done yet
     assert err.startswith("error: ") and err.count("\n") == 1, err
     return err.removeprefix("error: ").rstrip("\n")

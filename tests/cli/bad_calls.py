@@ -25,24 +25,16 @@ from penstock.config.schema import Field, every_field
 from tests import warm
 from tests.cli.bad_material import CONTRADICTIONS, RUN
 
-SEED = 20
-MOST_SECONDS = 20.0
-MOST_BYTES = 4 * 10**9
+SEED = 20  # of the calls that are drawn
+MOST_SECONDS = 20.0  # of the processor
+MOST_BYTES = 4 * 10**9  # of memory
+# Seconds of the clock. What is judged are seconds of the processor: other programs may keep it busy.
 KILLED_AFTER = 90.0
-"""Seconds of the clock. What is judged are seconds of the processor: other programs may keep it busy."""
 
-LONG = "x" * 5000
+LONG = "x" * 5000  # longer than a message may be
 NOT_A_NUMBER = ("banana", "", "1.5.2", "0x10", "--", "1e", "nan ", LONG, "\u221e", "[1]")
 STRANGE_NAMES = (
-    "debgu",
-    "",
-    " ",
-    "nowhere/to/be/found",
-    "missing.toml",
-    "debug-0l",
-    "debug-99999l",
-    "\u6c34\u95f8",
-    LONG,
+    *("debgu", "", " ", "nowhere/to/be/found", "missing.toml", "debug-0l", "debug-99999l", "\u6c34\u95f8", LONG),
 )
 
 Words = tuple[str, ...]
@@ -109,6 +101,7 @@ CLUSTERS = (
 )
 OUTPUTS = ("M/folder", "nowhere/there/{}", "/proc/nothing/{}", f"{LONG}.{{}}", "M/binary.txt/{}", "/dev/full/{}")
 
+# A call of each verb to which one wrong thing is done. Verbs that are not here get their name alone.
 SHORT = {
     "init": "init new.toml --model debug --yes",
     "train": f"train {RUN} --dry-run",
@@ -134,7 +127,6 @@ SHORT = {
     "kernels list": f"kernels list {RUN}",
     "kernels tune": f"kernels tune {RUN}",
 }
-"""A call of each verb to which one wrong thing is done. Verbs that are not here get their name alone."""
 
 
 def short(name: str) -> list[str]:
@@ -193,7 +185,7 @@ def _wrong_words_of(name: str, command: TyperCommand) -> Iterator[BadCall]:
         if kind in (int, float):
             yield from (BadCall((*words, flag, value), "not a number") for value in NOT_A_NUMBER)
             if option.min is not None:
-                below = (option.min - 1, -(10**9), -(10**30))
+                below = (option.min - 1, -(10**9), -(10**30))  # the last exceeds 64 bits
                 yield from (BadCall((*words, f"{flag}={value:.0f}"), "too small") for value in below)
         elif kind not in (str, Path, list[str], tuple[str, str]):
             yield from (BadCall((*words, flag, value), "no such choice") for value in ("banana", "", LONG))
@@ -231,7 +223,7 @@ def wrong_fields() -> Iterator[BadCall]:
 
 def _wrong_values(field: Field) -> Iterator[tuple[str, str]]:
     path = field.path.replace("NAME", "part")
-    yield f"{path}x", "1"
+    yield f"{path}x", "1"  # no such field
     if field.sections:
         values = ["banana", "3", "[{}]"]
     elif field.type_text == "whole number":
@@ -255,10 +247,10 @@ def _wrong_values(field: Field) -> Iterator[tuple[str, str]]:
 
 def absurd_sizes() -> Iterator[BadCall]:
     """Models, batches and clusters that no machine has."""
-    capped = [field.path for field in every_field(Run) if (field.high or 0) > 10**4]
-    fields = [path for path in dict.fromkeys(capped) if path not in ("seed", "training.steps")]
+    capped = [field.path for field in every_field(Run) if (field.high or 0) > 10**4]  # sizes of models and batches
+    fields = [path for path in dict.fromkeys(capped) if path not in ("seed", "training.steps")]  # any of these is fine
     for field in fields:
-        for size in (10**12, 10**15, 10**18, 2**63):
+        for size in (10**12, 10**15, 10**18, 2**63):  # the last exceeds signed 64 bits
             for verb in ("train", "config show", "layout", "plan", "data inspect", "kernels list", "config validate"):
                 yield BadCall((*short(verb), f"{field}={size}"), "an absurd size")
     for size in (10**9, 10**12, 2**63, 10**30):
@@ -318,12 +310,9 @@ def wrong_files() -> Iterator[BadCall]:
         f"train {RUN} --dry-run data.tokenizer={{}}": TOKENIZERS,
         "train M/run --resume --dry-run training.steps={}": ("0", "banana"),
         "train {} --resume --dry-run": ("M/folder", "M/damaged-run", "debug-2l", "M/binary.toml", ""),
-        f"kernels list {RUN} --device H200 kernels.measured={{}}": (
-            "M/cut.json",
-            "M/list.json",
-            "M/huge.json",
-            "M/deep.json",
-        ),
+        f"kernels list {RUN} --device H200 kernels.measured={{}}": [
+            f"M/{name}.json" for name in ("cut", "list", "huge", "deep")
+        ],
         f"train {RUN} --dry-run training.initial_weights={{}}": ("M/weights", "M/folder", "M/nowhere"),
         "data inspect {}": ("M/damaged-run", "M/cut-run --step 9"),
         "export {} out": (*_files("toml"), "M/run", "M/cut-run", "M/damaged-run", "M/folder", "M/weights"),
@@ -377,19 +366,19 @@ KINDS = (wrong_words, wrong_targets, wrong_fields, absurd_sizes, wrong_files, wr
 def calls(number: int, seed: int = SEED) -> list[BadCall]:
     """So many different calls, drawn in turn from every kind of mistake, and within it from every verb."""
     draw = random.Random(seed)
-    lines = [_in_turn(list(kind()), draw) for kind in KINDS]
+    lines = [_in_turn(list(kind()), draw) for kind in KINDS]  # one queue for each kind of mistake
     found: dict[Words, BadCall] = {}
     while len(found) < number:
         for line in lines:
             call = next(line, None)
             if call is not None:
-                found.setdefault(call.words, call)
+                found.setdefault(call.words, call)  # different calls only
     return list(found.values())[:number]
 
 
 def _in_turn(every: list[BadCall], draw: random.Random) -> Iterator[BadCall]:
     """All calls of a kind, in an order in which the verbs take turns."""
-    draw.shuffle(every)
+    draw.shuffle(every)  # by the seed
     by_verb: dict[str, list[BadCall]] = {}
     for call in every:
         by_verb.setdefault(call.verb, []).append(call)
@@ -402,13 +391,13 @@ def _in_turn(every: list[BadCall], draw: random.Random) -> Iterator[BadCall]:
 def attempt(call: BadCall, folder: Path) -> Ended:
     """Run a call in an empty folder of its own; `folder` holds the material (`make_material`), its `M`."""
     with tempfile.TemporaryDirectory() as place:
-        (Path(place) / "M").symlink_to(folder)
-        figures = Path(place).with_suffix(".figures")
+        (Path(place) / "M").symlink_to(folder)  # the material, read only by calls
+        figures = Path(place).with_suffix(".figures")  # outside, so that what is left behind is the call's
         environment = {**os.environ, "TMPDIR": place, "COLUMNS": "200"}
         done = warm.run(
             _measured, call.words, str(figures), folder=Path(place), environment=environment, timeout=KILLED_AFTER
         )
-        left = sorted(path.name for path in Path(place).iterdir() if path.name != "M")
+        left = sorted(path.name for path in Path(place).iterdir() if path.name != "M")  # half-written files
         seconds, peak_bytes = KILLED_AFTER, 0.0
         if figures.exists():
             seconds, peak_bytes = map(float, figures.read_text(encoding="utf-8").split())
@@ -418,7 +407,7 @@ def attempt(call: BadCall, folder: Path) -> Ended:
 
 def _faults(done: Any, left: list[str], seconds: float, peak_bytes: float) -> Iterator[str]:
     errors = done.stderr.strip().splitlines()
-    if done.returncode != 2:
+    if done.returncode != 2:  # 1 is a bug, negative a signal
         yield f"exit code {done.returncode}"
     if len(errors) != 1 or not errors[0].startswith("error: "):
         yield f"{len(errors)} lines on stderr"
@@ -436,8 +425,8 @@ def _faults(done: Any, left: list[str], seconds: float, peak_bytes: float) -> It
 
 def _measured(words: Words, figures: str) -> int:
     """The call, with a limit of memory; writes the seconds and the most bytes that it took."""
-    resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))  # more raises MemoryError
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a question finds the end of the input
     try:
         return warm.penstock(words)
     finally:

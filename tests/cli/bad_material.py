@@ -5,8 +5,7 @@ import random
 from pathlib import Path
 
 RUN = "debug-2l"
-HUGE = 8 * 10**9
-"""Bytes of a file that takes no room on disk; more than a call may hold in memory."""
+HUGE = 8 * 10**9  # bytes of a file that takes no room on disk; more than a call may hold in memory
 
 CONTRADICTIONS = f"""
 train {RUN} --rank 3
@@ -86,7 +85,7 @@ calibrate --output /proc/no/x.toml --device banana
 
 def make_material(folder: Path) -> None:
     """Files and folders that calls name, as `M/...`; wrong ones, and some that are right."""
-    noise = random.Random(1).randbytes(4096)
+    noise = random.Random(1).randbytes(4096)  # the same every time
     for ending in ("toml", "json", "json.gz", "jsonl", "parquet", "txt", "model", "bin", "idx"):
         (folder / f"binary.{ending}").write_bytes(noise)
         (folder / f"empty.{ending}").touch()
@@ -94,12 +93,12 @@ def make_material(folder: Path) -> None:
         (folder / f"dangling.{ending}").symlink_to("nowhere")
         (folder / f"loop.{ending}").symlink_to(f"loop.{ending}")
         with (folder / f"huge.{ending}").open("wb") as file:
-            file.truncate(HUGE)
+            file.truncate(HUGE)  # sparse
     texts = {
         "cut.toml": "[training]\nsteps = 1",
         "damaged.toml": "[training\nsteps = ",
-        "deep.toml": f"a = {'[' * 100_000}",
-        "digits.toml": f"preset = 'debug'\nseed = {'9' * 10_000}",
+        "deep.toml": f"a = {'[' * 100_000}",  # deeper than parsers recurse
+        "digits.toml": f"preset = 'debug'\nseed = {'9' * 10_000}",  # Python refuses to convert so many
         "key.toml": "preset = 'debug'\n[training]\nstpes = 3",
         "preset.toml": "preset = 7",
         "type.toml": "preset = 'debug'\ntraining = 3",
@@ -120,8 +119,8 @@ def make_material(folder: Path) -> None:
         (folder / name).write_text(text, encoding="utf-8")
     (folder / "latin.toml").write_bytes("name = 'm\u00fcller'".encode("latin-1"))
     (folder / "latin.jsonl").write_bytes('{"text": "m\u00fcller"}\n'.encode("latin-1"))
-    (folder / "cut.json.gz").write_bytes(gzip.compress(b'{"traceEvents": []}')[:-9])
-    (folder / "bomb.json.gz").write_bytes(gzip.compress(bytes(2**26)) * (HUGE // 2**26))
+    (folder / "cut.json.gz").write_bytes(gzip.compress(b'{"traceEvents": []}')[:-9])  # without its checksum
+    (folder / "bomb.json.gz").write_bytes(gzip.compress(bytes(2**26)) * (HUGE // 2**26))  # some MB that unpack to 8 GB
     _make_runs(folder)
 
 
@@ -130,7 +129,7 @@ def _make_runs(folder: Path) -> None:
     for name in ("folder", "run", "damaged-run", "cut-run", "weights", "damaged-weights", "traces"):
         (folder / name).mkdir()
     (folder / "run/config.toml").write_text(f"preset = '{RUN}'\nname = 'run'\n", encoding="utf-8")
-    (folder / "damaged-run/config.toml").write_bytes(b"\xff\xfe\x00")
+    (folder / "damaged-run/config.toml").write_bytes(b"\xff\xfe\x00")  # no UTF-8
     for place in (folder / "cut-run", folder / "cut-run/checkpoints/step-00000004"):
         place.mkdir(parents=True, exist_ok=True)
     (folder / "cut-run/config.toml").write_text(f"preset = '{RUN}'\nname = 'cut-run'\n", encoding="utf-8")

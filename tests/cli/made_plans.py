@@ -24,8 +24,8 @@ def memory(rank: int, activations: int, **changed: Any) -> RankMemory:
     sizes = dict.fromkeys(
         ("gathered", "buffers", "logits", "communication", "graph_pool", "libraries", "reserve", "host"), 0
     )
-    state = {"parameters": 10 * GB, "gradients": 20 * GB, "master": 5 * GB, "moments": 10 * GB}
-    terms = {"held": activations - 3 * GB, "layers.1.moe": 2 * GB, "layers.1.attention": GB}
+    state = {"parameters": 10 * GB, "gradients": 20 * GB, "master": 5 * GB, "moments": 10 * GB}  # 45 GB
+    terms = {"held": activations - 3 * GB, "layers.1.moe": 2 * GB, "layers.1.attention": GB}  # which add up
     values = {**sizes, **state, "activations": activations, "moment": "forward of stage 0", "terms": terms}
     return RankMemory(rank=rank, **(values | changed))
 
@@ -91,5 +91,5 @@ class MadeUp:
         self.asked.append((run, cluster))
         if (reason := self._refuses.get(run.dispatch.method)) is not None:
             raise ConfigError(reason)
-        rows = run.training.global_batch / grid_of(run, cluster.devices).data
+        rows = run.training.global_batch / grid_of(run, cluster.devices).data  # of a data-parallel rank
         return projection(run, cluster, step=rows + 1)

@@ -8,7 +8,7 @@ from tests.cli.bad_calls import attempt, calls
 from tests.cli.bad_material import make_material
 
 CALLS = calls(400)
-SAMPLE = CALLS[::20]
+SAMPLE = CALLS[::20]  # 20 calls, each in a process of its own
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def test_a_sample_of_bad_calls_ends_with_one_line_and_code_2(material: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(3600)  # 400 processes
 def test_400_bad_calls_end_with_one_line_and_code_2(material: Path) -> None:
     bad = [ended for ended in (attempt(call, material) for call in CALLS) if ended.faults]
     assert not bad, "\n".join(map(str, bad))

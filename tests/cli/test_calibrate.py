@@ -31,19 +31,11 @@ def test_without_a_file_the_text_is_printed(tmp_path: Path) -> None:
     assert read_hardware(tmp_path / "printed.toml").node.devices == 1
 
 
-def test_an_unknown_device_is_refused() -> None:
-    assert answers.refused("calibrate --device tpu") == "--device is unknown; got tpu; allowed: auto, cpu, cuda"
-
-
 @pytest.mark.slow
 def test_two_processes_measure_what_is_between_them(tmp_path: Path) -> None:
     path = tmp_path / "two.toml"
     assert main(["calibrate", "--device", "cpu", "--processes", "2", "--output", str(path)]) == 0
     hardware = read_hardware(path)
     assert hardware.node.devices == 2
-    assert {one.kind for one in hardware.collectives} == {
-        "all-to-all",
-        "all-gather",
-        "reduce-scatter",
-        "point-to-point",
-    }
+    kinds = {"all-to-all", "all-gather", "reduce-scatter", "point-to-point"}
+    assert {one.kind for one in hardware.collectives} == kinds

@@ -13,7 +13,7 @@ from penstock.cli.completion import proposals
 from penstock.cli.main import VERBS, main
 from penstock.config.presets.registry import PRESETS
 
-PENSTOCK = str(Path(sys.executable).with_name("penstock"))
+PENSTOCK = str(Path(sys.executable).with_name("penstock"))  # the installed program
 
 
 def offered(line: str) -> list[str]:
@@ -27,7 +27,7 @@ def asked(capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit) as end:
         main([])
     captured = capsys.readouterr()
-    assert (end.value.code, captured.err) == (0, "")
+    assert (end.value.code, captured.err) == (0, "")  # completion ends the process
     return captured.out
 
 
@@ -52,7 +52,7 @@ def asked(capsys: pytest.CaptureFixture[str]) -> str:
         ("train --processes=4 debug seed", ["seed="]),
         ("train --name ", []),
         # A cluster has the devices that were typed; an option with two values takes two.
-        ("plan deepseek-v3 --on 512xMI3", ["512xMI300X", "512xMI325X", "512xMI355X"]),
+        ("plan deepseek-v3 --on 512xMI3", ["512xMI300X", "512xMI325X", "512xMI350X", "512xMI355X"]),
         ("plan --on 8xH200 --compare debug debug-softmax deb", ["debug", "debug-softmax"]),
         ("plan --on 8xH200 --compare debug debug-s", ["debug-softmax"]),
         # A verb of verbs offers them.
@@ -131,7 +131,7 @@ def test_completion_is_installed_where_the_shell_looks(
     with pytest.raises(SystemExit):
         main(["--install-completion", "fish"])
     assert "penstock" in (tmp_path / ".config/fish/completions/penstock.fish").read_text()
-    assert str(tmp_path) in capsys.readouterr().out.replace("\n", "")
+    assert str(tmp_path) in capsys.readouterr().out.replace("\n", "")  # rich may break the line
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
@@ -144,7 +144,7 @@ def test_bash_itself_completes_and_nobody_waits_for_pytorch() -> None:
     printf '%s\\n' "${COMPREPLY[@]}"
     """
     path = f"{Path(PENSTOCK).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "PYTHONPROFILEIMPORTTIME": "1"}
+    environment = {**os.environ, "PATH": path, "PYTHONPROFILEIMPORTTIME": "1"}  # lists imports on stderr
     done = subprocess.run(["bash", "--norc", "-c", script], capture_output=True, text=True, check=True, env=environment)
     assert done.stdout == "debug-softmax\n"
     imported = set(re.findall(r"\| +([\w.]+)$", done.stderr, re.MULTILINE))

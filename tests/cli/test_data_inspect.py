@@ -13,10 +13,7 @@ from tests.train.test_batch_contents import text_run
 from tests.train.test_loop import start
 
 outcome = partial(answers.outcome, "data", "inspect")
-
-
-GOOD_INDEX = b"MMIDIDX\0\0" + struct.pack("<QBQQiqqq", 1, 8, 1, 2, 1, 0, 0, 1)
-"""One document of one token."""
+GOOD_INDEX = b"MMIDIDX\0\0" + struct.pack("<QBQQiqqq", 1, 8, 1, 2, 1, 0, 0, 1)  # one document of one token
 
 SHOWN = """\
 step 1 of tiny: 4 rows of 12 tokens
@@ -54,10 +51,9 @@ def test_programs_get_the_same_as_json(described: Path) -> None:
     assert (code, told["what"], told["counted_rows"], told["attention"]) == (0, "step 2 of tiny", 4, "document")
     assert len(told["shown"]) == 3
     ids = [token for piece in told["shown"][0]["pieces"] for token in piece["ids"]]
-    assert len(ids) == 12
-    assert bytes(token for token in ids if token < 256).decode() == "".join(
-        piece["text"] for piece in told["shown"][0]["pieces"]
-    )
+    assert len(ids) == 12  # positions of a row
+    text = "".join(piece["text"] for piece in told["shown"][0]["pieces"])
+    assert bytes(token for token in ids if token < 256).decode() == text  # 256 ends a document
 
 
 def test_a_run_folder_is_read_with_its_own_settings(tmp_path: Path) -> None:
@@ -87,7 +83,7 @@ def test_long_texts_are_cut_unless_asked_for(described: Path) -> None:
     words = (described, "training.sequence_length=4000", "data.files=[]", "data.source=standard-library", "--rows", 1)
     short, full = outcome(*words)[1], outcome(*words, "--full")[1]
     assert " ... " in short
-    assert max(map(len, short.splitlines())) < 200
+    assert max(map(len, short.splitlines())) < 200  # 160 characters, and the marks
     assert len(full) > len(short)
 
 
@@ -115,34 +111,16 @@ def test_parts_of_a_mixture_are_counted(tmp_path: Path) -> None:
         (b"no index", b"\0\0", "a.idx is no index of packed tokens"),
         (None, None, "cannot read data file a.idx: No such file"),
         (GOOD_INDEX, None, "cannot read data file a.bin: No such file"),
-        (GOOD_INDEX, b"\0", "a.idx cannot be used: the two files are not of one pair, or cut"),
+        (GOOD_INDEX, b"\0", "a.idx cannot be used: the two files are not of one pair, or cut"),  # a token has two bytes
         (GOOD_INDEX, b"\0\0", "no tokenizer is known for the ids of a; fix: set data.tokenizer"),
     ],
 )
 def test_a_packed_file_that_cannot_be_used_is_one_line(
-    tmp_path: Path, index: bytes | None, content: bytes | None, message: str, monkeypatch: pytest.MonkeyPatch
+    index: bytes | None, content: bytes | None, message: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     for name, part in (("a.idx", index), ("a.bin", content)):
         if part is not None:
             Path(name).write_bytes(part)
     code, out, err = outcome("debug", "data.source=packed", "data.files=a.bin")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith(f"error: {message}")
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("debug", "--held-out", "evaluation.rows=0"), "the run has no held-out rows: evaluation.rows is 0"),
-        (("debug", "--step", "0"), "Invalid value for '--step'"),
-        (("debug", "--step", "999999999"), "--step is behind the last step of the run; got 999999999; allowed: 1 to "),
-        (("debug", "data.source=jsonl", "data.files=none.jsonl"), "cannot read data file none.jsonl"),
-        (("debug", "data.tokenizer=none.json"), "cannot read data.tokenizer none.json"),
-        (("none",), "no preset is called 'none'"),
-    ],
-)
-def test_what_cannot_be_shown_is_one_line(words: tuple[str, ...], message: str) -> None:
-    code, out, err = outcome(*words)
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert message in err

@@ -24,7 +24,7 @@ TINY = ["model.hidden_size=32", "model.moe.moe_intermediate_size=16", "training.
 class RisingClock:
     """Says 1, 2, 3, ... microseconds and runs nothing."""
 
-    rotation = 1
+    rotation = 1  # copies of the arguments
 
     def __init__(self) -> None:
         self._told = 0
@@ -70,22 +70,8 @@ def test_list_says_what_would_run_on_a_gpu_that_is_not_here() -> None:
 def test_list_as_json() -> None:
     found = json.loads(printed("list", "deepseek-v2-lite", "--device", "H100", "--json"))
     assert (found["run"], found["device"]["target"], found["shapes"]["experts"]) == ("deepseek-v2-lite", "sm_90", 64)
-    assert {"op": "loss", "direction": "both", "backend": "triton", "reason": "its only form on a GPU"} in found[
-        "choices"
-    ]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--device", "Hopper"), "no device is known by this name; got 'Hopper'; allowed: auto, cpu, cuda, or MI300X"),
-        (("debug", "kernels.all=triton", "--device", "cpu"), "kernels.all=triton cannot be had for route; got no GPU"),
-        (("debug", "kernels.route=torch"), "kernels.route has an unknown value; got"),
-        (("debug", "kernels.measured=gone.json", "--device", "H200"), "measurements gone.json cannot be read"),
-    ],
-)
-def test_list_refuses_in_one_line(arguments: Sequence[str], message: str) -> None:
-    assert refused("list", *arguments).startswith(message)
+    loss = {"op": "loss", "direction": "both", "backend": "triton", "reason": "its only form on a GPU"}
+    assert loss in found["choices"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -111,7 +97,7 @@ def test_a_measured_winner_is_what_list_shows_then(capsys: pytest.CaptureFixture
 
 def test_tuning_another_shape_adds_to_the_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path, facts = tmp_path / "m.json", replace(FACTS, packages=frozenset())
-    for length in (16, 32, 32):
+    for length in (16, 32, 32):  # the last replaces the second
         run = load_run("debug", [*TINY, "training.precision=bf16", f"training.sequence_length={length}"])
         tune_on(run, facts, DEVICE, RisingClock(), path)
     assert "16 entries of 32 in" in capsys.readouterr().out

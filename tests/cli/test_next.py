@@ -10,7 +10,7 @@ from tests.promises.test_documents import parse_penstock
 from tests.report.made_runs import host_folder, run_folder
 from tests.train.tiny_run import byte_run, random_model, save_run
 
-MARK = "next:  "
+MARK = "next:  "  # of a proposed command
 
 
 def _proposed(*arguments: object) -> list[str]:
@@ -22,7 +22,7 @@ def _proposed(*arguments: object) -> list[str]:
         program, *words = shlex.split(line)
         assert program in ("penstock", "python"), line
         if program == "penstock":
-            parse_penstock(words)
+            parse_penstock(words)  # raises if the command line refuses them
     return lines
 
 
@@ -77,6 +77,6 @@ def test_weights_lead_to_transformers_and_a_page_to_a_browser(tmp_path: Path) ->
     (line,) = _proposed("export", folder, out)
     python, flag, code = shlex.split(line)
     assert (python, flag) == ("python", "-c") and f"'{out}'" in code
-    compile(code, "next", "exec")
+    compile(code, "next", "exec")  # it is Python
     page = run_folder(tmp_path / "other")
     assert _proposed("report", page, "--no-plan") == [f"python -m webbrowser {page}/report.html"]

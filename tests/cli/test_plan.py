@@ -53,8 +53,6 @@ def searched(planner: MadeUp, monkeypatch: pytest.MonkeyPatch) -> Searched:
 
 
 shown = partial(answers.printed, "plan")
-
-
 told_as_json = partial(answers.told_as_json, "plan")
 refused = partial(answers.refused, "plan")
 
@@ -71,6 +69,28 @@ def test_a_search_is_asked_what_the_command_line_says(searched: Searched) -> Non
     assert "best: PP2 EP4" in text
     assert "refused: 61 of 63 layouts" in text
     assert "1.5 x their even share" in text
+
+
+def test_forced_balance_and_experts_in_turn_are_even_unless_said_otherwise(searched: Searched) -> None:
+    forced = "model.moe.balance.force_load_balance=true"
+    assert "get 1.2 x their even share of rows, at most all (--imbalance)" in shown("debug", *ON)
+    assert "get 1 x their even share of rows, at most all (model.moe.balance" in shown("debug", forced, *ON)
+    text = shown("debug", *ON, "--routing", "in-turn")
+    assert "assumed: tokens take the experts in turn" in text and "get 1 x their even share" in text
+    shown("debug", *ON, "--routing", "in-turn", "--imbalance", "1.1")
+    found = [(one.assumptions.imbalance, one.assumptions.in_turn) for one in searched.questions]
+    assert found == [(1.2, False), (1.2, False), (1.0, True), (1.1, True)]
+
+
+def test_another_trainer_of_a_layout_says_what_is_assumed_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    batch = ("training.precision=bf16", "training.global_batch=64", "--layout", "ep=4")
+    ours = told_as_json("debug", *batch, *ON)["candidates"][0]
+    theirs = told_as_json("debug", *batch, *ON, "--software", "torchtitan,launch=2")["candidates"][0]
+    assert theirs["step_seconds"] > ours["step_seconds"]
+    text = shown("debug", *batch, *ON, "--software", "torchtitan,launch=2")
+    assert "assumed: torchtitan: dispatch all-to-all, products 1.55" in text and "launch 2.0" in text
+    assert "(--software); measured beside ours on one H200" in text
+    assert "next:" not in capsys.readouterr().err
 
 
 def test_overrides_of_a_layout_bind_a_search(searched: Searched) -> None:
@@ -205,13 +225,12 @@ def test_nothing_is_written_where_nothing_fits(planner: MadeUp, tmp_path: Path) 
 
 
 def test_pictures_are_written_by_their_suffix(
-    capsys: pytest.CaptureFixture[str], searched: Searched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], searched: Searched, tmp_path: Path
 ) -> None:
-    written: list[tuple[Plan, Path]] = []
-    monkeypatch.setattr("penstock.cli.plan.write_page", lambda plan, path, more: written.append((plan, path)))
     page = tmp_path / "plan.html"
     assert main(["plan", "debug", *ON, "--html", str(page)]) == 0
-    assert [(plan.model, path) for plan, path in written] == [("debug", page)]
+    text = page.read_text()
+    assert "assumed: the fullest rank&#x27;s experts get 1.2 x" in text and "not measured here: MI300X over" in text
     assert f"written to {page}" in capsys.readouterr().err
 
 
@@ -223,7 +242,7 @@ def test_pictures_are_written_by_their_suffix(
         (("nothing", *ON), "no preset is called 'nothing'"),
         (("debug", "--on", "MI300X"), "a cluster is a number of devices"),
         (("debug", "--on", "16xMI999"), "no hardware is called"),
-        (("debug", "--on", "12xMI300X"), "do not fill nodes of 8"),
+        (("debug", "--on", "9xMI300X"), "9 MI300X cannot be shared evenly among nodes of 8"),
         (("debug", *ON, "--layout", "pq=2"), "a layout has no such part; got pq"),
         (("debug", *ON, "--only", "pp"), "a layout is a list of assignments"),
         (
@@ -234,11 +253,17 @@ def test_pictures_are_written_by_their_suffix(
         (("debug", "dispatch.overlap=halves", *ON), "a search looks at no layout with dispatch.overlap; got halves"),
         (("debug", *ON, "--saving", "all"), "--saving is unknown; got all; allowed: run, conventional"),
         (("debug", *ON, "--imbalance", "0.5"), "--imbalance"),
+        (("debug", *ON, "--imbalance", "inf"), "--imbalance is no number"),
+        (("debug", *ON, "--routing", "turn"), "--routing is unknown; got turn; allowed: router, in-turn"),
+        (("debug", *ON, "--software", "megatron"), "--software is of one layout"),
+        (("debug", *ON, "--layout", "own", "--software", "megatorn"), "did you mean megatron?"),
+        (("debug", *ON, "--layout", "own", "--software", "own,speed=2"), "--software has no such field"),
+        (("debug", *ON, "--layout", "own", "--software", "primus", "--write", "x.toml"), "no run of ours is run by"),
         (("debug", *ON, "--top", "0"), "--top"),
         (("debug", *ON, "--global-batch-tokens", "0"), "--global-batch-tokens"),
         (("debug", *ON, "--explain", "memory.activation"), "did you mean memory.activations?"),
         (("debug", *ON, "--scale", "8,x"), "--scale is a list of numbers of devices; got 'x'"),
-        (("debug", *ON, "--scale", "9"), "do not fill nodes"),
+        (("debug", *ON, "--scale", "9"), "9 MI300X cannot be shared evenly"),
         (("debug", *ON, "--sweep", "ep"), "--sweep is no name with values"),
         (("debug", *ON, "--sweep", "ep=2,"), "--sweep is no name with values"),
         (("debug", *ON, "--sweep", "oven=2"), "nothing of this name can be swept"),
@@ -259,10 +284,7 @@ def test_a_mistake_is_one_line(searched: Searched, arguments: tuple[str, ...], t
 
 
 @pytest.mark.slow
-def test_a_plan_for_this_machine_trains_as_it_is_written(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_plan_for_this_machine_trains_as_it_is_written(capsys: pytest.CaptureFixture[str]) -> None:
     chip = load_hardware("H200")
     peaks = chip.peaks.model_copy(update={"fp32": 1e12})
     write_hardware(Path("mine.toml"), replace(chip, name="mine", vendor="cpu", peaks=peaks, measured=()))

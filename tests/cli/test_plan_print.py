@@ -9,10 +9,12 @@ import pytest
 
 from penstock.cli.plan_print import (
     KNOWN_ERROR,
+    PUBLISHED_ERRORS,
     TOPICS,
     KnownError,
     check_topic,
     conclusion,
+    error_text,
     explain,
     origins_text,
     print_plan,
@@ -23,7 +25,8 @@ from penstock.plan.projection import Plan
 from tests.cli import answers
 from tests.cli.made_plans import GB, plan, projection, refusal, run_of
 
-MEASURED = Path(__file__).parents[2] / "benchmarks" / "results" / "projection-h200.json"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+MEASURED, PUBLISHED = RESULTS / "projection-h200.json", RESULTS / "plan-published.json"
 
 
 def printed(shown: Plan) -> list[str]:
@@ -98,9 +101,8 @@ def test_a_plan_says_what_it_rests_on() -> None:
     lines = printed(plan(projection()))
     assert "assumed: rows are even" in lines
     figures = next(line for line in lines if line.startswith("figures of MI300X: reported memory, 2 of 11 collectives"))
-    assert "; assumed overhead, host, host link, efficiency, 9 of 11 collectives (" in figures
-    assert lines[-1].startswith("error against ")
-    assert "docs/projection.md" in lines[-1]
+    assert "; assumed kernels, overhead, host, host link, efficiency, 9 of 11 collectives (" in figures
+    assert lines[-1].startswith("not measured here: MI300X over nodes, and no run of others is published")
 
 
 def test_an_error_is_told_as_shares_of_what_was_measured() -> None:
@@ -115,10 +117,48 @@ def test_the_known_error_is_that_of_the_measurements() -> None:
         assert told == tuple(pytest.approx(sizes[f"{name}_{which}"], abs=5e-4) for which in ("median", "largest"))
 
 
+def test_the_error_of_others_runs_is_that_of_their_projections() -> None:
+    found = json.loads(PUBLISHED.read_text())["numbers"]["errors"]
+    kinds = {name: one for name, one in found.items() if name not in ("all", "fitted", "held out")}
+    assert len(kinds) == len(PUBLISHED_ERRORS)
+    for (kernels, spans), (runs, middle, largest) in PUBLISHED_ERRORS.items():
+        one = kinds[f"{kernels}, {'nodes' if spans else 'one node'}"]
+        assert runs == one["rows"]
+        assert (middle, largest) == (
+            pytest.approx(one["median"], abs=5e-4), pytest.approx(one["largest"], abs=5e-4)
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("on", "told"),
+    [
+        ("4xH200", "error against 30 runs on H200: memory"),
+        (
+            "16xH200",
+            "not measured here: H200 over nodes; error against 22 published runs of such chips by others: speed",
+        ),
+        ("8xH100", "not measured here: H100 in one node; error against 7 published runs"),
+        ("256xB300", "not measured here: B300 over nodes; error against 12 published runs"),
+        ("8xA100", "not measured here: A100 in one node, and no run of others is published with its layout"),
+    ],
+)
+def test_an_error_is_that_of_the_chip_on_one_node_or_on_many(on: str, told: str) -> None:
+    assert error_text(parse_cluster(on)).startswith(told)
+
+
+def test_a_bubble_is_told_with_its_formula_and_what_the_rank_with_the_most_work_adds() -> None:
+    (line,) = (line for line in printed(plan(projection())) if line.startswith("bubble "))
+    # Passes take 10.7 s and 9.7 s of 10.7 s; two ranks, two micro-batches.
+    assert "0.0% while the pipeline fills and drains" in line and "4.7% for the rank with the most work" in line
+    assert "((p - 1) / (p - 1 + m v) of equal stages without messages: 33.3%)" in line
+    alone = run_of("parallel.pipeline=1")
+    assert not any(line.startswith("bubble ") for line in printed(plan(projection(alone))))
+
+
 def test_measured_hardware_is_told_from_assumed_and_one_node_has_no_network() -> None:
     told = origins_text(parse_cluster("4xH200")).split("; ")
-    assert told[0] == "measured memory, host, efficiency, 5 of 6 collectives"
-    assert told[-1] == "assumed overhead, host link, 1 of 6 collectives"
+    assert told[0] == "measured kernels, memory, host, efficiency, 5 of 6 collectives"
+    assert told[-1].startswith("assumed overhead, host link")
 
 
 @pytest.mark.parametrize(

@@ -26,18 +26,6 @@ def test_another_place_and_devices_may_be_named(tmp_path: Path) -> None:
     assert "Dashed: the capacity of H200" in (folder / "report.html").read_text()
 
 
-def test_what_cannot_be_is_one_line(tmp_path: Path) -> None:
-    folder = run_folder(tmp_path / "first")
-    trace = write(tmp_path / "traces" / "rank-0.json", tiny())
-    assert "there is no" in refused(tmp_path / "gone")
-    assert "the page needs a place" in refused(trace)
-    assert "ends in .html" in refused(folder, "--html", tmp_path / "page.pdf")
-    assert "there is no folder" in refused(folder, "--html", tmp_path / "gone" / "page.html")
-    assert "leave one of them out" in refused(folder, "--on", "1xH200", "--no-plan")
-    (tmp_path / "empty").mkdir()
-    assert "holds no trace" in refused(tmp_path / "empty")
-
-
 def test_a_page_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "first")
     (folder / "metrics.jsonl").write_text("{\n{}\n")

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 import zstandard
 
 from penstock.config.data import Data
@@ -37,37 +35,32 @@ weight = 1.0
 
 
 @pytest.fixture(autouse=True)
-def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def corpus(in_a_folder_of_its_own: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder with text of every kind, whole and damaged, and a small run in tiny.toml."""
-    threads = torch.get_num_threads()
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path.parent / f"{tmp_path.name}-hub"))
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)  # it was read before this test
     texts = [f"document {number} of a corpus " * 4 for number in range(60)]
     lines = [json.dumps({"text": text}) for text in texts]
     Path("web").mkdir()
     Path("web/a.jsonl").write_text("\n".join(lines[:30]))
     Path("web/b.jsonl.gz").write_bytes(gzip.compress("\n".join(lines[30:]).encode()))
-    pq.write_table(pa.table({"content": texts}), "code.parquet", row_group_size=8)
+    pq.write_table(pa.table({"content": texts}), "code.parquet", row_group_size=8)  # several row groups
     bad = next(f"no json {number}" for number in range(99) if SplitFilter("train", 0.2).document(f"no json {number}"))
     Path("bad.jsonl").write_text("\n".join([*lines[:4], bad, *lines[4:]]))
     Path("latin.jsonl").write_bytes(b"\n".join([*(line.encode() for line in lines), b'{"text": "caf\xe9"}']))
     Path("junk.parquet").write_bytes(b"no table")
     Path("empty.jsonl").touch()
-    Path("cut.jsonl.gz").write_bytes(Path("web/b.jsonl.gz").read_bytes()[:-20])
+    Path("cut.jsonl.gz").write_bytes(Path("web/b.jsonl.gz").read_bytes()[:-20])  # without its end
     Path("junk.jsonl.zst").write_bytes(zstandard.compress(b"text")[:-3])
     Path("junk.bin").write_bytes(b"no pair")
     Path("junk.idx").write_bytes(b"no pair")
     Path("nothing").mkdir()
     run = tiny_run(Path("runs"))
-    update = {"model": run.model.model_copy(update={"vocab_size": 257}), "data": Data(validation_share=0.2)}
+    update = {"model": run.model.model_copy(update={"vocab_size": 257}), "data": Data(validation_share=0.2)}  # bytes
     Path("tiny.toml").write_text(dump_toml(run.model_copy(update=update)))
     text = Path("tiny.toml").read_text()
     start = text.index("[data]")
     Path("mixed.toml").write_text(text[:start] + text[text.index("[evaluation]") :] + MIXTURE)
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.set_num_threads(threads)
 
 
 printed = partial(answers.printed, "train")
@@ -125,7 +118,7 @@ def test_a_mixture_trains_and_goes_on_to_the_same_losses() -> None:
     assert "documents of web, 60 documents of code" in plan
     printed("mixed.toml", "--name", "whole", "training.steps=6")
     printed("mixed.toml", "--name", "parts", "training.steps=6", "checkpoint.every=1")
-    for newer in sorted(Path("runs/parts/checkpoints").iterdir())[3:]:
+    for newer in sorted(Path("runs/parts/checkpoints").iterdir())[3:]:  # as if it was killed after the third
         for file in newer.iterdir():
             file.unlink()
         newer.rmdir()

@@ -35,7 +35,7 @@ def app(monkeypatch: pytest.MonkeyPatch) -> typer.Typer:
     verbs = (
         Verb("double", "some_verbs", "double", "Twice a number."),
         Verb("inner", "some_verbs", "inner", "More verbs."),
-        Verb("broken", "no_such_module", "broken", "Cannot be imported."),
+        Verb("broken", "no_such_module", "broken", "Cannot be imported."),  # listed all the same
     )
     group = typer.Typer(cls=group_of(*verbs), add_completion=False)
 
@@ -46,7 +46,7 @@ def app(monkeypatch: pytest.MonkeyPatch) -> typer.Typer:
     @group.command("own")
     def own() -> int:
         """A verb that is always there."""
-        return 7
+        return 7  # known without an import
 
     return group
 
@@ -70,7 +70,7 @@ def test_the_list_imports_nothing(app: typer.Typer, capsys: pytest.CaptureFixtur
     call(app, "--help")
     text = capsys.readouterr().out
     names = ("double", "inner", "broken", "own")
-    assert sorted(names, key=text.index) == list(names)
+    assert sorted(names, key=text.index) == list(names)  # lazy verbs first
     assert "Cannot be imported." in text
 
 
@@ -97,7 +97,7 @@ def test_a_verb_that_cannot_be_imported_fails_when_called(app: typer.Typer) -> N
 def test_a_verb_that_computes_nothing_starts_no_threads_for_it(
     app: typer.Typer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("os.environ", {})
+    monkeypatch.setattr("os.environ", {})  # the tests' own settings would stand
     light = Verb("own", "some_verbs", "double", "Reads.", computes=False)
     light.load()
     assert os.environ["OPENBLAS_NUM_THREADS"] == "1"

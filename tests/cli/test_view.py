@@ -39,11 +39,25 @@ def drawn(panel: RunPanel, width: int) -> list[str]:
     return file.getvalue().splitlines()
 
 
+def plain(run: Run, width: int = 80) -> tuple[PlainView, io.StringIO]:
+    """The plain view of a run that has started, and what it prints."""
+    file = io.StringIO()
+    view = PlainView(Console(file=file, width=width))
+    view.started(run_start(run))
+    return view, file
+
+
+def live(run: Run) -> tuple[LiveView, io.StringIO]:
+    """The live view of a run that has started, and what it draws."""
+    file = io.StringIO()
+    view = LiveView(Console(file=file, width=80, force_terminal=True, color_system=None))
+    view.started(run_start(run))
+    return view, file
+
+
 def lines_of(run: Run, steps: int, *, seconds: float) -> list[str]:
     """Plain lines of a run whose steps take so many seconds each."""
-    file = io.StringIO()
-    view = PlainView(Console(file=file, width=80))
-    view.started(run_start(run))
+    view, file = plain(run)
     for step in range(1, steps + 1):
         view.stepped(step_report(step, elapsed_seconds=step * seconds))
     view.closed()
@@ -58,7 +72,7 @@ def test_the_panel_fits_and_holds_every_figure(width: int, tmp_path: Path) -> No
     panel.saved_step = 2
     lines = drawn(panel, width)
     assert all(len(line) <= width for line in lines)
-    assert len({len(line) for line in lines}) == 1
+    assert len({len(line) for line in lines}) == 1  # a frame
     assert "\u2026" not in "".join(lines[1:-1]), "something was cut off"
     text = " ".join(" ".join(line.strip("\u2502") for line in lines).split())
     for figure in (
@@ -114,7 +128,7 @@ def test_of_many_layers_the_least_even_are_shown_in_order(tmp_path: Path) -> Non
     shown = [line.split()[2] for line in drawn(panel, 80) if " layer " in line]
     assert len(shown) == 6
     assert shown == sorted(shown, key=int)
-    assert all(int(layer) % 7 >= 5 for layer in shown)
+    assert all(int(layer) % 7 >= 5 for layer in shown)  # these have 15 or 16 slots
 
 
 def test_forced_balance_is_marked_everywhere(tmp_path: Path) -> None:
@@ -147,11 +161,8 @@ def test_what_became_of_graphs_stands_in_the_head_if_anybody_asked(tmp_path: Pat
 
 
 def test_a_notice_is_told_once_by_both_views(tmp_path: Path) -> None:
-    notice, start = "graphs: one pass captured in 0.2 s; its pool keeps 5.05 GB", run_start(tiny_run(tmp_path))
-    for view_of in (PlainView, LiveView):
-        file = io.StringIO()
-        view = view_of(Console(file=file, width=80, force_terminal=view_of is LiveView))
-        view.started(start)
+    notice = "graphs: one pass captured in 0.2 s; its pool keeps 5.05 GB"
+    for view, file in (plain(tiny_run(tmp_path)), live(tiny_run(tmp_path))):
         view.stepped(step_report(1, notices=(notice,)))
         view.stepped(step_report(2))
         view.closed()
@@ -167,23 +178,19 @@ def test_plain_lines_are_aligned(tmp_path: Path) -> None:
 
 def test_a_long_run_does_not_print_thousands_of_lines(tmp_path: Path) -> None:
     day = lines_of(tiny_run(tmp_path), 86_400, seconds=1.0)
-    assert 1000 < len(day) < 1600
-    assert len(lines_of(tiny_run(tmp_path), 1000, seconds=0.01)) < 15
+    assert 1000 < len(day) < 1600  # of 86,400 steps: at first every 2 s, then every 60 s
+    assert len(lines_of(tiny_run(tmp_path), 1000, seconds=0.01)) < 15  # 10 s
 
 
 def test_steps_that_evaluate_are_always_printed(tmp_path: Path) -> None:
-    file = io.StringIO()
-    view = PlainView(Console(file=file, width=80))
-    view.started(run_start(tiny_run(tmp_path)))
+    view, file = plain(tiny_run(tmp_path))
     for step in (1, 2, 3):
         view.stepped(step_report(step, elapsed_seconds=0.001, evaluation=HELD_OUT if step == 2 else None))
     assert [line.split()[0] for line in file.getvalue().splitlines()[-2:]] == ["1", "2"]
 
 
 def test_plain_lines_are_not_wrapped_and_hold_no_colors(tmp_path: Path) -> None:
-    file = io.StringIO()
-    view = PlainView(Console(file=file, width=20))
-    view.started(run_start(tiny_run(tmp_path)))
+    view, file = plain(tiny_run(tmp_path), width=20)
     view.stepped(step_report(1))
     view.stopping()
     assert file.getvalue().splitlines()[-1] == STOPPING
@@ -191,9 +198,7 @@ def test_plain_lines_are_not_wrapped_and_hold_no_colors(tmp_path: Path) -> None:
 
 
 def test_the_live_view_draws_and_leaves_the_last_panel(tmp_path: Path) -> None:
-    file = io.StringIO()
-    view = LiveView(Console(file=file, width=80, force_terminal=True, color_system=None))
-    view.started(run_start(tiny_run(tmp_path)))
+    view, file = live(tiny_run(tmp_path))
     for step in range(1, 5):
         view.stepped(step_report(step))
         view.saved(step)
@@ -207,13 +212,11 @@ def test_the_live_view_draws_and_leaves_the_last_panel(tmp_path: Path) -> None:
 
 
 def test_the_live_view_does_not_draw_at_every_step(tmp_path: Path) -> None:
-    file = io.StringIO()
-    view = LiveView(Console(file=file, width=80, force_terminal=True, color_system=None))
-    view.started(run_start(tiny_run(tmp_path)))
+    view, file = live(tiny_run(tmp_path))
     for step in range(1, 200):
-        view.stepped(step_report(step + 4))
+        view.stepped(step_report(step + 4))  # none is the last step
     view.closed()
-    assert file.getvalue().count("penstock") < 20
+    assert file.getvalue().count("penstock") < 20  # titles of panels
     LiveView(Console(file=io.StringIO(), force_terminal=True)).closed()  # A view that never started can be closed.
 
 
@@ -239,7 +242,7 @@ def test_many_experts_share_bars_and_the_fullest_is_seen() -> None:
     slots[100] = 1000
     bars = load_bars(slots, 40)
     assert len(bars) <= 40
-    assert bars.count(BLOCKS[7]) == 1
+    assert bars.count(BLOCKS[7]) == 1  # the expert with 1000 slots
 
 
 def test_a_trail_keeps_its_shape_in_bounded_memory() -> None:
@@ -247,7 +250,7 @@ def test_a_trail_keeps_its_shape_in_bounded_memory() -> None:
     for step in range(1000):
         trail.add(float(step))
     values = trail.values
-    assert len(values) <= 9
+    assert len(values) <= 9  # 8, and one that is pending
     assert values == sorted(values)
     assert values[0] < 200
     assert values[-1] > 900

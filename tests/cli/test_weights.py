@@ -45,6 +45,7 @@ def test_another_checkpoint_and_precision_can_be_chosen(run_folder: Path, tmp_pa
     assert (code, "step 2 of" in out, "in bf16" in out) == (0, True, True)
     exported(run_folder, tmp_path / "last", "--precision", "bf16")
     name = "model.layers.0.mlp.down_proj.weight"
+    # Steps 2 and 4.
     early, late = (load_file(tmp_path / folder / "model.safetensors")[name] for folder in ("out", "last"))
     assert str(early.dtype) == "torch.bfloat16"
     assert not early.equal(late)
@@ -63,39 +64,33 @@ def test_transformers_encodes_and_generates_what_sample_prints(
     model = transformers.AutoModelForCausalLM.from_pretrained(out)
     assert (model.config.eos_token_id, model.generation_config.eos_token_id, tokenizer.eos_token_id) == (256, 256, 256)
     tokens = model.generate(**tokenizer("def ", return_tensors="pt"), max_new_tokens=5, do_sample=False)
-    assert len(tokens[0]) == len("def ") + 5
+    assert len(tokens[0]) == len("def ") + 5  # bytes
     assert tokenizer.decode(tokens[0], skip_special_tokens=True) + "\n" == printed
 
 
 def test_what_cannot_be_exported_is_one_line(run_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "config.toml").write_text((run_folder / "config.toml").read_text())
+    out = tmp_path / "out"
     cases = {
-        (
-            tmp_path,
-            tmp_path / "out",
-        ): f"error: {tmp_path} is not the folder of a run; fix: give one, such as runs/debug",
+        (tmp_path, out): f"error: {tmp_path} is not the folder of a run; fix: give one, such as runs/debug",
         (run_folder, tmp_path): f"error: {tmp_path} exists already; fix: give the name of a new folder",
-        (
-            tmp_path / "empty",
-            tmp_path / "out",
-        ): f"error: {tmp_path}/empty has no checkpoint yet; fix: wait for the first",
-        (run_folder, tmp_path / "out", "--step", 3): "error: there is no checkpoint of step 3 in ",
+        (tmp_path / "empty", out): f"error: {tmp_path}/empty has no checkpoint yet; fix: wait for the first",
+        (run_folder, out, "--step", 3): "error: there is no checkpoint of step 3 in ",
     }
     for arguments, line in cases.items():
-        code, out, err = exported(*arguments)
-        assert (code, out, err.count("\n")) == (2, "", 1)
+        code, printed, err = exported(*arguments)
+        assert (code, printed, err.count("\n")) == (2, "", 1)
         assert err.startswith(line)
-    assert not (tmp_path / "out").exists()
+    assert not out.exists()
 
 
-SYNTHETIC = "data.source=synthetic-learnable"
+SYNTHETIC = "data.source=synthetic-learnable"  # text is not needed
 
 
 @pytest.fixture
-def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of dense weights beside the present one."""
-    monkeypatch.chdir(tmp_path)
+def theirs(tmp_path: Path) -> Path:
+    """A folder of dense weights."""
     torch.manual_seed(1)
     save_huggingface(build_model(tiny_run(tmp_path, model=VARIANTS["qwen3"]), torch.device("cpu")), Path("theirs"))
     return Path("theirs")
@@ -103,7 +98,7 @@ def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_what_was_imported_trains_and_leaves_again(theirs: Path) -> None:
     short = ("training.steps=2", "schedule.warmup_steps=0", "training.sequence_length=12", "training.precision=fp32")
-    text = (SYNTHETIC, "evaluation.rows=0", "optimizer.learning_rate=0", "device=cpu")
+    text = (SYNTHETIC, "evaluation.rows=0", "optimizer.learning_rate=0", "device=cpu")  # weights do not change
     out = answers.printed("import theirs --output mine", *short, *text)
     assert "next:  penstock train mine/run.toml" in out
     assert main(["train", "mine/run.toml", "--name", "still"]) == 0
@@ -116,6 +111,7 @@ def test_what_was_imported_trains_and_leaves_again(theirs: Path) -> None:
 def test_an_export_may_be_compared_with_transformers(theirs: Path) -> None:
     assert main(["import", "theirs", "--output", "mine", "--copies", "4", "--chosen", "2", SYNTHETIC]) == 0
     assert load_run("mine/run.toml").model.family == "qwen3-moe"
+    # In fp32 logits are close.
     code, out, _ = answers.outcome("export", "mine", "out", "--precision", "fp32", "--verify")
     assert code == 0 and "transformers computes the same logits: " in out
 
@@ -155,7 +151,7 @@ def test_the_text_goes_on_and_is_the_same_each_time(byte_folder: Path) -> None:
 
 def test_a_text_of_nothing_begins_a_document_and_a_long_one_fills_the_context(byte_folder: Path) -> None:
     assert sampled(byte_folder, "", "--tokens", 3)[0] == 0
-    code, out, _ = sampled(byte_folder, "a" * 31, "--tokens", 9)
+    code, out, _ = sampled(byte_folder, "a" * 31, "--tokens", 9)  # a context of 32
     assert code == 0
     assert len(out) <= 31 + 2  # one token more, and the end of the line
 

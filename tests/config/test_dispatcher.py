@@ -26,30 +26,32 @@ def _choice(method: str, stage: int, **facts: Any) -> DispatcherChoice:
 @pytest.mark.parametrize(
     ("method", "stage", "facts", "name", "inner"),
     [
-        ("auto", 0, {"ranks": 1, "node_ranks": 1}, "local", None),
+        ("auto", 0, {"ranks": 1, "node_ranks": 1}, "local", None),  # one rank holds all experts
         ("symmetric", 0, {"ranks": 1, "node_ranks": 1}, "local", None),
-        ("auto", 3, {**ONE_NODE, "pads": True}, "padded", None),
+        ("auto", 3, {**ONE_NODE, "pads": True}, "padded", None),  # padding comes before all else
         ("all-to-all", 2, {"ranks": 1, "node_ranks": 1, "pads": True}, "padded", None),
         ("auto", 0, ONE_NODE, "symmetric", None),
-        ("hierarchical", 0, ONE_NODE, "symmetric", None),
+        ("hierarchical", 0, ONE_NODE, "symmetric", None),  # one node has no nodes to cross
         ("symmetric", 2, ONE_NODE, "symmetric", None),
         ("all-to-all", 0, ONE_NODE, "all-to-all", None),
         ("all-gather", 0, ONE_NODE, "all-gather", None),
         ("auto", 1, {**ONE_NODE, **NO_PEERS}, "all-to-all", None),
         ("auto", 2, {**ONE_NODE, **NO_PEERS}, "all-gather", None),
         ("hierarchical", 3, {**ONE_NODE, **NO_PEERS}, "all-gather", None),
-        ("auto", 0, {**ONE_NODE, "row_bytes": 4104}, "all-to-all", None),
-        ("auto", 0, {"ranks": 32, "node_ranks": 32}, "all-to-all", None),
+        ("auto", 0, {**ONE_NODE, "row_bytes": 4104}, "all-to-all", None),  # no multiple of 16 bytes
+        ("auto", 0, {"ranks": 32, "node_ranks": 32}, "all-to-all", None),  # more than 31 peers
         ("auto", 0, SEVERAL_NODES, "hierarchical", "symmetric"),
         ("hierarchical", 0, SEVERAL_NODES, "hierarchical", "symmetric"),
         ("auto", 1, {**SEVERAL_NODES, **NO_PEERS}, "hierarchical", "all-to-all"),
         ("auto", 2, {**SEVERAL_NODES, **NO_PEERS}, "hierarchical", "all-gather"),
         ("all-to-all", 0, SEVERAL_NODES, "all-to-all", None),
         ("all-gather", 2, SEVERAL_NODES, "all-gather", None),
-        ("auto", 0, {"ranks": 8, "node_ranks": 1}, "all-to-all", None),
+        ("auto", 0, {"ranks": 8, "node_ranks": 1}, "all-to-all", None),  # every rank on a node of its own
         ("auto", 2, {"ranks": 8, "node_ranks": 1}, "all-gather", None),
         ("hierarchical", 0, {"ranks": 8, "node_ranks": 1}, "hierarchical", "all-to-all"),
+        # A node would hold parts of experts.
         ("auto", 0, {"ranks": 12, "node_ranks": 4, "expert_tensor": 3}, "all-to-all", None),
+        # Halves of the same experts.
         ("auto", 0, {"ranks": 16, "node_ranks": 4, "expert_tensor": 8}, "hierarchical", "symmetric"),
     ],
 )
@@ -84,7 +86,7 @@ def test_a_method_that_cannot_be_had_is_refused_only_where_it_was_asked_for(
     assert refusal.field == f"dispatch.method={method}" and "dispatch.method=auto" in str(refusal.fix)
     automatic = _choice("auto", 0, **facts)
     assert automatic.refusal is None
-    if method == "symmetric" and automatic.name != "hierarchical":
+    if method == "symmetric" and automatic.name != "hierarchical":  # which has peers inside each node
         assert automatic.obstacle == reason
 
 

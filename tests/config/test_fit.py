@@ -11,6 +11,7 @@ from penstock.layout.grid import Grid
 from tests.config.small import unchecked_run
 
 FOLDED = ("parallel.tensor=2", "parallel.expert=4", "training.global_batch=64")
+GROUPED = ("model.attention.kind=gqa", "model.attention.heads=8", "model.attention.head_dim=32")
 DUALPIPE = (
     "training.micro_batch=8",
     "parallel.pipeline=4",
@@ -19,12 +20,12 @@ DUALPIPE = (
 )
 
 REFUSED = {
-    ("alone", 1, ("parallel.pipeline=2", "parallel.expert=2")): (
+    ("alone", 1, ("parallel.pipeline=2", "parallel.expert=2")): (  # the expert view is larger: 2 x 2 ranks
         "parallel needs more ranks: the larger of pipeline 2 x tensor 1 x context 1 = 2 and "
         "pipeline 2 x expert 2 x expert_tensor 1 = 4; got 1 rank; allowed: a multiple of 4; "
         "fix: start 4 processes: penstock train ... --processes 4"
     ),
-    ("too few for both views", 5, ("parallel.tensor=2", "parallel.expert=3")): (
+    ("too few for both views", 5, ("parallel.tensor=2", "parallel.expert=3")): (  # lcm(2, 3) = 6
         "parallel needs more ranks: the least common multiple of pipeline 1 x tensor 2 x context 1 = 2 and "
         "pipeline 1 x expert 3 x expert_tensor 1 = 3; got 5 ranks; allowed: a multiple of 6; "
         "fix: start 6 processes: penstock train ... --processes 6"
@@ -40,15 +41,15 @@ REFUSED = {
     ("recording", 4, ("profile.start=3", "profile.ranks=[4, 7]")): (
         "profile.ranks names no rank of this run; got 4, 7; allowed: 0 to 3"
     ),
-    ("batch", 4, ("training.global_batch=24",)): (
+    ("batch", 4, ("training.global_batch=24",)): (  # 24 rows are no multiple of 4 x 4
         "training.global_batch must be a multiple of training.micro_batch x data-parallel ranks (4 x 4); "
         "got 24 on 4 ranks; fix: set training.global_batch to 16 or 32, or training.micro_batch to 2"
     ),
-    ("small batch", 4, ()): (
+    ("small batch", 4, ()): (  # 8 rows: no multiple below them
         "training.global_batch must be a multiple of training.micro_batch x data-parallel ranks (4 x 4); "
         "got 8 on 4 ranks; fix: set training.global_batch to 16, or training.micro_batch to 2"
     ),
-    ("micro-batches", 8, (*DUALPIPE, "training.global_batch=112")): (
+    ("micro-batches", 8, (*DUALPIPE, "training.global_batch=112")): (  # 112 / (8 x 2) = 7, and 4 ranks need 2 each
         "pipeline.schedule dualpipe-v on 4 pipeline ranks has too few micro-batches; got 7; allowed: 8 or more; "
         "fix: set training.global_batch=128, or pipeline.schedule=zb-v"
     ),
@@ -56,6 +57,7 @@ REFUSED = {
         "parallel.shard_size must divide the ranks that hold the same dense matrices (8); got 3 on 8 ranks; "
         "allowed: 1, 2, 4, 8, or 0 for all"
     ),
+    # 12 / 2 hold an expert.
     ("shards of experts", 12, ("training.global_batch=48", "parallel.expert=2", "parallel.shard_size=4")): (
         "parallel.shard_size must divide the ranks that hold the same experts (6); got 4 on 12 ranks; "
         "allowed: 1, 2, 3, 6, or 0 for all"
@@ -80,17 +82,17 @@ def test_a_grid_has_the_sizes_of_the_run() -> None:
     overrides = ("parallel.pipeline=2", "parallel.context=2", "parallel.expert_tensor=2", "parallel.expert=2")
     grid = grid_of(unchecked_run((*overrides, "training.global_batch=16")), 16)
     assert grid == Grid(world=16, pipeline=2, context=2, expert=2, expert_tensor=2)
-    assert (grid.data, grid.expert_data) == (4, 2)
+    assert (grid.data, grid.expert_data) == (4, 2)  # 16 / (2 x 2), 16 / (2 x 2 x 2)
 
 
 def test_micro_batches_are_those_of_one_rank() -> None:
     run = unchecked_run(FOLDED)
-    assert micro_batches(run, grid_of(run, 8)) == 4
-    assert micro_batches(run, grid_of(run, 32)) == 1
+    assert micro_batches(run, grid_of(run, 8)) == 4  # 64 rows / (4 x 4 data-parallel ranks)
+    assert micro_batches(run, grid_of(run, 32)) == 1  # 64 / (4 x 16)
     assert micro_batches(unchecked_run(()), Grid()) == 2
 
 
-@pytest.mark.parametrize("size", [0, 2, 4, 8, 100])
+@pytest.mark.parametrize("size", [0, 2, 4, 8, 100])  # 0 and 100 mean all ranks
 def test_shards_divide_or_are_more_than_there_are(size: int) -> None:
     run = unchecked_run(("training.global_batch=32", "parallel.expert=2", f"parallel.shard_size={size}"))
     assert grid_of(run, 8).expert_data == 4
@@ -120,24 +122,20 @@ def test_the_smallest_world_is_the_smallest_that_fits(
 @pytest.mark.parametrize(
     ("overrides", "method"),
     [
-        (("parallel.context=4",), "ulysses"),
-        (("parallel.context=8",), "all-gather"),
+        (("parallel.context=4",), "ulysses"),  # 4 heads
+        (("parallel.context=8",), "all-gather"),  # 4 heads cannot be shared by 8
         (("parallel.context=2", "parallel.tensor=4"), "all-gather"),
         (("parallel.context=2", "parallel.context_method=all-gather"), "all-gather"),
+        ((*GROUPED, "model.attention.kv_heads=4", "parallel.context=4"), "ulysses"),
+        ((*GROUPED, "model.attention.kv_heads=2", "parallel.context=4"), "all-gather"),
     ],
 )
-def test_ranks_exchange_heads_where_heads_divide(overrides: tuple[str, ...], method: str) -> None:
+def test_ranks_exchange_heads_where_all_heads_divide(overrides: tuple[str, ...], method: str) -> None:
     assert context_method(unchecked_run(overrides)) == method
 
 
-def test_key_and_value_heads_must_divide_as_well() -> None:
-    heads = ("model.attention.kind=gqa", "model.attention.heads=8", "model.attention.head_dim=32")
-    for kv_heads, method in ((4, "ulysses"), (2, "all-gather")):
-        run = unchecked_run((*heads, f"model.attention.kv_heads={kv_heads}", "parallel.context=4"))
-        assert context_method(run) == method
-
-
 def test_settled_values_of_a_run() -> None:
+    # Without a pipeline the stages are not read.
     assert stage_count(unchecked_run(("pipeline.stages_per_rank=2",))) == 1
     assert stage_count(unchecked_run(("pipeline.stages_per_rank=2", "parallel.pipeline=4"))) == 8
     run = unchecked_run((*DUALPIPE, "training.global_batch=128"))

@@ -43,22 +43,23 @@ def test_one_override_of_any_preset_is_not_refused_for_what_the_user_did_not_wri
 @pytest.mark.parametrize(
     ("target", "overrides", "followed"),
     [
-        ("debug", ["training.steps=12"], {"schedule.warmup_steps": 1}),
+        ("debug", ["training.steps=12"], {"schedule.warmup_steps": 1}),  # a tenth of the steps
         ("deepseek-v3", ["training.steps=100"], {"schedule.warmup_steps": 10}),
         ("debug", ["training.micro_batch=8"], {"training.global_batch": 8}),
-        ("deepseek-v2-lite", ["training.micro_batch=3"], {"training.global_batch": 510}),
-        ("debug", ["training.global_batch=6"], {"training.micro_batch": 2}),
+        ("deepseek-v2-lite", ["training.micro_batch=3"], {"training.global_batch": 510}),  # 512 rounded down
+        ("debug", ["training.global_batch=6"], {"training.micro_batch": 2}),  # gcd(6, 4)
         ("deepseek-v2-lite", ["dispatch.overlap=halves"], {"training.micro_batch": 2}),
         ("debug", ["training.steps=1", "profile.start=1"], {"profile.steps": 1, "schedule.warmup_steps": 0}),
         ("debug", ["schedule.decay=wsd", "schedule.decay_steps=8", "training.steps=20"], {"schedule.warmup_steps": 12}),
         ("debug", ["data.validation_share=0"], {"evaluation.rows": 0}),
-        ("deepseek-v3", ["model.layers=2"], {"model.dense_layers": 1}),
-        ("llama4-maverick", ["model.layers=1"], {"model.moe.moe_layer_freq": 1}),
+        ("deepseek-v3", ["model.layers=2"], {"model.dense_layers": 1}),  # one layer with experts stays
+        ("llama4-maverick", ["model.layers=1"], {"model.moe.moe_layer_freq": 1}),  # the only layer has experts
         ("qwen3-8b", ["model.layers=3"], {"model.dense_layers": 3}),
         ("debug", ["model.moe=none"], {"model.dense_layers": 4}),
+        # As wide as the experts of a token.
         ("mixtral-8x7b", ["model.dense_layers=1"], {"model.intermediate_size": 2 * 14336}),
-        ("deepseek-v3", ["training.sequence_length=2", "model.mtp_layers=1"], {}),
-        ("qwen3-8b", ["model.attention.heads=12"], {"model.attention.kv_heads": 4}),
+        ("deepseek-v3", ["training.sequence_length=2", "model.mtp_layers=1"], {}),  # just enough positions
+        ("qwen3-8b", ["model.attention.heads=12"], {"model.attention.kv_heads": 4}),  # gcd(12, 8)
         (
             "llama4-scout",
             ["model.attention.local.global_every=0"],
@@ -74,7 +75,7 @@ def test_one_override_of_any_preset_is_not_refused_for_what_the_user_did_not_wri
             ["model.moe.experts=4"],
             {"model.moe.router.n_group": 2, "model.moe.router.topk_group": 2, "model.moe.top_k": 4},
         ),
-        ("deepseek-v3", ["model.moe.top_k=200"], {"model.moe.router.topk_group": 7}),
+        ("deepseek-v3", ["model.moe.top_k=200"], {"model.moe.router.topk_group": 7}),  # 7 groups of 32 experts hold 200
         ("debug", ["model.moe.experts=1"], {"model.moe.top_k": 1, "model.moe.router.norm_topk_prob": False}),
         ("debug", ["model.moe.router.scoring_func=softmax"], {"model.moe.router.expert_bias": False}),
         ("gpt-oss-20b", ["model.moe.router.apply_probs_on_input=true"], {"model.moe.bias": False}),
@@ -131,6 +132,6 @@ def test_a_new_run_from_the_configuration_of_another_follows_and_one_that_goes_o
 
 def test_a_run_that_obeys_the_rules_is_never_changed() -> None:
     def same(run: Run) -> bool:
-        return with_overrides(run, ["seed=0"]) == run
+        return with_overrides(run, ["seed=0"]) == run  # all presets have seed 0
 
     assert all(same(make()) for make in PRESETS.values())

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from penstock.base.errors import ConfigError
 from penstock.config.load import RUN_FILE, dump_toml, load_run
 from penstock.config.presets.debug import debug
-from penstock.config.presets.registry import PRESETS
+from penstock.config.presets.registry import PRESETS, preset
 from penstock.config.run import Run
 from penstock.config.schema import every_field, find, leaves
 from penstock.config.versions import RENAMED, RENAMED_VALUES, VERSION, VERSION_KEY, check_version, new_path
@@ -29,11 +29,6 @@ def message_of(target: str, *overrides: str) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_is_loaded_by_name(name: str) -> None:
-    assert load_run(name) == PRESETS[name]()
-
-
 def test_overrides_change_only_what_they_name() -> None:
     run = load_run("debug", ["training.steps=5000", "seed=3"])
     expected = debug().training.model_copy(update={"steps": 5000})
@@ -42,8 +37,10 @@ def test_overrides_change_only_what_they_name() -> None:
     assert (variant.model.layers, variant.seed) == (2, 40)
 
 
-def test_the_folder_of_a_run_is_a_target(tmp_path: Path) -> None:
-    write(tmp_path / RUN_FILE, dump_toml(debug()))
+def test_the_folder_of_a_run_is_a_target_and_its_file_says_its_version(tmp_path: Path) -> None:
+    text = dump_toml(debug())
+    assert text.startswith(f"{VERSION_KEY} = {VERSION}\n")
+    write(tmp_path / RUN_FILE, text)
     assert load_run(str(tmp_path)) == debug()
 
 
@@ -57,8 +54,8 @@ def test_a_preset_wins_over_a_folder_of_its_name(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("file", "text", "values"),
     [
-        ("settings", "seed = 30", {"name": "settings", "seed": 30}),
-        ("a.toml", 'name = "b"', {"name": "b"}),
+        ("settings", "seed = 30", {"name": "settings", "seed": 30}),  # a file is named after itself
+        ("a.toml", 'name = "b"', {"name": "b"}),  # its own name wins
         (
             "a.toml",
             "[model.moe]\nshared_expert_intermediate_size = 96",
@@ -81,14 +78,14 @@ def test_keys_of_a_file_win_over_its_preset(tmp_path: Path, file: str, text: str
 
 def test_a_file_may_start_from_a_variant_and_with_a_byte_order_mark(tmp_path: Path) -> None:
     path = tmp_path / "cut.toml"
-    path.write_bytes(b'\xef\xbb\xbfpreset = "deepseek-v2-lite-8l"\r\nseed = 3\r\n')
+    path.write_bytes(b'\xef\xbb\xbfpreset = "deepseek-v2-lite-8l"\r\nseed = 3\r\n')  # as Windows writes it
     run = load_run(str(path))
     assert (run.name, run.model.layers, run.seed) == ("cut", 8, 3)
 
 
 def test_a_whole_file_needs_no_preset(tmp_path: Path) -> None:
     text = dump_toml(debug())
-    assert "preset" not in text
+    assert "preset" not in text  # every field is written out
     assert load_run(write(tmp_path / "whole.toml", text)) == debug()
 
 
@@ -116,7 +113,7 @@ def test_a_target_that_cannot_be_read_is_named(tmp_path: Path) -> None:
             "model is missing (also wrong: training, optimizer); allowed: section; "
             'fix: write its fields, or start the file with preset = "debug"',
         ),
-        (f"a = {'[' * 100_000}", "{} is not TOML: it is nested too deeply"),
+        (f"a = {'[' * 100_000}", "{} is not TOML: it is nested too deeply"),  # deeper than Python recurses
         (f"preset = 'debug'\nseed = {'9' * 10_000}", "{} is not TOML: Exceeds the limit"),
         ("preset = 'debug'\nseed = 99999999999999999999", "seed is more than 64 bits can hold"),
     ],
@@ -124,7 +121,7 @@ def test_a_target_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 )
 def test_a_bad_file_is_refused_in_one_line(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "bad.toml"
-    path.write_bytes(text.encode("latin-1"))
+    path.write_bytes(text.encode("latin-1"))  # one text has a letter that is not UTF-8 then
     told = message_of(str(path))
     assert told.startswith(message.format(path)), told
     assert "\n" not in told
@@ -136,13 +133,14 @@ def test_a_preset_is_no_override_and_a_deep_one_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", [*PRESETS, "debug-1l", "deepseek-v3-4l"])
-def test_a_written_run_is_read_back_the_same(name: str, tmp_path: Path) -> None:
+def test_a_preset_is_loaded_by_name_and_read_back_the_same(name: str, tmp_path: Path) -> None:
     run = load_run(name)
+    assert run == preset(name)
     assert load_run(write(tmp_path / "other-name.toml", dump_toml(run))) == run
 
 
 def test_a_dense_run_with_files_is_read_back_the_same(tmp_path: Path) -> None:
-    dense = ["model.moe=none", "model.layers=2", "model.dense_layers=2"]
+    dense = ["model.moe=none", "model.layers=2", "model.dense_layers=2"]  # a section that is none
     run = load_run("debug", [*dense, "data.source=text", 'data.files=["a\\"b.txt", "c d.txt"]'])
     assert load_run(write(tmp_path / "a.toml", dump_toml(run))) == run
 
@@ -166,8 +164,8 @@ def paths_of(table: dict[str, Any], prefix: str = "") -> list[str]:
     return paths
 
 
+# All that UTF-8 writes. Hypothesis has them by itself too, but tries every one first, in 3 s.
 CHARACTERS = st.characters(exclude_categories=["Cs"])
-"""All that UTF-8 writes. Hypothesis has them by itself too, but tries every one first, in 3 s."""
 
 
 @examples(40, deadline=None)
@@ -190,13 +188,12 @@ def test_any_values_survive_the_way_there_and_back(
 
 
 def test_a_field_that_is_none_against_its_default_is_written() -> None:
-    assert dump_toml(debug().model_copy(update={"seed": None})).startswith(
-        'version = 1\nname = "debug"\nseed = "none"\n'
-    )
+    text = dump_toml(debug().model_copy(update={"seed": None}))
+    assert text.startswith('version = 1\nname = "debug"\nseed = "none"\n')
 
 
 PATHS = sorted({field.path for field in every_field(Run)})
-JUNK = st.one_of(
+JUNK = st.one_of(  # values that TOML, the schema or nothing takes
     st.text(CHARACTERS, max_size=8),
     st.sampled_from(["none", "[]", "[1]", "{}", "{a=1}", "{kind=1}", "[[1]]", "1", "-1", "1e9", "nan", "inf", "true"]),
     st.sampled_from(["1979-05-27", '"', "''", "{", "gqa", "mla", "[{}]", "99999999999999999999"]),
@@ -229,7 +226,7 @@ def test_whatever_a_file_holds_gives_a_run_or_one_clear_line(
 def test_a_file_of_any_size_is_read_only_up_to_a_limit(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     with file.open("wb") as opened:
-        opened.truncate(10**12)
+        opened.truncate(10**12)  # a sparse file takes no room
     with pytest.raises(ConfigError, match="larger than 4 MiB"):
         load_run(str(file))
 
@@ -256,18 +253,11 @@ def test_a_file_of_another_version_is_refused(tmp_path: Path, version: str, mess
 
 
 def test_a_file_of_an_older_version_is_told_what_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.config.versions.VERSION", 3)
+    monkeypatch.setattr("penstock.config.versions.VERSION", 3)  # there is no older version yet
     with pytest.raises(
         ConfigError, match=r"an older version .* fix: write version = 3; errors name the keys to rename"
     ):
         check_version({VERSION_KEY: 2}, "mine.toml")
-
-
-def test_a_run_is_written_with_its_version_and_read_again(tmp_path: Path) -> None:
-    text = dump_toml(debug())
-    assert text.startswith(f"{VERSION_KEY} = {VERSION}\n")
-    (tmp_path / RUN_FILE).write_text(text)
-    assert load_run(str(tmp_path)) == debug()
 
 
 def test_renamed_keys_are_gone_and_their_new_keys_exist() -> None:
@@ -277,7 +267,7 @@ def test_renamed_keys_are_gone_and_their_new_keys_exist() -> None:
     for path, values in RENAMED_VALUES.items():
         (field,) = find(Run, path)
         assert {*values.values()} <= {*field.choices}
-        assert not {*values} & {*field.choices}
+        assert not {*values} & {*field.choices}  # old values are gone
 
 
 @pytest.mark.parametrize(

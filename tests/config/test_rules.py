@@ -9,7 +9,6 @@ import pytest
 from penstock.base.errors import ConfigError
 from penstock.config import model_rules, run_rules
 from penstock.config.fit import SPLITTING_SCHEDULES
-from penstock.config.presets.registry import PRESETS
 from penstock.config.problem import Problem, refuse
 from penstock.config.rules import RULES, Rule, check, problems, rule_text
 from penstock.config.run import Run
@@ -23,7 +22,7 @@ CASES = re.findall(
 BROKEN = [pytest.param(name, shlex.split(text), told, id=name) for fine, name, text, told in CASES if told and not fine]
 FINE = [pytest.param(shlex.split(overrides), id=name) for fine, name, overrides, _ in CASES if fine]
 BY_NAME = {rule.__name__: rule for rule in RULES}
-SEVERAL = ("training.micro_batch=3", "model.moe.top_k=9", "name=a b")
+SEVERAL = ("training.micro_batch=3", "model.moe.top_k=9", "name=a b")  # breaks three rules
 
 
 @pytest.mark.parametrize(("rule", "overrides", "message"), BROKEN)
@@ -45,11 +44,6 @@ def test_a_possible_run_passes_every_rule(overrides: list[str]) -> None:
 
 def test_every_rule_has_a_case() -> None:
     assert {case.id for case in BROKEN} == set(BY_NAME)
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_obeys_every_rule(name: str) -> None:
-    check(PRESETS[name]())
 
 
 def test_the_first_problem_is_told_in_full_and_the_others_by_field() -> None:
@@ -83,6 +77,7 @@ def test_problems_are_one_line_with_the_first_in_full(wrong: list[Problem], mess
 
 
 def test_many_divisors_are_cut_short() -> None:
+    # 360 has 24 divisors.
     problem = model_rules.groups_divide_experts(unchecked_run(["model.moe.experts=360", "model.moe.router.n_group=7"]))
     assert problem is not None
     assert problem.allowed == "1, 2, 3, 4, 5, 6, 8, 9, 10, 12, 15, ..."
@@ -90,7 +85,7 @@ def test_many_divisors_are_cut_short() -> None:
 
 def test_one_mistake_is_told_once_where_two_rules_read_it() -> None:
     groups = ("model.moe.router.n_group=4", "model.moe.router.topk_group=2", "model.moe.router.group_score=top2")
-    run = unchecked_run([*groups, "model.moe.top_k=9"])
+    run = unchecked_run([*groups, "model.moe.top_k=9"])  # more than all 8 experts, and than the groups hold
     assert [rule for rule in RULES if rule(run)] == [model_rules.top_k_is_within_experts]
 
 
@@ -101,7 +96,7 @@ def test_a_name_that_is_no_folder_is_refused(name: str) -> None:
 
 
 def test_decay_is_not_judged_while_the_warmup_is_wrong() -> None:
-    run = unchecked_run(("schedule.decay=wsd", "schedule.decay_steps=5", "training.steps=10"))
+    run = unchecked_run(("schedule.decay=wsd", "schedule.decay_steps=5", "training.steps=10"))  # the warm-up takes 20
     assert run_rules.decay_comes_after_warmup(run) is None
 
 
@@ -109,7 +104,7 @@ def test_decay_is_not_judged_while_the_warmup_is_wrong() -> None:
 def test_the_schedules_that_are_said_to_split_backward_do(name: str) -> None:
     made = [
         schedule(name, ranks=ranks, stages_per_rank=SCHEDULES[name].fewest, micro_batches=micro_batches)
-        for ranks in (2, 3, 4)
+        for ranks in (2, 3, 4)  # small pipelines show it
         for micro_batches in (8, 12)
     ]
     assert {one.splits_backward for one in made} == {name in SPLITTING_SCHEDULES}

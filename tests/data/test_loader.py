@@ -5,6 +5,7 @@ import json
 import random
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import datasets
@@ -22,17 +23,12 @@ from penstock.data.loader import Batches, Loader, Prefetch
 from penstock.data.mixture import Text
 from penstock.data.open import open_text
 from penstock.data.packed import pack
+from penstock.data.sources import Split
 from penstock.data.stream import LANES, LoaderState
 from penstock.data.text import JsonLines
 from penstock.data.tokenizer import ByteTokenizer
-from tests.data.in_memory import END, InMemory, larger_sources, numbered, sources
+from tests.data.in_memory import END, InMemory, larger_sources, loader_of, numbered, sources
 from tests.examples import examples
-
-
-def loader_of(source: InMemory, *, rows: int = 4, sequence_length: int = 5, rank: int = 0, ranks: int = 1) -> Loader:
-    return Loader(
-        source, rows=rows, sequence_length=sequence_length, seed=3, document_mask=True, rank=rank, ranks=ranks
-    )
 
 
 def listed(batch: Batch) -> list[list[list[int]]]:
@@ -83,9 +79,8 @@ def test_the_slices_of_all_ranks_are_the_global_batch(
 ) -> None:
     rows, ranks = rows_ranks
     whole = loader_of(source, rows=rows, sequence_length=sequence_length)
-    parts = [
-        loader_of(source, rows=rows, sequence_length=sequence_length, rank=rank, ranks=ranks) for rank in range(ranks)
-    ]
+    sizes = {"rows": rows, "sequence_length": sequence_length, "ranks": ranks}
+    parts = [loader_of(source, rank=rank, **sizes) for rank in range(ranks)]
     for _ in range(6):
         expected = whole.next_batch()
         got = [part.next_batch() for part in parts]
@@ -122,11 +117,11 @@ def test_the_state_counts_tokens_of_all_ranks_and_is_plain_integers() -> None:
 
 @given(larger_sources, st.integers(1, 4))
 def test_without_shuffling_rows_follow_each_other_in_one_line(source: InMemory, rows: int) -> None:
-    loader = Loader(source, rows=rows, sequence_length=5, seed=0, document_mask=False, shuffle=False)
+    loader = loader_of(source, rows=rows, document_mask=False, shuffle=False)
     batches = [loader.next_batch() for _ in range(6)]
     tokens = torch.cat([batch.tokens_BS for batch in batches]).flatten().tolist()
     labels = torch.cat([batch.labels_BS for batch in batches]).flatten().tolist()
-    epoch = [token for document in source.documents if document for token in (*document, END)]
+    epoch = [token for document in source.documents if document for token in (*document, END)]  # by number
     line = (epoch * (1 + (len(tokens) + 1) // len(epoch)))[: len(tokens) + 1]
     assert (tokens, labels) == (line[:-1], line[1:])
 
@@ -134,10 +129,7 @@ def test_without_shuffling_rows_follow_each_other_in_one_line(source: InMemory, 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"source": 1},
-            r"other data: its documents changed; got source \d+, was 1; fix: resume with the data settings",
-        ),
+        ({"source": 1}, r"other data: its documents changed; got source \d+, was 1; fix: resume with the data"),
         ({"seed": 4}, "other data: its seed changed; got seed 3, was 4"),
         ({"shuffle": 0}, "other data: its shuffling changed; got shuffle 1, was 0"),
         ({"place": 2}, "saved position in the data is damaged; got places in more than 2 documents"),
@@ -163,7 +155,7 @@ def test_a_state_of_other_data_is_refused_and_changes_nothing(change: LoaderStat
 
 @pytest.fixture
 def prefetch() -> Iterator[Prefetch]:
-    with Prefetch(loader_of(numbered(30, 40, 7))) as ahead:
+    with closing(Prefetch(loader_of(numbered(30, 40, 7)))) as ahead:
         yield ahead
 
 
@@ -187,7 +179,8 @@ def test_a_prefetched_loader_resumes_and_refuses_a_state_without_a_change(prefet
 
 
 def test_an_error_in_the_thread_is_raised_where_the_batch_is_asked_for() -> None:
-    with Prefetch(loader_of(numbered(0, 0))) as prefetch, pytest.raises(DataError, match="every document is empty"):
+    prefetch = Prefetch(loader_of(numbered(0, 0)))
+    with closing(prefetch), pytest.raises(DataError, match="every document is empty"):
         prefetch.next_batch()
 
 
@@ -222,10 +215,10 @@ def settings_of(folder: Path) -> dict[str, Data]:
     (folder / "c.jsonl").write_text("\n".join(lines))
     (folder / "c.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
     (folder / "bad.jsonl").write_text("\n".join([*lines[:30], "no json", *lines[30:], '{"text": 3}']))
-    pq.write_table(pa.table({"text": texts}), folder / "c.parquet", row_group_size=9)
+    pq.write_table(pa.table({"text": texts}), folder / "c.parquet", row_group_size=9)  # blocks of 9 documents
     pack(JsonLines([folder / "c.jsonl"], ByteTokenizer()), folder / "packed", tokenizer="bytes")
     rows = datasets.Dataset.from_dict({"text": texts})
-    rows.save_to_disk(str(folder / "set"), num_shards=5)
+    rows.save_to_disk(str(folder / "set"), num_shards=5)  # a file for each shard of the stream
     files = {
         "text": Data(source="text", files=(str(folder / "plain"),)),
         "jsonl": Data(source="jsonl", files=(str(folder / "c.jsonl"),)),
@@ -246,48 +239,26 @@ def settings_of(folder: Path) -> dict[str, Data]:
     return files
 
 
+def open_split(data: Data, folder: Path, split: Split = "train", share: float = 0.2) -> Text:
+    data = data.model_copy(update={"validation_share": share})
+    return open_text(data, split, vocab_size=257, seed=5, cache=folder / "cache")
+
+
 @pytest.fixture(scope="module")
 def opened(settings_of: dict[str, Data], folder: Path) -> dict[str, Text]:
-    return {
-        name: open_text(
-            data.model_copy(update={"validation_share": 0.2}),
-            "train",
-            vocab_size=257,
-            seed=5,
-            cache=folder / "cache",
-        )
-        for name, data in settings_of.items()
-    }
+    return {name: open_split(data, folder) for name, data in settings_of.items()}
 
 
-def text_loader(
-    text: Text, *, shuffle: bool, rows: int, rank: int = 0, ranks: int = 1, sequence_length: int = 12
-) -> Loader:
-    return Loader(
-        text,
-        rows=rows,
-        sequence_length=sequence_length,
-        seed=5,
-        document_mask=True,
-        shuffle=shuffle,
-        rank=rank,
-        ranks=ranks,
-    )
+def readers_of(text: Text, rows: int, ranks: int, *, shuffle: bool) -> list[Loader]:
+    sizes = {"rows": rows, "ranks": ranks, "sequence_length": 12, "shuffle": shuffle}
+    return [loader_of(text, rank=rank, **sizes) for rank in range(ranks)]
 
 
-def rows_of(readers: list[Loader], batches: int) -> list[list[list[int]]]:
+def rows_of(readers: list[Loader], batches: int) -> list[tuple[list[int], ...]]:
     """Tokens, labels and positions of the next rows, of all ranks together."""
-    found = []
-    for _ in range(batches):
-        for reader in readers:
-            batch = reader.next_batch()
-            found += [
-                list(row)
-                for row in zip(
-                    *(x.tolist() for x in (batch.tokens_BS, batch.labels_BS, batch.positions_BS)), strict=True
-                )
-            ]
-    return found
+    taken = [reader.next_batch() for _ in range(batches) for reader in readers]
+    columns = [(batch.tokens_BS, batch.labels_BS, batch.positions_BS) for batch in taken]
+    return [row for column in columns for row in zip(*(x.tolist() for x in column), strict=True)]
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -301,41 +272,34 @@ def rows_of(readers: list[Loader], batches: int) -> list[list[list[int]]]:
 def test_any_ranks_go_on_with_the_very_next_token(
     opened: dict[str, Text], name: str, shuffle: bool, before: tuple[int, int], after: tuple[int, int], steps: int
 ) -> None:
-    text = opened[name]
-    rows, ranks = before
-    first = [text_loader(text, shuffle=shuffle, rows=rows, rank=rank, ranks=ranks) for rank in range(ranks)]
+    first, second = (readers_of(opened[name], *rows_ranks, shuffle=shuffle) for rows_ranks in (before, after))
     rows_of(first, steps)
     states = [json.loads(json.dumps(reader.state())) for reader in first]
     assert all(state == states[0] for state in states), "any rank may save the place for all"
-    rows, ranks = after
-    second = [text_loader(text, shuffle=shuffle, rows=rows, rank=rank, ranks=ranks) for rank in range(ranks)]
     for reader in second:
         reader.restore(states[0])
-    batches = 24 // rows
-    assert rows_of(second, batches) == rows_of(first, 24 // before[0])
+    assert rows_of(second, 24 // after[0]) == rows_of(first, 24 // before[0])
 
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_a_source_that_is_opened_again_has_the_same_fingerprint_and_rows(
     opened: dict[str, Text], settings_of: dict[str, Data], folder: Path, name: str
 ) -> None:
-    data = settings_of[name].model_copy(update={"validation_share": 0.2})
-    again = open_text(data, "train", vocab_size=257, seed=5, cache=folder / "cache")
-    one, other = (text_loader(text, shuffle=True, rows=4) for text in (opened[name], again))
-    rows_of([one], 7)
-    other.restore(one.state())
-    assert rows_of([other], 3) == rows_of([one], 3)
+    again = open_split(settings_of[name], folder)
+    one, other = (readers_of(text, 4, 1, shuffle=True) for text in (opened[name], again))
+    rows_of(one, 7)
+    other[0].restore(one[0].state())
+    assert rows_of(other, 3) == rows_of(one, 3)
 
 
 @pytest.mark.parametrize("name", ["jsonl", "compressed", "parquet", "dataset", "stream"])
 def test_training_and_held_out_text_share_no_document_and_cover_all(
     settings_of: dict[str, Data], folder: Path, name: str
 ) -> None:
-    data = settings_of[name].model_copy(update={"validation_share": 0.3})
     found: list[set[str]] = []
     for split in ("train", "validation"):
-        (part,) = open_text(data, split, vocab_size=257, seed=5, cache=folder / "cache").parts
-        reader = Loader(Text((part,)), rows=1, sequence_length=4000, seed=5, document_mask=False, shuffle=False)
+        text = open_split(settings_of[name], folder, split, share=0.3)
+        reader = loader_of(text, rows=1, sequence_length=4000, shuffle=False)
         documents = bytes(token if token < 256 else 0 for token in reader.next_batch().tokens_BS[0].tolist())
         found.append({text.decode() for text in documents.split(b"\0")[:-1]})
     train, held_out = found

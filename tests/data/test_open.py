@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -35,31 +36,18 @@ def test_the_splits_share_no_file_and_cover_all(tmp_path: Path, monkeypatch: pyt
     library = make_library(tmp_path / "lib", monkeypatch)
     for number in range(200):
         (library / f"module_{number}.py").write_text(f"number = {number}\n")
-    parts = {
-        split: {source.record(index) for index in range(len(source))}
-        for split in ("train", "validation")
-        for source in [open_split(split)]
-    }
-    assert not parts["train"] & parts["validation"]
-    assert parts["train"] | parts["validation"] == {f"number = {number}\n" for number in range(200)}
-    assert len(parts["validation"]) > 0
+    sources = open_split("train"), open_split("validation")
+    train, held_out = ({source.record(index) for index in range(len(source))} for source in sources)
+    assert not train & held_out
+    assert train | held_out == {f"number = {number}\n" for number in range(200)}
+    assert len(held_out) > 0
 
 
 def test_only_source_files_that_every_build_has_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library = make_library(tmp_path / "lib", monkeypatch)
-    for name in [
-        "b.py",
-        "a/z.py",
-        "a.py",
-        "a/tests/test_z.py",
-        "notes.txt",
-        "__pycache__/b.py",
-        "site-packages/numpy/core.py",
-        "dist-packages/apt.py",
-        "config-3.11-x86_64-linux-gnu/python-config.py",
-        "_sysconfigdata__linux_x86_64-linux-gnu.py",
-        "sitecustomize.py",
-    ]:
+    others = "notes.txt", "__pycache__/b.py", "site-packages/numpy/core.py", "dist-packages/apt.py", "sitecustomize.py"
+    built = "config-3.11-x86_64-linux-gnu/python-config.py", "_sysconfigdata__linux_x86_64-linux-gnu.py"
+    for name in ("b.py", "a/z.py", "a.py", "a/tests/test_z.py", *others, *built):
         path = library / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(name)
@@ -89,9 +77,7 @@ def opened(data: Data, split: Split, *, vocab_size: int = 257, cache: Path = Pat
     return open_text(data, split, vocab_size=vocab_size, seed=0, cache=cache)
 
 
-def open_files(
-    source: Any, split: Split, files: list[str], *, held_out: tuple[str, ...] = (), share: float = 0.3
-) -> Any:
+def open_files(source: Any, split: Split, files: list[str], held_out: tuple[str, ...] = (), share: float = 0.3) -> Any:
     data = Data(source=source, files=tuple(files), validation_files=held_out, validation_share=share)
     (part,) = opened(data, split).parts
     return part.documents
@@ -152,11 +138,10 @@ def test_few_documents_are_divided_and_their_ends_are_held_out(kind: str, tmp_pa
     text = "".join(f"{number} bottles of beer on the wall, caf\u00e9. " for number in range(300))
     source, file = in_one_document(kind, tmp_path, text)
     train, validation = (open_files(source, split, [file], share=0.02) for split in ("train", "validation"))
-    pairs = zip(contents(train), contents(validation), strict=True)
-    whole = [b"".join(pair) for pair in pairs]
+    whole = [b"".join(pair) for pair in zip(contents(train), contents(validation), strict=True)]
     assert b"".join(whole).decode() == text, "nothing is in both, and nothing is lost"
     ends = [len(end) for end in contents(validation)]
-    assert min(ends) >= 250
+    assert min(ends) >= 250  # 256 characters or tokens of a document are held out
     assert sum(ends) < 0.1 * len(text)
     assert [train.bytes_per_token(index).sum() for index in range(len(train))] == [*map(len, contents(train))]
     assert train.fingerprint != validation.fingerprint
@@ -181,9 +166,8 @@ def test_a_folder_and_a_glob_stand_for_their_files(plain: list[str]) -> None:
     folder = str(Path(plain[0]).parent)
     whole = open_files("text", "train", [folder], share=0.0)
     assert len(whole) == 40
-    assert contents(open_files("text", "train", [f"{folder}/1?.txt"], share=0.0)) == [
-        f"text {number}".encode() for number in range(10, 20)
-    ]
+    some = contents(open_files("text", "train", [f"{folder}/1?.txt"], share=0.0))
+    assert some == [f"text {number}".encode() for number in range(10, 20)]
     assert open_files("text", "train", [f"{folder}/*.txt", plain[3]], share=0.0).fingerprint == whole.fingerprint
 
 
@@ -195,20 +179,34 @@ def test_a_file_in_both_splits_is_refused(plain: list[str]) -> None:
         open_files("text", "train", [str(Path(plain[0]).parent)], held_out=(plain[39],))
 
 
-def test_a_split_without_a_document_is_refused(plain: list[str]) -> None:
-    with pytest.raises(
-        DataError, match=r"the validation split of data holds no document; got data\.validation_share 0; fix: raise"
-    ):
+def test_a_split_without_a_document_and_ids_outside_the_vocabulary_of_the_model_are_refused(plain: list[str]) -> None:
+    told = r"the validation split of data holds no document; got data\.validation_share 0; fix: raise"
+    with pytest.raises(DataError, match=told):
         open_files("text", "validation", plain, share=0.0)
-
-
-def test_ids_outside_the_vocabulary_of_the_model_are_refused() -> None:
-    with pytest.raises(
-        DataError,
-        match=r"data\.tokenizer bytes has token ids outside the model's vocabulary; "
-        r"got ids up to 256 and a vocabulary of 256; fix: give the model a vocabulary of 257 or more",
-    ):
+    told = "data.tokenizer bytes has token ids outside the model's vocabulary; got ids up to 256 .* vocabulary of 256"
+    with pytest.raises(DataError, match=f"{told}; fix: give the model a vocabulary of 257 or more"):
         opened(Data(), "train", vocab_size=256)
+
+
+@pytest.mark.parametrize(
+    ("package", "extra", "settings"),
+    [
+        ("pyarrow", "parquet", {"source": "parquet", "files": ("a.parquet",)}),
+        ("zstandard", "zstd", {"source": "jsonl", "files": ("a.jsonl.zst",)}),
+        ("datasets", "huggingface", {"source": "huggingface", "dataset": "a"}),
+        ("datasets", "huggingface", {"source": "huggingface", "dataset": "a", "streaming": True}),
+        ("sentencepiece", "sentencepiece", {"tokenizer": "a.model"}),
+        ("tiktoken", "tiktoken", {"tokenizer": "a.tiktoken:cl100k"}),
+    ],
+)
+def test_a_missing_package_is_named_with_the_command_that_installs_it(
+    package: str, extra: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (package, f"{package}.exceptions"):
+        monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setattr(sys, "version_info", (3, 13))  # from 3.14 on Python reads .zst by itself
+    with pytest.raises(DataError, match=rf"needs the package {package}, .*; fix: pip install 'penstock\[{extra}\]'"):
+        opened(Data(**settings), "train")
 
 
 @pytest.fixture
@@ -224,10 +222,8 @@ def test_each_part_of_a_mixture_is_split_by_the_same_rule(mixture: dict[str, Mix
     assert [(part.name, part.weight) for part in held_out.parts] == [("web", 3.0), ("code", 1.0)]
     for one, other in zip(train.parts, held_out.parts, strict=True):
         assert len(one.documents) + len(other.documents) == 40
-    assert (
-        str(train)
-        == f"{len(train.parts[0].documents)} documents of web, {len(train.parts[1].documents)} documents of code"
-    )
+    web, code = (len(part.documents) for part in train.parts)
+    assert str(train) == f"{web} documents of web, {code} documents of code"
 
 
 def test_without_a_share_only_parts_with_files_of_their_own_are_held_out(
@@ -246,21 +242,11 @@ def test_an_error_names_the_part(mixture: dict[str, MixturePart]) -> None:
 
 
 def test_held_out_text_is_never_cut_for_fill_in_the_middle(lines: str, tmp_path: Path) -> None:
-    tokenizer = {
-        "model": {
-            "type": "WordLevel",
-            "vocab": {"[UNK]": 0, "<p>": 1, "<s>": 2, "<m>": 3, "</s>": 4},
-            "unk_token": "[UNK]",
-        }
-    }
-    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    data = Data(
-        source="jsonl",
-        files=(lines,),
-        tokenizer=str(tmp_path / "tokenizer.json"),
-        fill_in_middle=1.0,
-        fill_in_middle_tokens=("<p>", "<s>", "<m>"),
-    )
+    names = {"[UNK]": 0, "<p>": 1, "<s>": 2, "<m>": 3, "</s>": 4}
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps({"model": {"type": "WordLevel", "vocab": names, "unk_token": "[UNK]"}}))
+    middle = {"fill_in_middle": 1.0, "fill_in_middle_tokens": ("<p>", "<s>", "<m>")}
+    data = Data(source="jsonl", files=(lines,), tokenizer=str(path), **middle)
     assert opened(data, "train").parts[0].middle is not None
     assert opened(data, "validation").parts[0].middle is None
     missing = data.model_copy(update={"fill_in_middle_tokens": ("<p>", "<s>", "<x>")})

@@ -2,13 +2,14 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from penstock.base.errors import DataError
 from penstock.data.documents import CorruptRecords
@@ -46,13 +47,13 @@ def expected_rows(
         while len(left[lane]) < length + 1:
             left[lane] += next(documents)
         rows.append(left[lane][: length + 1])
-        left[lane] = left[lane][length:]
+        left[lane] = left[lane][length:]  # the last token of a row begins the next row
     return rows
 
 
 def times_read(source: InMemory, position: Position, seed: int) -> Counter[int]:
     """How often each token lies behind a position, if every document that was dealt is read once."""
-    in_lanes = {cursor[:2]: cursor.offset for cursor in position.lanes}
+    in_lanes = {cursor[:2]: cursor.offset for cursor in position.lanes}  # documents that are read in part
     behind: Counter[int] = Counter()
     for epoch in range(position.next_unit.epoch + 1):
         for place, index in enumerate(document_order(len(source), seed=seed, epoch=epoch).tolist()):
@@ -116,40 +117,37 @@ def test_the_order_of_an_epoch_never_changes() -> None:
     orders = [document_order(50, seed=3, epoch=epoch).tolist() for epoch in range(4)]
     assert len({tuple(order) for order in orders}) == 4
     assert orders[1] != document_order(50, seed=4, epoch=1).tolist()
-    assert document_order(6, seed=3, epoch=1).tolist() == [0, 2, 1, 3, 4, 5]
-    assert document_order(8, seed=1, epoch=0).tolist() == [2, 4, 7, 5, 0, 6, 3, 1], (
-        "old checkpoints would resume wrongly"
-    )
+    assert document_order(6, seed=3, epoch=1).tolist() == [0, 2, 1, 3, 4, 5], "old checkpoints would resume wrongly"
+    assert document_order(8, seed=1, epoch=0).tolist() == [2, 4, 7, 5, 0, 6, 3, 1]
 
 
-def watched(source: InMemory) -> tuple[InMemory, list[int]]:
-    """The same documents, and a list that grows by each one that is opened."""
-    opened: list[int] = []
+@dataclass(frozen=True)
+class Watched(InMemory):
+    """Documents, and the numbers of those that were opened."""
 
-    class Watched(InMemory):
-        def read(self, index: int) -> Tokens:
-            opened.append(index)
-            return super().read(index)
+    opened: list[int] = field(default_factory=list)
 
-    return Watched(source.documents), opened
+    def read(self, index: int) -> Tokens:
+        self.opened.append(index)
+        return super().read(index)
 
 
 def test_a_read_opens_only_the_documents_that_it_needs() -> None:
-    source, opened = watched(numbered(*[10] * 20))
+    source = Watched(numbered(*[10] * 20).documents)
     stream = stream_of(source)
     position = Position(next_unit=Cursor(5, 8), lanes=(Cursor(5, 7, 4),), rows=30)
     for _ in range(3):
         _, position = stream.read(position, 1, 9)
-    assert opened == [7, 8, 9], "resuming must not read what lies before, and a document must be read once"
+    assert source.opened == [7, 8, 9], "resuming must not read what lies before, and a document must be read once"
 
 
 def test_every_lane_keeps_its_document() -> None:
-    source, opened = watched(numbered(*[20] * 4))
+    source = Watched(numbered(*[20] * 4).documents)
     stream = stream_of(source, lanes=3)
     position = stream.start()
     for _ in range(12):
         _, position = stream.read(position, 1, 4)
-    assert opened == [0, 1, 2], "a lane must not read its document anew at each turn"
+    assert source.opened == [0, 1, 2], "a lane must not read its document anew at each turn"
 
 
 @pytest.mark.parametrize("lanes", [1, 3])
@@ -186,7 +184,7 @@ def test_any_place_can_be_asked_for_at_any_time(blocks: list[int], pool: int, se
 @given(sizes, st.integers(1, 5))
 def test_no_more_blocks_than_a_pool_are_needed_at_a_time(blocks: list[int], pool: int) -> None:
     order = BlockOrder(np.array(blocks), pool, seed=0, epoch=0)
-    block_of = np.repeat(np.arange(len(blocks)), blocks)
+    block_of = np.repeat(np.arange(len(blocks)), blocks)  # block of each document
     visited = [int(block_of[order[place]]) for place in range(sum(blocks))]
     spans = {block: (visited.index(block), len(visited) - visited[::-1].index(block)) for block in set(visited)}
     for place in range(len(visited)):
@@ -195,19 +193,14 @@ def test_no_more_blocks_than_a_pool_are_needed_at_a_time(blocks: list[int], pool
 
 def test_the_pools_that_were_asked_for_last_are_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     order = BlockOrder(np.full(4, 3), 1, seed=0, epoch=0)
-    made: list[int] = []
-
-    def counted(count: int, key: Sequence[int]) -> NDArray[np.int64]:
-        made.append(key[-1] - 1)
-        return permutation(count, key)
-
-    monkeypatch.setattr("penstock.data.order.permutation", counted)
-    for pool in (2, 0, 1, 0, 1, 0, 3, 0, 1):
+    permuted = Mock(side_effect=permutation)
+    monkeypatch.setattr("penstock.data.order.permutation", permuted)
+    for pool in (2, 0, 1, 0, 1, 0, 3, 0, 1):  # two pools are kept
         _ = order[3 * pool]
-    assert made == [2, 0, 1, 3, 1]
+    assert [key[-1] - 1 for (_, key), _ in permuted.call_args_list] == [2, 0, 1, 3, 1]
 
 
-BYTES_END = 256
+BYTES_END = 256  # end of a document of the byte tokenizer
 texts = st.text("abcdef", max_size=6)
 shards = st.lists(st.lists(texts, max_size=7), min_size=1, max_size=6).filter(lambda all_: any(map(any, all_)))
 blocks = st.integers(1, 4)
@@ -252,15 +245,14 @@ def test_a_saved_place_is_found_again(
 
 
 def test_going_on_opens_a_shard_at_the_block_and_reads_nothing_before() -> None:
-    source = InShards([[f"document {number}" for number in range(100)]], block=8)
+    source, fresh = (InShards([[f"document {number}" for number in range(100)]], block=8) for _ in range(2))
     stream = shard_stream(source)
     state = stream.save(stream.advance(stream.start(), 60, 10))
-    fresh = InShards([[f"document {number}" for number in range(100)]], block=8)
     resumed = shard_stream(fresh)
     resumed.read(resumed.restore(state), 1, 10)
     (document,) = state["lane_documents"]
     assert document > 16
-    assert fresh.opened == [(0, document // 8)]
+    assert fresh.opened == [(0, document // 8)]  # blocks of 8 documents
 
 
 def test_blocks_are_mixed_and_epochs_differ() -> None:

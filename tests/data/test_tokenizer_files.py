@@ -1,8 +1,8 @@
 """Tokenizers in files: Hugging Face's and sentencepiece's."""
 
 import json
-import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -60,9 +60,8 @@ def test_the_usual_end_tokens_are_found(tmp_path: Path, name: str) -> None:
 def test_the_end_token_can_be_named(tmp_path: Path) -> None:
     path = json_file(tmp_path / "tokenizer.json", special=["<stop>"])
     assert open_tokenizer(str(path), "<stop>").end_of_document == 0
-    with pytest.raises(
-        DataError, match=r"no end-of-document token \(looked for '<\|endoftext\|>', '</s>'.*; fix: set data"
-    ):
+    looked_for = r"\(looked for '<\|endoftext\|>', '</s>'.*; fix: set data"
+    with pytest.raises(DataError, match=f"no end-of-document token {looked_for}"):
         open_tokenizer(str(path), "")
     with pytest.raises(DataError, match=r"no end-of-document token \(looked for '<end>'\)"):
         open_tokenizer(str(path), "<end>")
@@ -99,12 +98,11 @@ def test_a_vocabulary_of_words_tells_bytes_by_encoding_again(tmp_path: Path) -> 
         (b"[]", "is not a tokenizer"),
     ],
 )
-def test_a_file_that_is_no_tokenizer_is_refused_in_one_line(tmp_path: Path, content: bytes, message: str) -> None:
+def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_bytes(content)
-    with pytest.raises(DataError, match=message) as caught:
+    with pytest.raises(DataError, match=message):
         open_tokenizer(str(path))
-    assert "\n" not in str(caught.value)
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +137,7 @@ def test_a_model_without_an_end_is_refused(tmp_path: Path) -> None:
 def test_characters_that_were_split_into_bytes_keep_their_bytes_together(pieces: SentencePieceTokenizer) -> None:
     sizes = pieces.bytes_per_token("the \u4e16")
     assert sizes.sum() == len("the \u4e16".encode())
-    assert sizes[-3:].tolist() == [0, 0, 3]
+    assert sizes[-3:].tolist() == [0, 0, 3]  # the last token of the character has its three bytes
 
 
 def test_text_that_is_changed_before_it_is_encoded_counts_as_it_was(tmp_path: Path) -> None:
@@ -150,23 +148,14 @@ def test_text_that_is_changed_before_it_is_encoded_counts_as_it_was(tmp_path: Pa
     assert tokenizer.bytes_of(tokenizer.encode(text)).sum() == len("the town")
 
 
-def test_a_file_that_is_no_sentencepiece_model_is_refused_in_one_line(tmp_path: Path, model: Path) -> None:
+def test_a_file_that_is_no_sentencepiece_model_is_refused(tmp_path: Path, model: Path) -> None:
     path = tmp_path / "tokenizer.model"
     whole = model.read_bytes()
     damaged = whole[:-50], whole.replace(b"<tool>", b"<to\xffl>")
     for content in (b"", b"no model", b"\n\x0c\n\x05<unk>", *damaged):
         path.write_bytes(content)
-        with pytest.raises(DataError, match="is not a tokenizer; allowed: a .model file of sentencepiece") as caught:
+        with pytest.raises(DataError, match="is not a tokenizer; allowed: a .model file of sentencepiece"):
             open_tokenizer(str(path))
-        assert "\n" not in str(caught.value)
-
-
-def test_the_library_is_asked_for_where_it_is_missing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sentencepiece", None)
-    with pytest.raises(
-        DataError, match=r"needs the package sentencepiece, .*; fix: pip install 'penstock\[sentencepiece\]'"
-    ):
-        open_tokenizer(str(model))
 
 
 OWN = {"pattern": r"\p{L}+|\P{L}", "special_tokens": {"<|endoftext|>": 300, "<|fim_prefix|>": 299}}
@@ -181,7 +170,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("name", "published"), [("gpt2", "r50k_base"), ("cl100k", "cl100k_base"), ("o200k", "o200k_base")]
 )
 def test_patterns_and_hashes_are_the_published_ones(name: str, published: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = {"gpt2": 50256, "cl100k": 100256, "o200k": 199998}
+    sizes = {"gpt2": 50256, "cl100k": 100256, "o200k": 199998}  # ranks of the published files
     asked = {}
     monkeypatch.setattr(openai_public, "load_tiktoken_bpe", lambda url, expected_hash: asked.update(hash=expected_hash))
     theirs = openai_public.ENCODING_CONSTRUCTORS[published]()
@@ -217,11 +206,8 @@ def test_a_json_file_beside_it_describes_a_vocabulary(tmp_path: Path) -> None:
     beside = tmp_path / "own.tiktoken.json"
     beside.write_text(json.dumps(OWN))
     tokenizer = open_tokenizer(str(path))
-    assert (tokenizer.vocab_size, tokenizer.end_of_document, tokenizer.token_id("<|fim_prefix|>")) == (
-        301,
-        300,
-        299,
-    )
+    assert (tokenizer.vocab_size, tokenizer.end_of_document) == (301, 300)
+    assert tokenizer.token_id("<|fim_prefix|>") == 299
     assert tokenizer.decode(np.array([104, 270, 300, 299, 105])) == "hi", "ids without a token are no text"
     beside.write_text(json.dumps({"pattern": "cl100k"}))
     assert open_tokenizer(str(path)).fingerprint == open_tokenizer(f"{path}:cl100k").fingerprint
@@ -236,13 +222,9 @@ def test_a_llama_3_model_is_told_from_sentencepiece_by_its_content(tmp_path: Pat
 
 
 def test_a_published_file_is_known_by_its_hash(ranks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizer_tiktoken, "sha256", lambda content: HashOf(PATTERNS["o200k"].published))
+    published = Mock(hexdigest=lambda: PATTERNS["o200k"].published)
+    monkeypatch.setattr(tokenizer_tiktoken, "sha256", lambda content: published)
     assert TiktokenTokenizer(ranks).fingerprint == TiktokenTokenizer(ranks, pattern="o200k").fingerprint
-
-
-class HashOf:
-    def __init__(self, value: str) -> None:
-        self.hexdigest = lambda: value
 
 
 @pytest.mark.parametrize(
@@ -256,12 +238,11 @@ class HashOf:
         (tiktoken_lines(RANKS).replace(" 255\n", " 254\n"), "is damaged; got a rank twice"),
     ],
 )
-def test_a_damaged_file_is_refused_in_one_line(tmp_path: Path, content: str, message: str) -> None:
+def test_a_damaged_file_is_refused(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "own.tiktoken"
     path.write_text(content)
-    with pytest.raises(DataError, match=message) as caught:
+    with pytest.raises(DataError, match=message):
         open_tokenizer(f"{path}:cl100k")
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -281,12 +262,11 @@ def test_a_damaged_file_is_refused_in_one_line(tmp_path: Path, content: str, mes
         (json.dumps({**OWN, "special_tokens": {"<x>": 270}}), r"no end-of-document token \(looked for"),
     ],
 )
-def test_a_wrong_description_is_refused_in_one_line(tmp_path: Path, beside: str, message: str) -> None:
+def test_a_wrong_description_is_refused(tmp_path: Path, beside: str, message: str) -> None:
     path = tiktoken_file(tmp_path / "own.tiktoken")
     (tmp_path / "own.tiktoken.json").write_text(beside)
-    with pytest.raises(DataError, match=message) as caught:
+    with pytest.raises(DataError, match=message):
         open_tokenizer(str(path))
-    assert "\n" not in str(caught.value)
 
 
 def test_an_unknown_pattern_is_refused(ranks: Path) -> None:
@@ -299,9 +279,3 @@ def test_a_text_that_the_pattern_cannot_cut_is_an_error_of_that_text(ranks: Path
     assert len(tokenizer.encode(" " * 100_000 + "a")) > 0
     with pytest.raises(DataError, match="tiktoken cannot split a text: .*; fix: take the text out"):
         tokenizer.encode(" " * 2_000_000 + "a")
-
-
-def test_a_missing_tiktoken_is_asked_for(ranks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tiktoken", None)
-    with pytest.raises(DataError, match=r"needs the package tiktoken, .*; fix: pip install 'penstock\[tiktoken\]'"):
-        open_tokenizer(f"{ranks}:cl100k")

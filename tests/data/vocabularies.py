@@ -36,13 +36,13 @@ def json_file(path: Path, *, special: Sequence[str] = ("<|endoftext|>",), strip:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=290,
+        vocab_size=290,  # 256 bytes, the special tokens, and some merges
         special_tokens=list(special),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(SENTENCES, trainer)
-    tokenizer.enable_truncation(3)
+    tokenizer.enable_truncation(3)  # stored in the file
     tokenizer.save(str(path))
     return path
 
@@ -55,7 +55,7 @@ def sentencepiece_model(path: Path, *, lossless: bool = True, end: bool = True) 
         sentence_iterator=iter(SENTENCES),
         model_writer=model,
         model_type="bpe",
-        vocab_size=300 if lossless else 40,
+        vocab_size=300 if lossless else 40,  # with byte fallback there are 256 pieces for bytes
         user_defined_symbols=["<tool>"],
         eos_id=2 if end else -1,
         minloglevel=2,
@@ -65,12 +65,8 @@ def sentencepiece_model(path: Path, *, lossless: bool = True, end: bool = True) 
     return path
 
 
-RANKS = {
-    **{bytes([byte]): byte for byte in range(256)},
-    **{
-        text.encode(): 256 + place for place, text in enumerate(["th", "the", " the", "tu", "ee", "\u00e9", "12", "  "])
-    },
-}
+MERGED = ("th", "the", " the", "tu", "ee", "\u00e9", "12", "  ")
+RANKS = {token: rank for rank, token in enumerate([*(bytes([byte]) for byte in range(256)), *map(str.encode, MERGED)])}
 
 
 def tiktoken_lines(ranks: dict[bytes, int]) -> str:

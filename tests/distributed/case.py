@@ -23,7 +23,7 @@ def layout(*settings: str) -> tuple[str, ...]:
     return tuple(setting if "." in setting else f"parallel.{setting}" for setting in settings)
 
 
-SCHEDULES_V = ("zb-v", "v-half", "v-min", "dualpipe-v")
+SCHEDULES_V = ("zb-v", "v-half", "v-min", "dualpipe-v")  # two stages on a rank, down and up again
 GQA = (
     'model.attention.kind="gqa"',
     "model.attention.heads=4",
@@ -102,8 +102,8 @@ PADDED = (*CAPACITY, "model.moe.balance.pad_to_capacity=true")
 
 GATHERED_TOKENS = ("dispatch.method=all-gather", "dispatch.sync_free=3")
 BY_NODE = ("dispatch.method=hierarchical", "dispatch.sync_free=2")
-NO_ROOM = ("dispatch.method=all-gather", "dispatch.sync_free=2", "dispatch.row_capacity_factor=1.0")
-HALVES = ("dispatch.overlap=halves", "training.micro_batch=2")
+NO_ROOM = ("dispatch.method=all-gather", "dispatch.sync_free=2", "dispatch.row_capacity_factor=1.0")  # steps run twice
+HALVES = ("dispatch.overlap=halves", "training.micro_batch=2")  # halves of a micro-batch are rows
 
 EXPERT_CASES = (
     Case("EP 4, biases", 4, layout("expert=4"), GPT_OSS),
@@ -158,7 +158,7 @@ FAMILIES = {
 
 
 def _of_family(family: str, model: tuple[str, ...]) -> tuple[Case, ...]:
-    expert = () if "model.moe=none" in model else ("expert=2",)
+    expert = () if "model.moe=none" in model else ("expert=2",)  # dense models have none to share
     layouts = {
         "EP 2, FSDP" if expert else "FSDP 2": layout("shard=full", *expert),
         "TP 2 folded with EP 2" if expert else "TP 2": layout("tensor=2", *expert),

@@ -9,6 +9,7 @@ its sign.
 """
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -24,7 +25,7 @@ from penstock.train.step import evaluate, train_step
 from tests.distributed.case import ATTENTION_CASES, DOCUMENTS, EXPERT_CASES, FAMILY_CASES, GQA, Case, layout, pipeline
 from tests.distributed.pool import Pool
 
-STEPS, RATE = 3, 1e-2
+STEPS, RATE = 3, 1e-2  # the rate is constant
 BASE = (
     *("data.source=synthetic-learnable", "model.vocab_size=64", "model.layers=8", "model.hidden_size=64"),
     *("model.intermediate_size=128", "model.moe.moe_intermediate_size=32", "model.mtp_layers=1"),
@@ -40,22 +41,14 @@ TOLERANCES = {"loss": 2e-5, "gradient norm": 1e-4, "parameters": 1e-4, "moments"
 
 @dataclass(frozen=True)
 class Trace:
-    """What some steps gave.
+    """What some steps gave."""
 
-    Attributes:
-        losses: of each step; then of each step those of multi-token prediction.
-        balance: sums of auxiliary losses and of dropped slots over the layers.
-        held_out: loss on held-out rows after the last step.
-        left_out: rows that found no room at first, of each step.
-        tensors: of the checkpoint: weights, buffers, moments.
-    """
-
-    losses: list[float]
+    losses: list[float]  # of each step, each followed by those of multi-token prediction
     norms: list[float]
-    balance: list[float]
-    held_out: float
-    left_out: list[int]
-    tensors: dict[str, Tensor] = field(repr=False)
+    balance: list[float]  # of each step, sums of auxiliary losses and of dropped slots over the layers
+    held_out: float  # loss on held-out rows after the last step
+    left_out: list[int]  # of each step, rows that found no room at first
+    tensors: dict[str, Tensor] = field(repr=False)  # of the checkpoint: weights, buffers, moments
 
 
 Saved = list[tuple[str, tuple[int, ...], list[tuple[tuple[int, ...], Tensor]]]]
@@ -73,14 +66,9 @@ def play(overrides: tuple[str, ...], steps: int = STEPS, rate: float = RATE) -> 
 def start_session(overrides: tuple[str, ...]) -> Session:
     """The small run, on this rank. It is alone on its node, or one of those on two nodes if they are asked for."""
     world = dist.get_world_size()
-    environment = Environment(
-        color=False,
-        threads=1,
-        world_size=world,
-        rank=dist.get_rank(),
-        local_world_size=max(1, world // 2) if TWO_NODES in overrides else 1,
-    )
-    return prepare(load_run("debug", BASE + overrides), environment)
+    here = max(1, world // 2) if TWO_NODES in overrides else 1
+    alone = Environment(color=False, threads=1, world_size=world, rank=dist.get_rank(), local_world_size=here)
+    return prepare(load_run("debug", BASE + overrides), alone)
 
 
 def follow(session: Session, steps: int = STEPS, rate: float = RATE) -> Trace:
@@ -98,15 +86,20 @@ def follow(session: Session, steps: int = STEPS, rate: float = RATE) -> Trace:
 
 
 def saved_by(session: Session) -> Saved:
-    saved = []
-    for name, part in session.state.parts().items():
-        if part.writes:
-            rectangles = []
-            for piece in part.pieces:
-                here = tuple(slice(start, start + size) for start, size in zip(piece.here, piece.sizes, strict=True))
-                rectangles.append((piece.whole, part.tensor.detach()[here].clone()))
-            saved.append((name, part.shape, rectangles))
-    return saved
+    """Parts that this rank writes; of equal parts one rank writes each."""
+    return [
+        (
+            name,
+            part.shape,
+            [(one.whole, part.tensor.detach()[_region(one.here, one.sizes)].clone()) for one in part.pieces],
+        )
+        for name, part in session.state.parts().items()
+        if part.writes
+    ]
+
+
+def _region(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
 
 
 def same_state(one: Saved, other: Saved) -> bool:
@@ -130,9 +123,9 @@ def put_together(results: list[tuple[Trace, Saved]]) -> Trace:
     tensors: dict[str, Tensor] = {}
     for _, saved in results:
         for name, shape, rectangles in saved:
-            whole = tensors.setdefault(name, torch.full(shape, float("nan")))
+            whole = tensors.setdefault(name, torch.full(shape, float("nan")))  # nan: not saved by any rank
             for offsets, values in rectangles:
-                region = tuple(slice(start, start + size) for start, size in zip(offsets, values.shape, strict=True))
+                region = _region(offsets, values.shape)
                 assert whole[region].isnan().all(), f"{name} is saved twice"
                 whole[region] = values
     for name, tensor in tensors.items():
@@ -141,11 +134,7 @@ def put_together(results: list[tuple[Trace, Saved]]) -> Trace:
 
 
 def differences(got: Trace, expected: Trace, start: dict[str, Tensor]) -> dict[str, float]:
-    """Largest relative difference of each figure.
-
-    Args:
-        start: tensors before the first step.
-    """
+    """Largest relative difference of each figure; `start` are the tensors before the first step."""
 
     def relative(left: list[float], right: list[float]) -> float:
         return max(abs(one - other) / max(abs(other), 1e-6) for one, other in zip(left, right, strict=True))
@@ -180,12 +169,14 @@ def gathered(stage: int, *settings: str) -> tuple[str, ...]:
 
 
 def overlapped(overlap: str, *settings: str) -> tuple[str, ...]:
-    rows = ("training.micro_batch=2",) if overlap == "halves" else ()
+    rows = ("training.micro_batch=2",) if overlap == "halves" else ()  # a half is a row
     return (*layout(*settings), f"dispatch.overlap={overlap}", *rows)
 
 
-PARTS = RECOMPUTABLE[: RECOMPUTABLE.index("moe")]
+ALL_PARTS = f"recompute.modules={[*RECOMPUTABLE[: RECOMPUTABLE.index('moe')]]}"
 """Of a layer, without the ways of the tokens."""
+
+NORM_AND_LATENT = 'recompute.modules=["norm", "latent-up"]'
 
 
 def by_node(stage: int, *settings: str) -> tuple[str, ...]:
@@ -215,11 +206,7 @@ CASES = (
     Case("EP 4, all-gather, recompute moe, too little room", 4, (*NO_ROOM, "recompute.modules=moe")),
     Case("EP 4 on 2 nodes", 4, (*layout("expert=4"), TWO_NODES)),
     Case("EP 2 x ETP 2 on 2 nodes, sync-free 3", 4, by_node(3, "expert=2", "expert_tensor=2")),
-    Case(
-        "EP 4 on 2 nodes, sync-free 2, too little room",
-        4,
-        (*by_node(2, "expert=4"), "dispatch.row_capacity_factor=1.0"),
-    ),
+    Case("EP 4 on 2 nodes, sync-free 2, too little room", 4, (*by_node(2, "expert=4"), NO_ROOM[-1])),
     Case("EP 2 x EDP 2, ZeRO-1", 4, layout("expert=2")),
     Case("EP 2 x EDP 2, FSDP", 4, layout("expert=2", "shard=full")),
     Case("ETP 2", 2, layout("expert_tensor=2")),
@@ -278,16 +265,8 @@ CASES = (
         overlapped("halves", *pipeline("zb-v", 2, "expert=2"), "training.global_batch=16"),
         ("training.global_batch=16",),
     ),
-    Case(
-        "EP 4, overlap halves, recompute all parts",
-        4,
-        overlapped("halves", "expert=4", f"recompute.modules={[*PARTS]}"),
-    ),
-    Case(
-        "PP 2, ZB-V x EP 2, recompute norm and latent-up",
-        4,
-        pipeline("zb-v", 2, "expert=2", 'recompute.modules=["norm", "latent-up"]'),
-    ),
+    Case("EP 4, overlap halves, recompute all parts", 4, overlapped("halves", "expert=4", ALL_PARTS)),
+    Case("PP 2, ZB-V x EP 2, recompute norm and latent-up", 4, pipeline("zb-v", 2, "expert=2", NORM_AND_LATENT)),
     *FAMILY_CASES,
     *ATTENTION_CASES,
     *EXPERT_CASES,
@@ -317,7 +296,7 @@ def main() -> None:
     pool, rows, alone = Pool(), [], {}
     for case in CASES:
         if arguments.only in case.name:
-            if case.model not in alone:
+            if case.model not in alone:  # one process, with the steps and without any
                 alone[case.model] = (trace(pool, 1, case.model), trace(pool, 1, case.model, 0).tensors)
             try:
                 found = differences(trace(pool, case.ranks, case.model + case.overrides), *alone[case.model])

@@ -46,7 +46,7 @@ class Pool:
 
     def __init__(self, grace: float = 10) -> None:
         self._grace = grace
-        self._store = dist.TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
+        self._store = dist.TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)  # outlives every group
         self._folder = tempfile.TemporaryDirectory(prefix="penstock-ranks-")
         self._workers: list[tuple[BaseProcess, Connection]] = []
         self._calls = 0
@@ -58,14 +58,14 @@ class Pool:
         """
         assert 1 <= ranks <= MOST_RANKS, f"{ranks} ranks"
         self._start(ranks)
-        self._calls += 1
+        self._calls += 1  # the prefix of this call's group
         for rank, (_, pipe) in enumerate(self._workers[:ranks]):
             pipe.send_bytes(_pack((str(self._calls), rank, ranks, timeout, function, args)))
         return self._collect(ranks, function.__name__, timeout)
 
     def close(self) -> None:
         for process, pipe in self._workers:
-            process.kill()
+            process.kill()  # a worker that hangs would not end otherwise
             pipe.close()
         for process, _ in self._workers:
             process.join()
@@ -77,7 +77,7 @@ class Pool:
             arguments = (theirs, self._store.port, self._stacks(number))
             process = warm.CONTEXT.Process(target=_work, args=arguments, daemon=True, name=f"ranks-{number}")
             process.start()
-            theirs.close()
+            theirs.close()  # so that the worker's end is an EOF here
             self._workers.append((process, ours))
 
     def _collect(self, ranks: int, name: str, timeout: float) -> list[Any]:
@@ -99,7 +99,9 @@ class Pool:
                     failures.append(f"{name} on rank {rank} of {ranks}:\n{value}")
                     # Its peers wait for it in vain, and are soon told so by the connections that it closed.
                     deadline = min(deadline, time.monotonic() + self._grace)
-        failures += [f"{name} on rank {rank} of {ranks} hangs:\n{self._stack_of(rank)}" for rank in waiting.values()]
+        for rank in waiting.values():
+            stack = self._stacks(rank).read_text() if self._stacks(rank).exists() else ""
+            failures.append(f"{name} on rank {rank} of {ranks} hangs:\n{stack or 'its stack is not known'}")
         if waiting or any("the process died" in failure for failure in failures):
             self.close()
         if failures:
@@ -107,11 +109,8 @@ class Pool:
         return [results[rank] for rank in range(ranks)]
 
     def _stacks(self, number: int) -> Path:
+        """File into which a worker writes its stack at the timeout."""
         return Path(self._folder.name) / f"{number}.txt"
-
-    def _stack_of(self, number: int) -> str:
-        path = self._stacks(number)
-        return (path.read_text() if path.exists() else "") or "its stack is not known"
 
 
 def _pack(value: Any) -> bytes:
@@ -128,7 +127,7 @@ def _work(pipe: Connection, port: int, stacks: Path) -> None:
     torch.set_num_threads(1)
     warm.hasten_interpreter(pytest.MonkeyPatch())
     warm.hasten_evaluation(pytest.MonkeyPatch())
-    gc.freeze()
+    gc.freeze()  # imports are never garbage
     store = dist.TCPStore(LOCALHOST, port)
     with stacks.open("w") as stack_file:
         while True:
@@ -144,14 +143,9 @@ def _answer(data: bytes, store: dist.TCPStore, stack_file: Any) -> bytes:
     try:
         call, rank, ranks, timeout, function, args = _unpack(data)
         faulthandler.dump_traceback_later(timeout, file=stack_file)
-        dist.init_process_group(
-            "gloo",
-            store=dist.PrefixStore(call, store),
-            rank=rank,
-            world_size=ranks,
-            timeout=timedelta(seconds=timeout),
-        )
-        torch.manual_seed(0)
+        own = dist.PrefixStore(call, store)
+        dist.init_process_group("gloo", None, timedelta(seconds=timeout), world_size=ranks, rank=rank, store=own)
+        torch.manual_seed(0)  # each call draws the same numbers
         result = _pack((True, function(*args)))
         dist.barrier()  # a rank that is done early must not close connections that others still read
     except BaseException:  # noqa: BLE001 # it is told to the parent, which raises it in the test

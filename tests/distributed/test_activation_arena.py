@@ -22,24 +22,17 @@ from tests.distributed.pool import Pool
 GATHERED = "dispatch.method=all-gather"
 SHELVED = (GATHERED, "dispatch.sync_free=2")
 SMALL = (
-    "model.layers=3",
-    "model.mtp_layers=0",
-    "model.hidden_size=16",
-    "model.moe.moe_intermediate_size=16",
-    "training.sequence_length=16",
-    "training.global_batch=2",
-    "evaluation.rows=2",
+    *("model.layers=3", "model.mtp_layers=0", "model.hidden_size=16", "model.moe.moe_intermediate_size=16"),
+    *("training.sequence_length=16", "training.global_batch=2", "evaluation.rows=2"),
 )
 """The interpreter takes its time."""
 IN_8_BITS = ("float8.experts=blockwise", "model.moe.moe_intermediate_size=128")
 """As wide as a block, so that nothing is written in 16 bits between the products."""
-QUICK = {"no room on the arena", "some in 8 bits"}
+NO_ROOM = "dispatch.row_capacity_factor=1.0"
+QUICK = {"no room on the arena", "some in 8 bits"}  # the others are slow
 WAYS = {
-    "room for even loads only": (
-        layout("expert=2"),
-        ("dispatch.row_capacity_factor=1.0", "dispatch.layer_capacity_factor=1.0"),
-    ),
-    "no room on the arena": (layout("expert=2"), ("dispatch.row_capacity_factor=1.0",)),
+    "room for even loads only": (layout("expert=2"), (NO_ROOM, "dispatch.layer_capacity_factor=1.0")),
+    "no room on the arena": (layout("expert=2"), (NO_ROOM,)),
     "room": (layout("expert=2"), ("dispatch.row_capacity_factor=2.0",)),
     "FSDP": (layout("expert=2", "shard=full"), ()),
     "recomputed": (layout("expert=2", "recompute.modules=moe"), ()),
@@ -47,7 +40,7 @@ WAYS = {
     "offloaded": (layout("expert=2", "offload.activations=moe"), ()),
     "halves": (layout("expert=2"), ("dispatch.overlap=halves", "training.micro_batch=2", "training.global_batch=4")),
     "some in 8 bits": (layout("expert=2"), ("dispatch.row_capacity_factor=2.0", *IN_8_BITS, "float8.first_layers=2")),
-    "in 8 bits, no room": (layout("expert=2"), ("dispatch.row_capacity_factor=1.0", *IN_8_BITS)),
+    "in 8 bits, no room": (layout("expert=2"), (NO_ROOM, *IN_8_BITS)),
     "ZB-V": (pipeline("zb-v", 2, "expert=2"), ("model.layers=4", "training.global_batch=4")),
 }
 
@@ -69,9 +62,8 @@ def play(overrides: tuple[str, ...]) -> tuple[Trace, list, float, int]:
         session = start_session((*SMALL, *overrides))
     seen = follow(session, steps=1)
     session.state.batches.close()
-    arenas = [
-        module for model in session.model.modules for module in model.modules() if isinstance(module, ActivationArena)
-    ]
+    modules = [module for model in session.model.modules for module in model.modules()]
+    arenas = [module for module in modules if isinstance(module, ActivationArena)]
     return seen, saved_by(session), max((one.factor for one in arenas), default=0.0), sum(one.layers for one in arenas)
 
 
@@ -79,11 +71,11 @@ def play(overrides: tuple[str, ...]) -> tuple[Trace, list, float, int]:
 @pytest.mark.parametrize("way", [pytest.param(way, marks=() if way in QUICK else pytest.mark.slow) for way in WAYS])
 def test_experts_on_a_shelf_train_as_without(way: str, ranks: Pool) -> None:
     of_layout, settings = WAYS[way]
-    count = 4 if way == "ZB-V" else 2
+    count = 4 if way == "ZB-V" else 2  # ranks
     results = ranks.run(count, play, (*of_layout, *SHELVED, *settings), timeout=240)
     counted = ranks.run(count, play, (*of_layout, GATHERED, *settings), timeout=240)
     got, expected = (put_together([result[:2] for result in runs]) for runs in (results, counted))
-    start = {name: torch.zeros_like(tensor) for name, tensor in expected.tensors.items()}
+    start = {name: torch.zeros_like(tensor) for name, tensor in expected.tensors.items()}  # relative to the values
     for figure, difference in differences(got, expected, start).items():
         assert difference <= TOLERANCES[figure], f"{figure}: {difference}"
     bounds, layers = zip(*[result[2:] for result in results], strict=True)

@@ -18,12 +18,9 @@ Seen = tuple[Trace, Saved, tuple[str, ...], int]
 
 
 def play(overrides: tuple[str, ...], replays: bool, fails_on: int = -1, layers: int = 3) -> Seen:
-    """Train on this rank; what it saw, would save and would tell the user, and how often it captured.
+    """Train on this rank, with parts or eager; what it saw, would save and would tell the user, and captures.
 
-    Args:
-        replays: parts; else all is eager.
-        fails_on: rank that finds no memory for its fourth graph; -1 if none does.
-        layers: of the run, the one that predicts further included.
+    The rank `fails_on` finds no memory for its fourth graph. `layers` include the one that predicts further.
     """
     session = start_session((*overrides, f"model.layers={layers - 1}"))
     graphs = Graphs(layers) if fails_on == -1 else SameAddresses(fails_at=3 if dist.get_rank() == fails_on else None)
@@ -36,7 +33,7 @@ def play(overrides: tuple[str, ...], replays: bool, fails_on: int = -1, layers: 
 
 
 def whole(results: list[Seen]) -> Trace:
-    return put_together([(seen, saved) for seen, saved, _, _ in results])
+    return put_together([one[:2] for one in results])
 
 
 @pytest.mark.parametrize(
@@ -51,7 +48,7 @@ def test_parts_give_the_bits_of_eager_layers_where_the_host_reads_row_counts(
     found = whole(results)
     assert (found.losses, found.norms, found.held_out) == (expected.losses, expected.norms, expected.held_out)
     assert all(torch.equal(found.tensors[name], tensor) for name, tensor in expected.tensors.items())
-    assert [captures for _, _, _, captures in results] == [2 * 3] * 2
+    assert [captures for _, _, _, captures in results] == [2 * 3] * 2  # forward and backward of each layer
 
 
 def test_a_rank_without_memory_lets_all_ranks_stay_eager_and_none_waits(ranks: Pool) -> None:

@@ -6,10 +6,11 @@ import multiprocessing
 import os
 import re
 import signal
-import threading
-import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ from penstock.train.stop import StopRequest
 from tests.closeness import assert_close
 from tests.distributed.one_loss import layout, pipeline, same_state, saved_by, start_session, trace
 from tests.distributed.pool import Pool, WorkerError
+from tests.parallel.launch.ranks import when
 from tests.train.tiny_run import Recorder, tiny_run
 
 # A figure that is not finite
@@ -73,13 +75,29 @@ def _spoiled_gradient(module: nn.Module, inputs: object, output: Tensor) -> Tens
     return output
 
 
+def _train(session: Session, folder: str, spoiler: _Spoiler) -> None:
+    paths = RunFolder(Path(folder))
+    store = open_store(session.run, paths, session.axes.world)
+    train_run(session, paths, store, Progress(), [spoiler], StopRequest())
+
+
+def _saving(folder: str) -> tuple[str, str]:
+    return "checkpoint.enabled=true", f'record.folder="{folder}"'
+
+
+def _report_in(folder: Path) -> dict[str, Any]:
+    """What was written of a figure that is not finite, which must name the checkpoint of the step before."""
+    report: dict[str, Any] = json.loads((folder / "nonfinite.json").read_text())
+    assert report["checkpoint"] == str(folder / "checkpoints" / "step-000001")
+    return report
+
+
 def _halted(overrides: tuple[str, ...], folder: str, where: str, rank: int) -> tuple[str, bool]:
     """The line that ends this rank, and whether what was saved is the state before the step."""
-    session = start_session((*overrides, "checkpoint.enabled=true", f'record.folder="{folder}"'))
-    store = open_store(session.run, RunFolder(Path(folder)), session.axes.world)
-    spoiler = _Spoiler(session, where, rank)
+    session = start_session((*overrides, *_saving(folder)))
+    spoiler = _Spoiler(session, where, rank)  # does harm after step 1, so step 2 is not finite
     with pytest.raises(NonFiniteError) as refusal:
-        train_run(session, RunFolder(Path(folder)), store, Progress(), [spoiler], StopRequest())
+        _train(session, folder, spoiler)
 
     again = start_session((*overrides, f'record.folder="{folder}"'))
     reader = open_store(again.run, RunFolder(Path(folder)), again.axes.world)
@@ -104,14 +122,13 @@ def test_what_breaks_on_one_rank_ends_all_with_its_place_and_the_state_before(
     count: int, overrides: tuple[str, ...], where: str, rank: int, ranks: Pool, tmp_path: Path
 ) -> None:
     lines, same = zip(*ranks.run(count, _halted, overrides, str(tmp_path), where, rank), strict=True)
-    assert len(set(lines)) == 1
+    assert len(set(lines)) == 1  # all ranks end with one line
     kind, name = where.split()
     layer = int(name.split(".")[1])
-    report = json.loads((tmp_path / "nonfinite.json").read_text())
+    report = _report_in(tmp_path)
     origin = report["origin"]
     assert (report["step"], origin["place"], origin["layer"]) == (2, kind, layer)
     assert origin["name"] == name if kind != "gradient" else origin["name"].startswith(f"blocks.{layer}.ffn")
-    assert report["checkpoint"] == str(tmp_path / "checkpoints" / "step-000001")
     assert f"of step 2 is nan: it began in the {kind} of {origin['name']} (layer {layer}); fix: read " in lines[0]
     assert all(same), "not the state before the step"
 
@@ -120,56 +137,42 @@ def _halted_without_memory(folder: str, where: str, rank: int) -> str:
     """The line that ends this rank, if one rank has no memory left to look in a part of the search."""
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == rank:
-            patch.setattr(diagnose, where, _no_memory)
+            patch.setattr(diagnose, where, Mock(side_effect=torch.OutOfMemoryError))
         return _halted(layout("expert=2"), folder, "parameter blocks.5.ffn.experts.down_eDF", rank)[0]
-
-
-def _no_memory(*arguments: object) -> None:
-    raise torch.OutOfMemoryError
 
 
 def test_a_rank_without_memory_to_look_ends_the_search_of_all(ranks: Pool, tmp_path: Path) -> None:
     first, second = ranks.run(2, _halted_without_memory, str(tmp_path), "own_rows", 1)
     assert first == second
     assert f"of step 2 is nan: {NO_ORIGIN}; fix: read " in first
-    report = json.loads((tmp_path / "nonfinite.json").read_text())
-    assert report["origin"] is None
-    assert report["checkpoint"] == str(tmp_path / "checkpoints" / "step-000001")
+    assert _report_in(tmp_path)["origin"] is None
 
 
 def _halted_in_a_pass(folder: str, rank: int) -> None:
     """Train until a layer's gradient is spoiled; a rank has no memory left for a pass of the search."""
-    settings = (*layout("expert=2"), "evaluation.rows=0", "checkpoint.enabled=true", f'record.folder="{folder}"')
-    session = start_session(settings)
-    store = open_store(session.run, RunFolder(Path(folder)), session.axes.world)
-    spoiler = _Spoiler(session, "gradient blocks.4.ffn.experts", rank)
+    session = start_session((*layout("expert=2"), "evaluation.rows=0", *_saving(folder)))
     if dist.get_rank() == rank:
         experts = session.model.whole.get_submodule("blocks.3.ffn.experts")
         experts.register_forward_hook(_no_memory_to_look)
-    train_run(session, RunFolder(Path(folder)), store, Progress(), [spoiler], StopRequest())
+    _train(session, folder, _Spoiler(session, "gradient blocks.4.ffn.experts", rank))
 
 
 def _no_memory_to_look(module: nn.Module, *arguments: object) -> None:
-    if not module.training:
+    if not module.training:  # the search for the origin runs in evaluation mode
         raise torch.OutOfMemoryError
 
 
 @pytest.mark.slow
 def test_a_rank_without_memory_in_the_middle_of_a_pass_keeps_no_other_waiting(tmp_path: Path) -> None:
-    pool = Pool(grace=30)
-    try:
-        with pytest.raises(WorkerError) as caught:
-            pool.run(2, _halted_in_a_pass, str(tmp_path), 1)
-    finally:
-        pool.close()
+    with closing(Pool(grace=30)) as pool, pytest.raises(WorkerError) as caught:
+        pool.run(2, _halted_in_a_pass, str(tmp_path), 1)
     _, *texts = str(caught.value).split("_halted_in_a_pass on rank ")
     assert len(texts) == 2
     for text in texts:
         assert f"NonFiniteError: the gradient norm of step 2 is nan: {NO_ORIGIN}; fix: read " in text
     assert "hangs" not in str(caught.value)
-    report = json.loads((tmp_path / "nonfinite.json").read_text())
+    report = _report_in(tmp_path)
     assert (report["figure"], report["step"], report["origin"]) == ("gradient norm", 2, None)
-    assert report["checkpoint"] == str(tmp_path / "checkpoints" / "step-000001")
 
 
 # A file system that shows ranks different things
@@ -187,7 +190,7 @@ def _resumed(folder: str, blind: int) -> tuple[str, bool]:
     dist.barrier()
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == blind:
-            patch.setattr(store, "steps", list)
+            patch.setattr(store, "steps", list)  # this rank sees no checkpoint
         with pytest.raises(CheckpointError) as refusal:
             resume(session, paths, store)
     store.close()
@@ -199,8 +202,7 @@ def test_a_rank_that_does_not_see_the_checkpoint_keeps_all_from_starting_anew(
     blind: int, ranks: Pool, tmp_path: Path
 ) -> None:
     (first, is_whole), other = ranks.run(2, _resumed, str(tmp_path), blind, timeout=30)
-    assert other == (first, is_whole)
-    assert is_whole
+    assert other == (first, is_whole) and is_whole
     assert f"not every rank sees {tmp_path}/checkpoints/step-000002; got 1 of 2 that do not: rank {blind}" in first
 
 
@@ -225,22 +227,13 @@ def lines_of(text: str) -> list[str]:
     return [line for line in text.splitlines() if not line.startswith("[W")]
 
 
-def when(is_time: Callable[[], bool], act: Callable[[], None]) -> None:
-    def watch() -> None:
-        while not is_time():
-            time.sleep(0.005)
-        act()
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
 @pytest.fixture
 def kill_a_rank() -> Callable[[signal.Signals], None]:
     """Sends a signal to a rank that the test has started, never to one of the pool that other tests share.
 
     Numbers of processes begin anew at some point, so the greatest is not always the youngest.
     """
-    others = set(multiprocessing.active_children())
+    others = set(multiprocessing.active_children())  # the pool's
 
     def kill(number: signal.Signals) -> None:
         (*_, rank) = set(multiprocessing.active_children()) - others
@@ -292,12 +285,13 @@ def test_a_run_that_diverges_on_two_ranks_says_so_once(tiny: Path, capfd: pytest
     assert json.loads(RunFolder(tiny / "runs" / "tiny").nonfinite.read_text())["step"] == 2
 
 
-@pytest.mark.often("data.files*")
+@pytest.mark.often("data.files*", "training*")
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ("data.files=['gone.txt']", "gone.txt"),  # every rank finds it
-        ("record.folder=tiny.toml", "cannot make a run folder in tiny.toml"),  # the first rank finds it
+        ("record.folder=tiny.toml/runs", "cannot make a run folder in tiny.toml/runs"),  # the first rank finds it
+        ("training.micro_batch=4", "x data-parallel ranks (4 x 2)"),  # no rank is started
     ],
 )
 def test_what_ranks_cannot_start_with_is_said_once(
@@ -306,17 +300,8 @@ def test_what_ranks_cannot_start_with_is_said_once(
     more = ("data.source=text", "model.vocab_size=257") if "files" in override else ()
     assert main(["train", "tiny.toml", override, *more, "parallel.expert=2", "--processes", "2"]) == 2
     (line,) = lines_of(capfd.readouterr().err)
-    assert line.startswith("error: ")
-    assert message in line
+    assert line.startswith("error: ") and message in line
     assert sorted(path.name for path in tiny.iterdir()) == ["tiny.toml"]
-
-
-def test_a_batch_that_the_ranks_do_not_divide_is_refused_before_any_is_started(
-    tiny: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["train", "tiny.toml", "--processes", "3"]) == 2
-    (line,) = capfd.readouterr().err.splitlines()
-    assert "training.global_batch must be a multiple of training.micro_batch x data-parallel ranks (2 x 3)" in line
 
 
 # What is less than the ranks
@@ -325,6 +310,6 @@ def test_a_batch_that_the_ranks_do_not_divide_is_refused_before_any_is_started(
 @pytest.mark.often("5")
 @pytest.mark.parametrize("rows", [1, 5])
 def test_held_out_rows_need_not_be_as_many_as_ranks(rows: int, ranks: Pool) -> None:
-    few = (f"evaluation.rows={rows}",)
+    few = (f"evaluation.rows={rows}",)  # fewer than ranks, or no multiple of them
     alone, shared = (trace(ranks, count, few, steps=0).held_out for count in (1, 4))
     assert_close(shared, alone, tolerance=2e-5)

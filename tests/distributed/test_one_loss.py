@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable
 
 import pytest
-import torch
 from torch import Tensor
 
 from penstock.config.parallel import RECOMPUTABLE
@@ -45,13 +44,10 @@ TWO = 2
 def model_of(case: Case) -> tuple[str, ...]:
     """The model of a case with as few layers as its pipeline, and kinds of layers that take turns, need."""
     is_long = "parallel.pipeline=4" in case.overrides and "parallel.pipeline.stages_per_rank=1" not in case.overrides
-    is_fixed = any(word.startswith(("model.layers", "pipeline.layout")) for word in (*case.model, *case.overrides))
-    if is_long or is_fixed:
+    words = " ".join((*case.model, *case.overrides))
+    if is_long or "model.layers" in words or "pipeline.layout" in words:
         return case.model
-    needs_more = any("moe_layer_freq" in word for word in case.model) or any(
-        "pipeline=" in word for word in case.overrides
-    )
-    return case.model + (SHORT if needs_more else SHORTEST)
+    return case.model + (SHORT if "moe_layer_freq" in words or "pipeline=" in words else SHORTEST)
 
 
 @pytest.mark.parametrize(
@@ -64,26 +60,19 @@ def test_a_layout_gives_the_figures_of_one_process(case: Case, ranks: Pool, alon
     assert not too_large, f"allowed: {TOLERANCES}"
 
 
-CHOICES = (
-    "parallel.shard=",
-    "parallel.context_method=",
-    "parallel.pipeline.schedule=",
-    "dispatch.method=",
-    "dispatch.o",
-)
+CHOICES = tuple(f"parallel.{name}=" for name in ("shard", "context_method", "pipeline.schedule"))
+CHOICES += ("dispatch.method=", "dispatch.o")
 
 
 def test_every_axis_schedule_way_of_tokens_and_recomputed_part_is_played_by_every_test_run() -> None:
     def played(cases: Iterable[Case]) -> set[str]:
         words = {word for case in cases for word in case.overrides}
         recomputed = "".join(word for word in words if word.startswith("recompute."))
-        chosen = {word for word in words if word.startswith(CHOICES)}
-        return (
-            chosen | {word.partition("=")[0] for word in words} | {kind for kind in RECOMPUTABLE if kind in recomputed}
-        )
+        chosen = {word for word in words if word.startswith(CHOICES)} | {word.partition("=")[0] for word in words}
+        return chosen | {kind for kind in RECOMPUTABLE if kind in recomputed}
 
     often = [case for case in CASES if case.name in OFTEN]
-    assert len(often) == len(OFTEN)
+    assert len(often) == len(OFTEN)  # every name is a case
     assert played(often) >= played(CASES) - {"pipeline.layout", "training.global_batch"}
 
 
@@ -92,7 +81,7 @@ def test_a_step_whose_rows_find_no_room_is_made_again_and_gives_the_same(ranks: 
     no_room = SHORTEST + NO_ROOM
     expected, start = alone(SHORTEST)
     got = trace(ranks, 4, no_room, TWO)
-    assert got.left_out[0] > 0
+    assert got.left_out[0] > 0  # rows
     assert got.left_out == trace(ranks, 4, no_room, TWO).left_out
     enough = trace(ranks, 4, (*no_room, "dispatch.row_capacity_factor=4.0"), TWO)
     assert enough.left_out == [0] * TWO
@@ -103,13 +92,10 @@ def test_a_step_whose_rows_find_no_room_is_made_again_and_gives_the_same(ranks: 
 
 @pytest.mark.slow
 def test_in_bf16_putting_weight_gradients_off_changes_nothing(ranks: Pool) -> None:
-    plain, split = (
-        trace(ranks, 2, (*SHORT, "training.precision=bf16", *pipeline(schedule, 2)), TWO)
-        for schedule in ("1f1b", "zb-1f1b")
-    )
+    settings = [(*SHORT, "training.precision=bf16", *pipeline(schedule, 2)) for schedule in ("1f1b", "zb-1f1b")]
+    plain, split = (trace(ranks, 2, one, TWO) for one in settings)
     assert (split.losses, split.norms, split.held_out) == (plain.losses, plain.norms, plain.held_out)
-    for name, tensor in plain.tensors.items():
-        assert torch.equal(split.tensors[name], tensor), name
+    assert_equal(split.tensors, plain.tensors)
 
 
 def test_in_bf16_every_layout_starts_from_the_values_that_weights_were_rounded_from(ranks: Pool) -> None:
@@ -117,5 +103,4 @@ def test_in_bf16_every_layout_starts_from_the_values_that_weights_were_rounded_f
     bf16 = "training.precision=bf16"
     for count, overrides in ((1, ()), (2, ("parallel.shard=optimizer",)), (2, ("parallel.shard=full",))):
         started = trace(ranks, count, (*SHORTEST, bf16, *overrides), 0).tensors
-        for name, tensor in exact.items():
-            assert_equal(started[name], tensor, what=f"{name} with {overrides}")
+        assert_equal({name: started[name] for name in exact}, exact, what=str(overrides))

@@ -3,12 +3,14 @@
 import os
 import time
 from collections.abc import Callable
+from contextlib import closing
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.closeness import assert_equal
 from tests.distributed.pool import Pool, WorkerError
 
 
@@ -30,7 +32,7 @@ def _rank_1_raises() -> None:
 
 def _rank_1_sleeps() -> None:
     if dist.get_rank() == 1:
-        time.sleep(1000)
+        time.sleep(1000)  # beyond every timeout
 
 
 def _rank_1_dies() -> None:
@@ -42,9 +44,7 @@ def _rank_1_dies() -> None:
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_every_rank_gives_its_result(ranks: Pool, size: int) -> None:
     start = torch.ones(3, dtype=torch.bfloat16)
-    got = ranks.run(size, _sum_of_ranks, start)
-    assert len(got) == size
-    assert all(torch.equal(one, start * size + sum(range(size))) for one in got)
+    assert_equal(ranks.run(size, _sum_of_ranks, start), [start * size + sum(range(size))] * size)
 
 
 def test_processes_are_kept_between_calls(ranks: Pool) -> None:
@@ -61,12 +61,8 @@ def test_an_exception_on_a_rank_is_told_and_the_pool_goes_on(ranks: Pool) -> Non
 
 @pytest.mark.parametrize("accident", [_rank_1_sleeps, _rank_1_dies])
 def test_a_rank_that_never_answers_is_told_and_replaced(accident: Callable[[], None]) -> None:
-    pool = Pool(grace=0.5)
-    try:
+    with closing(Pool(grace=0.5)) as pool:
         before = pool.run(2, _process)
         with pytest.raises(WorkerError, match="on rank 1 of 2"):
             pool.run(2, accident, timeout=1)
-        after = pool.run(2, _process)
-        assert not set(before) & set(after)
-    finally:
-        pool.close()
+        assert not set(before) & set(pool.run(2, _process))

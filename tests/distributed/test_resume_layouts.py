@@ -7,7 +7,7 @@ order allow.
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from penstock.models.huggingface.weights import load_huggingface
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.run_folder import RunFolder
 from penstock.train.state import restore_state, save_state
-from tests.closeness import assert_close
+from tests.closeness import assert_close, assert_equal
 from tests.distributed.one_loss import (
     BASE,
     TOLERANCES,
@@ -39,7 +39,7 @@ from tests.distributed.one_loss import (
 )
 from tests.distributed.pool import Pool
 
-HALF, STEPS, RATE = 1, 2, 1e-2
+HALF, STEPS, RATE = 1, 2, 1e-2  # steps before the change of layout, and in all
 SHORT = ("model.layers=4",)
 """A layer for each of a pipeline's stages."""
 
@@ -76,17 +76,11 @@ IN_BF16 = {"loss": 1e-3, "gradient norm": 2e-2, "parameters": 5e-2, "moments": 0
 
 @dataclass(frozen=True)
 class Leg:
-    """A part of a run on one layout.
+    """A part of a run on one layout."""
 
-    Attributes:
-        begun: what the ranks held before the first step.
-        seen: what its steps gave, and what they held afterwards.
-        places: where each rank stood in the data before and after.
-    """
-
-    begun: Trace
-    seen: Trace
-    places: tuple[Mapping[str, Any], Mapping[str, Any]]
+    begun: Trace  # tensors of the ranks before the first step
+    seen: Trace  # what its steps gave, and tensors after them
+    places: tuple[Mapping[str, Any], Mapping[str, Any]]  # of every rank in the data, before and after
 
 
 def _ride(
@@ -95,7 +89,7 @@ def _ride(
     """Train from one step to another on this rank, with a checkpoint before and after."""
     session = start_session(overrides)
     state = session.state
-    store = CheckpointStore(Path(folder), keep=0, asynchronous=True, world=session.axes.world)
+    store = CheckpointStore(Path(folder), keep=0, asynchronous=True, world=session.axes.world)  # 0 keeps all
     if begin:
         restore_state(store, begin, state)
     places, begun = [state.batches.state()], saved_by(session)
@@ -111,8 +105,7 @@ def ride(ranks: Pool, on: Layout, folder: Path, begin: int, end: int, model: tup
     results = ranks.run(on.ranks, _ride, SHORT + model + on.overrides, str(folder), begin, end)
     places = results[0][3]
     assert all(other == places for *_, other in results), "ranks stand at different places"
-    begun = put_together([(replace(seen), before) for before, seen, _, _ in results])
-    seen = put_together([(seen, after) for _, seen, after, _ in results])
+    begun, seen = (put_together([(result[1], result[held]) for result in results]) for held in (0, 2))
     return Leg(begun, seen, (places[0], places[1]))
 
 
@@ -122,18 +115,12 @@ def _uninterrupted(ranks: Pool, folder: Path, model: tuple[str, ...] = ()) -> tu
     whole = ride(ranks, ALONE, folder, 0, STEPS, model)
     seen = whole.seen
     figures = (figures[len(figures) // STEPS * HALF :] for figures in (seen.losses, seen.norms, seen.balance))
-    return whole, Trace(*figures, held_out=seen.held_out, left_out=seen.left_out[HALF:], tensors=seen.tensors)
+    return whole, Trace(*figures, seen.held_out, seen.left_out[HALF:], seen.tensors)
 
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("uninterrupted")
-
-
-def _assert_equal(got: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert got.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(got[name], tensor), name
 
 
 def _check_legs(
@@ -146,9 +133,9 @@ def _check_legs(
 ) -> None:
     whole, expected = _uninterrupted(ranks, kept, model)
     first, second = (ride(ranks, on, folder, n * HALF, (n + 1) * HALF, model) for n, on in enumerate(legs))
-    _assert_equal(second.begun.tensors, first.seen.tensors)
+    assert_equal(second.begun.tensors, first.seen.tensors)
     assert second.places == (first.places[1], whole.places[1])
-    assert second.places[1]["tokens"] == STEPS * 8 * 32
+    assert second.places[1]["tokens"] == STEPS * 8 * 32  # rows of a batch, positions of a row
     found = differences(second.seen, expected, whole.begun.tensors)
     too_large = {figure: value for figure, value in found.items() if not value <= allowed[figure]}
     assert not too_large, f"allowed: {allowed}"
@@ -159,7 +146,7 @@ def _check_legs(
 def test_a_run_goes_on_in_another_layout_as_if_nothing_had_happened(
     name: str, ranks: Pool, kept: Path, tmp_path: Path
 ) -> None:
-    _check_legs(ranks, kept, tmp_path, PAIRS[name], (), TOLERANCES)
+    _check_legs(ranks, kept, tmp_path, PAIRS[name], (), TOLERANCES)  # float32: sums in another order only
 
 
 @pytest.mark.slow

@@ -1,25 +1,24 @@
-"""Compile a Triton kernel for a chip that is not present, and read the result.
+"""Compile the kernels that a function launches, for a chip that is not present, and read the result.
 
-`compile_for(kernel, signature, constexprs, target, ...)` gives a `Compiled`: assembly, registers, spills, shared
-memory, matrix instructions. It needs no GPU. The tests of this process may run kernels in Triton's interpreter, whose
-functions cannot be compiled, so one other process compiles for the whole session; results are cached.
+    gate_up_RF = on_meta(8192, 2816)
+    (compiled,) = compile_launches("gfx942", lambda: swiglu_forward(gate_up_RF))
 
-    TYPES = {"*bf16:16": "x_ptr out_ptr", "i32": "rows"}
-    compile_without_spills(swiglu_kernel, TYPES, {"BLOCK": 1024}, TARGETS["gfx942"])
+The function runs on tensors of the meta device, where `start_kernel` is replaced and the chip is taken to be the given
+one. So a kernel is compiled with the arguments, constants, warps and registers of its real launch, specialized by
+Triton's own launcher: numbers that are 1 or multiples of 16, pointers that are multiples of 16 bytes, descriptors.
 
-Types: `*bf16` pointer, `i32` number, `tensordesc<bf16[128,64]>` host-made descriptor; `:16` after a type means that the
-pointer or number is a multiple of 16, which the launcher finds out at run time and which wide loads need. Arguments
-that have no type and are no constants are `i32:16`, or None for a pointer (`*_ptr`).
+It needs no GPU. The tests of this process may run kernels in Triton's interpreter, whose functions cannot be compiled,
+so one other process compiles for the whole session; results are cached.
 """
 
-import inspect
 import os
 import re
 import subprocess
+import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from functools import cache
 from importlib import import_module
 from multiprocessing import get_context
@@ -27,22 +26,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from penstock.kernels.tuning import GROUPED_GEMM, GemmLaunch
-
-Constant = int | float | bool | str | None
+import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
 class Target:
-    """A chip to compile for; `matrix_instruction` is a regular expression, `shared_bytes` the limit of one program."""
+    """A chip to compile for."""
 
     name: str
     backend: str
     arch: int | str
     warp_size: int
-    matrix_instruction: str
-    shared_bytes: int
+    matrix_instruction: str  # regular expression
+    shared_bytes: int  # most of one program
 
 
 TARGETS: dict[str, Target] = {
@@ -54,19 +51,20 @@ TARGETS: dict[str, Target] = {
         Target("gfx950", "hip", "gfx950", 64, r"v_mfma_", 160 * 1024),
     )
 }
+AMPERE = Target("sm_80", "cuda", 80, 32, r"mma\.sync", 163 * 1024)  # A100: launches of the grouped products only
+CHIPS = {**TARGETS, AMPERE.name: AMPERE}
 
-
+# Targets for variants of a kernel whose plain form other tests compile for all of them: the newer chips' are slow.
 ONE_OF_EACH_MAKER = [
     pytest.param(name, marks=() if name in ("sm_90", "gfx942") else pytest.mark.slow, id=name) for name in TARGETS
 ]
-"""Targets for variants of a kernel whose plain form other tests compile for all of them: those of the newer chips are
-slow."""
 
 
 @dataclass(frozen=True)
 class Compiled:
     """Result of compiling one kernel for one target."""
 
+    kernel: str
     asm: str  # PTX, or AMD's assembly
     ttgir: str  # Triton's GPU dialect, which shows pipelining and layouts
     registers: int  # vector registers of a thread, with those of accumulation
@@ -77,59 +75,70 @@ class Compiled:
     @property
     def summary(self) -> str:
         return (
-            f"{self.registers} registers, {self.spills} bytes spilled, {self.shared_bytes} bytes shared, "
-            f"{self.matrix_instructions} matrix instructions"
+            f"{self.kernel}: {self.registers} registers, {self.spills} bytes spilled, {self.shared_bytes} bytes "
+            f"shared, {self.matrix_instructions} matrix instructions"
         )
 
 
 @dataclass(frozen=True)
+class _Pointer:
+    """A tensor in the place of an argument, as far as Triton's launcher looks at it."""
+
+    dtype: torch.dtype
+    address: int  # modulo 16
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+@dataclass(frozen=True)
 class _Job:
-    """One compilation as it is sent to the other process: names and numbers only."""
+    """One compilation as it is sent to the other process."""
 
     module: str
     kernel: str
-    signature: tuple[tuple[str, str], ...]
-    constexprs: tuple[tuple[str, Constant], ...]
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
     target: Target
-    options: tuple[tuple[str, int], ...]
 
 
-def compile_for(
-    kernel: Any,
-    types: Mapping[str, str] | Sequence[tuple[str, str]],
-    constexprs: Mapping[str, Constant],
-    target: Target,
-    num_warps: int = 4,
-    num_stages: int = 3,
-    **options: int,
-) -> Compiled:
-    """Compile a module-level `@triton.jit` function for `target`.
-
-    `types` has names of arguments by type, `constexprs` the values of constants (a dtype as a string,
-    "tl.bfloat16"), `options` further options of the backend, such as `waves_per_eu`.
-    """
-    options = {"num_warps": num_warps, "num_stages": num_stages, **options}
-    names = kernel.fn.__module__, kernel.fn.__name__
-    signature = {
-        name: kind for kind, group in (types.items() if isinstance(types, Mapping) else types) for name in group.split()
-    }
-    for name, parameter in inspect.signature(kernel.fn).parameters.items():
-        if name in signature or name in constexprs or "constexpr" in str(parameter.annotation):
-            continue
-        if name.endswith("_ptr"):
-            constexprs = {**constexprs, name: None}
-        else:
-            signature[name] = "i32:16"
-    return _compile_elsewhere(
-        _Job(*names, tuple(signature.items()), tuple(constexprs.items()), target, tuple(options.items()))
-    )
+def on_meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """A tensor without memory, whose address is a multiple of 16 bytes."""
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def compile_without_spills(*arguments: Any, **options: int) -> Compiled:
-    """`compile_for`, and fail if registers spill."""
-    compiled = compile_for(*arguments, **options)
-    assert compiled.spills == 0, f"{arguments[0].fn.__name__}: {compiled.summary}"
-    return compiled
+def compile_launches(target: str, call: Callable[[], object]) -> list[Compiled]:
+    """Compile every kernel that `call` launches, in the order of the launches, for a chip of `CHIPS`."""
+    jobs = []
+
+    def start_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+        names = kernel.fn.__module__, kernel.fn.__name__
+        jobs.append(_Job(*names, tuple(map(_without_memory, arguments)), constants, CHIPS[target]))
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in [one for name, one in sys.modules.items() if name.startswith("penstock.kernels.")]:
+            for name, stand_in in (("start_kernel", start_kernel), ("target_of", lambda device: target)):
+                if name in vars(module):
+                    patch.setattr(module, name, stand_in)
+        call()
+    return [_compile_elsewhere(job) for job in jobs]
+
+
+def compile_without_spills(target: str, call: Callable[[], object]) -> list[Compiled]:
+    """`compile_launches`, and fail if registers spill, or nothing is launched."""
+    found = compile_launches(target, call)
+    assert found, "no kernel was launched"
+    for compiled in found:
+        assert compiled.spills == 0, compiled.summary
+    return found
+
+
+def _without_memory(argument: Any) -> Any:
+    if isinstance(argument, Tensor):
+        return _Pointer(argument.dtype, argument.data_ptr() % 16)
+    if is_dataclass(argument):  # a descriptor
+        return replace(argument, base=_without_memory(argument.base), shape=list(argument.shape))
+    return argument
 
 
 @cache
@@ -137,9 +146,14 @@ def _compiler_process() -> ProcessPoolExecutor:
     return ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn"), initializer=_leave_the_interpreter)
 
 
-@cache
+_COMPILED: dict[str, Compiled] = {}
+
+
 def _compile_elsewhere(job: _Job) -> Compiled:
-    return _compiler_process().submit(_compile, job).result()
+    key = repr(job)
+    if key not in _COMPILED:
+        _COMPILED[key] = _compiler_process().submit(_compile, job).result()
+    return _COMPILED[key]
 
 
 def _leave_the_interpreter() -> None:
@@ -147,30 +161,34 @@ def _leave_the_interpreter() -> None:
     os.environ.update(TRITON_INTERPRET="0", TRITON_DISABLE_LINE_INFO="1")
 
 
+@dataclass(frozen=True)
+class _Driver:
+    """The driver of a chip that is not there: what Triton's launcher asks before it compiles."""
+
+    chip: Target
+
+    def get_current_target(self) -> Any:
+        target = import_module("triton.backends.compiler").GPUTarget
+        return target(self.chip.backend, self.chip.arch, self.chip.warp_size)
+
+    def get_current_device(self) -> str:
+        return self.chip.name  # compiled kernels are kept by device
+
+    def get_current_stream(self, device: str) -> int:
+        return 0
+
+
 def _compile(job: _Job) -> Compiled:
     """Compiles in the other process."""
-    triton = import_module("triton")
-    compiler = import_module("triton.compiler")
-    backends = import_module("triton.backends.compiler")
+    import_module("triton.runtime").driver.set_active(_Driver(job.target))
     kernel = getattr(import_module(job.module), job.kernel)
-    types = {name: kind.removesuffix(":16") for name, kind in job.signature}
-    constants = {name: _constant(value) for name, value in job.constexprs}
-    multiples = {
-        (kernel.arg_names.index(name),): [["tt.divisibility", 16]]
-        for name, kind in job.signature
-        if kind.endswith(":16")
-    }
-    # The compiler wants every argument in the kernel's own order.
-    ordered = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-    source_of = import_module("triton.experimental.gluon._runtime").GluonASTSource if kernel.is_gluon() else None
-    source = (source_of or compiler.ASTSource)(kernel, ordered, constexprs=constants, attrs=multiples)
-    target = backends.GPUTarget(job.target.backend, job.target.arch, job.target.warp_size)
-    built = triton.compile(source, target=target, options=dict(job.options))
+    built = kernel.warmup(*job.arguments, **job.constants, grid=(1,))
     asm = built.asm["ptx" if job.target.backend == "cuda" else "amdgcn"]
     registers, spills = (
         _resources_of_cubin(built.asm["cubin"]) if job.target.backend == "cuda" else _resources_of_amdgcn(asm)
     )
     return Compiled(
+        kernel=job.kernel,
         asm=asm,
         ttgir=built.asm["ttgir"],
         registers=registers,
@@ -178,13 +196,6 @@ def _compile(job: _Job) -> Compiled:
         shared_bytes=built.metadata.shared,
         matrix_instructions=len(re.findall(job.target.matrix_instruction, asm)),
     )
-
-
-def _constant(value: Constant) -> Any:
-    """A constexpr for the compiler: dtypes are sent as text because Triton's cannot be pickled."""
-    if isinstance(value, str) and value.startswith("tl."):
-        return getattr(import_module("triton.language"), value.removeprefix("tl."))
-    return value
 
 
 def _resources_of_cubin(cubin: bytes) -> tuple[int, int]:
@@ -204,9 +215,3 @@ def _resources_of_amdgcn(asm: str) -> tuple[int, int]:
     """Registers and scratch bytes from the metadata of the assembly; moves into vector lanes cost no memory."""
     fields = dict(re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s+(\d+)", asm))
     return int(fields["vgpr_count"]), int(fields["private_segment_fixed_size"])
-
-
-def those_taken_first(launches: Mapping[str, GemmLaunch]) -> list[Any]:
-    """Names of launches as parameters of a test; launches that are in no table are slow tests."""
-    taken = [launch for by_size in GROUPED_GEMM["sm_90"].values() for _, launch in by_size]
-    return [pytest.param(name, marks=() if launch in taken else pytest.mark.slow) for name, launch in launches.items()]

@@ -1,5 +1,7 @@
 """Kernel tests run on the GPU where there is one, else in Triton's interpreter on the CPU."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -16,6 +18,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def device() -> torch.device:
     """The GPU, or the CPU under the interpreter."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Memory that was not written is NaN."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills uninitialized memory
+    yield
+    torch.use_deterministic_algorithms(before)
 
 
 @pytest.fixture

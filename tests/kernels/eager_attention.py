@@ -29,7 +29,7 @@ def seen_by(window: AttentionWindow | None, length: int, documents_BS: Tensor | 
     if window is not None and window.kind == "window":
         seen_BSS = seen_BSS & (query - key < window.size)
     if window is not None and window.kind == "chunk":
-        place_BS = torch.arange(length) - same_BSS.int().argmax(-1)
+        place_BS = torch.arange(length) - same_BSS.int().argmax(-1)  # in its document, which argmax finds the start of
         seen_BSS = seen_BSS & (place_BS[:, :, None] // window.size == place_BS[:, None] // window.size)
     return seen_BSS
 

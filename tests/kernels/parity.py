@@ -11,11 +11,10 @@ from torch import Tensor
 
 from tests.closeness import assert_close, assert_equal
 
+# Least signal to noise by dtype of the fast operator's result.
 BARS_DB = {torch.float32: 100.0, torch.bfloat16: 45.0}
-"""Least signal to noise by dtype of the fast operator's result."""
-
+# Triton's interpreter truncates to bfloat16 where chips round: twice the error, always toward zero.
 INTERPRETER_LOSS_DB = 5.0
-"""Triton's interpreter truncates to bfloat16 where chips round: twice the error, always toward zero."""
 
 Operator = Callable[..., Tensor | tuple[Tensor, ...]]
 

@@ -1,6 +1,7 @@
 """Attention with sinks equals the softmax with one more logit, on every backend."""
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +31,7 @@ from tests.kernels.test_choose import CPU, SHAPES
 
 SCALE = 0.3
 ROWS, LENGTH = 2, 24
+attend = partial(causal_attention, scale=SCALE, allowed_BSS=None)
 
 
 @pytest.mark.parametrize("backend", ["auto", "default", "flash", "math"])
@@ -45,7 +47,7 @@ def _check_sinks(backend: str, has_documents: bool) -> None:
     allowed_BSS = seen_by(None, LENGTH, random_documents(ROWS, LENGTH)) if has_documents else None
     seen_BSS = seen_by(None, LENGTH) if allowed_BSS is None else allowed_BSS
     expected = with_gradients(eager_attention(q, k, v, seen_BSS, SCALE, sinks_H), direction, leaves)
-    o_BSHM = causal_attention(q, k, v, scale=SCALE, allowed_BSS=allowed_BSS, backend=backend, sinks_H=sinks_H)
+    o_BSHM = attend(q, k, v, allowed_BSS=allowed_BSS, backend=backend, sinks_H=sinks_H)
     assert_close(with_gradients(o_BSHM, direction, leaves), expected)
 
 
@@ -57,7 +59,7 @@ def test_bfloat16_stays_near_float64(backend: str) -> None:
         eager_attention(*wide[:3], seen_by(None, LENGTH), SCALE, wide[3]), direction.double(), wide
     )
     leaves = [x.requires_grad_() for x in (q, k, v, sinks_H)]
-    o_BSHM = causal_attention(q, k, v, scale=SCALE, allowed_BSS=None, backend=backend, sinks_H=sinks_H)
+    o_BSHM = attend(q, k, v, backend=backend, sinks_H=sinks_H)
     for got, truth in zip(with_gradients(o_BSHM, direction, leaves), expected, strict=True):
         assert got.dtype == torch.bfloat16
         assert_close(got, truth, by="norm", tolerance=0.01, same_dtype=False)
@@ -65,11 +67,8 @@ def test_bfloat16_stays_near_float64(backend: str) -> None:
 
 def test_a_very_low_sink_changes_nothing_and_a_very_high_one_leaves_nothing() -> None:
     q, k, v, sinks_H, _ = random_heads(ROWS, LENGTH)
-    plain = causal_attention(q, k, v, scale=SCALE, allowed_BSS=None, backend="auto")
-    far, close = (
-        causal_attention(q, k, v, scale=SCALE, allowed_BSS=None, backend="auto", sinks_H=torch.full_like(sinks_H, s))
-        for s in (-1e4, 1e4)
-    )
+    plain = attend(q, k, v, backend="auto")
+    far, close = (attend(q, k, v, backend="auto", sinks_H=torch.full_like(sinks_H, s)) for s in (-1e4, 1e4))
     assert_close(far, plain)
     assert not close.any()
 
@@ -77,7 +76,7 @@ def test_a_very_low_sink_changes_nothing_and_a_very_high_one_leaves_nothing() ->
 def test_a_named_backend_that_cannot_run_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v, sinks_H, _ = random_heads(ROWS, LENGTH)
     with pytest.raises(RuntimeError, match="No viable backend"):
-        causal_attention(q, k, v, scale=SCALE, allowed_BSS=None, backend="cudnn", sinks_H=sinks_H)
+        attend(q, k, v, backend="cudnn", sinks_H=sinks_H)
     monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *args, **kwargs: SDPBackend.ERROR.value)
     with pytest.raises(KernelError, match="backend cudnn cannot"):
         backend_for(*(x.transpose(1, 2) for x in (q, k, v)), ScoreOptions(scale=SCALE), "cudnn")
@@ -93,7 +92,7 @@ def test_keys_are_repeated_where_torch_would_materialize_all_scores(monkeypatch:
 
     monkeypatch.setattr(torch, "_fused_sdp_choice", choice)
     _check_sinks("auto", True)
-    assert asked == [2, 4]
+    assert asked == [2, 4]  # heads of the keys: shared by pairs first, then repeated
 
 
 def test_keys_stay_shared_with_backends_that_support_it() -> None:
@@ -130,7 +129,7 @@ def test_signatures_of_the_backends_of_a_gpu_are_right(backend: SDPBackend, has_
 def test_a_plan_has_sinks_without_memory(dtype: torch.dtype, backend: str) -> None:
     leaves = [x.to("meta").requires_grad_() for x in random_heads(ROWS, LENGTH, dtype)[:4]]
     q, k, v, sinks_H = leaves
-    o_BSHM = causal_attention(q, k, v, scale=SCALE, allowed_BSS=None, backend=backend, sinks_H=sinks_H)
+    o_BSHM = attend(q, k, v, backend=backend, sinks_H=sinks_H)
     assert (o_BSHM.shape, o_BSHM.dtype) == (q.shape, dtype)
     assert [x.shape for x in torch.autograd.grad(o_BSHM.sum(), leaves)] == [x.shape for x in leaves]
 
@@ -161,7 +160,7 @@ def test_a_bias_has_the_form_of_its_backend() -> None:
     q_BHSN = torch.zeros(1, 4, 9, 8)
     efficient = attention.bias_of(scores, q_BHSN, SDPBackend.EFFICIENT_ATTENTION)
     assert efficient.shape == (1, 4, 9, 9) and efficient.stride(2) == attention.BIAS_STRIDE
-    assert efficient[0, 0].isinf().sum() == 36
+    assert efficient[0, 0].isinf().sum() == 36  # 9 * 8 / 2 keys after their query
     cudnn = attention.bias_of(scores, q_BHSN, SDPBackend.CUDNN_ATTENTION)
     assert cudnn.isfinite().all() and (cudnn < -65000).sum() == 36
     assert attention.bias_of(ScoreOptions(scale=SCALE), q_BHSN, SDPBackend.CUDNN_ATTENTION) is None
@@ -182,21 +181,22 @@ def test_a_gpu_equals_the_definition(
         pytest.skip("flash has no masks")
     rows, length, device = 2, 128, torch.device("cuda")
     generator = torch.Generator(device).manual_seed(3)
-    groups = 4 if backend == "efficient" else 2
+    groups = 4 if backend == "efficient" else 2  # it has no grouped-query heads
+    # Queries, keys, values, sinks.
     shapes = ((rows, length, 4, 64), (rows, length, groups, 64), (rows, length, groups, 64), (4,))
     given = [torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16) for shape in shapes]
     direction = torch.randn(shapes[0], generator=generator, device=device, dtype=torch.bfloat16)
-    documents_BS = random_documents(rows, length).to(device) if has_documents else None
+    documents_BS = random_documents(rows, length) if has_documents else None
     kept = 4 if has_sinks else 3
     wide = [x.double().requires_grad_() for x in given[:kept]]
-    seen_BSS = seen_by(window, length, None if documents_BS is None else documents_BS.cpu()).to(device)
+    seen_BSS = seen_by(window, length, documents_BS).to(device)
     expected = with_gradients(eager_attention(*wide[:3], seen_BSS, 0.125, *wide[3:]), direction.double(), wide)
     leaves = [x.requires_grad_() for x in given[:kept]]
     q, k, v, *sinks = leaves
     sinks_H = sinks[0] if sinks else None
-    allowed_BSS = None if documents_BS is None else seen_by(None, length, documents_BS.cpu()).to(device)
+    allowed_BSS = None if documents_BS is None else seen_by(None, length, documents_BS).to(device)
     if window is None:
-        o_BSHM = causal_attention(q, k, v, scale=0.125, allowed_BSS=allowed_BSS, backend=backend, sinks_H=sinks_H)
+        o_BSHM = attend(q, k, v, scale=0.125, allowed_BSS=allowed_BSS, backend=backend, sinks_H=sinks_H)
     else:
         seen = block_masks(window, 0, length, allowed_BSS, rows=rows, device=device)
         o_BSHM = local_attention(q, k, v, seen, scale=0.125, backend=backend, sinks_H=sinks_H)
@@ -219,10 +219,10 @@ def test_the_package_is_taken_where_it_is_installed_and_was_measured_or_if_it_is
     for device, wanted, backend in (
         (WITH_PACKAGE, "auto", "flash-4"),
         (H200, "auto", "auto"),
-        (b200, "auto", "auto"),
+        (b200, "auto", "auto"),  # kernels, but no measurement
         (b200, "flash-4", "flash-4"),
         (WITH_PACKAGE, "cudnn", "cudnn"),
-        (on_cpu, "auto", "default"),
+        (on_cpu, "auto", "default"),  # no kernels
     ):
         assert attention_choice(device, wanted).backend == backend
     for device, says in ((H200, "not installed"), (mi300x, "no kernels for"), (on_cpu, "no kernels for CPU")):
@@ -239,7 +239,7 @@ def test_head_widths_with_a_kernel() -> None:
 
 def heads(device: str = "cpu", dtype: torch.dtype = torch.float32, length: int = 24) -> list[Tensor]:
     torch.manual_seed(3)
-    shapes = ((2, length, 4, 192), (2, length, 4, 192), (2, length, 4, 128))
+    shapes = ((2, length, 4, 192), (2, length, 4, 192), (2, length, 4, 128))  # DeepSeek-V3's widths of heads
     return [torch.randn(shape, device=device, dtype=dtype) for shape in shapes]
 
 
@@ -250,42 +250,38 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     def flash_attn_func(q_BSHN: Tensor, k_BSHN: Tensor, v_BSHM: Tensor, **how: Any) -> tuple[Tensor, None]:
         found.append(how)
-        scale = how["softmax_scale"]
-        o_BSHM = causal_attention(q_BSHN, k_BSHN, v_BSHM, scale=scale, allowed_BSS=None, backend="math")
-        return o_BSHM, None
+        return attend(q_BSHN, k_BSHN, v_BSHM, scale=how["softmax_scale"], backend="math"), None
 
     monkeypatch.setattr(flash_4, "takes", lambda q_BSHN, v_BSGM: True)
     monkeypatch.setattr(flash_4, "_package", lambda: SimpleNamespace(flash_attn_func=flash_attn_func))
     return found
 
 
-def test_attention_without_mask_is_computed_by_the_package(calls: list[dict[str, Any]]) -> None:
+def test_attention_without_mask_is_computed_by_the_package(
+    calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     q, k, v = heads()
-    expected = causal_attention(q, k, v, scale=0.1, allowed_BSS=None, backend="math")
+    expected = attend(q, k, v, backend="math")
     for deterministic in (False, True):
-        torch.use_deterministic_algorithms(deterministic)
-        try:
-            found = causal_attention(q, k, v, scale=0.1, allowed_BSS=None, backend="flash-4")
-        finally:
-            torch.use_deterministic_algorithms(False)
-        assert_close(found, expected)
-        assert calls.pop() == {"softmax_scale": 0.1, "causal": True, "deterministic": deterministic}
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda found=deterministic: found)
+        assert_close(attend(q, k, v, backend="flash-4"), expected)
+        assert calls.pop() == {"softmax_scale": SCALE, "causal": True, "deterministic": deterministic}
 
 
 def test_masks_and_sinks_go_to_torch(calls: list[dict[str, Any]]) -> None:
     q, k, v = heads()
     seen_BSS = torch.ones(24, 24, dtype=torch.bool).tril().expand(2, 24, 24)
-    masked = causal_attention(q, k, v, scale=0.1, allowed_BSS=seen_BSS, backend="flash-4")
-    assert_close(masked, causal_attention(q, k, v, scale=0.1, allowed_BSS=None, backend="math"), tolerance=1e-5)
-    causal_attention(q, k, k, scale=0.1, allowed_BSS=None, backend="flash-4", sinks_H=torch.zeros(4))
+    masked = attend(q, k, v, allowed_BSS=seen_BSS, backend="flash-4")
+    assert_close(masked, attend(q, k, v, backend="math"), tolerance=1e-5)
+    attend(q, k, k, backend="flash-4", sinks_H=torch.zeros(4))
     assert not calls
 
 
 def test_unsupported_heads_go_to_torch() -> None:
     q, k, v = heads()
     assert not flash_4.takes(q, v)
-    expected = causal_attention(q, k, v, scale=0.1, allowed_BSS=None, backend="math")
-    assert_close(causal_attention(q, k, v, scale=0.1, allowed_BSS=None, backend="flash-4"), expected)
+    expected = attend(q, k, v, backend="math")
+    assert_close(attend(q, k, v, backend="flash-4"), expected)
 
 
 @pytest.mark.gpu
@@ -297,10 +293,10 @@ def test_output_and_gradients_are_as_exact_as_cudnns() -> None:
 
     def noise(backend: str) -> list[float]:
         exact = [x.detach().float().requires_grad_() for x in (q, k, v)]
-        o = causal_attention(*exact, scale=0.1, allowed_BSS=None, backend="math")
+        o = attend(*exact, scale=0.1, backend="math")
         direction = torch.randn_like(o)
         expected = [o, *torch.autograd.grad(o, exact, direction)]
-        o = causal_attention(q, k, v, scale=0.1, allowed_BSS=None, backend=backend)
+        o = attend(q, k, v, scale=0.1, backend=backend)
         found = [o, *torch.autograd.grad(o, [q, k, v], direction.to(o.dtype))]
         return [relative_error(one, other, by="norm") for one, other in zip(found, expected, strict=True)]
 

@@ -5,27 +5,12 @@ import torch
 from torch import Tensor
 
 from penstock.base.errors import KernelError
-from penstock.kernels.bias_gradient import (
-    BLOCK_COLUMNS,
-    BLOCK_PARTS,
-    BLOCK_ROWS,
-    WALKED_COLUMNS,
-    WeightedBias,
-    bias_gradient,
-    bias_parts_kernel,
-    bias_sums_kernel,
-)
+from penstock.kernels.bias_gradient import WALKED_COLUMNS, WeightedBias, bias_gradient
 from penstock.kernels.expert_kernels import REFERENCE, TORCH, TRITON, ExpertKernels
-from tests.kernels.ahead_of_time import TARGETS, compile_without_spills
+from tests.kernels.ahead_of_time import TARGETS, compile_without_spills, on_meta
 from tests.kernels.parity import assert_near
+from tests.kernels.test_grouped_gemm import COUNTS
 
-COUNTS = {
-    "balanced": [64, 64, 64],
-    "skewed": [5, 170, 1, 40],
-    "empty experts": [0, 70, 0, 33, 0],
-    "one hot expert": [0, 0, 150],
-    "no rows": [0, 0],
-}
 WIDTH, TAIL = 72, 7
 BACKENDS = {"reference": REFERENCE, "torch": TORCH, "triton": TRITON}
 
@@ -91,6 +76,7 @@ def test_sums_are_added_to_a_float32_buffer(kernels: ExpertKernels, device: torc
 
 
 def test_wide_rows_are_walked_by_several_programs_in_a_fixed_order(device: torch.device) -> None:
+    # One row belongs to no expert; the last program has 40 columns.
     dy_RF, counts_e = torch.randn(70, WALKED_COLUMNS + 40, device=device), torch.tensor([3, 66], device=device)
     sums_eF = bias_gradient(dy_RF, counts_e)
     assert_near(sums_eF, sums_of(dy_RF, [3, 66]), "sums of wide rows")
@@ -117,12 +103,7 @@ def test_parts_that_do_not_fit_are_refused(changes: dict[str, Tensor], says: str
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_kernels_compile_without_spills(target: str, weighted: bool) -> None:
-    types = {"*bf16:16": "dy_ptr", "*fp32:16": "parts_ptr", "*i32:16": "owners_ptr block_count_ptr"}
-    if weighted:
-        types |= {"*bf16:16": "dy_ptr bias_ptr", "*fp32:16": "parts_ptr weights_ptr dots_ptr"}
-    blocks = {"F": 2880, "BLOCK_R": BLOCK_ROWS, "BLOCK_F": BLOCK_COLUMNS}
-    constants = blocks | {"WALKED": 2880 if weighted else WALKED_COLUMNS}
-    compile_without_spills(bias_parts_kernel, types, constants, TARGETS[target], num_warps=4)
-    types = {"*fp32:16": "parts_ptr sums_ptr", "*i32:16": "starts_ptr", "i32": "experts"}
-    constants = blocks | {"BLOCK_P": BLOCK_PARTS, "BLOCK_E": 32, "ACCUMULATE": True}
-    compile_without_spills(bias_sums_kernel, types, constants, TARGETS[target], num_warps=4)
+    weights_R, dweights_R, sums_eF = (on_meta(*size, dtype=torch.float32) for size in ((8192,), (8192,), (32, 2880)))
+    dy_RF, counts_e, bias_eF = on_meta(8192, 2880), on_meta(32, dtype=torch.int32), on_meta(32, 2880)
+    given = dy_RF, counts_e, WeightedBias(bias_eF, weights_R, dweights_R) if weighted else None
+    assert len(compile_without_spills(target, lambda: bias_gradient(*given, accumulate_into=sums_eF))) == 3

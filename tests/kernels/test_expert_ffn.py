@@ -1,7 +1,7 @@
 """The experts' autograd function against its definition, on every backend, and the tensors that it saves."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,9 +13,10 @@ from penstock.kernels import operators, reference
 from penstock.kernels.expert_ffn import expert_ffn
 from penstock.kernels.expert_kernels import REFERENCE, TORCH, TRITON, ExpertKernels
 from penstock.kernels.expert_parts import DeferGradient
-from penstock.kernels.reference import SWIGLU, ExpertRule, RowOrder
+from penstock.kernels.reference import SWIGLU, ExpertRule
 from penstock.plan.meta_rank import separate_expert_ffn
 from penstock.plan.op_recorder import WAIT, OpRecorder
+from tests.kernels.expert_batch import Batch, assert_host_does_not_wait, draw_batch, refuse, saved_tensors
 from tests.kernels.parity import assert_near, assert_parity
 
 BACKENDS = {
@@ -26,28 +27,6 @@ BACKENDS = {
 }
 
 HIDDEN, WIDTH = 32, 24
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Arguments of `expert_ffn` for one routing, and the order that they were made from."""
-
-    x_TD: Tensor
-    gate_up_eFD: Tensor
-    down_eDF: Tensor
-    weights_R: Tensor
-    index_R: Tensor
-    order: RowOrder
-
-    @property
-    def rest(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Arguments behind the matrices, the weights in float32."""
-        return self.order.counts_E, self.weights_R.float(), self.index_R
-
-    @property
-    def inputs(self) -> list[Tensor | None]:
-        """In the order of the signature."""
-        return [self.x_TD, self.gate_up_eFD, self.down_eDF, self.order.counts_E, self.weights_R, self.index_R]
 
 
 def random(experts: int) -> Tensor:
@@ -67,21 +46,7 @@ ROUTINGS: dict[str, Callable[[], Tensor]] = {
 
 
 def draw(routing: str, device: torch.device, experts: int = 5) -> Batch:
-    """In bfloat16 on a GPU; in float32 in the interpreter, which has no bfloat16 products."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    experts_TK = ROUTINGS[routing]()
-    tokens, top_k = experts_TK.shape
-    order = reference.order_rows(experts_TK, experts)
-    is_used_R = torch.arange(tokens * top_k) < order.counts_E.sum()
-    x_TD = torch.randn(tokens, HIDDEN)
-    gate_up_eFD = torch.randn(experts, 2 * WIDTH, HIDDEN) / HIDDEN**0.5
-    down_eDF = torch.randn(experts, HIDDEN, WIDTH) / WIDTH**0.5
-    weights_R = torch.rand(tokens * top_k) * is_used_R
-    return Batch(
-        *(tensor.to(device, dtype) for tensor in (x_TD, gate_up_eFD, down_eDF, weights_R)),
-        (order.slots_R // top_k).to(device),
-        RowOrder(*(tensor.to(device) for tensor in order)),
-    )
+    return draw_batch(ROUTINGS[routing](), experts, HIDDEN, WIDTH, device)
 
 
 @pytest.fixture(params=BACKENDS.values(), ids=BACKENDS.keys())
@@ -92,25 +57,16 @@ def kernels(request: pytest.FixtureRequest) -> ExpertKernels:
 @pytest.mark.parametrize("recompute", [False, True])
 def test_only_x_and_the_pre_activation_are_saved(recompute: bool, kernels: ExpertKernels, device: torch.device) -> None:
     batch = draw("random", device)
-    kept: list[Tensor] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept.append(tensor)
-        return tensor
-
     parameters = [batch.gate_up_eFD.requires_grad_(), batch.down_eDF.requires_grad_()]
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        options = {"places_TK": batch.order.places_TK, "recompute": recompute, "kernels": kernels}
+    options = {"places_TK": batch.order.places_TK, "recompute": recompute, "kernels": kernels}
+    with saved_tensors() as saved:
         expert_ffn(batch.x_TD, *parameters, *batch.rest, **options)
     known = {t.data_ptr() for t in batch.inputs}
-    made = [tuple(t.shape) for t in kept if t.data_ptr() not in known and t.shape != batch.weights_R.shape]
+    made = [tuple(t.shape) for t in saved if t.data_ptr() not in known and t.shape != batch.weights_R.shape]
     assert made == ([] if recompute else [(33, 2 * WIDTH)]), "gate_up_RF is the only new tensor that is saved"
 
 
 def test_gradients_that_are_not_needed_are_not_computed(device: torch.device) -> None:
-    def refuse(*_: Any, **__: Any) -> Tensor:
-        pytest.fail("computed an unwanted gradient")
-
     batch = draw("random", device)
     batch.x_TD.requires_grad_()
     kernels = replace(REFERENCE, weight_gradient=refuse)
@@ -126,12 +82,7 @@ def test_the_host_does_not_wait_for_the_device(device: torch.device) -> None:
     def step() -> None:
         expert_ffn(*leaves, *batch.rest, places_TK=batch.order.places_TK).sum().backward()
 
-    step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    assert_host_does_not_wait(step)
     assert all(leaf.grad is not None for leaf in leaves)
 
 
@@ -141,7 +92,7 @@ def test_the_host_does_not_wait_for_the_device(device: torch.device) -> None:
         (lambda batch: {"inputs": [*batch.inputs[:2], batch.down_eDF[:, 1:], *batch.rest]}, "D x F"),
         (lambda batch: {"inputs": [batch.x_TD[:, 1:], *batch.inputs[1:]]}, "N x D"),
         (lambda batch: {"inputs": batch.inputs[:5], "places_TK": batch.order.places_TK}, "index_R missing"),
-        (lambda batch: {"inputs": batch.inputs, "biases": biases_of(batch), "rule": LLAMA4}, "weighted"),
+        (lambda batch: {"inputs": batch.inputs, "biases": batch.biases, "rule": LLAMA4}, "weighted"),
     ],
 )
 def test_misfits_are_refused(change: Callable[[Batch], dict[str, Any]], message: str, device: torch.device) -> None:
@@ -211,13 +162,8 @@ def ffn(request: pytest.FixtureRequest) -> Ffn:
     return request.param
 
 
-def biases_of(batch: Batch) -> tuple[Tensor, Tensor]:
-    experts, like = len(batch.gate_up_eFD), batch.x_TD
-    return torch.randn(experts, 2 * WIDTH).to(like), torch.randn(experts, HIDDEN).to(like)
-
-
 def with_biases(ffn: Ffn, **options: Any) -> Ffn:
-    """Biases behind the other inputs, and weights in the dtype of the other tensors ."""
+    """Biases behind the other inputs, and weights in the dtype of the other tensors."""
 
     def run(*inputs: Any) -> Tensor:
         *before, weights_R, index_R, gate_up_bias_eF, down_bias_eD = inputs
@@ -239,7 +185,7 @@ def test_output_and_gradients_equal_the_reference(
     routing: str, rule: ExpertRule, ffn: Ffn, device: torch.device
 ) -> None:
     batch = draw(routing, device)
-    biases = biases_of(batch) if rule == GPT_OSS else (None, None)
+    biases = batch.biases if rule == GPT_OSS else (None, None)
     compare(ffn, [*batch.inputs, *biases], rule, places_TK=batch.order.places_TK)
 
 
@@ -248,7 +194,7 @@ def test_output_and_gradients_equal_the_reference(
 def test_a_part_of_the_inputs_may_be_missing(given: str, ffn: Ffn, device: torch.device) -> None:
     """The down projection's bias where another rank adds it; both biases; weights; the index."""
     batch = draw("dropped slots", device)
-    inputs = [*batch.inputs, *(biases_of(batch) if given not in ("neither", "index") else (None, None))]
+    inputs = [*batch.inputs, *(batch.biases if given not in ("neither", "index") else (None, None))]
     if given == "gate and up":
         inputs[7] = None
     if given in ("both, without weights", "neither", "index"):
@@ -261,7 +207,7 @@ def test_a_part_of_the_inputs_may_be_missing(given: str, ffn: Ffn, device: torch
 @pytest.mark.parametrize("rule", [GPT_OSS, LLAMA4], ids=["gpt-oss", "llama4"])
 def test_a_plan_of_separate_operators_computes_the_same(rule: ExpertRule, device: torch.device) -> None:
     batch = draw("dropped slots", device)
-    biases = (None, None) if rule.weighs_input else biases_of(batch)
+    biases = (None, None) if rule.weighs_input else batch.biases
     compare(separate_expert_ffn, [*batch.inputs, *biases], rule)
 
 
@@ -269,12 +215,12 @@ def test_a_plan_of_separate_operators_computes_the_same(rule: ExpertRule, device
 def test_nan_in_rows_past_the_last_expert_stays_there(has_biases: bool, ffn: Ffn, device: torch.device) -> None:
     """NaN in rows of dropped slots: in x, in the weights and in the incoming gradient."""
     batch = draw("dropped slots", device)
-    used = int(batch.order.counts_E.sum())
+    used = batch.used
     assert used < len(batch.weights_R), "this routing must drop slots"
-    x_RD, weights_R = reference.permute(batch.x_TD, batch.order), batch.weights_R.float()
+    x_RD, weights_R = reference.permute(batch.x_TD, batch.order), batch.weights_R
     x_RD[used:] = weights_R[used:] = torch.nan
     leaves = [leaf.requires_grad_() for leaf in (x_RD, batch.gate_up_eFD, batch.down_eDF, weights_R)]
-    biases = tuple(bias.requires_grad_() for bias in biases_of(batch)) if has_biases else ()
+    biases = tuple(bias.requires_grad_() for bias in batch.biases) if has_biases else ()
     options = {"biases": biases, "rule": GPT_OSS} if has_biases else {}
     y_RD = ffn(*leaves[:3], batch.order.counts_E, weights_R, None, **options)
     dy_RD = torch.ones_like(y_RD)
@@ -284,14 +230,6 @@ def test_nan_in_rows_past_the_last_expert_stays_there(has_biases: bool, ffn: Ffn
     assert not dx_RD[used:].any(), "and so are their gradients"
     for result in (y_RD, dx_RD, dgate_up_eFD, ddown_eDF, dweights_R[:used], *dbiases):
         assert result.isfinite().all()
-
-
-@pytest.fixture
-def poisoned_memory() -> Iterator[None]:
-    """Memory that was not written is NaN."""
-    torch.use_deterministic_algorithms(True)  # fills uninitialized memory
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("form", [operators.REFERENCE, operators.TORCH], ids=["reference", "torch"])
@@ -306,16 +244,14 @@ def test_rows_that_torch_leaves_unwritten_take_no_part_in_outputs_and_gradients(
     assert all(gradient.isfinite().all() for gradient in (dx_RD, *dmatrices, dweights_R))
 
 
-@pytest.mark.parametrize("kernels", BACKENDS.values(), ids=BACKENDS)
 def test_gradients_of_two_micro_batches_are_added_to_float32_sums(kernels: ExpertKernels, device: torch.device) -> None:
     batch = draw("random", device)
-    biases = biases_of(batch)
-    parameters = [one.requires_grad_() for one in (batch.gate_up_eFD, batch.down_eDF, *biases)]
+    parameters = [one.requires_grad_() for one in (batch.gate_up_eFD, batch.down_eDF, *batch.biases)]
     sums = tuple(torch.zeros_like(one, dtype=torch.float32) for one in parameters)
     expected = [torch.zeros_like(one) for one in sums]
     for scale in (1.0, 0.25):
         x_TD = batch.x_TD * scale
-        options = {"accumulate_into": sums, "biases": biases, "rule": GPT_OSS, "kernels": kernels}
+        options = {"accumulate_into": sums, "biases": batch.biases, "rule": GPT_OSS, "kernels": kernels}
         y_RD = expert_ffn(x_TD, *parameters[:2], *batch.rest, **options)
         dy_RD = torch.randn_like(y_RD)
         y_RD.backward(dy_RD)
@@ -331,19 +267,18 @@ def test_gradients_of_two_micro_batches_are_added_to_float32_sums(kernels: Exper
 @pytest.mark.often("triton-*", "*-dropped slots")
 @pytest.mark.parametrize("routing", ["random", "dropped slots", "all slots dropped"])
 @pytest.mark.parametrize("rule", [SWIGLU, GPT_OSS, LLAMA4], ids=["swiglu", "gpt-oss", "llama4"])
-@pytest.mark.parametrize("kernels", BACKENDS.values(), ids=BACKENDS)
 def test_a_recomputed_pre_activation_gives_the_same_bits(
     kernels: ExpertKernels, rule: ExpertRule, routing: str, device: torch.device
 ) -> None:
     batch, products = draw(routing, device), []
-    biases = biases_of(batch) if rule == GPT_OSS else ()
+    biases = batch.biases if rule == GPT_OSS else ()
 
     def counted(*arguments: Any, **options: Any) -> Tensor:
         products.append(arguments)
         return kernels.forward(*arguments, **options)
 
     def run(*, recompute: bool) -> list[Tensor]:
-        inputs = batch.x_TD, batch.gate_up_eFD, batch.down_eDF, batch.weights_R.float(), *biases
+        inputs = batch.x_TD, batch.gate_up_eFD, batch.down_eDF, batch.weights_R, *biases
         leaves = [leaf.detach().clone().requires_grad_() for leaf in inputs]
         options = {"recompute": recompute, "places_TK": batch.order.places_TK, "rule": rule}
         given = (leaves[4], leaves[5]) if biases else None
@@ -376,11 +311,9 @@ def launches_of(rule: ExpertRule, *, has_biases: bool) -> list[str]:
 
 
 def test_biases_add_two_launches_each_and_clamps_and_weighted_inputs_none() -> None:
-    products = ["rows_kernel", "swiglu_backward_kernel", "weights_kernel"]
-    plain = ["tile_table_kernel", "rows_kernel", "swiglu_kernel", "rows_kernel", *products, "rows_kernel"]
-    plain.append("weights_kernel")
-    assert launches_of(SWIGLU, has_biases=False) == plain
-    assert launches_of(LLAMA4, has_biases=False) == plain
-    assert launches_of(GPT_OSS, has_biases=False) == plain
+    plain = ["tile_table_kernel", "rows_kernel", "swiglu_kernel", "rows_kernel"]
+    plain += ["rows_kernel", "swiglu_backward_kernel", "weights_kernel", "rows_kernel", "weights_kernel"]
+    for rule in (SWIGLU, LLAMA4, GPT_OSS):
+        assert launches_of(rule, has_biases=False) == plain
     of_biases = ["bias_parts_kernel", "bias_sums_kernel"] * 2
     assert launches_of(GPT_OSS, has_biases=True) == [*plain[:-2], *of_biases, *plain[-2:]]

@@ -15,8 +15,7 @@ from tests.closeness import assert_close, relative_error
 
 T, E, D = 96, 8, 64
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def _draw(device: str, tokens: int = T, experts: int = E, hidden: int = D) -> tuple[Tensor, Tensor, Tensor]:
@@ -63,6 +62,15 @@ def test_the_gradient_of_x_is_exact_to_its_rounding(device: str) -> None:
     assert torch.equal(dx_TD, exact_TD.bfloat16())
 
 
+def test_a_product_in_parts_keeps_its_operands_and_no_parts() -> None:
+    x_TD, weight_ED, _ = _draw("cpu")
+    kept: list[int] = []
+    weight_ED.requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: kept.append(saved.data_ptr()), lambda _: x_TD):
+        linear_in_parts(x_TD, weight_ED)
+    assert kept == [x_TD.data_ptr(), weight_ED.data_ptr()]
+
+
 @given(st.floats(2.0**-100, 2.0**100, width=32), st.booleans())
 def test_three_parts_are_the_value_to_the_last_bit(value: float, is_negative: bool) -> None:
     values = torch.tensor([-value if is_negative else value])
@@ -79,9 +87,8 @@ def test_six_pairs_are_those_that_matter_in_float32() -> None:
     for side, places in zip(names, (LEFT, RIGHT), strict=True):
         for part, place in enumerate(places, 1):
             side[place] = [part] * len(side[place])
-    assert {*zip(*names, strict=True)} == {
-        (left, right) for left in (1, 2, 3) for right in (1, 2, 3) if left + right <= 4
-    }
+    pairs = {(left, right) for left in (1, 2, 3) for right in (1, 2, 3) if left + right <= 4}
+    assert {*zip(*names, strict=True)} == pairs
     assert {*names[0][:3]} == {*names[1][2:5]} == {1, 2, 3}, "slices of the other two products"
 
 

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -9,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from penstock.base import devices
 from penstock.base.errors import KernelError
 from penstock.kernels import reference
+from penstock.kernels.expert_parts import SavedRows
 from penstock.kernels.grouped_gemm import (
     GATHER_LIMIT,
     _gather,
@@ -19,12 +22,11 @@ from penstock.kernels.grouped_gemm import (
     grouped_gemm_input_gradient,
     grouped_gemm_weight_gradient,
 )
-from penstock.kernels.grouped_gemm_kernels import rows_kernel, weights_kernel
-from penstock.kernels.tile_table import ALIGNED_BLOCK, BLOCK_SIZES, TileTable, tile_table, tile_table_kernel
+from penstock.kernels.tile_table import BLOCK_SIZES, TileTable, tile_table
 from penstock.kernels.tuning import GROUPED_GEMM, GemmLaunch, GemmProduct, in_triton, target_of
 from tests.closeness import assert_close
 from tests.examples import examples
-from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_for, compile_without_spills
+from tests.kernels.ahead_of_time import CHIPS, TARGETS, Compiled, compile_launches, compile_without_spills, on_meta
 from tests.kernels.parity import assert_near, assert_parity
 
 
@@ -79,9 +81,8 @@ def test_misfits_are_refused(device: torch.device) -> None:
 @pytest.mark.often("*sm_90*", "*gfx942*")
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_table_kernel_compiles_without_spills(target: str) -> None:
-    types = {"*i32:16": "counts_ptr starts_ptr aligned_ptr block_counts_ptr owners_ptr", "i32": "rows experts bound"}
-    constants = {"SMALLEST_BLOCK": BLOCK_SIZES[0], "ALIGNED_BLOCK": ALIGNED_BLOCK, "EXPERTS_PADDED": 256}
-    compile_without_spills(tile_table_kernel, types, constants, TARGETS[target], num_warps=1)
+    counts_e = on_meta(255, dtype=torch.int32)
+    compile_without_spills(target, lambda: tile_table(counts_e, 40_001))
 
 
 COUNTS = {
@@ -92,7 +93,7 @@ COUNTS = {
     "one row": [0, 1, 0],
     "no rows": [0, 0],
 }
-DEPTH, WIDTH, TAIL = 48, 72, 7
+DEPTH, WIDTH, TAIL = 48, 72, 7  # neither fills blocks of 32 and 64
 
 POINTERS = GemmLaunch(block_rows=64, block_columns=64, block_depth=32, stages=2, group=2, descriptors=False)
 DESCRIPTORS = replace(POINTERS, block_columns=32, pieces=4, descriptors=True)
@@ -102,11 +103,9 @@ BOTH_WAYS = pytest.mark.parametrize("launch", [POINTERS, DESCRIPTORS], ids=["poi
 def draw(counts: list[int], device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Rows with a tail of NaN, matrices, gradient of the output with a tail of NaN, counts."""
     rows = sum(counts) + TAIL
-    x_RD = torch.randn(rows, DEPTH, device=device, dtype=dtype)
-    w_eFD = torch.randn(len(counts), WIDTH, DEPTH, device=device, dtype=dtype)
-    dy_RF = torch.randn(rows, WIDTH, device=device, dtype=dtype)
-    x_RD[sum(counts) :] = float("nan")
-    dy_RF[sum(counts) :] = float("nan")
+    shapes = (rows, DEPTH), (len(counts), WIDTH, DEPTH), (rows, WIDTH)
+    x_RD, w_eFD, dy_RF = (torch.randn(shape, device=device, dtype=dtype) for shape in shapes)
+    x_RD[sum(counts) :] = dy_RF[sum(counts) :] = float("nan")
     return x_RD, w_eFD, dy_RF, torch.tensor(counts, dtype=torch.int32, device=device)
 
 
@@ -230,9 +229,9 @@ def test_rows_are_copied_where_their_source_is_too_large_for_32_bits(launch: Gem
 def test_the_last_rows_of_a_large_source_are_gathered(spare: int, device: torch.device) -> None:
     depth, width, rows = 2048, 256, 300
     source_ND = torch.zeros(GATHER_LIMIT // depth - spare, depth, device=device, dtype=torch.bfloat16)
-    source_ND[-rows:].normal_()
+    source_ND[-rows:].normal_()  # all other rows are zero
     w_eFD = torch.randn(1, width, depth, device=device, dtype=torch.bfloat16)
-    index_R = torch.randperm(rows, device=device) + len(source_ND) - rows
+    index_R = torch.randperm(rows, device=device) + len(source_ND) - rows  # the last rows, in another order
     counts_e = torch.tensor([rows], device=device)
     expected_RF = grouped_gemm_forward(source_ND[index_R], w_eFD, counts_e)
     assert expected_RF.any(), "the rows must hold something"
@@ -284,11 +283,8 @@ def test_every_launch_of_this_chip_computes_the_same(product: str, device: torch
     ],
 )
 def test_operands_that_do_not_fit_are_refused_by_name(change: dict[str, Tensor], says: str) -> None:
-    operands = {
-        "x_RD": torch.zeros(4, 32),
-        "w_eFD": torch.zeros(2, 16, 32),
-        "counts_e": torch.zeros(2, dtype=torch.int32),
-    }
+    counts_e = torch.zeros(2, dtype=torch.int32)
+    operands = {"x_RD": torch.zeros(4, 32), "w_eFD": torch.zeros(2, 16, 32), "counts_e": counts_e}
     with pytest.raises(KernelError, match=says):
         grouped_gemm_forward(**(operands | change))
 
@@ -302,6 +298,7 @@ def depths(product: GemmProduct, launch: GemmLaunch) -> tuple[bool, ...]:
 CHOICES = [
     pytest.param(target, product, launch, whole, id=f"{target}-{product}-{launch.block_columns}-{whole}")
     for target, products in GROUPED_GEMM.items()
+    if target in CHIPS
     for product, launches in products.items()
     for launch in {in_triton(launch, matrix): None for _, launch in launches for matrix in (1 << 20, 1 << 24)}
     for whole in depths(product, launch)
@@ -337,60 +334,60 @@ def test_a_weighted_bias_makes_no_launch_of_a_table_spill(
     assert_fits(compile_product(product, launch, target, whole_depth, has_bias=True), launch, target)
 
 
+def test_chips_of_one_kind_share_their_launches() -> None:
+    assert GROUPED_GEMM["sm_103"] is GROUPED_GEMM["sm_100"]
+    assert {chip.target for chip in devices.CHIPS} == GROUPED_GEMM.keys(), "a chip without launches would use a loop"
+
+
 def assert_fits(compiled: Compiled, launch: GemmLaunch, target: str) -> None:
     assert compiled.matrix_instructions > 0, "the product must be made by matrix instructions"
     assert compiled.spills == 0, f"{launch} spills: {compiled.summary}"
     # NVIDIA's multiprocessors keep 1 KiB more for each program, beyond what one program can have.
     shared = (compiled.shared_bytes + 1024) * launch.residency
-    assert shared <= TARGETS[target].shared_bytes + 1024, f"{launch} needs {shared} bytes of shared memory"
+    assert shared <= CHIPS[target].shared_bytes + 1024, f"{launch} needs {shared} bytes of shared memory"
 
 
 def test_gathered_rows_are_copied_by_16_bytes_while_earlier_ones_are_multiplied() -> None:
     (_, launch), *_ = GROUPED_GEMM["sm_90"]["forward_gathered"]
-    compiled = compile_product("forward_gathered", launch, "sm_90", whole_depth=True)
+    compiled = compile_product("forward_gathered", launch, "sm_90")
     copies = re.findall(r"cp\.async\.cg\.shared\.global.* 0x10,", compiled.asm)
-    each_stage = launch.block_rows * launch.block_depth * 2 // 16 // (32 * launch.warps)
+    each_stage = launch.block_rows * launch.block_depth * 2 // 16 // (32 * launch.warps)  # of one thread, 16 bytes each
     assert len(copies) == each_stage * launch.stages, f"{len(copies)} copies of 16 bytes in {launch.stages} stages"
     in_flight = [int(number) for number in re.findall(r"ttg\.async_wait .*num = (\d+)", compiled.ttgir)]
     assert in_flight[0] == launch.stages - 2, f"the loop leaves {in_flight[0]} steps' copies in flight"
 
 
 def compile_product(
-    product: GemmProduct, launch: GemmLaunch, target: str, whole_depth: bool, *, has_bias: bool = False
+    product: GemmProduct,
+    launch: GemmLaunch,
+    target: str,
+    whole_depth: bool = True,
+    *,
+    has_bias: bool = False,
+    is_kept: bool = False,
 ) -> Compiled:
-    """Compile as the launchers would for bfloat16 and widths that are multiples of 16."""
-    rows, columns, depth = launch.block_rows, launch.block_columns, launch.block_depth
-    accumulated = product.endswith("_accumulated")
+    """With `is_kept` the forward product is written among rows of other layers."""
+    # 63 and 8001 are no multiples of 16, for which Triton would make a special kernel.
+    experts, rows, width, depth = 63, 8001, 1408, 2048 if whole_depth else 2064
+    counts_e, is_sum = on_meta(experts, dtype=torch.int32), product.endswith("_accumulated")
     # A sum is gathered or not with the same launch; gathered it needs more registers.
-    gathered = not launch.copy_gathered and (accumulated or product.endswith("_gathered"))
-    result = "fp32" if accumulated else "bf16"
-
-    def operand(*block: int, dtype: str = "bf16") -> str:
-        return f"tensordesc<{dtype}{list(block)}>" if launch.descriptors else f"*{dtype}:16"
-
-    constants: dict[str, int | bool] = {
-        "BLOCK_ROWS": rows,
-        "BLOCK_COLUMNS": columns,
-        "BLOCK_DEPTH": depth,
-        "GROUP": launch.group,
-        "PIECES": launch.pieces,
-        "GATHER": gathered,
-        "DESCRIPTORS": launch.descriptors,
-    }
-    types = [("*i64:16", "index_ptr")] if gathered else []
+    is_gathered = not launch.copy_gathered and (is_sum or product.endswith("_gathered"))
+    index_R = on_meta(rows, dtype=torch.int64) if is_gathered else None
+    options = {"tiles": tile_table(counts_e, rows), "launch": launch}
     if product.startswith("weight"):
-        types += [(operand(1, 1, depth, rows), "dy"), ("i32", "experts"), ("*i32:16", "starts_ptr")]
-        types += [("*bf16:16" if gathered else operand(1, 1, depth, columns), "x")]
-        types += [(operand(1, rows, columns // launch.pieces, dtype=result), "dw")]
-        constants["ACCUMULATE"] = accumulated
-        kernel = weights_kernel
+        options["accumulate_into"] = on_meta(experts, width, depth, dtype=torch.float32) if is_sum else None
+        operands = on_meta(rows, width), on_meta(rows, depth), counts_e, index_R
+        multiply = partial(grouped_gemm_weight_gradient, *operands, **options)
+    elif product == "input_gradient":
+        multiply = partial(
+            grouped_gemm_input_gradient, on_meta(rows, depth), on_meta(experts, depth, width), counts_e, **options
+        )
     else:
-        depth_first = product == "input_gradient"
-        types += [("*bf16:16" if gathered else operand(rows, depth), "x"), ("*bf16:16", "y_ptr")]
-        types += [(operand(1, depth, columns) if depth_first else operand(1, columns, depth), "w")]
-        types += [(operand(1, 1, rows, columns // launch.pieces), "y"), ("i32", "rows experts")]
-        types += [("*i32:16", "starts_ptr owners_ptr"), ("*i32", "block_count_ptr")]
-        types += [("*bf16:16", "bias_ptr"), ("*fp32:16", "weights_ptr")] if has_bias else []
-        constants |= {"DEPTH_FIRST": depth_first, "WHOLE_DEPTH": whole_depth}
-        kernel = rows_kernel
-    return compile_for(kernel, types, constants, TARGETS[target], launch.warps, launch.stages)
+        bias = on_meta(experts, width), on_meta(rows, dtype=torch.float32)
+        options |= dict(zip(("bias_eF", "weights_R"), bias, strict=True)) if has_bias else {}
+        place = SavedRows(on_meta(99_999, width), on_meta(1, dtype=torch.int64), rows)
+        options |= {"keep": place} if is_kept else {}
+        operands = on_meta(rows, depth), on_meta(experts, width, depth), counts_e, index_R
+        multiply = partial(grouped_gemm_forward, *operands, **options)
+    (compiled,) = compile_launches(target, multiply)
+    return compiled

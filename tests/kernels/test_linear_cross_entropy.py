@@ -5,6 +5,7 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,22 +14,14 @@ from torch import Tensor
 
 from penstock.base.errors import KernelError
 from penstock.kernels import reference
-from penstock.kernels.linear_cross_entropy import (
-    LAUNCH,
-    SCALE_BLOCK,
-    default_chunk_tokens,
-    linear_cross_entropy,
-    linear_cross_entropy_kernel,
-    scale_kernel,
-)
+from penstock.kernels.linear_cross_entropy import default_chunk_tokens, linear_cross_entropy
 from penstock.kernels.reference import IGNORED_LABEL
 from penstock.kernels.tuning import KernelLaunch
 from tests.closeness import assert_close
-from tests.kernels.ahead_of_time import TARGETS, compile_without_spills
+from tests.kernels.ahead_of_time import TARGETS, compile_without_spills, on_meta
 from tests.kernels.parity import assert_near
 
-SMALL = KernelLaunch(block_rows=1, block_columns=32)
-"""Several blocks in a small row, the last one ragged."""
+SMALL = KernelLaunch(block_rows=1, block_columns=32)  # several blocks in a small row, the last one ragged
 
 
 @dataclass(frozen=True)
@@ -80,27 +73,19 @@ def loss_and_gradients(function, x_TD: Tensor, head_VD: Tensor, *arguments, scal
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_loss_and_gradients_equal_the_reference(case: Case, launch: KernelLaunch | None, device: torch.device) -> None:
-    x_TD, head_VD, labels_T = case.draw(device)
-    expected = loss_and_gradients(
-        reference.linear_cross_entropy, x_TD.double(), head_VD.double(), labels_T, case.z_weight, scale=0.37
-    )
-    actual = loss_and_gradients(
-        linear_cross_entropy, x_TD, head_VD, labels_T, case.z_weight, scale=0.37, chunk_tokens=8, launch=launch
-    )
+    x_TD, head_VD, *rest = *case.draw(device), case.z_weight
+    expected = loss_and_gradients(reference.linear_cross_entropy, x_TD.double(), head_VD.double(), *rest, scale=0.37)
+    actual = loss_and_gradients(linear_cross_entropy, x_TD, head_VD, *rest, scale=0.37, chunk_tokens=8, launch=launch)
     for one, other in zip(expected, actual, strict=True):
         assert_close(other.double(), one.double(), tolerance=2e-5)
 
 
 def test_bfloat16_stays_near_float64(launch: KernelLaunch | None, device: torch.device) -> None:
     case = Case(tokens=32, ignored=5, hidden=64, vocabulary=128, z_weight=1e-3)
-    x_TD, head_VD, labels_T = case.draw(device, torch.bfloat16)
-    head_VD = head_VD / 8
-    expected = loss_and_gradients(
-        reference.linear_cross_entropy, x_TD.double(), head_VD.double(), labels_T, case.z_weight, scale=0.37
-    )
-    actual = loss_and_gradients(
-        linear_cross_entropy, x_TD, head_VD, labels_T, case.z_weight, scale=0.37, chunk_tokens=16, launch=launch
-    )
+    x_TD, head_VD, *rest = *case.draw(device, torch.bfloat16), case.z_weight
+    head_VD = head_VD / 8  # logits of size 1: 64 products of normal numbers
+    expected = loss_and_gradients(reference.linear_cross_entropy, x_TD.double(), head_VD.double(), *rest, scale=0.37)
+    actual = loss_and_gradients(linear_cross_entropy, x_TD, head_VD, *rest, scale=0.37, chunk_tokens=16, launch=launch)
     assert actual[0].dtype == torch.float32
     assert actual[1].dtype == actual[2].dtype == torch.bfloat16
     for name, one, other in zip(("loss", "dx", "dhead"), expected, actual, strict=True):
@@ -111,15 +96,15 @@ def test_large_logits_and_masked_words_stay_finite(launch: KernelLaunch | None, 
     """logsumexp must not overflow, and a word whose logit is -inf has probability 0 even if it fills a whole block."""
     x_TD = torch.ones(2, 1, device=device)
     head_VD = torch.full((80, 1), float("-inf"), device=device)
-    head_VD[40], head_VD[70] = 3.0e4, 3.0e4
+    head_VD[40], head_VD[70] = 3.0e4, 3.0e4  # in two blocks of 32; the first block has masked words only
     labels_T = torch.tensor([40, 70], device=device)
     loss = linear_cross_entropy(x_TD, head_VD, labels_T, launch=launch)
-    assert_close(loss, torch.tensor(2 * 0.6931472, device=device), tolerance=0.01)
+    assert_close(loss, torch.tensor(2 * 0.6931472, device=device), tolerance=0.01)  # log 2 for each token
 
 
 def test_a_label_outside_the_vocabulary_makes_the_loss_nan(launch: KernelLaunch | None, device: torch.device) -> None:
     x_TD, head_VD, labels_T = Case(ignored=0).draw(device)
-    for wrong in (-1, 75, 10**12):
+    for wrong in (-1, 75, 10**12):  # the vocabulary has 75 words
         labels_T[3] = wrong
         assert linear_cross_entropy(x_TD, head_VD, labels_T, launch=launch).isnan()
 
@@ -169,7 +154,7 @@ def test_head_gradients_of_two_batches_add_up_in_float32(launch: KernelLaunch | 
 
 def test_chunks_shrink_with_a_large_vocabulary() -> None:
     assert default_chunk_tokens(torch.empty(102_400, 1, dtype=torch.bfloat16)) == 4096
-    assert default_chunk_tokens(torch.empty(102_400, 1, dtype=torch.float32)) == 2048
+    assert default_chunk_tokens(torch.empty(102_400, 1, dtype=torch.float32)) == 2048  # of the same bytes
 
 
 def test_misfits_are_refused(device: torch.device) -> None:
@@ -204,7 +189,7 @@ def run_shard(rank: int, folder: str, device: torch.device, launches: list[Kerne
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     x_TD, head_VD, labels_T = torch.load(f"{folder}/batch.pt", map_location=device)
     shard_VD = head_VD.chunk(2)[rank]
-    beyond_T = labels_T.index_fill(0, torch.tensor(0, device=device), len(head_VD))
+    beyond_T = labels_T.index_fill(0, torch.tensor(0, device=device), len(head_VD))  # the first label is in no shard
     found = []
     for launch in launches:
         options = {"chunk_tokens": 8, "group": dist.group.WORLD, "launch": launch}
@@ -236,31 +221,29 @@ def test_two_shards_of_the_vocabulary_equal_the_whole(device: torch.device, tmp_
 
 # Ahead-of-time compilation.
 
+# 16 bytes at once, into registers or shared memory.
 WIDE_LOAD = re.compile(r"ld\.global\.v4\.b32|cp\.async\.cg\.shared\.global|load_dwordx4")
-"""16 bytes at once, into registers or shared memory."""
-
-PASSES = {"both": (True, True), "statistics": (True, False), "gradient": (False, True)}
 
 
-@pytest.mark.often("sm_90-both", "gfx942-gradient", "gfx942-statistics")
-@pytest.mark.parametrize(("statistics", "gradient"), PASSES.values(), ids=PASSES.keys())
+@pytest.mark.often("sm_90-both", "gfx942-gradient")
+@pytest.mark.parametrize("wanted", ["both", "statistics", "gradient"])
 @pytest.mark.parametrize("target", TARGETS)
-def test_the_row_kernel_compiles_without_spills(target: str, statistics: bool, gradient: bool) -> None:
-    types = {"*bf16:16": "logits_ptr", "*i64:16": "labels_ptr", "*fp32:16": "logsumexp_ptr target_ptr"}
-    types |= {"i32": "first_label", "fp32": "z_weight"}
-    constants = {"IGNORED": IGNORED_LABEL, "STATISTICS": statistics, "GRADIENT": gradient}
-    constants |= {"BLOCK": LAUNCH.block_columns, "STAGES": LAUNCH.stages}
-    chip, warps = TARGETS[target], LAUNCH.warps
-    compiled = compile_without_spills(linear_cross_entropy_kernel, types, constants, chip, num_warps=warps)
-    assert WIDE_LOAD.search(compiled.asm), "logits must be read 16 bytes at a time"
+def test_the_kernels_compile_without_spills(target: str, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank's pass over rows in training, in evaluation, and one of two ranks' passes; and both ways to scale."""
+    x_TD, head_VD, labels_T = on_meta(8192, 2048), on_meta(102_400, 2048), on_meta(8192, dtype=torch.int64)
+    sum_VD = on_meta(102_400, 2048, dtype=torch.float32)
+    if wanted != "statistics":
+        head_VD.requires_grad_()
+    if wanted == "gradient":
+        monkeypatch.setattr(dist, "all_reduce", lambda *arguments, **options: None)
+        monkeypatch.setattr(dist, "get_rank", lambda group: 1)
+    options = {"group": SimpleNamespace(size=lambda: 2) if wanted == "gradient" else None}
 
+    def launches() -> None:
+        for accumulate_into in (None, sum_VD):
+            loss = linear_cross_entropy(x_TD, head_VD, labels_T, 0.1, accumulate_into=accumulate_into, **options)
+            if loss.requires_grad:
+                loss.backward()
 
-@pytest.mark.often("*sm_90*", "*gfx942*")
-@pytest.mark.parametrize("add", [True, False])
-@pytest.mark.parametrize("target", TARGETS)
-def test_the_scale_kernel_compiles_without_spills(target: str, add: bool) -> None:
-    types = {"*fp32:16": "gradient_ptr scale_ptr out_ptr" if add else "gradient_ptr scale_ptr"}
-    types |= {} if add else {"*bf16:16": "out_ptr"}
-    constants = {"ADD": add, "BLOCK": SCALE_BLOCK}
-    compiled = compile_without_spills(scale_kernel, types, constants, TARGETS[target], num_warps=8)
-    assert WIDE_LOAD.search(compiled.asm), "gradients must be read 16 bytes at a time"
+    for compiled in compile_without_spills(target, launches):
+        assert WIDE_LOAD.search(compiled.asm), f"{compiled.kernel} must read 16 bytes at a time"

@@ -46,10 +46,8 @@ def test_a_saved_file_is_loaded_unchanged_and_has_one_line_for_each_entry(tmp_pa
 def test_nearest_is_by_ratio_and_gives_every_skew() -> None:
     known = measurements(entry(1000), entry(1000, skew=0.6), entry(4000))
     shape = {"tokens": 1900, "dense_ffn": 512}
-    assert [(one.shape["tokens"], one.skew) for one in known.nearest("swiglu", "forward", "bf16", shape)] == [
-        (1000, 0.0),
-        (1000, 0.6),
-    ]
+    near = known.nearest("swiglu", "forward", "bf16", shape)
+    assert [(one.shape["tokens"], one.skew) for one in near] == [(1000, 0.0), (1000, 0.6)]
     assert known.nearest("swiglu", "forward", "bf16", {**shape, "tokens": 2100})[0].shape["tokens"] == 4000
 
 

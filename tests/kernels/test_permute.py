@@ -11,23 +11,12 @@ from torch import Tensor
 from penstock.base.errors import KernelError
 from penstock.kernels import permute as permute_module
 from penstock.kernels import reference
-from penstock.kernels.local_order import count_arrivals_kernel, order_local_rows, place_arrivals_kernel
-from penstock.kernels.permute import (
-    LAUNCH,
-    ORDER_LAUNCH,
-    count_kernel,
-    order_rows,
-    permute,
-    place_kernel,
-    scan_kernel,
-    spread_kernel,
-    sum_rows_kernel,
-    unpermute,
-)
+from penstock.kernels.local_order import order_local_rows
+from penstock.kernels.permute import order_rows, permute, unpermute
 from penstock.kernels.reference import RowOrder
 from penstock.kernels.tuning import KernelLaunch
 from tests.examples import examples
-from tests.kernels.ahead_of_time import TARGETS, compile_without_spills
+from tests.kernels.ahead_of_time import TARGETS, compile_without_spills, on_meta
 from tests.kernels.parity import assert_near, assert_parity
 
 TILES_OF_8 = KernelLaunch(block_rows=8, block_columns=4, warps=1)
@@ -121,7 +110,7 @@ def test_dropped_slots_may_share_a_place_in_an_order_of_fewer_rows(weighted: boo
         whole.slots_R[: rows + 1], whole.places_TK.clamp(max=rows), ends_E.diff(prepend=ends_E.new_zeros(1)).int()
     )
     y_RD = torch.randn(rows + 1, 24, device=device)
-    y_RD[rows] = float("nan")  # no slot's rows
+    y_RD[rows] = float("nan")  # the place that dropped slots share
     weights_TK = torch.rand(9, 3, device=device) if weighted else None
     results = []
     for sum_rows in (partial(unpermute, launch=SMALL), reference.unpermute):
@@ -147,35 +136,25 @@ def test_misfits_are_refused(device: torch.device) -> None:
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("experts", [64, 256])
 def test_the_index_build_compiles_without_spills(experts: int, target: str) -> None:
-    chip, warps = TARGETS[target], ORDER_LAUNCH.warps
-    slots = {"EXPERTS": experts, "BINS": 2 * experts, "BLOCK_R": ORDER_LAUNCH.block_rows}
-    tiles = {"EXPERTS": experts, "BLOCK_C": 256, "BLOCK_E": ORDER_LAUNCH.block_columns}
-    counted = {"*i64:16": "experts_ptr", "*i32:16": "tallies_ptr", "i32": "slots tiles"}
-    scanned = {"*i32:16": "tallies_ptr counts_ptr", "i32": "chunks"}
-    placed = {"*i64:16": "experts_ptr slots_ptr places_ptr", "*i32:16": "earlier_ptr counts_ptr", "i32": "slots tiles"}
-    for kernel, types, constants in (
-        (count_kernel, counted, slots),
-        (scan_kernel, scanned, tiles),
-        (place_kernel, placed, slots),
-    ):
-        compile_without_spills(kernel, types, constants, chip, num_warps=warps)
+    experts_TK = on_meta(40_001, 7, dtype=torch.int64)
+    assert len(compile_without_spills(target, lambda: order_rows(experts_TK, experts))) == 3
 
 
 @pytest.mark.often("2048-64-6-gfx942", "7168-256-8-sm_90")
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(("width", "experts", "top_k"), [(2048, 64, 6), (7168, 256, 8)])
 def test_the_copies_compile_without_spills(width: int, experts: int, top_k: int, target: str) -> None:
-    constants = {"K": top_k, "D": width, "EXPERTS": experts, "BLOCK_K": 8, "BLOCK_E": experts}
-    constants |= {"BLOCK_D": LAUNCH.block_columns}
-    order = {"*i64:16": "places_ptr", "*i32:16": "counts_ptr"}
-    types = {"*bf16:16": "x_ptr y_ptr rows_ptr", "*fp32:16": "weights_ptr dweights_ptr", **order}
-    compile_without_spills(spread_kernel, types, constants, TARGETS[target], num_warps=LAUNCH.warps)
-    types = {"*bf16:16": "rows_ptr out_ptr", "*fp32:16": "weights_ptr", **order}
-    compile_without_spills(sum_rows_kernel, types, constants, TARGETS[target], num_warps=LAUNCH.warps)
+    experts_TK, weights_TK = on_meta(64, top_k, dtype=torch.int64), on_meta(64, top_k, dtype=torch.float32)
+    y_RD = on_meta(64 * top_k, width)
+
+    def both_passes() -> None:
+        order = RowOrder(experts_TK.flatten(), experts_TK, on_meta(experts, dtype=torch.int32))
+        unpermute(y_RD.requires_grad_(), order, weights_TK.requires_grad_()).sum().backward()
+
+    assert len(compile_without_spills(target, both_passes)) == 2
 
 
-MANY_CHUNKS = KernelLaunch(block_rows=4, block_columns=2, warps=1)
-"""Many chunks, and tiles that end inside rows."""
+MANY_CHUNKS = KernelLaunch(block_rows=4, block_columns=2, warps=1)  # and tiles that end inside rows
 
 
 def test_the_example_of_the_local_order_holds(device: torch.device) -> None:
@@ -219,9 +198,6 @@ def test_a_local_order_with_room_for_all_rows_equals_the_reference(
 @pytest.mark.often("*sm_90*", "*gfx942*")
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_local_order_compiles_without_spills(target: str) -> None:
-    sizes = {"EXPERTS": 64, "BINS": 128, "BLOCK_R": 128}
-    types = {"*i32:16": "ids_ptr tallies_ptr", "i32": "first tiles"}
-    compile_without_spills(count_arrivals_kernel, types, sizes, TARGETS[target])
-    types = {"*i32:16": "ids_ptr earlier_ptr totals_ptr counts_ptr", "*fp32:16": "weights_ptr out_weights_ptr"}
-    types |= {"*i64:16": "slots_ptr index_ptr places_ptr meter_ptr", "i32": "first tiles rows"}
-    compile_without_spills(place_arrivals_kernel, types, sizes | {"K": 8}, TARGETS[target])
+    experts_NK, weights_NK = (on_meta(32_768, 8, dtype=dtype) for dtype in (torch.int32, torch.float32))
+    given = experts_NK, weights_NK, range(64, 128), 100_001, on_meta(2, dtype=torch.int64)
+    assert len(compile_without_spills(target, lambda: order_local_rows(*given))) == 3

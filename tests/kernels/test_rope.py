@@ -1,6 +1,7 @@
 """Rotary embedding and the assembly of latent attention's heads against their references, on every chip."""
 
-from functools import partial
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from penstock.base.errors import KernelError
 from penstock.kernels import reference
-from penstock.kernels.rope import LAUNCH, mla_heads, mla_heads_backward_kernel, mla_heads_kernel, rotate, rotate_kernel
+from penstock.kernels.rope import mla_heads, rotate
 from penstock.kernels.tuning import KernelLaunch
-from tests.kernels.ahead_of_time import TARGETS, compile_without_spills
+from tests.kernels.ahead_of_time import TARGETS, compile_without_spills, on_meta
 from tests.kernels.parity import assert_near, assert_parity
 
 SMALL = KernelLaunch(block_rows=2, block_columns=0, warps=1)
@@ -23,27 +24,28 @@ def _angles(batch: int, positions: int, rotary: int, device: torch.device) -> tu
     return angles_BSP.cos(), angles_BSP.sin()
 
 
+def _compare(
+    fast: Callable[..., Any], truth: Callable[..., Any], angles: tuple[Tensor, Tensor], inputs: Sequence[Tensor]
+) -> None:
+    assert_parity(lambda *x: fast(*x, *angles, launch=SMALL), lambda *x: truth(*x, *angles), inputs)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("shape", "batch"), [((2, 3, 5, 8), 2), ((2, 3, 4, 12), 1), ((1, 1, 1, 2), 1)])
 def test_rotate_and_its_gradient_equal_the_reference(
     shape: tuple[int, int, int, int], batch: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    cos_BSP, sin_BSP = _angles(batch, shape[1], shape[3], device)
     x_BSHP = torch.randn(shape, device=device, dtype=dtype)
-    assert_parity(
-        lambda x: rotate(x, cos_BSP, sin_BSP, launch=SMALL), lambda x: reference.rotate(x, cos_BSP, sin_BSP), [x_BSHP]
-    )
+    _compare(rotate, reference.rotate, _angles(batch, shape[1], shape[3], device), [x_BSHP])
 
 
 def test_rotate_reads_heads_in_any_memory_order(device: torch.device) -> None:
-    cos_BSP, sin_BSP = _angles(2, 3, 8, device)
     for x_BSHP in (
-        torch.randn(2, 5, 3, 8, device=device).transpose(1, 2),
-        torch.randn(2, 3, 5, 12, device=device)[..., :8],
-        torch.randn(8, 2, 3, 5, device=device).permute(1, 2, 3, 0),
+        torch.randn(2, 5, 3, 8, device=device).transpose(1, 2),  # heads first, as attention's gradients come
+        torch.randn(2, 3, 5, 12, device=device)[..., :8],  # a part of wider heads
+        torch.randn(8, 2, 3, 5, device=device).permute(1, 2, 3, 0),  # numbers of a head lie apart
     ):
-        fast, truth = partial(rotate, launch=SMALL), reference.rotate
-        assert_parity(*(lambda x, f=f: f(x, cos_BSP, sin_BSP) for f in (fast, truth)), [x_BSHP])
+        _compare(rotate, reference.rotate, _angles(2, 3, 8, device), [x_BSHP])
 
 
 @pytest.mark.often("3-8-*-dtype1", "4-6-*-dtype0", "1-1-*-dtype0", "5-16-*-dtype1")
@@ -55,21 +57,18 @@ def test_rotate_reads_heads_in_any_memory_order(device: torch.device) -> None:
 def test_mla_heads_and_all_gradients_equal_the_reference(
     heads: int, plain: int, rotary: int, value: int, batch: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    cos_BSP, sin_BSP = _angles(batch, 3, rotary, device)
     q_BSHN = torch.randn(2, 3, heads, plain + rotary, device=device, dtype=dtype)
     kv_BSHN = torch.randn(2, 3, heads, plain + value, device=device, dtype=dtype)
     k_rope_BSP = torch.randn(2, 3, rotary, device=device, dtype=dtype)
-    fast, truth = partial(mla_heads, launch=SMALL), reference.mla_heads
-    assert_parity(*(lambda *x, f=f: f(*x, cos_BSP, sin_BSP) for f in (fast, truth)), [q_BSHN, kv_BSHN, k_rope_BSP])
+    angles = _angles(batch, 3, rotary, device)
+    _compare(mla_heads, reference.mla_heads, angles, [q_BSHN, kv_BSHN, k_rope_BSP])
 
 
 def test_mla_heads_reads_the_shared_key_where_the_projection_left_it(device: torch.device) -> None:
-    cos_BSP, sin_BSP = _angles(1, 3, 4, device)
     latent_and_key = torch.randn(2, 3, 20, device=device)
     q_BSHN, kv_BSHN = torch.randn(2, 3, 2, 10, device=device), torch.randn(2, 3, 2, 12, device=device)
-    fast, truth = partial(mla_heads, launch=SMALL), reference.mla_heads
-    given = [q_BSHN, kv_BSHN, latent_and_key[..., 16:]]
-    assert_parity(*(lambda *x, f=f: f(*x, cos_BSP, sin_BSP) for f in (fast, truth)), given)
+    given = [q_BSHN, kv_BSHN, latent_and_key[..., 16:]]  # the key follows 16 numbers of the latent
+    _compare(mla_heads, reference.mla_heads, _angles(1, 3, 4, device), given)
 
 
 def test_attention_takes_the_value_as_a_view(device: torch.device) -> None:
@@ -91,7 +90,7 @@ def test_attention_takes_the_value_as_a_view(device: torch.device) -> None:
     assert v_BSHM.untyped_storage().data_ptr() == kv_BSHN.untyped_storage().data_ptr(), "the value must not be copied"
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="backends other than math need a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"])
 def test_every_backend_of_attention_takes_the_value_as_a_view(backend: str) -> None:
     cos_BSP, sin_BSP = _angles(1, 128, 64, torch.device("cuda"))
@@ -123,15 +122,12 @@ def test_misfits_are_refused() -> None:
 @pytest.mark.often("*sm_90*", "*gfx942*")
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_kernels_compile_without_spills(target: str) -> None:
-    block, chip, warps = LAUNCH.block_rows, TARGETS[target], LAUNCH.warps
-    angles = {"*fp32:16": "cos_ptr sin_ptr"}
-    constants = {"H": 32, "P": 128, "DIRECTION": 1.0, "BLOCK_H": block, "BLOCK_P": 128}
-    compile_without_spills(rotate_kernel, {"*bf16:16": "x_ptr out_ptr", **angles}, constants, chip, num_warps=warps)
+    cos_BSP, wide_cos_BSP = (on_meta(2, 4096, pairs, dtype=torch.float32) for pairs in (32, 64))
+    compile_without_spills(target, lambda: rotate(on_meta(2, 4096, 32, 128), wide_cos_BSP, wide_cos_BSP))
+    inputs = on_meta(2, 4096, 16, 192).requires_grad_(), on_meta(2, 4096, 16, 256), on_meta(2, 4096, 64)
 
-    constants = {"H": 16, "PLAIN": 128, "P": 64, "BLOCK_H": block, "BLOCK_N": 128, "BLOCK_P": 64}
-    types = {"*bf16:16": "q_ptr kv_ptr k_rope_ptr q_out_ptr k_out_ptr", **angles}
-    compile_without_spills(mla_heads_kernel, types, constants, chip, num_warps=warps)
+    def both_passes() -> None:
+        heads = mla_heads(*inputs, cos_BSP, cos_BSP)
+        torch.autograd.backward(heads, [torch.empty_like(one) for one in heads])
 
-    types = {"*bf16:16": "dq_ptr dk_ptr dv_ptr dq_in_ptr dkv_ptr dk_rope_ptr", **angles}
-    constants |= {"M": 128, "BLOCK_M": 128}
-    compile_without_spills(mla_heads_backward_kernel, types, constants, chip, num_warps=warps)
+    assert len(compile_without_spills(target, both_passes)) == 2

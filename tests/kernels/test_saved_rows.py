@@ -6,20 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.expert_parts import SavedRows, claim_rows, claim_rows_kernel
+from penstock.kernels.expert_parts import SavedRows, claim_rows
 from penstock.kernels.grouped_gemm import _launch_rows, grouped_gemm_forward
-from penstock.kernels.grouped_gemm_kernels import rows_kernel
-from penstock.kernels.permute import gather_columns, gather_columns_kernel, gather_rows, gather_rows_kernel
-from penstock.kernels.reference import SWIGLU
-from penstock.kernels.swiglu import LAUNCH, rule_constants, swiglu_backward, swiglu_forward, swiglu_kernel
+from penstock.kernels.permute import gather_columns, gather_rows
+from penstock.kernels.swiglu import swiglu_backward, swiglu_forward
 from penstock.kernels.tile_table import tile_table
-from penstock.kernels.tuning import GemmLaunch, KernelLaunch
-from tests.kernels.ahead_of_time import ONE_OF_EACH_MAKER, TARGETS, compile_without_spills
+from penstock.kernels.tuning import GROUPED_GEMM, GemmLaunch, KernelLaunch
+from tests.kernels.ahead_of_time import ONE_OF_EACH_MAKER, compile_without_spills, on_meta
+from tests.kernels.test_grouped_gemm import BOTH_WAYS, POINTERS
 
-POINTERS = GemmLaunch(block_rows=64, block_columns=64, block_depth=32, stages=2, group=2, descriptors=False)
-DESCRIPTORS = GemmLaunch(block_rows=64, block_columns=32, block_depth=32, stages=2, group=2, pieces=2)
 SMALL = KernelLaunch(block_rows=4, block_columns=16, warps=1)
-ROOM, TAIL = 190, 7
+ROOM, TAIL = 190, 7  # rows of a layer's buffer; those behind the last expert's
 COUNTS = [64, 0, 100, 19]
 
 
@@ -44,10 +41,10 @@ def test_layers_are_placed_one_after_the_other_and_rows_that_do_not_fit_are_coun
         for rows in (5, 0, 7, 4, 3)
     ]
     assert firsts == [0, 5, 5, 0, 0], "the fourth and the fifth found no room"
-    assert meter.tolist() == [7, 19]
+    assert meter.tolist() == [7, 19]  # rows without room, all rows
 
 
-@pytest.mark.parametrize("launch", [POINTERS, DESCRIPTORS], ids=["pointers", "descriptors"])
+@BOTH_WAYS
 def test_a_product_is_written_to_its_saved_rows_and_nowhere_else(
     launch: GemmLaunch, place: SavedRows, device: torch.device
 ) -> None:
@@ -105,20 +102,20 @@ def test_only_used_rows_are_gathered(used: int, device: torch.device) -> None:
 
 @pytest.mark.parametrize("target", ONE_OF_EACH_MAKER)
 def test_the_kernels_compile_without_spills(target: str) -> None:
-    chip = TARGETS[target]
-    types = {"*i64": "cursor_ptr first_ptr meter_ptr", "*i32": "used_ptr", "i32": "capacity"}
-    compile_without_spills(claim_rows_kernel, types, {}, chip, num_warps=1)
-    types = {"*bf16:16": "x_ptr gathered_ptr", "*i64:16": "index_ptr", "*i32": "used_ptr", "i32": "rows"}
-    compile_without_spills(gather_rows_kernel, types, {"D": 2048, "BLOCK_R": 1, "BLOCK_D": 2048}, chip)
-    types = {"*fp32:16": "x_ptr gathered_ptr", "*i64:16": "index_ptr", "*i32": "used_ptr", "i32": "depth columns"}
-    compile_without_spills(gather_columns_kernel, types, {"BLOCK_D": 16, "BLOCK_R": 256}, chip)
-    types = {"*bf16:16": "gate_up_ptr h_ptr", "*fp32:16": "weights_ptr", "*i64:16": "first_ptr", "*i32": "used_ptr"}
-    blocks = {"F": 1408, "BLOCK_R": LAUNCH.block_rows, "BLOCK_F": LAUNCH.block_columns, **rule_constants(SWIGLU)}
-    compiled = compile_without_spills(swiglu_kernel, types | {"i32": "rows"}, blocks, chip, num_warps=LAUNCH.warps)
+    used, counts_e = (on_meta(size, dtype=torch.int32) for size in (1, 64))
+    cursor, meter, index_R = (on_meta(size, dtype=torch.int64) for size in (1, 2, 8191))
+    weights_R, scales_DN = (on_meta(*shape, dtype=torch.float32) for shape in ((8192,), (16, 8192)))
+    x_ND, w_eFD, place = on_meta(8192, 2048), on_meta(64, 2816, 2048), SavedRows(on_meta(99_999, 2816), cursor, 8192)
+    ((_, launch),) = GROUPED_GEMM["gfx942"]["input_gradient"]  # any chip can run it
+
+    def launches() -> None:
+        claim_rows(cursor, used, 99_999, meter)
+        gather_rows(x_ND, index_R, used)
+        gather_columns(scales_DN, index_R, used)
+        tiles = replace(tile_table(counts_e, 8192), only_last=True)
+        grouped_gemm_forward(x_ND, w_eFD, counts_e, tiles=tiles, keep=place, launch=launch)
+        swiglu_forward(place, weights_R, used=used)
+
+    *_, activation = compile_without_spills(target, launches)
     if target == "sm_90":
-        assert "ld.global.v4" in compiled.asm, "saved rows are loaded 16 bytes at a time too"
-    types = {"*bf16:16": "x w y y_ptr", "*i64:16": "first_ptr", "i32": "rows experts"}
-    types |= {"*i32:16": "starts_ptr owners_ptr block_count_ptr"}
-    constants = {"BLOCK_ROWS": 128, "BLOCK_COLUMNS": 128, "BLOCK_DEPTH": 64, "GROUP": 8, "PIECES": 1}
-    constants |= {"DEPTH_FIRST": False, "GATHER": False, "WHOLE_DEPTH": True, "DESCRIPTORS": False, "ONLY_LAST": True}
-    compile_without_spills(rows_kernel, types, constants, chip, num_warps=8, num_stages=2)
+        assert "ld.global.v4" in activation.asm, "saved rows are loaded 16 bytes at a time too"

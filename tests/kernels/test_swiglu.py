@@ -9,19 +9,10 @@ from torch import Tensor
 from penstock.base.errors import KernelError
 from penstock.kernels import reference
 from penstock.kernels.reference import SWIGLU, ExpertRule
-from penstock.kernels.swiglu import (
-    BACKWARD_LAUNCH,
-    LAUNCH,
-    rule_constants,
-    swiglu,
-    swiglu_backward,
-    swiglu_backward_kernel,
-    swiglu_forward,
-    swiglu_kernel,
-)
+from penstock.kernels.swiglu import swiglu, swiglu_backward, swiglu_forward
 from penstock.kernels.tuning import KernelLaunch
 from tests.closeness import assert_close
-from tests.kernels.ahead_of_time import TARGETS, compile_without_spills
+from tests.kernels.ahead_of_time import TARGETS, compile_without_spills, on_meta
 from tests.kernels.parity import assert_near, assert_parity
 
 SMALL = KernelLaunch(block_rows=4, block_columns=16, warps=1)
@@ -123,9 +114,8 @@ def test_misfits_are_refused(shape: tuple[int, int], weights: tuple[int] | None)
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_kernels_compile_without_spills(target: str, rule: ExpertRule) -> None:
-    blocks = {"F": 1408, "BLOCK_R": LAUNCH.block_rows, "BLOCK_F": LAUNCH.block_columns, **rule_constants(rule)}
-    types = {"*bf16:16": "gate_up_ptr h_ptr", "*fp32:16": "weights_ptr", "i32": "rows", "*i32": "used_ptr"}
-    compile_without_spills(swiglu_kernel, types, blocks, TARGETS[target], num_warps=LAUNCH.warps)
-    types |= {"*bf16:16": "gate_up_ptr h_ptr dh_ptr d_gate_up_ptr", "*fp32:16": "weights_ptr dweights_ptr"}
-    blocks |= {"BLOCK_R": BACKWARD_LAUNCH.block_rows, "BLOCK_F": BACKWARD_LAUNCH.block_columns}
-    compile_without_spills(swiglu_backward_kernel, types, blocks, TARGETS[target], num_warps=BACKWARD_LAUNCH.warps)
+    used = on_meta(1, dtype=torch.int32)
+    gate_up_RF, weights_R, dh_RF = on_meta(8192, 2816), on_meta(8192, dtype=torch.float32), on_meta(8192, 1408)
+    compile_without_spills(target, lambda: swiglu_forward(gate_up_RF, weights_R, rule, used=used))
+    given = gate_up_RF, weights_R, dh_RF, rule
+    compile_without_spills(target, lambda: swiglu_backward(*given, recompute=True, used=used))

@@ -1,8 +1,7 @@
 """Kernels of the symmetric dispatcher on one device and compiled for every chip; ranks: tests/moe/test_symmetric.py."""
 
 import re
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,11 +9,7 @@ from torch import Tensor
 
 from penstock.base.errors import KernelError
 from penstock.kernels.symmetric import (
-    PUSH_LAUNCH,
-    RETURN_LAUNCH,
     SUM_ALL_LAUNCH,
-    SUM_LAUNCH,
-    TAKE_LAUNCH,
     ChannelWait,
     CombineBuffers,
     ExpertRanks,
@@ -24,31 +19,22 @@ from penstock.kernels.symmetric import (
     ReturnPayload,
     RoutingPayload,
     TokenChunks,
+    hold,
     push_rows,
     return_rows,
+    signal,
     sum_ranks,
     take_rows,
     wait,
 )
-from penstock.kernels.symmetric_kernels import (
-    hold_kernel,
-    push_rows_kernel,
-    return_rows_kernel,
-    signal_kernel,
-    sum_ranks_kernel,
-    take_rows_kernel,
-    wait_kernel,
-)
 from tests.closeness import assert_close
-from tests.kernels.ahead_of_time import TARGETS, compile_for, compile_without_spills
+from tests.kernels.ahead_of_time import TARGETS, compile_without_spills, on_meta
 
 W, T, D = 2, 5, 12
+# Tiles that end inside rows and columns, and more of them than programs.
 FEW = PersistentLaunch(block_rows=2, block_columns=8, warps=1, programs=2)
-"""Tiles that end inside rows and columns, and more of them than programs."""
-
 ONE = TokenChunks.cut(T, 1)
-FLAGS_AT = 4096
-"""Bytes; flags stand behind everything else."""
+FLAGS_AT = 4096  # bytes; flags stand behind everything else
 
 
 def _peers(rank: int, device: torch.device) -> tuple[list[Tensor], Peers]:
@@ -61,7 +47,7 @@ def _peers(rank: int, device: torch.device) -> tuple[list[Tensor], Peers]:
 
 
 def _flags(memory: Tensor) -> Tensor:
-    return memory[1024:].view(torch.int64).view(-1, W)
+    return memory[1024:].view(torch.int64).view(-1, W)  # 16 channels, one flag for each sending rank
 
 
 def _awaited(flags_CW: Tensor, signals: int, looks: int = 1) -> ChannelWait:
@@ -89,6 +75,7 @@ def test_a_row_goes_once_to_each_other_rank_that_holds_one_of_its_experts(rank: 
     others = [token for token in range(T) if token not in wanted]
     assert (rows_ND[rank, others] == -1).all() and (rows_ND[1 - rank] == -1).all()
     assert (memories[rank][:1024] == -1).all(), "this rank's own rows are not copied"
+    # Each of the two programs counts this rank's flag up.
     assert all(_flags(memory)[0].tolist() == [2 * (rank == 0), 2 * (rank == 1)] for memory in memories)
 
 
@@ -193,7 +180,7 @@ def test_a_wait_ends_when_all_ranks_have_written_and_rows_of_odd_width_are_refus
     wait(awaited)
     assert int(awaited.late) == 0 and awaited.expected[:2].tolist() == [3, 0] and not awaited.left.any()
     awaited.flags_CW[0, 1] += 3
-    wait(replace(awaited, looks=100))
+    wait(replace(awaited, looks=100))  # gives up: one rank never writes
     assert int(awaited.late) == 3 and awaited.expected[:2].tolist() == [6, 0]
     with pytest.raises(KernelError, match="16 bytes"):
         push_rows(
@@ -201,67 +188,30 @@ def test_a_wait_ends_when_all_ranks_have_written_and_rows_of_odd_width_are_refus
         )
 
 
-HIDDEN, TOP_K, PER_RANK = 7168, 8, 64
-"""V3 on 4 ranks."""
+# Launches for DeepSeek-V3 on 4 ranks.
+PEERS, PLACEMENT = Peers(addresses_W=on_meta(4, dtype=torch.int64), rank=1), ExpertRanks(per_rank=64)
+CHUNKS = TokenChunks.cut(8192, 4)
+AWAITED = _awaited(on_meta(16, 4, dtype=torch.int64), 32)
+X_TD, PARTS_ND, Y_RD = on_meta(8192, 7168), on_meta(4 * 8192, 7168), on_meta(65_536, 7168)
+EXPERTS_TK, WEIGHTS_TK = on_meta(8192, 8, dtype=torch.int64), on_meta(8192, 8, dtype=torch.float32)
+SCALARS_R, SCALARS_NK = on_meta(65_536, dtype=torch.float32), on_meta(4 * 8192, 8, dtype=torch.float32)
+PLACES = LocalPlaces(places_NK=on_meta(4 * 8192, 8, dtype=torch.int64), counts_e=on_meta(64, dtype=torch.int32))
+CHOICES = RoutingPayload(weights_TK=WEIGHTS_TK, ids_offset=0, weights_offset=2**20, flags_offset=2**21)
+SUMS = ReturnPayload(rows=Y_RD, is_summed=True)
+ROWS = ReturnPayload(rows=PARTS_ND, is_summed=False, scalars_R=SCALARS_R)
+COMBINE = CombineBuffers(parts_ND=PARTS_ND, y_TD=X_TD, scalars_NK=SCALARS_NK, scalars_TK=WEIGHTS_TK)
 
-RANKS = {"W": 4, "BLOCK_W": 4}
-SENDS = [("*i64:16", "addresses_ptr"), ("i64:16", "offset flags_offset"), ("i32", "rank first last")]
-WAITS = [("*i64:16", "flags_ptr expected_ptr"), ("*i32:16", "late_ptr"), ("i32", "channel")]
-READS = [*WAITS, ("*i32:16", "left_ptr"), ("i32", "chunks first last")]
-SUMS = [*READS, ("i32", "own_rank")]
-CHOICES = "ids_offset weights_offset choice_flags_offset"
-OWNERS = {"K": TOP_K, "PER_RANK": PER_RANK, "PARTS": 1}
-EXPERTS = {"K": TOP_K, "EXPERTS": PER_RANK, "BLOCK_E": PER_RANK}
-PLACES = [("*i64:16", "places_ptr"), ("*i32:16", "counts_ptr")]
-WORDS, ROWS, IDS, SCALARS = "*i32:16", "*bf16:16", "*i64:16", "*fp32:16"
-
-
-@dataclass(frozen=True)
-class Case:
-    """One kernel as it is compiled ahead of time."""
-
-    kernel: Any
-    launch: PersistentLaunch
-    types: list[tuple[str, str]]
-    constants: dict[str, int]
-
-
-CASES = {
-    "push": Case(
-        push_rows_kernel,
-        PUSH_LAUNCH,
-        [(WORDS, "words_ptr"), (IDS, "ids_ptr"), (SCALARS, "weights_ptr"), *SENDS, ("i64:16", CHOICES)],
-        {"WORDS": HIDDEN // 2, "BLOCK_R": 1024, **OWNERS},
-    ),
-    **{
-        name: Case(
-            take_rows_kernel,
-            TAKE_LAUNCH,
-            [(WORDS, "words_ptr own_ptr out_ptr"), ("i32", "rank"), *PLACES, *READS],
-            {"WORDS": HIDDEN // 2, "SPREAD": is_spread, **EXPERTS},
-        )
-        for name, is_spread in (("take", False), ("take to places", True))
-    },
-    **{
-        f"return of {name}": Case(
-            return_rows_kernel,
-            RETURN_LAUNCH,
-            [(ROWS, "rows_ptr"), ("i64:16", "scalars_offset"), *PLACES, *SENDS, *scalars],
-            {"ROWS": True, "SUMMED": not scalars, "D": HIDDEN, "BLOCK_K": TOP_K, **EXPERTS},
-        )
-        for name, scalars in (("sums", []), ("rows", [(SCALARS, "scalars_ptr")]))
-    },
-    "sum": Case(
-        sum_ranks_kernel,
-        SUM_LAUNCH,
-        [(ROWS, "parts_ptr out_ptr"), (IDS, "ids_ptr"), (SCALARS, "scalars_ptr out_scalars_ptr"), *SUMS],
-        {"D": HIDDEN, **OWNERS},
-    ),
-    "sum with own rows elsewhere": Case(
-        sum_ranks_kernel,
-        SUM_ALL_LAUNCH,
-        [(ROWS, "parts_ptr own_ptr out_ptr"), (IDS, "ids_ptr"), (SCALARS, "scalars_ptr out_scalars_ptr"), *SUMS],
-        {"D": HIDDEN, **OWNERS},
+SENDS = {
+    "push": lambda: push_rows(X_TD, EXPERTS_TK, PLACEMENT, PEERS, (2**22, 2**30), CHUNKS, CHOICES),
+    "return of sums": lambda: return_rows(SUMS, PLACES, PEERS, (2**22, 2**20, 2**30), CHUNKS),
+    "return of rows": lambda: return_rows(ROWS, PLACES, PEERS, (2**22, 2**20, 2**30), CHUNKS),
+}
+WAITS = {
+    "take": lambda: take_rows(PARTS_ND, X_TD, PLACES, PARTS_ND, AWAITED, CHUNKS, rank=1, is_spread=False),
+    "take to places": lambda: take_rows(PARTS_ND, X_TD, PLACES, Y_RD, AWAITED, CHUNKS, rank=1, is_spread=True),
+    "sum": lambda: sum_ranks(COMBINE, EXPERTS_TK, PLACEMENT, AWAITED, CHUNKS),
+    "sum with own rows elsewhere": lambda: sum_ranks(
+        replace(COMBINE, own_TD=X_TD, rank=1), EXPERTS_TK, PLACEMENT, AWAITED, CHUNKS, launch=SUM_ALL_LAUNCH
     ),
 }
 
@@ -271,48 +221,43 @@ CASES = {
 def test_moves_compile_without_spills_with_wide_stores_and_ordered_flags(target: str) -> None:
     is_nvidia = TARGETS[target].backend == "cuda"
     wide = r"st\.global\S*\.v4|st\.global\S*\.v2\.b64" if is_nvidia else r"_store_dwordx4"
-    for name, case in CASES.items():
-        block = {"BLOCK_T": case.launch.block_rows, "BLOCK_D": case.launch.block_columns, **RANKS}
-        compiled = compile_without_spills(
-            case.kernel, case.types, case.constants | block, TARGETS[target], num_warps=case.launch.warps
-        )
+    for name, launch in (SENDS | WAITS).items():
+        (compiled,) = compile_without_spills(target, launch)
         assert re.search(wide, compiled.asm), f"{name} stores narrowly"
-        # All warps have written before one of them sets the flag.
-        ordered = _SENDS_IN_ORDER if SENDS[0] in case.types else _WAITS_IN_ORDER
-        assert re.search(ordered[is_nvidia], compiled.asm), f"{name}: flags have no order"
+        # All warps have written before one of them sets the flag, and none reads before one has seen it.
+        barrier = _BARRIER[is_nvidia]
+        order = (barrier, _RELEASE[is_nvidia]) if name in SENDS else (_ACQUIRE[is_nvidia], barrier)
+        assert re.search("(?s:.*)".join(order), compiled.asm), f"{name}: flags have no order"
 
 
 # Of each, AMD's form and NVIDIA's. On AMD the caches are written back before a flag is counted up, and invalidated
 # after it was read. Triton 3.6 emits `atom` where 3.9 emits `red`, and a load where 3.9 adds zero.
-_ACQUIRE_AMD = r"(?:global_atomic_add_x2|global_load_dwordx2)(?s:.*)buffer_inv sc0 sc1"
-_SENDS_IN_ORDER = (
-    r"s_barrier(?s:.*)buffer_wbl2 sc0 sc1(?s:.*)global_atomic_add_x2",
-    r"bar\.sync(?s:.*)(?:red|atom)\.global\.sys\.release\.add",
+_RELEASE = r"buffer_wbl2 sc0 sc1(?s:.*)global_atomic_add_x2", r"(?:red|atom)\.global\.sys\.release\.add"
+_ACQUIRE = (
+    r"(?:global_atomic_add_x2|global_load_dwordx2)(?s:.*)buffer_inv sc0 sc1",
+    r"atom\.global\.sys\.acquire\.add",
 )
-_WAITS_IN_ORDER = (_ACQUIRE_AMD + r"(?s:.*)s_barrier", r"atom\.global\.sys\.acquire\.add(?s:.*)bar\.sync")
+_BARRIER = "s_barrier", r"bar\.sync"
 
 
 @pytest.mark.often("*sm_90*", "*gfx942*")
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_wait_of_one_warp_acquires_across_the_node(target: str) -> None:
-    is_nvidia = TARGETS[target].backend == "cuda"
-    acquire = r"atom\.global\.sys\.acquire\.add" if is_nvidia else _ACQUIRE_AMD
-    for kernel, types in ((wait_kernel, [*WAITS, ("*i32:16", "left_ptr")]), (hold_kernel, WAITS)):
-        waited = compile_for(kernel, types, RANKS, TARGETS[target], num_warps=1)
-        assert waited.spills == 0 and re.search(acquire, waited.asm)
+    acquire = _ACQUIRE[TARGETS[target].backend == "cuda"]
+    for await_flags in (wait, hold):
+        (waited,) = compile_without_spills(target, lambda await_flags=await_flags: await_flags(AWAITED))
+        assert re.search(acquire, waited.asm)
 
 
 @pytest.mark.often("*sm_90*", "*gfx942*")
 @pytest.mark.parametrize("target", TARGETS)
 def test_sums_for_copy_engines_set_no_flag_and_the_signal_kernel_sets_one(target: str) -> None:
-    case, is_nvidia = CASES["return of sums"], TARGETS[target].backend == "cuda"
-    block = {"BLOCK_T": case.launch.block_rows, "BLOCK_D": case.launch.block_columns, **RANKS}
-    types = [*case.types, (ROWS, "staged_ptr")]
-    staged = compile_for(case.kernel, types, case.constants | block, TARGETS[target], num_warps=case.launch.warps)
-    release = (
-        r"(?:red|atom)\.global\.sys\.release\.add" if is_nvidia else r"buffer_wbl2 sc0 sc1(?s:.*)global_atomic_add_x2"
-    )
-    assert staged.spills == 0 and not re.search(release, staged.asm), "no flag is set before the copies are sent"
-    types = {"*i64:16": "addresses_ptr", "i64:16": "flags_offset", "i32": "rank"}
-    said = compile_for(signal_kernel, types, RANKS, TARGETS[target], num_warps=1)
-    assert said.spills == 0 and re.search(release, said.asm)
+    release = _RELEASE[TARGETS[target].backend == "cuda"]
+
+    def launches() -> None:
+        return_rows(SUMS, PLACES, PEERS, (2**22, 2**20, 2**30), CHUNKS, staged_ND=PARTS_ND)
+        signal(PEERS, 2**30)
+
+    staged, said = compile_without_spills(target, launches)
+    assert not re.search(release, staged.asm), "no flag is set before the copies are sent"
+    assert re.search(release, said.asm)

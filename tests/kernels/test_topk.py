@@ -8,20 +8,10 @@ from penstock.base.errors import KernelError
 from penstock.kernels import reference
 from penstock.kernels.operators import LinearLoss, reference_balance_loss
 from penstock.kernels.reference import RouterRule
-from penstock.kernels.topk import (
-    LAUNCH,
-    backward_constants,
-    balance_loss,
-    balance_loss_kernel,
-    kernel_constants,
-    route,
-    route_backward_kernel,
-    route_kernel,
-    sum_parts_kernel,
-)
+from penstock.kernels.topk import balance_loss, route
 from penstock.kernels.tuning import KernelLaunch
 from tests.closeness import assert_close
-from tests.kernels.ahead_of_time import TARGETS, compile_without_spills
+from tests.kernels.ahead_of_time import TARGETS, compile_without_spills, on_meta
 from tests.kernels.parity import assert_parity
 
 SMALL = KernelLaunch(block_rows=16, block_columns=8, warps=1)
@@ -92,7 +82,7 @@ def test_equal_and_almost_equal_scores_are_told_apart(experts: int, device: torc
     steps_TE = torch.randint(-2, 3, (12, experts), dtype=torch.int32)
     # Neighbours in float32, far closer than the bits that are left where a key carries its column's number.
     logits_TE = (torch.tensor(1.0).view(torch.int32) + steps_TE).view(torch.float32)
-    logits_TE[::2] = steps_TE[::2].float()
+    logits_TE[::2] = steps_TE[::2].float()  # many equal ones
     expected_TK = logits_TE.argsort(dim=1, descending=True, stable=True)[:, :5]
     rule = RouterRule(top_k=5, softmax_after_top_k=True)
     assert torch.equal(route(logits_TE.to(device), None, rule, 1, launch=SMALL).experts_TK.cpu(), expected_TK)
@@ -109,7 +99,7 @@ def test_choices_stay_valid_for_any_logits(value: float, device: torch.device) -
 
 
 def test_a_saturated_router_keeps_finite_gradients(device: torch.device) -> None:
-    logits_TE = torch.full((2, 8), -100.0, device=device)
+    logits_TE = torch.full((2, 8), -100.0, device=device)  # a softmax or sigmoid of them underflows
     logits_TE[:, 3] = 100.0
     for name in ("Qwen3", "V3"):
         leaf_TE = (logits_TE + torch.arange(8, device=device)).requires_grad_()
@@ -143,24 +133,18 @@ def test_misfits_are_refused(rule: RouterRule, sequences: int, words: str) -> No
     ],
 )
 def test_the_kernels_compile_without_spills(experts: int, rule: RouterRule, target: str) -> None:
-    types = {"*fp32:16": "logits_ptr bias_ptr weights_ptr part_mass_ptr part_z_ptr", "*i64:16": "experts_ptr"}
-    types |= {"*i32:16": "part_counts_ptr", "i32": "length tiles"}
-    constants = kernel_constants(experts, rule, LAUNCH)
-    compile_without_spills(route_kernel, types, constants, TARGETS[target], num_warps=LAUNCH.warps)
+    logits_TE, bias_E = (on_meta(*shape, dtype=torch.float32) for shape in ((8192, experts), (experts,)))
 
-    types = {"*fp32:16": "logits_ptr dweights_ptr dmass_ptr dz_ptr dlogits_ptr", "*i64:16": "experts_ptr"}
-    constants = backward_constants(experts, rule, LAUNCH)
-    chip, warps = TARGETS[target], LAUNCH.warps
-    compile_without_spills(route_backward_kernel, types | {"i32": "length"}, constants, chip, num_warps=warps)
+    def both_passes() -> None:
+        routed = route(logits_TE.requires_grad_(), bias_E, rule, 2)
+        torch.autograd.backward([one.sum() for one in (routed.weights_TK, routed.mass_BE, routed.z_B)])
 
-    types = {"*fp32:16": "part_mass_ptr part_z_ptr mass_ptr z_ptr", "*i32:16": "part_counts_ptr"}
-    types |= {"*i64:16": "counts_ptr", "i32": "chunks"}
-    compile_without_spills(sum_parts_kernel, types, {"E": experts, "BLOCK_E": 8, "BLOCK_C": 512}, chip, num_warps=8)
+    assert len(compile_without_spills(target, both_passes)) == 3
 
 
 def _draw_losses(sequences: int, experts: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     slots_BE = torch.randint(0, 2000, (sequences, experts))
-    slots_BE[0, : experts // 2] = 0
+    slots_BE[0, : experts // 2] = 0  # experts that a sequence never chose
     return tuple(one.to(device) for one in (torch.rand(sequences, experts), 9 * torch.rand(sequences), slots_BE))
 
 
@@ -177,7 +161,7 @@ def test_losses_and_their_gradients_equal_the_definition(
 ) -> None:
     mass_BE, z_B, slots_BE = _draw_losses(sequences, experts, device)
     slots_BE = slots_BE.sum(0, keepdim=True) if together else slots_BE
-    for factors in ((0.5, 0.25), (0.0, 0.25), (1e-4, 0.0)):
+    for factors in ((0.5, 0.25), (0.0, 0.25), (1e-4, 0.0)):  # of the balance loss, of the z-loss
         given = mass_BE, z_B, slots_BE, *factors
         _compare_losses(balance_loss(*given), reference_balance_loss(*given))
 
@@ -202,6 +186,6 @@ def test_a_sequence_that_chose_nothing_has_no_loss(device: torch.device) -> None
 @pytest.mark.often("*sm_90*", "*gfx942*")
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_balance_loss_compiles_without_spills(target: str) -> None:
-    types = {"*fp32:16": "mass_ptr z_ptr loss_ptr dmass_ptr dz_ptr", "*i64:16": "slots_ptr"}
-    types |= {"i32": "sequences slots_stride", "fp32": "factor z_factor"}
-    compile_without_spills(balance_loss_kernel, types, {"BLOCK_E": 256}, TARGETS[target], num_warps=1)
+    mass_BE, z_B, slots_BE = _draw_losses(4, 256, torch.device("cpu"))
+    given = mass_BE.to("meta"), z_B.to("meta"), slots_BE.to("meta"), 0.5, 0.25
+    compile_without_spills(target, lambda: balance_loss(*given))

@@ -18,16 +18,9 @@ from tests.examples import examples
 def grids(draw: st.DrawFn, largest: int = 4) -> Grid:
     """A grid whose two views are chosen apart, with at most a few hundred ranks."""
     sizes = st.integers(1, largest)
-    tensor, context, expert, expert_tensor, pipeline = (draw(sizes) for _ in range(5))
-    stage = lcm(tensor * context, expert * expert_tensor) * draw(st.integers(1, 3))
-    return Grid(
-        world=pipeline * stage,
-        tensor=tensor,
-        context=context,
-        pipeline=pipeline,
-        expert=expert,
-        expert_tensor=expert_tensor,
-    )
+    axes = {axis: draw(sizes) for axis in ("tensor", "context", "expert", "expert_tensor", "pipeline")}
+    stage = lcm(axes["tensor"] * axes["context"], axes["expert"] * axes["expert_tensor"]) * draw(st.integers(1, 3))
+    return Grid(world=axes["pipeline"] * stage, **axes)
 
 
 VIEWS = (DENSE_AXES, EXPERT_AXES)
@@ -63,13 +56,11 @@ def test_groups_are_disjoint_and_cover_all_ranks(axes: tuple[str, ...], grid: Gr
 def test_a_group_is_what_differs_on_its_axes_only(axes: tuple[str, ...], grid: Grid, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, grid.world - 1))
     view = DENSE_AXES if set(axes) <= set(DENSE_AXES) else EXPERT_AXES
-    own = grid.place(rank, view)
-    alike = [
-        peer
-        for peer in range(grid.world)
-        if all(place == own[axis] for axis, place in grid.place(peer, view).items() if axis not in axes)
-    ]
-    assert grid.group(rank, axes) == tuple(alike)
+
+    def others(peer: int) -> dict[str, int]:
+        return {axis: place for axis, place in grid.place(peer, view).items() if axis not in axes}
+
+    assert grid.group(rank, axes) == tuple(peer for peer in range(grid.world) if others(peer) == others(rank))
     assert grid.group(rank, axes) in grid.groups(axes)
 
 
@@ -93,8 +84,13 @@ def test_tensor_ranks_are_neighbours_and_experts_fold_over_them() -> None:
 def test_sizes_that_do_not_divide_the_ranks_make_no_grid(sizes: dict[str, int]) -> None:
     with pytest.raises(AssertionError, match="does not divide"):
         Grid(world=8, **sizes)
+
+
+def test_axes_of_two_views_have_no_group_and_experts_that_do_not_divide_no_placement() -> None:
     with pytest.raises(AssertionError, match="axes of two views"):
         FOLDED.group(0, ("tensor", "expert"))
+    with pytest.raises(AssertionError, match="does not divide"):
+        ExpertPlacement(experts=8, expert=3)
 
 
 def test_all_groups_of_16384_ranks_take_no_time() -> None:
@@ -117,8 +113,3 @@ def placements(draw: st.DrawFn) -> ExpertPlacement:
 def test_every_expert_has_a_place_for_each_of_its_parts(placement: ExpertPlacement) -> None:
     held = Counter(expert for place in range(placement.places) for expert in placement.experts_of(place))
     assert held == dict.fromkeys(range(placement.experts), placement.expert_tensor)
-
-
-def test_experts_that_do_not_divide_have_no_placement() -> None:
-    with pytest.raises(AssertionError, match="does not divide"):
-        ExpertPlacement(experts=8, expert=3)

@@ -1,6 +1,7 @@
 """Parts of parameters: slices of all ranks tile the whole, and rectangles are checked and parsed."""
 
 from itertools import product
+from operator import add
 
 import pytest
 import torch
@@ -24,11 +25,8 @@ Index = tuple[int, ...]
 
 def elements(piece: LocalSlice) -> list[tuple[Index, Index]]:
     """(place here, place in the whole) of every element of a piece."""
-    offsets = product(*(range(size) for size in piece.sizes))
-    return [
-        (tuple(map(sum, zip(piece.here, offset, strict=True))), tuple(map(sum, zip(piece.whole, offset, strict=True))))
-        for offset in offsets
-    ]
+    offsets = product(*map(range, piece.sizes))
+    return [(tuple(map(add, piece.here, offset)), tuple(map(add, piece.whole, offset))) for offset in offsets]
 
 
 @st.composite

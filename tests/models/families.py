@@ -6,10 +6,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from penstock.config.model import (
-    Balance,
     GroupedQueryAttention,
     LatentAttention,
     Llama3Rope,
@@ -58,6 +57,16 @@ ATTENTIONS = {
 }
 """By family; where layers differ, the first sees a part of the row and the second all of it."""
 
+ROUTER_OF_V3 = Router(
+    scoring_func="sigmoid",
+    n_group=4,
+    topk_group=2,
+    group_score="top2",
+    norm_topk_prob=True,
+    routed_scaling_factor=2.5,
+    expert_bias=True,
+)
+
 
 def to_huggingface(model: Decoder) -> dict[str, Tensor]:
     """Every weight under its Hugging Face name."""
@@ -76,7 +85,6 @@ def save_huggingface(model: Decoder, folder: Path, positions: int | None = None)
 
 def tiny_model(family: str = "deepseek-v3", **changes: object) -> Model:
     """A model of a few thousand parameters; `changes` replace fields of Model."""
-    is_v3 = family == "deepseek-v3"
     fields: dict[str, object] = {
         "family": family,
         "vocab_size": 61,
@@ -90,15 +98,7 @@ def tiny_model(family: str = "deepseek-v3", **changes: object) -> Model:
             top_k=2,
             moe_intermediate_size=16,
             shared_expert_intermediate_size=32,
-            router=Router(
-                scoring_func="sigmoid" if is_v3 else "softmax",
-                n_group=4 if is_v3 else 1,
-                topk_group=2 if is_v3 else 1,
-                group_score="top2" if is_v3 else "max",
-                norm_topk_prob=is_v3,
-                routed_scaling_factor=2.5 if is_v3 else 1.0,
-                expert_bias=is_v3,
-            ),
+            router=ROUTER_OF_V3 if family == "deepseek-v3" else Router(),
         ),
         "initializer_range": 0.2,
     }
@@ -138,19 +138,14 @@ def reading_of(
     tokens_BS: Tensor, positions_BS: Tensor, documents_BS: Tensor | None = None, *, depths: int = 0
 ) -> ModelInputs:
     """Whole rows, as one rank reads them."""
-    return ModelInputs(
-        tokens_BS=tokens_BS,
-        positions_BS=positions_BS,
-        ahead=shifted_tokens(tokens_BS, depths),
-        documents_BS=documents_BS,
-    )
+    ahead = shifted_tokens(tokens_BS, depths)
+    return ModelInputs(tokens_BS=tokens_BS, positions_BS=positions_BS, ahead=ahead, documents_BS=documents_BS)
 
 
 def in_transformers(decoder: Decoder, folder: Path) -> PreTrainedModel:
     """The same weights, loaded by `transformers` from the files that we write."""
     save_huggingface(decoder, folder)
-    config = AutoConfig.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.config._attn_implementation = "eager"
     model.config._experts_implementation = "eager"
     return model.eval()
@@ -160,8 +155,3 @@ def moe_with(base: Model, **changes: object) -> Model:
     """The model with fields of its router (`router=`), balance (`balance=`) or Moe changed."""
     assert base.moe is not None, "tiny models have experts"
     return base.model_copy(update={"moe": base.moe.model_copy(update=changes)})
-
-
-def even_balance(**changes: object) -> Balance:
-    """A balance section with some fields changed."""
-    return Balance.model_validate(changes)

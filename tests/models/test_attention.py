@@ -1,6 +1,5 @@
 """Attention of every family equals that of `transformers`, layer by layer: output and all gradients."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,65 +25,30 @@ COMMON: dict[str, Any] = {
     "hidden_size": HIDDEN,
     "num_hidden_layers": LAYERS,
     "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
     "vocab_size": 61,
     "rms_norm_eps": 1e-6,
     "attn_implementation": "eager",
 }
-THEIRS: dict[str, Callable[[], Any]] = {
-    "llama": lambda: llama.LlamaConfig(
-        **COMMON,
-        num_key_value_heads=2,
-        head_dim=8,
-        rope_parameters={
-            "rope_type": "llama3",
-            "rope_theta": 5e5,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8,
-        },
-    ),
-    "qwen3": lambda: qwen3.Qwen3Config(
-        **COMMON,
-        num_key_value_heads=2,
-        head_dim=16,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-    ),
-    "olmoe": lambda: olmoe.OlmoeConfig(
-        **COMMON, num_key_value_heads=4, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}
-    ),
-    "gpt-oss": lambda: gpt_oss.GptOssConfig(
-        **COMMON,
-        num_key_value_heads=2,
-        head_dim=8,
-        sliding_window=5,
-        rope_parameters={
-            "rope_type": "yarn",
-            "rope_theta": 150000.0,
-            "factor": 4.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-            "original_max_position_embeddings": 8,
-        },
-    ),
-    "llama4": lambda: llama4.Llama4TextConfig(
-        **COMMON,
-        num_key_value_heads=2,
-        head_dim=8,
-        attention_chunk_size=6,
-        no_rope_layer_interval=2,
-        attn_scale=0.3,
-        floor_scale=3,
-        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
-    ),
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "rope_theta": 1.5e5, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+SHORT = {"original_max_position_embeddings": 8}
+CHUNKS = {"attention_chunk_size": 6, "no_rope_layer_interval": 2, "attn_scale": 0.3, "floor_scale": 3}
+CHANGES: dict[str, dict[str, Any]] = {
+    "llama": {"rope_parameters": LLAMA3 | SHORT},
+    "qwen3": {"head_dim": 16, "rope_parameters": PLAIN},
+    "olmoe": {"num_key_value_heads": 4, "rope_parameters": PLAIN},
+    "gpt-oss": {"sliding_window": 5, "rope_parameters": YARN | SHORT, "attention_bias": True},
+    "llama4": {**CHUNKS, "rope_parameters": PLAIN | {"rope_theta": 5e5}},
 }
-MODULES: dict[str, tuple[type[nn.Module], type[nn.Module]]] = {
-    "llama": (llama.LlamaAttention, llama.LlamaRotaryEmbedding),
-    "qwen3": (qwen3.Qwen3Attention, qwen3.Qwen3RotaryEmbedding),
-    "olmoe": (olmoe.OlmoeAttention, olmoe.OlmoeRotaryEmbedding),
-    "gpt-oss": (gpt_oss.GptOssAttention, gpt_oss.GptOssRotaryEmbedding),
-    "llama4": (llama4.Llama4TextAttention, llama4.Llama4TextRotaryEmbedding),
+THEIRS: dict[str, tuple[type, type[nn.Module], type[nn.Module]]] = {
+    "llama": (llama.LlamaConfig, llama.LlamaAttention, llama.LlamaRotaryEmbedding),
+    "qwen3": (qwen3.Qwen3Config, qwen3.Qwen3Attention, qwen3.Qwen3RotaryEmbedding),
+    "olmoe": (olmoe.OlmoeConfig, olmoe.OlmoeAttention, olmoe.OlmoeRotaryEmbedding),
+    "gpt-oss": (gpt_oss.GptOssConfig, gpt_oss.GptOssAttention, gpt_oss.GptOssRotaryEmbedding),
+    "llama4": (llama4.Llama4TextConfig, llama4.Llama4TextAttention, llama4.Llama4TextRotaryEmbedding),
 }
 NAMES = {
     "query": "q_proj",
@@ -99,12 +63,9 @@ NAMES = {
 
 def _attention(attention: GroupedQueryAttention, layer: int) -> tuple[Any, GroupedQueryLayer]:
     """A decoder, and one of its attentions with random weights."""
-    config = tiny_model(
-        family="plain", attention=attention, hidden_size=HIDDEN, layers=LAYERS, dense_layers=LAYERS, moe=None
-    )
-    decoder = tiny_decoder(config)
+    sizes = {"hidden_size": HIDDEN, "layers": LAYERS, "dense_layers": LAYERS}
+    decoder = tiny_decoder(tiny_model(family="plain", attention=attention, moe=None, **sizes))
     module = decoder.blocks[str(layer)].attention
-    assert isinstance(module, GroupedQueryLayer)
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.4)
     return decoder, module
@@ -140,10 +101,8 @@ def _their_order(name: str, weight: Tensor, head_dim: int, in_pairs: bool) -> Te
 def test_a_layer_equals_that_of_transformers(family: str, layer: int, has_documents: bool) -> None:
     attention = ATTENTIONS[family]
     decoder, ours = _attention(attention, layer)
-    config = THEIRS[family]()
-    if attention.bias:
-        config.attention_bias = True
-    module, rotary = MODULES[family]
+    make_config, module, rotary = THEIRS[family]
+    config = make_config(**COMMON | CHANGES[family])
     theirs = module(config, layer)
     x_BSD, direction_BSD, positions_BS, documents_BS = _inputs(has_documents)
 
@@ -159,11 +118,8 @@ def test_a_layer_equals_that_of_transformers(family: str, layer: int, has_docume
     seen = seen_by(reach and AttentionWindow(kind=reach.kind, size=reach.size), LENGTH, documents_BS)
     mask = torch.where(seen[:, None], 0.0, float("-inf"))
     leaves = [x_BSD.clone().requires_grad_(), *(theirs.get_parameter(name) for name in pairs.values())]
-    out, _ = theirs(
-        hidden_states=leaves[0],
-        position_embeddings=rotary(config)(x_BSD, positions_BS),
-        attention_mask=mask,
-    )
+    angles = rotary(config)(x_BSD, positions_BS)
+    out, _ = theirs(hidden_states=leaves[0], position_embeddings=angles, attention_mask=mask)
     expected = with_gradients(out, direction_BSD, leaves)
 
     context = _context(decoder, positions_BS, documents_BS)
@@ -176,10 +132,8 @@ def test_a_layer_equals_that_of_transformers(family: str, layer: int, has_docume
 
 @pytest.mark.parametrize("kind", ["window", "chunk"])
 def test_windows_as_long_as_the_row_are_plain_causal_attention(kind: str) -> None:
-    local = {"kind": kind, "size": LENGTH}
-    decoder, ours = _attention(
-        GroupedQueryAttention.model_validate({"heads": 4, "kv_heads": 2, "head_dim": 8, "local": local}), 0
-    )
+    fields = {"heads": 4, "kv_heads": 2, "head_dim": 8, "local": {"kind": kind, "size": LENGTH}}
+    decoder, ours = _attention(GroupedQueryAttention.model_validate(fields), 0)
     x_BSD, _, positions_BS, documents_BS = _inputs(True)
     context = _context(decoder, positions_BS, documents_BS)
     assert context.nears == ()

@@ -1,6 +1,6 @@
 """Matrices in 8 bits: how near their products are, what they keep, and when their weights are quantized."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
@@ -11,21 +11,11 @@ from torch import Tensor, nn
 
 from penstock.config.model import LatentAttention
 from penstock.kernels import rope
-from penstock.kernels.float8 import latent_heads
+from penstock.kernels.float8 import latent_heads, recipes
 from penstock.kernels.float8.gradient_side_channel import GradientSideChannel
 from penstock.kernels.float8.operators import REFERENCE, Float8Rule
 from penstock.kernels.float8.quantized import RowColQuantized
-from penstock.kernels.float8.recipes import (
-    BLOCKWISE,
-    BLOCKWISE_SQUARE,
-    E4M3,
-    E5M2,
-    MXFP8,
-    ROWWISE,
-    TENSORWISE,
-    Format,
-    Recipe,
-)
+from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, E4M3, E5M2, MXFP8, ROWWISE, Format, Recipe
 from penstock.kernels.float8.triton_operators import TRITON
 from penstock.kernels.operators import REFERENCE as PLAIN
 from penstock.models.ffn import FeedForward
@@ -39,7 +29,6 @@ from penstock.parallel.recompute import RecomputeRule, discarding, recomputed, s
 from penstock.parallel.weight_grad_store import WeightGradStore
 from tests.closeness import assert_close, assert_equal, decibels
 
-RECIPES = (BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, ROWWISE, TENSORWISE)
 BARS = {"e4m3": 25.0, "e5m2": 20.0}
 """Least signal-to-noise ratio in decibels, by the format of the gradients."""
 
@@ -70,16 +59,19 @@ def passes(matrix: Linear, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
     x = x.detach().requires_grad_()
     y = matrix(x)
     y.backward(dy)
-    assert x.grad is not None
     return y.detach(), x.grad
+
+
+def run(work: list[Callable[[], None]]) -> None:
+    for task in work:
+        task()
 
 
 @contextmanager
 def counted_bytes(module: nn.Module) -> Iterator[list[int]]:
     """Bytes of each storage that is saved for backward, parameters aside."""
     parameters = {parameter.data_ptr() for parameter in module.parameters()}
-    found: dict[int, int] = {}
-    sizes: list[int] = []
+    found, sizes = {}, []
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -93,7 +85,7 @@ def counted_bytes(module: nn.Module) -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("gradient", [E4M3, E5M2], ids=lambda form: form.name)
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize("recipe", recipes.RECIPES.values(), ids=recipes.RECIPES)
 def test_all_three_products_are_near_those_of_float32(recipe: Recipe, gradient: Format) -> None:
     matrix = matrix_of(layer_context_of(recipe, gradient))
     # Some columns are larger than others, as activations have them.
@@ -103,22 +95,19 @@ def test_all_three_products_are_near_those_of_float32(recipe: Recipe, gradient: 
     weight = matrix.weight.detach()
     assert decibels(y, F.linear(x, weight)) > BARS["e4m3"]
     assert decibels(dx, dy @ weight) > BARS[gradient.name]
-    assert matrix.weight.grad is not None
     assert decibels(matrix.weight.grad, dy.flatten(0, 1).T @ x.flatten(0, 1)) > BARS[gradient.name]
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize("recipe", recipes.RECIPES.values(), ids=recipes.RECIPES)
 def test_outliers_and_zeros_give_no_nan(recipe: Recipe) -> None:
     matrix = matrix_of(layer_context_of(recipe))
     x, dy = random(T, D, seed=5), random(T, OUT, seed=6)
     x[7, 5], x[9], dy[3, 1], dy[8] = 3e38, 0, -1e30, 0
-    y, dx = passes(matrix, x, dy)
-    assert matrix.weight.grad is not None
-    assert all(found.isfinite().all() for found in (y, dx))
+    assert all(found.isfinite().all() for found in passes(matrix, x, dy))
     matrix.weight.grad = None
     x[7, 5], dy[3, 1] = 1e5, -1e5
     passes(matrix, x, dy)
-    assert matrix.weight.grad is not None and matrix.weight.grad.isfinite().all()
+    assert matrix.weight.grad.isfinite().all()
 
 
 @pytest.mark.parametrize(("larger", "is_lost"), [(1e3, False), (1e6, True)])
@@ -127,17 +116,14 @@ def test_a_channel_a_thousand_times_as_large_as_others_in_its_square_costs_them_
 ) -> None:
     x, dy = random(T, D, seed=3), random(T, OUT, seed=4)
     x[:, 7] *= larger
-    gradients, exact = [], dy.T @ x
-    for recipe in (BLOCKWISE_SQUARE, BLOCKWISE):
-        matrix = matrix_of(layer_context_of(recipe))
+    matrices = [matrix_of(layer_context_of(recipe)) for recipe in (BLOCKWISE_SQUARE, BLOCKWISE)]
+    for matrix in matrices:
         passes(matrix, x, dy)
-        assert matrix.weight.grad is not None
-        gradients.append(matrix.weight.grad)
-    square, plain = gradients
+    (square, plain), exact = (matrix.weight.grad for matrix in matrices), dy.T @ x
     beside = [column for column in range(D) if column != 7]
     assert (decibels(square[:, beside], exact[:, beside]) < 25) == is_lost
     assert decibels(plain[:, beside], exact[:, beside]) > 25
-    assert all(decibels(one[:, 7], exact[:, 7]) > 25 for one in gradients)
+    assert all(decibels(one[:, 7], exact[:, 7]) > 25 for one in (square, plain))
     assert decibels(square[:, 128:], exact[:, 128:]) > 25, "outside of it nothing does"
 
 
@@ -168,14 +154,13 @@ def test_a_weights_gradient_is_the_same_by_autograd_in_a_sum_and_later(dtype: to
     matrix = matrix_of(layer_context_of(weight_grads=weight_grads), bias=True).to(dtype)
     expected = passes(matrix, x, dy)
     by_autograd = matrix.weight.grad, matrix.bias.grad
-    assert by_autograd[0] is not None and by_autograd[1] is not None
+    assert all(gradient.any() for gradient in by_autograd)
 
     matrix.weight.grad = matrix.bias.grad = None
     with weight_grads.collecting() as work:
         found = passes(matrix, x, dy)
         assert matrix.weight.grad is None
-    for task in work:
-        task()
+    run(work)
     assert_equal(found, expected)
     assert_equal((matrix.weight.grad, matrix.bias.grad), by_autograd)
 
@@ -184,8 +169,7 @@ def test_a_weights_gradient_is_the_same_by_autograd_in_a_sum_and_later(dtype: to
     passes(matrix, x, dy)
     with weight_grads.collecting() as work:
         passes(matrix, x, dy)
-    for task in work:
-        task()
+    run(work)
     assert matrix.weight.grad is None
     tolerance = 1e-6 if dtype == torch.float32 else 1e-2
     assert_close(matrix.main_grad, 1 + 2 * by_autograd[0].float(), tolerance=tolerance)
@@ -196,23 +180,20 @@ def test_without_gradients_nothing_is_kept_or_transposed() -> None:
     matrix = matrix_of(layer_context_of())
     x = random(T, D, seed=3)
     with torch.no_grad():
-        ready = matrix.quantize_input(x)
-        assert ready is not None and ready.columns is None
+        assert matrix.quantize_input(x).columns is None
         y = matrix(x)
     assert torch.equal(y, matrix(x).detach())
 
 
 def test_of_its_input_one_byte_a_number_is_kept() -> None:
     x = random(T, D, seed=3).bfloat16().requires_grad_()
-    kept = {}
-    for name, layer_context in (("16", LayerContext()), ("8", layer_context_of())):
+    # In 8 bits there is a scale for 128 rows besides.
+    for layer_context, kept in ((LayerContext(), 2 * T * D), (layer_context_of(), T * D + 4 * D * 2)):
         matrix = matrix_of(layer_context).bfloat16()
         matrix.refresh_float8()
         with counted_bytes(matrix) as sizes:
             matrix(x + 2)
-        kept[name] = sum(sizes)
-    assert kept["16"] == 2 * T * D
-    assert kept["8"] == T * D + 4 * D * 2, "and a scale for 128 rows"
+        assert sum(sizes) == kept
 
 
 def test_products_of_one_input_share_what_is_kept_of_it() -> None:
@@ -227,12 +208,11 @@ def test_products_of_one_input_share_what_is_kept_of_it() -> None:
     assert_equal(found, expected)
 
 
-def test_copies_that_nobody_refreshes_are_old_and_fresh_ones_are_in_the_same_memory() -> None:
+def test_copies_without_a_refresh_are_stale_and_a_refresh_writes_the_same_memory() -> None:
     matrix = matrix_of(layer_context_of())
     x = random(T, D, seed=3)
     y = matrix(x).detach()
     matrix.refresh_float8()
-    assert matrix.copies is not None
     assert torch.equal(matrix(x), y)
     places = [tensor.data_ptr() for copy in matrix.copies for tensor in (copy.values, copy.scales)]
     with torch.no_grad():
@@ -243,11 +223,16 @@ def test_copies_that_nobody_refreshes_are_old_and_fresh_ones_are_in_the_same_mem
     assert places == [tensor.data_ptr() for copy in matrix.copies for tensor in (copy.values, copy.scales)]
 
 
-def network_of(layer_context: LayerContext) -> FeedForward:
-    network = FeedForward(D, OUT, layer_context)
+def network_of(
+    layer_context: LayerContext, sizes: tuple[int, int] = (D, OUT), *, std: float = 0.05, has_copies: bool = False
+) -> FeedForward:
+    network, (hidden, width) = FeedForward(*sizes, layer_context), sizes
     with torch.no_grad():
-        network.gate_up.weight.copy_(random(2 * OUT, D, seed=1) * 0.05)
-        network.down.weight.copy_(random(D, OUT, seed=2) * 0.05)
+        network.gate_up.weight.copy_(random(2 * width, hidden, seed=1) * std)
+        network.down.weight.copy_(random(hidden, width, seed=2) * std)
+    if has_copies:
+        network.gate_up.refresh_float8()
+        network.down.refresh_float8()
     return network
 
 
@@ -259,22 +244,18 @@ def network_passes(
         y = network.narrow(network.widen(x)) if in_halves else network(x)
         y.backward(dy)
     assert len(work) == (2 if deferred else 0)
-    for task in work:
-        task()
+    run(work)
     found = [y.detach(), x.grad, network.gate_up.weight.grad, network.down.weight.grad]
-    assert all(one is not None for one in found)
+    assert all(one.any() for one in found)
     network.zero_grad()
-    return found  # type: ignore[return-value] # just said
+    return found
 
 
 @pytest.mark.parametrize("recipe", [BLOCKWISE, BLOCKWISE_SQUARE], ids=lambda recipe: recipe.name)
 @pytest.mark.parametrize("has_copies", [False, True], ids=["quantized in each pass", "with copies"])
 def test_a_network_in_one_function_is_its_parts(has_copies: bool, recipe: Recipe) -> None:
     weight_grads = WeightGradStore()
-    network = network_of(layer_context_of(recipe, weight_grads=weight_grads))
-    if has_copies:
-        network.gate_up.refresh_float8()
-        network.down.refresh_float8()
+    network = network_of(layer_context_of(recipe, weight_grads=weight_grads), has_copies=has_copies)
     x, dy = random(T, D, seed=3), random(T, D, seed=4)
     expected = network_passes(network, x, dy, in_halves=True)
     assert_equal(network_passes(network, x, dy), expected)
@@ -299,9 +280,7 @@ def test_squares_change_the_gradients_of_a_networks_matrices_only() -> None:
 
 
 def test_a_network_keeps_its_input_in_8_bits_and_gate_and_up() -> None:
-    network = network_of(layer_context_of()).bfloat16()
-    network.gate_up.refresh_float8()
-    network.down.refresh_float8()
+    network = network_of(layer_context_of(), has_copies=True).bfloat16()
     x = random(T, D, seed=3).bfloat16().requires_grad_()
     with counted_bytes(network) as sizes:
         network(x + 2)
@@ -313,12 +292,7 @@ def test_kernels_give_what_definitions_give(recipe: Recipe) -> None:
     found = []
     for operators, bar in ((REFERENCE, 0), (TRITON, 25)):
         layer_context = LayerContext(float8=Float8Rule(dense=recipe, operators=operators))
-        network = FeedForward(144, 48, layer_context)
-        with torch.no_grad():
-            network.gate_up.weight.copy_(random(96, 144, seed=1) * 0.1)
-            network.down.weight.copy_(random(144, 48, seed=2) * 0.1)
-        network.gate_up.refresh_float8()
-        network.down.refresh_float8()
+        network = network_of(layer_context, (144, 48), std=0.1, has_copies=True)
         network.gate_up.main_grad = torch.zeros(96, 144)
         norm = PreNorm(144, 1e-6, layer_context.operators, layer_context.float8, keep_plain=False)
         torch.nn.init.ones_(norm.weight_D)
@@ -339,13 +313,10 @@ def test_a_network_that_runs_again_makes_its_last_product_once() -> None:
         outputs.append(options.get("out") is not None)
         return multiply(*arguments, **options)
 
-    rule = network.down.float8
-    operators = type(rule.operators)(**{**vars(rule.operators), "multiply": counting})
     for matrix in (network.gate_up, network.down):
-        matrix.float8 = Float8Rule(dense=BLOCKWISE, operators=operators)
+        matrix.float8 = replace(matrix.float8, operators=replace(matrix.float8.operators, multiply=counting))
     x = x.requires_grad_()
-    y = recomputed(network, x * 1)
-    y.backward(dy)
+    recomputed(network, x * 1).backward(dy)
     assert outputs.count(True) == 1, "only forward asks for it"
     assert len(outputs) == 2 + 1 + 4, "the first product runs again"
     assert_equal([x.grad, network.gate_up.weight.grad], expected[1:3])
@@ -399,7 +370,7 @@ def layer_of(layer_context: LayerContext, q_lora_rank: int = 128, config: Latent
     layer = LatentLayer(config.model_copy(update={"q_lora_rank": q_lora_rank}), D, layer_context).bfloat16()
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in layer.parameters():
+        for parameter in layer.parameters():  # norms around one, matrices around zero
             parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.05 + (parameter.ndim == 1))
     return layer
 
@@ -417,7 +388,6 @@ def latent_passes(layer: LatentLayer) -> list[Tensor]:
     with discarding():
         y_BSD = layer(x_BSD * 1, context())
     y_BSD.backward(dy_BSD)
-    assert x_BSD.grad is not None
     return [y_BSD.detach(), x_BSD.grad]
 
 
@@ -448,16 +418,14 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 def test_a_layer_that_hands_gradients_over_is_the_one_that_does_not(
     recipe: Recipe, again: bool, q_lora_rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = layer_of(latent_context_of(hands_over=False, recipe=recipe), q_lora_rank)
-    with counted(monkeypatch) as taken:
-        expected = latent_passes(plain)
-    assert not taken
-    layer = layer_of(latent_context_of(hands_over=True, recipe=recipe, again=again), q_lora_rank)
-    with counted(monkeypatch) as taken:
-        found = latent_passes(layer)
-    assert sorted(taken) == [2 * 192, 2 * 256], "queries, keys and values"
-    assert_equal(found, expected)
-    assert_equal(gradients_of(layer), gradients_of(plain))
+    found = []
+    for hands_over, columns in ((False, []), (True, [2 * 192, 2 * 256])):  # of queries, of keys and values
+        layer_context = latent_context_of(hands_over=hands_over, recipe=recipe, again=again and hands_over)
+        layer = layer_of(layer_context, q_lora_rank)
+        with counted(monkeypatch) as taken:
+            found.append([latent_passes(layer), gradients_of(layer)])
+        assert sorted(taken) == columns
+    assert_equal(*found)
 
 
 @pytest.mark.slow
@@ -471,8 +439,7 @@ def test_weight_gradients_may_come_later(q_lora_rank: int) -> None:
     with weight_grads.collecting() as work:
         found = latent_passes(layer)
     assert layer.kv_up.weight.grad is None
-    for task in work:
-        task()
+    run(work)
     assert_equal(found, expected)
     assert_equal(gradients_of(layer), gradients_of(plain))
 

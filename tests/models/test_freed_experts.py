@@ -44,7 +44,6 @@ def _put_back(inputs: Any, tensors: Iterator[Tensor]) -> Any:
 
 def _watch(block: Block, seen: list[tuple[bool, bool]]) -> None:
     """Note, when the gradient of a block's input is there: its experts are divided again, and have their gradients."""
-    assert isinstance(block.ffn, MoE)
 
     def look(experts: GroupedExperts, _: Tensor) -> None:
         held = list(experts.parameters())
@@ -63,7 +62,6 @@ def _step(overrides: tuple[str, ...]) -> list[tuple[bool, bool]]:
     session = start_session((*RUN, *overrides))
     seen: list[tuple[bool, bool]] = []
     for block in session.model.whole.blocks.values():
-        assert isinstance(block, Block)
         if isinstance(block.ffn, MoE):
             _watch(block, seen)
     by_tree = {"collect_grad_tensors": _found, "replace_grad_tensors": _put_back}

@@ -11,7 +11,7 @@ from penstock.base.errors import KernelError
 from penstock.config.load import load_run
 from penstock.config.presets.registry import PRESETS
 from penstock.kernels.backends import shape_of
-from penstock.kernels.device_facts import DeviceFacts, device_facts, named_device
+from penstock.kernels.device_facts import device_facts, named_device
 from penstock.kernels.measured import Measurements, OperatorTimes, save
 from penstock.kernels.operators import REFERENCE, TORCH
 from penstock.models.build import build_model
@@ -76,53 +76,31 @@ def test_what_cannot_run_is_refused_before_the_model_is_made() -> None:
 
 def test_a_runs_own_measurements_decide(tmp_path: Path) -> None:
     shape = shape_of("swiglu", shapes_of(SMALL))
-    entries = tuple(
-        OperatorTimes(
-            op="swiglu",
-            direction=direction,
-            dtype="bf16",
-            skew=0.0,
-            shape=shape,
-            microseconds={"torch": 1.0, "triton": 3.0},
-        )
-        for direction in ("forward", "backward")
-    )
+    fields = {"op": "swiglu", "dtype": "bf16", "skew": 0.0, "shape": shape}
+    times = {"torch": 1.0, "triton": 3.0}
+    entries = tuple(OperatorTimes(direction=one, microseconds=times, **fields) for one in ("forward", "backward"))
     path = tmp_path / "mine.json"
     save(path, Measurements(device="NVIDIA H200", environment={}, entries=entries))
     run = SMALL.model_copy(update={"kernels": SMALL.kernels.model_copy(update={"measured": str(path)})})
     swiglu = next(choice for choice in kernel_choices(run, H200) if choice.op == "swiglu")
-    assert (swiglu.backend, swiglu.reason) == (
-        "torch",
-        "measured 3.00x faster than triton on NVIDIA H200 at 512 tokens",
-    )
+    assert swiglu.backend == "torch"
+    assert swiglu.reason == "measured 3.00x faster than triton on NVIDIA H200 at 512 tokens"
     with pytest.raises(KernelError, match="was measured on another device"):
         kernel_choices(run, replace(H200, name="NVIDIA B200"))
 
 
-@pytest.mark.parametrize(
-    ("overrides", "device", "message"),
-    [
-        (
-            ("dispatch.sync_free=1", "kernels.permute=reference"),
-            H200,
-            "dispatch.sync_free=1 cannot be had: the reference form of permute waits for the device; allowed: 0; "
-            "fix: leave kernels.permute and kernels.all at auto where Triton is installed, or set dispatch.sync_free=0",
-        ),
-        (
-            ("dispatch.sync_free=3", "kernels.experts=reference"),
-            H200,
-            "dispatch.sync_free=3 cannot be had: the reference form of experts waits for the device; allowed: 0, 1; "
-            "fix: leave kernels.experts and kernels.all at auto where Triton is installed, or set dispatch.sync_free=1",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("op", "stage", "allowed"), [("permute", 1, "0"), ("experts", 3, "0, 1")])
 def test_kernels_that_wait_for_a_gpu_are_refused_from_the_stage_on_that_leaves_them_out(
-    overrides: tuple[str, ...], device: DeviceFacts, message: str, monkeypatch: pytest.MonkeyPatch
+    op: str, stage: int, allowed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Path, "home", lambda: Path("/nowhere"))
-    run = load_run("deepseek-v2-lite", overrides)
+    run = load_run("deepseek-v2-lite", (f"dispatch.sync_free={stage}", f"kernels.{op}=reference"))
     with pytest.raises(KernelError) as raised:
-        kernel_choices(run, device)
-    assert str(raised.value) == message
+        kernel_choices(run, H200)
+    assert str(raised.value) == (
+        f"dispatch.sync_free={stage} cannot be had: the reference form of {op} waits for the device; "
+        f"allowed: {allowed}; fix: leave kernels.{op} and kernels.all at auto where Triton is installed, "
+        f"or set dispatch.sync_free={allowed[-1]}"
+    )
     assert kernel_choices(run, device_facts(CPU, "bf16")), "a CPU never waits"
-    assert kernel_choices(load_run("deepseek-v2-lite", ("dispatch.sync_free=1", "kernels.experts=reference")), device)
+    assert kernel_choices(load_run("deepseek-v2-lite", ("dispatch.sync_free=1", "kernels.experts=reference")), H200)

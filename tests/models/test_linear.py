@@ -17,14 +17,14 @@ from penstock.models.init import initialize
 from penstock.models.linear import Embedding, Linear, cut_over, look_up_into
 from penstock.models.parameters import param_shards
 from penstock.models.rank_model import build_rank
-from penstock.parallel.axes import ALONE, Axes, Axis, make_axes
+from penstock.parallel.axes import ALONE, Axis, make_axes
 from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.recompute import recomputed
 from penstock.parallel.shard import own_rows
 from penstock.parallel.weight_grad_store import WeightGradStore
 from tests.closeness import assert_close, assert_equal
 from tests.distributed.pool import Pool
-from tests.models.families import ATTENTIONS, tiny_decoder, tiny_model
+from tests.models.families import ATTENTIONS, moe_with, tiny_decoder, tiny_model
 from tests.models.layouts import CPU, LAYOUTS, MODELS, V3, every_rank_model, laid_out, part_of
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -37,10 +37,6 @@ def _layer_context(rank: int, size: int) -> LayerContext:
     """A rank that is alone but believes that it is one of several: good for everything but talking."""
     axis = Axis(name="tensor", ranks=tuple(range(size)), rank=rank)
     return LayerContext(axes=replace(ALONE, tensor=axis))
-
-
-def first_axis(rank: int, size: int) -> Axis:
-    return _layer_context(rank, size).axes.tensor
 
 
 def _whole(rows: int, columns: int, seed: int = 1) -> Tensor:
@@ -68,10 +64,11 @@ def test_column_and_row_parallel_products_with_biases_equal_whole_ones(size: int
     first_O, second_I, x = torch.randn(OUTPUTS), torch.randn(INPUTS), torch.randn(3, INPUTS)
     summands = []
     for rank in range(size):
-        first = Linear(INPUTS, OUTPUTS, _layer_context(rank, size), split="outputs", bias=True)
-        second = Linear(OUTPUTS, INPUTS, _layer_context(rank, size), split="inputs", bias=True)
-        assert first.cuts["bias"] == first.cuts["weight"] == cut_over(first_axis(rank, size), dim=0)
-        assert (second.cuts["weight"], second.cuts["bias"]) == (cut_over(first_axis(rank, size), dim=1), ())
+        context = _layer_context(rank, size)
+        first = Linear(INPUTS, OUTPUTS, context, split="outputs", bias=True)
+        second = Linear(OUTPUTS, INPUTS, context, split="inputs", bias=True)
+        assert first.cuts["bias"] == first.cuts["weight"] == cut_over(context.axes.tensor, dim=0)
+        assert (second.cuts["weight"], second.cuts["bias"]) == (cut_over(context.axes.tensor, dim=1), ())
         _fill(first.weight, by_outputs.chunk(size)[rank])
         _fill(second.weight, by_inputs.chunk(size, dim=1)[rank])
         _fill(first.bias, first_O.chunk(size)[rank])
@@ -97,7 +94,6 @@ def _passes(matrix: Linear, x: Tensor, count: int = 2) -> tuple[Tensor, Tensor]:
         x = x.detach().requires_grad_()
         y = matrix(x)
         y.square().sum().backward()
-    assert x.grad is not None
     return y.detach(), x.grad
 
 
@@ -154,13 +150,10 @@ def test_a_replay_of_a_network_makes_no_last_product_and_adds_nothing_twice(monk
             matrix.main_grad = torch.zeros_like(matrix.weight)
         x_TD, products[0] = _direction().flatten(0, 1).requires_grad_(), 0
         run(x_TD).square().sum().backward()
-        assert x_TD.grad is not None
         found.append((x_TD.grad, network.gate_up.main_grad, network.down.main_grad))
         assert products[0] == (2 if run is network else 3), "of forward, and of a replay the first alone"
-    for plain, again in zip(*found, strict=True):
-        assert plain is not None
-        assert again is not None
-        assert torch.equal(plain, again)
+    assert_equal(*found)
+    assert all(gradient.any() for gradient in found[0])
 
 
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
@@ -200,22 +193,17 @@ def _tokens() -> Tensor:
     return torch.randint(V, (B, S), generator=torch.Generator().manual_seed(2))
 
 
-def _tensor_axes(size: int) -> Axes:
-    return make_axes(Grid(world=size, tensor=size))
-
-
 def _direction() -> Tensor:
     return torch.randn(B, S, D, generator=torch.Generator().manual_seed(3))
 
 
 def _embedded(size: int) -> tuple[Tensor, Tensor]:
     """Our positions' embeddings, and the gradient of our range of the vocabulary."""
-    axes = _tensor_axes(size)
+    axes = make_axes(Grid(world=size, tensor=size))
     embed = Embedding(V, D, LayerContext(axes=axes))
     _fill(embed.weight, _whole(V, D).chunk(size)[axes.rank])
     x_BSD = embed(_tokens())
     (x_BSD * _direction().chunk(size, dim=1)[axes.rank]).sum().backward()
-    assert embed.weight.grad is not None
     return x_BSD.detach(), embed.weight.grad
 
 
@@ -231,7 +219,7 @@ def test_an_embedding_over_ranks_gives_each_its_positions_of_the_whole_one(size:
 
 def _fed_forward(size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Our tokens' outputs, and gradients of them and of both matrices."""
-    axes = _tensor_axes(size)
+    axes = make_axes(Grid(world=size, tensor=size))
     network = FeedForward(D, OUTPUTS, LayerContext(axes=axes))
     gate, up = (half.chunk(size)[axes.rank] for half in _whole(2 * OUTPUTS, D).chunk(2))
     _fill(network.gate_up.weight, torch.cat((gate, up)))
@@ -239,9 +227,7 @@ def _fed_forward(size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x_TD = _direction().flatten(0, 1).chunk(size)[axes.rank].requires_grad_()
     y_TD = network(x_TD)
     y_TD.square().sum().backward()
-    gradients = (x_TD.grad, network.gate_up.weight.grad, network.down.weight.grad)
-    assert all(gradient is not None for gradient in gradients)
-    return y_TD.detach(), *gradients
+    return y_TD.detach(), x_TD.grad, network.gate_up.weight.grad, network.down.weight.grad
 
 
 def test_a_network_over_ranks_gives_each_its_tokens_of_the_whole_one(ranks: Pool) -> None:
@@ -281,8 +267,7 @@ def test_norms_start_with_one_biases_and_buffers_with_zero_and_all_else_is_drawn
     initialize(decoder, seed=1, std=0.05)
     assert all(not buffer.any() for buffer in decoder.buffers())
     embed = decoder.get_parameter("embed.weight")
-    assert embed.std().item() == pytest.approx(0.05, rel=0.1)
-    assert embed.mean().item() == pytest.approx(0.0, abs=0.005)
+    assert (embed.std().item(), embed.mean().item()) == (pytest.approx(0.05, rel=0.1), pytest.approx(0.0, abs=0.005))
     one, other = (decoder.get_parameter(f"blocks.{layer}.attention.out.weight") for layer in (1, 2))
     assert not torch.equal(one, other)
     for family in ("gpt-oss", "qwen3", "olmoe"):
@@ -314,16 +299,7 @@ def test_rows_that_data_parallel_ranks_divide_have_the_values_of_the_whole_in_fl
 
 
 def test_experts_are_drawn_one_by_one_whatever_their_number() -> None:
-    few, many = (tiny_model(moe=_experts(count)) for count in (4, 8))
-    assert torch.equal(_gate_up(few), _gate_up(many)[:4])
-    assert not torch.equal(_gate_up(many)[0], _gate_up(many)[1])
-
-
-def _experts(count: int) -> object:
-    moe = tiny_model("deepseek-v2").moe
-    assert moe is not None
-    return moe.model_copy(update={"experts": count})
-
-
-def _gate_up(model: object) -> Tensor:
-    return tiny_decoder(model).get_parameter("blocks.1.ffn.experts.gate_up_eFD").detach()  # type: ignore[arg-type]
+    models = [moe_with(tiny_model("deepseek-v2"), experts=count) for count in (4, 8)]
+    few, many = (tiny_decoder(one).get_parameter("blocks.1.ffn.experts.gate_up_eFD") for one in models)
+    assert torch.equal(few, many[:4])
+    assert not torch.equal(many[0], many[1])

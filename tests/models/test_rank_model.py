@@ -1,6 +1,7 @@
 """The parts of one rank of a run: dispatcher, stages, schedule, messages, positions."""
 
 import math
+from collections import defaultdict
 from math import prod
 from typing import Any
 
@@ -17,13 +18,7 @@ from penstock.models.build import meta_model
 from penstock.models.decoder import Decoder
 from penstock.models.linear import Embedding, Linear
 from penstock.models.parameters import fuse_wgrad_accumulation, gradients_by_autograd, head_main_grad, param_shards
-from penstock.models.rank_model import (
-    build_rank,
-    embedding_places,
-    message_of,
-    schedule_of,
-    stages_of,
-)
+from penstock.models.rank_model import build_rank, embedding_places, message_of, schedule_of, stages_of
 from penstock.moe.dispatch.all_gather import AllGatherDispatcher
 from penstock.moe.dispatch.all_to_all import AllToAllDispatcher, PaddedAllToAllDispatcher
 from penstock.moe.dispatch.contract import LocalDispatcher
@@ -31,6 +26,7 @@ from penstock.moe.experts import GroupedExperts
 from penstock.moe.layer import MoE
 from penstock.parallel.axes import ALONE, Axes
 from penstock.parallel.shard import ParamShard
+from tests.models.families import moe_with
 from tests.models.layouts import CPU, LAYOUTS, META, MODELS, V3, every_rank_model, laid_out, rectangles
 from tests.parallel.simulated import every_rank
 
@@ -38,11 +34,7 @@ PADDED = Balance(capacity_factor=1.0, pad_to_capacity=True)
 
 
 def _layers(layout: str, balance: Balance | None = None, **dispatch: Any) -> list[MoE]:
-    model = V3
-    assert model.moe is not None
-    if balance is not None:
-        model = model.model_copy(update={"moe": model.moe.model_copy(update={"balance": balance})})
-    run, world = laid_out(model, layout, "fp32")
+    run, world = laid_out(V3 if balance is None else moe_with(V3, balance=balance), layout)
     run = run.model_copy(update={"dispatch": Dispatch(**dispatch)})
     first = next(every_rank_model(run, world, META))
     return [module for decoder in first.modules for module in decoder.modules() if isinstance(module, MoE)]
@@ -60,14 +52,14 @@ def _layers(layout: str, balance: Balance | None = None, **dispatch: Any) -> lis
         ({"method": "all-to-all", "sync_free": 1}, AllToAllDispatcher, None),
     ],
 )
-def test_the_stage_decides_who_brings_tokens_and_with_how_much_room(
+def test_the_sync_free_stage_decides_the_dispatcher_and_its_row_capacity(
     dispatch: dict[str, Any], kind: type, bound: float | None
 ) -> None:
     layers = _layers("expert", **dispatch)
     assert layers
     for layer in layers:
         assert isinstance(layer.dispatcher, kind)
-        assert (None if layer.row_capacity is None else layer.row_capacity.factor) == bound
+        assert (layer.row_capacity and layer.row_capacity.factor) == bound
         if isinstance(layer.dispatcher, AllGatherDispatcher):
             assert layer.dispatcher.row_capacity is layer.row_capacity, "what a layer asks is what the step looks at"
 
@@ -172,18 +164,14 @@ def test_the_embedding_is_where_a_stage_reads_it(
 
 
 def test_the_schedule_has_the_stages_and_micro_batches_of_the_run() -> None:
-    run = _run(2, schedule="interleaved", stages_per_rank=2)
     for axes in _axes(pipeline=2):
-        plan = schedule_of(run, axes)
-        assert plan is not None
+        plan = schedule_of(_run(2, schedule="interleaved", stages_per_rank=2), axes)
         assert (plan.name, plan.ranks, plan.stages, plan.micro_batches) == ("interleaved", 2, 4, 24)
 
 
-@pytest.mark.parametrize(("schedule", "stages", "puts_off"), [("1f1b", 1, False), ("zb-1f1b", 1, True)])
-def test_weight_gradients_come_later_only_where_the_schedule_wants_it(
-    schedule: str, stages: int, puts_off: bool
-) -> None:
-    run = _run(2, schedule=schedule, stages_per_rank=stages)
+@pytest.mark.parametrize(("schedule", "puts_off"), [("1f1b", False), ("zb-1f1b", True)])
+def test_weight_gradients_come_later_only_where_the_schedule_wants_it(schedule: str, puts_off: bool) -> None:
+    run = _run(2, schedule=schedule)
     for axes in every_rank(Grid(world=2, pipeline=2), embedding_places(run)):
         model = build_rank(run, axes, META)
         layers = [layer for decoder in model.modules for layer in (*decoder.blocks.values(), *decoder.mtp.values())]
@@ -211,13 +199,9 @@ def test_only_ranks_that_share_rows_have_places_and_together_they_have_all() -> 
     assert places.count(first) == 2, "tensor ranks read the same positions"
 
 
-Held = list[tuple[int, ParamShard]]
-"""Rank and what it holds, of one parameter."""
-
-
-def _held(model: str, layout: str) -> dict[str, Held]:
-    """The shards of each parameter on all ranks."""
-    held: dict[str, Held] = {}
+def _held(model: str, layout: str) -> dict[str, list[tuple[int, ParamShard]]]:
+    """The shards of each parameter, with their ranks."""
+    held = defaultdict(list)
     run, world = laid_out(MODELS[model], layout)
     for rank, rank_model in enumerate(every_rank_model(run, world, META)):
         found = param_shards(rank_model.modules, rank_model.axes)
@@ -226,7 +210,7 @@ def _held(model: str, layout: str) -> dict[str, Held]:
         ], "each parameter once"
         for holding in found:
             assert tuple(holding.parameter.shape) == holding.local_shape, holding.name
-            held.setdefault(holding.name, []).append((rank, holding))
+            held[holding.name].append((rank, holding))
     return held
 
 
@@ -255,13 +239,11 @@ def test_shards_tile_every_parameter_and_gradients_are_summed_over_equal_shards(
 
 def test_replicated_parameters_of_tensor_ranks_have_partial_gradients() -> None:
     held = _held("v3", "experts folded over tensor and data")
-    partial = {name: [axis.name for axis in holdings_of_one[0][1].partial] for name, holdings_of_one in held.items()}
-    assert partial["norm.weight_D"] == ["tensor"]
-    assert partial["blocks.1.ffn.router.weight_ED"] == ["tensor"]
-    assert partial["blocks.0.attention.kv_down.weight"] == ["tensor"]
-    assert partial["blocks.0.attention.kv_up.weight"] == []
-    assert partial["blocks.1.ffn.experts.gate_up_eFD"] == []
-    assert partial["embed.weight"] == []
+    partial = {name: [axis.name for axis in holding.partial] for name, ((_, holding), *_) in held.items()}
+    for name in ("norm.weight_D", "blocks.1.ffn.router.weight_ED", "blocks.0.attention.kv_down.weight"):
+        assert partial[name] == ["tensor"]
+    for name in ("blocks.0.attention.kv_up.weight", "blocks.1.ffn.experts.gate_up_eFD", "embed.weight"):
+        assert partial[name] == []
 
 
 def test_the_last_bias_of_an_expert_is_held_by_the_first_of_those_that_share_it() -> None:
@@ -340,7 +322,5 @@ def test_sinks_biases_and_projection_norms_are_sharded_like_the_heads() -> None:
         assert [holding.cuts[0].index for _, holding in of[name]] == [0, 1]
         assert all(holding.partial == () for _, holding in of[name])
     # Added behind the sum, by each rank at its own positions.
-    assert [(holding.cuts, [axis.name for axis in holding.partial]) for _, holding in of["out.bias"]] == [
-        ((), ["tensor"]),
-        ((), ["tensor"]),
-    ]
+    out_biases = [(holding.cuts, [axis.name for axis in holding.partial]) for _, holding in of["out.bias"]]
+    assert out_biases == [((), ["tensor"])] * 2

@@ -78,19 +78,13 @@ def token_by_token(x_TD: Tensor, routing: Routing, gate_up_eFD: Tensor, down_eDF
 
 @dataclass(frozen=True)
 class Problem:
-    """One layer's problem, of all ranks together. Its matrices are `weights_of`, its biases `biases_of`.
-
-    Attributes:
-        x_TD: tokens, divided evenly among the places.
-        weights_TK: of their choices; zero where a slot was dropped.
-        direction_TD: gradient of the output.
-    """
+    """One layer's problem, of all ranks together. Its matrices are `weights_of`, its biases `biases_of`."""
 
     placement: ExpertPlacement
-    x_TD: Tensor
-    weights_TK: Tensor
+    x_TD: Tensor  # divided evenly among the places
+    weights_TK: Tensor  # zero where a slot was dropped
     experts_TK: Tensor
-    direction_TD: Tensor
+    direction_TD: Tensor  # gradient of the output
     family: Family = "plain"
 
     @property
@@ -176,28 +170,22 @@ def compare(whole: Problem, got: Sequence[Sequence[Tensor]], tolerance: float = 
     alone = replace(whole, placement=ExpertPlacement(experts=placement.experts))
     y_TD, dx_TD, dweights_TK, *parameters = mix([LocalDispatcher(placement.experts, REFERENCE)], [alone], 0)[0]
     is_kept_TK = whole.experts_TK < placement.experts
-    together = [torch.cat([one[index] for one in got]) for index in range(3)]
-    assert_close(together[0], y_TD, tolerance=tolerance)
-    assert_close(together[1], dx_TD, tolerance=tolerance, what="gradient of x")
-    assert_close(together[2][is_kept_TK], dweights_TK[is_kept_TK], tolerance=tolerance)
+    found_TD, found_dx_TD, found_dweights_TK = (torch.cat([one[index] for one in got]) for index in range(3))
+    assert_close(found_TD, y_TD, tolerance=tolerance)
+    assert_close(found_dx_TD, dx_TD, tolerance=tolerance, what="gradient of x")
+    assert_close(found_dweights_TK[is_kept_TK], dweights_TK[is_kept_TK], tolerance=tolerance)
     for place, one in enumerate(got):
-        for mine, theirs in zip(one[3:], parts_of(parameters, place, placement), strict=True):
-            assert_close(mine, theirs, tolerance=tolerance, what=f"parameters of place {place}")
+        expected = parts_of(parameters, place, placement)
+        assert_close(one[3:], expected, tolerance=tolerance, what=f"parameters of place {place}")
 
 
-Gloo = Literal[
-    "sent",
-    "padded",
-    "gathered, counted",
-    "gathered, bounded",
-    "gathered, worst case",
-    "by node, sent",
-    "by node, gathered",
-    "by node, bounded",
-    "by node, worst case",
-]
+Flat = Literal["sent", "padded", "gathered, counted", "gathered, bounded", "gathered, worst case"]
+ByNode = Literal["by node, sent", "by node, gathered", "by node, bounded", "by node, worst case"]
+Gloo = Flat | ByNode
 Way = Gloo | Literal["alone", "pushed", "by node, pushed"]
-OVER_GLOO: tuple[Gloo, ...] = get_args(Gloo)
+FLAT: tuple[Flat, ...] = get_args(Flat)
+BY_NODE: tuple[ByNode, ...] = get_args(ByNode)
+OVER_GLOO: tuple[Gloo, ...] = (*FLAT, *BY_NODE)
 
 Results = list[list[Tensor]]
 """Of one rank, for each problem."""
@@ -217,50 +205,52 @@ def solve(
 ) -> list[Results]:
     """What `mix` gives on every rank; `per_node` ranks are on a node, or half of them. All rows find room."""
     placement = flights[0][0].placement
-    bound = float(placement.expert)
     if way == "alone":
         alone = LocalDispatcher(placement.experts, TRITON if triton else REFERENCE, wire_format)
-        return [[one for problems in flights for one in mix([alone] * len(problems), problems, 0)]]
+        return [_fly([alone] * len(flights[0]), flights, 0)]
     if way == "pushed":
-        return run_ranks(_pushed, buffer_sizes(flights, nodes=1), flights, bound, wire_format)
+        return run_ranks(_pushed, buffer_sizes(flights, nodes=1), flights, wire_format)
     if way == "by node, pushed":
-        by_node = ranks.run(2, _node_of_pushed, flights, bound, wire_format)
+        by_node = ranks.run(2, _node_of_pushed, flights, wire_format)
         return [results for node in by_node for results in node]
-    return ranks.run(placement.places, _over_gloo, way, flights, triton, bound, per_node, wire_format)
+    return ranks.run(placement.places, _over_gloo, way, flights, triton, per_node, wire_format)
 
 
-def _over_gloo(
-    way: Gloo, flights: Flights, triton: bool, bound: float, per_node: int, wire_format: WireFormat
-) -> Results:
-    placement = flights[0][0].placement
-    row_capacities = [RowCapacity(placement, bound) for _ in flights[0]]
-    dispatchers, place = dispatchers_on_a_rank(way, placement, row_capacities, triton, per_node, wire_format)
+def _fly(dispatchers: Sequence[Dispatcher], flights: Flights, place: int) -> Results:
+    """Flight after flight, with a dispatcher for each layer."""
     return [one for problems in flights for one in mix(dispatchers, problems, place)]
+
+
+def with_room(placement: ExpertPlacement) -> RowCapacity:
+    """A capacity for all rows of all ranks."""
+    return RowCapacity(placement, float(placement.expert))
+
+
+def _over_gloo(way: Gloo, flights: Flights, triton: bool, per_node: int, wire_format: WireFormat) -> Results:
+    row_capacities = [with_room(flights[0][0].placement) for _ in flights[0]]
+    dispatchers, place = dispatchers_on_a_rank(way, row_capacities, triton, per_node, wire_format)
+    return _fly(dispatchers, flights, place)
 
 
 def dispatchers_on_a_rank(
     way: Gloo,
-    placement: ExpertPlacement,
     row_capacities: Sequence[RowCapacity],
     triton: bool = False,
     per_node: int = 0,
     wire_format: WireFormat = UNQUANTIZED,
 ) -> tuple[list[Dispatcher], int]:
     """A dispatcher for each capacity, and our place."""
+    placement = row_capacities[0].placement
     grid = Grid(world=placement.places, expert=placement.expert, expert_tensor=placement.expert_tensor)
     axes = make_axes(grid, ranks_per_node=per_node or max(1, placement.places // 2))
-    make = partial(_dispatcher, way, placement, axes, TRITON if triton else REFERENCE, wire_format)
-    return [make(row_capacity) for row_capacity in row_capacities], axes.expert.rank
+    operators = TRITON if triton else REFERENCE
+    return [_dispatcher(way, axes, operators, wire_format, one) for one in row_capacities], axes.expert.rank
 
 
 def _dispatcher(
-    way: Gloo,
-    placement: ExpertPlacement,
-    axes: Axes,
-    operators: Operators,
-    wire_format: WireFormat,
-    row_capacity: RowCapacity,
+    way: Gloo, axes: Axes, operators: Operators, wire_format: WireFormat, row_capacity: RowCapacity
 ) -> Dispatcher:
+    placement = row_capacity.placement
     if way == "padded":
         # a factor of E gives every expert room for all slots, so padding itself drops none
         return PaddedAllToAllDispatcher(placement, axes.expert, float(placement.experts), operators, wire_format)
@@ -295,37 +285,31 @@ def in_large_tiles(transport: SymmetricTransport) -> SymmetricTransport:
     return replace(transport, **dict.fromkeys(("push", "take", "take_all", "back", "sum", "sum_all"), launch))
 
 
-def _pushed(buffers: SymmetricBuffers, flights: Flights, bound: float, wire_format: WireFormat) -> Results:
+def _pushed(buffers: SymmetricBuffers, flights: Flights, wire_format: WireFormat) -> Results:
     placement = flights[0][0].placement
     transport = in_large_tiles(transport_of(placement, buffers))
-    dispatchers = [
-        SymmetricDispatcher(placement, transport, RowCapacity(placement, bound), wire_format=wire_format)
-        for _ in flights[0]
-    ]
-    return [one for problems in flights for one in mix(dispatchers, problems, buffers.peers.rank)]
+    make = partial(SymmetricDispatcher, placement, transport, wire_format=wire_format)
+    return _fly([make(with_room(placement)) for _ in flights[0]], flights, buffers.peers.rank)
 
 
-def _node_of_pushed(flights: Flights, bound: float, wire_format: WireFormat) -> list[Results]:
+def _node_of_pushed(flights: Flights, wire_format: WireFormat) -> list[Results]:
     """One of two nodes: what each of its ranks gives.
 
     Both draw whose turn it is from one seed and make the same calls, so the same rank runs on both and meets itself in
     the collectives between them.
     """
     across = make_axes(Grid(world=2)).world
-    return run_ranks(_by_node_pushed, buffer_sizes(flights, nodes=2), flights, bound, across, wire_format)
+    return run_ranks(_by_node_pushed, buffer_sizes(flights, nodes=2), flights, across, wire_format)
 
 
-def _by_node_pushed(
-    buffers: SymmetricBuffers, flights: Flights, bound: float, across: Axis, wire_format: WireFormat
-) -> Results:
+def _by_node_pushed(buffers: SymmetricBuffers, flights: Flights, across: Axis, wire_format: WireFormat) -> Results:
     placement, rank, per_node = flights[0][0].placement, buffers.peers.rank, buffers.peers.size
     nodes = NodePlacement(placement, Axis(name="expert_node", ranks=tuple(range(per_node)), rank=rank), across)
     block = placement.block(per_node)
-    transport, room = in_large_tiles(transport_of(block, buffers)), RowCapacity(placement, bound)
-    inner = SymmetricDispatcher(block, transport, room, wire_format=wire_format)
+    transport = in_large_tiles(transport_of(block, buffers))
+    inner = SymmetricDispatcher(block, transport, with_room(placement), wire_format=wire_format)
     outer = HierarchicalDispatcher(nodes, inner, REFERENCE, is_counted=False, wire_format=wire_format)
-    place = across.rank * per_node + rank
-    return [one for problems in flights for one in mix([outer] * len(problems), problems, place)]
+    return _fly([outer] * len(flights[0]), flights, across.rank * per_node + rank)
 
 
 def plain_moe(experts: int, width: int, **changes: Any) -> Moe:

@@ -30,7 +30,7 @@ from penstock.parallel.axes import ALONE
 from penstock.parallel.dispatch_buffers import widest_row
 from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers
-from tests.closeness import assert_close, relative_error
+from tests.closeness import assert_close, assert_equal, relative_error
 from tests.distributed.one_loss import trace
 from tests.distributed.pool import Pool
 from tests.moe.mixture import (
@@ -45,6 +45,7 @@ from tests.moe.mixture import (
     problem,
     random_routing,
     solve,
+    with_room,
 )
 from tests.moe.test_dispatch import adversarial
 from tests.moe.test_host_waits import HostWaits
@@ -59,19 +60,8 @@ SIMULATED = pytest.mark.skipif(torch.cuda.is_available(), reason="ranks are simu
 
 
 def _representable(whole: Problem, wire_format: WireFormat) -> Problem:
-    payload = wire_format.encode(whole.x_TD)
-    assert payload.packed is not None and wire_format.recipe is not None
-    width, dtype = whole.x_TD.shape[1], whole.x_TD.dtype
-    return replace(whole, x_TD=unpack_rows(payload.packed, width, wire_format.recipe, wire_format.form, dtype))
-
-
-def _same(found: list[list[list[Tensor]]], plain: list[list[list[Tensor]]]) -> bool:
-    return all(
-        torch.equal(mine, theirs)
-        for of_rank, other in zip(found, plain, strict=True)
-        for one, two in zip(of_rank, other, strict=True)
-        for mine, theirs in zip(one, two, strict=True)
-    )
+    packed, (_, width), dtype = wire_format.encode(whole.x_TD).packed, whole.x_TD.shape, whole.x_TD.dtype
+    return replace(whole, x_TD=unpack_rows(packed, width, wire_format.recipe, wire_format.form, dtype))
 
 
 @pytest.mark.often("sent-*", "gathered, bounded-blockwise", "by node, worst case-blockwise", "padded-blockwise")
@@ -86,7 +76,7 @@ def test_what_8_bits_hold_gives_the_bits_that_16_bits_give(ranks: Pool, way: Way
     problems = [_representable(problem(EP4, adversarial(kind, 16)), wire_format) for kind in KINDS]
     plain = solve(ranks, way, [problems])
     for packed in (replace(wire_format, dequantizes=True), wire_format):
-        assert _same(solve(ranks, way, [problems], wire_format=packed), plain)
+        assert_equal(solve(ranks, way, [problems], wire_format=packed), plain)
 
 
 @SIMULATED
@@ -94,7 +84,7 @@ def test_what_8_bits_hold_gives_the_bits_that_16_bits_give(ranks: Pool, way: Way
 def test_what_8_bits_hold_is_pushed_with_the_bits_of_16(ranks: Pool, way: Way, expert: int) -> None:
     placement = ExpertPlacement(experts=8, expert=expert)
     problems = [_representable(problem(placement, adversarial("some dropped", 8)), READ)]
-    assert _same(solve(ranks, way, [problems], wire_format=READ), solve(ranks, way, [problems]))
+    assert_equal(solve(ranks, way, [problems], wire_format=READ), solve(ranks, way, [problems]))
 
 
 @pytest.mark.parametrize("way", OVER_GLOO)
@@ -119,7 +109,6 @@ def _arrived(dispatcher: Dispatcher, x_TD: Tensor, routing: Routing, own: range)
     """On a rank."""
     rows, _ = dispatcher.dispatch(x_TD, routing)
     quantized, places = rows.quantized, int(rows.counts_e.sum())
-    assert quantized is not None and rows.index_R is not None
     assert rows.x_ND.shape == quantized.values.shape
     experts = torch.tensor(own).repeat_interleave(rows.counts_e.long()).tolist()
     is_padding = rows.weights_R[:places] == 0
@@ -135,33 +124,23 @@ def _bytes_of(values: Tensor) -> bytes:
 
 
 def _expected(x_TD: Tensor, experts_TK: Tensor, own: range, wire_format: WireFormat) -> Arrived:
-    assert wire_format.recipe is not None
-    rows = as_quantized(
-        pack_rows(x_TD, wire_format.recipe, wire_format.form), x_TD.shape[1], wire_format.recipe, wire_format.form
-    )
+    recipe, form = wire_format.recipe, wire_format.form
+    rows = as_quantized(pack_rows(x_TD, recipe, form), x_TD.shape[1], recipe, form)
     by_token = [_bytes_of(values) + _bytes_of(scales) for values, scales in zip(rows.values, rows.scales, strict=True)]
     chosen = [(expert, token) for token, choices in enumerate(experts_TK.tolist()) for expert in choices]
     return Counter((expert, by_token[token]) for expert, token in chosen if expert in own)
 
 
 def _arrives_over_gloo(way: Gloo, x_TD: Tensor, experts_TK: Tensor, wire_format: WireFormat) -> bool:
-    room = [RowCapacity(EP4, 4.0)]
-    (dispatcher,), place = dispatchers_on_a_rank(way, EP4, room, wire_format=wire_format)
-    return _arrives(dispatcher, EP4, place, x_TD, experts_TK, wire_format)
+    (dispatcher,), place = dispatchers_on_a_rank(way, [with_room(EP4)], wire_format=wire_format)
+    return _arrives(dispatcher, EP4, place, x_TD, experts_TK)
 
 
-def _arrives(
-    dispatcher: Dispatcher,
-    placement: ExpertPlacement,
-    place: int,
-    x_TD: Tensor,
-    experts_TK: Tensor,
-    wire_format: WireFormat,
-) -> bool:
+def _arrives(dispatcher: Dispatcher, placement: ExpertPlacement, place: int, x_TD: Tensor, experts_TK: Tensor) -> bool:
     own_TK, own = experts_TK.chunk(placement.places)[place], placement.experts_of(place)
     routing = Routing(torch.ones(own_TK.shape).masked_fill(own_TK == 8, 0), own_TK)
     found = _arrived(dispatcher, x_TD.chunk(placement.places)[place], routing, own)
-    return found == _expected(x_TD, experts_TK, own, wire_format)
+    return found == _expected(x_TD, experts_TK, own, dispatcher.wire_format)
 
 
 @pytest.mark.often("sent-*", "gathered, bounded-blockwise", "by node, worst case-mxfp8", "padded-blockwise")
@@ -187,9 +166,9 @@ def test_pushed_bytes_take_half_the_memory_on_their_way(recipe: Recipe) -> None:
 
 def _arrives_pushed(buffers: SymmetricBuffers, x_TD: Tensor, experts_TK: Tensor, wire_format: WireFormat) -> bool:
     placement = ExpertPlacement(experts=8, expert=2)
-    transport, room = transport_of(placement, buffers), RowCapacity(placement, 2.0)
-    dispatcher = SymmetricDispatcher(placement, transport, room, wire_format=wire_format)
-    return _arrives(dispatcher, placement, buffers.peers.rank, x_TD, experts_TK, wire_format)
+    transport = transport_of(placement, buffers)
+    dispatcher = SymmetricDispatcher(placement, transport, with_room(placement), wire_format=wire_format)
+    return _arrives(dispatcher, placement, buffers.peers.rank, x_TD, experts_TK)
 
 
 # What is sent.
@@ -215,7 +194,7 @@ class _Sent(TorchDispatchMode):
 
 def _sent(way: Gloo, x_TD: Tensor, experts_TK: Tensor, wire_format: WireFormat) -> tuple[Counter[torch.dtype], ...]:
     """On a rank: bytes sent by dispatch, and by its backward."""
-    (dispatcher,), place = dispatchers_on_a_rank(way, EP4, [RowCapacity(EP4, 4.0)], wire_format=wire_format)
+    (dispatcher,), place = dispatchers_on_a_rank(way, [with_room(EP4)], wire_format=wire_format)
     own_TD, own_TK = x_TD.chunk(4)[place].requires_grad_(), experts_TK.chunk(4)[place]
     with _Sent() as out:
         rows, _ = dispatcher.dispatch(own_TD, Routing(torch.ones(own_TK.shape), own_TK))
@@ -279,7 +258,6 @@ def test_rows_stay_in_8_bits_where_experts_read_them_in_the_same_blocks(
     rule = Float8Rule(dispatch=BLOCKWISE, experts=experts)
     assert wire_format_of(rule) == WireFormat(recipe=BLOCKWISE, dequantizes=dequantizes)
     dispatcher, _ = make_dispatcher(plain_moe(8, 16), LayerContext(float8=rule))
-    assert isinstance(dispatcher, LocalDispatcher)
     rows, _ = dispatcher.dispatch(torch.randn(4, D), random_routing(4, 8, 2, seed=0))
     assert (rows.quantized is None) == dequantizes
     assert wire_format_of(Float8Rule(experts=experts)).recipe is None
@@ -309,7 +287,7 @@ def test_rows_in_8_bits_leave_beside_other_work_too(experts: Recipe | None) -> N
         (y_TD,) = layer(x_TD, Scope())
         y_TD.square().sum().backward()
         results.append([y_TD.detach(), x_TD.grad, *(parameter.grad for parameter in layer.parameters())])
-    assert all(map(torch.equal, *results))
+    assert_equal(*results)
 
 
 @pytest.mark.slow

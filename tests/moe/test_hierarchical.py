@@ -10,12 +10,11 @@ from penstock.kernels.operators import REFERENCE
 from penstock.layout.experts import ExpertPlacement
 from penstock.layout.grid import Grid
 from penstock.moe.dispatch.all_gather import AllGatherDispatcher
-from penstock.moe.dispatch.hierarchical import HierarchicalDispatcher, HierarchicalMetadata, NodePlacement
-from penstock.moe.dispatch.row_capacity import RowCapacity
+from penstock.moe.dispatch.hierarchical import HierarchicalDispatcher, NodePlacement
 from penstock.moe.routing import Routing
 from penstock.parallel.axes import Axis, make_axes
 from tests.distributed.pool import Pool
-from tests.moe.mixture import D, Gloo, dispatchers_on_a_rank, problem, random_routing
+from tests.moe.mixture import D, Gloo, dispatchers_on_a_rank, problem, random_routing, with_room
 
 
 @given(
@@ -32,11 +31,8 @@ def test_a_token_needs_the_nodes_that_hold_a_part_of_its_experts(
     nodes = NodePlacement(placement, _axis("node", per_node), _axis("across", count))
     experts_TK = random_routing(9, placement.experts, min(2, placement.experts), seed, dropped=0.3).experts_TK
     for choices, found in zip(experts_TK.tolist(), nodes.needed(experts_TK).tolist(), strict=True):
-        needed = {
-            place // per_node
-            for place in range(placement.places)
-            if any(one in placement.experts_of(place) for one in choices)
-        }
+        holders = (place for place in range(placement.places) if {*choices} & {*placement.experts_of(place)})
+        needed = {place // per_node for place in holders}
         assert found == [node if node in needed else count for node in range(count)]
     for node in range(count):
         held = {one for place in range(node * per_node, (node + 1) * per_node) for one in placement.experts_of(place)}
@@ -50,10 +46,9 @@ def _axis(name: str, size: int) -> Axis:
 def _crossed(way: Gloo, experts_TK: Tensor) -> tuple[tuple[int, ...] | None, int, tuple[int, ...]]:
     """On a rank: tokens that went to each node, tokens that came, and the rows that the experts read from."""
     placement = ExpertPlacement(experts=8, expert=4)
-    (dispatcher,), place = dispatchers_on_a_rank(way, placement, [RowCapacity(placement, 4.0)], triton=False)
+    (dispatcher,), place = dispatchers_on_a_rank(way, [with_room(placement)])
     own = problem(placement, Routing(torch.ones(experts_TK.shape), experts_TK)).of(place)
     rows, metadata = dispatcher.dispatch(own.x_TD, Routing(own.weights_TK, own.experts_TK))
-    assert isinstance(metadata, HierarchicalMetadata)
     return metadata.send, metadata.arrived, tuple(rows.x_ND.shape)
 
 
@@ -98,10 +93,8 @@ def _summed(is_counted: bool) -> tuple[Tensor, Tensor]:
     dispatcher = HierarchicalDispatcher(nodes, inner, REFERENCE, is_counted=is_counted)
     x_TD = torch.zeros(2, D, dtype=torch.bfloat16, requires_grad=True)
     rows, metadata = dispatcher.dispatch(x_TD, Routing(torch.ones(2, 4), torch.arange(4).expand(2, 4)))
-    assert rows.index_R is not None
     number = 256.0 if axes.expert.rank == 0 else 1.0
     read_RD = rows.x_ND[rows.index_R]
     y_TD = dispatcher.combine(torch.full_like(read_RD, number), metadata)
     (read_RD[: int(rows.counts_e.sum())] * number).sum().backward()
-    assert x_TD.grad is not None
     return y_TD.detach(), x_TD.grad

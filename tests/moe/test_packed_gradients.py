@@ -14,21 +14,12 @@ from torch.multiprocessing.spawn import start_processes
 
 from penstock.base.errors import KernelError
 from penstock.config.parallel import Dispatch
+from penstock.kernels.float8 import recipes
 from penstock.kernels.float8.expert_ffn import expert_ffn
 from penstock.kernels.float8.gradient_side_channel import GradientSideChannel
 from penstock.kernels.float8.operators import REFERENCE, Float8Operators, Float8Rule
 from penstock.kernels.float8.quantized import row_bytes
-from penstock.kernels.float8.recipes import (
-    BLOCKWISE,
-    BLOCKWISE_SQUARE,
-    E4M3,
-    E5M2,
-    MXFP8,
-    Format,
-    Recipe,
-    format_on,
-    obstacle,
-)
+from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, E4M3, E5M2, MXFP8, Format, Recipe
 from penstock.kernels.float8.reference import quantize_rows
 from penstock.kernels.float8.triton_operators import TRITON
 from penstock.kernels.tuning import target_of
@@ -43,7 +34,7 @@ from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.recompute import RecomputeRule
 from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers, allocate
 from penstock.plan.op_recorder import OpRecorder
-from tests.closeness import decibels
+from tests.closeness import assert_equal, decibels
 from tests.moe.mixture import make_layer, plain_moe
 from tests.parallel.symmetric_ranks import run_ranks
 
@@ -68,26 +59,17 @@ class InSixteen:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """How a layer runs.
-
-    Attributes:
-        rule: what is in 8 bits.
-        in_sixteen: gradients travel as they are.
-        recompute: parts that are computed again.
-        leaves: transfers leave beside other work.
-        bound: of the room; 0 has the host read how many rows there are.
-        passes: backward passes over the one graph.
-    """
+    """How a layer runs."""
 
     rule: Float8Rule = READ
     tokens: int = 12
     dtype: torch.dtype = torch.float32
     bias: bool = False
-    in_sixteen: bool = False
+    in_sixteen: bool = False  # gradients travel as they are
     recompute: tuple[str, ...] = ()
-    leaves: bool = False
-    bound: float = 0
-    passes: int = 1
+    leaves: bool = False  # transfers leave beside other work
+    bound: float = 0  # of the row capacity; 0 has the host read how many rows there are
+    passes: int = 1  # backward passes over the one graph
 
     @property
     def sizes(self) -> BufferSizes:
@@ -166,25 +148,23 @@ def _pushed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[torch.dtype,
 BYTES, PLAIN = (torch.uint8, row_bytes(D, BLOCKWISE)), (torch.float32, D)
 
 
+PUSHED_BACK = {
+    "same blocks": (Case(), BYTES),
+    "squares": (Case(rule=replace(READ, experts=BLOCKWISE_SQUARE)), BYTES),
+    "16 bits": (Case(rule=replace(READ, experts=None)), PLAIN),
+    "other blocks": (Case(rule=replace(READ, experts=MXFP8)), PLAIN),
+    "biases": (Case(bias=True), PLAIN),
+    "beside other work": (Case(leaves=True), BYTES),
+}
+
+
 @SIMULATED
-@pytest.mark.parametrize(
-    ("case", "back"),
-    [
-        (Case(), BYTES),
-        (Case(rule=replace(READ, experts=BLOCKWISE_SQUARE)), BYTES),
-        (Case(rule=replace(READ, experts=None)), PLAIN),
-        (Case(rule=replace(READ, experts=MXFP8)), PLAIN),
-        (Case(bias=True), PLAIN),
-        (Case(leaves=True), BYTES),
-    ],
-    ids=["same blocks", "squares", "16 bits", "other blocks", "biases", "beside other work"],
-)
+@pytest.mark.parametrize(("case", "back"), PUSHED_BACK.values(), ids=PUSHED_BACK)
 def test_gradients_are_pushed_as_bytes_where_experts_quantize_them_so(
     case: Case, back: tuple[torch.dtype, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with _pushed(monkeypatch) as seen:
         _solve(case)
-    assert len(seen) == 2 * RANKS
     assert sorted(seen, key=str) == sorted([BYTES, back] * RANKS, key=str)
 
 
@@ -201,11 +181,10 @@ RECIPES = {
     ("recipe", "gradient", "operators"),
     [
         *(pytest.param(*given, REFERENCE, id=f"{name}-definition") for name, given in RECIPES.items()),
-        # The kernels know three of these from their own tests; interpreted they take long.
-        pytest.param(*RECIPES["squares"], TRITON, id="squares-triton"),
+        # The kernels' own tests have three of these; interpreted they take long.
         *(
-            pytest.param(*RECIPES[name], TRITON, id=f"{name}-triton", marks=pytest.mark.slow)
-            for name in ("blockwise", "e5m2", "mxfp8")
+            pytest.param(*given, TRITON, id=f"{name}-triton", marks=[pytest.mark.slow] * (name != "squares"))
+            for name, given in RECIPES.items()
         ),
     ],
 )
@@ -220,28 +199,24 @@ def test_rows_of_gradients_are_those_that_are_quantized_on_arrival(
     case = Case(rule=Float8Rule(dispatch=dispatch, experts=recipe, gradient=gradient, operators=operators))
     for found, plain in zip(_solve(case), _solve(replace(case, in_sixteen=True)), strict=True):
         down, plain_down = found.pop("experts.down_eDF"), plain.pop("experts.down_eDF")
-        assert found.keys() == plain.keys()
-        assert not [name for name, one in found.items() if not torch.equal(one, plain[name])]
+        assert_equal(found, plain)
         assert decibels(down, plain_down) > (22 if gradient is E4M3 else 17)
 
 
+HOW = {
+    "layer again": Case(recompute=("moe",)),
+    "activation again": Case(recompute=("expert-activation",)),
+    "beside other work": Case(leaves=True),
+    "two passes": Case(passes=2),
+    "two passes, layer again": Case(passes=2, recompute=("moe",)),
+}
+
+
 @SIMULATED
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(recompute=("moe",)),
-        Case(recompute=("expert-activation",)),
-        Case(leaves=True),
-        Case(passes=2),
-        Case(passes=2, recompute=("moe",)),
-    ],
-    ids=["layer again", "activation again", "beside other work", "two passes", "two passes, layer again"],
-)
+@pytest.mark.parametrize("case", HOW.values(), ids=HOW)
 def test_experts_find_them_however_the_layer_runs(case: Case) -> None:
     for found, once in zip(_solve(case), _solve(Case()), strict=True):
-        for name, one in found.items():
-            times = 1 if name == "y" else case.passes
-            assert torch.equal(one, times * once[name]), name
+        assert_equal(found, {name: one * (1 if name == "y" else case.passes) for name, one in once.items()})
 
 
 @SIMULATED
@@ -253,9 +228,7 @@ def test_places_that_hold_nothing_may_hold_anything() -> None:
         found, once = _solve(Case(bound=2.0)), _solve(Case())
     finally:
         torch.use_deterministic_algorithms(before)
-    assert all(
-        torch.equal(one, plain[name]) for mine, plain in zip(found, once, strict=True) for name, one in mine.items()
-    )
+    assert_equal(found, once)
 
 
 @SIMULATED
@@ -340,14 +313,13 @@ def test_on_gpus_rows_of_gradients_are_those_that_are_quantized_on_arrival(
     tmp_path: Path, recipe: Recipe, gradient: str, bound: float
 ) -> None:
     target = target_of(torch.device("cuda", 0))
-    problem = obstacle(recipe, target)
-    if problem is not None:
+    if problem := recipes.obstacle(recipe, target):
         pytest.skip(problem)
     rule = Float8Rule(
         dispatch=BLOCKWISE if recipe is BLOCKWISE_SQUARE else recipe,
         experts=recipe,
-        forward=format_on("e4m3", target),
-        gradient=format_on(gradient, target),
+        forward=recipes.format_on("e4m3", target),
+        gradient=recipes.format_on(gradient, target),
         operators=TRITON,
     )
     case = Case(rule=rule, tokens=3000, dtype=torch.bfloat16, bound=bound)
@@ -356,6 +328,5 @@ def test_on_gpus_rows_of_gradients_are_those_that_are_quantized_on_arrival(
     for rank in range(RANKS):
         plain, *packed = torch.load(tmp_path / f"{rank}.pt")
         for found in packed:
-            down = found.pop("experts.down_eDF")
-            assert decibels(down, plain["experts.down_eDF"]) > 40
-            assert not [name for name, one in found.items() if not torch.equal(one, plain[name])]
+            assert decibels(found.pop("experts.down_eDF"), plain["experts.down_eDF"]) > 40
+            assert_equal(found, {name: plain[name] for name in found})

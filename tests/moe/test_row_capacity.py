@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from penstock.kernels import expert_kernels as networks
 from penstock.kernels.expert_ffn import expert_ffn
 from penstock.kernels.expert_parts import SavedRows
-from penstock.kernels.operators import REFERENCE, TORCH, Operators
+from penstock.kernels.operators import REFERENCE, TORCH
 from penstock.kernels.triton_operators import TRITON
 from penstock.layout.experts import ExpertPlacement
 from penstock.moe.dispatch.all_gather import first_rows
@@ -46,9 +47,7 @@ def test_layers_that_were_too_small_keep_a_tenth_more_than_came_and_others_stay_
     make_room(row_capacities)
     assert small.rows(1000, 6) == 1103  # 1,100 and the row of dropped slots, in sixteens
     assert large.rows(1000, 6) == 1135
-    assert widenings(row_capacities) == 1, (
-        "of both: ranks that were large enough capture their graphs anew with the others"
-    )
+    assert widenings(row_capacities) == 1, "of both: large enough ranks capture their graphs anew with the others"
     forget_left_out(row_capacities)
     assert small.meter.tolist() == [0, 0]
     make_room(row_capacities)
@@ -75,13 +74,7 @@ def test_more_than_the_worst_case_is_never_asked_for() -> None:
     seed=st.integers(0, 1000),
 )
 def test_an_order_of_fewer_rows_keeps_the_first_and_drops_the_rest(
-    tokens: int,
-    experts: int,
-    top_k: int,
-    rows: int,
-    dropped: float,
-    kernels: tuple[Operators, networks.ExpertKernels],
-    seed: int,
+    tokens: int, experts: int, top_k: int, rows: int, dropped: float, kernels: tuple[Any, Any], seed: int
 ) -> None:
     operators, network = kernels
     routing = random_routing(tokens, experts, min(top_k, experts), seed, dropped)
@@ -90,25 +83,15 @@ def test_an_order_of_fewer_rows_keeps_the_first_and_drops_the_rest(
     kept_TK = (whole.places_TK < rows) & (routing.experts_TK < experts)
     x_TD = torch.randn(tokens, D, generator=torch.Generator().manual_seed(seed), requires_grad=True)
     leaves = (x_TD, routing.weights_TK, *weights_of(experts))
-    index_R = order.slots_R // kept_TK.shape[1]
-    y_RD = expert_ffn(
-        x_TD,
-        *leaves[2:],
-        order.counts_E,
-        pick_kept(routing.weights_TK, order),
-        index_R,
-        places_TK=order.places_TK,
-        kernels=network,
-    )
+    rest = order.counts_E, pick_kept(routing.weights_TK, order), order.slots_R // kept_TK.shape[1]
+    y_RD = expert_ffn(x_TD, *leaves[2:], *rest, places_TK=order.places_TK, kernels=network)
     got_TD = operators.unpermute(y_RD, order)
-    expected_TD = token_by_token(
-        x_TD, Routing(routing.weights_TK, routing.experts_TK.masked_fill(~kept_TK, experts)), *leaves[2:]
-    )
+    kept = Routing(routing.weights_TK, routing.experts_TK.masked_fill(~kept_TK, experts))
+    expected_TD = token_by_token(x_TD, kept, *leaves[2:])
     assert_close(got_TD, expected_TD, tolerance=1e-4)
     got = torch.autograd.grad(got_TD.sum(), leaves)
     expected = torch.autograd.grad(expected_TD.sum(), leaves, allow_unused=True, materialize_grads=True)
-    for name, one, other in zip(("x", "weights", "gate_up", "down"), got, expected, strict=True):
-        assert_close(one, other, tolerance=1e-4, what=f"gradient of {name}")
+    assert_close(got, expected, tolerance=1e-4, what="gradients of x, weights, gate_up, down")
 
 
 def test_what_comes_back_at_places_of_dropped_slots_never_reaches_their_weights() -> None:
@@ -134,7 +117,7 @@ def put(arena: ActivationArena, rows: int, row_capacity: int = 20, share: float 
     return arena.place(torch.tensor([rows], dtype=torch.int32), row_capacity, LIKE, even_share=share)
 
 
-def test_a_layer_may_have_twice_its_share_as_long_as_all_of_them_have_not() -> None:
+def test_a_layer_may_take_twice_its_share_of_an_arena_if_others_take_less() -> None:
     arena = arena_of(3, 1.2)
     places = [put(arena, rows) for rows in (20, 4, 12)]
     assert [int(place.first) for place in places] == [0, 20, 24]
@@ -143,7 +126,7 @@ def test_a_layer_may_have_twice_its_share_as_long_as_all_of_them_have_not() -> N
     assert int(arena.left_out) == 0
 
 
-def test_each_pass_has_a_board_of_its_own() -> None:
+def test_each_pass_has_an_arena_buffer_of_its_own() -> None:
     arena = arena_of(2, 1.5)
     first, _, second = put(arena, 5), put(arena, 5), put(arena, 5)
     assert second.rows_SF is not first.rows_SF and int(second.first) == 0
@@ -165,7 +148,7 @@ def test_rows_without_room_are_counted_and_the_next_pass_has_room_for_them() -> 
     assert widenings([arena]) == 1
 
 
-def test_a_board_has_room_for_one_layer_in_any_case_and_a_planned_layer_has_its_share_for_itself() -> None:
+def test_an_arena_has_capacity_for_any_single_layer_and_a_planned_layer_counts_its_own_share() -> None:
     assert len(put(arena_of(2, 1.0), 1, row_capacity=35).rows_SF) == 35
     arena, like = arena_of(5, 1.5), torch.empty(0, 4, device="meta")
     place = arena.place(torch.empty(1, dtype=torch.int32, device="meta"), 40, like, even_share=10.0)
@@ -173,25 +156,25 @@ def test_a_board_has_room_for_one_layer_in_any_case_and_a_planned_layer_has_its_
 
 
 @pytest.mark.parametrize("counts", [((5, 0, 6), (9, 3, 1)), ((0, 0, 0), (4, 4, 4))])
-def test_experts_that_share_a_shelf_give_what_they_give_alone(counts: tuple[tuple[int, ...], ...]) -> None:
+def test_experts_that_share_an_arena_give_the_results_of_separate_buffers(counts: tuple[tuple[int, ...], ...]) -> None:
     arena, row_capacity = arena_of(2, 1.6), 20
     matrices = torch.randn(2, 3, 32, 16), torch.randn(2, 3, 16, 16)
     x_ND, dy_RD = torch.randn(7, 16), torch.randn(2, row_capacity, 16)
     index_R, weights_R = torch.randint(7, (2, row_capacity)), torch.rand(2, row_capacity)
 
-    def run(*, shelved: bool) -> list[Tensor]:
+    def run(*, in_arena: bool) -> list[Tensor]:
         leaves = [tensor.clone().requires_grad_() for tensor in (x_ND, *matrices)]
         x, gate_up, down = leaves
         arena.begin()
         outputs = []
         for layer, of_layer in enumerate(counts):
             counts_e = torch.tensor(of_layer, dtype=torch.int32)
-            keep = partial(arena.place, even_share=10.0) if shelved else None
+            keep = partial(arena.place, even_share=10.0) if in_arena else None
             given = counts_e, weights_R[layer], index_R[layer]
             outputs.append(expert_ffn(x, gate_up[layer], down[layer], *given, keep=keep, kernels=networks.TRITON))
         torch.autograd.backward(outputs, list(dy_RD))
         return [*outputs, *(leaf.grad for leaf in leaves)]
 
-    for own, kept in zip(run(shelved=False), run(shelved=True), strict=True):
-        assert_close(own, kept, tolerance=1e-6, what="but for sums by atomics, which differ in their order,")
+    # Sums by atomics differ in their order.
+    assert_close(run(in_arena=False), run(in_arena=True), tolerance=1e-6)
     assert arena.meter.tolist() == [0, sum(map(sum, counts))]

@@ -29,7 +29,6 @@ from tests.parallel.symmetric_ranks import SimulatedBuffers, StuckError, run_ran
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="ranks are simulated in Triton's interpreter")
 
-KINDS = ROUTINGS
 Setting = tuple[int, bool]
 """Chunks of a transfer, 0 for the usual number; and whether copy engines send."""
 
@@ -72,7 +71,7 @@ def _check(
 @pytest.mark.often("kernels-4-1-*", "kernels-2-2-*", "engines-1-1-*", "engines-2-2-*")
 @pytest.mark.parametrize(
     ("expert", "expert_tensor", "kinds"),
-    [(1, 1, KINDS[:1]), (2, 1, KINDS[:3]), (4, 1, KINDS), (2, 2, KINDS[4:5]), (1, 2, KINDS[4:5])],
+    [(1, 1, ROUTINGS[:1]), (2, 1, ROUTINGS[:3]), (4, 1, ROUTINGS), (2, 2, ROUTINGS[4:5]), (1, 2, ROUTINGS[4:5])],
 )
 @pytest.mark.parametrize("by_engines", [False, True], ids=["kernels", "engines"])
 def test_rows_that_are_pushed_give_what_one_rank_gives(
@@ -83,7 +82,7 @@ def test_rows_that_are_pushed_give_what_one_rank_gives(
 
 @pytest.mark.parametrize("settings", [((0, False), (0, True)) * 2, ((3, False), (1, False), (2, False))])
 def test_transfers_may_differ_in_their_senders_and_chunks(settings: tuple[Setting, ...]) -> None:
-    _check(_one_after_the_other, _problems(KINDS[: len(settings)], 12), settings, seed=3)
+    _check(_one_after_the_other, _problems(ROUTINGS[: len(settings)], 12), settings, seed=3)
 
 
 def test_bfloat16_rows_arrive_too() -> None:

@@ -21,7 +21,7 @@ class Alive(TorchDispatchMode):
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 storage = leaf.untyped_storage()
-                if StorageWeakRef(storage) not in inputs:
+                if StorageWeakRef(storage) not in inputs:  # a view of an input allocates nothing
                     self._sizes[StorageWeakRef(storage)] = storage.nbytes()
         return result
 

@@ -12,20 +12,16 @@ Result = TypeVar("Result")
 
 
 class Recorded(TransferStream):
-    """On a CPU, so a transfer runs when it leaves.
-
-    Attributes:
-        events: such as "dispatch 0 leaves", "combine 1 arrives", "combine 1 back leaves"; transfers are numbered.
-    """
+    """On a CPU, so a transfer runs when it leaves."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
-        self.events: list[str] = []
-        self.launched = 0
+        self.events: list[str] = []  # such as "dispatch 0 leaves", "combine 1 arrives", "combine 1 back leaves"
+        self.launched = 0  # so far: the number of the next transfer
 
     def launch(self, name: str, function: "Transfer[Any]", *inputs: Tensor) -> AsyncTransfer[Any]:
         number, self.launched = self.launched, self.launched + 1
-        return super().launch(f"{name} {number}", function, *inputs)
+        return super().launch(f"{name} {number}", function, *inputs)  # launch order tells equal names apart
 
     def fork(self, label: str, work: Callable[[], Result]) -> "tuple[Result, torch.cuda.Event | None]":
         self.events.append(f"{label} leaves")
@@ -55,5 +51,5 @@ class _Mark(torch.autograd.Function):
 
 def mirrored(events: list[str]) -> list[str]:
     """What backward does if it is the mirror image of a forward pass: what arrived leaves, what left arrives."""
-    turned = {"leaves": "back arrives", "arrives": "back leaves"}
+    turned = {"leaves": "back arrives", "arrives": "back leaves"}  # a fork in forward is a join in backward
     return [" ".join([*words[:-1], turned[words[-1]]]) for words in (event.split() for event in reversed(events))]

@@ -30,18 +30,18 @@ class Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.operations: list[Operation] = []
-        self.known: set[int] = set()
-        self.before: list[tuple[Tensor, Tensor]] = []
+        self.known: set[int] = set()  # memory that was allocated during the capture
+        self.before: list[tuple[Tensor, Tensor]] = []  # older tensors that an operator changes, and what was in them
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         options = kwargs or {}
-        if function._schema.is_mutable:
-            for argument, value in zip(function._schema.arguments, args, strict=False):
+        schema = function._schema
+        if schema.is_mutable:
+            values = [*args, *(options.get(argument.name) for argument in schema.arguments[len(args) :])]
+            for argument, value in zip(schema.arguments, values, strict=True):
                 self._save_argument(argument, value)
-            for argument in function._schema.arguments[len(args) :]:
-                self._save_argument(argument, options.get(argument.name))
         result = function(*args, **options)
         given = {pointer(tensor) for tensor in tensors_in((args, options))}
         made = tuple(tensor for tensor in tensors_in(result) if pointer(tensor) not in given)
@@ -92,6 +92,7 @@ class Graphs:
         for tensor, value in reversed(recorder.before):
             tensor.copy_(value)
         number = len(self.graphs)
+        # Forward graphs come first, in order, and backward graphs in reverse order.
         mirror = self.graphs[2 * self.parts - 1 - number] if number >= self.parts else None
         self.graphs.append(Recording(recorder.operations, mirror))
         return self.graphs[-1]
@@ -118,13 +119,9 @@ class Recording:
             result = one.function(*one.arguments, **one.options)
             made = [tensor for tensor in tensors_in(result) if pointer(tensor) not in given]
             for own, tensor in zip(one.made, made, strict=True):
-                own.copy_(tensor)
-        if self.forward is not None:
-            self.forward.spoil()
-
-    def spoil(self) -> None:
-        """Another allocation takes the freed memory."""
-        for own in (own for one in self.operations for own in one.made):
+                own.copy_(tensor)  # later operators read the first results
+        # Another allocation takes the memory that the forward graph has freed.
+        for own in (own for one in (self.forward.operations if self.forward else ()) for own in one.made):
             own.fill_(float("nan") if own.is_floating_point() else 1)
 
     def release(self) -> None:
@@ -133,15 +130,10 @@ class Recording:
 
 @dataclass
 class SameAddresses:
-    """Captures; `log` tells what happens to the graphs, by the number of their capture.
+    """Graphs that run their work at every replay, and copy what it gives to where the first results were."""
 
-    Attributes:
-        log: `capture 0`, `replay 0`, `release 0`.
-        fails_at: number of the capture that finds no memory.
-    """
-
-    log: list[str] = field(default_factory=list)
-    fails_at: int | None = None
+    log: list[str] = field(default_factory=list)  # `capture 0`, `replay 0`, `release 0`: by number of the capture
+    fails_at: int | None = None  # number of the capture that finds no memory
     captures: int = 0
 
     def capture(self, work: Callable[[], Any]) -> "Graph":
@@ -173,7 +165,7 @@ class Graph:
             return
         for own, tensor in zip(self.results, made, strict=True):
             own.copy_(tensor.data)
-            tensor.data = own
+            tensor.data = own  # autograd has saved it: backward reads the fixed address
 
     def release(self) -> None:
         self.log.append(f"release {self.number}")

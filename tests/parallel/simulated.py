@@ -12,7 +12,7 @@ from penstock.parallel.launch.rendezvous import start_fake_process_group, stop_p
 def fake_rank(rank: int, world: int) -> Iterator[None]:
     """Collectives of one rank return at once."""
     if world > 1:
-        start_fake_process_group(rank, world)
+        start_fake_process_group(rank, world)  # moves nothing
     try:
         yield
     finally:

@@ -41,7 +41,7 @@ class Turns:
 
     def begin(self, rank: int) -> None:
         with self._changed:
-            if self._holder is None:
+            if self._holder is None:  # the first thread to come gives the baton to rank 0
                 self._holder = 0
             self._until_turn(rank)
 
@@ -82,9 +82,7 @@ class SimulatedBuffers(SymmetricBuffers):
         self._baton, self._careless = turns, careless
 
     def take(self, lane: TransferDirection) -> int:
-        if self._careless:
-            return 0
-        return super().take(lane)
+        return 0 if self._careless else super().take(lane)
 
     def wait(self, channel: Channel, signals: int) -> None:
         self._pass_on(self._is_written(channel, signals, 0))
@@ -126,14 +124,12 @@ def _one_by_one(chunks: TokenChunks) -> Iterator[TokenChunks]:
 def run_ranks(
     function: Callable[..., Any], sizes: BufferSizes, *args: Any, seed: int = 0, careless: bool = False
 ) -> list[Any]:
-    """`function(buffers, *args)` on every simulated rank; what each returned.
+    """`function(buffers, *args)` on every simulated rank; what each returned. The seed decides the order of turns.
 
-    Args:
-        seed: of the order in which they go on.
-        careless: all transfers use one slot, to see that the simulation notices.
+    `careless` ranks use one slot for all transfers, to see that the simulation notices.
     """
     memories = [torch.zeros(sizes.total_bytes + 256, dtype=torch.uint8) for _ in range(sizes.ranks)]
-    memories = [memory[-memory.data_ptr() % 256 :][: sizes.total_bytes] for memory in memories]
+    memories = [memory[-memory.data_ptr() % 256 :][: sizes.total_bytes] for memory in memories]  # aligned as a GPU's
     turns, results = Turns(sizes.ranks, seed), [None] * sizes.ranks
 
     def work(rank: int) -> None:

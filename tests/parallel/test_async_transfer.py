@@ -14,8 +14,6 @@ from tests.closeness import assert_close
 from tests.parallel.alive import Alive
 from tests.parallel.recorded import Recorded, mirrored
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
 T, D = 64, 32
 CYCLES = 2_000_000
 """About a millisecond of a GPU."""
@@ -25,16 +23,13 @@ def _scaled(x_TD: Tensor, scale_T: Tensor) -> tuple[tuple[Tensor, Tensor], int]:
     return (x_TD * scale_T[:, None], scale_T.square()), x_TD.shape[0]
 
 
-def _inputs() -> tuple[Tensor, Tensor]:
+def _leaves() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(T, D, generator=generator), torch.rand(T, generator=generator)
+    x_TD, scale_T = torch.randn(T, D, generator=generator), torch.rand(T, generator=generator)
+    return x_TD.requires_grad_(), scale_T.requires_grad_()
 
 
-def _leaves() -> list[Tensor]:
-    return [tensor.requires_grad_() for tensor in _inputs()]
-
-
-def test_a_flight_gives_the_outputs_the_rest_and_the_gradients_of_its_function() -> None:
+def test_a_transfer_gives_the_outputs_the_rest_and_the_gradients_of_its_function() -> None:
     x_TD, scale_T = expected = _leaves()
     (y_TD, square_T), _ = _scaled(x_TD, scale_T)
     (y_TD.sin().sum() + square_T.sum()).backward()
@@ -47,8 +42,8 @@ def test_a_flight_gives_the_outputs_the_rest_and_the_gradients_of_its_function()
 
 
 def test_an_input_without_gradient_an_unused_output_and_one_that_is_the_input_are_fine() -> None:
-    x_TD, scale_T = _inputs()
-    scale_T.requires_grad_()
+    x_TD, scale_T = _leaves()
+    x_TD.requires_grad_(False)  # a transfer may have inputs of both kinds
     transfers = TransferStream(torch.device("cpu"))
 
     def transfer(x_TD: Tensor, scale_T: Tensor) -> tuple[tuple[Tensor, Tensor], None]:
@@ -86,10 +81,10 @@ def test_what_runs_beside_a_transfer_in_forward_has_its_gradients_beside_it_in_b
     assert [event.removesuffix(" back") for event in transfers.events] == back
 
 
-def test_two_flights_at_once_come_back_in_mirrored_order() -> None:
+def test_two_transfers_at_once_come_back_in_mirrored_order() -> None:
     transfers, inputs = Recorded(), [_leaves()[0] for _ in range(2)]
-    flights = [transfers.launch("dispatch", lambda x_TD: ((x_TD.sin(),), None), x_TD) for x_TD in inputs]
-    outputs = [handle.wait()[0][0] for handle in flights]
+    handles = [transfers.launch("dispatch", lambda x_TD: ((x_TD.sin(),), None), x_TD) for x_TD in inputs]
+    outputs = [handle.wait()[0][0] for handle in handles]
     forward, transfers.events = transfers.events, []
     torch.cat(outputs).sum().backward()
     assert transfers.events == mirrored(forward)
@@ -111,11 +106,8 @@ def test_work_beside_a_backward_pass_is_done_whenever_a_transfer_has_left_and_re
     transfers.events.clear()
     with transfers.during_transfers(work):
         hidden_TD.sum().backward()
-    assert transfers.events == [
-        event
-        for number in (1, 0)
-        for event in (f"dispatch {number} back leaves", "work", f"dispatch {number} back arrives")
-    ]
+    first, last = ([f"dispatch {number} back leaves", "work", f"dispatch {number} back arrives"] for number in (1, 0))
+    assert transfers.events == first + last
     assert weight.grad is None, "one pass is not the other's"
     done[1].backward()
     assert torch.equal(weight.grad, torch.ones(D))
@@ -127,7 +119,7 @@ def test_what_the_transfer_reads_is_held_until_it_arrives_and_not_longer() -> No
     with Alive() as alive:
         handle = transfers.launch("move", lambda y_TD: ((y_TD + 1,), None), x_TD * 1)
         gc.collect()
-        assert alive.bytes() == 2 * size, "its input, which has no other reference, and its output"
+        assert alive.bytes() == 2 * size, "its input, which has no other reference, and its output"  # float32
         (y_TD,), _ = handle.wait()
         del handle
         assert alive.bytes() == size
@@ -141,7 +133,7 @@ def test_what_the_function_closes_over_is_held_too() -> None:
     x_TD, _ = _leaves()
 
     def launch() -> AsyncTransfer[None]:
-        order_T = torch.arange(T).flip(0)
+        order_T = torch.arange(T).flip(0)  # allocated on this stream, read on the other one
         return transfers.launch("move", lambda x_TD: ((x_TD.sum() + order_T.sum(),), None), x_TD)
 
     with Alive() as alive:
@@ -151,14 +143,14 @@ def test_what_the_function_closes_over_is_held_too() -> None:
         assert before - alive.bytes() >= size
 
 
-def test_a_flight_goes_back_once_and_what_has_no_gradient_is_no_output() -> None:
+def test_a_transfer_is_differentiated_once_and_what_has_no_gradient_is_no_output() -> None:
     transfers, (x_TD, _) = TransferStream(torch.device("cpu")), _leaves()
     (y_TD,), _ = transfers.launch("move", lambda x_TD: ((x_TD * 2,), None), x_TD).wait()
     total = y_TD.sum()
     total.backward(retain_graph=True)
-    with pytest.raises(AssertionError, match="goes back once"):
+    with pytest.raises(AssertionError, match="is differentiated once"):
         total.backward()
-    with pytest.raises(AssertionError, match="is of the rest"):
+    with pytest.raises(AssertionError, match="belong to the rest"):
         transfers.launch("move", lambda x_TD: ((x_TD.argmax(1),), None), x_TD)
 
 
@@ -182,13 +174,13 @@ def _sleep(_: Tensor) -> None:
 
 
 def _write_over_free_blocks(x_TD: Tensor) -> None:
-    for _ in range(4):
+    for _ in range(4):  # any freed block that the other stream still reads is overwritten
         torch.full_like(x_TD, 1e6)
 
 
 def _chain(x_TD: Tensor, transfers: TransferStream | None) -> Tensor:
-    """Transfers with other work beside them, which sees to it that blocks are wanted while they are read."""
-    for _ in range(6):
+    """Transfers with other work beside them, which asks for blocks while the transfers still read theirs."""
+    for _ in range(6):  # so many transfers that freed blocks are used again
         beside_TD = x_TD.sin()
         if transfers is None:
             x_TD = 2 * (x_TD * 0.3) + beside_TD
@@ -201,7 +193,6 @@ def _chain(x_TD: Tensor, transfers: TransferStream | None) -> Tensor:
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_on_a_gpu_nothing_is_read_before_it_is_there_and_no_block_is_used_again_too_early() -> None:
     device = torch.device("cuda")
     start_TD = torch.randn(512, 1024, device=device, generator=torch.Generator(device).manual_seed(0))
@@ -214,13 +205,12 @@ def test_on_a_gpu_nothing_is_read_before_it_is_there_and_no_block_is_used_again_
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_on_a_gpu_both_directions_are_captured_and_replayed_with_other_inputs() -> None:
     device = torch.device("cuda")
     transfers, generator = TransferStream(device), torch.Generator(device).manual_seed(0)
     x_TD = torch.randn(512, 1024, device=device, generator=generator).requires_grad_()
     deferred = torch.cuda.Stream()
-    deferred.wait_stream(torch.cuda.current_stream())
+    deferred.wait_stream(torch.cuda.current_stream())  # a first run outside of capture makes streams and handles
     with torch.cuda.stream(deferred):
         _chain(x_TD, transfers).backward()
     torch.cuda.current_stream().wait_stream(deferred)

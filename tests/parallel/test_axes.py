@@ -12,8 +12,8 @@ from tests.parallel.simulated import every_rank
     ("grid", "per_node", "on_node"),
     [
         (Grid(world=8, expert=8), 4, 4),
-        (Grid(world=8, expert=8), 2, 2),
-        (Grid(world=8, expert=8), 1, 1),
+        (Grid(world=8, expert=8), 2, 2),  # four nodes
+        (Grid(world=8, expert=8), 1, 1),  # each rank its own node
         (Grid(world=16, expert=4), 8, 4),  # a node holds two groups whole
         (Grid(world=16, expert=8), 4, 4),
         (Grid(world=16, expert=4, expert_tensor=2), 4, 4),
@@ -47,7 +47,7 @@ def test_every_rank_knows_the_ranks_of_its_node_and_those_at_its_place_of_others
         (Grid(world=12, expert=6), 4),  # 4 and 2, then 2 and 4
     ],
 )
-def test_ranks_of_unequal_parts_count_as_nodes_of_their_own(grid: Grid, per_node: int) -> None:
+def test_on_unequal_nodes_each_rank_counts_as_a_node(grid: Grid, per_node: int) -> None:
     for rank, axes in enumerate(every_rank(grid, ranks_per_node=per_node)):
         assert axes.expert_node.ranks == (rank,)
         assert axes.expert_across.ranks == axes.expert.ranks
@@ -72,10 +72,10 @@ def _every_rank(monkeypatch: pytest.MonkeyPatch, shard_size: int) -> tuple[list[
         return new_group(ranks)
 
     monkeypatch.setattr(dist, "new_group", record)
-    for one in every_rank(GRID, shard_size=shard_size):
+    for one in every_rank(GRID, shard_size=shard_size):  # one after the other
         axes.append(one)
         made.append([])
-    return axes, made[:-1]
+    return axes, made[:-1]  # behind the last rank nothing is made
 
 
 @pytest.mark.parametrize("name", ["dense_data", "expert_data"])
@@ -91,18 +91,14 @@ def test_shards_are_neighbours_and_replicas_stand_at_the_same_place(monkeypatch:
         first = axis.ranks.index(shard.ranks[0])
         assert axis.ranks[first : first + 2] == shard.ranks
         assert (shard.group is None, replicate.group is None) == (False, axis.size == 2)
-        for other in shard.ranks:
-            assert getattr(every[other], name).shard.ranks == shard.ranks
-        for other in replicate.ranks:
-            assert getattr(every[other], name).replicate.ranks == replicate.ranks
+        assert all(getattr(every[other], name).shard.ranks == shard.ranks for other in shard.ranks)
+        assert all(getattr(every[other], name).replicate.ranks == replicate.ranks for other in replicate.ranks)
 
 
-@pytest.mark.parametrize("shard_size", [0, 8, 64])
+@pytest.mark.parametrize("shard_size", [0, 8, 64])  # all; exactly dense_data's 8 ranks; more than there are
 def test_without_hybrid_sharding_all_ranks_of_an_axis_divide_one_copy(
     monkeypatch: pytest.MonkeyPatch, shard_size: int
 ) -> None:
     for axes in _every_rank(monkeypatch, shard_size)[0]:
         for axis in (axes.dense_data, axes.expert_data):
-            assert axis.shard == axis
-            assert axis.replicate.size == 1
-            assert axis.replicate.group is None
+            assert axis.shard == axis and (axis.replicate.size, axis.replicate.group) == (1, None)

@@ -9,6 +9,7 @@ from penstock.layout.sharding import rows_of_shard
 from penstock.parallel.axes import Axis
 from penstock.parallel.buckets import BucketEntry, empty_rows, gather_rows, reduce_rows, stripes_in_buckets
 from tests.distributed.pool import Pool
+from tests.parallel.test_collectives import world
 
 SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=6)
 
@@ -25,25 +26,16 @@ def test_every_value_goes_to_the_rank_that_owns_its_row_and_back(
     tensors = [torch.randn(shape) for shape in shapes]
     owned = [[torch.full_like(_rows(tensor, rank, ranks), torch.nan) for tensor in tensors] for rank in range(ranks)]
     filled = [torch.full_like(tensor, torch.nan) for tensor in tensors]
-    by_rank = [
-        list(
-            stripes_in_buckets(
-                [BucketEntry(whole, own) for whole, own in zip(filled, owned[rank], strict=True)], ranks, values
-            )
-        )
-        for rank in range(ranks)
-    ]
-    for number, bucket in enumerate(
-        stripes_in_buckets([BucketEntry(tensor, tensor) for tensor in tensors], ranks, values)
-    ):
-        bucket_RC = empty_rows(bucket, ranks, torch.float32)
+    by_rank = [list(stripes_in_buckets(list(map(BucketEntry, filled, own)), ranks, values)) for own in owned]
+    for number, bucket in enumerate(stripes_in_buckets(list(map(BucketEntry, tensors, tensors)), ranks, values)):
+        bucket_RC = empty_rows(bucket, ranks, torch.float32)  # here of all ranks
         assert bucket_RC.numel() <= max(values, ranks)
         for stripe in bucket:
             for there, here in stripe.all_rows(bucket_RC):
                 there.copy_(here)
-        back_RC = torch.full_like(bucket_RC, torch.nan)
+        back_RC = torch.full_like(bucket_RC, torch.nan)  # what no rank writes stays nan and fails the comparison
         for rank in range(ranks):
-            for stripe in by_rank[rank][number]:
+            for stripe in by_rank[rank][number]:  # every rank cuts the same buckets
                 for there, here in stripe.own_row(bucket_RC[rank]):
                     here.copy_(there)
                 for there, here in stripe.own_row(back_RC[rank]):
@@ -59,14 +51,10 @@ def test_every_value_goes_to_the_rank_that_owns_its_row_and_back(
 
 def _summed(values: int | None, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
     """Own rows of sums of random numbers, and the whole sums gathered from them in bfloat16."""
-    world = torch.distributed.group.WORLD
-    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    axis = Axis(name="data", ranks=tuple(range(ranks)), rank=rank, group=world)
-    generator = torch.Generator().manual_seed(rank)
+    axis = world()
+    generator = torch.Generator().manual_seed(axis.rank)
     tensors = [torch.randn(shape, generator=generator) for shape in ((5, 3), (1,), (64,), (3, 2, 4))]
-    entries = [
-        BucketEntry(whole=tensor, own=_rows(tensor, rank, ranks)) for tensor in tensors
-    ]  # sums fall into the summands
+    entries = [BucketEntry(tensor, _rows(tensor, axis.rank, axis.size)) for tensor in tensors]  # sums over summands
     reduce_rows(entries, axis, Axis(name="alone"), dtype, values)
     everything = [torch.empty(tensor.shape, dtype=torch.bfloat16) for tensor in tensors]
     gather_rows([BucketEntry(whole, one.own) for whole, one in zip(everything, entries, strict=True)], axis, values)
@@ -76,7 +64,7 @@ def _summed(values: int | None, dtype: torch.dtype) -> tuple[list[Tensor], list[
 def test_sums_do_not_depend_on_the_size_of_buckets_or_on_the_run(ranks: Pool) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         expected = ranks.run(2, _summed, None, dtype)
-        for values in (None, 10, 1):
+        for values in (None, 10, 1):  # default size; buckets that end inside tensors; one column for each rank
             for got, wanted in zip(ranks.run(2, _summed, values, dtype), expected, strict=True):
                 for one, other in zip(got[0] + got[1], wanted[0] + wanted[1], strict=True):
                     assert torch.equal(one, other)

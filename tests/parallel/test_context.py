@@ -27,25 +27,22 @@ SHAPES = {
 }
 """Rows; heads of queries and of keys; widths of keys and of values."""
 
-LENGTH = 16
+LENGTH = 16  # 4 ranks have 2 chunks of 2 positions each
 
 
 def _heads(shape: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    B, H, G, N, M = SHAPES[shape]
+    B, H, G, N, M = SHAPES[shape]  # rows, heads of queries and keys, widths of keys and values
     generator = torch.Generator().manual_seed(3)
     sizes = ((H, N), (G, N), (G, M), (H, M))
     q, k, v, direction = (torch.randn(B, LENGTH, *size, generator=generator, dtype=torch.float64) for size in sizes)
     return q, k, v, direction
 
 
-def _documents(rows: int) -> Tensor:
+def _documents(documents: bool, rows: int) -> Tensor | None:
     """Borders inside chunks and at their edges, other ones in each row."""
-    starts = torch.tensor([0, 3, 4, 9, 14])
-    return torch.stack([torch.searchsorted(starts + row, torch.arange(LENGTH), right=True) for row in range(rows)])
-
-
-def _borders(documents: bool, rows: int) -> Tensor | None:
-    return attention_mask(_documents(rows) if documents else None)
+    starts, places = torch.tensor([0, 3, 4, 9, 14]), torch.arange(LENGTH)
+    found = [torch.searchsorted(starts + row, places, right=True) for row in range(rows)]
+    return torch.stack(found) if documents else None
 
 
 def _axes(size: int) -> Axes:
@@ -76,7 +73,7 @@ def _on_a_rank(size: int, shape: str, method: Method, documents: bool) -> list[l
     axes = _axes(size)
     own = _own(axes, method)
     q, k, v, direction = (whole[:, own] for whole in _heads(shape))
-    allowed_BSS = _borders(documents, q.shape[0])
+    allowed_BSS = attention_mask(_documents(documents, len(q)))
     if allowed_BSS is not None and method == "all-gather":
         allowed_BSS = allowed_BSS[:, own]
     layer_context = replace(LayerContext(), axes=axes, context_method=method)
@@ -104,7 +101,7 @@ def test_ranks_attend_together_as_one_does_alone(
     reaches, sinks = _cases(shape)
     for number, (name, reach) in enumerate(reaches.items()):
         leaves = [x.clone().requires_grad_() for x in (*inputs, *sinks)]
-        seen_BSS = seen_by(reach, LENGTH, _documents(len(direction)) if documents else None)
+        seen_BSS = seen_by(reach, LENGTH, _documents(documents, len(direction)))
         o_BSHM = eager_attention(*leaves[:3], seen_BSS, SCALE, *leaves[3:])
         expected = with_gradients(o_BSHM, direction, leaves)
         of_ranks = [found[number] for found in results]
@@ -127,7 +124,7 @@ def _gathered_positions(size: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_gathered_positions_stand_in_the_order_of_the_row(ranks: Pool, size: int) -> None:
-    uses = sum(range(1, size + 1))
+    uses = sum(range(1, size + 1))  # rank r uses what it gathered r + 1 times
     layout = SequenceLayout(length=LENGTH, context=size)
     for rank, (row_BS, gradient_BS) in enumerate(ranks.run(size, _gathered_positions, size)):
         assert row_BS.tolist() == [list(range(LENGTH))] * 3
@@ -136,7 +133,7 @@ def test_gathered_positions_stand_in_the_order_of_the_row(ranks: Pool, size: int
 
 def test_one_rank_alone_attends_to_its_row() -> None:
     q, k, v, _ = _heads("latent")
-    allowed_BSS = _borders(True, 2)
+    allowed_BSS = attention_mask(_documents(True, 2))
     expected = causal_attention(q, k, v, scale=SCALE, allowed_BSS=allowed_BSS, backend="math")
     layer_context = LayerContext(axes=ALONE)
     assert_close(attend(q, k, v, layer_context, scale=SCALE, allowed_BSS=allowed_BSS), expected)

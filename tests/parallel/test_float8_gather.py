@@ -39,38 +39,39 @@ SHAPES = {
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, w_FD: Tensor, recipe: Recipe) -> Tensor:
+    def forward(ctx: Any, x_TD: Tensor, w_FD: Tensor) -> Tensor:
         ctx.save_for_backward(x_TD, w_FD)
-        ctx.recipe = recipe
-        return x_TD @ dequantize(_copies(w_FD, recipe).forward).to(x_TD.dtype).mT
+        return x_TD @ dequantize(_copies(w_FD).forward).to(x_TD.dtype).mT
 
     @staticmethod
-    def backward(ctx: Any, dy_TF: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy_TF: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         x_TD, w_FD = ctx.saved_tensors
-        dx_TD = dy_TF @ dequantize(_copies(w_FD, ctx.recipe).backward).to(dy_TF.dtype).mT
-        return dx_TD, dy_TF.mT @ x_TD, None
+        dx_TD = dy_TF @ dequantize(_copies(w_FD).backward).to(dy_TF.dtype).mT
+        return dx_TD, dy_TF.mT @ x_TD
 
 
-def _copies(w_FD: Tensor, recipe: Recipe, rule: Float8Rule = Float8Rule()) -> Any:  # noqa: B008
-    return copies_of(w_FD, None, partial(quantize_weight, recipe=recipe, form=rule.forward))
+def _copies(w_FD: Tensor) -> Any:
+    return copies_of(w_FD, None, partial(quantize_weight, recipe=BLOCKWISE, form=Float8Rule().forward))
 
 
 class Product(nn.Module):
-    def __init__(self, shape: tuple[int, ...], recipe: Recipe = BLOCKWISE) -> None:
+    def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(shape))
         self.bias = nn.Parameter(torch.empty(shape[-2]))
-        self.recipe = recipe
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = _Product.apply(x, self.weight, self.recipe)
+        y: Tensor = _Product.apply(x, self.weight)
         return y + self.bias
 
 
-def _divided(model: nn.Sequential, axes: Axes, reshard: str = "forward") -> nn.Sequential:
+def _divided(axes: Axes, *shapes: tuple[int, ...], reshard: str = "forward") -> nn.Sequential:
+    """Products with weights of these shapes, divided over the ranks and filled with drawn numbers."""
+    with torch.device("meta"):
+        model = nn.Sequential(*map(Product, shapes))
     settings = Parallel.model_validate({"shard": "full", "reshard": reshard})
     shard_fully(list(model), model, axes.dense_data, settings, CPU, torch.bfloat16, set(), {})
-    model.to_empty(device=CPU)
+    model.to_empty(device=CPU)  # FSDP2 divides meta tensors; then each rank fills its rows
     for place, parameter in enumerate(model.parameters()):
         drawn = _drawn(parameter.shape, place)
         with torch.no_grad():
@@ -91,23 +92,18 @@ def _bits(copies: WeightCopies) -> list[Tensor]:
 
 def _gathered(shape: tuple[int, ...], recipe: Recipe, rule: Float8Rule) -> list[Tensor]:
     """Bits of what a rank has after a gather, and of the copies of the whole weight."""
-    axes = make_axes(Grid(world=dist.get_world_size()))
-    with torch.device("meta"):
-        model = nn.Sequential(Product(shape))
-    _divided(model, axes)
-    layer = model[0]
-    refresh([Float8Shard(layer.weight, axes.dense_data, recipe, rule, torch.bfloat16)])
+    layer, rows = _one_matrix(shape, recipe, rule)
+    refresh([rows])
     whole = quantize_weight(_drawn(torch.Size(shape), 0).bfloat16(), recipe, rule.forward)
     layer.unshard()
     weight = layer.weight
     assert isinstance(weight, GatheredWeight) and isinstance(weight, nn.Parameter)
     assert (weight.shape, weight.dtype, layer.bias.dtype) == (shape, torch.bfloat16, torch.bfloat16)
     found = WeightCopies(weight.copies.forward, weight.copies.backward)
-    for a, b in zip(_bits(found), _bits(whole), strict=True):
-        assert torch.equal(a, b)
+    assert all(map(torch.equal, _bits(found), _bits(whole)))
     assert (found.forward.block, found.backward.block) == (whole.forward.block, whole.backward.block)
     layer.reshard()
-    assert isinstance(layer.weight, DTensor) and layer.weight.dtype == torch.float32
+    assert isinstance(layer.weight, DTensor) and layer.weight.dtype == torch.float32  # the optimizer sees masters only
     return [part.clone() for part in _bits(whole)]
 
 
@@ -131,7 +127,7 @@ class _Gathers(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        if "allgather" in str(function):
+        if "allgather" in str(function):  # c10d's operator
             self.sent += args[1].nbytes
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and not isinstance(leaf, GatheredWeight):
@@ -139,12 +135,12 @@ class _Gathers(TorchDispatchMode):
         return result
 
 
-def _one_matrix(shape: tuple[int, int], recipe: Recipe = BLOCKWISE) -> tuple[Any, Float8Shard]:
+def _one_matrix(
+    shape: tuple[int, ...], recipe: Recipe = BLOCKWISE, rule: Float8Rule | None = None
+) -> tuple[Any, Float8Shard]:
     axes = make_axes(Grid(world=dist.get_world_size()))
-    with torch.device("meta"):
-        model = nn.Sequential(Product(shape))
-    layer = _divided(model, axes)[0]
-    return layer, Float8Shard(layer.weight, axes.dense_data, recipe, Float8Rule(), torch.bfloat16)
+    layer = _divided(axes, shape)[0]
+    return layer, Float8Shard(layer.weight, axes.dense_data, recipe, rule or Float8Rule(), torch.bfloat16)
 
 
 def _largest() -> int:
@@ -189,10 +185,8 @@ def test_recipes_whose_transposed_weight_has_other_numbers_are_refused(ranks: Po
 
 def _trained(in_8_bits: bool, reshard: str) -> tuple[dict[str, Tensor], int]:
     """Masters after three steps of two micro-batches, and the bytes that a rank sends in a forward pass."""
-    axes = make_axes(Grid(world=2))
-    with torch.device("meta"):
-        model = nn.Sequential(Product((416, 48)), Product((48, 416)), Product((2, 16, 48)))
-    _divided(model, axes, reshard)
+    axes = make_axes(Grid(world=2))  # data parallel
+    model = _divided(axes, (416, 48), (48, 416), (2, 16, 48), reshard=reshard)
     layers = list(model) if in_8_bits else []
     rows = [Float8Shard(one.weight, axes.dense_data, BLOCKWISE, Float8Rule(), torch.bfloat16) for one in layers]
     refresh(rows)
@@ -223,13 +217,8 @@ def test_masters_are_those_of_quantizing_on_the_fly_and_half_the_bytes_travel(ra
         assert (sent_16, sent_8) == (weights + biases, weights // 2 + biases)
 
 
-RUN = (
-    "parallel.shard=full",
-    "float8.dense=blockwise",
-    "float8.experts=blockwise",
-    "training.precision=bf16",
-    "model.layers=2",
-)
+RUN = ("parallel.shard=full", "float8.dense=blockwise", "float8.experts=blockwise")
+RUN += ("training.precision=bf16", "model.layers=2")
 
 
 def _run(gather: bool, folder: str, saves: bool) -> tuple[Trace, Saved]:

@@ -35,7 +35,7 @@ def gradients(parts: PartialGraphs | None, stack: list[nn.Linear], seed: int) ->
     x_TD = torch.randn(5, 4, generator=torch.Generator().manual_seed(seed)).requires_grad_()
     out_TD = through(parts, stack, x_TD)
     out_TD.square().sum().backward()
-    assert x_TD.grad is not None
+    assert x_TD.grad is not None  # part of the result
     own = [parameter.grad.clone() for layer in stack for parameter in layer.parameters() if parameter.grad is not None]
     return [out_TD.detach().clone(), x_TD.grad, *own]
 
@@ -44,11 +44,10 @@ def test_replayed_parts_give_the_values_and_gradients_of_eager_ones_pass_after_p
     parts, stack = PartialGraphs(SameAddresses().capture), layers(3)
     for seed in range(4):
         expected, found = gradients(None, stack, seed), gradients(parts, stack, seed)
-        assert len(found) == 2 + 6
-        assert all(map(torch.equal, found, expected))
+        assert len(found) == 2 + 6 and all(map(torch.equal, found, expected))
 
 
-def test_parts_are_captured_in_the_order_in_which_they_are_replayed_from_then_on() -> None:
+def test_parts_are_captured_replayed_and_released_in_one_order() -> None:
     graphs = SameAddresses()
     parts, stack = PartialGraphs(graphs.capture), layers(2)
     gradients(parts, stack, 0)
@@ -56,8 +55,11 @@ def test_parts_are_captured_in_the_order_in_which_they_are_replayed_from_then_on
     graphs.log.clear()
     gradients(parts, stack, 1)
     assert graphs.log == [f"replay {number}" for number in range(4)]
-    assert parts.count == 4
-    assert parts.seconds == 1.0
+    assert (parts.count, parts.seconds) == (4, 1.0)
+    for _ in range(2):
+        parts.release()
+    assert graphs.log[4:] == [f"release {number}" for number in range(4)], "each is released once"
+    assert parts.pool_bytes == 0
 
 
 def test_incoming_gradients_share_their_memory_and_what_another_graph_wrote_is_read_where_it_is() -> None:
@@ -123,25 +125,14 @@ def test_a_pass_in_which_memory_ends_is_right_all_the_same(fails_at: int) -> Non
     parts = PartialGraphs(graphs.capture)
     expected, found = gradients(None, stack, 0), gradients(parts, stack, 0)
     assert all(map(torch.equal, found, expected))
-    assert parts.obstacle == "tried to allocate 2 GiB"
-
-
-def test_released_parts_give_back_every_graph_once() -> None:
-    graphs = SameAddresses()
-    parts, stack = PartialGraphs(graphs.capture), layers(2)
-    gradients(parts, stack, 0)
-    graphs.log.clear()
-    parts.release()
-    parts.release()
-    assert graphs.log == [f"release {number}" for number in range(4)]
-    assert parts.pool_bytes == 0
+    assert parts.obstacle == "tried to allocate 2 GiB"  # the first sentence of the error
 
 
 OUT, BACK = TransferDirection.OUT, TransferDirection.BACK
 
 
 def buffers(slots: int = 2) -> SymmetricBuffers:
-    sizes = BufferSizes(tokens=4, top_k=2, row_bytes=16, ranks=1, slots=slots)
+    sizes = BufferSizes(tokens=4, top_k=2, row_bytes=16, ranks=1, slots=slots)  # the smallest rows
     memory = torch.zeros(sizes.total_bytes, dtype=torch.uint8)
     return SymmetricBuffers(sizes, memory, [memory.data_ptr()], 0)
 
@@ -155,7 +146,7 @@ def test_what_is_taken_while_a_graph_is_captured_is_forgotten(fails: bool) -> No
     recorded, plain = buffers(), buffers()
     with suppress(ZeroDivisionError), recorded.recording() as transfers:
         taken = take_pass(recorded)
-        _ = 1 // (not fails)
+        _ = 1 // (not fails)  # a capture that fails forgets its transfers too
     assert transfers == taken
     assert take_pass(recorded) == take_pass(plain)
 

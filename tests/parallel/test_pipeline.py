@@ -1,8 +1,10 @@
 """A pipeline of small stages on several ranks gives what one process gives that holds them all."""
 
 import weakref
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,10 +22,10 @@ from tests.closeness import assert_close
 from tests.distributed.pool import Pool
 from tests.parallel.recorded import Recorded
 
-B, S, D = 2, 3, 4
+B, S, D = 2, 3, 4  # of a message
 MICRO_BATCHES = 6
 CPU = torch.device("cpu")
-PARTS = (("attention", "dispatch"), ("experts", "combine"))
+PARTS = (("attention", "dispatch"), ("experts", "combine"))  # product, and the transfer behind it
 
 
 def _message(dtype: torch.dtype = torch.float32) -> Message:
@@ -38,25 +40,22 @@ def _twice(x_BSD: Tensor) -> tuple[tuple[Tensor], None]:
     return (2 * x_BSD,), None
 
 
+@dataclass
 class Seen:
     """Stages of two products with a transfer behind each; the first reads the micro-batch, the last weighs it."""
 
-    def __init__(
-        self,
-        stages: tuple[int, ...],
-        count: int,
-        weight_grads: WeightGradStore | None = None,
-        dtype: torch.dtype = torch.float32,
-        transfers: TransferStream | None = None,
-    ) -> None:
-        self.weights = {
-            stage: [nn.Parameter(_drawn(2 * stage + one, D, D).to(dtype)) for one in range(2)] for stage in stages
-        }
-        self.losses: dict[int, float] = {}
-        self.modes: set[bool] = set()
-        self.last = count - 1
-        self.weight_grads, self.dtype = weight_grads, dtype
-        self.transfers = transfers or TransferStream(CPU)
+    stages: tuple[int, ...]
+    count: int  # stages of all ranks
+    weight_grads: WeightGradStore | None = None
+    dtype: torch.dtype = torch.float32
+    transfers: TransferStream = field(default_factory=partial(TransferStream, CPU))
+    losses: dict[int, float] = field(default_factory=dict)  # by micro-batch
+    modes: set[bool] = field(default_factory=set)  # whether outputs had a graph
+
+    def __post_init__(self) -> None:
+        drawn = {stage: [_drawn(2 * stage + one, D, D).to(self.dtype) for one in range(2)] for stage in self.stages}
+        self.weights = {stage: [nn.Parameter(one) for one in pair] for stage, pair in drawn.items()}
+        self.last = self.count - 1
 
     def calls(self) -> dict[int, StageCall]:
         return {stage: partial(self._call, stage) for stage in self.weights}
@@ -71,7 +70,7 @@ class Seen:
             handle = self.transfers.launch(way, _twice, x_BSD)
             yield
             (x_BSD,), _ = handle.wait()
-        output = x_BSD if stage < self.last else (x_BSD.float() * (number + 1)).sum()
+        output = x_BSD if stage < self.last else (x_BSD.float() * (number + 1)).sum()  # micro-batches weigh differently
         self.modes.add(output.requires_grad)
         if stage == self.last:
             self.losses[number] = float(output.detach())
@@ -85,25 +84,23 @@ Result = tuple[dict[int, list[Tensor | None]], dict[int, float]]
 
 
 def _plan(name: str, ranks: int) -> Schedule:
-    stages = max(SCHEDULES[name].fewest, 1)
+    stages = max(SCHEDULES[name].fewest, 1)  # on a rank
     return schedule(name, ranks=ranks, stages_per_rank=stages, micro_batches=max(MICRO_BATCHES, 2 * ranks))
 
 
 def _in_one_process(plan: Schedule, dtype: torch.dtype = torch.float32) -> Result:
     whole = Seen(tuple(range(plan.stages)), plan.stages, dtype=dtype)
-    calls = whole.calls()
     for number in range(plan.micro_batches):
         x_BSD = None
-        for stage in range(plan.stages):
-            x_BSD = drain(calls[stage](number, x_BSD))
-        assert x_BSD is not None
+        for call in whole.calls().values():
+            x_BSD = drain(call(number, x_BSD))
         x_BSD.backward()
     return whole.gradients(), whole.losses
 
 
 def _rank(plan: Schedule, dtype: torch.dtype = torch.float32) -> tuple[PipelineRunner, Seen]:
     """The pipeline of this rank, with what its stages see."""
-    axes, transfers = make_axes(Grid(world=plan.ranks, pipeline=plan.ranks)), TransferStream(CPU)
+    axes, transfers = make_axes(Grid(world=plan.ranks, pipeline=plan.ranks)), TransferStream(CPU)  # pipeline only
     weight_grads = WeightGradStore() if plan.splits_backward else None
     seen = Seen(plan.stages_of(axes.pipeline.rank), plan.stages, weight_grads, dtype, transfers)
     return PipelineRunner(plan, axes, _message(dtype), weight_grads, transfers if plan.pairs else None), seen
@@ -190,7 +187,7 @@ def _by_hand(actions: str, stages: int = 1, micro_batches: int = 1, **options: A
     """A pipeline of one rank that does what is written: `0F0 1F0 1B0 0B0`; `+` joins a pair."""
     spelled, pairs = list[Action](), set[int]()
     for unit in actions.split():
-        words = unit.split("+")
+        words = unit.split("+")  # two words: forward in the gaps of backward
         pairs |= {len(spelled)} if len(words) > 1 else set()
         spelled += [Action(int(word[0]), Kind(word[1]), int(word[2:])) for word in words]
     plan = Schedule(
@@ -205,9 +202,11 @@ def _by_hand(actions: str, stages: int = 1, micro_batches: int = 1, **options: A
     return PipelineRunner(plan, ALONE, _message(), **options)
 
 
-def test_a_schedule_that_splits_needs_stages_that_can() -> None:
+def test_a_schedule_that_splits_needs_stages_that_can_and_one_with_pairs_needs_transfers() -> None:
     with pytest.raises(AssertionError, match="zb-1f1b puts weight gradients off"):
         PipelineRunner(_plan("zb-1f1b", 2), ALONE, _message())
+    with pytest.raises(AssertionError, match="computes while tokens travel"):
+        _by_hand(ONE_PAIR, micro_batches=2)
 
 
 @pytest.mark.parametrize("actions", ["0F0", "0F0 0I0"])
@@ -217,21 +216,16 @@ def test_a_schedule_that_leaves_a_pass_or_work_undone_is_refused(actions: str) -
         _by_hand(actions, weight_grads=weight_grads).train(Seen((0,), 1, weight_grads).calls())
 
 
-def _at_once(output: Tensor) -> Steps[Tensor]:
-    yield
-    return output
+def test_a_stage_that_does_not_use_its_input_and_a_message_that_no_rank_sends_are_named() -> None:
+    def unused(number: int, x_BSD: Tensor | None) -> Steps[Tensor]:
+        yield
+        return nn.Parameter(torch.ones(D)).sum()
 
-
-def test_a_stage_that_does_not_use_its_input_is_named() -> None:
     calls = Seen((0, 1), 2).calls()
-    calls[1] = lambda number, x_BSD: _at_once(nn.Parameter(torch.ones(D)).sum())
-    with pytest.raises(AssertionError, match="stage 1 does not depend on its input"):
-        _by_hand("0F0 1F0 1B0 0B0", 2).train(calls)
-
-
-def test_a_message_that_no_rank_sends_is_named() -> None:
     with pytest.raises(AssertionError, match="no rank sends .*stage=1"):
-        _by_hand("1F0 0F0 1B0 0B0", 2).train(Seen((0, 1), 2).calls())
+        _by_hand("1F0 0F0 1B0 0B0", 2).train(calls)
+    with pytest.raises(AssertionError, match="stage 1 does not depend on its input"):
+        _by_hand("0F0 1F0 1B0 0B0", 2).train(calls | {1: unused})
 
 
 @pytest.mark.parametrize("has_left", [True, False])
@@ -239,21 +233,15 @@ def test_a_message_that_has_left_gives_up_its_memory(monkeypatch: pytest.MonkeyP
     sent: list[weakref.ref[Tensor]] = []
     alive: list[int] = []
 
-    class Work:
-        def is_completed(self) -> bool:
-            return has_left
-
-        def wait(self) -> None: ...
-
-    def send(tensor: Tensor, *_: object, **__: object) -> Work:
+    def send(tensor: Tensor, *_: object, **__: object) -> Mock:
         sent.append(weakref.ref(tensor))
         alive.append(sum(one() is not None for one in sent))
-        return Work()
+        return Mock(is_completed=lambda: has_left)
 
     monkeypatch.setattr("torch.distributed.isend", send)
     axes = Axes(pipeline=Axis(name="pipeline", ranks=(0, 1)))
     PipelineRunner(_plan("1f1b", 2), axes, _message()).evaluate(Seen((0,), 2).calls(), 3)
-    assert alive == ([1, 1, 1] if has_left else [1, 2, 3])
+    assert alive == ([1, 1, 1] if has_left else [1, 2, 3])  # tensors of messages after each send
 
 
 def test_weight_gradients_wait_for_their_turn() -> None:
@@ -284,24 +272,10 @@ def test_each_pass_computes_while_the_other_travels() -> None:
     first = transfers.events.index("combine 1 back leaves")
     last = transfers.events.index("combine 3 back leaves")
     assert transfers.events[first:last] == [
-        "combine 1 back leaves",
-        "attention of 1",
-        "dispatch 2 leaves",
-        "combine 1 back arrives",
-        "experts of 0 back",
-        "dispatch 0 back leaves",
-        "dispatch 2 arrives",
-        "experts of 1",
-        "combine 3 leaves",
-        "dispatch 0 back arrives",
-        "attention of 0 back",
-        "combine 3 arrives",
-    ]
-
-
-def test_a_schedule_with_pairs_needs_transfers() -> None:
-    with pytest.raises(AssertionError, match="computes while tokens travel"):
-        _by_hand(ONE_PAIR, micro_batches=2)
+        "combine 1 back leaves", "attention of 1", "dispatch 2 leaves", "combine 1 back arrives",
+        "experts of 0 back", "dispatch 0 back leaves", "dispatch 2 arrives", "experts of 1",
+        "combine 3 leaves", "dispatch 0 back arrives", "attention of 0 back", "combine 3 arrives",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PAIRED_GRAMMARS)

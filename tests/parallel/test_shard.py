@@ -12,12 +12,12 @@ from torch.distributed.tensor import DTensor
 from penstock.config.parallel import Parallel
 from penstock.layout.grid import Grid
 from penstock.parallel.axes import Axes, make_axes
-from penstock.parallel.shard import local_rows, shard_fully
+from penstock.parallel.shard import local_rows, own_rows, shard_fully
 from tests.closeness import assert_close
 from tests.distributed.pool import Pool
 from tests.parallel.simulated import fake_rank
 
-D, F = 5, 7
+D, F = 5, 7  # no number of ranks divides them
 CPU = torch.device("cpu")
 
 
@@ -30,7 +30,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = nn.functional.gelu(self.up(x))
-        gates = self.router(x.float()).sigmoid()
+        gates = self.router(x.float()).sigmoid()  # ignored by FSDP2: float32, and whole
         return self.experts(x * gates[:, :1].to(x.dtype))
 
 
@@ -56,13 +56,11 @@ def _divided(model: Blocks, axes: Axes, settings: Parallel, dtype: torch.dtype =
 
 def _fill(model: nn.Module) -> nn.Module:
     """Initial values by name, as a model's owner draws them: whole, of which a rank keeps its rows."""
-    for place, (_, parameter) in enumerate(model.named_parameters()):
+    for place, parameter in enumerate(model.parameters()):
         drawn = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(place))
         with torch.no_grad():
-            if isinstance(parameter, DTensor):
-                parameter.to_local().copy_(drawn[slice(*local_rows(parameter))])
-            else:
-                parameter.copy_(drawn)
+            own, rows = own_rows(parameter)
+            own.copy_(drawn[slice(*rows)])
     return model
 
 
@@ -80,7 +78,7 @@ def _gradients(settings: Parallel, expert: int, dtype: torch.dtype, micro_batche
     _fill(model)
     for block in model.blocks:
         if expert > 1 and axes.expert_data.size == 1:
-            block.experts.to(dtype)
+            block.experts.to(dtype)  # one rank holds them: FSDP2 casts nothing
     for micro_batch in range(micro_batches):
         model(_inputs(dist.get_rank(), micro_batch).to(dtype)).float().square().sum().backward()
     found = {}
@@ -148,10 +146,7 @@ def _rows(shard_size: int) -> dict[str, tuple[tuple[int, int], tuple[int, ...]]]
 
 
 def test_rows_are_those_that_fsdp2_holds(ranks: Pool) -> None:
-    for shard_size, expected in (
-        (0, [(0, 2), (2, 4), (4, 6), (6, 7)]),
-        (2, [(0, 4), (4, 7), (0, 4), (4, 7)]),
-    ):
+    for shard_size, expected in ((0, [(0, 2), (2, 4), (4, 6), (6, 7)]), (2, [(0, 4), (4, 7), (0, 4), (4, 7)])):
         for rank, found in enumerate(ranks.run(4, _rows, shard_size)):
             assert found["blocks.1.up.bias"][0] == expected[rank]
             for (first, end), shape in found.values():
@@ -162,7 +157,7 @@ def test_any_rank_of_many_can_be_divided_on_the_meta_device() -> None:
     with fake_rank(13, 64), torch.device("meta"):
         axes = make_axes(Grid(world=64, expert=4), shard_size=8)
         model = _divided(Blocks(), axes, Parallel(shard="full"), torch.bfloat16)
-        assert local_rows(model.blocks[0].up.weight) == (5, 6)
+        assert local_rows(model.blocks[0].up.weight) == (5, 6)  # place 5 of its block of 8; 7 rows, one each
         assert local_rows(model.blocks[0].experts.weight) == (3, 4)
         assert model.blocks[0].up.weight.to_local().shape == (1, D)
         assert not isinstance(model.blocks[0].router.weight, DTensor)

@@ -8,15 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.config.training import Optimizer
-from penstock.parallel.axes import Axis
-from penstock.parallel.shard import ParamShard
 from penstock.parallel.weight_grad_store import Task, WeightGradStore, deferrable
-from penstock.train.optimizer import MasterAdamW
 from tests.closeness import assert_close
 from tests.parallel.alive import Alive
 
-T, D, WIDE = 6, 5, 64
+T, D, WIDE = 6, 5, 64  # WIDE: a weight is larger than all activations
 
 
 def _weights(count: int = 2) -> list[nn.Parameter]:
@@ -50,8 +46,8 @@ def _do(work: Iterable[Task]) -> None:
         task()
 
 
-def _ordinary(weights: list[nn.Parameter], dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    x_TD = _input().to(dtype)
+def _ordinary(weights: list[nn.Parameter]) -> list[Tensor]:
+    x_TD = _input()
     return list(torch.autograd.grad(_chain(x_TD, weights, None), [x_TD, *weights]))
 
 
@@ -61,7 +57,7 @@ def test_gradients_that_come_later_are_those_of_an_ordinary_backward_pass(collec
     loss = _chain(x_TD, weights, weight_grads)
     with weight_grads.collecting() if collects else nullcontext([]) as work:
         loss.backward()
-    assert len(work) == 2 * collects
+    assert len(work) == 2 * collects  # one task for each weight
     _do(work)
     assert all(map(torch.equal, [x_TD.grad, *(weight.grad for weight in weights)], _ordinary(weights)))
 
@@ -119,20 +115,6 @@ def test_hooks_of_a_parameter_see_its_gradient_when_it_comes() -> None:
     assert torch.equal(gradient, expected)
 
 
-def test_gradients_that_come_later_add_up_in_the_optimizers_float32_buffers() -> None:
-    (weight,), weight_grads = _weights(1), WeightGradStore()
-    weight = nn.Parameter(weight.detach().bfloat16())
-    holding = ParamShard(name="w", parameter=weight, shape=(D, D), cuts=(), data=Axis(name="data"))
-    optimizer = MasterAdamW([holding], Optimizer(learning_rate=1e-3))
-    work = []
-    for _ in range(2):
-        work += _put_off(_chain(_input().bfloat16(), [weight], weight_grads), weight_grads)
-    assert not optimizer.gradient_of("w").any()
-    _do(work)
-    assert weight.grad is None
-    assert torch.equal(optimizer.gradient_of("w"), 2 * _ordinary([weight], torch.bfloat16)[1].float())
-
-
 @pytest.mark.parametrize("collects", [True, False])
 def test_when_the_work_is_done_nothing_of_the_pass_is_left_in_memory(collects: bool) -> None:
     weight_grads, weight = WeightGradStore(), nn.Parameter(torch.randn(WIDE, WIDE))
@@ -146,7 +128,7 @@ def test_when_the_work_is_done_nothing_of_the_pass_is_left_in_memory(collects: b
         del output, direction
         assert not collects or alive.bytes() > 2 * activation, "the work needs what forward has left"
         while work:
-            work.pop()()
+            work.pop()()  # the list must not hold the graph either
         assert alive.bytes() <= activation + gradient, "only gradients of the input and of the weight are left"
     assert x_TD.grad is not None and weight.grad is not None
 

@@ -7,24 +7,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.planning import (
+    AS_PUBLISHED,
     CONVENTIONAL,
     DE_DUPLICATED,
     LAYOUTS,
     MODELS,
     ROWS_SENT,
+    SAVED_BYTES,
     SHARDED,
-    WAYS_IN,
+    Layout,
     Variant,
+    chart_row,
+    fits_row,
     memory,
     memory_of_the_last,
-    speed_row,
+    run_of,
     usable_bytes,
 )
-from benchmarks.planning_published import SAVED_BYTES, Layout, activation_bytes, state_bytes
-from benchmarks.planning_times import SWEPT, dispatch_sweep, travels_of, weak_scaling
+from benchmarks.planning_times import EVEN, SWEPT, dispatch_sweep, travels_of, weak_scaling
 from penstock.config.load import load_run
 from penstock.plan.hardware import cluster_of
-from penstock.plan.hardware_file import load_hardware
+from penstock.plan.hardware_file import load_hardware, parse_cluster
+from penstock.plan.project import project
 from penstock.plan.transfers import DispatchMethod, TokenTraffic, TransferTimes, copies
 
 PLAIN = Layout(24, 8, 1)
@@ -36,10 +40,25 @@ def saved(model: str, variant: Variant) -> int:
     return memory(model, PLAIN, variant).activations - memory(model, HALVED, variant).activations
 
 
+@pytest.mark.often("2-moe-1t")
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("context", [1, 2])
+def test_activations_are_those_of_the_published_charts(model: str, context: int) -> None:
+    found = memory(model, PLAIN if context == 1 else HALVED, AS_PUBLISHED)
+    assert found.activations == pytest.approx(SAVED_BYTES[model] * (3 - context), rel=0.02)
+
+
+@pytest.mark.slow
+def test_the_published_commands_say_what_is_published() -> None:
+    assert abs(chart_row("moe-1t", 2)["ratio"] - 1) < 0.02
+    row = fits_row("moe-2t", "MI300X", (24, 16, 2), fits=True)
+    assert row["fits"] == row["published"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("variant", [ROWS_SENT, CONVENTIONAL], ids=lambda one: one.name)
-def test_two_context_ranks_halve_the_activations_and_save_what_is_published(model: str, variant: Variant) -> None:
+def test_two_context_ranks_halve_the_activations(model: str, variant: Variant) -> None:
     plain, halved = (memory(model, layout, variant) for layout in (PLAIN, HALVED))
     assert 0.49 < halved.activations / plain.activations < 0.55
     assert plain.activations > 0.7 * plain.total
@@ -80,7 +99,7 @@ def test_a_longer_pipeline_holds_more_activations_and_saves_next_to_nothing(mode
     assert long.total > 0.96 * short.total
 
 
-_, (OFFLOADED_LAYOUT, OFFLOADED), *_ = WAYS_IN
+OFFLOADED = Variant("all-to-all, optimizer on the host", (*ROWS_SENT.overrides, "offload.optimizer=true"))
 FITS = [
     # The published layouts of the smaller model fit, and the next cheaper one does not.
     *(
@@ -98,7 +117,7 @@ SLOW_FITS = [
     *(("moe-2t", "MI355X", HALVED, variant, True) for variant in (ROWS_SENT, CONVENTIONAL)),
     *(("moe-2t", "MI300X", HALVED, variant, False) for variant in (ROWS_SENT, CONVENTIONAL)),
     # Sixteen expert ranks fit the smaller chip with the optimizer on the host.
-    ("moe-2t", "MI300X", OFFLOADED_LAYOUT, OFFLOADED, True),
+    ("moe-2t", "MI300X", SIXTEEN, OFFLOADED, True),
     ("moe-2t", "MI300X", HALVED, OFFLOADED, False),
 ]
 
@@ -123,21 +142,9 @@ def test_sixteen_expert_ranks_fit_the_smaller_chip_if_gradients_are_summed_as_th
     assert eight.total - eight.gradients // 2 > usable
 
 
-def test_the_published_savings_are_those_of_the_arithmetic_that_we_found() -> None:
-    for model in MODELS:
-        run = load_run(model, [])
-        assert activation_bytes(run, PLAIN) - activation_bytes(run, HALVED) == pytest.approx(
-            SAVED_BYTES[model], rel=0.01
-        )
-    # It says of the larger model on 192 GiB what they say.
-    run = load_run("moe-2t", [])
-    eight, sixteen = (state_bytes(run, one) + activation_bytes(run, one) for one in (HALVED, SIXTEEN))
-    assert eight > 192 * 2**30 > sixteen
-
-
 def one_way(method: DispatchMethod, ranks: int, *, in_turn: bool) -> float:
     """Seconds to the experts of a layer of MoE-2T."""
-    travel = next(one for one in travels_of(load_run("moe-2t", [])) if one.in_turn == in_turn)
+    travel = next(one for one in travels_of(load_run("moe-2t", [])) if bool(one.stride) == in_turn)
     cluster = cluster_of(1024, load_hardware("MI300X"))
     return TransferTimes(cluster.hardware).dispatch(method, "dispatch", travel, cluster.group(ranks)).seconds
 
@@ -157,17 +164,19 @@ def test_experts_in_turn_lie_on_as_few_places_as_can_be_and_never_on_more_than_b
     experts: int, top_k: int, places: int
 ) -> None:
     even = TokenTraffic(tokens=1, copy_bytes=1, experts=experts, top_k=top_k)
-    turn = replace(even, in_turn=True)
+    turn = replace(even, stride=1)
     fewest = -(-top_k // (experts // places)) * (places - 1) / places
     assert fewest <= copies(turn, places) <= copies(even, places) + 1e-9
 
 
 @pytest.mark.slow
-def test_the_published_choices_are_the_fastest_that_fit() -> None:
-    for chip, best in (("MI300X", HALVED), ("MI355X", PLAIN)):
-        rows = {str(one): speed_row("moe-1t", chip, one, ROWS_SENT) for one in LAYOUTS}
-        fitting = {name: row["tokens_per_second_per_device"] for name, row in rows.items() if row["fits"]}
-        assert max(fitting, key=lambda name: fitting[name]) == str(best)
+@pytest.mark.parametrize(("chip", "best"), [("MI300X", HALVED), ("MI355X", PLAIN)])
+def test_the_published_choices_are_the_fastest_that_fit(chip: str, best: Layout) -> None:
+    found = {
+        layout: project(run_of("moe-1t", layout, ROWS_SENT), parse_cluster(f"768x{chip}"), EVEN) for layout in LAYOUTS
+    }
+    fitting = {layout: one.time.tokens_per_second_per_device for layout, one in found.items() if one.fits}
+    assert max(fitting, key=lambda layout: fitting[layout]) == best
 
 
 @pytest.mark.slow

@@ -15,7 +15,8 @@ from penstock.plan.transfers import TokenTraffic, TransferTimes
 
 H200 = load_hardware("H200")
 RATES, TRANSFERS = Rates(H200), TransferTimes(H200)
-EXPERTS = RoutedRows(tokens=1024, experts=8, top_k=2, expert_tensor=1, rows=2048, imbalance=1.0)
+TRAVEL = TokenTraffic(tokens=1024, copy_bytes=1024, experts=8, top_k=2)
+EXPERTS = RoutedRows(traffic=TRAVEL, ranks=4, rows=2048, imbalance=1.0)
 COSTS = OpCosts(H200, EXPERTS, buffers=frozenset({4096}))
 BANDWIDTH = H200.peaks.memory_bytes_per_second * H200.efficiency.memory
 
@@ -40,7 +41,6 @@ SUM = "weight_gradient_accumulated"
 # Experts compute the 2,048 rows that arrive, whatever the capacity.
 GROUPED, SIZES = RATES.grouped, (8, 256, 1024, 512)
 SENT = RecordedOp("push_rows_kernel", ((1024, 256), (1024, 2), (4,)), (1024 * 1024, 8192, 32), 4)
-TRAVEL = TokenTraffic(tokens=1024, copy_bytes=1024, experts=8, top_k=2)
 KNOWN = [
     (of_bf16("mm", (4096, 2048), (2048, 1024), (4096, 1024)), RATES.product(4096, 1024, 2048), "products"),
     (experts_product("rows_kernel", *ROWS), GROUPED("forward", *SIZES), "experts"),

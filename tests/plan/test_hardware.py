@@ -10,7 +10,10 @@ import tomli_w
 
 from penstock.base.devices import CHIPS, peak_flops
 from penstock.base.errors import HardwareError
-from penstock.plan.hardware import ORIGINS, POINTS, RankGroup, TransferPoint
+from penstock.cli.plan_print import cluster_text
+from penstock.config.load import load_run
+from penstock.models.kernels import kernel_choices
+from penstock.plan.hardware import ORIGINS, POINTS, RankGroup, SourcedTable, TransferPoint
 from penstock.plan.hardware_file import (
     PACKAGED,
     hardware_text,
@@ -20,8 +23,10 @@ from penstock.plan.hardware_file import (
     read_hardware,
     write_hardware,
 )
+from penstock.plan.project import device_of
 
-KNOWN = ("MI300X", "MI325X", "MI355X", "H100", "H200", "B200", "GB200", "GB300")
+NVIDIA = ("A100", "B200", "B300", "GB200", "GB300", "H100", "H20", "H200", "H800")
+KNOWN = (*NVIDIA, "MI300X", "MI325X", "MI350X", "MI355X")
 
 
 def changed(tmp_path: Path, **changes: object) -> Path:
@@ -74,7 +79,61 @@ def test_measured_rates_are_below_the_peak_and_memory_leaves_room(name: str) -> 
 def test_no_figure_of_a_chip_without_measurements_is_called_measured(name: str) -> None:
     text = (PACKAGED / f"{name.lower()}.toml").read_text()
     assert not re.search(r'^source = "measured', text, re.MULTILINE)
-    assert load_hardware(name).measured == ()
+    hardware = load_hardware(name)
+    sourced = [one for one in vars(hardware).values() if isinstance(one, SourcedTable)]
+    sources = [one.source for one in (*sourced, *hardware.collectives, *hardware.measured)]
+    assert not [source for source in sources if source.startswith("measured")]
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_no_chip_falls_silently_on_what_it_does_not_say(name: str) -> None:
+    hardware = load_hardware(name)
+    peaks, node = hardware.peaks, hardware.node
+    assert None not in (peaks.fp32, peaks.power_watts, node.link_bytes_per_second, node.network_bytes_per_second)
+    assert (peaks.fp8 is None) == (name == "A100")
+    assert all(source.startswith("assumed: as on ") for source in {one.source for one in hardware.measured}) or (
+        name == "H200"
+    )
+    run = load_run("deepseek-v2-lite", [])
+    device = device_of(hardware, run)
+    assert device.target == hardware.kernels == next(chip.target for chip in CHIPS if chip.pattern == name)
+    experts = [choice for choice in kernel_choices(run, device) if choice.op == "experts"]
+    assert {choice.backend for choice in experts} == {"triton"}, "experts would run as a loop"
+
+
+def test_chips_with_the_same_multiprocessors_take_the_measured_products_and_others_only_the_shares() -> None:
+    h200, h100, h800 = map(load_hardware, ("H200", "H100", "H800"))
+    products = [one for one in h200.measured if POINTS[one.operator] is not TransferPoint]
+    assert [one.points for one in h100.measured] == [one.points for one in h800.measured]
+    assert [one.points for one in h100.measured] == [one.points for one in products] != []
+    assert load_hardware("H20").measured == load_hardware("B200").measured == ()
+    assert load_hardware("H800").memory.source.startswith("assumed: as on H100 (reported: ")
+
+
+def test_a_file_can_say_only_what_differs_from_a_chip_and_name_any_chip(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    rate = {
+        "kind": "all-to-all",
+        "reach": "cluster",
+        "latency_seconds": 1e-4,
+        "efficiency": 0.5,
+        "source": "reported: us",
+    }
+    mine = {"name": "Ours", "like": "H200", "kernels": "sm_90", "collective": [rate]}
+    path.write_text(tomli_w.dumps(mine))
+    ours, h200 = read_hardware(path), load_hardware("H200")
+    assert (ours.name, ours.kernels, ours.peaks.bf16, ours.node.devices) == ("Ours", "sm_90", 989e12, 8)
+    assert ours.efficiency.source == f"assumed: as on H200 ({h200.efficiency.source})"
+    assert len(ours.collectives) == len(h200.collectives)
+    assert {one.efficiency for one in ours.collectives if (one.kind, one.reach) == ("all-to-all", "cluster")} == {0.5}
+    assert device_of(ours, load_run("debug", [])).target == "sm_90"
+    path.write_text(tomli_w.dumps(mine | {"like": "H900"}))
+    assert "like is no other chip of the package; got 'H900'" in refusal(path)
+    whole = changed(tmp_path, name="Ours")
+    assert "the file has to say whose kernels it takes" in refusal(whole)
+    assert "allowed: gfx942, gfx950, sm_100, sm_103, sm_90, sm_80" in refusal(
+        changed(tmp_path, name="x", kernels="sm_7")
+    )
 
 
 def test_the_grouped_products_of_the_h200_are_those_of_the_result_file() -> None:
@@ -95,7 +154,7 @@ def test_a_chip_is_found_by_any_case_and_by_its_drivers_name_and_an_unknown_one_
     assert sorted(KNOWN) == list(known_hardware())
     assert load_hardware("h200") == load_hardware("NVIDIA H200") == load_hardware("H200")
     assert load_hardware("NVIDIA GB200").name == "GB200"
-    with pytest.raises(HardwareError, match="no hardware is called 'H300'; allowed: B200, .*; fix: did you mean"):
+    with pytest.raises(HardwareError, match="no hardware is called 'H300'; allowed: A100, .*; fix: did you mean"):
         load_hardware("H300")
     with pytest.raises(HardwareError, match=r"fix: describe it in a file: `penstock calibrate"):
         load_hardware("abacus")
@@ -160,15 +219,27 @@ def test_a_cluster_is_a_number_and_a_chip_or_a_file(tmp_path: Path) -> None:
     assert parse_cluster(" 4 x h200 ").nodes == 1
     assert parse_cluster("4xH200").group(4) == RankGroup(4, 4), "a part of a node is a node"
     assert parse_cluster("144xGB200").nodes == 2
-    assert parse_cluster(f"16x{changed(tmp_path, name='Ours')}").hardware.name == "Ours"
+    assert parse_cluster(f"16x{changed(tmp_path, name='Ours', kernels='sm_90')}").hardware.name == "Ours"
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes", "each"),
+    [("256xGB200", 4, 64), ("64xGB200", 1, 64), ("100xGB200", 2, 50), ("1000xH100", 125, 8), ("12xH100", 2, 6)],
+)
+def test_nodes_may_be_used_in_part_if_all_have_as_many_devices(text: str, nodes: int, each: int) -> None:
+    cluster = parse_cluster(text)
+    assert (cluster.nodes, cluster.node_devices) == (nodes, each)
+    assert cluster.group(2 * each) == RankGroup(2 * each, each)
+    whole = cluster.hardware.node.devices
+    assert (f"({nodes} nodes of {whole}, {each} used of each)" in cluster_text(cluster)) == (each < whole and nodes > 1)
 
 
 def test_texts_that_are_no_cluster_and_devices_that_do_not_fill_their_nodes_are_refused() -> None:
     for text in ("", "MI300X", "768", "0xH200", "x8", "-8xH200", "8 H200"):
         with pytest.raises(HardwareError, match="a cluster is a number of devices"):
             parse_cluster(text)
-    with pytest.raises(HardwareError, match=r"100 GB200 do not fill nodes of 72; .*; fix: say 72xGB200 or 144xGB200"):
-        parse_cluster("100xGB200")
+    with pytest.raises(HardwareError, match=r"73 GB200 cannot be shared evenly .*; fix: say 72xGB200 or 144xGB200"):
+        parse_cluster("73xGB200")
 
 
 @pytest.mark.parametrize(

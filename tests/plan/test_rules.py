@@ -331,8 +331,8 @@ def test_links_in_a_node_are_as_much_faster_than_the_network_as_the_rule_says() 
     for path in (Path(book.__file__).parents[1] / "hardware_data").glob("*.toml"):
         node = tomllib.loads(path.read_text())["node"]
         ratios.append(node["link_bytes_per_second"] / node["network_bytes_per_second"])
-    assert (round(min(ratios)), round(max(ratios))) == (9, 18)
-    assert "9 to 18 times" in BY_NAME["expert-product-inside-node"].doc
+    assert (round(min(ratios)), round(max(ratios))) == (4, 18)
+    assert "4 to 18 times" in BY_NAME["expert-product-inside-node"].doc
 
 
 def test_rules_are_asked_without_pytorch() -> None:

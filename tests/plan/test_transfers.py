@@ -1,5 +1,6 @@
 """Seconds of collectives and dispatchers: the measured ones exactly, the others by bytes over the slower way."""
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from penstock.base.errors import HardwareError
 from penstock.plan.hardware import CollectiveRate, Hardware, MeasuredPoints, RankGroup, TransferPoint
 from penstock.plan.hardware_file import load_hardware
-from penstock.plan.transfers import CollectiveName, TokenTraffic, TransferTimes, copies
+from penstock.plan.transfers import CollectiveName, TokenTraffic, TransferTimes, copies, reached
 from tests.examples import examples
 
 H200 = load_hardware("H200")
@@ -102,6 +103,38 @@ def test_copies_of_a_token_are_those_of_the_dispatch_page() -> None:
     assert copies(TokenTraffic(tokens=1, copy_bytes=1, experts=8, top_k=8), 8) == 7
 
 
+@pytest.mark.parametrize("places", [2, 4, 8, 16, 32])
+@pytest.mark.parametrize(("groups", "kept"), [(1, 1), (8, 4), (4, 2), (8, 1)])
+def test_places_that_a_token_reaches_are_those_of_drawn_routing(places: int, groups: int, kept: int) -> None:
+    traffic = TokenTraffic(tokens=1, copy_bytes=1, experts=32, top_k=3, n_group=groups, topk_group=kept)
+    draw, size, drawn = random.Random(places), 32 // groups, 4000
+    found = 0
+    for _ in range(drawn):
+        allowed = draw.sample(range(groups), kept)
+        chosen = draw.sample([group * size + one for group in allowed for one in range(size)], 3)
+        found += len({expert // (32 // places) for expert in chosen})
+    assert reached(traffic, places) == pytest.approx(found / drawn / places, rel=0.03)
+
+
+def test_limited_groups_keep_tokens_of_deepseek_v3_on_four_of_eight_nodes() -> None:
+    free = TokenTraffic(tokens=1, copy_bytes=1, experts=256, top_k=8)
+    limited = replace(free, n_group=8, topk_group=4)
+    assert 8 * reached(free, 8) == pytest.approx(5.3, abs=0.05)
+    assert 3.5 < 8 * reached(limited, 8) < 4
+    assert 8 * reached(replace(free, stride=1), 8) == 1  # Eight neighbouring experts are on one node.
+    assert copies(limited, 8) < copies(free, 8)
+
+
+def test_a_library_that_sends_single_rows_takes_longer_for_many_small_ones() -> None:
+    cluster = next(one for one in H200.collectives if (one.kind, one.reach) == ("deep-ep", "cluster"))
+    assert cluster.row_seconds > 0
+    few, many = TokenTraffic(tokens=1024, copy_bytes=8192, experts=64, top_k=6), V2_LITE
+    few, many = replace(few, tokens=4096), replace(many, tokens=8192, copy_bytes=4096)  # The same bytes.
+    group = RankGroup(64, 8)
+    seconds = [ON_H200.dispatch("deep-ep", "dispatch", one, group).seconds for one in (few, many)]
+    assert seconds[1] - seconds[0] == pytest.approx(4096 * copies(few, 8) * cluster.row_seconds)
+
+
 @pytest.mark.parametrize(
     ("top_k", "sharers", "places", "needed"),
     [(2, 1, 8, 8 * 2 / 8), (2, 4, 8, 8 * (1 - 6 / 28)), (2, 8, 8, 8), (8, 2, 16, 16), (2, 8, 64, 64 * 2 / 8)],
@@ -109,7 +142,7 @@ def test_copies_of_a_token_are_those_of_the_dispatch_page() -> None:
 def test_ranks_that_share_an_expert_all_need_its_tokens(top_k: int, sharers: int, places: int, needed: float) -> None:
     traffic = TokenTraffic(tokens=1, copy_bytes=1, experts=8, top_k=top_k, expert_tensor=sharers)
     assert copies(traffic, places, sharers) == pytest.approx(needed * (places - 1) / places)
-    in_turn = replace(traffic, in_turn=True)
+    in_turn = replace(traffic, stride=1)
     assert copies(in_turn, places, sharers) <= places - 1
     group = RankGroup(places, min(places, 8))
     for method in ("all-to-all", "hierarchical", "deep-ep"):

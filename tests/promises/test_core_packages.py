@@ -88,10 +88,9 @@ def core_distributions() -> list[str]:
 def link_packages(folder: Path, names: list[str]) -> None:
     """A folder in which these distributions, and no others, can be imported."""
     folder.mkdir()
-    for name in names:
-        files = distribution(name)
-        for top in {file.parts[0] for file in files.files or [] if file.parts[0] not in ("..", "__pycache__")}:
-            if not (folder / top).exists():
+    for files in map(distribution, names):
+        for top in {file.parts[0] for file in files.files or []} - {"..", "__pycache__"}:
+            if not (folder / top).exists():  # namespace packages come from several
                 (folder / top).symlink_to(Path(str(files.locate_file(top))))
 
 
@@ -100,12 +99,10 @@ def in_core_environment(commands: list[list[str]], folder: Path) -> list[tuple[i
     packages = folder / "packages"
     link_packages(packages, core_distributions())
     environment = {**os.environ, "PYTHONPATH": f"{style.ROOT}{os.pathsep}{packages}"}
-    environment.pop("TRITON_INTERPRET", None)
-    # -S: without the packages of the interpreter that runs the tests.
-    command = [sys.executable, "-S", "-c", PROGRAM]
-    result = subprocess.run(
-        command, cwd=folder, env=environment, input=json.dumps(commands), capture_output=True, text=True, check=False
-    )
+    environment.pop("TRITON_INTERPRET", None)  # no kernel is interpreted: Triton is not there
+    command = [sys.executable, "-S", "-c", PROGRAM]  # -S: without the packages of this interpreter
+    told = {"cwd": folder, "env": environment, "input": json.dumps(commands)}
+    result = subprocess.run(command, **told, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
     return [json.loads(line) for line in result.stdout.splitlines()]
 
@@ -121,7 +118,7 @@ def test_every_verb_runs_with_the_core_dependencies_alone(tmp_path: Path) -> Non
     outcomes = in_core_environment(lines + refused, tmp_path)
     for words, (code, seconds, text) in zip(lines, outcomes, strict=False):
         assert code == 0, f"penstock {' '.join(words)} ({seconds:.1f} s)\n{text}"
-    assert (tmp_path / "runs/first/report.html").stat().st_size > 10**6
+    assert (tmp_path / "runs/first/report.html").stat().st_size > 10**6  # bytes; it holds the library that draws
     assert (tmp_path / "best.toml").is_file() and (tmp_path / "plan.html").is_file()
     for (line, advice), (code, _, text) in zip(REFUSED, outcomes[len(lines) :], strict=True):
         assert code == 2 and advice in text.splitlines()[-1], f"penstock {line}\n{text}"

@@ -59,9 +59,8 @@ def dead_links(path: Path) -> list[str]:
     """Links and paths of a document that lead nowhere."""
     text = path.read_text(encoding="utf-8")
     found = []
-    for target in (match["target"] for match in LINK.finditer(BLOCK.sub("", text))):
-        if target.startswith(("http://", "https://", "mailto:")):
-            continue
+    targets = [match["target"] for match in LINK.finditer(BLOCK.sub("", text))]
+    for target in (one for one in targets if not one.startswith(("http://", "https://", "mailto:"))):
         name, _, anchor = target.partition("#")
         there = (path.parent / name).resolve() if name else path
         if not there.exists():
@@ -73,18 +72,14 @@ def dead_links(path: Path) -> list[str]:
 
 
 def parse_penstock(words: list[str]) -> None:
-    """Let the command line read the words without doing anything.
-
-    Raises:
-        typer.TyperException: an unknown verb or option, a missing argument or one too many.
-    """
+    """Let the command line read the words without doing anything. Raises a TyperException for wrong ones."""
     context = typer.main.get_command(app).make_context("penstock", list(words))
     # A group keeps what comes after its own options; its verb reads that.
     while isinstance(context.command, TyperGroup):
         rest = [*context._protected_args, *context.args]
         name, verb, rest = context.command.resolve_command(context, rest)
         assert verb is not None, "an unknown verb is an error by itself"
-        context = verb.make_context(name, rest, parent=context)
+        context = verb.make_context(name, rest, parent=context)  # parses, and runs nothing
 
 
 def fault(command: Command) -> str | None:
@@ -106,9 +101,8 @@ def fault(command: Command) -> str | None:
 
 def in_a_shell(command: Command, folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     """Execute a line as it stands."""
-    return subprocess.run(
-        ["bash", "-c", command.line], cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
+    words = ["bash", "-c", command.line]
+    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
 def started_warm(command: Command, folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:

@@ -38,14 +38,12 @@ def run_make(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
     Programs in the folder's `programs` come first on PATH. Those that ask for GPUs find none unless they are there.
     """
-    programs = folder / "programs"
+    programs, command = folder / "programs", ["make", *arguments]
     for name in ("nvidia-smi", "rocminfo"):
         if not (programs / name).exists():
-            make_program(programs / name, "exit 9")
+            make_program(programs / name, "exit 9")  # as without a driver
     environment = {"PATH": f"{programs}:{os.environ['PATH']}", "HOME": str(folder)}
-    return subprocess.run(
-        ["make", *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
 def make_program(path: Path, script: str) -> None:
@@ -70,20 +68,16 @@ def fake_environment(checkout: Path) -> Path:
     """The same with an environment whose Python only writes down what it is asked."""
     make_program(checkout / ".venv/bin/python", FAKE_PYTHON)
     (checkout / ".venv/stamps").mkdir()
-    (checkout / ".venv/stamps/made").touch()
+    (checkout / ".venv/stamps/made").touch()  # make believes that the environment was made
     return checkout
 
 
-def test_every_dependency_is_pinned() -> None:
+def test_every_dependency_is_pinned_to_one_exact_version() -> None:
     requirements = PROJECT["dependencies"] + PROJECT["optional-dependencies"]["dev"]
-    pinned = {name_of(line) for line in CONSTRAINTS if "==" in line}
-    # Triton's version belongs to PyTorch's build; the Makefile has it.
-    assert {name_of(requirement) for requirement in requirements} - pinned == {"triton"}
-
-
-def test_every_constraint_is_one_exact_version() -> None:
     lines = [line for line in CONSTRAINTS if line and not line.startswith("#")]
     assert [line for line in lines if not re.fullmatch(r"[\w.-]+==[\w.]+", line)] == []
+    # Triton's version belongs to PyTorch's build; the Makefile has it.
+    assert {name_of(requirement) for requirement in requirements} - set(map(name_of, lines)) == {"triton"}
 
 
 def test_dependencies_have_lower_bounds_only() -> None:
@@ -114,7 +108,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tree.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(style.ROOT / name, tree)
-    for name in ("penstock", "tools", "tests"):
+    for name in ("penstock", "tools", "tests"):  # only the first may be in the wheel
         shutil.copytree(style.ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", out, "."]
     subprocess.run(command, cwd=tree, check=True)
@@ -170,19 +164,22 @@ def test_an_old_python_is_refused_with_its_version(checkout: Path) -> None:
     assert not (checkout / ".venv").exists()
 
 
+def set_up(environment: Path, *arguments: str) -> tuple[str, str]:
+    """`make setup`: its output, and what Python was asked; empty if it was not."""
+    result, calls = run_make(environment, "setup", *arguments), environment / "calls"
+    assert result.returncode == 0, result.stderr
+    return result.stdout, calls.read_text() if calls.exists() else ""
+
+
 def test_a_cpu_build_among_pips_own_sources_is_taken(fake_environment: Path) -> None:
     (fake_environment / "has_cpu_build").touch()
-    result = run_make(fake_environment, "setup")
-    calls = (fake_environment / "calls").read_text()
-    assert result.returncode == 0, result.stderr
+    _, calls = set_up(fake_environment)
     assert re.search(r"torch==[\d.]+\+cpu$", calls, re.MULTILINE)
     assert "--extra-index-url" not in calls
 
 
 def test_without_a_cpu_build_pytorchs_own_index_is_asked(fake_environment: Path) -> None:
-    result = run_make(fake_environment, "setup", "TORCH_INDEX=file:///elsewhere")
-    calls = (fake_environment / "calls").read_text()
-    assert result.returncode == 0, result.stderr
+    _, calls = set_up(fake_environment, "TORCH_INDEX=file:///elsewhere")
     assert re.search(r"--extra-index-url file:///elsewhere torch==[\d.]+$", calls, re.MULTILINE)
 
 
@@ -223,34 +220,27 @@ def test_a_driver_that_fails_or_hangs_leaves_the_build_for_a_cpu(
 
 def test_make_says_which_build_it_takes_and_how_to_take_another(fake_environment: Path) -> None:
     make_program(fake_environment / "programs/nvidia-smi", f"echo '{H200}'")
-    result = run_make(fake_environment, "setup")
-    assert result.returncode == 0, result.stderr
-    assert (
-        "PyTorch build cu130: NVIDIA H200, driver 580.65.06. Another one: make setup TORCH_BUILD=cpu" in result.stdout
-    )
-    assert re.search(r"torch==[\d.]+\+cu130$", (fake_environment / "calls").read_text(), re.MULTILINE)
+    said, calls = set_up(fake_environment)
+    assert "PyTorch build cu130: NVIDIA H200, driver 580.65.06. Another one: make setup TORCH_BUILD=cpu" in said
+    assert re.search(r"torch==[\d.]+\+cu130$", calls, re.MULTILINE)
 
 
 def test_a_build_that_was_taken_stays(fake_environment: Path) -> None:
     """Also if the driver does not answer the next time, and after a choice of the user."""
     (fake_environment / "has_cpu_build").touch()
     make_program(fake_environment / "programs/nvidia-smi", f"echo '{H200}'")
-    assert "PyTorch build cpu: asked for" in run_make(fake_environment, "setup", "TORCH_BUILD=cpu").stdout
+    assert "PyTorch build cpu: asked for" in set_up(fake_environment, "TORCH_BUILD=cpu")[0]
     (fake_environment / "calls").unlink()
-    assert run_make(fake_environment, "setup").returncode == 0
-    assert not (fake_environment / "calls").exists()
+    assert set_up(fake_environment)[1] == ""
 
 
 def test_setting_up_again_does_nothing_until_a_constraint_changes(fake_environment: Path) -> None:
-    run_make(fake_environment, "setup")
+    set_up(fake_environment)
     (fake_environment / "calls").unlink()
-    result = run_make(fake_environment, "setup")
-    assert result.returncode == 0, result.stderr
-    assert not (fake_environment / "calls").exists()
+    assert set_up(fake_environment)[1] == ""
     with (fake_environment / "constraints.txt").open("a") as file:
         file.write("another==1.0\n")
-    run_make(fake_environment, "setup")
-    assert "--editable" in (fake_environment / "calls").read_text()
+    assert "--editable" in set_up(fake_environment)[1]
 
 
 def test_continuous_integration_runs_make_test() -> None:

@@ -38,9 +38,7 @@ def reaches_the_image(name: str) -> bool:
 def test_the_image_begins_at_a_base_that_can_be_chosen_and_keeps_its_pytorch() -> None:
     found = instructions()
     assert {name for name, _ in found} <= INSTRUCTIONS
-    assert found[0][0] == "ARG"
-    assert found[0][1].startswith("BASE=")
-    assert found[1] == ("FROM", "${BASE}")
+    assert found[0][0] == "ARG" and found[0][1].startswith("BASE=") and found[1] == ("FROM", "${BASE}")
     assert any(name == "RUN" and "--constraint /tmp/torch.txt" in words for name, words in found)
 
 
@@ -59,21 +57,18 @@ def test_the_image_works_where_the_manifest_mounts_its_volume() -> None:
     facts = LaunchFacts(vendor="nvidia", world=8, local_world=8)
     job = Job(name="a", words=("train", "debug"), nodes=1, gpus=8, cpus=None, restarts=0, facts=facts)
     manifest = kubernetes_manifest(job, "registry/penstock:1", "shared")
-    *_, last = [words for name, words in instructions() if name == "WORKDIR"]
+    *_, last = [words for name, words in instructions() if name == "WORKDIR"]  # where the image starts
     assert re.search(rf'workingDir"?: "?{last}\b', manifest)
 
 
 def test_the_citation_is_of_this_version() -> None:
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert cited["cff-version"] == "1.2.0"
+    assert (cited["cff-version"], cited["license"]) == ("1.2.0", project["license"])
     assert {"message", "title", "authors"} <= set(cited)
     assert all(set(author) == {"name"} for author in cited["authors"])
-    assert cited["license"] == project["license"]
-    changelog = (ROOT / "CHANGELOG.md").read_text()
-    assert f"## [{cited['version']}]" in changelog
-    if "version" in project:
-        assert cited["version"] == project["version"]
+    assert f"## [{cited['version']}]" in (ROOT / "CHANGELOG.md").read_text()
+    assert cited["version"] == project.get("version", cited["version"])
 
 
 BOARD: dict[str, Any] = json.loads(dashboard())
@@ -85,8 +80,7 @@ NAMES = {*EXPORTED.values(), *EXPORTED_OF_LAYER.values(), *ENDPOINT_FIELDS}
 def test_every_question_is_about_what_is_told_of_the_chosen_run() -> None:
     for expression in EXPRESSIONS:
         names = re.findall(r"penstock_\w+", expression)
-        assert names, expression
-        assert set(names) <= NAMES
+        assert names and set(names) <= NAMES, expression
         assert len(re.findall(r'penstock_\w+\{run="\$run"\}', expression)) == len(names), expression
         assert expression.count("(") == expression.count(")")
 

@@ -10,15 +10,13 @@ import pytest
 from tools import documents
 
 RESULTS = sorted((documents.ROOT / documents.RESULTS).glob("*.json"))
-COMMIT = re.compile(r"[0-9a-f]{7,40}(-dirty)?")
+COMMIT = re.compile(r"[0-9a-f]{7,40}(-dirty)?")  # as git describe writes it
 
 
 def numbers_in(value: Any) -> int:
     """How many numbers stand anywhere below a value."""
-    if isinstance(value, dict):
-        return sum(numbers_in(part) for part in value.values())
-    if isinstance(value, list):
-        return sum(numbers_in(part) for part in value)
+    if isinstance(value, dict | list):
+        return sum(map(numbers_in, value.values() if isinstance(value, dict) else value))
     return int(isinstance(value, int | float) and not isinstance(value, bool))
 
 
@@ -63,18 +61,21 @@ def test_a_result_without_its_command_is_refused() -> None:
     assert faults({**whole, "numbers": {"ratio": "fast"}}) == ["holds no number"]
 
 
-def test_a_quoted_figure_is_renewed_from_its_result(tmp_path: Path) -> None:
-    folder = tmp_path / documents.RESULTS
-    folder.mkdir(parents=True)
-    (folder / "speed.json").write_text('{"numbers": {"cases": [{"ratio": 1.849}]}}')
+@pytest.fixture
+def speed(tmp_path: Path) -> Path:
+    """A folder with one result."""
+    file = tmp_path / documents.RESULTS / "speed.json"
+    file.parent.mkdir(parents=True)
+    file.write_text('{"numbers": {"cases": [{"ratio": 1.849}], "ratio": 2}}')
+    return tmp_path
+
+
+def test_a_quoted_figure_is_renewed_from_its_result(speed: Path) -> None:
     marked = "It is <!--= speed.json numbers.cases.0.ratio .2f -->{}<!--/--> times faster."
-    assert documents.with_figures(marked.format("9.99"), tmp_path) == marked.format("1.85")
+    assert documents.with_figures(marked.format("9.99"), speed) == marked.format("1.85")
 
 
 @pytest.mark.parametrize("marker", ["other.json a", "speed.json numbers.absent", "speed.json numbers.ratio.deeper"])
-def test_a_figure_that_no_result_holds_is_refused(tmp_path: Path, marker: str) -> None:
-    folder = tmp_path / documents.RESULTS
-    folder.mkdir(parents=True)
-    (folder / "speed.json").write_text('{"numbers": {"ratio": 1.849}}')
+def test_a_figure_that_no_result_holds_is_refused(speed: Path, marker: str) -> None:
     with pytest.raises(LookupError, match=re.escape(marker.split()[0])):
-        documents.with_figures(f"<!--= {marker} .2f -->1<!--/-->", tmp_path)
+        documents.with_figures(f"<!--= {marker} .2f -->1<!--/-->", speed)

@@ -16,7 +16,7 @@ from tools.site import for_site, with_bars, without_ways_out
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The pages; a warning is an error."""
     folder = tmp_path_factory.mktemp("site")
-    build(load_config(str(ROOT / "mkdocs.yml"), strict=True, site_dir=str(folder)))
+    build(load_config(str(ROOT / "mkdocs.yml"), strict=True, site_dir=str(folder)))  # strict: a warning is an error
     return folder
 
 

@@ -1,11 +1,13 @@
-"""What a page has become in a browser: scripts that listen, look and act, and a reader of what they found."""
+"""What is drawn: scripts that listen, look and act in a browser, a reader of what they found, traces of a figure."""
 
 import json
 import re
 from html import unescape
 from typing import Any
 
+from penstock.report.colours import channels
 from penstock.report.export import open_in_browser
+from penstock.report.figure import Figure
 
 LISTENING = """<script>
 const errors = [];
@@ -37,8 +39,14 @@ def looked_at(browser: str, html: str, looking: str, *options: str) -> dict[str,
     return found
 
 
-def channels(colour: str) -> tuple[int, int, int]:
-    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
+def shown(figure: Figure | None) -> Figure:
+    assert figure is not None
+    return figure
+
+
+def drawn(figure: Figure | None, name: str) -> dict[str, Any]:
+    """The trace of a name in a figure."""
+    return dict(next(trace for trace in shown(figure).data if trace.get("name") == name))
 
 
 def contrast(one: str, other: str) -> float:

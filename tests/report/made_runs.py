@@ -7,19 +7,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from penstock.base.spans import ACTIONS
 from penstock.config.load import RUN_FILE, dump_toml, load_run
-from penstock.layout.actions import Action, Kind, Schedule
+from penstock.layout.actions import Action, Schedule
 from penstock.layout.clock import Playback, even_costs, play
 from penstock.layout.schedules import schedule
 from tests.trace.synthetic import Job, make
-from tests.trace.tiny import event, launch, trace_of, write
+from tests.trace.tiny import operator, ran, span, trace_of, write
 
-NAMES = {
-    Kind.FORWARD: "forward of stage {}, micro-batch {}",
-    Kind.BACKWARD: "backward of stage {}, micro-batch {}",
-    Kind.INPUT: "input gradient of stage {}, micro-batch {}",
-    Kind.WEIGHT: "weight gradient of stage {}, micro-batch {}",
-}
 PASS_US = 900.0
 PHASES = {"data": 0.002, "optimizer": 0.02, "forward": 0.1, "backward": 0.12, "reduce": 0.01}
 
@@ -53,13 +48,8 @@ def run_folder(
     lines = [metrics_line(step, mfu=mfu) | {"tokens_per_second_per_device": speed} for step in range(1, steps + 1)]
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if device is not None:
-        start = {
-            "time": "2026-01-01T00:00:00+00:00",
-            "command": "penstock train debug",
-            "device": device,
-            "torch": "2.11",
-            "cuda": "13.0" if "NVIDIA" in device else None,
-        }
+        start = {"time": "2026-01-01T00:00:00+00:00", "command": "penstock train debug", "device": device}
+        start |= {"torch": "2.11", "cuda": "13.0" if "NVIDIA" in device else None}
         (path / "starts.jsonl").write_text(json.dumps(start) + "\n")
     return path
 
@@ -107,38 +97,24 @@ class Piped:
 
     def _events(self, rank: int) -> list[dict[str, Any]]:
         """A step: the host launches all passes within a millisecond, the device does them when it can."""
-        playback, events = self.playback, []
-        span = playback.span + 2000
-        events.append(event("user_annotation", "step 7", 0.0, 900.0))
+        playback, events = self.playback, [span("step 7", 0.0, 900.0)]
         mine = [one for one in playback.events if one.rank == rank]
+        receive = {"Collective name": "recv", "Process Group Name": "3", "Group size": 2, "dtype": "BFloat16"}
         for number, one in enumerate(mine):
-            host, correlation = 10.0 + 5 * number, 10 * (number + 1)
-            name = NAMES[one.action.kind].format(one.action.stage, one.action.micro_batch)
-            events.append(event("user_annotation", name, host, 4.5))
-            events.append(launch(host + 0.5, correlation=correlation))
-            events.append(launch(host + 2.6, correlation=correlation + 1))
+            host, start = 10.0 + 5 * number, 1000 + one.start
             # A receive waits on the device from the end of the pass before.
             begin = 1000 + max([0.0, *(other.end for other in mine if other.end <= one.start)])
-            events.append(_message(begin, 1000 + one.start - begin, correlation))
-            start, takes = 1000 + one.start, one.end - one.start
-            events.append(_kernel("gemm_kernel", start, takes, correlation + 1))
-        events.append(launch(880.0, correlation=5))
+            events += [
+                span(ACTIONS[one.action.kind].format(one.action.stage, one.action.micro_batch), host, 4.5),
+                *ran("ncclDevKernel_SendRecv(args)", host + 0.5, begin, max(start - begin, 0.5), **receive),
+                *ran("gemm_kernel", host + 2.6, start, one.end - one.start),
+            ]
         # All ranks leave the sum of norms together.
-        sum_begin = 1000 + max(one.end for one in mine)
-        about = {"Collective name": "allreduce", "Process Group Name": "0", "Seq": 4, "Group size": self.schedule.ranks}
-        ranks = str(list(range(self.schedule.ranks)))
-        about |= {"Process Group Ranks": ranks, "In msg nelems": 1, "Out msg nelems": 1, "dtype": "Float"}
-        events.append(_kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL(args)", sum_begin, span - sum_begin, 5, **about))
-        return events
-
-
-def _kernel(name: str, start: float, duration: float, correlation: int, **args: Any) -> dict[str, Any]:
-    return event("kernel", name, start, duration, stream=7, correlation=correlation, **args)
-
-
-def _message(start: float, duration: float, correlation: int) -> dict[str, Any]:
-    about = {"Collective name": "recv", "Process Group Name": "3", "Group size": 2, "dtype": "BFloat16"}
-    return _kernel("ncclDevKernel_SendRecv(args)", start, max(duration, 0.5), correlation, **about)
+        begin, ranks = 1000 + max(one.end for one in mine), list(range(self.schedule.ranks))
+        about = {"Collective name": "allreduce", "Process Group Name": "0", "Seq": 4, "Group size": len(ranks)}
+        about |= {"Process Group Ranks": str(ranks), "In msg nelems": 1, "Out msg nelems": 1, "dtype": "Float"}
+        name, lasts = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(args)", playback.span + 2000 - begin
+        return events + ran(name, 880.0, begin, lasts, **about)
 
 
 def piped(ranks: int = 2, offsets_us: Sequence[float] = (0.0, 700.0)) -> Piped:
@@ -156,15 +132,15 @@ def piped_folder(path: Path) -> Path:
 def host_trace(rank: int = 0) -> dict[str, Any]:
     """A step on a CPU: a product within a linear layer, and a sum over ranks on a thread of its own."""
     events = [
-        event("user_annotation", "step 3", 0, 1000),
-        event("user_annotation", "micro-batch 0", 5, 700),
-        event("user_annotation", "layer 1", 10, 400),
-        event("user_annotation", "attention", 20, 300),
-        event("cpu_op", "aten::linear", 30, 200, **{"Input Dims": [[8, 4], [4, 4]]}),
-        event("cpu_op", "aten::addmm", 50, 120, **{"Input Dims": [[8, 4], [4, 4]]}),
-        event("user_annotation", "optimizer", 800, 150),
-        event("cpu_op", "aten::_fused_adamw_", 810, 100),
-        event("user_annotation", "gloo:all_reduce", 760, 30) | {"tid": 99},
+        span("step 3", 0, 1000),
+        span("micro-batch 0", 5, 700),
+        span("layer 1", 10, 400),
+        span("attention", 20, 300),
+        operator("aten::linear", 30, 200, **{"Input Dims": [[8, 4], [4, 4]]}),
+        operator("aten::addmm", 50, 120, **{"Input Dims": [[8, 4], [4, 4]]}),
+        span("optimizer", 800, 150),
+        operator("aten::_fused_adamw_", 810, 100),
+        span("gloo:all_reduce", 760, 30) | {"tid": 99},
     ]
     return trace_of(*events, rank=rank) | {"deviceProperties": []}
 
@@ -178,4 +154,4 @@ def host_folder(path: Path, ranks: int = 1) -> Path:
 
 
 def pass_name(action: Action) -> str:
-    return NAMES[action.kind].format(action.stage, action.micro_batch).replace(" gradient", "")
+    return ACTIONS[action.kind].format(action.stage, action.micro_batch).replace(" gradient", "")

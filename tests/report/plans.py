@@ -99,6 +99,11 @@ def small_plan() -> Plan:
     return Plan(model=PRESET, cluster=ordered[0].cluster, candidates=ordered, refused=REFUSALS, considered=1235)
 
 
+def too_large(one: Projection) -> Projection:
+    """The projection with activations that fit no device."""
+    return replace(one, memories=tuple(replace(memory, activations=300 * 10**9) for memory in one.memories))
+
+
 def with_schedule(plan: Plan, large: Schedule) -> Plan:
     first, *others = plan.candidates
     return replace(plan, candidates=(replace(first, time=step_time(large)), *others))

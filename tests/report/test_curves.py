@@ -1,16 +1,14 @@
 """Curves show what they are given; gaps stay gaps, and errors are counted against the bands."""
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.config.load import load_run
-from penstock.plan.projection import Plan, Projection, Refusal
+from penstock.plan.projection import Plan, Refusal
 from penstock.plan.what_if import SweepPoint
 from penstock.report.colours import TIME_PARTS, part_colours
 from penstock.report.curves import Scaling, scaling_figure, scaling_pictures, sweep_pictures
@@ -26,25 +24,18 @@ from penstock.report.run_metrics import (
     usual_of,
 )
 from penstock.report.stacks import memory_figure, memory_parts, names_of, time_figure, time_parts
+from tests.report.looking import drawn, shown
 from tests.report.made_runs import PHASES, metrics_line
-from tests.report.plans import projection
+from tests.report.plans import projection, too_large
 from tools.projection_picture import ProjectionCheck, checks_figure
 
 REFUSED = Refusal(layout={}, rule="experts-divide", reason="64 experts do not divide among 48 ranks")
 
 
-def trace_of(data: Any, name: str) -> Mapping[str, Any]:
-    return next(trace for trace in data if trace["name"] == name)
-
-
-def test_efficiency_is_over_the_fewest_devices_that_fit() -> None:
+def test_scaling_has_speed_above_efficiency_over_the_fewest_devices_that_fit() -> None:
     scaling = Scaling(name="weak", devices=[64, 128, 256], tokens_per_second_per_device=[None, 1000.0, 950.0])
-    assert scaling.efficiency == [None, 1.0, 0.95]
-
-
-def test_scaling_has_speed_above_efficiency() -> None:
-    figure = scaling_figure("s", "S", "", [Scaling(name="weak", devices=[8, 16], tokens_per_second_per_device=[10, 9])])
-    assert [trace["y"] for trace in figure.data] == [[10, 9], [1.0, 0.9]]
+    figure = scaling_figure("s", "S", "", [scaling])
+    assert [trace["y"] for trace in figure.data] == [[None, 1000.0, 950.0], [None, 1.0, 0.95]]
     assert figure.data[1]["yaxis"] == "y2"
 
 
@@ -58,13 +49,12 @@ def test_the_caption_counts_what_lies_within_the_bands() -> None:
 
 def test_a_point_without_an_answer_is_a_gap(plan: Plan) -> None:
     one, speed = plan.candidates[0], plan.candidates[0].time.tokens_per_second_per_device
-    points = [SweepPoint(asked={"ep": "1", "dispatcher": "symmetric"}, answer=one)]
-    points.append(SweepPoint(asked={"ep": "48", "dispatcher": "symmetric"}, answer=REFUSED))
-    points.append(SweepPoint(asked={"ep": "8", "dispatcher": "all-to-all"}, answer=one))
+    asked = (("1", "symmetric", one), ("48", "symmetric", REFUSED), ("8", "all-to-all", one))
+    points = [SweepPoint(asked={"ep": ep, "dispatcher": name}, answer=answer) for ep, name, answer in asked]
     speeds, memories = sweep_pictures(points, one)
-    assert trace_of(speeds.data, "symmetric")["y"] == [pytest.approx(speed, rel=1e-5), None]
-    assert trace_of(speeds.data, "symmetric")["text"][1] == "<br>experts-divide"
-    assert trace_of(memories.data, "all-to-all")["x"] == [8]
+    assert drawn(speeds, "symmetric")["y"] == [pytest.approx(speed, rel=1e-5), None]
+    assert drawn(speeds, "symmetric")["text"][1] == "<br>experts-divide"
+    assert drawn(memories, "all-to-all")["x"] == [8]
     assert sweep_pictures([SweepPoint(asked={"pipeline.schedule": "1f1b"}, answer=one)], one) == [], "words"
 
 
@@ -80,28 +70,13 @@ Values = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300)
 LINES = [metrics_line(step) for step in range(1, 13)]
 
 
-def shown(figure: Figure | None) -> Figure:
-    assert figure is not None
-    return figure
-
-
-def drawn(figure: Figure | None, name: str) -> dict[str, Any]:
-    return dict(next(trace for trace in shown(figure).data if trace.get("name") == name))
-
-
-@pytest.fixture(scope="module")
-def planned() -> Projection:
-    return projection()
-
-
 @given(Values, st.integers(1, 40))
 def test_a_thinned_curve_has_few_points_within_their_band(values: list[float], most: int) -> None:
     points = thinned(list(range(len(values))), values, most)
     assert len(points.xs) == len(points.ys) <= most
     assert points.xs[-1] == len(values) - 1
-    assert all(
-        low - 1e-6 <= y <= high + 1e-6 for low, y, high in zip(points.lows, points.ys, points.highs, strict=True)
-    )
+    bands = zip(points.lows, points.ys, points.highs, strict=True)
+    assert all(low - 1e-6 <= y <= high + 1e-6 for low, y, high in bands)
     assert (min(points.lows), max(points.highs)) == (min(values), max(values))
 
 
@@ -138,7 +113,8 @@ def test_clipped_steps_are_counted() -> None:
     assert uneven.layout["yaxis"]["type"] == "log"
 
 
-def test_speed_is_drawn_beside_the_plan(planned: Projection) -> None:
+def test_speed_is_drawn_beside_the_plan() -> None:
+    planned = projection()
     figure = shown(speed_figure(LINES, planned))
     assert "Dashed, the plan" in figure.caption
     assert figure.layout["shapes"][0]["y0"] == planned.time.tokens_per_second_per_device
@@ -162,7 +138,7 @@ def test_phases_are_those_of_the_step_before() -> None:
 
 def test_the_usual_step_is_the_median_of_the_last_half() -> None:
     lines = [{"step": step, "step_seconds": value} for step, value in enumerate([9.0, 9.0, 1.0, 2.0, 7.0, 4.0])]
-    assert usual_of(lines, "step_seconds") == 4.0
+    assert usual_of(lines, "step_seconds") == 4.0  # of 2, 7 and 4
     assert usual_of(lines, "loss") is None
 
 
@@ -194,8 +170,7 @@ def test_the_line_is_the_capacity(plan: Plan) -> None:
 
 def test_no_sum_stands_where_bars_and_the_line_are(plan: Plan) -> None:
     first = plan.candidates[0]
-    large = replace(first, memories=tuple(replace(one, activations=300 * 10**9) for one in first.memories))
-    figure = memory_figure([first, large])
+    figure = memory_figure([first, too_large(first)])
     (line,), right = figure.layout["shapes"], figure.layout["xaxis"]["range"][1]
     labels = figure.layout["annotations"]
     assert [label["text"] for label in labels] == [f"{first.memory.total / 1e9:#.3g} GB", "<b>326 GB over</b>"]

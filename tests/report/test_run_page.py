@@ -9,20 +9,13 @@ import pytest
 from plotly.graph_objects import Figure as CheckedFigure
 
 from penstock.base.errors import HardwareError, RunFolderError, TraceError
+from penstock.report.colours import channels
 from penstock.report.figure import THEMES, plotly_json
 from penstock.report.frame import asset
 from penstock.report.run_evidence import RunEvidence, gather
 from penstock.report.run_page import run_page, sections_of, summary, write_run_page
-from tests.report.looking import channels, contrast, looked_at
-from tests.report.made_runs import (
-    exchanging,
-    host_folder,
-    metrics_line,
-    piped_folder,
-    run_folder,
-    traced_folder,
-    with_world,
-)
+from tests.report.looking import contrast, looked_at
+from tests.report.made_runs import host_folder, metrics_line, piped_folder, run_folder, traced_folder, with_world
 from tests.trace.synthetic import Job, make
 
 MOST_BYTES = 6e6
@@ -99,11 +92,8 @@ def light(browser: str, traced: RunEvidence) -> dict[str, Any]:
 
 
 def test_plotly_knows_every_word_of_every_picture(tmp_path: Path, traced: RunEvidence) -> None:
-    for found in (
-        traced,
-        gather(piped_folder(tmp_path / "piped"), on="2xH200"),
-        gather(host_folder(tmp_path / "host")),
-    ):
+    piped = gather(piped_folder(tmp_path / "piped"), on="2xH200")
+    for found in (traced, piped, gather(host_folder(tmp_path / "host"))):
         for figure in (one for part in sections_of(found) for one in part.figures):
             picture = json.loads(json.dumps(plotly_json(figure), allow_nan=False))
             for theme in THEMES.values():
@@ -129,9 +119,8 @@ def test_it_is_drawn_without_a_complaint(light: dict[str, Any], traced: RunEvide
     assert light["errors"] == []
     names = [figure.name for part in sections_of(traced) for figure in part.figures]
     assert [name for name, _ in light["paper"]] == names
-    assert {"loss", "gradient", "speed", "step", "memory", "timeline", "flame", "waiting", "bytes", "experts"} <= set(
-        names
-    )
+    wanted = {"loss", "gradient", "speed", "step", "memory", "timeline", "flame", "waiting", "bytes", "experts"}
+    assert wanted <= set(names)
     assert light["empty"] == [] and light["wide"] <= 0
 
 
@@ -177,11 +166,12 @@ def test_a_run_that_made_no_step_has_a_page_without_empty_parts(tmp_path: Path) 
     assert "<td></td>" not in text and 'class="faint"></p>' not in text
 
 
-def test_traces_alone_have_no_heading_for_what_only_runs_record(tmp_path: Path) -> None:
+def test_traces_alone_are_enough_and_have_no_heading_for_what_only_runs_record(tmp_path: Path) -> None:
     found = gather(make(Job()).write(tmp_path / "traces"))
+    assert found.run is None and found.lines == () and found.verdict is not None
+    assert "no metrics" in found.lacks.steps and found.speed_unit == "tokens/s/GPU"
     shown = re.findall(r'class="part" id="part-(\w+)"', run_page(found))
     assert "verdict" in shown and not {"loss", "speed"} & {*shown}
-    assert found.speed_unit == "tokens/s/GPU"
 
 
 def test_every_tile_has_a_unit(traced: RunEvidence, tmp_path: Path) -> None:
@@ -234,13 +224,6 @@ def test_a_run_without_a_trace_is_told_how_to_record_one(tmp_path: Path) -> None
     assert len(found.lines) == 12
 
 
-def test_the_device_of_a_start_finds_its_hardware_file(tmp_path: Path) -> None:
-    found = gather(run_folder(tmp_path / "run", device="NVIDIA H200"))
-    assert found.projection is not None and found.projection.cluster.hardware.name == "H200"
-    assert found.verdict is not None and found.judged.source == "plan"
-    assert found.starts[0]["command"] == "penstock train debug"
-
-
 def test_a_missing_plan_has_a_reason(tmp_path: Path) -> None:
     known = gather(run_folder(tmp_path / "known", device="NVIDIA H200"), plans=False)
     assert known.projection is None and "--no-plan" in known.lacks.plan
@@ -250,18 +233,21 @@ def test_a_missing_plan_has_a_reason(tmp_path: Path) -> None:
     assert "no plan on 3 x H200" in gather(folder, on="3xH200").lacks.plan
 
 
-def test_the_user_overrides_the_hardware(tmp_path: Path) -> None:
-    found = gather(run_folder(tmp_path / "run", device="NVIDIA H200"), on="1xMI300X")
-    assert found.projection is not None and found.projection.cluster.hardware.name == "MI300X"
+def test_the_device_of_a_start_finds_its_hardware_file_unless_the_user_names_hardware(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", device="NVIDIA H200")
+    found, other = gather(folder), gather(folder, on="1xMI300X")
+    assert found.projection is not None and found.projection.cluster.hardware.name == "H200"
+    assert found.verdict is not None and found.judged.source == "plan"
+    assert found.starts[0]["command"] == "penstock train debug"
+    assert other.projection is not None and other.projection.cluster.hardware.name == "MI300X"
     with pytest.raises(HardwareError):
-        gather(run_folder(tmp_path / "other"), on="1xNOTHING")
+        gather(folder, on="1xNOTHING")
 
 
-def test_traces_of_devices_are_judged(tmp_path: Path) -> None:
-    found = gather(traced_folder(tmp_path / "run"))
-    assert [one.rank for one in found.ranks] == [0, 1, 2, 3] and not found.is_host
-    assert found.verdict is not None and found.verdict.bottleneck == "communication"
-    assert found.projection is not None and found.lacks.plan == ""
+def test_traces_of_devices_are_judged(traced: RunEvidence) -> None:
+    assert [one.rank for one in traced.ranks] == [0, 1, 2, 3] and not traced.is_host
+    assert traced.verdict is not None and traced.verdict.bottleneck == "communication"
+    assert traced.projection is not None and traced.lacks.plan == ""
 
 
 def test_traces_of_a_cpu_are_read_but_not_judged(tmp_path: Path) -> None:
@@ -269,12 +255,6 @@ def test_traces_of_a_cpu_are_read_but_not_judged(tmp_path: Path) -> None:
     assert found.is_host and len(found.ranks) == 2
     assert found.verdict is None and "a recording of a CPU (AMD EPYC)" in found.lacks.verdict
     assert found.judged.host is not None and found.judged.host.operators[0].name == "aten::addmm"
-
-
-def test_traces_without_a_run_are_enough(tmp_path: Path) -> None:
-    found = gather(make(exchanging()).write(tmp_path / "traces"))
-    assert found.run is None and found.lines == () and found.verdict is not None
-    assert "no metrics" in found.lacks.steps
 
 
 def test_an_empty_folder_and_a_damaged_trace_are_refused(tmp_path: Path) -> None:

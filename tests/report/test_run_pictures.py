@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.report.figure import Figure
 from penstock.report.run_evidence import RunEvidence, gather
 from penstock.report.run_metrics import PLACES, memory_figure, memory_over_time
 from penstock.report.run_operators import flame_figure, roofline_figure
@@ -22,9 +21,10 @@ from penstock.report.run_ranks import (
 )
 from penstock.trace.analysis import analyse_traces
 from penstock.trace.load import load_ranks
-from tests.report.made_runs import exchanging, host_folder, metrics_line, piped_folder, run_folder, traced_folder
+from tests.report.looking import drawn, shown
+from tests.report.made_runs import host_folder, metrics_line, piped_folder, run_folder, traced_folder
 from tests.trace.synthetic import Job, make
-from tests.trace.tiny import event, kernel, launch, trace_of, write
+from tests.trace.tiny import event, operator, ran, span, trace_of, write
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +39,6 @@ def totals(trace: Mapping[str, Any]) -> dict[str, float]:
         if parent:
             sums[parent] += sums[own]
     return sums
-
-
-def shown(figure: Figure | None) -> Figure:
-    assert figure is not None
-    return figure
 
 
 # Flame
@@ -85,8 +80,7 @@ def test_a_cpu_has_a_flame_of_operators(tmp_path: Path) -> None:
 
 def product(side: int, start: float, us: float, number: int) -> list[dict[str, Any]]:
     dims = {"Input Dims": [[side, side], [side, side]], "Input type": ["c10::BFloat16", "c10::BFloat16"]}
-    host = event("cpu_op", "aten::mm", 10 * number, 6, **dims)
-    return [host, launch(10 * number + 1, correlation=number), kernel("gemm", start, us, correlation=number)]
+    return [operator("aten::mm", 10 * number, 6, **dims), *ran("gemm", 10 * number + 1, start, us)]
 
 
 def test_the_roofline_has_roofs_and_calls_with_known_work(tmp_path: Path) -> None:
@@ -97,7 +91,7 @@ def test_the_roofline_has_roofs_and_calls_with_known_work(tmp_path: Path) -> Non
     assert {text.strip() for trace in roofs for text in trace["text"]} >= {"bf16 989", "fp8 1,979", "3.35 TB/s"}
     (points,) = [trace for trace in figure.data if trace["mode"] == "markers"]
     assert points["y"] == [pytest.approx(2 * 4096**3 / 900e-6 / 1e12, rel=1e-3)]
-    assert points["x"] == [pytest.approx(2 * 4096**3 / (3 * 2 * 4096**2), rel=1e-3)]
+    assert points["x"] == [pytest.approx(2 * 4096**3 / (3 * 2 * 4096**2), rel=1e-3)]  # three matrices of 2 bytes
     assert "4096x4096" in points["customdata"][0][2]
 
 
@@ -119,9 +113,9 @@ def test_calls_that_reach_nothing_are_counted_not_drawn(tmp_path: Path) -> None:
 
 def test_waiting_is_that_of_matched_collectives(run: RunEvidence) -> None:
     assert run.answer is not None
-    figure = shown(waiting_figure(run.answer.collectives))
+    figure, cost_us = shown(waiting_figure(run.answer.collectives)), run.answer.collectives.cost_us
     square = np.array(figure.data[0]["z"])
-    assert square == pytest.approx(run.answer.collectives.cost_us / 1e3, rel=1e-3)
+    assert square == pytest.approx(cost_us / 1e3, rel=1e-3)
     assert square.sum(axis=0).argmax() == 2, "all wait for the rank with more rows"
     assert "Rank 2 came last" in figure.caption
 
@@ -157,7 +151,7 @@ def test_many_ranks_are_added_up_in_squares(tmp_path: Path) -> None:
     figure = shown(waiting_figure(found.answer.collectives))
     assert "2 by 2 ranks" in figure.caption
     square = np.array(figure.data[0]["z"])
-    assert square.shape == (36, 36)
+    assert square.shape == (36, 36)  # 72 ranks by twos
     assert square.sum() == pytest.approx(found.answer.collectives.cost_us.sum() / 1e3, rel=1e-2)
 
 
@@ -203,14 +197,11 @@ def test_a_dense_model_has_no_experts(tmp_path: Path) -> None:
 # Memory
 
 
-def marks(figure: Figure | None) -> dict[str, Any]:
-    return dict(next(trace for trace in shown(figure).data if trace.get("name") == "measured"))
-
-
 def test_measured_memory_lies_over_the_planned_bar(run: RunEvidence) -> None:
     figure = memory_figure(run)
-    assert marks(figure)["x"] == [9.0] and marks(figure)["y"] == ["ranks 0 to 3"]
-    assert figure is not None and "capacity of H200" in figure.caption
+    marks = drawn(figure, "measured")
+    assert marks["x"] == [9.0] and marks["y"] == ["ranks 0 to 3"]
+    assert "capacity of H200" in shown(figure).caption
 
 
 def test_each_place_of_a_pipeline_has_a_bar(tmp_path: Path) -> None:
@@ -221,7 +212,7 @@ def test_each_place_of_a_pipeline_has_a_bar(tmp_path: Path) -> None:
 def test_without_a_plan_what_was_measured_is_a_bar(tmp_path: Path) -> None:
     figure = shown(memory_figure(gather(host_folder(tmp_path / "run"))))
     assert figure.title == "Memory measured"
-    assert "resident set" in figure.caption and marks(figure)["x"] == [9.0]
+    assert "resident set" in figure.caption and drawn(figure, "measured")["x"] == [9.0]
 
 
 def test_a_long_pipeline_shows_the_fullest_place_among_some(tmp_path: Path) -> None:
@@ -238,8 +229,7 @@ def test_memory_over_a_step_keeps_its_peak(tmp_path: Path) -> None:
         event("cpu_instant_event", "[memory]", 1 + number * 0.1, 0, **held | {"Total Allocated": size}) | {"ph": "i"}
         for number, size in enumerate(sizes)
     ]
-    step = event("user_annotation", "step 1", 0, 600)
-    write(tmp_path / "rank-0.json", trace_of(step, launch(2, correlation=1), kernel("k", 9, 5, correlation=1), *blocks))
+    write(tmp_path / "rank-0.json", trace_of(span("step 1", 0, 600), *ran("k", 2, 9, 5), *blocks))
     figure = shown(memory_over_time(gather(tmp_path)))
     allocated, reserved = figure.data
     assert max(allocated["y"]) == 50.0 and set(reserved["y"]) == {60.0}
@@ -249,4 +239,3 @@ def test_memory_over_a_step_keeps_its_peak(tmp_path: Path) -> None:
 def test_without_a_trace_there_is_no_flame_and_no_roofline(tmp_path: Path) -> None:
     found = gather(run_folder(tmp_path / "run"))
     assert flame_figure(found) is roofline_figure(found) is memory_over_time(found) is None
-    assert gather(make(exchanging()).write(tmp_path / "traces")).answer is not None

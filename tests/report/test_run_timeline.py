@@ -8,7 +8,7 @@ from penstock.report.run_evidence import RunEvidence, clock_of, gather, last_ste
 from penstock.report.run_timeline import LANES, measured_passes, measured_phases, timeline_pictures
 from tests.report.made_runs import exchanging, host_folder, host_trace, pass_name, piped, piped_folder, run_folder
 from tests.trace.synthetic import Job, make
-from tests.trace.tiny import event, kernel, launch, trace_of, write
+from tests.trace.tiny import ran, span, trace_of, write
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def test_measured_passes_are_those_that_were_made(pipeline: RunEvidence) -> None
 def test_clocks_that_are_apart_are_brought_together(pipeline: RunEvidence) -> None:
     clock = clock_of(pipeline, pipeline.ranks)
     assert clock.zero_us[1] - clock.zero_us[0] == pytest.approx(700.0)
-    assert "the furthest by 350" in clock.words
+    assert "the furthest by 350" in clock.words  # from the median of both clocks
 
 
 def test_planned_and_measured_lie_on_one_axis_with_their_bubbles(pipeline: RunEvidence) -> None:
@@ -69,29 +69,26 @@ def test_a_place_without_a_recorded_rank_shows_its_plan(tmp_path: Path) -> None:
 
 
 def test_a_step_that_did_nothing_is_not_drawn(tmp_path: Path) -> None:
-    events = [event("user_annotation", f"step {step}", 1000 * step, 900) for step in (1, 2)]
-    write(tmp_path / "rank-0.json", trace_of(*events, launch(1005, correlation=1), kernel("k", 1050, 9, correlation=1)))
+    steps = [span(f"step {step}", 1000 * step, 900) for step in (1, 2)]
+    write(tmp_path / "rank-0.json", trace_of(*steps, *ran("k", 1005, 1050, 9)))
     assert last_step(gather(tmp_path).ranks) == 1
 
 
 def test_a_pass_within_another_shares_its_lane(tmp_path: Path) -> None:
     events = [
-        event("user_annotation", "step 1", 0, 900),
-        event("user_annotation", "backward of stage 0, micro-batch 0", 10, 100),
-        event("user_annotation", "forward of stage 0, micro-batch 1", 30, 20),
-        launch(15, correlation=1),
-        launch(35, correlation=2),
-        launch(70, correlation=3),
-        kernel("gemm", 200, 100, correlation=1),
-        kernel("gemm", 300, 50, correlation=2),
-        kernel("gemm", 350, 100, correlation=3),
+        span("step 1", 0, 900),
+        span("backward of stage 0, micro-batch 0", 10, 100),
+        span("forward of stage 0, micro-batch 1", 30, 20),
+        *ran("gemm", 15, 200, 100),
+        *ran("gemm", 35, 300, 50),
+        *ran("gemm", 70, 350, 100),
     ]
     write(tmp_path / "rank-0.json", trace_of(*events))
     found = gather(tmp_path)
     (lane,) = measured_passes(found, found.ranks, clock_of(found, found.ranks), {}).lanes
     backward, forward = lane.intervals
     assert (backward.part, forward.part) == ((0.0, 0.5), (0.5, 1.0))
-    assert (backward.end - backward.start) * 1e6 == pytest.approx(250)
+    assert (backward.end - backward.start) * 1e6 == pytest.approx(250)  # from its first kernel to its last
     assert (forward.start - backward.start) * 1e6 == pytest.approx(100)
 
 
@@ -123,7 +120,7 @@ def test_too_many_boxes_become_slots_that_say_so(ranks: RunEvidence) -> None:
     clock = clock_of(ranks, ranks.ranks)
     lanes = measured_phases(ranks.ranks, clock, boxes=160)
     assert lanes.slot_us > 0
-    assert max(len(lane.intervals) for lane in lanes.timeline.lanes) <= 40
+    assert max(len(lane.intervals) for lane in lanes.timeline.lanes) <= 40  # 160 boxes for 4 ranks
     exact = measured_phases(ranks.ranks, clock).timeline.lanes[0].intervals
     cut = lanes.timeline.lanes[0].intervals
     experts = [sum(one.end - one.start for one in each if one.group == "experts") for each in (exact, cut)]
@@ -146,9 +143,8 @@ def test_lanes_of_a_cpu_are_of_its_operators(tmp_path: Path) -> None:
 
 def test_ranks_whose_clocks_nothing_joins_begin_at_their_own_step(tmp_path: Path) -> None:
     for rank in range(2):
-        events = [event("user_annotation", "step 1", 0, 900), launch(5, correlation=1)]
-        trace = trace_of(*events, kernel("gemm", 50 + 1000 * rank, 100, correlation=1), rank=rank)
-        write(tmp_path / f"rank-{rank}.json", trace)
+        events = [span("step 1", 0, 900), *ran("gemm", 5, 50 + 1000 * rank, 100)]
+        write(tmp_path / f"rank-{rank}.json", trace_of(*events, rank=rank))
     found = gather(tmp_path)
     clock = clock_of(found, found.ranks)
     assert clock.zero_us == {0: clock.windows_us[0][0], 1: clock.windows_us[1][0]}

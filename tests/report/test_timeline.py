@@ -69,7 +69,7 @@ def test_what_a_rank_holds_at_most_is_what_the_clock_counts(plan: Schedule) -> N
 def test_what_stages_hold_may_be_given_in_bytes() -> None:
     playback = play(ONE_F_ONE_B, even_costs(2))
     lanes = planned(ONE_F_ONE_B, playback, ActivationShares(activation=(3.0, 5.0), unit="GB")).lanes
-    assert [max(held for _, held in lane.held) for lane in lanes] == [6.0, 5.0]
+    assert [max(held for _, held in lane.held) for lane in lanes] == [6.0, 5.0]  # 2 micro-batches of 3 GB, 1 of 5
 
 
 def test_a_pair_shares_its_time_and_divides_the_height() -> None:
@@ -115,7 +115,7 @@ def test_without_anything_held_boxes_have_the_whole_lane() -> None:
     figure = timeline_figure("t", "T", [timeline])
     ((_, _, top, _, _, _),) = [trace["y"] for trace in boxes(figure)]
     (bottom, *_) = boxes(figure)[0]["y"]
-    assert top - bottom == pytest.approx(0.88)
+    assert top - bottom == pytest.approx(0.88)  # BOX_TOP - HELD_BOTTOM
     assert figure.data[0]["name"] == "idle" and "Grey is idle" in figure.caption
 
 
@@ -123,4 +123,4 @@ def test_a_large_step_has_one_trace_for_each_colour() -> None:
     plan = schedule("interleaved", ranks=16, stages_per_rank=4, micro_batches=64)
     figure = timeline_figure("t", "T", [timeline_of(plan)])
     assert sum(len(trace["meta"]["names"]) for trace in boxes(figure)) == 2 * 64 * 64
-    assert len(boxes(figure)) == 8 and len(figure.data) == 10
+    assert len(boxes(figure)) == 8 and len(figure.data) == 10  # 4 chunks, two kinds; ground and held memory

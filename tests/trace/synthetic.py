@@ -21,22 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from tests.trace.synthetic_job import (
-    GEMM,
-    MEMORY_BYTES_PER_US,
-    Job,
-    Meeting,
-    Truth,
-    Work,
-    attention,
-    distinct,
-    experts,
-    matmul,
-    rows_sent,
-    shared,
-    timeline,
-    unpermute,
-)
+from penstock.trace.events import Trace
+from tests.trace import synthetic_job as parts
+from tests.trace.synthetic_job import GEMM, MEMORY_BYTES_PER_US, Job, Meeting, Truth, Work, matmul
+from tests.trace.tiny import read
 
 Event = dict[str, Any]
 
@@ -55,6 +43,10 @@ class Traces:
 
     files: tuple[dict[str, Any], ...]
     truth: Truth
+
+    def ranks(self, **more: Any) -> dict[int, Trace]:
+        """The traces as they are read, with more entries beside the events."""
+        return {rank: read(content | more) for rank, content in enumerate(self.files)}
 
     def write(self, folder: Path) -> Path:
         """Write `rank{r}_trace.json.gz` for each rank and return the folder."""
@@ -118,9 +110,10 @@ class _Run:
         job = self.job
         for rank in self.ranks:
             rank.host_us += job.stall_us
-        sent_SD = rows_sent(job, self.random)
+        sent_SD = parts.rows_sent(job, self.random)
         self.rows[-1].append(tuple(int(n) for n in sent_SD.sum(axis=0)))
-        before, inside, after = attention(job), experts(job, sent_SD.sum(axis=0)), [unpermute(job), *shared(job)]
+        before, inside = parts.attention(job), parts.experts(job, sent_SD.sum(axis=0))
+        after = [parts.unpermute(job), *parts.shared(job)]
         for span in ("attention", "route"):
             with self.span(span):
                 for work in (one for one in before if one.span == span):
@@ -158,15 +151,10 @@ class _Run:
         size = 3 * job.hidden * job.hidden * job.layers
         for rank in self.ranks:
             rank.streams[MAIN] = max(rank.streams.values())
-        self.compute(
-            Work(
-                span="optimizer",
-                op="aten::_fused_adamw_",
-                kernel="void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4> >",
-                us=[round(16 * size / MEMORY_BYTES_PER_US, 3)] * job.ranks,
-                dims=[[[[size]]]] * job.ranks,
-            )
-        )
+        kernel = "void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4> >"
+        us = [round(16 * size / MEMORY_BYTES_PER_US, 3)] * job.ranks
+        dims = [[[[size]]]] * job.ranks
+        self.compute(Work(span="optimizer", op="aten::_fused_adamw_", kernel=kernel, us=us, dims=dims))
         self.collective(WORLD, "_allgather_base", MAIN, (size, size * job.ranks))
 
     # ------------------------------------------------------------------------------------------------- operators
@@ -235,7 +223,7 @@ class _Run:
             name = "all_to_all" if self.job.is_even else "all_to_allv"
             self.collective(EXPERT_GROUP, name, EXCHANGE, (0, 0), sent_SD)
             return
-        sent = sent_SD.sum(axis=1) * distinct(self.job)
+        sent = sent_SD.sum(axis=1) * parts.distinct(self.job)
         us = [LATENCY_US + float(n) * row / LINK_BYTES_PER_US for n in sent]
         if self.job.dispatch == "deep_ep":
             name = f"void deep_ep::intranode::{direction}<{self.job.ranks}, 768, 8192>(int4*, float*, int*, int)"
@@ -260,28 +248,24 @@ class _Run:
     ) -> None:
         """A collective of NCCL over all ranks, with what the profiler writes down about it."""
         job, seq = self.job, sum(1 for one in self.meetings if one.group == group)
-        pure = LATENCY_US + 2 * max(sizes) * (job.ranks - 1) / job.ranks / LINK_BYTES_PER_US
+        moved = max(sizes) * (job.ranks - 1) / job.ranks  # elements of 2 bytes over the slowest link
         if sent_SD is not None:
-            pure = (
-                LATENCY_US
-                + 2 * job.hidden * float(max(sent_SD.sum(axis=0).max(), sent_SD.sum(axis=1).max())) / LINK_BYTES_PER_US
-            )
+            moved = job.hidden * float(max(sent_SD.sum(axis=0).max(), sent_SD.sum(axis=1).max()))
+        pure = LATENCY_US + 2 * moved / LINK_BYTES_PER_US
         kernel = {"_reduce_scatter_base": "ReduceScatter_Sum_bf16_RING_LL", "_allgather_base": "AllGather_RING_LL"}
         events, sent = [], []
         for number, rank in enumerate(self.ranks):
             about = _about(job, group, name, sizes) | ({"Seq": seq + 300} if job.has_sequence else {})
             if sent_SD is not None:
                 about |= _splits(job, sent_SD, number)
-            event = self._ready(
-                rank, stream, f"c10d::{name.removesuffix('v')}_", NCCL.format(kernel.get(name, "SendRecv"))
-            )
+            op, called = f"c10d::{name.removesuffix('v')}_", NCCL.format(kernel.get(name, "SendRecv"))
+            event = self._ready(rank, stream, op, called)
             if job.metadata == "kernel":
                 event["args"] |= about
             if job.metadata != "none":
                 at = {"External id": event["args"]["External id"]}
-                rank.add("cpu_op", "record_param_comms", rank.host_us - 5.9, 4.1, **at, **about)["tid"] = (
-                    900 + self.thread
-                )
+                comms = rank.add("cpu_op", "record_param_comms", rank.host_us - 5.9, 4.1, **at, **about)
+                comms["tid"] = 900 + self.thread
             events.append(event)
             sent.append(2 * max(about["In msg nelems"], about["Out msg nelems"]))
         self._end_together(events, stream, pure)
@@ -326,7 +310,7 @@ class _Run:
     def truth(self) -> Truth:
         job = self.job
         return Truth(
-            timelines=tuple(timeline(self.written(rank)) for rank in range(job.ranks)),
+            timelines=tuple(parts.timeline(self.written(rank)) for rank in range(job.ranks)),
             meetings=tuple(self.meetings),
             rows=tuple(tuple(layers) for layers in self.rows),
             offsets_us=job.offsets_us or (0.0,) * job.ranks,
@@ -347,25 +331,13 @@ def _meeting(group: str, seq: int, name: str, events: list[Event], sizes: list[i
 
 
 def _about(job: Job, group: str, name: str, sizes: tuple[int, int]) -> dict[str, Any]:
-    return {
-        "Collective name": name,
-        "In msg nelems": sizes[0],
-        "Out msg nelems": sizes[1],
-        "In split size": "[]",
-        "Out split size": "[]",
-        "Group size": job.ranks,
-        "dtype": "BFloat16",
-        "Process Group Name": group,
-        "Process Group Ranks": str(list(range(job.ranks))),
-    }
+    about = {"Collective name": name, "dtype": "BFloat16", "In split size": "[]", "Out split size": "[]"}
+    about |= {"Process Group Name": group, "Process Group Ranks": str(list(range(job.ranks)))}
+    return about | {"Group size": job.ranks, "In msg nelems": sizes[0], "Out msg nelems": sizes[1]}
 
 
 def _splits(job: Job, sent_SD: np.ndarray, rank: int) -> dict[str, Any]:
     """Sizes of an all-to-all: in numbers of the whole message, in rows of each part."""
-    sizes = {
-        "In msg nelems": int(sent_SD[rank].sum()) * job.hidden,
-        "Out msg nelems": int(sent_SD[:, rank].sum()) * job.hidden,
-    }
-    if job.is_even:
-        return sizes
-    return sizes | {"In split size": str(sent_SD[rank].tolist()), "Out split size": str(sent_SD[:, rank].tolist())}
+    sent, received = sent_SD[rank].tolist(), sent_SD[:, rank].tolist()
+    sizes = {"In msg nelems": sum(sent) * job.hidden, "Out msg nelems": sum(received) * job.hidden}
+    return sizes if job.is_even else sizes | {"In split size": str(sent), "Out split size": str(received)}

@@ -6,14 +6,13 @@ or as a replay: one launch, and the kernels. Names are those of our kernels and 
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from penstock.base.spans import LAYER, MICRO_BATCH, Span
 from penstock.trace.events import Trace
-from penstock.trace.load import decode_trace
-from tests.trace.tiny import event, kernel, text_of, trace_of
+from penstock.trace.tree import NODE
+from tests.trace.tiny import event, kernel, read, trace_of
 
-NODE = "autograd::engine::evaluate_function: "
 ADD = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<c10::BFloat16> >"
 CAST = "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda>"
 GEMM = "nvjet_tst_{}x128_64x5_1x2_h_bz_NNT"
@@ -27,10 +26,6 @@ class Step(NamedTuple):
     layer: int | None
     is_backward: bool
     us: float = 9.0
-
-
-def one_pass(layers: int = 4, dense_layers: int = 1) -> list[Step]:
-    return [*_forward(layers, dense_layers), *_backward(layers, dense_layers)]
 
 
 def _forward(layers: int, dense_layers: int) -> Iterator[Step]:
@@ -79,9 +74,9 @@ class Recording:
     """A trace on its way: passes are appended one after the other."""
 
     def __init__(self, *, layers: int = 4, dense_layers: int = 1) -> None:
-        self.steps = one_pass(layers, dense_layers)
+        self.steps = [*_forward(layers, dense_layers), *_backward(layers, dense_layers)]
         self.model: dict[str, Any] = {"layers": layers, "dense_layers": dense_layers, "moe": {"experts": 8}}
-        self.truth: list[Step] = []
+        self.truth: list[Step] = []  # of each kernel
         self.events: list[dict[str, Any]] = []
         self._at = 0.0
         self._number = 0
@@ -91,22 +86,23 @@ class Recording:
         content = self.content()
         if not says_model:
             del content["penstock"]
-        return decode_trace(text_of(content))
+        return read(content)
 
     def content(self) -> dict[str, Any]:
         return trace_of(*self.events) | {"penstock": {"config": {"model": self.model}}}
 
-    def eager(self, steps: list[Step] | None = None) -> None:
-        self._host(self.steps if steps is None else steps, runs=True)
+    def eager(self) -> Self:
+        self._host(runs=True)
+        return self
 
-    def captured(self) -> None:
-        begin = self._at
-        self._call("cudaStreamBeginCapture", begin)
-        self._host(self.steps, runs=False)
+    def captured(self) -> Self:
+        self._call("cudaStreamBeginCapture", self._at)
+        self._host(runs=False)
         self._call("cudaStreamEndCapture", self._at)
         self._at += 5
+        return self
 
-    def replay(self, steps: list[Step] | None = None) -> None:
+    def replay(self, steps: list[Step] | None = None) -> Self:
         steps = self.steps if steps is None else steps
         begin, self._number = self._at, self._number + 1
         self._call("cudaGraphLaunch", begin + 2, self._number)
@@ -116,12 +112,13 @@ class Recording:
             at += step.us + 1.0
         self.truth += steps
         self._close(begin, at)
+        return self
 
-    def _host(self, steps: list[Step], *, runs: bool) -> None:
+    def _host(self, *, runs: bool) -> None:
         begin = self._at
         device, host = begin + 20.0, begin + 4.0
         sequences: dict[tuple[Span, int | None], int] = {}
-        for step in steps:
+        for step in self.steps:
             self._number += 1
             where = (step.span, step.layer)
             if step.is_backward:
@@ -140,7 +137,7 @@ class Recording:
                 device = max(device, host + 2.0) + step.us + 1.0
             host += 6.0
         if runs:
-            self.truth += steps
+            self.truth += self.steps
         self._close(begin, max(host, device) if runs else host)
 
     def _call(self, name: str, at: float, number: int = 0) -> None:

@@ -1,8 +1,6 @@
 """Collectives across ranks: on synthetic jobs every number is known; by hand, what the jobs do not have."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,12 +10,12 @@ from hypothesis import strategies as st
 
 from penstock.trace.calls import CollectiveCalls, ProcessGroup, SyncKind, calls_of
 from penstock.trace.collectives import CollectiveTimes, bandwidths, collectives_of, exchange_imbalances, timed
-from penstock.trace.events import NONE, Trace
-from penstock.trace.load import decode_trace
+from penstock.trace.events import NONE
 from penstock.trace.matching import ClockOffsets, match_collectives
 from tests.examples import examples
 from tests.trace.synthetic import Traces, make
 from tests.trace.synthetic_job import Job, Meeting
+from tests.trace.tiny import decoded, event
 
 OFFSETS = (0.0, 812.5, -1450.25, 96.125)
 JOBS = {
@@ -34,20 +32,15 @@ JOBS = {
 }
 
 
-def loaded(traces: Traces) -> dict[int, Trace]:
-    texts = [json.dumps(content).encode() for content in traces.files]
-    return {rank: decode_trace(text, path=Path(f"rank{rank}")) for rank, text in enumerate(texts)}
-
-
 def found_in(job: Job) -> tuple[CollectiveTimes, Traces]:
     traces = make(job)
-    return collectives_of(loaded(traces)), traces
+    return collectives_of(traces.ranks()), traces
 
 
 def waits(collectives: CollectiveTimes, meetings: tuple[Meeting, ...]) -> tuple[np.ndarray, np.ndarray]:
     """Pure time and waits, found and true, of the collectives that wait, in the order of their starts."""
     calls, met = collectives.calls, collectives.meetings.met
-    waiting = calls.sync[met[:, 0]] != SyncKind.ALONE
+    waiting = calls.sync[met[:, 0]] != SyncKind.ALONE  # `push` and `return` kernels wait for no rank
     found = np.column_stack([collectives.pure_us, collectives.wait_us])[waiting]
     return found, np.array([(one.pure_us, *one.wait_us) for one in meetings])
 
@@ -59,11 +52,10 @@ def test_every_collective_is_found_with_its_pure_time_each_ranks_wait_and_the_st
     assert collectives.unmatched == ()
     assert len(found) == len(true)
     assert np.sort(found, axis=0) == pytest.approx(np.sort(true, axis=0), abs=1e-3)
-    assert found.sum(axis=0) == pytest.approx(true.sum(axis=0), abs=1e-2)
-    late = {one.rank: one for one in collectives.stragglers()}
-    cost = traces.truth.caused_wait_us()
-    assert {rank: one.times_last for rank, one in late.items()} == traces.truth.times_last()
-    assert {rank: one.caused_wait_us for rank, one in late.items()} == pytest.approx(cost, abs=1e-2)
+    assert found.sum(axis=0) == pytest.approx(true.sum(axis=0), abs=1e-2)  # of each column
+    late, cost = collectives.stragglers(), traces.truth.caused_wait_us()
+    assert {one.rank: one.times_last for one in late} == traces.truth.times_last()
+    assert {one.rank: one.caused_wait_us for one in late} == pytest.approx(cost, abs=1e-2)
     assert collectives.cost_us.sum() == pytest.approx(sum(cost.values()), abs=1e-2)
 
 
@@ -78,7 +70,7 @@ def test_every_collective_is_found_with_its_pure_time_each_ranks_wait_and_the_st
 def test_clocks_however_far_apart_change_no_wait(
     offsets: list[int], seed: int, slow: float, metadata: str, has_sequence: bool
 ) -> None:
-    apart = tuple(one / 8 for one in offsets)
+    apart = tuple(one / 8 for one in offsets)  # up to 5 s; eighths of a microsecond are exact
     sizes = Job(ranks=3, layers=2, experts=12, seed=seed, slow_rank=1, slow=slow, hot_rank=2)
     collectives, traces = found_in(
         replace(sizes, offsets_us=apart, metadata=metadata, has_sequence=has_sequence)  # type: ignore[arg-type]
@@ -109,23 +101,20 @@ def test_an_event_that_one_rank_lacks_is_named_and_all_others_stay_right(
 
 def test_a_shorter_recording_lacks_only_the_collectives_outside_of_it() -> None:
     traces = make(Job())
-    ranks = loaded(traces)
+    ranks = traces.ranks()
     middle = ranks[1].gpu.start_us[len(ranks[1].gpu) // 2]
     late, early = ranks[1].gpu.start_us >= middle, ranks[2].gpu.start_us < middle
-    for rank, kept in ((1, late), (2, early)):
-        gpu = ranks[rank].gpu.take(kept)
-        ranks[rank] = replace(ranks[rank], gpu=gpu)
-    collectives = collectives_of({rank: ranks[rank] for rank in (0, 1)})
-    assert len(collectives.meetings) + len(collectives.unmatched) == len(traces.truth.meetings)
-    assert {one.why for one in collectives.unmatched} == {"the recording of rank 1 begins later"}
-    collectives = collectives_of({rank: ranks[rank] for rank in (0, 2)})
-    assert {one.why for one in collectives.unmatched} == {"the recording of rank 2 ends earlier"}
+    for rank, kept, why in ((1, late, "begins later"), (2, early, "ends earlier")):
+        cut = replace(ranks[rank], gpu=ranks[rank].gpu.take(kept))
+        collectives = collectives_of({0: ranks[0], rank: cut})
+        assert len(collectives.meetings) + len(collectives.unmatched) == len(traces.truth.meetings)
+        assert {one.why for one in collectives.unmatched} == {f"the recording of rank {rank} {why}"}
 
 
 @pytest.mark.parametrize("dispatch", ["symmetric", "deep_ep"])
 def test_kernels_without_numbers_match_across_recordings_of_different_length(dispatch: str) -> None:
     traces = make(replace(Job(slow_rank=1, hot_rank=3, offsets_us=OFFSETS), dispatch=dispatch))
-    whole, ranks = collectives_of(loaded(traces)), loaded(traces)
+    whole, ranks = collectives_of(traces.ranks()), traces.ranks()
     for rank, kept in ((1, slice(9, None)), (2, slice(0, -40))):
         ranks[rank] = replace(ranks[rank], gpu=ranks[rank].gpu.take(kept))
     collectives = collectives_of(ranks)
@@ -138,23 +127,18 @@ def test_kernels_without_numbers_match_across_recordings_of_different_length(dis
 
 def test_one_rank_alone_cannot_tell_waiting_from_transfer() -> None:
     traces = make(Job(slow_rank=0))
-    collectives = collectives_of({1: loaded(traces)[1]})
+    collectives = collectives_of({1: traces.ranks()[1]})
     assert len(collectives.meetings) == len(traces.truth.meetings)
     assert np.isnan(collectives.pure_us).all() and np.isnan(collectives.wait_us).all()
     assert collectives.stragglers() == () and collectives.unmatched == ()
 
 
 def test_kernels_without_numbers_match_only_where_their_ends_agree() -> None:
-    ends = [(100.0, 110.0), (900.0, 4_000.0), (6_000.0, 5_990.0), (8_000.0, 12_000.0), (20_000.0, 20_004.0)]
-    calls = [
-        Call(rank, end - 80.0, end, name="SendRecv", sync=SyncKind.UNEVEN)
-        for both in ends
-        for rank, end in enumerate(both)
-    ]
-    collectives = timed(match_collectives(table(*calls)))
-    assert sorted(collectives.meetings.seq) == [0, 2, 4]
-    assert [one.seq for one in collectives.unmatched] == [1, 3]
-    assert {one.why for one in collectives.unmatched} == {"no number, and kernels of this place do not end together"}
+    first, second = [100.0, 900.0, 6_000.0, 8_000.0, 20_000.0], [110.0, 4_000.0, 5_990.0, 12_000.0, 20_004.0]
+    found = match_collectives(table(*unnumbered(0, first), *unnumbered(1, second)))
+    assert sorted(found.seq) == [0, 2, 4]
+    assert [one.seq for one in found.unmatched] == [1, 3]
+    assert {one.why for one in found.unmatched} == {"no number, and kernels of this place do not end together"}
 
 
 def test_a_group_in_step_needs_no_common_ends_but_a_common_moment() -> None:
@@ -176,13 +160,11 @@ def test_a_group_in_step_needs_no_common_ends_but_a_common_moment() -> None:
 
 def test_waiting_for_flags_is_at_most_the_time_beyond_the_shortest_kernel() -> None:
     shared = [Call(rank, 100.0 * i, 100.0 * i + 50.0, (0, 1), i) for i in range(3) for rank in (0, 1)]
-    take = [
-        Call(0, 400.0, 440.0, None, NONE, "take", SyncKind.DEVICE),
-        Call(1, 500.0, 530.0, None, NONE, "take", SyncKind.DEVICE),
-    ]
-    push = [Call(rank, 300.0 + rank, 350.0, None, NONE, "push", SyncKind.ALONE) for rank in (0, 1)]
+    times = [(400.0, 440.0), (500.0, 530.0)]
+    take = [Call(rank, *times[rank], name="take", sync=SyncKind.DEVICE) for rank in (0, 1)]
+    push = [Call(rank, 300.0 + rank, 350.0, name="push", sync=SyncKind.ALONE) for rank in (0, 1)]
     collectives = timed(match_collectives(table(*shared, *take, *push)))
-    assert collectives.wait_us[-1] == pytest.approx([10.0, 0.0])
+    assert collectives.wait_us[-1] == pytest.approx([10.0, 0.0])  # 40 us, 10 beyond the 30 of the other rank
     assert collectives.wait_us[-2] == pytest.approx([0.0, 0.0])
     assert collectives.last.tolist() == [NONE, NONE, NONE, NONE, 1]
 
@@ -190,30 +172,25 @@ def test_waiting_for_flags_is_at_most_the_time_beyond_the_shortest_kernel() -> N
 def test_a_kernel_without_id_is_found_by_the_operator_around_its_launch() -> None:
     traces = make(Job(metadata="launch", slow_rank=1))
     for content in traces.files:
-        for event in content["traceEvents"]:
-            if event["cat"] != "cpu_op":
-                event["args"].pop("External id", None)
-            elif event["name"] == "record_param_comms":
-                launch = event["args"].pop("External id") + 6960
-                called = next(
-                    one
-                    for one in content["traceEvents"]
-                    if one["cat"] == "cuda_runtime" and one["args"].get("correlation") == launch
-                )
-                event["ts"], event["dur"] = called["ts"] - 0.5, 4.0
-    collectives = collectives_of(loaded(traces))
+        calls = {
+            one["args"].get("correlation"): one["ts"] for one in content["traceEvents"] if one["cat"] == "cuda_runtime"
+        }
+        for one in content["traceEvents"]:
+            if one["cat"] != "cpu_op":
+                one["args"].pop("External id", None)
+            elif one["name"] == "record_param_comms":
+                launch = one["args"].pop("External id") + 6960  # its correlation: both are counted by launches
+                one["ts"], one["dur"] = calls[launch] - 0.5, 4.0
+    collectives = collectives_of(traces.ranks())
     assert {one.times_last for one in collectives.stragglers()} == set(traces.truth.times_last().values())
     assert (collectives.calls.seq >= 300).all()
 
 
 def test_a_shift_of_the_order_is_accepted_from_three_pairs_on() -> None:
-    def kernels(rank: int, ends: list[float]) -> list[Call]:
-        return [Call(rank, end - 90.0, end, name="SendRecv", sync=SyncKind.UNEVEN) for end in ends]
-
     ends = [1000.0, 2300.0, 3900.0, 5100.0, 7700.0]
-    once = match_collectives(table(*kernels(0, [1000.0, 2300.0]), *kernels(1, [2300.0, 5000.0])))
+    once = match_collectives(table(*unnumbered(0, [1000.0, 2300.0]), *unnumbered(1, [2300.0, 5000.0])))
     assert len(once) == 0 and len(once.unmatched) == 2
-    shifted = match_collectives(table(*kernels(0, ends), *kernels(1, ends[1:])))
+    shifted = match_collectives(table(*unnumbered(0, ends), *unnumbered(1, ends[1:])))
     assert len(shifted) == 4
     assert [(one.seq, one.missing) for one in shifted.unmatched] == [(0, (1,))]
 
@@ -251,13 +228,11 @@ def test_a_broadcast_has_no_wait_and_a_send_is_not_matched() -> None:
 
 def test_bandwidth_counts_transfer_and_no_waiting() -> None:
     job = Job(slow_rank=1, slow=3.0)
-    collectives, _ = found_in(job)
-    gathers = {one.name: one for one in bandwidths(collectives)}
-    all_gather = gathers["_allgather_base"]
+    (all_gather,) = (one for one in bandwidths(found_in(job)[0]) if one.name == "_allgather_base")
     size = 2 * 3 * job.hidden * job.hidden * job.layers * job.ranks
     assert (all_gather.count, all_gather.ranks, all_gather.message_bytes) == (job.steps, job.ranks, size)
     assert all_gather.algorithm_gb_s == pytest.approx(size / all_gather.pure_us / 1e3)
-    assert all_gather.bus_gb_s == pytest.approx(all_gather.algorithm_gb_s * 3 / 4)
+    assert all_gather.bus_gb_s == pytest.approx(all_gather.algorithm_gb_s * 3 / 4)  # (ranks - 1) / ranks
 
 
 def test_bytes_of_an_uneven_all_to_all_name_the_fullest_rank() -> None:
@@ -271,11 +246,14 @@ def test_bytes_of_an_uneven_all_to_all_name_the_fullest_rank() -> None:
 
 
 def test_traces_without_communication_have_no_collectives() -> None:
-    traces = loaded(make(Job()))
+    traces = make(Job()).ranks()
     silent = {rank: replace(trace, gpu=trace.gpu.take(trace.gpu.kind == 0)) for rank, trace in traces.items()}
     collectives = collectives_of(silent)
     assert len(collectives.meetings) == 0 and collectives.unmatched == ()
     assert bandwidths(collectives) == () and exchange_imbalances(collectives) == ()
+
+
+COPIED = ("start_us", "end_us", "seq", "sync", "stream")
 
 
 class Call(NamedTuple):
@@ -291,30 +269,27 @@ class Call(NamedTuple):
     stream: int = 16
 
 
+def unnumbered(rank: int, ends: list[float]) -> list[Call]:
+    return [Call(rank, end - 80.0, end, name="SendRecv", sync=SyncKind.UNEVEN) for end in ends]
+
+
 def table(*calls: Call) -> CollectiveCalls:
     """Columns of these kernels. All groups have one name, as groups of disjoint ranks may."""
     rows = sorted(calls, key=lambda one: (one.rank, one.start_us))
-    ranks = tuple(sorted({one.rank for one in rows}))
+    ranks, names = tuple(sorted({one.rank for one in rows})), sorted({one.name for one in rows})
     groups = sorted({one.group for one in rows if one.group is not None})
-    names = sorted({one.name for one in rows})
-    unknown = np.full(len(rows), np.nan)
+    unknown, none = np.full(len(rows), np.nan), np.full(len(rows), NONE)
+    columns = {field: np.array([getattr(one, field) for one in rows]) for field in COPIED}
     return CollectiveCalls(
         ranks=ranks,
         groups=tuple(ProcessGroup(name="g", members=members, size=len(members)) for members in groups),
         names=tuple(names),
         rank=np.array([ranks.index(one.rank) for one in rows]),
-        start_us=np.array([one.start_us for one in rows]),
-        end_us=np.array([one.end_us for one in rows]),
         group=np.array([NONE if one.group is None else groups.index(one.group) for one in rows]),
-        seq=np.array([one.seq for one in rows]),
         name_id=np.array([names.index(one.name) for one in rows]),
-        sync=np.array([one.sync for one in rows], dtype=np.int8),
-        stream=np.array([one.stream for one in rows]),
-        sent_bytes=unknown,
-        received_bytes=unknown,
-        item_bytes=unknown,
-        sent_rows=np.full(len(rows), NONE),
-        received_rows=np.full(len(rows), NONE),
+        **columns,
+        **dict.fromkeys(("sent_bytes", "received_bytes", "item_bytes"), unknown),
+        **dict.fromkeys(("sent_rows", "received_rows"), none),
         gpu_row=np.arange(len(rows)),
     )
 
@@ -331,7 +306,7 @@ def clocks_after(groups: list[tuple[int, ...]], ahead_us: list[float], *, meetin
 
 @given(st.lists(st.integers(-(10**9), 10**9), min_size=4, max_size=4))
 def test_groups_that_share_ranks_tell_the_clocks_of_all(apart: list[int]) -> None:
-    ahead_us = [one / 16 for one in apart]
+    ahead_us = [one / 16 for one in apart]  # exact in floating point
     clocks = clocks_after([(0, 1), (2, 3), (1, 3)], ahead_us)
     assert len(set(clocks.island)) == 1
     assert clocks.ahead_us - clocks.ahead_us[0] == pytest.approx(np.array(ahead_us) - ahead_us[0], abs=1e-4)
@@ -340,7 +315,7 @@ def test_groups_that_share_ranks_tell_the_clocks_of_all(apart: list[int]) -> Non
 def test_ranks_that_nothing_joins_stay_apart() -> None:
     clocks = clocks_after([(0, 1), (2, 3)], [0.0, 9.0, 5000.0, 5004.0])
     assert clocks.island[0] == clocks.island[1] != clocks.island[2] == clocks.island[3]
-    assert clocks.ahead_us == pytest.approx([-4.5, 4.5, -2.0, 2.0])
+    assert clocks.ahead_us == pytest.approx([-4.5, 4.5, -2.0, 2.0])  # around the middle of each island
     both = np.array([[True, True, False, False], [True, False, True, False]])
     assert clocks.is_joined(both).tolist() == [True, False]
 
@@ -406,17 +381,15 @@ SAID = {
 
 
 def calls_with(args: dict[str, Any], kernel: str = "ncclDevKernel_SendRecv(ncclDevKernelArgs)") -> CollectiveCalls:
-    event = {"ph": "X", "cat": "kernel", "name": kernel, "ts": 10.0, "dur": 5.0, "pid": 0, "tid": 7}
-    text = json.dumps({"traceEvents": [event | {"args": {"stream": 7, "device": 0} | args}]})
-    return calls_of({0: decode_trace(text.encode(), path=Path("one"))})
+    return calls_of({0: decoded(event("kernel", kernel, 10, 5, stream=7, **args))})
 
 
 def test_group_number_sizes_and_rows_are_read() -> None:
     calls = calls_with(SAID)
     assert (calls.name(0), calls.seq[0], calls.sync[0]) == ("all_to_allv", 17, SyncKind.UNEVEN)
     assert (calls.groups[0].name, calls.groups[0].members, calls.groups[0].size) == ("3", (0, 2, 4), 3)
-    assert (calls.sent_bytes[0], calls.received_bytes[0]) == (1200.0, 1800.0)
-    assert (calls.sent_rows[0], calls.received_rows[0]) == (6, 9)
+    assert (calls.sent_bytes[0], calls.received_bytes[0]) == (1200.0, 1800.0)  # elements of 2 bytes
+    assert (calls.sent_rows[0], calls.received_rows[0]) == (6, 9)  # sums of the splits
 
 
 def test_parts_that_are_counted_in_elements_are_no_rows() -> None:
@@ -446,37 +419,31 @@ def test_args_of_other_types_are_ignored(damage: dict[str, Any]) -> None:
     assert (calls.group[0], calls.seq[0], calls.name(0)) == (NONE, NONE, "ncclDevKernel_SendRecv")
 
 
-@pytest.mark.parametrize(
-    ("kernel", "sync"),
-    [
-        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgs)", SyncKind.TOGETHER),
-        ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgs)", SyncKind.TOGETHER),
-        ("ncclDevKernel_SendRecv(ncclDevKernelArgs)", SyncKind.UNEVEN),
-        ("ncclDevKernel_Generic(ncclDevKernelArgs)", SyncKind.UNEVEN),
-        ("ncclDevKernel_Broadcast_RING_LL(ncclDevKernelArgs)", SyncKind.ROOTED),
-        ("push_rows_kernel", SyncKind.ALONE),
-        ("sum_ranks_kernel", SyncKind.DEVICE),
-        ("void deep_ep::intranode::combine<__nv_bfloat16, 8, 768, 4096>(void*)", SyncKind.DEVICE),
-        ("void (anonymous namespace)::multimem_all_reduce_kernel<c10::BFloat16, 16>(c10::BFloat16*)", SyncKind.DEVICE),
-    ],
-)
-def test_a_kernel_without_metadata_is_known_by_its_name(kernel: str, sync: SyncKind) -> None:
+KERNELS = {
+    "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgs)": SyncKind.TOGETHER,
+    "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgs)": SyncKind.TOGETHER,
+    "ncclDevKernel_SendRecv(ncclDevKernelArgs)": SyncKind.UNEVEN,
+    "ncclDevKernel_Generic(ncclDevKernelArgs)": SyncKind.UNEVEN,
+    "ncclDevKernel_Broadcast_RING_LL(ncclDevKernelArgs)": SyncKind.ROOTED,
+    "push_rows_kernel": SyncKind.ALONE,
+    "sum_ranks_kernel": SyncKind.DEVICE,
+    "void deep_ep::intranode::combine<__nv_bfloat16, 8, 768, 4096>(void*)": SyncKind.DEVICE,
+    "void (anonymous namespace)::multimem_all_reduce_kernel<c10::BFloat16, 16>(c10::BFloat16*)": SyncKind.DEVICE,
+}
+COLLECTIVES = {
+    **dict.fromkeys(("allreduce_coalesced", "all_to_all"), SyncKind.TOGETHER),
+    "all_to_allv": SyncKind.UNEVEN,
+    **dict.fromkeys(("broadcast", "reduce"), SyncKind.ROOTED),
+    **dict.fromkeys(("send", "recv"), SyncKind.PAIR),
+}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_kernel_without_metadata_is_known_by_its_name(kernel: str) -> None:
     calls = calls_with({}, kernel)
-    assert calls.sync[0] == sync
-    assert calls.group[0] == NONE
+    assert (calls.sync[0], calls.group[0]) == (KERNELS[kernel], NONE)
 
 
-@pytest.mark.parametrize(
-    ("name", "sync"),
-    [
-        ("allreduce_coalesced", SyncKind.TOGETHER),
-        ("all_to_all", SyncKind.TOGETHER),
-        ("all_to_allv", SyncKind.UNEVEN),
-        ("broadcast", SyncKind.ROOTED),
-        ("reduce", SyncKind.ROOTED),
-        ("send", SyncKind.PAIR),
-        ("recv", SyncKind.PAIR),
-    ],
-)
-def test_the_name_of_a_collective_gives_its_kind_of_synchronization(name: str, sync: SyncKind) -> None:
-    assert calls_with(SAID | {"Collective name": name}).sync[0] == sync
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_the_name_of_a_collective_gives_its_kind_of_synchronization(name: str) -> None:
+    assert calls_with(SAID | {"Collective name": name}).sync[0] == COLLECTIVES[name]

@@ -1,8 +1,8 @@
 """Comparisons of two traces are exact and complete, and find the known change."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,8 +22,7 @@ from penstock.trace.compare import (
     named_events,
     shape_text,
 )
-from penstock.trace.events import NONE
-from penstock.trace.load import load_ranks
+from penstock.trace.events import NONE, Trace
 from tests.trace.synthetic import Job, make
 
 Event = tuple[EventKey, float, float, int]
@@ -94,7 +93,7 @@ def test_idle_time_and_overlap_have_rows_of_their_own() -> None:
     a = work([(EXPERTS, 0, 30, NONE), (NORM, 10, 30, NONE), (NORM, 50, 10, NONE)])
     b = work([(EXPERTS, 0, 30, NONE), (NORM, 30, 30, NONE), (NORM, 65, 10, NONE)])
     found = compare(a, b)
-    assert (found.a_us, found.b_us) == (60, 75)
+    assert (found.a_us, found.b_us) == (60, 75)  # from the first start to the last end
     assert (row_of(found, OVERLAP).a.time_us, row_of(found, OVERLAP).b.time_us) == (-20, 0)
     assert (row_of(found, IDLE).a.time_us, row_of(found, IDLE).b.time_us) == (10, 5)
     assert row_of(found, NORM).verdict is ChangeKind.SAME
@@ -117,7 +116,7 @@ def test_time_between_steps_belongs_to_the_later_step() -> None:
         work([(NORM, 0, 10, 0), (NORM, 10, 10, 1), (NORM, 20, 10, 2)], 3),
         work([(NORM, 0, 10, 0), (NORM, 50, 10, 1), (NORM, 100, 10, 2)], 3),
     )
-    assert (found.a_us, found.b_us) == (10, 50)
+    assert (found.a_us, found.b_us) == (10, 50)  # the median step, gaps before it included
     assert not row_of(found, NORM).is_clear
     assert row_of(found, IDLE).change_us == 40
 
@@ -141,8 +140,7 @@ def test_shapes_of_one_operator_that_have_no_partner_are_one_row() -> None:
 
 def test_shapes_that_come_and_go_between_steps_are_one_row() -> None:
     def steps(time: float) -> NamedEvents:
-        uneven = [(EXPERTS._replace(shape=f"{90 + step}x64"), 50.0 * step, time, step) for step in range(4)]
-        return work(uneven, 4)
+        return work([(EXPERTS._replace(shape=f"{90 + step}x64"), 50.0 * step, time, step) for step in range(4)], 4)
 
     found = compare(steps(10), steps(11))
     row = row_of(found, EXPERTS._replace(shape="4 shapes"))
@@ -156,27 +154,27 @@ def test_a_shape_without_partner_is_new_if_the_other_trace_has_none_to_spare() -
 
 
 def test_spans_are_not_compared_if_the_traces_share_none() -> None:
-    found = compare(work([(NORM, 0, 10, NONE)]), work([(NORM._replace(span=""), 0, 12, NONE)]))
-    assert not found.by_span
-    assert row_of(found, NORM._replace(span="")).change_us == 2
+    bare = NORM._replace(span="")
+    found = compare(work([(NORM, 0, 10, NONE)]), work([(bare, 0, 12, NONE)]))
+    assert not found.by_span and row_of(found, bare).change_us == 2
 
 
 def test_shapes_are_written_like_sizes() -> None:
     assert shape_text(((888, 2880), (), ((4, 8), (3,)), (2,))) == "888x2880 [4x8 3] 2"
 
 
+Jobs = tuple[dict[int, Trace], dict[int, Trace]]
+
+
 @pytest.fixture(scope="module")
-def jobs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def jobs() -> Jobs:
     """Two runs that differ in rank 1's attention only."""
-    folder = tmp_path_factory.mktemp("jobs")
     job = Job(ranks=2, steps=3, layers=2, is_even=True)
-    slow = Job(ranks=2, steps=3, layers=2, is_even=True, slow_rank=1, slow=1.5)
-    return make(job).write(folder / "a"), make(slow).write(folder / "b")
+    return make(job).ranks(), make(replace(job, slow_rank=1, slow=1.5)).ranks()
 
 
-def test_slower_attention_is_found_in_a_training_step(jobs: tuple[Path, Path]) -> None:
-    a, b = (named_events(load_ranks(folder)[1]) for folder in jobs)
-    found = compare(a, b)
+def test_slower_attention_is_found_in_a_training_step(jobs: Jobs) -> None:
+    found = compare(*(named_events(ranks[1]) for ranks in jobs))
     assert_closes(found)
     assert (found.a_steps, found.b_steps) == (3, 3)
     row = max(found.rows, key=lambda row: row.change_us)
@@ -186,9 +184,8 @@ def test_slower_attention_is_found_in_a_training_step(jobs: tuple[Path, Path]) -
     assert row.is_clear
 
 
-def test_a_rank_that_waits_for_a_slow_rank_spends_more_in_collectives(jobs: tuple[Path, Path]) -> None:
-    a, b = (named_events(load_ranks(folder)[0]) for folder in jobs)
-    found = compare(a, b)
+def test_a_rank_that_waits_for_a_slow_rank_spends_more_in_collectives(jobs: Jobs) -> None:
+    found = compare(*(named_events(ranks[0]) for ranks in jobs))
     assert_closes(found)
     worst = max(found.rows, key=lambda row: row.change_us)
     assert worst.key.operator == "record_param_comms"

@@ -21,15 +21,9 @@ from tests.trace.tiny import STRANGE, kernel, places, text_of, trace_of
 MORE = (*STRANGE, 3, 12, "[3, 4]", [7, 8], [[1]])
 
 
-def graphs() -> dict[str, Any]:
-    several = Recording(layers=3)
-    several.replay()
-    return several.content()
-
-
 BASES = {
     "memory": trace_of(kernel("a", 0, 10, correlation=1), *a_step()),
-    "graphs": graphs(),
+    "graphs": Recording(layers=3).replay().content(),
     "counts": trace_of(split(80, [7, 0, 5]), *grouped_events()) | {"penstock": recording()},
 }
 

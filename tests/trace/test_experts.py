@@ -1,5 +1,6 @@
 """Loads of experts and rows that held tokens: from shapes, message sizes, times, splits, configuration and metrics."""
 
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -15,36 +16,29 @@ from penstock.trace.calls import calls_of
 from penstock.trace.collectives import collectives_of
 from penstock.trace.events import Trace
 from penstock.trace.experts import ExpertLoad, UsedRows, expert_load, grouped_products, recorded_loads, used_rows
-from penstock.trace.load import decode_trace, load_ranks
+from penstock.trace.load import load_ranks
 from penstock.trace.phases import find_phases
 from tests.trace.synthetic import Traces, make
 from tests.trace.synthetic_job import Job
 from tests.trace.test_replay import BF16, LONG, shapes
-from tests.trace.test_tree import span
-from tests.trace.tiny import event, kernel, launch, text_of, trace_of
+from tests.trace.tiny import decoded, event, kernel, launch, span
 from tools.small_recording import unpack
 
 
 def load_of(traces: Traces, ranks: tuple[int, ...] | None = None) -> ExpertLoad:
-    files: dict[int, Trace] = {
-        rank: decode_trace(json.dumps(content).encode(), path=Path(f"rank{rank}"))
-        for rank, content in enumerate(traces.files)
-        if ranks is None or rank in ranks
-    }
+    files = {rank: trace for rank, trace in traces.ranks().items() if ranks is None or rank in ranks}
     return expert_load(files, collectives_of(files))
 
 
 def with_rows(traces: Traces, rows: int | None) -> Traces:
     """The same traces with grouped products of so many rows on every rank, or without shapes."""
 
-    def changed(event: dict[str, Any]) -> dict[str, Any]:
-        if event["name"] != "aten::_grouped_mm":
-            return event
-        first, *others = event["args"]["Input Dims"]
-        dims = {} if rows is None else {"Input Dims": [[rows, first[1]], *others]}
-        return event | {"args": {"External id": event["args"]["External id"]} | dims}
-
-    files = tuple(one | {"traceEvents": [changed(event) for event in one["traceEvents"]]} for one in traces.files)
+    files = copy.deepcopy(traces.files)
+    for args in [one["args"] for file in files for one in file["traceEvents"] if one["name"] == "aten::_grouped_mm"]:
+        if rows is None:
+            del args["Input Dims"]
+        else:
+            args["Input Dims"][0][0] = rows
     return Traces(files, traces.truth)
 
 
@@ -130,11 +124,6 @@ RECORDED = Path(__file__).parent.parent / "tune" / "data" / "recorded" / "hot-ex
 FLOAT = "float"
 
 
-def traces_of(job: Job, **header: Any) -> dict[int, Trace]:
-    files = make(job).files
-    return {rank: decode_trace(json.dumps(content | header).encode()) for rank, content in enumerate(files)}
-
-
 def used(traces: dict[int, Trace], rank: int) -> UsedRows | None:
     return used_rows(traces[rank], calls_of(traces), rank, find_phases(traces[rank]))
 
@@ -151,13 +140,9 @@ def recording(**changed: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_exchanges_say_how_full_the_buffers_of_experts_were(rank: int) -> None:
-    job = Job(hot_rank=2, bound=2.0)
-    traces, truth = traces_of(job), make(job).truth
-    rows = [layer[rank] for step in truth.rows for layer in step]
-    found = used(traces, rank)
-    assert found is not None
-    assert found.source == "all-to-all"
-    assert found.share == pytest.approx(sum(rows) / len(rows) / (2 * 1536 * 4))
+    traces = make(Job(hot_rank=2, bound=2.0))
+    share = true_rows(traces)[:, rank].mean() / (2 * 1536 * 4)
+    assert used(traces.ranks(), rank) == UsedRows(share=pytest.approx(share), source="all-to-all")
 
 
 def test_counts_that_travel_before_the_rows_are_not_taken_for_rows() -> None:
@@ -204,41 +189,36 @@ def test_recorded_steps_of_an_exchange_without_room_have_no_empty_rows(rank: int
 
 
 def test_even_exchanges_count_bytes_and_say_it_as_well() -> None:
-    found = used(traces_of(Job(is_even=True, bound=1.6)), 3)
-    assert found is not None
-    assert (found.source, found.share) == ("all-to-all", pytest.approx(1 / 1.6, rel=1e-3))
+    found = used(make(Job(is_even=True, bound=1.6)).ranks(), 3)
+    assert found == UsedRows(share=pytest.approx(1 / 1.6, rel=1e-3), source="all-to-all")
 
 
 @pytest.mark.parametrize("dispatch", ["symmetric", "deep_ep"])
 def test_where_rows_do_not_travel_by_exchange_the_configuration_tells_the_mean(dispatch: Any) -> None:
-    job = Job(dispatch=dispatch, bound=2.0)
-    assert used(traces_of(job), 1) == UsedRows(share=1.0, source="shapes")
-    found = used(traces_of(job, penstock=recording()), 1)
-    assert found == UsedRows(share=pytest.approx(0.5), source="configuration")
+    traces = make(Job(dispatch=dispatch, bound=2.0))
+    assert used(traces.ranks(), 1) == UsedRows(share=1.0, source="shapes")
+    assert used(traces.ranks(penstock=recording()), 1) == UsedRows(share=pytest.approx(0.5), source="configuration")
 
 
 def test_what_travels_once_for_several_experts_is_not_taken_for_rows() -> None:
-    job = Job(bound=4.0, hot_rank=1)
-    other = recording(dispatch={"method": "hierarchical"})
-    found = used(traces_of(job, penstock=other), 1)
-    assert found == UsedRows(share=pytest.approx(0.25), source="configuration")
+    traces = make(Job(bound=4.0, hot_rank=1)).ranks(penstock=recording(dispatch={"method": "hierarchical"}))
+    assert used(traces, 1) == UsedRows(share=pytest.approx(0.25), source="configuration")
 
 
 def test_dropped_rows_and_damaged_configurations_tell_nothing() -> None:
     balance = {"capacity_factor": 1.5, "pad_to_capacity": True}
-    job = Job(dispatch="deep_ep", bound=2.0)
+    traces = make(Job(dispatch="deep_ep", bound=2.0))
     for told in (recording(model={"moe": {"top_k": 4, "balance": balance}}), {"config": {"model": 7}}, 3):
-        assert used(traces_of(job, penstock=told), 0) == UsedRows(share=1.0, source="shapes")
+        assert used(traces.ranks(penstock=told), 0) == UsedRows(share=1.0, source="shapes")
 
 
 def test_a_trace_without_grouped_products_has_none() -> None:
-    trace = decode_trace(text_of(trace_of(kernel("a", 0, 10, correlation=1))))
-    assert used({0: trace}, 0) is None
+    assert used({0: decoded(kernel("a", 0, 10, correlation=1))}, 0) is None
 
 
 def test_the_roofline_counts_rows_that_held_tokens() -> None:
     job = Job(bound=2.0, is_even=True)
-    told = analysis_json(analyse_traces(traces_of(job)))["ranks"]["1"]
+    told = analysis_json(analyse_traces(make(job).ranks()))["ranks"]["1"]
     assert told["grouped_rows"] == {"share": pytest.approx(0.5), "source": "all-to-all"}
     grouped = [row for row in told["roofline"] if row["operator"] == "aten::_grouped_mm"]
     slots = 1536 * 4
@@ -247,19 +227,16 @@ def test_the_roofline_counts_rows_that_held_tokens() -> None:
 
 def test_our_own_products_count_the_rows_that_they_pick() -> None:
     args = shapes([BF16, BF16, BF16, "int", "float", LONG], [[6, 8], [3, 16, 8], [3, 8, 8], [3], [12], [12]])
-    trace = decode_trace(
-        text_of(trace_of(event("cpu_op", "_ExpertFfn", 0, 9, **args), kernel("a", 0, 9, correlation=1)))
-    )
+    trace = decoded(event("cpu_op", "_ExpertFfn", 0, 9, **args), kernel("a", 0, 9, correlation=1))
     assert grouped_products(trace).rows.tolist() == [12]
 
 
 # ------------------------------------------------------------------------------------------------------------- replay
 
 
-def grouped_trace(*before: dict[str, Any], rows: int = 12, penstock: Any = None, dtype: str = BF16) -> Trace:
+def grouped_trace(*before: dict[str, Any], rows: int = 12, dtype: str = BF16, **more: Any) -> Trace:
     """A grouped product of three experts at 100 us, and what was before it."""
-    content = trace_of(*before, *product(rows, dtype))
-    return decode_trace(text_of(content if penstock is None else content | {"penstock": penstock}))
+    return decoded(*before, *product(rows, dtype), **more)
 
 
 def product(rows: int = 12, dtype: str = BF16) -> list[dict[str, Any]]:

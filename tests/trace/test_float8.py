@@ -22,17 +22,16 @@ from penstock.trace.calls import calls_of
 from penstock.trace.events import NONE, Trace
 from penstock.trace.experts import PACKED_ITEM, grouped_products, packed_row_bytes, received_rows
 from penstock.trace.kernel_names import FLOAT8_GEMM, Category, generic_category, specific_category
-from penstock.trace.load import decode_trace
 from penstock.trace.operators import OperatorCall
 from penstock.trace.phases import find_phases
 from penstock.trace.roofline import Roofline, RooflineRow, roofline
-from penstock.trace.tree import place
+from penstock.trace.tree import NODE, place
 from penstock.trace.work import work_of
 from tests.trace.test_phases import named
 from tests.trace.test_replay import BF16, recorded, shapes
 from tests.trace.test_roofline import EXPERTS, call, tensors, work
-from tests.trace.test_tree import NODE, decoded, names_at, operator, span, started
-from tests.trace.tiny import event, kernel, launch, text_of, trace_of
+from tests.trace.test_tree import names_at
+from tests.trace.tiny import decoded, event, kernel, launch, operator, span, started
 
 RULE = Float8Rule(dense=BLOCKWISE, experts=BLOCKWISE)
 
@@ -48,9 +47,9 @@ def float8_kernels() -> Iterator[str]:
 
 
 def test_every_kernel_of_8_bits_has_a_part_of_its_own() -> None:
-    parts = {name: specific_category(name) for name in float8_kernels()}
-    assert len(parts) >= 12
-    assert [name for name, part in parts.items() if part is None] == [FLOAT8_GEMM]
+    kernels = list(float8_kernels())
+    assert len(kernels) >= 12
+    assert [name for name in kernels if specific_category(name) is None] == [FLOAT8_GEMM]
     assert generic_category(FLOAT8_GEMM) is Category.PRODUCTS
 
 
@@ -108,17 +107,8 @@ def row_of(found: Roofline, name: str) -> RooflineRow:
 
 def test_products_belong_to_the_functions_that_asked_for_them() -> None:
     trace = step()
-    found = names_at(trace, place(trace).operator)
-    backward = ["_Float8LinearBackward"] * 3
-    assert found == [
-        "_Float8Linear",
-        "_Float8Network",
-        "_Float8Network",
-        "_Float8Network",
-        None,
-        "_Float8Linear",
-        *backward,
-    ]
+    forward = ["_Float8Linear", *["_Float8Network"] * 3, None, "_Float8Linear"]
+    assert names_at(trace, place(trace).operator) == [*forward, *["_Float8LinearBackward"] * 3]
 
 
 def test_products_of_other_threads_or_regions_have_no_function() -> None:
@@ -139,9 +129,8 @@ def test_products_of_a_captured_pass_belong_to_the_functions_of_the_eager_pass()
 
 def test_dense_products_reach_a_share_of_the_peak_of_8_bits() -> None:
     found = roofline(step())
-    dense, both, backward = (
-        row_of(found, name) for name in ("_Float8Linear", "_Float8Network", "_Float8LinearBackward")
-    )
+    names = ("_Float8Linear", "_Float8Network", "_Float8LinearBackward")
+    dense, both, backward = (row_of(found, name) for name in names)
     assert (dense.count, dense.flops, dense.kernel_us) == (2, 2 * 64 * 512 * 256, pytest.approx(40))
     assert (both.count, both.flops, both.kernel_us) == (1, 2 * 64 * 256 * (768 + 384), pytest.approx(50))
     assert (backward.flops, backward.kernel_us) == (2 * 2 * 64 * 512 * 256, pytest.approx(50))
@@ -195,34 +184,26 @@ def test_packed_rows_are_moved_by_numbers_of_eight_bytes() -> None:
 @pytest.mark.parametrize(
     ("dtype", "numbers", "dispatch", "rows"),
     [
-        ("Long", 6 * 288 // 8, "auto", 6.0),
+        ("Long", 6 * 288 // 8, "auto", 6.0),  # 256 values, 8 bytes of scales, rounded up to 288
         ("BFloat16", 6 * 256, "auto", 6.0),
         ("BFloat16", 6 * 256, "none", 6.0),
-        ("Long", 6 * 288 // 8, "none", np.nan),
+        ("Long", 6 * 288 // 8, "none", np.nan),  # nothing is packed: these are counts
     ],
 )
 def test_rows_that_came_in_8_bits_are_counted_with_their_scales(
     dtype: str, numbers: int, dispatch: str, rows: float
 ) -> None:
-    args = {
-        "Collective name": "all_to_all",
-        "dtype": dtype,
-        "In msg nelems": numbers,
-        "Out msg nelems": numbers,
-        "Process Group Name": "5",
-        "Process Group Ranks": "[0, 1]",
-        "Group size": 2,
-    }
+    args = {"Collective name": "all_to_all", "dtype": dtype, "In msg nelems": numbers, "Out msg nelems": numbers}
+    args |= {"Process Group Name": "5", "Process Group Ranks": "[0, 1]", "Group size": 2}
     experts = shapes([BF16, BF16, BF16, "int", "float"], [[12, 256], [3, 64, 256], [3, 256, 32], [3], [12]])
-    content = trace_of(
+    trace = decoded(
         launch(5, correlation=1),
         event("kernel", "ncclDevKernel_SendRecv(x)", 9, 9, stream=20, correlation=1, **args),
         event("cpu_op", "_Float8ExpertFfn", 50, 9, **experts),
         launch(52, correlation=2),
         kernel("float8_rows_kernel", 60, 9, correlation=2),
+        penstock={"config": {"float8": {"dispatch": dispatch}}},
     )
-    header = {"penstock": {"config": {"float8": {"dispatch": dispatch}}}}
-    trace = decode_trace(text_of(content | header))
     calls = calls_of({0: trace})
     assert received_rows(trace, calls, np.array([0]), grouped_products(trace)) == pytest.approx([rows], nan_ok=True)
 
@@ -243,12 +224,11 @@ def profiled() -> Trace:
         float8_linear(x_TD, weight(32, 64)).sum().backward()
         float8_swiglu_network(x_TD, weight(64, 64), weight(64, 32)).sum().backward()
 
-    return decode_trace(recorded(work).encode(), gpu_required=False)
+    return recorded(work)
 
 
 def test_models_of_work_read_the_recorded_arguments_of_our_functions() -> None:
-    trace = profiled()
-    host = trace.host
+    host = profiled().host
     for name in ("_Float8ExpertFfn", "_Float8Linear", "_Float8Network"):
         args = host.args(int(np.flatnonzero(host.called(name))[0]))
         dims = tuple(tuple(one) for one in args["Input Dims"])

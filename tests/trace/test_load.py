@@ -12,14 +12,10 @@ import pytest
 
 from penstock.base.errors import TraceError
 from penstock.trace.calls import calls_of
-from penstock.trace.events import NONE, GpuKind, HostKind, Trace
+from penstock.trace.events import NONE, GpuKind, HostKind
 from penstock.trace.load import READER, decode_trace, load_ranks, load_trace, trace_files
 from penstock.trace.timeline import steps_of, timelines
-from tests.trace.tiny import damaged, event, kernel, launch, text_of, tiny, trace_of, write
-
-
-def decoded(*events: dict[str, Any]) -> Trace:
-    return decode_trace(text_of(trace_of(*events)))
+from tests.trace.tiny import damaged, decoded, event, kernel, launch, read, text_of, tiny, trace_of, write
 
 
 def told(path: Path) -> str:
@@ -32,7 +28,7 @@ def told(path: Path) -> str:
 
 
 def test_events_of_the_gpu_are_sorted_and_know_kind_stream_and_launch() -> None:
-    gpu = decode_trace(text_of(tiny())).gpu
+    gpu = read(tiny()).gpu
     assert [(gpu.name(row)[:6], gpu.kind[row], gpu.stream[row]) for row in range(5)] == [
         ("leaked", GpuKind.COMPUTE, 7),
         ("ampere", GpuKind.COMPUTE, 7),
@@ -44,15 +40,16 @@ def test_events_of_the_gpu_are_sorted_and_know_kind_stream_and_launch() -> None:
     assert (np.diff(gpu.start_us) >= 0).all()
 
 
-def test_the_launch_of_an_event_has_its_correlation() -> None:
-    trace = decode_trace(text_of(tiny()))
-    linked = trace.gpu.take(trace.gpu.is_linked)
+def test_the_launch_of_an_event_has_its_correlation_and_a_part_of_a_table_its_own_ends() -> None:
+    trace = read(tiny())
+    linked, end_us = trace.gpu.take(trace.gpu.is_linked), trace.gpu.end_us
     assert trace.host.correlation[linked.launch].tolist() == linked.correlation.tolist()
     assert set(trace.host.kind[linked.launch].tolist()) == {HostKind.RUNTIME}
+    assert linked.end_us.tolist() == end_us[1:].tolist()
 
 
 def test_events_of_the_host_know_thread_sequence_and_external_id() -> None:
-    trace = decode_trace(text_of(tiny()))
+    trace = read(tiny())
     operators = trace.host.take(trace.host.kind == HostKind.OPERATOR)
     assert [operators.name(row) for row in range(len(operators))] == ["aten::mm"] * 2
     assert (operators.external_id.tolist(), operators.sequence.tolist()) == ([1, 11], [5, 5])
@@ -66,35 +63,26 @@ def test_of_host_events_that_start_together_the_longer_is_first() -> None:
 
 
 def test_args_are_decoded_on_access_and_stay_with_their_events() -> None:
-    gpu = decode_trace(text_of(tiny())).gpu
+    gpu = read(tiny()).gpu
     copies = gpu.take(gpu.kind == GpuKind.COPY)
     assert copies.args(1) == {"device": 0, "stream": 7, "correlation": 13, "bytes": 4096}
-    bare = decode_trace(text_of(trace_of({"ph": "X", "cat": "kernel", "name": "k", "ts": 1, "dur": 2}))).gpu
+    bare = decoded({"ph": "X", "cat": "kernel", "name": "k", "ts": 1, "dur": 2}).gpu
     assert (bare.args(0), bare.correlation[0], bare.stream[0]) == ({}, NONE, 0)
 
 
-def test_a_part_of_a_table_has_ends_of_its_own() -> None:
-    gpu = decode_trace(text_of(tiny())).gpu
-    whole = gpu.end_us
-    assert gpu.take(slice(2, 4)).end_us.tolist() == whole[2:4].tolist()
-
-
 def test_machine_and_rank_are_known() -> None:
-    trace = decode_trace(text_of(tiny(rank=3)))
+    trace = read(tiny(rank=3))
     assert (trace.rank, trace.world, trace.device_name) == (3, 8, "NVIDIA H100 80GB HBM3")
 
 
 def test_arrows_link_events_without_correlation() -> None:
-    call = launch(5, correlation=0)
-    there = kernel("k", 50, 5, correlation=0)
-    arrow = {"cat": "ac2g", "name": "ac2g", "id": 9}
-    ends = [arrow | {"ph": "s"} | place(call), arrow | {"ph": "f", "bp": "e"} | place(there)]
+    call, there = launch(5, correlation=0), kernel("k", 50, 5, correlation=0)
+    ends = [
+        {"cat": "ac2g", "name": "ac2g", "id": 9, "ph": phase} | {key: one[key] for key in ("pid", "tid", "ts")}
+        for phase, one in (("s", call), ("f", there))
+    ]
     trace = decoded(call, there, kernel("no arrow", 60, 5, correlation=0), *ends)
     assert trace.gpu.launch.tolist() == [0, NONE]
-
-
-def place(of: dict[str, Any]) -> dict[str, Any]:
-    return {key: of[key] for key in ("pid", "tid", "ts")}
 
 
 def test_of_calls_with_one_correlation_the_first_is_the_launch() -> None:
@@ -104,8 +92,8 @@ def test_of_calls_with_one_correlation_the_first_is_the_launch() -> None:
 
 def test_old_names_of_categories_are_known() -> None:
     trace = decoded(
-        {**event("Kernel", "gemm", 20, 5, stream=7, correlation=3)},
-        {**event("Runtime", "cudaLaunchKernel", 2, 5, correlation=3, **{"external id": 6})},
+        event("Kernel", "gemm", 20, 5, stream=7, correlation=3),
+        event("Runtime", "cudaLaunchKernel", 2, 5, correlation=3, **{"external id": 6}),
     )
     assert trace.gpu.is_linked.all()
     assert trace.host.external_id.tolist() == [6]
@@ -128,7 +116,7 @@ def test_notes_list_oddities() -> None:
 
 
 def test_a_bare_list_of_events_is_a_trace() -> None:
-    assert len(decode_trace(text_of(tiny()["traceEvents"])).gpu) == 9
+    assert len(read(tiny()["traceEvents"]).gpu) == 9
 
 
 @pytest.mark.parametrize("number", [b"inf", b"-nan", b"NaN", b"Infinity"])
@@ -151,9 +139,8 @@ def test_a_packed_file_of_several_members_is_read_whole(tmp_path: Path) -> None:
 
 
 def test_streams_of_hip_are_texts_of_numbers() -> None:
-    call = launch(5, correlation=1)
+    call, there = launch(5, correlation=1), kernel("k", 50, 5, correlation=1)
     call["args"] |= {"stream": "0x0", "device": "0"}
-    there = kernel("k", 50, 5, correlation=1)
     there["args"]["stream"] = "0x1f"
     trace = decoded(call, there)
     assert (trace.gpu.stream.tolist(), trace.gpu.launch.tolist()) == ([31], [0])
@@ -164,7 +151,7 @@ def test_events_without_a_duration_are_left_out_and_counted() -> None:
     for one in whole["traceEvents"]:
         if one["name"] in ("leaked_kernel", "aten::mm"):
             del one["dur"]
-    trace = decode_trace(text_of(whole))
+    trace = read(whole)
     assert (len(trace.gpu), trace.host.called("aten::mm").any()) == (8, False)
     assert trace.notes == ("3 events without a duration are left out, the first 'leaked_kernel'",)
     bare = {"ph": "X", "cat": "kernel", "name": "k", "ts": 1}
@@ -175,7 +162,7 @@ def test_events_without_a_duration_are_left_out_and_counted() -> None:
 def test_control_characters_of_names_are_escaped() -> None:
     spoiled = kernel("ncclDevKernel\x1b[31m\n", 50, 5, correlation=1)
     spoiled["args"] |= {"Collective name": "all\x07reduce", "Process Group Name": "\u202e0"}
-    trace = decode_trace(text_of(trace_of(spoiled) | {"deviceProperties": [{"id": 0, "name": "H\x9b1"}]}))
+    trace = decoded(spoiled, deviceProperties=[{"id": 0, "name": "H\x9b1"}])
     assert (trace.gpu.name(0), trace.device_name) == ("ncclDevKernel\\x1b[31m\\n", "H\\x9b1")
     calls = calls_of({0: trace})
     assert (calls.name(0), calls.groups[0].name) == ("all\\x07reduce", "\\u202e0")
@@ -291,9 +278,8 @@ def test_a_file_that_was_cut_off_is_refused_wherever_the_cut_is(tmp_path: Path, 
 
 
 def test_no_thread_is_left_behind_by_a_file_that_is_refused(tmp_path: Path) -> None:
-    paths = [tmp_path / f"rank-{rank}.json" for rank in range(3)]
-    for path, text in zip(paths, [text_of(tiny()), b"no trace", text_of(tiny())], strict=True):
-        path.write_bytes(text)
+    paths = [write(tmp_path / f"rank-{rank}.json", tiny()) for rank in range(3)]
+    paths[1].write_bytes(b"no trace")
     with pytest.raises(TraceError) as caught:
         load_ranks(paths)
     assert caught.tb is not None, "whose frames are still there"

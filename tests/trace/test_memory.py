@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from penstock.trace.memory import AllocatorHistory, find_memory, memory_json
 from penstock.trace.timeline import steps_of
-from tests.trace.test_tree import decoded, operator, span
-from tests.trace.tiny import TIME_US, kernel
+from tests.trace.tiny import TIME_US, decoded, kernel, operator, span
 
 GB = 1_000_000_000
 
@@ -60,6 +59,7 @@ def test_memory_is_what_the_allocator_of_a_gpu_held_after_each_change() -> None:
 
 def test_each_block_is_what_its_life_says() -> None:
     memory = memory_of(*a_step())
+    # After the second change, after the fifth, which is the peak, and at the end.
     assert memory.components(1) == {"before": 10 * GB, "activations": 4 * GB, "temporary": 2 * GB}
     assert memory.components(4) == {"before": 10 * GB, "activations": 4 * GB, "gradients": 3 * GB, "temporary": 1 * GB}
     assert memory.components(8) == {"before": 10 * GB, "optimizer": 1 * GB}
@@ -92,14 +92,13 @@ def test_a_block_that_was_there_before_counts_as_before_until_it_is_taken_back()
         span("embed", 0, 90), change(5, 1, 101, address=1), change(6, -60, 41, address=9), change(7, 2, 43, address=9)
     )
     assert memory.components(0) == {"before": 100, "temporary": 1}
-    assert memory.components(2) == {"before": 40, "temporary": 3}
+    assert memory.components(2) == {"before": 40, "temporary": 3}  # 60 bytes without a recorded allocation were freed
 
 
 def test_without_addresses_there_are_no_components() -> None:
     memory = memory_of(change(5, 300, 300, address=None), change(9, 400, 700, address=None))
-    assert memory.blocks is None
+    assert memory.blocks is None and memory.peak.components == {}
     assert memory.peak.allocated_bytes == 700
-    assert memory.peak.components == {}
     assert [row.at_peak_bytes for row in memory.rows()] == [None]
     assert memory_json(memory, ())["peak"]["components"] is None
 
@@ -113,15 +112,13 @@ def test_a_damaged_change_is_left_out(args: dict[str, Any]) -> None:
 
 def test_json_has_each_step_with_its_own_peak() -> None:
     trace = decoded(kernel("a", 0, 10, correlation=1), *a_step())
-    (memory,) = find_memory(trace)
-    told = memory_json(memory, steps_of(trace))
+    told = memory_json(memory_of(*a_step()), steps_of(trace))
     (step,) = told["steps"]
     assert (step["number"], step["begin_bytes"], step["end_bytes"]) == (5, 10 * GB, 11 * GB)
     assert step["peak"]["allocated_bytes"] == told["most_allocated_bytes"] == 18 * GB
     assert told["peak"]["pass"] == "backward"
-    assert {"name", "pass", "layer", "handed_out_bytes", "kept_bytes", "most_bytes", "at_peak_bytes"} == set(
-        told["phases"][0]
-    )
+    keys = "name pass layer handed_out_bytes kept_bytes most_bytes at_peak_bytes"
+    assert {*keys.split()} == set(told["phases"][0])
     assert len(told["curve"]) == told["changes"] == 9
 
 

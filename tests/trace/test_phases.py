@@ -25,11 +25,10 @@ from penstock.trace.kernel_names import (
     library_of,
     specific_category,
 )
-from penstock.trace.load import decode_trace
-from penstock.trace.phases import Phases, charge, find_phases
+from penstock.trace.phases import PASSES, charge, find_phases
 from penstock.trace.timeline import timeline_of
-from tests.trace.test_tree import NODE, decoded, operator, span, started
-from tests.trace.tiny import kernel, text_of, tiny, trace_of
+from penstock.trace.tree import NODE
+from tests.trace.tiny import decoded, kernel, operator, read, span, started, tiny
 
 GEMM = "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT"
 ALL_TO_ALL = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
@@ -38,8 +37,7 @@ ALL_TO_ALL = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
 def named(trace: Trace) -> list[tuple[str, str]]:
     found = find_phases(trace)
     order = np.argsort(found.event, kind="stable")
-    passes = ("", "forward", "backward", "recompute", "update")
-    return [(found.names[found.name_id[one]], passes[found.pass_id[one]]) for one in order]
+    return [(found.names[found.name_id[one]], PASSES[found.pass_id[one]]) for one in order]
 
 
 @pytest.mark.parametrize(
@@ -137,7 +135,7 @@ def test_an_exchange_without_a_span_is_dispatch_before_the_experts_and_combine_b
 def test_what_nothing_names_is_other_and_its_share_is_said() -> None:
     trace = decoded(*started(0, 1, "zorbl", lasts=30), *started(100, 2, GEMM, lasts=90))
     found = find_phases(trace)
-    assert found.other_share == pytest.approx(0.25)
+    assert found.other_share == pytest.approx(0.25)  # 30 of 120 us
     assert [row.name for row in found.rows()] == ["matrix products", "other"]
 
 
@@ -160,9 +158,9 @@ def test_kernels_of_libraries_are_known_by_name(name: str, part: str) -> None:
 
 
 def test_exposed_time_is_charged_to_compute_before_communication_before_copies() -> None:
-    trace = decode_trace(text_of(tiny()))
+    trace = read(tiny())
     rows = {row.name: row.exposed_us for row in find_phases(trace).rows(by_layer=False) if row.name != "other"}
-    assert rows == pytest.approx({"matrix products": 80, "all-reduce": 60, "copy": 20, "fill": 10})
+    assert rows == pytest.approx({"matrix products": 80, "all-reduce": 60, "copy": 20, "fill": 10})  # of two steps
 
 
 def test_waiting_stands_in_rows_of_its_own_and_sums_stay() -> None:
@@ -173,9 +171,9 @@ def test_waiting_stands_in_rows_of_its_own_and_sums_stay() -> None:
 
 
 def test_rows_carry_layers_or_their_sum() -> None:
-    events = [one for layer in range(3) for one in (span(f"layer {layer}", 100 * layer, 90),)]
+    spans = [span(f"layer {layer}", 100 * layer, 90) for layer in range(3)]
     launches = [one for layer in range(3) for one in started(100 * layer + 5, layer + 1, GEMM)]
-    found: Phases = find_phases(decoded(*events, *launches))
+    found = find_phases(decoded(*spans, *launches))
     assert sorted(row.layer or 0 for row in found.rows()) == [0, 1, 2]
     (row,) = found.rows(by_layer=False)
     assert (row.layer, row.count, row.share) == (None, 3, pytest.approx(1.0))
@@ -194,7 +192,7 @@ def test_exposed_times_add_up_to_what_the_timeline_says(made: list[tuple[str, in
         kernel(name, start, lasts, correlation=900 + one, stream=stream)
         for one, (name, start, lasts, stream) in enumerate(made)
     ]
-    trace = decode_trace(text_of(trace_of(*events)))
+    trace = decoded(*events)
     charged, expected = charge(trace), timeline_of(trace.gpu)
     assert (charged >= -1e-6).all()
     assert charged.sum() == pytest.approx(expected.busy_us, abs=1e-6)
@@ -261,19 +259,15 @@ def test_a_kernel_that_stays_on_its_device_is_compute(name: str) -> None:
 
 
 def test_every_symmetric_kernel_of_ours_is_known_and_no_other() -> None:
-    folder = Path(penstock.kernels.__path__[0])
-    ours = {file.name: _kernels_of(file) for file in folder.glob("*.py")}
-    talking = {name for names in ours.values() for name in names if library_of(name) is not None}
-    assert talking == set(ours["symmetric_kernels.py"])
-
-
-def _kernels_of(file: Path) -> list[str]:
-    functions = (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef))
-    return [
-        one.name
-        for one in functions
-        if one.name.endswith("_kernel") and any("jit" in ast.unparse(by) for by in one.decorator_list)
-    ]
+    ours = {
+        (file.name, node.name)
+        for file in Path(penstock.kernels.__path__[0]).glob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")
+        if any("jit" in ast.unparse(by) for by in node.decorator_list)
+    }
+    talking = {name for _, name in ours if library_of(name) is not None}
+    assert talking == {name for file, name in ours if file == "symmetric_kernels.py"}
 
 
 def test_copies_and_fills_are_known_by_their_category() -> None:

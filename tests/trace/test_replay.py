@@ -12,11 +12,12 @@ import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from penstock.base.errors import TraceError
-from penstock.trace.load import decode_trace
+from penstock.trace.events import Trace
+from penstock.trace.load import load_trace
 from penstock.trace.recorded_call import DTYPES, recorded_arguments
 from penstock.trace.replay import literal, replay_script
 from tests import warm
-from tests.trace.tiny import event, kernel, launch, text_of, trace_of
+from tests.trace.tiny import decoded, event, kernel, launch, operator, read, trace_of
 
 BF16, FP8, LONG = "c10::BFloat16", "c10::Float8_e4m3fn", "long int"
 
@@ -39,22 +40,14 @@ def script(*calls: tuple[str, Any], op: str, **question: Any) -> str:
             launch(100.0 * at + 5, correlation=at),
             kernel(f"some_{name.rpartition(':')[2]}_kernel", 100.0 * at + 30, 10.0 * at, correlation=at),
         ]
-    return replay_script(decode_trace(text_of(trace_of(*events))), op, **question)
+    return replay_script(decoded(*events), op, **question)
 
 
-def started_warm(path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Execute a script in a process of its own, which need not import PyTorch."""
-    variables = os.environ | {"OMP_NUM_THREADS": "1"} | environment
-    return warm.run(warm.script, str(path), folder=path.parent, environment=variables)
-
-
-def run(text: str, folder: Path) -> str:
-    """The output of a script in a process of its own, with few repetitions."""
+def run(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Execute a script, with few repetitions, in a process of its own, which need not import PyTorch."""
     path = folder / "replayed.py"
     path.write_text(text.replace("warm_up=10, times=50", "warm_up=1, times=2"), encoding="utf-8")
-    found = started_warm(path)
-    assert found.returncode == 0, found.stderr
-    return found.stdout
+    return warm.run(warm.script, str(path), folder=folder, environment=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
 def refusal(*calls: tuple[str, Any], op: str, **question: Any) -> str:
@@ -123,7 +116,7 @@ def test_rows_of_experts_come_from_the_nearest_split_that_fits_unless_counts_are
 ) -> None:
     name, args = GROUPED
     product = [event("cpu_op", name, 100, 20, **args), launch(105, correlation=1), kernel("gmm", 130, 9, correlation=1)]
-    trace = decode_trace(text_of(trace_of(*(split(*one) for one in splits), *product)))
+    trace = decoded(*(split(*one) for one in splits), *product)
     text = replay_script(trace, name, counts=given)
     assert f"torch.tensor({offsets}, dtype=torch.int32" in text
     assert ("Rows of each expert:" in text) == (source is not None) and (source or "") in text
@@ -162,20 +155,24 @@ def test_plain_values_are_written_as_python(value: Any, text: str) -> None:
     assert literal(value) == text
 
 
-def test_what_the_trace_does_not_hold_is_said_in_one_line() -> None:
-    scalar = ("aten::topk", shapes([BF16, "Scalar"], [[4, 8], []]))
-    assert "argument 1 of aten::topk is a number whose value is not in this trace" in refusal(scalar, op="topk")
-    assert "has no shapes" in refusal(("aten::mm", {}), op="mm")
-    index = ("aten::index", shapes([BF16, ""], [[4, 8], []]))
-    assert "do not record its list of indices" in refusal(index, op="aten::index")
-    lists = ("aten::cat", shapes(["TensorList", "Scalar"], [[], []], texts=["", "0"]))
-    assert "sizes in its lists" in refusal(lists, op="cat")
-    symmetric = ("symm_mem::one_shot_all_reduce", shapes([BF16], [[4]]))
-    assert "memory of other ranks" in refusal(symmetric, op="one_shot_all_reduce")
-    damaged = ("aten::mm", shapes([BF16, BF16], [[4, 8]]))
-    assert "differ in length" in refusal(damaged, op="mm")
-    strange = ("aten::mm", shapes([BF16, BF16], [[4, "x"], [8, 3]]))
-    assert "is damaged" in refusal(strange, op="mm")
+@pytest.mark.parametrize(
+    ("name", "args", "says"),
+    [
+        (
+            "aten::topk",
+            shapes([BF16, "Scalar"], [[4, 8], []]),
+            "argument 1 of aten::topk is a number whose value is not",
+        ),
+        ("aten::mm", {}, "has no shapes"),
+        ("aten::index", shapes([BF16, ""], [[4, 8], []]), "do not record its list of indices"),
+        ("aten::cat", shapes(["TensorList", "Scalar"], [[], []], texts=["", "0"]), "sizes in its lists"),
+        ("symm_mem::one_shot_all_reduce", shapes([BF16], [[4]]), "memory of other ranks"),
+        ("aten::mm", shapes([BF16, BF16], [[4, 8]]), "differ in length"),
+        ("aten::mm", shapes([BF16, BF16], [[4, "x"], [8, 3]]), "is damaged"),
+    ],
+)
+def test_what_the_trace_does_not_hold_is_said_in_one_line(name: str, args: Any, says: str) -> None:
+    assert says in refusal((name, args), op=name)
 
 
 def test_an_unknown_name_is_refused_with_one_that_is_near() -> None:
@@ -191,25 +188,20 @@ def test_collectives_and_autograd_functions_are_refused_with_what_can_be_replaye
 
 
 def test_a_node_of_the_backward_graph_is_refused_with_what_is_inside() -> None:
-    events = [event("cpu_op", "MmBackward0", 0, 50), event("cpu_op", "aten::mm", 10, 20, **MM[1])]
-    trace = decode_trace(text_of(trace_of(*events)), gpu_required=False)
+    inside = trace_of(operator("MmBackward0", 0, 50), operator("aten::mm", 10, 20, **MM[1]))
+    trace = read(inside, gpu_required=False)
     with pytest.raises(TraceError, match="name an operator inside it: aten::mm"):
         replay_script(trace, "MmBackward0")
 
 
-def recorded(work: Any) -> str:
+def recorded(work: Any) -> Trace:
     """What torch's profiler writes of some work on this CPU."""
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
         work()
     with TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        return path.read_text()
-
-
-def cpu_script(work: Any, op: str, **question: Any) -> str:
-    trace = decode_trace(recorded(work).encode(), gpu_required=False)
-    return replay_script(trace, op, **question)
+        return load_trace(path, gpu_required=False)
 
 
 def a_step() -> None:
@@ -230,52 +222,35 @@ def a_step() -> None:
     torch._foreach_add_([x.float(), x.float()], 2.0)
 
 
-OPS = [
-    "aten::addmm",
-    "aten::cat",
-    "aten::embedding",
-    "aten::_to_copy",
-    "aten::add",
-    "aten::topk",
-    "aten::masked_fill",
-    "aten::_grouped_mm",
-    "aten::_scaled_mm",
-    "aten::scaled_dot_product_attention",
-    "aten::empty",
-    "aten::_foreach_add_",
-    "aten::copy_",
-]
+OPS = ["addmm", "cat", "embedding", "_to_copy", "add", "topk", "masked_fill", "_grouped_mm", "_scaled_mm"]
+OPS += ["scaled_dot_product_attention", "empty", "_foreach_add_", "copy_"]
 
 
 def test_scripts_of_operators_run_and_print_their_time(tmp_path: Path) -> None:
-    text = recorded(a_step)
-    trace = decode_trace(text.encode(), gpu_required=False)
-    whole = "\n".join(
-        f"exec({replay_script(trace, op).replace('warm_up=10, times=50', 'warm_up=1, times=2')!r}, {{}})" for op in OPS
-    )
-    lines = run(whole, tmp_path).splitlines()
-    assert [line.split(":", 3)[2] for line in lines] == [op.split("::")[1] for op in OPS]
+    trace = recorded(a_step)
+    scripts = [replay_script(trace, f"aten::{op}") for op in OPS]
+    found = run("\n".join(f"exec({text!r}, {{}})" for text in scripts), tmp_path)
+    assert found.returncode == 0, found.stderr
+    lines = found.stdout.splitlines()
+    assert [line.split(":", 3)[2] for line in lines] == OPS
     assert all("us on cpu" in line for line in lines)
 
 
 def test_a_scripts_argument_is_laid_out_as_recorded(tmp_path: Path) -> None:
-    text = cpu_script(lambda: torch.randn(4, 6).t()[1:].clone(), "aten::clone")
+    text = replay_script(recorded(lambda: torch.randn(4, 6).t()[1:].clone()), "aten::clone")
     assert "tensor(torch.float32, (5, 4), (1, 6))" in text
-    assert "aten::clone" in run(text, tmp_path)
+    assert "aten::clone" in run(text, tmp_path).stdout
 
 
 def test_a_library_that_is_not_imported_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "replayed.py"
-    path.write_text(script(("vllm::moe_forward", shapes([BF16], [[4, 8]])), op="vllm::moe_forward"))
-    found = started_warm(path)
+    found = run(script(("vllm::moe_forward", shapes([BF16], [[4, 8]])), op="vllm::moe_forward"), tmp_path)
     assert found.returncode == 1
     assert "this PyTorch has no vllm::moe_forward" in found.stderr
 
 
 def test_an_argument_that_was_not_recorded_ends_the_script_with_a_line(tmp_path: Path) -> None:
-    path = tmp_path / "replayed.py"
-    path.write_text(cpu_script(lambda: torch.einsum("ij,kj->ik", torch.ones(2, 3), torch.ones(2, 3)), "einsum"))
-    found = started_warm(path)
+    trace = recorded(lambda: torch.einsum("ij,kj->ik", torch.ones(2, 3), torch.ones(2, 3)))
+    found = run(replay_script(trace, "einsum"), tmp_path)
     assert found.returncode == 1
     assert "no overload of aten::einsum takes what the trace holds" in found.stderr
 

@@ -13,8 +13,9 @@ from penstock.plan.hardware import Hardware
 from penstock.plan.hardware_file import read_hardware
 from penstock.trace.operators import OperatorCall
 from penstock.trace.roofline import roofline
+from penstock.trace.tree import NODE
 from penstock.trace.work import MODELS, CallWork, work_of
-from tests.trace.test_tree import NODE, decoded, operator, started
+from tests.trace.tiny import decoded, operator, started
 
 BF16, FLOAT, LONG = "c10::BFloat16", "float", "long int"
 
@@ -36,6 +37,8 @@ def work(one: OperatorCall, **options: float) -> CallWork:
     return found
 
 
+IMAGES, FILTERS = (10, 64, 56, 56), (64, 64, 3, 3)
+MASK = ("",) * 10 + ("[True, True, False]",)
 EXPERTS = call("_ExpertFfn", *tensors((16, 8), (4, 12, 8), (4, 8, 6)), ((4,), LONG), ((32,), FLOAT), ((32,), LONG))
 
 
@@ -49,20 +52,9 @@ EXPERTS = call("_ExpertFfn", *tensors((16, 8), (4, 12, 8), (4, 8, 6)), ((4,), LO
         (call("aten::_grouped_mm", *tensors((5, 30), (30, 7)), ((4,), "int")), 2 * 30 * 5 * 7),
         (EXPERTS, 2 * 32 * 8 * (12 + 6)),
         (call("_ExpertFfnBackward", *tensors((16, 8)), made_by=EXPERTS), 4 * 32 * 8 * (12 + 6)),
+        (call("aten::convolution_backward", *tensors(IMAGES, IMAGES, FILTERS), plain=MASK), 4.6242e9),
         (
-            call(
-                "aten::convolution_backward",
-                *tensors((10, 64, 56, 56), (10, 64, 56, 56), (64, 64, 3, 3)),
-                plain=("",) * 10 + ("[True, True, False]",),
-            ),
-            4.6242e9,
-        ),
-        (
-            call(
-                "aten::miopen_convolution",
-                *tensors((10, 64, 56, 56), (64, 64, 3, 3)),
-                plain=("", "", "", "[1, 1]", "[1, 1]", "[1, 1]", "1"),
-            ),
+            call("aten::miopen_convolution", *tensors(IMAGES, FILTERS), plain=("", "", "", *["[1, 1]"] * 3, "1")),
             2.3121e9,
         ),
     ],
@@ -121,15 +113,14 @@ def test_calls_on_the_same_shapes_are_one_row_with_what_they_reached() -> None:
 
 
 def test_gradients_of_a_python_function_take_the_shapes_of_its_forward() -> None:
-    forward = {"Input Dims": [[16, 8], [4, 12, 8], [4, 8, 6], [4], [32], [32]]}
-    types = {"Input type": [BF16, BF16, BF16, LONG, FLOAT, LONG]}
+    number = {"Sequence number": 3}
+    forward = {"Input Dims": list(EXPERTS.shapes), "Input type": list(EXPERTS.types)}
+    backward = {"Input Dims": [[16, 8]], "Input type": [BF16]}
     trace = decoded(
-        operator("_ExpertFfn", 0, 10, **forward, **types, **{"Sequence number": 3}),
+        operator("_ExpertFfn", 0, 10, **forward, **number),
         *started(2, 1, "rows_kernel"),
-        operator(NODE + "_ExpertFfnBackward", 100, 20, **{"Sequence number": 3}),
-        operator(
-            "_ExpertFfnBackward", 101, 18, **{"Sequence number": 3, "Input Dims": [[16, 8]], "Input type": [BF16]}
-        ),
+        operator(NODE + "_ExpertFfnBackward", 100, 20, **number),
+        operator("_ExpertFfnBackward", 101, 18, **backward, **number),
         *started(102, 2, "weights_kernel"),
     )
     rows = {row.operator: row.flops for row in roofline(trace).rows}

@@ -13,12 +13,12 @@ from penstock.trace.analysis import analyse_files, analyse_traces
 from penstock.trace.events import GpuKind, Trace
 from penstock.trace.host_table import HostTable, host_table
 from penstock.trace.intervals import Intervals, union
-from penstock.trace.load import decode_trace, load_ranks, load_trace, on_host
+from penstock.trace.load import load_ranks, load_trace, on_host
 from penstock.trace.timeline import TimeBreakdown, steps_of, timeline_of, timelines
 from tests.report.made_runs import host_trace
 from tests.trace.synthetic import make
 from tests.trace.synthetic_job import Job
-from tests.trace.tiny import event, kernel, launch, text_of, tiny, trace_of
+from tests.trace.tiny import decoded, event, kernel, operator, ran, read, span, tiny, trace_of, write
 
 DATA = Path(__file__).parent / "data"
 PARTS = ("total", "busy", "compute", "communication", "exposed_communication", "memcpy", "exposed_memcpy", "idle")
@@ -40,10 +40,6 @@ KINDS = {
 }
 
 
-def decoded(*events: dict[str, object]) -> Trace:
-    return decode_trace(text_of(trace_of(*events)))
-
-
 def spent(timeline: TimeBreakdown) -> tuple[float, ...]:
     return tuple(round(value, 3) for value in astuple(timeline)[:-1])
 
@@ -58,7 +54,7 @@ def test_a_real_trace_is_timed_to_the_microsecond(
 
 def test_kernels_that_were_launched_before_the_profiler_began_are_in_one_of_two_answers() -> None:
     both = timelines(load_trace(DATA / "mi300x_resnet/rank-0.json.gz"))
-    assert both["all"].events - both["linked"].events == 968
+    assert both["all"].events - both["linked"].events == 968  # launched before the profiler began
 
 
 @given(
@@ -81,67 +77,50 @@ def test_every_part_of_a_timeline_is_a_set_of_moments(some: list[tuple[str, int,
 
 
 def test_a_trace_by_hand_adds_up() -> None:
-    both = timelines(decode_trace(text_of(tiny())))
+    both = timelines(read(tiny()))
     assert spent(both["all"]) == (315, 180, 100, 100, 60, 40, 20, 135)
     assert spent(both["linked"]) == (295, 170, 90, 100, 60, 40, 20, 125)
 
 
 def test_windows_of_steps_leave_nothing_out() -> None:
-    trace = decode_trace(text_of(tiny()))
+    trace = read(tiny())
     steps = steps_of(trace)
     assert [(step.number, step.duration_us, step.timeline.events) for step in steps] == [(3, 190, 4), (4, 190, 4)]
-    assert [step.timeline.total_us for step in steps] == [200, 95]
+    assert [step.timeline.total_us for step in steps] == [200, 95]  # to the next step's first event; to the last end
     linked = timelines(trace)["linked"]
     sums = [sum(values) for values in zip(*(astuple(step.timeline) for step in steps), strict=True)]
     assert sums == pytest.approx(astuple(linked))
 
 
 def test_a_step_is_what_it_launched_however_late_that_runs() -> None:
-    trace = decoded(
-        *(event("user_annotation", f"step {number}", 100 * at, 100) for at, number in enumerate((7, 8))),
-        launch(10, correlation=1),
-        launch(110, correlation=2),
-        kernel("late", 150, 100, correlation=1),
-        kernel("later", 300, 50, correlation=2),
-    )
+    steps = [span("step 7", 0, 100), span("step 8", 100, 100)]
+    trace = decoded(*steps, *ran("late", 10, 150, 100), *ran("later", 110, 300, 50))
     assert [(step.name, *step.window_us) for step in steps_of(trace)] == [
         ("step 7", 1_000_150, 1_000_300),
         ("step 8", 1_000_300, 1_000_350),
     ]
-    assert [step.timeline.idle_us for step in steps_of(trace)] == [50, 0]
+    assert [step.timeline.idle_us for step in steps_of(trace)] == [50, 0]  # from 250 to 300 us
 
 
 def test_a_step_that_launched_nothing_has_an_empty_window() -> None:
-    trace = decoded(
-        *(event("user_annotation", f"ProfilerStep#{number}", 100 * number, 100) for number in range(3)),
-        launch(10, correlation=1),
-        launch(210, correlation=2),
-        kernel("first", 20, 10, correlation=1),
-        kernel("last", 220, 10, correlation=2),
-    )
+    steps = [span(f"ProfilerStep#{number}", 100 * number, 100) for number in range(3)]
+    trace = decoded(*steps, *ran("first", 10, 20, 10), *ran("last", 210, 220, 10))
     assert [step.timeline.total_us for step in steps_of(trace)] == [200, 0, 10]
     assert [step.timeline.events for step in steps_of(trace)] == [1, 0, 1]
 
 
 def test_steps_of_the_profiler_go_before_spans_of_the_same_name() -> None:
-    trace = decoded(
-        event("user_annotation", "step 1", 0, 10),
-        event("user_annotation", "ProfilerStep#1", 0, 20),
-        kernel("one", 30, 5, correlation=1),
-    )
+    trace = decoded(span("step 1", 0, 10), span("ProfilerStep#1", 0, 20), kernel("one", 30, 5, correlation=1))
     assert [step.name for step in steps_of(trace)] == ["ProfilerStep#1"]
 
 
 def test_names_that_only_begin_like_steps_are_none() -> None:
-    trace = decoded(
-        *(event("user_annotation", name, 0, 10) for name in ("stepping", "step one", "ProfilerStep", "Optimizer.step")),
-        kernel("one", 30, 5, correlation=1),
-    )
-    assert steps_of(trace) == ()
+    spans = [span(name, 0, 10) for name in ("stepping", "step one", "ProfilerStep", "Optimizer.step")]
+    assert steps_of(decoded(*spans, kernel("one", 30, 5, correlation=1))) == ()
 
 
 def test_a_trace_without_linked_events_has_a_timeline_of_zeros() -> None:
-    trace = decoded(event("user_annotation", "step 1", 0, 10), kernel("one", 30, 5, correlation=1))
+    trace = decoded(span("step 1", 0, 10), kernel("one", 30, 5, correlation=1))
     assert spent(timelines(trace)["linked"]) == (0,) * 8
     assert steps_of(trace)[0].timeline.total_us == 0
 
@@ -171,9 +150,8 @@ def moments_in(intervals: Intervals) -> set[int]:
 
 def has_one_form(intervals: Intervals) -> bool:
     """Sorted, none empty, none touching the next."""
-    return bool(
-        (intervals.end_us > intervals.start_us).all() and (intervals.start_us[1:] > intervals.end_us[:-1]).all()
-    )
+    start_us, end_us = intervals.start_us, intervals.end_us
+    return bool((end_us > start_us).all() and (start_us[1:] > end_us[:-1]).all())
 
 
 @given(pairs)
@@ -236,11 +214,6 @@ JOBS = [
     Job(metadata="launch", missing=((0, 0), (3, 11))),
     Job(metadata="none", has_sequence=False),
 ]
-DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-
-
-def device_events(content: dict[str, Any]) -> list[dict[str, Any]]:
-    return [event for event in content["traceEvents"] if event["cat"] in DEVICE]
 
 
 @pytest.mark.parametrize("job", JOBS)
@@ -249,32 +222,17 @@ def test_a_folder_is_read_as_one_trace_for_each_rank_with_the_timeline_that_is_s
     ranks = load_ranks(traces.write(tmp_path / "traces"))
     assert sorted(ranks) == list(range(job.ranks))
     for rank, trace in ranks.items():
+        categories = [event["cat"] for event in traces.files[rank]["traceEvents"]]
         assert (trace.rank, trace.world, trace.notes) == (rank, job.ranks, ())
-        assert len(trace.gpu) == len(device_events(traces.files[rank]))
+        assert len(trace.gpu) == sum(one in ("kernel", "gpu_memcpy", "gpu_memset") for one in categories)
         assert trace.gpu.is_linked.all()
         found, true = timelines(trace)["all"], traces.truth.timelines[rank]
         for name, us in true.items():
             assert getattr(found, f"{name}_us") == pytest.approx(us, abs=1e-2), name
 
 
-@pytest.mark.parametrize("job", JOBS)
-def test_a_stream_does_one_thing_at_a_time_and_nothing_before_its_launch(job: Job) -> None:
-    for content in make(job).files:
-        launches = {
-            event["args"]["correlation"]: event["ts"]
-            for event in content["traceEvents"]
-            if event["cat"] == "cuda_runtime"
-        }
-        free: dict[int, float] = {}
-        for one in device_events(content):
-            stream = one["args"]["stream"]
-            assert one["ts"] >= free.get(stream, 0.0) - 1e-3
-            assert one["ts"] >= launches[one["args"]["correlation"]]
-            free[stream] = one["ts"] + one["dur"]
-
-
-def read(content: Any) -> Trace:
-    return decode_trace(text_of(content), path=Path("rank-0.json"), gpu_required=False)
+def of_host(*events: dict[str, Any]) -> Trace:
+    return on_host(read(trace_of(*events), gpu_required=False))
 
 
 def stretches(trace: Trace) -> list[tuple[str, float, float]]:
@@ -282,26 +240,21 @@ def stretches(trace: Trace) -> list[tuple[str, float, float]]:
     return [(gpu.name(row), gpu.start_us[row] - begin, gpu.end_us[row] - begin) for row in range(len(gpu))]
 
 
-def test_an_operator_has_what_those_inside_leave() -> None:
-    found = stretches(on_host(read(host_trace())))
-    assert found == [
+def test_an_operator_has_what_those_inside_leave_and_messages_of_gloo_are_communication() -> None:
+    trace = of_host(*host_trace()["traceEvents"])
+    assert stretches(trace) == [
         ("aten::linear", 30, 50),
         ("aten::addmm", 50, 170),
         ("aten::linear", 170, 230),
         ("gloo:all_reduce", 760, 790),
         ("aten::_fused_adamw_", 810, 910),
     ]
-
-
-def test_messages_of_gloo_are_communication() -> None:
-    trace = on_host(read(host_trace()))
-    kinds = {trace.gpu.name(row): trace.gpu.kind[row] for row in range(len(trace.gpu))}
-    assert kinds["gloo:all_reduce"] == GpuKind.COMMUNICATION
-    assert kinds["aten::addmm"] == GpuKind.COMPUTE
+    kinds = [GpuKind.COMPUTE] * 3 + [GpuKind.COMMUNICATION, GpuKind.COMPUTE]
+    assert trace.gpu.kind.tolist() == kinds
 
 
 def test_phases_and_steps_are_found_as_on_a_device() -> None:
-    (one,) = analyse_traces({0: on_host(read(host_trace()))}).ranks
+    (one,) = analyse_traces({0: of_host(*host_trace()["traceEvents"])}).ranks
     rows = {(row.name, row.layer, row.pass_): row.kernel_us for row in one.phases.rows()}
     assert rows["attention", 1, "forward"] == 200
     assert rows["optimizer", None, "update"] == 100
@@ -310,44 +263,39 @@ def test_phases_and_steps_are_found_as_on_a_device() -> None:
 
 
 def test_an_operator_that_outlasts_the_one_around_it_is_cut() -> None:
-    inside = [event("cpu_op", "aten::b", 50, 50.001), event("cpu_op", "aten::c", 100, 10)]
-    trace = on_host(read(trace_of(event("cpu_op", "aten::a", 0, 100), *inside)))
-    assert stretches(trace) == [("aten::a", 0, 50), ("aten::b", 50, 100), ("aten::c", 100, 110)]
+    trace = of_host(operator("aten::a", 0, 100), operator("aten::b", 50, 50.001), operator("aten::c", 100, 10))
+    assert stretches(trace) == [("aten::a", 0, 50), ("aten::b", 50, 100), ("aten::c", 100, 110)]  # b ends with a
 
 
 def test_threads_work_at_the_same_time() -> None:
-    other = event("cpu_op", "aten::b", 20, 30) | {"tid": 5}
-    trace = on_host(read(trace_of(event("cpu_op", "aten::a", 0, 100), other)))
+    trace = of_host(operator("aten::a", 0, 100), operator("aten::b", 20, 30) | {"tid": 5})
     assert stretches(trace) == [("aten::a", 0, 100), ("aten::b", 20, 50)]
-    assert analyse_traces({0: trace}).ranks[0].timelines["all"].busy_us == 100
+    assert analyse_traces({0: trace}).ranks[0].timelines["all"].busy_us == 100  # not 130
 
 
 def test_a_trace_with_a_device_is_not_asked() -> None:
-    kernel = event("kernel", "gemm", 0, 10, stream=7)
     with pytest.raises(AssertionError, match="a device of its own"):
-        on_host(read(trace_of(kernel)))
+        of_host(kernel("gemm", 0, 10, correlation=1))
 
 
 # ------------------------------------------------------------------------------------------------------ test host table
 
 
-def _step(number: int, begin: float, product_us: float) -> list[dict[str, object]]:
+def _step(number: int, begin: float, product_us: float) -> list[dict[str, Any]]:
     """One step: a linear under the span of attention, which calls one product; then AdamW."""
     return [
-        event("user_annotation", f"step {number}", begin, 100),
-        event("user_annotation", "attention", begin, 60),
-        event("cpu_op", "aten::linear", begin + 5, 10 + product_us),
-        event("cpu_op", "aten::addmm", begin + 10, product_us),
-        event("user_annotation", "optimizer", begin + 70, 20),
-        event("cpu_op", "aten::_fused_adamw_", begin + 70, 20),
+        span(f"step {number}", begin, 100),
+        span("attention", begin, 60),
+        operator("aten::linear", begin + 5, 10 + product_us),
+        operator("aten::addmm", begin + 10, product_us),
+        span("optimizer", begin + 70, 20),
+        operator("aten::_fused_adamw_", begin + 70, 20),
     ]
 
 
 @pytest.fixture
 def table(tmp_path: Path) -> HostTable:
-    path = tmp_path / "rank-0.json"
-    path.write_bytes(text_of(trace_of(*_step(3, 0, 20), *_step(4, 100, 40))))
-    answer = analyse_files([path])
+    answer = analyse_files([write(tmp_path / "rank-0.json", trace_of(*_step(3, 0, 20), *_step(4, 100, 40)))])
     assert answer.is_host
     return host_table(answer.ranks[0])
 

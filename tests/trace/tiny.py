@@ -8,6 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from penstock.trace.events import Trace
+from penstock.trace.load import decode_trace
+
 TIME_US = 1_000_000.0
 
 
@@ -25,6 +28,27 @@ def kernel(name: str, start: float, duration: float, *, correlation: int, stream
 
 def launch(start: float, *, correlation: int) -> dict[str, Any]:
     return event("cuda_runtime", "cudaLaunchKernel", start, 2.0, correlation=correlation)
+
+
+def started(start: float, number: int, name: str = "some_kernel", lasts: float = 10.0) -> list[dict[str, Any]]:
+    """A launch and, 1,000 us later, its kernel."""
+    call = event("cuda_runtime", "cudaLaunchKernel", start, 1, correlation=number)
+    return [call, kernel(name, start + 1000, lasts, correlation=number)]
+
+
+def ran(name: str, launched: float, start: float, lasts: float, **args: Any) -> list[dict[str, Any]]:
+    """A kernel with its launch; launches of one trace begin at different microseconds."""
+    number = 1000 + int(launched)
+    there = event("kernel", name, start, lasts, stream=7, correlation=number, **args)
+    return [launch(launched, correlation=number), there]
+
+
+def operator(name: str, start: float, duration: float, **args: Any) -> dict[str, Any]:
+    return event("cpu_op", name, start, duration, **args)
+
+
+def span(name: str, start: float, duration: float) -> dict[str, Any]:
+    return event("user_annotation", name, start, duration)
 
 
 def trace_of(*events: dict[str, Any], rank: int = 0) -> dict[str, Any]:
@@ -66,6 +90,16 @@ def tiny(rank: int = 0) -> dict[str, Any]:
 
 def text_of(trace: Any) -> bytes:
     return json.dumps(trace).encode()
+
+
+def read(content: Any, *, gpu_required: bool = True) -> Trace:
+    """The trace of a file with this content."""
+    return decode_trace(text_of(content), path=Path("rank-0.json"), gpu_required=gpu_required)
+
+
+def decoded(*events: dict[str, Any], **more: Any) -> Trace:
+    """The trace of a file with these events, and more entries beside them."""
+    return read(trace_of(*events) | more)
 
 
 def write(path: Path, trace: Any) -> Path:

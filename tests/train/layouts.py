@@ -15,19 +15,12 @@ from penstock.train.manifest import WrittenFiles, merge, write_parts
 
 @dataclass(frozen=True)
 class Layout:
-    """How ranks divide one tensor.
+    """How ranks divide one tensor."""
 
-    Attributes:
-        counts: parts that each dim is cut into.
-        blocks: equal blocks that each dim is made of, each cut by itself.
-        shards: ranks that divide the rows of what the cuts leave.
-        copies: ranks that hold the same; the first one writes.
-    """
-
-    counts: tuple[int, ...]
-    blocks: tuple[int, ...]
-    shards: int = 1
-    copies: int = 1
+    counts: tuple[int, ...]  # parts that each dim is cut into
+    blocks: tuple[int, ...]  # equal blocks that each dim is made of, each cut by itself
+    shards: int = 1  # ranks that divide the rows of what the cuts leave
+    copies: int = 1  # ranks that hold the same; the first one writes
 
     def parts(self, whole: Tensor) -> Iterator[ShardedTensor]:
         shape = tuple(whole.shape)
@@ -47,13 +40,11 @@ def _part(whole: Tensor, cuts: tuple[Cut, ...], rows: tuple[int, int], copy: int
         blocks = local.chunk(cut.blocks, cut.dim)
         local = torch.cat([block.chunk(cut.count, cut.dim)[cut.index] for block in blocks], cut.dim)
     shape = tuple(whole.shape)
-    if not shape:
-        return ShardedTensor(
-            tensor=whole.clone(), shape=shape, pieces=local_slices(shape, ()), writes=copy == 0 and rows == (0, 1)
-        )
-    return ShardedTensor(
-        tensor=local[slice(*rows)].clone(), shape=shape, pieces=local_slices(shape, cuts, rows), writes=copy == 0
-    )
+    if not shape:  # a scalar is not divided: the first rank writes it
+        pieces, writes = local_slices(shape, ()), copy == 0 and rows == (0, 1)
+        return ShardedTensor(tensor=whole.clone(), shape=shape, pieces=pieces, writes=writes)
+    pieces = local_slices(shape, cuts, rows)
+    return ShardedTensor(tensor=local[slice(*rows)].clone(), shape=shape, pieces=pieces, writes=copy == 0)
 
 
 def ranks_of(

@@ -9,7 +9,7 @@ from penstock.parallel.shard import ParamShard
 
 SETTINGS = Optimizer(learning_rate=1e-2, weight_decay=0.1)
 
-V, D, F = 11, 8, 16
+V, D, F = 11, 8, 16  # vocabulary, width, hidden width
 
 
 class SmallModel(nn.Module):
@@ -28,12 +28,12 @@ class SmallModel(nn.Module):
         self.to(dtype)
         self.router = nn.Linear(D, F, bias=False, dtype=torch.float32)
         self.register_buffer("counts_F", torch.zeros(F, dtype=torch.int64))
-        self.register_buffer("scratch", torch.zeros(1), persistent=False)
+        self.register_buffer("scratch", torch.zeros(1), persistent=False)  # not saved
 
     def forward(self, tokens_T: Tensor) -> Tensor:
         x_TD = self.norm(self.embed(tokens_T))
         gate_TF = self.router(x_TD.float()).sigmoid()
-        self.counts_F += (gate_TF > 0.5).sum(0)
+        self.counts_F += (gate_TF > 0.5).sum(0)  # a buffer that changes, as the expert bias does
         hidden_TF = nn.functional.dropout(nn.functional.gelu(self.up(x_TD)), 0.2, self.training)
         logits_TV = self.down(hidden_TF * gate_TF.to(x_TD.dtype))
         return nn.functional.cross_entropy(logits_TV.float(), tokens_T)

@@ -7,14 +7,14 @@ import pytest
 
 from penstock.config.data import Data, MixturePart
 from penstock.config.run import Run
-from penstock.config.training import Evaluation, Training
+from penstock.config.training import Evaluation
 from penstock.data.loader import Loader
 from penstock.train import batch_contents
 from penstock.train.batch_contents import BatchContents, held_out_contents, tokenizer_of, training_contents
 from penstock.train.loop import open_store
 from penstock.train.setup import open_split
 from tests.train.test_loop import start
-from tests.train.tiny_run import tiny_model, tiny_run
+from tests.train.tiny_run import TRAINING, tiny_model, tiny_run
 
 
 def text_run(folder: Path, **data: object) -> Run:
@@ -34,13 +34,7 @@ def ids_of(contents: BatchContents) -> list[list[int]]:
 def test_rows_are_those_of_training(tmp_path: Path, step: int, mask: bool) -> None:
     run = text_run(tmp_path, document_mask=mask)
     text = open_split(run, "train")
-    loader = Loader(
-        text,
-        rows=run.training.global_batch,
-        sequence_length=run.training.sequence_length,
-        seed=run.seed,
-        document_mask=mask,
-    )
+    loader = Loader(text, rows=4, sequence_length=12, seed=run.seed, document_mask=mask)
     for _ in range(step):
         batch = loader.next_batch()
     contents = training_contents(run, text, step)
@@ -83,17 +77,16 @@ def test_held_out_rows_are_those_of_the_evaluation(tmp_path: Path) -> None:
 
 def test_corrupt_records_on_the_way_are_told(tmp_path: Path) -> None:
     run = text_run(tmp_path, corrupt="skip", shuffle=False)
-    with (tmp_path / "a.jsonl").open() as file:
-        lines = file.readlines()
-    (tmp_path / "a.jsonl").write_text("".join([lines[1], "{}\n", *lines]))
+    path = tmp_path / "a.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[1], "{}", *lines]))
     contents = training_contents(run, open_split(run, "train"), 1)
     assert contents.skipped == 1
     assert "a.jsonl:2 has no field 'text'" in contents.notices[0]
 
 
 def test_of_a_huge_batch_the_first_rows_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    training = Training(steps=4, sequence_length=12, micro_batch=2, global_batch=8)
-    run = text_run(tmp_path).model_copy(update={"training": training})
+    run = text_run(tmp_path).model_copy(update={"training": TRAINING.model_copy(update={"global_batch": 8})})
     text = open_split(run, "train")
     whole = training_contents(run, text, 2)
     monkeypatch.setattr(batch_contents, "MOST_ROWS", 3)

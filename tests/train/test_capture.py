@@ -1,8 +1,10 @@
 """Captured passes and parts give the results of eager ones: with CPU stand-ins for graphs, and replayed by a GPU."""
 
+import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import pytest
@@ -13,13 +15,13 @@ from penstock.base.errors import DeviceError, KernelError
 from penstock.config.load import load_run
 from penstock.config.model import Balance
 from penstock.config.parallel import Dispatch, Graphs, Offload, Parallel, Recompute
-from penstock.config.run import Kernels, Run
+from penstock.config.run import Run
 from penstock.kernels.choose import Choice
 from penstock.layout.experts import ExpertPlacement
 from penstock.models.parameters import fuse_wgrad_accumulation, param_shards
 from penstock.models.rank_model import RankModel
 from penstock.moe.dispatch.row_capacity import RowCapacity, make_room
-from penstock.train.capture import CapturedParts, CapturedPasses, choose_capture, copy_of, fill, why_not
+from penstock.train.capture import CapturedParts, CapturedPasses, choose_capture, copy_of, fill
 from penstock.train.global_batch import cut
 from penstock.train.loop import Progress, open_store, train_run
 from penstock.train.optimizer import MasterAdamW
@@ -27,44 +29,30 @@ from penstock.train.run_folder import create_run_folder
 from penstock.train.setup import Session, prepare
 from penstock.train.step import Passes, StepResult, StepRule, evaluate, step_rule, train_step
 from penstock.train.stop import StopRequest
+from tests.closeness import assert_equal
 from tests.models.families import ATTENTIONS
+from tests.parallel.recorded_graph import Graph, SameAddresses
 from tests.parallel.recorded_graph import Graphs as RecordedGraphs
-from tests.parallel.recorded_graph import SameAddresses
-from tests.train.tiny_run import CPU, ENVIRONMENT, Recorder, held_out_rows, one_rank, random_batch, tiny_model, tiny_run
+from tests.train.tiny_run import (
+    CPU,
+    ENVIRONMENT,
+    Recorder,
+    held_out_rows,
+    one_rank,
+    random_batch,
+    tiny_model,
+    tiny_moe,
+    tiny_run,
+)
 
 GPU = torch.device("cuda", 0)
 
 
-@dataclass
-class Again:
-    """A graph on a CPU: its replay does the work once more."""
+class Recorded(SameAddresses):
+    """Graphs of passes, which give nothing back."""
 
-    work: Callable[[], object]
-    log: list[str]
-    pool_bytes: int = 1_500_000_000
-    seconds: float = 0.25
-
-    def replay(self) -> None:
-        self.log.append("replay")
-        self.work()
-
-    def release(self) -> None:
-        self.log.append("release")
-
-
-@dataclass
-class Recorded:
-    """Captures work, and writes down what happens to it."""
-
-    log: list[str] = field(default_factory=list)
-    fails: int = 0
-
-    def capture(self, work: Callable[[], object]) -> Again:
-        self.log.append("capture")
-        if self.fails:
-            self.fails -= 1
-            raise torch.OutOfMemoryError("tried to allocate 2 GiB. Of the allocated memory nothing is left")
-        return Again(work, self.log)
+    def capture(self, work: Callable[[], object]) -> Graph:
+        return super().capture(lambda: work() or ())
 
 
 def started(run: Run, passes: Passes | None) -> tuple[RankModel, MasterAdamW, StepRule]:
@@ -92,14 +80,11 @@ def steps(
 
 def assert_same(one: tuple[Any, Any, dict[str, Tensor]], other: tuple[Any, Any, dict[str, Tensor]]) -> None:
     assert one[:2] == other[:2]
-    for name, tensor in other[2].items():
-        assert torch.equal(one[2][name], tensor), name
+    assert_equal(one[2], other[2])
 
 
 def moe_of(**balance: Any) -> dict[str, Any]:
-    moe = tiny_model().moe
-    assert moe is not None
-    return {"model": tiny_model(moe=moe.model_copy(update={"balance": Balance(**balance)}))}
+    return {"model": tiny_moe(balance=Balance(**balance))}
 
 
 def test_a_run_tells_of_its_graph_and_gives_it_back_at_the_end(tmp_path: Path) -> None:
@@ -110,9 +95,9 @@ def test_a_run_tells_of_its_graph_and_gives_it_back_at_the_end(tmp_path: Path) -
     _, folder = create_run_folder(run, number_if_taken=False)
     train_run(session, folder, open_store(run, folder), Progress(), [told], StopRequest())
     assert told.starts[0].graphs == "passes"
-    assert [report.graph_pool_bytes for report in told.reports] == [0, *[1_500_000_000] * 3]
+    assert [report.graph_pool_bytes for report in told.reports] == [0, *[100_000_000] * 3]  # from the second step on
     assert [len(report.notices) for report in told.reports] == [0, 1, 0, 0]
-    assert recorded.log == ["capture", *["replay"] * 3 * 2, "release"]
+    assert recorded.log == ["capture 0", *["replay 0"] * 3 * 2, "release 0"]
 
 
 @pytest.mark.often(
@@ -134,14 +119,14 @@ def test_replayed_passes_train_as_eager_ones_do(changes: dict[str, Any], documen
     run, recorded = tiny_run(tmp_path, **changes), Recorded()
     passes = CapturedPasses(is_asked_for=True, capture=recorded.capture)
     assert_same(steps(run, passes, documents=documents), steps(run, None, documents=documents))
-    assert recorded.log == ["capture", *["replay"] * 3 * 2]
+    assert recorded.log == ["capture 0", *["replay 0"] * 3 * 2]
 
 
 def test_the_memory_of_graphs_is_told_once_and_the_first_step_has_none(tmp_path: Path) -> None:
     passes = CapturedPasses(is_asked_for=False, capture=Recorded().capture)
     parts = captured(SameAddresses(), is_asked_for=False)
     for graphs, size, notice in (
-        (passes, 1.5e9, "graphs: one pass captured in 0.2 s; its pool keeps 1.50 GB"),
+        (passes, 0.1e9, "graphs: one pass captured in 0.2 s; its pool keeps 0.10 GB"),
         (parts, 0.6e9, "graphs: 6 parts captured in 1.5 s; they keep 0.60 GB"),
     ):
         steps(tiny_run(tmp_path), graphs, 1)
@@ -162,22 +147,22 @@ def test_a_step_that_is_made_again_gives_the_graph_up_and_the_next_one_captures_
     repeated = rule.passes(model, whole[2], rule.loss)
     optimizer.zero_gradients()
     rule.passes(model, whole[3], rule.loss)
-    assert recorded.log == ["capture", "replay", "replay", "release", "capture", "replay", "replay"]
+    first, second = (["capture 0", "replay 0", "replay 0", "release 0"], ["capture 1", "replay 1", "replay 1"])
+    assert recorded.log == first + second
     assert repeated.isfinite().all()
 
 
 def test_without_memory_passes_stay_eager_and_the_user_hears_it_once(tmp_path: Path) -> None:
-    run, recorded = tiny_run(tmp_path), Recorded(fails=1)
+    run, recorded = tiny_run(tmp_path), Recorded(fails_at=0)
     passes = CapturedPasses(is_asked_for=False, capture=recorded.capture)
     assert_same(steps(run, passes), steps(run, None))
-    assert recorded.log == ["capture"]
-    assert passes.take_notices() == (
-        "graphs: passes stay eager, there is no memory for a graph (tried to allocate 2 GiB)",
-    )
+    assert recorded.log == ["capture 0"]
+    (notice,) = passes.take_notices()
+    assert notice == "graphs: passes stay eager, there is no memory for a graph (tried to allocate 2 GiB)"
 
 
 def test_graphs_that_were_asked_for_and_find_no_memory_are_an_error(tmp_path: Path) -> None:
-    passes = CapturedPasses(is_asked_for=True, capture=Recorded(fails=1).capture)
+    passes = CapturedPasses(is_asked_for=True, capture=Recorded(fails_at=0).capture)
     for graphs, what in ((passes, "pass"), (captured(SameAddresses(fails_at=2)), "part")):
         with pytest.raises(DeviceError, match=f"no memory for a {what}; got tried to allocate 2 GiB; fix: a smaller"):
             steps(tiny_run(tmp_path), graphs, 2)
@@ -191,12 +176,8 @@ def test_what_a_graph_reads_is_filled_with_everything_of_another_micro_batch(tmp
     other = second.micro_batches[0]
     fill(own, own_counted, other, second.counted)
     assert [tensor.data_ptr() for tensor in (own.reading.tokens_BS, *own.labels, own_counted)] == addresses
-    assert torch.equal(own_counted, second.counted)
-    found = own.reading.tensors
-    assert found.keys() == other.reading.tensors.keys() >= {"tokens_BS", "positions_BS", "ahead 1", "documents_BS"}
-    for name, tensor in other.reading.tensors.items():
-        assert torch.equal(found[name], tensor), name
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(own.labels, other.labels, strict=True))
+    assert_equal((own_counted, own.labels, own.reading.tensors), (second.counted, other.labels, other.reading.tensors))
+    assert own.reading.tensors.keys() >= {"tokens_BS", "positions_BS", "ahead 1", "documents_BS"}
     assert not torch.equal(own.reading.tokens_BS, first.micro_batches[0].reading.tokens_BS)
 
 
@@ -204,86 +185,65 @@ def test_another_shape_share_or_mask_is_refused(tmp_path: Path) -> None:
     _, _, rule = started(tiny_run(tmp_path), None)
     whole = cut(random_batch(2, 12), rule.cut)
     own = copy_of(whole.micro_batches[0])
-    with pytest.raises(
-        AssertionError, match="tokens_BS of a graph is torch.int64 \\(2, 12\\), and .* \\(2, 10\\) came"
+    for other, told in (
+        (random_batch(2, 10), r"tokens_BS of a graph is torch.int64 \(2, 12\), and .* \(2, 10\) came"),
+        (random_batch(4, 12), "a graph of a share of 1.0 is replayed for one of 0.5"),
+        (random_batch(2, 12, documents=True), "a graph that reads"),
     ):
-        fill(own, whole.counted, cut(random_batch(2, 10), rule.cut).micro_batches[0], whole.counted)
-    with pytest.raises(AssertionError, match="a graph of a share of 1.0 is replayed for one of 0.5"):
-        fill(own, whole.counted, cut(random_batch(4, 12), rule.cut).micro_batches[0], whole.counted)
-    with pytest.raises(AssertionError, match="a graph that reads"):
-        fill(own, whole.counted, cut(random_batch(2, 12, documents=True), rule.cut).micro_batches[0], whole.counted)
+        with pytest.raises(AssertionError, match=told):
+            fill(own, whole.counted, cut(other, rule.cut).micro_batches[0], whole.counted)
 
 
-def test_on_a_gpu_passes_are_captured_whether_asked_for_or_left_to_us(tmp_path: Path) -> None:
-    assert choose_capture(tiny_run(tmp_path), GPU, ()) == (None, ""), "graphs.capture=none"
-    for capture in ("full", "auto"):
-        passes, note = choose_capture(tiny_run(tmp_path, device="cuda", graphs=Graphs(capture=capture)), GPU, ())
-        assert passes is not None and note == "passes, from the second step on"
+PERMUTE, EXPERTS = (Choice(op, "both", "reference", f"kernels.{op}=reference") for op in ("permute", "experts"))
+DENSE = tiny_model(moe=None, dense_layers=2, mtp_layers=0)
+ALL_TO_ALL = {"parallel": Parallel(expert=2), "dispatch": Dispatch(method="all-to-all")}
+LATER = "from the second step on"
 
 
-REFERENCE = (Choice("permute", "both", "reference", "kernels.all=reference"),)
-EXPERTS_BY_REFERENCE = Choice("experts", "both", "reference", "kernels.experts=reference")
-OBSTACLES: dict[str, tuple[dict[str, Any], str]] = {
-    "pipeline": ({"parallel": Parallel(pipeline=2)}, "parallel.pipeline has several micro-batches in flight"),
-    "shards": ({"parallel": Parallel(shard="full")}, "parallel.shard gathers weights into new memory"),
-    "host": ({"offload": Offload(activations=("moe",))}, "offload.activations starts copies from the host"),
-}
+@pytest.mark.parametrize(
+    ("capture", "changes", "choices", "kind", "note"),
+    [
+        ("none", {}, (), NoneType, "$"),
+        ("full", {}, (), CapturedPasses, f"passes, {LATER}$"),
+        ("auto", {}, (), CapturedPasses, f"passes, {LATER}$"),
+        ("auto", {"model": DENSE}, (PERMUTE,), CapturedPasses, f"passes, {LATER}$"),
+        ("partial", {}, (EXPERTS,), CapturedParts, f"parts of layers, {LATER}$"),
+        (
+            "auto",
+            ALL_TO_ALL,
+            (),
+            CapturedParts,
+            f"parts of layers, {LATER}; no passes: dispatch.sync_free lets",
+        ),
+        ("auto", {}, (PERMUTE,), NoneType, "none: the reference form of permute reads counts on the host$"),
+        ("auto", {"parallel": Parallel(pipeline=2)}, (), NoneType, "none: parallel.pipeline has several micro-batches"),
+        ("auto", {"parallel": Parallel(shard="full")}, (), NoneType, "none: parallel.shard gathers weights into new"),
+        ("auto", {"offload": Offload(activations=("moe",))}, (), NoneType, "none: offload.activations starts copies"),
+    ],
+)
+def test_what_is_captured_is_what_was_asked_for_or_what_can_be(
+    capture: str, changes: dict[str, Any], choices: tuple[Choice, ...], kind: type, note: str, tmp_path: Path
+) -> None:
+    run = tiny_run(tmp_path, device="cuda", graphs=Graphs.model_validate({"capture": capture}), **changes)
+    graphs, told = choose_capture(run, GPU, choices)
+    assert isinstance(graphs, kind)
+    assert re.match(note, told), told
 
 
-@pytest.mark.parametrize("case", OBSTACLES)
-def test_auto_does_without_and_says_why(case: str, tmp_path: Path) -> None:
-    changes, reason = OBSTACLES[case]
-    run = tiny_run(tmp_path, device="cuda", graphs=Graphs(capture="auto"), **changes)
-    passes, note = choose_capture(run, GPU, ())
-    assert passes is None
-    assert note.startswith(f"none: {reason}")
-
-
-def test_auto_captures_parts_where_the_host_reads_how_many_rows_travel(tmp_path: Path) -> None:
-    changes: dict[str, Any] = {"parallel": Parallel(expert=2), "dispatch": Dispatch(method="all-to-all")}
-    run = tiny_run(tmp_path, device="cuda", graphs=Graphs(capture="auto"), **changes)
-    parts, note = choose_capture(run, GPU, ())
-    assert isinstance(parts, CapturedParts)
-    assert note.startswith("parts of layers, from the second step on; no passes: dispatch.sync_free lets the host read")
-
-
-def test_parts_are_captured_if_they_are_asked_for(tmp_path: Path) -> None:
-    run = tiny_run(tmp_path, device="cuda", graphs=Graphs(capture="partial"))
-    parts, note = choose_capture(run, GPU, (EXPERTS_BY_REFERENCE,))
-    assert isinstance(parts, CapturedParts)
-    assert note == "parts of layers, from the second step on"
-    with pytest.raises(KernelError, match="graphs.capture=partial cannot be had: the reference form of permute reads"):
-        choose_capture(run, GPU, REFERENCE)
-    with pytest.raises(DeviceError, match="graphs.capture=partial needs a GPU; got device cpu"):
+@pytest.mark.parametrize("capture", ["full", "partial"])
+def test_what_was_asked_for_and_cannot_be_is_refused(capture: str, tmp_path: Path) -> None:
+    run = tiny_run(tmp_path, device="auto", graphs=Graphs.model_validate({"capture": capture}))
+    reads = f"graphs.capture={capture} cannot be had: the reference form of permute reads counts.*; fix: leave kernels"
+    with pytest.raises(KernelError, match=reads):
+        choose_capture(run, GPU, (PERMUTE,))
+    with pytest.raises(DeviceError, match=f"capture={capture} needs a GPU; got device cpu; fix: graphs.capture=auto"):
         choose_capture(run, CPU, ())
 
 
-def test_kernels_that_read_counts_are_no_part_of_a_graph(tmp_path: Path) -> None:
-    changes: dict[str, Any] = {"device": "cuda", "kernels": Kernels(all="reference")}
-    auto = tiny_run(tmp_path, graphs=Graphs(capture="auto"), **changes)
-    assert choose_capture(auto, GPU, REFERENCE) == (
-        None,
-        "none: the reference form of permute reads counts on the host",
-    )
-    asked = tiny_run(tmp_path, graphs=Graphs(capture="full"), **changes)
-    with pytest.raises(KernelError, match="the reference form of permute reads counts on the host; fix: leave kernels"):
-        choose_capture(asked, GPU, REFERENCE)
-
-
-def test_a_dense_model_is_captured_on_any_kernels(tmp_path: Path) -> None:
-    run = tiny_run(tmp_path, device="auto", model=tiny_model(moe=None, dense_layers=2, mtp_layers=0))
-    assert why_not("full", run, GPU, REFERENCE) == ""
-
-
 def test_a_cpu_has_no_graphs(tmp_path: Path) -> None:
-    auto = tiny_run(tmp_path, graphs=Graphs(capture="auto"))
-    session = prepare(auto, ENVIRONMENT)
+    session = prepare(tiny_run(tmp_path, graphs=Graphs(capture="auto")), ENVIRONMENT)
     session.state.batches.close()
-    assert session.graphs is None
-    assert session.graphs_note == "none: device cpu has no graphs"
-    asked = tiny_run(tmp_path, device="auto", graphs=Graphs(capture="full"))
-    with pytest.raises(DeviceError, match="graphs.capture=full needs a GPU; got device cpu; fix: graphs.capture=auto"):
-        choose_capture(asked, CPU, ())
+    assert (session.graphs, session.graphs_note) == (None, "none: device cpu has no graphs")
 
 
 LAYERS = 3
@@ -310,7 +270,7 @@ def captured(graphs: SameAddresses, *, is_asked_for: bool = True) -> CapturedPar
         moe_of(capacity_factor=0.5),
         {"recompute": Recompute(modules=("expert-activation", "shared-expert", "dense"))},
         {"offload": Offload(activations=("dense",))},
-        {"model": tiny_model(moe=None, dense_layers=2, mtp_layers=0)},
+        {"model": DENSE},
         {"model": tiny_model(attention=ATTENTIONS["gpt-oss"])},
         {"model": tiny_model(attention=ATTENTIONS["llama4"])},
     ],
@@ -337,7 +297,7 @@ def test_parts_that_were_given_up_are_captured_again_into_another_pool(tmp_path:
     assert graphs.log == [f"release {number}" for number in range(2 * LAYERS)]
     assert parts.pool_bytes == 0
     steps(run, parts, 1)
-    assert graphs.log[2 * LAYERS :][:2] == ["pool", "capture 6"]
+    assert graphs.log[2 * LAYERS :][:2] == ["pool", "capture 6"]  # numbers count on
 
 
 @pytest.mark.parametrize("fails_at", [0, 1, 3, 5])
@@ -346,12 +306,10 @@ def test_without_memory_layers_stay_eager_and_the_user_hears_it_once(fails_at: i
     parts = captured(graphs, is_asked_for=False)
     assert_same(steps(run, parts), steps(run, None))
     assert graphs.captures <= 2 * LAYERS
-    assert [entry for entry in graphs.log if entry.startswith("release")] == [
-        f"release {number}" for number in range(graphs.captures) if number != fails_at and number < graphs.captures
-    ]
-    assert parts.take_notices() == (
-        "graphs: layers stay eager, there is no memory for a part (tried to allocate 2 GiB)",
-    )
+    released = [entry for entry in graphs.log if entry.startswith("release")]
+    assert released == [f"release {number}" for number in range(graphs.captures) if number != fails_at]
+    (notice,) = parts.take_notices()
+    assert notice == "graphs: layers stay eager, there is no memory for a part (tried to allocate 2 GiB)"
 
 
 SMALL = (
@@ -387,11 +345,7 @@ def _train(session: Session, steps: int = 5) -> tuple[list[StepResult], list[flo
     return results, held_out, state
 
 
-GPU_NEEDED = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-
 @pytest.mark.gpu
-@GPU_NEEDED
 @pytest.mark.parametrize(
     ("capture", "overrides"),
     [
@@ -406,18 +360,14 @@ GPU_NEEDED = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 def test_a_gpu_replays_the_bits_of_eager_passes_and_parts(
     capture: str, overrides: tuple[str, ...], tmp_path: Path
 ) -> None:
-    eager, eager_held_out, eager_state = _train(_start(tmp_path, *overrides))
+    eager = _train(_start(tmp_path, *overrides))
     session = _start(tmp_path, *overrides, f"graphs.capture={capture}")
-    replayed, held_out, state = _train(session)
+    assert_same(_train(session), eager)
     assert session.graphs is not None
     assert session.graphs.pool_bytes > 0
-    assert (replayed, held_out) == (eager, eager_held_out)
-    for name, tensor in eager_state.items():
-        assert torch.equal(state[name], tensor), name
 
 
 @pytest.mark.gpu
-@GPU_NEEDED
 @pytest.mark.parametrize("capture", ["auto", "partial"])
 def test_a_graph_that_was_given_up_is_captured_again(capture: str, tmp_path: Path) -> None:
     eager, _, _ = _train(_start(tmp_path), 4)

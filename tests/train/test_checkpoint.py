@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from penstock.train import checkpoint
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.manifest import FACTS, MANIFEST, WrittenFiles, read_manifest, write_manifest
 from penstock.train.tensor_files import fingerprint
+from tests.closeness import assert_equal
 
 
 def _tensors(step: int) -> dict[str, Tensor]:
@@ -50,15 +52,13 @@ def _facts(step: int) -> dict[str, Any]:
 def _assert_holds(store: CheckpointStore, step: int) -> None:
     """The checkpoint of a step is what `_tensors` and `_facts` give."""
     into = {name: torch.full_like(tensor, 1) for name, tensor in _tensors(step).items()}
-    pointers = {name: tensor.data_ptr() for name, tensor in into.items()}
     assert store.load(step, _parts(into)) == _facts(step)
-    for name, tensor in _tensors(step).items():
-        assert torch.equal(into[name], tensor), name
-        assert into[name].data_ptr() == pointers[name], f"{name} was not filled in place"
+    assert_equal(into, _tensors(step))
 
 
-def _save(store: CheckpointStore, step: int) -> None:
-    store.save(step, _parts(_tensors(step)), _facts(step))
+def _save(store: CheckpointStore, *steps: int) -> None:
+    for step in steps:
+        store.save(step, _parts(_tensors(step)), _facts(step))
     store.wait()
 
 
@@ -77,16 +77,13 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Checkpoint
 def saved(tmp_path: Path) -> CheckpointStore:
     """A store with steps 1 and 2."""
     store = CheckpointStore(tmp_path, keep=0, asynchronous=False)
-    for step in (1, 2):
-        store.save(step, _parts(_tensors(step)), _facts(step))
+    _save(store, 1, 2)
     return store
 
 
 def test_what_is_saved_is_loaded_in_place_bit_for_bit(store: CheckpointStore) -> None:
     assert store.latest() is None
-    for step in (10, 2_000_000):
-        store.save(step, _parts(_tensors(step)), _facts(step))
-    store.wait()
+    _save(store, 10, 2_000_000)
     assert (store.steps(), store.latest()) == ([10, 2_000_000], 2_000_000)
     _assert_holds(store, 10)
     _assert_holds(store, 2_000_000)
@@ -106,14 +103,11 @@ def test_no_pickle_is_written_or_read(store: CheckpointStore, monkeypatch: pytes
 
 
 def test_the_last_few_are_kept(store: CheckpointStore) -> None:
-    for step in (1, 2, 3, 4):
-        store.save(step, _parts(_tensors(step)), _facts(step))
-    store.wait()
+    _save(store, 1, 2, 3, 4)
     assert store.steps() == [3, 4]
     assert _names(store.path(4).parent) == ["step-000003", "step-000004"]
     assert {path.suffix for path in store.path(4).iterdir()} == {".safetensors", ".json"}
-    store.save(2, _parts(_tensors(2)), _facts(2))  # a run that went back keeps what it saves
-    store.wait()
+    _save(store, 2)  # a run that went back keeps what it saves
     for name in ("step-12", "step-000009.old", ".step-000009.partial-1"):
         (store.path(4).parent / name).mkdir()
     assert store.steps() == [2, 3, 4]
@@ -123,7 +117,7 @@ def test_a_checkpoint_of_the_same_step_is_replaced(saved: CheckpointStore) -> No
     saved.save(2, _parts(_tensors(5)), _facts(5))
     into = _tensors(0)
     assert saved.load(2, _parts(into)) == _facts(5)
-    assert torch.equal(into["model.weight"], _tensors(5)["model.weight"])
+    assert_equal(into, _tensors(5))
     assert _names(saved.path(2).parent) == ["step-000001", "step-000002"]
 
 
@@ -151,28 +145,24 @@ def test_training_may_change_tensors_while_they_are_written(tmp_path: Path, monk
 
 def test_each_save_writes_its_own_values(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=0, asynchronous=True)
-    for step in range(5):
-        store.save(step, _parts(_tensors(step)), _facts(step))
+    _save(store, *range(5))
     store.save(5, {"another": whole(torch.ones(2))}, {})  # other tensors need other buffers
     store.close()
     for step in range(5):
         _assert_holds(store, step)
-    into = {"another": torch.zeros(2)}
-    store.load(5, _parts(into))
-    assert into["another"].tolist() == [1.0, 1.0]
+    another = torch.zeros(2)
+    store.load(5, {"another": whole(another)})
+    assert another.tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("phase", ["write_parts", "write_whole", "fingerprint", "write_manifest", "sync"])
 def test_a_failure_in_any_phase_leaves_no_trace(
     saved: CheckpointStore, phase: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*args: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, phase, fail)
+        patch.setattr(checkpoint, phase, Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
         with pytest.raises(CheckpointError, match=r"cannot write .*step-000003; got No space left on device"):
-            saved.save(3, _parts(_tensors(3)), _facts(3))
+            _save(saved, 3)
     assert _names(saved.path(1).parent) == ["step-000001", "step-000002"]
     _save(saved, 4)
     _assert_holds(saved, 4)
@@ -182,13 +172,10 @@ def test_a_failure_in_any_phase_leaves_no_trace(
 def test_a_failure_in_the_background_is_raised_once_by_the_next_call(
     tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*args: object) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
     store = CheckpointStore(tmp_path, keep=0, asynchronous=True)
     arguments: dict[str, tuple[object, ...]] = {"save": (2, _parts(_tensors(2)), {}), "load": (1, _parts(_tensors(1)))}
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "write_manifest", fail)
+        patch.setattr(checkpoint, "write_manifest", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
         store.save(1, _parts(_tensors(1)), {})
         with pytest.raises(CheckpointError, match=r"step-000001; got Input/output error"):
             getattr(store, call)(*arguments.get(call, ()))
@@ -216,14 +203,13 @@ def test_a_damaged_checkpoint_is_refused_and_fills_nothing(saved: CheckpointStor
     path = next(saved.path(2).glob(name))
     content = bytearray(path.read_bytes())
     if how == "flipped":
-        content[len(content) // 2] ^= 4
+        content[len(content) // 2] ^= 4  # one bit
     path.write_bytes(content[:-3] if how == "cut" else content)
     if how == "gone":
         path.unlink()
     into = {name: torch.zeros_like(tensor) for name, tensor in _tensors(2).items()}
-    with pytest.raises(CheckpointError, match=f"{path.name}") as caught:
+    with pytest.raises(CheckpointError, match=f"{path.name}"):
         saved.load(2, _parts(into))
-    assert "\n" not in str(caught.value)
     assert not any(tensor.any() for tensor in into.values())
     _assert_holds(saved, 1)
 
@@ -270,23 +256,13 @@ def test_some_of_the_tensors_can_be_loaded(saved: CheckpointStore, monkeypatch: 
         saved.load(2, {"model.more": whole(torch.zeros(7))}, all_of_it=False)
 
 
-def test_what_waits_in_host_memory_shares_blocks_of_sizes_that_pinning_does_not_round(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_waits_in_host_memory_shares_blocks_of_sizes_that_pinning_does_not_round(tmp_path: Path) -> None:
     tensors = {f"w{number}": torch.ones(3, 1 << 13) for number in range(40)}
     tensors |= {f"low{number}": torch.ones(3, 1 << 13).bfloat16() for number in range(40)}
-    staged: dict[str, ShardedTensor] = {}
-
-    def write(folder: Path, parts: Mapping[str, ShardedTensor], rank: int) -> WrittenFiles:
-        staged.update(parts)
-        return write_parts(folder, parts, rank)
-
-    write_parts = checkpoint.write_parts
-    monkeypatch.setattr(checkpoint, "write_parts", write)
     store = CheckpointStore(tmp_path, keep=0, asynchronous=True)
     store.save(1, _parts(tensors), {})
     store.close()
-    storages = [part.tensor.untyped_storage() for part in staged.values()]
+    storages = [tensor.untyped_storage() for tensor in store._staged.values()]
     blocks = {storage.data_ptr(): storage.nbytes() for storage in storages}
     assert all(size.bit_count() == 1 for size in blocks.values())
     assert sum(blocks.values()) < 1.15 * sum(tensor.nbytes for tensor in tensors.values())
@@ -306,23 +282,23 @@ for step in itertools.count(1):
 DIES_AT_EACH_PHASE = """
 import os, pathlib, signal, sys
 from penstock.train import checkpoint
-from tests.train.test_checkpoint import _facts, _parts, _tensors
+from tests.train.test_checkpoint import _facts, _parts, _save, _tensors
 store = checkpoint.CheckpointStore(pathlib.Path(sys.argv[1]), keep=1, asynchronous=False)
-store.save(1, _parts(_tensors(1)), _facts(1))
+_save(store, 1)
 def die(*arguments, **named):
     os.kill(os.getpid(), signal.SIGKILL)
 for phase in ("write_parts", "write_whole", "write_manifest", "sync", "CheckpointStore._publish"):
     if os.fork() == 0:
         owner, _, name = phase.rpartition(".")
         setattr(getattr(checkpoint, owner) if owner else checkpoint, name, die)
-        store.save(2, _parts(_tensors(2)), _facts(2))
+        _save(store, 2)
         os._exit(3)
     _, status = os.wait()
     assert os.WTERMSIG(status) == signal.SIGKILL, phase
     names = sorted(os.listdir(sys.argv[1]))
     assert len(names) == 2 and names[0].startswith(".step-000002.partial-") and names[1] == "step-000001", names
     checkpoint.CheckpointStore(pathlib.Path(sys.argv[1]), keep=1, asynchronous=False).load(1, _parts(_tensors(0)))
-store.save(3, _parts(_tensors(3)), _facts(3))
+_save(store, 3)
 assert os.listdir(sys.argv[1]) == ["step-000003"], "leftovers stay"
 unfinished = checkpoint.CheckpointStore(pathlib.Path(sys.argv[1]), keep=1, asynchronous=True)
 unfinished.save(4, _parts(_tensors(4)), _facts(4))
@@ -357,5 +333,5 @@ def test_a_process_killed_at_any_time_leaves_only_whole_checkpoints(tmp_path: Pa
     assert len(steps) >= 2
     for step in steps:
         _assert_holds(store, step)
-    store.save(10**6, _parts(_tensors(10**6)), _facts(10**6))
+    _save(store, 10**6)
     assert _names(tmp_path) == [f"step-{steps[-1]:06d}", "step-1000000"]

@@ -16,9 +16,11 @@ from penstock.parallel.shard import ShardedTensor, whole
 from penstock.train import checkpoint
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.manifest import WrittenFiles
+from tests.closeness import assert_equal
 from tests.distributed.pool import Pool, WorkerError
 from tests.parallel.test_collectives import world
 from tests.train.layouts import Layout, ranks_of
+from tests.train.test_checkpoint import _names, _parts
 
 ON_4 = {
     "experts": Layout((4, 1, 1), (1, 1, 1)),
@@ -86,14 +88,8 @@ def _load(folder: str, step: int) -> dict[str, Any]:
 
 def _assert_holds(folder: Path, step: int) -> None:
     into = {name: torch.zeros_like(tensor) for name, tensor in _tensors(step).items()}
-    store = CheckpointStore(folder, keep=0, asynchronous=False)
-    store.load(step, {name: whole(tensor) for name, tensor in into.items()})
-    for name, tensor in into.items():
-        assert torch.equal(tensor, _tensors(step)[name]), name
-
-
-def _names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    CheckpointStore(folder, keep=0, asynchronous=False).load(step, _parts(into))
+    assert_equal(into, _tensors(step))
 
 
 def test_four_ranks_save_while_they_train_and_others_read(ranks: Pool, tmp_path: Path) -> None:
@@ -157,7 +153,7 @@ def _refused(folder: str, steps: list[int]) -> str:
 def test_damage_is_refused_by_all_ranks_with_one_line(ranks: Pool, tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=0, asynchronous=False)
     for step in (1, 2):
-        store.save(step, {name: whole(tensor) for name, tensor in _tensors(step).items()}, {})
+        store.save(step, _parts(_tensors(step)), {})
     path = tmp_path / "step-000002" / "tensors-00000-00000.safetensors"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1

@@ -2,8 +2,10 @@
 
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from penstock.train.diagnose import NO_ORIGIN, NonFiniteFinding, NonFiniteOrigin
 from penstock.train.loss import LossRule
 from penstock.train.optimizer import MasterAdamW
 from penstock.train.step import StepRule
+from tests.closeness import assert_equal
 from tests.train.tiny_run import cut_rule, one_rank, random_batch, tiny_run
 
 RULE = StepRule(
@@ -56,7 +59,7 @@ def search(model: Decoder, batch: Batch) -> NonFiniteOrigin | None:
     rank_model = RankModel(decoders={0: model})
     optimizer = MasterAdamW(param_shards(rank_model.modules, rank_model.axes), Optimizer(learning_rate=1e-3))
     for _, gradient in optimizer.gradients():
-        gradient.fill_(7)
+        gradient.fill_(7)  # stands for the gradients of the failed step
     origin = find_origin(rank_model, optimizer, batch, RULE)
     assert all(bool((gradient == 7).all()) for _, gradient in optimizer.gradients()), "the step's gradients changed"
     return origin
@@ -110,9 +113,8 @@ def test_a_loss_can_overflow_with_finite_hidden_states(model: Decoder, batch: Ba
 
 
 def test_a_gradient_is_traced_to_the_deepest_layer(model: Decoder, batch: Batch) -> None:
-    model.get_submodule("blocks.1").register_forward_pre_hook(
-        lambda module, inputs: (_Spoil.apply(inputs[0]), *inputs[1:])
-    )
+    layer = model.get_submodule("blocks.1")
+    layer.register_forward_pre_hook(lambda module, inputs: (_Spoil.apply(inputs[0]), *inputs[1:]))
     origin = origin_in(model, batch)
     assert (origin.place, origin.layer, origin.micro_batch) == ("gradient", 0, 0)
     assert origin.name.startswith("blocks.0.ffn")
@@ -127,7 +129,7 @@ def test_a_search_changes_nothing_and_a_fault_that_does_not_happen_again_is_said
     origin = origin_in(model, batch)
     assert (origin.place, origin.name) == ("sum of gradients", "")
     assert "every micro-batch is finite" in str(origin)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert_equal(model.state_dict(), before)
     assert all(bool((parameter.grad == 7).all()) for parameter in model.parameters())
     assert all(int(load.slots_E.sum()) == 0 for load in layer_loads([model]))
     assert not any(module._forward_hooks for module in model.modules())
@@ -136,40 +138,32 @@ def test_a_search_changes_nothing_and_a_fault_that_does_not_happen_again_is_said
 def test_a_gpu_without_memory_for_the_search_is_no_fault(
     model: Decoder, batch: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_memory(*arguments: object, **named: object) -> None:
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(model, "forward", no_memory)
+    monkeypatch.setattr(model, "forward", Mock(side_effect=torch.OutOfMemoryError))
     assert search(model, batch) is None
 
 
 def test_a_finding_is_a_report_and_one_line(tmp_path: Path) -> None:
     origin = NonFiniteOrigin(place="output", name="blocks.1.ffn", layer=1, micro_batch=0)
     path = tmp_path / "nonfinite.json"
-    finding = NonFiniteFinding(
-        figure="loss", value="nan", step=7, origin=origin, checkpoint="runs/a/checkpoints/step-000006"
-    )
+    checkpoint = "runs/a/checkpoints/step-000006"
+    finding = NonFiniteFinding(figure="loss", value="nan", step=7, origin=origin, checkpoint=checkpoint)
     assert finding.write(path) is None
     assert str(finding.error(path)) == (
         "the loss of step 7 is nan: it began in the output of blocks.1.ffn (layer 1), micro-batch 0; "
-        f"fix: read {path}; newest checkpoint: runs/a/checkpoints/step-000006"
+        f"fix: read {path}; newest checkpoint: {checkpoint}"
     )
-    report = json.loads(path.read_text())
-    assert report["origin"] == {
-        "place": "output", "name": "blocks.1.ffn", "layer": 1, "micro_batch": 0, "parameters": [],
-    }  # fmt: skip
+    assert json.loads(path.read_text())["origin"] == asdict(origin) | {"parameters": []}
     nothing = NonFiniteFinding(figure="loss", value="inf", step=1).error(path)
     assert f"is inf: {NO_ORIGIN}; fix: read {path}; newest checkpoint: none" in str(nothing)
 
 
 def test_a_finding_that_cannot_be_written_is_an_error_that_says_both(tmp_path: Path) -> None:
     path = tmp_path / "gone" / "nonfinite.json"
-    finding = NonFiniteFinding(
-        figure="loss", value="nan", step=7, unsaved="cannot write step-000006; got No space left"
-    )
+    unsaved = "cannot write step-000006; got No space left"
+    finding = NonFiniteFinding(figure="loss", value="nan", step=7, unsaved=unsaved)
     unwritten = finding.write(path)
     assert unwritten == f"cannot write {path}: No such file or directory"
     assert str(finding.error(path, unwritten)) == (
-        f"the loss of step 7 is nan: {NO_ORIGIN}; nothing was saved: cannot write step-000006; got No space left; "
-        f"{unwritten}; fix: newest checkpoint: none"
+        f"the loss of step 7 is nan: {NO_ORIGIN}; nothing was saved: {unsaved}; {unwritten}; "
+        "fix: newest checkpoint: none"
     )

@@ -19,9 +19,10 @@ from penstock.models.huggingface.weights import load_huggingface
 from penstock.parallel.shard import whole
 from penstock.train import export
 from penstock.train.checkpoint import CheckpointStore
-from penstock.train.export import INDEX_FILE, export_huggingface
+from penstock.train.export import INDEX_FILE, Precision, export_huggingface
 from penstock.train.state import identity_of
 from penstock.train.tensor_files import TensorEntry, write_entries
+from tests.closeness import assert_equal
 from tests.distributed.pool import Pool
 from tests.models.families import save_huggingface
 from tests.parallel.test_collectives import world
@@ -63,99 +64,96 @@ def _store(folder: Path) -> CheckpointStore:
     return CheckpointStore(folder, keep=0, asynchronous=False)
 
 
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return tiny_run(tmp_path)
+
+
+@pytest.fixture
+def model(run: Run, tmp_path: Path) -> Decoder:
+    """A model whose checkpoint is in the folder `saved`."""
+    made = random_model(run)
+    _save(_store(tmp_path / "saved"), run, made)
+    return made
+
+
+def _exported(run: Run, folder: Path, precision: Precision = "fp32", **options: int) -> Path:
+    export_huggingface(run, _store(folder / "saved"), 1, folder / "out", precision, **options)
+    return folder / "out"
+
+
+def _assert_holds(folder: Path, run: Run, model: Decoder) -> None:
+    again = build_model(run, torch.device("cpu"))
+    load_huggingface(again, folder)
+    assert_equal(again.state_dict(), model.state_dict())
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_what_four_ranks_saved_is_exported_as_if_one_had(ranks: Pool, tmp_path: Path, precision: Any) -> None:
-    run = tiny_run(tmp_path)
-    model = random_model(run)
-    _save(_store(tmp_path / "one"), run, model)
+def test_what_four_ranks_saved_is_exported_as_if_one_had(
+    ranks: Pool, run: Run, model: Decoder, tmp_path: Path, precision: Any
+) -> None:
     ranks.run(4, _save_on_ranks, str(tmp_path / "four"), _tensors(model), {"model": identity_of(run)})
     assert len(list((tmp_path / "four" / "step-000001").glob("*.safetensors"))) == 4
-    for name in ("one", "four"):
-        export_huggingface(run, _store(tmp_path / name), 1, tmp_path / f"{name}-out", precision)
+    export_huggingface(run, _store(tmp_path / "four"), 1, tmp_path / "four-out", precision)
+    one = _exported(run, tmp_path, precision)
     for file in ("config.json", "model.safetensors"):
-        assert (tmp_path / "one-out" / file).read_bytes() == (tmp_path / "four-out" / file).read_bytes()
+        assert (one / file).read_bytes() == (tmp_path / "four-out" / file).read_bytes()
 
     exported = load_file(tmp_path / "four-out" / "model.safetensors")
-    assert {name.rsplit(".", 1)[1] for name in exported if ".mlp.gate." in name} == {
-        "weight",
-        "e_score_correction_bias",
-    }
+    gates = {name.rsplit(".", 1)[1] for name in exported if ".mlp.gate." in name}
+    assert gates == {"weight", "e_score_correction_bias"}
     for name, tensor in exported.items():
         is_float32 = precision == "fp32" or ".mlp.gate." in name
         assert tensor.dtype == (torch.float32 if is_float32 else torch.bfloat16), name
 
 
-def test_an_export_holds_the_very_weights(tmp_path: Path) -> None:
-    run = tiny_run(tmp_path)
-    model = random_model(run)
-    _save(_store(tmp_path / "saved"), run, model)
+def test_an_export_holds_the_very_weights_for_all_to_read(run: Run, model: Decoder, tmp_path: Path) -> None:
     export_huggingface(run, _store(tmp_path / "saved"), 1, tmp_path / "deep" / "out", "fp32")
     save_huggingface(model, tmp_path / "direct", run.training.sequence_length)
     exported, direct = tmp_path / "deep" / "out", tmp_path / "direct"
     assert (exported / "config.json").read_text() == (direct / "config.json").read_text()
-    written, expected = (load_file(folder / "model.safetensors") for folder in (exported, direct))
-    assert written.keys() == expected.keys()
-    assert all(torch.equal(written[name], tensor) for name, tensor in expected.items())
-    again = build_model(run, torch.device("cpu"))
-    load_huggingface(again, tmp_path / "deep" / "out")
-    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
-
-
-def test_others_may_read_an_export(tmp_path: Path) -> None:
-    run = tiny_run(tmp_path)
-    _save(_store(tmp_path / "saved"), run, random_model(run))
-    export_huggingface(run, _store(tmp_path / "saved"), 1, tmp_path / "out", "bf16")
-    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in [tmp_path / "out", *(tmp_path / "out").iterdir()]}
+    assert_equal(*(load_file(folder / "model.safetensors") for folder in (exported, direct)))
+    _assert_holds(exported, run, model)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in [exported, *exported.iterdir()]}
     assert modes == {"out": 0o755, "config.json": 0o644, "model.safetensors": 0o644}
 
 
-def test_a_folder_that_is_there_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_that_is_there_is_left_alone(run: Run, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     with pytest.raises(CheckpointError, match=r"out exists already; fix: give the name of a new folder"):
-        export_huggingface(tiny_run(tmp_path), _store(tmp_path / "saved"), 1, tmp_path / "out", "bf16")
+        _exported(run, tmp_path)
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = tiny_run(tmp_path)
-    _save(_store(tmp_path / "saved"), run, random_model(run))
-
+@pytest.mark.usefixtures("model")
+def test_a_full_disk_leaves_nothing(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(path: Path, entries: list[TensorEntry], metadata: object) -> None:
         write_entries(path, entries[:3])
         raise OSError("No space left on device")
 
     monkeypatch.setattr(export, "write_entries", fail)
     with pytest.raises(CheckpointError, match="cannot write .*out; got No space left on device"):
-        export_huggingface(run, _store(tmp_path / "saved"), 1, tmp_path / "out", "fp32")
+        _exported(run, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 
+@pytest.mark.usefixtures("model")
 def test_a_model_that_is_not_the_checkpoints_is_refused(tmp_path: Path) -> None:
-    run = tiny_run(tmp_path)
-    _save(_store(tmp_path / "saved"), run, random_model(run))
-    other = run.model_copy(update={"model": tiny_model(rms_norm_eps=1e-3)})
     with pytest.raises(CheckpointError, match=r"of another model; got model\.rms_norm_eps = 0\.001"):
-        export_huggingface(other, _store(tmp_path / "saved"), 1, tmp_path / "out", "fp32")
+        _exported(tiny_run(tmp_path, model=tiny_model(rms_norm_eps=1e-3)), tmp_path)
 
 
 def test_a_model_without_hugging_face_form_is_refused_before_anything_is_read(tmp_path: Path) -> None:
     attention = GroupedQueryAttention(heads=4, kv_heads=2, head_dim=8)
-    run = tiny_run(tmp_path, model=tiny_model(family="plain", attention=attention))
     with pytest.raises(ConfigError, match="no Hugging Face form"):
-        export_huggingface(run, _store(tmp_path / "none"), 1, tmp_path / "out", "fp32")
+        _exported(tiny_run(tmp_path, model=tiny_model(family="plain", attention=attention)), tmp_path)
 
 
-def test_a_large_model_has_several_files_and_an_index(tmp_path: Path) -> None:
-    run = tiny_run(tmp_path)
-    model = random_model(run)
-    _save(_store(tmp_path / "saved"), run, model)
-    export_huggingface(run, _store(tmp_path / "saved"), 1, tmp_path / "out", "fp32", shard_bytes=4000)
-    files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+def test_a_large_model_has_several_files_and_an_index(run: Run, model: Decoder, tmp_path: Path) -> None:
+    out = _exported(run, tmp_path, shard_bytes=4000)
+    files = sorted(path.name for path in out.glob("*.safetensors"))
     assert files[0] == f"model-00001-of-{len(files):05d}.safetensors" and len(files) > 2
-    index = json.loads((tmp_path / "out" / INDEX_FILE).read_text())
-    tensors = {name: file for file in files for name in load_file(tmp_path / "out" / file)}
-    assert index["weight_map"] == tensors
+    index = json.loads((out / INDEX_FILE).read_text())
+    assert index["weight_map"] == {name: file for file in files for name in load_file(out / file)}
     assert index["metadata"]["total_size"] == sum(4 * t.numel() for t in model.state_dict().values())
-    again = build_model(run, torch.device("cpu"))
-    load_huggingface(again, tmp_path / "out")
-    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
+    _assert_holds(out, run, model)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from penstock.base.errors import DeviceError
+from penstock.config.model import Balance
 from penstock.config.run import Run
 from penstock.data.tokenizer import ByteTokenizer
 from penstock.models.build import build_model
@@ -13,9 +14,8 @@ from penstock.models.decoder import Decoder
 from penstock.train import generate as module
 from penstock.train.generate import SamplingRule, generate, load_decoder, text_pieces
 from penstock.train.saved_weights import open_saved
-from tests.train.tiny_run import TRAINING, byte_run, random_model, save_run, tiny_model
+from tests.train.tiny_run import CPU, TRAINING, byte_run, random_model, save_run, tiny_moe
 
-CPU = torch.device("cpu")
 PROMPT = list(b"def ")
 
 
@@ -48,14 +48,10 @@ def test_greedy_tokens_are_those_with_the_largest_logit_of_the_evaluated_model(t
 
 
 def test_experts_take_every_token_however_the_run_bounded_them(tmp_path: Path) -> None:
-    model = tiny_model(vocab_size=257)
-    assert model.moe is not None
-    balance = model.moe.balance.model_copy(update={"capacity_factor": 0.25, "force_load_balance": True})
-    bounded = model.model_copy(update={"moe": model.moe.model_copy(update={"balance": balance})})
-    (free, _), (other, _) = (
-        _loaded(byte_run(tmp_path / name, model=one)) for name, one in (("free", model), ("bounded", bounded))
-    )
-    assert _tokens(other) == _tokens(free)
+    bounds = {"free": Balance(), "bounded": Balance(capacity_factor=0.25, force_load_balance=True)}
+    models = {name: tiny_moe(balance=one).model_copy(update={"vocab_size": 257}) for name, one in bounds.items()}
+    free, bounded = (_tokens(_loaded(byte_run(tmp_path / name, model=one))[0]) for name, one in models.items())
+    assert bounded == free
 
 
 def test_text_ends_where_the_document_ends_and_ids_without_text_are_never_chosen(tmp_path: Path) -> None:

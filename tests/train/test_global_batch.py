@@ -100,12 +100,11 @@ def test_what_is_copied_grows_with_the_row_and_not_its_square_and_the_host_does_
     for of in (cut_rule(1, DEPTHS), _of(_places(2, method)[1], sees_row=sees_row)):
         copies = _copied(of)
         assert len(copies) > 4 * 2 * (1 + DEPTHS)
-        assert max(numbers for numbers, _ in copies) <= LENGTH
+        assert max(numbers for numbers, _ in copies) <= LENGTH  # a mask would have LENGTH ** 2
         assert all(goes_on for _, goes_on in copies)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_host_does_not_wait_for_a_gpu() -> None:
     rule = replace(_of(_places(2)[1]), device=torch.device("cuda", torch.cuda.current_device()))
     batch = random_batch(2, LENGTH, documents=True)
@@ -125,16 +124,14 @@ def test_micro_batches_are_the_rows_in_order_with_their_share() -> None:
     whole = cut(batch, replace(cut_rule(2, DEPTHS), data=Axis(name="data", ranks=(0, 1, 2))))
     rows = [part.reading.tokens_BS for part in whole.micro_batches]
     assert torch.equal(torch.cat(rows), batch.tokens_BS)
-    assert [part.reading.share for part in whole.micro_batches] == pytest.approx([1 / 9] * 3)
+    assert [part.reading.share for part in whole.micro_batches] == pytest.approx([1 / 9] * 3)  # 3 ranks of 3
 
 
 def test_labels_are_counted_in_whole_rows_whatever_of_them_is_ours() -> None:
     batch = random_batch(4, LENGTH, documents=True)
-    counted = cut(batch, cut_rule(1, DEPTHS)).counted
-    assert counted.dtype == torch.float64
-    assert all(torch.equal(cut(batch, _of(places)).counted, counted) for places in _places(2))
     by_hand = [int((labels_at_depth(batch, depth) != IGNORED_LABEL).sum()) for depth in range(DEPTHS + 1)]
-    assert counted.tolist() == by_hand
+    for rule in (cut_rule(1, DEPTHS), *map(_of, _places(2))):
+        assert torch.equal(cut(batch, rule).counted, torch.tensor(by_hand, dtype=torch.float64))
     assert by_hand[0] > by_hand[1] > by_hand[2] > 0
 
 
@@ -161,14 +158,11 @@ def batch_of(labels: list[list[int]], documents: list[list[int]] | None = None) 
     return Batch(tokens_BS=labels_BS, labels_BS=labels_BS, positions_BS=labels_BS, documents_BS=documents_BS)
 
 
-def test_a_depth_looks_further_on_and_not_past_the_end_of_the_row() -> None:
+def test_a_depth_looks_further_on_and_not_past_the_end_of_the_row_or_the_document() -> None:
     batch = batch_of([[1, 2, 3, 4], [5, 6, 7, 8]])
     assert labels_at_depth(batch, 0).tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]
     assert labels_at_depth(batch, 1).tolist() == [[2, 3, 4, -100], [6, 7, 8, -100]]
     assert labels_at_depth(batch, 2).tolist() == [[3, 4, -100, -100], [7, 8, -100, -100]]
-
-
-def test_a_depth_does_not_look_into_another_document() -> None:
     batch = batch_of([[1, 2, -100, 4, 5]], documents=[[0, 0, 0, 1, 1]])
     assert labels_at_depth(batch, 1).tolist() == [[2, -100, -100, 5, -100]]
 
@@ -192,22 +186,14 @@ def test_parts_of_micro_batches_add_up_to_means_over_the_global_batch() -> None:
     assert_close(sum(loss.total for loss in losses), main + 0.3 * deeper)
 
 
-def test_the_mtp_weight_is_shared_by_the_depths() -> None:
-    batch, head_VD = random_batch(1, 6), torch.randn(17, 8)
-    hidden = Hidden(torch.randn(1, 6, 8), (torch.randn(1, 6, 8), torch.randn(1, 6, 8)))
+@pytest.mark.parametrize("length", [6, 2])
+def test_depths_share_their_weight_and_one_that_no_row_is_long_enough_for_costs_nothing(length: int) -> None:
+    hidden = Hidden(torch.randn(2, length, 8), (torch.randn(2, length, 8), torch.randn(2, length, 8)))
     rule = LossRule(depths=2, mtp_weight=0.5, z_weight=0.0, chunk_tokens=None)
-    whole = cut(batch, cut_rule(1, depths=2))
-    loss = batch_loss(hidden, head_VD, whole.micro_batches[0].labels, whole.counted, rule)
+    whole = cut(random_batch(2, length), cut_rule(2, depths=2))
+    loss = batch_loss(hidden, torch.randn(17, 8), whole.micro_batches[0].labels, whole.counted, rule)
     assert_close(loss.total, loss.parts[0] + 0.25 * (loss.parts[1] + loss.parts[2]))
-
-
-def test_a_depth_that_no_row_is_long_enough_for_costs_nothing() -> None:
-    batch, head_VD = random_batch(2, 2), torch.randn(17, 8)
-    hidden = Hidden(torch.randn(2, 2, 8), (torch.randn(2, 2, 8), torch.randn(2, 2, 8)))
-    rule = LossRule(depths=2, mtp_weight=1.0, z_weight=0.0, chunk_tokens=None)
-    whole = cut(batch, cut_rule(2, depths=2))
-    assert whole.counted[2] == 0
-    assert batch_loss(hidden, head_VD, whole.micro_batches[0].labels, whole.counted, rule).parts[2] == 0
+    assert (whole.counted[2] == 0) == (loss.parts[2] == 0) == (length == 2)
 
 
 def test_the_z_loss_is_part_of_the_loss() -> None:

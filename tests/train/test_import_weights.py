@@ -5,78 +5,78 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from penstock.base.errors import CheckpointError, ConfigError
 from penstock.config.load import load_run
 from penstock.config.model import Model
 from penstock.config.training import Training
-from penstock.models.build import build_model
 from penstock.models.decoder import Decoder
 from penstock.models.huggingface.weight_folder import WeightFolder
 from penstock.train.checkpoint import CheckpointStore
-from penstock.train.export import export_huggingface
+from penstock.train.export import Precision, export_huggingface
 from penstock.train.import_weights import Upcycling, import_weights, model_in
 from penstock.train.loop import start
 from penstock.train.saved_weights import STEP, WEIGHTS
-from penstock.train.setup import prepare
-from tests.closeness import assert_close
+from penstock.train.setup import Session, prepare
+from tests.closeness import assert_close, assert_equal
 from tests.distributed.one_loss import BASE, Saved, Trace, put_together, saved_by, start_session
 from tests.distributed.pool import Pool
 from tests.models.families import save_huggingface
 from tests.models.huggingface.family_models import VARIANTS
-from tests.train.tiny_run import ENVIRONMENT, tiny_run
+from tests.train.tiny_run import ENVIRONMENT, random_model, tiny_run
 
-CPU = torch.device("cpu")
 FAMILIES = ("deepseek-v3", "llama, tied embeddings, YaRN", "qwen3-moe", "olmoe", "llama4", "gpt-oss", "mixtral")
 
 
-def _decoder(model: Model, folder: Path) -> Decoder:
-    """A model whose every tensor has values that bfloat16 holds."""
-    run = tiny_run(folder, model=model)
-    decoder = build_model(run, CPU)
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for tensor in decoder.state_dict().values():
-            tensor.copy_(torch.randn(tensor.shape, generator=generator).bfloat16())
+def _written(model: Model, folder: Path) -> Decoder:
+    """A model whose every tensor has values that bfloat16 holds, and its folder `theirs`."""
+    decoder = random_model(tiny_run(folder, model=model), torch.bfloat16)
+    save_huggingface(decoder, folder / "theirs")
     return decoder
 
 
-def _imported(folder: Path, source: Path, model: Model, upcycling: Upcycling | None = None) -> None:
+def _imported(folder: Path, model: Model, upcycling: Upcycling | None = None) -> None:
     target = upcycling.model(model) if upcycling else model
-    import_weights(WeightFolder(source), model, tiny_run(folder, model=target), upcycling, folder / "start")
+    run = tiny_run(folder, model=target)
+    import_weights(WeightFolder(folder / "theirs"), model, run, upcycling, folder / "start")
+
+
+def _begun(folder: Path, model: Model, precision: Precision = "fp32") -> Session:
+    """A run that starts with what was imported, before its first step."""
+    training = Training(steps=2, sequence_length=12, precision=precision, initial_weights=str(folder / "start"))
+    session = prepare(tiny_run(folder, model=model, training=training), ENVIRONMENT)
+    assert start(session).steps == 0
+    session.state.batches.close()
+    return session
+
+
+def _exported(folder: Path, model: Model, **options: int) -> dict[str, Tensor]:
+    store = CheckpointStore(folder / "start" / WEIGHTS, keep=0, asynchronous=False)
+    export_huggingface(tiny_run(folder, model=model), store, STEP, folder / "again", "fp32", **options)
+    files = (folder / "again").glob("*.safetensors")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_weights_come_in_and_go_out_bit_for_bit(name: str, tmp_path: Path) -> None:
     model = VARIANTS[name]
-    save_huggingface(_decoder(model, tmp_path), tmp_path / "theirs")
+    _written(model, tmp_path)
     assert model_in(tmp_path / "theirs").family == model.family
-    _imported(tmp_path, tmp_path / "theirs", model)
-    store = CheckpointStore(tmp_path / "start" / WEIGHTS, keep=0, asynchronous=False)
-    export_huggingface(tiny_run(tmp_path, model=model), store, STEP, tmp_path / "again", "fp32", shard_bytes=10_000)
-    again = {
-        name: tensor for file in (tmp_path / "again").glob("*.safetensors") for name, tensor in load_file(file).items()
-    }
-    theirs = load_file(tmp_path / "theirs" / "model.safetensors")
-    assert again.keys() == theirs.keys()
-    assert all(torch.equal(again[name], tensor) for name, tensor in theirs.items())
+    _imported(tmp_path, model)
+    assert_equal(_exported(tmp_path, model, shard_bytes=10_000), load_file(tmp_path / "theirs" / "model.safetensors"))
 
 
 def test_a_run_starts_with_what_was_imported(tmp_path: Path) -> None:
     model = VARIANTS["deepseek-v3"]
-    decoder = _decoder(model, tmp_path)
-    save_huggingface(decoder, tmp_path / "theirs")
-    _imported(tmp_path, tmp_path / "theirs", model)
-    training = Training(steps=2, sequence_length=12, initial_weights=str(tmp_path / "start"))
-    session = prepare(tiny_run(tmp_path, model=model, training=training), ENVIRONMENT)
-    begin = start(session)
-    session.state.batches.close()
-    assert begin.steps == 0
+    decoder = _written(model, tmp_path)
+    _imported(tmp_path, model)
+    session = _begun(tmp_path, model, "bf16")
     (ours,) = session.state.modules
-    assert all(torch.equal(t.float(), decoder.state_dict()[name]) for name, t in ours.state_dict().items())
-    masters = {name: part.tensor for name, part in session.state.optimizer.parts().items()}
-    assert torch.equal(masters["model.embed.weight"], decoder.state_dict()["embed.weight"])
-    assert not masters["moment1.embed.weight"].any()
+    assert_equal({name: tensor.float() for name, tensor in ours.state_dict().items()}, decoder.state_dict())
+    masters = session.state.optimizer.parts()
+    assert torch.equal(masters["model.embed.weight"].tensor, decoder.state_dict()["embed.weight"])
+    assert not masters["moment1.embed.weight"].tensor.any()
 
 
 def _started(overrides: tuple[str, ...]) -> tuple[Trace, Saved]:
@@ -90,8 +90,7 @@ def _started(overrides: tuple[str, ...]) -> tuple[Trace, Saved]:
 @pytest.mark.slow
 def test_any_layout_starts_with_the_same_weights(ranks: Pool, tmp_path: Path) -> None:
     run = load_run("debug", BASE)
-    decoder = _decoder(run.model, tmp_path)
-    save_huggingface(decoder, tmp_path / "theirs")
+    decoder = _written(run.model, tmp_path)
     import_weights(WeightFolder(tmp_path / "theirs"), run.model, run, None, tmp_path / "start")
     source = f'training.initial_weights="{tmp_path / "start"}"'
     for layout in (
@@ -116,22 +115,16 @@ def test_experts_made_of_a_dense_model_compute_the_same_at_first(
     family: str, upcycling: Upcycling, tmp_path: Path
 ) -> None:
     model = VARIANTS[family]
-    dense = _decoder(model, tmp_path).eval()
-    save_huggingface(dense, tmp_path / "theirs")
-    _imported(tmp_path, tmp_path / "theirs", model, upcycling)
-    training = Training(steps=2, sequence_length=12, precision="fp32", initial_weights=str(tmp_path / "start"))
-    session = prepare(tiny_run(tmp_path, model=upcycling.model(model), training=training), ENVIRONMENT)
-    start(session)
-    session.state.batches.close()
-    (made,) = session.state.modules
+    dense = _written(model, tmp_path).eval()
+    _imported(tmp_path, model, upcycling)
+    (made,) = _begun(tmp_path, upcycling.model(model)).state.modules
     assert isinstance(made, Decoder)
     tokens_BS = torch.randint(61, (2, 12), generator=torch.Generator().manual_seed(1))
     positions_BS = torch.arange(12).expand(2, -1)
     with torch.no_grad():
         expected_BSV = dense.logits(tokens_BS, positions_BS)
         made_BSV = made.eval().logits(tokens_BS, positions_BS)
-    weight = upcycling.chosen > 1 or upcycling.granularity > 1 or family == "llama"
-    if weight:
+    if upcycling.chosen > 1 or upcycling.granularity > 1 or family == "llama":
         assert_close(made_BSV, expected_BSV, tolerance=1e-4)
     experts = made.state_dict()["blocks.0.ffn.experts.down_eDF"]
     assert len(experts) == upcycling.copies * upcycling.granularity
@@ -150,20 +143,14 @@ def test_experts_that_cannot_be_made_are_refused(family: str, upcycling: Upcycli
         upcycling.model(VARIANTS[family])
 
 
-def test_weights_of_another_model_are_refused_and_nothing_is_left(tmp_path: Path) -> None:
-    save_huggingface(_decoder(VARIANTS["mixtral"], tmp_path), tmp_path / "theirs")
+def test_weights_of_another_model_and_a_cut_file_are_refused_and_nothing_is_left(tmp_path: Path) -> None:
+    _written(VARIANTS["mixtral"], tmp_path)
     with pytest.raises(CheckpointError, match="weights do not belong to this model"):
-        _imported(tmp_path, tmp_path / "theirs", VARIANTS["olmoe"])
-    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
-
-
-def test_a_cut_file_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
-    model = VARIANTS["mixtral"]
-    save_huggingface(_decoder(model, tmp_path), tmp_path / "theirs")
+        _imported(tmp_path, VARIANTS["olmoe"])
     file = tmp_path / "theirs" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match="cannot read .*model.safetensors"):
-        _imported(tmp_path, tmp_path / "theirs", model)
+        _imported(tmp_path, VARIANTS["mixtral"])
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
 
 
@@ -193,7 +180,7 @@ def test_a_run_whose_weights_are_not_there_does_not_start(tmp_path: Path) -> Non
 
 def test_float8_blocks_are_read_as_what_they_stand_for(tmp_path: Path) -> None:
     model = VARIANTS["deepseek-v3"]
-    save_huggingface(_decoder(model, tmp_path), tmp_path / "theirs")
+    _written(model, tmp_path)
     file = tmp_path / "theirs" / "model.safetensors"
     weights = load_file(file)
     name = next(name for name in weights if name.endswith("experts.0.down_proj.weight"))
@@ -201,7 +188,5 @@ def test_float8_blocks_are_read_as_what_they_stand_for(tmp_path: Path) -> None:
     weights[name] = (weights[name] * 4).to(torch.float8_e4m3fn)
     expected = weights[name].float() * 0.25
     save_file(weights, file)
-    _imported(tmp_path, tmp_path / "theirs", model)
-    store = CheckpointStore(tmp_path / "start" / WEIGHTS, keep=0, asynchronous=False)
-    export_huggingface(tiny_run(tmp_path, model=model), store, STEP, tmp_path / "again", "fp32")
-    assert torch.equal(load_file(tmp_path / "again" / "model.safetensors")[name], expected)
+    _imported(tmp_path, model)
+    assert torch.equal(_exported(tmp_path, model)[name], expected)

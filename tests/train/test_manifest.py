@@ -4,6 +4,7 @@ import json
 import stat
 import tempfile
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from penstock.train.manifest import (
     write_parts,
 )
 from penstock.train.tensor_files import ALIGNMENT, DTYPES, fingerprint, write_tensors
+from tests.closeness import assert_equal
 from tests.examples import examples
 from tests.train.layouts import Layout, ranks_of, write_ranks
 
@@ -57,13 +59,8 @@ def _seal(folder: Path, tensors: dict[str, SavedTensor]) -> None:
     write_manifest(folder, 7, WrittenFiles(tensors, files))
 
 
-def _describe(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+def _describe(tensors: dict[str, Tensor]) -> dict[str, str]:
     return describe({name: whole(tensor) for name, tensor in tensors.items()})
-
-
-def _rewrite(folder: Path, **changes: Any) -> None:
-    content = json.loads((folder / MANIFEST).read_text())
-    (folder / MANIFEST).write_text(json.dumps({**content, **changes}))
 
 
 def test_what_was_written_is_read(folder: Path) -> None:
@@ -105,10 +102,7 @@ def test_a_cut_file_is_named_with_what_it_should_be(folder: Path) -> None:
     ("changes", "message"),
     [
         ({"format": "other"}, "not a Penstock checkpoint: its manifest.json is something else's"),
-        (
-            {"version": VERSION + 1, "penstock": "9.9"},
-            r"another format version; got 3; allowed: 2; .* wrote it \(9\.9\)",
-        ),
+        ({"version": 3, "penstock": "9.9"}, r"another format version; got 3; allowed: 2; .* wrote it \(9\.9\)"),
         ({"version": 1}, r"another format version; got 1; allowed: 2; fix: use the Penstock that wrote it"),
         ({"step": 8}, "manifest.json is damaged; got a checksum that does not match"),
     ],
@@ -116,7 +110,8 @@ def test_a_cut_file_is_named_with_what_it_should_be(folder: Path) -> None:
 def test_a_manifest_that_is_not_ours_not_of_this_version_or_changed_is_refused(
     folder: Path, changes: dict[str, Any], message: str
 ) -> None:
-    _rewrite(folder, **changes)
+    path = folder / MANIFEST
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(CheckpointError, match=message):
         read_manifest(folder)
 
@@ -139,17 +134,14 @@ def test_a_folder_without_manifest_is_foreign(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        (
-            {**TENSORS, "model.c": torch.zeros(1)},
-            r"tensor model\.c; got none in the checkpoint; allowed: float32 \[1\] in",
-        ),
+        ({**TENSORS, "model.c": torch.zeros(1)}, r"tensor model\.c; got none in .*; allowed: float32 \[1\] in"),
         ({"model.a": TENSORS["model.a"]}, r"tensor model\.b; got bfloat16 \[\] in the checkpoint; allowed: none in"),
         ({**TENSORS, "model.a": torch.zeros(3, 2)}, r"tensor model\.a; got float32 \[2, 3\] in .* float32 \[3, 2\] in"),
         ({"x": torch.zeros(1)}, r"tensor x \(and 2 more\); got none"),
     ],
 )
 def test_other_tensors_are_refused_and_the_first_is_named(
-    folder: Path, wanted: dict[str, torch.Tensor], message: str
+    folder: Path, wanted: dict[str, Tensor], message: str
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
         check_tensors(folder, read_manifest(folder).kinds, _describe(wanted))
@@ -215,10 +207,7 @@ def tensors_and_layouts(draw: st.DrawFn) -> tuple[Tensor, Layout, Layout]:
     """A tensor, and two layouts whose cuts divide it. Rows may be fewer than the ranks that divide them."""
     cuts = st.tuples(st.integers(1, 3), st.integers(1, 2))
     dims = draw(st.integers(0, 3))
-    first, second = (
-        draw(st.lists(cuts, min_size=dims, max_size=dims)),
-        draw(st.lists(cuts, min_size=dims, max_size=dims)),
-    )
+    first, second = (draw(st.lists(cuts, min_size=dims, max_size=dims)) for _ in range(2))
     sizes = [draw(st.integers(1, 2)) * a * b * c * d for (a, b), (c, d) in zip(first, second, strict=True)]
     values = torch.randint(0, 2**15, sizes, generator=torch.Generator().manual_seed(draw(st.integers(0, 99))))
     tensor = values.to(draw(st.sampled_from(PART_DTYPES)))
@@ -237,13 +226,9 @@ def test_what_one_layout_wrote_every_other_reads(case: tuple[Tensor, Layout, Lay
         folder = Path(name)
         written = write_ranks(folder, [{"w": part} for part in before.parts(tensor)])
         for expected in after.parts(tensor):
-            target = torch.zeros_like(expected.tensor)
-            fill_parts(
-                folder,
-                written.tensors,
-                {"w": ShardedTensor(tensor=target, shape=expected.shape, pieces=expected.pieces)},
-            )
-            assert torch.equal(target, expected.tensor)
+            target = replace(expected, tensor=torch.zeros_like(expected.tensor))
+            fill_parts(folder, written.tensors, {"w": target})
+            assert torch.equal(target.tensor, expected.tensor)
 
 
 def test_only_what_is_needed_is_read(tmp_path: Path) -> None:
@@ -268,16 +253,16 @@ def test_a_rank_that_writes_nothing_leaves_no_file_and_says_what_it_holds(tmp_pa
 
 
 def test_files_hold_as_many_tensors_as_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manifest, "FILE_BYTES", 100)
+    monkeypatch.setattr(manifest, "FILE_BYTES", 100)  # 25 floats
     sizes = [10, 15, 1, 60, 5, 20]  # floats: 40 60 | 4 | 240 | 20 80
     tensors = {str(index): torch.full((size,), float(index)) for index, size in enumerate(sizes)}
     written = write_parts(tmp_path, {name: whole(tensor) for name, tensor in tensors.items()}, 1)
     files = [next(iter(one.rectangles.values())) for one in written.tensors.values()]
     assert [int(file[14:19]) for file in files] == [0, 0, 1, 2, 3, 3]
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(written.files) == sorted(set(files))
-    into = {name: whole(torch.zeros_like(tensor)) for name, tensor in tensors.items()}
-    fill_parts(tmp_path, written.tensors, into)
-    assert all(torch.equal(into[name].tensor, tensor) for name, tensor in tensors.items())
+    into = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    fill_parts(tmp_path, written.tensors, {name: whole(tensor) for name, tensor in into.items()})
+    assert_equal(into, tensors)
 
 
 def test_the_library_reads_every_type_and_shape_and_a_file_is_aligned_readable_and_never_overwritten(
@@ -287,10 +272,7 @@ def test_the_library_reads_every_type_and_shape_and_a_file_is_aligned_readable_a
     tensors |= {"scalar": torch.tensor(2.5), "turned": torch.randn(3, 5).t(), "part": torch.randn(4, 4)[1:3, ::2]}
     path, plain = tmp_path / "a", tmp_path / "plain"
     write_tensors(path, tensors)
-    loaded = load_file(path)
-    assert loaded.keys() == tensors.keys()
-    assert all(loaded[name].dtype == tensor.dtype for name, tensor in tensors.items())
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+    assert_equal(load_file(path), tensors)
     assert (8 + int.from_bytes(path.read_bytes()[:8], "little")) % ALIGNMENT == 0
     plain.write_text("mine")
     assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE(plain.stat().st_mode)

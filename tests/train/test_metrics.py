@@ -41,7 +41,7 @@ def test_a_line_says_what_the_step_was() -> None:
     assert (line["step"], line["loss"], line["mtp_losses"], line["tokens_seen"]) == (2, 2.5, [3.0], 96)
     assert (line["model_flops_utilization"], line["forced_balance"]) == (0.41, True)
     assert line["phase_seconds"] == {"forward": 0.1}
-    assert math.isclose(line["expert_load_max_over_mean"], 1.6)
+    assert math.isclose(line["expert_load_max_over_mean"], 1.6)  # 40 of 100 slots on one of 4 experts
     assert line["dropped_slots"] == 3
     assert math.isclose(line["auxiliary_loss"], 0.03)
 
@@ -62,7 +62,7 @@ def test_steps_between_records_are_left_out_unless_they_evaluate(tmp_path: Path)
     assert steps_in(path) == [4, 5, 8]
 
 
-def test_lines_after_the_checkpoint_are_dropped_exactly(tmp_path: Path) -> None:
+def test_lines_after_the_checkpoint_and_one_that_a_killed_run_left_unfinished_are_dropped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write(path, [step_report(step) for step in (1, 2)])
     kept = path.read_bytes()
@@ -71,15 +71,9 @@ def test_lines_after_the_checkpoint_are_dropped_exactly(tmp_path: Path) -> None:
     assert path.read_bytes() == kept
     write(path, [step_report(3)])
     assert steps_in(path) == [1, 2, 3]
-
-
-def test_a_line_that_a_killed_run_left_unfinished_is_dropped(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    write(path, [step_report(1), step_report(2)])
-    assert steps_in(path) == [1, 2], "each line is on disk at once"
     path.write_bytes(path.read_bytes()[:-7])
     drop_after(path, 5)
-    assert steps_in(path) == [1]
+    assert path.read_bytes() == kept
 
 
 @pytest.mark.parametrize("text", ["hello\n", "[1]\n", '{"step": null}\n', "\xff\n"])
@@ -96,9 +90,8 @@ def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     metrics.closed()
     full = Mock(write=Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
     monkeypatch.setattr(metrics, "_file", full)
-    with pytest.raises(RunFolderError, match="No space left on device") as refusal:
+    with pytest.raises(RunFolderError, match="No space left on device; fix: free space, --resume"):
         metrics.stepped(step_report(1))
-    assert "\n" not in str(refusal.value)
 
 
 def test_every_number_of_a_line_has_a_name_for_people() -> None:

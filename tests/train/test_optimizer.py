@@ -10,7 +10,7 @@ from penstock.config.parallel import Offload
 from penstock.parallel.shard import ParamShard
 from penstock.train.adamw import BYTES, UNIT, FusedAdamW, StreamedAdamW, is_decayed
 from penstock.train.optimizer import MasterAdamW, clip_divisor
-from tests.closeness import assert_close
+from tests.closeness import assert_close, assert_equal
 from tests.examples import examples
 from tests.train.small_model import SETTINGS, SmallModel, holdings_of, tokens
 
@@ -111,7 +111,7 @@ def test_updates_too_small_for_bfloat16_are_not_lost() -> None:
         optimizer.zero_gradients()
         parameter.sum().backward()
         optimizer.step(1e-4)
-    assert_close(parameter[0, 0], 0.99, tolerance=0.004)
+    assert_close(parameter[0, 0], 0.99, tolerance=0.004)  # bfloat16 below 1 has steps of 0.0039
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -145,7 +145,7 @@ def test_a_kernel_may_add_to_the_gradient_buffer_itself() -> None:
 def test_clipping_scales_to_the_limit_and_never_up(limit: float, expected: float) -> None:
     model = SmallModel(torch.bfloat16)
     optimizer = MasterAdamW(holdings_of(model), SETTINGS)
-    optimizer.gradient_of("embed.weight")[0, 0] = 5.0
+    optimizer.gradient_of("embed.weight")[0, 0] = 5.0  # 5, 12 and 13 are a right triangle
     optimizer.gradient_of("router.weight")[0, 0] = 12.0
     norm = optimizer.gradient_norm()
     assert (norm.item(), norm.dtype, norm.shape) == (13.0, torch.float32, ())
@@ -156,29 +156,34 @@ def test_clipping_scales_to_the_limit_and_never_up(limit: float, expected: float
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_saved_before_or_after_a_step_continues_bit_for_bit(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("places", [("device", "device"), ("device", "host"), ("host", "device")], ids="-".join)
+def test_what_is_saved_before_or_after_a_step_continues_bit_for_bit_on_the_device_or_the_host(
+    dtype: torch.dtype, places: tuple[str, str]
+) -> None:
     for done in (0, 2):
-        first, second = SmallModel(dtype).eval(), SmallModel(dtype, seed=1).eval()
-        optimizers = [MasterAdamW(holdings_of(model), SETTINGS) for model in (first, second)]
-        _train(first, optimizers[0], range(done))
+        models = [SmallModel(dtype, seed).eval() for seed in (0, 1)]
+        optimizers = [
+            MasterAdamW(holdings_of(model), SETTINGS, offload=Offload(optimizer=place == "host"))
+            for model, place in zip(models, places, strict=True)
+        ]
+        _train(models[0], optimizers[0], range(done))
+        saved = _saved(optimizers[0])
         for name, tensor in _saved(optimizers[1]).items():
-            tensor.copy_(_saved(optimizers[0])[name])
+            tensor.copy_(saved[name])
         optimizers[1].loaded()
-        for model, optimizer in zip((first, second), optimizers, strict=True):
+        assert_equal(list(models[1].parameters()), list(models[0].parameters()))
+        for model, optimizer in zip(models, optimizers, strict=True):
             _train(model, optimizer, range(done, done + 2))
-        for mine, other in zip(first.parameters(), second.parameters(), strict=True):
-            assert torch.equal(mine, other)
-        saved = _saved(optimizers[1])
-        assert saved["step"].item() == done + 2
-        for name, tensor in _saved(optimizers[0]).items():
-            assert torch.equal(tensor, saved[name]), name
+        assert_equal(list(models[1].parameters()), list(models[0].parameters()))
+        assert_equal(_saved(optimizers[1]), _saved(optimizers[0]))
+        assert _saved(optimizers[1])["step"].item() == done + 2
 
 
 def _train(model: SmallModel, optimizer: MasterAdamW, steps: range) -> None:
     for step in steps:
         optimizer.zero_gradients()
         model(tokens(step)).backward()
-        optimizer.step(0.01)
+        optimizer.step(0.01, clip_divisor(optimizer.gradient_norm().item(), 0.3))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -214,7 +219,6 @@ SHAPES = {
     "down.weight": (5, 7, 11),
     "router.weight": (13, 17),
 }
-HOST = Offload(optimizer=True)
 
 
 def _values(device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -242,14 +246,10 @@ def _check_same_bits(device: torch.device, dtype: torch.dtype, chunk_bytes: int)
             gradient.zero_()
     streamed.settle()
     assert streamed.step.item() == fused.step.item() == 3
+    assert_equal(streamed_values, values)
+    for name in ("masters", "moments1", "moments2"):
+        assert_equal(vars(streamed)[name], vars(fused)[name], what=name)
     for name, value in values.items():
-        assert torch.equal(streamed_values[name], value), name
-        for one, other in (
-            (streamed.masters, fused.masters),
-            (streamed.moments1, fused.moments1),
-            (streamed.moments2, fused.moments2),
-        ):
-            assert torch.equal(one[name].cpu(), other[name].cpu()), name
         is_own = value.dtype == torch.float32
         assert (streamed.masters[name] is streamed_values[name]) == is_own
         assert streamed.moments1[name].device == CPU
@@ -262,56 +262,19 @@ def test_updates_are_those_of_an_optimizer_on_the_device_to_the_bit(dtype: torch
     _check_same_bits(CPU, dtype, units * UNIT * BYTES)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_run_is_the_same_to_the_bit_and_goes_on_from_a_checkpoint(dtype: torch.dtype) -> None:
-    models = [SmallModel(dtype).eval() for _ in range(2)]
-    optimizers = [
-        MasterAdamW(holdings_of(model), SETTINGS, offload=offload)
-        for model, offload in zip(models, (Offload(), HOST), strict=True)
-    ]
-    for step in range(4):
-        if step == 2:  # each goes on as the other
-            models = [SmallModel(dtype, seed=1).eval() for _ in range(2)]
-            saved = [{name: part.tensor.clone() for name, part in one.parts().items()} for one in optimizers]
-            optimizers = [
-                MasterAdamW(holdings_of(model), SETTINGS, offload=offload)
-                for model, offload in zip(models, (HOST, Offload()), strict=True)
-            ]
-            for optimizer, tensors in zip(optimizers, saved, strict=True):
-                for name, part in optimizer.parts().items():
-                    part.tensor.copy_(tensors[name])
-                optimizer.loaded()
-            for one, other in zip(*(model.parameters() for model in models), strict=True):
-                assert torch.equal(one, other)
-        for model, optimizer in zip(models, optimizers, strict=True):
-            optimizer.zero_gradients()
-            model(tokens(step)).backward()
-            optimizer.step(0.01, clip_divisor(optimizer.gradient_norm().item(), 0.3))
-    parts = [optimizer.parts() for optimizer in optimizers]
-    assert parts[0].keys() == parts[1].keys()
-    for name, part in parts[0].items():
-        assert torch.equal(part.tensor, parts[1][name].tensor), name
-    for one, other in zip(*(model.parameters() for model in models), strict=True):
-        assert torch.equal(one, other)
-
-
 @pytest.mark.parametrize(("dtype", "bytes_"), [(torch.bfloat16, 12), (torch.float32, 8)])
 def test_what_is_its_own_master_stays_and_only_its_moments_go(dtype: torch.dtype, bytes_: int) -> None:
     weight = nn.Linear(64, 1024, bias=False, dtype=dtype)
-    memory = MasterAdamW(holdings_of(weight), SETTINGS, offload=HOST).memory()
+    memory = MasterAdamW(holdings_of(weight), SETTINGS, offload=Offload(optimizer=True)).memory()
     assert memory.host == bytes_ * weight.weight.numel()
     assert memory.optimizer == 2 * memory.host, "all of it is one chunk"
     streamed = StreamedAdamW(
         {"weight": weight.weight.detach()}, {"weight": torch.zeros(1024, 64)}, SETTINGS, chunk_bytes=1 << 14
     )
-    assert streamed.device_bytes <= 2 << 14
-
-
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+    assert streamed.device_bytes <= 2 << 14  # two chunks
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("chunk_bytes", [UNIT * BYTES, 5 * UNIT * BYTES, 1 << 26])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_updates_on_a_gpu_are_those_of_an_optimizer_on_it_to_the_bit(dtype: torch.dtype, chunk_bytes: int) -> None:
@@ -319,7 +282,6 @@ def test_updates_on_a_gpu_are_those_of_an_optimizer_on_it_to_the_bit(dtype: torc
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_a_step_waits_for_nothing_and_leaves_nothing_but_two_chunks_on_the_gpu() -> None:
     values = {f"weight{index}": torch.randn(1 << 12, 1 << 10, device="cuda").bfloat16() for index in range(8)}
     gradients = {name: torch.randn_like(value, dtype=torch.float32) for name, value in values.items()}

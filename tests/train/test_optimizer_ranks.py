@@ -7,7 +7,7 @@ last ones here and not there.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from penstock.layout.sharding import Cut, LocalSlice
 from penstock.parallel.axes import Axes, make_axes
 from penstock.parallel.shard import ParamShard, ShardedTensor, shard_fully
 from penstock.train.optimizer import MasterAdamW
-from tests.closeness import assert_close
+from tests.closeness import assert_close, assert_equal
 from tests.distributed.pool import Pool
 from tests.train.small_model import SETTINGS, holdings_of
 
@@ -31,13 +31,13 @@ SHAPES = {
     "units.0.norm": (7,),
     "units.0.router": (4, 3),
     "units.1.down": (9, 2, 2),
-    "units.1.bias": (1,),
+    "units.1.bias": (1,),  # fewer rows than ranks
     "units.1.scale": (),
     "embed": (8, 4),
 }
 CUT = {"units.0.up": Cut(dim=0, index=0, count=2, blocks=3), "embed": Cut(dim=1, index=0, count=2)}
 REPLICATED = ("units.0.router", "units.1.scale")
-STEPS, MICRO_BATCHES, RATE = 2, 2, 0.01
+STEPS, MICRO_BATCHES, RATE = 2, 2, 0.01  # RATE: learning rate
 
 
 @dataclass(frozen=True)
@@ -105,10 +105,7 @@ def _gradient(name: str, step: int, micro_batch: int, data: int, tensor: int) ->
 
 
 def _cuts(name: str, axes: Axes) -> tuple[Cut, ...]:
-    if name not in CUT or axes.tensor.size == 1:
-        return ()
-    cut = CUT[name]
-    return (Cut(dim=cut.dim, index=axes.tensor.rank, count=cut.count, blocks=cut.blocks),)
+    return (replace(CUT[name], index=axes.tensor.rank),) if name in CUT and axes.tensor.size > 1 else ()
 
 
 def _take(whole: Tensor, pieces: tuple[LocalSlice, ...], shape: tuple[int, ...]) -> Tensor:
@@ -146,10 +143,8 @@ def _train(case: Case) -> Outcome:
 
     def holding(name: str, parameter: nn.Parameter) -> ParamShard:
         cuts = _cuts(name, axes)
-        partial = (tensor,) if tensor.size > 1 and not cuts else ()
-        return ParamShard(
-            name=name, parameter=parameter, shape=SHAPES[name], cuts=cuts, data=axes.dense_data, partial=partial
-        )
+        partial, data = (tensor,) if tensor.size > 1 and not cuts else (), axes.dense_data
+        return ParamShard(name=name, parameter=parameter, shape=SHAPES[name], cuts=cuts, data=data, partial=partial)
 
     def take(name: str, whole: Tensor) -> Tensor:
         one = holding(name, nn.Parameter(torch.empty(0)))
@@ -159,10 +154,8 @@ def _train(case: Case) -> Outcome:
     full = case.parallel.shard == "full"
     model = _model(case, take, masters=full)
     if full:
-        ignored = {model.get_parameter(name) for name in REPLICATED}
-        shard_fully(
-            list(model.units), model, axes.dense_data, case.parallel, torch.device("cpu"), compute, ignored, inner={}
-        )
+        ignored, cpu = {model.get_parameter(name) for name in REPLICATED}, torch.device("cpu")
+        shard_fully(list(model.units), model, axes.dense_data, case.parallel, cpu, compute, ignored, inner={})
     holdings = [holding(name, parameter) for name, parameter in model.named_parameters()]
     optimizer = MasterAdamW(
         holdings,
@@ -270,8 +263,7 @@ def test_parameters_follow_masters_that_are_loaded(ranks: Pool, shard: str, offl
     case = Case(Parallel.model_validate({"shard": shard}), bf16=True, offload=offload)
     alone = _alone(case)
     for parameters in ranks.run(4, _load, case, {name: part.tensor for name, part in alone.parts.items()}):
-        for name, value in parameters.items():
-            assert torch.equal(value, alone.parameters[name]), name
+        assert_equal(parameters, alone.parameters)
 
 
 @pytest.mark.parametrize(

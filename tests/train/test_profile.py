@@ -11,21 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from penstock.base.spans import Span
-from penstock.config.load import load_run
 from penstock.config.parallel import Recompute
 from penstock.config.training import Profile
-from penstock.parallel.launch.environment import Environment
 from penstock.train.loop import Progress, open_store, train_run
 from penstock.train.profile import memory_lines
 from penstock.train.run_folder import RunFolder
 from penstock.train.setup import prepare
 from penstock.train.stop import StopRequest
+from tests.distributed.one_loss import start_session
 from tests.distributed.pool import Pool
 from tests.train.test_loop import EndsAfter, lines_of, start
-from tests.train.tiny_run import TRAINING, Recorder, tiny_run
+from tests.train.tiny_run import ENVIRONMENT, TRAINING, Recorder, tiny_run
 
 Event = Mapping[str, Any]
 
@@ -65,7 +63,7 @@ def test_steps_are_recorded_with_their_phases_layers_and_parts(tmp_path: Path) -
     for name in ("route", "sort", "dispatch", "experts", "combine", "shared"):
         assert counts[name] == experts + held_out, name
     assert counts["micro-batch 0"] == counts["micro-batch 1"] == counts["reduce"] == counts["optimizer"] == 2
-    assert counts["layer 2"] == counts["mtp"] == 2 * 2 + 2
+    assert counts["layer 2"] == counts["mtp"] == 2 * 2 + 2  # two steps of two micro-batches, and the evaluation
     assert (counts["evaluate"], counts["save"]) == (1, 1)
     layer = next(event for event in spans_in(trace) if event["name"] == "experts")
     assert path_at(trace, layer) == ["step 2", "micro-batch 0", "forward", "layer 1"]
@@ -114,7 +112,7 @@ def test_operators_of_backward_lead_to_the_span_of_forward(tmp_path: Path) -> No
 def test_a_rank_that_is_not_named_records_nothing(tmp_path: Path) -> None:
     run = tiny_run(tmp_path, profile=Profile(start=2, steps=1, ranks=(1,)))
     loose = run.model_copy(update={"profile": Profile()})
-    session = prepare(loose, Environment(color=False, threads=1, world_size=1))
+    session = prepare(loose, ENVIRONMENT)
     folder = RunFolder(tmp_path / "tiny")
     folder.path.mkdir(parents=True)
     train_run(replace(session, run=run), folder, open_store(run, folder), Progress(), [], StopRequest())
@@ -158,7 +156,7 @@ def test_memory_of_a_span_is_what_was_held_at_its_end_and_at_most() -> None:
         _span("layer 0", 20.0, 30.0, tid=2),
         _block(5.0, 100),
         _block(22.0, 300),
-        _block(25.0, 900, device=0),
+        _block(25.0, 900, device=0),  # of the host
         _block(26.0, 200),
         _block(45.0, 500),
     ]
@@ -168,23 +166,16 @@ def test_memory_of_a_span_is_what_was_held_at_its_end_and_at_most() -> None:
     assert all(line["reserved_bytes"] == 2 * line["allocated_bytes"] for line in memory_lines(events))
 
 
-def _train_on_ranks(folder: str, overrides: tuple[str, ...]) -> None:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    environment = Environment(
-        color=False, threads=1, world_size=world, rank=rank, local_rank=rank, local_world_size=world
-    )
-    steps = ["training.steps=3", "profile.start=2", "profile.steps=2", "evaluation.rows=0", "schedule.warmup_steps=1"]
-    run = load_run("debug", [*steps, *overrides])
-    home = RunFolder(Path(folder))
-    session = prepare(run, environment)
-    train_run(session, home, open_store(run, home, session.axes.world), Progress(), [], StopRequest())
+def _train_on_ranks(folder: str, layout: str) -> None:
+    steps = ("training.steps=3", "profile.start=2", "profile.steps=2", "evaluation.rows=0", "training.micro_batch=2")
+    session, home = start_session((*steps, layout)), RunFolder(Path(folder))
+    train_run(session, home, open_store(session.run, home, session.axes.world), Progress(), [], StopRequest())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["parallel.expert=2", "parallel.pipeline=2"])
 def test_two_ranks_leave_traces_that_name_what_they_did(layout: str, ranks: Pool, tmp_path: Path) -> None:
-    overrides = (layout, "device=cpu", "checkpoint.enabled=false", "training.global_batch=8", "training.micro_batch=2")
-    ranks.run(2, _train_on_ranks, str(tmp_path), overrides)
+    ranks.run(2, _train_on_ranks, str(tmp_path), layout)
     for rank in (0, 1):
         trace = trace_of(RunFolder(tmp_path), rank)
         names = set(names_in(trace))

@@ -86,10 +86,8 @@ def test_an_evaluation_stays_until_the_next_and_unknown_values_are_absent(endpoi
 def test_only_what_grows_is_a_counter(endpoint: PrometheusEndpoint) -> None:
     endpoint.stepped(step_report(1, evaluation=HELD_OUT, phase_seconds={"forward": 0.1}, model_flops_utilization=0.4))
     kinds = dict(line.split()[2:4] for line in text_of(endpoint).splitlines() if line.startswith("# TYPE"))
-    assert {name for name, kind in kinds.items() if kind == "counter"} == {
-        "penstock_steps_total",
-        "penstock_tokens_total",
-    }
+    counters = {name for name, kind in kinds.items() if kind == "counter"}
+    assert counters == {"penstock_steps_total", "penstock_tokens_total"}
     assert set(kinds.values()) == {"counter", "gauge"}
 
 

@@ -2,6 +2,7 @@
 
 import errno
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -65,10 +66,7 @@ def test_two_runs_that_start_at_once_get_two_folders(run: Run, monkeypatch: pyte
 
 
 def test_nothing_is_left_behind_when_the_disk_is_full(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_space(path: Path, text: str) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(run_folder, "write_whole", no_space)
+    monkeypatch.setattr(run_folder, "write_whole", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
     with pytest.raises(RunFolderError, match="cannot make a run folder in .*; got No space left on device"):
         create_run_folder(run, number_if_taken=True)
     assert list(Path(run.record.folder).iterdir()) == []
@@ -120,11 +118,7 @@ def test_what_a_run_is_may_not_change(override: str, field: str, run: Run) -> No
 def test_a_file_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "config.toml"
     write_whole(path, "old")
-
-    def crash(descriptor: int) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr("os.fsync", crash)
+    monkeypatch.setattr("os.fsync", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
     with pytest.raises(OSError, match="Input/output"):
         write_whole(path, "new")
     assert path.read_text() == "old"

@@ -56,7 +56,7 @@ def test_after_warm_up_the_rate_only_falls_and_no_step_jumps(run: tuple[int, Lea
     falling = _rates(steps, schedule)[top:]
     assert falling == sorted(falling, reverse=True)
     fall = 1.0 - schedule.final_ratio
-    length = len(falling) - 1
+    length = len(falling) - 1  # steps of the decay
     if schedule.decay == "wsd":
         length = min(schedule.decay_steps or max(1, steps // 10), length)
     steepest = fall / max(length, 1) * (math.pi / 2 if schedule.decay == "cosine" else 1.0)
@@ -74,9 +74,8 @@ def test_after_warm_up_the_rate_only_falls_and_no_step_jumps(run: tuple[int, Lea
     ],
 )
 def test_each_shape_is_the_one_that_its_name_says(decay: str, tenths: list[float]) -> None:
-    schedule = LearningRateSchedule.model_validate(
-        {"warmup_steps": 4, "decay": decay, "decay_steps": 3, "final_ratio": 0.2}
-    )
+    fields = {"warmup_steps": 4, "decay": decay, "decay_steps": 3, "final_ratio": 0.2}
+    schedule = LearningRateSchedule.model_validate(fields)
     assert [learning_rate(step, 12, 10.0, schedule) for step in range(12)] == pytest.approx(tenths)
 
 

@@ -1,11 +1,12 @@
 """A session holds everything that a run needs, and leaves nothing on disk."""
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from penstock.base.errors import ConfigError, DataError, DeviceError
+from penstock.base.errors import ConfigError, DataError
 from penstock.config.data import Data
 from penstock.config.fit import grid_of
 from penstock.config.load import load_run
@@ -23,7 +24,7 @@ from penstock.train.setup import (
     rehearse,
     state_bytes,
 )
-from tests.train.tiny_run import ENVIRONMENT, tiny_run
+from tests.train.tiny_run import CPU, ENVIRONMENT, TRAINING, byte_run, tiny_run
 
 
 def session_of(run: Run) -> Session:
@@ -59,16 +60,9 @@ def test_the_seed_decides_the_weights(tmp_path: Path) -> None:
     assert not torch.equal(first.whole.head_VD, other.whole.head_VD)
 
 
-def test_a_missing_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(DeviceError, match="there is no GPU"):
-        prepare(tiny_run(tmp_path, device="cuda"), ENVIRONMENT)
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_bytes_of_state_are_those_of_the_tensors(precision: str, tmp_path: Path) -> None:
-    run = tiny_run(tmp_path)
-    run = run.model_copy(update={"training": run.training.model_copy(update={"precision": precision})})
+    run = tiny_run(tmp_path, training=TRAINING.model_copy(update={"precision": precision}))
     session = session_of(run)
     held = [*session.model.whole.parameters(), *(tensor for _, tensor in session.state.optimizer.gradients())]
     held += [part.tensor for name, part in session.state.optimizer.parts().items() if name != "step"]
@@ -86,19 +80,12 @@ def test_a_run_may_keep_its_optimizer_on_the_host(tmp_path: Path) -> None:
 def test_held_out_documents_of_one_token_are_refused(tmp_path: Path) -> None:
     (tmp_path / "train.txt").write_text("some text to learn from " * 40)
     (tmp_path / "held_out.txt").write_text("x")
-    data = Data(
-        source="text",
-        files=(str(tmp_path / "train.txt"),),
-        validation_files=(str(tmp_path / "held_out.txt"),),
-        document_mask=True,
-    )
-    run = tiny_run(tmp_path, data=data, evaluation=Evaluation(rows=2))
-    run = run.model_copy(update={"model": run.model.model_copy(update={"vocab_size": 257})})
+    files = {"files": (f"{tmp_path}/train.txt",), "validation_files": (f"{tmp_path}/held_out.txt",)}
+    data = Data(source="text", document_mask=True, **files)
     with pytest.raises(DataError, match="predict no text.*evaluation.rows"):
-        open_texts(run)
+        open_texts(byte_run(tmp_path, data=data, evaluation=Evaluation(rows=2)))
 
 
-CPU = torch.device("cpu")
 LAYOUTS = (
     (),
     ("training.precision=bf16",),
@@ -137,12 +124,8 @@ def test_one_rank_needs_the_state_of_the_run() -> None:
 )
 def test_what_does_not_fit_is_said_with_what_to_do(target: str, overrides: tuple[str, ...], cause: str) -> None:
     run = load_run(target, overrides)
-    shortage = find_shortage(run, grid_of(run, 1), CPU, 1)
-    assert shortage is not None
-    with pytest.raises(
-        type(shortage), match=f"{cause}.*; got a need of .* GB; fix: .*penstock plan.*check_memory=false"
-    ):
-        raise shortage
+    told = str(find_shortage(run, grid_of(run, 1), CPU, 1))
+    assert re.search(f"{cause}.*; got a need of .* GB; fix: .*penstock plan.*check_memory=false", told)
     fitting = load_run("debug")
     assert find_shortage(fitting, grid_of(fitting, 1), CPU, 1) is None
     assert "of 100000 ranks" in str(find_shortage(fitting, grid_of(fitting, 1), CPU, 100_000)), "they share the memory"

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -16,12 +17,21 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from penstock.base.errors import DeviceError, RunFolderError
 from penstock.cli.main import main
-from penstock.config.load import dump_toml, load_run
+from penstock.config.load import dump_toml
 from penstock.config.run import Run
 from penstock.config.training import Record
 from penstock.train.observer import Observer, RunStart, StepReport
 from penstock.train.run_folder import RunFolder
-from penstock.train.sinks import WAITING, BackgroundSink, StartsFile, TensorBoard, check_sinks, open_sinks, start_record
+from penstock.train.sinks import (
+    CLOSE_SECONDS,
+    WAITING,
+    BackgroundSink,
+    StartsFile,
+    TensorBoard,
+    check_sinks,
+    open_sinks,
+    start_record,
+)
 from tests.train.tiny_run import HELD_OUT, Recorder, run_start, step_report, tiny_run
 
 
@@ -33,9 +43,7 @@ def threads_as_they_were() -> Iterator[None]:
 
 
 def hide(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
-    monkeypatch.setattr(
-        "penstock.train.sinks.find_spec", lambda name: None if name == package else find_spec("json"), raising=True
-    )
+    monkeypatch.setattr("penstock.train.sinks.find_spec", lambda name: None if name == package else find_spec("json"))
 
 
 def with_record(folder: Path, **changes: object) -> Run:
@@ -106,12 +114,14 @@ def test_a_missing_package_is_one_line_and_leaves_no_run(
 
 
 class Sink(Recorder):
-    """Remembers what it was told; raises at a step, or waits at one for a gate to open."""
+    """Remembers what it was told; raises at a step, or waits at one for a gate to open. `sink` forwards to it."""
 
-    def __init__(self, fails_at: int = 0, waits_at: int = 0) -> None:
+    def __init__(self, fails_at: int = 0, waits_at: int = 0, close_seconds: float = CLOSE_SECONDS) -> None:
         super().__init__()
         self.fails_at, self.waits_at = fails_at, waits_at
         self.gate, self.waits = threading.Event(), threading.Event()
+        self.told: list[str] = []
+        self.sink = BackgroundSink("a service", lambda: self, self.told.append, close_seconds)
 
     def stepped(self, report: StepReport) -> None:
         super().stepped(report)
@@ -123,7 +133,7 @@ class Sink(Recorder):
 
 
 @pytest.fixture
-def start(tmp_path) -> RunStart:  # type: ignore[no-untyped-def]
+def start(tmp_path: Path) -> RunStart:
     return run_start(tiny_run(tmp_path))
 
 
@@ -132,25 +142,22 @@ def drive(sink: BackgroundSink, start: RunStart, steps: int) -> None:
     for step in range(1, steps + 1):
         sink.stepped(step_report(step))
     sink.saved(steps)
+    sink.closed()
 
 
 def test_everything_reaches_a_sink_in_its_order(start: RunStart) -> None:
-    inner, told = Sink(), list[str]()
-    sink = BackgroundSink("a service", lambda: inner, told.append)
-    drive(sink, start, 3)
-    sink.closed()
+    inner = Sink()
+    drive(inner.sink, start, 3)
     assert inner.starts == [start]
     assert [report.step for report in inner.reports] == [1, 2, 3]
-    assert (inner.saves, inner.is_closed, told) == ([3], True, [])
+    assert (inner.saves, inner.is_closed, inner.told) == ([3], True, [])
 
 
 def test_a_sink_that_fails_is_told_once_and_closed(start: RunStart) -> None:
-    inner, told = Sink(fails_at=2), list[str]()
-    sink = BackgroundSink("a service", lambda: inner, told.append)
-    drive(sink, start, 9)
-    sink.closed()
-    sink.closed()
-    assert told == ["a service is off from here on, the run goes on without it (ConnectionError: the service)"]
+    inner = Sink(fails_at=2)
+    drive(inner.sink, start, 9)
+    inner.sink.closed()
+    assert inner.told == ["a service is off from here on, the run goes on without it (ConnectionError: the service)"]
     assert [report.step for report in inner.reports] == [1, 2]
     assert inner.is_closed
 
@@ -171,31 +178,27 @@ def test_a_sink_that_cannot_be_opened_is_told_once(error: BaseException, told: s
 
     sink = BackgroundSink("the endpoint", open_sink, lines.append)
     drive(sink, start, 3)
-    sink.closed()
     assert lines == [f"the endpoint is off from here on, the run goes on without it ({told})"]
     assert threads[0] is not threading.current_thread() and not threads[0].is_alive()
 
 
 def test_a_slow_sink_misses_steps_and_the_run_does_not_wait(start: RunStart) -> None:
-    inner, told = Sink(waits_at=1), list[str]()
-    sink = BackgroundSink("a service", lambda: inner, told.append)
-    sink.started(start)
-    sink.stepped(step_report(1))
+    inner = Sink(waits_at=1)
+    inner.sink.started(start)
+    inner.sink.stepped(step_report(1))
     assert inner.waits.wait(10), "the sink has begun with the first step"
     for step in range(2, WAITING + 5):
-        sink.stepped(step_report(step))
+        inner.sink.stepped(step_report(step))
     inner.gate.set()
-    sink.closed()
+    inner.sink.closed()
     assert [report.step for report in inner.reports] == list(range(1, WAITING + 2))
-    assert told == ["a service was too slow for 3 reports, which are missing there"]
+    assert inner.told == ["a service was too slow for 3 reports, which are missing there"]
 
 
 def test_a_sink_that_hangs_is_left_behind(start: RunStart) -> None:
-    inner, told = Sink(waits_at=1), list[str]()
-    sink = BackgroundSink("a service", lambda: inner, told.append, close_seconds=0.05)
-    drive(sink, start, 2)
-    sink.closed()
-    assert told == ["a service has not ended after 0.05 s and is left behind"]
+    inner = Sink(waits_at=1, close_seconds=0.05)
+    drive(inner.sink, start, 2)
+    assert inner.told == ["a service has not ended after 0.05 s and is left behind"]
     inner.gate.set()  # so that the thread ends with the test
 
 
@@ -225,30 +228,18 @@ def test_tensorboard_hides_points_after_the_checkpoint(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 0.0), (2, 1.0)]
 
 
-def start_of(steps_done: int = 0) -> RunStart:
-    return RunStart(
-        run=load_run("debug"),
-        folder=Path("runs/debug"),
-        device_name="NVIDIA H200",
-        kernels="reference",
-        parameters=1000,
-        active_parameters=300,
-        steps_done=steps_done,
-        ranks=4,
-    )
-
-
-def test_every_start_adds_a_line_or_the_error_is_told(tmp_path: Path) -> None:
+def test_every_start_adds_a_line_or_the_error_is_told(tmp_path: Path, start: RunStart) -> None:
     for steps_done in (0, 20):
-        StartsFile(tmp_path / "starts.jsonl").started(start_of(steps_done))
+        StartsFile(tmp_path / "starts.jsonl").started(replace(start, steps_done=steps_done))
     lines = [json.loads(line) for line in (tmp_path / "starts.jsonl").read_text().splitlines()]
     assert [line["steps_done"] for line in lines] == [0, 20]
     with pytest.raises(RunFolderError, match="cannot write"):
-        StartsFile(tmp_path / "gone" / "starts.jsonl").started(start_of())
+        StartsFile(tmp_path / "gone" / "starts.jsonl").started(start)
 
 
-def test_a_start_says_what_was_typed_and_on_what() -> None:
-    line = start_record(start_of(), ["/usr/bin/penstock", "train", "debug", "seed=1", 'data.files=["a b"]'])
+def test_a_start_says_what_was_typed_and_on_what(start: RunStart) -> None:
+    words = ["/usr/bin/penstock", "train", "debug", "seed=1", 'data.files=["a b"]']
+    line = start_record(replace(start, ranks=4), words)
     assert line["command"] == "penstock train debug seed=1 'data.files=[\"a b\"]'"
-    assert start_record(start_of(), ["/x/penstock/__main__.py", "train"])["command"] == "penstock train"
-    assert (line["device"], line["ranks"], line["torch"]) == ("NVIDIA H200", 4, torch.__version__)
+    assert start_record(start, ["/x/penstock/__main__.py", "train"])["command"] == "penstock train"
+    assert (line["device"], line["ranks"], line["torch"]) == ("a laptop", 4, torch.__version__)

@@ -26,6 +26,7 @@ from penstock.train.state import (
     restore_state,
     save_state,
 )
+from tests.closeness import assert_equal
 from tests.distributed.pool import Pool
 from tests.parallel.test_collectives import world
 from tests.train.small_model import SETTINGS, SmallModel, holdings_of, tokens
@@ -57,10 +58,14 @@ class CountingBatches:
 
 
 def _fresh(dtype: torch.dtype, seed: int) -> TrainState:
-    model = SmallModel(dtype, seed)
     random.seed(seed)
     np.random.seed(seed)
-    return _state(model)
+    return _state(SmallModel(dtype, seed))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path, keep=0, asynchronous=False)
 
 
 def _state(model: nn.Module, **changes: Any) -> TrainState:
@@ -107,15 +112,12 @@ def test_a_resumed_run_equals_one_that_never_stopped(tmp_path: Path, dtype: torc
     assert restore_state(store, 3, second) == {"tokens_seen": 72}
     assert losses + _train(second, 3) == expected
     store.close()
-    for name, tensor in _tensors(whole).items():
-        assert torch.equal(_tensors(second)[name], tensor), name
-    for name, tensor in whole.modules[0].state_dict().items():
-        assert torch.equal(second.modules[0].state_dict()[name], tensor), name
+    assert_equal(_tensors(second), _tensors(whole))
+    assert_equal(second.modules[0].state_dict(), whole.modules[0].state_dict())
 
 
-def test_a_checkpoint_of_before_the_first_step_is_a_good_one(tmp_path: Path) -> None:
+def test_a_checkpoint_of_before_the_first_step_is_a_good_one(store: CheckpointStore) -> None:
     expected = _train(_fresh(torch.bfloat16, seed=0), 2)
-    store = CheckpointStore(tmp_path, keep=0, asynchronous=False)
     save_state(store, 0, _fresh(torch.bfloat16, seed=0), notes={})
     resumed = _fresh(torch.bfloat16, seed=1)
     restore_state(store, 0, resumed)
@@ -152,29 +154,25 @@ def test_a_parameter_that_would_not_be_saved_is_noticed() -> None:
         _state(model).parts()
 
 
-def test_a_tied_parameter_is_saved_once(tmp_path: Path) -> None:
+def test_a_tied_parameter_is_saved_once(store: CheckpointStore) -> None:
     def build(value: float) -> TrainState:
         embed, head = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
         head.weight = embed.weight
         nn.init.constant_(head.weight, value)
-        model = nn.ModuleDict({"embed": embed, "head": head})
-        return _state(model)
+        return _state(nn.ModuleDict({"embed": embed, "head": head}))
 
-    store = CheckpointStore(tmp_path, keep=0, asynchronous=False)
     save_state(store, 1, build(2.0), notes={})
     restored = build(0.0)
     restore_state(store, 1, restored)
     assert restored.modules[0].get_parameter("head.weight").tolist() == [[2.0] * 3] * 3
 
 
-def test_another_model_is_refused_and_every_field_that_differs_is_named(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, keep=0, asynchronous=False)
+def test_another_model_is_refused_and_every_field_that_differs_is_named(store: CheckpointStore) -> None:
     state = _fresh(torch.float32, seed=0)
     save_state(store, 7, state, notes={})
     other = {"layers": 3, "moe": {"top_k": 4, "experts": 16}, "heads": [1, 2], "mtp": 1}
-    changed = replace(state, identity=other)
     with pytest.raises(CheckpointError) as caught:
-        restore_state(store, 7, changed)
+        restore_state(store, 7, replace(state, identity=other))
     assert str(caught.value) == (
         "the checkpoint of step 7 is of another model; got layers = 3, moe.experts = 16, mtp = 1; "
         "allowed: layers = 2, moe.experts = 8, mtp = None; "
@@ -182,15 +180,13 @@ def test_another_model_is_refused_and_every_field_that_differs_is_named(tmp_path
     )
 
 
-def test_a_checkpoint_does_not_depend_on_the_precision_of_the_model(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, keep=0, asynchronous=False)
+def test_a_checkpoint_does_not_depend_on_the_precision_of_the_model(store: CheckpointStore) -> None:
     saved = _fresh(torch.bfloat16, seed=0)
     _train(saved, 2)
     save_state(store, 1, saved, notes={})
     restored = _fresh(torch.float32, seed=1)
     restore_state(store, 1, restored)
-    for name, tensor in _tensors(saved).items():
-        assert torch.equal(_tensors(restored)[name], tensor), name
+    assert_equal(_tensors(restored), _tensors(saved))
     for parameter, rounded in zip(restored.modules[0].parameters(), saved.modules[0].parameters(), strict=True):
         assert torch.equal(parameter.to(rounded.dtype), rounded)
 
@@ -209,12 +205,10 @@ def test_every_generator_continues_where_it_was(draw: Callable[[], Tensor]) -> N
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_state_on_a_gpu_is_saved_and_restored(tmp_path: Path, asynchronous: bool) -> None:
     def build(seed: int) -> TrainState:
-        model = SmallModel(torch.bfloat16, seed).cuda()
-        return _state(model)
+        return _state(SmallModel(torch.bfloat16, seed).cuda())
 
     def train(state: TrainState) -> None:
         state.optimizer.zero_gradients()
@@ -232,8 +226,7 @@ def test_a_state_on_a_gpu_is_saved_and_restored(tmp_path: Path, asynchronous: bo
     restored = build(1)
     restore_state(CheckpointStore(tmp_path, keep=0, asynchronous=False), 1, restored)
     assert torch.equal(torch.rand(4, device="cuda"), following)
-    for name, tensor in _tensors(restored).items():
-        assert torch.equal(tensor, expected[name]), name
+    assert_equal(_tensors(restored), expected)
 
 
 def test_a_checkpoint_from_before_there_was_a_choice_has_its_default() -> None:
@@ -246,9 +239,8 @@ def test_a_checkpoint_from_before_there_was_a_choice_has_its_default() -> None:
 
 def _state_on_ranks(axis: Axis, shard: str, seed: int) -> TrainState:
     model = SmallModel(torch.bfloat16, seed).eval()  # ranks draw no random numbers
-    settings = Parallel.model_validate({"shard": shard})
     held = [replace(holding, data=axis) for holding in holdings_of(model)]
-    optimizer = MasterAdamW(held, SETTINGS, parallel=settings, world=axis)
+    optimizer = MasterAdamW(held, SETTINGS, parallel=Parallel.model_validate({"shard": shard}), world=axis)
     return TrainState(identity=IDENTITY, modules=[model], optimizer=optimizer, batches=CountingBatches(), stage=axis)
 
 
@@ -282,9 +274,6 @@ def _go_on(folder: str, shard: str, begin: int | None, steps: int) -> list[float
 def test_a_run_that_changes_its_ranks_equals_one_that_does_not(ranks: Pool, tmp_path: Path, shard: Any) -> None:
     expected = _go_on(str(tmp_path / "alone"), shard, None, 8)
     folder = str(tmp_path / "changing")
-    on_2 = ranks.run(2, _go_on, folder, shard, None, 3)
-    on_4 = ranks.run(4, _go_on, folder, "optimizer", 3, 2)
-    alone = _go_on(folder, "none", 5, 3)
-    assert on_2 == [expected[:3]] * 2
-    assert on_4 == [expected[3:5]] * 4
-    assert alone == expected[5:]
+    assert ranks.run(2, _go_on, folder, shard, None, 3) == [expected[:3]] * 2
+    assert ranks.run(4, _go_on, folder, "optimizer", 3, 2) == [expected[3:5]] * 4
+    assert _go_on(folder, "none", 5, 3) == expected[5:]

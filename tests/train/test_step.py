@@ -15,7 +15,6 @@ from penstock.base.errors import DeviceError
 from penstock.config.model import Balance, ClampedSwiglu, Router
 from penstock.config.parallel import Recompute
 from penstock.config.run import Run
-from penstock.config.training import Training
 from penstock.data.batch import Batch
 from penstock.data.evaluation import EvaluationRows
 from penstock.models.parameters import fuse_wgrad_accumulation, param_shards
@@ -30,7 +29,7 @@ from penstock.train.stop import StopRequest
 from tests.closeness import assert_close, assert_equal
 from tests.distributed.one_loss import layout, start_session
 from tests.distributed.pool import Pool
-from tests.train.tiny_run import CPU, TRAINING, cut_rule, one_rank, random_batch, tiny_model, tiny_run
+from tests.train.tiny_run import CPU, TRAINING, cut_rule, one_rank, random_batch, tiny_model, tiny_moe, tiny_run
 
 Snapshot = dict[str, Tensor]
 
@@ -91,8 +90,7 @@ def test_products_that_add_to_the_sums_give_the_gradients_of_autograd(
 
 
 def test_in_bf16_products_that_add_lose_less_than_gradients_that_are_rounded_first(tmp_path: Path) -> None:
-    training = Training(steps=4, sequence_length=12, micro_batch=2, global_batch=4, precision="bf16")
-    run = tiny_run(tmp_path, training=training)
+    run = tiny_run(tmp_path, training=TRAINING.model_copy(update={"precision": "bf16"}))
     batch = random_batch(8, 12)
     one_pass, _ = gradients_of(run, batch, 8, adds=True)
     errors = []
@@ -121,7 +119,7 @@ def test_a_step_reports_losses_layers_memory_and_a_request_to_stop(tmp_path: Pat
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_step_learns(precision: str, tmp_path: Path) -> None:
-    training = Training.model_validate(TRAINING.model_dump() | {"precision": precision})
+    training = TRAINING.model_copy(update={"precision": precision})
     model, optimizer, rule = fresh(tiny_run(tmp_path, training=training))
     losses = [train_step(model, optimizer, random_batch(4, 12), rule, 1e-2).loss for _ in range(10)]
     assert (model.whole.head_VD.dtype == torch.bfloat16) == (precision == "bf16")
@@ -155,7 +153,7 @@ def _one_is_late(late: int, evaluates: bool) -> str:
     sizes = BufferSizes(tokens=1, top_k=1, row_bytes=16, ranks=1)
     memory = torch.zeros(sizes.total_bytes, dtype=torch.uint8)
     buffers = SymmetricBuffers(sizes, memory, [memory.data_ptr()], 0)
-    buffers.late.fill_(1 + Channel.ROWS if session.axes.rank == late else 0)
+    buffers.late.fill_(1 + Channel.ROWS if session.axes.rank == late else 0)  # as the kernel does after a timeout
     batch = session.state.batches.next_batch()
     session.state.batches.close()
     model = replace(session.model, buffers=buffers)
@@ -175,8 +173,7 @@ def test_a_timeout_of_a_rank_ends_the_step_and_the_evaluation_of_every_rank(rank
 
 
 def test_the_expert_bias_moves_once_a_global_batch(tmp_path: Path) -> None:
-    run = tiny_run(tmp_path)
-    model, optimizer, rule = fresh(run)
+    model, optimizer, rule = fresh(tiny_run(tmp_path))
     train_step(model, optimizer, random_batch(4, 12), cut_into(rule, 1), 0.0)
     biases = [tensor for name, tensor in model.whole.state_dict().items() if name.endswith("expert_bias_E")]
     assert biases
@@ -186,8 +183,7 @@ def test_the_expert_bias_moves_once_a_global_batch(tmp_path: Path) -> None:
 
 
 def test_gradients_are_clipped_to_the_norm(tmp_path: Path) -> None:
-    run = tiny_run(tmp_path)
-    model, optimizer, rule = fresh(run)
+    model, optimizer, rule = fresh(tiny_run(tmp_path))
     result = train_step(model, optimizer, random_batch(4, 12), replace(rule, clip_norm=1e-2), 0.0)
     assert result.gradient_norm > 1e-2
     assert_close(optimizer.gradient_norm(), 1e-2, tolerance=1e-3)
@@ -195,8 +191,7 @@ def test_gradients_are_clipped_to_the_norm(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_step_that_is_not_finite_changes_nothing(value: float, tmp_path: Path) -> None:
-    run = tiny_run(tmp_path)
-    model, optimizer, rule = fresh(run)
+    model, optimizer, rule = fresh(tiny_run(tmp_path))
     train_step(model, optimizer, random_batch(4, 12), rule, 1e-2)
     with torch.no_grad():
         model.whole.norm.weight_D[0] = value
@@ -207,19 +202,13 @@ def test_a_step_that_is_not_finite_changes_nothing(value: float, tmp_path: Path)
 
 
 def test_dropped_slots_are_reported(tmp_path: Path) -> None:
-    moe = tiny_model().moe
-    assert moe is not None
-    moe = moe.model_copy(update={"balance": Balance(capacity_factor=0.5)})
-    run = tiny_run(tmp_path, model=tiny_model(moe=moe))
-    model, optimizer, rule = fresh(run)
+    model, optimizer, rule = fresh(tiny_run(tmp_path, model=tiny_moe(balance=Balance(capacity_factor=0.5))))
     result = train_step(model, optimizer, random_batch(4, 12), rule, 1e-2)
-    assert all(layer.dropped >= 48 for layer in result.layers)
+    assert all(layer.dropped >= 48 for layer in result.layers)  # half of 4 rows x 12 tokens x 2 choices, or more
 
 
 def test_layers_with_experts_are_reported_by_their_numbers(tmp_path: Path) -> None:
-    moe = tiny_model().moe
-    assert moe is not None
-    every_second = tiny_model(layers=6, moe=moe.model_copy(update={"moe_layer_freq": 2}))
+    every_second = tiny_moe(moe_layer_freq=2).model_copy(update={"layers": 6})
     for changed, layers in ((every_second, (2, 4, 6)), (tiny_model(moe=None, dense_layers=2, mtp_layers=0), ())):
         model, optimizer, rule = fresh(tiny_run(tmp_path, model=changed))
         result = train_step(model, optimizer, random_batch(4, 12), rule, 1e-2)
@@ -227,13 +216,10 @@ def test_layers_with_experts_are_reported_by_their_numbers(tmp_path: Path) -> No
 
 
 def test_bf16_parameters_of_experts_with_biases_train(tmp_path: Path) -> None:
-    moe = tiny_model().moe
-    assert moe is not None
     router = Router(softmax_after_top_k=True, logit_bias=True)
-    moe = moe.model_copy(update={"bias": True, "clamped": ClampedSwiglu(limit=0.5), "router": router})
-    training = Training(steps=4, sequence_length=12, micro_batch=2, global_batch=4, precision="bf16")
-    run = tiny_run(tmp_path, training=training, model=tiny_model(moe=moe))
-    model, optimizer, rule = fresh(run)
+    changed = tiny_moe(bias=True, clamped=ClampedSwiglu(limit=0.5), router=router)
+    training = TRAINING.model_copy(update={"precision": "bf16"})
+    model, optimizer, rule = fresh(tiny_run(tmp_path, training=training, model=changed))
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters() if "bias" in name}
     assert len(before) == 2 * 3 and all(not one.any() for name, one in before.items() if "experts" in name)
     losses = [train_step(model, optimizer, random_batch(4, 12), rule, 1e-2).loss for _ in range(10)]
@@ -273,5 +259,4 @@ def test_measuring_leaves_weights_loads_gradients_and_mode_alone(model: RankMode
     assert model.whole.training
     assert all(int(load.slots_E.sum()) == 0 for load in layer_loads(model.modules))
     assert all(parameter.grad is None for parameter in model.whole.parameters())
-    for name, tensor in model.whole.state_dict().items():
-        assert torch.equal(tensor, before[name])
+    assert_equal(model.whole.state_dict(), before)

@@ -49,9 +49,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
 
 
 def run_in(folder: Path, **changes: Any) -> Run:
-    return tiny_run(
-        folder.parent, name=folder.name, record=Record(folder=str(folder.parent), **({"wandb": "offline"} | changes))
-    )
+    record = Record(folder=str(folder.parent), **({"wandb": "offline"} | changes))
+    return tiny_run(folder.parent, name=folder.name, record=record)
 
 
 def train(folder: Path, steps: range, run: Run | None = None, *, evaluates: int = 0) -> None:
@@ -97,18 +96,15 @@ def test_a_run_that_goes_on_is_the_same_and_no_step_is_sent_twice(stand_in: Stan
     assert stand_in.codes == [1, 0], "a run that stops early is no success"
 
 
-def test_another_project_does_not_know_the_run(stand_in: StandIn, folder: Path) -> None:
+@pytest.mark.parametrize("project", ["penstock", "other"])
+def test_another_project_and_a_crash_while_a_step_is_written_down_cost_no_more_than_a_repeat(
+    project: str, stand_in: StandIn, folder: Path
+) -> None:
     train(folder, range(1, 3))
-    train(folder, range(2, 4), run_in(folder, wandb_project="other"))
-    assert stand_in.opened[0]["id"] != stand_in.opened[1]["id"]
-    assert [step for step, _ in stand_in.logged[1]] == [2, 3]
-
-
-def test_a_crash_while_a_step_is_written_down_costs_no_more_than_a_repeat(stand_in: StandIn, folder: Path) -> None:
-    train(folder, range(1, 3))
-    (folder / "wandb" / "step").write_text("")
-    train(folder, range(2, 4))
-    assert stand_in.opened[0]["id"] == stand_in.opened[1]["id"]
+    if project == "penstock":
+        (folder / "wandb" / "step").write_text("")
+    train(folder, range(2, 4), run_in(folder, wandb_project=project))
+    assert (stand_in.opened[0]["id"] == stand_in.opened[1]["id"]) == (project == "penstock")
     assert [step for step, _ in stand_in.logged[1]] == [2, 3]
 
 
@@ -153,14 +149,9 @@ def test_offline_the_library_writes_every_step_once_under_one_id(folder: Path) -
         time.sleep(0.1)
     runs = [record.run for record in found if record.WhichOneof("record_type") == "run"]
     history = [record.history for record in found if record.WhichOneof("record_type") == "history"]
-    steps = [
-        {item.nested_key[0] if item.nested_key else item.key: json.loads(item.value_json) for item in one.item}
-        for one in history
-    ]
+    steps = [{(*item.nested_key, item.key)[0]: json.loads(item.value_json) for item in one.item} for one in history]
     assert len(files) == 2
-    assert {(run.run_id, run.project) for run in runs} == {
-        ((folder / "wandb" / "id").read_text().strip().rpartition("/")[2], "penstock")
-    }
+    assert {f"{run.project}/{run.run_id}" for run in runs} == {(folder / "wandb" / "id").read_text().strip()}
     assert [values["_step"] for values in steps] == [1, 2, 3, 4]
     assert [values["train/loss"] for values in steps] == [5, 2.5, pytest.approx(5 / 3), 1.25]
     assert steps[-1]["train/evaluation_loss"] == 2.0

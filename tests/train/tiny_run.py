@@ -40,7 +40,7 @@ def tiny_model(**changes: Any) -> Model:
         "family": "deepseek-v3",
         "vocab_size": 17,
         "hidden_size": 16,
-        "layers": 2,
+        "layers": 2,  # and one of multi-token prediction
         "dense_layers": 1,
         "intermediate_size": 24,
         "attention": LatentAttention(heads=2, kv_lora_rank=8, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=6),
@@ -56,6 +56,13 @@ def tiny_model(**changes: Any) -> Model:
         "initializer_range": 0.2,
     }
     return Model.model_validate(fields | changes)
+
+
+def tiny_moe(**changes: Any) -> Model:
+    """The tiny model with other fields of its experts."""
+    moe = tiny_model().moe
+    assert moe is not None
+    return tiny_model(moe=moe.model_copy(update=changes))
 
 
 def tiny_run(folder: Path, **changes: Any) -> Run:
@@ -102,7 +109,7 @@ def random_batch(rows: int, length: int, *, vocabulary: int = 17, seed: int = 0,
         labels_BS[row, : min(row, length - 1)] = IGNORED_LABEL
     documents_BS: Tensor | None = None
     if documents:
-        documents_BS = (torch.arange(length) >= length // 2).long().expand(rows, length).contiguous()
+        documents_BS = (torch.arange(length) >= length // 2).long().expand(rows, length).contiguous()  # two a row
     positions_BS = torch.arange(length).expand(rows, length).contiguous()
     return Batch(
         tokens_BS=stream_BS[:, :-1].contiguous(),
@@ -119,7 +126,7 @@ def step_report(step: int, **changes: Any) -> StepReport:
         "mtp_losses": (6.0 / step,),
         "gradient_norm": 0.5,
         "learning_rate": 1e-3,
-        "tokens_seen": 48 * step,
+        "tokens_seen": 48 * step,  # 4 rows of 12 tokens
         "tokens_per_second_per_device": 1234.5,
         "step_seconds": 0.25,
         "elapsed_seconds": 0.3 * step,
@@ -183,14 +190,14 @@ def byte_run(folder: Path, **changes: Any) -> Run:
     return tiny_run(folder, **(fields | changes))
 
 
-def random_model(run: Run) -> Decoder:
-    """The whole model of a run in float32, every tensor and buffer with values of its own."""
+def random_model(run: Run, held_by: torch.dtype = torch.float32) -> Decoder:
+    """The whole model of a run in float32, every tensor and buffer with values of its own that a dtype holds."""
     training = run.training.model_copy(update={"precision": "fp32"})
-    model = build_model(run.model_copy(update={"training": training}), torch.device("cpu"))
+    model = build_model(run.model_copy(update={"training": training}), CPU)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for tensor in model.state_dict().values():
-            tensor.copy_(torch.randn(tensor.shape, generator=generator))
+            tensor.copy_(torch.randn(tensor.shape, generator=generator).to(held_by))
     return model
 
 

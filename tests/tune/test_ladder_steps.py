@@ -10,7 +10,7 @@ from penstock.config.run import Run
 from penstock.config.schema import find
 from penstock.tune.ladder_steps import LADDER, LadderChange, LadderStep, checked, chosen, load_ladder_steps, why_skipped
 
-DENSE = ["model.moe=none", "model.dense_layers=4"]
+DENSE = ["model.moe=none", "model.dense_layers=4"]  # overrides of debug
 
 
 def write(folder: Path, text: str) -> Path:

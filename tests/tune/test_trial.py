@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from penstock.train.schedule import learning_rate
 from penstock.tune import trial as trials
 from penstock.tune.result_file import UNKNOWN, commit_of_code, describe_machine, write_result
 from penstock.tune.trial import Failure, Figures, Trial, failure_of, figures_of, first_steps, run_trial
+from tests.parallel.launch.ranks import when
 from tests.promises.test_results import faults
 
 STUBBORN = """#!/bin/sh
@@ -30,28 +30,14 @@ wait
 
 
 def line(step: int, **changes: Any) -> dict[str, Any]:
-    fields = {
-        "tokens_per_second_per_device": 100.0 * step,
-        "step_seconds": 1.0 / step,
-        "model_flops_utilization": 0.1 * step,
-        "peak_memory_bytes": 1000 - step,
-        "expert_load_max_over_mean": 2.0,
-        "rows_left_out": 0,
-        "loss": 10.0 - step,
-    }
-    return fields | changes
+    speed = {"tokens_per_second_per_device": 100.0 * step, "step_seconds": 1.0 / step}
+    speed |= {"model_flops_utilization": 0.1 * step, "peak_memory_bytes": 1000 - step}
+    return speed | {"expert_load_max_over_mean": 2.0, "rows_left_out": 0, "loss": 10.0 - step} | changes
 
 
 def trial_in(folder: Path, *overrides: str, most_seconds: float = 0.0) -> Trial:
-    return Trial(
-        name="first",
-        target="debug-2l",
-        overrides=overrides,
-        processes=1,
-        warm_up=1,
-        folder=folder / "ladder",
-        most_seconds=most_seconds,
-    )
+    small = {"name": "first", "target": "debug-2l", "processes": 1, "warm_up": 1}
+    return Trial(**small, overrides=overrides, folder=folder / "ladder", most_seconds=most_seconds)  # type: ignore[arg-type]
 
 
 def stand_in_for_python(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,14 +77,12 @@ def test_first_steps_find_decompressed_text_where_the_whole_run_keeps_it(own: li
 def test_figures_are_medians_of_the_steps_after_warm_up() -> None:
     lines = [line(1, rows_left_out=3), line(2), line(3, rows_left_out=5), line(4)]
     found = figures_of(lines, 1, 9.0)
-    assert found.tokens_per_second_per_device == 300.0
-    assert found.step_seconds == (1 / 2, 1 / 3, 1 / 4)
+    assert (found.tokens_per_second_per_device, found.step_seconds) == (300.0, (1 / 2, 1 / 3, 1 / 4))
     assert (found.step_seconds_median, found.step_seconds_highest) == (1 / 3, 1 / 2)
-    assert 1 / 3 < found.step_seconds_p99 <= 1 / 2
+    assert 1 / 3 < found.step_seconds_p99 <= 1 / 2  # interpolated
     assert found.jitter == pytest.approx(found.step_seconds_p99 * 3)
     assert found.model_flops_utilization == pytest.approx(0.3)
-    assert found.repeated_steps == 1
-    assert found.flops_per_second(10.0) == 3000.0
+    assert (found.repeated_steps, found.flops_per_second(10.0)) == (1, 3000.0)
     assert (found.peak_memory_bytes, found.losses, found.seconds) == (999, (9.0, 8.0, 7.0, 6.0), 9.0), "of all steps"
     dense = [line(step, expert_load_max_over_mean=None, model_flops_utilization=None) for step in (1, 2)]
     found = figures_of(dense, 1, 9.0)
@@ -150,24 +134,19 @@ def test_a_long_reason_is_cut() -> None:
     assert failure_of(f"error: {'word ' * 1000}", 2, 0.0).reason.endswith("word word ...")
 
 
-def is_alive(process: int) -> bool:
-    state = Path(f"/proc/{process}/stat")
-    return state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z"
-
-
 @pytest.fixture
 def stubborn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Replaces Python by a launcher that ignores signals and has a child; the file with the number of the child."""
     stand_in_for_python(tmp_path, STUBBORN.format(folder=tmp_path), monkeypatch)
-    monkeypatch.setattr(trials, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(trials, "GRACE_SECONDS", 0.1)  # it ignores SIGTERM, so SIGKILL comes after that
     return tmp_path / "child"
 
 
 def assert_ends(process: int) -> None:
-    deadline = time.monotonic() + 10
-    while is_alive(process) and time.monotonic() < deadline:
+    state, deadline = Path(f"/proc/{process}/stat"), time.monotonic() + 10
+    while state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z":  # a zombie has ended
+        assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert not is_alive(process)
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="asks Linux whether a process lives")
@@ -178,27 +157,20 @@ def test_a_trial_that_is_not_done_in_time_is_ended_with_all_of_its_ranks(
     trial = trial_in(tmp_path, most_seconds=1.0)
     metrics = RunFolder(trial.folder / trial.name).metrics
     metrics.parent.mkdir(parents=True)
-    metrics.write_text("{}\n" * steps)
+    metrics.write_text("{}\n" * steps)  # as if it had made steps
     found = run_trial(trial)
-    assert isinstance(found, Failure)
-    assert (found.kind, found.reason) == ("failed", f"not done after 1 s, in which it made {steps} steps")
+    reason = f"not done after 1 s, in which it made {steps} steps"
+    assert found == Failure(kind="failed", reason=reason, seconds=found.seconds)
     assert_ends(int(stubborn.read_text()))
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="asks Linux whether a process lives")
 def test_a_trial_ends_with_the_process_that_asked_for_it(tmp_path: Path, stubborn: Path) -> None:
-    def stop() -> None:
-        while not stubborn.exists():
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGTERM)
-
     before = signal.getsignal(signal.SIGTERM)
-    thread = threading.Thread(target=stop)
-    thread.start()
+    when(stubborn.exists, lambda: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(SystemExit) as raised:
         run_trial(trial_in(tmp_path))
-    thread.join()
-    assert raised.value.code == 143
+    assert raised.value.code == 143  # 128 + SIGTERM
     assert signal.getsignal(signal.SIGTERM) == before
     assert_ends(int(stubborn.read_text()))
 
@@ -209,17 +181,15 @@ def test_a_run_that_has_its_folder_had_begun(tmp_path: Path, monkeypatch: pytest
     make = f"mkdir {folder} && touch {folder}/config.toml\n" if had_begun else ""
     stand_in_for_python(tmp_path, f"#!/bin/sh\n{make}echo 'error: the loss is NaN' >&2\nexit 2\n", monkeypatch)
     found = run_trial(trial_in(tmp_path))
-    assert isinstance(found, Failure)
-    assert (found.kind, found.reason, found.had_begun) == ("refused", "the loss is NaN", had_begun)
+    expected = Failure(kind="refused", reason="the loss is NaN", seconds=found.seconds, had_begun=had_begun)
+    assert found == expected
 
 
 @pytest.mark.slow
 def test_what_the_product_refuses_is_the_reason(tmp_path: Path) -> None:
     found = run_trial(trial_in(tmp_path, "training.micro_batch=3", "training.global_batch=4"))
-    assert isinstance(found, Failure)
-    assert found.kind == "refused"
-    assert found.reason.startswith("training.global_batch must be a multiple")
-    assert (found.had_begun, found.is_mendable) == (False, True)
+    assert isinstance(found, Failure) and found.reason.startswith("training.global_batch must be a multiple")
+    assert (found.kind, found.had_begun, found.is_mendable) == ("refused", False, True)
 
 
 @pytest.mark.slow
@@ -227,8 +197,7 @@ def test_a_trial_trains_and_its_figures_are_those_of_its_metrics(tmp_path: Path)
     overrides = first_steps(load_run("debug-2l"), 3)
     found = run_trial(trial_in(tmp_path, "device=cpu", *overrides))
     assert isinstance(found, Figures)
-    assert len(found.losses) == 3
-    assert len(found.step_seconds) == 2
+    assert (len(found.losses), len(found.step_seconds)) == (3, 2)
     assert found.losses[0] > found.losses[2] > 0
 
 

@@ -13,15 +13,13 @@ def _attention(heads: int, kv_heads: int) -> GroupedQueryAttention:
     return GroupedQueryAttention(heads=heads, kv_heads=kv_heads, head_dim=128, qk_norm="head", rope=Rope(theta=1e6))
 
 
-def _with_experts(
-    name: str, *, hidden_size: int, layers: int, heads: int, ffn_size: int, intermediate_size: int, learning_rate: float
-) -> Run:
+def _with_experts(name: str, *, hidden_size: int, layers: int, heads: int, ffn_size: int, learning_rate: float) -> Run:
     model = Model(
         family="qwen3-moe",
         vocab_size=151936,
         hidden_size=hidden_size,
         layers=layers,
-        intermediate_size=intermediate_size,
+        intermediate_size=8 * ffn_size,  # of dense layers, which these models do not have
         attention=_attention(heads, 4),
         moe=Moe(
             experts=128,
@@ -52,22 +50,12 @@ def _dense(
 
 def qwen3_30b_a3b() -> Run:
     """Qwen3-30B-A3B: 30.5 B parameters, 3.4 B active."""
-    return _with_experts(
-        "qwen3-30b-a3b", hidden_size=2048, layers=48, heads=32, ffn_size=768, intermediate_size=6144, learning_rate=3e-4
-    )
+    return _with_experts("qwen3-30b-a3b", hidden_size=2048, layers=48, heads=32, ffn_size=768, learning_rate=3e-4)
 
 
 def qwen3_235b_a22b() -> Run:
     """Qwen3-235B-A22B: 235.1 B parameters, 22.2 B active."""
-    return _with_experts(
-        "qwen3-235b-a22b",
-        hidden_size=4096,
-        layers=94,
-        heads=64,
-        ffn_size=1536,
-        intermediate_size=12288,
-        learning_rate=2e-4,
-    )
+    return _with_experts("qwen3-235b-a22b", hidden_size=4096, layers=94, heads=64, ffn_size=1536, learning_rate=2e-4)
 
 
 def qwen3_0_6b() -> Run:

@@ -9,7 +9,7 @@ def pretrain(
     name: str, model: Model, *, learning_rate: float, sequence_length: int = 4096, rows: int = 0, warmup: int = 2000
 ) -> Run:
     """A run from random weights, with `rows` (0: 4 Mi tokens) a step and `warmup` steps of linear warm-up."""
-    rows = rows or 2**22 // sequence_length
+    rows = rows or 2**22 // sequence_length  # 4 Mi tokens
     return Run(
         name=name,
         model=model,

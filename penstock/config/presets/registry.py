@@ -58,6 +58,7 @@ def preset(name: str) -> Run:
     variant = _VARIANT.fullmatch(name)
     if variant is not None and variant["base"] in PRESETS:
         return keep_layers(PRESETS[variant["base"]](), int(variant["layers"]))
+    # Suggestions keep the cut.
     stem, suffix = (name, "") if variant is None else (variant["base"], f"-{variant['layers']}l")
     raise ConfigError(
         f"no preset is called {name!r}",
@@ -67,10 +68,7 @@ def preset(name: str) -> Run:
 
 
 def keep_layers(run: Run, layers: int) -> Run:
-    """A run with the first `layers` layers of its model, and their number in its name.
-
-    Raises a ConfigError if the model does not have so many layers.
-    """
+    """A run with the first layers of its model, and their number in its name. Raises a ConfigError if it has fewer."""
     model = run.model
     name = f"{run.name}-{layers}l"
     if not 1 <= layers <= model.layers:
@@ -78,7 +76,7 @@ def keep_layers(run: Run, layers: int) -> Run:
     update: dict[str, object] = {"layers": layers, "dense_layers": layers}
     if model.moe is not None:
         # At least one of the layers has experts.
-        every = min(model.moe.moe_layer_freq, layers)
+        every = min(model.moe.moe_layer_freq, layers)  # the last layer has experts
         moe = model.moe.model_copy(update={"moe_layer_freq": every})
         update |= {"dense_layers": min(model.dense_layers, layers - every), "moe": moe}
     return run.model_copy(update={"name": name, "model": model.model_copy(update=update)})

@@ -26,9 +26,9 @@ gradients. Without copies (FSDP gathers the weights for each pass) each pass qua
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,9 +53,7 @@ from penstock.kernels.float8.quantized import GatheredCopies, Quantized, RowColQ
 from penstock.kernels.float8.recipes import Format, Recipe
 from penstock.kernels.operators import torch_add_bias
 from penstock.kernels.reference import SWIGLU, ExpertRule, check_biases
-
-if TYPE_CHECKING:  # imports Triton, which may be absent
-    from penstock.kernels.tile_table import TileTable
+from penstock.kernels.tile_table import TileTable
 
 
 class ExpertCopies(NamedTuple):
@@ -104,10 +102,7 @@ def expert_ffn(
     shape and dtype are read. With `copies` (of `copy_experts`) the matrices are not read; without them each pass
     quantizes the matrices, which may be `GatheredWeight`s. `gradients` is the side channel in which the output's
     gradient may come in 8 bits. Biases are added, and their gradients summed, in 16 bits, and a pre-activation with a
-    bias is never written into the buffer of `keep`.
-
-    Raises:
-        KernelError: shapes do not fit, or rows are quantized by another recipe or format.
+    bias is never written into the buffer of `keep`. Raises KernelError where shapes, recipe or format do not fit.
     """
     extras = _Extras(
         float8=float8,
@@ -138,22 +133,10 @@ class _Extras(ExpertOptions):
     def recipe(self) -> Recipe:
         return _recipe_of(self.float8)
 
-    def gate_up(self, gate_up_eFD: Tensor) -> WeightCopies | GatheredCopies:
-        """Copies of the first product's weight: kept, gathered, or made now."""
-        return copies_of(gate_up_eFD, None if self.copies is None else self.copies.gate_up, self._quantize)
-
-    def down(self, down_eDF: Tensor) -> WeightCopies | GatheredCopies:
-        """Copies of the second product's weight."""
-        return copies_of(down_eDF, None if self.copies is None else self.copies.down, self._quantize)
-
-    def _quantize(self, w_eFD: Tensor) -> WeightCopies:
-        made: WeightCopies = self.operators.quantize_weight(w_eFD, self.recipe, self.float8.forward)
-        return made
-
-    def tiles(self, counts_e: Tensor, rows: int) -> "TileTable | None":
-        """The tile table that the products of both passes share."""
-        found = self.operators.tile_table(counts_e, rows)
-        return None if found is None else replace(found, only_last=self.only_last)
+    def copies_of(self, place: int, w_eFD: Tensor) -> WeightCopies | GatheredCopies:
+        """Copies of a product's weight: kept, gathered, or made now."""
+        quantize = partial(self.operators.quantize_weight, recipe=self.recipe, form=self.float8.forward)
+        return copies_of(w_eFD, None if self.copies is None else self.copies[place], quantize)
 
 
 class _Float8ExpertFfn(torch.autograd.Function):
@@ -177,14 +160,12 @@ class _Float8ExpertFfn(torch.autograd.Function):
         check_biases(gate_up_bias_eF is not None, extras.rule)
         check_operands(x_ND, gate_up_eFD, down_eDF, index_R, extras.places_TK)
         if gradients is not None and gate_up_bias_eF is None:
-            gradients.expect()
+            gradients.expect()  # a bias would need the gradient in 16 bits too
         operators, recipe, form = extras.operators, extras.recipe, extras.float8.forward
         rows = _source_rows(x_ND, rows, counts_e if index_R is None else None, extras.float8)
-        places = x_ND.shape[0] if index_R is None else index_R.shape[0]
-        tiles, kept = extras.tiles(counts_e, places), None
-        if extras.keep is not None and tiles is not None:
-            kept = extras.keep(tiles.used, places, x_ND.new_empty(0, gate_up_eFD.shape[1]))
-        weight, options = extras.gate_up(gate_up_eFD).forward, {"dtype": x_ND.dtype, "tiles": tiles}
+        places = len(x_ND if index_R is None else index_R)
+        tiles, kept = extras.prepare(operators.tile_table, counts_e, places, x_ND)
+        weight, options = extras.copies_of(GATE_UP, gate_up_eFD).forward, {"dtype": x_ND.dtype, "tiles": tiles}
         gate_up_RF = _pre_activation(rows, weight, counts_e, index_R, gate_up_bias_eF, operators, options, kept)
         source = gate_up_RF if kept is None else kept
         h = operators.swiglu(source, weights_R, extras.rule, recipe, form, counts_e=counts_e).rows
@@ -195,7 +176,7 @@ class _Float8ExpertFfn(torch.autograd.Function):
         biases, of_rows = (gate_up_bias_eF, down_bias_eD), (counts_e, weights_R, index_R)
         ctx.save_for_backward(rows.values, rows.scales, *matrices, *of_rows, *biases, *of_kept)
         ctx.extras, ctx.gradients, ctx.block, ctx.tiles = extras, gradients, rows.block, tiles
-        y_RD = operators.multiply_groups(h, extras.down(down_eDF).forward, counts_e, **options)
+        y_RD = operators.multiply_groups(h, extras.copies_of(DOWN, down_eDF).forward, counts_e, **options)
         return y_RD if down_bias_eD is None else torch_add_bias(y_RD, down_bias_eD, counts_e, weights_R)
 
     @staticmethod
@@ -209,29 +190,32 @@ class _Float8ExpertFfn(torch.autograd.Function):
         operators, recipe, float8 = extras.operators, extras.recipe, extras.float8
         dx_ND = d_gate_up_eFD = d_down_eDF = None
 
-        gate_up = extras.gate_up(gate_up_eFD)
+        gate_up = extras.copies_of(GATE_UP, gate_up_eFD)
         if kept_RF is None:
             kept_RF = _pre_activation(rows, gate_up.forward, counts_e, index_R, biases[0], operators, options)
+        # 1. Back through the down projection and the activation; h is recomputed in the same pass.
         dy = _quantized_gradient(dy_RD, ctx.gradients, counts_e, extras, columns=wants_down)
-        dh_RF = operators.multiply_groups(dy.rows, extras.down(down_eDF).backward, counts_e, **options)
+        dh_RF = operators.multiply_groups(dy.rows, extras.copies_of(DOWN, down_eDF).backward, counts_e, **options)
         formats, keep_plain = (float8.forward, float8.gradient), biases[0] is not None
         kept_RF = kept_RF if first is None else SavedRows(kept_RF, first, len(dy_RD))
         d_gate_up, d_gate_up_columns, h_columns, dweights_R, d_gate_up_RF = operators.swiglu_backward(
             kept_RF, weights_R, dh_RF, counts_e, extras.rule, recipe, *formats, keep_plain=keep_plain
         )
         del dh_RF, kept_RF, rest
+        # 2. Gradients of the down projection and of the biases.
         if dy.columns is not None:
             d_down_eDF = _weight_gradient(DOWN, dy.columns, h_columns, counts_e, ctx.tiles, extras)
         del dy, h_columns
         of_bias, weights = operators.bias_gradient, (weights_R, dweights_R)
         d_biases = bias_gradients(of_bias, dy_RD, d_gate_up_RF, counts_e, weights, biases, extras)
         del d_gate_up_RF
+        # 3. Gradient of the tokens: rows of each token are summed.
         if wants_x:
             dx_RD = operators.multiply_groups(d_gate_up, gate_up.backward, counts_e, **options)
             dx_ND = sum_over_places(dx_RD, len(values), counts_e, index_R, extras.places_TK, operators.unpermute)
             del dx_RD
         del d_gate_up, gate_up
-        # Last, because it is the largest: all tensors above are freed by now.
+        # 4. Last, because it is the largest: all tensors above are freed by now.
         if wants_gate_up:
             x = partial(operators.quantize_groups, rows, counts_e, recipe, float8.forward, index_R)
             d_gate_up_eFD = _weight_gradient(GATE_UP, d_gate_up_columns, x, counts_e, ctx.tiles, extras)
@@ -244,17 +228,15 @@ def _quantized_gradient(
 ) -> RowColQuantized:
     """The output's gradient in 8 bits, if wanted also transposed; `dy_RD` is not read where it was handed over."""
     operators, recipe, form = extras.operators, extras.recipe, extras.float8.gradient
-    handed_over = None if channel is None else channel.take()
+    handed_over, block = None if channel is None else channel.take(), recipe.rows if columns else None
     if handed_over is None:
-        along_rows = recipe.rows if columns else None
         dy_RD = dy_RD.contiguous()
-        made: RowColQuantized = operators.quantize_rows(dy_RD, recipe, form, columns=along_rows, counts_e=counts_e)
+        made: RowColQuantized = operators.quantize_rows(dy_RD, recipe, form, columns=block, counts_e=counts_e)
         return made
     rows = handed_over.rows
     _check_rows("the output's gradient", rows, dy_RD, recipe, form)
-    return RowColQuantized(
-        rows, operators.quantize_groups(rows, counts_e, recipe, form, block=recipe.rows) if columns else None
-    )
+    transposed = None if block is None else operators.quantize_groups(rows, counts_e, recipe, form, block=block)
+    return RowColQuantized(rows, transposed)
 
 
 def _pre_activation(
@@ -268,8 +250,8 @@ def _pre_activation(
     keep: SavedRows | None = None,
 ) -> Tensor:
     """The first product, in 16 bits; with `keep` the whole buffer. Options are the product's."""
-    to_kept = {} if keep is None else {"keep": keep}
-    gate_up_RF: Tensor = operators.multiply_groups(rows, weight, counts_e, index_R, **options, **to_kept)
+    options = options if keep is None else options | {"keep": keep}
+    gate_up_RF: Tensor = operators.multiply_groups(rows, weight, counts_e, index_R, **options)
     return gate_up_RF if bias_eF is None else torch_add_bias(gate_up_RF, bias_eF, counts_e)
 
 
@@ -278,17 +260,15 @@ def _weight_gradient(
     dy: Quantized,
     x: Quantized | Callable[[], Quantized],
     counts_e: Tensor,
-    tiles: "TileTable | None",
+    tiles: TileTable | None,
     extras: _Extras,
 ) -> Tensor | None:
     """The gradient of a matrix, added to its sum or returned for autograd, now or later."""
-    total, parameter = extras.sums[place], extras.parameters[place]
+    options = {"dtype": extras.parameters[place].dtype, "accumulate_into": extras.sums[place], "tiles": tiles}
 
     def made() -> Tensor:
         columns = x if isinstance(x, Quantized) else x()
-        found: Tensor = extras.operators.multiply_columns(
-            dy, columns, counts_e, dtype=parameter.dtype, accumulate_into=total, tiles=tiles
-        )
+        found: Tensor = extras.operators.multiply_columns(dy, columns, counts_e, **options)
         return found
 
     return put_gradient(made, place, extras)

@@ -57,10 +57,7 @@ def carrier_of(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 def latent_heads_obstacle(recipe: Recipe, heads: int, nope: int, rotary: int, value: int) -> str | None:
-    """Why the gradients of latent attention's heads cannot be handed over in 8 bits, or None.
-
-    `nope` and `rotary` are columns of a head of queries and keys, `value` those of a head of values.
-    """
+    """Why the gradients of heads of [nope | rotary] and `value` columns cannot be handed over in 8 bits, or None."""
     if (recipe.rows, recipe.scaling) != (BLOCKWISE.rows, BLOCKWISE.scaling):
         return f"gradients are quantized tile by tile in blocks of 1 x {DEPTH}, and {recipe.name} has others"
     if nope % DEPTH or value % DEPTH:

@@ -28,8 +28,7 @@ from penstock.kernels.launching import start_kernel
 from penstock.kernels.rope import load_angles, rotate_pairs, token_offset
 from penstock.kernels.tuning import target_of
 
-Angles = tuple[Tensor, Tensor]
-"""Cosines and sines, (B or 1) x S x P / 2, float32, contiguous."""
+Angles = tuple[Tensor, Tensor]  # cosines and sines, (B or 1) x S x P / 2, float32, contiguous
 
 
 def mla_heads(
@@ -46,10 +45,7 @@ def mla_heads(
     """`penstock.kernels.rope.mla_heads` whose gradients of queries, keys and values go into side channels in 8 bits.
 
     See `latent_heads_obstacle` for the widths of heads. The gradient of `k_rope_BSP` has its own dtype. `launch`
-    replaces the default of the kernel that quantizes.
-
-    Raises:
-        KernelError: angles do not fit the rotary part, or widths do not fit each other.
+    replaces the default of the kernel that quantizes. Errors are those of that function.
     """
     angles = cos_BSP.contiguous(), sin_BSP.contiguous()
     return _LatentHeads.apply(q_BSHN, kv_BSHN, k_rope_BSP, *angles, channels, form, launch)
@@ -107,15 +103,12 @@ def mla_heads_backward(
     *,
     launch: TileLaunch | None = None,
 ) -> LatentHeadGradients:
-    """Gradients of the inputs of `mla_heads` from those of its outputs, whose dims have any memory order.
-
-    Cosines and sines are float32, P / 2 wide and contiguous; B may be 1.
-    """
+    """Gradients of the inputs of `mla_heads` from those of its outputs, whose dims have any memory order."""
     angles = cos_BSP, sin_BSP
     plain, value = dq_BSHN.shape[-1] - 2 * cos_BSP.shape[-1], dv_BSHM.shape[-1]
     q, kv = _room(dq_BSHN, dq_BSHN.shape[-1], form), _room(dk_BSHN, plain + value, form)
     _fill(q, dq_BSHN, 0, angles, form, launch)
-    _fill(kv, dk_BSHN[..., :plain], 0, None, form, launch)
+    _fill(kv, dk_BSHN[..., :plain], 0, None, form, launch)  # columns of each head: [key | value]
     _fill(kv, dv_BSHM, plain, None, form, launch)
     return LatentHeadGradients(q, kv, _shared_key(dk_BSHN[..., plain:], angles))
 
@@ -124,18 +117,14 @@ def _room(like_BSHN: Tensor, width: int, form: Format) -> RowColQuantized:
     """Memory for a gradient of heads of so many columns, by rows and transposed."""
     batch, positions, heads, _ = like_BSHN.shape
     outer, depth = batch * positions, heads * width
-    block, scaling = BLOCKWISE.rows, BLOCKWISE.scaling
-    rows, columns = ((outer, depth), (depth, outer))
-    return RowColQuantized(*(empty_copy(like_BSHN, shape, block, form, scaling) for shape in (rows, columns)))
+    shapes = (outer, depth), (depth, outer)
+    return RowColQuantized(*(empty_copy(like_BSHN, shape, BLOCKWISE.rows, form, BLOCKWISE.scaling) for shape in shapes))
 
 
 def _fill(
     both: RowColQuantized, x_BSHN: Tensor, first: int, angles: Angles | None, form: Format, launch: TileLaunch | None
 ) -> None:
-    """Write some columns of each head, from column `first` of a head on; with angles the last of them are rotated back.
-
-    A `gluon` launch that cannot run is replaced by one of Triton's.
-    """
+    """Write some columns of each head, from column `first` of a head on; with angles the last are rotated back."""
     x_BSHN = rope.with_contiguous_rows(x_BSHN)
     batch, positions, heads, width = x_BSHN.shape
     rows, columns = both
@@ -146,18 +135,17 @@ def _fill(
     cos_BSP, sin_BSP = angles or (None, None)
     sizes = {"WIDTH": width, "APART": whole // heads, "FIRST": first, "LARGEST": form.largest}
     sizes["PLAIN"] = width if cos_BSP is None else width - 2 * cos_BSP.shape[-1]
+    # Of batch, position and head, and of the angles' batch and position.
     strides = *x_BSHN.stride()[:3], *((0, 0) if cos_BSP is None else rope.angle_strides(cos_BSP, batch))
     source = x_BSHN, cos_BSP, sin_BSP
     launch = launch or (TRANSPOSING_DEFAULT if angles is None else ROTATING_DEFAULT)
     if launch.engine == "gluon":
-        target = target_of(x_BSHN.device)
-        problem = float8_launches.quantize_obstacle(
-            [BLOCKWISE.rows] * 2, BLOCKWISE.scaling, [form], heads * width, target
-        )
+        copies, target = ([BLOCKWISE.rows] * 2, BLOCKWISE.scaling, [form]), target_of(x_BSHN.device)
+        problem = float8_launches.quantize_obstacle(*copies, heads * width, target)
         if problem is None and x_BSHN.dtype == torch.bfloat16 and positions % DEPTH == 0:
             float8_launches.launch_latent_heads(source, both, positions, strides, sizes, launch)
             return
-        launch = TRANSPOSING if angles is None else ROTATING
+        launch = TRANSPOSING if angles is None else ROTATING  # of Triton, where Hopper's kernel cannot run
     start_kernel(
         latent_heads_backward_kernel, (heads * width // DEPTH, -(-tokens // DEPTH)),
         *source, *memories_of(rows), *memories_of(columns),

@@ -15,11 +15,16 @@ import torch
 from penstock.kernels.float8.recipes import ALIGNMENT, DEPTH
 from penstock.kernels.tuning import GemmLaunch, KernelLaunch, programs_of, target_of
 
-Product = Literal["dense", "dense_gradient", "dense_square", "rows", "rows_gathered", "columns", "columns_square"]
-"""Kinds of products whose launches differ: a dense product with a weight; the gradient of a dense weight, of two
-operands with a scale for each row; the same added to a sum, where one operand has scales for squares; experts' rows, in
-place or gathered; contracted over experts' rows, both operands with a scale for each row, or one with scales for
-squares."""
+# Kinds of products whose launches differ.
+Product = Literal[
+    "dense",  # with a weight
+    "dense_gradient",  # of a dense weight: both operands have a scale for each row
+    "dense_square",  # the same, added to a sum, where one operand has scales for squares
+    "rows",  # of experts, in place
+    "rows_gathered",
+    "columns",  # contracted over experts' rows: both operands have a scale for each row
+    "columns_square",  # or one has scales for squares
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +52,9 @@ _SPECIALIZED_SUM_THREE = replace(_SPECIALIZED_THREE, pieces=4)
 _POINTERS = ProductLaunch(block_rows=128, block_columns=128, warps=8, stages=2, descriptors=False)
 _SMALL = replace(_POINTERS, block_rows=64, block_columns=64, warps=4)
 
+# By target and product. On sm_90 the fastest on an H200 for layers of DeepSeek-V3 and V2-Lite: with squares on one side
+# docs/decisions/0152-scales-in-slots.md, otherwise benchmarks/results/float8-launches-h200-*.json. Gathered rows are
+# copied first. The others were chosen by the compiler's output.
 PRODUCTS: Mapping[str, Mapping[Product, ProductLaunch]] = MappingProxyType(
     {
         "sm_90": (
@@ -55,22 +63,16 @@ PRODUCTS: Mapping[str, Mapping[Product, ProductLaunch]] = MappingProxyType(
             | {"rows_gathered": replace(_SPECIALIZED_THREE, copy_gathered=True)}
             | dict.fromkeys(("dense_square", "columns_square"), _SPECIALIZED_SUM_THREE)
         ),
-        "sm_100": dict.fromkeys(get_args(Product), replace(_SINGLE, stages=4)),
-        "gfx942": dict.fromkeys(get_args(Product), _POINTERS),
-        "gfx950": dict.fromkeys(get_args(Product), _POINTERS),
+        **dict.fromkeys(("sm_100", "sm_103"), dict.fromkeys(get_args(Product), replace(_SINGLE, stages=4))),
+        **dict.fromkeys(("gfx942", "gfx950"), dict.fromkeys(get_args(Product), _POINTERS)),
     }
 )
-"""By target and product. On sm_90 the fastest on an H200 for layers of DeepSeek-V3 and V2-Lite: with squares on one
-side docs/decisions/0152-scales-in-slots.md, otherwise benchmarks/results/float8-launches-h200-*.json. Gathered rows are
-copied first. The others were chosen by the compiler's output."""
 
+# Launches with tiles of 128 rows that replace those with tiles of 192.
 _IN_PAIRS: Mapping[ProductLaunch, ProductLaunch] = MappingProxyType(
     {_SPECIALIZED_THREE: _SPECIALIZED_DOUBLE, _SPECIALIZED_SUM_THREE: _SPECIALIZED_SUM_DOUBLE}
 )
-"""Launches with tiles of 128 rows that replace those with tiles of 192."""
-
-TALLER_TILES_GAIN = 1.03
-"""Speed of tiles of 192 rows over tiles of 128, where both fill the multiprocessors alike."""
+TALLER_TILES_GAIN = 1.03  # speed of tiles of 192 rows over tiles of 128, where both fill the multiprocessors alike
 
 
 def in_triton(launch: ProductLaunch) -> ProductLaunch:
@@ -107,22 +109,18 @@ class TileLaunch(KernelLaunch):
     engine: Literal["triton", "gluon"] = "triton"  # `gluon`: the Hopper kernel, or `TRANSPOSING` where it cannot run
 
 
+# 64 numbers a thread. Two such programs share a multiprocessor, so that one loads while the other computes. Without a
+# limit the compiler can take more than 128 registers, which leaves room for only one; with 128 it spills none.
 TRANSPOSING = TileLaunch(block_rows=ALIGNMENT, block_columns=ALIGNMENT, warps=8, registers=128)
-"""64 numbers a thread. Two such programs share a multiprocessor, so that one loads while the other computes. Without a
-limit the compiler can take more than 128 registers, which leaves room for only one; with 128 it spills none."""
-
+# Where pairs of columns are rotated first, whose angles need registers too. The compiler takes fewer than 128, so as
+# many threads share a multiprocessor.
 ROTATING = replace(TRANSPOSING, warps=16)
-"""Where pairs of columns are rotated first, whose angles need registers too. The compiler takes fewer than 128, so as
-many threads share a multiprocessor."""
-
+# Where nothing is transposed: a block of depth 128, four loads of 16 bytes a thread. On an H200 as fast as a copy.
 ROWS_ONLY = TileLaunch(block_rows=32, block_columns=128, warps=4)
-"""Where nothing is transposed: a block of depth 128, four loads of 16 bytes a thread. On an H200 as fast as a copy."""
-
+# The launch of runs: five programs share a multiprocessor.
 TRANSPOSING_DEFAULT = replace(TRANSPOSING, engine="gluon", warps=4, registers=96)
-"""The launch of runs: five programs share a multiprocessor."""
-
+# The launch of runs where pairs of columns are rotated first: with 96 registers some are spilled.
 ROTATING_DEFAULT = replace(TRANSPOSING_DEFAULT, registers=128)
-"""The launch of runs where pairs of columns are rotated first: with 96 registers some are spilled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,9 +140,7 @@ class BackwardLaunch(GemmLaunch):
     step: int = 16  # rows that Triton's kernel holds at a time
 
 
+# Eight numbers a thread at a time. Two programs of 128 registers a thread share a multiprocessor; none is spilled, but
+# some are with blocks of 32.
 BACKWARD = BackwardLaunch()
-"""Eight numbers a thread at a time. Two programs of 128 registers a thread share a multiprocessor; none is spilled.
-Blocks of 32 spill some."""
-
-BACKWARD_DEFAULT = BackwardLaunch(engine="gluon")
-"""The launch of runs."""
+BACKWARD_DEFAULT = BackwardLaunch(engine="gluon")  # the launch of runs

@@ -49,14 +49,9 @@ def rms_norm(
     """`penstock.kernels.float8.operators.rms_norm` in two kernels, and two more in backward.
 
     Rows of x may lie apart, but each must be contiguous. `columns` also quantizes the transposed rows, in the blocks of
-    activations. Without `keep_plain` the normed rows are not written in 16 bits, but are a carrier.
-
-    Returns:
-        (normed rows or their carrier, x + residual or x itself, both 8-bit copies). Backward adds the gradients of the
-        first two.
-
-    Raises:
-        KernelError: the shapes do not fit.
+    activations. Without `keep_plain` the normed rows are not written in 16 bits, but are a carrier. Returns (normed
+    rows or their carrier, x + residual or x itself, both 8-bit copies); backward adds the gradients of the first two.
+    Raises KernelError where shapes do not fit.
     """
     norm.check_weight(x_TD, weight_D)
     if x_TD.ndim != 2:
@@ -73,13 +68,15 @@ def rms_norm(
         return normed_TD, sum_TD, quantize_rows(normed_TD.detach(), recipe, form, columns=block)
     how = _How(recipe, form, columns, keep_plain)
     normed_TD, sum_TD, *copies = _Float8Norm.apply(x_TD, residual_TD, weight_D, epsilon, how)
-    return normed_TD, sum_TD, _both(copies, recipe)
+    by_row = Quantized(copies[0], copies[1], recipe.rows)
+    by_column = Quantized(copies[2], copies[3], recipe.columns) if columns else None
+    return normed_TD, sum_TD, RowColQuantized(by_row, by_column)
 
 
+# Rows that a thread has of a tile of 128 x 128: of 16 bits it loads and stores 8 numbers at once. So two programs with
+# 128 registers a thread share a multiprocessor, and neither Triton 3.6 nor 3.9 spills; with 4 rows, which 8-bit stores
+# alone would want, 3.6 does. Blocks of 32 take more registers in any case.
 RUN = 8
-"""Rows that a thread has of a tile of 128 x 128: of 16 bits it loads and stores 8 numbers at once. So two programs of
-128 registers a thread share a multiprocessor, and neither Triton 3.6 nor 3.9 spills; with 4 rows, which 8-bit stores
-alone would want, 3.6 does. Blocks of 32 take more registers in any case."""
 
 
 class _How(NamedTuple):
@@ -102,7 +99,7 @@ class _Float8Norm(torch.autograd.Function):
         sum_TD, scale_T = norm.normalize(x_TD, residual_TD, weight_D, epsilon, None)
         if how.keep_plain:
             normed_TD = x_TD.new_empty(x_TD.shape, dtype=dtype)
-        else:
+        else:  # a carrier
             normed_TD = x_TD.new_empty((), dtype=dtype).expand(x_TD.shape)
         copies = _quantize(x_TD if sum_TD is None else sum_TD, scale_T, weight_D, normed_TD, how)
         norm.save_normalized(ctx, x_TD, residual_TD, weight_D, sum_TD, scale_T)
@@ -136,13 +133,6 @@ def _quantize(x_TD: Tensor, scale_T: Tensor, weight_D: Tensor, normed_TD: Tensor
     )  # fmt: skip
     copies = [rows.values, rows.scales]
     return copies if columns is None else [*copies, columns.values, columns.scales]
-
-
-def _both(copies: list[Tensor], recipe: Recipe) -> RowColQuantized:
-    rows, columns = Quantized(copies[0], copies[1], recipe.rows), None
-    if len(copies) > 2:
-        columns = Quantized(copies[2], copies[3], recipe.columns)
-    return RowColQuantized(rows, columns)
 
 
 def _fits(recipe: Recipe) -> bool:

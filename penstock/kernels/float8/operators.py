@@ -6,7 +6,7 @@ the kernels.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +17,7 @@ from penstock.kernels.float8 import reference
 from penstock.kernels.float8.quantized import Quantized, RowColQuantized, WeightCopies
 from penstock.kernels.float8.recipes import E4M3, Format, Recipe
 from penstock.kernels.reference import ExpertRule, RowOrder
-
-if TYPE_CHECKING:  # imports Triton, which may be absent
-    from penstock.kernels.tile_table import TileTable
+from penstock.kernels.tile_table import TileTable
 
 
 class SwigluForBackward(NamedTuple):
@@ -37,22 +35,6 @@ class Float8Operators:
     """Operators with the signatures of `penstock.kernels.float8.reference`, and of the functions below.
 
     Only where `saves_rows` does `multiply_groups` take `keep`, and do `swiglu` and `swiglu_backward` take `SavedRows`.
-
-    Attributes:
-        swiglu: (gate_up_RF, weights_R, rule, recipe, form, *, columns=False, counts_e=None) -> RowColQuantized of h_RF,
-            which is never written in 16 bits. `columns` is for a dense network. Rows past those of `counts_e` are not
-            read and hold anything in the result.
-        swiglu_backward: (gate_up_RF, weights_R, dh_RF, counts_e, rule, recipe, forward, gradient, *, keep_plain=False)
-            -> SwigluForBackward.
-        rms_norm: (x_TD, residual_TD or None, weight_D, epsilon, recipe, form, *, columns, keep_plain=True)
-            -> (normed_TD, x + residual or x, RowColQuantized); differentiable by the first two. Without `keep_plain`
-            normed_TD is a carrier of gradients with one element of memory, which must not be read.
-        tile_table: (counts_e, rows) -> tile table that the grouped products of a layer share, or None.
-        unpermute: (y_RD, order) -> y_TD, in 16 bits.
-        bias_gradient: `penstock.kernels.bias_gradient`, in 16 bits.
-        mla_heads: (q_BSHN, kv_BSHN, k_rope_BSP, cos_BSP, sin_BSP, channels, form) -> as in 16 bits; backward puts the
-            gradients of q and kv into side channels. None where they stay in 16 bits.
-        saves_rows: rows can be written into a buffer from a row on that only the device knows.
     """
 
     quantize_rows: Callable[..., RowColQuantized]
@@ -67,11 +49,13 @@ class Float8Operators:
     swiglu: Callable[..., RowColQuantized]
     swiglu_backward: Callable[..., SwigluForBackward]
     rms_norm: Callable[..., tuple[Tensor, Tensor, RowColQuantized]]
-    tile_table: "Callable[[Tensor, int], TileTable | None]" = no_tile_table
-    unpermute: Callable[[Tensor, RowOrder], Tensor] = plain.unpermute
+    tile_table: Callable[[Tensor, int], TileTable | None] = no_tile_table  # of all grouped products of a layer
+    unpermute: Callable[[Tensor, RowOrder], Tensor] = plain.unpermute  # in 16 bits, like the next one
     bias_gradient: Callable[..., Tensor] = bias_gradient_by_definition
+    # (q_BSHN, kv_BSHN, k_rope_BSP, cos_BSP, sin_BSP, channels, form) -> as in 16 bits; backward puts the gradients of q
+    # and kv into side channels. None where they stay in 16 bits.
     mla_heads: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
-    saves_rows: bool = False
+    saves_rows: bool = False  # into a buffer, from a row on that only the device knows
 
 
 def swiglu(
@@ -84,7 +68,10 @@ def swiglu(
     columns: bool = False,
     counts_e: Tensor | None = None,
 ) -> RowColQuantized:
-    """`penstock.kernels.reference.swiglu`, quantized."""
+    """`penstock.kernels.reference.swiglu`, quantized; kernels never write it in 16 bits.
+
+    `columns` is for a dense network. Rows past those of `counts_e` are not read and hold anything in the result.
+    """
     h_RF, block = plain.swiglu(gate_up_RF, weights_R, rule), recipe.columns if columns else None
     return reference.quantize_rows(h_RF, recipe, form, columns=block, counts_e=counts_e)
 
@@ -102,17 +89,12 @@ def swiglu_backward(
     keep_plain: bool = False,
 ) -> SwigluForBackward:
     """Gradients by autograd through the reference, quantized; `keep_plain` also returns that in 16 bits."""
-    with torch.enable_grad():
-        inputs = [gate_up_RF := gate_up_RF.detach().requires_grad_()]
-        if weights_R is not None:
-            inputs.append(weights_R := weights_R.detach().requires_grad_())
-        h_RF = plain.swiglu(gate_up_RF, weights_R, rule)
-    d_gate_up_RF, *rest = torch.autograd.grad(h_RF, inputs, dh_RF)
+    d_gate_up_RF, dweights_R, h_RF = plain.swiglu_gradients(gate_up_RF, weights_R, dh_RF, rule)
     return SwigluForBackward(
         d_gate_up=reference.quantize_rows(d_gate_up_RF, recipe, gradient, counts_e=counts_e).rows,
         d_gate_up_columns=reference.quantize_groups(d_gate_up_RF, counts_e, recipe, gradient, block=recipe.rows),
-        h_columns=reference.quantize_groups(h_RF.detach(), counts_e, recipe, forward),
-        dweights_R=rest[0] if rest else None,
+        h_columns=reference.quantize_groups(h_RF, counts_e, recipe, forward),
+        dweights_R=dweights_R,
         plain_d_gate_up_RF=d_gate_up_RF if keep_plain else None,
     )
 
@@ -128,7 +110,10 @@ def rms_norm(
     columns: bool,
     keep_plain: bool = True,
 ) -> tuple[Tensor, Tensor, RowColQuantized]:
-    """`penstock.kernels.reference.add_rms_norm` (or `rms_norm_beside` without a residual), and the norm quantized."""
+    """`penstock.kernels.reference.add_rms_norm` (or `rms_norm_beside` without a residual), and the norm quantized.
+
+    Without `keep_plain` the norm is a carrier of gradients with one element of memory, which must not be read.
+    """
     if residual_TD is None:
         # The norm reads a view of x, so that its own gradients are summed first, as in the kernel.
         normed_TD, sum_TD = plain.rms_norm(x_TD.view_as(x_TD), weight_D, epsilon), x_TD
@@ -163,7 +148,6 @@ REFERENCE = Float8Operators(
     swiglu_backward=swiglu_backward,
     rms_norm=rms_norm,
 )
-"""From the definitions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,5 +162,4 @@ class Float8Rule:
     operators: Float8Operators = REFERENCE
 
 
-NO_FLOAT8 = Float8Rule()
-"""Everything in 16 bits."""
+NO_FLOAT8 = Float8Rule()  # everything in 16 bits

@@ -22,8 +22,7 @@ from penstock.kernels.grouped_gemm_kernels import locate_matrix, locate_rows, st
 from penstock.kernels.language import tl, triton
 
 DEPTH = tl.constexpr(RECIPE_DEPTH)
-MICRO = tl.constexpr(32)
-"""Numbers under one scale of `inside`."""
+MICRO = tl.constexpr(32)  # numbers under one scale of `inside`
 
 
 @triton.jit(do_not_specialize=["rows", "x_scale_depth"])

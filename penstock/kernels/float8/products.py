@@ -22,18 +22,15 @@ from penstock.kernels.float8.product_kernels import float8_matrices_kernel, floa
 from penstock.kernels.float8.quantized import Quantized
 from penstock.kernels.float8.recipes import DEPTH
 from penstock.kernels.gluon import float8_launches
-from penstock.kernels.grouped_gemm import GATHER_LIMIT
+from penstock.kernels.grouped_gemm import GATHER_LIMIT, check_groups
 from penstock.kernels.language import TensorDescriptor, create_ragged_descriptor
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.permute import gather_columns, gather_rows
 from penstock.kernels.tile_table import BLOCK_SIZES, TileTable, tile_table
 from penstock.kernels.tuning import programs_of, target_of
 
-Scaling = Literal["promoted", "behind", "inside"]
-"""When scales are applied; see `product_kernels`."""
-
-_SCALING: dict[int, Scaling] = {DEPTH: "promoted", 0: "behind", 32: "inside"}
-"""By the columns of a block."""
+Scaling = Literal["promoted", "behind", "inside"]  # when scales are applied; see `product_kernels`
+_SCALING: dict[int, Scaling] = {DEPTH: "promoted", 0: "behind", 32: "inside"}  # by the columns of a block
 
 
 def multiply(
@@ -47,8 +44,7 @@ def multiply(
 ) -> Tensor:
     """`reference.multiply` of a weight or of rows; `launch` replaces the table's choice.
 
-    Raises:
-        KernelError: operands that no launch accepts.
+    This function and both below raise KernelError for operands that no launch accepts.
     """
     rows, depth = a.values.shape
     columns = len(b.values)
@@ -80,14 +76,11 @@ def multiply_groups(
     """`reference.multiply_groups`; with `keep` the rows are written into its buffer, which is returned.
 
     Rows past the last expert's are zero, or the last one is (`TileTable.only_last`).
-
-    Raises:
-        KernelError: operands that no launch accepts.
     """
     experts, columns, depth = w.values.shape
     rows = len(x.values if index_R is None else index_R)
     scaling = _check("grouped", x=(x, (len(x.values), depth)), w=(w, (experts, columns, depth)))
-    _check_groups(counts_e, experts, index_R)
+    check_groups("float8 product", counts_e, experts, index_R)
     y_RN = x.values.new_empty(rows, columns, dtype=dtype) if keep is None else keep.rows_SF
     _check_result("grouped", y_RN, (len(y_RN), columns), dtype)
     if rows and columns:
@@ -108,14 +101,10 @@ def multiply_columns(
     tiles: TileTable | None = None,
     launch: ProductLaunch | None = None,
 ) -> Tensor:
-    """`reference.multiply_columns`; x may have a scale for 128 x 128 numbers.
-
-    Raises:
-        KernelError: operands that no launch accepts.
-    """
+    """`reference.multiply_columns`; x may have a scale for 128 x 128 numbers."""
     (rows, depth), columns, experts = dy.values.shape, len(x.values), counts_e.numel()
     scaling = _check("gradient", dy=(dy, (rows, depth)), x=(x, (columns, depth)))
-    _check_groups(counts_e, experts, None)
+    check_groups("float8 product", counts_e, experts, None)
     shape = (experts, rows, columns)
     result = dy.values.new_empty(shape, dtype=dtype) if accumulate_into is None else accumulate_into
     _check_result("gradient", result, shape, dtype if accumulate_into is None else torch.float32)
@@ -137,9 +126,10 @@ def _gather(
         return x._replace(scales=_scales(x).T.contiguous().T.view(x.scales.dtype)), None
     if not launch.copy_gathered and len(x.values) * x.values.stride(0) < GATHER_LIMIT:
         return x, index_R
+    # Two numbers at a time where there are as many: half as many words to move.
     words, scales = x.values.view(torch.int16 if x.values.shape[1] % 2 == 0 else torch.int8), x.scales
     values = gather_rows(words, index_R, tiles.used, multiple=16 // words.itemsize).view(x.values.dtype)
-    if x.block[0]:
+    if x.block[0]:  # else all rows share a scale
         memory = scales.view(torch.uint8) if scales.itemsize == 1 else scales
         scales = gather_columns(memory.T.contiguous(), index_R, tiles.used).T.view(scales.dtype)
     return Quantized(values, scales, x.block), None
@@ -169,15 +159,6 @@ def _check(product: str, **operands: tuple[Quantized, tuple[int, ...]]) -> Scali
                 fix="quantize it with penstock.kernels.float8.quantize, which leaves room behind each row",
             )
     return _SCALING[first[1]]
-
-
-def _check_groups(counts_e: Tensor, experts: int, index_R: Tensor | None) -> None:
-    """Refuse counts and an index that do not fit."""
-    if counts_e.shape != (experts,):
-        raise KernelError("float8 product: counts_e", got=tuple(counts_e.shape), allowed=(experts,))
-    if index_R is not None and (index_R.ndim != 1 or index_R.dtype not in (torch.int32, torch.int64)):
-        got = f"{index_R.dtype} {tuple(index_R.shape)}"
-        raise KernelError("float8 product: index_R", got=got, allowed="int32 or int64, one dim")
 
 
 def _check_result(product: str, result: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -277,15 +258,6 @@ def _strides(operand: Quantized) -> tuple[int, int]:
 
 
 def _constants(launch: ProductLaunch, scaling: Scaling) -> dict[str, Any]:
-    """Constants of both kernels."""
-    return {
-        "BLOCK_ROWS": launch.block_rows,
-        "BLOCK_COLUMNS": launch.block_columns,
-        "AHEAD": launch.ahead and scaling == "promoted",
-        "SCALING": scaling,
-        "GROUP": launch.group,
-        "PIECES": launch.pieces,
-        "DESCRIPTORS": launch.descriptors,
-        "num_warps": launch.warps,
-        "num_stages": launch.stages,
-    }
+    """Constants of both kernels, warps and stages."""
+    scales = {"AHEAD": launch.ahead and scaling == "promoted", "SCALING": scaling}
+    return {**launch.constants, **scales, "num_warps": launch.warps, "num_stages": launch.stages}

@@ -25,7 +25,15 @@ from penstock.kernels.float8.quantize_kernels import (
     transpose_kernel,
     unpack_rows_kernel,
 )
-from penstock.kernels.float8.quantized import Quantized, RowColQuantized, WeightCopies, blocks_of, row_bytes, scales_at
+from penstock.kernels.float8.quantized import (
+    Quantized,
+    RowColQuantized,
+    WeightCopies,
+    blocks_of,
+    row_bytes,
+    scale_dtype,
+    scales_at,
+)
 from penstock.kernels.float8.recipes import ALIGNMENT, Block, Format, Recipe, Scaling
 from penstock.kernels.float8.reference import aligned_rows
 from penstock.kernels.gluon import float8_launches
@@ -33,11 +41,8 @@ from penstock.kernels.language import triton
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.tuning import KernelLaunch, target_of
 
-WAVE_FACTOR = 2
-"""AMD's waves have twice the threads of a warp, so half as many hold a tile in as many registers."""
-
-TILES = 64
-"""Tiles that one program of `group_tiles_kernel` writes."""
+WAVE_FACTOR = 2  # AMD's waves have twice the threads of a warp, so half as many hold a tile in as many registers
+TILES = 64  # of one program of `group_tiles_kernel`
 
 
 def quantize_rows(
@@ -53,10 +58,7 @@ def quantize_rows(
 
     Rows past the experts' are not written if there are `columns`, nor are the columns' places past the last expert's
     tiles, where scales fit into tiles. `launch` replaces the default, `TRANSPOSING_DEFAULT` or `ROWS_ONLY`; its tiles
-    must hold whole blocks of both copies.
-
-    Raises:
-        KernelError: not a matrix.
+    must hold whole blocks of both copies. Raises KernelError if x is no matrix.
     """
     # Counts matter to copies that are aligned by experts, and to scales over several rows.
     source = _source(x_RD, None, None if columns is None and recipe.rows[1] else counts_e)
@@ -80,10 +82,8 @@ def quantize_groups(
 ) -> Quantized:
     """`reference.quantize_groups` behind a small kernel; counts stay on the device.
 
-    Places past the last expert's tiles are not written, where scales fit into tiles.
-
-    Raises:
-        KernelError: not a matrix, or 8-bit numbers whose scales do not fit into tiles.
+    Places past the last expert's tiles are not written, where scales fit into tiles. Raises KernelError if x is no
+    matrix, or has 8-bit numbers whose scales do not fit into tiles.
     """
     source = _source(x_RD, index_R, counts_e)
     block = block or recipe.columns
@@ -93,49 +93,36 @@ def quantize_groups(
 
 
 def quantize_weight(
-    w_FD: Tensor,
-    recipe: Recipe,
-    form: Format,
-    into: WeightCopies | None = None,
-    *,
-    launch: TileLaunch | None = None,
+    w_FD: Tensor, recipe: Recipe, form: Format, into: WeightCopies | None = None, *, launch: TileLaunch | None = None
 ) -> WeightCopies:
-    """`reference.quantize_weight`; copies in `into` with this function's memory layout are written directly.
-
-    Raises:
-        KernelError: neither a matrix nor a stack of matrices.
-    """
+    """`reference.quantize_weight`; copies in `into` with this function's memory layout are written directly."""
     if w_FD.ndim not in (2, 3):
         raise KernelError("quantize_weight: takes a matrix or a stack of them", got=tuple(w_FD.shape))
     w_FD = w_FD.contiguous()
-    outer, depth = w_FD.shape[-2:]
-    made = WeightCopies(
-        empty_copy(w_FD, (*w_FD.shape[:-2], outer, depth), recipe.weights, form, recipe.scaling),
-        empty_copy(w_FD, (*w_FD.shape[:-2], depth, outer), recipe.weights, form, recipe.scaling),
-    )
+    *stack, outer, depth = w_FD.shape
+    shapes = (*stack, outer, depth), (*stack, depth, outer)
+    made = WeightCopies(*(empty_copy(w_FD, shape, recipe.weights, form, recipe.scaling) for shape in shapes))
     fits = into is not None and all(
         old.values.stride() == new.values.stride() and old.scales.stride() == new.scales.stride()
         for old, new in zip(into, made, strict=True)
     )
     filled = into if into is not None and fits else made
-    source = _Source(w_FD, None, None, None, (0, 0), outer, outer, w_FD.shape[0] if w_FD.ndim == 3 else 1)
+    source = _Source(w_FD, None, None, None, (0, 0), outer, outer, matrices=stack[0] if stack else 1)
     _quantize(source, filled, form, recipe.scaling, launch)
     if into is None or fits:
         return filled
     for old, new in zip(into, filled, strict=True):
-        old.values.copy_(new.values)
-        old.scales.copy_(new.scales)
+        old.fill(new)
     return into
 
 
 def empty_copy(like: Tensor, shape: tuple[int, ...], block: Block, form: Format, scaling: Scaling) -> Quantized:
     """Memory for 8-bit numbers (... x outer x depth) and their scales, in the layout of the module's docstring."""
     *stack, outer, depth = shape
-    apart = triton.cdiv(depth, 16) * 16
+    apart = triton.cdiv(depth, 16) * 16  # bytes from row to row
     values = like.new_empty(*stack, outer, apart, dtype=form.dtype)[..., :depth]
     blocks = [triton.cdiv(size, side) if side else 1 for size, side in zip((outer, depth), block, strict=True)]
-    dtype = torch.float8_e8m0fnu if scaling == "e8m0" else torch.float32
-    scales = like.new_empty(*stack, blocks[1], blocks[0], dtype=dtype).transpose(-1, -2)
+    scales = like.new_empty(*stack, blocks[1], blocks[0], dtype=scale_dtype(scaling)).transpose(-1, -2)
     return Quantized(values, scales, block)
 
 
@@ -169,20 +156,16 @@ class _Source:
 
     @property
     def width(self) -> int:
-        """D."""
         return self.values.shape[-1]
 
 
 def _source(x_RD: Tensor | Quantized, index_R: Tensor | None, counts_e: Tensor | None) -> _Source:
-    values, scales, block = (
-        (x_RD.values, x_RD.scales, x_RD.block) if isinstance(x_RD, Quantized) else (x_RD, None, (0, 0))
-    )
+    values, scales, block = x_RD if isinstance(x_RD, Quantized) else (x_RD, None, (0, 0))
     if values.ndim != 2:
         raise KernelError("quantize: takes a matrix of rows", got=tuple(values.shape))
     if block[1] not in (0, 16, 32, 64) and block[1] % TRANSPOSING.block_columns:
-        raise KernelError(
-            "quantize: scales of the source must fit into tiles", got=block, allowed="blocks of 32 or 128"
-        )
+        what = "quantize: scales of the source must fit into tiles"
+        raise KernelError(what, got=block, allowed="blocks of 32 or 128")
     if values.stride(1) != 1:
         values = values.contiguous()
     rows = values.shape[0] if index_R is None else index_R.numel()
@@ -204,7 +187,7 @@ def _quantize(
     given = [copy.block for copy in copies if copy is not None]
     (outer, depth), (columns_outer, columns_depth) = given[0], given[-1]
     assert depth == columns_depth, f"blocks are equally deep, these are {given}"
-    row_amax, column_amax = _measure(source, rows, columns) if depth == 0 else (None, None)
+    row_amax, column_amax = _measure(source, rows, columns) if depth == 0 else (None, None)  # scales of whole rows
     launch = launch or (ROWS_ONLY if columns is None and source.tiles is None else TRANSPOSING_DEFAULT)
     if launch.engine == "gluon":
         if columns is not None and _is_hoppers(source, (rows, columns), form, scaling):
@@ -305,8 +288,8 @@ def register_limit(launch: TileLaunch | BackwardLaunch, device: torch.device) ->
     return {"maxnreg": launch.registers}
 
 
+# Blocks of 128 numbers of one program; of smaller blocks as many more. Not measured yet.
 PACKING = KernelLaunch(block_rows=32, block_columns=128, warps=4)
-"""Blocks of 128 numbers of one program; of smaller blocks as many more. Not measured yet."""
 
 
 def pack_rows(x_TD: Tensor, recipe: Recipe, form: Format, *, launch: KernelLaunch = PACKING) -> Tensor:
@@ -350,18 +333,12 @@ def _start_packing(
     )  # fmt: skip
 
 
-TRANSPOSE_BLOCK = 128
-"""Rows and columns of a tile."""
-
+TRANSPOSE_BLOCK = 128  # rows and columns of a tile
 TRANSPOSE_WARPS = 8
 
 
 def transpose_weight(weight: Quantized, into: Quantized) -> None:
-    """`reference.transpose_weight` in one pass over bytes; quantizing the weight again would read two bytes for each.
-
-    Raises:
-        KernelError: a matrix is not contiguous.
-    """
+    """`reference.transpose_weight` in one pass over bytes; to quantize the weight again would read twice as many."""
     if not (weight.values.is_contiguous() and into.values.is_contiguous()):
         raise KernelError("transpose_weight takes contiguous matrices", got=f"strides {weight.values.stride()}")
     rows, columns = weight.values.shape[-2:]

@@ -102,6 +102,7 @@ def measure_kernel(
             x_RD, x_scales_ptr, x_scales_outer, x_scales_depth, index_ptr, row_R, is_row_R, D, X_OUTER, X_DEPTH
         )
     bits_RD = magnitude_bits(x_RD)
+    # Maxima of integers are the same in any order, so atomics need none.
     if row_amax_ptr is not None:
         tl.atomic_max(row_amax_ptr + matrix * R + row_R, tl.max(bits_RD, 1), mask=is_row_R, sem="relaxed")
     if column_amax_ptr is not None:
@@ -124,7 +125,7 @@ def group_tiles_kernel(
     tiles_E = (end_E - first_E + BLOCK_R - 1) // BLOCK_R
     last_E = tl.cumsum(tiles_E, 0)
     tile_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    before_TE = tile_T[:, None] - (last_E - tiles_E)[None, :]
+    before_TE = tile_T[:, None] - (last_E - tiles_E)[None, :]  # number of the tile among those of each expert
     is_mine_TE = (before_TE >= 0) & (before_TE < tiles_E[None, :])
     row_TE = first_E[None, :] + before_TE * BLOCK_R
     # A tile without an expert begins behind the last row.
@@ -140,7 +141,7 @@ def tile_rows(tiles_ptr, R, BLOCK_R: tl.constexpr, RUN: tl.constexpr):
     """Rows of this program's tile in the order in which they are loaded, and which of them exist."""
     lane_R = tl.arange(0, BLOCK_R)
     RUNS: tl.constexpr = BLOCK_R // RUN
-    place_R = (lane_R % RUNS) * RUN + lane_R // RUNS
+    place_R = (lane_R % RUNS) * RUN + lane_R // RUNS  # 0 4 8 ... 1 5 9 ... with a RUN of 4
     tile = tl.program_id(1)
     if tiles_ptr is None:
         row_R = tile * BLOCK_R + place_R
@@ -172,7 +173,7 @@ def dequantize_tile(
     """
     ROWS: tl.constexpr = x_RD.shape[0]
     COLUMNS: tl.constexpr = x_RD.shape[1]
-    SHARE: tl.constexpr = COLUMNS if DEPTH == 0 or DEPTH > COLUMNS else DEPTH
+    SHARE: tl.constexpr = COLUMNS if DEPTH == 0 or DEPTH > COLUMNS else DEPTH  # columns of the tile under one scale
     outer_R = source_rows(index_ptr, row_R, is_row_R)
     outer_R = outer_R * 0 if OUTER == 0 else outer_R // OUTER
     first_Q = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS // SHARE) * SHARE
@@ -199,7 +200,7 @@ def transpose_tile(x_RD, RUN: tl.constexpr):
     """Columns of a tile, whose rows return to their order in the matrix."""
     ROWS: tl.constexpr = x_RD.shape[0]
     COLUMNS: tl.constexpr = x_RD.shape[1]
-    x_DR = tl.permute(tl.reshape(x_RD, [RUN, ROWS // RUN, COLUMNS]), [2, 1, 0])
+    x_DR = tl.permute(tl.reshape(x_RD, [RUN, ROWS // RUN, COLUMNS]), [2, 1, 0])  # columns x runs x rows of a run
     return tl.reshape(x_DR, [COLUMNS, ROWS])
 
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.kernels.float8.recipes import Block, Format, Recipe
+from penstock.kernels.float8.recipes import Block, Format, Recipe, Scaling
 
 
 class Quantized(NamedTuple):
@@ -29,6 +29,11 @@ class Quantized(NamedTuple):
     values: Tensor  # float8, ... x outer x depth; depth is contiguous, the stride of outer a multiple of 16 bytes
     scales: Tensor  # ... x outer blocks x depth blocks, any strides; float32, or float8_e8m0fnu for mxfp8
     block: Block
+
+    def fill(self, other: "Quantized") -> None:
+        """Copy another's numbers and scales into this memory."""
+        self.values.copy_(other.values)
+        self.scales.copy_(other.scales)
 
 
 class RowColQuantized(NamedTuple):
@@ -45,8 +50,8 @@ class WeightCopies(NamedTuple):
     backward: Quantized  # ... D x F, contracted over F, for the gradient of the input
 
 
+# Operators by which autograd, FSDP2 and recomputation get the same tensor again.
 _ALIASES = frozenset({torch.ops.aten.detach.default, torch.ops.aten.view.default, torch.ops.aten.as_strided.default})
-"""Operators by which autograd, FSDP2 and recomputation get the same tensor again."""
 
 
 class GatheredCopies:
@@ -115,11 +120,8 @@ def copies_of(
     return weight.copies if isinstance(weight, GatheredWeight) else quantize(weight.detach())
 
 
-SCALES_MULTIPLE = 16
-"""Scales of a packed row begin at a multiple of so many bytes."""
-
-ROW_MULTIPLE = 32
-"""A packed row has a multiple of so many bytes: the smallest memory transaction, which every dispatcher can move."""
+SCALES_MULTIPLE = 16  # bytes, from which scales of a packed row begin
+ROW_MULTIPLE = 32  # bytes of a packed row: the smallest memory transaction, which every dispatcher can move
 
 
 def blocks_of(width: int, recipe: Recipe) -> int:
@@ -136,18 +138,18 @@ def scales_at(width: int) -> int:
 
 def row_bytes(width: int, recipe: Recipe) -> int:
     """Bytes of a packed row of D numbers."""
-    return _up(scales_at(width) + blocks_of(width, recipe) * scale_dtype(recipe).itemsize, ROW_MULTIPLE)
+    return _up(scales_at(width) + blocks_of(width, recipe) * scale_dtype(recipe.scaling).itemsize, ROW_MULTIPLE)
 
 
-def scale_dtype(recipe: Recipe) -> torch.dtype:
-    """Dtype of the scales of a packed row."""
-    return torch.float8_e8m0fnu if recipe.scaling == "e8m0" else torch.float32
+def scale_dtype(scaling: Scaling) -> torch.dtype:
+    """Dtype of scales in memory."""
+    return torch.float8_e8m0fnu if scaling == "e8m0" else torch.float32
 
 
 def as_quantized(packed: Tensor, width: int, recipe: Recipe, form: Format) -> Quantized:
     """Packed rows (uint8, rows x `row_bytes`) as an operand: views of the same memory."""
     assert packed.shape[1] == row_bytes(width, recipe), f"rows of {packed.shape[1]} bytes for {width} numbers"
-    dtype, first = scale_dtype(recipe), scales_at(width)
+    dtype, first = scale_dtype(recipe.scaling), scales_at(width)
     scales = packed[:, first : first + blocks_of(width, recipe) * dtype.itemsize]
     return Quantized(packed[:, :width].view(form.dtype), scales.view(dtype), recipe.rows)
 

@@ -45,8 +45,7 @@ E5M2 = Format("e5m2", torch.float8_e5m2, 57344.0)
 E4M3_FNUZ = Format("e4m3", torch.float8_e4m3fnuz, 240.0)
 E5M2_FNUZ = Format("e5m2", torch.float8_e5m2fnuz, 57344.0)
 
-FNUZ_TARGETS = frozenset({"gfx942"})
-"""Chips whose matrix units know only the FNUZ forms."""
+FNUZ_TARGETS = frozenset({"gfx942"})  # chips whose matrix units know only the FNUZ forms
 
 
 def format_on(name: FormatName, target: str) -> Format:
@@ -58,14 +57,10 @@ def format_on(name: FormatName, target: str) -> Format:
 
 RecipeName = Literal["tensorwise", "rowwise", "blockwise", "blockwise-square", "mxfp8"]
 Scaling = Literal["float32", "power-of-two", "e8m0"]
-Block = tuple[int, int]
-"""Rows and columns that share a scale; 0 for the whole dim."""
+Block = tuple[int, int]  # rows and columns that share a scale; 0 for the whole dim
 
-DEPTH = 128
-"""Numbers after which a partial sum is added up in float32: on Hopper the matrix unit keeps only 14 bits of a sum."""
-
-ALIGNMENT = 128
-"""Each expert's rows begin at a multiple of this in copies whose contracted dim is the rows."""
+DEPTH = 128  # numbers after which a partial sum is added in float32: Hopper's matrix unit keeps only 14 bits of a sum
+ALIGNMENT = 128  # each expert's rows begin at a multiple of this in copies whose contracted dim is the rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,18 +84,15 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
     {recipe.name: recipe for recipe in (TENSORWISE, ROWWISE, BLOCKWISE, BLOCKWISE_SQUARE, MXFP8)}
 )
 
+# Chips whose matrix units multiply 8-bit floating-point numbers, and those that apply a scale to every 32 of them.
 HAS_FLOAT8 = frozenset({"sm_89", "sm_90", "sm_100", "sm_103", "gfx942", "gfx950"})
-"""Chips whose matrix units multiply 8-bit floating-point numbers."""
-
 HAS_MICROSCALING = frozenset({"sm_100", "sm_103", "gfx950"})
-"""Chips whose matrix units apply a scale to every 32 numbers."""
 
 
 def default_recipe(target: str) -> Recipe:
     """The recipe of `auto` on a chip (or `cpu`): mxfp8 where the matrix units apply its scales, else blockwise.
 
-    Raises:
-        KernelError: the chip has no 8-bit products.
+    Raises KernelError if the chip has no 8-bit products.
     """
     recipe = MXFP8 if target in HAS_MICROSCALING else BLOCKWISE
     refuse(recipe, target)

@@ -11,18 +11,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.expert_parts import used
-from penstock.kernels.float8.quantized import Quantized, RowColQuantized, WeightCopies, as_quantized, row_bytes
+from penstock.kernels.float8.quantized import (
+    Quantized,
+    RowColQuantized,
+    WeightCopies,
+    as_quantized,
+    row_bytes,
+    scale_dtype,
+)
 from penstock.kernels.float8.recipes import ALIGNMENT, Block, Format, Recipe, Scaling
 from penstock.kernels.launching import counts_on_host
 
-LEAST_SCALE = 2.0**-126
-"""Scale of a block of zeros. Below it 1 / scale would overflow. It is a power of two that E8M0 has."""
+LEAST_SCALE = 2.0**-126  # of a block of zeros: below it 1 / scale would overflow; a power of two that E8M0 has
 
 
 def quantize(x: Tensor, block: Block, form: Format, scaling: Scaling) -> Quantized:
     """Quantize the last two dims of a tensor (... x outer x depth, any floating dtype) by blocks."""
     outer, depth = x.shape[-2:]
-    rows, columns = block[0] or max(outer, 1), block[1] or max(depth, 1)
+    rows, columns = block[0] or max(outer, 1), block[1] or max(depth, 1)  # 0 stands for the whole dim
     padded = F.pad(x.float(), (0, -depth % columns, 0, -outer % rows))
     blocks = padded.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))  # ... blocks x rows x blocks x columns
     amax = blocks.abs().amax(dim=(-3, -1))
@@ -30,7 +36,7 @@ def quantize(x: Tensor, block: Block, form: Format, scaling: Scaling) -> Quantiz
     scales = _scales(amax / torch.full_like(amax, form.largest), scaling)
     values = (blocks / scales[..., :, None, :, None]).flatten(-2).flatten(-3, -2)
     values = values[..., :outer, :depth].clamp(-form.largest, form.largest)
-    return Quantized(values.to(form.dtype), scales.to(_scale_dtype(scaling)), block)
+    return Quantized(values.to(form.dtype), scales.to(scale_dtype(scaling)), block)
 
 
 def dequantize(x: Quantized) -> Tensor:
@@ -72,8 +78,7 @@ def quantize_weight(w_FD: Tensor, recipe: Recipe, form: Format, into: WeightCopi
     if into is None:
         return found
     for old, new in zip(into, found, strict=True):
-        old.values.copy_(new.values)
-        old.scales.copy_(new.scales)
+        old.fill(new)
     return into
 
 
@@ -85,12 +90,6 @@ def transpose_weight(weight: Quantized, into: Quantized) -> None:
 def aligned_rows(rows: int, experts: int) -> int:
     """Columns of a transposed copy of `rows` rows in which each expert begins at a multiple of `ALIGNMENT`."""
     return -(-(rows + experts * (ALIGNMENT - 1)) // ALIGNMENT) * ALIGNMENT
-
-
-def aligned_starts(counts_e: Tensor) -> Tensor:
-    """First column of each expert in such a copy, and the end of the last one; int32, e + 1 of them."""
-    ends_e = ((counts_e + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT).cumsum(0)
-    return F.pad(ends_e, (1, 0)).to(torch.int32)
 
 
 def quantize_groups(
@@ -112,18 +111,13 @@ def quantize_groups(
     rows_RD = source if index_R is None else source[index_R]
     counts = counts_on_host(counts_e, len(rows_RD))
     pieces = rows_RD[: sum(counts)].split(counts)
-    padded = torch.cat([F.pad(piece, (0, 0, 0, -len(piece) % ALIGNMENT)) for piece in pieces])
-    padded = F.pad(padded, (0, 0, 0, aligned_rows(len(rows_RD), len(counts)) - len(padded)))
+    padded = torch.cat([F.pad(piece, (0, 0, 0, -len(piece) % ALIGNMENT)) for piece in pieces])  # rows, not columns
+    padded = F.pad(padded, (0, 0, 0, aligned_rows(len(rows_RD), len(counts)) - len(padded)))  # the tail
     return quantize(padded.T, block or recipe.columns, form, recipe.scaling)
 
 
 def multiply(
-    a: Quantized,
-    b: Quantized,
-    dtype: torch.dtype,
-    *,
-    out: Tensor | None = None,
-    accumulate_into: Tensor | None = None,
+    a: Quantized, b: Quantized, dtype: torch.dtype, *, out: Tensor | None = None, accumulate_into: Tensor | None = None
 ) -> Tensor:
     """The dense product a @ b^T of M x K and N x K.
 
@@ -171,7 +165,7 @@ def multiply_columns(
     `accumulate_into` has float32 sums that the gradients are added to; they are returned.
     """
     counts = counts_on_host(counts_e, max(dy.values.shape[1] - counts_e.numel() * (ALIGNMENT - 1), 0))
-    starts = [0, *accumulate(-(-count // ALIGNMENT) * ALIGNMENT for count in counts)]
+    starts = [0, *accumulate(-(-count // ALIGNMENT) * ALIGNMENT for count in counts)]  # first column of each expert
     dy_MR, x_NR = dequantize(dy), dequantize(x)
     pieces = [slice(first, first + count) for first, count in zip(starts, counts, strict=False)]
     found = torch.stack([dy_MR[:, piece] @ x_NR[:, piece].T for piece in pieces])
@@ -182,22 +176,16 @@ def _scales(ratio: Tensor, scaling: Scaling) -> Tensor:
     scales = ratio.clamp(min=LEAST_SCALE)
     if scaling == "float32":
         return scales
-    mantissa, exponent = torch.frexp(scales)
+    mantissa, exponent = torch.frexp(scales)  # mantissa in [0.5, 1): 0.5 for a power of two, which stays as it is
     rounded = torch.ldexp(torch.ones_like(scales), torch.where(mantissa == 0.5, exponent - 1, exponent))
     return torch.where(scales.isfinite(), rounded, scales)
-
-
-def _scale_dtype(scaling: Scaling) -> torch.dtype:
-    return torch.float8_e8m0fnu if scaling == "e8m0" else torch.float32
 
 
 def pack_rows(x_TD: Tensor, recipe: Recipe, form: Format) -> Tensor:
     """Quantize rows into messages of values and scales: uint8, T x `row_bytes`."""
     tokens, width = x_TD.shape
     packed = torch.zeros(tokens, row_bytes(width, recipe), dtype=torch.uint8, device=x_TD.device)
-    found, into = quantize_rows(x_TD, recipe, form).rows, as_quantized(packed, width, recipe, form)
-    into.values.copy_(found.values)
-    into.scales.copy_(found.scales)
+    as_quantized(packed, width, recipe, form).fill(quantize_rows(x_TD, recipe, form).rows)
     return packed
 
 

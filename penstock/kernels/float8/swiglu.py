@@ -38,7 +38,7 @@ from penstock.kernels.float8.quantize_kernels import (
     store_scales,
     tile_rows,
 )
-from penstock.kernels.float8.quantized import Quantized, RowColQuantized
+from penstock.kernels.float8.quantized import RowColQuantized
 from penstock.kernels.float8.recipes import DEPTH, Format, Recipe
 from penstock.kernels.float8.reference import aligned_rows
 from penstock.kernels.float8.scaling import exponent_of, magnitude_bits, scale_of, to_float8
@@ -49,14 +49,11 @@ from penstock.kernels.reference import ExpertRule
 from penstock.kernels.swiglu import activation_gradients, load_activated
 from penstock.kernels.tuning import KernelLaunch, target_of
 
+# Where nothing is transposed: two loads of 16 bytes of gate and of up for each thread.
 ROWS_ONLY = KernelLaunch(block_rows=32, block_columns=128, warps=4)
-"""Where nothing is transposed: two loads of 16 bytes of gate and of up for each thread."""
-
+# A block of rows by a block of columns, 32 numbers a thread. With twice as many a thread of sm_90 spills.
 TRANSPOSING = KernelLaunch(block_rows=128, block_columns=128, warps=16)
-"""A block of rows by a block of columns, 32 numbers a thread. With twice as many a thread of sm_90 spills."""
-
-RUN = 2
-"""Neighbouring rows that a thread of `TRANSPOSING` loads, of 16 columns each."""
+RUN = 2  # neighbouring rows that a thread of `TRANSPOSING` loads, of 16 columns each
 
 
 def swiglu(
@@ -72,10 +69,8 @@ def swiglu(
     """The activation of a feed-forward network, quantized.
 
     `gate_up_RF` is R x 2F in 16 or 32 bits, or saved rows, only together with `counts_e`. Rows past the experts' are
-    not read, and hold anything in the result. `weights_R` are float32 routing weights, or None for 1.
-
-    Raises:
-        KernelError: odd width, or not one weight for each row; `columns` of rows of experts.
+    not read, and hold anything in the result. `weights_R` are float32 routing weights, or None for 1. Raises
+    KernelError for an odd width, if there is not one weight for each row, and for `columns` of rows of experts.
     """
     if columns and counts_e is not None:
         raise KernelError("swiglu: rows of experts are transposed by swiglu_backward", fix="pass columns=False")
@@ -114,19 +109,22 @@ def swiglu_backward(
     keep_plain: bool = False,
     launch: BackwardLaunch = BACKWARD_DEFAULT,
 ) -> SwigluForBackward:
-    """Gradients around the experts' activation, from one read of both tensors; arguments as of `swiglu`.
+    """Gradients around the experts' activation, from one read of both tensors; arguments and errors as of `swiglu`.
 
     `keep_plain` also returns the gradient in the dtype of `dh`, which is that of `gate_up`. Transposed copies are zero
     in slots without a row. Rows past the experts' are not read; they hold anything in the row-wise copy and in the
     plain gradient, and the gradients of their weights are zero.
-
-    Raises:
-        KernelError: odd width, or not one weight for each row.
     """
     dh_RF = dh_RF.contiguous()
     is_fused = launch.engine != "passes" and rule.limit is None and _is_fused(recipe, dh_RF.shape[1])
-    if keep_plain or not is_fused:
-        return _in_passes(gate_up_RF, weights_R, dh_RF, counts_e, rule, recipe, forward, gradient, keep_plain)
+    if keep_plain or not is_fused:  # through 16 bits
+        plain_RF, dweights_R, h_RF = in_16_bits.swiglu_backward(
+            gate_up_RF, weights_R, dh_RF, rule, recompute=True, used=_used(counts_e)
+        )
+        both = quantize.quantize_rows(plain_RF, recipe, gradient, columns=recipe.rows, counts_e=counts_e)
+        assert h_RF is not None and both.columns is not None, "both were asked for"
+        h_columns = quantize.quantize_groups(h_RF, counts_e, recipe, forward)
+        return SwigluForBackward(both.rows, both.columns, h_columns, dweights_R, plain_RF if keep_plain else None)
     source_SF, first, rows = _given(gate_up_RF, weights_R)
     width = dh_RF.shape[1]
     places, parts = aligned_rows(rows, counts_e.numel()), triton.cdiv(width, launch.block_columns)
@@ -140,81 +138,37 @@ def swiglu_backward(
     ]
     products_PR = None if weights_R is None else weights_R.new_zeros(parts, rows)
     sources = source_SF.contiguous(), first, None if weights_R is None else weights_R.contiguous(), dh_RF
-    given, forms = (sources, quantize.group_tiles(counts_e, rows), copies, products_PR), (forward, gradient)
+    tiles, forms, by_input = quantize.group_tiles(counts_e, rows), (forward, gradient), rule.weighs_input
     if _is_hoppers(source_SF, recipe, forms, launch):
-        float8_launches.launch_swiglu_backward(*given, forms, launch, weighs_input=rule.weighs_input)
+        given = sources, tiles, copies, products_PR, forms, launch
+        float8_launches.launch_swiglu_backward(*given, weighs_input=by_input)
     else:
         launch = BACKWARD if launch.engine == "gluon" else launch
-        _start_tritons(*given, recipe, forms, launch, weighs_input=rule.weighs_input)
-    by_row, by_column, h_by_column = copies
-    return SwigluForBackward(by_row, by_column, h_by_column, None if products_PR is None else products_PR.sum(0), None)
+        start_kernel(
+            swiglu_backward_float8_kernel, (parts, len(tiles) - 1),
+            *sources, tiles, *(memory for one in copies for memory in quantize.memories_of(one)), products_PR,
+            rows, quantize.row_stride(copies[0]), quantize.row_stride(copies[1]) // 4, width,
+            H_OUTER=recipe.columns[0], LARGEST=gradient.largest, H_LARGEST=forward.largest, WEIGHS_INPUT=by_input,
+            STEP=launch.step, **_constants(recipe, launch), num_warps=quantize.warps_of(launch, dh_RF.device),
+            **(quantize.register_limit(launch, dh_RF.device) if recipe.rows[1] == DEPTH else {}),
+        )  # fmt: skip
+    dweights_R = None if products_PR is None else products_PR.sum(0)
+    return SwigluForBackward(copies[0], copies[1], copies[2], dweights_R, None)
 
 
 def _is_hoppers(gate_up_RF: Tensor, recipe: Recipe, forms: tuple[Format, Format], launch: BackwardLaunch) -> bool:
     """Whether a launch asks for the Hopper kernel and it can run."""
     if launch.engine != "gluon" or gate_up_RF.dtype != torch.bfloat16:
         return False
-    width, target = gate_up_RF.shape[1] // 2, target_of(gate_up_RF.device)
-    return (
-        float8_launches.quantize_obstacle((recipe.rows, recipe.columns), recipe.scaling, forms, width, target) is None
-    )
-
-
-def _start_tritons(
-    sources: tuple[Tensor, Tensor | None, Tensor | None, Tensor],
-    tiles: Tensor,
-    copies: list[Quantized],
-    products_PR: Tensor | None,
-    recipe: Recipe,
-    forms: tuple[Format, Format],
-    launch: BackwardLaunch,
-    *,
-    weighs_input: bool,
-) -> None:
-    """Launch Triton's kernel; arguments as of `float8_launches.launch_swiglu_backward`."""
-    by_row, by_column, _ = copies
-    rows, width = sources[3].shape
-    start_kernel(
-        swiglu_backward_float8_kernel, (triton.cdiv(width, launch.block_columns), len(tiles) - 1),
-        *sources, tiles, *(memory for one in copies for memory in quantize.memories_of(one)), products_PR,
-        rows, by_row.values.stride(0), by_column.values.stride(0) // 4, width,
-        H_OUTER=recipe.columns[0], LARGEST=forms[1].largest, H_LARGEST=forms[0].largest, WEIGHS_INPUT=weighs_input,
-        STEP=launch.step, **_constants(recipe, launch), num_warps=quantize.warps_of(launch, tiles.device),
-        **(quantize.register_limit(launch, tiles.device) if recipe.rows[1] == DEPTH else {}),
-    )  # fmt: skip
-
-
-def _in_passes(
-    gate_up_RF: Tensor | SavedRows,
-    weights_R: Tensor | None,
-    dh_RF: Tensor,
-    counts_e: Tensor,
-    rule: ExpertRule,
-    recipe: Recipe,
-    forward: Format,
-    gradient: Format,
-    keep_plain: bool,
-) -> SwigluForBackward:
-    """`swiglu_backward` through 16 bits."""
-    plain_RF, dweights_R, h_RF = in_16_bits.swiglu_backward(
-        gate_up_RF, weights_R, dh_RF, rule, recompute=True, used=_used(counts_e)
-    )
-    assert h_RF is not None, "asked for"
-    both = quantize.quantize_rows(plain_RF, recipe, gradient, columns=recipe.rows, counts_e=counts_e)
-    assert both.columns is not None, "asked for"
-    return SwigluForBackward(
-        d_gate_up=both.rows,
-        d_gate_up_columns=both.columns,
-        h_columns=quantize.quantize_groups(h_RF, counts_e, recipe, forward),
-        dweights_R=dweights_R,
-        plain_d_gate_up_RF=plain_RF if keep_plain else None,
-    )
+    blocks, width = (recipe.rows, recipe.columns), gate_up_RF.shape[1] // 2
+    target = target_of(gate_up_RF.device)
+    return float8_launches.quantize_obstacle(blocks, recipe.scaling, forms, width, target) is None
 
 
 def _is_fused(recipe: Recipe, width: int) -> bool:
     """Whether a tile has whole blocks of rows, of columns, and of gate."""
     outer, depth = recipe.rows
-    fits = recipe.columns in (recipe.rows, (TRANSPOSING.block_columns, TRANSPOSING.block_rows))
+    fits = recipe.columns in (recipe.rows, (TRANSPOSING.block_columns, TRANSPOSING.block_rows))  # lines or squares
     return outer == 1 and depth in (32, 128) and fits and (width == 1 or width % depth == 0)
 
 
@@ -242,10 +196,8 @@ def _given(gate_up_RF: Tensor | SavedRows, weights_R: Tensor | None) -> tuple[Te
     if source_SF.ndim != 2 or source_SF.shape[1] % 2:
         raise KernelError("swiglu: takes rows of gate and up", got=tuple(source_SF.shape), allowed="an even width")
     if weights_R is not None and (weights_R.shape != (rows,) or weights_R.dtype != torch.float32):
-        raise KernelError(
-            "swiglu: weights must be float32, one for each row",
-            got=f"{weights_R.dtype} {tuple(weights_R.shape)} for {rows} rows",
-        )
+        got = f"{weights_R.dtype} {tuple(weights_R.shape)} for {rows} rows"
+        raise KernelError("swiglu: weights must be float32, one for each row", got=got)
     return source_SF, first, rows
 
 
@@ -263,7 +215,7 @@ def swiglu_float8_kernel(
     and up begin at the row stored there.
     """
     used = R
-    if counts_ptr is not None:
+    if counts_ptr is not None:  # rows of experts: those past the counts hold anything
         expert_E = tl.arange(0, BLOCK_E)
         used = tl.minimum(tl.sum(tl.load(counts_ptr + expert_E, mask=expert_E < experts, other=0), 0).to(tl.int32), R)
         if tl.program_id(1) * BLOCK_R >= used:
@@ -319,6 +271,7 @@ def swiglu_backward_float8_kernel(
     for span in tl.range(BLOCK_R // SPAN):
         h_bits = tl.zeros([STEP, BLOCK_F], tl.int32)
         dgate_bits, dup_bits = h_bits, h_bits
+        # First walk: rows are written, and the largest magnitude of each column is found.
         for step in tl.range(SPAN // STEP):
             row_R, is_row_R = _rows_of(first, filled, span * SPAN // STEP + step, STEP)
             h_RF, dgate_RF, dup_RF, product_RF = _gradients(
@@ -333,7 +286,7 @@ def swiglu_backward_float8_kernel(
                 d_rows_ptr, d_row_scales_ptr, dgate_RF, row_R, is_row_R, column_F, R, F, rows_stride,
                 DEPTH, LARGEST, POWER,
             )  # fmt: skip
-            _store_rows(
+            _store_rows(  # the copy is 2 F wide, gate first; its scales are depth blocks x rows
                 d_rows_ptr + F, d_row_scales_ptr + F // DEPTH * R, dup_RF, row_R, is_row_R, column_F, R, F,
                 rows_stride, DEPTH, LARGEST, POWER,
             )  # fmt: skip
@@ -345,6 +298,7 @@ def swiglu_backward_float8_kernel(
             store_scales(h_column_scales_ptr, h_scale, 0, tl.program_id(0), None, tile, F, R, H_OUTER, DEPTH, BLOCK_R)
         dgate_scale = _column_scales(d_column_scales_ptr, dgate_bits, place, column_F, F, 2 * F, DEPTH, LARGEST, POWER)
         dup_scale = _column_scales(d_column_scales_ptr + F, dup_bits, place, column_F, F, 2 * F, DEPTH, LARGEST, POWER)
+        # Second walk: all is computed again, and columns are written in words of four places.
         for part in tl.range(SPAN // STEP // 4):
             h_words = tl.zeros([STEP, BLOCK_F], tl.uint32)
             dgate_words, dup_words = h_words, h_words

@@ -21,8 +21,7 @@ from penstock.kernels.float8.quantized import Quantized
 from penstock.kernels.float8.recipes import DEPTH, Recipe
 from penstock.kernels.launching import record_launch
 
-_PADDED = 4
-"""Scales of a 128 x 128 weight have a multiple of so many depth blocks."""
+_PADDED = 4  # of so many depth blocks the scales of a 128 x 128 weight have a multiple
 
 _KINDS = {
     (1, 0): ScalingType.RowWise,
@@ -63,12 +62,7 @@ def shape_obstacle(a: Quantized, b: Quantized) -> str | None:
 
 
 def multiply(
-    a: Quantized,
-    b: Quantized,
-    dtype: torch.dtype,
-    *,
-    out: Tensor | None = None,
-    accumulate_into: Tensor | None = None,
+    a: Quantized, b: Quantized, dtype: torch.dtype, *, out: Tensor | None = None, accumulate_into: Tensor | None = None
 ) -> Tensor:
     """`penstock.kernels.float8.reference.multiply`; `out` costs a copy unless it is contiguous and of `dtype`."""
     problem = shape_obstacle(a, b)
@@ -76,15 +70,8 @@ def multiply(
     scales_a, scales_b = _scales(a, left=True), _scales(b, left=False)
     if out is not None and accumulate_into is None and out.is_contiguous() and out.dtype == dtype:
         return _write(a, b, scales_a, scales_b, out)
-    found = F.scaled_mm(
-        a.values,
-        b.values.T,
-        scales_a,
-        _KINDS[a.block],
-        scales_b,
-        _KINDS[b.block],
-        output_dtype=torch.float32 if accumulate_into is not None else dtype,
-    )
+    given = (a.values, b.values.T, scales_a, _KINDS[a.block], scales_b, _KINDS[b.block])
+    found = F.scaled_mm(*given, output_dtype=torch.float32 if accumulate_into is not None else dtype)
     if accumulate_into is not None:
         return accumulate_into.add_(found)
     return found if out is None else out.copy_(found)
@@ -97,19 +84,8 @@ def _write(a: Quantized, b: Quantized, scales_a: Tensor, scales_b: Tensor, out: 
         record_launch("_scaled_mm_v2", a.values, b.values.T, scales_a, scales_b, out)
         return out
     left, right, no_swizzle = [_KINDS[a.block].value], [_KINDS[b.block].value], list[int]()
-    return torch._scaled_mm_v2(
-        a.values,
-        b.values.T,
-        [scales_a],
-        left,
-        no_swizzle,
-        [scales_b],
-        right,
-        no_swizzle,
-        bias=None,
-        out_dtype=out.dtype,
-        out=out,
-    )
+    operands = a.values, b.values.T, [scales_a], left, no_swizzle, [scales_b], right, no_swizzle
+    return torch._scaled_mm_v2(*operands, bias=None, out_dtype=out.dtype, out=out)
 
 
 def _scales(x: Quantized, *, left: bool) -> Tensor:
@@ -118,6 +94,6 @@ def _scales(x: Quantized, *, left: bool) -> Tensor:
     if x.block == (1, 0):
         return x.scales.contiguous() if left else x.scales.reshape(1, outer_blocks)
     if x.block == (1, DEPTH):
-        return x.scales.T.contiguous().T
+        return x.scales.T.contiguous().T  # outer contiguous
     padding = -depth_blocks % _PADDED
     return F.pad(x.scales, (0, padding)).contiguous().T if padding else x.scales.contiguous().T

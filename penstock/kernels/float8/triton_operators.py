@@ -52,12 +52,7 @@ TRITON = Float8Operators(
 
 
 def multiply_with_torch(
-    a: Quantized,
-    b: Quantized,
-    dtype: torch.dtype,
-    *,
-    out: Tensor | None = None,
-    accumulate_into: Tensor | None = None,
+    a: Quantized, b: Quantized, dtype: torch.dtype, *, out: Tensor | None = None, accumulate_into: Tensor | None = None
 ) -> Tensor:
     """`products.multiply`, by torch's `scaled_mm` where it takes these sizes and no kernel of ours is as fast.
 

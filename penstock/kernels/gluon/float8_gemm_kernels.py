@@ -28,18 +28,14 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from penstock.kernels.gluon.ring import SPAN, copy_in, make_barriers, ring, swizzle, write_pieces, zero_tail
 
 DEPTH = gl.constexpr(128)
-HALF = gl.constexpr(64)
-"""Rows of a tile that one consumer has."""
-WIDTH = gl.constexpr(128)
-"""Columns of a product, and of a block of w that a slot holds."""
+HALF = gl.constexpr(64)  # rows of a tile that one consumer has
+WIDTH = gl.constexpr(128)  # columns of a product, and of a block of w that a slot holds
+# How the matrix unit spreads a product over the threads of a consumer.
 PRODUCT = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32]))
-"""How the matrix unit spreads a product over the threads of a consumer."""
 DOWN = gl.constexpr(gl.SliceLayout(1, PRODUCT.value))
 ACROSS = gl.constexpr(gl.SliceLayout(0, PRODUCT.value))
-LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
-"""How scales are spread over the producer's threads."""
-IN_A_ROW = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-"""How scales lie in a slot."""
+LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # how scales are spread over the producer's threads
+IN_A_ROW = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # how scales lie in a slot
 
 # Registers of a thread of a consumer and of the producer, with two or three consumers; 65536 in all.
 PAIRS_REGISTERS = gl.constexpr(240)
@@ -60,7 +56,7 @@ def make_slots(x, w_slots, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, EACH: 
     x_slots = gl.allocate_shared_memory(x.dtype, [STAGES * CONSUMERS, HALF, DEPTH], x.layout)
     x_scales = gl.allocate_shared_memory(gl.float32, [STAGES * CONSUMERS, HALF], IN_A_ROW)
     w_scales = gl.allocate_shared_memory(gl.float32, [STAGES, WIDTH if EACH else HALF], IN_A_ROW)
-    full, empty = make_barriers(STAGES, CONSUMERS, 33)
+    full, empty = make_barriers(STAGES, CONSUMERS, 33)  # 32 threads that copy scales, and 1 for the bytes of blocks
     return x_slots, w_slots, x_scales, w_scales, full, empty
 
 
@@ -122,6 +118,7 @@ def sum_blocks(
         if mine % 2 == 1:
             sums = _add_one(sums, slots, step, STAGES, CONSUMERS, EACH, PLACE)
             step += 1
+    # Slots of a tile in which this consumer has no row are only handed back.
     for block in range(mine, blocks):  # noqa: B007
         slot, phase = ring(step, STAGES)
         mbarrier.wait(slots[4].index(slot), phase)

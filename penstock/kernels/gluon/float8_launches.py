@@ -22,11 +22,10 @@ if HAS_GLUON:
     from penstock.kernels.gluon import float8_quantize_kernels as kernels
     from penstock.kernels.gluon.float8_gemm_kernels import float8_matrices_kernel, float8_rows_kernel
 
-WIDTH = 128
-"""Columns of a tile."""
-
-TRIOS_REGISTERS = 128
-"""As `REGISTERS`, for sixteen warps, where there are three consumers."""
+WIDTH = 128  # columns of a tile of a product
+TRIOS_REGISTERS = 128  # as `REGISTERS`, for sixteen warps, where there are three consumers
+TILE = 128  # rows and columns of a tile that is quantized
+RECIPE = BLOCKWISE_SQUARE  # has all blocks that the kernels know
 
 
 def gemm_obstacle(a: Quantized, b: Quantized, target: str) -> str | None:
@@ -57,13 +56,14 @@ def launch_rows(
     (rows, depth), columns = x.values.shape, y.shape[1]
     values = w.values if tiles is not None else w.values[None]
     size = BLOCK_SIZES.index(launch.block_rows)
+    table = (None,) * 3 if tiles is None else (tiles.starts_e, tiles.owners[size], tiles.block_counts[size:])
+    # Results in float32 are written through pointers.
+    pieces = ragged_blocks_of(y, PIECE_ROWS, WIDTH // launch.pieces) if y.dtype == torch.bfloat16 else None
     start_kernel(
         float8_rows_kernel, (programs_of(launch, y.device),),
-        blocks_of(x.values, PIECE_ROWS, DEPTH), blocks_of(values, 1, WIDTH, DEPTH),
-        ragged_blocks_of(y, PIECE_ROWS, WIDTH // launch.pieces) if y.dtype == torch.bfloat16 else None, y, x.scales,
-        w.scales, None if tiles is None else tiles.starts_e, None if tiles is None else tiles.owners[size],
-        None if tiles is None else tiles.block_counts[size:], first, rows, columns, depth, len(values),
-        *x.scales.stride(), w.scales.stride(0) if tiles is not None else 0, *w.scales.stride()[-2:],
+        blocks_of(x.values, PIECE_ROWS, DEPTH), blocks_of(values, 1, WIDTH, DEPTH), pieces, y, x.scales, w.scales,
+        *table, first, rows, columns, depth, len(values), *x.scales.stride(),
+        w.scales.stride(0) if tiles is not None else 0, *w.scales.stride()[-2:],
         STAGES=launch.stages, STEPS=launch.steps, GROUP=launch.group, CONSUMERS=launch.block_rows // PIECE_ROWS,
         ONLY_LAST=tiles is not None and tiles.only_last, **_warps_of(launch),
     )  # fmt: skip
@@ -94,12 +94,6 @@ def launch_matrices(
 def _warps_of(launch: ProductLaunch) -> dict[str, int]:
     """Warps of a consumer, and registers of a thread before warps exchange them."""
     return {"num_warps": launch.warps, "maxnreg": REGISTERS if launch.block_rows == 2 * PIECE_ROWS else TRIOS_REGISTERS}
-
-
-TILE = 128
-
-RECIPE = BLOCKWISE_SQUARE
-"""Has all blocks that the kernels know."""
 
 
 def quantize_obstacle(
@@ -136,7 +130,7 @@ def launch_quantize(
     """
     by_row, by_column = copies
     values, scales = (x_RD.values, x_RD.scales) if isinstance(x_RD, Quantized) else (x_RD, None)
-    columns = by_column.values.view(torch.int64)
+    columns = by_column.values.view(torch.int64)  # 8 numbers at a time
     places = by_column.values.shape[1]
     if columns.numel() == 0:
         return

@@ -22,13 +22,12 @@ from penstock.kernels.float8.scaling import inverse_of, scale_of
 
 TILE = gl.constexpr(128)
 TURNS = gl.constexpr(4)
-PAIRS = gl.constexpr(16)
-"""Pairs of rows of a turn."""
+PAIRS = gl.constexpr(16)  # of rows, of a turn
+# Places of a turn's words in shared memory: four columns together, and so that neither eight threads that store
+# neighbouring columns nor eight that load neighbouring pairs meet in a bank.
 WORDS = gl.constexpr(
     gl.SharedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [0, 36], [0, 72], [1, 0], [2, 4], [4, 8], [8, 16]])
 )
-"""Places of a turn's words in shared memory: four columns together, and so that neither eight threads that store
-neighbouring columns nor eight that load neighbouring pairs meet in a bank."""
 
 
 @constexpr_function

@@ -26,15 +26,11 @@ def rows_obstacle(
     index: Tensor | None = None,
 ) -> str | None:
     """Why `launch_rows` cannot multiply operands that fit each other, or None."""
-    if (reason := obstacle(target)) is not None:
+    if (reason := weights_obstacle(x, None if launch.copy_gathered else index, target)) is not None:
         return reason
-    if not x.dtype == y.dtype == torch.bfloat16:
-        return f"operands are {x.dtype} and the result is {y.dtype}, not bfloat16"
-    if bias is not None:
-        return "a bias is added"
-    if index is not None and not launch.copy_gathered:
-        return "rows are gathered while they are loaded"
-    return None
+    if y.dtype != x.dtype:
+        return f"the result is {y.dtype}, not bfloat16"
+    return None if bias is None else "a bias is added"
 
 
 def launch_rows(

@@ -22,13 +22,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin, ir
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+# Registers of a thread: a multiprocessor's 65536 are given to groups of four warps.
 CONSUMER_REGISTERS = gl.constexpr(240)
 PRODUCER_REGISTERS = gl.constexpr(24)
-"""Registers of a thread: a multiprocessor's 65536 are given to groups of four warps."""
-SPAN = gl.constexpr(2**30)
-"""End of the rows of a ragged descriptor; see `penstock.kernels.grouped_gemm_kernels`."""
-LINE = gl.constexpr(gl.BlockedLayout([8], [32], [4], [0]))
-"""How the numbers of a row are spread over threads."""
+SPAN = gl.constexpr(2**30)  # end of the rows of a ragged descriptor; see `penstock.kernels.grouped_gemm_kernels`
+LINE = gl.constexpr(gl.BlockedLayout([8], [32], [4], [0]))  # how the numbers of a row are spread over threads
 
 # Triton 3.9 renamed them.
 copy_in = vars(tma)["async_load" if "async_load" in vars(tma) else "async_copy_global_to_shared"]
@@ -56,7 +54,7 @@ def make_barriers(STAGES: gl.constexpr, READERS: gl.constexpr = 2, WRITERS: gl.c
     for slot in gl.static_range(STAGES):
         mbarrier.init(full.index(slot), count=WRITERS)
         mbarrier.init(empty.index(slot), count=READERS)
-    fence_async_shared()
+    fence_async_shared()  # the copy engine sees the barriers too
     return full, empty
 
 

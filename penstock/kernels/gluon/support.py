@@ -11,9 +11,7 @@ from torch import Tensor
 
 from penstock.kernels.language import create_ragged_descriptor, triton
 
-VERSIONS = ("3.6", "3.9")
-"""Versions of Triton whose Gluon compiles these kernels."""
-
+VERSIONS = ("3.6", "3.9")  # of Triton, whose Gluon compiles these kernels
 HAS_GLUON = (
     torch.version.hip is None
     and ".".join(triton.__version__.split(".")[:2]) in VERSIONS
@@ -24,14 +22,9 @@ if HAS_GLUON:
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-REGISTERS = 168
-"""Registers of a thread when a kernel of twelve warps starts; `setmaxnreg` then moves them from warp to warp."""
-
-PIECE_ROWS = 64
-"""Rows of a tile that one instruction of the matrix unit makes, and that are written at a time."""
-
-SWIZZLE = 128
-"""Most bytes of a row of shared memory that are swizzled together, so that neighbours lie in different banks."""
+REGISTERS = 168  # of a thread when a kernel of twelve warps starts; `setmaxnreg` then moves them from warp to warp
+PIECE_ROWS = 64  # rows of a tile that one instruction of the matrix unit makes, and that are written at a time
+SWIZZLE = 128  # most bytes of a row of shared memory swizzled together, so that neighbours lie in different banks
 
 
 def obstacle(target: str) -> str | None:
@@ -42,10 +35,7 @@ def obstacle(target: str) -> str | None:
 
 
 def blocks_of(memory: Tensor, *block: int) -> "TensorDescriptor":
-    """A descriptor of blocks, laid out in shared memory as the matrix unit reads them.
-
-    `memory` is contiguous, or has rows a multiple of 16 bytes apart.
-    """
+    """A descriptor of blocks, laid out as the matrix unit reads them, of rows a multiple of 16 bytes apart."""
     return TensorDescriptor.from_tensor(memory, list(block), _layout(memory, block[-1], len(block)))
 
 

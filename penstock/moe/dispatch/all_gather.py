@@ -52,12 +52,12 @@ class AllGatherDispatcher:
         payload = self.wire_format.encode(x_TD).move(
             lambda rows: all_gather(rows, self.axis, dim=0), lambda gradient: reduce_scatter(gradient, self.axis, dim=0)
         )
-        weights_NK, experts_NK = unpacked(all_gather(packed(routing), self.axis, dim=0))
+        weights_NK, experts_NK = unpacked(all_gather(packed(routing), self.axis, dim=0))  # N = W x T tokens
         own_NK = as_local(experts_NK, self.placement.experts_of(self.axis.rank))
         order = self._keep_capacity(self.operators.order_rows(own_NK, self.placement.per_place))
         weights_R = pick_kept(weights_NK, order)
         x_ND, quantized = self.wire_format.decode(payload)
-        index_R = order.slots_R // own_NK.shape[1]
+        index_R = order.slots_R // own_NK.shape[1]  # token of each slot
         return ExpertRows(x_ND, index_R, weights_R, order.counts_E, order.places_TK, quantized), DispatchMetadata(order)
 
     def combine(self, y_RD: Tensor, metadata: DispatchMetadata) -> Tensor:
@@ -70,7 +70,7 @@ class AllGatherDispatcher:
             share = tokens * top_k / self.placement.expert
             return first_rows(order, self.counts.total(order.counts_E, share, tokens * top_k))
         rows = self.row_capacity.rows(tokens, top_k)
-        if self.row_capacity.training and not is_recomputing():
+        if self.row_capacity.training and not is_recomputing():  # recomputed rows were counted in forward
             self.row_capacity.count(order.counts_E.sum(), rows)
         return first_rows(order, rows)
 
@@ -83,7 +83,7 @@ def first_rows(order: RowOrder, rows: int) -> RowOrder:
     """
     if rows >= order.slots_R.numel():
         return order
-    ends_E = order.counts_E.cumsum(0).clamp(max=rows)
+    ends_E = order.counts_E.cumsum(0).clamp(max=rows)  # the expert at the border keeps a part, later ones nothing
     counts_E = ends_E.diff(prepend=ends_E.new_zeros(1)).int()
     return RowOrder(order.slots_R[: rows + 1], order.places_TK.clamp(max=rows), counts_E)
 

@@ -68,11 +68,11 @@ class AllToAllDispatcher:
         order = slots.order
 
         # 2. How many rows go where, and come from where. The only time that the host waits.
-        counts_We = order.counts_E.view(self.axis.size, -1)
-        arriving_We = exchange_rows(counts_We, self.axis)
+        counts_We = order.counts_E.view(self.axis.size, -1)  # rows for each expert of each rank
+        arriving_We = exchange_rows(counts_We, self.axis)  # rows from each rank for each of our experts
         send, receive = self.counts.exchanged(counts_We.sum(1), arriving_We.sum(1), order.slots_R.numel())
 
-        # 3. Rows and weights on their way. Dropped slots stand last and stay here.
+        # 3. Send rows and weights. Dropped slots are last and stay here.
         kept = sum(send)
         payload = self.wire_format.encode(x_TD).move(
             lambda rows: exchange_rows(_first(spread(rows, order, self.operators), kept), self.axis, receive, send),
@@ -80,7 +80,7 @@ class AllToAllDispatcher:
         )
         weights_R = exchange_rows(_first(slots.weights_R, kept), self.axis, receive, send)
 
-        # 4. Where the experts find them.
+        # 4. Sort what arrived by expert, as an index.
         arrived_R, places_R = _by_expert(arriving_We, sum(receive))
         weights_R = reorder(weights_R, arrived_R, places_R)
         counts_e = arriving_We.sum(0, dtype=torch.int32)
@@ -92,7 +92,7 @@ class AllToAllDispatcher:
         """See `Dispatcher.combine`. All ranks of the axis call it."""
         assert isinstance(metadata, AllToAllMetadata), f"not a metadata of this dispatcher: {metadata}"
         assert metadata.send is not None and metadata.receive is not None, "as many rows to each as there are"
-        arrived_RD = reorder(y_RD, metadata.places_R, metadata.arrived_R)
+        arrived_RD = reorder(y_RD, metadata.places_R, metadata.arrived_R)  # experts' order -> order of arrival
         return self._bring_home(arrived_RD, metadata.order, metadata.send, metadata.receive)
 
     def _bring_home(self, arrived_RD: Tensor, order: RowOrder, send: Sequence[int], receive: Sequence[int]) -> Tensor:
@@ -100,11 +100,11 @@ class AllToAllDispatcher:
         returned_RD = exchange_rows(arrived_RD, self.axis, receive=send, send=receive)
         dropped = order.slots_R.numel() - returned_RD.shape[0]
         if dropped:
-            returned_RD = F.pad(returned_RD, (0, 0, 0, dropped))
+            returned_RD = F.pad(returned_RD, (0, 0, 0, dropped))  # zeros at the places of dropped slots
         return self.operators.unpermute(returned_RD, order)
 
     def sorted_slots(self, routing: Routing) -> SortedSlots:
-        """See `Sorting.sorted_slots`."""
+        """See `SlotSorter.sorted_slots`."""
         with span(Span.SORT):
             parts = each_part(routing, self.placement)
             order = self.operators.order_rows(parts.experts_TK, self.placement.virtual_experts)
@@ -130,10 +130,10 @@ class PaddedAllToAllDispatcher:
     def dispatch(self, x_TD: Tensor | DispatchPayload, routing: Routing) -> tuple[ExpertRows, DispatchMetadata]:
         """See `Dispatcher.dispatch`. All ranks of the axis call it."""
         T, K = routing.experts_TK.shape
-        limit = min(T, capacity(T, K, self.placement.experts, self.factor))
+        limit = min(T, capacity(T, K, self.placement.experts, self.factor))  # rows of each expert from this rank
         parts = each_part(routing, self.placement)
         order = _padded_order(parts, self.placement.virtual_experts, limit, self.operators)
-        past = order.slots_R.numel()
+        past = order.slots_R.numel()  # the place of dropped slots
 
         payload = self.wire_format.encode(x_TD).move(
             lambda rows: exchange_rows(spread_padded(rows, order.slots_R, order.places_TK), self.axis),
@@ -166,8 +166,7 @@ def each_part(routing: Routing, placement: ExpertPlacement) -> Routing:
         return routing
     e = placement.per_place
     experts_TK1 = routing.experts_TK[:, :, None]
-    part = torch.arange(parts, device=experts_TK1.device)
-    place = experts_TK1 // e * parts + part
+    place = experts_TK1 // e * parts + torch.arange(parts, device=experts_TK1.device)  # T x K x parts
     virtual = place * e + experts_TK1 % e
     weights = routing.weights_TK[:, :, None].expand(-1, -1, parts)
     return Routing(weights.flatten(1), virtual.clamp(max=placement.virtual_experts).flatten(1))
@@ -210,8 +209,8 @@ def _padded_order(routing: Routing, experts: int, limit: int, operators: Operato
     T, K = routing.experts_TK.shape
     past = experts * limit
     order = operators.order_rows(routing.experts_TK, experts)
-    firsts_E = F.pad(order.counts_E.cumsum(0) - order.counts_E, (0, 1))
-    rank_TK = order.places_TK - firsts_E[routing.experts_TK]
+    firsts_E = F.pad(order.counts_E.cumsum(0) - order.counts_E, (0, 1))  # one more entry for dropped slots
+    rank_TK = order.places_TK - firsts_E[routing.experts_TK]  # among the slots of the expert
     places_TK = torch.where(routing.experts_TK < experts, routing.experts_TK * limit + rank_TK, past)
     tokens_TK = torch.arange(T, device=places_TK.device)[:, None].expand(T, K)
     tokens_R = torch.full((past + 1,), T, device=places_TK.device).index_put((places_TK,), tokens_TK)[:past]

@@ -52,6 +52,7 @@ def make_dispatcher(
         return _flat(choice.name, placement, axis, layer_context, row_capacity), row_capacity
     nodes = NodePlacement(placement, axes.expert_node, axes.expert_across)
     inner = _flat(choice.inner, placement.block(nodes.node.size), nodes.node, layer_context, row_capacity)
+    # All-gather and symmetric dispatch need equally many tokens on each rank of the node.
     is_even, is_counted = not isinstance(inner, AllToAllDispatcher), row_capacity is None
     return HierarchicalDispatcher(nodes, inner, operators, is_counted, is_even, wire_format=wire_format), row_capacity
 
@@ -67,11 +68,9 @@ def _flat(
     if name == "symmetric":
         # By name, because it needs Triton, which may be absent.
         symmetric = import_module("penstock.moe.dispatch.symmetric")
-        dispatch = layer_context.dispatch
-        transport = symmetric.transport_of(
-            placement, layer_context.buffers, dispatch.num_sms, by_engines=dispatch.engines
-        )
-        overlaps_backward = layer_context.transfers is None
+        dispatch, buffers = layer_context.dispatch, layer_context.buffers
+        transport = symmetric.transport_of(placement, buffers, dispatch.num_sms, by_engines=dispatch.engines)
+        overlaps_backward = layer_context.transfers is None  # else transfers have a stream of their own
         mapped: Dispatcher = symmetric.SymmetricDispatcher(
             placement, transport, row_capacity, wire_format=wire_format, overlaps_backward=overlaps_backward
         )
@@ -106,9 +105,7 @@ def _row_capacity(placement: ExpertPlacement, layer_context: LayerContext, *, in
     dispatch = layer_context.dispatch
     if dispatch.sync_free < COUNTS_STAY:
         return None
-    if dispatch.sync_free > COUNTS_STAY:
-        return RowCapacity(placement, math.inf)
-    return RowCapacity(
-        placement,
-        max(dispatch.row_capacity_factor, dispatch.layer_capacity_factor) if in_arena else dispatch.row_capacity_factor,
-    )
+    factor = dispatch.row_capacity_factor
+    if in_arena:  # which bounds the sum over layers, so that a single one may have more
+        factor = max(factor, dispatch.layer_capacity_factor)
+    return RowCapacity(placement, factor if dispatch.sync_free == COUNTS_STAY else math.inf)

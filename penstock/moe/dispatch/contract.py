@@ -97,13 +97,13 @@ class LocalDispatcher:
     def dispatch(self, x_TD: Tensor | DispatchPayload, routing: Routing) -> tuple[ExpertRows, DispatchMetadata]:
         """See `Dispatcher.dispatch`."""
         slots = routing.sorted or self.sorted_slots(routing)
-        order, tokens_R = slots.order, slots.order.slots_R // routing.experts_TK.shape[1]
+        order, tokens_R = slots.order, slots.order.slots_R // routing.experts_TK.shape[1]  # slot -> its token
         x_ND, quantized = self.wire_format.decode(self.wire_format.encode(x_TD))
         rows = ExpertRows(x_ND, tokens_R, slots.weights_R, order.counts_E, order.places_TK, quantized)
         return rows, DispatchMetadata(order)
 
     def sorted_slots(self, routing: Routing) -> SortedSlots:
-        """See `Sorting.sorted_slots`."""
+        """See `SlotSorter.sorted_slots`."""
         with span(Span.SORT):
             order = self.operators.order_rows(routing.experts_TK, self.experts)
             weights_R = reorder(routing.weights_TK.reshape(-1), order.slots_R, order.places_TK.reshape(-1))

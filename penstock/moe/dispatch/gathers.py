@@ -32,7 +32,7 @@ def pick_kept(values_TK: Tensor, order: RowOrder) -> Tensor:
 
 def _pick_back(gradient_R: Tensor, places_TK: Tensor, counts_E: Tensor) -> Tensor:
     picked_TK = gradient_R.index_select(0, places_TK.reshape(-1)).view_as(places_TK)
-    return torch.where(places_TK < counts_E.sum(), picked_TK, 0)
+    return torch.where(places_TK < counts_E.sum(), picked_TK, 0)  # unused places may hold NaN
 
 
 def spread(x_TD: Tensor, order: RowOrder, operators: Operators) -> Tensor:
@@ -56,11 +56,11 @@ def collect_padded(y_RD: Tensor, tokens_R: Tensor, places_TK: Tensor) -> Tensor:
 
 
 def _rows_or_zero(x_TD: Tensor, tokens_R: Tensor) -> Tensor:
-    return torch.cat((x_TD, x_TD.new_zeros(1, x_TD.shape[1]))).index_select(0, tokens_R)
+    return torch.cat((x_TD, x_TD.new_zeros(1, x_TD.shape[1]))).index_select(0, tokens_R)  # past the last row: zeros
 
 
 def _sum_at_places(y_RD: Tensor, places_TK: Tensor) -> Tensor:
     total_TD = y_RD.new_zeros(places_TK.shape[0], y_RD.shape[1], dtype=torch.float32)
-    for places_T in places_TK.unbind(1):
+    for places_T in places_TK.unbind(1):  # one choice at a time: all K rows of all tokens would need K times the memory
         total_TD += _rows_or_zero(y_RD, places_T)
     return total_TD.to(y_RD.dtype)

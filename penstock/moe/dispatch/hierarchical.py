@@ -53,24 +53,22 @@ class NodePlacement:
     def needed(self, experts_TK: Tensor) -> Tensor:
         """nodes_TW: int64 number of each node that a token needs, or the number of nodes where it needs none."""
         node_W = torch.arange(self.across.size, device=experts_TK.device)
+        # The experts of a node are consecutive: first_W .. end_W - 1.
         first_W = node_W * self.node.size // self.placement.expert_tensor * self.placement.per_place
-        last_W = first_W + len(self.experts_of(0))
+        end_W = first_W + len(self.experts_of(0))
         experts_TK1 = experts_TK[:, :, None]
-        is_needed_TW = ((experts_TK1 >= first_W) & (experts_TK1 < last_W)).any(1)
+        is_needed_TW = ((experts_TK1 >= first_W) & (experts_TK1 < end_W)).any(1)  # T x K x W -> T x W
         return torch.where(is_needed_TW, node_W, self.across.size)
 
 
 @dataclass(frozen=True)
 class HierarchicalMetadata(DispatchMetadata):
-    """Its order is that of the slots (token, node); `arrived` counts the tokens that arrived here, without empty rows.
-
-    `receive` and `send` are tokens from and to each node; None if all are equal.
-    """
+    """Its order is that of the slots (token, node)."""
 
     inner: DispatchMetadata
-    arrived: int
-    receive: tuple[int, ...] | None = None
-    send: tuple[int, ...] | None = None
+    arrived: int  # tokens that arrived here, without empty rows
+    receive: tuple[int, ...] | None = None  # tokens from each node; None if all are equal
+    send: tuple[int, ...] | None = None  # tokens to each node
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ class HierarchicalDispatcher:
         # 1. Our tokens in the order of the nodes that they go to.
         order, receive, send, rows = self._count(routing) if self.is_counted else self._all(routing)
         arrived = rows if receive is None else sum(receive)
-        more = rows - arrived
+        more = rows - arrived  # empty rows
 
         # 2. Across the nodes.
         payload = self.wire_format.encode(x_TD).move(
@@ -101,7 +99,7 @@ class HierarchicalDispatcher:
         )
         weights_TK, experts_TK = unpacked(self._cross(packed(routing), order, receive, send))
 
-        # 3. Inside our node, where rows that fill up chose nothing.
+        # 3. Inside our node, where empty rows chose no expert.
         own = self.nodes.experts_of(self.nodes.across.rank)
         experts_TK = as_local(experts_TK, own)
         inside = Routing(_more_rows(weights_TK, more), _more_rows(experts_TK, more, len(own)))
@@ -120,20 +118,21 @@ class HierarchicalDispatcher:
         The only wait of the host outside the inner dispatcher.
         """
         nodes, across = self.nodes, self.nodes.across
-        order = self.operators.order_rows(nodes.needed(routing.experts_TK), across.size)
+        order = self.operators.order_rows(nodes.needed(routing.experts_TK), across.size)  # a node counts as an expert
         arriving_W = exchange_rows(order.counts_E, across)
         most = arriving_W.sum(dtype=torch.int32)[None]
         if self.is_even:
-            most = all_gather(most, nodes.node, dim=0).amax(0, keepdim=True)
+            most = all_gather(most, nodes.node, dim=0).amax(0, keepdim=True)  # of the node's fullest rank
         counts = self.counts.crossing(torch.cat((arriving_W, order.counts_E, most)), routing.experts_TK.shape)
         receive, send = tuple(counts[: across.size]), tuple(counts[across.size : -1])
-        # At least one, because no kernel likes an empty batch.
+        # At least one row: kernels refuse an empty batch.
         return first_rows(order, sum(send)), receive, send, max(1, counts[-1])
 
     def _all(self, routing: Routing) -> tuple[RowOrder, None, None, int]:
         T, W = routing.experts_TK.shape[0], self.nodes.across.size
         number_R = torch.arange(T * W, device=routing.experts_TK.device)
         counts_W = torch.full((W,), T, dtype=torch.int32, device=number_R.device)
+        # Slot t W + w of token t stands at place w T + t: all tokens for node 0, then all for node 1, ...
         order = RowOrder(number_R.view(T, W).T.flatten(), number_R.view(W, T).T.contiguous(), counts_W)
         return order, None, None, T * W
 

@@ -31,10 +31,10 @@ Move = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class DispatchPayload:
-    """Rows x_ND in 16 bits; or the carrier of `packed` ones, uint8, N x bytes of a row."""
+    """Rows, in 16 bits or packed."""
 
-    x_ND: Tensor
-    packed: Tensor | None = None
+    x_ND: Tensor  # the rows in 16 bits, or the carrier of `packed`
+    packed: Tensor | None = None  # uint8, N x bytes of a row
 
     def move(self, out: Move, back: Move) -> "DispatchPayload":
         """The same rows elsewhere.
@@ -50,16 +50,13 @@ class DispatchPayload:
 
 @dataclass(frozen=True, kw_only=True)
 class WireFormat:
-    """Format in which rows travel: in the blocks of `recipe`, or in 16 bits without one.
+    """Format in which rows travel."""
 
-    If it `dequantizes`, rows are opened on arrival; else experts multiply them as they came.
-    """
-
-    recipe: Recipe | None = None
-    form: Format = E4M3
-    gradient: Format = E4M3
+    recipe: Recipe | None = None  # its blocks; None for 16 bits
+    form: Format = E4M3  # of rows
+    gradient: Format = E4M3  # of gradients of outputs
     operators: Float8Operators = REFERENCE
-    dequantizes: bool = False
+    dequantizes: bool = False  # on arrival; else experts multiply rows as they came
 
     def encode(self, x: Tensor | DispatchPayload) -> DispatchPayload:
         """Quantize rows for the wire. A payload that came part of the way passes unchanged."""
@@ -100,9 +97,13 @@ UNQUANTIZED = WireFormat()
 
 def wire_format_of(rule: Float8Rule) -> WireFormat:
     """The wire format of a layer."""
-    dequantizes = _rows_by(rule.dispatch) != _rows_by(rule.experts)
-    forms = {"form": rule.forward, "gradient": rule.gradient}
-    return WireFormat(recipe=rule.dispatch, operators=rule.operators, dequantizes=dequantizes, **forms)
+    return WireFormat(
+        recipe=rule.dispatch,
+        form=rule.forward,
+        gradient=rule.gradient,
+        operators=rule.operators,
+        dequantizes=_rows_by(rule.dispatch) != _rows_by(rule.experts),
+    )
 
 
 def _rows_by(recipe: Recipe | None) -> tuple[object, ...] | None:

@@ -31,8 +31,11 @@ class SplitSizes:
     A meta device has none: there a rank has `imbalance` times the even share, of the `part` that is not dropped.
     """
 
-    imbalance: float = 1.0
+    imbalance: float = 1.0  # of the fullest rank, as a plan assumes it
     part: float = 1.0
+    reached: float = (
+        0.0  # share of tokens with a choice on a given node, as a plan assumes it; 0 for `part_that_crosses`
+    )
 
     def total(self, counts_E: Tensor, even_share: float, most: int) -> int:
         """Rows of all local experts."""
@@ -44,13 +47,12 @@ class SplitSizes:
     def exchanged(self, sent_W: Tensor, arriving_W: Tensor, even_share: int) -> tuple[list[int], list[int]]:
         """Rows to each rank, and rows from each."""
         if not sent_W.is_meta:
-            send, receive = torch.stack((sent_W, arriving_W)).tolist()
+            send, receive = torch.stack((sent_W, arriving_W)).tolist()  # one copy to the host, one wait
             return send, receive
         record_wait(sent_W)
         ranks = sent_W.numel()
-        return _dealt(math.ceil(even_share * self.part), ranks), _dealt(
-            self.stated(even_share, even_share * ranks), ranks
-        )
+        sent, arriving = math.ceil(even_share * self.part), self.stated(even_share, even_share * ranks)
+        return _dealt(sent, ranks), _dealt(arriving, ranks)
 
     def crossing(self, counts: Tensor, choices: tuple[int, ...]) -> list[int]:
         """Tokens from each node, tokens to each, and tokens to allocate: read from `counts`; `choices` is T x K."""
@@ -59,7 +61,7 @@ class SplitSizes:
             return read
         record_wait(counts)
         nodes = counts.numel() // 2
-        each = math.ceil(choices[0] * part_that_crosses(nodes, choices[1]))
+        each = math.ceil(choices[0] * (self.reached or part_that_crosses(nodes, choices[1])))
         return [each] * (2 * nodes) + [each * nodes]
 
     def stated(self, even_share: float, most: int) -> int:
@@ -76,6 +78,7 @@ READ = SplitSizes()
 
 
 def _dealt(rows: int, ranks: int) -> list[int]:
+    """Rows of each rank, as even as whole numbers are."""
     each, more = divmod(rows, ranks)
     return [each + (rank < more) for rank in range(ranks)]
 
@@ -88,19 +91,15 @@ SPARE = 1.1
 
 
 class CapacityTracker(nn.Module):
-    """A limited number of rows, and a count of those over it.
+    """A limited number of rows, and a count of those over it."""
 
-    `meter` (int64 [2]) has the rows over capacity and the most rows of a pass since `forget`; `widenings` counts shape
-    changes, the same on all ranks.
-    """
-
-    meter: Tensor
+    meter: Tensor  # int64 [2]: the rows over capacity, and the most rows of a pass, since `forget`
 
     def __init__(self, factor: float) -> None:
         super().__init__()
-        self.factor = factor
-        self.even_share = 0.0
-        self.widenings = 0
+        self.factor = factor  # capacity over the even share
+        self.even_share = 0.0  # of the last pass
+        self.widenings = 0  # shape changes, the same on all ranks
         self.register_buffer("meter", torch.zeros(2, dtype=torch.int64), persistent=False)
 
     @property
@@ -136,7 +135,7 @@ class RowCapacity(CapacityTracker):
 
     def count(self, rows: Tensor, capacity: int) -> None:
         """Meter a pass on the device."""
-        self.meter[0] += (rows - capacity).clamp(min=0)
+        self.meter[0] += (rows - capacity).clamp(min=0)  # on the device: the host reads it once a step
         self.meter[1] = torch.maximum(self.meter[1], rows)
 
 
@@ -155,11 +154,10 @@ def forget_left_out(modules: Iterable[nn.Module]) -> None:
 
 def make_room(modules: Iterable[nn.Module]) -> None:
     """Widen every layer to the rows that came since `forget_left_out`. All ranks call it when any left out a row."""
-    trackers = list(_trackers(modules))
-    for capacity, most in zip(
-        trackers, torch.stack([capacity.meter[1] for capacity in trackers]).tolist() if trackers else (), strict=True
-    ):
-        capacity.widen(most)
+    if trackers := list(_trackers(modules)):
+        most = torch.stack([capacity.meter[1] for capacity in trackers]).tolist()  # one wait for all layers
+        for capacity, most_rows in zip(trackers, most, strict=True):
+            capacity.widen(most_rows)
 
 
 def widenings(modules: Iterable[nn.Module]) -> int:
@@ -178,8 +176,8 @@ class ActivationArena(CapacityTracker):
         super().__init__(factor)
         self.layers = 0
         self._buffer: Tensor | None = None
-        self._cursor: Tensor | None = None
-        self._left = 0
+        self._cursor: Tensor | None = None  # int64 [1] on the device: rows in use
+        self._left = 0  # layers of the pass that have no rows yet
 
     def join(self) -> None:
         """Add a layer."""
@@ -214,7 +212,7 @@ class ActivationArena(CapacityTracker):
         assert buffer.shape[1] == width, "all layers of an arena have one width"
         first = claim_rows(self._cursor, used, len(buffer), self.meter)
         self._left -= 1
-        if self._left == 0:  # From now on the board lives as long as layers keep rows on it.
+        if self._left == 0:  # from now on the buffer lives as long as a layer's graph holds rows of it
             self.begin()
         return SavedRows(buffer, first, capacity)
 

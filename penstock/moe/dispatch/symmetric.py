@@ -62,32 +62,24 @@ from penstock.parallel.weight_grad_store import DeferredWork
 
 @dataclass(frozen=True)
 class SymmetricTransport:
-    """Buffers and kernel launches of both directions.
-
-    `push` sends rows to experts, `take` copies them out as they come and `take_all` once all are there; `back` sends
-    outputs back, `sum` and `sum_all` add them up. `chunks` of 0 asks `chunks_for`; `by_engines` sends all rows to all
-    ranks by copy engines, in one chunk.
-    """
+    """Buffers and kernel launches of both directions."""
 
     buffers: SymmetricBuffers
     homes: ExpertRanks
-    push: PersistentLaunch = PUSH_LAUNCH
-    take: PersistentLaunch = TAKE_LAUNCH
-    take_all: PersistentLaunch = TAKE_ALL_LAUNCH
-    back: PersistentLaunch = RETURN_LAUNCH
-    sum: PersistentLaunch = SUM_LAUNCH
-    sum_all: PersistentLaunch = SUM_ALL_LAUNCH
-    chunks: int = 0
-    by_engines: bool = False
+    push: PersistentLaunch = PUSH_LAUNCH  # sends rows to experts
+    take: PersistentLaunch = TAKE_LAUNCH  # copies rows out as they come
+    take_all: PersistentLaunch = TAKE_ALL_LAUNCH  # the same once all are there
+    back: PersistentLaunch = RETURN_LAUNCH  # sends outputs back
+    sum: PersistentLaunch = SUM_LAUNCH  # adds outputs up as they come
+    sum_all: PersistentLaunch = SUM_ALL_LAUNCH  # the same once all are there
+    chunks: int = 0  # of a rank's tokens; 0 asks `chunks_for`
+    by_engines: bool = False  # copy engines send all rows to all ranks, in one chunk
 
     def cut(self, rows_T: Tensor) -> TokenChunks:
         """Chunks of a rank's tokens."""
         tokens, width = rows_T.shape
-        if self.by_engines:
-            return TokenChunks.cut(tokens, 1)
-        return (
-            TokenChunks.cut(tokens, self.chunks) if self.chunks else chunks_for(tokens, width * rows_T.element_size())
-        )
+        count = 1 if self.by_engines else self.chunks
+        return TokenChunks.cut(tokens, count) if count else chunks_for(tokens, width * rows_T.element_size())
 
     def signals(self, launch: PersistentLaunch, rows: int) -> int:
         """Increase of a flag when rows have been written."""
@@ -109,20 +101,16 @@ class SymmetricMetadata(DispatchMetadata):
 
 @dataclass(frozen=True)
 class SymmetricDispatcher:
-    """Pushes rows to experts and back; each rank of the axis has the same number of tokens.
-
-    With `overlaps_backward` a part of the experts' backward pass runs while row gradients travel, which transfers on
-    their own stream do anyway.
-    """
+    """Pushes rows to experts and back; each rank of the axis has the same number of tokens."""
 
     name: ClassVar[DispatcherName] = "symmetric"
 
     placement: ExpertPlacement
     transport: SymmetricTransport
-    row_capacity: RowCapacity | None = None
+    row_capacity: RowCapacity | None = None  # None: the host reads the row count
     counts: SplitSizes = READ
     wire_format: WireFormat = UNQUANTIZED
-    overlaps_backward: bool = False
+    overlaps_backward: bool = False  # a part of the experts' backward pass runs while row gradients travel
 
     def dispatch(self, x_TD: Tensor | DispatchPayload, routing: Routing) -> tuple[ExpertRows, DispatchMetadata]:
         """See `Dispatcher.dispatch`. All ranks of the axis call it."""
@@ -152,9 +140,8 @@ class SymmetricDispatcher:
         if self.row_capacity is None:
             arrivals = order_local_rows(experts_NK, weights_NK, own, tokens * min(top_k, len(own)))
             share = tokens * top_k / self.placement.expert
-            # Without empty places, except one.
             rows = self.counts.total(arrivals.counts_e, share, tokens * top_k)
-            slots_R, index_R, weights_R = (values_R[: rows + 1] for values_R in arrivals[:3])
+            slots_R, index_R, weights_R = (values_R[: rows + 1] for values_R in arrivals[:3])  # + 1: dropped slots
             return LocalOrder(slots_R, index_R, weights_R, arrivals.places_NK.clamp(max=rows), arrivals.counts_e)
         is_counted = self.row_capacity.training and not is_recomputing()
         meter = self.row_capacity.meter if is_counted else None
@@ -216,7 +203,7 @@ def _take(
         take_rows(rows_N, own_T, places, out, awaited, chunks, rank=rank, is_spread=is_spread, launch=launch)
 
     signals = transport.signals(transport.push, tokens)
-    if transport.by_engines:
+    if transport.by_engines:  # the stream waits, so that `take_all` starts when all rows are there
         buffers.hold(Channel.ROWS, signals)
     buffers.read(take, Channel.ROWS, signals, transport.cut(own_T))
 
@@ -239,7 +226,7 @@ def _bring_back(
     flags_at = buffers.flags_at(Channel.BACK)
     offsets = sizes.offset(BufferSection.BACK_ROWS, slot), sizes.offset(BufferSection.SCALARS, slot), flags_at
     chunks, signals = transport.cut(home.y_TD), transport.signals(transport.back, buffers.peers.size * tokens)
-    staged_ND = None
+    staged_ND = None  # rows in the order of all ranks' tokens, from which engines copy
     if transport.by_engines:
         rows = returned.rows.contiguous()
         staged_ND = rows.new_empty(buffers.peers.size * tokens, rows.shape[1]) if returned.is_summed else rows
@@ -262,7 +249,7 @@ def _bring_back(
 
     if deferred is not None and overlaps_backward:
         with buffers.transfer(send, chunks, sends_aside=True):
-            deferred.do()
+            deferred.do()  # the gradient of the experts' first matrix, on this stream
         receive()
     else:
         with buffers.transfer(send, chunks):
@@ -370,7 +357,7 @@ class _Combine(torch.autograd.Function):
         by_kernels, by_engines = _pusher(own_T, experts_TK, slot, transport), _copier(own_T, slot, transport)
         with transport.buffers.transfer(by_engines if transport.by_engines else by_kernels, transport.cut(own_T)):
             places = LocalPlaces(places_NK=places_NK, counts_e=counts_e)
-            _take(own_T, slot, places, rows_R, transport, is_spread=True)
+            _take(own_T, slot, places, rows_R, transport, is_spread=True)  # one copy at each place of its token
         if not is_packed:
             return rows_R, None, None, None
         channel.put(RowColQuantized(wire_format.decode_gradients(rows_R, dy_TD.shape[1]), None))

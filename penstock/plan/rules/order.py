@@ -127,7 +127,7 @@ def _crossing_rank(sizes: Sizes, ranks: int) -> int:
     rank=lambda sizes: _crossing_rank(sizes, sizes.expert_ranks),
 )
 def expert_product_inside_node(sizes: Sizes) -> str | None:
-    """EP x ETP stays inside the fast link, where tokens have 9 to 18 times the bandwidth.
+    """EP x ETP stays inside the fast link, where tokens have 4 to 18 times the bandwidth.
 
     It crosses nodes if nothing fits otherwise, by as few doublings as possible.
     """

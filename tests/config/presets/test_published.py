@@ -6,9 +6,9 @@ from penstock.config.presets.registry import PRESETS, preset
 from penstock.models.count import count
 from penstock.models.huggingface.config import huggingface_config
 
-IMAGES = 871_932_416
-"""Parameters of Llama 4's image encoder and of its projection, which the published totals include."""
+IMAGES = 871_932_416  # of Llama 4's image encoder and of its projection, which the published totals include
 
+# Parameters: sums over the tensors of the published files, each tensor counted once.
 TOTALS = {
     "mixtral-8x7b": 46_702_792_704,
     "mixtral-8x22b": 140_620_634_112,
@@ -27,7 +27,6 @@ TOTALS = {
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
 }
-"""Sums over the tensors of the published files, each tensor counted once."""
 
 ACTIVE = {
     "mixtral-8x7b": 12.9e9,
@@ -37,7 +36,7 @@ ACTIVE = {
     "olmoe-1b-7b": 1.3e9,
     "llama4-scout": 17e9,
     "llama4-maverick": 17e9,
-    "gpt-oss-20b": 3.61e9,
+    "gpt-oss-20b": 3.61e9,  # without the embedding
     "gpt-oss-120b": 5.13e9,
 }
 
@@ -52,7 +51,7 @@ def test_as_many_parameters_are_active_as_is_advertised(name: str) -> None:
     model = preset(name).model
     active = count(model, 4096).active_parameters
     embedding = model.vocab_size * model.hidden_size if model.family == "gpt-oss" else 0  # which OpenAI leaves out
-    assert active - embedding == pytest.approx(ACTIVE[name], rel=0.02)
+    assert active - embedding == pytest.approx(ACTIVE[name], rel=0.02)  # advertised with two or three digits
 
 
 @pytest.mark.parametrize("name", TOTALS)
@@ -68,5 +67,5 @@ def test_the_first_line_of_a_preset_says_its_size(name: str) -> None:
 
 @pytest.mark.parametrize("name", TOTALS)
 def test_a_published_model_and_its_cuts_have_a_hugging_face_form(name: str) -> None:
-    for layers in (1, 2, 5):
+    for layers in (1, 2, 5):  # also cuts that change the dense layers
         assert huggingface_config(preset(f"{name}-{layers}l").model)["num_hidden_layers"] == layers

@@ -1,14 +1,24 @@
 """Random 8-bit operands, laid out in memory as the kernels that quantize write them."""
 
+import math
+from collections.abc import Sequence
+
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from penstock.kernels.float8 import reference
+from penstock.kernels.float8.operators import SwigluForBackward
 from penstock.kernels.float8.quantized import Quantized
-from penstock.kernels.float8.recipes import DEPTH, Block, Format, Recipe, format_on
+from penstock.kernels.float8.recipes import ALIGNMENT, DEPTH, Block, Format, Recipe, format_on
 from penstock.kernels.tuning import target_of
 
-TAIL = 9
-"""Rows behind the last expert's."""
+TAIL = 9  # rows behind the last expert's
+
+
+def aligned_starts(counts_e: Tensor) -> Tensor:
+    """First column of each expert in a transposed copy, and the end of the last one."""
+    return F.pad(((counts_e + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT).cumsum(0), (1, 0))
 
 
 def lay_out(x: Quantized, apart: int = 16) -> Quantized:
@@ -45,20 +55,37 @@ def draw_columns(
     rows = torch.randn(sum(counts) + TAIL, width, device=device)
     counts_e = torch.tensor(counts, device=device)
     found = lay_out(reference.quantize_groups(rows, counts_e, recipe, form_on(device), block=block))
-    end = int(reference.aligned_starts(counts_e)[-1])
+    end = int(aligned_starts(counts_e)[-1])
     found.values.view(torch.uint8)[:, end:] = 0x7F
     if recipe.rows[1] == DEPTH:
         found.scales[:, end // DEPTH :] = float("nan")
     return found
 
 
-def without_tail(columns: Quantized | None, counts_e: torch.Tensor | None) -> Quantized:
+def draw_activation(
+    counts: Sequence[int], width: int, device: torch.device, dtype: torch.dtype = torch.float32, *, tail: int = TAIL
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gate and up, weights, gradient and counts; NaN behind the last expert's rows."""
+    rows = sum(counts) + tail
+    drawn = torch.randn(rows, 2 * width), torch.rand(rows), torch.randn(rows, width) * torch.randn(rows, 1).exp()
+    for tensor in drawn:
+        tensor[sum(counts) :] = math.nan
+    gate_up_RF, weights_R, dh_RF = (tensor.to(device) for tensor in drawn)
+    return gate_up_RF.to(dtype), weights_R, dh_RF.to(dtype), torch.tensor(counts, device=device, dtype=torch.int32)
+
+
+def without_tail(columns: Quantized | None, counts_e: Tensor | None) -> Quantized:
     """The copy as far as experts' tiles reach; what kernels leave behind them is anything. All without counts."""
     if counts_e is None:
         return columns
-    end, depth = int(reference.aligned_starts(counts_e)[-1]), columns.block[1]
+    end, depth = int(aligned_starts(counts_e)[-1]), columns.block[1]
     scales = columns.scales[..., : end // depth] if depth else columns.scales
     return Quantized(columns.values[..., :end], scales, columns.block)
+
+
+def transposed(made: SwigluForBackward, counts_e: Tensor | None) -> list[Quantized]:
+    """The transposed copies of gate and up's gradient and of h, as far as experts' tiles reach."""
+    return [without_tail(copy, counts_e) for copy in (made.d_gate_up_columns, made.h_columns)]
 
 
 def assert_same(found: Quantized | None, expected: Quantized | None, rows: int | None = None) -> None:

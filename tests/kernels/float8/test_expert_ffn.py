@@ -1,7 +1,7 @@
 """The experts' network in 8 bits against float32, on the definitions and on our kernels, and what it keeps."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,38 +26,21 @@ from penstock.kernels.float8.recipes import (
     format_on,
 )
 from penstock.kernels.float8.triton_operators import TRITON
-from penstock.kernels.reference import SWIGLU, ExpertRule, RowOrder
+from penstock.kernels.reference import SWIGLU, ExpertRule
 from penstock.kernels.tuning import target_of
 from tests.closeness import decibels
+from tests.kernels.expert_batch import Batch, assert_host_does_not_wait, draw_batch, refuse, saved_tensors
 
 HIDDEN, WIDTH, EXPERTS = 128, 128, 3
 
+# Least signal to noise by the format of gradients. One product has 25, or 20; here two stand behind each other.
 BARS_DB = {"e4m3": 22.0, "e5m2": 17.0}
-"""Least signal to noise by the format of gradients. One product has 25, or 20; here two stand behind each other."""
 
+# With a limit that few numbers reach: at it gradients are there or not, and 8 bits decide for some.
 GPT_OSS = ExpertRule(limit=5.0, alpha=1.702)
-"""With a limit that few numbers reach: at it gradients are there or not, and 8 bits decide for some."""
-
 LLAMA4 = ExpertRule(weighs_input=True)
 
 OPERATORS = {"reference": REFERENCE, "triton": TRITON}
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Leaves, and the order of their rows."""
-
-    x_TD: Tensor
-    gate_up_eFD: Tensor
-    down_eDF: Tensor
-    weights_R: Tensor
-    index_R: Tensor
-    order: RowOrder
-    biases: tuple[Tensor, Tensor]
-
-    @property
-    def rest(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.order.counts_E, self.weights_R, self.index_R
 
 
 ROUTINGS: dict[str, Callable[[], Tensor]] = {
@@ -69,25 +52,7 @@ ROUTINGS: dict[str, Callable[[], Tensor]] = {
 
 
 def draw(routing: str, device: torch.device) -> Batch:
-    """In bfloat16 on a GPU; in float32 in the interpreter, which cuts bfloat16 off."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    experts_TK = ROUTINGS[routing]()
-    tokens, top_k = experts_TK.shape
-    order = reference.order_rows(experts_TK, EXPERTS)
-    weights_R = torch.rand(tokens * top_k) + 0.1
-    drawn = (
-        torch.randn(tokens, HIDDEN),
-        torch.randn(EXPERTS, 2 * WIDTH, HIDDEN) / HIDDEN**0.5,
-        torch.randn(EXPERTS, HIDDEN, WIDTH) / WIDTH**0.5,
-    )
-    biases = torch.randn(EXPERTS, 2 * WIDTH), torch.randn(EXPERTS, HIDDEN)
-    return Batch(
-        *(one.to(device, dtype) for one in drawn),
-        weights_R.to(device),
-        (order.slots_R // top_k).to(device),
-        RowOrder(*(one.to(device) for one in order)),
-        (biases[0].to(device, dtype), biases[1].to(device, dtype)),
-    )
+    return draw_batch(ROUTINGS[routing](), EXPERTS, HIDDEN, WIDTH, device)
 
 
 def rule_of(operators: Float8Operators, recipe: Recipe, device: torch.device, gradient: Format = E4M3) -> Float8Rule:
@@ -102,11 +67,10 @@ def run(batch: Batch, ffn: Callable[..., Tensor], *, with_biases: bool = False, 
     if with_biases:
         options["biases"] = (leaves[4], leaves[5])
     y_RD = ffn(*leaves[:3], batch.order.counts_E, leaves[3], batch.index_R, **options)
-    used = int(batch.order.counts_E.sum())
     dy_RD = torch.randn(y_RD.shape, generator=torch.Generator().manual_seed(1)).to(y_RD)
-    dy_RD[used:] = 0
+    dy_RD[batch.used :] = 0
     found = [y_RD.detach(), *torch.autograd.grad(y_RD, leaves, dy_RD)]
-    found[4] = found[4][:used]
+    found[4] = found[4][: batch.used]
     return found
 
 
@@ -182,7 +146,7 @@ def test_recomputation_from_packed_rows_has_the_same_bits(operators: Float8Opera
 @pytest.mark.parametrize("recipe", [BLOCKWISE, TENSORWISE], ids=lambda recipe: recipe.name)
 def test_rows_past_the_last_expert_poison_nothing(recipe: Recipe, device: torch.device) -> None:
     batch, float8 = draw("dropped slots", device), rule_of(REFERENCE, recipe, device)
-    used = int(batch.order.counts_E.sum())
+    used = batch.used
     x_RD, weights_R = reference.permute(batch.x_TD, batch.order), batch.weights_R.clone()
     x_RD[used:] = weights_R[used:] = torch.nan
     leaves = [one.requires_grad_() for one in (x_RD, batch.gate_up_eFD, batch.down_eDF, weights_R)]
@@ -251,16 +215,10 @@ def test_x_is_kept_in_8_bits_only(recompute: bool, device: torch.device) -> None
     batch, float8 = draw("two experts a token", device), rule_of(REFERENCE, BLOCKWISE, device)
     copies = copy_experts(batch.gate_up_eFD, batch.down_eDF, float8)
     known = {one.data_ptr() for one in (*batch.rest, *batch.order)}
-    kept: list[Tensor] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept.append(tensor)
-        return tensor
-
     leaves = [one.requires_grad_() for one in (batch.x_TD, batch.gate_up_eFD, batch.down_eDF)]
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with saved_tensors() as saved:
         expert_ffn(*leaves, *batch.rest, float8=float8, copies=copies, recompute=recompute)
-    made = {tuple(one.shape): one.numel() * one.element_size() for one in kept if one.data_ptr() not in known}
+    made = {tuple(one.shape): one.numel() * one.element_size() for one in saved if one.data_ptr() not in known}
     tokens, rows = len(batch.x_TD), len(batch.weights_R)
     expected = {(tokens, HIDDEN): tokens * HIDDEN, (tokens, HIDDEN // 128): tokens * HIDDEN // 128 * 4}
     if not recompute:
@@ -305,9 +263,6 @@ def test_weight_gradients_can_be_put_off(with_sums: bool, device: torch.device) 
 
 
 def test_gradients_that_are_not_needed_are_not_computed(device: torch.device) -> None:
-    def refuse(*_: Any, **__: Any) -> Tensor:
-        pytest.fail("a gradient was made that is not needed")
-
     batch = draw("two experts a token", device)
     float8 = rule_of(replace(REFERENCE, multiply_columns=refuse), BLOCKWISE, device)
     batch.x_TD.requires_grad_()
@@ -323,23 +278,15 @@ def test_nothing_waits_for_the_device(device: torch.device) -> None:
     def step() -> None:
         expert_ffn(*leaves, *batch.rest, float8=float8, places_TK=batch.order.places_TK).sum().backward()
 
-    step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    assert_host_does_not_wait(step)
     assert all(leaf.grad is not None for leaf in leaves)
 
 
 def test_a_rehearsed_pass_needs_no_memory() -> None:
-    device = torch.device("meta")
-    batch, float8 = draw("two experts a token", torch.device("cpu")), rule_of(TRITON, BLOCKWISE, torch.device("cpu"))
-    x_TD, gate_up_eFD, down_eDF, counts_e, weights_R, index_R, places_TK = (
-        one.to(device) for one in (batch.x_TD, batch.gate_up_eFD, batch.down_eDF, *batch.rest, batch.order.places_TK)
-    )
-    leaves = [one.requires_grad_() for one in (x_TD, gate_up_eFD, down_eDF)]
-    copies = copy_experts(gate_up_eFD, down_eDF, float8)
-    y_RD = expert_ffn(*leaves, counts_e, weights_R, index_R, float8=float8, copies=copies, places_TK=places_TK)
+    cpu = torch.device("cpu")
+    batch, float8 = draw("two experts a token", cpu), rule_of(TRITON, BLOCKWISE, cpu)
+    leaves = [one.to("meta").requires_grad_() for one in (batch.x_TD, batch.gate_up_eFD, batch.down_eDF)]
+    *rest, places_TK = (one.to("meta") for one in (*batch.rest, batch.order.places_TK))
+    y_RD = expert_ffn(*leaves, *rest, float8=float8, copies=copy_experts(*leaves[1:], float8), places_TK=places_TK)
     y_RD.sum().backward()
     assert y_RD.is_meta and all(leaf.grad is not None and leaf.grad.shape == leaf.shape for leaf in leaves)

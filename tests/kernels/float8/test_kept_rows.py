@@ -1,7 +1,6 @@
 """Rows in a buffer of several layers, in 8 bits: the kernels that write and read there, and the experts' networks."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -20,17 +19,16 @@ from penstock.kernels.float8.products import _launch_rows, multiply_groups
 from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, TENSORWISE, Recipe, obstacle
 from penstock.kernels.float8.swiglu import swiglu, swiglu_backward
 from penstock.kernels.float8.triton_operators import TRITON
-from penstock.kernels.reference import SWIGLU, ExpertRule, order_rows
+from penstock.kernels.reference import SWIGLU, ExpertRule
 from penstock.kernels.tile_table import tile_table
 from penstock.kernels.tuning import target_of
 from penstock.moe.dispatch.row_capacity import ActivationArena, forget_left_out, make_room
 from tests.kernels.ahead_of_time import ONE_OF_EACH_MAKER
-from tests.kernels.float8.draw_quantized import assert_same, draw_rows, draw_weight, form_on, without_tail
-from tests.kernels.float8.test_products import compile_product
+from tests.kernels.expert_batch import Batch, draw_batch
+from tests.kernels.float8.draw_quantized import assert_same, draw_rows, draw_weight, form_on, transposed
+from tests.kernels.float8.test_products import DESCRIPTORS, POINTERS, compile_product
 from tests.kernels.float8.test_swiglu import compiled as compile_activation
 
-POINTERS = ProductLaunch(block_rows=64, block_columns=64, stages=2, group=2, descriptors=False)
-DESCRIPTORS = replace(POINTERS, pieces=2, descriptors=True, ahead=True)
 COUNTS = (64, 0, 90, 19)
 WIDTH = 128
 CLAMPED = ExpertRule(limit=0.7, alpha=1.702)
@@ -140,8 +138,8 @@ def test_the_activation_and_its_gradients_are_those_of_the_kept_rows(
         options = {"keep_plain": rule.limit is not None, "launch": launch}
         own, kept = (swiglu_backward(rows, *given, **options) for rows in (own_RF, place))
         assert_same(kept.d_gate_up, own.d_gate_up, used)
-        assert_same(without_tail(kept.d_gate_up_columns, counts_e), without_tail(own.d_gate_up_columns, counts_e))
-        assert_same(without_tail(kept.h_columns, counts_e), without_tail(own.h_columns, counts_e))
+        for mine, other in zip(transposed(kept, counts_e), transposed(own, counts_e), strict=True):
+            assert_same(mine, other)
         assert torch.equal(kept.dweights_R, own.dweights_R)
         assert not kept.dweights_R[used:].any(), "these weights belong to no expert"
         if rule.limit is not None:
@@ -150,15 +148,6 @@ def test_the_activation_and_its_gradients_are_those_of_the_kept_rows(
 
 TOKENS, TOP_K, EXPERTS, HIDDEN = 24, 2, 3, 64
 IN_8_BITS = Float8Rule(experts=BLOCKWISE, operators=TRITON)
-
-
-@pytest.fixture
-def no_memory_is_clean() -> Iterator[None]:
-    """What was not written is no number."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 def arena_of(layers: int, bound: float) -> ActivationArena:
@@ -175,57 +164,43 @@ class Layers:
     """
 
     def __init__(self, parts: tuple[float, ...], device: torch.device) -> None:
-        self.device, self.count = device, len(parts)
-        kept_LTK = [torch.rand(TOKENS, TOP_K) < part for part in parts]
-        chosen = [torch.rand(TOKENS, EXPERTS).topk(TOP_K).indices for _ in parts]
-        # An expert that does not exist: such slots were dropped and have no row.
-        self.orders = [
-            order_rows(torch.where(kept_TK, experts_TK, EXPERTS), EXPERTS)
-            for kept_TK, experts_TK in zip(kept_LTK, chosen, strict=True)
-        ]
-        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.leaves = [
-            self.draw(TOKENS, HIDDEN),
-            self.draw(self.count, EXPERTS, 2 * WIDTH, HIDDEN) / 8,
-            self.draw(self.count, EXPERTS, HIDDEN, WIDTH) / 8,
-            torch.rand(self.count, TOKENS * TOP_K, device=device),
-        ]
-        self.dy_LRD = self.draw(self.count, TOKENS * TOP_K, HIDDEN)
-
-    def draw(self, *shape: int) -> Tensor:
-        return torch.randn(shape).to(self.device, self.dtype)
-
-    @property
-    def rows(self) -> list[int]:
-        return [int(order.counts_E.sum()) for order in self.orders]
+        self.batches: list[Batch] = []
+        for part in parts:
+            experts_TK = torch.rand(TOKENS, EXPERTS).topk(TOP_K).indices
+            # An expert that does not exist: such slots were dropped and have no row.
+            experts_TK = torch.where(torch.rand(TOKENS, TOP_K) < part, experts_TK, EXPERTS)
+            self.batches.append(draw_batch(experts_TK, EXPERTS, HIDDEN, WIDTH, device))
+        self.rows = [batch.used for batch in self.batches]
+        self.dy_LRD = torch.randn(len(parts), TOKENS * TOP_K, HIDDEN).to(self.batches[0].x_TD)
 
     def run(self, arena: ActivationArena | None, *, only_last: bool = False, recompute: bool = False) -> list[Tensor]:
         """Outputs of rows that there are, and gradients."""
-        leaves = [tensor.clone().requires_grad_() for tensor in self.leaves]
-        x_TD, gate_up, down, weights = leaves
+        leaves = [self.batches[0].x_TD.clone().requires_grad_()]
         if arena is not None:
             arena.begin()
         outputs, gradients = [], []
-        for layer, (order, used) in enumerate(zip(self.orders, self.rows, strict=True)):
-            counts_e, index_R = order.counts_E.to(self.device), (order.slots_R // TOP_K).to(self.device)
-            places_TK = order.places_TK.to(self.device)
+        for layer, (batch, used) in enumerate(zip(self.batches, self.rows, strict=True)):
+            *matrices, weights_R = own = [
+                one.clone().requires_grad_() for one in (batch.gate_up_eFD, batch.down_eDF, batch.weights_R)
+            ]
+            leaves += own
+            places_TK = batch.order.places_TK
             if only_last:
-                places_TK = torch.where(places_TK < used, places_TK, len(index_R) - 1)
+                places_TK = torch.where(places_TK < used, places_TK, len(batch.index_R) - 1)
             options = {"places_TK": places_TK, "only_last": only_last, "recompute": recompute}
             options["keep"] = None if arena is None else partial(arena.place, even_share=20.0)
             ffn = partial(expert_ffn, float8=IN_8_BITS) if layer != 1 else partial(in_16_bits, kernels=IN_16_BITS)
-            y_RD = ffn(x_TD, gate_up[layer], down[layer], counts_e, weights[layer], index_R, **options)
+            y_RD = ffn(leaves[0], *matrices, batch.order.counts_E, weights_R, batch.index_R, **options)
             outputs.append(y_RD)
-            gradients.append(
-                torch.where(torch.arange(len(y_RD), device=self.device)[:, None] < used, self.dy_LRD[layer], 0)
-            )
+            is_used_R1 = torch.arange(len(y_RD), device=y_RD.device)[:, None] < used
+            gradients.append(torch.where(is_used_R1, self.dy_LRD[layer], 0))
         torch.autograd.backward(outputs, gradients)
-        own = [y_RD.detach()[:used] for y_RD, used in zip(outputs, self.rows, strict=True)]
-        return [*own, *(leaf.grad for leaf in leaves)]
+        used_rows = [y_RD.detach()[:used] for y_RD, used in zip(outputs, self.rows, strict=True)]
+        return [*used_rows, *(leaf.grad for leaf in leaves)]
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("no_memory_is_clean")
+@pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize(
     ("parts", "only_last"), [((1.0, 0.1, 0.6), False), ((0.7, 1.0, 0.0), True)], ids=["uneven", "one has no rows"]
 )
@@ -233,7 +208,7 @@ def test_experts_that_share_an_arena_give_what_they_give_alone(
     parts: tuple[float, ...], only_last: bool, device: torch.device
 ) -> None:
     layers = Layers(parts, device)
-    arena = arena_of(layers.count, bound=1.4).to(device)
+    arena = arena_of(len(layers.rows), bound=1.4).to(device)
     expected, found = layers.run(None), layers.run(arena, only_last=only_last)
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
     assert all(one.isfinite().all() for one in found)
@@ -243,9 +218,9 @@ def test_experts_that_share_an_arena_give_what_they_give_alone(
 @pytest.mark.slow
 def test_rows_beyond_the_capacity_are_counted_and_stored_the_next_time(device: torch.device) -> None:
     layers = Layers((0.9, 1.0, 0.8), device)
-    arena = arena_of(layers.count, bound=1.0).to(device)
+    arena = arena_of(len(layers.rows), bound=1.0).to(device)
     layers.run(arena)
-    assert arena.meter.tolist() == [sum(layers.rows) - 60, sum(layers.rows)]
+    assert arena.meter.tolist() == [sum(layers.rows) - 60, sum(layers.rows)]  # room for an even share of 20 a layer
     make_room([arena])
     forget_left_out([arena])
     assert all(torch.equal(*pair) for pair in zip(layers.run(arena), layers.run(None), strict=True))
@@ -255,7 +230,7 @@ def test_rows_beyond_the_capacity_are_counted_and_stored_the_next_time(device: t
 @pytest.mark.slow
 def test_recomputed_rows_take_no_memory(device: torch.device) -> None:
     layers = Layers((0.9, 0.2), device)
-    arena = arena_of(layers.count, bound=1.0).to(device)
+    arena = arena_of(len(layers.rows), bound=1.0).to(device)
     found, expected = layers.run(arena, recompute=True), layers.run(None)
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
     assert arena.meter.tolist() == [0, 0]

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import fields, replace
+from functools import partial
 
 import pytest
 import torch
@@ -9,11 +10,12 @@ from torch import Tensor
 
 from benchmarks.kernels.launches_tried import CANDIDATES
 from penstock.base.errors import KernelError
+from penstock.kernels.expert_parts import SavedRows
 from penstock.kernels.float8 import reference, torch_products, triton_operators
 from penstock.kernels.float8.launches import PRODUCTS, Product, ProductLaunch, in_triton
 from penstock.kernels.float8.operators import REFERENCE, Float8Operators
-from penstock.kernels.float8.product_kernels import float8_matrices_kernel, float8_rows_kernel
 from penstock.kernels.float8.products import Scaling, _gather, multiply, multiply_columns, multiply_groups
+from penstock.kernels.float8.quantize import empty_copy
 from penstock.kernels.float8.quantized import Quantized, as_quantized, row_bytes, scale_dtype
 from penstock.kernels.float8.recipes import (
     BLOCKWISE,
@@ -23,6 +25,7 @@ from penstock.kernels.float8.recipes import (
     MXFP8,
     ROWWISE,
     TENSORWISE,
+    Block,
     Recipe,
     format_on,
     obstacle,
@@ -34,7 +37,7 @@ from penstock.kernels.tile_table import tile_table
 from penstock.kernels.tuning import target_of
 from penstock.plan.op_recorder import MemoryTracker, OpRecorder
 from tests.closeness import assert_close
-from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_for
+from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_launches, on_meta
 from tests.kernels.float8.draw_quantized import (
     TAIL,
     draw_columns,
@@ -51,11 +54,9 @@ BOTH_WAYS = pytest.mark.parametrize("launch", [POINTERS, DESCRIPTORS], ids=["poi
 EVERY_RECIPE = pytest.mark.parametrize(
     "recipe", [TENSORWISE, ROWWISE, BLOCKWISE, MXFP8], ids=lambda recipe: recipe.name
 )
-COUNTS = [70, 0, 1, 40]
-"""Rows of each expert: some blocks are partly empty, one expert has none."""
+COUNTS = [70, 0, 1, 40]  # rows of each expert: some blocks are partly empty, one expert has none
 CPU = torch.device("cpu")
-DEPTH_ODD, WIDTH_ODD = 336, 72
-"""No multiples of 128."""
+DEPTH_ODD, WIDTH_ODD = 336, 72  # no multiples of 128
 
 
 def assert_equal_sums(got: Tensor, expected: Tensor) -> None:
@@ -81,13 +82,13 @@ def test_rows_are_multiplied_by_the_matrix_of_their_expert(
     x = draw_rows(used + TAIL, DEPTH_ODD, recipe, device)
     w = draw_weight(recipe, device, len(COUNTS), WIDTH_ODD, DEPTH_ODD)
     expected = reference.multiply_groups(x, w, counts_e, dtype=torch.float32)
-    x.values.view(torch.uint8)[used:] = 0x7F
+    x.values.view(torch.uint8)[used:] = 0x7F  # NaN, or the largest number of FNUZ formats
     if recipe.rows == BLOCKWISE.rows:
         x.scales[used:] = float("nan")
     got = multiply_groups(x, w, counts_e, dtype=torch.float32, launch=launch)
     assert_equal_sums(got, expected)
     assert not got[used:].any(), "rows of the tail must be zero"
-    travelled = lay_out(x, apart=48)._replace(scales=x.scales.contiguous())
+    travelled = lay_out(x, apart=48)._replace(scales=x.scales.contiguous())  # as rows with their scales come in
     index_R = torch.randint(used, (used + TAIL,), device=device)
     expected = reference.multiply_groups(x, w, counts_e, index_R, dtype=torch.float32)
     assert_equal_sums(multiply_groups(travelled, w, counts_e, index_R, dtype=torch.float32, launch=launch), expected)
@@ -170,7 +171,7 @@ def test_a_scale_that_is_no_number_spoils_its_row_only(device: torch.device) -> 
     a, b = draw_rows(20, 256, BLOCKWISE, device), draw_weight(BLOCKWISE, device, 64, 256)
     a.scales[3, 1] = float("nan")
     got = multiply(a, b, torch.float32)
-    assert got[3].isnan().all() and got.isnan().sum() == 64
+    assert got[3].isnan().all() and got.isnan().sum() == 64  # the width of one row
 
 
 def test_a_buffer_without_rows_has_an_empty_output_and_zero_gradients(device: torch.device) -> None:
@@ -209,7 +210,7 @@ def test_rows_are_copied_where_32_bits_cannot_count_what_they_are_gathered_from(
 @pytest.mark.parametrize("recipe", [BLOCKWISE, MXFP8], ids=lambda recipe: recipe.name)
 def test_scales_behind_rows_are_copied_where_32_bits_cannot_count_them(recipe: Recipe) -> None:
     tiles, apart = tile_table(torch.empty(1, dtype=torch.int32, device="meta"), 2), row_bytes(2048, recipe)
-    limit = GATHER_LIMIT // (apart // scale_dtype(recipe).itemsize)
+    limit = GATHER_LIMIT // (apart // scale_dtype(recipe.scaling).itemsize)
 
     def scales_of(rows: int) -> Tensor:
         packed = torch.empty(rows, apart, dtype=torch.uint8, device="meta")
@@ -217,7 +218,7 @@ def test_scales_behind_rows_are_copied_where_32_bits_cannot_count_them(recipe: R
 
     assert scales_of(limit).stride(1) == 1
     found = scales_of(limit + 1)
-    assert found.stride() == (1, limit + 1) and found.dtype == scale_dtype(recipe)
+    assert found.stride() == (1, limit + 1) and found.dtype == scale_dtype(recipe.scaling)
 
 
 def test_operands_that_do_not_fit_are_refused_by_name() -> None:
@@ -225,8 +226,8 @@ def test_operands_that_do_not_fit_are_refused_by_name() -> None:
     for one, other, says in (
         (draw_rows(8, 128, ROWWISE, CPU), b, "blocks do not fit"),
         (draw_rows(8, 64, BLOCKWISE, CPU), b, "b does not fit"),
-        (a, draw_weight(BLOCKWISE, CPU, 36, 128), "the result cannot be written"),
-        (lay_out(a, apart=8), b, "a cannot be copied in blocks"),
+        (a, draw_weight(BLOCKWISE, CPU, 36, 128), "the result cannot be written"),  # 72 bytes a row
+        (lay_out(a, apart=8), b, "a cannot be copied in blocks"),  # rows must be a multiple of 16 bytes apart
     ):
         with pytest.raises(KernelError, match=says):
             multiply(one, other, torch.bfloat16)
@@ -235,9 +236,6 @@ def test_operands_that_do_not_fit_are_refused_by_name() -> None:
         multiply_groups(a, w, torch.zeros(3, dtype=torch.int32), dtype=torch.bfloat16)
     with pytest.raises(KernelError, match="the result does not fit"):
         multiply(a, a, torch.float32, accumulate_into=torch.zeros(8, 8, dtype=torch.bfloat16))
-
-
-CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("depth", [128, 640, 1024])
@@ -319,6 +317,7 @@ def test_torchs_products_equal_their_definition(recipe: Recipe, device: torch.de
         assert_close(got, expected, by="norm", tolerance=5e-3)
 
 
+# What is compiled in every run of the tests; the rest in the slow ones.
 QUICKLY_COMPILED = {
     *(("sm_90", product, "promoted") for product in PRODUCTS["sm_90"]),
     ("sm_90", "rows", "behind"),
@@ -329,8 +328,8 @@ QUICKLY_COMPILED = {
     ("gfx950", "rows", "inside"),
     ("gfx950", "columns", "inside"),
 }
-"""What is compiled in every run of the tests; the rest in the slow ones."""
 
+# By target, and whether they apply scales themselves.
 MATRIX_INSTRUCTIONS = {
     ("sm_90", False): r"wgmma\.mma_async.*\.e4m3\.e4m3",
     ("sm_100", False): r"tcgen05\.mma.*kind::f8f6f4",
@@ -339,10 +338,8 @@ MATRIX_INSTRUCTIONS = {
     ("gfx950", False): r"v_mfma_f32_\w+_fp8_fp8|v_mfma_\w*f8f6f4",
     ("gfx950", True): r"v_mfma_scale_f32_\w+_f8f6f4",
 }
-"""By target, and whether they apply scales themselves."""
 
-REGISTERS_OF_SM_90 = 64 * 1024
-"""Of a multiprocessor."""
+REGISTERS_OF_SM_90 = 64 * 1024  # of a multiprocessor
 
 
 def launches_of(target: str) -> list[tuple[str, Product, ProductLaunch]]:
@@ -394,14 +391,15 @@ def test_every_launch_of_this_chip_computes_the_same(recipe: Recipe, device: tor
         assert_close(got, expected[product], by="norm", tolerance=5e-3, same_dtype=False, what=f"{name}, {product}")
 
 
+# When scales are applied on a chip.
 SCALED_BY: dict[str, tuple[Scaling, ...]] = {
     "sm_90": ("promoted", "behind"),
     "sm_100": ("promoted", "behind", "inside"),
     "gfx942": ("promoted", "behind"),
     "gfx950": ("promoted", "behind", "inside"),
 }
-"""When scales are applied on a chip."""
 
+# In Triton; `tests/kernels/gluon` has the rest.
 EVERY_KERNEL = [
     pytest.param(
         target,
@@ -416,7 +414,6 @@ EVERY_KERNEL = [
     if launch.engine == "triton"
     for scaling in SCALED_BY[target]
 ]
-"""In Triton; `tests/kernels/gluon` has the rest."""
 
 
 @pytest.mark.often("sm_90-table-rows_gathered-promoted", "gfx942-table-rows-promoted")
@@ -446,47 +443,47 @@ def test_no_load_of_scales_stands_between_a_product_and_its_sum(product: Product
 
 
 def compile_product(
-    product: Product, launch: ProductLaunch, target: str, scaling: Scaling, *, is_kept: bool = False
+    product: Product,
+    launch: ProductLaunch,
+    target: str,
+    scaling: Scaling,
+    *,
+    is_kept: bool = False,
+    is_packed: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Compiled:
-    """Compile as launchers would for widths that are multiples of 16, gradients with sums."""
-    float8 = "fp8e4b8" if target == "gfx942" else "fp8e4nv"
-    scale = "*u8:16" if scaling == "inside" else "*fp32:16"
-    rows, columns, pieces = launch.block_rows, launch.block_columns, launch.pieces
+    """Rows are written in a dtype, by wish among rows that are kept; gradients are added to sums.
 
-    def operand(*block: int, dtype: str = float8) -> str:
-        return f"tensordesc<{dtype}{list(block)}>" if launch.descriptors else f"*{dtype}:16"
+    Rows are packed if their scales stand behind them.
+    """
+    recipe = {"promoted": BLOCKWISE_SQUARE, "behind": ROWWISE, "inside": MXFP8}[scaling]
+    form = format_on("e4m3", target)
+    counts_e, options = on_meta(63, dtype=torch.int32), {"dtype": dtype, "launch": launch}
+    tiles = tile_table(counts_e, 8001)
 
-    constants = {
-        "BLOCK_ROWS": rows,
-        "BLOCK_COLUMNS": columns,
-        "AHEAD": launch.ahead and scaling == "promoted",
-        "SCALING": scaling,
-        "GROUP": launch.group,
-        "PIECES": pieces,
-        "DESCRIPTORS": launch.descriptors,
-    }
-    types = [("i32", "experts"), ("*i64:16", "first_ptr" * is_kept)]
+    def operand(*shape: int, block: Block = recipe.rows) -> Quantized:
+        return empty_copy(counts_e, shape, block, form, recipe.scaling)
+
+    block = recipe.rows if product in ("dense_gradient", "columns") else recipe.weights
     if product.startswith("rows"):
-        gathered = product == "rows_gathered"
-        types += [(f"*{float8}:16" if gathered else operand(rows, DEPTH), "x"), (operand(1, columns, DEPTH), "w")]
-        types += [(operand(1, 1, rows, columns // pieces, dtype="bf16"), "y"), ("*bf16:16", "y_ptr")]
-        types += [(scale, "x_scales w_scales"), ("*i64:16", "index_ptr" * gathered)]
-        types += [("*i32:16", "starts_ptr owners_ptr"), ("*i32", "block_count_ptr")]
-        types += [("i32", "w_scale_expert w_scale_outer w_scale_depth")]
-        constants |= {"W_OUTER": DEPTH if scaling == "promoted" else 1, "GATHER": gathered, "WHOLE_DEPTH": True}
-        constants |= {"x_scale_outer": 1, "ONLY_LAST": False}
-        return compile_for(float8_rows_kernel, types, constants, TARGETS[target], launch.warps, launch.stages)
-    is_sum, is_square = product != "dense", product == "dense" or product.endswith("square")
-    types += [(operand(rows, DEPTH), "a"), (operand(columns, DEPTH), "b"), (scale, "a_scales b_scales")]
-    types += [(operand(1, rows, columns // pieces, dtype="fp32" if is_sum else "bf16"), "c")]
-    types += [
-        ("*i32:16", "starts_ptr" * product.startswith("columns")),
-        ("i32", "b_scale_outer b_scale_depth" * is_square),
-    ]
-    constants |= {} if is_square else {"b_scale_outer": 1}
-    constants |= {"a_scale_outer": 1, "ACCUMULATE": is_sum, "WHOLE": True}
-    constants |= {"B_OUTER": DEPTH if is_square and scaling == "promoted" else 1}
-    return compile_for(float8_matrices_kernel, types, constants, TARGETS[target], launch.warps, launch.stages)
+        packed = on_meta(8001, row_bytes(2048, recipe), dtype=torch.uint8) if is_packed else None
+        x = operand(8001, 2048) if packed is None else as_quantized(packed, 2048, recipe, form)
+        # A kernel of Hopper's own gets a copy of the gathered rows, so no index.
+        is_gathered = product == "rows_gathered" and not launch.copy_gathered
+        index_R = on_meta(8001, dtype=torch.int64) if is_gathered else None
+        keep = SavedRows(on_meta(99_999, 1408, dtype=dtype), on_meta(1, dtype=torch.int64), 8001) if is_kept else None
+        operands = x, operand(63, 1408, 2048, block=block), counts_e, index_R
+        product_of = partial(multiply_groups, *operands, tiles=tiles, keep=keep, **options)
+    elif product.startswith("columns"):
+        places, sums = reference.aligned_rows(8001, 63), on_meta(63, 2048, 1408, dtype=torch.float32)
+        operands = operand(2048, places), operand(1408, places, block=block), counts_e
+        product_of = partial(multiply_columns, *operands, accumulate_into=sums, tiles=tiles, **options)
+    else:
+        sums = None if product == "dense" else on_meta(8192, 1408, dtype=torch.float32)
+        operands = operand(8192, 2048), operand(1408, 2048, block=block)
+        product_of = partial(multiply, *operands, accumulate_into=sums, **options)
+    (compiled,) = compile_launches(target, product_of)
+    return compiled
 
 
 def test_each_operator_has_a_kernel_of_the_same_name() -> None:
@@ -504,4 +501,4 @@ def test_our_product_is_taken_where_torchs_cannot(monkeypatch: pytest.MonkeyPatc
     w = draw_weight(BLOCKWISE, CPU, 128, 256)
     for rows in (4, 5):
         triton_operators.multiply_with_torch(draw_rows(rows, 256, BLOCKWISE, CPU), w, torch.bfloat16)
-    assert taken == [torch_products.__name__, triton_operators.__name__]
+    assert taken == [torch_products.__name__, triton_operators.__name__]  # torch takes multiples of 4 rows only

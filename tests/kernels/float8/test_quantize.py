@@ -2,6 +2,7 @@
 
 import math
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -10,26 +11,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.base.errors import KernelError
-from penstock.kernels.float8 import quantize, quantize_kernels, quantized, reference
-from penstock.kernels.float8.launches import ROWS_ONLY, TRANSPOSING
+from penstock.kernels.float8 import quantize, reference
+from penstock.kernels.float8.launches import TRANSPOSING
 from penstock.kernels.float8.operators import REFERENCE
 from penstock.kernels.float8.quantize import (
-    TILES,
-    TRANSPOSE_BLOCK,
-    TRANSPOSE_WARPS,
-    WAVE_FACTOR,
     group_tiles,
     quantize_groups,
     quantize_rows,
     quantize_weight,
-    run_of,
     transpose_weight,
-)
-from penstock.kernels.float8.quantize_kernels import (
-    group_tiles_kernel,
-    measure_kernel,
-    quantize_kernel,
-    transpose_kernel,
 )
 from penstock.kernels.float8.quantized import Quantized, RowColQuantized, WeightCopies, as_quantized, row_bytes
 from penstock.kernels.float8.recipes import (
@@ -45,11 +35,12 @@ from penstock.kernels.float8.recipes import (
     TENSORWISE,
     Format,
     Recipe,
+    format_on,
 )
 from penstock.kernels.float8.reference import dequantize
 from tests.closeness import assert_equal
 from tests.examples import examples
-from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_for, compile_without_spills
+from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_launches, compile_without_spills, on_meta
 from tests.kernels.float8.draw_quantized import assert_same, without_tail
 
 # Infinity times zero, in the interpreter's own arithmetic.
@@ -288,36 +279,16 @@ def compiled(
     target: str, recipe: Recipe, *, weight: bool = False, columns: bool = True, gathers: bool = False
 ) -> Compiled:
     """`quantize_kernel` as it is launched for bfloat16; with `gathers` for rows in 8 bits, transposed only."""
-    amd = target.startswith("gfx")
-    float8 = "*fp8e4b8:16" if target == "gfx942" else "*fp8e4nv:16"
-    scales = "*u8:16" if recipe is MXFP8 else "*fp32:16"
-    block, columns_block = (recipe.weights, recipe.weights) if weight else (recipe.rows, recipe.columns)
-    launch = TRANSPOSING if columns else ROWS_ONLY
-    power = recipe.scaling != "float32"
-    types = [("*bf16:16", "x_ptr"), (float8, "rows_ptr"), (scales, "row_scales_ptr")]
+    form, x_RD, counts_e = format_on("e4m3", target), on_meta(8192, 2048), on_meta(63, dtype=torch.int32)
     if gathers:
-        types = [(float8, "x_ptr"), (scales, "x_scales_ptr"), ("*i64:16", "index_ptr"), ("*i32:16", "tiles_ptr")]
-    types += [] if block[1] else [("*i32:16", "row_amax_ptr column_amax_ptr")]
-    types += [(float8, "columns_ptr"), (scales, "column_scales_ptr")] if columns else []
-    return compile_for(
-        quantize_kernel,
-        types,
-        {
-            "X_OUTER": block[0] if gathers else 0,
-            "X_DEPTH": block[1] if gathers else 0,
-            "OUTER": columns_block[0] if gathers else block[0],
-            "COLUMNS_OUTER": columns_block[0],
-            "DEPTH": block[1],
-            "LARGEST": 240.0 if target == "gfx942" else 448.0,
-            "POWER": power,
-            "BLOCK_R": launch.block_rows,
-            "BLOCK_D": launch.block_columns,
-            "RUN": run_of(launch) if columns else 1,
-        },
-        TARGETS[target],
-        num_warps=launch.warps // (WAVE_FACTOR if amd else 1),
-        **({"maxnreg": launch.registers} if columns and power and not amd else {}),
-    )
+        source, index_R = quantize_rows(x_RD, recipe, form).rows, on_meta(8192, dtype=torch.int64)
+        launches = partial(quantize_groups, source, counts_e, recipe, form, index_R, launch=TRANSPOSING)
+    elif weight:
+        launches = partial(quantize_weight, x_RD, recipe, form, launch=TRANSPOSING)
+    else:
+        options = {"columns": recipe.columns, "launch": TRANSPOSING} if columns else {}
+        launches = partial(quantize_rows, x_RD, recipe, form, **options)
+    return compile_launches(target, launches)[-1]
 
 
 def wide(kind: str, asm: str) -> int:
@@ -377,13 +348,9 @@ def test_no_pair_of_8_bit_numbers_is_used_whole_and_in_bytes(target: str, case: 
 @pytest.mark.often("*sm_90*", "*gfx942*")
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_small_kernels_compile_without_spills(target: str) -> None:
-    types = {"*bf16:16": "x_ptr", "*i32:16": "tiles_ptr whole_amax_ptr row_amax_ptr"}
-    sizes = {"X_OUTER": 0, "X_DEPTH": 0, "BLOCK_R": ALIGNMENT, "BLOCK_D": ALIGNMENT}
-    warps = TRANSPOSING.warps // (WAVE_FACTOR if target.startswith("gfx") else 1)
-    compile_without_spills(measure_kernel, types, sizes, TARGETS[target], num_warps=warps)
-    types = {"*i64:16": "counts_ptr", "*i32:16": "tiles_ptr", "i32": "tiles rows"}
-    sizes = {"EXPERTS": 160, "BLOCK_E": 256, "BLOCK_R": ALIGNMENT, "BLOCK_T": TILES}
-    compile_without_spills(group_tiles_kernel, types, sizes, TARGETS[target])
+    x_RD, counts_e, form = on_meta(8192, 2048), on_meta(160, dtype=torch.int32), format_on("e4m3", target)
+    found = compile_without_spills(target, lambda: quantize_groups(x_RD, counts_e, TENSORWISE, form))
+    assert [one.kernel for one in found] == ["group_tiles_kernel", "measure_kernel", "quantize_kernel"]
 
 
 FORMS = (E4M3, E5M2, E4M3_FNUZ, E5M2_FNUZ)
@@ -445,29 +412,16 @@ def test_packed_rows_are_operands_as_they_lie(recipe: Recipe) -> None:
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(("width", "recipe"), [(7168, BLOCKWISE), (2880, BLOCKWISE), (2048, MXFP8)])
 def test_packing_compiles_without_spills_with_wide_loads_and_stores(target: str, width: int, recipe: Recipe) -> None:
-    is_nvidia, (_, depth) = TARGETS[target].backend == "cuda", recipe.rows
-    row = {
-        "D": width,
-        "BLOCKS": quantized.blocks_of(width, recipe),
-        "BYTES": row_bytes(width, recipe),
-        "SCALES_AT": quantized.scales_at(width),
-        "E8M0": recipe is MXFP8,
-        "BLOCK_R": quantize.PACKING.block_rows * quantize.PACKING.block_columns // depth,
-        "DEPTH": depth,
-    }
-    value = "fp8e4b8" if target == "gfx942" else "fp8e4nv"
-    types = {"*bf16:16": "x_ptr", f"*{value}:16": "packed_ptr"}
+    x_TD, form, is_nvidia = on_meta(8191, width), format_on("e4m3", target), TARGETS[target].backend == "cuda"
+
+    def both_ways() -> None:
+        quantize.unpack_rows(quantize.pack_rows(x_TD, recipe, form), width, recipe, form, torch.bfloat16)
+
+    # Values of a block are stored at once; they are loaded as bytes, and written as many numbers.
     wide = (r"ld\.global\S*\.v4", r"st\.global\S*\.v[24]") if is_nvidia else (r"load_dwordx4", r"store_dwordx[24]")
-    for kernel, options in (
-        (quantize_kernels.pack_rows_kernel, {"LARGEST": 448.0, "POWER": True}),
-        (quantize_kernels.unpack_rows_kernel, {}),
-    ):
-        compiled = compile_for(kernel, types, row | options, TARGETS[target], num_warps=quantize.PACKING.warps)
-        assert compiled.spills == 0, compiled.summary
-        loads, stores = (
-            wide if kernel is quantize_kernels.pack_rows_kernel else (r"load|ld\.global", wide[0].replace("ld", "st"))
-        )
-        assert re.search(loads, compiled.asm) and re.search(stores, compiled.asm), f"narrow on {target}"
+    packs, unpacks = (one.asm for one in compile_without_spills(target, both_ways))
+    assert re.search(wide[0], packs) and re.search(wide[1], packs), f"narrow on {target}"
+    assert re.search(wide[0].replace("ld", "st").replace("load", "store"), unpacks), f"narrow on {target}"
 
 
 @pytest.mark.parametrize("shape", [(144, 48), (3, 16, 272), pytest.param((3, 256, 576), marks=pytest.mark.gpu)])
@@ -481,6 +435,7 @@ def test_transposed_bytes_equal_the_quantized_transpose(shape: tuple[int, ...], 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_chip_moves_wide_words_without_spilling(target: str) -> None:
-    types, block = {"*u8:16": "x_ptr out_ptr"}, {"BLOCK": TRANSPOSE_BLOCK}
-    compiled = compile_without_spills(transpose_kernel, types, block, TARGETS[target], num_warps=TRANSPOSE_WARPS)
+    shapes = (8, 2048, 1408), (8, 1408, 2048)
+    weight, into = (Quantized(on_meta(*shape, dtype=E4M3.dtype), None, None) for shape in shapes)
+    (compiled,) = compile_without_spills(target, lambda: transpose_weight(weight, into))
     assert wide("load", compiled.asm) and wide("store", compiled.asm)

@@ -26,7 +26,6 @@ from penstock.kernels.float8.recipes import (
 from penstock.kernels.float8.reference import (
     LEAST_SCALE,
     aligned_rows,
-    aligned_starts,
     dequantize,
     multiply,
     multiply_columns,
@@ -38,6 +37,7 @@ from penstock.kernels.float8.reference import (
 )
 from tests.closeness import assert_close, decibels
 from tests.examples import examples
+from tests.kernels.float8.draw_quantized import aligned_starts
 
 FORMS = [E4M3, E5M2, E4M3_FNUZ, E5M2_FNUZ]
 EIGHT_BITS = [TENSORWISE, ROWWISE, BLOCKWISE, BLOCKWISE_SQUARE, MXFP8]
@@ -50,7 +50,7 @@ every_form = pytest.mark.parametrize("form", FORMS, ids=lambda form: str(form.dt
 def test_signal_to_noise_is_what_the_format_has_bits_for(recipe: Recipe, form: Format) -> None:
     x_RD = torch.randn(200, 300)
     rows, columns = quantize_rows(x_RD, recipe, form, columns=recipe.columns)
-    bar = 25 if form.name == "e4m3" else 20
+    bar = 25 if form.name == "e4m3" else 20  # decibels; a bit of the mantissa is worth 6
     assert decibels(dequantize(rows), x_RD) > bar
     assert decibels(dequantize(columns).T, x_RD) > bar
 
@@ -62,7 +62,7 @@ def test_outliers_make_no_nan_and_zeros_have_the_least_scale(recipe: Recipe, for
     x_RD[3, 7], x_RD[3, 200], x_RD[11, 0] = 1e30, -1e20, 4e4
     found = dequantize(quantize_rows(x_RD, recipe, form).rows)
     assert found.isfinite().all()
-    assert_close(found[3, 7], 1e30, tolerance=0.13)
+    assert_close(found[3, 7], 1e30, tolerance=0.13)  # e5m2 has two bits behind the point
     if recipe is not TENSORWISE:
         untouched = [row for row in range(20) if row not in (3, 11)]
         assert decibels(found[untouched], x_RD[untouched]) > 20, "an outlier is a matter of its own row"
@@ -80,7 +80,7 @@ def test_nan_and_infinity_stay_visible_in_their_block(value: float, recipe: Reci
     assert not found[2, 40].isfinite()
     if recipe is not TENSORWISE:
         assert found[[0, 1, 3]].isfinite().all()
-    if recipe.rows[1] in (32, 128):
+    if recipe.rows[1] in (32, 128):  # the numbers of a block
         assert found[2, 128:].isfinite().all()
 
 
@@ -100,7 +100,7 @@ def test_an_error_is_half_a_step_of_the_number_or_of_the_smallest(numbers: list[
     found = quantize(x_RD, (1, 32), form, "power-of-two")
     scale_RD = found.scales.repeat_interleave(32, 1)[:, : len(numbers)]
     half_a_step = x_RD.abs() * (2.0**-4 if form.name == "e4m3" else 2.0**-3)
-    smallest = torch.ones(1, dtype=torch.uint8).view(form.dtype).float()
+    smallest = torch.ones(1, dtype=torch.uint8).view(form.dtype).float()  # subnormal: only the last bit
     assert ((dequantize(found) - x_RD).abs() <= half_a_step.maximum(scale_RD * smallest / 2)).all()
 
 
@@ -171,7 +171,7 @@ def test_places_between_experts_are_zero_and_blocks_hold_one_experts_rows(recipe
     x_RD[136:] = math.nan
     found = dequantize(quantize_groups(x_RD, counts, recipe, E4M3)).T
     assert len(found) == aligned_rows(150, 4)
-    rows = [(0, 0, 5), (128, 5, 130), (384, 135, 1)]
+    rows = [(0, 0, 5), (128, 5, 130), (384, 135, 1)]  # place in the copy, first row, count
     used = torch.zeros(len(found), dtype=torch.bool)
     for place, first, count in rows:
         used[place : place + count] = True
@@ -199,6 +199,7 @@ def test_squares_are_of_activations_along_the_rows_of_one_expert() -> None:
     assert found.columns.scales.shape == (2, plain.columns.scales.shape[1]), "and 200 of the others"
     x_RD[100:] *= 2.0**20
     again = quantize_groups(x_RD, counts, BLOCKWISE_SQUARE, E4M3).scales
+    # Rows of the first expert have the scales that they had.
     assert torch.equal(again[:, 0], found.columns.scales[:, 0])
     assert torch.equal(again[:, 1:3], found.columns.scales[:, 1:3] * 2.0**20)
 

@@ -4,16 +4,16 @@ Not bit for bit: an exponential differs in its last place, so here and there a n
 """
 
 import math
-from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
 from penstock.base.errors import KernelError
+from penstock.kernels.expert_parts import SavedRows
 from penstock.kernels.float8 import operators, reference
 from penstock.kernels.float8.launches import BACKWARD
-from penstock.kernels.float8.quantize import WAVE_FACTOR
+from penstock.kernels.float8.operators import SwigluForBackward
 from penstock.kernels.float8.quantized import Quantized
 from penstock.kernels.float8.recipes import (
     BLOCKWISE,
@@ -27,21 +27,12 @@ from penstock.kernels.float8.recipes import (
     Recipe,
     format_on,
 )
-from penstock.kernels.float8.reference import aligned_starts, dequantize
-from penstock.kernels.float8.swiglu import (
-    ROWS_ONLY,
-    RUN,
-    TRANSPOSING,
-    swiglu,
-    swiglu_backward,
-    swiglu_backward_float8_kernel,
-    swiglu_float8_kernel,
-)
+from penstock.kernels.float8.reference import dequantize
+from penstock.kernels.float8.swiglu import swiglu, swiglu_backward
 from penstock.kernels.reference import SWIGLU, ExpertRule
-from penstock.kernels.swiglu import rule_constants
 from tests.closeness import assert_close, decibels
-from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_for
-from tests.kernels.float8.draw_quantized import without_tail
+from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_launches, on_meta
+from tests.kernels.float8.draw_quantized import aligned_starts, draw_activation, transposed, without_tail
 
 WEIGHTED_INPUTS = ExpertRule(weighs_input=True)
 CLAMPED = ExpertRule(limit=0.7, alpha=1.702)
@@ -49,8 +40,6 @@ RULES = {"SwiGLU": SWIGLU, "weighted inputs": WEIGHTED_INPUTS, "clamped": CLAMPE
 
 WIDTH = 256
 COUNTS = (3, 0, 130)
-TAIL = 9
-"""Rows behind the last expert's."""
 
 every_fused_recipe = pytest.mark.parametrize("recipe", [BLOCKWISE, MXFP8], ids=lambda recipe: recipe.name)
 
@@ -64,22 +53,17 @@ def assert_near(found: Quantized, expected: Quantized, rows: int | slice = slice
     assert ((ratios - 1).abs() <= 1e-5).float().mean() > 0.97
 
 
-def draw(
-    counts: Sequence[int], device: torch.device, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gate and up, weights, gradient and counts; NaN behind the last expert's rows."""
-    rows = sum(counts) + TAIL
-    drawn = torch.randn(rows, 2 * WIDTH), torch.rand(rows), torch.randn(rows, WIDTH) * torch.randn(rows, 1).exp()
-    for tensor in drawn:
-        tensor[sum(counts) :] = math.nan
-    gate_up_RF, weights_R, dh_RF = (tensor.to(device) for tensor in drawn)
-    return gate_up_RF.to(dtype), weights_R, dh_RF.to(dtype), torch.tensor(counts, device=device, dtype=torch.int32)
+def assert_transposed_near(
+    found: SwigluForBackward, expected: SwigluForBackward, counts_e: Tensor, db: float = 45.0
+) -> None:
+    for mine, other in zip(transposed(found, counts_e), transposed(expected, counts_e), strict=True):
+        assert_near(mine, other, db=db)
 
 
 @every_fused_recipe
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_rows_of_experts_equal_the_definition(rule: ExpertRule, recipe: Recipe, device: torch.device) -> None:
-    gate_up_RF, weights_R, _, counts_e = draw(COUNTS, device)
+    gate_up_RF, weights_R, _, counts_e = draw_activation(COUNTS, WIDTH, device)
     used = sum(COUNTS)
     found = swiglu(gate_up_RF, weights_R, rule, recipe, E4M3, counts_e=counts_e)
     expected = operators.swiglu(gate_up_RF, weights_R, rule, recipe, E4M3, counts_e=counts_e)
@@ -111,15 +95,14 @@ def test_a_dense_network_gets_columns_too(recipe: Recipe, device: torch.device) 
 def test_gradients_equal_the_definition(
     recipe: Recipe, rule: ExpertRule, gradient: Format, weighted: bool, device: torch.device
 ) -> None:
-    gate_up_RF, weights_R, dh_RF, counts_e = draw(COUNTS, device)
+    gate_up_RF, weights_R, dh_RF, counts_e = draw_activation(COUNTS, WIDTH, device)
     used = sum(COUNTS)
     given = (gate_up_RF, weights_R if weighted else None, dh_RF, counts_e, rule, recipe, E4M3, gradient)
     found, expected = (
         make(*given, keep_plain=rule is CLAMPED) for make in (swiglu_backward, operators.swiglu_backward)
     )
     assert_near(found.d_gate_up, expected.d_gate_up, slice(used))
-    assert_near(without_tail(found.d_gate_up_columns, counts_e), without_tail(expected.d_gate_up_columns, counts_e))
-    assert_near(without_tail(found.h_columns, counts_e), without_tail(expected.h_columns, counts_e))
+    assert_transposed_near(found, expected, counts_e)
     if weighted:
         assert_close(found.dweights_R[:used], expected.dweights_R[:used], tolerance=1e-4)
     assert (found.dweights_R is not None) == weighted and (found.plain_d_gate_up_RF is not None) == (rule is CLAMPED)
@@ -128,20 +111,20 @@ def test_gradients_equal_the_definition(
 
 
 def test_slots_without_rows_are_zero_in_transposed_copies(device: torch.device) -> None:
-    gate_up_RF, weights_R, dh_RF, counts_e = draw(COUNTS, device)
+    gate_up_RF, weights_R, dh_RF, counts_e = draw_activation(COUNTS, WIDTH, device)
     found = swiglu_backward(gate_up_RF, weights_R, dh_RF, counts_e, SWIGLU, BLOCKWISE, E4M3, E4M3)
     starts = aligned_starts(counts_e).tolist()
     assert starts[-1] < found.h_columns.values.shape[1], "there is a tail"
     is_row_R = torch.zeros(starts[-1], dtype=torch.bool)
     for first, count in zip(starts, COUNTS, strict=False):
         is_row_R[first : first + count] = True
-    for copy in (found.d_gate_up_columns, found.h_columns):
-        assert not without_tail(copy, counts_e).values.float().cpu()[:, ~is_row_R].any()
+    for copy in transposed(found, counts_e):
+        assert not copy.values.float().cpu()[:, ~is_row_R].any()
     assert not found.dweights_R[sum(COUNTS) :].any(), "these weights belong to no expert"
 
 
 def test_one_number_that_is_none_is_seen_in_its_square(device: torch.device) -> None:
-    gate_up_RF, weights_R, dh_RF, counts_e = draw((3,), device)
+    gate_up_RF, weights_R, dh_RF, counts_e = draw_activation((3,), WIDTH, device)
     gate_up_RF[2, 200] = math.nan
     given = (gate_up_RF, weights_R, dh_RF, counts_e, SWIGLU, BLOCKWISE_SQUARE, E4M3, E4M3)
     found = without_tail(swiglu_backward(*given).h_columns, counts_e)
@@ -153,26 +136,24 @@ def test_one_number_that_is_none_is_seen_in_its_square(device: torch.device) -> 
 def test_numbers_in_16_bits_are_rounded_before_they_are_quantized(device: torch.device) -> None:
     """The interpreter truncates instead, so the bar is low."""
     counts = (40,) if device.type == "cpu" else (300, 0, 1, 128, 70)
-    gate_up_RF, weights_R, dh_RF, counts_e = draw(counts, device, torch.bfloat16)
+    gate_up_RF, weights_R, dh_RF, counts_e = draw_activation(counts, WIDTH, device, torch.bfloat16)
     used = slice(sum(counts))
     given = (gate_up_RF, weights_R, dh_RF, counts_e, SWIGLU, BLOCKWISE, E4M3, E4M3)
     found, expected = swiglu_backward(*given), operators.swiglu_backward(*given)
     assert_near(found.d_gate_up, expected.d_gate_up, used, db=33)
-    assert_near(without_tail(found.h_columns, counts_e), without_tail(expected.h_columns, counts_e), db=33)
+    assert_transposed_near(found, expected, counts_e, db=33)
     both = (make(gate_up_RF, weights_R, SWIGLU, BLOCKWISE, E4M3).rows for make in (swiglu, operators.swiglu))
     assert_near(*both, used, db=33)
 
 
 @pytest.mark.parametrize("recipe", [ROWWISE, TENSORWISE], ids=lambda recipe: recipe.name)
 def test_scales_over_whole_rows_take_passes_of_their_own(recipe: Recipe, device: torch.device) -> None:
-    gate_up_RF, weights_R, dh_RF, counts_e = draw((6, 0, 21), device)
+    gate_up_RF, weights_R, dh_RF, counts_e = draw_activation((6, 0, 21), WIDTH, device)
     found = swiglu(gate_up_RF, weights_R, SWIGLU, recipe, E4M3, counts_e=counts_e)
     expected = operators.swiglu(gate_up_RF, weights_R, SWIGLU, recipe, E4M3, counts_e=counts_e)
     assert_near(found.rows, expected.rows, slice(27))
     given = (gate_up_RF, weights_R, dh_RF, counts_e, SWIGLU, recipe, E4M3, E4M3)
-    back, truth = swiglu_backward(*given), operators.swiglu_backward(*given)
-    assert_near(without_tail(back.d_gate_up_columns, counts_e), without_tail(truth.d_gate_up_columns, counts_e))
-    assert_near(without_tail(back.h_columns, counts_e), without_tail(truth.h_columns, counts_e))
+    assert_transposed_near(swiglu_backward(*given), operators.swiglu_backward(*given), counts_e)
 
 
 def test_a_gate_that_ends_inside_a_block_takes_passes_of_its_own(device: torch.device) -> None:
@@ -203,35 +184,14 @@ def test_misfits_are_refused(shape: tuple[int, int], weights: Tensor | None, col
 
 def compiled(target: str, recipe: Recipe, rule: ExpertRule, which: str, *, is_kept: bool = False) -> Compiled:
     """`rows` of experts, `columns` of a dense network, or `backward` of experts; of rows that are kept if wanted."""
-    value = "*fp8e4b8:16" if target == "gfx942" else "*fp8e4nv:16"
-    scale = "*u8:16" if recipe is MXFP8 else "*fp32:16"
-    launch = {"rows": ROWS_ONLY, "columns": TRANSPOSING, "backward": BACKWARD}[which]
-    largest = format_on("e4m3", target).largest
-    constants = {
-        "H_OUTER" if which == "backward" else "COLUMNS_OUTER": recipe.columns[0],
-        "DEPTH": recipe.rows[1],
-        "LARGEST": largest,
-        "POWER": True,
-        "BLOCK_R": launch.block_rows,
-        "BLOCK_F": launch.block_columns,
-    }
-    types = [("*bf16:16", "gate_up_ptr"), ("*fp32:16", "weights_ptr"), ("i32", "R"), ("*i64:16", "first_ptr" * is_kept)]
+    form, counts_e = format_on("e4m3", target), on_meta(63, dtype=torch.int32)
+    place = SavedRows(on_meta(99_999, 2816), on_meta(1, dtype=torch.int64), 8192)
+    given = place if is_kept else on_meta(8192, 2816), on_meta(8192, dtype=torch.float32)
     if which == "backward":
-        types += [("*bf16:16", "dh_ptr"), ("*i32:16", "tiles_ptr"), ("*fp32:16", "products_ptr")]
-        types += [(value, "d_rows_ptr d_columns_ptr h_columns_ptr")]
-        types += [(scale, "d_row_scales_ptr d_column_scales_ptr h_column_scales_ptr")]
-        constants |= {"H_LARGEST": largest, "WEIGHS_INPUT": rule.weighs_input, "STEP": BACKWARD.step}
-    else:
-        types += [(value, "rows_ptr"), (scale, "row_scales_ptr"), ("i32", "experts")]
-        constants |= {"BLOCK_E": 64, "RUN": 1 if which == "rows" else RUN, **rule_constants(rule)}
-        copies = [(value, "columns_ptr"), (scale, "column_scales_ptr")]
-        types += [("*i32:16", "counts_ptr")] if which == "rows" else copies
-    kernel = swiglu_backward_float8_kernel if which == "backward" else swiglu_float8_kernel
-    is_amd = target.startswith("gfx")
-    is_limited = which == "backward" and not is_amd and recipe is not MXFP8
-    options = {"maxnreg": BACKWARD.registers} if is_limited else {}
-    warps = launch.warps // (WAVE_FACTOR if is_amd else 1)
-    return compile_for(kernel, types, constants, TARGETS[target], num_warps=warps, **options)
+        given += on_meta(8192, 1408), counts_e, rule, recipe, form, form
+        return compile_launches(target, lambda: swiglu_backward(*given, launch=BACKWARD))[-1]
+    options = {"columns": True} if which == "columns" else {"counts_e": counts_e}
+    return compile_launches(target, lambda: swiglu(*given, rule, recipe, form, **options))[-1]
 
 
 CASES = {

@@ -12,14 +12,14 @@ Loads and stores outside of a tensor, and missing masks, are errors.
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, module_from_spec
 from itertools import product
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,17 +27,16 @@ from torch import Tensor
 
 from penstock.kernels.gluon import float8_launches
 
+# Modules of the kernels that quantize tiles, in the order of their imports.
 QUANTIZING = (
     "penstock.kernels.float8.scaling",
     "penstock.kernels.gluon.float8_tiles",
     "penstock.kernels.gluon.float8_quantize_kernels",
 )
-"""Modules of the kernels that quantize tiles, in the order of their imports."""
 
-BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers by size in bytes
 GRID: list[int] = []
-PROGRAM: list[int] = []
-"""Which program runs; there is one at a time."""
+PROGRAM: list[int] = []  # which one runs; there is one at a time
 
 
 class Value(Tensor):
@@ -267,30 +266,18 @@ class Language(ModuleType):
     reshape = staticmethod(torch.reshape)
     split = staticmethod(lambda x: x.unbind(-1))
     join = staticmethod(lambda one, other: torch.stack((one, other), -1))
+    sum = staticmethod(torch.sum)
+    num_warps = staticmethod(lambda: 8)
+    program_id = staticmethod(lambda dim: value(PROGRAM[dim], torch.int32))
+    num_programs = staticmethod(lambda dim: value(GRID[dim], torch.int32))
 
     @staticmethod
     def arange(start: int, end: int, layout: object = None) -> Value:
         return value(torch.arange(start, end, dtype=torch.int32))
 
     @staticmethod
-    def program_id(dim: int) -> Value:
-        return value(PROGRAM[dim], torch.int32)
-
-    @staticmethod
-    def num_programs(dim: int) -> Value:
-        return value(GRID[dim], torch.int32)
-
-    @staticmethod
     def allocate_shared_memory(dtype: torch.dtype, shape: Sequence[int], layout: object) -> Shared:
-        return Shared(torch.full(tuple(shape), 0x7FC07FC0, dtype=dtype))
-
-    @staticmethod
-    def num_warps() -> int:
-        return 8
-
-    @staticmethod
-    def sum(x: Tensor, dim: int) -> Value:
-        return value(x.sum(dim))
+        return Shared(torch.full(tuple(shape), 0x7FC07FC0, dtype=dtype))  # of bfloat16 that is NaN
 
     @staticmethod
     def where(condition: Any, one: Any, other: Any) -> Value:
@@ -305,33 +292,23 @@ class Language(ModuleType):
         return value(torch.maximum(one, torch.as_tensor(other, dtype=one.dtype)))
 
 
-@contextmanager
-def _in_place_of_triton(language: Language, more: Mapping[str, ModuleType]) -> Iterator[None]:
+def _in_place_of_triton(language: Language) -> dict[str, ModuleType]:
+    """Stand-ins by the names of modules."""
     root, gluon, ours = ModuleType("triton"), ModuleType("gluon"), ModuleType("language")
     vars(root).update(jit=same, constexpr_function=same, language=language)
     vars(root)["knobs"] = type("Knobs", (), {"runtime": type("Runtime", (), {"interpret": False})})
     vars(gluon).update(jit=same, language=language)
     vars(ours).update(triton=root, tl=language)
-    mine = {
+    experimental = ModuleType("experimental")
+    vars(experimental)["gluon"] = gluon
+    return {
         "penstock.kernels.language": ours,
         "triton": root,
         "triton.language": language,
-        "triton.experimental": ModuleType("experimental"),
+        "triton.experimental": experimental,
         "triton.experimental.gluon": gluon,
         "triton.experimental.gluon.language": language,
-        **more,
     }
-    vars(mine["triton.experimental"])["gluon"] = gluon
-    before = dict(sys.modules)
-    sys.modules.update(mine)
-    try:
-        yield
-    finally:
-        for name in [name for name in sys.modules if name in mine or sys.modules[name] is not before.get(name)]:
-            if name in before:
-                sys.modules[name] = before[name]
-            else:
-                del sys.modules[name]
 
 
 def interpreted(
@@ -345,7 +322,7 @@ def interpreted(
     language = language or Language("language")
     # Looked for before, because that imports packages.
     specs: list[ModuleSpec | None] = [find_spec(name) for name in names]
-    with _in_place_of_triton(language, more or {}):
+    with patch.dict(sys.modules, _in_place_of_triton(language) | (more or {})):
         for name, spec in zip(names, specs, strict=True):
             assert spec is not None and spec.loader is not None, name
             module = sys.modules[name] = module_from_spec(spec)
@@ -354,15 +331,16 @@ def interpreted(
     return found
 
 
+def memory_of(x: Tensor) -> Tensor:
+    """From its first number to its last one, and what lies between them."""
+    size = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.as_strided((size,), (1,)) if x.numel() else x.reshape(-1)
+
+
 def launch(kernel: Callable[..., None], grid: Sequence[int], *arguments: Any, **constants: Any) -> None:
-    """Run all programs of a kernel, one after the other; tensors are pointers to memory from first to last number."""
-    given = []
-    for one in arguments:
-        if isinstance(one, Tensor):
-            size = 1 + sum((size - 1) * stride for size, stride in zip(one.shape, one.stride(), strict=True))
-            given.append(Pointer(one.as_strided((size,), (1,)) if one.numel() else one.view(-1), 0))
-        else:
-            given.append(value(one, torch.int32) if isinstance(one, int) else one)
+    """Run all programs of a kernel, one after the other; tensors are pointers to their memory."""
+    given = [Pointer(memory_of(one), 0) if isinstance(one, Tensor) else one for one in arguments]
+    given = [value(one, torch.int32) if isinstance(one, int) else one for one in given]
     GRID[:] = grid
     for PROGRAM[:] in product(*(range(size) for size in grid)):
         kernel(*given, **constants)

@@ -17,15 +17,16 @@ from penstock.kernels.expert_parts import SavedRows
 from penstock.kernels.float8 import launches, products, reference, triton_operators
 from penstock.kernels.float8.launches import Product, ProductLaunch, dense_launch, in_triton
 from penstock.kernels.float8.products import multiply, multiply_columns, multiply_groups
-from penstock.kernels.float8.quantized import as_quantized
+from penstock.kernels.float8.quantized import Quantized, as_quantized
 from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, E4M3, E5M2, ROWWISE, format_on
 from penstock.kernels.float8.reference import pack_rows
 from penstock.kernels.gluon import float8_launches
 from penstock.kernels.gluon.support import HAS_GLUON, PIECE_ROWS, REGISTERS
 from penstock.kernels.tile_table import tile_table
 from penstock.kernels.tuning import multiprocessors_of
-from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_for
+from tests.kernels.ahead_of_time import TARGETS, Compiled
 from tests.kernels.float8.draw_quantized import TAIL, draw_columns, draw_rows, draw_weight
+from tests.kernels.float8.test_products import compile_product
 from tests.kernels.gluon.warps_in_torch import launched_on_cpu
 from tests.kernels.parity import assert_near
 
@@ -37,8 +38,7 @@ COUNTS = {
     "empty experts": [0, 170, 0, 33, 0],
     "no rows": [0, 0],
 }
-WIDTH, DEPTH = 200, 336
-"""No multiples of 128."""
+WIDTH, DEPTH = 200, 336  # no multiples of 128
 every_count = pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 
 
@@ -63,10 +63,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Mapping[str, Any]]:
     return launched_on_cpu(monkeypatch, float8_launches, *names)
 
 
-def spoil(x: Tensor, scales: Tensor) -> None:
-    """Fill memory that was not written with garbage."""
-    x.view(torch.uint8).fill_(0x7F)
-    scales.fill_(float("nan"))
+def draw_operands(counts: list[int]) -> tuple[Quantized, Quantized, Tensor]:
+    """Rows with a tail, a matrix for each expert, and the counts."""
+    x, w = draw_rows(sum(counts) + TAIL, DEPTH, BLOCKWISE, CPU), draw_weight(BLOCKWISE, CPU, len(counts), WIDTH, DEPTH)
+    return x, w, torch.tensor(counts)
 
 
 @pytest.mark.often("gluon-empty experts", "gluon_three-ends of all kinds")
@@ -75,10 +75,11 @@ def spoil(x: Tensor, scales: Tensor) -> None:
 def test_rows_are_multiplied_with_the_matrix_of_their_expert(
     launch: ProductLaunch, counts: list[int], launched: list[Mapping[str, Any]]
 ) -> None:
-    rows, counts_e = sum(counts), torch.tensor(counts)
-    x, w = draw_rows(rows + TAIL, DEPTH, BLOCKWISE, CPU), draw_weight(BLOCKWISE, CPU, len(counts), WIDTH, DEPTH)
+    rows, (x, w, counts_e) = sum(counts), draw_operands(counts)
     expected = reference.multiply_groups(x, w, counts_e, dtype=torch.float32)
-    spoil(x.values[rows:], x.scales[rows:])
+    # Behind the last expert's rows nothing was written: neither values nor scales are numbers.
+    x.values[rows:].view(torch.uint8).fill_(0x7F)
+    x.scales[rows:] = float("nan")
     for dtype in (torch.bfloat16, torch.float32):
         y_RF = multiply_groups(x, w, counts_e, dtype=dtype, launch=launch)
         assert_near(y_RF, expected, f"{dtype}")
@@ -91,13 +92,13 @@ def test_rows_that_travelled_and_gathered_rows_are_multiplied(
     launch: ProductLaunch, launched: list[Mapping[str, Any]]
 ) -> None:
     counts = COUNTS["ends of all kinds"]
-    counts_e, w = torch.tensor(counts), draw_weight(BLOCKWISE, CPU, len(counts), WIDTH, DEPTH)
+    _, w, counts_e = draw_operands(counts)
     packed = pack_rows(torch.randn(sum(counts) + TAIL, DEPTH), BLOCKWISE, E4M3)
     x = as_quantized(packed, DEPTH, BLOCKWISE, E4M3)
     expected = reference.multiply_groups(x, w, counts_e, dtype=torch.float32)
-    packed[sum(counts) :] = 0xFF
+    packed[sum(counts) :] = 0xFF  # NaN, values and scales
     assert_near(multiply_groups(x, w, counts_e, dtype=torch.float32, launch=launch), expected, "travelled")
-    index_R, launch = torch.randint(90, (sum(counts) + TAIL,)), replace(launch, copy_gathered=True)
+    index_R, launch = torch.randint(90, (sum(counts) + TAIL,)), replace(launch, copy_gathered=True)  # no NaN rows
     expected = reference.multiply_groups(x, w, counts_e, index_R, dtype=torch.float32)
     assert_near(multiply_groups(x, w, counts_e, index_R, dtype=torch.float32, launch=launch), expected, "gathered")
     assert len(launched) == 2
@@ -108,12 +109,12 @@ def test_rows_that_are_kept_are_written_from_the_first_one_on_and_nowhere_else(
     launch: ProductLaunch, launched: list[Mapping[str, Any]]
 ) -> None:
     counts, first = COUNTS["empty experts"], 37
-    x, w = draw_rows(sum(counts) + TAIL, DEPTH, BLOCKWISE, CPU), draw_weight(BLOCKWISE, CPU, len(counts), WIDTH, DEPTH)
-    expected = reference.multiply_groups(x, w, torch.tensor(counts), dtype=torch.float32)[: sum(counts)]
+    x, w, counts_e = draw_operands(counts)
+    expected = reference.multiply_groups(x, w, counts_e, dtype=torch.float32)[: sum(counts)]
     for dtype in (torch.bfloat16, torch.float32):
         kept_SF = torch.full((first + len(expected) + 200, WIDTH), 5.0, dtype=dtype)
         keep = SavedRows(kept_SF, torch.tensor([first]), sum(counts) + TAIL)
-        assert multiply_groups(x, w, torch.tensor(counts), dtype=dtype, keep=keep, launch=launch) is kept_SF
+        assert multiply_groups(x, w, counts_e, dtype=dtype, keep=keep, launch=launch) is kept_SF
         assert_near(kept_SF[first : first + sum(counts)], expected, f"{dtype}")
         assert kept_SF[:first].eq(5).all() and kept_SF[first + sum(counts) :].eq(5).all()
     assert all(found["ONLY_LAST"] is False for found in launched)
@@ -121,12 +122,12 @@ def test_rows_that_are_kept_are_written_from_the_first_one_on_and_nowhere_else(
 
 def test_with_only_last_the_last_row_of_the_tail_is_set_to_zero(launched: list[Mapping[str, Any]]) -> None:
     counts, launch = [130, 3], CANDIDATES["sm_90"]["rows"]["gluon_three"]
-    x, w = draw_rows(sum(counts) + TAIL, DEPTH, BLOCKWISE, CPU), draw_weight(BLOCKWISE, CPU, len(counts), WIDTH, DEPTH)
-    tiles = replace(tile_table(torch.tensor(counts), len(x.values)), only_last=True)
+    x, w, counts_e = draw_operands(counts)
+    tiles = replace(tile_table(counts_e, len(x.values)), only_last=True)
     y_RF = torch.full((len(x.values), WIDTH), 7.0, dtype=torch.bfloat16)
     float8_launches.launch_rows(x, w, y_RF, tiles, launch)
     assert y_RF[133:-1].eq(7).all() and y_RF[-1].eq(0).all()
-    assert launched[0]["ONLY_LAST"] is True
+    assert launched[0]["ONLY_LAST"] is True  # a constant, so other launches do not pay for it
 
 
 @pytest.mark.often("e4m3-gluon_double", "e5m2-gluon_three", "e4m3-gluon")
@@ -177,13 +178,7 @@ def test_gradients_of_experts_are_written_or_added_to_their_sums(
     assert {found["CONSUMERS"] for found in launched} == ({2} if product == "columns" else {2, 3})
 
 
-pytestmark = pytest.mark.skipif(not HAS_GLUON, reason="no Gluon that the kernels know")
-
-if HAS_GLUON:
-    from triton.experimental.gluon.language import NVMMASharedLayout
-
-    from penstock.kernels.gluon.float8_gemm_kernels import float8_matrices_kernel, float8_rows_kernel
-
+# What is compiled in every run of the tests; the rest in the slow ones.
 QUICKLY_COMPILED = {
     ("rows", "gluon_three"),
     ("dense", "gluon_double"),
@@ -191,8 +186,6 @@ QUICKLY_COMPILED = {
     ("columns_square", "gluon_three"),
     ("dense_square", "gluon_double"),
 }
-"""What is compiled in every run of the tests; the rest in the slow ones."""
-
 LAUNCHES = [
     pytest.param(
         product, launch, id=f"{product}-{name}", marks=[] if (product, name) in QUICKLY_COMPILED else [pytest.mark.slow]
@@ -201,16 +194,11 @@ LAUNCHES = [
     for name, launch in candidates.items()
     if launch.engine == "gluon"
 ]
-
-
+# Registers of a thread at the start, by how many consumers there are.
 MOST_REGISTERS = {2: REGISTERS, 3: float8_launches.TRIOS_REGISTERS}
-"""Of a thread at the start, by how many consumers there are."""
-
+# Bytes. A number of the producer's is put away once, before its loop; Triton 3.6 finds a register for it.
 SPILLED_BY_TRITON_3_9 = 8
-"""Bytes. A number of the producer's is put away once, before its loop; Triton 3.6 finds a register for it."""
-
-
-VARIANTS = ({"is_kept": True}, {"is_kept": True, "dtype": "fp32"}, {"is_packed": True})
+VARIANTS = ({"is_kept": True}, {"is_kept": True, "dtype": torch.float32}, {"is_packed": True})
 
 
 @pytest.mark.slow
@@ -218,23 +206,24 @@ VARIANTS = ({"is_kept": True}, {"is_kept": True, "dtype": "fp32"}, {"is_packed":
 @pytest.mark.parametrize("name", [name for name, one in CANDIDATES["sm_90"]["rows"].items() if one.engine == "gluon"])
 def test_nothing_spills_where_rows_are_kept_or_scales_stand_behind_rows(name: str, variant: dict[str, Any]) -> None:
     launch = CANDIDATES["sm_90"]["rows"][name]
-    check_warps(compile_kernel("rows", launch, **variant), launch)
+    check_warps(compile_product("rows", launch, "sm_90", "promoted", **variant), launch)
 
 
 @pytest.mark.often("rows-gluon_three")
 @pytest.mark.parametrize(("product", "launch"), LAUNCHES)
 def test_multipliers_never_wait_for_each_other_and_nothing_spills(product: Product, launch: ProductLaunch) -> None:
-    check_warps(compile_kernel(product, launch), launch)
+    check_warps(compile_product(product, launch, "sm_90", "promoted"), launch)
 
 
 def check_warps(compiled: Compiled, launch: ProductLaunch) -> None:
+    # A block of 128 is four instructions deep.
     instructions = re.findall(r"wgmma\.mma_async\S*m64n128k32\.f32\.e4m3\.e4m3", compiled.asm)
     consumers = launch.block_rows // PIECE_ROWS
     assert len(instructions) >= 4 * consumers * launch.steps, compiled.summary
     assert compiled.spills <= SPILLED_BY_TRITON_3_9, compiled.summary
     assert compiled.registers == MOST_REGISTERS[consumers], compiled.summary
     assert compiled.shared_bytes <= TARGETS["sm_90"].shared_bytes, compiled.summary
-    handed_on = {2: {"240", "24"}, 3: {"160", "32"}}[consumers]
+    handed_on = {2: {"240", "24"}, 3: {"160", "32"}}[consumers]  # registers of consumers and of the producer
     assert set(re.findall(r"setmaxnreg\.(?:inc|dec)\S+\s+(\d+)", compiled.asm)) >= handed_on
     threads = re.findall(r"\bbar(?:rier)?\.sync(?:\.aligned)?\s+\w+, (\d+);", compiled.asm)
     assert set(threads) == {"128"}, "a barrier of others than one consumer's four warps"
@@ -243,50 +232,13 @@ def check_warps(compiled: Compiled, launch: ProductLaunch) -> None:
 
 
 def test_the_first_of_two_sums_is_there_before_the_second() -> None:
-    asm = compile_kernel("rows", CANDIDATES["sm_90"]["rows"]["gluon_double"]).asm
+    asm = compile_product("rows", CANDIDATES["sm_90"]["rows"]["gluon_double"], "sm_90", "promoted").asm
     order = re.findall(r"wgmma\.(commit_group|wait_group)\.sync\.aligned\s*(\d*);", asm)
+    # Both products are begun; the first is waited for while the second runs.
     turn, rest = [("commit_group", ""), ("commit_group", ""), ("wait_group", "1"), ("wait_group", "0")], order[:]
     while turn[0] in rest and rest[: len(turn)] != turn:
         rest = rest[1:]
     assert rest[: len(turn)] == turn, order
-
-
-def compile_kernel(
-    product: Product, launch: ProductLaunch, *, is_kept: bool = False, is_packed: bool = False, dtype: str = "bf16"
-) -> Compiled:
-    """Compile as the launchers would for widths that are multiples of 128; rows are written in a dtype."""
-
-    def operand(dtype: str, bits: int, *block: int) -> str:
-        width = min(128, block[-1] * bits // 8)
-        layout = NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=bits, rank=len(block))
-        return f"tensordesc<{dtype}{list(block)},{layout!r}>"
-
-    constants: dict[str, int | bool] = {
-        "STAGES": launch.stages,
-        "STEPS": launch.steps,
-        "GROUP": launch.group,
-        "CONSUMERS": launch.block_rows // PIECE_ROWS,
-    }
-    piece = float8_launches.WIDTH // launch.pieces
-    is_dense, types = product.startswith("dense"), [("i32", "rows")]
-    constants |= {"experts": 1} if is_dense else {}
-    types += [] if is_dense else [("i32", "experts"), ("*i32:16", "starts_ptr")]
-    if product in ("rows", "rows_gathered", "dense"):
-        types += [(operand("fp8e4nv", 8, 64, 128), "x"), (operand("fp8e4nv", 8, 1, 128, 128), "w")]
-        types += [(f"*{dtype}:16", "y_ptr"), ("*fp32:16", "x_scales w_scales"), ("i32", "w_scale_expert w_scale_depth")]
-        types += [(operand("bf16", 16, 1, 1, 64, piece), "y")] if dtype == "bf16" else []
-        types += [("*i64:16", "first_ptr" * is_kept), ("*i32:16", "" if is_dense else "owners_ptr block_count_ptr")]
-        strides = ("x_scale_outer", "x_scale_depth") if is_packed else ("x_scale_depth", "x_scale_outer")
-        types += [("i32", strides[0])]
-        constants |= {strides[1]: 1, "w_scale_outer": 1, "ONLY_LAST": False} | ({} if dtype == "bf16" else {"y": None})
-        kernel = float8_rows_kernel
-    else:
-        types += [(operand("fp8e4nv", 8, 64, 128), "a"), (operand("fp8e4nv", 8, 128, 128), "b")]
-        types += [(operand("fp32", 32, 1, 64, piece), "c"), ("*fp32:16", "c_ptr a_scales b_scales")]
-        constants |= {"a_scale_outer": 1, "b_scale_outer": 1, "SQUARE": product.endswith("square"), "WHOLE": True}
-        kernel = float8_matrices_kernel
-    registers = MOST_REGISTERS[launch.block_rows // PIECE_ROWS]
-    return compile_for(kernel, types, constants, TARGETS["sm_90"], launch.warps, maxnreg=registers)
 
 
 @pytest.mark.parametrize(
@@ -302,7 +254,7 @@ def test_few_tiles_are_smaller_ones(
     monkeypatch: pytest.MonkeyPatch, product: Product, rows: int, columns: int, consumers: int
 ) -> None:
     monkeypatch.setattr(launches, "target_of", lambda device: "sm_90")
-    monkeypatch.setattr(launches, "programs_of", lambda launch, device: 132)
+    monkeypatch.setattr(launches, "programs_of", lambda launch, device: 132)  # an H100's multiprocessors
     assert dense_launch(product, rows, columns, CPU).block_rows == 64 * consumers
 
 

@@ -5,6 +5,7 @@ On a CPU `gluon_in_torch` runs their source. They round where the definition doe
 
 import math
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -16,27 +17,21 @@ from penstock.kernels.float8 import operators, quantize, reference, swiglu
 from penstock.kernels.float8.launches import BACKWARD_DEFAULT, TileLaunch
 from penstock.kernels.float8.operators import SwigluForBackward
 from penstock.kernels.float8.quantize import quantize_groups, quantize_rows
-from penstock.kernels.float8.quantized import Quantized, as_quantized
+from penstock.kernels.float8.quantized import Quantized, as_quantized, row_bytes
 from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, E4M3, E5M2, MXFP8, Format, Recipe
 from penstock.kernels.float8.reference import pack_rows
 from penstock.kernels.float8.swiglu import swiglu_backward
 from penstock.kernels.gluon import float8_launches
 from penstock.kernels.gluon.support import HAS_GLUON
 from penstock.kernels.reference import SWIGLU, ExpertRule
-from penstock.kernels.tuning import target_of
 from tests.closeness import assert_close
-from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_for
-from tests.kernels.float8.draw_quantized import assert_same, without_tail
+from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_launches, on_meta
+from tests.kernels.float8.draw_quantized import assert_same, draw_activation, transposed, without_tail
 from tests.kernels.gluon.gluon_in_torch import quantizing_in_torch
 
 pytestmark = pytest.mark.skipif(not HAS_GLUON, reason="no Gluon that the kernels know")
 
-if HAS_GLUON:
-    from penstock.kernels.gluon.float8_quantize_kernels import quantize_kernel
-
-SPILLED_BY_TRITON_3_9 = 16
-"""Bytes. Triton 3.6 makes all fit."""
-
+SPILLED_BY_TRITON_3_9 = 16  # bytes; Triton 3.6 makes all fit
 CPU = torch.device("cpu")
 LAUNCHES = {name: launch for name, launch in TRANSPOSING_LAUNCHES.items() if launch.engine == "gluon"}
 GLUON = TRANSPOSING_LAUNCHES["gluon"]
@@ -64,13 +59,13 @@ def test_rows_in_16_bits_give_both_copies(
 ) -> None:
     """Without experts a multiple of 128 rows; those of experts end with the last one's, an odd number in all."""
     x_RD = rows(256 if counts is None else sum(counts), 256, CPU)
-    x_RD[2, 3], x_RD[1, 200], x_RD[0, 5], x_RD[0, 6] = math.nan, math.inf, -0.0, 2.0**-130
+    x_RD[2, 3], x_RD[1, 200], x_RD[0, 5], x_RD[0, 6] = math.nan, math.inf, -0.0, 2.0**-130  # the last is subnormal
     how = {"columns": recipe.columns, "counts_e": None if counts is None else torch.tensor(counts)}
     found = quantize_rows(x_RD, recipe, form, **how, launch=GLUON)
     expected = reference.quantize_rows(x_RD, recipe, form, **how)
     assert_same(found.rows, expected.rows)
     assert_same(without_tail(found.columns, how["counts_e"]), without_tail(expected.columns, how["counts_e"]))
-    assert launched == [(2, expected.columns.values.shape[1] // 128)]
+    assert launched == [(2, expected.columns.values.shape[1] // 128)]  # tiles of 128 x 128
 
 
 @pytest.mark.often("16 bits-False-blockwise", "8 bits-True-blockwise-square", "8 bits that travelled-False-blockwise")
@@ -95,7 +90,7 @@ def test_gathered_rows_give_the_transposed_copy(
 def test_triton_replaces_the_kernel_where_it_cannot_run(launched: list[tuple[int, ...]]) -> None:
     """An odd number of rows, an odd width, 32 bits; a weight, which is squares by rows too."""
     wide = rows(256, 256, CPU)
-    for x_RD in (wide[:130], wide[:, :144].contiguous(), wide.float()):
+    for x_RD in (wide[:130], wide[:, :144].contiguous(), wide.float()):  # tiles hold 128 rows and columns of bfloat16
         found = quantize_rows(x_RD, BLOCKWISE, E4M3, columns=BLOCKWISE.columns, launch=GLUON)
         expected = reference.quantize_rows(x_RD, BLOCKWISE, E4M3, columns=BLOCKWISE.columns)
         assert_same(found.columns, expected.columns)
@@ -122,12 +117,10 @@ def test_on_another_chip_triton_does_all() -> None:
 @every_recipe
 @pytest.mark.parametrize("counts", [(700, 0, 3, 1025, 256), (0, 0), (4000, 1, 901)], ids=str)
 def test_a_hopper_gives_the_copies_of_the_definition(
-    counts: tuple[int, ...], recipe: Recipe, launch: TileLaunch, device: torch.device
+    counts: tuple[int, ...], recipe: Recipe, launch: TileLaunch, hopper: torch.device
 ) -> None:
-    if target_of(device) != "sm_90":
-        pytest.skip("the kernel is Hopper's")
-    used, counts_e = sum(counts), torch.tensor(counts, device=device)
-    x_RD = rows(used + 9, 1408, device)
+    used, counts_e = sum(counts), torch.tensor(counts, device=hopper)
+    x_RD = rows(used + 9, 1408, hopper)
     x_RD[used:] = math.nan
     for form in (E4M3, E5M2):
         how = {"columns": recipe.columns, "counts_e": counts_e}
@@ -135,22 +128,25 @@ def test_a_hopper_gives_the_copies_of_the_definition(
         expected = reference.quantize_rows(x_RD, recipe, form, **how)
         assert_same(found.rows, expected.rows, used)
         assert_same(without_tail(found.columns, counts_e), without_tail(expected.columns, counts_e))
-    source = reference.quantize_rows(rows(512, 1408, device), recipe, E4M3).rows
-    how = {"counts_e": counts_e, "index_R": torch.randint(0, 512, (used + 9,), device=device)}
+    source = reference.quantize_rows(rows(512, 1408, hopper), recipe, E4M3).rows
+    how = {"counts_e": counts_e, "index_R": torch.randint(0, 512, (used + 9,), device=hopper)}
     found_columns = quantize_groups(source, recipe=recipe, form=E4M3, **how, launch=launch)
     expected_columns = reference.quantize_groups(source, recipe=recipe, form=E4M3, **how)
     assert_same(without_tail(found_columns, counts_e), without_tail(expected_columns, counts_e))
 
 
-def compiled(launch: TileLaunch, *, eight: bool, square: bool, travelled: bool = False) -> Compiled:
-    types = [("*i32:16", "tiles_ptr"), ("*i64:16", "columns_ptr"), ("*fp32:16", "column_scales_ptr")]
-    types += [("i32", "R x_scales_depth"), ("i32", "x_scales_outer" * travelled)]
-    if eight:
-        types += [("*fp8e4nv:16", "x_ptr"), ("*fp32:16", "x_scales_ptr"), ("*i64:16", "" if travelled else "index_ptr")]
+def compiled(launch: TileLaunch, kind: str, *, square: bool) -> Compiled:
+    recipe, counts_e = BLOCKWISE_SQUARE if square else BLOCKWISE, on_meta(63, dtype=torch.int32)
+    x_RD, given = on_meta(8192, 2048), (counts_e, recipe, E4M3)
+    if kind == "16 bits":
+        launches = partial(quantize_rows, x_RD, recipe, E4M3, columns=recipe.columns, counts_e=counts_e, launch=launch)
+    elif kind == "8 bits":
+        rows, index_R = quantize_rows(x_RD, recipe, E4M3).rows, on_meta(8192, dtype=torch.int64)
+        launches = partial(quantize_groups, rows, *given, index_R, launch=launch)
     else:
-        types += [("*bf16:16", "x_ptr"), ("*i8:16", "rows_ptr"), ("*fp32:16", "row_scales_ptr")]
-    constants, options = {"LARGEST": 448.0, "SQUARE": square}, {"num_warps": launch.warps, "maxnreg": launch.registers}
-    return compile_for(quantize_kernel, types, constants, TARGETS["sm_90"], **options)
+        packed = on_meta(8192, row_bytes(2048, recipe), dtype=torch.uint8)
+        launches = partial(quantize_groups, as_quantized(packed, 2048, recipe, E4M3), *given, launch=launch)
+    return compile_launches("sm_90", launches)[-1]
 
 
 @pytest.mark.often("8 bits-True-gluon_128")
@@ -162,21 +158,15 @@ def compiled(launch: TileLaunch, *, eight: bool, square: bool, travelled: bool =
 def test_tiles_are_moved_in_wide_pieces_by_as_many_registers_as_there_are(
     kind: str, launch: TileLaunch, square: bool
 ) -> None:
-    eight = kind != "16 bits"
-    found = compiled(launch, eight=eight, square=square, travelled=kind.endswith("travelled"))
+    eight, found = kind != "16 bits", compiled(launch, kind, square=square)
     assert found.spills <= SPILLED_BY_TRITON_3_9 and found.registers <= launch.registers, found.summary
-    numbers = 128 * 128 // (32 * launch.warps)
+    numbers = 128 * 128 // (32 * launch.warps)  # of one thread in a tile
     loads = r"ld\.global(?:\.\w+)*\.v2\.b32" if eight else r"ld\.global(?:\.\w+)*\.v4\.b32"
     assert len(re.findall(loads, found.asm)) >= numbers // 8
     stores = re.findall(r"st\.global(?:\.\w+)*\.v2\.b64|st\.global(?:\.\w+)*\.v4\.b32", found.asm)
     assert len(stores) >= numbers // 16, "of columns"
-    assert found.shared_bytes == 32 * 1024, found.summary
+    assert found.shared_bytes == 32 * 1024, found.summary  # a tile in 16 bits
 
-
-pytestmark = pytest.mark.skipif(not HAS_GLUON, reason="no Gluon that the kernels know")
-
-if HAS_GLUON:
-    from penstock.kernels.gluon.float8_quantize_kernels import swiglu_backward_float8_kernel
 
 WEIGHTED_INPUTS = ExpertRule(weighs_input=True)
 
@@ -189,16 +179,7 @@ def in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 in_torch_only = pytest.mark.usefixtures("in_torch")
 
 
-def draw(
-    counts: tuple[int, ...], width: int, device: torch.device, tail: int = 9
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gate and up, weights, gradient and counts; NaN behind the last expert's rows."""
-    rows = sum(counts) + tail
-    drawn = torch.randn(rows, 2 * width) * 2, torch.rand(rows), torch.randn(rows, width) * torch.randn(rows, 1).exp()
-    for tensor in drawn:
-        tensor[sum(counts) :] = math.nan
-    gate_up_RF, weights_R, dh_RF = (tensor.to(device) for tensor in drawn)
-    return gate_up_RF.bfloat16(), weights_R, dh_RF.bfloat16(), torch.tensor(counts, dtype=torch.int32, device=device)
+draw = partial(draw_activation, dtype=torch.bfloat16)
 
 
 def share_of_equal(found: Quantized, expected: Quantized, rows: slice = slice(None)) -> float:
@@ -210,8 +191,8 @@ def share_of_equal(found: Quantized, expected: Quantized, rows: slice = slice(No
 
 def share_of_equal_columns(found: SwigluForBackward, expected: SwigluForBackward, counts_e: Tensor) -> float:
     """Of bytes, in the transposed copy that has fewer."""
-    pairs = (found.d_gate_up_columns, expected.d_gate_up_columns), (found.h_columns, expected.h_columns)
-    return min(share_of_equal(*(without_tail(copy, counts_e) for copy in pair)) for pair in pairs)
+    pairs = zip(transposed(found, counts_e), transposed(expected, counts_e), strict=True)
+    return min(share_of_equal(*pair) for pair in pairs)
 
 
 @pytest.mark.often("weighted inputs", "squares")
@@ -227,15 +208,10 @@ def share_of_equal_columns(found: SwigluForBackward, expected: SwigluForBackward
 )
 @in_torch_only
 def test_copies_are_those_of_the_definition_byte_for_byte(
-    counts: tuple[int, ...],
-    width: int,
-    rule: ExpertRule,
-    gradient: Format,
-    is_weighed: bool,
-    recipe: Recipe,
+    counts: tuple[int, ...], width: int, rule: ExpertRule, gradient: Format, is_weighed: bool, recipe: Recipe
 ) -> None:
     """Five tiles side by side and six programs: the next tile of a program stands elsewhere."""
-    gate_up_RF, weights_R, dh_RF, counts_e = draw(counts, width, torch.device("cpu"))
+    gate_up_RF, weights_R, dh_RF, counts_e = draw(counts, width, CPU)
     given = (gate_up_RF, weights_R if is_weighed else None, dh_RF, counts_e, rule, recipe, E4M3, gradient)
     found, expected = swiglu_backward(*given), operators.swiglu_backward(*given)
     assert share_of_equal(found.d_gate_up, expected.d_gate_up, slice(sum(counts))) > 0.9999
@@ -262,37 +238,26 @@ def assert_same_gradients(found: SwigluForBackward, expected: SwigluForBackward,
 
 @in_torch_only
 def test_kept_rows_are_read_where_they_stand_and_nothing_behind_the_last_row() -> None:
-    gate_up_RF, weights_R, dh_RF, counts_e = draw((3, 0, 130), 256, torch.device("cpu"))
+    gate_up_RF, weights_R, dh_RF, counts_e = draw((3, 0, 130), 256, CPU)
     rest = (weights_R, dh_RF, counts_e, SWIGLU, BLOCKWISE, E4M3, E4M3)
     found, expected = (swiglu_backward(rows, *rest) for rows in (kept(gate_up_RF, 133, 37), gate_up_RF))
     assert_same_gradients(found, expected, counts_e)
     # The last row of an odd number is the lower one of a pair; a read behind it is an error here.
-    gate_up_RF, weights_R, dh_RF, counts_e = draw((2, 1), 128, torch.device("cpu"), tail=0)
+    gate_up_RF, weights_R, dh_RF, counts_e = draw((2, 1), 128, CPU, tail=0)
     swiglu_backward(gate_up_RF, weights_R, dh_RF, counts_e, SWIGLU, BLOCKWISE, E4M3, E4M3)
 
 
 @pytest.mark.often("blockwise-square")
-@pytest.mark.parametrize("recipe", [BLOCKWISE, BLOCKWISE_SQUARE], ids=lambda recipe: recipe.name)
+@every_recipe
 @in_torch_only
 def test_nan_and_infinity_are_visible_in_their_row_and_block_of_columns(recipe: Recipe) -> None:
-    gate_up_RF, weights_R, dh_RF, counts_e = draw((20,), 128, torch.device("cpu"))
+    gate_up_RF, weights_R, dh_RF, counts_e = draw((20,), 128, CPU)
     dh_RF[7, 3], dh_RF[12, 100], gate_up_RF[5, 50] = math.nan, math.inf, math.nan
     given = (gate_up_RF, weights_R, dh_RF, counts_e, SWIGLU, recipe, E4M3, E4M3)
     found, expected = swiglu_backward(*given), operators.swiglu_backward(*given)
-    d_columns, h_columns = (
-        [without_tail(copy, counts_e) for copy in pair]
-        for pair in ((found.d_gate_up_columns, expected.d_gate_up_columns), (found.h_columns, expected.h_columns))
-    )
-    for mine, other in (
-        (found.d_gate_up.scales[:20], expected.d_gate_up.scales[:20]),
-        (found.d_gate_up.values[:20].float(), expected.d_gate_up.values[:20].float()),
-        [copy.scales for copy in d_columns],
-        [copy.values.float() for copy in d_columns],
-        [copy.scales for copy in h_columns],
-        [copy.values.float() for copy in h_columns],
-    ):
-        assert torch.equal(mine.isnan(), other.isnan())
-        assert torch.equal(mine[~mine.isnan()], other[~other.isnan()])
+    assert_same(found.d_gate_up, expected.d_gate_up, 20)
+    for mine, other in zip(transposed(found, counts_e), transposed(expected, counts_e), strict=True):
+        assert_same(mine, other)
     assert found.d_gate_up.scales[7, 0].isnan() and found.d_gate_up.scales[12, 0].isinf()
 
 
@@ -315,28 +280,21 @@ def test_triton_replaces_the_activations_kernel_where_it_cannot_run(device: torc
     ids=["SwiGLU", "squares", "on inputs"],
 )
 def test_a_hopper_gives_the_activations_gradients_of_the_definition(
-    counts: tuple[int, ...],
-    rule: ExpertRule,
-    gradient: Format,
-    recipe: Recipe,
-    hopper: torch.device,
+    counts: tuple[int, ...], rule: ExpertRule, gradient: Format, recipe: Recipe, hopper: torch.device
 ) -> None:
     gate_up_RF, weights_R, dh_RF, counts_e = draw(counts, 1408, hopper)
     given = (gate_up_RF, weights_R, dh_RF, counts_e, rule, recipe, E4M3, gradient)
     found, expected = swiglu_backward(*given), operators.swiglu_backward(*given)
     used = slice(sum(counts))
-    pairs = (
-        (found.d_gate_up, expected.d_gate_up, used),
-        *(
-            (*(without_tail(copy, counts_e) for copy in pair), slice(None))
-            for pair in ((found.d_gate_up_columns, expected.d_gate_up_columns), (found.h_columns, expected.h_columns))
-        ),
-    )
-    for mine, other, rows in pairs:
+
+    def parts(made: SwigluForBackward) -> list[Tensor]:
+        both = (made.d_gate_up.values[used], made.d_gate_up.scales[used]), *(x[:2] for x in transposed(made, counts_e))
+        return [one for values, scales in both for one in (values.view(torch.uint8), scales)]
+
+    for mine, other in zip(parts(found), parts(expected), strict=True):
         # An exponential's last place now and then decides how a number rounds to 16 bits, and so another scale.
-        same_scales = (mine.scales[rows] == other.scales[rows]).float()
-        same = (mine.values.view(torch.uint8)[rows] == other.values.view(torch.uint8)[rows]).float()
-        assert not same.numel() or (same_scales.mean() > 0.999 and same.mean() > 0.999)
+        same = (mine == other).float()
+        assert not same.numel() or same.mean() > 0.999
     assert_close(found.dweights_R[used], expected.dweights_R[used], tolerance=1e-3)
     assert not found.dweights_R[sum(counts) :].any()
 
@@ -346,25 +304,18 @@ def test_a_hopper_gives_the_activations_gradients_of_the_definition(
 def test_a_hopper_reads_kept_rows_where_they_stand(before: int, hopper: torch.device) -> None:
     gate_up_RF, weights_R, dh_RF, counts_e = draw((700, 0, 3, 1025, 256), 1408, hopper)
     rest, used = (weights_R, dh_RF, counts_e, SWIGLU, BLOCKWISE, E4M3, E4M3), 1984
-    rows = kept(gate_up_RF, used, before)
-    found, expected = (swiglu_backward(one, *rest) for one in (rows, gate_up_RF))
+    found, expected = (swiglu_backward(rows, *rest) for rows in (kept(gate_up_RF, used, before), gate_up_RF))
     assert_same_gradients(found, expected, counts_e)
 
 
 def compiled_swiglu(
-    rule: ExpertRule = SWIGLU, largest: float = 448.0, *, square: bool = False, is_kept: bool = False
+    rule: ExpertRule = SWIGLU, gradient: Format = E4M3, *, square: bool = False, is_kept: bool = False
 ) -> Compiled:
-    types = {
-        "*bf16:16": "gate_up_ptr dh_ptr",
-        "*fp32:16": "weights_ptr products_ptr d_row_scales_ptr d_column_scales_ptr h_column_scales_ptr",
-        "*i32:16": "tiles_ptr",
-        "*i8:16": "d_rows_ptr",
-        "*i64:16": "d_columns_ptr h_columns_ptr" + " first_ptr" * is_kept,
-        "i32": "R tiles",
-    }
-    constants = {"LARGEST": largest, "H_LARGEST": 448.0, "WEIGHS_INPUT": rule.weighs_input, "SQUARE": square}
-    options = {"num_warps": BACKWARD_DEFAULT.warps, "maxnreg": BACKWARD_DEFAULT.registers}
-    return compile_for(swiglu_backward_float8_kernel, types, constants, TARGETS["sm_90"], **options)
+    recipe, counts_e = BLOCKWISE_SQUARE if square else BLOCKWISE, on_meta(63, dtype=torch.int32)
+    place = SavedRows(on_meta(99_999, 2816), on_meta(1, dtype=torch.int64), 8192)
+    given = place if is_kept else on_meta(8192, 2816), on_meta(8192, dtype=torch.float32), on_meta(8192, 1408)
+    given += counts_e, rule, recipe, E4M3, gradient
+    return compile_launches("sm_90", lambda: swiglu_backward(*given))[-1]
 
 
 @pytest.mark.often("True-True", "False-False")
@@ -373,7 +324,7 @@ def compiled_swiglu(
 def test_two_programs_share_a_multiprocessor_and_nothing_spills(square: bool, is_kept: bool) -> None:
     found, launch = compiled_swiglu(square=square, is_kept=is_kept), BACKWARD_DEFAULT
     assert found.spills == 0, found.summary
-    assert found.registers * 32 * launch.warps * launch.residency <= 64 * 1024, found.summary
+    assert found.registers * 32 * launch.warps * launch.residency <= 64 * 1024, found.summary  # a multiprocessor's
     assert (found.shared_bytes + 1024) * launch.residency <= TARGETS["sm_90"].shared_bytes + 1024, found.summary
     # Each thread's part of gate, up and dh in two rows; of four columns of each of three copies.
     assert len(re.findall(r"ld\.global(?:\.\w+)*\.v4\.b32", found.asm)) >= 6
@@ -381,5 +332,5 @@ def test_two_programs_share_a_multiprocessor_and_nothing_spills(square: bool, is
 
 
 def test_weights_on_inputs_and_wide_gradients_spill_nothing_either() -> None:
-    found = compiled_swiglu(WEIGHTED_INPUTS, 57344.0)
+    found = compiled_swiglu(WEIGHTED_INPUTS, E5M2)
     assert found.spills == 0 and "e5m2x2" in found.asm and "e4m3x2" in found.asm, found.summary

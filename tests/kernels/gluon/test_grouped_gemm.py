@@ -17,49 +17,47 @@ from penstock.kernels import grouped_gemm, reference
 from penstock.kernels.expert_parts import SavedRows
 from penstock.kernels.gluon import grouped_gemm as gluon_gemm
 from penstock.kernels.gluon.grouped_gemm import rows_obstacle, weights_obstacle
-from penstock.kernels.gluon.support import HAS_GLUON, PIECE_ROWS, REGISTERS
+from penstock.kernels.gluon.support import HAS_GLUON, REGISTERS
 from penstock.kernels.grouped_gemm import (
     grouped_gemm_forward,
     grouped_gemm_input_gradient,
     grouped_gemm_weight_gradient,
 )
 from penstock.kernels.tile_table import tile_table
-from penstock.kernels.tuning import GROUPED_GEMM, RingLaunch, RowsRingLaunch, in_triton, multiprocessors_of
+from penstock.kernels.tuning import GROUPED_GEMM, GemmProduct, RingLaunch, RowsRingLaunch, in_triton, multiprocessors_of
 from tests.closeness import assert_close
-from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_for, those_taken_first
+from tests.kernels.ahead_of_time import TARGETS
 from tests.kernels.gluon.warps_in_torch import launched_on_cpu
 from tests.kernels.parity import assert_near
+from tests.kernels.test_grouped_gemm import compile_product
 
 pytestmark = pytest.mark.skipif(not HAS_GLUON, reason="no Gluon that the kernels know")
 
-if HAS_GLUON:
-    from triton.experimental.gluon.language import NVMMASharedLayout
-
-    from penstock.kernels.gluon.grouped_gemm_kernels import expert_rows_kernel, weight_gradient_kernel
-
 CPU = torch.device("cpu")
-TAIL = 23
+TAIL = 23  # rows behind the last expert's
 COUNTS = {
     "ends of all kinds": [140, 64, 1, 133, 128],
     "empty experts": [0, 170, 0, 33, 0],
     "no rows": [0, 0],
     "one expert": [295],
 }
-RINGS_OF = {"forward": ROWS_RINGS, "input gradient": ROWS_RINGS, "weight gradient": RINGS, "accumulated": RINGS}
-"""Launches by product; `accumulated` adds a weight gradient to a float32 sum."""
+RINGS_OF: dict[GemmProduct, Any] = {"forward": ROWS_RINGS, "input_gradient": ROWS_RINGS, "weight_gradient": RINGS}
+RINGS_OF["weight_gradient_accumulated"] = RINGS  # the gradient is added to a float32 sum
+# Blocks that torch multiplies quickly.
 SMALL = {product: replace(rings["ring"], block_depth=16, stages=3, group=2) for product, rings in RINGS_OF.items()}
-"""Blocks that torch multiplies quickly."""
 every_product = pytest.mark.parametrize("product", RINGS_OF)
+# Rings that are in no table are compiled by slow tests.
+TAKEN = [launch for by_size in GROUPED_GEMM["sm_90"].values() for _, launch in by_size]
 
 
-def draw(product: str, counts: list[int], width: int, depth: int, device: torch.device) -> tuple[Tensor, ...]:
+def draw(product: GemmProduct, counts: list[int], width: int, depth: int, device: torch.device) -> tuple[Tensor, ...]:
     """Operands, counts and the result in 64 bits; rows past the last expert's are NaN."""
     drawn = {"generator": torch.Generator(device).manual_seed(1), "device": device, "dtype": torch.bfloat16}
     used, counts_e = sum(counts), torch.tensor(counts, dtype=torch.int32, device=device)
     x_RD = torch.randn(used + TAIL, depth, **drawn)
     x_RD[used:] = torch.nan
     if RINGS_OF[product] is ROWS_RINGS:
-        back = product == "input gradient"
+        back = product == "input_gradient"
         w_eFD = torch.randn(len(counts), *((depth, width) if back else (width, depth)), **drawn)
         true_RF = reference.grouped_gemm(x_RD.double(), (w_eFD.mT if back else w_eFD).double(), counts_e)
         return x_RD, w_eFD, counts_e, true_RF
@@ -69,20 +67,20 @@ def draw(product: str, counts: list[int], width: int, depth: int, device: torch.
     return dy_RF, x_RD, counts_e, torch.stack([dy.T @ x for dy, x in pieces][:-1])
 
 
-def check(product: str, counts: list[int], width: int, depth: int, launch: Any, device: torch.device) -> None:
+def check(product: GemmProduct, counts: list[int], width: int, depth: int, launch: Any, device: torch.device) -> None:
     """One launch against products in 64 bits; forward also into saved rows, between rows of other layers."""
     one, other, counts_e, true = draw(product, counts, width, depth, device)
     used = sum(counts)
-    if product == "weight gradient":
+    if product == "weight_gradient":
         assert_near(grouped_gemm_weight_gradient(one, other, counts_e, launch=launch), true, f"{launch}")
-    elif product == "accumulated":
+    elif product == "weight_gradient_accumulated":
         before_eFD = torch.randn(true.shape, device=device)
         sum_eFD = before_eFD.clone()
         assert grouped_gemm_weight_gradient(one, other, counts_e, accumulate_into=sum_eFD, launch=launch) is sum_eFD
         # Hopper's matrix unit truncates its sums.
         assert_close(sum_eFD, before_eFD + true, by="norm", tolerance=1e-4, same_dtype=False)
         assert torch.equal(sum_eFD[counts_e == 0], before_eFD[counts_e == 0])
-    elif product == "input gradient":
+    elif product == "input_gradient":
         assert_near(grouped_gemm_input_gradient(one, other, counts_e, launch=launch), true, f"{launch}")
     else:
         y_RF = grouped_gemm_forward(one, other, counts_e, launch=launch)
@@ -109,13 +107,13 @@ def test_products_equal_those_in_64_bits(name: str, product: str, launched: list
     # Rows are the contracted dim of a weight gradient, so a quarter of them has as many ends.
     counts = COUNTS[name] if is_rows else [-(-count // 4) for count in COUNTS[name]]
     check(product, counts, 200, 136, SMALL[product], CPU)
-    assert len(launched) == (2 if product == "forward" else 1)
+    assert len(launched) == (2 if product == "forward" else 1)  # forward once more into saved rows
     if is_rows:
-        assert all(one["DEPTH_FIRST"] == (product == "input gradient") for one in launched)
+        assert all(one["DEPTH_FIRST"] == (product == "input_gradient") for one in launched)
     assert all(one["programs"] < 4 * len(counts) for one in launched), "programs must have several tiles"
 
 
-@pytest.mark.often("wide forward-2-4", "square input gradient-4-8", "tall accumulated-4-8")
+@pytest.mark.often("wide forward-2-4", "square input_gradient-4-8", "tall weight_gradient_accumulated-4-8")
 @pytest.mark.parametrize(("stages", "pieces"), [(2, 4), (4, 8)])
 @pytest.mark.parametrize(
     ("product", "shape"),
@@ -142,17 +140,17 @@ def test_gathered_rows_are_copied_first(launched: list[Mapping[str, Any]]) -> No
     counts = COUNTS["ends of all kinds"]
     index_R = torch.arange(sum(counts) - 1, -1, -1)
     x_RD, w_eFD, counts_e, true_RF = draw("forward", counts, 64, 72, CPU)
-    source_RD, true_RF = x_RD[: sum(counts)].flip(0), true_RF[: sum(counts)]
+    source_RD, true_RF = x_RD[: sum(counts)].flip(0), true_RF[: sum(counts)]  # the index turns it round again
     y_RF = grouped_gemm_forward(source_RD, w_eFD, counts_e, index_R, launch=SMALL["forward"])
     assert_near(y_RF, true_RF, "rows")
-    dy_RF, x_RD, counts_e, true_eFD = draw("weight gradient", counts, 64, 72, CPU)
+    dy_RF, x_RD, counts_e, true_eFD = draw("weight_gradient", counts, 64, 72, CPU)
     given = dy_RF[: sum(counts)], x_RD[: sum(counts)].flip(0), counts_e, index_R
-    assert_near(grouped_gemm_weight_gradient(*given, launch=SMALL["weight gradient"]), true_eFD, "gradient")
+    assert_near(grouped_gemm_weight_gradient(*given, launch=SMALL["weight_gradient"]), true_eFD, "gradient")
     assert len(launched) == 2
 
 
 def test_with_only_last_just_the_last_row_of_the_tail_is_set_to_zero(launched: list[Mapping[str, Any]]) -> None:
-    dy_RF, w_eFD, counts_e, _ = draw("input gradient", [130, 3], 1032, 16, CPU)
+    dy_RF, w_eFD, counts_e, _ = draw("input_gradient", [130, 3], 1032, 16, CPU)
     tiles, launch = tile_table(counts_e, len(dy_RF)), replace(SMALL["forward"], block_columns=256)
     whole, last = (torch.full((len(dy_RF), 1032), 7.0, dtype=torch.bfloat16) for _ in range(2))
     grouped_gemm._launch_rows(dy_RF, w_eFD, whole, None, tiles, launch, depth_first=True)
@@ -194,60 +192,33 @@ def test_only_hopper_takes_rings_for_all_products_but_gathered_rows() -> None:
     assert taken == {("sm_90", product) for product in GROUPED_GEMM["sm_90"] if product != "forward_gathered"}
 
 
-@pytest.mark.often("forward-True-ring", "accumulated-True-ring")
+@pytest.mark.often("forward-True-ring", "weight_gradient_accumulated-False-ring")
 @pytest.mark.parametrize(
     ("product", "kept", "name"),
     [
-        pytest.param(product, kept, *name.values, marks=name.marks, id=f"{product}-{kept}-{name.values[0]}")
+        pytest.param(
+            product, kept, name, marks=() if ring in TAKEN else pytest.mark.slow, id=f"{product}-{kept}-{name}"
+        )
         for product, rings in RINGS_OF.items()
-        for kept in ((True, False) if rings is ROWS_RINGS else (product == "accumulated",))
-        for name in those_taken_first(rings)
+        for kept in ((True, False) if product == "forward" else (False,))
+        for name, ring in rings.items()
     ],
 )
-def test_products_run_one_after_the_other_and_nothing_spills(product: str, kept: bool, name: str) -> None:
+def test_products_run_one_after_the_other_and_nothing_spills(product: GemmProduct, kept: bool, name: str) -> None:
     launch = RINGS_OF[product][name]
-    compiled = compile_kernel(product, launch, kept=kept)
+    compiled = compile_product(product, launch, "sm_90", is_kept=kept)
     products = re.findall(rf"wgmma\.mma_async\S*m64n{launch.block_columns}k16\.f32\.bf16\.bf16", compiled.asm)
-    # Each of two consumers has a source of its own.
+    # Each of two consumers has a source of its own; an instruction multiplies 64 rows and a depth of 16.
     each = launch.block_rows // 64 * launch.block_depth // 16
     assert len(products) == 2 * each == compiled.matrix_instructions, compiled.summary
     assert compiled.spills == 0, compiled.summary
     assert compiled.registers == REGISTERS, compiled.summary
     assert compiled.shared_bytes <= TARGETS["sm_90"].shared_bytes, compiled.summary
-    assert set(re.findall(r"setmaxnreg\.dec\S+\s+(\d+)", compiled.asm)) >= {"240", "24"}
+    assert set(re.findall(r"setmaxnreg\.dec\S+\s+(\d+)", compiled.asm)) >= {"240", "24"}  # consumers, the producer
     threads = re.findall(r"\bbar(?:rier)?\.sync(?:\.aligned)?\s+\w+, (\d+);", compiled.asm)
     assert set(threads) == {"128"}, "barriers are of one consumer's four warps"
     waits = re.findall(r"wgmma\.wait_group\.sync\.aligned\s+(\d+);", compiled.asm)
     assert sorted(waits) == ["0", "0", "1", "1"], "the matrix unit runs dry between two blocks"
-
-
-def compile_kernel(product: str, launch: Any, *, kept: bool) -> Compiled:
-    """Compile as the launcher would for widths that are multiples of 16."""
-    result, bits = ("fp32", 32) if product == "accumulated" else ("bf16", 16)
-    columns, depth = launch.block_columns, launch.block_depth
-    piece = launch.block_rows * columns // launch.pieces // PIECE_ROWS
-
-    def operand(*block: int, dtype: str = "bf16", bits: int = 16) -> str:
-        width = min(128, block[-1] * bits // 8)
-        layout = NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=bits, rank=len(block))
-        return f"tensordesc<{dtype}{list(block)},{layout!r}>"
-
-    constants = {"STAGES": launch.stages, "GROUP": launch.group}
-    types = [("*i32:16", "starts_ptr"), ("i32", "experts")]
-    if RINGS_OF[product] is ROWS_RINGS:
-        back = product == "input gradient"
-        types += [(operand(launch.block_rows, depth), "x"), (operand(1, 1, PIECE_ROWS, piece), "y")]
-        types += [(operand(1, depth, columns) if back else operand(1, columns, depth), "w"), ("*bf16:16", "y_ptr")]
-        types += [("*i32:16", "owners_ptr"), ("*i32", "block_count_ptr"), ("i32", "rows")]
-        types += [("*i64:16", "first_ptr" * kept)]
-        constants |= {"DEPTH_FIRST": back, "ONLY_LAST": False}
-        kernel = expert_rows_kernel
-    else:
-        types += [(operand(1, 1, depth, launch.block_rows), "dy"), (operand(1, 1, depth, columns), "x")]
-        types += [(operand(1, PIECE_ROWS, piece * 32 // bits, dtype=result, bits=bits), "dw")]
-        constants["ACCUMULATE"] = product == "accumulated"
-        kernel = weight_gradient_kernel
-    return compile_for(kernel, types, constants, TARGETS["sm_90"], launch.warps, maxnreg=REGISTERS)
 
 
 @pytest.mark.gpu

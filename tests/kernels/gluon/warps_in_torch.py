@@ -26,15 +26,14 @@ from tests.kernels.gluon.gluon_in_torch import (
     Layout,
     Pointer,
     Shared,
-    Value,
     interpreted,
     launch,
     load,
+    memory_of,
     value,
 )
 
-PATIENCE = 20.0
-"""Seconds that a thread waits for the others."""
+PATIENCE = 20.0  # seconds that a thread waits for the others
 
 
 class Memory(Shared):
@@ -119,23 +118,19 @@ def in_memory(argument: Any) -> Any:
     """A kernel's argument as `launch` takes it: a host's descriptor becomes one of ours."""
     if not hasattr(argument, "block_shape"):
         return argument
-    base = argument.base
-    size = 1 + sum((size - 1) * stride for size, stride in zip(base.shape, base.stride(), strict=True))
-    memory = base.as_strided((size,), (1,)) if base.numel() else base.reshape(-1)
-    return Descriptor(memory, tuple(argument.shape), tuple(argument.strides), list(argument.block_shape))
+    return Descriptor(
+        memory_of(argument.base), tuple(argument.shape), tuple(argument.strides), list(argument.block_shape)
+    )
 
 
 TURN = threading.Condition()
-BARRIERS: dict[int, Barrier] = {}
-WAITS: dict[int, Callable[[], bool]] = {}
-"""By number of a thread, what it waits for."""
-BUSY: set[int] = set()
-"""Threads that do not stand still."""
-FAILURES: list[BaseException] = []
-"""Of threads; the first is the cause of the others."""
+BARRIERS: dict[int, Barrier] = {}  # by address
+WAITS: dict[int, Callable[[], bool]] = {}  # by number of a thread, what it waits for
+BUSY: set[int] = set()  # threads that do not stand still
+FAILURES: list[BaseException] = []  # of threads; the first is the cause of the others
+# A thread's `number`, and what it has begun and not seen the end of: `copies` out of shared memory, `loads`, which are
+# its own copies into it, and `products`.
 MINE = threading.local()
-"""A thread's `number`, and what it has begun and not seen the end of: `copies` out of shared memory, `loads`, which are
-its own copies into it, and `products`."""
 
 
 def init(barrier: Memory, count: int) -> None:
@@ -259,19 +254,11 @@ class HoppersLanguage(Language):
         "NVMMADistributedLayout", (Layout,), {"__init__": lambda self, **k: Layout.__init__(self)}
     )
     warp_specialize = staticmethod(warp_specialize)
-    reshape = staticmethod(lambda x, shape: x.reshape(shape))
-    permute = staticmethod(lambda x, dims: x.permute(dims))
-    split = staticmethod(lambda x: x.unbind(-1))
+    permute = staticmethod(torch.permute)
     to_tensor = staticmethod(lambda x: value(x, torch.int32))
     cdiv = staticmethod(lambda x, by: (x + by - 1) // by)
-
-    @staticmethod
-    def zeros(shape: Sequence[int], dtype: torch.dtype, layout: object) -> Value:
-        return value(torch.zeros(shape, dtype=dtype))
-
-    @staticmethod
-    def full(shape: Sequence[int], x: Any, dtype: torch.dtype, layout: object) -> Value:
-        return value(torch.as_tensor(x, dtype=dtype).expand(*shape))
+    zeros = staticmethod(lambda shape, dtype, layout: value(torch.zeros(shape, dtype=dtype)))
+    full = staticmethod(lambda shape, x, dtype, layout: value(torch.as_tensor(x, dtype=dtype).expand(*shape)))
 
     @staticmethod
     def allocate_shared_memory(dtype: torch.dtype, shape: Sequence[int], layout: object) -> Memory:

@@ -18,6 +18,7 @@ from tests.models.families import moe_with, tiny_attention, tiny_model
 
 YARN = Yarn(factor=8.0, original_max_position_embeddings=16)
 LLAMA3 = Llama3Rope(factor=4.0, original_max_position_embeddings=32, low_freq_factor=1.0, high_freq_factor=4.0)
+SHARP = Llama3Rope(factor=16.0, original_max_position_embeddings=8, low_freq_factor=1.0, high_freq_factor=1.0)
 WINDOW = LocalAttention(size=7)
 
 
@@ -62,9 +63,8 @@ def olmoe(**changes: object) -> Model:
 def llama4(*, local: LocalAttention | None, qk_norm: str, rope: Rope, **changes: object) -> Model:
     """One expert of 4 by sigmoid, weighed on its input, and a shared one."""
     router = Router(scoring_func="sigmoid", apply_probs_on_input=True)
-    experts = moe(
-        experts=4, top_k=1, shared_expert_intermediate_size=16, router=router, moe_layer_freq=changes.pop("every", 1)
-    )
+    sizes = {"experts": 4, "top_k": 1, "shared_expert_intermediate_size": 16}
+    experts = moe(**sizes, router=router, moe_layer_freq=changes.pop("every", 1))
     heads = attention(qk_norm=qk_norm, local=local, rope=rope)
     return model("llama4", **{"layers": 4, "intermediate_size": 48, "attention": heads, "moe": experts, **changes})
 
@@ -102,16 +102,7 @@ VARIANTS: dict[str, Model] = {
     "deepseek-v3, raw weights, no groups": moe_with(V3, router=RAW_V3),
     "deepseek-v3, top 4": moe_with(V3, top_k=4),
     "llama": dense("llama", attention=attention(rope=Rope(llama3=LLAMA3))),
-    "llama, frequencies divided or kept": dense(
-        "llama",
-        attention=attention(
-            rope=Rope(
-                llama3=Llama3Rope(
-                    factor=16.0, original_max_position_embeddings=8, low_freq_factor=1.0, high_freq_factor=1.0
-                )
-            )
-        ),
-    ),
+    "llama, frequencies divided or kept": dense("llama", attention=attention(rope=Rope(llama3=SHARP))),
     "llama, plain rotary embedding, biases": dense("llama", attention=attention(bias=True)),
     "llama, tied embeddings, YaRN": dense("llama", tie_word_embeddings=True, attention=attention(rope=Rope(yarn=YARN))),
     "qwen3": dense("qwen3", attention=attention(qk_norm="head", rope=Rope(theta=1e6))),
@@ -135,8 +126,6 @@ VARIANTS: dict[str, Model] = {
     "olmoe, weights divided by their sum": olmoe(moe=moe(router=Router(norm_topk_prob=True))),
     "llama4": llama4(local=nope(4), qk_norm="rotated-head", rope=Rope(theta=5e5, llama3=LLAMA3)),
     "llama4, experts every 2nd layer, no norm": llama4(local=nope(2), qk_norm="none", rope=Rope(theta=5e5), every=2),
-    "gpt-oss": gpt_oss(
-        rope=Rope(theta=1.5e5, yarn=Yarn(factor=8.0, original_max_position_embeddings=16, truncate=False))
-    ),
+    "gpt-oss": gpt_oss(rope=Rope(theta=1.5e5, yarn=YARN.model_copy(update={"truncate": False}))),
     "gpt-oss, plain rotary embedding": gpt_oss(rope=Rope()),
 }

@@ -38,28 +38,18 @@ SMALL = 1e-3
 
 @dataclass(frozen=True)
 class Parity:
-    """Largest differences, relative to the largest value of `transformers`.
+    """Largest differences, relative to the largest value of `transformers`."""
 
-    Attributes:
-        logits: of all tokens.
-        loss: of the next token.
-        gradient: of the weight with the largest.
-        weight: that weight.
-    """
-
-    logits: float
-    loss: float
-    gradient: float
-    weight: str
+    logits: float  # of all tokens
+    loss: float  # of the next token
+    gradient: float  # of the weight with the largest
+    weight: str  # that weight
 
 
 def compare(config: Model, folder: Path, *, packed: bool = False) -> Parity:
-    """Run the model here and there, forward and backward, in float32 on the CPU.
+    """Run the model here and there, forward and backward, in float32 on the CPU; files go to an empty folder.
 
-    Args:
-        config: of a family that `transformers` has.
-        folder: for files; empty.
-        packed: rows of several documents, whose positions begin anew.
+    `packed` are rows of several documents, whose positions begin anew.
     """
     ours = unsettled(tiny_decoder(config).train())
     theirs = in_transformers(ours, folder / "weights")

@@ -18,8 +18,9 @@ from penstock.models.decoder import Decoder
 from penstock.models.huggingface.families import GridTransposed, Rearrangement, Transposed
 from penstock.models.huggingface.weight_folder import WeightFolder, from_float8, from_mxfp4
 from penstock.models.huggingface.weights import from_huggingface, load_huggingface, weight_mappings
-from tests.models.families import in_transformers, save_huggingface, tiny_decoder, tiny_model, to_huggingface
-from tests.models.huggingface.family_models import V3, VARIANTS, gpt_oss, moe
+from tests.closeness import assert_equal
+from tests.models.families import in_transformers, moe_with, save_huggingface, tiny_decoder, tiny_model, to_huggingface
+from tests.models.huggingface.family_models import V3, VARIANTS
 from tests.models.huggingface.parity import TOLERANCES, compare, unsettled
 
 FORMS = st.builds(GridTransposed, dim=st.integers(0, 1), rows=st.integers(1, 5), columns=st.integers(1, 5)) | st.just(
@@ -126,14 +127,9 @@ def test_a_model_of_no_family_has_no_names() -> None:
 
 
 def test_a_parameter_that_the_family_does_not_have_is_named() -> None:
-    shared = VARIANTS["mixtral"].moe
-    assert shared is not None
-    config = VARIANTS["mixtral"].model_copy(
-        update={"moe": shared.model_copy(update={"shared_expert_intermediate_size": 16})}
-    )
-    with pytest.raises(
-        ConfigError, match=r"mixtral has no Hugging Face name for blocks\.0\.ffn\.shared\.gate_up\.weight"
-    ):
+    config = moe_with(VARIANTS["mixtral"], shared_expert_intermediate_size=16)
+    message = r"mixtral has no Hugging Face name for blocks\.0\.ffn\.shared\.gate_up\.weight"
+    with pytest.raises(ConfigError, match=message):
         weight_mappings(config)
 
 
@@ -142,9 +138,7 @@ FIRSTS = {name: config for name, config in VARIANTS.items() if "," not in name}
 
 
 def _assert_equal(ours: Decoder, other: Decoder) -> None:
-    state = other.state_dict()
-    for name, tensor in ours.state_dict().items():
-        assert torch.equal(tensor, state[name]), f"{name} changed on the way"
+    assert_equal(other.state_dict(), ours.state_dict())
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -198,9 +192,7 @@ def test_what_published_files_repeat_is_left_out() -> None:
 
 
 def test_experts_of_four_bits_are_loaded_as_what_they_stand_for(tmp_path: Path) -> None:
-    base = gpt_oss(rope=FIRSTS["gpt-oss"].attention.rope)
-    assert base.moe is not None
-    config = base.model_copy(update={"moe": base.moe.model_copy(update={"moe_intermediate_size": 32})})
+    config = moe_with(FIRSTS["gpt-oss"], moe_intermediate_size=32)
     ours, other = unsettled(tiny_decoder(config)), tiny_decoder(config, seed=9)
     weights = to_huggingface(ours)
     stored = dict(weights)
@@ -225,21 +217,17 @@ def test_weights_of_another_model_are_refused_and_nothing_is_copied() -> None:
     weights["model.norm.weight"] = torch.zeros(5)
     with pytest.raises(CheckpointError, match=r"model.norm.weight has another shape.*\(5,\).*\(32,\)"):
         from_huggingface(model, weights)
-    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items()), "weights changed"
+    assert_equal(dict(model.state_dict()), before)
 
 
 def test_shapes_of_files_are_checked_before_anything_is_copied(tmp_path: Path) -> None:
     model = tiny_decoder(FIRSTS["mixtral"])
-    narrow = VARIANTS["mixtral"].model_copy(
-        update={"moe": moe(moe_intermediate_size=8, router=VARIANTS["mixtral"].moe.router)}
-    )
-    save_huggingface(tiny_decoder(narrow, seed=9), tmp_path)
+    save_huggingface(tiny_decoder(moe_with(FIRSTS["mixtral"], moe_intermediate_size=8), seed=9), tmp_path)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(
-        CheckpointError, match=r"experts\.0\.w1\.weight has another shape; got \(8, 32\); allowed: \(16,"
-    ):
+    message = r"experts\.0\.w1\.weight has another shape; got \(8, 32\); allowed: \(16,"
+    with pytest.raises(CheckpointError, match=message):
         load_huggingface(model, tmp_path)
-    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items()), "weights changed"
+    assert_equal(dict(model.state_dict()), before)
 
 
 @pytest.mark.often("*-packed", "mixtral-plain", "deepseek-v3-plain")
@@ -248,7 +236,7 @@ def test_shapes_of_files_are_checked_before_anything_is_copied(tmp_path: Path) -
 def test_logits_loss_and_every_gradient_equal_transformers(name: str, packed: bool, tmp_path: Path) -> None:
     found = compare(VARIANTS[name], tmp_path, packed=packed)
     too_large = {figure: found for figure, allowed in TOLERANCES.items() if not getattr(found, figure) <= allowed}
-    assert not too_large, f"allowed: {TOLERANCES}"
+    assert not too_large, f"allowed: {TOLERANCES}"  # also for NaN
 
 
 ONE_BLOCK = torch.tensor([[[[*range(16)]]]], dtype=torch.uint8) * 17  # bytes 0x00, 0x11, ..., 0xff

@@ -4,12 +4,10 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +17,6 @@ from penstock.config.parallel import RECOMPUTABLE, Recompute
 from penstock.kernels import reference
 from penstock.kernels.expert_ffn import expert_ffn
 from penstock.kernels.expert_kernels import REFERENCE
-from penstock.parallel.axes import Axis
 from penstock.parallel.collectives import all_gather, reduce_scatter
 from penstock.parallel.recompute import (
     RecomputeRule,
@@ -36,6 +33,7 @@ from penstock.parallel.weight_grad_store import WeightGradStore, deferrable
 from tests.distributed.pool import Pool
 from tests.examples import examples
 from tests.parallel.alive import Alive
+from tests.parallel.test_collectives import world
 
 
 @given(
@@ -60,7 +58,7 @@ def test_a_part_that_no_layer_has_is_refused() -> None:
 def test_a_rule_recomputes_the_kinds_that_it_names_and_no_other(kind: str) -> None:
     rule, x_TD = RecomputeRule(kinds=frozenset({kind})), source()
     for name in RECOMPUTABLE:
-        part = Counted(torch.tanh)
+        part = Counted(torch.tanh)  # tanh saves its output, so backward needs it again
         rule.run(name, part, x_TD).sum().backward()
         assert part.calls == 1 + (name == kind)
 
@@ -74,7 +72,7 @@ def test_a_part_inside_a_recomputed_layer_does_not_recompute_by_itself() -> None
         return x_TD.tanh()
 
     rule.run("layer", layer, source()).sum().backward()
-    assert seen == [False, False] and rule.recomputes("expert-activation")
+    assert seen == [False, False] and rule.recomputes("expert-activation")  # in both runs of the layer
 
 
 @pytest.mark.parametrize(("kinds", "calls"), [(frozenset({"norm"}), 2), (frozenset(), 1)])
@@ -94,20 +92,20 @@ ONE = T * D * 4
 Result = TypeVar("Result")
 
 
+@dataclass
 class Counted:
     """A function that counts its calls."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-        self.calls = 0
+    function: Callable[..., Any]
+    calls: int = 0
 
     def __call__(self, *arguments: Tensor) -> Any:
         self.calls += 1
         return self.function(*arguments)
 
 
-def linear(rows: int = D, columns: int = D, dtype: torch.dtype = torch.float32) -> nn.Linear:
-    return nn.Linear(columns, rows, dtype=dtype)
+def linear(columns: int = D, dtype: torch.dtype = torch.float32) -> nn.Linear:
+    return nn.Linear(columns, D, dtype=dtype)
 
 
 def norm(x_TD: Tensor) -> Tensor:
@@ -130,6 +128,15 @@ def plainly(function: Callable[..., Result], *arguments: object) -> Result:
 
 def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
     assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+def assert_as_plain(layer: Callable[[Callable[..., Any]], Tensor], *of: Tensor | nn.Module, most: int = 0) -> None:
+    """A layer recomputed has the gradients of the same layer without, and at most so many bytes between the passes."""
+    expected = gradients(layer(plainly), *of)
+    with Alive() as alive:
+        loss = layer(recomputed)
+        assert not most or alive.bytes() <= most
+    assert_same(gradients(loss, *of), expected)
 
 
 @pytest.fixture(autouse=True)
@@ -175,14 +182,11 @@ def test_one_recomputation_serves_the_region_and_all_consumers_of_its_output() -
     def layer(run: Callable[..., Tensor]) -> Tensor:
         with discarding():
             h_TD = run(region, x_TD)
-            return (
-                one(h_TD).square().sum() + other(h_TD.view(2 * T, D // 2)).sum() + h_TD.chunk(2, dim=1)[1].exp().sum()
-            )
+            views = other(h_TD.view(2 * T, D // 2)).sum() + h_TD.chunk(2, dim=1)[1].exp().sum()
+            return one(h_TD).square().sum() + views
 
-    expected = gradients(layer(plainly), x_TD, one, other)
-    region.calls = 0
-    assert_same(gradients(layer(recomputed), x_TD, one, other), expected)
-    assert region.calls == 2
+    assert_as_plain(layer, x_TD, one, other)
+    assert region.calls == 1 + 2
 
 
 def test_an_output_that_leaves_its_layer_is_kept_and_a_view_of_an_input_needs_no_replay() -> None:
@@ -205,7 +209,7 @@ def test_an_output_that_was_changed_in_place_is_kept_as_it_became() -> None:
         with discarding():
             return after(run(lambda x: x * 2, x_TD).add_(1)).square().sum()
 
-    assert_same(gradients(layer(recomputed), x_TD, after), gradients(layer(plainly), x_TD, after))
+    assert_as_plain(layer, x_TD, after)
     region = Counted(torch.tanh)
     with torch.no_grad(), discarding():
         assert not recomputed(region, x_TD).requires_grad and region.calls == 1
@@ -229,19 +233,17 @@ def test_custom_functions_save_into_a_region_like_any_other() -> None:
     gate_up = torch.randn(experts, 2 * width, D, requires_grad=True)
     down = torch.randn(experts, D, width, requires_grad=True)
     weights_R = torch.rand(T, requires_grad=True)
-    counts_e = torch.tensor([10, 0, 30, 20], dtype=torch.int32)
+    counts_e = torch.tensor([10, 0, 30, 20], dtype=torch.int32)  # 4 rows of T belong to no expert
 
     def network(x_TD: Tensor, weights_R: Tensor) -> Tensor:
         return expert_ffn(
             reference.rms_norm(x_TD, torch.ones(D), 1e-6), gate_up, down, counts_e, weights_R, kernels=REFERENCE
         )
 
-    wanted = (x_TD, gate_up, down, weights_R)
-    expected = gradients(network(x_TD, weights_R).square().sum(), *wanted)
-    with Alive() as alive:
-        y_TD = recomputed(network, x_TD, weights_R)
-        assert alive.bytes() == ONE
-    assert_same(gradients(y_TD.square().sum(), *wanted), expected)
+    def layer(run: Callable[..., Tensor]) -> Tensor:
+        return run(network, x_TD, weights_R).square().sum()
+
+    assert_as_plain(layer, x_TD, gate_up, down, weights_R, most=ONE + 4)  # what the square saves, and its sum
 
 
 @dataclass(frozen=True)
@@ -262,12 +264,7 @@ def test_tensors_in_a_dataclass_are_inputs_like_any_other() -> None:
             h_TD = run(norm, x_TD)
             return net(run(part, Rows(h_TD, weights_T, 0.5))).sum()
 
-    wanted = (x_TD, weights_T, net)
-    expected = gradients(layer(plainly), *wanted)
-    with Alive() as alive:
-        loss = layer(recomputed)
-        assert alive.bytes() <= 8  # neither the norm's output nor the part's
-    assert_same(gradients(loss, *wanted), expected)
+    assert_as_plain(layer, x_TD, weights_T, net, most=8)  # neither the norm's output nor the part's
 
 
 def test_recomputation_stops_after_the_last_tensor_that_is_needed() -> None:
@@ -281,7 +278,7 @@ def test_recomputation_stops_after_the_last_tensor_that_is_needed() -> None:
         return y_TD
 
     gradients(recomputed(region, x_TD).sum(), first, x_TD)
-    assert reached == ["middle", "end", "middle"]
+    assert reached == ["middle", "end", "middle"]  # exp's output is the last saved tensor
 
 
 def test_a_replay_goes_on_to_the_end_for_an_output_that_was_saved() -> None:
@@ -292,9 +289,8 @@ def test_a_replay_goes_on_to_the_end_for_an_output_that_was_saved() -> None:
             one, _, other = run(region, x_TD)
             return (one * other).sum()
 
-    expected, region.calls = gradients(layer(plainly), x_TD), 0
-    assert_same(gradients(layer(recomputed), x_TD), expected)
-    assert region.calls == 2
+    assert_as_plain(layer, x_TD)
+    assert region.calls == 1 + 2
 
 
 def test_a_replay_counts_nothing_twice_and_an_attached_loss_survives_it() -> None:
@@ -319,13 +315,11 @@ def test_a_replay_counts_nothing_twice_and_an_attached_loss_survives_it() -> Non
             weights_TD = Attach.apply(weights_TD, loss)
         return weights_TD * x_TD
 
-    def two_batches(run: Callable[..., Tensor]) -> list[Tensor]:
+    def two_batches(run: Callable[..., Tensor]) -> Tensor:
         meter.zero_()
-        losses = [run(route, x_TD).sum() for _ in range(2)]
-        return [gradient for loss in losses for gradient in gradients(loss, x_TD, net)]
+        return run(route, x_TD).sum() + 2 * run(route, x_TD).sum()
 
-    expected = two_batches(plainly)
-    assert_same(two_batches(recomputed), expected)
+    assert_as_plain(two_batches, x_TD, net)
     assert meter == 2
 
 
@@ -377,15 +371,12 @@ def test_regions_in_a_chain_each_run_once_more_and_inside_another_as_a_part_of_i
                 x_TD = run(part, x_TD)
             return outer(x_TD).square().sum()
 
-    expected = gradients(layer(plainly, x_TD), x_TD, inner, outer)
-    for run in (layer, partial(recomputed, layer)):
+    for around, calls in ((plainly, 1 + 2), (recomputed, 2 + 2)):
         for part in parts:
             part.calls = 0
-        with Alive() as alive:
-            loss = run(recomputed, x_TD)
-            assert alive.bytes() <= ONE + 8  # what square saved: the last product
-        assert_same(gradients(loss, x_TD, inner, outer), expected)
-        assert [part.calls for part in parts] == [2, 2, 2]
+        # The square saves the last product.
+        assert_as_plain(lambda run, around=around: around(layer, run, x_TD), x_TD, inner, outer, most=ONE + 8)
+        assert [part.calls for part in parts] == [calls] * 3
 
 
 def test_a_graph_that_is_asked_twice_replays_once_and_keeps_the_values_until_the_second_time() -> None:
@@ -394,7 +385,7 @@ def test_a_graph_that_is_asked_twice_replays_once_and_keeps_the_values_until_the
     with discarding():
         loss = after(recomputed(region, x_TD)).square().sum()
     expected = gradients(after(net(x_TD)).square().sum(), x_TD, after, net)
-    (dx_TD,) = torch.autograd.grad(loss, [x_TD], retain_graph=True)
+    (dx_TD,) = torch.autograd.grad(loss, [x_TD], retain_graph=True)  # fills the slots
     assert_same([dx_TD, *gradients(loss, after, net)], expected)
     assert region.calls == 2
 
@@ -422,9 +413,8 @@ def test_weight_gradients_can_be_put_off_inside_and_behind_a_region(inside: bool
 
 def exchange_in_a_region() -> bool:
     """One rank: gradients through an exchange between two ranks, with and without a region around it."""
-    rank = dist.get_rank()
-    axis = Axis(name="expert", ranks=(0, 1), rank=rank, group=dist.group.WORLD)
-    generator = torch.Generator().manual_seed(rank)
+    axis = world()
+    generator = torch.Generator().manual_seed(axis.rank)
     x_TD = torch.randn(6, D, generator=generator, requires_grad=True)
     weight_DD = torch.randn(D, D, generator=generator, requires_grad=True)
 

@@ -3,8 +3,9 @@
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -22,8 +23,8 @@ def add_up(words: Sequence[str]) -> int:
     environment = read_environment()
     try:
         with Rendezvous(environment) as meeting:
-            meeting.open(1)
-            attempt = meeting.agree(lambda: len(list(folder.glob("attempt-*-0"))))
+            meeting.open(1)  # minutes
+            attempt = meeting.agree(lambda: len(list(folder.glob("attempt-*-0"))))  # earlier starts
             start_process_group(meeting, torch.device("cpu"))
             total = torch.tensor([float(environment.rank + 1)])
             dist.all_reduce(total)
@@ -36,6 +37,17 @@ def add_up(words: Sequence[str]) -> int:
     except PenstockError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
+
+
+def when(is_time: Callable[[], bool], act: Callable[[], None]) -> None:
+    """Act beside the test, as soon as it is time."""
+
+    def watch() -> None:
+        while not is_time():
+            time.sleep(0.005)
+        act()
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _act(word: str, attempt: int, rank: int, folder: Path) -> int:

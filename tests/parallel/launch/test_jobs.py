@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +40,16 @@ def run_script(script: str, folder: Path, **variables: str) -> list[str]:
         "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
         "SLURM_JOB_ID": "20077", "SLURM_JOB_NODELIST": "gpu[03-04]",
     }  # fmt: skip
-    done = subprocess.run(
-        ["bash", "-c", script], env=environment | variables, capture_output=True, text=True, check=True
-    )
-    return done.stdout.splitlines()
+    words, told = ["bash", "-c", script], environment | variables
+    return subprocess.run(words, env=told, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
 def manifest(job: Job = JOB, **options: str) -> Any:
     return yaml.safe_load(kubernetes_manifest(job, image="registry/penstock:1", claim="shared", **options))
+
+
+def container_of(job: Any) -> Any:
+    return job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
 
 
 def test_the_script_starts_torchrun_on_each_machine(tmp_path: Path) -> None:
@@ -69,7 +72,7 @@ def test_the_options_of_sbatch_come_before_the_first_command() -> None:
     assert lines.index(options[-1]) < first_command
     for option in ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=8", "--time=24:00:00", "--requeue"):
         assert f"#SBATCH {option}" in options
-    assert not [line for line in lines if "mem=" in line]
+    assert not [line for line in lines if "mem=" in line]  # the cluster's default: all memory of a node
 
 
 def test_both_write_out_every_rule_that_applies() -> None:
@@ -77,8 +80,7 @@ def test_both_write_out_every_rule_that_applies() -> None:
     assert {"OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF"} <= set(wanted)
     script = slurm_script(JOB, {})
     assert all(f'export {name}="${{{name}:-{value}}}"' in script for name, value in wanted.items())
-    container = manifest()["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
-    assert wanted.items() <= {entry["name"]: entry["value"] for entry in container["env"]}.items()
+    assert wanted.items() <= {entry["name"]: entry["value"] for entry in container_of(manifest())["env"]}.items()
 
 
 def test_the_manifest_is_a_pytorchjob_of_as_many_workers_as_machines() -> None:
@@ -90,7 +92,7 @@ def test_the_manifest_is_a_pytorchjob_of_as_many_workers_as_machines() -> None:
     assert job["spec"]["elasticPolicy"] == {
         "rdzvBackend": "c10d", "rdzvId": "deep-seek-v2", "minReplicas": 2, "maxReplicas": 2, "maxRestarts": 3,
     }  # fmt: skip
-    container = worker["template"]["spec"]["containers"][0]
+    container = container_of(job)
     assert container["name"] == "pytorch"
     assert container["command"] + container["args"] == [
         "torchrun", "--nnodes=2", "--nproc-per-node=8", "--max-restarts=3", "--rdzv-id=deep-seek-v2",
@@ -101,24 +103,17 @@ def test_the_manifest_is_a_pytorchjob_of_as_many_workers_as_machines() -> None:
 
 def test_amd_gpus_have_a_name_of_their_own() -> None:
     job = Job(name="x", words=("train", "x"), nodes=1, gpus=8, cpus=None, restarts=0, facts=LaunchFacts(vendor="amd"))
-    container = manifest(job)["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
-    assert container["resources"]["limits"] == {"amd.com/gpu": 8}
+    assert container_of(manifest(job))["resources"]["limits"] == {"amd.com/gpu": 8}
     assert "namespace" not in manifest(job)["metadata"]
 
 
 TEXT = st.text(st.characters(max_codepoint=0xFFFF, exclude_categories=["Cs"]))  # as JSON writes these, YAML reads them
 SCALARS = TEXT | st.integers(-(2**40), 2**40) | st.booleans() | st.none()
-FILLED = st.recursive(
-    SCALARS,
-    lambda inner: (
-        st.lists(inner, min_size=1, max_size=3)
-        | st.dictionaries(st.from_regex(r"[a-z][a-zA-Z./]{2,8}x", fullmatch=True), inner, min_size=1, max_size=3)
-    ),
-    max_leaves=8,
-)
+MAPS = partial(st.dictionaries, st.from_regex(r"[a-z][a-zA-Z./]{2,8}x", fullmatch=True), min_size=1, max_size=3)
+FILLED = st.recursive(SCALARS, lambda inner: st.lists(inner, min_size=1, max_size=3) | MAPS(inner), max_leaves=8)
 
 
-@given(st.dictionaries(st.from_regex(r"[a-z][a-zA-Z./]{2,8}x", fullmatch=True), FILLED, min_size=1, max_size=3))
+@given(MAPS(FILLED))
 def test_a_parser_reads_what_was_written(value: dict[str, Any]) -> None:
     assert yaml.safe_load("\n".join(yaml_lines(value))) == value
 
@@ -126,6 +121,4 @@ def test_a_parser_reads_what_was_written(value: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", ["--x", "UPPER_case.name", "a b"])
 def test_names_become_names_of_kubernetes(name: str) -> None:
     made = kubernetes_name(name)
-    assert made
-    assert made.replace("-", "a").isalnum()
-    assert made == made.lower().strip("-")
+    assert made.replace("-", "a").isalnum() and made == made.lower().strip("-")

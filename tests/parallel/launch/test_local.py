@@ -2,12 +2,10 @@
 
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,7 @@ from penstock.base.errors import DeviceError
 from penstock.config.load import load_run
 from penstock.parallel.launch.environment import Environment, LaunchFacts
 from penstock.parallel.launch.local import LocalLaunch, facts_of_run, processes_to_start, run_processes
-from tests.parallel.launch.ranks import add_up
+from tests.parallel.launch.ranks import add_up, when
 
 SHELL = Environment(color=False, threads=None, world_size=1)
 
@@ -25,13 +23,8 @@ SHELL = Environment(color=False, threads=None, world_size=1)
 def launch(word: str, folder: Path, *, restarts: int = 0) -> tuple[int, list[str]]:
     """Exit code of two ranks, and what the launcher said."""
     said: list[str] = []
-    plan = LocalLaunch(
-        processes=2,
-        restarts=restarts,
-        name="launch-1",
-        facts=LaunchFacts(world=2, local_world=2, cores=2),
-        say=said.append,
-    )
+    facts = LaunchFacts(world=2, local_world=2, cores=2)
+    plan = LocalLaunch(processes=2, restarts=restarts, name="launch-1", facts=facts, say=said.append)
     others = set(multiprocessing.active_children())  # of the pool that other tests share
     code = run_processes(add_up, [word, str(folder)], plan)
     assert set(multiprocessing.active_children()) == others
@@ -40,15 +33,6 @@ def launch(word: str, folder: Path, *, restarts: int = 0) -> tuple[int, list[str
 
 def notes(folder: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in sorted(folder.glob("attempt-*"))}
-
-
-def when_ready(folder: Path, act: Callable[[], None]) -> None:
-    def watch() -> None:
-        while len(list(folder.glob("ready-*"))) < 2:
-            time.sleep(0.02)
-        act()
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def test_ranks_add_up_and_end_well(tmp_path: Path) -> None:
@@ -61,11 +45,8 @@ def test_ranks_add_up_and_end_well(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("warm_ranks")
 def test_a_rank_that_dies_is_started_again_with_the_others(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    code, said = launch("die-once", tmp_path, restarts=1)
-    assert code == 0
-    assert len(said) == 1
-    assert said[0].startswith("rank 1 (process ")
-    assert said[0].endswith(" was ended by SIGKILL; restart 1 of 1")
+    code, (said,) = launch("die-once", tmp_path, restarts=1)
+    assert code == 0 and re.fullmatch(r"rank 1 \(process \d+\) was ended by SIGKILL; restart 1 of 1", said)
     assert list(notes(tmp_path)) == ["attempt-0-0", "attempt-0-1", "attempt-1-0", "attempt-1-1"]
     assert set(notes(tmp_path).values()) == {"3.0 2 launch-1 lo"}
     assert "ChildFailedError" not in capfd.readouterr().err
@@ -88,8 +69,8 @@ def test_a_mistake_is_one_line_and_nothing_is_restarted(
 @pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_reaches_the_ranks_and_their_code_comes_out(number: signal.Signals, code: int, tmp_path: Path) -> None:
-    handler = signal.getsignal(number)
-    when_ready(tmp_path, lambda: os.kill(os.getpid(), number))
+    handler = signal.getsignal(number)  # the launcher must put it back
+    when(lambda: len(list(tmp_path.glob("ready-*"))) == 2, lambda: os.kill(os.getpid(), number))
     assert launch("wait", tmp_path, restarts=3) == (code, [])
     assert len(notes(tmp_path)) == 2
     assert signal.getsignal(number) is handler

@@ -15,12 +15,8 @@ from torch.distributed import TCPStore
 from penstock.base.errors import ConfigError, DeviceError, PenstockError, RunFolderError
 from penstock.parallel.launch import rendezvous as module
 from penstock.parallel.launch.environment import Environment
-from penstock.parallel.launch.rendezvous import (
-    Rendezvous,
-    start_fake_process_group,
-    start_process_group,
-    stop_process_group,
-)
+from penstock.parallel.launch.rendezvous import Rendezvous, start_process_group, stop_process_group
+from tests.parallel.simulated import fake_rank
 
 ALONE = Environment(color=False, threads=1, world_size=1)
 
@@ -29,7 +25,7 @@ ALONE = Environment(color=False, threads=1, world_size=1)
 def store(monkeypatch: pytest.MonkeyPatch) -> TCPStore:
     """The store that torchrun's agent would hold; it lives longer than the ranks."""
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    monkeypatch.setattr(module, "LEAVE_SECONDS", 0.0)
+    monkeypatch.setattr(module, "LEAVE_SECONDS", 0.0)  # else each later rank to fail stays a second
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
@@ -75,12 +71,8 @@ def test_rank_0_decides_and_all_get_its_answer(store: TCPStore) -> None:
 
     def act(meeting: Rendezvous) -> list[Any]:
         meeting.open(1)
-
-        def decide() -> list[Any]:
-            asked.append(meeting.rank)
-            return ["runs/x", None, meeting.rank]
-
-        return [meeting.agree(decide), meeting.agree(lambda: meeting.rank + 7)]
+        decided = meeting.agree(lambda: asked.append(meeting.rank) or ["runs/x", None, meeting.rank])
+        return [decided, meeting.agree(lambda: meeting.rank + 7)]
 
     results = [future.result() for future in on_ranks(4, store, act)]
     assert results == [[["runs/x", None, 0], 7]] * 4
@@ -97,10 +89,9 @@ def test_an_error_of_rank_0_is_everybodys_and_one_rank_says_it(store: TCPStore) 
         meeting.agree(fail)
 
     errors = [future.exception() for future in on_ranks(4, store, act)]
-    said = [error for error in errors if isinstance(error, RunFolderError)]
-    assert [str(error) for error in said] == ["runs/x exists already; got runs/x; fix: --resume"]
-    left = [error for error in errors if isinstance(error, LeavesError)]
-    assert [error.args for error in left] == [(2,)] * 3
+    said = [str(error) for error in errors if isinstance(error, RunFolderError)]
+    assert said == ["runs/x exists already; got runs/x; fix: --resume"]
+    assert [error.args for error in errors if isinstance(error, LeavesError)] == [(2,)] * 3
 
 
 def test_every_kind_of_error_travels() -> None:
@@ -119,7 +110,7 @@ def test_the_first_to_fail_speaks_and_the_others_leave_with_its_code(
             spoken.set()
             raise fault
         spoken.wait()
-        time.sleep(0.3)
+        time.sleep(0.3)  # the first must have told the store
         raise RuntimeError("connection closed by peer")
 
     *others, first = (future.exception() for future in on_ranks(3, store, act))
@@ -155,7 +146,7 @@ def test_restarted_ranks_do_not_believe_what_the_store_still_says(store: TCPStor
 def test_ranks_that_do_not_come_are_named(store: TCPStore) -> None:
     def act(meeting: Rendezvous) -> None:
         if meeting.rank not in (1, 3):
-            meeting.open(0.5 / 60)
+            meeting.open(0.5 / 60)  # half a second
 
     errors = [future.exception() for future in on_ranks(4, store, act)]
     # The first rank that fails reports it; all ranks know.
@@ -167,14 +158,11 @@ def test_ranks_that_do_not_come_are_named(store: TCPStore) -> None:
 
 def test_an_address_without_a_store_is_an_error(store: TCPStore) -> None:
     with pytest.raises(DeviceError, match="rank 1 does not find the others at 127.0.0.1:1"):
-        Rendezvous(environment_of(1, 2, 1)).open(1 / 60)
+        Rendezvous(environment_of(1, 2, 1)).open(1 / 60)  # port 1: nothing listens there
 
 
 def test_a_fake_group_is_whatever_rank_it_is_told() -> None:
-    start_fake_process_group(rank=517, world=1024)
-    try:
+    with fake_rank(517, 1024):
         assert (dist.get_rank(), dist.get_world_size()) == (517, 1024)
         dist.all_reduce(torch.ones(3))
-    finally:
-        stop_process_group()
     assert not dist.is_initialized()

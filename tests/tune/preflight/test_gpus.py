@@ -38,18 +38,16 @@ def wrong(gpus: tuple[Gpu, ...]) -> list[PreflightCheck]:
 
 
 def test_a_good_node_passes() -> None:
-    assert wrong(EIGHT) == []
-    shown = {one.name: one.got for one in judge_gpus(EIGHT, "nvidia", H200)}
-    assert shown["GPUs"] == "8 x NVIDIA H200"
-    assert shown["peer access"] == "all 56 ways between 8 GPUs"
     alone = (replace(EIGHT[0], reaches=frozenset()),)
-    assert wrong(alone) == []
+    assert wrong(EIGHT) == wrong(alone) == []
+    shown = {one.name: one.got for one in judge_gpus(EIGHT, "nvidia", H200)}
+    assert (shown["GPUs"], shown["peer access"]) == ("8 x NVIDIA H200", "all 56 ways between 8 GPUs")
     assert "peer access" not in {check.name for check in judge_gpus(alone, "nvidia", H200)}
 
 
 def test_a_machine_without_gpus_passes_and_one_that_hides_them_does_not() -> None:
-    assert [one.status for one in judge_gpus((), "cpu", None)] == ["ok"]
-    assert [one.status for one in judge_gpus((), "amd", None)] == ["failed"]
+    for vendor, status in (("cpu", "ok"), ("amd", "failed")):
+        assert [one.status for one in judge_gpus((), vendor, None)] == [status]  # type: ignore[arg-type]
     assert read_gpus() == [] or read_gpus()[0].total_bytes > 0
 
 
@@ -87,11 +85,11 @@ KINDS: tuple[CollectiveKind, ...] = ("all-to-all", "all-gather", "reduce-scatter
 
 def expected_point(kind: CollectiveKind, buffer: int) -> TransferPoint:
     seconds = TransferTimes(H200).collective(kind, buffer, RankGroup(ranks=WORLD, node_ranks=WORLD)).seconds
-    leaving = buffer if kind == "point-to-point" else buffer * (WORLD - 1) // WORLD
+    leaving = buffer if kind == "point-to-point" else buffer * (WORLD - 1) // WORLD  # without a rank's own part
     return TransferPoint(ranks=WORLD, node_ranks=WORLD, leaving_bytes=leaving, seconds=seconds)
 
 
-FLOPS = 2 * GPU_SIDE**3 / Rates(H200).product(GPU_SIDE, GPU_SIDE, GPU_SIDE).seconds
+FLOPS = 2 * GPU_SIDE**3 / Rates(H200).product(GPU_SIDE, GPU_SIDE, GPU_SIDE).seconds  # as planned
 GOOD = NodeMeasurements(
     dtype="bf16",
     side=GPU_SIDE,
@@ -119,12 +117,11 @@ def test_what_plans_expect_passes() -> None:
     assert [one.name for one in judge_measured(alone, H200)] == ["products"], "one device has no sums and no links"
 
 
-@pytest.mark.parametrize(("times", "status"), [(1.4, None), (2.0, "warning"), (4.0, "failed")])
-def test_a_slow_link_is_told_with_what_was_expected(times: float, status: str | None) -> None:
-    found = wrong_transfers(slower(GOOD, "all-to-all", times))
-    assert found.get("all-to-all", (None,))[0] == status
+@pytest.mark.parametrize(("times", "status"), [(1.4, "ok"), (2.0, "warning"), (4.0, "failed")])
+def test_a_slow_link_is_told_with_what_was_expected(times: float, status: str) -> None:
     (check,) = (one for one in judge_measured(slower(GOOD, "all-to-all", times), H200) if one.name == "all-to-all")
-    assert check.expected.endswith(f"which took up to {times:.1f} times that") is (status is not None)
+    assert check.status == status
+    assert check.expected.endswith(f"which took up to {times:.1f} times that") is (status != "ok")
 
 
 def test_slow_devices_and_wrong_sums_are_told_with_their_rank() -> None:
@@ -142,7 +139,7 @@ def test_without_knowledge_of_the_hardware_nothing_is_compared() -> None:
 
 
 def test_one_process_measures_its_device_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "CPU_SIDE", 32)
+    monkeypatch.setattr(gpus, "CPU_SIDE", 32)  # a small product
     found = measure(torch.device("cpu"), 1)
     assert (len(found.flops), found.transfers, found.wrong_sums) == (1, {}, (0,))
     assert found.flops[0] > 0
@@ -155,6 +152,4 @@ def measure_two() -> str:
 def test_two_processes_find_the_same(ranks: Pool) -> None:
     first, second = (parse_measured(text) for text in ranks.run(2, measure_two))
     assert first == second
-    assert set(first.transfers) == set(KINDS)
-    assert first.wrong_sums == (0, 0)
-    assert min(first.flops) > 0
+    assert (set(first.transfers), first.wrong_sums) == (set(KINDS), (0, 0)) and min(first.flops) > 0

@@ -36,15 +36,12 @@ def wrong(builds: Builds) -> dict[str, tuple[str, str]]:
 
 
 def test_builds_that_go_together_pass() -> None:
-    assert wrong(NVIDIA) == {}
-    assert wrong(AMD) == {}
-    names = [one.name for one in judge_builds(AMD)]
-    assert names == ["PyTorch", "driver", "Triton", "RCCL"]
     cpu = replace(NVIDIA, cuda=None, finds_gpus=False, triton="", vendor="cpu", driver="", collectives="")
-    assert wrong(cpu) == {}
+    assert wrong(NVIDIA) == wrong(AMD) == wrong(cpu) == {}
+    assert [one.name for one in judge_builds(AMD)] == ["PyTorch", "driver", "Triton", "RCCL"]
 
 
-CPU_BUILD = {"torch": "2.11.0+cpu", "cuda": None, "finds_gpus": False, "triton": ""}
+CPU_BUILD = {"torch": "2.11.0+cpu", "cuda": None, "finds_gpus": False, "triton": ""}  # on a machine with GPUs
 
 
 @pytest.mark.parametrize(
@@ -63,42 +60,38 @@ def test_builds_that_do_not_go_together_are_told(
     assert wrong(replace(NVIDIA, **changes))[name] == (status, expected)
 
 
-@pytest.mark.parametrize(("cuda", "driver", "passes"), [("13.0", "575.51.03", False), ("12.8", "575.51.03", True)])
-def test_a_driver_is_as_new_as_cuda_needs(cuda: str, driver: str, passes: bool) -> None:
-    assert ("driver" not in wrong(replace(NVIDIA, cuda=cuda, driver=driver))) is passes
+@pytest.mark.parametrize(("cuda", "passes"), [("13.0", False), ("12.8", True)])
+def test_a_driver_is_as_new_as_cuda_needs(cuda: str, passes: bool) -> None:
+    assert ("driver" not in wrong(replace(NVIDIA, cuda=cuda, driver="575.51.03"))) is passes
+
+
+def test_versions_are_compared_as_numbers() -> None:
+    assert is_older("2.10.1", "2.11") and is_older("0.9", "0.20")
+    for got, bound in (("2.11", "2.11.0"), ("2.11.0+cu130", "2.11"), ("3.7.0rc1", "3.6")):
+        assert not is_older(got, bound)
+
+
+NVRM = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\nGCC version:  13\n"
 
 
 @pytest.mark.parametrize(
-    ("got", "bound", "older"),
+    ("files", "vendor", "driver"),
     [
-        ("2.10.1", "2.11", True),
-        ("2.11", "2.11.0", False),
-        ("2.11.0+cu130", "2.11", False),
-        ("3.7.0rc1", "3.6", False),
-        ("0.9", "0.20", True),
+        ({"proc/driver/nvidia/version": NVRM}, "nvidia", "580.65.06"),
+        ({"dev/kfd": "", "sys/module/amdgpu/version": "6.14.14\n"}, "amd", "6.14.14"),
     ],
 )
-def test_versions_are_compared_as_numbers(got: str, bound: str, older: bool) -> None:
-    assert is_older(got, bound) is older
-
-
-def test_drivers_are_read_from_the_system(tmp_path: Path) -> None:
-    path = tmp_path / "proc/driver/nvidia/version"
-    path.parent.mkdir(parents=True)
-    path.write_text(
-        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\nGCC version:  13\n"
-    )
-    assert (read_builds(tmp_path).vendor, read_builds(tmp_path).driver) == ("nvidia", "580.65.06")
-    other = tmp_path / "amd"
-    for name, text in {"dev/kfd": "", "sys/module/amdgpu/version": "6.14.14\n"}.items():
-        (other / name).parent.mkdir(parents=True)
-        (other / name).write_text(text)
-    assert (read_builds(other).vendor, read_builds(other).driver) == ("amd", "6.14.14")
+def test_drivers_are_read_from_the_system(files: dict[str, str], vendor: str, driver: str, tmp_path: Path) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(text)
+    assert (read_builds(tmp_path).vendor, read_builds(tmp_path).driver) == (vendor, driver)
 
 
 def test_this_environment_has_what_it_needs() -> None:
-    assert [one for one in check_versions() if one.status == "failed"] == []
-    assert "packages" in {one.name for one in check_versions()}
+    found = check_versions()
+    assert [one for one in found if one.status == "failed"] == []
+    assert "packages" in {one.name for one in found}
 
 
 def test_a_package_that_is_missing_or_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,10 +110,10 @@ def test_a_package_that_is_missing_or_old_is_named(monkeypatch: pytest.MonkeyPat
         ("CUDA_LAUNCH_BLOCKING", "0", False),
         ("NCCL_P2P_DISABLE", "1", True),
         ("NCCL_P2P_DISABLE", "0", False),
-        ("NCCL_DEBUG", "info", True),
+        ("NCCL_DEBUG", "info", True),  # in any case
         ("NCCL_DEBUG", "WARN", False),
         ("NCCL_ALGO", "Tree", True),
-        ("GPU_MAX_HW_QUEUES", "2", False),
+        ("GPU_MAX_HW_QUEUES", "2", False),  # as Penstock sets it
         ("PYTHONMALLOC", "malloc_debug", True),
     ],
 )
@@ -132,8 +125,8 @@ def test_a_variable_hurts_by_its_value(name: str, value: str, hurts: bool) -> No
 
 
 def test_the_interpreter_of_triton_spoils_a_run_on_gpus_only() -> None:
-    assert [one.status for one in check_environment({"TRITON_INTERPRET": "1"}, has_gpu=True)] == ["failed"]
-    assert [one.status for one in check_environment({"TRITON_INTERPRET": "1"}, has_gpu=False)] == ["warning"]
+    for has_gpu, status in ((True, "failed"), (False, "warning")):
+        assert [one.status for one in check_environment({"TRITON_INTERPRET": "1"}, has_gpu=has_gpu)] == [status]
 
 
 @pytest.mark.parametrize("vendor", ["nvidia", "amd", "cpu"])
