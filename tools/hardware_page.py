@@ -144,9 +144,9 @@ A hardware file has data sheet values and reached values in separate tables, and
 us on this chip, *reported* by others, *datasheet*, or *assumed*. **H200 is the only chip that we have measured.** All
 values of other chips, and all values of links between nodes, are from data sheets, reported or assumed.
 
-A file may name any chip. `like = "H200"` takes everything that it does not say itself from another file, marked as assumed,
-and `kernels = "sm_90"` names the chip whose kernels and launches are used; a plan prints that it assumes them. The world
-need not fill its last nodes: `256xGB200` are 4 racks of 72 with 64 used of each.
+A file may name any chip. `like = "H200"` takes everything that it does not say itself from another file, marked as
+assumed, and `kernels = "sm_90"` names the chip whose kernels and launches are used; a plan prints that it assumes
+them. The world need not fill its last nodes: `256xGB200` are 4 racks of 72 with 64 used of each.
 
 Capacity is in bytes as drivers report it. A *node* is a group of GPUs with fast links: 8 GPUs, or the 72 GPUs of an
 NVL72 rack. In a *mesh* each GPU divides its links equally among the other GPUs, so a group of fewer ranks uses only a

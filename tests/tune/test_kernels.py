@@ -101,7 +101,7 @@ def test_a_gpu_is_timed_as_long_as_it_works() -> None:
     clock = GpuCallTimer(rounds=3)
     one, four = clock([lambda: x @ x]), clock([lambda: [x @ x for _ in range(4)]])
     assert 20 < one < 2000  # microseconds of 137 GFLOP
-    assert 3 < four / one < 5  # four products in one call
+    assert four > 3 * one  # four products in one call; other work on the GPU only adds to it
 
 
 @pytest.mark.gpu
