@@ -11,16 +11,18 @@ ranks, and the bytes of norms and activations. Small kernels, launches, waits an
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple, cast
 
 from penstock.config.model import GroupedQueryAttention, LatentAttention, Model, Moe
 from penstock.config.run import Run
 from penstock.plan.candidates import Experts
+from penstock.plan.costs import assumed_imbalance, routed_traffic
 from penstock.plan.hardware import Cluster, Dtype
 from penstock.plan.rates import BYTES, SUM_BYTES, GroupedProduct, Rates
 from penstock.plan.streams import OVERLAP_GAIN
-from penstock.plan.transfers import CollectiveName, DispatchMethod, TokenTraffic, TransferTimes
+from penstock.plan.transfers import CollectiveName, DispatchMethod, TransferTimes
 
 HEAD = "head"
 """Part of a stage behind its layers; the other parts are kinds of layers."""
@@ -30,11 +32,14 @@ class WorkSeconds(NamedTuple):
     """Seconds of one micro-batch in a part of a stage, at the least.
 
     Attributes:
-        activation: part of `forward` that is computed again where the experts' activation is recomputed.
+        again: part of `forward` that is repeated where the whole is recomputed: up to the last saved tensor, so without
+            the second product of a network and the way back of its rows.
+        activation: the same where the experts' activation is recomputed.
     """
 
     forward: float
     backward: float
+    again: float = 0.0
     activation: float = 0.0
 
 
@@ -51,7 +56,8 @@ class TimeBounds:
         self._model: Model = run.model
         self._hidden = run.model.hidden_size
         self._cluster = cluster
-        self._imbalance = imbalance
+        self._imbalance = assumed_imbalance(run, imbalance)
+        self._traffic = None if run.model.moe is None else routed_traffic(run)
         self._rates = Rates(cluster.hardware)
         self._transfers = TransferTimes(cluster.hardware)
         self._dtype: Dtype = run.training.precision
@@ -80,8 +86,8 @@ class TimeBounds:
         def weight(k: int, n: int) -> float:
             return max(seconds(n, k, m), SUM_BYTES * n * k / self._bandwidth if accumulates else 0.0)
 
-        forward = sum(seconds(m, n, k) for k, n in shapes)
-        return WorkSeconds(forward, sum(seconds(m, k, n) + weight(k, n) for k, n in shapes))
+        forward = [seconds(m, n, k) for k, n in shapes]
+        return WorkSeconds(sum(forward), sum(seconds(m, k, n) + weight(k, n) for k, n in shapes), forward[0])
 
     def _exchange(self, kind: CollectiveName, numbers: float, ranks: int, stride: int = 1) -> float:
         if ranks == 1:
@@ -154,13 +160,14 @@ class TimeBounds:
         shared = moe.shared_expert_intermediate_size // tp
         beside = self._dense(tokens * tp, shared, tp, accumulates) if shared else WorkSeconds(0.0, 0.0)
         own = self._products_of_experts(moe, tokens, experts, accumulates)
-        sent = self._sent(moe, tokens, experts)
+        out, back = self._sent(moe, tokens, experts)
         # The activation reads a pre-activation and writes half as much; backward reads that too and writes both.
         activated = tokens * moe.top_k * moe.moe_intermediate_size
         return WorkSeconds(
-            beside.forward + own.forward + sent + self._moved(3 * activated),
-            beside.backward + own.backward + sent + self._moved(5 * activated),
-            own.activation,
+            beside.forward + own.forward + out + back + self._moved(3 * activated),
+            beside.backward + own.backward + out + back + self._moved(5 * activated),
+            beside.again + own.again + out,
+            own.again,
         )
 
     def _dense(self, tokens: int, width: int, tp: int, accumulates: bool) -> WorkSeconds:
@@ -171,6 +178,7 @@ class TimeBounds:
         return WorkSeconds(
             products.forward + exchange + self._moved(3 * tokens * width),
             products.backward + exchange + self._moved(5 * tokens * width),
+            products.again,
         )
 
     def _products_of_experts(self, moe: Moe, tokens: int, experts: Experts, accumulates: bool) -> WorkSeconds:
@@ -193,24 +201,26 @@ class TimeBounds:
         """Rows of the fullest rank over the even share, at most those of tokens that all choose its experts."""
         return min(self._imbalance, experts.ep * min(moe.top_k, moe.experts // experts.ep) / moe.top_k)
 
-    def _sent(self, moe: Moe, tokens: int, experts: Experts) -> float:
-        """Tokens to their experts and back, in one pass."""
+    def _sent(self, moe: Moe, tokens: int, experts: Experts) -> tuple[float, float]:
+        """Tokens to their experts, and back, in one pass."""
         ranks, name = experts.ep * experts.etp, experts.dispatcher
-        if ranks == 1 or name == "local":
-            return 0.0
+        if ranks == 1 or name == "local" or self._traffic is None:
+            return 0.0, 0.0
         # Over nodes tokens are sent by expected counts, which say less than the imbalance of one rank.
         crosses = name == "hierarchical"
-        traffic = TokenTraffic(
+        traffic = replace(
+            self._traffic,
             tokens=max(1, int(tokens * (1.0 if crosses else self._uneven(moe, experts)))),
             copy_bytes=self._hidden * (1 if self._run.float8.dispatch != "none" else self._width),
-            experts=moe.experts,
-            top_k=moe.top_k,
             expert_tensor=1 if crosses else experts.etp,
         )
         group, method = self._cluster.group(ranks), cast(DispatchMethod, name)
-        both = sum(self._transfers.dispatch(method, way, traffic, group).seconds for way in ("dispatch", "combine"))
         # Beside other work at least the part that overlap does not gain is paid.
-        return both if self._run.dispatch.overlap == "none" else (1 - OVERLAP_GAIN) * both
+        paid = 1.0 if self._run.dispatch.overlap == "none" else 1 - OVERLAP_GAIN
+        out, back = (
+            paid * self._transfers.dispatch(method, way, traffic, group).seconds for way in ("dispatch", "combine")
+        )
+        return out, back
 
 
 _PASSES = ("forward", "backward")

@@ -277,11 +277,13 @@ class SearchSpace:
         names = ("local",) if sizes.expert_ranks == 1 or not sizes.model.experts else self._methods(sizes)
         stage, wanted = self._fixed.get("sync_free_stage"), self._fixed.get("dispatcher")
         stages = (0, 2) if stage is None else (int(stage),)
-        found = [
-            Experts(ep, etp, name, (0,) if name == "local" and stage is None else stages)
-            for name in names
-            if wanted in (None, name)
-        ]
+        found = []
+        for name in names if wanted is None else (wanted,) if wanted in names else ():
+            # Over nodes a stage decides what is sent; elsewhere it decides the size of buffers and the waits only.
+            groups = [(one,) for one in stages] if name == "hierarchical" else [stages]
+            found += [Experts(ep, etp, name, (0,))] if name == "local" and stage is None else [
+                Experts(ep, etp, name, one) for one in groups
+            ]
         # What cannot be had is left to the rules.
         return found or [Experts(ep, etp, wanted or names[0], stages)]
 

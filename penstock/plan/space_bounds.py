@@ -33,6 +33,7 @@ from penstock.plan.op_recorder import ARRIVE, END, FORK, FROM_HOST, JOIN, PUT_OF
 from penstock.plan.param_state import MOMENT_BYTES, SUM_BYTES
 from penstock.plan.rates import BYTES
 from penstock.plan.rules.rule import Sizes
+from penstock.plan.step_time import LAUNCHED
 from penstock.plan.streams import OVERLAP_GAIN
 from penstock.plan.transfers import CollectiveName, TransferTimes
 
@@ -42,11 +43,13 @@ HEAD = "head"
 SCALED = 0.985
 """What a layer holds of a token is at least this share of what two other layouts tell (`SpaceBounds.closer`)."""
 
-SCALED_TIME = 0.97
-"""The same of the seconds that `TimeBounds` leaves out."""
+SCALED_TIME = 0.95
+"""The same of the seconds that `TimeBounds` leaves out, and of the operators that the host launches."""
 
-SMALL, LARGE = 1 << 20, 1e10
-"""Bytes of a message that is all latency, and of one without."""
+SMALL, LARGE = 1 << 20, (1e8, 1e9, 1e10)
+"""Bytes of a message that is all latency, and of some without."""
+
+FSDP_COLLECTIVES: tuple[CollectiveName, ...] = ("all-gather", "reduce-scatter")
 
 HOST_SHARE = 0.9
 """Of the time of the host link, the part that kernels beside it cannot hide: device memory is many times as fast."""
@@ -107,11 +110,13 @@ class Reference:
         kept: bytes from forward to backward, and bytes that wait for weight gradients.
         fixed: seconds of a forward and a backward pass that do not depend on the tokens.
         linear: seconds of a token.
+        launches: operators that the host launches, a collective counted twice.
     """
 
     kept: np.ndarray
     fixed: np.ndarray
     linear: np.ndarray
+    launches: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -143,6 +148,7 @@ class SpaceBounds:
         self._times = TimeBounds(run, cluster, imbalance)
         self._kinds = tuple(first_of_kinds(run.model, range(run.model.layers)))
         self.parts = (*self._kinds, HEAD)
+        self._launch_seconds = cluster.hardware.host.launch_seconds * LAUNCHED[run.graphs.capture]
         self._facts = composer.facts(run_of(run, neutral))
         self._layers = self._counts(composer.contents(run_of(run, neutral)))
         self._places = cache(self._make_places)
@@ -257,7 +263,7 @@ class SpaceBounds:
         name, vpp = family.shapes[shape]
         splits = name in SPLITTING_SCHEDULES
         kept = np.zeros((len(divisions), len(self._kinds), 2))
-        more = np.zeros((len(divisions), len(self._kinds), 2))
+        more, launches = np.zeros((2, len(divisions), len(self._kinds), 2))
         for dense, experts in {tuple(one) for one in divisions.places[:, :2].tolist()}:
             some = (divisions.places[:, 0] == dense) & (divisions.places[:, 1] == experts)
             ranks = family.dense[dense]
@@ -265,10 +271,11 @@ class SpaceBounds:
             other = self._reference(ALONE, ranks, saving.recompute, splits)
             both = self._reference(ALONE, (1, 1), saving.recompute, splits)
             # Leading layers without experts are only in references of the dense ranks.
-            shared = np.where(one.kept[:, :1] > 0, both.kept, 0.0), np.where(one.kept[:, :1] > 0, 1.0, 0.0)
-            kept[some] = tokens[some][..., None] * (one.kept + other.kept - shared[0])
-            fixed = one.fixed + other.fixed - shared[1] * both.fixed
-            more[some] = fixed + tokens[some][..., None] * (one.linear + other.linear - shared[1] * both.linear)
+            shared = np.where(one.launches > 0, 1.0, 0.0)
+            kept[some] = tokens[some][..., None] * (one.kept + other.kept - shared * both.kept)
+            fixed = one.fixed + other.fixed - shared * both.fixed
+            more[some] = fixed + tokens[some][..., None] * (one.linear + other.linear - shared * both.linear)
+            launches[some] = one.launches + other.launches - shared * both.launches
         forward, backward = np.maximum(0.0, SCALED_TIME * more).transpose(2, 0, 1)
         pad = ((0, 0), (0, 1))
         slower = replace(
@@ -276,7 +283,12 @@ class SpaceBounds:
             forward=divisions.forward + np.pad(forward, pad),
             backward=divisions.backward + np.pad(backward, pad),
         )
-        return self.seconds(slower, shape, saving), self._bytes(divisions, shape, saving, SCALED * kept)
+        seconds = self.seconds(slower, shape, saving)
+        # A host that cannot launch as fast as the device computes.
+        of_layers = self._places(family.pp, name, vpp).held[:, :-1] @ launches.sum(2).T
+        launching = SCALED_TIME * self._launch_seconds * divisions.micro_batches * of_layers.max(0)
+        seconds = np.maximum(seconds, launching)
+        return seconds, self._bytes(divisions, shape, saving, SCALED * kept)
 
     def _make_reference(
         self, experts: Experts, ranks: tuple[int, int], recompute: tuple[str, ...], splits: bool
@@ -302,7 +314,7 @@ class SpaceBounds:
         works = tuple(piece.forward_ops for piece in pieces)
         costs = OpCosts(self._cluster.hardware, routed_rows(run, self._imbalance), buffer_rows(works))
         by_kind = {piece.name: piece for piece in pieces}
-        kept, fixed, linear = np.zeros((3, len(self._kinds), 2))
+        kept, fixed, linear, launches = np.zeros((4, len(self._kinds), 2))
         for k, kind in enumerate(self._kinds):
             if kind not in by_kind:
                 continue
@@ -310,13 +322,15 @@ class SpaceBounds:
             kept[k] = piece.kept_bytes / tokens, piece.left / tokens
             attention = self._times.attention(kind.startswith("local"), tp, cp, tp * cp, True)
             ffn = self._times.ffn(has_experts(kind), tokens, tp, experts, True)
-            repeated = dict(zip(_CONTAIN, (attention.forward + ffn.forward, ffn.forward * has_experts(kind), ffn.activation)))
+            repeated = dict(zip(_CONTAIN, (attention.forward + ffn.again, ffn.again * has_experts(kind), ffn.activation)))
             again = next((repeated[name] for name in _CONTAIN if name in recompute), 0.0)
             bounds = attention.forward + ffn.forward, attention.backward + ffn.backward + again
             for way, ops in enumerate((piece.forward_ops, piece.backward_ops + piece.weight_ops)):
-                seconds, fixed[k, way] = _main_stream(ops, costs, self._cluster.hardware.host.kernel_seconds)
+                seconds, fixed[k, way], launches[k, way] = _main_stream(
+                    ops, costs, self._cluster.hardware.host.kernel_seconds
+                )
                 linear[k, way] = max(0.0, seconds - fixed[k, way] - bounds[way]) / tokens
-        return Reference(kept, fixed, linear)
+        return Reference(kept, fixed, linear, launches)
 
     def _counts(self, contents: Sequence[StageContents]) -> np.ndarray:
         """Parts of some stages."""
@@ -351,7 +365,7 @@ class SpaceBounds:
         """Of each division of the experts: forward, backward, and forward of what `_CONTAIN` names."""
         found = [self._times.ffn(is_moe, tokens, tp, one, accumulates) for one in experts]
         return np.array(
-            [(one.forward, one.backward, one.forward, one.forward * is_moe, one.activation) for one in found]
+            [(one.forward, one.backward, one.again, one.again * is_moe, one.activation) for one in found]
         )
 
     def _fsdp_seconds(self, family: Family, places: np.ndarray, whole: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -364,9 +378,9 @@ class SpaceBounds:
         for d, (tp, _) in enumerate(family.dense):
             ranks = min(most, world // tp)
             group = self._cluster.group(ranks)
-            # By the byte of a message so large that its latency does not count.
-            names: tuple[CollectiveName, ...] = ("all-gather", "reduce-scatter")
-            sent[d] = [transfers.collective(name, LARGE, group).seconds / LARGE for name in names]
+            # The least by the byte of messages so large that their latency does not count.
+            for way, name in enumerate(FSDP_COLLECTIVES):
+                sent[d, way] = min(transfers.collective(name, size, group).seconds / size for size in LARGE)
             copied[d] = (2 + 3 / ranks) / rate, (3 + 4 / ranks) / rate
         times = (1 - OVERLAP_GAIN) * sent * np.array([1, 2]) + copied
         gather, reduce = times[places[:, 0]].T
@@ -393,17 +407,17 @@ class SpaceBounds:
         return state, movable, whole
 
 
-def _main_stream(ops: RecordedOps, costs: OpCosts, kernel_seconds: float) -> tuple[float, float]:
-    """Seconds of the operators that do not run beside others, and the part that does not depend on their sizes."""
-    seconds, fixed, is_beside = 0.0, 0.0, False
+def _main_stream(ops: RecordedOps, costs: OpCosts, kernel_seconds: float) -> tuple[float, float, int]:
+    """Operators that do not run beside others: their seconds, the part that does not depend on sizes, and launches."""
+    seconds, fixed, launches, is_beside = 0.0, 0.0, 0, False
     for one in ops:
         if one.name in (FORK, END):
             is_beside = one.name == FORK
         elif not is_beside and one.name not in (JOIN, WAIT, PUT_OFF, TO_HOST, FROM_HOST, ARRIVE):
             cost = costs.of(one)
-            seconds += cost.seconds
+            seconds, launches = seconds + cost.seconds, launches + 1 + cost.is_communication
             if not cost.is_communication:
                 fixed += kernel_seconds
             elif max(one.sizes, default=0) < SMALL:
                 fixed += cost.seconds
-    return seconds, fixed
+    return seconds, fixed, launches

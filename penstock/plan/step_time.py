@@ -35,7 +35,7 @@ from penstock.plan.transfers import TransferTimes
 
 NOTHING = Timing()
 
-_LAUNCHED: Mapping[str, float] = MappingProxyType({"none": 1.0, "partial": 0.43, "auto": 0.0, "full": 0.0})
+LAUNCHED: Mapping[str, float] = MappingProxyType({"none": 1.0, "partial": 0.43, "auto": 0.0, "full": 0.0})
 """Share of the operators of passes that the host launches itself, by `graphs.capture` (benchmarks/graphs.py)."""
 
 
@@ -78,7 +78,7 @@ class StageTimer:
         self._transfers = TransferTimes(hardware)
         passes = micro_batches(run, grid_of(run, cluster.devices))
         self._gathers = min(1.0, software.gathers / passes) if software.gathers else 1.0
-        self._launch = hardware.host.launch_seconds * _LAUNCHED[run.graphs.capture] * software.launch_share
+        self._launch = hardware.host.launch_seconds * LAUNCHED[run.graphs.capture] * software.launch_share
 
     def stage(self, stage: StageActivations, gathers: Sequence[int], shards: RankGroup) -> StageTime:
         """Passes of a stage; FSDP2 gathers `gathers` bytes for each piece from the ranks `shards`."""
