@@ -18,11 +18,11 @@ from typing import NamedTuple, cast
 from penstock.config.model import GroupedQueryAttention, LatentAttention, Model, Moe
 from penstock.config.run import Run
 from penstock.plan.candidates import Experts
-from penstock.plan.costs import assumed_imbalance, routed_traffic
+from penstock.plan.costs import HardwareTimes, assumed_imbalance, routed_traffic
 from penstock.plan.hardware import Cluster, Dtype
-from penstock.plan.rates import BYTES, SUM_BYTES, GroupedProduct, Rates
+from penstock.plan.rates import BYTES, SUM_BYTES, GroupedProduct
 from penstock.plan.streams import OVERLAP_GAIN
-from penstock.plan.transfers import CollectiveName, DispatchMethod, TransferTimes
+from penstock.plan.transfers import CollectiveName, DispatchMethod
 
 HEAD = "head"
 """Part of a stage behind its layers; the other parts are kinds of layers."""
@@ -51,15 +51,14 @@ class TimeBounds:
     over the even share.
     """
 
-    def __init__(self, run: Run, cluster: Cluster, imbalance: float) -> None:
+    def __init__(self, run: Run, cluster: Cluster, imbalance: float, times: HardwareTimes) -> None:
         self._run = run
         self._model: Model = run.model
         self._hidden = run.model.hidden_size
         self._cluster = cluster
         self._imbalance = assumed_imbalance(run, imbalance)
         self._traffic = None if run.model.moe is None else routed_traffic(run)
-        self._rates = Rates(cluster.hardware)
-        self._transfers = TransferTimes(cluster.hardware)
+        self._rates, self._transfers = times
         self._dtype: Dtype = run.training.precision
         self._width = BYTES[self._dtype]
         self._bandwidth = cluster.hardware.peaks.memory_bytes_per_second * cluster.hardware.efficiency.memory

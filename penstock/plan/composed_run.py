@@ -15,10 +15,12 @@ from penstock.config.model import Model
 from penstock.config.parallel import Pipeline
 from penstock.config.run import Run
 from penstock.layout.actions import Kind, Schedule
+from penstock.layout.clock import play
 from penstock.layout.grid import Grid
 from penstock.layout.stages import Stage
 from penstock.models.rank_model import schedule_of
 from penstock.parallel.axes import Axes, Axis
+from penstock.plan.costs import HardwareTimes
 from penstock.plan.hardware import Cluster, RankGroup
 from penstock.plan.liveness import PeakPoint, PipelineShape, StageActivations, has_experts, layer_kind, peak_points
 from penstock.plan.memory import MemoryParts, Overheads, PassPeak, RankMemory, assemble
@@ -36,7 +38,8 @@ from penstock.plan.param_state import (
     update_of,
 )
 from penstock.plan.projection import StepTime
-from penstock.plan.step_time import StageTime, StageTimer, step_time
+from penstock.plan.step_time import StageTime, StageTimer, clock_costs, send_seconds, step_time
+from penstock.plan.streams import OVERLAP_GAIN
 
 
 @dataclass(frozen=True)
@@ -161,6 +164,16 @@ class ComposedRun:
     overheads: Overheads
     reuse_key: Hashable
 
+    @property
+    def axes(self) -> Axes:
+        """Axes of the first rank, as far as times depend on them."""
+        grid = self.grid
+        return Axes(
+            grid=grid,
+            pipeline=Axis(name="pipeline", ranks=tuple(range(grid.pipeline))),
+            sequence=Axis(name="sequence", ranks=tuple(range(grid.context * grid.tensor))),
+        )
+
     def stage(self, number: int) -> StageActivations:
         """A stage by its number."""
         return replace(self.stage_of(self.contents[number]), number=number)
@@ -261,8 +274,9 @@ class ComposedTimes:
     `imbalance` is rows of the fullest rank's experts over the even share.
     """
 
-    def __init__(self, cluster: Cluster, imbalance: float) -> None:
+    def __init__(self, cluster: Cluster, imbalance: float, times: HardwareTimes | None = None) -> None:
         self._cluster = cluster
+        self._hardware_times = times or HardwareTimes.of(cluster.hardware)
         self._imbalance = imbalance
         self._timers: dict[Hashable, StageTimer] = {}
         self._updates: dict[tuple[Grid, tuple[StageContents, ...], ShardCounts], float] = {}
@@ -293,17 +307,27 @@ class ComposedTimes:
             found = max(found, ramp + micro_batches(run, grid) * work)
         return found + update
 
+    def seconds(self, composed: ComposedRun) -> float:
+        """Seconds of a step by the schedule's own actions: `exact`, faster."""
+        run, pp = composed.run, composed.grid.pipeline
+        known = {one: self._stage(composed, number) for number, one in enumerate(composed.contents)}
+        update = max(self._update(composed, place) for place in range(pp))
+        if composed.shape is None:
+            return micro_batches(run, composed.grid) * known[composed.contents[0]].all.seconds + update
+        axes = composed.axes
+        schedule = self._schedule(run, axes)
+        assert schedule is not None, "a pipeline has a schedule"
+        stages = dict(enumerate(known[one] for one in composed.contents))
+        send = send_seconds(run, self._cluster, axes, self._hardware_times.transfers)
+        costs = clock_costs(stages, send, (0,) * len(stages), OVERLAP_GAIN)
+        return play(schedule, costs).span + update
+
     def exact(self, composed: ComposedRun) -> StepTime:
         """Step time by the schedule's own actions."""
         return step_time(composed.run, self._cluster, self._meta_runs(composed), self._imbalance)
 
     def _meta_runs(self, composed: ComposedRun) -> tuple[MetaRun, ...]:
-        grid = composed.grid
-        axes = Axes(
-            grid=grid,
-            pipeline=Axis(name="pipeline", ranks=tuple(range(grid.pipeline))),
-            sequence=Axis(name="sequence", ranks=tuple(range(grid.context * grid.tensor))),
-        )
+        grid, axes = composed.grid, composed.axes
         rank = replace(composed.proxy.rank, run=composed.run, axes=axes, schedule=self._schedule(composed.run, axes))
         found = []
         for place in range(grid.pipeline):
@@ -368,7 +392,9 @@ class ComposedTimes:
         key = composed.reuse_key
         if key not in self._timers:
             ops = [piece.forward_ops for piece in composed.proxy.stage.pieces]
-            self._timers[key] = StageTimer(composed.run, self._cluster, self._imbalance, ops)
+            self._timers[key] = StageTimer(
+                composed.run, self._cluster, self._imbalance, ops, times=self._hardware_times
+            )
         return self._timers[key]
 
     def _stage(self, composed: ComposedRun, number: int) -> StageTime:

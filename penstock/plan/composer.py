@@ -19,7 +19,7 @@ a percent of memory. Settings that make layers of one kind differ cannot be comp
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import lcm
 from types import MappingProxyType
@@ -333,7 +333,14 @@ class Composer:
         usual, order = self._kinds(view), contents.kinds
         if not closely or order == usual[: len(order)] or not set(order) <= set(usual):
             order = ()
-        stage = self.proxy(run, view, order).stage
+        ends = not closely and view in ("first", "last") and not self.run.model.mtp_layers
+        if ends and contents.kinds and not set(contents.kinds) & self.leading:
+            # The piece before the layers, or behind them, is that of a rank with all experts.
+            inner, outer = self.proxy(run, "middle").stage, self.proxy(self._alone(run), view).stage
+            begin, end = (outer.pieces[0], inner.pieces[-1]) if view == "first" else (inner.pieces[0], outer.pieces[-1])
+            stage = replace(inner, pieces=(begin, *inner.pieces[1:-1], end))
+        else:
+            stage = self.proxy(run, view, order).stage
         if len(stage.pieces) == 1:
             return stage
         begin, *layers, end = stage.pieces
@@ -343,6 +350,12 @@ class Composer:
                 by_kind[kind] = next(one for one in self.proxy(run, "first").stage.pieces if one.name == kind)
         middle = [by_kind[kind] for kind, count in contents.layers for _ in range(count)]
         return StageActivations(number=0, pieces=(begin, *middle, end), weight=stage.weight)
+
+    def _alone(self, run: Run) -> Run:
+        """The run with all experts on each rank."""
+        parallel = run.parallel.model_copy(update={"expert": 1, "expert_tensor": 1})
+        dispatch = run.dispatch.model_copy(update={"method": "auto", "sync_free": 0})
+        return run.model_copy(update={"parallel": parallel, "dispatch": dispatch})
 
 
 def view_of(contents: StageContents, leading: frozenset[str]) -> View:

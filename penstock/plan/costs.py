@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from penstock.config.run import Run
 from penstock.moe.balance import even_stride
@@ -107,11 +107,24 @@ def buffer_rows(works: tuple[RecordedOps, ...]) -> frozenset[int]:
     return frozenset(one.shapes[2][0] for work in works for one in work if one.name in _OF_ROWS)
 
 
+class HardwareTimes(NamedTuple):
+    """Answers about one kind of hardware; each is computed once."""
+
+    rates: Rates
+    transfers: TransferTimes
+
+    @classmethod
+    def of(cls, hardware: Hardware) -> Self:
+        """Without answers yet."""
+        return cls(Rates(hardware), TransferTimes(hardware))
+
+
 class OpCosts:
     """Costs of the operators of a run on one kind of hardware, as a trainer runs them; each is computed once.
 
     `experts` are the routed rows of the run, None without experts; `buffers` are rows of buffers (`buffer_rows`).
-    `rounds` is how often a recorded attention runs, where ranks pass their keys around.
+    `rounds` is how often a recorded attention runs, where ranks pass their keys around. `times` are answers about the
+    hardware that several runs share.
     """
 
     def __init__(
@@ -121,11 +134,11 @@ class OpCosts:
         buffers: frozenset[int],
         software: Software = OWN,
         rounds: int = 1,
+        times: HardwareTimes | None = None,
     ) -> None:
         self._software, self._rounds = software, rounds
         self._is_clamped = experts is not None and experts.is_clamped
-        self._rates = Rates(hardware)
-        self._transfers = TransferTimes(hardware)
+        self._rates, self._transfers = times or HardwareTimes.of(hardware)
         self._experts = experts
         self._buffers = buffers
         self._room = max(buffers, default=0)

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.config.fit import NO_PIPELINE
+from penstock.config.fit import NO_PIPELINE, SPLITTING_SCHEDULES
 from penstock.config.rules import check
 from penstock.config.run import Run
 from penstock.layout.grid import Grid
@@ -41,6 +41,7 @@ from penstock.plan.candidates import (
 )
 from penstock.plan.composed_run import ComposedRun, ComposedTimes
 from penstock.plan.composer import Composer
+from penstock.plan.costs import HardwareTimes
 from penstock.plan.hardware import Cluster
 from penstock.plan.meta_rank import conventional
 from penstock.plan.project import DEFAULT_ASSUMPTIONS, Assumptions, device_of, overheads_of, project, target_of
@@ -60,6 +61,9 @@ ALL = ("pp", "vpp", "ep", "etp", "cp", "tp", "schedule", "micro_batch", "recompu
 
 CAUTION = 2.2
 """Activations are this many times their bound, as a guess for a first layout that fits."""
+
+TOLERANCE = 0.001
+"""A layout that cannot be faster by this share is not looked at."""
 
 FIRST_SHAPES = ((NO_PIPELINE, 1), ("1f1b", 1), ("interleaved", 2))
 FEW, FIRST_TRIES = 2000, 40
@@ -206,14 +210,15 @@ class _Search:
         self._neutral = _neutral(request, run)
         self._overheads = overheads_of(cluster.hardware)
         self._composer = Composer(run, target_of(run, cluster, assumptions), self._overheads)
-        self._times = ComposedTimes(cluster, assumptions.imbalance)
+        times = HardwareTimes.of(cluster.hardware)
+        self._times = ComposedTimes(cluster, assumptions.imbalance, times)
         self._space = SearchSpace(self._neutral, run, request.fixed)
         self._families = list(self._space.families())
         print("space", time.perf_counter() - self.t)
-        self._bounds = SpaceBounds(run, cluster, assumptions.imbalance, self._composer, self._neutral)
+        self._bounds = SpaceBounds(run, cluster, assumptions.imbalance, self._composer, self._neutral, times)
         self._divisions = [self._bounds.divisions(family) for family in self._families]
         print("divisions", time.perf_counter() - self.t, [len(d) for d in self._divisions])
-        self._closer_bounds: dict[tuple[int, int, int, int], dict[tuple[int, ...], float]] = {}
+        self._scaled: dict[tuple[int, int, tuple[str, ...], bool], tuple[Divisions, np.ndarray]] = {}
         self._rows_over: dict[_Node, int] = {}
         self._looked: dict[_Node, _Fitting] = {}
         self._fitting: list[_Fitting] = []
@@ -230,8 +235,8 @@ class _Search:
             ideal = self._bounds.ideal_seconds(divisions)
             kept.append(divisions.where(ideal < first))
         print("kept", [len(d) for d in kept], time.perf_counter() - t)
-        waiting = [one for f, divisions in enumerate(kept) for one in self._nodes(f, divisions, first)]
-        print("nodes", len(waiting), time.perf_counter() - t)
+        waiting: list[_Waiting] = [one for f in range(len(kept)) for one in self._groups(f, kept[f], first)]
+        print("groups", len(waiting), time.perf_counter() - t)
         heapq.heapify(waiting)
         looked = [0, 0, 0, 0]
         while waiting:
@@ -239,12 +244,16 @@ class _Search:
             if bound >= self._cutoff():
                 break
             looked[step] += 1
+            if step == 0:
+                for one in self._members(kept[node.family], node, bound):
+                    heapq.heappush(waiting, one)
+                continue
             if self._is_dominated(node):
                 continue
             if step == 3:
                 self._play(node)
                 continue
-            closer = (partial(self._closer, kept[node.family]), self._look, self._fit)[step](node)
+            closer = (self._look, self._fit)[step - 1](node)
             if closer < math.inf:
                 heapq.heappush(waiting, _Waiting(max(bound, closer), step + 1, node))
             if sum(looked) % 2000 == 0:
@@ -286,19 +295,36 @@ class _Search:
         stage = divisions.family.experts[experts].stages[0] if stage is None else stage
         return _Node(family, shape, saving, dense, experts, shard, rows, stage)
 
-    def _nodes(self, f: int, divisions: Divisions, below: float) -> Iterator[_Waiting]:
-        """The layouts of a family whose bound is below a time."""
-        if not len(divisions):
-            return
+    def _groups(self, f: int, divisions: Divisions, below: float) -> Iterator[_Waiting]:
+        """Layouts of a family with one shape, saving and division of the experts, by the least bound of those."""
+        experts = divisions.places[:, 1]
         for shape in range(len(divisions.family.shapes)):
             if not divisions.legal(shape).any():
                 continue
             for v, saving in enumerate(self._space.savings):
                 seconds = self._bounds.seconds(divisions, shape, saving)
                 memory = self._bounds.bytes(divisions, shape, saving) + self._overheads.context
-                for at in np.flatnonzero((seconds < below) & (memory <= self._limit)).tolist():
-                    for stage in divisions.family.experts[divisions.places[at, 1]].stages:
-                        yield _Waiting(float(seconds[at]), 0, self._node(f, divisions, at, shape, v, stage))
+                least = np.full(len(divisions.family.experts), math.inf)
+                np.minimum.at(least, experts, np.where(memory <= self._limit, seconds, math.inf))
+                for number in np.flatnonzero(least < below).tolist():
+                    yield _Waiting(float(least[number]), 0, _Node(f, shape, v, 0, number, 0, 0, 0))
+
+    def _members(self, divisions: Divisions, group: _Node, bound: float) -> Iterator[_Waiting]:
+        """The layouts of a group that may fit and be faster than what was found, by closer bounds."""
+        saving, family = self._space.savings[group.saving], divisions.family
+        splits = family.shapes[group.shape][0] in SPLITTING_SCHEDULES
+        key = group.family, group.experts, saving.recompute, splits
+        if key not in self._scaled:
+            same = divisions.where(divisions.places[:, 1] == group.experts)
+            self._scaled[key] = self._bounds.scaled(same, saving.recompute, splits)
+        scaled = self._scaled[key]
+        seconds, memory = self._bounds.closer(scaled, group.shape, saving)
+        may_win = (memory + self._overheads.context <= self._limit) & (seconds < self._cutoff())
+        for at in np.flatnonzero(may_win).tolist():
+            dense, _, shard, rows = scaled[0].places[at].tolist()
+            for stage in family.experts[group.experts].stages:
+                node = group._replace(dense=dense, shard=shard, rows=rows, sync_free=stage)
+                yield _Waiting(max(bound, float(seconds[at])), 1, node)
 
     def _is_dominated(self, node: _Node) -> bool:
         """Whether the layout fits with less recomputation, or without the host: that is faster."""
@@ -309,22 +335,10 @@ class _Search:
             node._replace(saving=one) in self._looked for one in lighter if one != node.saving
         )
 
-    def _closer(self, divisions: Divisions, node: _Node) -> float:
-        """Seconds of a layout by closer bounds; infinite if it cannot fit."""
-        key = node.family, node.shape, node.saving, node.experts
-        if key not in self._closer_bounds:
-            same = divisions.where(divisions.places[:, 1] == node.experts)
-            seconds, memory = self._bounds.closer(same, node.shape, self._space.savings[node.saving])
-            found = np.where(memory + self._overheads.context <= self._limit, seconds, math.inf)
-            self._closer_bounds[key] = dict(zip(map(tuple, same.places.tolist()), found.tolist(), strict=True))
-        return self._closer_bounds[key][node.dense, node.experts, node.shard, node.rows]
-
     def _cutoff(self) -> float:
-        """Seconds of the last of the wanted layouts so far."""
-        top = self._request.top
-        if len(self._fitting) < top:
-            return math.inf
-        return heapq.nsmallest(top, (one.seconds for one in self._fitting))[-1]
+        """Seconds that a layout must be below to be looked at."""
+        best = min((one.seconds for one in self._fitting), default=math.inf)
+        return best * (1 - TOLERANCE)
 
     def _sizes(self, node: _Node) -> Sizes:
         family = self._families[node.family]
@@ -373,7 +387,7 @@ class _Search:
     def _play(self, node: _Node) -> float:
         """Seconds of a layout that fits by its schedule."""
         found = self._looked[node]
-        exact = replace(found, seconds=self._times.exact(found.composed).step_seconds)
+        exact = replace(found, seconds=self._times.seconds(found.composed))
         self._fitting.append(exact)
         return exact.seconds
 

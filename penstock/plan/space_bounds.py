@@ -12,7 +12,7 @@ last gradient on. Memory is at least the state of a place, and what its layers k
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import product
 
 import numpy as np
@@ -27,7 +27,7 @@ from penstock.plan.composed_run import StageContents
 from penstock.plan.composer import Composer
 from penstock.plan.hardware import Cluster
 from penstock.plan.liveness import PipelineShape, enough, first_of_kinds, has_experts, peak_points
-from penstock.plan.costs import OpCosts, buffer_rows, routed_rows
+from penstock.plan.costs import HardwareTimes, OpCosts, buffer_rows, routed_rows
 from penstock.plan.meta_run import gathered_bytes
 from penstock.plan.op_recorder import ARRIVE, END, FORK, FROM_HOST, JOIN, PUT_OFF, TO_HOST, WAIT, RecordedOps
 from penstock.plan.param_state import MOMENT_BYTES, SUM_BYTES
@@ -35,7 +35,7 @@ from penstock.plan.rates import BYTES
 from penstock.plan.rules.rule import Sizes
 from penstock.plan.step_time import LAUNCHED
 from penstock.plan.streams import OVERLAP_GAIN
-from penstock.plan.transfers import CollectiveName, TransferTimes
+from penstock.plan.transfers import CollectiveName
 
 HEAD = "head"
 """Part of the last stage: output projection and loss."""
@@ -75,6 +75,7 @@ class Divisions:
         state: bytes of parameters that stay on the device, by part.
         movable: bytes that the optimizer can have on the host, by part.
         whole: bytes of weights that FSDP2 gathers, by part; 0 without it.
+        launching: seconds of the host in a step, by part.
     """
 
     family: Family
@@ -87,6 +88,7 @@ class Divisions:
     state: np.ndarray
     movable: np.ndarray
     whole: np.ndarray
+    launching: np.ndarray
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -139,13 +141,16 @@ class Places:
 class SpaceBounds:
     """Bounds of all layouts of a run on a cluster; `neutral` are sizes of the run with one rank for everything."""
 
-    def __init__(self, run: Run, cluster: Cluster, imbalance: float, composer: Composer, neutral: Sizes) -> None:
+    def __init__(
+        self, run: Run, cluster: Cluster, imbalance: float, composer: Composer, neutral: Sizes, times: HardwareTimes
+    ) -> None:
         self._run = run
         self._cluster = cluster
         self._imbalance = imbalance
         self._composer = composer
         self._neutral = neutral
-        self._times = TimeBounds(run, cluster, imbalance)
+        self._times = TimeBounds(run, cluster, imbalance, times)
+        self._hardware_times = times
         self._kinds = tuple(first_of_kinds(run.model, range(run.model.layers)))
         self.parts = (*self._kinds, HEAD)
         self._launch_seconds = cluster.hardware.host.launch_seconds * LAUNCHED[run.graphs.capture]
@@ -160,11 +165,12 @@ class SpaceBounds:
         run, parts = self._run, len(self.parts)
         shape = (len(family.dense), len(family.experts), len(family.shards), len(family.rows))
         work = np.zeros((*shape, parts, 5))
+        of_ffn = cache(partial(self._ffn, family.experts))
         for (d, (tp, cp)), (s, shard), (r, rows) in product(*map(enumerate, (family.dense, family.shards, family.rows))):
             accumulates, tokens = shard != "full", rows * run.training.sequence_length // (tp * cp)
             for k, part in enumerate(self.parts[:-1]):
                 one = self._times.attention(part.startswith("local"), tp, cp, rows, accumulates)
-                ffn = self._ffn(has_experts(part), tokens, tp, family.experts, accumulates)
+                ffn = of_ffn(has_experts(part), tokens, tp, accumulates)
                 work[d, :, s, r, k] = ffn + np.array([one.forward, one.backward, one.forward, 0.0, 0.0])
             head = self._times.head(tp, cp, rows)
             work[d, :, s, r, -1, :2] = head.forward, head.backward
@@ -174,18 +180,30 @@ class SpaceBounds:
         rows = np.array(family.rows)[places[:, 3]]
         state, movable, whole = self._state(family, places)
         gather, reduce = self._fsdp_seconds(family, places, whole)
+        tokens = rows * run.training.sequence_length // ranks
+        micro_batches = run.training.global_batch // (rows * (self._cluster.devices // family.pp // ranks))
+        # What one rank with all experts takes besides, every division takes at least.
+        alone = self._reference(ALONE, (1, 1), (), False)
+        more = np.zeros((len(places), parts, 2))
+        more[:, :-1] = SCALED_TIME * (alone.fixed + tokens[:, None, None] * alone.linear)
         return Divisions(
             family=family,
             places=places,
-            forward=work[..., 0] + gather,
-            backward=work[..., 1] + gather + reduce,
+            forward=work[..., 0] + gather + more[..., 0],
+            backward=work[..., 1] + gather + reduce + more[..., 1],
             again=np.moveaxis(work[..., 2:], -1, 1),
-            micro_batches=run.training.global_batch // (rows * (self._cluster.devices // family.pp // ranks)),
-            tokens=rows * run.training.sequence_length // ranks,
+            micro_batches=micro_batches,
+            tokens=tokens,
             state=state,
             movable=movable,
             whole=whole,
+            launching=self._launching(micro_batches, alone.launches),
         )
+
+    def _launching(self, micro_batches: np.ndarray, launches: np.ndarray) -> np.ndarray:
+        """Seconds of the host in a step by part, from the launches of a layer of each kind."""
+        of_layers = SCALED_TIME * self._launch_seconds * micro_batches[:, None] * launches.sum(-1)
+        return np.pad(of_layers, ((0, 0), (0, 1)))
 
     def ideal_seconds(self, divisions: Divisions) -> np.ndarray:
         """Seconds of a step if all places of the pipeline had the same work and none waited."""
@@ -207,6 +225,8 @@ class SpaceBounds:
             both = both + divisions.again[:, again[0]]
         ramp = divisions.forward if schedule in SPLITTING_SCHEDULES else divisions.forward + divisions.backward
         found = (both @ places.held.T) * divisions.micro_batches[:, None] + ramp @ places.before.T
+        # A host that does not launch as fast as the device computes.
+        found = np.maximum(found, divisions.launching @ places.held.T)
         if saving.offload:
             link = self._cluster.hardware.host_link.bytes_per_second
             found += HOST_SHARE / link * (divisions.movable @ places.held.T)
@@ -252,43 +272,45 @@ class SpaceBounds:
             found.append(np.moveaxis(held @ layers, 1, -1))
         return tuple(found)
 
-    def closer(self, divisions: Divisions, shape: int, saving: Saving) -> tuple[np.ndarray, np.ndarray]:
-        """`seconds` and `bytes` by what two other layouts of each division hold and take, which are run once.
+    def scaled(self, divisions: Divisions, recompute: tuple[str, ...], splits: bool) -> tuple[Divisions, np.ndarray]:
+        """Divisions with the same experts, and bytes that their layers keep, by other layouts that are run once.
 
-        One has the experts of the division on one tensor and one context rank; the other has its tensor and context
-        ranks, and all experts on each rank. More rows only add to what they hold of a token, but for the rounding of
-        buffers.
+        One has their experts on one tensor and one context rank; the others have all experts on each rank, and the
+        tensor and context ranks of each division. More rows only add to what they hold of a token, but for the rounding
+        of buffers.
         """
-        family, tokens = divisions.family, divisions.tokens[:, None]
-        name, vpp = family.shapes[shape]
-        splits = name in SPLITTING_SCHEDULES
-        kept = np.zeros((len(divisions), len(self._kinds), 2))
-        more, launches = np.zeros((2, len(divisions), len(self._kinds), 2))
-        for dense, experts in {tuple(one) for one in divisions.places[:, :2].tolist()}:
-            some = (divisions.places[:, 0] == dense) & (divisions.places[:, 1] == experts)
-            ranks = family.dense[dense]
-            one = self._reference(family.experts[experts], (1, 1), saving.recompute, splits)
-            other = self._reference(ALONE, ranks, saving.recompute, splits)
-            both = self._reference(ALONE, (1, 1), saving.recompute, splits)
-            # Leading layers without experts are only in references of the dense ranks.
-            shared = np.where(one.launches > 0, 1.0, 0.0)
-            kept[some] = tokens[some][..., None] * (one.kept + other.kept - shared * both.kept)
-            fixed = one.fixed + other.fixed - shared * both.fixed
-            more[some] = fixed + tokens[some][..., None] * (one.linear + other.linear - shared * both.linear)
-            launches[some] = one.launches + other.launches - shared * both.launches
-        forward, backward = np.maximum(0.0, SCALED_TIME * more).transpose(2, 0, 1)
+        family, tokens = divisions.family, divisions.tokens[:, None, None]
+        own = self._reference(family.experts[divisions.places[0, 1]], (1, 1), recompute, splits)
+        # Recomputed activations of experts do not depend on tensor and context ranks.
+        dense = tuple(name for name in recompute if name not in ("expert-activation", "layer"))
+        whole = self._reference(ALONE, (1, 1), dense, splits)
+        ranks = {place: self._reference(ALONE, family.dense[place], dense, splits) for place in set(divisions.places[:, 0].tolist())}
+        # Leading layers without experts are only in references of the dense ranks; divisions have one reference's part.
+        shared, counted = own.launches > 0, self._reference(ALONE, (1, 1), (), False)
+        sums = {
+            name: vars(own)[name]
+            + np.stack([vars(ranks[place])[name] for place in divisions.places[:, 0].tolist()])
+            - shared * vars(whole)[name]
+            for name in vars(own)
+        }
+        kept = own.kept if "layer" in recompute else sums["kept"]
+        more = sums["fixed"] - counted.fixed + tokens * (sums["linear"] - counted.linear)
+        forward, backward = np.moveaxis(np.maximum(0.0, SCALED_TIME * more), -1, 0)
         pad = ((0, 0), (0, 1))
-        slower = replace(
+        closer = replace(
             divisions,
             forward=divisions.forward + np.pad(forward, pad),
             backward=divisions.backward + np.pad(backward, pad),
+            launching=self._launching(divisions.micro_batches, sums["launches"]),
         )
-        seconds = self.seconds(slower, shape, saving)
-        # A host that cannot launch as fast as the device computes.
-        of_layers = self._places(family.pp, name, vpp).held[:, :-1] @ launches.sum(2).T
-        launching = SCALED_TIME * self._launch_seconds * divisions.micro_batches * of_layers.max(0)
-        seconds = np.maximum(seconds, launching)
-        return seconds, self._bytes(divisions, shape, saving, SCALED * kept)
+        return closer, SCALED * tokens * kept
+
+    def closer(
+        self, scaled: tuple[Divisions, np.ndarray], shape: int, saving: Saving
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """`seconds` and `bytes` of scaled divisions."""
+        divisions, kept = scaled
+        return self.seconds(divisions, shape, saving), self._bytes(divisions, shape, saving, kept)
 
     def _make_reference(
         self, experts: Experts, ranks: tuple[int, int], recompute: tuple[str, ...], splits: bool
@@ -312,7 +334,8 @@ class SpaceBounds:
         pieces = self._composer.proxy(run, "mixed" if experts == ALONE else "middle").stage.pieces
         tokens = run.training.sequence_length
         works = tuple(piece.forward_ops for piece in pieces)
-        costs = OpCosts(self._cluster.hardware, routed_rows(run, self._imbalance), buffer_rows(works))
+        rows = routed_rows(run, self._imbalance)
+        costs = OpCosts(self._cluster.hardware, rows, buffer_rows(works), times=self._hardware_times)
         by_kind = {piece.name: piece for piece in pieces}
         kept, fixed, linear, launches = np.zeros((4, len(self._kinds), 2))
         for k, kind in enumerate(self._kinds):
@@ -361,7 +384,7 @@ class SpaceBounds:
             stages=tuple(found[first][2] for first, *_ in groups),
         )
 
-    def _ffn(self, is_moe: bool, tokens: int, tp: int, experts: tuple[Experts, ...], accumulates: bool) -> np.ndarray:
+    def _ffn(self, experts: tuple[Experts, ...], is_moe: bool, tokens: int, tp: int, accumulates: bool) -> np.ndarray:
         """Of each division of the experts: forward, backward, and forward of what `_CONTAIN` names."""
         found = [self._times.ffn(is_moe, tokens, tp, one, accumulates) for one in experts]
         return np.array(
@@ -370,7 +393,7 @@ class SpaceBounds:
 
     def _fsdp_seconds(self, family: Family, places: np.ndarray, whole: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Seconds to gather the weights of each part, and to reduce its gradients, that overlap cannot hide."""
-        hardware, transfers = self._cluster.hardware, TransferTimes(self._cluster.hardware)
+        hardware, transfers = self._cluster.hardware, self._hardware_times.transfers
         rate = hardware.peaks.memory_bytes_per_second * hardware.efficiency.memory
         most, world = self._run.parallel.shard_size or self._cluster.devices, self._cluster.devices // family.pp
         sent = np.zeros((len(family.dense), 2))

@@ -22,7 +22,8 @@ from penstock.layout.actions import Kind, Schedule
 from penstock.layout.clock import ActionCosts, play
 from penstock.models.count import count
 from penstock.models.rank_model import message_of
-from penstock.plan.costs import HOST_LINK, OpCosts, buffer_rows, routed_rows
+from penstock.parallel.axes import Axes
+from penstock.plan.costs import HOST_LINK, HardwareTimes, OpCosts, buffer_rows, routed_rows
 from penstock.plan.hardware import Cluster, RankGroup
 from penstock.plan.liveness import StageActivations
 from penstock.plan.meta_rank import META
@@ -57,7 +58,8 @@ class StageTimer:
     """Times of one run on one cluster.
 
     `imbalance` is rows of the fullest rank's experts over the even share. `works` are operators of forward passes,
-    which tell the size of the experts' buffers. `software` is the trainer, `in_turn` how its benchmark forces balance.
+    which tell the size of the experts' buffers. `software` is the trainer, `in_turn` how its benchmark forces balance,
+    `times` as of `OpCosts`.
     """
 
     def __init__(
@@ -69,13 +71,14 @@ class StageTimer:
         *,
         software: Software = OWN,
         in_turn: bool = False,
+        times: HardwareTimes | None = None,
     ) -> None:
-        hardware = cluster.hardware
+        hardware, times = cluster.hardware, times or HardwareTimes.of(cluster.hardware)
         self._cluster = cluster
         rows = routed_rows(run, imbalance, in_turn=in_turn)
         rounds = run.parallel.context if passes_keys(software, run) else 1
-        self._costs = OpCosts(hardware, rows, buffer_rows(tuple(works)), software, rounds)
-        self._transfers = TransferTimes(hardware)
+        self._costs = OpCosts(hardware, rows, buffer_rows(tuple(works)), software, rounds, times)
+        self._transfers = times.transfers
         passes = micro_batches(run, grid_of(run, cluster.devices))
         self._gathers = min(1.0, software.gathers / passes) if software.gathers else 1.0
         self._launch = hardware.host.launch_seconds * LAUNCHED[run.graphs.capture] * software.launch_share
@@ -155,6 +158,14 @@ class StageTimer:
         )
 
 
+def send_seconds(run: Run, cluster: Cluster, axes: Axes, transfers: TransferTimes) -> float:
+    """Seconds of a message between two stages."""
+    stages = axes.pipeline.size
+    message = message_of(run, axes, META)
+    pair = cluster.group(2 if stages > 1 else 1, cluster.devices // stages)
+    return transfers.collective("point-to-point", prod(message.shape) * message.dtype.itemsize, pair).seconds
+
+
 def step_time(
     run: Run,
     cluster: Cluster,
@@ -179,13 +190,10 @@ def step_time(
         stages[number] = known[key]
     schedule = meta_runs[0].rank.schedule
     count_of_passes = micro_batches(run, grid)
-    message = message_of(run, meta_runs[0].rank.axes, META)
-    pair = cluster.group(2 if grid.pipeline > 1 else 1, cluster.devices // grid.pipeline)
-    size = prod(message.shape) * message.dtype.itemsize
-    send = TransferTimes(cluster.hardware).collective("point-to-point", size, pair).seconds
+    send = send_seconds(run, cluster, meta_runs[0].rank.axes, TransferTimes(cluster.hardware))
     kept = tuple(stage.kept_bytes for _, (_, stage) in sorted(every.items()))
     gain = OVERLAP_GAIN if software.hidden is None else software.hidden
-    playback = None if schedule is None else play(schedule, _clock_costs(stages, send, kept, gain))
+    playback = None if schedule is None else play(schedule, clock_costs(stages, send, kept, gain))
     ranks = []
     for place in meta_runs:
         passes = _passes(place, stages, schedule, count_of_passes, gain)
@@ -232,8 +240,8 @@ def _timing_of(kind: Kind, stage: StageTime) -> Timing:
     return {Kind.FORWARD: stage.forward, Kind.INPUT: stage.backward, Kind.WEIGHT: stage.weight}[kind]
 
 
-def _clock_costs(stages: Mapping[int, StageTime], send: float, kept: tuple[int, ...], gain: float) -> ActionCosts:
-    """`gain` is the share of a pair's transfers that its compute hides."""
+def clock_costs(stages: Mapping[int, StageTime], send: float, kept: tuple[int, ...], gain: float) -> ActionCosts:
+    """Costs of a schedule's actions; `gain` is the share of a pair's transfers that its compute hides."""
     ordered = [stages[number] for number in sorted(stages)]
     return ActionCosts(
         forward=tuple(one.forward.seconds for one in ordered),
