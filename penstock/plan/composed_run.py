@@ -60,7 +60,6 @@ class ProxyStage:
         batch_bytes: of the rows of one micro-batch.
     """
 
-    rank: MetaRank
     stage: StageActivations
     symmetric_bytes: int
     batch_bytes: int
@@ -151,6 +150,7 @@ class ComposedRun:
         stage_of: activations of a stage by its contents; its number is not set.
         proxy: a stage of the proxy model.
         shape: of its pipeline; None without one.
+        rank: any rank of the model on the meta device.
         reuse_key: equal for runs with the same pieces.
     """
 
@@ -162,6 +162,7 @@ class ComposedRun:
     state: RankState
     shape: PipelineShape | None
     overheads: Overheads
+    rank: MetaRank
     reuse_key: Hashable
 
     @property
@@ -328,7 +329,7 @@ class ComposedTimes:
 
     def _meta_runs(self, composed: ComposedRun) -> tuple[MetaRun, ...]:
         grid, axes = composed.grid, composed.axes
-        rank = replace(composed.proxy.rank, run=composed.run, axes=axes, schedule=self._schedule(composed.run, axes))
+        rank = replace(composed.rank, run=composed.run, axes=axes, schedule=self._schedule(composed.run, axes))
         found = []
         for place in range(grid.pipeline):
             numbers = composed.stages_of(place)

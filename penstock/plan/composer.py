@@ -17,11 +17,14 @@ Pieces are kept by the settings that they depend on (`ReuseKey`). Tests compare 
 a percent of memory. Settings that make layers of one kind differ cannot be composed: `is_composable`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import multiprocessing
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import lcm
+from multiprocessing.pool import Pool
 from types import MappingProxyType
 from typing import Literal
 
@@ -44,6 +47,8 @@ from penstock.plan.memory import NO_OVERHEADS, Overheads, RankMemory
 from penstock.plan.meta_rank import MetaRank, Target, make_meta_rank
 from penstock.plan.meta_run import activations_of, micro_batch_bytes
 from penstock.plan.param_state import ParamsByKind, PartState, ShardCounts, facts_of, part_state, shards_of
+
+MOST_WORKERS = 8
 
 View = Literal["whole", "first", "last", "middle", "mixed", "embed", "head"]
 """See the top of the file."""
@@ -180,6 +185,27 @@ def rank_of_proxy(run: Run, view: View, target: Target, kinds: Sequence[str] | N
         stop_process_group()
 
 
+def run_proxy(run: Run, view: View, target: Target, kinds: Sequence[str]) -> ProxyStage:
+    """Run one stage of a proxy model."""
+    with rank_of_proxy(run, view, target, kinds) as rank:
+        (stage,) = activations_of(rank)
+        return ProxyStage(stage=stage, symmetric_bytes=rank.symmetric_bytes, batch_bytes=micro_batch_bytes(rank))
+
+
+@contextmanager
+def meta_workers() -> Iterator[Pool | None]:
+    """Processes for `Composer.prefetch`, one for each core; None where processes cannot be forked, or with one core.
+
+    To be called before other threads are started: a forked process has none of them.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    if cores < 2:
+        yield None
+        return
+    with multiprocessing.get_context("fork").Pool(min(cores, MOST_WORKERS)) as pool:
+        yield pool
+
+
 _Sharing = tuple[int, int, int, bool]
 
 
@@ -206,8 +232,12 @@ class Composer:
         meta_runs: stages that ran so far.
     """
 
-    def __init__(self, run: Run, target: Target, overheads: Overheads = NO_OVERHEADS) -> None:
+    def __init__(
+        self, run: Run, target: Target, overheads: Overheads = NO_OVERHEADS, workers: Pool | None = None
+    ) -> None:
         self.run = run
+        self.workers = workers
+        self._rank: MetaRank | None = None
         self.target = target
         self.overheads = overheads
         self.costs = stage_costs(run.model, run.training.sequence_length)
@@ -285,6 +315,7 @@ class Composer:
             state=self.state(run, grid),
             shape=shape_of(run, grid),
             overheads=self.overheads,
+            rank=self._any_rank(),
             reuse_key=key,
         )
 
@@ -296,7 +327,13 @@ class Composer:
             parallel = run.parallel.model_copy(update={"context": 1, "pipeline": 1})
             with rank_of_proxy(run.model_copy(update={"parallel": parallel}), "whole", self.target) as rank:
                 self._facts[key] = facts_of(rank)
+                self._rank = rank
         return self._facts[key]
+
+    def _any_rank(self) -> MetaRank:
+        self.facts(self.run)
+        assert self._rank is not None, "parameters are those of a rank"
+        return self._rank
 
     def state(self, run: Run, grid: Grid) -> RankState:
         """Model state of the parts of a run's ranks."""
@@ -314,12 +351,21 @@ class Composer:
         key = reuse_key(run), view, kinds or self._kinds(view)
         if key not in self._proxies:
             self.meta_runs += 1
-            with rank_of_proxy(run, view, self.target, key[2]) as rank:
-                (stage,) = activations_of(rank)
-                self._proxies[key] = ProxyStage(
-                    rank=rank, stage=stage, symmetric_bytes=rank.symmetric_bytes, batch_bytes=micro_batch_bytes(rank)
-                )
+            self._proxies[key] = run_proxy(run, view, self.target, key[2])
         return self._proxies[key]
+
+    def prefetch(self, wanted: Iterable[tuple[Run, View]]) -> None:
+        """Run stages that will be asked for side by side, if there are workers."""
+        if self.workers is None:
+            return
+        missing = {}
+        for run, view in wanted:
+            key = reuse_key(run), view, self._kinds(view)
+            if key not in self._proxies:
+                missing[key] = run, view, self.target, key[2]
+        if len(missing) > 1:
+            self.meta_runs += len(missing)
+            self._proxies.update(zip(missing, self.workers.starmap(run_proxy, missing.values()), strict=True))
 
     def _stage(self, run: Run, key: ReuseKey, closely: bool, contents: StageContents) -> StageActivations:
         if (key, contents, closely) not in self._activations:

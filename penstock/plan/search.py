@@ -19,7 +19,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from multiprocessing.pool import Pool
 from typing import NamedTuple
 
 import numpy as np
@@ -40,7 +40,7 @@ from penstock.plan.candidates import (
     with_saving,
 )
 from penstock.plan.composed_run import ComposedRun, ComposedTimes
-from penstock.plan.composer import Composer
+from penstock.plan.composer import Composer, View
 from penstock.plan.costs import HardwareTimes
 from penstock.plan.hardware import Cluster
 from penstock.plan.meta_rank import conventional
@@ -62,7 +62,10 @@ ALL = ("pp", "vpp", "ep", "etp", "cp", "tp", "schedule", "micro_batch", "recompu
 CAUTION = 2.2
 """Activations are this many times their bound, as a guess for a first layout that fits."""
 
-TOLERANCE = 0.001
+BATCH = 16
+"""Layouts that are looked at side by side."""
+
+TOLERANCE = 0.003
 """A layout that cannot be faster by this share is not looked at."""
 
 FIRST_SHAPES = ((NO_PIPELINE, 1), ("1f1b", 1), ("interleaved", 2))
@@ -89,7 +92,7 @@ class SearchRequest:
     assumptions: Assumptions = DEFAULT_ASSUMPTIONS
 
 
-def search(request: SearchRequest, progress: Progress | None = None) -> Plan:
+def search(request: SearchRequest, progress: Progress | None = None, workers: Pool | None = None) -> Plan:
     """Answer a request; `progress` is told from time to time.
 
     With every part of the layout fixed, the plan has that layout, whether it fits or not.
@@ -105,7 +108,7 @@ def search(request: SearchRequest, progress: Progress | None = None) -> Plan:
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        return _Search(request, run, progress or (lambda _: None)).plan()
+        return _Search(request, run, progress or (lambda _: None), workers).plan()
     finally:
         if was_enabled:
             gc.enable()
@@ -198,7 +201,7 @@ class _Fitting:
 
 
 class _Search:
-    def __init__(self, request: SearchRequest, run: Run, progress: Progress) -> None:
+    def __init__(self, request: SearchRequest, run: Run, progress: Progress, workers: Pool | None = None) -> None:
         import time
         self.t = time.perf_counter()
         cluster, assumptions = request.cluster, request.assumptions
@@ -209,7 +212,7 @@ class _Search:
         self._limit = int(self._capacity * (1 - margin_of(cluster)))
         self._neutral = _neutral(request, run)
         self._overheads = overheads_of(cluster.hardware)
-        self._composer = Composer(run, target_of(run, cluster, assumptions), self._overheads)
+        self._composer = Composer(run, target_of(run, cluster, assumptions), self._overheads, workers)
         times = HardwareTimes.of(cluster.hardware)
         self._times = ComposedTimes(cluster, assumptions.imbalance, times)
         self._space = SearchSpace(self._neutral, run, request.fixed)
@@ -239,28 +242,35 @@ class _Search:
         print("groups", len(waiting), time.perf_counter() - t)
         heapq.heapify(waiting)
         looked = [0, 0, 0, 0]
-        while waiting:
-            bound, step, node = heapq.heappop(waiting)
-            if bound >= self._cutoff():
-                break
-            looked[step] += 1
-            if step == 0:
-                for one in self._members(kept[node.family], node, bound):
-                    heapq.heappush(waiting, one)
-                continue
-            if self._is_dominated(node):
-                continue
-            if step == 3:
-                self._play(node)
-                continue
-            closer = (self._look, self._fit)[step - 1](node)
-            if closer < math.inf:
-                heapq.heappush(waiting, _Waiting(max(bound, closer), step + 1, node))
-            if sum(looked) % 2000 == 0:
-                print(looked, self._composer.meta_runs, len(waiting), len(self._fitting), self._tokens(bound), self._tokens(self._cutoff()), round(time.perf_counter() - t, 1), flush=True)
+        while waiting and waiting[0].bound < self._cutoff():
+            batch = [heapq.heappop(waiting) for _ in range(min(BATCH, len(waiting)))]
+            batch = [one for one in batch if one.step == 0 or not self._is_dominated(one.node)]
+            self._composer.prefetch(run for one in batch for run in self._runs_of(one))
+            for bound, step, node in batch:
+                if bound >= self._cutoff():
+                    continue
+                looked[step] += 1
+                if step == 0:
+                    for one in self._members(kept[node.family], node, bound):
+                        heapq.heappush(waiting, one)
+                elif step == 3:
+                    self._play(node)
+                elif (closer := (self._look, self._fit)[step - 1](node)) < math.inf:
+                    heapq.heappush(waiting, _Waiting(max(bound, closer), step + 1, node))
         print("looked", looked, time.perf_counter() - t, "runs", self._composer.meta_runs, "left", len(waiting))
         for one in sorted(self._fitting, key=lambda one: one.seconds)[:5]:
             print(one.sizes.pp, one.sizes.vpp, one.sizes.schedule, "tp", one.sizes.tp, "cp", one.sizes.cp, "ep", one.sizes.ep, one.sizes.etp, one.sizes.micro_batch, one.sizes.recompute, one.sizes.dispatcher, one.sizes.sync_free, one.sizes.shard, one.sizes.offloads_optimizer, one.bytes / 1e9, self._tokens(one.seconds))
+
+    def _runs_of(self, one: _Waiting) -> Iterator[tuple[Run, View]]:
+        """Stages that a look at a layout will ask for."""
+        if one.step == 0:
+            family, saving = self._families[one.node.family], self._space.savings[one.node.saving]
+            splits = family.shapes[one.node.shape][0] in SPLITTING_SCHEDULES
+            yield self._bounds.reference_run(family.experts[one.node.experts], (1, 1), saving.recompute, splits), "middle"
+        elif one.step < 3:
+            run = run_of(self._run, self._sizes(one.node))
+            views: tuple[View, ...] = ("middle",) if one.step == 1 else ("first", "last")
+            yield from ((run, view) for view in (views if run.parallel.pipeline > 1 else ("whole",)))
 
     def _first_fit(self) -> float:
         """Seconds of a layout that fits; infinite if none of the most promising does."""

@@ -312,9 +312,10 @@ class SpaceBounds:
         divisions, kept = scaled
         return self.seconds(divisions, shape, saving), self._bytes(divisions, shape, saving, kept)
 
-    def _make_reference(
+    def reference_run(
         self, experts: Experts, ranks: tuple[int, int], recompute: tuple[str, ...], splits: bool
-    ) -> Reference:
+    ) -> Run:
+        """A run with these experts, on so many tensor and context ranks."""
         tp, cp = ranks
         sizes = replace(
             self._neutral,
@@ -329,7 +330,13 @@ class SpaceBounds:
             # As many tokens on each rank as with one rank, so that what does not depend on them counts alike.
             micro_batch=tp * cp,
         )
-        run = run_of(self._run, with_saving(sizes, Saving(recompute, offload=False)))
+        return run_of(self._run, with_saving(sizes, Saving(recompute, offload=False)))
+
+    def _make_reference(
+        self, experts: Experts, ranks: tuple[int, int], recompute: tuple[str, ...], splits: bool
+    ) -> Reference:
+        run = self.reference_run(experts, ranks, recompute, splits)
+        tp, cp = ranks
         # Leading dense layers do not depend on the experts.
         pieces = self._composer.proxy(run, "mixed" if experts == ALONE else "middle").stage.pieces
         tokens = run.training.sequence_length
