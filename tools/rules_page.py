@@ -3,8 +3,6 @@
 from penstock.config.rules import RULES as CONFIG_RULES
 from penstock.plan.rules.advice import ADVICE
 from penstock.plan.rules.book import LEGAL, RULES, rule_name
-from penstock.plan.rules.order import ORDER
-from penstock.plan.rules.prune import PRUNE
 from penstock.plan.rules.rule import Rule
 from tools.hardware_page import table
 from tools.megatron_rules import TABLE, Entry
@@ -18,10 +16,6 @@ def rules_page() -> str:
         [
             _HEAD,
             *table(("name", "rule", "from"), [(f"`{one.name}`", _cell(one.doc), _cell(one.source)) for one in LEGAL]),
-            _PRUNED,
-            *table(COLUMNS, _rows(PRUNE)),
-            _ORDERED,
-            *table(("", *COLUMNS), [(f"{place}", *row) for place, row in enumerate(_rows(ORDER), start=1)]),
             _ADVISED,
             *table(COLUMNS, _rows(ADVICE)),
             _OTHERS,
@@ -63,9 +57,8 @@ _HEAD = """# Rules of a plan
 
 Written by `make docs` from `penstock/plan/rules/`; change them there.
 
-A plan projects what may be worth it and says by name why it leaves out the rest. A rule looks at plain numbers
-([rule.py](../penstock/plan/rules/rule.py)): sizes of a layout, the question, facts of the model. What it has
-against them is one line with the numbers of the case. There are four kinds.
+A rule looks at plain numbers ([rule.py](../penstock/plan/rules/rule.py)): sizes of a layout, the cluster, facts of the
+model. What it has against them is one line with the numbers of the case. There are two kinds.
 
 ## Legal
 
@@ -74,26 +67,12 @@ than a run. Each is the function that the config itself calls, by its name, whic
 [config.md](config.md) has all of; a plan uses them for the others too.
 """
 
-_PRUNED = """
-## Pruned
-
-Legal, and not projected by a search, because another layout does the same with less or is the same. A layout that is
-asked for by name is projected nevertheless.
-"""
-
-_ORDERED = """
-## Tried last
-
-Layouts are walked through in this order. Each rule gives a layout a rank, 0 if it has nothing to say, and ranks are
-compared from the first rule to the last. Behind the first ranks at which anything fits, no layout is projected any
-more: the first rule by which it differs refuses it. So what a rule says is: only if nothing fits without.
-"""
-
 _ADVISED = """
 ## Advice
 
-The layout stays, and times decide. `penstock plan --layout` prints what these rules say of the layout that was asked
-for, and what those of the order above have against it; `--json` has the changes as well.
+What guides of the field say against a layout. No search leaves a layout out because of it: times decide. A plan tells
+what these rules have against its best layout, and the speed of the best layout that it found without; `penstock plan
+--layout` tells the same of the layout that was asked for, and `--json` has the changes as well.
 """
 
 _OTHERS = """

@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.status import Status
 
 from penstock.base.errors import PenstockError, did_you_mean
+from penstock.base.numbers import bytes_text
 from penstock.cli.config import Json, Overrides, warn_of_unfilled
 from penstock.cli.output import Force, check_output, print_next, write_file
 from penstock.cli.plan_print import (
@@ -48,6 +49,7 @@ from penstock.config.run import Run
 from penstock.plan.asked_layout import parse_layout, rows_to_share, with_layout
 from penstock.plan.campaign import HOUR, Campaign, Failures, phases_of, plan_campaign
 from penstock.plan.candidates import fixed_by
+from penstock.plan.composer import meta_workers
 from penstock.plan.costs import assumed_imbalance
 from penstock.plan.hardware import Cluster
 from penstock.plan.hardware_file import parse_cluster
@@ -177,8 +179,9 @@ def plan(  # noqa: PLR0913 - one argument for each option
         question = SearchRequest(
             run=run, cluster=cluster, global_batch=rows, fixed=fixed, top=top, assumptions=assumptions
         )
-        with _working() as status:
-            return search(question, status.update)
+        # Processes are forked before the thread that draws progress starts.
+        with meta_workers() as workers, _working() as status:
+            return search(question, status.update, workers)
 
     if phases := phases_of(train_tokens, ramp, stages):
         failures = None if mtbf is None else Failures(mtbf_seconds=mtbf * HOUR)
@@ -202,8 +205,8 @@ def plan(  # noqa: PLR0913 - one argument for each option
     if write is not None:
         print_next("train", write, to_stderr=True)
     elif found.candidates and not as_json and saving == "run" and assumptions.software == OWN_SOFTWARE:
-        asked = {"--only": only or None, "--layout": layout, "--tokens": tokens}
-        options = [word for name, value in asked.items() if value is not None for word in (name, value)]
+        asked = {"--only": only or None, "--layout": layout, "--global-batch-tokens": tokens}
+        options = [word for name, value in asked.items() if value is not None for word in (name, f"{value}")]
         print_next("plan", target, *(overrides or ()), "--on", on, *options, "--write", "best.toml")
 
 
@@ -288,7 +291,8 @@ def _first(found: Plan) -> Projection:
     """The candidate that what-ifs start from."""
     if found.candidates:
         return found.candidates[0]
-    (reason, *_) = [f" ({one.rule}: {one.reason})" for one in found.refused] or [""]
+    lacks = [] if found.nearest is None else [f" (the nearest lacks {bytes_text(found.nearest.over_bytes)})"]
+    (reason, *_) = [*lacks, *(f" ({one.rule}: {one.reason})" for one in found.refused)] or [""]
     raise PenstockError(f"no layout of {found.model} fits{reason}", fix="name one: --layout pp=8,ep=8")
 
 

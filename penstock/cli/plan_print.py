@@ -2,9 +2,8 @@
 
 import json
 import re
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from penstock.base.errors import PenstockError, did_you_mean
@@ -14,8 +13,9 @@ from penstock.kernels.tuning import LAUNCHES_FROM
 from penstock.plan.asked_layout import FOLLOW, differing_fields, field_label
 from penstock.plan.campaign import DAY, HOUR, RESTART_SECONDS, WRITE_SECONDS, Campaign, PhaseCost, campaign_json
 from penstock.plan.hardware import ORIGINS, Cluster, Hardware, SourcedTable
+from penstock.plan.known_error import error_text
 from penstock.plan.memory import COMPONENTS, components
-from penstock.plan.projection import Layout, Plan, Projection, Refusal, candidate_json
+from penstock.plan.projection import MARGIN, MEMORY, SLOWER, Advice, Layout, Plan, Projection, Refusal, candidate_json
 from penstock.plan.what_if import ProjectionComparison, SweepPoint, TermChange, slowest
 
 _SIZES = ("tp", "cp", "pp", "ep", "etp")
@@ -32,54 +32,6 @@ LONGEST_REASON = 110
 """Characters of a reason in the table of refusals."""
 
 _PASSES: Mapping[str, str] = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradients"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class KnownError:
-    """Error of projections against measured runs, as shares of the measurement: median and largest.
-
-    `memory` is that of the fullest rank's allocator, `step` the time of a step.
-    """
-
-    runs: str
-    memory: tuple[float, float]
-    step: tuple[float, float]
-
-    def __str__(self) -> str:
-        sizes = (f"{median:.1%} (median) to {largest:.1%}" for median, largest in (self.memory, self.step))
-        return f"error against {self.runs}: memory {next(sizes)}, step {next(sizes)}"
-
-
-KNOWN_ERROR = KnownError(runs="30 runs on H200", memory=(0.002, 0.039), step=(0.028, 0.086))
-"""From benchmarks/results/projection-h200.json, as docs/plan.md quotes it; one node."""
-
-PUBLISHED_ERRORS: Mapping[tuple[str, bool], tuple[int, float, float]] = {
-    ("sm_90", False): (7, 0.047, 0.216),
-    ("sm_90", True): (22, 0.084, 0.415),
-    ("sm_100", False): (7, 0.110, 0.295),
-    ("sm_100", True): (14, 0.096, 0.276),
-    ("sm_103", False): (6, 0.050, 0.163),
-    ("sm_103", True): (12, 0.072, 0.583),
-    ("gfx950", False): (4, 0.096, 0.161),
-    ("gfx950", True): (4, 0.010, 0.028),
-}
-"""Runs of others, median and largest error of their speed, by kernels of the chip and whether they span nodes: from
-benchmarks/results/plan-published.json."""
-
-
-def error_text(cluster: Cluster) -> str:
-    """The error of projections that are comparable: of this chip, on one node or on many."""
-    chip, spans = cluster.hardware, cluster.nodes > 1
-    if (chip.name, spans) == ("H200", False):
-        return f"{KNOWN_ERROR} (docs/projection.md)"
-    told = f"not measured here: {chip.name} {'over nodes' if spans else 'in one node'}"
-    if (chip.kernels, spans) not in PUBLISHED_ERRORS:
-        return f"{told}, and no run of others is published with its layout (docs/plan-published.md)"
-    runs, middle, largest = PUBLISHED_ERRORS[chip.kernels, spans]
-    error = f"{middle:.1%} (median) to {largest:.1%}"
-    return (
-        f"{told}; error against {runs} published runs of such chips by others: speed {error} (docs/plan-published.md)"
-    )
 
 
 def moment_text(moment: str) -> str:
@@ -136,7 +88,7 @@ def print_plan(plan: Plan, assumed: Sequence[str]) -> None:
         for label, text in _facts(best).items():
             print(f"{label:<10}{text}")
         for told in plan.advice:
-            print(f"advice: {told.reason} ({told.rule}, {told.source})")
+            print(f"advice: {advice_text(told, best, is_search=plan.considered > 1)}")
     elif len(plan.refused) == 1:
         (one,) = plan.refused
         print(f"asked: {refused_text(one.layout)}: refused by {one.rule}: {one.reason}")
@@ -144,6 +96,12 @@ def print_plan(plan: Plan, assumed: Sequence[str]) -> None:
         print(f"nothing fits: no grid of {plan.cluster.devices:,} devices has the sizes that are asked for")
     else:
         print(f"nothing fits, of {plan.considered:,} layouts")
+    for one in plan.close:
+        print(f"may not fit: {conclusion(one)}; {bytes_text(-one.over_bytes)} left")
+    if plan.nearest is not None:
+        print(f"nearest: {conclusion(plan.nearest)}")
+    for help_text in plan.helps:
+        print(f"would fit: {help_text}")
     if plan.considered > 1 and plan.refused:
         print()
         print_refusals(plan.refused, plan.considered)
@@ -183,7 +141,8 @@ def _facts(best: Projection) -> dict[str, str]:
         f"step: {layout.dp} x {training.global_batch // (layout.dp * training.micro_batch)} micro-batches of "
         f"{training.micro_batch}",
         "memory": f"{', '.join(f'{name} {bytes_text(size)}' for name, size in parts.items())}; rank {memory.rank} at "
-        f"its fullest, {moment_text(memory.moment)}",
+        f"its fullest, {moment_text(memory.moment)}"
+        + (f"; {bytes_text(memory.host)} of the host" if memory.host else ""),
         "time": f"{passes}, update {time_text(place.update)}; rank {place.rank}, which waits least",
         **({"bubble": _bubble_text(best)} if layout.pp > 1 else {}),
     }
@@ -204,20 +163,34 @@ def _bubble_text(best: Projection) -> str:
     return f"{text}, {uneven:.1%} for the rank with the most work"
 
 
+def advice_text(told: Advice, best: Projection, *, is_search: bool) -> str:
+    """What a rule has against the best layout, and how fast the best without it is."""
+    text = f"{told.reason} ({told.rule}, {told.source})"
+    if not is_search:
+        return text
+    if told.without is None:
+        return f"{text}; no layout without it was found to fit"
+    return f"{text}; without it: {told.without:,.0f} {best.cluster.speed_unit}"
+
+
+REASONS: Mapping[str, str] = {MEMORY: "do not fit", MARGIN: "may not fit", SLOWER: "are no faster"}
+"""Why legal layouts are no candidates."""
+
+
 def print_refusals(refused: Sequence[Refusal], considered: int) -> None:
-    """Print a row for each rule: number of layouts, and the first of them with its reason."""
-    groups: dict[str, list[Refusal]] = defaultdict(list)
-    for one in refused:
-        groups[one.rule].append(one)
-    counts = {rule: sum(one.count for one in ones) for rule, ones in groups.items()}
-    print(
-        f"refused: {sum(counts.values()):,} of {considered:,} layouts; a reason of each rule (all: --explain refused)"
-    )
-    rows = []
-    for rule in sorted(groups, key=lambda rule: -counts[rule]):
-        first = groups[rule][0]
-        rows.append((rule, f"{counts[rule]:,}", refused_text(first.layout), shortened(first.reason, LONGEST_REASON)))
-    print_table(("rule", "layouts", "where", "because"), rows, ("where",))
+    """Print how many layouts were left out and why, and a row for each rule of illegal ones with an example."""
+    legal = {one.rule: one.count for one in refused if one.rule in REASONS}
+    counted_rules = sorted((one for one in refused if one.rule not in REASONS), key=lambda one: -one.count)
+    illegal = sum(one.count for one in counted_rules)
+    words = [f"{legal[rule]:,} {what}" for rule, what in REASONS.items() if rule in legal]
+    words += [f"{illegal:,} are illegal"] if illegal else []
+    print(f"left out: {sum(legal.values()) + illegal:,} of {considered:,} layouts: {', '.join(words)}")
+    if counted_rules:
+        rows = [
+            (one.rule, f"{one.count:,}", refused_text(one.layout), shortened(one.reason, LONGEST_REASON))
+            for one in counted_rules
+        ]
+        print_table(("illegal by", "layouts", "such as", "because"), rows, ("such as",))
 
 
 def refused_text(layout: Mapping[str, object]) -> str:

@@ -221,8 +221,9 @@ def plan_campaign(
         plan = plan_of(changed, batch)
         if not plan.candidates or not plan.candidates[0].fits:
             length = changed.training.sequence_length
-            reasons = [one.reason for one in plan.refused[:1]]
-            reasons += [f"{one.layout} needs {bytes_text(one.over_bytes)} more" for one in plan.candidates[:1]]
+            nearest = plan.candidates[:1] or (() if plan.nearest is None else (plan.nearest,))
+            reasons = [f"{one.layout} needs {bytes_text(one.over_bytes)} more" for one in nearest]
+            reasons = reasons or [one.reason for one in plan.refused[:1]]
             raise ConfigError(": ".join([f"no layout of {run.name} fits at {length:,} positions", *reasons]))
         best = plan.candidates[0]
         steps = max(1, round(phase.tokens / best.run.tokens_per_step))

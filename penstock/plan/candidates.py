@@ -7,8 +7,8 @@
 
 A `Family` has all legal layouts with one number of pipeline ranks. Rules (`penstock.plan.rules.book.illegal`) judge
 each choice beside neutral ones, because no rule reads sizes of the dense ranks and of the experts together, save that
-both divide the devices. `run_of` makes a run of a layout. `fixed` has parts with one value; `fixed_by` reads them from a
-command line.
+both divide the devices. `run_of` makes a run of a layout. `fixed` has parts with one value; `fixed_by` reads them from
+a command line.
 """
 
 from collections import Counter
@@ -218,6 +218,24 @@ class SearchSpace:
             self.count += int(legal.sum()) * left
             yield Family(pp, tuple(dense), experts, shards, rows, shapes, legal)
 
+    def sizes(self, family: Family, place: Sequence[int], shape: int, saving: Saving, sync_free: int) -> Sizes:
+        """Sizes of a layout; `place` are its indices in `dense`, `experts`, `shards` and `rows` of the family."""
+        dense, number, shard, rows = place
+        (tp, cp), experts, (schedule, vpp) = family.dense[dense], family.experts[number], family.shapes[shape]
+        sizes = replace(
+            self._neutral, pp=family.pp, tp=tp, cp=cp, ep=experts.ep, etp=experts.etp, dispatcher=experts.dispatcher,
+            sync_free=sync_free, shard=family.shards[shard], micro_batch=family.rows[rows],
+            schedule=schedule, vpp=vpp, capture="none" if family.pp > 1 else self._neutral.capture,
+        )  # fmt: skip
+        return with_saving(sizes, saving)
+
+    def layouts(self, family: Family) -> Iterator[Sizes]:
+        """Every legal layout of a family."""
+        for dense, shard, rows, shape in np.argwhere(family.legal).tolist():
+            for number, experts in enumerate(family.experts):
+                for stage, saving in product(experts.stages, self.savings):
+                    yield self.sizes(family, (dense, number, shard, rows), shape, saving, stage)
+
     def _pairs(self, base: Sizes, first: str, second: str, rest: str) -> list[tuple[int, int]]:
         """Two sizes of a grid that divide the devices; `rest` are the data-parallel ranks that they leave."""
         world = base.world // base.pp
@@ -281,9 +299,11 @@ class SearchSpace:
         for name in names if wanted is None else (wanted,) if wanted in names else ():
             # Over nodes a stage decides what is sent; elsewhere it decides the size of buffers and the waits only.
             groups = [(one,) for one in stages] if name == "hierarchical" else [stages]
-            found += [Experts(ep, etp, name, (0,))] if name == "local" and stage is None else [
-                Experts(ep, etp, name, one) for one in groups
-            ]
+            found += (
+                [Experts(ep, etp, name, (0,))]
+                if name == "local" and stage is None
+                else [Experts(ep, etp, name, one) for one in groups]
+            )
         # What cannot be had is left to the rules.
         return found or [Experts(ep, etp, wanted or names[0], stages)]
 

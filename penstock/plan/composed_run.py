@@ -198,9 +198,11 @@ class ComposedRun:
     @property
     def inner_places(self) -> Sequence[int]:
         """Places without the embedding and the head, whose stages are quickly known; all if there are none."""
-        inner = [place for place in range(self.grid.pipeline) if not any(
-            one.embed or one.head for one in self.contents_at(place)
-        )]
+        inner = [
+            place
+            for place in range(self.grid.pipeline)
+            if not any(one.embed or one.head for one in self.contents_at(place))
+        ]
         return inner or range(self.grid.pipeline)
 
     def fullest_of(self, places: Sequence[int]) -> int:

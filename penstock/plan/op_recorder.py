@@ -112,7 +112,7 @@ class MemoryTracker(TorchDispatchMode):
         """Call an operator and count its results; an `OpRecorder` with this tracker calls it too."""
         for tensor in _tensors_in((args, *kwargs.values())):
             self._ignore(tensor)
-        result = func(*args, **kwargs)
+        result = _called(func, args, kwargs)
         for tensor in _tensors_in((result,)):
             self._count(tensor)
         return result
@@ -230,7 +230,7 @@ class OpRecorder(TorchDispatchMode):
     ) -> Any:
         """See `TorchDispatchMode`."""
         kwargs = kwargs or {}
-        result = func(*args, **kwargs) if self._tracker is None else self._tracker.call(func, args, kwargs)
+        result = _called(func, args, kwargs) if self._tracker is None else self._tracker.call(func, args, kwargs)
         namespace, name, is_silent = _facts(func)
         if namespace == "penstock":
             self._recorded.append(_own_op(name, args))
@@ -319,6 +319,48 @@ class RecordedCopyStream(CopyStream):
         size = sum(source.nbytes for source, _ in pairs)
         torch.ops.penstock.copied(FROM_HOST if self._is_back else TO_HOST, number, size)
         return RecordedCopy(number=number, is_back=self._is_back)
+
+
+_Spec = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""Shape, strides and dtype of a tensor on the meta device."""
+
+_results: dict[Any, tuple[_Spec, ...]] = {}
+
+
+def _called(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The result of an operator.
+
+    Torch computes shapes of many operators in Python. Operators without views and side effects give new tensors of the
+    same shapes when they are called with the same shapes.
+    """
+    if not _makes_new_tensors(func) or (key := _key_of((func, *args, *kwargs.items()))) is None:
+        return func(*args, **kwargs)
+    if (known := _results.get(key)) is None:
+        result = func(*args, **kwargs)
+        made = result if isinstance(result, tuple) else (result,)
+        if all(isinstance(one, Tensor) and one.is_meta for one in made):
+            _results[key] = tuple((tuple(one.shape), one.stride(), one.dtype) for one in made)
+        return result
+    made = tuple(torch.empty_strided(shape, stride, dtype=dtype, device="meta") for shape, stride, dtype in known)
+    return made if len(func._schema.returns) > 1 else made[0]
+
+
+@cache
+def _makes_new_tensors(func: Any) -> bool:
+    schema = func._schema
+    values = [*schema.arguments, *schema.returns]
+    are_tensors = all(str(one.type) == "Tensor" for one in schema.returns)
+    return schema.name.startswith("aten::") and are_tensors and all(one.alias_info is None for one in values)
+
+
+def _key_of(value: Any) -> Any:
+    """What the result's shapes depend on; None if a tensor is not on the meta device."""
+    if isinstance(value, Tensor):
+        return (value.shape, value.stride(), value.dtype) if value.is_meta else None
+    if isinstance(value, (tuple, list)):
+        keys = tuple(_key_of(one) if isinstance(one, (Tensor, tuple, list)) else (type(one), one) for one in value)
+        return None if None in keys else keys
+    return type(value), value
 
 
 def _own_op(name: str, arguments: Sequence[Any]) -> RecordedOp:

@@ -170,13 +170,17 @@ class Projection:
         return self.over_bytes <= 0
 
 
+MEMORY, MARGIN, SLOWER = "does-not-fit", "within-margin", "slower"
+"""Why a legal layout is no candidate, in the place of a rule's name."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
-    """A layout that is not among the candidates.
+    """Layouts that are not among the candidates.
 
     Attributes:
-        layout: None for parts that were not settled.
-        rule: name of the rule (penstock/plan/rules), or `memory`.
+        layout: of one of them; parts that were not settled are left out.
+        rule: name of the rule (penstock/plan/rules) of illegal ones, else `MEMORY`, `MARGIN` or `SLOWER`.
         count: layouts that this refusal stands for.
     """
 
@@ -188,12 +192,17 @@ class Refusal:
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """A sign that another layout may be faster than the requested one, and overrides to try, if they are known."""
+    """What a rule of thumb has against a layout, and overrides to try, if they are known.
+
+    Attributes:
+        without: tokens/s on a device of the fastest layout without it that a search found; None if it found none.
+    """
 
     rule: str
     reason: str
     source: str
     changes: tuple[str, ...] = ()
+    without: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +212,11 @@ class Plan:
     Attributes:
         candidates: that fit, fastest first; a single requested layout even if it does not fit.
         considered: number of layouts, refused ones included.
-        advice: about a single requested layout; a search has none.
+        advice: about the first candidate.
+        close: faster than the first candidate, and so large that the error of the projection decides if they fit.
+        nearest: the layout that lacks the least memory, where nothing fits.
+        helps: changes with which `nearest` fits, in words.
+        margin: share of the memory that candidates leave free for the error of the projection.
     """
 
     model: str
@@ -212,6 +225,10 @@ class Plan:
     refused: tuple[Refusal, ...]
     considered: int
     advice: tuple[Advice, ...] = ()
+    close: tuple[Projection, ...] = ()
+    nearest: Projection | None = None
+    helps: tuple[str, ...] = ()
+    margin: float = 0.0
 
 
 _TIMES = (
@@ -245,6 +262,10 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "hardware": plan.cluster.hardware.name,
         "world": plan.cluster.devices,
         "candidates": [candidate_json(one) for one in plan.candidates],
+        "close": [candidate_json(one) for one in plan.close],
+        "nearest": None if plan.nearest is None else candidate_json(plan.nearest),
+        "helps": list(plan.helps),
+        "margin": plan.margin,
         "refused": [asdict(one) for one in plan.refused],
         "advice": [asdict(one) for one in plan.advice],
     }

@@ -1,23 +1,24 @@
 """Search the layouts of a run on a cluster: the fastest that fits by the projection itself, with proof.
 
     1. legal      rules of the configuration leave out what cannot run (`penstock.plan.candidates`)
-    2. bounds     every legal layout gets a time and a memory that it cannot go below (`penstock.plan.bounds`), as arrays
+    2. bounds     every legal layout gets a time and a memory that it cannot go below (`penstock.plan.space_bounds`)
     3. first fit  some promising layouts are projected until one fits: what is bounded slower is out
     4. best first the layout with the least bound is looked at: its pieces run on the meta device once for all layouts
                   that share them (`penstock.plan.composer`), which gives its memory and a closer bound; a layout whose
                   closer bound is the least is projected
 
-The search ends when the least bound is slower than the last layout that is wanted. No rule of thumb leaves anything
-out, and how many layouts are shown does not decide which one is the best.
+The search ends when the least bound is no faster than the best. No rule of thumb leaves anything out, and how many
+layouts are shown does not decide which one is the best: the others are the fastest that were looked at.
 
-A layout needs room for the projection's own error (`penstock.plan.projection.KnownError`). One that fits only without
-that room is within the margin: it is shown apart.
+A layout needs room for the projection's own error (`penstock.plan.known_error`). One that fits only without that room
+is shown apart, because it may not fit.
 """
 
 import gc
 import heapq
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.pool import Pool
 from typing import NamedTuple
@@ -25,13 +26,13 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.config.fit import NO_PIPELINE, SPLITTING_SCHEDULES
+from penstock.config.fit import shard as shard_of
 from penstock.config.rules import check
 from penstock.config.run import Run
 from penstock.layout.grid import Grid
 from penstock.models.count import count
 from penstock.models.kernels import most_sync_free
 from penstock.plan.candidates import (
-    Family,
     Saving,
     SearchSpace,
     check_fixed,
@@ -42,35 +43,53 @@ from penstock.plan.candidates import (
 from penstock.plan.composed_run import ComposedRun, ComposedTimes
 from penstock.plan.composer import Composer, View
 from penstock.plan.costs import HardwareTimes
-from penstock.plan.hardware import Cluster
+from penstock.plan.hardware import Cluster, cluster_of
+from penstock.plan.known_error import memory_margin
 from penstock.plan.meta_rank import conventional
 from penstock.plan.project import DEFAULT_ASSUMPTIONS, Assumptions, device_of, overheads_of, project, target_of
-from penstock.plan.projection import Plan
-from penstock.plan.rules.book import illegal
-from penstock.plan.rules.rule import Sizes, facts_of, sizes_of
+from penstock.plan.projection import MARGIN, MEMORY, SLOWER, Advice, Plan, Projection, Refusal, layout_of
+from penstock.plan.rules.book import advice
+from penstock.plan.rules.rule import Rule, Sizes, facts_of, sizes_of
 from penstock.plan.space_bounds import Divisions, SpaceBounds
 
 Progress = Callable[[str], None]
 """Told what the search is doing, in a few words."""
 
-SURE = 1.03
-"""Memory of approximate pieces decides if it is this factor above or below the limit."""
-
 ALL = ("pp", "vpp", "ep", "etp", "cp", "tp", "schedule", "micro_batch", "recompute", "sync_free_stage", "dispatcher")
 """The parts of a layout that decide it, by their names in the JSON contract."""
 
-CAUTION = 2.2
-"""Activations are this many times their bound, as a guess for a first layout that fits."""
-
-BATCH = 16
-"""Layouts that are looked at side by side."""
+SURE = 1.03
+"""Memory of approximate pieces decides if it is this factor above or below the limit."""
 
 TOLERANCE = 0.003
 """A layout that cannot be faster by this share is not looked at."""
 
+CAUTION = 2.2
+"""Activations are this many times their bound, as a guess for a first layout that fits."""
+
 FIRST_SHAPES = ((NO_PIPELINE, 1), ("1f1b", 1), ("interleaved", 2))
+"""Schedules of a first layout that fits."""
+
 FEW, FIRST_TRIES = 2000, 40
-"""Layouts that are projected to find a first one that fits."""
+"""Divisions of each family, and layouts, that are tried for a first layout that fits."""
+
+BATCH = 16
+"""Layouts that are looked at side by side."""
+
+TELLS = 64
+"""Layouts looked at between two words of progress."""
+
+PLAYED, FINALISTS = 20, 4
+"""Layouts whose schedule is played at the end, and that are projected with their rare stages."""
+
+CLOSE_TRIED, CLOSE_SHOWN = 8, 3
+"""Layouts within the margin of the memory that are projected, and shown."""
+
+MORE_DEVICES, SHORTER_ROWS = (2, 4, 8), (2, 4)
+"""Times that are tried where nothing fits."""
+
+OTHERS_TRIED = 3
+"""Layouts that are projected to say how fast a run is without something that a rule advises against."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +100,7 @@ class SearchRequest:
         run: to train; the search ignores the parts of its layout that it chooses.
         global_batch: rows of a step; None for the run's.
         fixed: texts by names of a layout (penstock/plan/asked_layout.py): parts that the search does not choose.
-        top: candidates that are wanted.
+        top: candidates that are wanted; there may be fewer.
     """
 
     run: Run
@@ -93,7 +112,7 @@ class SearchRequest:
 
 
 def search(request: SearchRequest, progress: Progress | None = None, workers: Pool | None = None) -> Plan:
-    """Answer a request; `progress` is told from time to time.
+    """Answer a request; `progress` is told from time to time, `workers` help (`penstock.plan.composer.meta_workers`).
 
     With every part of the layout fixed, the plan has that layout, whether it fits or not.
 
@@ -140,8 +159,9 @@ def _one(request: SearchRequest, run: Run) -> Plan | None:
         return None
     recompute = () if fixed["recompute"] == "none" else tuple(fixed["recompute"].split("+"))
     sizes = replace(
-        _neutral(request, run), tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, vpp=int(fixed["vpp"]), schedule=fixed["schedule"],
-        micro_batch=int(fixed["micro_batch"]), dispatcher=fixed["dispatcher"], sync_free=int(fixed["sync_free_stage"]),
+        neutral_sizes(request, run), tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, vpp=int(fixed["vpp"]),
+        schedule=fixed["schedule"], micro_batch=int(fixed["micro_batch"]), dispatcher=fixed["dispatcher"],
+        sync_free=int(fixed["sync_free_stage"]),
     )  # fmt: skip
     asked = run_of(run, with_saving(sizes, Saving(recompute, run.offload.optimizer)))
     check(asked)
@@ -149,8 +169,8 @@ def _one(request: SearchRequest, run: Run) -> Plan | None:
     return Plan(model=run.name, cluster=request.cluster, candidates=(found,), refused=(), considered=1)
 
 
-def _neutral(request: SearchRequest, run: Run) -> Sizes:
-    """One rank for everything."""
+def neutral_sizes(request: SearchRequest, run: Run) -> Sizes:
+    """Sizes of a run on the cluster of a request, with one rank for everything."""
     counted = count(run.model, run.training.sequence_length)
     facts = facts_of(
         run.model,
@@ -163,10 +183,6 @@ def _neutral(request: SearchRequest, run: Run) -> Sizes:
         sizes, tp=1, cp=1, pp=1, vpp=1, ep=1, etp=1, micro_batch=1, schedule=NO_PIPELINE, recompute=(), sync_free=0,
         dispatcher="local", overlap=searched_overlap(run), capture=run.graphs.capture, offloads_optimizer=False,
     )  # fmt: skip
-
-
-def margin_of(cluster):
-    return 0.04
 
 
 class _Node(NamedTuple):
@@ -183,7 +199,10 @@ class _Node(NamedTuple):
 
 
 class _Waiting(NamedTuple):
-    """A layout to look at: seconds that it cannot go below, how closely, and itself."""
+    """Layouts to look at: seconds that they cannot go below, and how closely these are known (`_Search._look_at`).
+
+    At step 0 the node stands for all divisions of dense ranks, shards and rows beside its experts.
+    """
 
     bound: float
     step: int
@@ -192,7 +211,7 @@ class _Waiting(NamedTuple):
 
 @dataclass(frozen=True)
 class _Fitting:
-    """A layout that was looked at, and fits the device."""
+    """A layout that was composed: bytes of its fullest rank, and seconds that it cannot go below."""
 
     sizes: Sizes
     composed: ComposedRun
@@ -201,123 +220,158 @@ class _Fitting:
 
 
 class _Search:
-    def __init__(self, request: SearchRequest, run: Run, progress: Progress, workers: Pool | None = None) -> None:
-        import time
-        self.t = time.perf_counter()
+    """One search. `_fitting` are layouts that fit, `_exact` seconds of those that were played by their schedule."""
+
+    def __init__(self, request: SearchRequest, run: Run, progress: Progress, workers: Pool | None) -> None:
         cluster, assumptions = request.cluster, request.assumptions
         self._request = request
         self._run = run
         self._progress = progress
         self._capacity = cluster.hardware.memory.capacity_bytes
-        self._limit = int(self._capacity * (1 - margin_of(cluster)))
-        self._neutral = _neutral(request, run)
+        self._margin = memory_margin(cluster)
+        self._limit = int(self._capacity * (1 - self._margin))
+        neutral = neutral_sizes(request, run)
         self._overheads = overheads_of(cluster.hardware)
         self._composer = Composer(run, target_of(run, cluster, assumptions), self._overheads, workers)
         times = HardwareTimes.of(cluster.hardware)
         self._times = ComposedTimes(cluster, assumptions.imbalance, times)
-        self._space = SearchSpace(self._neutral, run, request.fixed)
+        self._space = SearchSpace(neutral, run, request.fixed)
         self._families = list(self._space.families())
-        print("space", time.perf_counter() - self.t)
-        self._bounds = SpaceBounds(run, cluster, assumptions.imbalance, self._composer, self._neutral, times)
-        self._divisions = [self._bounds.divisions(family) for family in self._families]
-        print("divisions", time.perf_counter() - self.t, [len(d) for d in self._divisions])
+        progress(f"{self._space.count:,} legal layouts")
+        self._bounds = SpaceBounds(run, cluster, assumptions.imbalance, self._composer, neutral, times)
         self._scaled: dict[tuple[int, int, tuple[str, ...], bool], tuple[Divisions, np.ndarray]] = {}
         self._rows_over: dict[_Node, int] = {}
-        self._looked: dict[_Node, _Fitting] = {}
-        self._fitting: list[_Fitting] = []
+        self._fitting: dict[_Node, _Fitting] = {}
+        self._exact: dict[_Node, float] = {}
+        self._best = math.inf
         self._close: list[_Fitting] = []
+        self._too_large: Counter[str] = Counter()
+        self._large_in_group: dict[_Node, int] = {}
+        self._nearly: dict[bool, tuple[float, _Node]] = {}
+        """The least memory over the limit with its layout, by whether it was composed or is a bound."""
 
     def plan(self) -> Plan:
         """Search."""
-        import time
-        t = self.t
-        first = self._first_fit()
-        print("first", self._tokens(first), time.perf_counter() - t, "legal", self._space.count, self._composer.meta_runs)
-        kept = []
-        for divisions in self._divisions:
-            ideal = self._bounds.ideal_seconds(divisions)
-            kept.append(divisions.where(ideal < first))
-        print("kept", [len(d) for d in kept], time.perf_counter() - t)
-        waiting: list[_Waiting] = [one for f in range(len(kept)) for one in self._groups(f, kept[f], first)]
-        print("groups", len(waiting), time.perf_counter() - t)
+        divisions = [self._bounds.divisions(family) for family in self._families]
+        tries = self._tries(divisions)
+        self._first_fit(tries)
+        kept = [one.where(self._bounds.ideal_seconds(one) < self._cutoff()) for one in divisions]
+        waiting = [one for f in range(len(kept)) for one in self._groups(f, kept[f])]
+        self._best_first(kept, waiting)
+        best = self._candidates()
+        nearest = None if best else self._nearest()
+        return Plan(
+            model=self._run.name,
+            cluster=self._request.cluster,
+            candidates=tuple(best),
+            close=tuple(self._within_margin(best)),
+            nearest=nearest,
+            helps=() if nearest is None else tuple(self._helps()),
+            refused=(*self._space.illegal.values(), *self._legal_refusals(best)),
+            considered=self._space.count + sum(one.count for one in self._space.illegal.values()),
+            advice=tuple(self._advice(best[0], tries)) if best else (),
+            margin=self._margin,
+        )
+
+    def _best_first(self, kept: Sequence[Divisions], waiting: list[_Waiting]) -> None:
+        """Look at layouts, those with the least bound first, until no bound is below the best."""
         heapq.heapify(waiting)
-        looked = [0, 0, 0, 0]
+        looked = 0
         while waiting and waiting[0].bound < self._cutoff():
             batch = [heapq.heappop(waiting) for _ in range(min(BATCH, len(waiting)))]
             batch = [one for one in batch if one.step == 0 or not self._is_dominated(one.node)]
-            self._composer.prefetch(run for one in batch for run in self._runs_of(one))
-            for bound, step, node in batch:
-                if bound >= self._cutoff():
-                    continue
-                looked[step] += 1
-                if step == 0:
-                    for one in self._members(kept[node.family], node, bound):
-                        heapq.heappush(waiting, one)
-                elif step == 3:
-                    self._play(node)
-                elif (closer := (self._look, self._fit)[step - 1](node)) < math.inf:
-                    heapq.heappush(waiting, _Waiting(max(bound, closer), step + 1, node))
-        print("looked", looked, time.perf_counter() - t, "runs", self._composer.meta_runs, "left", len(waiting))
-        for one in sorted(self._fitting, key=lambda one: one.seconds)[:5]:
-            print(one.sizes.pp, one.sizes.vpp, one.sizes.schedule, "tp", one.sizes.tp, "cp", one.sizes.cp, "ep", one.sizes.ep, one.sizes.etp, one.sizes.micro_batch, one.sizes.recompute, one.sizes.dispatcher, one.sizes.sync_free, one.sizes.shard, one.sizes.offloads_optimizer, one.bytes / 1e9, self._tokens(one.seconds))
+            self._composer.prefetch(run for one in batch for run in self._stages_of(one))
+            for one in batch:
+                if one.bound < self._cutoff():
+                    for more in self._look_at(one, kept[one.node.family]):
+                        heapq.heappush(waiting, more)
+            looked += len(batch)
+            if looked % TELLS < BATCH:
+                found = f"best {self._tokens(self._best):,.0f}" if self._exact else "none fits yet"
+                bound = f", at most {self._tokens(waiting[0].bound):,.0f}" if waiting else ""
+                self._progress(f"{looked:,} of {self._space.count:,} layouts looked at: {found}{bound} tokens/s")
 
-    def _runs_of(self, one: _Waiting) -> Iterator[tuple[Run, View]]:
+    def _look_at(self, one: _Waiting, divisions: Divisions) -> Iterator[_Waiting]:
+        """The same layouts with closer bounds, as far as they may be the best."""
+        bound, step, node = one
+        if step == 0:
+            yield from self._members(divisions, node, bound)
+        elif step == 3:
+            self._play(node)
+        elif (closer := (self._look, self._fit)[step - 1](node)) < math.inf:
+            yield _Waiting(max(bound, closer), step + 1, node)
+
+    def _stages_of(self, one: _Waiting) -> Iterator[tuple[Run, View]]:
         """Stages that a look at a layout will ask for."""
         if one.step == 0:
             family, saving = self._families[one.node.family], self._space.savings[one.node.saving]
             splits = family.shapes[one.node.shape][0] in SPLITTING_SCHEDULES
-            yield self._bounds.reference_run(family.experts[one.node.experts], (1, 1), saving.recompute, splits), "middle"
+            experts = family.experts[one.node.experts]
+            yield self._bounds.reference_run(experts, (1, 1), saving.recompute, splits), "middle"
         elif one.step < 3:
             run = run_of(self._run, self._sizes(one.node))
             views: tuple[View, ...] = ("middle",) if one.step == 1 else ("first", "last")
             yield from ((run, view) for view in (views if run.parallel.pipeline > 1 else ("whole",)))
 
-    def _first_fit(self) -> float:
-        """Seconds of a layout that fits; infinite if none of the most promising does."""
-        # Of each family the divisions with the least ideal time that need little memory by a cautious count.
-        tries: list[_Waiting] = []
-        for f, every in enumerate(self._divisions):
-            divisions = self._bounds.fastest(every, FEW, self._limit)
-            for saving in range(len(self._space.savings)):
-                tries += self._promising(f, divisions, saving)
-        tries.sort()
+    def _tries(self, divisions: Sequence[Divisions]) -> list[_Waiting]:
+        """Of each family and saving the most promising layout, the one with the least bound first."""
+        found = []
+        for f, every in enumerate(divisions):
+            some = self._bounds.fastest(every, FEW, self._limit)
+            for v, saving in enumerate(self._space.savings):
+                best = []
+                for shape, name in enumerate(every.family.shapes):
+                    if name not in FIRST_SHAPES or not some.legal(shape).any():
+                        continue
+                    memory = self._bounds.bytes(some, shape, saving, kept_times=CAUTION) + self._overheads.context
+                    seconds = np.where(memory <= self._limit, self._bounds.seconds(some, shape, saving), np.inf)
+                    at = int(seconds.argmin())
+                    if math.isfinite(seconds[at]):
+                        dense, experts, shard, rows = some.places[at].tolist()
+                        stage = every.family.experts[experts].stages[0]
+                        node = _Node(f, shape, v, dense, experts, shard, rows, stage)
+                        best.append(_Waiting(float(seconds[at]), 0, node))
+                found += [min(best)] if best else []
+        return sorted(found)
+
+    def _first_fit(self, tries: Sequence[_Waiting], rule: Rule | None = None) -> float | None:
+        """Seconds of the first try that fits, and that a rule has nothing against; None if none does."""
         for one in tries[:FIRST_TRIES]:
-            if self._look(one.node) < math.inf and self._fit(one.node) < math.inf:
-                return self._play(one.node)
-        return math.inf
-
-    def _promising(self, f: int, divisions: Divisions, saving: int) -> list[_Waiting]:
-        """The layout of a family and a saving with the least bound, of those that seem to fit; of few shapes."""
-        best = []
-        for shape, name in enumerate(divisions.family.shapes):
-            if name not in FIRST_SHAPES or not divisions.legal(shape).any():
+            if rule is not None and rule.check(self._sizes(one.node)) is not None:
                 continue
-            seconds = self._bounds.seconds(divisions, shape, self._space.savings[saving])
-            memory = self._bounds.bytes(divisions, shape, self._space.savings[saving], kept_times=CAUTION)
-            seconds = np.where(memory + self._overheads.context <= self._limit, seconds, np.inf)
-            at = int(seconds.argmin())
-            if math.isfinite(seconds[at]):
-                best.append(_Waiting(float(seconds[at]), 0, self._node(f, divisions, at, shape, saving)))
-        return [min(best)] if best else []
+            if one.node in self._fitting or (self._look(one.node) < math.inf and self._fit(one.node) < math.inf):
+                return self._play(one.node)
+        return None
 
-    def _node(self, family: int, divisions: Divisions, at: int, shape: int, saving: int, stage: int | None = None) -> _Node:
-        dense, experts, shard, rows = divisions.places[at].tolist()
-        stage = divisions.family.experts[experts].stages[0] if stage is None else stage
-        return _Node(family, shape, saving, dense, experts, shard, rows, stage)
-
-    def _groups(self, f: int, divisions: Divisions, below: float) -> Iterator[_Waiting]:
+    def _groups(self, f: int, divisions: Divisions) -> Iterator[_Waiting]:
         """Layouts of a family with one shape, saving and division of the experts, by the least bound of those."""
-        experts = divisions.places[:, 1]
-        for shape in range(len(divisions.family.shapes)):
+        family, savings = divisions.family, self._space.savings
+        stages = np.array([len(one.stages) for one in family.experts])
+        for shape in range(len(family.shapes)):
             if not divisions.legal(shape).any():
                 continue
-            for v, saving in enumerate(self._space.savings):
-                seconds = self._bounds.seconds(divisions, shape, saving)
-                memory = self._bounds.bytes(divisions, shape, saving) + self._overheads.context
-                least = np.full(len(divisions.family.experts), math.inf)
-                np.minimum.at(least, experts, np.where(memory <= self._limit, seconds, math.inf))
-                for number in np.flatnonzero(least < below).tolist():
-                    yield _Waiting(float(least[number]), 0, _Node(f, shape, v, 0, number, 0, 0, 0))
+            # Nothing is faster than with the least saving.
+            may_win = self._bounds.seconds(divisions, shape, savings[0]) < self._cutoff()
+            some = divisions.where(may_win)
+            if not len(some):
+                continue
+            for v, saving in enumerate(savings):
+                memory = self._bounds.bytes(some, shape, saving) + self._overheads.context
+                experts, is_large = some.places[:, 1], memory > self._limit
+                at = int(memory.argmin())
+                dense, expert, shard, rows = some.places[at].tolist()
+                nearly = _Node(f, shape, v, dense, expert, shard, rows, family.experts[expert].stages[0])
+                self._note_over(float(memory[at]) - self._limit, nearly, is_composed=False)
+                large = np.bincount(experts, is_large * stages[experts], len(stages)).astype(int)
+                self._too_large[MEMORY] += int(large.sum())
+                least = np.full(len(stages), math.inf)
+                if not is_large.all():
+                    seconds = self._bounds.seconds(some, shape, saving)
+                    np.minimum.at(least, experts, np.where(is_large, math.inf, seconds))
+                for number in np.flatnonzero(least < self._cutoff()).tolist():
+                    node = _Node(f, shape, v, 0, number, 0, 0, 0)
+                    self._large_in_group[node] = int(large[number])
+                    yield _Waiting(float(least[number]), 0, node)
 
     def _members(self, divisions: Divisions, group: _Node, bound: float) -> Iterator[_Waiting]:
         """The layouts of a group that may fit and be faster than what was found, by closer bounds."""
@@ -327,12 +381,15 @@ class _Search:
         if key not in self._scaled:
             same = divisions.where(divisions.places[:, 1] == group.experts)
             self._scaled[key] = self._bounds.scaled(same, saving.recompute, splits)
-        scaled = self._scaled[key]
+        scaled, stages = self._scaled[key], family.experts[group.experts].stages
         seconds, memory = self._bounds.closer(scaled, group.shape, saving)
-        may_win = (memory + self._overheads.context <= self._limit) & (seconds < self._cutoff())
-        for at in np.flatnonzero(may_win).tolist():
+        fits = memory + self._overheads.context <= self._limit
+        may_win = seconds < self._cutoff()
+        large = int((~fits & may_win).sum()) * len(stages)
+        self._too_large[MEMORY] += max(0, large - self._large_in_group[group])
+        for at in np.flatnonzero(fits & may_win).tolist():
             dense, _, shard, rows = scaled[0].places[at].tolist()
-            for stage in family.experts[group.experts].stages:
+            for stage in stages:
                 node = group._replace(dense=dense, shard=shard, rows=rows, sync_free=stage)
                 yield _Waiting(max(bound, float(seconds[at])), 1, node)
 
@@ -341,37 +398,30 @@ class _Search:
         steps = len(self._space.savings) // self._space.offloads
         host, recompute = divmod(node.saving, steps)
         lighter = (a * steps + b for a in range(host + 1) for b in range(recompute + 1))
-        return any(
-            node._replace(saving=one) in self._looked for one in lighter if one != node.saving
-        )
+        return any(node._replace(saving=one) in self._fitting for one in lighter if one != node.saving)
 
     def _cutoff(self) -> float:
         """Seconds that a layout must be below to be looked at."""
-        best = min((one.seconds for one in self._fitting), default=math.inf)
-        return best * (1 - TOLERANCE)
+        return self._best * (1 - TOLERANCE)
 
     def _sizes(self, node: _Node) -> Sizes:
-        family = self._families[node.family]
-        (tp, cp), experts, (schedule, vpp) = family.dense[node.dense], family.experts[node.experts], family.shapes[node.shape]
-        sizes = replace(
-            self._neutral, pp=family.pp, tp=tp, cp=cp, ep=experts.ep, etp=experts.etp, dispatcher=experts.dispatcher,
-            sync_free=node.sync_free, shard=family.shards[node.shard], micro_batch=family.rows[node.rows],
-            schedule=schedule, vpp=vpp, capture="none" if family.pp > 1 else self._neutral.capture,
-        )  # fmt: skip
-        return with_saving(sizes, self._space.savings[node.saving])
+        place = node.dense, node.experts, node.shard, node.rows
+        saving = self._space.savings[node.saving]
+        return self._space.sizes(self._families[node.family], place, node.shape, saving, node.sync_free)
 
     def _look(self, node: _Node) -> float:
         """A closer bound of a layout, from the pieces of its inner places; infinite if these do not fit."""
         # More rows never need less memory, so one overflow refuses all larger micro-batches.
         key = node._replace(rows=0)
         if self._rows_over.get(key, node.rows) < node.rows:
+            self._too_large[MEMORY] += 1
             return math.inf
         sizes = self._sizes(node)
-        assert illegal(sizes) is None, f"{sizes} is illegal"
         composed = self._composer.composed(run_of(self._run, sizes), _grid_of(sizes), closely=False)
         inner = composed.inner_places
-        if composed.fullest_of(inner) > self._limit * SURE:
-            self._rows_over[key] = node.rows
+        size = composed.fullest_of(inner)
+        if size > self._limit * SURE:
+            self._refuse_large(node, sizes, composed, size)
             return math.inf
         return self._times.bound(composed, inner)
 
@@ -385,24 +435,124 @@ class _Search:
             # So near the limit rare stages matter.
             size = max(one.total for one in self._composer.memories(run, grid))
         if size > self._limit:
-            key = node._replace(rows=0)
-            self._rows_over[key] = min(node.rows, self._rows_over.get(key, node.rows))
-            if size <= self._capacity:
-                self._close.append(_Fitting(sizes, composed, size, 0.0))
+            self._refuse_large(node, sizes, composed, size)
             return math.inf
         seconds = self._times.bound(composed, range(grid.pipeline))
-        self._looked[node] = _Fitting(sizes, composed, size, seconds)
+        self._fitting[node] = _Fitting(sizes, composed, size, seconds)
         return seconds
+
+    def _refuse_large(self, node: _Node, sizes: Sizes, composed: ComposedRun, size: int) -> None:
+        key = node._replace(rows=0)
+        self._rows_over[key] = min(node.rows, self._rows_over.get(key, node.rows))
+        if size <= self._capacity:
+            self._too_large[MARGIN] += 1
+            self._close.append(_Fitting(sizes, composed, size, self._times.bound(composed, composed.inner_places)))
+            return
+        self._too_large[MEMORY] += 1
+        self._note_over(size - self._limit, node, is_composed=True)
+
+    def _note_over(self, over: float, node: _Node, *, is_composed: bool) -> None:
+        if over > 0:
+            self._nearly[is_composed] = min(self._nearly.get(is_composed, (math.inf, node)), (over, node))
 
     def _play(self, node: _Node) -> float:
         """Seconds of a layout that fits by its schedule."""
-        found = self._looked[node]
-        exact = replace(found, seconds=self._times.seconds(found.composed))
-        self._fitting.append(exact)
-        return exact.seconds
+        if node not in self._exact:
+            self._exact[node] = self._times.seconds(self._fitting[node].composed)
+            self._best = min(self._best, self._exact[node])
+        return self._exact[node]
+
+    def _candidates(self) -> list[Projection]:
+        """The fastest layouts that were looked at and fit; the first one is the same however many are wanted."""
+        wanted = self._request.top
+        for node in sorted(self._fitting, key=lambda node: self._fitting[node].seconds)[:PLAYED]:
+            self._play(node)
+        # Of layouts that take the same time the one with less memory comes first.
+        nodes = sorted(self._exact, key=lambda node: (self._exact[node], self._fitting[node].bytes))
+        found = [self._projection(self._fitting[node]) for node in nodes[: max(wanted, FINALISTS)]]
+        found.sort(key=lambda one: (one.time.step_seconds, one.memory.total))
+        return found[:wanted]
+
+    def _projection(self, one: _Fitting) -> Projection:
+        run = one.composed.run
+        composed = self._composer.composed(run, one.composed.grid)
+        return Projection(
+            run=run,
+            cluster=self._request.cluster,
+            layout=layout_of(run, composed.grid, one.sizes.dispatcher, shard_of(run)),
+            memories=tuple(composed.memory(place) for place in range(composed.grid.pipeline)),
+            time=self._times.exact(composed),
+        )
+
+    def _within_margin(self, best: Sequence[Projection]) -> list[Projection]:
+        """Layouts that are faster than the best and fit only if the projection's memory is right."""
+        tried = sorted(self._close, key=lambda one: one.seconds)[:CLOSE_TRIED]
+        found = [self._projection(one) for one in tried]
+        slowest = best[0].time.step_seconds if best else math.inf
+        found = [one for one in found if one.fits and one.time.step_seconds < slowest]
+        return sorted(found, key=lambda one: one.time.step_seconds)[:CLOSE_SHOWN]
+
+    def _nearest(self) -> Projection | None:
+        """The layout that lacks the least memory, of those that were looked at."""
+        if not self._nearly:
+            return None
+        _, node = self._nearly.get(True) or self._nearly[False]
+        run = run_of(self._run, self._sizes(node))
+        return project(run, self._request.cluster, self._request.assumptions)
+
+    def _helps(self) -> Iterator[str]:
+        """What makes the run fit where nothing does: more devices, shorter rows; each alone, with its layout."""
+        request, training, cluster = self._request, self._run.training, self._request.cluster
+        for times in MORE_DEVICES:
+            there = replace(request, cluster=cluster_of(times * cluster.devices, cluster.hardware))
+            if (sizes := self._fits_if(there, self._run)) is not None:
+                yield f"{there.cluster.devices:,} devices, such as {_layout_text(self._run, sizes)}"
+                break
+        for times in SHORTER_ROWS:
+            length = training.sequence_length // times
+            run = _with(self._run, "training", sequence_length=length, global_batch=times * training.global_batch)
+            if (sizes := self._fits_if(request, run)) is not None:
+                yield f"training.sequence_length={length}, such as {_layout_text(run, sizes)}"
+                break
+
+    def _fits_if(self, request: SearchRequest, run: Run) -> Sizes | None:
+        other = _Search(request, run, self._progress, None)
+        other._first_fit(other._tries([other._bounds.divisions(family) for family in other._families]))
+        return next((one.sizes for one in other._fitting.values()), None)
+
+    def _legal_refusals(self, best: Sequence[Projection]) -> list[Refusal]:
+        """Legal layouts that are no candidates: that do not fit, fit within the margin, or are slower."""
+        slower = self._space.count - self._too_large.total() - len(best)
+        free = f"leaves less than {self._margin:.1%} of the memory, which the projection may be off by"
+        fast = f"no faster than the best by its bound; {self._tokens(self._best):,.0f} tokens/s on a device"
+        reasons = {
+            MEMORY: "more than the memory of a device, by its bound or its projection",
+            MARGIN: free,
+            SLOWER: fast,
+        }
+        counts = {**self._too_large, SLOWER: max(0, slower)}
+        return [
+            Refusal(layout={}, rule=rule, reason=reason, count=counts[rule])
+            for rule, reason in reasons.items()
+            if counts.get(rule, 0)
+        ]
+
+    def _advice(self, best: Projection, tries: Sequence[_Waiting]) -> Iterator[Advice]:
+        """What rules have against the best, each with the speed of the best layout that was found without it."""
+        sizes = next(one.sizes for one in self._fitting.values() if one.composed.run == best.run)
+        for rule, reason in advice(sizes):
+            others = [node for node, one in self._fitting.items() if rule.check(one.sizes) is None]
+            others = sorted(others, key=lambda node: self._fitting[node].seconds)[:OTHERS_TRIED]
+            seconds = min(map(self._play, others)) if others else self._first_fit(tries, rule)
+            without = None if seconds is None else self._tokens(seconds)
+            yield Advice(rule=rule.name, reason=reason, source=rule.source, changes=rule.fix, without=without)
 
     def _tokens(self, seconds: float) -> float:
         return self._run.tokens_per_step / seconds / self._request.cluster.devices
+
+
+def _layout_text(run: Run, sizes: Sizes) -> str:
+    return f"{layout_of(run_of(run, sizes), _grid_of(sizes), sizes.dispatcher, sizes.shard)}"
 
 
 def _grid_of(sizes: Sizes) -> Grid:

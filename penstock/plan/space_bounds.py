@@ -22,12 +22,12 @@ from penstock.config.run import Run
 from penstock.layout.actions import stages_of
 from penstock.layout.schedules import SCHEDULES
 from penstock.plan.bounds import TimeBounds, kept_numbers
-from penstock.plan.candidates import Experts, Family, Saving, run_of, with_saving
+from penstock.plan.candidates import MOST_MICRO_BATCH, Experts, Family, Saving, run_of, with_saving
 from penstock.plan.composed_run import StageContents
 from penstock.plan.composer import Composer
+from penstock.plan.costs import HardwareTimes, OpCosts, buffer_rows, routed_rows
 from penstock.plan.hardware import Cluster
 from penstock.plan.liveness import PipelineShape, enough, first_of_kinds, has_experts, peak_points
-from penstock.plan.costs import HardwareTimes, OpCosts, buffer_rows, routed_rows
 from penstock.plan.meta_run import gathered_bytes
 from penstock.plan.op_recorder import ARRIVE, END, FORK, FROM_HOST, JOIN, PUT_OFF, TO_HOST, WAIT, RecordedOps
 from penstock.plan.param_state import MOMENT_BYTES, SUM_BYTES
@@ -76,6 +76,7 @@ class Divisions:
         movable: bytes that the optimizer can have on the host, by part.
         whole: bytes of weights that FSDP2 gathers, by part; 0 without it.
         launching: seconds of the host in a step, by part.
+        update: seconds of the update, by part.
     """
 
     family: Family
@@ -89,6 +90,7 @@ class Divisions:
     movable: np.ndarray
     whole: np.ndarray
     launching: np.ndarray
+    update: np.ndarray
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -166,7 +168,9 @@ class SpaceBounds:
         shape = (len(family.dense), len(family.experts), len(family.shards), len(family.rows))
         work = np.zeros((*shape, parts, 5))
         of_ffn = cache(partial(self._ffn, family.experts))
-        for (d, (tp, cp)), (s, shard), (r, rows) in product(*map(enumerate, (family.dense, family.shards, family.rows))):
+        for (d, (tp, cp)), (s, shard), (r, rows) in product(
+            *map(enumerate, (family.dense, family.shards, family.rows))
+        ):
             accumulates, tokens = shard != "full", rows * run.training.sequence_length // (tp * cp)
             for k, part in enumerate(self.parts[:-1]):
                 one = self._times.attention(part.startswith("local"), tp, cp, rows, accumulates)
@@ -198,6 +202,7 @@ class SpaceBounds:
             movable=movable,
             whole=whole,
             launching=self._launching(micro_batches, alone.launches),
+            update=self._update_seconds(family, places),
         )
 
     def _launching(self, micro_batches: np.ndarray, launches: np.ndarray) -> np.ndarray:
@@ -208,7 +213,7 @@ class SpaceBounds:
     def ideal_seconds(self, divisions: Divisions) -> np.ndarray:
         """Seconds of a step if all places of the pipeline had the same work and none waited."""
         whole = (divisions.forward + divisions.backward) @ self._layers
-        return divisions.micro_batches * whole / divisions.family.pp
+        return (divisions.micro_batches * whole + divisions.update @ self._layers) / divisions.family.pp
 
     def fastest(self, divisions: Divisions, most: int, limit: int) -> Divisions:
         """The divisions with the least ideal time, of those whose state fits if the host has the optimizer."""
@@ -230,7 +235,8 @@ class SpaceBounds:
         if saving.offload:
             link = self._cluster.hardware.host_link.bytes_per_second
             found += HOST_SHARE / link * (divisions.movable @ places.held.T)
-        return np.where(divisions.legal(shape), found.max(1), np.inf)
+        update = (divisions.update @ places.held.T).max(1)
+        return np.where(divisions.legal(shape), found.max(1) + update, np.inf)
 
     def bytes(self, divisions: Divisions, shape: int, saving: Saving, kept_times: float = 1.0) -> np.ndarray:
         """Bytes of tensors on the fullest rank; activations count `kept_times`."""
@@ -261,7 +267,8 @@ class SpaceBounds:
     def _make_in_flight(self, pp: int, schedule: str, vpp: int, micro_batches: int) -> tuple[np.ndarray, ...]:
         """For each of `Places`: layers by kind that are kept, and that wait for weight gradients, at each moment."""
         found = []
-        for numbers, stages in zip(*(getattr(self._places(pp, schedule, vpp), name) for name in ("numbers", "stages"))):
+        places = self._places(pp, schedule, vpp)
+        for numbers, stages in zip(places.numbers, places.stages, strict=True):
             layers = np.stack([self._counts([one])[:-1] for one in stages])
             if schedule == NO_PIPELINE:
                 found.append(np.stack([layers.sum(0), np.zeros(layers.shape[1])], -1)[None])
@@ -284,7 +291,10 @@ class SpaceBounds:
         # Recomputed activations of experts do not depend on tensor and context ranks.
         dense = tuple(name for name in recompute if name not in ("expert-activation", "layer"))
         whole = self._reference(ALONE, (1, 1), dense, splits)
-        ranks = {place: self._reference(ALONE, family.dense[place], dense, splits) for place in set(divisions.places[:, 0].tolist())}
+        ranks = {
+            place: self._reference(ALONE, family.dense[place], dense, splits)
+            for place in set(divisions.places[:, 0].tolist())
+        }
         # Leading layers without experts are only in references of the dense ranks; divisions have one reference's part.
         shared, counted = own.launches > 0, self._reference(ALONE, (1, 1), (), False)
         sums = {
@@ -305,16 +315,12 @@ class SpaceBounds:
         )
         return closer, SCALED * tokens * kept
 
-    def closer(
-        self, scaled: tuple[Divisions, np.ndarray], shape: int, saving: Saving
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def closer(self, scaled: tuple[Divisions, np.ndarray], shape: int, saving: Saving) -> tuple[np.ndarray, np.ndarray]:
         """`seconds` and `bytes` of scaled divisions."""
         divisions, kept = scaled
         return self.seconds(divisions, shape, saving), self._bytes(divisions, shape, saving, kept)
 
-    def reference_run(
-        self, experts: Experts, ranks: tuple[int, int], recompute: tuple[str, ...], splits: bool
-    ) -> Run:
+    def reference_run(self, experts: Experts, ranks: tuple[int, int], recompute: tuple[str, ...], splits: bool) -> Run:
         """A run with these experts, on so many tensor and context ranks."""
         tp, cp = ranks
         sizes = replace(
@@ -327,8 +333,9 @@ class SpaceBounds:
             etp=experts.etp,
             dispatcher=experts.dispatcher,
             sync_free=experts.stages[0],
-            # As many tokens on each rank as with one rank, so that what does not depend on them counts alike.
-            micro_batch=tp * cp,
+            # As many tokens on each rank as the most rows of a micro-batch have with one rank: operators take less time
+            # for a token if there are many.
+            micro_batch=MOST_MICRO_BATCH * tp * cp,
         )
         return run_of(self._run, with_saving(sizes, Saving(recompute, offload=False)))
 
@@ -339,10 +346,10 @@ class SpaceBounds:
         tp, cp = ranks
         # Leading dense layers do not depend on the experts.
         pieces = self._composer.proxy(run, "mixed" if experts == ALONE else "middle").stage.pieces
-        tokens = run.training.sequence_length
+        rows, tokens = run.training.micro_batch, MOST_MICRO_BATCH * run.training.sequence_length
         works = tuple(piece.forward_ops for piece in pieces)
-        rows = routed_rows(run, self._imbalance)
-        costs = OpCosts(self._cluster.hardware, rows, buffer_rows(works), times=self._hardware_times)
+        routed = routed_rows(run, self._imbalance)
+        costs = OpCosts(self._cluster.hardware, routed, buffer_rows(works), times=self._hardware_times)
         by_kind = {piece.name: piece for piece in pieces}
         kept, fixed, linear, launches = np.zeros((4, len(self._kinds), 2))
         for k, kind in enumerate(self._kinds):
@@ -350,9 +357,15 @@ class SpaceBounds:
                 continue
             piece = by_kind[kind]
             kept[k] = piece.kept_bytes / tokens, piece.left / tokens
-            attention = self._times.attention(kind.startswith("local"), tp, cp, tp * cp, True)
+            attention = self._times.attention(kind.startswith("local"), tp, cp, rows, True)
             ffn = self._times.ffn(has_experts(kind), tokens, tp, experts, True)
-            repeated = dict(zip(_CONTAIN, (attention.forward + ffn.again, ffn.again * has_experts(kind), ffn.activation)))
+            repeated = dict(
+                zip(
+                    _CONTAIN,
+                    (attention.forward + ffn.again, ffn.again * has_experts(kind), ffn.activation),
+                    strict=True,
+                )
+            )
             again = next((repeated[name] for name in _CONTAIN if name in recompute), 0.0)
             bounds = attention.forward + ffn.forward, attention.backward + ffn.backward + again
             for way, ops in enumerate((piece.forward_ops, piece.backward_ops + piece.weight_ops)):
@@ -394,9 +407,7 @@ class SpaceBounds:
     def _ffn(self, experts: tuple[Experts, ...], is_moe: bool, tokens: int, tp: int, accumulates: bool) -> np.ndarray:
         """Of each division of the experts: forward, backward, and forward of what `_CONTAIN` names."""
         found = [self._times.ffn(is_moe, tokens, tp, one, accumulates) for one in experts]
-        return np.array(
-            [(one.forward, one.backward, one.again, one.again * is_moe, one.activation) for one in found]
-        )
+        return np.array([(one.forward, one.backward, one.again, one.again * is_moe, one.activation) for one in found])
 
     def _fsdp_seconds(self, family: Family, places: np.ndarray, whole: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Seconds to gather the weights of each part, and to reduce its gradients, that overlap cannot hide."""
@@ -415,6 +426,45 @@ class SpaceBounds:
         times = (1 - OVERLAP_GAIN) * sent * np.array([1, 2]) + copied
         gather, reduce = times[places[:, 0]].T
         return gather[:, None] * whole, reduce[:, None] * whole
+
+    def _update_seconds(self, family: Family, places: np.ndarray) -> np.ndarray:
+        """Seconds of the update by part: the optimizer's bytes, and messages of gradients and new weights."""
+        hardware, world = self._cluster.hardware, self._cluster.devices // family.pp
+        rate = hardware.peaks.memory_bytes_per_second * hardware.efficiency.memory
+        most, reduce_bytes = (
+            self._run.parallel.shard_size or world,
+            SUM_BYTES if self._run.parallel.reduce == "fp32" else 2,
+        )
+        shards = np.array(family.shards)[places[:, 2]]
+        found = np.zeros((len(places), len(self.parts)))
+        of_dense = self._message_seconds(tuple(tp for tp, _ in family.dense), world, most)[places[:, 0]]
+        of_experts = self._message_seconds(tuple(one.ep * one.etp for one in family.experts), world, most)[places[:, 1]]
+        for k, part in enumerate(self.parts):
+            moved, sent = np.zeros((2, len(places)))
+            for fact in (*self._facts[part], *(self._facts.get("mtp", ()) if part == HEAD else ())):
+                ranks, gather, reduce = (of_experts if fact.is_expert else of_dense).T
+                values = fact.values / ranks
+                own = values / np.where(shards == "none", 1, np.minimum(world // ranks, most))
+                is_divided, rounds = shards == "optimizer", fact.itemsize < SUM_BYTES
+                moved += SUM_BYTES * (np.where(shards == "full", own, values) + 5 * own)
+                moved += np.where(shards == "full", 0, rounds * (fact.itemsize + SUM_BYTES) * own)
+                sent += np.where(is_divided, values * (reduce * reduce_bytes + gather * fact.itemsize), 0.0)
+            found[:, k] = moved / rate + sent
+        return found
+
+    def _message_seconds(self, sizes: tuple[int, ...], world: int, most: int) -> np.ndarray:
+        """For ranks that cut a matrix: these, and seconds to gather and to reduce a byte over ranks that hold it."""
+        rows = []
+        for ranks in sizes:
+            group = self._cluster.group(min(most, world // ranks), ranks)
+            ways = [
+                0.0
+                if group.ranks == 1
+                else min(self._hardware_times.transfers.collective(name, size, group).seconds / size for size in LARGE)
+                for name in FSDP_COLLECTIVES
+            ]
+            rows.append((ranks, *ways))
+        return np.array(rows)
 
     def _state(self, family: Family, places: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Bytes of parameters by part that stay on the device, that can go to the host, and that FSDP2 gathers."""

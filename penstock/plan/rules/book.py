@@ -1,9 +1,8 @@
 """All rules, and the ways to ask them.
 
-A search asks `first_refusal` about every layout, walks the others in the order of `order_key`, and stops behind the
-first key at which something fits: later layouts are refused by `out_of_order`, with the name of the rule. For a single
-run, `penstock plan --layout` asks `config_refusal` and `advice` only. Legal rules are functions of `penstock.config`
-itself, by their names: those that a search breaks most often.
+A search leaves out what `illegal` refuses, and nothing else; `advice` is told about its best layout. For a single run,
+`penstock plan --layout` asks `config_refusal` and `advice`. Legal rules are functions of `penstock.config` itself, by
+their names: those that a search breaks most often.
 """
 
 from collections.abc import Callable
@@ -16,8 +15,6 @@ from penstock.config.rules import RULES as CONFIG_RULES
 from penstock.config.rules import rule_text
 from penstock.config.run import Run
 from penstock.plan.rules.advice import ADVICE
-from penstock.plan.rules.order import ORDER
-from penstock.plan.rules.prune import PRUNE
 from penstock.plan.rules.rule import Check, Rule, Sizes
 
 
@@ -90,26 +87,12 @@ LEGAL: tuple[Rule, ...] = (
 """In the order in which they are asked: the rules that refuse most come first."""
 
 
-RULES: tuple[Rule, ...] = (*LEGAL, *PRUNE, *ORDER, *ADVICE)
+RULES: tuple[Rule, ...] = (*LEGAL, *ADVICE)
 """Every rule of a plan."""
-
-OrderKey = tuple[int, ...]
-"""Ranks by the rules of `ORDER`."""
-
-_REFUSING = (*LEGAL, *PRUNE)
-_TOLD = (*ORDER, *ADVICE)
-
-
-def first_refusal(sizes: Sizes) -> tuple[Rule, str] | None:
-    """The first legal or pruning rule that a layout breaks, with its reason, or None. Sizes need not divide."""
-    for rule in _REFUSING:
-        if (reason := rule.check(sizes)) is not None:
-            return rule, reason
-    return None
 
 
 def illegal(sizes: Sizes) -> tuple[Rule, str] | None:
-    """As `first_refusal`, for a layout that the user asked for: only a layout that cannot run is refused."""
+    """The first legal rule that a layout breaks, with its reason, or None. Sizes need not divide."""
     for rule in LEGAL:
         if (reason := rule.check(sizes)) is not None:
             return rule, reason
@@ -117,26 +100,8 @@ def illegal(sizes: Sizes) -> tuple[Rule, str] | None:
 
 
 def advice(sizes: Sizes) -> list[tuple[Rule, str]]:
-    """Advice and rules of order that apply to a layout that can run."""
-    return [(rule, reason) for rule in _TOLD if (reason := rule.check(sizes)) is not None]
-
-
-def order_key(sizes: Sizes) -> OrderKey:
-    """Ranks of a layout by the rules of `ORDER`; a search tries smaller keys first."""
-    return tuple(rule.rank(sizes) for rule in ORDER if rule.rank is not None)
-
-
-def out_of_order(sizes: Sizes, fits: OrderKey) -> tuple[Rule, str] | None:
-    """The rule that puts a layout behind the least key that fits, with the reason; None if no rule does."""
-    for rule, own, other in zip(ORDER, order_key(sizes), fits, strict=True):
-        # Keys are compared from the left, as tuples are.
-        if own < other:
-            return None
-        if own > other:
-            reason = rule.check(sizes)
-            assert reason is not None, f"{rule.name} has a rank and no reason"
-            return rule, f"{reason}; layouts without it fit" if other == 0 else f"{reason}; layouts with less of it fit"
-    return None
+    """Advice about a layout that can run."""
+    return [(rule, reason) for rule in ADVICE if (reason := rule.check(sizes)) is not None]
 
 
 def config_refusal(run: Run, world: int) -> tuple[str, str] | None:

@@ -2,12 +2,10 @@
 
 A search looks at tens of thousands of layouts within seconds, so a rule reads a frozen `Sizes` and needs neither a
 `Run` nor PyTorch. All layouts of a search share their `ModelFacts`; parameters are counted once by the caller
-(`penstock.models.count`). `sizes_of` makes the sizes of one run. There are four kinds of rules:
+(`penstock.models.count`). `sizes_of` makes the sizes of one run. There are two kinds of rules:
 
     legal    the run would be refused when it is loaded or started; `by` names the function that refuses it
-    prune    a search does not project the layout, because another one does the same with less
-    order    the layout is projected only if no layout of a lower rank fits
-    advice   the layout stays, and `penstock plan --layout` prints the reason
+    advice   what guides of the field say against a layout; the times of the projection decide
 
 A reason is one line with the numbers of the case. None means that the rule does not apply to these sizes.
 """
@@ -139,13 +137,10 @@ def settled_dispatcher(run: Run, cluster: Cluster) -> str:
     return run.dispatch.method if choice.refusal is not None else choice.name
 
 
-Kind = Literal["legal", "prune", "order", "advice"]
+Kind = Literal["legal", "advice"]
 
 Check = Callable[[Sizes], str | None]
 """The reason against sizes, or None."""
-
-Rank = Callable[[Sizes], int]
-"""How late sizes are tried; 0 first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,11 +149,10 @@ class Rule:
 
     Attributes:
         name: name in plans and reports; never changes.
-        kind: legal, prune, order or advice.
+        kind: legal or advice.
         doc: the rule in words, with the measurement behind it.
         source: origin of the rule; ids such as L10 are of the list in docs/rules.md.
         check: the reason against sizes, or None.
-        rank: of an order rule: sizes of a lower rank are tried before; None for others.
         by: of a legal rule: the function that refuses such a run.
         fix: overrides of a run that try the opposite; empty if they depend on the case.
     """
@@ -168,25 +162,20 @@ class Rule:
     doc: str
     source: str
     check: Check
-    rank: Rank | None = None
     by: str = ""
     fix: tuple[str, ...] = ()
 
 
-def rule(kind: Kind, source: str, *fix: str, rank: Rank | None = None) -> Callable[[Check], Rule]:
+def advises(source: str, *fix: str) -> Callable[[Check], Rule]:
     """Make a rule of a function: its name is the rule's name, its docstring the rule's text.
 
-    Args:
-        fix: overrides that try the opposite.
-        rank: of an order rule; its function is asked for a reason only above rank 0.
+    `fix` are overrides that try the opposite.
     """
 
     def made(function: Check) -> Rule:
         assert function.__doc__ is not None, f"{function} is documented"
-        # An order rule gives a reason only where its rank is above 0.
-        check = function if rank is None else lambda sizes: function(sizes) if rank(sizes) else None
         name = function.__name__.replace("_", "-")
         doc = " ".join(function.__doc__.split())
-        return Rule(name=name, kind=kind, doc=doc, source=source, check=check, rank=rank, fix=fix)
+        return Rule(name=name, kind="advice", doc=doc, source=source, check=function, fix=fix)
 
     return made

@@ -23,7 +23,6 @@ from penstock.config.rules import check
 from penstock.config.run import Run
 from penstock.config.tree import build, merge, parse_overrides
 from penstock.plan.rules.advice import ADVICE, FEW_PEERS, MANY_COPIES
-from penstock.plan.rules.order import ORDER
 from penstock.tune.doctor.evidence import STANDS, Bottlenecks, Evidence, LateRank
 
 WORTH_SAYING = 0.005
@@ -128,7 +127,7 @@ Offer: TypeAlias = tuple[str | None, str, float]
 
 NO_OFFER: Offer = (None, "", 0.0)
 
-PLAN_SOURCES: Mapping[str, str] = {advice.name: advice.source for advice in (*ADVICE, *ORDER)}
+PLAN_SOURCES: Mapping[str, str] = {advice.name: advice.source for advice in ADVICE}
 """Sources of the plan's rules, by name."""
 
 
