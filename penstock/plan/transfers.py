@@ -227,7 +227,7 @@ def copies(traffic: TokenTraffic, places: int, sharers: int = 1) -> float:
 
 @cache
 def reached(traffic: TokenTraffic, places: int) -> float:
-    """The probability that one of `places` that share the experts evenly holds an expert of a token, or a part of one."""
+    """The probability that one of `places` that share the experts holds an expert of a token, or a part of one."""
     places = min(places, traffic.experts)
     if traffic.stride:
         return _needed_by_stride(traffic.experts, traffic.top_k, places, traffic.stride) / places

@@ -16,6 +16,7 @@ When a run fails, ranks fail one after the other. The first prints its error; th
 
 import json
 import os
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
