@@ -53,6 +53,10 @@ class CheckpointError(PenstockError):
     """A checkpoint is damaged, foreign, or of another model, or cannot be written."""
 
 
+class DamagedError(CheckpointError):
+    """A file of a checkpoint is not as it was saved, so an older checkpoint may serve."""
+
+
 class RunFolderError(PenstockError):
     """The folder of a run exists already, or is not there when it should be."""
 
@@ -85,6 +89,14 @@ class PicturesError(PenstockError):
 
 class NonFiniteError(PenstockError):
     """Loss or gradients became NaN or infinite."""
+
+
+def every_kind(kind: type[PenstockError] = PenstockError) -> dict[str, type[PenstockError]]:
+    """The kinds of errors by name."""
+    found = {kind.__name__: kind}
+    for below in kind.__subclasses__():
+        found |= every_kind(below)
+    return found
 
 
 def nearest(got: object, names: Iterable[str], most: int = 1) -> list[str]:

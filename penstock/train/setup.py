@@ -14,6 +14,7 @@ from penstock.base.devices import peak_flops
 from penstock.base.errors import ConfigError, DataError, DeviceError
 from penstock.config.fit import grid_of, shard
 from penstock.config.run import Run
+from penstock.config.schema import leaves
 from penstock.config.size import Count, routed_parameters, size_of
 from penstock.data.evaluation import EvaluationRows, evaluation_batches
 from penstock.data.loader import Loader, Prefetch
@@ -113,6 +114,7 @@ def prepare(run: Run, environment: Environment) -> Session:
     graphs, graphs_note = choose_capture(run, device, choices)
     state = TrainState(
         identity=identity_of(run),
+        options=leaves(run),
         modules=model.modules,
         optimizer=optimizer,
         batches=Prefetch(loader),

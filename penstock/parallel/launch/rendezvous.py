@@ -30,7 +30,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous as open_store
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from penstock.base.errors import FAILED, DeviceError, PenstockError
+from penstock.base.errors import FAILED, DeviceError, PenstockError, every_kind
 from penstock.parallel.launch.environment import Environment, facts_of_machine, prepare_environment
 from penstock.parallel.launch.process import choose_device, prepare_process
 
@@ -42,8 +42,6 @@ LAST_WORD_SECONDS = 10.0
 
 LEAVE_SECONDS = 1.0
 """How long a later rank to fail stays, so that the launcher sees the first one end."""
-
-_ERRORS: dict[str, type[PenstockError]] = {kind.__name__: kind for kind in PenstockError.__subclasses__()}
 
 
 class Rendezvous:
@@ -84,7 +82,7 @@ class Rendezvous:
         if self.rank > 0:
             message = json.loads(self.store.get(key))
             if "error" in message:
-                raise _ERRORS[message["error"]](message["facts"].pop("what"), **message["facts"])
+                raise every_kind()[message["error"]](message["facts"].pop("what"), **message["facts"])
             return message["value"]
         try:
             value = make()
