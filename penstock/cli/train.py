@@ -10,7 +10,7 @@
     penstock train debug --processes 4           four ranks on this machine; without it, one for each of its GPUs
 
 A run that goes on is described by the config.toml in its folder; the target only finds it. Exit codes: 0 when the last
-step is done, 2 for what the user can mend, 1 if another rank was lost, 130 and 143 for a run that was stopped on
+step is done, 2 for what the user can mend, 75 if another rank was lost, 129, 130 and 143 for a run that was stopped on
 request (penstock/train/stop.py).
 
 The same command is a launcher, which starts itself once for each rank (penstock/parallel/launch/local.py), or a rank:
@@ -31,9 +31,9 @@ import typer
 from rich.console import Console
 
 from penstock.base.errors import DeviceError, RunFolderError
+from penstock.base.interrupts import INTERRUPTED, STOPPED
 from penstock.base.numbers import bytes_text, count_text, duration_text, flops_text
 from penstock.cli.config import Overrides, Target, warn_of_unfilled
-from penstock.cli.interrupts import INTERRUPTED, STOPPED
 from penstock.cli.main import main
 from penstock.cli.output import next_line, warn
 from penstock.cli.view import DOT, FORCED_BALANCE, LiveView, PlainView
@@ -121,7 +121,8 @@ def train(  # noqa: PLR0913 - one argument for each option
 
     Ctrl-C or SIGTERM stops after the current step with a checkpoint; a second Ctrl-C stops at once.
 
-    Exit codes: 0 all steps are done, 2 something is wrong that you can mend, 130 (Ctrl-C) or 143 (SIGTERM) stopped.
+    Exit codes: 0 all steps are done, 2 something is wrong that you can mend, 75 another rank was lost; 130 (Ctrl-C),
+    143 (SIGTERM) or 129 (SIGHUP) stopped.
     """
     overrides = overrides or []
     environment = read_environment()
@@ -305,7 +306,7 @@ def _run(
     sinks = open_sinks(session.run, folder, begin.steps, view.note) if environment.rank == 0 else []
     try:
         with StopRequest(view.stopping) as stop:
-            end = train_run(session, folder, store, begin, [*sinks, view], stop)
+            end = train_run(session, folder, store, begin, [*sinks, view], stop, meeting.mark)
     except KeyboardInterrupt:
         newest = store.latest()
         if environment.rank == 0:

@@ -52,6 +52,11 @@ from penstock.train.step import StepResult, evaluate, train_step
 from penstock.train.stop import StopRequest
 
 
+def unmarked(place: str) -> None:
+    """Where no watch is kept."""
+    del place
+
+
 @dataclass(frozen=True)
 class Progress:
     """Completed optimizer steps and their tokens."""
@@ -132,18 +137,20 @@ def train_run(
     begin: Progress,
     observers: Sequence[Observer],
     stop: StopRequest,
+    mark: Callable[[str], None] = unmarked,
 ) -> RunEnd:
     """Train until the last step or a stop request, from the state `begin` of a session.
 
-    Observers are closed on return, also after an error. Raises a NonFiniteError for a loss or gradient that is NaN or
-    infinite, a DataError for a document that cannot be read, and a CheckpointError or RunFolderError for failed writes.
+    `mark` is told what begins, and an empty text for what may take any time, for a watch over hangs. Observers are
+    closed on return, also after an error. Raises a NonFiniteError for a loss or gradient that is NaN or infinite, a
+    DataError for a document that cannot be read, and a CheckpointError or RunFolderError for failed writes.
     """
     with ExitStack() as cleanup:
         cleanup.callback(session.state.batches.close)
         for observer in observers:
             cleanup.callback(observer.closed)
         cleanup.enter_context(_manual_garbage_collection(session.run.training.collect_garbage_every))
-        end = _Loop(session, folder, store, begin, observers).run(stop)
+        end = _Loop(session, folder, store, begin, observers, mark).run(stop)
         store.close()
         if session.graphs is not None:  # not after an error: release would wait for a lost rank
             session.graphs.release()
@@ -160,7 +167,9 @@ class _Loop:
         store: CheckpointStore,
         begin: Progress,
         observers: Sequence[Observer],
+        mark: Callable[[str], None],
     ) -> None:
+        self._mark = mark
         self._session = session
         self._run = session.run
         self._rule = session.rule
@@ -225,14 +234,21 @@ class _Loop:
         rate = learning_rate(done.steps, self._run.training.steps, peak, self._run.schedule)
         self._recorder.begin(step)
         begin_seconds = time.perf_counter()
+        self._mark(f"data of step {step}")
         self._watch.start(Span.DATA)
         with span(NUMBERED_STEP, step):
             with span(Span.DATA):
                 batch = state.batches.next_batch()
-            model, enter = self._session.model, self._watch.enter
+            model = self._session.model
+
+            def enter(phase: Span) -> None:
+                self._mark(f"{phase.value} of step {step}")
+                self._watch.enter(phase)
+
             result = train_step(model, state.optimizer, batch, self._rule, rate, stop, enter)
         # The host has read the step's figures, so the passes have ended; the kernels of the update may still run.
         seconds, phases = time.perf_counter() - begin_seconds, self._watch.stop()
+        self._mark("")
         self._recorder.end(step)
         if not result.is_finite:
             raise self._halt(done, before, batch, result)
@@ -289,8 +305,10 @@ class _Loop:
     def _save(self, done: Progress) -> None:
         for observer in self._observers:
             observer.saving()  # the lines of its steps are on disk before it is
+        self._mark(f"checkpoint of step {done.steps}")
         with span(Span.SAVE):
             save_state(self._store, done.steps, self._session.state, {"tokens_seen": done.tokens})
+        self._mark("")
         self._saved = done.steps
         for observer in self._observers:
             observer.saved(done.steps)

@@ -18,7 +18,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -97,6 +97,11 @@ def hidden_folder(parent: Path, name: str) -> Iterator[Path]:
             yield draft
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def temporary_folder(purpose: str) -> AbstractContextManager[Path]:
+    """A private folder among the temporary files of this machine, which a killed process does not leave for ever."""
+    return hidden_folder(Path(tempfile.gettempdir()), f"penstock-{purpose}")
 
 
 def _delete_stale(parent: Path, name: str, before: float) -> None:

@@ -188,7 +188,7 @@ def test_twenty_steps_are_ten_and_kill_9_and_ten() -> None:
     assert "done: 20 steps" in text
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_stops_after_the_step_with_a_checkpoint(
     number: signal.Signals, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,6 +197,15 @@ def test_a_signal_stops_after_the_step_with_a_checkpoint(
     assert "stopping after this step; Ctrl-C once more" in text
     assert f"stopped by {number.name} after step 3 of 4, saved in runs/tiny/checkpoints/step-000003" in text
     assert "next:  penstock train runs/tiny --resume" in text
+
+
+def test_under_nohup_a_lost_terminal_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        at_step(monkeypatch, 3, signal.SIGHUP)
+        assert "done: 4 steps" in printed("tiny.toml")
+    finally:
+        signal.signal(signal.SIGHUP, previous)
 
 
 def test_a_stopped_run_goes_on_as_it_says() -> None:
