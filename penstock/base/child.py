@@ -49,7 +49,7 @@ class Child:
                 pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
                 self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nowhere)
             answers = self._process.stdout
-            assert answers is not None
+            assert answers is not None, "it was started with a pipe"
             with suppress(BrokenPipeError):
                 _send(self._process.stdin, request, b"")
             if not (line := answers.readline()).endswith(b"\n"):
@@ -66,7 +66,7 @@ class Child:
                 self._ended()
 
     def _ended(self) -> ChildEndedError:
-        assert self._process is not None
+        assert self._process is not None, "nothing has ended"
         with suppress(BrokenPipeError), self._process:  # closes the pipes, and waits
             pass
         code, self._process = self._process.returncode, None
