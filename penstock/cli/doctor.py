@@ -19,7 +19,7 @@ import typer
 from penstock.base.errors import TraceError
 from penstock.base.numbers import bytes_text
 from penstock.cli.output import print_next, print_table
-from penstock.cli.trace import print_host_tables
+from penstock.cli.trace_print import print_host_tables
 from penstock.cli.verbs import load_by_name
 from penstock.config.load import RUN_FILE
 from penstock.trace.analysis import analyse_files

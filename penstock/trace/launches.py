@@ -126,7 +126,7 @@ def _gaps(trace: Trace) -> DeviceGaps:
             is_hosts=bool(is_hosts[one]) if is_known[one] else None,
             before=gpu.name(int(last)),
             after=gpu.name(int(np.searchsorted(gpu.start_us, gaps.end_us[one]))),
-            host=next(iter(_around(trace, tree, int(launch[one]))), "") if is_known[one] else "",
+            host=next(iter(names_around(trace, tree, int(launch[one]))), "") if is_known[one] else "",
         )
         for one, last in zip(order.tolist(), before.tolist(), strict=True)
     )
@@ -170,7 +170,7 @@ def idle_behind_waits(trace: Trace, inside: frozenset[str] | None = None) -> flo
     tree = tree_around(host, rows)
     ahead_us = spared_us = 0.0  # by how much launches would be earlier now; idle time that this saves so far
     for row, us in zip(rows.tolist(), idle_us.tolist(), strict=True):
-        goes = inside is None or not inside.isdisjoint(_around(trace, tree, row))
+        goes = inside is None or not inside.isdisjoint(names_around(trace, tree, row))
         ahead_us = ahead_us + float(host.duration_us[row]) if goes else 0.0  # at a wait that stays, the host is late
         spared = min(us, ahead_us)
         ahead_us, spared_us = ahead_us - spared, spared_us + spared
@@ -195,7 +195,7 @@ def _waits(trace: Trace, within: tuple[float, float] | None) -> tuple[HostWait, 
     tree = tree_around(host, rows)
     places: dict[tuple[str, tuple[str, ...]], list[float]] = {}
     for row in rows.tolist():
-        places.setdefault((host.name(row), _around(trace, tree, row)), []).append(float(host.duration_us[row]))
+        places.setdefault((host.name(row), names_around(trace, tree, row)), []).append(float(host.duration_us[row]))
     found = [
         HostWait(call=call, where=where, count=len(times), total_us=sum(times), max_us=max(times))
         for (call, where), times in places.items()
@@ -203,7 +203,7 @@ def _waits(trace: Trace, within: tuple[float, float] | None) -> tuple[HostWait, 
     return tuple(sorted(found, key=lambda wait: (-wait.total_us, wait.call, wait.where)))
 
 
-def _around(trace: Trace, tree: HostTree, row: int) -> tuple[str, ...]:
+def names_around(trace: Trace, tree: HostTree, row: int) -> tuple[str, ...]:
     """Names around a call, from the outside in, without the profiler's steps."""
     names = [trace.host.name(one) for one in tree.above(row)[1:]]
     return tuple(name for name in reversed(names) if not name.startswith("ProfilerStep#"))

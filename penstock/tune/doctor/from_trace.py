@@ -127,7 +127,7 @@ def _world(answer: TraceAnalysis) -> int:
 
 
 def _costs(one: RankAnalysis, calls: CollectiveCalls, totals: Mapping[int, tuple[float, float]]) -> RankCosts:
-    timeline = one.timelines["all"]
+    timeline = one.spent
     pure_us, wait_us = totals.get(one.rank, (None, None))
     is_expert_span = np.array([name in EXPERT_SPANS for name in one.trace.names], dtype=bool)
     host = one.trace.host
@@ -233,7 +233,7 @@ def late_ranks(answer: TraceAnalysis) -> tuple[LateRank, ...]:
     if len(collectives.meetings) < MATCHED * (len(collectives.meetings) + len(collectives.unmatched)):
         return ()
     others = max(1, len(answer.loaded) - 1)
-    least_us = others * TELLS * float(np.mean([one.timelines["all"].total_us for one in answer.ranks]))
+    least_us = others * TELLS * float(np.mean([one.spent.total_us for one in answer.ranks]))
     between = _between(answer)
     found = [
         late
