@@ -9,9 +9,9 @@
     penstock trace diff A B                     what became faster and slower
     penstock trace replay PATH --op NAME        a script that runs one operator again
 
-A first word that is no verb is a path; a file that is called like a verb is `./diff`. What is asked is settled here,
-the answer comes from penstock/trace/answer.py. Nothing of it imports PyTorch, so a small file is answered before a
-training program would have started.
+A first word that is no verb is a path; a file with the name of a verb is `./diff`. This file parses the command line;
+penstock/trace/analysis.py computes the tables, and penstock/cli/trace_print.py prints them. None of them imports
+PyTorch, so the answer for a small file takes less time than the import would.
 """
 
 import json
@@ -58,7 +58,7 @@ class _PathsOrVerb(_Verbs):
     """A group that takes a first word that is not a verb as a path."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
-        """Insert the verb that is meant."""
+        """Insert the verb."""
         if args and args[0] in self.commands:
             return super().parse_args(ctx, args)
         if args and not Path(args[0]).exists() and (fix := did_you_mean(args[0], [verb.name for verb in VERBS])):

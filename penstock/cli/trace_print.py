@@ -79,13 +79,13 @@ def print_host_tables(tables: Sequence[HostTable], *, most: int) -> None:
     first, several = tables[0], len(tables) > 1
     for one in tables:
         rank = f"rank {one.rank}: " if several else ""
-        outside = f"{ms(one.outside_us)} ms ({one.outside:.1%}) outside of operators (Python, waiting)"
+        outside = f"{ms(one.outside_us)} ms ({one.outside:.1%}) outside operators (Python, waiting)"
         print(f"{rank}{ms(one.step_us)} ms {one.span}, of which {outside}")
     of, per = (f" of rank {first.rank}" if several else ""), (" per step" if first.steps else "")
-    print(f"\noperators{of}, by the time that they take themselves, without operators that they call")
+    print(f"\noperators{of}, by self time: the operators that an operator calls are not included")
     head = (f"calls{per}", f"ms{per}", "share")
     print_table(("operator", *head), _host_rows(first.operators, most, lambda row: (row.name,)))
-    print(f"\nphases{of}, by the same time")
+    print(f"\nphases{of}, by the self time of their operators")
     print_table(("phase", "pass", *head), _host_rows(first.phases, most, lambda row: (row.name, row.pass_)))
 
 

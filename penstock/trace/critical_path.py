@@ -16,12 +16,13 @@ another stream is in no trace; that it was the last event to end is an assumptio
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from operator import itemgetter
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from penstock.trace.collectives import CollectiveTimes
-from penstock.trace.events import NONE, GpuKind, HostKind, Integers, Trace
+from penstock.trace.events import NONE, GpuKind, HostKind, Trace
 from penstock.trace.phases import Phases
 from penstock.trace.tree import stretches
 
@@ -169,11 +170,18 @@ def critical_path(ranks: Sequence[RankOfPath], collectives: CollectiveTimes, ste
     begin_us = min(table.start[0] for table in tables.values())
     last = max(tables, key=lambda rank: tables[rank].ends[-1])
     found, hosts = _walk(tables, _meetings(collectives), last, begin_us)
-    operators = {rank: _operators_of(table.one.trace) for rank, table in tables.items()}
+    threads: dict[tuple[int, int], _Thread] = {}
     segments: list[PathSegment] = []
     for one in reversed(found):
         launch = hosts.get((one.rank, one.start_us)) if one.kind == "host" else None
-        segments += [one] if launch is None else _host_parts(one, tables[one.rank].one, operators[one.rank], launch)
+        if launch is None:
+            segments.append(one)
+            continue
+        of = tables[one.rank].one
+        key = (one.rank, int(of.trace.host.thread[launch]))
+        if key not in threads:
+            threads[key] = _Thread.of(of, key[1])
+        segments += threads[key].parts(one)
     return CriticalPath(step=step, segments=tuple(segments))
 
 
@@ -234,25 +242,34 @@ def _walk(
     return found, hosts
 
 
-def _operators_of(trace: Trace) -> dict[int, Integers]:
-    """Rows of the operators of each thread of the host, by start."""
-    rows = np.flatnonzero(trace.host.kind == HostKind.OPERATOR)
-    return {int(one): rows[trace.host.thread[rows] == one] for one in np.unique(trace.host.thread[rows])}
+@dataclass(frozen=True, kw_only=True)
+class _Thread:
+    """The innermost operators of a thread of the host over time, on the common clock; they do not overlap."""
 
+    names: list[str]
+    start_us: list[float]
+    end_us: list[float]
 
-def _host_parts(one: PathSegment, of: RankOfPath, operators: Mapping[int, Integers], launch: int) -> list[PathSegment]:
-    """The host's time, divided by the innermost operator on the thread of a launch."""
-    host = of.trace.host
-    rows = operators.get(int(host.thread[launch]), np.zeros(0, dtype=np.int64))
-    begin, end = one.start_us + of.ahead_us, one.end_us + of.ahead_us  # on the clock of the rank
-    rows = rows[(host.end_us[rows] > begin) & (host.start_us[rows] < end)]
-    parts, now = list[PathSegment](), one.start_us
-    for row, start, stop in stretches(host, rows):
-        start, stop = max(start, begin) - of.ahead_us, min(stop, end) - of.ahead_us
-        if stop <= max(start, now):
-            continue
-        if start > now:
-            parts.append(one._replace(name=OUTSIDE, start_us=now, end_us=start))
-        parts.append(one._replace(name=host.name(row), start_us=max(start, now), end_us=stop))
-        now = stop
-    return [*parts, one._replace(name=OUTSIDE, start_us=now)] if now < one.end_us else parts
+    @classmethod
+    def of(cls, one: RankOfPath, thread: int) -> "_Thread":
+        host = one.trace.host
+        rows = np.flatnonzero((host.kind == HostKind.OPERATOR) & (host.thread == thread))
+        found = sorted(stretches(host, rows), key=itemgetter(1))
+        return cls(
+            names=[host.name(row) for row, _, _ in found],
+            start_us=[start - one.ahead_us for _, start, _ in found],
+            end_us=[end - one.ahead_us for _, _, end in found],
+        )
+
+    def parts(self, host: PathSegment) -> list[PathSegment]:
+        """The host's time, divided by operator."""
+        found, now = list[PathSegment](), host.start_us
+        place = bisect_right(self.end_us, now)
+        while place < len(self.names) and self.start_us[place] < host.end_us:
+            start, end = max(self.start_us[place], now), min(self.end_us[place], host.end_us)
+            if start > now:
+                found.append(host._replace(start_us=now, end_us=start))
+            if end > start:
+                found.append(host._replace(name=self.names[place], start_us=start, end_us=end))
+            now, place = max(end, now), place + 1
+        return [*found, host._replace(start_us=now)] if now < host.end_us else found
