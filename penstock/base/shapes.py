@@ -24,4 +24,6 @@ LEGEND: dict[str, str] = {
     "Q": "groups of experts",
     "L": "decoder layers",
     "W": "ranks of a group",
+    "X": "replica slots of a rank",
+    "Z": "ranks with different experts; with expert tensor parallelism, groups of ranks that share each expert",
 }

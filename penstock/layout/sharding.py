@@ -6,7 +6,10 @@ stacked into one matrix, and each rank holds a part of both. Rows of an 8-row ma
     rank 0: 0 1 | 4 5        rank 1: 2 3 | 6 7
 
 so rows that are contiguous on a rank need not be contiguous in the whole. `local_slices` lists the rectangles that are
-contiguous in both. Data-parallel sharding then takes a range of the local rows, as one more cut (`rows`).
+contiguous in both. Data-parallel sharding then takes a range of the local rows, as one more cut (`rows`). A row is an
+index of all dims but the last, so that ranks divide one expert, too: rows 3 to 8 of 2 experts with 5 rows each are
+
+    expert 0, rows 3 4        expert 1, rows 0 1 2 3
 
 A checkpoint of one layout saves the rectangles of its ranks, and another layout reads those that overlap with its own.
 `[0:2, 4:8]` are rows 0 and 1, columns 4 to 7; a scalar is `[]`.
@@ -30,9 +33,10 @@ class Cut:
 
 @dataclass(frozen=True)
 class LocalSlice:
-    """A rectangle that is contiguous in the local tensor and in the whole one; one number per dim."""
+    """A rectangle of the whole tensor, and its elements in the local one, which is contiguous; one number per dim."""
 
-    here: tuple[int, ...]  # offset in the local tensor
+    offset: int  # of the first element in the local tensor, in elements
+    strides: tuple[int, ...]  # in the local tensor
     whole: tuple[int, ...]  # offset in the whole tensor
     sizes: tuple[int, ...]
 
@@ -54,22 +58,57 @@ def global_shape(local: tuple[int, ...], cuts: tuple[Cut, ...]) -> tuple[int, ..
     return tuple(sizes)
 
 
+def row_width(shape: tuple[int, ...]) -> int:
+    """Elements of a row: the last dim of matrices and stacks of them, one element of a vector or a scalar."""
+    return shape[-1] if len(shape) > 1 else 1
+
+
 def local_slices(
     shape: tuple[int, ...], cuts: tuple[Cut, ...], rows: tuple[int, int] | None = None
 ) -> tuple[LocalSlice, ...]:
     """The slices of a parameter on a rank; at most one cut for each dim.
 
-    `rows` is (first, end) of a range of LOCAL rows (dim 0), from which `LocalSlice.here` then counts; None for all.
+    `rows` is (first, end) of a range of LOCAL rows, which the local tensor holds one after another; None for all.
     """
     assert len({cut.dim for cut in cuts}) == len(cuts), f"a dim is cut twice: {cuts}"
     own = {cut.dim: cut for cut in cuts}
     ranges = [list(_ranges(size, own.get(dim))) for dim, size in enumerate(shape)]
-    if rows is not None and shape:
-        ranges[0] = [part for one in ranges[0] if (part := _within(one, *rows)) is not None]
-    return tuple(
-        LocalSlice(tuple(r[0] for r in one), tuple(r[1] for r in one), tuple(r[2] for r in one))
-        for one in product(*ranges)
-    )
+    local = local_shape(shape, cuts)
+    by_row = max(1, len(local) - 1)  # dims of a row's index
+    first, end = (0, prod(local[:by_row])) if rows is None else rows
+    slices = []
+    for start, box in _boxes(local[:by_row], first, end) if shape else [(0, ())]:
+        box += tuple((0, size) for size in local[by_row:])
+        strides = _strides(tuple(high - low for low, high in box))
+        parts = (
+            [part for one in of_dim if (part := _within(one, *limits))]
+            for of_dim, limits in zip(ranges, box, strict=True)
+        )
+        for one in product(*parts):
+            offset = (start - first) * row_width(local)  # of the box
+            offset += sum(part[0] * stride for part, stride in zip(one, strides, strict=True))
+            slices.append(LocalSlice(offset, strides, tuple(r[1] for r in one), tuple(r[2] for r in one)))
+    return tuple(slices)
+
+
+def _boxes(sizes: tuple[int, ...], first: int, end: int) -> Iterator[tuple[int, tuple[tuple[int, int], ...]]]:
+    """Cut a range of rows into boxes of consecutive rows. Yields the first row and (low, high) on each dim."""
+    inner = prod(sizes[1:])
+    while first < end:
+        index, begin = divmod(first, inner)
+        if begin == 0 and (count := (end - first) // inner):
+            yield first, ((index, index + count), *((0, size) for size in sizes[1:]))
+            first += count * inner
+        else:  # a part of one index of the first dim
+            stop = min(end - index * inner, inner)
+            for start, box in _boxes(sizes[1:], begin, stop):
+                yield index * inner + start, ((index, index + 1), *box)
+            first = index * inner + stop
+
+
+def _strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor."""
+    return tuple(prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
 
 
 def _ranges(size: int, cut: Cut | None) -> Iterator[tuple[int, int, int]]:
@@ -90,10 +129,14 @@ def _within(one: tuple[int, int, int], first: int, end: int) -> tuple[int, int, 
 
 
 def rows_of_shard(rows: int, index: int, count: int) -> tuple[int, int]:
-    """(first, end) of the rows of one of `count` shards: equal chunks, rounded up; the last may be short or empty.
+    """(first, end) of the rows of one of `count` shards; sizes differ by at most a row, and larger ones come first."""
+    size, rest = divmod(rows, count)
+    first = index * size + min(index, rest)
+    return first, first + size + (index < rest)
 
-    FSDP2 divides dim 0 in this way (torch.chunk).
-    """
+
+def rows_of_chunk(rows: int, index: int, count: int) -> tuple[int, int]:
+    """`rows_of_shard` as FSDP2 divides dim 0 (torch.chunk): equal chunks, rounded up; the last ones may be empty."""
     chunk = -(-rows // count)
     return min(index * chunk, rows), min((index + 1) * chunk, rows)
 

@@ -189,14 +189,15 @@ def gather_in_float8(run: Run, decoders: Iterable[Decoder], axes: Axes) -> None:
             matrices: tuple[Tensor, ...]
             if isinstance(module, Linear) and module.float8 is not None:
                 rule, recipe, axis, matrices = module.float8, module.float8.dense, axes.dense_data, (module.weight,)
+                count = None
             elif isinstance(module, GroupedExperts):
                 rule, recipe, axis = module.float8, module.float8.experts, axes.expert_data
-                matrices = (module.gate_up_eFD, module.down_eDF)
+                matrices, count = (module.gate_up_eFD, module.down_eDF), module.shapes["down_eDF"][0]
             else:
                 continue
             if recipe is not None and all(isinstance(one, DTensor) for one in matrices):
                 dtype = compute_dtype(run)
-                module.gathered = tuple(Float8Shard(one, axis, recipe, rule, dtype) for one in matrices)
+                module.gathered = tuple(Float8Shard(one, axis, recipe, rule, dtype, count) for one in matrices)
 
 
 def compute_dtype(run: Run) -> torch.dtype:

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from penstock.layout.sharding import LocalSlice, global_shape, local_slices
+from penstock.layout.sharding import LocalSlice, Rectangle, global_shape, local_slices
 from penstock.models.norm import Norm
-from penstock.models.parameters import cuts_of
+from penstock.models.parameters import cuts_of, local_shape_of
 from penstock.moe.experts import GroupedExperts
 from penstock.moe.router import TopKRouter
 from penstock.parallel.shard import ShardedTensor, own_rows
@@ -41,14 +41,14 @@ class ParamInit:
             part.tensor.fill_(self.constant)
         elif self.by_expert:
             # Only experts on this rank are drawn, each from its own generator.
-            for expert, own in _by_expert(part.pieces).items():
+            for expert, own in _by_expert(part).items():
                 values = self._values(f"{self.name}.{expert}", part.shape[1:])
-                for row, piece in own:
-                    part.tensor[row][_region(piece.here[1:], piece)].copy_(values[_region(piece.whole[1:], piece)])
+                for piece, held in own:
+                    held.copy_(values[Rectangle(piece.whole[1:], piece.sizes[1:]).within((0,) * values.ndim)])
         else:
             values = self._values(self.name, part.shape)
-            for piece in part.pieces:
-                part.tensor[_region(piece.here, piece)].copy_(values[_region(piece.whole, piece)])
+            for piece, held in part.views():
+                held.copy_(values[Rectangle(piece.whole, piece.sizes).within((0,) * values.ndim)])
 
     def _values(self, name: str, shape: tuple[int, ...]) -> Tensor:
         # 56 bits: torch takes seeds below 2**63.
@@ -57,19 +57,13 @@ class ParamInit:
         return torch.empty(shape, device=self.device).normal_(0.0, self.std, generator=generator)
 
 
-def _by_expert(pieces: Iterable[LocalSlice]) -> dict[int, list[tuple[int, LocalSlice]]]:
-    """The local rows of each expert of the whole parameter, with their slices: gate and up are two slices."""
+def _by_expert(part: ShardedTensor) -> dict[int, list[tuple[LocalSlice, Tensor]]]:
+    """The values held of each expert of the whole parameter, with their slices: gate and up are two slices."""
     experts = defaultdict(list)
-    for piece in pieces:
-        for offset in range(piece.sizes[0]):
-            experts[piece.whole[0] + offset].append((piece.here[0] + offset, piece))
+    for piece, values in part.views():
+        for offset, held in enumerate(values):
+            experts[piece.whole[0] + offset].append((piece, held))
     return experts
-
-
-def _region(offsets: tuple[int, ...], piece: LocalSlice) -> tuple[slice, ...]:
-    """The index of a slice, for all dims or, with one offset less, for all but dim 0."""
-    sizes = piece.sizes[len(piece.sizes) - len(offsets) :]
-    return tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
 
 
 @torch.no_grad()
@@ -81,7 +75,7 @@ def initialize(model: nn.Module, seed: int, std: float) -> None:
     for module, name, parameter, init in _param_inits(model, seed, std):
         local, rows = own_rows(parameter)  # FSDP2 holds a range of rows
         cuts = cuts_of(module, name)
-        shape = global_shape(tuple(parameter.shape), cuts)
+        shape = global_shape(local_shape_of(module, name), cuts)
         init.fill(ShardedTensor(tensor=local, shape=shape, pieces=local_slices(shape, cuts, rows)))
     for buffer in model.buffers():
         buffer.zero_()

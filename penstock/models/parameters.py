@@ -26,7 +26,8 @@ def param_shards(decoders: Iterable[Decoder], axes: Axes) -> list[ParamShard]:
             for own_name, parameter in module.named_parameters(recurse=False):
                 name = f"{path}.{own_name}"
                 if name not in found:  # stages of a rank share the embedding
-                    found[name] = _shard(name, module, cuts_of(module, own_name), parameter, axes)
+                    shape = local_shape_of(module, own_name)
+                    found[name] = _shard(name, module, cuts_of(module, own_name), shape, parameter, axes)
     return list(found.values())
 
 
@@ -35,6 +36,11 @@ def cuts_of(module: nn.Module, name: str) -> tuple[Cut, ...]:
     if isinstance(module, (Linear, Embedding, GroupedExperts, GroupedQueryLayer, TensorParallelNorm)):
         return module.cuts[name]
     return ()
+
+
+def local_shape_of(module: nn.Module, name: str) -> tuple[int, ...]:
+    """Shape of the rank's part of a parameter, before data-parallel ranks divide it."""
+    return module.shapes[name] if isinstance(module, GroupedExperts) else tuple(module.get_parameter(name).shape)
 
 
 def fuse_wgrad_accumulation(decoders: Iterable[Decoder], buffer_of: Callable[[str], Tensor]) -> None:
@@ -101,7 +107,14 @@ def head_main_grad(decoder: Decoder) -> Tensor | None:
     return None if owner is None else owner.main_grad
 
 
-def _shard(name: str, module: nn.Module, cuts: tuple[Cut, ...], parameter: nn.Parameter, axes: Axes) -> ParamShard:
+def _shard(
+    name: str,
+    module: nn.Module,
+    cuts: tuple[Cut, ...],
+    local_shape: tuple[int, ...],
+    parameter: nn.Parameter,
+    axes: Axes,
+) -> ParamShard:
     is_expert = isinstance(module, GroupedExperts)
     # Tensor-parallel ranks apply a replicated parameter to different positions: their gradients are partial sums.
     partial: tuple[Axis, ...] = () if is_expert or cuts else (axes.tensor,)
@@ -110,7 +123,7 @@ def _shard(name: str, module: nn.Module, cuts: tuple[Cut, ...], parameter: nn.Pa
     return ParamShard(
         name=name,
         parameter=parameter,
-        shape=global_shape(tuple(parameter.shape), cuts),
+        shape=global_shape(local_shape, cuts),
         cuts=cuts,
         data=axes.expert_data if is_expert else axes.dense_data,
         partial=tuple(axis for axis in partial if axis.size > 1),

@@ -73,8 +73,11 @@ class GroupedExperts(nn.Module):
             "down_bias_eD": of_experts,
         }
 
+        self.shapes: dict[str, tuple[int, ...]] = {}  # FSDP2 holds the stacks as matrices of e F and of e D rows
+
         def parameter(name: str, *shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(local_shape(shape, self.cuts[name])))
+            self.shapes[name] = local_shape(shape, self.cuts[name])
+            return nn.Parameter(torch.empty(self.shapes[name]))
 
         self.gate_up_eFD = parameter("gate_up_eFD", experts, 2 * ffn_size, hidden_size)
         self.down_eDF = parameter("down_eDF", experts, hidden_size, ffn_size)
@@ -106,8 +109,8 @@ class GroupedExperts(nn.Module):
 
         `recompute` saves no pre-activation (only if the network `is_one_function`); `keep` allocates its memory.
         """
-        held = (self.gate_up_eFD, self.down_eDF, self.gate_up_bias_eF, self.down_bias_eD)
-        parameters = tuple(parameter for parameter in held if parameter is not None)
+        held = self.named_parameters(recurse=False)
+        parameters = tuple(one if one.shape == self.shapes[name] else one.view(self.shapes[name]) for name, one in held)
         if not self.is_one_function:
             function = partial(self._ffn, self.operators.expert_ffn, rows)
             return deferrable(function, (rows.x_ND, rows.weights_R), parameters, self.weight_grads)

@@ -1,10 +1,10 @@
 """Buckets: gradients that are summed over ranks together, and weights that are gathered together.
 
-Small messages are slow, so tensors share buckets. A bucket has one row for each rank of an axis; a tensor's rows are
-dealt out as FSDP2 does, in equal chunks, rounded up. Over 2 ranks, a tensor of 5 rows and one of 2:
+Small messages are slow, so tensors share buckets. A bucket has one row for each rank of an axis, and a tensor is a
+stripe of columns: its rows are divided evenly (`rows_of_shard`). Over 2 ranks, a tensor of 5 rows and one of 2:
 
-    rank 0 | a0 a1 a2 | b0 |        a tensor is a stripe of columns; its last row may be shorter, and the rest of
-    rank 1 | a3 a4  - | b1 |        the stripe is never read
+    rank 0 | a0 a1 a2 | b0 |
+    rank 1 | a3 a4  - | b1 |        the place of a missing row is never read
 
     reduce_rows    pack all rows; reduce-scatter, so that each rank has the sum of its row of the bucket
     gather_rows    pack our row; all-gather
@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.layout.sharding import row_width
 from penstock.parallel.axes import Axis
 from penstock.parallel.collectives import gather_flat, reduce_flat
 
@@ -46,10 +47,12 @@ class BucketEntry:
 
 @dataclass(frozen=True)
 class Stripe:
-    """Columns `first` to `end` of a tensor in rows of `width`, at `offset` of a bucket."""
+    """Columns `first` to `end` of a tensor, at `offset` of a bucket."""
 
     entry: BucketEntry
-    width: int
+    width: int  # values of the larger shards
+    wide: int  # ranks that hold one of these
+    narrow: int  # values of the smaller shards, of the other ranks
     first: int
     end: int
     offset: int
@@ -57,12 +60,13 @@ class Stripe:
     def all_rows(self, bucket_RC: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Pairs of bucket memory and values of the whole tensor."""
         values_N = self.entry.whole.view(-1)
-        full, rest = divmod(values_N.numel(), self.width)  # full rows, and values of the shorter one behind them
         there_RC = bucket_RC[:, self.offset : self.offset + self.end - self.first]
-        yield there_RC[:full], values_N[: full * self.width].view(full, self.width)[:, self.first : self.end]
-        end = min(self.end, rest)
-        if end > self.first:
-            yield there_RC[full, : end - self.first], values_N[full * self.width :][self.first : end]
+        wide_RC = values_N[: self.wide * self.width].view(self.wide, self.width)
+        yield there_RC[: self.wide], wide_RC[:, self.first : self.end]
+        end = min(self.end, self.narrow)
+        if end > self.first and self.wide < len(bucket_RC):
+            narrow_RC = values_N[self.wide * self.width :].view(-1, self.narrow)
+            yield there_RC[self.wide :, : end - self.first], narrow_RC[:, self.first : end]
 
     def own_row(self, row_C: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Pairs of memory in our row of the bucket and our values of the tensor."""
@@ -128,11 +132,11 @@ def stripes_in_buckets(entries: Sequence[BucketEntry], ranks: int, values: int |
     bucket: list[Stripe] = []
     filled = 0
     for one in entries:
-        width = _width(one.whole, ranks)
+        width, wide, narrow = _widths(one.whole, ranks)
         first = 0
         while first < width:
             end = min(width, first + columns - filled)
-            bucket.append(Stripe(one, width, first, end, filled))
+            bucket.append(Stripe(one, width, wide, narrow, first, end, filled))
             filled += end - first
             first = end
             if filled == columns:
@@ -142,10 +146,11 @@ def stripes_in_buckets(entries: Sequence[BucketEntry], ranks: int, values: int |
         yield bucket
 
 
-def _width(tensor: Tensor, ranks: int) -> int:
-    """Values of the largest chunk: whole rows, rounded up."""
-    rows = tensor.shape[0] if tensor.ndim else 1
-    return -(-rows // ranks) * (tensor.numel() // rows) if rows else 0
+def _widths(tensor: Tensor, ranks: int) -> tuple[int, int, int]:
+    """Values of the larger shards, the number of ranks that hold one, and values of the smaller shards."""
+    row = row_width(tuple(tensor.shape))
+    size, rest = divmod(tensor.numel() // max(row, 1), ranks)
+    return (size + (rest > 0)) * row, rest or ranks, size * row
 
 
 def empty_rows(bucket: list[Stripe], ranks: int, dtype: torch.dtype) -> Tensor:

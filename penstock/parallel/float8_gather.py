@@ -14,6 +14,7 @@ Call `refresh` after every change of the masters; a gather asserts it.
 
 from collections import defaultdict
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -34,13 +35,20 @@ from penstock.parallel.shard import local_rows
 class Float8Shard:
     """This rank's rows of a weight in 8 bits, and the scales of the whole.
 
-    `parameter` is F x D or e x F x D in float32, sharded by FSDP2 over dim 0, before the first forward pass. Its values
-    are rounded to `compute_dtype` first. Ranks of `axis` have copies of it; those of `axis.shard` divide it. Raises a
-    KernelError for a recipe that quantizes a weight and its transpose apart, so that both would have to travel.
+    `parameter` is F x D, or e F x D for a stack of e = `matrices`, in float32, sharded by FSDP2 over dim 0, before the
+    first forward pass. Its values are rounded to `compute_dtype` first. Ranks of `axis` have copies of it; those of
+    `axis.shard` divide it. Raises a KernelError for a recipe that quantizes a weight and its transpose apart, so that
+    both would have to travel.
     """
 
     def __init__(
-        self, parameter: Tensor, axis: Axis, recipe: Recipe, rule: Float8Rule, compute_dtype: torch.dtype
+        self,
+        parameter: Tensor,
+        axis: Axis,
+        recipe: Recipe,
+        rule: Float8Rule,
+        compute_dtype: torch.dtype,
+        matrices: int | None = None,
     ) -> None:
         if recipe.weights[0] != recipe.weights[1]:
             raise KernelError(
@@ -54,20 +62,22 @@ class Float8Shard:
         self.master: Tensor = parameter._local_tensor
         self.axis, self.recipe, self.compute_dtype = axis.shard, recipe, compute_dtype
         self.form, self.operators = rule.forward, rule.operators
-        self.shape = tuple(parameter.shape)
-        assert len(self.shape) in (2, 3), f"neither a matrix nor a stack of them: {self.shape}"
-        self.block = recipe.weights[0] or max(self.shape[-2:])  # side of a block; 0 means one block for a matrix
-        blocks = tuple(-(-size // self.block) for size in self.shape[-2:])
-        self.scales = self.master.new_empty(*self.shape[:-2], *blocks)
-        # Where our rows lie in the whole: of a stack, we hold whole matrices.
-        first, end = local_rows(parameter)
-        start, stop = (first, end) if len(self.shape) == 2 else (0, self.shape[1])
-        self.rows_before = start % self.block  # of our first block, on the rank before us
-        self.block_of_row = torch.arange(start, stop, device=self.master.device) // self.block
-        self.place = slice(start // self.block, -(-stop // self.block)) if len(self.shape) == 2 else slice(first, end)
+        rows, columns = parameter.shape
+        self.shape = (rows, columns) if matrices is None else (matrices, rows // matrices, columns)
+        height = self.shape[-2]  # rows of a matrix
+        self.block = recipe.weights[0] or max(height, columns)  # side of a block; 0 means one block for a matrix
+        blocks = -(-height // self.block)  # of a matrix, by rows
+        self.scales = self.master.new_empty(*self.shape[:-2], blocks, -(-columns // self.block))
+        # Blocks of our rows, counted over all matrices, and the places of our rows in them.
+        own = torch.arange(*local_rows(parameter), device="cpu")
+        block_of_row = own // height * blocks + own % height // self.block
+        first, last = block_of_row[[0, -1]].tolist() if len(own) else (0, -1)
+        self.own_blocks = slice(first, last + 1)
+        self.block_of_row = block_of_row.to(self.master.device)
+        self.place_of_row = ((block_of_row - first) * self.block + own % height % self.block).to(self.master.device)
         # What a rank lacks in rows is sent too: all send the same number of bytes.
-        sent = -(-self.shape[0] // self.axis.size)
-        self.values = self.master.new_zeros(sent, *self.shape[1:], dtype=torch.uint8).view(self.form.dtype)
+        sent = -(-rows // self.axis.size)
+        self.values = self.master.new_zeros(sent, columns, dtype=torch.uint8).view(self.form.dtype)
         self.version = -1  # of the master that `values` were made from
         self.master.fsdp_pre_all_gather = self.fsdp_pre_all_gather  # type: ignore[attr-defined] # FSDP2 looks for them
         self.master.fsdp_post_all_gather = self.fsdp_post_all_gather  # type: ignore[attr-defined]
@@ -77,9 +87,9 @@ class Float8Shard:
         whole = torch.zeros_like(self.scales)
         if len(self.master):  # with fewer rows than ranks, some ranks hold none
             of_rows = torch.linalg.vector_norm(self._blocks_of_rows(), ord=torch.inf, dim=-1).float()
-            rows_behind = -(self.rows_before + of_rows.shape[-2]) % self.block  # of our last block, on the next rank
-            padded = F.pad(of_rows, (0, 0, self.rows_before, rows_behind))
-            whole[self.place] = padded.unflatten(-2, (-1, self.block)).amax(-2)
+            own = whole.flatten(0, -2)[self.own_blocks]
+            padded = own.new_zeros(len(own) * self.block, own.shape[1])  # rows that other ranks hold stay zero
+            own.copy_(padded.index_copy_(0, self.place_of_row, of_rows).unflatten(0, (-1, self.block)).amax(1))
         return whole.view(-1)
 
     def quantize(self, scales: Tensor) -> None:
@@ -87,8 +97,7 @@ class Float8Shard:
         self.version = self.master._version
         self.scales.view(-1).copy_(scales)
         if len(self.master):
-            own = self.scales if self.master.ndim == 2 else self.scales[self.place]
-            divided = self._blocks_of_rows() / own.index_select(-2, self.block_of_row)[..., None]
+            divided = self._blocks_of_rows() / self.scales.flatten(0, -2)[self.block_of_row][..., None]
             numbers = divided.clamp_(-self.form.largest, self.form.largest).flatten(-2)
             self.values[: len(self.master)].copy_(numbers[..., : self.shape[-1]])
 
@@ -107,14 +116,15 @@ class Float8Shard:
             assert isinstance(out, GatheredWeight), "FSDP2 gives back what it got at first"
             out.copies.renewed()
             return None
-        values = outputs[0][: self.shape[0]].view(self.form.dtype)
+        rows, columns = prod(self.shape[:-1]), self.shape[-1]
+        values = outputs[0][:rows].view(self.form.dtype).view(self.shape)
         backward = torch.empty_like(values.transpose(-1, -2), memory_format=torch.contiguous_format)
         copies = GatheredCopies(
             Quantized(values, self.scales, self.recipe.weights),
             Quantized(backward, self.scales.transpose(-1, -2), self.recipe.weights),
             self.operators.transpose_weight,
         )
-        return GatheredWeight(copies, param_dtype), (backward,)
+        return GatheredWeight(copies, param_dtype, (rows, columns)), (backward,)
 
     def _blocks_of_rows(self) -> Tensor:
         """Our rows in the compute dtype, the last dim in blocks."""

@@ -12,7 +12,9 @@ The gradient of the global batch is the sum over `data` and over every axis of `
 With FSDP2 a rank holds rows of every parameter in float32, the masters. A unit (one decoder block) is gathered around
 forward and backward in the compute dtype, or in 8 bits (penstock/parallel/float8_gather.py), and its gradients are
 reduce-scattered: summed, never averaged, because ranks' losses are parts of one mean. Experts are sharded over the
-ranks that hold the same experts. With hybrid sharding (`Axis.inner`) a copy is sharded inside a block of ranks.
+ranks that hold the same experts, as one matrix with the rows of all of them: so ranks divide single experts too, and
+evenly, without the copies that FSDP2 makes where it divides another dim. With hybrid sharding (`Axis.inner`) a copy is
+sharded inside a block of ranks.
 Ignored parameters (routers), and those with one rank to shard over, stay whole for the optimizer.
 """
 
@@ -27,7 +29,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from penstock.config.parallel import Parallel
-from penstock.layout.sharding import Cut, LocalSlice, local_shape, local_slices, rows_of_shard
+from penstock.layout.sharding import Cut, LocalSlice, local_shape, local_slices, row_width, rows_of_chunk
 from penstock.parallel.axes import Axis
 from penstock.parallel.collectives import reduce_flat
 
@@ -62,11 +64,25 @@ class ShardedTensor:
     pieces: tuple[LocalSlice, ...]  # rectangles of the whole that `tensor` holds
     writes: bool = True  # one of the ranks with equal values writes; all of them load
 
+    def views(self) -> list[tuple[LocalSlice, Tensor]]:
+        """The rectangles, each with its elements of `tensor`."""
+        tensor = self.tensor.detach()
+        if len(self.pieces) == 1 and self.pieces[0].sizes == tuple(tensor.shape):
+            return [(self.pieces[0], tensor)]
+        assert tensor.is_contiguous(), "rectangles lie in a contiguous tensor"
+        start = tensor.storage_offset()
+        return [(one, tensor.as_strided(one.sizes, one.strides, start + one.offset)) for one in self.pieces]
+
 
 def whole(tensor: Tensor, *, writes: bool = True) -> ShardedTensor:
     """A tensor that this rank holds whole."""
     shape = tuple(tensor.shape)
     return ShardedTensor(tensor=tensor, shape=shape, pieces=local_slices(shape, ()), writes=writes)
+
+
+def by_rows(tensor: Tensor) -> Tensor:
+    """A view in which dim 0 counts rows (`row_width`): stacks of matrices become one matrix."""
+    return tensor.flatten(0, -2) if tensor.ndim > 2 else tensor
 
 
 def shard_fully(
@@ -83,8 +99,9 @@ def shard_fully(
 
     They become DTensors, so make `ParamShard`s after this. On the meta device, `to_empty` of `root` and filling the
     local rows come after this too. `units` are in the order of forward, none inside another; modules of `inner` have
-    their own axis. `root` holds the units and the modules of none (embedding, head), which stay gathered from forward
-    to backward; parameters that two roots of a rank share must be ignored by both.
+    their own axis, and their stacks of matrices become matrices (`by_rows`). `root` holds the units and the modules of
+    none (embedding, head), which stay gathered from forward to backward; parameters that two roots of a rank share must
+    be ignored by both.
     """
     # Modules with one rank to shard over stay whole, also where the root around them is sharded.
     ignored = ignored | {
@@ -93,6 +110,10 @@ def shard_fully(
     divided = [name for name, one in root.named_parameters() if isinstance(one, DTensor) and one not in ignored]
     assert not divided, f"{divided[0]} belongs to another root already"
     for module, own in inner.items():  # first, because FSDP2 takes the parameters that no module inside has taken
+        if own.shard.size > 1:
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter.ndim > 2:
+                    module.register_parameter(name, nn.Parameter(by_rows(parameter.detach())))
         _divide(module, own, settings, device, compute_dtype, ignored)
     if axis.shard.size == 1:
         return
@@ -111,14 +132,14 @@ def local_rows(parameter: Tensor) -> tuple[int, int]:
     mesh, dim = parameter.device_mesh, parameter.device_mesh.ndim - 1  # with hybrid sharding dim 0 replicates
     place = mesh.get_coordinate()
     assert place is not None, "this rank holds nothing of the parameter"
-    return rows_of_shard(parameter.shape[0], place[dim], mesh.size(dim))
+    return rows_of_chunk(parameter.shape[0], place[dim], mesh.size(dim))
 
 
 def own_rows(tensor: Tensor) -> tuple[Tensor, tuple[int, int]]:
     """This rank's part of a parameter, sharded or not: the plain tensor, and first and last + 1 of its rows."""
     if isinstance(tensor, DTensor):
         return tensor.to_local(), local_rows(tensor)
-    return tensor, (0, tensor.shape[0] if tensor.ndim else 1)
+    return tensor, (0, tensor.numel() // row_width(tuple(tensor.shape)))
 
 
 class _ReduceInBf16:

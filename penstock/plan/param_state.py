@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from penstock.config.parallel import Parallel
-from penstock.layout.sharding import rows_of_shard
+from penstock.layout.sharding import row_width, rows_of_shard
 from penstock.models.parameters import copy_bytes, param_shards
 from penstock.parallel.buckets import BUCKET_VALUES, IN_FLIGHT, ROW_VALUES
 from penstock.plan.hardware import RankGroup
@@ -167,11 +167,10 @@ def facts_of(rank: MetaRank) -> ParamsByKind:
         facts = found.setdefault(kind, {})
         if kind not in OTHERS and any(not name.startswith(path) for name in facts):
             continue
-        shape = one.parameter.shape
-        rows = shape[0] if shape else 1
+        width = row_width(tuple(one.parameter.shape))
         facts[one.name] = ParamFacts(
-            rows=rows,
-            width=one.parameter.numel() // rows,
+            rows=one.parameter.numel() // width,
+            width=width,
             itemsize=one.parameter.dtype.itemsize,
             is_expert=one.data is rank.axes.expert_data,
             is_sharded=one.name in rank.sharded,

@@ -259,10 +259,10 @@ def _rectangles(parts: Mapping[str, ShardedTensor]) -> Iterator[tuple[str, Recta
     """Name, place in the whole, and values of every non-empty rectangle that this rank writes."""
     for name, part in parts.items():
         check_part(name, part)
-        for piece in part.pieces:
+        for piece, values in part.views() if part.writes else ():
             rectangle = Rectangle(piece.whole, piece.sizes)
-            if part.writes and rectangle.elements:
-                yield name, rectangle, part.tensor[Rectangle(piece.here, piece.sizes).within((0,) * len(piece.here))]
+            if rectangle.elements:
+                yield name, rectangle, values
 
 
 @torch.no_grad()
@@ -285,13 +285,11 @@ def fill_parts(folder: Path, saved: Mapping[str, SavedTensor], into: Mapping[str
 def _reads(name: str, part: ShardedTensor, saved: SavedTensor) -> Iterator[tuple[str, PartRead]]:
     """Files and reads for one tensor."""
     places = saved.places()
-    for piece in part.pieces:
+    for piece, values in part.views():
         ours = Rectangle(piece.whole, piece.sizes)
-        # Place in the whole of the first element of our tensor: subtracted from a place, it gives the index in ours.
-        origin = tuple(whole - here for whole, here in zip(piece.whole, piece.here, strict=True))
         for theirs, file in places:
             if (common := ours.overlap(theirs)) is not None:
-                target = part.tensor.detach()[common.within(origin)]
+                target = values[common.within(ours.begin)]
                 yield file, PartRead(f"{name}{theirs}", common.within(theirs.begin), target)
 
 

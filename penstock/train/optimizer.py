@@ -17,6 +17,8 @@ A rank updates a parameter in one of three ways (`OptimizerShard`):
     divided    holds all of it, updates its rows, gathers the others (ZeRO-1)  shard = optimizer
     sharded    holds and updates its rows only (FSDP2 gathers and reduces)     shard = full
 
+A row is an index of all dims but the last: where a rank holds one expert, data-parallel ranks divide its matrices.
+
 A parameter that took no part in a step has a zero gradient: its moments fade and it decays, as it does inside of a
 larger tensor or a shard, so results do not depend on the layout. Nothing here waits for the device.
 """
@@ -36,7 +38,7 @@ from penstock.config.training import Optimizer
 from penstock.layout.sharding import rows_of_shard
 from penstock.parallel.axes import ALONE, NO_AXIS, Axis
 from penstock.parallel.buckets import BucketEntry, gather_rows, reduce_rows
-from penstock.parallel.shard import ParamShard, ShardedTensor, local_rows, whole
+from penstock.parallel.shard import ParamShard, ShardedTensor, by_rows, local_rows, whole
 from penstock.train.adamw import FusedAdamW, StreamedAdamW, is_own_master
 
 
@@ -47,8 +49,8 @@ class OptimizerShard:
     param: ParamShard
     rows: tuple[int, int] | None  # first and last + 1 of the updated rows; None for all
     total: Tensor  # float32 sum of the gradients of all backward passes, in the shape of the parameter on this rank
-    gradient: Tensor  # the updated rows of `total`, a view; of the global batch after the reduction
-    values: Tensor  # the updated rows of the parameter, a view
+    gradient: Tensor  # the updated rows of `total`, a view (`by_rows`); of the global batch after the reduction
+    values: Tensor  # the updated rows of the parameter, a view (`by_rows`)
     attached: Tensor | None  # `parameter.grad` outside of backward: a buffer that autograd adds to, or None with a hook
     shard_axis: Axis  # ranks that divide the rows and reduce the gradient here, not in FSDP2
     replicate_axis: Axis  # ranks that update the same rows and sum the gradient here
@@ -82,8 +84,9 @@ def optimizer_shard_of(param: ParamShard, parallel: Parallel) -> OptimizerShard:
         gradient, values, writer = total, parameter.detach(), data.rank == 0
         if parallel.shard in ("auto", "optimizer") and data.shard.size > 1 and parameter.ndim:
             shard, replicate, writer = data.shard, data.replicate, data.replicate.rank == 0
-            rows = rows_of_shard(parameter.shape[0], shard.rank, shard.size)
-            gradient, values = total[slice(*rows)], values[slice(*rows)]
+            gradient, values = by_rows(total), by_rows(values)
+            rows = rows_of_shard(len(values), shard.rank, shard.size)
+            gradient, values = gradient[slice(*rows)], values[slice(*rows)]
     return OptimizerShard(
         param=param,
         rows=rows,

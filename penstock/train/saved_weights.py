@@ -100,7 +100,7 @@ class SavedWeights:
         """A rectangle of a weight, float32. Raises a CheckpointError if it cannot be read."""
         saved = self._tensors[PREFIX + name]
         tensor = torch.empty(rectangle.sizes, dtype=torch.float32)
-        piece = LocalSlice(here=(0,) * len(rectangle.sizes), whole=rectangle.begin, sizes=rectangle.sizes)
+        piece = LocalSlice(offset=0, strides=tensor.stride(), whole=rectangle.begin, sizes=rectangle.sizes)
         part = ShardedTensor(tensor=tensor, shape=saved.shape, pieces=(piece,))
         try:
             fill_parts(self._folder, self._tensors, {PREFIX + name: part})

@@ -88,11 +88,7 @@ def follow(session: Session, steps: int = STEPS, rate: float = RATE) -> Trace:
 def saved_by(session: Session) -> Saved:
     """Parts that this rank writes; of equal parts one rank writes each."""
     return [
-        (
-            name,
-            part.shape,
-            [(one.whole, part.tensor.detach()[_region(one.here, one.sizes)].clone()) for one in part.pieces],
-        )
+        (name, part.shape, [(piece.whole, values.clone()) for piece, values in part.views()])
         for name, part in session.state.parts().items()
         if part.writes
     ]
@@ -188,6 +184,8 @@ PASSES_FOLDED = overlapped("passes", *pipeline("interleaved", 2, "tensor=2", "ex
 NO_ROOM = (*gathered(2, "expert=4"), "dispatch.row_capacity_factor=1.0")
 """Room for even loads only: every step is made twice."""
 
+SIX_EXPERTS = ("model.moe.experts=6",)
+
 CASES = (
     Case("DP 2, optimizer whole", 2, layout("shard=none")),
     Case("DP 4, ZeRO-1", 4, layout("shard=optimizer")),
@@ -209,6 +207,10 @@ CASES = (
     Case("EP 4 on 2 nodes, sync-free 2, too little room", 4, (*by_node(2, "expert=4"), NO_ROOM[-1])),
     Case("EP 2 x EDP 2, ZeRO-1", 4, layout("expert=2")),
     Case("EP 2 x EDP 2, FSDP", 4, layout("expert=2", "shard=full")),
+    *(
+        Case(f"EP 2 x EDP 2, ranks divide an expert, {shard}", 4, layout("expert=2", f"shard={shard}"), SIX_EXPERTS)
+        for shard in ("optimizer", "full")
+    ),
     Case("ETP 2", 2, layout("expert_tensor=2")),
     Case("EP 2 x ETP 2, FSDP", 8, layout("expert=2", "expert_tensor=2", "shard=full")),
     Case("TP 2 + SP", 2, layout("tensor=2")),

@@ -1,7 +1,8 @@
 """Parts of parameters: slices of all ranks tile the whole, and rectangles are checked and parsed."""
 
 from itertools import product
-from operator import add
+from math import prod
+from operator import add, mul
 
 import pytest
 import torch
@@ -17,16 +18,18 @@ from penstock.layout.sharding import (
     local_slices,
     not_the_whole,
     parse_rectangle,
+    row_width,
+    rows_of_chunk,
     rows_of_shard,
 )
 
 Index = tuple[int, ...]
 
 
-def elements(piece: LocalSlice) -> list[tuple[Index, Index]]:
-    """(place here, place in the whole) of every element of a piece."""
-    offsets = product(*map(range, piece.sizes))
-    return [(tuple(map(add, piece.here, offset)), tuple(map(add, piece.whole, offset))) for offset in offsets]
+def elements(piece: LocalSlice) -> list[tuple[int, Index]]:
+    """(place in the local tensor, place in the whole) of every element of a piece."""
+    steps = product(*map(range, piece.sizes))
+    return [(piece.offset + sum(map(mul, piece.strides, one)), tuple(map(add, piece.whole, one))) for one in steps]
 
 
 @st.composite
@@ -56,10 +59,10 @@ def test_slices_of_all_ranks_and_shards_tile_the_whole_and_each_local_tensor(
     for part in all_parts(cuts):
         here = local_shape(shape, part)
         for index in range(shards):
-            first, end = rows_of_shard(here[0], index, shards)
+            first, end = rows_of_shard(prod(here) // row_width(here), index, shards)
             held = local_slices(shape, part, (first, end))
             pairs = [pair for piece in held for pair in elements(piece)]
-            assert sorted(place for place, _ in pairs) == list(product(range(end - first), *map(range, here[1:])))
+            assert sorted(place for place, _ in pairs) == list(range((end - first) * row_width(here)))
             found += [whole for _, whole in pairs]
             rectangles += [Rectangle(piece.whole, piece.sizes) for piece in held]
     assert sorted(found) == list(product(*(range(size) for size in shape)))
@@ -73,23 +76,25 @@ def test_rows_of_a_part_are_those_rows_of_all_its_pieces(
 ) -> None:
     shape, cuts = division
     part = data.draw(st.sampled_from(all_parts(cuts)))
-    rows = local_shape(shape, part)[0]
+    local = local_shape(shape, part)
+    width = row_width(local)
+    rows = prod(local) // width
     first = data.draw(st.integers(0, rows))
     end = data.draw(st.integers(first, rows))
     whole = dict(pair for piece in local_slices(shape, part) for pair in elements(piece))
     some = dict(pair for piece in local_slices(shape, part, (first, end)) for pair in elements(piece))
-    assert some == {(row - first, *rest): at for (row, *rest), at in whole.items() if first <= row < end}
+    assert some == {at - first * width: where for at, where in whole.items() if first * width <= at < end * width}
 
 
 def test_each_block_is_cut_by_itself() -> None:
     held = [local_slices((8, 3), (Cut(0, index, 2, blocks=2),)) for index in range(2)]
-    assert held[0] == (LocalSlice((0, 0), (0, 0), (2, 3)), LocalSlice((2, 0), (4, 0), (2, 3)))
-    assert held[1] == (LocalSlice((0, 0), (2, 0), (2, 3)), LocalSlice((2, 0), (6, 0), (2, 3)))
+    assert held[0] == (LocalSlice(0, (3, 1), (0, 0), (2, 3)), LocalSlice(6, (3, 1), (4, 0), (2, 3)))
+    assert held[1] == (LocalSlice(0, (3, 1), (2, 0), (2, 3)), LocalSlice(6, (3, 1), (6, 0), (2, 3)))
     assert local_slices((8, 3), (Cut(0, 1, 2, blocks=2),), rows=(1, 3)) == (
-        LocalSlice((0, 0), (3, 0), (1, 3)),
-        LocalSlice((1, 0), (6, 0), (1, 3)),
+        LocalSlice(0, (3, 1), (3, 0), (1, 3)),
+        LocalSlice(3, (3, 1), (6, 0), (1, 3)),
     )
-    assert local_slices((), ()) == (LocalSlice((), (), ()),), "a scalar"
+    assert local_slices((), ()) == (LocalSlice(0, (), (), ()),), "a scalar"
     assert rows_of_shard(0, 2, 3) == (0, 0)
     with pytest.raises(AssertionError, match="is not divided"):
         local_shape((6, 3), (Cut(0, 0, 2, blocks=2),))
@@ -97,10 +102,22 @@ def test_each_block_is_cut_by_itself() -> None:
         local_slices((4, 4), (Cut(0, 0, 2), Cut(0, 1, 2)))
 
 
-@given(rows=st.integers(1, 40), count=st.integers(1, 12))
-def test_shards_are_those_of_torch(rows: int, count: int) -> None:
-    shards = [list(range(*rows_of_shard(rows, index, count))) for index in range(count)]
-    assert [shard for shard in shards if shard] == [chunk.tolist() for chunk in torch.arange(rows).chunk(count)]
+def test_a_range_of_rows_begins_and_ends_inside_experts() -> None:
+    assert local_slices((3, 5, 2), (), rows=(3, 12)) == (
+        LocalSlice(0, (4, 2, 1), (0, 3, 0), (1, 2, 2)),
+        LocalSlice(4, (10, 2, 1), (1, 0, 0), (1, 5, 2)),
+        LocalSlice(14, (4, 2, 1), (2, 0, 0), (1, 2, 2)),
+    )
+
+
+@given(rows=st.integers(0, 40), count=st.integers(1, 12))
+def test_shards_differ_by_at_most_a_row_and_chunks_are_those_of_torch(rows: int, count: int) -> None:
+    shards = [range(*rows_of_shard(rows, index, count)) for index in range(count)]
+    assert [row for shard in shards for row in shard] == list(range(rows))
+    assert len(shards[0]) - len(shards[-1]) in (0, 1)
+    assert len(shards[0]) == max(map(len, shards)) == -(-rows // count)
+    chunks = [list(range(*rows_of_chunk(rows, index, count))) for index in range(count)]
+    assert [chunk for chunk in chunks if chunk] == [one.tolist() for one in torch.arange(rows).chunk(count) if len(one)]
 
 
 SHAPES = st.lists(st.integers(1, 5), max_size=3).map(tuple)

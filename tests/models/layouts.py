@@ -12,7 +12,7 @@ from penstock.config.parallel import Parallel, Pipeline
 from penstock.config.run import Run
 from penstock.config.training import Optimizer, Training
 from penstock.models.rank_model import RankModel, build_rank, embedding_places
-from penstock.parallel.shard import ParamShard
+from penstock.parallel.shard import ParamShard, ShardedTensor
 from tests.models.families import tiny_attention, tiny_model
 from tests.parallel.simulated import every_rank
 
@@ -84,17 +84,16 @@ def every_rank_model(run: Run, world: int, device: torch.device) -> Iterator[Ran
         yield build_rank(run, axes, device)
 
 
-def rectangles(holding: ParamShard) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """Where parts of what a rank holds lie in its own tensor and in the whole."""
+def rectangles(holding: ParamShard) -> Iterator[tuple[slice, ...]]:
+    """Where parts of what a rank holds lie in the whole."""
     for piece in holding.pieces():
-        here = tuple(slice(start, start + size) for start, size in zip(piece.here, piece.sizes, strict=True))
-        there = tuple(slice(start, start + size) for start, size in zip(piece.whole, piece.sizes, strict=True))
-        yield here, there
+        yield tuple(slice(start, start + size) for start, size in zip(piece.whole, piece.sizes, strict=True))
 
 
 def part_of(whole: Tensor, holding: ParamShard) -> Tensor:
     """What a rank holds, cut out of the whole tensor."""
     part = torch.full(holding.local_shape, float("nan"), dtype=whole.dtype)
-    for here, there in rectangles(holding):
-        part[here] = whole[there]
+    held = ShardedTensor(tensor=part, shape=holding.shape, pieces=holding.pieces())
+    for (_, values), there in zip(held.views(), rectangles(holding), strict=True):
+        values.copy_(whole[there])
     return part

@@ -20,7 +20,7 @@ from penstock.models.rank_model import build_rank
 from penstock.parallel.axes import ALONE, Axis, make_axes
 from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.recompute import recomputed
-from penstock.parallel.shard import own_rows
+from penstock.parallel.shard import by_rows, own_rows
 from penstock.parallel.weight_grad_store import WeightGradStore
 from tests.closeness import assert_close, assert_equal
 from tests.distributed.pool import Pool
@@ -295,7 +295,7 @@ def test_rows_that_data_parallel_ranks_divide_have_the_values_of_the_whole_in_fl
         assert {name for name, _, _ in held} == whole.keys()
         for name, rows, values in held:
             assert values.dtype == torch.float32
-            assert torch.equal(values, whole[name][slice(*rows)]), name
+            assert torch.equal(values, by_rows(whole[name])[slice(*rows)]), name
 
 
 def test_experts_are_drawn_one_by_one_whatever_their_number() -> None:

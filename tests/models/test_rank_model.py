@@ -226,7 +226,7 @@ def test_shards_tile_every_parameter_and_gradients_are_summed_over_equal_shards(
         parts = {rank: holding.pieces() for rank, holding in held[name]}
         for rank, holding in held[name]:
             assert holding.shape == tuple(parameter.shape), name
-            for _, there in rectangles(holding):
+            for there in rectangles(holding):
                 covered[there] += 1
             same = {other for other, pieces in parts.items() if pieces == parts[rank]}
             for axis in (holding.data, *holding.partial):

@@ -21,7 +21,7 @@ from penstock.kernels.float8.reference import dequantize, quantize_weight
 from penstock.layout.grid import Grid
 from penstock.parallel.axes import Axes, make_axes
 from penstock.parallel.float8_gather import Float8Shard, refresh
-from penstock.parallel.shard import local_rows, shard_fully
+from penstock.parallel.shard import by_rows, local_rows, shard_fully
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.state import restore_state, save_state
 from tests.distributed.one_loss import Saved, Trace, follow, same_state, saved_by, start_session
@@ -33,7 +33,8 @@ SHAPES = {
     "rows that no rank count divides": (272, 144),
     "fewer rows than a block": (16, 256),
     "one matrix more than ranks": (3, 144, 80),
-    "fewer matrices than ranks": (1, 32, 272),
+    "fewer matrices than ranks": (1, 160, 272),  # ranks divide a matrix, and a block of it
+    "matrices whose last block is smaller": (5, 136, 48),  # two ranks divide the third matrix
 }
 
 
@@ -57,11 +58,12 @@ def _copies(w_FD: Tensor) -> Any:
 class Product(nn.Module):
     def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__()
+        self.shape = shape  # `shard_fully` makes a stack of matrices one matrix
         self.weight = nn.Parameter(torch.empty(shape))
         self.bias = nn.Parameter(torch.empty(shape[-2]))
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = _Product.apply(x, self.weight)
+        y: Tensor = _Product.apply(x, self.weight.view(self.shape))
         return y + self.bias
 
 
@@ -70,17 +72,20 @@ def _divided(axes: Axes, *shapes: tuple[int, ...], reshard: str = "forward") -> 
     with torch.device("meta"):
         model = nn.Sequential(*map(Product, shapes))
     settings = Parallel.model_validate({"shard": "full", "reshard": reshard})
-    shard_fully(list(model), model, axes.dense_data, settings, CPU, torch.bfloat16, set(), {})
+    inner = {one: axes.dense_data for one, shape in zip(model, shapes, strict=True) if len(shape) > 2}
+    shard_fully(
+        [one for one in model if one not in inner], model, axes.dense_data, settings, CPU, torch.bfloat16, set(), inner
+    )
     model.to_empty(device=CPU)  # FSDP2 divides meta tensors; then each rank fills its rows
     for place, parameter in enumerate(model.parameters()):
-        drawn = _drawn(parameter.shape, place)
+        assert isinstance(parameter, DTensor)
+        drawn = _drawn(shapes[place // 2] if place % 2 == 0 else tuple(parameter.shape), place)
         with torch.no_grad():
-            assert isinstance(parameter, DTensor)
-            parameter.to_local().copy_(drawn[slice(*local_rows(parameter))])
+            parameter.to_local().copy_(by_rows(drawn)[slice(*local_rows(parameter))])
     return model
 
 
-def _drawn(shape: torch.Size, place: int) -> Tensor:
+def _drawn(shape: tuple[int, ...], place: int) -> Tensor:
     """Numbers whose blocks have scales of their own."""
     drawn = 0.01 * torch.randn(shape, generator=torch.Generator().manual_seed(place))
     return drawn * (1 + torch.arange(shape[0]).view(-1, *[1] * (len(shape) - 1)) % 37)
@@ -94,11 +99,11 @@ def _gathered(shape: tuple[int, ...], recipe: Recipe, rule: Float8Rule) -> list[
     """Bits of what a rank has after a gather, and of the copies of the whole weight."""
     layer, rows = _one_matrix(shape, recipe, rule)
     refresh([rows])
-    whole = quantize_weight(_drawn(torch.Size(shape), 0).bfloat16(), recipe, rule.forward)
+    whole = quantize_weight(_drawn(shape, 0).bfloat16(), recipe, rule.forward)
     layer.unshard()
     weight = layer.weight
     assert isinstance(weight, GatheredWeight) and isinstance(weight, nn.Parameter)
-    assert (weight.shape, weight.dtype, layer.bias.dtype) == (shape, torch.bfloat16, torch.bfloat16)
+    assert (weight.view(shape).shape, weight.dtype, layer.bias.dtype) == (shape, torch.bfloat16, torch.bfloat16)
     found = WeightCopies(weight.copies.forward, weight.copies.backward)
     assert all(map(torch.equal, _bits(found), _bits(whole)))
     assert (found.forward.block, found.backward.block) == (whole.forward.block, whole.backward.block)
@@ -140,7 +145,12 @@ def _one_matrix(
 ) -> tuple[Any, Float8Shard]:
     axes = make_axes(Grid(world=dist.get_world_size()))
     layer = _divided(axes, shape)[0]
-    return layer, Float8Shard(layer.weight, axes.dense_data, recipe, rule or Float8Rule(), torch.bfloat16)
+    return layer, _shard(layer, axes, recipe, rule or Float8Rule())
+
+
+def _shard(layer: Any, axes: Axes, recipe: Recipe, rule: Float8Rule) -> Float8Shard:
+    matrices = layer.shape[0] if len(layer.shape) > 2 else None
+    return Float8Shard(layer.weight, axes.dense_data, recipe, rule, torch.bfloat16, matrices)
 
 
 def _largest() -> int:
@@ -188,7 +198,7 @@ def _trained(in_8_bits: bool, reshard: str) -> tuple[dict[str, Tensor], int]:
     axes = make_axes(Grid(world=2))  # data parallel
     model = _divided(axes, (416, 48), (48, 416), (2, 16, 48), reshard=reshard)
     layers = list(model) if in_8_bits else []
-    rows = [Float8Shard(one.weight, axes.dense_data, BLOCKWISE, Float8Rule(), torch.bfloat16) for one in layers]
+    rows = [_shard(one, axes, BLOCKWISE, Float8Rule()) for one in layers]
     refresh(rows)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     x_TD = torch.randn(3, 6, 48, generator=torch.Generator().manual_seed(dist.get_rank())).bfloat16()
@@ -211,7 +221,9 @@ def test_masters_are_those_of_quantizing_on_the_fly_and_half_the_bytes_travel(ra
     for masters, sent_8 in ranks.run(2, _trained, True, reshard):
         for name, master in masters.items():
             assert torch.equal(master, plain[name]), name
-            assert not torch.equal(master, _drawn(master.shape, list(masters).index(name))), f"{name} was not trained"
+            place = list(masters).index(name)
+            drawn = by_rows(_drawn((2, 16, 48) if name == "2.weight" else tuple(master.shape), place))
+            assert not torch.equal(master, drawn), f"{name} was not trained"
         # Weights and biases of two ranks, which send half each.
         weights, biases = 416 * 48 * 2 + 2 * 16 * 48, 416 + 48 + 16
         assert (sent_16, sent_8) == (weights + biases, weights // 2 + biases)

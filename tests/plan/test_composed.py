@@ -63,6 +63,10 @@ CASES = {
         LITE, 16,
         f"{BIASES} parallel.pipeline=2 parallel.expert=2 parallel.expert_tensor=2 pipeline.schedule=zb-1f1b"
     ),
+    "ranks divide an expert": ("mixtral-8x7b-2l", 16, "parallel.tensor=2 parallel.expert=8"),
+    "ranks divide an expert, gathered weights": (
+        "mixtral-8x7b-2l", 16, "parallel.tensor=2 parallel.expert=8 parallel.shard=full"
+    ),
     "local layers": ("moe-1t-8l", 32, f"{LOCAL} parallel.pipeline=4 parallel.expert=8"),
     "four kinds, zb-v": ("moe-1t-8l", 32, f"{FOUR_KINDS} pipeline.schedule=zb-v {TWO_STAGES}"),
     "four kinds, interleaved": (
@@ -76,6 +80,7 @@ CASES = {
 OFTEN = ["one rank", "experts by all-to-all", "a context", "interleaved", "zb-v, selective recompute"]
 OFTEN += ["gathered weights", "several copies", "experts in every second layer, gathered weights", "prediction layers"]
 OFTEN += ["biases, experts in halves", "four kinds, zb-v", "eight bits, gathered so", "no experts"]
+OFTEN += ["ranks divide an expert"]
 
 
 def run_of(name: str) -> tuple[Run, int]:

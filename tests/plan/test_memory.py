@@ -4,6 +4,7 @@ import pytest
 
 from penstock.config.load import load_run
 from penstock.kernels.device_facts import named_device
+from penstock.models.count import count
 from penstock.plan.memory import Overheads, RankMemory, fullest_rank, memory_of
 from penstock.plan.meta_rank import Target
 
@@ -60,6 +61,15 @@ def test_memory_that_gpus_share_is_planned_where_a_node_has_several() -> None:
 
 def test_the_update_cannot_use_the_pool_of_a_captured_pass() -> None:
     assert planned("graphs.capture=full", "parallel.shard=optimizer", world=2).graph_pool > 0
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "full"])
+def test_ranks_that_share_one_expert_hold_equal_parts_of_its_state(shard: str) -> None:
+    layout = ["parallel.tensor=2", "parallel.expert=8", "training.global_batch=64", f"parallel.shard={shard}"]
+    run = load_run("mixtral-8x7b-2l", layout)
+    first, other = (memory_of(run, world=16, rank=rank, target=TARGET) for rank in (0, 8))
+    assert (first.moments, first.master) == (other.moments, other.master)
+    assert first.moments == pytest.approx(8 * count(run.model, 1).parameters / 16, rel=1e-3)
 
 
 PIPELINE = ["parallel.pipeline=2", "pipeline.layout=Ett|ttL"]

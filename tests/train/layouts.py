@@ -3,13 +3,14 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from penstock.layout.sharding import Cut, local_shape, local_slices, rows_of_shard
-from penstock.parallel.shard import ShardedTensor
+from penstock.layout.sharding import Cut, local_shape, local_slices, row_width, rows_of_shard
+from penstock.parallel.shard import ShardedTensor, by_rows
 from penstock.train.manifest import WrittenFiles, merge, write_parts
 
 
@@ -31,7 +32,8 @@ class Layout:
                 if count > 1
             )
             for shard, copy in product(range(self.shards), range(self.copies)):
-                yield _part(whole, cuts, rows_of_shard((local_shape(shape, cuts) or (1,))[0], shard, self.shards), copy)
+                local = local_shape(shape, cuts)
+                yield _part(whole, cuts, rows_of_shard(prod(local) // row_width(local), shard, self.shards), copy)
 
 
 def _part(whole: Tensor, cuts: tuple[Cut, ...], rows: tuple[int, int], copy: int) -> ShardedTensor:
@@ -44,7 +46,7 @@ def _part(whole: Tensor, cuts: tuple[Cut, ...], rows: tuple[int, int], copy: int
         pieces, writes = local_slices(shape, ()), copy == 0 and rows == (0, 1)
         return ShardedTensor(tensor=whole.clone(), shape=shape, pieces=pieces, writes=writes)
     pieces = local_slices(shape, cuts, rows)
-    return ShardedTensor(tensor=local[slice(*rows)].clone(), shape=shape, pieces=pieces, writes=copy == 0)
+    return ShardedTensor(tensor=by_rows(local)[slice(*rows)].clone(), shape=shape, pieces=pieces, writes=copy == 0)
 
 
 def ranks_of(

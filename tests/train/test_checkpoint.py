@@ -236,7 +236,7 @@ def test_a_damaged_file_that_the_manifest_vouches_for_is_one_line_too(saved: Che
 
 
 def test_parts_that_are_not_the_whole_are_our_fault_and_leave_no_trace(saved: CheckpointStore) -> None:
-    half = ShardedTensor(tensor=torch.zeros(2, 3), shape=(4, 3), pieces=(LocalSlice((0, 0), (0, 0), (2, 3)),))
+    half = ShardedTensor(tensor=torch.zeros(2, 3), shape=(4, 3), pieces=(LocalSlice(0, (3, 1), (0, 0), (2, 3)),))
     with pytest.raises(AssertionError, match=r"do not write half once, float32 \[4, 3\]: 6 of 12 elements are there"):
         saved.save(3, {"half": half}, {})
     with pytest.raises(AssertionError, match="unwritten once, .*: 0 of 2 elements"):

@@ -234,7 +234,7 @@ def test_what_one_layout_wrote_every_other_reads(case: tuple[Tensor, Layout, Lay
 def test_only_what_is_needed_is_read(tmp_path: Path) -> None:
     tensor = torch.arange(64.0).view(8, 8)
     written = write_ranks(tmp_path, ranks_of({"w": tensor}, {"w": Layout((4, 1), (1, 1))}, 4))
-    wanted = ShardedTensor(tensor=torch.zeros(4, 4), shape=(8, 8), pieces=(LocalSlice((0, 0), (1, 2), (4, 4)),))
+    wanted = ShardedTensor(tensor=torch.zeros(4, 4), shape=(8, 8), pieces=(LocalSlice(0, (4, 1), (1, 2), (4, 4)),))
     columns = slice(2, 6)
     assert [(file, read.key, read.source) for file, read in manifest._reads("w", wanted, written.tensors["w"])] == [
         ("tensors-00000-00000.safetensors", "w[0:2, 0:8]", (slice(1, 2), columns)),

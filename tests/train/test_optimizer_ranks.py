@@ -30,7 +30,8 @@ SHAPES = {
     "units.0.up": (6, 3),
     "units.0.norm": (7,),
     "units.0.router": (4, 3),
-    "units.1.down": (9, 2, 2),
+    "units.1.down": (1, 9, 2),  # one expert: its rows are divided
+    "units.1.stack": (3, 3, 2),  # ranks divide the second expert
     "units.1.bias": (1,),  # fewer rows than ranks
     "units.1.scale": (),
     "embed": (8, 4),
@@ -73,7 +74,7 @@ class Unit(nn.Module):
 
     def forward(self, total: Tensor, gradients: dict[str, Tensor]) -> Tensor:
         for name, parameter in self.named_parameters(recurse=False):
-            total = total + (parameter.float() * gradients[name]).sum()
+            total = total + (parameter.float().view(gradients[name].shape) * gradients[name]).sum()
         return total
 
 
@@ -109,9 +110,9 @@ def _cuts(name: str, axes: Axes) -> tuple[Cut, ...]:
 
 
 def _take(whole: Tensor, pieces: tuple[LocalSlice, ...], shape: tuple[int, ...]) -> Tensor:
-    taken = torch.empty(shape)
-    for piece in pieces:
-        taken[_box(piece.here, piece.sizes)] = whole[_box(piece.whole, piece.sizes)]
+    taken = torch.full(shape, torch.nan)
+    for piece, values in ShardedTensor(tensor=taken, shape=tuple(whole.shape), pieces=pieces).views():
+        values.copy_(whole[_box(piece.whole, piece.sizes)])
     return taken
 
 
@@ -155,7 +156,8 @@ def _train(case: Case) -> Outcome:
     model = _model(case, take, masters=full)
     if full:
         ignored, cpu = {model.get_parameter(name) for name in REPLICATED}, torch.device("cpu")
-        shard_fully(list(model.units), model, axes.dense_data, case.parallel, cpu, compute, ignored, inner={})
+        inner = {model.units[1]: axes.dense_data}  # its stacks become matrices
+        shard_fully([model.units[0]], model, axes.dense_data, case.parallel, cpu, compute, ignored, inner)
     holdings = [holding(name, parameter) for name, parameter in model.named_parameters()]
     optimizer = MasterAdamW(
         holdings,

@@ -15,6 +15,7 @@ numbers and scales; it is made when backward first asks for it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -83,16 +84,22 @@ class GatheredCopies:
 
 
 class GatheredWeight(Tensor):
-    """A weight that FSDP gathered in 8 bits only, with the dtype that modules and autograd see; see the top."""
+    """A weight that FSDP gathered in 8 bits only, with the dtype that modules and autograd see; see the top.
+
+    A stack of matrices has two shapes, which `view` changes: e x F x D as its copies, and e F x D as FSDP2 divides it.
+    """
 
     copies: GatheredCopies
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment] # as in torch
 
     @staticmethod
-    def __new__(cls, copies: GatheredCopies, dtype: torch.dtype) -> "GatheredWeight":
-        """A tensor with a shape and without memory."""
+    def __new__(
+        cls, copies: GatheredCopies, dtype: torch.dtype, shape: Sequence[int] | None = None
+    ) -> "GatheredWeight":
+        """A tensor with a shape (default: that of the copies) and without memory."""
         values = copies.forward.values
-        weight: GatheredWeight = Tensor._make_wrapper_subclass(cls, values.shape, dtype=dtype, device=values.device)
+        shape = values.shape if shape is None else shape
+        weight: GatheredWeight = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=values.device)
         weight.copies = copies
         return weight
 
@@ -103,8 +110,10 @@ class GatheredWeight(Tensor):
         """Return the same weight for operators that alias the whole tensor; refuse all others."""
         weight = args[0]
         assert func in _ALIASES and isinstance(weight, GatheredWeight), f"{func}, of a weight in 8 bits only"
-        assert len(args) == 1 or tuple(args[1]) == tuple(weight.shape), f"a part of a weight in 8 bits: {args[1]}"
-        return cls(weight.copies, weight.dtype)
+        shape = tuple(weight.shape if len(args) == 1 else args[1])
+        stack = tuple(weight.copies.forward.values.shape)
+        assert shape in (stack, (prod(stack[:-1]), stack[-1])), f"a part of a weight in 8 bits: {shape}"
+        return cls(weight.copies, weight.dtype, shape)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # not annotated there
         """Its shape and dtype, because its numbers need operators."""
