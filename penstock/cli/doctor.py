@@ -58,7 +58,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def doctor(paths: Place, on: On = None, step: Step = None, names: Names = None, as_json: Json = False) -> None:
-    """Name the bottleneck (memory, communication, host, compute) and the gain of each remedy."""
+    """Name the bottleneck (memory, communication, host, power, compute) and the gain of each remedy."""
     evidence = examine(paths, on=on, step=step, names=None if names is None else read_phase_names(names))
     if evidence.host is not None and not evidence.ranks:  # a CPU
         if as_json:

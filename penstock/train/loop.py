@@ -153,7 +153,7 @@ class _Loop:
         self._saved = begin.steps or None  # not read from disk: a network file system may differ between ranks
         self._notices = session.notices  # for the first report
         self._watch = Stopwatch(session.device)
-        self.power = PowerMeter(session.device) if observers else None  # nobody reads that of other ranks
+        self.power = PowerMeter(session.device) if observers else None  # only the first rank has observers
         self._recorder = Recorder(session.run, folder.profile, session.device, session.axes.grid, session.axes.rank)
 
     def run(self, stop: StopRequest) -> RunEnd:

@@ -1,4 +1,4 @@
-"""Communication of libraries that nobody knows: by what is around a kernel, and by the user's file of names."""
+"""Communication of unknown libraries: by what is around a kernel, and by the user's file of names."""
 
 from pathlib import Path
 from typing import Any

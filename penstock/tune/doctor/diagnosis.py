@@ -130,8 +130,8 @@ def cpu_sentence(evidence: Evidence) -> str:
     """The conclusion for a recording of a CPU."""
     device = f" ({evidence.facts.device})" if evidence.facts.device else ""
     return (
-        f"no wall: this recording is of a CPU{device}, and the doctor derives the wall (memory, communication, compute, "
-        "host) from kernels of a device"
+        f"no wall: this recording is of a CPU{device}, and the doctor derives the wall (memory, communication, host, "
+        "power, compute) from kernels of a device"
     )
 
 
