@@ -211,6 +211,11 @@ def _ranks(traces: Sequence[Trace]) -> list[int]:
         ranks = [told[0] if told[0] is not None else named[0] or 0]
     sure = [rank for rank in ranks if rank is not None]
     if len(set(sure)) < len(traces):
+        places = {(trace.path.parent, rank) for trace, rank in zip(traces, ranks, strict=True)}
+        folders = sorted({f"{folder}" for folder, _ in places})
+        if 1 < len(folders) < len(places) == len(traces):
+            what = f"{len(folders)} folders with traces of the same ranks"
+            raise TraceError(what, fix=f"give one of {', '.join(folders)}")
         raise TraceError(
             f"{traces[0].path.parent}: it is not clear which rank each of {len(traces)} files is of",
             got=ranks,
