@@ -19,7 +19,7 @@ import typer
 
 from penstock import __version__
 from penstock.base.errors import WRONG_INPUT, PenstockError, asked, did_you_mean
-from penstock.cli.interrupts import INTERRUPTED, raise_again
+from penstock.base.interrupts import INTERRUPTED, raise_again
 from penstock.cli.verbs import Verb, group_of, on_one_screen
 from penstock.parallel.launch.environment import prepare_environment
 

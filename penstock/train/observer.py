@@ -138,6 +138,9 @@ class Observer:
     def stepped(self, report: StepReport) -> None:
         """Called after every step and its evaluation, before a checkpoint of the step."""
 
+    def saving(self) -> None:
+        """Called before a checkpoint is passed to the writer."""
+
     def saved(self, step: int) -> None:
         """Called when a checkpoint of that step was passed to the writer."""
 

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from penstock.base.errors import DataError
-from penstock.cli.interrupts import imports_end_at_once
+from penstock.base.interrupts import imports_end_at_once
 from penstock.cli.main import VERBS, main
 from tests.cli import answers
 
