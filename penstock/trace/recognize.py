@@ -8,8 +8,8 @@ A kernel with an unknown name communicates if at least two of three signs say so
 
 Without the annotation its own name must say that something travels (`acme_send_rows`), or nothing but collectives is
 known on its stream. A name that is known to move data inside a device (`row_copy`) needs all three signs. Everything
-else stays unknown, and `penstock trace` lists the kernels that take `TELLS` of the step, for `--names FILE`. The file is
-TOML, a phase for each pattern:
+else stays unknown, and `penstock trace` lists the kernels that take `TELLS` of the step, for `--names FILE`. The file
+is TOML, a phase for each pattern:
 
     'acme::fused_block' = "attention"          a regular expression, searched in the name of the kernel's function
     'acme::rows_(out|back)' = "dispatch"       the first pattern that matches decides, before spans and operators
