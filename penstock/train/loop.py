@@ -42,6 +42,7 @@ from penstock.train.checkpoint import CheckpointStore
 from penstock.train.diagnose import NonFiniteFinding, NonFiniteOrigin, find_held_out_origin, find_origin, report_figure
 from penstock.train.metrics import drop_after
 from penstock.train.observer import HeldOutLoss, Observer, RunEnd, RunStart, StepReport
+from penstock.train.power import PowerMeter
 from penstock.train.profile import Recorder
 from penstock.train.run_folder import RunFolder, changes_since
 from penstock.train.saved_weights import load_initial_weights
@@ -150,7 +151,10 @@ def train_run(
         for observer in observers:
             cleanup.callback(observer.closed)
         cleanup.enter_context(_manual_garbage_collection(session.run.training.collect_garbage_every))
-        end = _Loop(session, folder, store, begin, observers, mark).run(stop)
+        loop = _Loop(session, folder, store, begin, observers, mark)
+        if loop.power is not None:
+            cleanup.callback(loop.power.close)
+        end = loop.run(stop)
         store.close()
         if session.graphs is not None:  # not after an error: release would wait for a lost rank
             session.graphs.release()
@@ -181,6 +185,7 @@ class _Loop:
         self._saved = begin.steps or None  # not read from disk: a network file system may differ between ranks
         self._notices = session.notices  # for the first report
         self._watch = Stopwatch(session.device)
+        self.power = PowerMeter(session.device) if observers else None  # only the first rank has observers
         self._recorder = Recorder(session.run, folder.profile, session.device, session.axes.grid, session.axes.rank)
 
     def run(self, stop: StopRequest) -> RunEnd:
@@ -253,7 +258,8 @@ class _Loop:
         if not result.is_finite:
             raise self._halt(done, before, batch, result)
         report = self._report(done, result, rate, seconds, self._evaluate(step))
-        return replace(report, phase_seconds=phases), result.wants_stop
+        power = report.power if self.power is None else self.power.read()
+        return replace(report, phase_seconds=phases, power=power), result.wants_stop
 
     def _evaluate(self, step: int) -> HeldOutLoss | None:
         """Held-out loss, or None if none is due."""

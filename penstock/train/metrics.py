@@ -55,6 +55,14 @@ FIELDS: dict[str, MetricField] = {
     "peak_memory_bytes": MetricField(
         "bytes", "Most memory so far: allocated by PyTorch on a GPU, resident set of the process on a CPU."
     ),
+    "power_watts": MetricField(
+        "W",
+        "Power of the first rank's GPU, the median of the step. This and the next three need the package nvidia-ml-py "
+        "or amdsmi, and are null without it.",
+    ),
+    "power_limit_watts": MetricField("W", "Power that its board may draw."),
+    "clock_mhz": MetricField("MHz", "Its clock, the median of the step: lower than the highest where power limits it."),
+    "clock_limit_mhz": MetricField("MHz", "Its highest clock."),
     "graph_pool_bytes": MetricField("bytes", "Device memory that captured work keeps (graphs.capture); 0 without any."),
     "expert_load_max_over_mean": MetricField("", "Of the least even layer; 1 is even. Null for a dense model."),
     "expert_rank_load_max_over_mean": MetricField(
@@ -135,6 +143,10 @@ def record(report: StepReport) -> dict[str, Any]:
         "phase_seconds": dict(report.phase_seconds) or None,
         "model_flops_utilization": report.model_flops_utilization,
         "peak_memory_bytes": report.peak_memory_bytes,
+        "power_watts": report.power.watts,
+        "power_limit_watts": report.power.limits.watts,
+        "clock_mhz": report.power.clock_mhz,
+        "clock_limit_mhz": report.power.limits.clock_mhz,
         "graph_pool_bytes": report.graph_pool_bytes,
         "expert_load_max_over_mean": None if worst is None else worst.max_over_mean,
         "expert_rank_load_max_over_mean": report.expert_rank_load_max_over_mean,

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean
 
 from penstock.config.run import Run
+from penstock.train.power import NO_POWER, PowerReading
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +94,7 @@ class StepReport:
     expert_ranks: int = 1  # that share the experts of a layer
     slots_needed: int = 0  # `balance_slots_needed` in metrics.jsonl
     phase_seconds: Mapping[str, float] = field(default_factory=dict)  # of the step before; empty in the first step
+    power: PowerReading = NO_POWER  # of this rank's GPU
 
     @property
     def expert_rank_load_max_over_mean(self) -> float | None:

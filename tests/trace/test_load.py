@@ -222,6 +222,15 @@ def test_two_files_of_one_rank_or_without_a_rank_are_refused(tmp_path: Path, oth
 # --------------------------------------------------------------------------------------------------------- refusals
 
 
+def test_of_several_recordings_in_a_folder_one_must_be_given(tmp_path: Path) -> None:
+    for folder in ("first", "second"):
+        for rank in range(2):
+            write(tmp_path / folder / f"rank{rank}.json", tiny(rank))
+    assert told(tmp_path) == (
+        f"2 folders with traces of the same ranks; fix: give one of {tmp_path / 'first'}, {tmp_path / 'second'}"
+    )
+
+
 def test_a_file_or_folder_that_is_not_there_is_told(tmp_path: Path) -> None:
     assert "cannot read" in told(tmp_path / "nothing.json")
     assert "holds no trace" in told(tmp_path)
