@@ -38,16 +38,12 @@ from penstock.plan.rules.book import (
     RULES,
     advice,
     config_refusal,
-    first_refusal,
     illegal,
-    order_key,
-    out_of_order,
 )
-from penstock.plan.rules.order import ORDER
 from penstock.plan.rules.rule import Rule, Sizes, facts_of, sizes_of
 from tests.config.small import SMALL, unchecked_run
 from tests.examples import examples
-from tests.plan.rule_cases import CASES, DENSE, EP8, EP16, PLAIN, PP8X2, V3, Case
+from tests.plan.rule_cases import CASES, DENSE, PLAIN, V3, Case
 from tools.megatron_rules import TABLE
 from tools.rules_page import known_names
 
@@ -90,9 +86,6 @@ def test_a_rule_has_something_against_what_it_is_about_and_nothing_against_its_n
     reason = rule.check(against)
     assert reason is not None and case.says in reason and "\n" not in reason
     assert rule.check(passes) is None
-    assert (rule.rank is not None) == (rule.kind == "order")
-    if rule.rank is not None:
-        assert rule.rank(against) > 0 == rule.rank(passes)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
@@ -102,13 +95,12 @@ def test_a_change_that_a_rule_proposes_can_be_made(rule: Rule) -> None:
 
 def test_a_layout_of_whole_models_is_projected_and_nothing_is_told() -> None:
     alone = replace(PLAIN, global_batch=1024)
-    assert first_refusal(alone) is None and advice(alone) == [] and not any(order_key(alone))
+    assert illegal(alone) is None and advice(alone) == []
 
 
-def test_a_layout_that_is_asked_for_is_only_refused_if_it_cannot_run() -> None:
+def test_a_layout_is_only_refused_if_it_cannot_run() -> None:
     wasteful = replace(PLAIN, tp=16)
-    refusal = first_refusal(wasteful)
-    assert refusal is not None and refusal[0].name == "tensor-inside-node" and illegal(wasteful) is None
+    assert illegal(wasteful) is None and "tensor-inside-node" in [rule.name for rule, _ in advice(wasteful)]
     impossible = illegal(replace(PLAIN, tp=3))
     assert impossible is not None and impossible[0].name == "sizes-divide-the-ranks"
 
@@ -146,11 +138,9 @@ def random_sizes() -> st.SearchStrategy[Sizes]:
 
 @given(sizes=random_sizes())
 def test_rules_answer_whatever_they_are_asked(sizes: Sizes) -> None:
-    first_refusal(sizes)
-    told = {rule.name for rule, _ in advice(sizes)}
-    key = order_key(sizes)
-    assert {rule.name for rule, rank in zip(ORDER, key, strict=True) if rank} == told & {rule.name for rule in ORDER}
-    assert out_of_order(sizes, key) is None
+    refusal = illegal(sizes)
+    assert refusal is None or (refusal[0].kind == "legal" and refusal[1])
+    assert all(rule.kind == "advice" and reason for rule, reason in advice(sizes))
 
 
 @st.composite
@@ -246,37 +236,6 @@ def test_a_refusal_of_the_config_has_the_name_of_its_rule_and_one_line() -> None
     assert refusal is not None and refusal[0] == "ranks-fit-the-run" and "\n" not in refusal[1]
 
 
-def test_the_order_is_that_of_the_workflow() -> None:
-    ways = (
-        {**PP8X2, **EP8},
-        {**PP8X2, **EP8, "cp": 2},
-        {**PP8X2, **EP16},
-        {**PP8X2, **EP16, "cp": 2},
-        {**PP8X2, **EP8, "tp": 2},
-        {**PP8X2, **EP8, "tp": 4},
-        {**PP8X2, **EP8, "recompute": ("layer",)},
-        {**PP8X2, **EP8, "global_batch": 128},
-    )
-    keys = [order_key(replace(PLAIN, **way)) for way in ways]
-    assert keys == sorted(set(keys))
-
-
-def test_selective_recomputation_comes_beside_none() -> None:
-    selective = replace(PLAIN, recompute=("norm", "expert-activation"))
-    assert order_key(selective) == order_key(PLAIN)
-
-
-def test_what_comes_behind_a_layout_that_fits_is_refused_by_the_rule_that_put_it_there() -> None:
-    fits = order_key(replace(PLAIN, **EP8, cp=2))
-    assert out_of_order(replace(PLAIN, **EP8), fits) is None
-    assert out_of_order(replace(PLAIN, **EP8, cp=2, micro_batch=2), fits) is None
-    refusal = out_of_order(replace(PLAIN, **EP16), fits)
-    assert refusal is not None and refusal[0].name == "expert-product-inside-node"
-    assert refusal[1] == "EP 16 x ETP 1 = 16 crosses nodes of 8 devices; layouts without it fit"
-    refusal = out_of_order(replace(PLAIN, **EP8, tp=4), order_key(replace(PLAIN, **EP8, tp=2)))
-    assert refusal is not None and refusal[1].endswith("; layouts with less of it fit")
-
-
 def test_a_run_and_its_sizes_say_the_same() -> None:
     run = unchecked_run(["parallel.pipeline=2", "parallel.expert=2", "training.global_batch=64"])
     sizes = sizes_for(run, 8)
@@ -312,9 +271,6 @@ def test_measurements_that_rules_quote_are_those_of_the_results() -> None:
     assert f"{1 - speeds['PP 2 x EP 2'] / whole:.0%}" == "11%" and "11 %" in BY_NAME["small-model-without-pipeline"].doc
     assert f"{1 - speeds['TP 2 folded with EP 4'] / whole:.0%}" == "8%"
     assert f"{gib['EP 4, ZeRO-1'] - gib['EP 4, FSDP']:.0f}" == "5" and "5 GiB" in BY_NAME["gathers-once-a-step"].doc
-    waits = json.loads((RESULTS / "host-waits-h200x2.json").read_text())["numbers"]
-    assert [waits[f"all-to-all, {stage}, auto"]["waits"] for stage in (0, 1)] == [7, 7]
-    assert "7 times" in BY_NAME["stage-one-is-stage-zero"].source
 
 
 def test_every_source_that_is_a_file_is_there() -> None:

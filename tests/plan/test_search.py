@@ -95,9 +95,7 @@ def bounded(name: str, devices: str) -> tuple[SearchSpace, SpaceBounds, Composer
 
 
 @examples(15)
-@pytest.mark.parametrize(
-    ("name", "devices"), [("deepseek-v2-lite", "16xH100"), ("gpt-oss-20b", "16xMI300X")]
-)
+@pytest.mark.parametrize(("name", "devices"), [("deepseek-v2-lite", "16xH100"), ("gpt-oss-20b", "16xMI300X")])
 @given(data=st.data())
 def test_bounds_of_drawn_layouts_do_not_exceed_their_projection(name: str, devices: str, data: st.DataObject) -> None:
     space, bounds, composer, times, families = bounded(name, devices)
