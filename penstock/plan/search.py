@@ -85,8 +85,8 @@ PLAYED, FINALISTS = 20, 4
 CLOSE_TRIED, CLOSE_SHOWN = 8, 3
 """Layouts within the margin of the memory that are projected, and shown."""
 
-MORE_DEVICES, SHORTER_ROWS = (2, 4, 8), (2, 4)
-"""Times that are tried where nothing fits."""
+MORE_DEVICES, SHORTER_ROWS, HELP_TRIES = (2, 4, 8), (2, 4), 6
+"""Times that are tried where nothing fits, and layouts of each."""
 
 OTHERS_TRIED = 3
 """Layouts that are projected to say how fast a run is without something that a rule advises against."""
@@ -497,8 +497,9 @@ class _Search:
         if not self._nearly:
             return None
         _, node = self._nearly.get(True) or self._nearly[False]
-        run = run_of(self._run, self._sizes(node))
-        return project(run, self._request.cluster, self._request.assumptions)
+        sizes = self._sizes(node)
+        composed = self._composer.composed(run_of(self._run, sizes), _grid_of(sizes), closely=False)
+        return self._projection(_Fitting(sizes, composed, 0, 0.0))
 
     def _helps(self) -> Iterator[str]:
         """What makes the run fit where nothing does: more devices, shorter rows; each alone, with its layout."""
@@ -517,7 +518,8 @@ class _Search:
 
     def _fits_if(self, request: SearchRequest, run: Run) -> Sizes | None:
         other = _Search(request, run, self._progress, None)
-        other._first_fit(other._tries([other._bounds.divisions(family) for family in other._families]))
+        tries = other._tries([other._bounds.divisions(family) for family in other._families])
+        other._first_fit(tries[:HELP_TRIES])
         return next((one.sizes for one in other._fitting.values()), None)
 
     def _legal_refusals(self, best: Sequence[Projection]) -> list[Refusal]:

@@ -11,7 +11,7 @@ from penstock.cli import plan as verb
 from penstock.cli.main import main
 from penstock.config.load import load_run
 from penstock.plan.hardware_file import load_hardware, write_hardware
-from penstock.plan.projection import Plan
+from penstock.plan.projection import SLOWER, Plan
 from penstock.plan.search import Progress, SearchRequest
 from tests.cli import answers
 from tests.cli.made_plans import GB, MadeUp, projection, refusal, run_of
@@ -26,14 +26,14 @@ class Searched:
     def __init__(self) -> None:
         self.questions: list[SearchRequest] = []
 
-    def __call__(self, question: SearchRequest, progress: Progress) -> Plan:
+    def __call__(self, question: SearchRequest, progress: Progress, workers: object) -> Plan:
         self.questions.append(question)
         progress("looking")
         return Plan(
             model=question.run.name,
             cluster=question.cluster,
             candidates=(projection(cluster=question.cluster), projection(run_of("training.micro_batch=2"), step=12.5)),
-            refused=(refusal("memory", "activations exceed by 23.4 GB", count=61, pp=8),),
+            refused=(refusal(SLOWER, "no faster than the best", count=61),),
             considered=63,
         )
 
@@ -67,7 +67,7 @@ def test_a_search_is_asked_what_the_command_line_says(searched: Searched) -> Non
     assert (question.assumptions.imbalance, question.assumptions.saving) == (1.5, "conventional")
     assert question.global_batch == 80  # 78.1 rows of 128, and 16 devices can share 80.
     assert "best: PP2 EP4" in text
-    assert "refused: 61 of 63 layouts" in text
+    assert "left out: 61 of 63 layouts: 61 are no faster" in text
     assert "1.5 x their even share" in text
 
 
@@ -100,7 +100,7 @@ def test_overrides_of_a_layout_bind_a_search(searched: Searched) -> None:
     bound, free = (dict(question.fixed) for question in searched.questions)
     sizes = {"ep": "4", "cp": "2", "micro_batch": "2"}
     assert bound == {**sizes, "recompute": "norm+layer", "dispatcher": "all-gather", "shard": "full"}
-    assert free == {}
+    assert free == {"offload": "none"}
 
 
 def test_a_layout_of_a_file_does_not_bind_a_search(searched: Searched, tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_json_is_the_contract(searched: Searched) -> None:
     assert sum(parts) == first["memory"]["total"] == 95 * GB
     assert (first["fits"], first["step_seconds"], first["bubble"]) == (True, 11.2, 0.067)
     (one,) = found["refused"]
-    assert (one["layout"], one["rule"], one["reason"]) == ({"pp": 8}, "memory", "activations exceed by 23.4 GB")
+    assert (one["layout"], one["rule"], one["count"]) == ({}, SLOWER, 61)
 
 
 def test_a_layout_is_projected_alone(searched: Searched) -> None:
@@ -249,7 +249,6 @@ def test_pictures_are_written_by_their_suffix(
             ("debug", "parallel.expert=4", *ON, "--only", "ep=2"),
             "differently; got ep=2 and parallel.expert=4; fix: leave one out",
         ),
-        (("debug", "offload.optimizer=true", *ON), "a search looks at no layout with offload.optimizer; got True"),
         (("debug", "dispatch.overlap=halves", *ON), "a search looks at no layout with dispatch.overlap; got halves"),
         (("debug", *ON, "--saving", "all"), "--saving is unknown; got all; allowed: run, conventional"),
         (("debug", *ON, "--imbalance", "0.5"), "--imbalance"),

@@ -8,20 +8,17 @@ from pathlib import Path
 import pytest
 
 from penstock.cli.plan_print import (
-    KNOWN_ERROR,
-    PUBLISHED_ERRORS,
     TOPICS,
-    KnownError,
     check_topic,
     conclusion,
-    error_text,
     explain,
     origins_text,
     print_plan,
     sizes_text,
 )
 from penstock.plan.hardware_file import parse_cluster
-from penstock.plan.projection import Plan
+from penstock.plan.known_error import KNOWN_ERROR, PUBLISHED_ERRORS, KnownError, error_text
+from penstock.plan.projection import MEMORY, SLOWER, Advice, Plan
 from tests.cli import answers
 from tests.cli.made_plans import GB, plan, projection, refusal, run_of
 
@@ -71,16 +68,35 @@ def test_the_best_is_told_by_component_and_by_part_of_the_step() -> None:
     assert "passes 10.7 s, waiting 0 s, update 500 ms; rank 0, which waits least" in text
 
 
-def test_refusals_are_grouped_by_rule_the_most_frequent_first() -> None:
+def test_layouts_that_are_left_out_are_counted_by_reason_and_illegal_ones_by_rule() -> None:
     refused = (
         refusal("ep-divides", "EP 3 does not divide 64 experts", ep=3, pp=None),
-        refusal("memory", "activations exceed by 23.4 GB", count=40, pp=8, vpp=4, ep=8, micro_batch=2),
-        refusal("memory", "activations exceed by 99.9 GB", count=21, pp=4),
+        refusal("heads-divide", "TP 3 does not divide 128 heads", count=21, tp=3),
+        refusal(MEMORY, "more than the memory of a device", count=40),
+        refusal(SLOWER, "no faster than the best", count=1000),
     )
     lines = printed(plan(projection(), refused=refused))
-    at = lines.index("refused: 62 of 63 layouts; a reason of each rule (all: --explain refused)")
-    assert cells(lines[at + 2]) == ["memory", "61", "PP8 x 4 EP8, mb 2", "activations exceed by 23.4 GB"]
+    told = "left out: 1,062 of 1,063 layouts: 40 do not fit, 1,000 are no faster, 22 are illegal"
+    at = lines.index(told)
+    assert cells(lines[at + 2]) == ["heads-divide", "21", "TP3", "TP 3 does not divide 128 heads"]
     assert lines[at + 3].split()[:3] == ["ep-divides", "1", "EP3"]
+
+
+def test_advice_of_a_search_has_the_speed_without_it() -> None:
+    told = Advice(rule="tensor-only-to-fit", reason="TP 2 cuts matrices", source="L8")
+    refused = (refusal(SLOWER, "no faster", count=9),)
+    slow, none = replace(told, without=955.4), told
+    lines = printed(replace(plan(projection(), refused=refused), advice=(slow, none)))
+    assert "advice: TP 2 cuts matrices (tensor-only-to-fit, L8); without it: 955 tokens/s/GPU" in lines
+    assert "advice: TP 2 cuts matrices (tensor-only-to-fit, L8); no layout without it was found to fit" in lines
+
+
+def test_layouts_within_the_margin_and_the_nearest_one_are_told() -> None:
+    refused = (refusal(SLOWER, "no faster", count=9),)
+    lines = printed(replace(plan(projection(), refused=refused), close=(projection(step=9.0),)))
+    assert any(line.startswith("may not fit: ") and line.endswith(" left") for line in lines)
+    lines = printed(replace(plan(refused=refused), nearest=projection(), helps=("32 devices, such as PP8",)))
+    assert any(line.startswith("nearest: ") for line in lines) and "would fit: 32 devices, such as PP8" in lines
 
 
 def test_nothing_that_fits_is_an_answer() -> None:

@@ -64,6 +64,7 @@ CASES = {
         f"{BIASES} parallel.pipeline=2 parallel.expert=2 parallel.expert_tensor=2 pipeline.schedule=zb-1f1b"
     ),
     "ranks divide an expert": ("mixtral-8x7b-2l", 16, "parallel.tensor=2 parallel.expert=8"),
+    "the host has the optimizer": (LITE, 16, "parallel.pipeline=2 parallel.expert=4 offload.optimizer=true"),
     "ranks divide an expert, gathered weights": (
         "mixtral-8x7b-2l", 16, "parallel.tensor=2 parallel.expert=8 parallel.shard=full"
     ),
@@ -80,7 +81,7 @@ CASES = {
 OFTEN = ["one rank", "experts by all-to-all", "a context", "interleaved", "zb-v, selective recompute"]
 OFTEN += ["gathered weights", "several copies", "experts in every second layer, gathered weights", "prediction layers"]
 OFTEN += ["biases, experts in halves", "four kinds, zb-v", "eight bits, gathered so", "no experts"]
-OFTEN += ["ranks divide an expert"]
+OFTEN += ["ranks divide an expert", "the host has the optimizer"]
 
 
 def run_of(name: str) -> tuple[Run, int]:
@@ -99,7 +100,9 @@ def test_a_composed_run_needs_the_memory_of_the_run(name: str) -> None:
         assert memory.rank == exact.rank
         assert memory.total == pytest.approx(exact.total, rel=5e-3)
         assert (memory.parameters, memory.gradients) == (exact.parameters, exact.gradients)
-        assert (memory.moments, memory.buffers) == (exact.moments, exact.buffers)
+        assert memory.buffers == exact.buffers and memory.host == pytest.approx(exact.host, abs=4096)
+        # Buffers of the host's state hold whole tensors.
+        assert memory.moments == pytest.approx(exact.moments, abs=4096 if memory.host else 0)
         assert memory.master == pytest.approx(exact.master, abs=64)
 
 
@@ -117,7 +120,9 @@ def test_a_composed_run_takes_as_long_as_the_run(name: str) -> None:
     exact = project(run, cluster).time
     assert times.exact(composed).step_seconds == pytest.approx(exact.step_seconds, rel=1e-2)
     assert times.exact(composed).bubble == pytest.approx(exact.bubble, abs=1e-3)
-    assert times.rough(composed) == pytest.approx(exact.step_seconds, rel=0.1)
+    assert times.seconds(composed) == pytest.approx(exact.step_seconds, rel=1e-2)
+    assert times.bound(composed, range(composed.grid.pipeline)) <= times.seconds(composed) * 1.001
+    assert times.bound(composed, composed.inner_places) <= times.bound(composed, range(composed.grid.pipeline))
 
 
 def test_a_proxy_stage_runs_once_for_all_runs_with_the_same_pieces() -> None:
@@ -133,11 +138,12 @@ def test_a_proxy_stage_runs_once_for_all_runs_with_the_same_pieces() -> None:
     assert done[0] == done[1] < done[2]
 
 
-def test_pieces_of_one_row_approximate_those_of_more_rows() -> None:
-    run = load_run(LITE, ["parallel.pipeline=2", "parallel.expert=4", "training.micro_batch=4"])
-    found = list(Composer(run, TARGET).closer_and_closer(run, grid_of(run, 8)))
-    assert [one.is_exact for one in found] == [False, True]
-    assert found[0].total(0) == pytest.approx(found[1].total(0), rel=2e-2)
+def test_pieces_of_usual_stages_approximate_those_of_rare_ones() -> None:
+    run = load_run(LITE, ["parallel.pipeline=8", "parallel.expert=2", "training.global_batch=64"])
+    nearly, closely = (
+        Composer(run, TARGET).composed(run, grid_of(run, 16), closely=closely) for closely in (False, True)
+    )
+    assert nearly.fullest_of(range(8)) == pytest.approx(closely.fullest_of(range(8)), rel=2e-2)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -146,7 +152,7 @@ def test_the_fullest_place_needs_the_most_memory(name: str) -> None:
     sizes = [f"pipeline.schedule={name}", f"pipeline.stages_per_rank={SCHEDULES[name].fewest}", "parallel.pipeline=8"]
     run = load_run("deepseek-v2-lite", ["parallel.expert=2", "training.global_batch=64", *sizes])
     composed = Composer(run, TARGET).composed(run, grid_of(run, 16))
-    assert composed.total(composed.fullest) == max(map(composed.total, range(8)))
+    assert composed.fullest_of(range(8)) == max(map(composed.total, range(8)))
 
 
 def test_a_later_place_may_be_the_fullest_if_weight_gradients_are_put_off() -> None:
@@ -156,7 +162,8 @@ def test_a_later_place_may_be_the_fullest_if_weight_gradients_are_put_off() -> N
     middle = range(3, 7)
     assert len({composed.contents[place] for place in middle}) == 1
     totals = [composed.total(place) for place in middle]
-    assert totals == sorted(totals) and totals[-1] > 1.05 * totals[0] and composed.fullest == 6
+    assert totals == sorted(totals) and totals[-1] > 1.05 * totals[0]
+    assert composed.fullest_of(range(8)) == max(totals)
 
 
 def test_kinds_of_layers_follow_the_model() -> None:
@@ -177,5 +184,5 @@ def test_kinds_of_layers_follow_the_model() -> None:
 
 def test_settings_that_make_layers_differ_are_not_composed() -> None:
     assert is_composable(load_run(LITE))
-    for override in ('offload.activations=["layer"]', "dispatch.overlap=halves", "offload.optimizer=true"):
+    for override in ('offload.activations=["layer"]', "dispatch.overlap=halves"):
         assert not is_composable(load_run(LITE, ["training.micro_batch=2", override]))

@@ -113,11 +113,10 @@ def test_bounds_of_drawn_layouts_do_not_exceed_their_projection(name: str, devic
     seconds = times.seconds(composed)
     splits = "zb" in sizes.schedule or sizes.schedule in ("v-half", "v-min", "dualpipe-v")
     closer, closer_bytes = bounds.closer(bounds.scaled(one, saving.recompute, splits), shape, saving)
+    ideal, least, closest = bounds.ideal_seconds(one)[0], bounds.seconds(one, shape, saving)[0], closer[0]
     # Bounds that scale what other layouts take may be off by a little.
-    ordered = bounds.ideal_seconds(one)[0], bounds.seconds(one, shape, saving)[0], closer[0] / 1.02, seconds
-    assert ordered == tuple(sorted(ordered)), f"{sizes}"
-    ordered = bounds.bytes(one, shape, saving)[0], closer_bytes[0] / 1.02, memory
-    assert ordered == tuple(sorted(ordered)), f"{sizes}"
+    assert ideal <= seconds and least <= min(seconds, closest) and closest <= 1.02 * seconds, f"{sizes}"
+    assert bounds.bytes(one, shape, saving)[0] <= memory and closer_bytes[0] <= 1.02 * memory, f"{sizes}"
 
 
 def test_the_winner_does_not_depend_on_how_many_are_shown_or_on_processes_that_help() -> None:

@@ -132,7 +132,7 @@ V3 = load_run("deepseek-v3")
 
 def test_every_choice_comes_out_as_it_went_in() -> None:
     sizes = "pp=4,vpp=2,ep=8,etp=1,cp=2,tp=2,dp=4,edp=2,micro_batch=2"
-    choices = "schedule=zb-v,recompute=norm+moe,sync_free_stage=1,dispatcher=hierarchical,shard=full"
+    choices = "schedule=zb-v,recompute=norm+moe,sync_free_stage=1,dispatcher=hierarchical,shard=full,offload=optimizer"
     asked = parse_layout(f"{sizes},{choices}")
     run = with_layout(V3, asked, 64)
     found = asdict(layout_of(run, grid_of(run, 64), run.dispatch.method, run.parallel.shard))
