@@ -306,7 +306,7 @@ def _run(
     sinks = open_sinks(session.run, folder, begin.steps, view.note) if environment.rank == 0 else []
     try:
         with StopRequest(view.stopping) as stop:
-            end = train_run(session, folder, store, begin, [*sinks, view], stop, meeting.mark)
+            end = train_run(session, folder, store, begin, [*sinks, view], stop, meeting.mark, meeting.host_of)
     except KeyboardInterrupt:
         newest = store.latest()
         if environment.rank == 0:

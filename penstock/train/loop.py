@@ -20,6 +20,7 @@ because it needs memory. The run ends with the figure even if one of these fails
 
 import gc
 import math
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -49,13 +50,20 @@ from penstock.train.saved_weights import load_initial_weights
 from penstock.train.schedule import learning_rate
 from penstock.train.setup import Session
 from penstock.train.state import random_state, restore_random_state, restore_state, save_state
-from penstock.train.step import StepResult, evaluate, train_step
+from penstock.train.step import NO_PULSE, StepResult, evaluate, train_step
 from penstock.train.stop import StopRequest
+from penstock.train.stragglers import RankPulse, StragglerWatch
 
 
 def unmarked(place: str) -> None:
     """Where no watch is kept."""
     del place
+
+
+def this_host(rank: int) -> str:
+    """The machine of a rank where all ranks are on this one."""
+    del rank
+    return socket.gethostname()
 
 
 @dataclass(frozen=True)
@@ -139,21 +147,22 @@ def train_run(
     observers: Sequence[Observer],
     stop: StopRequest,
     mark: Callable[[str], None] = unmarked,
+    host_of: Callable[[int], str] = this_host,
 ) -> RunEnd:
     """Train until the last step or a stop request, from the state `begin` of a session.
 
-    `mark` is told what begins, and an empty text for what may take any time, for a watch over hangs. Observers are
-    closed on return, also after an error. Raises a NonFiniteError for a loss or gradient that is NaN or infinite, a
-    DataError for a document that cannot be read, and a CheckpointError or RunFolderError for failed writes.
+    `mark` is told what begins, and an empty text for what may take any time, for a watch over hangs. `host_of` gives
+    the machine of a rank, for the lines about late ranks. Observers are closed on return, also after an error. Raises a
+    NonFiniteError for a loss or gradient that is NaN or infinite, a DataError for a document that cannot be read, and a
+    CheckpointError or RunFolderError for failed writes.
     """
     with ExitStack() as cleanup:
         cleanup.callback(session.state.batches.close)
         for observer in observers:
             cleanup.callback(observer.closed)
         cleanup.enter_context(_manual_garbage_collection(session.run.training.collect_garbage_every))
-        loop = _Loop(session, folder, store, begin, observers, mark)
-        if loop.power is not None:
-            cleanup.callback(loop.power.close)
+        loop = _Loop(session, folder, store, begin, observers, mark, host_of)
+        cleanup.callback(loop.power.close)
         end = loop.run(stop)
         store.close()
         if session.graphs is not None:  # not after an error: release would wait for a lost rank
@@ -172,6 +181,7 @@ class _Loop:
         begin: Progress,
         observers: Sequence[Observer],
         mark: Callable[[str], None],
+        host_of: Callable[[int], str],
     ) -> None:
         self._mark = mark
         self._session = session
@@ -185,7 +195,9 @@ class _Loop:
         self._saved = begin.steps or None  # not read from disk: a network file system may differ between ranks
         self._notices = session.notices  # for the first report
         self._watch = Stopwatch(session.device)
-        self.power = PowerMeter(session.device) if observers else None  # only the first rank has observers
+        self.power = PowerMeter(session.device)
+        self._stragglers = StragglerWatch(host_of)
+        self._pulse = NO_PULSE  # of this rank, sent with the next step
         self._recorder = Recorder(session.run, folder.profile, session.device, session.axes.grid, session.axes.rank)
 
     def run(self, stop: StopRequest) -> RunEnd:
@@ -244,22 +256,30 @@ class _Loop:
         with span(NUMBERED_STEP, step):
             with span(Span.DATA):
                 batch = state.batches.next_batch()
-            model = self._session.model
+            model, launched = self._session.model, 0.0
+            data_seconds = time.perf_counter() - begin_seconds
 
             def enter(phase: Span) -> None:
+                nonlocal launched
                 self._mark(f"{phase.value} of step {step}")
                 self._watch.enter(phase)
+                if phase is Span.REDUCE:
+                    launched = time.perf_counter() - begin_seconds - data_seconds
 
-            result = train_step(model, state.optimizer, batch, self._rule, rate, stop, enter)
+            result = train_step(model, state.optimizer, batch, self._rule, rate, stop, enter, self._pulse)
         # The host has read the step's figures, so the passes have ended; the kernels of the update may still run.
         seconds, phases = time.perf_counter() - begin_seconds, self._watch.stop()
+        power = self.power.read()
+        work = sum(phases.values()) - phases.get(Span.REDUCE, 0.0)
+        self._pulse = RankPulse(data_seconds, work, launched, power.clock_mhz or 0.0)
         self._mark("")
         self._recorder.end(step)
         if not result.is_finite:
             raise self._halt(done, before, batch, result)
         report = self._report(done, result, rate, seconds, self._evaluate(step))
-        power = report.power if self.power is None else self.power.read()
-        return replace(report, phase_seconds=phases, power=power), result.wants_stop
+        late = self._stragglers.add(seconds, result.pulses) if self._session.axes.rank == 0 else ()
+        notices = (*report.notices, *late)
+        return replace(report, phase_seconds=phases, power=power, notices=notices), result.wants_stop
 
     def _evaluate(self, step: int) -> HeldOutLoss | None:
         """Held-out loss, or None if none is due."""
