@@ -41,6 +41,7 @@ from penstock.parallel.axes import ALONE, Axis
 from penstock.parallel.spans import Stopwatch, span
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.diagnose import NonFiniteFinding, NonFiniteOrigin, find_held_out_origin, find_origin, report_figure
+from penstock.train.goodput import GoodputLedger
 from penstock.train.metrics import drop_after
 from penstock.train.observer import HeldOutLoss, Observer, RunEnd, RunStart, StepReport
 from penstock.train.power import PowerMeter
@@ -64,6 +65,19 @@ def this_host(rank: int) -> str:
     """The machine of a rank where all ranks are on this one."""
     del rank
     return socket.gethostname()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunHooks:
+    """What a run needs of its surroundings."""
+
+    # Is told what begins, and an empty text for work that may take any time, for a watch over hangs.
+    mark: Callable[[str], None] = unmarked
+    host_of: Callable[[int], str] = this_host  # the machine of a rank, for the lines about late ranks
+    ledger: GoodputLedger | None = None  # gets the time of this process, on the first rank
+
+
+ALONE_HOOKS = RunHooks()
 
 
 @dataclass(frozen=True)
@@ -146,24 +160,25 @@ def train_run(
     begin: Progress,
     observers: Sequence[Observer],
     stop: StopRequest,
-    mark: Callable[[str], None] = unmarked,
-    host_of: Callable[[int], str] = this_host,
+    hooks: RunHooks = ALONE_HOOKS,
 ) -> RunEnd:
     """Train until the last step or a stop request, from the state `begin` of a session.
 
-    `mark` is told what begins, and an empty text for what may take any time, for a watch over hangs. `host_of` gives
-    the machine of a rank, for the lines about late ranks. Observers are closed on return, also after an error. Raises a
-    NonFiniteError for a loss or gradient that is NaN or infinite, a DataError for a document that cannot be read, and a
-    CheckpointError or RunFolderError for failed writes.
+    Observers and the ledger are closed on return, also after an error. Raises a NonFiniteError for a loss or gradient
+    that is NaN or infinite, a DataError for a document that cannot be read, and a CheckpointError or RunFolderError for
+    failed writes.
     """
+    ledger = hooks.ledger or GoodputLedger(None, begin.steps)
     with ExitStack() as cleanup:
+        cleanup.callback(ledger.close)  # last, so that it has all of the time
         cleanup.callback(session.state.batches.close)
         for observer in observers:
             cleanup.callback(observer.closed)
         cleanup.enter_context(_manual_garbage_collection(session.run.training.collect_garbage_every))
-        loop = _Loop(session, folder, store, begin, observers, mark, host_of)
+        loop = _Loop(session, folder, store, begin, observers, hooks, ledger)
         cleanup.callback(loop.power.close)
         end = loop.run(stop)
+        ledger.enter("checkpoint")
         store.close()
         if session.graphs is not None:  # not after an error: release would wait for a lost rank
             session.graphs.release()
@@ -180,10 +195,10 @@ class _Loop:
         store: CheckpointStore,
         begin: Progress,
         observers: Sequence[Observer],
-        mark: Callable[[str], None],
-        host_of: Callable[[int], str],
+        hooks: RunHooks,
+        ledger: GoodputLedger,
     ) -> None:
-        self._mark = mark
+        self._mark = hooks.mark
         self._session = session
         self._run = session.run
         self._rule = session.rule
@@ -196,7 +211,8 @@ class _Loop:
         self._notices = session.notices  # for the first report
         self._watch = Stopwatch(session.device)
         self.power = PowerMeter(session.device)
-        self._stragglers = StragglerWatch(host_of)
+        self._ledger = ledger
+        self._stragglers = StragglerWatch(hooks.host_of)
         self._pulse = NO_PULSE  # of this rank, sent with the next step
         self._recorder = Recorder(session.run, folder.profile, session.device, session.axes.grid, session.axes.rank)
 
@@ -210,6 +226,7 @@ class _Loop:
             done = Progress(last.step, last.tokens_seen)
             for observer in self._observers:
                 observer.stepped(last)
+            self._ledger.stepped(done.steps)
             is_stopping = wants_stop or self._may_stop_alone(stop)
             is_end = done.steps == steps or is_stopping
             if self._run.checkpoint.enabled and (is_end or _is_due(done.steps, self._run.checkpoint.every)):
@@ -251,6 +268,7 @@ class _Loop:
         rate = learning_rate(done.steps, self._run.training.steps, peak, self._run.schedule)
         self._recorder.begin(step)
         begin_seconds = time.perf_counter()
+        self._ledger.enter("data")
         self._mark(f"data of step {step}")
         self._watch.start(Span.DATA)
         with span(NUMBERED_STEP, step):
@@ -258,6 +276,7 @@ class _Loop:
                 batch = state.batches.next_batch()
             model, launched = self._session.model, 0.0
             data_seconds = time.perf_counter() - begin_seconds
+            self._ledger.enter("training")
 
             def enter(phase: Span) -> None:
                 nonlocal launched
@@ -273,9 +292,11 @@ class _Loop:
         work = sum(phases.values()) - phases.get(Span.REDUCE, 0.0)
         self._pulse = RankPulse(data_seconds, work, launched, power.clock_mhz or 0.0)
         self._mark("")
-        self._recorder.end(step)
         if not result.is_finite:
+            self._recorder.end(step)
             raise self._halt(done, before, batch, result)
+        self._ledger.enter("other")
+        self._recorder.end(step)
         report = self._report(done, result, rate, seconds, self._evaluate(step))
         late = self._stragglers.add(seconds, result.pulses) if self._session.axes.rank == 0 else ()
         notices = (*report.notices, *late)
@@ -288,10 +309,12 @@ class _Loop:
         is_due = step == self._run.training.steps or (every and (step == 1 or step % every == 0))
         if rows is None or not is_due:
             return None
+        self._ledger.enter("evaluation")
         with span(Span.EVALUATE):
             held_out = evaluate(self._session.model, rows, self._rule.cut, self._rule.loss)
         if not math.isfinite(held_out.loss):
             raise self._halt_after(step, rows, held_out)
+        self._ledger.enter("other")
         return held_out
 
     def _report(
@@ -322,6 +345,7 @@ class _Loop:
             graph_pool_bytes=0 if graphs is None else graphs.pool_bytes,
             notices=notices if graphs is None else (*notices, *graphs.take_notices()),
             expert_ranks=self._run.parallel.expert,
+            wall_seconds=self._ledger.seconds(),
         )
 
     def _may_stop_alone(self, stop: StopRequest) -> bool:
@@ -329,6 +353,7 @@ class _Loop:
         return self._session.axes.world.group is None and stop.signal is not None
 
     def _save(self, done: Progress) -> None:
+        self._ledger.enter("checkpoint")
         for observer in self._observers:
             observer.saving()  # the lines of its steps are on disk before it is
         self._mark(f"checkpoint of step {done.steps}")
@@ -338,6 +363,8 @@ class _Loop:
         self._saved = done.steps
         for observer in self._observers:
             observer.saved(done.steps)
+        self._ledger.enter("other")
+        self._ledger.flush()  # steps that a restart makes again are whole lines
 
     def _halt(self, done: Progress, before: ResumePoint, batch: Batch, result: StepResult) -> NonFiniteError:
         """The error for a step that was not applied; the state before it is saved."""
