@@ -150,7 +150,7 @@ def _differentiate(
     with span(Span.ZERO):
         reset_loads(model.modules)
         forget_left_out(model.modules)
-        optimizer.zero_gradients()
+        optimizer.zero_gradients(before_passes=True)
     losses = rule.passes(model, whole, rule.loss, enter)
 
     # 3. Sum over ranks.
