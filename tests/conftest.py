@@ -152,7 +152,7 @@ def ranks() -> Iterator[Pool]:
 @pytest.fixture
 def warm_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that the test lets the product start begin with PyTorch imported (tests/warm.py)."""
-    monkeypatch.setattr(local, "elastic_launch", partial(warm.launch, "forkserver"))
+    monkeypatch.setattr(local, "start_rank", partial(warm.start_rank, warm.CONTEXT))
 
 
 class _Together(LoadScopeScheduling):

@@ -9,28 +9,29 @@ tests/promises/test_packaging.py, tests/cli/test_preflight.py and the commands o
 
 import os
 import runpy
+import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
 import pytest
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from penstock.cli.main import main
 from penstock.data import evaluation
 from penstock.data.sources import Source
 from penstock.data.synthetic import SyntheticTokens
-from penstock.parallel.launch import local
+from penstock.parallel.launch import local, rank
 
 IMPORTED = (
     "tests.plan.real_rank",
@@ -39,9 +40,6 @@ IMPORTED = (
     "penstock.cli.report",
     "tests.warm",
 )
-
-ENDING_SECONDS = 0.5
-"""A spawned rank that fails needs as long to end; the launcher looks for failed ranks every 0.1 s."""
 
 CONTEXT = get_context("forkserver")
 CONTEXT.set_forkserver_preload(list(IMPORTED))
@@ -71,7 +69,9 @@ def run(
 def penstock(words: Sequence[str]) -> int:
     """`penstock WORDS`; the ranks that it starts are forks as well."""
     sys.argv = ["penstock", *words]
-    vars(local)["elastic_launch"] = partial(launch, "fork")  # this process is a fork too: nothing is put back
+    vars(local)["start_rank"] = partial(
+        start_rank, get_context("fork")
+    )  # this process is a fork too: nothing is put back
     return main()
 
 
@@ -105,10 +105,35 @@ def hasten_evaluation(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(evaluation, "_measure", once)
 
 
-def launch(start_method: str, config: LaunchConfig, function: Callable[..., Any]) -> Callable[..., dict[int, Any]]:
-    """In the place of `elastic_launch`: ranks are not spawned."""
-    start = elastic_launch(replace(config, start_method=start_method), _as_rank)
-    return partial(start, _outputs(1, 2), dict(os.environ), function)
+class WarmRank:
+    """A rank that is no program of its own, as the launcher sees it."""
+
+    def __init__(self, process: BaseProcess) -> None:
+        self._process = process
+        self.pid = process.pid or 0
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+
+def start_rank(
+    context: BaseContext, work: Callable[..., int], words: Sequence[str], variables: Mapping[str, str], lifeline: int
+) -> WarmRank:
+    """In the place of `local.start_rank`: ranks do not begin with imports."""
+    pipe = Connection(os.dup(lifeline), writable=False)
+    arguments = (_outputs(1, 2), dict(variables), pipe, sys.argv, work, list(words))
+    process = context.Process(target=_as_rank, args=arguments)  # type: ignore[attr-defined]
+    process.start()
+    pipe.close()
+    return WarmRank(process)
+
+
+def _close_others(descriptor: int) -> None:
+    """Close every other end of a pipe, which a fork has inherited."""
+    for other in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):  # that of the list itself
+            if other != descriptor and os.path.sameopenfile(other, descriptor):
+                os.close(other)
 
 
 def _outputs(*descriptors: int) -> list[Connection]:
@@ -117,16 +142,26 @@ def _outputs(*descriptors: int) -> list[Connection]:
 
 
 def _as_rank(
-    outputs: Sequence[Connection], environment: Mapping[str, str], function: Callable[..., Any], *args: Any
-) -> Any:
+    outputs: Sequence[Connection],
+    variables: Mapping[str, str],
+    pipe: Connection,
+    argv: Sequence[str],
+    work: Callable[..., int],
+    words: Sequence[str],
+) -> None:
     """Output and variables of the fork server are those of its own start."""
     _print_to(outputs)
-    os.environ.update(environment)
-    try:
-        return function(*args)
-    except BaseException:
-        time.sleep(ENDING_SECONDS)
-        raise
+    os.environ.clear()
+    os.environ.update(variables)
+    sys.argv = [*argv]
+    _close_others(pipe.fileno())
+    for number in local.FORWARDED:
+        signal.signal(number, signal.SIG_DFL)  # a fork has the handlers of the launcher
+    rank.follow_launcher(pipe.fileno())
+    code = rank.be_a_rank(work, words)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _begin(

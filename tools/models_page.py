@@ -5,7 +5,8 @@ from penstock.config.presets.registry import PRESETS
 from penstock.config.schema import as_toml, every_field, find, leaves
 from penstock.models.count import count
 from penstock.models.huggingface.config import TRAINING_ONLY
-from penstock.models.huggingface.families import FAMILIES, Family, rotary_halves
+from penstock.models.huggingface.families import FAMILIES, Family
+from penstock.models.huggingface.rearrangements import rotary_halves
 from tools.hardware_page import table
 
 SIZES = {

@@ -1,7 +1,7 @@
 """Errors that a user can cause and fix, and proposals for mistyped words.
 
 An error prints as one line: what is wrong, what was got, what is allowed, how to fix it. The command line exits with
-code 2, or with 1 if another rank was lost; any other exception is a bug and keeps its traceback.
+code 2, or with 75 if another rank was lost; any other exception is a bug and keeps its traceback.
 """
 
 from collections.abc import Iterable
@@ -13,6 +13,9 @@ WRONG_INPUT = 2
 
 FAILED = 1
 """Exit code of other failures."""
+
+LOST = 75
+"""Exit code of a rank that lost another one, EX_TEMPFAIL: a restart may help."""
 
 
 class PenstockError(ValueError):
@@ -53,6 +56,10 @@ class CheckpointError(PenstockError):
     """A checkpoint is damaged, foreign, or of another model, or cannot be written."""
 
 
+class DamagedError(CheckpointError):
+    """A file of a checkpoint is not as it was saved, so an older checkpoint may serve."""
+
+
 class RunFolderError(PenstockError):
     """The folder of a run exists already, or is not there when it should be."""
 
@@ -72,7 +79,7 @@ class TraceError(PenstockError):
 class LostRankError(DeviceError):
     """Another rank has ended or does not answer. Nothing can be mended here, and a restart may help."""
 
-    exit_code = FAILED
+    exit_code = LOST
 
 
 class KernelError(PenstockError):
@@ -85,6 +92,14 @@ class PicturesError(PenstockError):
 
 class NonFiniteError(PenstockError):
     """Loss or gradients became NaN or infinite."""
+
+
+def every_kind(kind: type[PenstockError] = PenstockError) -> dict[str, type[PenstockError]]:
+    """The kinds of errors by name."""
+    found = {kind.__name__: kind}
+    for below in kind.__subclasses__():
+        found |= every_kind(below)
+    return found
 
 
 def nearest(got: object, names: Iterable[str], most: int = 1) -> list[str]:

@@ -1,23 +1,46 @@
-"""Small files that a user names: read up to a size limit, and parsed so that every fault is a ValueError.
+"""Files that a user names: opened without waiting, read up to a size limit, parsed, and written whole or not at all.
 
-Path.read_text would read a file of any size, also `/dev/zero`. tomllib and json raise other errors for nesting that
-exhausts Python's stack and for integers with too many digits.
+Path.read_text would read a file of any size, also `/dev/zero`, and wait for ever for the writer of a named pipe.
+tomllib and json raise other errors for nesting that exhausts Python's stack and for integers with too many digits; here
+every fault of the content is a ValueError.
 """
 
 import errno
 import json
+import os
+import stat
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 MOST_TOML_BYTES = 4 * 2**20
 MOST_JSON_BYTES = 128 * 2**20
 """Several times the largest published tokenizer.json."""
 
 
+_PASSED = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
+"""Open files that the shell passes, such as the pipe of `<(command)`."""
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a file to read. Raises OSError, also for a folder, a device, or a named pipe, which might wait for ever."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(mode) and not str(path).startswith(_PASSED):
+            raise OSError(errno.EINVAL, "it is a pipe or a device, no file", str(path))
+        os.set_blocking(descriptor, True)
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
 def read_bounded(path: Path, most_bytes: int) -> bytes:
     """Content of a file. Raises OSError if it cannot be read or is larger than `most_bytes`."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         content = file.read(most_bytes + 1)  # not by stat: a pipe or a device has no size
     if len(content) > most_bytes:
         raise OSError(errno.EFBIG, f"larger than {most_bytes / 2**20:.0f} MiB", str(path))
@@ -52,3 +75,31 @@ def read_toml(path: Path) -> dict[str, Any]:
 def read_json(path: Path) -> Any:
     """The value that a JSON file holds. Raises OSError or ValueError, as `read_bounded` and `parse_json` do."""
     return parse_json(read_bounded(path, MOST_JSON_BYTES))
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file atomically: a reader, or a crash, finds the old content or the new. Raises OSError.
+
+    A draft beside it becomes the file. It is always made anew, so a link that was planted under its name is not
+    followed, and removed again if a write fails.
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
+    draft.unlink(missing_ok=True)  # of a killed process that had our number
+    try:
+        with draft.open("xb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())  # before the rename: after a power cut the name never points to missing content
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def sync(path: Path) -> None:
+    """Make a file's content, or the names in a folder, survive a power cut. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -31,9 +31,9 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from penstock.base.interrupts import STOPPED
 from penstock.base.numbers import bytes_text, count_text, duration_text
 from penstock.cli.config import Json
-from penstock.cli.interrupts import STOPPED
 from penstock.cli.output import Force, check_output, print_next
 from penstock.cli.verbs import Verb, group_app
 from penstock.config.data import Data

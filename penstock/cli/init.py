@@ -20,7 +20,6 @@ written.
 import re
 import shlex
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from glob import glob, has_magic
@@ -56,6 +55,7 @@ from penstock.plan.hardware import Cluster, cluster_of
 from penstock.plan.hardware_file import known_hardware, load_hardware, parse_cluster
 from penstock.plan.projection import Projection
 from penstock.plan.search import SearchRequest, search
+from penstock.train.run_lock import temporary_folder
 from penstock.train.setup import open_texts, state_bytes
 
 FILE = Path("run.toml")
@@ -368,8 +368,8 @@ def run_text(made: Made, model: str, path: Path, words: str) -> str:
     """
     text = "\n".join([*_head(made, model, path, words), *_fields(made.run, preset(model)), ""])
     # Load the draft: the file must say the run exactly.
-    with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
-        draft = Path(folder) / path.name
+    with temporary_folder("init") as folder:
+        draft = folder / path.name
         draft.write_text(text, encoding="utf-8")
         if load_run(str(draft)) != made.run:
             raise ConfigError(f"{path} cannot say what was asked for", fix="start from penstock config show MODEL")

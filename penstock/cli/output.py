@@ -4,17 +4,16 @@ A table is drawn on a terminal (`penstock.cli.table`, loaded only then, because 
 all tables of a small trace) and is aligned plain text elsewhere, with every column however long the lines become.
 """
 
-import os
 import shlex
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from penstock.base.errors import PenstockError
+from penstock.base.files import write_whole
 from penstock.base.numbers import printable
 from penstock.cli.verbs import load_by_name
 
@@ -50,13 +49,9 @@ def check_output(path: Path | None, option: str, *, force: bool, makes_folder: b
 
 def write_file(path: Path, text: str) -> None:
     """Write a file whole or not at all. Raises a PenstockError if it cannot be written."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")  # in the same folder, so that the rename is atomic
     try:
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(path)
+        write_whole(path, text)
     except OSError as error:
-        with suppress(OSError):
-            draft.unlink(missing_ok=True)  # no half-written file stays
         raise PenstockError(f"cannot write {path}", got=error.strerror) from error
 
 

@@ -13,7 +13,6 @@ that a CPU has is looked at. What is looked at, and the thresholds, stand in pen
 
 import json
 import platform
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -38,6 +37,7 @@ from penstock.parallel.launch.local import MOST_PROCESSES, LocalLaunch, facts_of
 from penstock.parallel.launch.rendezvous import meet_to_measure
 from penstock.plan.hardware import Hardware
 from penstock.plan.hardware_file import known_hardware, load_hardware, read_hardware
+from penstock.train.run_lock import temporary_folder
 from penstock.tune.preflight.check import PreflightCheck, Status
 from penstock.tune.preflight.gpus import (
     Gpu,
@@ -136,8 +136,8 @@ def _measured(environment: Environment, ranks: int, gpus: int) -> str:
         raise DeviceError("--processes is more than GPUs", got=ranks, allowed=gpus)
     if ranks == 1:  # no process is started
         return _be_a_rank(environment, 0)
-    with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
-        result = Path(folder) / "measured.json"
+    with temporary_folder("preflight") as folder:
+        result = folder / "measured.json"
         launch = LocalLaunch(processes=ranks, facts=facts_of_ranks(environment, ranks, on_cpu=not gpus))
         # Each rank runs this verb again, with the file that takes the measurements.
         code = run_processes(main, ["preflight", "--result", str(result), "--processes", str(ranks)], launch)

@@ -10,7 +10,7 @@
     penstock train debug --processes 4           four ranks on this machine; without it, one for each of its GPUs
 
 A run that goes on is described by the config.toml in its folder; the target only finds it. Exit codes: 0 when the last
-step is done, 2 for what the user can mend, 1 if another rank was lost, 130 and 143 for a run that was stopped on
+step is done, 2 for what the user can mend, 75 if another rank was lost, 129, 130 and 143 for a run that was stopped on
 request (penstock/train/stop.py).
 
 The same command is a launcher, which starts itself once for each rank (penstock/parallel/launch/local.py), or a rank:
@@ -20,6 +20,7 @@ the folder that their launch has made and go on there; rank 0 looks and tells th
 
 import os
 import sys
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,9 +31,9 @@ import typer
 from rich.console import Console
 
 from penstock.base.errors import DeviceError, RunFolderError
+from penstock.base.interrupts import INTERRUPTED, STOPPED
 from penstock.base.numbers import bytes_text, count_text, duration_text, flops_text
 from penstock.cli.config import Overrides, Target, warn_of_unfilled
-from penstock.cli.interrupts import INTERRUPTED, STOPPED
 from penstock.cli.main import main
 from penstock.cli.output import next_line, warn
 from penstock.cli.view import DOT, FORCED_BALANCE, LiveView, PlainView
@@ -73,6 +74,7 @@ from penstock.train.run_folder import (
     create_run_folder,
     find_launched,
     find_run_folder,
+    training_in,
 )
 from penstock.train.setup import (
     Rehearsal,
@@ -119,7 +121,8 @@ def train(  # noqa: PLR0913 - one argument for each option
 
     Ctrl-C or SIGTERM stops after the current step with a checkpoint; a second Ctrl-C stops at once.
 
-    Exit codes: 0 all steps are done, 2 something is wrong that you can mend, 130 (Ctrl-C) or 143 (SIGTERM) stopped.
+    Exit codes: 0 all steps are done, 2 something is wrong that you can mend, 75 another rank was lost; 130 (Ctrl-C),
+    143 (SIGTERM) or 129 (SIGHUP) stopped.
     """
     overrides = overrides or []
     environment = read_environment()
@@ -185,12 +188,14 @@ def _be_a_rank(console: Console, environment: Environment, meeting: Rendezvous, 
     if binding is not None:
         _say(console, f"rank {environment.rank} keeps to {binding}")
     try:
-        with lost_ranks():  # errors of collectives become the loss of a rank
+        with ExitStack() as held, lost_ranks():  # errors of collectives become the loss of a rank
+            if launch.folder is not None:
+                meeting.agree(partial(_hold, console, launch.folder, held))
             with console.status("preparing data and model"):
                 session = prepare(run, environment)
             if environment.rank == 0:
                 warn_of_unfilled(run)
-            code = _run(console, launch, session, environment, meeting)
+            code = _run(console, launch, session, environment, meeting, held)
     except torch.OutOfMemoryError as error:
         raise DeviceError(
             "the GPU is out of memory", got=str(error).partition(". ")[0], fix="a smaller training.micro_batch or model"
@@ -263,13 +268,27 @@ def _is_finished(launch: Launch) -> bool:
     return latest is not None and latest >= launch.run.training.steps
 
 
-def _run(console: Console, launch: Launch, session: Session, environment: Environment, meeting: Rendezvous) -> int:
-    """Find or make the folder, then train."""
+def _hold(console: Console, folder: RunFolder, held: ExitStack) -> None:
+    """Lock a run folder until `held` ends. The first rank does it for all."""
+    if notice := held.enter_context(training_in(folder)):
+        _say(console, notice)
+
+
+def _run(
+    console: Console,
+    launch: Launch,
+    session: Session,
+    environment: Environment,
+    meeting: Rendezvous,
+    held: ExitStack,
+) -> int:
+    """Find or make the folder, then train; `held` keeps its lock."""
     if launch.folder is None:
         begin = start(session)  # before there is a folder: weights that it names may not be there
 
         def make_folder() -> list[str]:
             run, folder = create_run_folder(session.run, number_if_taken=not launch.is_named, launch=environment.launch)
+            _hold(console, folder, held)
             return [run.name, str(folder.path)]
 
         name, path = meeting.agree(make_folder)  # rank 0 makes it, all take its name
@@ -282,11 +301,12 @@ def _run(console: Console, launch: Launch, session: Session, environment: Enviro
         begin = resume(session, folder, store)
         if begin.steps == 0:
             _say(console, f"{folder.path} has no checkpoint: it begins at its first step")
+        _say(console, *begin.notices)
     view = LiveView(console) if console.is_terminal and not console.is_dumb_terminal else PlainView(console)
     sinks = open_sinks(session.run, folder, begin.steps, view.note) if environment.rank == 0 else []
     try:
         with StopRequest(view.stopping) as stop:
-            end = train_run(session, folder, store, begin, [*sinks, view], stop)
+            end = train_run(session, folder, store, begin, [*sinks, view], stop, meeting.mark)
     except KeyboardInterrupt:
         newest = store.latest()
         if environment.rank == 0:

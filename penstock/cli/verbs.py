@@ -19,7 +19,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from penstock.cli.interrupts import imports_end_at_once
+from penstock.base.interrupts import imports_end_at_once
 from penstock.parallel.launch.environment import LaunchFacts, prepare_environment
 
 COMMANDS = Path(__file__).with_name("commands.json")

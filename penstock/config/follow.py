@@ -179,9 +179,7 @@ def _router(run: Run, _: Written) -> Values:
     if moe is None:
         return {}
     values: Values = {}
-    if moe.router.scoring_func == "softmax":
-        values["model.moe.router.expert_bias"] = False  # it steers sigmoid scores only
-    if moe.router.scoring_func == "sigmoid" or moe.top_k == 1:
+    if moe.router.scoring_func != "softmax" or moe.top_k == 1:
         values["model.moe.router.softmax_after_top_k"] = False
     if moe.top_k == 1:
         values["model.moe.router.norm_topk_prob"] = False  # one weight over itself is always 1

@@ -86,7 +86,11 @@ class GroupedQueryAttention(Section):
         doc="RMSNorm of queries and keys: of each head (Qwen 3), of all heads as one (OLMoE), "
         "or of each head after rotation and without weights, in layers that rotate (Llama 4).",
     )
+    partial_rotary_factor: float = knob(
+        1.0, doc="Part of a head, its first features, that is rotated.", low=0.001, high=1.0
+    )
     bias: bool = knob(False, doc="Biases on all four projections.")
+    qkv_bias: bool = knob(False, doc="Biases on queries, keys and values (GLM-4.5); `bias` includes them.")
     sinks: bool = knob(False, doc="A learned logit for each head in the softmax, without a value (attention sink).")
     local: LocalAttention | None = knob(None, doc="Layers with local attention; none: all are global.")
 
@@ -101,8 +105,8 @@ class GroupedQueryAttention(Section):
 
     @property
     def rotary_dim(self) -> int:
-        """Width of the part of a head that is rotated: all of it."""
-        return self.head_dim
+        """Width of the part of a head that is rotated."""
+        return int(self.head_dim * self.partial_rotary_factor)
 
 
 class LatentAttention(Section):
@@ -134,8 +138,8 @@ Attention = Annotated[GroupedQueryAttention | LatentAttention, Discriminator("ki
 class Router(Section):
     """Choice of a token's experts and their weights. Always computed in float32."""
 
-    scoring_func: Literal["softmax", "sigmoid"] = knob(
-        "softmax", doc="Function from logits to scores: softmax over experts, or sigmoid."
+    scoring_func: Literal["softmax", "sigmoid", "sqrt-softplus"] = knob(
+        "softmax", doc="Function from logits to scores: softmax over experts, sigmoid, or the root of softplus."
     )
     softmax_after_top_k: bool = knob(
         False, doc="Choose by logits and take the softmax over the chosen experts only (Mixtral) instead of before."
@@ -205,7 +209,19 @@ class Model(Section):
     """A decoder-only language model."""
 
     family: Literal[
-        "deepseek-v2", "deepseek-v3", "mixtral", "qwen3-moe", "olmoe", "llama4", "gpt-oss", "llama", "qwen3", "plain"
+        "deepseek-v2",
+        "deepseek-v3",
+        "mixtral",
+        "qwen3-moe",
+        "olmoe",
+        "llama4",
+        "gpt-oss",
+        "glm4-moe",
+        "ernie4.5-moe",
+        "minimax-m2",
+        "llama",
+        "qwen3",
+        "plain",
     ] = knob(doc="Names of weights in files (plain: none); the values below decide everything else.")
     vocab_size: int = knob(doc="Token ids.", unit="tokens", low=2, high=MOST_TOKENS)
     hidden_size: int = _width(doc="Width of the residual stream.", low=2)

@@ -62,10 +62,18 @@ def kv_heads_divide_heads(run: Run) -> Problem | None:
 
 
 def rotary_width_is_even(run: Run) -> Problem | None:
-    """Rotary embedding turns pairs: `model.attention.head_dim`, `model.attention.qk_rope_head_dim` are even."""
+    """Rotary embedding turns pairs: the rotated part of a head is even and not 0.
+
+    It is `model.attention.qk_rope_head_dim`, or `model.attention.head_dim` x `model.attention.partial_rotary_factor`.
+    """
     attention, width = run.model.attention, run.model.attention.rotary_dim
-    if width % 2 == 0:
+    if width % 2 == 0 and width > 0:
         return None
+    if isinstance(attention, GroupedQueryAttention) and attention.partial_rotary_factor < 1:
+        return Problem.from_line(
+            "model.attention.partial_rotary_factor must leave an even number of rotated features; "
+            f"got {width} of {attention.head_dim}; fix: 0.5 and 0.25 are common"
+        )
     name = "qk_rope_head_dim" if isinstance(attention, LatentAttention) else "head_dim"
     return Problem.from_line(
         f"model.attention.{name} must be even, since rotary embedding turns pairs; got {width}; "
@@ -74,12 +82,12 @@ def rotary_width_is_even(run: Run) -> Problem | None:
 
 
 def yarn_bounds_are_ordered(run: Run) -> Problem | None:
-    """`model.attention.rope.yarn.beta_slow` is above 0 and below `model.attention.rope.yarn.beta_fast`."""
+    """`model.attention.rope.yarn.beta_slow` is above 0 and at most `model.attention.rope.yarn.beta_fast`."""
     yarn = run.model.attention.rope.yarn
-    if yarn is None or 0 < yarn.beta_slow < yarn.beta_fast:  # bounds of the ramp over frequencies
+    if yarn is None or 0 < yarn.beta_slow <= yarn.beta_fast:  # bounds of the ramp over frequencies
         return None
     return Problem.from_line(
-        "model.attention.rope.yarn.beta_slow must be above 0 and below beta_fast; "
+        "model.attention.rope.yarn.beta_slow must be above 0 and at most beta_fast; "
         f"got beta_slow {yarn.beta_slow:g}, beta_fast {yarn.beta_fast:g}; fix: the usual values are 1 and 32"
     )
 
@@ -211,17 +219,6 @@ def router_has_a_gradient(run: Run) -> Problem | None:
     return Problem.from_line(
         f"model.moe.router.{cause} makes the only weight of model.moe.top_k = 1 always 1: the router would not learn; "
         f"fix: set model.moe.router.{cause} to false, or model.moe.top_k to 2 or more"
-    )
-
-
-def expert_bias_goes_with_sigmoid(run: Run) -> Problem | None:
-    """`model.moe.router.expert_bias` needs `model.moe.router.scoring_func` sigmoid."""
-    moe = run.model.moe
-    if moe is None or not moe.router.expert_bias or moe.router.scoring_func == "sigmoid":
-        return None
-    return Problem.from_line(
-        "model.moe.router.expert_bias needs model.moe.router.scoring_func sigmoid; "
-        f"got score {moe.router.scoring_func}; fix: use sigmoid, or balance by model.moe.balance.aux_loss"
     )
 
 

@@ -98,7 +98,7 @@ def _grouped(attention: GroupedQueryAttention, hidden: int, layer: int, sequence
     if local is not None and not attention.is_global(layer):
         seen = AttentionWindow(kind=local.kind, size=local.size).pairs(sequence_length) / sequence_length
     norms = {"head": 2 * width, "projection": queries + keys}.get(attention.qk_norm, 0)  # of queries and keys
-    biases = queries + 2 * keys + hidden if attention.bias else 0  # of queries, keys, values, output
+    biases = (queries + 2 * keys) * (attention.bias or attention.qkv_bias) + hidden * attention.bias  # last: of output
     rest = _Part(norms + biases + attention.heads * attention.sinks, flops=2 * 2 * queries * seen)
     return _sum([_matrices((hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden)), rest])
 

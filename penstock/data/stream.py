@@ -45,7 +45,7 @@ PositionT = TypeVar("PositionT")
 
 
 def read_count(state: LoaderState, name: str) -> int:
-    """Returns a whole number >= 0 of a state. Raises DataError if it is something else."""
+    """Returns a whole number >= 0 of a state. Raises a DamagedPositionError if it is something else."""
     value = state[name]
     if not isinstance(value, int) or value < 0:
         raise damaged(f"{name} {value}")
@@ -53,7 +53,7 @@ def read_count(state: LoaderState, name: str) -> int:
 
 
 def read_counts(state: LoaderState, name: str, length: int) -> list[int]:
-    """Returns `length` whole numbers >= 0 of a state. Raises DataError if they are something else."""
+    """Returns `length` whole numbers >= 0 of a state. Raises a DamagedPositionError if they are something else."""
     values = state[name]
     if not isinstance(values, list) or len(values) != length:
         raise damaged(f"{name} {values}")
@@ -63,12 +63,17 @@ def read_counts(state: LoaderState, name: str, length: int) -> list[int]:
 def check_names(state: LoaderState, expected: LoaderState) -> None:
     """Raises DataError if a state has other names than a newly taken one."""
     if state.keys() != expected.keys():
-        raise damaged(", ".join(state) or "nothing", allowed=", ".join(expected))
+        what = "the saved position in the data is damaged"
+        raise DataError(what, got=", ".join(state) or "nothing", allowed=", ".join(expected))
 
 
-def damaged(got: str, *, allowed: str | None = None) -> DataError:
+class DamagedPositionError(DataError):
+    """A saved position that no run can have saved."""
+
+
+def damaged(got: str) -> DamagedPositionError:
     """Returns the error for a state that no run can have saved."""
-    return DataError("the saved position in the data is damaged", got=got, allowed=allowed)
+    return DamagedPositionError("the saved position in the data is damaged", got=got)
 
 
 # ----------------------------------------------------------------------------------------------------------------- rows

@@ -11,7 +11,6 @@ An export gives the ids of the run:
 """
 
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from penstock.base.errors import DataError
+from penstock.base.files import write_whole
 from penstock.config.data import Data
 from penstock.data.files import disk_errors
 from penstock.data.open import Vocabulary, vocabulary_of
@@ -72,14 +72,9 @@ def train_tokenizer(
 
 
 def _write(path: Path, content: str) -> None:
-    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            draft.write_text(content, encoding="utf-8")
-            draft.replace(path)
-        finally:
-            draft.unlink(missing_ok=True)  # renamed unless a write failed
+        write_whole(path, content)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ the definitions and copies the counts to the host, `TORCH` leaves them on the de
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +30,7 @@ from penstock.kernels.launching import counts_on_host
 from penstock.kernels.operators import torch_add_bias
 from penstock.kernels.permute import unpermute
 from penstock.kernels.reference import ExpertRule, RowOrder
+from penstock.kernels.replica_slots import SlottedWeight, joined
 from penstock.kernels.swiglu import SwigluGradients, swiglu_backward, swiglu_forward
 from penstock.kernels.tile_table import TileTable, tile_table
 
@@ -37,7 +39,8 @@ from penstock.kernels.tile_table import TileTable, tile_table
 class ExpertKernels:
     """The parts of `expert_ffn`; replace one with `dataclasses.replace`.
 
-    The three products have the signatures of `penstock.kernels.grouped_gemm` without `launch`. Rows past the last
+    The three products have the signatures of `penstock.kernels.grouped_gemm` without `launch`, and read and write
+    `SlottedWeight`s as these do. Rows past the last
     expert's are zero in their results and unread in their operands. `used` is the number of rows on the device.
     Backends other than Triton ignore `tiles` and `used`.
     """
@@ -76,7 +79,7 @@ def _in_torch(
 
     def forward(
         x_RD: Tensor,
-        w_eFD: Tensor,
+        w_eFD: Tensor | SlottedWeight,
         counts_e: Tensor,
         index_R: Tensor | None = None,
         *,
@@ -84,11 +87,13 @@ def _in_torch(
         weights_R: Tensor | None = None,
         tiles: TileTable | None = None,
     ) -> Tensor:
-        y_RF = multiply(x_RD, w_eFD, counts_e, index_R)
+        y_RF = multiply(x_RD, joined(w_eFD), counts_e, index_R)
         return y_RF if bias_eF is None else add_bias(y_RF, bias_eF, counts_e, weights_R)
 
-    def input_gradient(dy_RF: Tensor, w_eFD: Tensor, counts_e: Tensor, *, tiles: TileTable | None = None) -> Tensor:
-        return multiply(dy_RF, w_eFD.transpose(1, 2), counts_e, None)  # e x F x D -> e x D x F
+    def input_gradient(
+        dy_RF: Tensor, w_eFD: Tensor | SlottedWeight, counts_e: Tensor, *, tiles: TileTable | None = None
+    ) -> Tensor:
+        return multiply(dy_RF, joined(w_eFD).transpose(1, 2), counts_e, None)  # e x F x D -> e x D x F
 
     def weight_gradient(
         dy_RF: Tensor,
@@ -96,9 +101,9 @@ def _in_torch(
         counts_e: Tensor,
         index_R: Tensor | None = None,
         *,
-        accumulate_into: Tensor | None = None,
+        accumulate_into: Tensor | SlottedWeight | None = None,
         tiles: TileTable | None = None,
-    ) -> Tensor:
+    ) -> Any:
         rows_RD = x_RD if index_R is None else x_RD.index_select(0, index_R)
         return add_or_return(multiply_columns(dy_RF, rows_RD, counts_e), accumulate_into)
 

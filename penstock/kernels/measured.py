@@ -14,7 +14,6 @@ several times the rows of a quiet one.
 
 import json
 import math
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -23,7 +22,7 @@ from pathlib import Path
 from pydantic import ConfigDict, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
 
 from penstock.base.errors import KernelError
-from penstock.base.files import read_json
+from penstock.base.files import read_json, write_whole
 
 PACKAGED = Path(__file__).with_name("measured_data")  # measurements that come with the package
 
@@ -134,10 +133,8 @@ def save(path: Path, measurements: Measurements) -> None:
     """Write a file atomically, one line for each entry, so that two files can be compared; raises KernelError."""
     lines = ",\n".join(f"  {json.dumps(asdict(entry))}" for entry in measurements.entries)
     head = f'"device": {json.dumps(measurements.device)},\n "environment": {json.dumps(dict(measurements.environment))}'
-    beside = path.with_name(f".{path.name}.{os.getpid()}")  # in the same folder, so that the rename is atomic
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(f'{{{head},\n "entries": [\n{lines}\n ]}}\n', encoding="utf-8")
-        beside.replace(path)
+        write_whole(path, f'{{{head},\n "entries": [\n{lines}\n ]}}\n')
     except OSError as error:
         raise KernelError(f"measurements cannot be written to {path}", got=error.strerror) from error

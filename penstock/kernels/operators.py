@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels import reference
+from penstock.kernels import reference, replica_plan
 from penstock.kernels.reference import SWIGLU, ExpertRule, Routed, RowOrder, check_biases
+from penstock.kernels.replica_plan import ReplicaPlan, ReplicaRule
 
 
 class LinearLoss(NamedTuple):
@@ -34,6 +35,8 @@ class Operators:
     route: Callable[..., Routed]
     balance_loss: Callable[[Tensor, Tensor, Tensor, float, float], LinearLoss]
     order_rows: Callable[[Tensor, int], RowOrder]
+    plan_replicas: Callable[[Tensor, ReplicaRule, int], ReplicaPlan]  # these two are in `penstock.kernels.replica_plan`
+    assign_replicas: Callable[[Tensor, RowOrder, ReplicaPlan, ReplicaRule], Tensor]
     unpermute: Callable[[Tensor, RowOrder], Tensor]
     expert_ffn: Callable[..., Tensor]
     expert_ffn_is_fused: bool  # one autograd function, which also takes `recompute` and `accumulate_into`
@@ -157,6 +160,8 @@ REFERENCE = Operators(
     route=reference.route,
     balance_loss=reference_balance_loss,
     order_rows=reference.order_rows,
+    plan_replicas=replica_plan.plan_replicas,
+    assign_replicas=replica_plan.assign_replicas,
     unpermute=reference.unpermute,
     expert_ffn=reference.expert_ffn,
     expert_ffn_is_fused=False,

@@ -27,7 +27,7 @@ class RouterRule:
     """How scores become choices."""
 
     top_k: int
-    score: Literal["softmax", "sigmoid"] = "softmax"  # over the experts, or of each
+    score: Literal["softmax", "sigmoid", "sqrt-softplus"] = "softmax"  # over the experts, or of each
     softmax_after_top_k: bool = False  # choose by logits; softmax over the chosen only (score must be softmax)
     groups: int = 1  # of equal size; 1 means no groups
     topk_group: int = 1  # groups that a token may choose from
@@ -54,7 +54,7 @@ def route(logits_TE: Tensor, bias_E: Tensor | None, rule: RouterRule, sequences:
     """
     logits_TE = logits_TE.float()
     E = logits_TE.shape[1]
-    scores_TE = logits_TE.softmax(-1) if rule.score == "softmax" else logits_TE.sigmoid()
+    scores_TE = _scores(logits_TE, rule)
     choice_TE = logits_TE if rule.softmax_after_top_k else scores_TE
     choice_TE = choice_TE.detach() if bias_E is None else choice_TE.detach() + bias_E  # a choice has no gradient
     if rule.groups > 1:
@@ -67,7 +67,7 @@ def route(logits_TE: Tensor, bias_E: Tensor | None, rule: RouterRule, sequences:
     if rule.normalize:
         weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)  # the 1e-20 of DeepSeek-V3's model code
     chosen_TE = torch.zeros_like(scores_TE, dtype=torch.int64).scatter_(1, experts_TK, 1)
-    shares_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20) if rule.score == "sigmoid" else scores_TE
+    shares_TE = scores_TE if rule.score == "softmax" else scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
     return Routed(
         weights_TK * rule.scale,
         experts_TK,
@@ -75,6 +75,16 @@ def route(logits_TE: Tensor, bias_E: Tensor | None, rule: RouterRule, sequences:
         shares_TE.view(sequences, -1, E).sum(1),
         logits_TE.logsumexp(-1).square().view(sequences, -1).sum(1),
     )
+
+
+def _scores(logits_TE: Tensor, rule: RouterRule) -> Tensor:
+    match rule.score:
+        case "softmax":
+            return logits_TE.softmax(-1)
+        case "sigmoid":
+            return logits_TE.sigmoid()
+    # F.softplus is linear above 20, so by the definition; the bound keeps the gradient of the root finite.
+    return torch.logaddexp(logits_TE, torch.zeros_like(logits_TE)).clamp(min=1e-37).sqrt()
 
 
 def _kept_groups(choice_TE: Tensor, rule: RouterRule) -> Tensor:
@@ -274,14 +284,17 @@ def fan_out(x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return x_TD, x_TD, x_TD
 
 
-def rotate(x_BSHP: Tensor, cos_BSP: Tensor, sin_BSP: Tensor) -> Tensor:
+def rotate(x_BSHN: Tensor, cos_BSP: Tensor, sin_BSP: Tensor) -> Tensor:
     """Rotary position embedding on interleaved pairs (x0, x1), (x2, x3), ...: (x0 cos - x1 sin, x0 sin + x1 cos).
 
-    Cosine and sine of each pair's angle are float32, P / 2 wide; their B may be 1.
+    Cosine and sine of each pair's angle are float32, P / 2 wide; their B may be 1. Only the first P features of a head
+    are rotated.
     """
-    even, odd = x_BSHP.float().unflatten(-1, (-1, 2)).unbind(-1)
+    rotary = 2 * cos_BSP.shape[-1]
+    even, odd = x_BSHN[..., :rotary].float().unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos_BSP[:, :, None], sin_BSP[:, :, None]
-    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).to(x_BSHP.dtype)
+    x_BSHP = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).to(x_BSHN.dtype)
+    return torch.cat((x_BSHP, x_BSHN[..., rotary:]), dim=-1) if rotary < x_BSHN.shape[-1] else x_BSHP
 
 
 def mla_heads(

@@ -25,13 +25,13 @@ from penstock.kernels.tuning import KernelLaunch
 LAUNCH = KernelLaunch(block_rows=16, block_columns=0, warps=8)
 
 
-def rotate(x_BSHP: Tensor, cos_BSP: Tensor, sin_BSP: Tensor, *, launch: KernelLaunch = LAUNCH) -> Tensor:
+def rotate(x_BSHN: Tensor, cos_BSP: Tensor, sin_BSP: Tensor, *, launch: KernelLaunch = LAUNCH) -> Tensor:
     """`penstock.kernels.reference.rotate` in one kernel, and one kernel backward (none for the angles).
 
     The result is contiguous. `launch` sets heads of a block, and warps. Raises KernelError if angles do not fit.
     """
-    _check(x_BSHP, cos_BSP, sin_BSP, x_BSHP.shape[-1])
-    return _Rotate.apply(x_BSHP, cos_BSP.contiguous(), sin_BSP.contiguous(), launch)
+    _check(x_BSHN, cos_BSP, sin_BSP, min(2 * cos_BSP.shape[-1], x_BSHN.shape[-1]))
+    return _Rotate.apply(x_BSHN, cos_BSP.contiguous(), sin_BSP.contiguous(), launch)
 
 
 def mla_heads(
@@ -60,29 +60,30 @@ class _Rotate(torch.autograd.Function):
     """Saves the angles."""
 
     @staticmethod
-    def forward(ctx: Any, x_BSHP: Tensor, cos_BSP: Tensor, sin_BSP: Tensor, launch: KernelLaunch) -> Tensor:
+    def forward(ctx: Any, x_BSHN: Tensor, cos_BSP: Tensor, sin_BSP: Tensor, launch: KernelLaunch) -> Tensor:
         ctx.save_for_backward(cos_BSP, sin_BSP)
         ctx.launch = launch
-        return _turn(x_BSHP, cos_BSP, sin_BSP, launch, direction=1.0)  # by the angles; -1 is back
+        return _turn(x_BSHN, cos_BSP, sin_BSP, launch, direction=1.0)  # by the angles; -1 is back
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout_BSHP: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, dout_BSHN: Tensor) -> tuple[Tensor, None, None, None]:
         cos_BSP, sin_BSP = ctx.saved_tensors
-        return _turn(dout_BSHP, cos_BSP, sin_BSP, ctx.launch, direction=-1.0), None, None, None
+        return _turn(dout_BSHN, cos_BSP, sin_BSP, ctx.launch, direction=-1.0), None, None, None
 
 
-def _turn(x_BSHP: Tensor, cos_BSP: Tensor, sin_BSP: Tensor, launch: KernelLaunch, direction: float) -> Tensor:
-    batch, positions, heads, width = x_BSHP.shape
-    x_BSHP = with_contiguous_rows(x_BSHP)
-    out_BSHP = torch.empty_like(x_BSHP, memory_format=torch.contiguous_format)
+def _turn(x_BSHN: Tensor, cos_BSP: Tensor, sin_BSP: Tensor, launch: KernelLaunch, direction: float) -> Tensor:
+    batch, positions, heads, width = x_BSHN.shape
+    rotary = 2 * cos_BSP.shape[-1]
+    x_BSHN = with_contiguous_rows(x_BSHN)
+    out_BSHN = torch.empty_like(x_BSHN, memory_format=torch.contiguous_format)
     start_kernel(
         rotate_kernel, (positions, batch),
-        x_BSHP, cos_BSP, sin_BSP, out_BSHP, *x_BSHP.stride()[:3], *angle_strides(cos_BSP, batch),
-        H=heads, P=width, DIRECTION=direction, BLOCK_P=triton.next_power_of_2(width),
-        **heads_at_a_time(heads, launch),
+        x_BSHN, cos_BSP, sin_BSP, out_BSHN, *x_BSHN.stride()[:3], *angle_strides(cos_BSP, batch),
+        H=heads, P=rotary, PLAIN=width - rotary, DIRECTION=direction, BLOCK_P=triton.next_power_of_2(rotary),
+        BLOCK_N=triton.next_power_of_2(max(1, width - rotary)), **heads_at_a_time(heads, launch),
     )  # fmt: skip
-    return out_BSHP
+    return out_BSHN
 
 
 class _MlaHeads(torch.autograd.Function):
@@ -183,22 +184,32 @@ def token_offset(batch_stride, position_stride):
 
 @triton.jit
 def rotate_kernel(
-    x_ptr, cos_ptr, sin_ptr, out_ptr,  # x and out B x S x H x P
+    x_ptr, cos_ptr, sin_ptr, out_ptr,  # x and out B x S x H x (P + PLAIN)
     x_batch, x_position, x_head, cos_batch, cos_position,  # strides; out is contiguous
-    H: tl.constexpr, P: tl.constexpr, DIRECTION: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr,
+    H: tl.constexpr, P: tl.constexpr, PLAIN: tl.constexpr, DIRECTION: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One token. Example with P = 2 and a quarter turn (cos 0, sin 1): the head [1, 0] becomes [0, 1]."""
+    """One token; the last PLAIN columns of a head are copied.
+
+    Example with P = 2, PLAIN = 1 and a quarter turn (cos 0, sin 1): the head [1, 0, 5] becomes [0, 1, 5].
+    """
+    N: tl.constexpr = P + PLAIN
     cos_P, sin_P = load_angles(cos_ptr, sin_ptr, cos_batch, cos_position, P, BLOCK_P)
     sin_P *= DIRECTION  # -1 in backward: the inverse rotation
     x_ptr += token_offset(x_batch, x_position)
-    out_ptr += token_offset(tl.num_programs(0).to(tl.int64) * (H * P), H * P)
+    out_ptr += token_offset(tl.num_programs(0).to(tl.int64) * (H * N), H * N)
     column_1P = tl.arange(0, BLOCK_P)[None, :]
+    plain_1N = tl.arange(0, BLOCK_N)[None, :]
     for start in range(0, H, BLOCK_H):
         head_H1 = start + tl.arange(0, BLOCK_H)[:, None]
         inside = (head_H1 < H) & (column_1P < P)
         x_HP = tl.load(x_ptr + head_H1 * x_head + column_1P, mask=inside, other=0.0)
         out_HP = rotate_pairs(x_HP, cos_P, sin_P, BLOCK_H, BLOCK_P)
-        tl.store(out_ptr + head_H1 * P + column_1P, out_HP.to(out_ptr.dtype.element_ty), mask=inside)
+        tl.store(out_ptr + head_H1 * N + column_1P, out_HP.to(out_ptr.dtype.element_ty), mask=inside)
+        if PLAIN > 0:
+            is_plain = (head_H1 < H) & (plain_1N < PLAIN)
+            x_HN = tl.load(x_ptr + head_H1 * x_head + P + plain_1N, mask=is_plain)
+            tl.store(out_ptr + head_H1 * N + P + plain_1N, x_HN, mask=is_plain)
 
 
 @triton.jit

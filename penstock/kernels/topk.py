@@ -29,6 +29,9 @@ from penstock.kernels.operators import LinearLoss
 from penstock.kernels.reference import Routed, RouterRule
 from penstock.kernels.tuning import KernelLaunch
 
+SCORES = {"softmax": 0, "sigmoid": 1, "sqrt-softplus": 2}
+"""Values of SCORE."""
+
 MOST_COLUMNS = tl.constexpr(1024)  # of a tile: a column's number is stored in the low bits of a key
 CHOSEN = tl.constexpr(-(2**31))  # marks in place of a key
 NOT_ELIGIBLE = tl.constexpr(-(2**31) + 1)
@@ -74,6 +77,14 @@ def _best_columns(key_TE, eligible_TE, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
+def _root_of_softplus(x):
+    """sqrt(log(1 + exp(x))) to a few units in the last place: log(1 + z) is log(u) z / (u - 1), u = 1 + z rounded."""
+    z = tl.exp(-tl.abs(x))
+    u = 1.0 + z
+    return tl.sqrt(tl.maximum(x, 0.0) + tl.where(u == 1.0, z, tl.log(u) * z / tl.where(u == 1.0, 1.0, u - 1.0)))
+
+
+@triton.jit
 def _two_best(best, second, other_best, other_second):
     """The two best of two pairs: the combine function of a reduction."""
     return tl.maximum(best, other_best), tl.maximum(tl.minimum(best, other_best), tl.maximum(second, other_second))
@@ -102,7 +113,7 @@ def _is_in_best_groups(
 @triton.jit
 def route_kernel(
     logits_ptr, bias_ptr, weights_ptr, experts_ptr, part_counts_ptr, part_mass_ptr, part_z_ptr, length, tiles,
-    E: tl.constexpr, K: tl.constexpr, SIGMOID: tl.constexpr, AFTER: tl.constexpr, GROUPS: tl.constexpr,
+    E: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr, AFTER: tl.constexpr, GROUPS: tl.constexpr,
     GROUPS_KEPT: tl.constexpr, TOP2: tl.constexpr, NORMALIZE: tl.constexpr, SCALE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -134,7 +145,10 @@ def route_kernel(
         largest_T1 = tl.max(logits_TE, 1)[:, None]
         powers_TE = tl.exp(logits_TE - largest_T1)
         total_T1 = tl.sum(powers_TE, 1)[:, None]
-        scores_TE = tl.sigmoid(logits_TE) if SIGMOID else powers_TE * (1.0 / total_T1)
+        if SCORE == 0:
+            scores_TE = powers_TE * (1.0 / total_T1)
+        else:
+            scores_TE = tl.sigmoid(logits_TE) if SCORE == 1 else _root_of_softplus(logits_TE)
 
         # 2. Choice.
         choice_TE = logits_TE if AFTER else scores_TE
@@ -154,8 +168,10 @@ def route_kernel(
             chosen_TK = tl.where(choice_1K < K, chosen_TK, float("-inf"))
             weights_TK = tl.exp(chosen_TK - tl.max(chosen_TK, 1)[:, None])
             weights_TK *= 1.0 / tl.sum(weights_TK, 1)[:, None]
-        elif SIGMOID:
+        elif SCORE == 1:
             weights_TK = tl.sigmoid(chosen_TK)
+        elif SCORE == 2:
+            weights_TK = _root_of_softplus(chosen_TK)
         else:
             weights_TK = tl.exp(chosen_TK - largest_T1) * (1.0 / total_T1)
         if NORMALIZE:
@@ -166,7 +182,7 @@ def route_kernel(
 
         # 4. Sums.
         share_T1 = tl.where(exists_T1, 1.0, 0.0)
-        if SIGMOID:
+        if SCORE > 0:
             share_T1 /= tl.sum(scores_TE, 1)[:, None] + 1e-20
         mass_TE += scores_TE * share_T1
         counts_TE += (exists_T1 & (left_TE == CHOSEN)).to(tl.int32)
@@ -208,7 +224,7 @@ def sum_parts_kernel(
 @triton.jit
 def route_backward_kernel(
     logits_ptr, experts_ptr, dweights_ptr, dmass_ptr, dz_ptr, dlogits_ptr, length,  # logits T x E, experts T x K
-    E: tl.constexpr, K: tl.constexpr, SIGMOID: tl.constexpr, AFTER: tl.constexpr, NORMALIZE: tl.constexpr,
+    E: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr, AFTER: tl.constexpr, NORMALIZE: tl.constexpr,
     SCALE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Gradient of one tile of logits, from those of weights, mass and z, each of which may be missing.
@@ -229,7 +245,11 @@ def route_backward_kernel(
     powers_TE = tl.exp(logits_TE - largest_T1)
     total_T1 = tl.sum(powers_TE, 1)[:, None]
     softmax_TE = powers_TE * (1.0 / total_T1)
-    scores_TE = tl.sigmoid(logits_TE) if SIGMOID else softmax_TE
+    scores_TE = softmax_TE
+    if SCORE == 1:
+        scores_TE = tl.sigmoid(logits_TE)
+    if SCORE == 2:
+        scores_TE = _root_of_softplus(logits_TE)
     dscores_TE = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
     dlogits_TE = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
 
@@ -259,14 +279,18 @@ def route_backward_kernel(
 
     if dmass_ptr is not None:
         dmass_1E = tl.load(dmass_ptr + sequence * E + expert_E, mask=expert_E < E, other=0.0)[None, :]
-        if SIGMOID:
+        if SCORE > 0:
             sum_T1 = tl.sum(scores_TE, 1)[:, None] + 1e-20
             dscores_TE += (dmass_1E - tl.sum(scores_TE / sum_T1 * dmass_1E, 1)[:, None]) / sum_T1
         else:
             dscores_TE += dmass_1E
 
-    if SIGMOID:
+    if SCORE == 1:
         dlogits_TE += dscores_TE * scores_TE * (1.0 - scores_TE)
+    elif SCORE == 2:
+        # The derivative of softplus is the sigmoid; where the score underflows to 0, so does its gradient.
+        slope_TE = tl.sigmoid(logits_TE) / tl.where(scores_TE > 0, 2.0 * scores_TE, 1.0)
+        dlogits_TE += dscores_TE * slope_TE
     else:
         dlogits_TE += scores_TE * (dscores_TE - tl.sum(scores_TE * dscores_TE, 1)[:, None])
     if dz_ptr is not None:
@@ -357,7 +381,7 @@ def kernel_constants(experts: int, rule: RouterRule, launch: KernelLaunch) -> di
     return {
         "E": experts,
         "K": rule.top_k,
-        "SIGMOID": rule.score == "sigmoid",
+        "SCORE": SCORES[rule.score],
         "AFTER": rule.softmax_after_top_k,
         "GROUPS": rule.groups,
         "GROUPS_KEPT": rule.topk_group,
@@ -375,7 +399,7 @@ def backward_constants(experts: int, rule: RouterRule, launch: KernelLaunch) -> 
     """Constants of `route_backward_kernel`, which ignores groups: a tile of BLOCK_T rows x BLOCK_E columns."""
     constants = kernel_constants(experts, rule, launch)
     width = triton.next_power_of_2(experts)
-    kept = ("E", "K", "SIGMOID", "AFTER", "NORMALIZE", "SCALE")
+    kept = ("E", "K", "SCORE", "AFTER", "NORMALIZE", "SCALE")
     return {name: constants[name] for name in kept} | {"BLOCK_T": _rows_of_tile(width, launch), "BLOCK_E": width}
 
 

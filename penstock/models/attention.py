@@ -49,9 +49,10 @@ class GroupedQueryLayer(nn.Module):
         # Attention temperature tuning is for layers that see the whole row.
         self.scales_queries = local is not None and is_global and local.global_temperature > 0
         queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        self.query = Linear(hidden_size, queries, layer_context, split="outputs", bias=config.bias)
-        self.key = Linear(hidden_size, keys, layer_context, split="outputs", bias=config.bias)
-        self.value = Linear(hidden_size, keys, layer_context, split="outputs", bias=config.bias)
+        has_bias = config.bias or config.qkv_bias
+        self.query = Linear(hidden_size, queries, layer_context, split="outputs", bias=has_bias)
+        self.key = Linear(hidden_size, keys, layer_context, split="outputs", bias=has_bias)
+        self.value = Linear(hidden_size, keys, layer_context, split="outputs", bias=has_bias)
         self.out = Linear(queries, hidden_size, layer_context, split="inputs", bias=config.bias)
         self.query_norm, self.key_norm = (self._norm(width) for width in (queries, keys))
         tensor = layer_context.axes.tensor

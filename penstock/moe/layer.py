@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from penstock.base.spans import Span
 from penstock.kernels.float8.quantized import RowColQuantized
+from penstock.moe.dispatch.balanced import BalancedDispatcher
 from penstock.moe.dispatch.contract import Dispatcher, DispatchMetadata, ExpertRows, SlotSorter
 from penstock.moe.dispatch.row_capacity import ActivationArena, RowCapacity
 from penstock.moe.experts import GroupedExperts
@@ -60,8 +61,8 @@ class SharedExpert(Protocol):
 class MoE(nn.Module):
     """A mixture-of-experts feed-forward network.
 
-    `row_capacity` is registered here so that the trainer finds it; several layers may share an `arena` for their
-    pre-activations.
+    `row_capacity` and the meter of replicas are registered here so that the trainer finds them; several layers may
+    share an `arena` for their pre-activations.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class MoE(nn.Module):
         self.layer_context = layer_context
         self.row_capacity = row_capacity
         self.arena = arena
+        self.replica_meter = dispatcher.meter if isinstance(dispatcher, BalancedDispatcher) else None
         if arena is not None:
             arena.join()  # the arena is as large as its layers together
 

@@ -15,6 +15,7 @@ An axis of one rank has no group, and collectives return at once there. Axes wit
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -31,6 +32,7 @@ class Axis:
     group: dist.ProcessGroup | None = None  # None for one rank
     inner: "Axis | None" = None  # with hybrid sharding, the ranks that divide one copy
     outer: "Axis | None" = None  # and those with our part of the other copies
+    timeout: timedelta | None = None  # of the collectives of new groups; None is torch's
 
     @property
     def size(self) -> int:
@@ -91,41 +93,61 @@ ALONE = Axes()
 """One rank that holds everything."""
 
 
-Made = dict[tuple[int, ...], dist.ProcessGroup | None]
-"""Groups by their ranks; None for ranks without this process."""
+class _Groups:
+    """Groups by their ranks; None for ranks without this process."""
+
+    def __init__(self, timeout: timedelta | None) -> None:
+        self.by_ranks: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        self.timeout = timeout
+
+    def make(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """A new group. Without a timeout of its own it would have torch's, not that of the group of all ranks."""
+        return dist.new_group(list(ranks), timeout=self.timeout)
+
+    def make_missing(self, groups: Iterable[tuple[int, ...]]) -> None:
+        """Every rank makes every group, in the same order, as torch requires."""
+        for ranks in groups:
+            if len(ranks) > 1 and ranks not in self.by_ranks:
+                self.by_ranks[ranks] = self.make(ranks)
 
 
 def make_axes(
-    grid: Grid, embedding_places: tuple[int, ...] = (0,), shard_size: int = 0, ranks_per_node: int = 0
+    grid: Grid,
+    embedding_places: tuple[int, ...] = (0,),
+    shard_size: int = 0,
+    ranks_per_node: int = 0,
+    timeout: timedelta | None = None,
 ) -> Axes:
     """Make every group of a grid. All ranks call it, after `init_process_group`.
 
     `embedding_places` are the places on `pipeline` that hold the embedding, ascending. `shard_size` neighbours on
-    `dense_data` and on `expert_data` divide one copy, `ranks_per_node` share a machine; 0 means all.
+    `dense_data` and on `expert_data` divide one copy, `ranks_per_node` share a machine; 0 means all. `timeout` is that
+    of collectives.
     """
     if grid.world == 1:
         return ALONE
     assert dist.get_world_size() == grid.world, f"{dist.get_world_size()} processes for {grid}"
     rank = dist.get_rank()
     # `new_group` is collective: from here on all ranks make all groups of the grid in one order, also those of others.
-    made: Made = {tuple(range(grid.world)): dist.group.WORLD}
+    made = _Groups(timeout)
+    made.by_ranks[tuple(range(grid.world))] = dist.group.WORLD
     axes = {name: _own_axis(name, grid.groups(parts), rank, made) for name, parts in _AXES.items()}
     for name in ("dense_data", "expert_data"):
         axes[name] = _divide(axes[name], grid.groups(_AXES[name]), shard_size, made)
     axes |= _by_node(axes["expert"], grid.groups(_AXES["expert"]), ranks_per_node or grid.world, made)
     if grid.pipeline > 1:
         # Messages up and down would wait for each other in one communicator, so these groups are not shared in `made`.
-        back = {ranks: dist.new_group(list(ranks)) for ranks in grid.groups(("pipeline",))}
+        back = {ranks: made.make(ranks) for ranks in grid.groups(("pipeline",))}
         axes["pipeline_back"] = replace(axes["pipeline"], name="pipeline_back", group=back[axes["pipeline"].ranks])
     if len(embedding_places) > 1:
         holders = tuple(tuple(ranks[place] for place in embedding_places) for ranks in grid.groups(("pipeline",)))
-        _make_missing(holders, made)
+        made.make_missing(holders)
         if any(rank in ranks for ranks in holders):  # stages between hold no embedding
             axes["embedding"] = _own_axis("embedding", holders, rank, made)
     return Axes(grid=grid, rank=rank, **axes)
 
 
-def _divide(axis: Axis, groups: Sequence[tuple[int, ...]], size: int, made: Made) -> Axis:
+def _divide(axis: Axis, groups: Sequence[tuple[int, ...]], size: int, made: _Groups) -> Axis:
     """Copies go to blocks of neighbours; ranks at the same place of their blocks hold the same part."""
     if not 0 < size < axis.size:
         return axis
@@ -137,7 +159,7 @@ def _divide(axis: Axis, groups: Sequence[tuple[int, ...]], size: int, made: Made
     return replace(axis, inner=inner, outer=_own_axis(f"{axis.name}_replicate", same_places, me, made))
 
 
-def _by_node(axis: Axis, groups: Sequence[tuple[int, ...]], per_node: int, made: Made) -> dict[str, Axis]:
+def _by_node(axis: Axis, groups: Sequence[tuple[int, ...]], per_node: int, made: _Groups) -> dict[str, Axis]:
     """Ranks of an axis on our node, and those at our place on other nodes; unequal nodes count each rank as a node."""
     me = axis.ranks[axis.rank]
     parts: dict[str, list[tuple[int, ...]]] = {"node": [], "across": []}
@@ -150,14 +172,8 @@ def _by_node(axis: Axis, groups: Sequence[tuple[int, ...]], per_node: int, made:
     return {f"expert_{name}": _own_axis(f"expert_{name}", parts[name], me, made) for name in parts}
 
 
-def _own_axis(name: str, groups: Sequence[tuple[int, ...]], me: int, made: Made) -> Axis:
-    _make_missing(groups, made)
+def _own_axis(name: str, groups: Sequence[tuple[int, ...]], me: int, made: _Groups) -> Axis:
+    made.make_missing(groups)
     own = next(ranks for ranks in groups if me in ranks)
-    return Axis(name=name, ranks=own, rank=own.index(me), group=made[own] if len(own) > 1 else None)
-
-
-def _make_missing(groups: Iterable[tuple[int, ...]], made: Made) -> None:
-    """Every rank makes every group, in the same order, as torch requires."""
-    for ranks in groups:
-        if len(ranks) > 1 and ranks not in made:
-            made[ranks] = dist.new_group(list(ranks))
+    group = made.by_ranks[own] if len(own) > 1 else None
+    return Axis(name=name, ranks=own, rank=own.index(me), group=group, timeout=made.timeout)

@@ -166,7 +166,8 @@ class JsonGroup:
     """A separate group for JSON between the ranks of an axis. All ranks make every call, in the same order."""
 
     def __init__(self, axis: Axis) -> None:
-        group = dist.new_group(list(axis.ranks), backend="gloo") if axis.size > 1 else None
+        ranks = list(axis.ranks)
+        group = dist.new_group(ranks, timeout=axis.timeout, backend="gloo") if axis.size > 1 else None
         self._axis = replace(axis, group=group)
 
     @property

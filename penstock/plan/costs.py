@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from penstock.config.run import Run
 from penstock.moe.balance import even_stride
+from penstock.parallel.replica_exchange import bound_factor
 from penstock.plan.hardware import Dtype, Hardware, RankGroup
 from penstock.plan.op_recorder import FROM_HOST, TO_HOST, RecordedOp, RecordedOps
 from penstock.plan.rates import SUM_BYTES, GroupedProduct, Rates
@@ -76,9 +77,11 @@ def routed_traffic(run: Run, *, in_turn: bool = False) -> TokenTraffic:
 
 
 def assumed_imbalance(run: Run, imbalance: float) -> float:
-    """The assumption, or 1 where the run itself forces balance."""
+    """The assumption, or 1 where the run itself forces balance, or the bound to which replicas of experts keep it."""
     moe = run.model.moe
-    return 1.0 if moe is not None and moe.balance.force_load_balance else imbalance
+    if moe is not None and moe.balance.force_load_balance:
+        return 1.0
+    return imbalance if run.dispatch.balance == "none" else min(imbalance, bound_factor(run.dispatch))
 
 
 def routed_rows(run: Run, imbalance: float, *, in_turn: bool = False) -> RoutedRows | None:

@@ -28,7 +28,7 @@ import tomli_w
 
 from penstock.base.devices import CHIPS, chip_named
 from penstock.base.errors import ConfigError, HardwareError, asked, did_you_mean, did_you_mean_path
-from penstock.base.files import read_toml
+from penstock.base.files import read_toml, write_whole
 from penstock.config.schema import Section, fields_of, knob
 from penstock.config.tree import build, settle
 from penstock.plan.hardware import (
@@ -199,11 +199,9 @@ def _check_kernels(kernels: str, head: _Head, path: Path) -> None:
 
 def write_hardware(path: Path, hardware: Hardware, comment: Sequence[str] = ()) -> None:
     """Write a file that reads back as the same hardware, whole or not at all; `comment` are its first lines."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(hardware_text(hardware, comment), encoding="utf-8")
-        unfinished.replace(path)
+        write_whole(path, hardware_text(hardware, comment))
     except OSError as error:
         raise HardwareError(f"hardware cannot be written to {path}", got=error.strerror) from error
 

@@ -7,7 +7,6 @@ turns its figures into image data inside the document, and prints the resulting 
 import re
 import shutil
 import subprocess
-import tempfile
 from base64 import b64decode
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,6 +20,7 @@ from penstock.plan.projection import Plan
 from penstock.report.figure import Figure
 from penstock.report.frame import as_script, document, write_whole
 from penstock.report.page import plan_figures
+from penstock.train.run_lock import temporary_folder
 
 BROWSERS = ("chromium", "chromium-browser", "chrome-headless-shell", "google-chrome", "google-chrome-stable", "chrome")
 """Programs that are looked for, in this order."""
@@ -102,8 +102,8 @@ def open_in_browser(browser: str, html: str, *options: str) -> str:
     Raises:
         PicturesError: the browser failed, or exceeded the time limit.
     """
-    with tempfile.TemporaryDirectory(prefix="penstock-pictures-") as folder:
-        path = Path(folder) / "document.html"
+    with temporary_folder("pictures") as folder:
+        path = folder / "document.html"
         path.write_text(html, encoding="utf-8")
         # No sandbox: the document is ours, and the sandbox needs rights that containers lack.
         command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--dump-dom"]

@@ -9,7 +9,6 @@ Plotly's script is 4.8 MB. It is stored compressed and unpacked by the browser (
 
 import gzip
 import json
-import os
 from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.base.errors import PicturesError
+from penstock.base.files import write_whole as write_atomically
 from penstock.report.figure import THEMES, Figure, plotly_json
 
 SCRIPT = "package_data/plotly.min.js"  # in the folder of the package
@@ -123,9 +123,7 @@ def write_whole(path: Path, content: bytes) -> None:
     Raises:
         PicturesError: it cannot be written.
     """
-    beside = path.with_name(f".{path.name}.{os.getpid()}")  # a rename within a folder is atomic
     try:
-        beside.write_bytes(content)
-        beside.replace(path)
+        write_atomically(path, content)
     except OSError as error:
         raise PicturesError("the file cannot be written", got=f"{path}: {error.strerror}") from error

@@ -24,7 +24,7 @@ from penstock.config.run import Run
 from penstock.plan.hardware import Cluster
 from penstock.plan.project import project
 from penstock.plan.projection import Projection
-from penstock.trace.analysis import RankAnalysis, TraceAnalysis, analyse_traces
+from penstock.trace.analysis import RankAnalysis, TraceAnalysis, analyse_traces, last_step, window_us
 from penstock.trace.load import read_traces
 from penstock.tune.doctor.diagnosis import Diagnosis, cpu_sentence, diagnose
 from penstock.tune.doctor.evidence import Evidence, RunFacts
@@ -209,24 +209,9 @@ class StepClock:
     words: str
 
 
-def last_step(ranks: Sequence[RankAnalysis]) -> int | None:
-    """The number of the last step in which all of these ranks have events, or None."""
-    numbers = [{step.number for step in one.steps if step.timeline.events} for one in ranks]
-    return max(set.intersection(*numbers), default=None) if numbers else None
-
-
 def step_name(one: RankAnalysis, number: int | None) -> str | None:
     """The name of the region of a step, or None without steps."""
     return next((step.name for step in one.steps if step.number == number), None)
-
-
-def window_us(one: RankAnalysis, number: int | None) -> tuple[float, float]:
-    """Start and end of a step on the device; of the whole recording without steps."""
-    for step in one.steps:
-        if step.number == number:
-            return step.window_us
-    gpu = one.trace.gpu
-    return float(gpu.start_us[0]), float(gpu.end_us.max())
 
 
 def clock_of(evidence: RunEvidence, ranks: Sequence[RankAnalysis]) -> StepClock:

@@ -18,9 +18,9 @@ from penstock.config.run import Run
 from penstock.plan.projection import Projection
 from penstock.report.colours import LIMIT, MEMORY_PARTS, PHASES, SERIES, part_colours
 from penstock.report.figure import Figure, axis, evenly
-from penstock.report.run_evidence import RunEvidence, last_step
+from penstock.report.run_evidence import RunEvidence
 from penstock.report.stacks import height_of, memory_layout, memory_parts, part_bars, stacked
-from penstock.trace.analysis import RankAnalysis
+from penstock.trace.analysis import RankAnalysis, last_step
 from penstock.tune.doctor.run_facts import USUAL
 
 POINTS = 1000

@@ -254,13 +254,13 @@ def _facts(facts: Sequence[EvidenceLine]) -> str:
 
 
 def host_html(host: HostTable) -> str:
-    """The work of a CPU per step: operators and phases by own time."""
-    outside = f"{ms_text(host.outside_us)} ms ({host.outside:.1%}) outside of operators (Python, waiting)"
+    """The work of a CPU per step: operators and phases by self time."""
+    outside = f"{ms_text(host.outside_us)} ms ({host.outside:.1%}) outside operators (Python, waiting)"
     columns = {"name": "text", "calls per step": "", "per step": "", "of the step": ""}
     tables = ""
     for title, rows in (
-        ("Operators, by their own time", host.operators),
-        ("Phases, by the same time", host.phases),
+        ("Operators, by self time", host.operators),
+        ("Phases, by the self time of their operators", host.phases),
     ):
         texts = [
             (

@@ -8,8 +8,9 @@
     4. publish   it renames the folder to `step-000123` and syncs the parent folder
     5. prune     it renames checkpoints older than the last `keep` to hidden names, then deletes them
 
-So a name without a leading dot always belongs to a complete checkpoint. The next save deletes hidden leftovers of a
-killed process; readers never do, because another process may be writing them.
+So a name without a leading dot always belongs to a complete checkpoint. Hidden leftovers of a killed process are
+deleted by the next start, which holds the lock of the run folder, and by the next save; readers never do, because
+another process may be writing them.
 
 The ranks share a file system and end every phase together: an error on one rank is raised on all, with the same
 message. One save runs at a time. An error in the thread is raised by the next `save`, `load`, `wait` or `close`. A
@@ -26,6 +27,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
+from errno import EIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -34,7 +36,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from penstock.base.errors import CheckpointError, PenstockError
+from penstock.base.errors import CheckpointError, DamagedError, PenstockError, every_kind
+from penstock.base.files import sync, write_whole
 from penstock.parallel.axes import ALONE, Axis
 from penstock.parallel.collectives import JsonGroup
 from penstock.parallel.copies import host_tensors
@@ -54,7 +57,6 @@ from penstock.train.manifest import (
     write_manifest,
     write_parts,
 )
-from penstock.train.run_folder import sync, write_whole
 from penstock.train.tensor_files import fingerprint
 
 
@@ -112,6 +114,29 @@ class CheckpointStore:
             )
         return newest
 
+    def steps_of_all(self) -> list[int]:
+        """Steps with a checkpoint, the newest first, as the first rank sees them. All ranks call this together.
+
+        Raises a CheckpointError as `latest_of_all` does.
+        """
+        newest = self.latest_of_all()
+        steps: list[int] = self._messages.from_first([] if newest is None else self.steps())
+        return sorted(steps, reverse=True)
+
+    def set_aside(self, step: int) -> Path:
+        """Rename a damaged checkpoint, so that it is none any more; returns its new path. All ranks call this together.
+
+        Raises a CheckpointError if that fails.
+        """
+        folder = self.path(step)
+        damaged = folder.with_name(f"{folder.name}.damaged")
+        with _Phase(self._messages, f"cannot rename {folder}"):
+            if self.rank == 0:
+                shutil.rmtree(damaged, ignore_errors=True)
+                folder.rename(damaged)
+                sync(self._folder)
+        return damaged
+
     def path(self, step: int) -> Path:
         """Folder of the checkpoint of a step, which may not exist."""
         return self._folder / f"step-{step:06d}"
@@ -164,6 +189,11 @@ class CheckpointStore:
             return _facts(folder)
         except OSError as error:
             raise CheckpointError(f"cannot read {folder}", got=error.strerror or error) from error
+
+    def facts_of_all(self, step: int) -> dict[str, Any]:
+        """`read_facts` on all ranks, which call this together and end it together."""
+        with _Phase(self._messages, f"cannot read {self.path(step)}"):
+            return self.read_facts(step)
 
     def wait(self) -> None:
         """Return when no save is running. Raises a CheckpointError, once, if the one in the background failed."""
@@ -277,23 +307,30 @@ class _Phase:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        own = self._line(error)
-        line = next(filter(None, self._messages.all_gather(own)), None)  # of the first rank with an error
-        is_said = isinstance(error, CheckpointError) and own == line  # then the error itself propagates
+        own = self._told(error)
+        told = next(filter(None, self._messages.all_gather(own)), None)  # of the first rank with an error
+        is_said = isinstance(error, CheckpointError) and own == told  # then the error itself propagates
         is_ours = error is not None and not isinstance(error, OSError | PenstockError | SafetensorError)
-        if line is not None and not is_said and not is_ours:
-            raise CheckpointError(line) from error
+        if told is not None and not is_said and not is_ours:
+            name, line = told
+            raise _KINDS.get(name, CheckpointError)(line) from error
 
-    def _line(self, error: BaseException | None) -> str | None:
+    def _told(self, error: BaseException | None) -> list[str] | None:
+        """Kind and line of an error, as JSON values."""
         match error:
             case None:
                 return None
             case PenstockError():
-                return str(error)
-            case OSError():
-                return str(CheckpointError(self._what, got=error.strerror or error))
+                return [type(error).__name__, str(error)]
+            case OSError():  # a disk that cannot read a file any more has damaged it
+                kind = DamagedError if error.errno == EIO else CheckpointError
+                return [kind.__name__, str(kind(self._what, got=error.strerror or error))]
             case _:
-                return str(CheckpointError(self._what, got=f"{type(error).__name__}: {error}"))
+                kind = DamagedError if isinstance(error, SafetensorError) else CheckpointError
+                return [kind.__name__, str(kind(self._what, got=f"{type(error).__name__}: {error}"))]
+
+
+_KINDS = every_kind(CheckpointError)
 
 
 def _same_step(ranks: list[tuple[int, dict[str, str]]]) -> dict[str, str]:

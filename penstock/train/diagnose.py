@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.base.errors import CheckpointError, LostRankError, NonFiniteError
+from penstock.base.files import write_whole
 from penstock.data.batch import Batch
 from penstock.data.evaluation import EvaluationRows
 from penstock.models.decoder import Decoder
@@ -41,7 +42,6 @@ from penstock.train.global_batch import GlobalBatch, MicroBatch, cut, read
 from penstock.train.loss import LossRule, model_loss
 from penstock.train.optimizer import MasterAdamW
 from penstock.train.passes import held_out_nats
-from penstock.train.run_folder import write_whole
 from penstock.train.step import StepRule
 
 Look = Callable[[str, nn.Module, object, object], None]

@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from penstock.base.errors import CheckpointError, DeviceError
+from penstock.base.files import sync
 from penstock.config.model import Model
 from penstock.config.run import Run
 from penstock.data.tokenizer_output import export_tokenizer
@@ -23,7 +24,7 @@ from penstock.models.build import build_model, meta_model, to_dtype
 from penstock.models.huggingface.config import huggingface_config
 from penstock.models.huggingface.weights import WEIGHTS_FILE, WeightMapping, load_huggingface, weight_mappings
 from penstock.train.checkpoint import CheckpointStore
-from penstock.train.run_folder import complete_folder, sync
+from penstock.train.run_folder import complete_folder
 from penstock.train.saved_weights import SavedWeights
 from penstock.train.state import check_same_model, identity_of
 from penstock.train.tensor_files import TensorEntry, in_files, write_entries

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from penstock.base.errors import CheckpointError, ConfigError
-from penstock.base.files import read_json
+from penstock.base.files import read_json, write_whole
 from penstock.config.load import dump_toml
 from penstock.config.model import Model, Moe, Router
 from penstock.config.run import Run
@@ -30,7 +30,7 @@ from penstock.models.huggingface.weight_folder import WeightFolder
 from penstock.models.huggingface.weights import WeightMapping, check_weights, names_of, weight_mappings
 from penstock.models.init import ParamInit
 from penstock.parallel.shard import whole
-from penstock.train.run_folder import complete_folder, write_whole
+from penstock.train.run_folder import complete_folder
 from penstock.train.saved_weights import RUN_FILE, STEP, WEIGHTS, WeightPiece, write_weights
 from penstock.train.state import identity_of
 

@@ -7,8 +7,8 @@
         save       if due: every `checkpoint.every`, after the last, and when a stop was requested
         garbage    collected every `training.collect_garbage_every` steps, never inside a step
 
-A line of metrics is on disk before the checkpoint that contains its step. When a killed run resumes, the lines after
-its last checkpoint are deleted, so metrics and state always agree.
+Lines of metrics are synced to disk before the checkpoint that contains their steps is written. When a killed run
+resumes, the lines after its last checkpoint are deleted, so metrics and state always agree.
 
 A stop request reaches the other ranks with the figures of a step, so all stop after the same step. If it comes after
 these figures were sent, several ranks stop one step later.
@@ -29,7 +29,7 @@ from pathlib import Path
 from signal import SIGTERM
 from typing import Any
 
-from penstock.base.errors import NonFiniteError, RunFolderError
+from penstock.base.errors import DamagedError, NonFiniteError, RunFolderError
 from penstock.base.spans import NUMBERED_STEP, Span
 from penstock.config.fit import micro_batches
 from penstock.config.run import Run
@@ -42,8 +42,9 @@ from penstock.train.checkpoint import CheckpointStore
 from penstock.train.diagnose import NonFiniteFinding, NonFiniteOrigin, find_held_out_origin, find_origin, report_figure
 from penstock.train.metrics import drop_after
 from penstock.train.observer import HeldOutLoss, Observer, RunEnd, RunStart, StepReport
+from penstock.train.power import PowerMeter
 from penstock.train.profile import Recorder
-from penstock.train.run_folder import RunFolder
+from penstock.train.run_folder import RunFolder, changes_since
 from penstock.train.saved_weights import load_initial_weights
 from penstock.train.schedule import learning_rate
 from penstock.train.setup import Session
@@ -52,12 +53,18 @@ from penstock.train.step import StepResult, evaluate, train_step
 from penstock.train.stop import StopRequest
 
 
+def unmarked(place: str) -> None:
+    """Where no watch is kept."""
+    del place
+
+
 @dataclass(frozen=True)
 class Progress:
     """Completed optimizer steps and their tokens."""
 
     steps: int = 0
     tokens: int = 0
+    notices: tuple[str, ...] = ()  # lines for the user about what was found at the start
 
 
 @dataclass(frozen=True)
@@ -86,20 +93,42 @@ def start(session: Session) -> Progress:
 def resume(session: Session, folder: RunFolder, store: CheckpointStore) -> Progress:
     """Restore the newest checkpoint, or begin anew if the run was killed before its first.
 
-    The folder does not change unless the checkpoint is valid. Raises a CheckpointError if it cannot be used, or if some
-    rank does not see it, and a RunFolderError if the folder cannot be written.
+    Of damaged checkpoints the one before is restored, and they are renamed, unless `checkpoint.fall_back` is false. The
+    folder does not change unless a checkpoint is valid. Raises a CheckpointError if none can be used, or if some rank
+    does not see the newest, and a RunFolderError if the folder cannot be written.
     """
-    latest = store.latest_of_all()
-    if latest is None:
-        progress = start(session)
-    else:
-        notes = restore_state(store, latest, session.state)
-        progress = Progress(latest, notes["tokens_seen"])
+    steps = store.steps_of_all()
+    progress = _restore_newest(session, store, steps) if steps else start(session)
     if session.axes.rank == 0:
         # Steps after the checkpoint are made again, and so are their lines.
-        drop_after(folder.metrics, progress.steps)
+        lost = drop_after(folder.metrics, progress.steps, session.run.record.every)
+        progress = replace(progress, notices=(*progress.notices, *lost))
         folder.write_config(session.run)
     return progress
+
+
+def _restore_newest(session: Session, store: CheckpointStore, steps: Sequence[int]) -> Progress:
+    """Restore the first of some checkpoints that is whole. All ranks call this together."""
+    damaged: dict[int, DamagedError] = {}
+    for step in steps:
+        try:
+            notes = restore_state(store, step, session.state)
+            if "tokens_seen" not in notes:
+                raise DamagedError(f"the checkpoint of step {step} is damaged", got="no count of tokens")
+        except DamagedError as error:
+            damaged[step] = error
+            if step == steps[-1] or not session.run.checkpoint.fall_back:
+                raise damaged[steps[0]] from error
+            continue
+        break
+    notices = [
+        f"{f'{error}'.partition('; fix: ')[0]}; it is {store.set_aside(old)} now, and the run goes on from step {step}"
+        for old, error in damaged.items()
+    ]
+    changes = changes_since(store.read_facts(step).get("options", {}), session.run)
+    if changes:
+        notices.append(f"changed since step {step}: {', '.join(changes)}")
+    return Progress(step, notes["tokens_seen"], tuple(notices))
 
 
 def train_run(
@@ -109,18 +138,23 @@ def train_run(
     begin: Progress,
     observers: Sequence[Observer],
     stop: StopRequest,
+    mark: Callable[[str], None] = unmarked,
 ) -> RunEnd:
     """Train until the last step or a stop request, from the state `begin` of a session.
 
-    Observers are closed on return, also after an error. Raises a NonFiniteError for a loss or gradient that is NaN or
-    infinite, a DataError for a document that cannot be read, and a CheckpointError or RunFolderError for failed writes.
+    `mark` is told what begins, and an empty text for what may take any time, for a watch over hangs. Observers are
+    closed on return, also after an error. Raises a NonFiniteError for a loss or gradient that is NaN or infinite, a
+    DataError for a document that cannot be read, and a CheckpointError or RunFolderError for failed writes.
     """
     with ExitStack() as cleanup:
         cleanup.callback(session.state.batches.close)
         for observer in observers:
             cleanup.callback(observer.closed)
         cleanup.enter_context(_manual_garbage_collection(session.run.training.collect_garbage_every))
-        end = _Loop(session, folder, store, begin, observers).run(stop)
+        loop = _Loop(session, folder, store, begin, observers, mark)
+        if loop.power is not None:
+            cleanup.callback(loop.power.close)
+        end = loop.run(stop)
         store.close()
         if session.graphs is not None:  # not after an error: release would wait for a lost rank
             session.graphs.release()
@@ -137,7 +171,9 @@ class _Loop:
         store: CheckpointStore,
         begin: Progress,
         observers: Sequence[Observer],
+        mark: Callable[[str], None],
     ) -> None:
+        self._mark = mark
         self._session = session
         self._run = session.run
         self._rule = session.rule
@@ -149,6 +185,7 @@ class _Loop:
         self._saved = begin.steps or None  # not read from disk: a network file system may differ between ranks
         self._notices = session.notices  # for the first report
         self._watch = Stopwatch(session.device)
+        self.power = PowerMeter(session.device) if observers else None  # only the first rank has observers
         self._recorder = Recorder(session.run, folder.profile, session.device, session.axes.grid, session.axes.rank)
 
     def run(self, stop: StopRequest) -> RunEnd:
@@ -202,19 +239,27 @@ class _Loop:
         rate = learning_rate(done.steps, self._run.training.steps, peak, self._run.schedule)
         self._recorder.begin(step)
         begin_seconds = time.perf_counter()
+        self._mark(f"data of step {step}")
         self._watch.start(Span.DATA)
         with span(NUMBERED_STEP, step):
             with span(Span.DATA):
                 batch = state.batches.next_batch()
-            model, enter = self._session.model, self._watch.enter
+            model = self._session.model
+
+            def enter(phase: Span) -> None:
+                self._mark(f"{phase.value} of step {step}")
+                self._watch.enter(phase)
+
             result = train_step(model, state.optimizer, batch, self._rule, rate, stop, enter)
         # The host has read the step's figures, so the passes have ended; the kernels of the update may still run.
         seconds, phases = time.perf_counter() - begin_seconds, self._watch.stop()
+        self._mark("")
         self._recorder.end(step)
         if not result.is_finite:
             raise self._halt(done, before, batch, result)
         report = self._report(done, result, rate, seconds, self._evaluate(step))
-        return replace(report, phase_seconds=phases), result.wants_stop
+        power = report.power if self.power is None else self.power.read()
+        return replace(report, phase_seconds=phases, power=power), result.wants_stop
 
     def _evaluate(self, step: int) -> HeldOutLoss | None:
         """Held-out loss, or None if none is due."""
@@ -264,8 +309,12 @@ class _Loop:
         return self._session.axes.world.group is None and stop.signal is not None
 
     def _save(self, done: Progress) -> None:
+        for observer in self._observers:
+            observer.saving()  # the lines of its steps are on disk before it is
+        self._mark(f"checkpoint of step {done.steps}")
         with span(Span.SAVE):
             save_state(self._store, done.steps, self._session.state, {"tokens_seen": done.tokens})
+        self._mark("")
         self._saved = done.steps
         for observer in self._observers:
             observer.saved(done.steps)

@@ -31,11 +31,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from penstock import __version__
-from penstock.base.errors import CheckpointError
-from penstock.base.files import read_json
+from penstock.base.errors import CheckpointError, DamagedError
+from penstock.base.files import read_json, write_whole
 from penstock.layout.sharding import Rectangle, not_the_whole, parse_rectangle
 from penstock.parallel.shard import ShardedTensor
-from penstock.train.run_folder import write_whole
 from penstock.train.tensor_files import fingerprint, in_files, write_tensors
 
 FORMAT = "penstock-checkpoint"
@@ -132,14 +131,16 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     if not path.is_file():
         pickled = any(folder.glob("*.metadata"))
-        raise CheckpointError(
+        raise DamagedError(
             f"{folder} is not a Penstock checkpoint",
-            got="a pickled one, which is never loaded" if pickled else None,
+            got="a pickled one, which is never loaded" if pickled else f"no {MANIFEST}",
             allowed=f"a folder with {MANIFEST}",
+            fix=_FIX.format(folder=folder),
         )
     content = parse_json(path)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise CheckpointError(f"{folder} is not a Penstock checkpoint: its {MANIFEST} is something else's")
+        what = f"{folder} is not a Penstock checkpoint: its {MANIFEST} is something else's"
+        raise DamagedError(what, fix=_FIX.format(folder=folder))
     if content.get("version") != VERSION:
         raise CheckpointError(
             f"checkpoint {folder} has another format version",
@@ -167,8 +168,10 @@ def _checked(path: Path, content: dict[str, Any]) -> Manifest:
 
 def _faults(manifest: Manifest) -> Iterator[str]:
     for name in manifest.files:
-        if Path(name).name != name:
+        if Path(name).name != name or name in ("", "..") or "\0" in name:
             yield f"a file outside of the folder: {name}"
+    if FACTS not in manifest.files:
+        yield f"it does not list {FACTS}"
     for name, tensor in manifest.tensors.items():
         places = tensor.places()
         reason = not_the_whole(tensor.shape, (rectangle for rectangle, _ in places))
@@ -193,7 +196,8 @@ def check_no_more_tensors(folder: Path, manifest: Manifest) -> None:
     """Refuse a folder with tensor files that are not in the manifest, by a CheckpointError."""
     for path in folder.glob(TENSORS):
         if path.name not in manifest.files:
-            raise CheckpointError(f"checkpoint {folder} holds a file that was not saved with it", got=path.name)
+            what = f"checkpoint {folder} holds a file that was not saved with it"
+            raise DamagedError(what, got=path.name, fix=_FIX.format(folder=folder))
 
 
 def check_tensors(folder: Path, saved: Mapping[str, str], wanted: Mapping[str, str]) -> None:
@@ -222,10 +226,11 @@ def parse_json(path: Path) -> Any:
         raise _damaged(path, f"no JSON: {error}") from error
 
 
-def _damaged(path: Path, got: str) -> CheckpointError:
-    return CheckpointError(
-        f"{path} is damaged", got=got, fix=f"delete {path.parent} to go on from the checkpoint before it"
-    )
+_FIX = "delete {folder} to go on from the checkpoint before it"
+
+
+def _damaged(path: Path, got: str) -> DamagedError:
+    return DamagedError(f"{path} is damaged", got=got, fix=_FIX.format(folder=path.parent))
 
 
 def _seal(manifest: Mapping[str, Any]) -> str:
@@ -270,7 +275,7 @@ def _rectangles(parts: Mapping[str, ShardedTensor]) -> Iterator[tuple[str, Recta
 def fill_parts(folder: Path, saved: Mapping[str, SavedTensor], into: Mapping[str, ShardedTensor]) -> None:
     """Fill this rank's parts, on any device, one after another; only the needed elements are read.
 
-    Raises OSError if a file cannot be read, and SafetensorError if it is damaged.
+    Raises OSError if a file cannot be read, and SafetensorError or DamagedError if it is not what the manifest says.
     """
     with ExitStack() as opened:
         files: dict[str, Any] = {}  # each is opened once
@@ -280,7 +285,11 @@ def fill_parts(folder: Path, saved: Mapping[str, SavedTensor], into: Mapping[str
             for file, read in _reads(name, room, saved[name]):
                 if file not in files:
                     files[file] = opened.enter_context(safe_open(folder / file, framework="pt"))
-                read.target.copy_(files[file].get_slice(read.key)[read.source])
+                values = files[file].get_slice(read.key)[read.source]
+                if (values.dtype, values.shape) != (read.target.dtype, read.target.shape):
+                    kinds = [f"{x.dtype} {list(x.shape)}".removeprefix("torch.") for x in (values, read.target)]
+                    raise _damaged(folder / file, f"{read.key} gives {kinds[0]} instead of {kinds[1]}")
+                read.target.copy_(values)
             part.fill(room.tensor)
 
 

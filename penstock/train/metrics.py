@@ -1,19 +1,24 @@
 """metrics.jsonl: figures of the steps as JSON lines, and the names of the same figures in other sinks.
 
-Each line has the fields of `FIELDS` and is written in one unbuffered write, so a killed run leaves complete lines. A
-resumed run repeats the steps after its checkpoint: `drop_after` deletes their lines, so each step has one line.
+Each line has the fields of `FIELDS` and is written in one unbuffered write, so a killed run leaves complete lines; they
+are synced to disk before a checkpoint is written. A resumed run repeats the steps after its checkpoint: `drop_after`
+deletes their lines, so each step has one line. Lines that a bad disk or an editor damaged are put aside.
 tools/metrics_page.py makes docs/metrics.md of these tables.
 """
 
 import json
+import os
+import shutil
+from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from penstock.base.errors import RunFolderError
+from penstock.base.files import open_file, parse_json, sync, write_whole
 from penstock.base.spans import Span
 from penstock.train.observer import LayerReport, Observer, StepReport
 
@@ -50,6 +55,14 @@ FIELDS: dict[str, MetricField] = {
     "peak_memory_bytes": MetricField(
         "bytes", "Most memory so far: allocated by PyTorch on a GPU, resident set of the process on a CPU."
     ),
+    "power_watts": MetricField(
+        "W",
+        "Power of the first rank's GPU, the median of the step. This and the next three need the package nvidia-ml-py "
+        "or amdsmi, and are null without it.",
+    ),
+    "power_limit_watts": MetricField("W", "Power that its board may draw."),
+    "clock_mhz": MetricField("MHz", "Its clock, the median of the step: lower than the highest where power limits it."),
+    "clock_limit_mhz": MetricField("MHz", "Its highest clock."),
     "graph_pool_bytes": MetricField("bytes", "Device memory that captured work keeps (graphs.capture); 0 without any."),
     "expert_load_max_over_mean": MetricField("", "Of the least even layer; 1 is even. Null for a dense model."),
     "expert_rank_load_max_over_mean": MetricField(
@@ -117,6 +130,10 @@ def record(report: StepReport) -> dict[str, Any]:
         "phase_seconds": dict(report.phase_seconds) or None,
         "model_flops_utilization": report.model_flops_utilization,
         "peak_memory_bytes": report.peak_memory_bytes,
+        "power_watts": report.power.watts,
+        "power_limit_watts": report.power.limits.watts,
+        "clock_mhz": report.power.clock_mhz,
+        "clock_limit_mhz": report.power.limits.clock_mhz,
         "graph_pool_bytes": report.graph_pool_bytes,
         "expert_load_max_over_mean": None if worst is None else worst.max_over_mean,
         "expert_rank_load_max_over_mean": report.expert_rank_load_max_over_mean,
@@ -167,36 +184,71 @@ def is_recorded(report: StepReport, every: int) -> bool:
     return report.step % every == 0 or report.evaluation is not None
 
 
-def drop_after(path: Path, step: int) -> None:
-    """Delete the lines after those of a step; the file may be missing. Raises a RunFolderError if it is damaged."""
-    if not path.is_file():
-        return
-    keep = 0
-    with _readable(path), path.open("r+b") as file:
-        for line in file:
-            if not line.endswith(b"\n") or _step_of(line) > step:
-                break
-            keep += len(line)
-        file.truncate(keep)
+def drop_after(path: Path, step: int, every: int = 1) -> tuple[str, ...]:
+    """Delete the lines after those of a step; returns notices for the user about lines that are damaged or missing.
+
+    Every step that `every` divides should have a line. Lines that are no JSON or repeat a step are left out, and the
+    file as it was is kept under another name. Raises a RunFolderError if the file cannot be read or written, or no line
+    is of metrics.
+    """
+    kept: list[tuple[int, int]] = []  # begin and end of neighbouring lines
+    begin = last = damaged = 0
+    is_ours = False  # some line is of metrics
+    notices = []
+    with _disk_errors(path):
+        for line in _lines(path):
+            end, found = begin + len(line), _step_of(line)
+            if found is not None and last < found <= step:
+                first = kept.pop()[0] if kept and kept[-1][1] == begin else begin
+                kept.append((first, end))
+                last = found
+            elif line.endswith(b"\n") and (found is None or found <= last):  # a kill leaves a last line without its end
+                damaged += 1
+            is_ours |= found is not None
+            begin = end
+        if damaged and not is_ours:
+            raise RunFolderError(f"cannot read {path} as metrics", fix="move the file away to go on")
+        if damaged:
+            aside = path.with_name(f"{path.name}.damaged")
+            shutil.copyfile(path, aside)
+            content = aside.read_bytes()
+            write_whole(path, b"".join(content[first:end] for first, end in kept))
+            notices.append(f"{path}: left out {damaged} lines that are damaged or repeated; {aside.name} has them")
+        elif begin:
+            os.truncate(path, kept[0][1] if kept else 0)
+    if last < step - step % every:
+        notices.append(f"{path} has no figures of steps {last + 1} to {step - step % every}: its lines are lost")
+    return tuple(notices)
 
 
 def last_step(path: Path) -> int:
-    """The step of the last complete line; 0 without one. Raises a RunFolderError if metrics.jsonl is damaged."""
-    with _readable(path):
-        whole, _, _ = path.read_bytes().rpartition(b"\n") if path.is_file() else (b"", b"", b"")
-        return _step_of(whole.splitlines()[-1]) if whole else 0
+    """The step of the last line that is whole; 0 without one. Raises a RunFolderError if the file cannot be read."""
+    with _disk_errors(path):
+        newest = deque(_lines(path), maxlen=100)
+    return next(filter(None, map(_step_of, reversed(newest))), 0)
 
 
 @contextmanager
-def _readable(path: Path) -> Iterator[None]:
+def _disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RunFolderError(f"cannot read {path} as metrics", got=error, fix="move the file away to go on") from error
+    except OSError as error:
+        raise RunFolderError(f"cannot read or write {path}", got=error.strerror or error) from error
 
 
-def _step_of(line: bytes) -> int:
-    return int(json.loads(line)["step"])
+def _lines(path: Path) -> Iterator[bytes]:
+    """Lines of the file, which may be missing."""
+    with suppress(FileNotFoundError), open_file(path) as file:
+        yield from file
+
+
+def _step_of(line: bytes) -> int | None:
+    """The step of a line; None if it is damaged, or its end is missing."""
+    try:
+        step = parse_json(line)["step"] if line.endswith(b"\n") else None
+    except (ValueError, KeyError, TypeError, IndexError):
+        return None
+    return step if type(step) is int else None
 
 
 class MetricsFile(Observer):
@@ -205,20 +257,42 @@ class MetricsFile(Observer):
     def __init__(self, path: Path, every: int) -> None:
         self._path = path
         self._every = every
-        self._file = path.open("ab", buffering=0)  # a line is one write: a killed process leaves no part of it
+        try:
+            self._file = path.open("ab", buffering=0)  # a line is one write: a killed process leaves no part of it
+            sync(path.parent)  # the name of the file
+        except OSError as error:
+            raise RunFolderError(f"cannot write {path}", got=error.strerror or error) from error
 
     def stepped(self, report: StepReport) -> None:
         """Write the line of a step. Raises a RunFolderError if the file cannot be written."""
         if not is_recorded(report, self._every):
             return
-        line = json.dumps(record(report), allow_nan=False) + "\n"
+        rest = memoryview((json.dumps(record(report), allow_nan=False) + "\n").encode())
+        with self._writing():
+            begin = os.fstat(self._file.fileno()).st_size
+            try:
+                while rest:  # a disk that gets full may take a part
+                    rest = rest[self._file.write(rest) :]
+            except OSError:
+                with suppress(OSError):
+                    self._file.truncate(begin)
+                raise
+
+    def saving(self) -> None:
+        """Sync the lines to disk. Raises a RunFolderError if that fails."""
+        with self._writing():
+            os.fsync(self._file.fileno())
+
+    def closed(self) -> None:
+        """Close the file."""
+        with self._writing(), self._file:
+            os.fsync(self._file.fileno())
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
         try:
-            self._file.write(line.encode())
+            yield
         except OSError as error:
             raise RunFolderError(
                 f"cannot write {self._path}", got=error.strerror, fix="free space, --resume"
             ) from error
-
-    def closed(self) -> None:
-        """Close the file."""
-        self._file.close()

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean
 
 from penstock.config.run import Run
+from penstock.train.power import NO_POWER, PowerReading
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +80,7 @@ class StepReport:
     notices: tuple[str, ...] = ()  # new messages for the user, one line each
     expert_ranks: int = 1  # that share the experts of a layer
     phase_seconds: Mapping[str, float] = field(default_factory=dict)  # of the step before; empty in the first step
+    power: PowerReading = NO_POWER  # of this rank's GPU
 
     @property
     def expert_rank_load_max_over_mean(self) -> float | None:
@@ -137,6 +139,9 @@ class Observer:
 
     def stepped(self, report: StepReport) -> None:
         """Called after every step and its evaluation, before a checkpoint of the step."""
+
+    def saving(self) -> None:
+        """Called before a checkpoint is passed to the writer."""
 
     def saved(self, step: int) -> None:
         """Called when a checkpoint of that step was passed to the writer."""

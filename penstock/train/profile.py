@@ -14,7 +14,6 @@ as events. A run that resumes after `profile.start` records nothing; one that en
 
 import gzip
 import json
-import os
 import warnings
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from penstock.base.errors import RunFolderError
+from penstock.base.files import write_whole
 from penstock.base.spans import NUMBERED_STEP
 from penstock.config.fit import micro_batches
 from penstock.config.run import Run
@@ -118,11 +118,11 @@ class Recorder:
         finally:
             draft.unlink(missing_ok=True)
         packed = gzip.compress(text, GZIP_LEVEL)
-        _replace(self._folder / f"rank-{self._rank}.json.gz", packed)
+        write_whole(self._folder / f"rank-{self._rank}.json.gz", packed)
         if self._with_memory:
             lines = memory_lines(json.loads(text)["traceEvents"])
             written = "".join(json.dumps(line) + "\n" for line in lines)
-            _replace(self._folder / f"memory-{self._rank}.jsonl", written.encode())
+            write_whole(self._folder / f"memory-{self._rank}.jsonl", written.encode())
         return len(packed)
 
 
@@ -170,10 +170,3 @@ def _paths(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[tuple[str, ...
             continue
         open_spans.append((event["name"], end))
         yield tuple(name for name, _ in open_spans), begin, end
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write a file atomically."""
-    draft = path.with_name(f".{path.name}.draft")
-    draft.write_bytes(content)
-    os.replace(draft, path)

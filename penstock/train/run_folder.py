@@ -8,6 +8,7 @@
               wandb/          files of Weights & Biases (record.wandb)
               profile/        traces of recorded steps
               nonfinite.json  only after a NaN or infinity: its origin
+              .lock           held by the process that trains (penstock/train/run_lock.py)
               launch          only if several ranks were started together: the name of their launch
 
 A folder is created under a hidden name with its configuration, and then renamed, so it is complete and two runs never
@@ -17,19 +18,21 @@ A resumed run may change how it continues (steps, learning rate, evaluation, ...
 """
 
 import errno
-import os
+import json
 import re
 import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from penstock.base.errors import CheckpointError, RunFolderError, did_you_mean_path
+from penstock.base.files import sync, write_whole
 from penstock.config.load import RUN_FILE, dump_toml
 from penstock.config.run import Run
-from penstock.config.schema import differences
+from penstock.config.schema import as_toml, differences, leaves
 from penstock.train.metrics import last_step
+from penstock.train.run_lock import LOCK_FILE, hidden_folder, locked
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 """Names that are one path component on every system."""
@@ -98,8 +101,7 @@ def create_run_folder(run: Run, *, number_if_taken: bool, launch: str = "") -> t
     parent = Path(run.record.folder)
     with _disk_errors(f"cannot make a run folder in {parent}"):
         parent.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(prefix=f".{run.name}.", dir=parent))
-        try:
+        with hidden_folder(parent, run.name) as draft:
             (draft / CHECKPOINTS).mkdir()
             draft.chmod(0o755)  # mkdtemp creates private folders
             if launch:
@@ -108,15 +110,15 @@ def create_run_folder(run: Run, *, number_if_taken: bool, launch: str = "") -> t
                 named = run.model_copy(update={"name": free_name(parent, run.name) if number_if_taken else run.name})
                 check_is_free(parent, named.name)
                 write_whole(draft / RUN_FILE, dump_toml(named))
+                sync(draft)
                 try:
                     draft.rename(parent / named.name)
                 except OSError as error:
                     if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                         raise
                     continue  # another run took the name since it was looked for
+                sync(parent)  # the name of the folder
                 return named, RunFolder(parent / named.name)
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)  # renamed unless an attempt failed
 
 
 def free_name(parent: Path, name: str) -> str:
@@ -155,6 +157,26 @@ def find_launched(parent: Path, launch: str) -> RunFolder | None:
     return next((folder for folder in folders if folder.launch.read_text(encoding="utf-8") == launch), None)
 
 
+@contextmanager
+def training_in(folder: RunFolder) -> Iterator[str]:
+    """Hold the lock of a run folder, and delete what a killed process left half-written there; yields a notice.
+
+    Raises a RunFolderError if another process trains there, or the lock cannot be written.
+    """
+    with ExitStack() as stack:
+        with _disk_errors(f"cannot lock {folder.path}"):
+            notice = stack.enter_context(locked(folder.path))
+        _delete_leftovers(folder)
+        yield notice
+
+
+def _delete_leftovers(folder: RunFolder) -> None:
+    for leftover in folder.checkpoints.glob(".step-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    for draft in folder.path.glob(".*.draft"):
+        draft.unlink(missing_ok=True)
+
+
 def check_same_run(saved: Run, wanted: Run) -> None:
     """Refuse to resume a run with another identity, by a CheckpointError that names the first fixed option."""
     for difference in differences(saved, wanted):
@@ -165,6 +187,16 @@ def check_same_run(saved: Run, wanted: Run) -> None:
                 allowed=difference.left or "none",
                 fix="leave the override out, or start a new run",
             )
+
+
+def changes_since(saved: Mapping[str, Any], run: Run) -> list[str]:
+    """Options whose value is another one than in `saved`, all options by path: `training.steps 4 -> 8`."""
+    now: dict[str, Any] = json.loads(json.dumps(leaves(run)))  # tuples are lists, as in what was saved
+    return [
+        f"{path} {as_toml(saved[path])} -> {as_toml(value)}"
+        for path, value in now.items()
+        if path in saved and saved[path] != value
+    ]
 
 
 def check_nothing_is_lost(folder: RunFolder, run: Run) -> None:
@@ -194,38 +226,17 @@ def _is_under(field: str, parts: tuple[str, ...]) -> bool:
     return any(field == part or field.startswith(part + ".") for part in parts)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file atomically: a reader, or a crash, finds the old content or the new."""
-    draft = path.with_name(f".{path.name}.draft")
-    with draft.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())  # before the rename: after a power cut the name never points to missing content
-    draft.replace(path)
-
-
-def sync(path: Path) -> None:
-    """Make a file's content, or the names in a folder, survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 @contextmanager
 def complete_folder(folder: Path) -> Iterator[Path]:
     """A hidden folder to fill, which then becomes `folder` in one step; an error leaves nothing."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
+    with hidden_folder(folder.parent, folder.name) as draft:
         yield draft
         draft.chmod(0o755)  # mkdtemp creates private folders
+        (draft / LOCK_FILE).unlink()
         sync(draft)  # the names of the files, whose content the caller has synced
         draft.rename(folder)
         sync(folder.parent)  # the name of the folder
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)  # renamed unless a write failed
 
 
 @contextmanager

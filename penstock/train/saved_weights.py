@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from penstock.base.errors import CheckpointError, RunFolderError
+from penstock.base.files import sync, write_whole
 from penstock.config.load import load_run
 from penstock.config.run import Run
 from penstock.layout.sharding import LocalSlice, Rectangle
@@ -38,7 +39,7 @@ from penstock.train.manifest import (
     read_manifest,
     write_manifest,
 )
-from penstock.train.run_folder import RunFolder, sync, write_whole
+from penstock.train.run_folder import RunFolder
 from penstock.train.state import TrainState, check_same_model
 from penstock.train.tensor_files import TensorEntry, fingerprint, in_files, write_entries
 

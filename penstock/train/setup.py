@@ -6,6 +6,7 @@ backward reads, and the token ids of a step. A run that it refuses cannot fit; `
 """
 
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from penstock.base.devices import peak_flops
 from penstock.base.errors import ConfigError, DataError, DeviceError
 from penstock.config.fit import grid_of, shard
 from penstock.config.run import Run
+from penstock.config.schema import leaves
 from penstock.config.size import Count, routed_parameters, size_of
 from penstock.data.evaluation import EvaluationRows, evaluation_batches
 from penstock.data.loader import Loader, Prefetch
@@ -39,6 +41,7 @@ from penstock.parallel.launch.environment import Environment
 from penstock.parallel.launch.host import host_bytes
 from penstock.parallel.launch.process import choose_device, device_name, prepare_process
 from penstock.parallel.launch.rendezvous import start_fake_process_group, stop_process_group
+from penstock.parallel.launch.watch import MARGIN
 from penstock.train.adamw import state_shapes
 from penstock.train.capture import CapturedParts, CapturedPasses, choose_capture
 from penstock.train.optimizer import MasterAdamW, StateBytes
@@ -89,7 +92,8 @@ def prepare(run: Run, environment: Environment) -> Session:
     grid = grid_of(run, environment.world_size)
     device = choose_device(run.device, environment)
     prepare_process(environment, seed=run.seed, deterministic=run.training.deterministic)
-    axes = make_axes(grid, embedding_places(run), run.parallel.shard_size, environment.local_world_size)
+    timeout = timedelta(minutes=run.host.timeout_minutes) + MARGIN
+    axes = make_axes(grid, embedding_places(run), run.parallel.shard_size, environment.local_world_size, timeout)
     texts = open_texts(run, axes)
     model = build_rank(run, axes, device)
     model.train()
@@ -115,6 +119,7 @@ def prepare(run: Run, environment: Environment) -> Session:
     graphs, graphs_note = choose_capture(run, device, choices)
     state = TrainState(
         identity=identity_of(run),
+        options=leaves(run),
         modules=model.modules,
         optimizer=optimizer,
         batches=Prefetch(loader),

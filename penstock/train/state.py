@@ -16,21 +16,25 @@ uninterrupted run.
 import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from penstock.base.errors import CheckpointError
+from penstock.base.errors import CheckpointError, DamagedError, PenstockError
 from penstock.config.run import Run
 from penstock.config.schema import every_field, leaves
 from penstock.data.loader import Batches
+from penstock.data.stream import DamagedPositionError
 from penstock.models.parameters import refresh_float8
 from penstock.parallel.axes import ALONE, Axis
 from penstock.parallel.shard import ShardedTensor, whole
 from penstock.train.checkpoint import CheckpointStore
+from penstock.train.manifest import FACTS
 from penstock.train.optimizer import MasterAdamW
 from penstock.train.run_folder import is_bound
 
@@ -43,6 +47,7 @@ class TrainState:
     modules: Sequence[nn.Module]  # this rank's stages of the model
     optimizer: MasterAdamW  # over the parameters of `modules`
     batches: Batches
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the run, by their paths; saved to tell what changed
     stage: Axis = ALONE.stage  # ranks that hold the same buffers; the first of them saves them
 
     def parts(self) -> dict[str, ShardedTensor]:
@@ -58,14 +63,15 @@ class TrainState:
         return parts
 
 
-def save_state(store: CheckpointStore, step: int, state: TrainState, notes: Mapping[str, Any]) -> None:
+def save_state(store: CheckpointStore, step: int, state: TrainState, notes: Mapping[str, int]) -> None:
     """Save everything that the next step depends on. All ranks call it together; errors as of `CheckpointStore.save`.
 
-    `notes` are JSON values, which `restore_state` returns.
+    `notes` are whole numbers, which `restore_state` returns.
     """
     facts = {
         "step": step,
         "model": state.identity,
+        "options": dict(state.options),
         "loader": state.batches.state(),
         "random": random_state(),
         "notes": notes,
@@ -73,20 +79,39 @@ def save_state(store: CheckpointStore, step: int, state: TrainState, notes: Mapp
     store.save(step, state.parts(), facts)
 
 
-def restore_state(store: CheckpointStore, step: int, state: TrainState) -> dict[str, Any]:
+def restore_state(store: CheckpointStore, step: int, state: TrainState) -> dict[str, int]:
     """Restore a run, newly built, from a checkpoint of any layout; returns its notes. All ranks call it together.
 
     Raises a CheckpointError if the checkpoint is of another model, or as `CheckpointStore.load` does, and a DataError
     if it is of other data.
     """
-    check_same_model(step, store.read_facts(step)["model"], state.identity)  # before gigabytes are read
-    facts = store.load(step, state.parts())
+    facts = store.facts_of_all(step)  # before gigabytes are read
+    with _well_formed(store.path(step)):
+        check_same_model(step, facts["model"], state.identity)
+        generators = parse_random_state(facts["random"])
+        loader, notes = dict(facts["loader"]), {name: int(count) for name, count in facts["notes"].items()}
+    store.load(step, state.parts())
     state.optimizer.loaded()  # parameters follow the float32 masters,
     refresh_float8(state.modules)  # and 8-bit copies the parameters
-    state.batches.restore(facts["loader"])
-    restore_random_state(facts["random"])
-    notes: dict[str, Any] = facts["notes"]
+    with _well_formed(store.path(step)):
+        state.batches.restore(loader)
+    set_random_state(generators)
     return notes
+
+
+@contextmanager
+def _well_formed(folder: Path) -> Iterator[None]:
+    """Turn the errors of facts that are not what a run writes into a DamagedError."""
+    try:
+        yield
+    except PenstockError as error:
+        if not isinstance(error, DamagedPositionError):
+            raise
+        raise DamagedError(f"{folder / FACTS} is damaged", got=error, fix=f"delete {folder}") from error
+    except (LookupError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
+        raise DamagedError(
+            f"{folder / FACTS} is damaged", got=f"not what a run saves: {error!r:.200}", fix=f"delete {folder}"
+        ) from error
 
 
 def identity_of(run: Run) -> dict[str, Any]:
@@ -125,14 +150,43 @@ def random_state() -> dict[str, Any]:
 
 def restore_random_state(state: Mapping[str, Any]) -> None:
     """Set the global random generators from `random_state`; that of a GPU is skipped on a CPU."""
-    torch.set_rng_state(_from_text(state["torch"]))
-    if state["cuda"] is not None and torch.cuda.is_initialized():
-        torch.cuda.set_rng_state(_from_text(state["cuda"]))
+    set_random_state(parse_random_state(state))
+
+
+class Generators(NamedTuple):
+    """States of the global random generators, which fit them."""
+
+    torch: Tensor
+    cuda: Tensor | None
+    python: tuple[Any, ...]
+    numpy: dict[str, Any]
+
+
+def parse_random_state(state: Mapping[str, Any]) -> Generators:
+    """States from `random_state`. Raises errors of several kinds if they are not of these generators."""
     version, internal, next_gauss = state["python"]
-    random.setstate((version, tuple(internal), next_gauss))
-    numpy_state = state["numpy"]
+    numpy_state = dict(state["numpy"])
     key = np.array(numpy_state["state"]["key"], dtype=np.uint32)
-    np.random.set_state({**numpy_state, "state": {**numpy_state["state"], "key": key}})
+    found = Generators(
+        torch=_from_text(state["torch"]),
+        cuda=None if state["cuda"] is None else _from_text(state["cuda"]),
+        python=(version, tuple(internal), next_gauss),
+        numpy={**numpy_state, "state": {**numpy_state["state"], "key": key}},
+    )
+    # Generators of their own refuse what does not fit, before the global ones change.
+    torch.Generator().set_state(found.torch)
+    random.Random().setstate(found.python)
+    np.random.RandomState().set_state(found.numpy)
+    return found
+
+
+def set_random_state(found: Generators) -> None:
+    """Set the global random generators; that of a GPU is skipped on a CPU."""
+    torch.set_rng_state(found.torch)
+    if found.cuda is not None and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(found.cuda)
+    random.setstate(found.python)
+    np.random.set_state(found.numpy)
 
 
 def _to_text(state: Tensor) -> str:

@@ -3,6 +3,8 @@
     SIGINT (Ctrl-C)            stop after this step; exit code 130. A second one stops at once, without a checkpoint.
     SIGTERM (Slurm, a pod,     stop after this step; exit code 143. Repeats change nothing: the sender waits until
     torchrun, systemd)         SIGKILL, and the checkpoint needs that time.
+    SIGHUP (the terminal is    stop after this step; exit code 129. What is printed goes nowhere, since a lost terminal
+    lost)                      refuses it. Under nohup the signal is ignored, and the run goes on.
 
 The exit codes are the shell's 128 + signal, not 0, because the run is unfinished: a Kubernetes Job restarts the pod and
 a Slurm script can requeue. Several ranks may make one more step until all know of the request
@@ -13,6 +15,7 @@ A launcher that forwards Ctrl-C sends a second SIGINT right after the terminal's
 count as one.
 """
 
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -23,13 +26,14 @@ SAME_PRESS_SECONDS = 1.0
 
 
 class StopRequest:
-    """Context in which SIGINT and SIGTERM request a stop; `notify` is called once, in the training thread."""
+    """Context in which signals request a stop; `notify` is called once, in the training thread."""
 
     def __init__(self, notify: Callable[[], None] = lambda: None) -> None:
         self._notify = notify
         self.signal: signal.Signals | None = None  # the first one
         self._first_seconds = 0.0  # when it came
         self._previous: dict[signal.Signals, Any] = {}  # handlers to restore
+        self._terminals: list[int] = []  # descriptors of output
 
     @property
     def exit_code(self) -> int:
@@ -37,8 +41,10 @@ class StopRequest:
         return 0 if self.signal is None else 128 + self.signal
 
     def __enter__(self) -> "StopRequest":
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._previous[number] = signal.signal(number, self._receive)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._receive)
+        self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]  # a lost one is none any more
         return self
 
     def __exit__(
@@ -50,6 +56,11 @@ class StopRequest:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal; Python calls this between two bytecodes of the main thread."""
         now = time.monotonic()
+        if number == signal.SIGHUP:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            for descriptor in self._terminals:
+                os.dup2(nowhere, descriptor)
+            os.close(nowhere)
         if self.signal is None:
             self.signal, self._first_seconds = signal.Signals(number), now
             self._notify()

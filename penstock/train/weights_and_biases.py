@@ -13,9 +13,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from penstock.base.files import write_whole
 from penstock.train.metrics import is_recorded, scalars
 from penstock.train.observer import Observer, RunStart, StepReport
-from penstock.train.run_folder import RunFolder, write_whole
+from penstock.train.run_folder import RunFolder
 
 
 class WeightsAndBiases(Observer):
@@ -66,7 +67,7 @@ class WeightsAndBiases(Observer):
             return
         self._run.log(scalars(report), step=report.step, commit=True)
         self._sent = report.step
-        self._step_file.write_text(f"{report.step}\n")  # after the log: a kill between the two sends a step again
+        write_whole(self._step_file, f"{report.step}\n")  # after the log: a kill between the two sends a step again
 
     def closed(self) -> None:
         """Send the rest. A run with missing steps is marked as failed until it is resumed."""

@@ -11,8 +11,8 @@ import torch
 
 import penstock
 from penstock.base.errors import ConfigError
+from penstock.base.files import write_whole
 from penstock.parallel.launch.process import device_name
-from penstock.train.run_folder import write_whole
 from penstock.tune.kernels import environment as versions
 
 UNKNOWN = "unknown"

@@ -77,7 +77,7 @@ def test_one_override_of_any_preset_is_not_refused_for_what_the_user_did_not_wri
         ),
         ("deepseek-v3", ["model.moe.top_k=200"], {"model.moe.router.topk_group": 7}),  # 7 groups of 32 experts hold 200
         ("debug", ["model.moe.experts=1"], {"model.moe.top_k": 1, "model.moe.router.norm_topk_prob": False}),
-        ("debug", ["model.moe.router.scoring_func=softmax"], {"model.moe.router.expert_bias": False}),
+        ("mixtral-8x7b", ["model.moe.router.scoring_func=sigmoid"], {"model.moe.router.softmax_after_top_k": False}),
         ("gpt-oss-20b", ["model.moe.router.apply_probs_on_input=true"], {"model.moe.bias": False}),
         ("debug", ["parallel.pipeline=2", "pipeline.schedule=zb-v"], {"pipeline.stages_per_rank": 2}),
         ("debug", ["parallel.pipeline=2", "pipeline.stages_per_rank=2"], {"pipeline.schedule": "interleaved"}),

@@ -5,7 +5,19 @@ from dataclasses import dataclass
 from penstock.config.model import Balance, Model, Rope, Yarn
 from penstock.config.schema import as_toml, leaves
 from tests.models.families import moe_with
-from tests.models.huggingface.family_models import attention, dense, gpt_oss, llama4, mixtral, nope, olmoe, qwen3_moe
+from tests.models.huggingface.family_models import (
+    attention,
+    dense,
+    ernie,
+    glm4_moe,
+    gpt_oss,
+    llama4,
+    minimax_m2,
+    mixtral,
+    nope,
+    olmoe,
+    qwen3_moe,
+)
 
 
 @dataclass(frozen=True)
@@ -55,6 +67,7 @@ CHUNKED = (
     "temperature_floor=7}",
 )
 QWEN3 = (*GQA, 'model.attention.qk_norm="head"')
+GLM = (*GQA, "model.attention.partial_rotary_factor=0.5", "model.attention.qkv_bias=true")
 OLMOE = (*GQA, 'model.attention.qk_norm="projection"')
 
 SINKS_PACKED, CHUNKED_PACKED = (*SINKS, *DOCUMENTS), (*CHUNKED, *DOCUMENTS)
@@ -77,6 +90,10 @@ ATTENTION_CASES = (
     Case("PP 4, interleaved, chunks", 4, pipeline("interleaved"), CHUNKED),
     Case("TP 2, norm of each head", 2, layout("tensor=2"), QWEN3),
     Case("EP 2 x EDP 2, FSDP, norm of each head", 4, layout("expert=2", "shard=full"), QWEN3),
+    Case("TP 2, half of each head rotated, biases", 2, layout("tensor=2"), GLM),
+    Case(
+        "CP 2, keys gathered, half of each head rotated, documents", 2, layout("context=2", GATHERED), GLM + DOCUMENTS
+    ),
     Case("TP 2, norm of all heads", 2, layout("tensor=2"), OLMOE),
     Case("TP 2 x CP 2 folded with EP 4, norm of all heads", 4, layout("tensor=2", "context=2", "expert=4"), OLMOE),
     Case("PP 2 x EP 2, norm of all heads", 4, pipeline("1f1b", 2, "expert=2"), OLMOE),
@@ -148,6 +165,9 @@ FAMILIES = {
     "Mixtral": _overrides(mixtral(**SIZES)),
     "Qwen3-MoE": _overrides(qwen3_moe(**SIZES)),
     "OLMoE": _overrides(olmoe(**SIZES)),
+    "GLM-4.5": _overrides(glm4_moe(bias=True, qk_norm="head", **SIZES)),
+    "ERNIE-4.5": _overrides(ernie(**SIZES)),
+    "MiniMax-M2": DOCUMENTS + _overrides(minimax_m2(**SIZES)),
     "Llama 4": DOCUMENTS + _overrides(llama4(local=nope(2), qk_norm="rotated-head", rope=Rope(), every=2, **SIZES)),
     "gpt-oss": DOCUMENTS + _overrides(gpt_oss(rope=Rope(yarn=YARN), **SIZES)),
     "Qwen3, dense": _overrides(

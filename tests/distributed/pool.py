@@ -14,10 +14,10 @@ Simpler than torch.testing's MultiProcessTestCase, which starts processes anew f
 import faulthandler
 import gc
 import io
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -28,6 +28,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from penstock.train.run_lock import temporary_folder
 from tests import warm
 
 MOST_RANKS = 8
@@ -47,7 +48,8 @@ class Pool:
     def __init__(self, grace: float = 10) -> None:
         self._grace = grace
         self._store = dist.TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)  # outlives every group
-        self._folder = tempfile.TemporaryDirectory(prefix="penstock-ranks-")
+        self._stack = ExitStack()
+        self._folder = self._stack.enter_context(temporary_folder("ranks"))
         self._workers: list[tuple[BaseProcess, Connection]] = []
         self._calls = 0
 
@@ -110,7 +112,7 @@ class Pool:
 
     def _stacks(self, number: int) -> Path:
         """File into which a worker writes its stack at the timeout."""
-        return Path(self._folder.name) / f"{number}.txt"
+        return self._folder / f"{number}.txt"
 
 
 def _pack(value: Any) -> bytes:

@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import re
 import signal
+import socket
+import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -27,9 +29,11 @@ from penstock.train.diagnose import NO_ORIGIN
 from penstock.train.loop import Progress, open_store, resume, train_run
 from penstock.train.observer import StepReport
 from penstock.train.run_folder import RunFolder
+from penstock.train.run_lock import locked
 from penstock.train.setup import Session
 from penstock.train.state import restore_state, save_state
 from penstock.train.stop import StopRequest
+from tests import warm
 from tests.closeness import assert_close
 from tests.distributed.one_loss import layout, pipeline, same_state, saved_by, start_session, trace
 from tests.distributed.pool import Pool, WorkerError
@@ -269,11 +273,54 @@ def test_a_rank_that_is_killed_is_one_line_of_the_others_and_a_restart(
     options = ("training.steps=60", "checkpoint.every=10", "parallel.expert=2", "--processes", "2", "--restarts", "1")
     assert main(["train", "tiny.toml", *options]) == 0
     captured = capfd.readouterr()
-    assert re.search(r"rank \d \(process \d+\) was ended by SIGKILL; restart 1 of 1", captured.out)
+    told = re.search(r"rank (\d) \(process \d+\) was ended by SIGKILL; restart 1 of 1", captured.out)
+    assert told is not None, captured.out
     assert "done: 60 steps" in captured.out
     (line,) = lines_of(captured.err)
-    assert line.startswith("error: another rank has ended or does not answer; got ")
+    assert line.startswith(f"error: rank {told[1]} on {socket.gethostname()}: ended, or does not answer; got ")
     assert RunFolder(tiny / "runs" / "tiny").metrics.read_text().count("\n") == 60
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_named_and_ends_the_run_within_the_limit_while_a_checkpoint_is_written(
+    tiny: Path, kill_a_rank: Callable[[signal.Signals], None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder(tiny / "runs" / "tiny")
+    when((folder.checkpoints / "step-000010").exists, lambda: kill_a_rank(signal.SIGSTOP))
+    options = ("checkpoint.every=1", "host.timeout_minutes=1", "parallel.expert=2", "--processes", "2")
+    begin = time.monotonic()
+    assert main(["train", "tiny.toml", *options]) == 1
+    assert 60 < time.monotonic() - begin < 60 + 45  # a stopped process takes 30 s until SIGKILL
+    captured = capfd.readouterr()
+    (line,) = lines_of(captured.err)
+    assert re.match(rf"error: rank \d on {socket.gethostname()}: ended, or does not answer; got ", line)
+    assert "a rank was lost" in captured.out
+    assert main(["train", "runs/tiny", "--resume", "training.steps=30", "--processes", "2"]) == 0
+
+
+def test_ranks_save_and_end_when_their_launcher_is_killed(tiny: Path) -> None:
+    folder = RunFolder(tiny / "runs" / "tiny")
+    others = set(multiprocessing.active_children())
+
+    def kill() -> None:
+        (launcher,) = set(multiprocessing.active_children()) - others
+        launcher.kill()
+
+    when((folder.checkpoints / "step-000004").exists, kill)
+    words = ["train", "tiny.toml", "parallel.expert=2", "checkpoint.keep=0", "--processes", "2"]
+    assert warm.run(warm.penstock, words, folder=tiny, environment=os.environ).returncode == -signal.SIGKILL
+    with locked(folder.path, wait_seconds=30):  # until the first rank has ended
+        steps = folder.metrics.read_text().count("\n")
+        assert (folder.checkpoints / f"step-{steps:06}" / "manifest.json").exists()
+
+
+def test_a_lost_terminal_stops_the_ranks_with_a_checkpoint(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = RunFolder(tiny / "runs" / "tiny")
+    when((folder.checkpoints / "step-000004").exists, lambda: os.kill(os.getpid(), signal.SIGHUP))
+    assert main(["train", "tiny.toml", "parallel.expert=2", "--processes", "2"]) == 128 + signal.SIGHUP
+    found = re.search(r"stopped by SIGHUP after step (\d+) of 4000", capfd.readouterr().out)
+    assert found is not None
+    assert (folder.checkpoints / f"step-{int(found[1]):06}" / "manifest.json").exists()
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from penstock.base.errors import KernelError
 from penstock.kernels import reference
 from penstock.kernels.rope import mla_heads, rotate
 from penstock.kernels.tuning import KernelLaunch
+from tests.closeness import assert_equal
 from tests.kernels.ahead_of_time import TARGETS, compile_without_spills, on_meta
 from tests.kernels.parity import assert_near, assert_parity
 
@@ -37,6 +38,14 @@ def test_rotate_and_its_gradient_equal_the_reference(
 ) -> None:
     x_BSHP = torch.randn(shape, device=device, dtype=dtype)
     _compare(rotate, reference.rotate, _angles(batch, shape[1], shape[3], device), [x_BSHP])
+
+
+@pytest.mark.parametrize(("width", "rotary"), [(8, 4), (12, 2), (10, 8)])
+def test_features_behind_the_rotated_ones_pass_as_they_are(width: int, rotary: int, device: torch.device) -> None:
+    x_BSHN = torch.randn(2, 3, 5, width, device=device)
+    angles = _angles(2, 3, rotary, device)
+    _compare(rotate, reference.rotate, angles, [x_BSHN])
+    assert_equal(reference.rotate(x_BSHN, *angles)[..., rotary:], x_BSHN[..., rotary:])
 
 
 def test_rotate_reads_heads_in_any_memory_order(device: torch.device) -> None:
@@ -114,7 +123,7 @@ def test_misfits_are_refused() -> None:
     with pytest.raises(KernelError, match="each position"):
         rotate(x_BSHP, cos_BSP[:, :2], cos_BSP[:, :2])
     with pytest.raises(KernelError, match="each pair"):
-        rotate(x_BSHP, cos_BSP, cos_BSP[..., :3])
+        rotate(x_BSHP, torch.zeros(1, 3, 5), torch.zeros(1, 3, 5))
     with pytest.raises(KernelError, match="wider"):
         mla_heads(x_BSHP, x_BSHP, torch.zeros(2, 3, 8), cos_BSP, cos_BSP)
 
@@ -124,6 +133,7 @@ def test_misfits_are_refused() -> None:
 def test_the_kernels_compile_without_spills(target: str) -> None:
     cos_BSP, wide_cos_BSP = (on_meta(2, 4096, pairs, dtype=torch.float32) for pairs in (32, 64))
     compile_without_spills(target, lambda: rotate(on_meta(2, 4096, 32, 128), wide_cos_BSP, wide_cos_BSP))
+    compile_without_spills(target, lambda: rotate(on_meta(2, 4096, 32, 128), cos_BSP, cos_BSP))  # half of each head
     inputs = on_meta(2, 4096, 16, 192).requires_grad_(), on_meta(2, 4096, 16, 256), on_meta(2, 4096, 64)
 
     def both_passes() -> None:

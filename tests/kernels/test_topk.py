@@ -23,6 +23,7 @@ RULES = {
     "V2": RouterRule(top_k=3, groups=4, topk_group=2, scale=16.0),
     "V3": RouterRule(top_k=4, score="sigmoid", groups=4, topk_group=2, group_score="top2", normalize=True, scale=2.5),
     "sigmoid": RouterRule(top_k=1, score="sigmoid"),
+    "V4": RouterRule(top_k=4, score="sqrt-softplus", normalize=True, scale=1.5),
     "after, normalized": RouterRule(top_k=3, softmax_after_top_k=True, normalize=True, scale=2.0),
 }
 
@@ -49,6 +50,13 @@ def test_bfloat16_logits_are_routed_in_float32(name: str, device: torch.device) 
     # Distinct in bfloat16, so that there are no ties.
     logits_TE = (torch.rand(8, 40).argsort(-1)[:, :20] / 8).bfloat16().to(device)
     _check(logits_TE, None, RULES[name], sequences=1)
+
+
+def test_the_root_of_softplus_is_exact_far_from_zero(device: torch.device) -> None:
+    logits_TE = torch.tensor([[-60.0, -20.0, -8.0, -0.5, 0.5, 8.0, 20.0, 60.0]], device=device)
+    weights_TK = route(logits_TE, None, RouterRule(top_k=8, score="sqrt-softplus"), 1, launch=SMALL).weights_TK
+    exact_TE = torch.nn.functional.softplus(logits_TE.double(), threshold=1e3).sqrt().flip(-1)
+    assert_close(weights_TK / exact_TE.float(), torch.ones_like(weights_TK), tolerance=1e-6)
 
 
 @pytest.mark.parametrize(("tokens", "experts", "sequences"), [(1, 7, 1), (67, 9, 1), (3, 300, 3), (0, 8, 2)])
@@ -101,7 +109,7 @@ def test_choices_stay_valid_for_any_logits(value: float, device: torch.device) -
 def test_a_saturated_router_keeps_finite_gradients(device: torch.device) -> None:
     logits_TE = torch.full((2, 8), -100.0, device=device)  # a softmax or sigmoid of them underflows
     logits_TE[:, 3] = 100.0
-    for name in ("Qwen3", "V3"):
+    for name in ("Qwen3", "V3", "V4"):
         leaf_TE = (logits_TE + torch.arange(8, device=device)).requires_grad_()
         routed = route(leaf_TE, None, RULES[name], 1, launch=SMALL)
         (routed.weights_TK.sum() + routed.mass_BE.square().sum() + routed.z_B.sum()).backward()
@@ -129,6 +137,7 @@ def test_misfits_are_refused(rule: RouterRule, sequences: int, words: str) -> No
     ("experts", "rule"),
     [
         (64, RouterRule(top_k=6)),
+        (64, RouterRule(top_k=6, score="sqrt-softplus")),
         (256, RouterRule(top_k=8, score="sigmoid", groups=8, topk_group=4, group_score="top2", normalize=True)),
     ],
 )

@@ -10,6 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from penstock.config.load import load_run
 from penstock.config.model import GroupedQueryAttention, Model
 from penstock.config.presets.deepseek import deepseek_v2, deepseek_v2_lite, deepseek_v3
+from penstock.config.presets.ernie_minimax import ernie_4_5_21b_a3b, ernie_4_5_300b_a47b, minimax_m2
+from penstock.config.presets.glm import glm_4_5, glm_4_5_air
+from penstock.config.presets.moonshot import kimi_k2, moonlight_16b_a3b
 from penstock.config.presets.proxies import moe_1t, moe_2t, moe_515b
 from penstock.config.presets.registry import PRESETS
 from penstock.config.run import Run
@@ -79,6 +82,13 @@ def _attention_flops(config: Model, sequence_length: int) -> float:
         (deepseek_v2_lite, 15.7e9, 2.66e9, None),
         (deepseek_v2, 235.7e9, 21.4e9, None),
         (deepseek_v3, 671.0e9, 37.6e9, None),
+        (moonlight_16b_a3b, 15.96e9, 2.91e9, None),
+        (kimi_k2, 1026e9, 32.9e9, None),
+        (glm_4_5, 352.8e9, 33.6e9, None),
+        (glm_4_5_air, 106.9e9, 13.4e9, None),
+        (ernie_4_5_21b_a3b, 21.8e9, 3.35e9, None),
+        (ernie_4_5_300b_a47b, 299.5e9, 47.9e9, None),
+        (minimax_m2, 228.7e9, 11.0e9, None),
         # The advertised active sizes leave out projections of attention heads.
         (moe_515b, 528e9, 57.0e9, 44e9),
         (moe_1t, 1036e9, 57.1e9, 44e9),
@@ -117,6 +127,7 @@ OF_EXPERTS = (
 )
 OF_GROUPED = (
     "model.attention.bias=true",
+    "model.attention.qkv_bias=true",
     "model.attention.sinks=true",
     *(f"model.attention.qk_norm={norm}" for norm in ("none", "head", "projection", "rotated-head")),
     *(f"model.attention.local={{kind='{kind}', size=48, global_every=2}}" for kind in ("window", "chunk")),

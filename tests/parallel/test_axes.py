@@ -1,10 +1,14 @@
 """Ranks that share experts, divided by the nodes that they are on."""
 
+from datetime import timedelta
+from typing import Any
+
 import pytest
 import torch.distributed as dist
 
 from penstock.layout.grid import Grid
 from penstock.parallel.axes import ALONE, Axes
+from penstock.parallel.collectives import JsonGroup
 from tests.parallel.simulated import every_rank
 
 
@@ -67,9 +71,9 @@ def _every_rank(monkeypatch: pytest.MonkeyPatch, shard_size: int) -> tuple[list[
     """Axes of all ranks, and the groups that each took part in making."""
     axes, made, new_group = [], [list[tuple[int, ...]]()], dist.new_group
 
-    def record(ranks: list[int]) -> object:
+    def record(ranks: list[int], **options: Any) -> object:
         made[-1].append(tuple(ranks))
-        return new_group(ranks)
+        return new_group(ranks, **options)
 
     monkeypatch.setattr(dist, "new_group", record)
     for one in every_rank(GRID, shard_size=shard_size):  # one after the other
@@ -102,3 +106,17 @@ def test_without_hybrid_sharding_all_ranks_of_an_axis_divide_one_copy(
     for axes in _every_rank(monkeypatch, shard_size)[0]:
         for axis in (axes.dense_data, axes.expert_data):
             assert axis.shard == axis and (axis.replicate.size, axis.replicate.group) == (1, None)
+
+
+def test_every_group_has_the_timeout_of_the_run_and_not_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+
+    def record(ranks: list[int], timeout: timedelta | None = None, **options: Any) -> object:
+        found.append(timeout)
+        return dist.group.WORLD
+
+    monkeypatch.setattr(dist, "new_group", record)
+    for axes in every_rank(GRID, (0,), shard_size=2, timeout=timedelta(minutes=7)):
+        assert axes.world.timeout == timedelta(minutes=7)
+        JsonGroup(axes.world)
+    assert set(found) == {timedelta(minutes=7)}

@@ -28,7 +28,7 @@ BROKEN = [
     ("others_are_not_changed", "penstock/a.py", "import torch\ntorch.nn.Linear = Mine\n"),
     ("function_is_typed", "penstock/a.py", "def f(x) -> int: ...\n"),
     ("function_is_typed", "penstock/a.py", "def f(*names: int): ...\n"),
-    ("shape_letters_are_in_the_legend", "penstock/a.py", "x_TZ = 1\n"),
+    ("shape_letters_are_in_the_legend", "penstock/a.py", "x_TY = 1\n"),
     ("shape_letters_are_in_the_legend", "penstock/a.py", "def f(x_TDj: int) -> int: ...\n"),
     ("numbers_are_compared_by_size", "tests/a.py", "torch.testing.assert_close(x, y)\n"),
     ("numbers_are_compared_by_size", "tests/a.py", "from numpy.testing import assert_allclose\n"),
@@ -52,7 +52,7 @@ KEPT = [
     ("function_is_typed", "penstock/a.py", "class A:\n    def __init__(self, x: int): ...\n"),
     ("numbers_are_compared_by_size", "tests/a.py", "from tests.closeness import assert_close\nmath.isclose(x, y)\n"),
     ("numbers_are_compared_by_size", style.CLOSENESS, "torch.allclose(x, y)\n"),
-    ("shape_letters_are_in_the_legend", "penstock/a.py", "x_TD = used_R1 = weights_eFD = MAX_TZ = learning_rate = 1\n"),
+    ("shape_letters_are_in_the_legend", "penstock/a.py", "x_TD = used_R1 = weights_eFD = MAX_TY = learning_rate = 1\n"),
 ]
 
 

@@ -87,11 +87,47 @@ def test_a_file_that_is_not_ours_is_refused_and_left_alone(text: str, tmp_path: 
 
 def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     metrics = MetricsFile(tmp_path / "metrics.jsonl", every=1)
-    metrics.closed()
-    full = Mock(write=Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
-    monkeypatch.setattr(metrics, "_file", full)
+    monkeypatch.setattr("os.fsync", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
     with pytest.raises(RunFolderError, match="No space left on device; fix: free space, --resume"):
-        metrics.stepped(step_report(1))
+        metrics.saving()
+
+
+def test_a_full_disk_leaves_no_part_of_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(path, every=1)
+    metrics.stepped(step_report(1))
+    whole, real = path.read_bytes(), metrics._file
+
+    def write(content: memoryview) -> int:
+        if len(content) < 20:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real.write(content[:-10])  # the disk takes a part
+
+    monkeypatch.setattr(metrics, "_file", Mock(write=write, fileno=real.fileno, truncate=real.truncate))
+    with pytest.raises(RunFolderError, match="No space left on device"):
+        metrics.stepped(step_report(2))
+    assert path.read_bytes() == whole
+
+
+def test_lines_that_are_damaged_in_the_middle_are_put_aside(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, [step_report(step) for step in range(1, 6)])
+    lines = path.read_bytes().splitlines(keepends=True)
+    damaged = b"".join([lines[0], lines[1][:20], *lines[2:], lines[3]])  # half of a line, and a step twice
+    path.write_bytes(damaged)
+    (notice,) = drop_after(path, 4)
+    assert notice == f"{path}: left out 2 lines that are damaged or repeated; metrics.jsonl.damaged has them"
+    assert path.read_bytes() == lines[0] + lines[3]
+    assert path.with_name("metrics.jsonl.damaged").read_bytes() == damaged
+    assert drop_after(path, 4) == ()
+
+
+@pytest.mark.parametrize(("every", "step", "lost"), [(1, 4, "1 to 4"), (3, 4, "1 to 3"), (5, 4, None)])
+def test_lines_that_are_lost_are_told(every: int, step: int, lost: str | None, tmp_path: Path) -> None:
+    notices = drop_after(tmp_path / "metrics.jsonl", step, every)
+    assert [*notices] == (
+        [f"{tmp_path}/metrics.jsonl has no figures of steps {lost}: its lines are lost"] if lost else []
+    )
 
 
 def test_every_number_of_a_line_has_a_name_for_people() -> None:

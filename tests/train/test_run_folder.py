@@ -17,7 +17,6 @@ from penstock.train.run_folder import (
     create_run_folder,
     find_run_folder,
     free_name,
-    write_whole,
 )
 from tests.train.tiny_run import tiny_run
 
@@ -31,7 +30,7 @@ def test_a_new_folder_holds_the_resolved_configuration(run: Run) -> None:
     named, folder = create_run_folder(run, number_if_taken=True)
     assert folder.path == Path(run.record.folder) / "tiny"
     assert folder.exists
-    assert sorted(path.name for path in folder.path.iterdir()) == ["checkpoints", "config.toml"]
+    assert sorted(path.name for path in folder.path.iterdir()) == [".lock", "checkpoints", "config.toml"]
     assert load_run(str(folder.path)) == named == run
 
 
@@ -113,12 +112,3 @@ def test_what_a_run_is_may_not_change(override: str, field: str, run: Run) -> No
     _, folder = create_run_folder(run, number_if_taken=True)
     with pytest.raises(CheckpointError, match=f"cannot be resumed with another {field}; got .*; allowed: "):
         check_same_run(run, load_run(str(folder.path), [override]))
-
-
-def test_a_file_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "config.toml"
-    write_whole(path, "old")
-    monkeypatch.setattr("os.fsync", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
-    with pytest.raises(OSError, match="Input/output"):
-        write_whole(path, "new")
-    assert path.read_text() == "old"

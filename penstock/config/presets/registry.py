@@ -10,7 +10,18 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from penstock.base.errors import ConfigError, asked, nearest
-from penstock.config.presets import debug, deepseek, gpt_oss, llama, mixtral_olmoe, proxies, qwen3
+from penstock.config.presets import (
+    debug,
+    deepseek,
+    ernie_minimax,
+    glm,
+    gpt_oss,
+    llama,
+    mixtral_olmoe,
+    moonshot,
+    proxies,
+    qwen3,
+)
 from penstock.config.run import Run
 
 PRESETS: Mapping[str, Callable[[], Run]] = MappingProxyType(
@@ -20,6 +31,13 @@ PRESETS: Mapping[str, Callable[[], Run]] = MappingProxyType(
         "deepseek-v2-lite": deepseek.deepseek_v2_lite,
         "deepseek-v2": deepseek.deepseek_v2,
         "deepseek-v3": deepseek.deepseek_v3,
+        "moonlight-16b-a3b": moonshot.moonlight_16b_a3b,
+        "kimi-k2": moonshot.kimi_k2,
+        "glm-4.5": glm.glm_4_5,
+        "glm-4.5-air": glm.glm_4_5_air,
+        "ernie-4.5-21b-a3b": ernie_minimax.ernie_4_5_21b_a3b,
+        "ernie-4.5-300b-a47b": ernie_minimax.ernie_4_5_300b_a47b,
+        "minimax-m2": ernie_minimax.minimax_m2,
         "mixtral-8x7b": mixtral_olmoe.mixtral_8x7b,
         "mixtral-8x22b": mixtral_olmoe.mixtral_8x22b,
         "qwen3-30b-a3b": qwen3.qwen3_30b_a3b,

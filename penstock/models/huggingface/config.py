@@ -73,7 +73,7 @@ def model_of_config(fields: Mapping[str, Any]) -> Model:
 
 def _family_named(model_type: object) -> tuple[str, Family]:
     for name, family in FAMILIES.items():
-        if model_type in (family.model_type, family.model_type.removesuffix("_text")):
+        if model_type in (family.model_type, family.model_type.removesuffix("_text"), *family.also):
             return name, family
     known = ", ".join(family.model_type for family in FAMILIES.values())
     raise ConfigError("config.json: model_type is not known here", got=model_type, allowed=known)

@@ -143,10 +143,11 @@ EQUAL_HEADS = Part(
 # -------------------------------------------------------------------------------------------------- rotary embedding
 
 
-def rotary(default_theta: float, *, scales_scores: bool = False) -> Part:
+def rotary(default_theta: float, *, scales_scores: bool = False, partial: float | None = None) -> Part:
     """Rotary embedding in today's form (`rope_parameters`) and in the older one (`rope_theta`, `rope_scaling`).
 
-    With `scales_scores` the family's YaRN scales attention scores as well (`mscale_all_dim`).
+    With `scales_scores` the family's YaRN scales attention scores as well (`mscale_all_dim`). `partial` is the default
+    of `partial_rotary_factor`; None: heads of the family are rotated whole. MiniMax's `rotary_dim` is in features.
     """
 
     def read(keys: Keys) -> Values:
@@ -154,8 +155,12 @@ def rotary(default_theta: float, *, scales_scores: bool = False) -> Part:
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         if kind not in ("default", "yarn", "llama3"):
             raise refused("rope_type", kind, "default, yarn, llama3")
-        if (part := scaling.get("partial_rotary_factor", keys.get("partial_rotary_factor", 1.0))) != 1.0:
-            raise refused("partial_rotary_factor", part, "1.0")
+        default = partial or 1.0
+        if keys.get("rotary_dim", None):
+            default = keys.whole("rotary_dim") / keys.whole("head_dim", low=1)
+        share = scaling.number("partial_rotary_factor", keys.number("partial_rotary_factor", default))
+        if partial is None and share != 1.0:
+            raise refused("partial_rotary_factor", share, "1.0")
         theta = scaling.number("rope_theta", keys.number("rope_theta", default_theta))
         extension: Values = {}
         if kind == "yarn":
@@ -165,11 +170,14 @@ def rotary(default_theta: float, *, scales_scores: bool = False) -> Part:
                 **{key: scaling.number(key) for key in ("factor", "low_freq_factor", "high_freq_factor")},
                 "original_max_position_embeddings": scaling.whole("original_max_position_embeddings"),
             }
-        return {"attention.rope": {"theta": theta, **extension}}
+        rotated: Values = {} if partial is None else {"attention.partial_rotary_factor": share}
+        return {"attention.rope": {"theta": theta, **extension}, **rotated}
 
     def write(model: Model) -> Values:
         rope = model.attention.rope
         fields: Values = {"rope_type": "default", "rope_theta": rope.theta}
+        if partial is not None:
+            fields["partial_rotary_factor"] = _grouped(model).partial_rotary_factor
         if rope.yarn is not None:
             fields |= {"rope_type": "yarn", **rope.yarn.model_dump()}
             if not rope.yarn.mscale_all_dim:  # transformers derives both scales from the factor
@@ -303,6 +311,10 @@ WINDOW_OF_GPT_OSS = Part(
     _write_window_types,
 )
 CHUNKS = Part(_read_chunks, _write_chunks)
+QK_NORM_OF_GLM = Part(
+    lambda keys: {"attention.qk_norm": "head" if keys.get("use_qk_norm", False) else "none"},
+    lambda model: {"use_qk_norm": _grouped(model).qk_norm == "head"},
+)
 QK_NORM_OF_LLAMA4 = Part(
     lambda keys: {"attention.qk_norm": "rotated-head" if keys.get("use_qk_norm", True) else "none"},
     lambda model: {"use_qk_norm": _grouped(model).qk_norm == "rotated-head"},
@@ -359,25 +371,44 @@ def _write_list(model: Model) -> Values:
     return {"interleave_moe_layer_step": moe_of(model).moe_layer_freq, "moe_layers": listed}
 
 
+def _read_range(keys: Keys) -> Values:
+    layers, start, step = keys.layers, keys.whole("moe_layer_start_index"), keys.whole("moe_layer_interval", 1, low=1)
+    end = keys.get("moe_layer_end_index", -1)
+    end = layers - 1 if end == -1 else keys.whole("moe_layer_end_index")
+    has_experts = [start <= layer <= end and (layer + 1) % step == 0 for layer in range(layers)]
+    return layers_with_experts(has_experts, step, "moe_layer_end_index")
+
+
+def _write_range(model: Model) -> Values:
+    step = moe_of(model).moe_layer_freq
+    return {"moe_layer_start_index": model.dense_layers, "moe_layer_end_index": -1, "moe_layer_interval": step}
+
+
 EXCEPTIONS = Part(_read_exceptions, _write_exceptions)
 """Every n-th layer has experts, except listed ones."""
 LIST = Part(_read_list, _write_list)
 """Every n-th layer has experts, or the listed ones."""
+RANGE = Part(_read_range, _write_range)
+"""Of a range of layers, every n-th has experts, counted from the first layer of the model."""
 DENSE = Part(lambda keys: {"dense_layers": keys.layers}, lambda model: {})
 """No layer has experts."""
 
 
 # ----------------------------------------------------------------------------------------------------- shared experts
 
-SHARED = Part(
-    lambda keys: {
-        "moe.shared_expert_intermediate_size": keys.whole("n_shared_experts", 0) * keys.whole("moe_intermediate_size")
-    },
-    lambda model: {
-        "n_shared_experts": moe_of(model).shared_expert_intermediate_size // moe_of(model).moe_intermediate_size
-    },
-)
-"""Several shared experts, each as wide as a routed one."""
+
+def shared(count: str) -> Part:
+    """Several shared experts, each as wide as a routed one; `count` is the key of their number."""
+    width = "moe.shared_expert_intermediate_size"
+
+    def write(model: Model) -> Values:
+        moe = moe_of(model)
+        return {count: moe.shared_expert_intermediate_size // moe.moe_intermediate_size}
+
+    return Part(lambda keys: {width: keys.whole(count, 0) * keys.whole("moe_intermediate_size")}, write)
+
+
+SHARED = shared("n_shared_experts")
 ONE_SHARED = Part(
     lambda keys: {"moe.shared_expert_intermediate_size": keys.whole("intermediate_size")}, lambda model: {}
 )

@@ -9,12 +9,9 @@ the file and have their defaults after reading.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Protocol, TypeAlias
-
-from torch import Tensor
 
 from penstock.base.errors import ConfigError
 from penstock.config.model import Model
@@ -28,7 +25,9 @@ from penstock.models.huggingface.config_parts import (
     LATENTS,
     LIST,
     ONE_SHARED,
+    QK_NORM_OF_GLM,
     QK_NORM_OF_LLAMA4,
+    RANGE,
     SHARED,
     SWITCHED_WINDOW,
     WINDOW,
@@ -37,81 +36,15 @@ from penstock.models.huggingface.config_parts import (
     Part,
     Values,
     rotary,
+    shared,
 )
-
-# ----------------------------------------------------------------------------------------------- layouts of weights
-
-
-class Rearrangement(Protocol):
-    """A permutation of the numbers of a tensor; `write` is the inverse of `read`."""
-
-    def read(self, stored: Tensor) -> Tensor:
-        """From the order of the file to ours."""
-
-    def write(self, ours: Tensor) -> Tensor:
-        """From our order to that of the file."""
-
-
-RearrangementOf: TypeAlias = Callable[[Model], Rearrangement]
-"""A rearrangement with the sizes of a model."""
-
-
-@dataclass(frozen=True)
-class GridTransposed:
-    """A dim made of equal blocks, each a grid that is row-major in the file and column-major here.
-
-    A head of 6 rows, for example, is stored as a0 a1 a2 b0 b1 b2 (2 rows, 3 columns) and read as a0 b0 a1 b1 a2 b2.
-    """
-
-    dim: int
-    rows: int  # of the stored grid
-    columns: int
-
-    def read(self, stored: Tensor) -> Tensor:
-        """From row-major to column-major."""
-        return _transpose_grid(stored, self.dim, self.rows, self.columns)
-
-    def write(self, ours: Tensor) -> Tensor:
-        """From column-major to row-major."""
-        return _transpose_grid(ours, self.dim, self.columns, self.rows)
-
-
-@dataclass(frozen=True)
-class Transposed:
-    """The last two dims are swapped."""
-
-    def read(self, stored: Tensor) -> Tensor:
-        """Swap them."""
-        return stored.mT
-
-    def write(self, ours: Tensor) -> Tensor:
-        """Swap them back."""
-        return ours.mT
-
-
-def _transpose_grid(tensor: Tensor, dim: int, rows: int, columns: int) -> Tensor:
-    return tensor.unflatten(dim, (-1, rows, columns)).transpose(dim + 1, dim + 2).flatten(dim, dim + 2)
-
-
-def rotary_halves(config: Model) -> Rearrangement:
-    """Dim 0: heads, stored as the first members of all rotary pairs, then the second members.
-
-    Here the members of a pair are neighbours. Permuting the rows of query and key weights alike does not change scores,
-    so one rotation kernel serves all families.
-    """
-    return GridTransposed(0, 2, config.attention.head_dim // 2)
-
-
-def transposed(config: Model) -> Rearrangement:
-    """A stack of matrices that the file has as inputs x outputs."""
-    return Transposed()
-
-
-def interleaved(config: Model) -> Rearrangement:
-    """Dim 1: rows of gate and up projection alternate in the file."""
-    assert config.moe is not None, "only experts are interleaved"
-    return GridTransposed(1, config.moe.moe_intermediate_size, 2)
-
+from penstock.models.huggingface.rearrangements import (
+    RearrangementOf,
+    interleaved,
+    nested,
+    rotary_halves,
+    transposed,
+)
 
 # ----------------------------------------------------------------------------------------------------------- family
 
@@ -123,6 +56,7 @@ class Family:
     """Hugging Face form of the models of one family."""
 
     model_type: str
+    also: tuple[str, ...] = ()  # other model types of the same form, which import reads
     architecture: str
     names: Names  # our name of each layer weight to its names in the file
     forms: Mapping[str, tuple[RearrangementOf, ...]] = field(default_factory=dict)  # in the order of reading
@@ -211,12 +145,14 @@ def _stacks(theirs: str) -> Names:
     }
 
 
+_EXPERT_BIAS: Names = {"ffn.router.expert_bias_E": ("mlp.gate.e_score_correction_bias",)}
+
 _DEEPSEEK: Names = {
     **_LATENT_ATTENTION,
     **_dense("ffn", "mlp"),
     **_dense("ffn.shared", "mlp.shared_experts"),
     **_experts("mlp"),
-    "ffn.router.expert_bias_E": ("mlp.gate.e_score_correction_bias",),
+    **_EXPERT_BIAS,
 }
 
 _PREDICTION: Names = {
@@ -260,6 +196,19 @@ _DEEPSEEK_VALUES = {
 }
 _DEEPSEEK_FIXED: Values = {**_MODEL_FIXED, "attention_bias": False, "moe_layer_freq": 1}
 
+_GROUPS = {
+    "n_group": "moe.router.n_group",
+    "topk_group": "moe.router.topk_group",
+    "norm_topk_prob": "moe.router.norm_topk_prob",
+}
+_SIGMOID_WITH_BIAS: Values = {
+    "moe.router.scoring_func": "sigmoid",
+    "moe.router.expert_bias": True,
+    "moe.router.group_score": "top2",
+}
+_REPEATED = r".*\.rotary_emb\.inv_freq|model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight"
+"""Names that files with multi-token prediction have twice: embedding and output projection are the main model's."""
+
 _LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
@@ -284,26 +233,20 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "deepseek-v3": Family(
             model_type="deepseek_v3",
+            also=("kimi_k2",),
             architecture="DeepseekV3ForCausalLM",
             names=_DEEPSEEK,
             prediction=_PREDICTION,
             values={
                 **_DEEPSEEK_VALUES,
-                "n_group": "moe.router.n_group",
-                "topk_group": "moe.router.topk_group",
-                "norm_topk_prob": "moe.router.norm_topk_prob",
+                **_GROUPS,
                 "num_nextn_predict_layers": "mtp_layers",
             },
             absent={**_MODEL_ABSENT, "num_nextn_predict_layers": 0},
-            always={
-                "moe.router.scoring_func": "sigmoid",
-                "moe.router.expert_bias": True,
-                "moe.router.group_score": "top2",
-            },
+            always=_SIGMOID_WITH_BIAS,
             fixed={**_DEEPSEEK_FIXED, "rope_interleave": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
             parts=(LATENTS, rotary(10000.0, scales_scores=True), SHARED),
-            # The published files repeat embedding and output projection for multi-token prediction.
-            left_out=r".*\.rotary_emb\.inv_freq|model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight",
+            left_out=_REPEATED,
         ),
         "mixtral": Family(
             model_type="mixtral",
@@ -410,6 +353,91 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             },
             fixed=_MODEL_FIXED,
             parts=(HEADS, rotary(150000.0), WINDOW_OF_GPT_OSS),
+        ),
+        "glm4-moe": Family(
+            model_type="glm4_moe",
+            architecture="Glm4MoeForCausalLM",
+            names={
+                **_ATTENTION,
+                **_dense("ffn", "mlp"),
+                **_dense("ffn.shared", "mlp.shared_experts"),
+                **_experts("mlp"),
+                **_EXPERT_BIAS,
+            },
+            forms=_ROTARY_HALVES,
+            prediction=_PREDICTION,
+            values={
+                **_MODEL_VALUES,
+                **_TOP_K,
+                **_GROUPS,
+                "attention_bias": "attention.qkv_bias",
+                "intermediate_size": "intermediate_size",
+                "first_k_dense_replace": "dense_layers",
+                "n_routed_experts": "moe.experts",
+                "moe_intermediate_size": "moe.moe_intermediate_size",
+                "routed_scaling_factor": "moe.router.routed_scaling_factor",
+                "num_nextn_predict_layers": "mtp_layers",
+            },
+            renamed={"num_mtp_layers": "num_nextn_predict_layers", "num_local_experts": "n_routed_experts"},
+            absent={**_MODEL_ABSENT, **_BIAS_ABSENT, "num_nextn_predict_layers": 0},
+            always=_SIGMOID_WITH_BIAS,
+            fixed=_MODEL_FIXED,
+            parts=(HEADS, rotary(10000.0, partial=0.5), QK_NORM_OF_GLM, SHARED),
+            left_out=_REPEATED,
+        ),
+        "ernie4.5-moe": Family(
+            model_type="ernie4_5_moe",
+            architecture="Ernie4_5_MoeForCausalLM",
+            names={
+                **_ATTENTION,
+                **_dense("ffn", "mlp"),
+                **_dense("ffn.shared", "mlp.shared_experts"),
+                **_experts("mlp"),
+                "ffn.router.expert_bias_E": ("mlp.moe_statics.e_score_correction_bias",),
+            },
+            forms={"ffn.router.expert_bias_E": (nested,)},
+            values={
+                **_MODEL_VALUES,
+                "intermediate_size": "intermediate_size",
+                "moe_num_experts": "moe.experts",
+                "moe_k": "moe.top_k",
+                "moe_intermediate_size": "moe.moe_intermediate_size",
+            },
+            renamed={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
+            absent={**_MODEL_ABSENT, "tie_word_embeddings": True},
+            always={
+                "moe.router.scoring_func": "softmax",
+                "moe.router.expert_bias": True,
+                "moe.router.norm_topk_prob": True,
+            },
+            fixed={"hidden_act": "silu", "use_bias": False},
+            parts=(HEADS, rotary(500000.0), RANGE, shared("moe_num_shared_experts")),
+        ),
+        "minimax-m2": Family(
+            model_type="minimax_m2",
+            architecture="MiniMaxM2ForCausalLM",
+            names={
+                **_ATTENTION,
+                **_experts("block_sparse_moe", "w1", "w3", "w2"),
+                "ffn.router.expert_bias_E": ("block_sparse_moe.e_score_correction_bias",),
+            },
+            forms=_ROTARY_HALVES,
+            values={
+                **_MODEL_VALUES,
+                **_TOP_K,
+                "num_local_experts": "moe.experts",
+                "intermediate_size": "moe.moe_intermediate_size",
+            },
+            renamed={"num_experts": "num_local_experts"},
+            absent=_MODEL_ABSENT,
+            always={
+                "attention.qk_norm": "projection",
+                "moe.router.scoring_func": "sigmoid",
+                "moe.router.expert_bias": True,
+                "moe.router.norm_topk_prob": True,
+            },
+            fixed={**_MODEL_FIXED, "router_jitter_noise": 0.0},
+            parts=(HEADS, rotary(5e6, partial=1.0)),
         ),
         "llama": _LLAMA,
         "qwen3": replace(

@@ -21,7 +21,8 @@ from penstock.config.model import Model
 from penstock.layout.sharding import Rectangle
 from penstock.models.build import meta_model
 from penstock.models.decoder import Decoder
-from penstock.models.huggingface.families import MODEL, Family, Rearrangement, family_of
+from penstock.models.huggingface.families import MODEL, Family, family_of
+from penstock.models.huggingface.rearrangements import Rearrangement
 from penstock.models.huggingface.weight_folder import WeightFolder
 
 WEIGHTS_FILE = "model.safetensors"

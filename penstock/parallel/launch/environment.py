@@ -338,6 +338,22 @@ def environment_for_children(facts: LaunchFacts) -> Iterator[None]:
             del os.environ[name]
 
 
+def variables_of_rank(rank: int, world: int, launch: str, restarts: int, host: str, port: int) -> dict[str, str]:
+    """All variables of a rank that is started on this machine: ours, and those by which torchrun tells a rank."""
+    return {
+        **os.environ,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": launch,
+        "TORCHELASTIC_RESTART_COUNT": str(restarts),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the launcher holds the store
+    }
+
+
 def shell_variables(names: Iterable[str], variables: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Those of some variables that are set, for callers that only print them."""
     return {name: variables[name] for name in names if name in variables}

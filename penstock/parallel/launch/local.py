@@ -1,32 +1,32 @@
-"""Start the ranks of a run on this machine through torchrun's API, and end with their exit code.
+"""Start the ranks of a run on this machine, as torchrun does, and end with their exit code.
 
-    Ctrl-C, SIGTERM    are forwarded to every rank; the launcher waits until they have saved (penstock/train/stop.py)
-    exit code 2        a user's mistake: nothing is restarted, and the rank has printed its line itself
-    a rank that dies   the others are ended; all start again, up to `restarts` times, with the run of the same launch
+    Ctrl-C, SIGTERM, SIGHUP    are forwarded to every rank; the launcher waits until they have saved
+    exit code 2                a user's mistake: nothing is restarted, and the rank has printed its line itself
+    a rank that dies           the others are ended; all start again, up to `restarts` times, with the same run
+    the launcher dies          its ranks stop as after SIGTERM (penstock/parallel/launch/rank.py)
 
-torchrun's own restarts are not used, because they repeat user mistakes and requested stops, nor its signal handlers,
-which give a rank 30 seconds, nor its log about a failed rank: the rank's own line is the useful one.
+A rank gets the variables of torchrun, and meets the others at a store that the launcher holds; it listens on the
+loopback only. torchrun itself is not used here: it repeats user mistakes and requested stops, reads pickles from a
+port that is open to the network, and leaves semaphores and folders behind when it is killed.
 """
 
-import logging
-import multiprocessing
 import os
 import signal
+import socket
+import subprocess
 import sys
-import tempfile
-import traceback
+import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from types import FrameType, TracebackType
+from types import FrameType
+from typing import Protocol
 
 import torch
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch._C._distributed_c10d import TCPStore
 
-from penstock.base.errors import FAILED, WRONG_INPUT, ConfigError, DeviceError
+from penstock.base.errors import FAILED, LOST, WRONG_INPUT, ConfigError, DeviceError
 from penstock.config.fit import grid_of
 from penstock.config.run import Run
 from penstock.parallel.launch.environment import (
@@ -34,10 +34,20 @@ from penstock.parallel.launch.environment import (
     LaunchFacts,
     environment_for_children,
     facts_of_machine,
+    variables_of_rank,
 )
+from penstock.parallel.launch.rank import RankFunction
 
-INTERRUPTED = 130
-"""Exit code of a rank that Ctrl-C ended."""
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+LOOK_SECONDS = 0.05
+"""How often the launcher looks for ranks that have ended."""
+
+SETTLE_SECONDS = 0.5
+"""After the first failure, others may show that are its cause."""
+
+ENDING_SECONDS = 30.0
+"""How long a rank may take to end after SIGTERM, before SIGKILL."""
 
 MOST_PROCESSES = 1024
 """Ranks on one machine; each is a process that imports PyTorch."""
@@ -45,8 +55,16 @@ MOST_PROCESSES = 1024
 LOCALHOST = "127.0.0.1"
 """An address, not a name: nothing is looked up."""
 
-RankFunction = Callable[[Sequence[str]], int]
-"""The work of a rank: takes the words of a command line, returns an exit code. Must be importable."""
+
+class RankProcess(Protocol):
+    """What the launcher needs of a process; `subprocess.Popen` has it."""
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+
+    def poll(self) -> int | None:
+        """Its exit code, negative for a signal; None while it runs."""
 
 
 def _say(line: str) -> None:
@@ -112,74 +130,117 @@ def _fits(run: Run, ranks: int) -> bool:
 
 def run_processes(work: RankFunction, words: Sequence[str], launch: LocalLaunch) -> int:
     """Start the ranks and wait for them. Returns the ranks' exit code, or 1 if one died too often."""
-    with environment_for_children(launch.facts), _quiet_agent(), _SignalForwarder() as forwarder:
+    with environment_for_children(launch.facts), _SignalForwarder() as forwarder:
         for attempt in range(launch.restarts + 1):
-            try:
-                codes = _run_once(work, words, launch)
-            except ChildFailedError as error:
-                rank, failure = error.get_first_failure()
-            else:
-                return max(codes.values())
+            with ExitStack() as stack:
+                ranks = _start(work, words, launch, attempt, stack)
+                forwarder.forward_to(ranks)
+                codes = _wait(ranks)
             if forwarder.signal is not None:  # a rank that the signal ended is no failure
                 return 128 + forwarder.signal
-            if failure.exitcode == WRONG_INPUT:
+            failed = [rank for rank, code in enumerate(codes) if _is_failure(code)]
+            if not failed:
+                return max(codes)
+            if WRONG_INPUT in codes:
                 return WRONG_INPUT
-            code = failure.exitcode
-            end = f"failed with exit code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
             again = f"; restart {attempt + 1} of {launch.restarts}" if attempt < launch.restarts else ""
-            launch.say(f"rank {rank} (process {failure.pid}) {end}{again}")
+            launch.say(f"{_cause(ranks, codes, failed)}{again}")
     return FAILED
 
 
-def _run_once(work: RankFunction, words: Sequence[str], launch: LocalLaunch) -> dict[int, int]:
-    with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=launch.processes,
-            run_id=launch.name,
-            rdzv_backend="c10d",
-            rdzv_endpoint=f"{LOCALHOST}:0",
-            local_addr=LOCALHOST,
-            max_restarts=0,
-            start_method="spawn",  # CUDA does not survive a fork
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
-            signals_to_handle="SIGHUP,SIGQUIT",  # `_SignalForwarder` has the others
-        )
-        codes: dict[int, int] = elastic_launch(config, _be_a_rank)(work, list(words))
-        return codes
+def _start(
+    work: RankFunction, words: Sequence[str], launch: LocalLaunch, attempt: int, stack: ExitStack
+) -> list[RankProcess]:
+    """Start all ranks; `stack` holds the store at which they meet, and the pipe whose end tells them of our death."""
+    listener = socket.create_server((LOCALHOST, 0))
+    port = listener.getsockname()[1]
+    store = TCPStore(LOCALHOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    lifeline, ours = os.pipe()
+    stack.callback(os.close, lifeline)
+    stack.callback(os.close, ours)
+    stack.callback(lambda: store)  # it listens as long as it is referenced
+    ranks: list[RankProcess] = []
+    for rank in range(launch.processes):
+        variables = variables_of_rank(rank, launch.processes, launch.name, attempt, LOCALHOST, port)
+        ranks.append(start_rank(work, words, variables, lifeline))
+    return ranks
 
 
-def _be_a_rank(work: RankFunction, words: Sequence[str]) -> int:
-    """Runs in the new process. Exit codes of failures end the process; others are returned."""
-    with ExitStack() as stack:
-        stack.push(_print_traceback)
-        try:
-            code = work(words)
-        except KeyboardInterrupt:
-            sys.exit(INTERRUPTED)
-    if code in (WRONG_INPUT, FAILED):
-        sys.exit(code)
-    return code
+def start_rank(work: RankFunction, words: Sequence[str], variables: Mapping[str, str], lifeline: int) -> RankProcess:
+    """Start a rank as a program of its own."""
+    target = f"{work.__module__}:{work.__qualname__}"
+    # Without -P, Python would look for modules in the present folder first.
+    command = [sys.executable, "-P", "-m", "penstock.parallel.launch.rank", str(lifeline), target, str(len(words))]
+    paths = os.pathsep.join(filter(None, sys.path))  # it imports what we import
+    return subprocess.Popen(
+        [*command, *words, *sys.argv],
+        env={**variables, "PYTHONPATH": paths},
+        pass_fds=(lifeline,),
+        stdin=subprocess.DEVNULL,
+    )
 
 
-def _print_traceback(
-    kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-) -> None:
-    """Print the traceback of an exception, which multiprocessing does not."""
-    if error is not None and not isinstance(error, SystemExit):
-        traceback.print_exception(error)
+def _wait(ranks: Sequence[RankProcess]) -> list[int]:
+    """Exit codes of the ranks. After one has failed the others are ended."""
+    while any(rank.poll() is None for rank in ranks):
+        if any(_is_failure(rank.poll()) for rank in ranks):
+            time.sleep(SETTLE_SECONDS)
+            causes = [rank.poll() for rank in ranks]
+            _end(ranks)
+            return [code if code is not None else _ENDED for code in causes]
+        time.sleep(LOOK_SECONDS)
+    return [code for rank in ranks if (code := rank.poll()) is not None]
+
+
+_ENDED = 0
+"""Code of a rank that was ended because another one failed."""
+
+
+def _end(ranks: Sequence[RankProcess]) -> None:
+    for number, seconds in ((signal.SIGTERM, ENDING_SECONDS), (signal.SIGKILL, ENDING_SECONDS)):
+        _send(ranks, number)
+        deadline = time.monotonic() + seconds
+        while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
+            time.sleep(LOOK_SECONDS)
+
+
+def _send(ranks: Sequence[RankProcess], number: int) -> None:
+    for rank in ranks:
+        if rank.poll() is None:
+            os.kill(rank.pid, number)
+
+
+def _is_failure(code: int | None) -> bool:
+    """Whether a rank failed; one that was asked to stop has not."""
+    return code not in (None, 0, *(128 + number for number in FORWARDED))
+
+
+def _cause(ranks: Sequence[RankProcess], codes: Sequence[int], failed: Sequence[int]) -> str:
+    """A line about the rank that failed by itself: one that was killed, rather than one that lost another."""
+    rank = min(failed, key=lambda rank: (codes[rank] == LOST, codes[rank] > 0))
+    code = codes[rank]
+    if code == LOST:
+        return "a rank was lost"  # the rank that noticed has said which one
+    end = f"failed with exit code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
+    return f"rank {rank} (process {ranks[rank].pid}) {end}"
 
 
 class _SignalForwarder:
-    """Forwards SIGINT and SIGTERM to processes started since; `signal` is the first that came. The launcher goes on."""
+    """Forwards signals to the ranks; `signal` is the first that came. The launcher goes on."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
+        self._ranks: Sequence[RankProcess] = ()
+
+    def forward_to(self, ranks: Sequence[RankProcess]) -> None:
+        """From here on forward to these ranks, also a signal that came while they were started."""
+        self._ranks = ranks
+        if self.signal is not None:
+            _send(ranks, self.signal)
 
     def __enter__(self) -> "_SignalForwarder":
-        self._others = multiprocessing.active_children()  # not ours to signal
-        self._previous = {number: signal.signal(number, self._forward) for number in (signal.SIGINT, signal.SIGTERM)}
+        handled = [number for number in FORWARDED if signal.getsignal(number) is not signal.SIG_IGN]  # as by nohup
+        self._previous = {number: signal.signal(number, self._forward) for number in handled}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -189,22 +250,4 @@ class _SignalForwarder:
     def _forward(self, number: int, frame: FrameType | None) -> None:
         if self.signal is None:
             self.signal = signal.Signals(number)
-        for child in multiprocessing.active_children():
-            if child.pid is not None and child not in self._others:
-                os.kill(child.pid, number)
-
-
-@contextmanager
-def _quiet_agent() -> Iterator[None]:
-    loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith(_AGENT)]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-
-
-_AGENT = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
+        _send(self._ranks, number)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from penstock.base.errors import DeviceError
@@ -75,6 +76,7 @@ def prepare_process(environment: Environment, *, seed: int, deterministic: bool)
     # PyTorch's default is the machine's physical cores; a container or `taskset` may leave fewer, never more.
     torch.set_num_threads(environment.threads or min(torch.get_num_threads(), usable_cores()))
     random.seed(seed)
+    np.random.seed(seed)
     torch.manual_seed(seed)
     prepare_environment(LaunchFacts(deterministic=deterministic))
     if deterministic != torch.are_deterministic_algorithms_enabled():  # asking imports the compiler: over a second

@@ -11,15 +11,20 @@ torchrun keeps its store when it restarts ranks, with old answers in it. So each
 it, each rank answers under the name that it reads, with a random word, and rank 0 publishes the list of words. A rank
 whose word is not in the list has read an old name, and reads again.
 
-When a run fails, ranks fail one after the other. The first prints its error; the others leave quietly.
+When a run fails, ranks fail one after the other. The first prints its error; the others leave quietly. If the error is
+that another rank is lost, it names that rank (penstock/parallel/launch/watch.py).
 """
 
 import json
 import os
+import signal
+import socket
+import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import TypeVar
@@ -30,9 +35,10 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous as open_store
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from penstock.base.errors import FAILED, DeviceError, PenstockError
+from penstock.base.errors import FAILED, LOST, DeviceError, LostRankError, PenstockError, every_kind
 from penstock.parallel.launch.environment import Environment, facts_of_machine, prepare_environment
 from penstock.parallel.launch.process import choose_device, prepare_process
+from penstock.parallel.launch.watch import MARGIN, Watch
 
 Json = TypeVar("Json")
 
@@ -43,8 +49,6 @@ LAST_WORD_SECONDS = 10.0
 LEAVE_SECONDS = 1.0
 """How long a later rank to fail stays, so that the launcher sees the first one end."""
 
-_ERRORS: dict[str, type[PenstockError]] = {kind.__name__: kind for kind in PenstockError.__subclasses__()}
-
 
 class Rendezvous:
     """See the top of the file. `leave` ends the process at once: threads of a broken group cannot be joined."""
@@ -54,8 +58,10 @@ class Rendezvous:
         self.world = environment.world_size
         self.timeout = timedelta(seconds=LAST_WORD_SECONDS)
         self.store: Store | None = None  # None before the ranks have met
+        self.watch: Watch | None = None  # likewise, and for one rank
         self._environment = environment
         self._leave = leave
+        self._ending = threading.Lock()  # one thread ends the process
         self._agreements = 0  # so far: each has its own key, the same on all ranks
 
     def open(self, timeout_minutes: float) -> None:
@@ -73,6 +79,12 @@ class Rendezvous:
                 fix="look at the other ranks' output, and whether that machine can be reached",
             ) from error
         self.store = PrefixStore(name, store)
+        self.watch = Watch(self.store, self.rank, socket.gethostname(), self.timeout, self._hang)
+
+    def mark(self, place: str) -> None:
+        """Say what this rank begins, such as `forward of step 7`, for the watch over hangs; empty stops its clock."""
+        if self.watch is not None:
+            self.watch.mark(place)
 
     def agree(self, make: Callable[[], Json]) -> Json:
         """The JSON result of `make` on rank 0, or its PenstockError, on every rank. All call it, in the same order."""
@@ -84,7 +96,7 @@ class Rendezvous:
         if self.rank > 0:
             message = json.loads(self.store.get(key))
             if "error" in message:
-                raise _ERRORS[message["error"]](message["facts"].pop("what"), **message["facts"])
+                raise every_kind()[message["error"]](message["facts"].pop("what"), **message["facts"])
             return message["value"]
         try:
             value = make()
@@ -100,16 +112,19 @@ class Rendezvous:
         """Whether this rank is the first that failed. Each rank asks once."""
         if self.world == 1:
             return True
-        if self.store is None and self._environment.started_by != "torchrun":
-            return self.rank == 0  # rank 0 would hold the store: too early to count
+        is_held_by_first = self._environment.started_by != "torchrun"
+        if self.store is None and is_held_by_first:
+            return self.rank == 0  # too early to count
         try:
             store = self.store or PrefixStore("early", self._connect())
+            store.set_timeout(timedelta(seconds=LAST_WORD_SECONDS))
             return store.add("failures", 1) == 1
-        except RuntimeError:  # the store has gone with the rank that held it
-            return self.store is None and self.rank == 0
+        except RuntimeError:  # the store has gone with the process that held it
+            return self.rank == (1 if is_held_by_first and self.store is not None else 0)
 
-    def _code_of_first(self, own: int) -> int:
+    def _code_of_first(self, error: Exception) -> int:
         """Exit code of the rank that failed first, so that a launcher sees the same code from every rank."""
+        own = _code_of(error)
         try:
             return int(self.store.get("code")) if self.store is not None and self.store.check(["code"]) else own
         except RuntimeError:
@@ -121,16 +136,50 @@ class Rendezvous:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self.watch is not None:
+            self.watch.stop()
         if self.world == 1 or not isinstance(error, Exception):
             return
-        code, is_first = error.exit_code if isinstance(error, PenstockError) else FAILED, self.first_to_fail()
-        if is_first and self.store is not None:
-            self.store.set("code", str(code))  # before this rank ends, which makes the others fail
-        if dist.is_initialized() and dist.get_backend() == "gloo":
-            dist.destroy_process_group()  # its threads would abort the process at its end, after the error's own line
+        is_lost = isinstance(error, LostRankError)
+        with self._ending, _deaf():  # a launcher that has seen the lost rank may end this one before it has spoken
+            told = self._last_word(error)
+            if not is_lost and dist.is_initialized() and dist.get_backend() == "gloo":
+                dist.destroy_process_group()  # its threads would abort the process at its end, after the error's line
+            if told is None or is_lost or self._holds_store:
+                time.sleep(LEAVE_SECONDS)
+            if told is None:
+                self._leave(self._code_of_first(error))
+        if told is not None and told is not error:
+            raise told from error
+
+    def _last_word(self, error: Exception) -> Exception | None:
+        """The error that this rank tells; None if another rank speaks. A lost rank is named."""
+        is_first = self.first_to_fail()
+        if self.watch is not None:
+            self.watch.answer()
         if not is_first:
-            time.sleep(LEAVE_SECONDS)
-            self._leave(self._code_of_first(code))
+            return None
+        if self.store is not None:
+            with suppress(RuntimeError):
+                self.store.set("code", str(_code_of(error)))  # before this rank ends, which makes the others fail
+        if self.watch is not None and isinstance(error, LostRankError):
+            return self.watch.name(error, self.world)
+        return error
+
+    def _hang(self, error: LostRankError) -> None:
+        """End this process, whose training thread waits for ever. Called by the thread of the watch."""
+        with self._ending:
+            told = self._last_word(error)
+            if told is not None:
+                sys.stderr.write(f"error: {told}\n")
+                sys.stderr.flush()
+                sys.stdout.flush()
+                self._leave(LOST)
+
+    @property
+    def _holds_store(self) -> bool:
+        """Whether the store ends with this rank: under srun with rank 0, else with the launcher."""
+        return self.rank == 0 and self._environment.started_by != "torchrun"
 
     def _connect(self) -> Store:
         address = f"tcp://{self._environment.meeting_point}"
@@ -167,6 +216,23 @@ class Rendezvous:
         raise DeviceError("rank 0 waits for other ranks", got=f"{self.timeout} of waiting at rank {self.rank}")
 
 
+def _code_of(error: Exception) -> int:
+    return error.exit_code if isinstance(error, PenstockError) else FAILED
+
+
+@contextmanager
+def _deaf() -> Iterator[None]:
+    """Ignore SIGTERM inside, in a process whose training has ended."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
 def start_process_group(rendezvous: Rendezvous, device: torch.device) -> None:
     """Make the group of all ranks: NCCL (RCCL on AMD) between GPUs, gloo between CPUs; none for one rank."""
     if rendezvous.store is None:
@@ -176,7 +242,7 @@ def start_process_group(rendezvous: Rendezvous, device: torch.device) -> None:
         store=PrefixStore("group", rendezvous.store),
         rank=rendezvous.rank,
         world_size=rendezvous.world,
-        timeout=rendezvous.timeout,
+        timeout=rendezvous.timeout + MARGIN,
         device_id=device if device.type == "cuda" else None,
     )
 

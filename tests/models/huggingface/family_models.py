@@ -78,6 +78,35 @@ def gpt_oss(*, rope: Rope, **changes: object) -> Model:
     return model("gpt-oss", **{"layers": 4, "attention": heads, "moe": experts, **changes})
 
 
+def sigmoid_with_bias(**changes: object) -> Router:
+    """Choice by sigmoid and a bias, weights divided by their sum."""
+    fields = {"scoring_func": "sigmoid", "expert_bias": True, "norm_topk_prob": True, **changes}
+    return Router.model_validate(fields)
+
+
+def glm4_moe(*, bias: bool, qk_norm: str, **changes: object) -> Model:
+    """Half of each head is rotated; biases on queries, keys and values; a shared expert; the first layer is dense."""
+    router = sigmoid_with_bias(group_score="top2", routed_scaling_factor=2.5)
+    experts = moe(shared_expert_intermediate_size=16, router=router)
+    heads = attention(partial_rotary_factor=0.5, qkv_bias=bias, qk_norm=qk_norm)
+    fields = {"dense_layers": 1, "intermediate_size": 48, "attention": heads, "moe": experts}
+    return model("glm4-moe", **{**fields, **changes})
+
+
+def ernie(**changes: object) -> Model:
+    """Softmax with a bias for the choice only, two shared experts, a dense first layer, tied embeddings."""
+    router = Router(scoring_func="softmax", expert_bias=True, norm_topk_prob=True)
+    experts = moe(shared_expert_intermediate_size=32, router=router)
+    fields = {"dense_layers": 1, "intermediate_size": 48, "tie_word_embeddings": True, "moe": experts}
+    return model("ernie4.5-moe", **{**fields, **changes})
+
+
+def minimax_m2(**changes: object) -> Model:
+    """Norms over all heads, of which a half is rotated."""
+    heads = attention(partial_rotary_factor=0.5, qk_norm="projection", rope=Rope(theta=5e6))
+    return model("minimax-m2", **{"attention": heads, "moe": moe(router=sigmoid_with_bias()), **changes})
+
+
 def nope(every: int) -> LocalAttention:
     """Chunks of 9; every n-th layer sees all, does not rotate, and grows its queries."""
     return LocalAttention(
@@ -128,4 +157,12 @@ VARIANTS: dict[str, Model] = {
     "llama4, experts every 2nd layer, no norm": llama4(local=nope(2), qk_norm="none", rope=Rope(theta=5e5), every=2),
     "gpt-oss": gpt_oss(rope=Rope(theta=1.5e5, yarn=YARN.model_copy(update={"truncate": False}))),
     "gpt-oss, plain rotary embedding": gpt_oss(rope=Rope()),
+    "glm4-moe": glm4_moe(bias=True, qk_norm="head"),
+    "glm4-moe, no norm, no bias": glm4_moe(bias=False, qk_norm="none"),
+    "ernie4.5-moe": ernie(),
+    "ernie4.5-moe, no shared expert, experts everywhere": ernie(
+        dense_layers=0, moe=moe(router=Router(expert_bias=True, norm_topk_prob=True)), tie_word_embeddings=False
+    ),
+    "minimax-m2": minimax_m2(),
+    "minimax-m2, whole heads are rotated": minimax_m2(attention=attention(qk_norm="projection")),
 }

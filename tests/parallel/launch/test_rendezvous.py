@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from penstock.base.errors import ConfigError, DeviceError, PenstockError, RunFolderError
+from penstock.base.errors import ConfigError, DeviceError, PenstockError, RunFolderError, every_kind
 from penstock.parallel.launch import rendezvous as module
 from penstock.parallel.launch.environment import Environment
 from penstock.parallel.launch.rendezvous import Rendezvous, start_process_group, stop_process_group
@@ -94,8 +94,21 @@ def test_an_error_of_rank_0_is_everybodys_and_one_rank_says_it(store: TCPStore) 
     assert [error.args for error in errors if isinstance(error, LeavesError)] == [(2,)] * 3
 
 
-def test_every_kind_of_error_travels() -> None:
-    assert set(module._ERRORS.values()) == set(PenstockError.__subclasses__())
+@pytest.mark.parametrize("kind", every_kind().values())
+def test_every_kind_of_error_travels(kind: type[PenstockError], store: TCPStore) -> None:
+    def act(meeting: Rendezvous) -> None:
+        meeting.open(1)
+
+        def fail() -> None:
+            raise kind("a fault", got=3, fix="mend it")
+
+        with pytest.raises(PenstockError) as refusal:
+            meeting.agree(fail)
+        assert type(refusal.value) is kind
+        assert str(refusal.value) == "a fault; got 3; fix: mend it"
+
+    for future in on_ranks(2, store, act):
+        future.result()
 
 
 @pytest.mark.parametrize(("fault", "code"), [(KeyError("a fault of ours"), 1), (ConfigError("only rank 2 sees it"), 2)])

@@ -1,0 +1,79 @@
+"""Moonlight-16B-A3B and Kimi-K2: the parts of DeepSeek-V3 in other sizes, without expert groups.
+
+Sources: the Hugging Face configs of the base models (sizes, rotary scaling, auxiliary loss), arXiv 2502.16982
+(Moonlight: learning rate, batch), arXiv 2507.20534 section 2.5 (Kimi-K2). Both were trained with Muon.
+"""
+
+from penstock.config.model import Balance, LatentAttention, Model, Moe, Rope, Router, Yarn
+from penstock.config.presets.recipe import pretrain
+from penstock.config.run import Run
+
+BALANCE = Balance(aux_loss="sequence", aux_loss_coef=1e-3)
+
+
+def _latent_attention(heads: int, q_lora_rank: int, yarn: Yarn | None) -> LatentAttention:
+    return LatentAttention(
+        heads=heads,
+        q_lora_rank=q_lora_rank,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        rope=Rope(theta=50000.0, yarn=yarn),
+    )
+
+
+def _router(scale: float) -> Router:
+    return Router(
+        scoring_func="sigmoid",
+        group_score="top2",
+        norm_topk_prob=True,
+        routed_scaling_factor=scale,
+        expert_bias=True,
+    )
+
+
+def moonlight_16b_a3b() -> Run:
+    """Moonlight-16B-A3B: 16.0 B parameters, 2.9 B active."""
+    model = Model(
+        family="deepseek-v3",
+        vocab_size=163840,
+        hidden_size=2048,
+        layers=27,
+        dense_layers=1,
+        intermediate_size=11264,
+        attention=_latent_attention(16, 0, None),
+        moe=Moe(
+            experts=64,
+            top_k=6,
+            moe_intermediate_size=1408,
+            shared_expert_intermediate_size=2816,
+            router=_router(2.446),
+            balance=BALANCE,
+        ),
+        rms_norm_eps=1e-5,
+    )
+    return pretrain("moonlight-16b-a3b", model, learning_rate=4.2e-4, sequence_length=8192, rows=2048)
+
+
+def kimi_k2() -> Run:
+    """Kimi-K2: 1,026 B parameters, 32.9 B active."""
+    yarn = Yarn(factor=32.0, beta_fast=1.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0)
+    model = Model(
+        family="deepseek-v3",
+        vocab_size=163840,
+        hidden_size=7168,
+        layers=61,
+        dense_layers=1,
+        intermediate_size=18432,
+        attention=_latent_attention(64, 1536, yarn),
+        moe=Moe(
+            experts=384,
+            top_k=8,
+            moe_intermediate_size=2048,
+            shared_expert_intermediate_size=2048,
+            router=_router(2.827),
+            balance=BALANCE,
+        ),
+    )
+    return pretrain("kimi-k2", model, learning_rate=2e-4, rows=16384)

@@ -1,0 +1,93 @@
+"""Balanced dispatch: no rank computes more rows than a bound, because a few experts have replicas on ranks with room.
+
+    dispatch   gather how many slots of each rank chose each expert; every rank makes the same plan from that
+               name the physical expert of each slot: its home, or a replica (penstock/kernels/replica_plan.py)
+               dispatch to physical experts by any other dispatcher
+    experts    weights of replicas come beside the rank's own; their gradients go home (replica_slots.py)
+    combine    that of the other dispatcher
+
+The other dispatcher sees experts x groups of ranks with per_group + slots experts each, so nothing in it knows of
+replicas. The plan is kept for backward in the rows of the experts, and for a recomputed region by the region.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from penstock.config.dispatcher import DispatcherName
+from penstock.kernels.operators import Operators
+from penstock.kernels.replica_plan import PlanFact, ReplicaPlan, ReplicaRule
+from penstock.kernels.replica_slots import ReplicaSlots
+from penstock.moe.dispatch.contract import Dispatcher, DispatchMetadata, ExpertRows
+from penstock.moe.dispatch.payload import DispatchPayload
+from penstock.moe.routing import Routing
+from penstock.parallel.axes import Axis
+from penstock.parallel.collectives import all_gather
+from penstock.parallel.recompute import is_recomputing, remembered
+
+SlotsOf = Callable[[ReplicaPlan], ReplicaSlots | None]
+"""The slots of a plan; None if the plan has no replica and the host knows that."""
+
+
+class ReplicaMeter(nn.Module):
+    """Facts of a layer's plans since the last reset, by `PlanFact`; on the device, read once a step."""
+
+    sums: Tensor  # int64, over the passes
+    most: Tensor  # int64
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("sums", torch.zeros(len(PlanFact), dtype=torch.int64), persistent=False)
+        self.register_buffer("most", torch.zeros(len(PlanFact), dtype=torch.int64), persistent=False)
+
+    @torch.no_grad()
+    def count(self, facts: Tensor) -> None:
+        """Add one plan."""
+        self.sums += facts
+        torch.maximum(self.most, facts, out=self.most)
+
+    def reset(self) -> None:
+        """Start a new step."""
+        self.sums.zero_()
+        self.most.zero_()
+
+
+@dataclass(frozen=True)
+class BalancedDispatcher:
+    """Sends slots to home experts and replicas by `inner`, whose placement is that of physical experts."""
+
+    rule: ReplicaRule
+    axis: Axis
+    inner: Dispatcher
+    operators: Operators
+    slots_of: SlotsOf
+    meter: ReplicaMeter
+
+    @property
+    def name(self) -> DispatcherName:
+        """That of `inner`, by which rows travel."""
+        return self.inner.name
+
+    def dispatch(self, x_TD: Tensor | DispatchPayload, routing: Routing) -> tuple[ExpertRows, DispatchMetadata]:
+        """See `Dispatcher.dispatch`. All ranks of the axis call it."""
+        order = self.operators.order_rows(routing.experts_TK, self.rule.experts)
+        plan = ReplicaPlan(*remembered(lambda: self._plan(order.counts_E)))
+        physical_TK = self.operators.assign_replicas(routing.experts_TK, order, plan, self.rule)
+        rows, metadata = self.inner.dispatch(x_TD, Routing(routing.weights_TK, physical_TK))
+        slots = self.slots_of(plan)
+        if slots is None:
+            return replace(rows, counts_e=rows.counts_e[: self.rule.per_group]), metadata
+        return replace(rows, replicas=slots), metadata
+
+    def combine(self, y_RD: Tensor, metadata: DispatchMetadata) -> Tensor:
+        """See `Dispatcher.combine`. All ranks of the axis call it."""
+        return self.inner.combine(y_RD, metadata)
+
+    def _plan(self, counts_E: Tensor) -> ReplicaPlan:
+        counts_WE = all_gather(counts_E[None], self.axis, dim=0)
+        plan: ReplicaPlan = self.operators.plan_replicas(counts_WE, self.rule, self.axis.rank)
+        if torch.is_grad_enabled() and not is_recomputing():
+            self.meter.count(plan.facts)
+        return plan

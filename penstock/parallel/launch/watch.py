@@ -1,0 +1,139 @@
+"""Which rank is lost: every rank answers a roll call, and a rank whose step hangs calls one.
+
+    rank 0    backward of step 7 since 60 s, which is the timeout: it calls the roll and ends with
+              `rank 1 on node-b does not answer; got 3 of 4 that wait in backward of step 7; fix: ...`
+    rank 1    is stopped, or its machine is dead: no answer
+    others    a thread of each answers with what its training thread does, and since when
+
+A collective that times out, or whose peer has closed its connection, says at most which address it waited for. So a
+rank that loses another one calls the roll too, before its error is told. A thread looks for calls once a second; it has
+its own connection to the store, because a call of another thread may wait there.
+
+Collectives of gloo and NCCL time out `MARGIN` later than the thread, because NCCL then ends the process by itself.
+"""
+
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+from torch.distributed.distributed_c10d import Store
+
+from penstock.base.errors import LostRankError
+
+LOOK_SECONDS = 1.0
+"""How often a rank looks for a roll call, and at its own clock."""
+
+ANSWER_SECONDS = 4.0
+"""How long answers are waited for."""
+
+MARGIN = timedelta(seconds=15)
+
+SHOWN = 8
+"""Ranks that an error names."""
+
+
+class RankAnswer(NamedTuple):
+    """What a rank says of itself."""
+
+    place: str  # such as `backward of step 7`; empty outside of steps
+    seconds: float  # since when
+
+
+class Watch:
+    """The thread of one rank; `store` is that of all ranks.
+
+    The clock runs while `mark` has named a place. A place that lasts longer than `timeout` is a hang, and `leave` gets
+    the error on the first rank that notices.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, host: str, timeout: timedelta, leave: Callable[[LostRankError], object]
+    ) -> None:
+        shared: Any = store  # PyTorch's stubs lack `clone`
+        self._store: Store = shared.clone()
+        self._store.set_timeout(timedelta(seconds=ANSWER_SECONDS))
+        self._rank = rank
+        self._timeout = timeout.total_seconds()
+        self._leave = leave
+        self._mark: tuple[str, float] | None = None
+        self._is_over = threading.Event()
+        self._lock = threading.Lock()  # one thread at a time uses the store's connection
+        self._store.set(f"host/{rank}", host)
+        self._thread = threading.Thread(target=self._look, name="penstock watch", daemon=True)
+        self._thread.start()
+
+    def mark(self, place: str) -> None:
+        """Say what the training thread begins; empty for work that may take any time."""
+        self._mark = (place, time.monotonic()) if place else None
+
+    def stop(self) -> None:
+        """End the thread, without waiting for it."""
+        self._is_over.set()
+
+    def answer(self) -> None:
+        """Answer a roll call that may come, before this process ends."""
+        with suppress(RuntimeError), self._lock:
+            self._answer()
+
+    def name(self, error: LostRankError, world: int) -> LostRankError:
+        """Call the roll; the error with the ranks that do not answer, or as it is if the store has gone."""
+        with suppress(RuntimeError), self._lock:
+            return self._call(world, error.got)
+        return error
+
+    def _look(self) -> None:
+        is_answered = False
+        with suppress(RuntimeError):  # the store has gone with its process
+            while not self._is_over.wait(LOOK_SECONDS):
+                with self._lock:
+                    if not is_answered and self._store.check(["roll"]):
+                        self._answer()
+                        is_answered = True
+                mark = self._mark
+                if mark is not None and time.monotonic() - mark[1] > self._timeout:
+                    self._leave(LostRankError("no progress", got=f"{mark[0]} for {self._timeout / 60:g} minutes"))
+                    return
+
+    def _answer(self) -> None:
+        place, since = self._mark or ("", time.monotonic())
+        self._store.set(f"here/{self._rank}", json.dumps(RankAnswer(place, time.monotonic() - since)))
+
+    def _call(self, world: int, got: object) -> LostRankError:
+        self._store.set("roll", "1")
+        self._answer()
+        missing = set(range(world))
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while missing and time.monotonic() < deadline:
+            time.sleep(0.1)
+            missing -= {rank for rank in missing if self._store.check([f"here/{rank}"])}
+        here = sorted(set(range(world)) - missing)
+        answers = {rank: RankAnswer(*json.loads(self._store.get(f"here/{rank}"))) for rank in here}
+        hosts = {
+            rank: self._store.get(f"host/{rank}").decode()
+            for rank in range(world)
+            if self._store.check([f"host/{rank}"])
+        }
+        return named(answers, hosts, got)
+
+
+def named(answers: Mapping[int, RankAnswer], hosts: Mapping[int, str], got: object) -> LostRankError:
+    """The error that names the ranks without an answer, or else those that do something else than most."""
+    places = Counter(answer.place for answer in answers.values())
+    ((usual, _),) = places.most_common(1)
+    missing = [rank for rank in hosts if rank not in answers]
+    if missing:
+        shown = [f"rank {rank} on {hosts[rank]}" for rank in missing[:SHOWN]]
+        more = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
+        what = f"{', '.join(shown)}{more}: ended, or does not answer"
+    else:
+        odd = [rank for rank in hosts if answers[rank].place != usual]
+        shown = [f"rank {rank} on {hosts[rank]} is in {answers[rank].place or 'no step'}" for rank in odd[:SHOWN]]
+        what = f"the ranks do not meet: {', '.join(shown) or 'all do the same'}"
+    where = f", the others are in {usual}" if usual else ""
+    fix = "look at this machine and at the output of this rank, then --resume"
+    return LostRankError(what, got=f"{got}{where}", fix=fix)

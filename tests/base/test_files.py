@@ -1,0 +1,50 @@
+"""Files are opened without waiting, and written whole or not at all."""
+
+import errno
+import os
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+
+from penstock.base.files import open_file, read_bounded, write_whole
+
+
+def test_a_file_is_replaced_whole_and_no_draft_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "config.toml"
+    write_whole(path, "old")
+    monkeypatch.setattr("os.fsync", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    with pytest.raises(OSError, match="No space left"):
+        write_whole(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_link_that_was_planted_under_the_name_of_a_draft_is_not_followed(tmp_path: Path) -> None:
+    victim, path = tmp_path / "victim", tmp_path / "config.toml"
+    victim.write_text("precious")
+    for name in (f".config.toml.{os.getpid()}.draft", ".config.toml.draft"):
+        (tmp_path / name).symlink_to(victim)
+    write_whole(path, b"new")
+    assert victim.read_text() == "precious"
+    assert path.read_text() == "new"
+    assert not path.is_symlink()
+
+
+@pytest.mark.timeout(10)
+def test_pipes_devices_and_folders_are_no_files(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)  # without a writer
+    for path in (pipe, Path("/dev/zero"), Path("/dev/null"), tmp_path):
+        with pytest.raises(OSError, match="no file|Is a directory"):
+            open_file(path)
+
+
+def test_a_pipe_that_the_shell_passes_is_read_up_to_the_limit() -> None:
+    reading, writing = os.pipe()
+    try:
+        os.write(writing, b"steps = 3")
+        os.close(writing)
+        assert read_bounded(Path(f"/dev/fd/{reading}"), 100) == b"steps = 3"
+    finally:
+        os.close(reading)

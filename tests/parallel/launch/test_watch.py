@@ -1,0 +1,109 @@
+"""The rank that is lost is named: it does not answer, or does something else than the others."""
+
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from penstock.base.errors import LostRankError
+from penstock.parallel.launch import watch as module
+from penstock.parallel.launch.watch import RankAnswer, Watch, named
+
+WHERE = "backward of step 7"
+HOSTS = {0: "a", 1: "a", 2: "b", 3: "b"}
+
+
+def test_a_rank_that_does_not_answer_is_named_with_its_machine() -> None:
+    answers = {rank: RankAnswer(WHERE, 60.0) for rank in (0, 1, 3)}
+    assert str(named(answers, HOSTS, "a timeout")) == (
+        "rank 2 on b: ended, or does not answer; got a timeout, the others are in backward of step 7; "
+        "fix: look at this machine and at the output of this rank, then --resume"
+    )
+
+
+def test_of_ranks_that_all_answer_the_one_that_is_elsewhere_is_named() -> None:
+    answers = {rank: RankAnswer("data of step 7" if rank == 3 else WHERE, 60.0) for rank in HOSTS}
+    assert "the ranks do not meet: rank 3 on b is in data of step 7; got a timeout" in str(
+        named(answers, HOSTS, "a timeout")
+    )
+
+
+def test_of_many_ranks_without_an_answer_some_are_named() -> None:
+    error = named({0: RankAnswer(WHERE, 1.0)}, dict.fromkeys(range(20), "a"), "a timeout")
+    assert "rank 1 on a, " in str(error) and "rank 8 on a and 11 more: ended" in str(error)
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(module, "ANSWER_SECONDS", 0.5)
+    return dist.PrefixStore("a", dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+
+
+def ended(error: LostRankError) -> None:
+    raise AssertionError(error)
+
+
+@pytest.fixture
+def watch_of(store: Any) -> Iterator[Callable[..., Watch]]:
+    """Makes watches, and ends their threads."""
+    made: list[Watch] = []
+
+    def make(rank: int, seconds: float = 60.0, leave: Callable[[LostRankError], object] = ended) -> Watch:
+        made.append(Watch(store, rank, f"host-{rank}", timedelta(seconds=seconds), leave))
+        return made[-1]
+
+    yield make
+    for watch in made:
+        watch.stop()
+
+
+def test_ranks_answer_while_their_training_thread_waits(watch_of: Callable[..., Watch]) -> None:
+    watches = [watch_of(rank) for rank in range(3)]
+    for watch in watches:
+        watch.mark(WHERE)
+    watches[2].stop()  # its process is stopped
+    error = watches[0].name(LostRankError("a rank is lost", got="a closed connection"), 3)
+    assert str(error).startswith(
+        "rank 2 on host-2: ended, or does not answer; got a closed connection, the others are in backward of step 7"
+    )
+
+
+def test_a_rank_that_ends_first_may_answer_before_it_is_asked(watch_of: Callable[..., Watch]) -> None:
+    first, second = watch_of(0), watch_of(1)
+    second.mark("data of step 7")
+    second.stop()
+    second.answer()
+    first.mark(WHERE)
+    assert "rank 1 on host-1 is in data of step 7" in str(first.name(LostRankError("lost"), 2))
+
+
+def test_a_place_that_lasts_too_long_is_a_hang_and_work_without_a_place_is_not(watch_of: Callable[..., Watch]) -> None:
+    hung: list[LostRankError] = []
+    watch = watch_of(0, 0.3, hung.append)
+    for _ in range(6):  # longer than the timeout, but each place is short
+        watch.mark(WHERE)
+        time.sleep(0.1)
+    watch.mark("")
+    time.sleep(0.6)
+    assert not hung
+    watch.mark(WHERE)
+    time.sleep(0.6)
+    assert [str(error) for error in hung] == ["no progress; got backward of step 7 for 0.005 minutes"]
+
+
+def test_without_a_store_the_error_stays_as_it_is(
+    watch_of: Callable[..., Watch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = watch_of(0)
+
+    def gone(*arguments: object) -> None:
+        raise dist.DistNetworkError("connection closed")
+
+    monkeypatch.setattr(watch, "_answer", gone)
+    error = LostRankError("a rank is lost")
+    assert watch.name(error, 2) is error
+    watch.answer()
