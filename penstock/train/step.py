@@ -14,7 +14,7 @@ result does not depend on the batch size. Expert buffers then hold all rows.
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
@@ -30,20 +30,22 @@ from penstock.data.evaluation import EvaluationRows
 from penstock.models.parameters import refresh_float8
 from penstock.models.rank_model import RankModel
 from penstock.moe.balance import LayerLoad
+from penstock.moe.dispatch.balanced import PlanSums, replica_meters
 from penstock.moe.dispatch.row_capacity import forget_left_out, make_room, rows_left_out
-from penstock.moe.router import layer_loads, reset_loads, update_expert_bias
+from penstock.moe.layer import moe_loads
+from penstock.moe.router import reset_loads, update_expert_bias
 from penstock.parallel.launch.process import peak_memory_bytes
 from penstock.parallel.spans import EnterPhase, span, untimed
 from penstock.train.global_batch import CutRule, GlobalBatch, cut, read
 from penstock.train.loss import LossRule, loss_rule
-from penstock.train.observer import HeldOutLoss, LayerReport
+from penstock.train.observer import BalanceReport, HeldOutLoss, LayerReport
 from penstock.train.optimizer import MasterAdamW, clip_divisor
 from penstock.train.passes import forward_backward, held_out_nats
 from penstock.train.stop import StopRequest
 from penstock.train.stragglers import RankPulse
 
 NO_PULSE = RankPulse()
-_OF_RANK = 1 + len(NO_PULSE)  # figures of each rank: peak memory and pulse
+_OF_RANK = 2 + len(NO_PULSE)  # words of each rank: peak memory, slots of replicas, pulse
 
 Passes = Callable[[RankModel, GlobalBatch, LossRule, EnterPhase], Tensor]
 """Signature of `forward_backward`."""
@@ -73,6 +75,7 @@ class StepResult:
     wants_stop: bool  # a rank had received a stop request by then
     left_out: int  # rows without room in the first attempt, over all ranks and layers; above 0 the step was repeated
     pulses: tuple[RankPulse, ...]  # of each rank, of earlier steps
+    slots_needed: int = 0  # replicas of a rank with which every plan would have kept its bound
 
     @property
     def is_finite(self) -> bool:
@@ -158,7 +161,9 @@ def _differentiate(
     with span(Span.ZERO):
         reset_loads(model.modules)
         forget_left_out(model.modules)
-        optimizer.zero_gradients()
+        for meter in replica_meters(model.modules):
+            meter.reset()
+        optimizer.zero_gradients(before_passes=True)
     losses = rule.passes(model, whole, rule.loss, enter)
 
     # 3. Sum over ranks.
@@ -198,36 +203,48 @@ class _Figures:
 
 
 def _own_words(model: RankModel, stop: StopRequest | None, pulse: RankPulse) -> Tensor:
-    """This rank's part of float64: ranks with a stop request, late ranks, and of each rank peak memory and pulse."""
+    """This rank's part of the words of all: ranks with a stop request, late ranks, then `_OF_RANK` words of each rank.
+
+    These are its peak memory, the slots that its plans of replicas needed, and its pulse. Float64.
+    """
     world = model.axes.world
     words = torch.zeros(2 + world.size * _OF_RANK, dtype=torch.float64, device=model.device)
     # Filled on the device: a copy from the host would wait for the device.
     words[0].fill_(stop is not None and stop.signal is not None)
     if model.buffers is not None:
         words[1] = model.buffers.late.bool()
-    for place, figure in enumerate((peak_memory_bytes(model.device), *pulse), start=2 + world.rank * _OF_RANK):
-        words[place].fill_(figure)
+    mine = words[2 + world.rank * _OF_RANK :]
+    for place, figure in zip((0, *range(2, _OF_RANK)), (peak_memory_bytes(model.device), *pulse), strict=True):
+        mine[place].fill_(figure)
+    if needed := [meter.slots_needed for meter in replica_meters(model.modules)]:
+        mine[1] = torch.stack(needed).max()
     return words
 
 
 def _sum_figures(losses: Tensor, words: Tensor, model: RankModel, rule: StepRule) -> _Figures:
     """Sum the figures of all ranks in one all-reduce. float64 holds counts up to 2**53 exactly."""
-    loads = layer_loads(model.modules)
+    loads = moe_loads(model.modules)
     left_out = rows_left_out(model.modules, losses.device)
     axes = model.axes
     if axes.world.group is None:
         return _Figures(losses, left_out, loads, words)  # one rank: its figures are those of the global batch
     # Ranks that share the vocabulary have the same loss; one of them contributes it.
     losses = losses.double() if axes.tensor.rank == 0 else torch.zeros_like(losses, dtype=torch.float64)
-    table = losses.new_zeros(len(rule.moe_layers), 2 + rule.experts)  # rows of layers on other stages stay zero
+    first = 2 + len(PlanSums)
+    table = losses.new_zeros(len(rule.moe_layers), first + rule.experts)  # rows of layers on other stages stay zero
     for load in loads:
         row = table[rule.moe_layers.index(load.layer)]
-        row[0], row[1], row[2:] = load.dropped, load.auxiliary_loss, load.slots_E
+        row[0], row[1], row[first:] = load.dropped, load.auxiliary_loss, load.slots_E
+        if load.plans is not None:
+            row[2:first] = load.plans
     figures = torch.cat((losses, left_out.double()[None], words, table.flatten()))
     dist.all_reduce(figures, group=axes.world.group)
     losses, left_out, words, table = figures.split((losses.numel(), 1, words.numel(), table.numel()))
-    rows = table.view(len(rule.moe_layers), 2 + rule.experts)
-    summed = [LayerLoad(layer, row[2:], row[0], row[1]) for layer, row in zip(rule.moe_layers, rows, strict=True)]
+    rows = table.view(len(rule.moe_layers), first + rule.experts)
+    summed = [
+        LayerLoad(layer, row[first:], row[0], row[1], row[2:first])
+        for layer, row in zip(rule.moe_layers, rows, strict=True)
+    ]
     return _Figures(losses, left_out, summed, words)
 
 
@@ -236,6 +253,7 @@ def _read(figures: _Figures, norm: Tensor) -> tuple[StepResult, bool]:
     pieces = [figures.losses, norm, figures.left_out, figures.words]
     for load in figures.loads:
         pieces += [load.dropped, load.auxiliary_loss, load.slots_E]
+        pieces += [] if load.plans is None else [load.plans]
     values = iter(torch.cat([piece.detach().double().reshape(-1) for piece in pieces]).tolist())
 
     def take(count: int) -> list[float]:
@@ -248,7 +266,16 @@ def _read(figures: _Figures, norm: Tensor) -> tuple[StepResult, bool]:
     for load in figures.loads:
         dropped, auxiliary_loss = take(2)
         slots = tuple(map(int, take(load.slots_E.numel())))
-        layers.append(LayerReport(layer=load.layer, slots=slots, dropped=int(dropped), auxiliary_loss=auxiliary_loss))
+        balance = None if load.plans is None else balance_report(take(len(PlanSums)))
+        layers.append(
+            LayerReport(
+                layer=load.layer,
+                slots=slots,
+                dropped=int(dropped),
+                auxiliary_loss=auxiliary_loss,
+                balance=balance,
+            )
+        )
     result = StepResult(
         loss=main,
         mtp_losses=tuple(depths),
@@ -257,9 +284,19 @@ def _read(figures: _Figures, norm: Tensor) -> tuple[StepResult, bool]:
         peak_memory_bytes=int(max(peak for peak, *_ in ranks)),
         wants_stop=wishes > 0,
         left_out=int(left_out),
-        pulses=tuple(RankPulse(*pulse) for _, *pulse in ranks),
+        pulses=tuple(RankPulse(*pulse) for _, _, *pulse in ranks),
+        slots_needed=int(max(needed for _, needed, *_ in ranks)),
     )
     return result, late > 0
+
+
+def balance_report(sums: Sequence[float]) -> BalanceReport | None:
+    """The report of a layer's plans, summed over all ranks; None without one."""
+    passes, rows = sums[PlanSums.PASSES], max(sums[PlanSums.ROWS], 1)
+    if not passes:
+        return None
+    before, after = sums[PlanSums.BEFORE] / rows, sums[PlanSums.AFTER] / rows
+    return BalanceReport(before=before, after=after, replicas=sums[PlanSums.REPLICAS] / passes)
 
 
 @torch.no_grad()

@@ -49,7 +49,7 @@ Cause = Literal["data", "GPU clock", "host", "computing", "network"]
 
 
 @dataclass(frozen=True)
-class Straggler:
+class LateFinding:
     """A late rank, or the network."""
 
     rank: int  # -1: the network of all ranks
@@ -66,7 +66,7 @@ class StragglerWatch:
         self._seen = 0
         self._steps: list[tuple[float, tuple[RankPulse, ...]]] = []
         self._least_sums: float | None = None  # seconds that no rank worked, in the fastest window
-        self._told: Straggler | None = None
+        self._told: LateFinding | None = None
 
     def add(self, seconds: float, pulses: tuple[RankPulse, ...]) -> tuple[str, ...]:
         """Add a step; returns what is new, a line each."""
@@ -90,18 +90,18 @@ class StragglerWatch:
         share = f"{found.seconds:.3g} s of a step of {step:.3g} s, " if found.seconds else ""
         return (f"{self._named(found)} late: {share}median of {WINDOW} steps; cause: {found.cause}, {found.detail}",)
 
-    def _network(self, step: float, sums: float) -> Straggler | None:
+    def _network(self, step: float, sums: float) -> LateFinding | None:
         least = sums if self._least_sums is None else self._least_sums
         if sums - least < SLOWER * step:
             return None
         detail = f"no rank works longer, and the sum of gradients takes {sums:.3g} s instead of {least:.3g} s"
-        return Straggler(-1, "network", sums - least, detail)
+        return LateFinding(-1, "network", sums - least, detail)
 
-    def _named(self, one: Straggler) -> str:
+    def _named(self, one: LateFinding) -> str:
         return "all ranks are" if one.rank < 0 else f"rank {one.rank} on {self._host_of(one.rank)} is"
 
 
-def late_rank(step: float, figures: Floats) -> Straggler | None:
+def late_rank(step: float, figures: Floats) -> LateFinding | None:
     """The latest rank, or None.
 
     Args:
@@ -122,9 +122,9 @@ def late_rank(step: float, figures: Floats) -> Straggler | None:
             return None
         rank, seconds = int(np.where(is_low, clock, np.inf).argmin()), 0.0
     if seconds and longer[rank, 0] >= seconds / 2:
-        return Straggler(rank, "data", seconds, f"its rows take {data[rank]:.3g} s")
+        return LateFinding(rank, "data", seconds, f"its rows take {data[rank]:.3g} s")
     if is_low[rank]:
-        return Straggler(rank, "GPU clock", seconds, f"{clock[rank]:,.0f} MHz, {usual:,.0f} MHz in the median")
+        return LateFinding(rank, "GPU clock", seconds, f"{clock[rank]:,.0f} MHz, {usual:,.0f} MHz in the median")
     if longer[rank, 2] >= seconds / 2:
-        return Straggler(rank, "host", seconds, f"its passes take {host[rank]:.3g} s to launch")
-    return Straggler(rank, "computing", seconds, "with the clock of the others: fuller experts, or a slower device")
+        return LateFinding(rank, "host", seconds, f"its passes take {host[rank]:.3g} s to launch")
+    return LateFinding(rank, "computing", seconds, "with the clock of the others: fuller experts, or a slower device")
