@@ -297,6 +297,7 @@ class _Loop:
             forced_balance=moe is not None and moe.balance.force_load_balance,
             layers=result.layers,
             left_out=result.left_out,
+            slots_needed=result.slots_needed,
             records_skipped=self._session.state.batches.skipped(),
             evaluation=evaluation,
             graph_pool_bytes=0 if graphs is None else graphs.pool_bytes,

@@ -20,7 +20,7 @@ from typing import Any
 from penstock.base.errors import RunFolderError
 from penstock.base.files import open_file, open_to_append, parse_json, sync, write_whole
 from penstock.base.spans import Span
-from penstock.train.observer import LayerReport, Observer, StepReport
+from penstock.train.observer import BalanceReport, LayerReport, Observer, StepReport
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,16 @@ FIELDS: dict[str, MetricField] = {
         "",
         "The same of one rank, the one whose mean of layers is highest: what its memory sees. At most the field above.",
     ),
+    "balance_load_before": MetricField(
+        "",
+        "Rows of the fullest expert rank of each pass over its even share, without replicas; mean of layers and "
+        "passes. Null without dispatch.balance, as the next two.",
+    ),
+    "balance_load_after": MetricField("", "The same with replicas: the rows that ranks computed."),
+    "balance_replicas": MetricField("", "Replicas of a layer and pass on all ranks of a group, mean of both."),
+    "balance_slots_needed": MetricField(
+        "experts", "dispatch.balance_slots with which every plan of the step would have kept its bound; 0 without any."
+    ),
     "dropped_slots": MetricField("slots", "(token, expert) pairs over capacity, all layers together."),
     "rows_left_out": MetricField(
         "rows", "Rows that exceeded the expert buffers (dispatch.row_capacity_factor); if any, the step was repeated."
@@ -111,6 +121,9 @@ LAYER_FIELDS: dict[str, MetricField] = {
     "entropy": MetricField("", "Entropy of the load over that of an even one: 1 is even, 0 is all on one expert."),
     "dropped_slots": MetricField("slots", "(token, expert) pairs over capacity."),
     "auxiliary_loss": MetricField("", "Balance losses of the layer, weighted."),
+    "balance_load_before": MetricField("", "As in the line, of the layer; null without dispatch.balance."),
+    "balance_load_after": MetricField("", "As in the line, of the layer; null without dispatch.balance."),
+    "balance_replicas": MetricField("", "As in the line, of the layer; null without dispatch.balance."),
 }
 """Keys of each object in `layers`, in order."""
 
@@ -138,6 +151,8 @@ def record(report: StepReport) -> dict[str, Any]:
         "expert_load_max_over_mean": None if worst is None else worst.max_over_mean,
         "expert_rank_load_max_over_mean": report.expert_rank_load_max_over_mean,
         "expert_rank_load_fullest": report.expert_rank_load_fullest,
+        **_balance_record(report.balance),
+        "balance_slots_needed": report.slots_needed,
         "dropped_slots": sum(layer.dropped for layer in report.layers),
         "rows_left_out": report.left_out,
         "records_skipped": report.records_skipped,
@@ -158,6 +173,15 @@ def _layer_record(layer: LayerReport) -> dict[str, Any]:
         "entropy": layer.entropy,
         "dropped_slots": layer.dropped,
         "auxiliary_loss": layer.auxiliary_loss,
+        **_balance_record(layer.balance),
+    }
+
+
+def _balance_record(balance: BalanceReport | None) -> dict[str, float | None]:
+    return {
+        "balance_load_before": None if balance is None else balance.before,
+        "balance_load_after": None if balance is None else balance.after,
+        "balance_replicas": None if balance is None else balance.replicas,
     }
 
 
