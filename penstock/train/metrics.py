@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from penstock.base.errors import RunFolderError
-from penstock.base.files import open_file, parse_json, sync, write_whole
+from penstock.base.files import open_file, open_to_append, parse_json, sync, write_whole
 from penstock.base.spans import Span
 from penstock.train.goodput import goodput
 from penstock.train.observer import BalanceReport, LayerReport, Observer, StepReport
@@ -290,7 +290,7 @@ class MetricsFile(Observer):
         self._path = path
         self._every = every
         try:
-            self._file = path.open("ab", buffering=0)  # a line is one write: a killed process leaves no part of it
+            self._file = open_to_append(path)  # a line is one write: a killed process leaves no part of it
             sync(path.parent)  # the name of the file
         except OSError as error:
             raise RunFolderError(f"cannot write {path}", got=error.strerror or error) from error
