@@ -57,7 +57,8 @@ class PowerMeter:
         except (ImportError, OSError, KeyError):  # amdsmi looks for its library when it is imported
             return
         self._device = device
-        self._errors = (RuntimeError, OSError, ImportError, library.AmdSmiException if torch.version.hip else library.NVMLError)
+        own: type[Exception] = library.AmdSmiException if torch.version.hip else library.NVMLError
+        self._errors = (RuntimeError, OSError, ImportError, own)
         limits: Callable[[Any, torch.device], PowerLimits] = _amd_limits if torch.version.hip else _nvidia_limits
         try:
             self._limits = limits(library, device)
