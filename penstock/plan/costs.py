@@ -328,10 +328,11 @@ _BYTES: Mapping[str, Callable[[RecordedOp, float], float]] = MappingProxyType(
         # Rows and transposed ones of 8 bits are as many bytes as what they are made of; both are larger than that part.
         "latent_heads_backward_kernel": lambda operator, moved: 2.0 * operator.sizes[0],
         "index_put_": lambda operator, moved: 3.0 * operator.sizes[-1],
+        # Rows in 16 bits are read; as many rows in float32, if no token comes twice, are read and written.
+        "sum_runs_kernel": lambda operator, moved: 5.0 * operator.sizes[0],
+        "join_runs_kernel": lambda operator, moved: 0.0,
         # Each tensor is read or written, none both.
         **dict.fromkeys(("copy_", "zero_", "fill_", "_foreach_zero_", "_foreach_copy_"), lambda operator, moved: moved),
-        # Of parameter, gradient and two moments only the gradient stays as it is.
-        "_fused_adamw_": lambda operator, moved: 1.75 * moved,
         # Logits are read for the sum, read again and written as gradients. A profiler saw a little more than 3 times.
         "linear_cross_entropy_kernel": lambda operator, moved: moved + 2.4 * operator.sizes[0],
     }
@@ -371,7 +372,7 @@ _TERMS: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("count_kernel", "scan_kernel", "place_kernel", "tile_table_kernel"), "route"),
         **dict.fromkeys(("count_arrivals_kernel", "place_arrivals_kernel", "spread_kernel"), "route"),
         **dict.fromkeys(("take_rows_kernel", "sum_ranks_kernel", *sorted(_WAITS)), "dispatch"),
-        **dict.fromkeys(("_fused_adamw_", "_foreach_norm", "_foreach_zero_", "_foreach_copy_"), "optimizer"),
+        **dict.fromkeys(("adamw_kernel", "_foreach_norm", "_foreach_zero_"), "optimizer"),
         "linear_cross_entropy_kernel": "loss",
     }
 )
