@@ -154,7 +154,9 @@ class Router(Section):
     expert_bias: bool = knob(
         False, doc="Balance without auxiliary loss: a bias for each expert steers the choice (arXiv 2408.15664)."
     )
-    expert_bias_rate: float = knob(1e-3, doc="Step of the bias, once per global batch.", low=0.0)
+    expert_bias_rate: float = knob(
+        1e-3, doc="Step of the bias, once per global batch, with `balance.bias_rule` sign.", low=0.0
+    )
     logit_bias: bool = knob(False, doc="A learned bias on the logits (gpt-oss).")
     apply_probs_on_input: bool = knob(
         False, doc="Multiply the chosen weight with the expert's input (Llama 4) instead of its output."
@@ -171,6 +173,11 @@ class Balance(Section):
     )
     aux_loss_coef: float = knob(0.0, doc="Factor of the auxiliary loss; 0 switches it off.", low=0.0)
     z_loss_coef: float = knob(0.0, doc="Factor of the router z-loss (ST-MoE); 0 switches it off.", low=0.0)
+    bias_rule: Literal["sign", "quantile"] = knob(
+        "sign",
+        doc="How `router.expert_bias` follows the loads, once per global batch: by a fixed step against each expert's "
+        "excess (sign), or to the bias with which it would have had its even share (quantile, no rate).",
+    )
     capacity_factor: float = knob(
         0.0, doc="Slots of an expert over its fair share; slots beyond are dropped. 0 means dropless.", low=0.0
     )

@@ -232,6 +232,37 @@ def biases_stand_behind_unweighted_inputs(run: Run) -> Problem | None:
     )
 
 
+def quantiles_move_a_bias(run: Run) -> Problem | None:
+    """`model.moe.balance.bias_rule` quantile needs `model.moe.router.expert_bias`."""
+    moe = run.model.moe
+    if moe is None or moe.balance.bias_rule != "quantile" or moe.router.expert_bias:
+        return None
+    return Problem(
+        "model.moe.balance.bias_rule",
+        "moves a bias that the router lacks",
+        got="quantile",
+        fix="set model.moe.router.expert_bias=true",
+    )
+
+
+def quantiles_are_of_all_experts(run: Run) -> Problem | None:
+    """`model.moe.balance.bias_rule` quantile needs `model.moe.top_k` below `model.moe.experts`, and no groups of them.
+
+    It compares an expert with the best one that a token did not take; groups are `model.moe.router.n_group`.
+    """
+    moe = run.model.moe
+    if moe is None or moe.balance.bias_rule != "quantile" or (moe.router.n_group == 1 and moe.top_k < moe.experts):
+        return None
+    takes_all = moe.top_k >= moe.experts
+    return Problem(
+        "model.moe.balance.bias_rule",
+        "compares each expert with the best one that a token did not take, of all experts",
+        got=f"quantile, {'every expert taken' if takes_all else f'model.moe.router.n_group {moe.router.n_group}'}",
+        allowed="sign",
+        fix="set model.moe.balance.bias_rule=sign" + ("" if takes_all else ", or model.moe.router.n_group=1"),
+    )
+
+
 def padding_needs_a_capacity(run: Run) -> Problem | None:
     """`model.moe.balance.pad_to_capacity` needs `model.moe.balance.capacity_factor`."""
     moe = run.model.moe

@@ -55,8 +55,7 @@ def route(logits_TE: Tensor, bias_E: Tensor | None, rule: RouterRule, sequences:
     logits_TE = logits_TE.float()
     E = logits_TE.shape[1]
     scores_TE = _scores(logits_TE, rule)
-    choice_TE = logits_TE if rule.softmax_after_top_k else scores_TE
-    choice_TE = choice_TE.detach() if bias_E is None else choice_TE.detach() + bias_E  # a choice has no gradient
+    choice_TE = choice_scores(logits_TE.detach(), bias_E, rule)  # a choice has no gradient
     if rule.groups > 1:
         choice_TE = choice_TE.masked_fill(~_kept_groups(choice_TE, rule), float("-inf"))
     experts_TK = choice_TE.topk(rule.top_k, dim=-1, sorted=True).indices
@@ -75,6 +74,12 @@ def route(logits_TE: Tensor, bias_E: Tensor | None, rule: RouterRule, sequences:
         shares_TE.view(sequences, -1, E).sum(1),
         logits_TE.logsumexp(-1).square().view(sequences, -1).sum(1),
     )
+
+
+def choice_scores(logits_TE: Tensor, bias_E: Tensor | None, rule: RouterRule) -> Tensor:
+    """What the experts of a token are chosen by, before the limit to groups."""
+    choice_TE = logits_TE if rule.softmax_after_top_k else _scores(logits_TE, rule)
+    return choice_TE if bias_E is None else choice_TE + bias_E
 
 
 def _scores(logits_TE: Tensor, rule: RouterRule) -> Tensor:
