@@ -151,6 +151,7 @@ def shapes_of(run: Run) -> Shapes:
         ffn=0 if moe is None else moe.moe_intermediate_size,
         dense_ffn=shared_width or model.intermediate_size,  # most layers of a mixture have the shared expert only
         attention=attention.kind,
+        linear=int(model.linear_attention is not None),
         heads=attention.heads,
         head_dim=attention.head_dim,
         rotary_dim=attention.rotary_dim,
