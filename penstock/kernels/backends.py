@@ -38,7 +38,10 @@ class Shapes:
     ffn: int
     dense_ffn: int  # width of the network that most layers have for every token (shared or dense); 0 for none
     attention: Literal["mla", "gqa"]
-    linear: int  # 1 if most layers have linear attention, else 0
+    linear_key_heads: int = 0  # of linear attention; 0 without
+    linear_value_heads: int = 0
+    linear_key_dim: int = 0
+    linear_value_dim: int = 0
     heads: int
     head_dim: int  # of a query
     rotary_dim: int  # rotated part of a query head
@@ -98,7 +101,10 @@ PART_SIZES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "add_rms_norm": ("tokens", "hidden"),
         "rotate": ("tokens", "heads", "head_dim"),
         "mla_heads": ("tokens", "heads", "head_dim", "rotary_dim", "value_dim"),
-        "delta_rule": ("tokens", "linear"),
+        "delta_rule": (
+            *("tokens", "linear_key_heads", "linear_value_heads"),
+            *("linear_key_dim", "linear_value_dim"),
+        ),
     }
 )
 

@@ -117,7 +117,9 @@ ATTENTION_CASES = (
     Case("TP 2 x CP 2, keys gathered, linear attention", 4, layout("tensor=2", "context=2", GATHERED), DELTA),
     Case("EP 2 x EDP 2, FSDP, linear attention", 4, layout("expert=2", "shard=full"), DELTA_PACKED),
     Case("PP 2 x EP 2, ZB-V, linear attention, documents", 4, pipeline("zb-v", 2, "expert=2"), DELTA_PACKED),
-    Case("FSDP 2, linear, recompute attention", 2, layout("shard=full", 'recompute.modules=["attention", "norm"]'), DELTA),
+    Case(
+        "FSDP 2, linear, recompute attention", 2, layout("shard=full", 'recompute.modules=["attention", "norm"]'), DELTA
+    ),
     Case("EP 2, linear attention, recompute layer", 2, layout("expert=2", "recompute.modules=layer"), DELTA_PACKED),
     Case("TP 2 x CP 2, keys gathered, decays by feature", 4, layout("tensor=2", "context=2", GATHERED), KDA),
     Case("EP 2, overlap halves, decays by feature", 2, layout("expert=2", *HALVES), KDA),

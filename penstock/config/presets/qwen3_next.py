@@ -11,7 +11,14 @@ from penstock.config.run import Run
 
 
 def _model(
-    family: Literal["qwen3-next", "qwen3.5-moe"], *, vocab_size: int, layers: int, intermediate_size: int, experts: int, top_k: int, mtp_layers: int
+    family: Literal["qwen3-next", "qwen3.5-moe"],
+    *,
+    vocab_size: int,
+    layers: int,
+    intermediate_size: int,
+    experts: int,
+    top_k: int,
+    mtp_layers: int,
 ) -> Model:
     return Model(
         family=family,
